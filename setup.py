@@ -4,24 +4,29 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-_here = Path(__file__).parent
-_parser = ConfigParser(delimiters=["="], inline_comment_prefixes=None)
-_parser.read(_here/"settings.ini", encoding="utf-8")
-cfg = _parser["DEFAULT"]
-
-_suffix = "_requirements"
-extras = {key.removesuffix(_suffix): cfg[key].split() for key in cfg if key.endswith(_suffix)}
+here = Path(__file__).parent
+parser = ConfigParser(delimiters=["="], inline_comment_prefixes=None)
+parser.read(here/"settings.ini", encoding="utf-8")
+cfg = parser["DEFAULT"]
 lib = cfg["lib_name"]
+
+# Any key NAME_requirements is the extra NAME. Requirements are separated by blanks, so none may hold one.
+suffix = "_requirements"
+extras = {key.removesuffix(suffix): cfg[key].split() for key in cfg if key.endswith(suffix)}
+
+# nbdev's numbering of the development status, which counts from 0.
+statuses = ["1 - Planning", "2 - Pre-Alpha", "3 - Alpha", "4 - Beta", "5 - Production/Stable", "6 - Mature", "7 - Inactive"]
 
 setup(
     name=lib, version=cfg["version"], description=cfg["description"], keywords=cfg["keywords"].split(),
     author=cfg["author"], author_email=cfg["author_email"], license="Apache-2.0", license_files=["LICENSE"],
     url=cfg["git_url"], project_urls={"Documentation": cfg["doc_host"] + cfg["doc_baseurl"] + "/"},
-    long_description=(_here/"README.md").read_text(encoding="utf-8"), long_description_content_type="text/markdown",
+    long_description=(here/"README.md").read_text(encoding="utf-8"), long_description_content_type="text/markdown",
     packages=find_packages(include=[lib, f"{lib}.*"]), package_data={lib: ["py.typed"]}, include_package_data=True,
     python_requires=f">={cfg['min_python']}", install_requires=cfg["requirements"].split(), extras_require=extras,
     entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": [f"{lib}={lib}._modidx:d"]},
-    classifiers=["Development Status :: 4 - Beta", "Intended Audience :: Science/Research", "Programming Language :: Python :: 3",
-                 "Topic :: Scientific/Engineering :: Artificial Intelligence", "Framework :: Jupyter", "Typing :: Typed"],
+    classifiers=[f"Development Status :: {statuses[cfg.getint('status')]}", "Intended Audience :: Science/Research",
+                 "Programming Language :: Python :: 3", "Topic :: Scientific/Engineering :: Artificial Intelligence",
+                 "Framework :: Jupyter", "Typing :: Typed"],
     zip_safe=False,
 )

@@ -1,0 +1,79 @@
+# `make install`, then `make train`: see `make help`. Everything runs from the environment in .venv.
+PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11 python,$(shell \
+            $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
+BIN   := .venv/bin
+STAMP := .venv/.installed
+NB    ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test sync types notebooks stored unit lab docs readme gpu bench refresh clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP)  ## environment in .venv with everything for use, notebooks and tests
+
+# Again only when the metadata changes. Some systems ship Python without `ensurepip`: then pip comes from outside.
+$(STAMP): settings.ini setup.py
+	@test -n "$(PYTHON)" || { echo "esper_nb needs Python 3.11 or newer: none found as python3. Try make install PYTHON=/path/to/python3.12"; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv 2>/dev/null || { \
+	  $(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=23'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+	@echo "Installed in .venv. Next: make train, make test, make lab"
+
+train: $(STAMP)  ## grow a small network on the bundled digits
+	$(BIN)/esper-nb train digits
+
+test: sync types notebooks stored unit  ## every check: library in step, notebooks clean and run, stored outputs true, tests
+
+# The stages of `make test`, cheapest first; each can be called alone.
+sync: $(STAMP)  ## library in step with the notebooks, notebooks clean, README in step (changes nothing)
+	@echo "== library in step with the notebooks, notebooks clean"
+	@$(BIN)/python scripts/notebooks.py check
+
+types: $(STAMP)  ## static types
+	@echo "== types"
+	@$(BIN)/mypy esper_nb
+
+notebooks: $(STAMP)  ## run every page, tutorial and explanation
+	@echo "== every notebook runs"
+	@$(BIN)/python scripts/notebooks.py run
+
+stored: $(STAMP)  ## run tutorials and explanations again and compare with their stored outputs
+	@echo "== stored outputs of tutorials and explanations are what the code gives"
+	@d=$$(ls -d nbs/tutorials nbs/explanations 2>/dev/null); \
+	  if [ -z "$$(find $$d -name '*.ipynb' 2>/dev/null)" ]; then echo "no tutorials or explanations yet"; \
+	  else $(BIN)/pytest --nbval-lax -q -p no:cacheprovider $$d; fi
+
+unit: $(STAMP)  ## pytest over tests/
+	@echo "== tests"
+	@$(BIN)/pytest tests
+
+lab: $(STAMP)  ## JupyterLab on the notebooks
+	cd nbs && ../$(BIN)/jupyter lab
+
+readme: $(STAMP)  ## README.md from nbs/index.ipynb
+	$(BIN)/python scripts/notebooks.py readme
+
+docs: readme  ## the site in _docs (plain HTML pages where Quarto is missing)
+	@if command -v quarto >/dev/null; then PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/nbdev_docs; \
+	 else echo "No quarto on PATH: writing plain HTML pages without search and sidebar."; $(BIN)/python scripts/notebooks.py html; fi
+	@echo "Open _docs/index.html"
+
+gpu: $(STAMP)  ## the tests that need a CUDA device (each is skipped, with the reason, where there is none)
+	$(BIN)/pytest tests -m cuda -v
+
+bench: $(STAMP)  ## the benchmarks
+	$(BIN)/esper-nb bench
+
+refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/50_telemetry.ipynb"
+	$(BIN)/nbdev_export
+	$(BIN)/python scripts/notebooks.py refresh $(NB)
+	$(BIN)/nbdev_clean
+	$(BIN)/python scripts/notebooks.py readme
+
+clean:  ## remove everything that is generated outside git (.venv stays)
+	rm -rf _proc _docs build dist *.egg-info .pytest_cache .mypy_cache .hypothesis .quarto nbs/.last_checked
+	find . -path ./.venv -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -print | xargs -r rm -rf

@@ -1,0 +1,13 @@
+"Lets nbval run notebooks that nbdev has cleaned."
+from scripts.notebooks import NOT_RUN
+
+
+def pytest_collection_modifyitems(config, items):
+    "Leave out the cells that nbdev_test leaves out; give back the execution counts that cleaning takes away."
+    cells = [item for item in items if getattr(item, "cell", None) is not None]
+    for number, item in enumerate(cells, 1):      # nbval takes a cell with outputs but no count as never run
+        if item.cell.execution_count is None: item.cell.execution_count = number
+    left_out = [item for item in cells if NOT_RUN.search(item.cell.source)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]

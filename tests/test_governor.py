@@ -1,0 +1,392 @@
+"The Governor: any loop, exact replays, a ladder that ends, reports without NaN."
+import json, math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from esper_nb.governor import GOVERNOR_PRESETS, Governor, GovernorConfig, GovernorStop, Proposal, preflight, scale_lr
+from esper_nb.lanes import linear, rows
+from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
+
+CHANCE = math.log(10)
+QUICK = GovernorConfig(snapshot_every=10, probation=10)
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+def settled(steps=60, config=QUICK, net=None, **options):
+    "A Governor that has seen healthy losses around 0.9."
+    gov = Governor(net or nn.Linear(2, 2), chance=CHANCE, config=config, **options)
+    for x in .9 * np.exp(.05 * np.random.default_rng(0).standard_normal(steps)): assert gov.watch(float(x)) == ()
+    return gov
+
+def no_nan(x):
+    return all(map(no_nan, x.values())) if isinstance(x, dict) else all(map(no_nan, x)) if isinstance(x, (list, tuple)) else not (isinstance(x, float) and not math.isfinite(x))
+
+
+# --- any loop
+
+CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
+
+def batch(g, size=32):
+    y = torch.randint(0, 10, (size,), generator=g)
+    return CENTERS[y] + torch.randn(size, 16, generator=g), y
+
+class Loop:
+    "An ordinary loop with dropout, gradient accumulation, two optimizers, a scheduler and a cursor."
+    def __init__(self, config=QUICK.replace(replay=True, skips=0), accumulate=2):
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
+        self.opts = [torch.optim.AdamW(self.net[0].parameters(), lr=2e-3), torch.optim.SGD([*self.net[1].parameters(), *self.net[4].parameters()], lr=.05, momentum=.9)]
+        self.sched, self.data, self.accumulate = torch.optim.lr_scheduler.CosineAnnealingLR(self.opts[0], 300), torch.Generator().manual_seed(1), accumulate
+        self.cursor = dict(t=0)
+        self.gov = Governor(self.net, *self.opts, self.sched, chance=CHANCE, config=config, cursor=self.cursor, data=self.data)
+        self.losses = {}
+
+    def run(self, steps, fault=None):
+        while self.cursor["t"] < steps:
+            with self.gov.step():
+                t = self.cursor["t"]; self.cursor["t"] += 1
+                if fault and t == fault[0]: fault[1](self); fault = None
+                for o in self.opts: o.zero_grad()
+                total = 0
+                for _ in range(self.accumulate):
+                    x, y = batch(self.data)
+                    loss = F.cross_entropy(self.net(x), y) / self.accumulate
+                    loss.backward(); total = total + loss.detach()
+                self.gov.watch(total)
+                for o in self.opts: o.step()
+                self.sched.step()
+                self.losses[t] = total.item()
+        return self
+
+def poison(loop): loop.net[0].weight.data[3, 3] = float("nan")
+def blow_up(loop):
+    for o in loop.opts:
+        for s in o.state.values():
+            for k, v in s.items():
+                if k in ("exp_avg", "momentum_buffer"): v.mul_(-1e4)
+def forget(loop): loop.net[4].weight.data.zero_(); loop.net[4].bias.data.zero_(); loop.opts[1].state.clear(); loop.opts[1].param_groups[0]["lr"] = 1e-7; loop.net[4].requires_grad_(False)
+
+@pytest.mark.parametrize("fault,reason", [(poison, "non-finite"), (blow_up, "explosion"), (forget, "collapse")])
+@pytest.mark.parametrize("at", [95, 100, 101, 117])
+def test_a_replayed_run_equals_one_that_never_failed(fault, reason, at):
+    clean, saved = Loop().run(180), Loop().run(180, (at, fault))
+    assert {r.reason for r in saved.gov.reports} == {reason}
+    assert "replay" in {r.action for r in saved.gov.reports} and not clean.gov.reports
+    assert saved.losses == clean.losses
+    for a, b in zip(saved.net.state_dict().values(), clean.net.state_dict().values()): assert torch.equal(a, b)
+    for a, b in zip(saved.opts, clean.opts): assert str(a.state_dict()) == str(b.state_dict())
+    for k, v in vars(clean.gov.stats).items(): assert np.array_equal(v, getattr(saved.gov.stats, k)), k
+
+def test_going_on_past_the_batches_keeps_cursor_and_streams():
+    loop = Loop(QUICK).run(180, (100, poison))
+    assert sorted(loop.losses) == [*range(180)] or len(loop.losses) >= 175
+    assert [r.action for r in loop.gov.reports][-1] == "rollback" and set(loop.gov.reports[-1].left) == {"streams", "cursor"}
+    assert all(p.isfinite().all() for p in loop.net.parameters())
+
+def test_a_bad_batch_is_left_out_before_the_step():
+    torch.manual_seed(0)
+    net = nn.Linear(16, 10); opt = torch.optim.SGD(net.parameters(), lr=.1); g = torch.Generator().manual_seed(0)
+    gov = Governor(net, opt, chance=CHANCE, config=QUICK)
+    for t in range(100):
+        with gov.step():
+            x, y = batch(g)
+            if t == 70: x = x * 1e6
+            if t == 80: x = x * float("nan")
+            loss = F.cross_entropy(net(x), y)
+            before = [p.clone() for p in net.parameters()]
+            gov.watch(loss)
+            assert t not in (70, 80)
+            opt.zero_grad(); loss.backward(); opt.step()
+        if t in (70, 80): assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
+    assert [(r.reason, r.action) for r in gov.reports] == [("explosion", "skip"), ("non-finite", "skip")]
+
+def test_a_torchvision_resnet_with_a_batch_norm_that_went_bad_unnoticed():
+    import torchvision
+    torch.manual_seed(0)
+    net = torchvision.models.resnet18(num_classes=10); opt = torch.optim.SGD(net.parameters(), lr=.01, momentum=.9)
+    gov = Governor(net, opt, chance=CHANCE, config=GovernorConfig(snapshot_every=2, probation=2))
+    for t in range(8):
+        x, y = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        if t == 5: net.bn1.running_mean[0] = float("nan")                     # training mode does not see this
+        gov.watch(loss)
+    assert [r.reason for r in gov.reports] == ["state"] and gov.reports[0].bad_state == ("model.bn1.running_mean",)
+    assert net.bn1.running_mean.isfinite().all()
+
+def test_two_governors_are_independent():
+    a, b = settled(), settled()
+    a.watch(math.nan)
+    assert len(a.reports) == 1 and not b.reports and b.watch(.9) == ()
+    state = b.state_dict()
+    a.adjust(sigma=3.); assert b.config.sigma == 6 and GOVERNOR_PRESETS["batch"].sigma == 6
+    for k, v in state["stats"].items(): assert torch.equal(v, b.state_dict()["stats"][k])
+
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_gathering_losses_changes_only_the_delay(every):
+    x = .9 * np.exp(.3 * np.random.default_rng(1).standard_normal(400)); x[200] = np.nan; x[300:] *= 9
+    gov = Governor(nn.Linear(2, 2), chance=CHANCE, config=QUICK.replace(sync_every=every, snapshot_every=10**6, rollbacks=100, max_rollbacks=100))
+    seen = [(t, r.reason, r.count) for t, v in enumerate(x[:303]) for r in gov.watch(torch.tensor(v))]
+    assert seen[0][:2] == (200 + (every - 1 - 200 % every) % every, "non-finite") and len(seen) >= 1
+
+@pytest.mark.parametrize("preset", GOVERNOR_PRESETS)
+def test_presets_round_trip(preset):
+    c = GOVERNOR_PRESETS[preset]
+    assert GovernorConfig.from_dict(json.loads(json.dumps(c.to_dict(), allow_nan=False))) == c
+    Governor(nn.Linear(1, 1), chance=1., config=preset).watch(1.)
+
+def test_arguments():
+    with pytest.raises(TypeError, match="chance"): Governor(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="batch, epoch, classic"): Governor(nn.Linear(1, 1), chance=None, config="batches")
+    with pytest.raises(ValueError, match="positive"): Governor(nn.Linear(1, 1), chance=-1.)
+    with pytest.raises(ValueError, match="one per lane"): Governor(nn.Linear(1, 1), chance=None).watch(torch.ones(3))
+    with pytest.raises(ValueError, match="lr_factor"): GovernorConfig(lr_factor=2.)
+    with pytest.raises(ValueError, match="did you mean 'sigma'"): Governor(nn.Linear(1, 1), chance=None).adjust(sigmo=3)
+
+
+# --- reports
+
+def test_reports_hold_no_nan_and_the_values_of_the_panic():
+    gov = settled()
+    for x in (7., 7.5, 8.): out = gov.watch(x)
+    r = out[0]
+    assert (r.reason, r.count, r.loss, r.step) == ("explosion", 3, 8., 63) and r.gate == max(r.absolute, r.by_sigma, r.by_multiple)
+    assert r.recent == pytest.approx([.9] * 16, rel=.2) and [x for _, x in r.anomalies] == [7., 7.5, 8.] and r.samples == 60 and r.seconds > 0
+    out = gov.watch(float("nan"))[0]
+    assert out.loss is None and out.shown == "nan" and gov.stats.count[0] == 0
+    asked = gov.rollback()[0]
+    assert (asked.reason, asked.loss, asked.gate, asked.shown) == ("asked", None, None, "none")
+    for r in gov.reports: assert no_nan(r.to_dict()); json.dumps(r.to_dict(), allow_nan=False); str(r)
+    fresh = Governor(nn.Linear(1, 1), chance=None).rollback()[0]
+    assert no_nan(fresh.to_dict()) and fresh.mean is None and fresh.chance is None
+
+def test_a_callback_that_raises_stops_nothing():
+    net, told = nn.Linear(2, 2), []
+    def bad(r): raise ValueError("no")
+    gov = settled(net=net, callbacks=[bad, told.append, bad])
+    net.weight.data.fill_(math.nan)
+    r, = gov.watch(math.nan)
+    assert net.weight.isfinite().all() and r.errors == ("ValueError: no",) * 2 and len(told) == 1
+
+
+# --- the ladder
+
+def lr_of(gov): return gov.snapshot.parts["optimizer"].obj.param_groups[0]["lr"]
+
+def test_a_rise_lowers_the_learning_rate_first_then_rolls_back():
+    net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=1.)
+    gov = Governor(net, opt, chance=CHANCE, config=QUICK)
+    rng, x, actions = np.random.default_rng(0), .9, []
+    for t in range(400):
+        if t > 150: x *= 1.01
+        out = gov.watch(float(x * np.exp(.05 * rng.standard_normal())))
+        actions += [(r.reason, r.action, r.lr_factor) for r in out]
+        if len(actions) == 2: break
+    assert actions == [("rise", "lower", .5), ("rise", "rollback", None)] and lr_of(gov) == 1., "the rollback restores the rate of its snapshot"
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.sampled_from([.9, .9, .9, 8., 60., math.nan, math.inf, CHANCE]), min_size=1, max_size=200), st.integers(0, 3), st.integers(0, 3), st.integers(0, 6), st.integers(0, 30))
+def test_no_chain_of_panics_is_endless(losses, skips, rollbacks, total, cooldown):
+    config = QUICK.replace(skips=skips, rollbacks=rollbacks, max_rollbacks=total, cooldown=cooldown, stop_raises=False)
+    gov = settled(40, config)
+    for x in losses: gov.watch(x, before_step=True)
+    actions = [r.action for r in gov.reports]
+    assert actions.count("rollback") <= total and actions.count("stop") <= 1 and (actions.count("stop") == 1) == bool(gov.stopped[0])
+    if gov.stopped[0]: assert actions[-1] == "stop" and gov.watch(math.nan) == ()
+    for r in gov.reports: assert no_nan(r.to_dict())
+
+def test_the_end_of_the_ladder_leaves_good_weights_and_a_report():
+    net = nn.Linear(2, 2); gov = settled(net=net, config=QUICK.replace(rollbacks=2))
+    good = net.weight.detach().clone()
+    for _ in range(2): net.weight.data.fill_(math.nan); gov.watch(math.nan)
+    net.weight.data.fill_(math.nan)
+    with pytest.raises(GovernorStop) as stop: gov.watch(math.nan)
+    assert torch.equal(net.weight, good) and stop.value.report.action == "stop" and stop.value.report.rollbacks_left == 0
+
+def test_a_deterministic_fault_under_replay_ends_too():
+    loop = Loop(QUICK.replace(replay=True, rollbacks=3, cooldown=0, max_rollbacks=7, skips=0))
+    def bug(t): return t == 60
+    with pytest.raises(GovernorStop):
+        while True:
+            with loop.gov.step():
+                t = loop.cursor["t"]; loop.cursor["t"] += 1
+                loop.gov.watch(math.nan if bug(t) or t > 60 else .9)
+            assert len(loop.gov.reports) < 20
+
+def test_budget_refills_only_past_the_panic():
+    gov = settled(60, QUICK.replace(cooldown=20))
+    gov.watch(math.nan)
+    assert gov.used[0].tolist() == [0, 0, 1, 1]
+    for _ in range(15): gov.watch(.9)
+    assert gov.used[0, 2] == 1
+    for _ in range(40): gov.watch(.9)
+    assert gov.used[0].tolist() == [0, 0, 0, 1]
+
+def test_snapshots_wait_while_there_is_suspicion():
+    gov = settled(69, QUICK.replace(rise=None))
+    steps = gov.snapshot.steps[0]
+    for _ in range(30): gov.watch(7.); gov.stats.count[:] = 1                      # suspicious all the time, never a panic
+    assert gov.snapshot.steps[0] == steps
+
+def test_a_snapshot_of_the_first_ruined_step_is_never_published():
+    for ruin in range(95, 116):
+        net = nn.Linear(1, 1, bias=False); net.weight.data.fill_(1.)
+        gov = Governor(net, chance=CHANCE, config=QUICK)
+        for t in range(300):
+            if t >= ruin: net.weight.data.fill_(666.)                                # the loss of this step is still fine
+            reports = gov.watch(.9 if t <= ruin else 9.)
+            if reports: break
+        assert net.weight.item() == 1. and reports[0].restored_step <= ruin
+
+def test_state_round_trip_in_mid_panic():
+    for cut in range(1, 4):
+        a, b = settled(), Governor(nn.Linear(2, 2), chance=CHANCE, config=QUICK)
+        trail = [7., 8., 7.5, .9, .9]
+        for x in trail[:cut]: a.watch(x)
+        b.load_state_dict(torch.load(_saved(a.state_dict()), weights_only=True))
+        for x in trail[cut:]: assert [(r.reason, r.action, r.count) for r in a.watch(x)] == [(r.reason, r.action, r.count) for r in b.watch(x)]
+
+def _saved(state):
+    import io
+    f = io.BytesIO(); torch.save(state, f); f.seek(0)
+    return f
+
+def test_loading_beside_a_ruined_model_is_refused():
+    net = nn.Linear(2, 2); gov = Governor(net, chance=None)
+    net.weight.data.fill_(math.nan)
+    with pytest.raises(RuntimeError, match="good checkpoint"): gov.load_state_dict(gov.state_dict())
+
+def test_settings_change_while_it_runs():
+    gov = settled(config=QUICK.replace(rise=None))
+    gov.adjust(confirm=1); assert gov.watch(7.)[0].reason == "explosion"
+    gov.adjust(absolute=100.); assert gov.watch(7.) == ()
+    gov.adjust(window=20, refresh=1)
+    for _ in range(30): gov.watch(.5)
+    assert gov.stats.mean[0] == pytest.approx(.5)
+
+
+# --- learning rates
+
+@pytest.mark.parametrize("make", [lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: .9**t), lambda o: torch.optim.lr_scheduler.StepLR(o, 3), lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+                                  lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1., total_steps=30), lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
+                                  lambda o: torch.optim.lr_scheduler.SequentialLR(o, [torch.optim.lr_scheduler.ConstantLR(o, .5, 3), torch.optim.lr_scheduler.ExponentialLR(o, .9)], [3])])
+def test_a_lowered_rate_stays_lowered_under_every_scheduler(make):
+    rates = []
+    for factor in (1., .5):
+        opt = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.); sched = make(opt); out = []
+        for t in range(12):
+            if t == 5: scale_lr(opt, factor); scale_lr(sched, factor)
+            opt.step(); sched.step(*([1.] if isinstance(sched, torch.optim.lr_scheduler.ReduceLROnPlateau) else [])); out.append(opt.param_groups[0]["lr"])
+        rates.append(out)
+    assert rates[0][:5] == rates[1][:5] and np.allclose(np.array(rates[1][5:]), .5 * np.array(rates[0][5:]), rtol=.02)
+
+def test_rates_of_single_lanes():
+    net = linear(2, 2, n=3); opt = LaneOptimizer(net.named_parameters(), 3, "sgd", .4); stepper = Stepper({"host": opt})
+    assert scale_lr(stepper, .5, [1]) and opt.lr.tolist() == [.4, .2, .4]
+    assert scale_lr(opt, .5) and opt.lr.tolist() == [.2, .1, .2]
+    assert not scale_lr(torch.optim.SGD(net.parameters(), lr=1.), .5, [1]) and not scale_lr(net, .5)
+
+
+# --- lanes
+
+class LaneLoop:
+    def __init__(self, n=4, **changes):
+        with torch.random.fork_rng():
+            torch.manual_seed(3); self.net = nn.Sequential(linear(16, 24, n=n), nn.Tanh(), linear(24, 10, n=n))
+        self.stepper = Stepper({"host": LaneOptimizer(self.net.named_parameters(), n, "adam", 5e-3)}, LaneScaler(n))
+        self.gov, self.n, self.t = Governor(self.net, self.stepper, chance=CHANCE, lanes=n, config=QUICK.replace(**changes)), n, 0
+
+    def step(self, hurt=lambda loop: None):
+        g = torch.Generator().manual_seed(self.t); self.t += 1
+        y = torch.randint(0, 10, (32, self.n), generator=g); x = CENTERS[y] + torch.randn(32, self.n, 16, generator=g)
+        loss = F.cross_entropy(self.net(x.flatten(1)).unflatten(1, (self.n, 10)).transpose(1, 2), y, reduction="none").mean(0)
+        self.stepper.backward(loss); info = self.stepper.step()
+        hurt(self)
+        return self.gov.watch(loss, info.norms["host"])
+
+def everything(loop, i):
+    return [rows(t.detach() if t.ndim else t.view(1), loop.n)[i] for t in [*loop.net.parameters(), *loop.stepper.state_dict().values()]]
+
+def test_other_lanes_are_bit_equal_to_an_untouched_run():
+    hurt, free = LaneLoop(), LaneLoop()
+    def nan(loop): rows(loop.net[0].weight.data, 4)[2] = math.nan
+    def explode(loop): rows(loop.net[2].weight.data, 4)[0] *= -40
+    for t in range(160):
+        hurt.step({90: nan, 120: explode}.get(t, lambda loop: None)); free.step()
+    assert {(r.lane, r.reason) for r in hurt.gov.reports} == {(2, "non-finite"), (0, "explosion")} and not free.gov.reports
+    for i in (1, 3): assert all(torch.equal(a, b) for a, b in zip(everything(hurt, i), everything(free, i)))
+    assert all(p.isfinite().all() for p in hurt.net.parameters())
+
+def test_lanes_stop_one_by_one():
+    loop = LaneLoop(rollbacks=1, cooldown=10**6)
+    def nan(loop): rows(loop.net[0].weight.data, 4)[:2] = math.nan
+    for t in range(40): loop.step()
+    for _ in range(6): loop.step(nan)
+    assert loop.gov.stopped.tolist() == [True, True, False, False] and [r.action for r in loop.gov.reports] == ["rollback"] * 2 + ["stop"] * 2
+    with pytest.raises(GovernorStop):
+        for _ in range(6): loop.step(lambda lp: lp.net[0].weight.data.fill_(math.nan))
+    assert loop.gov.stopped.all()
+
+def test_a_lane_whose_state_is_bad_is_found_before_its_loss_is():
+    loop = LaneLoop()
+    for t in range(35): loop.step()
+    opt = loop.stepper.owners["host"]
+    key = next(k for k in opt.state_dict() if "exp_avg." in k or k.startswith("exp_avg"))
+    rows(opt.state_dict()[key], 4)[3] = math.inf
+    out = loop.gov._save(None) or list(loop.gov.reports)
+    assert [(r.lane, r.reason) for r in out] == [(3, "state")]
+    assert all(t.isfinite().all() for t in opt.state_dict().values())
+
+
+# --- preflight
+
+@pytest.mark.parametrize("proposal,blocked", [
+    (Proposal("wait"), None), (Proposal("wait", loss=math.nan), "loss"), (Proposal("wait", accuracy=math.inf), "accuracy"), (Proposal("advance", cooldown=-1), "cooldown"),
+    (Proposal("prune", active_seeds=3, max_seeds=2), "active seeds"), (Proposal("germinate", blueprint="norm", active_seeds=2, max_seeds=2), "active seeds"),
+    (Proposal("germinate", blueprint="norm", active_seeds=9, max_seeds=None), None), (Proposal("germinate"), "blueprint"), (Proposal("germinate", blueprint="norm", occupied=True), "occupied"),
+    (Proposal("set_alpha", alpha_target=.5, alpha_steps=3), "alpha"), (Proposal("set_alpha", alpha_target=.5, alpha_steps=0, alpha_curve="linear"), None)])
+def test_preflight(proposal, blocked):
+    answer = preflight(proposal)
+    assert answer.approved == (blocked is None) == (answer.blocked == ()) and (blocked is None or blocked in answer.blocked[0])
+
+
+# --- on a GPU
+
+@pytest.mark.cuda
+def test_cuda_healthy_losses_wait_for_the_device_once_in_eight_steps():
+    net = nn.Linear(4, 4).cuda(); gov = Governor(net, chance=CHANCE)
+    losses = torch.full((80,), .9, device="cuda")
+    torch.cuda.synchronize()
+    for t in range(80):
+        torch.cuda.set_sync_debug_mode("error" if t % 8 != 7 else "default")
+        try: assert gov.watch(losses[t]) == ()
+        finally: torch.cuda.set_sync_debug_mode("default")
+
+@pytest.mark.cuda
+def test_cuda_rollback_with_two_streams_at_work():
+    runs = []
+    for i in range(2):
+        net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
+        runs.append((torch.cuda.Stream(), net, torch.optim.SGD(net.parameters(), lr=.01, momentum=.9)))
+    governors = [Governor(net, opt, chance=CHANCE, config=QUICK.replace(sync_every=4)) for _, net, opt in runs]
+    for s, *_ in runs: s.wait_stream(torch.cuda.current_stream())
+    for t in range(80):
+        for i, (s, net, opt) in enumerate(runs):
+            with torch.cuda.stream(s):
+                loss = F.cross_entropy(net(torch.randn(64, 512, device="cuda")), torch.randint(0, 10, (64,), device="cuda"))
+                opt.zero_grad(); loss.backward(); opt.step()
+                if t == 60 and i == 0: net[0].weight.data.fill_(math.nan)
+                governors[i].watch(loss)
+    torch.cuda.synchronize()
+    assert {r.reason for r in governors[0].reports} == {"non-finite"} and not governors[1].reports
+    assert all(p.isfinite().all() for _, net, _ in runs for p in net.parameters())

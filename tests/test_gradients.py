@@ -1,0 +1,145 @@
+"Gradient measurements per lane: agreement with torch, separation of lanes, absence told from zero."
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from esper_nb.gradients import (DriftTracker, flat_rows, grad_rows, gradient_health, health_score, lane_grad_norms, measured, norm_ratio,
+                                row_norms, tensor_norms)
+
+SHAPES = [(3, 2, 3, 3), (5,), (4, 7), (1,), (2, 3, 4)]
+
+
+def with_grads(lanes, seed=0, shapes=SHAPES, exponent=0.):
+    "Parameters of `lanes` lanes with random gradients, the convolution in channels_last."
+    g = torch.Generator().manual_seed(seed)
+    params = [nn.Parameter(torch.randn(lanes * s[0], *s[1:], generator=g)) for s in shapes]
+    for p in params:
+        if p.ndim == 4: p.data = p.data.contiguous(memory_format=torch.channels_last)
+        p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=g) * 10**exponent)
+    return params
+
+
+@settings(deadline=None, max_examples=40)
+@given(lanes=st.integers(1, 6), seed=st.integers(0, 1000), exponent=st.floats(-15, 15))
+def test_norms_equal_torch_per_lane(lanes, seed, exponent):
+    params = with_grads(lanes, seed, exponent=exponent)
+    norms = lane_grad_norms(params, lanes)
+    for i in range(lanes):
+        want = nn.utils.get_total_norm([p.grad.unflatten(0, (lanes, -1))[i] for p in params])
+        assert torch.allclose(norms[i], want, rtol=1e-5, atol=0)
+    if lanes == 1: assert torch.equal(norms[0], nn.utils.get_total_norm([p.grad for p in params]))
+
+
+@settings(deadline=None, max_examples=40)
+@given(lanes=st.integers(2, 6), seed=st.integers(0, 1000), poison=st.sampled_from([math.nan, math.inf, -math.inf]), data=st.data())
+def test_a_poisoned_lane_is_seen_alone(lanes, seed, poison, data):
+    params = with_grads(lanes, seed)
+    before = lane_grad_norms(params, lanes)
+    lane, which = data.draw(st.integers(0, lanes - 1)), data.draw(st.integers(0, len(params) - 1))
+    row = grad_rows(params, lanes)[which][lane]
+    row[data.draw(st.integers(0, len(row) - 1))] = poison
+    after = lane_grad_norms(params, lanes)
+    others = [i for i in range(lanes) if i != lane]
+    assert after[lane] == math.inf and torch.equal(after[others], before[others])
+    health = gradient_health(params, lanes)
+    assert health.exploding[lane] > 0 and health.health[lane] == 0 and measured(torch.stack(health)).all()
+
+
+@pytest.mark.parametrize("shape, format", [((6, 2), None), ((6, 4, 3, 3), torch.channels_last), ((6, 4, 2, 3, 3), torch.channels_last_3d), ((6,), None)])
+def test_rows_are_views_of_the_lane(shape, format):
+    t = torch.randn(shape)
+    if format: t = t.contiguous(memory_format=format)
+    for i, row in enumerate(flat_rows(t, 3)):
+        assert torch.equal(row.sort().values, t.unflatten(0, (3, -1))[i].flatten().sort().values)
+    flat_rows(t, 3)[1] = 0
+    assert t.unflatten(0, (3, -1))[1].eq(0).all() and t.unflatten(0, (3, -1))[0].ne(0).all()
+
+
+def test_a_view_into_a_larger_tensor_starts_where_it_should():
+    base = torch.arange(24.).view(4, 6)
+    assert torch.equal(flat_rows(base[2:], 2), base[2:])
+
+
+def test_gradients_in_an_odd_layout_are_made_solid():
+    p = nn.Parameter(torch.zeros(4, 3))
+    p.grad = torch.arange(12.).view(3, 4).t()
+    want = p.grad.clone()
+    flat = grad_rows([p], 2)[0]
+    assert torch.equal(p.grad, want) and torch.equal(flat, want.reshape(2, 6))
+    flat.zero_()
+    assert p.grad.eq(0).all()
+
+
+def test_not_measured_is_not_zero():
+    params = with_grads(3)
+    assert measured(lane_grad_norms(params, 3)).all()
+    assert measured(lane_grad_norms(params, 3, active=[True, False, True])).tolist() == [True, False, True]
+    for p in params: p.grad.zero_()
+    assert lane_grad_norms(params, 3).tolist() == [0, 0, 0]
+    health = gradient_health(params, 3)
+    assert health.vanishing.tolist() == [1, 1, 1] and health.health.tolist() == [0, 0, 0]
+    for p in params: p.grad = None
+    assert not measured(lane_grad_norms(params, 3)).any() and not measured(torch.stack(gradient_health(params, 3))).any()
+    assert not measured(lane_grad_norms([], 3)).any()
+
+
+def test_fractions_count_tensors():
+    params = with_grads(2)
+    rows = grad_rows(params, 2)
+    rows[0][0] = 0; rows[1][0] = 0; rows[2][1] = 1e6; rows[3][1] = math.nan
+    health = gradient_health(params, 2, explode=20.)
+    assert torch.allclose(health.vanishing, torch.tensor([.4, 0.])) and torch.allclose(health.exploding, torch.tensor([0., .4]))
+
+
+def test_the_number_of_tensors_does_not_divide_the_norm():
+    whole, parts = with_grads(2, shapes=[(8,)]), with_grads(2, shapes=[(4,), (4,)])
+    rows = grad_rows(whole, 2)[0]
+    for p, columns in zip(parts, (rows[:, :4], rows[:, 4:])): p.grad = columns.reshape(-1).clone()
+    assert torch.allclose(lane_grad_norms(whole, 2), lane_grad_norms(parts, 2))
+    assert torch.equal(tensor_norms(grad_rows(whole, 2))[0], row_norms(grad_rows(whole, 2)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(x=st.floats(-12, 12), step=st.floats(0, .01))
+def test_health_has_no_jumps(x, step):
+    a, b = (health_score(torch.tensor(10.**v, dtype=torch.float64)) for v in (x, x + step))
+    assert 0 <= a <= 1 and abs(a - b) <= .6 * step + 1e-12   # a sigmoid of ln(g) has slope 1/4 per e-fold, 0.576 per decade
+
+
+def test_ratio_is_free_of_size():
+    a, b = torch.randn(100), torch.randn(10_000)
+    ratio = norm_ratio(a.norm()[None], b.norm()[None], 100, 10_000)
+    assert torch.allclose(ratio, a.square().mean().sqrt() / b.square().mean().sqrt())
+    with pytest.raises(ValueError, match="at least one"): norm_ratio(a, b, 0, 1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(values=st.lists(st.one_of(st.floats(.1, 10), st.just(math.nan), st.just(math.inf)), min_size=1, max_size=30))
+def test_the_average_ignores_what_was_not_measured(values):
+    a, b = DriftTracker(2, decay=.9), DriftTracker(1, decay=.9)
+    for v in values: a.update(torch.tensor([v, 1.]))
+    for v in values:
+        if math.isfinite(v): b.update(torch.tensor([v]))
+    assert torch.equal(a.mean[:1].nan_to_num(-1), b.mean.nan_to_num(-1))
+    assert abs(a.mean[1] - 1) < 1e-12
+
+
+def test_tracker_state_is_copied():
+    a = DriftTracker(2); a.update(torch.tensor([1., 2.]))
+    saved = {k: t.clone() for k, t in a.state_dict().items()}
+    b = DriftTracker(2); b.load_state_dict(saved)
+    kept = {k: t.clone() for k, t in saved.items()}
+    b.update(torch.tensor([5., 5.]))
+    assert all(torch.equal(saved[k], kept[k]) for k in saved)
+
+
+@pytest.mark.cuda
+def test_norms_on_cuda():
+    params = with_grads(3)
+    there = [nn.Parameter(p.detach().cuda()) for p in params]
+    for p, q in zip(params, there): q.grad = p.grad.cuda()
+    assert torch.allclose(lane_grad_norms(params, 3), lane_grad_norms(there, 3).cpu(), rtol=1e-5)
+    assert measured(lane_grad_norms(there, 3, active=[True, False, True])).tolist() == [True, False, True]

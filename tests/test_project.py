@@ -1,0 +1,249 @@
+"The rules of the project that no single page can check: order, names, sizes, metadata, the wheel."
+import ast, builtins, importlib, importlib.metadata, json, re, shutil, subprocess, sys, zipfile
+from collections import defaultdict
+from configparser import ConfigParser
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from scripts.notebooks import GENERATED, LIB, NBS, ROOT, find_notebooks, out_of_step, render_readme
+
+CFG = ConfigParser(delimiters=["="])
+CFG.read(ROOT/"settings.ini", encoding="utf-8")
+CFG = CFG["DEFAULT"]
+
+NOTEBOOKS = find_notebooks()
+PAGES = [p for p in NOTEBOOKS if p.parent == NBS and re.match(r"\d\d_", p.name)]
+MODULES = [p for p in sorted(LIB.glob("*.py")) if p.name not in ("__init__.py", "_modidx.py")]
+NUMBER = {p.stem[3:]: int(p.stem[:2]) for p in PAGES}
+EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
+DISTRIBUTION = {"sklearn": "scikit-learn"}      # import name -> name on PyPI, where they differ
+
+
+def ids(path): return path.name
+
+def cells(path, kind="code"):
+    "Source of every cell of a kind."
+    return ["".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == kind]
+
+def outputs(path):
+    "Every stored output."
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    return [o for c in nb["cells"] if c["cell_type"] == "code" for o in c["outputs"]]
+
+def python(source):
+    "Syntax tree of a cell, its magics and shell lines left out."
+    return ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))
+
+def imports(tree):
+    "Absolute dotted names that a tree imports; relative ones are the package's own."
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import): yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(filter(None, ["esper_nb" if node.level else "", node.module]))
+            yield from ([f"{base}.{a.name}" for a in node.names] if base == "esper_nb" else [base])
+
+def own_modules(names): return {n.split(".")[1] for n in names if n.startswith("esper_nb.")} - {"__version__"}
+
+def public_names(module):
+    "What a module lists in `__all__`."
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__": return ast.literal_eval(node.value)
+    return []
+
+def requirement_name(text): return re.match(r"[\w.-]+", text)[0].lower().replace("_", "-")
+
+
+# --- notebooks
+
+def test_there_is_something_to_check():
+    assert PAGES and MODULES
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_page_imports_lower_numbers_only(page):
+    here = int(page.stem[:2])
+    for source in cells(page):
+        for name in own_modules(imports(python(source))) - {page.stem[3:]}:
+            assert name in NUMBER, f"{page.name} imports esper_nb.{name}, which no page defines"
+            assert NUMBER[name] < here, f"{page.name} imports esper_nb.{name} from page {NUMBER[name]}: imports point down only"
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_page_is_named_like_its_module(page):
+    targets = [m[1] for source in cells(page) for m in re.finditer(r"^#\|\s*default_exp\s+(\S+)", source, re.M)]
+    assert targets == [page.stem[3:]]
+    elsewhere = [source for source in cells(page) if re.search(r"^#\|[ \t]*exports?[ \t]+\w", source, re.M)]
+    assert not elsewhere, f"{page.name} exports into another module"
+
+def bound(tree):
+    "Names that a cell makes, wherever in it."
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load): yield node.id
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)): yield node.name
+        elif isinstance(node, ast.arg): yield node.arg
+        elif isinstance(node, ast.ExceptHandler) and node.name: yield node.name
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*": yield from vars(importlib.import_module(node.module))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)): yield from ((a.asname or a.name).split(".")[0] for a in node.names)
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=ids)
+def test_the_site_can_run_the_cells_it_runs(notebook):
+    "Building the site runs exported cells and cells with an import, and no others: such a cell must not build on one that is left out."
+    known = set(dir(builtins)) | {"__file__", "get_ipython", "display"}
+    for source in cells(notebook):
+        tree = python(source)
+        exported, importing = EXPORTED.search(source), any(isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.walk(tree))
+        if "nbdev_export(" in source or not (exported or importing): continue
+        known |= set(bound(tree))
+        used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        assert exported or used <= known, f"{notebook.name}: {sorted(used - known)} come from cells that the site does not run; give this import a cell of its own:\n{source}"
+
+def test_page_numbers_are_unique():
+    assert len(set(NUMBER.values())) == len(PAGES)
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_page_exports_at_most_400_lines(page):
+    lines = [line for source in cells(page) if EXPORTED.search(source) for line in source.splitlines()
+             if line.strip() and not line.startswith("#|")]
+    assert len(lines) <= 400, f"{page.name} exports {len(lines)} lines: split the page"
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=ids)
+def test_notebook_opens_with_title_and_subtitle(notebook):
+    first = json.loads(notebook.read_text(encoding="utf-8"))["cells"][0]
+    assert first["cell_type"] == "markdown"
+    assert re.match(r"# \S.*\n\s*\n?> \S", "".join(first["source"])), f"{notebook.name}: wants '# title' and '> one line'"
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=ids)
+def test_notebook_is_small(notebook):
+    size = notebook.stat().st_size
+    assert size <= 400_000, f"{notebook.name} has {size} bytes: make its figures smaller"
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=ids)
+def test_stored_outputs_are_healthy(notebook):
+    for output in outputs(notebook):
+        assert output["output_type"] != "error", f"{notebook.name} stores {output.get('ename')}: {output.get('evalue')}"
+        assert str(ROOT) not in json.dumps(output), f"{notebook.name} stores a path of this machine"
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_page_stores_results(page):
+    assert outputs(page), f"{page.name} shows no result: make refresh NB=nbs/{page.name}"
+
+
+# --- modules
+
+def test_the_check_of_the_library_can_fail(tmp_path):
+    "A module edited by hand, one whose notebook is gone, and a notebook with execution counts: all are found, nothing else is."
+    for name in ("nbs", "esper_nb", "settings.ini", "pyproject.toml", "_quarto.yml"):
+        source, target = ROOT/name, tmp_path/name
+        shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.ipynb")) if source.is_dir() else shutil.copy(source, target)
+    for page in PAGES[:2]: shutil.copy(page, tmp_path/"nbs")
+    modules = {page.stem[3:] for page in PAGES[:2]}
+    orphans = {f"esper_nb/{m.name}" for m in MODULES if m.stem not in modules}
+    assert set(out_of_step(tmp_path)) == orphans | {"esper_nb/_modidx.py"}      # the other pages are not in the copy
+    for name in orphans: (tmp_path/name).unlink()
+    subprocess.run([Path(sys.executable).parent/"nbdev_export"], cwd=tmp_path, check=True)
+    assert out_of_step(tmp_path) == []
+
+    edited = tmp_path/f"esper_nb/{PAGES[0].stem[3:]}.py"
+    edited.write_text(edited.read_text(encoding="utf-8") + "x = 1\n", encoding="utf-8")
+    (tmp_path/"esper_nb/orphan.py").write_text(GENERATED[0] + "\n", encoding="utf-8")
+    nb = json.loads((tmp_path/"nbs"/PAGES[1].name).read_text(encoding="utf-8"))
+    next(c for c in nb["cells"] if c["cell_type"] == "code")["execution_count"] = 7
+    (tmp_path/"nbs"/PAGES[1].name).write_text(json.dumps(nb), encoding="utf-8")
+    assert out_of_step(tmp_path) == sorted([f"esper_nb/{edited.name}", "esper_nb/orphan.py", f"nbs/{PAGES[1].name}"])
+
+def test_every_module_comes_from_a_page():
+    assert {m.stem for m in MODULES} == set(NUMBER)
+    for m in MODULES: assert GENERATED[0] in m.read_text(encoding="utf-8")
+
+@pytest.mark.parametrize("module", MODULES, ids=ids)
+def test_no_function_over_40_lines(module):
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= 40, f"{module.name}: {node.name} has {length} lines"
+
+def test_public_names_are_unique():
+    owners = defaultdict(list)
+    for module in MODULES:
+        for name in public_names(module): owners[name].append(module.name)
+    assert {name: where for name, where in owners.items() if len(where) > 1} == {}
+
+def test_version_is_the_one_in_settings():
+    import esper_nb
+    assert esper_nb.__version__ == CFG["version"]
+    assert importlib.metadata.version("esper_nb") == CFG["version"], "reinstall: make install after a change of settings.ini"
+
+def test_readme_is_what_the_index_renders_to():
+    text, images = render_readme()
+    assert (ROOT/"README.md").read_text(encoding="utf-8") == text, "run: make readme"
+    for name, data in images.items(): assert (ROOT/name).read_bytes() == data, f"{name}: run make readme"
+
+
+# --- what a user installs
+
+def runtime_requirements(): return {requirement_name(r) for r in CFG["requirements"].split()}
+
+def extra_requirements():
+    "What the extras for users bring; what developers need is not among it."
+    keys = [k for k in CFG if k.endswith("_requirements") and k != "dev_requirements"]
+    return {requirement_name(r) for k in keys for r in CFG[k].split()}
+
+def third_party(names):
+    "Distributions behind import names."
+    tops = {n.split(".")[0] for n in names} - set(sys.stdlib_module_names) - {"esper_nb"}
+    return {DISTRIBUTION.get(t, t).lower().replace("_", "-") for t in tops}
+
+@pytest.mark.parametrize("module", MODULES, ids=ids)
+def test_imports_are_covered_by_requirements(module):
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    top = ast.Module([n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))], [])
+    assert third_party(imports(top)) <= runtime_requirements(), "an import at the top of a module wants a line in `requirements`"
+    assert third_party(imports(tree)) <= runtime_requirements() | extra_requirements(), "an import wants an extra in settings.ini"
+
+def test_package_imports_without_notebook_and_test_tools():
+    absent = ["IPython", "ipywidgets", "jupyterlab", "ipykernel", "anywidget", "traitlets", "fastcore", "nbdev", "execnb",
+              "pytest", "hypothesis", "tensorboard", "mypy"]
+    code = f"""
+import sys, importlib
+for name in {absent}: sys.modules[name] = None      # importing it now raises
+for name in {[m.stem for m in MODULES]}: importlib.import_module("esper_nb." + name)
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "fine", done.stderr
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    "The wheel of this tree, built in a copy."
+    tmp = tmp_path_factory.mktemp("wheel")
+    copy = tmp/"tree"
+    for path in [ROOT/n for n in ("settings.ini", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "conftest.py")] + \
+                [p for folder in ("esper_nb", "tests", "nbs", "scripts") for p in (ROOT/folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts]:
+        target = copy/path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "-w", tmp, copy]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built, = tmp.glob("*.whl")
+    return zipfile.ZipFile(built)
+
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    files = [n for n in wheel.namelist() if ".dist-info/" not in n]
+    expected = {f"esper_nb/{p.name}" for p in LIB.glob("*.py")} | {"esper_nb/py.typed"}
+    assert set(files) == expected
+
+def test_wheel_metadata_comes_from_settings(wheel):
+    name, = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+    meta = Parser().parsestr(wheel.read(name).decode("utf-8"))
+    assert meta["Version"] == CFG["version"] and meta["Requires-Python"] == f">={CFG['min_python']}"
+    assert set(meta.get_all("Provides-Extra")) == {k.removesuffix("_requirements") for k in CFG if k.endswith("_requirements")}
+    plain = {requirement_name(r) for r in meta.get_all("Requires-Dist") if "extra ==" not in r}
+    assert plain == runtime_requirements()
+    scripts = wheel.read(name.replace("METADATA", "entry_points.txt")).decode("utf-8").replace(" ", "")
+    for script in CFG["console_scripts"].split(): assert script in scripts
+
+def test_notebook_and_test_tools_are_no_runtime_requirement():
+    assert not runtime_requirements() & {"fastcore", "nbdev", "ipython", "ipywidgets", "jupyterlab", "pytest", "nbval", "hypothesis", "tensorboard"}
+
+def test_license_travels(wheel):
+    assert any(n.endswith("LICENSE") for n in wheel.namelist())

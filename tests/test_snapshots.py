@@ -1,0 +1,445 @@
+"Snapshots: exact, never aliased, never lost, for every kind of state and every mixture of lanes."
+import copy, random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from esper_nb.lanes import linear, rows
+from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
+from esper_nb.snapshots import Snapshot, RandomStreams, _pack, _unpack
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- the next 50 steps after a rollback are those of a run that never failed
+
+class Run:
+    "A small run with everything that can have state: dropout, augmentation from three libraries, batch norm, a cursor."
+    def __init__(self, kind, device="cpu"):
+        torch.manual_seed(0); random.seed(0); np.random.seed(0)
+        self.device, self.kind = device, kind
+        self.net = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(.2), nn.Flatten(), nn.Linear(6 * 36, 3)).to(device, memory_format=torch.channels_last)
+        heads, body = list(self.net[5].parameters()), list(self.net[0].parameters()) + list(self.net[1].parameters())
+        make = dict(sgd=lambda p: torch.optim.SGD(p, lr=.05, momentum=.9), adam=lambda p: torch.optim.Adam(p, lr=2e-3), amsgrad=lambda p: torch.optim.Adam(p, lr=2e-3, amsgrad=True),
+                    nesterov=lambda p: torch.optim.SGD(p, lr=torch.tensor(.05), momentum=.9, nesterov=True), rmsprop=lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=.5, centered=True),
+                    adamw=lambda p: torch.optim.AdamW(p, lr=2e-3), lbfgs=lambda p: torch.optim.LBFGS(p, lr=.05, max_iter=2, history_size=4))
+        name = "adamw" if kind in ("scheduled", "onecycle", "plateau") else "sgd" if kind in ("fp16", "two") else kind
+        self.opts = [make[name](body), make["adam"](heads)] if kind == "two" else [make[name](body + heads)]
+        self.scaler = torch.amp.GradScaler(device, init_scale=2.**14, growth_interval=5) if kind == "fp16" else None
+        sched = torch.optim.lr_scheduler
+        self.sched = dict(scheduled=lambda o: sched.SequentialLR(o, [sched.LinearLR(o, .1, total_iters=5), sched.CosineAnnealingLR(o, 60)], [5]),
+                          onecycle=lambda o: sched.OneCycleLR(o, .01, total_steps=200), plateau=lambda o: sched.ReduceLROnPlateau(o, patience=2)).get(kind, lambda o: None)(self.opts[0])
+        self.cursor, self.generator = dict(t=0), torch.Generator().manual_seed(4)
+        self.x, self.y = torch.randn(64, 1, 6, 6), torch.randint(0, 3, (64,))
+
+    def snapshot(self, **kw):
+        parts = [self.net, *self.opts, *([self.scaler] if self.scaler else []), *([self.sched] if self.sched else [])]
+        return Snapshot(*parts, cursor=self.cursor, order=self.generator, **kw)
+
+    def step(self, spoil=1.):
+        i = torch.randint(0, 64, (16,), generator=self.generator)
+        x = self.x[i].roll(random.randint(-1, 1), 3) + float(np.random.normal(0, .05)) + .1 * torch.randn(16, 1, 6, 6)
+        x, y = x.to(self.device), self.y[i].to(self.device)
+        self.cursor["t"] += 1
+        def closure():
+            for o in self.opts: o.zero_grad()
+            with torch.autocast(self.device, torch.float16, enabled=self.scaler is not None): loss = F.cross_entropy(self.net(x).float(), y)
+            loss = loss * spoil
+            (self.scaler.scale(loss) if self.scaler else loss).backward()
+            return loss
+        if self.kind == "lbfgs": loss = self.opts[0].step(closure)
+        else:
+            loss = closure()
+            for o in self.opts: self.scaler.step(o) if self.scaler else o.step()
+            if self.scaler: self.scaler.update()
+        if self.sched: self.sched.step(*([loss.item()] if self.kind == "plateau" else []))
+        return loss.item()
+
+KINDS = ["sgd", "nesterov", "adam", "amsgrad", "adamw", "rmsprop", "lbfgs", "scheduled", "onecycle", "plateau", "fp16", "two"]
+
+def whole_state(run):
+    "Everything as comparable plain data."
+    tensors = {}
+    for name, part in run.snapshot().parts.items(): part.read(tensors_of := {}); tensors |= {f"{name}.{k}": v.clone() for k, v in tensors_of.items()}
+    return tensors
+
+def assert_same_state(a, b):
+    assert a.keys() == b.keys()
+    for k in a: assert torch.equal(a[k], b[k]), k
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("warm", [0, 7], ids=["before the first step", "after seven steps"])
+def test_fifty_steps_after_a_rollback_are_bit_equal(kind, warm):
+    clean, run = Run(kind), Run(kind)
+    for _ in range(warm): clean.step()
+    expected = [clean.step() for _ in range(50)]
+    run = Run(kind)                                                      # the same seeds from the start
+    for _ in range(warm): run.step()
+    snap, ids = run.snapshot(), [id(p) for p in run.net.parameters()]
+    snap.take(step=warm)
+    before = whole_state(run)
+    for _ in range(5): run.step(spoil=1e4)
+    if kind != "lbfgs": run.net[0].weight.data.fill_(float("nan"))
+    snap.restore()
+    assert snap.difference() == {}
+    assert_same_state(whole_state(run), before)
+    assert [id(p) for p in run.net.parameters()] == ids
+    assert [run.step() for _ in range(50)] == expected
+    snap.restore()                                                       # the snapshot did not move with the run
+    assert_same_state(whole_state(run), before)
+    assert [run.step() for _ in range(50)] == expected
+
+def test_torch_optimizers_alias_what_they_load_and_ours_do_not():
+    run = Run("sgd")
+    for _ in range(3): run.step()
+    saved = copy.deepcopy(run.opts[0].state_dict())
+    run.opts[0].load_state_dict(saved)
+    mine = saved["state"][0]["momentum_buffer"].clone()
+    run.step()
+    assert not torch.equal(saved["state"][0]["momentum_buffer"], mine), "torch copies now: say so in the page"
+    snap = run.snapshot()
+    snap.take()
+    live = {t.data_ptr() for t in whole_state(run).values()} | {t.data_ptr() for o in run.opts for s in o.state.values() for t in s.values()} | {p.data_ptr() for p in run.net.parameters()}
+    for _ in range(2): snap.restore()
+    live |= {t.data_ptr() for o in run.opts for s in o.state.values() for t in s.values()}
+    assert not live & {t.data_ptr() for bank in snap.banks for t in bank.values()}
+
+def test_a_scaler_interrupted_in_the_middle_of_a_step_can_step_again():
+    run = Run("fp16")
+    for _ in range(3): run.step()
+    snap = run.snapshot(); snap.take()
+    run.scaler.scale(run.net(run.x[:16]).sum()).backward()
+    run.scaler.unscale_(run.opts[0])
+    snap.restore()
+    run.step()
+
+def test_gradients_are_dropped_or_kept():
+    for keep in (False, True):
+        run = Run("sgd")
+        run.net(run.x).sum().backward()
+        grads = [p.grad.clone() for p in run.net.parameters()]
+        snap = run.snapshot(grads=keep); snap.take()
+        run.net(run.x).sum().backward()
+        snap.restore()
+        if keep: assert all(torch.equal(p.grad, g) for p, g in zip(run.net.parameters(), grads))
+        else: assert all(p.grad is None for p in run.net.parameters())
+
+
+# --- structure
+
+def test_growth_pruning_and_replaced_tensors_are_undone():
+    net, opt = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), None
+    opt = torch.optim.Adam(net.parameters())
+    def step(): opt.zero_grad(); net(torch.ones(3, 4)).square().sum().backward(); opt.step()
+    step()
+    snap = Snapshot(net, opt); snap.take()
+    last, names = net[2], list(dict(net.named_parameters()))
+    net.add_module("seed", nn.Linear(2, 2)); opt.add_param_group(dict(params=net.seed.parameters(), lr=.3)); step()
+    net[0].register_buffer("scratch", torch.ones(2)); net[0].weight.data = torch.ones(5, 4)
+    net[2] = nn.Identity(); net[0].bias.requires_grad_(False); net.eval()
+    snap.restore()
+    assert net[2] is last and list(dict(net.named_parameters())) == names and len(opt.param_groups) == 1 and len(opt.state) == 4
+    assert net[0].weight.shape == (4, 4) and net.training and all(p.requires_grad for p in net.parameters()) and "scratch" not in dict(net[0].named_buffers())
+    assert snap.difference() == {}
+    step()
+
+def test_a_module_that_grew_before_the_snapshot_is_kept():
+    net = nn.Sequential(nn.Linear(4, 4))
+    opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)
+    snap = Snapshot(net, opt); snap.take(step=0)
+    net.add_module("seed", nn.Linear(4, 2)); opt.add_param_group(dict(params=net.seed.parameters()))
+    def step(): opt.zero_grad(); net(torch.ones(3, 4)).square().sum().backward(); opt.step()
+    step()
+    snap.take(step=1)
+    kept = [p.detach().clone() for p in net.parameters()]
+    step()
+    assert snap.restore().steps == (1,) and len(net) == 2
+    assert all(torch.equal(a, b) for a, b in zip(kept, net.parameters()))
+
+def test_parts_that_came_later():
+    net = nn.Linear(2, 2)
+    snap = Snapshot(net); snap.take(step=0)
+    late = dict(a=1)
+    snap.add(late=late)
+    assert "late" in snap.restore().left
+    snap.take(step=1); late["a"] = 2; snap.restore()
+    assert late == {"a": 1}
+    with pytest.raises(ValueError, match="late"): snap.add(late={})
+
+class Odd(nn.Module):
+    "Non-persistent buffers, extra state, a mask of infinities, tied weights, a parameterless child."
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.ReLU()
+        self.b.weight = self.a.weight
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+        self.table = {"stage": [1, 2], "alpha": torch.zeros(2)}
+    def get_extra_state(self): return self.table
+    def set_extra_state(self, state): self.table = state
+
+def test_odd_modules():
+    net = Odd()
+    snap = Snapshot(net); snap.take()
+    net.seen += 1; net.seen = net.seen + 1; net.table["stage"][0] = 5; net.table["alpha"] += 1; net.a.weight.data.zero_()
+    assert len(snap.difference()) >= 3
+    snap.restore()
+    assert net.seen == 0 and net.table["stage"] == [1, 2] and net.table["alpha"].tolist() == [0, 0] and net.b.weight is net.a.weight
+    assert snap.take().published, "a mask of infinities is not a ruin"
+    net.mask[0, 0] = float("nan")
+    assert snap.take().bad == ("model.mask",)
+
+@pytest.mark.parametrize("part", [nn.Flatten(), torch.Generator(), np.random.default_rng(0), random.Random(0), {"a": [1, torch.ones(2)]}, [1, 2]], ids=lambda p: type(p).__name__)
+def test_all_kinds_of_parts(part):
+    draw = {torch.Generator: lambda g: torch.rand(3, generator=g).tolist(), np.random.Generator: lambda g: g.normal(), random.Random: lambda r: r.gauss(0, 1),
+            dict: lambda d: (d.update(b=3), d["a"][1].add_(1).tolist())[1], list: lambda x: x.append(3) or len(x), nn.Flatten: lambda m: 0}[type(part)]
+    snap = Snapshot(thing=part, streams=False); snap.take()
+    first = [draw(part) for _ in range(3)]
+    snap.restore()
+    assert [draw(part) for _ in range(3)] == first
+
+def test_a_pair_of_functions_is_a_part():
+    box = [3]
+    snap = Snapshot(box=(lambda: box[0], lambda v: box.__setitem__(0, v))); snap.take()
+    box[0] = 9; snap.restore()
+    assert box == [3]
+
+def test_errors_name_the_fix():
+    with pytest.raises(ValueError, match="state_dict"): Snapshot(3)
+    with pytest.raises(RuntimeError, match="take"): Snapshot(nn.Linear(1, 1)).restore()
+    bad = nn.Linear(2, 2); bad.weight.data[0] = float("inf")
+    with pytest.raises(RuntimeError, match="model.weight"): Snapshot(bad).take()
+    snap = Snapshot(nn.Linear(2, 2)); snap.take()
+    with pytest.raises(ValueError, match="model"): snap.restore(skip=["modle"])
+    with pytest.raises(ValueError, match="lanes"): snap.take(lanes=[1])
+
+def test_skip_leaves_streams_and_cursor_alone():
+    run = Run("sgd"); snap = run.snapshot(); snap.take()
+    run.step(); run.step()
+    stream = torch.get_rng_state()
+    done = snap.restore(skip=("streams", "cursor"))
+    assert run.cursor["t"] == 2 and torch.equal(torch.get_rng_state(), stream) and set(done.left) == {"streams", "cursor"}
+
+
+# --- never without a good state
+
+class Bomb:
+    "Explodes at the n-th reading."
+    def __init__(self): self.fuse = -1
+    def state_dict(self):
+        self.fuse -= 1
+        if self.fuse == 0: raise KeyboardInterrupt
+        return dict(t=torch.ones(3))
+    def load_state_dict(self, state): pass
+
+@pytest.mark.parametrize("where", ["read", "allocate", "copy"])
+def test_a_snapshot_that_fails_half_way_leaves_the_previous_one(where, monkeypatch):
+    run, bomb = Run("adam"), Bomb()
+    run.step()
+    snap = Snapshot(run.net, *run.opts, bomb=bomb); snap.take(step=1); snap.take(step=1)
+    good = whole_state(run)
+    run.step()
+    if where == "read": bomb.fuse = 1
+    if where == "allocate":
+        run.net.add_module("grown", nn.Linear(3, 3))
+        monkeypatch.setattr(torch, "empty_like", lambda *a, **k: (_ for _ in ()).throw(MemoryError("no room")))
+    if where == "copy":
+        real = torch._foreach_copy_
+        def half(target, source, **kw): real(target[:3], source[:3]); raise KeyboardInterrupt
+        monkeypatch.setattr(torch, "_foreach_copy_", half)
+    with pytest.raises((KeyboardInterrupt, MemoryError)): snap.take(step=2)
+    monkeypatch.undo()
+    assert snap.restore().steps == (1,)
+    now = whole_state(run)
+    assert all(torch.equal(good[k], now[k]) for k in good if not k.startswith(("streams", "order", "cursor")))
+
+def test_probation():
+    run = Run("sgd"); snap = run.snapshot(); snap.take(step=0)
+    run.step(); assert not snap.take(step=1, hold=True).published
+    run.step()
+    assert snap.confirm() == (0,) and snap.confirm() == ()
+    assert snap.restore().steps == (1,)
+    run.step(); snap.take(step=2, hold=True)
+    assert snap.restore().steps == (1,) and snap.confirm() == (), "a restore forgets what was on probation"
+
+def test_a_hundred_snapshots_add_no_memory():
+    import tracemalloc
+    run = Run("adam"); run.step(); snap = run.snapshot()
+    for _ in range(3): run.step(); snap.take()
+    before, ids = snap.nbytes, {id(t) for bank in snap.banks for t in bank.values()}
+    tracemalloc.start(); base = tracemalloc.get_traced_memory()[0]
+    for _ in range(100): snap.take()
+    grown = tracemalloc.get_traced_memory()[0] - base; tracemalloc.stop()
+    assert snap.nbytes == before and {id(t) for bank in snap.banks for t in bank.values()} == ids and grown < 300_000
+    size = sum(t.nbytes for t in whole_state(run).values())
+    assert snap.nbytes == 2 * size
+
+def test_buffers_of_state_that_is_gone_are_freed():
+    net = nn.Sequential(nn.Linear(2, 2)); snap = Snapshot(net); snap.take(); snap.take(); small = snap.nbytes
+    net.add_module("big", nn.Linear(100, 100)); snap.take(); snap.take(); assert snap.nbytes > small
+    del net.big; snap.take(); snap.take(); assert snap.nbytes == small
+
+@settings(deadline=None, max_examples=50)
+@given(st.recursive(st.none() | st.integers() | st.floats(allow_nan=False) | st.text() | st.lists(st.integers(-5, 5), max_size=4).map(torch.tensor),
+                    lambda s: st.lists(s, max_size=4) | st.dictionaries(st.text(max_size=4) | st.integers(), s, max_size=4) | st.tuples(s, s), max_leaves=12))
+def test_trees_come_back_as_they_were(tree):
+    found = {}
+    packed = _pack(tree, found)
+    back = _unpack(packed, lambda leaf: found[leaf.path])
+    def same(a, b):
+        if isinstance(a, torch.Tensor): return torch.equal(a, b)
+        if isinstance(a, dict): return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+        if isinstance(a, (list, tuple)): return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+        return a == b
+    assert same(tree, back) or len(found) < str(tree).count("tensor(")   # two keys may print alike: then a path is shared
+
+def test_streams_cover_all_libraries():
+    s = RandomStreams(); state = s.state_dict(); draw = lambda: (random.gauss(0, 1), np.random.normal(), torch.randn(2).tolist())
+    first = draw(); s.load_state_dict(state)
+    assert draw() == first
+
+
+# --- lanes
+
+N = 4
+
+class LaneRun:
+    def __init__(self, kind="sgd", n=N):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.net = nn.Sequential(linear(5, 8, n=n), nn.Tanh(), linear(8, 3, n=n))
+        options = dict(momentum=.9) if kind == "sgd" else {}
+        self.stepper = Stepper({"host": LaneOptimizer(self.net.named_parameters(), n, kind, .05, **options)}, LaneScaler(n))
+        self.n, self.t = n, 0
+
+    def snapshot(self): return Snapshot(self.net, self.stepper, lanes=self.n)
+
+    def step(self):
+        g = torch.Generator().manual_seed(self.t); self.t += 1
+        x, y = torch.randn(8, 5, generator=g).repeat(1, self.n), torch.randn(8, 1, 3, generator=g)
+        self.stepper.backward((self.net(x).unflatten(1, (self.n, 3)) - y).square().mean((0, 2)))
+        self.stepper.step()
+
+    def lane(self, i):
+        return [rows(t.detach(), self.n)[i].clone() for t in [*self.net.parameters(), *(t if t.ndim else t.view(1) for t in self.stepper.state_dict().values())]]
+
+def equal(a, b): return all(torch.equal(x, y) for x, y in zip(a, b))
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("lanes", [[2], [0, 3], [0, 1, 2, 3]])
+def test_rows_go_back_and_the_others_go_on(kind, lanes):
+    run, free, never = LaneRun(kind), LaneRun(kind), LaneRun(kind)
+    snap = run.snapshot(); snap.take(step=0)                                  # Adam's moments exist from the start in a LaneOptimizer
+    for _ in range(6): run.step(); free.step(); never.step()
+    snap.take(step=6)
+    saved = [run.lane(i) for i in range(N)]
+    for _ in range(5):
+        for i in lanes: rows(run.net[0].weight.data, N)[i] *= 5
+        run.step(); free.step()
+    snap.restore(lanes=lanes)
+    for i in range(N): assert equal(run.lane(i), saved[i] if i in lanes else free.lane(i))
+    run.t = 6
+    for _ in range(50): run.step(); never.step()
+    for i in lanes: assert equal(run.lane(i), never.lane(i)), "50 steps after the rollback"
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]), st.sets(st.integers(0, N - 1), min_size=1)), max_size=25))
+def test_any_order_of_operations_keeps_each_lane_s_own_version(ops):
+    run = LaneRun(); snap = run.snapshot(); snap.take(step=0)
+    good, held = [run.lane(i) for i in range(N)], [None] * N
+    for op, lanes in ops:
+        lanes = sorted(lanes)
+        if op == "step": run.step()
+        if op == "take":
+            snap.take(lanes=lanes)
+            for i in lanes: good[i], held[i] = run.lane(i), None
+        if op == "hold":
+            snap.take(lanes=lanes, hold=True)
+            for i in lanes: held[i] = run.lane(i)
+        if op == "confirm":
+            snap.confirm(lanes)
+            for i in lanes: good[i], held[i] = (good[i] if held[i] is None else held[i]), None
+        if op == "drop":
+            snap.drop(lanes)
+            for i in lanes: held[i] = None
+        if op == "restore":
+            others = {i: run.lane(i) for i in range(N) if i not in lanes}
+            snap.restore(lanes)
+            assert all(equal(run.lane(i), good[i]) for i in lanes) and all(equal(run.lane(i), v) for i, v in others.items())
+            for i in lanes: held[i] = None
+    snap.restore()
+    assert all(equal(run.lane(i), good[i]) for i in range(N))
+
+def test_a_bad_lane_is_refused_alone():
+    run = LaneRun(); snap = run.snapshot(); snap.take(step=0)
+    run.step(); rows(run.net[2].bias.data, N)[1] = float("nan")
+    taken = snap.take(step=1)
+    assert taken.refused == (1,) and taken.lanes == (0, 2, 3) and taken.bad == ("model.2.bias",)
+    assert snap.restore().steps == (1, 0, 1, 1) and all(p.isfinite().all() for p in run.net.parameters())
+
+def test_new_state_of_a_restored_lane_starts_at_zero():
+    net = linear(3, 2, n=N); opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)
+    snap = Snapshot(net, opt, lanes=N); snap.take()
+    net(torch.ones(2, 3 * N)).sum().backward(); opt.step()
+    snap.restore(lanes=[1])
+    m = rows(opt.state[net.weight]["momentum_buffer"], N)
+    assert (m[1] == 0).all() and (m[0] != 0).all()
+
+def test_lists_with_one_entry_per_lane_are_rows():
+    class Table:
+        lanes = N
+        def __init__(self): self.stage, self.all = ["empty"] * N, 0
+        def state_dict(self): return dict(stage=self.stage, all=self.all)
+        def load_state_dict(self, s): self.stage, self.all = s["stage"], s["all"]
+    t = Table(); snap = Snapshot(table=t, lanes=N); snap.take()
+    t.stage, t.all = ["training"] * N, 5
+    snap.restore(lanes=[2]); assert t.stage == ["training", "training", "empty", "training"] and t.all == 5
+    snap.restore(); assert t.stage == ["empty"] * N and t.all == 0
+
+
+# --- on a GPU
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "scheduled", "fp16", "two"])
+def test_cuda_rollback_is_exact(kind):
+    torch.use_deterministic_algorithms(False); torch.backends.cudnn.deterministic = True
+    run = Run(kind, "cuda")
+    for _ in range(5): run.step()
+    snap = run.snapshot(); snap.take()
+    assert all(t.is_pinned() for k, t in snap.banks[1 - (1 - snap.front[0])].items() if k[0] == "model")
+    before = whole_state(run)
+    expected = [run.step() for _ in range(20)]
+    for _ in range(2):
+        snap.restore()
+        assert snap.difference() == {}
+        assert_same_state(whole_state(run), before)
+        assert [run.step() for _ in range(20)] == expected
+
+@pytest.mark.cuda
+def test_cuda_rollback_with_work_in_flight_on_two_streams():
+    net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]).cuda()
+    snap = Snapshot(net); snap.take()
+    before = [p.detach().clone() for p in net.parameters()]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for s in streams: s.wait_stream(torch.cuda.current_stream())
+    for s, layers in zip(streams, (net[:2], net[2:])):
+        with torch.cuda.stream(s):
+            for _ in range(50):
+                for p in layers.parameters(): p.data.add_(torch.randn(1024, 1024, device="cuda").mm(torch.randn(1024, 1024, device="cuda"))[:p.shape[0]].reshape(-1)[:p.numel()].view_as(p))
+    snap.restore()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
+    after = [torch.cuda.Stream() for _ in range(2)]
+    with torch.cuda.stream(after[0]): snap.take()
+    with torch.cuda.stream(after[1]): snap.restore()
+    assert snap.difference() == {}

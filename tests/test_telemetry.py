@@ -1,0 +1,316 @@
+"Telemetry against awkward values, failing writers and concurrent runs."
+import dataclasses, json, math, subprocess, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from esper_nb.telemetry import (METRICS, BackgroundWriter, JSONLWriter, Metric, PhaseTimer, Recorder, RunFolder, TensorBoardWriter,
+                                decode_row, encode_row, find_metric, record_rows, metric_table, new_run, read_rows, record_leaves, series)
+
+values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=True, allow_infinity=True), st.text())
+rows = st.dictionaries(st.text().filter(lambda k: k != "nonfinite"), values)
+
+
+def same(a, b):
+    "Equal rows, in types too, where NaN equals NaN and -0.0 is not 0.0."
+    def key(v): return type(v).__name__, repr(v)
+    return list(a) == list(b) and [key(v) for v in a.values()] == [key(v) for v in b.values()]
+
+def strict(text):
+    "JSON as strict readers take it."
+    def refuse(word): raise ValueError(word)
+    return json.loads(text, parse_constant=refuse)
+
+
+# --- rows and files
+
+@settings(deadline=None, max_examples=200)
+@given(rows)
+def test_row_survives_json(row):
+    line = encode_row(row)
+    assert "\n" not in line and isinstance(strict(line), dict)
+    assert same(decode_row(line), row)
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(rows, max_size=6), st.integers(0, 400))
+def test_file_cut_anywhere_keeps_its_whole_lines(tmp_path_factory, batch, cut):
+    path = tmp_path_factory.mktemp("cut")/"rows.jsonl"
+    writer = JSONLWriter(path)
+    writer.write(batch)
+    writer.close()
+    data = path.read_bytes()
+    path.write_bytes(data[:cut])
+    kept = read_rows(path)
+    assert len(kept) == data[:cut].count(b"\n") and all(map(same, kept, batch))
+    writer = JSONLWriter(path)      # a resumed run goes on behind the last whole line
+    writer.write(batch)
+    writer.close()
+    assert all(map(same, read_rows(path), kept + batch)) and len(read_rows(path)) == len(kept) + len(batch)
+
+@pytest.mark.parametrize("tail", [0, 1, 65535, 65536, 65537, 200_000])
+def test_long_torn_tail_is_cut(tmp_path, tail):
+    path = tmp_path/"rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + b"x" * tail)
+    JSONLWriter(path).close()
+    assert path.read_bytes() == b'{"a": 1}\n'
+    path.write_bytes(b"x" * tail)
+    JSONLWriter(path).close()
+    assert path.read_bytes() == b""
+
+def test_killed_process_loses_at_most_the_line_it_was_in(tmp_path):
+    path = tmp_path/"rows.jsonl"
+    code = f"""
+import os
+from esper_nb.telemetry import Recorder, JSONLWriter
+rec = Recorder([JSONLWriter({str(path)!r})])
+for epoch in range(50): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
+rec.flush()
+os._exit(1)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 1
+    assert len(read_rows(path)) == 100
+
+def test_forgotten_close_keeps_the_last_rows(tmp_path):
+    path = tmp_path/"rows.jsonl"
+    code = f"""
+from esper_nb.telemetry import Recorder, JSONLWriter
+rec = Recorder([JSONLWriter({str(path)!r})])
+for epoch in range(200): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert len(read_rows(path)) == 400
+
+def test_damage_in_the_middle_is_reported(tmp_path):
+    path = tmp_path/"rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": \xff}\n{"a": 3}\n')
+    with pytest.raises(ValueError, match="line 2"): read_rows(path)
+
+
+# --- flattening
+
+class Verdict(IntEnum):
+    FINE, PANIC = range(2)
+
+class Pair(NamedTuple):
+    loss: object
+    lr: object
+
+@dataclasses.dataclass
+class Record:
+    train: Pair
+    heldout: dict
+
+LANES = [torch.tensor([1., 2.]), torch.tensor([1., 2.], dtype=torch.float64), torch.tensor([1, 2]), torch.tensor([1., 2.]).bfloat16(),
+         torch.tensor([1., 2.], requires_grad=True), np.array([1., 2.], dtype=np.float32), np.array([1, 2]), [1., 2.], (1, 2),
+         [torch.tensor(1.), np.float32(2.)]]
+
+@pytest.mark.parametrize("leaf", LANES, ids=lambda v: type(v).__name__ + str(getattr(v, "dtype", "")))
+def test_lane_values_of_any_kind(leaf):
+    first, second = record_rows("epoch", Record(Pair(leaf, leaf), {"loss": leaf}), epoch=1)
+    assert first == {"kind": "epoch", "epoch": 1, "lane": 0, "train.loss": 1, "train.lr": 1, "heldout.loss": 1}
+    assert second["lane"] == 1 and all(type(v) in (int, float) for v in list(second.values())[3:])
+
+@pytest.mark.parametrize("leaf, plain", [(torch.tensor(3), 3), (np.float64(.5), .5), (np.array(2.), 2.), (Verdict.PANIC, "PANIC"), (True, True),
+                                         (None, None), ("text", "text"), (torch.tensor(True), True)])
+def test_single_values(leaf, plain):
+    row, = record_rows("epoch", {"a": {"b": leaf}})
+    assert row == {"kind": "epoch", "lane": None, "a.b": plain} and type(row["a.b"]) is type(plain) or isinstance(leaf, np.float64)
+    strict(encode_row(row))
+
+@pytest.mark.parametrize("leaf", [torch.zeros(2, 2), [[1], [2]], object(), 1j, {1, 2}, torch.device("cpu"), [object()]])
+def test_other_values_are_refused_by_name(leaf):
+    with pytest.raises(ValueError, match="a.b holds"): record_rows("epoch", {"a": {"b": leaf}})
+
+@pytest.mark.parametrize("name", ["kind", "lane", "nonfinite", "epoch"])
+def test_keys_are_no_metrics(name):
+    with pytest.raises(ValueError, match="by keyword"): record_rows("epoch", {name: 1.})
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.dictionaries(st.sampled_from(["a", "b.c", "d"]), st.floats(allow_nan=False), max_size=3), st.data())
+def test_every_number_lands_in_one_row(n, once, data):
+    lanes = {f"lanes.{k}": data.draw(st.lists(st.floats(allow_nan=False), min_size=n, max_size=n)) for k in data.draw(st.sets(st.sampled_from("xyz")))}
+    made = record_rows("epoch", {**once, **lanes}, epoch=0)
+    assert len(made) == bool(once) + (n if lanes else 0)
+    for name, value in once.items(): assert [r[name] for r in made if name in r] == [value]
+    for name, value in lanes.items(): assert series(made, name) == {i: ([0], [v]) for i, v in enumerate(value)}
+
+def test_leaves_do_not_copy_tensors():
+    t = torch.zeros(2)
+    assert next(record_leaves(Record(Pair(t, 1), {})))[1] is t
+
+
+# --- metrics
+
+EXPECTED = ["train.loss", "train.accuracy_pp", "train.grad_norm", "train.skipped", "heldout.loss", "heldout.accuracy_pp", "lr", "images_per_s",
+            "seconds", "test.accuracy_pp", "test.loss"]
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_trainer_metrics_are_defined(name): assert find_metric(name).meaning.strip()
+
+@pytest.mark.parametrize("name", ["", ".", "train", "train.", "phase_s.", "Train.loss", "train.loss.x"])
+def test_unknown_metrics_are_refused(name):
+    with pytest.raises(ValueError, match="No metric"): find_metric(name)
+
+def test_the_table_cannot_be_changed_in_passing():
+    with pytest.raises(TypeError): METRICS["mine"] = Metric("mine", "1", 0, 1, "")
+    assert "mine" in METRICS | metric_table(Metric("mine", "1", 0, 1, ""))
+
+
+# --- recorder and writers
+
+class Gate:
+    "A writer that waits until it is let through."
+    def __init__(self): self.open, self.rows, self.closed = threading.Event(), [], 0
+    def write(self, rows):
+        self.open.wait()
+        self.rows += rows
+    def close(self): self.closed += 1
+
+class Broken:
+    "A writer that fails where it is told to."
+    def __init__(self, write=None, close=None): self.error, self.last = write, close
+    def write(self, rows):
+        if self.error: raise self.error
+    def close(self):
+        if self.last: raise self.last
+
+def test_a_stuck_writer_never_holds_up_log():
+    gate, rec = Gate(), None
+    rec = Recorder([gate], queue_size=3)
+    for epoch in range(100): rec.log("epoch", {"lr": [.1, .2]}, epoch=epoch)      # a wait here would never end
+    gate.open.set()
+    with pytest.warns(RuntimeWarning, match="wrote .* of 200 rows .it was too slow"): report, = rec.close()
+    assert len(rec.rows) == 200 and report.written == len(gate.rows) <= 8 and report.dropped == 200 - report.written
+    assert gate.closed == 1 and gate.rows == [r for r in rec.rows if r in gate.rows]
+
+def test_a_writer_that_never_returns_is_left_behind():
+    gate = Gate()
+    rec = Recorder([gate])
+    rec.log("epoch", {"lr": 1.})
+    assert not rec.flush(timeout=.05)
+    with pytest.warns(RuntimeWarning, match="left behind"): report, = rec.close(timeout=.05)
+    assert report.dropped == 1
+    gate.open.set()
+
+@pytest.mark.parametrize("error", [OSError("disk"), ValueError("x"), SystemExit(1), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+def test_a_broken_writer_harms_nobody_else(error, tmp_path):
+    path = tmp_path/"rows.jsonl"
+    rec = Recorder([Broken(write=error), JSONLWriter(path)])
+    rec.log("epoch", {"lr": [.1, .2]}, epoch=0)
+    rec.flush()
+    with pytest.warns(RuntimeWarning, match="Training goes on"): rec.log("epoch", {"lr": [.1, .2]}, epoch=1)
+    rec.log("epoch", {"lr": [.1, .2]}, epoch=2)      # warned once
+    with pytest.warns(RuntimeWarning, match="wrote 0 of 6"): broken, fine = rec.close()
+    assert type(error).__name__ in broken.error and broken.dropped == 6 and fine.dropped == 0 and fine.error is None
+    assert read_rows(path) == rec.rows and len(rec.rows) == 6
+
+def test_an_error_on_closing_is_reported():
+    rec = Recorder([Broken(close=OSError("late"))])
+    rec.log("epoch", {"lr": 1.})
+    with pytest.warns(RuntimeWarning, match="late"): report, = rec.close()
+    assert report.written == 1 and report.dropped == 0
+    assert rec.close() == [report]      # the second time in silence
+
+def test_leaving_a_with_block_closes(tmp_path):
+    with pytest.raises(ZeroDivisionError), Recorder([JSONLWriter(tmp_path/"rows.jsonl")]) as rec:
+        rec.log("epoch", {"lr": 1.})
+        1 / 0
+    assert read_rows(tmp_path/"rows.jsonl") == rec.rows
+    with pytest.raises(RuntimeError, match="closed"): rec.log("epoch", {"lr": 1.})
+
+def test_background_writer_keeps_order_and_ends_its_thread():
+    gate = Gate()
+    gate.open.set()
+    behind = BackgroundWriter(gate)
+    for i in range(500): behind.put([{"i": i}])
+    assert behind.flush() and [r["i"] for r in gate.rows] == list(range(500))
+    assert behind.close().dropped == 0 and not behind._thread.is_alive() and not behind.flush(.01)
+
+def test_two_runs_in_parallel_threads_stay_apart(tmp_path):
+    def one(seed):
+        run = new_run(tmp_path, "digits", {"seed": seed})
+        with Recorder([JSONLWriter(run.rows_path)]) as rec:
+            for epoch in range(200): rec.log("epoch", {"train": {"loss": torch.full((4,), float(seed))}}, epoch=epoch)
+        return seed, run, rec
+    with ThreadPoolExecutor(4) as pool: done = list(pool.map(one, range(4)))
+    assert len({run.path for _, run, _ in done}) == 4
+    for seed, run, rec in done:
+        assert run.config() == {"seed": seed} and run.rows() == rec.rows and len(rec.rows) == 800
+        assert {r["train.loss"] for r in rec.rows} == {float(seed)}
+
+def test_one_recorder_in_several_threads_loses_nothing(tmp_path):
+    rec = Recorder([JSONLWriter(tmp_path/"rows.jsonl")], queue_size=10_000)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda lane: [rec.log("epoch", {"lr": [1., 2.]}, lanes=[2 * lane, 2 * lane + 1], epoch=e) for e in range(100)], range(4)))
+    rec.close()
+    assert read_rows(tmp_path/"rows.jsonl") == rec.rows and len(rec.rows) == 800
+    assert {lane: xs for lane, (xs, _) in series(rec.rows, "lr").items()} == {lane: list(range(100)) for lane in range(8)}
+
+
+# --- run folders
+
+def test_new_run_never_takes_an_existing_folder(tmp_path):
+    (tmp_path/"run").mkdir()
+    (tmp_path/"run"/"mine.txt").write_text("kept")
+    (tmp_path/"run-2").write_text("a file")
+    assert new_run(tmp_path).path.name == "run-3"
+    assert [p.name for p in (tmp_path/"run").iterdir()] == ["mine.txt"]
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp"])
+def test_names_that_are_no_folders(tmp_path, name):
+    with pytest.raises(ValueError, match="no name"): new_run(tmp_path, name)
+
+@pytest.mark.parametrize("config, stored", [(None, {}), ({"a": [1, None]}, {"a": [1, None]}), (Pair(1, .5), {"loss": 1, "lr": .5})])
+def test_config_is_stored(tmp_path, config, stored):
+    run = new_run(tmp_path, config=config)
+    assert RunFolder(run.path).config() == stored and [p.name for p in run.path.iterdir()] == ["config.json"]
+
+@pytest.mark.parametrize("config", [{"a": math.nan}, {"a": object()}, [1], 3])
+def test_config_that_is_no_json_makes_no_folder(tmp_path, config):
+    with pytest.raises(ValueError, match="configuration"): new_run(tmp_path/"runs", config=config)
+    assert not (tmp_path/"runs").exists()
+
+
+# --- extras and devices
+
+@pytest.mark.slow
+def test_tensorboard_holds_what_was_logged(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    metrics = METRICS | metric_table(Metric("verdict", "text", 0, 1, "the judgement"))
+    with Recorder([TensorBoardWriter(tmp_path)], metrics) as rec:
+        for epoch in range(3): rec.log("epoch", {"train.loss": [1. / (epoch + 1), None], "lr": .5, "verdict": "fine"}, epoch=epoch)
+        rec.flush()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["lr", "train.loss/lane0"]
+    assert [(e.step, e.value) for e in events.Scalars("train.loss/lane0")] == [(0, 1.), (1, .5), (2, pytest.approx(1 / 3))]
+    assert events.Tags()["tensors"] == ["verdict/text_summary"]
+
+def test_phases_add_up_and_nest():
+    timer = PhaseTimer()
+    for _ in range(2):
+        with timer("epoch"):
+            with timer("train"): sum(range(1000))
+    seconds = timer.seconds(reset=False)
+    assert seconds["epoch"] >= seconds["train"] > 0 and timer.seconds() == seconds and timer.seconds() == {}
+
+@pytest.mark.cuda
+def test_phases_on_the_device_see_the_kernels():
+    timer, x = PhaseTimer("cuda"), torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(300):      # more than are kept pending
+        with timer("idle"): pass
+    with timer("train"):
+        for _ in range(50): y = x @ x
+    seconds = timer.seconds()
+    assert seconds["train"] > seconds["idle"] / 300 and timer.seconds() == {} and y.isfinite().any()
+
+@pytest.mark.cuda
+def test_rows_from_device_tensors():
+    row, = record_rows("epoch", {"train.loss": torch.tensor([1.5], device="cuda")})
+    assert row["train.loss"] == 1.5

@@ -1,0 +1,142 @@
+"Any plan trains the same networks; a lane's trouble is its own; the same seed is the same run."
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from esper_nb.hosts import GPTConfig
+from esper_nb.lanes import lane, lane_state, rows
+from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
+from esper_nb.plans import Workers, plan
+from esper_nb.tasks import get_task
+from esper_nb.trainer import FitConfig, evaluate, fit, new_population, run_epoch
+
+# A small learning rate: at 0.02 one ReLU that rounding tips over grows to 2e-3 within 17 steps, in plain PyTorch with one and two threads too.
+TASKS = dict(digits=get_task("digits").replace(host=get_task("digits").host.replace(base=4), lr=.002),
+             prose=get_task("prose").replace(host=GPTConfig(vocab=96, d=16, heads=2, layers=2, block=16, segments=2), slots=("r0c0",), optimizer="sgd", lr=.01))
+DATA = {k: t.load(limit=20 * t.batch_size) for k, t in TASKS.items()}
+
+
+def population(kind, lanes=4, **kw): return new_population(TASKS[kind], FitConfig(lanes=lanes, epochs=4, **kw), data=DATA[kind])
+
+
+def separate(kind, i, steps, seed=0):
+    "Lane i as an ordinary network in plain PyTorch."
+    pop, task = population(kind), TASKS[kind]
+    net = lane(pop.model, i).train()
+    opt = torch.optim.SGD(net.parameters(), **task.optimizer_options)
+    batches, losses = pop.data.epoch(seed, [i], 0, pop.batch_size), []
+    for b in range(steps):
+        x, y = batches[b]
+        loss = task.loss(net(x), y, 1).sum()
+        opt.zero_grad(); loss.backward(); torch.nn.utils.clip_grad_norm_(net.parameters(), 1.); opt.step()
+        losses.append(loss.item())
+    return net, torch.tensor(losses)
+
+
+PLANS = [dict(workers=1, width=4), dict(workers=1, width=1), dict(workers=1, width=2), dict(workers=2, width=2), dict(workers=2), dict(workers=3), dict(workers=4)]
+
+
+@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("kw", PLANS, ids=str)
+def test_every_plan_equals_separate_networks(kind, kw):
+    pop = population(kind, **kw)
+    r = run_epoch(pop)
+    steps = len(r.train.losses)
+    assert steps >= 20
+    for i in range(4):
+        net, losses = separate(kind, i, steps)
+        torch.testing.assert_close(r.train.losses[:, i], losses, rtol=1e-5, atol=1e-5)
+        x, _ = next(iter(pop.data.evaluate("test", 32)))
+        logits = net.eval()(x)
+        torch.testing.assert_close(lane(pop.model, i).eval()(x), logits, rtol=0, atol=1e-5 * max(1, logits.abs().max().item()))
+
+
+@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_poisoned_lane_is_alone_with_it(kind, workers):
+    healthy, ill = (population(kind, workers=workers) for _ in range(2))
+    with torch.no_grad(): rows(next(ill.model.parameters()), 4)[1] = torch.nan
+    a, b = run_epoch(healthy), run_epoch(ill)
+    assert b.train.losses[:, 1].isnan().all() and (b.train.skipped[1] == len(b.train.losses)) and b.train.skipped.sum() == b.train.skipped[1]
+    for i in (0, 2, 3):
+        assert torch.equal(a.train.losses[:, i], b.train.losses[:, i]) and a.heldout.loss[i] == b.heldout.loss[i]
+        for s, t in ((lane_state(healthy.model), lane_state(ill.model)), (healthy.stepper.state_dict(), ill.stepper.state_dict())):
+            assert all(torch.equal(rows(u, 4)[i], rows(t[k], 4)[i]) for k, u in s.items())
+
+
+def test_fp16_overflow_in_one_lane_halves_only_its_scale():
+    def run(overflow):
+        pop = population("digits", workers=1, precision="fp16")
+        assert pop.stepper.scaler.enabled
+        if overflow: pop.stepper.scaler.scale[2] = 2.**60
+        r = run_epoch(pop)
+        return pop, r
+    (a, ra), (b, rb) = run(False), run(True)
+    assert rb.train.skipped[2] > ra.train.skipped[2] and b.stepper.scaler.scale[2] == 2.**(60 - rb.train.skipped[2].item())
+    for i in (0, 1, 3):
+        assert torch.equal(ra.train.losses[:, i], rb.train.losses[:, i]) and a.stepper.scaler.scale[i] == b.stepper.scaler.scale[i]
+        assert all(torch.equal(rows(t, 4)[i], rows(lane_state(b.model)[k], 4)[i]) for k, t in lane_state(a.model).items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_learns(precision):
+    pop = population("digits", precision=precision, lr=.05)
+    records = list(fit(pop))
+    assert records[-1].train.loss.median() < .7 * records[0].train.loss.median() and records[-1].train.loss.isfinite().all()
+
+
+SCRIPT = """
+import hashlib, json
+from esper_nb.lanes import lane_state
+from esper_nb.trainer import FitConfig, fit, new_population
+pop = new_population("digits", FitConfig(lanes=6, epochs=2, workers=2))
+losses = [r.train.losses.tolist() for r in fit(pop)]
+print(json.dumps([losses, hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in lane_state(pop.model).values())).hexdigest()]))
+"""
+
+
+def test_same_seed_is_the_same_run_in_two_processes():
+    outs = [json.loads(subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout) for _ in range(2)]
+    assert outs[0] == outs[1]
+
+
+def test_lane_three_of_sixteen_is_lane_three_of_four():
+    few, many = (run_epoch(population("digits", lanes=n)) for n in (4, 16))
+    torch.testing.assert_close(few.train.losses, many.train.losses[:, :4], rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_changes_nothing():
+    pop = population("digits")
+    before = {k: t.clone() for k, t in lane_state(pop.model).items()}
+    state, mode = torch.get_rng_state(), pop.model.train().training
+    evaluate(pop.model, pop.task, pop.data, "test")
+    assert pop.model.training is mode and torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(t, before[k]) for k, t in lane_state(pop.model).items())
+
+
+def test_learning_rates_by_lane():
+    pop = population("digits", schedule="constant")
+    pop.rate[1] = 0.
+    before = {k: t.clone() for k, t in pop.model.named_parameters()}
+    r = run_epoch(pop)
+    assert r.lr.tolist() == [.002, 0., .002, .002]
+    for k, p in pop.model.named_parameters():
+        assert torch.equal(rows(p, 4)[1], rows(before[k], 4)[1]) and not torch.equal(rows(p, 4)[0], rows(before[k], 4)[0])
+
+
+def test_plan_is_pure_and_workers_keep_the_threads_of_the_caller():
+    assert plan([0, 1, 0, 1], 2) == plan([0, 1, 0, 1], 2)
+    ours = torch.get_num_threads()
+    with Workers(3) as w: assert w.map(lambda _: torch.get_num_threads(), range(9)) == [1] * 9
+    assert torch.get_num_threads() == ours
+
+
+@pytest.mark.cuda
+def test_cuda_population_learns_and_streams_agree_with_one_pass():
+    data = TASKS["digits"].load("cuda")
+    pops = [new_population(TASKS["digits"], FitConfig(lanes=4, epochs=2, workers=w, width=2), data=data, device="cuda") for w in (1, 2)]
+    a, b = ([r.train.loss for r in fit(p)] for p in pops)
+    torch.testing.assert_close(torch.stack(a), torch.stack(b), rtol=1e-3, atol=1e-3)
