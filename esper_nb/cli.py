@@ -65,13 +65,14 @@ def train(
     task = get_task(task) if isinstance(task, str) else task
     pop = new_population(task, config, device=device, root=root, synthetic=synthetic)
     run = new_run(out, task.name, dict(task=task.to_dict(), fit=config.to_dict(), device=str(device), version=__version__, torch=torch.__version__))
-    with Recorder([JSONLWriter(run.rows_path)]) as rec, tqdm(total=pop.epochs, unit="epoch", disable=not progress) as bar:
-        rates = []
-        try:
-            for r in fit(pop):
-                _log(rec, r); rates.append(r.images_per_s); bar.update()
-                bar.set_postfix_str(f"held-out {r.heldout.accuracy_pp.median():.1f} pp, {r.images_per_s:,.0f} examples/s")
-        except KeyboardInterrupt: print(f"Stopped after {len(rates)} of {pop.epochs} epochs; what is there is kept.", file=sys.stderr)
+    rates = []
+    with Recorder([JSONLWriter(run.rows_path)]) as rec:
+        with tqdm(total=pop.epochs, unit="epoch", disable=not progress) as bar:
+            try:
+                for r in fit(pop):
+                    _log(rec, r); rates.append(r.images_per_s); bar.update()
+                    bar.set_postfix_str(f"held-out {r.heldout.accuracy_pp.median():.1f} pp, {r.images_per_s:,.0f} examples/s")
+            except KeyboardInterrupt: print(f"\nStopped after {len(rates)} of {pop.epochs} epochs; what is there is kept.", file=sys.stderr)
         if rates: _finish(pop, run, rec, rates)
     return pop, run
 

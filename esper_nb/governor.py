@@ -158,7 +158,7 @@ class Governor:
         check(chance is None or (self.chance > 0).all(), "chance", chance, "positive nats, or None")
         self.stats, self.callbacks, self.reports = LossStats.new(lanes), list(callbacks), deque(maxlen=1000)
         self.used = np.zeros((lanes, 4), np.int64) # per lane: skips, lowers and rollbacks in this trouble, rollbacks in all
-        self.panic_at, self.stopped = np.full(lanes, -1), np.zeros(lanes, bool)
+        self.panic_at, self.skipped_at, self.stopped = np.full(lanes, -1), np.full(lanes, -9), np.zeros(lanes, bool)
         self._pending, self._inside, self._since, self._held, self._gate = [], False, 0, False, (None, -1, 0.)
         self.snapshot = Snapshot(*parts, lanes=lanes, **named, governor_stats=self.stats)
         self.snapshot.take(step=0)
@@ -179,9 +179,10 @@ def watch(
     "Judge the loss of this step, and act on it if the run is ruined."
     take = lambda x: x.detach().reshape(self.n) if isinstance(x, Tensor) else torch.as_tensor(x, dtype=torch.float64).reshape(self.n)
     if isinstance(loss, Tensor) and loss.numel() != self.n: check(False, "loss", tuple(loss.shape), f"{self.n} numbers, one per lane")
-    if self.n == 1 and norm is None and not self._pending and not (isinstance(loss, Tensor) and loss.is_cuda) and self._pass(loss.item() if isinstance(loss, Tensor) else loss): return ()
+    away = isinstance(loss, Tensor) and loss.device.type != "cpu"
+    if self.n == 1 and norm is None and not self._pending and not away and self._pass(loss.item() if isinstance(loss, Tensor) else loss): return ()
     self._pending.append((take(loss), None if norm is None else take(norm)))
-    every = self.config.sync_every or (8 if isinstance(loss, Tensor) and loss.is_cuda else 1)
+    every = self.config.sync_every or (8 if away else 1)
     if len(self._pending) < every: return ()
     reports = self.flush((before_step or self._inside and self.n == 1) and every == 1)
     if not self._inside: self._tend()
@@ -202,8 +203,8 @@ def _drain(self):
     "Pending losses and norms as (k, n) arrays on the host."
     losses, norms = zip(*self._pending)
     self._pending = []
-    if len(losses) == 1 and not losses[0].is_cuda: return losses[0].double().numpy()[None], [None if norms[0] is None else norms[0].double().cpu().numpy()]
-    fetch = lambda xs: torch.stack([x.to(xs[-1].device, torch.float64) for x in xs]).cpu().numpy()
+    if len(losses) == 1 and losses[0].device.type == "cpu": return losses[0].double().numpy()[None], [None if norms[0] is None else norms[0].double().cpu().numpy()]
+    fetch = lambda xs: torch.stack([x.to(xs[-1].device, non_blocking=True) for x in xs]).cpu().double().numpy()
     return fetch(losses), [None] * len(norms) if any(x is None for x in norms) else fetch(norms)
 
 def flush(
@@ -258,7 +259,8 @@ def _rung(self, lane, code, verdict, before_step):
     "The mildest action with budget left that can help against this reason."
     c, (skips, lowers, rollbacks, ever) = self.config, self.used[lane]
     sudden = REASONS[code] == "non-finite" or REASONS[code] == "explosion" and verdict.spike[lane] and verdict.count[lane] < c.confirm
-    if before_step and sudden and skips < c.skips and not self.snapshot.find_bad(): return "skip"
+    first = self.stats.judged[lane] > self.skipped_at[lane] + 1 # two bad batches in a row are not the fault of the batches
+    if before_step and sudden and first and skips < c.skips and not self.snapshot.find_bad(): return "skip"
     if REASONS[code] == "rise" and lowers < c.lowers and self._scale_lr(1., [lane]): return "lower"
     if rollbacks < c.rollbacks and ever < c.max_rollbacks: return "replay" if c.replay and rollbacks == 0 and self.n == 1 else "rollback"
     return "stop"
@@ -287,7 +289,7 @@ Governor._rung, Governor._scale_lr, Governor._act = _rung, _scale_lr, _act
 # %% ../nbs/25_governor.ipynb #4751f628
 def _do_skip(self, lanes, action):
     self.used[lanes, 0] += 1
-    self.stats.count[lanes] = 0
+    self.stats.count[lanes], self.skipped_at[lanes] = 0, self.stats.judged[lanes]
     return {}
 
 def _do_lower(self, lanes, action):
@@ -339,7 +341,7 @@ def step(self):
 
 def governor_state(self) -> dict:
     "Everything the Governor has learnt and used up; the snapshot is not part of it."
-    return dict(stats={k: t.clone() for k, t in self.stats.state_dict().items()}, used=torch.from_numpy(self.used.copy()), panic_at=torch.from_numpy(self.panic_at.copy()),
+    return dict(stats={k: t.clone() for k, t in self.stats.state_dict().items()}, used=torch.from_numpy(self.used.copy()), panic_at=torch.from_numpy(self.panic_at.copy()), skipped_at=torch.from_numpy(self.skipped_at.copy()),
                 stopped=torch.from_numpy(self.stopped.copy()), since=self._since, config=self.config.to_dict())
 
 def load_governor_state(
@@ -348,7 +350,7 @@ def load_governor_state(
 ):
     "Go on where another Governor was; load the model and everything else first, since their state becomes the new snapshot."
     self.stats.load_state_dict(state["stats"])
-    for k in ("used", "panic_at", "stopped"): getattr(self, k)[...] = state[k].numpy()
+    for k in ("used", "panic_at", "skipped_at", "stopped"): getattr(self, k)[...] = state[k].numpy()
     self.config, self._since, self._held, self._gate = GovernorConfig.from_dict(state["config"]), state["since"], False, (None, -1, 0.)
     taken = self.snapshot.take(step=int(self.stats.judged.max()))
     if taken.refused: raise RuntimeError(f"the loaded state is not finite: {taken.bad[:3]}; load a good checkpoint of the model first")

@@ -30,7 +30,7 @@ def plot_lanes(
         for x, y in zip(xs, ys): table.setdefault(x, []).append(np.nan if y is None else y)
     xs = sorted(table)
     ax.plot(xs, [np.nanmedian(table[x]) for x in xs], color="C0", marker="o", ms=3, lw=2, label=f"median of {len(curves)} lanes")
-    unit = "" if metric.unit == "1" else f" ({metric.unit})"
+    unit = "" if metric.unit in ("1", "loss") else f" ({metric.unit})"
     ax.set(xlabel=by, ylabel=name.replace("_pp", "").replace(".", " ").replace("_", " ") + unit)
     ax.legend()
     return ax

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PPOConfig', 'ppo_loss', 'Compiled', 'Update', 'Learner', 'step_envs', 'mark_terminal', 'prepare', 'learn', 'StopFlag',
-           'advance', 'finish', 'train_ppo', 'state_dict', 'load_state_dict', 'contract', 'play']
+           'advance', 'finish', 'train_ppo', 'state_dict', 'load_state_dict', 'contract']
 
 # %% ../nbs/44_ppo.ipynb #9eee3326
 import signal, threading, time, warnings
@@ -459,27 +459,3 @@ def contract(self) -> dict:
                 policy=self.policy.config.to_dict(), config=self.config.to_dict())
 
 Learner.state_dict, Learner.load_state_dict, Learner.contract = state_dict, load_state_dict, contract
-
-# %% ../nbs/44_ppo.ipynb #3fa65782
-@torch.no_grad()
-def play(
-    learner: Learner, # its policy and its observation statistics
-    envs: gym.vector.VectorEnv, # fresh environments of the same kind
-    episodes: int = 100, # how many
-    seed: int = 0, # of the environments and, if not deterministic, of the choices
-    deterministic: bool = True, # take the likeliest choice, or sample
-) -> list[float]: # their returns: the first `episodes // n` or so of every lane, so that short ones are not favoured
-    "Returns of whole episodes."
-    s, policy = EnvStream(envs, learner.device), learner.policy
-    s.reset(seed)
-    quota, state, block = -(-episodes // s.n), policy.initial_state(s.n), 256
-    total, done = torch.zeros(s.n, dtype=torch.float64), [[] for _ in range(s.n)]
-    t = 0
-    while min(map(len, done)) < quota:
-        if not deterministic and t % block == 0: noise = acting_noise(seed, t // block, block, s.n, learner.heads).to(learner.device)
-        a = policy.act(learner.view(s.obs), s.mask, state, s.start, None if deterministic else noise[t % block])
-        total, valid = torch.where(s.start.cpu(), 0., total), s.valid.cpu()
-        out = s.step(a.action)
-        state, total, t = a.state, total + torch.where(valid, out.reward.cpu().double(), 0.), t + 1
-        for i in (out.terminated | out.truncated).nonzero().flatten().tolist(): done[i].append(total[i].item())
-    return [r for lane in zip(*(d[:quota] for d in done)) for r in lane][:episodes]

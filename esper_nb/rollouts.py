@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['gae', 'Outcome', 'EnvStream', 'step', 'Batch', 'Rollout', 'add', 'mark_terminal', 'finish', 'batch', 'step_batch',
-           'minibatches', 'acting_noise']
+           'minibatches', 'acting_noise', 'play']
 
 # %% ../nbs/42_rollouts.ipynb #1c5b0e12
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import gymnasium as gym
@@ -253,3 +253,28 @@ def acting_noise(
     "The random part of a rollout's choices."
     draw = lambda lane: torch.empty(num_steps, heads.count, heads.widest).exponential_(generator=generator(seed, "act", update, lane))
     return torch.stack([draw(i) for i in range(lanes)], 1)
+
+# %% ../nbs/42_rollouts.ipynb #28643d00
+@torch.no_grad()
+def play(
+    policy, # anything with `act(obs, mask, state, start, noise)`, `initial_state(n)` and `heads`
+    envs: gym.vector.VectorEnv, # fresh environments
+    episodes: int = 100, # how many
+    seed: int = 0, # of the environments and, if not deterministic, of the choices
+    deterministic: bool = True, # take the likeliest choice, or sample
+    view: Callable[[Tensor], Tensor] = lambda obs: obs, # raw observation -> as the policy sees it
+    device: str | torch.device = "cpu",
+) -> list[float]: # their returns
+    "Returns of whole episodes."
+    s = EnvStream(envs, device)
+    s.reset(seed)
+    quota, state, block, t = -(-episodes // s.n), policy.initial_state(s.n), 256, 0
+    total, done = torch.zeros(s.n, dtype=torch.float64), [[] for _ in range(s.n)]
+    while min(map(len, done)) < quota:
+        if not deterministic and t % block == 0: noise = acting_noise(seed, t // block, block, s.n, policy.heads).to(s.device)
+        a = policy.act(view(s.obs), s.mask, state, s.start, None if deterministic else noise[t % block])
+        total, valid = torch.where(s.start.cpu(), 0., total), s.valid.cpu()
+        out = s.step(a.action)
+        state, total, t = a.state, total + torch.where(valid, out.reward.cpu().double(), 0.), t + 1
+        for i in (out.terminated | out.truncated).nonzero().flatten().tolist(): done[i].append(total[i].item())
+    return [r for lane in zip(*(d[:quota] for d in done)) for r in lane][:episodes]

@@ -76,13 +76,11 @@ class _Cache(dict):
 
 class RowsOf:
     "A bank narrowed to m of its lanes, for one set of lanes after another."
-    def __init__(self, bank: nn.Module, m: int):
-        self.n, self.shell = bank.lanes, with_lanes(bank, m).to("meta")
-        self.parts = dict(self.shell.named_modules())
-        self.params = [(self._home(k, "_parameters"), k.rpartition(".")[2], p) for k, p in bank.named_parameters()]
-        self.buffers = [(self._home(k, "_buffers"), k.rpartition(".")[2], b) for k, b in bank.named_buffers()]
-
-    def _home(self, name, table): return getattr(self.parts[name.rpartition(".")[0]], table)
+    def __init__(self, bank: nn.Module, n: int, m: int):
+        self.n, self.shell = n, with_lanes(bank, m).to("meta")
+        pairs = list(zip(self.shell.modules(), bank.modules())) # the same structure, part by part
+        self.params = [(new._parameters, k, old._parameters) for new, old in pairs for k, p in old._parameters.items() if p is not None]
+        self.buffers = [(new._buffers, k, old._buffers) for new, old in pairs for k, b in old._buffers.items() if b is not None]
 
     def _pick(self, t, lanes, index):
         v, (a, b) = rows(t, self.n), (lanes[0], lanes[-1] + 1)
@@ -91,14 +89,14 @@ class RowsOf:
     def __call__(self, x: Tensor, lanes: tuple[int, ...], index: Tensor, training: bool) -> Tensor:
         "Run lanes `lanes` (the same as the tensor `index`) of the bank on features of those lanes."
         if self.shell.training != training: self.shell.train(training)
-        for home, k, p in self.params: home[k] = self._pick(p, lanes, index)
-        for home, k, b in self.buffers: home[k] = self._pick(b, lanes, index).clone()
+        for home, k, bank in self.params: home[k] = self._pick(bank[k], lanes, index)
+        for home, k, bank in self.buffers: home[k] = self._pick(bank[k], lanes, index).clone()
         try: y = self.shell(x)
         finally:
             for home, k, _ in self.params: home[k] = None
         if training:
             with torch.no_grad():
-                for home, k, b in self.buffers: rows(b, self.n)[index] = rows(home[k], len(lanes))
+                for home, k, bank in self.buffers: rows(bank[k], self.n)[index] = rows(home[k], len(lanes))
         return y
 
 # %% ../nbs/14_slots.ipynb #f1614819
@@ -137,7 +135,7 @@ class Slot(nn.Module):
         with seeded(0, "banks"): # zeroed below; the global stream stays where it is
             self.banks, self.gate = nn.ModuleDict({k: self._module(k, lanes) for k in self.blueprints}), BlendGate(channels, lanes)
         for p in self.parameters(): nn.init.zeros_(p)
-        self.register_buffer("table", torch.zeros(lanes, len(COLUMNS)))
+        self.register_buffer("table", torch.tensor([to_row(SeedState())] * lanes))
         self.register_buffer("stream", torch.zeros(lanes, dtype=torch.int64))
         self.enabled, self.branch = True, False
         self._roles, self._narrow = _Cache(), _Cache()
@@ -173,15 +171,20 @@ class Slot(nn.Module):
         return [from_row(r) for r in self.table.tolist()]
 
     @torch.no_grad()
-    def _write(self, lane, state): self.table[lane] = torch.tensor(to_row(state))
+    def _write(self, lane, state):
+        old = self.state(lane)
+        self.table[lane] = torch.tensor(to_row(state))
+        if state.stage == Stage.PRUNED != old.stage and old.blueprint is not None:
+            for module in (self.banks[self.blueprints[old.blueprint]], self.gate):
+                for t in lane_state(module).values(): rows(t, self.lanes)[lane].zero_()
 
 # %% ../nbs/14_slots.ipynb #9acfe87a
 _forward_columns = COLUMNS.index("isolated") + 1
 
-def _find_roles(self: Slot) -> list[Role]:
+def _find_roles(self: Slot, training: bool) -> list[Role]:
     found: dict[tuple, list[tuple[int, float]]] = {}
     for i, s in enumerate(self.states()):
-        if s.stage not in ACTIVE or s.blueprint is None or (s.alpha == 0 and not self.training): continue  # at alpha 0 an evaluation needs no seed
+        if s.stage not in ACTIVE or s.blueprint is None or (s.alpha == 0 and not training): continue  # at alpha 0 an evaluation needs no seed
         mode = "through" if s.stage == Stage.TRAINING else "isolated" if s.isolated else "open"
         found.setdefault((s.blueprint, Blend.ADD if mode == "through" else s.blend, mode), []).append((i, s.alpha))
     return [Role(self.blueprints[b], blend, mode, *map(tuple, zip(*lanes))) for (b, blend, mode), lanes in sorted(found.items())]
@@ -191,8 +194,13 @@ def _roles(self: Slot) -> tuple[Role, ...]:
     key = (self.training, self.table[:, :_forward_columns].numpy().tobytes())
     if self._roles.get("key") != key:
         self._roles.clear()
-        self._roles.update(key=key, roles=tuple(_find_roles(self)))
+        self._roles.update(key=key, roles=tuple(_find_roles(self, self.training)))
     return self._roles["roles"]
+
+def _kinds(self: Slot) -> list[tuple | None]: # one key per lane, None where the features pass
+    "What each lane does in training; lanes with equal keys share every call of a bank."
+    kind = {i: r.kind for r in _find_roles(self, True) for i in r.lanes}
+    return [kind.get(i) for i in range(self.lanes)]
 
 def _cached(self: Slot, key, make):
     if key not in self._roles: self._roles[key] = make()
@@ -201,7 +209,7 @@ def _cached(self: Slot, key, make):
 def _run_bank(self: Slot, bank, role, x):
     if len(role.lanes) == self.lanes: return bank(x)
     key = id(bank), len(role.lanes)
-    if key not in self._narrow: self._narrow[key] = RowsOf(bank, len(role.lanes))
+    if key not in self._narrow: self._narrow[key] = RowsOf(bank, self.lanes, len(role.lanes))
     index = _cached(self, ("index", role, x.device), lambda: torch.tensor(role.lanes, device=x.device))
     return self._narrow[key](x, role.lanes, index, self.training)
 
@@ -224,7 +232,7 @@ def _forward(self: Slot, h: Tensor) -> Tensor: # the same shape; twice the batch
         out = _Put.apply(cut, *(_play(self, r, p) for r, p in zip(roles, pieces)), *pieces[len(roles):])
     return torch.cat([h, out]) if self.branch else out
 
-Slot.roles, Slot.forward = _roles, _forward
+Slot.roles, Slot.kinds, Slot.forward = _roles, _kinds, _forward
 
 # %% ../nbs/14_slots.ipynb #227cab49
 Lanes = int | Sequence[int] | None # one lane, several, or all

@@ -283,9 +283,11 @@ def _free_name(name, taken):
 # %% ../nbs/24_snapshots.ipynb #80add52b
 def _finite(tensors):
     "One flag per tensor: no NaN and no infinity in it."
-    norms = torch._foreach_norm(tensors) if tensors else []
-    sure = torch.stack([x.double() for x in norms]).isfinite().tolist() if len({t.device for t in tensors}) == 1 else [x.isfinite().item() for x in norms]
-    return [ok or t.isfinite().all().item() for t, ok in zip(tensors, sure)]   # a norm may also overflow
+    sure = {}
+    for device in {t.device for t in tensors}:
+        here = [t for t in tensors if t.device == device]
+        sure |= dict(zip(map(id, here), torch.stack([x.float() for x in torch._foreach_norm(here)]).isfinite().tolist()))
+    return [sure[id(t)] or t.isfinite().all().item() for t in tensors]   # a norm may also overflow
 
 def _vet(self, live, laned):
     "Names of non-finite tensors and the lanes that own them; a shared one condemns every lane."
@@ -337,7 +339,10 @@ def _copy_out(self, live, laned, lanes, whole):
                 for s in _runs(mine): source.append(rows(t, self.n)[s]); target.append(rows(buffer, self.n)[s])
     if whole and len(set(self.front)) == 1:
         for k in self.banks[1 - self.front[0]].keys() - live.keys(): del self.banks[1 - self.front[0]][k]
-    if source: torch._foreach_copy_(target, source, non_blocking=True)
+    host = [(b, t) for b, t in zip(target, source) if t.device.type == "cpu"]
+    if host: torch._foreach_copy_(*zip(*host))
+    for b, t in zip(target, source):
+        if t.device.type != "cpu": b.copy_(t, non_blocking=True)
     for device in {t.device for t in source if t.is_cuda}: torch.cuda.current_stream(device).synchronize()
 
 def find_bad(self) -> tuple[str, ...]: # names of tensors

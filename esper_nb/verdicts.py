@@ -36,7 +36,7 @@ class Limits(Config):
     slack: float = 1.0 # z that the sum forgives at every step
     clip: float = 4.0 # largest z of one loss, so that one wild batch proves nothing
     rise_ratio: float = 1.3 # smallest rise of the smoothed loss over its median that matters
-    rise_floor: float = 0.3 # smallest smoothed loss that matters, in multiples of the chance loss
+    rise_floor: float = 0.05 # smallest smoothed loss that matters, in multiples of the chance loss
     blend: float = 0.25 # weight of the newest loss in the smoothed loss
     min_spread: float = 0.05 # smallest log-noise assumed, for losses with almost none
     band: float | None = 0.065 # half width of the collapse band around the chance loss, relative; None: collapse is not judged

@@ -19,7 +19,7 @@ TASKS = dict(digits=get_task("digits").replace(host=get_task("digits").host.repl
 DATA = {k: t.load(limit=20 * t.batch_size) for k, t in TASKS.items()}
 
 
-def population(kind, lanes=4, **kw): return new_population(TASKS[kind], FitConfig(lanes=lanes, epochs=4, **kw), data=DATA[kind])
+def population(kind, lanes=4, **kw): return new_population(TASKS[kind], FitConfig(lanes=lanes, epochs=4, guard=None, **kw), data=DATA[kind])
 
 
 def separate(kind, i, steps, seed=0):
@@ -119,7 +119,7 @@ def test_evaluation_changes_nothing():
 
 def test_learning_rates_by_lane():
     pop = population("digits", schedule="constant")
-    pop.rate[1] = 0.
+    pop.rates.lr[1] = 0.
     before = {k: t.clone() for k, t in pop.model.named_parameters()}
     r = run_epoch(pop)
     assert r.lr.tolist() == [.002, 0., .002, .002]

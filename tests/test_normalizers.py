@@ -1,0 +1,80 @@
+"Statistics: merging in any split, freezing, and what stays outside."
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from esper_nb.normalizers import Moments, ObsNormalizer, RewardNormalizer, ValueNormalizer
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.floats(-1e6, 1e6), st.floats(1e-3, 1e3), st.integers(0, 10**6))
+def test_any_split_gives_the_same_moments(parts, shift, scale, seed):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(sum(parts), 2, generator=g, dtype=torch.float64) * scale + shift
+    one, merged = Moments(2), Moments(2)
+    for i, part in enumerate(x.split(parts)):
+        one.update(part)
+        piece = Moments(2); piece.update(part)
+        merged.merge(piece)
+    if not len(x): assert one.count == 0 and one.var.tolist() == [1, 1]; return
+    for m in (one, merged):
+        assert m.count == len(x)
+        torch.testing.assert_close(m.mean, x.mean(0), rtol=1e-9, atol=1e-9 * scale)
+        torch.testing.assert_close(m.var, x.var(0, correction=0), rtol=1e-6, atol=1e-8 * (abs(shift) + scale) ** 2)
+
+
+def test_merging_is_symmetric():
+    a, b, c, d = (Moments(1) for _ in range(4))
+    x, y = torch.randn(50, 1), torch.randn(9, 1) + 4
+    for m, part in ((a, x), (b, y), (c, x), (d, y)): m.update(part)
+    a.merge(b); d.merge(c)
+    torch.testing.assert_close(a.mean, d.mean); torch.testing.assert_close(a.var, d.var)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_batch_is_refused_whole(bad):
+    m = Moments(2); m.update(torch.randn(5, 2))
+    before = m.state_dict()
+    with pytest.raises(ValueError, match="not finite"): m.update(torch.tensor([[1., 2.], [3., bad]]))
+    assert m.count == before["count"] and torch.equal(m.mean, before["mean"]) and torch.equal(m.var, before["var"])
+
+
+def test_every_state_comes_back():
+    obs, rew, val = ObsNormalizer(3), RewardNormalizer(2, 0.9), ValueNormalizer()
+    obs.observe(torch.randn(9, 3)); obs.commit(); obs.observe(torch.randn(4, 3))
+    rew.observe(torch.randn(7, 2), torch.zeros(7, 2).bool(), torch.ones(7, 2).bool()); val.observe(torch.randn(9))
+    obs2, rew2, val2 = ObsNormalizer(3), RewardNormalizer(2, 0.9), ValueNormalizer()
+    for a, b in ((obs, obs2), (rew, rew2), (val, val2)): b.load_state_dict(a.state_dict())
+    for o in (obs, obs2): o.commit()
+    for r in (rew, rew2): r.observe(torch.ones(3, 2), torch.zeros(3, 2).bool(), torch.ones(3, 2).bool())
+    x = torch.randn(5, 3)
+    assert torch.equal(obs(x), obs2(x)) and rew.scale == rew2.scale and val.scale == val2.scale
+    with pytest.raises(ValueError, match="statistics of 4 numbers"): ObsNormalizer(4).load_state_dict(obs.state_dict())
+    with pytest.raises(ValueError, match="3 lanes"): RewardNormalizer(3, 0.9).load_state_dict(rew.state_dict())
+
+
+def test_a_saved_state_is_a_copy():
+    m = Moments(1); m.update(torch.randn(9, 1))
+    saved = m.state_dict(); keep = saved["mean"].clone()
+    m.update(torch.randn(9, 1) + 5)
+    assert torch.equal(saved["mean"], keep)
+
+
+def test_the_discounted_return_goes_on_over_rollouts():
+    "Two rollouts of 5 steps give the scale of one of 10."
+    g = torch.Generator().manual_seed(0)
+    r, start = torch.randn(10, 2, generator=g), torch.rand(10, 2, generator=g) < 0.2
+    whole, halves = RewardNormalizer(2, 0.9), RewardNormalizer(2, 0.9)
+    counts = torch.ones(10, 2).bool()
+    whole.observe(r, start, counts)
+    for s in (slice(0, 5), slice(5, 10)): halves.observe(r[s], start[s], counts[s])
+    assert abs(whole.scale - halves.scale) < 1e-12
+
+
+def test_sign_of_rewards_is_kept():
+    rn = RewardNormalizer(1, 0.9)
+    r = torch.rand(50, 1) + 5
+    rn.observe(r, torch.zeros(50, 1).bool(), torch.ones(50, 1).bool())
+    assert (rn(r, torch.zeros(50, 1).bool()) > 0).all(), "no mean is subtracted"

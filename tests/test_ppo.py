@@ -1,0 +1,257 @@
+"The learner as a whole: exactness, guards, every option, worlds that need a feature."
+import dataclasses
+import math
+import signal
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from esper_nb.distributions import Heads, MaskedHeads
+from esper_nb.policies import PolicyConfig
+from esper_nb.ppo import Compiled, Learner, PPOConfig, StopFlag, ppo_loss, train_ppo
+from esper_nb.rollouts import play
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    old = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(old)
+
+
+def cartpole(n=4, mode="vector_entry_point"): return gym.make_vec("CartPole-v1", num_envs=n, vectorization_mode=mode)
+
+small = PolicyConfig(hidden=16, features=(16,))
+
+
+def weights(learner): return torch.cat([p.detach().flatten() for p in learner.policy.parameters()])
+
+
+@pytest.mark.parametrize("core", ["lstm", "gru", "none"])
+def test_two_runs_are_equal_to_the_bit(core):
+    runs = []
+    for _ in range(2):
+        learner = Learner(cartpole(), PPOConfig(num_steps=16, norm_obs=True, norm_reward=True, norm_value=True), small.replace(core=core))
+        runs.append((list(train_ppo(learner, 3)), weights(learner)))
+    assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1])
+
+
+options = [dict(norm_adv="rollout"), dict(norm_adv="none"), dict(clip_vloss=True), dict(ratio="joint"), dict(ent_floor=(0.5, 0.3), ent_floor_coef=1.), dict(target_kl=0.01),
+           dict(norm_value=True, norm_reward=True, norm_obs=True, obs_keep=(1,)), dict(update_epochs=1, num_minibatches=1), dict(precision="bf16"), dict(gamma=1., gae_lambda=1.)]
+
+
+class Masked(gym.Env):
+    "Random masks over two heads, random ends of all three kinds."
+    observation_space, action_space = gym.spaces.Box(-9, 9, (4,)), gym.spaces.MultiDiscrete([3, 4])
+    def _out(self):
+        mask = (self.np_random.random(7) < 0.6).astype(np.int8); mask[[0, 3]] = 1
+        self.mask = mask
+        return self.np_random.normal(size=4).astype(np.float32), {"action_mask": mask}
+    def reset(self, seed=None, options=None): super().reset(seed=seed); return self._out()
+    def step(self, action):
+        assert self.mask[action[0]] and self.mask[3 + action[1]], "an illegal action was taken"
+        obs, info = self._out()
+        u = self.np_random.random()
+        if u < 0.03: info["rollback_penalty"] = -10.
+        return obs, float(action[0]), u < 0.03 or 0.1 < u < 0.14, 0.2 < u < 0.24, info
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("option", options, ids=str)
+def test_every_option_in_every_mode_begins_at_ratio_one(option, mode):
+    learner = Learner(SyncVectorEnv([Masked] * 4, autoreset_mode=mode), PPOConfig(**dict(num_steps=40, num_minibatches=2) | option), small)
+    ups = list(train_ppo(learner, 3))
+    limit = 0.15 if option.get("precision") == "bf16" else 1e-5
+    assert max(u.first_gap for u in ups) < limit
+    assert all(u.gradient_steps > 0 and math.isfinite(u.loss) for u in ups) and sum(u.penalties for u in ups) > 0
+    assert torch.isfinite(weights(learner)).all()
+
+
+class Garden(Heads):
+    "Head 1 depends on head 0 (0 wait, 1 plant, 2 prune): its 3 choices are places, of which the last three facts say if they are full."
+    def __init__(self): super().__init__((3, 3), stages=((0,), (1,)))
+    def legal(self, mask, action):
+        legal, full, op = super().legal(mask, action).clone(), mask[..., 6:9], action[..., :1]
+        legal[..., 1, :] = torch.where(op == 1, ~full, torch.where(op == 2, full, torch.tensor([True, False, False])))
+        return legal
+    def relevant(self, action): return torch.stack([torch.ones_like(action[..., 0]), action[..., 0] > 0], -1).bool()
+    def available(self, mask, action):
+        legal = Heads.legal(self, mask, action).clone()
+        legal[..., 1, :] = mask[..., 6:9] & mask[..., 2:3] | ~mask[..., 6:9] & mask[..., 1:2]
+        return legal
+
+
+class GardenEnv(gym.Env):
+    "Full places must be pruned, empty ones planted; waiting pays nothing. Reward for the right place only: one that the observation marks."
+    observation_space, action_space = gym.spaces.Box(0, 1, (6,)), gym.spaces.MultiDiscrete([3, 3])
+    def _out(self):
+        self.full, self.target = self.np_random.random(3) < 0.5, self.np_random.integers(3)
+        mask = np.concatenate([[1, not self.full.all(), self.full.any()], np.ones(3), self.full]).astype(np.int8)
+        return np.concatenate([self.full, np.eye(3)[self.target]]).astype(np.float32), {"action_mask": mask}
+    def reset(self, seed=None, options=None): super().reset(seed=seed); self.t = 0; return self._out()
+    def step(self, action):
+        op, place = action
+        if op: assert self.full[place] == (op == 2), "illegal place"
+        reward = float(op > 0 and place == self.target)
+        self.t += 1
+        obs, info = self._out()
+        return obs, reward, False, self.t >= 20, info
+
+
+def test_dependent_heads_learn():
+    learner = Learner(SyncVectorEnv([GardenEnv] * 8), PPOConfig(num_steps=20, num_updates=60, learning_rate=3e-3, gamma=0.5, num_minibatches=2, ent_floor=0.1, ent_floor_coef=0.1), PolicyConfig(core="none", features=(32,)), heads=Garden())
+    ups = list(train_ppo(learner))
+    assert max(u.first_gap for u in ups) < 1e-5
+    assert ups[-1].reward > 0.8 > 0.5 > ups[0].reward
+
+
+class Cue(gym.Env):
+    "A cue at the first step, a wait, then the cue must be chosen; of 12 choices only four are legal, others end the episode."
+    observation_space, action_space = gym.spaces.Box(0, 1, (6,)), gym.spaces.Discrete(12)
+    def __init__(self, masked=True): self.masked = masked
+    def _out(self):
+        legal = np.zeros(12, np.int8); legal[(self.offset + np.arange(4)) % 12] = 1
+        self.legal = legal
+        obs = np.zeros(6, np.float32); obs[4], obs[5] = self.t == 0, self.t == 5
+        if self.t == 0: obs[self.cue] = 1
+        return obs, {"action_mask": legal} if self.masked else {}
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.cue, self.offset = 0, self.np_random.integers(4), 0
+        return self._out()
+    def step(self, action):
+        if not self.legal[action]: return self._out()[0], -1., True, False, {"action_mask": self.legal} if self.masked else {}
+        last, right = self.t == 5, action == self.cue
+        self.t += 1
+        return *((o := self._out())[0], float(last and right), bool(last), False), o[1]
+
+
+def cue_return(core, masked):
+    envs = SyncVectorEnv([lambda: Cue(masked)] * 16)
+    learner = Learner(envs, PPOConfig(num_steps=24, num_updates=50, learning_rate=5e-3, num_minibatches=4, ent_coef=0.01, seed=1), PolicyConfig(core=core, features=(16,), hidden=32))
+    for u in train_ppo(learner): pass
+    return np.mean(play(learner.policy, SyncVectorEnv([lambda: Cue(masked)] * 16), 160))
+
+
+def test_a_masked_memory_task_needs_both():
+    assert cue_return("lstm", True) > 0.9
+    assert cue_return("none", True) < 0.6
+
+
+def test_a_rollback_found_between_steps():
+    learner = Learner(cartpole(3), PPOConfig(num_steps=12, num_minibatches=1), small)
+    learner.begin()
+    assert not learner.mark_terminal(0, -10.) and learner.rollout.unattributed == 1
+    for _ in range(5): learner.step_envs()
+    assert learner.mark_terminal(1, -10.)
+    u = next(train_ppo(learner, 1))
+    r = learner.rollout
+    assert u.first_gap < 1e-5 and (u.penalties, u.unattributed) == (1, 1)
+    assert [list(map(float, e)) for e in zip(u.returns, u.lengths)][0] == [4 - 10., 5.]
+
+
+def test_the_penalty_is_not_scaled_and_reaches_one_transition():
+    "The same run with and without a penalty: rewards differ in one place."
+    runs = []
+    for punish in (False, True):
+        learner = Learner(cartpole(3), PPOConfig(num_steps=12, num_minibatches=1, norm_reward=True, learning_rate=1e-9), small)
+        for _ in train_ppo(learner, 2): pass
+        for _ in range(12): learner.step_envs()
+        if punish: assert learner.mark_terminal(2, -10.)
+        learner.prepare()
+        runs.append((learner.rollout.reward.clone(), learner.rollout.advantage.clone(), learner.rollout.start.clone(), learner.rollout.value[-1, 2].item()))
+    (r0, a0, start, _), (r1, a1, _, value) = runs
+    assert (r0 != r1).nonzero().tolist() == [[11, 2]] and r1[11, 2] == -10
+    assert abs(a1[11, 2].item() - (-10 - value)) < 1e-4
+    assert torch.allclose(a0[:, :2], a1[:, :2], atol=1e-2), "other lanes see nothing but the scale of one reward less"
+
+
+def test_stop_and_go_on_is_exact_at_every_edge():
+    make = lambda: Learner(cartpole(2), PPOConfig(num_steps=6, num_updates=2, num_minibatches=2, update_epochs=2, norm_obs=True), small)
+    straight = make(); expected = list(train_ppo(straight))
+    for edge in range(1, 20):
+        learner, calls = make(), 0
+        def hit(f):
+            def g(*a):
+                nonlocal calls
+                calls += 1
+                if calls == edge: signal.raise_signal(signal.SIGINT)
+                return f(*a)
+            return g
+        learner.step_envs, learner.learn = hit(learner.step_envs), hit(learner.learn)
+        got = list(train_ppo(learner))
+        assert learner.update < 2 or edge >= 20
+        state = learner.state_dict()
+        got += list(train_ppo(learner))
+        assert got == expected and torch.equal(weights(straight), weights(learner)), edge
+
+
+def test_a_second_signal_interrupts_at_once():
+    with StopFlag() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_nothing_changes_after_a_gradient_that_is_not_finite():
+    learner = Learner(cartpole(2), PPOConfig(num_steps=8, num_minibatches=2), small)
+    next(train_ppo(learner, 1))
+    before, moments = weights(learner), [v.clone() for s in learner.optimizer.state.values() for v in s.values()]
+    learner.policy.value_out.weight.register_hook(lambda g: g * math.nan)
+    u = next(train_ppo(learner, 1))
+    assert u.stopped == "nonfinite" and u.gradient_steps == 0 and u.loss is None
+    assert torch.equal(before, weights(learner))
+    assert all(torch.equal(a, b) for a, b in zip(moments, [v for s in learner.optimizer.state.values() for v in s.values()]))
+
+
+def test_a_ruined_policy_is_an_error_when_acting():
+    learner = Learner(cartpole(2), PPOConfig(num_steps=8, num_minibatches=2), small)
+    torch.nn.init.constant_(learner.policy.logits_bias, math.nan)
+    with pytest.raises(ValueError, match="logits are not finite"): next(train_ppo(learner, 1))
+
+
+@pytest.mark.slow
+def test_inductor_compiles_the_loss_that_is_called():
+    runs = []
+    for backend in ("", "inductor"):
+        learner = Learner(cartpole(4), PPOConfig(num_steps=8, num_minibatches=2, compile=backend, target_kl=10.), small)
+        ups = list(train_ppo(learner, 2))
+        runs.append((learner, ups))
+    loss = runs[1][0].loss
+    assert loss.reason == "" and loss.calls == 16 and 1 <= loss.compiles <= 2
+    assert (weights(runs[0][0]) - weights(runs[1][0])).abs().max() < 1e-4
+
+
+def test_a_broken_compiler_falls_back():
+    def broken(graph, inputs): raise RuntimeError("no compiler here")
+    torch._dynamo.register_backend(broken, name="broken_for_test")
+    fn = Compiled(torch.sin, "broken_for_test")
+    with pytest.warns(UserWarning, match="without torch.compile"): out = fn(torch.ones(2))
+    assert torch.equal(out, torch.ones(2).sin()) and fn.calls == 0 and "no compiler here" in fn.reason
+
+
+def test_records_of_a_run_hold_no_unmeasured_zeros():
+    learner = Learner(SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2), PPOConfig(num_steps=4, num_minibatches=1), small)
+    u = next(train_ppo(learner, 1))
+    assert u.returns == () and u.head_entropy[0] is not None
+    assert dataclasses.asdict(u)["stopped"] == ""
+
+
+def test_dict_of_wrong_settings():
+    for wrong in (dict(norm_adv="batch"), dict(ratio="all"), dict(num_steps=0), dict(gamma=1.5), dict(target_kl=-1.), dict(learning_rate=0.)):
+        with pytest.raises(ValueError): PPOConfig(**wrong)
+    with pytest.raises(ValueError, match="one for each of 1 heads"): Learner(cartpole(), PPOConfig(ent_floor=(0.1, 0.2)))
+    with pytest.raises(ValueError, match="did you mean 'clip_coef'"): PPOConfig.from_dict(dict(clip_coeff=0.1))
+    assert PPOConfig.from_dict(PPOConfig(ent_floor=(0.1, 0.2)).to_dict()) == PPOConfig(ent_floor=(0.1, 0.2))
+
+
+@pytest.mark.cuda
+def test_a_run_on_cuda():
+    learner = Learner(SyncVectorEnv([Masked] * 4), PPOConfig(num_steps=40, num_minibatches=2, norm_obs=True, norm_reward=True, norm_value=True, ent_floor=0.2, ent_floor_coef=0.1), small, device="cuda")
+    ups = list(train_ppo(learner, 3))
+    assert max(u.first_gap for u in ups) < 1e-3 and all(u.gradient_steps == 8 for u in ups)

@@ -1,0 +1,200 @@
+"Advantages against the definition and another library; streams in every reset mode."
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given, settings, strategies as st
+
+from esper_nb.distributions import Heads
+from esper_nb.policies import ActorCritic, PolicyConfig
+from esper_nb.rollouts import EnvStream, Rollout, acting_noise, gae, play
+
+
+def random_rollout(T, n, seed, share=0.15, modes=("next", "same")):
+    "A rollout filled with random numbers; truncations have their final value in the next row or of their own."
+    g = torch.Generator().manual_seed(seed)
+    roll = Rollout(T, n, 1, Heads((2,)))
+    roll.clear(torch.zeros(0, n, 1))
+    r = lambda: torch.randn(n, generator=g)
+    for t in range(T):
+        u = torch.rand(n, generator=g)
+        trunc = (u > share / 2) & (u < share)
+        final = torch.where(trunc & (torch.rand(n, generator=g) < 0.5), r(), torch.nan)
+        roll.add(value=r(), reward=r(), terminated=u < share / 2, truncated=trunc, valid=torch.rand(n, generator=g) < 0.9, final_value=final)
+    return roll, r()
+
+
+def reference(roll, last, gamma, lam):
+    "The definition, in float64 and without recursion."
+    T, n = roll.value.shape
+    out = torch.zeros(T, n, dtype=torch.float64)
+    v = roll.value.double()
+    def after(t, i):
+        if roll.terminated[t, i]: return 0.
+        if roll.truncated[t, i] and not roll.final_value[t, i].isnan(): return roll.final_value[t, i].double()
+        return v[t + 1, i] if t + 1 < T else last[i].double()
+    for i in range(n):
+        for t in range(T):
+            for s in range(t, T):
+                out[t, i] += (gamma * lam) ** (s - t) * (roll.reward[s, i].double() + gamma * after(s, i) - v[s, i])
+                if roll.done[s, i]: break
+    return torch.where(roll.valid, out, 0.)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 24), st.integers(1, 4), st.floats(0, 1), st.floats(0.5, 1), st.floats(0, 1), st.integers(0, 10**6))
+def test_gae_equals_the_definition(T, n, share, gamma, lam, seed):
+    roll, last = random_rollout(T, n, seed, share)
+    ref = reference(roll, last, gamma, lam)
+    roll.finish(last, gamma, lam)
+    assert (roll.advantage - ref).abs().max() <= 1e-6 * max(1., ref.abs().max().item())
+
+
+@pytest.mark.parametrize("lam", [0., 0.9, 1.])
+@pytest.mark.parametrize("seed", range(4))
+def test_gae_equals_stable_baselines3(lam, seed):
+    sb3 = pytest.importorskip("stable_baselines3.common.buffers")
+    T, n, gamma = 40, 3, 0.97
+    roll, last = random_rollout(T, n, seed)
+    roll.valid.fill_(True)
+    roll.final_value = torch.where(roll.truncated & roll.final_value.isnan(), torch.randn(T, n), roll.final_value) # its vector environments reset in the same step
+    box = gym.spaces.Box(-1, 1, (1,))
+    buffer = sb3.RolloutBuffer(T, box, gym.spaces.Discrete(2), gamma=gamma, gae_lambda=lam, n_envs=n)
+    for t in range(T):
+        starts = roll.done[t - 1] if t else torch.ones(n)
+        reward = roll.reward[t] + torch.where(roll.truncated[t], gamma * roll.final_value[t], 0.) # how it accounts for time limits
+        buffer.add(np.zeros((n, 1)), np.zeros((n, 1)), reward.numpy(), starts.float().numpy(), roll.value[t], torch.zeros(n))
+    buffer.compute_returns_and_advantage(last, roll.done[-1].numpy())
+    roll.finish(last, gamma, lam)
+    assert np.abs(buffer.advantages - roll.advantage.numpy()).max() <= 1e-6 * max(1, np.abs(buffer.advantages).max())
+    assert np.abs(buffer.returns - roll.returns.numpy()).max() <= 2e-6 * max(1, np.abs(buffer.returns).max())
+
+
+class Clock(gym.Env):
+    "Counts up to a random length; observation (lane, episode, count, length); a mask that moves with the count."
+    observation_space, action_space = gym.spaces.Box(-1e6, 1e6, (4,)), gym.spaces.MultiDiscrete([3, 2])
+    def __init__(self, lane): self.lane, self.episode = lane, -1
+    def _out(self):
+        mask = np.zeros(5, np.int8); mask[self.x % 3] = mask[3 + self.x % 2] = 1
+        return np.array([self.lane, self.episode, self.x, self.length], np.float32), {"action_mask": mask}
+    def reset(self, seed=None, options=None):
+        self.episode, self.x = self.episode + 1, 0
+        self.length = 1 + (self.lane * 7 + self.episode * 5) % 6
+        return self._out()
+    def step(self, action):
+        assert action.tolist() == [self.x % 3, self.x % 2], "the only legal action"
+        self.x += 1
+        end, (obs, info) = self.x >= self.length, self._out()
+        if end and self.episode % 3 == 2: info["rollback_penalty"] = -5.
+        return obs, 1., end and self.episode % 3 != 1, end and self.episode % 3 == 1, info
+
+
+class Quiet(Clock):
+    "As `Clock`, but a rollback does not end the episode for the environment: it goes on from its rolled-back state."
+    def step(self, action):
+        obs, reward, term, trunc, info = super().step(action)
+        if "rollback_penalty" in info: term, (obs, more) = False, self.reset(); info = more | {"rollback_penalty": -5.}
+        return obs, reward, term, trunc, info
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("kind", [Clock, Quiet])
+def test_every_mode_gives_whole_episodes(mode, kind):
+    n, heads = 4, Heads((3, 2))
+    stream = EnvStream(SyncVectorEnv([lambda i=i: kind(i) for i in range(n)], autoreset_mode=mode))
+    stream.reset(0)
+    policy = ActorCritic(heads, 4, PolicyConfig(hidden=8, features=(8,)))
+    state, seen = policy.initial_state(n), [[] for _ in range(n)]
+    for t in range(60):
+        a = policy.act(stream.obs, stream.mask, state, stream.start)
+        obs, start, valid = stream.obs, stream.start, stream.valid
+        out = stream.step(a.action); state = a.state
+        assert not (out.terminated & out.truncated).any()
+        if mode is AutoresetMode.NEXT_STEP: assert out.final_obs is None
+        elif out.has_final.any(): assert (out.final_obs[out.has_final][:, 2] == out.final_obs[out.has_final][:, 3]).all()
+        for i in valid.nonzero().flatten().tolist():
+            seen[i].append((*obs[i].tolist(), start[i].item(), out.reward[i].item(), out.terminated[i].item(), out.truncated[i].item(), out.penalized[i].item()))
+    for i, rows in enumerate(seen):
+        for lane, episode, x, length, start, reward, term, trunc, hit in rows:
+            last, turn = x == length - 1, int(episode) % 3
+            assert start == (x == 0) and term == (last and turn != 1) and trunc == (last and turn == 1) and hit == (last and turn == 2)
+            assert reward == (-5. if hit else 1.)
+        assert [r[2] for r in rows] == [x for e in range(int(rows[-1][1]) + 1) for x in range(1 + (i * 7 + e * 5) % 6)][:len(rows)], "no step is lost or doubled"
+
+
+def test_a_rollback_begins_an_episode_at_once():
+    stream = EnvStream(SyncVectorEnv([lambda: Quiet(2)], autoreset_mode=AutoresetMode.DISABLED))
+    stream.reset(0)
+    starts = []
+    for t in range(40):
+        out = stream.step(torch.tensor([[int(stream.obs[0, 2]) % 3, int(stream.obs[0, 2]) % 2]]))
+        if out.penalized[0]: starts.append((stream.start[0].item(), out.terminated[0].item()))
+    assert starts and all(a and b for a, b in starts)
+
+
+def test_mark_terminal_reaches_the_last_executed_step_only():
+    roll, last = random_rollout(12, 3, 0, share=0.)
+    roll.valid[10:, 1] = False # the lane was idle after its panic
+    roll.finish(last, 0.9, 0.9)
+    before = roll.advantage.clone()
+    roll.valid[9, 1] = True
+    assert roll.mark_terminal(1, -10.)
+    roll.finish(last, 0.9, 0.9)
+    assert roll.reward[9, 1] == -10 and roll.terminated[9, 1] and roll.penalized.sum() == 1
+    assert abs(roll.advantage[9, 1].item() - (-10 - roll.value[9, 1].item())) < 1e-5, "in full, nothing follows"
+    assert torch.equal(before[:, [0, 2]], roll.advantage[:, [0, 2]])
+
+
+def test_mark_terminal_turns_a_truncation_into_a_termination():
+    roll, last = random_rollout(5, 1, 0, share=0.)
+    roll.valid.fill_(True)
+    roll.truncated[4, 0], roll.final_value[4, 0] = True, 7.
+    assert roll.mark_terminal(0, -10.)
+    roll.finish(last, 0.9, 0.9)
+    assert not roll.truncated[4, 0] and abs(roll.advantage[4, 0].item() - (-10 - roll.value[4, 0].item())) < 1e-5
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 8), st.integers(1, 9), st.integers(1, 8), st.booleans(), st.integers(0, 1000))
+def test_minibatches_cover_everything_once(T, n, count, memory, seed):
+    roll, _ = random_rollout(T, n, seed)
+    roll.value = torch.arange(T * n).float().view(T, n)
+    roll.state = torch.zeros(2 if memory else 0, n, 4)
+    total = n if memory else T * n
+    if count > total: return
+    parts = list(roll.minibatches(count, torch.Generator().manual_seed(seed)))
+    assert len(parts) == count
+    assert sorted(torch.cat([b.value.flatten() for b in parts]).tolist()) == list(range(T * n))
+    if memory: assert all((b.value[1:] - b.value[:-1] == n).all() for b in parts), "lanes stay whole and in order"
+
+
+def test_noise_of_a_lane_does_not_depend_on_the_others():
+    heads = Heads((3, 4))
+    assert torch.equal(acting_noise(1, 2, 6, 3, heads), acting_noise(1, 2, 6, 9, heads)[:, :3])
+    assert not torch.equal(acting_noise(1, 2, 6, 3, heads), acting_noise(1, 3, 6, 3, heads))
+
+
+def test_other_spaces():
+    class Cell(gym.Env):
+        observation_space, action_space = gym.spaces.Discrete(5, start=1), gym.spaces.Discrete(2)
+        def reset(self, seed=None, options=None): return 3, {}
+        def step(self, action): return 5, 0., False, False, {}
+    stream = EnvStream(SyncVectorEnv([Cell] * 2)); stream.reset(0)
+    assert stream.obs.tolist() == [[0, 0, 1, 0, 0]] * 2
+    with pytest.raises(ValueError, match="FlattenObservation"):
+        class Pair(Cell): observation_space = gym.spaces.Tuple([gym.spaces.Discrete(2)] * 2)
+        EnvStream(SyncVectorEnv([Pair]))
+
+
+def test_a_full_rollout_refuses_more():
+    roll, _ = random_rollout(3, 1, 0)
+    with pytest.raises(RuntimeError, match="clear"): roll.add(value=torch.zeros(1))
+
+
+def test_play_counts_whole_episodes_of_every_lane():
+    envs = gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point")
+    policy = ActorCritic(Heads((2,)), 4, PolicyConfig(core="none"))
+    returns = play(policy, envs, 7, deterministic=False)
+    assert len(returns) == 7 and all(5 <= r <= 500 for r in returns)
+    assert returns == play(policy, gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point"), 7, deterministic=False)
