@@ -6,18 +6,20 @@
 __all__ = ['parse_settings', 'closing_table', 'train', 'main']
 
 # %% ../nbs/59_cli.ipynb #c00f647d
-import argparse, json, sys, warnings
+import argparse, json, sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 
 from . import __version__
-from .core import keep_freed_memory
+from .core import check, keep_freed_memory
+from .faults import Fault, disturb_at, list_faults, parse_fault
 from .hosts import count_parameters
 from .tasks import Task, get_task, list_tasks
 from .telemetry import JSONLWriter, Recorder, RunFolder, new_run
-from .trainer import EvalResult, FitConfig, Population, evaluate, fit, new_population
+from .trainer import EvalResult, FitConfig, Population, evaluate, new_population, run_epoch
 
 # %% ../nbs/59_cli.ipynb #1b609415
 def parse_settings(
@@ -51,6 +53,8 @@ def _log(rec, r):
     rec.log("epoch", dict(train=dict(loss=r.train.loss, accuracy_pp=r.train.accuracy_pp, grad_norm=r.train.grad_norm, skipped=r.train.skipped),
                           heldout=dict(loss=r.heldout.loss, accuracy_pp=r.heldout.accuracy_pp), lr=r.lr), epoch=r.epoch)
     rec.log("epoch", dict(seconds=r.seconds, images_per_s=r.images_per_s), epoch=r.epoch)
+    for g in r.reports:
+        rec.log("governor", dict(governor={k: [getattr(g, k)] for k in ("reason", "action", "step", "loss", "gate", "restored_step", "seconds")}), lanes=[g.lane], epoch=r.epoch)
 
 def train(
     task: Task | str, # a task, or the name of one
@@ -60,16 +64,20 @@ def train(
     out: str | Path = "runs", # where the run's folder goes
     synthetic: bool = False, # made-up images in place of CIFAR-10
     progress: bool = True, # draw a progress bar
+    faults: Sequence[Fault] = (), # ways to ruin the run, to watch the Governor at work
 ) -> tuple[Population, RunFolder]:
     "Train a population with a progress bar, and leave a run folder with settings, rows, weights and a plot."
     task = get_task(task) if isinstance(task, str) else task
+    for f in faults: check(f.lane < config.lanes and f.epoch < (config.epochs or task.epochs), "inject", f, f"a lane below {config.lanes} and an epoch below {config.epochs or task.epochs}")
     pop = new_population(task, config, device=device, root=root, synthetic=synthetic)
     run = new_run(out, task.name, dict(task=task.to_dict(), fit=config.to_dict(), device=str(device), version=__version__, torch=torch.__version__))
     rates = []
     with Recorder([JSONLWriter(run.rows_path)]) as rec:
         with tqdm(total=pop.epochs, unit="epoch", disable=not progress) as bar:
             try:
-                for r in fit(pop):
+                while int(pop.epoch.max()) < pop.epochs:
+                    r = run_epoch(pop, disturb=disturb_at(faults, int(pop.epoch.max())))
+                    for report in r.reports: bar.write(f"Governor, epoch {r.epoch}: {report}")
                     _log(rec, r); rates.append(r.images_per_s); bar.update()
                     bar.set_postfix_str(f"held-out {r.heldout.accuracy_pp.median():.1f} pp, {r.images_per_s:,.0f} examples/s")
             except KeyboardInterrupt: print(f"\nStopped after {len(rates)} of {pop.epochs} epochs; what is there is kept.", file=sys.stderr)
@@ -99,6 +107,8 @@ def _parser():
     t.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
     t.add_argument("--data", default=None, help="folder of local data files (default: data)")
     t.add_argument("--synthetic", action="store_true", help="made-up images in place of CIFAR-10")
+    t.add_argument("--inject", action="append", default=[], metavar="FAULT[:LANE[:EPOCH]]", help="ruin a lane on purpose: " + ", ".join(list_faults()))
+    t.add_argument("--unguarded", action="store_true", help="run without the Governor")
     t.add_argument("--out", default="runs", help="where the run's folder goes")
     t.add_argument("--keep-default-allocator", action="store_true", help="let glibc give freed memory back at every step (slower)")
     sub.add_parser("tasks", help="list the tasks")
@@ -116,7 +126,8 @@ def main(
         elif args.command == "bench": from esper_nb.bench import run_bench; run_bench(args.quick, args.out)
         else:
             if not args.keep_default_allocator: keep_freed_memory()
-            train(args.task, FitConfig.from_dict(parse_settings(args.set)), args.device, args.data, args.out, args.synthetic)
+            config = FitConfig.from_dict(parse_settings(args.set) | (dict(guard=None) if args.unguarded else {}))
+            train(args.task, config, args.device, args.data, args.out, args.synthetic, faults=[parse_fault(f) for f in args.inject])
     except (ValueError, RuntimeError, FileNotFoundError) as e:
         print(f"esper-nb: {e}", file=sys.stderr)
         return 2

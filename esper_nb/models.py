@@ -123,14 +123,21 @@ class ParameterCounts(NamedTuple):
     @property
     def total(self) -> Tensor: return self.host + self.seed + self.fossil
 
+def _readable(slot: Slot) -> Iterator[tuple[int, SeedState]]: # of the lanes whose row stands for a state
+    for i in range(slot.lanes):
+        try: yield i, slot.state(i)
+        except ValueError: pass
+
+def _known(slot, s): return s.blueprint is not None and 0 <= s.blueprint < len(slot.blueprints)
+
 def _parameter_counts(self: Growing) -> ParameterCounts:
     "How many parameters belong to the host, to live seeds and to fossils; empty rows of the banks count nothing."
     size = lambda m: sum(p.numel() for p in m.parameters()) // self.lanes
     count = torch.zeros(2, self.lanes, dtype=torch.int64)
     for slot in map(self.slot, self.names):
-        for i, s in enumerate(slot.states()):
-            if s.blueprint is None or s.stage not in LIVE | {Stage.FOSSILIZED}: continue
-            count[int(s.stage == Stage.FOSSILIZED), i] += size(slot.banks[slot.blueprints[s.blueprint]]) + (size(slot.gate) if s.blend == Blend.GATE else 0)
+        for i, s in _readable(slot):
+            if not _known(slot, s) or s.stage not in LIVE | {Stage.FOSSILIZED}: continue
+            count[int(s.stage == Stage.FOSSILIZED), i] += size(slot.banks[slot.blueprints[s.blueprint or 0]]) + (size(slot.gate) if s.blend == Blend.GATE else 0)
     return ParameterCounts(torch.full((self.lanes,), size(self.host)), count[0], count[1])
 
 def _contradictions(slot: Slot, i: int, s: SeedState) -> Iterator[str]:
@@ -143,9 +150,9 @@ def _contradictions(slot: Slot, i: int, s: SeedState) -> Iterator[str]:
     if s.stage == Stage.DORMANT:
         if s.blueprint is not None: yield "a blueprint in an empty slot"
         return
-    if s.blueprint is None or not 0 <= s.blueprint < len(slot.blueprints): yield f"blueprint {s.blueprint} is none of the {len(slot.blueprints)} of the slot"; return
+    if not _known(slot, s): yield f"blueprint {s.blueprint} is none of the {len(slot.blueprints)} of the slot"; return
     if s.stage in COOLING: return
-    used = {**lane_state(slot.banks[slot.blueprints[s.blueprint]]), **(lane_state(slot.gate) if s.blend == Blend.GATE else {})}
+    used = {**lane_state(slot.banks[slot.blueprints[s.blueprint or 0]]), **(lane_state(slot.gate) if s.blend == Blend.GATE else {})}
     if not all(rows(t, slot.lanes)[i].isfinite().all() for t in used.values()): yield "weights that are not finite"
 
 class Status(NamedTuple):
@@ -180,8 +187,7 @@ def _status(self: Growing, lanes: Lanes = None) -> Status:
             problems += [f"slot {name}, lane {i}: {p}" for p in _contradictions(slot, i, s)]
             empty += s.stage == Stage.DORMANT
             if s.stage == Stage.DORMANT: continue
-            known = s.blueprint is not None and 0 <= s.blueprint < len(slot.blueprints)
-            table.append(dict(slot=name, lane=str(i), stage=s.stage.name, blueprint=slot.blueprints[s.blueprint] if known and s.blueprint is not None else "?", blend=s.blend.name,
+            table.append(dict(slot=name, lane=str(i), stage=s.stage.name, blueprint=slot.blueprints[s.blueprint or 0] if _known(slot, s) else "?", blend=s.blend.name,
                               alpha=f"{s.alpha:.2f}" + (f" to {s.target:.2f}" if s.mode != RampMode.HOLD else ""), epochs=str(s.epochs), worth_pp=number(s.contribution), health=number(s.health)))
     many = lambda t: f"{int(t.min()):,}" if int(t.min()) == int(t.max()) else f"{int(t.min()):,} to {int(t.max()):,}"
     parts = ", ".join(f"{k} {many(getattr(counts, k)[found])}" for k in ("host", "seed", "fossil"))
@@ -247,9 +253,9 @@ Growing.record_accuracy, Growing.record_contribution, Growing.record_gradients =
 
 # %% ../nbs/16_models.ipynb #050da510
 @contextmanager
-def _disable_seeds(self: Growing, *slots: str): # default all
+def _disable_seeds(self: Growing, slots: str | Sequence[str] | None = None): # one, several, or all
     "Let slots pass their features on untouched inside the block."
-    off = [self.slot(k) for k in slots or self.names]
+    off = [self.slot(k) for k in (self.names if slots is None else [slots] if isinstance(slots, str) else slots)]
     was = [s.enabled for s in off]
     for s in off: s.enabled = False
     try: yield self
@@ -261,22 +267,38 @@ Growing.disable_seeds = _disable_seeds
 # %% ../nbs/16_models.ipynb #2ff3d54d
 MAX_BRANCHES = 4 # slots in one factorial evaluation: 16 combinations
 
+def _walk(self: GrowingModel, x: Tensor, names: Sequence[str]) -> list[Tensor]: # logits of each combination
+    branches = [x]
+    for i in range(len(self.host.sites) + 1):
+        branches = [self.host.piece(i, h) for h in branches]
+        if i == len(self.host.sites) or (name := self.host.sites[i].name) not in self.names: continue
+        through = [self.slots[name](h) for h in branches]
+        branches = branches + through if name in names else through
+    return branches
+
+def _stack(self: Growing, x: Tensor, names: Sequence[str]) -> Tensor:
+    for k in names: self.slot(k).branch = True
+    try: return self(x)
+    finally:
+        for k in names: self.slot(k).branch = False
+
 def _factorial(self: Growing,
     x: Tensor, # a batch
     slots: Sequence[str] | None = None, # slots to switch; default those with a seed that is heard in any lane
+    stacked: bool | None = None, # one large batch, equal to rounding; default on a GPU, and where slots are attached
 ) -> tuple[Tensor, list[tuple[str, ...]]]: # logits (2^k, B, ...), and for each entry the slots that are on
     "Logits of every on/off combination of the slots' seeds, as separate evaluations would give them."
     with evaluating(self):
-        heard = [k for k in self.names if self.slot(k).enabled and self.slot(k).roles()]
         for k in slots or (): self.slot(k)
-        names = heard if slots is None else [k for k in self.names if k in slots]
+        names = [k for k in self.names if (self.slot(k).enabled and self.slot(k).roles() if slots is None else k in slots)]
         check(len(names) <= MAX_BRANCHES, "slots", names, f"at most {MAX_BRANCHES} slots for all combinations; name fewer, or sample them")
-        for k in names: self.slot(k).branch = True
-        try: logits = self(x)
-        finally:
-            for k in names: self.slot(k).branch = False
-    on = [tuple(k for j, k in enumerate(names) if c >> j & 1) for c in range(2**len(names))]
-    return logits.unflatten(0, (len(on), -1)), on
+        on = [tuple(k for j, k in enumerate(names) if c >> j & 1) for c in range(2**len(names))]
+        if (x.is_cuda or not isinstance(self, GrowingModel)) if stacked is None else stacked: return _stack(self, x, names).unflatten(0, (len(on), -1)), on
+        if isinstance(self, GrowingModel): return torch.stack(_walk(self, x, names)), on
+        out = []
+        for c in on: # a network that cannot be walked in parts
+            with self.disable_seeds([k for k in names if k not in c]): out.append(self(x))
+        return torch.stack(out), on
 
 Growing.factorial = _factorial
 

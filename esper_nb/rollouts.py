@@ -105,12 +105,11 @@ def _advance(self, obs, info, done, hit, ignored):
 
 def _read_mask(self, info, lanes):
     "Take over the masks of `lanes`."
+    lanes = lanes & self.valid.cpu().numpy()
     if "action_mask" not in info or not lanes.any(): return
-    rows = np.stack([np.asarray(info["action_mask"][i], bool).ravel() for i in np.flatnonzero(lanes)])
-    if self.mask is None: self.mask = torch.ones(self.n, rows.shape[1], dtype=torch.bool, device=self.device)
-    self.mask = self.mask.clone()
-    self.mask[self._to(lanes)] = self._to(rows)
-    self.mask[~self.valid] = True
+    rows = self._to(np.stack([np.asarray(info["action_mask"][i], bool).ravel() for i in np.flatnonzero(lanes)]))
+    self.mask = rows.new_ones(self.n, rows.shape[1]) if self.mask is None else self.mask.clone()
+    self.mask[self._to(lanes)] = rows
 
 def _final(self, obs, info, lanes):
     "Final observations of the lanes that were cut off."

@@ -154,7 +154,8 @@ class Slot(nn.Module):
         "Empty slots for lanes that begin again."
         lanes = list(lanes)
         for i, name in zip(lanes, lanes if names is None else names):
-            self._write(i, SeedState())
+            self.table[i] = torch.tensor(to_row(SeedState()))
+            self._erase(i, self.banks, self.gate)
             self.stream[i] = generator(seed, "growth", name).initial_seed()
 
     def reset_parameters(self): # a reset of the whole module leaves an empty slot, too
@@ -174,9 +175,12 @@ class Slot(nn.Module):
     def _write(self, lane, state):
         old = self.state(lane)
         self.table[lane] = torch.tensor(to_row(state))
-        if state.stage == Stage.PRUNED != old.stage and old.blueprint is not None:
-            for module in (self.banks[self.blueprints[old.blueprint]], self.gate):
-                for t in lane_state(module).values(): rows(t, self.lanes)[lane].zero_()
+        if state.stage == Stage.PRUNED != old.stage and old.blueprint is not None: self._erase(lane, self.banks[self.blueprints[old.blueprint]], self.gate)
+
+    @torch.no_grad()
+    def _erase(self, lane, *modules):
+        for m in modules:
+            for t in lane_state(m).values(): rows(t, self.lanes)[lane].zero_()
 
 # %% ../nbs/14_slots.ipynb #9acfe87a
 _forward_columns = COLUMNS.index("isolated") + 1

@@ -60,6 +60,13 @@ METRICS: Mapping[str, Metric] = MappingProxyType(metric_table(
     Metric("lr", "1", 0, _inf, "learning rate of the host's optimizer in the epoch's last batch step"),
     Metric("images_per_s", "1/s", 0, _inf, "training examples a second: of one lane in a lane's row, of all lanes together in a row without a lane"),
     Metric("seconds", "s", 0, _inf, "wall-clock time of the epoch, evaluation included"),
+    Metric("governor.reason", "text", -_inf, _inf, "why the Governor acted on a lane: non-finite, explosion, rise, collapse, gradient, state, or asked"),
+    Metric("governor.action", "text", -_inf, _inf, "what it did: skip, lower, rollback, replay or stop"),
+    Metric("governor.step", "steps", 0, _inf, "batch steps judged in the lane when it acted"),
+    Metric("governor.loss", "loss", -_inf, _inf, "the loss that decided; none if it was not finite"),
+    Metric("governor.gate", "loss", -_inf, _inf, "the effective gate of that moment: the highest of the absolute, the σ and the multiple gate"),
+    Metric("governor.restored_step", "steps", 0, _inf, "batch step of the state that was put back; none if nothing was"),
+    Metric("governor.seconds", "s", 0, _inf, "time from the verdict to the end of the action"),
     Metric("phase_s.*", "s", 0, _inf, "time spent in one named phase of the epoch, as `PhaseTimer` measures it"),
 ))
 

@@ -1,0 +1,115 @@
+"The adapters against the real frameworks, where they are installed."
+import math, warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esper_nb.adapters import guard_trainer, lightning_governor
+from esper_nb.governor import GovernorConfig
+
+CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
+QUICK = GovernorConfig(snapshot_every=20, probation=20)
+
+def examples(n):
+    g = torch.Generator().manual_seed(1)
+    y = torch.randint(0, 10, (n,), generator=g)
+    return CENTERS[y] + torch.randn(n, 16, generator=g), y
+
+def network(): return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
+
+def poison(net): net[0].weight.data[0] = math.nan
+
+@pytest.fixture
+def pl():
+    return pytest.importorskip("lightning.pytorch", reason="needs lightning")
+
+def lightning_run(pl, tmp_path, callback, fault=None, at=(90,), batches=150, ckpt=None, **trainer):
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.losses, self.calls = network(), [], 0
+        def configure_optimizers(self):
+            opt = torch.optim.AdamW(self.parameters(), lr=3e-3)
+            return dict(optimizer=opt, lr_scheduler=dict(scheduler=torch.optim.lr_scheduler.LinearLR(opt, 1., .1, 200), interval="step"))
+        def training_step(self, batch, i):
+            self.calls += 1
+            if fault and self.calls in at: fault(self.net)
+            loss = F.cross_entropy(self.net(batch[0]), batch[1]); self.losses.append(loss.item())
+            return loss
+    pl.seed_everything(0, verbose=False)
+    model = Model()
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*examples(32 * batches)), batch_size=32)
+    options = dict(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(tmp_path)) | trainer
+    fit = pl.Trainer(callbacks=[callback] if callback else [], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit.fit(model, data, ckpt_path=ckpt)
+    return model, fit
+
+def test_lightning_goes_on_after_a_nan(pl, tmp_path):
+    callback = lightning_governor(math.log(10), QUICK)
+    model, _ = lightning_run(pl, tmp_path, callback, poison)
+    assert [r.reason for r in callback.governor.reports] == ["non-finite"] and "scheduler" in callback.governor.reports[0].restored
+    assert all(p.isfinite().all() for p in model.parameters()) and len(model.losses) == 150
+    assert sum(model.losses[-20:]) < 1.2 * sum(model.losses[60:80])
+
+def test_lightning_healthy_run_is_untouched(pl, tmp_path):
+    callback = lightning_governor(math.log(10), QUICK)
+    guarded, alone = lightning_run(pl, tmp_path, callback)[0], lightning_run(pl, tmp_path, None)[0]
+    assert guarded.losses == alone.losses and not callback.governor.reports
+
+def test_lightning_stops_at_the_end_of_the_ladder(pl, tmp_path):
+    callback = lightning_governor(math.log(10), QUICK.replace(rollbacks=1))
+    model, fit = lightning_run(pl, tmp_path, callback, poison, at=range(90, 1000))
+    assert fit.should_stop and model.calls < 100 and callback.governor.reports[-1].action == "stop" and all(p.isfinite().all() for p in model.parameters())
+
+def test_lightning_checkpoints_hold_the_governor(pl, tmp_path):
+    callback = lightning_governor(math.log(10), QUICK)
+    _, fit = lightning_run(pl, tmp_path, callback, batches=50)
+    fit.save_checkpoint(tmp_path / "a.ckpt")
+    again = lightning_governor(math.log(10), QUICK)
+    lightning_run(pl, tmp_path, again, batches=50, ckpt=str(tmp_path / "a.ckpt"), max_epochs=2)
+    assert int(again.governor.stats.judged[0]) == 100
+
+class Small(nn.Module):
+    def __init__(self, fault=None, at=(90,)):
+        super().__init__()
+        self.net, self.losses, self.fault, self.at = network(), [], fault, at
+    def forward(self, x, labels):
+        if self.fault and len(self.losses) in self.at: self.fault(self.net)
+        logits = self.net(x); loss = F.cross_entropy(logits, labels); self.losses.append(loss.item())
+        return dict(loss=loss, logits=logits)
+
+def hf_run(tmp_path, model, guard=True, steps=150, config=QUICK, **options):
+    transformers = pytest.importorskip("transformers", reason="needs transformers"); pytest.importorskip("accelerate", reason="needs accelerate")
+    transformers.logging.set_verbosity_error()
+    data = [dict(x=x, labels=y) for x, y in zip(*examples(32 * 60))]
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=32, learning_rate=3e-3, report_to=[], disable_tqdm=True, save_strategy="no",
+                                          logging_strategy="no", use_cpu=True, seed=0, **options)
+    trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
+    callback = guard_trainer(trainer, math.log(10), config) if guard else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    return trainer, callback
+
+def new(**kw):
+    torch.manual_seed(0)
+    return Small(**kw)
+
+def test_hugging_face_goes_on_after_a_nan(tmp_path):
+    trainer, callback = hf_run(tmp_path, model := new(fault=poison))
+    assert [r.reason for r in callback.governor.reports] == ["non-finite"] and {"model", "streams"} <= set(callback.governor.reports[0].restored) | {"streams"}
+    assert trainer.state.global_step == 150 and all(p.isfinite().all() for p in model.parameters())
+
+def test_hugging_face_healthy_run_is_untouched(tmp_path):
+    _, callback = hf_run(tmp_path, guarded := new(), gradient_accumulation_steps=2)
+    hf_run(tmp_path, alone := new(), guard=False, gradient_accumulation_steps=2)
+    assert guarded.losses == alone.losses and not callback.governor.reports and int(callback.governor.stats.judged[0]) == 150
+    assert abs(callback.governor.stats.ring[0, 0] - sum(guarded.losses[:2]) / 2) < 1e-5, "micro-batches are one loss"
+
+def test_hugging_face_stops_at_the_end_of_the_ladder(tmp_path):
+    trainer, callback = hf_run(tmp_path, new(fault=poison, at=range(90, 1000)), config=QUICK.replace(rollbacks=1))
+    assert trainer.state.global_step < 100 and callback.governor.reports[-1].action == "stop"

@@ -1,0 +1,262 @@
+"Round trips, kills, damage, and resuming in a new process."
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from esper_nb.checkpoints import (Autosave, CheckpointError, EnvState, contract_difference, decode_tree, encode_tree, load_checkpoint, previous_checkpoint,
+                                  read_checkpoint, save_checkpoint, write_checkpoint)
+
+numbers = st.one_of(st.integers(), st.integers(min_value=2**100, max_value=2**130), st.floats(allow_nan=False), st.booleans(), st.none(), st.text(max_size=8))
+trees = st.recursive(numbers, lambda x: st.one_of(st.lists(x, max_size=4), st.tuples(x, x), st.dictionaries(st.one_of(st.text(max_size=5), st.integers(-5, 5)), x, max_size=4)), max_leaves=20)
+
+
+def same(a, b):
+    if type(a) is not type(b): return False
+    if isinstance(a, dict): return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor): return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    return a == b and (not isinstance(a, float) or np.float64(a).tobytes() == np.float64(b).tobytes())
+
+
+@settings(deadline=None, max_examples=150)
+@given(trees)
+def test_any_tree_survives_json(tree):
+    tensors = {}
+    assert same(tree, decode_tree(json.loads(json.dumps(encode_tree(tree, tensors), allow_nan=False)), tensors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool])
+def test_every_dtype_and_shape(dtype, tmp_path):
+    tree = [torch.zeros(s).to(dtype) for s in ((), (0,), (3,), (2, 0, 4), (2, 3, 4, 5))] + [torch.arange(24).view(4, 6)[:, ::2].to(dtype)]
+    tree.append(tree[4])  # the same tensor twice
+    write_checkpoint(tmp_path / "x", tree)
+    assert same(tree, read_checkpoint(tmp_path / "x")[0])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"])
+def test_arrays_and_scalars(dtype, tmp_path):
+    tree = dict(a=np.arange(6).reshape(2, 3).astype(dtype), s=np.arange(2).astype(dtype)[1], strided=np.arange(6).astype(dtype)[::2])
+    write_checkpoint(tmp_path / "x", tree)
+    back = read_checkpoint(tmp_path / "x")[0]
+    for k in tree: assert type(back[k]) is type(tree[k]) and back[k].dtype == tree[k].dtype and np.array_equal(back[k], tree[k])
+
+
+def test_layout_and_values_that_are_not_finite(tmp_path):
+    t = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    t[0, 0, 0, 0] = float("nan")
+    write_checkpoint(tmp_path / "x", dict(t=t, f=float("nan"), g=-0.0))
+    back = read_checkpoint(tmp_path / "x")[0]
+    assert back["t"].stride() == t.stride() and torch.equal(back["t"].isnan(), t.isnan()) and back["f"] != back["f"] and str(back["g"]) == "-0.0"
+
+
+@pytest.mark.parametrize("value", [print, object(), {1, 2}, b"raw", 1j, np.array(["a"]), torch.nn.Linear(1, 1)])
+def test_what_is_not_data_is_refused_with_its_place(value):
+    with pytest.raises(ValueError, match="/a/0"): encode_tree(dict(a=[value]), {})
+
+
+def test_a_failed_save_leaves_the_old_one_alone(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_checkpoint(path, dict(a=1))
+    with pytest.raises(CheckpointError): write_checkpoint(path, dict(a=print))
+    assert read_checkpoint(path)[0] == dict(a=1) and [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+SAVER = """
+import sys, torch
+from esper_nb.checkpoints import write_checkpoint
+torch.set_num_threads(1)
+k = int(sys.argv[2])
+while True:
+    k += 1
+    write_checkpoint(sys.argv[1], dict(k=k, t=[torch.full((400_000,), float(k)) for _ in range(5)]))
+    print(k, flush=True)
+"""
+
+
+def kill_while_saving(path, times, seed=0):
+    "Kill -9 a process that saves in a loop, again and again; how many files could not be read, or held a mixture."
+    rng, bad, last, k = random.Random(seed), 0, 0, 0
+    for _ in range(times):
+        p = subprocess.Popen([sys.executable, "-c", SAVER, str(path), str(k)], stdout=subprocess.PIPE, env=os.environ | dict(OMP_NUM_THREADS="1"))
+        p.stdout.readline()
+        time.sleep(rng.random() * 0.2)
+        p.send_signal(signal.SIGKILL)
+        done = p.communicate()[0].split()
+        try: tree, _ = read_checkpoint(path)
+        except Exception: bad += 1; continue
+        bad += not all((t == tree["k"]).all() for t in tree["t"]) or tree["k"] < max(last, int(done[-1]) if done else 0)
+        last = k = tree["k"]
+        bad += not read_checkpoint(previous_checkpoint(path))
+    return bad
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
+def test_kill_9_while_saving(tmp_path):
+    assert kill_while_saving(tmp_path / "x.safetensors", 5) == 0
+    write_checkpoint(tmp_path / "x.safetensors", dict(k=0))
+    assert len(list(tmp_path.iterdir())) == 2, "temporary files of killed processes are cleared"
+
+
+class Evil:
+    def __init__(self, place): self.place = str(place)
+    def __reduce__(self): return (os.mkdir, (self.place,))
+
+
+def damaged(path, evil):
+    good = path.read_bytes()
+    head = int.from_bytes(good[:8], "little")
+    torch.save(dict(a=evil), path.with_name("zip"))
+    np.save(path.with_name("npy.npy"), np.array([evil]), allow_pickle=True)
+    yield "pickle", pickle.dumps(evil)
+    yield "torch zip", path.with_name("zip").read_bytes()
+    yield "numpy object array", path.with_name("npy.npy").read_bytes()
+    yield "pickle behind a good header length", good[:8] + pickle.dumps(evil).ljust(head, b" ") + good[8 + head:]
+    yield "half", good[:len(good) // 2]
+    yield "header only", good[:8 + head]
+    yield "empty", b""
+    yield "header length 2^60", (2**60).to_bytes(8, "little") + good[8:]
+    yield "too long", good + b"x"
+    yield "no metadata", (2).to_bytes(8, "little") + b"{}"
+    yield "other version", good.replace(b"checkpoint 1", b"checkpoint 2")
+    yield "edited number", good.replace(b"12345", b"54321")
+    yield "deep nesting", rewrite(good, lambda m: m | dict(tree="[" * 100_000 + "]" * 100_000))
+    yield "unknown tag", rewrite(good, lambda m: m | dict(tree='{"$call": ["os.mkdir", "x"]}'), sign=True)
+    yield "missing tensor", rewrite(good, lambda m: m | dict(tree='{"$tensor": "/nowhere"}'), sign=True)
+    yield "another tensor type", good.replace(b'"F32"', b'"I32"')
+
+
+def rewrite(good, change, sign=False):
+    from esper_nb.checkpoints import _digest
+    from safetensors.torch import load
+    head = int.from_bytes(good[:8], "little")
+    header = json.loads(good[8:8 + head])
+    meta = change(header["__metadata__"])
+    if sign: meta["sha256"] = _digest([meta["tree"], meta["contract"]], load(good))
+    text = json.dumps(header | {"__metadata__": meta}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + good[8 + head:]
+
+
+def test_damaged_and_malicious_files_are_refused(tmp_path):
+    path = tmp_path / "x"
+    write_checkpoint(path, dict(number=12345, t=torch.ones(50)))
+    cases = dict(damaged(path, Evil(tmp_path / "executed")))
+    for name, data in cases.items():
+        (tmp_path / "bad").write_bytes(data)
+        with pytest.raises(CheckpointError): read_checkpoint(tmp_path / "bad"); pytest.fail(name)
+    assert len(cases) == 16 and not (tmp_path / "executed").exists()
+
+
+def test_every_flipped_byte_is_noticed(tmp_path):
+    path = tmp_path / "x"
+    write_checkpoint(path, dict(a=1, t=torch.arange(4.)))
+    good = path.read_bytes()
+    state = read_checkpoint(path)[0]
+    for i in range(len(good)):
+        (tmp_path / "bad").write_bytes(good[:i] + bytes([good[i] ^ 1]) + good[i + 1:])
+        try: back = read_checkpoint(tmp_path / "bad")[0]
+        except CheckpointError: continue
+        assert same(back, state), i # padding
+
+
+def test_contract_differences_are_spelled_out():
+    a = dict(task="digits", slots=["r0c0"], policy=dict(hidden=64, core="lstm"))
+    b = dict(task="cifar", slots=["r0c0"], policy=dict(hidden=128, core="lstm"), extra=1)
+    assert contract_difference(a, b) == ["task: saved 'digits', here 'cifar'", "policy.hidden: saved 64, here 128", "extra: saved '(nothing)', here 1"]
+    assert contract_difference(a, json.loads(json.dumps(a))) == []
+
+
+def test_all_or_nothing(tmp_path):
+    class Refuses:
+        def __init__(self, fail=False): self.fail = fail
+        def state_dict(self): return dict(x=1)
+        def load_state_dict(self, s):
+            if self.fail and s: self.fail = False; raise KeyError("x")
+    a = dict(net=torch.nn.Linear(2, 2), opt=None, log=[1], last=Refuses())
+    del a["opt"]
+    save_checkpoint(tmp_path / "x", **a)
+    net = torch.nn.Linear(2, 2)
+    keep, log = net.weight.clone(), [7]
+    with pytest.raises(CheckpointError, match="part 'last' refused"): load_checkpoint(tmp_path / "x", net=net, log=log, last=Refuses(True))
+    assert torch.equal(net.weight, keep) and log == [7]
+
+
+def test_an_interrupt_saves_and_an_error_does_not(tmp_path):
+    log = []
+    with pytest.raises(KeyboardInterrupt):
+        with Autosave(tmp_path / "a", every=100, log=log): log.append(1); raise KeyboardInterrupt
+    assert read_checkpoint(tmp_path / "a")[0] == dict(log=[1])
+    with pytest.raises(RuntimeError):
+        with Autosave(tmp_path / "a", every=100, log=log): log.append(2); raise RuntimeError
+    assert read_checkpoint(tmp_path / "a")[0] == dict(log=[1])
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "MountainCar-v0", "Acrobot-v1", "Taxi-v4", "FrozenLake-v1", "Blackjack-v1"])
+def test_environments_go_on_exactly(name):
+    def make(): return gym.make_vec(name, num_envs=2, vectorization_mode="sync", wrappers=[gym.wrappers.RecordEpisodeStatistics])
+    try: one, two = make(), make()
+    except Exception as e: pytest.skip(f"{name}: {e}")
+    one.reset(seed=1); two.reset(seed=2)
+    rng = np.random.default_rng(0)
+    actions = rng.integers(0, one.single_action_space.n, (300, 2))
+    for a in actions[:150]: one.step(a)
+    state, tensors = encode_tree(EnvState(one).state_dict(), t := {}), t
+    EnvState(two).load_state_dict(decode_tree(state, tensors))
+    for a in actions[150:]:
+        for x, y in zip(one.step(a)[:4], two.step(a)[:4]):
+            for u, v in zip(x if isinstance(x, tuple) else (x,), y if isinstance(y, tuple) else (y,)): assert np.array_equal(u, v)
+
+
+def test_environments_with_a_state_of_their_own():
+    class Own(gym.vector.VectorEnv):
+        def __init__(self): self.x = 0
+        def state_dict(self): return dict(x=self.x)
+        def load_state_dict(self, s): self.x = s["x"]
+    a, b = Own(), Own(); a.x = 5
+    EnvState(b).load_state_dict(EnvState(a).state_dict())
+    assert b.x == 5
+
+
+RUN = """
+import json, sys, dataclasses
+import gymnasium as gym, torch
+from esper_nb.checkpoints import Autosave, EnvState, load_checkpoint, write_checkpoint
+from esper_nb.policies import PolicyConfig
+from esper_nb.ppo import Learner, PPOConfig, train_ppo
+torch.set_num_threads(1)
+path, updates, resume, more, core, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", int(sys.argv[4]), sys.argv[5], sys.argv[6]
+envs = gym.make_vec("CartPole-v1", num_envs=4, vectorization_mode=mode)
+learner = Learner(envs, PPOConfig(num_steps=32, num_updates=8, norm_obs=True, norm_reward=True, norm_value=True), PolicyConfig(core=core, hidden=16, features=(16,)))
+state = EnvState(envs)
+if resume: load_checkpoint(path, learner.contract(), learner=learner, envs=state)
+rows = []
+with Autosave(path, every=1000, contract=learner.contract(), learner=learner, envs=state) as save:
+    for u in train_ppo(learner, updates): rows.append({k: v for k, v in dataclasses.asdict(u).items() if k != "seconds"}); save(u.update)
+    for _ in range(more): learner.step_envs()
+json.dump(rows, open(path + ".json", "w"))
+"""
+
+
+@pytest.mark.parametrize("core, mode, more", [("lstm", "sync", 0), ("lstm", "vector_entry_point", 13), ("none", "sync", 5)])
+def test_resume_in_a_new_process_is_exact(core, mode, more, tmp_path):
+    def run(path, updates, resume=0, more=0):
+        subprocess.run([sys.executable, "-c", RUN, str(path), str(updates), str(resume), str(more), core, mode], check=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
+        return json.loads(Path(f"{path}.json").read_text())
+    whole = run(tmp_path / "whole", 8)
+    parts = run(tmp_path / "parts", 4, more=more) + run(tmp_path / "parts", 4, resume=1)
+    assert whole == parts
+    a, b = (encode_tree(read_checkpoint(tmp_path / name)[0], t := {}) and t for name in ("whole", "parts"))
+    assert a.keys() == b.keys() and len(a) > 40
+    assert max((a[k].double() - b[k].double()).abs().nan_to_num(0.).max().item() for k in a if a[k].numel()) == 0.

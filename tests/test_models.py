@@ -1,0 +1,522 @@
+"Growing models: lanes against separate models, exactness, checkpoints, factorial evaluation, owners, and random lives."
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import nn
+
+from esper_nb.blending import Blend, Curve, RampMode
+from esper_nb.blueprints import list_blueprints
+from esper_nb.hosts import CNNConfig, GPTConfig, new_host
+from esper_nb.lanes import lane_state, rows, take_rows, unfold
+from esper_nb.models import GrowingModel, attach_slots
+from esper_nb.optim import LaneOptimizer, Stepper, check_owners
+from esper_nb.seeds import Gates, Reason, Rules
+from esper_nb.slots import evaluating
+from esper_nb.snapshots import Snapshot
+from esper_nb.stages import COOLING, LIVE, MOVES, Stage
+
+torch.set_num_threads(1)
+CONFIGS = dict(cnn=CNNConfig(in_channels=1, size=8, base=8, blocks=2, classes=4), gpt=GPTConfig(vocab=16, d=16, heads=2, layers=3, block=8, segments=3))
+SITES = dict(cnn=["r0c0", "r1c0", "r0c1", "r1c1"], gpt=["r0c0", "r0c1", "r0c2"])
+
+def new(kind, lanes=1, seed=0, **kw): return GrowingModel(new_host(CONFIGS[kind], lanes, seed), kw.pop("slots", SITES[kind]), seed=seed, **kw)
+
+def batch(kind, lanes, seed=0, size=12):
+    g = torch.Generator().manual_seed(seed)
+    if kind == "cnn": return torch.randn(size, lanes, 8, 8, generator=g).contiguous(memory_format=torch.channels_last), torch.randint(4, (size, lanes), generator=g)
+    return torch.randint(16, (size, 8, lanes), generator=g), torch.randint(16, (size, 8, lanes), generator=g)
+
+def loss_of(model, x, y):
+    z, n = model(x), model.lanes
+    return F.cross_entropy(z.unflatten(-1, (n, -1)).flatten(0, -2), y.flatten(), reduction="none").view(-1, n).mean(0)
+
+def shake(model, size=.1):
+    "Perturb every row in use, each lane alike whatever runs beside it, so that no seed is an identity."
+    for name in model.names:
+        for i, s in enumerate(model.slot(name).states()):
+            if s.blueprint is None or s.stage in COOLING: continue
+            g = torch.Generator().manual_seed(7 * s.blueprint + 1)
+            for p in [*model.slot(name).banks[model.slot(name).blueprints[s.blueprint]].parameters(), *(model.slot(name).gate.parameters() if s.blend == Blend.GATE else ())]:
+                row = rows(p.data, model.lanes)[i]
+                row += size * torch.randn(row.shape, generator=g)
+
+def put_in(model, name, lane, blueprint, state, blend=Blend.ADD, goal=1.):
+    model.germinate(name, blueprint, lane, blend=blend, tempo=0, goal=goal)
+    if state == "germinated": return
+    if state == "cooling": model.prune(name, lane); return
+    model.advance(name, lane)
+    if state == "training": return
+    model.advance(name, lane, force=True)
+    if state in ("holding", "fossil"): model.advance(name, lane, force=True)
+    if state == "fossil": model.fossilize(name, lane, force=True)
+
+def mixed(kind, lanes=6, **kw):
+    "A population in which no two lanes do the same."
+    model = new(kind, lanes, **kw)
+    names = [k for k in list_blueprints(family="cnn" if kind == "cnn" else "transformer") if k != "noop"]
+    first, second = model.names[:2]
+    lives = [("training", Blend.ADD, 1.), ("blending", Blend.ADD, .4), ("blending", Blend.MULTIPLY, .6), ("blending", Blend.GATE, .7), ("fossil", Blend.ADD, 1.), ("cooling", Blend.ADD, 1.)]
+    for i in range(lanes):
+        put_in(model, first, i, names[i % len(names)], *lives[i % 6])
+        if i % 2: put_in(model, second, i, names[(i + 3) % len(names)], *lives[(i + 2) % 6])
+    shake(model)
+    return model
+
+
+# ---- lanes
+
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+@pytest.mark.parametrize("groups", [[(0,), (1,), (2,), (3,), (4,), (5,)], [(0, 3), (5, 1, 2), (4,)]])
+def test_lanes_are_separate_models_over_training_steps(kind, groups):
+    "n lanes at n stages with n blueprints, trained together, are n models trained one by one."
+    wide = mixed(kind)
+    parts = [take_rows(wide, g) for g in groups]
+    opts = [torch.optim.SGD(m.parameters(), .05, momentum=.9) for m in (wide, *parts)]
+    for step in range(5):
+        x, y = batch(kind, 6, seed=step)
+        for m, opt, g in zip((wide, *parts), opts, [range(6), *groups]):
+            m.train(); opt.zero_grad()
+            lanes = list(g)
+            loss_of(m, unfold(x, 6)[:, lanes].flatten(1, 2) if kind == "cnn" else x[..., lanes], y[..., lanes]).sum().backward()
+            opt.step()
+        if step == 2: [m.tick() for m in (wide, *parts)]
+        x, _ = batch(kind, 6, seed=99)
+        with torch.no_grad(): z = wide.eval()(x).unflatten(-1, (6, -1))
+        for m, g in zip(parts, groups):
+            xs = unfold(x, 6)[:, list(g)].flatten(1, 2) if kind == "cnn" else x[..., list(g)]
+            with torch.no_grad(): torch.testing.assert_close(m.eval()(xs).unflatten(-1, (len(g), -1)), z[..., list(g), :], rtol=1e-5, atol=1e-5)
+    for m, g in zip(parts, groups):
+        assert torch.equal(torch.cat([m.slot(k).table for k in m.names]), torch.cat([wide.slot(k).table[list(g)] for k in m.names]))
+
+
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+@pytest.mark.parametrize("bad", range(5))
+def test_a_lane_whose_seed_returns_nan(kind, bad):
+    well, outs = [i for i in range(6) if i != bad], []
+    for poison in (False, True):
+        m = mixed(kind)
+        if poison:
+            for name in m.names:
+                for p in m.slot(name).banks.parameters(): rows(p.data, 6)[bad] = math.nan
+        x, y = batch(kind, 6)
+        z = m.train()(x)
+        loss = loss_of(m, x, y); loss.sum().backward()
+        outs.append((z.unflatten(-1, (6, -1)), loss, {k: p.grad for k, p in m.named_parameters()}))
+    (z, l, g), (zb, lb, gb) = outs
+    assert torch.equal(z[..., well, :], zb[..., well, :]) and torch.equal(l[well], lb[well]) and lb[bad].isnan()
+    for k in g:
+        if g[k] is not None: assert torch.equal(rows(g[k], 6)[well], rows(gb[k], 6)[well]), k
+
+
+# ---- exactness
+
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+def test_seeds_that_train_leave_host_output_and_gradient_exactly(kind):
+    for blueprint in new(kind).slot("r0c0").blueprints:
+        model, plain = new(kind, 3), new_host(CONFIGS[kind], 3)
+        for name in model.names[:2]: put_in(model, name, [0, 2], blueprint, "training")
+        shake(model, .3)
+        x, y = batch(kind, 3)
+        for m in (model, plain): m.train(); loss_of(m, x, y).sum().backward()
+        for (k, p), q in zip(model.host.named_parameters(), plain.parameters()): assert torch.equal(p.grad, q.grad), (blueprint, k)
+        assert torch.equal(model(x), plain(x))
+        grads = [p.grad for p in model.slot("r0c0").banks[blueprint].parameters()]
+        assert all(g is not None and rows(g, 3)[[0, 2]].isfinite().all() and not rows(g, 3)[1].any() for g in grads)
+        assert any(rows(g, 3)[0].any() and rows(g, 3)[2].any() for g in grads)
+
+
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+@pytest.mark.parametrize("training", [True, False])
+def test_germinate_prune_cool_and_fossilize_change_no_output(kind, training):
+    model = mixed(kind).train(training)
+    x, _ = batch(kind, 6)
+    look = lambda: model(x).detach()
+    name = model.names[2]
+    before = look()
+    model.germinate(name, model.slot(name).blueprints[2], [0, 3]); assert torch.equal(look(), before)
+    model.advance(name, [0, 3]); assert torch.equal(look(), before)
+    model.prune(name, 3); assert torch.equal(look(), before)
+    for _ in range(8):
+        model.slot(name).tick(3); assert torch.equal(look(), before)
+    model.advance(name, 0, force=True); assert torch.equal(look(), before), "blending begins at alpha 0"
+    for _ in range(5): model.slot(name).tick(0)
+    model.advance(name, 0)
+    before = look()
+    model.fossilize(name, 0, probe=x, force=True)
+    torch.testing.assert_close(look(), before, rtol=1e-6, atol=1e-6); assert torch.equal(look(), before)
+
+
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+def test_fossilize_safely_with_a_probe_batch(kind):
+    model = mixed(kind); x, _ = batch(kind, 6)
+    name = model.names[2]
+    put_in(model, name, [0, 1], model.slot(name).blueprints[-1], "holding"); shake(model)
+    next(model.slot(name).banks[model.slot(name).blueprints[-1]].parameters()).data[-1] += 0
+    model.slot(name).change(1, lambda s: s._replace(alpha=.5))
+    modes = [m.training for m in model.modules()]
+    with pytest.raises(RuntimeError, match="lane 1 by"): model.fossilize(name, [0, 1], probe=x, force=True)
+    assert model.slot(name).state(0).stage == Stage.HOLDING and [m.training for m in model.modules()] == modes
+    rows(next(model.slot(name).banks[model.slot(name).blueprints[-1]].parameters()).data, 6)[0] = math.inf
+    with pytest.raises(RuntimeError, match="is not finite"): model.fossilize(name, 0, probe=x, force=True)
+
+
+# ---- checkpoints and snapshots
+
+def grown(kind):
+    "{fossil, blending with a gate, empty, cooling} in four lanes."
+    model = new(kind, 4, seed=5)
+    names, b = model.names, model.slot(model.names[0]).blueprints
+    put_in(model, names[0], 0, b[-1], "fossil")
+    model.germinate(names[0], b[2], 1, blend=Blend.GATE, tempo=8, curve=Curve.SIGMOID); model.advance(names[0], 1); model.advance(names[0], 1, force=True)
+    put_in(model, names[0], 3, b[3], "cooling")
+    shake(model)
+    for _ in range(3): model.tick()
+    return model
+
+def epoch(model, kind, seed):
+    x, y = batch(kind, 4, seed)
+    model.train().zero_grad(); loss_of(model, x, y).sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None: p -= .1 * p.grad
+    model.tick()
+
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+def test_a_grown_model_loads_strictly_into_a_fresh_one_and_goes_on(kind, tmp_path):
+    from safetensors.torch import load_file, save_file
+    a = grown(kind)
+    save_file({k: v.contiguous() for k, v in a.state_dict().items()}, tmp_path / "m.safetensors")
+    b = new(kind, 4, seed=5)
+    assert not b.load_state_dict(load_file(tmp_path / "m.safetensors"), strict=True).missing_keys
+    x, _ = batch(kind, 4)
+    for step in range(7):
+        for m in (a, b): m.eval()
+        with torch.no_grad(): assert torch.equal(a(x), b(x))
+        assert repr(a.status()) == repr(b.status()) and not a.status().problems
+        alpha = a.slot(a.names[0]).state(1).alpha
+        for m in (a, b): epoch(m, kind, step)
+        if step < 4: assert alpha < a.slot(a.names[0]).state(1).alpha == b.slot(a.names[0]).state(1).alpha
+        if step == 5:
+            for m in (a, b): m.germinate(m.names[0], m.slot(m.names[0]).blueprints[1], [2, 3])
+    assert all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values()))
+
+
+def test_state_dicts_of_other_models_are_refused():
+    with pytest.raises(RuntimeError, match="unexpected|Missing|Unexpected"): new("cnn").load_state_dict(new("cnn", slots=["r0c0"]).state_dict())
+
+
+def test_a_snapshot_brings_back_every_seed_by_lane():
+    model = grown("cnn"); x, _ = batch("cnn", 4)
+    snap = Snapshot(model=model, lanes=4)
+    snap.take(); before_rows = {k: rows(v, 4).clone() for k, v in model.state_dict().items()}
+    before = model.train()(x).detach()
+    for name in model.names[1:]: put_in(model, name, 1, "norm", "training")
+    for s in range(4): epoch(model, "cnn", s)
+    after = {k: rows(v, 4).clone() for k, v in model.state_dict().items()}
+    snap.restore(lanes=[1])
+    now = {k: rows(v, 4) for k, v in model.state_dict().items()}
+    for k in now: assert torch.equal(now[k][1], before_rows[k][1]) and torch.equal(now[k][[0, 2, 3]], after[k][[0, 2, 3]])
+    snap.restore(); assert torch.equal(model.train()(x), before)
+
+
+# ---- factorial evaluation
+
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+@pytest.mark.parametrize("blend", list(Blend))
+@pytest.mark.parametrize("lanes,size", [(1, 12), (3, 12), (3, 64)])
+def test_factorial_is_separate_passes_bit_for_bit(kind, blend, lanes, size):
+    model = new(kind, lanes)
+    names = model.names[:3]
+    for j, name in enumerate(names):
+        for i in range(lanes):
+            if (i + j) % 3 == 2: continue # lanes with different live slots
+            put_in(model, name, i, model.slot(name).blueprints[(i + 2 * j) % 7], "fossil" if blend == Blend.ADD and i == j == 0 else "blending", blend, 1. if i == j == 0 else .6)
+    shake(model, .2)
+    model.train(); model.host.eval()
+    modes, state, stream = [m.training for m in model.modules()], {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    x, _ = batch(kind, lanes, size=size)
+    logits, on = model.factorial(x)
+    assert [m.training for m in model.modules()] == modes and torch.equal(torch.get_rng_state(), stream) and not logits.requires_grad
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert sorted(on) == sorted({tuple(k for k, b in zip(names, bits) if b) for bits in ((a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1))} if lanes > 1 or len(on) == 8 else on)
+    with evaluating(model):
+        for z, combination in zip(logits, on):
+            off = [k for k in model.names if k not in combination]
+            with model.disable_seeds(off): assert torch.equal(z, model(x)), combination
+        torch.testing.assert_close(model.factorial(x, stacked=True)[0], logits, rtol=1e-5, atol=1e-6)
+        some, on = model.factorial(x, names[1:2])
+        assert on == [(), (names[1],)] and torch.equal(some[1], model(x))
+
+
+def test_factorial_refuses_too_many_slots_and_unknown_ones():
+    model = new("cnn", slots=["r0c0", "r1c0", "r0c1", "r1c1"])
+    big = GrowingModel(new_host(CNNConfig(in_channels=1, size=8, base=4, blocks=3), 1), ["r0c0", "r1c0", "r0c1", "r1c1", "r0c2"], ["norm"])
+    for k in big.names: put_in(big, k, 0, "norm", "blending")
+    with pytest.raises(ValueError, match="at most 4"): big.factorial(batch("cnn", 1)[0])
+    assert big.factorial(batch("cnn", 1)[0], big.names[:4])[0].shape[0] == 16 and not any(big.slot(k).branch for k in big.names)
+    with pytest.raises(ValueError, match="one of"): model.factorial(batch("cnn", 1)[0], ["r9c9"])
+    z, on = model.factorial(batch("cnn", 1)[0]); assert on == [()] and z.shape[:2] == (1, 12)
+
+
+def test_disable_seeds_nests_and_restores_after_an_error():
+    model = mixed("cnn"); x, _ = batch("cnn", 6); model.eval()
+    full = model(x)
+    with pytest.raises(KeyError):
+        with model.disable_seeds(model.names[0]), model.disable_seeds():
+            assert torch.equal(model(x), model.host(x)); raise KeyError
+    assert torch.equal(model(x), full)
+
+
+# ---- owners
+
+def stepper(model, **kw): return Stepper({k: LaneOptimizer(ps, model.lanes, "sgd", .05, momentum=.9) for k, ps in model.owners().items()}, **kw)
+
+def train(model, opt, kind, seed):
+    for owner, lanes in model.take_fresh().items(): opt.owners[owner].reset_rows(lanes)
+    x, y = batch(kind, model.lanes, seed)
+    opt.backward(loss_of(model.train(), x, y))
+    return opt.step(model.active())
+
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+def test_optimizers_follow_growth(kind):
+    model = mixed(kind); check_owners(model, model.owners())
+    opt = stepper(model)
+    for step in range(3):
+        before = {k: v.clone() for k, v in model.named_parameters()}
+        active = model.active()
+        train(model, opt, kind, step)
+        for owner, ps in model.owners().items():
+            for k, p in ps.items():
+                still = (rows(p, 6) == rows(before[k], 6)).flatten(1).all(1)
+                assert still[~active[owner]].all(), (owner, k)
+            moved = torch.stack([(rows(p, 6) != rows(before[k], 6)).flatten(1).any(1) for k, p in ps.items()]).any(0)
+            assert moved[active[owner]].all(), owner
+    gates = [k for k, v in model.active().items() if k.endswith(".gate") and v.any()]
+    assert gates, "gate networks learn"
+
+
+def test_a_new_seed_starts_without_the_old_ones_momentum_and_a_fossil_keeps_its_own():
+    model = new("cnn", 2, slots=["r0c0"], blueprints=["conv_light"])
+    put_in(model, "r0c0", [0, 1], "conv_light", "holding"); opt = stepper(model)
+    for s in range(3): train(model, opt, "cnn", s)
+    momentum = lambda: [rows(t, 2) for k, t in opt.owners["r0c0.conv_light"].state_dict().items() if "momentum" in k]
+    kept = [m[0].clone() for m in momentum()]
+    assert any(m.any() for m in kept)
+    model.fossilize("r0c0", 0, force=True); model.prune("r0c0", 1)
+    assert all(torch.equal(a, m[0]) for a, m in zip(kept, momentum()))
+    for _ in range(7): model.tick()
+    model.germinate("r0c0", "conv_light", 1); model.advance("r0c0", 1)
+    assert model.active()["r0c0.conv_light"].tolist() == [True, True]
+    assert model.take_fresh() == {"r0c0.conv_light": [1]}
+    opt.owners["r0c0.conv_light"].reset_rows([1]); assert not any(m[1].any() for m in momentum()) and all(torch.equal(a, m[0]) for a, m in zip(kept, momentum()))
+
+
+def test_a_fading_seed_is_frozen_while_the_host_still_learns_through_it():
+    model = new("cnn", 2, slots=["r0c0"], blueprints=["conv_light"])
+    put_in(model, "r0c0", [0, 1], "conv_light", "holding"); opt = stepper(model)
+    model.schedule_prune("r0c0", 4, 0); model.tick()
+    assert model.active()["r0c0.conv_light"].tolist() == [False, True]
+    before = [rows(p, 2)[0].clone() for p in model.slot("r0c0").banks.parameters()]
+    first = rows(model.host.blocks[0][0].weight, 2)[0].clone()
+    train(model, opt, "cnn", 0)
+    assert all(torch.equal(a, rows(p, 2)[0]) for a, p in zip(before, model.slot("r0c0").banks.parameters())) and not torch.equal(first, rows(model.host.blocks[0][0].weight, 2)[0])
+
+
+def test_kinds_group_lanes_that_run_together():
+    from esper_nb.plans import plan
+    model = new("cnn", 6, slots=["r0c0", "r1c0"])
+    put_in(model, "r0c0", [0, 2, 4], "conv_light", "training"); put_in(model, "r1c0", [2], "norm", "blending")
+    kinds = model.kinds()
+    assert kinds[0] == kinds[4] != kinds[2] and kinds[1] == kinds[3] == kinds[5] == (None, None)
+    for group in plan(kinds):
+        part = take_rows(model, group)
+        assert all(len(r.lanes) == len(group) for k in part.names for r in part.slot(k).roles())
+
+
+# ---- status and counts
+
+def test_counts_add_up_and_agree_with_status():
+    model = mixed("cnn"); c = model.parameter_counts()
+    assert c.total.tolist() == (c.host + c.seed + c.fossil).tolist() and c.fossil[4] > 0 and c.seed[5] > 0
+    one = model.lane(4).parameter_counts(); assert one.fossil.tolist() == [int(c.fossil[4])] and one.host.tolist() == [int(c.host[4])]
+    assert model.status().problems == [] and "|" in model.status()._repr_markdown_() and len(model.status(4).table) == 1
+
+
+@pytest.mark.parametrize("damage,words", [
+    (dict(alpha=.5), "where it is 0"), (dict(alpha=2.), "outside"), (dict(blueprint=99), "is none of"), (dict(stage=5), "retired"), (dict(mode=1), "alpha moves"),
+    (dict(done=4), "steps done"), (dict(blueprint=None), "is none of")])
+def test_status_says_what_is_wrong(damage, words):
+    from esper_nb.seeds import COLUMNS, UNMEASURED
+    model = new("cnn", 2); put_in(model, "r0c0", 1, "norm", "training")
+    for k, v in damage.items(): model.slot("r0c0").table[1, COLUMNS.index(k)] = UNMEASURED if v is None else float(v)
+    problems = model.status().problems
+    assert len(problems) >= 1 and "slot r0c0, lane 1" in problems[0] and any(words in p for p in problems)
+
+
+# ---- your own modules
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(16, 24), nn.ModuleList(nn.TransformerEncoderLayer(24, 2, 48, dropout=.1, batch_first=True) for _ in range(2)), nn.Linear(24, 16)
+    def forward(self, x):
+        h = self.embed(x)
+        for l in self.layers: h = l(h)
+        return self.head(h)
+
+@torch.no_grad() # torch's encoder layers take another path without gradients
+def test_slots_attach_to_your_own_network():
+    torch.manual_seed(0)
+    net, x = Encoder(), torch.randint(16, (4, 8))
+    keys, weights, stream = list(net.state_dict()), {k: v.clone() for k, v in net.state_dict().items()}, torch.get_rng_state()
+    mine = attach_slots(net, {"layers.1": ["lora"], "layers.0": ["mlp_small", "norm"]}, x)
+    assert mine.names == ("layers.0", "layers.1") and list(net.state_dict()) == keys and torch.equal(torch.get_rng_state(), stream) and net.training
+    net.load_state_dict(weights)
+    mine.eval(); plain = net(x)
+    put_in(mine, "layers.0", 0, "mlp_small", "blending"); put_in(mine, "layers.1", 0, "lora", "fossil"); shake(mine)
+    full = mine(x); assert not torch.equal(full, plain)
+    with mine.disable_seeds(): assert torch.equal(mine(x), plain)
+    z, on = mine.factorial(x, stacked=False); assert torch.equal(z[0], plain) and torch.equal(z[3], full) and on[3] == mine.names
+    torch.testing.assert_close(mine.factorial(x)[0], z)
+    check_owners(mine, mine.owners())
+    other = attach_slots(Encoder(), {"layers.1": ["lora"], "layers.0": ["mlp_small", "norm"]}, x)
+    other.load_state_dict(mine.state_dict()); assert torch.equal(other.eval()(x), full)
+    twin = copy.deepcopy(mine)
+    twin.slot("layers.0").banks["mlp_small"].body.up.weight.data.zero_(); assert torch.equal(mine(x), full), "a copy's hooks run the copy's slots"
+    assert not torch.equal(twin(x), full)
+    assert torch.equal(mine.detach_slots()(x), plain)
+
+
+@pytest.mark.parametrize("call,words", [
+    (lambda: attach_slots(Encoder(), ["layers.3"], torch.zeros(1, 2, dtype=torch.long)), "did you mean"),
+    (lambda: attach_slots(Encoder(), "layers.1", torch.zeros(1, 2, dtype=torch.long)), "list of submodule names"),
+    (lambda: attach_slots(Encoder(), ["layers.1"]), "a batch"),
+    (lambda: attach_slots(Encoder(), ["layers.1.dropout1", "layers"], torch.zeros(1, 2, dtype=torch.long)), "forward pass runs"),
+    (lambda: new("cnn", slots=["r9c9"]), "one of r0c0"),
+    (lambda: new("cnn", slots="r0c0"), "a list of sites"),
+    (lambda: new("cnn", blueprints=["lora"]), "for cnn"),
+    (lambda: new("cnn").germinate("r0c0", "conv_lite"), "was made for"),
+    (lambda: new("cnn").germinate("r0c0", "norm", 1), "from 0 to 0"),
+    (lambda: new("cnn").advance("r0c0"), "germinate fills"),
+])
+def test_refusals(call, words):
+    with pytest.raises(ValueError, match=words): call()
+
+
+def test_resetting_a_lane_is_a_fresh_lane():
+    a, b = mixed("cnn", seed=3), new("cnn", 6, seed=3)
+    a.reset([1, 4], 3); b_lane = [take_rows(b, [i]).state_dict() for i in (1, 4)]
+    for i, ref in zip((1, 4), b_lane):
+        got = take_rows(a, [i]).state_dict()
+        assert all(torch.equal(v, ref[k]) for k, v in got.items()), [k for k, v in got.items() if not torch.equal(v, ref[k])]
+
+
+# ---- random lives
+
+class Lives(RuleBasedStateMachine):
+    "Random verbs, legal and not, on two lanes and two slots; the invariants hold after each of them."
+    def __init__(self):
+        super().__init__()
+        self.model = new("cnn", 2, slots=["r0c0", "r1c0"], blueprints=["norm", "conv_small"], rules=Rules(Gates(training_epochs=1), auto=("G1",)))
+        self.model.eval()
+        self.x = batch("cnn", 2, size=2)[0]
+        self.before = self.states()
+
+    def states(self): return {(k, i): s for k in self.model.names for i, s in enumerate(self.model.slot(k).states())}
+
+    def attempt(self, verb, slot, lane, *args, **kw):
+        before = self.states()
+        table = torch.cat([self.model.slot(k).table for k in self.model.names]).clone()
+        try: getattr(self.model, verb)(slot, *args, lanes=lane, **kw)
+        except (RuntimeError, ValueError): assert torch.equal(torch.cat([self.model.slot(k).table for k in self.model.names]), table), "a refused verb changed the table"
+        for key, s in self.states().items():
+            if key != (slot, lane): assert s == before[key], "a verb reached beyond its slot and lane"
+        s, t = before[slot, lane], self.states()[slot, lane]
+        if verb == "germinate" and s.stage != Stage.DORMANT: assert s == t, "an occupied slot took a seed"
+        return s, t
+
+    slots, lanes = st.sampled_from(["r0c0", "r1c0"]), st.integers(0, 1)
+
+    @rule(slot=slots, lane=lanes, blueprint=st.sampled_from(["norm", "conv_small", "mlp"]), blend=st.sampled_from(list(Blend)), tempo=st.integers(-1, 4), goal=st.sampled_from([0., .5, 1.]), curve=st.sampled_from(list(Curve)))
+    def germinate(self, slot, lane, blueprint, **settings):
+        s, t = self.attempt("germinate", slot, lane, blueprint, **settings)
+        assert t.births == s.births + (s.stage != t.stage)
+
+    @rule(slot=slots, lane=lanes, force=st.booleans())
+    def advance(self, slot, lane, force): self.attempt("advance", slot, lane, force=force)
+
+    @rule(slot=slots, lane=lanes, to=st.sampled_from([0., .3, 1., 1.5]), steps=st.integers(0, 3), blend=st.none() | st.sampled_from(list(Blend)))
+    def set_alpha(self, slot, lane, to, **settings): self.attempt("set_alpha", slot, lane, to, **settings)
+
+    @rule(slot=slots, lane=lanes)
+    def prune(self, slot, lane):
+        s, t = self.attempt("prune", slot, lane)
+        assert t.stage == (Stage.PRUNED if s.stage in LIVE else s.stage)
+
+    @rule(slot=slots, lane=lanes, steps=st.integers(-1, 3))
+    def schedule_prune(self, slot, lane, steps): self.attempt("schedule_prune", slot, lane, steps)
+
+    @rule(slot=slots, lane=lanes, force=st.booleans())
+    def fossilize(self, slot, lane, force): self.attempt("fossilize", slot, lane, force=force)
+
+    @rule(lane=st.none() | lanes, worth=st.floats(-5, 5), health=st.floats(0, 1))
+    def measure(self, lane, worth, health):
+        for k in self.model.names:
+            self.model.record_contribution(k, worth, lane); self.model.record_gradients(k, 1., health, lane)
+        self.model.record_accuracy([50., math.nan], lane)
+
+    @rule(lane=lanes)
+    def prune_live(self, lane):
+        gone = self.model.prune_live(lane)
+        assert all(s.stage not in LIVE for (k, i), s in self.states().items() if i == lane) and all(i == lane for _, i in gone)
+
+    @rule(times=st.integers(1, 3))
+    def tick(self, times):
+        for _ in range(times):
+            before, events = self.states(), self.model.tick()
+            self.legal(before)
+            for (k, i), s in before.items():
+                t = self.states()[k, i]
+                assert [e for a, b, e in events if (a, b) == (k, i)] == ([] if s.stage == t.stage else [(s.stage, t.stage, next(e.why for a, b, e in events if (a, b) == (k, i)))])
+                if s.stage == Stage.BLENDING and s.mode == RampMode.UP: assert t.alpha >= s.alpha
+                if s.frozen and t.stage == Stage.BLENDING: assert t.frozen and t.alpha <= s.alpha
+                if s.stage == t.stage != Stage.DORMANT: assert (t.epochs, t.age) == (s.epochs + 1, s.age + 1)
+            self.before = self.states()
+
+    def legal(self, before):
+        for key, t in self.states().items():
+            s = before[key]
+            if s.stage == Stage.FOSSILIZED: assert t.stage == Stage.FOSSILIZED and t.alpha == 1 and t.births == s.births
+            if t.stage != s.stage: assert t.stage in MOVES[s.stage], f"{s.stage.name} to {t.stage.name}"
+
+    @invariant()
+    def only_listed_moves(self):
+        self.legal(self.before)
+        self.before = self.states()
+
+    @invariant()
+    def consistent(self):
+        status = self.model.status()
+        assert not status.problems, status
+        for (k, i), s in self.states().items():
+            assert 0 <= s.alpha <= 1 and s.done <= s.total and s.epochs <= s.age
+            if s.stage == Stage.DORMANT: assert s == type(s)(births=s.births)
+        c = self.model.parameter_counts()
+        assert all((c.fossil[i] > 0) == any(s.stage == Stage.FOSSILIZED for (k, j), s in self.states().items() if j == i) for i in range(2))
+
+    @invariant()
+    def shape_preserved(self):
+        with torch.no_grad():
+            z = self.model(self.x)
+            assert z.shape == (2, 8) and z.isfinite().all()
+            for i in range(2):
+                if all(s.alpha == 0 for (k, j), s in self.states().items() if j == i): assert torch.equal(unfold(z, 2)[:, i], unfold(self.model.host(self.x), 2)[:, i])
+
+
+Lives.TestCase.settings = settings(deadline=None, max_examples=40, stateful_step_count=30, suppress_health_check=list(HealthCheck))
+test_lives = Lives.TestCase
