@@ -44,7 +44,7 @@ CASES = (Case(quick=True), Case(batch_size=256, quick=True), Case("cifar_baselin
          Case("cifar_baseline", 64, base=32, images=256), Case("cifar_baseline", 64, base=64, images=128))
 
 # %% ../nbs/58_bench.ipynb #c45512db
-def plain_loop(case: Case) -> Callable[[int], None]: # runs epoch e
+def plain_loop(case: Case) -> Callable[[int], object]: # runs epoch e
     "16 ordinary networks, one after the other, in plain PyTorch."
     (task, data), precision = case.load(), choose_precision(case.precision)
     nets = [create_model(task, task.slots, seed=i).train() for i in range(case.lanes)]
@@ -61,7 +61,7 @@ def plain_loop(case: Case) -> Callable[[int], None]: # runs epoch e
                 opt.step()
     return epoch
 
-def lane_loop(case: Case) -> Callable[[int], None]: # runs epoch e
+def lane_loop(case: Case) -> Callable[[int], object]: # runs epoch e
     "The same networks as lanes, by the default plan."
     task, data = case.load()
     pop = new_population(task, FitConfig(lanes=case.lanes, epochs=1000, batch_size=case.batch_size, precision=case.precision), data=data)

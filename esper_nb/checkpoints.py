@@ -7,7 +7,7 @@ __all__ = ['CheckpointError', 'encode_tree', 'decode_tree', 'previous_checkpoint
            'contract_difference', 'Loaded', 'save_checkpoint', 'load_checkpoint', 'EnvState', 'Autosave']
 
 # %% ../nbs/45_checkpoints.ipynb #c1648759
-import copy, hashlib, json, math, os, time, warnings
+import copy, hashlib, json, math, os, shutil, warnings
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ def encode_tree(
 ): # plain JSON values
     "A tree as JSON, with its tensors put aside."
     if tree is None or type(tree) in (bool, int, str): return tree
+    if isinstance(tree, np.str_): return str(tree)
     if type(tree) is float: return tree if math.isfinite(tree) else {"$float": repr(tree)}
     at = lambda k: f"{path}/{k}"
     if isinstance(tree, Tensor): return _put_aside(tree, tensors, path)
@@ -114,14 +115,14 @@ def write_checkpoint(
     path, tensors = Path(path), {}
     texts = [json.dumps(encode_tree(tree, tensors), allow_nan=False), json.dumps(contract or {}, allow_nan=False)]
     meta = dict(format=_format, tree=texts[0], contract=texts[1], sha256=_digest(texts, tensors))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for stale in path.parent.glob(f".{path.name}.*"): stale.unlink(missing_ok=True) # of a process that was killed
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    work = path.with_name(f".{path.name}.writing") # one writer per path; holds what a killed process left, until the next save
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
     try:
-        save_file(tensors, temp, meta)
-        _flush(temp)
-        _publish(temp, path)
-    finally: temp.unlink(missing_ok=True)
+        save_file(tensors, work / "new", meta)
+        _flush(work / "new")
+        _publish(work / "new", path)
+    finally: shutil.rmtree(work, ignore_errors=True)
     return path.stat().st_size
 
 # %% ../nbs/45_checkpoints.ipynb #7ac23300

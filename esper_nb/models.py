@@ -93,7 +93,7 @@ class GrowingModel(Growing):
     def __init__(self,
         host: Host,
         slots: Sequence[str] | Mapping[str, Sequence[str]], # sites, or for each site the blueprints that may grow there
-        blueprints: Sequence[str] | None = None, # for all sites; default all of the host's family but noop
+        blueprints: Sequence[str] | None = None, # for all sites; default all of the host's family but noop, each with weights for every lane
         rules: Rules = Rules(),
         seed: int = 0, # the run's seed: what germinates is a function of it, the lane, the slot and the blueprint
         family: str | None = None, # "cnn" or "transformer"; default by the kind of host

@@ -69,7 +69,7 @@ class SeedState(NamedTuple):
     exploding: float | None = None # share of tensors
 
     @property
-    def ramp(self) -> Ramp: return Ramp(self.alpha, *self[6:13])
+    def ramp(self) -> Ramp: return Ramp(self.alpha, self.start, self.target, self.mode, self.curve, self.steepness, self.total, self.done)
 
     def with_ramp(self, r: Ramp) -> "SeedState":
         "This record with another ramp."
@@ -155,11 +155,11 @@ class GateResult(NamedTuple):
 
 def _at_least(value, least): return value is not None and value >= least
 
-def _checks(s: SeedState, to: Stage, g: Gates) -> tuple[str, dict[str, bool], float]:
-    "Name, checks and score of the gate in front of a stage."
+def _checks(s: SeedState, to: Stage, g: Gates) -> tuple[str, dict[str, bool], float | None]:
+    "Name, checks and score of the gate in front of a stage; None scores 1 for passing."
     share = lambda v, full: 0. if v is None else min(1., max(0., v / full))
-    if to == Stage.GERMINATED: return "G0", {"a seed was born": s.births > 0, "blueprint known": s.blueprint is not None}, -1
-    if to == Stage.TRAINING: return "G1", {"stage is GERMINATED": s.stage == Stage.GERMINATED}, -1
+    if to == Stage.GERMINATED: return "G0", {"a seed was born": s.births > 0, "blueprint known": s.blueprint is not None}, None
+    if to == Stage.TRAINING: return "G1", {"stage is GERMINATED": s.stage == Stage.GERMINATED}, None
     if to == Stage.BLENDING:
         checks = {f"{g.training_epochs} epochs in stage": s.epochs >= g.training_epochs}
         if g.strict: checks |= {f"improvement of {g.improvement:g} pp": _at_least(s.improvement, g.improvement), f"gradient ratio {g.gradient_ratio:g}": _at_least(s.gradient_ratio, g.gradient_ratio)}
@@ -182,7 +182,7 @@ def check_gate(
     name, checks, score = _checks(s, Stage(to), gates)
     good, bad = (tuple(k for k, v in checks.items() if v is ok) for ok in (True, False))
     message = f"{name} to {Stage(to).name}: " + (f"passed {', '.join(good)}" if not bad else f"failed {', '.join(bad)}")
-    return GateResult(name, not bad, float(not bad) if score == -1 else score, good, bad, message)
+    return GateResult(name, not bad, float(not bad) if score is None else score, good, bad, message)
 
 # %% ../nbs/13_seeds.ipynb #b885bea4
 @dataclass(frozen=True)

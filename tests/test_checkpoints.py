@@ -2,11 +2,8 @@
 import json
 import os
 import pickle
-import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import gymnasium as gym
@@ -73,38 +70,43 @@ def test_a_failed_save_leaves_the_old_one_alone(tmp_path):
     assert read_checkpoint(path)[0] == dict(a=1) and [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
 
 
-SAVER = """
-import sys, torch
-from esper_nb.checkpoints import write_checkpoint
+KILLER = """
+import os, random, signal, sys, time, torch
+from esper_nb.checkpoints import previous_checkpoint, read_checkpoint, write_checkpoint
 torch.set_num_threads(1)
-k = int(sys.argv[2])
-while True:
-    k += 1
-    write_checkpoint(sys.argv[1], dict(k=k, t=[torch.full((400_000,), float(k)) for _ in range(5)]))
-    print(k, flush=True)
+path, times, k, bad = sys.argv[1], int(sys.argv[2]), 0, []
+rng = random.Random(0)
+tree = lambda k: dict(k=k, t=[torch.full((300_000,), float(k)) for _ in range(5)])
+write_checkpoint(path, tree(0))
+for i in range(times):
+    child = os.fork()
+    if not child:
+        while True: k += 1; write_checkpoint(path, tree(k))
+    time.sleep(0.01 + rng.random() * 0.15)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    try:
+        found, _ = read_checkpoint(path)
+        if not all((t == found["k"]).all() for t in found["t"]): bad.append((i, "a mixture"))
+        if found["k"] < k: bad.append((i, "an older state", found["k"], k))
+        k = found["k"]
+        if k: read_checkpoint(previous_checkpoint(path))
+    except Exception as e: bad.append((i, repr(e)))
+print(k, bad)
 """
 
 
-def kill_while_saving(path, times, seed=0):
-    "Kill -9 a process that saves in a loop, again and again; how many files could not be read, or held a mixture."
-    rng, bad, last, k = random.Random(seed), 0, 0, 0
-    for _ in range(times):
-        p = subprocess.Popen([sys.executable, "-c", SAVER, str(path), str(k)], stdout=subprocess.PIPE, env=os.environ | dict(OMP_NUM_THREADS="1"))
-        p.stdout.readline()
-        time.sleep(rng.random() * 0.2)
-        p.send_signal(signal.SIGKILL)
-        done = p.communicate()[0].split()
-        try: tree, _ = read_checkpoint(path)
-        except Exception: bad += 1; continue
-        bad += not all((t == tree["k"]).all() for t in tree["t"]) or tree["k"] < max(last, int(done[-1]) if done else 0)
-        last = k = tree["k"]
-        bad += not read_checkpoint(previous_checkpoint(path))
-    return bad
+def kill_while_saving(path, times):
+    "Kill -9 a process that saves in a loop, again and again: how many saves were made, and what went wrong."
+    out = subprocess.run([sys.executable, "-c", KILLER, str(path), str(times)], stdout=subprocess.PIPE, check=True, env=os.environ | dict(OMP_NUM_THREADS="1")).stdout
+    saves, bad = out.decode().split(maxsplit=1)
+    return int(saves), bad.strip()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_kill_9_while_saving(tmp_path):
-    assert kill_while_saving(tmp_path / "x.safetensors", 5) == 0
+    saves, bad = kill_while_saving(tmp_path / "x.safetensors", 25)
+    assert bad == "[]" and saves > 25
     write_checkpoint(tmp_path / "x.safetensors", dict(k=0))
     assert len(list(tmp_path.iterdir())) == 2, "temporary files of killed processes are cleared"
 
@@ -249,13 +251,19 @@ json.dump(rows, open(path + ".json", "w"))
 """
 
 
-@pytest.mark.parametrize("core, mode, more", [("lstm", "sync", 0), ("lstm", "vector_entry_point", 13), ("none", "sync", 5)])
-def test_resume_in_a_new_process_is_exact(core, mode, more, tmp_path):
-    def run(path, updates, resume=0, more=0):
-        subprocess.run([sys.executable, "-c", RUN, str(path), str(updates), str(resume), str(more), core, mode], check=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
+@pytest.mark.parametrize("core, mode, more", [("lstm", "sync", 13), ("none", "vector_entry_point", 0)])
+def test_resume_in_a_new_process_is_exact(core, mode, more, tmp_path, monkeypatch):
+    def run(path, updates, resume=0, more=0, new_process=False):
+        argv = [str(path), str(updates), str(resume), str(more), core, mode]
+        if new_process: subprocess.run([sys.executable, "-c", RUN, *argv], check=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
+        else:
+            monkeypatch.setattr(sys, "argv", ["run", *argv])
+            threads = torch.get_num_threads()
+            exec(RUN, {})
+            torch.set_num_threads(threads)
         return json.loads(Path(f"{path}.json").read_text())
     whole = run(tmp_path / "whole", 8)
-    parts = run(tmp_path / "parts", 4, more=more) + run(tmp_path / "parts", 4, resume=1)
+    parts = run(tmp_path / "parts", 4, more=more) + run(tmp_path / "parts", 4, resume=1, new_process=True)
     assert whole == parts
     a, b = (encode_tree(read_checkpoint(tmp_path / name)[0], t := {}) and t for name in ("whole", "parts"))
     assert a.keys() == b.keys() and len(a) > 40

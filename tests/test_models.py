@@ -518,5 +518,5 @@ class Lives(RuleBasedStateMachine):
                 if all(s.alpha == 0 for (k, j), s in self.states().items() if j == i): assert torch.equal(unfold(z, 2)[:, i], unfold(self.model.host(self.x), 2)[:, i])
 
 
-Lives.TestCase.settings = settings(deadline=None, max_examples=40, stateful_step_count=30, suppress_health_check=list(HealthCheck))
+Lives.TestCase.settings = settings(deadline=None, max_examples=80, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 test_lives = Lives.TestCase
