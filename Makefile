@@ -66,7 +66,8 @@ gpu: $(STAMP)  ## the tests that need a CUDA device (each is skipped, with the r
 	$(BIN)/pytest tests -m cuda -v
 
 bench: $(STAMP)  ## the benchmarks
-	$(BIN)/esper-nb bench --out nbs/explanations/bench_lanes.json
+	$(BIN)/esper-nb bench lanes --out nbs/explanations/bench_lanes.json
+	$(BIN)/esper-nb bench faults --out nbs/explanations/bench_faults.json
 
 refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/50_telemetry.ipynb"
 	$(BIN)/nbdev_export

@@ -112,8 +112,10 @@ def _parser():
     t.add_argument("--out", default="runs", help="where the run's folder goes")
     t.add_argument("--keep-default-allocator", action="store_true", help="let glibc give freed memory back at every step (slower)")
     sub.add_parser("tasks", help="list the tasks")
-    b = sub.add_parser("bench", help="measure the speed of lanes against a plain loop on this machine")
-    b.add_argument("--quick", action="store_true", help="fewer rounds and the small task only"); b.add_argument("--out", default="bench.json", help="where the figures go")
+    b = sub.add_parser("bench", help="measure on this machine: lanes against a plain loop, or recovery from faults")
+    b.add_argument("what", nargs="?", default="lanes", choices=("lanes", "faults"))
+    b.add_argument("--quick", action="store_true", help="fewer rounds and the small task only")
+    b.add_argument("--out", default=None, help="where the figures go (default: bench_lanes.json or bench_faults.json)")
     return p
 
 def main(
@@ -123,7 +125,7 @@ def main(
     args = _parser().parse_args(argv)
     try:
         if args.command == "tasks": print("\n".join(f"{n:24} {get_task(n).data:12} {get_task(n).host}" for n in list_tasks()))
-        elif args.command == "bench": from esper_nb.bench import run_bench; run_bench(args.quick, args.out)
+        elif args.command == "bench": from esper_nb.bench import BENCHES; BENCHES[args.what](args.quick, args.out or f"bench_{args.what}.json")
         else:
             if not args.keep_default_allocator: keep_freed_memory()
             config = FitConfig.from_dict(parse_settings(args.set) | (dict(guard=None) if args.unguarded else {}))

@@ -34,7 +34,7 @@ def _lobotomy(net, stepper, i, x, y, age, g):
         for p in net.parameters(): rows(p.data, stepper.lanes)[i] *= .5  # the rest dies off, so that it cannot be learnt again at once
 
 def _drift(net, stepper, i, x, y, age, g):
-    for p in net.parameters(): rows(p.data, stepper.lanes)[i] += .03 * rows(p.data, stepper.lanes)[i].std(correction=0) * torch.randn(rows(p, stepper.lanes)[i].shape, generator=g).to(p)
+    for p in net.parameters(): rows(p.data, stepper.lanes)[i] += .03 * 1.2**age * rows(p.data, stepper.lanes)[i].std(correction=0) * torch.randn(rows(p, stepper.lanes)[i].shape, generator=g).to(p)
 
 def _corrupt_batch(net, stepper, i, x, y, age, g):
     if age >= 10: return

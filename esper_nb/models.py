@@ -146,6 +146,7 @@ def _contradictions(slot: Slot, i: int, s: SeedState) -> Iterator[str]:
     if s.stage in COOLING | {Stage.DORMANT, Stage.GERMINATED, Stage.TRAINING} and s.alpha != 0: yield f"alpha {s.alpha:g} in {s.stage.name}, where it is 0"
     if s.stage in (Stage.HOLDING, Stage.FOSSILIZED) and s.alpha != 1: yield f"alpha {s.alpha:g} in {s.stage.name}, where it is 1"
     if s.stage != Stage.BLENDING and s.mode != RampMode.HOLD: yield f"alpha moves in {s.stage.name}"
+    if s.frozen and s.stage != Stage.BLENDING: yield f"frozen for a prune in {s.stage.name}"
     if s.done > s.total: yield f"{s.done} steps done of a ramp of {s.total}"
     if s.stage == Stage.DORMANT:
         if s.blueprint is not None: yield "a blueprint in an empty slot"
@@ -213,8 +214,12 @@ def _live_rows(self: Growing, owner: str) -> Tensor: # (n,) bool, on the CPU
     return self.slot(name).in_use(part)
 
 def _active(self: Growing) -> dict[str, Tensor]: # owner -> (n,) bool
-    "`live_rows` of every owner, as the step of the optimizers takes it."
-    return {k: self.live_rows(k) for k in self.owners()}
+    "`live_rows` of every owner, as the step of the optimizers takes it; only verbs and ticks change it."
+    states = {k: self.slot(k).states() for k in self.names}
+    def live(owner):
+        name, _, part = owner.rpartition(".")
+        return self.slot(name).in_use(part, states[name]) if name else self.live_rows(owner)
+    return {k: live(k) for k in self.owners()}
 
 def _take_fresh(self: Growing) -> dict[str, list[int]]: # owner -> lanes
     "Rows initialised since the last call: reset the optimizer's state there before the next step."

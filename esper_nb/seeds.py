@@ -236,6 +236,7 @@ def advance_seed(
     force: bool = False, # leave the gate out; the move must still be legal
 ) -> tuple[SeedState, GateResult]:
     "One stage on, if the gate in front of it says so."
+    if s.frozen: raise RuntimeError(f"the seed is on its way out: a prune is scheduled, {s.total - s.done} epochs to go")
     to = next_stage(s.stage)
     result = check_gate(s, to, rules.gates)
     if not result.passed and not force: return s, result

@@ -367,12 +367,12 @@ def _fossilize(self: Slot,
 Slot.fossilize = _fossilize
 
 # %% ../nbs/14_slots.ipynb #e736c0a5
-def _in_use(self: Slot, owner: str) -> Tensor: # (n,) bool
-    "Lanes whose row of a bank, or of `gate`, is in the forward pass and trains."
+def _in_use(self: Slot, owner: str, states: Sequence[SeedState] | None = None) -> Tensor: # (n,) bool
+    "Lanes whose row of a bank, or of `gate`, is in the forward pass and trains; `states` saves reading the table again."
     def on(s):
         if s.stage not in ACTIVE or s.frozen or s.blueprint is None: return False
         return (s.blend == Blend.GATE and s.stage != Stage.TRAINING) if owner == "gate" else self.blueprints[s.blueprint] == owner
-    return torch.tensor([on(s) for s in self.states()])
+    return torch.tensor([on(s) for s in states or self.states()])
 
 def _take_fresh(self: Slot) -> dict[str, list[int]]: # bank or "gate" -> lanes
     "Rows that were initialised since the last call; their optimizer state must start anew."

@@ -38,7 +38,7 @@ class FitConfig(Config):
     workers: int | None = None # groups at a time; None: one per core
     width: int | None = None # lanes per group; None: by the rule of the plans page
     eval_batch: int = 256 # images per evaluation batch
-    guard: GovernorConfig | None = GovernorConfig() # thresholds and budget of the Governor; None: nobody watches
+    guard: GovernorConfig | None = GovernorConfig(lowers=0) # thresholds and budget of the Governor; judged after an epoch, a rise is better undone than slowed; None: nobody watches
 
     def __post_init__(self):
         check_count("lanes", self.lanes); check_count("eval_batch", self.eval_batch)

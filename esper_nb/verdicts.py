@@ -143,7 +143,9 @@ def _refresh(s, c, lanes):
     s.sigma[lanes] = np.sqrt((np.where(there, loss - mean[:, None], 0.)**2).sum(1) / k)
     x = np.where(there, _log(loss), np.inf)
     level = s.level[lanes] = _median(x, k)
-    s.spread[lanes] = np.maximum(1.4826 * _median(np.where(there, np.abs(x - level[:, None]), np.inf), k), c.min_spread)
+    with np.errstate(invalid="ignore"): jump = np.abs(np.diff(x, axis=1))  # from loss to loss: what a falling loss's trend does not widen
+    wide, narrow = _median(np.where(there, np.abs(x - level[:, None]), np.inf), k), _median(np.where(there[:, 1:], jump, np.inf), np.maximum(k - 1, 1))
+    s.spread[lanes] = np.maximum(1.4826 * np.minimum(wide, narrow / 2**.5), c.min_spread)
     s.stale[lanes] = 0
 
 def _record(s, c, loss, healthy, odd):

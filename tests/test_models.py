@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
 from esper_nb.blending import Blend, Curve, RampMode
@@ -416,6 +416,21 @@ def test_resetting_a_lane_is_a_fresh_lane():
         assert all(torch.equal(v, ref[k]) for k, v in got.items()), [k for k, v in got.items() if not torch.equal(v, ref[k])]
 
 
+def test_resetting_rows_like_any_module_empties_the_slots():
+    from esper_nb.lanes import reset_rows
+    model, plain = mixed("cnn"), new_host(CONFIGS["cnn"], 6, 9)
+    before = {k: rows(v, 6).clone() for k, v in model.state_dict().items()}
+    reset_rows(model, [2], 9)
+    assert all(model.slot(k).state(2).stage == Stage.DORMANT for k in model.names) and not model.status().problems
+    for k, v in model.state_dict().items(): assert torch.equal(rows(v, 6)[[0, 1, 3, 4, 5]], before[k][[0, 1, 3, 4, 5]])
+    for k, v in plain.state_dict().items(): assert torch.equal(rows(v, 6)[2], rows(model.host.state_dict()[k], 6)[2])
+
+
+def test_live_rows_agree_with_active():
+    model = mixed("cnn")
+    assert all(torch.equal(v, model.live_rows(k)) for k, v in model.active().items()) and model.active().keys() == model.owners().keys()
+
+
 # ---- random lives
 
 class Lives(RuleBasedStateMachine):
@@ -436,13 +451,22 @@ class Lives(RuleBasedStateMachine):
         except (RuntimeError, ValueError): assert torch.equal(torch.cat([self.model.slot(k).table for k in self.model.names]), table), "a refused verb changed the table"
         for key, s in self.states().items():
             if key != (slot, lane): assert s == before[key], "a verb reached beyond its slot and lane"
-        s, t = before[slot, lane], self.states()[slot, lane]
+        self.legal(before)
+        self.before = self.states()
+        s, t = before[slot, lane], self.before[slot, lane]
         if verb == "germinate" and s.stage != Stage.DORMANT: assert s == t, "an occupied slot took a seed"
         return s, t
 
     slots, lanes = st.sampled_from(["r0c0", "r1c0"]), st.integers(0, 1)
 
-    @rule(slot=slots, lane=lanes, blueprint=st.sampled_from(["norm", "conv_small", "mlp"]), blend=st.sampled_from(list(Blend)), tempo=st.integers(-1, 4), goal=st.sampled_from([0., .5, 1.]), curve=st.sampled_from(list(Curve)))
+    @initialize(blends=st.lists(st.sampled_from([None, *Blend]), min_size=4, max_size=4), tempo=st.integers(0, 3), steps=st.integers(0, 3))
+    def begin(self, blends, tempo, steps):
+        "Most walks begin with seeds: from an empty model, few get far."
+        for (slot, lane), blend in zip(self.states(), blends):
+            if blend is not None: self.attempt("germinate", slot, lane, "norm", blend=blend, tempo=tempo)
+        for _ in range(steps): self.push(1)
+
+    @rule(slot=slots, lane=lanes, blueprint=st.sampled_from(["norm", "conv_small", "norm", "conv_small", "mlp"]), blend=st.sampled_from(list(Blend)), tempo=st.integers(-1, 4), goal=st.sampled_from([.5, 1., 1., 0.]), curve=st.sampled_from(list(Curve)))
     def germinate(self, slot, lane, blueprint, **settings):
         s, t = self.attempt("germinate", slot, lane, blueprint, **settings)
         assert t.births == s.births + (s.stage != t.stage)
@@ -450,9 +474,16 @@ class Lives(RuleBasedStateMachine):
     @rule(slot=slots, lane=lanes, force=st.booleans())
     def advance(self, slot, lane, force): self.attempt("advance", slot, lane, force=force)
 
+    @rule(times=st.integers(1, 3))
+    def push(self, times):
+        "Without this, random walks hardly ever get beyond TRAINING."
+        for _ in range(times):
+            for slot, lane in self.states(): self.attempt("advance", slot, lane, force=True)
+
     @rule(slot=slots, lane=lanes, to=st.sampled_from([0., .3, 1., 1.5]), steps=st.integers(0, 3), blend=st.none() | st.sampled_from(list(Blend)))
     def set_alpha(self, slot, lane, to, **settings): self.attempt("set_alpha", slot, lane, to, **settings)
 
+    @precondition(lambda self: sum(s.stage in LIVE for s in self.states().values()) > 1)
     @rule(slot=slots, lane=lanes)
     def prune(self, slot, lane):
         s, t = self.attempt("prune", slot, lane)
@@ -460,6 +491,10 @@ class Lives(RuleBasedStateMachine):
 
     @rule(slot=slots, lane=lanes, steps=st.integers(-1, 3))
     def schedule_prune(self, slot, lane, steps): self.attempt("schedule_prune", slot, lane, steps)
+
+    @rule(lane=lanes)
+    def settle(self, lane):
+        for slot in self.model.names: self.attempt("fossilize", slot, lane, force=True)
 
     @rule(slot=slots, lane=lanes, force=st.booleans())
     def fossilize(self, slot, lane, force): self.attempt("fossilize", slot, lane, force=force)
@@ -470,6 +505,7 @@ class Lives(RuleBasedStateMachine):
             self.model.record_contribution(k, worth, lane); self.model.record_gradients(k, 1., health, lane)
         self.model.record_accuracy([50., math.nan], lane)
 
+    @precondition(lambda self: sum(s.stage in LIVE for s in self.states().values()) > 2)
     @rule(lane=lanes)
     def prune_live(self, lane):
         gone = self.model.prune_live(lane)
@@ -484,6 +520,7 @@ class Lives(RuleBasedStateMachine):
                 t = self.states()[k, i]
                 assert [e for a, b, e in events if (a, b) == (k, i)] == ([] if s.stage == t.stage else [(s.stage, t.stage, next(e.why for a, b, e in events if (a, b) == (k, i)))])
                 if s.stage == Stage.BLENDING and s.mode == RampMode.UP: assert t.alpha >= s.alpha
+                if s.frozen: assert t.stage in (Stage.BLENDING, Stage.PRUNED)
                 if s.frozen and t.stage == Stage.BLENDING: assert t.frozen and t.alpha <= s.alpha
                 if s.stage == t.stage != Stage.DORMANT: assert (t.epochs, t.age) == (s.epochs + 1, s.age + 1)
             self.before = self.states()
@@ -504,6 +541,7 @@ class Lives(RuleBasedStateMachine):
         status = self.model.status()
         assert not status.problems, status
         for (k, i), s in self.states().items():
+            assert not s.frozen or s.stage == Stage.BLENDING and s.target == 0
             assert 0 <= s.alpha <= 1 and s.done <= s.total and s.epochs <= s.age
             if s.stage == Stage.DORMANT: assert s == type(s)(births=s.births)
         c = self.model.parameter_counts()

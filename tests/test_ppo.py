@@ -204,6 +204,42 @@ def test_a_second_signal_interrupts_at_once():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_the_stop_button_of_jupyter():
+    "An interrupted training cell ends without a traceback, and the next one goes on exactly."
+    manager = pytest.importorskip("jupyter_client.manager")
+    km, kc = manager.start_new_kernel(kernel_name="python3")
+    def run(code, interrupt=False):
+        "Reply and printed text of one cell."
+        text, sent = "", kc.execute(code)
+        while True:
+            m = kc.get_iopub_msg(timeout=60)
+            if m["parent_header"].get("msg_id") != sent: continue
+            if m["msg_type"] == "stream":
+                text += m["content"]["text"]
+                if interrupt and "running" in text: km.interrupt_kernel(); interrupt = False
+            if m["msg_type"] == "status" and m["content"]["execution_state"] == "idle": break
+        return kc.get_shell_msg(timeout=60)["content"]["status"], text
+    try:
+        status, text = run("""
+import gymnasium as gym, time, torch
+from esper_nb.policies import PolicyConfig
+from esper_nb.ppo import Learner, PPOConfig, train_ppo
+torch.set_num_threads(1)
+class Slow(gym.Wrapper):
+    wait = 0.05
+    def step(self, action): time.sleep(Slow.wait); return self.env.step(action)
+def make(): return Learner(gym.vector.SyncVectorEnv([lambda: Slow(gym.make("CartPole-v1"))] * 2), PPOConfig(num_steps=20, num_updates=2, num_minibatches=2), PolicyConfig(hidden=8, features=(8,)))
+learner = make()""")
+        assert status == "ok", text
+        status, text = run("print('running', flush=True); ups = list(train_ppo(learner)); print(len(ups), learner.rollout.t)", interrupt=True)
+        assert status == "ok" and "Traceback" not in text
+        done, t = map(int, text.split()[-2:])
+        assert done == 0 and 0 < t < 20, "stopped in the middle of a rollout"
+        status, text = run("Slow.wait = 0; ups += list(train_ppo(learner)); print(ups == list(train_ppo(make())))")
+        assert status == "ok" and text.strip() == "True"
+    finally: kc.stop_channels(); km.shutdown_kernel(now=True)
+
+
 def test_nothing_changes_after_a_gradient_that_is_not_finite():
     learner = Learner(cartpole(2), PPOConfig(num_steps=8, num_minibatches=2), small)
     next(train_ppo(learner, 1))

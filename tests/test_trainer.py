@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+from esper_nb.faults import Fault, list_faults
+from esper_nb.governor import GovernorConfig
 from esper_nb.hosts import GPTConfig
 from esper_nb.lanes import lane, lane_state, rows
 from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
@@ -140,3 +142,36 @@ def test_cuda_population_learns_and_streams_agree_with_one_pass():
     pops = [new_population(TASKS["digits"], FitConfig(lanes=4, epochs=2, workers=w, width=2), data=data, device="cuda") for w in (1, 2)]
     a, b = ([r.train.loss for r in fit(p)] for p in pops)
     torch.testing.assert_close(torch.stack(a), torch.stack(b), rtol=1e-3, atol=1e-3)
+
+
+def guarded(**kw): return new_population(TASKS["digits"], FitConfig(lanes=4, epochs=8, **kw), data=DATA["digits"])
+
+
+def test_the_governor_does_not_touch_a_healthy_run():
+    a, b = guarded(), guarded(guard=None)
+    for ra, rb in zip(fit(a), fit(b)): assert torch.equal(ra.train.losses, rb.train.losses) and ra.reports == ()
+    assert all(torch.equal(t, lane_state(b.model)[k]) for k, t in lane_state(a.model).items())
+
+
+@pytest.mark.parametrize("kind", list_faults())
+def test_a_ruined_lane_is_put_back_bit_for_bit_and_the_others_never_notice(kind):
+    calm, hit, fault = guarded(), guarded(), Fault(kind, lane=2, epoch=4, batch=2)
+    for e in range(8):
+        a, b = run_epoch(calm), run_epoch(hit, disturb=fault.at(e))
+        for i in (0, 1, 3): assert torch.equal(a.train.losses[:, i], b.train.losses[:, i]) and a.heldout.loss[i] == b.heldout.loss[i]
+        for r in b.reports:
+            assert r.lane == 2
+            if r.action != "rollback": continue
+            assert hit.guard.snapshot.difference([2]) == {}  # what differs from the snapshot: nothing
+            assert {"model", "stepper"} <= set(r.restored)
+    if kind == "nan": assert [(r.reason, r.action) for r in hit.guard.reports] == [("non-finite", "rollback")]
+
+
+def test_a_lane_that_is_ruined_for_good_stops_and_the_rest_goes_on():
+    def always(net, stepper, lanes, b, x, y):
+        if 1 in lanes: rows(next(net.parameters()).data, len(lanes))[list(lanes).index(1)] = torch.nan
+        return x, y
+    pop = guarded(guard=GovernorConfig(rollbacks=2, lowers=0))
+    reports = [r for _ in range(6) for r in run_epoch(pop, disturb=always).reports]
+    assert [r.action for r in reports] == ["rollback", "rollback", "stop"] and pop.guard.stopped.tolist() == [False, True, False, False]
+    assert all(r.lane == 1 for r in reports)
