@@ -86,7 +86,7 @@ class Report:
     seconds: float = 0. # from the verdict to the end of the action
 
     def __str__(self):
-        seen = f"loss {self.shown}" + (f", gate {self.gate:.3g}" if self.gate is not None else "")
+        seen = f"loss {self.shown if self.loss is None else format(self.loss, '.4g')}" + (f", gate {self.gate:.3g}" if self.gate is not None else "")
         back = "" if self.restored_step is None else f", back at step {self.restored_step}"
         return f"step {self.step}, lane {self.lane}: {self.reason} ({seen}) -> {self.action}{back}" + (f", lr × {self.lr_factor:g}" if self.lr_factor else "")
 

@@ -31,7 +31,7 @@ class Moments:
 
     def update(self, x: Tensor): # (..., width)
         "Take in a batch; one value that is not finite and the whole batch is refused."
-        x = x.detach().reshape(-1, self.width).double().cpu()
+        x = x.detach().reshape(-1, self.width).cpu().double()
         if not len(x): return
         if not torch.isfinite(x).all(): raise ValueError(f"{(~torch.isfinite(x)).sum().item()} of {x.numel()} values are not finite, expected numbers: statistics would be ruined for ever")
         self._merge(float(len(x)), x.mean(0), x.var(0, correction=0))
@@ -115,7 +115,7 @@ class RewardNormalizer:
     ):
         "Learn the scale from a rollout."
         start, counts, seen = start.cpu(), counts.cpu(), []
-        for t, r in enumerate(reward.double().cpu()):
+        for t, r in enumerate(reward.cpu().double()):
             self.running = self.running * self.gamma * ~start[t] + torch.where(counts[t], r, 0.)
             seen.append(self.running)
         self.moments.update(torch.stack(seen)[counts])

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from .core import Config, check, check_count, check_device
 from .data import ImageData, TextData, load_cifar10, load_digits_data, load_prose, load_text_file, synthetic_cifar10
-from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost, Host, new_host
+from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost, new_host
+from .models import GrowingModel
+from .seeds import Rules
 
 # %% ../nbs/21_tasks.ipynb #9bef2c95
 def _by_lane(
@@ -233,11 +235,11 @@ def create_model(
     device: str | torch.device = "cpu", # where the model lives
     num_lanes: int = 1, # networks side by side
     seed: int = 0, # lane i is born from the stream (seed, "init", i)
-) -> Host: # on `device`, with `model.slots` row-major
-    "The task's host with n lanes, each initialised on its own, and the slots that were chosen."
+    blueprints: Sequence[str] | None = None, # what may grow; None: all of the host's family. Each costs its weights in every slot and lane
+    rules: Rules = Rules(), # gates and cool-down of the seeds
+) -> GrowingModel: # on `device`
+    "The task's host with n lanes, each initialised on its own, and empty slots where they were asked for."
     dev = check_device(device)
     task = task if isinstance(task, Task) else get_task(task)
     chosen = check_slots(slots, host_sites(task.host))
-    model = new_host(task.host, check_count("num_lanes", num_lanes), seed, dev)
-    model.slots = chosen
-    return model
+    return GrowingModel(new_host(task.host, check_count("num_lanes", num_lanes), seed, dev), chosen, blueprints, rules, seed)

@@ -76,7 +76,7 @@ class LossStats:
     mean: np.ndarray # (n,) of the window
     sigma: np.ndarray # (n,) population σ of the window
     level: np.ndarray # (n,) median of the log loss
-    spread: np.ndarray # (n,) 1.4826 * median deviation of the log loss, about one standard deviation
+    spread: np.ndarray # (n,) of the log loss, about one standard deviation
     smooth: np.ndarray # (n,) moving average of the log loss
     cusum: np.ndarray # (n,) sum of excess z
     count: np.ndarray # (n,) losses above all gates, in a row
@@ -136,7 +136,7 @@ def _median(x, k):
     return (x[i, (k - 1) // 2] + x[i, k // 2]) / 2
 
 def _refresh(s, c, lanes):
-    "Mean, σ, median and median deviation of the window of some lanes."
+    "Mean, σ, median and spread of the window of some lanes."
     loss, there = _recent(s, lanes, c.window)
     k = there.sum(1)
     mean = s.mean[lanes] = np.where(there, loss, 0.).sum(1) / k

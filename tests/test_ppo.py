@@ -40,6 +40,24 @@ def test_two_runs_are_equal_to_the_bit(core):
     assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1])
 
 
+@pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
+def test_any_kind_of_vector_environment(mode):
+    envs = cartpole(2, mode)
+    try:
+        wrapped = gym.wrappers.vector.RecordEpisodeStatistics(gym.wrappers.vector.TransformReward(envs, lambda r: 2 * r))
+        u = next(train_ppo(Learner(wrapped, PPOConfig(num_steps=40, num_minibatches=2), small), 1))
+        assert u.first_gap < 1e-5 and u.gradient_steps == 8 and u.reward == 2. and u.returns
+    finally: envs.close()
+
+
+@pytest.mark.parametrize("name", ["Taxi-v4", "FrozenLake-v1"])
+def test_environments_that_come_with_gymnasium(name):
+    if name not in gym.registry: pytest.skip(f"{name} is not in this gymnasium")
+    envs = gym.make_vec(name, num_envs=3, vectorization_mode="sync")
+    u = next(train_ppo(Learner(envs, PPOConfig(num_steps=30, num_minibatches=3), small), 1))
+    assert u.first_gap < 1e-5 and u.gradient_steps == 12
+
+
 options = [dict(norm_adv="rollout"), dict(norm_adv="none"), dict(clip_vloss=True), dict(ratio="joint"), dict(ent_floor=(0.5, 0.3), ent_floor_coef=1.), dict(target_kl=0.01),
            dict(norm_value=True, norm_reward=True, norm_obs=True, obs_keep=(1,)), dict(update_epochs=1, num_minibatches=1), dict(precision="bf16"), dict(gamma=1., gae_lambda=1.)]
 
@@ -226,12 +244,16 @@ from esper_nb.policies import PolicyConfig
 from esper_nb.ppo import Learner, PPOConfig, train_ppo
 torch.set_num_threads(1)
 class Slow(gym.Wrapper):
-    wait = 0.05
-    def step(self, action): time.sleep(Slow.wait); return self.env.step(action)
+    wait, steps = 0.05, 0
+    def step(self, action):
+        Slow.steps += 1
+        if Slow.steps == 3: print("running", flush=True)
+        time.sleep(Slow.wait)
+        return self.env.step(action)
 def make(): return Learner(gym.vector.SyncVectorEnv([lambda: Slow(gym.make("CartPole-v1"))] * 2), PPOConfig(num_steps=20, num_updates=2, num_minibatches=2), PolicyConfig(hidden=8, features=(8,)))
 learner = make()""")
         assert status == "ok", text
-        status, text = run("print('running', flush=True); ups = list(train_ppo(learner)); print(len(ups), learner.rollout.t)", interrupt=True)
+        status, text = run("ups = list(train_ppo(learner)); print(len(ups), learner.rollout.t)", interrupt=True)
         assert status == "ok" and "Traceback" not in text
         done, t = map(int, text.split()[-2:])
         assert done == 0 and 0 < t < 20, "stopped in the middle of a rollout"

@@ -96,7 +96,7 @@ def test_preset_is_whole(name):
 def test_cifar_family_has_the_sizes_it_claims(name, sites, parameters):
     task = get_task(name)
     assert len(host_sites(task.host)) == sites and task.batch_size == 128
-    assert abs(count_parameters(create_model(name, task.slots)) / parameters - 1) < .1
+    assert abs(count_parameters(create_model(name, task.slots).host) / parameters - 1) < .1
 
 
 def test_data_and_host_fit():
@@ -128,7 +128,7 @@ def test_lanes_are_born_alike_wherever_they_live():
 
 def test_model_is_ready_to_use():
     model = create_model(get_task("digits"), ["r1c0", "r0c2", "r0c1"], torch.device("cpu"), 3)
-    assert model.slots == ("r0c1", "r0c2", "r1c0") and model.lanes == 3
+    assert model.names == ("r1c0", "r0c1", "r0c2") and model.lanes == 3  # in the order of depth
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in model.parameters() if p.dim() == 4)
 
 
