@@ -163,6 +163,7 @@ def stability_guard_run(world: tuple, kind: str, seed: int) -> float: # test acc
     "One network under `stabilityguard.GuardedOptimizer(nan_action='rollback')`, with a fault."
     guarded = importlib.import_module("stabilityguard").GuardedOptimizer
     logging.getLogger("stabilityguard").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)  # the best setting for one small network
     task, data, options, when = world
     net, schedule = create_model(task, task.slots, seed=seed).train(), FitConfig(**options)
     base = torch.optim.SGD(net.parameters(), **task.optimizer_options)

@@ -18,7 +18,7 @@ from .optim import Stepper
 
 # %% ../nbs/28_faults.ipynb #d4423f3e
 def _head(net: nn.Module, lanes: int) -> Tensor: # (n, classes, features) view of the output layer's weights
-    heads = [p for name, p in net.named_parameters() if name.split(".")[0] in ("head", "tokens") and p.ndim > 1]
+    heads = [p for name, p in net.named_parameters() if {"head", "tokens"} & set(name.split(".")[:2]) and p.ndim > 1]
     check(len(heads) == 1, "network", type(net).__name__, "an output layer called head, or a tied token table")
     return rows(heads[0].data, lanes)
 
