@@ -50,7 +50,7 @@ CASES = (Case(quick=True), Case(batch_size=256, quick=True), Case("cifar_baselin
 def plain_loop(case: Case) -> Callable[[int], object]: # runs epoch e
     "16 ordinary networks, one after the other, in plain PyTorch."
     (task, data), precision = case.load(), choose_precision(case.precision)
-    nets = [create_model(task, task.slots, seed=i).train() for i in range(case.lanes)]
+    nets = [create_model(task, task.slots, seed=i).host.train() for i in range(case.lanes)]  # plain networks, without places to grow
     opts = [torch.optim.SGD(net.parameters(), **task.optimizer_options) for net in nets]
     def epoch(e):
         for i, (net, opt) in enumerate(zip(nets, opts)):
@@ -145,7 +145,7 @@ def fault_worlds() -> dict[str, tuple]: # name -> task, data, settings, when the
     cifar, prose = get_task("cifar_baseline").replace(batch_size=32), get_task("prose")
     cifar, prose = cifar.replace(host=cifar.host.replace(base=4)), prose.replace(host=prose.host.replace(d=32, layers=2, segments=2, block=32), slots=("r0c0",))
     return dict(digits=(get_task("digits"), get_task("digits").load(), dict(epochs=25), dict(epoch=12, batch=5)),
-                cifar_shaped=(cifar, synthetic_cifar10(640), dict(epochs=12, lr=.02), dict(epoch=6, batch=5)),
+                cifar_shaped=(cifar, synthetic_cifar10(640), dict(epochs=24, lr=.02), dict(epoch=12, batch=5)),
                 prose=(prose, prose.load(limit=480), dict(epochs=12), dict(epoch=6, batch=5)))
 
 def fault_run(world: tuple, kinds: list[str], seeds: int, guard: bool):
@@ -165,7 +165,7 @@ def stability_guard_run(world: tuple, kind: str, seed: int) -> float: # test acc
     logging.getLogger("stabilityguard").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)  # the best setting for one small network
     task, data, options, when = world
-    net, schedule = create_model(task, task.slots, seed=seed).train(), FitConfig(**options)
+    net, schedule = create_model(task, task.slots, seed=seed).host.train(), FitConfig(**options)
     base = torch.optim.SGD(net.parameters(), **task.optimizer_options)
     opt = guarded(base, net, nan_action="rollback", verbose=False, log_every=10**9, log_dir=tempfile.gettempdir())
     state = SimpleNamespace(state_dict=lambda: {f"momentum_buffer.{i}": base.state[p]["momentum_buffer"] for i, p in enumerate(net.parameters()) if p in base.state})

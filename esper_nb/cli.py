@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 from . import __version__
 from .core import check, keep_freed_memory
 from .faults import Fault, disturb_at, list_faults, parse_fault
-from .hosts import count_parameters
 from .tasks import Task, get_task, list_tasks
 from .telemetry import JSONLWriter, Recorder, RunFolder, new_run
 from .trainer import EvalResult, FitConfig, Population, evaluate, new_population, run_epoch
@@ -41,8 +40,9 @@ def closing_table(
     rates: list[float], # training examples per second of each epoch
 ) -> str:
     "Accuracy over the lanes, speed and size, as text."
-    a, host = test.accuracy_pp, count_parameters(pop.model)
-    lines = [("lanes", f"{pop.lanes}, each {host:,} parameters"), ("test accuracy", f"median {a.median():.1f}, min {a.min():.1f}, max {a.max():.1f} pp"),
+    a, size = test.accuracy_pp, pop.model.parameter_counts()
+    grown = (size.seed + size.fossil).tolist()
+    lines = [("lanes", f"{pop.lanes}, each {int(size.host[0]):,} parameters" + (f", and {min(grown):,} to {max(grown):,} in seeds" if any(grown) else "")), ("test accuracy", f"median {a.median():.1f}, min {a.min():.1f}, max {a.max():.1f} pp"),
              ("test loss", f"median {test.loss.median():.3f} nats (chance {pop.data.chance_loss:.3f})"),
              ("epochs", f"{int(pop.epoch.max())} on {pop.data.num_train:,} examples each"), ("precision", repr(pop.precision)),
              ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} examples per second, all lanes together")]

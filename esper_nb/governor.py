@@ -127,7 +127,7 @@ def scale_lr(
     lanes: Sequence[int] | None = None, # only of these lanes; None: all
 ) -> bool: # whether something was changed
     "Multiply learning rates."
-    if hasattr(obj, "owners"): return any([scale_lr(o, factor, lanes) for o in obj.owners.values()])
+    if isinstance(getattr(obj, "owners", None), dict): return any([scale_lr(o, factor, lanes) for o in obj.owners.values()])
     if hasattr(obj, "set_lr") and isinstance(getattr(obj, "lr", None), Tensor):
         which = list(range(obj.lanes) if lanes is None else lanes)
         obj.set_lr(obj.lr[which] * factor, which)

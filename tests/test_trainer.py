@@ -122,10 +122,10 @@ def test_evaluation_changes_nothing():
 def test_learning_rates_by_lane():
     pop = population("digits", schedule="constant")
     pop.rates.lr[1] = 0.
-    before = {k: t.clone() for k, t in pop.model.named_parameters()}
+    before = {k: t.clone() for k, t in pop.model.host.named_parameters()}
     r = run_epoch(pop)
     assert r.lr.tolist() == [.002, 0., .002, .002]
-    for k, p in pop.model.named_parameters():
+    for k, p in pop.model.host.named_parameters():
         assert torch.equal(rows(p, 4)[1], rows(before[k], 4)[1]) and not torch.equal(rows(p, 4)[0], rows(before[k], 4)[0])
 
 

@@ -1,0 +1,160 @@
+"The action space against the model: what the masks offer is done, what they do not offer is refused for a reason."
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from esper_nb.actions import (HEADS, MIN_PRUNE_AGE, OPS, Choice, GrowthActions, apply_action, as_decision, draw_actions,
+                              legal_operations, read_slots)
+from esper_nb.distributions import MaskedHeads, choose
+from esper_nb.hosts import CNNConfig, CNNHost
+from esper_nb.models import GrowingModel
+from esper_nb.seeds import Gates, Rules, SeedState, check_gate, to_row
+from esper_nb.stages import COOLING, Stage, next_stage
+
+
+def world(lanes=6, rules=Rules(gates=Gates(training_epochs=2), embargo=1), **kw):
+    host = CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=lanes)
+    model = GrowingModel(host, {"r0c0": ["norm", "conv_small"], "r0c1": ["norm", "depthwise"]}, rules=rules)
+    return model, GrowthActions(model, **kw)
+
+
+def epoch(model, g):
+    model.tick()
+    model.record_accuracy(100 * torch.rand(model.lanes, generator=g))
+    for k in model.names:
+        model.record_contribution(k, torch.randn(model.lanes, generator=g))
+        model.record_gradients(k, torch.rand(model.lanes, generator=g), .5 + torch.rand(model.lanes, generator=g) / 2, ratio=torch.rand(model.lanes, generator=g))
+
+
+@pytest.mark.parametrize("rules,bound", [(Rules(gates=Gates(training_epochs=2), embargo=1), 0), (Rules(auto=("G1", "G3"), gates=Gates(strict=True, training_epochs=1, blending_epochs=2)), 1)])
+def test_no_masked_draw_is_refused(rules, bound):
+    model, space = world(rules=rules, max_seeds=bound)
+    g, done = torch.Generator().manual_seed(0), torch.zeros(len(OPS), dtype=torch.long)
+    for t in range(200):
+        if t % 50 == 0: model.reset(range(model.lanes), t)
+        mask = space.mask(model)
+        acts = draw_actions(space, mask, g)
+        for i, a in enumerate(acts):
+            result = apply_action(space, model, i, a, mask[i])
+            assert result.ok, result
+            done[a[7]] += 1
+        epoch(model, g)
+        table = read_slots(model)
+        young = torch.isin(table[..., 0], torch.tensor([float(s) for s in (Stage.GERMINATED, Stage.TRAINING)], dtype=torch.float64)).sum(-1)
+        assert (young <= 1).all()
+        if bound: assert (torch.isin(table[..., 0], torch.tensor([2., 3, 4, 6, 7], dtype=torch.float64)).sum(-1) <= bound).all()
+        assert not model.status().problems
+    assert (done[[0, 1, 3]] > 0).all()
+
+
+def test_a_million_draws_are_legal_by_every_account():
+    model, space = world(lanes=16)
+    g = torch.Generator().manual_seed(1)
+    for t in range(40):
+        mask = space.mask(model)
+        many = mask.expand(1600, *mask.shape)
+        acts = draw_actions(space, many, g)
+        assert space.legal(many, acts).gather(-1, acts[..., None]).all() # 1,024,000 draws
+        used = space.relevant(acts)
+        assert (space.available(many).gather(-1, acts[..., None]).squeeze(-1) | ~used).all()
+        ops = space.facts(many)[0]
+        assert ops[torch.arange(1600)[:, None], torch.arange(16), acts[..., 7], acts[..., 0]].all()
+        assert (space.canonical(acts) == acts).all() # a legal draw is canonical
+        for i, a in enumerate(acts[0]): assert apply_action(space, model, i, a, mask[i]).ok
+        epoch(model, g)
+
+
+def test_draws_without_masks_are_refused_with_a_reason_and_change_nothing():
+    model, space = world()
+    g, refused = torch.Generator().manual_seed(2), 0
+    for t in range(60):
+        acts = torch.stack([torch.randint(s, (20 * model.lanes,), generator=g) for s in space.sizes], -1)
+        for j, a in enumerate(acts): # 7,200 in all
+            i, before, mask = j % model.lanes, read_slots(model), space.mask(model)
+            result = apply_action(space, model, i, a, mask[i])
+            legal = bool(space.legal(mask[i], a).gather(-1, a[:, None]).squeeze(-1)[space.relevant(a)].all())
+            assert result.ok == legal
+            if not result.ok:
+                refused += 1
+                assert result.message and torch.equal(read_slots(model), before)
+        epoch(model, g)
+    assert refused > 3000
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 10**6), st.booleans())
+def test_gates_for_all_lanes_equal_the_gate_of_one(seed, strict):
+    g = torch.Generator().manual_seed(seed)
+    pick = lambda *v: v[int(torch.randint(len(v), (), generator=g))]
+    stage = pick(Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
+    s = SeedState(stage=stage, blueprint=0, births=1, epochs=pick(0, 1, 9, 10, 11), health=pick(None, .69, .7, .75, 1.), exploding=pick(None, 0., .1), accuracy=pick(None, 50.5, 50.), accuracy_stage=pick(None, 50., 49.9),
+                  gradient_ratio=pick(None, .1, .05, .2), target=pick(.5, 1.), alpha=pick(.5, 1.), contribution=pick(None, -1., .99, 1., 2.))
+    table, rules = torch.tensor([[to_row(s)]]).double(), Rules(gates=Gates(strict=strict))
+    from esper_nb.seeds import from_row
+    s = from_row(torch.tensor(to_row(s)).tolist()) # as the table holds it
+    to, op = (Stage.FOSSILIZED, "fossilize") if stage == Stage.HOLDING else (next_stage(stage), "advance")
+    assert bool(legal_operations(table, [rules])[0, OPS.index(op), 0]) == check_gate(s, to, rules.gates).passed
+
+
+def test_rules_beyond_the_slots():
+    model, space = world(lanes=1)
+    assert apply_action(space, model, 0, space.encode(Choice("germinate", "r0c0", "norm"))).ok
+    second = apply_action(space, model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
+    assert not second.ok and "one immature seed" in second.message
+    for age in range(MIN_PRUNE_AGE):
+        young = apply_action(space, model, 0, space.encode(Choice("prune", "r0c0", speed=0)))
+        assert not young.ok and f"{age} epochs old" in young.message
+        model.tick()
+    assert apply_action(space, model, 0, space.encode(Choice("prune", "r0c0", speed=0))).ok
+    assert model.slot("r0c0").state(0).stage in COOLING
+    cool = apply_action(space, model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
+    assert not cool.ok and "r0c0 is PRUNED" in cool.message
+    wrong = space.encode(Choice("germinate", "r0c1", "norm"))
+    wrong[1] = space.blueprints.index("conv_small") # not offered in r0c1
+    assert not apply_action(space, model, 0, wrong).ok
+
+
+def test_bound_on_seeds_counts_fossils():
+    model, space = world(lanes=1, max_seeds=1)
+    slot = model.slot("r0c0")
+    slot.table[0] = torch.tensor(to_row(SeedState(stage=Stage.FOSSILIZED, blueprint=0, births=1, alpha=1.)))
+    done = apply_action(space, model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
+    assert not done.ok and "1 seeds is the bound" in done.message
+    assert GrowthActions(model).facts(GrowthActions(model).mask(model))[0][0, 1, 1]
+
+
+def test_unused_heads_cost_nothing_and_masks_are_never_empty():
+    model, space = world()
+    g, mask = torch.Generator().manual_seed(3), space.mask(model)
+    logits = torch.randn(model.lanes, space.count, space.widest, generator=g)
+    noise = torch.empty(logits.shape).exponential_(generator=g)
+    action, logp = choose(space, logits, mask, noise)
+    used = space.relevant(action)
+    assert (logp[~used] == 0).all() and logp.isfinite().all()
+    every = torch.stack(torch.meshgrid(*(torch.arange(s) for s in (len(OPS), 2)), indexing="ij"), -1).flatten(0, 1)
+    for op, at in every.tolist():
+        a = space.placeholder.clone(); a[7], a[0] = op, at
+        assert space.legal(mask, a.expand(model.lanes, -1)).any(-1).all()
+    flat = torch.split(mask[:, :space.flat], space.sizes, -1)
+    assert all(f.any(-1).all() for f in flat)
+    MaskedHeads(logits, space.legal(mask, action)) # validates
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_codes_round_trip(data):
+    model, space = world(lanes=1)
+    a = torch.tensor([data.draw(st.integers(0, s - 1)) for s in space.sizes])
+    assert torch.equal(space.encode(space.decode(a)), space.canonical(a))
+    as_decision(space.decode(a))
+    assert space.count == len(HEADS) and dataclasses.is_dataclass(Rules)
+
+
+def test_lanes_do_not_see_each_other():
+    model, space = world()
+    model.germinate("r0c0", "norm", lanes=[2])
+    mask = space.mask(model)
+    alone = model.lane(2)
+    assert torch.equal(GrowthActions(alone).mask(alone)[0], mask[2]) and not torch.equal(mask[2], mask[0])

@@ -1,0 +1,215 @@
+"Growth in training: lanes are separate networks at every stage, a bad seed stays alone, rollbacks respect fossils, and state goes on."
+import copy
+import math
+
+import pytest
+import torch
+
+from esper_nb.blending import Blend
+from esper_nb.decisions import Decision, apply_decisions
+from esper_nb.governor import GovernorConfig
+from esper_nb.lanes import lane_state, rows, take_rows
+from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
+from esper_nb.seeds import Gates, Reason, Rules
+from esper_nb.stages import COOLING, Stage
+from esper_nb.tasks import create_model, get_task
+from esper_nb.trainer import FitConfig, fit, grown_plan, new_population, run_epoch
+
+TASK = get_task("digits").replace(host=get_task("digits").host.replace(base=4), lr=.002)
+DATA = TASK.load(limit=8 * TASK.batch_size)
+KINDS = ["norm", "depthwise", "conv_light"]
+
+
+def population(lanes=4, guard=None, **kw):
+    return new_population(TASK, FitConfig(lanes=lanes, epochs=20, guard=guard, **kw), data=DATA, blueprints=KINDS)
+
+
+def grow(model, lanes, slot, kind, stage, blend=Blend.ADD):
+    model.germinate(slot, kind, lanes, blend=blend, tempo=3)
+    if stage == "germinated": return
+    model.advance(slot, lanes)
+    if stage == "training": return
+    model.advance(slot, lanes, force=True)
+    model.tick(lanes)
+    if stage == "blending": return
+    for _ in range(2): model.tick(lanes)
+    model.advance(slot, lanes)
+    if stage == "fossil": model.fossilize(slot, lanes, force=True)
+
+
+LIVES = [[], [("r0c0", "conv_light", "training")], [("r0c1", "depthwise", "blending"), ("r0c0", "norm", "germinated")],
+         [("r0c0", "conv_light", "fossil"), ("r0c1", "norm", "blending"), ("r0c2", "depthwise", "holding")]]
+
+
+def live(model, i, life):
+    for j, (slot, kind, stage) in enumerate(life): grow(model, i, slot, kind, stage, Blend(j % 3))
+
+
+def grown(**kw):
+    pop = population(**kw)
+    for i, life in enumerate(LIVES): live(pop.model, i, life)
+    return pop
+
+
+def state(pop): return lane_state(pop.model) | pop.stepper.state_dict()
+
+
+def alone(pop, i):
+    "Lane i of a population as a population of its own that is still called i."
+    one = population(1)
+    for k, t in lane_state(one.model).items(): rows(t.data, 1)[:] = rows(lane_state(pop.model)[k].data, pop.lanes)[[i]]
+    one.data = copy.copy(one.data)
+    real = type(one.data).epoch
+    one.data.epoch = lambda seed, lanes, epoch, size: real(one.data, seed, [i], epoch, size)
+    return one
+
+
+@pytest.mark.parametrize("kw", [dict(workers=1), dict(workers=2), dict(workers=1, width=1), dict(workers=3, width=2)], ids=str)
+def test_lanes_at_different_stages_are_separate_networks(kw):
+    pop = grown(**kw)
+    ones = [alone(pop, i) for i in range(4)]
+    result, single = run_epoch(pop), [run_epoch(one) for one in ones]
+    assert {s.stage for k in pop.model.names for s in pop.model.slot(k).states()} >= {Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED}
+    for i, (one, r) in enumerate(zip(ones, single)):
+        torch.testing.assert_close(result.train.losses[:, i], r.train.losses[:, 0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result.heldout.loss[i], r.heldout.loss[0], rtol=1e-4, atol=1e-5)
+        for k, t in lane_state(pop.model).items():
+            if not k.endswith((".table", ".stream")): torch.testing.assert_close(rows(t, 4)[i], rows(lane_state(one.model)[k], 1)[0], rtol=1e-4, atol=1e-5)
+        if r.worth is not None:
+            mine = [result.worth.slots.index(k) for k in r.worth.slots]
+            torch.testing.assert_close(result.worth.contribution[mine, i], r.worth.contribution[:, 0], equal_nan=True, rtol=0, atol=.6)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_seed_that_returns_nan_is_alone_with_it(workers):
+    calm, ill = grown(workers=workers), grown(workers=workers)
+    for p in ill.model.slot("r0c0").banks["conv_light"].parameters(): rows(p.data, 4)[1] = math.nan
+    a, b = run_epoch(calm), run_epoch(ill)
+    assert b.train.losses[:, 1].isnan().all() and b.train.skipped[1] == len(b.train.losses)
+    for i in (0, 2, 3):
+        assert torch.equal(a.train.losses[:, i], b.train.losses[:, i]) and a.heldout.loss[i] == b.heldout.loss[i]
+        for k, t in state(calm).items(): assert torch.equal(rows(t, 4)[i], rows(state(ill)[k], 4)[i]), k
+
+
+def test_an_empty_growing_model_trains_as_its_host():
+    pop = population(workers=1)
+    host = take_rows(pop.model.host, range(4)).train()  # the host alone, checked out like any group
+    opt = LaneOptimizer(host.named_parameters(), 4, TASK.optimizer, **TASK.optimizer_options)
+    opt.set_lr(TASK.lr * pop.config.factor(0, pop.epochs))
+    stepper, batches = Stepper(dict(host=opt), LaneScaler(4, enabled=False), 1.), DATA.epoch(0, range(4), [0] * 4, TASK.batch_size)
+    for k in range(len(batches)):
+        x, y = batches[k]
+        stepper.backward(TASK.loss(host(x), y, 4)); stepper.step()
+    assert run_epoch(pop).worth is None
+    for k, t in lane_state(host).items(): assert torch.equal(t, lane_state(pop.model.host)[k]), k
+
+
+def test_rollback_prunes_what_lives_and_restores_fossils():
+    pop = grown(guard=GovernorConfig(lowers=0), workers=1)
+    for _ in range(3): run_epoch(pop)
+    def poison(net, stepper, lanes, b, x, y):
+        if b == 2 and 3 in lanes: rows(next(net.parameters()).data, len(lanes))[list(lanes).index(3)] = math.nan
+        return x, y
+    r = run_epoch(pop, disturb=poison)
+    assert [(p.lane, p.action) for p in r.reports] == [(3, "rollback")]
+    stages = {k: pop.model.slot(k).state(3) for k in pop.model.names}
+    assert stages["r0c0"].stage == Stage.FOSSILIZED
+    for k in ("r0c1", "r0c2"): assert stages[k].stage in COOLING and stages[k].reason == Reason.ROLLBACK
+    assert pop.model.status().problems == [] and state(pop)["host.blocks.0.0.weight"].isfinite().all()
+    back = pop.guard.snapshot
+    saved = {k for k in back.difference([3])}
+    assert not any("r0c0.banks" in k or "host." in k for k in saved), saved       # fossil and host: the snapshot's bits
+    assert not any(rows(t, 4)[3].any() for t in lane_state(pop.model.slot("r0c1").banks["norm"]).values())             # the pruned row is empty
+    for i in (0, 1, 2): assert pop.model.slot("r0c0").state(i).stage != Stage.PRUNED
+    assert run_epoch(pop).train.losses[:, 3].isfinite().all()
+
+
+def test_a_grown_population_goes_on_exactly_after_saving():
+    a = grown(workers=1)
+    for _ in range(2): run_epoch(a)
+    saved = {k: t.clone() for k, t in a.model.state_dict().items()}, {k: t.clone() for k, t in a.stepper.state_dict().items()}
+    b = population(workers=1)
+    b.model.load_state_dict(saved[0]); b.stepper.load_state_dict(saved[1]); b.epoch.copy_(a.epoch)
+    for _ in range(3): ra, rb = run_epoch(a), run_epoch(b)
+    assert torch.equal(ra.train.losses, rb.train.losses) and torch.equal(ra.heldout.loss, rb.heldout.loss)
+    for k, t in state(a).items(): assert torch.equal(t, state(b)[k]), k
+
+
+def test_optimizers_follow_growth():
+    pop = population(workers=1)
+    grow(pop.model, [0, 2], "r0c0", "conv_light", "training")
+    opt = pop.stepper.owners["r0c0.conv_light"]
+    for k, t in opt.state_dict().items():
+        if k.startswith("momentum"): t.fill_(9.)                                 # stale momentum from another life
+    before = {k: p.detach().clone() for k, p in opt.params.items()}
+    run_epoch(pop)
+    for k, p in opt.params.items():
+        moved = (rows(p, 4) != rows(before[k], 4)).flatten(1).any(1).tolist()
+        assert moved == [True, False, True, False], (k, moved)
+    momentum = [t for k, t in opt.state_dict().items() if k.startswith("momentum")]
+    assert all(rows(t, 4)[0].abs().max() < 9 for t in momentum) and all((rows(t, 4)[1] == 9).all() for t in momentum)
+    pop.model.prune("r0c0", 2)
+    frozen = {k: t.clone() for k, t in opt.state_dict().items() if k != "lr"}
+    weights = {k: rows(p, 4)[2].clone() for k, p in opt.params.items()}
+    run_epoch(pop)
+    assert all(torch.equal(rows(p, 4)[2], weights[k]) for k, p in opt.params.items())
+    assert all(torch.equal(rows(t, 4)[2], rows(frozen[k], 4)[2]) for k, t in opt.state_dict().items() if k != "lr")
+
+
+def test_a_gate_learns():
+    pop = population(lanes=2, workers=1)
+    grow(pop.model, 1, "r0c1", "conv_light", "blending", Blend.GATE)
+    before = {k: t.clone() for k, t in lane_state(pop.model.slot("r0c1").gate).items()}
+    run_epoch(pop)
+    after = lane_state(pop.model.slot("r0c1").gate)
+    assert any(not torch.equal(rows(after[k], 2)[1], rows(t, 2)[1]) for k, t in before.items())
+    assert all(torch.equal(rows(after[k], 2)[0], rows(t, 2)[0]) for k, t in before.items())
+
+
+def test_measurements_reach_the_seeds():
+    pop = grown(workers=2)
+    r = run_epoch(pop)
+    s = pop.model.slot("r0c0").state(1)
+    assert s.health is not None and s.accuracy == pytest.approx(r.heldout.accuracy_pp[1].item()) and s.contribution is None       # in training: not heard
+    for slot in ("r0c0", "r0c1", "r0c2"): assert pop.model.slot(slot).state(3).contribution is not None
+    assert pop.model.slot("r0c0").state(2).health is None and torch.equal(r.worth.accuracy_pp[-1], r.heldout.accuracy_pp)
+
+
+def test_an_interrupted_epoch_has_not_happened():
+    pop = grown(workers=1)
+    pop.model.take_fresh()
+    before = {k: t.clone() for k, t in state(pop).items()}
+    def stop(net, stepper, lanes, b, x, y):
+        if b == 3: raise KeyboardInterrupt
+        return x, y
+    with pytest.raises(KeyboardInterrupt): run_epoch(pop, disturb=stop)
+    assert all(torch.equal(t, before[k]) for k, t in state(pop).items() if not k.endswith("lr"))
+    other = grown(workers=1)
+    a, b = run_epoch(pop), run_epoch(other)                                      # the borrowed networks are clean again
+    assert torch.equal(a.train.losses, b.train.losses)
+
+
+def test_decisions_are_done_or_refused_with_a_reason():
+    pop = population(lanes=3)
+    d = [Decision("germinate", "r0c0", "norm"), [Decision("germinate", "r0c0", "norm"), Decision("advance", "r0c0")], Decision("prune", "r0c0")]
+    done = apply_decisions(pop.model, d)
+    assert [(x.lane, x.ok) for x in done] == [(0, True), (1, True), (1, True), (2, False)] and "nothing to prune" in done[-1].message
+    with pytest.raises(ValueError, match="verb='grow'"): apply_decisions(pop.model, [Decision("grow")] * 3)
+    with pytest.raises(ValueError, match="slot"): apply_decisions(pop.model, [Decision("prune", "r7c7")] * 3)
+    assert not apply_decisions(pop.model, [Decision("advance", "r0c0"), None, None])[0].ok or pop.model.slot("r0c0").state(0).stage == Stage.TRAINING
+    records = list(fit(pop, 1, policy=lambda p, last: [None, Decision("advance", "r0c0"), None]))
+    assert records[0].decided[0].lane == 1 and not records[0].decided[0].ok and "G2" in records[0].decided[0].message
+
+
+@pytest.mark.parametrize("size", [0, 2**22])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_plans_hold_every_lane_once(size, workers):
+    kinds = [(i * i) % 5 for i in range(13)]
+    groups = grown_plan(kinds, workers, size)
+    assert sorted(i for g in groups for i in g) == list(range(13)) and len(groups) % workers == 0
+    if size: assert all(len({kinds[i] for i in g}) == 1 for g in groups)
+
+
+def test_strict_gates_and_rules_reach_the_model():
+    model = create_model(TASK, ["r0c0"], rules=Rules(gates=Gates(training_epochs=2)), blueprints=["norm"])
+    assert model.slot("r0c0").rules.gates.training_epochs == 2 and model.slot("r0c0").blueprints == ("norm",)

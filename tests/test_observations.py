@@ -1,0 +1,96 @@
+"Observations over random records: in range, finite, unknown where nothing was measured, and lane by lane the same."
+import math
+
+import torch
+from hypothesis import given, settings, strategies as st
+
+from esper_nb.actions import GrowthActions, read_slots
+from esper_nb.hosts import CNNConfig, CNNHost
+from esper_nb.models import GrowingModel
+from esper_nb.observations import HISTORY, Observer, Records, forget, new_records, push_epoch, symlog
+from esper_nb.seeds import COLUMNS, UNMEASURED, SeedState, to_row
+from esper_nb.stages import Stage
+
+MODEL = GrowingModel(CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=1), {"r0c0": ["norm", "conv_small"], "r0c1": ["depthwise", "norm"]})
+OBSERVER = Observer(GrowthActions(MODEL), horizon=30)
+
+some = st.one_of(st.none(), st.floats(-1e6, 1e6))
+positive = st.one_of(st.none(), st.floats(0, 1e6), st.just(math.inf))
+share = st.one_of(st.none(), st.floats(0, 1))
+
+
+@st.composite
+def a_seed(draw):
+    stage = draw(st.sampled_from([s for s in Stage if s != Stage.UNKNOWN]))
+    if stage == Stage.DORMANT: return SeedState(births=draw(st.integers(0, 9)))
+    return SeedState(stage=stage, blueprint=draw(st.integers(0, 1)), births=1, alpha=draw(st.floats(0, 1)), target=draw(st.floats(0, 1)), epochs=draw(st.integers(0, 500)), age=draw(st.integers(0, 500)), total=draw(st.integers(0, 50)),
+                     accuracy=draw(share), accuracy_stage=draw(share), accuracy_born=draw(share), contribution=draw(some), contribution_before=draw(some), velocity=draw(some), interaction=draw(some), boost=draw(some),
+                     gradient_norm=draw(positive), gradient_ratio=draw(positive), health=draw(share), vanishing=draw(share), exploding=draw(share), alpha_up=draw(share), alpha_down=draw(share))
+
+
+def table(*lanes): return torch.tensor([[to_row(s) for s in lane] for lane in lanes]).double()
+
+
+def in_range(obs):
+    for i, f in enumerate(OBSERVER.features):
+        x, known = obs[:, i], (obs[:, i] >= f.low - 1e-6) & (obs[:, i] <= f.high + 1e-6)
+        assert (known | (x == f.unknown if f.unknown is not None else False)).all(), (f, x)
+        assert f.unknown is None or not f.low <= f.unknown <= f.high, f
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.tuples(a_seed(), a_seed()), min_size=1, max_size=4), st.integers(0, 10**6))
+def test_finite_in_range_and_pure(lanes, seed):
+    g, n, t = torch.Generator().manual_seed(seed), len(lanes), table(*lanes)
+    r = new_records(n)
+    for e in range(seed % 8):
+        loss = torch.randn(n, generator=g).exp() * 10.**(seed % 5)
+        loss[torch.rand(n, generator=g) < .2] = math.nan
+        r = push_epoch(r, loss, 100 * torch.rand(n, generator=g), torch.randint(0, 6, (n,), generator=g), torch.rand(n, generator=g) < .5)
+    kept = t.clone()
+    obs = OBSERVER(t, r)
+    assert obs.shape == (n, OBSERVER.size) and obs.dtype == torch.float32 and obs.isfinite().all()
+    in_range(obs)
+    assert torch.equal(t, kept) and torch.equal(obs, OBSERVER(t, r))
+    for i in range(n): assert torch.equal(OBSERVER(t[i:i + 1], Records(*(x[i:i + 1] for x in r)))[0], obs[i])
+
+
+def test_every_unmeasured_quantity_is_unknown():
+    bare = SeedState(stage=Stage.TRAINING, blueprint=0, births=1)
+    obs = OBSERVER(table((bare, SeedState())), new_records(1))[0]
+    for i, f in enumerate(OBSERVER.features):
+        if f.unknown is None: continue
+        applies = f.name in ("r0c0.tempo", "r0c0.goal")
+        assert (obs[i] != f.unknown) if applies else (obs[i] == f.unknown), f
+    unmeasured = [k for k, v in bare._asdict().items() if v is None]
+    for k in ("contribution", "contribution_before", "velocity", "interaction", "boost", "gradient_norm", "gradient_ratio", "health", "vanishing", "exploding", "alpha_up", "alpha_down"):
+        assert k in unmeasured
+        at = OBSERVER.index(f"r0c0.{k}")
+        zero = OBSERVER(table((bare._replace(**{k: 0.}), SeedState())), new_records(1))[0]
+        assert zero[at] == 0 and (zero != obs).sum() == 1 # a measured zero shows, and shows here alone
+
+
+def test_a_ruined_loss_reads_as_the_worst_and_a_new_episode_as_unknown():
+    r = push_epoch(new_records(2), torch.tensor([math.nan, 1.]), torch.tensor([10., 20.]), torch.tensor([0, 1]), torch.tensor([True, False]))
+    obs = OBSERVER(table((SeedState(), SeedState()), (SeedState(), SeedState())), r)
+    last, earlier, done = OBSERVER.index("loss_0"), OBSERVER.index("loss_1"), OBSERVER.index("done")
+    assert obs[0, last] == 2 and obs[0, earlier] == -1 and obs[0, done] == 1 and obs[1, done] == 0
+    torch.testing.assert_close(obs[1, last], symlog(torch.tensor(1.)) / 7)
+    again = OBSERVER(table((SeedState(), SeedState()), (SeedState(), SeedState())), forget(r, torch.tensor([True, False])))
+    assert (again[0, 1:1 + 2 * HISTORY] == -1).all() and again[0, done] == -1 and torch.equal(again[1], obs[1])
+
+
+def test_blueprints_are_named_alike_in_every_slot():
+    s = lambda b: SeedState(stage=Stage.TRAINING, blueprint=b, births=1)
+    for slot, own in (("r0c0", MODEL.slot("r0c0").blueprints), ("r0c1", MODEL.slot("r0c1").blueprints)):
+        for b, name in enumerate(own):
+            pair = (s(b), SeedState()) if slot == "r0c0" else (SeedState(), s(b))
+            obs = OBSERVER(table(pair), new_records(1))[0]
+            on = {k for k in OBSERVER.space.blueprints if obs[OBSERVER.index(f"{slot}.blueprint_{k}")] == 1}
+            assert on == {name}
+
+
+def test_the_model_and_its_table_say_the_same():
+    obs = OBSERVER(MODEL, new_records(1))
+    assert torch.equal(obs, OBSERVER(read_slots(MODEL), new_records(1)))
+    assert len({f.name for f in OBSERVER.features}) == OBSERVER.size and UNMEASURED not in obs and len(COLUMNS) == read_slots(MODEL).shape[-1]
