@@ -67,7 +67,7 @@ def plain_loop(case: Case) -> Callable[[int], object]: # runs epoch e
 def lane_loop(case: Case) -> Callable[[int], object]: # runs epoch e
     "The same networks as lanes, by the default plan."
     task, data = case.load()
-    pop = new_population(task, FitConfig(lanes=case.lanes, epochs=1000, batch_size=case.batch_size, precision=case.precision), data=data)
+    pop = new_population(task, FitConfig(lanes=case.lanes, epochs=1000, batch_size=case.batch_size, precision=case.precision, guard=None), data=data)
     return lambda e: run_epoch(pop, split=None)
 
 _kinds = dict(loop=plain_loop, lanes=lane_loop)
@@ -133,7 +133,7 @@ def run_bench(
     cases = [c for c in CASES if c.quick or not quick]
     result = dict(machine=machine(), rows=[])
     for case in cases:
-        result["rows"].append(compare_case(case, *((1, 2) if quick else (3, 3))))
+        result["rows"].append(compare_case(case, *((1, 2) if quick else (2, 3))))
         print(table_text(dict(result, rows=result["rows"][-1:])).splitlines()[1], flush=True)
     Path(out).write_text(json.dumps(result, indent=1) + "\n")
     print(table_text(result))
@@ -202,13 +202,13 @@ def run_fault_bench(
         guarded, reports, _, start = fault_run(world, kinds, seeds, True)
         alone, _, losses, _ = fault_run(world, kinds, seeds, False)
         rows = losses.T.unflatten(0, (len(kinds), seeds))
-        result["traces"][name] = dict(start=start, chance=world[1].chance_loss, losses={k: [[None if not math.isfinite(v) else round(v, 4) for v in t] for t in rows[i].tolist()] for i, k in enumerate(kinds)})
+        result["traces"][name] = dict(start=start, chance=world[1].chance_loss, losses={k: [[None if not math.isfinite(v) else float(f"{v:.3g}") for v in t] for t in rows[i].tolist()] for i, k in enumerate(kinds)})
         for i, kind in enumerate(kinds):
             at = slice(i * seeds, (i + 1) * seeds)
             with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
                 peer = [stability_guard_run(world, kind, s) for s in range(seeds)] if name == "digits" and importlib.util.find_spec("stabilityguard") else None
             result["rows"].append(_fault_row(name, kind, clean, guarded[at], alone[at], [[r for r in reports if r.lane == i * seeds + s] for s in range(seeds)], start, peer))
-    Path(out).write_text(json.dumps(result) + "\n")
+    Path(out).write_text(json.dumps(result, separators=(",", ":")) + "\n")
     print(fault_table_text(result))
     return result
 

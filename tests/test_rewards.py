@@ -100,6 +100,8 @@ def a_circle(draw):
 def test_growing_and_pruning_in_a_circle_never_pays(preset, circles):
     out = play(preset, [s for c in circles for s in c], gamma=GAMMA)
     assert summed(out) < 0 and summed(out, gamma=GAMMA) < 0
+    trial = [r.terms.get("attribution", 0.) + r.terms.get("refund", 0.) for r in out]
+    assert sum(trial) <= 1e-9 and sum(GAMMA**t * x for t, x in enumerate(trial)) <= 1e-9 # the interest
     assert float(out[-1].ledger.credit.sum()) == 0 and float(out[-1].ledger.potential) == 0
 
 
