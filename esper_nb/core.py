@@ -8,7 +8,7 @@ __all__ = ['generator', 'seeded', 'check_device', 'Precision', 'choose_precision
 
 # %% ../nbs/00_core.ipynb #cd079288
 import ctypes, dataclasses, difflib, hashlib, sys, types, typing
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ class Precision(NamedTuple):
 
     def autocast(self, device: str | torch.device = "cpu"): # the device of the forward pass
         "A context for the forward pass: autocast to `dtype`, or nothing in fp32."
-        return torch.autocast(torch.device(device).type, self.dtype, enabled=self.dtype != torch.float32)
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(torch.device(device).type, self.dtype)
 
     def __repr__(self): return f"{self.name} ({self.reason})"
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['unfold', 'fold', 'rows', 'conv2d', 'LaneBatchNorm2d', 'batch_norm2d', 'group_norm', 'lane_linear', 'LaneLinear',
            'linear', 'LaneEmbedding', 'LaneLayerNorm', 'Scale', 'LaneAttention', 'embedding', 'layer_norm', 'attention',
-           'LaneDropout', 'num_lanes', 'lane_state', 'with_lanes', 'put_rows', 'take_rows', 'lane', 'reset_rows',
-           'lane_norms', 'PerLane', 'per_lane']
+           'LaneDropout', 'num_lanes', 'lane_state', 'with_lanes', 'row_index', 'put_rows', 'take_rows', 'lane',
+           'reset_rows', 'lane_norms', 'PerLane', 'per_lane']
 
 # %% ../nbs/01_lanes.ipynb #f05a2801
 import copy
@@ -251,6 +251,13 @@ def with_lanes(
     return new
 
 # %% ../nbs/01_lanes.ipynb #e47423c2
+def row_index(
+    lanes: Sequence[int], # lane numbers
+) -> slice | list[int]: # indexes the rows of those lanes
+    "Lane numbers as an index: neighbours as a slice, which costs no look-up."
+    idx = list(lanes)
+    return slice(idx[0], idx[0] + len(idx)) if idx and idx == list(range(idx[0], idx[0] + len(idx))) else idx
+
 @torch.no_grad()
 def put_rows(
     module: nn.Module, # the population to write into, n lanes
@@ -258,8 +265,8 @@ def put_rows(
     source: nn.Module | dict[str, Tensor], # as many lanes as `lanes`, in that order
 ):
     "Overwrite some lanes with the lanes of another module; nothing else is touched, no parameter is replaced."
-    idx, n, state = list(lanes), num_lanes(module), source if isinstance(source, dict) else lane_state(source)
-    for name, t in lane_state(module).items(): rows(t, n)[idx] = rows(state[name], len(idx)).to(t)
+    m, idx, n, state = len(lanes), row_index(lanes), num_lanes(module), source if isinstance(source, dict) else lane_state(source)
+    for name, t in lane_state(module).items(): rows(t, n)[idx] = rows(state[name], m).to(t)
 
 @torch.no_grad()
 def take_rows(
@@ -268,10 +275,10 @@ def take_rows(
     out: nn.Module | None = None, # a module with as many lanes to reuse
 ) -> nn.Module: # a module of its own with those lanes
     "Copy some lanes out into a module of their own."
-    idx, n = list(lanes), num_lanes(module)
-    out = with_lanes(module, len(idx)) if out is None else out
+    m, idx, n = len(lanes), row_index(lanes), num_lanes(module)
+    out = with_lanes(module, m) if out is None else out
     target = lane_state(out)
-    for name, t in lane_state(module).items(): rows(target[name], len(idx)).copy_(rows(t, n)[idx])
+    for name, t in lane_state(module).items(): rows(target[name], m).copy_(rows(t, n)[idx])
     return out
 
 def lane(module: nn.Module, i: int) -> nn.Module:

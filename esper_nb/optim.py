@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .core import check_count
 from .gradients import grad_rows, row_norms
-from .lanes import rows
+from .lanes import row_index, rows
 
 # %% ../nbs/23_optim.ipynb #dc6146ee
 _kinds = dict(sgd=torch.optim.SGD, adam=torch.optim.Adam, adamw=torch.optim.AdamW)
@@ -102,6 +102,7 @@ def _copy_rows(target: _Rowed, to: Sequence[int], source: _Rowed, at: Sequence[i
     to, at, own, given = list(to), list(at), _state_rows(target), _state_rows(source)
     if len(to) != len(at): raise ValueError(f"{len(to)} lanes to overwrite, but {len(at)} lanes given")
     _check_state({k: t[0] for k, t in own.items()}, {k: t[0] for k, t in given.items()}, type(target).__name__)
+    to, at = row_index(to), row_index(at)
     for k, t in own.items(): t[to] = given[k][at].to(t)
 
 # %% ../nbs/23_optim.ipynb #865f4fa4

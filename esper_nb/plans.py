@@ -107,7 +107,7 @@ def _map(
 ) -> list[R]: # results in the order of `items`
     "Run `f` on every item; an error or an interrupt stops the others at their next step edge and is raised here."
     self.stopping.clear()
-    if self.pool: return _on_threads(self, f, items)
+    if self.pool and len(items) > 1: return _on_threads(self, f, items)  # one piece alone gets all cores, inside its operations
     return _on_streams(self, f, items) if self.streams else [f(i) for i in items]
 
 Workers.map = _map
