@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['TERMS', 'PRESETS', 'Facts', 'Ledger', 'new_ledger', 'restart', 'seed_sizes', 'occupied_size', 'RewardConfig',
-           'potential', 'Scene', 'measured', 'shared_worth', 'make_scene', 'term', 'attribution', 'refund',
-           'charge_back', 'shaping', 'dependence', 'rent', 'shock', 'crowd', 'waiting', 'harm', 'synergy', 'verbs',
-           'fossil', 'pruning', 'lost', 'final_accuracy', 'effort', 'final_simple', 'final_sparse', 'loss_fall',
-           'final_loss', 'Reward', 'compute_reward', 'Payslip', 'explain_reward']
+           'potential', 'Scene', 'shared_worth', 'make_scene', 'term', 'attribution', 'refund', 'charge_back',
+           'shaping', 'dependence', 'rent', 'shock', 'crowd', 'waiting', 'harm', 'synergy', 'verbs', 'fossil',
+           'pruning', 'lost', 'final_accuracy', 'effort', 'final_simple', 'final_sparse', 'loss_fall', 'final_loss',
+           'Reward', 'compute_reward', 'Payslip', 'explain_reward']
 
 # %% ../nbs/32_rewards.ipynb #19a86f02
 import math
@@ -128,7 +128,7 @@ class Scene(NamedTuple):
     chosen: Tensor # (n, S) bool: the slot of the operation
     held: Tensor # (n, S)
 
-def measured(table: Tensor, name: str) -> Tensor: # (n, S), NaN where not measured
+def _measured(table: Tensor, name: str) -> Tensor: # (n, S), NaN where not measured
     "A column in percentage points."
     c = column(table, name)
     return torch.where(c > UNMEASURED, c.clamp(-100, 100), math.nan)
@@ -158,13 +158,13 @@ def make_scene(config: RewardConfig, facts: Facts, ledger: Ledger) -> Scene:
     "Work out what the terms share."
     f = facts
     live_before, live = in_stage(f.before, *LIVE), in_stage(f.after, *LIVE)
-    c, now, born = measured(f.after, "contribution"), measured(f.after, "accuracy"), measured(f.after, "accuracy_born")
+    c, now, born = _measured(f.after, "contribution"), _measured(f.after, "accuracy"), _measured(f.after, "accuracy_born")
     if config.preset == "escrow": now = now.minimum(ledger.recent.nan_to_num(math.inf).amin(-1, keepdim=True).clamp(max=100))
     credit = ledger.credit / config.gamma
     pay = _pay(config, f, ledger, c, now - born, in_stage(f.after, Stage.BLENDING, Stage.HOLDING), credit)
     chosen = torch.nn.functional.one_hot(f.slot, f.before.shape[1]).bool() & (f.op != 0)[:, None]
     ready = in_stage(f.after, Stage.HOLDING) | (in_stage(f.after, Stage.BLENDING) & (ledger.held > 0))
-    return Scene(config, f, ledger, c, now - born, measured(f.before, "contribution"), live_before & live, pay, (credit + pay).clamp(min=0),
+    return Scene(config, f, ledger, c, now - born, _measured(f.before, "contribution"), live_before & live, pay, (credit + pay).clamp(min=0),
                  live_before & ~live & ~in_stage(f.after, Stage.FOSSILIZED), chosen, torch.where(ready, ledger.held + 1, 0.))
 
 # %% ../nbs/32_rewards.ipynb #c56febc9
@@ -239,7 +239,7 @@ def harm(s: Scene) -> Tensor:
 @term
 def synergy(s: Scene) -> Tensor:
     "seeds that help each other, once both are kept"
-    i = measured(s.facts.after, "interaction")
+    i = _measured(s.facts.after, "interaction")
     on = in_stage(s.facts.after, Stage.FOSSILIZED) & (i > 0) & (s.facts.gain >= 0)[:, None]
     return .1 * torch.where(on, (.5 * i).tanh(), 0.).sum(-1)
 
