@@ -82,7 +82,7 @@ class Population:
     workers: Workers
     rates: LaneRates # factor on each lane's learning rate
     guard: Governor | None = None # watches every lane; None: nobody does
-    last: "EpochResult | None" = field(default=None, repr=False) # the latest record, for a policy
+    last: tuple | None = field(default=None, repr=False) # the latest `EpochResult`, for a policy
     spare: dict = field(default_factory=dict, repr=False) # lanes -> networks that groups are checked out into, used again and again
 
     @property
