@@ -98,7 +98,7 @@ class Population:
         solo = c.workers is None and c.width is None and self.workers.count <= 2 and size * self.lanes <= SOLO_BYTES
         return grown_plan(self.model.kinds(), self.workers.count, size, c.width) if not solo else grown_plan(self.model.kinds(), 1, size, self.lanes)
 
-SOLO_BYTES = 10 * 2**20 # of all lanes' activations; below, two cores inside the operations of one wide pass beat two workers: 118 against 140 ms (digits, batch 64), 106 against 111 (batch 256)
+SOLO_BYTES = 10 * 2**20 # of all lanes' activations; below, two cores inside the operations of one wide pass beat two workers: 131 against 147 ms (digits, batch 64, medians of three runs in turns), level at batch 256
 MIXED_BYTES = 2**21 # of a lane's activation; below, calls cost more than copies. Measured: mixed groups 1.4-1.8 times faster at 64 to 512 KiB, equal at 4 MiB
 
 def grown_plan(
