@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPS', 'STYLES', 'TEMPOS', 'TARGETS', 'SPEEDS', 'CURVES', 'HEADS', 'MIN_PRUNE_AGE', 'USES', 'PLACEHOLDERS',
            'read_slots', 'column', 'in_stage', 'legal_operations', 'Choice', 'GrowthActions', 'as_decision',
-           'apply_action', 'draw_actions']
+           'as_choice', 'apply_action', 'draw_actions']
 
 # %% ../nbs/30_actions.ipynb #01fff72b
 from collections.abc import Mapping, Sequence
@@ -147,9 +147,9 @@ def _grids(self: GrowthActions, ops: Tensor, offers: Tensor) -> Tensor: # (..., 
     out[..., 1, :] &= pad((ops[..., 1, :, None] & offers).any(-2))
     return out
 
-def _mask(self: GrowthActions, model: Growing) -> Tensor: # (n, M) bool
+def _mask(self: GrowthActions, table: Tensor | Growing) -> Tensor: # (n, S, C) records, or the model that holds them -> (n, M) bool
     "The facts of all lanes now."
-    ops = legal_operations(read_slots(model, self.slots), self.rules, self.max_seeds)
+    ops = legal_operations(table if isinstance(table, Tensor) else read_slots(table, self.slots), self.rules, self.max_seeds)
     ops[:, 1] &= self.offers.any(-1)
     offers = self.offers.expand(len(ops), -1, -1)
     grid = _grids(self, ops, offers)
@@ -184,7 +184,12 @@ def _legal(self: GrowthActions, mask: Tensor, action: Tensor) -> Tensor: # (...,
     out[..., 1, :] &= pad(pick(offers, slot)) | (op != 1)[..., None]
     return out | (resting & ~out.any(-1, keepdim=True))
 
-GrowthActions.available, GrowthActions.relevant, GrowthActions.legal = _available, _relevant, _legal
+def _allowed(self: GrowthActions, mask: Tensor, action: Tensor) -> Tensor: # (..., M), (..., K) -> (...,) bool
+    "Whether an action is legal as a whole; heads that its operation does not use do not matter."
+    chosen = self.legal(mask, action).gather(-1, action[..., None]).squeeze(-1)
+    return (chosen | ~self.relevant(action)).all(-1)
+
+GrowthActions.available, GrowthActions.relevant, GrowthActions.legal, GrowthActions.allowed = _available, _relevant, _legal, _allowed
 
 # %% ../nbs/30_actions.ipynb #ad015df0
 def _canonical(self: GrowthActions, action: Tensor) -> Tensor: # (..., K) int64
@@ -224,6 +229,26 @@ def as_decision(
     if c.op == "set_alpha": return Decision(c.op, c.slot, settings=dict(target=c.target, steps=c.speed, curve=curve, steepness=steepness, blend=blend))
     if not c.speed: return Decision("prune", c.slot, settings=dict(reason=Reason.POLICY))
     return Decision("schedule_prune", c.slot, settings=dict(steps=c.speed, curve=curve, steepness=steepness, reason=Reason.POLICY))
+
+def _name_of(table: Mapping, what, value) -> str:
+    near = [k for k, v in table.items() if v == value]
+    check(len(near) > 0, what, value, f"one of {', '.join(map(str, table.values()))}: what an action can say")
+    return near[0]
+
+def as_choice(
+    decision: Decision, # of a controller
+) -> Choice:
+    "The action that a verb of the model stands for: the inverse of `as_decision`."
+    d, s = decision, {k: v for k, v in decision.settings.items() if k != "reason"}
+    known = dict(germinate=("blend", "curve", "tempo", "goal"), set_alpha=("target", "steps", "curve", "steepness", "blend"), schedule_prune=("steps", "curve", "steepness")).get(d.verb, ())
+    check(s.keys() <= set(known), f"settings of {d.verb}", sorted(s), f"some of {', '.join(known)}: no action says more" if known else "none: no action says more")
+    if d.verb in ("wait", "fossilize", "advance"): return Choice(d.verb, None if d.verb == "wait" else d.slot)
+    if d.verb == "germinate":
+        style = _name_of(STYLES, "curve, blend", (Curve(s.get("curve", Curve.LINEAR)), Blend(s.get("blend", Blend.ADD))))
+        return Choice("germinate", d.slot, d.blueprint, style, s.get("tempo", 5), s.get("goal", 1.))
+    curve = _name_of(CURVES, "curve, steepness", (Curve(s.get("curve", Curve.LINEAR)), float(s.get("steepness", 12.))))
+    if d.verb != "set_alpha": return Choice("prune", d.slot, speed=s.get("steps", 0), curve=curve)
+    return Choice("set_alpha", d.slot, style=_name_of({k: b for k, (_, b) in STYLES.items()}, "blend", Blend(s.get("blend", Blend.ADD))), target=s["target"], speed=s.get("steps", 0), curve=curve)
 
 def _why_not(space: GrowthActions, model: Growing, lane: int, c: Choice) -> str: # the reason for a person
     s = model.slot(str(c.slot)).state(lane)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .core import check, check_count
-from .lanes import linear
+from .lanes import linear, spatial_mean
 
 # %% ../nbs/12_blending.ipynb #74151432
 class Curve(IntEnum):
@@ -123,7 +123,7 @@ class BlendGate(nn.Module):
         self.fc1, self.fc2 = linear(channels, inner, lanes), linear(inner, 1, lanes)
 
     def pool(self, h: Tensor) -> Tensor: # the mean over the picture, or over the tokens so far
-        if h.ndim == 4: return h.mean((2, 3))
+        if h.ndim == 4: return spatial_mean(h)
         return h.cumsum(1) / torch.arange(1, h.shape[1] + 1, device=h.device, dtype=h.dtype)[:, None]
 
     def forward(self, h: Tensor) -> Tensor: return self.fc2(self.fc1(self.pool(h)).relu()).sigmoid()

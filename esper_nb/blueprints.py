@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as rerun_in_backward
 
 from .core import check, check_count
-from .lanes import LaneAttention, Scale, conv2d, fold, group_norm, lane_linear, layer_norm, linear, num_lanes, unfold
+from .lanes import LaneAttention, Scale, conv2d, fold, group_norm, lane_linear, layer_norm, linear, num_lanes, spatial_mean, unfold
 
 # %% ../nbs/11_blueprints.ipynb #f0e984ec
 FAMILIES = {"cnn": 64, "transformer": 384} # family -> channels at which sizes are declared
@@ -135,7 +135,7 @@ class SqueezeExcite(nn.Module):
     def reset_parameters(self): nn.init.zeros_(self.fc2.weight); nn.init.constant_(self.fc2.bias, 3.)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.fc2(self.fc1(x.mean((2, 3))).relu()).sigmoid()[:, :, None, None]
+        return x * self.fc2(self.fc1(spatial_mean(x)).relu()).sigmoid()[:, :, None, None]
 
 # %% ../nbs/11_blueprints.ipynb #bc56281c
 def _conv(a, b, n, k=1, **kw): return conv2d(a, b, k, n, padding=k // 2, bias=False, **kw)

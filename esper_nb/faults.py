@@ -45,9 +45,11 @@ def _corrupt_batch(net, stepper, i, x, y, age, g):
 
 def _poison_optimizer(net, stepper, i, x, y, age, g):
     if age: return
-    for opt in stepper.owners.values():
+    for k, opt in stepper.owners.items():
+        if i not in stepper.rows_of(k): continue
+        j = list(stepper.rows_of(k)).index(i)
         for name, t in opt.state_dict().items():
-            if name.partition(".")[0] in ("momentum_buffer", "exp_avg"): rows(t, stepper.lanes)[i].normal_(0, 3, generator=g) if not t.is_cuda else rows(t, stepper.lanes)[i].fill_(3.)
+            if name.partition(".")[0] in ("momentum_buffer", "exp_avg"): rows(t, opt.lanes)[j].normal_(0, 3, generator=g) if not t.is_cuda else rows(t, opt.lanes)[j].fill_(3.)
 
 _faults = dict(nan=_nan, explode=_explode, lobotomy=_lobotomy, drift=_drift)
 _faults |= {"corrupt-batch": _corrupt_batch, "poison-optimizer": _poison_optimizer}

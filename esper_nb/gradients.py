@@ -60,9 +60,11 @@ def tensor_norms(
 
 def row_norms(
     grads: Sequence[Tensor], # each (n, elements), from `grad_rows`; at least one
-) -> Tensor: # (n,) L2 norms over all tensors; inf where a gradient is not finite
-    "The norm of every lane over all its gradients."
-    return torch.linalg.vector_norm(tensor_norms(grads), dim=0)
+    *more: Sequence[Tensor], # the same of further owners, with lanes of their own
+) -> Tensor: # (n,) L2 norms over all tensors of an owner, (n + ...,) for several; inf where a gradient is not finite
+    "The norm of every lane over all its gradients, owner after owner."
+    norms = torch.cat([torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=1) for g in owner]), dim=0) for owner in (grads, *more)])
+    return norms.masked_fill_(norms.isnan(), math.inf)
 
 # %% ../nbs/22_gradients.ipynb #09f1f683
 def lane_grad_norms(

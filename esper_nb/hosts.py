@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .core import Config, check, check_count, check_device
 from .lanes import (LaneAttention, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, batch_norm2d, conv2d, lane_linear, reset_rows,
-                            rows, unfold)
+                            rows, spatial_mean, unfold)
 
 # %% ../nbs/15_hosts.ipynb #e80b48ca
 class Site(NamedTuple):
@@ -98,7 +98,7 @@ class CNNHost(Host):
         return nn.Sequential(conv2d(c_in, c_out, k, n, padding=k // 2, bias=False), batch_norm2d(c_out, n), nn.ReLU())
 
     def piece(self, i: int, h: Tensor) -> Tensor:
-        if i == len(self.steps): return self.head(h.mean((2, 3)))
+        if i == len(self.steps): return self.head(spatial_mean(h))
         kind, k = self.steps[i]
         return self.blocks[k](h) if kind == "block" else self.pool(h)
 

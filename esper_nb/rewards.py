@@ -361,5 +361,5 @@ def explain_reward(
     lane: int = 0,
 ) -> Payslip:
     "What was paid for what; terms that paid nothing are left out."
-    lines = [(k, float(v[lane]), TERMS[k].__doc__ or "") for k, v in reward.terms.items() if float(v[lane])]
+    lines = [(k, float(v[lane]), TERMS[k].__doc__ or "" if k in TERMS else "set from outside") for k, v in reward.terms.items() if float(v[lane])]
     return Payslip(float(reward.total[lane]), tuple(sorted(lines, key=lambda x: -abs(x[1]))))

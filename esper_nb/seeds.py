@@ -11,6 +11,7 @@ __all__ = ['COLUMNS', 'UNMEASURED', 'Reason', 'SeedState', 'to_row', 'from_row',
 import dataclasses, math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from .blending import Blend, Curve, Ramp, RampMode
@@ -90,10 +91,14 @@ def to_row(s: SeedState) -> list[float]: # one finite number per column
     "A record as numbers."
     return [UNMEASURED if v is None else min(float(v), -UNMEASURED) for v in s]
 
-def from_row(row: list[float]) -> SeedState:
-    "The record that a row of numbers stands for."
+@lru_cache(4096)   # most lanes' rows are read many times before they change
+def _decode(row):
     decode = lambda k, v: None if v <= UNMEASURED else math.inf if v >= -UNMEASURED else _casts.get(k, float)(v)
     return SeedState(*map(decode, COLUMNS, row))
+
+def from_row(row: list[float]) -> SeedState:
+    "The record that a row of numbers stands for."
+    return _decode(tuple(row))
 
 # %% ../nbs/13_seeds.ipynb #1dee7114
 def _finite(**values):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from .blending import Blend, BlendGate, Curve, combine, spread, straight_through
 from .blueprints import get_blueprint, list_blueprints, make_blueprint, probe, smoke_test
 from .core import check, generator, seeded
-from .lanes import lane_state, put_rows, rows, with_lanes
-from .seeds import (COLUMNS, Event, GateResult, Reason, Rules, SeedState, advance_seed, fossilize_seed, from_row, germinate_seed,
+from .lanes import lane_state, num_lanes, put_rows, rows, with_lanes
+from .seeds import (Event, GateResult, Reason, Rules, SeedState, advance_seed, fossilize_seed, from_row, germinate_seed,
                             prune_seed, schedule_seed_prune, set_seed_alpha, tick_seed, to_row)
 from .stages import ACTIVE, Stage
 
@@ -139,7 +139,20 @@ class Slot(nn.Module):
         self.register_buffer("stream", torch.zeros(lanes, dtype=torch.int64))
         self.enabled, self.branch = True, False
         self._roles, self._narrow = _Cache(), _Cache()
+        self.held: dict[str, tuple[int, ...]] = {} # bank or "gate" -> the lanes that its rows stand for, where it has been narrowed
         self.clear(range(lanes), seed)
+
+    def part(self, name: str) -> nn.Module: # one of `blueprints`, or "gate"
+        "A bank, or the network of the gates."
+        return self.gate if name == "gate" else self.banks[name]
+
+    def hold(self, name: str, bank: nn.Module, lanes: Sequence[int]): # bank: one row for each of the lanes; neighbours and gaps as they come
+        "Run a bank that has rows only for some lanes; no other lane may use it."
+        check(num_lanes(bank) == len(lanes), "bank", num_lanes(bank), f"{len(lanes)} rows, one for each of the lanes {list(lanes)}")
+        if name == "gate": self.gate = bank
+        else: self.banks[name] = bank
+        self.held[name] = tuple(lanes)
+        self._roles.clear(); self._narrow.clear()
 
     def _module(self, name, lanes): return make_blueprint(name, self.family, self.channels, lanes, **self.options.get(name, {}))
 
@@ -183,8 +196,6 @@ class Slot(nn.Module):
             for t in lane_state(m).values(): rows(t, self.lanes)[lane].zero_()
 
 # %% ../nbs/14_slots.ipynb #9acfe87a
-_forward_columns = COLUMNS.index("isolated") + 1
-
 def _find_roles(self: Slot, training: bool) -> list[Role]:
     found: dict[tuple, list[tuple[int, float]]] = {}
     for i, s in enumerate(self.states()):
@@ -195,7 +206,7 @@ def _find_roles(self: Slot, training: bool) -> list[Role]:
 
 def _roles(self: Slot) -> tuple[Role, ...]:
     "Who does what in the forward pass, in the present mode; empty where the slot only hands on."
-    key = (self.training, self.table[:, :_forward_columns].numpy().tobytes())
+    key = (self.training, self.table.numpy().tobytes())   # cheaper than reading any column
     if self._roles.get("key") != key:
         self._roles.clear()
         self._roles.update(key=key, roles=tuple(_find_roles(self, self.training)))
@@ -210,20 +221,21 @@ def _cached(self: Slot, key, make):
     if key not in self._roles: self._roles[key] = make()
     return self._roles[key]
 
-def _run_bank(self: Slot, bank, role, x):
-    if len(role.lanes) == self.lanes: return bank(x)
-    key = id(bank), len(role.lanes)
-    if key not in self._narrow: self._narrow[key] = RowsOf(bank, self.lanes, len(role.lanes))
-    index = _cached(self, ("index", role, x.device), lambda: torch.tensor(role.lanes, device=x.device))
-    return self._narrow[key](x, role.lanes, index, self.training)
+def _run_bank(self: Slot, name, role, x): # name: a blueprint, or "gate"
+    bank, held = self.part(name), self.held.get(name) or _cached(self, "everyone", lambda: tuple(range(self.lanes)))
+    if role.lanes == held: return bank(x)
+    key, n = (name, len(role.lanes)), len(held)
+    if key not in self._narrow: self._narrow[key] = RowsOf(bank, n, len(role.lanes))
+    at, index = _cached(self, ("index", name, role, x.device), lambda: (t := tuple(held.index(i) for i in role.lanes), torch.tensor(t, device=x.device)))
+    return self._narrow[key](x, at, index, self.training)
 
 def _play(self: Slot, role: Role, h: Tensor) -> Tensor: # h: features of the role's lanes
     m, r = len(role.lanes), h if role.mode == "open" else h.detach()
-    s = _run_bank(self, self.banks[role.blueprint], role, r)
+    s = _run_bank(self, role.blueprint, role, r)
     if role.mode == "through": return straight_through(h, s)
     if role.blend == Blend.ADD and min(role.alphas) == 1: return s.to(h.dtype)
     alpha = _cached(self, ("alpha", role, h.device, h.dtype), lambda: spread(torch.tensor(role.alphas, device=h.device), h, m))
-    return combine(role.blend, h, s, alpha, r, spread(_run_bank(self, self.gate, role, r), h, m) if role.blend == Blend.GATE else None)
+    return combine(role.blend, h, s, alpha, r, spread(_run_bank(self, "gate", role, r), h, m) if role.blend == Blend.GATE else None)
 
 def _forward(self: Slot, h: Tensor) -> Tensor: # the same shape; twice the batch while `branch` is set
     roles = self.roles() if self.enabled else ()

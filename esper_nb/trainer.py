@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SOLO_BYTES', 'MIXED_BYTES', 'Disturb', 'Health', 'Policy', 'FitConfig', 'LaneRates', 'Population', 'grown_plan',
-           'lane_bytes', 'new_population', 'new_guard', 'TrainStep', 'train_batch', 'TrainResult', 'EvalResult',
-           'for_all_lanes', 'evaluate', 'EpochResult', 'run_epoch', 'fit']
+           'lane_bytes', 'new_population', 'new_guard', 'TrainStep', 'train_batch', 'TrainResult', 'Group', 'give_back',
+           'EpochResult', 'run_epoch', 'check_out', 'fit']
 
 # %% ../nbs/27_trainer.ipynb #ef4c9ccb
 import math, time
@@ -16,21 +16,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .attribution import Worth, heard_slots, seed_tables
+from .attribution import EvalResult, Worth, evaluate, for_all_lanes, judge_lanes, seed_tables
 from .blending import Blend
 from .core import Config, Precision, check, check_count, check_device, choose_precision
 from .data import ImageData, TextData
 from .decisions import Decision, Done, apply_decision, apply_decisions
 from .governor import Governor, GovernorConfig, Report
-from .gradients import GradientHealth, gradient_health, norm_ratio
-from .lanes import num_lanes, put_rows, take_rows, with_lanes
+from .gradients import gradient_health, norm_ratio
+from .lanes import put_rows, take_rows, with_lanes
 from .models import MAX_BRANCHES, Growing, GrowingModel
-from .optim import LaneOptimizer, LaneScaler, Stepper, _copy_rows, check_owners
+from .optim import LaneOptimizer, LaneScaler, Stepper, copy_rows, check_owners
 from .plans import Plan, Workers, plan
 from .seeds import Event, Reason, Rules, from_row
 from .slots import Slot
 from .stages import ACTIVE, LIVE, Stage
-from .tasks import Task, class_counts, correct_counts, create_model, get_task
+from .tasks import Task, correct_counts, create_model, get_task
 
 # %% ../nbs/27_trainer.ipynb #cfec178d
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Population:
 
     def plan(self) -> Plan: # groups of lanes that are trained together
         "Which lanes run together in an epoch; changes with what grows where."
-        size, c = lane_bytes(self.task, self.batch_size), self.config
+        size, c = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize), self.config
         solo = c.workers is None and c.width is None and self.workers.count <= 2 and size * self.lanes <= SOLO_BYTES
         return grown_plan(self.model.kinds(), self.workers.count, size, c.width) if not solo else grown_plan(self.model.kinds(), 1, size, self.lanes)
 
@@ -102,7 +102,7 @@ SOLO_BYTES = 10 * 2**20 # of all lanes' activations; below, two cores inside the
 MIXED_BYTES = 2**21 # of a lane's activation; below, calls cost more than copies. Measured: mixed groups 1.4-1.8 times faster at 64 to 512 KiB, equal at 4 MiB
 
 def grown_plan(
-    kinds: Sequence, # what each lane does in its slots; lanes with equal keys share every call
+    kinds: Sequence[tuple], # what each lane does in each slot; lanes with equal keys share every call
     workers: int = 1, # groups at a time
     size: int = 0, # bytes of one lane's largest activation in a batch
     width: int | None = None, # lanes per group, instead of the rule
@@ -110,15 +110,20 @@ def grown_plan(
     "Small activations: wide groups of like and unlike lanes, like ones side by side. Large ones: like lanes only."
     if size >= MIXED_BYTES: return plan(kinds, workers, size, width)
     first: dict = {}
-    for i, k in enumerate(kinds): first.setdefault(k, i)
-    order = sorted(range(len(kinds)), key=lambda i: (first[kinds[i]], i))
+    for i, k in enumerate(kinds):
+        for part in enumerate(k): first.setdefault(part, i)
+    order = sorted(range(len(kinds)), key=lambda i: (*(first[part] for part in enumerate(kinds[i])), i))  # by the first slot, whose features are the largest
     return tuple(tuple(order[j] for j in g) for g in plan(len(kinds), workers, size, width))
 
-def lane_bytes(task: Task, batch_size: int) -> int: # bytes
+def lane_bytes(
+    task: Task, # whose host
+    batch_size: int, # examples
+    itemsize: int = 4, # bytes per number: 2 under bf16 and fp16
+) -> int: # bytes
     "Size of one lane's largest activation in a batch."
     h = task.host
     per = h.base * h.size**2 if hasattr(h, "base") else 4 * h.d * h.block
-    return 4 * batch_size * per
+    return itemsize * batch_size * per
 
 # %% ../nbs/27_trainer.ipynb #a78efc73
 def new_population(
@@ -189,66 +194,11 @@ class TrainResult(NamedTuple):
     skipped: Tensor # (n,) int64, updates left out
     losses: Tensor # (batches, n) loss of every batch
 
-class EvalResult(NamedTuple):
-    "One pass over a split, per lane."
-    loss: Tensor # (n,) nats
-    accuracy_pp: Tensor # (n,) percentage points
-    class_pp: Tensor # (n, classes) accuracy in each class; NaN where the split has none of it
-
 def _summary(batches: list[TrainStep], examples: int) -> TrainResult:
     loss, correct, norm, skipped = (torch.stack(t) for t in zip(*batches))
     finite = norm.isfinite()
     return TrainResult(loss.mean(0), 100 * correct.sum(0).cpu().float() / (len(batches) * examples), norm.where(finite, 0).sum(0) / finite.sum(0),
                        skipped.sum(0), loss)
-
-# %% ../nbs/27_trainer.ipynb #c597aeb6
-def for_all_lanes(
-    x: Tensor, # (B, C, H, W) images or (B, L) tokens, the same for every lane
-    n: int, # lanes
-) -> Tensor: # (B, n*C, H, W) channels_last, or (B, L, n)
-    "Show every lane the same input."
-    if not x.is_floating_point(): return x[..., None].expand(*x.shape, n)
-    return x.repeat(1, n, 1, 1).contiguous(memory_format=torch.channels_last)
-
-class _Tally:
-    "Adds up loss and right answers over batches."
-    def __init__(self): self.loss, self.right, self.seen = 0, 0, 0
-
-    def add(self, task, logits, y, n, count):
-        self.loss = self.loss + task.loss(logits, y, n).double() * y.numel()
-        self.right, self.seen = self.right + count(logits, y, n), self.seen + y.numel()
-
-    @property
-    def mean_loss(self): return (self.loss / self.seen).float().cpu()
-
-def evaluate(
-    net: nn.Module, # n lanes
-    task: Task, # for the loss
-    data: ImageData | TextData, # where the split is
-    split: str = "heldout", # "train", "heldout" or "test"
-    batch_size: int = 256, # examples per batch
-    precision: Precision = choose_precision("fp32"), # type of the forward pass
-) -> EvalResult:
-    "Loss and accuracy of every lane on a split, in evaluation mode; nothing of the network changes."
-    return _evaluate(net, task, data, split, batch_size, precision, ())[0]
-
-@torch.no_grad()
-def _evaluate(net, task, data, split, batch_size, precision, slots):
-    "The same, and every on/off combination of some slots beside it."
-    n, was_training = num_lanes(net), net.training
-    net.eval()
-    full, parts, of_class = _Tally(), [_Tally() for _ in range(2**len(slots) if slots else 0)], 0
-    for x, y in data.evaluate(split, batch_size):
-        x = for_all_lanes(x, n)
-        with precision.autocast(x.device): logits = net.factorial(x, slots)[0] if slots else net(x)[None]
-        full.add(task, logits[-1], y, n, class_counts)
-        for tally, z in zip(parts, logits): tally.add(task, z, y, n, correct_counts)
-        of_class = of_class + torch.bincount(y.flatten(), minlength=data.classes)
-    net.train(was_training)
-    right, seen = full.right.cpu(), of_class.cpu()
-    result = EvalResult(full.mean_loss, 100 * right.sum(1) / full.seen, 100 * right / seen)
-    if not slots: return result, None
-    return result, Worth(slots, torch.stack([100 * t.right.cpu() / t.seen for t in parts]), torch.stack([t.mean_loss for t in parts]), *seed_tables(net, slots))
 
 # %% ../nbs/27_trainer.ipynb #f7f424db
 def _parts_in_use(model: Growing) -> dict[str, set[int]]: # owner -> lanes
@@ -264,57 +214,68 @@ def _parts_in_use(model: Growing) -> dict[str, set[int]]: # owner -> lanes
 
 def _part(model: Growing, owner: str) -> nn.Module:
     name, _, part = owner.rpartition(".")
-    return model.host if not name else model.slot(name).gate if part == "gate" else model.slot(name).banks[part]
+    return model.slot(name).part(part) if name else model.host
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     "A network and optimizers of some lanes, on loan for an epoch."
     lanes: tuple[int, ...]
     net: GrowingModel
     stepper: Stepper # of the owners in use
     active: dict[str, Tensor] # owner -> (m,) bool
 
-def _checkout(pop: Population, lanes: Sequence[int], shelf: dict, parts: dict[str, set[int]], active: dict[str, Tensor]) -> _Group:
-    "Copy what some lanes use into a network and a stepper of their own."
-    m, model = len(lanes), pop.model
-    if "net" not in shelf: shelf.update(net=with_lanes(model, m), owners={})
-    net, owners = shelf["net"], shelf["owners"]
-    net.zero_grad()
-    for k in model.names:
-        here, there = model.slot(k), net.slot(k)
+def _checkout(pop: Population, lanes: Sequence[int], shelf: dict, parts: dict[str, set[int]], active: dict[str, Tensor]) -> Group:
+    "Copy what some lanes use into a network and a stepper of their own, whose banks have no row too many."
+    if "net" not in shelf: shelf["net"] = with_lanes(pop.model, len(lanes))
+    net = shelf["net"]
+    for k in pop.model.names:
+        here, there = pop.model.slot(k), net.slot(k)
         there.table.copy_(here.table[list(lanes)]); there.stream.copy_(here.stream[list(lanes)]); there.enabled = here.enabled
-    used = [k for k, on in parts.items() if not on.isdisjoint(lanes)]
-    params = net.owners() if any(k not in owners for k in used) else {}
-    for k in used:
-        take_rows(_part(model, k), lanes, _part(net, k))
-        if k not in owners: owners[k] = pop.stepper.owners[k].take_rows(lanes, params[k])
-        else: _copy_rows(owners[k], range(m), pop.stepper.owners[k], lanes)
-    stepper = Stepper({k: owners[k] for k in used}, pop.stepper.scaler.take_rows(lanes), {k: pop.stepper.max_norm[k] for k in used})
-    return _Group(tuple(lanes), net.train(), stepper, {k: active[k][list(lanes)] for k in used})
+    at = {k: tuple(j for j, i in enumerate(lanes) if i in on) for k, on in parts.items()}
+    owners = {k: _borrow(pop, net, shelf, k, j, [lanes[i] for i in j]) for k, j in at.items() if j}
+    stepper = Stepper(owners, pop.stepper.scaler.take_rows(lanes), {k: pop.stepper.max_norm[k] for k in owners}, {k: at[k] for k in owners})
+    return Group(tuple(lanes), net.train(), stepper, {k: active[k][list(lanes)] for k in owners})
 
-def _give_back(pop: Population, g: _Group):
+def _borrow(pop, net, shelf, owner, at, lanes):
+    "Rows of one owner: weights into the group's network, state into an optimizer, both kept for the next time."
+    name, _, part = owner.rpartition(".")
+    if (owner, len(at)) not in shelf: shelf[owner, len(at)] = [with_lanes(_part(pop.model, owner), len(at)) if name else net.host, None]
+    bank, opt = shelf[owner, len(at)]
+    if name: net.slot(name).hold(part, bank, at)
+    take_rows(_part(pop.model, owner), lanes, bank)
+    if opt is None: opt = shelf[owner, len(at)][1] = pop.stepper.owners[owner].take_rows(lanes, net.owners()[owner])
+    else: copy_rows(opt, range(len(at)), pop.stepper.owners[owner], lanes)
+    return opt
+
+def give_back(
+    pop: Population, # lender
+    g: Group, # from `check_out`
+    awake: Sequence[bool] | Tensor | None = None, # (n,) lanes that take what was learnt, default all; the others stay as they were
+):
     "Put a group's weights and optimizer state where they came from."
-    for k, opt in g.stepper.owners.items():
-        put_rows(_part(pop.model, k), g.lanes, _part(g.net, k)); pop.stepper.owners[k].put_rows(g.lanes, opt)
-    pop.stepper.scaler.put_rows(g.lanes, g.stepper.scaler)
+    for k, opt in (*g.stepper.owners.items(), ("scaler", g.stepper.scaler)):
+        rows = [j for j, i in enumerate(g.stepper.rows_of(k)) if awake is None or awake[g.lanes[i]]]
+        lanes = [g.lanes[g.stepper.rows_of(k)[j]] for j in rows]
+        if not rows: continue
+        copy_rows(pop.stepper.scaler if k == "scaler" else pop.stepper.owners[k], lanes, opt, rows)
+        if k != "scaler": put_rows(_part(pop.model, k), lanes, _part(g.net, k) if len(rows) == opt.lanes else take_rows(_part(g.net, k), rows))
 
 # %% ../nbs/27_trainer.ipynb #3788a0e1
 Disturb = Callable[[nn.Module, Stepper, Sequence[int], int, Tensor, Tensor], tuple[Tensor, Tensor]] # see `run_epoch`
-Health = dict[str, tuple[GradientHealth, Tensor]] # slot -> gradients of its seeds, and their ratio to the host's (n,)
+Health = dict[str, Tensor] # slot -> (5, n): `GradientHealth` of its seeds, and their ratio to the host's
 
-def _seed_health(g: _Group) -> Health:
+def _seed_health(g: Group) -> Health:
     "The gradients of each slot's seeds, before they are clipped; NaN for lanes without one."
-    n, scaler = len(g.lanes), g.stepper.scaler
-    out: Health = {}
-    scale = scaler.scale if scaler.enabled else None
-    size = lambda opt: sum(p.numel() for p in opt.params.values()) // n
-    host = gradient_health(g.stepper.owners["host"].params.values(), n, scale=scale).norm if len(g.stepper.owners) > 1 else None
-    for k, opt in g.stepper.owners.items():
+    n, step = len(g.lanes), g.stepper
+    scale, out = step.scaler.scale if step.scaler.enabled else torch.ones(n), {}
+    size = lambda opt: sum(p.numel() for p in opt.params.values()) // opt.lanes
+    host = gradient_health(step.owners["host"].params.values(), n, scale=scale).norm
+    for k, opt in step.owners.items():
         slot, _, part = k.rpartition(".")
         if not slot or part == "gate": continue
-        one = gradient_health(opt.params.values(), n, g.active[k], scale)
-        new = one, norm_ratio(one.norm, host, size(opt), size(g.stepper.owners["host"]))
-        old = out.get(slot)
-        out[slot] = new if old is None else (GradientHealth(*(a.where(~a.isnan(), b) for a, b in zip(new[0], old[0]))), new[1].where(~new[1].isnan(), old[1]))
+        at = list(step.rows_of(k))
+        one = gradient_health(opt.params.values(), len(at), g.active[k][at], scale[at])
+        table = out.setdefault(slot, torch.full((5, n), math.nan))
+        table[:, at] = torch.stack([v.to(table).where(g.active[k][at], table[i, at]) for i, v in enumerate((*one, norm_ratio(one.norm, host[at], size(opt), size(step.owners["host"]))))])
     return out
 
 class _Outcome(NamedTuple):
@@ -324,31 +285,18 @@ class _Outcome(NamedTuple):
     contribution: dict[str, Tensor] # slot -> (m,) percentage points
     health: Health
 
-def _group_epoch(pop: Population, g: _Group, split: str | None, disturb: Disturb | None) -> _Outcome | None:
+def _group_epoch(pop: Population, g: Group, split: str | None, disturb: Disturb | None) -> _Outcome | None:
     "Train some lanes, and evaluate them on a split; None if told to stop."
     batches = pop.data.epoch(pop.config.seed, g.lanes, pop.epoch[list(g.lanes)].tolist(), pop.batch_size)
-    done, health = [], {}
+    done, health, partly = [], {}, {k: on for k, on in g.active.items() if not on[list(g.stepper.rows_of(k))].all()}
     for b in range(len(batches)):
         if pop.workers.stopping.is_set(): return None
         x, y = batches[b]
         if disturb is not None: x, y = disturb(g.net.host, g.stepper, g.lanes, b, x, y)
         look = (lambda: health.update(_seed_health(g))) if b == len(batches) - 1 and len(g.stepper.owners) > 1 else None
-        done.append(train_batch(g.net, g.stepper, pop.task, x, y, pop.precision, g.active, look))
+        done.append(train_batch(g.net, g.stepper, pop.task, x, y, pop.precision, partly, look))
     examples = pop.batch_size * (pop.data.shape[0] if len(pop.data.shape) == 1 else 1)
-    return _Outcome(_summary(done, examples), *((None, None, {}) if split is None else _judge(pop, g.net, split)), health)
-
-def _judge(pop, net, split):
-    "Validation, with the worth of every seed that is heard; from five slots on only what each adds to the rest."
-    slots = heard_slots(net)
-    args = pop.task, pop.data, split, pop.config.eval_batch, pop.precision
-    if len(slots) <= MAX_BRANCHES:
-        result, worth = _evaluate(net, *args, slots)
-        return result, worth, {} if worth is None else dict(zip(slots, worth.contribution))
-    result, contribution = evaluate(net, *args), {}
-    for k, heard in zip(slots, seed_tables(net, slots)[0]):
-        with net.disable_seeds(k): off = evaluate(net, *args).accuracy_pp
-        contribution[k] = (result.accuracy_pp - off).masked_fill(~heard, math.nan)
-    return result, None, contribution
+    return _Outcome(_summary(done, examples), *((None, None, {}) if split is None else judge_lanes(g.net, pop.task, pop.data, split, pop.config.eval_batch, pop.precision)), health)
 
 # %% ../nbs/27_trainer.ipynb #325fcfdb
 class EpochResult(NamedTuple):
@@ -391,7 +339,7 @@ def _spread(groups, outcomes, n, get) -> dict[str, Tensor]:
 def _note(pop, groups, outcomes, heldout):
     "Write an epoch's measurements into the seeds."
     model, n = pop.model, pop.lanes
-    for slot, (norm, vanishing, exploding, health, ratio) in _spread(groups, outcomes, n, lambda o: {k: torch.stack([*h, r]) for k, (h, r) in o.health.items()}).items():
+    for slot, (norm, vanishing, exploding, health, ratio) in _spread(groups, outcomes, n, lambda o: o.health).items():
         model.record_gradients(slot, norm, health, ratio=ratio, vanishing=vanishing, exploding=exploding)
     if heldout is None: return
     model.record_accuracy(heldout.accuracy_pp)
@@ -427,9 +375,9 @@ def run_epoch(
 ) -> EpochResult:
     "Train every lane for an epoch and evaluate it; interrupted, it leaves the population as it was."
     start, number = time.perf_counter(), int(pop.epoch.max())
-    groups = _check_out_all(pop, number)
+    groups = check_out(pop, number)
     outcomes = pop.workers.map(lambda g: _group_epoch(pop, g, split, disturb), groups)
-    for g in groups: _give_back(pop, g)
+    for g in groups: give_back(pop, g)
     pop.epoch += 1
     lanes = [g.lanes for g in groups]
     train, heldout = _join(lanes, [o.train for o in outcomes]), None if split is None else _join(lanes, [o.heldout for o in outcomes])
@@ -440,7 +388,10 @@ def run_epoch(
     pop.last = EpochResult(number, train, heldout, lr, seconds, images / seconds, reports, worth, (), tuple(pop.model.tick()))
     return pop.last
 
-def _check_out_all(pop, epoch) -> list[_Group]:
+def check_out(
+    pop: Population, # lends
+    epoch: int, # of the learning rate's schedule
+) -> list[Group]: # networks and optimizers of their own
     "Fresh rows, learning rates, and every group of the plan."
     base = pop.task.lr if pop.config.lr is None else pop.config.lr
     for k, lanes in pop.model.take_fresh().items(): pop.stepper.owners[k].reset_rows(lanes)

@@ -272,7 +272,7 @@ def test_resume_in_a_new_process_is_exact(core, mode, more, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("edge", [1, 6, 7, 8, 10, 11, 17, 18])
-def test_saved_at_any_step_edge(edge, tmp_path):
+def test_saved_at_any_step_edge(edge, tmp_path, one_thread, stop_at):
     "Stopped in the middle of a rollout or of an update, saved, and continued by objects built anew."
     from esper_nb.policies import PolicyConfig
     from esper_nb.ppo import Learner, PPOConfig, train_ppo
@@ -280,26 +280,15 @@ def test_saved_at_any_step_edge(edge, tmp_path):
         envs = gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
         config = PPOConfig(num_steps=6, num_updates=3, num_minibatches=2, update_epochs=2, norm_obs=True, norm_reward=True, norm_value=True)
         return Learner(envs, config, PolicyConfig(hidden=8, features=(8,))), EnvState(envs)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     whole, _ = make()
     expected = list(train_ppo(whole))
     first, envs = make()
-    calls = 0
-    def hit(f):
-        def g(*a):
-            nonlocal calls
-            calls += 1
-            if calls == edge: signal.raise_signal(signal.SIGINT)
-            return f(*a)
-        return g
-    first.step_envs, first.learn = hit(first.step_envs), hit(first.learn)
+    count = stop_at(first, edge)
     with Autosave(tmp_path / "x", contract=first.contract(), learner=first, envs=envs): got = list(train_ppo(first))
-    assert calls == edge
+    assert count() == edge
     second, envs = make()
     load_checkpoint(tmp_path / "x", second.contract(), learner=second, envs=envs)
     got += list(train_ppo(second))
-    torch.set_num_threads(threads)
     assert got == expected
     a, b = (encode_tree(x.state_dict(), t := {}) and t for x in (whole, second))
     assert a.keys() == b.keys() and all(torch.equal(a[k].nan_to_num(), b[k].nan_to_num()) for k in a)

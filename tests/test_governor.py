@@ -15,12 +15,7 @@ from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
 CHANCE = math.log(10)
 QUICK = GovernorConfig(snapshot_every=10, probation=10)
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 def settled(steps=60, config=QUICK, net=None, **options):
     "A Governor that has seen healthy losses around 0.9."

@@ -204,7 +204,7 @@ def test_decisions_are_done_or_refused_with_a_reason():
 @pytest.mark.parametrize("size", [0, 2**22])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_plans_hold_every_lane_once(size, workers):
-    kinds = [(i * i) % 5 for i in range(13)]
+    kinds = [((i * i) % 5,) for i in range(13)]
     groups = grown_plan(kinds, workers, size)
     assert sorted(i for g in groups for i in g) == list(range(13)) and len(groups) % workers == 0
     if size: assert all(len({kinds[i] for i in g}) == 1 for g in groups)

@@ -15,12 +15,7 @@ from esper_nb.ppo import Compiled, Learner, PPOConfig, StopFlag, ppo_loss, train
 from esper_nb.rollouts import play
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    old = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(old)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def cartpole(n=4, mode="vector_entry_point"): return gym.make_vec("CartPole-v1", num_envs=n, vectorization_mode=mode)
@@ -194,19 +189,12 @@ def test_the_penalty_is_not_scaled_and_reaches_one_transition(scaled):
     assert torch.allclose(change[begin:], change[11] * (0.99 * 0.95) ** torch.arange(11 - begin, -1, -1), atol=1e-4), "earlier steps learn of it through the advantages only"
 
 
-def test_stop_and_go_on_is_exact_at_every_edge():
+def test_stop_and_go_on_is_exact_at_every_edge(stop_at):
     make = lambda: Learner(cartpole(2), PPOConfig(num_steps=6, num_updates=2, num_minibatches=2, update_epochs=2, norm_obs=True), small)
     straight = make(); expected = list(train_ppo(straight))
     for edge in range(1, 20):
-        learner, calls = make(), 0
-        def hit(f):
-            def g(*a):
-                nonlocal calls
-                calls += 1
-                if calls == edge: signal.raise_signal(signal.SIGINT)
-                return f(*a)
-            return g
-        learner.step_envs, learner.learn = hit(learner.step_envs), hit(learner.learn)
+        learner = make()
+        stop_at(learner, edge)
         got = list(train_ppo(learner))
         assert learner.update < 2 or edge >= 20
         state = learner.state_dict()

@@ -13,12 +13,7 @@ from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
 from esper_nb.snapshots import Snapshot, RandomStreams, _pack, _unpack
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the next 50 steps after a rollback are those of a run that never failed

@@ -1,0 +1,352 @@
+"Training runs as an environment: episodes, rollbacks, addresses, exactness, and agents from elsewhere."
+import hashlib
+import json
+import subprocess
+import sys
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode
+from test_vector_conformance import TASK, same, tiny_data
+
+from esper_nb.actions import Choice, draw_actions
+from esper_nb.checkpoints import EnvState, read_checkpoint, write_checkpoint
+from esper_nb.controllers import QUICK, QUICK_RULES, Fixed, Heuristic, RandomLegal, WaitOnly
+from esper_nb.core import generator
+from esper_nb.decisions import Decision
+from esper_nb.envs import EnvConfig, GrowEnv, GrowVecEnv, run_controller
+from esper_nb.faults import Fault
+from esper_nb.lanes import lane_state, rows
+from esper_nb.policies import PolicyConfig
+from esper_nb.ppo import Learner, PPOConfig, train_ppo
+from esper_nb.rewards import PRESETS
+from esper_nb.seeds import Gates, Rules
+from esper_nb.stages import Stage
+from esper_nb.telemetry import record_rows
+
+MODES = [m.value for m in AutoresetMode]
+QUICKLY = Rules(gates=Gates(training_epochs=1, health=0.), embargo=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    old = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(old)
+
+
+def make(n=3, **kw): return GrowVecEnv(**(dict(task=TASK, data=tiny_data(), num_envs=n, blueprints=("norm", "conv_small"), workers=1, rules=QUICKLY, horizon=4) | kw))
+
+
+def act(env, seed, t):
+    "Legal random actions; a lane's draw is its own."
+    return np.stack([draw_actions(env.actions, m, generator(seed, "draw", i, t)).numpy() for i, m in enumerate(env.mask)])
+
+
+def roll(env, steps, seed=0, reset=True, actions=None, first=0):
+    "Steps as a list; lanes that ended are reset where the mode leaves it to the caller."
+    out = [env.reset(seed=seed)] if reset else []
+    for t in range(first, first + steps):
+        out.append(env.step(act(env, seed, t) if actions is None else actions[t]))
+        done = out[-1][2] | out[-1][3]
+        if env.mode == AutoresetMode.DISABLED and done.any() : out.append(env.reset(options={"reset_mask": done}))
+    return out
+
+
+def lane_of(results, i):
+    "One lane's part of vector results: observations, rewards, ends."
+    return [tuple(np.asarray(x[i]) for x in r[:-1]) for r in results]
+
+
+def weights(env, i):
+    model, at = env.model_of(i)
+    return {k: rows(t, model.lanes)[at].clone() for k, t in lane_state(model).items()}
+
+
+def equal(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# --- Gymnasium
+
+def test_gymnasium_finds_nothing_wrong():
+    env = gym.make("esper_nb/Grow-v0", task=TASK, data=tiny_data(), horizon=3, workers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(env.unwrapped)
+    env.close()
+    envs = gym.make_vec("esper_nb/Grow-v0", num_envs=2, task="digits", limit=64, horizon=3, reward="sparse", autoreset_mode=AutoresetMode.SAME_STEP)
+    assert isinstance(envs, GrowVecEnv) and envs.num_envs == 2 and envs.config.task == "digits" and envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
+    with pytest.raises(ValueError, match="horizon"): gym.make("esper_nb/Grow-v0", horizn=3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_episode_statistics_of_gymnasium(mode):
+    env = gym.wrappers.vector.RecordEpisodeStatistics(make(autoreset_mode=mode, width=1, faults=(Fault("nan", 1, 1),)))
+    env.reset(seed=0)
+    seen = []
+    for t in range(9):
+        *_, term, trunc, info = env.step(act(env.unwrapped, 0, t))
+        if "episode" in info: seen += [(i, info["episode"]["r"][i], info["episode"]["l"][i]) for i in np.flatnonzero(info["_episode"])]
+        if mode == "Disabled" and (term | trunc).any(): env.reset(options={"reset_mask": term | trunc})
+    ours = [(r.lane, r.reward, r.epochs) for r in env.unwrapped.records]
+    assert [s[0] for s in seen] == [r[0] for r in ours] and len(ours) >= 5
+    np.testing.assert_allclose([s[1:] for s in seen], [r[1:] for r in ours], rtol=1e-6, atol=1e-6)
+
+
+def test_episode_statistics_of_one():
+    env = gym.wrappers.RecordEpisodeStatistics(gym.make("esper_nb/Grow-v0", task=TASK, data=tiny_data(), horizon=3, workers=1))
+    env.reset(seed=0)
+    for _ in range(3): *_, truncated, info = env.step(env.action_space.sample())
+    assert truncated and info["episode"]["l"] == 3 == info["record"]["epochs"]
+    assert info["episode"]["r"] == pytest.approx(info["record"]["reward"], abs=1e-6)
+
+
+def test_settings_survive_json_and_misspelt_ones_are_refused():
+    c = EnvConfig(task=TASK, faults=(Fault("nan", 1, 2),), devices=("cpu", "cpu"), slots=("r0c0",), autoreset_mode=AutoresetMode.DISABLED)
+    assert EnvConfig.from_dict(json.loads(json.dumps(c.to_dict()))) == c
+    for bad in (dict(autoreset_mode="never"), dict(num_envs=0), dict(devices=("cpu",) * 3, num_envs=2), dict(penalty=-1.), dict(faults=(Fault("nan", lane=16),))):
+        with pytest.raises(ValueError): EnvConfig(**bad)
+
+
+# --- exactness
+
+def test_one_lane_is_the_single_environment_bit_for_bit():
+    kw = dict(task=TASK, data=tiny_data(), blueprints=("norm", "conv_small"), rules=QUICKLY, horizon=3, workers=1, faults=(Fault("nan", 0, 4),))
+    one, many = GrowEnv(**kw), GrowVecEnv(num_envs=1, autoreset_mode="Disabled", **kw)
+    (o1, i1), (o2, i2) = one.reset(seed=4), many.reset(seed=4)
+    assert np.array_equal(o1, o2[0])
+    for t in range(8):
+        a = act(many, 0, t)
+        o1, r1, te1, tr1, i1 = one.step(a[0])
+        o2, r2, te2, tr2, i2 = many.step(a)
+        assert np.array_equal(o1, o2[0]) and r1 == r2[0] and te1 == te2[0] and tr1 == tr2[0] and np.array_equal(i1["action_mask"], i2["action_mask"][0])
+        assert np.array_equal(one.action_masks(), many.action_masks()[0])
+        if te1 or tr1: one.reset(); many.reset()
+    assert list(one.vector.records) == list(many.records) and [r.outcome for r in many.records] == ["horizon", "rollback", "horizon"]
+    assert one.test_accuracy() == many.test_accuracy().item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_lane_does_not_notice_its_neighbours(mode, width):
+    "The neighbour is rolled back, later sleeps for a step, and acts; under a fixed plan not a bit changes."
+    quiet = np.zeros((12, 3, 8), int)
+    calm = make(autoreset_mode=mode, width=width)
+    there = roll(calm, 11, actions=None if width == 1 else quiet)
+    hit = make(autoreset_mode=mode, width=width, faults=(Fault("explode", 1, 2), Fault("nan", 1, 5)))
+    here = roll(hit, 11, actions=None if width == 1 else quiet)
+    steps = lambda results: [r for r in results if len(r) == 5]
+    there, here = steps(there), steps(here)
+    for i in (0, 2):
+        a, b = (lane_of(x, i) for x in (there, here))
+        assert all(np.array_equal(p, q) for x, y in zip(a, b) for p, q in zip(x, y))
+        assert equal(weights(calm, i), weights(hit, i))
+        assert [r for r in calm.records if r.lane == i] == [r for r in hit.records if r.lane == i]
+    assert [r.outcome for r in hit.records if r.lane == 1].count("rollback") == 2
+    alone = make(1, autoreset_mode=mode, width=1)
+    if width == 1: assert all(np.array_equal(p, q) for x, y in zip(lane_of(steps(roll(alone, 9)), 0), lane_of(there, 0)) for p, q in zip(x, y))
+
+
+def test_plans_agree_at_first():
+    runs = [roll(make(4, width=w, horizon=5), 3, actions=np.zeros((3, 4, 8), int)) for w in (1, 2, 4, None)]
+    for other in runs[1:]:
+        for a, b in zip(runs[0][1:], other[1:]): np.testing.assert_allclose(a[0], b[0], atol=1e-5), np.testing.assert_allclose(a[1], b[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parts_on_several_devices(mode):
+    kw = dict(width=1, autoreset_mode=mode, faults=(Fault("nan", 2, 1), Fault("nan", 4, 1)))
+    one, two = make(5, **kw), make(5, devices=("cpu", "cpu"), **kw)
+    assert [(first, p.lanes) for first, p in two.parts] == [(0, 3), (3, 2)]
+    for a, b in zip(roll(one, 7), roll(two, 7)): assert all(same(x, y) for x, y in zip(a, b))
+    assert list(one.records) == list(two.records) and torch.equal(one.test_accuracy(), two.test_accuracy())
+
+
+SCRIPT = """
+import sys, hashlib; sys.path.insert(0, 'tests')
+import torch; torch.set_num_threads(1)
+from test_envs import digest
+print(digest(int(sys.argv[1])))
+"""
+
+def digest(workers):
+    h = hashlib.sha256()
+    for r in roll(make(4, workers=workers, width=2, faults=(Fault("nan", 1, 2),)), 7): h.update(b"".join(np.ascontiguousarray(x).tobytes() for x in r[:-1]))
+    return h.hexdigest()
+
+
+def test_the_same_seed_in_two_processes_with_other_workers():
+    assert subprocess.run([sys.executable, "-c", SCRIPT, "2"], capture_output=True, text=True, check=True).stdout.split()[-1] == digest(1)
+
+
+def test_without_a_seed_environments_differ_and_with_one_in_the_settings_they_do_not():
+    a, b, c, d = make(1), make(1), make(1, seed=7), make(1, seed=7)
+    for e in (a, b, c, d): e.reset()
+    assert not equal(weights(a, 0), weights(b, 0)) and equal(weights(c, 0), weights(d, 0))
+
+
+def test_a_lane_is_its_seed_its_number_and_its_episode():
+    "An episode reached by way of others is the one reached by resets alone."
+    a, b = make(3, autoreset_mode="Disabled", width=1), make(2, autoreset_mode="Disabled", width=1)
+    roll(a, 4, seed=9) # a second episode begins at the horizon
+    b.reset(seed=9); b.reset()
+    assert a.episode.tolist() == [1, 1, 1] and equal(weights(a, 1), weights(b, 1)) and not equal(weights(a, 0), weights(a, 1))
+    first = a.step(np.zeros((3, 8), int))[0][:2]
+    assert np.array_equal(first, b.step(np.zeros((2, 8), int))[0])
+    b.reset(seed=9)
+    assert not np.array_equal(first, b.step(np.zeros((2, 8), int))[0])
+
+
+# --- episodes
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("at", range(4))
+def test_a_panic_at_any_step_is_one_terminal_transition(mode, at):
+    env, calm = (make(autoreset_mode=mode, width=1, faults=f) for f in ((Fault("nan", 1, at),), ()))
+    env.reset(seed=0); calm.reset(seed=0)
+    ends, paid = [], np.zeros(3)
+    for t in range(10):
+        obs, reward, term, trunc, info = env.step(act(env, 0, t))
+        if t < at: paid += reward
+        calm_result = calm.step(act(calm, 0, t))
+        if term[1] or trunc[1]: ends.append((t, reward[1], term[1], trunc[1]))
+        source = info.get("final_info", info) if mode == "SameStep" else info
+        assert ("rollback_penalty" in source) == (t == at)
+        if t == at:
+            assert source["_rollback_penalty"].tolist() == [False, True, False] and source["rollback_penalty"][1] == -10
+            assert reward[1] == -10 and term.tolist() == [False, True, False] and env.last_result.terms["rollback"].tolist() == [0, -10, 0]
+        assert np.array_equal(reward[[0, 2]], calm_result[1][[0, 2]])
+        if mode == "Disabled":
+            for e, done in ((env, term | trunc), (calm, calm_result[2] | calm_result[3])):
+                if done.any(): e.reset(options={"reset_mask": done})
+    first = next(r for r in env.records if r.lane == 1)
+    assert (first.outcome, first.epochs, first.episode, first.fresh, first.rollbacks) == ("rollback", at + 1, 0, True, 1)
+    assert first.reward == pytest.approx(paid[1] - 10, abs=1e-9)
+    assert [e[:2] for e in ends[:1]] == [(at, -10.)] and ends[0][2] and not ends[0][3] and sum(e[1] == -10 for e in ends) == 1
+    second = [r for r in env.records if r.lane == 1][1]
+    assert (second.outcome, second.epochs, second.episode, second.fresh, second.rollbacks) == ("horizon", 4, 1, False, 1)
+    others = lambda e: [r for r in e.records if r.lane != 1]
+    assert others(env) == others(calm) and len(others(env)) >= 2
+
+
+def test_after_a_rollback_the_restored_state_goes_on_and_after_the_horizon_a_fresh_one():
+    env = make(2, autoreset_mode="Disabled", width=1, horizon=8, faults=(Fault("nan", 0, 5),))
+    env.reset(seed=0)
+    guard, kept = env.parts[0][1].guard, []
+    for t in range(6):
+        *_, term, trunc, _ = env.step(np.zeros((2, 8), int))
+        kept.append(weights(env, 0))
+    assert term.tolist() == [True, False] and guard.reports[-1].lane == 0
+    assert any(equal(kept[-1], k) for k in kept[2:5]) # an epoch that was fine, not the first state
+    env.reset(options={"reset_mask": term})
+    assert equal(weights(env, 0), kept[-1]) and env.episode.tolist() == [1, 0] and not env.fresh[0]
+    env.reset(options={"reset_mask": np.array([True, False]), "fresh": True})
+    assert not equal(weights(env, 0), kept[-1]) and env.fresh[0] and guard.stats.judged[0] == 0
+    assert all((t[0] == 0).all() for k, t in env.parts[0][1].stepper.owners["host"].state_dict().items() if k == "steps")
+
+
+def test_a_lane_that_cannot_be_saved_begins_afresh():
+    "Ruined in every epoch, it uses up the Governor's ladder."
+    ruin = lambda net, stepper, lanes, b, x, y: (x * torch.nan if 0 in lanes else x, y)
+    env = make(2, width=1, autoreset_mode="SameStep", disturb=ruin)
+    roll(env, 8)
+    mine = [r for r in env.records if r.lane == 0]
+    assert [r.outcome for r in mine] == ["rollback"] * 8 and [r.fresh for r in mine] == [True] + [False] * 4 + [True] + [False] * 2
+    assert [r.rollbacks for r in mine] == [1, 2, 3, 4, 5, 1, 2, 3] and [r.outcome for r in env.records if r.lane == 1] == ["horizon"] * 2
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_the_horizon_truncates_and_only_the_sparse_preset_ends(preset):
+    env = make(2, reward=preset)
+    for _, reward, term, trunc, _ in roll(env, 4)[1:]: last = term, trunc, reward
+    assert last[0].all() == (preset == "sparse") and last[1].all() == (preset != "sparse")
+    if preset == "sparse": assert (last[2] > 0).all()
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_the_reward_is_the_sum_of_its_terms_and_telemetry_takes_the_step(preset):
+    env = make(4, reward=preset, faults=(Fault("nan", 1, 2),))
+    env.reset(seed=1)
+    for t in range(9):
+        reward = env.step(act(env, 1, t))[1]
+        s = env.last_result
+        np.testing.assert_allclose(sum(s.terms.values()).numpy(), s.reward.numpy(), atol=1e-9)
+        if s.awake.any() and not (~s.awake).all(): assert np.array_equal(reward, s.reward.numpy()) or not s.awake.all()
+        assert len(record_rows("step", s, step=t)) == 4
+
+
+def test_fossils_are_not_paid_again_after_a_rollback():
+    env = make(1, width=1, horizon=30, autoreset_mode="SameStep", faults=(Fault("nan", 0, 12),))
+    env.reset(seed=0)
+    plan = {0: Choice("germinate", "r0c0", "conv_small", "linear_add", 3, 1.), 1: Choice("advance", "r0c0"), 3: Choice("advance", "r0c0"), 7: Choice("advance", "r0c0"), 8: Choice("fossilize", "r0c0")}
+    for t in range(13): result = env.step(env.actions.encode(plan.get(t, Choice()))[None].numpy())
+    assert result[2][0] and env.records[-1].fossils == 1 and env.table[0, 0, 0] == Stage.FOSSILIZED
+    assert env.ledger.potential.item() == 8 and env.ledger.alpha[0].tolist() == [1, 0] and env.epochs.epoch.item() == 0
+    env.step(np.zeros((1, 8), int))
+    terms = env.last_result.terms
+    assert terms["shaping"].item() == pytest.approx(.3 * (.99 * 8 - 8)) and terms["shock"].item() == 0
+
+
+def test_only_heldout_data_are_read():
+    env = make(3)
+    for _, pop in env.parts:
+        for d in (pop.data.x, pop.data.y): del d["test"]
+    roll(env, 6)
+    with pytest.raises(KeyError): env.test_accuracy()
+
+
+# --- saved and loaded
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_loaded_environment_goes_on_bit_for_bit(tmp_path, mode, n):
+    kw = dict(autoreset_mode=mode, width=1, faults=(Fault("nan", 0, 2), Fault("explode", n - 1, 6)))
+    for split in (2, 3) if n > 1 else (2, 4): # before a rollback and right after it, where a lane may sleep
+        a, b = make(n, **kw), make(n, **kw)
+        roll(a, split)
+        write_checkpoint(tmp_path / "env.safetensors", EnvState(a).state_dict())
+        roll(b, 1, seed=5) # somewhere else
+        EnvState(b).load_state_dict(read_checkpoint(tmp_path / "env.safetensors")[0])
+        there, here = (roll(e, 6, reset=False, first=split) for e in (a, b))
+        for x, y in zip(there, here): assert all(same(p, q) for p, q in zip(x, y))
+        assert all(equal(weights(a, i), weights(b, i)) for i in range(n))
+    with pytest.raises(ValueError, match="horizon"): make(n, horizon=9).load_state_dict(a.state_dict())
+
+
+# --- agents
+
+def test_ppo_blames_the_transition_that_was_rolled_back():
+    for mode in MODES:
+        env = make(4, autoreset_mode=mode, faults=(Fault("nan", 2, 1), Fault("nan", 3, 6)))
+        learner = Learner(env, PPOConfig(num_steps=5, num_updates=2, num_minibatches=2, update_epochs=1, norm_reward=True), PolicyConfig(hidden=8, features=(8,)), heads=env.actions)
+        updates = list(train_ppo(learner))
+        assert [u.penalties for u in updates] == [1, 1] and all(u.stopped == "" and u.first_gap < 1e-5 for u in updates)
+        assert [r for u in updates for r in u.returns] == pytest.approx([r.reward for r in env.records], abs=1e-4)
+        assert sum(r.refused for r in env.records) == 0 # the policy knows what is legal
+
+
+def test_controllers_play():
+    env = make(3, horizon=10, rules=QUICK_RULES, autoreset_mode="Disabled", faults=(Fault("nan", 1, 3),))
+    for c in (WaitOnly(), RandomLegal(1), Heuristic(QUICK), Fixed({2: Decision("germinate", "r0c1", "norm")})):
+        records = run_controller(env, c, seed=0)
+        assert [(r.lane, r.epochs, r.outcome) for r in records] == [(0, 10, "horizon"), (1, 4, "rollback"), (2, 10, "horizon")]
+    assert [r.germinated for r in records] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["PPO", "MaskablePPO"])
+def test_stable_baselines_train_on_it_unmodified(kind):
+    sb3, contrib = pytest.importorskip("stable_baselines3"), pytest.importorskip("sb3_contrib")
+    env = GrowEnv(task=TASK, data=tiny_data(), horizon=3, workers=1, blueprints=("norm",))
+    agent = (sb3.PPO if kind == "PPO" else contrib.MaskablePPO)("MlpPolicy", env, n_steps=8, batch_size=8, n_epochs=1, seed=0)
+    agent.learn(16)
+    assert agent.num_timesteps == 16 and len(agent.ep_info_buffer) == 5 and all(e["l"] == 3 for e in agent.ep_info_buffer)
+
+
+def test_no_pickle():
+    import esper_nb.envs, esper_nb.episodes
+    assert all("pickle" not in open(m.__file__).read() for m in (esper_nb.envs, esper_nb.episodes))
