@@ -67,6 +67,7 @@ gpu: $(STAMP)  ## the tests that need a CUDA device (each is skipped, with the r
 
 bench: $(STAMP)  ## the benchmarks
 	$(BIN)/esper-nb bench lanes --out nbs/explanations/bench_lanes.json
+	$(BIN)/esper-nb bench growth --out nbs/explanations/bench_growth.json
 	$(BIN)/esper-nb bench faults --out nbs/explanations/bench_faults.json
 
 refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/50_telemetry.ipynb"

@@ -248,7 +248,7 @@ def _tend(self):
     self._save(lanes)
 
 def _save(self, lanes):
-    taken = self.snapshot.take(step=int(self.stats.judged.max()), lanes=lanes, hold=self.config.probation > 0)
+    taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes, hold=self.config.probation > 0)
     self._since, self._held = 0, self.config.probation > 0 and bool(taken.lanes)
     if taken.refused: self._act(np.array(taken.refused), np.full(self.n, REASONS.index("state")), None, False, bad=taken.bad)
 
@@ -352,7 +352,7 @@ def load_governor_state(
     self.stats.load_state_dict(state["stats"])
     for k in ("used", "panic_at", "skipped_at", "stopped"): getattr(self, k)[...] = state[k].numpy()
     self.config, self._since, self._held, self._gate = GovernorConfig.from_dict(state["config"]), state["since"], False, (None, -1, 0.)
-    taken = self.snapshot.take(step=int(self.stats.judged.max()))
+    taken = self.snapshot.take(step=self.stats.judged.tolist())
     if taken.refused: raise RuntimeError(f"the loaded state is not finite: {taken.bad[:3]}; load a good checkpoint of the model first")
 
 Governor.step, Governor.state_dict, Governor.load_state_dict = step, governor_state, load_governor_state

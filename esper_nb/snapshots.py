@@ -355,7 +355,7 @@ Snapshot._read, Snapshot._buffer, Snapshot._copy_out, Snapshot.find_bad = _read,
 # %% ../nbs/24_snapshots.ipynb #019c4812
 def take(
     self,
-    step: int | None = None, # the caller's step number, returned by `restore`
+    step: int | Sequence[int] | None = None, # the caller's step number, or one for each lane; returned by `restore`
     lanes: Sequence[int] | None = None, # only these lanes; None: everything, shared state too
     hold: bool = False, # keep it on probation until `confirm`
 ) -> Taken:
@@ -373,7 +373,7 @@ def take(
     good = [i for i in wanted if i not in refused]
     if good: self._commit(live, laned, good, whole and not refused, (step, rest), hold)
     size = sum(t.nbytes for t in live.values())
-    return Taken(step, tuple(good), bool(good) and not hold, tuple(map(".".join, bad)), tuple(i for i in wanted if i in refused), size, time.perf_counter() - start)
+    return Taken(step if step is None or isinstance(step, int) else int(max(step)), tuple(good), bool(good) and not hold, tuple(map(".".join, bad)), tuple(i for i in wanted if i in refused), size, time.perf_counter() - start)
 
 def _commit(self, live, laned, lanes, whole, record, hold):
     "Write the spare bank, then move the pointers: nothing is visible before all of it is there."
@@ -381,7 +381,8 @@ def _commit(self, live, laned, lanes, whole, record, hold):
     for u in units: self.held[u] = None # the spare bank is about to be overwritten
     self._copy_out(live, laned, lanes, whole)
     self._count += 1
-    for u in units: self.held[u] = (self._count, *record)
+    step, rest = record
+    for u in units: self.held[u] = (self._count, step if step is None or isinstance(step, int) else int(step[u] if self.n > 1 and u < self.n else max(step)), rest)
     if not hold: self.confirm(None if whole else lanes)
 
 Snapshot.take, Snapshot._commit = take, _commit

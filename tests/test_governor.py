@@ -385,3 +385,12 @@ def test_cuda_rollback_with_two_streams_at_work():
     torch.cuda.synchronize()
     assert {r.reason for r in governors[0].reports} == {"non-finite"} and not governors[1].reports
     assert all(p.isfinite().all() for _, net, _ in runs for p in net.parameters())
+
+
+def test_restored_step_is_the_lane_s_own():
+    net = linear(2, 2, n=2); guard = Governor(net, lanes=2, chance=2.3, config=GovernorConfig(snapshot_every=4, probation=0, sync_every=1))
+    guard.stats.judged[1] = 100   # a lane that has begun at another time
+    for _ in range(5): guard.watch(torch.tensor([1., 1.]))
+    reports = [r for _ in range(3) for r in guard.watch(torch.tensor([1., math.nan]))]
+    back = [r for r in reports if r.restored]
+    assert back and all(r.lane == 1 and r.restored_step > 100 for r in back)
