@@ -323,6 +323,7 @@ PRESETS: Mapping[str, Mapping[str, float]] = {
     "loss": dict(loss_fall=1., rent=1., shaping=1 / 3, final_loss=1.),
     "simple": dict(shaping=1., effort=1., final_simple=1.),
     "sparse": dict(final_sparse=1.),
+    "accuracy": dict(loss_fall=1., shaping=1 / 3, effort=1., final_accuracy=2.),
 }
 
 # %% ../nbs/32_rewards.ipynb #e04bab76
