@@ -57,10 +57,8 @@ lab: $(STAMP)  ## JupyterLab on the notebooks
 readme: $(STAMP)  ## README.md from nbs/index.ipynb
 	$(BIN)/python scripts/notebooks.py readme
 
-docs: readme  ## the site in _docs (plain HTML pages where Quarto is missing)
-	@if command -v quarto >/dev/null; then PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/nbdev_docs; \
-	 else echo "No quarto on PATH: writing plain HTML pages without search and sidebar."; $(BIN)/python scripts/notebooks.py html; fi
-	@echo "Open _docs/index.html"
+docs: readme  ## the site in _docs (plain HTML pages where Quarto is missing), its links and pictures checked
+	$(BIN)/python scripts/notebooks.py docs
 
 gpu: $(STAMP)  ## the tests that need a CUDA device (each is skipped, with the reason, where there is none)
 	$(BIN)/pytest tests -m cuda -v

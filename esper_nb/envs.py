@@ -200,8 +200,9 @@ def _reset(self, *, seed: int | None = None, options: dict[str, Any] | None = No
         at = lanes.tolist()
         self.seeds = [int(seed) if at[i] else self.seeds[i] for i in range(self.num_envs)]
         self.episode[lanes], self.trained[lanes], self.goes_on = 0, 0, self.goes_on & ~lanes
-    _begin(self, lanes, again=seed is None)
-    return self.obs.numpy(), _info(self, dict(action_mask=self.mask.clone()))
+    with torch.inference_mode(False), torch.enable_grad(): # whatever the caller acts in
+        _begin(self, lanes, again=seed is None)
+        return self.obs.numpy(), _info(self, dict(action_mask=self.mask.clone()))
 
 def _info(self, values, lanes=None): # name -> (n, ...) tensor
     "Entries of an info dict, each with the flags of the lanes it holds for."

@@ -1,12 +1,15 @@
-"""Chores around the notebooks: check | run | readme | refresh [NOTEBOOK ...] | html
+"""Chores around the notebooks: check | run | readme | refresh [NOTEBOOK ...] | docs | html
 
 check    the library is what the notebooks export, the notebooks are clean, the README is what the index renders to
 run      every notebook as the tests run it, with an end for one that hangs
 readme   README.md (and its images) from nbs/index.ipynb
 refresh  run notebooks in a kernel and store their outputs
+docs     the site in _docs, and whether its links lead somewhere
 html     the pages as plain HTML in _docs, for machines without Quarto
 """
-import base64, json, os, re, shutil, signal, subprocess, sys, tempfile
+import base64, html as markup, json, os, re, shutil, signal, subprocess, sys, tempfile
+from functools import cache
+from html.parser import HTMLParser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,6 +142,41 @@ def refresh(*names):
         print(path.relative_to(ROOT))
 
 
+LAYERS = {0: "Foundations", 10: "Grow", 20: "Train", 30: "Control", 40: "Learn", 47: "View", 58: "Run"}      # number of the first page
+FIRST = ("grow_by_hand", "survive_a_bad_learning_rate", "design", "glossary", "metrics", "findings")      # others follow by name
+NO_QUARTO = """Quarto is not on PATH, so there is no search and no styled site. To get it: https://quarto.org/docs/get-started (1.4 or newer), then `make docs` again.
+Until then: every page as plain HTML, with the same checks of links and pictures."""
+
+
+def site_sections():
+    "[(title, [paths below nbs])] of the sidebar: tutorials, the layers, explanations, benchmarks."
+    names = [p.relative_to(NBS).as_posix() for p in find_notebooks(NBS)]
+    order = lambda name: (FIRST.index(Path(name).stem) if Path(name).stem in FIRST else len(FIRST), name)
+    under = lambda folder: sorted((n for n in names if n.startswith(folder)), key=order)
+    explain = under("explanations/")
+    layer = lambda name: max(k for k in LAYERS if k <= int(name[:2]))
+    layers = [(title, [n for n in names if re.match(r"\d\d_", n) and layer(n) == first]) for first, title in LAYERS.items()]
+    parts = [("Tutorials", under("tutorials/")), *layers, ("Explanations", [n for n in explain if not n.endswith("_bench.ipynb")]), ("Benchmarks", [n for n in explain if n.endswith("_bench.ipynb")])]
+    return [(title, pages) for title, pages in parts if pages]
+
+
+def sidebar():
+    "nbs/sidebar.yml, by layers; it is JSON, which is YAML too."
+    contents = ["index.ipynb", *(dict(section=title, contents=pages) for title, pages in site_sections())]
+    (NBS/"sidebar.yml").write_text(json.dumps({"website": {"sidebar": {"contents": contents}}}, indent=1) + "\n", encoding="utf-8")
+
+
+@cache
+def _title(path): return re.search(r"^# (.*)$", "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]), re.M)[1]
+
+
+def _menu(at):
+    "All pages by layers, for the top of a plain page that lies at `at` below _docs."
+    link = lambda n: f'<a href="{"../" * (len(at.parts) - 1)}{n.removesuffix(".ipynb")}.html">{markup.escape(_title(NBS/n))}</a>'
+    rows = "".join(f"<p><b>{title}</b>: {' · '.join(map(link, pages))}</p>" for title, pages in [("Start", ["index.ipynb"]), *site_sections()])
+    return f'<details style="margin:1em 2em;font-family:sans-serif"><summary>All pages</summary>{rows}</details>'
+
+
 def html():
     "Process the notebooks as the site does, then convert them one by one."
     import nbformat
@@ -152,13 +190,50 @@ def html():
         raw = json.loads(path.read_text(encoding="utf-8"))
         for cell in raw["cells"]: cell.pop("has_sd", None)      # nbdev's own mark, which is no part of the format
         page, _ = HTMLExporter().from_notebook_node(nbformat.reads(json.dumps(raw), as_version=4), {"metadata": {"name": path.stem}})
-        out = (docs/path.relative_to(proc)).with_suffix(".html")
+        at = path.relative_to(proc)
+        out = (docs/at).with_suffix(".html")
         out.parent.mkdir(parents=True, exist_ok=True)      # links between notebooks become links between pages
-        out.write_text(re.sub(r'(href="(?!https?:)[^"#]+)\.ipynb', r"\1.html", page), encoding="utf-8")
+        page = re.sub(r'(href="(?!https?:)[^"#]+)\.ipynb', r"\1.html", page)
+        out.write_text(re.sub(r"<body[^>]*>", lambda m: m[0] + _menu(at), page, count=1), encoding="utf-8")
     print(f"{len(list(docs.rglob('*.html')))} pages in _docs")
 
 
+class _Targets(HTMLParser):
+    "Where a page's links and pictures point."
+    def __init__(self): super().__init__(); self.found = []
+    def handle_starttag(self, tag, attrs):
+        if name := {"a": "href", "img": "src"}.get(tag): self.found += [v for k, v in attrs if k == name and v]
+
+
+def broken_targets(docs):
+    "Links and pictures of built pages that lead to no file: 'page: target'."
+    bad = []
+    for page in sorted(Path(docs).rglob("*.html")):
+        (seen := _Targets()).feed(page.read_text(encoding="utf-8"))
+        for target in dict.fromkeys(seen.found):
+            file = target.split("#")[0].split("?")[0]
+            if not file or re.match(r"[a-z]+:|//", file): continue
+            at = Path(docs)/file.lstrip("/") if file.startswith("/") else page.parent/file
+            if not at.exists(): bad.append(f"{page.relative_to(docs)}: {target}")
+    return bad
+
+
+def docs():
+    "Build the site with Quarto, or plain pages without, and look at what was built."
+    sidebar()
+    if shutil.which("quarto"):
+        env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        if subprocess.run([Path(sys.executable).parent/"nbdev_docs"], cwd=ROOT, env=env).returncode: sys.exit("nbdev_docs failed: see above")
+    else:
+        print(NO_QUARTO)
+        html()
+    missing = [n for n in find_notebooks() if not (ROOT/"_docs"/n.relative_to(NBS)).with_suffix(".html").exists()]
+    if bad := [f"{n.relative_to(NBS)}: was not built" for n in missing] + broken_targets(ROOT/"_docs"):
+        sys.exit("\n".join(["Broken in the site:", *(f"  {b}" for b in bad)]))
+    print("Every page was built, every link and picture is there. Open _docs/index.html")
+
+
 if __name__ == "__main__":      # nbdev processes notebooks in new interpreters that import this file
-    chores = {"check": check, "run": run, "readme": readme, "refresh": refresh, "html": html}
+    chores = {"check": check, "run": run, "readme": readme, "refresh": refresh, "docs": docs, "html": html}
     if len(sys.argv) < 2 or sys.argv[1] not in chores: sys.exit(__doc__)
     chores[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,329 @@
+"Checks behind rows of the findings page that no page's own tests make: faults that a system of this kind can have, and that this one must not grow."
+import ast
+import gc
+import math
+import re
+import threading
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from scripts.notebooks import LIB, ROOT
+from test_vector_conformance import TASK, tiny_data
+from torch import nn
+
+from esper_nb.core import check_device
+from esper_nb.envs import EnvConfig, GrowVecEnv
+from esper_nb.governor import Governor, GovernorConfig, GovernorStop
+from esper_nb.lanes import lane_state, rows
+from esper_nb.plans import Workers
+from esper_nb.policies import PolicyConfig
+from esper_nb.ppo import Learner, PPOConfig
+from esper_nb.rows import gate_rows, run_rows
+from esper_nb.snapshots import Snapshot
+from esper_nb.tasks import create_model, get_task
+from esper_nb.trainer import FitConfig, evaluate, fit, new_population, run_epoch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODULES = {p.stem: ast.parse(p.read_text(encoding="utf-8")) for p in sorted(LIB.glob("*.py")) if p.name not in ("__init__.py", "_modidx.py")}
+
+
+def population(lanes=2, **kw): return new_population(TASK, FitConfig(lanes=lanes, workers=1, **kw), data=tiny_data(), blueprints=("norm", "conv_small"))
+
+def _tests_in(path):
+    "Test functions of a file."
+    return [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+
+
+# --- snapshots and rollback
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=.1, momentum=.9), lambda p: torch.optim.Adam(p, lr=.1)], ids=["momentum", "adam"])
+def test_weights_loaded_alone_are_moved_again_by_old_momentum(make):
+    net = nn.Linear(3, 3); opt = make(net.parameters())
+    snap, saved, ids = Snapshot(net, opt), {k: t.clone() for k, t in net.state_dict().items()}, [(id(p), p.data_ptr()) for p in net.parameters()]
+    snap.take()
+    def step(scale):
+        opt.zero_grad(); (net(torch.ones(2, 3)).sum() * scale).backward(); opt.step()
+    def moved(): return any(not torch.equal(t, saved[k]) for k, t in net.state_dict().items())
+    for _ in range(3): step(1.)
+    net.load_state_dict(saved)
+    assert [(id(p), p.data_ptr()) for p in net.parameters()] == ids, "loading copies into place, so the optimizer still knows these weights"
+    step(0.)
+    assert moved(), "torch moves them without any gradient: the reason why optimizers are part of a snapshot"
+    for _ in range(3): step(1.)
+    snap.restore()
+    assert [(id(p), p.data_ptr()) for p in net.parameters()] == ids
+    step(0.)
+    assert not moved()
+
+
+def test_a_model_without_parameters_is_guarded():
+    gov = Governor(nn.ReLU(), chance=None)
+    report, = gov.watch(math.nan)
+    assert (report.reason, report.action) == ("non-finite", "rollback") and "model" in report.restored
+
+
+def test_a_good_state_is_held_from_the_first_moment():
+    net = nn.Linear(2, 2); good = net.weight.detach().clone()
+    gov = Governor(net, chance=None)
+    net.weight.data.fill_(math.nan)
+    report, = gov.watch(math.nan)
+    assert torch.equal(net.weight, good) and report.restored_step == 0
+
+
+def test_a_restore_waits_for_the_device_before_and_after_it_writes(monkeypatch):
+    net, told = nn.Linear(2, 2), []
+    snap = Snapshot(net, streams=False)
+    snap.take()
+    write = snap.parts["model"].write
+    monkeypatch.setattr(snap.parts["model"], "write", lambda *a: (told.append("write"), write(*a)), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: told.append("wait"))
+    snap.restore()
+    assert told == ["wait", "write", "wait"]
+
+
+def test_two_governors_in_two_threads_do_not_meet():
+    def run(seed, out):
+        g = torch.Generator().manual_seed(seed)
+        net = nn.Linear(4, 4)
+        with torch.no_grad():
+            for p in net.parameters(): p.copy_(torch.randn(p.shape, generator=g))
+        gov = Governor(net, chance=None, config=GovernorConfig(snapshot_every=5, probation=5))
+        for t in range(120):
+            net.weight.data.add_(.01 * torch.randn(4, 4, generator=g))
+            gov.watch(math.nan if t == 40 + seed else float(torch.rand((), generator=g)) * .1 + 1)
+        out.append(([(r.step, r.reason, r.action, r.restored_step) for r in gov.reports], net.weight.detach().clone()))
+    alone, together = [[], []], [[], []]
+    for s in (0, 1): run(s, alone[s])
+    threads = [threading.Thread(target=run, args=(s, together[s])) for s in (0, 1)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    for (a,), (b,) in zip(alone, together):
+        assert a[0] == b[0] and len(a[0]) == 1 and torch.equal(a[1], b[1])
+
+
+def test_weights_are_back_before_seeds_are_pruned(monkeypatch):
+    pop = population(guard=GovernorConfig(lowers=0))
+    run_epoch(pop)
+    def poison(net, stepper, lanes, b, x, y):
+        rows(next(net.parameters()).data, len(lanes))[0] = math.nan
+        return x, y
+    def fail(*a): raise OSError("pruning failed")
+    monkeypatch.setattr(type(pop.model), "prune_live", fail)
+    with pytest.raises(OSError, match="pruning failed"): run_epoch(pop, disturb=poison)
+    assert all(t.isfinite().all() for k, t in lane_state(pop.model.host).items())
+
+
+def test_anomalies_are_told_before_any_rollback():
+    gov = Governor(nn.Linear(1, 1), chance=math.log(10))
+    for x in .9 * np.exp(.05 * np.random.default_rng(0).standard_normal(60)): assert gov.watch(float(x)) == ()
+    told = []
+    for x in (7., 7.5):
+        assert gov.watch(x) == ()
+        told.append(gate_rows(gov, step=int(gov.stats.judged[0]))[0]["gate.anomalies"])
+    assert told == [1, 2] and [x for _, x in gov.stats.anomalies(0)] == [7., 7.5]
+
+
+# --- training
+
+def test_training_figures_cover_every_batch():
+    task = TASK.replace(batch_size=2)
+    pop = new_population(task, FitConfig(lanes=3, workers=1), data=tiny_data())
+    seen = []
+    def look(net, stepper, lanes, b, x, y): seen.append(b); return x, y
+    r = run_epoch(pop, disturb=look).train
+    assert len(seen) == 16 and r.losses.shape == (16, 3)
+    torch.testing.assert_close(r.loss, r.losses.mean(0))
+    assert [getattr(r, k).shape for k in ("loss", "accuracy_pp", "grad_norm", "skipped")] == [(3,)] * 4, "one tensor for a metric, not one for a lane"
+    assert torch.equal(r.accuracy_pp * 32 / 100, (r.accuracy_pp * 32 / 100).round()), "of all 32 examples"
+
+
+@pytest.mark.parametrize("asked", [None, 8])
+def test_the_batch_size_is_the_one_asked_for_and_is_written_down(asked):
+    pop, seen = population(batch_size=asked), set()
+    def look(net, stepper, lanes, b, x, y): seen.add(len(x)); return x, y
+    run_epoch(pop, disturb=look)
+    assert seen == {asked or TASK.batch_size} == {run_rows(pop)[0]["run.batch_size"]}
+
+
+def test_training_prints_nothing(capfd):
+    for _ in zip(range(2), fit(population(guard=GovernorConfig()))): pass
+    assert capfd.readouterr() == ("", "")
+
+
+def test_data_are_freed_with_their_last_user():
+    data = tiny_data()
+    pop = new_population(TASK, FitConfig(lanes=2, workers=1), data=data)
+    run_epoch(pop)
+    kept = [weakref.ref(t) for t in (*data.x.values(), *data.y.values())]
+    del data, pop
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 6
+
+
+def test_what_was_evaluated_can_be_trained_on():
+    pop = population()
+    r = evaluate(pop.model, pop.task, pop.data)
+    assert not r.loss.is_inference()
+    (r.loss * torch.ones(2, requires_grad=True)).sum().backward()
+    env = GrowVecEnv(task=TASK, data=tiny_data(), num_envs=2, workers=1)
+    with torch.inference_mode(): env.reset(seed=0); env.step(np.zeros((2, 8), int))
+    env.step(np.zeros((2, 8), int))
+    assert not any(t.is_inference() for t in lane_state(env.parts[0][1].model).values())
+
+
+def test_lengths_of_nothing_are_refused():
+    for make in (lambda k: FitConfig(epochs=k), lambda k: FitConfig(lanes=k), lambda k: FitConfig(batch_size=k), lambda k: PPOConfig(num_updates=k), lambda k: PPOConfig(num_steps=k),
+                 lambda k: EnvConfig(horizon=k), lambda k: EnvConfig(num_envs=k), lambda k: TASK.replace(epochs=k), lambda k: GovernorConfig(snapshot_every=k)):
+        for k in (0, -1):
+            with pytest.raises(ValueError, match=f"={k}"): make(k)
+
+
+@pytest.mark.parametrize("slots", [None, [], "r0c1", ["r0c1", "r0c1"], ["r9c9"]], ids=str)
+def test_slots_must_be_named_once_and_exist(slots):
+    with pytest.raises(ValueError, match="slots"): create_model("digits", slots)
+
+
+def test_a_device_may_be_a_name_or_a_torch_device():
+    task = get_task("digits")
+    for device in ("cpu", torch.device("cpu")):
+        assert check_device(device) == torch.device("cpu")
+        assert next(create_model(task, task.slots, device).parameters()).device == torch.device("cpu")
+
+
+# --- environments and the learner
+
+def test_a_reset_fills_what_is_there():
+    env = GrowVecEnv(task=TASK, data=tiny_data(), num_envs=3, workers=1, autoreset_mode="Disabled")
+    env.reset(seed=0)
+    pop = env.parts[0][1]
+    def places(): return {k: t.data_ptr() for k, t in (lane_state(pop.model) | pop.stepper.state_dict()).items()}
+    def banks(): return sorted(t.data_ptr() for bank in pop.guard.snapshot.banks for t in bank.values())
+    before, held, workers = places(), banks(), pop.workers
+    for _ in range(3): env.step(np.zeros((3, 8), int)); env.reset(options={"reset_mask": np.ones(3, bool)})
+    assert places() == before and banks() == held and env.parts[0][1] is pop and pop.workers is workers
+
+
+def learner(n=4, **kw):
+    from test_ppo import Masked
+    return Learner(SyncVectorEnv([Masked] * n, autoreset_mode=AutoresetMode.SAME_STEP), PPOConfig(num_steps=12, num_minibatches=2, **kw), PolicyConfig(hidden=8, features=(8,)))
+
+
+@pytest.mark.parametrize("n", [2, 7])
+def test_all_lanes_share_one_call_of_the_policy(n, monkeypatch):
+    one, calls = learner(n), []
+    one.begin()
+    forward = one.policy.forward
+    monkeypatch.setattr(one.policy, "forward", lambda obs, *a: (calls.append(obs.shape[1]), forward(obs, *a))[1])
+    while not one.rollout.full:
+        calls.clear(); one.step_envs()
+        assert set(calls) <= {n} and len(calls) <= 2, "one to act, and one more where lanes were cut off"
+    assert one.rollout.mask.shape[:2] == (12, n)
+    calls.clear(); one.prepare()
+    assert calls == [n]
+
+
+def test_a_rollout_that_is_cut_off_goes_on_with_its_memory():
+    one = learner()
+    one.begin()
+    while not one.rollout.full: one.step_envs()
+    one.prepare()
+    s, r = one.stream, one.rollout
+    with torch.no_grad():
+        carried = one._values(one.view(s.obs), one.state, s.start)
+        forgotten = one._values(one.view(s.obs), one.policy.initial_state(one.n), s.start)
+    assert torch.equal(r.last_value, carried)
+    goes_on = ~s.start
+    assert goes_on.any() and not torch.isclose(carried, forgotten)[goes_on].any()
+    at = goes_on & r.valid[-1]
+    wanted = r.reward[-1] + .99 * carried - r.value[-1]
+    torch.testing.assert_close(r.advantage[-1][at], wanted[at])
+
+
+def test_groups_on_streams_are_ordered_by_two_joins_and_nothing_else(monkeypatch):
+    told = []
+    class Stream:
+        def __init__(self, name): self.name = name
+        def wait_stream(self, other): told.append(f"{self.name} waits for {other.name}")
+    here = Stream("caller")
+    w = Workers(1)
+    w.count, w.streams, w.pool = 2, [Stream("a"), Stream("b")], None
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: here)
+    monkeypatch.setattr(torch.cuda, "stream", lambda s: (told.append(f"on {s.name}"), nullcontext())[1])
+    assert w.map(lambda x: x * x, [1, 2, 3]) == [1, 4, 9]
+    assert told == ["a waits for caller", "b waits for caller", "on a", "on b", "on a", "caller waits for a", "caller waits for b"]
+
+
+# --- the source
+
+def attributes(tree):
+    "Dotted names that a module uses."
+    return {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+
+def test_private_functions_of_torch_are_these():
+    found = {(m, a) for m, tree in MODULES.items() for a in attributes(tree) if re.fullmatch(r"torch\._[a-z]\w*", a)}
+    assert found == {("snapshots", "torch._foreach_copy_"), ("snapshots", "torch._foreach_norm"), ("ppo", "torch._dynamo")}
+    assert all(hasattr(torch, a.split(".")[1]) for _, a in found)
+
+
+def test_no_cache_is_emptied_and_no_lifetime_is_taken_for_an_order():
+    used = {a.rsplit(".", 1)[-1] for tree in MODULES.values() for a in attributes(tree)}
+    assert not used & {"empty_cache", "record_stream"}
+
+
+def test_a_step_asks_no_tensor_where_it_lives():
+    for m in ("lanes", "hosts", "slots", "optim", "gradients", "trainer", "tasks", "data"):
+        assert not any(a.endswith(".is_cuda") for a in attributes(MODULES[m])), m
+
+
+def test_no_error_is_swallowed():
+    for m, tree in MODULES.items():
+        for h in (n for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler)):
+            assert h.type is not None, f"{m}, line {h.lineno}: a bare except"
+            broad = {"Exception", "BaseException"} & {n.id for n in ast.walk(h.type) if isinstance(n, ast.Name)}
+            idle = all(isinstance(s, (ast.Pass, ast.Continue)) for s in h.body)
+            assert not (broad and idle), f"{m}, line {h.lineno}: any error at all is dropped"
+
+
+def test_every_parameter_of_a_public_function_is_used():
+    for m, tree in MODULES.items():
+        for f in (n for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")):
+            used = {n.id for n in ast.walk(f) if isinstance(n, ast.Name)}
+            idle = [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs) if a.arg not in used | {"self"}]
+            assert not idle or (m, f.name) == ("bench", "grown_loop"), f"{m}.{f.name} does nothing with {idle}"      # that one shares its call with its rivals
+
+
+def test_everything_public_says_what_it_is():
+    for m, tree in MODULES.items():
+        names = next((set(ast.literal_eval(n.value)) for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"), set())
+        assert ast.get_docstring(tree), m
+        for n in tree.body:
+            if not isinstance(n, (ast.FunctionDef, ast.ClassDef)) or n.name not in names: continue
+            simple = isinstance(n, ast.FunctionDef) and len(n.body) == 1
+            planned = isinstance(n, ast.FunctionDef) and any(ast.unparse(d).startswith("blueprint(") for d in n.decorator_list)      # described by its table
+            assert ast.get_docstring(n) or simple or planned, f"{m}.{n.name}"
+
+
+# --- what is run
+
+def test_types_notebooks_and_tests_are_run_on_every_change():
+    flow, make = (ROOT/".github/workflows/test.yml").read_text(encoding="utf-8"), (ROOT/"Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^\s*- run: make test$", flow, re.M) and "pull_request" in flow and '["3.11", "3.12", "3.13"]' in flow
+    assert {"sync", "types", "notebooks", "unit"} <= set(re.search(r"^test:([^#\n]*)", make, re.M)[1].split())
+    assert re.search(r"^types:.*\n(\t.*\n)*\t.*mypy esper_nb", make, re.M)
+
+
+def test_gpu_tests_are_left_out_only_where_there_is_no_gpu(monkeypatch):
+    import conftest
+    marked = {n.name: n for p in sorted((ROOT/"tests").glob("test_*.py")) for n in _tests_in(p) if "pytest.mark.cuda" in map(ast.unparse, n.decorator_list)}
+    assert len(marked) >= 12 and {"test_cuda_rollback_with_work_in_flight_on_two_streams", "test_cuda_rollback_with_two_streams_at_work"} <= marked.keys()
+    for n in marked.values(): assert not any("skip" in ast.unparse(d) for d in n.decorator_list), n.name
+    skipped = lambda there: (monkeypatch.setattr(torch.cuda, "is_available", lambda: there), told := [],
+                             conftest.pytest_collection_modifyitems(None, [SimpleNamespace(get_closest_marker=lambda m: m == "cuda", add_marker=told.append)]), len(told))[-1]
+    assert (skipped(True), skipped(False)) == (0, 1)

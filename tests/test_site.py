@@ -1,0 +1,151 @@
+"The site, without the program that draws it: every page processes, is in the sidebar, and every link and picture leads somewhere."
+import base64
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import yaml
+from scripts import notebooks
+from scripts.notebooks import NBS, ROOT, broken_targets, find_notebooks, site_sections
+
+NOTEBOOKS = find_notebooks()
+HOME = "https://github.com/esper-nb/esper_nb"
+PROSE = [ROOT/"README.md", ROOT/"CONTRIBUTING.md"]
+
+def ids(path): return path.name
+def text(part): return "".join(part)
+
+@cache
+def shown(path):
+    "Markdown that a page shows, code in it left out: prose, and stored output."
+    if path.suffix == ".md": parts = [path.read_text(encoding="utf-8")]
+    else:
+        parts = []
+        for c in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            if c["cell_type"] == "markdown": parts.append(text(c["source"]))
+            else: parts += [text(o["data"]["text/markdown"]) for o in c["outputs"] if "text/markdown" in o.get("data", {})]
+    return re.sub(r"```.*?```|`[^`\n]*`", "", "\n\n".join(parts), flags=re.S)
+
+@cache
+def anchors(path):
+    "Names of a page's headings, as the site makes them."
+    found: list[str] = []
+    for title in re.findall(r"^#+ (.*)$", shown(path), re.M):
+        if own := re.search(r"\{#([\w-]+)", title): found.append(own[1]); continue
+        name = re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", re.sub(r"[^\w\s.-]", "", title.lower()).strip()))
+        found.append(name if name not in found else f"{name}-{found.count(name)}")
+    return found
+
+def targets(path):
+    "Targets of links and of pictures in a page."
+    body = shown(path)
+    return re.findall(r"(?<!!)\[[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*\]\(([^)\s]+)\)", body), re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", body) + re.findall(r'<img[^>]+src="([^"]+)"', body)
+
+def leads_nowhere(path, target):
+    "Why a link is broken, or nothing."
+    if target.startswith(HOME):
+        inside = re.match(r"/(?:blob|tree)/main/([^#]*)", target.removeprefix(HOME))
+        return inside and not (ROOT/inside[1]).exists() and "no such file in this project"
+    if re.match(r"[a-z]+:", target): return not re.fullmatch(r"(https?://[\w.-]+\.\w+(/\S*)?|mailto:\S+@\S+)", target) and "no address"
+    file, _, anchor = target.partition("#")
+    page = (path.parent/file).resolve() if file else path
+    if not page.exists(): return "no such file"
+    return anchor and page.suffix in (".ipynb", ".md") and anchor not in anchors(page) and f"{page.name} has {', '.join(anchors(page))}"
+
+
+def test_the_sidebar_has_every_page_once():
+    listed = ["index.ipynb", *(p for _, pages in site_sections() for p in pages)]
+    assert sorted(listed) == sorted(p.relative_to(NBS).as_posix() for p in NOTEBOOKS)
+
+def test_the_sidebar_is_what_quarto_reads():
+    notebooks.sidebar()
+    contents = yaml.safe_load((NBS/"sidebar.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
+    assert contents[0] == "index.ipynb" and [c["section"] for c in contents[1:]] == [title for title, _ in site_sections()]
+    quarto = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
+    assert "sidebar.yml" in quarto["metadata-files"] and quarto["website"]["search"] is True and quarto["project"]["output-dir"] == "_docs"
+    assert re.search(r"^custom_sidebar = True$", (ROOT/"settings.ini").read_text(encoding="utf-8"), re.M), "or nbdev writes another one over it"
+
+def test_what_a_reader_looks_up_is_there():
+    pages = {p.relative_to(NBS).as_posix() for p in NOTEBOOKS}
+    assert {"index.ipynb", *(f"explanations/{n}.ipynb" for n in ("design", "glossary", "metrics", "findings", "negative_results", "lanes_bench", "fault_bench", "growth_bench", "ppo_bench"))} <= pages
+    assert len([p for p in pages if p.startswith("tutorials/")]) >= 5
+
+@pytest.mark.parametrize("page", [*NOTEBOOKS, *PROSE], ids=ids)
+def test_links_lead_somewhere(page):
+    broken = {t: why for t in targets(page)[0] if (why := leads_nowhere(page, t))}
+    assert not broken, f"{page.name}: {broken}"
+
+@pytest.mark.parametrize("page", [*NOTEBOOKS, *PROSE], ids=ids)
+def test_pictures_are_there(page):
+    missing = [t for t in targets(page)[1] if not re.match(r"https?:|data:|attachment:", t) and not (page.parent/t).exists()]
+    assert not missing, f"{page.name}: {missing}"
+    if page.suffix == ".md": return
+    for c in json.loads(page.read_text(encoding="utf-8"))["cells"]:
+        for o in c.get("outputs", []):
+            if "image/png" not in o.get("data", {}): continue
+            data = base64.b64decode(text(o["data"]["image/png"]))
+            assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[-8:-4] == b"IEND", f"{page.name}, cell {c['id']}: no whole picture"
+            assert min(struct.unpack(">II", data[16:24])) > 20, f"{page.name}, cell {c['id']}: an empty picture"
+
+def test_broken_links_of_pages_are_noticed(tmp_path):
+    page = tmp_path/"page.ipynb"
+    page.write_text(json.dumps(dict(cells=[dict(cell_type="markdown", id="a", metadata={}, source=["# Title here, and more\n\n## Again\n\n## Again\n"])])))
+    assert [bool(leads_nowhere(page, t)) for t in ("page.ipynb", "#title-here-and-more", "page.ipynb#again-1", "https://jsonlines.org", f"{HOME}/blob/main/README.md")] == [False] * 5
+    assert [bool(leads_nowhere(page, t)) for t in ("pages.ipynb", "#title", "page.ipynb#again-2", "https:/jsonlines", f"{HOME}/blob/main/tests/test_gone.py")] == [True] * 5
+
+def test_broken_links_of_the_built_site_are_noticed(tmp_path):
+    (tmp_path/"a").mkdir()
+    (tmp_path/"a/one.html").write_text('<a href="../two.html#x">2</a> <a href="https://jsonlines.org">j</a> <a href="#y">y</a> <img src="gone.png"><a href="three.html">3</a>')
+    (tmp_path/"two.html").write_text('<a href="a/one.html?v=1">1</a><a href="/two.html">2</a>')
+    assert broken_targets(tmp_path) == ["a/one.html: gone.png", "a/one.html: three.html"]
+
+def test_without_quarto_docs_says_what_to_install_and_still_checks(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    monkeypatch.setattr(notebooks, "NBS", tmp_path/"nbs")
+    (tmp_path/"nbs").mkdir()
+    shutil.copy(NBS/"explanations/glossary.ipynb", tmp_path/"nbs/index.ipynb")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    def build(page):
+        (tmp_path/"_docs").mkdir(exist_ok=True)
+        (tmp_path/"_docs/index.html").write_text(page)
+    monkeypatch.setattr(notebooks, "find_notebooks", lambda folder=None: [tmp_path/"nbs/index.ipynb"])
+    monkeypatch.setattr(notebooks, "html", lambda: build('<a href="index.html">i</a>'))
+    notebooks.docs()
+    out = capsys.readouterr().out
+    assert "https://quarto.org/docs/get-started" in out and "make docs" in out and "every link and picture is there" in out
+    monkeypatch.setattr(notebooks, "html", lambda: build('<img src="gone.png">'))
+    with pytest.raises(SystemExit, match="gone.png"): notebooks.docs()
+
+def test_workflows_build_publish_and_test():
+    load = lambda name: yaml.safe_load((ROOT/f".github/workflows/{name}.yml").read_text(encoding="utf-8"))
+    docs, tests = load("docs"), load("test")
+    steps = docs["jobs"]["site"]["steps"]
+    order = [s.get("run") or s["uses"].split("@")[0] for s in steps]
+    wanted = ["quarto-dev/quarto-actions/setup", "make install", "make docs", "actions/upload-pages-artifact", "actions/deploy-pages"]
+    assert [s for s in order if s in wanted] == wanted and docs["permissions"]["pages"] == "write"
+    assert next(s for s in steps if "upload-pages" in s.get("uses", ""))["with"]["path"] == "_docs"
+    job = tests["jobs"]["test"]
+    assert job["runs-on"] == "ubuntu-latest" and job["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"] and {"run": "make test"} in job["steps"]
+    make = (ROOT/"Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^docs: .*\n\t\$\(BIN\)/python scripts/notebooks.py docs$", make, re.M)
+
+@pytest.mark.slow
+def test_every_page_processes(tmp_path):
+    "What the site is made from, in a copy: reference entries written, cells run that the site runs."
+    for name in ("nbs", "esper_nb"): shutil.copytree(ROOT/name, tmp_path/name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "_quarto.yml"))
+    for name in ("settings.ini", "pyproject.toml"): shutil.copy(ROOT/name, tmp_path)
+    code = "from nbdev.serve import proc_nbs\nif __name__ == '__main__': proc_nbs(n_workers=2)\n"
+    (tmp_path/"process.py").write_text(code)
+    done = subprocess.run([sys.executable, "process.py"], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "PYTHONWARNINGS": "ignore"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    left_out = [p.relative_to(NBS).as_posix() for p in NOTEBOOKS if not (tmp_path/"_proc"/p.relative_to(NBS)).exists()]
+    assert not left_out, f"{left_out} were not processed:\n{done.stderr[-3000:]}"
+    for p in (p for p in NOTEBOOKS if p.parent == NBS and re.match(r"\d\d_", p.name)):
+        if "#| export\n" not in p.read_text(encoding="utf-8").replace("\\n", "\n"): continue
+        assert '"has_sd"' in (tmp_path/"_proc"/p.name).read_text(encoding="utf-8"), f"{p.name} has no reference entry"
