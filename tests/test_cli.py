@@ -1,0 +1,153 @@
+"The command in processes of its own: stop, kill, resume, report, compare, mistakes."
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from esper_nb import cli
+from esper_nb.cli import lab_command, main, parse_settings
+from esper_nb.compare import Comparison
+from esper_nb.recipes import get_recipe, list_recipes, register_recipe
+from esper_nb.rows import encode_row
+from esper_nb.runs import cut_rows, open_run
+from esper_nb.telemetry import read_rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = [w for pair in ("env.num_envs=4", "env.horizon=8", "env.limit=256", "ppo.num_steps=8", "ppo.num_minibatches=2", "save_every=1", "env.workers=1") for w in ("--set", pair)]
+
+CHILD = """
+import os, signal, sys, torch
+torch.set_num_threads(1)
+from esper_nb.cli import main
+from esper_nb.envs import GrowVecEnv
+at, number, count, step = int(sys.argv[1]), int(sys.argv[2]), 0, GrowVecEnv.step
+def counted(self, actions):
+    global count
+    count += 1
+    if count == at: os.kill(os.getpid(), number)
+    return step(self, actions)
+GrowVecEnv.step = counted
+sys.exit(main(sys.argv[3:]))
+"""
+
+def child(*argv, at=-1, number=2):
+    "Run the command in a new process; in front of its step number `at` it sends itself a signal."
+    return subprocess.run([sys.executable, "-c", CHILD, str(at), str(number), *map(str, argv)], capture_output=True, text=True, timeout=120)
+
+def timeless(path): return [encode_row({k: v for k, v in r.items() if not k.endswith("seconds")}) for r in read_rows(path)]      # as text: NaN is equal to itself
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    "A run that nobody stopped."
+    folder = tmp_path_factory.mktemp("whole")
+    done = child("train", "digits_impaired", "--updates", 3, "--inject", "nan:1:4", *SMALL, "--out", folder)
+    assert done.returncode == 0, done.stderr
+    assert "wait-only" in done.stdout and "median" in done.stdout and "return" in done.stderr and "rollback" in done.stderr      # table, and the bar
+    return folder/"digits_impaired"
+
+@pytest.mark.parametrize("number, at", [(2, 13), (9, 20)], ids=["interrupt", "kill"])
+def test_resume_in_a_new_process_is_exact(whole, tmp_path, number, at):
+    run = tmp_path/"digits_impaired"
+    first = child("train", "digits_impaired", "--updates", 3, "--inject", "nan:1:4", *SMALL, "--out", tmp_path, at=at, number=number)
+    assert "Traceback" not in first.stderr and not (run/"comparison.json").exists()
+    if number == 2: assert first.returncode == 130 and f"esper-nb resume {run}" in first.stderr
+    else: assert first.returncode == -9
+    second = child("resume", run)
+    assert second.returncode == 0, second.stderr
+    for name in ("rows.jsonl", "final.jsonl"): assert timeless(run/name) == timeless(whole/name)
+    a, b = load_file(run/"controller.safetensors"), load_file(whole/"controller.safetensors")
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    ended, other = open_run(run), open_run(whole)
+    for one, two in zip((ended.env.parts[0][1].model, ended.learner.optimizer), (other.env.parts[0][1].model, other.learner.optimizer)):
+        for x, y in zip(tensors(one.state_dict()), tensors(two.state_dict()), strict=True): assert torch.equal(x, y)
+    test = [[p.test_pp for p in Comparison.load(f/"comparison.json").plays] for f in (run, whole)]
+    assert test[0] == test[1]
+
+def tensors(tree):
+    if isinstance(tree, torch.Tensor): yield tree
+    elif isinstance(tree, dict): yield from (t for v in tree.values() for t in tensors(v))
+    elif isinstance(tree, (list, tuple)): yield from (t for v in tree for t in tensors(v))
+
+def test_a_run_holds_everything(whole):
+    assert {p.name for p in whole.iterdir()} == {"checkpoint.safetensors", "checkpoint.safetensors.previous", "comparison.json", "config.json", "controller.safetensors", "final.jsonl", "rows.jsonl", "run.png"}
+    rows = read_rows(whole/"rows.jsonl")
+    assert [r["update"] for r in rows if r["kind"] == "update"] == [1, 2, 3]
+    assert [r["lane"] for r in rows if r["kind"] == "governor"] == [1] and sum(r["kind"] == "step" and r["reward.rollback"] < 0 for r in rows) == 1
+    assert json.loads((whole/"config.json").read_text())["run"]["ppo"]["num_updates"] == 3
+
+def test_report(whole, capsys):
+    out = whole.parent/"r.html"
+    assert main(["report", str(whole), "--out", str(out)]) == 0 and capsys.readouterr().out.strip() == str(out)
+    page = out.read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in page and "1 rollback" in page and page.count("<img") >= 6 and "http" not in page
+
+def test_resume_refuses_what_does_not_fit(whole, tmp_path, capsys):
+    assert main(["resume", str(tmp_path)]) == 2 and "no config.json" in capsys.readouterr().err
+    other = tmp_path/"other"
+    other.mkdir()
+    config = json.loads((whole/"config.json").read_text())
+    config["run"]["ppo"]["clip_coef"] = .3
+    (other/"config.json").write_text(json.dumps(config))
+    (other/"checkpoint.safetensors").write_bytes((whole/"checkpoint.safetensors").read_bytes())
+    assert main(["resume", str(other)]) == 2 and "run.ppo.clip_coef: saved 0.2, here 0.3" in capsys.readouterr().err
+    (other/"checkpoint.safetensors").write_bytes(b"\x00" * 100)
+    assert main(["resume", str(other)]) == 2 and "cannot be read as a checkpoint" in capsys.readouterr().err
+
+def test_an_interrupt_in_front_of_the_first_step(tmp_path):
+    first = child("train", "digits_impaired", "--updates", 1, *SMALL, "--out", tmp_path, at=1)
+    assert first.returncode == 130 and "Traceback" not in first.stderr
+    assert open_run(tmp_path/"digits_impaired").steps == 1      # the step that was begun is finished first
+
+def test_minutes_end_a_run(tmp_path, capsys):
+    assert main(["train", "digits_impaired", "--minutes", "0.0001", *SMALL, "--out", str(tmp_path)]) == 0
+    assert "1 update," in capsys.readouterr().out
+    assert open_run(tmp_path/"digits_impaired").over
+
+def test_compare(tmp_path, capsys):
+    out = tmp_path/"c.json"
+    small = [*SMALL, "--set", 'env.blueprints=["conv_light"]']
+    assert main(["compare", "digits_impaired", "--updates", "1", "--seeds", "2", "--out", str(out), *small]) == 0
+    c, text = Comparison.load(out), capsys.readouterr().out
+    assert c.names == ["PPO", "heuristic", "random-legal", "wait-only", "fixed schedule"] and {p.seed for p in c.plays} == {0, 1}
+    assert all(k in text for k in c.names) and (tmp_path/"c.png").stat().st_size > 5000
+
+def test_fit(tmp_path, capsys):
+    assert main(["fit", "digits", "--set", "lanes=3", "--set", "epochs=3", "--inject", "nan:1:1", "--out", str(tmp_path)]) == 0
+    rows = read_rows(tmp_path/"digits/rows.jsonl")
+    assert "test accuracy" in capsys.readouterr().out and [r["governor.reason"] for r in rows if r["kind"] == "governor"] == ["non-finite"]
+    assert main(["resume", str(tmp_path/"digits")]) == 2 and "holds no controller" in capsys.readouterr().err
+    assert main(["report", str(tmp_path/"digits")]) == 0
+
+def test_lab(monkeypatch, capsys):
+    called = []
+    monkeypatch.setattr(cli.subprocess, "call", lambda command: called.append(command) or 0)
+    if cli.importlib.util.find_spec("jupyterlab") is None: pytest.skip("JupyterLab is not installed")
+    assert main(["lab"]) == 0 and called[0][-1].endswith("dashboard.ipynb")
+    with pytest.raises(FileNotFoundError, match="repository"): lab_command("tutorials/none.ipynb")
+
+def test_mistakes(tmp_path, capsys):
+    for argv, words in {("train", "digits", "--set", "ppo.clip_cof=1"): "did you mean 'clip_coef'", ("train", "cifar_basline"): "'cifar_baseline' perhaps", ("compare", "digits", "--seeds", "0"): "at least 1"}.items():
+        assert main([*argv, "--out", str(tmp_path/"runs")]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path/"runs").exists()
+    with pytest.raises(SystemExit): main(["train"])
+    with pytest.raises(ValueError, match="new name"): register_recipe(named("digits"))
+    assert {"digits", "digits_impaired", "cifar_baseline"} <= set(list_recipes())
+    assert parse_settings(["a=1", "b=none", "c=x", "d=[1, 2]"]) == dict(a=1, b=None, c="x", d=[1, 2])
+    assert get_recipe("digits", {"env.faults": [dict(kind="nan", lane=2, epoch=1)]}).env.faults[0].lane == 2
+
+def named(name):
+    def f(): pass
+    f.__name__ = name
+    return f
+
+def test_cut_rows(tmp_path):
+    path = tmp_path/"rows.jsonl"
+    cut_rows(path, 3)
+    path.write_text("a\nb\nc\nd")
+    cut_rows(path, 9); assert path.read_text() == "a\nb\nc\nd"
+    cut_rows(path, 2); assert path.read_text() == "a\nb\n"
+    cut_rows(path, 0); assert path.read_text() == ""
