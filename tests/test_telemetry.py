@@ -2,6 +2,7 @@
 import dataclasses, json, math, subprocess, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -9,8 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from esper_nb.actions import Choice
+from esper_nb.analytics import blueprint_stats, episode_outcomes, lane_scores, rollbacks, seed_lives, stage_spells
+from esper_nb.controllers import QUICK_RULES, QUICK, Heuristic, as_policy
+from esper_nb.decisions import Done
+from esper_nb.faults import Fault, disturb_at
+from esper_nb.governor import Governor
+from esper_nb.metrics import KINDS, metrics_markdown
+from esper_nb.rows import ROW_KEYS, gate_rows, governor_rows, population_rows, run_rows, step_rows, update_rows
 from esper_nb.telemetry import (METRICS, BackgroundWriter, JSONLWriter, Metric, PhaseTimer, Recorder, RunFolder, TensorBoardWriter,
-                                decode_row, encode_row, find_metric, record_rows, metric_table, new_run, read_rows, record_leaves, series)
+                                decode_row, encode_row, find_metric, memory_record, metric_table, new_run, read_rows, record_leaves, record_rows, series, writer_rows)
+from esper_nb.trainer import FitConfig, fit, new_population
 
 values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=True, allow_infinity=True), st.text())
 rows = st.dictionaries(st.text().filter(lambda k: k != "nonfinite"), values)
@@ -314,3 +324,132 @@ def test_phases_on_the_device_see_the_kernels():
 def test_rows_from_device_tensors():
     row, = record_rows("epoch", {"train.loss": torch.tensor([1.5], device="cuda")})
     assert row["train.loss"] == 1.5
+
+
+# --- the rows of this package: typed, complete, and joined again by analytics
+
+@pytest.fixture(scope="module")
+def grown():
+    "A guarded run with seeds and a NaN: (population, results, rows)."
+    torch.set_num_threads(1)
+    pop = new_population("digits_impaired", FitConfig(lanes=3, epochs=14), rules=QUICK_RULES)
+    rows, results = run_rows(pop), []
+    def disturb(*args): return args[-2:] if (d := disturb_at([Fault("nan", 1, 7, 6)], int(pop.epoch.max()))) is None else d(*args)
+    for r in fit(pop, policy=as_policy(Heuristic(QUICK)), disturb=disturb):
+        results.append(r)
+        rows += population_rows(pop, r)
+    return pop, results, rows
+
+def metric_names(row): return [k for k in row if k not in ROW_KEYS and k not in ("kind", "lane")]
+
+def test_every_row_is_of_a_known_kind_with_names_of_its_own(grown):
+    for row in grown[2]:
+        assert row["kind"] in KINDS and metric_names(row)
+        assert {find_metric(k).writer for k in metric_names(row)} == {row["kind"] + "_rows"}
+
+def test_every_metric_of_a_population_is_written_and_in_its_range(grown):
+    _, _, rows = grown
+    kinds = {row["kind"] for row in rows}
+    assert kinds == {"run", "epoch", "batch", "gate", "governor", "slot", "seed"}
+    written = {k for row in rows for k in metric_names(row)}
+    assert written == {m.name for m in METRICS.values() if m.writer.removesuffix("_rows") in kinds}
+    ruined = [(row["lane"], row["epoch"]) for row in rows for k in metric_names(row) if not find_metric(k).covers(row[k])]
+    assert set(ruined) == {(1, 7)}
+
+def test_rows_say_what_the_results_say(grown):
+    _, results, rows = grown
+    for r in results:
+        mine = [row for row in rows if row["kind"] == "epoch" and row["epoch"] == r.epoch and row["lane"] is not None]
+        torch.testing.assert_close(torch.tensor([row["heldout.accuracy_pp"] for row in mine]), r.heldout.accuracy_pp)
+        losses = torch.tensor([row["batch.loss"] for row in rows if row["kind"] == "batch" and row["epoch"] == r.epoch]).view(-1, 3)
+        torch.testing.assert_close(losses, r.train.losses.float(), equal_nan=True)
+        assert sum(row["kind"] == "governor" and row["epoch"] == r.epoch for row in rows) == len(r.reports)
+    assert [row["step"] for row in rows if row["kind"] == "batch" and row["lane"] == 0] == list(range(1, 14 * 20 + 1))
+
+def test_states_of_seeds_agree_with_the_model(grown):
+    pop, _, rows = grown
+    last = {(row["slot"], row["lane"]): row for row in rows if row["kind"] == "slot" and row["epoch"] == 13}
+    for k in pop.model.names:
+        for i, s in enumerate(pop.model.slot(k).states()):
+            row = last.get((k, i))
+            assert (row is None) == (s.stage.name == "DORMANT")
+            if row: assert (row["slot.stage"], row["slot.alpha"], row["slot.birth"], row["slot.blueprint"]) == (s.stage.name, pytest.approx(s.alpha), s.births, pop.model.slot(k).blueprints[s.blueprint])
+
+def test_rows_survive_a_file_and_analytics_see_the_same(grown, tmp_path):
+    _, _, rows = grown
+    with Recorder([JSONLWriter(tmp_path/"rows.jsonl")]) as rec: rec.add(rows)
+    back = read_rows(tmp_path/"rows.jsonl")
+    assert all(map(same, back, rows)) and len(back) == len(rows)
+    for f in (rollbacks, seed_lives, stage_spells, blueprint_stats, lane_scores): assert repr(f(back)) == repr(f(rows))
+
+def test_rollback_is_told_with_its_cost_and_recovery(grown):
+    found, = rollbacks(grown[2])
+    assert (found.lane, found.at, found.reason, found.action, found.shown) == (1, 7 * 20 + 7, "non-finite", "rollback", "nan")
+    assert found.resumed_at == 160 and found.lost == 160 - found.restored_at and found.restored_at % 20 == 0 and found.recovered_at > 160
+
+def test_gates_and_verdicts_of_a_plain_loop():
+    net = torch.nn.Linear(4, 1)
+    guard = Governor(net, chance=None)
+    for _ in range(60): guard.watch(torch.tensor(1.))
+    row, = gate_rows(guard, step=60)
+    assert row["gate.limit"] == pytest.approx(3.) and row["gate.judged"] == 60 and row["gate.chance"] is None and row["gate.collapse_low"] is None
+    report, = guard.watch(torch.tensor(math.nan))
+    row, = governor_rows([report], step=61)
+    assert row["step"] == 61 and row["governor.lost"] == report.step - report.restored_step and row["governor.shown"] == "nan" and row["governor.batch"] is None
+    assert all(find_metric(k).covers(v) for k, v in row.items() if "." in k)
+
+def test_gates_before_any_loss_are_not_measured():
+    row, = gate_rows(Governor(torch.nn.Linear(2, 1), chance=2.3), epoch=0)
+    assert row["gate.limit"] is None and row["gate.mean"] is None and row["gate.collapse_low"] == pytest.approx(2.3 * (1 - .065))
+
+def test_a_refused_action_says_why():
+    rows = step_rows({"rent": [0., -1.]}, [Choice(), Choice("prune", "r0c0")], [Done(1, None, False, "too young")], step=3)
+    assert [(r["action.ok"], r["action.refused"], r["reward.total"]) for r in rows] == [(True, None, 0.), (False, "too young", -1.)]
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(-5, 5), st.booleans()), max_size=60))
+def test_episodes_split_rewards_without_loss(steps):
+    rows = [{"kind": "step", "lane": lane, "step": t, "reward.total": x, "step.terminated": end, "step.truncated": False} for t, (lane, x, end) in enumerate(steps)]
+    outcomes = episode_outcomes(rows)
+    assert len(outcomes) == sum(end for *_, end in steps)
+    for lane in range(3):
+        mine = [o for o in outcomes if o.lane == lane]
+        ends = [i for i, (l, _, end) in enumerate(steps) if l == lane and end]
+        closed = [x for i, (l, x, _) in enumerate(steps) if l == lane and ends and i <= ends[-1]]
+        assert [o.number for o in mine] == list(range(len(mine))) and sum(o.length for o in mine) == len(closed)
+        assert sum(o.total for o in mine) == pytest.approx(math.fsum(closed), abs=1e-9) and all(0 < o.stability <= 1 for o in mine)
+
+def test_the_table_as_text_has_a_line_for_every_metric():
+    text = metrics_markdown(METRICS.values()).splitlines()
+    assert len(text) == len(METRICS) + 2 and all(line.replace(r"\|", "").count("|") == 6 for line in text)
+
+def test_a_clock_puts_the_time_on_rows():
+    rec = Recorder(clock=iter([1.5, 2.5]).__next__)
+    rec.log("epoch", {"lr": [.1, .2]})
+    rec.add([{"kind": "epoch", "lane": 0, "lr": .1}])
+    assert [row["time"] for row in rec.rows] == [1.5, 1.5, 2.5]
+
+def test_add_keeps_all_rows_or_none():
+    rec = Recorder()
+    with pytest.raises(ValueError, match="'rl'"): rec.add([{"kind": "epoch", "lane": 0, "lr": .1}, {"kind": "epoch", "lane": 0, "rl": .1}])
+    assert rec.rows == []
+
+def test_drops_are_counted_while_the_run_goes_on():
+    gate = Gate()
+    rec = Recorder([gate], queue_size=2)
+    for epoch in range(50): rec.log("epoch", {"lr": [.1, .2]}, epoch=epoch)
+    row, = writer_rows(rec.reports)
+    assert row["writer.offered"] == 100 and row["writer.dropped"] >= 94 and len(rec.rows) == 100
+    gate.open.set()
+    with pytest.warns(RuntimeWarning, match="too slow"): rec.close()
+
+def test_memory_is_measured_in_range():
+    record = memory_record()
+    for row in record_rows("memory", record): assert all(find_metric(k).covers(v) for k, v in row.items() if "." in k)
+    if Path("/proc/self/status").exists(): assert 10 < record["memory"]["used_mb"] < 1e6 and 0 < record["memory"]["used_pp"] < 100
+
+@pytest.mark.cuda
+def test_memory_of_the_device():
+    x = torch.zeros(2**22, device="cuda")
+    record = memory_record("cuda")["memory"]
+    assert record["used_mb"] >= x.numel() * 4 / 2**20 and record["reserved_mb"] >= record["used_mb"]
