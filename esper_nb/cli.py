@@ -19,6 +19,7 @@ from .core import check, keep_freed_memory
 from .faults import Fault, disturb_at, list_faults, parse_fault
 from .recipes import RunConfig, get_recipe, list_recipes
 from .reports import write_report
+from .rows import population_rows, run_rows
 from .runs import begin_run, compare_recipe, drive_run, open_run
 from .tasks import Task, get_task, list_tasks
 from .telemetry import JSONLWriter, Recorder, RunFolder, new_run
@@ -69,13 +70,6 @@ def closing_table(
     return "\n".join(f"{k:>14}  {v}" for k, v in lines)
 
 # %% ../nbs/63_cli.ipynb #2ed78d99
-def _log(rec, r):
-    rec.log("epoch", dict(train=dict(loss=r.train.loss, accuracy_pp=r.train.accuracy_pp, grad_norm=r.train.grad_norm, skipped=r.train.skipped),
-                          heldout=dict(loss=r.heldout.loss, accuracy_pp=r.heldout.accuracy_pp), lr=r.lr), epoch=r.epoch)
-    rec.log("epoch", dict(seconds=r.seconds, images_per_s=r.images_per_s), epoch=r.epoch)
-    for g in r.reports:
-        rec.log("governor", dict(governor={k: [getattr(g, k)] for k in ("reason", "action", "step", "loss", "shown", "gate", "restored_step", "seconds")}), lanes=[g.lane], epoch=r.epoch)
-
 def fit_run(
     task: Task | str, # a task, or the name of one
     config: FitConfig = FitConfig(),
@@ -93,14 +87,16 @@ def fit_run(
     run = new_run(out, task.name, dict(task=task.to_dict(), fit=config.to_dict(), device=str(device), version=__version__, torch=torch.__version__))
     rates = []
     with Recorder([JSONLWriter(run.rows_path)]) as rec:
+        rec.add(run_rows(pop))
         with tqdm(total=pop.epochs, unit="epoch", disable=not progress) as bar:
             try:
                 while int(pop.epoch.max()) < pop.epochs:
                     r = run_epoch(pop, disturb=disturb_at(faults, int(pop.epoch.max())))
                     for report in r.reports: bar.write(f"Governor, epoch {r.epoch}: {report}")
-                    _log(rec, r); rates.append(r.images_per_s); bar.update()
+                    rec.add(population_rows(pop, r)); rates.append(r.images_per_s); bar.update()
                     bar.set_postfix_str(f"held-out {r.heldout.accuracy_pp.median():.1f} pp, {r.images_per_s:,.0f} examples/s")
             except KeyboardInterrupt: print(f"\nStopped after {len(rates)} of {pop.epochs} epochs; what is there is kept.", file=sys.stderr)
+        rec.add(run_rows(pop, "finished" if int(pop.epoch.max()) >= pop.epochs else "stopped"))
         if rates: _finish(pop, run, rec, rates)
     return pop, run
 

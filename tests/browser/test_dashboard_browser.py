@@ -1,0 +1,213 @@
+"The dashboard as a person meets it: the tutorial notebook in JupyterLab and in Voila, driven by clicks, judged by what the page shows."
+import json, re, shutil, time
+
+import pytest
+
+from conftest import ROOT, open_browser, server
+
+NOTEBOOK = ROOT/"nbs/tutorials/dashboard.ipynb"
+READY = """async () => { const w = window.jupyterapp.shell.currentWidget; await w.context.ready; await w.sessionContext.ready;
+                         await w.sessionContext.session.kernel.info }"""
+ERRORS = "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
+
+
+class Panel:
+    "The dashboard on a page, in a person's words."
+    def __init__(self, browser):
+        from playwright.sync_api import expect
+        self.browser, self.page, self.expect = browser, browser.page, expect
+        self.root, self.log, self.status = (self.page.locator(s).first for s in (".esper", ".esper-log", ".esper-status"))
+
+    def press(self, name): self.root.get_by_role("button", name=name, exact=True).click()
+    def sees(self, text, within=60): self.expect(self.log).to_contain_text(text, timeout=1000 * within)
+    def state(self, word, within=30): self.expect(self.root.locator(".esper-pill")).to_contain_text(word, timeout=1000 * within)
+    def epoch(self): return int(re.search(r"(?:epoch|step) (\d+)", self.status.inner_text())[1])
+    def canvas_says(self): return self.root.locator(".esper-canvas canvas").get_attribute("aria-label")
+    def show(self): self.root.evaluate("e => e.scrollIntoView()")
+
+    def drawn(self):
+        "How many different colours the picture has: an empty canvas has one."
+        return self.root.locator(".esper-canvas canvas").evaluate("""c => { const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data, seen = new Set();
+            for (let i = 0; i < d.length; i += 4) seen.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]); return seen.size }""")
+
+    def epoch_beyond(self, old, within=60):
+        end = time.time() + within
+        while self.epoch() <= old:
+            assert time.time() < end, f"still at epoch {old} after {within} s"
+            time.sleep(.1)
+
+def use_everything(panel, shot):
+    "Start, ruin, see it saved, move a threshold, pause, step, stop, go on, plant a seed."
+    panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(8)
+    panel.root.locator("select").nth(1).select_option("lane 5")
+    panel.expect(panel.root).to_contain_text("in lane 5")
+    panel.press("nan")
+    panel.sees("lane 5: nan begins in epoch")
+    panel.sees("lane 5: non-finite (loss nan"); panel.sees("rollback, back to batch"); panel.sees("lane 5: recovered")
+    panel.expect(panel.status).to_contain_text("1 incident")
+    assert "lane 5, 1 incidents" in panel.canvas_says() and panel.drawn() > 50
+    panel.show(); shot("rollback")
+
+    row = panel.root.locator(".esper-multiplier")
+    row.locator(".noUi-handle").focus(); panel.page.keyboard.press("ArrowRight")
+    panel.expect(row.locator(".widget-readout")).to_have_text("3.10")
+    panel.sees("multiplier = 3.1 at epoch")
+
+    panel.press("❙❙ Pause"); panel.state("paused"); panel.sees("paused at epoch")
+    at = panel.epoch()
+    time.sleep(1.)
+    assert panel.epoch() == at
+    panel.press("▸❙ Step"); panel.sees(f"1 epoch at epoch {at}"); panel.epoch_beyond(at); panel.state("paused")
+    assert panel.epoch() == at + 1
+    panel.press("■ Stop"); panel.state("stopped"); panel.sees(f"stopped at epoch {at + 1}")
+    panel.press("Germinate"); panel.sees(f"lane 5, r0c0: germinate norm by hand at epoch {at + 1}")
+    panel.press("▶ Go on"); panel.state("running"); panel.sees(f"go on at epoch {at + 1}"); panel.epoch_beyond(at + 2)
+    panel.press("Advance"); panel.sees("advance by hand")
+    panel.press("◇ Snapshot"); panel.sees("snapshot of 16 lanes")
+    panel.press("↶ Roll back lane"); panel.sees("lane 5: asked"); panel.sees("rolled back lane 5")
+    panel.press("explode"); panel.sees("lane 5: explosion")
+    panel.epoch_beyond(panel.epoch() + 3)
+    panel.show(); shot("everything")
+
+
+LAST = "print('every cell ran')"
+IMAGES = """from esper_nb.dashboard import Dashboard
+from esper_nb.sessions import Session
+from esper_nb.trainer import FitConfig, new_population
+session = Session(new_population('digits', FitConfig(lanes=4, epochs=400)), pace=.25)
+Dashboard(session, image=True)"""
+COST = """import threading
+import ipywidgets as W
+from esper_nb.dashboard import Dashboard
+from esper_nb.feeds import watching_cost
+from esper_nb.sources import PopulationSource
+from esper_nb.trainer import FitConfig, new_population
+place, said = W.Box(), W.HTML('measuring')
+def shown(session):
+    board = Dashboard(session); place.children = (board.widget(),); return board.feed
+make = lambda: PopulationSource(new_population('digits', FitConfig(lanes=16, epochs=40)))
+def measure(): said.value = 'cost ' + str(watching_cost(make, steps=30, rounds=3, feed=shown))
+W.VBox([place, said])"""
+MEASURE = "threading.Thread(target=measure).start()      # as in a session: the kernel stays free for the page\n" + LAST
+PPO = """from esper_nb.dashboard import Dashboard
+from esper_nb.envs import GrowVecEnv
+from esper_nb.policies import PolicyConfig
+from esper_nb.ppo import Learner, PPOConfig
+from esper_nb.sessions import Session
+from esper_nb.sources import EnvSource
+envs = GrowVecEnv(task='digits_impaired', num_envs=4, horizon=30, gamma=.99, limit=320, workers=1)
+learner = Learner(envs, PPOConfig(num_steps=8, num_updates=40, gamma=.99, num_minibatches=1), PolicyConfig(hidden=16), heads=envs.actions)
+session = Session(EnvSource(learner), pace=.25)
+Dashboard(session, lane=1)"""
+
+def write_notebook(path, *sources):
+    cells = [dict(cell_type="code", id=f"c{i}", metadata={}, outputs=[], execution_count=None, source=s) for i, s in enumerate(sources)]
+    path.write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=dict(display_name="Python 3", language="python", name="python3")), nbformat=4, nbformat_minor=5)))
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("notebooks")
+    shutil.copy(NOTEBOOK, folder)
+    for name, *sources in (("images", IMAGES, LAST), ("cost", COST, MEASURE), ("ppo", PPO, LAST)): write_notebook(folder/f"{name}.ipynb", *sources)
+    return folder
+
+@pytest.fixture(scope="module")
+def lab(folder, tmp_path_factory):
+    with server("lab", folder, tmp_path_factory.mktemp("lab")) as address: yield address
+
+def open_lab(browser, address, name, done="every cell ran"):
+    "Open a notebook, run all its cells, wait for the last."
+    page = browser.page
+    page.goto(address(name))
+    page.wait_for_selector(".jp-Notebook .jp-Cell")
+    page.evaluate(READY)                     # the toolbar says "idle" before the kernel is there
+    page.evaluate("() => { window.jupyterapp.commands.execute('application:toggle-left-area') }")
+    page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
+    panel = Panel(browser)
+    panel.expect(page.locator(".jp-Notebook .jp-CodeCell").last.locator(".jp-OutputArea-output").last).to_contain_text(done, timeout=180_000)
+    assert page.locator(ERRORS).count() == 0
+    return panel
+
+def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
+    with open_browser(tmp_path) as browser:
+        panel = open_lab(browser, lab, "dashboard.ipynb")
+        panel.show(); browser.shot("lab-1-ready")
+        use_everything(panel, lambda name: browser.shot(f"lab-2-{name}"))
+        box = panel.root.bounding_box()
+        assert box["height"] < 690 and box["width"] < 1240, box              # 800 pixels, less the bars of JupyterLab
+        browser.page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+        time.sleep(2)
+        panel.show(); browser.shot("lab-3-dark")
+
+        browser.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+        incidents, epoch = re.search(r"(\d+) incidents", panel.canvas_says())[1], panel.epoch()
+        browser.page.reload()
+        browser.page.wait_for_selector(".jp-Notebook .jp-Cell")
+        browser.page.evaluate(READY)
+        begun, again = time.time(), Panel(browser)
+        again.expect(again.root.locator(".esper-canvas canvas")).to_have_attribute("aria-label", re.compile(f"lane 5, {incidents} incidents"), timeout=20_000)
+        took = time.time() - begun
+        assert again.epoch() >= epoch and again.drawn() > 50
+        print(f"\nafter a reload the panel shows the present {took:.2f} s after the kernel answered")
+        assert took < 2
+        again.show(); browser.shot("lab-4-reloaded")
+        again.press("❙❙ Pause"); again.state("paused"); again.press("▸❙ Step"); again.sees("1 epoch at epoch")
+        assert browser.errors == []
+
+def test_buttons_answer_while_a_cell_is_busy(lab, tmp_path):
+    with open_browser(tmp_path) as browser:
+        panel = open_lab(browser, lab, "images.ipynb")
+        panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(1)
+        browser.page.evaluate("() => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({code: 'import time; time.sleep(8)'}) }")
+        time.sleep(.5)
+        begun = time.time()
+        panel.press("❙❙ Pause"); panel.state("paused")
+        print(f"\npaused {time.time() - begun:.2f} s after the click, while a cell of 8 s was running")
+        assert time.time() - begun < 6
+
+def test_images_stand_in_for_the_canvas(lab, tmp_path):
+    with open_browser(tmp_path) as browser:
+        panel = open_lab(browser, lab, "images.ipynb")
+        image = panel.root.locator("img.widget-image")
+        panel.press("▶ Start"); panel.epoch_beyond(3)
+        before = image.get_attribute("src")
+        browser.page.wait_for_function("b => document.querySelector('.esper img.widget-image').src !== b", arg=before)
+        panel.press("nan"); panel.sees("lane 0: non-finite")
+        time.sleep(3)
+        panel.show(); browser.shot("lab-5-images")
+        assert browser.errors == []
+
+def test_ppo_over_lanes(lab, tmp_path):
+    with open_browser(tmp_path) as browser:
+        panel = open_lab(browser, lab, "ppo.ipynb")
+        panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(9)
+        for number in ("update 1", "policy loss", "approx kl", "explained variance", "reward now"): panel.expect(panel.root.locator(".esper-main")).to_contain_text(number)
+        panel.press("nan"); panel.sees("lane 1: nan begins in the next step")
+        panel.sees("lane 1: non-finite (loss nan"); panel.sees("→ rollback")
+        assert "lane 1, 1 incidents" in panel.canvas_says() and "step" in panel.canvas_says() and panel.drawn() > 50
+        panel.press("↶ Roll back lane"); panel.sees("rollback refused")
+        panel.press("❙❙ Pause"); panel.state("paused")
+        at = panel.epoch()
+        panel.press("▸❙ Step"); panel.sees(f"1 step at step {at}"); panel.epoch_beyond(at); panel.state("paused")
+        panel.press("▶ Go on"); panel.epoch_beyond(at + 8)
+        panel.show(); browser.shot("lab-6-ppo")
+        box = panel.root.bounding_box()
+        assert box["height"] < 690 and box["width"] < 1240, box
+        assert browser.errors == []
+
+def test_the_cost_of_a_page_that_watches(lab, tmp_path):
+    with open_browser(tmp_path) as browser:
+        open_lab(browser, lab, "cost.ipynb")
+        said = browser.page.locator(".widget-html-content").filter(has_text="bare_s")
+        said.wait_for(timeout=120_000)
+        text = said.inner_text()
+        print("\nbare and watched by a page on the same cores, in turns:", text)
+        assert 1 < float(re.search(r"updates_per_s': ([\d.]+)", text)[1]) <= 4.5 and int(re.search(r"answered': (\d+)", text)[1]) > 5
+
+def test_everything_in_voila(folder, tmp_path):
+    with server("voila", folder, tmp_path) as address, open_browser(tmp_path) as browser:
+        browser.page.goto(address("dashboard.ipynb"), timeout=180_000)
+        panel = Panel(browser)
+        panel.expect(panel.root.get_by_role("button", name="▶ Start", exact=True)).to_be_visible(timeout=120_000)
+        use_everything(panel, lambda name: browser.shot(f"voila-{name}"))
+        assert browser.own_errors() == []

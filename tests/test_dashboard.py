@@ -1,0 +1,531 @@
+"The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
+import sys, threading, time, tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import esper_nb.dashboard as dashboard_module
+from esper_nb.dashboard import THRESHOLDS, Dashboard, live_front_end, log_html, plot_session, session_text, status_html, time_words
+from esper_nb.feeds import Feed, Pacer, session_packet
+from esper_nb.governor import Governor, GovernorConfig
+from esper_nb.lanes import lane_state, rows
+from esper_nb.sessions import Session, Track, lane_gates
+from esper_nb.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
+from esper_nb.trainer import FitConfig, fit, new_population
+
+torch.set_num_threads(1)
+
+
+def population(lanes=4, epochs=12, **kw):
+    return new_population("digits_impaired", FitConfig(lanes=lanes, epochs=epochs, batch_size=256, workers=1, **kw))
+
+def weights(pop): return {k: t.clone() for k, t in lane_state(pop.model).items()}
+
+def equal(a, b, lanes=None, n=1):
+    pick = lambda t: t if lanes is None else rows(t, n)[lanes]
+    return all(torch.equal(pick(a[k]), pick(b[k])) for k in a)
+
+@pytest.fixture
+def run():
+    made = []
+    def make(source, **kw):
+        made.append(Session(source, **kw))
+        return made[-1]
+    yield make
+    for s in made: s.close()
+
+def steps(session, k):
+    session.step(k).wait()
+    session.wait()
+
+def fake(n=3, lanes=2, loss=1., batches=2):
+    for t in range(n): yield Frame(np.full((batches, lanes), loss / (t + 1)), np.full(lanes, 50.))
+
+
+# --- tracks
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 400), st.sampled_from((4, 8, 32)), st.integers(0, 2**31), st.integers(1, 9))
+def test_a_track_is_bounded_and_loses_no_peak(count, capacity, seed, chunk):
+    values = np.random.default_rng(seed).normal(size=count).astype(np.float32)
+    track = Track(2, capacity)
+    data = np.column_stack([np.arange(count, dtype=np.float32), values])
+    for i in range(0, count, chunk): track.add(data[i:i + chunk])
+    assert track.count <= capacity
+    covered = track.count * track.stride
+    assert count - track.stride < covered <= count
+    assert np.max(track.rows[:, 1], initial=-np.inf) == np.max(values[:covered], initial=-np.inf)
+    assert (np.diff(track.rows[:, 0]) == track.stride).all()
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40))
+def test_a_reader_of_news_has_the_whole_track(parts):
+    track, seen, have, at = Track(1, 16), None, np.empty((0, 1), np.float32), 0
+    for k in parts:
+        track.add(np.arange(at, at + k)[:, None]); at += k
+        news, whole = track.since(seen)
+        have = news if whole else np.concatenate([have, news])
+        seen = (track.thinned, track.count)
+        assert np.array_equal(have, track.rows)
+
+
+# --- controls
+
+def test_the_life_of_a_session(run):
+    s = run(FrameSource(fake(5), 2, 5))
+    assert s.state == "ready"
+    steps(s, 2)
+    assert (s.state, s.steps, s.x) == ("paused", 2, 4)
+    s.stop().wait()
+    assert s.state == "stopped" and s._thread is None
+    steps(s, 1)
+    assert (s.state, s.steps) == ("paused", 3)
+    s.go_on()
+    assert s.wait() == "done" and s.steps == 5
+    assert [n.text for n in s.notes] == ["2 steps at step 0", "stopped at step 2; go on picks up exactly here", "1 step at step 2", "go on at step 3", "done after 5 steps"]
+
+@pytest.mark.parametrize("unit, units", [("epoch", "epochs"), ("batch", "batches"), ("step", "steps")])
+def test_steps_are_called_by_their_name(run, unit, units):
+    s = run(FrameSource(fake(2), 2, 2, unit))
+    assert s.step(2).wait().message == f"2 {units} at {unit} 0" and f"4 {units} a second" in [t for t, _ in Dashboard(s)._bar().children[-1].options]
+    s.wait()
+    assert s.step().wait().message == f"1 {unit} at {unit} 2"
+
+def test_requests_take_effect_at_an_edge_and_say_which(run):
+    gate, entered = threading.Event(), threading.Event()
+    def slow():
+        for f in fake(3):
+            entered.set(); gate.wait(10)
+            yield f
+    s = run(FrameSource(slow(), 2, 3))
+    s.start(); entered.wait(10)
+    r = s.pause()
+    time.sleep(.05)
+    assert r.ok is None and r.effect is None and "waits" in str(r)      # in the middle of a step nothing happens
+    gate.set()
+    assert r.wait().effect == 1 and s.wait() == "paused" and s.steps == 1
+
+def test_a_request_that_nobody_answers_times_out(run):
+    gate, entered = threading.Event(), threading.Event()
+    def hangs():
+        entered.set(); gate.wait(20)
+        yield from fake(1)
+    s = run(FrameSource(hangs(), 2))
+    s.start(); entered.wait(10)
+    with pytest.raises(TimeoutError, match="no step edge"): s.pause().wait(.05)
+    gate.set()
+
+def test_wrong_requests_are_refused_and_change_nothing(run):
+    pop = population(2)
+    s, before = run(pop), None
+    before = weights(pop)
+    for r in (s.provoke("typo", 0), s.provoke("nan", 9), s.seed("germinate", 0, "nowhere", "norm"), s.seed("germinate", 0, "r0c0", "typo"), s.seed("prune", 0, "r0c0"),
+              s.adjust(multiplyer=2.), s.adjust(window=3), s.rollback(7), s.step(0), s.set_pace(-1)):
+        assert r.ok is False and "refused" in r.message, r
+    assert s.steps == 0 and equal(before, weights(pop)) and pop.guard.config == population(2).guard.config
+    with pytest.raises(ValueError, match="'dance', expected one of"): s.ask("dance")
+
+def test_errors_of_the_thread_are_kept_and_the_session_lives_on(run):
+    def broken():
+        yield from fake(1)
+        raise OSError("the disk is full")
+    s = run(FrameSource(broken(), 2))
+    s.start()
+    assert s.wait() == "failed" and "OSError" in s.notes[-1].text and "Traceback" in s.error
+    assert "the disk is full" in session_text(s) and "<pre>" in status_html(s)
+    assert s.pause().wait().ok                                          # still answers
+
+def test_a_frame_that_cannot_be_filed_is_an_error_too(run):
+    s = run(FrameSource([Frame(np.ones((2, 5)))], 2))
+    s.start()
+    assert s.wait() == "failed" and s.error
+
+def test_the_end_of_the_ladder_is_shown_with_its_report(run):
+    s = run(population(1, 30, guard=GovernorConfig(lowers=0, rollbacks=0, max_rollbacks=0)))
+    steps(s, 4)
+    s.provoke("nan", 0).wait()
+    s.start()
+    assert s.wait() == "failed" and "Governor stopped the run" in s.notes[-1].text and s.incidents[-1].action == "stop"
+
+def test_pace_holds_the_run_back_and_can_be_changed(run):
+    s = run(FrameSource(fake(10_000), 2), pace=30.)
+    s.start()
+    time.sleep(.1)
+    assert s.steps <= 1
+    s.set_pace(0).wait()
+    time.sleep(.1)
+    s.pause().wait()
+    assert s.steps > 10
+
+def test_many_threads_may_ask_at_once(run):
+    s = run(FrameSource(fake(100_000), 2), pace=.001)
+    s.start()
+    threads = [threading.Thread(target=lambda: [s.set_pace(.001).wait() for _ in range(20)]) for _ in range(4)]
+    for t in threads: t.start()
+    for t in threads: t.join(30)
+    assert s.state == "running" and s.pause().wait().ok
+
+
+# --- a population under control
+
+def test_a_run_with_pauses_and_stops_is_the_run_without(run):
+    plain, pop = population(3, 6), population(3, 6)
+    for _ in fit(plain): pass
+    s = run(pop)
+    steps(s, 2); s.stop().wait(); steps(s, 1); s.go_on(); s.wait()
+    assert s.state == "done" and equal(weights(plain), weights(pop))
+
+def test_a_provoked_nan_is_rolled_back_and_drawn_where_it_was(run):
+    pop = population(4, 30)
+    s = run(pop)
+    steps(s, 6)
+    s.provoke("nan", 2).wait()
+    steps(s, 8)
+    [i] = s.incidents
+    batches = len(pop.last.train.losses)
+    assert (i.lane, i.reason, i.action) == (2, "non-finite", "rollback")
+    assert i.back % batches == 0 and i.back < i.x <= i.end == 7 * batches and i.lost == i.end - i.back and i.recovered > i.end
+    table = s.losses.rows
+    bad = table[~np.isfinite(table[:, 3]), 0]
+    assert i.x == bad[0] and np.isfinite(table[:, [1, 2, 4]]).all()
+
+def test_the_place_of_a_second_rollback_counts_from_its_own_snapshot(run):
+    s = run(population(3, 60))
+    steps(s, 6)
+    for lane in (1, 0, 1):
+        s.provoke("nan", lane).wait()
+        steps(s, 5)
+    backs = [(i.lane, i.back, i.x, i.end) for i in s.incidents]
+    assert [b[0] for b in backs] == [1, 0, 1]
+    for _, back, x, end in backs: assert end - back <= 3 * (s.x // s.steps) and back < x <= end
+
+@pytest.mark.parametrize("fault", PopulationSource(population(1)).faults())
+def test_every_fault_can_be_provoked(run, fault):
+    s = run(population(2, 30))
+    steps(s, 8)
+    assert s.provoke(fault, 1).wait().ok
+    steps(s, 4)
+    assert s.state == "paused" and all(i.lane == 1 for i in s.incidents) and any(n.kind == "fault" for n in s.notes)
+
+def test_a_rollback_by_hand_restores_one_lane_and_leaves_the_others(run):
+    pop = population(3, 30)
+    s = run(pop)
+    steps(s, 5)
+    assert s.snapshot().wait().ok
+    saved = weights(pop)
+    steps(s, 1)
+    before = weights(pop)
+    assert s.rollback(1).wait().ok
+    after = weights(pop)
+    assert equal(saved, after, 1, 3) and equal(before, after, 0, 3) and equal(before, after, 2, 3) and not equal(before, after, 1, 3)
+    assert s.incidents[-1].reason == "asked" and s.incidents[-1].lost == len(pop.last.train.losses)
+
+def test_seeds_by_hand(run):
+    pop = population(2, 60)
+    s = run(pop)
+    assert s.seed("germinate", 1, "r0c1", "conv_light").wait().ok
+    assert pop.model.slot("r0c1").state(1).stage.name == "GERMINATED" and pop.model.slot("r0c1").state(0).stage.name == "DORMANT"
+    steps(s, 1)
+    assert s.seed("advance", 1, "r0c1").wait().ok and pop.model.slot("r0c1").state(1).stage.name == "TRAINING"
+    steps(s, 1)
+    code = s.edges.rows[-1, 1 + 6 * 2 + 1 * 2 + 1]                      # slot r0c1, lane 1
+    assert (code % 32) // 2 == 3 and int(code // 32) - 1 == pop.model.slot("r0c1").blueprints.index("conv_light")
+    assert s.seed("prune", 1, "r0c1").wait().ok and pop.model.slot("r0c1").state(1).stage.name == "PRUNED"
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_every_threshold_moves_while_running(run, name):
+    pop = population(1, 500)
+    s = run(pop)
+    s.start()
+    low, high, step = THRESHOLDS[name]
+    old = getattr(pop.guard.config, name)
+    value = type(old)(min(high, max(low, (old or low) + step))) if old is not None else high / 2
+    r = s.adjust(**{name: value}).wait()
+    assert r.ok and getattr(pop.guard.config, name) == value and name.replace("_", " ") in r.message
+    s.pause().wait()
+
+def test_saving_and_loading_goes_on_exactly(run, tmp_path):
+    pop, other = population(2, 8), population(2, 8)
+    s, t = run(pop, root=tmp_path), run(other)
+    steps(s, 4)
+    r = s.save().wait()
+    assert r.ok and s.folder.rows() == s.recorder.rows
+    steps(s, 3)
+    path = s.folder.path/"checkpoint.safetensors"
+    assert t.load(path).wait().ok and int(other.epoch[0]) == 4
+    steps(t, 3)
+    assert equal(weights(pop), weights(other))
+    assert s.save().wait().ok and len(s.folder.rows()) == len(s.recorder.rows)   # the same folder again
+
+def test_gates_are_the_governors(run):
+    pop = population(2, 20)
+    s = run(pop)
+    steps(s, 5)
+    g = lane_gates(pop.guard, 2)
+    assert np.allclose(g[:, 0], np.maximum.reduce([g[:, 1], g[:, 2], g[:, 3]])) and np.allclose(g[:, 1], pop.guard.config.absolute * pop.data.chance_loss)
+    s.adjust(absolute=7.).wait()
+    assert np.allclose(s.edges.rows[-1, 1 + 1], 7 * pop.data.chance_loss)          # drawn from that edge on
+
+
+# --- a loop of one's own, and a controller
+
+def loop_source(total=200, **kw):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential()
+    net.add_module("head", torch.nn.Linear(8, 3))
+    opt = torch.optim.Adam(net.parameters(), lr=.02)
+    x, y = torch.randn(64, 8), torch.randint(3, (64,))
+    def loop(disturb):
+        while True:
+            a, b = disturb(x, y)
+            loss = torch.nn.functional.cross_entropy(net(a), b)
+            opt.zero_grad(); loss.backward(); opt.step()
+            yield loss
+    return LoopSource(loop, Governor(net, opt, chance=1.0986, config=GovernorConfig(snapshot_every=10, probation=10)), net, opt, total, **kw)
+
+@pytest.mark.parametrize("fault", ["nan", "explode", "corrupt-batch", "poison-optimizer"])
+def test_a_guarded_loop_steps_batch_by_batch(run, fault):
+    s = run(loop_source(accuracy=lambda: 50., every=10))
+    steps(s, 60)
+    assert s.x == 60 and s.accuracy[0] == 50
+    s.provoke(fault, 0).wait()
+    steps(s, 60)
+    assert s.state == "paused" and np.isfinite(s.losses.rows[-1, 1])
+    if fault == "nan": assert (s.incidents[0].x, s.incidents[0].end) == (61, 61) and s.incidents[0].back in (40, 50)
+    s.go_on()
+    assert s.wait() == "done" and s.steps == 200
+
+def test_ppo_over_lanes_runs_in_a_session(run):
+    from esper_nb.envs import GrowVecEnv
+    from esper_nb.policies import PolicyConfig
+    from esper_nb.ppo import Learner, PPOConfig, train_ppo
+    def learner():
+        envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=5, gamma=.99, limit=320, workers=1)
+        return Learner(envs, PPOConfig(num_steps=4, num_updates=2, gamma=.99, num_minibatches=1), PolicyConfig(hidden=16), heads=envs.actions)
+    a, b = learner(), learner()
+    records = [u for u in train_ppo(a)]
+    s = run(EnvSource(b))
+    steps(s, 3); s.stop().wait(); s.go_on()
+    assert s.wait() == "done", s.error
+    assert s.steps == 8 and b.update == 2 and s.numbers["policy loss"] == records[-1].policy_loss
+    assert all(torch.equal(x, y) for x, y in zip(a.policy.parameters(), b.policy.parameters()))      # the session changes nothing
+    assert s.rollback(0).wait().ok is False and "punished" in s.notes[-1].text
+
+def test_a_fault_in_a_controllers_lane_is_an_incident(run):
+    from esper_nb.envs import GrowVecEnv
+    from esper_nb.policies import PolicyConfig
+    from esper_nb.ppo import Learner, PPOConfig
+    envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=30, gamma=.99, limit=320, workers=1)
+    s = run(EnvSource(Learner(envs, PPOConfig(num_steps=8, num_updates=2, gamma=.99, num_minibatches=1), PolicyConfig(hidden=16), heads=envs.actions)))
+    steps(s, 5)
+    s.provoke("nan", 1).wait()
+    steps(s, 3)
+    assert [(i.lane, i.reason, i.axis) for i in s.incidents] == [(1, "non-finite", "step")] and s.incidents[0].end == 6
+    assert s.losses.rows[s.losses.rows[:, 0] == 7, 2] == -1 and np.isnan(s.losses.rows[5, 2])      # a lane that only began its next episode: not measured, which is not "not finite"
+    assert "1 incident" in status_html(s)
+
+
+# --- feeds: traffic and memory
+
+class Browser:
+    "Answers like the script in the page does, and keeps what it was told."
+    def __init__(self, answers=True): self.answers, self.messages, self.table, self.keep = answers, 0, None, True
+    def on_msg(self, hear): self.hear = hear
+    def send(self, m, buffers):
+        self.messages += 1
+        news = np.frombuffer(buffers[0], np.float32).reshape(-1, 3)
+        if self.keep: self.table = news if m["whole"][0] or self.table is None else np.concatenate([self.table, news])
+        if self.answers: self.hear(self, dict(kind="answer", number=m["number"]))
+
+def test_no_growth_of_memory_or_traffic_over_a_long_run(run):
+    s, browser = run(FrameSource((Frame(np.random.rand(4, 2), np.zeros(2)) for _ in range(10**9)), 2), capacity=256), Browser()
+    feed = Feed(s, browser)
+    browser.hear(browser, dict(kind="hello"))
+    def work(k):                                                        # a packet every tenth step
+        for _ in range(k // 10):
+            for f in (s.source.step() for _ in range(10)): s._absorb(f)
+            s.note("control", "x" * 60)
+            feed.pacer.last = -1e9
+            feed.update()
+    work(1500)
+    tracemalloc.start()
+    before, at = tracemalloc.get_traced_memory()[0], browser.messages
+    work(6000)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 200_000, f"{grown:,} bytes more after 6,000 steps"
+    assert len(s.notes) == 200 and len(s.losses.rows) <= 256 and browser.messages - at == 600
+    assert np.array_equal(browser.table, s.losses.rows)
+    assert session_packet(s).size < 60_000
+
+def test_a_silent_page_costs_a_few_messages_and_gets_everything_when_it_is_back(run):
+    s, browser, clock = run(FrameSource(fake(10**6), 2)), Browser(answers=False), [0.]
+    feed = Feed(s, browser)
+    browser.hear(browser, dict(kind="hello"))
+    sent = 0
+    for t in np.arange(0, 600, .25):
+        s._absorb(s.source.step())
+        if feed.pacer.due(t + 1e6): sent += 1
+    assert sent < 25
+    browser.answers = True
+    browser.hear(browser, dict(kind="hello"))                           # a new page
+    assert np.array_equal(browser.table, s.losses.rows) and feed.pacer.wait == .25
+
+def test_a_feed_is_quiet_while_nothing_happens_and_before_anybody_listens(run):
+    s, browser = run(FrameSource(fake(10**6), 2)), Browser()
+    feed = Feed(s, browser, interval=.25)
+    feed.start()
+    steps(s, 5)
+    time.sleep(.6)
+    assert browser.messages == 0
+    browser.hear(browser, dict(kind="hello"))
+    time.sleep(.8)
+    assert browser.messages == 1 and feed.error == ""
+    feed.close()
+
+def test_four_updates_a_second_at_most():
+    with pytest.raises(ValueError, match="at least 0.25"): Feed(SimpleNamespace(), interval=.1)
+    p = Pacer()
+    times = [t for t in np.arange(0, 10, .01) if p.due(t) and (p.answer(p.sent) or True)]
+    assert len(times) <= 41
+
+def test_changed_incidents_are_sent_again(run):
+    s = run(population(2, 40))
+    steps(s, 6); s.provoke("nan", 1).wait(); steps(s, 1)
+    first = session_packet(s)
+    assert [i["recovered"] for i in first.meta["incidents"]] == [None]
+    steps(s, 4)
+    assert [i["recovered"] for i in session_packet(s, first.seen).meta["incidents"]] == [s.incidents[0].recovered] != [None]
+
+
+# --- the dashboard without a page
+
+@pytest.fixture
+def board(run):
+    made = Dashboard(run(population(4, 100)), lane=1)
+    yield made
+    made.close()
+
+def press(board, text):
+    "Click the button with this text, wherever it is in the panel."
+    def find(w):
+        if getattr(w, "description", None) == text and hasattr(w, "click"): return w
+        return next(filter(None, map(find, getattr(w, "children", ()))), None)
+    button = find(board.widget())
+    assert button is not None, f"no button {text!r}"
+    button.click()
+    if board.session._thread is None or board.session.state != "running": time.sleep(.05)
+    return button
+
+def test_every_button_works(board):
+    s = board.session
+    press(board, "▸❙ Step"); s.wait()
+    press(board, "▸❙ Step"); s.wait()
+    assert s.steps == 2
+    press(board, "Germinate"); press(board, "nan"); press(board, "▸❙ Step"); s.wait()
+    assert s.incidents[0].lane == 1
+    press(board, "◇ Snapshot"); press(board, "↶ Roll back lane"); s.ask("pause").wait()
+    assert s.incidents[-1].reason == "asked"
+    board.go.click(); press(board, "❙❙ Pause"); s.wait()
+    press(board, "■ Stop"); s.ask("pause").wait()
+    press(board, "Fossilize"); s.ask("pause").wait()
+    assert any("fossil" in n.text or "refused" in n.text for n in s.notes)
+    board.show(False)
+    assert "rolled back lane 1" in board.log.value and "non-finite" in board.log.value and "epoch" in board.status.value
+
+def test_a_threshold_can_be_moved_switched_off_and_on(board):
+    board.widget()
+    guard = board.session.source.guard
+    board.sliders["multiplier"].value = 5.; board.session.ask("pause").wait()
+    assert guard.config.multiplier == 5.
+    row = board._threshold("huge", "x")
+    row.children[2].value = False; board.session.ask("pause").wait()
+    assert guard.config.huge is None and row.children[1].disabled
+    row.children[2].value = True; board.session.ask("pause").wait()
+    assert guard.config.huge == 20.
+
+def test_lane_and_slot_follow_the_pickers_and_the_canvas(board):
+    board.widget()
+    board.lane_picker.value = 3
+    assert board.lane == 3 and board.canvas.lane == 3
+    board.canvas.lane = 2                                                # a click in the picture
+    assert board.lane == 2 and board.lane_picker.value == 2 and "lane 2" in board.titles[0][0].value
+    board.slot_picker.value = "r0c2"
+    press(board, "Germinate"); board.session.ask("pause").wait()
+    assert board.session.source.model.slot("r0c2").state(2).stage.name == "GERMINATED"
+
+def test_without_a_page_a_cell_leaves_text_and_then_a_picture(run, monkeypatch):
+    s = run(population(2, 20))
+    d = Dashboard(s)
+    assert not live_front_end() and d.box is None
+    assert set(d._repr_mimebundle_()) == {"text/plain"} and "ready" in repr(d)
+    steps(s, 2)
+    bundle = d._repr_mimebundle_()
+    assert bundle["image/png"][:8] == b"\x89PNG\r\n\x1a\n" and "paused" in bundle["text/plain"] and d.box is None
+    monkeypatch.setattr(dashboard_module, "live_front_end", lambda: True)
+    assert "application/vnd.jupyter.widget-view+json" in d._repr_mimebundle_()
+    assert set(Dashboard(s, view="text")._repr_mimebundle_()) == {"text/plain"}
+    d.close()
+
+def test_a_ruined_loss_does_not_stretch_the_axis_and_empty_slots_take_no_room(run):
+    s = run(FrameSource(iter([Frame(np.ones((1, 2)))] * 200 + [Frame(np.array([[1e-30, 1e30]]))]), 2, 201))
+    steps(s, 201)
+    low, high = plot_session(s, 0).axes[0].get_ylim()
+    assert .1 < low < 1 < high < 100
+    s = run(population())
+    steps(s, 2)
+    assert len(plot_session(s, 1).axes) == 2
+    s.seed("germinate", 1, "r0c0", "norm").wait()
+    steps(s, 1)
+    assert len(plot_session(s, 1).axes) == 3 and len(plot_session(s, 0).axes) == 2
+
+def test_a_live_page_is_told_from_an_executor(monkeypatch):
+    monkeypatch.setenv("SERVER_SOFTWARE", "voila/0.5")
+    assert live_front_end()
+    monkeypatch.delenv("SERVER_SOFTWARE")
+    for metadata, live in (({"cellId": "a"}, True), ({}, False), (None, False)):
+        shell = SimpleNamespace(kernel=SimpleNamespace(get_parent=lambda: dict(metadata=metadata)))
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+        assert live_front_end() == live
+
+def test_plain_images_stand_in_where_the_canvas_cannot_be(run, monkeypatch):
+    s = run(population(2, 20))
+    d = Dashboard(s, image=True)
+    d.widget()
+    assert d.canvas is None and d.plain.layout.display == "block" and d.plain.value[:4] == b"\x89PNG"
+    monkeypatch.setattr(dashboard_module, "canvas_class", lambda: None)             # anywidget is not installed
+    e = Dashboard(s)
+    e.widget()
+    assert e.canvas is None and e.plain.layout.display == "block"
+    d.close(); e.close()
+
+def test_plain_images_come_when_no_page_answers(board):
+    board.widget()
+    board.show(False)
+    assert board.plain.layout.display == "none"
+    board._shown -= 10
+    board.show(False)
+    assert board.plain.layout.display == "block"
+    board.show(True)                                                     # the canvas answered after all
+    assert board.plain.layout.display == "none"
+
+def test_a_session_without_lanes_slots_or_guard_has_a_panel_too(run):
+    s = run(FrameSource(fake(5, lanes=1), 1))
+    d = Dashboard(s)
+    d.widget(); steps(s, 3)
+    plot_session(s)
+    assert "batch" in log_html(s) or "step" in log_html(s)
+    assert d.session.rollback().wait().ok is False
+    d.close()
+
+def test_text_from_a_run_is_escaped_in_html(run):
+    s = run(FrameSource(fake(1), 2))
+    s.note("control", "<script>alert(1)</script>")
+    s.error = "<b>"
+    assert "<script>" not in log_html(s) and "<b>" not in status_html(s)
+
+def test_durations_read_well():
+    assert [time_words(x) for x in (None, 3.2, 65, 3725, float("nan"))] == ["", "3 s", "1 min 05 s", "1 h 02 min", ""]
