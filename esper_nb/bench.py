@@ -88,15 +88,17 @@ def measure(
     kind: str, # "loop" or "lanes"
     threads: int, # threads inside an operation, for the loop
     keep: bool, # keep freed memory
-    rounds: int, # timed epochs after one that warms up
+    rounds: int, # timed epochs at least; a second of them at least, after a second that warms up
 ) -> float: # seconds of the fastest epoch
     "Time epochs in this process."
     if keep: keep_freed_memory()
     torch.set_num_threads(threads)
-    epoch, times = _kinds[kind](case), []
-    for e in range(rounds + 1):
-        start = time.perf_counter(); epoch(e); times.append(time.perf_counter() - start)
-    return min(times[1:])
+    epoch, times, e, begun = _kinds[kind](case), [], 0, time.perf_counter()
+    while e == 0 or time.perf_counter() - begun < 1: epoch(e); e += 1   # libraries settle within a second, however many epochs that is
+    begun = time.perf_counter()
+    while len(times) < rounds or time.perf_counter() - begun < 1:
+        start = time.perf_counter(); epoch(e + len(times)); times.append(time.perf_counter() - start)
+    return min(times)
 
 def measure_apart(case: Case, kind: str, threads: int, keep: bool, rounds: int) -> float: # seconds
     "`measure` in a fresh process."

@@ -327,8 +327,8 @@ def _tick(self: Slot, lanes: Lanes = None) -> list[tuple[int, Event]]: # (lane, 
     "One finished epoch."
     out = []
     for i in as_lanes(lanes, self.lanes):
-        s, events = tick_seed(self.state(i), self.rules)
-        self._write(i, s)
+        s, events = tick_seed(was := self.state(i), self.rules)
+        if s != was: self._write(i, s)
         out += [(i, e) for e in events]
     return out
 
