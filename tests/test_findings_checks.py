@@ -1,5 +1,5 @@
 "Checks behind rows of the findings page that no page's own tests make: faults that a system of this kind can have, and that this one must not grow."
-import ast
+import ast, importlib.util
 import gc
 import math
 import re
@@ -320,7 +320,8 @@ def test_types_notebooks_and_tests_are_run_on_every_change():
 
 
 def test_gpu_tests_are_left_out_only_where_there_is_no_gpu(monkeypatch):
-    import conftest
+    spec = importlib.util.spec_from_file_location("conftest_of_all_tests", ROOT/"tests"/"conftest.py")   # `import conftest` may find a subfolder's
+    conftest = importlib.util.module_from_spec(spec); spec.loader.exec_module(conftest)
     marked = {n.name: n for p in sorted((ROOT/"tests").glob("test_*.py")) for n in _tests_in(p) if "pytest.mark.cuda" in map(ast.unparse, n.decorator_list)}
     assert len(marked) >= 12 and {"test_cuda_rollback_with_work_in_flight_on_two_streams", "test_cuda_rollback_with_two_streams_at_work"} <= marked.keys()
     for n in marked.values(): assert not any("skip" in ast.unparse(d) for d in n.decorator_list), n.name
