@@ -117,6 +117,7 @@ class _OptimizerState(_Rowed):
     def __init__(self, params, lanes=1, kind="sgd", lr=.01, **options):
         self.lanes, self.cls, self.params = check_count("lanes", lanes), _optimizer_class(kind), dict(params)
         self.options = {"foreach": True} | options
+        self.family = self.cls, repr(self.options)   # owners of one family can share a call
         for k, p in self.params.items():
             if lanes > 1 and (p.ndim == 0 or p.shape[0] % lanes):
                 raise ValueError(f"parameter {k!r} of shape {tuple(p.shape)} does not hold {lanes} lanes: dimension 0 must be a multiple of {lanes}")
@@ -413,7 +414,7 @@ class Stepper(_Rowed):
         together = defaultdict(list)
         for k, t in take.items():
             opt, lr = self.owners[k], self.owners[k].lr.tolist()
-            if all(t) and opt.alike(): together[opt.cls, repr(opt.options), lr[0]].append(k)
+            if all(t) and opt.alike(): together[*opt.family, lr[0]].append(k)
             else: opt.step(t)
         for names in map(tuple, together.values()):
             if names not in self._joint: self._joint[names] = _JointStep([self.owners[k] for k in names])

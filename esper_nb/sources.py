@@ -21,8 +21,8 @@ from .faults import Fault, disturb_at, list_faults
 from .governor import Governor, GovernorConfig, Report
 from .models import Growing
 from .ppo import Learner
-from .seeds import Event, Reason
-from .trainer import Policy, Population, _keep_history, fit
+from .seeds import Event
+from .trainer import Policy, Population, fit, settle_seeds
 
 # %% ../nbs/53_sources.ipynb #317e11c1
 class Frame(NamedTuple):
@@ -115,9 +115,7 @@ class PopulationSource(Source):
     def roll_back(self, lanes):
         tables = {k: self.model.slot(k).table.clone() for k in self.model.names}
         reports = super().roll_back(lanes)
-        for k, table in tables.items():
-            for i in lanes: _keep_history(self.model.slot(k), i, table[i].tolist())
-        self.model.prune_live(lanes, Reason.ROLLBACK)
+        settle_seeds(self.model, tables, lanes)
         return reports
 
     def parts(self):

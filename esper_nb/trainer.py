@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SOLO_BYTES', 'MIXED_BYTES', 'Disturb', 'Health', 'Policy', 'FitConfig', 'LaneRates', 'Population', 'grown_plan',
            'lane_bytes', 'new_population', 'new_guard', 'TrainStep', 'train_batch', 'TrainResult', 'Group', 'give_back',
-           'EpochResult', 'run_epoch', 'check_out', 'fit']
+           'EpochResult', 'settle_seeds', 'run_epoch', 'check_out', 'fit']
 
 # %% ../nbs/27_trainer.ipynb #ef4c9ccb
 import math, time
@@ -357,10 +357,18 @@ def _watch(pop: Population, losses: Tensor) -> tuple[Report, ...]:
     tables = {k: pop.model.slot(k).table.clone() for k in pop.model.names}
     reports = tuple(r for loss in losses for r in pop.guard.watch(loss))
     back = sorted({r.lane for r in reports if r.restored})
-    for k, table in tables.items():
-        for i in back: _keep_history(pop.model.slot(k), i, table[i].tolist())
-    if back: pop.model.prune_live(back, Reason.ROLLBACK)
+    settle_seeds(pop.model, tables, back)
     return reports
+
+def settle_seeds(
+    model: Growing, # some lanes of it were just rolled back
+    tables: Mapping[str, Tensor], # slot -> its table as it was before
+    lanes: Sequence[int], # the lanes that were rolled back
+):
+    "A rollback turns back weights, not history: what the seeds went through stays, and those that live are pruned."
+    for k, table in tables.items():
+        for i in lanes: _keep_history(model.slot(k), i, table[i].tolist())
+    if lanes: model.prune_live(lanes, Reason.ROLLBACK)
 
 def _keep_history(slot: Slot, lane: int, row: list[float]):
     restored, was = slot.state(lane), from_row(row)

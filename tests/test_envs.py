@@ -32,12 +32,7 @@ MODES = [m.value for m in AutoresetMode]
 QUICKLY = Rules(gates=Gates(training_epochs=1, health=0.), embargo=1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    old = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(old)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(n=3, **kw): return GrowVecEnv(**(dict(task=TASK, data=tiny_data(), num_envs=n, blueprints=("norm", "conv_small"), workers=1, rules=QUICKLY, horizon=4) | kw))

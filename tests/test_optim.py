@@ -22,11 +22,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 few = pytest.mark.parametrize("kind", FEW)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads(); torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def params_of(lanes, seed=0, device="cpu"):

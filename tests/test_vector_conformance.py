@@ -24,12 +24,7 @@ def grow_sync(mode, n=3): return SyncVectorEnv([lambda: GrowEnv(task=TASK, data=
 def cartpole_sync(mode, n=3): return SyncVectorEnv([lambda: gym.make("CartPole-v1", max_episode_steps=12)] * n, autoreset_mode=mode)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    old = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(old)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def same(a, b):
