@@ -115,9 +115,9 @@ def machine() -> dict:
                 torch=torch.__version__, python=platform.python_version(), date=time.strftime("%Y-%m-%d"))
 
 def settings() -> list[tuple[str, int, bool]]: # (kind, threads, keep freed memory)
-    "What is compared."
+    "What is compared, in turns: the lanes have as many tries as the loop has settings."
     cores = machine()["cores"]
-    return [("loop", t, keep) for t in sorted({1, cores}) for keep in (False, True)] + [("lanes", cores, True)]
+    return [s for t in sorted({1, cores}) for keep in (False, True) for s in (("loop", t, keep), ("lanes", cores, True))]
 
 def compare_case(case: Case, passes: int, rounds: int) -> dict:
     "All settings of one case, in turns; the ratio is the loop's best time over the lanes' best."

@@ -120,7 +120,8 @@ def _compare(args) -> None:
     config, target = _chosen_recipe(args), Path(args.out or f"compare_{args.recipe}.json")
     check(args.seeds >= 1, "--seeds", args.seeds, "at least 1")
     first = 0 if args.seed is None else args.seed
-    result = compare_recipe(config, range(first, first + args.seeds), say=lambda text: print(text, file=sys.stderr))
+    with tqdm(total=args.seeds * config.ppo.num_updates, unit="update", disable=None) as bar:
+        result = compare_recipe(config, range(first, first + args.seeds), say=lambda text: bar.write(text, file=sys.stderr), watch=lambda seed, u: bar.update(), jobs=args.jobs)
     result.save(target)
     fig = plot_compare(result.scores()).figure; fig.savefig(target.with_suffix(".png"), dpi=110); plt.close(fig)
     print(comparison_text(result), f"written to {target} and {target.with_suffix('.png')}", sep="\n")
@@ -170,6 +171,7 @@ def _parser():
     c = sub.add_parser("compare", help="a recipe's controller against the heuristic, random actions, waiting and the best fixed schedule")
     _run_options(c, "as for train"); _common_options(c)
     c.add_argument("--seeds", type=int, default=3, help="each trains a controller of its own (default: 3)")
+    c.add_argument("--jobs", type=int, default=1, help="seeds at a time, each in a process with its part of the cores (default: 1)")
     c.add_argument("--out", default=None, help="where the figures go (default: compare_RECIPE.json)")
     f = sub.add_parser("fit", help="train a population of networks on a task without a controller")
     f.add_argument("task", help="one of: " + ", ".join(list_tasks()))

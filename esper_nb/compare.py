@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['METERS', 'interquartile_mean', 'bootstrap_interval', 'Player', 'RulePlayer', 'RandomPlayer', 'PolicyPlayer', 'Played',
-           'play_lanes', 'timetable', 'list_schedules', 'best_schedule', 'Comparison', 'compare_controllers',
+           'play_lanes', 'timetable', 'list_schedules', 'best_schedule', 'Learned', 'Comparison', 'compare_controllers',
            'simple_controllers', 'comparison_text']
 
 # %% ../nbs/46_compare.ipynb #48781008
@@ -138,6 +138,7 @@ class Played(NamedTuple):
     seconds: float # wall-clock time of the play
     practice_epochs: int = 0 # lane-epochs spent before it on learning or choosing
     practice_seconds: float = 0. # wall-clock time of that
+    practice_cpu_s: float = 0. # the same in CPU seconds, all threads of the process together
 
 def play_lanes(
     env: GrowVecEnv, # in NextStep mode
@@ -203,6 +204,15 @@ def best_schedule(
 # %% ../nbs/46_compare.ipynb #ce777655
 METERS: Mapping[str, str] = dict(test_pp="test accuracy (pp)", heldout_pp="held-out accuracy (pp)", total="return", rollbacks="rollbacks", fossils="fossils", parameters="parameters")
 
+class Learned(NamedTuple):
+    "One update of a controller that was trained for the comparison."
+    seed: int
+    update: int # from 1
+    env_steps: int # lane-epochs so far
+    total: float | None # mean return of the episodes that ended in it
+    explained_variance: float | None # of the returns by the critic's values
+    entropy: float | None # normalised, summed over heads
+
 class Comparison(NamedTuple):
     "Plays of several controllers on the same seeds."
     task: str
@@ -210,6 +220,7 @@ class Comparison(NamedTuple):
     horizon: int # epochs, of every play
     plays: tuple[Played, ...]
     notes: dict[str, str] = {} # controller -> anything to say about it
+    learned: tuple[Learned, ...] = () # how training went, seed after seed
 
     @property
     def names(self) -> list[str]: return list(dict.fromkeys(p.controller for p in self.plays))
@@ -236,13 +247,24 @@ class Comparison(NamedTuple):
             out[k] = {op: c / sums.total() for op, c in sums.most_common()}
         return out
 
-    def to_dict(self) -> dict: return self._asdict() | dict(plays=[p._asdict() for p in self.plays])
+    def to_dict(self) -> dict: return self._asdict() | dict(plays=[p._asdict() for p in self.plays], learned=[list(u) for u in self.learned])
 
     @classmethod
     def from_dict(cls, d: Mapping) -> "Comparison":
         "The inverse of `to_dict`, also after a journey through JSON."
         plays = tuple(Played(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()}) for p in d["plays"])
-        return cls(**dict(d) | dict(plays=plays))
+        return cls(**dict(d) | dict(plays=plays, learned=tuple(Learned(*u) for u in d.get("learned", ()))))
+
+    @classmethod
+    def join(cls, parts: Iterable["Comparison"]) -> "Comparison": # of the same controllers, on different seeds
+        "Seeds that were played apart, as one comparison."
+        parts = list(parts)
+        kinds = {(p.task, p.lanes, p.horizon, *sorted(p.names)) for p in parts}
+        check(len(kinds) == 1, "comparisons", sorted(map(str, kinds)), "one task, number of lanes, horizon and set of controllers")
+        seeds = [p.seed for c in parts for p in c.plays if p.controller == c.names[0]]
+        check(len(seeds) == len(set(seeds)), "seeds", seeds, "each of them once")
+        add = lambda field: tuple(x for c in sorted(parts, key=lambda c: c.plays[0].seed) for x in getattr(c, field))
+        return parts[0]._replace(plays=add("plays"), learned=add("learned"), notes={k: v for c in parts for k, v in c.notes.items()})
 
     def save(self, path: str | Path): Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
@@ -262,9 +284,9 @@ def compare_controllers(
     plays = []
     for seed in seeds:
         for name, make in controllers.items():
-            begun = time.perf_counter()
+            begun, cpu = time.perf_counter(), time.process_time()
             player = make(seed)
-            practice = dict(practice_epochs=int(getattr(player, "practice_epochs", 0)), practice_seconds=time.perf_counter() - begun)
+            practice = dict(practice_epochs=int(getattr(player, "practice_epochs", 0)), practice_seconds=time.perf_counter() - begun, practice_cpu_s=time.process_time() - cpu)
             plays.append(Played(controller=name, seed=seed, **play_lanes(env, player, 1_000_000 + seed, None if note is None else partial(note, name, seed)), **practice))
             say(f"seed {seed}, {name}: test accuracy {np.mean(plays[-1].test_pp):.1f} pp, return {np.mean(plays[-1].total):.2f}, {plays[-1].seconds:.0f} s")
     return Comparison(env.task.name, env.num_envs, env.horizon, tuple(plays))
@@ -284,9 +306,9 @@ def comparison_text(
     "A comparison as a table, best test accuracy first."
     test, total = c.intervals(), c.intervals("total")
     mean = lambda k, f: float(np.mean([np.mean(getattr(p, f)) for p in c.plays if p.controller == k]))
-    head = ("controller", "test accuracy, pp", "return", "rollbacks", "fossils", "parameters", "epochs", "play, s", "practice: epochs", "s")
+    head = ("controller", "test accuracy, pp", "return", "rollbacks", "fossils", "parameters", "epochs", "play, s", "practice: epochs", "CPU s")
     lines = [(k, _cell(test[k], ".1f"), _cell(total[k], ".2f"), f"{mean(k, 'rollbacks'):.2f}", f"{mean(k, 'fossils'):.2f}", f"{mean(k, 'parameters'):,.0f}", f"{mean(k, 'epochs'):.1f}",
-              f"{mean(k, 'seconds'):.0f}", f"{mean(k, 'practice_epochs'):,.0f}", f"{mean(k, 'practice_seconds'):.0f}") for k in sorted(test, key=lambda k: -test[k].mean)]
+              f"{mean(k, 'seconds'):.0f}", f"{mean(k, 'practice_epochs'):,.0f}", f"{mean(k, 'practice_cpu_s'):.0f}") for k in sorted(test, key=lambda k: -test[k].mean)]
     wide = [max(map(len, column)) for column in zip(head, *lines)]
     seeds = len({p.seed for p in c.plays})
     title = f"{c.task}: {c.horizon} epochs in {c.lanes} lanes, {seeds} seed{'s' * (seeds != 1)}; interquartile mean" + (" [95 % interval]" if seeds > 1 else "")

@@ -17,7 +17,7 @@ from torch import Tensor
 from .core import check
 from .governor import Governor, Report
 from .snapshots import Snapshot
-from .trainer import Disturb, Population, _group_epoch, _join, _note, _watch, check_out, give_back
+from .trainer import Disturb, Population, run_epoch
 
 # %% ../nbs/33_episodes.ipynb #93d482f9
 def begin_lanes(
@@ -48,14 +48,6 @@ class EpochFacts(NamedTuple):
     train_loss: Tensor # (n,)
     reports: tuple[Report, ...] # of the Governor
 
-def _gains(groups, outcomes, n):
-    "What all seeds together add in each lane; 0 where none is heard."
-    gain = torch.zeros(n, dtype=torch.float64)
-    for g, o in zip(groups, outcomes):
-        if o.worth is not None: gain[list(g.lanes)] = o.worth.total.double()
-        elif o.contribution: gain[list(g.lanes)] = torch.where(torch.stack([c.isnan() for c in o.contribution.values()]).all(0), 0., torch.nan).double()
-    return gain
-
 def run_lanes(
     pop: Population, # trained in place
     awake: Tensor, # (n,) bool: lanes that live through this epoch; the others stay as they are, bit for bit
@@ -63,35 +55,9 @@ def run_lanes(
     clock: Callable[[str], None] = lambda phase: None, # called at the end of every phase
 ) -> EpochFacts:
     "One epoch of training, evaluation, Governor and lifecycle tick."
-    asleep, up = (~awake).nonzero().flatten().tolist(), awake.nonzero().flatten().tolist()
-    groups = check_out(pop, 0)
-    clock("check out")
-    outcomes = pop.workers.map(lambda g: _group_epoch(pop, g, "heldout", disturb), groups)
-    clock("train and evaluate")
-    for g in groups: give_back(pop, g, awake)
-    pop.epoch += awake
-    clock("give back")
-    lanes = [g.lanes for g in groups]
-    train, heldout = _join(lanes, [o.train for o in outcomes]), _join(lanes, [o.heldout for o in outcomes])
-    kept = {k: pop.model.slot(k).table[asleep].clone() for k in pop.model.names}
-    _note(pop, lanes, outcomes, heldout)
-    for k, rows in kept.items(): pop.model.slot(k).table[asleep] = rows
-    clock("note")
-    reports = _watch_some(pop, train.losses, asleep)
-    clock("govern")
-    pop.model.tick(up)
-    clock("tick")
-    numbers = heldout.loss, heldout.accuracy_pp, _gains(groups, outcomes, pop.lanes), train.loss
-    return EpochFacts(*(torch.where(awake, t.cpu().double(), torch.nan) for t in numbers), reports)
-
-def _watch_some(pop, losses, asleep):
-    if pop.guard is None: return ()
-    stopped, pop.guard.stopped = pop.guard.stopped, pop.guard.stopped.copy()
-    pop.guard.stopped[asleep] = True
-    try: return _watch(pop, losses)
-    finally:
-        new = pop.guard.stopped
-        new[asleep], pop.guard.stopped = stopped[asleep], new
+    r = run_epoch(pop, "heldout", disturb, awake, clock)
+    numbers = r.heldout.loss, r.heldout.accuracy_pp, r.gain, r.train.loss  # type: ignore[union-attr]
+    return EpochFacts(*(torch.where(awake, t.cpu().double(), torch.nan) for t in numbers), r.reports)  # type: ignore[union-attr]
 
 # %% ../nbs/33_episodes.ipynb #e819559a
 class EpisodeRecord(NamedTuple):

@@ -215,11 +215,12 @@ def _live_rows(self: Growing, owner: str) -> Tensor: # (n,) bool, on the CPU
 
 def _active(self: Growing) -> dict[str, Tensor]: # owner -> (n,) bool
     "`live_rows` of every owner, as the step of the optimizers takes it; only verbs and ticks change it."
-    states = {k: self.slot(k).states() for k in self.names}
-    def live(owner):
-        name, _, part = owner.rpartition(".")
-        return self.slot(name).in_use(part, states[name]) if name else self.live_rows(owner)
-    return {k: live(k) for k in self.owners()}
+    out = {"host": self.live_rows("host")}
+    for k in self.names:
+        slot, states = self.slot(k), self.slot(k).states()
+        parts = [b for b, bank in slot.banks.items() if any(p.requires_grad for p in bank.parameters())] + ["gate"]
+        out |= {f"{k}.{part}": slot.in_use(part, states) for part in parts}
+    return out
 
 def _take_fresh(self: Growing) -> dict[str, list[int]]: # owner -> lanes
     "Rows initialised since the last call: reset the optimizer's state there before the next step."
@@ -233,18 +234,20 @@ Growing.owners, Growing.live_rows, Growing.active, Growing.take_fresh, Growing.k
 
 # %% ../nbs/16_models.ipynb #15a597fa
 def _record(self: Growing, slot: str, write, lanes: Lanes, **values):
+    "Let `write(state, **values)` renew the seeds of those lanes that have a seed and the first of the values; NaN is not handed on."
     per_lane = {k: torch.as_tensor(v, dtype=torch.float64).expand(self.lanes).tolist() for k, v in values.items() if v is not None}
-    for i in as_lanes(lanes, self.lanes):
-        given = {k: v[i] for k, v in per_lane.items() if not math.isnan(v[i])}
-        must = next(iter(per_lane))
-        if must in given and self.slot(slot).state(i).stage in LIVE | {Stage.FOSSILIZED}: self.slot(slot).change(i, lambda s: write(s, **given))
+    given = {i: {k: v[i] for k, v in per_lane.items() if not math.isnan(v[i])} for i in as_lanes(lanes, self.lanes)}
+    must, states = next(iter(per_lane)), self.slot(slot).states()
+    found = [i for i, v in given.items() if must in v and states[i].stage in LIVE | {Stage.FOSSILIZED}]
+    turn = iter(found)
+    self.slot(slot).change(found, lambda s: write(s, **given[next(turn)]))
 
 def _record_accuracy(self: Growing, accuracy: Sequence[float] | Tensor, lanes: Lanes = None): # (n,) held out, percentage points
     "Note an epoch's accuracy in every seed of each lane, and the alphas of the seeds before and behind it."
-    for k in self.names: _record(self, k, record_accuracy, lanes, accuracy=accuracy)
+    def write(s, up, down, accuracy=None): return (s if accuracy is None else record_accuracy(s, accuracy))._replace(alpha_up=up, alpha_down=down)
     alphas = torch.tensor([[s.alpha for s in self.slot(k).states()] for k in self.names], dtype=torch.float64)
     for j, k in enumerate(self.names):
-        _record(self, k, lambda s, up, down: s._replace(alpha_up=up, alpha_down=down), lanes, up=alphas[:j].sum(0), down=alphas[j + 1:].sum(0))
+        _record(self, k, write, lanes, up=alphas[:j].sum(0), down=alphas[j + 1:].sum(0), accuracy=accuracy)
 
 def _record_contribution(self: Growing, slot: str, contribution: Sequence[float] | Tensor, lanes: Lanes = None, interaction=None, boost=None): # each (n,), percentage points
     "Note what the seeds of a slot are worth."

@@ -9,8 +9,11 @@ __all__ = ['Run', 'cut_rows', 'begin_run', 'open_run', 'episode_record_rows', 'r
 # %% ../nbs/61_runs.ipynb #c3f7bc33
 import json, os, sys, time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -21,7 +24,8 @@ from . import __version__
 from .actions import HEADS
 from .alarms import AlarmWatch, alarm_rows
 from .checkpoints import EnvState, load_checkpoint, previous_checkpoint, save_checkpoint
-from .compare import Comparison, Player, PolicyPlayer, RulePlayer, best_schedule, compare_controllers, comparison_text, simple_controllers
+from .compare import Comparison, Learned, Player, PolicyPlayer, RulePlayer, best_schedule, compare_controllers, comparison_text, list_schedules, simple_controllers
+from .core import check, check_count, keep_freed_memory
 from .data import ImageData, TextData
 from .envs import GrowVecEnv
 from .episodes import EpisodeRecord
@@ -279,24 +283,61 @@ def train_player(
     env.close()
     return PolicyPlayer(learner, config.sampled, config.seed)
 
+def _compare_seed(config: RunConfig, seed: int, schedule: str, spent: int, say, watch) -> Comparison:
+    "All controllers on one seed."
+    env, learned = GrowVecEnv(config.env.replace(faults=(), autoreset_mode="NextStep")), []
+    def see(u: Update):
+        learned.append(Learned(seed, u.update, u.env_steps, sum(u.returns) / len(u.returns) if u.returns else None, u.explained_variance, u.entropy))
+        watch(seed, u)
+    def scheduled(_: int) -> Player:
+        player = RulePlayer(list_schedules(env)[schedule])
+        player.practice_epochs = spent  # type: ignore[attr-defined]
+        return player
+    players = {"PPO": lambda k: train_player(config.replace(seed=k), env.parts[0][1].data, see), **simple_controllers(), "fixed schedule": scheduled}
+    result = compare_controllers(env, players, [seed], say)
+    env.close()
+    return result._replace(notes={"fixed schedule": schedule}, learned=tuple(learned))
+
+_told: Any = None # in a process of `_in_processes`: where it tells the parent what happens
+
+def _join_in(queue, threads: int):
+    global _told
+    _told = queue
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+
+def _seed_apart(*args) -> Comparison: return _compare_seed(*args, say=lambda text: _told.put((text,)), watch=lambda seed, u: _told.put((seed, u)))
+
+def _in_processes(jobs: int, tasks: list[tuple], say, watch) -> list[Comparison]:
+    "`_compare_seed` for every task, some at a time; what they tell is passed on."
+    context = get_context("spawn")
+    queue = context.Queue()
+    with ProcessPoolExecutor(jobs, context, _join_in, (queue, max(1, torch.get_num_threads() // jobs))) as pool:
+        running = [pool.submit(_seed_apart, *t) for t in tasks]
+        try:
+            while True:
+                over = all(f.done() for f in running)
+                try:
+                    while True: (watch if len(told := queue.get(timeout=.2)) == 2 else say)(*told)
+                except Empty: pass
+                if over: return [f.result() for f in running]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
 def compare_recipe(
     config: RunConfig, # its own seed does not matter
     seeds: Iterable[int] = (0, 1, 2), # each trains a controller
     search: Iterable[int] = (101, 102), # seeds of the search for a schedule
     say: Callable[[str], Any] = lambda text: None, # told of every play
     watch: Callable[[int, Update], Any] = lambda seed, update: None, # told of every update of every training
+    jobs: int = 1, # seeds at a time, each in a process of its own
 ) -> Comparison:
     "A recipe's controller against all others, at equal budget."
-    env, notes, found = GrowVecEnv(config.env.replace(faults=(), autoreset_mode="NextStep")), {}, {}
-    data = env.parts[0][1].data
-    def practised(seed: int) -> Player: return train_player(config.replace(seed=seed), data, partial(watch, seed))
-    def scheduled(seed: int) -> Player:
-        first = not found
-        if first: found["name"], found["rule"], tried, found["spent"] = best_schedule(env, list(search))
-        notes["fixed schedule"] = found["name"]
-        player = RulePlayer(found["rule"])
-        player.practice_epochs = found["spent"] if first else 0  # type: ignore[attr-defined]
-        return player
-    result = compare_controllers(env, {"PPO": practised, **simple_controllers(), "fixed schedule": scheduled}, seeds, say)
+    seeds, env = list(seeds), GrowVecEnv(config.env.replace(faults=(), autoreset_mode="NextStep"))
+    check_count("jobs", jobs); check(len(seeds) > 0, "seeds", seeds, "at least one")
+    schedule, _, _, spent = best_schedule(env, list(search))
     env.close()
-    return result._replace(notes=notes)
+    say(f"best fixed schedule: {schedule}")
+    tasks = [(config, seed, schedule, spent) for seed in seeds]
+    return Comparison.join(_in_processes(jobs, tasks, say, watch) if jobs > 1 else [_compare_seed(*t, say, watch) for t in tasks])

@@ -185,10 +185,11 @@ class Slot(nn.Module):
         return [from_row(r) for r in self.table.tolist()]
 
     @torch.no_grad()
-    def _write(self, lane, state):
-        old = self.state(lane)
-        self.table[lane] = torch.tensor(to_row(state))
-        if state.stage == Stage.PRUNED != old.stage and old.blueprint is not None: self._erase(lane, self.banks[self.blueprints[old.blueprint]], self.gate)
+    def _write(self, new: Mapping[int, tuple[SeedState, SeedState]]): # lane -> state before, state after
+        if not new: return
+        self.table[list(new)] = torch.tensor([to_row(s) for _, s in new.values()])
+        for lane, (old, s) in new.items():
+            if s.stage == Stage.PRUNED != old.stage and old.blueprint is not None: self._erase(lane, self.banks[self.blueprints[old.blueprint]], self.gate)
 
     @torch.no_grad()
     def _erase(self, lane, *modules):
@@ -261,11 +262,12 @@ def as_lanes(lanes: Lanes, n: int) -> list[int]:
 
 def _change(self: Slot, lanes: Lanes, change: Callable[[SeedState], SeedState]):
     "Write `change(state)` for all the lanes, or for none of them."
-    found, new = as_lanes(lanes, self.lanes), {}
-    for i in found:
-        try: new[i] = change(self.state(i))
+    table, new = self.table.tolist(), {}
+    for i in as_lanes(lanes, self.lanes):
+        old = from_row(table[i])
+        try: new[i] = old, change(old)
         except (RuntimeError, ValueError) as e: raise type(e)(f"slot {self.name}, lane {i}: {e}") from None
-    for i, s in new.items(): self._write(i, s)
+    self._write(new)
 
 def _gated(self: Slot, lanes, change) -> dict[int, GateResult]:
     results = {}
@@ -325,11 +327,12 @@ def _schedule_prune(self: Slot, steps: int, lanes: Lanes = None, curve: Curve | 
 
 def _tick(self: Slot, lanes: Lanes = None) -> list[tuple[int, Event]]: # (lane, what happened)
     "One finished epoch."
-    out = []
+    states, new, out = self.states(), {}, []
     for i in as_lanes(lanes, self.lanes):
-        s, events = tick_seed(was := self.state(i), self.rules)
-        if s != was: self._write(i, s)
+        s, events = tick_seed(states[i], self.rules)
+        if s != states[i]: new[i] = states[i], s
         out += [(i, e) for e in events]
+    self._write(new)
     return out
 
 Slot.advance, Slot.set_alpha, Slot.prune, Slot.schedule_prune, Slot.tick = _advance, _set_alpha, _prune, _schedule_prune, _tick
@@ -389,10 +392,12 @@ def _in_use(self: Slot, owner: str, states: Sequence[SeedState] | None = None) -
 def _take_fresh(self: Slot) -> dict[str, list[int]]: # bank or "gate" -> lanes
     "Rows that were initialised since the last call; their optimizer state must start anew."
     out: dict[str, list[int]] = {}
+    new: dict = {}
     for i, s in enumerate(self.states()):
         if s.fresh and s.blueprint is not None: out.setdefault(self.blueprints[s.blueprint], []).append(i)
         if s.fresh_gate: out.setdefault("gate", []).append(i)
-        if s.fresh or s.fresh_gate: self._write(i, s._replace(fresh=False, fresh_gate=False))
+        if s.fresh or s.fresh_gate: new[i] = s, s._replace(fresh=False, fresh_gate=False)
+    self._write(new)
     return out
 
 Slot.in_use, Slot.take_fresh = _in_use, _take_fresh

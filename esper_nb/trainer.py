@@ -311,6 +311,7 @@ class EpochResult(NamedTuple):
     worth: Worth | None = None # every on/off combination of the seeds; None: no seed is heard, more than four slots, or not evaluated
     decided: tuple[Done, ...] = () # what a policy did before the epoch
     events: tuple[tuple[str, int, Event], ...] = () # slot, lane and move of every seed that changed its stage at the epoch's end
+    gain: Tensor | None = None # (n,) what all seeds of a lane add together, percentage points; 0: none is heard, NaN: not measured; None: not evaluated
 
 def _join(groups, results):
     "Put the groups' records together in the order of the lanes."
@@ -336,26 +337,36 @@ def _spread(groups, outcomes, n, get) -> dict[str, Tensor]:
         for slot, v in get(o).items(): out.setdefault(slot, torch.full((*v.shape[:-1], n), math.nan))[..., list(lanes)] = v.cpu()
     return out
 
-def _note(pop, groups, outcomes, heldout):
-    "Write an epoch's measurements into the seeds."
+def _gains(groups, outcomes, n):
+    "What all seeds together add in each lane; 0 where none is heard."
+    gain = torch.zeros(n)
+    for lanes, o in zip(groups, outcomes):
+        if o.worth is not None: gain[list(lanes)] = o.worth.total.cpu()
+        elif o.contribution: gain[list(lanes)] = torch.where(torch.stack([c.isnan() for c in o.contribution.values()]).all(0), 0., torch.nan).cpu()
+    return gain
+
+def _note(pop, groups, outcomes, heldout, up):
+    "Write an epoch's measurements into the seeds of the lanes that lived through it."
     model, n = pop.model, pop.lanes
     for slot, (norm, vanishing, exploding, health, ratio) in _spread(groups, outcomes, n, lambda o: o.health).items():
-        model.record_gradients(slot, norm, health, ratio=ratio, vanishing=vanishing, exploding=exploding)
+        model.record_gradients(slot, norm, health, up, ratio=ratio, vanishing=vanishing, exploding=exploding)
     if heldout is None: return
-    model.record_accuracy(heldout.accuracy_pp)
+    model.record_accuracy(heldout.accuracy_pp, up)
     both = _spread(groups, outcomes, n, lambda o: {} if o.worth is None else {k: _pairs_of(v) for k, v in zip(o.worth.slots, o.worth.interactions)})
-    for slot, v in _spread(groups, outcomes, n, lambda o: o.contribution).items(): model.record_contribution(slot, v, **dict(zip(("interaction", "boost"), both.get(slot, ()))))
+    for slot, v in _spread(groups, outcomes, n, lambda o: o.contribution).items(): model.record_contribution(slot, v, up, **dict(zip(("interaction", "boost"), both.get(slot, ()))))
 
 def _pairs_of(pairs):
     "Sum and strongest of a slot's interactions, (k, m) -> (2, m); NaN where it has none."
     return torch.stack([pairs.nansum(0), pairs.nan_to_num(-math.inf).amax(0)]).masked_fill(pairs.isnan().all(0), math.nan)
 
 # %% ../nbs/27_trainer.ipynb #461cbf0e
-def _watch(pop: Population, losses: Tensor) -> tuple[Report, ...]:
+def _watch(pop: Population, losses: Tensor, asleep: Sequence[int] = ()) -> tuple[Report, ...]: # asleep: lanes that it must not look at
     "Let the Governor judge an epoch's losses, and see to the seeds of the lanes it rolled back."
     if pop.guard is None: return ()
-    tables = {k: pop.model.slot(k).table.clone() for k in pop.model.names}
-    reports = tuple(r for loss in losses for r in pop.guard.watch(loss))
+    tables, guard, stopped = {k: pop.model.slot(k).table.clone() for k in pop.model.names}, pop.guard, pop.guard.stopped.copy()
+    guard.stopped[list(asleep)] = True
+    try: reports = tuple(r for loss in losses for r in guard.watch(loss))
+    finally: guard.stopped[list(asleep)] = stopped[list(asleep)]
     back = sorted({r.lane for r in reports if r.restored})
     settle_seeds(pop.model, tables, back)
     return reports
@@ -380,20 +391,28 @@ def run_epoch(
     pop: Population, # trained in place
     split: str | None = "heldout", # what to evaluate on; None: train only
     disturb: Disturb | None = None, # called before every batch of a group with its host, stepper, lanes, batch number, x and y; returns x and y
+    awake: Tensor | None = None, # (n,) bool: lanes that live through this epoch, default all; the others stay as they are, bit for bit
+    clock: Callable[[str], None] = lambda phase: None, # called with its name at the end of every phase
 ) -> EpochResult:
     "Train every lane for an epoch and evaluate it; interrupted, it leaves the population as it was."
-    start, number = time.perf_counter(), int(pop.epoch.max())
+    start, number, up = time.perf_counter(), int(pop.epoch.max()), None if awake is None else awake.nonzero().flatten().tolist()
     groups = check_out(pop, number)
+    clock("check out")
     outcomes = pop.workers.map(lambda g: _group_epoch(pop, g, split, disturb), groups)
-    for g in groups: give_back(pop, g)
-    pop.epoch += 1
+    clock("train and evaluate")
+    for g in groups: give_back(pop, g, awake)
+    pop.epoch += 1 if awake is None else awake
+    clock("give back")
     lanes = [g.lanes for g in groups]
     train, heldout = _join(lanes, [o.train for o in outcomes]), None if split is None else _join(lanes, [o.heldout for o in outcomes])
-    worth = None if split is None else _join_worth(pop.model, lanes, outcomes)
-    _note(pop, lanes, outcomes, heldout)
+    worth, gain = (None, None) if split is None else (_join_worth(pop.model, lanes, outcomes), _gains(lanes, outcomes, pop.lanes))
+    _note(pop, lanes, outcomes, heldout, up)
+    clock("note")
     seconds, images, lr = time.perf_counter() - start, len(train.losses) * pop.batch_size * pop.lanes, pop.stepper.owners["host"].lr.clone()
-    reports = _watch(pop, train.losses)
-    pop.last = EpochResult(number, train, heldout, lr, seconds, images / seconds, reports, worth, (), tuple(pop.model.tick()))
+    reports = _watch(pop, train.losses, () if awake is None else (~awake).nonzero().flatten().tolist())
+    clock("govern")
+    pop.last = EpochResult(number, train, heldout, lr, seconds, images / seconds, reports, worth, (), tuple(pop.model.tick(up)), gain)
+    clock("tick")
     return pop.last
 
 def check_out(

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import yaml
 from scripts import notebooks
-from scripts.notebooks import NBS, ROOT, broken_targets, find_notebooks, site_sections
+from scripts.notebooks import NBS, ROOT, alt_text, broken_targets, find_notebooks, page_name, site_sections, slug
 
 NOTEBOOKS = find_notebooks()
 HOME = "https://github.com/esper-nb/esper_nb"
@@ -33,12 +33,15 @@ def shown(path):
     return re.sub(r"```.*?```|`[^`\n]*`", "", "\n\n".join(parts), flags=re.S)
 
 @cache
+def shown_source(path): return "\n\n".join(text(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "markdown")
+
+@cache
 def anchors(path):
     "Names of a page's headings, as the site makes them."
     found: list[str] = []
     for title in re.findall(r"^#+ (.*)$", shown(path), re.M):
         if own := re.search(r"\{#([\w-]+)", title): found.append(own[1]); continue
-        name = re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", re.sub(r"[^\w\s.-]", "", title.lower()).strip()))
+        name = slug(title)
         found.append(name if name not in found else f"{name}-{found.count(name)}")
     return found
 
@@ -62,6 +65,23 @@ def leads_nowhere(path, target):
 def test_the_sidebar_has_every_page_once():
     listed = ["index.ipynb", *(p for _, pages in site_sections() for p in pages)]
     assert sorted(listed) == sorted(p.relative_to(NBS).as_posix() for p in NOTEBOOKS)
+
+def test_the_sidebar_has_the_layers_of_the_index():
+    rows = re.findall(r"^\| ([^|]+) \| (`\d\d_[^|]+) \|$", shown_source(NBS/"index.ipynb"), re.M)
+    index = [(re.sub(r"\*\*\dx\*\* ", "", title), re.findall(r"`(\w+)`", pages)) for title, pages in rows]
+    assert index == [(title.lower(), [p.removesuffix(".ipynb") for p in pages]) for title, pages in site_sections() if re.match(r"\d\d_", pages[0])]
+
+def test_the_sidebar_begins_where_a_newcomer_does():
+    of = dict(site_sections())
+    assert of["Tutorials"][0] == "tutorials/first_rollback.ipynb"
+    assert [p.split("/")[1] for p in of["Explanations"]] == [f"{n}.ipynb" for n in ("design", "glossary", "metrics", "findings", "negative_results")]
+    assert len(of["Benchmarks"]) == 4 and list(of)[0] == "Tutorials" and list(of)[-2:] == ["Explanations", "Benchmarks"]
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=ids)
+def test_the_first_cell_is_only_a_title(notebook):
+    "Building the site makes title and description of it, and drops everything else that stands in it."
+    first = text(json.loads(notebook.read_text(encoding="utf-8"))["cells"][0]["source"])
+    assert re.fullmatch(r"# .+\n\s*> .+\n?", first), f"{notebook.name}: a cell of its own for what follows the subtitle"
 
 def test_the_sidebar_is_what_quarto_reads():
     notebooks.sidebar()
@@ -93,6 +113,23 @@ def test_pictures_are_there(page):
             assert data[:8] == b"\x89PNG\r\n\x1a\n" and data[-8:-4] == b"IEND", f"{page.name}, cell {c['id']}: no whole picture"
             assert min(struct.unpack(">II", data[16:24])) > 20, f"{page.name}, cell {c['id']}: an empty picture"
 
+SPOKEN = [ROOT/"README.md", NBS/"index.ipynb", *(p for p in NOTEBOOKS if p.parent.name == "tutorials")]
+
+@pytest.mark.parametrize("page", SPOKEN, ids=ids)
+def test_every_picture_says_what_it_shows(page):
+    "To readers who do not see it: `![text](file)`, and `#| fig-alt: \"text\"` in a cell that draws."
+    said = re.findall(r"!\[([^\]]*)\]\(", page.read_text(encoding="utf-8") if page.suffix == ".md" else shown_source(page))
+    if page.suffix == ".ipynb":
+        for c in json.loads(page.read_text(encoding="utf-8"))["cells"]:
+            said += [alt_text(text(c["source"])) for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert all(len(s.split()) >= 5 for s in said), f"{page.name}: {said}"
+    assert len(set(said)) == len(said) and (said or page.name != "README.md")
+
+def test_alt_text_is_read_as_quarto_reads_it():
+    line = '#| fig-alt: "Two \\"curves\\": up, and down"'
+    assert alt_text(f"#| echo: false\n{line}\nplt.plot()") == yaml.safe_load(line[3:])["fig-alt"] == 'Two "curves": up, and down'
+    assert alt_text("#| fig-alt: A curve\nplot()") == "A curve" and alt_text("plot()") == alt_text("x = '#| fig-alt: no'") == ""
+
 def test_broken_links_of_pages_are_noticed(tmp_path):
     page = tmp_path/"page.ipynb"
     page.write_text(json.dumps(dict(cells=[dict(cell_type="markdown", id="a", metadata={}, source=["# Title here, and more\n\n## Again\n\n## Again\n"])])))
@@ -101,9 +138,29 @@ def test_broken_links_of_pages_are_noticed(tmp_path):
 
 def test_broken_links_of_the_built_site_are_noticed(tmp_path):
     (tmp_path/"a").mkdir()
-    (tmp_path/"a/one.html").write_text('<a href="../two.html#x">2</a> <a href="https://jsonlines.org">j</a> <a href="#y">y</a> <img src="gone.png"><a href="three.html">3</a>')
-    (tmp_path/"two.html").write_text('<a href="a/one.html?v=1">1</a><a href="/two.html">2</a>')
-    assert broken_targets(tmp_path) == ["a/one.html: gone.png", "a/one.html: three.html"]
+    (tmp_path/"a/one.html").write_text('<h2 id="y">Y</h2><a href="../two.html#x">2</a> <a href="https://jsonlines.org">j</a> <a href="#y">y</a> <a href="#">top</a> <img src="gone.png"><a href="three.html">3</a>')
+    (tmp_path/"two.html").write_text('<a href="a/one.html?v=1#y">1</a><a href="/two.html">2</a><link href="gone.css">')
+    files = ["a/one.html: gone.png", "a/one.html: three.html", "two.html: gone.css"]
+    assert broken_targets(tmp_path, headings=False) == files and broken_targets(tmp_path) == ["a/one.html: ../two.html#x", *files]
+
+def test_pages_are_where_nbdev_puts_them(tmp_path):
+    from nbdev.doclinks import _nbpath2html
+    assert all(page_name(p.relative_to(NBS)) == _nbpath2html(p.relative_to(NBS)) for p in NOTEBOOKS)
+    assert len({page_name(p) for p in NOTEBOOKS}) == len(NOTEBOOKS)
+
+def test_a_plain_page_has_all_that_the_site_has():
+    "Title, prose, code without its options, pictures with their text, links to pages and headings, and the way back."
+    png = base64.b64encode(b"\x89PNG").decode()
+    cell = lambda kind, source, **kw: dict(cell_type=kind, id=f"c{len(source)}", metadata={}, source=source, **kw)
+    shown_by = lambda **data: dict(execution_count=None, outputs=[dict(output_type="display_data", metadata={}, data=data)])
+    cells = [cell("raw", "---\ntitle: x\n---"), cell("markdown", "## Two words\n\n[g](../25_governor.ipynb#fit) [h](https://jsonlines.org/a.ipynb)"),
+             cell("code", '#| fig-alt: "A curve"\nplot(7)', **shown_by(**{"image/png": png})),
+             cell("code", "#| echo: false\nhidden(8)", **shown_by(**{"text/markdown": '[source](https://esper-nb.github.io/esper_nb/core.html#f){target="_blank"}'}))]
+    page = notebooks._plain_page(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5), "tutorials/grow_by_hand.ipynb")
+    assert "<h1>Grow by hand</h1>" in page and '<h2 id="two-words">Two words</h2>' in page and 'alt="A curve"' in page
+    assert 'href="../governor.html#fit"' in page and 'href="../core.html#f"' in page and 'href="https://jsonlines.org/a.ipynb"' in page
+    assert not re.search(r"fig-alt|hidden|target=|title: x", page) and '<header><a href="../index.html">' in page and "plot" in page
+    assert re.findall(r'href="([^"]+)" aria-current', page) == ["../tutorials/grow_by_hand.html"]
 
 def test_without_quarto_docs_says_what_to_install_and_still_checks(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(notebooks, "ROOT", tmp_path)
@@ -133,6 +190,9 @@ def test_workflows_build_publish_and_test():
     job = tests["jobs"]["test"]
     assert job["runs-on"] == "ubuntu-latest" and job["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"] and {"run": "make test"} in job["steps"]
     make = (ROOT/"Makefile").read_text(encoding="utf-8")
+    called = [c for w in (docs, tests) for j in w["jobs"].values() for s in j["steps"] for c in re.findall(r"\bmake (\w+)", s.get("run", ""))]
+    assert set(called) == {"install", "docs", "test"} and all(re.search(rf"^{c}:", make, re.M) for c in called)
+    for w in (docs, tests): assert "jobs" in w and (w.get("on") or w.get(True))      # YAML reads a bare `on` as yes
     assert re.search(r"^docs: .*\n\t\$\(BIN\)/python scripts/notebooks.py docs$", make, re.M)
 
 @pytest.mark.slow

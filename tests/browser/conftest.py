@@ -41,7 +41,7 @@ def free_port():
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
-def environment(tmp):
+def environment(tmp, threads="1"):
     "Folders of its own, so that nothing of the user's Jupyter is read or written."
     env = {k: v for k, v in os.environ.items() if k != "MPLBACKEND"}
     names = dict(JUPYTER_CONFIG_DIR="cfg", JUPYTER_DATA_DIR="data", JUPYTER_RUNTIME_DIR="run", IPYTHONDIR="ipy", JUPYTERLAB_SETTINGS_DIR="set", JUPYTERLAB_WORKSPACES_DIR="ws")
@@ -49,13 +49,15 @@ def environment(tmp):
         path = tmp/"set/@jupyterlab"/f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value))
-    return env | {k: str(tmp/v) for k, v in names.items()} | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    if threads is None: env.pop("OMP_NUM_THREADS", None)      # as many as torch likes
+    else: env["OMP_NUM_THREADS"] = threads
+    return env | {k: str(tmp/v) for k, v in names.items()} | dict(PYTHONPATH=str(ROOT))
 
 @contextmanager
-def server(kind, folder, tmp, theme="JupyterLab Light"):
+def server(kind, folder, tmp, theme="JupyterLab Light", threads="1"):
     "A running server; yields the function that makes the address of a notebook."
     port, token, python = free_port(), secrets.token_hex(8), sys.executable
-    env = environment(tmp)
+    env = environment(tmp, threads)
     themes = tmp/"set/@jupyterlab/apputils-extension/themes.jupyterlab-settings"
     themes.write_text(json.dumps({"theme": theme}))
     if kind == "lab":

@@ -1,0 +1,205 @@
+"""What a dashboard that somebody watches costs, and whether anything grows meanwhile.
+
+    python tests/browser/watch.py grow 600     # a running dashboard for ten minutes: memory of page and kernel, unanswered messages
+    python tests/browser/watch.py cost 6 20    # six rounds of 20 s each way: the same run without and with a dashboard
+    python tests/browser/watch.py split 10     # where the browser's share goes: the update's parts switched off in turn
+
+Each starts a JupyterLab and a headless Chromium of its own and writes what it measured into nbs/tutorials/images/watch.json, from which the pages
+print it. Processor times come from /proc, so this needs Linux.
+"""
+import json, sys, tempfile, time
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conftest import ROOT, open_browser, server  # noqa: E402
+from test_dashboard_browser import LAST, open_lab, write_notebook  # noqa: E402
+
+RESULT = ROOT/"nbs/tutorials/images/watch.json"
+
+GROW = """import json, os, threading, time
+from esper_nb.dashboard import Dashboard
+from esper_nb.sessions import Session
+from esper_nb.trainer import FitConfig, new_population
+session = Session(new_population('digits', FitConfig(lanes=16, epochs=100_000)))
+board = Dashboard(session, lane=3)
+def tell():
+    s, f = session, board.feed
+    while True:
+        time.sleep(1.)
+        told = dict(pid=os.getpid(), steps=s.steps, sent=f.pacer.sent, unanswered=f.pacer.sent - f.pacer.answered, error=f.error or s.error, full=len(s.recorder.rows) == s.recorder._rows.maxlen,
+                    kept=dict(losses=s.losses.count, edges=s.edges.count, notes=len(s.notes), incidents=len(s.incidents), rows=len(s.recorder.rows), open=len(s._open), taken=len(s._taken), told=len(s._told)))
+        with open('grow.tmp', 'w') as file: json.dump(told, file)
+        os.replace('grow.tmp', 'grow.json')
+def ruin():
+    for k in range(10**6):
+        time.sleep(15.)
+        session.provoke(('nan', 'explode')[k % 2], k % 16)
+for work in (tell, ruin): threading.Thread(target=work, daemon=True).start()
+board"""
+
+COST = """import json, os, threading, time
+import ipywidgets as W, psutil
+from esper_nb.dashboard import Dashboard
+from esper_nb.sessions import Session
+from esper_nb.sources import PopulationSource
+from esper_nb.trainer import FitConfig, new_population
+place, said = W.Box(), W.HTML('measuring')
+def source(): return PopulationSource(new_population('digits', FitConfig(lanes=16, epochs=100_000)))
+def others():
+    seconds = dict.fromkeys(('server', 'browser'), 0.)
+    for name, pids in json.load(open('pids.json')).items():
+        for pid in pids:
+            try: t = psutil.Process(pid).cpu_times()
+            except psutil.NoSuchProcess: continue
+            seconds[name] += t.user + t.system
+    return seconds
+def thread_seconds(tids):
+    out = 0.
+    for tid in tids:
+        try: out += int(open(f'/proc/self/task/{tid}/schedstat').read().split()[0]) / 1e9
+        except OSError: pass
+    return out
+def phase(watched, seconds, off):
+    kernel = [t.native_id for t in threading.enumerate() if t is not threading.current_thread()]      # everything that is there besides the run
+    run = source()
+    for _ in range(40): run.step()                                                                     # the table of the history fills up
+    marks, steps = [], 0
+    def mark(own): marks.append(dict(t=time.perf_counter(), own=own + thread_seconds(kernel), all=time.process_time(), steps=steps) | others())
+    if not watched:
+        def work():
+            nonlocal steps
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end: run.step(); steps += 1
+        t = threading.Thread(target=work); mark(0.); t.start(); t.join(); mark(0.)
+        updates = 0
+    else:
+        session = Session(run)
+        board = Dashboard(session, lane=3)
+        place.children = (board.widget(),)
+        session.start(); time.sleep(4.)
+        kernel.append(board.feed.thread.native_id)
+        if 'status' in off: board.show = lambda live: None; board.feed.show = board.show
+        if 'canvas' in off: board.feed.live = False
+        steps, sent = session.steps, board.feed.pacer.sent
+        mark(session.spent)
+        time.sleep(seconds)
+        steps = session.steps
+        mark(session.spent)
+        updates = board.feed.pacer.sent - sent
+        place.children = ()
+        board.close(); session.close()
+    a, b = marks
+    wall = b['t'] - a['t']
+    return dict(watched=watched, wall=wall, steps=b['steps'] - a['steps'], updates=updates, kernel=b['own'] - a['own'], all=b['all'] - a['all'], **{k: b[k] - a[k] for k in ('server', 'browser')})
+def measure(rounds, seconds, off=()):
+    out = []
+    try:
+        for k in range(rounds):
+            for watched in ((False, True), (True, False))[k % 2]: out.append(phase(watched, seconds, off)); time.sleep(1.)
+        json.dump(out, open('cost.json', 'w')); said.value = 'measured'
+    except Exception as e: said.value = repr(e)
+W.VBox([place, said])"""
+
+
+def family(pid):
+    "A process and all below it."
+    p = psutil.Process(pid)
+    return [p.pid, *(c.pid for c in p.children(recursive=True))]
+
+def pids_of(browser, tmp):
+    "Processes of the server without the kernel, and of the browser."
+    mine = psutil.Process().children(recursive=True)
+    lab = [p for p in mine if "jupyterlab" in " ".join(p.cmdline()) and "ipykernel" not in " ".join(p.cmdline())]
+    chrome = [p for p in mine if any(w in " ".join(p.cmdline()) for w in ("chrom",))]
+    return dict(server=[p.pid for p in lab], browser=[p.pid for p in chrome])
+
+def slope(values, every):
+    "Median of the last minute less that of the first, and both."
+    k = max(1, round(60 / every))
+    first, last = median(values[:k]), median(values[-k:])
+    return dict(first=first, last=last, change=last - first)
+
+def grow(seconds=20, every=15, warm=None, shot=None):
+    "Watch a run for some time; samples of everything that might grow."
+    samples = []
+    with tempfile.TemporaryDirectory() as tmp:
+        tmp = Path(tmp)
+        (tmp/"nbs").mkdir()
+        write_notebook(tmp/"nbs/grow.ipynb", GROW, LAST)
+        with server("lab", tmp/"nbs", tmp) as address, open_browser(tmp) as browser:
+            panel = open_lab(browser, address, "grow.ipynb")
+            panel.show(); panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(4)
+            devtools = browser.page.context.new_cdp_session(browser.page)
+            devtools.send("Performance.enable")
+            told = lambda: json.loads((tmp/"nbs/grow.json").read_text())
+            begun = time.time()
+            while warm is None and not told()["full"] or warm is not None and time.time() - begun < warm: time.sleep(.5)
+            print(f"stores of fixed size are full after {time.time() - begun:.0f} s" if warm is None else f"{warm} s to warm up", flush=True)
+            begun = time.time()
+            while time.time() - begun < seconds:
+                time.sleep(max(0, every * (len(samples) + 1) - (time.time() - begun)))
+                devtools.send("HeapProfiler.collectGarbage")
+                m = {x["name"]: x["value"] for x in devtools.send("Performance.getMetrics")["metrics"]}
+                t = told()
+                samples.append(dict(at=round(time.time() - begun, 1), heap_mb=m["JSHeapUsedSize"] / 2**20, nodes=m["Nodes"], listeners=m["JSEventListeners"], kernel_mb=psutil.Process(t["pid"]).memory_info().rss / 2**20, **t))
+                s = samples[-1]
+                print(f"{s['at']:6.1f} s  heap {s['heap_mb']:6.2f} MB  nodes {s['nodes']:5.0f}  listeners {s['listeners']:4.0f}  kernel {s['kernel_mb']:7.1f} MB  unanswered {s['unanswered']}  sent {s['sent']}  epochs {s['steps']}  {s['kept']}", flush=True)
+            if shot: browser.shot(shot)
+            assert browser.errors == [], browser.errors
+    assert not any(s["error"] for s in samples), samples[-1]["error"]
+    return samples
+
+def cost(rounds=6, seconds=20, off=()):
+    "The same run without and with a dashboard, in turns: raw numbers of every phase."
+    with tempfile.TemporaryDirectory() as tmp:
+        tmp = Path(tmp)
+        (tmp/"nbs").mkdir()
+        write_notebook(tmp/"nbs/cost.ipynb", COST, LAST)
+        with server("lab", tmp/"nbs", tmp, threads=None) as address, open_browser(tmp) as browser:
+            panel = open_lab(browser, address, "cost.ipynb")
+            (tmp/"nbs/pids.json").write_text(json.dumps(pids_of(browser, tmp)))
+            code = f"threading.Thread(target=measure, args=({rounds}, {seconds}, {tuple(off)!r})).start()"
+            browser.page.evaluate("code => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({code}) }", code)
+            browser.page.evaluate("() => document.querySelector('.jp-Notebook .jp-CodeCell .jp-OutputArea-output').scrollIntoView()")
+            said, end = tmp/"nbs/cost.json", time.time() + rounds * 2 * (seconds + 30)
+            while not said.exists():
+                assert time.time() < end, browser.page.locator(".widget-html-content").all_inner_texts()
+                time.sleep(.5)
+            time.sleep(.5)
+            assert browser.errors == [], browser.errors
+            return json.loads(said.read_text())
+
+def costs(phases):
+    "What the raw numbers say: processor time of everything but the run, and steps per second."
+    bare, seen = ([p for p in phases if p["watched"] == w] for w in (False, True))
+    mean = lambda ps, k: sum(p[k] for p in ps) / sum(p["wall"] for p in ps)
+    ms = {k: 1000 * (mean(seen, k) - mean(bare, k)) for k in ("kernel", "server", "browser")}
+    speed = [a["steps"] / a["wall"] / (b["steps"] / b["wall"]) for a, b in zip(seen, bare)]
+    return dict(ms_per_s={k: round(v, 2) for k, v in ms.items()}, cores=psutil.cpu_count(), share_pct=round(sum(ms.values()) / 10 / psutil.cpu_count(), 2),
+                speed_watched=round(median(speed), 4), speed_low=round(min(speed), 3), speed_high=round(max(speed), 3),
+                updates_per_s=round(mean(seen, "updates"), 2), epochs_per_s=round(mean(bare, "steps"), 2))
+
+def store(**measured):
+    "Put results beside those that are there."
+    old = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    RESULT.write_text(json.dumps(old | measured, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    what, *numbers = sys.argv[1:]
+    if what == "grow":
+        seconds = int(numbers[0]) if numbers else 600
+        samples = grow(seconds)
+        small = {k: {n: round(v, 2) for n, v in slope([s[k] for s in samples], 15).items()} for k in ("heap_mb", "nodes", "listeners", "kernel_mb")}
+        small |= dict(seconds=seconds, epochs=samples[-1]["steps"], sent=samples[-1]["sent"], unanswered_most=max(s["unanswered"] for s in samples), samples=len(samples))
+        print(json.dumps(small, indent=1)); store(grow=small)
+    elif what == "cost":
+        phases = cost(*map(int, numbers))
+        for p in phases: print({k: round(v, 3) if isinstance(v, float) else v for k, v in p.items()})
+        found = costs(phases)
+        print(found); store(cost=found | dict(rounds=len(phases) // 2, seconds=round(sum(p["wall"] for p in phases))))
+    elif what == "split":
+        for off in ((), ("canvas",), ("status",), ("canvas", "status")): print("without", off, costs(cost(1, int(numbers[0]), off)), flush=True)
