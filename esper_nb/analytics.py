@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median, pvariance
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from .controllers import bootstrap_interval as _iqm_interval, interquartile_mean as _iqm
 from .rows import Row
 from .stages import COOLING, LIVE
 
@@ -286,15 +285,3 @@ def phase_shares(rows: Iterable[Row]) -> dict[str, float]: # phase -> share of a
         for k, v in r.items():
             if k.startswith("phase_s.") and v: sums[k.removeprefix("phase_s.")] = sums.get(k.removeprefix("phase_s."), 0.) + v
     return {k: v / sum(sums.values()) for k, v in sorted(sums.items(), key=lambda kv: -kv[1])}
-
-# %% ../nbs/49_analytics.ipynb #b8bde494
-def _iqm(x: np.ndarray) -> np.ndarray: # (..., n) -> (...)
-    "Mean of the middle half; the border values count in part."
-    x, n = np.sort(x, -1), x.shape[-1]
-    weight = np.clip(np.minimum(np.arange(1, n + 1) - n / 4, 3 * n / 4 - np.arange(n)), 0, 1)
-    return (x * weight).sum(-1) / weight.sum()
-
-def _iqm_interval(x: np.ndarray, draws: int = 4000) -> tuple[float, float, float]: # point, low, high
-    "Interquartile mean with a 95 % percentile bootstrap; always the same draws."
-    means = _iqm(x[np.random.default_rng(0).integers(len(x), size=(draws, len(x)))])
-    return float(_iqm(x)), *(float(q) for q in np.quantile(means, (.025, .975)))  # type: ignore[return-value]

@@ -6,8 +6,8 @@
 __all__ = ['CASES', 'AGREED', 'GROWTH_CASES', 'ALPHA', 'GROWTH_PLANS', 'BENCHES', 'Case', 'plain_loop', 'lane_loop', 'measure',
            'measure_apart', 'machine', 'settings', 'compare_case', 'table_text', 'run_bench', 'GrowthCase',
            'grown_population', 'PlainGrown', 'grown_loop', 'grown_lanes', 'grown_validation', 'Side', 'take_turns',
-           'compare_growth', 'compare_validation', 'growth_text', 'run_growth_bench', 'fault_worlds', 'fault_run',
-           'stability_guard_run', 'run_fault_bench', 'fault_table_text']
+           'compare_growth', 'compare_validation', 'arithmetic_share', 'growth_text', 'run_growth_bench',
+           'fault_worlds', 'fault_run', 'stability_guard_run', 'run_fault_bench', 'fault_table_text']
 
 # %% ../nbs/58_bench.ipynb #1a108570
 import contextlib, importlib, importlib.util, io, json, logging, math, os, platform, subprocess, sys, tempfile, time, warnings
@@ -327,6 +327,19 @@ def compare_validation(case: GrowthCase, rounds: int = 15, note: Callable[[str],
     s = {k: median(v) for k, v in take_turns({k: ("validation", case, k, machine()["cores"], True) for k in ("factorial", "separate", "plain")}, rounds, note).items()}
     return dict(case=case.name, seconds=s, faster=s["separate"] / s["factorial"], price=s["factorial"] / s["plain"], aims=[4., 1.8])
 
+def arithmetic_share(case: GrowthCase) -> dict: # CPU seconds on one thread
+    "An epoch of the loop and of the lanes, and the lanes' time inside convolutions: with these kernels nothing can be faster."
+    from torch.profiler import ProfilerActivity, profile
+    threads, cost = torch.get_num_threads(), {}
+    torch.set_num_threads(1)
+    for k, epoch in (("loop", grown_loop(case)), ("lanes", grown_lanes(case, "one pass"))):
+        epoch(0)
+        begun = time.process_time(); epoch(1); cost[k] = time.process_time() - begun
+    with profile(activities=[ProfilerActivity.CPU]) as p: epoch(2)
+    torch.set_num_threads(threads)
+    cost["convolutions"] = sum(e.self_cpu_time_total for e in p.key_averages() if "convolution" in e.key) / 1e6
+    return dict(case=case.name, seconds=cost, ratio=cost["loop"] / cost["lanes"], limit=cost["loop"] / cost["convolutions"])
+
 def growth_text(result: dict) -> str:
     "The figures of `run_growth_bench` as lines of text."
     plans = list(result["rows"][0]["ratios"]) if result["rows"] else []
@@ -337,6 +350,8 @@ def growth_text(result: dict) -> str:
     for r in result["validation"]:
         (a, b), x, y = r["aims"], r["faster"], r["price"]
         lines.append(f"{r['case']:34}{r['seconds']['factorial']:8.3f}  {x:6.2f}x ({a:g}x {verdict(x >= a):6})     {y:6.2f} ({b:g} {verdict(y <= b)})")
+    if result["arithmetic"]: lines += ["", f"{'CPU time, one thread':34}{'loop s':>8}{'lanes s':>9}   of it convolutions   ratio   if all else were free"]
+    lines += [f"{r['case']:34}{r['seconds']['loop']:8.3f}{r['seconds']['lanes']:9.3f}{r['seconds']['convolutions']:21.3f}{r['ratio']:7.2f}x{r['limit']:23.2f}x" for r in result["arithmetic"]]
     return "\n".join(lines + [", ".join(f"{k} {v}" for k, v in result["machine"].items())])
 
 def run_growth_bench(
@@ -348,13 +363,15 @@ def run_growth_bench(
     cases = [c for c in GROWTH_CASES if (c.quick or not quick) and only in c.name]
     check(len(cases) > 0, "only", only, "part of a case's name: " + "; ".join(c.name for c in GROWTH_CASES))
     rounds, looks = (3, 5) if quick else (7, 15)
-    singles, result = [c for c in cases if c.aim > 1 or c.task != "digits"], dict(machine=machine() | dict(load=round(os.getloadavg()[0], 1)), rows=[], validation=[])
+    singles, result = [c for c in cases if c.aim > 1 or c.task != "digits"], dict(machine=machine() | dict(load=round(os.getloadavg()[0], 1)), rows=[], validation=[], arithmetic=[])
     threads = sorted({1} if quick else {1, machine()["cores"]})
     with tqdm(total=len(cases) * (6 * len(threads) + (rounds + 1) * (1 + len(GROWTH_PLANS))) + len(singles) * 3 * (looks + 1), unit="epoch") as bar:
         for c in cases:
             def note(k, c=c): bar.set_postfix_str(f"{c.name}: {k}", refresh=False); bar.update()
             result["rows"].append(compare_growth(c, rounds, threads=threads, note=note))
-            if c in singles: result["validation"].append(compare_validation(c, looks, note))
+            if c in singles:
+                result["validation"].append(compare_validation(c, looks, note))
+                result["arithmetic"].append(arithmetic_share(c))
             Path(out).write_text(json.dumps(result, indent=1) + "\n")
     print(growth_text(result))
     return result

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Controller', 'QUICK', 'QUICK_RULES', 'Signals', 'View', 'view', 'HeuristicConfig', 'Heuristic', 'WaitOnly',
-           'legal_decisions', 'RandomLegal', 'Fixed', 'Replay', 'as_policy', 'static_copy', 'Interval', 'mean_interval',
-           'growing_pays']
+           'legal_decisions', 'RandomLegal', 'Fixed', 'Replay', 'as_policy', 'Interval', 'interquartile_mean',
+           'bootstrap_interval', 'static_copy', 'growing_pays']
 
 # %% ../nbs/34_controllers.ipynb #f2f45e20
 import math
@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from .blending import RampMode
-from .core import Config, generator
+from .core import Config, check, generator
 from .decisions import Decision, Done
 from .models import Growing
 from .seeds import Gates, Rules, SeedState
@@ -195,6 +195,39 @@ def as_policy(
         return out
     return policy
 
+# %% ../nbs/34_controllers.ipynb #d84d1a08
+class Interval(NamedTuple):
+    "A statistic, and where it lies."
+    mean: float # interquartile, where nothing else is said
+    low: float # 95 %, bootstrap percentiles
+    high: float
+
+def interquartile_mean(
+    x: np.ndarray | Sequence[float], # (..., n) scores
+) -> np.ndarray: # (...)
+    "Mean of the middle half."
+    x = np.sort(np.asarray(x, float), -1)
+    n = x.shape[-1]
+    check(n > 0, "scores", n, "at least one")
+    weight = np.clip(np.minimum(np.arange(1, n + 1) - n / 4, 3 * n / 4 - np.arange(n)), 0, 1)
+    return (x * weight).sum(-1) / weight.sum()
+
+# %% ../nbs/34_controllers.ipynb #bebd3b53
+def bootstrap_interval(
+    scores: np.ndarray | Sequence, # (runs,) of one task, or (runs, tasks)
+    draws: int = 2000, # resamples
+    seed: int = 0, # the draws are always the same
+    statistic: Callable[[np.ndarray], np.ndarray] = interquartile_mean, # (draws, n) -> (draws,)
+) -> Interval: # NaN ends where a single run leaves nothing to draw
+    "A statistic over runs and tasks with its 95 % stratified bootstrap interval."
+    x = np.asarray(scores, float)
+    x = x.reshape(len(x), -1)
+    runs, tasks = x.shape
+    at = np.random.default_rng(seed).integers(runs, size=(draws, runs, tasks))
+    found = statistic(x[at, np.arange(tasks)].reshape(draws, -1))
+    low, high = np.quantile(found, (.025, .975)) if runs > 1 else (np.nan, np.nan)
+    return Interval(float(statistic(x.reshape(1, -1))[0]), float(low), float(high))
+
 # %% ../nbs/34_controllers.ipynb #dcf7d12f
 QUICK = HeuristicConfig(min_epoch=2, plateau=1, patience=1, settings=dict(tempo=3)) # for a horizon of a few dozen epochs
 QUICK_RULES = Rules(gates=Gates(training_epochs=3))
@@ -209,18 +242,6 @@ def static_copy(pop: Population) -> Population:
             for _ in range(3): new.model.advance(k, i, force=True)
             new.model.fossilize(k, i, safe=False, force=True)
     return new
-
-class Interval(NamedTuple):
-    "A mean and where it lies."
-    mean: float
-    low: float # 95 %, bootstrap percentiles
-    high: float
-
-def mean_interval(x: Tensor, draws: int = 10_000) -> Interval: # (n,) one number per seed
-    "The mean over seeds with a bootstrap interval."
-    x = torch.as_tensor(x, dtype=torch.float64)
-    means = x[torch.randint(len(x), (draws, len(x)), generator=generator(0, "bootstrap"))].mean(1)
-    return Interval(x.mean().item(), *means.quantile(torch.tensor([.025, .975], dtype=torch.float64)).tolist())
 
 def growing_pays(
     task: str = "digits_impaired",

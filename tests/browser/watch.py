@@ -41,12 +41,12 @@ for work in (tell, ruin): threading.Thread(target=work, daemon=True).start()
 board"""
 
 COST = """import json, os, threading, time
-import ipywidgets as W, psutil
+import ipywidgets as W, numpy as np, psutil
 from esper_nb.dashboard import Dashboard
 from esper_nb.sessions import Session
-from esper_nb.sources import PopulationSource
+from esper_nb.sources import Frame, PopulationSource
 from esper_nb.trainer import FitConfig, new_population
-place, said = W.Box(), W.HTML('measuring')
+place, said, noise = W.Box(), W.HTML('measuring'), np.random.default_rng(0)
 def source(): return PopulationSource(new_population('digits', FitConfig(lanes=16, epochs=100_000)))
 def others():
     seconds = dict.fromkeys(('server', 'browser'), 0.)
@@ -65,7 +65,7 @@ def thread_seconds(tids):
 def phase(watched, seconds, off):
     kernel = [t.native_id for t in threading.enumerate() if t is not threading.current_thread()]      # everything that is there besides the run
     run = source()
-    for _ in range(40): run.step()                                                                     # the table of the history fills up
+    for _ in range(3): run.step()
     marks, steps = [], 0
     def mark(own): marks.append(dict(t=time.perf_counter(), own=own + thread_seconds(kernel), all=time.process_time(), steps=steps) | others())
     if not watched:
@@ -77,6 +77,7 @@ def phase(watched, seconds, off):
         updates = 0
     else:
         session = Session(run)
+        for k in range(48): session._absorb(Frame(2.3 * np.exp(-k / 20) * noise.lognormal(0, .2, (20, 16)), np.full(16, 90.)))      # the history is as long as it gets
         board = Dashboard(session, lane=3)
         place.children = (board.widget(),)
         session.start(); time.sleep(4.)
@@ -164,7 +165,7 @@ def cost(rounds=6, seconds=20, off=()):
             code = f"threading.Thread(target=measure, args=({rounds}, {seconds}, {tuple(off)!r})).start()"
             browser.page.evaluate("code => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({code}) }", code)
             browser.page.evaluate("() => document.querySelector('.jp-Notebook .jp-CodeCell .jp-OutputArea-output').scrollIntoView()")
-            said, end = tmp/"nbs/cost.json", time.time() + rounds * 2 * (seconds + 30)
+            said, end = tmp/"nbs/cost.json", time.time() + 120 + rounds * 2 * (seconds + 20)
             while not said.exists():
                 assert time.time() < end, browser.page.locator(".widget-html-content").all_inner_texts()
                 time.sleep(.5)
