@@ -50,7 +50,7 @@ class Run:
         self.env = GrowVecEnv(config.env, data)
         self.learner = Learner(self.env, config.ppo, config.policy, heads=self.env.actions)
         self.watch, self.torn, self.update = AlarmWatch(), False, 0
-        self.written, self.steps, self.seconds = 0, 0, 0. # rows in the file, steps of the environment, wall-clock time of training
+        self.written, self.steps, self.seconds, self.cpu_s = 0, 0, 0., 0. # rows in the file, steps of the environment, wall-clock and CPU time of training
         self.batches = (pop := self.env.parts[0][1]).data.num_train // pop.batch_size # of an epoch
 
     @property
@@ -59,7 +59,7 @@ class Run:
     def checkpoint(self) -> Path: return self.folder.path/"checkpoint.safetensors"
 
     def _parts(self):
-        numbers = ("written", "steps", "seconds")
+        numbers = ("written", "steps", "seconds", "cpu_s")
         def put(state):
             for k in numbers: setattr(self, k, state[k])
         return dict(learner=self.learner, envs=EnvState(self.env), progress=(lambda: {k: getattr(self, k) for k in numbers}, put))
@@ -148,13 +148,13 @@ def _one_update(run: Run, rec: Recorder, stop: StopFlag) -> Update | None:
     "Work up to the end of the update, or to the next edge if somebody interrupts."
     learner, edge = run.learner, _StepEdge(stop, run.learner)
     while True:
-        acts, begun, run.torn = learner.rollout is None or not learner.rollout.full, time.perf_counter(), True
+        acts, begun, cpu, run.torn = learner.rollout is None or not learner.rollout.full, time.perf_counter(), time.process_time(), True
         run.update = learner.update + 1
         update = learner.advance(edge)
         rows = _step_rows(run) if acts else []
         if update is not None: rows += update_rows(update, HEADS)
         _record(run, rec, rows)
-        run.seconds += time.perf_counter() - begun
+        run.seconds, run.cpu_s = run.seconds + time.perf_counter() - begun, run.cpu_s + time.process_time() - cpu
         run.torn = False
         if update is not None or stop.requested: return update
 
@@ -230,6 +230,8 @@ def finish_run(
     test = record_rows("test", {"test": dict(accuracy_pp=list(result.plays[0].test_pp))}, epoch=env.horizon)
     (path/"final.jsonl").unlink(missing_ok=True)
     with Recorder([JSONLWriter(path/"final.jsonl")]) as rec: rec.add([*noted.rows, *test])
+    mine, *others = result.plays
+    result = result._replace(plays=(mine._replace(practice_seconds=run.seconds, practice_cpu_s=run.cpu_s), *others))
     result.save(path/"comparison.json")
     save_file({k: t.contiguous() for k, t in run.learner.policy.state_dict().items()}, path/"controller.safetensors")
     fig = plot_learning(run.folder.rows()); fig.savefig(path/"run.png", dpi=110); plt.close(fig)
