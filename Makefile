@@ -23,7 +23,7 @@ $(STAMP): settings.ini setup.py
 	@touch $@
 	@echo "Installed in .venv. Next: make train, make test, make lab"
 
-train: $(STAMP)  ## grow a small network on the bundled digits
+train: $(STAMP)  ## train a controller that grows networks on the bundled digits
 	$(BIN)/esper-nb train digits
 
 test: sync types notebooks stored unit  ## every check: library in step, notebooks clean and run, stored outputs true, tests

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median, pvariance
 from typing import Any, NamedTuple
 
-from .controllers import bootstrap_interval as _iqm_interval, interquartile_mean as _iqm
 from .rows import Row
 from .stages import COOLING, LIVE
 

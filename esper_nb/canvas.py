@@ -15,9 +15,9 @@ const DASH = {gate: [], absolute: [7, 4], rise: [8, 3, 2, 3]};
 const f32 = b => new Float32Array(b.buffer.slice(b.byteOffset, b.byteOffset + b.byteLength));
 
 class Table {                                             // rows of numbers that grow at their end
-  constructor(width) { this.width = width; this.rows = 0; this.data = new Float32Array(width * 256); }
+  constructor(width) { this.width = width; this.rows = 0; this.wholes = 0; this.data = new Float32Array(width * 256); }
   add(part, whole) {
-    if (whole) this.rows = 0;
+    if (whole) { this.rows = 0; this.wholes++; }
     const need = this.rows * this.width + part.length;
     if (need > this.data.length) { const d = new Float32Array(2 * need); d.set(this.data.subarray(0, this.rows * this.width)); this.data = d; }
     this.data.set(part, this.rows * this.width);
@@ -33,28 +33,31 @@ class Table {                                             // rows of numbers tha
 
 class Run {                                               // what this page knows of a session
   constructor(model) {
-    this.model = model; this.views = new Set(); this.head = null; this.status = null; this.incidents = new Map(); this.recent = false;
+    this.model = model; this.views = new Set(); this.head = null; this.status = null; this.incidents = new Map(); this.recent = false; this.number = 0; this.html = {}; this.until = [0, 0];
     model.on("msg:custom", (m, buffers) => this.take(m, buffers));
     model.on("change:lane", () => this.changed());
-    this.hello(30);
+    globalThis.document?.addEventListener("visibilitychange", () => this.answer());
+    this.hello(100);
   }
-  hello(left) {                                           // a page that reloads may speak before the kernel hears it
-    if (this.head || !left) return;
-    this.model.send({kind: "hello"}); setTimeout(() => this.hello(left - 1), 1000);
+  hello(wait) {                                           // a page that reloads may speak before the kernel hears it
+    if (this.head || wait > 60000) return;
+    this.model.send({kind: "hello"}); setTimeout(() => this.hello(1.5 * wait), wait);
   }
+  answer() { if (this.number && !globalThis.document?.hidden) this.model.send({kind: "answer", number: this.number}); }      // a page that nobody sees is silent
   get lane() { return this.head ? Math.min(this.model.get("lane"), this.head.lanes - 1) : 0; }
   take(m, buffers) {
     if (m.kind !== "packet") return;
     if (m.head) {
-      this.head = m.head; this.incidents.clear();
+      this.head = m.head; this.incidents.clear(); this.until = [0, 0];
       this.loss = new Table(1 + m.head.lanes); this.edge = new Table(1 + m.head.lanes * (6 + m.head.slots.length));
     }
     if (!this.head) { this.model.send({kind: "hello"}); return; }
     this.loss.add(f32(buffers[0]), m.whole[0]); this.edge.add(f32(buffers[1]), m.whole[1]);
-    this.status = m.status;
+    this.status = m.status; Object.assign(this.html, m.html);
     for (const i of m.incidents) this.incidents.set(i.number, i);
     while (this.incidents.size > 200) this.incidents.delete(this.incidents.keys().next().value);
-    this.model.send({kind: "answer", number: m.number});
+    this.number = m.number;
+    if (m.answer) this.answer();
     this.changed();
   }
   pick(lane) { this.model.set("lane", lane); this.model.save_changes(); this.changed(); }
@@ -62,10 +65,13 @@ class Run {                                               // what this page know
   gate(i, lane, k) { return this.edge.at(i, 1 + lane * 5 + k); }           // effective, absolute, sigma, multiple, rise
   slot(i, s, lane) { return this.edge.at(i, 1 + this.head.lanes * 6 + s * this.head.lanes + lane); }
   mine() { return [...this.incidents.values()].filter(i => i.lane === this.lane); }
-  range() {                                               // batches shown
-    const end = Math.max(this.loss.rows ? this.loss.at(this.loss.rows - 1, 0) : 0, 1);
-    return this.recent ? [Math.max(0, end - 240), end] : [0, Math.max(end, 40)];
+  get now() { return this.loss.rows ? this.loss.at(this.loss.rows - 1, 0) : 0; }
+  range() {                                               // batches shown; the end moves in leaps, so that most updates find the axis as it was
+    const end = this.now, k = +this.recent;
+    if (end > this.until[k]) this.until[k] = Math.ceil(end + Math.max(k ? 24 : 20, k ? 0 : .08 * end));
+    return [k ? Math.max(0, this.until[1] - 264) : 0, Math.max(this.until[k], 40)];
   }
+  undone(lane) { return [...this.incidents.values()].filter(i => i.lane === lane && i.back !== null); }
 }
 """
 
@@ -105,9 +111,9 @@ function tag(c, t, text, x, y, colour, align = "left", bold = false) {          
 }
 """
 
-# %% ../nbs/56_canvas.ipynb #9d803312
+# %% ../nbs/56_canvas.ipynb #effd2452
 _LOSS_JS = r"""
-function losses(c, t, run, box, X) {
+function losses(c, t, run, box, X, layer) {
   const {loss, edge, lane, head} = run, [x0, x1] = run.range(), rows = loss.rows;
   let low = Infinity, high = -Infinity, bad = false;
   const first = loss.find(x0), last = edge.rows - 1, gate = run.gate(last, lane, 0), chance = head.chance ? head.chance[lane] : NaN;
@@ -117,12 +123,15 @@ function losses(c, t, run, box, X) {
   }
   if (!(high > 0)) { low = .1; high = 3; }
   const cap = Math.max(gate > 0 ? gate * 1.9 : 0, chance > 0 ? chance * 1.6 : 0, low * 4);
-  high = Math.min(Math.max(high * 1.15, cap), Math.max(cap, 1) * 40); low = Math.max(low * .8, high * 1e-6);
+  const even = (v, round) => 10 ** (round(Math.log10(v) * 8) / 8);                      // steps of a third, so that the axis seldom changes
+  high = even(Math.min(Math.max(high * 1.15, cap), Math.max(cap, 1) * 40), Math.ceil); low = even(Math.max(low * .8, high * 1e-6), Math.floor);
   const rail = 15, top = box.y + rail, Y = v => top + (box.h - rail) * (1 - Math.log(Math.min(Math.max(v, low), high) / low) / Math.log(high / low));
   c.font = `11px ${t.font}`; c.textBaseline = "middle";
-  for (let p = Math.ceil(Math.log10(low)); 10 ** p <= high; p++) {
-    const y = Y(10 ** p); c.strokeStyle = t.grid; c.lineWidth = 1; c.beginPath(); c.moveTo(box.x, y); c.lineTo(box.x + box.w, y); c.stroke();
-    c.fillStyle = t.muted; c.textAlign = "right"; c.fillText(fmt(10 ** p), box.x - 6, y);
+  for (let p = Math.floor(Math.log10(low)); 10 ** p <= high; p++) for (const k of high / low < 100 ? [1, 2, 5] : [1]) {
+    const v = k * 10 ** p, y = Y(v);
+    if (v < low || v > high) continue;
+    c.strokeStyle = t.grid; c.lineWidth = 1; c.beginPath(); c.moveTo(box.x, y); c.lineTo(box.x + box.w, y); c.stroke();
+    c.fillStyle = t.muted; c.textAlign = "right"; c.fillText(fmt(v), box.x - 6, y);
   }
   c.save(); c.beginPath(); c.rect(box.x, box.y, box.w, box.h); c.clip();
   if (chance > 0 && run.status.band) {
@@ -130,9 +139,8 @@ function losses(c, t, run, box, X) {
     c.fillStyle = alpha(t.chance, .14); c.fillRect(box.x, a, box.w, b - a); hatch(c, box.x, a, box.w, b - a, alpha(t.chance, .35));
   }
   bands(c, t, run, box, X, Y, top);
-  for (let l = 0; l < head.lanes; l++) if (l !== lane) curve(c, run, l, X, Y, t.other, 1, first, .4);
   for (const i of run.mine()) lost(c, t, i, box, X);
-  curve(c, run, lane, X, Y, alpha(t.focus, .42), 1, first, 1); curve(c, run, lane, X, Y, t.focus, 2.2, first, .3);
+  curves(c, t, run, layer, box, X, Y, first, [x0, x1, low, high]);
   if (bad) nonfinite(c, t, run, X, box.y + 8, first);
   let free = Infinity;                                     // names only where they do not run into each other
   for (const i of run.mine().filter(i => i.end > x0).slice(-8).reverse()) { const named = X(i.x) < free - 210; if (named) free = X(i.x) > box.x + box.w * .6 ? X(i.back ?? i.x) - 150 : X(i.x); rollback(c, t, run, i, X, Y, box, top, named); }
@@ -140,31 +148,58 @@ function losses(c, t, run, box, X) {
   labels(c, t, run, box, Y, chance);
   return Y;
 }
-function curve(c, run, lane, X, Y, colour, width, first, newest) {                  // smoothed in log space: weight of the newest loss
-  const {loss} = run, back = [...run.incidents.values()].filter(i => i.lane === lane && i.back !== null), ends = new Set(back.map(i => loss.find(i.end) + 1)); let open = false, mean = 0;
+class Layer {                                             // a picture that is kept while its key stays the same
+  constructor() { this.key = ""; this.canvas = document.createElement("canvas"); this.c = this.canvas.getContext("2d"); }
+  begin(key, box, dpr) {                                  // where to go on: 0 is a fresh start
+    const w = Math.round(box.w * dpr), h = Math.round(box.h * dpr), x = Math.round(box.x * dpr), y = Math.round(box.y * dpr);
+    if (key !== this.key) { this.key = key; this.fit(w, h); this.rows = 0; this.pens = new Map(); }
+    this.c.setTransform(dpr, 0, 0, dpr, -x, -y); this.at = [x, y];
+    return this.rows;
+  }
+  fit(w, h) {
+    if (this.canvas.width !== w || this.canvas.height !== h) { this.canvas.width = w; this.canvas.height = h; this.image = null; }
+    else { this.c.setTransform(1, 0, 0, 1, 0, 0); this.c.clearRect(0, 0, w, h); }
+  }
+  show(c) { c.save(); c.setTransform(1, 0, 0, 1, 0, 0); c.drawImage(this.canvas, ...this.at); c.restore(); }
+}
+function curves(c, t, run, layer, box, X, Y, first, axes) {                          // all lanes; only rows that are new are drawn
+  const {loss, head, lane} = run, dpr = window.devicePixelRatio || 1, undone = [...run.incidents.values()].filter(i => i.back !== null).length;
+  const from = Math.max(first, layer.begin([axes, box.x, box.y, box.w, box.h, dpr, lane, loss.wholes, undone, t.dark].join(), box, dpr));
+  if (from < loss.rows) {
+    for (let l = 0; l < head.lanes; l++) if (l !== lane) curve(layer, run, l, X, Y, t.other, 1, from, .4);
+    curve(layer, run, lane, X, Y, alpha(t.focus, .42), 1, from, 1); curve(layer, run, lane, X, Y, t.focus, 2.2, from, .3);
+    layer.rows = loss.rows;
+  }
+  layer.show(c);
+}
+function curve(layer, run, lane, X, Y, colour, width, from, newest) {                // smoothed in log space: weight of the newest loss
+  const {loss} = run, {c, pens} = layer, id = lane + "," + width, back = run.undone(lane), ends = new Set(back.map(i => loss.find(i.end) + 1));
   const ruined = x => width > 2 && back.some(i => x > i.x && x <= i.end);            // there only the thin curve tells
-  c.strokeStyle = colour; c.lineWidth = width; c.lineJoin = "round"; c.beginPath();
-  for (let i = first; i < loss.rows; i++) {
+  let {open, mean, x, y} = pens.get(id) ?? {open: false, mean: 0, x: 0, y: 0};
+  c.strokeStyle = colour; c.lineWidth = width; c.lineJoin = width > 2 ? "bevel" : "miter"; c.beginPath();
+  if (open) c.moveTo(x, y);
+  for (let i = from; i < loss.rows; i++) {
     const v = loss.at(i, 1 + lane);
     if (!(v >= 0 && v < Infinity) || ruined(loss.at(i, 0))) { open = false; continue; }
     if (ends.has(i)) open = false;
     const u = Math.log(Math.max(v, 1e-9)); mean = open && Math.abs(u - mean) < 2 ? mean + newest * (u - mean) : u;
-    const x = X(loss.at(i, 0)), y = Y(Math.exp(mean));
+    x = X(loss.at(i, 0)); y = Y(Math.exp(mean));
     if (open) c.lineTo(x, y); else c.moveTo(x, y); open = true;
   }
-  c.stroke();
+  c.stroke(); pens.set(id, {open, mean, x, y});
 }
 function bands(c, t, run, box, X, Y, top) {               // the gates of the lane in focus, one step per edge
   const {edge, lane} = run, steps = (k, close) => {
-    let open = false, x = 0;
+    let open = false, x = 0, y = 0;
+    const end = () => { if (open) { c.lineTo(x, y); if (close) { c.lineTo(x, top - 15); c.closePath(); } } open = false; };
     for (let i = 0; i < edge.rows; i++) {
-      const v = run.gate(i, lane, k), nx = X(i + 1 < edge.rows ? edge.at(i + 1, 0) : run.range()[1]); x = X(edge.at(i, 0));
-      if (!Number.isFinite(v)) { if (open && close) { c.lineTo(x, top - 15); c.closePath(); } open = false; continue; }
-      const y = Y(v);
-      if (!open) { if (close) { c.moveTo(x, top - 15); c.lineTo(x, y); } else c.moveTo(x, y); } else c.lineTo(x, y);
-      c.lineTo(nx, y); x = nx; open = true;
+      const v = run.gate(i, lane, k), a = X(edge.at(i, 0)), now = Y(v);
+      if (!Number.isFinite(v)) { end(); continue; }
+      if (!open) { c.moveTo(a, close ? top - 15 : now); if (close) c.lineTo(a, now); y = now; open = true; }
+      else if (Math.abs(now - y) > .4) { c.lineTo(a, y); c.lineTo(a, now); y = now; }
+      x = X(i + 1 < edge.rows ? edge.at(i + 1, 0) : run.range()[1]);
     }
-    if (open && close) { c.lineTo(x, top - 15); c.closePath(); }
+    end();
   };
   c.beginPath(); steps(0, true); c.fillStyle = alpha(t.gate, t.dark ? .13 : .08); c.fill();
   for (const [k, name, colour, width] of [[1, "absolute", t.gate, 1], [4, "rise", t.rise, 1.3], [0, "gate", t.gate, 1.6]]) {
@@ -212,25 +247,38 @@ function rollback(c, t, run, i, X, Y, box, top, named) {
 }
 """
 
-# %% ../nbs/56_canvas.ipynb #b7a7b51b
+# %% ../nbs/56_canvas.ipynb #e663e0cc
 _LANES_JS = r"""
-function strip(c, t, run, box, X) {
+function heat(t, run, layer, first, columns, low, high) {  // one pixel for a lane and some rows, painted only when there is news
+  const {loss, head} = run, key = [first, columns, loss.rows, loss.wholes, low, high, t.dark].join();
+  if (layer.key === key) return layer.canvas;
+  layer.key = key; layer.fit(columns, head.lanes);
+  const image = layer.image ??= layer.c.createImageData(columns, head.lanes), per = (loss.rows - first) / columns, span = Math.log(high / low || 2), base = Math.log(low);
+  const rgb = hex => [1, 3, 5].map(j => parseInt(hex.slice(j, j + 2), 16)), focus = rgb(t.focus), gate = rgb(t.gate);
+  const paint = (at, colour, strength) => { image.data.set(colour, at); image.data[at + 3] = Math.round(255 * strength); };
+  for (let l = 0; l < head.lanes; l++) for (let k = 0; k < columns; k++) {
+    let sum = 0, seen = 0; const a = first + Math.floor(k * per), b = Math.max(a + 1, first + Math.floor((k + 1) * per));
+    for (let i = a; i < b; i++) { const w = loss.at(i, 1 + l); if (!Number.isFinite(w)) { seen = -1; break; } if (w >= 0) { sum += Math.log(Math.max(w, low)); seen++; } }
+    if (seen < 0) paint(4 * (l * columns + k), gate, 1);
+    else paint(4 * (l * columns + k), focus, !seen ? 0 : .04 + .86 * Math.min(1, Math.max(0, (sum / seen - base) / span)) ** 1.6);
+  }
+  layer.c.putImageData(image, 0, 0);
+  return layer.canvas;
+}
+function strip(c, t, run, box, X, layer) {
   const {loss, head, lane} = run, h = box.h / head.lanes, first = loss.find(run.range()[0]);
   let low = Infinity, high = -Infinity;
   for (let i = first; i < loss.rows; i++) for (let l = 0; l < head.lanes; l++) { const v = loss.at(i, 1 + l); if (v > 0 && Number.isFinite(v)) { low = Math.min(low, v); high = Math.max(high, v); } }
   high = Math.min(high, (head.chance ? head.chance[0] : high) * 2);
-  const columns = Math.min(loss.rows - first, Math.floor(box.w / 4)), per = (loss.rows - first) / Math.max(columns, 1);
-  for (let l = 0; l < head.lanes; l++) {
-    const y = box.y + l * h; c.save(); c.beginPath(); c.rect(box.x, y, box.w, h); c.clip();
-    for (let k = 0; k < columns; k++) {
-      let v = 0, sum = 0, seen = 0; const a = first + Math.floor(k * per), b = Math.max(a + 1, first + Math.floor((k + 1) * per));
-      for (let i = a; i < b; i++) { const w = loss.at(i, 1 + l); if (!Number.isFinite(w)) { v = NaN; seen = 1; break; } if (w >= 0) { sum += Math.log(Math.max(w, low)); seen++; } }
-      if (!seen) continue;
-      const x = X(a ? loss.at(a - 1, 0) : 0), w = X(loss.at(b - 1, 0)) - x + .6;
-      const part = (sum / seen - Math.log(low)) / Math.log(high / low || 2);
-      c.fillStyle = Number.isNaN(v) ? t.gate : alpha(t.focus, .04 + .86 * Math.min(1, Math.max(0, part)) ** 1.6); c.fillRect(x, y, w, h - 1);
-    }
+  if (first < loss.rows) {
+    const x = X(first ? loss.at(first - 1, 0) : 0);
+    c.save(); c.imageSmoothingEnabled = false; c.beginPath(); c.rect(box.x, box.y, box.w, box.h); c.clip();
+    c.drawImage(heat(t, run, layer, first, Math.min(loss.rows - first, Math.floor(box.w / 4)), low, high), x, box.y, X(loss.at(loss.rows - 1, 0)) - x, box.h);
     c.restore();
+  }
+  for (let l = 0; l < head.lanes; l++) {
+    const y = box.y + l * h;
+    c.clearRect(box.x, Math.round(y + h) - 1, box.w, 1);
     if (l === lane) { c.strokeStyle = t.ink; c.lineWidth = 1.5; c.strokeRect(box.x - 1, y - 1, box.w + 2, h + 1); }
     if (h >= 11 || l === lane || (l % 4 === 0 && Math.abs(l - lane) > 1)) { c.font = `${l === lane ? 600 : 400} 11px ${t.font}`; c.fillStyle = l === lane ? t.ink : t.muted; c.textAlign = "right"; c.textBaseline = "middle"; c.fillText(l === lane ? `▸ ${l}` : String(l), box.x - 6, y + h / 2); }
   }
@@ -244,7 +292,7 @@ function strip(c, t, run, box, X) {
 }
 const decode = v => { const b = Math.floor(v / 32), r = v - 32 * b, s = Math.floor(r / 2); return {blueprint: b - 1, stage: s, alpha: r - 2 * s}; };
 function swim(c, t, run, box, X) {
-  const {edge, head, lane} = run, h = box.h / head.slots.length, end = run.range()[1];
+  const {edge, head, lane} = run, h = box.h / head.slots.length, end = Math.max(run.now, edge.rows ? edge.at(edge.rows - 1, 0) : 0);
   head.slots.forEach((slot, s) => {
     const y = box.y + s * h + 2, hh = h - 5; let i = 0;
     c.fillStyle = alpha(t.focus, .05); c.fillRect(box.x, y, box.w, hh);
@@ -266,13 +314,20 @@ function bar(c, t, run, slot, s, d, i, j, a, b, y, h, X) {
   for (let k = i; k < j; k++) { const v = y + h * (1 - decode(run.slot(k, s, lane)).alpha), x = Math.max(a, X(edge.at(k, 0))); c.lineTo(x, v); c.lineTo(k + 1 < j ? Math.max(a, X(edge.at(k + 1, 0))) : b, v); }
   c.lineTo(b, y + h); c.fill(); c.strokeStyle = colour; c.lineWidth = 1; c.strokeRect(a + .5, y + .5, Math.max(0, b - a - 1), h - 1);
   const name = head.stages[d.stage], long = d.blueprint >= 0 && d.stage < 8 ? `${name} · ${slot.blueprints[d.blueprint]}` : name;
-  c.font = `600 11px ${t.font}`; const text = [long, name].find(w => c.measureText(w).width < b - a - 8);
+  c.font = `600 11px ${t.font}`; const text = [long, name, name[0].toUpperCase()].find(w => c.measureText(w).width < b - a - 8);
   if (text) { const dark = decode(run.slot(j - 1, s, lane)).alpha > .5; c.fillStyle = dark ? "#10151a" : t.ink; c.textAlign = "left"; c.textBaseline = "middle"; c.fillText(text, a + 5, y + h / 2 + .5); }
 }
 """
 
 # %% ../nbs/56_canvas.ipynb #1bf4ed4e
 _VIEW_JS = r"""
+function patch(old, now) {                                // change what differs: a page whose elements stay is painted faster
+  if (old.nodeName !== now.nodeName || old.childNodes.length !== now.childNodes.length) { old.replaceWith(now); return; }
+  if (old.nodeType === 3) { if (old.data !== now.data) old.data = now.data; return; }
+  for (const a of now.attributes) if (old.getAttribute(a.name) !== a.value) old.setAttribute(a.name, a.value);
+  [...now.childNodes].forEach((node, i) => patch(old.childNodes[i], node));
+}
+function mark(el, name, value) { if (el.getAttribute(name) !== value) el.setAttribute(name, value); }
 const KEY = [["focus", "lane <b></b>", "line"], ["other", "other lanes", "thin"], ["gate", "gate", "line"], ["rise", "rise", "dash"], ["chance", "chance", "band"], ["gate", "✕ panic", ""], ["gate", "trained in vain", "veil"], ["good", "◇ snapshot", ""], ["good", "✓ recovered", ""]];
 class View {
   constructor(run, el) {
@@ -284,11 +339,22 @@ class View {
     this.canvas.onmouseleave = () => { this.mouse = null; this.ask(); };
     this.canvas.onclick = e => { const s = this.boxes?.strip; if (s && e.offsetY >= s.y && e.offsetY < s.y + s.h) run.pick(Math.floor((e.offsetY - s.y) / s.h * run.head.lanes)); };
     this.ask = () => { if (!this.pending) this.pending = requestAnimationFrame(() => { this.pending = 0; this.draw(); }); };
+    this.curves = new Layer(); this.heat = new Layer(); this.seen = true;
     this.size = new ResizeObserver(this.ask); this.size.observe(el);
+    this.sight = new IntersectionObserver(e => { this.seen = e[e.length - 1].isIntersecting; this.ask(); }); this.sight.observe(el);
     this.look = new MutationObserver(() => { this.colours = null; this.ask(); }); this.look.observe(document.body, {attributes: true, attributeFilter: ["class", "data-jp-theme-name", "data-jp-theme-light"]});
     run.views.add(this.ask); this.ask();
   }
-  close() { this.run.views.delete(this.ask); this.size.disconnect(); this.look.disconnect(); cancelAnimationFrame(this.pending); }
+  tell() {                                                // words around the picture change in the same frame as the picture
+    for (const [k, text] of Object.entries(this.run.html)) {
+      const place = this.el.closest(".esper")?.querySelector(`.esper-says-${k} .widget-html-content`);
+      if (!place || place.told === text) continue;
+      const now = document.createElement("template"); now.innerHTML = text; place.told = text;
+      if (place.childNodes.length !== now.content.childNodes.length) place.replaceChildren(now.content);
+      else [...now.content.childNodes].forEach((node, i) => patch(place.childNodes[i], node));
+    }
+  }
+  close() { this.run.views.delete(this.ask); this.size.disconnect(); this.sight.disconnect(); this.look.disconnect(); cancelAnimationFrame(this.pending); }
   layout(w) {
     const head = this.run.head, S = head.slots.length, n = head.lanes, x = 62, width = Math.max(80, w - x - 96), high = +(this.run.model.get("height"));
     const slots = S * 21, lanes = n > 1 ? Math.max(n * 5, Math.min(n * 12, 118)) : 0, rest = high - slots - lanes - (S ? 20 : 0) - (n > 1 ? 20 : 0) - 34;
@@ -298,21 +364,21 @@ class View {
   draw() {
     const {run, canvas} = this, w = this.el.clientWidth, ready = run.head && run.status;
     if (w && !ready) { this.key.textContent = "waiting for the kernel …"; canvas.style.height = run.model.get("height") + "px"; }
-    if (!w || !ready) return;
+    if (!w || !ready || !this.seen) return;               // scrolled away: nothing to draw
     const t = this.colours ||= theme(this.el), dpr = window.devicePixelRatio || 1, high = +run.model.get("height");
     if (canvas.width !== Math.round(w * dpr) || canvas.height !== Math.round(high * dpr)) { canvas.width = Math.round(w * dpr); canvas.height = Math.round(high * dpr); canvas.style.width = w + "px"; canvas.style.height = high + "px"; }
     const c = canvas.getContext("2d"), b = this.boxes = this.layout(w), [x0, x1] = run.range(), X = x => b.loss.x + b.loss.w * (x - x0) / (x1 - x0);
     c.setTransform(dpr, 0, 0, dpr, 0, 0); c.clearRect(0, 0, w, high);
     const title = (text, y) => { c.font = `600 11px ${t.font}`; c.fillStyle = t.ink; c.textAlign = "left"; c.textBaseline = "alphabetic"; c.fillText(text, b.loss.x, y); };
     title(`Training loss of every ${run.head.axis[0]}, nats`, b.loss.y - 5);
-    const Y = losses(c, t, run, b.loss, X);
-    if (b.strip) { title("All lanes: the stronger, the higher the loss; click one to put it into focus", b.strip.y - 5); strip(c, t, run, b.strip, X); }
+    const Y = losses(c, t, run, b.loss, X, this.curves);
+    if (b.strip) { title("All lanes: the stronger, the higher the loss; click one to put it into focus", b.strip.y - 5); strip(c, t, run, b.strip, X, this.heat); }
     if (b.swim) { title(`Slots of lane ${run.lane}: stage, filled up to alpha`, b.swim.y - 5); swim(c, t, run, b.swim, X); }
     c.font = `11px ${t.font}`; c.fillStyle = t.muted; c.textAlign = "center"; c.textBaseline = "top"; c.strokeStyle = t.grid; c.lineWidth = 1;
     for (const v of ticks(x0, x1, Math.max(2, b.loss.w / 80))) { c.fillText(String(v), X(v), b.bottom + 5); c.beginPath(); c.moveTo(X(v), b.bottom); c.lineTo(X(v), b.bottom + 4); c.stroke(); }
     c.textAlign = "left"; c.fillText(run.head.axis[0], b.loss.x + b.loss.w + 26, b.bottom + 5);
-    this.hover(c, t, b, x0, x1, Y); this.legend(t);
-    canvas.setAttribute("aria-label", `${run.status.state}, ${run.head.axis[0]} ${run.status.x}, lane ${run.lane}, ${run.incidents.size} incidents`);
+    this.hover(c, t, b, x0, x1, Y); this.legend(t); this.tell();
+    mark(canvas, "aria-label", `Training loss of every ${run.head.axis[0]}, ${run.status.state}, lane ${run.lane}, ${run.incidents.size} incidents`);
   }
   hover(c, t, b, x0, x1, Y) {
     const m = this.mouse, run = this.run; this.tip.hidden = !(m && m[0] >= b.loss.x && m[0] <= b.loss.x + b.loss.w && run.loss.rows);
@@ -331,7 +397,7 @@ class View {
       this.key.dataset.for = want;
       this.key.innerHTML = KEY.filter(k => this.run.head.lanes > 1 || k[0] !== "other").map(([k, text, mark]) => `<span style="color:${k === "other" ? t.muted : t[k]}">${mark ? `<i class="${mark}"></i>` : ""}${text.replace("<b></b>", `<b>${this.run.lane}</b>`)}</span>`).join("");
     }
-    for (const b of this.el.querySelectorAll(".esper-range button")) b.setAttribute("aria-pressed", String((b.dataset.r === "1") === this.run.recent));
+    for (const b of this.el.querySelectorAll(".esper-range button")) mark(b, "aria-pressed", String((b.dataset.r === "1") === this.run.recent));
   }
 }
 const runs = new WeakMap();

@@ -38,9 +38,8 @@ def _facts(s: dict) -> list[str]:
     "The status line in parts."
     steps = f"{s['unit']} {s['steps']}" + (f" of {s['total']}" if s["total"] else "")
     left = time_words(s["left"]) if s["state"] in ("running", "paused") and s["steps"] else ""
-    return [f for f in (steps, f"batch {s['x']:,}" if s["x"] != s["steps"] else "", left and f"{left} left", "" if s["accuracy"] is None else f"{s['accuracy']:.1f} pp held out (median)",
-                        f"{s['incidents']} incident{'s' * (s['incidents'] != 1)}" if s["incidents"] else "no incidents",
-                        f"{len(s['stopped'])} stopped" if s["stopped"] else "") if f]
+    return [f for f in (steps, f"{s['incidents']} incident{'s' * (s['incidents'] != 1)}" if s["incidents"] else "no incidents", f"{len(s['stopped'])} stopped" if s["stopped"] else "",
+                        "" if s["accuracy"] is None else f"{s['accuracy']:.1f} pp held out (median)", left and f"{left} left", f"batch {s['x']:,}" if s["x"] != s["steps"] else "") if f] # a narrow page cuts off the last
 
 def session_text(
     session: Session,
@@ -121,7 +120,9 @@ def _slot_axes(ax, session, lane):
             colour, names = _STAGE_COLOURS.get(int(stage[a]), "0.6"), session.source.model.slot(name).blueprints
             ax.barh(j, x1 - x0, .7, x0, color=colour, alpha=.3, ec=colour, hatch="//" if stage[a] >= 8 else None)
             ax.fill_between([*edges[a:b, 0], x1], j + .35, j + .35 - .7 * np.array([*alpha[a:b], alpha[b - 1]]), step="post", color=colour)
-            if (x1 - x0) > .08 * session.x: ax.text(x0, j, f" {Stage(int(stage[a])).name.lower()}" + (f"\n {names[int(blueprint[a])]}" if blueprint[a] >= 0 else ""), fontsize=6, va="center", clip_on=True)
+            word, share = Stage(int(stage[a])).name.lower(), (x1 - x0) / max(session.x, 1)
+            text = f"{word} · {names[int(blueprint[a])]}" if share > .3 and blueprint[a] >= 0 else word if share > .12 else word[0].upper()
+            ax.text(x0, j, f" {text}", fontsize=8, va="center", clip_on=True)
     ax.set(yticks=range(len(session.slots)), yticklabels=session.slots, ylim=(len(session.slots) - .5, -.5), title=f"Slots of lane {lane}: stage, filled up to alpha")
 
 # %% ../nbs/57_dashboard.ipynb #12323099
@@ -222,7 +223,7 @@ def status_html(session: Session) -> str:
     error = s["error"] and f'<div class="esper-error" role="alert">{html.escape(s["error"].strip().splitlines()[-1])}' + (f'<details><summary>traceback</summary><pre>{html.escape(s["error"])}</pre></details>' if "\n" in s["error"].strip() else "") + "</div>"
     numbers = "".join(f"<span>{html.escape(k)} {v:.3g}</span>" for k, v in session.numbers.items() if v is not None)
     return (f'<div class="esper-status" role="status"><span class="esper-pill {s["state"]}">{_GLYPHS[s["state"]]} {s["state"]}</span>{facts}</div>'
-            f'<div class="esper-progress"><i style="width:{share:.1f}%"></i></div>' + (f'<div class="esper-status esper-numbers">{numbers}</div>' if numbers else "") + error)
+            f'<div class="esper-progress"><i style="width:{share:.0f}%"></i></div>' + (f'<div class="esper-status esper-numbers">{numbers}</div>' if numbers else "") + error)
 
 def log_html(session: Session, notes: int = 40) -> str: # newest lines shown
     "The log as HTML, newest first."
@@ -250,7 +251,7 @@ class Dashboard:
         check(view in ("auto", "widgets", "picture", "text"), "view", view, "'auto', 'widgets', 'picture' or 'text'")
         self.session, self.view, self.height, self.image, self.box, self.feed = session if isinstance(session, Session) else Session(session), view, height, image, None, None
         check(lane is None or 0 <= lane < self.session.source.lanes, "lane", lane, f"0 to {self.session.source.lanes - 1}")
-        self._lane, self._shown = lane, 0.
+        self._lane, self._shown, self._looks = lane, 0., {}
 
     @property
     def lane(self) -> int: return self._lane or 0
@@ -278,9 +279,16 @@ class Dashboard:
         if self.box is not None: self.box.close()
 
 # %% ../nbs/57_dashboard.ipynb #81561ad9
+def _look(self, kind, **kw):
+    "A layout or a style, the same one for all that look alike."
+    import ipywidgets as W
+    key = kind, *kw.items()
+    if key not in self._looks: self._looks[key] = getattr(W, kind)(**kw)
+    return self._looks[key]
+
 def _button(self, text, tip, press, *classes):
     import ipywidgets as W
-    b = W.Button(description=text, tooltip=tip)
+    b = W.Button(description=text, tooltip=tip, layout=self._look("Layout"), style=self._look("ButtonStyle"))
     for c in classes: b.add_class(c)
     b.on_click(lambda _: press())
     return b
@@ -332,7 +340,7 @@ def _title(self, text):
     self.titles.append((title, text))
     return title
 
-for f in (_button, _panel, _bar, _pickers, focus, _title): setattr(Dashboard, f.__name__, f)
+for f in (_look, _button, _panel, _bar, _pickers, focus, _title): setattr(Dashboard, f.__name__, f)
 
 # %% ../nbs/57_dashboard.ipynb #e48e242f
 _FAULT_TIPS = dict(nan="One weight becomes NaN", explode="The output layer grows 300-fold", lobotomy="The network forgets everything", drift="Noise that grows from batch to batch",
@@ -365,18 +373,17 @@ def _threshold(self, name, meaning):
     kind, number = (W.IntSlider if whole else W.FloatSlider), (int if whole else float)
     start = getattr(GovernorConfig(), name) if value is None else value
     start = number(r.low if start is None else start)
-    slider = kind(value=start, min=number(min(r.low, start)), max=number(max(r.high, start)), step=number(r.step), continuous_update=False, tooltip=meaning, layout=W.Layout(flex="1 1 auto", width="auto", min_width="0"), readout_format="d" if whole else ".3g")
+    slider = kind(value=start, min=number(min(r.low, start)), max=number(max(r.high, start)), step=number(r.step), continuous_update=False, tooltip=meaning, layout=self._look("Layout", flex="1 1 auto", width="auto", min_width="0"), style=self._look("SliderStyle"), readout_format="d" if whole else ".3g")
     slider.disabled, self.sliders[name] = value is None, slider
-    label = W.Label(name.replace("_", " "), tooltip=meaning, layout=W.Layout(width="88px", flex="0 0 88px"))
+    label = W.Label(name.replace("_", " "), tooltip=meaning, layout=self._look("Layout", width="88px", flex="0 0 88px"), style=self._look("LabelStyle"))
     slider.observe(lambda c: self.ask("adjust", **{name: number(round(c["new"], 6))}), "value")
-    box = W.Checkbox(value=value is not None, indent=False, tooltip=f"{name} on or off", layout=W.Layout(width="20px"))
+    optional = "None" in str({f.name: f.type for f in dataclasses.fields(GovernorConfig)}[name])
+    box = W.Checkbox(value=value is not None, indent=False, tooltip=f"{name} on or off", layout=self._look("Layout", width="20px", visibility="visible" if optional else "hidden"), style=self._look("CheckboxStyle"))
     def switch(change):
         slider.disabled = not change["new"]
         self.ask("adjust", **{name: slider.value if change["new"] else None})
     box.observe(switch, "value")
-    optional = "None" in str({f.name: f.type for f in dataclasses.fields(GovernorConfig)}[name])
-    box.layout.visibility = "visible" if optional else "hidden"
-    row = W.HBox([label, slider, box]); row.add_class("esper-row"); row.add_class(f"esper-{name}")
+    row = W.HBox([label, slider, box], layout=self._look("Layout")); row.add_class("esper-row"); row.add_class(f"esper-{name}")
     return row
 
 def _thresholds(self):
@@ -396,20 +403,23 @@ def widget(self):
     make, s, self.titles, self.sliders = canvas_class(), self.session, [], {}
     self.canvas = None if make is None or self.image else make(lane=self.lane, height=self.height)
     self.status, self.log, self.plain = W.HTML(status_html(s)), W.HTML(log_html(s)), W.Image(format="png", layout=W.Layout(width="100%", display="none"))
+    self.status.add_class("esper-says-status"); self.log.add_class("esper-says-log")
     bar, pickers = self._bar(), self._pickers()
     side = W.VBox([pickers, *([self._faults()] if s.source.faults() else []), *([self._seeds()] if s.slots else []), *([self._thresholds()] if s.source.guard is not None else [])]); side.add_class("esper-side")
     main = W.VBox([self.status, *([] if self.canvas is None else [self.canvas]), self.plain, self.log]); main.add_class("esper-main")
     self.box = W.VBox([W.HTML(f"<style>{_CSS}</style>", layout=W.Layout(display="none")), bar, W.HBox([main, side])]); self.box.add_class("esper")
     if self.canvas is not None: self.canvas.observe(lambda c: self.focus(c["new"]), "lane")
-    self.feed, self._shown, self._drawn = Feed(s, self.canvas, self.show), time.perf_counter(), -99.
+    self.feed, self._shown, self._drawn, self._told = Feed(s, self.canvas, self.show), time.perf_counter(), -99., {}
     self.feed.start()
     self.show(False)
     return self.box
 
-def show(self, live: bool): # a browser draws the canvas
+def show(self, live: bool) -> dict | None: # a browser draws the canvas; news of the words around it
     "Bring everything but the canvas up to date."
     s, now = self.session, time.perf_counter()
-    self.status.value, self.log.value = status_html(s), log_html(s)
+    words = dict(status=status_html(s), log=log_html(s))
+    if not live or self.feed.seen is None: self.status.value, self.log.value = words["status"], words["log"]
+    news, self._told = {k: v for k, v in words.items() if self.feed.seen is None or v != self._told.get(k)}, words
     self.go.description = "▶ Start" if s.steps == 0 else "▶ Go on"
     self.go.disabled = s.state == "running" or s.state == "done"
     self.buttons["pause"].disabled = s.state != "running"
@@ -418,5 +428,6 @@ def show(self, live: bool): # a browser draws the canvas
     if live: self.plain.layout.display = "none"
     elif (self.canvas is None or now - self._shown > 6) and now - self._drawn > 2:
         self._drawn, self.plain.value, self.plain.layout.display = now, _png(plot_session(s, self.lane)), "block"
+    return dict(html=news) if live else None
 
 Dashboard.widget, Dashboard.show = widget, show

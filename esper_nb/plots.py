@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from .alarms import LIMITS
-from .analytics import _iqm, _iqm_interval, Rollback, Spell, blueprint_stats, lane_numbers, loss_curve, pick_rows, rollbacks, stage_spells
+from .analytics import Rollback, Spell, blueprint_stats, lane_numbers, loss_curve, pick_rows, rollbacks, stage_spells
+from .controllers import bootstrap_interval, interquartile_mean
 from .metrics import axis_label, find_metric
 from .rows import Row, series
 
@@ -53,8 +54,7 @@ def theme(name: str) -> Iterator[None]: # neutral, light or dark
 # %% ../nbs/52_plots.ipynb #ebbf06f9
 COLORS = ("#0072b2", "#d55e00", "#4ebc59", "#bc85ff", "#9b3764", "#6f592c", "#90a6c8", "#c89090") # of equal rank
 BLUE, RED, GREEN, LILAC, WINE, BROWN, STEEL, ROSE = COLORS
-MARKERS = "osD^vPX*"
-HATCHES = ("", "///", "...", "\\\\\\", "xxx", "++", "---", "oo")
+MARKERS, HATCHES = "osD^vPX*", ("", "///", "...", "\\\\\\", "xxx", "++", "---", "oo")
 
 # %% ../nbs/52_plots.ipynb #7bb6165c
 def _new(width: float = 7., height: float = 2.8, rows: int = 1, columns: int = 1, **kw: Any) -> tuple[Any, Any]: # figure, axes
@@ -67,19 +67,20 @@ def _axes(ax: Any, width: float = 7., height: float = 2.8) -> Any: return _new(w
 def _ink(ax: Any) -> Any: return ax.xaxis.label.get_color()
 
 def _empty(ax: Any, text: str) -> Any: # axes that say why they are empty
-    ax.set(xticks=[], yticks=[], frame_on=False)
+    ax.set_frame_on(False); ax.tick_params(bottom=False, left=False, labelbottom=False, labelleft=False) # its axis may be shared: leave the ticks of others alone
     ax.text(.5, .5, text, ha="center", va="center", wrap=True, color=_ink(ax), transform=ax.transAxes)
     return ax
 
 def _legend(ax: Any, **kw: Any) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    if handles: ax.legend(frameon=False, labelcolor=_ink(ax), **kw)
+    if ax.get_legend_handles_labels()[0]: ax.legend(frameon=False, labelcolor=_ink(ax), **kw)
 
 def _plain_ticks(ax: Any) -> None: # 1, 2, 5, 10 … on a logarithmic axis, in figures
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
     low, high = ax.get_ylim()
     ax.yaxis.set_major_locator(LogLocator(subs=(1., 2., 5.) if high / low < 500 else (1.,)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}")); ax.yaxis.set_minor_formatter(NullFormatter())
+
+def _whole(ax: Any) -> None: ax.xaxis.get_major_locator().set_params(integer=True) # no half epochs
 
 def _place(by: str) -> str: return {"step": "batch step", "update": "update"}.get(by, by)
 
@@ -101,7 +102,7 @@ def plot_lanes(
     places = sorted(x for x, ys in table.items() if np.isfinite(ys).any())
     ax.plot(places, [np.median([y for y in table[x] if math.isfinite(y)]) for x in places], color=BLUE, marker="o", ms=3, lw=2, label=f"median of {len(curves)} lanes")
     ax.set(xlabel=_place(by), ylabel=axis_label(name))
-    _legend(ax)
+    _whole(ax); _legend(ax)
     return ax
 
 def plot_run(
@@ -139,7 +140,7 @@ def plot_multiples(
         ax.set_title(f"lane {lane}", loc="left")
         _legend(ax, loc="best", handlelength=1)
     for ax in axs.flat[n:]: ax.set_visible(False)
-    fig.supxlabel(_place(by), fontsize=10, color=_ink(axs[0, 0])); fig.supylabel(axis_label(name), fontsize=10, color=_ink(axs[0, 0]))
+    _whole(axs[0, 0]); fig.supxlabel(_place(by), fontsize=10, color=_ink(axs[0, 0])); fig.supylabel(axis_label(name), fontsize=10, color=_ink(axs[0, 0]))
     return fig
 
 # %% ../nbs/52_plots.ipynb #ae293012
@@ -156,7 +157,7 @@ def _gate_bands(ax: Any, rows: Sequence[Row], lane: int, by: str, top: float, en
         ax.plot(xs, ys, drawstyle="steps-post", color=RED, lw=1.4, label="gate: explosion above")
         ax.fill_between(xs, ys, max(top, 1.5 * max(ys)), step="post", facecolor=RED, alpha=.13, hatch="//", edgecolor=RED, lw=0)
     bands = [g for g in gates if g["gate.collapse_low"] is not None]
-    if bands: ax.axhspan(bands[-1]["gate.collapse_low"], bands[-1]["gate.collapse_high"], facecolor=LILAC, alpha=.25, hatch="...", edgecolor=LILAC, lw=0, label="collapse, once learnt")
+    if bands: ax.axhspan(bands[-1]["gate.collapse_low"], bands[-1]["gate.collapse_high"], facecolor=LILAC, alpha=.15, hatch="...", edgecolor=LILAC, lw=0, label="collapse, once learnt")
 
 # %% ../nbs/52_plots.ipynb #4cc539c4
 def plot_gates(
@@ -180,7 +181,7 @@ def plot_gates(
     if lost: ax.plot(lost, [high / 1.08] * len(lost), ls="", marker="|", ms=7, color=BLUE, label="not finite")
     for i, b in enumerate(back): _mark_rollback(ax, b, xs, ys, high, first=i == 0)
     ax.set(xlabel=_place(by), ylabel="loss (nats, log scale)", yscale="log", ylim=(.8 * min(fine), high), xlim=(xs[0], xs[-1]))
-    _plain_ticks(ax)
+    _plain_ticks(ax); _whole(ax)
     _legend(ax, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.)
     return ax
 
@@ -195,8 +196,8 @@ def _at_place(xs: Sequence[float], ys: Sequence[float], x: float, high: float) -
 def _mark_rollback(ax: Any, b: Rollback, xs: Sequence[float], ys: Sequence[float], high: float, first: bool) -> None: # a cross where a lane panicked, a dot where its state came from
     y = _at_place(xs, ys, b.at, high)
     ax.plot(b.at, y, ls="", marker="X", ms=10, color=WINE, mec=_ink(ax), mew=.7, label="panic" if first else None, zorder=5)
-    side = "left" if b.at < .6 * xs[-1] + .4 * xs[0] else "right"
-    ax.annotate(f"{b.reason} → {b.action}", (b.at, y), (9 if side == "left" else -9, 0), textcoords="offset points", ha=side, va="center", color=_ink(ax), fontsize=9)
+    side, low = "left" if b.at < .6 * xs[-1] + .4 * xs[0] else "right", -13 if y >= high / 1.1 else 0 # below the row of losses that are not finite
+    ax.annotate(f"{b.reason} → {b.action}", (b.at, y), (9 if side == "left" else -9, low), textcoords="offset points", ha=side, va="center", color=_ink(ax), fontsize=9)
     if b.restored_at is not None:
         near = [v for a, v in zip(xs, ys) if a <= b.restored_at and v == v]
         ax.plot(b.restored_at, near[-1] if near else y, ls="", marker="o", ms=8, color=GREEN, mec=_ink(ax), mew=.7, label="state put back" if first else None, zorder=5)
@@ -293,7 +294,7 @@ def plot_slots(
         ax.plot([b.at + .5] * 2, [low - .45, high + .45], color=WINE, lw=1.8, ls=(0, (2, 1)), zorder=4)
     for y in range(len(slots), len(tracks), len(slots)): ax.axhline(y - .5, color="#808080", lw=.6, alpha=.6)
     ax.set(xlabel="epoch", yticks=range(len(tracks)), yticklabels=[f"lane {i}  {k}" if k == slots[0] else k for i, k in tracks], ylim=(len(tracks) - .4, -.6), xlim=(min(s.start for s in spells) - .5, max(s.end for s in spells) + 1))
-    ax.tick_params(axis="y", length=0, labelsize=8)
+    ax.tick_params(axis="y", length=0, labelsize=8.5)
     _stage_legend(ax, spells, bool(rollbacks(rows, "epoch")))
     return ax
 
@@ -304,7 +305,7 @@ def _draw_spell(ax: Any, s: Spell, y: int, last: int) -> None: # one stage of a 
     if look == "COOLING": return
     name = f"{letter}  {s.blueprint}" if look == "FOSSILIZED" and wide > .2 * last else letter
     box = dict(boxstyle="round,pad=.12", fc=color, ec="none") if hatch else None
-    ax.text(s.start + min(wide / 2, .5) if name == letter and wide > 1 else s.start + .3 if name != letter else s.start + wide / 2, y, name, ha="left" if name != letter else "center", va="center", fontsize=7.5,
+    ax.text(s.start + min(wide / 2, .5) if name == letter and wide > 1 else s.start + .3 if name != letter else s.start + wide / 2, y, name, ha="left" if name != letter else "center", va="center", fontsize=8,
             color="#ffffff" if color in _dark_fills else "#111111", bbox=box, clip_on=True)
     if look == "FOSSILIZED": ax.plot(s.start, y, ls="", marker="D", ms=6, color=GREEN, mec=_ink(ax), mew=.8)
 
@@ -337,13 +338,13 @@ def plot_worth(
             worth = [(r["epoch"], r["slot.contribution_pp"]) for r in one if r["slot.contribution_pp"] is not None]
             if worth:
                 low.plot(*zip(*worth), **look)
-                low.annotate(one[-1]["slot.blueprint"] or "", worth[-1], (6, 0), textcoords="offset points", va="center", fontsize=8, color=_ink(low), annotation_clip=False)
+                low.annotate(one[-1]["slot.blueprint"] or "", worth[-1], (5, 7), textcoords="offset points", va="center", fontsize=8, color=_ink(low), annotation_clip=False)
     total = [(x, y) for x, y in zip(*series(rows, "worth.total_pp").get(lane, ([], []))) if y == y]
     if total: low.plot(*zip(*total), color="#808080", ls="--", lw=1.5, label="all seeds together")
     low.axhline(0, color="#808080", lw=.8)
     for i, b in enumerate(b for b in rollbacks(rows, "epoch") if b.lane == lane):
         for ax in (top, low): ax.axvline(b.at, color=WINE, lw=1.3, ls=(0, (2, 1)), label="rollback" if i == 0 and ax is low else None)
-    top.set(ylabel="alpha", ylim=(-.05, 1.08)); top.set_title(f"Seeds of lane {lane}", loc="left"); low.set(xlabel="epoch", ylabel="worth (pp)")
+    top.set(ylabel="alpha", ylim=(-.05, 1.08)); top.set_title(f"Seeds of lane {lane}", loc="left"); low.set(xlabel="epoch", ylabel="worth (pp)"); _whole(low)
     _legend(top, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.); _legend(low, loc="upper left")
     return fig
 
@@ -393,7 +394,7 @@ def plot_rewards(
         up, down = up + v.clip(min=0), down + v.clip(max=0)
     ax.plot(xs, [mean(r["reward.total"] for r in steps if r[by] == x) for x in xs], color=_ink(ax), marker="o", ms=3, lw=1.5, label="total")
     ax.axhline(0, color="#808080", lw=.8)
-    ax.set(xlabel=_place(by), ylabel="reward of a step")
+    ax.set(xlabel=_place(by), ylabel="reward of a step"); _whole(ax)
     ax.set_title("mean over lanes" if lane is None else f"lane {lane}", loc="left")
     _legend(ax, loc="upper left", bbox_to_anchor=(1, 1))
     return ax
@@ -408,7 +409,7 @@ def _limit_lines(ax: Any, name: str) -> None: # limits that lie in the picture o
         at = float(l.at[i])  # type: ignore[arg-type]
         if not low - .6 * room <= at <= high + .6 * room: continue
         ax.axhline(at, color=RED, lw=1.1, ls=("--", "-")[i - 1])
-        ax.annotate(("warning", "critical")[i - 1], (1, at), (-2, 2 if l.side == "above" else -2), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right", va="bottom" if l.side == "above" else "top", fontsize=7, color=_ink(ax))
+        ax.annotate(("warning", "critical")[i - 1], (1, at), (-2, 2 if l.side == "above" else -2), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right", va="bottom" if l.side == "above" else "top", fontsize=8, color=_ink(ax))
 
 def _health_panel(ax: Any, rows: Sequence[Row], name: str) -> Any:
     xs, ys = series(rows, name, "update").get(None, ([], []))
@@ -423,7 +424,7 @@ def _health_panel(ax: Any, rows: Sequence[Row], name: str) -> Any:
         ax.fill_between(*zip(*spread), color=BLUE, alpha=.2, lw=0)
     if name == "update.entropy_mean":
         for i, k in enumerate(sorted({k for r in rows for k in r if k.startswith("update.head_entropy.")})): ax.plot(*series(rows, k, "update")[None], lw=1, color=COLORS[(i + 1) % 8], marker=MARKERS[i % 8], ms=3, markevery=max(1, len(xs) // 8), label=k.rpartition(".")[2])
-        _legend(ax, fontsize=6, ncols=2)
+        _legend(ax, fontsize=8, ncols=2, handlelength=1.4, columnspacing=1.)
     _limit_lines(ax, name)
     ax.set_title(axis_label(name).removeprefix("update "), loc="left")
 
@@ -438,7 +439,7 @@ def plot_learning(
         _empty(axs[0, 0], "The policy has not\nbeen updated yet.")
         return fig
     for ax, name in zip(axs.flat, _health): _health_panel(ax, updates, name)
-    for ax in axs[1]: ax.set_xlabel("update")
+    for ax in (ax for ax in axs[1] if ax.has_data()): ax.set_xlabel("update"); _whole(ax)
     return fig
 
 # %% ../nbs/52_plots.ipynb #7c6bef79
@@ -452,12 +453,12 @@ def plot_compare(
     arrays = {k: v[np.isfinite(v)] for k, v in arrays.items()}
     ax = _axes(ax, 7, 1. + .55 * max(1, len(arrays)))
     if not any(len(v) for v in arrays.values()): return _empty(ax, "No scores to compare yet.")
-    order = sorted(arrays, key=lambda k: -float(_iqm(arrays[k])) if len(arrays[k]) else math.inf)
+    order = sorted(arrays, key=lambda k: -float(interquartile_mean(arrays[k])) if len(arrays[k]) else math.inf)
     for y, k in enumerate(order):
         x = arrays[k]
         if not len(x): continue
         ax.plot(x, y + .26 + .06 * np.cos(2.4 * np.arange(len(x))), ls="", marker=MARKERS[y % 8], ms=5, color=COLORS[y % 8], alpha=.85, mew=0)
-        point, low, high = _iqm_interval(x)
+        point, low, high = bootstrap_interval(x)
         if len(x) > 2: ax.plot([low, high], [y, y], color=COLORS[y % 8], lw=5, alpha=.75, solid_capstyle="butt")
         ax.plot(point, y, ls="", marker="|", ms=18, mew=2.5, color=_ink(ax))
         ax.annotate(f"{point:.3g}" + (f"  [{low:.3g}, {high:.3g}]" if len(x) > 2 else ""), (1, y), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points", va="center", color=_ink(ax), annotation_clip=False)

@@ -24,7 +24,7 @@ from .sources import Frame, FrameSource, PopulationSource, Source
 from .stages import Stage
 from .telemetry import JSONLWriter, Recorder, new_run
 from .trainer import Population
-from .verdicts import _gates
+from .verdicts import judge
 
 # %% ../nbs/54_sessions.ipynb #d2cd794d
 class Track:
@@ -231,7 +231,7 @@ def _absorb(self, frame: Frame):
         self._recover(first, frame.loss)
         self._file(first, k)
         self._edge_row()
-    for kind, record, lanes in frame.records: self.recorder.log(kind, record, lanes, epoch=self.steps - 1)
+    if frame.rows: self.recorder.add(frame.rows)
     for slot, lane, e in frame.events: self.note("seed", f"lane {lane}, {slot}: {Stage(e.before).name.lower()} → {Stage(e.after).name.lower()}")
     for line in frame.lines: self.note("seed", line)
     for d in frame.done: self.note("seed", f"lane {d.lane}, {d.decision.slot}: {d.decision.verb}" + ("" if d.ok else f" refused: {d.message}"))
@@ -271,9 +271,9 @@ def lane_gates(
     out = np.full((lanes, 5), np.nan)
     if guard is None: return out
     s, c = guard.stats, guard.config
-    absolute, by_sigma, by_multiple, gate, _, ready = _gates(s, c, guard.chance)
-    known = s.seen > 0
-    for j, v in enumerate((gate, np.where(np.asarray(absolute) > 0, absolute, np.nan), np.where(known, by_sigma, np.nan), np.where(known, by_multiple, np.nan))): out[:, j] = v
+    _, v = judge(s, np.ones(lanes), c, guard.chance, active=np.zeros(lanes, bool)) # of no lane: only the gates are wanted
+    known, ready, absolute = s.seen > 0, s.seen >= c.min_samples, np.asarray(v.absolute)
+    for j, gate in enumerate((v.gate, np.where(absolute > 0, absolute, np.nan), np.where(known, v.by_sigma, np.nan), np.where(known, v.by_multiple, np.nan))): out[:, j] = gate
     if c.rise is not None: out[:, 4] = np.where(ready, np.exp(np.minimum(s.level, 80.)) * c.rise_ratio, np.nan)
     return np.where(np.isfinite(out), out, np.nan)
 

@@ -8,11 +8,12 @@ __all__ = ['Frame', 'Source', 'FrameSource', 'PopulationSource', 'LoopSource', '
 # %% ../nbs/53_sources.ipynb #cb680042
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from .actions import HEADS
 from .checkpoints import EnvState
 from .core import check
 from .decisions import Done
@@ -21,6 +22,7 @@ from .faults import Fault, disturb_at, list_faults
 from .governor import Governor, GovernorConfig, Report
 from .models import Growing
 from .ppo import Learner
+from .rows import Row, env_rows, epoch_rows, governor_rows, update_rows
 from .seeds import Event
 from .trainer import Policy, Population, fit, settle_seeds
 
@@ -33,7 +35,7 @@ class Frame(NamedTuple):
     events: tuple[tuple[str, int, Event], ...] = () # slot, lane and move of every seed that changed its stage
     done: tuple[Done, ...] = () # what a policy did
     numbers: Mapping[str, float | None] = {} # further numbers of the step by name, such as the health of a controller
-    records: tuple[tuple[str, Any, Sequence[int] | None], ...] = () # (kind, record, lanes) to be logged as rows
+    rows: Sequence[Row] = () # what the session is to keep of it
     lines: tuple[str, ...] = () # further lines for the log
 
 # %% ../nbs/53_sources.ipynb #cf7dcd61
@@ -103,7 +105,7 @@ class PopulationSource(Source):
         r = next(fit(self.pop, 1, disturb_at(self.due, epoch), self.policy))
         self.due = [f for f in self.due if f.epoch > epoch]
         accuracy = None if r.heldout is None else r.heldout.accuracy_pp.numpy()
-        return Frame(r.train.losses.numpy(), accuracy, r.reports, r.events, r.decided, {}, tuple(_epoch_records(r)))
+        return Frame(r.train.losses.numpy(), accuracy, r.reports, r.events, r.decided, {}, [*epoch_rows(r), *governor_rows(r.reports, r.train.losses, epoch=r.epoch)])
 
     def faults(self): return list_faults()
 
@@ -121,16 +123,6 @@ class PopulationSource(Source):
     def parts(self):
         p = self.pop
         return dict(model=p.model, stepper=p.stepper, rates=p.rates, epoch=(lambda: dict(epoch=p.epoch), lambda s: p.epoch.copy_(s["epoch"]))) | (dict(guard=p.guard) if p.guard else {})
-
-def _epoch_records(r):
-    "An epoch's record as rows' worth of records."
-    yield "epoch", dict(train=dict(loss=r.train.loss, accuracy_pp=r.train.accuracy_pp, grad_norm=r.train.grad_norm, skipped=r.train.skipped),
-                        lr=r.lr) | ({} if r.heldout is None else dict(heldout=dict(loss=r.heldout.loss, accuracy_pp=r.heldout.accuracy_pp))), None
-    yield "epoch", dict(seconds=r.seconds, images_per_s=r.images_per_s), None
-    yield from _governor_records(r.reports)
-
-def _governor_records(reports):
-    for g in reports: yield "governor", dict(governor={k: [getattr(g, k)] for k in ("reason", "action", "step", "loss", "gate", "restored_step", "seconds")}), [g.lane]
 
 # %% ../nbs/53_sources.ipynb #2ea1f012
 class _Flat:
@@ -170,7 +162,7 @@ class LoopSource(Source):
         reports, self.at = self.guard.watch(loss), self.at + 1
         if reports: self.fault = None
         a = self.accuracy() if self.accuracy is not None and self.at % self.every == 0 else None
-        return Frame(np.array([[loss.item() if torch.is_tensor(loss) else float(loss)]]), None if a is None else np.array([a]), reports)
+        return Frame(np.array([[loss.item() if torch.is_tensor(loss) else float(loss)]]), None if a is None else np.array([a]), reports, rows=governor_rows(reports, step=self.at))
 
     def faults(self): return list_faults()
 
@@ -202,7 +194,7 @@ class EnvSource(Source):
         if len(self.envs.parts) == 1: self.guard, self.model = pop.guard, pop.model
         self.lanes, self.batches, self.due, self.others = self.envs.num_envs, pop.data.num_train // pop.batch_size, [], self.envs.disturb
         self.total = (learner.config.num_updates - learner.update if updates is None else updates) * learner.config.num_steps
-        self.left, self.envs.disturb = self.total, self._disturb
+        self.left, self.done, self.envs.disturb = self.total, 0, self._disturb
         self.network = f"a controller of {self.lanes} lanes on {self.envs.task.name}, horizon {self.envs.horizon}"
 
     def _disturb(self, net, stepper, lanes, b, x, y):
@@ -212,14 +204,15 @@ class EnvSource(Source):
     def step(self) -> Frame | None:
         "One step of the environment, and the update if the rollout is full."
         if self.left <= 0: return None
-        update, self.left = self.learner.advance(_UntilFull(self.learner)), self.left - 1
+        keys = dict(update=self.learner.update + 1, epoch=self.done, step=(self.done + 1) * self.batches)
+        update, self.left, self.done = self.learner.advance(_UntilFull(self.learner)), self.left - 1, self.done + 1
         s, self.due = self.envs.last_result, []
         numbers = {} if update is None else {"update": float(update.update)} | {k.replace("_", " "): getattr(update, k) for k in _health}
         acted = {op: [i for i, o in enumerate(s.op) if o == op] for op in dict.fromkeys(s.op) if op != "wait"}
         lines = (", ".join(f"{op} in lane{'s' * (len(v) > 1)} {', '.join(map(str, v))}" for op, v in acted.items()),) if acted else ()
-        records = [("epoch", dict(train=dict(loss=s.train_loss), heldout=dict(loss=s.loss, accuracy_pp=s.accuracy_pp)), None), *_governor_records(self.envs.reports)]
+        rows = [*env_rows(s, **keys), *governor_rows(self.envs.reports, **keys), *([] if update is None else update_rows(update, HEADS))]
         loss = torch.where(s.awake, s.train_loss, -1.)[None][:int(s.awake.any())]  # a lane that only began an episode trained nothing
-        return Frame(loss.numpy(), s.accuracy_pp.numpy(), self.envs.reports, (), (), numbers | {"reward now": s.reward.mean().item()}, tuple(records), lines)
+        return Frame(loss.numpy(), s.accuracy_pp.numpy(), self.envs.reports, (), (), numbers | {"reward now": s.reward.mean().item()}, rows, lines)
 
     def faults(self): return list_faults()
 

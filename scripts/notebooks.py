@@ -1,11 +1,10 @@
-"""Chores around the notebooks: check | run | readme | refresh [NOTEBOOK ...] | docs | html
+"""Chores around the notebooks: check | run | readme | refresh [NOTEBOOK ...] | docs
 
 check    the library is what the notebooks export, the notebooks are clean, the README is what the index renders to
 run      every notebook as the tests run it, with an end for one that hangs
 readme   README.md (and its images) from nbs/index.ipynb
 refresh  run notebooks in a kernel and store their outputs
-docs     the site in _docs, and whether its links lead somewhere
-html     the pages as plain HTML in _docs, for machines without Quarto
+docs     the site in _docs, plain pages where Quarto is missing, and whether its links lead somewhere
 """
 import base64, html as markup, json, os, re, shutil, signal, subprocess, sys, tempfile
 from configparser import ConfigParser
@@ -208,12 +207,17 @@ def _name_headings(page):
     return re.sub(r'<h(\d) id="([^"]*)">(.*?)<a class="anchor-link"[^>]*>.*?</a></h\1>', fix, page, flags=re.S)
 
 
-def _link_pages(page, up):
-    "Links to notebooks, and to the site that is not built yet, become links between these pages."
+@cache
+def _site():
+    "Where the site will be."
     settings = ConfigParser(delimiters=["="])
     settings.read(ROOT/"settings.ini", encoding="utf-8")
-    site = settings["DEFAULT"]["doc_host"] + settings["DEFAULT"]["doc_baseurl"]
-    page = page.replace(f'href="{site}/', f'href="{up}')
+    return settings["DEFAULT"]["doc_host"] + settings["DEFAULT"]["doc_baseurl"] + "/"
+
+
+def _link_pages(page, up):
+    "Links to notebooks, and to the site that is not built yet, become links between these pages."
+    page = page.replace(f'href="{_site()}', f'href="{up}')
     return re.sub(r'(href=")(?![a-z]+:)([^"#]+\.ipynb)', lambda m: m[1] + page_name(m[2]).as_posix(), page)
 
 
@@ -261,12 +265,39 @@ def _plain_page(raw, at):
 """
 
 
-def html():
-    "Process the notebooks as the site does, then convert them one by one."
+def promise(first_cell):
+    "What stands in the first cell of a page below its title and subtitle."
+    return re.sub(r"\A\s*# [^\n]*\n+(> [^\n]*\n*)?", "", first_cell + "\n").strip()
+
+
+def process():
+    "What the site is made from, in _proc: nbdev's work, the promise of each page, which nbdev drops with the cell of the title, and no links inside links, which nbdev makes."
+    from nbdev.quarto import refresh_quarto_yml
     from nbdev.serve import proc_nbs
-    from pygments.formatters import HtmlFormatter
     shutil.rmtree(ROOT/"_proc", ignore_errors=True)      # pages of notebooks that are gone
+    refresh_quarto_yml()
     proc_nbs()
+    for path in find_notebooks(ROOT/"_proc"):
+        source = json.loads((NBS/path.relative_to(ROOT/"_proc")).read_text(encoding="utf-8"))["cells"][0]["source"]
+        page = json.loads(path.read_text(encoding="utf-8"))
+        if text := promise("".join(source)):
+            after = next(i for i, c in enumerate(page["cells"]) if c["cell_type"] == "raw") + 1
+            page["cells"].insert(after, dict(cell_type="markdown", id="promise", metadata={}, source=text))
+        for c in page["cells"]:
+            if c["cell_type"] == "markdown": c["source"] = re.sub(r"\[\[(`[^`\n]+`)\]\([^)\s]+\)\]\(", r"[\1](", "".join(c["source"]))
+        path.write_text(json.dumps(page), encoding="utf-8")
+
+
+def quarto():
+    "The site as Quarto renders it."
+    if subprocess.run(["quarto", "render", "--no-cache"], cwd=ROOT/"_proc").returncode: sys.exit("quarto render failed: see above")
+    shutil.rmtree(ROOT/"_docs", ignore_errors=True)
+    shutil.move(ROOT/"_proc/_docs", ROOT/"_docs")
+
+
+def html():
+    "The processed notebooks one by one as plain HTML."
+    from pygments.formatters import HtmlFormatter
     docs, proc = ROOT/"_docs", ROOT/"_proc"
     shutil.rmtree(docs, ignore_errors=True)
     for path in find_notebooks(proc):
@@ -292,13 +323,31 @@ class _Targets(HTMLParser):
         self.names |= {v for k, v in attrs if k == "id"}
 
 
+def _read_pages(docs):
+    "{page: what it links to and can be linked at} of a built site."
+    pages = {}
+    for page in sorted(Path(docs).resolve().rglob("*.html")):
+        pages[page] = seen = _Targets()
+        seen.feed(page.read_text(encoding="utf-8"))
+    return pages
+
+
+def unlink_unknown(docs):
+    "nbdev links every name in code that it knows, methods that are defined on their own like functions among them: a name that no heading explains becomes plain again."
+    pages = _read_pages(docs)
+    def fix(page, m):
+        at = Path(docs).resolve()/m[1].removeprefix(_site()) if m[1].startswith(_site()) else page.parent/m[1]
+        known = pages.get(at.resolve() if m[1] else page)
+        return m[0] if known is None or m[2] in known.names else m[3]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        plain = re.sub(r'<a href="([^"#]*)#([^"]+)"[^>]*>(<code[^>]*>[^<]*</code>)</a>', lambda m: fix(page, m), text)
+        if plain != text: page.write_text(plain, encoding="utf-8")
+
+
 def broken_targets(docs, headings=True):      # headings=False: Quarto makes some names by script
     "Links and pictures of built pages that lead to no file, or to no heading of a page: 'page: target'."
-    pages = {}
-    for page in sorted(Path(docs).rglob("*.html")):
-        pages[page.resolve()] = seen = _Targets()
-        seen.feed(page.read_text(encoding="utf-8"))
-    bad = []
+    pages, bad = _read_pages(docs), []
     for page, seen in pages.items():
         for target in dict.fromkeys(seen.found):
             if re.match(r"[a-z]+:|//", target): continue
@@ -312,20 +361,20 @@ def broken_targets(docs, headings=True):      # headings=False: Quarto makes som
 def docs():
     "Build the site with Quarto, or plain pages without, and look at what was built."
     sidebar()
-    quarto = shutil.which("quarto")
-    if quarto:
-        env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-        if subprocess.run([Path(sys.executable).parent/"nbdev_docs"], cwd=ROOT, env=env).returncode: sys.exit("nbdev_docs failed: see above")
+    process()
+    styled = shutil.which("quarto")
+    if styled: quarto()
     else:
         print(NO_QUARTO)
         html()
+    unlink_unknown(ROOT/"_docs")
     missing = [n for n in find_notebooks() if not (ROOT/"_docs"/page_name(n.relative_to(NBS))).exists()]
-    if bad := [f"{n.relative_to(NBS)}: was not built" for n in missing] + broken_targets(ROOT/"_docs", headings=not quarto):
+    if bad := [f"{n.relative_to(NBS)}: was not built" for n in missing] + broken_targets(ROOT/"_docs", headings=not styled):
         sys.exit("\n".join(["Broken in the site:", *(f"  {b}" for b in bad)]))
     print("Every page was built, every link and picture is there. Open _docs/index.html")
 
 
 if __name__ == "__main__":      # nbdev processes notebooks in new interpreters that import this file
-    chores = {"check": check, "run": run, "readme": readme, "refresh": refresh, "docs": docs, "html": html}
+    chores = {"check": check, "run": run, "readme": readme, "refresh": refresh, "docs": docs}
     if len(sys.argv) < 2 or sys.argv[1] not in chores: sys.exit(__doc__)
     chores[sys.argv[1]](*sys.argv[2:])

@@ -113,6 +113,11 @@ def test_compare(tmp_path, capsys):
     c, text = Comparison.load(out), capsys.readouterr().out
     assert c.names == ["PPO", "heuristic", "random-legal", "wait-only", "fixed schedule"] and {p.seed for p in c.plays} == {0, 1}
     assert all(k in text for k in c.names) and (tmp_path/"c.png").stat().st_size > 5000
+    assert {(u.seed, u.update) for u in c.learned} == {(0, 1), (1, 1)} and all(p.practice_cpu_s > 0 for p in c.plays if p.controller == "PPO")
+    assert main(["compare", "digits_impaired", "--updates", "1", "--seeds", "2", "--jobs", "2", "--out", str(out), *small]) == 0
+    apart, timeless = Comparison.load(out), lambda c: [p._replace(seconds=0, practice_seconds=0, practice_cpu_s=0) for p in c.plays]
+    assert timeless(apart) == timeless(c) and apart.learned == c.learned      # in processes of their own: the same numbers
+    assert main(["compare", "digits_impaired", "--jobs", "0", "--out", str(out)]) == 2 and "jobs" in capsys.readouterr().err
 
 def test_fit(tmp_path, capsys):
     assert main(["fit", "digits", "--set", "lanes=3", "--set", "epochs=3", "--inject", "nan:1:1", "--out", str(tmp_path)]) == 0

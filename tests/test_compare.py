@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 from scipy.stats import trim_mean
 
 from esper_nb.actions import Choice
-from esper_nb.compare import (Comparison, PolicyPlayer, RandomPlayer, RulePlayer, best_schedule, bootstrap_interval, compare_controllers, comparison_text, interquartile_mean,
-                              list_schedules, play_lanes, simple_controllers, timetable)
-from esper_nb.controllers import QUICK, Fixed, Heuristic, WaitOnly
+from esper_nb.compare import (Comparison, PolicyPlayer, RandomPlayer, RulePlayer, best_schedule, compare_controllers, comparison_text, list_schedules, play_lanes,
+                              simple_controllers, timetable)
+from esper_nb.controllers import QUICK, Fixed, Heuristic, WaitOnly, bootstrap_interval, interquartile_mean
 from esper_nb.envs import GrowVecEnv
 from esper_nb.faults import Fault
 from esper_nb.ppo import Learner, PPOConfig, train_ppo

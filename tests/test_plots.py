@@ -1,5 +1,6 @@
 "Every plot: on real rows in every theme, on rows of one thing only, on none; and colours in the eyes of others."
 import contextlib, math
+from pathlib import Path
 
 import matplotlib
 matplotlib.use("Agg")
@@ -38,6 +39,8 @@ def policy():
     return [dict(kind="update", lane=None, update=u) | {"update.return_mean": 10. * u if u % 4 else None, "update.return_low": 8. * u if u % 4 else None, "update.return_high": 12. * u if u % 4 else None,
             "update.entropy_mean": .9 - .02 * u, "update.head_entropy.op": .9 - .03 * u, "update.head_entropy.slot": .8, "update.approx_kl": .01 + .02 * g.random(), "update.clipfrac": .3 * g.random(),
             "update.explained_variance": float(g.normal(-1, 2)), "update.value_loss": 2. / (u + 1), "update.grad_norm": 3 + g.random()} for u in range(20)]
+
+ARTEFACTS = Path(__file__).parent/"browser/artefacts"      # not in git; for people, and for a CI that keeps pictures
 
 SCORES = {"heuristic": np.linspace(30, 50, 16), "wait only": [18.] * 16, "ppo": [60., 55., math.nan, 58.], "one": [45.]}
 PLOTS = {f.__name__: (lambda rows, f=f: f(rows)) for f in (plot_gates, plot_rollback, plot_incidents, plot_slots, plot_worth, plot_blueprints, plot_rewards, plot_multiples, plot_run, plot_learning)}
@@ -129,6 +132,18 @@ def test_axes_of_the_caller_are_used_and_keep_their_colours(name, run):
         assert getattr(plots, name)(*args, ax=ax) is ax and fig.axes == [ax]
         assert all(contrast(t.get_color(), "#000000") >= 4.5 for t in texts(fig) if not t.get_bbox_patch() and to_hex(t.get_color()) != "#111111")
 
+def test_a_panel_without_data_leaves_the_ticks_of_the_others(policy):
+    fig = plot_learning([{k: v for k, v in r.items() if k != "update.grad_norm"} for r in policy])
+    fig.canvas.draw()
+    low = fig.axes[4]
+    assert [t.get_text() for t in low.get_xticklabels() if t.get_visible() and t.get_text()] and low.get_xlabel() == "update"
+
+@pytest.mark.parametrize("name", ["plot_lanes", "plot_multiples", "plot_run", "plot_worth", "plot_rewards", "plot_learning"])
+def test_epochs_and_updates_are_whole_numbers(name, run, policy):
+    fig = figure(PLOTS[name](run + policy))
+    fig.canvas.draw()
+    for ax in fig.axes: assert all(float(x).is_integer() for x in ax.get_xticks())
+
 def test_plots_leave_settings_alone(run):
     before = dict(matplotlib.rcParams)
     for draw in PLOTS.values(): draw(run)
@@ -192,6 +207,29 @@ def test_colours_stay_apart(vision, colors):
     x = lab(colors, vision)
     apart = np.linalg.norm(x[:, None] - x[None], axis=-1)[np.triu_indices(len(x), 1)]
     assert apart.min() >= (20 if colors is COLORS else 15)
+
+def seen_as(image, vision): # (h, w, 3) uint8
+    "A picture in the eyes of others."
+    c = image / 255.
+    c = np.clip(np.where(c <= .04045, c / 12.92, ((c + .055) / 1.055)**2.4) @ np.array(MACHADO[vision]).T, 0, 1)
+    return np.round(255 * np.where(c <= .0031308, 12.92 * c, 1.055 * c**(1 / 2.4) - .055)).astype(np.uint8)
+
+@pytest.mark.parametrize("look", ["light", "dark"])
+def test_a_sheet_to_look_at(look, run, policy):
+    "Every plot at 1280 x 800, as most see it and with each deficiency, on one sheet; what was told by colour still differs in every row."
+    from PIL import Image
+    sheet, visions = [], ("none", "protanopia", "deuteranopia", "tritanopia")
+    for name in PLOTS:
+        with theme(look):
+            fig = figure(PLOTS[name](run + policy))
+            fig.set_size_inches(12.8, 8); fig.set_dpi(100)
+            image = pixels(fig)[..., :3].astype(np.uint8)
+        assert image.shape == (800, 1280, 3)
+        half = np.asarray(Image.fromarray(image).resize((640, 400), Image.Resampling.LANCZOS))
+        sheet.append(np.hstack([seen_as(half, v) for v in visions]))
+        plt.close("all")
+    ARTEFACTS.mkdir(exist_ok=True)
+    Image.fromarray(np.vstack(sheet)).save(ARTEFACTS/f"plots-{look}.png", optimize=True)
 
 @pytest.mark.parametrize("page", ["#ffffff", "#1e1e1e"])
 def test_colours_stand_out_from_the_page(page):

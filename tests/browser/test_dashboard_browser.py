@@ -11,6 +11,14 @@ READY = """async () => { const w = window.jupyterapp.shell.currentWidget; await 
 ERRORS = "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
 
 
+# In the page itself, from the first moment of a reload: when the notebook's cells are there, and when the panel has drawn news from the kernel.
+RELOADED = """(() => { const seen = window.reloaded = {}, look = () => {
+  const says = document.querySelector('.esper-canvas canvas')?.getAttribute('aria-label'), epoch = document.querySelector('.esper-status')?.innerText.match(/(?:epoch|step) (\\d+)/);
+  if (!seen.cells && document.querySelector('.jp-Notebook .jp-Cell')) seen.cells = performance.now();
+  if (says && epoch) { seen.says = says; seen.epoch = epoch[1]; seen.panel = performance.now(); }
+  else requestAnimationFrame(look); }; look(); })()"""
+
+
 class Panel:
     "The dashboard on a page, in a person's words."
     def __init__(self, browser):
@@ -76,19 +84,6 @@ from esper_nb.sessions import Session
 from esper_nb.trainer import FitConfig, new_population
 session = Session(new_population('digits', FitConfig(lanes=4, epochs=400)), pace=.25)
 Dashboard(session, image=True)"""
-COST = """import threading
-import ipywidgets as W
-from esper_nb.dashboard import Dashboard
-from esper_nb.feeds import watching_cost
-from esper_nb.sources import PopulationSource
-from esper_nb.trainer import FitConfig, new_population
-place, said = W.Box(), W.HTML('measuring')
-def shown(session):
-    board = Dashboard(session); place.children = (board.widget(),); return board.feed
-make = lambda: PopulationSource(new_population('digits', FitConfig(lanes=16, epochs=40)))
-def measure(): said.value = 'cost ' + str(watching_cost(make, steps=30, rounds=3, feed=shown))
-W.VBox([place, said])"""
-MEASURE = "threading.Thread(target=measure).start()      # as in a session: the kernel stays free for the page\n" + LAST
 PPO = """from esper_nb.dashboard import Dashboard
 from esper_nb.envs import GrowVecEnv
 from esper_nb.policies import PolicyConfig
@@ -108,7 +103,7 @@ def write_notebook(path, *sources):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("notebooks")
     shutil.copy(NOTEBOOK, folder)
-    for name, *sources in (("images", IMAGES, LAST), ("cost", COST, MEASURE), ("ppo", PPO, LAST)): write_notebook(folder/f"{name}.ipynb", *sources)
+    for name, *sources in (("images", IMAGES, LAST), ("ppo", PPO, LAST)): write_notebook(folder/f"{name}.ipynb", *sources)
     return folder
 
 @pytest.fixture(scope="module")
@@ -141,14 +136,14 @@ def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
 
         browser.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
         incidents, epoch = re.search(r"(\d+) incidents", panel.canvas_says())[1], panel.epoch()
+        browser.page.add_init_script(RELOADED)
         browser.page.reload()
-        browser.page.wait_for_selector(".jp-Notebook .jp-Cell")
-        browser.page.evaluate(READY)
-        begun, again = time.time(), Panel(browser)
-        again.expect(again.root.locator(".esper-canvas canvas")).to_have_attribute("aria-label", re.compile(f"lane 5, {incidents} incidents"), timeout=20_000)
-        took = time.time() - begun
-        assert again.epoch() >= epoch and again.drawn() > 50
-        print(f"\nafter a reload the panel shows the present {took:.2f} s after the kernel answered")
+        browser.page.wait_for_function("() => window.reloaded?.panel", timeout=60_000)
+        seen, again = browser.page.evaluate("() => window.reloaded"), Panel(browser)
+        took = (seen["panel"] - seen["cells"]) / 1000
+        assert seen["says"].endswith(f"lane 5, {incidents} incidents") and int(seen["epoch"]) >= epoch, (seen, epoch)
+        assert again.drawn() > 50
+        print(f"\nafter a reload the panel shows the present {took:.2f} s after the notebook's cells, {seen['panel'] / 1000:.2f} s after the reload")
         assert took < 2
         again.show(); browser.shot("lab-4-reloaded")
         again.press("❙❙ Pause"); again.state("paused"); again.press("▸❙ Step"); again.sees("1 epoch at epoch")
@@ -194,15 +189,6 @@ def test_ppo_over_lanes(lab, tmp_path):
         box = panel.root.bounding_box()
         assert box["height"] < 690 and box["width"] < 1240, box
         assert browser.errors == []
-
-def test_the_cost_of_a_page_that_watches(lab, tmp_path):
-    with open_browser(tmp_path) as browser:
-        open_lab(browser, lab, "cost.ipynb")
-        said = browser.page.locator(".widget-html-content").filter(has_text="bare_s")
-        said.wait_for(timeout=120_000)
-        text = said.inner_text()
-        print("\nbare and watched by a page on the same cores, in turns:", text)
-        assert 1 < float(re.search(r"updates_per_s': ([\d.]+)", text)[1]) <= 4.5 and int(re.search(r"answered': (\d+)", text)[1]) > 5
 
 def test_everything_in_voila(folder, tmp_path):
     with server("voila", folder, tmp_path) as address, open_browser(tmp_path) as browser:

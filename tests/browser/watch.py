@@ -23,10 +23,10 @@ GROW = """import json, os, threading, time
 from esper_nb.dashboard import Dashboard
 from esper_nb.sessions import Session
 from esper_nb.trainer import FitConfig, new_population
-session = Session(new_population('digits', FitConfig(lanes=16, epochs=100_000)))
+session = Session(new_population('digits', FitConfig(lanes=16, epochs=100_000)), rows=2000)      # so that this store is full before the first sample, too
 board = Dashboard(session, lane=3)
 def tell():
-    s, f = session, board.feed
+    s, f = session, (board.widget(), board.feed)[1]
     while True:
         time.sleep(1.)
         told = dict(pid=os.getpid(), steps=s.steps, sent=f.pacer.sent, unanswered=f.pacer.sent - f.pacer.answered, error=f.error or s.error, full=len(s.recorder.rows) == s.recorder._rows.maxlen,
@@ -104,11 +104,6 @@ def measure(rounds, seconds, off=()):
     except Exception as e: said.value = repr(e)
 W.VBox([place, said])"""
 
-
-def family(pid):
-    "A process and all below it."
-    p = psutil.Process(pid)
-    return [p.pid, *(c.pid for c in p.children(recursive=True))]
 
 def pids_of(browser, tmp):
     "Processes of the server without the kernel, and of the browser."
