@@ -279,16 +279,19 @@ class Dashboard:
         if self.box is not None: self.box.close()
 
 # %% ../nbs/57_dashboard.ipynb #81561ad9
-def _look(self, kind, **kw):
-    "A layout or a style, the same one for all that look alike."
+def _look(self, kind, **layout):
+    "Layout and style of a kind of widget, the same ones for all that look alike."
     import ipywidgets as W
-    key = kind, *kw.items()
-    if key not in self._looks: self._looks[key] = getattr(W, kind)(**kw)
-    return self._looks[key]
+    def shared(make, **kw):
+        key = make, *kw.items()
+        if key not in self._looks: self._looks[key] = make(**kw)
+        return self._looks[key]
+    style = kind.class_traits().get("style")
+    return dict(layout=shared(W.Layout, **layout)) | (dict(style=shared(style.klass)) if style is not None else {})
 
 def _button(self, text, tip, press, *classes):
     import ipywidgets as W
-    b = W.Button(description=text, tooltip=tip, layout=self._look("Layout"), style=self._look("ButtonStyle"))
+    b = W.Button(description=text, tooltip=tip, **self._look(W.Button))
     for c in classes: b.add_class(c)
     b.on_click(lambda _: press())
     return b
@@ -373,17 +376,17 @@ def _threshold(self, name, meaning):
     kind, number = (W.IntSlider if whole else W.FloatSlider), (int if whole else float)
     start = getattr(GovernorConfig(), name) if value is None else value
     start = number(r.low if start is None else start)
-    slider = kind(value=start, min=number(min(r.low, start)), max=number(max(r.high, start)), step=number(r.step), continuous_update=False, tooltip=meaning, layout=self._look("Layout", flex="1 1 auto", width="auto", min_width="0"), style=self._look("SliderStyle"), readout_format="d" if whole else ".3g")
+    slider = kind(value=start, min=number(min(r.low, start)), max=number(max(r.high, start)), step=number(r.step), continuous_update=False, tooltip=meaning, readout_format="d" if whole else ".3g", **self._look(kind, flex="1 1 auto", width="auto", min_width="0"))
     slider.disabled, self.sliders[name] = value is None, slider
-    label = W.Label(name.replace("_", " "), tooltip=meaning, layout=self._look("Layout", width="88px", flex="0 0 88px"), style=self._look("LabelStyle"))
+    label = W.Label(name.replace("_", " "), tooltip=meaning, **self._look(W.Label, width="88px", flex="0 0 88px"))
     slider.observe(lambda c: self.ask("adjust", **{name: number(round(c["new"], 6))}), "value")
     optional = "None" in str({f.name: f.type for f in dataclasses.fields(GovernorConfig)}[name])
-    box = W.Checkbox(value=value is not None, indent=False, tooltip=f"{name} on or off", layout=self._look("Layout", width="20px", visibility="visible" if optional else "hidden"), style=self._look("CheckboxStyle"))
+    box = W.Checkbox(value=value is not None, indent=False, tooltip=f"{name} on or off", **self._look(W.Checkbox, width="20px", visibility="visible" if optional else "hidden"))
     def switch(change):
         slider.disabled = not change["new"]
         self.ask("adjust", **{name: slider.value if change["new"] else None})
     box.observe(switch, "value")
-    row = W.HBox([label, slider, box], layout=self._look("Layout")); row.add_class("esper-row"); row.add_class(f"esper-{name}")
+    row = W.HBox([label, slider, box], **self._look(W.HBox)); row.add_class("esper-row"); row.add_class(f"esper-{name}")
     return row
 
 def _thresholds(self):
