@@ -364,7 +364,10 @@ class View {
   draw() {
     const {run, canvas} = this, w = this.el.clientWidth, ready = run.head && run.status;
     if (w && !ready) { this.key.textContent = "waiting for the kernel …"; canvas.style.height = run.model.get("height") + "px"; }
-    if (!w || !ready || !this.seen) return;               // scrolled away: nothing to draw
+    if (!w || !ready) return;
+    this.tell();
+    mark(canvas, "aria-label", `Training loss of every ${run.head.axis[0]}, ${run.status.state}, lane ${run.lane}, ${run.incidents.size} incidents`);
+    if (!this.seen) return;                               // scrolled away: the words may still be in sight, the picture is not
     const t = this.colours ||= theme(this.el), dpr = window.devicePixelRatio || 1, high = +run.model.get("height");
     if (canvas.width !== Math.round(w * dpr) || canvas.height !== Math.round(high * dpr)) { canvas.width = Math.round(w * dpr); canvas.height = Math.round(high * dpr); canvas.style.width = w + "px"; canvas.style.height = high + "px"; }
     const c = canvas.getContext("2d"), b = this.boxes = this.layout(w), [x0, x1] = run.range(), X = x => b.loss.x + b.loss.w * (x - x0) / (x1 - x0);
@@ -377,8 +380,7 @@ class View {
     c.font = `11px ${t.font}`; c.fillStyle = t.muted; c.textAlign = "center"; c.textBaseline = "top"; c.strokeStyle = t.grid; c.lineWidth = 1;
     for (const v of ticks(x0, x1, Math.max(2, b.loss.w / 80))) { c.fillText(String(v), X(v), b.bottom + 5); c.beginPath(); c.moveTo(X(v), b.bottom); c.lineTo(X(v), b.bottom + 4); c.stroke(); }
     c.textAlign = "left"; c.fillText(run.head.axis[0], b.loss.x + b.loss.w + 26, b.bottom + 5);
-    this.hover(c, t, b, x0, x1, Y); this.legend(t); this.tell();
-    mark(canvas, "aria-label", `Training loss of every ${run.head.axis[0]}, ${run.status.state}, lane ${run.lane}, ${run.incidents.size} incidents`);
+    this.hover(c, t, b, x0, x1, Y); this.legend(t);
   }
   hover(c, t, b, x0, x1, Y) {
     const m = this.mouse, run = this.run; this.tip.hidden = !(m && m[0] >= b.loss.x && m[0] <= b.loss.x + b.loss.w && run.loss.rows);
