@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .core import Config, Precision, check, check_count, choose_precision, seeded
 from .distributions import Heads, choose
+from .plans import use_threads
 
 # %% ../nbs/41_policies.ipynb #8da3bb78
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ def _logits(self, y):
     return flat.unflatten(-1, self.logits_bias.shape)
 
 @torch.no_grad()
+@use_threads(1) # a decision is too small to share
 def act(
     self,
     obs: Tensor, # (n, D)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .core import Config, check, check_count, choose_precision, generator
 from .distributions import Heads, MaskedHeads, heads_of
+from .plans import use_threads
 from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer
 from .policies import ActorCritic, PolicyConfig
 from .rollouts import Batch, EnvStream, Rollout, acting_noise
@@ -51,10 +52,12 @@ class PPOConfig(Config):
     norm_value: bool = False
     obs_keep: tuple[int, ...] = () # observation columns that norm_obs leaves alone
     precision: str = "fp32" # "fp32", "bf16" or "auto", for acting and learning alike
+    threads: int | None = 1 # cores of a CPU inside one operation of learning: more pay from about 256 units of memory; None: as set in torch
     compile: str = "" # backend of torch.compile for the loss, e.g. "inductor"; "" is off
 
     def __post_init__(self):
         for name in ("num_updates", "num_steps", "update_epochs", "num_minibatches"): check_count(name, getattr(self, name))
+        if self.threads is not None: check_count("threads", self.threads)
         check(self.norm_adv in ("minibatch", "rollout", "none"), "norm_adv", self.norm_adv, "'minibatch', 'rollout' or 'none'")
         check(self.ratio in ("heads", "joint"), "ratio", self.ratio, "'heads' or 'joint'")
         check(self.learning_rate > 0, "learning_rate", self.learning_rate, "a positive number")
@@ -246,6 +249,7 @@ def step_envs(self):
     self.state = a.state
     self._count_episodes(start, valid, out)
 
+@use_threads(1)
 def _values(self, obs, state, start): return self.policy(obs[None], state, start[None])[1][0]
 
 def _final_values(self, out, state):
@@ -368,12 +372,13 @@ def advance(self, stop: StopFlag) -> Update | None: # None: stopped at a step ed
         while not self.rollout.full:
             self.step_envs()
             if stop.requested: return None
-        if self.rollout.last_value is None: self.prepare()
-        for b in self._remaining():
-            self.stop_reason = self.learn(b)
-            if self.stop_reason: break
-            self.gradient_step += 1
-            if stop.requested: return None
+        with use_threads(self.config.threads):
+            if self.rollout.last_value is None: self.prepare()
+            for b in self._remaining():
+                self.stop_reason = self.learn(b)
+                if self.stop_reason: break
+                self.gradient_step += 1
+                if stop.requested: return None
     finally: self.seconds += time.perf_counter() - begun
     return self.finish()
 

@@ -10,7 +10,8 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from esper_nb.distributions import Heads, MaskedHeads
-from esper_nb.policies import PolicyConfig
+from esper_nb.plans import use_threads
+from esper_nb.policies import ActorCritic, PolicyConfig
 from esper_nb.ppo import Compiled, Learner, PPOConfig, StopFlag, ppo_loss, train_ppo
 from esper_nb.rollouts import play
 
@@ -200,6 +201,20 @@ def test_stop_and_go_on_is_exact_at_every_edge(stop_at):
         state = learner.state_dict()
         got += list(train_ppo(learner))
         assert got == expected and torch.equal(weights(straight), weights(learner)), edge
+
+
+@pytest.mark.parametrize("threads, used", [(1, 1), (2, 2), (None, 3)])
+def test_learning_uses_as_many_cores_as_it_is_told_and_acting_one(threads, used, monkeypatch):
+    seen = dict(act=set(), learn=set())
+    def look(cls, name, key):
+        really = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda self, *a: (seen[key].add(torch.get_num_threads()), really(self, *a))[1])
+    look(Learner, "learn", "learn"); look(ActorCritic, "forward", "act")
+    learner = Learner(cartpole(), PPOConfig(num_steps=4, num_updates=1, num_minibatches=2, update_epochs=1, threads=threads), PolicyConfig(hidden=8, features=(8,)))
+    with use_threads(3):
+        list(train_ppo(learner))
+        assert torch.get_num_threads() == 3
+    assert seen == dict(learn={used}, act={1, used})  # the policy acts, and is evaluated again to learn
 
 
 def test_a_second_signal_interrupts_at_once():

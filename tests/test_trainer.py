@@ -6,12 +6,13 @@ import sys
 import pytest
 import torch
 
+from esper_nb import trainer
 from esper_nb.faults import Fault, list_faults
 from esper_nb.governor import GovernorConfig
 from esper_nb.hosts import GPTConfig
 from esper_nb.lanes import lane, lane_state, rows
 from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
-from esper_nb.plans import Workers, plan
+from esper_nb.plans import Workers, plan, use_threads
 from esper_nb.tasks import get_task
 from esper_nb.trainer import FitConfig, evaluate, fit, new_population, run_epoch
 
@@ -134,6 +135,17 @@ def test_plan_is_pure_and_workers_keep_the_threads_of_the_caller():
     ours = torch.get_num_threads()
     with Workers(3) as w: assert w.map(lambda _: torch.get_num_threads(), range(9)) == [1] * 9
     assert torch.get_num_threads() == ours
+
+
+def test_operations_beside_working_threads_use_one_core_and_a_group_alone_uses_all(monkeypatch):
+    seen, really = [], trainer.check_out
+    monkeypatch.setattr(trainer, "check_out", lambda *a: (seen.append(torch.get_num_threads()), really(*a))[1])
+    with use_threads(3):
+        for kw in (dict(workers=2), dict(workers=2, width=1, lanes=1), dict(workers=1, width=2)): run_epoch(population("digits", **kw))
+        assert seen == [1, 3, 3]
+        def fails(*a): raise RuntimeError("in a group")
+        with pytest.raises(RuntimeError, match="in a group"): run_epoch(population("digits", workers=2), disturb=fails)
+        assert torch.get_num_threads() == 3
 
 
 @pytest.mark.cuda
