@@ -399,9 +399,10 @@ class Stepper(_Rowed):
             if any(clip[end - size:end]):
                 for g in rows_k: g.mul_(c)
         self._step_owners({k: take[end - size:end] for k, size, end in zip(grads, sizes, ends)})
-        names, table = [*grads, *(k for k in self.owners if k not in grads)], torch.zeros(3, len(self.owners), self.lanes)   # an owner without gradients was neither measured nor skipped
-        table[0] = math.nan
-        table[:, number, lane] = torch.stack([norms.masked_fill(~on, math.nan), (on & ~finite).to(norms), on.to(norms)])
+        names = [*grads, *(k for k in self.owners if k not in grads)]
+        table = torch.stack([norms.masked_fill(~on, math.nan), (on & ~finite).to(norms), on.to(norms)])
+        if len(grads) == len(self.owners) and not self.at: table = table.view(3, len(names), self.lanes)
+        else: table = torch.tensor([math.nan, 0., 0.])[:, None, None].repeat(1, len(names), self.lanes).index_put((torch.arange(3)[:, None], number, lane), table)   # an owner without gradients was neither measured nor skipped
         skipped, seen = table[1:].bool()
         info = StepInfo(loss, dict(zip(names, table[0])), dict(zip(names, skipped)), self.scaler.scale.clone())
         if self.scaler.enabled: self.scaler.update(skipped.any(0), seen.any(0))
