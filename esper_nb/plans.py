@@ -9,8 +9,8 @@ __all__ = ['T', 'R', 'Plan', 'BUDGET', 'plan', 'default_workers', 'use_threads',
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from threading import Barrier, Event
+from contextlib import contextmanager, nullcontext
+from threading import Barrier, BoundedSemaphore, Event
 from typing import TypeVar
 
 import torch
@@ -70,6 +70,7 @@ class Workers:
         self.device, self.stopping = torch.device(device), Event()
         self.count = default_workers(device) if count is None else check_count("workers", count)
         self.pool = self._threads() if self.device.type == "cpu" and self.count > 1 else None
+        self.turn = BoundedSemaphore(max(1, self.count // 2)) if self.pool else nullcontext() # held, once in each thread, where operations are many and small
         self.streams = [torch.cuda.Stream(self.device) for _ in range(self.count)] if self.device.type == "cuda" else []
 
     def _threads(self):

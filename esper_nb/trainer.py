@@ -10,6 +10,7 @@ __all__ = ['MIXED_BYTES', 'Disturb', 'Health', 'Policy', 'FitConfig', 'LaneRates
 # %% ../nbs/27_trainer.ipynb #ef4c9ccb
 import math, time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -175,13 +176,17 @@ def train_batch(
     precision: Precision, # type of the forward pass
     active: Mapping[str, Tensor] | None = None, # owner -> (n,) lanes that train it; default all
     between: Callable[[], None] | None = None, # called between backward and step, to look at gradients
+    turn: AbstractContextManager = nullcontext(), # held where Python is busy: `Workers.turn`
 ) -> TrainStep:
     "Forward, backward and one clipped step, per lane."
-    with precision.autocast(x.device): logits = net(x)
-    stepper.backward(task.loss(logits, y, stepper.lanes))
-    if between is not None: between()
-    info = stepper.step(active)
-    return TrainStep(info.loss, correct_counts(logits.detach(), y, stepper.lanes), info.norms["host"], torch.stack([*info.skipped.values()]).any(0))
+    with turn:
+        with precision.autocast(x.device): logits = net(x)
+        loss = task.loss(logits, y, stepper.lanes)
+    stepper.backward(loss)
+    with turn:
+        if between is not None: between()
+        info = stepper.step(active)
+        return TrainStep(info.loss, correct_counts(logits.detach(), y, stepper.lanes), info.norms["host"], torch.stack([*info.skipped.values()]).any(0))
 
 # %% ../nbs/27_trainer.ipynb #83bfd612
 class TrainResult(NamedTuple):
@@ -292,7 +297,7 @@ def _group_epoch(pop: Population, g: Group, split: str | None, disturb: Disturb 
         x, y = batches[b]
         if disturb is not None: x, y = disturb(g.net.host, g.stepper, g.lanes, b, x, y)
         look = (lambda: health.update(_seed_health(g))) if b == len(batches) - 1 and len(g.stepper.owners) > 1 else None
-        done.append(train_batch(g.net, g.stepper, pop.task, x, y, pop.precision, partly, look))
+        done.append(train_batch(g.net, g.stepper, pop.task, x, y, pop.precision, partly, look, pop.workers.turn))
     examples = pop.batch_size * (pop.data.shape[0] if len(pop.data.shape) == 1 else 1)
     return _Outcome(_summary(done, examples), *((None, None, {}) if split is None else judge_lanes(g.net, pop.task, pop.data, split, pop.config.eval_batch, pop.precision)), health)
 
