@@ -80,12 +80,12 @@ def lane_loop(case: Case) -> Callable[[int], object]: # runs epoch e
     pop = new_population(task, FitConfig(lanes=case.lanes, epochs=1000, batch_size=case.batch_size, precision=case.precision, guard=None), data=data)
     return lambda e: run_epoch(pop, split=None)
 
-_kinds = dict(loop=plain_loop, lanes=lane_loop)
+_kinds = {"loop": plain_loop, "lanes": lane_loop, "fp32 lanes": lambda case: lane_loop(case.replace(precision="fp32"))}
 
 # %% ../nbs/58_bench.ipynb #53b5638c
 def measure(
     case: Case, # what to run
-    kind: str, # "loop" or "lanes"
+    kind: str, # "loop", "lanes" or "fp32 lanes"
     threads: int, # threads inside an operation, for the loop
     keep: bool, # keep freed memory
     rounds: int, # timed epochs at least; a second of them at least, after a second that warms up
@@ -114,21 +114,23 @@ def machine() -> dict:
     return dict(cpu=cpu, cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), capability=torch.backends.cpu.get_cpu_capability(),
                 torch=torch.__version__, python=platform.python_version(), date=time.strftime("%Y-%m-%d"))
 
-def settings() -> list[tuple[str, int, bool]]: # (kind, threads, keep freed memory)
-    "What is compared, in turns: the lanes have as many tries as the loop has settings."
+def settings(case: Case) -> list[tuple[str, int, bool]]: # (kind, threads, keep freed memory)
+    "What is compared, in turns: the lanes have as many tries as the loop has settings; in half precision the lanes in fp32 run beside them."
     cores = machine()["cores"]
-    return [s for t in sorted({1, cores}) for keep in (False, True) for s in (("loop", t, keep), ("lanes", cores, True))]
+    lanes = [(k, cores, True) for k in (("lanes",) if case.precision == "fp32" else ("lanes", "fp32 lanes"))]
+    return [s for t in sorted({1, cores}) for keep in (False, True) for s in (("loop", t, keep), *lanes)]
 
 def compare_case(case: Case, passes: int, rounds: int) -> dict:
     "All settings of one case, in turns; the ratio is the loop's best time over the lanes' best."
     best: dict = {}
     for _ in range(passes):
-        for s in settings(): best[s] = min(best.get(s, 1e9), measure_apart(case, *s, rounds))
+        for s in settings(case): best[s] = min(best.get(s, 1e9), measure_apart(case, *s, rounds))
     loops = {s: t for s, t in best.items() if s[0] == "loop"}
     fastest = min(loops, key=lambda s: loops[s])
     lanes = next(t for s, t in best.items() if s[0] == "lanes")
+    fp32 = next((t for s, t in best.items() if s[0] == "fp32 lanes"), None)
     return dict(case=case.name, loop_s=loops[fastest], loop_setting=f"{fastest[1]} threads, memory {'kept' if fastest[2] else 'returned'}", lanes_s=lanes,
-                ratio=loops[fastest] / lanes, all={f"{k}, {t} threads, memory {'kept' if m else 'returned'}": v for (k, t, m), v in best.items()})
+                ratio=loops[fastest] / lanes, over_fp32=fp32 and fp32 / lanes, all={f"{k}, {t} threads, memory {'kept' if m else 'returned'}": v for (k, t, m), v in best.items()})
 
 def table_text(result: dict) -> str:
     "The figures of `run_bench` as lines of text."
