@@ -28,7 +28,7 @@ from .data import synthetic_cifar10
 from .faults import Fault, disturb_at, list_faults
 from .lanes import take_rows
 from .models import Growing
-from .plans import Plan, plan
+from .plans import Plan, plan, use_threads
 from .tasks import create_model, get_task
 from .trainer import FitConfig, Population, evaluate, for_all_lanes, grown_plan, lane_bytes, new_population, run_epoch
 
@@ -329,17 +329,16 @@ def compare_validation(case: GrowthCase, rounds: int = 15, note: Callable[[str],
     s = {k: median(v) for k, v in take_turns({k: ("validation", case, k, machine()["cores"], True) for k in ("factorial", "separate", "plain")}, rounds, note).items()}
     return dict(case=case.name, seconds=s, faster=s["separate"] / s["factorial"], price=s["factorial"] / s["plain"], aims=[4., 1.8])
 
+@use_threads(1)
 def arithmetic_share(case: GrowthCase) -> dict: # CPU seconds on one thread
     "An epoch of the loop and of the lanes, and what either spends inside convolutions: with these kernels nothing can take less than the smaller part."
     from torch.profiler import ProfilerActivity, profile
-    threads, cost, inside = torch.get_num_threads(), {}, {}
-    torch.set_num_threads(1)
+    cost, inside = {}, {}
     for k, epoch in (("loop", grown_loop(case)), ("lanes", grown_lanes(case, "one pass"))):
         epoch(0)
         begun = time.process_time(); epoch(1); cost[k] = time.process_time() - begun
         with profile(activities=[ProfilerActivity.CPU]) as p: epoch(2)
         inside[k] = sum(e.self_cpu_time_total for e in p.key_averages() if "convolution" in e.key) / 1e6
-    torch.set_num_threads(threads)
     return dict(case=case.name, seconds=cost, convolutions=inside, ratio=cost["loop"] / cost["lanes"], limit=cost["loop"] / min(inside.values()))
 
 def growth_text(result: dict) -> str:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from .core import Config, check, check_count, choose_precision, generator
 from .distributions import Heads, MaskedHeads, heads_of
-from .plans import use_threads
 from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer
+from .plans import use_threads
 from .policies import ActorCritic, PolicyConfig
 from .rollouts import Batch, EnvStream, Rollout, acting_noise
 
