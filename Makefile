@@ -68,7 +68,7 @@ bench: $(STAMP)  ## the benchmarks
 	$(BIN)/esper-nb bench growth --out nbs/explanations/bench_growth.json
 	$(BIN)/esper-nb bench faults --out nbs/explanations/bench_faults.json
 
-refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/50_telemetry.ipynb"
+refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/record/74_recorder.ipynb"
 	$(BIN)/nbdev_export
 	$(BIN)/python scripts/notebooks.py refresh $(NB)
 	$(BIN)/nbdev_clean

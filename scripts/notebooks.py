@@ -25,6 +25,11 @@ def find_notebooks(folder=NBS):
     return sorted(p for p in Path(folder).rglob("*.ipynb") if not any(part[0] in "._" for part in p.relative_to(folder).parts))
 
 
+def find_modules(lib=LIB):
+    "Every module that a notebook makes."
+    return sorted(p for p in Path(lib).rglob("*.py") if p.name not in ("__init__.py", "_modidx.py"))
+
+
 def _tool(name, cwd):
     "Run one of nbdev's commands from this environment in `cwd`."
     done = subprocess.run([Path(sys.executable).parent/name], cwd=cwd, capture_output=True, text=True)
@@ -65,7 +70,7 @@ def check():
         sys.exit("\n".join(["Out of step:", *(f"  {name}" for name in stale),
                             "Mend with: .venv/bin/nbdev_export && .venv/bin/nbdev_clean && make readme",
                             "(and delete a module in esper_nb/ whose notebook is gone)"]))
-    print(f"{len(find_notebooks())} notebooks, {len(list(LIB.glob('*.py')))} modules: in step and clean")
+    print(f"{len(find_notebooks())} notebooks, {len(find_modules())} modules: in step and clean")
 
 
 def run(minutes=20):
@@ -153,7 +158,8 @@ def refresh(*names):
         print(path.relative_to(ROOT))
 
 
-LAYERS = {0: "Ground", 10: "Grow", 19: "Train, guarded", 30: "Control", 40: "Learn", 47: "Measure", 53: "See and steer", 60: "Run"}      # number of the first page
+LAYERS = dict(core="Core", guard="Guard: the Governor", grow="Grow", train="Train", control="Control", learn="Learn: PPO", record="Record", show="Show", bench="Measure",
+              run="Run")      # packages, lowest first: each imports only from those before it
 FIRST = ("first_rollback", "dashboard", "bring_your_own", "survive_a_bad_learning_rate", "grow_by_hand", "resnet_slots", "train_a_controller", "read_a_run",
          "design", "glossary", "metrics", "findings")      # others follow by name
 MATH = """<script>MathJax = {tex: {inlineMath: [["$", "$"]]}}</script><script async src="https://cdn.jsdelivr.net/npm/mathjax@3/es5/tex-mml-chtml.js"></script>"""
@@ -167,8 +173,7 @@ def site_sections():
     order = lambda name: (FIRST.index(Path(name).stem) if Path(name).stem in FIRST else len(FIRST), name)
     under = lambda folder: sorted((n for n in names if n.startswith(folder)), key=order)
     explain = under("explanations/")
-    layer = lambda name: max(k for k in LAYERS if k <= int(name[:2]))
-    layers = [(title, [n for n in names if re.match(r"\d\d_", n) and layer(n) == first]) for first, title in LAYERS.items()]
+    layers = [(title, sorted(n for n in names if n.startswith(f"{package}/"))) for package, title in LAYERS.items()]
     parts = [("Tutorials", under("tutorials/")), *layers, ("Explanations", [n for n in explain if not n.endswith("_bench.ipynb")]), ("Benchmarks", [n for n in explain if n.endswith("_bench.ipynb")])]
     return [(title, pages) for title, pages in parts if pages]
 
@@ -187,7 +192,7 @@ def _heading(path):
 
 
 def page_name(notebook):
-    "Where nbdev puts the page of a notebook: `00_core.ipynb` becomes `core.html`."
+    "Where nbdev puts the page of a notebook: `core/00_config.ipynb` becomes `core.html`."
     path = Path(notebook)
     return path.with_name(re.sub(r"^\d+[a-z0-9]*_", "", path.name.lower())).with_suffix(".html")
 

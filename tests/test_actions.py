@@ -5,13 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.actions import (HEADS, MIN_PRUNE_AGE, OPS, Choice, GrowthActions, apply_action, as_decision, draw_actions,
+from esper_nb.control.actions import (HEADS, MIN_PRUNE_AGE, OPS, Choice, GrowthActions, apply_action, as_decision, draw_actions,
                               legal_operations, read_slots)
-from esper_nb.distributions import MaskedHeads, choose
-from esper_nb.hosts import CNNConfig, CNNHost
-from esper_nb.models import GrowingModel
-from esper_nb.seeds import Gates, Rules, SeedState, check_gate, to_row
-from esper_nb.stages import COOLING, Stage, next_stage
+from esper_nb.learn.distributions import MaskedHeads, choose
+from esper_nb.grow.hosts import CNNConfig, CNNHost
+from esper_nb.grow.models import GrowingModel
+from esper_nb.grow.seeds import Gates, Rules, SeedState, check_gate, encode_seed
+from esper_nb.grow.stages import COOLING, Stage, next_stage
 
 
 def world(lanes=6, rules=Rules(gates=Gates(training_epochs=2), embargo=1), **kw):
@@ -91,9 +91,9 @@ def test_gates_for_all_lanes_equal_the_gate_of_one(seed, strict):
     stage = pick(Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
     s = SeedState(stage=stage, blueprint=0, births=1, epochs=pick(0, 1, 9, 10, 11), health=pick(None, .69, .7, .75, 1.), exploding=pick(None, 0., .1), accuracy=pick(None, 50.5, 50.), accuracy_stage=pick(None, 50., 49.9),
                   gradient_ratio=pick(None, .1, .05, .2), target=pick(.5, 1.), alpha=pick(.5, 1.), contribution=pick(None, -1., .99, 1., 2.))
-    table, rules = torch.tensor([[to_row(s)]]).double(), Rules(gates=Gates(strict=strict))
-    from esper_nb.seeds import from_row
-    s = from_row(torch.tensor(to_row(s)).tolist()) # as the table holds it
+    table, rules = torch.tensor([[encode_seed(s)]]).double(), Rules(gates=Gates(strict=strict))
+    from esper_nb.grow.seeds import decode_seed
+    s = decode_seed(torch.tensor(encode_seed(s)).tolist()) # as the table holds it
     to, op = (Stage.FOSSILIZED, "fossilize") if stage == Stage.HOLDING else (next_stage(stage), "advance")
     assert bool(legal_operations(table, [rules])[0, OPS.index(op), 0]) == check_gate(s, to, rules.gates).passed
 
@@ -119,7 +119,7 @@ def test_rules_beyond_the_slots():
 def test_bound_on_seeds_counts_fossils():
     model, space = world(lanes=1, max_seeds=1)
     slot = model.slot("r0c0")
-    slot.table[0] = torch.tensor(to_row(SeedState(stage=Stage.FOSSILIZED, blueprint=0, births=1, alpha=1.)))
+    slot.table[0] = torch.tensor(encode_seed(SeedState(stage=Stage.FOSSILIZED, blueprint=0, births=1, alpha=1.)))
     done = apply_action(space, model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
     assert not done.ok and "1 seeds is the bound" in done.message
     assert GrowthActions(model).facts(GrowthActions(model).mask(model))[0][0, 1, 1]

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esper_nb.adapters import guard_trainer, lightning_governor
-from esper_nb.governor import GovernorConfig
+from esper_nb.guard.adapters import guard_trainer, lightning_governor
+from esper_nb.guard.governor import GovernorConfig
 
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
 QUICK = GovernorConfig(snapshot_every=20, probation=20)
@@ -82,14 +82,14 @@ class Small(nn.Module):
         logits = self.net(x); loss = F.cross_entropy(logits, labels); self.losses.append(loss.item())
         return dict(loss=loss, logits=logits)
 
-def hf_run(tmp_path, model, guard=True, steps=150, config=QUICK, **options):
+def hf_run(tmp_path, model, governor=True, steps=150, config=QUICK, **options):
     transformers = pytest.importorskip("transformers", reason="needs transformers"); pytest.importorskip("accelerate", reason="needs accelerate")
     transformers.logging.set_verbosity_error()
     data = [dict(x=x, labels=y) for x, y in zip(*examples(32 * 60))]
     args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=32, learning_rate=3e-3, report_to=[], disable_tqdm=True, save_strategy="no",
                                           logging_strategy="no", use_cpu=True, seed=0, **options)
     trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
-    callback = guard_trainer(trainer, math.log(10), config) if guard else None
+    callback = guard_trainer(trainer, math.log(10), config) if governor else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.train()
@@ -106,7 +106,7 @@ def test_hugging_face_goes_on_after_a_nan(tmp_path):
 
 def test_hugging_face_healthy_run_is_untouched(tmp_path):
     _, callback = hf_run(tmp_path, guarded := new(), gradient_accumulation_steps=2)
-    hf_run(tmp_path, alone := new(), guard=False, gradient_accumulation_steps=2)
+    hf_run(tmp_path, alone := new(), governor=False, gradient_accumulation_steps=2)
     assert guarded.losses == alone.losses and not callback.governor.reports and int(callback.governor.stats.judged[0]) == 150
     assert abs(callback.governor.stats.ring[0, 0] - sum(guarded.losses[:2]) / 2) < 1e-5, "micro-batches are one loss"
 

@@ -4,11 +4,11 @@ import itertools, math, random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.alarms import LEVELS, LIMITS, MEASURES, AlarmWatch, Limit, alarm_rows, find_alarms, limits_markdown
-from esper_nb.metrics import METRICS, find_metric
-from esper_nb.rows import record_rows
+from esper_nb.record.alarms import LEVELS, ALARM_RULES, MEASURES, AlarmWatch, AlarmRule, alarm_rows, find_alarms, alarm_rules_markdown
+from esper_nb.record.metrics import METRICS, find_metric
+from esper_nb.record.rows import record_rows
 
-CASES = [(l, i) for l in LIMITS for i, at in enumerate(l.at) if at is not None]
+CASES = [(l, i) for l in ALARM_RULES for i, at in enumerate(l.at) if at is not None]
 IDS = [f"{l.name}, {LEVELS[i]}, {l.metric}" for l, i in CASES]
 
 
@@ -68,25 +68,25 @@ def test_each_limit_fires_beyond_and_is_silent_beside(limit, i):
     assert LEVELS[i] not in beside, "fires beside its condition"
     assert i > 0 and limit.at[i - 1] is not None or beside == []
 
-@pytest.mark.parametrize("limit", [l for l in LIMITS if l.rows > 1], ids=lambda l: l.name + l.metric)
+@pytest.mark.parametrize("limit", [l for l in ALARM_RULES if l.rows > 1], ids=lambda l: l.name + l.metric)
 def test_a_limit_waits_for_its_rows(limit):
     at, sign = next(x for x in limit.at if x is not None), 1 if limit.side == "above" else -1
     rows = rows_with(limit, at + sign * 1e-6 * max(1., abs(at)))
     assert levels(limit, rows) and not levels(limit, rows[:-1])
 
-@pytest.mark.parametrize("limit", [l for l in LIMITS if l.measure == "value" and l.side != "is"], ids=lambda l: l.name + l.metric)
+@pytest.mark.parametrize("limit", [l for l in ALARM_RULES if l.measure == "value" and l.side != "is"], ids=lambda l: l.name + l.metric)
 def test_not_finite_is_beyond_at_once_and_not_measured_is_nothing(limit):
     worst = [LEVELS[i] for i, at in enumerate(limit.at) if at is not None][-1]
     assert levels(limit, build(limit, [math.nan])) == [worst] and levels(limit, build(limit, [None] * 10)) == []
 
 def test_every_measure_is_used_and_explained():
-    assert {l.measure for l in LIMITS} == set(MEASURES) and all(f.__doc__ for f in MEASURES.values())
+    assert {l.measure for l in ALARM_RULES} == set(MEASURES) and all(f.__doc__ for f in MEASURES.values())
 
-@pytest.mark.parametrize("limit", LIMITS, ids=lambda l: l.name + l.metric)
+@pytest.mark.parametrize("limit", ALARM_RULES, ids=lambda l: l.name + l.metric)
 def test_limits_watch_what_is_written(limit):
     metric = find_metric(name_of(limit))
     assert metric.writer and (metric.unit == "text") == (limit.side == "is" or limit.measure == "waits")
-    assert limits_markdown([limit]).count("\n") == 2
+    assert alarm_rules_markdown([limit]).count("\n") == 2
 
 def test_alarms_differ_by_lane_slot_and_seed():
     def slot(lane, slot, birth, v): return record_rows("slot", {"slot": dict(birth=[birth], exploding=[v])}, lanes=[lane], slot=slot, epoch=0)
@@ -94,14 +94,14 @@ def test_alarms_differ_by_lane_slot_and_seed():
     assert [(a.lane, a.slot, a.level) for a in find_alarms(rows)] == [(0, "a", "warning"), (1, "a", "warning"), (0, "b", "warning"), (0, "a", "warning"), (0, "a", "critical")]
 
 def test_a_standing_alarm_goes_out():
-    watch, limit = AlarmWatch(), next(l for l in LIMITS if l.name == "policy moved far")
+    watch, limit = AlarmWatch(), next(l for l in ALARM_RULES if l.name == "policy moved far")
     watch.feed(build(limit, [.02]))
     assert watch.standing == [("warning", limit.name, limit.metric, 0, None)]
     watch.feed(build(limit, [.01]))
     assert watch.standing == []
 
 def test_own_limits():
-    mine = Limit("mine", "own", "lr", "value", "above", (None, .5, None), "a", "b")
+    mine = AlarmRule("mine", "own", "lr", "value", "above", (None, .5, None), "a", "b")
     found = find_alarms([dict(kind="epoch", lane=1, epoch=4, lr=.6)], [mine])
     assert [(a.name, a.lane, a.by, a.at, a.limit) for a in found] == [("mine", 1, "epoch", 4, .5)]
     assert str(found[0]) == "warning, lane 1, epoch 4: mine (lr 0.6, limit 0.5). A. B."

@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.attribution import Worth, evaluate_value, heard_slots, measure_worth, sample_shapley, shapley
-from esper_nb.blending import Blend
-from esper_nb.hosts import CNNConfig, GPTConfig
-from esper_nb.lanes import lane_state, rows, take_rows, unfold
-from esper_nb.slots import evaluating
-from esper_nb.stages import COOLING, Stage
-from esper_nb.tasks import correct_counts, create_model, get_task
-from esper_nb.trainer import FitConfig, evaluate, for_all_lanes, new_population, run_epoch
+from esper_nb.train.worth import Worth, evaluate_value, heard_slots, measure_worth, sample_shapley, shapley
+from esper_nb.grow.blending import Blend
+from esper_nb.grow.hosts import CNNConfig, GPTConfig
+from esper_nb.core.lanes import lane_state, by_lane, take_lanes, unfold
+from esper_nb.grow.slots import evaluating
+from esper_nb.grow.stages import COOLING, Stage
+from esper_nb.train.tasks import correct_counts, create_model, get_task
+from esper_nb.train.trainer import FitConfig, evaluate, for_all_lanes, new_population, run_epoch
 
 TASKS = dict(cnn=get_task("digits").replace(host=CNNConfig(classes=4, in_channels=1, size=8, base=4, blocks=3, pools=2)),
              gpt=get_task("prose").replace(host=GPTConfig(vocab=16, d=16, heads=2, layers=3, block=8)))
@@ -94,7 +94,7 @@ def test_other_groupings_agree_to_rounding(kind, blend, groups):
     model, data = grown(kind, 3, blend), batches(kind, 7)
     whole = measure_worth(model, TASKS[kind], data)
     for g in groups:
-        part, lanes = take_rows(model, g), list(g)
+        part, lanes = take_lanes(model, g), list(g)
         own = [(unfold(x, 7)[:, lanes].flatten(1, 2) if kind == "cnn" else x[..., lanes], y[..., lanes]) for x, y in data]
         few = measure_worth(part, TASKS[kind], own)
         every = measure_worth(part, TASKS[kind], own, whole.slots)
@@ -146,7 +146,7 @@ def test_the_model_does_not_notice(kind, blend, stacked, fails, monkeypatch):
 def test_a_lane_whose_seed_is_nan_is_alone_with_it():
     model, ill = grown("cnn", 3), grown("cnn", 3)
     slot = ill.slot("r0c0")
-    for p in slot.banks[slot.blueprints[slot.state(0).blueprint]].parameters(): rows(p.data, 7)[0] = math.nan
+    for p in slot.banks[slot.blueprints[slot.state(0).blueprint]].parameters(): by_lane(p.data, 7)[0] = math.nan
     a, b = measure_worth(model, TASKS["cnn"], batches("cnn", 7)), measure_worth(ill, TASKS["cnn"], batches("cnn", 7))
     assert torch.equal(a.loss[:, 1:], b.loss[:, 1:]) and torch.equal(a.accuracy_pp[:, 1:], b.accuracy_pp[:, 1:])
     assert b.loss[1::2, 0].isnan().all() and torch.equal(a.loss[::2, 0], b.loss[::2, 0]), "wrong exactly where it takes part"
@@ -156,7 +156,7 @@ def test_a_lane_whose_seed_is_nan_is_alone_with_it():
 
 def population(slots=("r0c0", "r0c1", "r0c2"), **kw):
     "Four lanes that hear different seeds; their alphas hold, so that an epoch's end changes none."
-    pop = new_population(DIGITS, FitConfig(lanes=4, epochs=9, guard=None, **kw), slots, DATA, blueprints=["norm", "depthwise", "conv_light"])
+    pop = new_population(DIGITS, FitConfig(lanes=4, epochs=9, governor=None, **kw), slots, DATA, blueprints=["norm", "depthwise", "conv_light"])
     for i, lives in enumerate([(), ("blending",), ("training", "blending", "holding"), ("fossil", "blending", "blending")]):
         for j, life in enumerate(lives): put_in(pop.model, slots[j], i, ("conv_light", "norm", "depthwise")[(i + j) % 3], life, Blend((i + j) % 3), .5)
     return pop

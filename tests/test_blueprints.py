@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.blueprints import (FAMILIES, LaneFlexAttention, blueprint, blueprint_size, get_blueprint, list_blueprints, make_blueprint, norm_groups, open_relu,
+from esper_nb.grow.blueprints import (FAMILIES, LaneFlexAttention, blueprint, blueprint_size, get_blueprint, list_blueprints, make_blueprint, norm_groups, open_relu,
                                  probe, smoke_test)
-from esper_nb.lanes import LaneAttention, lane_state, num_lanes, reset_rows, rows, take_rows, unfold
+from esper_nb.core.lanes import LaneAttention, lane_state, num_lanes, reset_lanes, by_lane, take_lanes, unfold
 
 torch.set_num_threads(1)
 ALL = [(f, k) for f in FAMILIES for k in list_blueprints(family=f)]
@@ -43,20 +43,20 @@ def test_lanes_are_separate_networks_forward_and_backward(family, name, training
     y = m(x)
     y.backward(torch.cos(x.detach() * 3))
     for i in range(n):
-        one = take_rows(m, [i])
+        one = take_lanes(m, [i])
         xi = part(x.detach(), n, i, family).clone().requires_grad_()
         yi = one(xi)
         yi.backward(torch.cos(xi.detach() * 3))
         torch.testing.assert_close(part(y, n, i, family), yi, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(part(x.grad, n, i, family), xi.grad, rtol=1e-4, atol=1e-5)
-        for p, q in zip(m.parameters(), one.parameters()): torch.testing.assert_close(rows(p.grad, n)[i], q.grad.view_as(rows(p.grad, n)[i]), rtol=1e-4, atol=1e-4)
+        for p, q in zip(m.parameters(), one.parameters()): torch.testing.assert_close(by_lane(p.grad, n)[i], q.grad.view_as(by_lane(p.grad, n)[i]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family,name", ALL)
 def test_a_lane_of_nan_stays_alone(family, name):
     n, c = 3, 16
     m, sick = noisy(make_blueprint(name, family, c, n)), noisy(make_blueprint(name, family, c, n))
-    for p in sick.parameters(): rows(p.data, n)[1] = torch.nan
+    for p in sick.parameters(): by_lane(p.data, n)[1] = torch.nan
     out = []
     for net in (m, sick):
         x = probe(family, n * c).clone().requires_grad_()
@@ -65,7 +65,7 @@ def test_a_lane_of_nan_stays_alone(family, name):
         out.append((y, x.grad, [p.grad for p in net.parameters()]))
     for i in (0, 2):
         for k in (0, 1): assert torch.equal(part(out[0][k], n, i, family), part(out[1][k], n, i, family))
-        for g, h in zip(out[0][2], out[1][2]): assert torch.equal(rows(g, n)[i], rows(h, n)[i])
+        for g, h in zip(out[0][2], out[1][2]): assert torch.equal(by_lane(g, n)[i], by_lane(h, n)[i])
 
 
 @pytest.mark.parametrize("family,name", [k for k in ALL if k[1] != "noop"])
@@ -99,7 +99,7 @@ def test_causal(family, name):
 def test_reset_rows_gives_the_start_that_construction_gives():
     for family, name in ALL:
         m = make_blueprint(name, family, 16, 2)
-        reset_rows(m, [1], 0)
+        reset_lanes(m, [1], 0)
         if hasattr(m, "zero") and m.zero:
             assert torch.equal(part(m(probe(family, 32)), 2, 1, family), part(probe(family, 32), 2, 1, family))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.checkpoints import (Autosave, CheckpointError, EnvState, contract_difference, decode_tree, encode_tree, load_checkpoint, previous_checkpoint,
+from esper_nb.record.checkpoints import (Autosave, CheckpointError, EnvState, contract_difference, decode_tree, encode_tree, load_checkpoint, previous_checkpoint,
                                   read_checkpoint, save_checkpoint, write_checkpoint)
 
 numbers = st.one_of(st.integers(), st.integers(min_value=2**100, max_value=2**130), st.floats(allow_nan=False), st.booleans(), st.none(), st.text(max_size=8))
@@ -73,7 +73,7 @@ def test_a_failed_save_leaves_the_old_one_alone(tmp_path):
 
 KILLER = """
 import os, random, signal, sys, time, torch
-from esper_nb.checkpoints import previous_checkpoint, read_checkpoint, write_checkpoint
+from esper_nb.record.checkpoints import previous_checkpoint, read_checkpoint, write_checkpoint
 torch.set_num_threads(1)
 path, times, k, bad = sys.argv[1], int(sys.argv[2]), 0, []
 rng = random.Random(0)
@@ -141,7 +141,7 @@ def damaged(path, evil):
 
 
 def rewrite(good, change, sign=False):
-    from esper_nb.checkpoints import _digest
+    from esper_nb.record.checkpoints import _digest
     from safetensors.torch import load
     head = int.from_bytes(good[:8], "little")
     header = json.loads(good[8:8 + head])
@@ -235,9 +235,9 @@ def test_environments_with_a_state_of_their_own():
 RUN = """
 import json, sys, dataclasses
 import gymnasium as gym, torch
-from esper_nb.checkpoints import Autosave, EnvState, load_checkpoint, write_checkpoint
-from esper_nb.policies import PolicyConfig
-from esper_nb.ppo import Learner, PPOConfig, train_ppo
+from esper_nb.record.checkpoints import Autosave, EnvState, load_checkpoint, write_checkpoint
+from esper_nb.learn.policies import PolicyConfig
+from esper_nb.learn.learner import Learner, PPOConfig, train_ppo
 torch.set_num_threads(1)
 path, updates, resume, more, core, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", int(sys.argv[4]), sys.argv[5], sys.argv[6]
 envs = gym.make_vec("CartPole-v1", num_envs=4, vectorization_mode=mode)
@@ -274,8 +274,8 @@ def test_resume_in_a_new_process_is_exact(core, mode, more, tmp_path, monkeypatc
 @pytest.mark.parametrize("edge", [1, 6, 7, 8, 10, 11, 17, 18])
 def test_saved_at_any_step_edge(edge, tmp_path, one_thread, stop_at):
     "Stopped in the middle of a rollout or of an update, saved, and continued by objects built anew."
-    from esper_nb.policies import PolicyConfig
-    from esper_nb.ppo import Learner, PPOConfig, train_ppo
+    from esper_nb.learn.policies import PolicyConfig
+    from esper_nb.learn.learner import Learner, PPOConfig, train_ppo
     def make():
         envs = gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
         config = PPOConfig(num_steps=6, num_updates=3, num_minibatches=2, update_epochs=2, norm_obs=True, norm_reward=True, norm_value=True)

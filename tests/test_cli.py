@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from esper_nb import cli
-from esper_nb.cli import lab_command, main, parse_settings
-from esper_nb.compare import Comparison
-from esper_nb.recipes import get_recipe, list_recipes, register_recipe
-from esper_nb.rows import encode_row
-from esper_nb.runs import cut_rows, open_run
-from esper_nb.telemetry import read_rows
+from esper_nb.run.cli import lab_command, main, parse_settings
+from esper_nb.run.compare import Comparison
+from esper_nb.run.recipes import get_recipe, list_recipes, register_recipe
+from esper_nb.record.rows import encode_row
+from esper_nb.run.runs import cut_rows, open_run
+from esper_nb.record.recorder import read_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = [w for pair in ("env.num_envs=4", "env.horizon=8", "env.limit=256", "ppo.num_steps=8", "ppo.num_minibatches=2", "save_every=1", "env.workers=1") for w in ("--set", pair)]
@@ -21,8 +21,8 @@ SMALL = [w for pair in ("env.num_envs=4", "env.horizon=8", "env.limit=256", "ppo
 CHILD = """
 import os, signal, sys, torch
 torch.set_num_threads(1)
-from esper_nb.cli import main
-from esper_nb.envs import GrowVecEnv
+from esper_nb.run.cli import main
+from esper_nb.control.envs import GrowVecEnv
 at, number, count, step = int(sys.argv[1]), int(sys.argv[2]), 0, GrowVecEnv.step
 def counted(self, actions):
     global count

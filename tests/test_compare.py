@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from scipy.stats import trim_mean
 
-from esper_nb.actions import Choice
-from esper_nb.compare import (Comparison, PolicyPlayer, RandomPlayer, RulePlayer, best_schedule, compare_controllers, comparison_text, list_schedules, play_lanes,
+from esper_nb.control.actions import Choice
+from esper_nb.run.compare import (Comparison, PolicyPlayer, RandomPlayer, RulePlayer, best_schedule, compare_controllers, comparison_text, list_schedules, play_lanes,
                               simple_controllers, timetable)
-from esper_nb.controllers import QUICK, Fixed, Heuristic, WaitOnly, bootstrap_interval, interquartile_mean
-from esper_nb.envs import GrowVecEnv
-from esper_nb.faults import Fault
-from esper_nb.ppo import Learner, PPOConfig, train_ppo
-from esper_nb.rollouts import play
+from esper_nb.control.rules import QUICK, Fixed, Heuristic, WaitOnly, bootstrap_interval, interquartile_mean
+from esper_nb.control.envs import GrowVecEnv
+from esper_nb.train.faults import Fault
+from esper_nb.learn.learner import Learner, PPOConfig, train_ppo
+from esper_nb.learn.rollouts import play
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 numbers = st.floats(-1e6, 1e6)

@@ -7,14 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-import esper_nb.dashboard as dashboard_module
-from esper_nb.dashboard import THRESHOLDS, Dashboard, live_front_end, log_html, plot_session, session_text, status_html, time_words
-from esper_nb.feeds import Feed, Pacer, session_packet
-from esper_nb.governor import Governor, GovernorConfig
-from esper_nb.lanes import lane_state, rows
-from esper_nb.sessions import Session, Track, lane_gates
-from esper_nb.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
-from esper_nb.trainer import FitConfig, fit, new_population
+import esper_nb.show.dashboard as dashboard_module
+from esper_nb.show.dashboard import THRESHOLDS, Dashboard, live_front_end, log_html, plot_session, session_text, status_html, time_words
+from esper_nb.show.live import Feed, Pacer, session_packet
+from esper_nb.guard.governor import Governor, GovernorConfig
+from esper_nb.core.lanes import lane_state, by_lane
+from esper_nb.show.session import Session, Track, lane_gates
+from esper_nb.show.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
+from esper_nb.train.trainer import FitConfig, fit, new_population
 
 torch.set_num_threads(1)
 
@@ -25,7 +25,7 @@ def population(lanes=4, epochs=12, **kw):
 def weights(pop): return {k: t.clone() for k, t in lane_state(pop.model).items()}
 
 def equal(a, b, lanes=None, n=1):
-    pick = lambda t: t if lanes is None else rows(t, n)[lanes]
+    pick = lambda t: t if lanes is None else by_lane(t, n)[lanes]
     return all(torch.equal(pick(a[k]), pick(b[k])) for k in a)
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_wrong_requests_are_refused_and_change_nothing(run):
     for r in (s.provoke("typo", 0), s.provoke("nan", 9), s.seed("germinate", 0, "nowhere", "norm"), s.seed("germinate", 0, "r0c0", "typo"), s.seed("prune", 0, "r0c0"),
               s.adjust(multiplyer=2.), s.adjust(window=3), s.rollback(7), s.step(0), s.set_pace(-1)):
         assert r.ok is False and "refused" in r.message, r
-    assert s.steps == 0 and equal(before, weights(pop)) and pop.guard.config == population(2).guard.config
+    assert s.steps == 0 and equal(before, weights(pop)) and pop.governor.config == population(2).governor.config
     with pytest.raises(ValueError, match="'dance', expected one of"): s.ask("dance")
 
 def test_errors_of_the_thread_are_kept_and_the_session_lives_on(run):
@@ -144,7 +144,7 @@ def test_a_frame_that_cannot_be_filed_is_an_error_too(run):
     assert s.wait() == "failed" and s.error
 
 def test_the_end_of_the_ladder_is_shown_with_its_report(run):
-    s = run(population(1, 30, guard=GovernorConfig(lowers=0, rollbacks=0, max_rollbacks=0)))
+    s = run(population(1, 30, governor=GovernorConfig(lowers=0, rollbacks=0, max_rollbacks=0)))
     steps(s, 4)
     s.provoke("nan", 0).wait()
     s.start()
@@ -241,10 +241,10 @@ def test_every_threshold_moves_while_running(run, name):
     s = run(pop)
     s.start()
     low, high, step = THRESHOLDS[name]
-    old = getattr(pop.guard.config, name)
+    old = getattr(pop.governor.config, name)
     value = type(old)(min(high, max(low, (old or low) + step))) if old is not None else high / 2
     r = s.adjust(**{name: value}).wait()
-    assert r.ok and getattr(pop.guard.config, name) == value and name.replace("_", " ") in r.message
+    assert r.ok and getattr(pop.governor.config, name) == value and name.replace("_", " ") in r.message
     s.pause().wait()
 
 def test_saving_and_loading_goes_on_exactly(run, tmp_path):
@@ -264,8 +264,8 @@ def test_gates_are_the_governors(run):
     pop = population(2, 20)
     s = run(pop)
     steps(s, 5)
-    g = lane_gates(pop.guard, 2)
-    assert np.allclose(g[:, 0], np.maximum.reduce([g[:, 1], g[:, 2], g[:, 3]])) and np.allclose(g[:, 1], pop.guard.config.absolute * pop.data.chance_loss)
+    g = lane_gates(pop.governor, 2)
+    assert np.allclose(g[:, 0], np.maximum.reduce([g[:, 1], g[:, 2], g[:, 3]])) and np.allclose(g[:, 1], pop.governor.config.absolute * pop.data.chance_loss)
     s.adjust(absolute=7.).wait()
     assert np.allclose(s.edges.rows[-1, 1 + 1], 7 * pop.data.chance_loss)          # drawn from that edge on
 
@@ -299,9 +299,9 @@ def test_a_guarded_loop_steps_batch_by_batch(run, fault):
     assert s.wait() == "done" and s.steps == 200
 
 def test_ppo_over_lanes_runs_in_a_session(run):
-    from esper_nb.envs import GrowVecEnv
-    from esper_nb.policies import PolicyConfig
-    from esper_nb.ppo import Learner, PPOConfig, train_ppo
+    from esper_nb.control.envs import GrowVecEnv
+    from esper_nb.learn.policies import PolicyConfig
+    from esper_nb.learn.learner import Learner, PPOConfig, train_ppo
     def learner():
         envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=5, gamma=.99, limit=320, workers=1)
         return Learner(envs, PPOConfig(num_steps=4, num_updates=2, gamma=.99, num_minibatches=1), PolicyConfig(hidden=16), heads=envs.actions)
@@ -315,9 +315,9 @@ def test_ppo_over_lanes_runs_in_a_session(run):
     assert s.rollback(0).wait().ok is False and "punished" in s.notes[-1].text
 
 def test_a_fault_in_a_controllers_lane_is_an_incident(run):
-    from esper_nb.envs import GrowVecEnv
-    from esper_nb.policies import PolicyConfig
-    from esper_nb.ppo import Learner, PPOConfig
+    from esper_nb.control.envs import GrowVecEnv
+    from esper_nb.learn.policies import PolicyConfig
+    from esper_nb.learn.learner import Learner, PPOConfig
     envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=30, gamma=.99, limit=320, workers=1)
     s = run(EnvSource(Learner(envs, PPOConfig(num_steps=8, num_updates=2, gamma=.99, num_minibatches=1), PolicyConfig(hidden=16), heads=envs.actions)))
     steps(s, 5)
@@ -459,14 +459,14 @@ def test_every_button_works(board):
 
 def test_a_threshold_can_be_moved_switched_off_and_on(board):
     board.widget()
-    guard = board.session.source.guard
+    governor = board.session.source.governor
     board.sliders["multiplier"].value = 5.; board.session.ask("pause").wait()
-    assert guard.config.multiplier == 5.
+    assert governor.config.multiplier == 5.
     row = board._threshold("huge", "x")
     row.children[2].value = False; board.session.ask("pause").wait()
-    assert guard.config.huge is None and row.children[1].disabled
+    assert governor.config.huge is None and row.children[1].disabled
     row.children[2].value = True; board.session.ask("pause").wait()
-    assert guard.config.huge == 20.
+    assert governor.config.huge == 20.
 
 def test_lane_and_slot_follow_the_pickers_and_the_canvas(board):
     board.widget()

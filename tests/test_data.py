@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import functional as TF
 
-from esper_nb.data import (ImageData, TextData, balanced_order, load_cifar10, load_digits_data, load_prose, load_text_file,
+from esper_nb.train.data import (ImageData, TextData, balanced_order, load_cifar10, load_digits_data, load_prose, load_text_file,
                            synthetic_cifar10)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.distributions import Categorical
 
-from esper_nb.distributions import Heads, MaskedHeads, choose, heads_of, to_env
+from esper_nb.learn.distributions import Heads, MaskedHeads, choose, heads_of, to_env
 
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 

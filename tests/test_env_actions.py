@@ -3,8 +3,8 @@ import numpy as np
 import torch
 from test_envs import equal, make, weights
 
-from esper_nb.actions import Choice, draw_actions, read_slots
-from esper_nb.lanes import lane_state
+from esper_nb.control.actions import Choice, draw_actions, read_slots
+from esper_nb.core.lanes import lane_state
 
 
 def lives(env, epochs, seed=0):

@@ -13,20 +13,20 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 from test_vector_conformance import TASK, same, tiny_data
 
-from esper_nb.actions import Choice, draw_actions
-from esper_nb.checkpoints import EnvState, read_checkpoint, write_checkpoint
-from esper_nb.controllers import QUICK, QUICK_RULES, Fixed, Heuristic, RandomLegal, WaitOnly
-from esper_nb.core import generator
-from esper_nb.decisions import Decision
-from esper_nb.envs import EnvConfig, GrowEnv, GrowVecEnv, run_controller
-from esper_nb.faults import Fault
-from esper_nb.lanes import lane_state, rows
-from esper_nb.policies import PolicyConfig
-from esper_nb.ppo import Learner, PPOConfig, train_ppo
-from esper_nb.rewards import PRESETS
-from esper_nb.seeds import Gates, Rules
-from esper_nb.stages import Stage
-from esper_nb.telemetry import record_rows
+from esper_nb.control.actions import Choice, draw_actions
+from esper_nb.record.checkpoints import EnvState, read_checkpoint, write_checkpoint
+from esper_nb.control.rules import QUICK, QUICK_RULES, Fixed, Heuristic, RandomLegal, WaitOnly
+from esper_nb.core.config import generator
+from esper_nb.grow.decisions import Decision
+from esper_nb.control.envs import EnvConfig, GrowEnv, GrowVecEnv, run_controller
+from esper_nb.train.faults import Fault
+from esper_nb.core.lanes import lane_state, by_lane
+from esper_nb.learn.policies import PolicyConfig
+from esper_nb.learn.learner import Learner, PPOConfig, train_ppo
+from esper_nb.control.rewards import PRESETS
+from esper_nb.grow.seeds import Gates, Rules
+from esper_nb.grow.stages import Stage
+from esper_nb.record.recorder import record_rows
 
 MODES = [m.value for m in AutoresetMode]
 QUICKLY = Rules(gates=Gates(training_epochs=1, health=0.), embargo=1)
@@ -60,7 +60,7 @@ def lane_of(results, i):
 
 def weights(env, i):
     model, at = env.model_of(i)
-    return {k: rows(t, model.lanes)[at].clone() for k, t in lane_state(model).items()}
+    return {k: by_lane(t, model.lanes)[at].clone() for k, t in lane_state(model).items()}
 
 
 def equal(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
@@ -211,9 +211,9 @@ def test_a_panic_at_any_step_is_one_terminal_transition(mode, at):
         calm_result = calm.step(act(calm, 0, t))
         if term[1] or trunc[1]: ends.append((t, reward[1], term[1], trunc[1]))
         source = info.get("final_info", info) if mode == "SameStep" else info
-        assert ("rollback_penalty" in source) == (t == at)
+        assert ("rolled_back" in source) == (t == at)
         if t == at:
-            assert source["_rollback_penalty"].tolist() == [False, True, False] and source["rollback_penalty"][1] == -10
+            assert source["_rollback_penalty"].tolist() == [False, True, False] and source["rolled_back"][1] == -10
             assert reward[1] == -10 and term.tolist() == [False, True, False] and env.last_result.terms["rollback"].tolist() == [0, -10, 0]
         assert np.array_equal(reward[[0, 2]], calm_result[1][[0, 2]])
         if mode == "Disabled":
@@ -232,16 +232,16 @@ def test_a_panic_at_any_step_is_one_terminal_transition(mode, at):
 def test_after_a_rollback_the_restored_state_goes_on_and_after_the_horizon_a_fresh_one():
     env = make(2, autoreset_mode="Disabled", width=1, horizon=8, faults=(Fault("nan", 0, 5),))
     env.reset(seed=0)
-    guard, kept = env.parts[0][1].guard, []
+    governor, kept = env.parts[0][1].governor, []
     for t in range(6):
         *_, term, trunc, _ = env.step(np.zeros((2, 8), int))
         kept.append(weights(env, 0))
-    assert term.tolist() == [True, False] and guard.reports[-1].lane == 0
+    assert term.tolist() == [True, False] and governor.reports[-1].lane == 0
     assert any(equal(kept[-1], k) for k in kept[2:5]) # an epoch that was fine, not the first state
     env.reset(options={"reset_mask": term})
     assert equal(weights(env, 0), kept[-1]) and env.episode.tolist() == [1, 0] and not env.fresh[0]
     env.reset(options={"reset_mask": np.array([True, False]), "fresh": True})
-    assert not equal(weights(env, 0), kept[-1]) and env.fresh[0] and guard.stats.judged[0] == 0
+    assert not equal(weights(env, 0), kept[-1]) and env.fresh[0] and governor.stats.judged[0] == 0
     assert all((t[0] == 0).all() for k, t in env.parts[0][1].stepper.owners["host"].state_dict().items() if k == "steps")
 
 
@@ -320,7 +320,7 @@ def test_ppo_blames_the_transition_that_was_rolled_back():
         env = make(4, autoreset_mode=mode, faults=(Fault("nan", 2, 1), Fault("nan", 3, 6)))
         learner = Learner(env, PPOConfig(num_steps=5, num_updates=2, num_minibatches=2, update_epochs=1, norm_reward=True), PolicyConfig(hidden=8, features=(8,)), heads=env.actions)
         updates = list(train_ppo(learner))
-        assert [u.penalties for u in updates] == [1, 1] and all(u.stopped == "" and u.first_gap < 1e-5 for u in updates)
+        assert [u.rollbacks for u in updates] == [1, 1] and all(u.stopped == "" and u.first_gap < 1e-5 for u in updates)
         assert [r for u in updates for r in u.returns] == pytest.approx([r.reward for r in env.records], abs=1e-4)
         assert sum(r.refused for r in env.records) == 0 # the policy knows what is legal
 
@@ -343,5 +343,5 @@ def test_stable_baselines_train_on_it_unmodified(kind):
 
 
 def test_no_pickle():
-    import esper_nb.envs, esper_nb.episodes
-    assert all("pickle" not in open(m.__file__).read() for m in (esper_nb.envs, esper_nb.episodes))
+    import esper_nb.control.envs, esper_nb.control.episodes
+    assert all("pickle" not in open(m.__file__).read() for m in (esper_nb.control.envs, esper_nb.control.episodes))

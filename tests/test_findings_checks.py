@@ -12,25 +12,25 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from scripts.notebooks import LIB, ROOT
+from scripts.notebooks import ROOT, find_modules
 from test_vector_conformance import TASK, tiny_data
 from torch import nn
 
-from esper_nb.core import check_device
-from esper_nb.envs import EnvConfig, GrowVecEnv
-from esper_nb.governor import Governor, GovernorConfig, GovernorStop
-from esper_nb.lanes import lane_state, rows
-from esper_nb.plans import Workers
-from esper_nb.policies import PolicyConfig
-from esper_nb.ppo import Learner, PPOConfig
-from esper_nb.rows import gate_rows, run_rows
-from esper_nb.snapshots import Snapshot
-from esper_nb.tasks import create_model, get_task
-from esper_nb.trainer import FitConfig, evaluate, fit, new_population, run_epoch
+from esper_nb.core.config import check_device
+from esper_nb.control.envs import EnvConfig, GrowVecEnv
+from esper_nb.guard.governor import Governor, GovernorConfig, GovernorStop
+from esper_nb.core.lanes import lane_state, by_lane
+from esper_nb.core.workers import Workers
+from esper_nb.learn.policies import PolicyConfig
+from esper_nb.learn.learner import Learner, PPOConfig
+from esper_nb.record.rows import limit_rows, run_rows
+from esper_nb.guard.snapshots import Snapshot
+from esper_nb.train.tasks import create_model, get_task
+from esper_nb.train.trainer import FitConfig, evaluate, fit, new_population, run_epoch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODULES = {p.stem: ast.parse(p.read_text(encoding="utf-8")) for p in sorted(LIB.glob("*.py")) if p.name not in ("__init__.py", "_modidx.py")}
+MODULES = {p.stem: ast.parse(p.read_text(encoding="utf-8")) for p in find_modules()}
 
 
 def population(lanes=2, **kw): return new_population(TASK, FitConfig(lanes=lanes, workers=1, **kw), data=tiny_data(), blueprints=("norm", "conv_small"))
@@ -109,10 +109,10 @@ def test_two_governors_in_two_threads_do_not_meet():
 
 
 def test_weights_are_back_before_seeds_are_pruned(monkeypatch):
-    pop = population(guard=GovernorConfig(lowers=0))
+    pop = population(governor=GovernorConfig(lowers=0))
     run_epoch(pop)
     def poison(net, stepper, lanes, b, x, y):
-        rows(next(net.parameters()).data, len(lanes))[0] = math.nan
+        by_lane(next(net.parameters()).data, len(lanes))[0] = math.nan
         return x, y
     def fail(*a): raise OSError("pruning failed")
     monkeypatch.setattr(type(pop.model), "prune_live", fail)
@@ -126,7 +126,7 @@ def test_anomalies_are_told_before_any_rollback():
     told = []
     for x in (7., 7.5):
         assert gov.watch(x) == ()
-        told.append(gate_rows(gov, step=int(gov.stats.judged[0]))[0]["gate.anomalies"])
+        told.append(limit_rows(gov, step=int(gov.stats.judged[0]))[0]["gate.anomalies"])
     assert told == [1, 2] and [x for _, x in gov.stats.anomalies(0)] == [7., 7.5]
 
 
@@ -153,7 +153,7 @@ def test_the_batch_size_is_the_one_asked_for_and_is_written_down(asked):
 
 
 def test_training_prints_nothing(capfd):
-    for _ in zip(range(2), fit(population(guard=GovernorConfig()))): pass
+    for _ in zip(range(2), fit(population(governor=GovernorConfig()))): pass
     assert capfd.readouterr() == ("", "")
 
 
@@ -204,7 +204,7 @@ def test_a_reset_fills_what_is_there():
     env.reset(seed=0)
     pop = env.parts[0][1]
     def places(): return {k: t.data_ptr() for k, t in (lane_state(pop.model) | pop.stepper.state_dict()).items()}
-    def banks(): return sorted(t.data_ptr() for bank in pop.guard.snapshot.banks for t in bank.values())
+    def banks(): return sorted(t.data_ptr() for bank in pop.governor.snapshot.banks for t in bank.values())
     before, held, workers = places(), banks(), pop.workers
     for _ in range(3): env.step(np.zeros((3, 8), int)); env.reset(options={"reset_mask": np.ones(3, bool)})
     assert places() == before and banks() == held and env.parts[0][1] is pop and pop.workers is workers

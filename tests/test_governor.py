@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.governor import GOVERNOR_PRESETS, Governor, GovernorConfig, GovernorStop, Proposal, preflight, scale_lr
-from esper_nb.lanes import linear, rows
-from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
+from esper_nb.guard.governor import GOVERNOR_PRESETS, Governor, GovernorConfig, GovernorStop, Proposal, preflight, scale_lr
+from esper_nb.core.lanes import linear, by_lane
+from esper_nb.train.optim import LaneOptimizer, LaneScaler, Stepper
 
 CHANCE = math.log(10)
 QUICK = GovernorConfig(snapshot_every=10, probation=10)
@@ -310,12 +310,12 @@ class LaneLoop:
         return self.gov.watch(loss, info.norms["host"])
 
 def everything(loop, i):
-    return [rows(t.detach() if t.ndim else t.view(1), loop.n)[i] for t in [*loop.net.parameters(), *loop.stepper.state_dict().values()]]
+    return [by_lane(t.detach() if t.ndim else t.view(1), loop.n)[i] for t in [*loop.net.parameters(), *loop.stepper.state_dict().values()]]
 
 def test_other_lanes_are_bit_equal_to_an_untouched_run():
     hurt, free = LaneLoop(), LaneLoop()
-    def nan(loop): rows(loop.net[0].weight.data, 4)[2] = math.nan
-    def explode(loop): rows(loop.net[2].weight.data, 4)[0] *= -40
+    def nan(loop): by_lane(loop.net[0].weight.data, 4)[2] = math.nan
+    def explode(loop): by_lane(loop.net[2].weight.data, 4)[0] *= -40
     for t in range(160):
         hurt.step({90: nan, 120: explode}.get(t, lambda loop: None)); free.step()
     assert {(r.lane, r.reason) for r in hurt.gov.reports} == {(2, "non-finite"), (0, "explosion")} and not free.gov.reports
@@ -324,7 +324,7 @@ def test_other_lanes_are_bit_equal_to_an_untouched_run():
 
 def test_lanes_stop_one_by_one():
     loop = LaneLoop(rollbacks=1, cooldown=10**6)
-    def nan(loop): rows(loop.net[0].weight.data, 4)[:2] = math.nan
+    def nan(loop): by_lane(loop.net[0].weight.data, 4)[:2] = math.nan
     for t in range(40): loop.step()
     for _ in range(6): loop.step(nan)
     assert loop.gov.stopped.tolist() == [True, True, False, False] and [r.action for r in loop.gov.reports] == ["rollback"] * 2 + ["stop"] * 2
@@ -337,7 +337,7 @@ def test_a_lane_whose_state_is_bad_is_found_before_its_loss_is():
     for t in range(35): loop.step()
     opt = loop.stepper.owners["host"]
     key = next(k for k in opt.state_dict() if "exp_avg." in k or k.startswith("exp_avg"))
-    rows(opt.state_dict()[key], 4)[3] = math.inf
+    by_lane(opt.state_dict()[key], 4)[3] = math.inf
     out = loop.gov._save(None) or list(loop.gov.reports)
     assert [(r.lane, r.reason) for r in out] == [(3, "state")]
     assert all(t.isfinite().all() for t in opt.state_dict().values())
@@ -388,9 +388,9 @@ def test_cuda_rollback_with_two_streams_at_work():
 
 
 def test_restored_step_is_the_lane_s_own():
-    net = linear(2, 2, n=2); guard = Governor(net, lanes=2, chance=2.3, config=GovernorConfig(snapshot_every=4, probation=0, sync_every=1))
-    guard.stats.judged[1] = 100   # a lane that has begun at another time
-    for _ in range(5): guard.watch(torch.tensor([1., 1.]))
-    reports = [r for _ in range(3) for r in guard.watch(torch.tensor([1., math.nan]))]
+    net = linear(2, 2, n=2); governor = Governor(net, lanes=2, chance=2.3, config=GovernorConfig(snapshot_every=4, probation=0, sync_every=1))
+    governor.stats.judged[1] = 100   # a lane that has begun at another time
+    for _ in range(5): governor.watch(torch.tensor([1., 1.]))
+    reports = [r for _ in range(3) for r in governor.watch(torch.tensor([1., math.nan]))]
     back = [r for r in reports if r.restored]
     assert back and all(r.lane == 1 and r.restored_step > 100 for r in back)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.gradients import (DriftTracker, flat_rows, grad_rows, gradient_health, health_score, lane_grad_norms, measured, norm_ratio,
+from esper_nb.train.gradients import (DriftTracker, flat_rows, grad_rows, gradient_health, health_score, lane_grad_norms, measured, norm_ratio,
                                 row_norms, tensor_norms)
 
 SHAPES = [(3, 2, 3, 3), (5,), (4, 7), (1,), (2, 3, 4)]

@@ -5,24 +5,24 @@ import math
 import pytest
 import torch
 
-from esper_nb.bench import GrowthCase, arithmetic_share, growth_text, machine
-from esper_nb.blending import Blend
-from esper_nb.decisions import Decision, apply_decisions
-from esper_nb.governor import GovernorConfig
-from esper_nb.lanes import lane_state, rows, take_rows
-from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
-from esper_nb.seeds import Gates, Reason, Rules
-from esper_nb.stages import COOLING, Stage
-from esper_nb.tasks import create_model, get_task
-from esper_nb.trainer import FitConfig, fit, grown_plan, new_population, run_epoch
+from esper_nb.bench.bench import GrowthCase, arithmetic_share, growth_text, machine
+from esper_nb.grow.blending import Blend
+from esper_nb.grow.decisions import Decision, apply_decisions
+from esper_nb.guard.governor import GovernorConfig
+from esper_nb.core.lanes import lane_state, by_lane, take_lanes
+from esper_nb.train.optim import LaneOptimizer, LaneScaler, Stepper
+from esper_nb.grow.seeds import Gates, Reason, Rules
+from esper_nb.grow.stages import COOLING, Stage
+from esper_nb.train.tasks import create_model, get_task
+from esper_nb.train.trainer import FitConfig, fit, grown_plan, new_population, run_epoch
 
 TASK = get_task("digits").replace(host=get_task("digits").host.replace(base=4), lr=.002)
 DATA = TASK.load(limit=8 * TASK.batch_size)
 KINDS = ["norm", "depthwise", "conv_light"]
 
 
-def population(lanes=4, guard=None, **kw):
-    return new_population(TASK, FitConfig(lanes=lanes, epochs=20, guard=guard, **kw), data=DATA, blueprints=KINDS)
+def population(lanes=4, governor=None, **kw):
+    return new_population(TASK, FitConfig(lanes=lanes, epochs=20, governor=governor, **kw), data=DATA, blueprints=KINDS)
 
 
 def grow(model, lanes, slot, kind, stage, blend=Blend.ADD):
@@ -58,7 +58,7 @@ def state(pop): return lane_state(pop.model) | pop.stepper.state_dict()
 def alone(pop, i):
     "Lane i of a population as a population of its own that is still called i."
     one = population(1)
-    for k, t in lane_state(one.model).items(): rows(t.data, 1)[:] = rows(lane_state(pop.model)[k].data, pop.lanes)[[i]]
+    for k, t in lane_state(one.model).items(): by_lane(t.data, 1)[:] = by_lane(lane_state(pop.model)[k].data, pop.lanes)[[i]]
     one.data = copy.copy(one.data)
     real = type(one.data).epoch
     one.data.epoch = lambda seed, lanes, epoch, size: real(one.data, seed, [i], epoch, size)
@@ -75,7 +75,7 @@ def test_lanes_at_different_stages_are_separate_networks(kw):
         torch.testing.assert_close(result.train.losses[:, i], r.train.losses[:, 0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(result.heldout.loss[i], r.heldout.loss[0], rtol=1e-4, atol=1e-5)
         for k, t in lane_state(pop.model).items():
-            if not k.endswith((".table", ".stream")): torch.testing.assert_close(rows(t, 4)[i], rows(lane_state(one.model)[k], 1)[0], rtol=1e-4, atol=1e-5)
+            if not k.endswith((".table", ".stream")): torch.testing.assert_close(by_lane(t, 4)[i], by_lane(lane_state(one.model)[k], 1)[0], rtol=1e-4, atol=1e-5)
         if r.worth is not None:
             mine = [result.worth.slots.index(k) for k in r.worth.slots]
             torch.testing.assert_close(result.worth.contribution[mine, i], r.worth.contribution[:, 0], equal_nan=True, rtol=0, atol=.6)
@@ -84,17 +84,17 @@ def test_lanes_at_different_stages_are_separate_networks(kw):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_seed_that_returns_nan_is_alone_with_it(workers):
     calm, ill = grown(workers=workers), grown(workers=workers)
-    for p in ill.model.slot("r0c0").banks["conv_light"].parameters(): rows(p.data, 4)[1] = math.nan
+    for p in ill.model.slot("r0c0").banks["conv_light"].parameters(): by_lane(p.data, 4)[1] = math.nan
     a, b = run_epoch(calm), run_epoch(ill)
     assert b.train.losses[:, 1].isnan().all() and b.train.skipped[1] == len(b.train.losses)
     for i in (0, 2, 3):
         assert torch.equal(a.train.losses[:, i], b.train.losses[:, i]) and a.heldout.loss[i] == b.heldout.loss[i]
-        for k, t in state(calm).items(): assert torch.equal(rows(t, 4)[i], rows(state(ill)[k], 4)[i]), k
+        for k, t in state(calm).items(): assert torch.equal(by_lane(t, 4)[i], by_lane(state(ill)[k], 4)[i]), k
 
 
 def test_an_empty_growing_model_trains_as_its_host():
     pop = population(workers=1)
-    host = take_rows(pop.model.host, range(4)).train()  # the host alone, checked out like any group
+    host = take_lanes(pop.model.host, range(4)).train()  # the host alone, checked out like any group
     opt = LaneOptimizer(host.named_parameters(), 4, TASK.optimizer, **TASK.optimizer_options)
     opt.set_lr(TASK.lr * pop.config.factor(0, pop.epochs))
     stepper, batches = Stepper(dict(host=opt), LaneScaler(4, enabled=False), 1.), DATA.epoch(0, range(4), [0] * 4, TASK.batch_size)
@@ -106,10 +106,10 @@ def test_an_empty_growing_model_trains_as_its_host():
 
 
 def test_rollback_prunes_what_lives_and_restores_fossils():
-    pop = grown(guard=GovernorConfig(lowers=0), workers=1)
+    pop = grown(governor=GovernorConfig(lowers=0), workers=1)
     for _ in range(3): run_epoch(pop)
     def poison(net, stepper, lanes, b, x, y):
-        if b == 2 and 3 in lanes: rows(next(net.parameters()).data, len(lanes))[list(lanes).index(3)] = math.nan
+        if b == 2 and 3 in lanes: by_lane(next(net.parameters()).data, len(lanes))[list(lanes).index(3)] = math.nan
         return x, y
     r = run_epoch(pop, disturb=poison)
     assert [(p.lane, p.action) for p in r.reports] == [(3, "rollback")]
@@ -117,10 +117,10 @@ def test_rollback_prunes_what_lives_and_restores_fossils():
     assert stages["r0c0"].stage == Stage.FOSSILIZED
     for k in ("r0c1", "r0c2"): assert stages[k].stage in COOLING and stages[k].reason == Reason.ROLLBACK
     assert pop.model.status().problems == [] and state(pop)["host.blocks.0.0.weight"].isfinite().all()
-    back = pop.guard.snapshot
+    back = pop.governor.snapshot
     saved = {k for k in back.difference([3])}
     assert not any("r0c0.banks" in k or "host." in k for k in saved), saved       # fossil and host: the snapshot's bits
-    assert not any(rows(t, 4)[3].any() for t in lane_state(pop.model.slot("r0c1").banks["norm"]).values())             # the pruned row is empty
+    assert not any(by_lane(t, 4)[3].any() for t in lane_state(pop.model.slot("r0c1").banks["norm"]).values())             # the pruned row is empty
     for i in (0, 1, 2): assert pop.model.slot("r0c0").state(i).stage != Stage.PRUNED
     assert run_epoch(pop).train.losses[:, 3].isfinite().all()
 
@@ -145,16 +145,16 @@ def test_optimizers_follow_growth():
     before = {k: p.detach().clone() for k, p in opt.params.items()}
     run_epoch(pop)
     for k, p in opt.params.items():
-        moved = (rows(p, 4) != rows(before[k], 4)).flatten(1).any(1).tolist()
+        moved = (by_lane(p, 4) != by_lane(before[k], 4)).flatten(1).any(1).tolist()
         assert moved == [True, False, True, False], (k, moved)
     momentum = [t for k, t in opt.state_dict().items() if k.startswith("momentum")]
-    assert all(rows(t, 4)[0].abs().max() < 9 for t in momentum) and all((rows(t, 4)[1] == 9).all() for t in momentum)
+    assert all(by_lane(t, 4)[0].abs().max() < 9 for t in momentum) and all((by_lane(t, 4)[1] == 9).all() for t in momentum)
     pop.model.prune("r0c0", 2)
     frozen = {k: t.clone() for k, t in opt.state_dict().items() if k != "lr"}
-    weights = {k: rows(p, 4)[2].clone() for k, p in opt.params.items()}
+    weights = {k: by_lane(p, 4)[2].clone() for k, p in opt.params.items()}
     run_epoch(pop)
-    assert all(torch.equal(rows(p, 4)[2], weights[k]) for k, p in opt.params.items())
-    assert all(torch.equal(rows(t, 4)[2], rows(frozen[k], 4)[2]) for k, t in opt.state_dict().items() if k != "lr")
+    assert all(torch.equal(by_lane(p, 4)[2], weights[k]) for k, p in opt.params.items())
+    assert all(torch.equal(by_lane(t, 4)[2], by_lane(frozen[k], 4)[2]) for k, t in opt.state_dict().items() if k != "lr")
 
 
 def test_a_gate_learns():
@@ -163,8 +163,8 @@ def test_a_gate_learns():
     before = {k: t.clone() for k, t in lane_state(pop.model.slot("r0c1").gate).items()}
     run_epoch(pop)
     after = lane_state(pop.model.slot("r0c1").gate)
-    assert any(not torch.equal(rows(after[k], 2)[1], rows(t, 2)[1]) for k, t in before.items())
-    assert all(torch.equal(rows(after[k], 2)[0], rows(t, 2)[0]) for k, t in before.items())
+    assert any(not torch.equal(by_lane(after[k], 2)[1], by_lane(t, 2)[1]) for k, t in before.items())
+    assert all(torch.equal(by_lane(after[k], 2)[0], by_lane(t, 2)[0]) for k, t in before.items())
 
 
 def test_measurements_reach_the_seeds():
@@ -198,7 +198,7 @@ def test_decisions_are_done_or_refused_with_a_reason():
     with pytest.raises(ValueError, match="verb='grow'"): apply_decisions(pop.model, [Decision("grow")] * 3)
     with pytest.raises(ValueError, match="slot"): apply_decisions(pop.model, [Decision("prune", "r7c7")] * 3)
     assert not apply_decisions(pop.model, [Decision("advance", "r0c0"), None, None])[0].ok or pop.model.slot("r0c0").state(0).stage == Stage.TRAINING
-    records = list(fit(pop, 1, policy=lambda p, last: [None, Decision("advance", "r0c0"), None]))
+    records = list(fit(pop, 1, controller=lambda p, last: [None, Decision("advance", "r0c0"), None]))
     assert records[0].decided[0].lane == 1 and not records[0].decided[0].ok and "G2" in records[0].decided[0].message
 
 

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core import generator
-from esper_nb.hosts import CNNConfig, GPTConfig, new_host
-from esper_nb.lanes import (attention, batch_norm2d, conv2d, embedding, group_norm, lane, lane_norms, lane_state, layer_norm, linear, LaneDropout, num_lanes,
-                            per_lane, put_rows, reset_rows, rows, Scale, take_rows, unfold, with_lanes)
-from esper_nb.tasks import lane_cross_entropy
+from esper_nb.core.config import generator
+from esper_nb.grow.hosts import CNNConfig, GPTConfig, new_host
+from esper_nb.core.lanes import (attention, batch_norm2d, conv2d, embedding, group_norm, lane, lane_norms, lane_state, layer_norm, linear, LaneDropout, num_lanes,
+                            per_lane, put_lanes, reset_lanes, by_lane, Scale, take_lanes, unfold, with_lanes)
+from esper_nb.train.tasks import lane_cross_entropy
 
 N = 4
 HOSTS = dict(cnn=CNNConfig(in_channels=1, size=8, base=4, blocks=3, pools=2), gpt=GPTConfig(vocab=13, d=16, heads=2, layers=2, block=8, segments=2))
@@ -83,19 +83,19 @@ def test_sequence_layers_take_and_put(name): check_rows(SEQUENCES[name], torch.r
 
 def check_rows(make, x, dim):
     m = make(N)
-    reset_rows(m, range(N), 0)
+    reset_lanes(m, range(N), 0)
     wanted = [2, 0]
-    few = take_rows(m, wanted)
+    few = take_lanes(m, wanted)
     assert num_lanes(few) == 2 and {k: t.shape[1:] for k, t in lane_state(few).items()} == {k: t.shape[1:] for k, t in lane_state(m).items()}
     got = few(unfold(x, N, dim).index_select(dim if dim > 0 else x.ndim - 1, torch.tensor(wanted)).flatten(*((1, 2) if dim > 0 else (-2, -1))))
     whole = unfold(m(x), N, dim)
     for k, i in enumerate(wanted):
         torch.testing.assert_close(unfold(got, 2, dim).select(dim if dim > 0 else -2, k), whole.select(dim if dim > 0 else -2, i), rtol=1e-5, atol=1e-6)
     other = make(N)
-    reset_rows(other, range(N), 1)
+    reset_lanes(other, range(N), 1)
     before = {k: t.clone() for k, t in lane_state(other).items()}
     ids = {k: id(t) for k, t in lane_state(other).items()}
-    put_rows(other, wanted, few)
+    put_lanes(other, wanted, few)
     assert ids == {k: id(t) for k, t in lane_state(other).items()}, "parameters are overwritten, never replaced"
     for k, t in lane_state(other).items():
         for i in range(N): assert torch.equal(rows(t, N)[i], rows(lane_state(few)[k], 2)[wanted.index(i)] if i in wanted else rows(before[k], N)[i])
@@ -108,22 +108,22 @@ def test_rows_round_trip(kind, data):
     lanes = data.draw(st.lists(st.integers(0, N - 1), min_size=1, unique=True))
     a, b = new_host(HOSTS[kind], N, seed=0), new_host(HOSTS[kind], N, seed=1)
     want = {k: t.clone() for k, t in lane_state(a).items()}
-    saved = take_rows(a, lanes)
-    put_rows(a, lanes, take_rows(b, lanes)); put_rows(a, lanes, saved)
+    saved = take_lanes(a, lanes)
+    put_lanes(a, lanes, take_lanes(b, lanes)); put_lanes(a, lanes, saved)
     for k, t in lane_state(a).items(): assert torch.equal(t, want[k])
 
 
 def test_reset_does_not_depend_on_the_population():
     for make in LAYERS.values():
         a, b = make(8), make(3)
-        reset_rows(a, [1, 7], 5); reset_rows(b, [1], 5); reset_rows(b, [2], 5, names=[7])
+        reset_lanes(a, [1, 7], 5); reset_lanes(b, [1], 5); reset_lanes(b, [2], 5, names=[7])
         for k, t in lane_state(b).items():
             for i, j in ((1, 1), (2, 7)): assert torch.equal(rows(t, 3)[i], rows(lane_state(a)[k], 8)[j])
 
 
 def test_dropout_repeats_after_a_restore():
     m, x = LaneDropout(.5, N), torch.ones(2, 3, N * 8)
-    reset_rows(m, range(N), 0)
+    reset_lanes(m, range(N), 0)
     saved = copy.deepcopy(m.state_dict())
     first = m(x); second = m(x)
     assert not torch.equal(first, second)

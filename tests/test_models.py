@@ -9,16 +9,16 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
-from esper_nb.blending import Blend, Curve, RampMode
-from esper_nb.blueprints import list_blueprints
-from esper_nb.hosts import CNNConfig, GPTConfig, new_host
-from esper_nb.lanes import lane_state, rows, take_rows, unfold
-from esper_nb.models import GrowingModel, attach_slots
-from esper_nb.optim import LaneOptimizer, Stepper, check_owners
-from esper_nb.seeds import Gates, Reason, Rules
-from esper_nb.slots import evaluating
-from esper_nb.snapshots import Snapshot
-from esper_nb.stages import COOLING, LIVE, MOVES, Stage
+from esper_nb.grow.blending import Blend, Curve, RampMode
+from esper_nb.grow.blueprints import list_blueprints
+from esper_nb.grow.hosts import CNNConfig, GPTConfig, new_host
+from esper_nb.core.lanes import lane_state, by_lane, take_lanes, unfold
+from esper_nb.grow.models import GrowingModel, attach_slots
+from esper_nb.train.optim import LaneOptimizer, Stepper, check_owners
+from esper_nb.grow.seeds import Gates, Reason, Rules
+from esper_nb.grow.slots import evaluating
+from esper_nb.guard.snapshots import Snapshot
+from esper_nb.grow.stages import COOLING, LIVE, MOVES, Stage
 
 torch.set_num_threads(1)
 CONFIGS = dict(cnn=CNNConfig(in_channels=1, size=8, base=8, blocks=2, classes=4), gpt=GPTConfig(vocab=16, d=16, heads=2, layers=3, block=8, segments=3))
@@ -42,7 +42,7 @@ def shake(model, size=.1):
             if s.blueprint is None or s.stage in COOLING: continue
             g = torch.Generator().manual_seed(7 * s.blueprint + 1)
             for p in [*model.slot(name).banks[model.slot(name).blueprints[s.blueprint]].parameters(), *(model.slot(name).gate.parameters() if s.blend == Blend.GATE else ())]:
-                row = rows(p.data, model.lanes)[i]
+                row = by_lane(p.data, model.lanes)[i]
                 row += size * torch.randn(row.shape, generator=g)
 
 def put_in(model, name, lane, blueprint, state, blend=Blend.ADD, goal=1.):
@@ -75,7 +75,7 @@ def mixed(kind, lanes=6, **kw):
 def test_lanes_are_separate_models_over_training_steps(kind, groups):
     "n lanes at n stages with n blueprints, trained together, are n models trained one by one."
     wide = mixed(kind)
-    parts = [take_rows(wide, g) for g in groups]
+    parts = [take_lanes(wide, g) for g in groups]
     opts = [torch.optim.SGD(m.parameters(), .05, momentum=.9) for m in (wide, *parts)]
     for step in range(5):
         x, y = batch(kind, 6, seed=step)
@@ -102,7 +102,7 @@ def test_a_lane_whose_seed_returns_nan(kind, bad):
         m = mixed(kind)
         if poison:
             for name in m.names:
-                for p in m.slot(name).banks.parameters(): rows(p.data, 6)[bad] = math.nan
+                for p in m.slot(name).banks.parameters(): by_lane(p.data, 6)[bad] = math.nan
         x, y = batch(kind, 6)
         z = m.train()(x)
         loss = loss_of(m, x, y); loss.sum().backward()
@@ -110,7 +110,7 @@ def test_a_lane_whose_seed_returns_nan(kind, bad):
     (z, l, g), (zb, lb, gb) = outs
     assert torch.equal(z[..., well, :], zb[..., well, :]) and torch.equal(l[well], lb[well]) and lb[bad].isnan()
     for k in g:
-        if g[k] is not None: assert torch.equal(rows(g[k], 6)[well], rows(gb[k], 6)[well]), k
+        if g[k] is not None: assert torch.equal(by_lane(g[k], 6)[well], by_lane(gb[k], 6)[well]), k
 
 
 # ---- exactness
@@ -126,8 +126,8 @@ def test_seeds_that_train_leave_host_output_and_gradient_exactly(kind):
         for (k, p), q in zip(model.host.named_parameters(), plain.parameters()): assert torch.equal(p.grad, q.grad), (blueprint, k)
         assert torch.equal(model(x), plain(x))
         grads = [p.grad for p in model.slot("r0c0").banks[blueprint].parameters()]
-        assert all(g is not None and rows(g, 3)[[0, 2]].isfinite().all() and not rows(g, 3)[1].any() for g in grads)
-        assert any(rows(g, 3)[0].any() and rows(g, 3)[2].any() for g in grads)
+        assert all(g is not None and by_lane(g, 3)[[0, 2]].isfinite().all() and not by_lane(g, 3)[1].any() for g in grads)
+        assert any(by_lane(g, 3)[0].any() and by_lane(g, 3)[2].any() for g in grads)
 
 
 @pytest.mark.parametrize("kind", ["cnn", "gpt"])
@@ -161,7 +161,7 @@ def test_fossilize_safely_with_a_probe_batch(kind):
     modes = [m.training for m in model.modules()]
     with pytest.raises(RuntimeError, match="lane 1 by"): model.fossilize(name, [0, 1], probe=x, force=True)
     assert model.slot(name).state(0).stage == Stage.HOLDING and [m.training for m in model.modules()] == modes
-    rows(next(model.slot(name).banks[model.slot(name).blueprints[-1]].parameters()).data, 6)[0] = math.inf
+    by_lane(next(model.slot(name).banks[model.slot(name).blueprints[-1]].parameters()).data, 6)[0] = math.inf
     with pytest.raises(RuntimeError, match="is not finite"): model.fossilize(name, 0, probe=x, force=True)
 
 
@@ -213,13 +213,13 @@ def test_state_dicts_of_other_models_are_refused():
 def test_a_snapshot_brings_back_every_seed_by_lane():
     model = grown("cnn"); x, _ = batch("cnn", 4)
     snap = Snapshot(model=model, lanes=4)
-    snap.take(); before_rows = {k: rows(v, 4).clone() for k, v in model.state_dict().items()}
+    snap.take(); before_rows = {k: by_lane(v, 4).clone() for k, v in model.state_dict().items()}
     before = model.train()(x).detach()
     for name in model.names[1:]: put_in(model, name, 1, "norm", "training")
     for s in range(4): epoch(model, "cnn", s)
-    after = {k: rows(v, 4).clone() for k, v in model.state_dict().items()}
+    after = {k: by_lane(v, 4).clone() for k, v in model.state_dict().items()}
     snap.restore(lanes=[1])
-    now = {k: rows(v, 4) for k, v in model.state_dict().items()}
+    now = {k: by_lane(v, 4) for k, v in model.state_dict().items()}
     for k in now: assert torch.equal(now[k][1], before_rows[k][1]) and torch.equal(now[k][[0, 2, 3]], after[k][[0, 2, 3]])
     snap.restore(); assert torch.equal(model.train()(x), before)
 
@@ -277,7 +277,7 @@ def test_disable_seeds_nests_and_restores_after_an_error():
 def stepper(model, **kw): return Stepper({k: LaneOptimizer(ps, model.lanes, "sgd", .05, momentum=.9) for k, ps in model.owners().items()}, **kw)
 
 def train(model, opt, kind, seed):
-    for owner, lanes in model.take_fresh().items(): opt.owners[owner].reset_rows(lanes)
+    for owner, lanes in model.take_fresh().items(): opt.owners[owner].reset_lanes(lanes)
     x, y = batch(kind, model.lanes, seed)
     opt.backward(loss_of(model.train(), x, y))
     return opt.step(model.active())
@@ -292,9 +292,9 @@ def test_optimizers_follow_growth(kind):
         train(model, opt, kind, step)
         for owner, ps in model.owners().items():
             for k, p in ps.items():
-                still = (rows(p, 6) == rows(before[k], 6)).flatten(1).all(1)
+                still = (by_lane(p, 6) == by_lane(before[k], 6)).flatten(1).all(1)
                 assert still[~active[owner]].all(), (owner, k)
-            moved = torch.stack([(rows(p, 6) != rows(before[k], 6)).flatten(1).any(1) for k, p in ps.items()]).any(0)
+            moved = torch.stack([(by_lane(p, 6) != by_lane(before[k], 6)).flatten(1).any(1) for k, p in ps.items()]).any(0)
             assert moved[active[owner]].all(), owner
     gates = [k for k, v in model.active().items() if k.endswith(".gate") and v.any()]
     assert gates, "gate networks learn"
@@ -304,7 +304,7 @@ def test_a_new_seed_starts_without_the_old_ones_momentum_and_a_fossil_keeps_its_
     model = new("cnn", 2, slots=["r0c0"], blueprints=["conv_light"])
     put_in(model, "r0c0", [0, 1], "conv_light", "holding"); opt = stepper(model)
     for s in range(3): train(model, opt, "cnn", s)
-    momentum = lambda: [rows(t, 2) for k, t in opt.owners["r0c0.conv_light"].state_dict().items() if "momentum" in k]
+    momentum = lambda: [by_lane(t, 2) for k, t in opt.owners["r0c0.conv_light"].state_dict().items() if "momentum" in k]
     kept = [m[0].clone() for m in momentum()]
     assert any(m.any() for m in kept)
     model.fossilize("r0c0", 0, force=True); model.prune("r0c0", 1)
@@ -313,7 +313,7 @@ def test_a_new_seed_starts_without_the_old_ones_momentum_and_a_fossil_keeps_its_
     model.germinate("r0c0", "conv_light", 1); model.advance("r0c0", 1)
     assert model.active()["r0c0.conv_light"].tolist() == [True, True]
     assert model.take_fresh() == {"r0c0.conv_light": [1]}
-    opt.owners["r0c0.conv_light"].reset_rows([1]); assert not any(m[1].any() for m in momentum()) and all(torch.equal(a, m[0]) for a, m in zip(kept, momentum()))
+    opt.owners["r0c0.conv_light"].reset_lanes([1]); assert not any(m[1].any() for m in momentum()) and all(torch.equal(a, m[0]) for a, m in zip(kept, momentum()))
 
 
 def test_a_fading_seed_is_frozen_while_the_host_still_learns_through_it():
@@ -321,20 +321,20 @@ def test_a_fading_seed_is_frozen_while_the_host_still_learns_through_it():
     put_in(model, "r0c0", [0, 1], "conv_light", "holding"); opt = stepper(model)
     model.schedule_prune("r0c0", 4, 0); model.tick()
     assert model.active()["r0c0.conv_light"].tolist() == [False, True]
-    before = [rows(p, 2)[0].clone() for p in model.slot("r0c0").banks.parameters()]
-    first = rows(model.host.blocks[0][0].weight, 2)[0].clone()
+    before = [by_lane(p, 2)[0].clone() for p in model.slot("r0c0").banks.parameters()]
+    first = by_lane(model.host.blocks[0][0].weight, 2)[0].clone()
     train(model, opt, "cnn", 0)
-    assert all(torch.equal(a, rows(p, 2)[0]) for a, p in zip(before, model.slot("r0c0").banks.parameters())) and not torch.equal(first, rows(model.host.blocks[0][0].weight, 2)[0])
+    assert all(torch.equal(a, by_lane(p, 2)[0]) for a, p in zip(before, model.slot("r0c0").banks.parameters())) and not torch.equal(first, by_lane(model.host.blocks[0][0].weight, 2)[0])
 
 
 def test_kinds_group_lanes_that_run_together():
-    from esper_nb.plans import plan
+    from esper_nb.core.workers import plan
     model = new("cnn", 6, slots=["r0c0", "r1c0"])
     put_in(model, "r0c0", [0, 2, 4], "conv_light", "training"); put_in(model, "r1c0", [2], "norm", "blending")
     kinds = model.kinds()
     assert kinds[0] == kinds[4] != kinds[2] and kinds[1] == kinds[3] == kinds[5] == (None, None)
     for group in plan(kinds):
-        part = take_rows(model, group)
+        part = take_lanes(model, group)
         assert all(len(r.lanes) == len(group) for k in part.names for r in part.slot(k).roles())
 
 
@@ -351,7 +351,7 @@ def test_counts_add_up_and_agree_with_status():
     (dict(alpha=.5), "where it is 0"), (dict(alpha=2.), "outside"), (dict(blueprint=99), "is none of"), (dict(stage=5), "retired"), (dict(mode=1), "alpha moves"),
     (dict(done=4), "steps done"), (dict(blueprint=None), "is none of")])
 def test_status_says_what_is_wrong(damage, words):
-    from esper_nb.seeds import COLUMNS, UNMEASURED
+    from esper_nb.grow.seeds import COLUMNS, UNMEASURED
     model = new("cnn", 2); put_in(model, "r0c0", 1, "norm", "training")
     for k, v in damage.items(): model.slot("r0c0").table[1, COLUMNS.index(k)] = UNMEASURED if v is None else float(v)
     problems = model.status().problems
@@ -410,20 +410,20 @@ def test_refusals(call, words):
 
 def test_resetting_a_lane_is_a_fresh_lane():
     a, b = mixed("cnn", seed=3), new("cnn", 6, seed=3)
-    a.reset([1, 4], 3); b_lane = [take_rows(b, [i]).state_dict() for i in (1, 4)]
+    a.reset([1, 4], 3); b_lane = [take_lanes(b, [i]).state_dict() for i in (1, 4)]
     for i, ref in zip((1, 4), b_lane):
-        got = take_rows(a, [i]).state_dict()
+        got = take_lanes(a, [i]).state_dict()
         assert all(torch.equal(v, ref[k]) for k, v in got.items()), [k for k, v in got.items() if not torch.equal(v, ref[k])]
 
 
 def test_resetting_rows_like_any_module_empties_the_slots():
-    from esper_nb.lanes import reset_rows
+    from esper_nb.core.lanes import reset_lanes
     model, plain = mixed("cnn"), new_host(CONFIGS["cnn"], 6, 9)
-    before = {k: rows(v, 6).clone() for k, v in model.state_dict().items()}
-    reset_rows(model, [2], 9)
+    before = {k: by_lane(v, 6).clone() for k, v in model.state_dict().items()}
+    reset_lanes(model, [2], 9)
     assert all(model.slot(k).state(2).stage == Stage.DORMANT for k in model.names) and not model.status().problems
-    for k, v in model.state_dict().items(): assert torch.equal(rows(v, 6)[[0, 1, 3, 4, 5]], before[k][[0, 1, 3, 4, 5]])
-    for k, v in plain.state_dict().items(): assert torch.equal(rows(v, 6)[2], rows(model.host.state_dict()[k], 6)[2])
+    for k, v in model.state_dict().items(): assert torch.equal(by_lane(v, 6)[[0, 1, 3, 4, 5]], before[k][[0, 1, 3, 4, 5]])
+    for k, v in plain.state_dict().items(): assert torch.equal(by_lane(v, 6)[2], by_lane(model.host.state_dict()[k], 6)[2])
 
 
 def test_live_rows_agree_with_active():

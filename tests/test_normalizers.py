@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.normalizers import Moments, ObsNormalizer, RewardNormalizer, ValueNormalizer
+from esper_nb.learn.normalizers import Moments, ObsNormalizer, RewardNormalizer, ValueNormalizer
 
 
 @settings(deadline=None, max_examples=50)

@@ -4,12 +4,12 @@ import math
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.actions import GrowthActions, read_slots
-from esper_nb.hosts import CNNConfig, CNNHost
-from esper_nb.models import GrowingModel
-from esper_nb.observations import HISTORY, Observer, Records, forget, new_records, push_epoch, symlog
-from esper_nb.seeds import COLUMNS, UNMEASURED, SeedState, to_row
-from esper_nb.stages import Stage
+from esper_nb.control.actions import GrowthActions, read_slots
+from esper_nb.grow.hosts import CNNConfig, CNNHost
+from esper_nb.grow.models import GrowingModel
+from esper_nb.control.observations import HISTORY, Observer, Records, forget, new_records, push_epoch, symlog
+from esper_nb.grow.seeds import COLUMNS, UNMEASURED, SeedState, encode_seed
+from esper_nb.grow.stages import Stage
 
 MODEL = GrowingModel(CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=1), {"r0c0": ["norm", "conv_small"], "r0c1": ["depthwise", "norm"]})
 OBSERVER = Observer(GrowthActions(MODEL), horizon=30)
@@ -28,7 +28,7 @@ def a_seed(draw):
                      gradient_norm=draw(positive), gradient_ratio=draw(positive), health=draw(share), vanishing=draw(share), exploding=draw(share), alpha_up=draw(share), alpha_down=draw(share))
 
 
-def table(*lanes): return torch.tensor([[to_row(s) for s in lane] for lane in lanes]).double()
+def table(*lanes): return torch.tensor([[encode_seed(s) for s in lane] for lane in lanes]).double()
 
 
 def in_range(obs):

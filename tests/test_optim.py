@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.lanes import rows
-from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper, check_owners, train_step
+from esper_nb.core.lanes import by_lane
+from esper_nb.train.optim import LaneOptimizer, LaneScaler, Stepper, check_owners, train_step
 
 SHAPES = dict(conv=(3, 3, 3, 3), bias=(5,), weight=(7, 3), scale=(1,), wide=(10, 17))   # odd sizes: every row ends in a vector loop's tail
 KINDS = {
@@ -44,7 +44,7 @@ def copied(state): return {k: t.clone() for k, t in state.items()}
 
 def assert_rows_equal(a, b, lanes, which):
     for k in a:
-        for i in which: assert torch.equal(rows(a[k], lanes)[i], rows(b[k], lanes)[i]), (k, i)
+        for i in which: assert torch.equal(by_lane(a[k], lanes)[i], by_lane(b[k], lanes)[i]), (k, i)
 
 
 @kinds
@@ -58,7 +58,7 @@ def test_wide_and_narrow_give_equal_bits(kind):
     assert narrow._views and not wide._views
     x, y = everything(a, wide), everything(b, narrow)
     assert_rows_equal({k: x[k] for k in x}, y, n, [0, 1, 3, 4])
-    assert not torch.equal(rows(a["wide"], n)[2], rows(b["wide"], n)[2])
+    assert not torch.equal(by_lane(a["wide"], n)[2], by_lane(b["wide"], n)[2])
 
 
 @kinds
@@ -81,21 +81,21 @@ def test_one_lane_is_torch(kind):
 @given(kind=st.sampled_from(FEW + ["nesterov", "amsgrad"]), n=st.integers(1, 5), masks=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=5))
 def test_a_skip_moves_nothing_and_nobody_notices(kind, n, masks):
     params = params_of(n); opt = optimizer(kind, params, n)
-    lone = [{k: nn.Parameter(rows(p.detach(), n)[i].clone(memory_format=torch.preserve_format)) for k, p in params.items()} for i in range(n)]
+    lone = [{k: nn.Parameter(by_lane(p.detach(), n)[i].clone(memory_format=torch.preserve_format)) for k, p in params.items()} for i in range(n)]
     opts = [optimizer(kind, q, 1) for q in lone]
     for t, mask in enumerate(masks):
         before = copied(everything(params, opt))
         give_grads(params, t)
         for i in range(n):
-            for k, p in params.items(): lone[i][k].grad = rows(p.grad, n)[i].clone(memory_format=torch.preserve_format)
+            for k, p in params.items(): lone[i][k].grad = by_lane(p.grad, n)[i].clone(memory_format=torch.preserve_format)
             if mask[i]: opts[i].step()
             else:
-                for p in params.values(): rows(p.grad, n)[i].fill_(math.nan)
+                for p in params.values(): by_lane(p.grad, n)[i].fill_(math.nan)
         opt.step(mask[:n])
         assert_rows_equal(before, everything(params, opt), n, [i for i in range(n) if not mask[i]])
     for i in range(n):   # every lane went through exactly its own steps, in equal bits
         alone = everything(lone[i], opts[i])
-        for k, t in everything(params, opt).items(): assert torch.equal(rows(t, n)[i], rows(alone[k], 1)[0]), (k, i)
+        for k, t in everything(params, opt).items(): assert torch.equal(by_lane(t, n)[i], by_lane(alone[k], 1)[0]), (k, i)
 
 
 @settings(deadline=None, max_examples=25)
@@ -106,19 +106,19 @@ def test_rows_travel(kind, n, data):
     params = params_of(n); opt = optimizer(kind, params, n, lr=torch.linspace(.01, .05, n))
     for t in range(3): give_grads(params, t); opt.step([i != 0 or t > 0 for i in range(n)])
     before = copied(opt.state_dict())
-    part = params_of(len(lanes)); out = opt.take_rows(lanes, part)
+    part = params_of(len(lanes)); out = opt.take_lanes(lanes, part)
     for j, i in enumerate(lanes):
-        for k, t in out.state_dict().items(): assert torch.equal(rows(t, len(lanes))[j], rows(before[k], n)[i])
-    opt.put_rows(lanes, out)
+        for k, t in out.state_dict().items(): assert torch.equal(by_lane(t, len(lanes))[j], by_lane(before[k], n)[i])
+    opt.put_lanes(lanes, out)
     assert_rows_equal(before, opt.state_dict(), n, range(n))          # out and back changes nothing
     give_grads(part, 9); out.step()
     assert_rows_equal(before, opt.state_dict(), n, range(n))          # a copy, not a view
-    opt.put_rows(lanes, out)
+    opt.put_lanes(lanes, out)
     assert_rows_equal(before, opt.state_dict(), n, others)
     for j, i in enumerate(lanes):
-        for k, t in out.state_dict().items(): assert torch.equal(rows(t, len(lanes))[j], rows(opt.state_dict()[k], n)[i])
+        for k, t in out.state_dict().items(): assert torch.equal(by_lane(t, len(lanes))[j], by_lane(opt.state_dict()[k], n)[i])
     middle = copied(opt.state_dict())
-    opt.reset_rows(lanes)
+    opt.reset_lanes(lanes)
     assert_rows_equal(middle, opt.state_dict(), n, others)
     fresh = optimizer(kind, params_of(n), n)
     for k in middle:
@@ -151,13 +151,13 @@ def test_a_restored_weight_with_cleared_state_stays(kind):
     "Loading weights alone leaves the momentum that ruined them; cleared rows do not move a weight on a zero gradient."
     params = params_of(2); opt = LaneOptimizer(params, 2, KINDS[kind][0], .05, **{k: v for k, v in KINDS[kind][1].items() if k != "weight_decay"} | ({"weight_decay": 0.}))
     for t in range(3): give_grads(params, t); opt.step()
-    opt.reset_rows([1])
+    opt.reset_lanes([1])
     before = {k: p.detach().clone() for k, p in params.items()}
     for p in params.values(): p.grad = torch.zeros_like(p)
     opt.step()
     for k, p in params.items():
-        assert torch.equal(rows(p, 2)[1], rows(before[k], 2)[1])
-        if kind != "sgd": assert not torch.equal(rows(p, 2)[0], rows(before[k], 2)[0])
+        assert torch.equal(by_lane(p, 2)[1], by_lane(before[k], 2)[1])
+        if kind != "sgd": assert not torch.equal(by_lane(p, 2)[0], by_lane(before[k], 2)[0])
 
 
 def test_views_follow_a_swapped_storage():
@@ -178,17 +178,17 @@ def test_many_ways_of_cutting_do_not_pile_up():
 
 
 def test_owners_without_parameters_and_scalars():
-    empty = LaneOptimizer({}, 3); empty.step(); empty.reset_rows([0])
+    empty = LaneOptimizer({}, 3); empty.step(); empty.reset_lanes([0])
     params = params_of(3)
     stepper = Stepper(dict(host=LaneOptimizer(params, 3), seed=empty))
     give_grads(params, 0)
     info = stepper.step()
     assert info.norms["seed"].isnan().all() and not info.skipped["seed"].any()
-    stepper.take_rows([2, 0], dict(host=params_of(2), seed={}))
+    stepper.take_lanes([2, 0], dict(host=params_of(2), seed={}))
     one = LaneOptimizer({"s": nn.Parameter(torch.tensor(1.))}, 1, "adam")
     one.params["s"].grad = torch.tensor(1.); one.step()
-    out = one.take_rows([0], {"s": nn.Parameter(torch.tensor(1.))})
-    one.reset_rows([0]); one.put_rows([0], out)
+    out = one.take_lanes([0], {"s": nn.Parameter(torch.tensor(1.))})
+    one.reset_lanes([0]); one.put_lanes([0], out)
     assert one.steps.tolist() == [[1]]
 
 
@@ -203,7 +203,7 @@ def test_errors_say_what_is_wrong():
     with pytest.raises(ValueError, match="missing exp_avg.bias"): opt.load_state_dict({k: t for k, t in opt.state_dict().items() if k != "exp_avg.bias"})
     with pytest.raises(ValueError, match="unknown momentum"): opt.load_state_dict(opt.state_dict() | {"momentum": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"lr: shape \(3,\), expected \(2,\)"): opt.load_state_dict(opt.state_dict() | {"lr": torch.zeros(3)})
-    with pytest.raises(ValueError, match="2 lanes to overwrite, but 1 lanes given"): opt.put_rows([0, 1], opt.take_rows([0], params_of(1)))
+    with pytest.raises(ValueError, match="2 lanes to overwrite, but 1 lanes given"): opt.put_lanes([0, 1], opt.take_lanes([0], params_of(1)))
     with pytest.raises(ValueError, match="take names 1 lanes"): opt.step([True])
     with pytest.raises(ValueError, match="finite"): opt.set_lr(math.nan)
     with pytest.raises(ValueError, match="unexpected"): LaneOptimizer(params, 2, "sgd", betas=(.9, .9))
@@ -231,11 +231,11 @@ def test_scale_rows_and_bounds():
     s = LaneScaler(3, init_scale=8.)
     s.update(torch.tensor([True, False, False]), seen=torch.tensor([True, True, False]))
     assert s.scale.tolist() == [4, 8, 8] and s.growth.tolist() == [0, 1, 0]
-    out = s.take_rows([1, 0])
+    out = s.take_lanes([1, 0])
     assert out.scale.tolist() == [8, 4] and out.growth.tolist() == [1, 0]
-    out.update(torch.tensor([True, True])); s.put_rows([1, 0], out)
+    out.update(torch.tensor([True, True])); s.put_lanes([1, 0], out)
     assert s.scale.tolist() == [2, 4, 8]
-    s.reset_rows([0]); assert s.scale.tolist() == [8, 4, 8]
+    s.reset_lanes([0]); assert s.scale.tolist() == [8, 4, 8]
     for _ in range(400): s.update(torch.tensor([True, True, True]))
     assert (s.scale > 0).all() and s.scale.reciprocal().isfinite().all()
     off = LaneScaler(2, enabled=False); off.update(torch.tensor([True, True]))
@@ -295,7 +295,7 @@ def test_a_poisoned_lane_leaves_the_others_bit_equal(kind, scaled, poison):
         stepper = Stepper(dict(host=opt), LaneScaler(n, init_scale=16., growth_interval=3, enabled=scaled), max_norm=1.)
         for t in range(12):
             give_grads(params, t)
-            if bad and t in (3, 4, 9): rows(params["weight"].grad, n)[2].view(-1)[-1] = poison
+            if bad and t in (3, 4, 9): by_lane(params["weight"].grad, n)[2].view(-1)[-1] = poison
             before = copied(everything(params, opt))
             info = stepper.step()
             if bad and t == 4:
@@ -317,7 +317,7 @@ def test_each_owner_has_its_own_fate(data, n, limit):
     give_grads(a, 0, 4.); give_grads(b, 1, 4.)
     for params, bad in ((a, bad_a), (b, bad_b)):
         for i in range(n):
-            if bad[i]: rows(params["wide"].grad, n)[i].view(-1)[3] = math.nan
+            if bad[i]: by_lane(params["wide"].grad, n)[i].view(-1)[3] = math.nan
     before = copied({f"a/{k}": t.detach() for k, t in a.items()} | {f"b/{k}": t.detach() for k, t in b.items()} | stepper.state_dict())
     info = stepper.step(active=dict(b=use))
     after = {f"a/{k}": t.detach() for k, t in a.items()} | {f"b/{k}": t.detach() for k, t in b.items()} | stepper.state_dict()
@@ -325,7 +325,7 @@ def test_each_owner_has_its_own_fate(data, n, limit):
     assert info.norms["b"].isnan().tolist() == [not u for u in use]
     for who, moved in (("a", [not v for v in bad_a]), ("b", [u and not v for u, v in zip(use, bad_b)])):
         for k in SHAPES:
-            for i in range(n): assert torch.equal(rows(before[f"{who}/{k}"], n)[i], rows(after[f"{who}/{k}"], n)[i]) != moved[i]
+            for i in range(n): assert torch.equal(by_lane(before[f"{who}/{k}"], n)[i], by_lane(after[f"{who}/{k}"], n)[i]) != moved[i]
     hurt = [x or (y and u) for x, y, u in zip(bad_a, bad_b, use)]
     assert stepper.scaler.scale.tolist() == [2. if h else 4. for h in hurt] and stepper.scaler.growth.tolist() == [0 if h else 1 for h in hurt]
     assert all(p.grad is None for p in (*a.values(), *b.values()))
@@ -333,7 +333,7 @@ def test_each_owner_has_its_own_fate(data, n, limit):
 
 @pytest.mark.parametrize("limit", [.5, 1e9, None])
 def test_clipping_is_torchs_for_every_lane(limit):
-    n, params = 3, params_of(3); give_grads(params, 0); lone = [[nn.Parameter(rows(p.grad, n)[i].clone()) for p in params.values()] for i in range(n)]
+    n, params = 3, params_of(3); give_grads(params, 0); lone = [[nn.Parameter(by_lane(p.grad, n)[i].clone()) for p in params.values()] for i in range(n)]
     for p in params.values(): p.grad *= 64
     stepper = Stepper(dict(host=LaneOptimizer(params, n)), LaneScaler(n, init_scale=64.), max_norm=limit)
     norms = stepper.step(zero_grad=False).norms["host"]
@@ -341,7 +341,7 @@ def test_clipping_is_torchs_for_every_lane(limit):
         for p in grads: p.grad = p.detach().clone()
         norm = nn.utils.clip_grad_norm_(grads, limit or math.inf)
         assert torch.allclose(norm, norms[i], rtol=1e-6)
-        for p, q in zip(params.values(), grads): assert torch.allclose(rows(p.grad, n)[i], q.grad, rtol=1e-6, atol=0)
+        for p, q in zip(params.values(), grads): assert torch.allclose(by_lane(p.grad, n)[i], q.grad, rtol=1e-6, atol=0)
 
 
 def test_stepper_rows_and_state():
@@ -351,12 +351,12 @@ def test_stepper_rows_and_state():
         for opt in stepper.owners.values(): give_grads(opt.params, t)
         stepper.step()
     before = copied(stepper.state_dict())
-    out = stepper.take_rows([3, 1], dict(a=params_of(2), b=params_of(2)))
+    out = stepper.take_lanes([3, 1], dict(a=params_of(2), b=params_of(2)))
     assert out.max_norm == stepper.max_norm and out.lanes == 2
     for opt in out.owners.values(): give_grads(opt.params, 9)
-    rows(out.owners["b"].params["bias"].grad, 2)[0] = math.inf
+    by_lane(out.owners["b"].params["bias"].grad, 2)[0] = math.inf
     out.step()
-    stepper.put_rows([3, 1], out)
+    stepper.put_lanes([3, 1], out)
     assert_rows_equal(before, stepper.state_dict(), 4, [0, 2])
     assert stepper.scaler.scale.tolist() == [8, 8, 8, 4] and stepper.owners["b"].steps[:, 0].tolist() == [3, 4, 3, 3]
     stepper.load_state_dict(before)
@@ -382,7 +382,7 @@ def test_two_runs_are_equal_and_learn():
         params = params_of(3); stepper = Stepper(dict(host=optimizer("adam", params, 3)), LaneScaler(3), max_norm=1.)
         first = None
         for t in range(60):
-            loss = sum(rows(p, 3).square().flatten(1).mean(1) for p in params.values())
+            loss = sum(by_lane(p, 3).square().flatten(1).mean(1) for p in params.values())
             stepper.backward(loss); info = stepper.step()
             first = info.loss if first is None else first
         assert (info.loss < .2 * first).all()
@@ -399,9 +399,9 @@ def test_on_cuda(kind):
         for p in (a, b):
             g = torch.Generator().manual_seed(t)
             for q in p.values(): q.grad = torch.empty_like(q).copy_(torch.randn(q.shape, generator=g))
-        if t == 3: rows(b["wide"].grad, n)[1].view(-1)[0] = math.inf
+        if t == 3: by_lane(b["wide"].grad, n)[1].view(-1)[0] = math.inf
         x.step(); info = y.step()
         assert info.skipped["host"].tolist() == [False, t == 3, False, False] and info.loss.device.type == "cpu"
     for k in a:
-        for i in (0, 2, 3): assert torch.equal(rows(a[k], n)[i], rows(b[k], n)[i]), (k, i)
+        for i in (0, 2, 3): assert torch.equal(by_lane(a[k], n)[i], by_lane(b[k], n)[i]), (k, i)
     assert y.scaler.scale.tolist() == [16, 8, 16, 16]

@@ -11,14 +11,14 @@ import torch
 from matplotlib.colors import to_hex, to_rgba
 
 from esper_nb import plots
-from esper_nb.analytics import rollbacks, seed_lives, stage_spells
-from esper_nb.controllers import QUICK, QUICK_RULES, Heuristic, as_policy
-from esper_nb.faults import Fault, disturb_at
-from esper_nb.metrics import find_metric
-from esper_nb.plots import (COLORS, HATCHES, MARKERS, STAGE_LOOKS, THEMES, plot_blueprints, plot_compare, plot_gates, plot_incidents, plot_lanes, plot_learning, plot_multiples,
+from esper_nb.record.analytics import rollbacks, seed_lives, stage_spells
+from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
+from esper_nb.train.faults import Fault, disturb_at
+from esper_nb.record.metrics import find_metric
+from esper_nb.show.plots import (COLORS, HATCHES, MARKERS, STAGE_LOOKS, THEMES, plot_blueprints, plot_compare, plot_gates, plot_incidents, plot_lanes, plot_learning, plot_multiples,
                             plot_rewards, plot_rollback, plot_run, plot_slots, plot_worth, theme)
-from esper_nb.rows import decode_row, encode_row, population_rows, run_rows, step_rows
-from esper_nb.trainer import FitConfig, fit, new_population
+from esper_nb.record.rows import decode_row, encode_row, population_rows, run_rows, step_rows
+from esper_nb.train.trainer import FitConfig, fit, new_population
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def run():
     faults = [Fault("nan", 1, 8, 6), Fault("explode", 3, 11, 3)]
     rows = run_rows(pop)
     def disturb(*args): return args[-2:] if (d := disturb_at(faults, int(pop.epoch.max()))) is None else d(*args)
-    for r in fit(pop, policy=as_policy(Heuristic(QUICK)), disturb=disturb):
+    for r in fit(pop, controller=as_controller(Heuristic(QUICK)), disturb=disturb):
         rows += population_rows(pop, r) + step_rows({"gain": r.heldout.accuracy_pp / 10 - 2, "rent": -torch.rand(4, generator=torch.Generator().manual_seed(r.epoch))}, epoch=r.epoch)
     return [decode_row(encode_row(row)) for row in rows]
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.distributions import Heads
-from esper_nb.policies import ActorCritic, PolicyConfig
+from esper_nb.learn.distributions import Heads
+from esper_nb.learn.policies import ActorCritic, PolicyConfig
 
 
 def scan(policy, obs, state, start):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper_nb.distributions import Heads, MaskedHeads
-from esper_nb.plans import use_threads
-from esper_nb.policies import ActorCritic, PolicyConfig
-from esper_nb.ppo import Compiled, Learner, PPOConfig, StopFlag, ppo_loss, train_ppo
-from esper_nb.rollouts import play
+from esper_nb.learn.distributions import Heads, MaskedHeads
+from esper_nb.core.workers import use_threads
+from esper_nb.learn.policies import ActorCritic, PolicyConfig
+from esper_nb.learn.learner import Compiled, Learner, PPOConfig, StopFlag, ppo_loss, train_ppo
+from esper_nb.learn.rollouts import play
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,7 +70,7 @@ class Masked(gym.Env):
         assert self.mask[action[0]] and self.mask[3 + action[1]], "an illegal action was taken"
         obs, info = self._out()
         u = self.np_random.random()
-        if u < 0.03: info["rollback_penalty"] = -10.
+        if u < 0.03: info["rolled_back"] = -10.
         return obs, float(action[0]), u < 0.03 or 0.1 < u < 0.14, 0.2 < u < 0.24, info
 
 
@@ -81,7 +81,7 @@ def test_every_option_in_every_mode_begins_at_ratio_one(option, mode):
     ups = list(train_ppo(learner, 3))
     limit = 0.15 if option.get("precision") == "bf16" else 1e-5
     assert max(u.first_gap for u in ups) < limit
-    assert all(u.gradient_steps > 0 and math.isfinite(u.loss) for u in ups) and sum(u.penalties for u in ups) > 0
+    assert all(u.gradient_steps > 0 and math.isfinite(u.loss) for u in ups) and sum(u.rollbacks for u in ups) > 0
     assert torch.isfinite(weights(learner)).all()
 
 
@@ -164,7 +164,7 @@ def test_a_rollback_found_between_steps():
     assert learner.mark_terminal(1, -10.)
     u = next(train_ppo(learner, 1))
     r = learner.rollout
-    assert u.first_gap < 1e-5 and (u.penalties, u.unattributed) == (1, 1)
+    assert u.first_gap < 1e-5 and (u.rollbacks, u.unattributed) == (1, 1)
     assert [list(map(float, e)) for e in zip(u.returns, u.lengths)][0] == [4 - 10., 5.]
 
 
@@ -244,8 +244,8 @@ def test_the_stop_button_of_jupyter():
     try:
         status, text = run("""
 import gymnasium as gym, time, torch
-from esper_nb.policies import PolicyConfig
-from esper_nb.ppo import Learner, PPOConfig, train_ppo
+from esper_nb.learn.policies import PolicyConfig
+from esper_nb.learn.learner import Learner, PPOConfig, train_ppo
 torch.set_num_threads(1)
 class Slow(gym.Wrapper):
     wait, steps = 0.05, 0

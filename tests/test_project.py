@@ -6,16 +6,17 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from scripts.notebooks import GENERATED, LIB, NBS, ROOT, find_notebooks, out_of_step, render_readme
+from scripts.notebooks import GENERATED, LAYERS, LIB, NBS, ROOT, find_modules, find_notebooks, out_of_step, render_readme
 
 CFG = ConfigParser(delimiters=["="])
 CFG.read(ROOT/"settings.ini", encoding="utf-8")
 CFG = CFG["DEFAULT"]
 
 NOTEBOOKS = find_notebooks()
-PAGES = [p for p in NOTEBOOKS if p.parent == NBS and re.match(r"\d\d_", p.name)]
-MODULES = [p for p in sorted(LIB.glob("*.py")) if p.name not in ("__init__.py", "_modidx.py")]
-NUMBER = {p.stem[3:]: int(p.stem[:2]) for p in PAGES}
+PAGES = [p for p in NOTEBOOKS if p.parent.name in LAYERS]
+MODULES = find_modules()
+NUMBER = {f"{p.parent.name}.{p.stem[3:]}": int(p.stem[:2]) for p in PAGES}      # module -> number of its page
+ALONE = ("guard", "learn")      # these need nothing but core
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
 DISTRIBUTION = {"sklearn": "scikit-learn"}      # import name -> name on PyPI, where they differ
 
@@ -43,7 +44,9 @@ def imports(tree):
             base = ".".join(filter(None, ["esper_nb" if node.level else "", node.module]))
             yield from ([f"{base}.{a.name}" for a in node.names] if base == "esper_nb" else [base])
 
-def own_modules(names): return {n.split(".")[1] for n in names if n.startswith("esper_nb.")} - {"__version__"}
+def own_modules(names): return {n.removeprefix("esper_nb.") for n in names if n.startswith("esper_nb.") and n.count(".") > 1}
+
+def module_of(page): return f"{page.parent.name}.{page.stem[3:]}"
 
 def public_names(module):
     "What a module lists in `__all__`."
@@ -63,14 +66,24 @@ def test_there_is_something_to_check():
 def test_page_imports_lower_numbers_only(page):
     here = int(page.stem[:2])
     for source in cells(page):
-        for name in own_modules(imports(python(source))) - {page.stem[3:]}:
+        for name in own_modules(imports(python(source))) - {module_of(page)}:
             assert name in NUMBER, f"{page.name} imports esper_nb.{name}, which no page defines"
             assert NUMBER[name] < here, f"{page.name} imports esper_nb.{name} from page {NUMBER[name]}: imports point down only"
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_package_imports_lower_packages_only(page):
+    "The library's own imports: a package needs only packages below it, the Governor and PPO nothing but the core."
+    order, here = list(LAYERS), page.parent.name
+    for source in cells(page):
+        if not EXPORTED.search(source): continue
+        for there in {name.split(".")[0] for name in own_modules(imports(python(source)))} - {here}:
+            assert order.index(there) < order.index(here), f"{page.name}: {here} imports from {there}, which is above it"
+            assert here not in ALONE or there == "core", f"{page.name}: {here} imports from {there}, but needs core alone"
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_page_is_named_like_its_module(page):
     targets = [m[1] for source in cells(page) for m in re.finditer(r"^#\|\s*default_exp\s+(\S+)", source, re.M)]
-    assert targets == [page.stem[3:]]
+    assert targets == [module_of(page)]
     elsewhere = [source for source in cells(page) if re.search(r"^#\|[ \t]*exports?[ \t]+\w", source, re.M)]
     assert not elsewhere, f"{page.name} exports into another module"
 
@@ -134,24 +147,26 @@ def test_the_check_of_the_library_can_fail(tmp_path):
     for name in ("nbs", "esper_nb", "settings.ini", "pyproject.toml", "_quarto.yml"):
         source, target = ROOT/name, tmp_path/name
         shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.ipynb")) if source.is_dir() else shutil.copy(source, target)
-    for page in PAGES[:2]: shutil.copy(page, tmp_path/"nbs")
-    modules = {page.stem[3:] for page in PAGES[:2]}
-    orphans = {f"esper_nb/{m.name}" for m in MODULES if m.stem not in modules}
+    some = [p for p in PAGES if p.parent.name == "core"][:2]
+    for page in some: shutil.copy(page, tmp_path/"nbs"/page.parent.name)
+    kept = {f"esper_nb/{page.parent.name}/{page.stem[3:]}.py" for page in some}
+    orphans = {m.relative_to(ROOT).as_posix() for m in MODULES} - kept
     assert set(out_of_step(tmp_path)) == orphans | {"esper_nb/_modidx.py"}      # the other pages are not in the copy
     for name in orphans: (tmp_path/name).unlink()
     subprocess.run([Path(sys.executable).parent/"nbdev_export"], cwd=tmp_path, check=True)
     assert out_of_step(tmp_path) == []
 
-    edited = tmp_path/f"esper_nb/{PAGES[0].stem[3:]}.py"
+    edited = tmp_path/f"esper_nb/core/{some[0].stem[3:]}.py"
     edited.write_text(edited.read_text(encoding="utf-8") + "x = 1\n", encoding="utf-8")
     (tmp_path/"esper_nb/orphan.py").write_text(GENERATED[0] + "\n", encoding="utf-8")
-    nb = json.loads((tmp_path/"nbs"/PAGES[1].name).read_text(encoding="utf-8"))
+    page = tmp_path/"nbs/core"/some[1].name
+    nb = json.loads(page.read_text(encoding="utf-8"))
     next(c for c in nb["cells"] if c["cell_type"] == "code")["execution_count"] = 7
-    (tmp_path/"nbs"/PAGES[1].name).write_text(json.dumps(nb), encoding="utf-8")
-    assert out_of_step(tmp_path) == sorted([f"esper_nb/{edited.name}", "esper_nb/orphan.py", f"nbs/{PAGES[1].name}"])
+    page.write_text(json.dumps(nb), encoding="utf-8")
+    assert out_of_step(tmp_path) == sorted([f"esper_nb/core/{edited.name}", "esper_nb/orphan.py", f"nbs/core/{page.name}"])
 
 def test_every_module_comes_from_a_page():
-    assert {m.stem for m in MODULES} == set(NUMBER)
+    assert {m.relative_to(LIB).with_suffix("").as_posix().replace("/", ".") for m in MODULES} == set(NUMBER)
     for m in MODULES: assert GENERATED[0] in m.read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("module", MODULES, ids=ids)
@@ -205,7 +220,7 @@ def test_package_imports_without_notebook_and_test_tools():
     code = f"""
 import sys, importlib
 for name in {absent}: sys.modules[name] = None      # importing it now raises
-for name in {[m.stem for m in MODULES]}: importlib.import_module("esper_nb." + name)
+for name in {sorted(NUMBER)}: importlib.import_module("esper_nb." + name)
 print("fine")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -229,7 +244,7 @@ def wheel(tmp_path_factory):
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     files = [n for n in wheel.namelist() if ".dist-info/" not in n]
-    expected = {f"esper_nb/{p.name}" for p in LIB.glob("*.py")} | {"esper_nb/py.typed"}
+    expected = {p.relative_to(ROOT).as_posix() for p in LIB.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     assert set(files) == expected
 
 def test_wheel_metadata_comes_from_settings(wheel):

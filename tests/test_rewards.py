@@ -5,20 +5,20 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.actions import OPS, GrowthActions, apply_action, draw_actions, in_stage, read_slots
-from esper_nb.hosts import CNNConfig, CNNHost
-from esper_nb.models import GrowingModel
-from esper_nb.rewards import (PRESETS, TERMS, Facts, Ledger, RewardConfig, compute_reward, explain_reward, new_ledger, occupied_size,
+from esper_nb.control.actions import OPS, GrowthActions, apply_action, draw_actions, in_stage, read_slots
+from esper_nb.grow.hosts import CNNConfig, CNNHost
+from esper_nb.grow.models import GrowingModel
+from esper_nb.control.rewards import (PRESETS, TERMS, Facts, Ledger, RewardConfig, compute_reward, explain_reward, new_ledger, occupied_size,
                               restart, seed_sizes)
-from esper_nb.seeds import Gates, Rules, SeedState, to_row
-from esper_nb.stages import Stage
+from esper_nb.grow.seeds import Gates, Rules, SeedState, encode_seed
+from esper_nb.grow.stages import Stage
 
 OP = {k: i for i, k in enumerate(OPS)}
 D = torch.float64
 GAMMA = .995
 
 
-def rows(*states): return torch.tensor([[to_row(s) for s in states]]).double()
+def rows(*states): return torch.tensor([[encode_seed(s) for s in states]]).double()
 
 
 def facts(before, after, op="wait", slot=0, accuracy=50., loss=1., gain=math.nan, epoch=20., last=False, terminated=False, size=100.):
@@ -78,7 +78,7 @@ def test_shaping_telescopes_over_all_slots(lives, gamma, terminated):
     steps = [(states, "wait", dict(terminated=terminated and t == len(lives) - 1)) for t, states in enumerate(lives)]
     out = play("simple", steps, gamma=gamma)
     got = sum(gamma**t * float(r.terms["shaping"]) for t, r in enumerate(out))
-    from esper_nb.rewards import potential
+    from esper_nb.control.rewards import potential
     end = 0. if terminated else float(potential(rows(*lives[-1])))
     assert abs(got - .3 * gamma**len(lives) * end) < 1e-9
 

@@ -6,9 +6,9 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.distributions import Heads
-from esper_nb.policies import ActorCritic, PolicyConfig
-from esper_nb.rollouts import EnvStream, Rollout, acting_noise, gae, play
+from esper_nb.learn.distributions import Heads
+from esper_nb.learn.policies import ActorCritic, PolicyConfig
+from esper_nb.learn.rollouts import EnvStream, Rollout, acting_noise, gae, play
 
 
 def random_rollout(T, n, seed, share=0.15, modes=("next", "same")):
@@ -86,7 +86,7 @@ class Clock(gym.Env):
         assert action.tolist() == [self.x % 3, self.x % 2], "the only legal action"
         self.x += 1
         end, (obs, info) = self.x >= self.length, self._out()
-        if end and self.episode % 3 == 2: info["rollback_penalty"] = -5.
+        if end and self.episode % 3 == 2: info["rolled_back"] = -5.
         return obs, 1., end and self.episode % 3 != 1, end and self.episode % 3 == 1, info
 
 
@@ -94,7 +94,7 @@ class Quiet(Clock):
     "As `Clock`, but a rollback does not end the episode for the environment: it goes on from its rolled-back state."
     def step(self, action):
         obs, reward, term, trunc, info = super().step(action)
-        if "rollback_penalty" in info: term, (obs, more) = False, self.reset(); info = more | {"rollback_penalty": -5.}
+        if "rolled_back" in info: term, (obs, more) = False, self.reset(); info = more | {"rolled_back": -5.}
         return obs, reward, term, trunc, info
 
 
@@ -114,7 +114,7 @@ def test_every_mode_gives_whole_episodes(mode, kind):
         if mode is AutoresetMode.NEXT_STEP: assert out.final_obs is None
         elif out.has_final.any(): assert (out.final_obs[out.has_final][:, 2] == out.final_obs[out.has_final][:, 3]).all()
         for i in valid.nonzero().flatten().tolist():
-            seen[i].append((*obs[i].tolist(), start[i].item(), out.reward[i].item(), out.terminated[i].item(), out.truncated[i].item(), out.penalized[i].item()))
+            seen[i].append((*obs[i].tolist(), start[i].item(), out.reward[i].item(), out.terminated[i].item(), out.truncated[i].item(), out.rolled_back[i].item()))
     for i, rows in enumerate(seen):
         for lane, episode, x, length, start, reward, term, trunc, hit in rows:
             last, turn = x == length - 1, int(episode) % 3
@@ -129,7 +129,7 @@ def test_a_rollback_begins_an_episode_at_once():
     starts = []
     for t in range(40):
         out = stream.step(torch.tensor([[int(stream.obs[0, 2]) % 3, int(stream.obs[0, 2]) % 2]]))
-        if out.penalized[0]: starts.append((stream.start[0].item(), out.terminated[0].item()))
+        if out.rolled_back[0]: starts.append((stream.start[0].item(), out.terminated[0].item()))
     assert starts and all(a and b for a, b in starts)
 
 
@@ -141,7 +141,7 @@ def test_mark_terminal_reaches_the_last_executed_step_only():
     roll.valid[9, 1] = True
     assert roll.mark_terminal(1, -10.)
     roll.finish(last, 0.9, 0.9)
-    assert roll.reward[9, 1] == -10 and roll.terminated[9, 1] and roll.penalized.sum() == 1
+    assert roll.reward[9, 1] == -10 and roll.terminated[9, 1] and roll.rolled_back.sum() == 1
     assert abs(roll.advantage[9, 1].item() - (-10 - roll.value[9, 1].item())) < 1e-5, "in full, nothing follows"
     assert torch.equal(before[:, [0, 2]], roll.advantage[:, [0, 2]])
 

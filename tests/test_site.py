@@ -156,7 +156,7 @@ def test_a_plain_page_has_all_that_the_site_has():
     png = base64.b64encode(b"\x89PNG").decode()
     cell = lambda kind, source, **kw: dict(cell_type=kind, id=f"c{len(source)}", metadata={}, source=source, **kw)
     shown_by = lambda **data: dict(execution_count=None, outputs=[dict(output_type="display_data", metadata={}, data=data)])
-    cells = [cell("raw", "---\ntitle: x\n---"), cell("markdown", "## Two words\n\n[g](../25_governor.ipynb#fit) [h](https://jsonlines.org/a.ipynb)"),
+    cells = [cell("raw", "---\ntitle: x\n---"), cell("markdown", "## Two words\n\n[g](guard/14_governor.ipynb#fit) [h](https://jsonlines.org/a.ipynb)"),
              cell("code", '#| fig-alt: "A curve"\nplot(7)', **shown_by(**{"image/png": png})),
              cell("code", "#| echo: false\nhidden(8)", **shown_by(**{"text/markdown": '[source](https://esper-nb.github.io/esper_nb/core.html#f){target="_blank"}'}))]
     page = notebooks._plain_page(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5), "tutorials/grow_by_hand.ipynb")
@@ -187,8 +187,8 @@ def test_with_quarto_its_site_is_taken_and_checked(monkeypatch, capsys, tmp_path
     (tmp_path/"bin").mkdir(); (tmp_path/"_proc").mkdir(); (tmp_path/"nbs").mkdir()
     (tmp_path/"bin/quarto").write_text('#!/bin/sh\n[ "$*" = "render --no-cache" ] && mkdir _docs && echo "<img src=$PICTURE>" > _docs/core.html\n')
     (tmp_path/"bin/quarto").chmod(0o755)
-    shutil.copy(NBS/"00_core.ipynb", tmp_path/"nbs")
-    for k, v in dict(ROOT=tmp_path, NBS=tmp_path/"nbs", process=lambda: None, sidebar=lambda: None, find_notebooks=lambda folder=None: [tmp_path/"nbs/00_core.ipynb"]).items(): monkeypatch.setattr(notebooks, k, v)
+    shutil.copy(NBS/"core/00_config.ipynb", tmp_path/"nbs")
+    for k, v in dict(ROOT=tmp_path, NBS=tmp_path/"nbs", process=lambda: None, sidebar=lambda: None, find_notebooks=lambda folder=None: [tmp_path/"nbs/core/00_config.ipynb"]).items(): monkeypatch.setattr(notebooks, k, v)
     monkeypatch.setenv("PATH", f"{tmp_path/'bin'}{os.pathsep}{os.environ['PATH']}"); monkeypatch.setenv("PICTURE", "core.html")
     notebooks.docs()
     assert "Every page was built" in capsys.readouterr().out and (tmp_path/"_docs/core.html").exists()
@@ -203,13 +203,13 @@ def test_the_promise_of_a_page_reaches_the_site(monkeypatch, tmp_path):
     cell = lambda kind, source: dict(cell_type=kind, metadata={}, source=source)
     def processed():
         (tmp_path/"_proc").mkdir()
-        (tmp_path/"_proc/a.ipynb").write_text(json.dumps(dict(cells=[cell("raw", "---"), cell("markdown", "## More\n\nA [[`Snapshot`](https://a.org/s.html#snapshot)](24_snapshots.ipynb).")])))
+        (tmp_path/"_proc/a.ipynb").write_text(json.dumps(dict(cells=[cell("raw", "---"), cell("markdown", "## More\n\nA [[`Snapshot`](https://a.org/s.html#snapshot)](guard/12_snapshots.ipynb).")])))
     for k, v in dict(ROOT=tmp_path, NBS=tmp_path/"nbs").items(): monkeypatch.setattr(notebooks, k, v)
     monkeypatch.setattr("nbdev.quarto.refresh_quarto_yml", lambda: None); monkeypatch.setattr("nbdev.serve.proc_nbs", processed)
     (tmp_path/"nbs").mkdir()
     (tmp_path/"nbs/a.ipynb").write_text(json.dumps(dict(cells=[cell("markdown", ["# t\n", "\n", "> s\n", "\n", "One."])])))
     notebooks.process()
-    assert [c["source"] for c in json.loads((tmp_path/"_proc/a.ipynb").read_text())["cells"]] == ["---", "One.", "## More\n\nA [`Snapshot`](24_snapshots.ipynb)."]
+    assert [c["source"] for c in json.loads((tmp_path/"_proc/a.ipynb").read_text())["cells"]] == ["---", "One.", "## More\n\nA [`Snapshot`](guard/12_snapshots.ipynb)."]
 
 def test_workflows_build_publish_and_test():
     load = lambda name: yaml.safe_load((ROOT/f".github/workflows/{name}.yml").read_text(encoding="utf-8"))

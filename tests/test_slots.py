@@ -10,12 +10,12 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from esper_nb import blueprints
-from esper_nb.blending import Blend, Curve, Ramp, RampMode, combine, progress, spread, straight_through
-from esper_nb.blueprints import list_blueprints
-from esper_nb.lanes import batch_norm2d, lane_state, put_rows, rows, take_rows, unfold
-from esper_nb.seeds import COLUMNS, Gates, Reason, Rules, SeedState, from_row, to_row
-from esper_nb.slots import Cut, Slot, _Pick, _Put, evaluating
-from esper_nb.stages import ACTIVE, COOLING, LIVE, MOVES, Stage, can_move
+from esper_nb.grow.blending import Blend, Curve, Ramp, RampMode, combine, progress, spread, straight_through
+from esper_nb.grow.blueprints import list_blueprints
+from esper_nb.core.lanes import batch_norm2d, lane_state, put_lanes, by_lane, take_lanes, unfold
+from esper_nb.grow.seeds import COLUMNS, Gates, Reason, Rules, SeedState, decode_seed, encode_seed
+from esper_nb.grow.slots import Cut, Slot, _Pick, _Put, evaluating
+from esper_nb.grow.stages import ACTIVE, COOLING, LIVE, MOVES, Stage, can_move
 
 torch.set_num_threads(1)
 LIKE = dict(cnn=(6, 4, 4), transformer=(6, 5))
@@ -47,7 +47,7 @@ def made(family, plan, seed=0, c=8, noise=.2, **kw):
     for i in range(len(plan)):
         g = torch.Generator().manual_seed(100 + i)
         for p in slot.parameters():
-            row = rows(p.data, len(plan))[i]
+            row = by_lane(p.data, len(plan))[i]
             row += noise * torch.randn(row.shape, generator=g)
     return slot
 
@@ -68,13 +68,13 @@ def test_a_mixture_is_its_lanes_one_by_one(family, plan, training):
     x = features(family, n)
     y, gx, gw = run(slot, x, training)
     for i in range(n):
-        one = take_rows(slot, [i])
+        one = take_lanes(slot, [i])
         yi, gxi, gwi = run(one, part(x, n, i), training)
         torch.testing.assert_close(part(y, n, i), yi, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(part(gx, n, i), gxi, rtol=1e-4, atol=1e-5)
         for k, g in gw.items():
-            shape = rows(dict(slot.named_parameters())[k], n)[i].shape
-            mine = torch.zeros(shape) if g is None else rows(g, n)[i]
+            shape = by_lane(dict(slot.named_parameters())[k], n)[i].shape
+            mine = torch.zeros(shape) if g is None else by_lane(g, n)[i]
             ref = torch.zeros(shape) if gwi[k] is None else gwi[k].view(shape)
             torch.testing.assert_close(mine, ref, rtol=1e-3, atol=1e-4)
 
@@ -96,11 +96,11 @@ def test_lanes_that_only_pass_are_untouched(family, plan, training):
 def test_a_poisoned_lane_stays_alone(family, plan, which, training):
     n = len(plan); bad = which % n; well = [i for i in range(n) if i != bad]
     slot, sick, x = made(family, plan), made(family, plan), features(family, n)
-    for p in sick.parameters(): rows(p.data, n)[bad] = math.nan
+    for p in sick.parameters(): by_lane(p.data, n)[bad] = math.nan
     a, b = run(slot, x, training), run(sick, x, training)
     for k in (0, 1): assert torch.equal(part(a[k], n, well), part(b[k], n, well))
     for k, g in a[2].items():
-        if g is not None: assert torch.equal(rows(g, n)[well], rows(b[2][k], n)[well])
+        if g is not None: assert torch.equal(by_lane(g, n)[well], by_lane(b[2][k], n)[well])
     if not training or plan[bad][1] in (None, "germinated", "cooling"): return
     assert part(b[0], n, bad).isnan().any(), "a sick seed must be seen"
 
@@ -168,7 +168,7 @@ def test_a_bank_nobody_uses_is_not_called():
         if k != used: b.register_forward_pre_hook(lambda *a: pytest.fail("called"))
     _, _, gw = run(slot, features("cnn", 2))
     assert {k.split(".")[1] for k, g in gw.items() if g is not None} == {used}
-    assert all(g is None or not rows(g, 2)[1].any() for g in gw.values())
+    assert all(g is None or not by_lane(g, 2)[1].any() for g in gw.values())
 
 
 def test_autocast_is_exact_at_alpha_zero_and_keeps_the_type():
@@ -193,7 +193,7 @@ def test_the_table_is_the_key_however_it_is_written():
     slot, x = made("cnn", [(5, "fossil"), (5, None)]), features("cnn", 2)
     y = slot(x)
     kept = slot.table.clone()
-    slot.table.data.copy_(torch.tensor([to_row(SeedState())] * 2))
+    slot.table.data.copy_(torch.tensor([encode_seed(SeedState())] * 2))
     assert slot(x) is x
     slot.table.data.copy_(kept); assert torch.equal(slot(x), y)
     slot.load_state_dict(Slot("r0c0", "cnn", 8, 2).state_dict()); assert slot(x) is x
@@ -223,15 +223,15 @@ def test_germination_belongs_to_the_lane_not_to_its_company():
     a, b = Slot("r0c0", "cnn", 8, 4, seed=3), Slot("r0c0", "cnn", 8, 2, ["conv_light", "norm"], seed=3)
     state = torch.get_rng_state()
     a.germinate("conv_light", [1, 3], Blend.GATE); b.germinate("conv_light", 1, Blend.GATE)
-    c = take_rows(Slot("r0c0", "cnn", 8, 4, seed=3), [3]); c.germinate("conv_light", blend=Blend.GATE)
+    c = take_lanes(Slot("r0c0", "cnn", 8, 4, seed=3), [3]); c.germinate("conv_light", blend=Blend.GATE)
     assert torch.equal(torch.get_rng_state(), state)
     for bank in ("banks.conv_light.body.0.weight", "gate.fc1.weight"):
-        row = lambda s, i: rows(lane_state(s)[bank], s.lanes)[i]
+        row = lambda s, i: by_lane(lane_state(s)[bank], s.lanes)[i]
         assert torch.equal(row(a, 1), row(b, 1)) and torch.equal(row(a, 3), row(c, 0)) and not torch.equal(row(a, 1), row(a, 3))
     a.prune(1)
     for _ in range(7): a.tick()
-    first = rows(a.banks["conv_light"].body[0].weight, 4)[1].clone()
-    a.germinate("conv_light", 1); assert not torch.equal(rows(a.banks["conv_light"].body[0].weight, 4)[1], first), "a second seed is another one"
+    first = by_lane(a.banks["conv_light"].body[0].weight, 4)[1].clone()
+    a.germinate("conv_light", 1); assert not torch.equal(by_lane(a.banks["conv_light"].body[0].weight, 4)[1], first), "a second seed is another one"
 
 
 def test_running_statistics_of_narrowed_banks_are_kept():
@@ -241,11 +241,11 @@ def test_running_statistics_of_narrowed_banks_are_kept():
     try:
         slot = Slot("r0c0", "cnn", 8, 3, ["with_bn", "norm"])
         slot.germinate("with_bn", [0, 2]); slot.advance([0, 2])
-        ref = take_rows(slot, [0]); x = features("cnn", 3)
+        ref = take_lanes(slot, [0]); x = features("cnn", 3)
         slot(x); ref(part(x, 3, 0))
         mean = slot.banks["with_bn"][0].running_mean
-        torch.testing.assert_close(rows(mean, 3)[0], ref.banks["with_bn"][0].running_mean)
-        assert rows(mean, 3)[2].any() and not rows(mean, 3)[1].any()
+        torch.testing.assert_close(by_lane(mean, 3)[0], ref.banks["with_bn"][0].running_mean)
+        assert by_lane(mean, 3)[2].any() and not by_lane(mean, 3)[1].any()
     finally: blueprints._blueprints.pop(("cnn", "with_bn"))
 
 
@@ -284,9 +284,9 @@ def test_a_scheduled_prune_freezes_fades_and_prunes_for_the_reason_given():
 
 def test_operator_can_change_and_a_new_gate_is_fresh():
     slot = made("cnn", [(5, (Blend.ADD, .5)), (5, (Blend.ADD, .5))]); slot.take_fresh()
-    before = rows(slot.gate.fc1.weight, 2).clone()
+    before = by_lane(slot.gate.fc1.weight, 2).clone()
     slot.set_alpha(.7, 1, steps=4, blend=Blend.GATE)
-    assert slot.take_fresh() == {"gate": [1]} and torch.equal(rows(slot.gate.fc1.weight, 2)[0], before[0]) and not torch.equal(rows(slot.gate.fc1.weight, 2)[1], before[1])
+    assert slot.take_fresh() == {"gate": [1]} and torch.equal(by_lane(slot.gate.fc1.weight, 2)[0], before[0]) and not torch.equal(by_lane(slot.gate.fc1.weight, 2)[1], before[1])
     with pytest.raises(RuntimeError, match="wait until it holds"): slot.set_alpha(.9, 1)
 
 
@@ -304,7 +304,7 @@ def test_fossilizing_safely():
     slot = made("cnn", [(5, (Blend.ADD, 1.)), (5, (Blend.GATE, 1.)), (5, (Blend.MULTIPLY, 1.))])
     slot.advance(force=True)
     x = features("cnn", 3); slot.eval(); y = slot(x)
-    rows(slot.banks[slot.blueprints[5]].body[0].weight.data, 3)[1, 0] = math.nan
+    by_lane(slot.banks[slot.blueprints[5]].body[0].weight.data, 3)[1, 0] = math.nan
     with pytest.raises(RuntimeError, match="lane 1: body.0.weight of the seed is not finite"): slot.fossilize(force=True)
     assert [s.stage for s in slot.states()] == [Stage.HOLDING] * 3
     results = slot.fossilize([0, 2])
@@ -337,8 +337,8 @@ def test_progress_is_monotone_from_zero_to_one(curve, k, a, b):
                  alpha=st.floats(0, 1, width=32), births=st.integers(0, 1000), reason=st.none() | st.sampled_from(list(Reason)), accuracy=st.none() | st.floats(0, 100, width=32),
                  gradient_norm=st.none() | st.just(math.inf))).map(lambda d: SeedState(**d)))
 def test_records_are_rows(s):
-    row = torch.tensor(to_row(s))
-    assert len(row) == len(COLUMNS) and from_row(row.tolist()) == s
+    row = torch.tensor(encode_seed(s))
+    assert len(row) == len(COLUMNS) and decode_seed(row.tolist()) == s
 
 
 def test_multiplier_is_bounded_and_estimator_is_straight():

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.lanes import linear, rows
-from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
-from esper_nb.snapshots import Snapshot, RandomStreams, _pack, _unpack
+from esper_nb.core.lanes import linear, by_lane
+from esper_nb.train.optim import LaneOptimizer, LaneScaler, Stepper
+from esper_nb.guard.snapshots import Snapshot, RandomStreams, _pack, _unpack
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -326,7 +326,7 @@ class LaneRun:
         self.stepper.step()
 
     def lane(self, i):
-        return [rows(t.detach(), self.n)[i].clone() for t in [*self.net.parameters(), *(t if t.ndim else t.view(1) for t in self.stepper.state_dict().values())]]
+        return [by_lane(t.detach(), self.n)[i].clone() for t in [*self.net.parameters(), *(t if t.ndim else t.view(1) for t in self.stepper.state_dict().values())]]
 
 def equal(a, b): return all(torch.equal(x, y) for x, y in zip(a, b))
 
@@ -339,7 +339,7 @@ def test_rows_go_back_and_the_others_go_on(kind, lanes):
     snap.take(step=6)
     saved = [run.lane(i) for i in range(N)]
     for _ in range(5):
-        for i in lanes: rows(run.net[0].weight.data, N)[i] *= 5
+        for i in lanes: by_lane(run.net[0].weight.data, N)[i] *= 5
         run.step(); free.step()
     snap.restore(lanes=lanes)
     for i in range(N): assert equal(run.lane(i), saved[i] if i in lanes else free.lane(i))
@@ -377,7 +377,7 @@ def test_any_order_of_operations_keeps_each_lane_s_own_version(ops):
 
 def test_a_bad_lane_is_refused_alone():
     run = LaneRun(); snap = run.snapshot(); snap.take(step=0)
-    run.step(); rows(run.net[2].bias.data, N)[1] = float("nan")
+    run.step(); by_lane(run.net[2].bias.data, N)[1] = float("nan")
     taken = snap.take(step=1)
     assert taken.refused == (1,) and taken.lanes == (0, 2, 3) and taken.bad == ("model.2.bias",)
     assert snap.restore().steps == (1, 0, 1, 1) and all(p.isfinite().all() for p in run.net.parameters())
@@ -387,7 +387,7 @@ def test_new_state_of_a_restored_lane_starts_at_zero():
     snap = Snapshot(net, opt, lanes=N); snap.take()
     net(torch.ones(2, 3 * N)).sum().backward(); opt.step()
     snap.restore(lanes=[1])
-    m = rows(opt.state[net.weight]["momentum_buffer"], N)
+    m = by_lane(opt.state[net.weight]["momentum_buffer"], N)
     assert (m[1] == 0).all() and (m[0] != 0).all()
 
 def test_lists_with_one_entry_per_lane_are_rows():

@@ -8,10 +8,10 @@ from hypothesis import given, settings, strategies as st
 from torch.nn import functional as F
 
 from esper_nb import tasks
-from esper_nb.data import ImageData
-from esper_nb.hosts import CNNConfig, GPTConfig, count_parameters
-from esper_nb.lanes import lane, lane_state, rows
-from esper_nb.tasks import (Task, accuracy_pp, check_slots, class_counts, correct_counts, create_model, get_task, host_sites,
+from esper_nb.train.data import ImageData
+from esper_nb.grow.hosts import CNNConfig, GPTConfig, count_parameters
+from esper_nb.core.lanes import lane, lane_state, by_lane
+from esper_nb.train.tasks import (Task, accuracy_pp, check_slots, class_counts, correct_counts, create_model, get_task, host_sites,
                             lane_cross_entropy, list_tasks, register_task)
 
 shapes = st.tuples(st.integers(1, 9), st.sampled_from([(), (1,), (4,)]), st.integers(1, 5), st.integers(2, 7), st.integers(0, 99))
@@ -121,7 +121,7 @@ def test_registry_takes_a_new_task_once(monkeypatch):
 
 def test_lanes_are_born_alike_wherever_they_live():
     few, many = create_model("digits", ["r0c1"], num_lanes=4, seed=3), create_model("digits", ["r0c1"], num_lanes=16, seed=3)
-    for (k, a), (_, b) in zip(lane_state(few).items(), lane_state(many).items()): assert torch.equal(rows(a, 4), rows(b, 16)[:4]), k
+    for (k, a), (_, b) in zip(lane_state(few).items(), lane_state(many).items()): assert torch.equal(by_lane(a, 4), by_lane(b, 16)[:4]), k
     other = create_model("digits", ["r0c1"], num_lanes=1, seed=4)
     assert not torch.equal(next(lane(few, 0).parameters()), next(other.parameters()))
 

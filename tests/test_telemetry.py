@@ -10,17 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.actions import Choice
-from esper_nb.analytics import blueprint_stats, episode_outcomes, lane_scores, rollbacks, seed_lives, stage_spells
-from esper_nb.controllers import QUICK_RULES, QUICK, Heuristic, as_policy
-from esper_nb.decisions import Done
-from esper_nb.faults import Fault, disturb_at
-from esper_nb.governor import Governor
-from esper_nb.metrics import KINDS, metrics_markdown
-from esper_nb.rows import ROW_KEYS, gate_rows, governor_rows, population_rows, run_rows, step_rows, update_rows
-from esper_nb.telemetry import (METRICS, BackgroundWriter, JSONLWriter, Metric, PhaseTimer, Recorder, RunFolder, TensorBoardWriter,
+from esper_nb.control.actions import Choice
+from esper_nb.record.analytics import blueprint_stats, episode_outcomes, lane_scores, rollbacks, seed_lives, stage_spells
+from esper_nb.control.rules import QUICK_RULES, QUICK, Heuristic, as_controller
+from esper_nb.grow.decisions import DecisionResult
+from esper_nb.train.faults import Fault, disturb_at
+from esper_nb.guard.governor import Governor
+from esper_nb.record.metrics import KINDS, metrics_markdown
+from esper_nb.record.rows import ROW_KEYS, limit_rows, governor_rows, population_rows, run_rows, step_rows, update_rows
+from esper_nb.record.recorder import (METRICS, BackgroundWriter, JSONLWriter, Metric, PhaseTimer, Recorder, RunFolder, TensorBoardWriter,
                                 decode_row, encode_row, find_metric, memory_record, metric_table, new_run, read_rows, record_leaves, record_rows, series, writer_rows)
-from esper_nb.trainer import FitConfig, fit, new_population
+from esper_nb.train.trainer import FitConfig, fit, new_population
 
 values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=True, allow_infinity=True), st.text())
 rows = st.dictionaries(st.text().filter(lambda k: k != "nonfinite"), values)
@@ -76,7 +76,7 @@ def test_killed_process_loses_at_most_the_line_it_was_in(tmp_path):
     path = tmp_path/"rows.jsonl"
     code = f"""
 import os
-from esper_nb.telemetry import Recorder, JSONLWriter
+from esper_nb.record.recorder import Recorder, JSONLWriter
 rec = Recorder([JSONLWriter({str(path)!r})])
 for epoch in range(50): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
 rec.flush()
@@ -88,7 +88,7 @@ os._exit(1)
 def test_forgotten_close_keeps_the_last_rows(tmp_path):
     path = tmp_path/"rows.jsonl"
     code = f"""
-from esper_nb.telemetry import Recorder, JSONLWriter
+from esper_nb.record.recorder import Recorder, JSONLWriter
 rec = Recorder([JSONLWriter({str(path)!r})])
 for epoch in range(200): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
 """
@@ -335,7 +335,7 @@ def grown():
     pop = new_population("digits_impaired", FitConfig(lanes=3, epochs=14), rules=QUICK_RULES)
     rows, results = run_rows(pop), []
     def disturb(*args): return args[-2:] if (d := disturb_at([Fault("nan", 1, 7, 6)], int(pop.epoch.max()))) is None else d(*args)
-    for r in fit(pop, policy=as_policy(Heuristic(QUICK)), disturb=disturb):
+    for r in fit(pop, controller=as_controller(Heuristic(QUICK)), disturb=disturb):
         results.append(r)
         rows += population_rows(pop, r)
     return pop, results, rows
@@ -389,21 +389,21 @@ def test_rollback_is_told_with_its_cost_and_recovery(grown):
 
 def test_gates_and_verdicts_of_a_plain_loop():
     net = torch.nn.Linear(4, 1)
-    guard = Governor(net, chance=None)
-    for _ in range(60): guard.watch(torch.tensor(1.))
-    row, = gate_rows(guard, step=60)
+    governor = Governor(net, chance=None)
+    for _ in range(60): governor.watch(torch.tensor(1.))
+    row, = limit_rows(governor, step=60)
     assert row["gate.limit"] == pytest.approx(3.) and row["gate.judged"] == 60 and row["gate.chance"] is None and row["gate.collapse_low"] is None
-    report, = guard.watch(torch.tensor(math.nan))
+    report, = governor.watch(torch.tensor(math.nan))
     row, = governor_rows([report], step=61)
     assert row["step"] == 61 and row["governor.lost"] == report.step - report.restored_step and row["governor.shown"] == "nan" and row["governor.batch"] is None
     assert all(find_metric(k).covers(v) for k, v in row.items() if "." in k)
 
 def test_gates_before_any_loss_are_not_measured():
-    row, = gate_rows(Governor(torch.nn.Linear(2, 1), chance=2.3), epoch=0)
+    row, = limit_rows(Governor(torch.nn.Linear(2, 1), chance=2.3), epoch=0)
     assert row["gate.limit"] is None and row["gate.mean"] is None and row["gate.collapse_low"] == pytest.approx(2.3 * (1 - .065))
 
 def test_a_refused_action_says_why():
-    rows = step_rows({"rent": [0., -1.]}, [Choice(), Choice("prune", "r0c0")], [Done(1, None, False, "too young")], step=3)
+    rows = step_rows({"rent": [0., -1.]}, [Choice(), Choice("prune", "r0c0")], [DecisionResult(1, None, False, "too young")], step=3)
     assert [(r["action.ok"], r["action.refused"], r["reward.total"]) for r in rows] == [(True, None, 0.), (False, "too young", -1.)]
 
 @settings(deadline=None, max_examples=50)

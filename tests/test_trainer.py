@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from esper_nb import trainer
-from esper_nb.faults import Fault, list_faults
-from esper_nb.governor import GovernorConfig
-from esper_nb.hosts import GPTConfig
-from esper_nb.lanes import lane, lane_state, rows
-from esper_nb.optim import LaneOptimizer, LaneScaler, Stepper
-from esper_nb.plans import Workers, plan, use_threads
-from esper_nb.tasks import get_task
-from esper_nb.trainer import FitConfig, evaluate, fit, new_population, run_epoch
+from esper_nb.train.faults import Fault, list_faults
+from esper_nb.guard.governor import GovernorConfig
+from esper_nb.grow.hosts import GPTConfig
+from esper_nb.core.lanes import lane, lane_state, by_lane
+from esper_nb.train.optim import LaneOptimizer, LaneScaler, Stepper
+from esper_nb.core.workers import Workers, plan, use_threads
+from esper_nb.train.tasks import get_task
+from esper_nb.train.trainer import FitConfig, evaluate, fit, new_population, run_epoch
 
 # A small learning rate: at 0.02 one ReLU that rounding tips over grows to 2e-3 within 17 steps, in plain PyTorch with one and two threads too.
 TASKS = dict(digits=get_task("digits").replace(host=get_task("digits").host.replace(base=4), lr=.002),
@@ -22,7 +22,7 @@ TASKS = dict(digits=get_task("digits").replace(host=get_task("digits").host.repl
 DATA = {k: t.load(limit=20 * t.batch_size) for k, t in TASKS.items()}
 
 
-def population(kind, lanes=4, **kw): return new_population(TASKS[kind], FitConfig(lanes=lanes, epochs=4, guard=None, **kw), data=DATA[kind])
+def population(kind, lanes=4, **kw): return new_population(TASKS[kind], FitConfig(lanes=lanes, epochs=4, governor=None, **kw), data=DATA[kind])
 
 
 def separate(kind, i, steps, seed=0):
@@ -61,13 +61,13 @@ def test_every_plan_equals_separate_networks(kind, kw):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_poisoned_lane_is_alone_with_it(kind, workers):
     healthy, ill = (population(kind, workers=workers) for _ in range(2))
-    with torch.no_grad(): rows(next(ill.model.parameters()), 4)[1] = torch.nan
+    with torch.no_grad(): by_lane(next(ill.model.parameters()), 4)[1] = torch.nan
     a, b = run_epoch(healthy), run_epoch(ill)
     assert b.train.losses[:, 1].isnan().all() and (b.train.skipped[1] == len(b.train.losses)) and b.train.skipped.sum() == b.train.skipped[1]
     for i in (0, 2, 3):
         assert torch.equal(a.train.losses[:, i], b.train.losses[:, i]) and a.heldout.loss[i] == b.heldout.loss[i]
         for s, t in ((lane_state(healthy.model), lane_state(ill.model)), (healthy.stepper.state_dict(), ill.stepper.state_dict())):
-            assert all(torch.equal(rows(u, 4)[i], rows(t[k], 4)[i]) for k, u in s.items())
+            assert all(torch.equal(by_lane(u, 4)[i], by_lane(t[k], 4)[i]) for k, u in s.items())
 
 
 def test_fp16_overflow_in_one_lane_halves_only_its_scale():
@@ -81,7 +81,7 @@ def test_fp16_overflow_in_one_lane_halves_only_its_scale():
     assert rb.train.skipped[2] > ra.train.skipped[2] and b.stepper.scaler.scale[2] == 2.**(60 - rb.train.skipped[2].item())
     for i in (0, 1, 3):
         assert torch.equal(ra.train.losses[:, i], rb.train.losses[:, i]) and a.stepper.scaler.scale[i] == b.stepper.scaler.scale[i]
-        assert all(torch.equal(rows(t, 4)[i], rows(lane_state(b.model)[k], 4)[i]) for k, t in lane_state(a.model).items())
+        assert all(torch.equal(by_lane(t, 4)[i], by_lane(lane_state(b.model)[k], 4)[i]) for k, t in lane_state(a.model).items())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -93,8 +93,8 @@ def test_mixed_precision_learns(precision):
 
 SCRIPT = """
 import hashlib, json
-from esper_nb.lanes import lane_state
-from esper_nb.trainer import FitConfig, fit, new_population
+from esper_nb.core.lanes import lane_state
+from esper_nb.train.trainer import FitConfig, fit, new_population
 pop = new_population("digits", FitConfig(lanes=6, epochs=2, workers=2))
 losses = [r.train.losses.tolist() for r in fit(pop)]
 print(json.dumps([losses, hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in lane_state(pop.model).values())).hexdigest()]))
@@ -127,7 +127,7 @@ def test_learning_rates_by_lane():
     r = run_epoch(pop)
     assert r.lr.tolist() == [.002, 0., .002, .002]
     for k, p in pop.model.host.named_parameters():
-        assert torch.equal(rows(p, 4)[1], rows(before[k], 4)[1]) and not torch.equal(rows(p, 4)[0], rows(before[k], 4)[0])
+        assert torch.equal(by_lane(p, 4)[1], by_lane(before[k], 4)[1]) and not torch.equal(by_lane(p, 4)[0], by_lane(before[k], 4)[0])
 
 
 def test_plan_is_pure_and_workers_keep_the_threads_of_the_caller():
@@ -160,7 +160,7 @@ def guarded(**kw): return new_population(TASKS["digits"], FitConfig(lanes=4, epo
 
 
 def test_the_governor_does_not_touch_a_healthy_run():
-    a, b = guarded(), guarded(guard=None)
+    a, b = guarded(), guarded(governor=None)
     for ra, rb in zip(fit(a), fit(b)): assert torch.equal(ra.train.losses, rb.train.losses) and ra.reports == ()
     assert all(torch.equal(t, lane_state(b.model)[k]) for k, t in lane_state(a.model).items())
 
@@ -174,16 +174,16 @@ def test_a_ruined_lane_is_put_back_bit_for_bit_and_the_others_never_notice(kind)
         for r in b.reports:
             assert r.lane == 2
             if r.action != "rollback": continue
-            assert hit.guard.snapshot.difference([2]) == {}  # what differs from the snapshot: nothing
+            assert hit.governor.snapshot.difference([2]) == {}  # what differs from the snapshot: nothing
             assert {"model", "stepper"} <= set(r.restored)
-    if kind == "nan": assert [(r.reason, r.action) for r in hit.guard.reports] == [("non-finite", "rollback")]
+    if kind == "nan": assert [(r.reason, r.action) for r in hit.governor.reports] == [("non-finite", "rollback")]
 
 
 def test_a_lane_that_is_ruined_for_good_stops_and_the_rest_goes_on():
     def always(net, stepper, lanes, b, x, y):
-        if 1 in lanes: rows(next(net.parameters()).data, len(lanes))[list(lanes).index(1)] = torch.nan
+        if 1 in lanes: by_lane(next(net.parameters()).data, len(lanes))[list(lanes).index(1)] = torch.nan
         return x, y
-    pop = guarded(guard=GovernorConfig(rollbacks=2, lowers=0))
+    pop = guarded(governor=GovernorConfig(rollbacks=2, lowers=0))
     reports = [r for _ in range(6) for r in run_epoch(pop, disturb=always).reports]
-    assert [r.action for r in reports] == ["rollback", "rollback", "stop"] and pop.guard.stopped.tolist() == [False, True, False, False]
+    assert [r.action for r in reports] == ["rollback", "rollback", "stop"] and pop.governor.stopped.tolist() == [False, True, False, False]
     assert all(r.lane == 1 for r in reports)

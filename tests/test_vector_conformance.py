@@ -5,10 +5,10 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper_nb.data import ImageData
-from esper_nb.envs import GrowEnv, GrowVecEnv
-from esper_nb.hosts import CNNConfig
-from esper_nb.tasks import Task
+from esper_nb.train.data import ImageData
+from esper_nb.control.envs import GrowEnv, GrowVecEnv
+from esper_nb.grow.hosts import CNNConfig
+from esper_nb.train.tasks import Task
 
 TASK = Task("tiny", "digits", CNNConfig(classes=4, in_channels=1, size=4, blocks=2, base=2, kernel=1, pools=1), ("r0c0", "r0c1"), batch_size=16, epochs=3, target_loss=.05, delta_std=.05, lr=.02)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.verdicts import REASONS, Limits, LossStats, _advance, _gates, _healthy, judge, label_entropy
+from esper_nb.guard.detector import REASONS, DetectorConfig, LossStats, _advance, _gates, _healthy, judge, label_entropy
 
 CHANCE = math.log(10)
-CLASSIC = Limits(absolute=None, absolute_loss=12., huge=None, cold=None, window=20, min_samples=10, refresh=1, rise=None, collapse_confirm=1, collapse_z=None)
+CLASSIC = DetectorConfig(absolute=None, absolute_loss=12., huge=None, cold=None, window=20, min_samples=10, refresh=1, rise=None, collapse_confirm=1, collapse_z=None)
 
 
 # --- the bench; thresholds were chosen on other seeds
@@ -26,7 +26,7 @@ FAULTS = {
     "collapse": lambda x, r: level(x, CHANCE, r), "collapse from 1.3": lambda x, r: level(x, CHANCE, r), "collapse to 1.12 chance": lambda x, r: level(x, 1.12 * CHANCE, r),
     "drift": lambda x, r: scale(x, 1.01**np.arange(1, len(x) - AT + 1)[:, None])}
 
-def first_panic(x, limits=Limits(), chance=CHANCE):
+def first_panic(x, limits=DetectorConfig(), chance=CHANCE):
     "(n,) step of the first panic, -1 if none, and its reason."
     s, at, why = LossStats.new(x.shape[1]), np.full(x.shape[1], -1), np.zeros(x.shape[1], int)
     for t, row in enumerate(x):
@@ -51,7 +51,7 @@ def test_eleven_faults_on_forty_fresh_seeds(name):
 def test_false_alarms_per_ten_thousand_steps(noise, most):
     x = trace(np.random.default_rng(888_000 + int(noise * 100)), 100, noise=noise)
     s, alarms = LossStats.new(100), 0
-    for row in x: alarms += (_advance(s, row, Limits(), np.full(100, CHANCE)).code > 0).sum()
+    for row in x: alarms += (_advance(s, row, DetectorConfig(), np.full(100, CHANCE)).code > 0).sum()
     assert alarms <= most * x.size / 1e4
 
 
@@ -71,12 +71,12 @@ def healthy_runs(draw):
 @given(healthy_runs(), st.booleans())
 def test_a_healthy_run_never_panics(run, with_chance):
     x, chance = run
-    assert (first_panic(x[:, None], Limits(), chance)[0] < 0).all() if with_chance else (first_none(x) < 0)
+    assert (first_panic(x[:, None], DetectorConfig(), chance)[0] < 0).all() if with_chance else (first_none(x) < 0)
 
 def first_none(x):
     s = LossStats.new()
     for t, row in enumerate(x):
-        if _advance(s, np.array([row]), Limits()).code[0]: return t
+        if _advance(s, np.array([row]), DetectorConfig()).code[0]: return t
     return -1
 
 def learnt(noise=.05, n=1, steps=60, seed=0):
@@ -88,7 +88,7 @@ def learnt(noise=.05, n=1, steps=60, seed=0):
 @given(st.lists(st.sampled_from(["fine", "above", "nan"]), min_size=1, max_size=30), st.integers(1, 5))
 def test_count_rules(kinds, confirm):
     "An explosion is `confirm` anomalies in a row; a healthy loss ends the row, a NaN neither adds to it nor ends it."
-    limits, s, row = Limits(confirm=confirm, rise=None), learnt(), 0
+    limits, s, row = DetectorConfig(confirm=confirm, rise=None), learnt(), 0
     for kind in kinds:
         s, v = judge(s, dict(fine=.9, above=8., nan=math.nan)[kind], limits, CHANCE)
         row = row + 1 if kind == "above" else row if kind == "nan" else 0
@@ -133,8 +133,8 @@ def test_judge_is_pure_and_checks_its_shape():
     for x in (1., math.nan, 100.): judge(s, x, chance=CHANCE, norms=1.)
     for k, v in copies.items(): assert np.array_equal(v, getattr(s, k), equal_nan=True)
     with pytest.raises(ValueError, match="one loss per lane"): judge(s, [1., 2.])
-    with pytest.raises(ValueError, match="did you mean"): Limits().replace(sigmas=3)
-    with pytest.raises(ValueError, match="window"): Limits(window=10_000)
+    with pytest.raises(ValueError, match="did you mean"): DetectorConfig().replace(sigmas=3)
+    with pytest.raises(ValueError, match="window"): DetectorConfig(window=10_000)
 
 def test_inactive_lanes_stay_as_they_are():
     s = learnt(n=3)
@@ -144,7 +144,7 @@ def test_inactive_lanes_stay_as_they_are():
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10**6), st.floats(.01, .8))
 def test_the_short_way_is_the_long_way(seed, noise):
-    rng = np.random.default_rng(seed); limits = Limits()
+    rng = np.random.default_rng(seed); limits = DetectorConfig()
     x = np.exp(noise * rng.standard_normal(300)); x[rng.random(300) < .02] *= 30
     a, b = LossStats.new(), LossStats.new()
     for loss in x:
@@ -169,7 +169,7 @@ def test_the_classic_rule():
     assert judge(s, CHANCE * 1.07, CLASSIC, CHANCE)[1].code == 0
 
 def test_population_sigma_and_the_effective_gate():
-    s, c = LossStats.new(), Limits(refresh=1, min_samples=10)
+    s, c = LossStats.new(), DetectorConfig(refresh=1, min_samples=10)
     x = np.random.default_rng(0).uniform(.5, 1.5, 30)
     for v in x: s, verdict = judge(s, v, c, CHANCE)
     assert np.isclose(s.mean[0], x.mean()) and np.isclose(s.sigma[0], x.std(ddof=0))
@@ -178,10 +178,10 @@ def test_population_sigma_and_the_effective_gate():
 
 def test_without_a_chance_loss_there_is_no_collapse_and_the_absolute_gate_is_the_run_s_own():
     s = learnt()
-    for x in (8., 9., 8.): s, v = judge(s, x, Limits(rise=None))
+    for x in (8., 9., 8.): s, v = judge(s, x, DetectorConfig(rise=None))
     assert v.reason() == "explosion" and np.isclose(v.absolute, np.exp(s.level + 6 * s.spread))
     s = learnt()
-    for _ in range(5): s, v = judge(s, CHANCE, Limits(rise=None)); assert v.code == 0
+    for _ in range(5): s, v = judge(s, CHANCE, DetectorConfig(rise=None)); assert v.code == 0
 
 def test_a_run_that_blows_up_at_once_is_seen_without_statistics():
     s = LossStats.new()

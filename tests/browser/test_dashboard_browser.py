@@ -79,17 +79,17 @@ def use_everything(panel, shot):
 
 
 LAST = "print('every cell ran')"
-IMAGES = """from esper_nb.dashboard import Dashboard
-from esper_nb.sessions import Session
-from esper_nb.trainer import FitConfig, new_population
+IMAGES = """from esper_nb.show.dashboard import Dashboard
+from esper_nb.show.session import Session
+from esper_nb.train.trainer import FitConfig, new_population
 session = Session(new_population('digits', FitConfig(lanes=4, epochs=400)), pace=.25)
 Dashboard(session, image=True)"""
-PPO = """from esper_nb.dashboard import Dashboard
-from esper_nb.envs import GrowVecEnv
-from esper_nb.policies import PolicyConfig
-from esper_nb.ppo import Learner, PPOConfig
-from esper_nb.sessions import Session
-from esper_nb.sources import EnvSource
+PPO = """from esper_nb.show.dashboard import Dashboard
+from esper_nb.control.envs import GrowVecEnv
+from esper_nb.learn.policies import PolicyConfig
+from esper_nb.learn.learner import Learner, PPOConfig
+from esper_nb.show.session import Session
+from esper_nb.show.sources import EnvSource
 envs = GrowVecEnv(task='digits_impaired', num_envs=4, horizon=30, gamma=.99, limit=320, workers=1)
 learner = Learner(envs, PPOConfig(num_steps=8, num_updates=40, gamma=.99, num_minibatches=1), PolicyConfig(hidden=16), heads=envs.actions)
 session = Session(EnvSource(learner), pace=.25)

@@ -4,7 +4,7 @@ import os
 from watch import cost, costs, grow, slope
 
 SECONDS = int(os.environ.get("WATCH_SECONDS", 20))
-LIMITS = dict(losses=1024, edges=512, notes=200, incidents=200, rows=2000, open=200, taken=200, told=0)      # what a session keeps at most
+ALARM_RULES = dict(losses=1024, edges=512, notes=200, incidents=200, rows=2000, open=200, taken=200, told=0)      # what a session keeps at most
 
 
 def test_nothing_grows_while_a_page_watches():
@@ -12,7 +12,7 @@ def test_nothing_grows_while_a_page_watches():
     samples = grow(SECONDS, every=15 if long else 4, warm=None if long else 4, shot="watch")
     for s in samples:
         assert s["unanswered"] <= 12, s                                 # eight packets to an answer, and some on their way
-        assert all(s["kept"][k] <= most for k, most in LIMITS.items()), s
+        assert all(s["kept"][k] <= most for k, most in ALARM_RULES.items()), s
     assert samples[-1]["steps"] > samples[0]["steps"] and samples[-1]["sent"] - samples[0]["sent"] <= 4 * SECONDS
     if not long: return
     for k, most in (("heap_mb", 2.), ("nodes", 200), ("listeners", 50), ("kernel_mb", 12.)):

@@ -20,9 +20,9 @@ from test_dashboard_browser import LAST, open_lab, write_notebook  # noqa: E402
 RESULT = ROOT/"nbs/tutorials/images/watch.json"
 
 GROW = """import json, os, threading, time
-from esper_nb.dashboard import Dashboard
-from esper_nb.sessions import Session
-from esper_nb.trainer import FitConfig, new_population
+from esper_nb.show.dashboard import Dashboard
+from esper_nb.show.session import Session
+from esper_nb.train.trainer import FitConfig, new_population
 session = Session(new_population('digits', FitConfig(lanes=16, epochs=100_000)), rows=2000)      # so that this store is full before the first sample, too
 board = Dashboard(session, lane=3)
 def tell():
@@ -42,10 +42,10 @@ board"""
 
 COST = """import json, os, threading, time
 import ipywidgets as W, numpy as np, psutil
-from esper_nb.dashboard import Dashboard
-from esper_nb.sessions import Session
-from esper_nb.sources import Frame, PopulationSource
-from esper_nb.trainer import FitConfig, new_population
+from esper_nb.show.dashboard import Dashboard
+from esper_nb.show.session import Session
+from esper_nb.show.sources import Frame, PopulationSource
+from esper_nb.train.trainer import FitConfig, new_population
 place, said, noise = W.Box(), W.HTML('measuring'), np.random.default_rng(0)
 def source(): return PopulationSource(new_population('digits', FitConfig(lanes=16, epochs=100_000)))
 def others():
