@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from esper_nb import cli
+from esper_nb.run import cli
 from esper_nb.run.cli import lab_command, main, parse_settings
 from esper_nb.run.compare import Comparison
 from esper_nb.run.recipes import get_recipe, list_recipes, register_recipe

@@ -10,7 +10,7 @@ import pytest
 import torch
 from matplotlib.colors import to_hex, to_rgba
 
-from esper_nb import plots
+from esper_nb.show import plots
 from esper_nb.record.analytics import rollbacks, seed_lives, stage_spells
 from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
 from esper_nb.train.faults import Fault, disturb_at

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb import blueprints
+from esper_nb.grow import blueprints
 from esper_nb.grow.blending import Blend, Curve, Ramp, RampMode, combine, progress, spread, straight_through
 from esper_nb.grow.blueprints import list_blueprints
 from esper_nb.core.lanes import batch_norm2d, lane_state, put_lanes, by_lane, take_lanes, unfold

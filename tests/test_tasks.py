@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn import functional as F
 
-from esper_nb import tasks
+from esper_nb.train import tasks
 from esper_nb.train.data import ImageData
 from esper_nb.grow.hosts import CNNConfig, GPTConfig, count_parameters
 from esper_nb.core.lanes import lane, lane_state, by_lane

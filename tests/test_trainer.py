@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from esper_nb import trainer
+from esper_nb.train import trainer
 from esper_nb.train.faults import Fault, list_faults
 from esper_nb.guard.governor import GovernorConfig
 from esper_nb.grow.hosts import GPTConfig

@@ -182,16 +182,16 @@ class Replay:
 Rule = Heuristic | WaitOnly | RandomLegal | Fixed | Replay
 
 def as_controller(
-    controller: Rule, # or one of your own with `signals()` and `act(view)`
+    rule: Rule, # or one of your own with `signals()` and `act(view)`
 ) -> Callable[[Population, EpochResult | None], list]: # for `fit(..., controller=...)`
     "A controller for every lane of a population."
     signals: dict[int, Signals] = {}
     def controller(pop, last):
         out = []
         for i in range(pop.lanes):
-            g = signals.setdefault(i, controller.signals())
+            g = signals.setdefault(i, rule.signals())
             if last is not None and last.heldout is not None and last.epoch >= g.epoch: g.update(float(last.heldout.loss[i]), float(last.heldout.accuracy_pp[i]))
-            out.append(controller.act(view(pop.model, i, g, () if last is None else [d for d in last.decided if d.lane == i])))
+            out.append(rule.act(view(pop.model, i, g, () if last is None else [d for d in last.decided if d.lane == i])))
         return out
     return controller
 

@@ -150,7 +150,7 @@ class GPTHost(Host):
 
     def embed(self, tokens: Tensor) -> Tensor: # (B, L, n) -> (B, L, n*d)
         check(tokens.shape[1] <= self.config.block, "tokens.shape", tuple(tokens.shape), f"at most block={self.config.block} tokens in a sequence")
-        places = rows(self.positions, self.lanes)[:, :tokens.shape[1]]  # (n, L, d)
+        places = by_lane(self.positions, self.lanes)[:, :tokens.shape[1]]  # (n, L, d)
         return self.drop(self.tokens(tokens) + places.transpose(0, 1).flatten(1))
 
     def piece(self, i: int, h: Tensor) -> Tensor:
