@@ -15,7 +15,8 @@ from esper_nb.core.lanes import lane_state, by_lane, take_lanes, unfold
 from esper_nb.grow.slots import evaluating
 from esper_nb.grow.stages import COOLING, Stage
 from esper_nb.train.tasks import correct_counts, create_model, get_task
-from esper_nb.train.trainer import FitConfig, evaluate, for_all_lanes, new_population, run_epoch
+from esper_nb.train.trainer import FitConfig, new_population, run_epoch
+from esper_nb.train.worth import evaluate, for_all_lanes
 
 TASKS = dict(cnn=get_task("digits").replace(host=CNNConfig(classes=4, in_channels=1, size=8, base=4, blocks=3, pools=2)),
              gpt=get_task("prose").replace(host=GPTConfig(vocab=16, d=16, heads=2, layers=3, block=8)))

@@ -26,7 +26,7 @@ from esper_nb.learn.learner import Learner, PPOConfig, train_ppo
 from esper_nb.control.rewards import PRESETS
 from esper_nb.grow.seeds import Gates, Rules
 from esper_nb.grow.stages import Stage
-from esper_nb.record.recorder import record_rows
+from esper_nb.record.rows import record_rows
 
 MODES = [m.value for m in AutoresetMode]
 QUICKLY = Rules(gates=Gates(training_epochs=1, health=0.), embargo=1)

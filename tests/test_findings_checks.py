@@ -26,7 +26,8 @@ from esper_nb.learn.learner import Learner, PPOConfig
 from esper_nb.record.rows import limit_rows, run_rows
 from esper_nb.guard.snapshots import Snapshot
 from esper_nb.train.tasks import create_model, get_task
-from esper_nb.train.trainer import FitConfig, evaluate, fit, new_population, run_epoch
+from esper_nb.train.trainer import FitConfig, fit, new_population, run_epoch
+from esper_nb.train.worth import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,8 +18,11 @@ from esper_nb.train.faults import Fault, disturb_at
 from esper_nb.guard.governor import Governor
 from esper_nb.record.metrics import KINDS, metrics_markdown
 from esper_nb.record.rows import ROW_KEYS, limit_rows, governor_rows, population_rows, run_rows, step_rows, update_rows
-from esper_nb.record.recorder import (METRICS, BackgroundWriter, JSONLWriter, Metric, PhaseTimer, Recorder, RunFolder, TensorBoardWriter,
-                                decode_row, encode_row, find_metric, memory_record, metric_table, new_run, read_rows, record_leaves, record_rows, series, writer_rows)
+from esper_nb.record.metrics import METRICS, Metric, find_metric, metric_table
+from esper_nb.record.recorder import (
+    BackgroundWriter, JSONLWriter, PhaseTimer, Recorder, RunFolder, TensorBoardWriter, memory_record, new_run,
+    read_rows, writer_rows)
+from esper_nb.record.rows import decode_row, encode_row, record_leaves, record_rows, series
 from esper_nb.train.trainer import FitConfig, fit, new_population
 
 values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=True, allow_infinity=True), st.text())

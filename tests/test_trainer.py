@@ -14,7 +14,8 @@ from esper_nb.core.lanes import lane, lane_state, by_lane
 from esper_nb.train.optim import LaneOptimizer, LaneScaler, Stepper
 from esper_nb.core.workers import Workers, plan, use_threads
 from esper_nb.train.tasks import get_task
-from esper_nb.train.trainer import FitConfig, evaluate, fit, new_population, run_epoch
+from esper_nb.train.trainer import FitConfig, fit, new_population, run_epoch
+from esper_nb.train.worth import evaluate
 
 # A small learning rate: at 0.02 one ReLU that rounding tips over grows to 2e-3 within 17 steps, in plain PyTorch with one and two threads too.
 TASKS = dict(digits=get_task("digits").replace(host=get_task("digits").host.replace(base=4), lr=.002),

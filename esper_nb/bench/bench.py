@@ -30,7 +30,8 @@ from ..core.lanes import take_lanes
 from ..grow.models import Growing
 from ..core.workers import Plan, plan, use_threads
 from ..train.tasks import create_model, get_task
-from ..train.trainer import FitConfig, Population, evaluate, for_all_lanes, grown_plan, lane_bytes, new_population, run_epoch
+from ..train.trainer import FitConfig, Population, grown_plan, lane_bytes, new_population, run_epoch
+from ..train.worth import evaluate, for_all_lanes
 
 # %% ../../nbs/bench/90_bench.ipynb #2563d3be
 @dataclass(frozen=True)

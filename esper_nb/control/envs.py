@@ -33,7 +33,8 @@ from .rewards import Facts, Reward, RewardConfig, compute_reward, new_ledger, oc
 from ..grow.seeds import Gates, Rules
 from ..grow.stages import LIVE, Stage
 from ..train.tasks import Task, get_task
-from ..train.trainer import Disturb, FitConfig, Population, evaluate, new_population
+from ..train.trainer import Disturb, FitConfig, Population, new_population
+from ..train.worth import evaluate
 
 # %% ../../nbs/control/56_envs.ipynb #ed788914
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from ..grow.decisions import Decision, DecisionResult
 from ..grow.models import Growing
 from ..grow.seeds import Gates, Rules, SeedState
 from ..grow.stages import LIVE, Stage
-from ..train.trainer import EpochResult, FitConfig, Population, evaluate, fit, new_population
+from ..train.trainer import EpochResult, FitConfig, Population, fit, new_population
+from ..train.worth import evaluate
 
 # %% ../../nbs/control/54_rules.ipynb #d7dd1e84
 @dataclass

@@ -23,7 +23,8 @@ from ..record.rows import population_rows, run_rows
 from .runs import begin_run, compare_recipe, drive_run, open_run
 from ..train.tasks import Task, get_task, list_tasks
 from ..record.recorder import JSONLWriter, Recorder, RunFolder, new_run
-from ..train.trainer import EvalResult, FitConfig, Population, evaluate, new_population, run_epoch
+from ..train.trainer import FitConfig, Population, new_population, run_epoch
+from ..train.worth import EvalResult, evaluate
 
 # %% ../../nbs/run/99_cli.ipynb #1b609415
 def parse_settings(
