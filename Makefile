@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 NB    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test sync types notebooks stored unit lab docs readme gpu bench refresh clean
+.PHONY: help install train test sync lint types notebooks unit lab door docs readme mirror gpu bench refresh clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -26,26 +26,24 @@ $(STAMP): settings.ini setup.py
 train: $(STAMP)  ## train a controller that grows networks on the bundled digits
 	$(BIN)/esper-nb train digits
 
-test: sync types notebooks stored unit  ## every check: library in step, notebooks clean and run, stored outputs true, tests
+test: sync lint types notebooks unit  ## every check: library in step, lint, types, notebooks run as they are stored, tests
 
 # The stages of `make test`, cheapest first; each can be called alone.
 sync: $(STAMP)  ## library in step with the notebooks, notebooks clean, README in step (changes nothing)
 	@echo "== library in step with the notebooks, notebooks clean"
 	@$(BIN)/python scripts/notebooks.py check
 
+lint: $(STAMP)  ## ruff over pages, package, tests and scripts
+	@echo "== lint"
+	@$(BIN)/ruff check --quiet nbs esper_nb tests scripts
+
 types: $(STAMP)  ## static types
 	@echo "== types"
 	@$(BIN)/mypy esper_nb
 
-notebooks: $(STAMP)  ## run every page, tutorial and explanation
-	@echo "== every notebook runs"
-	@$(BIN)/python scripts/notebooks.py run
-
-stored: $(STAMP)  ## run tutorials and explanations again and compare with their stored outputs
-	@echo "== stored outputs of tutorials and explanations are what the code gives"
-	@d=$$(ls -d nbs/tutorials nbs/explanations 2>/dev/null); \
-	  if [ -z "$$(find $$d -name '*.ipynb' 2>/dev/null)" ]; then echo "no tutorials or explanations yet"; \
-	  else $(BIN)/pytest --nbval-lax -q -p no:cacheprovider $$d; fi
+notebooks: $(STAMP)  ## run every notebook once; its text outputs are those that are stored (or NB="nbs/index.ipynb")
+	@echo "== every notebook runs, and shows what is stored"
+	@$(BIN)/python scripts/notebooks.py run $(NB)
 
 unit: $(STAMP)  ## pytest over tests/
 	@echo "== tests"
@@ -53,6 +51,13 @@ unit: $(STAMP)  ## pytest over tests/
 
 lab: $(STAMP)  ## JupyterLab on the notebooks
 	cd nbs && ../$(BIN)/jupyter lab
+
+door: $(STAMP)  ## the front door's table of names, after names have moved
+	$(BIN)/python scripts/notebooks.py door
+
+mirror: $(STAMP)  ## how the code reads, in numbers, beside fastcore and Stable-Baselines3
+	@$(BIN)/python scripts/mirror.py
+	@$(BIN)/python scripts/mirror.py --beside
 
 readme: $(STAMP)  ## README.md from nbs/index.ipynb
 	$(BIN)/python scripts/notebooks.py readme
@@ -67,8 +72,9 @@ bench: $(STAMP)  ## the benchmarks
 	$(BIN)/esper-nb bench lanes --out nbs/explanations/bench_lanes.json
 	$(BIN)/esper-nb bench growth --out nbs/explanations/bench_growth.json
 	$(BIN)/esper-nb bench faults --out nbs/explanations/bench_faults.json
+	$(BIN)/python scripts/detector_bench.py
 
-refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/record/74_recorder.ipynb"
+refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/record/75_recorder.ipynb"
 	$(BIN)/nbdev_export
 	$(BIN)/python scripts/notebooks.py refresh $(NB)
 	$(BIN)/nbdev_clean

@@ -3,10 +3,13 @@ from scripts.notebooks import NOT_RUN
 
 
 def pytest_collection_modifyitems(config, items):
-    "Leave out the cells that nbdev_test leaves out; give back the execution counts that cleaning takes away."
+    "Leave out the cells that are not run; give back the counts that cleaning takes away, and heed a last `;`."
     cells = [item for item in items if getattr(item, "cell", None) is not None]
-    for number, item in enumerate(cells, 1):      # nbval takes a cell with outputs but no count as never run
+    for number, item in enumerate(cells, 1):
+        # nbval takes a cell with outputs but no count as never run
         if item.cell.execution_count is None: item.cell.execution_count = number
+        # it runs cells outside of history, where IPython does not see that a `;` asks for silence
+        if item.cell.source.rstrip().endswith(";"): item.cell.source += "\nNone"
     left_out = [item for item in cells if NOT_RUN.search(item.cell.source)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

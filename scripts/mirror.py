@@ -1,6 +1,6 @@
-"""How the code reads, in numbers: mirror.py [--pages [PACKAGE ...]] [--check] [--beside]
+"""How the code reads, in numbers: mirror.py [PACKAGE ...] [--check] [--beside]
 
---pages   one line a page: size, width, cells, prose, demonstrations
+          one line a page: size, width, cells, prose, demonstrations
 --check   the limits that `make test` holds; says what breaks them
 --beside  the library's modules beside fastcore's and Stable-Baselines3's, counted alike
 """
@@ -9,13 +9,21 @@ import importlib.util
 import json
 import re
 import statistics
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
 HIDDEN = re.compile(r"^#\|\s*(hide|default_exp)\b", re.M)
-WIDTH, BYTES, P90, CELL, WORDS, DEMO, RUN = 120, 16_384, 25, 40, 3.5, .5, 3
+WIDTH = 120      # columns of a line
+BYTES = 16_384      # exported by a page
+P90 = 25      # lines of an exported cell, nine in ten
+CELL, CLASS = 40, 60      # lines of any exported cell; of one that holds a single class
+RUN = 3      # exported cells in a row before one that shows or checks something
+WORDS, DEMO = 3.5, .5      # of prose, and lines that use it, for each exported line: aims for the whole library
+FEWEST_WORDS, FEWEST_DEMO = 2., .2      # and what no page may fall below
 
 
 def code_lines(source):
@@ -29,8 +37,8 @@ def tree_of(source):
 
 
 def wide(source):
-    "Lines over 120 columns."
-    return [line for line in source.splitlines() if len(line) > WIDTH]
+    "Lines over 120 columns; what a picture shows is one line, however long."
+    return [line for line in source.splitlines() if len(line) > WIDTH and not line.startswith("#| fig-alt")]
 
 
 def unrelated(tree):
@@ -80,6 +88,7 @@ def cell_length(source):
     return len(code_lines(source))
 
 
+@cache
 def page_numbers(path):
     "What there is to count on a page."
     cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
@@ -90,13 +99,16 @@ def page_numbers(path):
     words = sum(len("".join(c["source"]).split()) for c in cells if c["cell_type"] == "markdown")
     lines = sum(map(cell_length, exported))
     lengths = sorted(map(cell_length, body)) or [0]
+    over = [n for s in body if (n := cell_length(s)) > (CLASS if only_a_class(s) else CELL)]
     trees = [tree_of(s) for s, _ in code]
-    count = lambda f: sum(len(f(t)) for t in trees)  # noqa: E731
+    def count(f): return sum(len(f(t)) for t in trees)
     return dict(
         kb=sum(len("\n".join(code_lines(s)).encode()) for s in exported) / 1024,
+        lines=lines,
         wide=sum(len(wide(s)) for s, _ in code),
-        p90=lengths[int(.9 * (len(lengths) - 1) + .5)],
+        p90=ninth(lengths),
         longest=lengths[-1],
+        over=len(over),
         words=words / max(1, lines),
         demo=sum(map(cell_length, demo)) / max(1, lines),
         run=longest_run(cells),
@@ -105,9 +117,21 @@ def page_numbers(path):
         positional=count(long_positional), columns=count(numbered_columns))
 
 
+def ninth(lengths):
+    "What nine in ten are not above."
+    lengths = sorted(lengths) or [0]
+    return lengths[int(.9 * (len(lengths) - 1) + .5)]
+
+
 def only_imports(source):
-    "A cell of imports and constants' names only."
+    "A cell of imports only."
     return all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in tree_of(source).body)
+
+
+def only_a_class(source):
+    "A cell that holds one class and nothing else."
+    body = tree_of(source).body
+    return len(body) == 1 and isinstance(body[0], ast.ClassDef)
 
 
 def longest_run(cells):
@@ -128,55 +152,142 @@ def pages(packages=()):
     return [p for p in found if not packages or p.parent.name in packages]
 
 
+def exported_cells(paths):
+    "Sources of the exported cells of pages, those of imports left out."
+    cells = [c for p in paths for c in json.loads(p.read_text(encoding="utf-8"))["cells"]]
+    sources = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+    return [s for s in sources if EXPORTED.search(s) and not only_imports(s)]
+
+
 def broken(page, n):
     "Which limits a page breaks."
-    limits = [("wide", 0), ("p90", P90), ("longest", CELL), ("run", RUN), ("tuples", 0), ("lambdas", 0), ("attached", 0),
-              ("positional", 0), ("columns", 0)]
-    found = [f"{k} {n[k]} (at most {top})" for k, top in limits if n[k] > top]
+    limits = [
+        ("wide", "lines over 120 columns", 0),
+        ("over", f"exported cells over {CELL} lines, {CLASS} for a class", 0),
+        ("run", "exported cells in a row without a result", RUN),
+        ("tuples", "tuple assignments of unrelated names", 0),
+        ("lambdas", "lambdas with a name", 0),
+        ("attached", "methods given to a class from outside", 0),
+        ("positional", "records of more than six fields built by position", 0),
+        ("columns", "columns picked by a number", 0)]
+    found = [f"{n[k]} {what} (at most {top})" for k, what, top in limits if n[k] > top]
     if n["kb"] * 1024 > BYTES: found.append(f"exports {n['kb']:.1f} KB (at most {BYTES / 1024:.0f})")
-    if n["words"] < WORDS: found.append(f"{n['words']:.1f} words per exported line (at least {WORDS})")
-    if n["demo"] < DEMO: found.append(f"{n['demo']:.2f} demo lines per exported line (at least {DEMO})")
+    fewest = [("words", "words", FEWEST_WORDS), ("demo", "demo lines", FEWEST_DEMO)]
+    found += [f"{n[k]:.2f} {what} for each exported line (at least {low})" for k, what, low in fewest if n[k] < low]
     return [f"{page.parent.name}/{page.name}: {f}" for f in found]
 
 
+def totals(packages):
+    "The whole of some packages, or of the library."
+    paths = pages(packages)
+    numbers = [page_numbers(p) for p in paths]
+    lengths = [cell_length(s) for s in exported_cells(paths)]
+    lines = sum(n["lines"] for n in numbers)
+    words, demo = (sum(n[k] * n["lines"] for n in numbers) / lines for k in ("words", "demo"))
+    return dict(pages=len(paths), lines=lines, p90=ninth(lengths), longest=max(lengths), words=words, demo=demo)
+
+
+def totals_text(packages):
+    "The same in words, with what is aimed at."
+    t = totals(packages)
+    return (f"{t['pages']} pages, {t['lines']} exported lines; an exported cell has {t['p90']} lines at the ninth "
+            f"decile (at most {P90}), the longest {t['longest']}; for each exported line {t['words']:.1f} words of "
+            f"prose (aim {WORDS}) and {t['demo']:.2f} lines that use it (aim {DEMO})")
+
+
 def print_pages(packages):
-    "One line a page."
+    "One line a page, and all together."
     names = list(page_numbers(pages()[0]))
-    print(f"{'':34}" + "".join(f"{k:>10}" for k in names))
+    print(f"{'':34}" + "".join(f"{k:>11}" for k in names))
     for p in pages(packages):
-        n = page_numbers(p)
-        print(f"{p.parent.name + '/' + p.stem:34}" + "".join(f"{v:>10.2f}" if isinstance(v, float) else f"{v:>10}" for v in n.values()))
+        values = [f"{v:>11.2f}" if isinstance(v, float) else f"{v:>11}" for v in page_numbers(p).values()]
+        print(f"{p.parent.name + '/' + p.stem:34}" + "".join(values))
+    print(totals_text(packages))
+
+
+def breaches(packages=()):
+    "Every limit that is broken, in words."
+    found = [line for p in pages(packages) for line in broken(p, page_numbers(p))]
+    p90 = ninth([cell_length(s) for s in exported_cells(pages(packages))])
+    return found + [f"an exported cell has {p90} lines at the ninth decile (at most {P90})"] * (p90 > P90)
 
 
 def check(packages):
-    "Say which pages break a limit; the number of breaches is the exit status."
-    found = [line for p in pages(packages) for line in broken(p, page_numbers(p))]
-    print("\n".join(found) or f"{len(pages(packages))} pages within the limits")
+    "Say which pages break a limit."
+    found = breaches(packages)
+    print("\n".join([*found, totals_text(packages)]))
     sys.exit(bool(found))
 
 
+# --- beside other libraries
+
+def public_names(tree):
+    "What a module lists in `__all__`, or else its functions and classes without an underscore."
+    listed = [n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"]
+    if listed and isinstance(listed[0], (ast.List, ast.Tuple)):
+        return {e.value for e in listed[0].elts if isinstance(e, ast.Constant)}
+    made = [n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+    return {name for name in made if name[0] != "_"}
+
+
 def module_numbers(files):
-    "The same counts over a library's modules, per 1000 lines of code."
+    "The same counts over a library's modules."
     sources = [p.read_text(encoding="utf-8") for p in files]
     trees = [ast.parse(s) for s in sources]
     lines = [line for s in sources for line in s.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    sizes = [n for t in trees for n in statement_sizes(t)]
+    sizes = sorted(n for t in trees for n in statement_sizes(t))
     per = 1000 / len(lines)
-    return dict(lines=len(lines), over_120=per * sum(len(x) > 120 for x in lines),
-                tuples=per * sum(len(unrelated(t)) for t in trees), lambdas=per * sum(len(bound_lambdas(t)) for t in trees),
-                nodes_mean=statistics.fmean(sizes), nodes_p90=sorted(sizes)[int(.9 * len(sizes))],
-                chars=statistics.fmean(map(len, lines)))
+    return {
+        "lines of code": len(lines),
+        "public names": len(set().union(*map(public_names, trees))),
+        "lines over 120 columns, in 1000": per * sum(len(x) > WIDTH for x in lines),
+        "tuple assignments of 4 or more, in 1000": per * sum(len(unrelated(t)) for t in trees),
+        "lambdas with a name, in 1000": per * sum(len(bound_lambdas(t)) for t in trees),
+        "syntax nodes of a statement, mean": statistics.fmean(sizes),
+        "syntax nodes of a statement, ninth decile": float(ninth(sizes)),
+        "characters of a line, mean": statistics.fmean(map(len, lines))}
+
+
+def module_files(name):
+    "Modules of an installed library, or of this one; nothing where it is missing."
+    if name == "esper_nb": root = ROOT/name
+    else:
+        spec = importlib.util.find_spec(name)
+        if spec is None: return []
+        root = Path(spec.origin).parent
+    return [p for p in sorted(root.rglob("*.py")) if p.name not in ("_modidx.py", "__init__.py")]
+
+
+def used_in_tutorials(names):
+    "Those of some names that stand in the code of a tutorial or of the index."
+    paths = [ROOT/"nbs/index.ipynb", *(ROOT/"nbs/tutorials").glob("*.ipynb")]
+    cells = [c for p in paths for c in json.loads(p.read_text(encoding="utf-8"))["cells"]]
+    code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+    return names & set(re.findall(r"\w+", code))
+
+
+def tool_counts():
+    "How much mypy and ruff have to say about this project."
+    tools = Path(sys.executable).parent
+    types = subprocess.run([tools/"mypy", "esper_nb"], cwd=ROOT, capture_output=True, text=True).stdout
+    command = [tools/"ruff", "check", "--output-format", "concise"]
+    rules = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    found = len(re.findall(r": error:", types)), len(re.findall(r"^\S+:\d+:\d+: ", rules, re.M))
+    return dict(zip(("mypy, errors in the package", "ruff, in pages, package, tests and scripts"), found))
 
 
 def beside():
     "This library beside two that read well."
-    def files(name):
-        spec = importlib.util.find_spec(name)
-        return [] if spec is None else sorted(Path(spec.origin).parent.rglob("*.py"))
-    for name in ("esper_nb", "fastcore", "stable_baselines3"):
-        found = sorted((ROOT/"esper_nb").rglob("*.py")) if name == "esper_nb" else files(name)
-        found = [p for p in found if p.name not in ("_modidx.py", "__init__.py")]
-        if found: print(f"{name:20}" + "".join(f"{k}={v:.1f}  " for k, v in module_numbers(found).items()))
+    files = {name: module_files(name) for name in ("esper_nb", "fastcore", "stable_baselines3")}
+    numbers = {name: module_numbers(found) for name, found in files.items() if found}
+    print(f"{'':44}" + "".join(f"{name:>20}" for name in numbers))
+    for what in numbers["esper_nb"]:
+        values = [n[what] for n in numbers.values()]
+        print(f"{what:44}" + "".join(f"{v:>20.1f}" if isinstance(v, float) else f"{v:>20}" for v in values))
+    trees = [ast.parse(p.read_text(encoding="utf-8")) for p in files["esper_nb"]]
+    names = set().union(*map(public_names, trees))
+    for what, n in {"of the names, in a tutorial or the index": len(used_in_tutorials(names)), **tool_counts()}.items():
+        print(f"{what:44}{n:>20}")
 
 
 if __name__ == "__main__":

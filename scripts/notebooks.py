@@ -1,12 +1,26 @@
-"""Chores around the notebooks: check | run | readme | refresh [NOTEBOOK ...] | docs
+"""Chores around the notebooks: check | run [PAGE ...] | door [NAME ...] | findings | readme | refresh [PAGE ...] | docs
 
 check    the library is what the notebooks export, the notebooks are clean, the README is what the index renders to
-run      every notebook as the tests run it, with an end for one that hangs
+run      every notebook (or those named) once, in a kernel: its text outputs are those that are stored
+findings where the cells are now that findings.json names as checks, after cells have moved to other pages
+door     the names that esper_nb/__init__.py offers, with the modules they live in now; NAME adds one, no:NAME drops it
 readme   README.md (and its images) from nbs/index.ipynb
 refresh  run notebooks in a kernel and store their outputs
 docs     the site in _docs, plain pages where Quarto is missing, and whether its links lead somewhere
 """
-import base64, html as markup, json, os, re, shutil, signal, subprocess, sys, tempfile
+import ast
+import base64
+import html as markup
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from functools import cache
 from html.parser import HTMLParser
@@ -22,7 +36,8 @@ NO_CODE = re.compile(r"^#\|\s*echo:\s*false", re.M)
 
 def find_notebooks(folder=NBS):
     "Every notebook below `folder`, checkpoints and hidden folders aside, in reading order."
-    return sorted(p for p in Path(folder).rglob("*.ipynb") if not any(part[0] in "._" for part in p.relative_to(folder).parts))
+    def hidden(p): return any(part[0] in "._" for part in p.relative_to(folder).parts)
+    return sorted(p for p in Path(folder).rglob("*.ipynb") if not hidden(p))
 
 
 def find_modules(lib=LIB):
@@ -47,7 +62,8 @@ def out_of_step(root=ROOT):
     with tempfile.TemporaryDirectory() as tmp:
         tmp = Path(tmp)
         for name in ("nbs", "esper_nb"):
-            shutil.copytree(root/name, tmp/name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+            left = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+            shutil.copytree(root/name, tmp/name, symlinks=True, ignore=left)
         shutil.copy(root/"_quarto.yml", tmp)
         for name in ("settings.ini", "pyproject.toml"): shutil.copy(root/name, tmp)
         before = _contents(tmp)
@@ -66,23 +82,148 @@ def check():
     readme = ROOT/"README.md"
     if not readme.exists() or readme.read_text(encoding="utf-8") != text: stale.append("README.md")
     stale += [name for name, data in images.items() if not (ROOT/name).exists() or (ROOT/name).read_bytes() != data]
+    if door_out_of_step(): stale.append("esper_nb/__init__.py")
     if stale:
         sys.exit("\n".join(["Out of step:", *(f"  {name}" for name in stale),
-                            "Mend with: .venv/bin/nbdev_export && .venv/bin/nbdev_clean && make readme",
+                            "Mend with: .venv/bin/nbdev_export && .venv/bin/nbdev_clean && make door readme",
                             "(and delete a module in esper_nb/ whose notebook is gone)"]))
     print(f"{len(find_notebooks())} notebooks, {len(find_modules())} modules: in step and clean")
 
 
-def run(minutes=20):
-    "nbdev_test over all notebooks; it has no time limit of its own."
-    command = [Path(sys.executable).parent/"nbdev_test", "--do_print", "--timing"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}      # pages run side by side: one core each
-    tests = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
-    try: sys.exit(tests.wait(timeout=60 * float(minutes)))
-    except subprocess.TimeoutExpired: sys.exit(f"Not done after {minutes} minutes: a page that was started above and not completed hangs")
-    finally:
-        if tests.poll() is None: os.killpg(tests.pid, signal.SIGKILL)      # its workers too, also after Ctrl-C
+# --- the front door
 
+MARKS = re.compile(r"(# names \(written by [^\n]*\n)(.*?)(# end of names\n)", re.S)
+
+
+def exported_names(lib=LIB):
+    "{public name: 'package.module'} of the library."
+    where = {}
+    for path in find_modules(lib):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+                module = path.relative_to(lib).with_suffix("").as_posix().replace("/", ".")
+                where |= dict.fromkeys(ast.literal_eval(node.value), module)
+    return where
+
+
+def offered_names(text):
+    "Names in the table of a front door, in their order."
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_NAMES":
+            return " ".join(ast.literal_eval(node.value).values()).split()
+    return []
+
+
+def _import_lines(module, names):
+    "An import that re-exports, as type checkers want it said; no line over 120 columns."
+    line, lines = f"    from esper_nb.{module} import (", []
+    for name in names:
+        piece = f"{name} as {name}, "
+        if len(line + piece) > 119:
+            lines.append(line.rstrip())
+            line = " " * 8
+        line += piece
+    whole = "\n".join([*lines, line.rstrip(", ") + ")"])
+    return whole.replace("(", "").replace(")", "") if not lines else whole
+
+
+def _table_line(module, names):
+    "A module and its names as an entry of a dictionary; no line over 120 columns."
+    text = " ".join(names)
+    cut = len(text) if len(module) + len(text) <= 106 else text.rindex(" ", 0, 100 - len(module)) + 1
+    parts = [f'"{part}"' for part in (text[:cut], text[cut:]) if part]
+    return f'    "{module}": ' + "\n        ".join(parts) + ","
+
+
+def door_text(names, where):
+    "The block of a front door: imports for type checkers, and the table it loads from."
+    modules = {}
+    for name in names: modules.setdefault(where[name], []).append(name)
+    order = sorted(modules, key=lambda m: list(LAYERS).index(m.split(".")[0]))
+    imports = [_import_lines(module, modules[module]) for module in order]
+    table = [_table_line(module, modules[module]) for module in order]
+    return "\n".join(["if TYPE_CHECKING:", *imports, "_NAMES = {", *table, "}",
+                      "_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}", ""])
+
+
+def door(*changes):
+    "Write the table of esper_nb/__init__.py anew; a name that no module makes any more is an error."
+    path, where = LIB/"__init__.py", exported_names()
+    text = path.read_text(encoding="utf-8")
+    gone = {c.removeprefix("no:") for c in changes if c.startswith("no:")}
+    names = dict.fromkeys([*offered_names(text), *(c for c in changes if not c.startswith("no:"))])
+    names = [n for n in names if n not in gone]
+    if unknown := [n for n in names if n not in where]:
+        sys.exit(f"No module makes {', '.join(unknown)}: rename them (door NEW no:OLD) or take them out (door no:OLD)")
+    block = door_text(names, where)
+    path.write_text(MARKS.sub(lambda m: m[1] + block + m[3], text), encoding="utf-8")
+    print(f"esper_nb/__init__.py offers {len(names)} names")
+
+
+def door_out_of_step():
+    "Whether the table says something else than the library."
+    text, where = (LIB/"__init__.py").read_text(encoding="utf-8"), exported_names()
+    names = offered_names(text)
+    return not all(n in where for n in names) or MARKS.search(text)[2] != door_text(names, where)
+
+
+# --- every notebook, once
+
+def compare(notebook, minutes):
+    "Run a notebook in a kernel beside its stored text outputs: (path, seconds, what is wrong or nothing)."
+    options = ["--nbval", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, notebook]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}      # pages run side by side: one core each
+    begun = time.time()
+    with tempfile.TemporaryFile("w+") as said:
+        tests = subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True)
+        try: failed = tests.wait(timeout=60 * minutes)
+        except subprocess.TimeoutExpired: failed = f"not done after {minutes} minutes: it hangs"
+        finally:
+            if tests.poll() is None:      # its kernel too, also after Ctrl-C
+                os.killpg(tests.pid, signal.SIGKILL)
+                tests.wait()
+        said.seek(0)
+        report = said.read()
+    return notebook, time.time() - begun, f"{report}\n{failed if isinstance(failed, str) else ''}" if failed else ""
+
+
+def run(*names, minutes=6, side_by_side=2):
+    "Every notebook once, two at a time, each in a process with an end; the largest first."
+    notebooks = [Path(n).resolve() for n in names] or sorted(find_notebooks(), key=lambda p: -p.stat().st_size)
+    wrong = []
+    with ThreadPoolExecutor(side_by_side) as pool:
+        for path, seconds, why in pool.map(lambda p: compare(p, minutes), notebooks):
+            print(f"{'FAILED' if why else 'ok':6} {seconds:6.1f} s  {path.relative_to(ROOT)}", flush=True)
+            if why:
+                wrong.append(path.relative_to(ROOT).as_posix())
+                print(why, flush=True)
+    if wrong:
+        mend = f'if the code is right and what is stored is old: make refresh NB="{" ".join(wrong)}"'
+        sys.exit("\n".join([f"{len(wrong)} of {len(notebooks)} notebooks failed:", *(f"  {w}" for w in wrong), mend]))
+    print(f"{len(notebooks)} notebooks ran; their outputs are those that are stored")
+
+
+# --- findings
+
+def findings():
+    "Rewrite the checks `page#cell` of findings.json whose cell lies in another page now; name those that are gone."
+    path = NBS/"explanations/findings.json"
+    text = path.read_text(encoding="utf-8")
+    where = {}
+    for notebook in find_notebooks():
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        where |= {c["id"]: notebook.relative_to(ROOT).as_posix() for c in cells}
+    gone = []
+    def fix(m):
+        if m[2] not in where: gone.append(m[0])
+        return f'"{where.get(m[2], m[1])}#{m[2]}"'
+    new = re.sub(r'"(nbs/[\w/]+\.ipynb)#([\w-]+)"', fix, text)
+    path.write_text(new, encoding="utf-8")
+    print(f"{'moved' if new != text else 'nothing moved'}; gone: {', '.join(gone) or 'none'}")
+
+
+# --- the README
 
 def _from_root(text):
     "Relative links of a page in nbs/ as seen from the root of the project."
@@ -158,30 +299,39 @@ def refresh(*names):
         print(path.relative_to(ROOT))
 
 
-LAYERS = dict(core="Core", guard="Guard: the Governor", grow="Grow", train="Train", control="Control", learn="Learn: PPO", record="Record", show="Show", bench="Measure",
-              run="Run")      # packages, lowest first: each imports only from those before it
-FIRST = ("first_rollback", "dashboard", "bring_your_own", "survive_a_bad_learning_rate", "grow_by_hand", "resnet_slots", "train_a_controller", "read_a_run",
-         "design", "glossary", "metrics", "findings")      # others follow by name
-MATH = """<script>MathJax = {tex: {inlineMath: [["$", "$"]]}}</script><script async src="https://cdn.jsdelivr.net/npm/mathjax@3/es5/tex-mml-chtml.js"></script>"""
-NO_QUARTO = """Quarto is not on PATH, so there is no search and no styled site. To get it: https://quarto.org/docs/get-started (1.4 or newer), then `make docs` again.
+LAYERS = dict(      # packages, lowest first: each imports only from those before it
+    core="Core", guard="Guard: the Governor", grow="Grow", train="Train", control="Control", learn="Learn: PPO",
+    record="Record", show="Show", bench="Measure", run="Run")
+FIRST = ("first_rollback", "dashboard", "bring_your_own", "survive_a_bad_learning_rate", "grow_by_hand", "resnet_slots",
+         "train_a_controller", "read_a_run", "results", "design", "glossary", "metrics", "findings")      # then by name
+APPENDIX = ("metrics", "findings")      # tables to look something up in, not to read
+MATHJAX = "https://cdn.jsdelivr.net/npm/mathjax@3/es5/tex-mml-chtml.js"
+MATH = f"""<script>MathJax = {{tex: {{inlineMath: [["$", "$"]]}}}}</script><script async src="{MATHJAX}"></script>"""
+NO_QUARTO = """Quarto is not on PATH, so there is no search and no styled site.
+To get it: https://quarto.org/docs/get-started (1.4 or newer), then `make docs` again.
 Until then: every page as plain HTML, with the same checks of links and pictures."""
 
 
 def site_sections():
-    "[(title, [paths below nbs])] of the sidebar: tutorials, the layers, explanations, benchmarks."
+    "[(title, [paths below nbs])] of the sidebar: tutorials, the packages, explanations, and what is looked up."
     names = [p.relative_to(NBS).as_posix() for p in find_notebooks(NBS)]
-    order = lambda name: (FIRST.index(Path(name).stem) if Path(name).stem in FIRST else len(FIRST), name)
-    under = lambda folder: sorted((n for n in names if n.startswith(folder)), key=order)
-    explain = under("explanations/")
+    def order(name):
+        stem = Path(name).stem
+        return FIRST.index(stem) if stem in FIRST else len(FIRST), name
+    def under(folder): return sorted((n for n in names if n.startswith(f"{folder}/")), key=order)
+    def looked_up(name): return Path(name).stem in APPENDIX
+    explain = under("explanations")
     layers = [(title, sorted(n for n in names if n.startswith(f"{package}/"))) for package, title in LAYERS.items()]
-    parts = [("Tutorials", under("tutorials/")), *layers, ("Explanations", [n for n in explain if not n.endswith("_bench.ipynb")]), ("Benchmarks", [n for n in explain if n.endswith("_bench.ipynb")])]
+    parts = [("Tutorials", under("tutorials")), *layers, ("Explanations", [n for n in explain if not looked_up(n)]),
+             ("Appendix", [n for n in explain if looked_up(n)])]
     return [(title, pages) for title, pages in parts if pages]
 
 
 def sidebar():
-    "nbs/sidebar.yml, by layers; it is JSON, which is YAML too."
+    "nbs/sidebar.yml, by packages; it is JSON, which is YAML too."
     contents = ["index.ipynb", *(dict(section=title, contents=pages) for title, pages in site_sections())]
-    (NBS/"sidebar.yml").write_text(json.dumps({"website": {"sidebar": {"contents": contents}}}, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps({"website": {"sidebar": {"contents": contents}}}, indent=1) + "\n"
+    (NBS/"sidebar.yml").write_text(text, encoding="utf-8")
 
 
 @cache
@@ -208,12 +358,13 @@ def _name_headings(page):
     def fix(m):
         name = slug(markup.unescape(re.sub(r"<[^>]*>", "", m[3])))
         seen[name] = seen.get(name, -1) + 1
-        return f'<h{m[1]} id="{name}{f"-{seen[name]}" * (seen[name] > 0)}">{m[3]}</h{m[1]}>'
+        number = f"-{seen[name]}" * (seen[name] > 0)
+        return f'<h{m[1]} id="{name}{number}">{m[3]}</h{m[1]}>'
     return re.sub(r'<h(\d) id="([^"]*)">(.*?)<a class="anchor-link"[^>]*>.*?</a></h\1>', fix, page, flags=re.S)
 
 
 @cache
-def _site():
+def site_address():
     "Where the site will be."
     settings = ConfigParser(delimiters=["="])
     settings.read(ROOT/"settings.ini", encoding="utf-8")
@@ -222,27 +373,32 @@ def _site():
 
 def _link_pages(page, up):
     "Links to notebooks, and to the site that is not built yet, become links between these pages."
-    page = page.replace(f'href="{_site()}', f'href="{up}')
+    page = page.replace(f'href="{site_address()}', f'href="{up}')
     return re.sub(r'(href=")(?![a-z]+:)([^"#]+\.ipynb)', lambda m: m[1] + page_name(m[2]).as_posix(), page)
 
 
 def _navigation(at, up):
-    "All pages by layers, and the ones before and after the page whose notebook lies at `at`."
-    link = lambda n, text=None: f'<a href="{up}{page_name(n).as_posix()}"{" aria-current=page" * (n == at)}>{text or markup.escape(_heading(NBS/n)[0])}</a>'
+    "All pages by packages, and the ones before and after the page whose notebook lies at `at`."
+    def title_of(n): return markup.escape(_heading(NBS/n)[0])
+    def link(n, text=None):
+        here = " aria-current=page" * (n == at)
+        return f'<a href="{up}{page_name(n).as_posix()}"{here}>{text or title_of(n)}</a>'
+    def items(pages): return "".join(f"<li>{link(n)}</li>" for n in pages)
     sections = [("", ["index.ipynb"]), *site_sections()]
-    menu = "".join((f"<h2>{title}</h2>" if title else "") + f"<ul>{''.join(f'<li>{link(n)}</li>' for n in pages)}</ul>" for title, pages in sections)
+    menu = "".join((f"<h2>{title}</h2>" if title else "") + f"<ul>{items(pages)}</ul>" for title, pages in sections)
     order = [n for _, pages in sections for n in pages]
     i = order.index(at)
-    near = [link(order[k], f"{arrow} {markup.escape(_heading(NBS/order[k])[0])}") for k, arrow in ((i - 1, "←"), (i + 1, "→")) if 0 <= k < len(order)]
-    return menu, " · ".join(near)
+    near = [(order[k], arrow) for k, arrow in ((i - 1, "←"), (i + 1, "→")) if 0 <= k < len(order)]
+    return menu, " · ".join(link(n, f"{arrow} {title_of(n)}") for n, arrow in near)
 
 
-def _plain_page(raw, at):
+def plain_page(raw, at):
     "A processed notebook as one page of HTML; `at` is its path below nbs."
     import nbformat
     from nbconvert import HTMLExporter
     from traitlets.config import Config
-    plain = lambda text: re.sub(r"\{target=[^}\n]*\}|^:::.*$", "", "".join(text), flags=re.M)      # marks that only Quarto reads
+    def plain(text):      # without marks that only Quarto reads
+        return re.sub(r"\{target=[^}\n]*\}|^:::.*$", "", "".join(text), flags=re.M)
     cells = [cell for cell in raw["cells"] if cell["cell_type"] != "raw"]
     for cell in cells:
         cell.pop("has_sd", None)      # nbdev's own mark, which is no part of the format
@@ -250,8 +406,9 @@ def _plain_page(raw, at):
         cell["source"] = source if cell["cell_type"] == "markdown" else strip_options(source)
         if NO_CODE.search(source): cell["metadata"]["tags"] = ["no-code"]
         for o in cell.get("outputs", []):
-            if "text/markdown" in o.get("data", {}): o["data"]["text/markdown"] = plain(o["data"]["text/markdown"])
-            if "image/png" in o.get("data", {}): o["metadata"] = {"image/png": {"alt": alt_text(source)}}
+            data = o.get("data", {})
+            if "text/markdown" in data: data["text/markdown"] = plain(data["text/markdown"])
+            if "image/png" in data: o["metadata"] = {"image/png": {"alt": alt_text(source)}}
     settings = Config(TagRemovePreprocessor=dict(enabled=True, remove_input_tags=("no-code",)))
     export = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True, config=settings)
     body, _ = export.from_notebook_node(nbformat.reads(json.dumps(raw | dict(cells=cells)), as_version=4))
@@ -275,27 +432,39 @@ def promise(first_cell):
     return re.sub(r"\A\s*# [^\n]*\n+(> [^\n]*\n*)?", "", first_cell + "\n").strip()
 
 
+def lines_of(source):
+    "A cell's source as nbformat wants it stored: a list of lines that keep their ends."
+    return "".join(source).splitlines(keepends=True)
+
+
+def _unnested(text):
+    "Prose without links inside links, which nbdev makes."
+    return re.sub(r"\[\[(`[^`\n]+`)\]\([^)\s]+\)\]\(", r"[\1](", text)
+
+
 def process():
-    "What the site is made from, in _proc: nbdev's work, the promise of each page, which nbdev drops with the cell of the title, and no links inside links, which nbdev makes."
+    "What the site is made from, in _proc: nbdev's work, and each page's promise, which nbdev drops with its title."
     from nbdev.quarto import refresh_quarto_yml
     from nbdev.serve import proc_nbs
     shutil.rmtree(ROOT/"_proc", ignore_errors=True)      # pages of notebooks that are gone
     refresh_quarto_yml()
     proc_nbs()
     for path in find_notebooks(ROOT/"_proc"):
-        source = json.loads((NBS/path.relative_to(ROOT/"_proc")).read_text(encoding="utf-8"))["cells"][0]["source"]
+        notebook = json.loads((NBS/path.relative_to(ROOT/"_proc")).read_text(encoding="utf-8"))
         page = json.loads(path.read_text(encoding="utf-8"))
-        if text := promise("".join(source)):
+        if text := promise("".join(notebook["cells"][0]["source"])):
             after = next(i for i, c in enumerate(page["cells"]) if c["cell_type"] == "raw") + 1
             page["cells"].insert(after, dict(cell_type="markdown", id="promise", metadata={}, source=text))
         for c in page["cells"]:
-            if c["cell_type"] == "markdown": c["source"] = re.sub(r"\[\[(`[^`\n]+`)\]\([^)\s]+\)\]\(", r"[\1](", "".join(c["source"]))
+            text = "".join(c["source"])
+            c["source"] = lines_of(_unnested(text) if c["cell_type"] == "markdown" else text)
         path.write_text(json.dumps(page), encoding="utf-8")
 
 
 def quarto():
     "The site as Quarto renders it."
-    if subprocess.run(["quarto", "render", "--no-cache"], cwd=ROOT/"_proc").returncode: sys.exit("quarto render failed: see above")
+    done = subprocess.run(["quarto", "render", "--no-cache"], cwd=ROOT/"_proc")
+    if done.returncode: sys.exit("quarto render failed: see above")
     shutil.rmtree(ROOT/"_docs", ignore_errors=True)
     shutil.move(ROOT/"_proc/_docs", ROOT/"_docs")
 
@@ -309,13 +478,15 @@ def html():
         at = path.relative_to(proc)
         out = docs/page_name(at)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(_plain_page(json.loads(path.read_text(encoding="utf-8")), at.as_posix()), encoding="utf-8")
+        out.write_text(plain_page(json.loads(path.read_text(encoding="utf-8")), at.as_posix()), encoding="utf-8")
     for image in proc.rglob("*.png"):
         out = docs/image.relative_to(proc)
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(image, out)
     code = [HtmlFormatter(style=style).get_style_defs(".highlight") for style in ("friendly", "github-dark")]
-    (docs/"plain.css").write_text(f"{(ROOT/'scripts/plain.css').read_text(encoding='utf-8')}\n{code[0]}\n@media (prefers-color-scheme: dark) {{\n{code[1]}\n}}\n", encoding="utf-8")
+    plain = (ROOT/"scripts/plain.css").read_text(encoding="utf-8")
+    dark = f"@media (prefers-color-scheme: dark) {{\n{code[1]}\n}}"
+    (docs/"plain.css").write_text("\n".join([plain, code[0], dark, ""]), encoding="utf-8")
     print(f"{len(list(docs.rglob('*.html')))} pages in _docs")
 
 
@@ -338,10 +509,11 @@ def _read_pages(docs):
 
 
 def unlink_unknown(docs):
-    "nbdev links every name in code that it knows, methods that are defined on their own like functions among them: a name that no heading explains becomes plain again."
+    "nbdev links every name in code that it knows: one that no heading explains becomes plain again."
     pages = _read_pages(docs)
+    site = site_address()
     def fix(page, m):
-        at = Path(docs).resolve()/m[1].removeprefix(_site()) if m[1].startswith(_site()) else page.parent/m[1]
+        at = Path(docs).resolve()/m[1].removeprefix(site) if m[1].startswith(site) else page.parent/m[1]
         known = pages.get(at.resolve() if m[1] else page)
         return m[0] if known is None or m[2] in known.names else m[3]
     for page in pages:
@@ -359,7 +531,8 @@ def broken_targets(docs, headings=True):      # headings=False: Quarto makes som
             file, _, name = target.partition("#")
             file = file.split("?")[0]
             at = (Path(docs)/file.lstrip("/") if file.startswith("/") else page.parent/file).resolve() if file else page
-            if not at.exists() or headings and at in pages and name not in pages[at].names: bad.append(f"{page.relative_to(Path(docs).resolve())}: {target}")
+            lost = headings and at in pages and name not in pages[at].names
+            if not at.exists() or lost: bad.append(f"{page.relative_to(Path(docs).resolve())}: {target}")
     return bad
 
 
@@ -374,12 +547,14 @@ def docs():
         html()
     unlink_unknown(ROOT/"_docs")
     missing = [n for n in find_notebooks() if not (ROOT/"_docs"/page_name(n.relative_to(NBS))).exists()]
-    if bad := [f"{n.relative_to(NBS)}: was not built" for n in missing] + broken_targets(ROOT/"_docs", headings=not styled):
+    bad = [f"{n.relative_to(NBS)}: was not built" for n in missing]
+    bad += broken_targets(ROOT/"_docs", headings=not styled)
+    if bad:
         sys.exit("\n".join(["Broken in the site:", *(f"  {b}" for b in bad)]))
     print("Every page was built, every link and picture is there. Open _docs/index.html")
 
 
 if __name__ == "__main__":      # nbdev processes notebooks in new interpreters that import this file
-    chores = {"check": check, "run": run, "readme": readme, "refresh": refresh, "docs": docs}
+    chores = dict(check=check, run=run, door=door, findings=findings, readme=readme, refresh=refresh, docs=docs)
     if len(sys.argv) < 2 or sys.argv[1] not in chores: sys.exit(__doc__)
     chores[sys.argv[1]](*sys.argv[2:])

@@ -6,7 +6,8 @@ import pytest
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped with the reason where there is none")
-    config.addinivalue_line("markers", "browser: drives a headless Chromium; skipped with the reason where there is none")
+    browser = "browser: drives a headless Chromium; skipped with the reason where there is none"
+    config.addinivalue_line("markers", browser)
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
 
 
@@ -31,7 +32,7 @@ def one_thread():
 
 @pytest.fixture
 def stop_at():
-    "`count = stop_at(learner, edge)`: a SIGINT in front of the learner's step number `edge`, of acting or of learning; `count()` says how many it began."
+    "`count = stop_at(learner, edge)`: a SIGINT before the learner's step number `edge`; `count()`: how many it began."
     def stop(learner, edge):
         calls = 0
         def hit(f):

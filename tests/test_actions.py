@@ -5,16 +5,21 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import (HEADS, MIN_PRUNE_AGE, OPS, Choice, GrowthActions, apply_action, as_decision, draw_actions,
-                              legal_operations, read_slots)
-from esper_nb.learn.distributions import MaskedHeads, choose
+from esper_nb.control.actions import (
+    GrowthActions, apply_action, draw_actions, in_stage, legal_operations, read_slots)
+from esper_nb.control.choices import HEADS, MIN_PRUNE_AGE, OPS, Choice, as_decision, choice_of
 from esper_nb.grow.hosts import CNNConfig, CNNHost
 from esper_nb.grow.models import GrowingModel
-from esper_nb.grow.seeds import Gates, Rules, SeedState, check_gate, encode_seed
-from esper_nb.grow.stages import COOLING, Stage, next_stage
+from esper_nb.grow.lifecycle import Gates, Rules, check_gate
+from esper_nb.grow.seeds import SeedState, decode_seed, encode_seed
+from esper_nb.grow.stages import COOLING, LIVE, Stage, next_stage
+from esper_nb.learn.distributions import MaskedHeads, choose
+
+SHORT = Rules(gates=Gates(training_epochs=2), embargo=1)
+STRICT = Rules(auto=("G1", "G3"), gates=Gates(strict=True, training_epochs=1, blending_epochs=2))
 
 
-def world(lanes=6, rules=Rules(gates=Gates(training_epochs=2), embargo=1), **kw):
+def world(lanes=6, rules=SHORT, **kw):
     host = CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=lanes)
     model = GrowingModel(host, {"r0c0": ["norm", "conv_small"], "r0c1": ["norm", "depthwise"]}, rules=rules)
     return model, GrowthActions(model, **kw)
@@ -25,10 +30,11 @@ def epoch(model, g):
     model.record_accuracy(100 * torch.rand(model.lanes, generator=g))
     for k in model.names:
         model.record_contribution(k, torch.randn(model.lanes, generator=g))
-        model.record_gradients(k, torch.rand(model.lanes, generator=g), .5 + torch.rand(model.lanes, generator=g) / 2, ratio=torch.rand(model.lanes, generator=g))
+        norm, health, ratio = (torch.rand(model.lanes, generator=g) for _ in range(3))
+        model.record_gradients(k, norm, .5 + health / 2, ratio=ratio)
 
 
-@pytest.mark.parametrize("rules,bound", [(Rules(gates=Gates(training_epochs=2), embargo=1), 0), (Rules(auto=("G1", "G3"), gates=Gates(strict=True, training_epochs=1, blending_epochs=2)), 1)])
+@pytest.mark.parametrize("rules,bound", [(SHORT, 0), (STRICT, 1)])
 def test_no_masked_draw_is_refused(rules, bound):
     model, space = world(rules=rules, max_seeds=bound)
     g, done = torch.Generator().manual_seed(0), torch.zeros(len(OPS), dtype=torch.long)
@@ -39,12 +45,11 @@ def test_no_masked_draw_is_refused(rules, bound):
         for i, a in enumerate(acts):
             result = apply_action(space, model, i, a, mask[i])
             assert result.ok, result
-            done[a[7]] += 1
+            done[choice_of(a, "op")] += 1
         epoch(model, g)
         table = read_slots(model)
-        young = torch.isin(table[..., 0], torch.tensor([float(s) for s in (Stage.GERMINATED, Stage.TRAINING)], dtype=torch.float64)).sum(-1)
-        assert (young <= 1).all()
-        if bound: assert (torch.isin(table[..., 0], torch.tensor([2., 3, 4, 6, 7], dtype=torch.float64)).sum(-1) <= bound).all()
+        assert (in_stage(table, Stage.GERMINATED, Stage.TRAINING).sum(-1) <= 1).all()
+        if bound: assert (in_stage(table, *LIVE, Stage.FOSSILIZED).sum(-1) <= bound).all()
         assert not model.status().problems
     assert (done[[0, 1, 3]] > 0).all()
 
@@ -60,7 +65,7 @@ def test_a_million_draws_are_legal_by_every_account():
         used = space.relevant(acts)
         assert (space.available(many).gather(-1, acts[..., None]).squeeze(-1) | ~used).all()
         ops = space.facts(many)[0]
-        assert ops[torch.arange(1600)[:, None], torch.arange(16), acts[..., 7], acts[..., 0]].all()
+        assert ops[torch.arange(1600)[:, None], torch.arange(16), choice_of(acts, "op"), choice_of(acts, "slot")].all()
         assert (space.canonical(acts) == acts).all() # a legal draw is canonical
         for i, a in enumerate(acts[0]): assert apply_action(space, model, i, a, mask[i]).ok
         epoch(model, g)
@@ -74,7 +79,8 @@ def test_draws_without_masks_are_refused_with_a_reason_and_change_nothing():
         for j, a in enumerate(acts): # 7,200 in all
             i, before, mask = j % model.lanes, read_slots(model), space.mask(model)
             result = apply_action(space, model, i, a, mask[i])
-            legal = bool(space.legal(mask[i], a).gather(-1, a[:, None]).squeeze(-1)[space.relevant(a)].all())
+            chosen = space.legal(mask[i], a).gather(-1, a[:, None]).squeeze(-1)
+            legal = bool(chosen[space.relevant(a)].all())
             assert result.ok == legal
             if not result.ok:
                 refused += 1
@@ -87,12 +93,14 @@ def test_draws_without_masks_are_refused_with_a_reason_and_change_nothing():
 @given(st.integers(0, 10**6), st.booleans())
 def test_gates_for_all_lanes_equal_the_gate_of_one(seed, strict):
     g = torch.Generator().manual_seed(seed)
-    pick = lambda *v: v[int(torch.randint(len(v), (), generator=g))]
+    def pick(*v): return v[int(torch.randint(len(v), (), generator=g))]
     stage = pick(Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
-    s = SeedState(stage=stage, blueprint=0, births=1, epochs=pick(0, 1, 9, 10, 11), health=pick(None, .69, .7, .75, 1.), exploding=pick(None, 0., .1), accuracy=pick(None, 50.5, 50.), accuracy_stage=pick(None, 50., 49.9),
-                  gradient_ratio=pick(None, .1, .05, .2), target=pick(.5, 1.), alpha=pick(.5, 1.), contribution=pick(None, -1., .99, 1., 2.))
+    s = SeedState(
+        stage=stage, blueprint=0, births=1, epochs=pick(0, 1, 9, 10, 11), health=pick(None, .69, .7, .75, 1.),
+        exploding=pick(None, 0., .1), accuracy=pick(None, 50.5, 50.), accuracy_stage=pick(None, 50., 49.9),
+        gradient_ratio=pick(None, .1, .05, .2), target=pick(.5, 1.), alpha=pick(.5, 1.),
+        contribution=pick(None, -1., .99, 1., 2.))
     table, rules = torch.tensor([[encode_seed(s)]]).double(), Rules(gates=Gates(strict=strict))
-    from esper_nb.grow.seeds import decode_seed
     s = decode_seed(torch.tensor(encode_seed(s)).tolist()) # as the table holds it
     to, op = (Stage.FOSSILIZED, "fossilize") if stage == Stage.HOLDING else (next_stage(stage), "advance")
     assert bool(legal_operations(table, [rules])[0, OPS.index(op), 0]) == check_gate(s, to, rules.gates).passed
@@ -112,7 +120,7 @@ def test_rules_beyond_the_slots():
     cool = apply_action(space, model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
     assert not cool.ok and "r0c0 is PRUNED" in cool.message
     wrong = space.encode(Choice("germinate", "r0c1", "norm"))
-    wrong[1] = space.blueprints.index("conv_small") # not offered in r0c1
+    wrong[HEADS.index("blueprint")] = space.blueprints.index("conv_small") # not offered in r0c1
     assert not apply_action(space, model, 0, wrong).ok
 
 
@@ -122,7 +130,8 @@ def test_bound_on_seeds_counts_fossils():
     slot.table[0] = torch.tensor(encode_seed(SeedState(stage=Stage.FOSSILIZED, blueprint=0, births=1, alpha=1.)))
     done = apply_action(space, model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
     assert not done.ok and "1 seeds is the bound" in done.message
-    assert GrowthActions(model).facts(GrowthActions(model).mask(model))[0][0, 1, 1]
+    unbound = GrowthActions(model)
+    assert unbound.facts(unbound.mask(model))[0][0, OPS.index("germinate"), 1]
 
 
 def test_unused_heads_cost_nothing_and_masks_are_never_empty():
@@ -135,7 +144,8 @@ def test_unused_heads_cost_nothing_and_masks_are_never_empty():
     assert (logp[~used] == 0).all() and logp.isfinite().all()
     every = torch.stack(torch.meshgrid(*(torch.arange(s) for s in (len(OPS), 2)), indexing="ij"), -1).flatten(0, 1)
     for op, at in every.tolist():
-        a = space.placeholder.clone(); a[7], a[0] = op, at
+        a = space.placeholder.clone()
+        a[HEADS.index("op")], a[HEADS.index("slot")] = op, at
         assert space.legal(mask, a.expand(model.lanes, -1)).any(-1).all()
     flat = torch.split(mask[:, :space.flat], space.sizes, -1)
     assert all(f.any(-1).all() for f in flat)

@@ -4,9 +4,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.grow.blueprints import (FAMILIES, LaneFlexAttention, blueprint, blueprint_size, get_blueprint, list_blueprints, make_blueprint, norm_groups, open_relu,
-                                 probe, smoke_test)
-from esper_nb.core.lanes import LaneAttention, lane_state, num_lanes, reset_lanes, by_lane, take_lanes, unfold
+from esper_nb.grow.blueprints import (
+    FAMILIES, LaneFlexAttention, blueprint, blueprint_size, get_blueprint, list_blueprints, make_blueprint, norm_groups,
+    open_relu, probe, smoke_test)
+from esper_nb.core.lanes import lane_state, num_lanes, reset_lanes, take_lanes
+from esper_nb.core.layers import LaneAttention, by_lane, unfold
 
 torch.set_num_threads(1)
 ALL = [(f, k) for f in FAMILIES for k in list_blueprints(family=f)]
@@ -49,7 +51,9 @@ def test_lanes_are_separate_networks_forward_and_backward(family, name, training
         yi.backward(torch.cos(xi.detach() * 3))
         torch.testing.assert_close(part(y, n, i, family), yi, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(part(x.grad, n, i, family), xi.grad, rtol=1e-4, atol=1e-5)
-        for p, q in zip(m.parameters(), one.parameters()): torch.testing.assert_close(by_lane(p.grad, n)[i], q.grad.view_as(by_lane(p.grad, n)[i]), rtol=1e-4, atol=1e-4)
+        for p, q in zip(m.parameters(), one.parameters()):
+            mine = by_lane(p.grad, n)[i]
+            torch.testing.assert_close(mine, q.grad.view_as(mine), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family,name", ALL)
@@ -84,7 +88,8 @@ def test_first_steps_reach_every_parameter(family, name):
             opt.zero_grad(); loss.backward(); opt.step()
             losses.append(loss.item())
         assert losses[-1] < losses[0]
-        assert all(not torch.equal(a, p) for a, p in zip(first, m.parameters())), [k for a, (k, p) in zip(first, m.named_parameters()) if torch.equal(a, p)]
+        still = [k for a, (k, p) in zip(first, m.named_parameters()) if torch.equal(a, p)]
+        assert not still
 
 
 @pytest.mark.parametrize("family,name", [(f, k) for f, k in ALL if f == "transformer"])
@@ -127,7 +132,8 @@ def test_open_relu_is_relu_with_an_open_gate_at_zero(dtype):
 
 
 def test_checkpointing_changes_nothing_but_memory():
-    a, b = noisy(make_blueprint("mlp", "transformer", 16, 2)), noisy(make_blueprint("mlp", "transformer", 16, 2, checkpoint=True))
+    a = noisy(make_blueprint("mlp", "transformer", 16, 2))
+    b = noisy(make_blueprint("mlp", "transformer", 16, 2, checkpoint=True))
     x = probe("transformer", 32)
     for m in (a, b): m(x).square().sum().backward()
     for p, q in zip(a.parameters(), b.parameters()): assert torch.equal(p.grad, q.grad)
@@ -141,7 +147,9 @@ def test_flex_attention_is_causal_attention():
     assert torch.equal(a(x), b(x))
     q, k, v = torch.randn(3, 2, 4, 8, 8)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu")
-    with torch.no_grad(): torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), F.scaled_dot_product_attention(q, k, v, is_causal=True), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        mine, usual = flex_attention(q, k, v, block_mask=mask), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.testing.assert_close(mine, usual, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.cuda

@@ -8,13 +8,21 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import esper_nb.show.dashboard as dashboard_module
-from esper_nb.show.dashboard import THRESHOLDS, Dashboard, live_front_end, log_html, plot_session, session_text, status_html, time_words
-from esper_nb.show.live import Feed, Pacer, session_packet
-from esper_nb.guard.governor import Governor, GovernorConfig
-from esper_nb.core.lanes import lane_state, by_lane
-from esper_nb.show.session import Session, Track, lane_gates
+from esper_nb.record.writers import read_rows
+from esper_nb.show.dashboard import ControlBar, Dashboard, Maker
+from esper_nb.show.picture import plot_session
+from esper_nb.show.plot_runs import plot_slots
+from esper_nb.show.words import THRESHOLDS, log_html, session_text, status_html, time_words
+from esper_nb.show.live import Feed, Pacer, live_front_end, session_packet
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.reports import GovernorConfig
+from esper_nb.core.lanes import lane_state
+from esper_nb.core.layers import by_lane
+from esper_nb.show.history import Track, decode_slots, lane_limits
+from esper_nb.show.session import Session
 from esper_nb.show.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
-from esper_nb.train.trainer import FitConfig, fit, new_population
+from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.trainer import fit
 
 torch.set_num_threads(1)
 
@@ -25,7 +33,7 @@ def population(lanes=4, epochs=12, **kw):
 def weights(pop): return {k: t.clone() for k, t in lane_state(pop.model).items()}
 
 def equal(a, b, lanes=None, n=1):
-    pick = lambda t: t if lanes is None else by_lane(t, n)[lanes]
+    def pick(t): return t if lanes is None else by_lane(t, n)[lanes]
     return all(torch.equal(pick(a[k]), pick(b[k])) for k in a)
 
 @pytest.fixture
@@ -80,17 +88,19 @@ def test_the_life_of_a_session(run):
     steps(s, 2)
     assert (s.state, s.steps, s.x) == ("paused", 2, 4)
     s.stop().wait()
-    assert s.state == "stopped" and s._thread is None
+    assert s.state == "stopped"
     steps(s, 1)
     assert (s.state, s.steps) == ("paused", 3)
     s.go_on()
     assert s.wait() == "done" and s.steps == 5
-    assert [n.text for n in s.notes] == ["2 steps at step 0", "stopped at step 2; go on picks up exactly here", "1 step at step 2", "go on at step 3", "done after 5 steps"]
+    assert [n.text for n in s.notes] == ["2 steps at step 0", "stopped at step 2; go on picks up exactly here",
+                                         "1 step at step 2", "go on at step 3", "done after 5 steps"]
 
 @pytest.mark.parametrize("unit, units", [("epoch", "epochs"), ("batch", "batches"), ("step", "steps")])
 def test_steps_are_called_by_their_name(run, unit, units):
     s = run(FrameSource(fake(2), 2, 2, unit))
-    assert s.step(2).wait().message == f"2 {units} at {unit} 0" and f"4 {units} a second" in [t for t, _ in Dashboard(s)._bar().children[-1].options]
+    assert s.step(2).wait().message == f"2 {units} at {unit} 0"
+    assert f"4 {units} a second" in [t for t, _ in ControlBar(Maker(), s, s.ask, int).pace.options]
     s.wait()
     assert s.step().wait().message == f"1 {unit} at {unit} 2"
 
@@ -122,7 +132,8 @@ def test_wrong_requests_are_refused_and_change_nothing(run):
     pop = population(2)
     s, before = run(pop), None
     before = weights(pop)
-    for r in (s.provoke("typo", 0), s.provoke("nan", 9), s.seed("germinate", 0, "nowhere", "norm"), s.seed("germinate", 0, "r0c0", "typo"), s.seed("prune", 0, "r0c0"),
+    for r in (s.provoke("typo", 0), s.provoke("nan", 9), s.seed("germinate", 0, "nowhere", "norm"),
+              s.seed("germinate", 0, "r0c0", "typo"), s.seed("prune", 0, "r0c0"),
               s.adjust(multiplyer=2.), s.adjust(window=3), s.rollback(7), s.step(0), s.set_pace(-1)):
         assert r.ok is False and "refused" in r.message, r
     assert s.steps == 0 and equal(before, weights(pop)) and pop.governor.config == population(2).governor.config
@@ -187,7 +198,8 @@ def test_a_provoked_nan_is_rolled_back_and_drawn_where_it_was(run):
     [i] = s.incidents
     batches = len(pop.last.train.losses)
     assert (i.lane, i.reason, i.action) == (2, "non-finite", "rollback")
-    assert i.back % batches == 0 and i.back < i.x <= i.end == 7 * batches and i.lost == i.end - i.back and i.recovered > i.end
+    assert i.back % batches == 0 and i.back < i.x <= i.end == 7 * batches and i.lost == i.end - i.back
+    assert i.recovered > i.end
     table = s.losses.rows
     bad = table[~np.isfinite(table[:, 3]), 0]
     assert i.x == bad[0] and np.isfinite(table[:, [1, 2, 4]]).all()
@@ -220,19 +232,21 @@ def test_a_rollback_by_hand_restores_one_lane_and_leaves_the_others(run):
     before = weights(pop)
     assert s.rollback(1).wait().ok
     after = weights(pop)
-    assert equal(saved, after, 1, 3) and equal(before, after, 0, 3) and equal(before, after, 2, 3) and not equal(before, after, 1, 3)
+    assert equal(saved, after, 1, 3) and equal(before, after, 0, 3) and equal(before, after, 2, 3)
+    assert not equal(before, after, 1, 3)
     assert s.incidents[-1].reason == "asked" and s.incidents[-1].lost == len(pop.last.train.losses)
 
 def test_seeds_by_hand(run):
     pop = population(2, 60)
     s = run(pop)
     assert s.seed("germinate", 1, "r0c1", "conv_light").wait().ok
-    assert pop.model.slot("r0c1").state(1).stage.name == "GERMINATED" and pop.model.slot("r0c1").state(0).stage.name == "DORMANT"
+    assert pop.model.slot("r0c1").state(1).stage.name == "GERMINATED"
+    assert pop.model.slot("r0c1").state(0).stage.name == "DORMANT"
     steps(s, 1)
     assert s.seed("advance", 1, "r0c1").wait().ok and pop.model.slot("r0c1").state(1).stage.name == "TRAINING"
     steps(s, 1)
-    code = s.edges.rows[-1, 1 + 6 * 2 + 1 * 2 + 1]                      # slot r0c1, lane 1
-    assert (code % 32) // 2 == 3 and int(code // 32) - 1 == pop.model.slot("r0c1").blueprints.index("conv_light")
+    now = decode_slots(s.layout.codes(s.edges.rows, 1)[-1, 1])            # slot r0c1, lane 1
+    assert now.stage == 3 and now.blueprint == pop.model.slot("r0c1").blueprints.index("conv_light")
     assert s.seed("prune", 1, "r0c1").wait().ok and pop.model.slot("r0c1").state(1).stage.name == "PRUNED"
 
 @pytest.mark.parametrize("name", THRESHOLDS)
@@ -240,7 +254,7 @@ def test_every_threshold_moves_while_running(run, name):
     pop = population(1, 500)
     s = run(pop)
     s.start()
-    low, high, step = THRESHOLDS[name]
+    low, high, step, _ = THRESHOLDS[name]
     old = getattr(pop.governor.config, name)
     value = type(old)(min(high, max(low, (old or low) + step))) if old is not None else high / 2
     r = s.adjust(**{name: value}).wait()
@@ -252,20 +266,39 @@ def test_saving_and_loading_goes_on_exactly(run, tmp_path):
     s, t = run(pop, root=tmp_path), run(other)
     steps(s, 4)
     r = s.save().wait()
-    assert r.ok and s.folder.rows() == s.recorder.rows
+    assert r.ok and s.folder.rows()[1:] == s.recorder.rows and s.folder.rows()[0]["kind"] == "run"
     steps(s, 3)
     path = s.folder.path/"checkpoint.safetensors"
     assert t.load(path).wait().ok and int(other.epoch[0]) == 4
     steps(t, 3)
     assert equal(weights(pop), weights(other))
-    assert s.save().wait().ok and len(s.folder.rows()) == len(s.recorder.rows)   # the same folder again
+    assert s.save().wait().ok and len(s.folder.rows()) == 1 + len(s.recorder.rows)   # the same folder again
 
-def test_gates_are_the_governors(run):
+def test_a_seed_planted_by_hand_is_saved(run, tmp_path):
+    pop = population(3, 12)
+    s = run(pop, root=tmp_path)
+    steps(s, 2)
+    assert s.seed("germinate", 1, "r0c1", "conv_light").wait().ok and s.save().wait().ok
+    assert [t.get_text() for t in plot_slots(read_rows(s.folder.rows_path), lanes=[1]).texts] == ["G"]      # at once
+    steps(s, 2)
+    assert s.save().wait().ok
+    rows = read_rows(s.folder.rows_path)
+    assert {"run", "epoch", "batch", "slot", "seed"} <= {r["kind"] for r in rows}
+    assert all(r["lane"] == 1 and r["slot"] == "r0c1" for r in rows if r["kind"] == "slot")
+    planted = [r for r in rows if r["kind"] == "seed" and r["seed.event"] == "germinate"]
+    assert [(r["epoch"], r["lane"], r["seed.blueprint"], r["seed.reason"])
+            for r in planted] == [(2, 1, "conv_light", "by hand")]
+    bar = plot_slots(rows, lanes=[1]).patches[0]
+    assert (bar.get_x(), bar.get_width() >= 1) == (2, True)
+    assert len([r for r in rows if r["kind"] == "batch" and r["lane"] == 1]) == s.x
+
+def test_limits_are_the_governors(run):
     pop = population(2, 20)
     s = run(pop)
     steps(s, 5)
-    g = lane_gates(pop.governor, 2)
-    assert np.allclose(g[:, 0], np.maximum.reduce([g[:, 1], g[:, 2], g[:, 3]])) and np.allclose(g[:, 1], pop.governor.config.absolute * pop.data.chance_loss)
+    g = lane_limits(pop.governor, 2)
+    assert np.allclose(g[:, 0], g[:, 1:4].max(1))
+    assert np.allclose(g[:, 1], pop.governor.config.absolute * pop.data.chance_loss)
     s.adjust(absolute=7.).wait()
     assert np.allclose(s.edges.rows[-1, 1 + 1], 7 * pop.data.chance_loss)          # drawn from that edge on
 
@@ -284,7 +317,8 @@ def loop_source(total=200, **kw):
             loss = torch.nn.functional.cross_entropy(net(a), b)
             opt.zero_grad(); loss.backward(); opt.step()
             yield loss
-    return LoopSource(loop, Governor(net, opt, chance=1.0986, config=GovernorConfig(snapshot_every=10, probation=10)), net, opt, total, **kw)
+    return LoopSource(loop, Governor(net, opt, chance=1.0986, config=GovernorConfig(snapshot_every=10, probation=10)),
+                      net, opt, total, **kw)
 
 @pytest.mark.parametrize("fault", ["nan", "explode", "corrupt-batch", "poison-optimizer"])
 def test_a_guarded_loop_steps_batch_by_batch(run, fault):
@@ -301,30 +335,38 @@ def test_a_guarded_loop_steps_batch_by_batch(run, fault):
 def test_ppo_over_lanes_runs_in_a_session(run):
     from esper_nb.control.envs import GrowVecEnv
     from esper_nb.learn.policies import PolicyConfig
-    from esper_nb.learn.learner import Learner, PPOConfig, train_ppo
+    from esper_nb.learn.learner import Learner
+    from esper_nb.learn.loss import PPOConfig
+    from esper_nb.learn.training import train_ppo
     def learner():
         envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=5, gamma=.99, limit=320, workers=1)
-        return Learner(envs, PPOConfig(num_steps=4, num_updates=2, gamma=.99, num_minibatches=1), PolicyConfig(hidden=16), heads=envs.actions)
+        return Learner(envs, PPOConfig(num_steps=4, num_updates=2, gamma=.99, num_minibatches=1),
+                       PolicyConfig(hidden=16), heads=envs.actions)
     a, b = learner(), learner()
     records = [u for u in train_ppo(a)]
     s = run(EnvSource(b))
     steps(s, 3); s.stop().wait(); s.go_on()
     assert s.wait() == "done", s.error
     assert s.steps == 8 and b.update == 2 and s.numbers["policy loss"] == records[-1].policy_loss
-    assert all(torch.equal(x, y) for x, y in zip(a.policy.parameters(), b.policy.parameters()))      # the session changes nothing
+    # the session changes nothing
+    assert all(torch.equal(x, y) for x, y in zip(a.policy.parameters(), b.policy.parameters()))
     assert s.rollback(0).wait().ok is False and "punished" in s.notes[-1].text
 
 def test_a_fault_in_a_controllers_lane_is_an_incident(run):
     from esper_nb.control.envs import GrowVecEnv
     from esper_nb.learn.policies import PolicyConfig
-    from esper_nb.learn.learner import Learner, PPOConfig
+    from esper_nb.learn.learner import Learner
+    from esper_nb.learn.loss import PPOConfig
     envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=30, gamma=.99, limit=320, workers=1)
-    s = run(EnvSource(Learner(envs, PPOConfig(num_steps=8, num_updates=2, gamma=.99, num_minibatches=1), PolicyConfig(hidden=16), heads=envs.actions)))
+    s = run(EnvSource(Learner(envs, PPOConfig(num_steps=8, num_updates=2, gamma=.99, num_minibatches=1),
+                              PolicyConfig(hidden=16), heads=envs.actions)))
     steps(s, 5)
     s.provoke("nan", 1).wait()
     steps(s, 3)
     assert [(i.lane, i.reason, i.axis) for i in s.incidents] == [(1, "non-finite", "step")] and s.incidents[0].end == 6
-    assert s.losses.rows[s.losses.rows[:, 0] == 7, 2] == -1 and np.isnan(s.losses.rows[5, 2])      # a lane that only began its next episode: not measured, which is not "not finite"
+    batch, _, loss, _ = s.losses.rows.T
+    assert np.isnan(loss[batch == 7]).all()                              # it only began its next episode: not measured
+    assert np.isinf(loss[5])                                             # which is not "not finite"
     assert "1 incident" in status_html(s)
 
 
@@ -341,12 +383,13 @@ class Browser:
         if self.answers and m["answer"]: self.hear(self, dict(kind="answer", number=m["number"]))
 
 def test_no_growth_of_memory_or_traffic_over_a_long_run(run):
-    s, browser = run(FrameSource((Frame(np.random.rand(4, 2), np.zeros(2)) for _ in range(10**9)), 2), capacity=256), Browser()
+    s, browser = run(FrameSource((Frame(np.random.rand(4, 2), np.zeros(2)) for _ in range(10**9)), 2),
+                     capacity=256), Browser()
     feed = Feed(s, browser)
     browser.hear(browser, dict(kind="hello"))
     def work(k):                                                        # a packet every tenth step
         for _ in range(k // 10):
-            for f in (s.source.step() for _ in range(10)): s._absorb(f)
+            for f in (s.source.step() for _ in range(10)): s.absorb(f)
             s.note("control", "x" * 60)
             feed.pacer.last = -1e9
             feed.update()
@@ -362,12 +405,12 @@ def test_no_growth_of_memory_or_traffic_over_a_long_run(run):
     assert session_packet(s).size < 60_000
 
 def test_a_silent_page_costs_a_few_messages_and_gets_everything_when_it_is_back(run):
-    s, browser, clock = run(FrameSource(fake(10**6), 2)), Browser(answers=False), [0.]
+    s, browser = run(FrameSource(fake(10**6), 2)), Browser(answers=False)
     feed = Feed(s, browser)
     browser.hear(browser, dict(kind="hello"))
     sent = 0
     for t in np.arange(0, 600, .25):
-        s._absorb(s.source.step())
+        s.absorb(s.source.step())
         if feed.pacer.due(t + 1e6): sent += 1
     assert sent < 30
     browser.answers = True
@@ -402,15 +445,16 @@ def test_a_slow_page_is_waited_for_and_an_answer_ends_the_wait():
 def test_words_go_with_the_packet_and_only_when_they_changed(board):
     board.widget()
     sent = []
-    board.canvas.send = lambda m, buffers: sent.append(m)
-    board.feed.close(); board.feed.thread.join()
-    board.feed.hear(board.canvas, dict(kind="hello"))
+    feed, canvas = board.panel.feed, board.panel.canvas
+    canvas.send = lambda m, buffers: sent.append(m)
+    feed.close(); feed.thread.join()
+    feed.hear(canvas, dict(kind="hello"))
     assert set(sent[0]["html"]) == {"status", "log"} and "head" in sent[0]
     steps(board.session, 1)
-    board.feed.pacer.last = -1e9; board.feed.update()
+    feed.pacer.last = -1e9; feed.update()
     assert "epoch 1 of" in sent[1]["html"]["status"] and "1 epoch at epoch 0" in sent[1]["html"]["log"]
-    with board.session._data: board.session.version += 1
-    board.feed.pacer.last = -1e9; board.feed.update()
+    with board.session.lock: board.session.version += 1
+    feed.pacer.last = -1e9; feed.update()
     assert sent[2]["html"] == {}
 
 def test_changed_incidents_are_sent_again(run):
@@ -419,7 +463,8 @@ def test_changed_incidents_are_sent_again(run):
     first = session_packet(s)
     assert [i["recovered"] for i in first.meta["incidents"]] == [None]
     steps(s, 4)
-    assert [i["recovered"] for i in session_packet(s, first.seen).meta["incidents"]] == [s.incidents[0].recovered] != [None]
+    assert [i["recovered"]
+            for i in session_packet(s, first.seen).meta["incidents"]] == [s.incidents[0].recovered] != [None]
 
 
 # --- the dashboard without a page
@@ -438,7 +483,7 @@ def press(board, text):
     button = find(board.widget())
     assert button is not None, f"no button {text!r}"
     button.click()
-    if board.session._thread is None or board.session.state != "running": time.sleep(.05)
+    if board.session.state != "running": time.sleep(.05)
     return button
 
 def test_every_button_works(board):
@@ -450,19 +495,20 @@ def test_every_button_works(board):
     assert s.incidents[0].lane == 1
     press(board, "◇ Snapshot"); press(board, "↶ Roll back lane"); s.ask("pause").wait()
     assert s.incidents[-1].reason == "asked"
-    board.go.click(); press(board, "❙❙ Pause"); s.wait()
+    board.panel.bar.go.click(); press(board, "❙❙ Pause"); s.wait()
     press(board, "■ Stop"); s.ask("pause").wait()
     press(board, "Fossilize"); s.ask("pause").wait()
     assert any("fossil" in n.text or "refused" in n.text for n in s.notes)
-    board.show(False)
-    assert "rolled back lane 1" in board.log.value and "non-finite" in board.log.value and "epoch" in board.status.value
+    board.panel.show(False)
+    assert "rolled back lane 1" in board.panel.log.value and "non-finite" in board.panel.log.value
+    assert "epoch" in board.panel.status.value
 
 def test_a_threshold_can_be_moved_switched_off_and_on(board):
     board.widget()
     governor = board.session.source.governor
-    board.sliders["multiplier"].value = 5.; board.session.ask("pause").wait()
+    board.panel.thresholds.sliders["multiplier"].value = 5.; board.session.ask("pause").wait()
     assert governor.config.multiplier == 5.
-    row = board._threshold("huge", "x")
+    row = board.panel.thresholds.row("huge", governor.config.huge)
     row.children[2].value = False; board.session.ask("pause").wait()
     assert governor.config.huge is None and row.children[1].disabled
     row.children[2].value = True; board.session.ask("pause").wait()
@@ -470,22 +516,22 @@ def test_a_threshold_can_be_moved_switched_off_and_on(board):
 
 def test_lane_and_slot_follow_the_pickers_and_the_canvas(board):
     board.widget()
-    board.lane_picker.value = 3
-    assert board.lane == 3 and board.canvas.lane == 3
-    board.canvas.lane = 2                                                # a click in the picture
-    assert board.lane == 2 and board.lane_picker.value == 2 and "lane 2" in board.titles[0][0].value
-    board.slot_picker.value = "r0c2"
+    board.panel.focus.lane.value = 3
+    assert board.lane == 3 and board.panel.canvas.lane == 3
+    board.panel.canvas.lane = 2                                                # a click in the picture
+    assert board.lane == 2 and board.panel.focus.lane.value == 2 and "lane 2" in board.panel.focus.titles[0][0].value
+    board.panel.focus.slot.value = "r0c2"
     press(board, "Germinate"); board.session.ask("pause").wait()
     assert board.session.source.model.slot("r0c2").state(2).stage.name == "GERMINATED"
 
 def test_without_a_page_a_cell_leaves_text_and_then_a_picture(run, monkeypatch):
     s = run(population(2, 20))
     d = Dashboard(s)
-    assert not live_front_end() and d.box is None
+    assert not live_front_end() and d.panel is None
     assert set(d._repr_mimebundle_()) == {"text/plain"} and "ready" in repr(d)
     steps(s, 2)
     bundle = d._repr_mimebundle_()
-    assert bundle["image/png"][:8] == b"\x89PNG\r\n\x1a\n" and "paused" in bundle["text/plain"] and d.box is None
+    assert bundle["image/png"][:8] == b"\x89PNG\r\n\x1a\n" and "paused" in bundle["text/plain"] and d.panel is None
     monkeypatch.setattr(dashboard_module, "live_front_end", lambda: True)
     assert "application/vnd.jupyter.widget-view+json" in d._repr_mimebundle_()
     assert set(Dashboard(s, view="text")._repr_mimebundle_()) == {"text/plain"}
@@ -516,22 +562,23 @@ def test_plain_images_stand_in_where_the_canvas_cannot_be(run, monkeypatch):
     s = run(population(2, 20))
     d = Dashboard(s, image=True)
     d.widget()
-    assert d.canvas is None and d.plain.layout.display == "block" and d.plain.value[:4] == b"\x89PNG"
+    assert d.panel.canvas is None and d.panel.plain.layout.display == "block" and d.panel.plain.value[:4] == b"\x89PNG"
     monkeypatch.setattr(dashboard_module, "canvas_class", lambda: None)             # anywidget is not installed
     e = Dashboard(s)
     e.widget()
-    assert e.canvas is None and e.plain.layout.display == "block"
+    assert e.panel.canvas is None and e.panel.plain.layout.display == "block"
     d.close(); e.close()
 
 def test_plain_images_come_when_no_page_answers(board):
     board.widget()
-    board.show(False)
-    assert board.plain.layout.display == "none"
-    board._shown -= 10
-    board.show(False)
-    assert board.plain.layout.display == "block"
-    board.show(True)                                                     # the canvas answered after all
-    assert board.plain.layout.display == "none"
+    panel = board.panel
+    panel.show(False)
+    assert panel.plain.layout.display == "none"
+    panel.shown -= 10
+    panel.show(False)
+    assert panel.plain.layout.display == "block"
+    panel.show(True)                                                     # the canvas answered after all
+    assert panel.plain.layout.display == "none"
 
 def test_a_session_without_lanes_slots_or_guard_has_a_panel_too(run):
     s = run(FrameSource(fake(5, lanes=1), 1))

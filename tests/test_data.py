@@ -8,8 +8,10 @@ from hypothesis import given, settings, strategies as st
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import functional as TF
 
-from esper_nb.train.data import (ImageData, TextData, balanced_order, load_cifar10, load_digits_data, load_prose, load_text_file,
-                           synthetic_cifar10)
+from esper_nb.train.data import Epoch, ImageData, image_reader
+from esper_nb.train.datasets import (
+    balanced_order, load_cifar10, load_digits_data, load_prose, load_text_file, synthetic_cifar10)
+from esper_nb.train.text import TextData
 
 
 def make(n=24, h=6, w=5, c=3, classes=4, dtype="uint8", **kw):
@@ -35,9 +37,11 @@ def plain(data, x, draws, b, lane):
 
 
 @settings(deadline=None, max_examples=40)
-@given(h=st.integers(1, 7), w=st.integers(1, 7), c=st.integers(1, 4), pad=st.integers(0, 3), flip=st.booleans(), lanes=st.integers(1, 5),
-       batch=st.integers(1, 24), dtype=st.sampled_from(["uint8", "float"]), epoch=st.integers(0, 3))
-def test_batch_equals_torchvision_loop(h, w, c, pad, flip, lanes, batch, dtype, epoch):
+@given(shape=st.tuples(st.integers(1, 7), st.integers(1, 7), st.integers(1, 4)), pad=st.integers(0, 3),
+       flip=st.booleans(), lanes=st.integers(1, 5), batch=st.integers(1, 24),
+       dtype=st.sampled_from(["uint8", "float"]), epoch=st.integers(0, 3))
+def test_batch_equals_torchvision_loop(shape, pad, flip, lanes, batch, dtype, epoch):
+    h, w, c = shape
     data, x, y = make(h=h, w=w, c=c, dtype=dtype, pad=pad, flip=flip)
     made = data.epoch(5, range(lanes), epoch, batch)
     assert len(made) == 24 // batch
@@ -49,15 +53,28 @@ def test_batch_equals_torchvision_loop(h, w, c, pad, flip, lanes, batch, dtype, 
             own = got.unflatten(1, (lanes, c))[:, lane]
             assert torch.equal(own, want.float() * data.scale[:, None, None] + data.shift[:, None, None])
             unit = want.float() / (255 if dtype == "uint8" else 1)
-            torch.testing.assert_close(own, TF.normalize(unit, data.mean.tolist(), data.std.tolist()), atol=2e-6, rtol=2e-6)
+            torch.testing.assert_close(own, TF.normalize(unit, data.mean.tolist(), data.std.tolist()), atol=2e-6,
+                                       rtol=2e-6)
             assert torch.equal(labels[:, lane], y[made.draws["order"][b][:, lane].long()])
 
 
 def test_long_addresses_agree_with_short_ones():
     data, _, _ = make(pad=2, flip=True)
     short = data.epoch(0, range(3), 0, 8)
-    data._int, data._cols, data._chans, data._rows = torch.int64, data._cols.long(), data._chans.long(), data._rows.long()
-    for a, b in zip(short, data.epoch(0, range(3), 0, 8)): assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    order, dy, dx, mirror = (short.draws[k].long() for k in ("order", "dy", "dx", "mirror"))
+    assert short.draws["order"].dtype == torch.int32
+    long = Epoch(dict(order=order), image_reader(data, order, (dy, dx), mirror))
+    for a, b in zip(short, long, strict=True): assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+def test_lanes_draw_from_the_address_they_are_given():
+    for data in (make(pad=2, flip=True)[0], letters()):
+        def elsewhere(seed, lane): return seed + 5, lane + 2
+        moved = data.to("cpu")
+        moved.address = elsewhere
+        for a, b in zip(moved.epoch(0, [0, 3], 1, 4), data.epoch(5, [2, 5], 1, 4), strict=True):
+            assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+        assert not torch.equal(moved.epoch(0, [0], 1, 4)[0][0], data.epoch(0, [0], 1, 4)[0][0])
 
 
 def test_a_lane_does_not_depend_on_its_neighbours():
@@ -74,7 +91,8 @@ def test_a_lane_does_not_depend_on_its_neighbours():
 
 def test_epochs_lanes_and_seeds_differ_and_batch_size_does_not_matter():
     data, _, _ = make(n=60, pad=1)
-    order = lambda seed, lane, epoch, b=20: tuple(data.epoch(seed, [lane], epoch, b).draws["order"].flatten().tolist())
+    def order(seed, lane, epoch, b=20):
+        return tuple(data.epoch(seed, [lane], epoch, b).draws["order"].flatten().tolist())
     assert len({order(0, 0, 0), order(0, 0, 1), order(0, 1, 0), order(1, 0, 0)}) == 4
     assert order(0, 0, 0) == order(0, 0, 0, 15) == order(0, 0, 0, 60)
     assert sorted(order(0, 0, 0)) == list(range(60))
@@ -96,7 +114,8 @@ def test_evaluation_is_clean_complete_and_leaves_the_data_alone(dtype):
         for _ in range(2):  # a second pass sees the same: nothing was normalised in place
             batches = list(data.evaluate(split, 4))
             got, labels = torch.cat([b[0] for b in batches]), torch.cat([b[1] for b in batches])
-            assert torch.equal(got, x[part].permute(0, 3, 1, 2).float() * data.scale[:, None, None] + data.shift[:, None, None])
+            plain = x[part].permute(0, 3, 1, 2).float() * data.scale[:, None, None] + data.shift[:, None, None]
+            assert torch.equal(got, plain)
             assert torch.equal(labels, y[part])
         assert all(b[0].is_contiguous(memory_format=torch.channels_last) for b in batches)
         assert [len(b[1]) for b in batches[:-1]] == [4] * (len(batches) - 1) and 0 < len(batches[-1][1]) <= 4
@@ -104,7 +123,8 @@ def test_evaluation_is_clean_complete_and_leaves_the_data_alone(dtype):
 
 def test_padding_is_black_before_normalisation():
     white = np.full((4, 2, 2, 1), 255, "uint8")
-    data = ImageData(white, [0, 1, 0, 1], white, [0, 1, 0, 1], white, [0, 1, 0, 1], classes=2, mean=(.5,), std=(.5,), pad=1)
+    data = ImageData(white, [0, 1, 0, 1], white, [0, 1, 0, 1], white, [0, 1, 0, 1], classes=2, mean=(.5,), std=(.5,),
+                     pad=1)
     values = torch.cat([data.epoch(0, range(20), e, 4)[0][0].flatten() for e in range(3)]).unique()
     torch.testing.assert_close(values, torch.tensor([-1., 1.]))
 
@@ -138,7 +158,8 @@ bad_images = [
     (dict(heldout_x=inf), ["non-finite values in heldout_x=16", "expected 0", "repair"]),
     (dict(test_x=zeros.astype("int32")), ["test_x.dtype=torch.int32", "expected torch.uint8", "convert"]),
     (dict(train_x=zeros[..., 0]), ["train_x.shape=(6, 4, 4)", "expected (N, H, W, C)", "add a channel axis"]),
-    (dict(train_x=zeros[:0], train_y=labels[:0]), ["len(train_x)=0", "expected at least one", "give every split some data"]),
+    (dict(train_x=zeros[:0], train_y=labels[:0]),
+     ["len(train_x)=0", "expected at least one", "give every split some data"]),
     (dict(heldout_x=zeros[:0], heldout_y=labels[:0]), ["len(heldout_x)=0", "expected at least one", "give"]),
     (dict(test_y=labels[:5]), ["test_y.shape=(5,)", "expected (6,)", "one label for each image"]),
     (dict(train_y=labels + 1), ["train_y range=(1, 3)", "expected labels within 0..2", "renumber"]),
@@ -146,7 +167,8 @@ bad_images = [
     (dict(train_y=labels.astype("float32")), ["train_y.dtype=torch.float32", "expected an integer", "convert"]),
     (dict(test_x=zeros[:, :3]), ["test_x.shape=(6, 3, 4, 1)", "expected (N, 4, 4, 1)", "training split"]),
     (dict(test_x=zeros / 2.), ["test_x.dtype=torch.float32", "expected torch.uint8", "training split"]),
-    (dict(train_x=zeros + 2., heldout_x=zeros * 1., test_x=zeros * 1.), ["train_x range=(2.0, 2.0)", "expected values within 0..1", "rescale"]),
+    (dict(train_x=zeros + 2., heldout_x=zeros * 1., test_x=zeros * 1.),
+     ["train_x range=(2.0, 2.0)", "expected values within 0..1", "rescale"]),
     (dict(train_x=zeros + 17, peak=16), ["train_x range=(17.0, 17.0)", "expected values within 0..16", "rescale"]),
     (dict(std=(0.,)), ["std=[0.0]", "expected numbers above 0", "takes std 1"]),
     (dict(mean=(.1, .2)), ["mean=[0.1, 0.2]", "expected 1 or 1 finite numbers", "units of 0..1"]),
@@ -157,7 +179,8 @@ bad_images = [
 
 @pytest.mark.parametrize("change, words", bad_images, ids=[w[0] for _, w in bad_images])
 def test_bad_images_are_refused(change, words):
-    right = dict(train_x=zeros, train_y=labels, heldout_x=zeros, heldout_y=labels, test_x=zeros, test_y=labels, classes=3)
+    right = dict(train_x=zeros, train_y=labels, heldout_x=zeros, heldout_y=labels, test_x=zeros, test_y=labels,
+                 classes=3)
     ImageData(**right)
     with pytest.raises(ValueError) as e: ImageData(**right | change)
     for w in words: assert w in str(e.value)
@@ -186,7 +209,8 @@ def test_digits_are_all_there_once():
     data = load_digits_data()
     assert {k: len(v) for k, v in data.y.items()} == dict(train=1280, heldout=256, test=261) and data.shape == (1, 8, 8)
     same = load_digits_data(limit=100)
-    assert same.num_train == 100 and torch.equal(same.x["train"], data.x["train"][:100]) and torch.equal(same.x["test"], data.x["test"])
+    assert same.num_train == 100 and torch.equal(same.x["train"], data.x["train"][:100])
+    assert torch.equal(same.x["test"], data.x["test"])
     assert abs(data.chance_loss - math.log(10)) < .001 and torch.equal(load_digits_data().y["test"], data.y["test"])
 
 
@@ -209,7 +233,8 @@ def cifar(tmp_path, monkeypatch):
     def write(name, d):
         (folder / name).write_bytes(pickle.dumps(d))
         return [name, hashlib.md5((folder / name).read_bytes()).hexdigest()]
-    part = lambda k, n: dict(data=rng.integers(0, 256, (n, 3072), dtype="uint8"), labels=[(k + i) % 10 for i in range(n)])
+    def part(k, n):
+        return dict(data=rng.integers(0, 256, (n, 3072), dtype="uint8"), labels=[(k + i) % 10 for i in range(n)])
     monkeypatch.setattr(CIFAR10, "train_list", [write(f"data_batch_{k}", part(k, 12)) for k in range(1, 6)])
     monkeypatch.setattr(CIFAR10, "test_list", [write("test_batch", part(0, 20))])
     name, md5 = write("batches.meta", dict(label_names=list("abcdefghij")))
@@ -219,8 +244,9 @@ def cifar(tmp_path, monkeypatch):
 
 def test_cifar10_splits_are_disjoint_and_complete(cifar):
     data, raw = load_cifar10(cifar, heldout=20), CIFAR10(cifar, train=True)
-    assert data.num_train == 40 and len(data.y["heldout"]) == 20 and len(data.y["test"]) == 20 and data.shape == (3, 32, 32)
-    images = lambda s: [bytes(i) for i in (data.x[s][:, 4:-4, 4:-4] if s == "train" else data.x[s]).numpy()]
+    assert data.num_train == 40 and len(data.y["heldout"]) == 20 and len(data.y["test"]) == 20
+    assert data.shape == (3, 32, 32)
+    def images(s): return [bytes(i) for i in (data.x[s][:, 4:-4, 4:-4] if s == "train" else data.x[s]).numpy()]
     train, held, test = map(images, ("train", "heldout", "test"))
     assert not set(train) & set(held) and sorted(train + held) == sorted(bytes(i) for i in raw.data)
     assert test == [bytes(i) for i in CIFAR10(cifar, train=False).data]  # test is the test split, in its order
@@ -234,7 +260,8 @@ def test_cifar10_files_that_are_missing_or_damaged(cifar, tmp_path):
     for w in (str(tmp_path / "nowhere"), "expected", "cifar-10-batches-py", "download=True"): assert w in str(e.value)
     (cifar / CIFAR10.base_folder / "data_batch_3").write_bytes(b"short")
     with pytest.raises(FileNotFoundError) as e: load_cifar10(cifar)
-    for w in (str(cifar), "damaged", "expected", "delete it and fetch it again", "download=True"): assert w in str(e.value)
+    for w in (str(cifar), "damaged", "expected", "delete it and fetch it again", "download=True"):
+        assert w in str(e.value)
 
 
 def test_heldout_must_leave_something_to_train_on(cifar):
@@ -246,14 +273,18 @@ def test_synthetic_images_can_be_learned():
     assert data.num_train == 300 and data.shape == (3, 32, 32)
     mean = torch.zeros(10, 3 * 32 * 32)
     for x, y in data.evaluate("train", 300): mean.index_add_(0, y, torch.nn.functional.normalize(x.flatten(1)))
-    right = sum(int(((torch.nn.functional.normalize(x.flatten(1)) @ torch.nn.functional.normalize(mean).T).argmax(1) == y).sum()) for x, y in data.evaluate("heldout", 60))
+    def nearest(x):
+        return (torch.nn.functional.normalize(x.flatten(1)) @ torch.nn.functional.normalize(mean).T).argmax(1)
+    right = sum(int((nearest(x) == y).sum()) for x, y in data.evaluate("heldout", 60))
     assert right / len(data.y["heldout"]) > .6
-    assert torch.equal(synthetic_cifar10(300).x["train"], data.x["train"]) and not torch.equal(synthetic_cifar10(300, seed=1).x["train"], data.x["train"])
+    assert torch.equal(synthetic_cifar10(300).x["train"], data.x["train"])
+    assert not torch.equal(synthetic_cifar10(300, seed=1).x["train"], data.x["train"])
 
 
 # text
 
-def letters(n=107, block=10): return TextData(*(torch.arange(k) % 26 for k in (n, 60, 60)), vocab="abcdefghijklmnopqrstuvwxyz", block=block)
+def letters(n=107, block=10):
+    return TextData(*(torch.arange(k) % 26 for k in (n, 60, 60)), vocab="abcdefghijklmnopqrstuvwxyz", block=block)
 
 
 @settings(deadline=None, max_examples=40)
@@ -268,7 +299,8 @@ def test_windows_are_whole_and_do_not_overlap(n, block, lanes, batch):
         for i in range(batch):
             for lane in range(lanes):
                 s = int(made.draws["start"][b, i, lane])
-                assert torch.equal(x[i, :, lane], tokens[s:s + block]) and torch.equal(y[i, :, lane], tokens[s + 1:s + 1 + block])
+                assert torch.equal(x[i, :, lane], tokens[s:s + block])
+                assert torch.equal(y[i, :, lane], tokens[s + 1:s + 1 + block])
     for lane in made.draws["start"].flatten(0, 1).T:
         gaps = lane.sort().values.diff()
         assert (gaps >= block).all() and (gaps % block == 0).all()
@@ -297,7 +329,8 @@ def test_text_lanes_are_independent_and_every_token_is_read_sooner_or_later():
     (dict(block=0), ["block=0", "at least 1"]),
 ])
 def test_bad_texts_are_refused(change, words):
-    right = dict(zip(("train", "heldout", "test"), (torch.arange(k) % 26 for k in (100, 60, 60)))) | dict(vocab="abcdefghijklmnopqrstuvwxyz", block=10)
+    splits = {s: torch.arange(k) % 26 for s, k in dict(train=100, heldout=60, test=60).items()}
+    right = splits | dict(vocab="abcdefghijklmnopqrstuvwxyz", block=10)
     TextData(**right)
     with pytest.raises(ValueError) as e: TextData(**right | change)
     for w in words: assert w in str(e.value)
@@ -319,7 +352,8 @@ def test_text_file_reads_bytes(tmp_path):
     story = "Ein Mädchen fand 3 € im Gras. " * 30
     path.write_text(story, encoding="utf-8")
     data = load_text_file(path, block=8)
-    assert data.classes == 256 and data.decode(torch.cat(list(data.tokens.values()))) == story and data.decode(data.encode("3 €")) == "3 €"
+    assert data.classes == 256 and data.decode(torch.cat(list(data.tokens.values()))) == story
+    assert data.decode(data.encode("3 €")) == "3 €"
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="more than block=256"): load_text_file(path)
 
@@ -327,7 +361,8 @@ def test_text_file_reads_bytes(tmp_path):
 def test_to_shares_what_is_already_there():
     data, _, _ = make(pad=1)
     other = data.to("cpu")
-    assert other is not data and other.x["train"].data_ptr() == data.x["train"].data_ptr() and other.chance_loss == data.chance_loss
+    assert other is not data and other.x["train"].data_ptr() == data.x["train"].data_ptr()
+    assert other.chance_loss == data.chance_loss
     with pytest.raises(ValueError, match="cuda0"): data.to("cuda0")
 
 
@@ -338,4 +373,5 @@ def test_cuda_gives_the_same_batches(source):
     there = data.to("cuda")
     for (x, y), (u, v) in zip(data.epoch(0, range(3), 1, 4), there.epoch(0, range(3), 1, 4)):
         assert u.device.type == "cuda" and torch.equal(x, u.cpu()) and torch.equal(y, v.cpu())
-    for (x, y), (u, v) in zip(data.evaluate("heldout", 4), there.evaluate("heldout", 4)): assert torch.equal(x, u.cpu()) and torch.equal(y, v.cpu())
+    for (x, y), (u, v) in zip(data.evaluate("heldout", 4), there.evaluate("heldout", 4)):
+        assert torch.equal(x, u.cpu()) and torch.equal(y, v.cpu())

@@ -75,7 +75,8 @@ def test_illegal_logits_do_not_matter_even_nan():
 
 
 def test_a_floor_per_head():
-    p = MaskedHeads(torch.tensor([[[9., 0.], [9., 0.]]]), torch.ones(1, 2, 2).bool(), torch.tensor([0., 0.1])).logp.exp()
+    logits, legal = torch.tensor([[[9., 0.], [9., 0.]]]), torch.ones(1, 2, 2).bool()
+    p = MaskedHeads(logits, legal, torch.tensor([0., 0.1])).logp.exp()
     assert p[0, 0, 1] < 1e-3 and abs(p[0, 1, 1].item() - 0.1) < 1e-3
 
 
@@ -92,7 +93,9 @@ def test_frequencies_follow_probabilities():
     assert (seen - dist.logp.exp()[0]).abs().max() < 0.01
 
 
-@pytest.mark.parametrize("space, sizes", [(gym.spaces.Discrete(4, start=2), (4,)), (gym.spaces.MultiDiscrete([2, 5], start=[1, -1]), (2, 5))])
+SPACES = [(gym.spaces.Discrete(4, start=2), (4,)), (gym.spaces.MultiDiscrete([2, 5], start=[1, -1]), (2, 5))]
+
+@pytest.mark.parametrize("space, sizes", SPACES)
 def test_actions_are_members_of_the_space(space, sizes):
     heads = heads_of(space)
     assert heads.sizes == sizes
@@ -102,5 +105,6 @@ def test_actions_are_members_of_the_space(space, sizes):
 
 
 def test_spaces_without_heads_are_refused():
-    for space in (gym.spaces.Box(0, 1, (2,)), gym.spaces.MultiDiscrete([[2, 2], [3, 3]]), gym.spaces.Tuple([gym.spaces.Discrete(2)])):
+    two, pair = gym.spaces.MultiDiscrete([[2, 2], [3, 3]]), gym.spaces.Tuple([gym.spaces.Discrete(2)])
+    for space in (gym.spaces.Box(0, 1, (2,)), two, pair):
         with pytest.raises(ValueError, match="expected Discrete"): heads_of(space)

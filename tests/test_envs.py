@@ -13,20 +13,27 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 from test_vector_conformance import TASK, same, tiny_data
 
-from esper_nb.control.actions import Choice, draw_actions
-from esper_nb.record.checkpoints import EnvState, read_checkpoint, write_checkpoint
+from esper_nb.control.actions import column, draw_actions
+from esper_nb.control.choices import Choice
+from esper_nb.control.env_config import EnvConfig
+from esper_nb.control.envs import GrowVecEnv
+from esper_nb.control.evidence import PRESETS
+from esper_nb.control.gym import GrowEnv, register_envs
 from esper_nb.control.rules import QUICK, QUICK_RULES, Fixed, Heuristic, RandomLegal, WaitOnly
-from esper_nb.core.config import generator
+from esper_nb.core.random import generator
+from esper_nb.core.lanes import lane_state
+from esper_nb.core.layers import by_lane
 from esper_nb.grow.decisions import Decision
-from esper_nb.control.envs import EnvConfig, GrowEnv, GrowVecEnv, run_controller
-from esper_nb.train.faults import Fault
-from esper_nb.core.lanes import lane_state, by_lane
-from esper_nb.learn.policies import PolicyConfig
-from esper_nb.learn.learner import Learner, PPOConfig, train_ppo
-from esper_nb.control.rewards import PRESETS
-from esper_nb.grow.seeds import Gates, Rules
+from esper_nb.grow.lifecycle import Gates, Rules
 from esper_nb.grow.stages import Stage
+from esper_nb.learn.learner import Learner
+from esper_nb.learn.loss import PPOConfig
+from esper_nb.learn.training import train_ppo
+from esper_nb.learn.policies import PolicyConfig
+from esper_nb.record.checkpoints import EnvState, read_checkpoint, write_checkpoint
 from esper_nb.record.rows import record_rows
+from esper_nb.run.compare import RulePlayer
+from esper_nb.train.faults import Fault
 
 MODES = [m.value for m in AutoresetMode]
 QUICKLY = Rules(gates=Gates(training_epochs=1, health=0.), embargo=1)
@@ -35,12 +42,17 @@ QUICKLY = Rules(gates=Gates(training_epochs=1, health=0.), embargo=1)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def make(n=3, **kw): return GrowVecEnv(**(dict(task=TASK, data=tiny_data(), num_envs=n, blueprints=("norm", "conv_small"), workers=1, rules=QUICKLY, horizon=4) | kw))
+SMALL = dict(task=TASK, blueprints=("norm", "conv_small"), workers=1, rules=QUICKLY)
+
+
+def make(n=3, **kw): return GrowVecEnv(**(dict(SMALL, data=tiny_data(), num_envs=n, horizon=4) | kw))
+def wait(n): return np.zeros((n, 8), int)
 
 
 def act(env, seed, t):
     "Legal random actions; a lane's draw is its own."
-    return np.stack([draw_actions(env.actions, m, generator(seed, "draw", i, t)).numpy() for i, m in enumerate(env.mask)])
+    streams = [generator(seed, "draw", i, t) for i in range(env.num_envs)]
+    return np.stack([draw_actions(env.actions, m, g).numpy() for m, g in zip(env.mask, streams)])
 
 
 def roll(env, steps, seed=0, reset=True, actions=None, first=0):
@@ -49,7 +61,7 @@ def roll(env, steps, seed=0, reset=True, actions=None, first=0):
     for t in range(first, first + steps):
         out.append(env.step(act(env, seed, t) if actions is None else actions[t]))
         done = out[-1][2] | out[-1][3]
-        if env.mode == AutoresetMode.DISABLED and done.any() : out.append(env.reset(options={"reset_mask": done}))
+        if env.mode == AutoresetMode.DISABLED and done.any(): out.append(env.reset(options={"reset_mask": done}))
     return out
 
 
@@ -74,9 +86,19 @@ def test_gymnasium_finds_nothing_wrong():
         warnings.simplefilter("error")
         check_env(env.unwrapped)
     env.close()
-    envs = gym.make_vec("esper_nb/Grow-v0", num_envs=2, task="digits", limit=64, horizon=3, reward="sparse", autoreset_mode=AutoresetMode.SAME_STEP)
-    assert isinstance(envs, GrowVecEnv) and envs.num_envs == 2 and envs.config.task == "digits" and envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
+    same_step = dict(reward="sparse", autoreset_mode=AutoresetMode.SAME_STEP)
+    envs = gym.make_vec("esper_nb/Grow-v0", num_envs=2, task="digits", limit=64, horizon=3, **same_step)
+    assert isinstance(envs, GrowVecEnv) and envs.num_envs == 2 and envs.config.task == "digits"
+    assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
     with pytest.raises(ValueError, match="horizon"): gym.make("esper_nb/Grow-v0", horizn=3)
+
+
+def test_registering_twice_changes_nothing():
+    before = gym.registry["esper_nb/Grow-v0"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register_envs()
+    assert gym.registry["esper_nb/Grow-v0"] is before
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -86,7 +108,8 @@ def test_episode_statistics_of_gymnasium(mode):
     seen = []
     for t in range(9):
         *_, term, trunc, info = env.step(act(env.unwrapped, 0, t))
-        if "episode" in info: seen += [(i, info["episode"]["r"][i], info["episode"]["l"][i]) for i in np.flatnonzero(info["_episode"])]
+        told = info.get("episode")
+        if told: seen += [(i, told["r"][i], told["l"][i]) for i in np.flatnonzero(info["_episode"])]
         if mode == "Disabled" and (term | trunc).any(): env.reset(options={"reset_mask": term | trunc})
     ours = [(r.lane, r.reward, r.epochs) for r in env.unwrapped.records]
     assert [s[0] for s in seen] == [r[0] for r in ours] and len(ours) >= 5
@@ -94,7 +117,8 @@ def test_episode_statistics_of_gymnasium(mode):
 
 
 def test_episode_statistics_of_one():
-    env = gym.wrappers.RecordEpisodeStatistics(gym.make("esper_nb/Grow-v0", task=TASK, data=tiny_data(), horizon=3, workers=1))
+    plain = gym.make("esper_nb/Grow-v0", task=TASK, data=tiny_data(), horizon=3, workers=1)
+    env = gym.wrappers.RecordEpisodeStatistics(plain)
     env.reset(seed=0)
     for _ in range(3): *_, truncated, info = env.step(env.action_space.sample())
     assert truncated and info["episode"]["l"] == 3 == info["record"]["epochs"]
@@ -102,27 +126,34 @@ def test_episode_statistics_of_one():
 
 
 def test_settings_survive_json_and_misspelt_ones_are_refused():
-    c = EnvConfig(task=TASK, faults=(Fault("nan", 1, 2),), devices=("cpu", "cpu"), slots=("r0c0",), autoreset_mode=AutoresetMode.DISABLED)
+    c = EnvConfig(task=TASK, faults=(Fault("nan", 1, 2),), devices=("cpu", "cpu"), slots=("r0c0",),
+                  autoreset_mode=AutoresetMode.DISABLED)
     assert EnvConfig.from_dict(json.loads(json.dumps(c.to_dict()))) == c
-    for bad in (dict(autoreset_mode="never"), dict(num_envs=0), dict(devices=("cpu",) * 3, num_envs=2), dict(penalty=-1.), dict(faults=(Fault("nan", lane=16),))):
+    for bad in (dict(autoreset_mode="never"), dict(num_envs=0), dict(devices=("cpu",) * 3, num_envs=2),
+                dict(penalty=-1.), dict(faults=(Fault("nan", lane=16),))):
         with pytest.raises(ValueError): EnvConfig(**bad)
 
 
 # --- exactness
 
 def test_one_lane_is_the_single_environment_bit_for_bit():
-    kw = dict(task=TASK, data=tiny_data(), blueprints=("norm", "conv_small"), rules=QUICKLY, horizon=3, workers=1, faults=(Fault("nan", 0, 4),))
+    kw = dict(SMALL, data=tiny_data(), horizon=3, faults=(Fault("nan", 0, 4),))
     one, many = GrowEnv(**kw), GrowVecEnv(num_envs=1, autoreset_mode="Disabled", **kw)
     (o1, i1), (o2, i2) = one.reset(seed=4), many.reset(seed=4)
     assert np.array_equal(o1, o2[0])
     for t in range(8):
         a = act(many, 0, t)
-        o1, r1, te1, tr1, i1 = one.step(a[0])
-        o2, r2, te2, tr2, i2 = many.step(a)
-        assert np.array_equal(o1, o2[0]) and r1 == r2[0] and te1 == te2[0] and tr1 == tr2[0] and np.array_equal(i1["action_mask"], i2["action_mask"][0])
+        *here, i1 = one.step(a[0])
+        *there, i2 = many.step(a)
+        assert all(np.array_equal(x, y[0]) for x, y in zip(here, there))
+        assert np.array_equal(i1["action_mask"], i2["action_mask"][0])
+        assert i1["rolled_back"] is bool(i2["rolled_back"][0])
         assert np.array_equal(one.action_masks(), many.action_masks()[0])
-        if te1 or tr1: one.reset(); many.reset()
-    assert list(one.vector.records) == list(many.records) and [r.outcome for r in many.records] == ["horizon", "rollback", "horizon"]
+        if here[2] or here[3]:
+            one.reset()
+            many.reset()
+    assert list(one.vector.records) == list(many.records)
+    assert [r.outcome for r in many.records] == ["horizon", "rollback", "horizon"]
     assert one.test_accuracy() == many.test_accuracy().item()
 
 
@@ -130,27 +161,25 @@ def test_one_lane_is_the_single_environment_bit_for_bit():
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_lane_does_not_notice_its_neighbours(mode, width):
     "The neighbour is rolled back, later sleeps for a step, and acts; under a fixed plan not a bit changes."
-    quiet = np.zeros((12, 3, 8), int)
+    actions = None if width == 1 else np.zeros((12, 3, 8), int)
+    def steps(env, count): return [r for r in roll(env, count, actions=actions) if len(r) == 5]
+    def alike(a, b): return all(np.array_equal(p, q) for x, y in zip(a, b) for p, q in zip(x, y))
     calm = make(autoreset_mode=mode, width=width)
-    there = roll(calm, 11, actions=None if width == 1 else quiet)
     hit = make(autoreset_mode=mode, width=width, faults=(Fault("explode", 1, 2), Fault("nan", 1, 5)))
-    here = roll(hit, 11, actions=None if width == 1 else quiet)
-    steps = lambda results: [r for r in results if len(r) == 5]
-    there, here = steps(there), steps(here)
+    there, here = steps(calm, 11), steps(hit, 11)
     for i in (0, 2):
-        a, b = (lane_of(x, i) for x in (there, here))
-        assert all(np.array_equal(p, q) for x, y in zip(a, b) for p, q in zip(x, y))
+        assert alike(lane_of(there, i), lane_of(here, i))
         assert equal(weights(calm, i), weights(hit, i))
         assert [r for r in calm.records if r.lane == i] == [r for r in hit.records if r.lane == i]
     assert [r.outcome for r in hit.records if r.lane == 1].count("rollback") == 2
-    alone = make(1, autoreset_mode=mode, width=1)
-    if width == 1: assert all(np.array_equal(p, q) for x, y in zip(lane_of(steps(roll(alone, 9)), 0), lane_of(there, 0)) for p, q in zip(x, y))
+    if width == 1: assert alike(lane_of(steps(make(1, autoreset_mode=mode, width=1), 9), 0), lane_of(there, 0))
 
 
 def test_plans_agree_at_first():
     runs = [roll(make(4, width=w, horizon=5), 3, actions=np.zeros((3, 4, 8), int)) for w in (1, 2, 4, None)]
     for other in runs[1:]:
-        for a, b in zip(runs[0][1:], other[1:]): np.testing.assert_allclose(a[0], b[0], atol=1e-5), np.testing.assert_allclose(a[1], b[1], atol=1e-5)
+        for a, b in zip(runs[0][1:], other[1:]):
+            for k in (0, 1): np.testing.assert_allclose(a[k], b[k], atol=1e-5) # observations, rewards
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -171,12 +200,14 @@ print(digest(int(sys.argv[1])))
 
 def digest(workers):
     h = hashlib.sha256()
-    for r in roll(make(4, workers=workers, width=2, faults=(Fault("nan", 1, 2),)), 7): h.update(b"".join(np.ascontiguousarray(x).tobytes() for x in r[:-1]))
+    for r in roll(make(4, workers=workers, width=2, faults=(Fault("nan", 1, 2),)), 7):
+        h.update(b"".join(np.ascontiguousarray(x).tobytes() for x in r[:-1]))
     return h.hexdigest()
 
 
 def test_the_same_seed_in_two_processes_with_other_workers():
-    assert subprocess.run([sys.executable, "-c", SCRIPT, "2"], capture_output=True, text=True, check=True).stdout.split()[-1] == digest(1)
+    other = subprocess.run([sys.executable, "-c", SCRIPT, "2"], capture_output=True, text=True, check=True)
+    assert other.stdout.split()[-1] == digest(1)
 
 
 def test_without_a_seed_environments_differ_and_with_one_in_the_settings_they_do_not():
@@ -190,11 +221,12 @@ def test_a_lane_is_its_seed_its_number_and_its_episode():
     a, b = make(3, autoreset_mode="Disabled", width=1), make(2, autoreset_mode="Disabled", width=1)
     roll(a, 4, seed=9) # a second episode begins at the horizon
     b.reset(seed=9); b.reset()
-    assert a.episode.tolist() == [1, 1, 1] and equal(weights(a, 1), weights(b, 1)) and not equal(weights(a, 0), weights(a, 1))
-    first = a.step(np.zeros((3, 8), int))[0][:2]
-    assert np.array_equal(first, b.step(np.zeros((2, 8), int))[0])
+    assert a.episode.tolist() == [1, 1, 1]
+    assert equal(weights(a, 1), weights(b, 1)) and not equal(weights(a, 0), weights(a, 1))
+    first = a.step(wait(3))[0][:2]
+    assert np.array_equal(first, b.step(wait(2))[0])
     b.reset(seed=9)
-    assert not np.array_equal(first, b.step(np.zeros((2, 8), int))[0])
+    assert not np.array_equal(first, b.step(wait(2))[0])
 
 
 # --- episodes
@@ -211,21 +243,22 @@ def test_a_panic_at_any_step_is_one_terminal_transition(mode, at):
         calm_result = calm.step(act(calm, 0, t))
         if term[1] or trunc[1]: ends.append((t, reward[1], term[1], trunc[1]))
         source = info.get("final_info", info) if mode == "SameStep" else info
-        assert ("rolled_back" in source) == (t == at)
+        assert (source["rolled_back"] & source["_rolled_back"]).tolist() == [False, t == at, False]
         if t == at:
-            assert source["_rollback_penalty"].tolist() == [False, True, False] and source["rolled_back"][1] == -10
-            assert reward[1] == -10 and term.tolist() == [False, True, False] and env.last_result.terms["rollback"].tolist() == [0, -10, 0]
+            assert reward[1] == -10 and term.tolist() == [False, True, False]
+            assert env.last_result.terms["rollback"].tolist() == [0, -10, 0]
+            assert env.last_result.rolled_back.tolist() == [False, True, False]
         assert np.array_equal(reward[[0, 2]], calm_result[1][[0, 2]])
         if mode == "Disabled":
             for e, done in ((env, term | trunc), (calm, calm_result[2] | calm_result[3])):
                 if done.any(): e.reset(options={"reset_mask": done})
     first = next(r for r in env.records if r.lane == 1)
-    assert (first.outcome, first.epochs, first.episode, first.fresh, first.rollbacks) == ("rollback", at + 1, 0, True, 1)
+    def told(r): return r.outcome, r.epochs, r.episode, r.fresh, r.rollbacks
+    assert told(first) == ("rollback", at + 1, 0, True, 1)
     assert first.reward == pytest.approx(paid[1] - 10, abs=1e-9)
-    assert [e[:2] for e in ends[:1]] == [(at, -10.)] and ends[0][2] and not ends[0][3] and sum(e[1] == -10 for e in ends) == 1
-    second = [r for r in env.records if r.lane == 1][1]
-    assert (second.outcome, second.epochs, second.episode, second.fresh, second.rollbacks) == ("horizon", 4, 1, False, 1)
-    others = lambda e: [r for r in e.records if r.lane != 1]
+    assert ends[0] == (at, -10., True, False) and sum(e[1] == -10 for e in ends) == 1
+    assert told([r for r in env.records if r.lane == 1][1]) == ("horizon", 4, 1, False, 1)
+    def others(e): return [r for r in e.records if r.lane != 1]
     assert others(env) == others(calm) and len(others(env)) >= 2
 
 
@@ -234,7 +267,7 @@ def test_after_a_rollback_the_restored_state_goes_on_and_after_the_horizon_a_fre
     env.reset(seed=0)
     governor, kept = env.parts[0][1].governor, []
     for t in range(6):
-        *_, term, trunc, _ = env.step(np.zeros((2, 8), int))
+        *_, term, trunc, _ = env.step(wait(2))
         kept.append(weights(env, 0))
     assert term.tolist() == [True, False] and governor.reports[-1].lane == 0
     assert any(equal(kept[-1], k) for k in kept[2:5]) # an epoch that was fine, not the first state
@@ -242,17 +275,19 @@ def test_after_a_rollback_the_restored_state_goes_on_and_after_the_horizon_a_fre
     assert equal(weights(env, 0), kept[-1]) and env.episode.tolist() == [1, 0] and not env.fresh[0]
     env.reset(options={"reset_mask": np.array([True, False]), "fresh": True})
     assert not equal(weights(env, 0), kept[-1]) and env.fresh[0] and governor.stats.judged[0] == 0
-    assert all((t[0] == 0).all() for k, t in env.parts[0][1].stepper.owners["host"].state_dict().items() if k == "steps")
+    assert (env.parts[0][1].stepper.owners["host"].state_dict()["steps"][0] == 0).all()
 
 
 def test_a_lane_that_cannot_be_saved_begins_afresh():
     "Ruined in every epoch, it uses up the Governor's ladder."
-    ruin = lambda net, stepper, lanes, b, x, y: (x * torch.nan if 0 in lanes else x, y)
+    def ruin(net, stepper, lanes, b, x, y): return (x * torch.nan if 0 in lanes else x), y
     env = make(2, width=1, autoreset_mode="SameStep", disturb=ruin)
     roll(env, 8)
     mine = [r for r in env.records if r.lane == 0]
-    assert [r.outcome for r in mine] == ["rollback"] * 8 and [r.fresh for r in mine] == [True] + [False] * 4 + [True] + [False] * 2
-    assert [r.rollbacks for r in mine] == [1, 2, 3, 4, 5, 1, 2, 3] and [r.outcome for r in env.records if r.lane == 1] == ["horizon"] * 2
+    assert [r.outcome for r in mine] == ["rollback"] * 8
+    assert [r.fresh for r in mine] == [True] + [False] * 4 + [True] + [False] * 2
+    assert [r.rollbacks for r in mine] == [1, 2, 3, 4, 5, 1, 2, 3]
+    assert [r.outcome for r in env.records if r.lane == 1] == ["horizon"] * 2
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
@@ -278,11 +313,12 @@ def test_the_reward_is_the_sum_of_its_terms_and_telemetry_takes_the_step(preset)
 def test_fossils_are_not_paid_again_after_a_rollback():
     env = make(1, width=1, horizon=30, autoreset_mode="SameStep", faults=(Fault("nan", 0, 12),))
     env.reset(seed=0)
-    plan = {0: Choice("germinate", "r0c0", "conv_small", "linear_add", 3, 1.), 1: Choice("advance", "r0c0"), 3: Choice("advance", "r0c0"), 7: Choice("advance", "r0c0"), 8: Choice("fossilize", "r0c0")}
+    plan = dict.fromkeys((1, 3, 7), Choice("advance", "r0c0")) | {8: Choice("fossilize", "r0c0")}
+    plan[0] = Choice("germinate", "r0c0", "conv_small", style="linear_add", tempo=3, target=1.)
     for t in range(13): result = env.step(env.actions.encode(plan.get(t, Choice()))[None].numpy())
-    assert result[2][0] and env.records[-1].fossils == 1 and env.table[0, 0, 0] == Stage.FOSSILIZED
+    assert result[2][0] and env.records[-1].fossils == 1 and column(env.table, "stage")[0, 0] == Stage.FOSSILIZED
     assert env.ledger.potential.item() == 8 and env.ledger.alpha[0].tolist() == [1, 0] and env.epochs.epoch.item() == 0
-    env.step(np.zeros((1, 8), int))
+    env.step(wait(1))
     terms = env.last_result.terms
     assert terms["shaping"].item() == pytest.approx(.3 * (.99 * 8 - 8)) and terms["shock"].item() == 0
 
@@ -318,30 +354,37 @@ def test_a_loaded_environment_goes_on_bit_for_bit(tmp_path, mode, n):
 def test_ppo_blames_the_transition_that_was_rolled_back():
     for mode in MODES:
         env = make(4, autoreset_mode=mode, faults=(Fault("nan", 2, 1), Fault("nan", 3, 6)))
-        learner = Learner(env, PPOConfig(num_steps=5, num_updates=2, num_minibatches=2, update_epochs=1, norm_reward=True), PolicyConfig(hidden=8, features=(8,)), heads=env.actions)
+        ppo = PPOConfig(num_steps=5, num_updates=2, num_minibatches=2, update_epochs=1, norm_reward=True)
+        learner = Learner(env, ppo, PolicyConfig(hidden=8, features=(8,)), heads=env.actions)
         updates = list(train_ppo(learner))
         assert [u.rollbacks for u in updates] == [1, 1] and all(u.stopped == "" and u.first_gap < 1e-5 for u in updates)
         assert [r for u in updates for r in u.returns] == pytest.approx([r.reward for r in env.records], abs=1e-4)
         assert sum(r.refused for r in env.records) == 0 # the policy knows what is legal
 
 
-def test_controllers_play():
-    env = make(3, horizon=10, rules=QUICK_RULES, autoreset_mode="Disabled", faults=(Fault("nan", 1, 3),))
-    for c in (WaitOnly(), RandomLegal(1), Heuristic(QUICK), Fixed({2: Decision("germinate", "r0c1", "norm")})):
-        records = run_controller(env, c, seed=0)
-        assert [(r.lane, r.epochs, r.outcome) for r in records] == [(0, 10, "horizon"), (1, 4, "rollback"), (2, 10, "horizon")]
-    assert [r.germinated for r in records] == [1, 1, 1]
+def test_rules_play():
+    env = make(3, horizon=10, rules=QUICK_RULES, faults=(Fault("nan", 1, 3),))
+    for rule in (WaitOnly(), RandomLegal(1), Heuristic(QUICK), Fixed({2: Decision("germinate", "r0c1", "norm")})):
+        env.reset(seed=0, options=dict(fresh=True))
+        env.records.clear()
+        player = RulePlayer(rule)
+        player.begin(env)
+        for _ in range(10): env.step(player.act(env).numpy())
+        ends = {r.lane: (r.epochs, r.outcome) for r in env.records}
+        assert ends == {0: (10, "horizon"), 1: (4, "rollback"), 2: (10, "horizon")}
+    assert [r.germinated for r in env.records] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["PPO", "MaskablePPO"])
 def test_stable_baselines_train_on_it_unmodified(kind):
     sb3, contrib = pytest.importorskip("stable_baselines3"), pytest.importorskip("sb3_contrib")
     env = GrowEnv(task=TASK, data=tiny_data(), horizon=3, workers=1, blueprints=("norm",))
-    agent = (sb3.PPO if kind == "PPO" else contrib.MaskablePPO)("MlpPolicy", env, n_steps=8, batch_size=8, n_epochs=1, seed=0)
+    algorithm = sb3.PPO if kind == "PPO" else contrib.MaskablePPO
+    agent = algorithm("MlpPolicy", env, n_steps=8, batch_size=8, n_epochs=1, seed=0)
     agent.learn(16)
-    assert agent.num_timesteps == 16 and len(agent.ep_info_buffer) == 5 and all(e["l"] == 3 for e in agent.ep_info_buffer)
+    assert agent.num_timesteps == 16 and [e["l"] for e in agent.ep_info_buffer] == [3] * 5
 
 
 def test_no_pickle():
-    import esper_nb.control.envs, esper_nb.control.episodes
-    assert all("pickle" not in open(m.__file__).read() for m in (esper_nb.control.envs, esper_nb.control.episodes))
+    modules = [sys.modules[f"esper_nb.control.{k}"] for k in ("envs", "episodes", "env_config")]
+    assert all("pickle" not in open(m.__file__).read() for m in modules)

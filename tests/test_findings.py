@@ -1,4 +1,4 @@
-"A walk over the findings page: every finding is there once, with an answer, links that lead somewhere, and checks that run and can fail."
+"A walk over the findings page: every finding is there once, answered, with links that lead and checks that can fail."
 import ast
 import json
 import re
@@ -17,16 +17,20 @@ AWAY = ("cuda", "on_the_device_see")      # named so: they need a GPU
 
 def numbered(name, last): return [f"{name}{i}" for i in range(1, last + 1)]
 
-FINDINGS = [*numbered("S0-", 16), "S0-P", *numbered("T1-E-", 2), *numbered("T1-G-", 8), "T1-I-1", *(f"S1-{c}" for c in "abcdefghP"), *numbered("S2-", 13), "S2-P",
-            "CRIT-1", *numbered("HIGH-", 3), *numbered("MED-", 5), *numbered("LOW-", 7), "S3-N1", "S3-M1", "OBS-1…5", "S3-P",
-            *numbered("C", 3), *numbered("H", 5), *numbered("M", 6), *numbered("L", 4), "P1…P6", *numbered("App-", 3), *numbered("D", 15)]
+FINDINGS = [*numbered("S0-", 16), "S0-P", *numbered("T1-E-", 2), *numbered("T1-G-", 8), "T1-I-1",
+            *(f"S1-{c}" for c in "abcdefghP"), *numbered("S2-", 13), "S2-P",
+            "CRIT-1", *numbered("HIGH-", 3), *numbered("MED-", 5), *numbered("LOW-",
+                    7), "S3-N1", "S3-M1", "OBS-1…5", "S3-P",
+            *numbered("C", 3), *numbered("H", 5), *numbered("M", 6), *numbered("L", 4), "P1…P6", *numbered("App-",
+                    3), *numbered("D", 15)]
 
 
 @cache
 def functions(file):
     "Test functions of a file by name, with the lists that mark the whole file."
     tree = ast.parse((ROOT/file).read_text(encoding="utf-8"))
-    marks = [ast.unparse(n.value) for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "pytestmark"]
+    marks = [ast.unparse(n.value) for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id",
+            "") == "pytestmark"]
     return {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}, marks
 
 @cache
@@ -37,13 +41,16 @@ def text(part): return "".join(part)
 def asserts(tree):
     "Whether something in a tree can fail on purpose."
     known = re.compile(r"assert|raises|warns|test_(eq|ne|close|fail|is|in)|expect_fail|check_env|same$|equal$")
-    return any(isinstance(n, ast.Assert) or isinstance(n, ast.Call) and known.search(ast.unparse(n.func)) for n in ast.walk(tree))
+    nodes = list(ast.walk(tree))
+    calls = [ast.unparse(n.func) for n in nodes if isinstance(n, ast.Call)]
+    return any(isinstance(n, ast.Assert) for n in nodes) or any(known.search(c) for c in calls)
 
 def shown(notebook):
     "Markdown that a page shows: its prose and its stored output."
     for c in cells(notebook):
         if c["cell_type"] == "markdown": yield text(c["source"])
-        else: yield from (text(o["data"]["text/markdown"]) for o in c["outputs"] if "text/markdown" in o.get("data", {}))
+        else: yield from (text(o["data"]["text/markdown"]) for o in c["outputs"] if "text/markdown" in o.get("data",
+                {}))
 
 
 def test_every_finding_is_there_once():
@@ -69,16 +76,20 @@ def test_named_tests_run_and_can_fail(check):
     decorators = [ast.unparse(d) for d in found[name].decorator_list]
     assert not any(re.search(r"skip|xfail", m) for m in decorators + marks), f"{check} may be left out"
     first = found[name].body[:2]
-    assert not any(re.search(r"pytest\.(skip|xfail)\(", ast.unparse(s)) and isinstance(s, ast.Expr) for s in first), f"{check} leaves itself out"
-    helpers = [found[c.func.id] for c in ast.walk(found[name]) if isinstance(c, ast.Call) and isinstance(c.func, ast.Name) and c.func.id in found]
+    assert not any(re.search(r"pytest\.(skip|xfail)\(", ast.unparse(s)) and isinstance(s, ast.Expr) for s in first), \
+        f"{check} leaves itself out"
+    helpers = [found[c.func.id] for c in ast.walk(found[name]) if isinstance(c, ast.Call) and isinstance(c.func,
+            ast.Name) and c.func.id in found]
     assert any(map(asserts, [found[name], *helpers])), f"{check} asserts nothing"
-    assert ("pytest.mark.cuda" in decorators) == any(w in name for w in AWAY), "a test that needs a GPU says so in its name"
+    assert ("pytest.mark.cuda" in decorators) == any(w in name for w in AWAY), \
+        "a test that needs a GPU says so in its name"
 
 @pytest.mark.parametrize("check", [c for c in CHECKS if "::" not in c])
 def test_named_cells_run_and_can_fail(check):
     notebook, at = check.split("#")
     found = [c for c in cells(notebook) if c["id"] == at]
-    assert len(found) == 1 and found[0]["cell_type"] == "code", f"{notebook} has no code cell {at}: find the check again and give its present id"
+    assert len(found) == 1 and found[0]["cell_type"] == "code", \
+        f"{notebook} has no code cell {at}: find the check again and give its present id"
     source = text(found[0]["source"])
     assert not NOT_RUN.search(source), f"{check} is not run"
     assert asserts(ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))), f"{check} asserts nothing"
@@ -92,10 +103,13 @@ def test_the_page_shows_what_the_rows_say():
     for r in ROWS:
         line = next((l for l in page.splitlines() if l.startswith(f"| {r['id']} |")), None)
         assert line, f"{r['id']} is not on the page: make refresh NB=nbs/explanations/findings.ipynb"
-        assert r["risk"] in line and r["answer"] in line and line.count("](") == len(r["where"]) + len(r["checks"]), f"{r['id']} is shown as it was: make refresh NB=nbs/explanations/findings.ipynb"
+        assert r["risk"] in line and r["answer"] in line and line.count("](") == len(r["where"]) + len(r["checks"]), \
+            f"{r['id']} is shown as it was: make refresh NB=nbs/explanations/findings.ipynb"
         for c in r["checks"]:
-            if "::" in c: assert f"[{c.split('::test_')[1].replace('_', ' ')}](https://github.com/esper-nb/esper_nb/blob/main/{c.split('::')[0]})" in line, c
-            else: assert f"](../{Path(c.split('#')[0]).name}#" in line, c
+            if "::" in c:
+                file, name = c.split("::test_")
+                assert f"[{name.replace('_', ' ')}](https://github.com/esper-nb/esper_nb/blob/main/{file})" in line, c
+            else: assert f"](../{c.split('#')[0].removeprefix('nbs/')}#" in line, c
     assert "| 0 |" in page and len(list(chain(*(g["rows"] for g in GROUPS)))) == len(ROWS)
 
 def test_pytest_collects_where_the_checks_are():

@@ -1,4 +1,4 @@
-"Checks behind rows of the findings page that no page's own tests make: faults that a system of this kind can have, and that this one must not grow."
+"Checks behind findings that no page's own tests make: faults that a system of this kind can have and must not grow."
 import ast, importlib.util
 import gc
 import math
@@ -16,44 +16,56 @@ from scripts.notebooks import ROOT, find_modules
 from test_vector_conformance import TASK, tiny_data
 from torch import nn
 
-from esper_nb.core.config import check_device
-from esper_nb.control.envs import EnvConfig, GrowVecEnv
-from esper_nb.guard.governor import Governor, GovernorConfig, GovernorStop
-from esper_nb.core.lanes import lane_state, by_lane
+from esper_nb.core.devices import check_device
+from esper_nb.control.env_config import EnvConfig
+from esper_nb.control.envs import GrowVecEnv
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.reports import GovernorConfig
+from esper_nb.core.lanes import lane_state
+from esper_nb.core.layers import by_lane
 from esper_nb.core.workers import Workers
 from esper_nb.learn.policies import PolicyConfig
-from esper_nb.learn.learner import Learner, PPOConfig
-from esper_nb.record.rows import limit_rows, run_rows
+from esper_nb.learn.learner import Learner
+from esper_nb.learn.loss import PPOConfig
+from esper_nb.record.populations import limit_rows, run_rows
 from esper_nb.guard.snapshots import Snapshot
 from esper_nb.train.tasks import create_model, get_task
-from esper_nb.train.trainer import FitConfig, fit, new_population, run_epoch
-from esper_nb.train.worth import evaluate
+from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.trainer import fit, run_epoch
+from esper_nb.train.evaluation import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODULES = {p.stem: ast.parse(p.read_text(encoding="utf-8")) for p in find_modules()}
 
 
-def population(lanes=2, **kw): return new_population(TASK, FitConfig(lanes=lanes, workers=1, **kw), data=tiny_data(), blueprints=("norm", "conv_small"))
+def population(lanes=2, **kw):
+    return new_population(TASK, FitConfig(lanes=lanes, workers=1, **kw), data=tiny_data(),
+                          blueprints=("norm", "conv_small"))
 
 def _tests_in(path):
     "Test functions of a file."
-    return [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+    return [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n,
+            ast.FunctionDef) and n.name.startswith("test_")]
 
 
 # --- snapshots and rollback
 
-@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=.1, momentum=.9), lambda p: torch.optim.Adam(p, lr=.1)], ids=["momentum", "adam"])
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.SGD(p, lr=.1, momentum=.9), lambda p: torch.optim.Adam(p, lr=.1)], ids=["momentum", "adam"])
 def test_weights_loaded_alone_are_moved_again_by_old_momentum(make):
     net = nn.Linear(3, 3); opt = make(net.parameters())
-    snap, saved, ids = Snapshot(net, opt), {k: t.clone() for k, t in net.state_dict().items()}, [(id(p), p.data_ptr()) for p in net.parameters()]
+    snap, saved, ids = Snapshot(net, opt), {k: t.clone() for k,
+                                            t in net.state_dict().items()}, [(id(p),
+                                                    p.data_ptr()) for p in net.parameters()]
     snap.take()
     def step(scale):
         opt.zero_grad(); (net(torch.ones(2, 3)).sum() * scale).backward(); opt.step()
     def moved(): return any(not torch.equal(t, saved[k]) for k, t in net.state_dict().items())
     for _ in range(3): step(1.)
     net.load_state_dict(saved)
-    assert [(id(p), p.data_ptr()) for p in net.parameters()] == ids, "loading copies into place, so the optimizer still knows these weights"
+    assert [(id(p), p.data_ptr()) for p in net.parameters()] == ids, \
+        "loading copies into place, so the optimizer still knows these weights"
     step(0.)
     assert moved(), "torch moves them without any gradient: the reason why optimizers are part of a snapshot"
     for _ in range(3): step(1.)
@@ -141,7 +153,8 @@ def test_training_figures_cover_every_batch():
     r = run_epoch(pop, disturb=look).train
     assert len(seen) == 16 and r.losses.shape == (16, 3)
     torch.testing.assert_close(r.loss, r.losses.mean(0))
-    assert [getattr(r, k).shape for k in ("loss", "accuracy_pp", "grad_norm", "skipped")] == [(3,)] * 4, "one tensor for a metric, not one for a lane"
+    assert [getattr(r, k).shape for k in ("loss", "accuracy_pp", "grad_norm", "skipped")] == [(3,)] * 4, \
+        "one tensor for a metric, not one for a lane"
     assert torch.equal(r.accuracy_pp * 32 / 100, (r.accuracy_pp * 32 / 100).round()), "of all 32 examples"
 
 
@@ -180,8 +193,10 @@ def test_what_was_evaluated_can_be_trained_on():
 
 
 def test_lengths_of_nothing_are_refused():
-    for make in (lambda k: FitConfig(epochs=k), lambda k: FitConfig(lanes=k), lambda k: FitConfig(batch_size=k), lambda k: PPOConfig(num_updates=k), lambda k: PPOConfig(num_steps=k),
-                 lambda k: EnvConfig(horizon=k), lambda k: EnvConfig(num_envs=k), lambda k: TASK.replace(epochs=k), lambda k: GovernorConfig(snapshot_every=k)):
+    for make in (lambda k: FitConfig(epochs=k), lambda k: FitConfig(lanes=k), lambda k: FitConfig(batch_size=k),
+                 lambda k: PPOConfig(num_updates=k), lambda k: PPOConfig(num_steps=k),
+                 lambda k: EnvConfig(horizon=k), lambda k: EnvConfig(num_envs=k), lambda k: TASK.replace(epochs=k),
+                 lambda k: GovernorConfig(snapshot_every=k)):
         for k in (0, -1):
             with pytest.raises(ValueError, match=f"={k}"): make(k)
 
@@ -213,7 +228,8 @@ def test_a_reset_fills_what_is_there():
 
 def learner(n=4, **kw):
     from test_ppo import Masked
-    return Learner(SyncVectorEnv([Masked] * n, autoreset_mode=AutoresetMode.SAME_STEP), PPOConfig(num_steps=12, num_minibatches=2, **kw), PolicyConfig(hidden=8, features=(8,)))
+    return Learner(SyncVectorEnv([Masked] * n, autoreset_mode=AutoresetMode.SAME_STEP),
+                   PPOConfig(num_steps=12, num_minibatches=2, **kw), PolicyConfig(hidden=8, features=(8,)))
 
 
 @pytest.mark.parametrize("n", [2, 7])
@@ -237,8 +253,8 @@ def test_a_rollout_that_is_cut_off_goes_on_with_its_memory():
     one.prepare()
     s, r = one.stream, one.rollout
     with torch.no_grad():
-        carried = one._values(one.view(s.obs), one.state, s.start)
-        forgotten = one._values(one.view(s.obs), one.policy.initial_state(one.n), s.start)
+        def values(state): return one.policy(one.view(s.obs)[None], state, s.start[None])[1][0]
+        carried, forgotten = values(one.state), values(one.policy.initial_state(one.n))
     assert torch.equal(r.last_value, carried)
     goes_on = ~s.start
     assert goes_on.any() and not torch.isclose(carried, forgotten)[goes_on].any()
@@ -258,7 +274,8 @@ def test_groups_on_streams_are_ordered_by_two_joins_and_nothing_else(monkeypatch
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: here)
     monkeypatch.setattr(torch.cuda, "stream", lambda s: (told.append(f"on {s.name}"), nullcontext())[1])
     assert w.map(lambda x: x * x, [1, 2, 3]) == [1, 4, 9]
-    assert told == ["a waits for caller", "b waits for caller", "on a", "on b", "on a", "caller waits for a", "caller waits for b"]
+    assert told == ["a waits for caller", "b waits for caller", "on a", "on b", "on a", "caller waits for a",
+                    "caller waits for b"]
 
 
 # --- the source
@@ -269,7 +286,8 @@ def attributes(tree):
 
 def test_private_functions_of_torch_are_these():
     found = {(m, a) for m, tree in MODULES.items() for a in attributes(tree) if re.fullmatch(r"torch\._[a-z]\w*", a)}
-    assert found == {("snapshots", "torch._foreach_copy_"), ("snapshots", "torch._foreach_norm"), ("ppo", "torch._dynamo")}
+    assert found == {("snapshots", "torch._foreach_copy_"), ("snapshots", "torch._foreach_norm"),
+                     ("loss", "torch._dynamo")}
     assert all(hasattr(torch, a.split(".")[1]) for _, a in found)
 
 
@@ -296,36 +314,49 @@ def test_every_parameter_of_a_public_function_is_used():
     for m, tree in MODULES.items():
         for f in (n for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")):
             used = {n.id for n in ast.walk(f) if isinstance(n, ast.Name)}
-            idle = [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs) if a.arg not in used | {"self"}]
-            assert not idle or (m, f.name) == ("bench", "grown_loop"), f"{m}.{f.name} does nothing with {idle}"      # that one shares its call with its rivals
+            idle = [a.arg for a in (*f.args.posonlyargs, *f.args.args,
+                                    *f.args.kwonlyargs) if a.arg not in used | {"self"}]
+            assert not idle, f"{m}.{f.name} does nothing with {idle}"
 
 
 def test_everything_public_says_what_it_is():
     for m, tree in MODULES.items():
-        names = next((set(ast.literal_eval(n.value)) for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"), set())
+        assigned = [n for n in tree.body if isinstance(n, ast.Assign)]
+        listed = [n.value for n in assigned if getattr(n.targets[0], "id", "") == "__all__"]
+        names = set(ast.literal_eval(listed[0])) if listed else set()
         assert ast.get_docstring(tree), m
         for n in tree.body:
             if not isinstance(n, (ast.FunctionDef, ast.ClassDef)) or n.name not in names: continue
             simple = isinstance(n, ast.FunctionDef) and len(n.body) == 1
-            planned = isinstance(n, ast.FunctionDef) and any(ast.unparse(d).startswith("blueprint(") for d in n.decorator_list)      # described by its table
+            planned = any(ast.unparse(d).startswith("blueprint(") for d in n.decorator_list)      # its table says it
             assert ast.get_docstring(n) or simple or planned, f"{m}.{n.name}"
 
 
 # --- what is run
 
 def test_types_notebooks_and_tests_are_run_on_every_change():
-    flow, make = (ROOT/".github/workflows/test.yml").read_text(encoding="utf-8"), (ROOT/"Makefile").read_text(encoding="utf-8")
-    assert re.search(r"^\s*- run: make test$", flow, re.M) and "pull_request" in flow and '["3.11", "3.12", "3.13"]' in flow
-    assert {"sync", "types", "notebooks", "unit"} <= set(re.search(r"^test:([^#\n]*)", make, re.M)[1].split())
+    flow = (ROOT/".github/workflows/test.yml").read_text(encoding="utf-8")
+    make = (ROOT/"Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^\s*- run: make test$", flow, re.M) and "pull_request" in flow
+    assert '["3.11", "3.12", "3.13"]' in flow
+    assert {"sync", "lint", "types", "notebooks", "unit"} <= set(re.search(r"^test:([^#\n]*)", make, re.M)[1].split())
     assert re.search(r"^types:.*\n(\t.*\n)*\t.*mypy esper_nb", make, re.M)
 
 
 def test_gpu_tests_are_left_out_only_where_there_is_no_gpu(monkeypatch):
-    spec = importlib.util.spec_from_file_location("conftest_of_all_tests", ROOT/"tests"/"conftest.py")   # `import conftest` may find a subfolder's
+    own = ROOT/"tests"/"conftest.py"      # `import conftest` may find a subfolder's
+    spec = importlib.util.spec_from_file_location("conftest_of_all_tests", own)
     conftest = importlib.util.module_from_spec(spec); spec.loader.exec_module(conftest)
-    marked = {n.name: n for p in sorted((ROOT/"tests").glob("test_*.py")) for n in _tests_in(p) if "pytest.mark.cuda" in map(ast.unparse, n.decorator_list)}
-    assert len(marked) >= 12 and {"test_cuda_rollback_with_work_in_flight_on_two_streams", "test_cuda_rollback_with_two_streams_at_work"} <= marked.keys()
+    tests = [n for p in sorted((ROOT/"tests").glob("test_*.py")) for n in _tests_in(p)]
+    marked = {n.name: n for n in tests if "pytest.mark.cuda" in map(ast.unparse, n.decorator_list)}
+    assert len(marked) >= 12
+    assert {"test_cuda_rollback_with_work_in_flight_on_two_streams",
+            "test_cuda_rollback_with_two_streams_at_work"} <= marked.keys()
     for n in marked.values(): assert not any("skip" in ast.unparse(d) for d in n.decorator_list), n.name
-    skipped = lambda there: (monkeypatch.setattr(torch.cuda, "is_available", lambda: there), told := [],
-                             conftest.pytest_collection_modifyitems(None, [SimpleNamespace(get_closest_marker=lambda m: m == "cuda", add_marker=told.append)]), len(told))[-1]
+    def skipped(there):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+        told = []
+        item = SimpleNamespace(get_closest_marker=lambda m: m == "cuda", add_marker=told.append)
+        conftest.pytest_collection_modifyitems(None, [item])
+        return len(told)
     assert (skipped(True), skipped(False)) == (0, 1)

@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.guard.governor import GOVERNOR_PRESETS, Governor, GovernorConfig, GovernorStop, Proposal, preflight, scale_lr
-from esper_nb.core.lanes import linear, by_lane
-from esper_nb.train.optim import LaneOptimizer, LaneScaler, Stepper
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.reports import GOVERNOR_PRESETS, GovernorConfig, GovernorStop, scale_lr
+from esper_nb.core.layers import linear, by_lane
+from esper_nb.train.optim import LaneOptimizer
+from esper_nb.train.scaler import LaneScaler
+from esper_nb.train.stepper import Stepper
 
 CHANCE = math.log(10)
 QUICK = GovernorConfig(snapshot_every=10, probation=10)
@@ -24,7 +27,9 @@ def settled(steps=60, config=QUICK, net=None, **options):
     return gov
 
 def no_nan(x):
-    return all(map(no_nan, x.values())) if isinstance(x, dict) else all(map(no_nan, x)) if isinstance(x, (list, tuple)) else not (isinstance(x, float) and not math.isfinite(x))
+    if isinstance(x, dict): return all(map(no_nan, x.values()))
+    if isinstance(x, (list, tuple)): return all(map(no_nan, x))
+    return not isinstance(x, float) or math.isfinite(x)
 
 
 # --- any loop
@@ -40,10 +45,16 @@ class Loop:
     def __init__(self, config=QUICK.replace(replay=True, skips=0), accumulate=2):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
-        self.opts = [torch.optim.AdamW(self.net[0].parameters(), lr=2e-3), torch.optim.SGD([*self.net[1].parameters(), *self.net[4].parameters()], lr=.05, momentum=.9)]
-        self.sched, self.data, self.accumulate = torch.optim.lr_scheduler.CosineAnnealingLR(self.opts[0], 300), torch.Generator().manual_seed(1), accumulate
+        self.opts = [
+            torch.optim.AdamW(self.net[0].parameters(), lr=2e-3),
+            torch.optim.SGD([*self.net[1].parameters(), *self.net[4].parameters()], lr=0.05, momentum=0.9),
+        ]
+        self.sched = torch.optim.lr_scheduler.CosineAnnealingLR(self.opts[0], 300)
+        self.data, self.accumulate = torch.Generator().manual_seed(1), accumulate
         self.cursor = dict(t=0)
-        self.gov = Governor(self.net, *self.opts, self.sched, chance=CHANCE, config=config, cursor=self.cursor, data=self.data)
+        self.gov = Governor(
+            self.net, *self.opts, self.sched, chance=CHANCE, config=config, cursor=self.cursor, data=self.data
+        )
         self.losses = {}
 
     def run(self, steps, fault=None):
@@ -69,7 +80,12 @@ def blow_up(loop):
         for s in o.state.values():
             for k, v in s.items():
                 if k in ("exp_avg", "momentum_buffer"): v.mul_(-1e4)
-def forget(loop): loop.net[4].weight.data.zero_(); loop.net[4].bias.data.zero_(); loop.opts[1].state.clear(); loop.opts[1].param_groups[0]["lr"] = 1e-7; loop.net[4].requires_grad_(False)
+def forget(loop):
+    loop.net[4].weight.data.zero_()
+    loop.net[4].bias.data.zero_()
+    loop.opts[1].state.clear()
+    loop.opts[1].param_groups[0]["lr"] = 1e-7
+    loop.net[4].requires_grad_(False)
 
 @pytest.mark.parametrize("fault,reason", [(poison, "non-finite"), (blow_up, "explosion"), (forget, "collapse")])
 @pytest.mark.parametrize("at", [95, 100, 101, 117])
@@ -85,7 +101,8 @@ def test_a_replayed_run_equals_one_that_never_failed(fault, reason, at):
 def test_going_on_past_the_batches_keeps_cursor_and_streams():
     loop = Loop(QUICK).run(180, (100, poison))
     assert sorted(loop.losses) == [*range(180)] or len(loop.losses) >= 175
-    assert [r.action for r in loop.gov.reports][-1] == "rollback" and set(loop.gov.reports[-1].left) == {"streams", "cursor"}
+    last = loop.gov.reports[-1]
+    assert last.action == "rollback" and set(last.left) == {"streams", "cursor"}
     assert all(p.isfinite().all() for p in loop.net.parameters())
 
 def test_a_bad_batch_is_left_out_before_the_step():
@@ -130,7 +147,11 @@ def test_two_governors_are_independent():
 @pytest.mark.parametrize("every", [1, 3, 8])
 def test_gathering_losses_changes_only_the_delay(every):
     x = .9 * np.exp(.3 * np.random.default_rng(1).standard_normal(400)); x[200] = np.nan; x[300:] *= 9
-    gov = Governor(nn.Linear(2, 2), chance=CHANCE, config=QUICK.replace(sync_every=every, snapshot_every=10**6, rollbacks=100, max_rollbacks=100))
+    gov = Governor(
+        nn.Linear(2, 2),
+        chance=CHANCE,
+        config=QUICK.replace(sync_every=every, snapshot_every=10**6, rollbacks=100, max_rollbacks=100),
+    )
     seen = [(t, r.reason, r.count) for t, v in enumerate(x[:303]) for r in gov.watch(torch.tensor(v))]
     assert seen[0][:2] == (200 + (every - 1 - 200 % every) % every, "non-finite") and len(seen) >= 1
 
@@ -142,7 +163,8 @@ def test_presets_round_trip(preset):
 
 def test_arguments():
     with pytest.raises(TypeError, match="chance"): Governor(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="batch, epoch, classic"): Governor(nn.Linear(1, 1), chance=None, config="batches")
+    with pytest.raises(ValueError, match="batch, epoch, classic"):
+        Governor(nn.Linear(1, 1), chance=None, config="batches")
     with pytest.raises(ValueError, match="positive"): Governor(nn.Linear(1, 1), chance=-1.)
     with pytest.raises(ValueError, match="one per lane"): Governor(nn.Linear(1, 1), chance=None).watch(torch.ones(3))
     with pytest.raises(ValueError, match="lr_factor"): GovernorConfig(lr_factor=2.)
@@ -155,12 +177,18 @@ def test_reports_hold_no_nan_and_the_values_of_the_panic():
     gov = settled()
     for x in (7., 7.5, 8.): out = gov.watch(x)
     r = out[0]
-    assert (r.reason, r.count, r.loss, r.step) == ("explosion", 3, 8., 63) and r.gate == max(r.absolute, r.by_sigma, r.by_multiple)
-    assert r.recent == pytest.approx([.9] * 16, rel=.2) and [x for _, x in r.anomalies] == [7., 7.5, 8.] and r.samples == 60 and r.seconds > 0
+    assert (r.reason, r.count, r.loss, r.step) == ("explosion", 3, 8., 63)
+    assert r.limit == max(r.absolute, r.by_sigma, r.by_multiple)
+    assert (
+        r.recent == pytest.approx([0.9] * 16, rel=0.2)
+        and [x for _, x in r.anomalies] == [7.0, 7.5, 8.0]
+        and r.samples == 60
+        and r.seconds > 0
+    )
     out = gov.watch(float("nan"))[0]
     assert out.loss is None and out.shown == "nan" and gov.stats.count[0] == 0
     asked = gov.rollback()[0]
-    assert (asked.reason, asked.loss, asked.gate, asked.shown) == ("asked", None, None, "none")
+    assert (asked.reason, asked.loss, asked.limit, asked.shown) == ("asked", None, None, "none")
     for r in gov.reports: assert no_nan(r.to_dict()); json.dumps(r.to_dict(), allow_nan=False); str(r)
     fresh = Governor(nn.Linear(1, 1), chance=None).rollback()[0]
     assert no_nan(fresh.to_dict()) and fresh.mean is None and fresh.chance is None
@@ -187,16 +215,28 @@ def test_a_rise_lowers_the_learning_rate_first_then_rolls_back():
         out = gov.watch(float(x * np.exp(.05 * rng.standard_normal())))
         actions += [(r.reason, r.action, r.lr_factor) for r in out]
         if len(actions) == 2: break
-    assert actions == [("rise", "lower", .5), ("rise", "rollback", None)] and lr_of(gov) == 1., "the rollback restores the rate of its snapshot"
+    assert actions == [("rise", "lower", 0.5), ("rise", "rollback", None)] and lr_of(gov) == 1.0, (
+        "the rollback restores the rate of its snapshot"
+    )
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.sampled_from([.9, .9, .9, 8., 60., math.nan, math.inf, CHANCE]), min_size=1, max_size=200), st.integers(0, 3), st.integers(0, 3), st.integers(0, 6), st.integers(0, 30))
+@given(
+    st.lists(st.sampled_from([0.9, 0.9, 0.9, 8.0, 60.0, math.nan, math.inf, CHANCE]), min_size=1, max_size=200),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(0, 6),
+    st.integers(0, 30),
+)
 def test_no_chain_of_panics_is_endless(losses, skips, rollbacks, total, cooldown):
     config = QUICK.replace(skips=skips, rollbacks=rollbacks, max_rollbacks=total, cooldown=cooldown, stop_raises=False)
     gov = settled(40, config)
     for x in losses: gov.watch(x, before_step=True)
     actions = [r.action for r in gov.reports]
-    assert actions.count("rollback") <= total and actions.count("stop") <= 1 and (actions.count("stop") == 1) == bool(gov.stopped[0])
+    assert (
+        actions.count("rollback") <= total
+        and actions.count("stop") <= 1
+        and (actions.count("stop") == 1) == bool(gov.stopped[0])
+    )
     if gov.stopped[0]: assert actions[-1] == "stop" and gov.watch(math.nan) == ()
     for r in gov.reports: assert no_nan(r.to_dict())
 
@@ -206,7 +246,9 @@ def test_the_end_of_the_ladder_leaves_good_weights_and_a_report():
     for _ in range(2): net.weight.data.fill_(math.nan); gov.watch(math.nan)
     net.weight.data.fill_(math.nan)
     with pytest.raises(GovernorStop) as stop: gov.watch(math.nan)
-    assert torch.equal(net.weight, good) and stop.value.report.action == "stop" and stop.value.report.rollbacks_left == 0
+    assert (
+        torch.equal(net.weight, good) and stop.value.report.action == "stop" and stop.value.report.rollbacks_left == 0
+    )
 
 def test_a_deterministic_fault_under_replay_ends_too():
     loop = Loop(QUICK.replace(replay=True, rollbacks=3, cooldown=0, max_rollbacks=7, skips=0))
@@ -221,16 +263,19 @@ def test_a_deterministic_fault_under_replay_ends_too():
 def test_budget_refills_only_past_the_panic():
     gov = settled(60, QUICK.replace(cooldown=20))
     gov.watch(math.nan)
-    assert gov.used[0].tolist() == [0, 0, 1, 1]
+    def used(): return gov.budget.skips[0], gov.budget.lowers[0], gov.budget.rollbacks[0], gov.budget.ever[0]
+    assert used() == (0, 0, 1, 1)
     for _ in range(15): gov.watch(.9)
-    assert gov.used[0, 2] == 1
+    assert gov.budget.rollbacks[0] == 1
     for _ in range(40): gov.watch(.9)
-    assert gov.used[0].tolist() == [0, 0, 0, 1]
+    assert used() == (0, 0, 0, 1)
 
 def test_snapshots_wait_while_there_is_suspicion():
     gov = settled(69, QUICK.replace(rise=None))
     steps = gov.snapshot.steps[0]
-    for _ in range(30): gov.watch(7.); gov.stats.count[:] = 1                      # suspicious all the time, never a panic
+    for _ in range(30):
+        gov.watch(7.0)
+        gov.stats.count[:] = 1  # suspicious all the time, never a panic
     assert gov.snapshot.steps[0] == steps
 
 def test_a_snapshot_of_the_first_ruined_step_is_never_published():
@@ -238,7 +283,8 @@ def test_a_snapshot_of_the_first_ruined_step_is_never_published():
         net = nn.Linear(1, 1, bias=False); net.weight.data.fill_(1.)
         gov = Governor(net, chance=CHANCE, config=QUICK)
         for t in range(300):
-            if t >= ruin: net.weight.data.fill_(666.)                                # the loss of this step is still fine
+            if t >= ruin:
+                net.weight.data.fill_(666.0)  # the loss of this step is still fine
             reports = gov.watch(.9 if t <= ruin else 9.)
             if reports: break
         assert net.weight.item() == 1. and reports[0].restored_step <= ruin
@@ -249,17 +295,49 @@ def test_state_round_trip_in_mid_panic():
         trail = [7., 8., 7.5, .9, .9]
         for x in trail[:cut]: a.watch(x)
         b.load_state_dict(torch.load(_saved(a.state_dict()), weights_only=True))
-        for x in trail[cut:]: assert [(r.reason, r.action, r.count) for r in a.watch(x)] == [(r.reason, r.action, r.count) for r in b.watch(x)]
+        for x in trail[cut:]:
+            assert [(r.reason, r.action, r.count) for r in a.watch(x)] == [
+                (r.reason, r.action, r.count) for r in b.watch(x)
+            ]
 
 def _saved(state):
     import io
     f = io.BytesIO(); torch.save(state, f); f.seek(0)
     return f
 
-def test_loading_beside_a_ruined_model_is_refused():
-    net = nn.Linear(2, 2); gov = Governor(net, chance=None)
-    net.weight.data.fill_(math.nan)
-    with pytest.raises(RuntimeError, match="good checkpoint"): gov.load_state_dict(gov.state_dict())
+def test_a_state_holds_the_snapshots_and_brings_a_ruined_model_back():
+    net = nn.Linear(2, 2)
+    gov = settled(net=net)
+    good, state = net.weight.detach().clone(), gov.state_dict()
+    other = nn.Linear(2, 2)
+    again = Governor(other, chance=None)
+    again.load_state_dict(torch.load(_saved(state), weights_only=True))
+    other.weight.data.fill_(math.nan)
+    report, = again.rollback()
+    assert torch.equal(other.weight, good) and report.restored_step == gov.snapshot.steps[0] and report.rolled_back
+
+def test_a_state_in_probation_goes_on_as_the_run_it_was_taken_from():
+    nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    a = settled(75, net=nets[0])                                   # a snapshot is held since step 70
+    b = Governor(nets[1], chance=CHANCE, config=QUICK)
+    b.load_state_dict(a.state_dict())
+    nets[1].load_state_dict(nets[0].state_dict())
+    for loss in [.9] * 12 + [math.nan]: reports = [gov.watch(loss) for gov in (a, b)]
+    assert [r.restored_step for r, in reports] == [70, 70]
+
+def test_lanes_begin_anew_and_sleep():
+    loop = LaneLoop()
+    for _ in range(45): loop.step()
+    loop.gov.begin([1, 3])
+    assert loop.gov.stats.judged.tolist() == [45, 0, 45, 0] and loop.gov.snapshot.steps[:4] == [30, 0, 30, 0]
+    ruined = torch.tensor([.9, math.nan, .9, math.inf])
+    assert loop.gov.watch(ruined, asleep=[1, 3]) == () and loop.gov.stats.judged.tolist() == [46, 0, 46, 0]
+    assert [r.lane for r in loop.gov.watch(ruined, asleep=[1])] == [3]
+
+def test_the_class_shows_what_it_can():
+    for name in ("watch", "step", "flush", "rollback", "adjust", "state_dict", "load_state_dict", "begin"):
+        method = vars(Governor)[name]
+        assert method.__qualname__ == f"Governor.{name}" and method.__doc__
 
 def test_settings_change_while_it_runs():
     gov = settled(config=QUICK.replace(rise=None))
@@ -272,16 +350,25 @@ def test_settings_change_while_it_runs():
 
 # --- learning rates
 
-@pytest.mark.parametrize("make", [lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: .9**t), lambda o: torch.optim.lr_scheduler.StepLR(o, 3), lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
-                                  lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1., total_steps=30), lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
-                                  lambda o: torch.optim.lr_scheduler.SequentialLR(o, [torch.optim.lr_scheduler.ConstantLR(o, .5, 3), torch.optim.lr_scheduler.ExponentialLR(o, .9)], [3])])
+SCHED = torch.optim.lr_scheduler
+SCHEDULERS = dict(
+    by_function=lambda o: SCHED.LambdaLR(o, lambda t: .9**t),
+    in_steps=lambda o: SCHED.StepLR(o, 3),
+    cosine=lambda o: SCHED.CosineAnnealingLR(o, 20),
+    one_cycle=lambda o: SCHED.OneCycleLR(o, 1., total_steps=30),
+    plateau=lambda o: SCHED.ReduceLROnPlateau(o, patience=1),
+    in_sequence=lambda o: SCHED.SequentialLR(o, [SCHED.ConstantLR(o, .5, 3), SCHED.ExponentialLR(o, .9)], [3]))
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_a_lowered_rate_stays_lowered_under_every_scheduler(make):
     rates = []
     for factor in (1., .5):
         opt = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.); sched = make(opt); out = []
         for t in range(12):
             if t == 5: scale_lr(opt, factor); scale_lr(sched, factor)
-            opt.step(); sched.step(*([1.] if isinstance(sched, torch.optim.lr_scheduler.ReduceLROnPlateau) else [])); out.append(opt.param_groups[0]["lr"])
+            opt.step()
+            sched.step(*([1.0] if isinstance(sched, torch.optim.lr_scheduler.ReduceLROnPlateau) else []))
+            out.append(opt.param_groups[0]["lr"])
         rates.append(out)
     assert rates[0][:5] == rates[1][:5] and np.allclose(np.array(rates[1][5:]), .5 * np.array(rates[0][5:]), rtol=.02)
 
@@ -299,18 +386,24 @@ class LaneLoop:
         with torch.random.fork_rng():
             torch.manual_seed(3); self.net = nn.Sequential(linear(16, 24, n=n), nn.Tanh(), linear(24, 10, n=n))
         self.stepper = Stepper({"host": LaneOptimizer(self.net.named_parameters(), n, "adam", 5e-3)}, LaneScaler(n))
-        self.gov, self.n, self.t = Governor(self.net, self.stepper, chance=CHANCE, lanes=n, config=QUICK.replace(**changes)), n, 0
+        self.gov = Governor(self.net, self.stepper, chance=CHANCE, lanes=n, config=QUICK.replace(**changes))
+        self.n, self.t = n, 0
 
     def step(self, hurt=lambda loop: None):
         g = torch.Generator().manual_seed(self.t); self.t += 1
         y = torch.randint(0, 10, (32, self.n), generator=g); x = CENTERS[y] + torch.randn(32, self.n, 16, generator=g)
-        loss = F.cross_entropy(self.net(x.flatten(1)).unflatten(1, (self.n, 10)).transpose(1, 2), y, reduction="none").mean(0)
+        loss = F.cross_entropy(
+            self.net(x.flatten(1)).unflatten(1, (self.n, 10)).transpose(1, 2), y, reduction="none"
+        ).mean(0)
         self.stepper.backward(loss); info = self.stepper.step()
         hurt(self)
         return self.gov.watch(loss, info.norms["host"])
 
 def everything(loop, i):
-    return [by_lane(t.detach() if t.ndim else t.view(1), loop.n)[i] for t in [*loop.net.parameters(), *loop.stepper.state_dict().values()]]
+    return [
+        by_lane(t.detach() if t.ndim else t.view(1), loop.n)[i]
+        for t in [*loop.net.parameters(), *loop.stepper.state_dict().values()]
+    ]
 
 def test_other_lanes_are_bit_equal_to_an_untouched_run():
     hurt, free = LaneLoop(), LaneLoop()
@@ -318,7 +411,8 @@ def test_other_lanes_are_bit_equal_to_an_untouched_run():
     def explode(loop): by_lane(loop.net[2].weight.data, 4)[0] *= -40
     for t in range(160):
         hurt.step({90: nan, 120: explode}.get(t, lambda loop: None)); free.step()
-    assert {(r.lane, r.reason) for r in hurt.gov.reports} == {(2, "non-finite"), (0, "explosion")} and not free.gov.reports
+    assert {(r.lane, r.reason) for r in hurt.gov.reports} == {(2, "non-finite"), (0, "explosion")}
+    assert not free.gov.reports
     for i in (1, 3): assert all(torch.equal(a, b) for a, b in zip(everything(hurt, i), everything(free, i)))
     assert all(p.isfinite().all() for p in hurt.net.parameters())
 
@@ -327,7 +421,10 @@ def test_lanes_stop_one_by_one():
     def nan(loop): by_lane(loop.net[0].weight.data, 4)[:2] = math.nan
     for t in range(40): loop.step()
     for _ in range(6): loop.step(nan)
-    assert loop.gov.stopped.tolist() == [True, True, False, False] and [r.action for r in loop.gov.reports] == ["rollback"] * 2 + ["stop"] * 2
+    assert (
+        loop.gov.stopped.tolist() == [True, True, False, False]
+        and [r.action for r in loop.gov.reports] == ["rollback"] * 2 + ["stop"] * 2
+    )
     with pytest.raises(GovernorStop):
         for _ in range(6): loop.step(lambda lp: lp.net[0].weight.data.fill_(math.nan))
     assert loop.gov.stopped.all()
@@ -338,21 +435,10 @@ def test_a_lane_whose_state_is_bad_is_found_before_its_loss_is():
     opt = loop.stepper.owners["host"]
     key = next(k for k in opt.state_dict() if "exp_avg." in k or k.startswith("exp_avg"))
     by_lane(opt.state_dict()[key], 4)[3] = math.inf
-    out = loop.gov._save(None) or list(loop.gov.reports)
-    assert [(r.lane, r.reason) for r in out] == [(3, "state")]
+    loop.gov.adjust(snapshot_every=1, probation=0)                  # the next step takes a snapshot
+    loop.step()
+    assert [(r.lane, r.reason) for r in loop.gov.reports] == [(3, "state")]
     assert all(t.isfinite().all() for t in opt.state_dict().values())
-
-
-# --- preflight
-
-@pytest.mark.parametrize("proposal,blocked", [
-    (Proposal("wait"), None), (Proposal("wait", loss=math.nan), "loss"), (Proposal("wait", accuracy=math.inf), "accuracy"), (Proposal("advance", cooldown=-1), "cooldown"),
-    (Proposal("prune", active_seeds=3, max_seeds=2), "active seeds"), (Proposal("germinate", blueprint="norm", active_seeds=2, max_seeds=2), "active seeds"),
-    (Proposal("germinate", blueprint="norm", active_seeds=9, max_seeds=None), None), (Proposal("germinate"), "blueprint"), (Proposal("germinate", blueprint="norm", occupied=True), "occupied"),
-    (Proposal("set_alpha", alpha_target=.5, alpha_steps=3), "alpha"), (Proposal("set_alpha", alpha_target=.5, alpha_steps=0, alpha_curve="linear"), None)])
-def test_preflight(proposal, blocked):
-    answer = preflight(proposal)
-    assert answer.approved == (blocked is None) == (answer.blocked == ()) and (blocked is None or blocked in answer.blocked[0])
 
 
 # --- on a GPU
@@ -378,7 +464,9 @@ def test_cuda_rollback_with_two_streams_at_work():
     for t in range(80):
         for i, (s, net, opt) in enumerate(runs):
             with torch.cuda.stream(s):
-                loss = F.cross_entropy(net(torch.randn(64, 512, device="cuda")), torch.randint(0, 10, (64,), device="cuda"))
+                loss = F.cross_entropy(
+                    net(torch.randn(64, 512, device="cuda")), torch.randint(0, 10, (64,), device="cuda")
+                )
                 opt.zero_grad(); loss.backward(); opt.step()
                 if t == 60 and i == 0: net[0].weight.data.fill_(math.nan)
                 governors[i].watch(loss)
@@ -388,7 +476,8 @@ def test_cuda_rollback_with_two_streams_at_work():
 
 
 def test_restored_step_is_the_lane_s_own():
-    net = linear(2, 2, n=2); governor = Governor(net, lanes=2, chance=2.3, config=GovernorConfig(snapshot_every=4, probation=0, sync_every=1))
+    net = linear(2, 2, n=2)
+    governor = Governor(net, lanes=2, chance=2.3, config=GovernorConfig(snapshot_every=4, probation=0, sync_every=1))
     governor.stats.judged[1] = 100   # a lane that has begun at another time
     for _ in range(5): governor.watch(torch.tensor([1., 1.]))
     reports = [r for _ in range(3) for r in governor.watch(torch.tensor([1., math.nan]))]

@@ -1,20 +1,26 @@
-"Growth in training: lanes are separate networks at every stage, a bad seed stays alone, rollbacks respect fossils, and state goes on."
+"Growth in training: lanes are separate networks at every stage, a bad seed stays alone, rollbacks respect fossils."
 import copy
 import math
 
 import pytest
 import torch
 
-from esper_nb.bench.bench import GrowthCase, arithmetic_share, growth_text, machine
+from esper_nb.bench.growth_bench import GrowthCase, arithmetic_share, growth_text
+from esper_nb.bench.measure import machine
 from esper_nb.grow.blending import Blend
 from esper_nb.grow.decisions import Decision, apply_decisions
-from esper_nb.guard.governor import GovernorConfig
-from esper_nb.core.lanes import lane_state, by_lane, take_lanes
-from esper_nb.train.optim import LaneOptimizer, LaneScaler, Stepper
-from esper_nb.grow.seeds import Gates, Reason, Rules
+from esper_nb.guard.reports import GovernorConfig
+from esper_nb.core.lanes import lane_state, take_lanes
+from esper_nb.core.layers import by_lane
+from esper_nb.train.optim import LaneOptimizer
+from esper_nb.train.scaler import LaneScaler
+from esper_nb.train.stepper import Stepper
+from esper_nb.grow.lifecycle import Gates, Rules
+from esper_nb.grow.seeds import Reason
 from esper_nb.grow.stages import COOLING, Stage
 from esper_nb.train.tasks import create_model, get_task
-from esper_nb.train.trainer import FitConfig, fit, grown_plan, new_population, run_epoch
+from esper_nb.train.population import FitConfig, grown_plan, new_population
+from esper_nb.train.trainer import fit, run_epoch
 
 TASK = get_task("digits").replace(host=get_task("digits").host.replace(base=4), lr=.002)
 DATA = TASK.load(limit=8 * TASK.batch_size)
@@ -58,27 +64,33 @@ def state(pop): return lane_state(pop.model) | pop.stepper.state_dict()
 def alone(pop, i):
     "Lane i of a population as a population of its own that is still called i."
     one = population(1)
-    for k, t in lane_state(one.model).items(): by_lane(t.data, 1)[:] = by_lane(lane_state(pop.model)[k].data, pop.lanes)[[i]]
+    for k, t in lane_state(one.model).items():
+        by_lane(t.data, 1)[:] = by_lane(lane_state(pop.model)[k].data, pop.lanes)[[i]]
     one.data = copy.copy(one.data)
     real = type(one.data).epoch
     one.data.epoch = lambda seed, lanes, epoch, size: real(one.data, seed, [i], epoch, size)
     return one
 
 
-@pytest.mark.parametrize("kw", [dict(workers=1), dict(workers=2), dict(workers=1, width=1), dict(workers=3, width=2)], ids=str)
+WORKERS = [dict(workers=1), dict(workers=2), dict(workers=1, width=1), dict(workers=3, width=2)]
+
+@pytest.mark.parametrize("kw", WORKERS, ids=str)
 def test_lanes_at_different_stages_are_separate_networks(kw):
     pop = grown(**kw)
     ones = [alone(pop, i) for i in range(4)]
     result, single = run_epoch(pop), [run_epoch(one) for one in ones]
-    assert {s.stage for k in pop.model.names for s in pop.model.slot(k).states()} >= {Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED}
+    stages = {s.stage for k in pop.model.names for s in pop.model.slot(k).states()}
+    assert stages >= {Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED}
     for i, (one, r) in enumerate(zip(ones, single)):
         torch.testing.assert_close(result.train.losses[:, i], r.train.losses[:, 0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(result.heldout.loss[i], r.heldout.loss[0], rtol=1e-4, atol=1e-5)
         for k, t in lane_state(pop.model).items():
-            if not k.endswith((".table", ".stream")): torch.testing.assert_close(by_lane(t, 4)[i], by_lane(lane_state(one.model)[k], 1)[0], rtol=1e-4, atol=1e-5)
+            mine, alone_ = by_lane(t, 4)[i], by_lane(lane_state(one.model)[k], 1)[0]
+            if not k.endswith((".table", ".stream")): torch.testing.assert_close(mine, alone_, rtol=1e-4, atol=1e-5)
         if r.worth is not None:
             mine = [result.worth.slots.index(k) for k in r.worth.slots]
-            torch.testing.assert_close(result.worth.contribution[mine, i], r.worth.contribution[:, 0], equal_nan=True, rtol=0, atol=.6)
+            worth, single_worth = result.worth.contribution[mine, i], r.worth.contribution[:, 0]
+            torch.testing.assert_close(worth, single_worth, equal_nan=True, rtol=0, atol=.6)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -97,7 +109,8 @@ def test_an_empty_growing_model_trains_as_its_host():
     host = take_lanes(pop.model.host, range(4)).train()  # the host alone, checked out like any group
     opt = LaneOptimizer(host.named_parameters(), 4, TASK.optimizer, **TASK.optimizer_options)
     opt.set_lr(TASK.lr * pop.config.factor(0, pop.epochs))
-    stepper, batches = Stepper(dict(host=opt), LaneScaler(4, enabled=False), 1.), DATA.epoch(0, range(4), [0] * 4, TASK.batch_size)
+    stepper = Stepper(dict(host=opt), LaneScaler(4, enabled=False), 1.)
+    batches = DATA.epoch(0, range(4), [0] * 4, TASK.batch_size)
     for k in range(len(batches)):
         x, y = batches[k]
         stepper.backward(TASK.loss(host(x), y, 4)); stepper.step()
@@ -120,7 +133,8 @@ def test_rollback_prunes_what_lives_and_restores_fossils():
     back = pop.governor.snapshot
     saved = {k for k in back.difference([3])}
     assert not any("r0c0.banks" in k or "host." in k for k in saved), saved       # fossil and host: the snapshot's bits
-    assert not any(by_lane(t, 4)[3].any() for t in lane_state(pop.model.slot("r0c1").banks["norm"]).values())             # the pruned row is empty
+    pruned = lane_state(pop.model.slot("r0c1").banks["norm"])
+    assert not any(by_lane(t, 4)[3].any() for t in pruned.values()) # the pruned lane is empty
     for i in (0, 1, 2): assert pop.model.slot("r0c0").state(i).stage != Stage.PRUNED
     assert run_epoch(pop).train.losses[:, 3].isfinite().all()
 
@@ -128,7 +142,7 @@ def test_rollback_prunes_what_lives_and_restores_fossils():
 def test_a_grown_population_goes_on_exactly_after_saving():
     a = grown(workers=1)
     for _ in range(2): run_epoch(a)
-    saved = {k: t.clone() for k, t in a.model.state_dict().items()}, {k: t.clone() for k, t in a.stepper.state_dict().items()}
+    saved = tuple({k: t.clone() for k, t in x.state_dict().items()} for x in (a.model, a.stepper))
     b = population(workers=1)
     b.model.load_state_dict(saved[0]); b.stepper.load_state_dict(saved[1]); b.epoch.copy_(a.epoch)
     for _ in range(3): ra, rb = run_epoch(a), run_epoch(b)
@@ -148,21 +162,22 @@ def test_optimizers_follow_growth():
         moved = (by_lane(p, 4) != by_lane(before[k], 4)).flatten(1).any(1).tolist()
         assert moved == [True, False, True, False], (k, moved)
     momentum = [t for k, t in opt.state_dict().items() if k.startswith("momentum")]
-    assert all(by_lane(t, 4)[0].abs().max() < 9 for t in momentum) and all((by_lane(t, 4)[1] == 9).all() for t in momentum)
+    assert all(by_lane(t, 4)[0].abs().max() < 9 and (by_lane(t, 4)[1] == 9).all() for t in momentum)
     pop.model.prune("r0c0", 2)
     frozen = {k: t.clone() for k, t in opt.state_dict().items() if k != "lr"}
     weights = {k: by_lane(p, 4)[2].clone() for k, p in opt.params.items()}
     run_epoch(pop)
     assert all(torch.equal(by_lane(p, 4)[2], weights[k]) for k, p in opt.params.items())
-    assert all(torch.equal(by_lane(t, 4)[2], by_lane(frozen[k], 4)[2]) for k, t in opt.state_dict().items() if k != "lr")
+    for k, t in opt.state_dict().items():
+        if k != "lr": assert torch.equal(by_lane(t, 4)[2], by_lane(frozen[k], 4)[2])
 
 
 def test_a_gate_learns():
     pop = population(lanes=2, workers=1)
     grow(pop.model, 1, "r0c1", "conv_light", "blending", Blend.GATE)
-    before = {k: t.clone() for k, t in lane_state(pop.model.slot("r0c1").gate).items()}
+    before = {k: t.clone() for k, t in lane_state(pop.model.slot("r0c1").blend_gate).items()}
     run_epoch(pop)
-    after = lane_state(pop.model.slot("r0c1").gate)
+    after = lane_state(pop.model.slot("r0c1").blend_gate)
     assert any(not torch.equal(by_lane(after[k], 2)[1], by_lane(t, 2)[1]) for k, t in before.items())
     assert all(torch.equal(by_lane(after[k], 2)[0], by_lane(t, 2)[0]) for k, t in before.items())
 
@@ -171,9 +186,11 @@ def test_measurements_reach_the_seeds():
     pop = grown(workers=2)
     r = run_epoch(pop)
     s = pop.model.slot("r0c0").state(1)
-    assert s.health is not None and s.accuracy == pytest.approx(r.heldout.accuracy_pp[1].item()) and s.contribution is None       # in training: not heard
+    assert s.health is not None and s.accuracy == pytest.approx(r.heldout.accuracy_pp[1].item())
+    assert s.contribution is None # in training: not heard
     for slot in ("r0c0", "r0c1", "r0c2"): assert pop.model.slot(slot).state(3).contribution is not None
-    assert pop.model.slot("r0c0").state(2).health is None and torch.equal(r.worth.accuracy_pp[-1], r.heldout.accuracy_pp)
+    assert pop.model.slot("r0c0").state(2).health is None
+    assert torch.equal(r.worth.accuracy_pp[-1], r.heldout.accuracy_pp)
 
 
 def test_an_interrupted_epoch_has_not_happened():
@@ -192,12 +209,15 @@ def test_an_interrupted_epoch_has_not_happened():
 
 def test_decisions_are_done_or_refused_with_a_reason():
     pop = population(lanes=3)
-    d = [Decision("germinate", "r0c0", "norm"), [Decision("germinate", "r0c0", "norm"), Decision("advance", "r0c0")], Decision("prune", "r0c0")]
-    done = apply_decisions(pop.model, d)
-    assert [(x.lane, x.ok) for x in done] == [(0, True), (1, True), (1, True), (2, False)] and "nothing to prune" in done[-1].message
+    seed = Decision("germinate", "r0c0", "norm")
+    d = [seed, [seed, Decision("advance", "r0c0")], Decision("prune", "r0c0")]
+    results = apply_decisions(pop.model, d)
+    assert [(x.lane, x.ok) for x in results] == [(0, True), (1, True), (1, True), (2, False)]
+    assert "nothing to prune" in results[-1].message
     with pytest.raises(ValueError, match="verb='grow'"): apply_decisions(pop.model, [Decision("grow")] * 3)
     with pytest.raises(ValueError, match="slot"): apply_decisions(pop.model, [Decision("prune", "r7c7")] * 3)
-    assert not apply_decisions(pop.model, [Decision("advance", "r0c0"), None, None])[0].ok or pop.model.slot("r0c0").state(0).stage == Stage.TRAINING
+    late = apply_decisions(pop.model, [Decision("advance", "r0c0"), None, None])
+    assert not late[0].ok or pop.model.slot("r0c0").state(0).stage == Stage.TRAINING
     records = list(fit(pop, 1, controller=lambda p, last: [None, Decision("advance", "r0c0"), None]))
     assert records[0].decided[0].lane == 1 and not records[0].decided[0].ok and "G2" in records[0].decided[0].message
 

@@ -9,7 +9,8 @@ from esper_nb.learn.normalizers import Moments, ObsNormalizer, RewardNormalizer,
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.floats(-1e6, 1e6), st.floats(1e-3, 1e3), st.integers(0, 10**6))
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.floats(-1e6, 1e6), st.floats(1e-3, 1e3),
+       st.integers(0, 10**6))
 def test_any_split_gives_the_same_moments(parts, shift, scale, seed):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(parts), 2, generator=g, dtype=torch.float64) * scale + shift

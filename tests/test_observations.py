@@ -11,21 +11,28 @@ from esper_nb.control.observations import HISTORY, Observer, Records, forget, ne
 from esper_nb.grow.seeds import COLUMNS, UNMEASURED, SeedState, encode_seed
 from esper_nb.grow.stages import Stage
 
-MODEL = GrowingModel(CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=1), {"r0c0": ["norm", "conv_small"], "r0c1": ["depthwise", "norm"]})
+MODEL = GrowingModel(CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=1),
+                     {"r0c0": ["norm", "conv_small"], "r0c1": ["depthwise", "norm"]})
 OBSERVER = Observer(GrowthActions(MODEL), horizon=30)
 
 some = st.one_of(st.none(), st.floats(-1e6, 1e6))
 positive = st.one_of(st.none(), st.floats(0, 1e6), st.just(math.inf))
 share = st.one_of(st.none(), st.floats(0, 1))
+SHARES = ("health", "vanishing", "exploding", "alpha_up", "alpha_down")
+MEASURED = ("contribution", "contribution_before", "velocity", "interaction", "boost")
 
 
 @st.composite
 def a_seed(draw):
     stage = draw(st.sampled_from([s for s in Stage if s != Stage.UNKNOWN]))
     if stage == Stage.DORMANT: return SeedState(births=draw(st.integers(0, 9)))
-    return SeedState(stage=stage, blueprint=draw(st.integers(0, 1)), births=1, alpha=draw(st.floats(0, 1)), target=draw(st.floats(0, 1)), epochs=draw(st.integers(0, 500)), age=draw(st.integers(0, 500)), total=draw(st.integers(0, 50)),
-                     accuracy=draw(share), accuracy_stage=draw(share), accuracy_born=draw(share), contribution=draw(some), contribution_before=draw(some), velocity=draw(some), interaction=draw(some), boost=draw(some),
-                     gradient_norm=draw(positive), gradient_ratio=draw(positive), health=draw(share), vanishing=draw(share), exploding=draw(share), alpha_up=draw(share), alpha_down=draw(share))
+    shares = ("accuracy", "accuracy_stage", "accuracy_born", *SHARES)
+    values = {k: draw(share) for k in shares} | {k: draw(some) for k in MEASURED}
+    values |= {k: draw(positive) for k in ("gradient_norm", "gradient_ratio")}
+    return SeedState(
+        stage=stage, blueprint=draw(st.integers(0, 1)), births=1, alpha=draw(st.floats(0, 1)),
+        target=draw(st.floats(0, 1)), epochs=draw(st.integers(0, 500)), age=draw(st.integers(0, 500)),
+        total=draw(st.integers(0, 50)), **values)
 
 
 def table(*lanes): return torch.tensor([[encode_seed(s) for s in lane] for lane in lanes]).double()
@@ -46,7 +53,8 @@ def test_finite_in_range_and_pure(lanes, seed):
     for e in range(seed % 8):
         loss = torch.randn(n, generator=g).exp() * 10.**(seed % 5)
         loss[torch.rand(n, generator=g) < .2] = math.nan
-        r = push_epoch(r, loss, 100 * torch.rand(n, generator=g), torch.randint(0, 6, (n,), generator=g), torch.rand(n, generator=g) < .5)
+        accuracy, op = 100 * torch.rand(n, generator=g), torch.randint(0, 6, (n,), generator=g)
+        r = push_epoch(r, loss, accuracy, op, torch.rand(n, generator=g) < .5)
     kept = t.clone()
     obs = OBSERVER(t, r)
     assert obs.shape == (n, OBSERVER.size) and obs.dtype == torch.float32 and obs.isfinite().all()
@@ -63,7 +71,7 @@ def test_every_unmeasured_quantity_is_unknown():
         applies = f.name in ("r0c0.tempo", "r0c0.goal")
         assert (obs[i] != f.unknown) if applies else (obs[i] == f.unknown), f
     unmeasured = [k for k, v in bare._asdict().items() if v is None]
-    for k in ("contribution", "contribution_before", "velocity", "interaction", "boost", "gradient_norm", "gradient_ratio", "health", "vanishing", "exploding", "alpha_up", "alpha_down"):
+    for k in (*MEASURED, *SHARES, "gradient_norm", "gradient_ratio"):
         assert k in unmeasured
         at = OBSERVER.index(f"r0c0.{k}")
         zero = OBSERVER(table((bare._replace(**{k: 0.}), SeedState())), new_records(1))[0]
@@ -71,17 +79,19 @@ def test_every_unmeasured_quantity_is_unknown():
 
 
 def test_a_ruined_loss_reads_as_the_worst_and_a_new_episode_as_unknown():
-    r = push_epoch(new_records(2), torch.tensor([math.nan, 1.]), torch.tensor([10., 20.]), torch.tensor([0, 1]), torch.tensor([True, False]))
-    obs = OBSERVER(table((SeedState(), SeedState()), (SeedState(), SeedState())), r)
+    empty = table((SeedState(), SeedState()), (SeedState(), SeedState()))
+    losses, accuracies = torch.tensor([math.nan, 1.]), torch.tensor([10., 20.])
+    r = push_epoch(new_records(2), losses, accuracies, torch.tensor([0, 1]), torch.tensor([True, False]))
+    obs = OBSERVER(empty, r)
     last, earlier, done = OBSERVER.index("loss_0"), OBSERVER.index("loss_1"), OBSERVER.index("done")
     assert obs[0, last] == 2 and obs[0, earlier] == -1 and obs[0, done] == 1 and obs[1, done] == 0
     torch.testing.assert_close(obs[1, last], symlog(torch.tensor(1.)) / 7)
-    again = OBSERVER(table((SeedState(), SeedState()), (SeedState(), SeedState())), forget(r, torch.tensor([True, False])))
+    again = OBSERVER(empty, forget(r, torch.tensor([True, False])))
     assert (again[0, 1:1 + 2 * HISTORY] == -1).all() and again[0, done] == -1 and torch.equal(again[1], obs[1])
 
 
 def test_blueprints_are_named_alike_in_every_slot():
-    s = lambda b: SeedState(stage=Stage.TRAINING, blueprint=b, births=1)
+    def s(b): return SeedState(stage=Stage.TRAINING, blueprint=b, births=1)
     for slot, own in (("r0c0", MODEL.slot("r0c0").blueprints), ("r0c1", MODEL.slot("r0c1").blueprints)):
         for b, name in enumerate(own):
             pair = (s(b), SeedState()) if slot == "r0c0" else (SeedState(), s(b))
@@ -93,4 +103,5 @@ def test_blueprints_are_named_alike_in_every_slot():
 def test_the_model_and_its_table_say_the_same():
     obs = OBSERVER(MODEL, new_records(1))
     assert torch.equal(obs, OBSERVER(read_slots(MODEL), new_records(1)))
-    assert len({f.name for f in OBSERVER.features}) == OBSERVER.size and UNMEASURED not in obs and len(COLUMNS) == read_slots(MODEL).shape[-1]
+    assert len({f.name for f in OBSERVER.features}) == OBSERVER.size
+    assert UNMEASURED not in obs and len(COLUMNS) == read_slots(MODEL).shape[-1]

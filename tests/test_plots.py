@@ -10,15 +10,19 @@ import pytest
 import torch
 from matplotlib.colors import to_hex, to_rgba
 
-from esper_nb.show import plots
-from esper_nb.record.analytics import rollbacks, seed_lives, stage_spells
+from esper_nb.show import plot_learning as learning_page, plot_runs as runs_page
+from esper_nb.record.analytics import seed_lives, stage_spells
 from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
 from esper_nb.train.faults import Fault, disturb_at
 from esper_nb.record.metrics import find_metric
-from esper_nb.show.plots import (COLORS, HATCHES, MARKERS, STAGE_LOOKS, THEMES, plot_blueprints, plot_compare, plot_gates, plot_incidents, plot_lanes, plot_learning, plot_multiples,
-                            plot_rewards, plot_rollback, plot_run, plot_slots, plot_worth, theme)
-from esper_nb.record.rows import decode_row, encode_row, population_rows, run_rows, step_rows
-from esper_nb.train.trainer import FitConfig, fit, new_population
+from esper_nb.record.populations import population_rows, run_rows
+from esper_nb.record.rows import decode_row, encode_row
+from esper_nb.record.steps import step_rows
+from esper_nb.show.plot_learning import plot_compare, plot_learning, plot_rewards
+from esper_nb.show.plot_runs import (plot_blueprints, plot_incidents, plot_lanes, plot_run, plot_slots)
+from esper_nb.show.theme import COLORS, HATCHES, MARKERS, STAGE_LOOKS, THEMES, theme
+from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.trainer import fit
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +34,29 @@ def run():
     rows = run_rows(pop)
     def disturb(*args): return args[-2:] if (d := disturb_at(faults, int(pop.epoch.max()))) is None else d(*args)
     for r in fit(pop, controller=as_controller(Heuristic(QUICK)), disturb=disturb):
-        rows += population_rows(pop, r) + step_rows({"gain": r.heldout.accuracy_pp / 10 - 2, "rent": -torch.rand(4, generator=torch.Generator().manual_seed(r.epoch))}, epoch=r.epoch)
+        rent = -torch.rand(4, generator=torch.Generator().manual_seed(r.epoch))
+        rows += population_rows(pop, r)
+        rows += step_rows(dict(gain=r.heldout.accuracy_pp / 10 - 2, rent=rent), epoch=r.epoch)
     return [decode_row(encode_row(row)) for row in rows]
 
 @pytest.fixture(scope="module")
 def policy():
     g = np.random.default_rng(0)
-    return [dict(kind="update", lane=None, update=u) | {"update.return_mean": 10. * u if u % 4 else None, "update.return_low": 8. * u if u % 4 else None, "update.return_high": 12. * u if u % 4 else None,
-            "update.entropy_mean": .9 - .02 * u, "update.head_entropy.op": .9 - .03 * u, "update.head_entropy.slot": .8, "update.approx_kl": .01 + .02 * g.random(), "update.clipfrac": .3 * g.random(),
-            "update.explained_variance": float(g.normal(-1, 2)), "update.value_loss": 2. / (u + 1), "update.grad_norm": 3 + g.random()} for u in range(20)]
+    def update(u):
+        measured = dict(return_mean=10. * u, return_low=8. * u, return_high=12. * u)
+        if u % 4 == 0: measured = dict.fromkeys(measured)
+        values = measured | dict(
+            entropy_mean=.9 - .02 * u, approx_kl=.01 + .02 * g.random(), clipfrac=.3 * g.random(),
+            explained_variance=float(g.normal(-1, 2)), value_loss=2. / (u + 1), grad_norm=3 + g.random())
+        heads = {"update.head_entropy.op": .9 - .03 * u, "update.head_entropy.slot": .8}
+        return dict(kind="update", lane=None, update=u) | {f"update.{k}": v for k, v in values.items()} | heads
+    return [update(u) for u in range(20)]
 
 ARTEFACTS = Path(__file__).parent/"browser/artefacts"      # not in git; for people, and for a CI that keeps pictures
 
 SCORES = {"heuristic": np.linspace(30, 50, 16), "wait only": [18.] * 16, "ppo": [60., 55., math.nan, 58.], "one": [45.]}
-PLOTS = {f.__name__: (lambda rows, f=f: f(rows)) for f in (plot_gates, plot_rollback, plot_incidents, plot_slots, plot_worth, plot_blueprints, plot_rewards, plot_multiples, plot_run, plot_learning)}
+PLOTS = {f.__name__: (lambda rows, f=f: f(rows))
+         for f in (plot_incidents, plot_slots, plot_blueprints, plot_rewards, plot_run, plot_learning)}
 PLOTS["plot_lanes"] = lambda rows: plot_lanes(rows, "heldout.accuracy_pp")
 PLOTS["plot_compare"] = lambda rows: plot_compare(SCORES if rows else {})
 
@@ -61,7 +74,8 @@ def pixels(fig):
 def texts(fig): return [t for t in fig.findobj(matplotlib.text.Text) if t.get_text().strip() and t.get_visible()]
 
 def contrast(a, b):
-    lum = lambda c: sum(w * (v / 12.92 if v <= .04045 else ((v + .055) / 1.055)**2.4) for w, v in zip((.2126, .7152, .0722), to_rgba(c)[:3]))
+    def linear(v): return v / 12.92 if v <= .04045 else ((v + .055) / 1.055)**2.4
+    def lum(c): return sum(w * linear(v) for w, v in zip((.2126, .7152, .0722), to_rgba(c)[:3]))
     low, high = sorted((lum(a), lum(b)))
     return (high + .05) / (low + .05)
 
@@ -69,7 +83,8 @@ def contrast(a, b):
 # --- pictures
 
 def test_every_plot_of_the_page_is_here():
-    assert set(PLOTS) == {n for n in plots.__all__ if n.startswith("plot_")}
+    names = [*runs_page.__all__, *learning_page.__all__]
+    assert set(PLOTS) == {n for n in names if n.startswith("plot_")}
 
 @pytest.mark.parametrize("name", PLOTS)
 @pytest.mark.parametrize("look", [None, *THEMES])
@@ -79,7 +94,7 @@ def test_plots_draw_at_full_size_in_every_theme(name, look, run, policy):
         fig.set_size_inches(12.8, 8); fig.set_dpi(100)
         image = pixels(fig)
     assert image.shape[:2] == (800, 1280)
-    ink, ground = THEMES[look or "neutral"]["ink"], THEMES[look or "neutral"]["ground"]
+    ground = THEMES[look or "neutral"]["ground"]
     corner = image[0, 0]
     if ground == "none": assert corner[3] == 0
     else: assert tuple(corner[:3]) == tuple(round(255 * v) for v in to_rgba(ground)[:3])
@@ -92,11 +107,11 @@ def test_plots_draw_at_full_size_in_every_theme(name, look, run, policy):
 @pytest.mark.parametrize("name", PLOTS)
 def test_axes_say_what_they_show(name, run, policy):
     fig = figure(PLOTS[name](run + policy))
-    around = {t.get_text() for t in (fig._supxlabel, fig._supylabel) if t is not None}      # shared by small multiples
     for ax in fig.axes:
         if not ax.has_data() or not ax.get_visible(): continue
-        bottom = not any(o.get_subplotspec() and o.get_subplotspec().rowspan.start > ax.get_subplotspec().rowspan.start for o in fig.axes)
-        assert ax.get_xlabel() or around or not bottom
+        bottom = not any(o.get_subplotspec()
+                         and o.get_subplotspec().rowspan.start > ax.get_subplotspec().rowspan.start for o in fig.axes)
+        assert ax.get_xlabel() or not bottom
         assert ax.get_ylabel() or ax.get_title(loc="left") or [t for t in ax.get_yticklabels() if t.get_text()]
 
 @pytest.mark.parametrize("name", PLOTS)
@@ -106,7 +121,8 @@ def test_no_text_leaves_the_picture_or_covers_another_label(name, run, policy):
     frame = fig.bbox.padded(1)
     for t in texts(fig):
         box = t.get_window_extent()
-        if box.width and t.get_clip_on() is False: assert frame.x0 <= box.x0 and box.x1 <= frame.x1, f"{t.get_text()!r} is cut off"
+        if box.width and t.get_clip_on() is False:
+            assert frame.x0 <= box.x0 and box.x1 <= frame.x1, f"{t.get_text()!r} is cut off"
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_no_rows_give_a_sentence(name):
@@ -117,28 +133,33 @@ def test_no_rows_give_a_sentence(name):
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_rows_of_one_kind_are_enough_not_to_fail(name, run, policy):
-    for kind in sorted({r["kind"] for r in run + policy}): assert figure(PLOTS[name]([r for r in run + policy if r["kind"] == kind])).axes; plt.close("all")
+    for kind in sorted({r["kind"] for r in run + policy}):
+        assert figure(PLOTS[name]([r for r in run + policy if r["kind"] == kind])).axes; plt.close("all")
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_values_that_were_not_measured_do_no_harm(name, run, policy):
-    blank = [{k: None if "." in k and find_metric(k).unit != "text" and not k.endswith((".birth", "reward.total")) else v for k, v in r.items()} for r in run + policy]
+    blank = [{k: None if "." in k and find_metric(k).unit != "text" and not k.endswith((".birth", "reward.total"))
+              else v for k, v in r.items()} for r in run + policy]
     assert figure(PLOTS[name](blank)).axes
 
-@pytest.mark.parametrize("name", [n for n in PLOTS if n in ("plot_gates", "plot_rollback", "plot_incidents", "plot_slots", "plot_blueprints", "plot_rewards", "plot_lanes", "plot_compare")])
+@pytest.mark.parametrize("name", sorted(PLOTS.keys() - {"plot_run", "plot_learning"}))
 def test_axes_of_the_caller_are_used_and_keep_their_colours(name, run):
     args = dict(plot_lanes=(run, "train.loss"), plot_compare=(SCORES,)).get(name, (run,))
+    draw = getattr(runs_page, name, None) or getattr(learning_page, name)
     with plt.style.context("dark_background"):
         fig, ax = plt.subplots()
-        assert getattr(plots, name)(*args, ax=ax) is ax and fig.axes == [ax]
-        assert all(contrast(t.get_color(), "#000000") >= 4.5 for t in texts(fig) if not t.get_bbox_patch() and to_hex(t.get_color()) != "#111111")
+        assert draw(*args, ax=ax) is ax and fig.axes == [ax]
+        assert all(contrast(t.get_color(), "#000000") >= 4.5 for t in texts(fig) if not t.get_bbox_patch()
+                   and to_hex(t.get_color()) != "#111111")
 
 def test_a_panel_without_data_leaves_the_ticks_of_the_others(policy):
     fig = plot_learning([{k: v for k, v in r.items() if k != "update.grad_norm"} for r in policy])
     fig.canvas.draw()
     low = fig.axes[4]
-    assert [t.get_text() for t in low.get_xticklabels() if t.get_visible() and t.get_text()] and low.get_xlabel() == "update"
+    assert [t.get_text() for t in low.get_xticklabels() if t.get_visible() and t.get_text()]
+    assert low.get_xlabel() == "update"
 
-@pytest.mark.parametrize("name", ["plot_lanes", "plot_multiples", "plot_run", "plot_worth", "plot_rewards", "plot_learning"])
+@pytest.mark.parametrize("name", ["plot_lanes", "plot_run", "plot_rewards", "plot_learning"])
 def test_epochs_and_updates_are_whole_numbers(name, run, policy):
     fig = figure(PLOTS[name](run + policy))
     fig.canvas.draw()
@@ -153,38 +174,23 @@ def test_plots_leave_settings_alone(run):
 
 # --- what is drawn
 
-def test_small_multiples_for_any_number_of_lanes(run):
-    for n in (1, 3, 4):
-        shown = [ax for ax in plot_multiples([r for r in run if r["lane"] is None or r["lane"] < n]).axes if ax.get_visible()]
-        assert len(shown) == n
-
-def test_gates_follow_the_rows(run):
-    ax = plot_gates(run, 3)
-    line = next(l for l in ax.lines if l.get_label().startswith("gate"))
-    gates = [(r["step"], r["gate.limit"]) for r in run if r["kind"] == "gate" and r["lane"] == 3 and r["gate.limit"] is not None]
-    assert list(zip(line.get_xdata(), line.get_ydata()))[:-1] == gates and line.get_drawstyle() == "steps-post"
-    assert [t.get_text() for t in ax.texts] == [f"{b.reason} → {b.action}" for b in rollbacks(run) if b.lane == 3]
-
-def test_the_lane_in_trouble_is_shown_unless_asked(run):
-    only = [r for r in run if r["kind"] != "governor" or r["lane"] == 3]
-    assert any("lane 3" in str(l.get_label()) for l in plot_gates(only).lines)
-    assert any("lane 0" in str(l.get_label()) for l in plot_gates(only, 0).lines)
-
 def test_every_spell_is_a_bar_at_its_place(run):
     ax = plot_slots(run)
     bars = sorted((round(p.get_x(), 6), round(p.get_width(), 6)) for p in ax.patches)
     assert bars == sorted((s.start, s.end - s.start + 1) for s in stage_spells(run))
     crosses = [l for l in ax.lines if l.get_marker() == "X"]
     cooled = {(s.lane, s.slot, s.birth) for s in stage_spells(run) if s.stage not in STAGE_LOOKS}
-    assert len(crosses) == len(cooled) and {k[:2] for k in cooled} >= {(s.lane, s.slot) for s in seed_lives(run) if s.end == "pruned"}
+    assert len(crosses) == len(cooled)
+    assert {k[:2] for k in cooled} >= {(s.lane, s.slot) for s in seed_lives(run) if s.end == "pruned"}
 
 def test_nothing_is_told_by_colour_alone():
     assert len(set(MARKERS)) == len(COLORS) == len(set(HATCHES)) == 8
-    assert len({(hatch, letter) for _, hatch, letter, _ in STAGE_LOOKS.values()}) == len(STAGE_LOOKS)
+    assert len({(look.hatch, look.letter) for look in STAGE_LOOKS.values()}) == len(STAGE_LOOKS)
 
 def test_compare_sorts_and_says_its_numbers(run):
     ax = plot_compare(SCORES)
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["ppo, 3 seeds", "one, 1 seed", "heuristic, 16 seeds", "wait only, 16 seeds"]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["ppo, 3 seeds", "one, 1 seed", "heuristic, 16 seeds",
+                                                            "wait only, 16 seeds"]
     assert ax.texts[1].get_text() == "45" and ax.texts[3].get_text().startswith("18  [18, 18]")
 
 
@@ -192,17 +198,19 @@ def test_compare_sorts_and_says_its_numbers(run):
 
 MACHADO = {"protanopia": [[.152286, 1.052583, -.204868], [.114503, .786281, .099216], [-.003882, -.048116, 1.051998]],
            "deuteranopia": [[.367322, .860646, -.227968], [.280085, .672501, .047413], [-.011820, .042940, .968881]],
-           "tritanopia": [[1.255528, -.076749, -.178779], [-.078411, .930809, .147602], [.004733, .691367, .303900]], "none": np.eye(3)}
+           "tritanopia": [[1.255528, -.076749, -.178779], [-.078411, .930809, .147602],
+                          [.004733, .691367, .303900]], "none": np.eye(3)}
 
 def lab(colors, vision):
     c = np.array([to_rgba(x)[:3] for x in colors])
     c = np.clip(np.where(c <= .04045, c / 12.92, ((c + .055) / 1.055)**2.4) @ np.array(MACHADO[vision]).T, 0, 1)
-    xyz = c @ np.array([[.4124564, .2126729, .0193339], [.3575761, .7151522, .1191920], [.1804375, .0721750, .9503041]]) / [.95047, 1., 1.08883]
+    xyz = c @ np.array([[.4124564, .2126729, .0193339], [.3575761, .7151522, .1191920],
+                        [.1804375, .0721750, .9503041]]) / [.95047, 1., 1.08883]
     f = np.where(xyz > .008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
     return np.stack([116 * f[:, 1] - 16, 500 * (f[:, 0] - f[:, 1]), 200 * (f[:, 1] - f[:, 2])], 1)
 
 @pytest.mark.parametrize("vision", MACHADO)
-@pytest.mark.parametrize("colors", [COLORS, [c for c, *_ in STAGE_LOOKS.values()]], ids=["palette", "stages"])
+@pytest.mark.parametrize("colors", [COLORS, [look.color for look in STAGE_LOOKS.values()]], ids=["palette", "stages"])
 def test_colours_stay_apart(vision, colors):
     x = lab(colors, vision)
     apart = np.linalg.norm(x[:, None] - x[None], axis=-1)[np.triu_indices(len(x), 1)]
@@ -216,7 +224,7 @@ def seen_as(image, vision): # (h, w, 3) uint8
 
 @pytest.mark.parametrize("look", ["light", "dark"])
 def test_a_sheet_to_look_at(look, run, policy):
-    "Every plot at 1280 x 800, as most see it and with each deficiency, on one sheet; what was told by colour still differs in every row."
+    "Every plot at 1280 x 800, as most see it and with each deficiency, on one sheet for people to look at."
     from PIL import Image
     sheet, visions = [], ("none", "protanopia", "deuteranopia", "tritanopia")
     for name in PLOTS:

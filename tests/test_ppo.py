@@ -9,11 +9,13 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper_nb.learn.distributions import Heads, MaskedHeads
 from esper_nb.core.workers import use_threads
+from esper_nb.learn.distributions import Heads
+from esper_nb.learn.learner import Learner
+from esper_nb.learn.loss import Compiled, PPOConfig
 from esper_nb.learn.policies import ActorCritic, PolicyConfig
-from esper_nb.learn.learner import Compiled, Learner, PPOConfig, StopFlag, ppo_loss, train_ppo
 from esper_nb.learn.rollouts import play
+from esper_nb.learn.training import StopFlag, train_ppo
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,7 +33,8 @@ def weights(learner): return torch.cat([p.detach().flatten() for p in learner.po
 def test_two_runs_are_equal_to_the_bit(core):
     runs = []
     for _ in range(2):
-        learner = Learner(cartpole(), PPOConfig(num_steps=16, norm_obs=True, norm_reward=True, norm_value=True), small.replace(core=core))
+        config = PPOConfig(num_steps=16, norm_obs=True, norm_reward=True, norm_value=True)
+        learner = Learner(cartpole(), config, small.replace(core=core))
         runs.append((list(train_ppo(learner, 3)), weights(learner)))
     assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1])
 
@@ -40,7 +43,8 @@ def test_two_runs_are_equal_to_the_bit(core):
 def test_any_kind_of_vector_environment(mode):
     envs = cartpole(2, mode)
     try:
-        wrapped = gym.wrappers.vector.RecordEpisodeStatistics(gym.wrappers.vector.TransformReward(envs, lambda r: 2 * r))
+        doubled = gym.wrappers.vector.TransformReward(envs, lambda r: 2 * r)
+        wrapped = gym.wrappers.vector.RecordEpisodeStatistics(doubled)
         u = next(train_ppo(Learner(wrapped, PPOConfig(num_steps=40, num_minibatches=2), small), 1))
         assert u.first_gap < 1e-5 and u.gradient_steps == 8 and u.reward == 2. and u.returns
     finally: envs.close()
@@ -54,8 +58,10 @@ def test_environments_that_come_with_gymnasium(name):
     assert u.first_gap < 1e-5 and u.gradient_steps == 12
 
 
-options = [dict(norm_adv="rollout"), dict(norm_adv="none"), dict(clip_vloss=True), dict(ratio="joint"), dict(ent_floor=(0.5, 0.3), ent_floor_coef=1.), dict(target_kl=0.01),
-           dict(norm_value=True, norm_reward=True, norm_obs=True, obs_keep=(1,)), dict(update_epochs=1, num_minibatches=1), dict(precision="bf16"), dict(gamma=1., gae_lambda=1.)]
+options = [dict(norm_adv="rollout"), dict(norm_adv="none"), dict(clip_vloss=True), dict(ratio="joint"),
+           dict(ent_floor=(0.5, 0.3), ent_floor_coef=1.), dict(target_kl=0.01),
+           dict(norm_value=True, norm_reward=True, norm_obs=True, obs_keep=(1,)),
+           dict(update_epochs=1, num_minibatches=1), dict(precision="bf16"), dict(gamma=1., gae_lambda=1.)]
 
 
 class Masked(gym.Env):
@@ -70,14 +76,15 @@ class Masked(gym.Env):
         assert self.mask[action[0]] and self.mask[3 + action[1]], "an illegal action was taken"
         obs, info = self._out()
         u = self.np_random.random()
-        if u < 0.03: info["rolled_back"] = -10.
-        return obs, float(action[0]), u < 0.03 or 0.1 < u < 0.14, 0.2 < u < 0.24, info
+        if u < 0.03: info["rolled_back"] = True
+        return obs, -10. if u < 0.03 else float(action[0]), u < 0.03 or 0.1 < u < 0.14, 0.2 < u < 0.24, info
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("option", options, ids=str)
 def test_every_option_in_every_mode_begins_at_ratio_one(option, mode):
-    learner = Learner(SyncVectorEnv([Masked] * 4, autoreset_mode=mode), PPOConfig(**dict(num_steps=40, num_minibatches=2) | option), small)
+    envs = SyncVectorEnv([Masked] * 4, autoreset_mode=mode)
+    learner = Learner(envs, PPOConfig(**dict(num_steps=40, num_minibatches=2) | option), small)
     ups = list(train_ppo(learner, 3))
     limit = 0.15 if option.get("precision") == "bf16" else 1e-5
     assert max(u.first_gap for u in ups) < limit
@@ -86,7 +93,7 @@ def test_every_option_in_every_mode_begins_at_ratio_one(option, mode):
 
 
 class Garden(Heads):
-    "Head 1 depends on head 0 (0 wait, 1 plant, 2 prune): its 3 choices are places, of which the last three facts say if they are full."
+    "Head 1 depends on head 0 (0 wait, 1 plant, 2 prune): 3 places, of which the last three facts say if they are full."
     def __init__(self): super().__init__((3, 3), stages=((0,), (1,)))
     def legal(self, mask, action):
         legal, full, op = super().legal(mask, action).clone(), mask[..., 6:9], action[..., :1]
@@ -100,7 +107,7 @@ class Garden(Heads):
 
 
 class GardenEnv(gym.Env):
-    "Full places must be pruned, empty ones planted; waiting pays nothing. Reward for the right place only: one that the observation marks."
+    "Full places must be pruned, empty ones planted; waiting pays nothing, and only the marked place pays."
     observation_space, action_space = gym.spaces.Box(0, 1, (6,)), gym.spaces.MultiDiscrete([3, 3])
     def _out(self):
         self.full, self.target = self.np_random.random(3) < 0.5, self.np_random.integers(3)
@@ -117,20 +124,24 @@ class GardenEnv(gym.Env):
 
 
 def test_dependent_heads_learn():
-    learner = Learner(SyncVectorEnv([GardenEnv] * 8), PPOConfig(num_steps=20, num_updates=80, learning_rate=0.01, gamma=0.1, num_minibatches=2, ent_floor=0.1, ent_floor_coef=0.1), PolicyConfig(core="none", features=(64,)), heads=Garden())
+    config = PPOConfig(num_steps=20, num_updates=80, learning_rate=0.01, gamma=0.1, num_minibatches=2,
+                       ent_floor=0.1, ent_floor_coef=0.1)
+    policy = PolicyConfig(core="none", features=(64,))
+    learner = Learner(SyncVectorEnv([GardenEnv] * 8), config, policy, heads=Garden())
     ups = list(train_ppo(learner))
     assert max(u.first_gap for u in ups) < 1e-5
     assert ups[-1].reward > 0.8 > 0.5 > ups[0].reward
 
 
 class Cue(gym.Env):
-    "A cue at the first step, a wait, then the cue must be chosen; of 12 choices only four are legal, others end the episode."
+    "A cue at the first step, a wait, then the cue must be chosen; of 12 choices four are legal, others end it."
     observation_space, action_space = gym.spaces.Box(0, 1, (6,)), gym.spaces.Discrete(12)
     def __init__(self, masked=True): self.masked = masked
     def _out(self):
         legal = np.zeros(12, np.int8); legal[(self.offset + np.arange(4)) % 12] = 1
         self.legal = legal
-        obs = np.zeros(6, np.float32); obs[4], obs[5] = self.t == 0, self.t == 5
+        obs = np.zeros(6, np.float32)
+        obs[4], obs[5] = self.t == 0, self.t == 5
         if self.t == 0: obs[self.cue] = 1
         return obs, {"action_mask": legal} if self.masked else {}
     def reset(self, seed=None, options=None):
@@ -138,15 +149,19 @@ class Cue(gym.Env):
         self.t, self.cue, self.offset = 0, self.np_random.integers(4), 0
         return self._out()
     def step(self, action):
-        if not self.legal[action]: return self._out()[0], -1., True, False, {"action_mask": self.legal} if self.masked else {}
+        if not self.legal[action]:
+            legal = {"action_mask": self.legal} if self.masked else {}
+            return self._out()[0], -1., True, False, legal
         last, right = self.t == 5, action == self.cue
         self.t += 1
-        return *((o := self._out())[0], float(last and right), bool(last), False), o[1]
+        obs, info = self._out()
+        return obs, float(last and right), bool(last), False, info
 
 
 def cue_return(core, masked):
     envs = SyncVectorEnv([lambda: Cue(masked)] * 16)
-    learner = Learner(envs, PPOConfig(num_steps=24, num_updates=50, learning_rate=5e-3, num_minibatches=4, ent_coef=0.01, seed=1), PolicyConfig(core=core, features=(16,), hidden=32))
+    config = PPOConfig(num_steps=24, num_updates=50, learning_rate=5e-3, num_minibatches=4, ent_coef=0.01, seed=1)
+    learner = Learner(envs, config, PolicyConfig(core=core, features=(16,), hidden=32))
     for u in train_ppo(learner): pass
     return np.mean(play(learner.policy, SyncVectorEnv([lambda: Cue(masked)] * 16), 160))
 
@@ -156,49 +171,70 @@ def test_a_masked_memory_task_needs_both():
     assert cue_return("none", True) < 0.6
 
 
-def test_a_rollback_found_between_steps():
-    learner = Learner(cartpole(3), PPOConfig(num_steps=12, num_minibatches=1), small)
-    learner.begin()
-    assert not learner.mark_terminal(0, -10.) and learner.rollout.unattributed == 1
-    for _ in range(5): learner.step_envs()
-    assert learner.mark_terminal(1, -10.)
-    u = next(train_ppo(learner, 1))
-    r = learner.rollout
-    assert u.first_gap < 1e-5 and (u.rollbacks, u.unattributed) == (1, 1)
-    assert [list(map(float, e)) for e in zip(u.returns, u.lengths)][0] == [4 - 10., 5.]
+class Punished(gym.vector.VectorWrapper):
+    "CartPole in which lane 2 is rolled back in one step, if at all."
+    def __init__(self, at=None):
+        super().__init__(cartpole(3))
+        self.at, self.count = at, 0
+
+    def step(self, actions):
+        obs, reward, term, trunc, info = self.env.step(actions)
+        self.count += 1
+        if self.count == self.at:
+            rolled, reward = np.array([False, False, True]), np.array(reward, np.float32)
+            reward[rolled] = -10.
+            info = info | dict(rolled_back=rolled, _rolled_back=rolled.copy())
+        return obs, reward, term, trunc, info
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_penalty_is_not_scaled_and_reaches_one_transition(scaled):
-    "The same run with and without a penalty."
+    "The same run with and without a penalty, in the last step of the third rollout."
     runs = []
-    for punish in (False, True):
-        learner = Learner(cartpole(3), PPOConfig(num_steps=12, num_minibatches=1, norm_reward=scaled, learning_rate=1e-9), small)
+    for at in (None, 36):
+        config = PPOConfig(num_steps=12, num_minibatches=1, norm_reward=scaled, learning_rate=1e-9)
+        learner = Learner(Punished(at), config, small)
         for _ in train_ppo(learner, 2): pass
         for _ in range(12): learner.step_envs()
-        if punish: assert learner.mark_terminal(2, -10.)
         learner.prepare()
         runs.append(learner.rollout)
     plain, hit = runs
-    assert (plain.reward != hit.reward).nonzero().tolist() == [[11, 2]] and hit.reward[11, 2] == -10
+    assert hit.rolled_back.nonzero().tolist() == [[11, 2]] and hit.reward[11, 2] == -10
+    assert (plain.reward != hit.reward).nonzero().tolist() == [[11, 2]] and hit.terminated[11, 2]
     assert abs(hit.advantage[11, 2].item() - (-10 - hit.value[11, 2].item())) < 1e-4, "in full"
     if scaled: return # the statistics miss one ordinary reward
     assert torch.equal(plain.advantage[:, :2], hit.advantage[:, :2])
     begin = hit.start[:, 2].nonzero().flatten().tolist()[-1] if hit.start[:, 2].any() else 0
     change = hit.advantage[:, 2] - plain.advantage[:, 2]
     assert (change[:begin] == 0).all()
-    assert torch.allclose(change[begin:], change[11] * (0.99 * 0.95) ** torch.arange(11 - begin, -1, -1), atol=1e-4), "earlier steps learn of it through the advantages only"
+    expected = change[11] * (0.99 * 0.95) ** torch.arange(11 - begin, -1, -1)
+    assert torch.allclose(change[begin:], expected, atol=1e-4), "earlier steps learn of it through the advantages only"
+
+
+def test_a_rollback_is_an_end_in_the_books():
+    learner = Learner(Punished(5), PPOConfig(num_steps=12, num_minibatches=1), small)
+    u = next(train_ppo(learner, 1))
+    assert u.rollbacks == 1 and u.first_gap < 1e-5 and (4 - 10., 5) in zip(u.returns, u.lengths)
+
+
+def test_a_step_acts_once_and_learns_when_the_rollout_is_full():
+    config = PPOConfig(num_steps=6, num_minibatches=2, update_epochs=2)
+    learner, straight = (Learner(cartpole(2), config, small) for _ in range(2))
+    found = [learner.step() for _ in range(12)]
+    assert [i for i, u in enumerate(found) if u is not None] == [5, 11]
+    assert [u for u in found if u is not None] == list(train_ppo(straight, 2))
 
 
 def test_stop_and_go_on_is_exact_at_every_edge(stop_at):
-    make = lambda: Learner(cartpole(2), PPOConfig(num_steps=6, num_updates=2, num_minibatches=2, update_epochs=2, norm_obs=True), small)
-    straight = make(); expected = list(train_ppo(straight))
+    config = PPOConfig(num_steps=6, num_updates=2, num_minibatches=2, update_epochs=2, norm_obs=True)
+    def make(): return Learner(cartpole(2), config, small)
+    straight = make()
+    expected = list(train_ppo(straight))
     for edge in range(1, 20):
         learner = make()
         stop_at(learner, edge)
         got = list(train_ppo(learner))
         assert learner.update < 2 or edge >= 20
-        state = learner.state_dict()
         got += list(train_ppo(learner))
         assert got == expected and torch.equal(weights(straight), weights(learner)), edge
 
@@ -208,9 +244,14 @@ def test_learning_uses_as_many_cores_as_it_is_told_and_acting_one(threads, used,
     seen = dict(act=set(), learn=set())
     def look(cls, name, key):
         really = getattr(cls, name)
-        monkeypatch.setattr(cls, name, lambda self, *a: (seen[key].add(torch.get_num_threads()), really(self, *a))[1])
-    look(Learner, "learn", "learn"); look(ActorCritic, "forward", "act")
-    learner = Learner(cartpole(), PPOConfig(num_steps=4, num_updates=1, num_minibatches=2, update_epochs=1, threads=threads), PolicyConfig(hidden=8, features=(8,)))
+        def counted(self, *a):
+            seen[key].add(torch.get_num_threads())
+            return really(self, *a)
+        monkeypatch.setattr(cls, name, counted)
+    look(Learner, "learn", "learn")
+    look(ActorCritic, "forward", "act")
+    config = PPOConfig(num_steps=4, num_updates=1, num_minibatches=2, update_epochs=1, threads=threads)
+    learner = Learner(cartpole(), config, PolicyConfig(hidden=8, features=(8,)))
     with use_threads(3):
         list(train_ppo(learner))
         assert torch.get_num_threads() == 3
@@ -244,8 +285,10 @@ def test_the_stop_button_of_jupyter():
     try:
         status, text = run("""
 import gymnasium as gym, time, torch
+from esper_nb.learn.learner import Learner
+from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig
-from esper_nb.learn.learner import Learner, PPOConfig, train_ppo
+from esper_nb.learn.training import train_ppo
 torch.set_num_threads(1)
 class Slow(gym.Wrapper):
     wait, steps = 0.05, 0
@@ -254,7 +297,10 @@ class Slow(gym.Wrapper):
         if Slow.steps == 3: print("running", flush=True)
         time.sleep(Slow.wait)
         return self.env.step(action)
-def make(): return Learner(gym.vector.SyncVectorEnv([lambda: Slow(gym.make("CartPole-v1"))] * 2), PPOConfig(num_steps=20, num_updates=2, num_minibatches=2), PolicyConfig(hidden=8, features=(8,)))
+def make():
+    envs = gym.vector.SyncVectorEnv([lambda: Slow(gym.make("CartPole-v1"))] * 2)
+    config = PPOConfig(num_steps=20, num_updates=2, num_minibatches=2)
+    return Learner(envs, config, PolicyConfig(hidden=8, features=(8,)))
 learner = make()""")
         assert status == "ok", text
         status, text = run("ups = list(train_ppo(learner)); print(len(ups), learner.rollout.t)", interrupt=True)
@@ -269,12 +315,13 @@ learner = make()""")
 def test_nothing_changes_after_a_gradient_that_is_not_finite():
     learner = Learner(cartpole(2), PPOConfig(num_steps=8, num_minibatches=2), small)
     next(train_ppo(learner, 1))
-    before, moments = weights(learner), [v.clone() for s in learner.optimizer.state.values() for v in s.values()]
+    def moments_now(): return [v.clone() for s in learner.optimizer.state.values() for v in s.values()]
+    before, moments = weights(learner), moments_now()
     learner.policy.value_out.weight.register_hook(lambda g: g * math.nan)
     u = next(train_ppo(learner, 1))
     assert u.stopped == "nonfinite" and u.gradient_steps == 0 and u.loss is None
     assert torch.equal(before, weights(learner))
-    assert all(torch.equal(a, b) for a, b in zip(moments, [v for s in learner.optimizer.state.values() for v in s.values()]))
+    assert all(torch.equal(a, b) for a, b in zip(moments, moments_now()))
 
 
 def test_a_ruined_policy_is_an_error_when_acting():
@@ -287,7 +334,8 @@ def test_a_ruined_policy_is_an_error_when_acting():
 def test_inductor_compiles_the_loss_that_is_called():
     runs = []
     for backend in ("", "inductor"):
-        learner = Learner(cartpole(4), PPOConfig(num_steps=8, num_minibatches=2, compile=backend, target_kl=10.), small)
+        config = PPOConfig(num_steps=8, num_minibatches=2, compile=backend, target_kl=10.)
+        learner = Learner(cartpole(4), config, small)
         ups = list(train_ppo(learner, 2))
         runs.append((learner, ups))
     loss = runs[1][0].loss
@@ -297,29 +345,34 @@ def test_inductor_compiles_the_loss_that_is_called():
 
 def test_a_broken_compiler_falls_back():
     def broken(graph, inputs): raise RuntimeError("no compiler here")
-    torch._dynamo.register_backend(broken, name="broken_for_test")
+    torch._dynamo.register_backend(broken, name="broken_for_test")  # noqa: SLF001  # torch offers no public way
     fn = Compiled(torch.sin, "broken_for_test")
     with pytest.warns(UserWarning, match="without torch.compile"): out = fn(torch.ones(2))
     assert torch.equal(out, torch.ones(2).sin()) and fn.calls == 0 and "no compiler here" in fn.reason
 
 
 def test_records_of_a_run_hold_no_unmeasured_zeros():
-    learner = Learner(SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2), PPOConfig(num_steps=4, num_minibatches=1), small)
+    envs = SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2)
+    learner = Learner(envs, PPOConfig(num_steps=4, num_minibatches=1), small)
     u = next(train_ppo(learner, 1))
     assert u.returns == () and u.head_entropy[0] is not None
     assert dataclasses.asdict(u)["stopped"] == ""
 
 
 def test_dict_of_wrong_settings():
-    for wrong in (dict(norm_adv="batch"), dict(ratio="all"), dict(num_steps=0), dict(gamma=1.5), dict(target_kl=-1.), dict(learning_rate=0.)):
+    for wrong in (dict(norm_adv="batch"), dict(ratio="all"), dict(num_steps=0), dict(gamma=1.5), dict(target_kl=-1.),
+                  dict(learning_rate=0.)):
         with pytest.raises(ValueError): PPOConfig(**wrong)
-    with pytest.raises(ValueError, match="one for each of 1 heads"): Learner(cartpole(), PPOConfig(ent_floor=(0.1, 0.2)))
+    with pytest.raises(ValueError, match="one for each of 1 heads"):
+        Learner(cartpole(), PPOConfig(ent_floor=(0.1, 0.2)))
     with pytest.raises(ValueError, match="did you mean 'clip_coef'"): PPOConfig.from_dict(dict(clip_coeff=0.1))
     assert PPOConfig.from_dict(PPOConfig(ent_floor=(0.1, 0.2)).to_dict()) == PPOConfig(ent_floor=(0.1, 0.2))
 
 
 @pytest.mark.cuda
 def test_a_run_on_cuda():
-    learner = Learner(SyncVectorEnv([Masked] * 4), PPOConfig(num_steps=40, num_minibatches=2, norm_obs=True, norm_reward=True, norm_value=True, ent_floor=0.2, ent_floor_coef=0.1), small, device="cuda")
+    config = PPOConfig(num_steps=40, num_minibatches=2, norm_obs=True, norm_reward=True, norm_value=True,
+                       ent_floor=0.2, ent_floor_coef=0.1)
+    learner = Learner(SyncVectorEnv([Masked] * 4), config, small, device="cuda")
     ups = list(train_ppo(learner, 3))
     assert max(u.first_gap for u in ups) < 1e-3 and all(u.gradient_steps == 8 for u in ups)

@@ -8,20 +8,22 @@ from hypothesis import given, settings, strategies as st
 
 from esper_nb.learn.distributions import Heads
 from esper_nb.learn.policies import ActorCritic, PolicyConfig
-from esper_nb.learn.rollouts import EnvStream, Rollout, acting_noise, gae, play
+from esper_nb.learn.distributions import acting_noise
+from esper_nb.learn.rollouts import EnvStream, Rollout, play
 
 
-def random_rollout(T, n, seed, share=0.15, modes=("next", "same")):
-    "A rollout filled with random numbers; truncations have their final value in the next row or of their own."
+def random_rollout(T, n, seed, share=0.15):
+    "A rollout filled with random numbers; truncations have their final value in the next step or of their own."
     g = torch.Generator().manual_seed(seed)
     roll = Rollout(T, n, 1, Heads((2,)))
     roll.clear(torch.zeros(0, n, 1))
-    r = lambda: torch.randn(n, generator=g)
+    def r(): return torch.randn(n, generator=g)
     for t in range(T):
         u = torch.rand(n, generator=g)
         trunc = (u > share / 2) & (u < share)
         final = torch.where(trunc & (torch.rand(n, generator=g) < 0.5), r(), torch.nan)
-        roll.add(value=r(), reward=r(), terminated=u < share / 2, truncated=trunc, valid=torch.rand(n, generator=g) < 0.9, final_value=final)
+        roll.add(value=r(), reward=r(), terminated=u < share / 2, truncated=trunc,
+                 valid=torch.rand(n, generator=g) < 0.9, final_value=final)
     return roll, r()
 
 
@@ -43,7 +45,8 @@ def reference(roll, last, gamma, lam):
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(1, 24), st.integers(1, 4), st.floats(0, 1), st.floats(0.5, 1), st.floats(0, 1), st.integers(0, 10**6))
+@given(st.integers(1, 24), st.integers(1, 4), st.floats(0, 1), st.floats(0.5, 1), st.floats(0, 1),
+       st.integers(0, 10**6))
 def test_gae_equals_the_definition(T, n, share, gamma, lam, seed):
     roll, last = random_rollout(T, n, seed, share)
     ref = reference(roll, last, gamma, lam)
@@ -58,18 +61,22 @@ def test_gae_equals_stable_baselines3(lam, seed):
     T, n, gamma = 40, 3, 0.97
     roll, last = random_rollout(T, n, seed)
     roll.valid.fill_(True)
-    roll.final_value = torch.where(roll.truncated & roll.final_value.isnan(), torch.randn(T, n), roll.final_value) # its vector environments reset in the same step
+    unknown = roll.truncated & roll.final_value.isnan() # its vector environments reset in the same step
+    roll.final_value = torch.where(unknown, torch.randn(T, n), roll.final_value)
     box = gym.spaces.Box(-1, 1, (1,))
     buffer = sb3.RolloutBuffer(T, box, gym.spaces.Discrete(2), gamma=gamma, gae_lambda=lam, n_envs=n)
     for t in range(T):
         starts = roll.done[t - 1] if t else torch.ones(n)
-        reward = roll.reward[t] + torch.where(roll.truncated[t], gamma * roll.final_value[t], 0.) # how it accounts for time limits
-        buffer.add(np.zeros((n, 1)), np.zeros((n, 1)), reward.numpy(), starts.float().numpy(), roll.value[t], torch.zeros(n))
+        limits = torch.where(roll.truncated[t], gamma * roll.final_value[t], 0.) # how it accounts for time limits
+        buffer.add(np.zeros((n, 1)), np.zeros((n, 1)), (roll.reward[t] + limits).numpy(), starts.float().numpy(),
+                   roll.value[t], torch.zeros(n))
     buffer.compute_returns_and_advantage(last, roll.done[-1].numpy())
     roll.finish(last, gamma, lam)
     assert np.abs(buffer.advantages - roll.advantage.numpy()).max() <= 1e-6 * max(1, np.abs(buffer.advantages).max())
     assert np.abs(buffer.returns - roll.returns.numpy()).max() <= 2e-6 * max(1, np.abs(buffer.returns).max())
 
+
+COUNT, LENGTH = 2, 3 # columns of an observation of `Clock`
 
 class Clock(gym.Env):
     "Counts up to a random length; observation (lane, episode, count, length); a mask that moves with the count."
@@ -85,16 +92,20 @@ class Clock(gym.Env):
     def step(self, action):
         assert action.tolist() == [self.x % 3, self.x % 2], "the only legal action"
         self.x += 1
-        end, (obs, info) = self.x >= self.length, self._out()
-        if end and self.episode % 3 == 2: info["rolled_back"] = -5.
-        return obs, 1., end and self.episode % 3 != 1, end and self.episode % 3 == 1, info
+        end, turn = self.x >= self.length, self.episode % 3
+        obs, info = self._out()
+        hit = end and turn == 2
+        if hit: info["rolled_back"] = True
+        return obs, -5. if hit else 1., end and turn != 1, end and turn == 1, info
 
 
 class Quiet(Clock):
     "As `Clock`, but a rollback does not end the episode for the environment: it goes on from its rolled-back state."
     def step(self, action):
         obs, reward, term, trunc, info = super().step(action)
-        if "rolled_back" in info: term, (obs, more) = False, self.reset(); info = more | {"rolled_back": -5.}
+        if "rolled_back" in info:
+            obs, info = self.reset()
+            term, info["rolled_back"] = False, True
         return obs, reward, term, trunc, info
 
 
@@ -109,18 +120,37 @@ def test_every_mode_gives_whole_episodes(mode, kind):
     for t in range(60):
         a = policy.act(stream.obs, stream.mask, state, stream.start)
         obs, start, valid = stream.obs, stream.start, stream.valid
-        out = stream.step(a.action); state = a.state
+        out = stream.step(a.action)
+        state = a.state
         assert not (out.terminated & out.truncated).any()
         if mode is AutoresetMode.NEXT_STEP: assert out.final_obs is None
-        elif out.has_final.any(): assert (out.final_obs[out.has_final][:, 2] == out.final_obs[out.has_final][:, 3]).all()
+        elif out.has_final.any():
+            last = out.final_obs[out.has_final]
+            assert (last[:, COUNT] == last[:, LENGTH]).all()
+        ends = torch.stack([out.terminated, out.truncated, out.rolled_back], 1)
         for i in valid.nonzero().flatten().tolist():
-            seen[i].append((*obs[i].tolist(), start[i].item(), out.reward[i].item(), out.terminated[i].item(), out.truncated[i].item(), out.rolled_back[i].item()))
-    for i, rows in enumerate(seen):
-        for lane, episode, x, length, start, reward, term, trunc, hit in rows:
+            seen[i].append((obs[i].tolist(), start[i].item(), out.reward[i].item(), ends[i].tolist()))
+    for i, steps in enumerate(seen):
+        for (_, episode, x, length), start, reward, ended in steps:
             last, turn = x == length - 1, int(episode) % 3
-            assert start == (x == 0) and term == (last and turn != 1) and trunc == (last and turn == 1) and hit == (last and turn == 2)
-            assert reward == (-5. if hit else 1.)
-        assert [r[2] for r in rows] == [x for e in range(int(rows[-1][1]) + 1) for x in range(1 + (i * 7 + e * 5) % 6)][:len(rows)], "no step is lost or doubled"
+            assert start == (x == 0) and ended == [last and turn != 1, last and turn == 1, last and turn == 2]
+            assert reward == (-5. if last and turn == 2 else 1.)
+        episodes = int(steps[-1][0][1]) + 1
+        expected = [x for e in range(episodes) for x in range(1 + (i * 7 + e * 5) % 6)]
+        assert [obs[COUNT] for obs, *_ in steps] == expected[:len(steps)], "no step is lost or doubled"
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_rollback_of_one_lane_is_not_one_of_the_others(mode):
+    stream = EnvStream(SyncVectorEnv([lambda: Clock(0), lambda: Clock(1)], autoreset_mode=mode))
+    stream.reset(0)
+    found = set()
+    for t in range(60):
+        x = stream.obs[:, COUNT].long()
+        out = stream.step(torch.stack([x % 3, x % 2], 1))
+        assert torch.equal(out.rolled_back, out.reward == -5.)
+        found.add(tuple(out.rolled_back.tolist()))
+    assert {(True, False), (False, True)} <= found
 
 
 def test_a_rollback_begins_an_episode_at_once():
@@ -128,31 +158,43 @@ def test_a_rollback_begins_an_episode_at_once():
     stream.reset(0)
     starts = []
     for t in range(40):
-        out = stream.step(torch.tensor([[int(stream.obs[0, 2]) % 3, int(stream.obs[0, 2]) % 2]]))
+        x = int(stream.obs[0, COUNT])
+        out = stream.step(torch.tensor([[x % 3, x % 2]]))
         if out.rolled_back[0]: starts.append((stream.start[0].item(), out.terminated[0].item()))
     assert starts and all(a and b for a, b in starts)
 
 
-def test_mark_terminal_reaches_the_last_executed_step_only():
+def test_a_rollback_reaches_its_own_lane_only():
     roll, last = random_rollout(12, 3, 0, share=0.)
-    roll.valid[10:, 1] = False # the lane was idle after its panic
     roll.finish(last, 0.9, 0.9)
     before = roll.advantage.clone()
-    roll.valid[9, 1] = True
-    assert roll.mark_terminal(1, -10.)
+    roll.reward[9, 1], roll.terminated[9, 1], roll.valid[9, 1] = -10., True, True
     roll.finish(last, 0.9, 0.9)
-    assert roll.reward[9, 1] == -10 and roll.terminated[9, 1] and roll.rolled_back.sum() == 1
     assert abs(roll.advantage[9, 1].item() - (-10 - roll.value[9, 1].item())) < 1e-5, "in full, nothing follows"
     assert torch.equal(before[:, [0, 2]], roll.advantage[:, [0, 2]])
 
 
-def test_mark_terminal_turns_a_truncation_into_a_termination():
-    roll, last = random_rollout(5, 1, 0, share=0.)
-    roll.valid.fill_(True)
-    roll.truncated[4, 0], roll.final_value[4, 0] = True, 7.
-    assert roll.mark_terminal(0, -10.)
-    roll.finish(last, 0.9, 0.9)
-    assert not roll.truncated[4, 0] and abs(roll.advantage[4, 0].item() - (-10 - roll.value[4, 0].item())) < 1e-5
+class Cut(Clock):
+    "A rollback in the very step that a time limit cuts off."
+    def step(self, action):
+        obs, reward, term, trunc, info = super().step(action)
+        info.pop("rolled_back", None)
+        if term or trunc: reward, info["rolled_back"] = -5., True
+        return obs, reward, False, term or trunc, info
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_rollback_turns_a_truncation_into_a_termination(mode):
+    stream = EnvStream(SyncVectorEnv([lambda: Cut(2)], autoreset_mode=mode))
+    stream.reset(0)
+    found = 0
+    for t in range(40):
+        x = int(stream.obs[0, COUNT])
+        out = stream.step(torch.tensor([[x % 3, x % 2]]))
+        if not out.rolled_back[0]: continue
+        found += 1
+        assert out.terminated[0] and not out.truncated[0] and out.final_obs is None and out.reward[0] == -5.
+    assert found > 3
 
 
 @settings(deadline=None, max_examples=30)
@@ -197,4 +239,5 @@ def test_play_counts_whole_episodes_of_every_lane():
     policy = ActorCritic(Heads((2,)), 4, PolicyConfig(core="none"))
     returns = play(policy, envs, 7, deterministic=False)
     assert len(returns) == 7 and all(5 <= r <= 500 for r in returns)
-    assert returns == play(policy, gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point"), 7, deterministic=False)
+    again = gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point")
+    assert returns == play(policy, again, 7, deterministic=False)

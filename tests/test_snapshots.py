@@ -8,9 +8,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core.lanes import linear, by_lane
-from esper_nb.train.optim import LaneOptimizer, LaneScaler, Stepper
-from esper_nb.guard.snapshots import Snapshot, RandomStreams, _pack, _unpack
+from esper_nb.core.layers import linear, by_lane
+from esper_nb.train.optim import LaneOptimizer
+from esper_nb.train.scaler import LaneScaler
+from esper_nb.train.stepper import Stepper
+from esper_nb.core.parts import RandomStreams
+from esper_nb.core.parts import pack_tree, unpack_tree
+from esper_nb.guard.snapshots import Snapshot
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,17 +27,35 @@ class Run:
     def __init__(self, kind, device="cpu"):
         torch.manual_seed(0); random.seed(0); np.random.seed(0)
         self.device, self.kind = device, kind
-        self.net = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(.2), nn.Flatten(), nn.Linear(6 * 36, 3)).to(device, memory_format=torch.channels_last)
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Flatten(),
+            nn.Linear(6 * 36, 3),
+        ).to(device, memory_format=torch.channels_last)
         heads, body = list(self.net[5].parameters()), list(self.net[0].parameters()) + list(self.net[1].parameters())
-        make = dict(sgd=lambda p: torch.optim.SGD(p, lr=.05, momentum=.9), adam=lambda p: torch.optim.Adam(p, lr=2e-3), amsgrad=lambda p: torch.optim.Adam(p, lr=2e-3, amsgrad=True),
-                    nesterov=lambda p: torch.optim.SGD(p, lr=torch.tensor(.05), momentum=.9, nesterov=True), rmsprop=lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=.5, centered=True),
-                    adamw=lambda p: torch.optim.AdamW(p, lr=2e-3), lbfgs=lambda p: torch.optim.LBFGS(p, lr=.05, max_iter=2, history_size=4))
+        make = dict(
+            sgd=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+            adam=lambda p: torch.optim.Adam(p, lr=2e-3),
+            amsgrad=lambda p: torch.optim.Adam(p, lr=2e-3, amsgrad=True),
+            nesterov=lambda p: torch.optim.SGD(p, lr=torch.tensor(0.05), momentum=0.9, nesterov=True),
+            rmsprop=lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+            adamw=lambda p: torch.optim.AdamW(p, lr=2e-3),
+            lbfgs=lambda p: torch.optim.LBFGS(p, lr=0.05, max_iter=2, history_size=4),
+        )
         name = "adamw" if kind in ("scheduled", "onecycle", "plateau") else "sgd" if kind in ("fp16", "two") else kind
         self.opts = [make[name](body), make["adam"](heads)] if kind == "two" else [make[name](body + heads)]
         self.scaler = torch.amp.GradScaler(device, init_scale=2.**14, growth_interval=5) if kind == "fp16" else None
         sched = torch.optim.lr_scheduler
-        self.sched = dict(scheduled=lambda o: sched.SequentialLR(o, [sched.LinearLR(o, .1, total_iters=5), sched.CosineAnnealingLR(o, 60)], [5]),
-                          onecycle=lambda o: sched.OneCycleLR(o, .01, total_steps=200), plateau=lambda o: sched.ReduceLROnPlateau(o, patience=2)).get(kind, lambda o: None)(self.opts[0])
+        self.sched = dict(
+            scheduled=lambda o: sched.SequentialLR(
+                o, [sched.LinearLR(o, 0.1, total_iters=5), sched.CosineAnnealingLR(o, 60)], [5]
+            ),
+            onecycle=lambda o: sched.OneCycleLR(o, 0.01, total_steps=200),
+            plateau=lambda o: sched.ReduceLROnPlateau(o, patience=2),
+        ).get(kind, lambda o: None)(self.opts[0])
         self.cursor, self.generator = dict(t=0), torch.Generator().manual_seed(4)
         self.x, self.y = torch.randn(64, 1, 6, 6), torch.randint(0, 3, (64,))
 
@@ -48,7 +70,8 @@ class Run:
         self.cursor["t"] += 1
         def closure():
             for o in self.opts: o.zero_grad()
-            with torch.autocast(self.device, torch.float16, enabled=self.scaler is not None): loss = F.cross_entropy(self.net(x).float(), y)
+            with torch.autocast(self.device, torch.float16, enabled=self.scaler is not None):
+                loss = F.cross_entropy(self.net(x).float(), y)
             loss = loss * spoil
             (self.scaler.scale(loss) if self.scaler else loss).backward()
             return loss
@@ -60,12 +83,15 @@ class Run:
         if self.sched: self.sched.step(*([loss.item()] if self.kind == "plateau" else []))
         return loss.item()
 
-KINDS = ["sgd", "nesterov", "adam", "amsgrad", "adamw", "rmsprop", "lbfgs", "scheduled", "onecycle", "plateau", "fp16", "two"]
+KINDS = ["sgd", "nesterov", "adam", "amsgrad", "adamw", "rmsprop", "lbfgs", "scheduled", "onecycle", "plateau",
+         "fp16", "two"]
 
 def whole_state(run):
     "Everything as comparable plain data."
     tensors = {}
-    for name, part in run.snapshot().parts.items(): part.read(tensors_of := {}); tensors |= {f"{name}.{k}": v.clone() for k, v in tensors_of.items()}
+    for name, part in run.snapshot().parts.items():
+        part.read(tensors_of := {})
+        tensors |= {f"{name}.{k}": v.clone() for k, v in tensors_of.items()}
     return tensors
 
 def assert_same_state(a, b):
@@ -104,7 +130,11 @@ def test_torch_optimizers_alias_what_they_load_and_ours_do_not():
     assert not torch.equal(saved["state"][0]["momentum_buffer"], mine), "torch copies now: say so in the page"
     snap = run.snapshot()
     snap.take()
-    live = {t.data_ptr() for t in whole_state(run).values()} | {t.data_ptr() for o in run.opts for s in o.state.values() for t in s.values()} | {p.data_ptr() for p in run.net.parameters()}
+    live = (
+        {t.data_ptr() for t in whole_state(run).values()}
+        | {t.data_ptr() for o in run.opts for s in o.state.values() for t in s.values()}
+        | {p.data_ptr() for p in run.net.parameters()}
+    )
     for _ in range(2): snap.restore()
     live |= {t.data_ptr() for o in run.opts for s in o.state.values() for t in s.values()}
     assert not live & {t.data_ptr() for bank in snap.banks for t in bank.values()}
@@ -143,8 +173,18 @@ def test_growth_pruning_and_replaced_tensors_are_undone():
     net[0].register_buffer("scratch", torch.ones(2)); net[0].weight.data = torch.ones(5, 4)
     net[2] = nn.Identity(); net[0].bias.requires_grad_(False); net.eval()
     snap.restore()
-    assert net[2] is last and list(dict(net.named_parameters())) == names and len(opt.param_groups) == 1 and len(opt.state) == 4
-    assert net[0].weight.shape == (4, 4) and net.training and all(p.requires_grad for p in net.parameters()) and "scratch" not in dict(net[0].named_buffers())
+    assert (
+        net[2] is last
+        and list(dict(net.named_parameters())) == names
+        and len(opt.param_groups) == 1
+        and len(opt.state) == 4
+    )
+    assert (
+        net[0].weight.shape == (4, 4)
+        and net.training
+        and all(p.requires_grad for p in net.parameters())
+        and "scratch" not in dict(net[0].named_buffers())
+    )
     assert snap.difference() == {}
     step()
 
@@ -186,18 +226,37 @@ class Odd(nn.Module):
 def test_odd_modules():
     net = Odd()
     snap = Snapshot(net); snap.take()
-    net.seen += 1; net.seen = net.seen + 1; net.table["stage"][0] = 5; net.table["alpha"] += 1; net.a.weight.data.zero_()
+    net.seen += 1
+    net.seen = net.seen + 1
+    net.table["stage"][0] = 5
+    net.table["alpha"] += 1
+    net.a.weight.data.zero_()
     assert len(snap.difference()) >= 3
     snap.restore()
-    assert net.seen == 0 and net.table["stage"] == [1, 2] and net.table["alpha"].tolist() == [0, 0] and net.b.weight is net.a.weight
+    assert (
+        net.seen == 0
+        and net.table["stage"] == [1, 2]
+        and net.table["alpha"].tolist() == [0, 0]
+        and net.b.weight is net.a.weight
+    )
     assert snap.take().published, "a mask of infinities is not a ruin"
     net.mask[0, 0] = float("nan")
     assert snap.take().bad == ("model.mask",)
 
-@pytest.mark.parametrize("part", [nn.Flatten(), torch.Generator(), np.random.default_rng(0), random.Random(0), {"a": [1, torch.ones(2)]}, [1, 2]], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    "part",
+    [nn.Flatten(), torch.Generator(), np.random.default_rng(0), random.Random(0), {"a": [1, torch.ones(2)]}, [1, 2]],
+    ids=lambda p: type(p).__name__,
+)
 def test_all_kinds_of_parts(part):
-    draw = {torch.Generator: lambda g: torch.rand(3, generator=g).tolist(), np.random.Generator: lambda g: g.normal(), random.Random: lambda r: r.gauss(0, 1),
-            dict: lambda d: (d.update(b=3), d["a"][1].add_(1).tolist())[1], list: lambda x: x.append(3) or len(x), nn.Flatten: lambda m: 0}[type(part)]
+    draw = {
+        torch.Generator: lambda g: torch.rand(3, generator=g).tolist(),
+        np.random.Generator: lambda g: g.normal(),
+        random.Random: lambda r: r.gauss(0, 1),
+        dict: lambda d: (d.update(b=3), d["a"][1].add_(1).tolist())[1],
+        list: lambda x: x.append(3) or len(x),
+        nn.Flatten: lambda m: 0,
+    }[type(part)]
     snap = Snapshot(thing=part, streams=False); snap.take()
     first = [draw(part) for _ in range(3)]
     snap.restore()
@@ -223,7 +282,9 @@ def test_skip_leaves_streams_and_cursor_alone():
     run.step(); run.step()
     stream = torch.get_rng_state()
     done = snap.restore(skip=("streams", "cursor"))
-    assert run.cursor["t"] == 2 and torch.equal(torch.get_rng_state(), stream) and set(done.left) == {"streams", "cursor"}
+    assert (
+        run.cursor["t"] == 2 and torch.equal(torch.get_rng_state(), stream) and set(done.left) == {"streams", "cursor"}
+    )
 
 
 # --- never without a good state
@@ -249,9 +310,10 @@ def test_a_snapshot_that_fails_half_way_leaves_the_previous_one(where, monkeypat
         run.net.add_module("grown", nn.Linear(3, 3))
         monkeypatch.setattr(torch, "empty_like", lambda *a, **k: (_ for _ in ()).throw(MemoryError("no room")))
     if where == "copy":
-        real = torch._foreach_copy_
-        def half(target, source, **kw): real(target[:3], source[:3]); raise KeyboardInterrupt
-        monkeypatch.setattr(torch, "_foreach_copy_", half)
+        def half(target, source):
+            for to, t in zip(target[:3], source[:3]): to.copy_(t)
+            raise KeyboardInterrupt
+        monkeypatch.setattr("esper_nb.guard.banks._foreach_copy_", half)
     with pytest.raises((KeyboardInterrupt, MemoryError)): snap.take(step=2)
     monkeypatch.undo()
     assert snap.restore().steps == (1,)
@@ -284,22 +346,30 @@ def test_buffers_of_state_that_is_gone_are_freed():
     net.add_module("big", nn.Linear(100, 100)); snap.take(); snap.take(); assert snap.nbytes > small
     del net.big; snap.take(); snap.take(); assert snap.nbytes == small
 
+TENSORS = st.lists(st.integers(-5, 5), max_size=4).map(torch.tensor)
+LEAVES = st.none() | st.integers() | st.floats(allow_nan=False) | st.text() | TENSORS
+KEYS = st.text(max_size=4) | st.integers()
+
 @settings(deadline=None, max_examples=50)
-@given(st.recursive(st.none() | st.integers() | st.floats(allow_nan=False) | st.text() | st.lists(st.integers(-5, 5), max_size=4).map(torch.tensor),
-                    lambda s: st.lists(s, max_size=4) | st.dictionaries(st.text(max_size=4) | st.integers(), s, max_size=4) | st.tuples(s, s), max_leaves=12))
+@given(st.recursive(LEAVES, lambda s: st.lists(s, max_size=4) | st.dictionaries(KEYS, s, max_size=4) | st.tuples(s, s),
+                    max_leaves=12))
 def test_trees_come_back_as_they_were(tree):
     found = {}
-    packed = _pack(tree, found)
-    back = _unpack(packed, lambda leaf: found[leaf.path])
+    packed = pack_tree(tree, found)
+    back = unpack_tree(packed, lambda leaf: found[leaf.path])
     def same(a, b):
         if isinstance(a, torch.Tensor): return torch.equal(a, b)
         if isinstance(a, dict): return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
         if isinstance(a, (list, tuple)): return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
         return a == b
-    assert same(tree, back) or len(found) < str(tree).count("tensor(")   # two keys may print alike: then a path is shared
+    assert same(tree, back) or len(found) < str(tree).count(
+        "tensor("
+    )  # two keys may print alike: then a path is shared
 
 def test_streams_cover_all_libraries():
-    s = RandomStreams(); state = s.state_dict(); draw = lambda: (random.gauss(0, 1), np.random.normal(), torch.randn(2).tolist())
+    s = RandomStreams()
+    state = s.state_dict()
+    def draw(): return random.gauss(0, 1), np.random.normal(), torch.randn(2).tolist()
     first = draw(); s.load_state_dict(state)
     assert draw() == first
 
@@ -314,7 +384,9 @@ class LaneRun:
             torch.manual_seed(3)
             self.net = nn.Sequential(linear(5, 8, n=n), nn.Tanh(), linear(8, 3, n=n))
         options = dict(momentum=.9) if kind == "sgd" else {}
-        self.stepper = Stepper({"host": LaneOptimizer(self.net.named_parameters(), n, kind, .05, **options)}, LaneScaler(n))
+        self.stepper = Stepper(
+            {"host": LaneOptimizer(self.net.named_parameters(), n, kind, 0.05, **options)}, LaneScaler(n)
+        )
         self.n, self.t = n, 0
 
     def snapshot(self): return Snapshot(self.net, self.stepper, lanes=self.n)
@@ -326,7 +398,10 @@ class LaneRun:
         self.stepper.step()
 
     def lane(self, i):
-        return [by_lane(t.detach(), self.n)[i].clone() for t in [*self.net.parameters(), *(t if t.ndim else t.view(1) for t in self.stepper.state_dict().values())]]
+        return [
+            by_lane(t.detach(), self.n)[i].clone()
+            for t in [*self.net.parameters(), *(t if t.ndim else t.view(1) for t in self.stepper.state_dict().values())]
+        ]
 
 def equal(a, b): return all(torch.equal(x, y) for x, y in zip(a, b))
 
@@ -334,7 +409,8 @@ def equal(a, b): return all(torch.equal(x, y) for x, y in zip(a, b))
 @pytest.mark.parametrize("lanes", [[2], [0, 3], [0, 1, 2, 3]])
 def test_rows_go_back_and_the_others_go_on(kind, lanes):
     run, free, never = LaneRun(kind), LaneRun(kind), LaneRun(kind)
-    snap = run.snapshot(); snap.take(step=0)                                  # Adam's moments exist from the start in a LaneOptimizer
+    snap = run.snapshot()
+    snap.take(step=0)  # Adam's moments exist from the start in a LaneOptimizer
     for _ in range(6): run.step(); free.step(); never.step()
     snap.take(step=6)
     saved = [run.lane(i) for i in range(N)]
@@ -348,7 +424,15 @@ def test_rows_go_back_and_the_others_go_on(kind, lanes):
     for i in lanes: assert equal(run.lane(i), never.lane(i)), "50 steps after the rollback"
 
 @settings(deadline=None, max_examples=25)
-@given(st.lists(st.tuples(st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]), st.sets(st.integers(0, N - 1), min_size=1)), max_size=25))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]),
+            st.sets(st.integers(0, N - 1), min_size=1),
+        ),
+        max_size=25,
+    )
+)
 def test_any_order_of_operations_keeps_each_lane_s_own_version(ops):
     run = LaneRun(); snap = run.snapshot(); snap.take(step=0)
     good, held = [run.lane(i) for i in range(N)], [None] * N
@@ -370,7 +454,9 @@ def test_any_order_of_operations_keeps_each_lane_s_own_version(ops):
         if op == "restore":
             others = {i: run.lane(i) for i in range(N) if i not in lanes}
             snap.restore(lanes)
-            assert all(equal(run.lane(i), good[i]) for i in lanes) and all(equal(run.lane(i), v) for i, v in others.items())
+            assert all(equal(run.lane(i), good[i]) for i in lanes) and all(
+                equal(run.lane(i), v) for i, v in others.items()
+            )
             for i in lanes: held[i] = None
     snap.restore()
     assert all(equal(run.lane(i), good[i]) for i in range(N))
@@ -430,7 +516,13 @@ def test_cuda_rollback_with_work_in_flight_on_two_streams():
     for s, layers in zip(streams, (net[:2], net[2:])):
         with torch.cuda.stream(s):
             for _ in range(50):
-                for p in layers.parameters(): p.data.add_(torch.randn(1024, 1024, device="cuda").mm(torch.randn(1024, 1024, device="cuda"))[:p.shape[0]].reshape(-1)[:p.numel()].view_as(p))
+                for p in layers.parameters():
+                    p.data.add_(
+                        torch.randn(1024, 1024, device="cuda")
+                        .mm(torch.randn(1024, 1024, device="cuda"))[: p.shape[0]]
+                        .reshape(-1)[: p.numel()]
+                        .view_as(p)
+                    )
     snap.restore()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))

@@ -9,12 +9,15 @@ from torch.nn import functional as F
 
 from esper_nb.train import tasks
 from esper_nb.train.data import ImageData
-from esper_nb.grow.hosts import CNNConfig, GPTConfig, count_parameters
-from esper_nb.core.lanes import lane, lane_state, by_lane
-from esper_nb.train.tasks import (Task, accuracy_pp, check_slots, class_counts, correct_counts, create_model, get_task, host_sites,
-                            lane_cross_entropy, list_tasks, register_task)
+from esper_nb.grow.hosts import CNNConfig, count_parameters
+from esper_nb.core.lanes import lane, lane_state
+from esper_nb.core.layers import by_lane
+from esper_nb.train.tasks import (
+    Task, accuracy_pp, check_slots, class_counts, correct_counts, create_model, get_task, host_sites,
+    lane_cross_entropy, list_tasks, register_task)
 
-shapes = st.tuples(st.integers(1, 9), st.sampled_from([(), (1,), (4,)]), st.integers(1, 5), st.integers(2, 7), st.integers(0, 99))
+shapes = st.tuples(st.integers(1, 9), st.sampled_from([(), (1,), (4,)]), st.integers(1, 5), st.integers(2, 7),
+                   st.integers(0, 99))
 
 
 def problem(b, length, n, k, seed):
@@ -27,8 +30,10 @@ def problem(b, length, n, k, seed):
 def test_loss_and_counts_equal_a_loop_over_lanes(s):
     (logits, y), n, k = problem(*s), s[2], s[3]
     leaf = logits.clone().requires_grad_()
-    loss, each, total, pp = lane_cross_entropy(leaf, y, n), class_counts(logits, y, n), correct_counts(logits, y, n), accuracy_pp(logits, y, n)
-    assert loss.shape == total.shape == pp.shape == (n,) and each.shape == (n, k) and each.dtype == total.dtype == torch.int64
+    loss, pp = lane_cross_entropy(leaf, y, n), accuracy_pp(logits, y, n)
+    each, total = class_counts(logits, y, n), correct_counts(logits, y, n)
+    assert loss.shape == total.shape == pp.shape == (n,) and each.shape == (n, k)
+    assert each.dtype == total.dtype == torch.int64
     loss.sum().backward()
     for i in range(n):
         own = logits.unflatten(-1, (n, k))[..., i, :].flatten(0, -2).clone().requires_grad_()
@@ -36,7 +41,8 @@ def test_loss_and_counts_equal_a_loop_over_lanes(s):
         plain = F.cross_entropy(own, target)
         plain.backward()
         torch.testing.assert_close(loss[i], plain, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(leaf.grad.unflatten(-1, (n, k))[..., i, :].flatten(0, -2), own.grad, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(leaf.grad.unflatten(-1, (n, k))[..., i, :].flatten(0, -2), own.grad, atol=1e-6,
+                                   rtol=1e-5)
         right = own.argmax(1) == target
         assert total[i] == right.sum() and torch.equal(each[i], torch.bincount(target[right], minlength=k))
         torch.testing.assert_close(pp[i], 100 * right.float().mean())
@@ -47,7 +53,8 @@ def test_loss_and_counts_equal_a_loop_over_lanes(s):
 def test_shared_labels_are_the_same_labels_for_all(s):
     (logits, y), n = problem(*s), s[2]
     wide = y[..., :1].expand(*y.shape[:-1], n)
-    for f in (lane_cross_entropy, class_counts, correct_counts, accuracy_pp): assert torch.equal(f(logits, y[..., 0], n), f(logits, wide, n))
+    for f in (lane_cross_entropy, class_counts, correct_counts, accuracy_pp):
+        assert torch.equal(f(logits, y[..., 0], n), f(logits, wide, n))
 
 
 def test_one_lane_is_the_ordinary_loss():
@@ -78,21 +85,24 @@ def test_loss_is_fp32_under_autocast(dtype):
 @pytest.mark.parametrize("name", list_tasks())
 def test_preset_is_whole(name):
     task = get_task(name)
-    assert task.name == name and Task.from_dict(json.loads(json.dumps(task.to_dict()))) == task and task.replace(epochs=3).epochs == 3
+    assert task.name == name and Task.from_dict(json.loads(json.dumps(task.to_dict()))) == task
+    assert task.replace(epochs=3).epochs == 3
     sites = host_sites(task.host)
     assert set(task.slots) <= set(sites)
     if name == "tinystories": return  # large; its host is the same class as that of prose
     model = create_model(name, sites, num_lanes=2)
     h = task.host
-    x = torch.randn(2, 2 * h.in_channels, h.size, h.size) if isinstance(h, CNNConfig) else torch.randint(0, h.vocab, (2, h.block, 2))
+    if isinstance(h, CNNConfig): x = torch.randn(2, 2 * h.in_channels, h.size, h.size)
+    else: x = torch.randint(0, h.vocab, (2, h.block, 2))
     out = model.eval()(x)
     assert out.shape[-1] == 2 * task.classes and out.isfinite().all()
     opt = dict(sgd=torch.optim.SGD, adam=torch.optim.Adam, adamw=torch.optim.AdamW)[task.optimizer]
     opt(model.parameters(), **task.optimizer_options)
 
 
-@pytest.mark.parametrize("name, sites, parameters", [("cifar_baseline", 6, 6_000), ("cifar_scale", 10, 100_000), ("cifar_impaired", 6, 77), ("cifar_minimal", 3, 164),
-                                                     ("cifar_deep_multichannel", 10, 100_000), ("cifar_deep_impaired", 10, 1_100)])
+@pytest.mark.parametrize("name, sites, parameters", [
+    ("cifar_baseline", 6, 6_000), ("cifar_scale", 10, 100_000), ("cifar_impaired", 6, 77), ("cifar_minimal", 3, 164),
+    ("cifar_deep_multichannel", 10, 100_000), ("cifar_deep_impaired", 10, 1_100)])
 def test_cifar_family_has_the_sizes_it_claims(name, sites, parameters):
     task = get_task(name)
     assert len(host_sites(task.host)) == sites and task.batch_size == 128
@@ -111,7 +121,7 @@ def test_data_and_host_fit():
 
 
 def test_registry_takes_a_new_task_once(monkeypatch):
-    monkeypatch.setattr(tasks, "_tasks", dict(tasks._tasks))
+    monkeypatch.setattr(tasks, "_tasks", {name: get_task(name) for name in list_tasks()})
     mine = register_task(get_task("digits").replace(name="my_digits", lr=.1))
     assert get_task("my_digits") is mine and "my_digits" in list_tasks("*digits*") and list_tasks("nothing*") == []
     with pytest.raises(ValueError, match="a new name"): register_task(mine)
@@ -120,8 +130,10 @@ def test_registry_takes_a_new_task_once(monkeypatch):
 # the factory
 
 def test_lanes_are_born_alike_wherever_they_live():
-    few, many = create_model("digits", ["r0c1"], num_lanes=4, seed=3), create_model("digits", ["r0c1"], num_lanes=16, seed=3)
-    for (k, a), (_, b) in zip(lane_state(few).items(), lane_state(many).items()): assert torch.equal(by_lane(a, 4), by_lane(b, 16)[:4]), k
+    few, many = create_model("digits", ["r0c1"], num_lanes=4, seed=3), create_model("digits", ["r0c1"], num_lanes=16,
+                                                                                    seed=3)
+    for (k, a), (_, b) in zip(lane_state(few).items(), lane_state(many).items()):
+        assert torch.equal(by_lane(a, 4), by_lane(b, 16)[:4]), k
     other = create_model("digits", ["r0c1"], num_lanes=1, seed=4)
     assert not torch.equal(next(lane(few, 0).parameters()), next(other.parameters()))
 
@@ -147,46 +159,126 @@ host_dict = CNNConfig(in_channels=1, size=8, base=2, blocks=2, pools=1).to_dict(
 task_dict = get_task("digits").to_dict()
 
 bad = {
-    "unknown task": (lambda: create_model("digitz", ["r0c0"]), ValueError, ["task='digitz'", "expected 'digits' perhaps", "cifar_baseline"]),
-    "task is a number": (lambda: create_model(3, ["r0c0"]), ValueError, ["task=3", "expected", "digits"]),
-    "no slots": (lambda: create_model("digits", []), ValueError, ["slots=[]", "expected a list with at least one name", "'r0c1'"]),
-    "slots is None": (lambda: create_model("digits", None), ValueError, ["slots=None", "expected a list with at least one name", "'r0c1'"]),
-    "slots is a bare string": (lambda: create_model("digits", "r0c1"), ValueError, ["slots='r0c1'", "expected a list", "write ['r0c1']"]),
-    "repeated slot": (lambda: create_model("digits", ["r0c1", "r0c0", "r0c1"]), ValueError, ["['r0c1', 'r0c0', 'r0c1']", "expected each name once", "drop the second r0c1"]),
-    "unknown slot": (lambda: create_model("digits", ["r0c0", "r7c0"]), ValueError, ["slots=['r7c0']", "expected sites of this host", "r0c0, r1c0, r0c1, r1c1, r0c2"]),
-    "malformed slot": (lambda: create_model("digits", ["mid"]), ValueError, ["slot='mid'", "expected r<row>c<column>", "such as 'r0c1'"]),
-    "slot with a tail": (lambda: create_model("digits", ["r0c0\n"]), ValueError, ["slot='r0c0\\n'", "expected r<row>c<column>", "such as"]),
-    "slot is a number": (lambda: create_model("digits", [1]), ValueError, ["slot=1", "expected r<row>c<column>", "such as"]),
-    "cuda:77": (lambda: create_model(**ok, device="cuda:77"), RuntimeError, ["'cuda:77'", "available" if not torch.cuda.is_available() else "out of range", "use"]),
-    "cuda0": (lambda: create_model(**ok, device="cuda0"), ValueError, ["'cuda0'", "expected one of cpu, cuda", "'cuda:0'"]),
-    "meta": (lambda: create_model(**ok, device="meta"), ValueError, ["'meta'", "expected one of cpu, cuda", "'cuda:0'"]),
-    "device is a number": (lambda: create_model(**ok, device=3), ValueError, ["device=3", "expected a str", "torch.device"]),
-    "no lanes": (lambda: create_model(**ok, num_lanes=0), ValueError, ["num_lanes=0", "expected a whole number", "at least 1"]),
-    "negative lanes": (lambda: create_model(**ok, num_lanes=-2), ValueError, ["num_lanes=-2", "expected a whole number", "at least 1"]),
-    "half a lane": (lambda: create_model(**ok, num_lanes=1.5), ValueError, ["num_lanes=1.5", "expected a whole number", "at least 1"]),
-    "negative batch": (lambda: get_task("digits").replace(batch_size=-4), ValueError, ["batch_size=-4", "expected a whole number", "at least 1"]),
-    "batch larger than the data": (lambda: get_task("digits").load(limit=8), ValueError, ["batch_size=64", "expected at most 8", "raise limit or lower batch_size"]),
-    "no limit left": (lambda: get_task("digits").load(limit=0), ValueError, ["limit=0", "expected a whole number", "at least 1"]),
-    "NaN data": (lambda: ImageData(nan, label, nan, label, nan, label, classes=3), ValueError, ["non-finite values in train_x=384", "expected 0", "repair"]),
-    "missing CIFAR files": (lambda: get_task("cifar_baseline").load(root="/nowhere"), FileNotFoundError, ["/nowhere", "expected", "download=True"]),
-    "missing stories": (lambda: get_task("tinystories").load(root="/nowhere"), FileNotFoundError, ["/nowhere/tinystories.txt", "expected a UTF-8 text", "save TinyStories"]),
-    "made-up digits": (lambda: get_task("digits").load(synthetic=True), ValueError, ["synthetic=True", "expected False", "only cifar10"]),
-    "unknown setting": (lambda: get_task("digits").replace(batchsize=4), ValueError, ["'batchsize'", "did you mean 'batch_size'", "Known"]),
-    "unknown key in a dict": (lambda: Task.from_dict(task_dict | dict(lrr=1)), ValueError, ["'lrr'", "did you mean 'lr'", "Known"]),
-    "unknown key in the host": (lambda: Task.from_dict(task_dict | dict(host=host_dict | dict(blok=1))), ValueError, ["'blok'", "did you mean", "Known"]),
-    "unknown data": (lambda: get_task("digits").replace(data="mnist"), ValueError, ["data='mnist'", "expected one of", "digits"]),
-    "host is a dict": (lambda: get_task("digits").replace(host={}), ValueError, ["host={}", "expected a CNNConfig or a GPTConfig"]),
-    "unknown optimizer": (lambda: get_task("digits").replace(optimizer="sdg"), ValueError, ["optimizer='sdg'", "expected 'sgd', 'adam' or 'adamw'"]),
-    "learning rate of zero": (lambda: get_task("digits").replace(lr=0), ValueError, ["lr=0", "expected a finite number above 0"]),
-    "learning rate is a word": (lambda: get_task("digits").replace(lr="fast"), ValueError, ["lr='fast'", "expected a finite number above 0"]),
-    "momentum of one": (lambda: get_task("digits").replace(momentum=1.), ValueError, ["momentum=1.0", "expected a number in [0, 1)"]),
-    "negative weight decay": (lambda: get_task("digits").replace(weight_decay=-1), ValueError, ["weight_decay=-1", "expected a finite number of at least 0"]),
-    "NaN target": (lambda: get_task("digits").replace(target_loss=float("nan")), ValueError, ["target_loss=nan", "expected a finite number above 0"]),
-    "slots of another host": (lambda: get_task("digits").replace(slots=("r0c8",)), ValueError, ["slots=['r0c8']", "expected sites of this host", "r0c0"]),
-    "host for other images": (lambda: get_task("digits").replace(host=CNNConfig(size=32, in_channels=1)).load(), ValueError, ["(1, 32, 32)", "expected (1, 8, 8)", "shape of the data"]),
-    "host with too few classes": (lambda: get_task("digits").replace(host=CNNConfig(size=8, in_channels=1, classes=4)).load(), ValueError, ["classes of the host=4", "expected 10", "as many as the data have"]),
-    "labels of another shape": (lambda: lane_cross_entropy(torch.zeros(4, 6), torch.zeros(4, 3, dtype=torch.int64), 2), ValueError, ["y.shape=(4, 3)", "expected (4, 2)", "without the last axis"]),
-    "logits that lanes cannot share": (lambda: lane_cross_entropy(torch.zeros(4, 7), torch.zeros(4, dtype=torch.int64), 2), ValueError, ["logits.shape=(4, 7)", "expected a last axis", "2 lanes"]),
+    "unknown task": (
+        lambda: create_model("digitz", ["r0c0"]),
+        ValueError, ["task='digitz'", "expected 'digits' perhaps", "cifar_baseline"]),
+    "task is a number": (
+        lambda: create_model(3, ["r0c0"]),
+        ValueError, ["task=3", "expected", "digits"]),
+    "no slots": (
+        lambda: create_model("digits", []),
+        ValueError, ["slots=[]", "expected a list with at least one name", "'r0c1'"]),
+    "slots is None": (
+        lambda: create_model("digits", None),
+        ValueError, ["slots=None", "expected a list with at least one name", "'r0c1'"]),
+    "slots is a bare string": (
+        lambda: create_model("digits", "r0c1"),
+        ValueError, ["slots='r0c1'", "expected a list", "write ['r0c1']"]),
+    "repeated slot": (
+        lambda: create_model("digits", ["r0c1", "r0c0", "r0c1"]),
+        ValueError, ["['r0c1', 'r0c0', 'r0c1']", "expected each name once", "drop the second r0c1"]),
+    "unknown slot": (
+        lambda: create_model("digits", ["r0c0", "r7c0"]),
+        ValueError, ["slots=['r7c0']", "expected sites of this host", "r0c0, r1c0, r0c1, r1c1, r0c2"]),
+    "malformed slot": (
+        lambda: create_model("digits", ["mid"]),
+        ValueError, ["slot='mid'", "expected r<row>c<column>", "such as 'r0c1'"]),
+    "slot with a tail": (
+        lambda: create_model("digits", ["r0c0\n"]),
+        ValueError, ["slot='r0c0\\n'", "expected r<row>c<column>", "such as"]),
+    "slot is a number": (
+        lambda: create_model("digits", [1]),
+        ValueError, ["slot=1", "expected r<row>c<column>", "such as"]),
+    "cuda:77": (
+        lambda: create_model(**ok, device="cuda:77"),
+        RuntimeError, ["'cuda:77'", "available" if not torch.cuda.is_available() else "out of range", "use"]),
+    "cuda0": (
+        lambda: create_model(**ok, device="cuda0"),
+        ValueError, ["'cuda0'", "expected one of cpu, cuda", "'cuda:0'"]),
+    "meta": (
+        lambda: create_model(**ok, device="meta"),
+        ValueError, ["'meta'", "expected one of cpu, cuda", "'cuda:0'"]),
+    "device is a number": (
+        lambda: create_model(**ok, device=3),
+        ValueError, ["device=3", "expected a str", "torch.device"]),
+    "no lanes": (
+        lambda: create_model(**ok, num_lanes=0),
+        ValueError, ["num_lanes=0", "expected a whole number", "at least 1"]),
+    "negative lanes": (
+        lambda: create_model(**ok, num_lanes=-2),
+        ValueError, ["num_lanes=-2", "expected a whole number", "at least 1"]),
+    "half a lane": (
+        lambda: create_model(**ok, num_lanes=1.5),
+        ValueError, ["num_lanes=1.5", "expected a whole number", "at least 1"]),
+    "negative batch": (
+        lambda: get_task("digits").replace(batch_size=-4),
+        ValueError, ["batch_size=-4", "expected a whole number", "at least 1"]),
+    "batch larger than the data": (
+        lambda: get_task("digits").load(limit=8),
+        ValueError, ["batch_size=64", "expected at most 8", "raise limit or lower batch_size"]),
+    "no limit left": (
+        lambda: get_task("digits").load(limit=0),
+        ValueError, ["limit=0", "expected a whole number", "at least 1"]),
+    "NaN data": (
+        lambda: ImageData(nan, label, nan, label, nan, label, classes=3),
+        ValueError, ["non-finite values in train_x=384", "expected 0", "repair"]),
+    "missing CIFAR files": (
+        lambda: get_task("cifar_baseline").load(root="/nowhere"),
+        FileNotFoundError, ["/nowhere", "expected", "download=True"]),
+    "missing stories": (
+        lambda: get_task("tinystories").load(root="/nowhere"),
+        FileNotFoundError, ["/nowhere/tinystories.txt", "expected a UTF-8 text", "save TinyStories"]),
+    "made-up digits": (
+        lambda: get_task("digits").load(synthetic=True),
+        ValueError, ["synthetic=True", "expected False", "only cifar10"]),
+    "unknown setting": (
+        lambda: get_task("digits").replace(batchsize=4),
+        ValueError, ["'batchsize'", "did you mean 'batch_size'", "Known"]),
+    "unknown key in a dict": (
+        lambda: Task.from_dict(task_dict | dict(lrr=1)),
+        ValueError, ["'lrr'", "did you mean 'lr'", "Known"]),
+    "unknown key in the host": (
+        lambda: Task.from_dict(task_dict | dict(host=host_dict | dict(blok=1))),
+        ValueError, ["'blok'", "did you mean", "Known"]),
+    "unknown data": (
+        lambda: get_task("digits").replace(data="mnist"),
+        ValueError, ["data='mnist'", "expected one of", "digits"]),
+    "host is a dict": (
+        lambda: get_task("digits").replace(host={}),
+        ValueError, ["host={}", "expected a CNNConfig or a GPTConfig"]),
+    "unknown optimizer": (
+        lambda: get_task("digits").replace(optimizer="sdg"),
+        ValueError, ["optimizer='sdg'", "expected 'sgd', 'adam' or 'adamw'"]),
+    "learning rate of zero": (
+        lambda: get_task("digits").replace(lr=0),
+        ValueError, ["lr=0", "expected a finite number above 0"]),
+    "learning rate is a word": (
+        lambda: get_task("digits").replace(lr="fast"),
+        ValueError, ["lr='fast'", "expected a finite number above 0"]),
+    "momentum of one": (
+        lambda: get_task("digits").replace(momentum=1.),
+        ValueError, ["momentum=1.0", "expected a number in [0, 1)"]),
+    "negative weight decay": (
+        lambda: get_task("digits").replace(weight_decay=-1),
+        ValueError, ["weight_decay=-1", "expected a finite number of at least 0"]),
+    "NaN target": (
+        lambda: get_task("digits").replace(target_loss=float("nan")),
+        ValueError, ["target_loss=nan", "expected a finite number above 0"]),
+    "slots of another host": (
+        lambda: get_task("digits").replace(slots=("r0c8",)),
+        ValueError, ["slots=['r0c8']", "expected sites of this host", "r0c0"]),
+    "host for other images": (
+        lambda: get_task("digits").replace(host=CNNConfig(size=32, in_channels=1)).load(),
+        ValueError, ["(1, 32, 32)", "expected (1, 8, 8)", "shape of the data"]),
+    "host with too few classes": (
+        lambda: get_task("digits").replace(host=CNNConfig(size=8, in_channels=1, classes=4)).load(),
+        ValueError, ["classes of the host=4", "expected 10", "as many as the data have"]),
+    "labels of another shape": (
+        lambda: lane_cross_entropy(torch.zeros(4, 6), torch.zeros(4, 3, dtype=torch.int64), 2),
+        ValueError, ["y.shape=(4, 3)", "expected (4, 2)", "without the last axis"]),
+    "logits that lanes cannot share": (
+        lambda: lane_cross_entropy(torch.zeros(4, 7), torch.zeros(4, dtype=torch.int64), 2),
+        ValueError, ["logits.shape=(4, 7)", "expected a last axis", "2 lanes"]),
 }
 
 @pytest.mark.parametrize("case", bad)
@@ -212,7 +304,8 @@ def train(name, lanes, epochs):
         for x, y in data.epoch(0, range(lanes), e, task.batch_size):
             opt.zero_grad(); task.loss(model(x), y, lanes).sum().backward(); opt.step()
     model.eval()
-    with torch.no_grad(): right = sum(correct_counts(model(x.repeat(1, lanes, 1, 1)), y, lanes) for x, y in data.evaluate("test", 261))
+    with torch.no_grad():
+        right = sum(correct_counts(model(x.repeat(1, lanes, 1, 1)), y, lanes) for x, y in data.evaluate("test", 261))
     return 100 * right / len(data.y["test"])
 
 

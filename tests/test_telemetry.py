@@ -1,8 +1,12 @@
 "Telemetry against awkward values, failing writers and concurrent runs."
-import dataclasses, json, math, subprocess, sys, threading
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -10,20 +14,25 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import Choice
-from esper_nb.record.analytics import blueprint_stats, episode_outcomes, lane_scores, rollbacks, seed_lives, stage_spells
-from esper_nb.control.rules import QUICK_RULES, QUICK, Heuristic, as_controller
+from esper_nb.control.actions import draw_actions
+from esper_nb.control.choices import Choice
+from esper_nb.control.envs import GrowVecEnv
+from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
+from esper_nb.core.clock import PhaseClock
 from esper_nb.grow.decisions import DecisionResult
-from esper_nb.train.faults import Fault, disturb_at
 from esper_nb.guard.governor import Governor
-from esper_nb.record.metrics import KINDS, metrics_markdown
-from esper_nb.record.rows import ROW_KEYS, limit_rows, governor_rows, population_rows, run_rows, step_rows, update_rows
-from esper_nb.record.metrics import METRICS, Metric, find_metric, metric_table
-from esper_nb.record.recorder import (
-    BackgroundWriter, JSONLWriter, PhaseTimer, Recorder, RunFolder, TensorBoardWriter, memory_record, new_run,
-    read_rows, writer_rows)
-from esper_nb.record.rows import decode_row, encode_row, record_leaves, record_rows, series
-from esper_nb.train.trainer import FitConfig, fit, new_population
+from esper_nb.record.analytics import (
+    blueprint_stats, episode_outcomes, lane_scores, pick_rows, rollbacks, seed_lives, stage_spells)
+from esper_nb.record.folders import RunFolder, new_run
+from esper_nb.record.metrics import KINDS, METRICS, Metric, find_metric, metric_table, metrics_markdown, read_table
+from esper_nb.record.populations import governor_rows, limit_rows, population_rows, run_rows
+from esper_nb.record.recorder import Recorder
+from esper_nb.record.rows import decode_row, encode_row, measured_names, record_leaves, record_rows, series
+from esper_nb.record.steps import EnvRows, step_rows
+from esper_nb.record.writers import BackgroundWriter, JSONLWriter, TensorBoardWriter, read_rows
+from esper_nb.train.faults import Fault, disturb_at
+from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.trainer import fit
 
 values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=True, allow_infinity=True), st.text())
 rows = st.dictionaries(st.text().filter(lambda k: k != "nonfinite"), values)
@@ -79,7 +88,8 @@ def test_killed_process_loses_at_most_the_line_it_was_in(tmp_path):
     path = tmp_path/"rows.jsonl"
     code = f"""
 import os
-from esper_nb.record.recorder import Recorder, JSONLWriter
+from esper_nb.record.recorder import Recorder
+from esper_nb.record.writers import JSONLWriter
 rec = Recorder([JSONLWriter({str(path)!r})])
 for epoch in range(50): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
 rec.flush()
@@ -91,7 +101,8 @@ os._exit(1)
 def test_forgotten_close_keeps_the_last_rows(tmp_path):
     path = tmp_path/"rows.jsonl"
     code = f"""
-from esper_nb.record.recorder import Recorder, JSONLWriter
+from esper_nb.record.recorder import Recorder
+from esper_nb.record.writers import JSONLWriter
 rec = Recorder([JSONLWriter({str(path)!r})])
 for epoch in range(200): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
 """
@@ -118,9 +129,10 @@ class Record:
     train: Pair
     heldout: dict
 
-LANES = [torch.tensor([1., 2.]), torch.tensor([1., 2.], dtype=torch.float64), torch.tensor([1, 2]), torch.tensor([1., 2.]).bfloat16(),
-         torch.tensor([1., 2.], requires_grad=True), np.array([1., 2.], dtype=np.float32), np.array([1, 2]), [1., 2.], (1, 2),
-         [torch.tensor(1.), np.float32(2.)]]
+LANES = [
+    torch.tensor([1., 2.]), torch.tensor([1., 2.], dtype=torch.float64), torch.tensor([1, 2]),
+    torch.tensor([1., 2.]).bfloat16(), torch.tensor([1., 2.], requires_grad=True),
+    np.array([1., 2.], dtype=np.float32), np.array([1, 2]), [1., 2.], (1, 2), [torch.tensor(1.), np.float32(2.)]]
 
 @pytest.mark.parametrize("leaf", LANES, ids=lambda v: type(v).__name__ + str(getattr(v, "dtype", "")))
 def test_lane_values_of_any_kind(leaf):
@@ -128,11 +140,13 @@ def test_lane_values_of_any_kind(leaf):
     assert first == {"kind": "epoch", "epoch": 1, "lane": 0, "train.loss": 1, "train.lr": 1, "heldout.loss": 1}
     assert second["lane"] == 1 and all(type(v) in (int, float) for v in list(second.values())[3:])
 
-@pytest.mark.parametrize("leaf, plain", [(torch.tensor(3), 3), (np.float64(.5), .5), (np.array(2.), 2.), (Verdict.PANIC, "PANIC"), (True, True),
-                                         (None, None), ("text", "text"), (torch.tensor(True), True)])
+@pytest.mark.parametrize("leaf, plain", [
+    (torch.tensor(3), 3), (np.float64(.5), .5), (np.array(2.), 2.), (Verdict.PANIC, "PANIC"), (True, True),
+    (None, None), ("text", "text"), (torch.tensor(True), True)])
 def test_single_values(leaf, plain):
     row, = record_rows("epoch", {"a": {"b": leaf}})
-    assert row == {"kind": "epoch", "lane": None, "a.b": plain} and type(row["a.b"]) is type(plain) or isinstance(leaf, np.float64)
+    assert row == {"kind": "epoch", "lane": None, "a.b": plain}
+    assert type(row["a.b"]) is type(plain) or isinstance(leaf, np.float64)
     strict(encode_row(row))
 
 @pytest.mark.parametrize("leaf", [torch.zeros(2, 2), [[1], [2]], object(), 1j, {1, 2}, torch.device("cpu"), [object()]])
@@ -144,9 +158,10 @@ def test_keys_are_no_metrics(name):
     with pytest.raises(ValueError, match="by keyword"): record_rows("epoch", {name: 1.})
 
 @settings(deadline=None)
-@given(st.integers(1, 6), st.dictionaries(st.sampled_from(["a", "b.c", "d"]), st.floats(allow_nan=False), max_size=3), st.data())
+@given(st.integers(1, 6), st.dictionaries(st.sampled_from(["a", "b.c", "d"]), st.floats(allow_nan=False)), st.data())
 def test_every_number_lands_in_one_row(n, once, data):
-    lanes = {f"lanes.{k}": data.draw(st.lists(st.floats(allow_nan=False), min_size=n, max_size=n)) for k in data.draw(st.sets(st.sampled_from("xyz")))}
+    each = st.lists(st.floats(allow_nan=False), min_size=n, max_size=n)
+    lanes = {f"lanes.{k}": data.draw(each) for k in data.draw(st.sets(st.sampled_from("xyz")))}
     made = record_rows("epoch", {**once, **lanes}, epoch=0)
     assert len(made) == bool(once) + (n if lanes else 0)
     for name, value in once.items(): assert [r[name] for r in made if name in r] == [value]
@@ -159,8 +174,8 @@ def test_leaves_do_not_copy_tensors():
 
 # --- metrics
 
-EXPECTED = ["train.loss", "train.accuracy_pp", "train.grad_norm", "train.skipped", "heldout.loss", "heldout.accuracy_pp", "lr", "images_per_s",
-            "seconds", "test.accuracy_pp", "test.loss"]
+EXPECTED = ["train.loss", "train.accuracy_pp", "train.grad_norm", "train.skipped", "heldout.loss",
+            "heldout.accuracy_pp", "lr", "images_per_s", "seconds", "test.accuracy_pp", "test.loss"]
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_trainer_metrics_are_defined(name): assert find_metric(name).meaning.strip()
@@ -195,7 +210,7 @@ class Broken:
 def test_a_stuck_writer_never_holds_up_log():
     gate, rec = Gate(), None
     rec = Recorder([gate], queue_size=3)
-    for epoch in range(100): rec.log("epoch", {"lr": [.1, .2]}, epoch=epoch)      # a wait here would never end
+    for epoch in range(100): rec.log("epoch", {"lr": [.1, .2]}, epoch=epoch) # a wait here would never end
     gate.open.set()
     with pytest.warns(RuntimeWarning, match="wrote .* of 200 rows .it was too slow"): report, = rec.close()
     assert len(rec.rows) == 200 and report.written == len(gate.rows) <= 8 and report.dropped == 200 - report.written
@@ -210,7 +225,9 @@ def test_a_writer_that_never_returns_is_left_behind():
     assert report.dropped == 1
     gate.open.set()
 
-@pytest.mark.parametrize("error", [OSError("disk"), ValueError("x"), SystemExit(1), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+ERRORS = [OSError("disk"), ValueError("x"), SystemExit(1), KeyboardInterrupt()]
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 def test_a_broken_writer_harms_nobody_else(error, tmp_path):
     path = tmp_path/"rows.jsonl"
     rec = Recorder([Broken(write=error), JSONLWriter(path)])
@@ -242,7 +259,7 @@ def test_background_writer_keeps_order_and_ends_its_thread():
     behind = BackgroundWriter(gate)
     for i in range(500): behind.put([{"i": i}])
     assert behind.flush() and [r["i"] for r in gate.rows] == list(range(500))
-    assert behind.close().dropped == 0 and not behind._thread.is_alive() and not behind.flush(.01)
+    assert behind.close().dropped == 0 and not behind.alive and not behind.flush(.01)
 
 def test_two_runs_in_parallel_threads_stay_apart(tmp_path):
     def one(seed):
@@ -258,11 +275,13 @@ def test_two_runs_in_parallel_threads_stay_apart(tmp_path):
 
 def test_one_recorder_in_several_threads_loses_nothing(tmp_path):
     rec = Recorder([JSONLWriter(tmp_path/"rows.jsonl")], queue_size=10_000)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda lane: [rec.log("epoch", {"lr": [1., 2.]}, lanes=[2 * lane, 2 * lane + 1], epoch=e) for e in range(100)], range(4)))
+    def log(lanes):
+        for epoch in range(100): rec.log("epoch", {"lr": [1., 2.]}, lanes=lanes, epoch=epoch)
+    with ThreadPoolExecutor(4) as pool: list(pool.map(log, ([2 * k, 2 * k + 1] for k in range(4))))
     rec.close()
     assert read_rows(tmp_path/"rows.jsonl") == rec.rows and len(rec.rows) == 800
-    assert {lane: xs for lane, (xs, _) in series(rec.rows, "lr").items()} == {lane: list(range(100)) for lane in range(8)}
+    epochs = {lane: xs for lane, (xs, _) in series(rec.rows, "lr").items()}
+    assert epochs == {lane: list(range(100)) for lane in range(8)}
 
 
 # --- run folders
@@ -278,10 +297,13 @@ def test_new_run_never_takes_an_existing_folder(tmp_path):
 def test_names_that_are_no_folders(tmp_path, name):
     with pytest.raises(ValueError, match="no name"): new_run(tmp_path, name)
 
-@pytest.mark.parametrize("config, stored", [(None, {}), ({"a": [1, None]}, {"a": [1, None]}), (Pair(1, .5), {"loss": 1, "lr": .5})])
+CONFIGS = [(None, {}), ({"a": [1, None]}, {"a": [1, None]}), (Pair(1, .5), {"loss": 1, "lr": .5})]
+
+@pytest.mark.parametrize("config, stored", CONFIGS)
 def test_config_is_stored(tmp_path, config, stored):
     run = new_run(tmp_path, config=config)
-    assert RunFolder(run.path).config() == stored and [p.name for p in run.path.iterdir()] == ["config.json"]
+    assert RunFolder(run.path).config() == stored
+    assert [p.name for p in run.path.iterdir()] == ["config.json"]
 
 @pytest.mark.parametrize("config", [{"a": math.nan}, {"a": object()}, [1], 3])
 def test_config_that_is_no_json_makes_no_folder(tmp_path, config):
@@ -297,31 +319,37 @@ def test_tensorboard_holds_what_was_logged(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     metrics = METRICS | metric_table(Metric("verdict", "text", 0, 1, "the judgement"))
     with Recorder([TensorBoardWriter(tmp_path)], metrics) as rec:
-        for epoch in range(3): rec.log("epoch", {"train.loss": [1. / (epoch + 1), None], "lr": .5, "verdict": "fine"}, epoch=epoch)
+        for epoch in range(3):
+            record = {"train.loss": [1. / (epoch + 1), None], "lr": .5, "verdict": "fine"}
+            rec.log("epoch", record, epoch=epoch)
         rec.flush()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert sorted(events.Tags()["scalars"]) == ["lr", "train.loss/lane0"]
-    assert [(e.step, e.value) for e in events.Scalars("train.loss/lane0")] == [(0, 1.), (1, .5), (2, pytest.approx(1 / 3))]
+    scalars = [(e.step, e.value) for e in events.Scalars("train.loss/lane0")]
+    assert scalars == [(0, 1.), (1, .5), (2, pytest.approx(1 / 3))]
     assert events.Tags()["tensors"] == ["verdict/text_summary"]
 
-def test_phases_add_up_and_nest():
-    timer = PhaseTimer()
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_phases_add_up(device):
+    clock = PhaseClock(device)
     for _ in range(2):
-        with timer("epoch"):
-            with timer("train"): sum(range(1000))
-    seconds = timer.seconds(reset=False)
-    assert seconds["epoch"] >= seconds["train"] > 0 and timer.seconds() == seconds and timer.seconds() == {}
+        for phase in ("train", "evaluate"):
+            sum(range(10_000))
+            clock(phase)
+    seconds = clock.seconds(reset=False)
+    assert list(seconds) == ["train", "evaluate"] and min(seconds.values()) > 0
+    assert clock.seconds() == seconds and clock.seconds() == {}
 
 @pytest.mark.cuda
 def test_phases_on_the_device_see_the_kernels():
-    timer, x = PhaseTimer("cuda"), torch.randn(4096, 4096, device="cuda")
+    clock, x = PhaseClock("cuda"), torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
-    for _ in range(300):      # more than are kept pending
-        with timer("idle"): pass
-    with timer("train"):
-        for _ in range(50): y = x @ x
-    seconds = timer.seconds()
-    assert seconds["train"] > seconds["idle"] / 300 and timer.seconds() == {} and y.isfinite().any()
+    clock.start()
+    for _ in range(300): clock("idle") # more than are kept pending
+    for _ in range(50): y = x @ x
+    clock("train")
+    seconds = clock.seconds()
+    assert seconds["train"] > seconds["idle"] / 300 and clock.seconds() == {} and y.isfinite().any()
 
 @pytest.mark.cuda
 def test_rows_from_device_tensors():
@@ -337,90 +365,104 @@ def grown():
     torch.set_num_threads(1)
     pop = new_population("digits_impaired", FitConfig(lanes=3, epochs=14), rules=QUICK_RULES)
     rows, results = run_rows(pop), []
-    def disturb(*args): return args[-2:] if (d := disturb_at([Fault("nan", 1, 7, 6)], int(pop.epoch.max()))) is None else d(*args)
+    def disturb(*args):
+        due = disturb_at([Fault("nan", 1, 7, 6)], int(pop.epoch.max()))
+        return args[-2:] if due is None else due(*args)
     for r in fit(pop, controller=as_controller(Heuristic(QUICK)), disturb=disturb):
         results.append(r)
         rows += population_rows(pop, r)
     return pop, results, rows
 
-def metric_names(row): return [k for k in row if k not in ROW_KEYS and k not in ("kind", "lane")]
-
 def test_every_row_is_of_a_known_kind_with_names_of_its_own(grown):
     for row in grown[2]:
-        assert row["kind"] in KINDS and metric_names(row)
-        assert {find_metric(k).writer for k in metric_names(row)} == {row["kind"] + "_rows"}
+        assert row["kind"] in KINDS and measured_names(row)
+        assert {find_metric(k).writer for k in measured_names(row)} == {row["kind"] + "_rows"}
 
 def test_every_metric_of_a_population_is_written_and_in_its_range(grown):
     _, _, rows = grown
     kinds = {row["kind"] for row in rows}
-    assert kinds == {"run", "epoch", "batch", "gate", "governor", "slot", "seed"}
-    written = {k for row in rows for k in metric_names(row)}
+    assert kinds == {"run", "epoch", "batch", "limit", "governor", "slot", "seed"}
+    written = {k for row in rows for k in measured_names(row)}
     assert written == {m.name for m in METRICS.values() if m.writer.removesuffix("_rows") in kinds}
-    ruined = [(row["lane"], row["epoch"]) for row in rows for k in metric_names(row) if not find_metric(k).covers(row[k])]
-    assert set(ruined) == {(1, 7)}
+    def odd(row): return any(not find_metric(k).covers(row[k]) for k in measured_names(row))
+    assert {(row["lane"], row["epoch"]) for row in rows if odd(row)} == {(1, 7)}
 
 def test_rows_say_what_the_results_say(grown):
     _, results, rows = grown
     for r in results:
-        mine = [row for row in rows if row["kind"] == "epoch" and row["epoch"] == r.epoch and row["lane"] is not None]
-        torch.testing.assert_close(torch.tensor([row["heldout.accuracy_pp"] for row in mine]), r.heldout.accuracy_pp)
-        losses = torch.tensor([row["batch.loss"] for row in rows if row["kind"] == "batch" and row["epoch"] == r.epoch]).view(-1, 3)
+        _, *lanes = pick_rows(rows, "epoch", epoch=r.epoch)
+        accuracy = [row["heldout.accuracy_pp"] for row in lanes]
+        torch.testing.assert_close(torch.tensor(accuracy), r.heldout.accuracy_pp)
+        losses = torch.tensor([row["batch.loss"] for row in pick_rows(rows, "batch", epoch=r.epoch)]).view(-1, 3)
         torch.testing.assert_close(losses, r.train.losses.float(), equal_nan=True)
-        assert sum(row["kind"] == "governor" and row["epoch"] == r.epoch for row in rows) == len(r.reports)
-    assert [row["step"] for row in rows if row["kind"] == "batch" and row["lane"] == 0] == list(range(1, 14 * 20 + 1))
+        assert len(pick_rows(rows, "governor", epoch=r.epoch)) == len(r.reports)
+    assert [row["step"] for row in pick_rows(rows, "batch", lane=0)] == list(range(1, 14 * 20 + 1))
 
 def test_states_of_seeds_agree_with_the_model(grown):
     pop, _, rows = grown
-    last = {(row["slot"], row["lane"]): row for row in rows if row["kind"] == "slot" and row["epoch"] == 13}
-    for k in pop.model.names:
-        for i, s in enumerate(pop.model.slot(k).states()):
-            row = last.get((k, i))
+    last = {(row["slot"], row["lane"]): row for row in pick_rows(rows, "slot", epoch=13)}
+    for slot in map(pop.model.slot, pop.model.names):
+        for i, s in enumerate(slot.states()):
+            row = last.get((slot.name, i))
             assert (row is None) == (s.stage.name == "DORMANT")
-            if row: assert (row["slot.stage"], row["slot.alpha"], row["slot.birth"], row["slot.blueprint"]) == (s.stage.name, pytest.approx(s.alpha), s.births, pop.model.slot(k).blueprints[s.blueprint])
+            if row is None: continue
+            assert (row["slot.stage"], row["slot.birth"]) == (s.stage.name, s.births)
+            assert row["slot.alpha"] == pytest.approx(s.alpha) and row["slot.blueprint"] == slot.blueprints[s.blueprint]
 
 def test_rows_survive_a_file_and_analytics_see_the_same(grown, tmp_path):
     _, _, rows = grown
     with Recorder([JSONLWriter(tmp_path/"rows.jsonl")]) as rec: rec.add(rows)
     back = read_rows(tmp_path/"rows.jsonl")
     assert all(map(same, back, rows)) and len(back) == len(rows)
-    for f in (rollbacks, seed_lives, stage_spells, blueprint_stats, lane_scores): assert repr(f(back)) == repr(f(rows))
+    for f in (rollbacks, seed_lives, stage_spells, blueprint_stats, lane_scores):
+        assert repr(f(back)) == repr(f(rows))
 
 def test_rollback_is_told_with_its_cost_and_recovery(grown):
     found, = rollbacks(grown[2])
-    assert (found.lane, found.at, found.reason, found.action, found.shown) == (1, 7 * 20 + 7, "non-finite", "rollback", "nan")
-    assert found.resumed_at == 160 and found.lost == 160 - found.restored_at and found.restored_at % 20 == 0 and found.recovered_at > 160
+    assert (found.lane, found.at, found.shown) == (1, 7 * 20 + 7, "nan")
+    assert (found.reason, found.action) == ("non-finite", "rollback")
+    assert found.resumed_at == 160 and found.lost == 160 - found.restored_at
+    assert found.restored_at % 20 == 0 and found.recovered_at > 160
 
-def test_gates_and_verdicts_of_a_plain_loop():
+def test_limits_and_verdicts_of_a_plain_loop():
     net = torch.nn.Linear(4, 1)
     governor = Governor(net, chance=None)
     for _ in range(60): governor.watch(torch.tensor(1.))
     row, = limit_rows(governor, step=60)
-    assert row["gate.limit"] == pytest.approx(3.) and row["gate.judged"] == 60 and row["gate.chance"] is None and row["gate.collapse_low"] is None
+    assert row["limit.value"] == pytest.approx(3.) and row["limit.judged"] == 60
+    assert row["limit.chance"] is None and row["limit.collapse_low"] is None
     report, = governor.watch(torch.tensor(math.nan))
     row, = governor_rows([report], step=61)
-    assert row["step"] == 61 and row["governor.lost"] == report.step - report.restored_step and row["governor.shown"] == "nan" and row["governor.batch"] is None
+    assert (row["step"], row["governor.shown"], row["governor.batch"]) == (61, "nan", None)
+    assert row["governor.lost"] == report.step - report.restored_step
     assert all(find_metric(k).covers(v) for k, v in row.items() if "." in k)
 
-def test_gates_before_any_loss_are_not_measured():
+def test_limits_before_any_loss_are_not_measured():
     row, = limit_rows(Governor(torch.nn.Linear(2, 1), chance=2.3), epoch=0)
-    assert row["gate.limit"] is None and row["gate.mean"] is None and row["gate.collapse_low"] == pytest.approx(2.3 * (1 - .065))
+    assert row["limit.value"] is None and row["limit.mean"] is None
+    assert row["limit.collapse_low"] == pytest.approx(2.3 * (1 - .065))
 
 def test_a_refused_action_says_why():
-    rows = step_rows({"rent": [0., -1.]}, [Choice(), Choice("prune", "r0c0")], [DecisionResult(1, None, False, "too young")], step=3)
-    assert [(r["action.ok"], r["action.refused"], r["reward.total"]) for r in rows] == [(True, None, 0.), (False, "too young", -1.)]
+    refusal = DecisionResult(1, None, False, "too young")
+    rows = step_rows({"rent": [0., -1.]}, [Choice(), Choice("prune", "r0c0")], [refusal], step=3)
+    told = [(r["action.ok"], r["action.refused"], r["reward.total"]) for r in rows]
+    assert told == [(True, None, 0.), (False, "too young", -1.)]
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(-5, 5), st.booleans()), max_size=60))
 def test_episodes_split_rewards_without_loss(steps):
-    rows = [{"kind": "step", "lane": lane, "step": t, "reward.total": x, "step.terminated": end, "step.truncated": False} for t, (lane, x, end) in enumerate(steps)]
+    rows = [
+        {"kind": "step", "lane": lane, "step": t, "reward.total": x, "step.terminated": end, "step.truncated": False}
+        for t, (lane, x, end) in enumerate(steps)]
     outcomes = episode_outcomes(rows)
     assert len(outcomes) == sum(end for *_, end in steps)
     for lane in range(3):
         mine = [o for o in outcomes if o.lane == lane]
-        ends = [i for i, (l, _, end) in enumerate(steps) if l == lane and end]
-        closed = [x for i, (l, x, _) in enumerate(steps) if l == lane and ends and i <= ends[-1]]
+        ends = [i for i, (of, _, end) in enumerate(steps) if of == lane and end]
+        closed = [x for i, (of, x, _) in enumerate(steps) if of == lane and ends and i <= ends[-1]]
         assert [o.number for o in mine] == list(range(len(mine))) and sum(o.length for o in mine) == len(closed)
-        assert sum(o.total for o in mine) == pytest.approx(math.fsum(closed), abs=1e-9) and all(0 < o.stability <= 1 for o in mine)
+        assert sum(o.total for o in mine) == pytest.approx(math.fsum(closed), abs=1e-9)
+        assert all(0 < o.stability <= 1 for o in mine)
 
 def test_the_table_as_text_has_a_line_for_every_metric():
     text = metrics_markdown(METRICS.values()).splitlines()
@@ -434,25 +476,64 @@ def test_a_clock_puts_the_time_on_rows():
 
 def test_add_keeps_all_rows_or_none():
     rec = Recorder()
-    with pytest.raises(ValueError, match="'rl'"): rec.add([{"kind": "epoch", "lane": 0, "lr": .1}, {"kind": "epoch", "lane": 0, "rl": .1}])
+    good, bad = {"kind": "epoch", "lane": 0, "lr": .1}, {"kind": "epoch", "lane": 0, "rl": .1}
+    with pytest.raises(ValueError, match="'rl'"): rec.add([good, bad])
     assert rec.rows == []
 
 def test_drops_are_counted_while_the_run_goes_on():
     gate = Gate()
     rec = Recorder([gate], queue_size=2)
     for epoch in range(50): rec.log("epoch", {"lr": [.1, .2]}, epoch=epoch)
-    row, = writer_rows(rec.reports)
-    assert row["writer.offered"] == 100 and row["writer.dropped"] >= 94 and len(rec.rows) == 100
+    report, = rec.reports
+    assert report.offered == 100 and report.dropped >= 94 and len(rec.rows) == 100
     gate.open.set()
     with pytest.warns(RuntimeWarning, match="too slow"): rec.close()
 
-def test_memory_is_measured_in_range():
-    record = memory_record()
-    for row in record_rows("memory", record): assert all(find_metric(k).covers(v) for k, v in row.items() if "." in k)
-    if Path("/proc/self/status").exists(): assert 10 < record["memory"]["used_mb"] < 1e6 and 0 < record["memory"]["used_pp"] < 100
+def test_tables_ship_with_the_package():
+    assert [len(read_table(name)) > 30 for name in ("metrics.csv", "alarms.csv")] == [True, True]
+    assert [m["name"] for m in read_table("metrics.csv")] == list(METRICS)
 
-@pytest.mark.cuda
-def test_memory_of_the_device():
-    x = torch.zeros(2**22, device="cuda")
-    record = memory_record("cuda")["memory"]
-    assert record["used_mb"] >= x.numel() * 4 / 2**20 and record["reserved_mb"] >= record["used_mb"]
+
+# --- the rows of environments
+
+def play(mode, steps=14, growth=True):
+    "Random actions in three lanes of horizon 6, one of them ruined: (environment, rows)."
+    fault, dice, rows = Fault("nan", lane=1, epoch=3, batch=2), torch.Generator().manual_seed(1), []
+    settings = dict(task="digits_impaired", num_envs=3, horizon=6, limit=300, workers=1)
+    env = GrowVecEnv(**settings, faults=(fault,), autoreset_mode=mode)
+    env.reset(seed=2)
+    note = EnvRows(growth)
+    for t in range(steps):
+        env.step(draw_actions(env.actions, env.mask, dice).numpy())
+        rows += note(env, epoch=t)
+    env.close()
+    return env, rows
+
+def test_rows_of_an_environment_tell_every_seed_once():
+    env, rows = play("NextStep")
+    events = [row["seed.event"] for row in pick_rows(rows, "seed")]
+    for event, counted in (("germinate", "germinated"), ("prune", "pruned")):
+        told = sum(getattr(r, counted) for r in env.records) + int(getattr(env.tallies, counted).sum())
+        assert events.count(event) == told > 0
+    back, = pick_rows(rows, "governor")
+    by = {row["seed.by"] for row in pick_rows(rows, "seed", lane=1, epoch=back["epoch"])}
+    assert back["lane"] == 1 and by <= {"governor"}
+
+def test_a_new_episode_is_no_prune():
+    env, rows = play("SameStep")
+    assert len(pick_rows(rows, "seed")) > 0 and len(env.records) >= 4
+    ends = {(row["lane"], row["epoch"]) for row in pick_rows(rows, "episode") if not row["episode.rollbacks"]}
+    assert not [row for row in pick_rows(rows, "seed") if (row["lane"], row["epoch"]) in ends]
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_rows_of_an_environment_hold_each_episode_once(mode):
+    env, rows = play(mode)
+    told = [(row["lane"], row["episode"], row["episode.length"]) for row in pick_rows(rows, "episode")]
+    assert told == [(r.lane, r.episode, r.epochs) for r in env.records] and len(told) >= 4
+
+def test_rows_without_growth_are_the_others():
+    _, every = play("NextStep", steps=5)
+    _, fewer = play("NextStep", steps=5, growth=False)
+    def kept(row): return row["kind"] not in ("slot", "seed") and "size.growth" not in row
+    def key(row): return [(k, repr(v)) for k, v in row.items() if k != "governor.seconds"]
+    assert [key(row) for row in every if kept(row)] == [key(row) for row in fewer]

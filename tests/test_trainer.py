@@ -8,22 +8,26 @@ import torch
 
 from esper_nb.train import trainer
 from esper_nb.train.faults import Fault, list_faults
-from esper_nb.guard.governor import GovernorConfig
+from esper_nb.guard.reports import GovernorConfig
 from esper_nb.grow.hosts import GPTConfig
-from esper_nb.core.lanes import lane, lane_state, by_lane
-from esper_nb.train.optim import LaneOptimizer, LaneScaler, Stepper
+from esper_nb.core.lanes import lane, lane_state
+from esper_nb.core.layers import by_lane
 from esper_nb.core.workers import Workers, plan, use_threads
 from esper_nb.train.tasks import get_task
-from esper_nb.train.trainer import FitConfig, fit, new_population, run_epoch
-from esper_nb.train.worth import evaluate
+from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.trainer import fit, run_epoch
+from esper_nb.train.evaluation import evaluate
 
-# A small learning rate: at 0.02 one ReLU that rounding tips over grows to 2e-3 within 17 steps, in plain PyTorch with one and two threads too.
+# A small learning rate: at 0.02 one ReLU that rounding tips over grows to 2e-3 within 17 steps,
+# in plain PyTorch with one and two threads too.
+SMALL_GPT = GPTConfig(vocab=96, d=16, heads=2, layers=2, block=16, segments=2)
 TASKS = dict(digits=get_task("digits").replace(host=get_task("digits").host.replace(base=4), lr=.002),
-             prose=get_task("prose").replace(host=GPTConfig(vocab=96, d=16, heads=2, layers=2, block=16, segments=2), slots=("r0c0",), optimizer="sgd", lr=.01))
+             prose=get_task("prose").replace(host=SMALL_GPT, slots=("r0c0",), optimizer="sgd", lr=.01))
 DATA = {k: t.load(limit=20 * t.batch_size) for k, t in TASKS.items()}
 
 
-def population(kind, lanes=4, **kw): return new_population(TASKS[kind], FitConfig(lanes=lanes, epochs=4, governor=None, **kw), data=DATA[kind])
+def population(kind, lanes=4, **kw):
+    return new_population(TASKS[kind], FitConfig(lanes=lanes, epochs=4, governor=None, **kw), data=DATA[kind])
 
 
 def separate(kind, i, steps, seed=0):
@@ -40,7 +44,8 @@ def separate(kind, i, steps, seed=0):
     return net, torch.tensor(losses)
 
 
-PLANS = [dict(workers=1, width=4), dict(workers=1, width=1), dict(workers=1, width=2), dict(workers=2, width=2), dict(workers=2), dict(workers=3), dict(workers=4)]
+PLANS = [dict(workers=1, width=4), dict(workers=1, width=1), dict(workers=1, width=2), dict(workers=2, width=2),
+         dict(workers=2), dict(workers=3), dict(workers=4)]
 
 
 @pytest.mark.parametrize("kind", TASKS)
@@ -55,7 +60,8 @@ def test_every_plan_equals_separate_networks(kind, kw):
         torch.testing.assert_close(r.train.losses[:, i], losses, rtol=1e-5, atol=1e-5)
         x, _ = next(iter(pop.data.evaluate("test", 32)))
         logits = net.eval()(x)
-        torch.testing.assert_close(lane(pop.model, i).eval()(x), logits, rtol=0, atol=1e-5 * max(1, logits.abs().max().item()))
+        torch.testing.assert_close(lane(pop.model, i).eval()(x), logits, rtol=0,
+                                   atol=1e-5 * max(1, logits.abs().max().item()))
 
 
 @pytest.mark.parametrize("kind", TASKS)
@@ -64,10 +70,13 @@ def test_poisoned_lane_is_alone_with_it(kind, workers):
     healthy, ill = (population(kind, workers=workers) for _ in range(2))
     with torch.no_grad(): by_lane(next(ill.model.parameters()), 4)[1] = torch.nan
     a, b = run_epoch(healthy), run_epoch(ill)
-    assert b.train.losses[:, 1].isnan().all() and (b.train.skipped[1] == len(b.train.losses)) and b.train.skipped.sum() == b.train.skipped[1]
+    assert b.train.losses[:, 1].isnan().all() and (b.train.skipped[1] == len(b.train.losses))
+    assert b.train.skipped.sum() == b.train.skipped[1]
     for i in (0, 2, 3):
         assert torch.equal(a.train.losses[:, i], b.train.losses[:, i]) and a.heldout.loss[i] == b.heldout.loss[i]
-        for s, t in ((lane_state(healthy.model), lane_state(ill.model)), (healthy.stepper.state_dict(), ill.stepper.state_dict())):
+        models = [lane_state(p.model) for p in (healthy, ill)]
+        steppers = [p.stepper.state_dict() for p in (healthy, ill)]
+        for s, t in (models, steppers):
             assert all(torch.equal(by_lane(u, 4)[i], by_lane(t[k], 4)[i]) for k, u in s.items())
 
 
@@ -79,31 +88,38 @@ def test_fp16_overflow_in_one_lane_halves_only_its_scale():
         r = run_epoch(pop)
         return pop, r
     (a, ra), (b, rb) = run(False), run(True)
-    assert rb.train.skipped[2] > ra.train.skipped[2] and b.stepper.scaler.scale[2] == 2.**(60 - rb.train.skipped[2].item())
+    assert rb.train.skipped[2] > ra.train.skipped[2]
+    assert b.stepper.scaler.scale[2] == 2.**(60 - rb.train.skipped[2].item())
     for i in (0, 1, 3):
-        assert torch.equal(ra.train.losses[:, i], rb.train.losses[:, i]) and a.stepper.scaler.scale[i] == b.stepper.scaler.scale[i]
-        assert all(torch.equal(by_lane(t, 4)[i], by_lane(lane_state(b.model)[k], 4)[i]) for k, t in lane_state(a.model).items())
+        assert torch.equal(ra.train.losses[:, i], rb.train.losses[:, i])
+        assert a.stepper.scaler.scale[i] == b.stepper.scaler.scale[i]
+        there = lane_state(b.model)
+        assert all(torch.equal(by_lane(t, 4)[i], by_lane(there[k], 4)[i]) for k, t in lane_state(a.model).items())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_learns(precision):
     pop = population("digits", precision=precision, lr=.05)
     records = list(fit(pop))
-    assert records[-1].train.loss.median() < .7 * records[0].train.loss.median() and records[-1].train.loss.isfinite().all()
+    assert records[-1].train.loss.median() < .7 * records[0].train.loss.median()
+    assert records[-1].train.loss.isfinite().all()
 
 
 SCRIPT = """
 import hashlib, json
 from esper_nb.core.lanes import lane_state
-from esper_nb.train.trainer import FitConfig, fit, new_population
+from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.trainer import fit
 pop = new_population("digits", FitConfig(lanes=6, epochs=2, workers=2))
 losses = [r.train.losses.tolist() for r in fit(pop)]
-print(json.dumps([losses, hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in lane_state(pop.model).values())).hexdigest()]))
+weights = b"".join(t.detach().numpy().tobytes() for t in lane_state(pop.model).values())
+print(json.dumps([losses, hashlib.sha256(weights).hexdigest()]))
 """
 
 
 def test_same_seed_is_the_same_run_in_two_processes():
-    outs = [json.loads(subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout) for _ in range(2)]
+    def run(): return subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout
+    outs = [json.loads(run()) for _ in range(2)]
     assert outs[0] == outs[1]
 
 
@@ -128,7 +144,8 @@ def test_learning_rates_by_lane():
     r = run_epoch(pop)
     assert r.lr.tolist() == [.002, 0., .002, .002]
     for k, p in pop.model.host.named_parameters():
-        assert torch.equal(by_lane(p, 4)[1], by_lane(before[k], 4)[1]) and not torch.equal(by_lane(p, 4)[0], by_lane(before[k], 4)[0])
+        assert torch.equal(by_lane(p, 4)[1], by_lane(before[k], 4)[1])
+        assert not torch.equal(by_lane(p, 4)[0], by_lane(before[k], 4)[0])
 
 
 def test_plan_is_pure_and_workers_keep_the_threads_of_the_caller():
@@ -142,7 +159,8 @@ def test_operations_beside_working_threads_use_one_core_and_a_group_alone_uses_a
     seen, really = [], trainer.check_out
     monkeypatch.setattr(trainer, "check_out", lambda *a: (seen.append(torch.get_num_threads()), really(*a))[1])
     with use_threads(3):
-        for kw in (dict(workers=2), dict(workers=2, width=1, lanes=1), dict(workers=1, width=2)): run_epoch(population("digits", **kw))
+        for kw in (dict(workers=2), dict(workers=2, width=1, lanes=1), dict(workers=1, width=2)):
+            run_epoch(population("digits", **kw))
         assert seen == [1, 3, 3]
         def fails(*a): raise RuntimeError("in a group")
         with pytest.raises(RuntimeError, match="in a group"): run_epoch(population("digits", workers=2), disturb=fails)
@@ -152,7 +170,8 @@ def test_operations_beside_working_threads_use_one_core_and_a_group_alone_uses_a
 @pytest.mark.cuda
 def test_cuda_population_learns_and_streams_agree_with_one_pass():
     data = TASKS["digits"].load("cuda")
-    pops = [new_population(TASKS["digits"], FitConfig(lanes=4, epochs=2, workers=w, width=2), data=data, device="cuda") for w in (1, 2)]
+    configs = [FitConfig(lanes=4, epochs=2, workers=w, width=2) for w in (1, 2)]
+    pops = [new_population(TASKS["digits"], c, data=data, device="cuda") for c in configs]
     a, b = ([r.train.loss for r in fit(p)] for p in pops)
     torch.testing.assert_close(torch.stack(a), torch.stack(b), rtol=1e-3, atol=1e-3)
 
@@ -171,7 +190,8 @@ def test_a_ruined_lane_is_put_back_bit_for_bit_and_the_others_never_notice(kind)
     calm, hit, fault = guarded(), guarded(), Fault(kind, lane=2, epoch=4, batch=2)
     for e in range(8):
         a, b = run_epoch(calm), run_epoch(hit, disturb=fault.at(e))
-        for i in (0, 1, 3): assert torch.equal(a.train.losses[:, i], b.train.losses[:, i]) and a.heldout.loss[i] == b.heldout.loss[i]
+        for i in (0, 1, 3):
+            assert torch.equal(a.train.losses[:, i], b.train.losses[:, i]) and a.heldout.loss[i] == b.heldout.loss[i]
         for r in b.reports:
             assert r.lane == 2
             if r.action != "rollback": continue
@@ -186,5 +206,6 @@ def test_a_lane_that_is_ruined_for_good_stops_and_the_rest_goes_on():
         return x, y
     pop = guarded(governor=GovernorConfig(rollbacks=2, lowers=0))
     reports = [r for _ in range(6) for r in run_epoch(pop, disturb=always).reports]
-    assert [r.action for r in reports] == ["rollback", "rollback", "stop"] and pop.governor.stopped.tolist() == [False, True, False, False]
+    assert [r.action for r in reports] == ["rollback", "rollback", "stop"]
+    assert pop.governor.stopped.tolist() == [False, True, False, False]
     assert all(r.lane == 1 for r in reports)

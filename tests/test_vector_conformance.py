@@ -1,4 +1,4 @@
-"What any Gymnasium vector environment owes its users, in every autoreset mode; Gymnasium's own vector environment is held to the same."
+"What any Gymnasium vector environment owes its users, in every autoreset mode; Gymnasium's own is held to the same."
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -6,22 +6,28 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from esper_nb.train.data import ImageData
-from esper_nb.control.envs import GrowEnv, GrowVecEnv
+from esper_nb.control.envs import GrowVecEnv
+from esper_nb.control.gym import GrowEnv
 from esper_nb.grow.hosts import CNNConfig
 from esper_nb.train.tasks import Task
 
-TASK = Task("tiny", "digits", CNNConfig(classes=4, in_channels=1, size=4, blocks=2, base=2, kernel=1, pools=1), ("r0c0", "r0c1"), batch_size=16, epochs=3, target_loss=.05, delta_std=.05, lr=.02)
+HOST = CNNConfig(classes=4, in_channels=1, size=4, blocks=2, base=2, kernel=1, pools=1)
+TASK = Task("tiny", "digits", HOST, ("r0c0", "r0c1"), batch_size=16, epochs=3, target_loss=.05, delta_std=.05, lr=.02)
+SMALL = dict(task=TASK, blueprints=("norm", "conv_small"), workers=1)
 
 
 def tiny_data():
     g = torch.Generator().manual_seed(0)
-    split = lambda n: (torch.randint(0, 256, (n, 4, 4, 1), generator=g, dtype=torch.uint8), torch.arange(n) % 4)
+    def split(n): return torch.randint(0, 256, (n, 4, 4, 1), generator=g, dtype=torch.uint8), torch.arange(n) % 4
     return ImageData(*split(32), *split(16), *split(16), classes=4)
 
 
-def grow(mode, n=3): return GrowVecEnv(task=TASK, data=tiny_data(), num_envs=n, blueprints=("norm", "conv_small"), workers=1, autoreset_mode=mode)
-def grow_sync(mode, n=3): return SyncVectorEnv([lambda: GrowEnv(task=TASK, data=tiny_data(), blueprints=("norm", "conv_small"), workers=1)] * n, autoreset_mode=mode)
-def cartpole_sync(mode, n=3): return SyncVectorEnv([lambda: gym.make("CartPole-v1", max_episode_steps=12)] * n, autoreset_mode=mode)
+def grow(mode, n=3): return GrowVecEnv(data=tiny_data(), num_envs=n, autoreset_mode=mode, **SMALL)
+def grow_sync(mode, n=3): return SyncVectorEnv([lambda: GrowEnv(data=tiny_data(), **SMALL)] * n, autoreset_mode=mode)
+
+
+def cartpole_sync(mode, n=3):
+    return SyncVectorEnv([lambda: gym.make("CartPole-v1", max_episode_steps=12)] * n, autoreset_mode=mode)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,7 +53,8 @@ def check_step(envs, result):
     obs, reward, term, trunc, info = result
     n = envs.num_envs
     assert obs in envs.observation_space and obs.dtype == envs.single_observation_space.dtype
-    assert reward.shape == term.shape == trunc.shape == (n,) and reward.dtype == np.float64 and term.dtype == trunc.dtype == np.bool_ and np.isfinite(reward).all()
+    assert reward.shape == term.shape == trunc.shape == (n,) and np.isfinite(reward).all()
+    assert reward.dtype == np.float64 and term.dtype == trunc.dtype == np.bool_
     check_flags(info, n)
     return obs, reward, term, trunc, info
 
@@ -66,8 +73,11 @@ def check_seeds(envs, steps=6):
         out = [obs.copy(), info]
         for _ in range(steps):
             obs, reward, term, trunc, info = check_step(envs, envs.step(envs.action_space.sample()))
-            out += [obs.copy(), reward.copy(), term.copy(), trunc.copy(), {k: v for k, v in info.items() if k != "episode"}]
-            if envs.metadata["autoreset_mode"] == AutoresetMode.DISABLED and (term | trunc).any(): envs.reset(options={"reset_mask": term | trunc})
+            out += [obs.copy(), reward.copy(), term.copy(), trunc.copy()]
+            out.append({k: v for k, v in info.items() if k != "episode"})
+            done = term | trunc
+            if envs.metadata["autoreset_mode"] == AutoresetMode.DISABLED and done.any():
+                envs.reset(options={"reset_mask": done})
         return out
     first, again, other = run(5), run(5), run(6)
     assert all(same(a, b) for a, b in zip(first, again))
@@ -85,7 +95,7 @@ def check_ends(envs, steps=60):
         done = term | trunc
         assert not (term & trunc).any() or isinstance(envs, SyncVectorEnv)
         if mode == AutoresetMode.NEXT_STEP:
-            assert not done[pending].any() and (reward[pending] == 0).all() # the step after an end only resets
+            assert not done[pending].any() and (reward[pending] == 0).all() # the step after an end resets
             assert "final_obs" not in info
             pending = done
         if mode == AutoresetMode.SAME_STEP:
@@ -93,8 +103,9 @@ def check_ends(envs, steps=60):
             if done.any():
                 assert np.array_equal(info["_final_obs"], done) and np.array_equal(info["_final_info"], done)
                 for i in range(n):
-                    assert (info["final_obs"][i] in envs.single_observation_space) if done[i] else info["final_obs"][i] is None
-                    if done[i]: assert not np.array_equal(info["final_obs"][i], obs[i])
+                    final = info["final_obs"][i]
+                    assert (final in envs.single_observation_space) if done[i] else final is None
+                    if done[i]: assert not np.array_equal(final, obs[i])
         if mode == AutoresetMode.DISABLED and done.any():
             with pytest.raises((AssertionError, RuntimeError)): envs.step(envs.action_space.sample())
             before = obs.copy()
@@ -107,7 +118,8 @@ def check_ends(envs, steps=60):
 def check_reset_masks(envs):
     if envs.metadata["autoreset_mode"] != AutoresetMode.DISABLED: return
     envs.reset(seed=0)
-    for bad in ([True] * envs.num_envs, np.ones(envs.num_envs + 1, bool), np.ones(envs.num_envs, int), np.zeros(envs.num_envs, bool)):
+    n = envs.num_envs
+    for bad in ([True] * n, np.ones(n + 1, bool), np.ones(n, int), np.zeros(n, bool)):
         with pytest.raises((TypeError, ValueError)): envs.reset(options={"reset_mask": bad})
     first, _ = envs.reset(seed=3)
     first = first.copy()
@@ -145,11 +157,14 @@ def test_masks_come_with_every_observation_and_are_the_callers(mode):
     for _ in range(7):
         assert info["action_mask"].shape == (3, envs.actions.width) and info["_action_mask"].all()
         assert np.array_equal(info["action_mask"][:, :envs.actions.flat], envs.action_masks())
-        info["action_mask"][:] = False; envs.action_masks()[:] = False # scribbled over
-        assert envs.mask.any(1).all() and all(h.any() for row in envs.action_masks() for h in np.split(row, np.cumsum(envs.actions.sizes)[:-1]))
+        info["action_mask"][:] = False # scribbled over
+        envs.action_masks()[:] = False
+        heads = np.split(envs.action_masks(), np.cumsum(envs.actions.sizes)[:-1], axis=1)
+        assert envs.mask.any(1).all() and all(h.any(1).all() for h in heads)
         obs, _, term, trunc, info = envs.step(np.zeros((3, 8), int))
         obs[:] = np.nan
-        if mode == AutoresetMode.DISABLED and (term | trunc).any(): _, info = envs.reset(options={"reset_mask": term | trunc})
+        done = term | trunc
+        if mode == AutoresetMode.DISABLED and done.any(): _, info = envs.reset(options={"reset_mask": done})
 
 
 def test_actions_outside_the_space_are_errors():

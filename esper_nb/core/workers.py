@@ -8,8 +8,8 @@ __all__ = ['T', 'R', 'Plan', 'BUDGET', 'plan', 'default_workers', 'use_threads',
 # %% ../../nbs/core/05_workers.ipynb #a6306482
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Barrier, BoundedSemaphore, Event
 from typing import TypeVar
 
@@ -22,19 +22,20 @@ R = TypeVar("R")
 Plan = tuple[tuple[int, ...], ...]  # groups of lane numbers, every lane in exactly one
 
 # %% ../../nbs/core/05_workers.ipynb #a0c2b1b6
-BUDGET = 8 * 2**20  # bytes of the largest activation in a group. Measured on two cores: 8 lanes of 1 MiB, 4 of 2 MiB and 2 of 4 MiB are within 5 % of the best width, half as many up to 20 % slower
+BUDGET = 8 * 2**20  # bytes of the largest activation in a group
 
-def _split(lanes, parts):
+def _split(lanes: Sequence[int], parts: int) -> list[tuple[int, ...]]:
     "Cut a sequence into `parts` runs whose lengths differ by one at most."
     q, r = divmod(len(lanes), parts)
     cuts = [i * q + min(i, r) for i in range(parts + 1)]
     return [tuple(lanes[a:b]) for a, b in zip(cuts, cuts[1:])]
 
+# %% ../../nbs/core/05_workers.ipynb #5533de23
 def plan(
     kinds: int | Sequence[Hashable], # number of lanes, or one key per lane: lanes with equal keys may share a group
     workers: int = 1, # how many groups run at once
     lane_bytes: int = 0, # bytes of one lane's largest activation in a batch
-    width: int | None = None, # lanes per group, instead of the rule
+    width: int | None = None, # lanes per group, instead of the budget
 ) -> Plan:
     "Split lanes into groups: equal kinds together, wide enough to be efficient, with work for every worker."
     check_count("workers", workers)
@@ -45,81 +46,100 @@ def plan(
     fair = -(-len(kinds) // workers)  # no group larger than a worker's fair share
     groups = [g for lanes in by_kind.values() for g in _split(lanes, -(-len(lanes) // min(widest, fair)))]
     while len(groups) % workers and len(largest := max(groups, key=len)) > 1:  # as many for each worker
-        groups.remove(largest); groups += _split(largest, 2)
+        groups.remove(largest)
+        groups += _split(largest, 2)
     return tuple(sorted(groups, key=lambda g: (-len(g), g)))  # large ones first, so that the small ones fill the gaps
 
-# %% ../../nbs/core/05_workers.ipynb #9761fecb
-def default_workers(device: str | torch.device = "cpu") -> int: # workers that a device can use
+# %% ../../nbs/core/05_workers.ipynb #7c3b4e0d
+def default_workers(
+    device: str | torch.device = "cpu", # where the groups run
+) -> int: # workers that a device can use
     "One worker per core this process may use on a CPU; two streams on a GPU."
     if torch.device(device).type != "cpu": return 2
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
+# %% ../../nbs/core/05_workers.ipynb #6dda92dc
 @contextmanager
 def use_threads(
     count: int | None, # cores inside one operation; None: as set before
-):
+) -> Iterator[None]:
     "PyTorch's operations that this thread starts inside the block use `count` cores of a CPU."
     before = torch.get_num_threads()
     if count is not None: torch.set_num_threads(check_count("threads", count))
     try: yield
     finally: torch.set_num_threads(before)
 
-class Workers:
-    "Runs independent groups side by side: threads of one core each on a CPU, streams on a GPU."
-    def __init__(self, count: int | None = None, device: str | torch.device = "cpu"):
-        self.device, self.stopping = torch.device(device), Event()
-        self.count = default_workers(device) if count is None else check_count("workers", count)
-        self.pool = self._threads() if self.device.type == "cpu" and self.count > 1 else None
-        self.turn = BoundedSemaphore(max(1, self.count // 2)) if self.pool else nullcontext() # held, once in each thread, where operations are many and small
-        self.streams = [torch.cuda.Stream(self.device) for _ in range(self.count)] if self.device.type == "cuda" else []
+# %% ../../nbs/core/05_workers.ipynb #a753e0c9
+def _make_threads(count: int) -> ThreadPoolExecutor:
+    "A pool of threads, each of which runs PyTorch on one core."
+    ours = torch.get_num_threads()
+    ready = Barrier(count)
+    pool = ThreadPoolExecutor(count, "lanes")
+    def prepare(_):
+        torch.get_num_threads()  # the first use in a thread copies the latest setting of any thread ...
+        torch.set_num_threads(1)  # ... so that this one, made after it, is this thread's own
+        ready.wait()
+    list(pool.map(prepare, range(count)))  # the barrier makes every thread run it once
+    torch.set_num_threads(ours)  # the latest setting is what later threads copy
+    return pool
 
-    def _threads(self):
-        ours, ready, pool = torch.get_num_threads(), Barrier(self.count), ThreadPoolExecutor(self.count, "lanes")
-        def prepare(_):
-            torch.get_num_threads()  # the first use in a thread copies the latest setting of any thread ...
-            torch.set_num_threads(1)  # ... so that this one, made after it, is this thread's own
-            ready.wait()
-        list(pool.map(prepare, range(self.count)))  # the barrier makes every thread run it once
-        torch.set_num_threads(ours)  # the latest setting is what later threads copy
-        return pool
-
-    def __enter__(self): return self
-    def __exit__(self, *exc): self.close()
-
-    def close(self):
-        "Let the threads go."
-        if self.pool: self.pool.shutdown()
-
-# %% ../../nbs/core/05_workers.ipynb #c2f206ce
-def _on_threads(self: Workers, f, items):
-    futures = [self.pool.submit(f, i) for i in items]
+# %% ../../nbs/core/05_workers.ipynb #a5780184
+def _run_on_threads(pool: ThreadPoolExecutor, stopping: Event, f: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    "Results in order; the first error or interrupt sets `stopping`, and is raised when all groups are through."
+    futures: list[Future[R]] = [pool.submit(f, i) for i in items]
     try:
-        wait(futures, return_when=FIRST_EXCEPTION)  # not result by result: a failed group must stop the ones before it too
+        wait(futures, return_when=FIRST_EXCEPTION)
         return [fut.result(timeout=0) for fut in futures]
-    except BaseException:
-        self.stopping.set()
+    except BaseException:  # an interrupt of the caller, too
+        stopping.set()
         for fut in futures: fut.cancel()
         wait(futures)
         for fut in futures:
             if not fut.cancelled(): fut.result()  # the error of the group, if there was one
         raise
 
-def _on_streams(self: Workers, f, items):
-    here, out = torch.cuda.current_stream(self.device), []
-    for s in self.streams: s.wait_stream(here)
+# %% ../../nbs/core/05_workers.ipynb #991ec562
+def _run_on_streams(streams: Sequence, device: torch.device, f: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    "Results in order, while the work behind them is still on its way."
+    here, out = torch.cuda.current_stream(device), []
+    for s in streams: s.wait_stream(here)
     for k, item in enumerate(items):
-        with torch.cuda.stream(self.streams[k % self.count]): out.append(f(item))
-    for s in self.streams: here.wait_stream(s)
+        with torch.cuda.stream(streams[k % len(streams)]): out.append(f(item))
+    for s in streams: here.wait_stream(s)
     return out
 
-def _map(
-    self: Workers,
-    f: Callable[[T], R], # work on one group; must not write what another group reads
-    items: Sequence[T], # the groups
-) -> list[R]: # results in the order of `items`
-    "Run `f` on every item; an error or an interrupt stops the others at their next step edge and is raised here."
-    self.stopping.clear()
-    if self.pool and len(items) > 1: return _on_threads(self, f, items)  # one piece alone gets all cores, inside its operations
-    return _on_streams(self, f, items) if self.streams else [f(i) for i in items]
+# %% ../../nbs/core/05_workers.ipynb #9761fecb
+class Workers:
+    "Runs independent groups side by side: threads of one core each on a CPU, streams on a GPU."
+    def __init__(
+        self,
+        count: int | None = None, # workers; None: `default_workers`
+        device: str | torch.device = "cpu", # where the groups run
+    ):
+        self.device = torch.device(device)
+        self.stopping = Event()
+        self.count = default_workers(device) if count is None else check_count("workers", count)
+        on_cpu = self.device.type == "cpu"
+        self.pool = _make_threads(self.count) if on_cpu and self.count > 1 else None
+        # held, once in each thread, where operations are many and small
+        self.turn: AbstractContextManager = BoundedSemaphore(max(1, self.count // 2)) if self.pool else nullcontext()
+        self.streams = [torch.cuda.Stream(self.device) for _ in range(self.count)] if self.device.type == "cuda" else []
 
-Workers.map = _map
+    def map(
+        self,
+        f: Callable[[T], R], # work on one group; must not write what another group reads
+        items: Sequence[T], # the groups
+    ) -> list[R]: # results in the order of `items`
+        "Run `f` on every item; an error or an interrupt stops the others at their next step edge and is raised here."
+        self.stopping.clear()
+        if self.pool and len(items) > 1: return _run_on_threads(self.pool, self.stopping, f, items)
+        if self.streams: return _run_on_streams(self.streams, self.device, f, items)
+        return [f(i) for i in items]  # one piece alone gets all cores, inside its operations
+
+    def close(self):
+        "End the threads, after the work they have been given."
+        if self.pool: self.pool.shutdown()
+
+    def __enter__(self): return self
+
+    def __exit__(self, *exc): self.close()

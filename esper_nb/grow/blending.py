@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.config import check, check_count
-from ..core.lanes import linear, spatial_mean
+from ..core.layers import linear, spatial_mean
 
 # %% ../../nbs/grow/22_blending.ipynb #74151432
 class Curve(IntEnum):
@@ -23,6 +23,7 @@ class Curve(IntEnum):
     COSINE = 1
     SIGMOID = 2
 
+# %% ../../nbs/grow/22_blending.ipynb #8ae9c175
 def progress(
     t: float, # share of the time, 0 to 1
     curve: Curve | int = Curve.LINEAR,
@@ -41,6 +42,7 @@ class RampMode(IntEnum):
     UP = 1
     DOWN = 2
 
+# %% ../../nbs/grow/22_blending.ipynb #f053d9cd
 class Ramp(NamedTuple):
     "An alpha on its way."
     alpha: float = 0. # now, 0 to 1
@@ -59,19 +61,26 @@ class Ramp(NamedTuple):
         steepness: float = 12., # at least 0.1
     ) -> "Ramp":
         "Begin a new ramp; only a ramp that holds takes one."
-        if self.mode != RampMode.HOLD: raise RuntimeError(f"the ramp is at {self.done} of {self.total} steps {self.mode.name} to {self.target:g}; wait until it holds")
+        if self.mode != RampMode.HOLD:
+            raise RuntimeError(f"the ramp is at {self.done} of {self.total} steps {self.mode.name} to {self.target:g}; "
+                               "wait until it holds")
         check(0 <= target <= 1, "target", target, "a number from 0 to 1")
         check(steepness >= .1, "steepness", steepness, "at least 0.1")
-        new = Ramp(self.alpha, self.alpha, float(target), RampMode.UP if target > self.alpha else RampMode.DOWN, Curve(curve), float(steepness), check_count("steps", steps, 0), 0)
-        return new if steps and target != self.alpha else new._arrived()
+        new = self._replace(
+            start=self.alpha, target=float(target), mode=RampMode.UP if target > self.alpha else RampMode.DOWN,
+            curve=Curve(curve), steepness=float(steepness), total=check_count("steps", steps, 0), done=0)
+        return new if steps and target != self.alpha else new.arrive()
 
-    def _arrived(self): return self._replace(alpha=self.target, mode=RampMode.HOLD, done=self.total)
+    def arrive(self) -> "Ramp":
+        "The ramp at its end: alpha on the target, exactly."
+        return self._replace(alpha=self.target, mode=RampMode.HOLD, done=self.total)
 
     def step(self) -> "Ramp":
         "One step on: never past the target, never back, and exactly on it at the end."
         if self.mode == RampMode.HOLD: return self
-        if self.done + 1 >= self.total: return self._arrived()
-        way = self.start + (self.target - self.start) * progress((self.done + 1) / self.total, self.curve, self.steepness)
+        if self.done + 1 >= self.total: return self.arrive()
+        share = progress((self.done + 1) / self.total, self.curve, self.steepness)
+        way = self.start + (self.target - self.start) * share
         low, high = sorted((self.alpha, self.target))
         return self._replace(alpha=min(max(way, low), high), done=self.done + 1)
 
@@ -87,6 +96,7 @@ def spread(
     if h.ndim == 4: return w.view(*w.shape[:-1] or (1,), -1, 1, 1)
     return w[:, None] if w.ndim == 2 else w
 
+# %% ../../nbs/grow/22_blending.ipynb #b8957a31
 class Blend(IntEnum):
     "How a seed's output joins its input."
     ADD = 0
@@ -99,13 +109,14 @@ def combine(
     s: Tensor, # the seed's output
     alpha: Tensor, # from `spread`, in [0, 1]
     r: Tensor, # what the seed read: h, or h cut from the graph
-    gate: Tensor | None = None, # from `spread`, in (0, 1); for GATE
+    blend_gate: Tensor | None = None, # from `spread`, in (0, 1); for GATE
 ) -> Tensor: # h where alpha is 0, exactly
     "The slot's output."
     s = s.to(h.dtype)
     if blend == Blend.MULTIPLY: return h * (1 + alpha * torch.tanh(s - r))
-    return torch.lerp(h, s, alpha * gate if blend == Blend.GATE else alpha)
+    return torch.lerp(h, s, alpha * blend_gate if blend == Blend.GATE else alpha)
 
+# %% ../../nbs/grow/22_blending.ipynb #eefb95d5
 def straight_through(
     h: Tensor, # the slot's input
     s: Tensor, # the seed's output
@@ -116,14 +127,16 @@ def straight_through(
 
 # %% ../../nbs/grow/22_blending.ipynb #1fecf922
 class BlendGate(nn.Module):
-    "g in (0, 1) from pooled features: `(B, n*C, H, W)` to `(B, n)`, or `(B, L, n*D)` to `(B, L, n)`."
+    "Weights g in (0, 1) from pooled features: `(B, n*C, H, W)` to `(B, n)`, or `(B, L, n*D)` to `(B, L, n)`."
     def __init__(self, channels: int, lanes: int = 1):
         super().__init__()
         self.lanes, inner = check_count("lanes", lanes), max(8, channels // 4)
         self.fc1, self.fc2 = linear(channels, inner, lanes), linear(inner, 1, lanes)
 
-    def pool(self, h: Tensor) -> Tensor: # the mean over the picture, or over the tokens so far
+    def pool(self, h: Tensor) -> Tensor: # features -> (B, n*C) or (B, L, n*D)
+        "The mean over the picture, or over the tokens so far."
         if h.ndim == 4: return spatial_mean(h)
         return h.cumsum(1) / torch.arange(1, h.shape[1] + 1, device=h.device, dtype=h.dtype)[:, None]
 
-    def forward(self, h: Tensor) -> Tensor: return self.fc2(self.fc1(self.pool(h)).relu()).sigmoid()
+    def forward(self, h: Tensor) -> Tensor: # (B, n) or (B, L, n)
+        return self.fc2(self.fc1(self.pool(h)).relu()).sigmoid()

@@ -6,10 +6,11 @@
 __all__ = ['VERBS', 'Decision', 'DecisionResult', 'apply_decision', 'apply_decisions']
 
 # %% ../../nbs/grow/30_decisions.ipynb #db1a03e0
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..core.config import check
+from .lifecycle import GateResult
 from .models import Growing
 
 # %% ../../nbs/grow/30_decisions.ipynb #c06557f4
@@ -37,18 +38,27 @@ def apply_decision(model: Growing, lane: int, d: Decision) -> DecisionResult:
     check(d.verb in VERBS, "verb", d.verb, f"one of {', '.join(VERBS)}")
     if d.verb == "wait": return DecisionResult(lane, d, True, "")
     slot = model.slot(d.slot or "")
-    if d.verb == "germinate": check(d.blueprint in slot.blueprints, "blueprint", d.blueprint, f"one of {', '.join(slot.blueprints)}")
-    kw = dict(d.settings)
-    args = [d.blueprint] if d.verb == "germinate" else [kw.pop(k) for k in ("target", "steps") if k in kw and (d.verb, k) in (("set_alpha", "target"), ("schedule_prune", "steps"))]
-    try: result = getattr(model, d.verb)(d.slot, *args, lanes=[lane], **kw)
+    verbs: dict[str, Callable[..., dict[int, GateResult] | None]] = dict(
+        germinate=model.germinate, advance=model.advance, set_alpha=model.set_alpha, prune=model.prune,
+        schedule_prune=model.schedule_prune, fossilize=model.fossilize)
+    settings = dict(d.settings)
+    if d.verb == "germinate":
+        check(d.blueprint in slot.blueprints, "blueprint", d.blueprint, f"one of {', '.join(slot.blueprints)}")
+        settings["blueprint"] = d.blueprint
+    try: said = verbs[d.verb](slot=d.slot, lanes=[lane], **settings)
     except (RuntimeError, ValueError) as e: return DecisionResult(lane, d, False, str(e))
-    return DecisionResult(lane, d, *((result[lane].passed or bool(kw.get("force")), result[lane].message) if result else (True, "")))
+    if not said: return DecisionResult(lane, d, True, "")
+    return DecisionResult(lane, d, said[lane].passed or bool(settings.get("force")), said[lane].message)
 
+# %% ../../nbs/grow/30_decisions.ipynb #84a7d1e0
 def apply_decisions(
     model: Growing, # n lanes
     decisions: Sequence[Decision | Sequence[Decision] | None], # one entry per lane; None waits
 ) -> tuple[DecisionResult, ...]: # what was done, without the waits
     "Act on every lane."
     check(len(decisions) == model.lanes, "decisions", len(decisions), f"one entry for each of {model.lanes} lanes")
-    each = [(i, [] if d is None else [d] if isinstance(d, Decision) else d) for i, d in enumerate(decisions)]
-    return tuple(apply_decision(model, i, d) for i, ds in each for d in ds if d.verb != "wait")
+    results = []
+    for i, given in enumerate(decisions):
+        several = [given] if isinstance(given, Decision) else given or ()
+        results += [apply_decision(model, i, d) for d in several if d.verb != "wait"]
+    return tuple(results)

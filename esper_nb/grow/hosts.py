@@ -12,9 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.config import Config, check, check_count, check_device
-from ..core.lanes import (LaneAttention, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, batch_norm2d, conv2d, lane_linear, reset_lanes,
-                            by_lane, spatial_mean, unfold)
+from ..core.config import Config, check, check_count
+from ..core.devices import check_device
+from ..core.lanes import reset_lanes
+from esper_nb.core.layers import (
+    LaneAttention, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, batch_norm2d, by_lane, conv2d, lane_linear,
+    spatial_mean)
 
 # %% ../../nbs/grow/27_hosts.ipynb #e80b48ca
 class Site(NamedTuple):
@@ -24,12 +27,13 @@ class Site(NamedTuple):
     depth: float # 0 at the input, 1 at the logits
     kind: str # "before pool", "after pool", "block end" or "segment end"
 
+# %% ../../nbs/grow/27_hosts.ipynb #423b086b
 class Host(nn.Module):
     "A network that runs in parts: piece i leads from point i to point i + 1, and the points between are its sites."
     sites: tuple[Site, ...]
     lanes: int
 
-    def piece(self, i: int, h: Tensor) -> Tensor:
+    def piece(self, i: int, h: Tensor) -> Tensor: # the host's input for i=0, else features of site i - 1
         "Run piece i, which ends at site i, or at the logits after the last site."
         raise NotImplementedError
 
@@ -70,13 +74,20 @@ class CNNConfig(Config):
     def __post_init__(self):
         for name in ("classes", "in_channels", "size", "base", "blocks"): check_count(name, getattr(self, name))
         check(self.kernel % 2 == 1, "kernel", self.kernel, "an odd number, so that a picture keeps its size")
-        check(self.pools is None or 0 <= self.pools <= self.blocks, "pools", self.pools, f"0 to blocks={self.blocks}, or None for all")
-        check(self.size >> self.num_pools >= 1, "size", self.size, f"at least {1 << self.num_pools} pixels for {self.num_pools} pools")
+        pools = self.num_pools
+        check(0 <= pools <= self.blocks, "pools", self.pools, f"0 to blocks={self.blocks}, or None for all")
+        check(self.size >> pools >= 1, "size", self.size, f"at least {1 << pools} pixels for {pools} pools")
 
     @property
-    def num_pools(self) -> int: return self.blocks if self.pools is None else self.pools
+    def num_pools(self) -> int: # how many there are
+        return self.blocks if self.pools is None else self.pools
 
 # %% ../../nbs/grow/27_hosts.ipynb #aab8e571
+def _site_kind(step: str, pooled: bool) -> str: # step: "block" or "pool"; pooled: the block has a pool behind it
+    if step == "pool": return "after pool"
+    return "before pool" if pooled else "block end"
+
+# %% ../../nbs/grow/27_hosts.ipynb #eb9a5f1e
 class CNNHost(Host):
     "Images `(B, n*in_channels, H, W)` to logits `(B, n*classes)`; channels_last throughout."
     def __init__(self, config: CNNConfig, lanes: int = 1):
@@ -86,18 +97,18 @@ class CNNHost(Host):
         self.blocks = nn.ModuleList(self._block(a, b) for a, b in zip([config.in_channels, *widths], widths))
         self.head = LaneLinear(widths[-1], config.classes, lanes)
         self.pool = nn.MaxPool2d(2)
-        self.steps, sites = [], []
-        for i, c in enumerate(widths):
-            self.steps.append(("block", i)); sites.append((f"r0c{i}", c, "before pool" if i < config.num_pools else "block end"))
-            if i < config.num_pools: self.steps.append(("pool", i)); sites.append((f"r1c{i}", c, "after pool"))
-        self.sites = tuple(Site(name, c, (k + 1) / (len(sites) + 1), kind) for k, (name, c, kind) in enumerate(sites))
+        pooled = [i < config.num_pools for i in range(config.blocks)]
+        self.steps = [(kind, i) for i in range(config.blocks) for kind in ("block", "pool")[:1 + pooled[i]]]
+        self.sites = tuple(
+            Site(f"r{int(kind == 'pool')}c{i}", widths[i], (k + 1) / (len(self.steps) + 1), _site_kind(kind, pooled[i]))
+            for k, (kind, i) in enumerate(self.steps))
         self.to(memory_format=torch.channels_last)
 
     def _block(self, c_in, c_out):
         n, k = self.lanes, self.config.kernel
         return nn.Sequential(conv2d(c_in, c_out, k, n, padding=k // 2, bias=False), batch_norm2d(c_out, n), nn.ReLU())
 
-    def piece(self, i: int, h: Tensor) -> Tensor:
+    def piece(self, i: int, h: Tensor) -> Tensor: # as for any host
         if i == len(self.steps): return self.head(spatial_mean(h))
         kind, k = self.steps[i]
         return self.blocks[k](h) if kind == "block" else self.pool(h)
@@ -119,41 +130,54 @@ class GPTConfig(Config):
         check(self.d % self.heads == 0, "heads", self.heads, f"a divisor of d={self.d}")
         check(self.layers % self.segments == 0, "segments", self.segments, f"a divisor of layers={self.layers}")
 
+# %% ../../nbs/grow/27_hosts.ipynb #460ee492
 class GPTBlock(nn.Module):
     "Pre-norm attention and GELU layers over `(B, L, n*d)`."
-    def __init__(self, d: int, heads: int, dropout: float, n: int):
+    def __init__(self, d: int, heads: int, dropout: float, n: int): # features and heads of one lane; n lanes
         super().__init__()
         self.norm1, self.attention, self.norm2 = LaneLayerNorm(d, n), LaneAttention(d, heads, n), LaneLayerNorm(d, n)
-        self.up, self.down, self.act, self.drop1, self.drop2 = LaneLinear(d, 4 * d, n), LaneLinear(4 * d, d, n), nn.GELU(), LaneDropout(dropout, n), LaneDropout(dropout, n)
+        self.up, self.down, self.act = LaneLinear(d, 4 * d, n), LaneLinear(4 * d, d, n), nn.GELU()
+        self.drop1, self.drop2 = LaneDropout(dropout, n), LaneDropout(dropout, n)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor: # (B, L, n*d), the same shape
         x = x + self.drop1(self.attention(self.norm1(x)))
         return x + self.drop2(self.down(self.act(self.up(self.norm2(x)))))
 
 # %% ../../nbs/grow/27_hosts.ipynb #25bf3198
+def _draw_like_gpt2(host: "GPTHost"):
+    "GPT-2's initial values: normal 0.02, residual outputs smaller with depth (Radford et al. 2019)."
+    residual = ("out.weight", "down.weight")
+    for name, p in host.named_parameters():
+        std = .02 / (2 * host.config.layers)**.5 if name.endswith(residual) else .02
+        if p.ndim >= 2: nn.init.normal_(p, std=std)
+        elif name.endswith("bias"): nn.init.zeros_(p)
+        else: nn.init.ones_(p)
+
+# %% ../../nbs/grow/27_hosts.ipynb #ac53206d
 class GPTHost(Host):
     "Tokens `(B, L, n)` to logits `(B, L, n*vocab)`."
     def __init__(self, config: GPTConfig, lanes: int = 1):
         super().__init__()
         c = config
         self.config, self.lanes = c, check_count("lanes", lanes)
-        self.tokens, self.positions = LaneEmbedding(c.vocab, c.d, lanes), nn.Parameter(torch.zeros(lanes * c.block, c.d))
+        self.tokens = LaneEmbedding(c.vocab, c.d, lanes)
+        self.positions = nn.Parameter(torch.zeros(lanes * c.block, c.d))
         self.drop, self.norm = LaneDropout(c.dropout, lanes), LaneLayerNorm(c.d, lanes)
         self.blocks = nn.ModuleList(GPTBlock(c.d, c.heads, c.dropout, lanes) for _ in range(c.layers))
-        self.sites = tuple(Site(f"r0c{i}", c.d, (i + 1) / (c.segments + 1), "segment end") for i in range(c.segments))
+        self.sites = tuple(
+            Site(f"r0c{i}", c.d, (i + 1) / (c.segments + 1), "segment end") for i in range(c.segments))
 
-    def reset_parameters(self):
-        "GPT-2's initial values: normal 0.02, residual outputs smaller with depth (Radford et al. 2019)."
-        for name, p in self.named_parameters():
-            if p.ndim < 2: nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)
-            else: nn.init.normal_(p, std=0.02 / (2 * self.config.layers)**0.5 if name.endswith(("out.weight", "down.weight")) else 0.02)
+    def reset_parameters(self): _draw_like_gpt2(self)
 
     def embed(self, tokens: Tensor) -> Tensor: # (B, L, n) -> (B, L, n*d)
-        check(tokens.shape[1] <= self.config.block, "tokens.shape", tuple(tokens.shape), f"at most block={self.config.block} tokens in a sequence")
+        "Tokens and their positions as features."
+        limit = self.config.block
+        expected = f"at most block={limit} tokens in a sequence"
+        check(tokens.shape[1] <= limit, "tokens.shape", tuple(tokens.shape), expected)
         places = by_lane(self.positions, self.lanes)[:, :tokens.shape[1]]  # (n, L, d)
         return self.drop(self.tokens(tokens) + places.transpose(0, 1).flatten(1))
 
-    def piece(self, i: int, h: Tensor) -> Tensor:
+    def piece(self, i: int, h: Tensor) -> Tensor: # as for any host; the first one embeds the tokens
         if i == 0: h = self.embed(h)
         if i == len(self.sites): return lane_linear(self.norm(h), self.tokens.weight, None, self.lanes)
         per = self.config.layers // self.config.segments
@@ -168,7 +192,8 @@ def new_host(
     device: str | torch.device = "cpu", # where it lives
 ) -> Host:
     "A host with every lane initialised from its own stream, on `device`."
-    dev, kinds = check_device(device), {CNNConfig: CNNHost, GPTConfig: GPTHost}
+    kinds: dict[type, type[Host]] = {CNNConfig: CNNHost, GPTConfig: GPTHost}
+    dev = check_device(device)
     check(type(config) in kinds, "config", config, "a CNNConfig or a GPTConfig")
     host = kinds[type(config)](config, lanes)
     reset_lanes(host, range(lanes), seed)

@@ -27,7 +27,8 @@ class Stage(IntEnum):
     @classmethod
     def _missing_(cls, value):
         why = "5 is retired" if value == 5 else "not a stage"
-        raise ValueError(f"stage={value!r}: {why}, expected one of {', '.join(f'{int(s)} {s.name}' for s in cls)}")
+        known = ", ".join(f"{int(s)} {s.name}" for s in cls)
+        raise ValueError(f"stage={value!r}: {why}, expected one of {known}")
 
 # %% ../../nbs/grow/20_stages.ipynb #9dc5c2e7
 MOVES: dict[Stage, tuple[Stage, ...]] = {
@@ -54,15 +55,18 @@ def can_move(
     "Whether the table has an arrow from `a` to `b`."
     return Stage(b) in MOVES[Stage(a)]
 
-def check_move(a: Stage | int, b: Stage | int) -> Stage: # the stage moved to
+def check_move(a: Stage | int, b: Stage | int) -> Stage: # where it is, where it would go -> the stage moved to
     "Raise unless `a` may be left for `b`; the message names the stages that are possible."
     a, b = Stage(a), Stage(b)
     names = ", ".join(s.name for s in MOVES[a]) or "none: this stage is final"
-    if not can_move(a, b): raise ValueError(f"a seed cannot go from {a.name} to {b.name}; possible from {a.name}: {names}")
+    if not can_move(a, b):
+        raise ValueError(f"a seed cannot go from {a.name} to {b.name}; possible from {a.name}: {names}")
     return b
 
 def next_stage(a: Stage | int) -> Stage: # the stage that `advance` leads to
     "The next step of a seed that goes well; an error where there is none to take."
     grow = {Stage.GERMINATED: Stage.TRAINING, Stage.TRAINING: Stage.BLENDING, Stage.BLENDING: Stage.HOLDING}
-    check(Stage(a) in grow, "stage", Stage(a).name, "GERMINATED, TRAINING or BLENDING to advance from (germinate fills an empty slot, fossilize ends HOLDING)")
+    expected = ("GERMINATED, TRAINING or BLENDING to advance from "
+                "(germinate fills an empty slot, fossilize ends HOLDING)")
+    check(Stage(a) in grow, "stage", Stage(a).name, expected)
     return grow[Stage(a)]

@@ -13,16 +13,19 @@ from typing import Any
 
 from torch import Tensor
 
-from .governor import Governor, GovernorConfig, GovernorStop
+from .governor import Governor
+from .reports import GovernorConfig, GovernorStop
 
 # %% ../../nbs/guard/16_adapters.ipynb #59d7c2e2
-def _need(module, package):
+def _need(module: str, package: str):
+    "A module that is imported only when it is asked for; an error with the way to get it if it is not there."
     try: return importlib.import_module(module)
-    except ImportError: raise RuntimeError(f"{module} is not installed; install it with `pip install {package}`") from None
+    except ImportError:
+        raise RuntimeError(f"{module} is not installed; install it with `pip install {package}`") from None
 
 # %% ../../nbs/guard/16_adapters.ipynb #54216e94
 def lightning_governor(
-    chance: float | Sequence[float] | None, # chance loss, nats; None: no absolute gate, no collapse
+    chance: float | Sequence[float] | None, # chance loss, nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ):
@@ -30,22 +33,25 @@ def lightning_governor(
     base: Any = _need("lightning.pytorch", "lightning").Callback
 
     class GovernorCallback(base):
-        governor, _loaded = None, None
+        governor: Governor | None = None
+        loaded: dict | None = None # from a checkpoint, until there is a Governor to take it
 
         def on_train_start(self, trainer, pl_module):
+            schedulers = [c.scheduler for c in trainer.lr_scheduler_configs]
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            parts = [pl_module, *trainer.optimizers, *(c.scheduler for c in trainer.lr_scheduler_configs), *([] if scaler is None else [scaler])]
+            parts = [pl_module, *trainer.optimizers, *schedulers, *([] if scaler is None else [scaler])]
             self.governor = Governor(*parts, chance=chance, config=config, **options)
-            if self._loaded is not None: self.governor.load_state_dict(self._loaded)
+            if self.loaded is not None: self.governor.load_state_dict(self.loaded)
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-            if loss is None: return
+            if loss is None or self.governor is None: return
             try: self.governor.watch(loss)
             except GovernorStop: trainer.should_stop = True
 
         def state_dict(self): return {} if self.governor is None else self.governor.state_dict()
-        def load_state_dict(self, state): self._loaded = state or None
+
+        def load_state_dict(self, state): self.loaded = state or None
 
     return GovernorCallback()
 
@@ -61,7 +67,8 @@ def guard_trainer(
     inner, owner = trainer.training_step, weakref.ref(trainer)
 
     class GovernorCallback(base):
-        governor, loss = None, None
+        governor: Governor | None = None
+        loss: Tensor | None = None # of the micro-batches of this step, so far
 
         def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
             scaler = getattr(owner().accelerator, "scaler", None)
@@ -70,7 +77,7 @@ def guard_trainer(
 
         def on_step_end(self, args, state, control, **kwargs):
             loss, self.loss = self.loss, None
-            if loss is None: return
+            if loss is None or self.governor is None: return
             try: self.governor.watch(loss)
             except GovernorStop: control.should_training_stop = True
 

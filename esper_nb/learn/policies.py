@@ -7,6 +7,7 @@ __all__ = ['PolicyConfig', 'Trunk', 'Act', 'ActorCritic']
 
 # %% ../../nbs/learn/61_policies.ipynb #a00e7f1a
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,11 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.config import Config, Precision, check, check_count, choose_precision, seeded
-from .distributions import Heads, choose
+from ..core.config import Config, check, check_count
+from ..core.devices import Precision, choose_precision
+from ..core.random import seeded
 from ..core.workers import use_threads
+from .distributions import ActionHeads, choose
 
 # %% ../../nbs/learn/61_policies.ipynb #8da3bb78
+_activations = dict(tanh=nn.Tanh, relu=nn.ReLU)
+
 @dataclass(frozen=True)
 class PolicyConfig(Config):
     "Sizes of an `ActorCritic`."
@@ -42,26 +47,34 @@ class PolicyConfig(Config):
         check(self.activation in _activations, "activation", self.activation, "'tanh' or 'relu'")
         check(0 <= self.floor < 1, "floor", self.floor, "a probability in [0, 1)")
         for name in ("hidden", "layers", "embed_dim"): check_count(name, getattr(self, name))
-        check(not self.embed_columns or self.embed_size > 0, "embed_size", self.embed_size, "the number of categories when embed_columns are given")
-        check(not self.residual or self.core == "none" or self.features[-1:] == (self.hidden,), "features", self.features, f"a last width equal to hidden={self.hidden} when residual=True")
-
-_activations = dict(tanh=nn.Tanh, relu=nn.ReLU)
+        known = not self.embed_columns or self.embed_size > 0
+        check(known, "embed_size", self.embed_size, "the number of categories when embed_columns are given")
+        fits = not self.residual or self.core == "none" or self.features[-1:] == (self.hidden,)
+        check(fits, "features", self.features, f"a last width equal to hidden={self.hidden} when residual=True")
 
 # %% ../../nbs/learn/61_policies.ipynb #06ca1075
-def _linear(inputs, outputs, gain):
+def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
+    "A layer with orthogonal weights of this gain and no bias yet."
     layer = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(layer.weight, gain); nn.init.zeros_(layer.bias)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
     return layer
 
-def _mlp(inputs, widths, c):
-    layers = []
+def _mlp(inputs: int, widths: Sequence[int], c: PolicyConfig) -> nn.Sequential:
+    "Layers of these widths, each with the activation of the config."
+    layers: list[nn.Module] = []
     for a, b in pairwise((inputs, *widths)):
-        layers += [_linear(a, b, math.sqrt(2)), *([nn.LayerNorm(b)] if c.layer_norm else []), _activations[c.activation]()]
+        layers.append(_linear(a, b, math.sqrt(2)))
+        if c.layer_norm: layers.append(nn.LayerNorm(b))
+        layers.append(_activations[c.activation]())
     return nn.Sequential(*layers)
 
-def _recurrent(inputs, c):
+def _recurrent(inputs: int, c: PolicyConfig) -> nn.Module:
+    "One recurrent layer."
     core = (nn.LSTM if c.core == "lstm" else nn.GRU)(inputs, c.hidden)
-    for name, p in core.named_parameters(): nn.init.orthogonal_(p, 1.) if p.dim() > 1 else nn.init.zeros_(p)
+    for p in core.parameters():
+        if p.dim() > 1: nn.init.orthogonal_(p, 1.)
+        else: nn.init.zeros_(p)
     if c.core == "lstm": nn.init.constant_(core.bias_ih_l0[c.hidden:2 * c.hidden], 1 + math.log(c.layers))
     return core
 
@@ -105,28 +118,24 @@ class Trunk(nn.Module):
         return x, torch.cat(after)
 
 # %% ../../nbs/learn/61_policies.ipynb #73fb167a
-class Act(NamedTuple):
-    "What a controller decided for n lanes."
-    action: Tensor # (n, K) int64
-    logp: Tensor # (n, K) log-probability of each head's choice
-    value: Tensor # (n,) estimate of the return
-    state: Tensor # (S, n, H) memory after this step
-
-class ActorCritic(nn.Module):
-    "Observation and memory to the logits of every head, one value, and the next memory."
+class _Networks(nn.Module):
+    "Trunks, logits and value of an actor-critic, with their initial weights."
     def __init__(
         self,
-        heads: Heads, # the choices
+        heads: ActionHeads, # the choices
         inputs: int, # D, width of an observation
         config: PolicyConfig = PolicyConfig(),
         seed: int = 0, # of the initial weights
         precision: str | Precision = "fp32", # of the matrix products: "fp32", "bf16" or "auto"
     ):
         super().__init__()
-        self.heads, self.inputs, self.config, c = heads, inputs, config, config
+        self.heads, self.inputs, self.config = heads, inputs, config
+        c = config
         self.precision = choose_precision(precision) if isinstance(precision, str) else precision
-        check(not self.precision.scaled, "precision", self.precision.name, "'fp32' or 'bf16': a policy has no loss scale")
-        check(all(0 <= i < inputs for i in c.embed_columns), "embed_columns", c.embed_columns, f"columns of an observation of width {inputs}")
+        plain = not self.precision.scaled
+        check(plain, "precision", self.precision.name, "'fp32' or 'bf16': a policy has no loss scale")
+        inside = all(0 <= i < inputs for i in c.embed_columns)
+        check(inside, "embed_columns", c.embed_columns, f"columns of an observation of width {inputs}")
         rest = [i for i in range(inputs) if i not in c.embed_columns]
         self.register_buffer("_rest", torch.tensor(rest), persistent=False)
         width = len(rest) + c.embed_dim * len(c.embed_columns)
@@ -145,49 +154,64 @@ class ActorCritic(nn.Module):
         for k, size in enumerate(self.heads.sizes): nn.init.orthogonal_(weight[k, :size], 0.01)
         self.logits_weight, self.logits_bias = nn.Parameter(weight), nn.Parameter(torch.zeros(K, A))
 
+# %% ../../nbs/learn/61_policies.ipynb #e831d533
+class _Sequences(_Networks):
+    "An actor-critic over whole sequences."
+    def forward(
+        self,
+        obs: Tensor, # (T, n, D)
+        state: Tensor, # (S, n, H) before the first step
+        start: Tensor, # (T, n) bool: this observation begins an episode
+    ) -> tuple[Tensor, Tensor, Tensor]: # logits (T, n, K, A), values (T, n), state (S, n, H)
+        "A whole sequence; fp32 out."
+        if obs.dim() != 3 or obs.shape[-1] != self.inputs:
+            raise ValueError(f"obs has shape {tuple(obs.shape)}, expected (T, n, {self.inputs}); "
+                             f"a single step is (1, n, {self.inputs})")
+        low = self.precision.dtype != torch.float32
+        with torch.autocast(obs.device.type, self.precision.dtype, enabled=low, cache_enabled=False):
+            x = self._embedded(obs)
+            states = state.split([t.states for t in self.trunks])
+            outs = [trunk(x, s, start) for trunk, s in zip(self.trunks, states)]
+            logits = self._logits(outs[0][0])
+            value = self.value_out(self.value_features(outs[-1][0]))
+        return logits.float(), value.squeeze(-1).float(), torch.cat([s for _, s in outs]).float()
+
+    def _embedded(self, obs):
+        if self.embed is None: return obs
+        vectors = self.embed(obs[..., list(self.config.embed_columns)].long()).flatten(-2)
+        return torch.cat([obs[..., self._rest], vectors], -1)
+
+    def _logits(self, y):
+        "(T, n, K, A): one product for all heads, or a hidden layer of its own for each."
+        weight, bias, linear = self.logits_weight, self.logits_bias, nn.functional.linear
+        if self.actor_hidden is None: return linear(y, weight.flatten(0, 1), bias.flatten()).unflatten(-1, bias.shape)
+        return torch.stack([linear(f(y), w, b) for f, w, b in zip(self.actor_hidden, weight, bias)], -2)
+
+# %% ../../nbs/learn/61_policies.ipynb #f67b00d4
+class Act(NamedTuple):
+    "What a policy decided for n lanes."
+    action: Tensor # (n, K) int64
+    logp: Tensor # (n, K) log-probability of each head's choice
+    value: Tensor # (n,) estimate of the return
+    state: Tensor # (S, n, H) memory after this step
+
+class ActorCritic(_Sequences):
+    "Observation and memory to the logits of every head, one value, and the next memory."
     def initial_state(self, n: int) -> Tensor: # lanes -> (S, n, H)
         "Empty memory."
         return torch.zeros(self.states, n, self.config.hidden, device=self.logits_bias.device)
 
-# %% ../../nbs/learn/61_policies.ipynb #e831d533
-def forward(
-    self,
-    obs: Tensor, # (T, n, D)
-    state: Tensor, # (S, n, H) before the first step
-    start: Tensor, # (T, n) bool: this observation begins an episode
-) -> tuple[Tensor, Tensor, Tensor]: # logits (T, n, K, A), values (T, n), state (S, n, H)
-    "A whole sequence; fp32 out."
-    if obs.dim() != 3 or obs.shape[-1] != self.inputs: raise ValueError(f"obs has shape {tuple(obs.shape)}, expected (T, n, {self.inputs}); a single step is (1, n, {self.inputs})")
-    with torch.autocast(obs.device.type, self.precision.dtype, enabled=self.precision.dtype != torch.float32, cache_enabled=False):
-        x = self._embedded(obs)
-        outs = [trunk(x, s, start) for trunk, s in zip(self.trunks, state.split([t.states for t in self.trunks]))]
-        logits = self._logits(outs[0][0])
-        value = self.value_out(self.value_features(outs[-1][0]))
-    return logits.float(), value.squeeze(-1).float(), torch.cat([s for _, s in outs]).float()
-
-def _embedded(self, obs):
-    if self.embed is None: return obs
-    vectors = self.embed(obs[..., list(self.config.embed_columns)].long()).flatten(-2)
-    return torch.cat([obs[..., self._rest], vectors], -1)
-
-def _logits(self, y):
-    if self.actor_hidden is None: flat = nn.functional.linear(y, self.logits_weight.flatten(0, 1), self.logits_bias.flatten())
-    else: return torch.stack([nn.functional.linear(f(y), w, b) for f, w, b in zip(self.actor_hidden, self.logits_weight, self.logits_bias)], -2)
-    return flat.unflatten(-1, self.logits_bias.shape)
-
-@torch.no_grad()
-@use_threads(1) # a decision is too small to share
-def act(
-    self,
-    obs: Tensor, # (n, D)
-    mask: Tensor | None, # (n, M) bool, what is legal
-    state: Tensor, # (S, n, H)
-    start: Tensor, # (n,) bool: begins an episode
-    noise: Tensor | None = None, # (n, K, A) exponential draws; None: deterministic, the likeliest choice
-) -> Act:
-    "One decision for every lane."
-    logits, value, state = self(obs[None], state, start[None])
-    action, logp = choose(self.heads, logits[0], mask, noise, self.config.floor)
-    return Act(action, logp, value[0], state)
-
-ActorCritic.forward, ActorCritic._embedded, ActorCritic._logits, ActorCritic.act = forward, _embedded, _logits, act
+    @torch.no_grad()
+    @use_threads(1)
+    def act(
+        self,
+        obs: Tensor, # (n, D)
+        mask: Tensor | None, # (n, M) bool, what is legal
+        state: Tensor, # (S, n, H)
+        start: Tensor, # (n,) bool: begins an episode
+        noise: Tensor | None = None, # (n, K, A) exponential draws; None: deterministic, the likeliest choice
+    ) -> Act:
+        "One decision for every lane."
+        logits, value, state = self(obs[None], state, start[None])
+        action, logp = choose(self.heads, logits[0], mask, noise, self.config.floor)
+        return Act(action, logp, value[0], state)

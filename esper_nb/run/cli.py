@@ -7,53 +7,65 @@ __all__ = ['parse_settings', 'closing_table', 'fit_run', 'lab_command', 'main']
 
 # %% ../../nbs/run/99_cli.ipynb #c00f647d
 import argparse, importlib.util, json, subprocess, sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
 
 from .. import __version__
 from .compare import comparison_text
-from ..core.config import check, keep_freed_memory
+from ..core.config import check
+from ..core.devices import keep_freed_memory
 from ..train.faults import Fault, disturb_at, list_faults, parse_fault
 from .recipes import RunConfig, get_recipe, list_recipes
 from .report import write_report
-from ..record.rows import population_rows, run_rows
-from .runs import begin_run, compare_recipe, drive_run, open_run
+from ..record.populations import population_rows, run_rows
+from .contest import compare_recipe
+from .runs import begin_run, drive_run, open_run
 from ..train.tasks import Task, get_task, list_tasks
-from ..record.recorder import JSONLWriter, Recorder, RunFolder, new_run
-from ..train.trainer import FitConfig, Population, new_population, run_epoch
-from ..train.worth import EvalResult, evaluate
+from ..record.folders import RunFolder, new_run
+from ..record.recorder import Recorder
+from ..record.writers import JSONLWriter
+from ..train.population import FitConfig, Population, new_population
+from ..train.trainer import run_epoch
+from ..train.evaluation import EvalResult, evaluate
 
 # %% ../../nbs/run/99_cli.ipynb #1b609415
+def _read_value(text: str) -> Any:
+    "Text as JSON where it is JSON; `none` is null."
+    try: return json.loads({"none": "null"}.get(text.lower(), text))
+    except json.JSONDecodeError: return text
+
 def parse_settings(
     pairs: list[str], # "name=value" each
-) -> dict: # name -> value
+) -> dict[str, Any]: # name -> value
     "Read `name=value` overrides; numbers, true, false and none are taken as such."
     out = {}
     for pair in pairs:
         name, sep, text = pair.partition("=")
         if not sep: raise ValueError(f"--set {pair!r}: expected name=value, for example lr=0.05")
-        try: out[name] = json.loads({"none": "null"}.get(text.lower(), text))
-        except json.JSONDecodeError: out[name] = text
+        out[name] = _read_value(text)
     return out
 
 # %% ../../nbs/run/99_cli.ipynb #470d6cb9
-def _chosen_recipe(args) -> RunConfig:
+def _chosen_recipe(args: argparse.Namespace) -> RunConfig:
     "The recipe that the options describe."
     s = parse_settings(args.set)
-    for k, v in (("seed", args.seed), ("minutes", args.minutes), ("ppo.num_updates", args.updates), ("env.root", args.data)):
-        if v is not None: s[k] = v
-    if args.minutes is not None and "ppo.num_updates" not in s: s["ppo.num_updates"] = 10_000 # until the minutes are over
+    given = {"seed": args.seed, "minutes": args.minutes, "ppo.num_updates": args.updates, "env.root": args.data}
+    s |= {k: v for k, v in given.items() if v is not None}
+    if args.minutes is not None and "ppo.num_updates" not in s: s["ppo.num_updates"] = 10_000 # until they are over
     if args.device != "cpu": s["env.devices"] = args.device.split(",")
     if args.synthetic: s["env.synthetic"] = True
     if args.unguarded: s["env.governor"] = None
     if args.inject: s["env.faults"] = tuple(parse_fault(f) for f in args.inject)
     return get_recipe(args.recipe, s)
 
-def _more(args) -> dict: # what a run may be prolonged with
-    return {k: v for k, v in (("ppo.num_updates", args.updates), ("minutes", args.minutes)) if v is not None}
+def _longer(args: argparse.Namespace) -> dict[str, Any]:
+    "The settings that a run may be prolonged with."
+    given = {"ppo.num_updates": args.updates, "minutes": args.minutes}
+    return {k: v for k, v in given.items() if v is not None}
 
 # %% ../../nbs/run/99_cli.ipynb #7dd35a61
 def closing_table(
@@ -62,15 +74,51 @@ def closing_table(
     rates: list[float], # training examples per second of each epoch
 ) -> str:
     "Accuracy over the lanes, speed and size, as text."
-    a, size = test.accuracy_pp, pop.model.parameter_counts()
+    if test.accuracy_pp is None: raise ValueError("the result has no accuracy: it must be one of a split with labels")
+    accuracy, size = test.accuracy_pp, pop.model.parameter_counts()
     grown = (size.seed + size.fossil).tolist()
-    lines = [("lanes", f"{pop.lanes}, each {int(size.host[0]):,} parameters" + (f", and {min(grown):,} to {max(grown):,} in seeds" if any(grown) else "")), ("test accuracy", f"median {a.median():.1f}, min {a.min():.1f}, max {a.max():.1f} pp"),
+    seeds = f", and {min(grown):,} to {max(grown):,} in seeds" if any(grown) else ""
+    spread = f"median {accuracy.median():.1f}, min {accuracy.min():.1f}, max {accuracy.max():.1f} pp"
+    lines = [("lanes", f"{pop.lanes}, each {int(size.host[0]):,} parameters{seeds}"),
+             ("test accuracy", spread),
              ("test loss", f"median {test.loss.median():.3f} nats (chance {pop.data.chance_loss:.3f})"),
-             ("epochs", f"{int(pop.epoch.max())} on {pop.data.num_train:,} examples each"), ("precision", repr(pop.precision)),
+             ("epochs", f"{int(pop.epoch.max())} on {pop.data.num_train:,} examples each"),
+             ("precision", repr(pop.precision)),
              ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} examples per second, all lanes together")]
     return "\n".join(f"{k:>14}  {v}" for k, v in lines)
 
 # %% ../../nbs/run/99_cli.ipynb #2ed78d99
+def _finish(pop: Population, run: RunFolder, rec: Recorder, rates: list[float]) -> None:
+    "The test split, the weights, the plot and the table."
+    import matplotlib.pyplot as plt
+    from safetensors.torch import save_file
+    from esper_nb.show.plot_runs import plot_run
+    test = evaluate(pop.model, pop.task, pop.data, "test", pop.config.eval_batch, pop.precision)
+    rec.log("test", dict(test=dict(loss=test.loss, accuracy_pp=test.accuracy_pp)), epoch=int(pop.epoch.max()))
+    save_file({k: t.contiguous() for k, t in pop.model.state_dict().items()}, run.path/"weights.safetensors")
+    fig = plot_run(rec.rows)
+    fig.savefig(run.path/"run.png", dpi=110)
+    plt.close(fig)
+    print(closing_table(pop, test, rates), f"{'folder':>14}  {run.path}", sep="\n")
+
+def _fit_epochs(pop: Population, rec: Recorder, faults: Sequence[Fault], progress: bool) -> list[float]:
+    "Train up to the last epoch, or to an interrupt; examples per second of each epoch."
+    rates: list[float] = []
+    with tqdm(total=pop.epochs, unit="epoch", disable=not progress) as bar:
+        try:
+            while int(pop.epoch.max()) < pop.epochs:
+                r = run_epoch(pop, disturb=disturb_at(faults, int(pop.epoch.max())))
+                for report in r.reports: bar.write(f"Governor, epoch {r.epoch}: {report}")
+                rec.add(population_rows(pop, r))
+                rates.append(r.images_per_s)
+                bar.update()
+                shown = "" if r.heldout is None else f"held-out {r.heldout.accuracy_pp.median():.1f} pp, "
+                bar.set_postfix_str(f"{shown}{r.images_per_s:,.0f} examples/s")
+        except KeyboardInterrupt:
+            print(f"\nStopped after {len(rates)} of {pop.epochs} epochs; what is there is kept.", file=sys.stderr)
+    return rates
+
+# %% ../../nbs/run/99_cli.ipynb #c689dd51
 def fit_run(
     task: Task | str, # a task, or the name of one
     config: FitConfig = FitConfig(),
@@ -83,136 +131,170 @@ def fit_run(
 ) -> tuple[Population, RunFolder]:
     "Train a population with a progress bar, and leave a run folder with settings, rows, weights and a plot."
     task = get_task(task) if isinstance(task, str) else task
-    for f in faults: check(f.lane < config.lanes and f.epoch < (config.epochs or task.epochs), "inject", f, f"a lane below {config.lanes} and an epoch below {config.epochs or task.epochs}")
+    epochs = config.epochs or task.epochs
+    for f in faults:
+        there = f.lane < config.lanes and f.epoch < epochs
+        check(there, "inject", f, f"a lane below {config.lanes} and an epoch below {epochs}")
     pop = new_population(task, config, device=device, root=root, synthetic=synthetic)
-    run = new_run(out, task.name, dict(task=task.to_dict(), fit=config.to_dict(), device=str(device), version=__version__, torch=torch.__version__))
-    rates = []
+    described = dict(task=task.to_dict(), fit=config.to_dict(), device=str(device))
+    run = new_run(out, task.name, described | dict(version=__version__, torch=torch.__version__))
     with Recorder([JSONLWriter(run.rows_path)]) as rec:
         rec.add(run_rows(pop))
-        with tqdm(total=pop.epochs, unit="epoch", disable=not progress) as bar:
-            try:
-                while int(pop.epoch.max()) < pop.epochs:
-                    r = run_epoch(pop, disturb=disturb_at(faults, int(pop.epoch.max())))
-                    for report in r.reports: bar.write(f"Governor, epoch {r.epoch}: {report}")
-                    rec.add(population_rows(pop, r)); rates.append(r.images_per_s); bar.update()
-                    bar.set_postfix_str(f"held-out {r.heldout.accuracy_pp.median():.1f} pp, {r.images_per_s:,.0f} examples/s")
-            except KeyboardInterrupt: print(f"\nStopped after {len(rates)} of {pop.epochs} epochs; what is there is kept.", file=sys.stderr)
+        rates = _fit_epochs(pop, rec, faults, progress)
         rec.add(run_rows(pop, "finished" if int(pop.epoch.max()) >= pop.epochs else "stopped"))
         if rates: _finish(pop, run, rec, rates)
     return pop, run
 
-# %% ../../nbs/run/99_cli.ipynb #c689dd51
-def _finish(pop, run, rec, rates):
-    "The test split, the weights, the plot and the table."
-    import matplotlib.pyplot as plt
-    from safetensors.torch import save_file
-    from esper_nb.show.plots import plot_run
-    test = evaluate(pop.model, pop.task, pop.data, "test", pop.config.eval_batch, pop.precision)
-    rec.log("test", dict(test=dict(loss=test.loss, accuracy_pp=test.accuracy_pp)), epoch=int(pop.epoch.max()))
-    save_file({k: t.contiguous() for k, t in pop.model.state_dict().items()}, run.path/"weights.safetensors")
-    fig = plot_run(rec.rows); fig.savefig(run.path/"run.png", dpi=110); plt.close(fig)
-    print(closing_table(pop, test, rates), f"{'folder':>14}  {run.path}", sep="\n")
-
 # %% ../../nbs/run/99_cli.ipynb #6f910780
-def _compare(args) -> None:
+def _compare(args: argparse.Namespace) -> None:
     "The table on the screen, its numbers and picture in files."
     import matplotlib.pyplot as plt
-    from esper_nb.show.plots import plot_compare
+    from esper_nb.show.plot_learning import plot_compare
     config, target = _chosen_recipe(args), Path(args.out or f"compare_{args.recipe}.json")
     check(args.seeds >= 1, "--seeds", args.seeds, "at least 1")
     first = 0 if args.seed is None else args.seed
     with tqdm(total=args.seeds * config.ppo.num_updates, unit="update", disable=None) as bar:
-        result = compare_recipe(config, range(first, first + args.seeds), say=lambda text: bar.write(text, file=sys.stderr), watch=lambda seed, u: bar.update(), jobs=args.jobs)
+        def say(text): bar.write(text, file=sys.stderr)
+        def watch(seed, update): bar.update()
+        result = compare_recipe(config, range(first, first + args.seeds), say=say, watch=watch, jobs=args.jobs)
     result.save(target)
-    fig = plot_compare(result.scores()).figure; fig.savefig(target.with_suffix(".png"), dpi=110); plt.close(fig)
+    fig = plot_compare(result.scores()).figure
+    fig.savefig(target.with_suffix(".png"), dpi=110)
+    plt.close(fig)
     print(comparison_text(result), f"written to {target} and {target.with_suffix('.png')}", sep="\n")
 
 def lab_command(
     page: str = "tutorials/dashboard.ipynb", # below nbs
 ) -> list[str]:
     "The command that opens a notebook of the repository in JupyterLab."
-    if importlib.util.find_spec("jupyterlab") is None: raise RuntimeError("JupyterLab is not installed: pip install 'esper_nb[notebook]'")
-    places = [base/"nbs"/page for base in (Path.cwd(), Path(__file__).resolve().parents[1])]
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise RuntimeError("JupyterLab is not installed: pip install 'esper_nb[notebook]'")
+    places = [base/"nbs"/page for base in (Path.cwd(), Path(__file__).resolve().parents[2])]
     found = next((p for p in places if p.exists()), None)
-    if found is None: raise FileNotFoundError(f"nbs/{page} is neither here nor beside the package: go to the repository's folder first")
+    if found is None:
+        raise FileNotFoundError(f"nbs/{page} is neither here nor beside the package: "
+                                "go to the repository's folder first")
     return [sys.executable, "-m", "jupyter", "lab", str(found)]
 
 # %% ../../nbs/run/99_cli.ipynb #749b61ca
-def _run_options(p, recipe_help: str):
+def _add_set(p: argparse.ArgumentParser, help: str) -> None:
+    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=help)
+
+def _run_options(p: argparse.ArgumentParser, recipe_help: str) -> None:
+    "What `train` and `compare` understand."
     p.add_argument("recipe", help=recipe_help)
     p.add_argument("--updates", type=int, help="updates of the policy")
     p.add_argument("--minutes", type=float, help="training ends with the update in which they are over")
     p.add_argument("--seed", type=int)
-    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="override a setting, e.g. env.num_envs=4 or ppo.learning_rate=0.001")
+    _add_set(p, "override a setting, e.g. env.num_envs=4 or ppo.learning_rate=0.001")
 
-def _common_options(p):
+def _common_options(p: argparse.ArgumentParser) -> None:
+    "What everything that trains understands."
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
     p.add_argument("--data", default=None, help="folder of local data files (default: data)")
     p.add_argument("--synthetic", action="store_true", help="made-up images in place of CIFAR-10")
-    p.add_argument("--inject", action="append", default=[], metavar="FAULT[:LANE[:EPOCH]]", help="ruin a lane on purpose: " + ", ".join(list_faults()))
+    p.add_argument("--inject", action="append", default=[], metavar="FAULT[:LANE[:EPOCH]]",
+                   help="ruin a lane on purpose: " + ", ".join(list_faults()))
     p.add_argument("--unguarded", action="store_true", help="run without the Governor")
-    p.add_argument("--keep-default-allocator", action="store_true", help="let glibc give freed memory back at every step (slower)")
+    p.add_argument("--keep-default-allocator", action="store_true",
+                   help="let glibc give freed memory back at every step (slower)")
 
-def _parser():
-    p = argparse.ArgumentParser("esper-nb", description="Neural networks that grow while they train, and cannot be ruined while they do.")
-    p.add_argument("--version", action="version", version=__version__)
-    sub = p.add_subparsers(dest="command", required=True)
-    t = sub.add_parser("train", help="train a controller that grows networks")
-    _run_options(t, "one of: " + ", ".join(list_recipes()) + "; or any task"); _common_options(t)
-    t.add_argument("--out", default="runs", help="where the run's folder goes")
-    t.add_argument("--quiet", action="store_true", help="no progress bar")
-    r = sub.add_parser("resume", help="go on with a run, exactly where it stopped")
-    r.add_argument("run", help="its folder")
-    r.add_argument("--updates", type=int, help="train up to this many updates in all")
-    r.add_argument("--minutes", type=float, help="train for this many minutes in all")
-    r.add_argument("--quiet", action="store_true", help="no progress bar")
-    h = sub.add_parser("report", help="write one self-contained HTML page about a run")
-    h.add_argument("run", help="its folder")
-    h.add_argument("--out", default=None, help="file (default: report.html in the folder)")
-    c = sub.add_parser("compare", help="a recipe's controller against the heuristic, random actions, waiting and the best fixed schedule")
-    _run_options(c, "as for train"); _common_options(c)
-    c.add_argument("--seeds", type=int, default=3, help="each trains a controller of its own (default: 3)")
-    c.add_argument("--jobs", type=int, default=1, help="seeds at a time, each in a process with its part of the cores (default: 1)")
-    c.add_argument("--out", default=None, help="where the figures go (default: compare_RECIPE.json)")
-    f = sub.add_parser("fit", help="train a population of networks on a task without a controller")
-    f.add_argument("task", help="one of: " + ", ".join(list_tasks()))
-    f.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="override a setting, e.g. lanes=4; settings: " + ", ".join(FitConfig.__dataclass_fields__))
-    _common_options(f)
-    f.add_argument("--out", default="runs", help="where the run's folder goes")
-    sub.add_parser("lab", help="open the dashboard in JupyterLab")
-    sub.add_parser("tasks", help="list the tasks")
-    b = sub.add_parser("bench", help="measure on this machine: lanes against a plain loop, the same while networks grow, or recovery from faults")
-    b.add_argument("what", nargs="?", default="lanes", choices=("lanes", "growth", "faults"))
-    b.add_argument("--quick", action="store_true", help="fewer rounds and the small task only")
-    b.add_argument("--out", default=None, help="where the figures go (default: bench_lanes.json and so on)")
-    b.add_argument("--only", default="", help="growth: cases whose name contains this, such as 'digits, batch 64, mixed'")
-    return p
+# %% ../../nbs/run/99_cli.ipynb #72bfd36c
+def _add_train(p: argparse.ArgumentParser) -> None:
+    _run_options(p, "one of: " + ", ".join(list_recipes()) + "; or any task")
+    _common_options(p)
+    p.add_argument("--out", default="runs", help="where the run's folder goes")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+
+def _add_resume(p: argparse.ArgumentParser) -> None:
+    p.add_argument("run", help="its folder")
+    p.add_argument("--updates", type=int, help="train up to this many updates in all")
+    p.add_argument("--minutes", type=float, help="train for this many minutes in all")
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+
+def _add_report(p: argparse.ArgumentParser) -> None:
+    p.add_argument("run", help="its folder")
+    p.add_argument("--out", default=None, help="file (default: report.html in the folder)")
+
+def _add_compare(p: argparse.ArgumentParser) -> None:
+    _run_options(p, "as for train")
+    _common_options(p)
+    p.add_argument("--seeds", type=int, default=3, help="each trains a controller of its own (default: 3)")
+    p.add_argument("--jobs", type=int, default=1,
+                   help="seeds at a time, each in a process with its part of the cores (default: 1)")
+    p.add_argument("--out", default=None, help="where the figures go (default: compare_RECIPE.json)")
+
+def _add_fit(p: argparse.ArgumentParser) -> None:
+    p.add_argument("task", help="one of: " + ", ".join(list_tasks()))
+    _add_set(p, "override a setting, e.g. lanes=4; settings: " + ", ".join(FitConfig.__dataclass_fields__))
+    _common_options(p)
+    p.add_argument("--out", default="runs", help="where the run's folder goes")
+
+def _add_bench(p: argparse.ArgumentParser) -> None:
+    p.add_argument("what", nargs="?", default="lanes", choices=("lanes", "growth", "faults"))
+    p.add_argument("--quick", action="store_true", help="fewer rounds and the small task only")
+    p.add_argument("--out", default=None, help="where the figures go (default: bench_lanes.json and so on)")
+    p.add_argument("--only", default="",
+                   help="growth: cases whose name contains this, such as 'digits, batch 64, mixed'")
 
 # %% ../../nbs/run/99_cli.ipynb #9076e858
 def _train(args): return drive_run(begin_run(_chosen_recipe(args), args.out), not args.quiet)
-def _resume(args): return drive_run(open_run(args.run, _more(args)), not args.quiet)
+def _resume(args): return drive_run(open_run(args.run, _longer(args)), not args.quiet)
 def _report(args): print(write_report(args.run, args.out))
 def _tasks(args): print("\n".join(f"{n:24} {get_task(n).data:12} {get_task(n).host}" for n in list_tasks()))
+def _lab(args): return subprocess.call(lab_command())
 
 def _fit(args):
-    config = FitConfig.from_dict(parse_settings(args.set) | (dict(governor=None) if args.unguarded else {}))
-    fit_run(args.task, config, args.device, args.data, args.out, args.synthetic, faults=[parse_fault(f) for f in args.inject])
+    settings = parse_settings(args.set) | (dict(governor=None) if args.unguarded else {})
+    fit_run(args.task, FitConfig.from_dict(settings), args.device, args.data, args.out, args.synthetic,
+            faults=[parse_fault(f) for f in args.inject])
 
 def _bench(args):
-    from esper_nb.bench.bench import BENCHES
-    BENCHES[args.what](args.quick, args.out or f"bench_{args.what}.json", **(dict(only=args.only) if args.what == "growth" else {}))
+    from esper_nb.bench.fault_bench import BENCHES
+    only = dict(only=args.only) if args.what == "growth" else {}
+    BENCHES[args.what](args.quick, args.out or f"bench_{args.what}.json", **only)
+
+class _Command(NamedTuple):
+    "A command of the command line."
+    run: Callable[[argparse.Namespace], Any]
+    options: Callable[[argparse.ArgumentParser], None]
+    help: str
+
+def _no_options(p: argparse.ArgumentParser) -> None: "A command without options."
+
+_commands = dict(
+    train=_Command(_train, _add_train, "train a controller that grows networks"),
+    resume=_Command(_resume, _add_resume, "go on with a run, exactly where it stopped"),
+    report=_Command(_report, _add_report, "write one self-contained HTML page about a run"),
+    compare=_Command(_compare, _add_compare, "a recipe's controller against the heuristic, random actions, waiting and "
+                                             "the best fixed schedule"),
+    fit=_Command(_fit, _add_fit, "train a population of networks on a task without a controller"),
+    lab=_Command(_lab, _no_options, "open the dashboard in JupyterLab"),
+    tasks=_Command(_tasks, _no_options, "list the tasks"),
+    bench=_Command(_bench, _add_bench, "measure on this machine: lanes against a plain loop, the same while networks "
+                                       "grow, or recovery from faults"))
+
+# %% ../../nbs/run/99_cli.ipynb #df32d1c3
+def _parser() -> argparse.ArgumentParser:
+    "All commands with their options."
+    about = "Neural networks that grow while they train, and cannot be ruined while they do."
+    p = argparse.ArgumentParser("esper-nb", description=about)
+    p.add_argument("--version", action="version", version=__version__)
+    sub = p.add_subparsers(dest="command", required=True)
+    for name, command in _commands.items(): command.options(sub.add_parser(name, help=command.help))
+    return p
 
 def main(
-    argv: list[str] | None = None, # arguments; default: those of the process
+    argv: list[str] | None = None, # arguments; None: those of the process
 ) -> int: # exit status: 0 done, 2 a mistake, 130 interrupted
     "The `esper-nb` command."
     args = _parser().parse_args(argv)
-    commands = dict(train=_train, resume=_resume, report=_report, compare=_compare, fit=_fit, tasks=_tasks, bench=_bench)
+    trains = args.command in ("train", "resume", "compare", "fit")
     try:
-        if args.command == "lab": return subprocess.call(lab_command())
-        if not getattr(args, "keep_default_allocator", args.command not in ("train", "resume", "compare", "fit")): keep_freed_memory()
-        done = commands[args.command](args)
-        return 130 if args.command in ("train", "resume") and done is None else 0
+        if trains and not getattr(args, "keep_default_allocator", False): keep_freed_memory()
+        result = _commands[args.command].run(args)
+        if args.command == "lab": return result
+        return 130 if args.command in ("train", "resume") and result is None else 0
     except KeyboardInterrupt:
         print("esper-nb: interrupted", file=sys.stderr)
         return 130

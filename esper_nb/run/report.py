@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from ..record.alarms import find_alarms
-from ..record.analytics import action_mix, blueprint_stats, lane_scores, phase_shares, pick_rows, reward_mix, rollbacks
+from ..record.analytics import action_mix, blueprint_stats, lane_scores, phase_shares, pick_rows, reward_mix
+from ..record.analytics import rollbacks
 from .compare import Comparison, comparison_text
-from ..show.plots import plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards, plot_run, plot_slots, theme
+from ..show.plot_learning import plot_compare, plot_learning
+from ..show.plot_runs import plot_blueprints, plot_incidents, plot_lanes
+from ..show.plot_learning import plot_rewards
+from ..show.plot_runs import plot_run, plot_slots
+from ..show.theme import theme
 from ..record.rows import Row
-from ..record.recorder import RunFolder, read_rows
+from ..record.folders import RunFolder
+from ..record.writers import read_rows
 
 # %% ../../nbs/run/98_report.ipynb #e71bd13b
 def picture_html(
@@ -29,111 +35,167 @@ def picture_html(
         with theme(name):
             fig, file = draw(), io.BytesIO()
             fig = getattr(fig, "figure", fig)
-            fig.savefig(file, format="png", dpi=100, bbox_inches="tight"); plt.close(fig)
+            fig.savefig(file, format="png", dpi=100, bbox_inches="tight")
+            plt.close(fig)
         return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     light, dark = png("light"), png("dark")
-    return f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}"><img alt="{html.escape(alt)}" src="{light}"></picture>'
+    return (f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+            f'<img alt="{html.escape(alt)}" src="{light}"></picture>')
 
-def _cell_text(x: Any) -> str:
-    if x is None or (isinstance(x, float) and math.isnan(x)): return "–"
-    return f"{x:,.4g}" if isinstance(x, float) else str(x)
+# %% ../../nbs/run/98_report.ipynb #fd373003
+def _cell(x: Any) -> str:
+    "One cell of a table; numbers stand to the right, what is not there is a dash."
+    side = ' class="n"' if isinstance(x, (int, float)) or x is None else ""
+    if x is None or (isinstance(x, float) and math.isnan(x)): text = "–"
+    else: text = f"{x:,.4g}" if isinstance(x, float) else str(x)
+    return f"<td{side}>{html.escape(text)}</td>"
 
 def table_html(
     head: Sequence[str], # names of the columns
     lines: Sequence[Sequence], # cells
 ) -> str:
     "A table; numbers stand to the right."
-    side = lambda x: ' class="n"' if isinstance(x, (int, float)) or x is None else ""
-    rows = "".join("<tr>" + "".join(f"<td{side(x)}>{html.escape(_cell_text(x))}</td>" for x in line) + "</tr>\n" for line in lines)
-    return f"<div class=\"wide\"><table><thead><tr>{''.join(f'<th>{html.escape(h)}</th>' for h in head)}</tr></thead>\n<tbody>{rows}</tbody></table></div>" if lines else "<p>None.</p>"
+    if not lines: return "<p>None.</p>"
+    top = "".join(f"<th>{html.escape(h)}</th>" for h in head)
+    body = "".join(f"<tr>{''.join(map(_cell, line))}</tr>\n" for line in lines)
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
-def _records(head: str, records: Sequence) -> str: # named tuples
-    return table_html([h.strip().replace("_", " ") for h in head.split(",")], [[getattr(r, h.strip()) for h in head.split(",")] for r in records])
+def _records(names: Sequence[str], records: Sequence) -> str: # fields of named tuples
+    "A table of records."
+    return table_html([name.replace("_", " ") for name in names], [[getattr(r, k) for k in names] for r in records])
 
 # %% ../../nbs/run/98_report.ipynb #aefa6211
-def _settings(config: dict, prefix: str = "") -> list[tuple[str, str]]:
-    "A nested configuration as dotted names."
-    out: list[tuple[str, str]] = []
-    for k, v in config.items(): out += _settings(v, f"{prefix}{k}.") if isinstance(v, dict) and v else [(prefix + k, str(v))]
-    return out
-
 def _result_section(folder: RunFolder, rows: list[Row]) -> str:
     path = folder.path/"comparison.json"
-    if path.exists():
-        c = Comparison.load(path)
-        points = {p.controller: p.test_pp for p in c.plays}
-        text = f"<p>Every controller grew the same {c.lanes} networks for {c.horizon} epochs; the test split was read once, at the end.</p><pre>{html.escape(comparison_text(c))}</pre>"
-        lanes = table_html(["controller", "lowest lane, pp", "median lane, pp", "highest lane, pp"], [[k, min(v), sorted(v)[len(v) // 2], max(v)] for k, v in points.items()])
-        return text + lanes + (picture_html(lambda: plot_compare(c.scores()), "controllers compared") if len({p.seed for p in c.plays}) > 1 else "")
+    if path.exists(): return _comparison_html(Comparison.load(path))
     test = sorted(r["test.accuracy_pp"] for r in pick_rows(rows, "test"))
     if not test: return "<p>The run has not come to its end yet; the test split has not been read.</p>"
-    return f"<p>Test accuracy of {len(test)} lanes: median {test[len(test) // 2]:.1f}, lowest {test[0]:.1f}, highest {test[-1]:.1f} pp.</p>"
+    return (f"<p>Test accuracy of {len(test)} lanes: median {test[len(test) // 2]:.1f}, "
+            f"lowest {test[0]:.1f}, highest {test[-1]:.1f} pp.</p>")
+
+def _comparison_html(c: Comparison) -> str:
+    "The final plays: the table, every controller's spread, and with several seeds a picture."
+    text = (f"<p>Every controller grew the same {c.lanes} networks for {c.horizon} epochs; the test split was read "
+            f"once, at the end.</p><pre>{html.escape(comparison_text(c))}</pre>")
+    sorted_pp = {p.controller: sorted(p.test_accuracy_pp) for p in c.plays}
+    head = ["controller", "lowest lane, pp", "median lane, pp", "highest lane, pp"]
+    lanes = table_html(head, [[k, v[0], v[len(v) // 2], v[-1]] for k, v in sorted_pp.items()])
+    if len({p.seed for p in c.plays}) == 1: return text + lanes
+    return text + lanes + picture_html(lambda: plot_compare(c.scores()), "controllers compared")
+
+# %% ../../nbs/run/98_report.ipynb #1dfbfee8
+_learning = ("env_steps", "return_mean", "entropy_mean", "approx_kl", "clipfrac", "explained_variance", "value_loss",
+             "grad_norm", "rollbacks") # metrics of an update that the report shows
 
 def _learning_section(rows: list[Row]) -> str:
     updates = pick_rows(rows, "update")
-    if not updates: return picture_html(lambda: plot_run(rows), "accuracy, loss and gradient norm of every lane") if pick_rows(rows, "epoch") else ""
-    last = updates[-1]
-    lines = [(k, last.get(f"update.{k}")) for k in ("env_steps", "return_mean", "entropy_mean", "approx_kl", "clipfrac", "explained_variance", "value_loss", "grad_norm", "rollbacks")]
-    return picture_html(lambda: plot_learning(rows), "health of policy and critic") + f"<p>Update {last['update']}, the latest:</p>" + table_html(["metric", "value"], lines)
+    if updates:
+        table = table_html(["metric", "value"], [(k, updates[-1].get(f"update.{k}")) for k in _learning])
+        return (picture_html(lambda: plot_learning(rows), "health of policy and critic")
+                + f"<p>Update {updates[-1]['update']}, the latest:</p>" + table)
+    if not pick_rows(rows, "epoch"): return ""
+    return picture_html(lambda: plot_run(rows), "accuracy, loss and gradient norm of every lane")
 
 def _choices_section(rows: list[Row]) -> str:
     if not pick_rows(rows, "step"): return ""
-    ops = table_html(["operation", "share of steps", "refused"], [[k, f"{a:.1%}", f"{b:.1%}"] for k, (a, b) in action_mix(rows).items()])
-    return ops + table_html(["reward term", "mean of a step"], list(reward_mix(rows).items()))
+    ops = [[k, f"{share:.1%}", f"{refused:.1%}"] for k, (share, refused) in action_mix(rows).items()]
+    return (table_html(["operation", "share of steps", "refused"], ops)
+            + table_html(["reward term", "mean of a step"], list(reward_mix(rows).items())))
 
 # %% ../../nbs/run/98_report.ipynb #fd994106
 def _play_section(final: list[Row]) -> str:
     if not final: return ""
     lanes = sorted({r["lane"] for r in pick_rows(final, "slot")})[:8]
-    out = picture_html(lambda: plot_lanes(final, "heldout.accuracy_pp"), "held-out accuracy of every lane")
-    out += "<p>The life of every slot" + (f", lanes {lanes[0]} to {lanes[-1]}" if lanes else "") + ":</p>" + picture_html(lambda: plot_slots(final, lanes or None), "stages of every seed")
-    out += picture_html(lambda: plot_blueprints(final), "seeds of every blueprint") + _records("blueprint, germinated, fossilized, pruned, alive, contribution_pp", blueprint_stats(final))
-    return out + picture_html(lambda: plot_rewards(final), "reward terms") + _records("lane, accuracy_pp, growth, fossils, rollbacks", [s for s in lane_scores(final)])
+    which = f", lanes {lanes[0]} to {lanes[-1]}" if lanes else ""
+    stats = ("blueprint", "germinated", "fossilized", "pruned", "alive", "contribution_pp")
+    return "".join([
+        picture_html(lambda: plot_lanes(final, "heldout.accuracy_pp"), "held-out accuracy of every lane"),
+        f"<p>The life of every slot{which}:</p>",
+        picture_html(lambda: plot_slots(final, lanes or None), "stages of every seed"),
+        picture_html(lambda: plot_blueprints(final), "seeds of every blueprint"),
+        _records(stats, blueprint_stats(final)),
+        picture_html(lambda: plot_rewards(final), "reward terms"),
+        _records(("lane", "accuracy_pp", "growth", "fossils", "rollbacks"), lane_scores(final))])
+
+def _alarm_lines(rows: list[Row]) -> list[list]: # level, name, lane, update, value, meaning, advice
+    "Alarms that were recorded, or those that the rows raise now."
+    recorded = pick_rows(rows, "alarm")
+    if not recorded:
+        return [[a.level, a.name, a.lane, a.at, str(a.value)[:8], a.meaning, a.advice] for a in find_alarms(rows)]
+    return [[r["alarm.level"], r["alarm.name"], r["lane"], r.get("update"), r["alarm.shown"][:8], r["alarm.meaning"],
+             r["alarm.advice"]] for r in recorded]
 
 def _trouble_section(rows: list[Row]) -> str:
-    back, alarms = rollbacks(rows), [r for r in pick_rows(rows, "alarm")] or None
-    found = [[r["alarm.level"], r["alarm.name"], r["lane"], r.get("update"), r["alarm.shown"][:8], r["alarm.meaning"], r["alarm.advice"]] for r in alarms] if alarms else \
-            [[a.level, a.name, a.lane, a.at, str(a.value)[:8], a.meaning, a.advice] for a in find_alarms(rows)]
-    order = {"critical": 0, "warning": 1, "note": 2}
-    worst = sorted(found, key=lambda f: order.get(f[0], 3))[:25]
-    out = f"<p>{len(back)} rollback{'s' * (len(back) != 1)}.</p>" + (picture_html(lambda: plot_incidents(rows), "rollbacks of every lane") if back else "")
-    out += _records("lane, at, reason, action, shown, lost", back[:25])
-    return out + f"<h3>Alarms</h3><p>{len(found)} alarm{'s' * (len(found) != 1)}" + (f"; the {len(worst)} worst:" if len(found) > len(worst) else ".") + "</p>" + table_html(["level", "alarm", "lane", "update", "value", "meaning", "advice"], worst)
+    back, found = rollbacks(rows), _alarm_lines(rows)
+    urgency = {"critical": 0, "warning": 1, "note": 2}
+    worst = sorted(found, key=lambda line: urgency.get(line[0], 3))[:25]
+    count = f"{len(found)} alarm{'s' * (len(found) != 1)}"
+    return "".join([
+        f"<p>{len(back)} rollback{'s' * (len(back) != 1)}.</p>",
+        picture_html(lambda: plot_incidents(rows), "rollbacks of every lane") if back else "",
+        _records(("lane", "at", "reason", "action", "shown", "lost"), back[:25]),
+        f"<h3>Alarms</h3><p>{count}; the {len(worst)} worst:</p>" if len(found) > len(worst)
+        else f"<h3>Alarms</h3><p>{count}.</p>",
+        table_html(["level", "alarm", "lane", "update", "value", "meaning", "advice"], worst)])
 
 # %% ../../nbs/run/98_report.ipynb #ad109bdf
 _page_css = """:root{color-scheme:light dark;--ink:#262626;--ground:#fff;--soft:#f2f2f2;--line:#ccc}
 @media(prefers-color-scheme:dark){:root{--ink:#d9d9d9;--ground:#1e1e1e;--soft:#2b2b2b;--line:#555}}
-body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--ground);max-width:70rem;margin:2rem auto;padding:0 1rem}
-img{max-width:100%;height:auto}h2{border-bottom:1px solid var(--line);margin-top:2.5rem}.wide{overflow-x:auto}
-table{border-collapse:collapse;font-size:.9rem;margin:.8rem 0}td,th{padding:.2rem .7rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}td.n{text-align:right}
-pre{background:var(--soft);padding:.8rem;overflow-x:auto;font-size:.85rem}summary{cursor:pointer}"""
+body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--ground)}
+body{max-width:70rem;margin:2rem auto;padding:0 1rem}
+img{max-width:100%;height:auto}
+h2{border-bottom:1px solid var(--line);margin-top:2.5rem}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;font-size:.9rem;margin:.8rem 0}
+td,th{padding:.2rem .7rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
+td.n{text-align:right}
+pre{background:var(--soft);padding:.8rem;overflow-x:auto;font-size:.85rem}
+summary{cursor:pointer}"""
 
+_page = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<title>{name}: report of a run</title><style>{css}</style></head>
+<body><h1>{name}</h1><p>Run <code>{folder}</code>, {count:,} rows.</p>
+{body}
+<h2>Settings</h2><details><summary>Everything that was set</summary>{settings}</details></body></html>
+"""
+
+def _settings(config: dict, prefix: str = "") -> list[tuple[str, str]]:
+    "A nested configuration as dotted names."
+    out: list[tuple[str, str]] = []
+    for k, v in config.items():
+        if isinstance(v, dict) and v: out += _settings(v, f"{prefix}{k}.")
+        else: out.append((prefix + k, str(v)))
+    return out
+
+# %% ../../nbs/run/98_report.ipynb #3033a44e
 def report_html(
     folder: RunFolder, # of any run
 ) -> str:
     "The page as text."
     rows, config, final = folder.rows(), folder.config(), folder.path/"final.jsonl"
     name = config.get("run", {}).get("name") or config.get("task", {}).get("name") or folder.path.name
-    play = read_rows(final) if final.exists() else []
     shares = [(k, f"{v:.1%}") for k, v in phase_shares(rows).items()]
-    sections = {"Result": _result_section(folder, rows), "Learning": _learning_section(rows), "What was chosen in training": _choices_section(rows), "The controller's last play": _play_section(play),
-                "Trouble": _trouble_section(rows), "Time": table_html(["phase", "share"], shares) if shares else ""}
+    sections = {
+        "Result": _result_section(folder, rows),
+        "Learning": _learning_section(rows),
+        "What was chosen in training": _choices_section(rows),
+        "The controller's last play": _play_section(read_rows(final) if final.exists() else []),
+        "Trouble": _trouble_section(rows),
+        "Time": table_html(["phase", "share"], shares) if shares else ""}
     body = "\n".join(f"<h2>{k}</h2>\n{v}" for k, v in sections.items() if v)
     settings = table_html(["setting", "value"], _settings(config))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><title>{html.escape(name)}: report of a run</title><style>{_page_css}</style></head>
-<body><h1>{html.escape(name)}</h1><p>Run <code>{html.escape(folder.path.name)}</code>, {len(rows):,} rows.</p>
-{body}
-<h2>Settings</h2><details><summary>Everything that was set</summary>{settings}</details></body></html>
-"""
+    return _page.format(name=html.escape(name), css=_page_css, folder=html.escape(folder.path.name), count=len(rows),
+                        body=body, settings=settings)
 
 def write_report(
     path: str | Path, # folder of a run
-    out: str | Path | None = None, # file; default report.html in the folder
+    out: str | Path | None = None, # file; None: report.html in the folder
 ) -> Path: # the file
     "Write one self-contained HTML page."
     folder = RunFolder(Path(path))
-    if not folder.config_path.exists(): raise FileNotFoundError(f"{path} is no folder of a run: there is no config.json in it")
+    if not folder.config_path.exists():
+        raise FileNotFoundError(f"{path} is no folder of a run: there is no config.json in it")
     target = Path(out) if out is not None else folder.path/"report.html"
     target.write_text(report_html(folder), encoding="utf-8")
     return target

@@ -2,8 +2,8 @@
 
     python tests/browser/colours.py tests/browser/artefacts/lab-2-rollback.png ...
 
-Writes NAME-protan.png, NAME-deutan.png, NAME-tritan.png and a sheet of all four beside each picture. The matrices are those of Machado, Oliveira
-and Fernandes (2009) for a complete deficiency, applied in linear light.
+Writes NAME-protan.png, NAME-deutan.png, NAME-tritan.png and a sheet of all four beside each picture. The matrices are
+those of Machado, Oliveira and Fernandes (2009) for a complete deficiency, applied in linear light.
 """
 import sys
 from pathlib import Path
@@ -28,6 +28,8 @@ if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
         rgb = np.asarray(Image.open(path).convert("RGB"))
         seen = [rgb] + [simulate(rgb, k) for k in MATRICES]
-        for kind, picture in zip(MATRICES, seen[1:]): Image.fromarray(picture).save(path.with_name(f"{path.stem}-{kind}.png"))
-        Image.fromarray(np.vstack([np.hstack(seen[:2]), np.hstack(seen[2:])])).save(path.with_name(f"{path.stem}-sheet.png"))
+        for kind, picture in zip(MATRICES, seen[1:]):
+            Image.fromarray(picture).save(path.with_name(f"{path.stem}-{kind}.png"))
+        Image.fromarray(np.vstack([np.hstack(seen[:2]),
+                                   np.hstack(seen[2:])])).save(path.with_name(f"{path.stem}-sheet.png"))
         print(path.with_name(f"{path.stem}-sheet.png"))

@@ -7,14 +7,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOTS = Path(__file__).parent/"artefacts"
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"}, "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]
+SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},
+            "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
             "docmanager-extension/plugin": {"autosave": False}}
 
 
 def find_chromium():
     "Path of a Chromium or Chrome, or None."
-    names = [os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"]
+    names = [os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome", "google-chrome-stable",
+             "chrome"]
     found = next((path for n in names if n and (path := shutil.which(n))), None)
     if found: return found
     try:
@@ -30,7 +33,8 @@ def pytest_collection_modifyitems(items):
     for name in ("playwright", "jupyterlab", "anywidget", "voila"):
         try: __import__(name)
         except ImportError: why = why or f"needs {name}: pip install -e '.[dev]'"
-    if why is None and find_chromium() is None: why = "needs a Chromium: apt install chromium, or playwright install chromium, or set CHROMIUM to its path"
+    if why is None and find_chromium() is None:
+        why = "needs a Chromium: apt install chromium, or playwright install chromium, or set CHROMIUM to its path"
     for item in here:
         item.add_marker(pytest.mark.browser)
         if why: item.add_marker(pytest.mark.skip(reason=why))
@@ -44,7 +48,8 @@ def free_port():
 def environment(tmp, threads="1"):
     "Folders of its own, so that nothing of the user's Jupyter is read or written."
     env = {k: v for k, v in os.environ.items() if k != "MPLBACKEND"}
-    names = dict(JUPYTER_CONFIG_DIR="cfg", JUPYTER_DATA_DIR="data", JUPYTER_RUNTIME_DIR="run", IPYTHONDIR="ipy", JUPYTERLAB_SETTINGS_DIR="set", JUPYTERLAB_WORKSPACES_DIR="ws")
+    names = dict(JUPYTER_CONFIG_DIR="cfg", JUPYTER_DATA_DIR="data", JUPYTER_RUNTIME_DIR="run", IPYTHONDIR="ipy",
+                 JUPYTERLAB_SETTINGS_DIR="set", JUPYTERLAB_WORKSPACES_DIR="ws")
     for name, value in SETTINGS.items():
         path = tmp/"set/@jupyterlab"/f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,15 +66,18 @@ def server(kind, folder, tmp, theme="JupyterLab Light", threads="1"):
     themes = tmp/"set/@jupyterlab/apputils-extension/themes.jupyterlab-settings"
     themes.write_text(json.dumps({"theme": theme}))
     if kind == "lab":
-        command = [python, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", "--allow-root",
-                   f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True"]
-        address = lambda name: f"http://127.0.0.1:{port}/lab/tree/{name}?token={token}&reset"
+        command = [python, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}",
+                   "--ServerApp.port_retries=0", "--allow-root",
+                   f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}",
+                   "--LabApp.expose_app_in_browser=True"]
+        def address(name): return f"http://127.0.0.1:{port}/lab/tree/{name}?token={token}&reset"
         up = f"http://127.0.0.1:{port}/api/status?token={token}"
     else:
         command = [python, "-m", "voila", str(folder), "--no-browser", "--Voila.ip=127.0.0.1", f"--port={port}"]
-        address = lambda name: f"http://127.0.0.1:{port}/voila/render/{name}"
+        def address(name): return f"http://127.0.0.1:{port}/voila/render/{name}"
         up = f"http://127.0.0.1:{port}/voila/static/"
-    with open(tmp/"server.log", "w") as log: process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder)
+    with open(tmp/"server.log", "w") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder)
     try:
         for _ in range(240):
             if process.poll() is not None: raise RuntimeError((tmp/"server.log").read_text())
@@ -90,7 +98,8 @@ class Page:
     def __init__(self, page):
         self.page, self.errors = page, []
         page.set_default_timeout(60_000)
-        page.on("console", lambda m: self.errors.append(f"{m.text} {m.location.get('url', '')}") if m.type == "error" else None)
+        page.on("console", lambda m: self.errors.append(f"{m.text} {m.location.get('url', '')}") if m.type == "error"
+                else None)
         page.on("pageerror", lambda e: self.errors.append(str(e)))
 
     def shot(self, name):
@@ -105,6 +114,8 @@ class Page:
 def open_browser(tmp, size=(1280, 800)):
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
-        context = p.chromium.launch_persistent_context(str(tmp/"chrome"), executable_path=find_chromium(), headless=True, args=FLAGS, viewport=dict(width=size[0], height=size[1]))
+        context = p.chromium.launch_persistent_context(str(tmp/"chrome"), executable_path=find_chromium(),
+                                                       headless=True, args=FLAGS, viewport=dict(width=size[0],
+                                                                                                height=size[1]))
         try: yield Page(context.pages[0])
         finally: context.close()

@@ -1,4 +1,4 @@
-"The dashboard as a person meets it: the tutorial notebook in JupyterLab and in Voila, driven by clicks, judged by what the page shows."
+"The dashboard as a person meets it: the tutorial in JupyterLab and Voila, driven by clicks, judged by what it shows."
 import json, re, shutil, time
 
 import pytest
@@ -6,14 +6,20 @@ import pytest
 from conftest import ROOT, open_browser, server
 
 NOTEBOOK = ROOT/"nbs/tutorials/dashboard.ipynb"
-READY = """async () => { const w = window.jupyterapp.shell.currentWidget; await w.context.ready; await w.sessionContext.ready;
-                         await w.sessionContext.session.kernel.info }"""
+READY = """async () => {
+  const w = window.jupyterapp.shell.currentWidget;
+  await w.context.ready;
+  await w.sessionContext.ready;
+  await w.sessionContext.session.kernel.info;
+}"""
 ERRORS = "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
 
 
-# In the page itself, from the first moment of a reload: when the notebook's cells are there, and when the panel has drawn news from the kernel.
+# In the page itself, from the first moment of a reload: when the notebook's cells are there, and when the panel has
+# drawn news from the kernel.
 RELOADED = """(() => { const seen = window.reloaded = {}, look = () => {
-  const says = document.querySelector('.esper-canvas canvas')?.getAttribute('aria-label'), epoch = document.querySelector('.esper-status')?.innerText.match(/(?:epoch|step) (\\d+)/);
+  const says = document.querySelector('.esper-canvas canvas')?.getAttribute('aria-label');
+  const epoch = document.querySelector('.esper-status')?.innerText.match(/(?:epoch|step) (\\d+)/);
   if (!seen.cells && document.querySelector('.jp-Notebook .jp-Cell')) seen.cells = performance.now();
   if (says && epoch) { seen.says = says; seen.epoch = epoch[1]; seen.panel = performance.now(); }
   else setTimeout(look, 10); }; look(); })()"""
@@ -24,19 +30,23 @@ class Panel:
     def __init__(self, browser):
         from playwright.sync_api import expect
         self.browser, self.page, self.expect = browser, browser.page, expect
-        self.root, self.log, self.status = (self.page.locator(s).first for s in (".esper", ".esper-log", ".esper-status"))
+        self.root, self.log, self.status = (self.page.locator(s).first
+                                            for s in (".esper", ".esper-log", ".esper-status"))
 
     def press(self, name): self.root.get_by_role("button", name=name, exact=True).click()
     def sees(self, text, within=60): self.expect(self.log).to_contain_text(text, timeout=1000 * within)
-    def state(self, word, within=30): self.expect(self.root.locator(".esper-pill")).to_contain_text(word, timeout=1000 * within)
+    def state(self, word, within=30):
+        self.expect(self.root.locator(".esper-pill")).to_contain_text(word, timeout=1000 * within)
     def epoch(self): return int(re.search(r"(?:epoch|step) (\d+)", self.status.inner_text())[1])
     def canvas_says(self): return self.root.locator(".esper-canvas canvas").get_attribute("aria-label")
     def show(self): self.root.evaluate("e => e.scrollIntoView()")
 
     def drawn(self):
         "How many different colours the picture has: an empty canvas has one."
-        return self.root.locator(".esper-canvas canvas").evaluate("""c => { const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data, seen = new Set();
-            for (let i = 0; i < d.length; i += 4) seen.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]); return seen.size }""")
+        return self.root.locator(".esper-canvas canvas").evaluate("""c => {
+            const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data, seen = new Set();
+            for (let i = 0; i < d.length; i += 4) seen.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);
+            return seen.size }""")
 
     def epoch_beyond(self, old, within=60):
         end = time.time() + within
@@ -87,23 +97,28 @@ Dashboard(session, image=True)"""
 PPO = """from esper_nb.show.dashboard import Dashboard
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.learn.policies import PolicyConfig
-from esper_nb.learn.learner import Learner, PPOConfig
+from esper_nb import Learner, PPOConfig
 from esper_nb.show.session import Session
 from esper_nb.show.sources import EnvSource
 envs = GrowVecEnv(task='digits_impaired', num_envs=4, horizon=30, gamma=.99, limit=320, workers=1)
-learner = Learner(envs, PPOConfig(num_steps=8, num_updates=40, gamma=.99, num_minibatches=1), PolicyConfig(hidden=16), heads=envs.actions)
+config = PPOConfig(num_steps=8, num_updates=40, gamma=.99, num_minibatches=1)
+learner = Learner(envs, config, PolicyConfig(hidden=16), heads=envs.actions)
 session = Session(EnvSource(learner), pace=.25)
 Dashboard(session, lane=1)"""
 
 def write_notebook(path, *sources):
-    cells = [dict(cell_type="code", id=f"c{i}", metadata={}, outputs=[], execution_count=None, source=s) for i, s in enumerate(sources)]
-    path.write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=dict(display_name="Python 3", language="python", name="python3")), nbformat=4, nbformat_minor=5)))
+    cells = [dict(cell_type="code", id=f"c{i}", metadata={}, outputs=[], execution_count=None, source=s) for i,
+             s in enumerate(sources)]
+    path.write_text(json.dumps(dict(cells=cells,
+                                    metadata=dict(kernelspec=dict(display_name="Python 3", language="python",
+                                                                  name="python3")), nbformat=4, nbformat_minor=5)))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("notebooks")
     shutil.copy(NOTEBOOK, folder)
-    for name, *sources in (("images", IMAGES, LAST), ("ppo", PPO, LAST)): write_notebook(folder/f"{name}.ipynb", *sources)
+    for name, *sources in (("images", IMAGES, LAST), ("ppo", PPO, LAST)):
+        write_notebook(folder/f"{name}.ipynb", *sources)
     return folder
 
 @pytest.fixture(scope="module")
@@ -119,7 +134,8 @@ def open_lab(browser, address, name, done="every cell ran"):
     page.evaluate("() => { window.jupyterapp.commands.execute('application:toggle-left-area') }")
     page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
     panel = Panel(browser)
-    panel.expect(page.locator(".jp-Notebook .jp-CodeCell").last.locator(".jp-OutputArea-output").last).to_contain_text(done, timeout=180_000)
+    last = page.locator(".jp-Notebook .jp-CodeCell").last.locator(".jp-OutputArea-output").last
+    panel.expect(last).to_contain_text(done, timeout=180_000)
     assert page.locator(ERRORS).count() == 0
     return panel
 
@@ -130,7 +146,8 @@ def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
         use_everything(panel, lambda name: browser.shot(f"lab-2-{name}"))
         box = panel.root.bounding_box()
         assert box["height"] < 690 and box["width"] < 1240, box              # 800 pixels, less the bars of JupyterLab
-        browser.page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+        dark = "{theme: 'JupyterLab Dark'}"
+        browser.page.evaluate(f"() => window.jupyterapp.commands.execute('apputils:change-theme', {dark})")
         time.sleep(2)
         panel.show(); browser.shot("lab-3-dark")
 
@@ -139,15 +156,18 @@ def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
         browser.page.add_init_script(RELOADED)
         browser.page.reload()
         end = time.time() + 120
-        while "panel" not in (seen := browser.page.evaluate("() => window.reloaded ?? {}")) and time.time() < end: time.sleep(.2)
+        while "panel" not in (seen := browser.page.evaluate("() => window.reloaded ?? {}")) and time.time() < end:
+            time.sleep(.2)
         browser.shot("lab-4-reloaded")
-        assert "panel" in seen, (seen, browser.errors, browser.page.locator(".jp-CodeCell .jp-OutputArea-output").all_inner_texts())
+        assert "panel" in seen, (seen, browser.errors,
+                                 browser.page.locator(".jp-CodeCell .jp-OutputArea-output").all_inner_texts())
         again = Panel(browser)
         took = (seen["panel"] - seen["cells"]) / 1000
         assert seen["says"].endswith(f"lane 5, {incidents} incidents") and int(seen["epoch"]) >= epoch, (seen, epoch)
         again.show(); time.sleep(1.)                                         # the picture may have been out of sight
         assert again.drawn() > 50
-        print(f"\nafter a reload the panel shows the present {took:.2f} s after the notebook's cells, {seen['panel'] / 1000:.2f} s after the reload")
+        print(f"\nafter a reload the panel shows the present {took:.2f} s after the notebook's cells,",
+              f"{seen['panel'] / 1000:.2f} s after the reload")
         assert took < 20      # what it takes is printed; the machine may be busy
         again.show(); browser.shot("lab-4-reloaded")
         again.press("❙❙ Pause"); again.state("paused"); again.press("▸❙ Step"); again.sees("1 epoch at epoch")
@@ -157,7 +177,8 @@ def test_buttons_answer_while_a_cell_is_busy(lab, tmp_path):
     with open_browser(tmp_path) as browser:
         panel = open_lab(browser, lab, "images.ipynb")
         panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(1)
-        browser.page.evaluate("() => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({code: 'import time; time.sleep(8)'}) }")
+        kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
+        browser.page.evaluate(f"() => {{ {kernel}.requestExecute({{code: 'import time; time.sleep(8)'}}) }}")
         time.sleep(.5)
         begun = time.time()
         panel.press("❙❙ Pause"); panel.state("paused")
@@ -180,7 +201,8 @@ def test_ppo_over_lanes(lab, tmp_path):
     with open_browser(tmp_path) as browser:
         panel = open_lab(browser, lab, "ppo.ipynb")
         panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(9)
-        for number in ("update 1", "policy loss", "approx kl", "explained variance", "reward now"): panel.expect(panel.root.locator(".esper-main")).to_contain_text(number)
+        for number in ("update 1", "policy loss", "approx kl", "explained variance", "reward now"):
+            panel.expect(panel.root.locator(".esper-main")).to_contain_text(number)
         panel.press("nan"); panel.sees("lane 1: nan begins in the next step")
         panel.sees("lane 1: non-finite (loss nan"); panel.sees("→ rollback")
         assert "lane 1, 1 incidents" in panel.canvas_says() and "step" in panel.canvas_says() and panel.drawn() > 50

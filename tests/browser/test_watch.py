@@ -1,18 +1,20 @@
-"A page that watches a run: nothing grows, nothing piles up, and it costs little. `WATCH_SECONDS=600` watches for ten minutes."
+"A page that watches a run: nothing grows, and it costs little. `WATCH_SECONDS=600` watches for ten minutes."
 import os
 
 from watch import cost, costs, grow, slope
 
 SECONDS = int(os.environ.get("WATCH_SECONDS", 20))
-ALARM_RULES = dict(losses=1024, edges=512, notes=200, incidents=200, rows=2000, open=200, taken=200, told=0)      # what a session keeps at most
+# what a session keeps at most
+MOST = dict(losses=1024, edges=512, notes=200, incidents=200, rows=2000, open=200, taken=200, told=0)
 
 
 def test_nothing_grows_while_a_page_watches():
     long = SECONDS >= 300
     samples = grow(SECONDS, every=15 if long else 4, warm=None if long else 4, shot="watch")
     for s in samples:
-        assert s["unanswered"] <= 12, s                                 # eight packets to an answer, and some on their way
-        assert all(s["kept"][k] <= most for k, most in ALARM_RULES.items()), s
+        # eight packets to an answer, and some on their way
+        assert s["unanswered"] <= 12, s
+        assert all(s["kept"][k] <= most for k, most in MOST.items()), s
     assert samples[-1]["steps"] > samples[0]["steps"] and samples[-1]["sent"] - samples[0]["sent"] <= 4 * SECONDS
     if not long: return
     for k, most in (("heap_mb", 2.), ("nodes", 200), ("listeners", 50), ("kernel_mb", 12.)):
@@ -23,4 +25,5 @@ def test_nothing_grows_while_a_page_watches():
 def test_a_page_that_watches_costs_little():
     found = costs(cost(1, 6))
     print("\nthe same run without and with a dashboard on a page:", found)
-    assert 0 < found["updates_per_s"] <= 4 and found["share_pct"] < 8    # with a margin for a busy machine; the page quotes a quiet one
+    # with a margin for a busy machine; the page quotes a quiet one
+    assert 0 < found["updates_per_s"] <= 4 and found["share_pct"] < 8

@@ -2,16 +2,18 @@
 
     python tests/browser/walk.py
 
-Clones the repository into a new folder, types `make lab` there, opens the address that it prints in a headless Chromium with settings of its own, and then only clicks what the page says, at the
-pace of a hand. Two things stand in for a newcomer's: the environment in .venv is a link to this one (so `make install` is left out), and changes that are not committed yet are copied over.
+Clones the repository into a new folder, types `make lab` there, opens the address that it prints in a headless Chromium
+with settings of its own, and then only clicks what the page says, at the pace of a hand. Two things stand in for a
+newcomer's: the environment in .venv is a link to this one (so `make install` is left out), and changes that are not
+committed yet are copied over.
 """
 import json, os, re, shutil, signal, subprocess, sys, tempfile, time
 from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import ROOT, open_browser  # noqa: E402
-from test_dashboard_browser import Panel  # noqa: E402
+from conftest import ROOT, open_browser
+from test_dashboard_browser import Panel
 
 IMAGES = ROOT/"nbs/tutorials/images"
 LIMIT = 80_000      # bytes a picture
@@ -30,22 +32,30 @@ def small(path, limit=LIMIT):
 
 def fresh_clone(folder):
     "A clone with the files as they are now, and a link to this environment."
-    git = lambda *a, cwd=ROOT: subprocess.run(["git", *a], cwd=cwd, check=True, capture_output=True, text=True).stdout
+    def git(*a): return subprocess.run(["git", *a], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     git("clone", "--quiet", str(ROOT), str(folder))
     for name in filter(None, git("ls-files", "-z", "--modified", "--others", "--exclude-standard").split("\0")):
         if not (ROOT/name).exists(): (folder/name).unlink(missing_ok=True)
-        elif (ROOT/name).is_file(): (folder/name).parent.mkdir(parents=True, exist_ok=True); shutil.copy(ROOT/name, folder/name)
+        elif (ROOT/name).is_file():
+            (folder/name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT/name, folder/name)
     (folder/".venv").symlink_to(ROOT/".venv")
 
 @contextmanager
 def make_lab(folder, tmp):
     "`make lab` in a folder; yields the address that it prints."
-    names = dict(JUPYTER_CONFIG_DIR="cfg", JUPYTER_DATA_DIR="data", JUPYTER_RUNTIME_DIR="run", IPYTHONDIR="ipy", JUPYTERLAB_SETTINGS_DIR="set", JUPYTERLAB_WORKSPACES_DIR="ws")
-    env = {k: v for k, v in os.environ.items() if k != "MPLBACKEND"} | {k: str(tmp/v) for k, v in names.items()} | dict(PYTHONPATH=str(folder), BROWSER="true", OMP_NUM_THREADS="1")
+    names = dict(JUPYTER_CONFIG_DIR="cfg", JUPYTER_DATA_DIR="data", JUPYTER_RUNTIME_DIR="run", IPYTHONDIR="ipy",
+                 JUPYTERLAB_SETTINGS_DIR="set", JUPYTERLAB_WORKSPACES_DIR="ws")
+    env = {k: v for k, v in os.environ.items() if k != "MPLBACKEND"}
+    env |= {k: str(tmp/v) for k, v in names.items()}
+    env |= dict(PYTHONPATH=str(folder), BROWSER="true", OMP_NUM_THREADS="1")
     (tmp/"cfg").mkdir()
-    (tmp/"cfg/jupyter_server_config.json").write_text(json.dumps({"ServerApp": {"allow_root": True}}))      # for containers
+    # for containers
+    (tmp/"cfg/jupyter_server_config.json").write_text(json.dumps({"ServerApp": {"allow_root": True}}))
     log = tmp/"make.log"
-    with open(log, "w") as out: process = subprocess.Popen(["make", "-o", ".venv/.installed", "lab"], cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True)
+    with open(log, "w") as out:
+        process = subprocess.Popen(["make", "-o", ".venv/.installed", "lab"], cwd=folder, env=env, stdout=out,
+                                   stderr=out, start_new_session=True)
     try:
         end = time.time() + 120
         while not (found := re.search(r"http://(?:127\.0\.0\.1|localhost):\d+/lab\S*token=\w+", log.read_text())):
@@ -64,7 +74,7 @@ def walk(browser, address):
     page.goto(address)
     files = page.locator(".jp-DirListing-item")
     if files.filter(has_text="tutorials").count() == 0: files.first.wait_for()
-    hand = lambda: time.sleep(HAND)
+    def hand(): time.sleep(HAND)
     news = page.get_by_role("button", name="No", exact=True)
     try: news.click(timeout=4000)                           # JupyterLab asks once whether it may tell news
     except Exception: pass
@@ -86,7 +96,10 @@ def walk(browser, address):
     panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(12)
     panel.show(); hand()
     yield "walk-3-running", "▶ Start, and a dozen epochs"
-    panel.press("nan"); panel.sees("lane 3: non-finite (loss nan"); panel.sees("lane 3: recovered"); panel.epoch_beyond(panel.epoch() + 3)
+    panel.press("nan")
+    panel.sees("lane 3: non-finite (loss nan")
+    panel.sees("lane 3: recovered")
+    panel.epoch_beyond(panel.epoch() + 3)
     panel.press("❙❙ Pause"); panel.state("paused")
     panel.show(); time.sleep(1.)
     yield "walk-4-rollback", "nan: verdict, rollback, recovery"

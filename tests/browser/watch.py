@@ -1,11 +1,11 @@
 """What a dashboard that somebody watches costs, and whether anything grows meanwhile.
 
-    python tests/browser/watch.py grow 600     # a running dashboard for ten minutes: memory of page and kernel, unanswered messages
+    python tests/browser/watch.py grow 600     # a dashboard for ten minutes: memory of page and kernel
     python tests/browser/watch.py cost 6 20    # six rounds of 20 s each way: the same run without and with a dashboard
     python tests/browser/watch.py split 10     # where the browser's share goes: the update's parts switched off in turn
 
-Each starts a JupyterLab and a headless Chromium of its own and writes what it measured into nbs/tutorials/images/watch.json, from which the pages
-print it. Processor times come from /proc, so this needs Linux.
+Each starts a JupyterLab and a headless Chromium of its own and writes what it measured into
+nbs/tutorials/images/watch.json, from which the pages print it. Processor times come from /proc, so this needs Linux.
 """
 import json, sys, tempfile, time
 from pathlib import Path
@@ -14,8 +14,8 @@ from statistics import median
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import ROOT, open_browser, server  # noqa: E402
-from test_dashboard_browser import LAST, open_lab, write_notebook  # noqa: E402
+from conftest import ROOT, open_browser, server
+from test_dashboard_browser import LAST, open_lab, write_notebook
 
 RESULT = ROOT/"nbs/tutorials/images/watch.json"
 
@@ -23,14 +23,16 @@ GROW = """import json, os, threading, time
 from esper_nb.show.dashboard import Dashboard
 from esper_nb.show.session import Session
 from esper_nb.train.trainer import FitConfig, new_population
-session = Session(new_population('digits', FitConfig(lanes=16, epochs=100_000)), rows=2000)      # so that this store is full before the first sample, too
+ROWS = 2000      # few, so that this store is full before the first sample, too
+session = Session(new_population('digits', FitConfig(lanes=16, epochs=100_000)), rows=ROWS)
 board = Dashboard(session, lane=3)
 def tell():
-    s, f = session, (board.widget(), board.feed)[1]
+    board.widget()
+    s, f = session, board.panel.feed
     while True:
         time.sleep(1.)
-        told = dict(pid=os.getpid(), steps=s.steps, sent=f.pacer.sent, unanswered=f.pacer.sent - f.pacer.answered, error=f.error or s.error, full=len(s.recorder.rows) == s.recorder._rows.maxlen,
-                    kept=dict(losses=s.losses.count, edges=s.edges.count, notes=len(s.notes), incidents=len(s.incidents), rows=len(s.recorder.rows), open=len(s._open), taken=len(s._taken), told=len(s._told)))
+        told = dict(pid=os.getpid(), steps=s.steps, sent=f.pacer.sent, unanswered=f.pacer.unanswered,
+                    error=f.error or s.error, full=len(s.recorder.rows) >= ROWS, kept=s.kept())
         with open('grow.tmp', 'w') as file: json.dump(told, file)
         os.replace('grow.tmp', 'grow.json')
 def ruin():
@@ -63,11 +65,13 @@ def thread_seconds(tids):
         except OSError: pass
     return out
 def phase(watched, seconds, off):
-    kernel = [t.native_id for t in threading.enumerate() if t is not threading.current_thread()]      # everything that is there besides the run
+    kernel = [t.native_id for t in threading.enumerate() if t is not threading.current_thread()]      # all but the run
     run = source()
     for _ in range(3): run.step()
     marks, steps = [], 0
-    def mark(own): marks.append(dict(t=time.perf_counter(), own=own + thread_seconds(kernel), all=time.process_time(), steps=steps) | others())
+    def mark(own):
+        now = dict(t=time.perf_counter(), own=own + thread_seconds(kernel), all=time.process_time(), steps=steps)
+        marks.append(now | others())
     if not watched:
         def work():
             nonlocal steps
@@ -77,29 +81,34 @@ def phase(watched, seconds, off):
         updates = 0
     else:
         session = Session(run)
-        for k in range(48): session._absorb(Frame(2.3 * np.exp(-k / 20) * noise.lognormal(0, .2, (20, 16)), np.full(16, 90.)))      # the history is as long as it gets
+        for k in range(48):      # the history is as long as it gets
+            session.absorb(Frame(2.3 * np.exp(-k / 20) * noise.lognormal(0, .2, (20, 16)), np.full(16, 90.)))
         board = Dashboard(session, lane=3)
         place.children = (board.widget(),)
         session.start(); time.sleep(4.)
-        kernel.append(board.feed.thread.native_id)
-        if 'status' in off: board.show = lambda live: None; board.feed.show = board.show
-        if 'canvas' in off: board.feed.live = False
-        steps, sent = session.steps, board.feed.pacer.sent
+        feed = board.panel.feed
+        kernel.append(feed.thread.native_id)
+        if 'status' in off: feed.show = lambda live: None
+        if 'canvas' in off: feed.live = False
+        steps, sent = session.steps, feed.pacer.sent
         mark(session.spent)
         time.sleep(seconds)
         steps = session.steps
         mark(session.spent)
-        updates = board.feed.pacer.sent - sent
+        updates = feed.pacer.sent - sent
         place.children = ()
         board.close(); session.close()
     a, b = marks
     wall = b['t'] - a['t']
-    return dict(watched=watched, wall=wall, steps=b['steps'] - a['steps'], updates=updates, kernel=b['own'] - a['own'], all=b['all'] - a['all'], **{k: b[k] - a[k] for k in ('server', 'browser')})
+    spent = {k: b[k] - a[k] for k in ('server', 'browser', 'steps', 'all')}
+    return dict(watched=watched, wall=wall, updates=updates, kernel=b['own'] - a['own'], **spent)
 def measure(rounds, seconds, off=()):
     out = []
     try:
         for k in range(rounds):
-            for watched in ((False, True), (True, False))[k % 2]: out.append(phase(watched, seconds, off)); time.sleep(1.)
+            for watched in ((False, True), (True, False))[k % 2]:
+                out.append(phase(watched, seconds, off))
+                time.sleep(1.)
         json.dump(out, open('cost.json', 'w')); said.value = 'measured'
     except Exception as e: said.value = repr(e)
 W.VBox([place, said])"""
@@ -130,19 +139,24 @@ def grow(seconds=20, every=15, warm=None, shot=None):
             panel.show(); panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(4)
             devtools = browser.page.context.new_cdp_session(browser.page)
             devtools.send("Performance.enable")
-            told = lambda: json.loads((tmp/"nbs/grow.json").read_text())
+            def told(): return json.loads((tmp/"nbs/grow.json").read_text())
             begun = time.time()
             while warm is None and not told()["full"] or warm is not None and time.time() - begun < warm: time.sleep(.5)
-            print(f"stores of fixed size are full after {time.time() - begun:.0f} s" if warm is None else f"{warm} s to warm up", flush=True)
+            print(f"stores of fixed size are full after {time.time() - begun:.0f} s" if warm is None
+                  else f"{warm} s to warm up", flush=True)
             begun = time.time()
             while time.time() - begun < seconds:
                 time.sleep(max(0, every * (len(samples) + 1) - (time.time() - begun)))
                 devtools.send("HeapProfiler.collectGarbage")
                 m = {x["name"]: x["value"] for x in devtools.send("Performance.getMetrics")["metrics"]}
                 t = told()
-                samples.append(dict(at=round(time.time() - begun, 1), heap_mb=m["JSHeapUsedSize"] / 2**20, nodes=m["Nodes"], listeners=m["JSEventListeners"], kernel_mb=psutil.Process(t["pid"]).memory_info().rss / 2**20, **t))
+                memory = psutil.Process(t["pid"]).memory_info().rss / 2**20
+                samples.append(dict(at=round(time.time() - begun, 1), heap_mb=m["JSHeapUsedSize"] / 2**20,
+                                    nodes=m["Nodes"], listeners=m["JSEventListeners"], kernel_mb=memory, **t))
                 s = samples[-1]
-                print(f"{s['at']:6.1f} s  heap {s['heap_mb']:6.2f} MB  nodes {s['nodes']:5.0f}  listeners {s['listeners']:4.0f}  kernel {s['kernel_mb']:7.1f} MB  unanswered {s['unanswered']}  sent {s['sent']}  epochs {s['steps']}  {s['kept']}", flush=True)
+                print(f"{s['at']:6.1f} s  heap {s['heap_mb']:6.2f} MB  nodes {s['nodes']:5.0f}",
+                      f"listeners {s['listeners']:4.0f}  kernel {s['kernel_mb']:7.1f} MB",
+                      f"unanswered {s['unanswered']}  sent {s['sent']}  epochs {s['steps']}  {s['kept']}", flush=True)
             if shot: browser.shot(shot)
             assert browser.errors == [], browser.errors
     assert not any(s["error"] for s in samples), samples[-1]["error"]
@@ -155,11 +169,13 @@ def cost(rounds=6, seconds=20, off=()):
         (tmp/"nbs").mkdir()
         write_notebook(tmp/"nbs/cost.ipynb", COST, LAST)
         with server("lab", tmp/"nbs", tmp, threads=None) as address, open_browser(tmp) as browser:
-            panel = open_lab(browser, address, "cost.ipynb")
+            open_lab(browser, address, "cost.ipynb")
             (tmp/"nbs/pids.json").write_text(json.dumps(pids_of(browser, tmp)))
             code = f"threading.Thread(target=measure, args=({rounds}, {seconds}, {tuple(off)!r})).start()"
-            browser.page.evaluate("code => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({code}) }", code)
-            browser.page.evaluate("() => document.querySelector('.jp-Notebook .jp-CodeCell .jp-OutputArea-output').scrollIntoView()")
+            kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
+            browser.page.evaluate(f"code => {{ {kernel}.requestExecute({{code}}) }}", code)
+            output = ".jp-Notebook .jp-CodeCell .jp-OutputArea-output"
+            browser.page.evaluate(f"() => document.querySelector('{output}').scrollIntoView()")
             said, end = tmp/"nbs/cost.json", time.time() + 120 + rounds * 2 * (seconds + 20)
             while not said.exists():
                 assert time.time() < end, browser.page.locator(".widget-html-content").all_inner_texts()
@@ -171,10 +187,11 @@ def cost(rounds=6, seconds=20, off=()):
 def costs(phases):
     "What the raw numbers say: processor time of everything but the run, and steps per second."
     bare, seen = ([p for p in phases if p["watched"] == w] for w in (False, True))
-    mean = lambda ps, k: sum(p[k] for p in ps) / sum(p["wall"] for p in ps)
+    def mean(ps, k): return sum(p[k] for p in ps) / sum(p["wall"] for p in ps)
     ms = {k: 1000 * (mean(seen, k) - mean(bare, k)) for k in ("kernel", "server", "browser")}
     speed = [a["steps"] / a["wall"] / (b["steps"] / b["wall"]) for a, b in zip(seen, bare)]
-    return dict(ms_per_s={k: round(v, 2) for k, v in ms.items()}, cores=psutil.cpu_count(), share_pct=round(sum(ms.values()) / 10 / psutil.cpu_count(), 2),
+    return dict(ms_per_s={k: round(v, 2) for k, v in ms.items()}, cores=psutil.cpu_count(),
+                share_pct=round(sum(ms.values()) / 10 / psutil.cpu_count(), 2),
                 speed_watched=round(median(speed), 4), speed_low=round(min(speed), 3), speed_high=round(max(speed), 3),
                 updates_per_s=round(mean(seen, "updates"), 2), epochs_per_s=round(mean(bare, "steps"), 2))
 
@@ -189,8 +206,10 @@ if __name__ == "__main__":
     if what == "grow":
         seconds = int(numbers[0]) if numbers else 600
         samples = grow(seconds)
-        small = {k: {n: round(v, 2) for n, v in slope([s[k] for s in samples], 15).items()} for k in ("heap_mb", "nodes", "listeners", "kernel_mb")}
-        small |= dict(seconds=seconds, epochs=samples[-1]["steps"], sent=samples[-1]["sent"], unanswered_most=max(s["unanswered"] for s in samples), samples=len(samples))
+        small = {k: {n: round(v, 2) for n, v in slope([s[k] for s in samples], 15).items()}
+                 for k in ("heap_mb", "nodes", "listeners", "kernel_mb")}
+        small |= dict(seconds=seconds, epochs=samples[-1]["steps"], sent=samples[-1]["sent"],
+                      unanswered_most=max(s["unanswered"] for s in samples), samples=len(samples))
         print(json.dumps(small, indent=1)); store(grow=small)
     elif what == "cost":
         phases = cost(*map(int, numbers))
@@ -198,4 +217,5 @@ if __name__ == "__main__":
         found = costs(phases)
         print(found); store(cost=found | dict(rounds=len(phases) // 2, seconds=round(sum(p["wall"] for p in phases))))
     elif what == "split":
-        for off in ((), ("canvas",), ("status",), ("canvas", "status")): print("without", off, costs(cost(1, int(numbers[0]), off)), flush=True)
+        for off in ((), ("canvas",), ("status",), ("canvas", "status")):
+            print("without", off, costs(cost(1, int(numbers[0]), off)), flush=True)

@@ -1,0 +1,989 @@
+// The live picture of a session: losses inside their limits, every lane at a glance, one lane's slots.
+//
+// Names used throughout: `ctx` is the drawing context; `look` holds colours and font; `run` is what the page knows;
+// `box` is a rectangle {x, y, w, h} of the canvas; `X` and `Y` turn a batch and a loss into pixels. An incident has `x`
+// (batch of the panic), `end` (batch at which training went on), `back` (batch of the state put back, or null) and
+// `recovered` (batch of the first loss as good as before, or null). A loss of Infinity was not finite, NaN was not
+// measured.
+
+const DASH = {limit: [], absolute: [7, 4], rise: [8, 3, 2, 3]};
+const RAIL = 15; // pixels above the loss axis where losses stand that are not finite
+const SLOT = 21; // height of a slot
+const GAP = 20; // between panels, for a title
+const TITLE = 5; // of a title above its panel
+const MOST_INCIDENTS = 200;
+const EMPTY = 1; // highest stage of a slot that holds nothing
+const TAKEN_OUT = 8; // lowest stage of a seed that was taken out
+
+const floats = view => new Float32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+
+// ---------------------------------------------------------------- what a page knows
+
+// Rows of numbers that grow at their end.
+class Table {
+  constructor(width) {
+    this.width = width;
+    this.rows = 0;
+    this.wholes = 0; // how often everything was replaced
+    this.data = new Float32Array(width * 256);
+  }
+
+  add(part, whole) {
+    if (whole) {
+      this.rows = 0;
+      this.wholes++;
+    }
+    const need = this.rows * this.width + part.length;
+    if (need > this.data.length) {
+      const roomier = new Float32Array(2 * need);
+      roomier.set(this.data.subarray(0, this.rows * this.width));
+      this.data = roomier;
+    }
+    this.data.set(part, this.rows * this.width);
+    this.rows += part.length / this.width;
+  }
+
+  at(row, column) { return this.data[row * this.width + column]; }
+
+  // Last row whose first number is at most `x`.
+  find(x) {
+    let low = 0, high = this.rows - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.at(middle, 0) <= x) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  }
+}
+
+// What this page knows of a session; one for all views of a widget.
+class Run {
+  constructor(model) {
+    this.model = model;
+    this.views = new Set(); // functions that ask a view to draw
+    this.head = null; // what never changes: lanes, slots, stages, names
+    this.status = null;
+    this.incidents = new Map();
+    this.recent = false; // whether only the newest batches are shown
+    this.number = 0; // of the newest packet
+    this.html = {}; // words around the picture
+    this.until = [0, 0]; // end of the axis for the whole run and for the newest batches
+    model.on("msg:custom", (message, buffers) => this.take(message, buffers));
+    model.on("change:lane", () => this.changed());
+    globalThis.document?.addEventListener("visibilitychange", () => this.answer());
+    this.hello(100);
+  }
+
+  // A page that reloads may speak before the kernel hears it, so it says hello again until it is heard.
+  hello(wait) {
+    if (this.head || wait > 60000) return;
+    this.model.send({kind: "hello"});
+    setTimeout(() => this.hello(1.5 * wait), wait);
+  }
+
+  // A page that nobody sees is silent.
+  answer() {
+    if (this.number && !globalThis.document?.hidden) this.model.send({kind: "answer", number: this.number});
+  }
+
+  take(message, buffers) {
+    if (message.kind !== "packet") return;
+    if (message.head) this.begin(message.head);
+    if (!this.head) {
+      this.model.send({kind: "hello"});
+      return;
+    }
+    this.loss.add(floats(buffers[0]), message.whole[0]);
+    this.edge.add(floats(buffers[1]), message.whole[1]);
+    this.status = message.status;
+    Object.assign(this.html, message.html);
+    for (const incident of message.incidents) this.incidents.set(incident.number, incident);
+    while (this.incidents.size > MOST_INCIDENTS) this.incidents.delete(this.incidents.keys().next().value);
+    this.number = message.number;
+    if (message.answer) this.answer();
+    this.changed();
+  }
+
+  begin(head) {
+    this.head = head;
+    this.incidents.clear();
+    this.until = [0, 0];
+    this.loss = new Table(1 + head.lanes); // batch, loss of every lane
+    this.edge = new Table(1 + head.lanes * (6 + head.slots.length)); // batch, limits, accuracies, slots
+  }
+
+  pick(lane) {
+    this.model.set("lane", lane);
+    this.model.save_changes();
+    this.changed();
+  }
+
+  changed() { for (const ask of this.views) ask(); }
+
+  get lane() { return this.head ? Math.min(this.model.get("lane"), this.head.lanes - 1) : 0; }
+  get height() { return +this.model.get("height"); }
+  get now() { return this.loss.rows ? this.loss.at(this.loss.rows - 1, 0) : 0; }
+
+  lossOf(row, lane) { return this.loss.at(row, 1 + lane); }
+  limit(row, lane, kind) { return this.edge.at(row, 1 + lane * 5 + kind); } // effective, absolute, σ, multiple, rise
+  slot(row, slot, lane) { return decode(this.edge.at(row, 1 + this.head.lanes * 6 + slot * this.head.lanes + lane)); }
+  incidentsOf(lane) { return [...this.incidents.values()].filter(i => i.lane === lane); }
+
+  // Batches shown; the end moves in leaps, so that most updates find the axis as it was.
+  range() {
+    const view = +this.recent, room = this.recent ? 24 : Math.max(20, 0.08 * this.now);
+    if (this.now > this.until[view]) this.until[view] = Math.ceil(this.now + room);
+    return [this.recent ? Math.max(0, this.until[1] - 264) : 0, Math.max(this.until[view], 40)];
+  }
+
+  // Lowest and highest loss of all lanes from a row on, and whether any was not finite.
+  extremes(first) {
+    let low = Infinity, high = -Infinity, broken = false;
+    for (let row = first; row < this.loss.rows; row++) {
+      for (let lane = 0; lane < this.head.lanes; lane++) {
+        const value = this.lossOf(row, lane);
+        if (value === Infinity) broken = true;
+        else if (value > 0) {
+          low = Math.min(low, value);
+          high = Math.max(high, value);
+        }
+      }
+    }
+    return {low, high, broken};
+  }
+}
+
+// A slot's one number: 32 × (blueprint + 1) + 2 × stage + alpha.
+function decode(code) {
+  const blueprint = Math.floor(code / 32), rest = code - 32 * blueprint, stage = Math.floor(rest / 2);
+  return {blueprint: blueprint - 1, stage, alpha: rest - 2 * stage};
+}
+
+// ---------------------------------------------------------------- colours and strokes
+
+const LIGHT = {
+  ink: "#1c2126", muted: "#5f6871", grid: "#e4e7ea", other: "rgba(88,100,112,.32)", focus: "#0072b2",
+  limit: "#c04f00", rise: "#a3447a", chance: "#8f6200", good: "#007a59", back: "#ffffff",
+};
+const DARK = {
+  ink: "#eceef0", muted: "#a3abb3", grid: "#31363b", other: "rgba(178,188,198,.34)", focus: "#56b4e9",
+  limit: "#f58a4b", rise: "#e6a3c8", chance: "#f0c24b", good: "#2fc9a2", back: "#111111",
+};
+
+// Colours and font for the page that an element is on, by the brightness of its ground.
+function lookOf(element) {
+  const css = getComputedStyle(element);
+  const jupyter = css.getPropertyValue("--jp-layout-color0").trim();
+  const ground = jupyter || getComputedStyle(document.body).backgroundColor || "#fff";
+  const ctx = document.createElement("canvas").getContext("2d");
+  ctx.fillStyle = ground;
+  ctx.fillRect(0, 0, 1, 1);
+  const [r, g, b, opacity] = ctx.getImageData(0, 0, 1, 1).data;
+  const dark = opacity > 100 && 0.3 * r + 0.6 * g + 0.1 * b < 128;
+  const font = css.getPropertyValue("--jp-ui-font-family").trim() || "system-ui, sans-serif";
+  return {...(dark ? DARK : LIGHT), dark, font};
+}
+
+const faded = (hex, strength) => hex + Math.round(255 * strength).toString(16).padStart(2, "0");
+
+function short(value) {
+  if (value >= 100) return value.toFixed(0);
+  return String(+value.toPrecision(value >= 1 ? 3 : 2));
+}
+
+// Round numbers between two others.
+function ticks(from, to, most) {
+  const raw = (to - from) / most, power = 10 ** Math.floor(Math.log10(raw));
+  const step = Math.max(1, [1, 2, 5, 10].map(k => k * power).find(size => size >= raw));
+  const out = [];
+  for (let value = Math.ceil(from / step) * step; value <= to; value += step) out.push(value);
+  return out;
+}
+
+function stroke(ctx, colour, width, points, dash = []) {
+  ctx.strokeStyle = colour;
+  ctx.lineWidth = width;
+  ctx.setLineDash(dash);
+  ctx.beginPath();
+  points.forEach(([x, y], k) => (k ? ctx.lineTo(x, y) : ctx.moveTo(x, y)));
+  ctx.stroke();
+  ctx.setLineDash([]);
+}
+
+function write(ctx, look, text, x, y, colour, {align = "left", base = "middle", bold = false} = {}) {
+  ctx.font = `${bold ? 600 : 400} 11px ${look.font}`;
+  ctx.fillStyle = colour;
+  ctx.textAlign = align;
+  ctx.textBaseline = base;
+  ctx.fillText(text, x, y);
+}
+
+// Text on a veil, readable over curves.
+function tag(ctx, look, text, x, y, colour, align = "left", bold = false) {
+  ctx.font = `${bold ? 600 : 400} 11px ${look.font}`;
+  const width = ctx.measureText(text).width, left = align === "right" ? x - width : x;
+  ctx.fillStyle = faded(look.back, 0.82);
+  ctx.fillRect(left - 3, y - 7, width + 6, 14);
+  write(ctx, look, text, x, y, colour, {align, bold});
+}
+
+function cross(ctx, x, y, radius) {
+  ctx.beginPath();
+  ctx.moveTo(x - radius, y - radius);
+  ctx.lineTo(x + radius, y + radius);
+  ctx.moveTo(x - radius, y + radius);
+  ctx.lineTo(x + radius, y - radius);
+  ctx.stroke();
+}
+
+// A cross on a wider one in the colour of the ground.
+function clearCross(ctx, look, x, y, [wide, wideRadius], [thin, radius]) {
+  ctx.strokeStyle = look.back;
+  ctx.lineWidth = wide;
+  cross(ctx, x, y, wideRadius);
+  ctx.strokeStyle = look.limit;
+  ctx.lineWidth = thin;
+  cross(ctx, x, y, radius);
+}
+
+function diamond(ctx, x, y, radius) {
+  ctx.beginPath();
+  ctx.moveTo(x, y - radius);
+  ctx.lineTo(x + radius, y);
+  ctx.lineTo(x, y + radius);
+  ctx.lineTo(x - radius, y);
+  ctx.closePath();
+  ctx.fill();
+  ctx.stroke();
+}
+
+function hatch(ctx, x, y, w, h, colour) {
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(x, y, w, h);
+  ctx.clip();
+  ctx.strokeStyle = colour;
+  ctx.lineWidth = 1;
+  ctx.beginPath();
+  for (let k = -h; k < w; k += 6) {
+    ctx.moveTo(x + k, y + h);
+    ctx.lineTo(x + k + h, y);
+  }
+  ctx.stroke();
+  ctx.restore();
+}
+
+// A picture that is kept while its key stays the same.
+class Layer {
+  constructor() {
+    this.key = "";
+    this.canvas = document.createElement("canvas");
+    this.ctx = this.canvas.getContext("2d");
+  }
+
+  // Make ready to draw into a box; the row to go on from, 0 after a fresh start.
+  begin(key, box, dpr) {
+    if (key !== this.key) {
+      this.key = key;
+      this.fit(Math.round(box.w * dpr), Math.round(box.h * dpr));
+      this.rows = 0;
+      this.pens = new Map(); // where each curve has ended
+    }
+    this.at = [Math.round(box.x * dpr), Math.round(box.y * dpr)];
+    this.ctx.setTransform(dpr, 0, 0, dpr, -this.at[0], -this.at[1]);
+    return this.rows;
+  }
+
+  fit(width, height) {
+    if (this.canvas.width !== width || this.canvas.height !== height) {
+      this.canvas.width = width;
+      this.canvas.height = height;
+      this.image = null;
+    } else {
+      this.ctx.setTransform(1, 0, 0, 1, 0, 0);
+      this.ctx.clearRect(0, 0, width, height);
+    }
+  }
+
+  show(ctx) {
+    ctx.save();
+    ctx.setTransform(1, 0, 0, 1, 0, 0);
+    ctx.drawImage(this.canvas, ...this.at);
+    ctx.restore();
+  }
+}
+
+// ---------------------------------------------------------------- the losses of one lane, inside their limits
+
+// Lowest and highest loss of the axis: room for limit and chance loss, but not for a ruined network.
+function lossRange(run, found, chance) {
+  const limit = run.limit(run.edge.rows - 1, run.lane, 0);
+  const {low, high} = found.high > 0 ? found : {low: 0.1, high: 3};
+  const cap = Math.max(limit > 0 ? limit * 1.9 : 0, chance > 0 ? chance * 1.6 : 0, low * 4);
+  const even = (value, round) => 10 ** (round(Math.log10(value) * 8) / 8); // steps of a third: the axis seldom changes
+  const top = even(Math.min(Math.max(high * 1.15, cap), Math.max(cap, 1) * 40), Math.ceil);
+  return [even(Math.max(low * 0.8, top * 1e-6), Math.floor), top];
+}
+
+function losses(ctx, look, run, box, X, layer) {
+  const {lane, head} = run, [from, until] = run.range(), first = run.loss.find(from);
+  const chance = head.chance ? head.chance[lane] : NaN, found = run.extremes(first);
+  const [low, high] = lossRange(run, found, chance), top = box.y + RAIL;
+  const share = value => Math.log(Math.min(Math.max(value, low), high) / low) / Math.log(high / low);
+  const Y = value => top + (box.h - RAIL) * (1 - share(value));
+  lossGrid(ctx, look, box, Y, low, high);
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(box.x, box.y, box.w, box.h);
+  ctx.clip();
+  if (chance > 0 && run.status.band) chanceBand(ctx, look, box, Y, chance, run.status.band);
+  limits(ctx, look, run, X, Y, box.y);
+  for (const incident of run.incidentsOf(lane)) lostStretch(ctx, look, incident, box, X);
+  curves(ctx, look, run, layer, box, X, Y, first, [from, until, low, high]);
+  if (found.broken) brokenLosses(ctx, look, run, X, box.y + 8, first);
+  rollbacks(ctx, look, run, box, X, Y, from);
+  ctx.restore();
+  labels(ctx, look, run, box, Y, chance);
+}
+
+function lossGrid(ctx, look, box, Y, low, high) {
+  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++) {
+    for (const digit of high / low < 100 ? [1, 2, 5] : [1]) {
+      const value = digit * 10 ** power;
+      if (value < low || value > high) continue;
+      stroke(ctx, look.grid, 1, [[box.x, Y(value)], [box.x + box.w, Y(value)]]);
+      write(ctx, look, short(value), box.x - 6, Y(value), look.muted, {align: "right"});
+    }
+  }
+}
+
+function chanceBand(ctx, look, box, Y, chance, band) {
+  const top = Y(chance * (1 + band)), height = Y(chance * (1 - band)) - top;
+  ctx.fillStyle = faded(look.chance, 0.14);
+  ctx.fillRect(box.x, top, box.w, height);
+  hatch(ctx, box.x, top, box.w, height, faded(look.chance, 0.35));
+}
+
+// The path of one limit of the lane in focus, a step per edge; with a `ceiling` closed to an area below that.
+function limitPath(ctx, run, kind, X, Y, ceiling) {
+  const {edge, lane} = run, closed = ceiling !== null;
+  let open = false, x = 0, y = 0;
+  const end = () => {
+    if (open) {
+      ctx.lineTo(x, y);
+      if (closed) {
+        ctx.lineTo(x, ceiling);
+        ctx.closePath();
+      }
+    }
+    open = false;
+  };
+  ctx.beginPath();
+  for (let row = 0; row < edge.rows; row++) {
+    const value = run.limit(row, lane, kind), here = X(edge.at(row, 0)), now = Y(value);
+    if (!Number.isFinite(value)) {
+      end();
+      continue;
+    }
+    if (!open) {
+      ctx.moveTo(here, closed ? ceiling : now);
+      if (closed) ctx.lineTo(here, now);
+      y = now;
+      open = true;
+    } else if (Math.abs(now - y) > 0.4) {
+      ctx.lineTo(here, y);
+      ctx.lineTo(here, now);
+      y = now;
+    }
+    x = X(row + 1 < edge.rows ? edge.at(row + 1, 0) : run.range()[1]);
+  }
+  end();
+}
+
+function limits(ctx, look, run, X, Y, ceiling) {
+  limitPath(ctx, run, 0, X, Y, ceiling);
+  ctx.fillStyle = faded(look.limit, look.dark ? 0.13 : 0.08);
+  ctx.fill();
+  for (const [kind, name, colour, width] of [
+    [1, "absolute", look.limit, 1], [4, "rise", look.rise, 1.3], [0, "limit", look.limit, 1.6],
+  ]) {
+    limitPath(ctx, run, kind, X, Y, null);
+    ctx.setLineDash(DASH[name]);
+    ctx.strokeStyle = colour;
+    ctx.lineWidth = width;
+    ctx.stroke();
+    ctx.setLineDash([]);
+  }
+}
+
+// All lanes; only rows that are new are drawn, unless the axes, the lane in focus or the past have changed.
+function curves(ctx, look, run, layer, box, X, Y, first, axes) {
+  const {loss, head, lane} = run, dpr = window.devicePixelRatio || 1;
+  const undone = [...run.incidents.values()].filter(i => i.back !== null).length;
+  const key = [axes, box.x, box.y, box.w, box.h, dpr, lane, loss.wholes, undone, look.dark].join();
+  const from = Math.max(first, layer.begin(key, box, dpr));
+  if (from < loss.rows) {
+    for (let other = 0; other < head.lanes; other++) {
+      if (other !== lane) curve(layer, run, other, X, Y, {colour: look.other, width: 1, from, newest: 0.4});
+    }
+    curve(layer, run, lane, X, Y, {colour: faded(look.focus, 0.42), width: 1, from, newest: 1});
+    curve(layer, run, lane, X, Y, {colour: look.focus, width: 2.2, from, newest: 0.3});
+    layer.rows = loss.rows;
+  }
+  layer.show(ctx);
+}
+
+// One curve, smoothed in log space; `newest` is the weight of the newest loss.
+function curve(layer, run, lane, X, Y, {colour, width, from, newest}) {
+  const {loss} = run, {ctx, pens} = layer, id = `${lane},${width}`;
+  const back = run.incidentsOf(lane).filter(i => i.back !== null);
+  const ends = new Set(back.map(i => loss.find(i.end) + 1));
+  const ruined = x => width > 2 && back.some(i => x > i.x && x <= i.end); // there only the thin curve tells
+  let {open, mean, x, y} = pens.get(id) ?? {open: false, mean: 0, x: 0, y: 0};
+  ctx.strokeStyle = colour;
+  ctx.lineWidth = width;
+  ctx.lineJoin = width > 2 ? "bevel" : "miter";
+  ctx.beginPath();
+  if (open) ctx.moveTo(x, y);
+  for (let row = from; row < loss.rows; row++) {
+    const value = run.lossOf(row, lane);
+    if (!(value >= 0 && value < Infinity) || ruined(loss.at(row, 0))) {
+      open = false;
+      continue;
+    }
+    if (ends.has(row)) open = false;
+    const log = Math.log(Math.max(value, 1e-9));
+    mean = open && Math.abs(log - mean) < 2 ? mean + newest * (log - mean) : log;
+    x = X(loss.at(row, 0));
+    y = Y(Math.exp(mean));
+    if (open) ctx.lineTo(x, y);
+    else ctx.moveTo(x, y);
+    open = true;
+  }
+  ctx.stroke();
+  pens.set(id, {open, mean, x, y});
+}
+
+// Names of the lines, at their right ends, kept apart.
+function labels(ctx, look, run, box, Y, chance) {
+  const value = kind => run.limit(run.edge.rows - 1, run.lane, kind);
+  const highest = [1, 2, 3].reduce((a, b) => ((value(b) || 0) > (value(a) || 0) ? b : a));
+  const winner = ["", "absolute", "σ", "multiple"][highest], all = [];
+  if (value(0) > 0) {
+    all.push([Y(value(0)), `limit ${short(value(0))}`, look.limit], [Y(value(0)) + 0.1, `by ${winner}`, look.limit]);
+  }
+  if (value(1) > 0 && Math.abs(Math.log(value(1) / value(0))) > 0.02) {
+    all.push([Y(value(1)), `absolute ${short(value(1))}`, look.limit]);
+  }
+  if (chance > 0) all.push([Y(chance), `chance ${short(chance)}`, look.chance]);
+  if (value(4) > 0) all.push([Y(value(4)), `rise ${short(value(4))}`, look.rise]);
+  all.sort((a, b) => a[0] - b[0]);
+  let y = box.y;
+  for (const [wanted, text, colour] of all) {
+    y = Math.max(wanted, y + 13);
+    write(ctx, look, text, box.x + box.w + 7, Math.min(y, box.y + box.h), colour);
+  }
+}
+
+function brokenLosses(ctx, look, run, X, y, first) {
+  ctx.strokeStyle = look.limit;
+  ctx.lineWidth = 1.4;
+  let before = -99;
+  for (let row = first; row < run.loss.rows; row++) {
+    const x = X(run.loss.at(row, 0));
+    if (run.lossOf(row, run.lane) !== Infinity || x - before <= 7) continue;
+    cross(ctx, x, y, 2.6);
+    before = x;
+  }
+}
+
+// ---------------------------------------------------------------- rollbacks
+
+function lostStretch(ctx, look, incident, box, X) {
+  if (incident.back === null) return;
+  const x = X(incident.back), width = X(incident.end) - x;
+  ctx.fillStyle = faded(look.limit, 0.07);
+  ctx.fillRect(x, box.y, width, box.h);
+  hatch(ctx, x, box.y, width, box.h, faded(look.limit, 0.16));
+}
+
+// The newest incidents of the lane in focus; names only where they do not run into each other.
+function rollbacks(ctx, look, run, box, X, Y, from) {
+  const shown = run.incidentsOf(run.lane).filter(i => i.end > from).slice(-8).reverse();
+  let free = Infinity;
+  for (const incident of shown) {
+    const x = X(incident.x), named = x < free - 210;
+    if (named) free = x > box.x + box.w * 0.6 ? X(incident.back ?? incident.x) - 150 : x;
+    rollback(ctx, look, run, incident, box, X, Y, named);
+  }
+}
+
+function rollback(ctx, look, run, incident, box, X, Y, named) {
+  const height = batch => {
+    const value = run.lossOf(run.loss.find(batch), incident.lane);
+    return value >= 0 && value < Infinity ? Y(value) : null;
+  };
+  const x = X(incident.x), y = height(incident.x) ?? box.y + 8;
+  if (incident.back !== null) {
+    const back = [X(incident.back), height(incident.back) ?? box.y + RAIL + 20];
+    wayBack(ctx, look, [x, y], back, box.y + RAIL);
+    if (named) snapshotTag(ctx, look, run, incident, back, box);
+  }
+  clearCross(ctx, look, x, y, [6, 5.5], [2.8, 5]);
+  if (named) panicTag(ctx, look, run, incident, x, y, box, X);
+  const recovered = incident.recovered === null ? null : height(incident.recovered);
+  if (recovered !== null) check(ctx, look, X(incident.recovered), recovered);
+}
+
+// A dashed arrow from the panic to a diamond at the state that was put back.
+function wayBack(ctx, look, [x, y], [backX, backY], top) {
+  const peak = Math.max(top + 8, Math.min(y, backY) - 34);
+  for (const [colour, width, dash] of [[faded(look.back, 0.8), 4.5, []], [look.good, 1.8, [4, 3]]]) {
+    ctx.strokeStyle = colour;
+    ctx.lineWidth = width;
+    ctx.setLineDash(dash);
+    ctx.beginPath();
+    ctx.moveTo(x, y);
+    ctx.bezierCurveTo(x, peak, backX, peak - 8, backX, backY - 9);
+    ctx.stroke();
+  }
+  ctx.setLineDash([]);
+  ctx.fillStyle = look.good;
+  ctx.beginPath();
+  ctx.moveTo(backX, backY - 6);
+  ctx.lineTo(backX - 4.5, backY - 14);
+  ctx.lineTo(backX + 4.5, backY - 14);
+  ctx.closePath();
+  ctx.fill();
+  ctx.fillStyle = look.back;
+  ctx.lineWidth = 1.8;
+  diamond(ctx, backX, backY, 4.6);
+}
+
+function snapshotTag(ctx, look, run, incident, [x, y], box) {
+  const side = x < box.x + 130 ? "left" : "right", sign = x < box.x ? "◂" : "◇";
+  const at = side === "left" ? Math.max(x, box.x) + 8 : x - 8;
+  const text = `${sign} snapshot, ${run.head.axis[0]} ${incident.back}`;
+  tag(ctx, look, text, at, Math.min(y + 16, box.y + box.h - 9), look.good, side);
+}
+
+function panicTag(ctx, look, run, incident, x, y, box, X) {
+  const side = x > box.x + box.w * 0.6 ? "right" : "left", top = Math.min(y, box.y + 8) + 4;
+  const leftmost = Math.min(x, incident.back === null ? x : X(incident.back));
+  const at = side === "left" ? Math.max(x, X(incident.end)) + 8 : leftmost - 10;
+  tag(ctx, look, `✕ ${incident.reason} → ${incident.action}`, at, top, look.limit, side, true);
+  if (incident.back === null) return;
+  const unit = run.head.axis[incident.lost === 1 ? 0 : 1];
+  tag(ctx, look, `${incident.lost} ${unit} lost`, at, top + 15, look.limit, side);
+}
+
+function check(ctx, look, x, y) {
+  const points = [[x - 5, y], [x - 1, y + 5], [x + 7, y - 6]];
+  stroke(ctx, look.back, 6, points);
+  stroke(ctx, look.good, 2.6, points);
+}
+
+// ---------------------------------------------------------------- all lanes
+
+// How strongly a pixel of the heat map is coloured: -1 where a loss was not finite, 0 where none was measured.
+function warmth(run, lane, from, until, low, high) {
+  let sum = 0, count = 0;
+  for (let row = from; row < until; row++) {
+    const value = run.lossOf(row, lane);
+    if (value === Infinity) return -1;
+    if (!(value >= 0)) continue;
+    sum += Math.log(Math.max(value, low));
+    count++;
+  }
+  if (!count) return 0;
+  const share = (sum / count - Math.log(low)) / Math.log(high / low || 2);
+  return 0.04 + 0.86 * Math.min(1, Math.max(0, share)) ** 1.6;
+}
+
+// One pixel for a lane and some rows, painted only when there is news.
+function heat(look, run, layer, first, columns, low, high) {
+  const {loss, head} = run, key = [first, columns, loss.rows, loss.wholes, low, high, look.dark].join();
+  if (layer.key === key) return layer.canvas;
+  layer.key = key;
+  layer.fit(columns, head.lanes);
+  layer.image ??= layer.ctx.createImageData(columns, head.lanes);
+  const {data} = layer.image, rowsPerPixel = (loss.rows - first) / columns;
+  const channels = hex => [1, 3, 5].map(k => parseInt(hex.slice(k, k + 2), 16));
+  const fine = channels(look.focus), broken = channels(look.limit);
+  for (let lane = 0; lane < head.lanes; lane++) {
+    for (let column = 0; column < columns; column++) {
+      const from = first + Math.floor(column * rowsPerPixel);
+      const until = Math.max(from + 1, first + Math.floor((column + 1) * rowsPerPixel));
+      const strength = warmth(run, lane, from, until, low, high), at = 4 * (lane * columns + column);
+      data.set(strength < 0 ? broken : fine, at);
+      data[at + 3] = Math.round(255 * Math.abs(strength));
+    }
+  }
+  layer.ctx.putImageData(layer.image, 0, 0);
+  return layer.canvas;
+}
+
+function strip(ctx, look, run, box, X, layer) {
+  const {loss, head} = run, first = loss.find(run.range()[0]), found = run.extremes(first);
+  const high = Math.min(found.high, (head.chance ? head.chance[0] : found.high) * 2);
+  if (first < loss.rows) {
+    const x = X(first ? loss.at(first - 1, 0) : 0), columns = Math.min(loss.rows - first, Math.floor(box.w / 4));
+    const image = heat(look, run, layer, first, columns, found.low, high);
+    ctx.save();
+    ctx.imageSmoothingEnabled = false;
+    ctx.beginPath();
+    ctx.rect(box.x, box.y, box.w, box.h);
+    ctx.clip();
+    ctx.drawImage(image, x, box.y, X(run.now) - x, box.h);
+    ctx.restore();
+  }
+  laneNames(ctx, look, run, box);
+  for (const incident of run.incidents.values()) stripIncident(ctx, look, run, incident, box, X);
+  for (const lane of run.status.stopped) {
+    const y = box.y + ((lane + 0.5) * box.h) / head.lanes;
+    write(ctx, look, "■ stopped", box.x + box.w + 7, y, look.limit, {bold: true});
+  }
+}
+
+function laneNames(ctx, look, run, box) {
+  const {head, lane: focus} = run, height = box.h / head.lanes;
+  for (let lane = 0; lane < head.lanes; lane++) {
+    const y = box.y + lane * height, here = lane === focus;
+    ctx.clearRect(box.x, Math.round(y + height) - 1, box.w, 1);
+    if (here) {
+      ctx.strokeStyle = look.ink;
+      ctx.lineWidth = 1.5;
+      ctx.strokeRect(box.x - 1, y - 1, box.w + 2, height + 1);
+    }
+    if (height < 11 && !here && (lane % 4 !== 0 || Math.abs(lane - focus) <= 1)) continue;
+    const name = here ? `▸ ${lane}` : String(lane), colour = here ? look.ink : look.muted;
+    write(ctx, look, name, box.x - 6, y + height / 2, colour, {align: "right", bold: here});
+  }
+}
+
+function stripIncident(ctx, look, run, incident, box, X) {
+  const height = box.h / run.head.lanes, y = box.y + incident.lane * height, x = X(incident.x);
+  if (x < box.x) return;
+  if (incident.back !== null) {
+    const left = Math.max(box.x, X(incident.back));
+    hatch(ctx, left, y, X(incident.end) - left, height - 1, faded(look.limit, 0.8));
+  }
+  const radius = Math.min(4, height / 2);
+  clearCross(ctx, look, x, y + height / 2, [4, radius], [2, radius]);
+}
+
+// ---------------------------------------------------------------- the slots of one lane
+
+function swim(ctx, look, run, box, X) {
+  const {edge, head} = run, height = box.h / head.slots.length;
+  head.slots.forEach((slot, number) => {
+    const row = {x: box.x, y: box.y + number * height + 2, w: box.w, h: height - 5};
+    ctx.fillStyle = faded(look.focus, 0.05);
+    ctx.fillRect(row.x, row.y, row.w, row.h);
+    write(ctx, look, slot.name, row.x - 6, row.y + row.h / 2, look.muted, {align: "right"});
+    for (let from = 0, until; from < edge.rows; from = until) {
+      until = endOfSpell(run, number, from);
+      spell(ctx, look, run, number, from, until, row, X);
+    }
+  });
+}
+
+// First edge after `from` at which a slot holds another plan or stage.
+function endOfSpell(run, slot, from) {
+  const first = run.slot(from, slot, run.lane);
+  let row = from + 1;
+  for (; row < run.edge.rows; row++) {
+    const here = run.slot(row, slot, run.lane);
+    if (here.stage !== first.stage || here.blueprint !== first.blueprint) break;
+  }
+  return row;
+}
+
+// One stage of a seed: a bar with its name, or its letter where there is no room, filled up to alpha.
+function spell(ctx, look, run, slot, from, until, box, X) {
+  const {edge, head, lane} = run, {stage, blueprint} = run.slot(from, slot, lane);
+  const place = row => Math.max(box.x, X(edge.at(row, 0)));
+  const last = Math.max(box.x, X(Math.max(run.now, edge.at(edge.rows - 1, 0))));
+  const left = place(from), right = Math.max(left, until < edge.rows ? place(until) : last), bottom = box.y + box.h;
+  if (stage <= EMPTY || right <= box.x) return;
+  const {word, letter, colour, ink: inkOnIt} = head.stages[stage];
+  ctx.fillStyle = faded(colour, 0.28);
+  ctx.fillRect(left, box.y, right - left, box.h);
+  if (stage >= TAKEN_OUT) hatch(ctx, left, box.y, right - left, box.h, colour);
+  ctx.fillStyle = faded(colour, 0.9);
+  ctx.beginPath();
+  ctx.moveTo(left, bottom);
+  for (let row = from; row < until; row++) {
+    const y = bottom - box.h * run.slot(row, slot, lane).alpha;
+    ctx.lineTo(place(row), y);
+    ctx.lineTo(row + 1 < until ? place(row + 1) : right, y);
+  }
+  ctx.lineTo(right, bottom);
+  ctx.fill();
+  ctx.strokeStyle = colour;
+  ctx.lineWidth = 1;
+  ctx.strokeRect(left + 0.5, box.y + 0.5, Math.max(0, right - left - 1), box.h - 1);
+
+  const planned = blueprint >= 0 && stage < TAKEN_OUT;
+  const long = planned ? `${word} · ${head.slots[slot].blueprints[blueprint]}` : word;
+  ctx.font = `600 11px ${look.font}`;
+  const text = [long, word, letter].find(words => ctx.measureText(words).width < right - left - 8);
+  const ink = run.slot(until - 1, slot, lane).alpha > 0.5 ? inkOnIt : look.ink;
+  if (text) write(ctx, look, text, left + 5, box.y + box.h / 2 + 0.5, ink, {bold: true});
+}
+
+// ---------------------------------------------------------------- the view
+
+// Change what differs: a page whose elements stay where they are is painted faster.
+function patch(old, now) {
+  if (old.nodeName !== now.nodeName || old.childNodes.length !== now.childNodes.length) {
+    old.replaceWith(now);
+    return;
+  }
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== now.data) old.data = now.data;
+    return;
+  }
+  for (const attribute of now.attributes) setOnce(old, attribute.name, attribute.value);
+  [...now.childNodes].forEach((node, k) => patch(old.childNodes[k], node));
+}
+
+function setOnce(element, name, value) {
+  if (element.getAttribute(name) !== value) element.setAttribute(name, value);
+}
+
+const KEY = [ // colour, text, sign
+  ["focus", "lane <b></b>", "line"],
+  ["other", "other lanes", "thin"],
+  ["limit", "limit", "line"],
+  ["rise", "rise", "dash"],
+  ["chance", "chance", "band"],
+  ["limit", "✕ panic", ""],
+  ["limit", "trained in vain", "veil"],
+  ["good", "◇ snapshot", ""],
+  ["good", "✓ recovered", ""],
+];
+
+const FRAME = `<div class="esper-key"></div>
+<div class="esper-range"><button data-recent="0">whole run</button><button data-recent="1">last 240</button></div>
+<canvas role="img"></canvas><div class="esper-tip" hidden></div>`;
+
+// One place on one page that shows a run.
+class View {
+  constructor(run, element) {
+    this.run = run;
+    this.element = element;
+    element.classList.add("esper-canvas");
+    element.innerHTML = FRAME.replaceAll("\n", "");
+    this.canvas = element.querySelector("canvas");
+    this.tip = element.querySelector(".esper-tip");
+    this.key = element.querySelector(".esper-key");
+    this.buttons = element.querySelectorAll(".esper-range button");
+    this.curves = new Layer();
+    this.heat = new Layer();
+    this.inSight = true;
+    this.ask = () => this.pending ||= requestAnimationFrame(() => this.draw());
+    this.listen();
+    this.observe();
+    run.views.add(this.ask);
+    this.ask();
+  }
+
+  listen() {
+    for (const button of this.buttons) {
+      button.onclick = () => {
+        this.run.recent = button.dataset.recent === "1";
+        this.ask();
+      };
+    }
+    this.canvas.onmousemove = event => {
+      this.mouse = {x: event.offsetX, y: event.offsetY};
+      this.ask();
+    };
+    this.canvas.onmouseleave = () => {
+      this.mouse = null;
+      this.ask();
+    };
+    this.canvas.onclick = event => {
+      const lane = this.laneAt(event.offsetY);
+      if (lane !== null) this.run.pick(lane);
+    };
+  }
+
+  observe() {
+    const size = new ResizeObserver(this.ask);
+    size.observe(this.element);
+    const sight = new IntersectionObserver(entries => {
+      this.inSight = entries[entries.length - 1].isIntersecting;
+      this.ask();
+    });
+    sight.observe(this.element);
+    const theme = new MutationObserver(() => {
+      this.look = null;
+      this.ask();
+    });
+    const attributeFilter = ["class", "data-jp-theme-name", "data-jp-theme-light"];
+    theme.observe(document.body, {attributes: true, attributeFilter});
+    this.observers = [size, sight, theme];
+  }
+
+  close() {
+    this.run.views.delete(this.ask);
+    for (const observer of this.observers) observer.disconnect();
+    cancelAnimationFrame(this.pending);
+  }
+
+  // The lane at a height of the strip, or null.
+  laneAt(y) {
+    const box = this.boxes?.strip;
+    if (!box || y < box.y || y >= box.y + box.h) return null;
+    return Math.floor(((y - box.y) / box.h) * this.run.head.lanes);
+  }
+
+  // Words around the picture change in the same frame as the picture.
+  tell() {
+    for (const [name, text] of Object.entries(this.run.html)) {
+      const place = this.element.closest(".esper")?.querySelector(`.esper-says-${name} .widget-html-content`);
+      if (!place || place.told === text) continue;
+      const template = document.createElement("template");
+      template.innerHTML = text;
+      place.told = text;
+      const now = template.content;
+      if (place.childNodes.length !== now.childNodes.length) place.replaceChildren(now);
+      else [...now.childNodes].forEach((node, k) => patch(place.childNodes[k], node));
+    }
+  }
+
+  // Where the panels stand: losses, all lanes, slots, and the line below them.
+  layout(width) {
+    const {head, height} = this.run, many = head.lanes > 1, some = head.slots.length > 0, x = 62;
+    const slots = head.slots.length * SLOT, lanes = many ? Math.max(head.lanes * 5, Math.min(head.lanes * 12, 118)) : 0;
+    const rest = height - slots - lanes - (some ? GAP : 0) - (many ? GAP : 0) - 34;
+    const box = (y, h) => ({x, y, w: Math.max(80, width - x - 96), h});
+    const loss = box(16, rest), strip = many ? box(loss.y + rest + GAP, lanes) : null;
+    const after = strip ? strip.y + strip.h : loss.y + rest;
+    return {loss, strip, swim: some ? box(after + GAP, slots) : null, bottom: some ? after + GAP + slots : after};
+  }
+
+  draw() {
+    this.pending = 0;
+    const {run, canvas} = this, width = this.element.clientWidth, ready = run.head && run.status;
+    if (width && !ready) {
+      this.key.textContent = "waiting for the kernel …";
+      canvas.style.height = `${run.height}px`;
+    }
+    if (!width || !ready) return;
+    this.tell();
+    const what = `Training loss of every ${run.head.axis[0]}`;
+    setOnce(canvas, "aria-label", `${what}, ${run.status.state}, lane ${run.lane}, ${run.incidents.size} incidents`);
+    if (!this.inSight) return; // the words may still be in sight, the picture is not
+    this.look ||= lookOf(this.element);
+    this.boxes = this.layout(width);
+    const ctx = this.clear(width), {loss} = this.boxes, [from, until] = run.range();
+    const X = batch => loss.x + (loss.w * (batch - from)) / (until - from);
+    this.panels(ctx, X, what);
+    this.axis(ctx, X, from, until);
+    this.hover(ctx, X, from, until);
+    this.legend();
+  }
+
+  clear(width) {
+    const {canvas} = this, {height} = this.run, dpr = window.devicePixelRatio || 1;
+    if (canvas.width !== Math.round(width * dpr) || canvas.height !== Math.round(height * dpr)) {
+      canvas.width = Math.round(width * dpr);
+      canvas.height = Math.round(height * dpr);
+      canvas.style.width = `${width}px`;
+      canvas.style.height = `${height}px`;
+    }
+    const ctx = canvas.getContext("2d");
+    ctx.setTransform(dpr, 0, 0, dpr, 0, 0);
+    ctx.clearRect(0, 0, width, height);
+    return ctx;
+  }
+
+  panels(ctx, X, what) {
+    const {run, look, boxes} = this;
+    const title = (text, box) => {
+      write(ctx, look, text, box.x, box.y - TITLE, look.ink, {base: "alphabetic", bold: true});
+    };
+    title(`${what}, nats`, boxes.loss);
+    losses(ctx, look, run, boxes.loss, X, this.curves);
+    if (boxes.strip) {
+      title("All lanes: the stronger, the higher the loss; click one to put it into focus", boxes.strip);
+      strip(ctx, look, run, boxes.strip, X, this.heat);
+    }
+    if (boxes.swim) {
+      title(`Slots of lane ${run.lane}: stage, filled up to alpha`, boxes.swim);
+      swim(ctx, look, run, boxes.swim, X);
+    }
+  }
+
+  axis(ctx, X, from, until) {
+    const {look, boxes} = this, {loss, bottom} = boxes;
+    for (const batch of ticks(from, until, Math.max(2, loss.w / 80))) {
+      write(ctx, look, String(batch), X(batch), bottom + 5, look.muted, {align: "center", base: "top"});
+      stroke(ctx, look.grid, 1, [[X(batch), bottom], [X(batch), bottom + 4]]);
+    }
+    write(ctx, look, this.run.head.axis[0], loss.x + loss.w + 26, bottom + 5, look.muted, {base: "top"});
+  }
+
+  hover(ctx, X, from, until) {
+    const {mouse, run, look, boxes} = this, {loss} = boxes;
+    this.tip.hidden = !(mouse && mouse.x >= loss.x && mouse.x <= loss.x + loss.w && run.loss.rows);
+    if (this.tip.hidden) return;
+    const row = run.loss.find(from + ((until - from) * (mouse.x - loss.x)) / loss.w);
+    const batch = run.loss.at(row, 0), x = X(batch);
+    stroke(ctx, look.muted, 1, [[x, loss.y], [x, boxes.bottom]], [2, 3]);
+    this.tip.textContent = this.wordsAt(row, batch, this.laneAt(mouse.y) ?? run.lane).join("\n");
+    this.tip.style.left = `${Math.min(x + 12, this.element.clientWidth - 190)}px`;
+    this.tip.style.top = `${Math.max(0, mouse.y - 10) + this.canvas.offsetTop}px`;
+  }
+
+  wordsAt(row, batch, lane) {
+    const {run} = this, {head} = run, edge = run.edge.find(batch);
+    const value = run.lossOf(row, lane), limit = run.limit(edge, lane, 0);
+    const lines = [`${head.axis[0]} ${batch}, lane ${lane}`];
+    if (Number.isNaN(value)) lines.push("loss not measured");
+    else lines.push(`loss ${Number.isFinite(value) ? short(value) : "not finite"}`);
+    if (limit > 0) lines.push(`limit ${short(limit)}`);
+    head.slots.forEach((slot, number) => {
+      const {stage, blueprint, alpha} = run.slot(edge, number, lane);
+      if (stage <= EMPTY) return;
+      const plan = slot.blueprints[blueprint] ?? "";
+      lines.push(`${slot.name}: ${head.stages[stage].word} ${plan}, alpha ${alpha.toFixed(2)}`);
+    });
+    return lines;
+  }
+
+  legend() {
+    const {run, look} = this, wanted = `${look.dark}:${run.lane},${run.head.lanes}`;
+    if (this.key.dataset.for !== wanted) {
+      this.key.dataset.for = wanted;
+      const shown = KEY.filter(([name]) => run.head.lanes > 1 || name !== "other");
+      this.key.innerHTML = shown.map(([name, text, sign]) => {
+        const colour = name === "other" ? look.muted : look[name];
+        const words = text.replace("<b></b>", `<b>${run.lane}</b>`);
+        return `<span style="color:${colour}">${sign ? `<i class="${sign}"></i>` : ""}${words}</span>`;
+      }).join("");
+    }
+    for (const button of this.buttons) {
+      setOnce(button, "aria-pressed", String((button.dataset.recent === "1") === run.recent));
+    }
+  }
+}
+
+const runs = new WeakMap();
+
+function runOf(model) {
+  if (!runs.has(model)) runs.set(model, new Run(model));
+  return runs.get(model);
+}
+
+export default {
+  initialize({model}) { runOf(model); },
+  render({model, el}) {
+    const view = new View(runOf(model), el);
+    return () => view.close();
+  },
+};

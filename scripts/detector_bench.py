@@ -1,0 +1,193 @@
+"""Eleven ways to ruin a loss, forty seeds each, and which rule notices how soon: python scripts/detector_bench.py
+
+Writes nbs/explanations/bench_detectors.json (seconds); nbs/explanations/results.ipynb shows it. The rules beside ours
+are those of well-known tools with their default settings, restated in a few lines each; where Lightning is installed
+its own code is asked too and must agree.
+"""
+import importlib
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from esper_nb.guard.detector import REASONS, DetectorConfig, LossStats, judge
+
+FOLDER = Path(__file__).resolve().parents[1]/"nbs/explanations"
+CHANCE, FAULT_AT, STEPS, SEEDS = math.log(10), 1200, 2000, 40
+REPORTED = 20_000      # first seed of the figures; the thresholds were chosen on seeds 0 to 999
+NOISES = (.08, .3, .6)      # log-normal noise of a loss; 8 % is about what batches of a few hundred samples give
+LEVELS = (.02, .08, .15, .3, .45, .6)
+
+
+# --- traces: a ten-class problem whose loss falls from 2.3 to 0.9; at step 1200 something happens
+
+def trace(seed, lanes=SEEDS, noise=.08, floor=.9, steps=STEPS):
+    "(steps, lanes) healthy losses."
+    rng = np.random.default_rng(seed)
+    level = floor + 1.4 * np.exp(-np.arange(steps) / 150)
+    return level[:, None] * np.exp(noise * rng.standard_normal((steps, lanes)))
+
+
+def once(value):
+    "One step has this loss."
+    def f(x): x[FAULT_AT] = value
+    return f
+
+
+def grows(factor, lasts=True):
+    "Losses are so many times as large, from one step on or in that step."
+    def f(x): x[FAULT_AT:None if lasts else FAULT_AT + 1] *= factor
+    return f
+
+
+def settles(level):
+    "The network has forgotten everything; what noise is left comes from the labels of the batch."
+    def f(x):
+        rng = np.random.default_rng(x.shape[1])
+        x[FAULT_AT:] = level * np.exp(.02 * rng.standard_normal(x[FAULT_AT:].shape))
+    return f
+
+
+def drifts(x): x[FAULT_AT:] *= 1.01 ** np.arange(1, len(x) - FAULT_AT + 1)[:, None]
+
+
+FAULTS = {
+    "NaN, one step": once(np.nan), "+inf, one step": once(np.inf), "-inf, one step": once(-np.inf),
+    "×50, one step": grows(50, lasts=False), "×50, stays": grows(50), "×8, stays": grows(8), "×3, stays": grows(3),
+    "collapse from 0.9 to chance": settles(CHANCE), "collapse from 1.3 to chance": settles(CHANCE),
+    "collapse to 1.12 × chance": settles(1.12 * CHANCE), "drift, +1 % per step": drifts}
+
+
+def broken(name, noise=.08):
+    "Forty broken traces; every fault has seeds of its own."
+    seed = REPORTED + list(FAULTS).index(name) + round(1000 * noise)
+    x = trace(seed, noise=noise, floor=1.3 if "1.3" in name else .9)
+    FAULTS[name](x)
+    return x
+
+
+# --- rules: from losses (steps, n) to alarms (steps, n)
+
+def governor(x):
+    "Ours, the counts cleared after an alarm as the Governor does: codes of the reasons."
+    stats, out = LossStats.new(x.shape[1]), np.zeros(x.shape, np.int8)
+    for t, losses in enumerate(x):
+        stats, verdict = judge(stats, losses, DetectorConfig(), np.full(x.shape[1], CHANCE))
+        out[t] = verdict.code
+        if out[t].any(): stats.calm_down(np.flatnonzero(out[t]))
+    return out
+
+
+def lightning(x, window=10, rtol=2.):
+    "`SpikeDetection`: not finite; or worse than the last loss and 2 × the mean of ten above it, kept out of the mean."
+    n = x.shape[1]
+    ring, seen, last, out = np.zeros((window, n)), np.zeros(n, int), np.zeros(n), np.zeros(x.shape, bool)
+    for t, losses in enumerate(x):
+        mean = ring.sum(0) / np.clip(seen, 1, window)
+        with np.errstate(invalid="ignore"): far = np.abs(losses - mean) >= rtol * mean
+        out[t] = (~np.isfinite(losses) | (losses > last) & far) & (t > 0)
+        i = np.flatnonzero(~out[t])
+        ring[seen[i] % window, i], last[i] = losses[i], losses[i]
+        seen[i] += 1
+    return out
+
+
+def llm_foundry(x, window=100, patience=4, multiplier=2., cap=10.):
+    "`KillLossSpike`: five losses in a row of twice the mean of the last hundred; or half of the hundred above 10."
+    count, out = np.zeros(x.shape[1], int), np.zeros(x.shape, bool)
+    for t in range(window, len(x)):
+        with np.errstate(invalid="ignore"):
+            past = x[t - window:t]
+            count = np.where(x[t] >= multiplier * past.mean(0), count + 1, 0)
+            out[t] = (count > patience) | (t >= 2 * window) & ((past > cap).sum(0) >= window / 2)
+    return out
+
+
+def megatron(x, first=100, factor=10.):
+    "The rerun state machine: not finite; or ten times the largest of the first hundred losses."
+    out = ~np.isfinite(x)
+    with np.errstate(invalid="ignore"): out[first:] |= x[first:] >= factor * x[:first].max(0)
+    return out
+
+
+def not_finite(x): return ~np.isfinite(x)
+
+
+RULES = {"esper_nb": governor, "Lightning": lightning, "llm-foundry": llm_foundry, "Megatron-LM": megatron,
+         "Keras": not_finite, "Composer": np.isnan}
+
+
+def compare_with_lightning():
+    "A rule that is restated can be restated wrongly: Lightning's own code must agree up to its first alarm."
+    if not importlib.util.find_spec("lightning"): return
+    import torch
+    spikes = importlib.import_module("lightning.fabric.utilities.spike")
+
+    class Detection(spikes.SpikeDetection):
+        "Its parts under public names."
+        def sees(self, t, loss): return t >= self.warmup and self._is_spike(loss)
+        def add(self, loss): self._update_stats(loss)
+
+    for name in ("×8, stays", "×3, stays", "NaN, one step"):
+        x = broken(name, noise=.3)[1000:1300, :3]
+        mine = lightning(x)
+        for lane in range(3):
+            theirs = Detection()
+            for t, loss in enumerate(torch.tensor(x[:, lane])):
+                spike = bool(theirs.sees(t, loss))
+                assert spike == mine[t, lane], (name, lane, t)
+                if spike: break
+                theirs.add(loss)
+
+
+# --- what they notice
+
+def caught(alarms, within=100):
+    "[how many lanes raised an alarm within some steps of the fault, the median delay]."
+    after = alarms[FAULT_AT:FAULT_AT + within] > 0
+    hit = after.any(0)
+    return [int(hit.sum()), float(np.median(after.argmax(0)[hit])) if hit.any() else None]
+
+
+def false_alarms(rule):
+    "For each noise, alarms in 10,000 steps of healthy traces."
+    traces = [trace(REPORTED + 500 + i, lanes=100, noise=noise) for i, noise in enumerate(NOISES)]
+    return [1e4 * np.count_nonzero(rule(x)) / x.size for x in traces]
+
+
+def reasons(name):
+    "{reason: lanes that gave it first} of ours."
+    codes = governor(broken(name))[FAULT_AT:]
+    first = codes[(codes > 0).argmax(0), np.arange(SEEDS)]
+    return {REASONS[c]: int(k) for c, k in zip(*np.unique(first, return_counts=True))}
+
+
+def noticed(rule, stored, world):
+    "[runs that a rule would have stopped within 100 steps of a fault, or before it] of the runs alone."
+    t = stored["traces"][world]
+    runs = [losses for kind in t["losses"].values() for losses in kind]
+    out = np.asarray(rule(np.array([[np.nan if v is None else v for v in losses] for losses in runs]).T))
+    return [int(out[t["start"]:t["start"] + 100].any(0).sum()), int(out[:t["start"]].any(0).sum())]
+
+
+def main():
+    "Ask every rule about every trace, and store the answers."
+    compare_with_lightning()
+    real = json.loads((FOLDER/"bench_faults.json").read_text(encoding="utf-8"))
+    hard = ("×8, stays", "×3, stays", "collapse from 1.3 to chance", "drift, +1 % per step")
+    result = dict(
+        seeds=SEEDS, fault_at=FAULT_AT, noises=NOISES, levels=LEVELS,
+        examples={name: [round(v, 4) if math.isfinite(v) else None for v in broken(name)[1100:1300, 0].tolist()]
+                  for name in FAULTS},
+        caught={name: {rule: caught(f(broken(name))) for rule, f in RULES.items()} for name in FAULTS},
+        false_alarms={rule: false_alarms(f) for rule, f in RULES.items()},
+        noisy={name: [caught(governor(broken(name, noise))) for noise in LEVELS] for name in hard},
+        reasons={name: reasons(name) for name in FAULTS},
+        real={rule: {w: noticed(f, real, w) for w in real["traces"]} for rule, f in RULES.items() if f != governor})
+    (FOLDER/"bench_detectors.json").write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
+    print(json.dumps(result["caught"], ensure_ascii=False, indent=1))
+
+
+if __name__ == "__main__": main()

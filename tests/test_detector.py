@@ -1,0 +1,247 @@
+"The judge: eleven faults on fresh seeds, false alarms, count rules, purity."
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from esper_nb.guard.detector import (
+    REASONS, DetectorConfig, LossStats, judge, judge_in_place, label_entropy, loss_limits)
+from esper_nb.guard.governor import pass_healthy
+
+CHANCE = math.log(10)
+CLASSIC = DetectorConfig(
+    absolute=None,
+    absolute_loss=12.0,
+    huge=None,
+    cold=None,
+    window=20,
+    min_samples=10,
+    refresh=1,
+    rise=None,
+    collapse_confirm=1,
+    collapse_z=None,
+)
+
+
+# --- the bench; thresholds were chosen on other seeds
+
+def trace(rng, lanes, steps=2000, noise=.08, floor=.9):
+    fall = floor + 1.4 * np.exp(-np.arange(steps) / 150)
+    return fall[:, None] * np.exp(noise * rng.standard_normal((steps, lanes)))
+
+AT = 1200
+def level(x, value, rng): x[AT:] = value * np.exp(.02 * rng.standard_normal(x[AT:].shape))
+def scale(x, factor): x[AT:] *= factor
+FAULTS = {
+    "nan": lambda x, r: x.__setitem__(AT, np.nan),
+    "+inf": lambda x, r: x.__setitem__(AT, np.inf),
+    "-inf": lambda x, r: x.__setitem__(AT, -np.inf),
+    "x50 once": lambda x, r: x.__setitem__(AT, 50 * x[AT]),
+    "x50": lambda x, r: scale(x, 50),
+    "x8": lambda x, r: scale(x, 8),
+    "x3": lambda x, r: scale(x, 3),
+    "collapse": lambda x, r: level(x, CHANCE, r),
+    "collapse from 1.3": lambda x, r: level(x, CHANCE, r),
+    "collapse to 1.12 chance": lambda x, r: level(x, 1.12 * CHANCE, r),
+    "drift": lambda x, r: scale(x, 1.01 ** np.arange(1, len(x) - AT + 1)[:, None]),
+}
+
+def first_panic(x, limits=DetectorConfig(), chance=CHANCE):
+    "(n,) step of the first panic, -1 if none, and its reason."
+    s, at, why = LossStats.new(x.shape[1]), np.full(x.shape[1], -1), np.zeros(x.shape[1], int)
+    for t, row in enumerate(x):
+        v = judge_in_place(s, row, limits, np.full(len(row), chance))
+        new = (v.code > 0) & (at < 0)
+        at[new], why[new] = t, v.code[new]
+    return at, why
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_eleven_faults_on_forty_fresh_seeds(name):
+    rng = np.random.default_rng(777_000 + list(FAULTS).index(name))
+    x = trace(rng, 40, AT + 100, floor=1.3 if name.endswith("1.3") else .9)
+    FAULTS[name](x, rng)
+    at, why = first_panic(x)
+    assert (at >= AT).sum() >= 39 and not ((at >= 0) & (at < AT)).any()
+    delay = np.median(at[at >= AT] - AT)
+    assert delay <= (0 if "nan" in name or "inf" in name else 50 if name == "drift" else 3)
+    expected = {"explosion"}
+    if name in ("nan", "+inf", "-inf"): expected = {"non-finite"}
+    if "collapse" in name: expected = {"collapse"}
+    if name in ("x3", "collapse to 1.12 chance"): expected = {"rise", "collapse"}
+    if name == "drift": expected = {"rise"}
+    assert {REASONS[c] for c in why[at >= AT]} <= expected
+
+@pytest.mark.parametrize("noise,most", [(.08, 0), (.3, 1), (.6, 5)])
+def test_false_alarms_per_ten_thousand_steps(noise, most):
+    x = trace(np.random.default_rng(888_000 + int(noise * 100)), 100, noise=noise)
+    s, alarms = LossStats.new(100), 0
+    for row in x: alarms += (judge_in_place(s, row, DetectorConfig(), np.full(100, CHANCE)).code > 0).sum()
+    assert alarms <= most * x.size / 1e4
+
+
+# --- properties
+
+@st.composite
+def healthy_runs(draw):
+    "A loss that starts near chance, may warm up, falls, may drop with the learning rate; noisy, in any unit."
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    noise, floor = draw(st.floats(0, .3)), draw(st.floats(.001, .9))
+    tau, unit = draw(st.floats(20, 3000)), draw(st.sampled_from([1e-3, 1., 50.]))
+    steps = draw(st.lists(st.integers(0, 499), max_size=3))
+    t = np.arange(500)
+    warm = draw(st.integers(0, 100))
+    fall = floor + (1 - floor) * np.exp(-np.maximum(t - warm, 0) / tau)
+    for drop in steps: fall = fall * np.where(t > drop, draw(st.floats(.3, 1)), 1)
+    return fall * unit * np.exp(noise * rng.standard_normal(500)), unit
+
+@settings(deadline=None, max_examples=60)
+@given(healthy_runs(), st.booleans())
+def test_a_healthy_run_never_panics(run, with_chance):
+    x, chance = run
+    assert (first_panic(x[:, None], DetectorConfig(), chance)[0] < 0).all() if with_chance else (first_none(x) < 0)
+
+def first_none(x):
+    s = LossStats.new()
+    for t, row in enumerate(x):
+        if judge_in_place(s, np.array([row]), DetectorConfig()).code[0]: return t
+    return -1
+
+def learnt(noise=.05, n=1, steps=60, seed=0):
+    s = LossStats.new(n)
+    for row in 0.9 * np.exp(noise * np.random.default_rng(seed).standard_normal((steps, n))):
+        s, _ = judge(s, row, chance=CHANCE)
+    return s
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(["fine", "above", "nan"]), min_size=1, max_size=30), st.integers(1, 5))
+def test_count_rules(kinds, confirm):
+    "An explosion is `confirm` anomalies in a row; a healthy loss ends the row, a NaN neither adds to it nor ends it."
+    limits, s, row = DetectorConfig(confirm=confirm, rise=None), learnt(), 0
+    for kind in kinds:
+        s, v = judge(s, dict(fine=.9, above=8., nan=math.nan)[kind], limits, CHANCE)
+        row = row + 1 if kind == "above" else row if kind == "nan" else 0
+        assert v.count[0] == row == s.count[0]
+        exploded = "explosion" if kind == "above" and row >= confirm else "healthy"
+        assert v.reason() == ("non-finite" if kind == "nan" else exploded)
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.one_of(st.floats(5.0, 1e30), st.sampled_from([math.nan, math.inf, -math.inf, CHANCE])),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_statistics_are_unchanged_by_anomalies(losses):
+    s = before = learnt()
+    for x in losses: s, _ = judge(s, x, chance=CHANCE)
+    for k in ("ring", "seen", "mean", "sigma", "level", "spread"):
+        assert np.array_equal(getattr(s, k), getattr(before, k)), k
+    assert [t for t, _ in s.anomalies(0)] == list(range(60, 60 + len(losses)))[-8:]
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(1e-3, 20.) | st.just(math.nan), min_size=1, max_size=60), st.integers(0, 59))
+def test_a_round_trip_at_any_point_changes_nothing(losses, cut):
+    a = b = learnt()
+    for t, x in enumerate(losses):
+        if t == cut:
+            state = {k: v.clone() for k, v in b.state_dict().items()}
+            b = LossStats.new(); b.load_state_dict(state)
+        (a, v), (b, w) = judge(a, x, chance=CHANCE), judge(b, x, chance=CHANCE)
+        assert v.code == w.code and np.array_equal(v.limit, w.limit)
+    for k, x in vars(a).items(): assert np.array_equal(x, getattr(b, k), equal_nan=True), k
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 5), st.integers(0, 10**6))
+def test_lanes_are_judged_as_if_alone(n, seed):
+    rng = np.random.default_rng(seed)
+    x = np.exp(rng.normal(0, .4, (80, n))); x[rng.random((80, n)) < .03] *= 20; x[rng.random((80, n)) < .01] = np.nan
+    together, alone = LossStats.new(n), [LossStats.new() for _ in range(n)]
+    for row in x:
+        together, v = judge(together, row, chance=CHANCE)
+        for i in range(n):
+            alone[i], w = judge(alone[i], row[i], chance=CHANCE)
+            assert v.code[i] == w.code[0] and np.isclose(v.limit[i], w.limit[0], rtol=1e-12)
+
+def test_judge_is_pure_and_checks_its_shape():
+    s = learnt()
+    copies = {k: v.copy() for k, v in vars(s).items()}
+    for x in (1., math.nan, 100.): judge(s, x, chance=CHANCE, norms=1.)
+    for k, v in copies.items(): assert np.array_equal(v, getattr(s, k), equal_nan=True)
+    with pytest.raises(ValueError, match="one loss per lane"): judge(s, [1., 2.])
+    with pytest.raises(ValueError, match="did you mean"): DetectorConfig().replace(sigmas=3)
+    with pytest.raises(ValueError, match="window"): DetectorConfig(window=10_000)
+
+def test_inactive_lanes_stay_as_they_are():
+    s = learnt(n=3)
+    t, v = judge(s, [math.nan, 50., .9], chance=CHANCE, active=[False, False, True])
+    assert v.code.tolist() == [0, 0, 0] and t.judged.tolist() == [60, 60, 61] and np.array_equal(t.count, [0, 0, 0])
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.floats(.01, .8))
+def test_the_short_way_is_the_long_way(seed, noise):
+    rng = np.random.default_rng(seed); limits = DetectorConfig()
+    x = np.exp(noise * rng.standard_normal(300)); x[rng.random(300) < .02] *= 30
+    a, b = LossStats.new(), LossStats.new()
+    for loss in x:
+        v = judge_in_place(a, np.array([loss]), limits, np.array([CHANCE]))
+        if pass_healthy(b, loss, limits, CHANCE, loss_limits(b, limits, CHANCE).limit.item()): assert v.code[0] == 0
+        else: assert judge_in_place(b, np.array([loss]), limits, np.array([CHANCE])).code[0] == v.code[0]
+    for k in vars(a): np.testing.assert_allclose(getattr(a, k), getattr(b, k), rtol=1e-9, atol=1e-9)
+
+
+# --- single rules
+
+def test_the_classic_rule():
+    s = LossStats.new()
+    for t in range(9): s, v = judge(s, 2.5, CLASSIC, CHANCE); assert v.code == 0
+    s, v = judge(s, 100.0, CLASSIC, CHANCE)
+    assert v.code == 0 and s.seen == 10  # less than ten: anything goes
+    s = LossStats.new()
+    for t in range(20): s, _ = judge(s, .9, CLASSIC, CHANCE)
+    assert judge(s, 11.9, CLASSIC, CHANCE)[1].count == 0 and judge(s, 12.1, CLASSIC, CHANCE)[1].count == 1
+    s2 = s
+    for expected in (0, 0, 2, 2): s2, v = judge(s2, 13., CLASSIC, CHANCE); assert v.code == expected
+    s, v = judge(s, CHANCE * 1.06, CLASSIC, CHANCE); assert v.reason() == "collapse"
+    assert judge(s, CHANCE * 1.07, CLASSIC, CHANCE)[1].code == 0
+
+def test_population_sigma_and_the_limit():
+    s, c = LossStats.new(), DetectorConfig(refresh=1, min_samples=10)
+    x = np.random.default_rng(0).uniform(.5, 1.5, 30)
+    for v in x: s, verdict = judge(s, v, c, CHANCE)
+    assert np.isclose(s.mean[0], x.mean()) and np.isclose(s.sigma[0], x.std(ddof=0))
+    _, verdict = judge(s, 1., c, CHANCE)
+    assert verdict.limit == max(2 * CHANCE, x.mean() + 6 * x.std(), 3 * x.mean())
+
+def test_without_a_chance_loss_there_is_no_collapse_and_the_absolute_limit_is_the_run_s_own():
+    s = learnt()
+    for x in (8., 9., 8.): s, v = judge(s, x, DetectorConfig(rise=None))
+    assert v.reason() == "explosion" and np.isclose(v.absolute, np.exp(s.level + 6 * s.spread))
+    s = learnt()
+    for _ in range(5): s, v = judge(s, CHANCE, DetectorConfig(rise=None)); assert v.code == 0
+
+def test_a_run_that_blows_up_at_once_is_seen_without_statistics():
+    s = LossStats.new()
+    for x in (2.3, 2.2, 40.): s, v = judge(s, x, chance=CHANCE); assert v.code == 0
+    for x in (300., 9000.): s, v = judge(s, x, chance=CHANCE)
+    assert v.reason() == "explosion"
+
+def test_negative_and_zero_losses_are_losses():
+    s = LossStats.new()
+    for x in np.random.default_rng(0).normal(-3, .5, 300): s, v = judge(s, x); assert v.code == 0
+    for x in np.zeros(50): s, v = judge(s, x); assert not np.isnan(s.sigma).any()
+
+def test_gradient_norms():
+    s = learnt()
+    for _ in range(30): s, v = judge(s, .9, chance=CHANCE, norms=1.)
+    for i in range(5):
+        s, v = judge(s, 0.9, chance=CHANCE, norms=[math.inf, 500.0, math.nan, 1e9, math.inf][i])
+        assert (v.reason() == "gradient") == (i == 4)
+    s, v = judge(s, .9, chance=CHANCE, norms=1.); assert v.code == 0 and s.grad_count == 0
+
+def test_label_entropy():
+    assert math.isclose(label_entropy(torch.arange(7).repeat(3)), math.log(7))
+    assert math.isclose(label_entropy(torch.tensor([3, 3, 3])), 0., abs_tol=1e-12)
+    assert math.isclose(label_entropy(torch.tensor([0, 1, -100, -1])), math.log(2))
