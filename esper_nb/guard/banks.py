@@ -15,7 +15,7 @@ from torch import Tensor, _foreach_copy_, nn
 from ..core.config import check, check_count
 from ..core.lanes import lane_runs
 from ..core.layers import by_lane
-from ..core.parts import Part, RandomStreams, as_part, has_lanes, same_layout
+from ..core.parts import AnyPart, RandomStreams, as_part, has_lanes, same_layout
 
 # %% ../../nbs/guard/11_banks.ipynb #ec3e7b4f
 StateKey = tuple[str, str] # a tensor: name of its part, path in it
@@ -46,7 +46,7 @@ class LiveState(NamedTuple):
     rest: dict[str, Any] # by part: all state that is not a tensor, copied
 
 def read_parts(
-    parts: Mapping[str, Part], # by name
+    parts: Mapping[str, AnyPart], # by name
     n: int, # lanes
 ) -> LiveState:
     "The live state of all parts."
@@ -208,7 +208,7 @@ def _together(lanes: Sequence[int], n: int, front: Sequence[int],
     for i in lanes: groups[front[i], version[i]].append(i)
     return [(mine, mine[0]) for mine in groups.values() if mine]
 
-def _write_parts(parts: Mapping[str, Part], version: StateVersion, bank: _Bank, n: int,
+def _write_parts(parts: Mapping[str, AnyPart], version: StateVersion, bank: _Bank, n: int,
                  lanes: Sequence[int] | None, skip: Sequence[str]) -> list[str]: # names of the parts written
     "A version back into the live parts, in place."
     written = []

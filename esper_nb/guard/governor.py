@@ -22,7 +22,7 @@ from ..core.config import check_count
 from .detector import (
     REASONS, WINDOW_LIMIT, DetectorConfig, LossStats, Verdict, judge_in_place, loss_limits, refresh_stats)
 from .reports import (
-    GOVERNOR_PRESETS, Budget, GovernorConfig, GovernorStop, Report, as_chance_losses, as_governor_config,
+    Budget, GovernorConfig, GovernorStop, Report, as_chance_losses, as_governor_config,
     blames_batch, calm_lanes, choose_action, describe_panic, scale_lr)
 from .snapshots import Snapshot
 
@@ -254,8 +254,9 @@ def _judge_waiting(g: _Guarded, before_step: bool) -> tuple[Report, ...]:
     return tuple(out)
 
 # %% ../../nbs/guard/14_governor.ipynb #7379ce45
-class _Skip(Exception): pass
+class _Skip(Exception): "Ends the block of a rejected batch."
 
+# %% ../../nbs/guard/14_governor.ipynb #77500f84
 class Governor(_Guarded):
     "Watches the loss of a run, and brings the run back when it is ruined."
     def watch(

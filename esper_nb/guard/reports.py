@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GOVERNOR_PRESETS', 'GovernorConfig', 'as_governor_config', 'as_chance_losses', 'Budget', 'calm_lanes', 'blames_batch',
-           'choose_action', 'scale_lr', 'Report', 'GovernorStop', 'describe_panic']
+           'choose_action', 'scale_lr', 'Report', 'describe_panic', 'GovernorStop']
 
 # %% ../../nbs/guard/13_reports.ipynb #edf8c5e4
 import math
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core.config import check, check_count
-from .detector import REASONS, DetectorConfig, LossStats, Verdict, judge
+from .detector import REASONS, DetectorConfig, LossStats, Verdict
 
 # %% ../../nbs/guard/13_reports.ipynb #9ec54706
 @dataclass(frozen=True)
@@ -231,12 +231,6 @@ class Report:
         "Plain values, ready for JSON."
         return asdict(self)
 
-class GovernorStop(RuntimeError):
-    "The ladder is used up: the last good state is in place, and `report` says why the run ended."
-    def __init__(self, report: Report):
-        super().__init__(f"the Governor stopped the run: {report}")
-        self.report = report
-
 # %% ../../nbs/guard/13_reports.ipynb #0ad2a79e
 def _number(x, lane: int) -> float | None:
     "Entry of a lane as a Python float, or None where there is no number."
@@ -266,3 +260,10 @@ def describe_panic(
         cusum=number(s.cusum, config.rise is not None), cusum_limit=config.rise,
         count=int(s.count[lane]), near=int(s.near[lane]), recent=tuple(s.recent(lane, 16)),
         anomalies=tuple((t, x if math.isfinite(x) else None) for t, x in s.anomalies(lane)))
+
+# %% ../../nbs/guard/13_reports.ipynb #5cd7ede3
+class GovernorStop(RuntimeError):
+    "The ladder is used up: the last good state is in place, and `report` says why the run ended."
+    def __init__(self, report: Report):
+        super().__init__(f"the Governor stopped the run: {report}")
+        self.report = report

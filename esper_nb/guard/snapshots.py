@@ -16,7 +16,7 @@ from torch import Tensor, _foreach_norm, nn
 
 from ..core.config import check
 from ..core.layers import by_lane
-from ..core.parts import ModulePart, Part, as_part, same_layout
+from ..core.parts import ModulePart, AnyPart, as_part, same_layout
 from .banks import (
     Banks, LiveState, StateKey, StateVersion, one_step, read_parts, restore_banks, write_banks)
 
@@ -30,7 +30,7 @@ def _finite(tensors: Sequence[Tensor]) -> list[bool]:
         sure |= dict(zip(map(id, here), norms))
     return [sure[id(t)] or t.isfinite().all().item() for t in tensors]   # a norm may also overflow
 
-def _masks(live: LiveState, parts: Mapping[str, Part]) -> set[StateKey]:
+def _masks(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
     "Buffers of modules that are infinite by design."
     found = set()
     for k, t in live.tensors.items():
@@ -39,7 +39,7 @@ def _masks(live: LiveState, parts: Mapping[str, Part]) -> set[StateKey]:
         if torch.isinf(t).any() and not torch.isnan(t).any(): found.add(k)
     return found
 
-def _vet(live: LiveState, parts: Mapping[str, Part], n: int, masks: set[StateKey]) -> tuple[list[StateKey], list[int]]:
+def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[StateKey]) -> tuple[list[StateKey], list[int]]:
     "Non-finite tensors, and the lanes that own them; a shared one condemns every lane."
     keys = [k for k, t in live.tensors.items() if t.is_floating_point() and t.numel() and k not in masks
             and getattr(parts[k[0]].obj, "vetted", True)]

@@ -8,7 +8,7 @@ __all__ = ['padded_places', 'ActionHeads', 'Heads', 'heads_of', 'to_env', 'mix_f
 # %% ../../nbs/learn/60_distributions.ipynb #6586dbc6
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -41,9 +41,9 @@ class ActionHeads(Protocol):
     def widest(self) -> int: "A, choices of the widest head."
     @property
     def flat(self) -> int: "Least width of a flat mask."
-    def legal(self, mask: Tensor | None, action: Tensor) -> Tensor: "(..., K, A) bool: what each head may choose."
+    def legal(self, mask: Any, action: Tensor) -> Tensor: "(..., K, A) bool: what each head may choose."
     def relevant(self, action: Tensor) -> Tensor: "(..., K) bool: which heads the chosen action used."
-    def available(self, mask: Tensor | None, action: Tensor) -> Tensor: "(..., K, A) bool: under some legal action."
+    def available(self, mask: Any, action: Tensor) -> Tensor: "(..., K, A) bool: under some legal action."
 
 # %% ../../nbs/learn/60_distributions.ipynb #426eb2bc
 class Heads:
@@ -77,7 +77,7 @@ class Heads:
         "Which heads the chosen action used."
         return torch.ones_like(action, dtype=torch.bool)
 
-    def available(self, mask: Tensor | None, action: Tensor) -> Tensor: # -> (..., K, A) bool
+    def available(self, mask: Any, action: Tensor) -> Tensor: # -> (..., K, A) bool
         "What each head could have chosen under *some* legal action; no choice: it could not have been used."
         return self.legal(mask, action)
 

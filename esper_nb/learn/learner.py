@@ -20,8 +20,9 @@ from ..core.devices import choose_precision
 from ..core.random import generator
 from ..core.workers import use_threads
 from .distributions import ActionHeads, acting_noise, heads_of
-from .loss import ChoiceMasks, Coefficients, Compiled, PPOConfig, StepLog
-from .loss import explained_variance, gradient_step, ppo_loss, read_stats, standardize
+from esper_nb.learn.loss import (
+    ChoiceMasks, Coefficients, Compiled, PPOConfig, StepLog, explained_variance, gradient_step, ppo_loss, read_stats,
+    standardize)
 from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer
 from .policies import ActorCritic, PolicyConfig
 from .rollouts import Batch, EnvStream, EpisodeEnd, Rollout, count_episodes
@@ -211,20 +212,20 @@ def update_record(
     logs, c = learner.logs, learner.config
     taken = [log for log in logs if log.grad_norm is not None]
     heads = [[log.head_entropy[k] for log in taken] for k in range(learner.heads.count)]
-    def mean(name): return _mean([getattr(log, name) for log in taken])
+    measures = ("loss", "policy_loss", "value_loss", "entropy", "clipfrac", "grad_norm")
+    means = {k: _mean([getattr(log, k) for log in taken]) for k in measures}
     return Update(
         update=learner.update + 1, env_steps=learner.env_steps,
         returns=tuple(e.total for e in learner.ended), lengths=tuple(e.length for e in learner.ended),
         reward=_measured(r.reward[r.valid].mean().item()),
-        loss=mean("loss"), policy_loss=mean("policy_loss"), value_loss=mean("value_loss"), entropy=mean("entropy"),
         head_entropy=tuple(_mean([h for h in head if not math.isnan(h)]) for head in heads),
-        approx_kl=_measured(logs[-1].approx_kl) if logs else None, clipfrac=mean("clipfrac"),
+        approx_kl=_measured(logs[-1].approx_kl) if logs else None,
         first_gap=_measured(logs[0].ratio_gap) if logs else None,
-        ratio_gap=_measured(max((log.ratio_gap for log in logs), default=None)), grad_norm=mean("grad_norm"),
+        ratio_gap=_measured(max((log.ratio_gap for log in logs), default=None)),
         explained_variance=_measured(learner.variance), learning_rate=c.at(learner.update)[0],
         value_scale=learner.value_norm.scale, reward_scale=learner.reward_norm.scale,
         gradient_steps=learner.gradient_step, stopped=learner.stop_reason,
-        rollbacks=int(r.rolled_back.sum()), seconds=learner.seconds)
+        rollbacks=int(r.rolled_back.sum()), seconds=learner.seconds, **means)
 
 # %% ../../nbs/learn/65_learner.ipynb #af7981b0
 class StopRequest(Protocol):
@@ -232,6 +233,7 @@ class StopRequest(Protocol):
     @property
     def requested(self) -> bool: "Now."
 
+# %% ../../nbs/learn/65_learner.ipynb #27add2ad
 class _Turns(_Learning):
     "Acting and learning in turn, with a record of every update."
     def step(self, stop: StopRequest | None = None) -> Update | None: # None: the update is not complete yet
@@ -277,6 +279,7 @@ _modules = ("policy", "optimizer", "obs_norm", "reward_norm", "value_norm")
 _counters = ("update", "env_steps", "gradient_step", "failed", "stop_reason")
 _stream_fields = ("obs", "mask", "start", "valid")
 
+# %% ../../nbs/learn/65_learner.ipynb #d0f4f632
 class Learner(_Turns):
     "PPO over a vector environment, one step at a time; all of it can be saved."
     def state_dict(self) -> dict:
@@ -304,7 +307,6 @@ class Learner(_Turns):
 
     def contract(self) -> dict:
         "What a saved state must agree with."
-        seen = [type(self.stream.space).__name__, self.stream.width]
         return dict(heads=list(self.heads.sizes), stages=[list(s) for s in self.heads.stages],
-                    lanes=self.n, observation=seen,
+                    lanes=self.n, observation=[type(self.stream.space).__name__, self.stream.width],
                     policy=self.policy.config.to_dict(), config=self.config.to_dict())

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['METERS', 'Player', 'latest_step', 'RulePlayer', 'RandomPlayer', 'PolicyPlayer', 'PlayScores', 'play_lanes',
-           'PlayResult', 'PracticeUpdate', 'Comparison', 'join_comparisons', 'compare_controllers',
-           'simple_controllers', 'comparison_text']
+           'PlayResult', 'PracticeUpdate', 'Comparison', 'compare_controllers', 'simple_controllers', 'comparison_text']
 
 # %% ../../nbs/run/95_compare.ipynb #48781008
 import json, math, time
@@ -23,9 +22,8 @@ from torch import Tensor
 from ..control.actions import draw_actions, in_stage
 from ..control.env_config import EnvConfig
 from ..control.envs import GrowVecEnv
-from ..control.rules import encode_decision
 from ..control.episodes import EnvStep
-from ..control.rules import QUICK, Heuristic, Rule, Signals, WaitOnly, view
+from ..control.rules import QUICK, Heuristic, Rule, Signals, WaitOnly, encode_decision, view
 from ..core.intervals import Interval, bootstrap_interval
 from ..core.config import check
 from ..core.random import generator
@@ -259,7 +257,16 @@ class Comparison(NamedTuple):
     @classmethod
     def join(cls, parts: Iterable["Comparison"]) -> "Comparison": # of the same controllers, on different seeds
         "Seeds that were played apart, as one comparison."
-        return join_comparisons(list(parts))
+        parts = list(parts)
+        kinds = {(p.task, p.lanes, p.horizon, *sorted(p.names)) for p in parts}
+        check(len(kinds) == 1, "comparisons", sorted(map(str, kinds)),
+              "one task, number of lanes, horizon and set of controllers")
+        seeds = [p.seed for c in parts for p in c.plays if p.controller == c.names[0]]
+        check(len(seeds) == len(set(seeds)), "seeds", seeds, "each of them once")
+        ordered = sorted(parts, key=lambda c: c.plays[0].seed)
+        return parts[0]._replace(
+            plays=tuple(p for c in ordered for p in c.plays), learned=tuple(u for c in ordered for u in c.learned),
+            notes={k: v for c in parts for k, v in c.notes.items()})
 
     def save(self, path: str | Path) -> None:
         "Write it as JSON."
@@ -267,19 +274,6 @@ class Comparison(NamedTuple):
 
     @classmethod
     def load(cls, path: str | Path) -> "Comparison": return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
-
-# %% ../../nbs/run/95_compare.ipynb #6ac46f15
-def join_comparisons(parts: Sequence[Comparison]) -> Comparison: # of the same controllers, on different seeds
-    "All plays, in the order of seeds."
-    kinds = {(p.task, p.lanes, p.horizon, *sorted(p.names)) for p in parts}
-    check(len(kinds) == 1, "comparisons", sorted(map(str, kinds)),
-          "one task, number of lanes, horizon and set of controllers")
-    seeds = [p.seed for c in parts for p in c.plays if p.controller == c.names[0]]
-    check(len(seeds) == len(set(seeds)), "seeds", seeds, "each of them once")
-    ordered = sorted(parts, key=lambda c: c.plays[0].seed)
-    return parts[0]._replace(
-        plays=tuple(p for c in ordered for p in c.plays), learned=tuple(u for c in ordered for u in c.learned),
-        notes={k: v for c in parts for k, v in c.notes.items()})
 
 # %% ../../nbs/run/95_compare.ipynb #b099e14f
 def compare_controllers(
@@ -321,17 +315,20 @@ def _align(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join([line[0].ljust(wide[0]), *(v.rjust(w) for v, w in zip(line[1:], wide[1:]))]).rstrip()
             for line in lines]
 
+# %% ../../nbs/run/95_compare.ipynb #86729ae2
+_columns = dict( # mean per lane -> title, form
+    rollbacks=("rollbacks", ".2f"), fossils=("fossils", ".2f"), parameters=("parameters", ",.0f"),
+    epochs=("epochs", ".1f"), seconds=("play, s", ".0f"), practice_epochs=("practice: epochs", ",.0f"),
+    practice_cpu_s=("CPU s", ".0f"))
+
 def comparison_text(c: Comparison) -> str:
     "A comparison as a table, best test accuracy first."
     test, total = c.intervals(), c.intervals("total")
     def mean(k, field): return float(np.mean([np.mean(getattr(p, field)) for p in c.plays if p.controller == k]))
-    lines = [("controller", "test accuracy, pp", "return", "rollbacks", "fossils", "parameters", "epochs", "play, s",
-              "practice: epochs", "CPU s")]
+    lines = [["controller", "test accuracy, pp", "return", *(title for title, _ in _columns.values())]]
     for k in sorted(test, key=lambda k: -test[k].mean):
-        lines.append((
-            k, _interval_text(test[k], ".1f"), _interval_text(total[k], ".2f"), f"{mean(k, 'rollbacks'):.2f}",
-            f"{mean(k, 'fossils'):.2f}", f"{mean(k, 'parameters'):,.0f}", f"{mean(k, 'epochs'):.1f}",
-            f"{mean(k, 'seconds'):.0f}", f"{mean(k, 'practice_epochs'):,.0f}", f"{mean(k, 'practice_cpu_s'):.0f}"))
+        means = [f"{mean(k, field):{form}}" for field, (_, form) in _columns.items()]
+        lines.append([k, _interval_text(test[k], ".1f"), _interval_text(total[k], ".2f"), *means])
     seeds = len({p.seed for p in c.plays})
     title = f"{c.task}: {c.horizon} epochs in {c.lanes} lanes, {seeds} seed{'s' * (seeds != 1)}; interquartile mean"
     head = title + (" [95 % interval]" if seeds > 1 else "")

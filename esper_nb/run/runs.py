@@ -50,6 +50,7 @@ def cut_rows(
 _may_change = ("run.ppo.num_updates", "run.minutes", "run.save_every", "run.sampled", "learner.config.num_updates")
 _numbers = ("written", "steps", "seconds", "cpu_s") # of a run, that a checkpoint holds
 
+# %% ../../nbs/run/96_runs.ipynb #13018a4f
 class Run:
     "A recipe at work in a folder."
     def __init__(

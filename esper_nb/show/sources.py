@@ -21,7 +21,7 @@ from ..grow.decisions import Decision, DecisionResult, apply_decision
 from ..grow.models import Growing
 from ..grow.lifecycle import Event
 from ..guard.governor import Governor
-from ..guard.reports import GovernorConfig, Report
+from ..guard.reports import Report
 from ..learn.learner import Learner, Update
 from ..record.checkpoints import EnvState
 from ..record.populations import governor_rows, population_rows, run_rows, slot_rows

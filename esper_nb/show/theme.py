@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-import numpy as np
-
 # %% ../../nbs/show/80_theme.ipynb #7498af65
 THEMES: Mapping[str, Mapping[str, str]] = {
     "neutral": dict(ink="#7b7b7b", ground="none"),

@@ -15,15 +15,14 @@ from torch import Generator, Tensor, nn
 from ..core.config import Config, check, check_count
 from ..core.random import generator
 from ..core.layers import by_lane
-from .stepper import Stepper
-from .trainer import Disturb
+from .trainer import Disturb, StepState
 
 # %% ../../nbs/train/48_faults.ipynb #d4423f3e
 @dataclass
 class Strike:
     "One lane of a group, just before a batch."
     net: nn.Module # of the group
-    stepper: Stepper # of the group
+    stepper: StepState # of the group
     place: int # of the lane in the group
     x: Tensor # (B, n*C, H, W) or (B, L, n), a copy that may be written
     y: Tensor # (B, n) or (B, L, n), a copy that may be written

@@ -176,7 +176,7 @@ class Stepper(_Accounts):
 
     @torch.no_grad()
     def step(self,
-        active: Mapping[str, Sequence[bool]] | None = None, # owner -> (n,) lanes that use it, on the CPU; default all
+        active: Mapping[str, Sequence[bool] | Tensor] | None = None, # owner -> (n,) lanes that use it, on the CPU; default all
         zero_grad: bool = True, # clear the gradients afterwards; if not, they stay unscaled and clipped
     ) -> StepInfo:
         "Unscale, clip, step or skip, for every lane and owner on its own; then update the scales."
@@ -221,7 +221,7 @@ def train_step(
     owners: Mapping[str, LaneOptimizer], # an optimizer for each owner
     scaler: LaneScaler | None = None, # loss scales; default none
     max_norm: float | None | Mapping[str, float | None] = 1., # clip norm, or one for each owner
-    active: Mapping[str, Sequence[bool]] | None = None, # owner -> (n,) lanes that use it, default all
+    active: Mapping[str, Sequence[bool] | Tensor] | None = None, # owner -> (n,) lanes that use it, default all
 ) -> StepInfo:
     "Backward and step in one call, for a loop that keeps no `Stepper`."
     stepper = Stepper(owners, scaler, max_norm)

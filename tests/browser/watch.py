@@ -22,7 +22,7 @@ RESULT = ROOT/"nbs/tutorials/images/watch.json"
 GROW = """import json, os, threading, time
 from esper_nb.show.dashboard import Dashboard
 from esper_nb.show.session import Session
-from esper_nb.train.trainer import FitConfig, new_population
+from esper_nb.train.population import FitConfig, new_population
 ROWS = 2000      # few, so that this store is full before the first sample, too
 session = Session(new_population('digits', FitConfig(lanes=16, epochs=100_000)), rows=ROWS)
 board = Dashboard(session, lane=3)
@@ -47,7 +47,7 @@ import ipywidgets as W, numpy as np, psutil
 from esper_nb.show.dashboard import Dashboard
 from esper_nb.show.session import Session
 from esper_nb.show.sources import Frame, PopulationSource
-from esper_nb.train.trainer import FitConfig, new_population
+from esper_nb.train.population import FitConfig, new_population
 place, said, noise = W.Box(), W.HTML('measuring'), np.random.default_rng(0)
 def source(): return PopulationSource(new_population('digits', FitConfig(lanes=16, epochs=100_000)))
 def others():
