@@ -201,7 +201,7 @@ def totals(packages):
 def totals_text(packages):
     "The same in words, with what is aimed at."
     t = totals(packages)
-    return (f"{t['pages']} pages, {t['lines']} exported lines; an exported cell without a class has {t['p90']} lines at "
+    return (f"{t['pages']} pages, {t['lines']} exported lines; a cell without a class has {t['p90']} lines at "
             f"the ninth decile (at most {P90}), the longest cell {t['longest']}; for each exported line "
             f"{t['words']:.1f} words of prose (aim {WORDS}) and {t['demo']:.2f} lines that use it (aim {DEMO})")
 
@@ -220,7 +220,7 @@ def breaches(packages=()):
     "Every limit that is broken, in words."
     found = [line for p in pages(packages) for line in broken(p, page_numbers(p))]
     p90 = ninth_decile(pages(packages))
-    return found + [f"an exported cell without a class has {p90} lines at the ninth decile (at most {P90})"] * (p90 > P90)
+    return found + [f"a cell without a class has {p90} lines at the ninth decile (at most {P90})"] * (p90 > P90)
 
 
 def check(packages):

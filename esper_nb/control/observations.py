@@ -78,8 +78,12 @@ def _ramp_direction(table: Tensor) -> Tensor: # 1: alpha rises, -1: falls, 0: re
 def _ramp_left(table: Tensor) -> Tensor: return column(table, "total") - column(table, "done") # epochs
 def _tempo(table: Tensor) -> Tensor: return _where_seeded(table, "tempo") # epochs
 def _goal(table: Tensor) -> Tensor: return _where_seeded(table, "goal") # alpha
-def _improvement(table: Tensor) -> Tensor: return known_column(table, "accuracy") - known_column(table, "accuracy_stage") # pp
-def _progress(table: Tensor) -> Tensor: return known_column(table, "accuracy") - known_column(table, "accuracy_born") # pp
+def _improvement(table: Tensor) -> Tensor: # pp
+    return known_column(table, "accuracy") - known_column(table, "accuracy_stage")
+
+def _progress(table: Tensor) -> Tensor: # pp
+    return known_column(table, "accuracy") - known_column(table, "accuracy_born")
+
 
 def _gradient_norm(table: Tensor) -> Tensor: # symlog, and beyond the range where it is not finite
     return symlog(known_column(table, "gradient_norm")) + (column(table, "gradient_norm") >= -UNMEASURED) * 21

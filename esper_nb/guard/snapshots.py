@@ -39,7 +39,8 @@ def _masks(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
         if torch.isinf(t).any() and not torch.isnan(t).any(): found.add(k)
     return found
 
-def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[StateKey]) -> tuple[list[StateKey], list[int]]:
+def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int,
+         masks: set[StateKey]) -> tuple[list[StateKey], list[int]]:
     "Non-finite tensors, and the lanes that own them; a shared one condemns every lane."
     keys = [k for k, t in live.tensors.items() if t.is_floating_point() and t.numel() and k not in masks
             and getattr(parts[k[0]].obj, "vetted", True)]

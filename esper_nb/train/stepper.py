@@ -176,7 +176,7 @@ class Stepper(_Accounts):
 
     @torch.no_grad()
     def step(self,
-        active: Mapping[str, Sequence[bool] | Tensor] | None = None, # owner -> (n,) lanes that use it, on the CPU; default all
+        active: Mapping[str, Sequence[bool] | Tensor] | None = None, # owner -> (n,) its lanes, on the CPU; default all
         zero_grad: bool = True, # clear the gradients afterwards; if not, they stay unscaled and clipped
     ) -> StepInfo:
         "Unscale, clip, step or skip, for every lane and owner on its own; then update the scales."
