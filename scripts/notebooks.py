@@ -169,6 +169,13 @@ def door_out_of_step():
 
 # --- every notebook, once
 
+def runs(notebook):
+    "Whether a notebook has code that the tests run: some pages are prose alone."
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+    return any(s.strip() and not NOT_RUN.search(s) for s in code)
+
+
 def compare(notebook, minutes):
     "Run a notebook in a kernel beside its stored text outputs: (path, seconds, what is wrong or nothing)."
     options = ["--nbval", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
@@ -190,8 +197,8 @@ def compare(notebook, minutes):
 
 def run(*names, minutes=6, side_by_side=2):
     "Every notebook once, two at a time, each in a process with an end; the largest first."
-    notebooks = [Path(n).resolve() for n in names] or sorted(find_notebooks(), key=lambda p: -p.stat().st_size)
-    wrong = []
+    found = [Path(n).resolve() for n in names] or sorted(find_notebooks(), key=lambda p: -p.stat().st_size)
+    notebooks, wrong = [p for p in found if runs(p)], []
     with ThreadPoolExecutor(side_by_side) as pool:
         for path, seconds, why in pool.map(lambda p: compare(p, minutes), notebooks):
             print(f"{'FAILED' if why else 'ok':6} {seconds:6.1f} s  {path.relative_to(ROOT)}", flush=True)
