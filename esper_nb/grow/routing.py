@@ -59,12 +59,12 @@ class _Join(torch.autograd.Function):
     def backward(ctx, grad): return None, *split_features(ctx.cut, grad)
 
 # %% ../../nbs/grow/25_routing.ipynb #063ed27c
-def split_features(cut: "Cut", x: Tensor) -> tuple[Tensor, ...]:
+def split_features(cut, x: Tensor) -> tuple[Tensor, ...]:
     "`Cut.split` without a gradient."
     v = lanes_inside(x, cut.n)
     return tuple(lanes_folded(torch.cat([v[..., a:b, :] for _, a, b in p], -2)) for p in cut.picks)
 
-def join_features(cut: "Cut", pieces: Sequence[Tensor]) -> Tensor:
+def join_features(cut, pieces: Sequence[Tensor]) -> Tensor:
     "`Cut.join` without a gradient."
     vs = [lanes_inside(x, m) for x, m in zip(pieces, cut.sizes)]
     return lanes_folded(torch.cat([vs[k][..., a:b, :] for k, a, b in cut.puts], -2))

@@ -34,7 +34,7 @@ from .text import TextData
 from .worth import Worth
 
 # %% ../../nbs/train/45_population.ipynb #cfec178d
-def check_fit_config(c: "FitConfig"): # raises a ValueError that names the setting
+def check_fit_config(c): # raises a ValueError that names the setting
     "Refuse settings that nothing can be trained with."
     check_count("lanes", c.lanes); check_count("eval_batch", c.eval_batch)
     for k in ("epochs", "batch_size", "workers", "width"):

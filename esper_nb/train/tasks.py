@@ -109,7 +109,7 @@ SOURCES = ("digits", "cifar10", "prose", "tinystories") # where the data of a ta
 
 def _number(v) -> bool: return isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
 
-def check_settings(task: "Task"): # raises a ValueError that names the setting
+def check_settings(task): # raises a ValueError that names the setting
     "Refuse a task that cannot be trained."
     check(isinstance(task.name, str) and task.name != "", "name", task.name, "a non-empty str")
     check(task.data in SOURCES, "data", task.data, f"one of {', '.join(SOURCES)}")
@@ -149,7 +149,7 @@ class _Settings(Config):
 
 # %% ../../nbs/train/38_tasks.ipynb #795ce117
 def load_source(
-    task: "Task", # whose data
+    task, # whose data
     device: torch.device, # where they shall live
     root: Path, # folder of local files
     limit: int | None, # most training examples
@@ -166,7 +166,7 @@ def load_source(
     return load_text_file(root / "tinystories.txt", device, block, limit)
 
 # %% ../../nbs/train/38_tasks.ipynb #4380ddd7
-def check_fit(task: "Task", data: ImageData | TextData): # raises a ValueError that says what to change
+def check_fit(task, data: ImageData | TextData): # raises a ValueError that says what to change
     "Refuse data of another shape than the host reads."
     h = task.host
     check(data.classes == task.classes, "classes of the host", task.classes,

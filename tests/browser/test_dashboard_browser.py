@@ -148,7 +148,7 @@ def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
         assert box["height"] < 690 and box["width"] < 1240, box              # 800 pixels, less the bars of JupyterLab
         dark = "{theme: 'JupyterLab Dark'}"
         browser.page.evaluate(f"() => window.jupyterapp.commands.execute('apputils:change-theme', {dark})")
-        browser.page.wait_for_selector("body[data-jp-theme-light='false']", timeout=60_000)
+        browser.page.wait_for_selector("body[data-jp-theme-light='false']", state="attached", timeout=60_000)
         lane = panel.root.locator(".esper-key span").first             # in the dark the picture has colours of its own
         panel.expect(lane).to_have_css("color", "rgb(86, 180, 233)", timeout=20_000)
         panel.show(); browser.shot("lab-3-dark")
