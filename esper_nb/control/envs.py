@@ -180,7 +180,7 @@ class _Working(_Episodes):
         def disturb(part: Part): return disturb_part(part, self.config.faults, self.trained, self.disturb)
         e = run_parts(self.parts, awake, disturb, self.pool, self.phases)
         rolled_back = torch.zeros(self.num_envs, dtype=torch.bool)
-        rolled_back[[r.lane for r in e.reports if r.restored]] = True
+        rolled_back[[r.lane for r in e.reports if r.rolled_back]] = True
         self.reports = e.reports
         self.trained += awake
         self.rollbacks += rolled_back

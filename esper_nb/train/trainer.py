@@ -192,7 +192,7 @@ def govern(
     if pop.governor is None: return ()
     tables = {k: pop.model.slot(k).table.clone() for k in pop.model.names}
     reports = tuple(r for loss in losses for r in pop.governor.watch(loss, asleep=asleep))
-    settle_seeds(pop.model, tables, sorted({r.lane for r in reports if r.restored}))
+    settle_seeds(pop.model, tables, sorted({r.lane for r in reports if r.rolled_back}))
     return reports
 
 # %% ../../nbs/train/47_trainer.ipynb #3e69cc79
