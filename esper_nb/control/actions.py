@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_nb.control.choices import (
-    HEADS, MIN_PRUNE_AGE, OPS, PLACEHOLDERS, USES, Choice, as_decision, choice_of, decode_action, encode_choice,
-    head_values)
+from .choices import (
+    HEADS, MIN_PRUNE_AGE, OPS, PLACEHOLDERS, USES, Choice, Repertoire, as_decision, choice_of, decode_action,
+    encode_choice, head_values)
 from ..core.config import check, check_count
 from ..grow.blending import RampMode
 from ..grow.decisions import DecisionResult, apply_decision
@@ -70,7 +70,7 @@ def open_gates(
     epochs, useful = column(table, "epochs"), at_least("contribution", least("contribution"))
     return {
         Stage.GERMINATED: torch.ones_like(healthy),
-        Stage.TRAINING: (epochs >= least("training_epochs")) & trained,
+        Stage.TRAINING: (epochs >= least("training_epochs")) & (trained | (least("training_epochs") == 0)),
         Stage.BLENDING: arrived & (~strict | (epochs >= least("blending_epochs"))),
         Stage.HOLDING: healthy & (column(table, "contribution") > UNMEASURED) & (~strict | useful),
     }
@@ -78,16 +78,20 @@ def open_gates(
 # %% ../../nbs/control/51_actions.ipynb #996bd7fd
 _automatic = {Stage.GERMINATED: "G1", Stage.TRAINING: "G2", Stage.BLENDING: "G3"} # gates that may open by themselves
 
+def _only(operations: Sequence[str]) -> Tensor: # (6, 1) bool: what is offered at all
+    return torch.tensor([op in operations for op in OPS])[:, None]
+
 def legal_operations(
     table: Tensor, # (n, S, C) records
     rules: Sequence[Rules], # of each slot: its gates and what happens by itself
     max_seeds: int = 0, # live seeds and fossils of a lane; 0: no bound
+    repertoire: Repertoire = Repertoire(), # what is offered
 ) -> Tensor: # (n, 6, S) bool; `wait` needs no slot and says True everywhere
     "Which operation is legal in which slot."
     live = in_stage(table, *LIVE)
     free = column(table, "frozen") == 0
     steady = free & (column(table, "mode") == RampMode.HOLD)
-    busy = in_stage(table, Stage.GERMINATED, Stage.TRAINING, *COOLING).any(-1, keepdim=True)
+    busy = in_stage(table, Stage.GERMINATED, Stage.TRAINING, *COOLING).any(-1, keepdim=True) & (not repertoire.several)
     count = (live | in_stage(table, Stage.FOSSILIZED)).sum(-1, keepdim=True)
     room = count < max_seeds if max_seeds else torch.ones_like(count, dtype=torch.bool)
     gates = open_gates(table, rules)
@@ -101,7 +105,7 @@ def legal_operations(
         fossilize=in_stage(table, Stage.HOLDING) & gates[Stage.HOLDING],
         advance=ready & free,
     )
-    return torch.stack([legal[op] for op in OPS], 1)
+    return torch.stack([legal[op] for op in OPS], 1) & _only(repertoire.operations)
 
 # %% ../../nbs/control/51_actions.ipynb #f3961a07
 def _padded(x: Tensor, width: int) -> Tensor: # (..., A) with False behind
@@ -150,7 +154,9 @@ class _Layout:
         model: Growing,
         slots: Sequence[str] | None = None, # where the controller may act; default everywhere
         max_seeds: int = 0, # live seeds and fossils of a lane; 0: no bound
+        repertoire: Repertoire = Repertoire(), # what is offered of all that an action can say
     ):
+        self.repertoire = repertoire
         self.slots = tuple(model.names if slots is None else slots)
         self.max_seeds = check_count("max_seeds", max_seeds, 0)
         check(len(set(self.slots)) == len(self.slots) > 0, "slots", slots, "a list of different slots, at least one")
@@ -169,6 +175,10 @@ class _Layout:
         self.real = torch.arange(self.widest) < torch.tensor(self.sizes)[:, None] # (K, A)
         self.placeholder = torch.tensor([PLACEHOLDERS[h] for h in HEADS]) # (K,)
         self.resting = torch.arange(self.widest) == self.placeholder[:, None] # (K, A)
+        self.offered = self.real.clone() # (K, A): choices that the repertoire has
+        for head, mine in dict(style=repertoire.styles, tempo=repertoire.tempos, target=repertoire.targets).items():
+            has = torch.tensor([v in mine for v in self.values[head]])
+            self.offered[HEADS.index(head), :len(has)] = has
 
 # %% ../../nbs/control/51_actions.ipynb #4ccbe6bf
 class GrowthActions(_Layout):
@@ -178,10 +188,10 @@ class GrowthActions(_Layout):
     def mask(self, table: Tensor | Growing) -> Tensor: # (n, S, C) records, or the model that holds them -> (n, M) bool
         "The facts of all lanes now."
         records = table if isinstance(table, Tensor) else read_slots(table, self.slots)
-        ops = legal_operations(records, self.rules, self.max_seeds)
+        ops = legal_operations(records, self.rules, self.max_seeds, self.repertoire)
         ops[:, OPS.index("germinate")] &= self.offers.any(-1)
         offers = self.offers.expand(len(ops), -1, -1)
-        grid = available_choices(ops, offers, self.real)
+        grid = available_choices(ops, offers, self.offered)
         choices = grid | (self.resting & ~grid.any(-1, keepdim=True)) # plain agents want no empty head
         return torch.cat([choices[:, self.real], ops.flatten(1), offers.flatten(1)], 1)
 
@@ -193,7 +203,7 @@ class GrowthActions(_Layout):
 
     def available(self, mask: Tensor, action: Tensor | None = None) -> Tensor: # (..., M) -> (..., K, A) bool
         "What each head could have chosen under some legal action; a head without choices could not have been used."
-        return available_choices(*self.facts(mask), self.real.to(mask.device))
+        return available_choices(*self.facts(mask), self.offered.to(mask.device))
 
     def relevant(self, action: Tensor) -> Tensor: # (..., K) int64 -> (..., K) bool
         "Which heads the chosen operation used."
@@ -202,7 +212,7 @@ class GrowthActions(_Layout):
     def legal(self, mask: Tensor, action: Tensor) -> Tensor: # (..., M), (..., K) -> (..., K, A) bool
         "What each head may choose, given the operation and the slot; never nothing."
         ops, offers = self.facts(mask)
-        return legal_choices(ops, offers, action, self.real.to(mask.device), self.resting.to(mask.device))
+        return legal_choices(ops, offers, action, self.offered.to(mask.device), self.resting.to(mask.device))
 
     def allowed(self, mask: Tensor, action: Tensor) -> Tensor: # (..., M), (..., K) -> (...) bool
         "Whether an action is legal as a whole; heads that its operation does not use do not matter."
@@ -216,6 +226,14 @@ class GrowthActions(_Layout):
     def encode(self, choice: Choice) -> Tensor: # (K,) int64
         "Words to a code; an unknown word, or one missing that the operation needs, is an error."
         return encode_choice(choice, self.values, self.placeholder)
+
+    def fit(self, choice: Choice) -> Choice:
+        "The nearest choice that the repertoire has: where it leaves one setting that one, for a missing verb a wait."
+        r = self.repertoire
+        if choice.op not in r.operations: return Choice()
+        single = dict(style=r.styles, tempo=r.tempos, target=r.targets)
+        fixed = {k: v[0] for k, v in single.items() if len(v) == 1 and getattr(choice, k) is not None}
+        return choice._replace(**fixed)
 
     def decode(self, action: Sequence[int] | Tensor) -> Choice: # (K,) numbers
         "A code to words."

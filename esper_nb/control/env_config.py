@@ -14,12 +14,14 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from .episodes import Part
+from .choices import Repertoire
 from ..core.config import Config, check, check_count
 from ..core.devices import check_device
 from ..grow.lifecycle import Gates, Rules
 from ..guard.reports import GovernorConfig
 from ..train.data import ImageData
 from ..train.text import TextData
+from ..train.families import FAMILIES, FamilyData
 from ..train.faults import Fault
 from ..train.tasks import Task
 from ..train.population import FitConfig, new_population
@@ -40,15 +42,20 @@ def settle_settings(
 class EnvConfig(Config):
     "What is trained in each lane, for how long, and what it earns; None means: as the task says."
     task: str | Task = "digits"
+    family: str | None = None # kinds that every lane and episode draws its instance from; None: all are the task
+    judged: bool = False # draw instances that no practice has seen
     num_envs: int = 16 # lanes
     horizon: int | None = None # epochs of an episode
     reward: str = "shaped" # preset of the evidence page
+    price: float = 0. # preset "outcome": percentage points that as many parameters as the host has must be worth
     gamma: float = .99 # discount of the learner; the shaping needs the same
     penalty: float = 10. # reward of a step that the Governor had to undo is minus this
     slots: tuple[str, ...] | None = None # where seeds may grow
     blueprints: tuple[str, ...] | None = None # what may grow; None: all of the host's family
     max_seeds: int = 0 # live seeds and fossils of a lane; 0: no bound
     rules: Rules = Rules(gates=Gates(training_epochs=3)) # of seeds: gates fit for a horizon of a few dozen epochs
+    repertoire: Repertoire = Repertoire() # what is offered of all that an action can say
+    schedule: str = "constant" # of the learning rate: "cosine" falls to 0 over the horizon
     batch_size: int | None = None
     lr: float | None = None
     max_norm: float | None = 1. # gradient norm limit
@@ -76,11 +83,13 @@ class EnvConfig(Config):
         check(0 < len(devices) <= n, "devices", devices, f"at least one, and no more than the {n} lanes")
         check(all(lane < n for lane in faulty), "faults", faulty, f"lanes below {n}")
         for d in devices: check_device(d)
+        check(self.family is None or self.family in FAMILIES, "family", self.family,
+              f"one of {', '.join(FAMILIES)}, or None")
 
     def fit(self, lanes: int) -> FitConfig: # of one part
         "How the population of a device is trained."
-        names = ("batch_size", "lr", "max_norm", "precision", "eval_batch", "workers", "width", "governor")
-        return FitConfig(lanes=lanes, schedule="constant", **{k: getattr(self, k) for k in names})
+        names = ("batch_size", "lr", "schedule", "max_norm", "precision", "eval_batch", "workers", "width", "governor")
+        return FitConfig(lanes=lanes, epochs=self.horizon, **{k: getattr(self, k) for k in names})
 
 # %% ../../nbs/control/57_env_config.ipynb #f24e7961
 Data = ImageData | TextData
@@ -96,6 +105,7 @@ def make_parts(
     out: list[Part] = []
     for j, device in enumerate(config.devices):
         fit, own = config.fit(n // k + (j < n % k)), copy.copy(loaded.to(device))
+        if config.family: own = FamilyData(own, FAMILIES[config.family], config.judged)
         pop = new_population(task, fit, config.slots, own, device, blueprints=config.blueprints, rules=config.rules)
         out.append((sum(p.lanes for _, p in out), pop))
     return out

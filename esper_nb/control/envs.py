@@ -55,9 +55,9 @@ class _Networks(gym.vector.VectorEnv):
         self.disturb, self.parts = disturb, make_parts(c, self.task, data)
         self.pool = ThreadPoolExecutor(len(self.parts)) if any(d != "cpu" for d in c.devices[1:]) else None
         model, chance = self.parts[0][1].model, self.parts[0][1].data.chance_loss
-        self.actions = GrowthActions(model, max_seeds=c.max_seeds)
+        self.actions = GrowthActions(model, max_seeds=c.max_seeds, repertoire=c.repertoire)
         self.observer = Observer(self.actions, self.horizon)
-        self.rewards = RewardConfig(c.reward, c.gamma, chance, min(self.task.target_loss, chance / 2))
+        self.rewards = RewardConfig(c.reward, c.gamma, chance, min(self.task.target_loss, chance / 2), price=c.price)
         self.sizes = seed_sizes(model, self.actions)
         self.host_size = model.parameter_counts().host[:1].double().expand(self.num_envs)
         self.single_observation_space = gym.spaces.Box(*feature_bounds(self.observer.features), dtype=np.float32)
@@ -73,7 +73,7 @@ class _Networks(gym.vector.VectorEnv):
         self.episode, self.trained, self.rollbacks = counts, counts.clone(), counts.clone()
         self.fresh = torch.ones(n, dtype=torch.bool) # the episode began with fresh weights
         self.ended, self.goes_on = ~self.fresh, ~self.fresh # the episode is over; the next one goes on from this state
-        self.ledger, self.epochs, self.tallies = new_ledger(n, slots), new_records(n), new_tallies(n)
+        self.ledger, self.epochs, self.tallies = new_ledger(n, slots), new_records(n, slots), new_tallies(n)
         for part in self.parts: address_data(part, self.address)
 
     def address(self, lane: int) -> int:
@@ -99,8 +99,8 @@ class _Networks(gym.vector.VectorEnv):
 # %% ../../nbs/control/58_envs.ipynb #63fb07f0
 _flags = ("episode", "trained", "rollbacks", "fresh", "ended", "goes_on")
 _books = ("ledger", "epochs", "tallies")
-_fixed = ("task", "num_envs", "horizon", "reward", "gamma", "penalty", "slots", "blueprints", "max_seeds", "rules",
-          "batch_size", "lr", "precision", "devices")
+_fixed = ("task", "family", "judged", "num_envs", "horizon", "reward", "price", "gamma", "penalty", "slots", "blueprints", "max_seeds",
+          "rules", "repertoire", "schedule", "batch_size", "lr", "precision", "devices")
 
 # %% ../../nbs/control/58_envs.ipynb #4d0c4f84
 class _Episodes(_Networks):
@@ -187,7 +187,7 @@ class _Working(_Episodes):
         return e, rolled_back
 
     def _observe(self, op: Tensor, ok: Tensor, e: EpochFacts, awake: Tensor):
-        lived = push_epoch(self.epochs, e.loss, e.accuracy_pp, op, ok)
+        lived = push_epoch(self.epochs, e.loss, e.accuracy_pp, op, ok, e.signals)
         self.epochs = merge_lanes(awake, lived, self.epochs)
         self.refresh()
 
@@ -196,8 +196,7 @@ class _Working(_Episodes):
         return Facts(
             op=op, slot=choice_of(a, "slot"), before=before, after=self.table,
             size=occupied_size(self.table, self.sizes), host=self.host_size, accuracy=e.accuracy_pp, loss=e.loss,
-            gain=e.gain_pp, epoch=self.epochs.epoch, last=last | rolled_back,
-            terminated=rolled_back | (last & (self.config.reward == "sparse")))
+            gain=e.gain_pp, epoch=self.epochs.epoch, last=last | rolled_back, terminated=last | rolled_back)
 
     def _ends(self, s: EnvStep) -> EpisodeEnds:
         return EpisodeEnds(
@@ -211,7 +210,9 @@ class _Working(_Episodes):
 
     def test_accuracy(self) -> Tensor: # (n,) percentage points
         "Accuracy of every lane, as it is now, on the test split, which is read here and nowhere else."
-        each = [evaluate(p.model, p.task, p.data, "test", p.config.eval_batch, p.precision) for _, p in self.parts]
+        def test(p): return evaluate(
+            p.model, p.task, p.data.for_lanes(range(p.lanes)), "test", p.config.eval_batch, p.precision)
+        each = [test(p) for _, p in self.parts]
         return torch.cat([e.accuracy_pp.cpu() for e in each])
 
     def cpu_by_phase(self) -> dict[str, tuple[float, float]]: # phase -> CPU ms per step, share of all
@@ -254,11 +255,11 @@ class GrowVecEnv(_Working):
             terms=paid.terms, accuracy_pp=e.accuracy_pp, loss=e.loss, train_loss=e.train_loss, gain_pp=e.gain_pp,
             rolled_back=rolled_back)
         self.tallies = merge_lanes(awake, count_step(self.tallies, s, a, before, self.table), self.tallies)
-        return self._close(s, awake & facts.terminated, awake & facts.last & ~facts.terminated)
+        return self._close(s, awake & facts.terminated)
 
-    def _close(self, s: EnvStep, terminated: Tensor, truncated: Tensor):
+    def _close(self, s: EnvStep, done: Tensor):
         "Records, info, and new episodes where the mode wants them at once."
-        self.last_result, done = s, terminated | truncated
+        self.last_result = s
         told = dict(ok=s.ok, accuracy_pp=s.accuracy_pp, loss=s.loss, rolled_back=s.rolled_back)
         info: dict[str, Any] = lane_info(told, s.awake)
         for i, why in enumerate(s.refused):
@@ -275,4 +276,4 @@ class GrowVecEnv(_Working):
             obs, info = self.obs.numpy(), info | final
         info |= self._mask_info()
         self.phases("books")
-        return obs, s.reward.numpy().copy(), terminated.numpy(), truncated.numpy(), info
+        return obs, s.reward.numpy().copy(), done.numpy(), np.zeros(self.num_envs, bool), info

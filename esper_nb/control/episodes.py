@@ -25,6 +25,7 @@ from .choices import OPS
 from ..core.config import check
 from ..grow.stages import LIVE, Stage
 from ..guard.reports import Report
+from ..train.families import FamilyData, begin_lessons
 from ..train.faults import Fault
 from ..train.population import Population
 from ..train.trainer import Disturb, run_epoch
@@ -42,6 +43,7 @@ def begin_lanes(
     pop.stepper.scaler.reset_lanes(lanes)
     pop.rates.set_lr(1., lanes)
     pop.epoch[lanes] = 0
+    begin_lessons(pop, lanes, addresses)
     if pop.governor is not None: pop.governor.begin(lanes)
 
 # %% ../../nbs/control/55_episodes.ipynb #53d91a2c
@@ -51,6 +53,7 @@ class EpochFacts(NamedTuple):
     accuracy_pp: Tensor # (n,) held out
     gain_pp: Tensor # (n,) of all seeds together; NaN: not measured
     train_loss: Tensor # (n,)
+    signals: Tensor # (n, S, 4) of the slots in the order of depth, as in SIGNALS
     reports: tuple[Report, ...] # of the Governor
 
 def run_lanes(
@@ -63,8 +66,11 @@ def run_lanes(
     r = run_epoch(pop, "heldout", disturb, awake, clock)
     assert r.heldout is not None and r.gain is not None # evaluated just now
     def known(t: Tensor) -> Tensor: return torch.where(awake, t.cpu().double(), torch.nan)
-    return EpochFacts(loss=known(r.heldout.loss), accuracy_pp=known(r.heldout.accuracy_pp), gain_pp=known(r.gain),
-                      train_loss=known(r.train.loss), reports=r.reports)
+    signals = torch.stack([r.signals[k] for k in pop.model.names]).permute(2, 0, 1).double()
+    return EpochFacts(
+        loss=known(r.heldout.loss), accuracy_pp=known(r.heldout.accuracy_pp), gain_pp=known(r.gain),
+        train_loss=known(r.train.loss), signals=signals.masked_fill(~awake[:, None, None], torch.nan),
+        reports=r.reports)
 
 # %% ../../nbs/control/55_episodes.ipynb #6ae91d5c
 Part = tuple[int, Population] # number of its first lane, and the lanes of one device
@@ -113,7 +119,7 @@ def run_parts(
     reports = tuple(replace(r, lane=first + r.lane) for (first, _), e in zip(parts, each) for r in e.reports)
     def joined(name: str) -> Tensor: return torch.cat([getattr(e, name) for e in each])
     return EpochFacts(loss=joined("loss"), accuracy_pp=joined("accuracy_pp"), gain_pp=joined("gain_pp"),
-                      train_loss=joined("train_loss"), reports=reports)
+                      train_loss=joined("train_loss"), signals=joined("signals"), reports=reports)
 
 # %% ../../nbs/control/55_episodes.ipynb #e819559a
 class EnvStep(NamedTuple):
@@ -268,7 +274,8 @@ def population_state(
     "Everything that the next epoch of a population depends on, and the states that its Governor may have to restore."
     parts = {k: clone_all(getattr(pop, k).state_dict()) for k in ("model", "stepper", "rates")}
     governor = None if pop.governor is None else pop.governor.state_dict()
-    return dict(**parts, epoch=pop.epoch.clone(), governor=governor)
+    lessons = dict(pop.data.addresses) if isinstance(pop.data, FamilyData) else {}
+    return dict(**parts, epoch=pop.epoch.clone(), governor=governor, lessons=lessons)
 
 def load_population(
     pop: Population, # made with the same settings
@@ -279,4 +286,6 @@ def load_population(
     check(known, "governor", pop.governor, "a Governor here and in the saved state, or in neither")
     for k in ("model", "stepper", "rates"): getattr(pop, k).load_state_dict(state[k])
     pop.epoch.copy_(state["epoch"])
+    lessons = state["lessons"]
+    if lessons and isinstance(pop.data, FamilyData): pop.data.begin([*lessons], [*lessons.values()])
     if pop.governor is not None: pop.governor.load_state_dict(state["governor"])

@@ -34,6 +34,7 @@ PRESETS: Mapping[str, Mapping[str, float]] = { # name -> term -> weight
     "simple": dict(shaping=1., effort=1., final_simple=1.),
     "sparse": dict(final_sparse=1.),
     "accuracy": dict(loss_fall=1., shaping=1 / 3, effort=1., final_accuracy=2.),
+    "outcome": dict(loss_fall=1., final_accuracy=2., price=2.),
 }
 
 # %% ../../nbs/control/53_evidence.ipynb #4e51f045
@@ -46,6 +47,7 @@ class RewardConfig(Config):
     target_loss: float = 0. # nats that would be perfect
     budget: float = 500_000. # parameters that cost a tenth of the sparse reward
     credit_cap: float = 50. # most that a seed on trial can have been paid, before interest
+    price: float = 0. # percentage points that as many parameters as the host has must be worth
 
     def __post_init__(self):
         check(self.preset in PRESETS, "preset", self.preset, f"one of {', '.join(PRESETS)}")
@@ -53,6 +55,7 @@ class RewardConfig(Config):
         bounded = self.chance_loss > self.target_loss >= 0
         check(bounded, "chance_loss", self.chance_loss, "above target_loss, which is at least 0")
         for k in ("budget", "credit_cap"): check(getattr(self, k) > 0, k, getattr(self, k), "a number above 0")
+        check(0 <= self.price < math.inf, "price", self.price, "a finite number of at least 0")
 
 # %% ../../nbs/control/53_evidence.ipynb #4ce04241
 class Facts(NamedTuple):

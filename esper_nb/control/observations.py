@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SLOT_TABLE', 'HISTORY', 'symlog', 'Feature', 'feature_bounds', 'known_column', 'SlotColumn', 'slot_columns',
-           'Records', 'new_records', 'merge_lanes', 'push_epoch', 'forget', 'lane_features', 'group_features',
-           'lane_values', 'group_values', 'Observer']
+           'Records', 'new_records', 'merge_lanes', 'push_epoch', 'forget', 'lane_features', 'signal_features',
+           'signal_values', 'group_features', 'lane_values', 'group_values', 'Observer']
 
 # %% ../../nbs/control/52_observations.ipynb #82db553d
 import math
@@ -23,6 +23,7 @@ from ..grow.blending import Blend, RampMode
 from ..grow.models import Growing
 from ..grow.seeds import UNMEASURED
 from ..grow.stages import Stage
+from ..train.groups import SIGNALS
 
 # %% ../../nbs/control/52_observations.ipynb #29102100
 def symlog(
@@ -143,18 +144,20 @@ def slot_columns(
 HISTORY = 5 # epochs of loss and accuracy
 
 class Records(NamedTuple):
-    "What is known of n lanes besides their seeds; NaN where an epoch has not been."
+    "What is known of n lanes with S slots besides their seeds; NaN where an epoch has not been."
     epoch: Tensor # (n,) epochs behind the lane
     losses: Tensor # (n, 5) held out, nats, the latest last
     accuracies: Tensor # (n, 5) held out, percentage points
     op: Tensor # (n,) int64 latest operation asked for; -1: none yet
     ok: Tensor # (n,) 1 it was done, 0 refused; NaN: none yet
+    signals: Tensor # (n, S, 4) what a seed would find in each slot, as in SIGNALS
 
-def new_records(lanes: int) -> Records:
+def new_records(lanes: int, slots: int) -> Records:
     "Records of n lanes at the start of an episode: no epoch, nothing measured."
     nan = torch.full((lanes, HISTORY), math.nan, dtype=torch.float64)
     return Records(epoch=torch.zeros(lanes, dtype=torch.float64), losses=nan, accuracies=nan.clone(),
-                   op=torch.full((lanes,), -1), ok=nan[:, 0].clone())
+                   op=torch.full((lanes,), -1), ok=nan[:, 0].clone(),
+                   signals=torch.full((lanes, slots, len(SIGNALS)), math.nan, dtype=torch.float64))
 
 # %% ../../nbs/control/52_observations.ipynb #cf0e682a
 _Lanes = TypeVar("_Lanes", bound=tuple)
@@ -175,18 +178,20 @@ def push_epoch(
     accuracy: Tensor, # (n,) percentage points
     op: Tensor, # (n,) int64, before the epoch
     ok: Tensor, # (n,) bool
+    signals: Tensor, # (n, S, 4)
 ) -> Records:
     "Records with one more epoch; a loss that is not finite reads as the worst there is."
     def pushed(old: Tensor, new: Tensor) -> Tensor: return torch.cat([old[:, 1:], new.double()[:, None]], 1)
     losses = pushed(records.losses, torch.where(loss.isfinite(), loss.double(), math.inf))
-    return Records(records.epoch + 1, losses, pushed(records.accuracies, accuracy), op, ok.double())
+    accuracies = pushed(records.accuracies, accuracy)
+    return Records(records.epoch + 1, losses, accuracies, op, ok.double(), signals.double())
 
 def forget(
     records: Records,
     lanes: Tensor, # (n,) bool
 ) -> Records:
     "Records in which some lanes begin a new episode."
-    return merge_lanes(lanes, new_records(len(records.epoch)), records)
+    return merge_lanes(lanes, new_records(*records.signals.shape[:2]), records)
 
 # %% ../../nbs/control/52_observations.ipynb #65c30ddd
 _stages = tuple(Stage)
@@ -204,6 +209,20 @@ def lane_features() -> list[Feature]:
         Feature("done", "flag", 0., 1., -1., "the latest operation was done"),
         *(_flag_feature(f"op_{k}", "the latest operation") for k in OPS),
     ]
+
+def signal_features() -> list[Feature]:
+    "The columns of a slot that its seed's record does not have, in the order of SIGNALS."
+    return [
+        Feature("demand", "log10 / 4", -2., 1., -2.5, "gradient that a linear seed would have"),
+        Feature("fit", "1", 0., 1., -1., "its cosine with the gradient of the features"),
+        Feature("reach", "1", 0., 1., -1., "share of it that looks at neighbours"),
+        Feature("host_gradient", "log10 / 4", -2., 1., -2.5, "of the host's weights before the slot"),
+    ]
+
+def signal_values(signals: Tensor) -> Tensor: # (n, S, 4), NaN where not measured -> the same
+    "What `signal_features` describes."
+    sizes = torch.tensor([name in ("demand", "host_gradient") for name in SIGNALS])
+    return torch.where(sizes, signals.clamp(min=1e-12).log10() / 4, signals)
 
 def group_features(
     blueprints: Iterable[str], # that a controller can name
@@ -254,7 +273,8 @@ class Observer:
         self.space, self.horizon = space, check_count("horizon", horizon)
         self.columns = slot_columns(len(space.slots), horizon)
         self.base = lane_features()
-        self.slot_features = [c.feature for c in self.columns] + group_features(space.blueprints)
+        self.signals = signal_features()
+        self.slot_features = [c.feature for c in self.columns] + self.signals + group_features(space.blueprints)
         in_slots = [f._replace(name=f"{k}.{f.name}") for k in space.slots for f in self.slot_features]
         self.features = self.base + in_slots
         self.size = len(self.features) # D
@@ -276,7 +296,9 @@ class Observer:
         values = lane_values(t, records, self.horizon)
         base = torch.stack([f.put(x) for f, x in zip(self.base, values, strict=True)], -1)
         numbers = torch.stack([c(t) for c in self.columns], -1)
-        slots = torch.cat([numbers, group_values(t, self._names, len(self.space.blueprints))], -1)
+        found = signal_values(records.signals).unbind(-1)
+        signals = torch.stack([f.put(x) for f, x in zip(self.signals, found, strict=True)], -1)
+        slots = torch.cat([numbers, signals, group_values(t, self._names, len(self.space.blueprints))], -1)
         out = torch.cat([base, slots.flatten(1)], 1).float()
         assert out.shape == (len(t), self.size), (out.shape, self.size)
         return out

@@ -109,8 +109,8 @@ def _harm(s: Scene) -> Tensor:
     return -((.1 + (.05 * column(s.facts.after, "epochs")).clamp(0, .3)) * blending).sum(-1)
 
 # %% ../../nbs/control/54_rewards.ipynb #e2dbd903
-_price = dict(wait=0., germinate=-.15, set_alpha=-.005, prune=-.005, fossilize=-.01, advance=0.)
-_prices = torch.tensor([_price[op] for op in OPS], dtype=torch.float64)
+_tariff = dict(wait=0., germinate=-.15, set_alpha=-.005, prune=-.005, fossilize=-.01, advance=0.)
+_prices = torch.tensor([_tariff[op] for op in OPS], dtype=torch.float64)
 
 @_term
 def _verbs(s: Scene) -> Tensor:
@@ -179,8 +179,14 @@ def bounded_loss(
 @_term
 def _loss_fall(s: Scene) -> Tensor:
     "how far the held-out loss fell, in units of the chance loss"
-    fall = bounded_loss(s.ledger.loss, s.config) - bounded_loss(s.facts.loss, s.config)
-    return torch.where(s.ledger.loss.isnan(), 0., 5 * fall)
+    before = torch.where(s.ledger.loss.isnan(), s.config.chance_loss, s.ledger.loss) # a fresh network knows nothing
+    return 5 * (bounded_loss(before, s.config) - bounded_loss(s.facts.loss, s.config))
+
+@_term
+def _price(s: Scene) -> Tensor:
+    "the room that everything grown takes at the end"
+    grown = s.facts.size.sum(-1) / s.facts.host
+    return -.05 * s.config.price * grown * s.facts.last
 
 @_term
 def _final_loss(s: Scene) -> Tensor:

@@ -294,4 +294,4 @@ def encode_decision(
     expected = "one for each lane and step: the environment carries out one operation at a time"
     check(len(each) <= 1, "decisions", len(each), expected)
     one = each[0] if each else Decision()
-    return one, env.actions.encode(as_choice(one))
+    return one, env.actions.encode(env.actions.fit(as_choice(one)))

@@ -62,7 +62,8 @@ def with_lanes(
     new = copy.deepcopy(module, memo)
     for part in _lane_layers(new):
         if not hasattr(part, "lanes"): continue
-        for name in _widths.get(type(part), ()): setattr(part, name, getattr(part, name) // n * m)
+        names = next((v for kind, v in _widths.items() if isinstance(part, kind)), ())
+        for name in names: setattr(part, name, getattr(part, name) // n * m)
         part.lanes = m
     return new
 

@@ -75,14 +75,19 @@ class Ramp(NamedTuple):
         "The ramp at its end: alpha on the target, exactly."
         return self._replace(alpha=self.target, mode=RampMode.HOLD, done=self.total)
 
+    def within(self, share: float) -> float: # share of the present step that has passed, 0 to 1
+        "Alpha in the middle of a step: never past the target, and never back."
+        if self.mode == RampMode.HOLD or share == 0: return self.alpha
+        if self.done + share >= self.total: return self.target
+        way = progress((self.done + share) / self.total, self.curve, self.steepness)
+        low, high = sorted((self.alpha, self.target))
+        return min(max(self.start + (self.target - self.start) * way, low), high)
+
     def step(self) -> "Ramp":
-        "One step on: never past the target, never back, and exactly on it at the end."
+        "One step on, and exactly on the target at the end."
         if self.mode == RampMode.HOLD: return self
         if self.done + 1 >= self.total: return self.arrive()
-        share = progress((self.done + 1) / self.total, self.curve, self.steepness)
-        way = self.start + (self.target - self.start) * share
-        low, high = sorted((self.alpha, self.target))
-        return self._replace(alpha=min(max(way, low), high), done=self.done + 1)
+        return self._replace(alpha=self.within(1), done=self.done + 1)
 
 # %% ../../nbs/grow/22_blending.ipynb #36e21a55
 def spread(

@@ -6,6 +6,7 @@
 __all__ = ['Site', 'Host', 'CNNConfig', 'CNNHost', 'GPTConfig', 'GPTBlock', 'GPTHost', 'new_host', 'count_parameters']
 
 # %% ../../nbs/grow/27_hosts.ipynb #16143810
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ class Host(nn.Module):
     "A network that runs in parts: piece i leads from point i to point i + 1, and the points between are its sites."
     sites: tuple[Site, ...]
     lanes: int
+    before: dict[str, tuple[str, ...]] # site -> prefixes of the parameters between it and the site before
 
     def piece(self, i: int, h: Tensor) -> Tensor: # the host's input for i=0, else features of site i - 1
         "Run piece i, which ends at site i, or at the logits after the last site."
@@ -66,10 +68,12 @@ class CNNConfig(Config):
     classes: int = 10
     in_channels: int = 3
     size: int = 32 # side of the picture, pixels
-    base: int = 32 # channels of the first block; each further block has twice as many
+    base: int = 32 # channels of the first block
+    widen: bool = True # each further block has twice as many channels; False: as many
     blocks: int = 3
     kernel: int = 3 # side of every window, odd
     pools: int | None = None # how many of the first blocks end in a 2x2 pool; None is all
+    masked: bool = False # windows can be narrowed to one pixel, block by block and lane by lane: see `blind`
 
     def __post_init__(self):
         for name in ("classes", "in_channels", "size", "base", "blocks"): check_count(name, getattr(self, name))
@@ -93,7 +97,7 @@ class CNNHost(Host):
     def __init__(self, config: CNNConfig, lanes: int = 1):
         super().__init__()
         self.config, self.lanes = config, check_count("lanes", lanes)
-        widths = [config.base * 2**i for i in range(config.blocks)]
+        widths = [config.base * (2**i if config.widen else 1) for i in range(config.blocks)]
         self.blocks = nn.ModuleList(self._block(a, b) for a, b in zip([config.in_channels, *widths], widths))
         self.head = LaneLinear(widths[-1], config.classes, lanes)
         self.pool = nn.MaxPool2d(2)
@@ -102,11 +106,23 @@ class CNNHost(Host):
         self.sites = tuple(
             Site(f"r{int(kind == 'pool')}c{i}", widths[i], (k + 1) / (len(self.steps) + 1), _site_kind(kind, pooled[i]))
             for k, (kind, i) in enumerate(self.steps))
+        self.before = {s.name: (f"blocks.{s.name[3:]}.",) for s in self.sites}
         self.to(memory_format=torch.channels_last)
 
     def _block(self, c_in, c_out):
-        n, k = self.lanes, self.config.kernel
-        return nn.Sequential(conv2d(c_in, c_out, k, n, padding=k // 2, bias=False), batch_norm2d(c_out, n), nn.ReLU())
+        n, k, masked = self.lanes, self.config.kernel, self.config.masked
+        window = conv2d(c_in, c_out, k, n, masked=masked, padding=k // 2, bias=False)
+        return nn.Sequential(window, batch_norm2d(c_out, n), nn.ReLU())
+
+    @torch.no_grad()
+    def blind(self, lane: int, blocks: Sequence[int]): # numbers of blocks; the others see
+        "Let the windows of some blocks of a lane see their own pixel only."
+        check(self.config.masked, "masked", False, "True in the CNNConfig: these windows cannot be narrowed")
+        k = self.config.kernel
+        for i, block in enumerate(self.blocks):
+            mask = by_lane(block[0].mask, self.lanes)[lane]
+            mask.fill_(float(i not in blocks))
+            mask[..., k // 2, k // 2] = 1.
 
     def piece(self, i: int, h: Tensor) -> Tensor: # as for any host
         if i == len(self.steps): return self.head(spatial_mean(h))
@@ -166,6 +182,9 @@ class GPTHost(Host):
         self.blocks = nn.ModuleList(GPTBlock(c.d, c.heads, c.dropout, lanes) for _ in range(c.layers))
         self.sites = tuple(
             Site(f"r0c{i}", c.d, (i + 1) / (c.segments + 1), "segment end") for i in range(c.segments))
+        per = c.layers // c.segments
+        self.before = {s.name: tuple(f"blocks.{j}." for j in range(i * per, i * per + per))
+                       for i, s in enumerate(self.sites)}
 
     def reset_parameters(self): _draw_like_gpt2(self)
 

@@ -220,8 +220,18 @@ class Growing(_Measured):
         for k, i in found: self.slot(k).prune(i, reason)
         return found
 
+    @property
+    def within(self) -> float:
+        "Share of the present epoch that has passed, 0 to 1; set it before a batch, and alphas that move follow."
+        return self.slot(self.names[0]).within
+
+    @within.setter
+    def within(self, share: float):
+        check(0 <= share <= 1, "within", share, "a number from 0 to 1")
+        for k in self.names: self.slot(k).within = share
+
     def tick(self, lanes: Lanes = None) -> list[tuple[str, int, Event]]: # (slot, lane, what happened)
-        "One finished epoch: ramps move, slots cool down, automatic gates open."
+        "One finished epoch: ramps move, slots cool down, automatic gates open; the next epoch begins."
         return [(k, i, e) for k in self.names for i, e in self.slot(k).tick(lanes)]
 
     def reset(self, lanes: Sequence[int], seed: int, names: Sequence[int] | None = None): # names: in streams' addresses

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.config import check
 from ..core.lanes import num_lanes, with_lanes
 from ..core.layers import by_lane
-from .blending import Blend, combine, spread, straight_through
+from .blending import Blend, RampMode, combine, spread, straight_through
 from .seeds import SeedState, decode_seed, empty_table
 from .stages import ACTIVE, Stage
 
@@ -134,7 +134,7 @@ class Role(NamedTuple):
     blend: Blend
     mode: str # "through": straight-through; "isolated": the seed reads detached features; "open"
     lanes: tuple[int, ...]
-    alphas: tuple[float, ...] # one per lane
+    alphas: tuple[float, ...] # one per lane, now
 
     @property
     def kind(self) -> tuple[str, Blend, str]: return self.blueprint, self.blend, self.mode
@@ -143,14 +143,16 @@ def find_roles(
     states: Sequence[SeedState], # one per lane
     blueprints: Sequence[str], # the slot's list
     training: bool = True, # of the slot
+    within: float = 0., # share of the present epoch that has passed, 0 to 1
 ) -> list[Role]: # each lane with an active seed in one of them
     "Sort lanes by what they do."
     found: dict[tuple, list[tuple[int, float]]] = {}
     for i, s in enumerate(states):
-        if s.stage not in ACTIVE or s.blueprint is None or (s.alpha == 0 and not training): continue
+        alpha = s.alpha if s.mode == RampMode.HOLD else s.ramp.within(within)
+        if s.stage not in ACTIVE or s.blueprint is None or (alpha == 0 and not training): continue
         mode = "through" if s.stage == Stage.TRAINING else "isolated" if s.isolated else "open"
         blend = Blend.ADD if mode == "through" else s.blend
-        found.setdefault((s.blueprint, blend, mode), []).append((i, s.alpha))
+        found.setdefault((s.blueprint, blend, mode), []).append((i, alpha))
     return [Role(blueprints[b], blend, mode, *map(tuple, zip(*lanes)))
             for (b, blend, mode), lanes in sorted(found.items())]
 
@@ -221,6 +223,8 @@ class BankRouter(nn.Module):
     table: Tensor # (n, columns) fp32, in host memory
     enabled = True # False: hand on what comes
     branch = False # True: hand on the features without seeds and then those with them, as one batch twice as large
+    within = 0. # share of the present epoch that has passed, 0 to 1: alphas that move are on their way
+    trace: list[tuple[Tensor, Tensor]] | None = None # a list: every pass adds what comes in and what goes out
 
     def __init__(self, banks: dict[str, nn.Module], blend_gate: nn.Module, lanes: int): # all of n lanes
         super().__init__()
@@ -228,10 +232,13 @@ class BankRouter(nn.Module):
         self.banks, self.blend_gate = nn.ModuleDict(banks), blend_gate
         self.register_buffer("table", empty_table(lanes))
         self.held: dict[str, tuple[int, ...]] = {} # bank or "gate" -> the lanes it stands for, if not all
-        self.cache, self.narrowed = Scratch(), Scratch() # the route, by the bytes of the table; banks by width
+        self.cache, self.narrowed = Scratch(), Scratch() # the route, by table, mode and time; banks by width
 
     def forward(self, h: Tensor) -> Tensor: # the same shape; twice the batch while `branch` is set
         out = _pass_on(self, h)
+        if self.trace is not None and out.requires_grad:
+            out.retain_grad()
+            self.trace.append((h.detach(), out))
         return torch.cat([h, out]) if self.branch else out
 
     def states(self) -> list[SeedState]: # one per lane
@@ -239,12 +246,15 @@ class BankRouter(nn.Module):
         return [decode_seed(r) for r in self.table.tolist()]
 
     def route(self) -> Route:
-        "The route of the present table and mode."
+        "The route of the present table, mode and time."
         # Bytes are cheaper than any column, and a module's dict is cheaper than its attribute.
         key = self.training, self._buffers["table"].numpy().tobytes()
-        if self.cache.get("key") != key:
-            route = Route(find_roles(self.states(), self.blueprints, self.training), self.lanes)
-            self.cache.update(key=key, route=route)
+        known = self.cache.get("key") == key and self.cache["within"] in (None, self.within)
+        if not known:
+            states = self.states()
+            route = Route(find_roles(states, self.blueprints, self.training, self.within), self.lanes)
+            still = all(s.mode == RampMode.HOLD for s in states) # then the time does not matter
+            self.cache.update(key=key, route=route, within=None if still else self.within)
         return self.cache["route"]
 
     def roles(self) -> tuple[Role, ...]:

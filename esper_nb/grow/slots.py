@@ -19,8 +19,8 @@ from ..core.layers import by_lane
 from .blending import Blend, BlendGate, Curve
 from .blueprints import get_blueprint, list_blueprints, make_blueprint, probe, smoke_test
 from .lifecycle import (
-    Event, GateResult, Rules, advance_seed, fossilize_seed, germinate_seed, prune_seed, schedule_seed_prune,
-    set_seed_alpha, tick_seed)
+    Event, GateResult, Rules, advance_seed, fossilize_seed, germinate_seed, pass_gates, prune_seed,
+    schedule_seed_prune, set_seed_alpha, tick_seed)
 from .routing import BankRouter, lanes_inside
 from .seeds import Reason, SeedState, decode_seed, empty_table, encode_seed
 from .stages import ACTIVE, Stage
@@ -222,12 +222,14 @@ class Slot(_Seedbed):
         curve: Curve | int = Curve.LINEAR,
         steepness: float = 12., # of a sigmoid ramp
     ):
-        "Put fresh seeds into empty slots; each lane draws from its own stream."
+        "Put fresh seeds into empty slots, and through the gates that open by themselves; lanes have streams of their own."
         known = f"one of {', '.join(self.blueprints)}: what slot {self.name} was made for"
         check(blueprint in self.blueprints, "blueprint", blueprint, known)
         found, which = as_lanes(lanes, self.lanes), self.blueprints.index(blueprint)
         new = {i: _new_seed(self, blueprint, blend, i) for i in found} # all of them, before anything changes
-        self.change(found, lambda s: germinate_seed(s, which, blend, tempo, goal, curve, steepness))
+        def born(s: SeedState) -> SeedState:
+            return pass_gates(germinate_seed(s, which, blend, tempo, goal, curve, steepness), self.rules)[0]
+        self.change(found, born)
         for i in found: put_lanes(self.banks[blueprint], [i], new[i])
         if blend == Blend.GATE: _renew_gates(self, found)
 
@@ -269,6 +271,7 @@ class Slot(_Seedbed):
     def tick(self, lanes: Lanes = None) -> list[tuple[int, Event]]: # (lane, what happened)
         "One finished epoch: ramps move, slots cool down, automatic gates open."
         states, new, out = self.states(), {}, []
+        self.within = 0.
         for i in as_lanes(lanes, self.lanes):
             s, events = tick_seed(states[i], self.rules)
             if s != states[i]: new[i] = states[i], s

@@ -35,9 +35,11 @@ from ..train.text import TextData
 def timetable(
     plan: Mapping[str, str], # slot -> blueprint
     start: int = 0, # first epoch
+    short: bool = False, # seeds live a short life: all else happens by itself
 ) -> Fixed:
-    "A seed for every slot of a plan, five epochs apart: three epochs of training, three of blending, a fossil."
+    "A seed for every slot of a plan: one an epoch, or five epochs apart with three of training and three of blending."
     table: dict[int, Decision] = {}
+    if short: return Fixed({start + j: Decision("germinate", *seed) for j, seed in enumerate(plan.items())})
     for j, (slot, blueprint) in enumerate(plan.items()):
         first = start + 5 * j
         table[first] = Decision("germinate", slot, blueprint, settings=dict(tempo=3))
@@ -48,12 +50,14 @@ def timetable(
 # %% ../../nbs/run/97_contest.ipynb #4e15b945
 def list_schedules(env: GrowVecEnv) -> dict[str, Fixed]: # name -> timetable
     "Timetables worth trying."
-    slots, plans = env.actions.slots, [b for b in env.actions.blueprints if b != "noop"]
+    slots, short = env.actions.slots, "advance" not in env.actions.repertoire.operations
     out = {"wait": Fixed({})}
     for start in (0, env.horizon // 4):
-        for b in plans: out[f"{b} everywhere from {start}"] = timetable(dict.fromkeys(slots, b), start)
-        if len(slots) == 1: continue
-        for b in plans: out[f"{b} in {slots[0]} from {start}"] = timetable({slots[0]: b}, start)
+        for b in env.actions.blueprints:
+            everywhere = dict.fromkeys(slots, b)
+            out[f"{b} everywhere from {start}"] = timetable(everywhere, start, short)
+            if len(slots) == 1: continue
+            for k in slots: out[f"{b} in {k} from {start}"] = timetable({k: b}, start, short)
     return out
 
 # %% ../../nbs/run/97_contest.ipynb #5c6f26e9
@@ -112,7 +116,8 @@ class SeedTask(NamedTuple):
 
 def fair_env(config: RunConfig) -> GrowVecEnv:
     "The recipe's environment, in which nothing is ruined on purpose."
-    return GrowVecEnv(config.env.replace(faults=(), autoreset_mode="NextStep"))
+    env = config.env.replace(faults=(), autoreset_mode="NextStep", judged=config.env.family is not None)
+    return GrowVecEnv(env)
 
 def practice_update(seed: int, u: Update) -> PracticeUpdate:
     "The few numbers of an update that a comparison keeps."

@@ -179,6 +179,10 @@ class Splits:
             elif isinstance(v, Tensor) and k != "label_prior": setattr(new, k, v.to(new.device))
         return new
 
+    def for_lanes(self, lanes: Sequence[int]) -> Self: # lane numbers
+        "The data as some lanes are shown them: here the same for all."
+        return self
+
     def check_split(self, split: str) -> str: # one of the three, or an error
         "The name of a split, if there is one of that name."
         check(split in ("train", "heldout", "test"), "split", split, "'train', 'heldout' or 'test'")

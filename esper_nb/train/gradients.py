@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['flat_lanes', 'lane_grads', 'tensor_norms', 'owner_norms', 'lane_grad_norms', 'where_active', 'measured',
-           'health_score', 'GradientHealth', 'gradient_health', 'norm_ratio']
+           'health_score', 'GradientHealth', 'gradient_health', 'norm_ratio', 'GrowthSignals', 'growth_signals']
 
 # %% ../../nbs/train/39_gradients.ipynb #02dca16e
 import math
@@ -146,3 +146,33 @@ def norm_ratio(
     if seed_size < 1 or host_size < 1:
         raise ValueError(f"sizes {seed_size} and {host_size}: expected at least one parameter each")
     return (seed / host * math.sqrt(host_size / seed_size)).clamp(max=limit)
+
+# %% ../../nbs/train/39_gradients.ipynb #1f3918f1
+class GrowthSignals(NamedTuple):
+    "What a seed would find at a place, for n lanes; see `growth_signals`."
+    demand: Tensor # (n,) size of the gradient that a linear seed would have
+    fit: Tensor # (n,) its cosine with the gradient of the features, 0 to 1
+    reach: Tensor # (n,) share of it, squared, that lies off the centre of the window; 0 for sequences
+
+@torch.no_grad()
+def growth_signals(
+    h: Tensor, # features a seed would read: (B, n*C, H, W) or (B, L, n*D)
+    g: Tensor, # the loss's gradient of what is handed on, the same shape
+    lanes: int, # n
+    window: int = 3, # side of the seed's window, odd
+) -> GrowthSignals:
+    "The gradient of a seed that is not there yet, as three numbers a lane."
+    if h.ndim == 4:
+        def apart(t: Tensor) -> Tensor: return t.unflatten(1, (lanes, -1)).transpose(0, 1).flatten(0, 1).float()
+        read = torch.nn.functional.unfold(apart(h), window, padding=window // 2) # (n*B, C*w*w, H*W)
+        wrote = apart(g).flatten(2) # (n*B, C, H*W)
+    else:
+        def apart(t: Tensor) -> Tensor: return t.unflatten(2, (lanes, -1)).permute(2, 0, 3, 1).flatten(0, 1).float()
+        read, wrote, window = apart(h), apart(g), 1
+    m = torch.einsum("bpx,bcx->bcp", read, wrote).unflatten(0, (lanes, -1)).sum(1) # (n, C, C*w*w)
+    size = m.flatten(1).norm(dim=1)
+    middle = m.unflatten(2, (-1, window * window))[..., window * window // 2].flatten(1).norm(dim=1)
+    both = [t.unflatten(0, (lanes, -1)).flatten(1).norm(dim=1) for t in (read, wrote)]
+    fit = size / (both[0] * both[1]).clamp(min=1e-30)
+    reach = 1 - (middle / size.clamp(min=1e-30))**2
+    return GrowthSignals(*(t.cpu() for t in (size, fit.clamp(0, 1), reach.clamp(0, 1))))

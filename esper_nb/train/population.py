@@ -8,7 +8,7 @@ __all__ = ['MIXED_BYTES', 'check_fit_config', 'FitConfig', 'lane_bytes', 'grown_
 
 # %% ../../nbs/train/45_population.ipynb #56a20ba1
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -52,6 +52,7 @@ class FitConfig(Config):
     batch_size: int | None = None
     lr: float | None = None
     schedule: str = "cosine" # "cosine" falls to 0 over the epochs, "constant" stays
+    restart: bool = True # a birth starts the lane's schedule anew, from there to the end of the run
     max_norm: float | None = 1. # gradient norm limit per lane and owner; None: no clipping
     precision: str = "auto"
     seed: int = 0
@@ -62,10 +63,14 @@ class FitConfig(Config):
 
     def __post_init__(self): check_fit_config(self)
 
-    def factor(self, epoch: int, epochs: int) -> float: # multiplies the learning rate
-        "The schedule: 1 at the start; cosine annealing without restarts (Loshchilov & Hutter 2017)."
-        if self.schedule == "constant": return 1.
-        return (1 + math.cos(math.pi * min(epoch, epochs) / epochs)) / 2
+    def factor(self,
+        epoch: int, # of the run, from 0
+        epochs: int, # of the run
+        born: int = 0, # epoch in which the schedule began: 0, or that of the latest birth
+    ) -> float: # multiplies the learning rate
+        "The schedule: 1 at its start; cosine annealing without restarts (Loshchilov & Hutter 2017)."
+        if self.schedule == "constant" or epoch == born: return 1.
+        return (1 + math.cos(math.pi * min(1, (epoch - born) / max(1, epochs - born)))) / 2
 
 # %% ../../nbs/train/45_population.ipynb #0c58bd42
 MIXED_BYTES = 2**21 # of a lane's activation; below, calls cost more than copies
@@ -122,6 +127,7 @@ class EpochResult(NamedTuple):
     decided: tuple[DecisionResult, ...] = () # what a controller did before the epoch
     events: tuple[tuple[str, int, Event], ...] = () # slot, lane and move of every seed that changed its stage
     gain: Tensor | None = None # (n,) pp, all seeds together; 0: none heard, NaN: not measured, None: not evaluated
+    signals: Mapping[str, Tensor] = {} # slot -> (4, n), rows as in SIGNALS: what a seed would find there
 
 # %% ../../nbs/train/45_population.ipynb #e7043fd8
 class LaneRates:

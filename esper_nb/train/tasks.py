@@ -248,7 +248,7 @@ def _grid(*rows: int) -> tuple[str, ...]: # number of slots in each row
 def _digits(name, **host):
     host = CNNConfig(classes=10, in_channels=1, size=8, blocks=3, pools=2, **host)
     register_task(Task(name=name, data="digits", host=host, slots=_grid(3), batch_size=64, epochs=25,
-                       target_loss=.05, delta_std=.05, lr=.02))
+                       target_loss=.05, delta_std=.05, lr=.08))
 
 def _cifar(name, slots, blocks=3, **host):
     register_task(Task(name=f"cifar_{name}", data="cifar10", host=CNNConfig(blocks=blocks, **host), slots=slots,
@@ -256,6 +256,7 @@ def _cifar(name, slots, blocks=3, **host):
 
 _digits("digits", base=8, kernel=5)
 _digits("digits_impaired", base=2, kernel=1)
+_digits("digits_masked", base=6, kernel=3, widen=False, masked=True) # what a block sees is drawn with each episode: see families
 _cifar("baseline", _grid(3), base=8)  # can seeds add to a capable host?
 _cifar("scale", _grid(5), blocks=5, base=8)  # does growth scale in depth?
 _cifar("impaired", _grid(3), base=1, kernel=1)  # can seeds rescue a blind host?

@@ -21,7 +21,7 @@ from ..grow.models import MAX_BRANCHES, Growing
 from ..grow.slots import evaluating
 from ..grow.stages import Stage
 from .data import ImageData
-from .evaluation import EvalResult, Tally, evaluate, for_all_lanes, tally_result
+from .evaluation import EvalResult, Tally, evaluate, for_all_lanes, label_counts, tally_result
 from .tasks import Task, class_counts, correct_counts
 from .text import TextData
 
@@ -156,14 +156,15 @@ def evaluate_combinations(
     "One pass over a split with everything on, and every on/off combination of some slots beside it."
     n, was_training = net.lanes, net.training
     whole, parts = Tally(class_counts), [Tally(correct_counts) for _ in range(2**len(slots))]
-    of_class = torch.zeros(data.classes, dtype=torch.int64, device=data.device)
+    of_class = torch.zeros((), dtype=torch.int64, device=data.device)
     net.eval()
     for x, y in data.evaluate(split, batch_size):
-        x = for_all_lanes(x, n)
+        own = y.ndim == x.ndim - 2
+        if not own: x = for_all_lanes(x, n)
         with precision.autocast(x.device): logits, _ = net.factorial(x, slots)
         whole.add(task, logits[-1], y, n)
         for part, z in zip(parts, logits): part.add(task, z, y, n)
-        of_class += torch.bincount(y.flatten(), minlength=data.classes)
+        of_class = of_class + label_counts(y, data.classes, own)
     net.train(was_training)
     accuracy, loss = torch.stack([p.accuracy_pp for p in parts]), torch.stack([p.mean_loss for p in parts])
     return tally_result(whole, of_class), Worth(slots, accuracy, loss, *seed_tables(net, slots))
