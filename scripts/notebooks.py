@@ -256,7 +256,7 @@ def _render_output(output, cell, images):
         name = f"{IMAGES}/{cell['id']}.png"
         images[name] = base64.b64decode("".join(data["image/png"]))
         return f"![{alt_text(''.join(cell['source']))}]({name})"
-    if "text/markdown" in data: return "".join(data["text/markdown"]).strip()
+    if "text/markdown" in data: return _from_root("".join(data["text/markdown"]).strip())
     text = "".join(data.get("text/plain", output.get("text", ""))).rstrip()
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 

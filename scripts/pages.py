@@ -104,9 +104,10 @@ def before(cells, i):
     for cell in reversed(cells[:i]):
         if cell["cell_type"] != "markdown": continue
         text = source_of(cell)
-        prose = prose or spoken(text)
-        if heads := re.findall(r"^#+ (.*)$", text, re.M):
-            title = spoken(f"{heads[-1]}")
+        pieces = re.split(r"^#+ (.*)$", text, flags=re.M)      # what is above a heading belongs to something else
+        prose = prose or spoken(pieces[-1])
+        if len(pieces) > 1:
+            title = spoken(pieces[-2])
             break
     return title, prose
 
