@@ -78,15 +78,16 @@ def drawers():
 def _said(node):
     "A string constant of the code, a formatted one without its values."
     if isinstance(node, ast.Constant) and isinstance(node.value, str): return node.value
-    if isinstance(node, ast.JoinedStr): return "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
-    return ""
+    if not isinstance(node, ast.JoinedStr): return ""
+    return "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
 
 
 def drawn(statements):
     "What the code of a picture says about it: who draws it, its title, its axes, its curves."
     calls = [n for s in statements for n in ast.walk(s) if isinstance(n, ast.Call)]
     names = [getattr(c.func, "id", getattr(c.func, "attr", "")) for c in calls]
-    makers = [drawers()[n] for n in dict.fromkeys(names) if n.startswith(("plot_", "draw_", "picture")) and n in drawers()]
+    called = [n for n in dict.fromkeys(names) if n.startswith(("plot_", "draw_", "picture"))]
+    makers = [drawers()[n] for n in called if n in drawers()]
     def told(key, method):
         by_key = [_said(k.value) for c in calls for k in c.keywords if k.arg == key]
         by_call = [_said(c.args[0]) for c, n in zip(calls, names) if n == method and c.args]
@@ -165,7 +166,7 @@ def is_check(statement):
     "Whether a statement only checks: an assertion, or a call of a test."
     if isinstance(statement, ast.Assert): return True
     if isinstance(statement, ast.With):
-        return any("expect_fail" in ast.unparse(i.context_expr) or "raises" in ast.unparse(i.context_expr) for i in statement.items)
+        return any(re.search(r"expect_fail|raises", ast.unparse(i.context_expr)) for i in statement.items)
     if isinstance(statement, ast.For): return all(is_check(s) for s in statement.body)
     call = getattr(statement, "value", None)
     name = getattr(getattr(call, "func", None), "id", "") if isinstance(statement, ast.Expr) else ""
@@ -189,8 +190,8 @@ def _split_checks(cell):
     while cut and lines[cut - 1].lstrip().startswith("#"): cut -= 1
     head = "\n".join(lines[:cut]).rstrip()
     cell["source"] = f"{options}\n{head}" if options else head
-    checks = dict(cell_type="code", id=f"{cell.get('id', 'cell')}-checks", metadata={}, execution_count=None, outputs=[],
-                  source="\n".join(lines[cut:]))
+    checks = dict(cell_type="code", id=f"{cell.get('id', 'cell')}-checks", metadata={}, execution_count=None,
+                  outputs=[], source="\n".join(lines[cut:]))
     return [cell, checks]
 
 

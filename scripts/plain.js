@@ -24,7 +24,8 @@ function score(entry, words, phrase) {      // 0: not found; a name that is aske
 }
 
 function extract(text, words) {      // what stands around the first word that is found
-  const at = Math.max(text.toLowerCase().indexOf(words.find(w => text.toLowerCase().includes(w)) ?? "") - 40, 0);
+  const place = text.toLowerCase().indexOf(words.find(w => text.toLowerCase().includes(w)) ?? "");
+  const at = place < 40 ? 0 : text.indexOf(" ", place - 40) + 1;
   return (at ? "… " : "") + text.slice(at, at + 120) + (at + 120 < text.length ? " …" : "");
 }
 
@@ -58,7 +59,10 @@ document.addEventListener("keydown", event => {
     (links[at + (event.key === "ArrowDown" ? 1 : -1)] ?? field).focus();
   }
 });
-document.addEventListener("click", event => { if (!box.contains(event.target)) list.replaceChildren(); else if (event.target === field && field.value) load().then(show); });
+document.addEventListener("click", event => {
+  if (!box.contains(event.target)) list.replaceChildren();
+  else if (event.target === field && field.value) load().then(show);
+});
 
 const contents = document.querySelector("aside details");
 if (contents && !matchMedia("(min-width: 75.01rem)").matches) contents.open = false;

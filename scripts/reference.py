@@ -68,7 +68,8 @@ def module(name):
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)): found.nodes[node.name] = node
         elif isinstance(node, ast.ImportFrom) and node.level:
             package = name.split(".")[:-node.level]
-            for n in node.names: found.imports[n.asname or n.name] = ".".join([*package, *(node.module or "").split(".")])
+            origin = ".".join([*package, *(node.module or "").split(".")])
+            found.imports |= {n.asname or n.name: origin for n in node.names}
     return found
 
 
@@ -171,7 +172,7 @@ def methods(place):
         for node in p.node.body:
             if not isinstance(node, FUNCTIONS) or not is_public(node.name): continue
             if node.name in OPERATORS and not ast.get_docstring(node): continue
-            if any(isinstance(d, ast.Attribute) and d.attr in ("setter", "deleter") for d in node.decorator_list): continue
+            if any(getattr(d, "attr", "") in ("setter", "deleter") for d in node.decorator_list): continue
             found.setdefault(node.name, (p, node))
     return found
 
@@ -207,9 +208,9 @@ def default_of(node):
 def members(place):
     "The members of an enumeration."
     m = module(place.module)
-    pairs = [(n, n.targets[0].id) for n in place.node.body
-             if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name) and not n.targets[0].id.startswith("_")]
-    return tuple(Param(name, "", "", written(n.value), m.comments.get(n.end_lineno, "")) for n, name in pairs)
+    pairs = [(n, getattr(n.targets[0], "id", "_")) for n in place.node.body if isinstance(n, ast.Assign)]
+    return tuple(Param(name, "", "", written(n.value), m.comments.get(n.end_lineno, ""))
+                 for n, name in pairs if not name.startswith("_"))
 
 
 def has_base(place, *names):
@@ -283,8 +284,10 @@ def _with_aside(line, aside):
 
 def _details(note):
     "A comment in a cell of a table: its code stays code, and links."
-    parts = re.split(r"(`[^`]+`)", note)
-    return "".join((as_code(p[1:-1]) if "|" in p else p) if p.startswith("`") and len(p) > 2 else literal(p) for p in parts)
+    def shown(part):
+        if not part.startswith("`") or len(part) < 3: return literal(part)
+        return as_code(part[1:-1]) if "|" in part else part
+    return "".join(shown(part) for part in re.split(r"(`[^`]+`)", note))
 
 
 def table(params, first, returned=None):
@@ -321,7 +324,8 @@ def inherited_doc(place, name):
     "The docstring of a method in a base of the library."
     for p in family(place)[1:]:
         for node in p.node.body:
-            if isinstance(node, FUNCTIONS) and node.name == name and ast.get_docstring(node): return ast.get_docstring(node)
+            said = ast.get_docstring(node) if isinstance(node, FUNCTIONS) and node.name == name else None
+            if said: return said
     return ""
 
 
