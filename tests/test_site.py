@@ -1,17 +1,19 @@
 "The site, without the program that draws it: every page processes and is listed, every link and picture leads on."
+import ast
 import base64
+import html
+import importlib
+import inspect
 import json
 import os
 import re
 import shutil
 import struct
-import subprocess
-import sys
 from functools import cache
 
 import pytest
 import yaml
-from scripts import notebooks
+from scripts import notebooks, pages, reference
 from scripts.notebooks import NBS, ROOT, alt_text, broken_targets, find_notebooks, page_name, site_sections, slug
 
 NOTEBOOKS = find_notebooks()
@@ -161,7 +163,6 @@ def test_broken_links_of_the_built_site_are_noticed(tmp_path):
     (tmp_path/"a/one.html").write_text(" ".join(body))
     (tmp_path/"two.html").write_text('<a href="a/one.html?v=1#y">1</a><a href="/two.html">2</a><link href="gone.css">')
     files = ["a/one.html: gone.png", "a/one.html: three.html", "two.html: gone.css"]
-    assert broken_targets(tmp_path, headings=False) == files
     assert broken_targets(tmp_path) == ["a/one.html: ../two.html#x", *files]
 
 def test_names_that_no_heading_explains_are_no_links(tmp_path):
@@ -196,7 +197,8 @@ def test_a_plain_page_has_all_that_the_site_has():
     assert "<h1>Grow by hand</h1>" in page and '<h2 id="two-words">Two words</h2>' in page and 'alt="A curve"' in page
     assert 'href="guard/governor.html#fit"' in page and 'href="../core.html#f"' in page
     assert 'href="https://jsonlines.org/a.ipynb"' in page
-    assert not re.search(r"fig-alt|hidden|target=|title: x", page) and '<header><a href="../index.html">' in page
+    assert not re.search(r"fig-alt|hidden\(|>hidden<|target=|title: x", page)
+    assert '<header><a href="../index.html">' in page
     assert "plot" in page
     assert re.findall(r'href="([^"]+)" aria-current', page) == ["../tutorials/grow_by_hand.html"]
 
@@ -234,30 +236,25 @@ def test_with_quarto_its_site_is_taken_and_checked(monkeypatch, capsys, tmp_path
     assert "Every page was built" in capsys.readouterr().out and (tmp_path/"_docs/config.html").exists()
     monkeypatch.setenv("PICTURE", "gone.png")
     with pytest.raises(SystemExit, match="gone.png"): notebooks.docs()
+    renders = 'mkdir _docs && echo "<h2 id=a>A</h2><a href=#a>a</a><a href=#lost>b</a>" > _docs/config.html'
+    (tmp_path/"bin/quarto").write_text(f"#!/bin/sh\n{renders}\n")
+    with pytest.raises(SystemExit, match="config.html: #lost") as said: notebooks.docs()
+    assert "#a" not in str(said.value)
     (tmp_path/"bin/quarto").write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(SystemExit, match="quarto render failed"): notebooks.docs()
 
-def test_the_promise_of_a_page_reaches_the_site(monkeypatch, tmp_path):
+def test_the_promise_of_a_page_reaches_the_site(tmp_path):
     "nbdev makes title and description of the first cell, and drops what else stands in it."
     first_cells = ("# t\n\n> s\n\nOne.\n\nTwo.\n", "# t\n> s", "# t\n\nOne.", "# t")
     assert [notebooks.promise(c) for c in first_cells] == ["One.\n\nTwo.", "", "One.", ""]
     def cell(kind, source): return dict(cell_type=kind, metadata={}, source=source)
-    nested = "## More\n\nA [[`Snapshot`](https://a.org/s.html#snapshot)](guard/12_snapshots.ipynb)."
-    def processed():
-        (tmp_path/"_proc").mkdir()
-        cells = [cell("raw", "---"), cell("markdown", nested), cell("code", "a = 1\nb = 2")]
-        (tmp_path/"_proc/a.ipynb").write_text(json.dumps(dict(cells=cells)))
-    for k, v in dict(ROOT=tmp_path, NBS=tmp_path/"nbs").items(): monkeypatch.setattr(notebooks, k, v)
-    monkeypatch.setattr("nbdev.quarto.refresh_quarto_yml", lambda: None)
-    monkeypatch.setattr("nbdev.serve.proc_nbs", processed)
-    (tmp_path/"nbs").mkdir()
-    first = cell("markdown", ["# t\n", "\n", "> s\n", "\n", "One."])
-    (tmp_path/"nbs/a.ipynb").write_text(json.dumps(dict(cells=[first])))
-    notebooks.process()
-    sources = [c["source"] for c in json.loads((tmp_path/"_proc/a.ipynb").read_text())["cells"]]
-    assert ["".join(s) for s in sources] == ["---", "One.", "## More\n\nA [`Snapshot`](guard/12_snapshots.ipynb).",
-                                             "a = 1\nb = 2"]
-    assert sources[-1] == ["a = 1\n", "b = 2"], "Quarto splits a source that is one string without line ends"
+    cells = [cell("markdown", ["# t\n", "\n", "> s\n", "\n", "One."]), cell("code", "a = 1\nb = 2"),
+             cell("markdown", "## More\n\nA [`Snapshot`](guard/12_snapshots.ipynb).")]      # nbdev nests a link
+    (tmp_path/"a.ipynb").write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)))
+    found = [c["source"] for c in notebooks.processed(tmp_path/"a.ipynb")["cells"]]
+    sources = [s for s in found if "WARNING" not in text(s)]
+    assert [text(s) for s in sources[1:]] == ["One.", "a = 1\nb = 2", text(cells[2]["source"])]
+    assert sources[2] == ["a = 1\n", "b = 2"], "Quarto splits a source that is one string without line ends"
 
 def test_workflows_build_publish_and_test():
     def load(name): return yaml.safe_load((ROOT/f".github/workflows/{name}.yml").read_text(encoding="utf-8"))
@@ -278,20 +275,237 @@ def test_workflows_build_publish_and_test():
     for w in (docs, tests): assert "jobs" in w and (w.get("on") or w.get(True))      # YAML reads a bare `on` as yes
     assert re.search(r"^docs: .*\n\t\$\(BIN\)/python scripts/notebooks.py docs$", make, re.M)
 
-@pytest.mark.slow
-def test_every_page_processes(tmp_path):
-    "What the site is made from, in a copy: reference entries written, cells run that the site runs."
-    for name in ("nbs", "esper_nb"):
-        shutil.copytree(ROOT/name, tmp_path/name,
-                        ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "_quarto.yml"))
-    for name in ("settings.ini", "pyproject.toml"): shutil.copy(ROOT/name, tmp_path)
-    code = "from nbdev.serve import proc_nbs\nif __name__ == '__main__': proc_nbs(n_workers=2)\n"
-    (tmp_path/"process.py").write_text(code)
-    done = subprocess.run([sys.executable, "process.py"], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "PYTHONWARNINGS": "ignore"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    left_out = [p.relative_to(NBS).as_posix() for p in NOTEBOOKS if not (tmp_path/"_proc"/p.relative_to(NBS)).exists()]
-    assert not left_out, f"{left_out} were not processed:\n{done.stderr[-3000:]}"
-    for p in (p for p in NOTEBOOKS if p.parent == NBS and re.match(r"\d\d_", p.name)):
-        if "#| export\n" not in p.read_text(encoding="utf-8").replace("\\n", "\n"): continue
-        assert '"has_sd"' in (tmp_path/"_proc"/p.name).read_text(encoding="utf-8"), f"{p.name} has no reference entry"
+
+# --- what the pages are made from, all of them
+
+@cache
+def processed(path): return notebooks.processed(path)
+
+@cache
+def plain(path): return notebooks.plain_page(json.loads(json.dumps(processed(path))), path.relative_to(NBS).as_posix())
+
+@cache
+def entries(module):
+    "{name: its entry} of the page that makes a module, as the site has it."
+    path = next(p for p in NOTEBOOKS if f"#| default_exp {module}\\n" in p.read_text(encoding="utf-8")
+                or f'#| default_exp {module}"' in p.read_text(encoding="utf-8"))
+    found = {}
+    for c in processed(path)["cells"]:
+        for o in c.get("outputs", ()):
+            said = text(o.get("data", {}).get("text/markdown", ""))
+            if said.startswith("---\n\n[source]"): found[re.search(r"^### (\S+)$", said, re.M)[1]] = said
+    return found
+
+def unescaped(said): return html.unescape(re.sub(r"\[(`[^`\n]+`)\]\([^)]*\)|</?code>", r"\1", said))
+
+NAMES = notebooks.exported_names()
+CLASSES = {n: getattr(importlib.import_module(f"esper_nb.{where}"), n) for n, where in NAMES.items()
+           if isinstance(reference.module(where).nodes.get(n), ast.ClassDef)}
+
+@pytest.mark.parametrize("page", NOTEBOOKS, ids=ids)
+def test_every_processed_source_is_a_list_of_lines_with_their_ends(page):
+    "Quarto splits a source that is one string without line ends: lists, tables and fences collapse."
+    for c in processed(page)["cells"]:
+        outputs = [o["data"][k] for o in c.get("outputs", ()) for k in o.get("data", ()) if k.startswith("text/")]
+        for lines in (c["source"], *outputs):
+            assert isinstance(lines, list) and lines == text(lines).splitlines(keepends=True), c["id"]
+
+def test_every_public_name_has_an_entry_with_heading_signature_and_words():
+    for name, where in NAMES.items():
+        node = reference.module(where).nodes.get(name)
+        if node is None: continue      # a constant
+        said = entries(where)[name]
+        assert re.search(rf"^### {name}$", said, re.M), name
+        assert re.search(rf"^```python\n(@\w+\n|#.*\n)*(class )?{name}\b", said, re.M), said
+        assert (ast.get_docstring(node) or "").split("\n")[0] in unescaped(said), name
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_method_has_a_heading_and_a_signature(name):
+    "Found by looking at the class, not at its source, which the reference is written from."
+    kinds = (property, classmethod, staticmethod)
+    said = entries(NAMES[name])[name]
+    for method, value in vars(CLASSES[name]).items():
+        made = getattr(inspect.unwrap(getattr(value, "__func__", value)), "__code__", None)
+        if method.startswith("_") or not (inspect.isfunction(value) or isinstance(value, kinds)): continue
+        if made is not None and "esper_nb" not in made.co_filename: continue      # written by NamedTuple or dataclass
+        if method in vars(CLASSES[name]).get("__annotations__", ()):      # a function as an attribute
+            assert re.search(rf"^\| {method} \|", unescaped(said), re.M), method
+            continue
+        assert re.search(rf"^#### {name}\.{method}\n\n```python\n(@\w+\n|#.*\n)*{name}\.{method}\b", said, re.M), method
+
+def test_the_call_of_the_readme_is_documented():
+    "`governor.watch(loss)`: each parameter with its comment; what a private base brings is told, too."
+    said = entries("guard.governor")["Governor"]
+    watch = unescaped(said[said.index("#### Governor.watch"):said.index("#### Governor.step")])
+    assert "Governor.watch(loss, norm=None, before_step=False, asleep=()) -> tuple[Report, ...]" in watch
+    for name, note in dict(loss="loss of this step", norm="gradient norm", before_step="has not stepped on this batch",
+                           asleep="lanes that do not take part", returns="one report per lane").items():
+        assert re.search(rf"^\| \*?{name}\*? \|.*{note}", watch, re.M), name
+    assert re.search(r"\[`label_entropy`\]\(https://[^)]+#label_entropy\)", said)
+    assert "@property\nGovernor.stopped -> np.ndarray" in said
+    page = plain(NBS/"guard/14_governor.ipynb")
+    assert "label_entropy</code></a>" in page and '<h4 id="governor.watch">' in page
+
+def test_signatures_are_short_and_as_they_are_written():
+    "No default printed whole, no `__main__`, no Markdown that a page would read."
+    for where in dict.fromkeys(NAMES.values()):
+        for name, said in entries(where).items():
+            blocks = re.findall(r"^```python\n(.*?)\n```$", said, re.M | re.S)
+            assert all(len(b) <= 1500 and max(map(len, b.split("\n"))) <= 140 for b in blocks), name
+            assert "__main__" not in said and " object at 0x" not in said, name
+            outside = re.sub(r"```.*?```|<code>.*?</code>|\[`[^`\n]*`\]\([^)]*\)|`[^`\n]*`", "", said, flags=re.S)
+            rows = [line.replace("*returns*", "") for line in outside.split("\n") if line.startswith("|")]
+            assert not any(re.search(r"[*_]\w|\]\(", row) for row in rows), name
+    long = ast.parse(f"def f(a={list(range(99))}, b: 'int' = 'x'): pass").body[0]
+    first, second = reference.parameters(reference.Module(ROOT), long)
+    assert len(first.default) <= reference.LONGEST and first.default.endswith("…") and second.type == "int"
+
+def test_a_signature_says_how_a_function_is_called():
+    m = reference.Module(ROOT/"esper_nb/x.py")
+    def shown(code): return reference.signature(reference.function_entry(m, ast.parse(code).body[0]))
+    assert shown("def f(a, /, b: int = 1, *c, d, **e) -> str: ...") == "f(a, /, b: int = 1, *c, d, **e) -> str"
+    assert shown("def f(a, b, /): ...") == "f(a, b, /)"
+    assert shown("def f(*, a=None): ...") == "f(*, a=None)"
+    wide = shown(f"def f({', '.join(f'{c * 9}: int' for c in 'abcdefgh')}): ...").split("\n")
+    assert wide[0] == "f(" and wide[1] == "    aaaaaaaaa: int," and wide[-1] == ")"
+    assert reference.literal("a_*b*|[c]") == "a&#95;&#42;b&#42;&#124;&#91;c&#93;"
+
+@pytest.mark.parametrize("name", [n for n in CLASSES if n.endswith("Config")])
+def test_comments_of_configurations_are_a_table(name):
+    "Every field has a row; the comment beside it in the source stands in it, with its default."
+    said = unescaped(entries(NAMES[name])[name])
+    cls = CLASSES[name]
+    family = [k for k in reversed(cls.__mro__) if k.__module__.startswith("esper_nb")]
+    told = [line for k in family for line in inspect.getsource(k).split("\n")]
+    commented = [m for line in told if (m := re.match(r"    ([a-z]\w*): [^=#]+(?:= [^#]*)?# (.+)$", line))]
+    rows = {m[1]: m[0] for m in re.finditer(r"^\| (\w+) \|.*$", said, re.M)}
+    assert commented or len(getattr(cls, "__dataclass_fields__", ())) < 3, "no comments found"
+    own = {m[1]: m[2] for m in commented}      # the last word is the class's own
+    for f in getattr(cls, "__dataclass_fields__", ()):
+        if f in own: assert own[f].split("; ")[0].strip() in rows[f], f
+
+def test_pictures_have_words_of_their_own():
+    "On every page: at least five, no two pictures alike, from the cell itself or from what stands around it."
+    for page in NOTEBOOKS:
+        said = [alt_text(text(c["source"])) for c in processed(page)["cells"] if c["cell_type"] == "code"
+                and pages.pictures(c)]
+        assert all(len(s.split()) >= 5 for s in said) and len(set(said)) == len(said), (page.name, said)
+        for s in said: assert not re.search(r"\]\(|[`*$<>]", s) or "#| fig-alt" in page.read_text(), s
+        shown = re.findall(r"<img\b[^>]*>", plain(page)) if said and page.parent.name in ("bench", "grow") else []
+        assert all(re.search(r'alt="[^"]{15,}"', tag) for tag in shown), page.name
+
+def test_words_for_a_picture_come_from_its_code_and_the_prose_above():
+    def cell(kind, source, **kw): return dict(cell_type=kind, id="c", metadata={}, source=source, outputs=[], **kw)
+    png = [dict(output_type="display_data", metadata={}, data={"image/png": ""})]
+    code = 'ax.plot(a, label="one")\nax.set(xlabel="step", ylabel="loss", title=f"Run {n}")'
+    draw = cell("code", code) | dict(outputs=png)
+    cells = [cell("markdown", "Elsewhere.\n\n## Losses\n\nA [curve](a.ipynb) of *one* `run`:"), draw, dict(draw)]
+    pages.speak_pictures(cells)
+    words = "Run …; loss over step; curves: one. A curve of one run"
+    assert [alt_text(c["source"]) for c in cells[1:]] == [words, f"{words} Picture 2 of this page."]
+    assert yaml.safe_load(cells[1]["source"].split("\n")[0][3:])["fig-alt"] == words
+
+def test_checks_are_folded_behind_the_pictures_they_follow():
+    def cell(kind, source, **kw): return dict(cell_type=kind, id="c", metadata={}, source=source, outputs=[], **kw)
+    png = [dict(output_type="display_data", metadata={}, data={"image/png": ""})]
+    check = "n = 3\ntest_eq(n, 3)"
+    draw = cell("code", "plot(1)\nx = 2\n# so\nassert x == 2\ntest_eq(x, 2)") | dict(outputs=png)
+    cells = [cell("code", check), draw, cell("code", check), cell("code", "show(n)"), cell("markdown", "## Next"),
+             cell("code", check)]
+    found = pages.fold_checks(cells)
+    folded = ["code-fold: true" in c["source"] for c in found]
+    assert folded == [False, False, True, True, False, False, False]
+    assert found[1]["source"] == "plot(1)\nx = 2" and found[1]["outputs"] and found[2]["source"].endswith(
+        "# so\nassert x == 2\ntest_eq(x, 2)")
+    page = plain(NBS/"show/81_plot_runs.ipynb")
+    assert page.count(f"<summary>{pages.CHECKS}</summary>") >= 4
+    opened = re.sub(r"<details><summary>.*?</details>", "", page, flags=re.S)
+    assert "rollbacks" in page and not re.search(r'class="n">test_eq</span>.{0,200}get_yscale', opened, re.S)
+
+@pytest.mark.parametrize("name", [p for p in NOTEBOOKS if p.parent.name == "bench"], ids=ids)
+def test_pages_of_benchmarks_open_with_the_picture(name):
+    body = plain(name)
+    first = body[body.index("<main>"):body.index("<img")]
+    shown = re.sub(r"<details>.*?</details>", "", first, flags=re.S)
+    assert "<pre" not in shown and "<h2" not in shown, name.name
+
+def test_a_page_leads_to_the_one_before_and_the_one_after():
+    quarto = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
+    assert quarto["website"]["page-navigation"] is True and quarto["format"]["html"]["toc-depth"] == 4
+    foot = re.search(r"<footer>(.*)</footer>", plain(NBS/"guard/14_governor.ipynb"))[1]
+    assert re.findall(r'href="([^"]+)">(.)', foot) == [("../guard/reports.html", "←"), ("../guard/adapters.html", "→")]
+
+def test_the_plain_page_has_its_contents():
+    page = plain(NBS/"guard/14_governor.ipynb")
+    aside = re.search(r"<aside>.*?</aside>", page, re.S)[0]
+    inside = dict(re.findall(r'href="#([^"]+)">([^<]+)<', aside))
+    assert inside["governor.watch"] == "watch" and inside["what-it-costs"] == "What it costs"
+    assert all(f'id="{name}"' in page.replace(aside, "") for name in inside)
+
+def test_the_plain_site_can_be_searched():
+    path = NBS/"guard/14_governor.ipynb"
+    found = {e[0]: e for e in notebooks.search_entries(plain(path), path.relative_to(NBS))}
+    _, page, heading, words = found["guard/governor.html#governor.watch"]
+    assert (page, heading) == ("governor", "Governor.watch") and "Judge the loss of this step" in words
+    assert "knows five kinds of ruin" in found["guard/governor.html"][3]
+    assert not any("<" in w and ">" in w and "</" in w for e in found.values() for w in e)
+    assert '<script defer src="../plain.js" data-up="../">' in plain(path)
+
+def test_plots_are_dark_on_a_dark_page():
+    "But an image of values is not turned: its prose says what is dark."
+    for file, dark in (("scripts/plain.css", "prefers-color-scheme: dark"), ("nbs/styles.css", ".quarto-dark")):
+        css = (ROOT/file).read_text(encoding="utf-8")
+        assert dark in css and re.search(r"img \{ filter: invert\([\d.]+\) hue-rotate\(180deg\); \}", css)
+        assert re.search(rf"{pages.KEPT} .*img \{{ filter: brightness", css)
+    assert f"celltag_{pages.KEPT}" in plain(NBS/"control/50_choices.ipynb")
+    assert f"celltag_{pages.KEPT}" not in plain(NBS/"bench/91_lane_bench.ipynb")
+
+def test_modules_on_the_front_page_are_linked():
+    pages_of = [p for _, found in site_sections() for p in found if p.split("/")[0] in notebooks.LAYERS]
+    page = plain(NBS/"index.ipynb")
+    table = re.search(r"<table.*?</table>", page[page.index("What is where</h2>"):], re.S)[0]
+    assert re.findall(r'href="([^"]+)"', table) == [page_name(p).as_posix() for p in pages_of]
+    readme = (ROOT/"README.md").read_text(encoding="utf-8")
+    assert all(f"](nbs/{p})" in readme for p in pages_of)
+
+def chromium():
+    "Path of a browser, or nothing."
+    names = (os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome", "chrome")
+    return next((path for n in names if n and (path := shutil.which(n))), None)
+
+@pytest.mark.browser
+@pytest.mark.skipif(chromium() is None, reason="needs a Chromium: apt install chromium, or set CHROMIUM to its path")
+def test_the_plain_site_in_a_browser(tmp_path):
+    "Read from files: nothing is wider than the window, the search finds the call of the README, plots are dark."
+    api = pytest.importorskip("playwright.sync_api")
+    for at in ("index.ipynb", "guard/14_governor.ipynb", "tutorials/first_rollback.ipynb"):
+        (tmp_path/"proc"/at).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path/"proc"/at).write_text(json.dumps(processed(NBS/at)), encoding="utf-8")
+    shutil.copytree(NBS/"tutorials/images", tmp_path/"proc/tutorials/images")
+    notebooks.html(tmp_path/"docs", tmp_path/"proc")
+    errors: list[str] = []
+    def open_page(browser, width, scheme):
+        page = browser.new_context(viewport=dict(width=width, height=900), color_scheme=scheme).new_page()
+        page.on("pageerror", lambda e: errors.append(str(e)))
+        page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+        return page
+    with api.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        for width in (1280, 900, 640):
+            page = open_page(browser, width, "light")
+            for name in ("index", "guard/governor", "tutorials/first_rollback"):
+                page.goto(f"file://{tmp_path}/docs/{name}.html")
+                assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, (name, width)
+                assert page.evaluate("document.querySelector('aside details').open") is (width == 1280)
+                assert page.evaluate("[...document.images].every(i => i.alt.length > 20 && i.naturalWidth)")
+        page.keyboard.press("/")
+        page.keyboard.type("governor.watch")
+        page.wait_for_selector("search li a")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/guard/governor.html#governor.watch")
+        page.wait_for_function("Math.abs(document.getElementById('governor.watch').getBoundingClientRect().top) < 200")
+        dark = open_page(browser, 1280, "dark")
+        dark.goto(f"file://{tmp_path}/docs/guard/governor.html")
+        assert "invert" in dark.evaluate("getComputedStyle(document.querySelector('.output_png img')).filter")
+        browser.close()
+    assert not errors
