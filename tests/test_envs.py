@@ -120,8 +120,8 @@ def test_episode_statistics_of_one():
     plain = gym.make("esper_nb/Grow-v0", task=TASK, data=tiny_data(), horizon=3, workers=1)
     env = gym.wrappers.RecordEpisodeStatistics(plain)
     env.reset(seed=0)
-    for _ in range(3): *_, truncated, info = env.step(env.action_space.sample())
-    assert truncated and info["episode"]["l"] == 3 == info["record"]["epochs"]
+    for _ in range(3): _, _, terminated, _, info = env.step(env.action_space.sample())
+    assert terminated and info["episode"]["l"] == 3 == info["record"]["epochs"]
     assert info["episode"]["r"] == pytest.approx(info["record"]["reward"], abs=1e-6)
 
 

@@ -56,6 +56,7 @@ class EnvConfig(Config):
     rules: Rules = Rules(gates=Gates(training_epochs=3)) # of seeds: gates fit for a horizon of a few dozen epochs
     repertoire: Repertoire = Repertoire() # what is offered of all that an action can say
     schedule: str = "constant" # of the learning rate: "cosine" falls to 0 over the horizon
+    restart: bool = False # a birth starts the lane's schedule anew; then lanes can no longer share every step
     batch_size: int | None = None
     lr: float | None = None
     max_norm: float | None = 1. # gradient norm limit
@@ -88,7 +89,7 @@ class EnvConfig(Config):
 
     def fit(self, lanes: int) -> FitConfig: # of one part
         "How the population of a device is trained."
-        names = ("batch_size", "lr", "schedule", "max_norm", "precision", "eval_batch", "workers", "width", "governor")
+        names = ("batch_size", "lr", "schedule", "restart", "max_norm", "precision", "eval_batch", "workers", "width", "governor")
         return FitConfig(lanes=lanes, epochs=self.horizon, **{k: getattr(self, k) for k in names})
 
 # %% ../../nbs/control/57_env_config.ipynb #f24e7961

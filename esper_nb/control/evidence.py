@@ -34,7 +34,7 @@ PRESETS: Mapping[str, Mapping[str, float]] = { # name -> term -> weight
     "simple": dict(shaping=1., effort=1., final_simple=1.),
     "sparse": dict(final_sparse=1.),
     "accuracy": dict(loss_fall=1., shaping=1 / 3, effort=1., final_accuracy=2.),
-    "outcome": dict(loss_fall=1., final_accuracy=2., price=2.),
+    "outcome": dict(accuracy_rise=1., price=1.),
 }
 
 # %% ../../nbs/control/53_evidence.ipynb #4e51f045
@@ -81,6 +81,7 @@ class Ledger(NamedTuple):
     held: Tensor # (n, S) epochs since the seed was first ready
     alpha: Tensor # (n, S)
     loss: Tensor # (n,) the latest; NaN: none yet
+    room: Tensor # (n,) parameters of everything grown, relative to the host's
     recent: Tensor # (n, 3) latest accuracies; NaN: none yet
 
 def new_ledger(lanes: int, slots: int) -> Ledger:
@@ -88,7 +89,7 @@ def new_ledger(lanes: int, slots: int) -> Ledger:
     def zeros(*shape: int) -> Tensor: return torch.zeros(*shape, dtype=torch.float64)
     return Ledger(
         potential=zeros(lanes), credit=zeros(lanes, slots), held=zeros(lanes, slots), alpha=zeros(lanes, slots),
-        loss=zeros(lanes) * math.nan, recent=zeros(lanes, 3) * math.nan)
+        loss=zeros(lanes) * math.nan, room=zeros(lanes), recent=zeros(lanes, 3) * math.nan)
 
 def restart(
     ledger: Ledger,
@@ -227,4 +228,5 @@ def next_ledger(
         held=s.held,
         alpha=column(after, "alpha").clone(),
         loss=torch.where(f.loss.isnan(), math.inf, f.loss).double(),
+        room=f.size.sum(-1) / f.host,
         recent=torch.cat([s.ledger.recent[:, 1:], f.accuracy[:, None].double()], 1))

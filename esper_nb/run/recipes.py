@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from ..control.choices import SHORT
 from ..control.env_config import EnvConfig
 from ..core.config import Config, check, check_count
+from ..grow.lifecycle import SHORT_LIFE
 from ..learn.loss import PPOConfig
 from ..learn.policies import PolicyConfig
 from ..train.tasks import get_task, list_tasks
@@ -28,7 +30,7 @@ class RunConfig(Config):
     seed: int = 0 # of everything: it replaces `ppo.seed`
     minutes: float | None = None # training ends with the update in which they are over; None: after `ppo.num_updates`
     save_every: int = 5 # updates between checkpoints
-    sampled: bool = True # final play: choices drawn as in training; False: always the likeliest
+    sampled: bool = False # final play: choices drawn as in training; False: always the likeliest
 
     def __post_init__(self):
         object.__setattr__(self, "ppo", self.ppo.replace(seed=self.seed))
@@ -54,18 +56,25 @@ def _ppo(horizon: int, updates: int) -> PPOConfig:
         num_steps=horizon, num_updates=updates, gamma=.99, learning_rate=2.5e-3, lr_final=.1, update_epochs=8,
         num_minibatches=4, target_kl=.05, ent_coef=.02, ent_final=.1, norm_obs=True, norm_reward=True)
 
-def _hosts(task: str, lanes: int, horizon: int | None = None) -> EnvConfig: # None: as long as the task says
-    "The environments that the recipes share."
-    return EnvConfig(task, num_envs=lanes, horizon=horizon, gamma=.99, reward="accuracy", autoreset_mode="SameStep")
+def _hosts(task: str, lanes: int, horizon: int | None = None, **settings) -> EnvConfig: # None: as the task says
+    "The environments that the recipes share: short lives, paid by what comes out."
+    return EnvConfig(
+        task, num_envs=lanes, horizon=horizon, gamma=.99, reward="outcome", rules=SHORT_LIFE, repertoire=SHORT,
+        schedule="cosine", autoreset_mode="SameStep", **settings)
 
 # %% ../../nbs/run/94_recipes.ipynb #03b536f1
 @register_recipe
-def _digits() -> RunConfig: # a capable host: there is little to gain, and much to spoil
-    return RunConfig("digits", _hosts("digits", 16, 20), _ppo(20, 24))
+def _digits_impaired() -> RunConfig: # a host that sees no shapes: growing is everything
+    return RunConfig("digits_impaired", _hosts("digits_impaired", 16, 12), _ppo(12, 20))
 
 @register_recipe
-def _digits_impaired() -> RunConfig: # a host that sees no shapes: growing is everything
-    return RunConfig("digits_impaired", _hosts("digits_impaired", 16, 24), _ppo(24, 60))
+def _digits() -> RunConfig: # a capable host: what grows must pay for its room
+    return RunConfig("digits", _hosts("digits", 16, 12, price=10.), _ppo(12, 20))
+
+@register_recipe
+def _digits_family() -> RunConfig: # every lane is another task: look, then decide
+    env = _hosts("digits_masked", 32, 12, family="digits", price=36., blueprints=("conv_light", "conv_heavy"))
+    return RunConfig("digits_family", env, _ppo(12, 60))
 
 @register_recipe
 def _cifar_baseline() -> RunConfig: # hours on a CPU

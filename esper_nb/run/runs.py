@@ -29,7 +29,7 @@ from ..record.populations import run_rows
 from ..record.rows import Row, record_rows
 from ..record.steps import update_rows
 from ..record.steps import EnvRows
-from .compare import Comparison, PolicyPlayer, compare_controllers, comparison_text, simple_controllers
+from .compare import Comparison, PolicyPlayer, compare_controllers, comparison_text, fair_env, simple_controllers
 from .recipes import RunConfig, change_settings
 from ..show.plot_learning import plot_learning
 from ..train.data import ImageData
@@ -187,7 +187,7 @@ def run_updates(
 # %% ../../nbs/run/96_runs.ipynb #ac47a76b
 def final_env(run: Run) -> GrowVecEnv:
     "An environment like the run's, on the same data, in which nothing is ruined on purpose."
-    return GrowVecEnv(run.config.env.replace(faults=(), autoreset_mode="NextStep"), run.env.parts[0][1].data)
+    return fair_env(run.config, run.env.parts[0][1].data)
 
 def _final_plays(run: Run, say: Callable[[str], Any]) -> tuple[Comparison, list[Row]]:
     "The controller beside simple ones, and the rows of its own play."
@@ -195,8 +195,7 @@ def _final_plays(run: Run, say: Callable[[str], Any]) -> tuple[Comparison, list[
     rows = run_rows(env.parts[0][1])
     def note(name: str, seed: int, env: GrowVecEnv, t: int) -> None:
         if name == "PPO": rows.extend(tell(env, epoch=t, step=(t + 1) * run.batches))
-    controllers = {"PPO": lambda seed: PolicyPlayer(run.learner, run.config.sampled, seed),
-                   "heuristic": simple["heuristic"], "wait-only": simple["wait-only"]}
+    controllers = {"PPO": lambda seed: PolicyPlayer(run.learner, run.config.sampled, seed), **simple}
     result = compare_controllers(env, controllers, [run.config.seed], say, note)
     env.close()
     mine, *others = result.plays

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'Instance', 'groupings', 'Lesson', 'draw_classes', 'draw_lesson', 'FamilyData', 'begin_lessons']
 
-# %% ../../nbs/train/49_families.ipynb #16a632f6
+# %% ../../nbs/train/49_families.ipynb #0b8e7be3
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from ..grow.hosts import CNNHost
 from .data import Epoch, ImageData, image_reader
 from .population import Population
 
-# %% ../../nbs/train/49_families.ipynb #a2f50d74
+# %% ../../nbs/train/49_families.ipynb #bb93fd49
 @dataclass(frozen=True)
 class Instance(Config):
     "What the network of a lane lacks, and what its data are."
@@ -43,7 +43,7 @@ class Instance(Config):
         asks += [f"{self.share:.0%} of the data"] * (self.share < 1) + ["shuffled"] * self.shuffled
         return ", ".join([lacks, *asks])
 
-# %% ../../nbs/train/49_families.ipynb #5a250671
+# %% ../../nbs/train/49_families.ipynb #6a633a2a
 FAMILIES: dict[str, tuple[Instance, ...]] = { # name -> kinds, drawn evenly
     "digits": ( # three slots of one size; whether a seed pays, and where, depends on the kind
         Instance(), Instance(groups=2), Instance(noise=.3), Instance(share=.2), Instance((2,)),
@@ -57,7 +57,7 @@ def groupings(classes: int) -> list[tuple[int, ...]]: # each the members of one 
     order = torch.randperm(len(halves), generator=generator(0, "groupings", classes)).tolist()
     return [halves[i] for i in order]
 
-# %% ../../nbs/train/49_families.ipynb #46383b48
+# %% ../../nbs/train/49_families.ipynb #2a5a02d6
 class Lesson(NamedTuple):
     "An instance with everything that was drawn for it."
     kind: int # place in the family
@@ -93,11 +93,11 @@ def draw_lesson(
     pixels = torch.randperm(area, generator=g) if instance.shuffled else torch.arange(area)
     return Lesson(k, torch.where(wrong, drawn, names[y]), names, pixels, max(1, round(len(y) * instance.share)))
 
-# %% ../../nbs/train/49_families.ipynb #ca2451e0
+# %% ../../nbs/train/49_families.ipynb #3fe14fe9
 class FamilyData(ImageData):
     "Images of which every lane is shown its own instance; the lessons begin with `begin`."
     def __init__(self, data: ImageData, kinds: Sequence[Instance], judged: bool = False):
-        self.__dict__.update(vars(data))
+        self.__dict__.update(vars(data)) # those of another family's data begin with no lessons either
         self.kinds, self.judged = tuple(kinds), judged
         self.addresses: dict[int, int] = {} # lane -> of its episode
         self.lessons: dict[int, Lesson] = {} # lane -> what was drawn from it
@@ -147,7 +147,7 @@ class FamilyData(ImageData):
             wide = x.repeat(1, n, 1, 1).contiguous(memory_format=torch.channels_last)
             yield self.reorder(wide, self.shown), names[:, y].T
 
-# %% ../../nbs/train/49_families.ipynb #4b661e73
+# %% ../../nbs/train/49_families.ipynb #ace48316
 def begin_lessons(
     pop: Population, # whose data are a family's
     lanes: Sequence[int], # with fresh weights

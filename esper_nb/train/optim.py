@@ -228,11 +228,16 @@ class LaneViews:
         "One step of these stretches, each at its learning rate and age."
         by_lr, aging = defaultdict(list), _STEP in self.owner.names
         pieces = [self.view(a, b) for a, b in stretches]
-        for (a, b), leaves in zip(stretches, pieces):
-            for p, leaf, age in zip(self.owner.params.values(), leaves, ages[a]):
-                if p.grad is None: continue
-                leaf.grad = self.cut(p.grad, a, b)
-                if aging: self.opt.state[leaf][_STEP].fill_(age)
+        lanes, cuts = self.owner.lanes, sorted({0, self.owner.lanes, *(i for ab in stretches for i in ab)})
+        at = {a: j for j, a in enumerate(cuts)} # one split of a gradient serves all stretches
+        for j, p in enumerate(self.owner.params.values()):
+            if p.grad is None: continue
+            k = p.grad.shape[0] // lanes
+            parts = p.grad.detach().split([(b - a) * k for a, b in zip(cuts, cuts[1:])])
+            for (a, _), leaves in zip(stretches, pieces):
+                leaf = leaves[j]
+                leaf.grad = parts[at[a]]
+                if aging: self.opt.state[leaf][_STEP].fill_(ages[a][j])
                 by_lr[lrs[a]].append(leaf)
         self.opt.param_groups = [self.opt.defaults | dict(params=group, lr=lr) for lr, group in by_lr.items()]
         self.opt.step()
