@@ -44,7 +44,7 @@ class PolicyConfig(Config):
     embed_size: int = 0 # number of categories
     embed_dim: int = 4 # numbers per embedded category
     floor: float = 0. # least probability of a legal choice
-    autoregressive: bool = False # heads of later stages see what earlier stages chose
+    autoregressive: bool = True # heads of later stages see what earlier stages chose; of no effect with one stage
 
     def __post_init__(self):
         check(self.core in ("lstm", "gru", "none"), "core", self.core, "'lstm', 'gru' or 'none'")
