@@ -413,9 +413,10 @@ def test_a_run_on_cuda():
 wrong_settings = [dict(max_grad_norm=-0.5), dict(max_grad_norm=0.), dict(max_grad_norm=math.nan), dict(clip_coef=-0.2),
                   dict(clip_coef=math.nan), dict(clip_coef=0.), dict(clip_final=-1.), dict(ent_coef=math.nan),
                   dict(ent_coef=-0.1), dict(ent_final=math.inf), dict(vf_coef=-1), dict(vf_coef=math.nan),
-                  dict(learning_rate=math.inf), dict(learning_rate=math.nan), dict(lr_final=-0.5), dict(lr_final=math.nan),
-                  dict(ent_floor=1.5), dict(ent_floor=(0.5, math.nan)), dict(ent_floor_coef=-1.), dict(clip_coef="0.2"),
-                  dict(gamma=math.nan), dict(gae_lambda=math.nan), dict(target_kl=math.nan)]
+                  dict(learning_rate=math.inf), dict(learning_rate=math.nan), dict(lr_final=-0.5),
+                  dict(lr_final=math.nan), dict(ent_floor=1.5), dict(ent_floor=(0.5, math.nan)),
+                  dict(ent_floor_coef=-1.), dict(clip_coef="0.2"), dict(gamma=math.nan), dict(gae_lambda=math.nan),
+                  dict(target_kl=math.nan)]
 
 @pytest.mark.parametrize("wrong", wrong_settings, ids=str)
 def test_a_setting_that_would_spoil_learning_is_refused_by_name(wrong):
@@ -503,15 +504,16 @@ def test_equal_advantages_stay_equal():
 # --- a critic whose log can be believed
 
 def monte_carlo(reward, done, terminated, final, gamma):
-    "For every step whose episode ended: what was collected, and the discounted value of the rest; float64, by definition."
+    "For every step whose episode ended: what was collected, and the discounted value of the rest; by definition."
     T, n = reward.shape
     found = {}
     for i in range(n):
         for t in range(T):
             ends = [s for s in range(t, T) if done[s, i]]
             if not ends: continue
-            total = sum(gamma ** (s - t) * reward[s, i].double() for s in range(t, ends[0] + 1))
-            found[t, i] = total, 0. if terminated[ends[0], i] else gamma ** (ends[0] + 1 - t) * final[ends[0], i].double()
+            end = ends[0]
+            total = sum(gamma ** (s - t) * reward[s, i].double() for s in range(t, end + 1))
+            found[t, i] = total, 0. if terminated[end, i] else gamma ** (end + 1 - t) * final[end, i].double()
     return found
 
 
@@ -522,7 +524,8 @@ def test_what_was_collected_equals_the_definition(seed):
     u = torch.rand(T, n, generator=g)
     terminated, done = u < 0.05, u < 0.15
     following = torch.where(terminated, 0., following)
-    found, ref = collect_returns(reward, done, following, gamma), monte_carlo(reward, done, terminated, following, gamma)
+    found = collect_returns(reward, done, following, gamma)
+    ref = monte_carlo(reward, done, terminated, following, gamma)
     assert {tuple(x) for x in found.known.nonzero().tolist()} == ref.keys()
     for (t, i), (total, rest) in ref.items():
         assert abs(found.rewards[t, i] - total) < 1e-5 and abs(found.rest[t, i] - rest) < 1e-5
@@ -560,7 +563,7 @@ def test_a_critic_that_foresees_is_credited():
     envs = SyncVectorEnv([lambda i=i: Sure(i, False, 6) for i in range(4)], autoreset_mode="SameStep")
     config = PPOConfig(num_steps=26, num_minibatches=1, norm_obs=False, norm_reward=False, gamma=1.)
     learner = Learner(envs, config, PolicyConfig(core="none", features=()))
-    torch.nn.init.constant_(learner.policy.value_out.weight, 3.5) # the mean over six steps of 6, 5, ... 1 times the lane
+    torch.nn.init.constant_(learner.policy.value_out.weight, 3.5) # times the lane: the mean of 6, 5, ... 1
     while learner.acts: learner.step_envs()
     learner.prepare()
     assert 0.5 < learner.variance < 1.

@@ -170,7 +170,8 @@ class _Learning(_Acting):
         "One gradient step on one minibatch."
         c = self.config
         lr, *now = c.at(self.update)
-        coefs = Coefficients(*torch.tensor(now, device=self.device), self.floors)
+        clip, entropy = torch.tensor(now, device=self.device)
+        coefs = Coefficients(clip, entropy, self.floors)
         stats = minibatch_loss(self.policy, b, coefs, c, self.loss)
         self.logs.append(seen := read_stats(stats))
         if not math.isfinite(seen.loss): return "nonfinite"

@@ -25,13 +25,13 @@ from .rollouts import Batch
 # %% ../../nbs/learn/64_loss.ipynb #5448eae3
 def _check_real(
     name: str, # of a setting
-    value: object, # what was given for it
+    value: Any, # what was given for it
     positive: bool = False, # 0 is refused, too
 ) -> None:
     "A finite number, not below 0."
     fine = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     check(fine and (value > 0 or value == 0 and not positive), name, value,
-          "a finite number above 0" if positive else "a finite number of at least 0; 0 turns it off")
+          "a finite number above 0" if positive else "a finite number of at least 0")
 
 # %% ../../nbs/learn/64_loss.ipynb #bba310bc
 @dataclass(frozen=True)
