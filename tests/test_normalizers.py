@@ -79,3 +79,8 @@ def test_sign_of_rewards_is_kept():
     r = torch.rand(50, 1) + 5
     rn.observe(r, torch.zeros(50, 1).bool(), torch.ones(50, 1).bool())
     assert (rn(r, torch.zeros(50, 1).bool()) > 0).all(), "no mean is subtracted"
+
+
+@pytest.mark.parametrize("keep", [(3,), (-1,)])
+def test_columns_that_are_not_there_cannot_be_kept(keep):
+    with pytest.raises(ValueError, match="keep=.*expected columns of an observation of width 3"): ObsNormalizer(3, keep)

@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.learn.distributions import Heads
+from esper_nb.learn.distributions import Heads, MaskedHeads, choose
 from esper_nb.learn.policies import ActorCritic, PolicyConfig
 
 
@@ -91,6 +91,94 @@ def test_embedded_columns():
     policy(obs, policy.initial_state(3), torch.zeros(2, 3).bool())[1].sum().backward()
     used = policy.embed.weight.grad.abs().sum(-1) > 0
     assert used.tolist() == [False, True, False, True]
+
+
+# --- heads that see earlier choices
+
+class Plot(Heads):
+    "Head 1 depends on head 0, head 2 on head 1: what is legal changes with what was chosen."
+    def __init__(self): super().__init__((3, 4, 2), stages=((0,), (1,), (2,)))
+    def legal(self, mask, action):
+        legal = super().legal(mask, action).clone()
+        legal[..., 1, :] &= (torch.arange(4) <= action[..., :1] + 1)
+        legal[..., 2, 1] &= action[..., 1] > 0
+        return legal
+
+
+def seeing(heads, **kw):
+    "A policy whose later heads have learned to look."
+    policy = ActorCritic(heads, 5, PolicyConfig(hidden=16, features=(16,), autoregressive=True, **kw))
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        policy.modulation.normal_(std=3., generator=g)
+        policy.logits_weight.normal_(generator=g)
+    return policy
+
+
+def all_actions(heads): return torch.cartesian_prod(*(torch.arange(s) for s in heads.sizes))
+
+
+@pytest.mark.parametrize("floor, actor", [(0., 0), (0.05, 0), (0., 8)])
+def test_probabilities_of_all_legal_actions_sum_to_one(floor, actor):
+    heads = Plot()
+    policy, every = seeing(heads, floor=floor, actor=actor), all_actions(heads)
+    n = len(every)
+    obs, start = torch.randn(1, 1, 5).expand(1, n, 5), torch.ones(1, n).bool()
+    logits, *_ = policy(obs, policy.initial_state(n), start, every[None])
+    dist = MaskedHeads(logits[0], heads.legal(None, every), floor)
+    logp = dist.log_prob(every).sum(-1)
+    legal = heads.legal(None, every).gather(-1, every[..., None]).all((-1, -2))
+    assert 3 < legal.sum() < n and (logp[~legal] == -torch.inf).all()
+    assert abs(logp.exp().sum() - 1) < 1e-5
+    entropy = -(logp[legal].exp() * logp[legal]).sum() # of the whole action; by the chain rule the heads' add up to it
+    assert abs((logp[legal].exp() * dist.entropy()[legal].sum(-1)).sum() - entropy) < 1e-5
+
+
+def test_what_is_drawn_has_those_probabilities():
+    heads = Plot()
+    policy, every, n = seeing(heads), all_actions(heads), 40_000
+    obs, first = torch.randn(1, 5), torch.ones(1).bool()
+    y, *_ = policy.read(obs[None], policy.initial_state(1), first[None])
+    noise = torch.empty(n, 3, 4).exponential_(generator=torch.Generator().manual_seed(0))
+    action, logp = choose(heads, lambda a: policy.logits(y[0].expand(n, -1), a), None, noise)
+    logits = policy.logits(y[0].expand(len(every), -1), every)
+    p = MaskedHeads(logits, heads.legal(None, every)).log_prob(every).sum(-1).exp()
+    seen = (action[:, None] == every).all(-1).float().mean(0)
+    assert (seen - p).abs().max() < 0.01
+    again = MaskedHeads(policy.logits(y[0].expand(n, -1), action), heads.legal(None, action)).log_prob(action)
+    torch.testing.assert_close(logp, again, atol=1e-6, rtol=0)
+
+
+def test_a_head_sees_earlier_stages_only():
+    heads = Heads((2, 3, 4), stages=((1,), (2, 0)))
+    policy, every, y = seeing(heads), all_actions(heads), torch.randn(16)
+    logits = policy.logits(y.expand(len(every), 16), every)
+    assert (logits[:, 1] == logits[0, 1]).all(), "the first stage sees nothing"
+    for other in range(3):
+        rows = every[:, 1] == other
+        assert (logits[rows][:, [0, 2]] == logits[rows][0, [0, 2]]).all(), "heads of one stage do not see each other"
+    assert not torch.equal(logits[every[:, 1] == 0][0, 0], logits[every[:, 1] == 1][0, 0])
+
+
+def test_looking_begins_as_no_difference_and_is_learned():
+    one, two = (ActorCritic(Plot(), 5, PolicyConfig(hidden=16, autoregressive=flag)) for flag in (False, True))
+    shared = dict(one.named_parameters())
+    assert dict(two.named_parameters()).keys() - shared.keys() == {"modulation"}
+    assert all(torch.equal(p, shared[name]) for name, p in two.named_parameters() if name in shared)
+    y, action = torch.randn(7, 16), torch.ones(7, 3).long()
+    assert torch.equal(one.logits(y, action), two.logits(y, action))
+    two.logits(y, action).square().sum().backward()
+    assert two.modulation.grad.abs().sum() > 0
+    assert ActorCritic(Heads((3, 2)), 5, PolicyConfig()).modulation is None, "with one stage there is nothing to see"
+
+
+wrong_sizes = [dict(features=(0,)), dict(features=(64, -1)), dict(features=(2.5,)), dict(critic=(0,)),
+               dict(features=[64]), dict(actor=-1), dict(embed_size=-1), dict(embed_columns=(-1,), embed_size=3),
+               dict(floor=float("nan"))]
+
+@pytest.mark.parametrize("wrong", wrong_sizes, ids=str)
+def test_sizes_that_make_no_network_are_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*expected"): PolicyConfig(**wrong)
 
 
 @pytest.mark.cuda

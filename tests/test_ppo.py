@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from esper_nb.core.workers import use_threads
 from esper_nb.learn.distributions import Heads
 from esper_nb.learn.learner import Learner
-from esper_nb.learn.loss import Compiled, PPOConfig
+from esper_nb.learn.loss import Compiled, PPOConfig, collect_returns, explained_variance, standardize
 from esper_nb.learn.policies import ActorCritic, PolicyConfig
 from esper_nb.learn.rollouts import play
 from esper_nb.learn.training import StopFlag, train_ppo
@@ -163,12 +163,42 @@ def cue_return(core, masked):
     config = PPOConfig(num_steps=24, num_updates=50, learning_rate=5e-3, num_minibatches=4, ent_coef=0.01, seed=1)
     learner = Learner(envs, config, PolicyConfig(core=core, features=(16,), hidden=32))
     for u in train_ppo(learner): pass
-    return np.mean(play(learner.policy, SyncVectorEnv([lambda: Cue(masked)] * 16), 160))
+    return np.mean(play(learner.policy, SyncVectorEnv([lambda: Cue(masked)] * 16), 160, view=learner.view))
 
 
 def test_a_masked_memory_task_needs_both():
     assert cue_return("lstm", True) > 0.9
     assert cue_return("none", True) < 0.6
+
+
+class TwoTargets(gym.Env):
+    "The mask dictates one of two operations; each has a place of its own among three, and only that one pays."
+    observation_space, action_space = gym.spaces.Box(0, 1, (6,)), gym.spaces.MultiDiscrete([2, 3])
+    def _out(self):
+        self.targets, op = self.np_random.integers(3, size=2), self.np_random.integers(2)
+        mask = np.concatenate([np.eye(2)[op], np.ones(3)]).astype(np.int8)
+        return np.eye(3)[self.targets].ravel().astype(np.float32), {"action_mask": mask}
+    def reset(self, seed=None, options=None): super().reset(seed=seed); return self._out()
+    def step(self, action):
+        op, place = action
+        reward = float(place == self.targets[op])
+        obs, info = self._out()
+        return obs, reward, True, False, info
+
+
+def two_targets(autoregressive, updates=40):
+    "Share of right places at the end of a short run, and the largest first gap."
+    config = PPOConfig(seed=1, num_steps=32, num_updates=updates, learning_rate=5e-3, num_minibatches=2)
+    policy = PolicyConfig(core="none", features=(32,), autoregressive=autoregressive)
+    heads = Heads((2, 3), stages=((0,), (1,)))
+    ups = list(train_ppo(Learner(SyncVectorEnv([TwoTargets] * 8), config, policy, heads)))
+    return np.mean([u.reward for u in ups[-5:]]), max(u.first_gap for u in ups)
+
+
+def test_a_head_that_knows_the_operation_finds_its_place():
+    (blind, gap_blind), (seeing, gap_seeing) = (two_targets(flag) for flag in (False, True))
+    assert blind < 0.75 and seeing > 0.95
+    assert max(gap_blind, gap_seeing) < 1e-5
 
 
 class Punished(gym.vector.VectorWrapper):
@@ -376,3 +406,182 @@ def test_a_run_on_cuda():
     learner = Learner(SyncVectorEnv([Masked] * 4), config, small, device="cuda")
     ups = list(train_ppo(learner, 3))
     assert max(u.first_gap for u in ups) < 1e-3 and all(u.gradient_steps == 8 for u in ups)
+
+
+# --- settings, schedules and refusals
+
+wrong_settings = [dict(max_grad_norm=-0.5), dict(max_grad_norm=0.), dict(max_grad_norm=math.nan), dict(clip_coef=-0.2),
+                  dict(clip_coef=math.nan), dict(clip_coef=0.), dict(clip_final=-1.), dict(ent_coef=math.nan),
+                  dict(ent_coef=-0.1), dict(ent_final=math.inf), dict(vf_coef=-1), dict(vf_coef=math.nan),
+                  dict(learning_rate=math.inf), dict(learning_rate=math.nan), dict(lr_final=-0.5),
+                  dict(lr_final=math.nan), dict(ent_floor=1.5), dict(ent_floor=(0.5, math.nan)),
+                  dict(ent_floor_coef=-1.), dict(clip_coef="0.2"), dict(gamma=math.nan), dict(gae_lambda=math.nan),
+                  dict(target_kl=math.nan)]
+
+@pytest.mark.parametrize("wrong", wrong_settings, ids=str)
+def test_a_setting_that_would_spoil_learning_is_refused_by_name(wrong):
+    name = next(iter(wrong))
+    with pytest.raises(ValueError, match=f"{name}.*expected"): PPOConfig(**wrong)
+
+
+def test_settings_at_the_edge_are_taken():
+    PPOConfig(max_grad_norm=math.inf, clip_final=0., lr_final=1, ent_coef=0, vf_coef=0, ent_floor=(0, 1), clip_coef=1)
+
+
+def test_updates_at_a_learning_rate_of_zero_are_refused():
+    config = PPOConfig(num_steps=4, num_updates=2, num_minibatches=1)
+    learner = Learner(cartpole(1), config, small)
+    with pytest.raises(ValueError, match="updates=3, expected at most 2.*num_updates.*lr_final"):
+        next(train_ppo(learner, 3))
+    assert learner.update == 0, "refused before anything was done"
+    assert len(list(train_ppo(learner, 2))) == 2 and list(train_ppo(learner)) == []
+    with pytest.raises(ValueError, match="at most 0"): next(train_ppo(learner, 1))
+    kept = Learner(cartpole(1), config.replace(lr_final=0.1), small)
+    assert [u.learning_rate for u in train_ppo(kept, 4)][2:] == pytest.approx([1e-4, 1e-4])
+
+
+def spoil(learner, at):
+    "From now on, the gradients of minibatches with these numbers are not finite; the first is 0."
+    count = -1
+    def bad(grad):
+        nonlocal count
+        count += 1
+        return grad * math.nan if at is None or count in at else grad
+    return learner.policy.value_out.weight.register_hook(bad)
+
+
+def everything_learned(learner):
+    "Weights and moments, copied."
+    moments = [v.clone() for s in learner.optimizer.state.values() for v in s.values()]
+    return [p.detach().clone() for p in learner.policy.parameters()] + moments
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3, 15])
+def test_a_refused_update_leaves_no_trace_whichever_minibatch_was_bad(bad):
+    config = PPOConfig(num_steps=8, num_minibatches=4)
+    learner = Learner(cartpole(4), config, small)
+    next(train_ppo(learner, 1))
+    before, hook = everything_learned(learner), spoil(learner, {bad})
+    u = next(train_ppo(learner, 1))
+    assert u.stopped == "nonfinite" and u.gradient_steps == 0 and u.loss is None and u.first_gap < 1e-5
+    assert all(torch.equal(a, b) for a, b in zip(before, everything_learned(learner)))
+    hook.remove()
+    assert next(train_ppo(learner, 1)).gradient_steps == 16 and learner.failed == 0
+
+
+def test_three_refused_updates_in_a_row_stop_wherever_they_break():
+    learner = Learner(cartpole(4), PPOConfig(num_steps=8, num_minibatches=4), small)
+    spoil(learner, {5, 8, 10}) # the first of 6 steps is refused, then 3, then 2
+    got = []
+    with pytest.raises(RuntimeError, match="three updates in a row"): got += [u for u in train_ppo(learner, 4)]
+    assert learner.failed == 3 and learner.update == 2
+
+
+def test_a_refusal_after_stop_save_and_load_goes_back_just_as_far():
+    config = PPOConfig(num_steps=8, num_minibatches=4)
+    one, two = (Learner(cartpole(4), config, small) for _ in range(2))
+    before = everything_learned(one)
+    class Now: requested = True
+    for _ in range(8 + 3): assert one.step(Now) is None # the rollout is full; three gradient steps
+    assert one.gradient_step == 3
+    two.load_state_dict(one.state_dict())
+    spoil(two, {2})
+    u = two.step()
+    assert u.stopped == "nonfinite" and u.gradient_steps == 0
+    after = everything_learned(two)
+    assert all(torch.equal(a, b) for a, b in zip(before, after)) and two.optimizer.state_dict()["state"] == {}
+
+
+def test_equal_advantages_stay_equal():
+    for value in (0.3, -7e4, 1e-3, 0.):
+        for n in (3, 7, 1000):
+            z = standardize(torch.full((n, 3), value), torch.ones(n, 3).bool())
+            assert z.abs().max() == 0, (value, n)
+    x = 5 + 1e-3 * torch.randn(500, 2) # a small spread is one, if fp32 can hold it
+    assert abs(standardize(x, torch.ones(500, 2).bool()).std() - 1) < 1e-2
+
+
+# --- a critic whose log can be believed
+
+def monte_carlo(reward, done, terminated, final, gamma):
+    "For every step whose episode ended: what was collected, and the discounted value of the rest; by definition."
+    T, n = reward.shape
+    found = {}
+    for i in range(n):
+        for t in range(T):
+            ends = [s for s in range(t, T) if done[s, i]]
+            if not ends: continue
+            end = ends[0]
+            total = sum(gamma ** (s - t) * reward[s, i].double() for s in range(t, end + 1))
+            found[t, i] = total, 0. if terminated[end, i] else gamma ** (end + 1 - t) * final[end, i].double()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_collected_equals_the_definition(seed):
+    g, T, n, gamma = torch.Generator().manual_seed(seed), 30, 3, 0.9
+    reward, following = torch.randn(T, n, generator=g), torch.randn(T, n, generator=g)
+    u = torch.rand(T, n, generator=g)
+    terminated, done = u < 0.05, u < 0.15
+    following = torch.where(terminated, 0., following)
+    found = collect_returns(reward, done, following, gamma)
+    ref = monte_carlo(reward, done, terminated, following, gamma)
+    assert {tuple(x) for x in found.known.nonzero().tolist()} == ref.keys()
+    for (t, i), (total, rest) in ref.items():
+        assert abs(found.rewards[t, i] - total) < 1e-5 and abs(found.rest[t, i] - rest) < 1e-5
+
+
+class Coin(gym.Env):
+    "Rewards that nobody can foresee, episodes of `length` steps; nothing is seen but the number of the lane."
+    observation_space, action_space = gym.spaces.Box(-99, 99, (1,)), gym.spaces.Discrete(2)
+    def __init__(self, lane, cut, length=20): self.lane, self.cut, self.length = lane, cut, length
+    def _obs(self): return np.full(1, self.lane, np.float32)
+    def reset(self, seed=None, options=None): super().reset(seed=seed); self.t = 0; return self._obs(), {}
+    def step(self, action):
+        self.t += 1
+        end = self.t == self.length
+        return self._obs(), float(self.np_random.normal()), end and not self.cut, end and self.cut, {}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_critic_that_makes_up_its_numbers_explains_nothing(cut):
+    "Its own targets lean on it, so against them it would seem to know a lot."
+    envs = SyncVectorEnv([lambda i=i: Coin(i, cut) for i in range(4)], autoreset_mode="SameStep")
+    config = PPOConfig(num_steps=64, num_minibatches=1, gae_lambda=0.5, norm_obs=False, norm_reward=False)
+    learner = Learner(envs, config, PolicyConfig(core="none", features=()))
+    torch.nn.init.constant_(learner.policy.value_out.weight, 30.) # 0, 30, 60 and 90 by the number of the lane
+    while learner.acts: learner.step_envs()
+    learner.prepare()
+    r = learner.rollout
+    assert explained_variance(r.value, r.returns, r.valid) > 0.5
+    assert learner.variance < 0.
+
+
+def test_a_critic_that_foresees_is_credited():
+    class Sure(Coin):
+        def step(self, action): obs, _, *rest = super().step(action); return obs, float(self.lane), *rest
+    envs = SyncVectorEnv([lambda i=i: Sure(i, False, 6) for i in range(4)], autoreset_mode="SameStep")
+    config = PPOConfig(num_steps=26, num_minibatches=1, norm_obs=False, norm_reward=False, gamma=1.)
+    learner = Learner(envs, config, PolicyConfig(core="none", features=()))
+    torch.nn.init.constant_(learner.policy.value_out.weight, 3.5) # times the lane: the mean of 6, 5, ... 1
+    while learner.acts: learner.step_envs()
+    learner.prepare()
+    assert 0.5 < learner.variance < 1.
+
+
+def test_no_episode_ended_nothing_is_claimed():
+    learner = Learner(cartpole(2), PPOConfig(num_steps=4, num_minibatches=1), small)
+    assert next(train_ppo(learner, 1)).explained_variance is None
+
+
+def test_embedded_columns_are_left_alone_by_normalisation():
+    policy = PolicyConfig(hidden=8, features=(8,), embed_columns=(0,), embed_size=16)
+    class Named(gym.Env):
+        observation_space, action_space = gym.spaces.Box(0, 20, (2,)), gym.spaces.Discrete(2)
+        def _obs(self): return np.array([self.np_random.integers(16), self.np_random.normal()], np.float32)
+        def reset(self, seed=None, options=None): super().reset(seed=seed); return self._obs(), {}
+        def step(self, action): return self._obs(), 0., False, False, {}
+    learner = Learner(SyncVectorEnv([Named] * 2), PPOConfig(num_steps=8, num_minibatches=2), policy)
+    for u in train_ppo(learner, 2): assert u.first_gap < 1e-5
+    seen = learner.view(torch.tensor([[13., 0.5]]))
+    assert seen[0, 0] == 13 and seen[0, 1] != 0.5

@@ -7,7 +7,7 @@ __all__ = ['padded_places', 'ActionHeads', 'Heads', 'heads_of', 'to_env', 'mix_f
 
 # %% ../../nbs/learn/60_distributions.ipynb #6586dbc6
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -165,15 +165,17 @@ class MaskedHeads:
 # %% ../../nbs/learn/60_distributions.ipynb #2d90ac03
 def choose(
     heads: ActionHeads,
-    logits: Tensor, # (..., K, A)
+    logits: Tensor | Callable[[Tensor | None], Tensor], # (..., K, A); or what gives them for the choices so far
     mask: Tensor | None, # (..., M) bool, the environment's facts
     noise: Tensor | None, # (..., K, A) exponential draws; None: the likeliest choice
     floor: float | Tensor = 0., # least probability of a legal choice
 ) -> tuple[Tensor, Tensor]: # action (..., K) int64 and its log-probability per head (..., K)
     "Choose every head, stage by stage."
-    action = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    for stage in heads.stages:
-        dist = MaskedHeads(logits, heads.legal(mask, action), floor)
+    said = logits(None) if callable(logits) else logits
+    action = torch.zeros(said.shape[:-1], dtype=torch.int64, device=said.device)
+    for i, stage in enumerate(heads.stages):
+        if i and callable(logits): said = logits(action)
+        dist = MaskedHeads(said, heads.legal(mask, action), floor)
         picked = dist.mode() if noise is None else dist.sample(noise)
         if len(heads.stages) == 1: action = picked
         else: action[..., list(stage)] = picked[..., list(stage)]

@@ -20,9 +20,9 @@ from ..core.devices import choose_precision
 from ..core.random import generator
 from ..core.workers import use_threads
 from .distributions import ActionHeads, acting_noise, heads_of
-from esper_nb.learn.loss import (
-    ChoiceMasks, Coefficients, Compiled, PPOConfig, StepLog, explained_variance, gradient_step, ppo_loss, read_stats,
-    standardize)
+from .loss import (
+    Coefficients, Compiled, Learned, PPOConfig, StepLog, collect_returns, explained_variance, real_or_none,
+    gradient_step, minibatch_loss, ppo_loss, read_stats, standardize, sum_up_steps)
 from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer
 from .policies import ActorCritic, PolicyConfig
 from .rollouts import Batch, EnvStream, EpisodeEnd, Rollout, count_episodes
@@ -46,21 +46,14 @@ class Update:
     first_gap: float | None # largest |ratio - 1| before the first step: 0 but for rounding
     ratio_gap: float | None # largest |ratio - 1| of the update
     grad_norm: float | None # before clipping, mean
-    explained_variance: float | None # of the returns by the values at the time of acting
+    explained_variance: float | None # of what was collected in episodes that ended; None: none did
     learning_rate: float
     value_scale: float # returns per unit of the critic's output
     reward_scale: float # rewards were divided by this
-    gradient_steps: int # steps taken
+    gradient_steps: int # steps taken, and not taken back
     stopped: str # "" all steps, "kl" the limit was exceeded, "nonfinite" a loss or gradient was not finite
     rollbacks: int # steps that were rolled back
     seconds: float = field(compare=False, default=0.) # wall-clock time
-
-# %% ../../nbs/learn/65_learner.ipynb #00b04b0c
-def _measured(x: float | None) -> float | None:
-    "The number, or None where there is none."
-    return x if x is not None and math.isfinite(x) else None
-
-def _mean(values: list[float]) -> float | None: return _measured(sum(values) / len(values)) if values else None
 
 # %% ../../nbs/learn/65_learner.ipynb #ac65ac0b
 class _Parts:
@@ -81,7 +74,7 @@ class _Parts:
         check(fits, "num_minibatches", config.num_minibatches,
               f"at most {self.n}, one lane each, for a policy with memory")
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=True)
-        self.obs_norm = ObsNormalizer(self.stream.width, config.obs_keep)
+        self.obs_norm = ObsNormalizer(self.stream.width, sorted({*config.obs_keep, *policy.embed_columns}))
         self.reward_norm, self.value_norm = RewardNormalizer(self.n, config.gamma), ValueNormalizer()
         self.loss = Compiled(ppo_loss, config.compile)
         floors = config.ent_floor if isinstance(config.ent_floor, tuple) else (config.ent_floor,) * self.heads.count
@@ -94,6 +87,7 @@ class _Parts:
         self.ended: list[EpisodeEnd] = [] # in this rollout
         self.variance: float | None = None # of the returns, explained
         self.rollout: Rollout | None = None # None: the environments have not been reset
+        self.before: Learned | None = None # what this update's first gradient step found; None: none was taken
         self.noise: Tensor | None = None # (T, n, K, A) of this rollout; None: not drawn yet
 
     def begin(self) -> Rollout: # empty
@@ -163,8 +157,9 @@ class _Learning(_Acting):
             self.reward_norm.observe(r.reward, r.start, r.valid & ~r.rolled_back)
             reward = self.reward_norm(r.reward, r.rolled_back)
         old = self.value_norm.scale
-        r.finish(last, c.gamma, c.gae_lambda, reward, old)
-        self.variance = explained_variance(r.value * old, r.returns, r.valid)
+        following = r.finish(last, c.gamma, c.gae_lambda, reward, old)
+        found = collect_returns(r.reward if reward is None else reward, r.done, following, c.gamma)
+        self.variance = explained_variance(r.value * old - found.rest, found.rewards, r.valid & found.known)
         if c.norm_value and not self.stop_reason:
             new = self.value_norm.observe(r.returns[r.valid], self.policy.value_out)
             r.value.mul_(old / new)
@@ -173,16 +168,11 @@ class _Learning(_Acting):
 
     def learn(self, b: Batch) -> str: # "" or the reason why no step was taken: "nonfinite", "kl"
         "One gradient step on one minibatch."
-        c, heads = self.config, self.heads
-        lr, clip, entropy = c.at(self.update)
-        logits, value, _ = self.policy(b.obs, b.state, b.start)
-        legal = heads.legal(b.mask, b.action)
-        available = heads.available(b.mask, b.action) if c.ent_floor_coef else legal
-        adv = standardize(b.advantage, b.valid) if c.norm_adv == "minibatch" else b.advantage
-        now = torch.tensor([clip, entropy], device=self.device)
-        coefs = Coefficients(now[0], now[1], self.floors)
-        masks = ChoiceMasks(legal, heads.relevant(b.action), available)
-        stats = self.loss(logits, value, b, masks, adv, coefs, c, self.policy.config.floor)
+        c = self.config
+        lr, *now = c.at(self.update)
+        clip, entropy = torch.tensor(now, device=self.device)
+        coefs = Coefficients(clip, entropy, self.floors)
+        stats = minibatch_loss(self.policy, b, coefs, c, self.loss)
         self.logs.append(seen := read_stats(stats))
         if not math.isfinite(seen.loss): return "nonfinite"
         if c.target_kl is not None and seen.approx_kl > c.target_kl: return "kl"
@@ -209,23 +199,15 @@ def update_record(
     r: Rollout, # that it has learned from
 ) -> Update:
     "What the update saw and did."
-    logs, c = learner.logs, learner.config
-    taken = [log for log in logs if log.grad_norm is not None]
-    heads = [[log.head_entropy[k] for log in taken] for k in range(learner.heads.count)]
-    measures = ("loss", "policy_loss", "value_loss", "entropy", "clipfrac", "grad_norm")
-    means = {k: _mean([getattr(log, k) for log in taken]) for k in measures}
     return Update(
         update=learner.update + 1, env_steps=learner.env_steps,
         returns=tuple(e.total for e in learner.ended), lengths=tuple(e.length for e in learner.ended),
-        reward=_measured(r.reward[r.valid].mean().item()),
-        head_entropy=tuple(_mean([h for h in head if not math.isnan(h)]) for head in heads),
-        approx_kl=_measured(logs[-1].approx_kl) if logs else None,
-        first_gap=_measured(logs[0].ratio_gap) if logs else None,
-        ratio_gap=_measured(max((log.ratio_gap for log in logs), default=None)),
-        explained_variance=_measured(learner.variance), learning_rate=c.at(learner.update)[0],
+        reward=real_or_none(r.reward[r.valid].mean().item()),
+        explained_variance=real_or_none(learner.variance), learning_rate=learner.config.at(learner.update)[0],
         value_scale=learner.value_norm.scale, reward_scale=learner.reward_norm.scale,
         gradient_steps=learner.gradient_step, stopped=learner.stop_reason,
-        rollbacks=int(r.rolled_back.sum()), seconds=learner.seconds, **means)
+        rollbacks=int(r.rolled_back.sum()), seconds=learner.seconds,
+        **sum_up_steps(learner.logs, learner.heads.count))
 
 # %% ../../nbs/learn/65_learner.ipynb #af7981b0
 class StopRequest(Protocol):
@@ -252,12 +234,20 @@ class _Turns(_Learning):
         assert self.rollout is not None # it is full
         with use_threads(self.config.threads):
             if self.rollout.last_value is None: self.prepare()
+            self.before = self.before or Learned.of(self.policy, self.optimizer)
             for b in self.minibatches_left():
                 self.stop_reason = self.learn(b)
                 if self.stop_reason: break
                 self.gradient_step += 1
                 if stop is not None and stop.requested: return False
+            if self.stop_reason == "nonfinite": self._take_back()
         return True
+
+    def _take_back(self):
+        "Undo the gradient steps of an update that is refused."
+        assert self.before is not None # kept before the first of them
+        self.before.restore(self.policy, self.optimizer)
+        self.gradient_step, self.logs = 0, [log._replace(grad_norm=None) for log in self.logs]
 
     def _close(self) -> Update:
         "Let new statistics count, write the record, begin the next rollout."
@@ -270,7 +260,8 @@ class _Turns(_Learning):
             "look at rewards and observations, lower learning_rate, or resume an earlier checkpoint")
         self.update, self.gradient_step = self.update + 1, 0
         self.stop_reason, self.seconds = "", 0.
-        self.logs, self.ended, self.noise = [], [], None
+        self.logs, self.ended = [], []
+        self.noise = self.before = None
         self.rollout.clear(self.state)
         return record
 
@@ -287,6 +278,7 @@ class Learner(_Turns):
         r = self.rollout or self.begin()
         progress = {k: getattr(self, k) for k in _counters}
         progress |= dict(logs=[log._asdict() for log in self.logs], ended=[list(e) for e in self.ended])
+        if self.before: progress |= self.before._asdict()
         return {k: getattr(self, k).state_dict() for k in _modules} | dict(
             state=self.state.clone(), returns=self.returns.clone(), lengths=self.lengths.clone(),
             stream={k: getattr(self.stream, k) for k in _stream_fields}, progress=progress,
@@ -302,6 +294,7 @@ class Learner(_Turns):
             setattr(self.stream, k, None if v is None else v.to(self.device, copy=True))
         for k in _counters: setattr(self, k, progress[k])
         self.logs, self.ended = [StepLog(**d) for d in progress["logs"]], [EpisodeEnd(*e) for e in progress["ended"]]
+        self.before = Learned(progress["policy"], progress["optimizer"]) if "policy" in progress else None
         r.load_state_dict(state["rollout"])
         self.variance, self.noise = state["rollout"].get("variance"), None
 

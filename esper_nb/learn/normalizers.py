@@ -82,6 +82,8 @@ class ObsNormalizer:
         keep: Sequence[int] = (), # columns to leave alone
         clip: float = 10., # largest normalised size
     ):
+        there = all(0 <= i < width for i in keep)
+        check(there, "keep", tuple(keep), f"columns of an observation of width {width}, counted from 0")
         self.keep, self.clip = list(keep), clip
         self.moments, self.pending = Moments(width), Moments(width)
 

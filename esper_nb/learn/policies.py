@@ -9,6 +9,7 @@ __all__ = ['PolicyConfig', 'Trunk', 'Act', 'ActorCritic']
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from .distributions import ActionHeads, choose
 
 # %% ../../nbs/learn/61_policies.ipynb #8da3bb78
 _activations = dict(tanh=nn.Tanh, relu=nn.ReLU)
+
+def _are_counts(values, least): return isinstance(values, tuple) and all(type(x) is int and x >= least for x in values)
 
 @dataclass(frozen=True)
 class PolicyConfig(Config):
@@ -41,12 +44,19 @@ class PolicyConfig(Config):
     embed_size: int = 0 # number of categories
     embed_dim: int = 4 # numbers per embedded category
     floor: float = 0. # least probability of a legal choice
+    autoregressive: bool = True # heads of later stages see what earlier stages chose; of no effect with one stage
 
     def __post_init__(self):
         check(self.core in ("lstm", "gru", "none"), "core", self.core, "'lstm', 'gru' or 'none'")
         check(self.activation in _activations, "activation", self.activation, "'tanh' or 'relu'")
         check(0 <= self.floor < 1, "floor", self.floor, "a probability in [0, 1)")
         for name in ("hidden", "layers", "embed_dim"): check_count(name, getattr(self, name))
+        for name in ("actor", "embed_size"): check_count(name, getattr(self, name), 0)
+        for name in ("features", "critic"):
+            widths = getattr(self, name)
+            check(_are_counts(widths, 1), name, widths, "a tuple of widths, each at least 1; () for no layer")
+        places = _are_counts(self.embed_columns, 0)
+        check(places, "embed_columns", self.embed_columns, "a tuple of column numbers, counted from 0")
         known = not self.embed_columns or self.embed_size > 0
         check(known, "embed_size", self.embed_size, "the number of categories when embed_columns are given")
         fits = not self.residual or self.core == "none" or self.features[-1:] == (self.hidden,)
@@ -146,6 +156,8 @@ class _Networks(nn.Module):
             self.value_features = _mlp(self.trunks[-1].width, c.critic, c)
             self.value_out = _linear(c.critic[-1] if c.critic else self.trunks[-1].width, 1, 1.)
         self.states = sum(t.states for t in self.trunks) # S
+        stage_of = {head: i for i, stage in enumerate(heads.stages) for head in stage}
+        self.register_buffer("_stage", torch.tensor([stage_of[k] for k in range(heads.count)]), persistent=False)
 
     def _make_actor(self, width):
         K, A, h = self.heads.count, self.heads.widest, self.config.actor
@@ -153,28 +165,61 @@ class _Networks(nn.Module):
         weight = torch.zeros(K, A, h or width)
         for k, size in enumerate(self.heads.sizes): nn.init.orthogonal_(weight[k, :size], 0.01)
         self.logits_weight, self.logits_bias = nn.Parameter(weight), nn.Parameter(torch.zeros(K, A))
+        later = len(self.heads.stages) - 1 if self.config.autoregressive else 0
+        self.modulation = nn.Parameter(torch.zeros(later, 2 * width, K * A)) if later else None
 
 # %% ../../nbs/learn/61_policies.ipynb #e831d533
 class _Sequences(_Networks):
     "An actor-critic over whole sequences."
+    def read(
+        self,
+        obs: Tensor, # (T, n, D)
+        state: Tensor, # (S, n, H) before the first step
+        start: Tensor, # (T, n) bool: this observation begins an episode
+    ) -> tuple[Tensor, Tensor, Tensor]: # actor's features (T, n, width), values (T, n), state (S, n, H)
+        "All that does not depend on what is chosen."
+        if obs.dim() != 3 or obs.shape[-1] != self.inputs:
+            raise ValueError(f"obs has shape {tuple(obs.shape)}, expected (T, n, {self.inputs}); "
+                             f"a single step is (1, n, {self.inputs})")
+        with self._cast():
+            x = self._embedded(obs)
+            states = state.split([t.states for t in self.trunks])
+            outs = [trunk(x, s, start) for trunk, s in zip(self.trunks, states)]
+            value = self.value_out(self.value_features(outs[-1][0]))
+        return outs[0][0], value.squeeze(-1).float(), torch.cat([s for _, s in outs]).float()
+
+    def logits(
+        self,
+        y: Tensor, # (..., width) of the actor's trunk
+        action: Tensor | None = None, # (..., K) choices so far, seen by later stages; None: none yet
+    ) -> Tensor: # (..., K, A), fp32
+        "What the heads say, each knowing the choices of earlier stages if the policy is autoregressive."
+        with self._cast():
+            said = self._logits(y)
+            if self.modulation is None or action is None: return said.float()
+            hot = nn.functional.one_hot(action, self.heads.widest).to(y.dtype)
+            for i, weight in enumerate(self.modulation, 1):
+                seen = (hot * (self._stage < i)[:, None]).flatten(-2) # the choices of earlier stages
+                scale, shift = nn.functional.linear(seen, weight).chunk(2, -1)
+                said = torch.where((self._stage == i)[:, None], self._logits(y * (1 + scale) + shift), said)
+        return said.float()
+
     def forward(
         self,
         obs: Tensor, # (T, n, D)
         state: Tensor, # (S, n, H) before the first step
         start: Tensor, # (T, n) bool: this observation begins an episode
+        action: Tensor | None = None, # (T, n, K) choices that were made; for autoregressive heads
     ) -> tuple[Tensor, Tensor, Tensor]: # logits (T, n, K, A), values (T, n), state (S, n, H)
         "A whole sequence; fp32 out."
-        if obs.dim() != 3 or obs.shape[-1] != self.inputs:
-            raise ValueError(f"obs has shape {tuple(obs.shape)}, expected (T, n, {self.inputs}); "
-                             f"a single step is (1, n, {self.inputs})")
+        y, value, state = self.read(obs, state, start)
+        return self.logits(y, action), value, state
+
+    def _cast(self):
+        "The precision of matrix products."
         low = self.precision.dtype != torch.float32
-        with torch.autocast(obs.device.type, self.precision.dtype, enabled=low, cache_enabled=False):
-            x = self._embedded(obs)
-            states = state.split([t.states for t in self.trunks])
-            outs = [trunk(x, s, start) for trunk, s in zip(self.trunks, states)]
-            logits = self._logits(outs[0][0])
-            value = self.value_out(self.value_features(outs[-1][0]))
-        return logits.float(), value.squeeze(-1).float(), torch.cat([s for _, s in outs]).float()
+        where = self.logits_bias.device.type
+        return torch.autocast(where, self.precision.dtype, enabled=low, cache_enabled=False)
 
     def _embedded(self, obs):
         if self.embed is None: return obs
@@ -182,7 +227,7 @@ class _Sequences(_Networks):
         return torch.cat([obs[..., self._rest], vectors], -1)
 
     def _logits(self, y):
-        "(T, n, K, A): one product for all heads, or a hidden layer of its own for each."
+        "(..., K, A): one product for all heads, or a hidden layer of its own for each."
         weight, bias, linear = self.logits_weight, self.logits_bias, nn.functional.linear
         if self.actor_hidden is None: return linear(y, weight.flatten(0, 1), bias.flatten()).unflatten(-1, bias.shape)
         return torch.stack([linear(f(y), w, b) for f, w, b in zip(self.actor_hidden, weight, bias)], -2)
@@ -212,6 +257,7 @@ class ActorCritic(_Sequences):
         noise: Tensor | None = None, # (n, K, A) exponential draws; None: deterministic, the likeliest choice
     ) -> Act:
         "One decision for every lane."
-        logits, value, state = self(obs[None], state, start[None])
-        action, logp = choose(self.heads, logits[0], mask, noise, self.config.floor)
+        y, value, state = self.read(obs[None], state, start[None])
+        say = self.logits(y[0]) if self.modulation is None else partial(self.logits, y[0])
+        action, logp = choose(self.heads, say, mask, noise, self.config.floor)
         return Act(action, logp, value[0], state)

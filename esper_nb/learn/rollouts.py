@@ -264,7 +264,7 @@ class Rollout(_Storage):
         gae_lambda: float,
         reward: Tensor | None = None, # (T, n) normalised rewards; None: as stored
         value_scale: float = 1., # returns per unit of the critic's output
-    ) -> None:
+    ) -> Tensor: # (T, n) value of what follows each step, on that scale
         "Advantages and returns, on the scale of the rewards."
         value = self.value * value_scale
         following = next_values(value, last_value * value_scale, self.terminated, self.truncated,
@@ -272,6 +272,7 @@ class Rollout(_Storage):
         adv = gae(self.reward if reward is None else reward, value, following, self.done, gamma, gae_lambda)
         self.last_value, self.returns = last_value, adv + value
         self.advantage = torch.where(self.valid, adv, 0.)
+        return following
 
     def _picked(self, pick: Callable[[Tensor], Tensor], state: Tensor) -> Batch:
         return Batch(obs=pick(self.obs), mask=None if self.mask is None else pick(self.mask),

@@ -9,7 +9,7 @@ __all__ = ['StopFlag', 'train_ppo']
 import signal, threading
 from collections.abc import Iterator
 
-from ..core.config import check_count
+from ..core.config import check, check_count
 from .learner import Learner, Update
 
 # %% ../../nbs/learn/66_training.ipynb #54a4239a
@@ -36,7 +36,11 @@ def train_ppo(
     updates: int | None = None, # how many; None: up to `config.num_updates`
 ) -> Iterator[Update]:
     "Train, one item per update; a keyboard interrupt ends it at the next step edge."
-    last = learner.config.num_updates if updates is None else learner.update + check_count("updates", updates)
+    c = learner.config
+    last = c.num_updates if updates is None else learner.update + check_count("updates", updates)
+    check(last <= c.num_updates or c.lr_final > 0, "updates", updates,
+          f"at most {c.num_updates - learner.update}: after num_updates={c.num_updates} the learning rate is 0; "
+          "make num_updates larger, or set lr_final above 0 to go on at that share of the learning rate")
     while learner.update < last:
         record = None
         with StopFlag() as stop:
