@@ -185,11 +185,16 @@ class GrowthActions(_Layout):
     "The action space of a model's slots: eight heads, drawn in three stages."
     def __repr__(self): return f"GrowthActions({', '.join(f'{h} {s}' for h, s in zip(HEADS, self.sizes))})"
 
-    def mask(self, table: Tensor | Growing) -> Tensor: # (n, S, C) records, or the model that holds them -> (n, M) bool
+    def mask(self,
+        table: Tensor | Growing, # (n, S, C) records, or the model that holds them
+        epoch: Tensor | None = None, # (n,) of the lanes' episodes; None: late enough for anything
+    ) -> Tensor: # (n, M) bool
         "The facts of all lanes now."
         records = table if isinstance(table, Tensor) else read_slots(table, self.slots)
         ops = legal_operations(records, self.rules, self.max_seeds, self.repertoire)
-        ops[:, OPS.index("germinate")] &= self.offers.any(-1)
+        germinate = OPS.index("germinate")
+        ops[:, germinate] &= self.offers.any(-1)
+        if epoch is not None: ops[:, germinate] &= (epoch >= self.repertoire.earliest)[:, None]
         offers = self.offers.expand(len(ops), -1, -1)
         grid = available_choices(ops, offers, self.offered)
         choices = grid | (self.resting & ~grid.any(-1, keepdim=True)) # plain agents want no empty head
@@ -269,7 +274,8 @@ def why_not(
         if s.stage != Stage.DORMANT: return f"{here}, not empty"
         if busy: return f"germinate: one immature seed at a time, and {busy[0]}"
         if c.blueprint not in slot.blueprints: return f"germinate: {c.blueprint} does not grow in {c.slot}"
-        return f"germinate: {space.max_seeds} seeds is the bound, fossils included"
+        early = f", or epoch {space.repertoire.earliest} has not come" if space.repertoire.earliest else ""
+        return f"germinate: {space.max_seeds} seeds is the bound, fossils included{early}"
     if c.op == "prune" and s.stage in LIVE and s.age < MIN_PRUNE_AGE:
         return f"prune: the seed is {s.age} epochs old, {MIN_PRUNE_AGE} are due to it"
     if s.frozen or s.mode != RampMode.HOLD: return f"{here}, alpha moves to {s.target:g}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.config import Config, check
+from ..core.config import Config, check, check_count
 from ..grow.blending import Blend, Curve
 from ..grow.decisions import Decision
 from ..grow.seeds import Reason
@@ -62,6 +62,7 @@ class Repertoire(Config):
     tempos: tuple[int, ...] = TEMPOS # epochs
     targets: tuple[float, ...] = TARGETS # alpha
     several: bool = False # a seed may germinate while another one of the lane is young or a slot cools down
+    earliest: int = 0 # epoch before which nothing germinates: time to look at what the lane is
 
     def __post_init__(self):
         known = dict(operations=OPS, styles=tuple(STYLES), tempos=TEMPOS, targets=TARGETS)
@@ -70,6 +71,7 @@ class Repertoire(Config):
             mine = getattr(self, k)
             good = len(mine) > 0 and set(mine) <= set(values)
             check(good, k, mine, f"some of {', '.join(map(str, values))}")
+        check_count("earliest", self.earliest, 0)
         check("wait" in self.operations, "operations", self.operations, "wait among them: it is always possible")
 
 SHORT = Repertoire(("wait", "germinate"), styles=("linear_add",), tempos=(1,), targets=(1.,), several=True)

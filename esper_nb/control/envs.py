@@ -89,7 +89,7 @@ class _Networks(gym.vector.VectorEnv):
         "Read records of all seeds; the legal actions and the observations follow: (n, S, C), (n, M), (n, D)."
         tables = [read_slots(p.model, self.actions.slots) for _, p in self.parts]
         self.table = torch.cat(tables) if len(tables) > 1 else tables[0]
-        self.mask = self.actions.mask(self.table)
+        self.mask = self.actions.mask(self.table, self.epochs.epoch)
         self.obs = self.observer(self.table, self.epochs)
 
     def close_extras(self, **kwargs):
