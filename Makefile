@@ -23,8 +23,8 @@ $(STAMP): settings.ini setup.py
 	@touch $@
 	@echo "Installed in .venv. Next: make train, make test, make lab"
 
-train: $(STAMP)  ## train a controller that grows networks on the bundled digits
-	$(BIN)/esper-nb train digits
+train: $(STAMP)  ## train a controller that grows networks on the bundled digits (two or three minutes)
+	$(BIN)/esper-nb train digits_impaired
 
 test: sync lint types notebooks unit  ## every check: library in step, lint, types, notebooks run as they are stored, tests
 
