@@ -7,7 +7,7 @@ __all__ = ['TakeResult', 'RestoreResult', 'Snapshot']
 
 # %% ../../nbs/guard/12_snapshots.ipynb #1ee11488
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +21,14 @@ from .banks import (
     Banks, LiveState, StateKey, StateVersion, one_step, read_parts, restore_banks, write_banks)
 
 # %% ../../nbs/guard/12_snapshots.ipynb #80add52b
+def _real(t: Tensor) -> Tensor: return torch.view_as_real(t) if t.is_complex() else t
+
 def _finite(tensors: Sequence[Tensor]) -> list[bool]:
     "One flag per tensor: no NaN and no infinity in it."
     sure: dict[int, bool] = {}
     for device in {t.device for t in tensors}:
         here = [t for t in tensors if t.device == device]
-        norms = torch.stack([x.float() for x in _foreach_norm(here)]).isfinite().tolist()
+        norms = torch.stack([x.float() for x in _foreach_norm([_real(t) for t in here])]).isfinite().tolist()
         sure |= dict(zip(map(id, here), norms))
     return [sure[id(t)] or t.isfinite().all().item() for t in tensors]   # a norm may also overflow
 
@@ -42,8 +44,10 @@ def _masks(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
 def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int,
          masks: set[StateKey]) -> tuple[list[StateKey], list[int]]:
     "Non-finite tensors, and the lanes that own them; a shared one condemns every lane."
-    keys = [k for k, t in live.tensors.items() if t.is_floating_point() and t.numel() and k not in masks
-            and getattr(parts[k[0]].obj, "vetted", True)]
+    bad_sparse = [k for k, t in live.sparse.items() if not t.coalesce().values().isfinite().all()]
+    if bad_sparse: return bad_sparse, list(range(n))
+    keys = [k for k, t in live.tensors.items() if (t.is_floating_point() or t.is_complex()) and t.numel()
+            and k not in masks and getattr(parts[k[0]].obj, "vetted", True)]
     bad = [k for k, ok in zip(keys, _finite([live.tensors[k] for k in keys])) if not ok]
     bad += [k for k in masks & live.tensors.keys() if live.tensors[k].isnan().any()]
     lanes: set[int] = set()
@@ -107,6 +111,7 @@ class RestoreResult:
     steps: tuple[int | None, ...] # for each of them the step of its snapshot
     parts: tuple[str, ...] # names of the parts that were restored
     left: tuple[str, ...] # parts, or shared state, left as they are
+    kept: tuple[str, ...] # what stayed as it is although it has changed since, as `part: what`
     seconds: float
 
 # %% ../../nbs/guard/12_snapshots.ipynb #b118a928
@@ -121,9 +126,12 @@ _NOT_GOOD = "the first snapshot would hold no good state: not finite: {}; take i
 # %% ../../nbs/guard/12_snapshots.ipynb #bc2ca12c
 class Snapshot(Banks):
     "The last good state of everything named, in preallocated host memory."
+    agree: Callable[[list[bool]], list[bool]] | None = None # for several processes: what is true on any of them
+
     def add(self, **named): # parts that came to life later, e.g. the optimizer of a grown module
         "Keep more parts from the next `take` on; a restore to an earlier state leaves them alone."
         check(not named.keys() & self.parts.keys(), "name", sorted(named), "names not in use: {} are", list(self.parts))
+        self.objects |= named
         self.parts |= {name: as_part(obj, self.n, self.grads) for name, obj in named.items()}
 
     def find_bad(self) -> tuple[str, ...]: # names of tensors
@@ -143,7 +151,8 @@ class Snapshot(Banks):
         live = read_parts(self.parts, self.n)
         if first: self.masks = _masks(live, self.parts)
         bad, refused = _vet(live, self.parts, self.n, self.masks)
-        if first and refused: raise RuntimeError(_NOT_GOOD.format(", ".join(map(".".join, bad[:3]))))
+        if self.agree: refused = [i for i, x in enumerate(self.agree([i in refused for i in range(self.n)])) if x]
+        if first and refused: raise RuntimeError(_NOT_GOOD.format(", ".join(map(".".join, bad[:3])) or "on another rank"))
         good = [i for i in wanted if i not in refused]
         whole = whole and not refused
         if good: write_banks(self, live, good, whole, step)
@@ -158,6 +167,7 @@ class Snapshot(Banks):
         self,
         lanes: Sequence[int] | None = None, # only these lanes; None: all of them
         skip: Sequence[str] = (), # parts to leave as they are, e.g. `("streams", "cursor")` to go past the bad batches
+        stay: bool = False, # also leave modes, frozen weights, optimizer groups and learning rates as they are now
     ) -> RestoreResult:
         "Put the published state back, in place and bit for bit."
         start = time.perf_counter()
@@ -166,10 +176,11 @@ class Snapshot(Banks):
         check(set(skip) <= known, "skip", tuple(skip), "names of parts: {}", ", ".join(self.parts))
         wanted = _lane_numbers(lanes, self.n)
         self.drop(lanes)
-        names = restore_banks(self, wanted, skip)
+        names, kept = restore_banks(self, wanted, skip, stay)
         return RestoreResult(
             lanes=tuple(wanted), steps=tuple(self.steps[min(i, len(self.steps) - 1)] for i in wanted),
             parts=tuple(dict.fromkeys(names)), left=tuple(p for p in self.parts if p not in names),
+            kept=tuple(dict.fromkeys(kept)),
             seconds=time.perf_counter() - start)
 
     def difference(
