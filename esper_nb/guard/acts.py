@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from ..core.parts import Leaf, ModulePart, OptimizerPart
 from .budgets import Budget, blames_batch, choose_action, scale_lr
 from .detector import REASONS, Verdict, loss_limits
 from .losses import WINDOW_LIMIT, DetectorConfig, LossStats, off_scale, refresh_stats
-from .ranks import Ranks, any_rank
+from .ranks import Ranks, SameWeights, any_rank
 from .reports import (
     GovernorConfig, GovernorStop, Report, as_chance_losses, as_governor_config, describe_panic)
 from .snapshots import Snapshot
@@ -132,7 +131,7 @@ class Guarded:
         self.keep_cuts = False # giving them back has brought the trouble back
         self.saved: dict[int, SavedAt] = {} # by number of a snapshot
         self.snapshot = Snapshot(*parts, lanes=lanes, **named, governor_stats=self.stats)
-        if self.ranks: self.snapshot.agree = partial(any_rank, self.ranks)
+        if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
         self.snapshot.take(step=0)
         note_saved(self)
         hint_at_parts(self)

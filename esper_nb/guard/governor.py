@@ -111,10 +111,10 @@ def _follow_trial(g: Guarded, loss: float, before_step: bool, **more) -> tuple[R
     if said == "wait": return ()
     g.trial = None
     if said == "ruined":
-        assert g.verdict is not None
         above = loss > loss_limits(g.stats, g.config, g.chance).limit[0]
         code = REASONS.index("explosion") if above else t.reason
-        return act(g, {0: code}, replace(g.verdict, loss=np.array([loss])), False, **more)
+        seen = g.verdict and replace(g.verdict, loss=np.array([loss])) # none where the trial came from a checkpoint
+        return act(g, {0: code}, seen, False, **more)
     close_trial(t, said, g.stats, g.config, g.chance)
     _note(g, said, t.reason, loss)
     if said == "meant": # a snapshot of the time before would undo what was meant

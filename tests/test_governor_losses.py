@@ -1,0 +1,245 @@
+"Healthy losses of every kind are left alone, and ruin is seen on each of them, at any scale and sign."
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esper_nb.guard.detector import judge, loss_limits
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.losses import DetectorConfig, LossStats
+from esper_nb.guard.reports import GovernorConfig, GovernorStop
+from esper_nb.guard.trials import Trial, weigh_trial
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CHANCE, STEPS = math.log(10), 2000
+t = np.arange(STEPS)
+
+def wandering(rng, rho, sigma):
+    "Noise with a memory."
+    x = np.empty(STEPS); x[0] = sigma * rng.standard_normal()
+    for i, e in enumerate(sigma * math.sqrt(1 - rho**2) * rng.standard_normal(STEPS - 1)): x[i + 1] = rho * x[i] + e
+    return x
+
+def falling(rng, noise, floor=.4): return (floor + (2.3 - floor) * np.exp(-t / 150)) * np.exp(noise * rng.standard_normal(STEPS))
+
+def bursts(rng):
+    x = falling(rng, .2, .3)
+    for k in range(300, STEPS, 200):
+        j = k + rng.integers(50)
+        x[j:j + 6] *= np.array([10, 8, 6, 4, 2.5, 1.6])
+    return x
+
+HEALTHY = {      # kind: (chance loss, losses from a random generator)
+    "noise 0.08": (CHANCE, lambda r: falling(r, .08, .9)),
+    "noise 0.6": (CHANCE, lambda r: falling(r, .6, .9)),
+    "10 % of batches ×3": (CHANCE, lambda r: falling(r, .1) * np.where(r.random(STEPS) < .1, 3, 1)),
+    "20 % of batches ×2": (CHANCE, lambda r: falling(r, .1) * np.where(r.random(STEPS) < .2, 2, 1)),
+    "noise with a memory": (CHANCE, lambda r: falling(r, 0.) * np.exp(wandering(r, .9, .3))),
+    "easy and hard in turn": (CHANCE, lambda r: falling(r, .1) * np.where(t // 40 % 2, 2.5, 1)),
+    "from one step on +50 %": (CHANCE, lambda r: falling(r, .1, .6) * np.where(t > 1200, 1.5, 1)),
+    "warm restarts": (CHANCE, lambda r: falling(r, .1) * (1 + .8 * np.exp(-(t % 250) / 60) * (t > 250))),
+    "curriculum ×20": (CHANCE, lambda r: falling(r, .2, .1) + (t >= 1000) * (.1 + 2.4 * np.exp(
+        -np.maximum(t - 1000, 0) / 120))),
+    "another task": (CHANCE, lambda r: (.15 + 2.2 * np.exp(-(t % 700) / 90)) * np.exp(.15 * r.standard_normal(STEPS))),
+    "bursts ×10": (CHANCE, bursts),
+    "normal, around zero": (None, lambda r: r.standard_normal(STEPS)),
+    "Student's t, df 3": (None, lambda r: r.standard_t(3, STEPS)),
+    "−0.01 ± 0.02": (None, lambda r: -.01 + .02 * r.standard_normal(STEPS)),
+    "a critic": (None, lambda r: -30 * (t / 200) * np.exp(-t / 200) - .5 + wandering(r, .8, .8)),
+    "a generator": (None, lambda r: np.cumsum(.05 * r.standard_normal(STEPS)) + .3 * r.standard_normal(STEPS)),
+    "REINFORCE": (None, lambda r: np.where(r.random(STEPS) < .08, 20 * r.standard_normal(STEPS),
+                                           .2 * r.standard_normal(STEPS))),
+    "triplet, 60 % zeros": (None, lambda r: .3 * np.maximum(0, r.standard_normal(STEPS) - .25)),
+    "likelihood crossing zero": (None, lambda r: 3 * np.exp(-t / 400) - 1.5 + .1 * r.standard_normal(STEPS)),
+    "ELBO around −1000": (None, lambda r: -1000 + 800 * np.exp(-t / 200) + 5 * r.standard_normal(STEPS)),
+    "squared error near 1e-6": (None, lambda r: (1e-6 + .01 * np.exp(-t / 100)) * np.exp(.3 * r.standard_normal(STEPS))),
+    "TD error that grows": (None, lambda r: .01 * np.exp(4.6 * t / STEPS + .4 * r.standard_normal(STEPS))),
+    "Pareto, index 1.3": (None, lambda r: .3 * (1 + r.pareto(1.3, STEPS))),
+    "value loss, rare rewards": (None, lambda r: .001 * np.exp(.5 * r.standard_normal(STEPS)) + np.where(
+        r.random(STEPS) < .03, r.random(STEPS), 0)),
+    "cyclic and signed": (None, lambda r: np.sin(t / 30) + .2 * r.standard_normal(STEPS))}
+
+def governed(losses, chance, **watch):
+    gov = Governor(nn.Linear(1, 1), chance=chance)
+    for loss in losses: gov.watch(float(loss), **watch)
+    return gov
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_healthy_losses_are_left_alone(kind):
+    chance, make = HEALTHY[kind]
+    for seed in range(3): # ten fresh seeds of each kind are in the benchmark
+        for before_step in (False, True):
+            gov = governed(make(np.random.default_rng(910_000 + seed)), chance, before_step=before_step)
+            assert not gov.reports, (kind, seed, str(gov.summary()))
+            assert gov.lr_factor == 1.
+
+@pytest.mark.parametrize("scale", [1e-6, 1., 1e6])
+def test_a_signed_ruin_is_seen_in_both_directions(scale):
+    rng = np.random.default_rng(5)
+    for bad in (-1e12, 1e12, 300.):
+        s = LossStats.new()
+        for x in rng.normal(-5., 1., 200): s, v = judge(s, scale * x)
+        assert v.scale() == "linear" and v.reason() == "healthy"
+        answers = []
+        for _ in range(3):
+            s, v = judge(s, scale * bad)
+            answers.append(v.reason())
+        assert "explosion" in answers
+
+def test_the_scale_follows_the_losses_or_the_setting():
+    rng = np.random.default_rng(0)
+    def scale(x, **c):
+        s = LossStats.new()
+        s.add(np.zeros(len(x), int), x, DetectorConfig(**c))
+        return s.scale(0)
+    positive = np.exp(rng.standard_normal(200))
+    assert [scale(positive), scale(positive - 1), scale(np.maximum(0, positive - 1))] == ["log", "linear", "linear"]
+    assert [scale(positive - 1, scale="log"), scale(positive, scale="linear")] == ["log", "linear"]
+    gov = governed([*positive, math.nan], None)
+    assert gov.reports[-1].scale == "log" and gov.summary().scale == "log"
+    with pytest.raises(ValueError, match="scale='cubic', expected one of auto, log, linear"): DetectorConfig(scale="cubic")
+
+def test_the_scale_changes_when_a_loss_crosses_zero_and_the_smoothed_loss_with_it():
+    s = LossStats.new()
+    for k in range(400): s, v = judge(s, 2. - .01 * k)
+    assert v.scale() == "linear" and abs(s.smooth[0] - (-1.97)) < .2
+
+def test_losses_on_two_scales_are_judged_side_by_side_as_if_alone():
+    rng = np.random.default_rng(3)
+    x = np.stack([np.exp(.3 * rng.standard_normal(300)), rng.standard_normal(300)], 1); x[250:] += 40.
+    both, alone = LossStats.new(2), [LossStats.new(), LossStats.new()]
+    for row in x:
+        both, v = judge(both, row)
+        for i in range(2):
+            alone[i], w = judge(alone[i], row[i])
+            assert v.code[i] == w.code[0] and np.isclose(v.limit[i], w.limit[0])
+
+def test_limits_name_the_loss_at_which_a_rise_begins():
+    s = LossStats.new(2)
+    s.add(np.tile([0, 1], 100), np.random.default_rng(0).normal([.9, -3.], .05, (100, 2)).ravel(), DetectorConfig())
+    by = loss_limits(s, DetectorConfig(), None)
+    assert s.linear.tolist() == [0, 1] and 1.1 < by.rise[0] < 1.25 and -2.95 < by.rise[1] < -2.7
+
+
+# --- trials
+
+def test_a_rise_is_looked_at_and_its_end_is_noted():
+    rng = np.random.default_rng(0)
+    gov = governed([*(.5 + .02 * rng.standard_normal(200)), *([1.4] * 20), *(.5 + .02 * rng.standard_normal(100))], CHANCE)
+    assert [r.action for r in gov.notes] == ["wait", "passed"] and not gov.reports and gov.trial is None
+
+def test_no_snapshot_is_published_during_a_trial():
+    gov = Governor(nn.Linear(1, 1), chance=CHANCE, config=GovernorConfig(snapshot_every=5, probation=5, patience=64))
+    for k in range(100): gov.watch(.5 + .01 * (k % 3))
+    step = gov.snapshot.steps[0]
+    for _ in range(63): gov.watch(2.2)
+    assert gov.trial is not None and gov.snapshot.steps[0] <= step + 5
+
+def test_a_trial_goes_into_a_state_and_comes_back():
+    a, b = [Governor(nn.Linear(1, 1), chance=CHANCE) for _ in range(2)]
+    for k in range(100): a.watch(.5 + .01 * (k % 3))
+    for _ in range(15): a.watch(2.2)
+    b.load_state_dict(a.state_dict())
+    trails = [[bool(g.watch(2.2)) for _ in range(40)] for g in (a, b)]
+    assert trails[0] == trails[1] and sum(trails[0]) >= 1
+    assert a.reports[-1].lost == b.reports[-1].lost
+
+def test_a_rise_that_stays_is_a_ruin_and_one_below_the_bar_a_new_level():
+    for height, action in ((2.2, "rollback"), (1.0, None)):
+        gov = governed([.5 + .01 * (k % 3) for k in range(200)] + [height] * 60, CHANCE)
+        assert [r.action for r in gov.reports][:1] == ([action] if action else [])
+
+def test_nan_is_never_waited_for():
+    gov = governed([.5] * 100 + [2.2] * 8 + [math.nan], CHANCE)
+    assert [r.reason for r in gov.reports] == ["non-finite"] and gov.trial is None
+
+@pytest.mark.parametrize("noise", [.05, .3])
+def test_a_verdict_is_right_in_nearly_all_cases(noise):
+    rng, right = np.random.default_rng(0), 0
+    for k in range(200):
+        ruin = k % 2
+        trial = Trial(level=0., near=.15 + noise, bar=1.)
+        said, i = "wait", 0
+        while said == "wait" and i < 500:
+            x = (1.5 if ruin else 1.5 * math.exp(-i / 60)) + noise * rng.standard_normal()
+            trial.add(x, x); i += 1
+            said = weigh_trial(trial, 32)
+        right += said == ("ruined" if ruin else "passed") or not ruin and said == "meant"
+    assert right >= 195
+
+
+# --- changes that are meant, bursts
+
+def test_accept_learns_the_new_level_and_saves():
+    net = nn.Linear(1, 1)
+    gov = Governor(net, chance=None)
+    for k in range(100): gov.watch(.1 + .005 * (k % 3))
+    net.weight.data.fill_(5.)
+    gov.accept()
+    for k in range(100): gov.watch(3. + .1 * (k % 3))
+    assert not gov.reports and not gov.notes
+    gov.watch(math.nan)
+    assert net.weight.item() == 5., "no rollback goes behind what was accepted"
+
+def test_accept_ends_a_trial():
+    gov = governed([.1] * 100 + [2.3] * 10, CHANCE)
+    assert gov.trial is not None
+    gov.accept()
+    for _ in range(100): gov.watch(2.3)
+    assert not gov.reports
+
+def test_a_snapshot_can_be_taken_at_once():
+    net = nn.Linear(1, 1)
+    gov = Governor(net, chance=None)
+    for _ in range(7): gov.watch(1.)
+    net.weight.data.fill_(3.)
+    gov.take_snapshot()
+    net.weight.data.fill_(9.)
+    report, = gov.rollback()
+    assert net.weight.item() == 3. and report.restored_step == 7 and report.rollbacks_left == 4
+
+@pytest.mark.parametrize("bad", [20, 60])
+def test_a_burst_does_not_use_up_the_budget(bad):
+    "Batches with inputs that are not numbers: each ruins the weights, and all of them are one trouble or two."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=.1)
+    gov = Governor(net, opt, chance=math.log(3))
+    for k in range(400):
+        x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
+        if 200 <= k < 200 + bad: x = x * math.nan
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        gov.watch(loss)
+    assert len(gov.reports) == bad and gov.budget.ever[0] <= 1 + bad // 32 and net.weight.isfinite().all()
+    assert not gov.stopped[0]
+
+def test_a_burst_of_bad_batches_is_left_out_batch_by_batch():
+    net = nn.Linear(1, 1)
+    gov = Governor(net, chance=CHANCE)
+    for k in range(160):
+        with gov.step(): gov.watch(math.nan if 100 <= k < 130 else .5)
+    assert [r.action for r in gov.reports] == ["skip"] * 30 and gov.budget.skips[0] == 1
+    assert gov.summary().lost == tuple((k, k) for k in range(100, 130))
+
+def test_wrong_labels_for_a_while_do_not_stop_a_run():
+    torch.manual_seed(0)
+    centers = torch.randn(10, 16)
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10)); opt = torch.optim.Adam(net.parameters(), 2e-3)
+    gov = Governor(net, opt, chance=CHANCE)
+    for k in range(500):
+        y = torch.randint(0, 10, (64,)); x = centers[y] + .5 * torch.randn(64, 16)
+        if 300 <= k < 360: y = y[torch.randperm(64)]
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        gov.watch(loss)
+    assert not gov.stopped[0] and loss.item() < .5, str(gov.summary())
+
+def test_a_trouble_without_end_still_ends():
+    gov = Governor(nn.Linear(1, 1), chance=CHANCE)
+    for k in range(60): gov.watch(.5)
+    with pytest.raises(GovernorStop):
+        for k in range(10_000): gov.watch(math.nan)
+    assert k < 4 * 40 + 10
