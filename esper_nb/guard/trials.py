@@ -23,6 +23,7 @@ class Trial:
     level: float # before the rise
     near: float # as close to the level as this, the loss is back
     bar: float # above it a loss that does not fall is a ruin
+    far: float = float("inf") # above it a loss is a ruin although it falls
     learnt: bool = True # it had fallen below where it began, so there was something to lose
     reason: int = 0 # what the detector said, index into its reasons
     at: int = 0 # losses judged when it began
@@ -84,6 +85,7 @@ def weigh_trial(
     if k % max(4, patience // 2): return "wait"
     fall, error = _fall(t.x[-2 * patience:])
     last = statistics.median(t.x[-max(3, patience // 3):])
+    if last > t.far: return "ruined"
     least = max(2 * error, .05 * (last - t.level))
     if -fall > least and t.learnt: return "ruined" if last >= t.bar else "wait"
     if k < patience or k % patience: return "wait"
@@ -117,7 +119,10 @@ def open_trial(
     near = spread if linear else max(math.log(c.rise_ratio) / 2, spread)
     top = float(on_scale(ignorant, linear))
     bar = ruin_bar(level, top, least, wander, share=.6 if chance is None else .75)
-    return Trial(level=level, near=near, bar=bar, learnt=top - level > least, reason=code, at=int(s.judged[0]))
+    learnt = top - level > least
+    way = max(top - level, float(s.highest[0]) - level, spread) if linear else math.log(10 if learnt else 1000)
+    far = level + (10 if learnt else 100) * way if linear else max(top, level) + way
+    return Trial(level=level, near=near, bar=bar, far=far, learnt=learnt, reason=code, at=int(s.judged[0]))
 
 def close_trial(
     t: Trial, # that is over
