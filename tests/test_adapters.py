@@ -157,8 +157,9 @@ def test_lightning_manual_optimization(pl, tmp_path):
     for how, seen in (("tensor", 1), ("dict", 1), ("logged", 1), ("nothing", 0)):
         callback, model = lightning_governor(math.log(10), QUICK), Manual(how)
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*examples(32 * 150)), batch_size=32)
-        fit = pl.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=str(tmp_path), callbacks=[callback], logger=False,
-                         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        quiet = dict(enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, logger=False)
+        root = str(tmp_path)
+        fit = pl.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=root, callbacks=[callback], **quiet)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fit.fit(model, data)
@@ -176,7 +177,8 @@ def test_lightning_ranks_act_together(pl, tmp_path):
             weights = torch.cat([p.detach().flatten() for p in module.net.parameters()])
             torch.save((said, weights), tmp_path/f"rank{trainer.global_rank}.pt")
     callback = lightning_governor(math.log(10), QUICK)
-    lightning_run(pl, tmp_path, None, batches=160, devices=2, strategy="ddp_fork", callbacks=[callback, Poison(), Told()])
+    said = [callback, Poison(), Told()]
+    lightning_run(pl, tmp_path, None, batches=160, devices=2, strategy="ddp_fork", callbacks=said)
     (a, u), (b, v) = (torch.load(tmp_path/f"rank{r}.pt") for r in range(2))
     assert a == b and a[0] == (40, "non-finite", "rollback") and torch.equal(u, v)
 
@@ -186,7 +188,8 @@ def test_hugging_face_resumes_exactly(tmp_path):
     assert (tmp_path/"b/checkpoint-60/governor.pt").exists()
     _, again = hf_run(tmp_path/"b", new(), steps=120, resume=str(tmp_path/"b/checkpoint-60"))
     a, b = first.governor, again.governor
-    assert a.watched == b.watched == 120 and (a.stats.ring == b.stats.ring).all() and a.snapshot.steps == b.snapshot.steps
+    assert a.watched == b.watched == 120 and (a.stats.ring == b.stats.ring).all()
+    assert a.snapshot.steps == b.snapshot.steps
 
 def test_hugging_face_logs_what_was_done(tmp_path):
     trainer, callback = hf_run(tmp_path, new(fault=poison))
@@ -229,6 +232,6 @@ def test_fastai(tmp_path):
             if self.learn.training and self.learn.train_iter == 60: poison(self.learn.model)
     callback = fastai_governor(math.log(10), QUICK)
     learn = learner.Learner(loaders, network(), loss_func=F.cross_entropy, cbs=[Poison(), callback])
-    with learn.no_bar(), learn.no_logging(): learn.fit(1, 3e-3)
+    with learn.no_logging(): learn.fit(1, 3e-3)
     assert [r.reason for r in callback.governor.reports] == ["non-finite"]
     assert all(p.isfinite().all() for p in learn.model.parameters())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.guard.acts import pass_healthy
+from esper_nb.guard.detector import pass_healthy
 from esper_nb.guard.detector import REASONS, judge, judge_in_place, loss_limits
 from esper_nb.guard.losses import DetectorConfig, LossStats, label_entropy
 

@@ -110,7 +110,8 @@ def test_cuts_are_capped_over_a_run_and_given_back_when_the_loss_is_back():
     assert gov.lr_factor == .0625, "the second time the cut stays"
 
 def test_after_two_rollbacks_a_checkpoint_holds_plain_numbers():
-    net = nn.Linear(2, 2); opt = torch.optim.AdamW(net.parameters(), lr=.1); sched = S.OneCycleLR(opt, .1, total_steps=500)
+    net = nn.Linear(2, 2); opt = torch.optim.AdamW(net.parameters(), lr=.1)
+    sched = S.OneCycleLR(opt, .1, total_steps=500)
     gov = Governor(net, opt, sched, chance=2.3, config=AT_ONCE)
     for _ in range(60): gov.watch(.9)
     for _ in range(3): gov.watch(math.nan)

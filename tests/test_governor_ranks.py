@@ -36,7 +36,7 @@ def ruin(fault, net, opt, x):
         if fault == "forgotten": weight.zero_()
     return x
 
-def train(rank, world, folder, out, fault, bad_rank, form, kind, steps=120):
+def train(rank, world, folder, out, fault, bad_rank, form, kind, steps=120):  # noqa: PLR0913
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
     net = network()
@@ -93,7 +93,7 @@ def test_ddp_ranks_do_the_same_and_end_equal_to_the_bit(tmp_path, world, fault, 
     assert all(torch.equal(d["weights"], done[0]["weights"]) for d in done)
     assert done[0]["weights"].isfinite().all()
     if fault.startswith("nan"): assert done[0]["reports"] and done[0]["reports"][0][0] in (79, 80)
-    if fault == "nan batch" and form == "watch": assert done[0]["reports"][0][3] == bad_rank, "the report names the rank"
+    if (fault, form) == ("nan batch", "watch"): assert done[0]["reports"][0][3] == bad_rank, "the report names the rank"
 
 @pytest.mark.parametrize("fault,bad_rank,form", [("nan batch", 1, "watch"), ("nan weight", 0, "watch"),
                                                  ("nan batch", 0, "step")])

@@ -27,6 +27,8 @@ def _need(module: str, package: str):
         raise RuntimeError(f"{module} is not installed; install it with `pip install {package}`") from None
 
 # %% ../../nbs/guard/19_adapters.ipynb #54216e94
+_NO_LOSS = "Governor: no loss to judge: return it from training_step, or log it with self.log(%r, loss)"
+
 def _loss_of(outputs, metrics: Mapping[str, Any], name: str):
     "The loss of a training step: what it returned, or else what it logged under a name."
     if isinstance(outputs, Tensor): return outputs
@@ -37,13 +39,8 @@ def _named_acts(reports: Sequence[Report]) -> dict[str, float]: # metrics for a 
     "The acts of a step, as a framework's log takes them: which batch it was."
     return {f"governor_{r.action}": float(-1 if r.batch is None else r.batch) for r in reports}
 
-def lightning_governor(
-    chance: float | Sequence[float] | None, # chance loss, nats; None: no absolute limit, no collapse
-    config: GovernorConfig | str = "batch", # thresholds and budget
-    metric: str = "loss", # under which a manual training step logs its loss, if it returns none
-    **options, # as for `Governor`: callbacks, more parts by name
-):
-    "A `lightning.pytorch` callback that rolls a ruined run back; its Governor is `.governor`."
+def _lightning_callback(chance, config, metric: str, options: Mapping[str, Any]):
+    "The class of `lightning_governor`, made when Lightning is there."
     base: Any = _need("lightning.pytorch", "lightning").Callback
 
     class GovernorCallback(base):
@@ -59,15 +56,10 @@ def lightning_governor(
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             loss = _loss_of(outputs, trainer.callback_metrics, metric)
-            if self.governor is None: return
-            if loss is None:
-                if batch_idx == 0: logger.warning("Governor: no loss to judge: return it from training_step, or log it "
-                                                  "with self.log(%r, loss)", metric)
-                return
+            if loss is None and batch_idx == 0: logger.warning(_NO_LOSS, metric)
+            if loss is None or self.governor is None: return
             try: reports = self.governor.watch(loss)
-            except GovernorStop as e:
-                trainer.should_stop = True
-                reports = (e.report,)
+            except GovernorStop as e: trainer.should_stop, reports = True, (e.report,)
             for log in trainer.loggers if reports else ():
                 log.log_metrics(_named_acts(reports), step=trainer.global_step)
 
@@ -75,27 +67,32 @@ def lightning_governor(
 
         def load_state_dict(self, state): self.loaded = state or None
 
-    return GovernorCallback()
+    return GovernorCallback
 
-# %% ../../nbs/guard/19_adapters.ipynb #7fc9b185
+# %% ../../nbs/guard/19_adapters.ipynb #87b11fd5
+def lightning_governor(
+    chance: float | Sequence[float] | None, # chance loss, nats; None: no absolute limit, no collapse
+    config: GovernorConfig | str = "batch", # thresholds and budget
+    metric: str = "loss", # under which a manual training step logs its loss, if it returns none
+    **options, # as for `Governor`: callbacks, more parts by name
+):
+    "A `lightning.pytorch` callback that rolls a ruined run back; its Governor is `.governor`."
+    return _lightning_callback(chance, config, metric, options)()
+
+# %% ../../nbs/guard/19_adapters.ipynb #7efd961d
 def _checkpoint_of(trainer, asked) -> Path | None: # as given to `train`: a path, True, or nothing
     "The folder that a Trainer resumes from."
-    if asked is True: asked = _need("transformers.trainer_utils", "transformers").get_last_checkpoint(trainer.args.output_dir)
+    utils = _need("transformers.trainer_utils", "transformers")
+    if asked is True: asked = utils.get_last_checkpoint(trainer.args.output_dir)
     return Path(asked) if asked else None
 
 def _state_file(folder: Path, governor: Governor) -> Path:
     "Where the state of a rank's Governor is in a checkpoint."
     return folder/("governor.pt" if governor.ranks.rank == 0 else f"governor_{governor.ranks.rank}.pt")
 
-def guard_trainer(
-    trainer, # a `transformers.Trainer`, before `train()`
-    chance: float | Sequence[float] | None, # chance loss, nats
-    config: GovernorConfig | str = "batch", # thresholds and budget
-    **options, # as for `Governor`: callbacks, more parts by name
-):
-    "Put a `transformers.Trainer` under a Governor; returns the callback, whose Governor is `.governor`."
+def _trainer_callback(owner, chance, config, options: Mapping[str, Any]):
+    "The class of `guard_trainer`, made when transformers is there; `owner()` is the Trainer."
     base: Any = _need("transformers", "transformers").TrainerCallback
-    inner, train, owner = trainer.training_step, trainer.train, weakref.ref(trainer)
 
     class GovernorCallback(base):
         governor: Governor | None = None
@@ -113,9 +110,7 @@ def guard_trainer(
             loss, self.loss = self.loss, None
             if loss is None or self.governor is None: return
             try: reports = self.governor.watch(loss)
-            except GovernorStop as e:
-                control.should_training_stop = True
-                reports = (e.report,)
+            except GovernorStop as e: control.should_training_stop, reports = True, (e.report,)
             if reports: owner().log(_named_acts(reports))
 
         def on_save(self, args, state, control, **kwargs):
@@ -123,7 +118,18 @@ def guard_trainer(
             if self.governor is not None and folder.exists():
                 torch.save(self.governor.state_dict(), _state_file(folder, self.governor))
 
-    callback = GovernorCallback()
+    return GovernorCallback
+
+# %% ../../nbs/guard/19_adapters.ipynb #7fc9b185
+def guard_trainer(
+    trainer, # a `transformers.Trainer`, before `train()`
+    chance: float | Sequence[float] | None, # chance loss, nats
+    config: GovernorConfig | str = "batch", # thresholds and budget
+    **options, # as for `Governor`: callbacks, more parts by name
+):
+    "Put a `transformers.Trainer` under a Governor; returns the callback, whose Governor is `.governor`."
+    inner, train, owner = trainer.training_step, trainer.train, weakref.ref(trainer)
+    callback = _trainer_callback(owner, chance, config, options)()
 
     def training_step(*args, **kwargs) -> Tensor:
         loss = inner(*args, **kwargs)

@@ -28,7 +28,7 @@ def _kind(obj) -> str:
 
 def _unwrapped(obj):
     "What a wrapper of a framework wraps: an optimizer in `.optimizer`, a scheduler in `.scheduler`."
-    inner = getattr(obj, "optimizer", None) if isinstance(obj, torch.optim.Optimizer) else getattr(obj, "scheduler", None)
+    inner = getattr(obj, "optimizer" if isinstance(obj, torch.optim.Optimizer) else "scheduler", None)
     return inner if isinstance(inner, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler) else obj
 
 def _with_inner(parts: Sequence) -> list:
@@ -190,14 +190,6 @@ class Banks:
         "Forget what was taken with `hold=True`: it may hold the beginning of a ruin."
         for u in self._pointers(lanes): self.held[u] = None
 
-    def state_dict(self) -> dict:
-        "Everything a file can hold: both banks, what is published, and what is on probation."
-        return _banks_state(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
-        "Put both banks back; load the parts themselves first, or restore them afterwards."
-        _load_banks(self, state)
-
     def _pointers(self, lanes): return range(len(self.front)) if lanes is None or self.n == 1 else lanes
 
     def __repr__(self):
@@ -244,18 +236,17 @@ def _together(lanes: Sequence[int], n: int, front: Sequence[int],
     return [(mine, mine[0]) for mine in groups.values() if mine]
 
 # %% ../../nbs/guard/11_banks.ipynb #d56ad8d8
-def _stay(part: AnyPart, rest, get) -> tuple[Any, Any, list[str]]: # rest and lookup to write, what differs
+def _stay(part: AnyPart, rest: Any, get) -> tuple[Any, Any, list[str]]: # rest and lookup to write, what differs
     "A saved state with the modes, flags, groups and settings of now."
     if isinstance(part, ModulePart):
         tree, frozen = rest["tree"], rest["frozen"]
-        now = dict(tree=[(m, tables, m.training) for m, tables, _ in tree],
-                   frozen=[(p, p.requires_grad) for p, _ in frozen])
-        told = [word for word, a, b in (("mode", now["tree"], tree), ("requires_grad", now["frozen"], frozen))
-                if [x[-1] for x in a] != [x[-1] for x in b]]
-        return rest | now, get, told
+        modes, flags = [m.training for m, _, _ in tree], [p.requires_grad for p, _ in frozen]
+        told = ["mode"] * (modes != [x[-1] for x in tree]) + ["requires_grad"] * (flags != [x[-1] for x in frozen])
+        tree = [(m, tables, mode) for (m, tables, _), mode in zip(tree, modes)]
+        return rest | dict(tree=tree, frozen=[(p, flag) for (p, _), flag in zip(frozen, flags)]), get, told
     if not isinstance(part, OptimizerPart): return rest, get, []
     found: dict[str, Tensor] = {}
-    now = part.read(found)
+    now: Any = part.read(found)
     there = {id(p) for _, params, _ in now["groups"] for p in params}
     def look(leaf): return found[leaf.path] if leaf.path.startswith("group") else get(leaf)
     def members(groups): return [[id(p) for p in params] for _, params, _ in groups]
@@ -279,7 +270,9 @@ def _write_parts(b: Banks, u: int, lanes: Sequence[int] | None, skip: Sequence[s
             key = (name, leaf.path)
             if key in version.sparse: return version.sparse[key]
             return _spread(bank[key], b.shards[key]) if key in b.shards and key in bank else bank.get(key)
-        rest, get, told = _stay(b.parts[name], version.rest[name], saved) if stay else (version.rest[name], saved, [])
+        rest: Any = version.rest[name]
+        get, told = saved, list[str]()
+        if stay: rest, get, told = _stay(b.parts[name], rest, saved)
         b.parts[name].write(rest, get, b.n, lanes)
         out.names.append(name)
         out.kept.extend(f"{name}: {word}" for word in told)
@@ -309,40 +302,3 @@ def restore_banks(
         out.kept.extend(done.kept)
     _settle({})
     return out
-
-# %% ../../nbs/guard/11_banks.ipynb #8f1c8f9d
-def _banks_state(b: Banks) -> dict:
-    "Banks, pointers and books as tensors and plain values."
-    versions = {v.number: v for v in (*b.published, *b.held) if v is not None}
-    def numbers(books): return [None if v is None else (v.number, v.step) for v in books]
-    return dict(
-        banks=[{"|".join(k): t.clone() for k, t in bank.items()} for bank in b.banks],
-        front=list(b.front), published=numbers(b.published), held=numbers(b.held), taken=b.taken,
-        masks=sorted("|".join(k) for k in b.masks),
-        rest={i: {name: b.parts[name].portable(rest) for name, rest in v.rest.items()} for i, v in versions.items()},
-        sparse={i: {"|".join(k): t for k, t in v.sparse.items()} for i, v in versions.items()})
-
-def _key(text: str) -> StateKey:
-    part, path = text.split("|", 1)
-    return part, path
-
-def _load_banks(b: Banks, state: Mapping[str, Any]):
-    "The inverse of `_banks_state`, for parts that were built as the saved ones were."
-    live = read_parts(b.parts, b.n)
-    check(len(state["front"]) == len(b.front), "lanes", len(state["front"]) - 1, "a state of {} lanes", b.n)
-    names = {name for rest in state["rest"].values() for name in rest}
-    check(names <= b.parts.keys(), "parts", sorted(names), "the parts of this snapshot: {}", list(b.parts))
-    for bank, saved in zip(b.banks, state["banks"]):
-        bank.clear()
-        for text, t in saved.items():
-            now = live.tensors.get(_key(text))
-            pinned = now is not None and now.is_cuda
-            bank[_key(text)] = torch.empty_like(t, device="cpu", pin_memory=pinned).copy_(t)
-    rest = {i: {name: b.parts[name].revive(saved, live.rest[name]) for name, saved in of.items()}
-            for i, of in state["rest"].items()}
-    sparse = {i: {_key(text): t for text, t in of.items()} for i, of in state.get("sparse", {}).items()}
-    b.shards = live.shards
-    def books(saved):
-        return [None if v is None else StateVersion(v[0], v[1], rest[v[0]], sparse.get(v[0], {})) for v in saved]
-    b.front, b.published, b.held = list(state["front"]), books(state["published"]), books(state["held"])
-    b.taken, b.masks = state["taken"], {_key(text) for text in state["masks"]}

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .acts import (
-    Guarded, SavedAt, ShortWay, Waiting, act, choose, file_report, give_back, note_saved, patience_of)
+    Guarded, SavedAt, Waiting, act, choose, file_report, give_back, note_saved, patience_of)
 from .budgets import calm_lanes
-from .detector import REASONS, judge_in_place, loss_limits
+from .detector import REASONS, ShortWay, judge_in_place, loss_limits
 from .losses import on_scale
 from .ranks import agree_on
 from .reports import GovernorConfig, Report, Summary, describe_panic
@@ -225,7 +225,7 @@ class Governor(Guarded):
         self.take_snapshot()
 
     def take_snapshot(self) -> TakeResult:
-        "Take a snapshot now and publish it at once: after a change of structure, or where the state is known to be good."
+        "Take a snapshot now and publish it at once: after a change of structure, or where the state is good."
         taken = self.snapshot.take(step=self.stats.judged.tolist())
         self.since, self.held = 0, False
         if taken.lanes: note_saved(self)

@@ -7,7 +7,6 @@ __all__ = ['WINDOW_LIMIT', 'SCALES', 'DetectorConfig', 'label_entropy', 'LossSta
            'refresh_stats']
 
 # %% ../../nbs/guard/09_losses.ipynb #b8bc074a
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -72,6 +71,7 @@ _ODD = 8 # anomalies that are remembered
 _LATER = ("linear", "lowest", "highest", "start") # arrays that states of older versions lack
 _COUNTS = ("judged", "seen", "stale", "odd_seen", "count", "near", "grad_seen", "grad_count", "linear") # whole numbers
 
+# %% ../../nbs/guard/09_losses.ipynb #fc7330e0
 @dataclass
 class _LossArrays:
     "The arrays behind `LossStats`, and how they are copied, saved and loaded."

@@ -32,6 +32,7 @@ def _find_missing(own: int, size: int, key: str, seconds: float = 5.) -> list[in
     except Exception: return [0] # the rank that keeps the store
     return missing
 
+# %% ../../nbs/guard/16_ranks.ipynb #077911b7
 class Ranks:
     "The processes of a run, and how they come to the same numbers."
     def __init__(
@@ -106,9 +107,10 @@ class SameWeights:
         theirs = self.ranks.gather(np.array([*flags, *numbers], np.float64))
         equal = bool((theirs[:, len(flags):] == theirs[:1, len(flags):]).all())
         if self.same is None: self.same = equal
-        return (theirs[:, :len(flags)] > 0).any(0).tolist(), self.same and not equal
+        return [bool(theirs[:, i].any()) for i in range(len(flags))], self.same and not equal
 
 def any_rank(ranks: Ranks, flags: Sequence[bool]) -> list[bool]: # as many on every rank
     "What is true on any rank."
     if not ranks: return list(flags)
-    return (ranks.gather(np.array(flags, np.float64)) > 0).any(0).tolist()
+    theirs = ranks.gather(np.array(flags, np.float64))
+    return [bool(theirs[:, i].any()) for i in range(len(flags))]

@@ -201,7 +201,7 @@ class Summary:
         return "\n".join([head, *(f"  {r}" for r in self.reports)])
 
     def _repr_html_(self):
-        columns = ("batch", "reason", "action", "shown", "limit", "restored_step", "lost", "lr_factor", "rollbacks_left")
+        columns = "batch reason action shown limit restored_step lost lr_factor rollbacks_left".split()
         def cell(r, name):
             v = getattr(r, name)
             return "" if v is None else escape(f"{v:.4g}" if isinstance(v, float) else str(v))

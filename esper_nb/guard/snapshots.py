@@ -9,6 +9,7 @@ __all__ = ['Agree', 'TakeResult', 'RestoreResult', 'Snapshot']
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,7 +132,70 @@ def _weights_of(live: LiveState) -> float:
     sums = [t.contiguous().view(words[t.element_size()]).sum(dtype=torch.int64) for t in params if not t.is_complex()]
     return float(sum(int(s) * (2 * i + 1) for i, s in enumerate(sums)) % 2**52)
 
+def _shown(bad: Sequence[StateKey]) -> str: return ", ".join(map(".".join, bad[:3])) or "on another rank"
+
 _NOT_GOOD = "the first snapshot would hold no good state: not finite: {}; take it before training, from finite weights"
+
+# %% ../../nbs/guard/12_snapshots.ipynb #ce5c36cc
+def _banks_state(b: Banks) -> dict:
+    "Banks, pointers and books as tensors and plain values."
+    versions = {v.number: v for v in (*b.published, *b.held) if v is not None}
+    def numbers(books): return [None if v is None else (v.number, v.step) for v in books]
+    return dict(
+        banks=[{"|".join(k): t.clone() for k, t in bank.items()} for bank in b.banks],
+        front=list(b.front), published=numbers(b.published), held=numbers(b.held), taken=b.taken,
+        masks=sorted("|".join(k) for k in b.masks),
+        rest={i: {name: b.parts[name].portable(rest) for name, rest in v.rest.items()} for i, v in versions.items()},
+        sparse={i: {"|".join(k): t for k, t in v.sparse.items()} for i, v in versions.items()})
+
+def _key(text: str) -> StateKey:
+    part, path = text.split("|", 1)
+    return part, path
+
+def _load_banks(b: Banks, state: Mapping[str, Any]):
+    "The inverse of `_banks_state`, for parts that were built as the saved ones were."
+    live = read_parts(b.parts, b.n)
+    check(len(state["front"]) == len(b.front), "lanes", len(state["front"]) - 1, "a state of {} lanes", b.n)
+    names = {name for rest in state["rest"].values() for name in rest}
+    check(names <= b.parts.keys(), "parts", sorted(names), "the parts of this snapshot: {}", list(b.parts))
+    for bank, saved in zip(b.banks, state["banks"]):
+        bank.clear()
+        for text, t in saved.items():
+            now = live.tensors.get(_key(text))
+            pinned = now is not None and now.is_cuda
+            bank[_key(text)] = torch.empty_like(t, device="cpu", pin_memory=pinned).copy_(t)
+    rest = {i: {name: b.parts[name].revive(saved, live.rest[name]) for name, saved in of.items()}
+            for i, of in state["rest"].items()}
+    sparse = {i: {_key(text): t for text, t in of.items()} for i, of in state.get("sparse", {}).items()}
+    b.shards = live.shards
+    def books(saved):
+        return [None if v is None else StateVersion(v[0], v[1], rest[v[0]], sparse.get(v[0], {})) for v in saved]
+    b.front, b.published, b.held = list(state["front"]), books(state["published"]), books(state["held"])
+    b.taken, b.masks = state["taken"], {_key(text) for text in state["masks"]}
+
+# %% ../../nbs/guard/12_snapshots.ipynb #5073c2fd
+def _take(b: Banks, agree: Agree | None, step: int | Sequence[int] | None, lanes: Sequence[int] | None,
+          hold: bool) -> TakeResult:
+    "`Snapshot.take`."
+    start, whole, first = time.perf_counter(), lanes is None or b.n == 1, b.published[-1] is None
+    wanted = _lane_numbers(lanes, b.n)
+    check(whole or not first, "lanes", lanes, "None: the first snapshot must hold everything")
+    live = read_parts(b.parts, b.n)
+    if first: b.masks = _masks(live, b.parts)
+    bad, refused = _vet(live, b.parts, b.n, b.masks)
+    if agree:
+        flags, apart = agree([i in refused for i in range(b.n)], [_weights_of(live)])
+        refused = list(range(b.n)) if apart else [i for i, x in enumerate(flags) if x]
+        bad += [("ranks", "their weights differ")] * apart
+    if first and refused: raise RuntimeError(_NOT_GOOD.format(_shown(bad)))
+    good = [i for i in wanted if i not in refused]
+    whole = whole and not refused
+    if good: write_banks(b, live, good, whole, step)
+    if good and not hold: b.confirm(None if whole else good)
+    return TakeResult(
+        step=one_step(step), lanes=tuple(good), published=bool(good) and not hold, bad=tuple(map(".".join, bad)),
+        refused=tuple(i for i in wanted if i in refused), nbytes=sum(t.nbytes for t in live.tensors.values()),
+        seconds=time.perf_counter() - start)
 
 # %% ../../nbs/guard/12_snapshots.ipynb #bc2ca12c
 class Snapshot(Banks):
@@ -155,25 +219,7 @@ class Snapshot(Banks):
         hold: bool = False, # keep it on probation until `confirm`
     ) -> TakeResult:
         "Copy the live state to host memory, and publish it if it is finite and complete."
-        start, whole, first = time.perf_counter(), lanes is None or self.n == 1, self.published[-1] is None
-        wanted = _lane_numbers(lanes, self.n)
-        check(whole or not first, "lanes", lanes, "None: the first snapshot must hold everything")
-        live = read_parts(self.parts, self.n)
-        if first: self.masks = _masks(live, self.parts)
-        bad, refused = _vet(live, self.parts, self.n, self.masks)
-        if self.agree:
-            flags, apart = self.agree([i in refused for i in range(self.n)], [_weights_of(live)])
-            refused = list(range(self.n)) if apart else [i for i, x in enumerate(flags) if x]
-            bad += [("ranks", "their weights differ")] * apart
-        if first and refused: raise RuntimeError(_NOT_GOOD.format(", ".join(map(".".join, bad[:3])) or "on another rank"))
-        good = [i for i in wanted if i not in refused]
-        whole = whole and not refused
-        if good: write_banks(self, live, good, whole, step)
-        if good and not hold: self.confirm(None if whole else good)
-        return TakeResult(
-            step=one_step(step), lanes=tuple(good), published=bool(good) and not hold, bad=tuple(map(".".join, bad)),
-            refused=tuple(i for i in wanted if i in refused), nbytes=sum(t.nbytes for t in live.tensors.values()),
-            seconds=time.perf_counter() - start)
+        return _take(self, self.agree, step, lanes, hold)
 
     @torch.no_grad()
     def restore(
@@ -195,6 +241,14 @@ class Snapshot(Banks):
             parts=tuple(dict.fromkeys(names)), left=tuple(p for p in self.parts if p not in names),
             kept=tuple(dict.fromkeys(kept)),
             seconds=time.perf_counter() - start)
+
+    def state_dict(self) -> dict:
+        "Everything a file can hold: both banks, what is published, and what is on probation."
+        return _banks_state(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
+        "Put both banks back; load the parts themselves first, or restore them afterwards."
+        _load_banks(self, state)
 
     def difference(
         self,
