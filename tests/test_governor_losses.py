@@ -86,7 +86,7 @@ def test_a_rise_is_looked_at_and_its_end_is_noted():
     assert [r.action for r in gov.notes] == ["wait", "passed"] and not gov.reports and gov.trial is None
 
 def test_no_snapshot_is_published_during_a_trial():
-    gov = Governor(nn.Linear(1, 1), chance=CHANCE, config=GovernorConfig(snapshot_every=5, probation=5, patience=64))
+    gov = Governor(nn.Linear(1, 1), chance=CHANCE, config=GovernorConfig(snapshot_every=5, probation=5, patience=100))
     for k in range(100): gov.watch(.5 + .01 * (k % 3))
     step = gov.snapshot.steps[0]
     for _ in range(63): gov.watch(2.2)
@@ -97,13 +97,13 @@ def test_a_trial_goes_into_a_state_and_comes_back():
     for k in range(100): a.watch(.5 + .01 * (k % 3))
     for _ in range(15): a.watch(2.2)
     b.load_state_dict(a.state_dict())
-    trails = [[bool(g.watch(2.2)) for _ in range(40)] for g in (a, b)]
+    trails = [[bool(g.watch(2.2)) for _ in range(60)] for g in (a, b)]
     assert trails[0] == trails[1] and sum(trails[0]) >= 1
     assert a.reports[-1].lost == b.reports[-1].lost
 
 def test_a_rise_that_stays_is_a_ruin_and_one_below_the_bar_a_new_level():
     for height, action in ((2.2, "rollback"), (1.0, None)):
-        gov = governed([.5 + .01 * (k % 3) for k in range(200)] + [height] * 60, CHANCE)
+        gov = governed([.5 + .01 * (k % 3) for k in range(200)] + [height] * 110, CHANCE)
         assert [r.action for r in gov.reports][:1] == ([action] if action else [])
 
 def test_nan_is_never_waited_for():
@@ -120,7 +120,7 @@ def test_a_verdict_is_right_in_nearly_all_cases(noise):
         while said == "wait" and i < 500:
             x = (1.5 if ruin else 1.5 * math.exp(-i / 60)) + noise * rng.standard_normal()
             trial.add(x, x); i += 1
-            said = weigh_trial(trial, 32)
+            said = weigh_trial(trial, 48)
         right += said == ("ruined" if ruin else "passed") or not ruin and said == "meant"
     assert right >= 195
 
@@ -167,7 +167,7 @@ def test_a_burst_does_not_use_up_the_budget(bad):
         loss = F.cross_entropy(net(x), y)
         opt.zero_grad(); loss.backward(); opt.step()
         gov.watch(loss)
-    assert len(gov.reports) == bad and gov.budget.ever[0] <= 1 + bad // 32 and net.weight.isfinite().all()
+    assert len(gov.reports) == bad and gov.budget.ever[0] <= 1 + bad // 48 and net.weight.isfinite().all()
     assert not gov.stopped[0]
 
 def test_a_burst_of_bad_batches_is_left_out_batch_by_batch():
@@ -196,4 +196,4 @@ def test_a_trouble_without_end_still_ends():
     for k in range(60): gov.watch(.5)
     with pytest.raises(GovernorStop):
         for k in range(10_000): gov.watch(math.nan)
-    assert k < 4 * 40 + 10
+    assert k < 4 * 56 + 10

@@ -116,7 +116,7 @@ def goes_on(name: str, obj) -> bool:
 def patience_of(g: Guarded) -> int: # losses
     "How long a rise is looked at before anything is done."
     if g.n > 1: return 0 # an epoch of lanes is judged at once, when it is over
-    return 32 if g.config.patience is None else g.config.patience
+    return 48 if g.config.patience is None else g.config.patience
 
 # %% ../../nbs/guard/17_acts.ipynb #62c32397
 def scale_rates(

@@ -68,7 +68,7 @@ def label_entropy(
 
 # %% ../../nbs/guard/09_losses.ipynb #1faf5c80
 _ODD = 8 # anomalies that are remembered
-_LATER = ("linear", "lowest", "highest", "start") # arrays that states of older versions lack
+_LATER = ("linear", "lowest", "highest", "start", "wander") # arrays that states of older versions lack
 _COUNTS = ("judged", "seen", "stale", "odd_seen", "count", "near", "grad_seen", "grad_count", "linear") # whole numbers
 
 # %% ../../nbs/guard/09_losses.ipynb #fc7330e0
@@ -90,6 +90,7 @@ class _LossArrays:
     level: np.ndarray # (n,) of the loss on its scale: median of the logarithm, or mean
     spread: np.ndarray # (n,) on that scale, about one standard deviation
     start: np.ndarray # (n,) mean of the first losses of all
+    wander: np.ndarray # (n,) largest rise that turned out to be meant, on its scale
     smooth: np.ndarray # (n,) moving average on that scale
     cusum: np.ndarray # (n,) sum of excess z
     count: np.ndarray # (n,) losses above all limits, in a row

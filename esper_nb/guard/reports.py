@@ -31,7 +31,7 @@ class GovernorConfig(DetectorConfig):
     lr_factor: float = 0.5 # one learning rate cut; also made at every rollback after the first in a row
     least_lr: float = 0.0625 # all cuts together never take more than this from the learning rate
     replay: bool = False # a first rollback puts everything back, data and schedule too, and replays exactly
-    patience: int | None = None # losses that a rise is looked at before anything is done; None: 32, or 0 on lanes
+    patience: int | None = None # losses that a rise is looked at before anything is done; None: 48, or 0 on lanes
     cooldown: int = 100 # losses past the place of the panic that refill the budget
     stop_raises: bool = True # at the end of the ladder raise `GovernorStop` (True) or only mark the lanes (False)
 

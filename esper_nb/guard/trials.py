@@ -82,15 +82,16 @@ def weigh_trial(
     "What the losses of a trial say so far."
     k = len(t.x)
     if k >= _LAST and statistics.median(t.x[-_LAST:]) <= t.level + t.near: return "passed"
-    if k % max(4, patience // 2): return "wait"
-    fall, error = _fall(t.x[-2 * patience:])
-    last = statistics.median(t.x[-max(3, patience // 3):])
+    if k % max(4, patience // 4): return "wait"
+    fall, error = _fall(t.x[-max(2 * patience, 8):])
+    last = statistics.median(t.x[-max(3, patience // 4):])
     if last > t.far: return "ruined"
+    if k % max(4, patience // 2): return "wait"
     least = max(2 * error, .05 * (last - t.level))
     if -fall > least and t.learnt: return "ruined" if last >= t.bar else "wait"
     if k < patience or k % patience: return "wait"
     if fall > least: return "wait"
-    if k < 2 * patience and fall > max(error, .01 * (last - t.level)): return "wait"
+    if k < 2 * patience and fall > max(error, .05 * (last - t.level)): return "wait"
     return "ruined" if last >= t.bar else "meant"
 
 # %% ../../nbs/guard/14_trials.ipynb #0deef75d
@@ -100,11 +101,15 @@ def unheard_of(
 ) -> bool:
     "Whether one loss is too large to be a rare healthy one."
     level, highest = float(s.level[0]), float(s.highest[0])
-    if s.linear[0]: return loss > level + 100 * max(highest - level, float(s.spread[0]))
+    if s.linear[0]: return bool(s.seen[0] >= 100) and loss > level + 1e4 * max(highest - level, float(s.spread[0]))
     reach = math.log(max(highest, 1e-30)) - level
-    return math.log(max(loss, 1e-30)) > level + max(math.log(1000), 3 * reach)
+    return math.log(max(loss, 1e-30)) > level + max(math.log(1e5), 3 * reach)
 
 # %% ../../nbs/guard/14_trials.ipynb #ff928581
+def _wander(s: LossStats) -> float: # on its scale
+    "The largest rise among the healthy losses of a lane."
+    return wander_of(on_scale(np.array(s.recent(0, WINDOW_LIMIT)), s.linear[0]).tolist())
+
 def open_trial(
     s: LossStats, # of a single lane, after the loss that rose
     c: DetectorConfig, # thresholds
@@ -115,7 +120,7 @@ def open_trial(
     linear, level, spread = s.linear[0], float(s.level[0]), float(s.spread[0])
     ignorant = float(s.start[0] if chance is None else chance[0])
     least = 3 * spread if linear else max(math.log(c.rise_ratio), 2 * spread)
-    wander = wander_of(on_scale(np.array(s.recent(0, WINDOW_LIMIT)), linear).tolist())
+    wander = max(_wander(s), float(s.wander[0]))
     near = spread if linear else max(math.log(c.rise_ratio) / 2, spread)
     top = float(on_scale(ignorant, linear))
     bar = ruin_bar(level, top, least, wander, share=.6 if chance is None else .75)
@@ -135,6 +140,7 @@ def close_trial(
     by = loss_limits(s, c, chance)
     losses = np.array(t.losses)
     if said == "meant":
+        s.wander[0] = max(float(s.wander[0]), _wander(s), statistics.median(t.x[-_LAST:]) - t.level)
         s.forget([0])
         losses = losses[len(losses) // 2:]
     else:
