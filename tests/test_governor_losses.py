@@ -197,3 +197,9 @@ def test_a_trouble_without_end_still_ends():
     with pytest.raises(GovernorStop):
         for k in range(10_000): gov.watch(math.nan)
     assert k < 4 * 56 + 10
+
+def test_where_good_weights_do_no_better_the_data_have_changed():
+    "A task that turns hard for good, without falling again: one rollback at most, no end of the run."
+    gov = governed([.3 + .01 * (k % 3) for k in range(200)] + [2.2 + .02 * (k % 3) for k in range(400)], CHANCE)
+    assert [r.action for r in gov.reports] == ["rollback"] and gov.notes[-1].action == "meant"
+    assert not gov.stopped[0] and gov.lr_factor == 1.

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'Waiting', 'SavedAt', 'Guarded', 'note_saved', 'hint_at_parts', 'goes_on', 'patience_of', 'scale_rates',
-           'cut_rates', 'give_back', 'go_back', 'leave_out', 'perform', 'file_report', 'choose', 'act']
+           'cut_rates', 'return_cuts', 'go_back', 'leave_out', 'perform', 'file_report', 'choose_act', 'act']
 
 # %% ../../nbs/guard/17_acts.ipynb #2119fe72
 import logging
@@ -72,6 +72,7 @@ class Guarded:
         self.verdict: Verdict | None = None # the latest that took more than the short way
         self.short_way = ShortWay()
         self.trial: Trial | None = None # a rise that is being looked at
+        self.probe: Trial | None = None # after a rollback: is the loss of the good weights any better?
         self.waiting: list[Waiting] = [] # losses gathered on a device
         self.watched = 0 # calls of `watch`
         self.asleep = np.zeros(lanes, bool) # lanes that nobody looks at during this `watch`
@@ -139,7 +140,7 @@ def cut_rates(
     g.lr_factor *= factor
     return g.lr_factor
 
-def give_back(g: Guarded) -> bool: # whether it was
+def return_cuts(g: Guarded) -> bool: # whether it was
     "Take all cuts of the learning rate back, if the trouble is over and the loss is at its level again."
     s, c = g.stats, g.config
     over = not (g.budget.lowers[0] or g.budget.rollbacks[0]) and s.seen[0] >= c.min_samples
@@ -177,7 +178,9 @@ def go_back(
     skip: tuple[str, ...] = () if action == "replay" else ("streams", "cursor")
     if onward: skip = tuple(name for name, obj in objects.items() if goes_on(name, obj))
     back = g.snapshot.restore(None if g.n == 1 else lanes, skip=skip, stay=onward)
-    if g.n == 1: g.since, g.held, g.trial = 0, False, None
+    if g.n == 1:
+        g.since, g.held = 0, False
+        g.trial = g.probe = None
     told: dict[int, dict] = {}
     for i, step in zip(back.lanes, back.steps):
         saved = g.saved.get(g.snapshot.version[i] or 0, SavedAt(g.watched, g.lr_factor))
@@ -243,7 +246,7 @@ def file_report(
     g.reports.append(report)
     return report
 
-def choose(
+def choose_act(
     g: Guarded,
     lane: int,
     reason: str, # one of REASONS
@@ -274,7 +277,7 @@ def act(
     "Do for these lanes what the ladder says, and report it."
     start = time.perf_counter()
     reports = {i: describe_panic(g.stats, g.config, verdict, g.chance, i, code) for i, code in codes.items()}
-    actions = {i: choose(g, i, r.reason, verdict, before_step) for i, r in reports.items()}
+    actions = {i: choose_act(g, i, r.reason, verdict, before_step) for i, r in reports.items()}
     for action in dict.fromkeys(actions.values()):
         mine = [i for i, a in actions.items() if a == action]
         told = perform(g, action[0], mine, free=action[1])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .acts import (
-    Guarded, SavedAt, Waiting, act, choose, file_report, give_back, note_saved, patience_of)
+    Guarded, SavedAt, Waiting, act, choose_act, file_report, return_cuts, note_saved, patience_of)
 from .budgets import calm_lanes
 from .detector import REASONS, ShortWay, judge_in_place, loss_limits
 from .losses import on_scale
@@ -38,7 +38,7 @@ def _tend(g: Guarded):
     "At the edge of a step: refill budgets, publish what is on probation, take the next snapshot."
     c = g.config
     g.budget.refill(g.stats.judged, c.cooldown)
-    if g.lr_factor != 1.: give_back(g)
+    if g.lr_factor != 1.: return_cuts(g)
     if g.since < (c.probation if g.held else c.snapshot_every): return
     if g.trial is not None: return
     calm = calm_lanes(g.stats, c) & ~g.budget.stopped & ~g.asleep
@@ -56,7 +56,7 @@ def _tend(g: Guarded):
 def _passes(g: Guarded, loss: Tensor | float) -> bool:
     "The short way; False if there is anything to judge."
     if g.n > 1 or g.waiting or g.budget.stopped[0] or g.config.sync_every not in (None, 1): return False
-    if g.trial is not None or g.ranks: return False
+    if g.trial is not None or g.probe is not None or g.ranks: return False
     if isinstance(loss, Tensor):
         if loss.device.type != "cpu": return False
         loss = loss.item()
@@ -94,7 +94,7 @@ def _begin_trial(g: Guarded, code: int, loss: float, before_step: bool) -> bool:
     "Wait for what becomes of a rise, if it is one, and if there is no batch to leave out instead."
     reason = REASONS[code]
     if not patience_of(g) or reason not in ("explosion", "collapse", "rise"): return False
-    if before_step and choose(g, 0, reason, g.verdict, True)[0] == "skip": return False
+    if before_step and choose_act(g, 0, reason, g.verdict, True)[0] == "skip": return False
     g.trial = open_trial(g.stats, g.config, g.chance, code)
     g.trial.add(float(on_scale(loss, g.stats.linear[0])), loss)
     _note(g, "wait", code, loss)
@@ -114,7 +114,9 @@ def _follow_trial(g: Guarded, loss: float, before_step: bool, **more) -> tuple[R
         above = loss > loss_limits(g.stats, g.config, g.chance).limit[0]
         code = REASONS.index("explosion") if above else t.reason
         seen = g.verdict and replace(g.verdict, loss=np.array([loss])) # none where the trial came from a checkpoint
-        return act(g, {0: code}, seen, False, **more)
+        done = act(g, {0: code}, seen, False, **more)
+        if done[0].action == "rollback": g.probe = replace(t, x=[], losses=[])
+        return done
     close_trial(t, said, g.stats, g.config, g.chance)
     _note(g, said, t.reason, loss)
     if said == "meant": # a snapshot of the time before would undo what was meant
@@ -123,10 +125,26 @@ def _follow_trial(g: Guarded, loss: float, before_step: bool, **more) -> tuple[R
     return ()
 
 # %% ../../nbs/guard/18_governor.ipynb #f1ebf099
+def _probe(g: Guarded, loss: float):
+    "After a rollback: where good weights have as bad a loss as ruined ones, it is not the weights."
+    t = g.probe
+    assert t is not None
+    g.stats.judged += 1
+    g.since += 1
+    t.add(float(on_scale(loss, g.stats.linear[0])), loss)
+    if len(t.x) < 3: return
+    g.probe = None
+    if sorted(t.x)[1] < t.bar: return
+    close_trial(t, "meant", g.stats, g.config, g.chance)
+    _note(g, "meant", t.reason, loss)
+
 def _judge_one(g: Guarded, w: Waiting, loss: np.ndarray, norm: np.ndarray | None, active: np.ndarray,
                before_step: bool, worst: np.ndarray) -> tuple[Report, ...]:
     "Judge the losses of one step, and act on what is found."
     more = {} if not g.ranks else dict(rank=int(worst[0]))
+    if g.probe is not None and active[0] and math.isfinite(loss[0]):
+        _probe(g, float(loss[0]))
+        return ()
     if g.trial is not None and active[0] and math.isfinite(loss[0]):
         return _follow_trial(g, float(loss[0]), before_step, batch=w.batch, **more)
     g.verdict = judge_in_place(g.stats, loss, g.config, g.chance, norm, None if active.all() else active)
@@ -178,7 +196,9 @@ def _begin_anew(g: Guarded, lanes: list[int]):
     for fresh in (g.stats, g.budget): fresh.reset(lanes)
     gone = np.isin(np.arange(g.n), lanes) # what waits there belongs to the networks that were
     g.waiting = [w._replace(asleep=w.asleep | gone) for w in g.waiting]
-    if whole: g.since, g.held, g.trial = 0, False, None
+    if whole:
+        g.since, g.held = 0, False
+        g.trial = g.probe = None
     g.snapshot.take(step=0, lanes=None if whole else lanes)
     note_saved(g)
 
@@ -220,7 +240,7 @@ class Governor(Guarded):
     def accept(self):
         "A change of the loss is meant, one that has come or that is about to: learn the new level from now on."
         self.flush()
-        self.trial = None
+        self.trial = self.probe = None
         self.stats.forget(range(self.n))
         self.take_snapshot()
 
@@ -264,7 +284,7 @@ def _governor_state(g: Guarded) -> dict:
     return {k: getattr(g, k) for k in _BOOKS} | dict(
         stats={k: t.clone() for k, t in g.stats.state_dict().items()}, budget=g.budget.state_dict(),
         config=g.config.to_dict(), snapshot=g.snapshot.state_dict(), saved={k: tuple(v) for k, v in g.saved.items()},
-        trial=None if g.trial is None else asdict(g.trial),
+        **{k: None if getattr(g, k) is None else asdict(getattr(g, k)) for k in ("trial", "probe")},
         waiting=[(w.loss.cpu(), None if w.norm is None else w.norm.cpu(), w.asleep.tolist(), w.batch)
                  for w in g.waiting])
 
@@ -276,6 +296,6 @@ def _load_governor(g: Guarded, state: Mapping[str, Any]):
     g.config = GovernorConfig.from_dict(state["config"])
     for k in _BOOKS: setattr(g, k, state.get(k, getattr(g, k)))
     g.saved = {k: SavedAt(*v) for k, v in state.get("saved", {}).items()}
-    g.trial = Trial(**state["trial"]) if state.get("trial") else None
+    for k in ("trial", "probe"): setattr(g, k, Trial(**state[k]) if state.get(k) else None)
     g.waiting = [Waiting(loss, norm, np.array(asleep), *rest) for loss, norm, asleep, *rest in state["waiting"]]
     g.short_way = ShortWay()

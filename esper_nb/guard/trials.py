@@ -88,7 +88,7 @@ def weigh_trial(
     if last > t.far: return "ruined"
     if k % max(4, patience // 2): return "wait"
     least = max(2 * error, .05 * (last - t.level))
-    if -fall > least and t.learnt: return "ruined" if last >= t.bar else "wait"
+    if -fall > least and t.learnt and k <= 3 * patience: return "ruined" if last >= t.bar else "wait"
     if k < patience or k % patience: return "wait"
     if fall > least: return "wait"
     if k < 2 * patience and fall > max(error, .05 * (last - t.level)): return "wait"
