@@ -154,6 +154,7 @@ def _judge_one(g: Guarded, w: Waiting, loss: np.ndarray, norm: np.ndarray | None
     if g.n == 1 and _begin_trial(g, int(g.verdict.code[0]), float(loss[0]), before_step): return ()
     return act(g, {i: g.verdict.code[i] for i in lanes}, g.verdict, before_step, batch=w.batch, **more)
 
+# %% ../../nbs/guard/18_governor.ipynb #c773134e
 def _judge_waiting(g: Guarded, before_step: bool) -> tuple[Report, ...]:
     "Judge all losses that wait, in order; of several ranks the mean."
     waiting, g.waiting = g.waiting, []
