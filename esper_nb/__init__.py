@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from esper_nb.guard.reports import (GovernorConfig as GovernorConfig, GovernorStop as GovernorStop,
         Report as Report)
     from esper_nb.guard.snapshots import Snapshot as Snapshot
-    from esper_nb.guard.detector import label_entropy as label_entropy
+    from esper_nb.guard.losses import label_entropy as label_entropy
     from esper_nb.guard.adapters import guard_trainer as guard_trainer, lightning_governor as lightning_governor
     from esper_nb.grow.attached import attach_slots as attach_slots
     from esper_nb.grow.models import GrowingModel as GrowingModel
@@ -71,7 +71,7 @@ _NAMES = {
     "guard.governor": "Governor",
     "guard.reports": "GovernorConfig GovernorStop Report",
     "guard.snapshots": "Snapshot",
-    "guard.detector": "label_entropy",
+    "guard.losses": "label_entropy",
     "guard.adapters": "guard_trainer lightning_governor",
     "grow.attached": "attach_slots",
     "grow.models": "GrowingModel",

@@ -7,12 +7,18 @@ its own code is asked too and must agree.
 import importlib
 import importlib.util
 import json
+import logging
 import math
 from pathlib import Path
 
 import numpy as np
+from healthy_losses import HEALTHY
+from torch import nn
 
-from esper_nb.guard.detector import REASONS, DetectorConfig, LossStats, judge
+from esper_nb.guard.detector import REASONS, judge
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.losses import DetectorConfig, LossStats
+from esper_nb.guard.reports import GovernorConfig
 
 FOLDER = Path(__file__).resolve().parents[1]/"nbs/explanations"
 CHANCE, FAULT_AT, STEPS, SEEDS = math.log(10), 1200, 2000, 40
@@ -172,9 +178,39 @@ def noticed(rule, stored, world):
     return [int(out[t["start"]:t["start"] + 100].any(0).sum()), int(out[:t["start"]].any(0).sum())]
 
 
+def acts(losses, chance):
+    "What a Governor of one run does about these losses, and what it only looks at: (reports, notes)."
+    gov = Governor(nn.Linear(1, 1), chance=chance, config=GovernorConfig(stop_raises=False))
+    for loss in losses: gov.watch(float(loss))
+    return list(gov.reports), list(gov.notes)
+
+
+def healthy(runs=10):
+    "{kind: {rule: alarms in ten healthy runs}}; of ours the acts, and the looks that came to nothing."
+    out = {}
+    for name, (chance, make) in HEALTHY.items():
+        x = np.stack([make(np.random.default_rng(REPORTED + 900 + i)) for i in range(runs)], 1)
+        mine = [acts(trace, chance) for trace in x.T]
+        out[name] = {"acts": sum(len(r) for r, _ in mine), "looks": sum(r.action == "wait" for _, n in mine for r in n)}
+        out[name] |= {rule: int(np.count_nonzero(f(x))) for rule, f in RULES.items() if f != governor}
+    return out
+
+
+def acted(name, sign):
+    "[runs in which a Governor noticed a fault within 100 steps, in which it acted, in which it acted too early]."
+    x, found = broken(name)[:FAULT_AT + 110] + sign, []
+    for trace in x.T:
+        reports, notes = acts(trace, CHANCE if sign == 0 else None)
+        first, seen = ([r.batch for r in of] for of in (reports, [*reports, *notes]))
+        found.append((any(0 <= b - FAULT_AT < 100 for b in seen), bool(first) and first[0] >= FAULT_AT,
+                      bool(first) and first[0] < FAULT_AT))
+    return np.array(found).sum(0).tolist()
+
+
 def main():
     "Ask every rule about every trace, and store the answers."
     compare_with_lightning()
+    logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
     real = json.loads((FOLDER/"bench_faults.json").read_text(encoding="utf-8"))
     hard = ("×8, stays", "×3, stays", "collapse from 1.3 to chance", "drift, +1 % per step")
     result = dict(
@@ -184,10 +220,11 @@ def main():
         caught={name: {rule: caught(f(broken(name))) for rule, f in RULES.items()} for name in FAULTS},
         false_alarms={rule: false_alarms(f) for rule, f in RULES.items()},
         noisy={name: [caught(governor(broken(name, noise))) for noise in LEVELS] for name in hard},
-        reasons={name: reasons(name) for name in FAULTS},
+        reasons={name: reasons(name) for name in FAULTS}, healthy=healthy(),
+        governed={name: acted(name, 0.) for name in FAULTS}, signed={name: acted(name, -2.) for name in FAULTS},
         real={rule: {w: noticed(f, real, w) for w in real["traces"]} for rule, f in RULES.items() if f != governor})
     (FOLDER/"bench_detectors.json").write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
-    print(json.dumps(result["caught"], ensure_ascii=False, indent=1))
+    for key in ("caught", "healthy", "governed", "signed"): print(json.dumps(result[key], ensure_ascii=False, indent=1))
 
 
 if __name__ == "__main__": main()

@@ -189,7 +189,7 @@ def test_a_plain_page_has_all_that_the_site_has():
         return dict(execution_count=None, outputs=[dict(output_type="display_data", metadata={}, data={kind: data})])
     link = '[source](https://esper-nb.github.io/esper_nb/core.html#f){target="_blank"}'
     cells = [cell("raw", "---\ntitle: x\n---"),
-             cell("markdown", "## Two words\n\n[g](guard/14_governor.ipynb#fit) [h](https://jsonlines.org/a.ipynb)"),
+             cell("markdown", "## Two words\n\n[g](guard/18_governor.ipynb#fit) [h](https://jsonlines.org/a.ipynb)"),
              cell("code", '#| fig-alt: "A curve"\nplot(7)', **shown_by("image/png", png)),
              cell("code", "#| echo: false\nhidden(8)", **shown_by("text/markdown", link))]
     page = notebooks.plain_page(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5),

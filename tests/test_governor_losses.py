@@ -1,0 +1,205 @@
+"Healthy losses of every kind are left alone, and ruin is seen on each of them, at any scale and sign."
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scripts.healthy_losses import CHANCE, HEALTHY
+from esper_nb.guard.detector import judge, loss_limits
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.losses import DetectorConfig, LossStats
+from esper_nb.guard.reports import GovernorConfig, GovernorStop
+from esper_nb.guard.trials import Trial, weigh_trial
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+def governed(losses, chance, **watch):
+    gov = Governor(nn.Linear(1, 1), chance=chance)
+    for loss in losses: gov.watch(float(loss), **watch)
+    return gov
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_healthy_losses_are_left_alone(kind):
+    chance, make = HEALTHY[kind]
+    for seed in range(3): # ten fresh seeds of each kind are in the benchmark
+        for before_step in (False, True):
+            gov = governed(make(np.random.default_rng(910_000 + seed)), chance, before_step=before_step)
+            assert not gov.reports, (kind, seed, str(gov.summary()))
+            assert gov.lr_factor == 1.
+
+@pytest.mark.parametrize("scale", [1e-6, 1., 1e6])
+def test_a_signed_ruin_is_seen_in_both_directions(scale):
+    rng = np.random.default_rng(5)
+    for bad in (-1e12, 1e12, 300.):
+        s = LossStats.new()
+        for x in rng.normal(-5., 1., 200): s, v = judge(s, scale * x)
+        assert v.scale() == "linear" and v.reason() == "healthy"
+        answers = []
+        for _ in range(3):
+            s, v = judge(s, scale * bad)
+            answers.append(v.reason())
+        assert "explosion" in answers
+
+def test_the_scale_follows_the_losses_or_the_setting():
+    rng = np.random.default_rng(0)
+    def scale(x, **c):
+        s = LossStats.new()
+        s.add(np.zeros(len(x), int), x, DetectorConfig(**c))
+        return s.scale(0)
+    positive = np.exp(rng.standard_normal(200))
+    assert [scale(positive), scale(positive - 1), scale(np.maximum(0, positive - 1))] == ["log", "linear", "linear"]
+    assert [scale(positive - 1, scale="log"), scale(positive, scale="linear")] == ["log", "linear"]
+    gov = governed([*positive, math.nan], None)
+    assert gov.reports[-1].scale == "log" and gov.summary().scale == "log"
+    with pytest.raises(ValueError, match="expected one of auto, log, linear"): DetectorConfig(scale="cubic")
+
+def test_the_scale_changes_when_a_loss_crosses_zero_and_the_smoothed_loss_with_it():
+    s = LossStats.new()
+    for k in range(400): s, v = judge(s, 2. - .01 * k)
+    assert v.scale() == "linear" and abs(s.smooth[0] - (-1.97)) < .2
+
+def test_losses_on_two_scales_are_judged_side_by_side_as_if_alone():
+    rng = np.random.default_rng(3)
+    x = np.stack([np.exp(.3 * rng.standard_normal(300)), rng.standard_normal(300)], 1); x[250:] += 40.
+    both, alone = LossStats.new(2), [LossStats.new(), LossStats.new()]
+    for row in x:
+        both, v = judge(both, row)
+        for i in range(2):
+            alone[i], w = judge(alone[i], row[i])
+            assert v.code[i] == w.code[0] and np.isclose(v.limit[i], w.limit[0])
+
+def test_limits_name_the_loss_at_which_a_rise_begins():
+    s = LossStats.new(2)
+    s.add(np.tile([0, 1], 100), np.random.default_rng(0).normal([.9, -3.], .05, (100, 2)).ravel(), DetectorConfig())
+    by = loss_limits(s, DetectorConfig(), None)
+    assert s.linear.tolist() == [0, 1] and 1.1 < by.rise[0] < 1.25 and -2.95 < by.rise[1] < -2.7
+
+
+# --- trials
+
+def test_a_rise_is_looked_at_and_its_end_is_noted():
+    rng = np.random.default_rng(0)
+    calm = .5 + .02 * rng.standard_normal(300)
+    gov = governed([*calm[:200], *([1.4] * 20), *calm[200:]], CHANCE)
+    assert [r.action for r in gov.notes] == ["wait", "passed"] and not gov.reports and gov.trial is None
+
+def test_no_snapshot_is_published_during_a_trial():
+    gov = Governor(nn.Linear(1, 1), chance=CHANCE, config=GovernorConfig(snapshot_every=5, probation=5, patience=100))
+    for k in range(100): gov.watch(.5 + .01 * (k % 3))
+    step = gov.snapshot.steps[0]
+    for _ in range(63): gov.watch(2.2)
+    assert gov.trial is not None and gov.snapshot.steps[0] <= step + 5
+
+def test_a_trial_goes_into_a_state_and_comes_back():
+    a, b = [Governor(nn.Linear(1, 1), chance=CHANCE) for _ in range(2)]
+    for k in range(100): a.watch(.5 + .01 * (k % 3))
+    for _ in range(15): a.watch(2.2)
+    b.load_state_dict(a.state_dict())
+    trails = [[bool(g.watch(2.2)) for _ in range(60)] for g in (a, b)]
+    assert trails[0] == trails[1] and sum(trails[0]) >= 1
+    assert a.reports[-1].lost == b.reports[-1].lost
+
+def test_a_rise_that_stays_is_a_ruin_and_one_below_the_bar_a_new_level():
+    for height, action in ((2.2, "rollback"), (1.0, None)):
+        gov = governed([.5 + .01 * (k % 3) for k in range(200)] + [height] * 110, CHANCE)
+        assert [r.action for r in gov.reports][:1] == ([action] if action else [])
+
+def test_nan_is_never_waited_for():
+    gov = governed([.5] * 100 + [2.2] * 8 + [math.nan], CHANCE)
+    assert [r.reason for r in gov.reports] == ["non-finite"] and gov.trial is None
+
+@pytest.mark.parametrize("noise", [.05, .3])
+def test_a_verdict_is_right_in_nearly_all_cases(noise):
+    rng, right = np.random.default_rng(0), 0
+    for k in range(200):
+        ruin = k % 2
+        trial = Trial(level=0., near=.15 + noise, bar=1.)
+        said, i = "wait", 0
+        while said == "wait" and i < 500:
+            x = (1.5 if ruin else 1.5 * math.exp(-i / 60)) + noise * rng.standard_normal()
+            trial.add(x, x); i += 1
+            said = weigh_trial(trial, 48)
+        right += said == ("ruined" if ruin else "passed") or not ruin and said == "meant"
+    assert right >= 195
+
+
+# --- changes that are meant, bursts
+
+def test_accept_learns_the_new_level_and_saves():
+    net = nn.Linear(1, 1)
+    gov = Governor(net, chance=None)
+    for k in range(100): gov.watch(.1 + .005 * (k % 3))
+    net.weight.data.fill_(5.)
+    gov.accept()
+    for k in range(100): gov.watch(3. + .1 * (k % 3))
+    assert not gov.reports and not gov.notes
+    gov.watch(math.nan)
+    assert net.weight.item() == 5., "no rollback goes behind what was accepted"
+
+def test_accept_ends_a_trial():
+    gov = governed([.1] * 100 + [2.3] * 10, CHANCE)
+    assert gov.trial is not None
+    gov.accept()
+    for _ in range(100): gov.watch(2.3)
+    assert not gov.reports
+
+def test_a_snapshot_can_be_taken_at_once():
+    net = nn.Linear(1, 1)
+    gov = Governor(net, chance=None)
+    for _ in range(7): gov.watch(1.)
+    net.weight.data.fill_(3.)
+    gov.take_snapshot()
+    net.weight.data.fill_(9.)
+    report, = gov.rollback()
+    assert net.weight.item() == 3. and report.restored_step == 7 and report.rollbacks_left == 4
+
+@pytest.mark.parametrize("bad", [20, 60])
+def test_a_burst_does_not_use_up_the_budget(bad):
+    "Batches with inputs that are not numbers: each ruins the weights, and all of them are one trouble or two."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=.1)
+    gov = Governor(net, opt, chance=math.log(3))
+    for k in range(400):
+        x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
+        if 200 <= k < 200 + bad: x = x * math.nan
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        gov.watch(loss)
+    assert len(gov.reports) == bad and gov.budget.ever[0] <= 1 + bad // 48 and net.weight.isfinite().all()
+    assert not gov.stopped[0]
+
+def test_a_burst_of_bad_batches_is_left_out_batch_by_batch():
+    net = nn.Linear(1, 1)
+    gov = Governor(net, chance=CHANCE)
+    for k in range(160):
+        with gov.step(): gov.watch(math.nan if 100 <= k < 130 else .5)
+    assert [r.action for r in gov.reports] == ["skip"] * 30 and gov.budget.skips[0] == 1
+    assert gov.summary().lost == tuple((k, k) for k in range(100, 130))
+
+def test_wrong_labels_for_a_while_do_not_stop_a_run():
+    torch.manual_seed(0)
+    centers = torch.randn(10, 16)
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10)); opt = torch.optim.Adam(net.parameters(), 2e-3)
+    gov = Governor(net, opt, chance=CHANCE)
+    for k in range(500):
+        y = torch.randint(0, 10, (64,)); x = centers[y] + .5 * torch.randn(64, 16)
+        if 300 <= k < 360: y = y[torch.randperm(64)]
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        gov.watch(loss)
+    assert not gov.stopped[0] and loss.item() < .5, str(gov.summary())
+
+def test_a_trouble_without_end_still_ends():
+    gov = Governor(nn.Linear(1, 1), chance=CHANCE)
+    for k in range(60): gov.watch(.5)
+    with pytest.raises(GovernorStop):
+        for k in range(10_000): gov.watch(math.nan)
+    assert k < 4 * 56 + 10
+
+def test_where_good_weights_do_no_better_the_data_have_changed():
+    "A task that turns hard for good, without falling again: one rollback at most, no end of the run."
+    gov = governed([.3 + .01 * (k % 3) for k in range(200)] + [2.2 + .02 * (k % 3) for k in range(400)], CHANCE)
+    assert [r.action for r in gov.reports] == ["rollback"] and gov.notes[-1].action == "meant"
+    assert not gov.stopped[0] and gov.lr_factor == 1.

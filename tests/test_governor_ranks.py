@@ -1,0 +1,147 @@
+"Several processes: every rank does the same thing at the same step, and a rank that is gone is named."
+import math, os, time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.reports import GovernorConfig, GovernorStop
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
+CONFIG = GovernorConfig(snapshot_every=10, probation=10, patience=8)
+
+def batch(step, rank):
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    y = torch.randint(0, 10, (16,), generator=g)
+    return CENTERS[y] + torch.randn(16, 16, generator=g), y
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+
+def ruin(fault, net, opt, x):
+    "One rank's mishap, before the step."
+    if fault == "nan batch": return x * math.nan
+    if fault == "huge batch": return x * 1e8
+    with torch.no_grad():
+        weight = next(net.parameters())
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        if fault == "nan weight": weight.view(-1)[0] = math.nan
+        if fault == "weights × 300": weight.mul_(300)
+        if fault == "forgotten": weight.zero_()
+    return x
+
+def train(rank, world, folder, out, fault, bad_rank, form, kind, steps=120):  # noqa: PLR0913
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+    net = network()
+    if kind == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+        for layer in (net[0], net[2]): fully_shard(layer)
+        fully_shard(net)
+    model = nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
+    opt = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    gov = Governor(model, opt, chance=math.log(10), config=CONFIG)
+    try:
+        for step in range(steps):
+            x, y = batch(step, rank)
+            if step == 80 and rank == bad_rank: x = ruin(fault, net, opt, x)
+            if form == "step":
+                with gov.step():
+                    loss = F.cross_entropy(model(x), y)
+                    opt.zero_grad(); loss.backward()
+                    gov.watch(loss)
+                    opt.step()
+                continue
+            loss = F.cross_entropy(model(x), y)
+            opt.zero_grad(); loss.backward(); opt.step()
+            gov.watch(loss)
+    except GovernorStop: pass
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+    out[rank] = dict(reports=[(r.batch, r.reason, r.action, r.rank) for r in gov.reports],
+                     weights=torch.cat([p.detach().flatten() for p in whole]), asked=gov.ranks.asked,
+                     watched=gov.watched)
+    dist.barrier()
+    dist.destroy_process_group()
+
+def run(world, tmp_path, *args, target=train):
+    manager = mp.Manager()
+    out = manager.dict()
+    context = mp.get_context("fork")
+    processes = [context.Process(target=target, args=(r, world, str(tmp_path), out, *args)) for r in range(world)]
+    for p in processes: p.start()
+    for p in processes: p.join(120)
+    alive = [p.pid for p in processes if p.is_alive()]
+    for p in processes: p.kill()
+    assert not alive, "a rank hangs"
+    return [out[r] for r in range(world) if r in out]
+
+FAULTS = ("nan batch", "huge batch", "nan weight", "weights × 300", "forgotten")
+
+@pytest.mark.parametrize("world,fault,bad_rank,form", [
+    *[(2, f, 1, "watch") for f in FAULTS], (2, "nan batch", 0, "step"), (2, "huge batch", 1, "step"),
+    (4, "nan batch", 2, "watch"), (4, "nan weight", 3, "step"), (4, "weights × 300", 0, "watch")])
+def test_ddp_ranks_do_the_same_and_end_equal_to_the_bit(tmp_path, world, fault, bad_rank, form):
+    done = run(world, tmp_path, fault, bad_rank, form, "ddp")
+    assert len(done) == world
+    assert all(d["reports"] == done[0]["reports"] for d in done), [d["reports"] for d in done]
+    assert all(torch.equal(d["weights"], done[0]["weights"]) for d in done)
+    assert done[0]["weights"].isfinite().all()
+    if fault.startswith("nan"): assert done[0]["reports"] and done[0]["reports"][0][0] in (79, 80)
+    if (fault, form) == ("nan batch", "watch"): assert done[0]["reports"][0][3] == bad_rank, "the report names the rank"
+
+@pytest.mark.parametrize("fault,bad_rank,form", [("nan batch", 1, "watch"), ("nan weight", 0, "watch"),
+                                                 ("nan batch", 0, "step")])
+def test_shards_are_kept_and_put_back(tmp_path, fault, bad_rank, form):
+    done = run(2, tmp_path, fault, bad_rank, form, "fsdp")
+    assert len(done) == 2 and done[0]["reports"] == done[1]["reports"] and done[0]["reports"]
+    assert torch.equal(done[0]["weights"], done[1]["weights"]) and done[0]["weights"].isfinite().all()
+
+def test_a_healthy_run_on_two_ranks_is_the_run_alone_to_the_bit(tmp_path):
+    for form in ("watch", "step"):
+        (tmp_path/form).mkdir()
+        done = run(2, tmp_path/form, None, -1, form, "ddp", 60)
+        assert [d["reports"] for d in done] == [[], []] and done[0]["asked"] <= done[0]["watched"] + 60 // 10 + 2
+
+def stays_away(rank, world, folder, out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+    gov = Governor(network(), chance=math.log(10), config=CONFIG, timeout=20.)
+    start = time.monotonic()
+    try:
+        for step in range(50):
+            if rank == world - 1 and step == 20: os._exit(0) # it dies without a word
+            gov.watch(.9)
+    except RuntimeError as e: out[rank] = (str(e), time.monotonic() - start)
+    os._exit(0)
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_is_gone_is_named_and_nobody_hangs(tmp_path, world):
+    said = run(world, tmp_path, target=stays_away)
+    assert len(said) == world - 1
+    for text, seconds in said:
+        assert f"rank {world - 1} of {world} is gone" in text and seconds < 40, (text, seconds)
+
+def sleeps(rank, world, folder, out):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+    gov = Governor(network(), chance=math.log(10), config=CONFIG, timeout=2.)
+    try:
+        for step in range(10):
+            if rank == 1 and step == 5: time.sleep(15)
+            gov.watch(.9)
+    except RuntimeError as e: out[rank] = str(e)
+    os._exit(0)
+
+def test_a_rank_that_hangs_is_given_up(tmp_path):
+    said = run(2, tmp_path, target=sleeps)
+    assert said and "rank 1 of 2 is gone" in said[0]
+
+def test_one_process_stays_off_the_network():
+    gov = Governor(network(), chance=math.log(10))
+    for _ in range(100): gov.watch(.9)
+    assert not gov.ranks and gov.ranks.asked == 0
