@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import GrowthActions, draw_actions
-from esper_nb.control.choices import OPS, SHORT, Choice, choice_of
+from esper_nb.control.actions import draw_actions
+from esper_nb.control.choices import OPS, SHORT, Choice, choice_of, fit_choice
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.control.evidence import RewardConfig, new_ledger
@@ -97,7 +97,7 @@ def test_several_seeds_may_be_young_at_a_time():
     one, many = (GrowVecEnv(**SETTINGS | dict(repertoire=SHORT.replace(several=s)), data=DATA, seed=0) for s in (0, 1))
     for env in (one, many):
         env.reset()
-        first = env.actions.encode(env.actions.fit(Choice("germinate", "r0c0", "conv_light")))
+        first = env.actions.encode(fit_choice(Choice("germinate", "r0c0", "conv_light"), SHORT))
         for i in range(4): env.parts[0][1].model.germinate("r0c0", "conv_light", [i], tempo=8)
         env.parts[0][1].model.slot("r0c0").change(None, lambda s: s._replace(stage=Stage.TRAINING))
         env.refresh()
@@ -106,19 +106,12 @@ def test_several_seeds_may_be_young_at_a_time():
         assert not env.actions.allowed(env.mask[0], first)
 
 
-def test_what_is_not_offered_becomes_what_is():
-    space = GrowthActions(new_population("digits_impaired", FitConfig(lanes=1), data=DATA).model, repertoire=SHORT)
-    assert space.fit(Choice("prune", "r0c0", speed=0, curve="linear")) == Choice()
-    grown = space.fit(Choice("germinate", "r0c0", "norm", style="gated", tempo=3, target=.7))
-    assert (grown.style, grown.tempo, grown.target) == ("linear_add", 1, 1.)
-
-
 # ---- nothing to game
 
 def play(env, plan, seed=0):
     env.reset(seed=seed)
     for t in range(env.horizon):
-        env.step(torch.stack([env.actions.encode(env.actions.fit(plan.get(t, Choice())))] * env.num_envs).numpy())
+        env.step(torch.stack([env.actions.encode(fit_choice(plan.get(t, Choice()), SHORT))] * env.num_envs).numpy())
     return torch.tensor([r.reward for r in list(env.records)[-env.num_envs:]]), env
 
 

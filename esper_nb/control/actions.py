@@ -232,14 +232,6 @@ class GrowthActions(_Layout):
         "Words to a code; an unknown word, or one missing that the operation needs, is an error."
         return encode_choice(choice, self.values, self.placeholder)
 
-    def fit(self, choice: Choice) -> Choice:
-        "The nearest choice that the repertoire has: where it leaves one setting that one, for a missing verb a wait."
-        r = self.repertoire
-        if choice.op not in r.operations: return Choice()
-        single = dict(style=r.styles, tempo=r.tempos, target=r.targets)
-        fixed = {k: v[0] for k, v in single.items() if len(v) == 1 and getattr(choice, k) is not None}
-        return choice._replace(**fixed)
-
     def decode(self, action: Sequence[int] | Tensor) -> Choice: # (K,) numbers
         "A code to words."
         return decode_action(action, self.values)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OPS', 'STYLES', 'TEMPOS', 'TARGETS', 'SPEEDS', 'CURVES', 'HEADS', 'USES', 'PLACEHOLDERS', 'MIN_PRUNE_AGE', 'SHORT',
-           'Repertoire', 'Choice', 'head_values', 'choice_of', 'encode_choice', 'decode_action', 'as_decision',
-           'as_choice']
+           'Repertoire', 'Choice', 'fit_choice', 'head_values', 'choice_of', 'encode_choice', 'decode_action',
+           'as_decision', 'as_choice']
 
 # %% ../../nbs/control/50_choices.ipynb #9fa2309c
 from collections.abc import Mapping, Sequence
@@ -87,6 +87,17 @@ class Choice(NamedTuple):
     target: float | None = None # alpha
     speed: int | None = None # epochs
     curve: str | None = None
+
+# %% ../../nbs/control/50_choices.ipynb #d0367540
+def fit_choice(
+    choice: Choice, # of somebody who knows nothing of the repertoire
+    repertoire: Repertoire,
+) -> Choice:
+    "The nearest choice on offer: the only setting where just one is left, and a wait for an operation that is not."
+    c, r = choice, repertoire
+    if c.op not in r.operations: return Choice()
+    def only(asked, offered): return offered[0] if asked is not None and len(offered) == 1 else asked
+    return c._replace(style=only(c.style, r.styles), tempo=only(c.tempo, r.tempos), target=only(c.target, r.targets))
 
 # %% ../../nbs/control/50_choices.ipynb #55b82f03
 def head_values(

@@ -89,7 +89,8 @@ class EnvConfig(Config):
 
     def fit(self, lanes: int) -> FitConfig: # of one part
         "How the population of a device is trained."
-        names = ("batch_size", "lr", "schedule", "restart", "max_norm", "precision", "eval_batch", "workers", "width", "governor")
+        names = ("batch_size", "lr", "schedule", "restart", "max_norm", "precision", "eval_batch", "workers", "width",
+                 "governor")
         return FitConfig(lanes=lanes, epochs=self.horizon, **{k: getattr(self, k) for k in names})
 
 # %% ../../nbs/control/57_env_config.ipynb #f24e7961
@@ -106,7 +107,7 @@ def make_parts(
     out: list[Part] = []
     for j, device in enumerate(config.devices):
         fit, own = config.fit(n // k + (j < n % k)), copy.copy(loaded.to(device))
-        if config.family: own = FamilyData(own, FAMILIES[config.family], config.judged)
+        if config.family and isinstance(own, ImageData): own = FamilyData(own, FAMILIES[config.family], config.judged)
         pop = new_population(task, fit, config.slots, own, device, blueprints=config.blueprints, rules=config.rules)
         out.append((sum(p.lanes for _, p in out), pop))
     return out

@@ -99,8 +99,9 @@ class _Networks(gym.vector.VectorEnv):
 # %% ../../nbs/control/58_envs.ipynb #63fb07f0
 _flags = ("episode", "trained", "rollbacks", "fresh", "ended", "goes_on")
 _books = ("ledger", "epochs", "tallies")
-_fixed = ("task", "family", "judged", "num_envs", "horizon", "reward", "price", "gamma", "penalty", "slots", "blueprints", "max_seeds",
-          "rules", "repertoire", "schedule", "restart", "batch_size", "lr", "precision", "devices")
+_fixed = ("task", "family", "judged", "num_envs", "horizon", "reward", "price", "gamma", "penalty", "slots",
+          "blueprints", "max_seeds", "rules", "repertoire", "schedule", "restart", "batch_size", "lr", "precision",
+          "devices")
 
 # %% ../../nbs/control/58_envs.ipynb #4d0c4f84
 class _Episodes(_Networks):

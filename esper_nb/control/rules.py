@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .actions import GrowthActions
-from .choices import as_choice
+from .choices import as_choice, fit_choice
 from ..core.config import Config, check
 from ..core.random import generator
 from ..grow.blending import RampMode
@@ -294,4 +294,4 @@ def encode_decision(
     expected = "one for each lane and step: the environment carries out one operation at a time"
     check(len(each) <= 1, "decisions", len(each), expected)
     one = each[0] if each else Decision()
-    return one, env.actions.encode(env.actions.fit(as_choice(one)))
+    return one, env.actions.encode(fit_choice(as_choice(one), env.actions.repertoire))

@@ -249,8 +249,7 @@ class BankRouter(nn.Module):
         "The route of the present table, mode and time."
         # Bytes are cheaper than any column, and a module's dict is cheaper than its attribute.
         key = self.training, self._buffers["table"].numpy().tobytes()
-        known = self.cache.get("key") == key and self.cache["within"] in (None, self.within)
-        if not known:
+        if self.cache.get("key") != key or self.cache["within"] not in (None, self.within):
             states = self.states()
             route = Route(find_roles(states, self.blueprints, self.training, self.within), self.lanes)
             still = all(s.mode == RampMode.HOLD for s in states) # then the time does not matter

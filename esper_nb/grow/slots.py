@@ -222,14 +222,13 @@ class Slot(_Seedbed):
         curve: Curve | int = Curve.LINEAR,
         steepness: float = 12., # of a sigmoid ramp
     ):
-        "Put fresh seeds into empty slots, and through the gates that open by themselves; lanes have streams of their own."
+        "Put fresh seeds into empty slots, and through gates that open by themselves; each lane has its own stream."
         known = f"one of {', '.join(self.blueprints)}: what slot {self.name} was made for"
         check(blueprint in self.blueprints, "blueprint", blueprint, known)
         found, which = as_lanes(lanes, self.lanes), self.blueprints.index(blueprint)
         new = {i: _new_seed(self, blueprint, blend, i) for i in found} # all of them, before anything changes
-        def born(s: SeedState) -> SeedState:
-            return pass_gates(germinate_seed(s, which, blend, tempo, goal, curve, steepness), self.rules)[0]
-        self.change(found, born)
+        def born(s): return germinate_seed(s, which, blend, tempo, goal, curve, steepness)
+        self.change(found, lambda s: pass_gates(born(s), self.rules)[0])
         for i in found: put_lanes(self.banks[blueprint], [i], new[i])
         if blend == Blend.GATE: _renew_gates(self, found)
 

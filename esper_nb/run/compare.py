@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['METERS', 'Player', 'latest_step', 'RulePlayer', 'RandomPlayer', 'PolicyPlayer', 'PlayScores', 'play_lanes',
-           'PlayResult', 'PracticeUpdate', 'Comparison', 'compare_controllers', 'fair_env', 'simple_controllers',
-           'comparison_text']
+           'PlayResult', 'PracticeUpdate', 'Comparison', 'compare_controllers', 'simple_controllers', 'comparison_text']
 
 # %% ../../nbs/run/95_compare.ipynb #48781008
 import json, math, time
@@ -32,9 +31,6 @@ from ..grow.decisions import Decision, DecisionResult
 from ..grow.stages import Stage
 from ..learn.distributions import acting_noise
 from ..learn.learner import Learner
-from .recipes import RunConfig
-from ..train.data import ImageData
-from ..train.text import TextData
 
 # %% ../../nbs/run/95_compare.ipynb #551785b2
 class Player(Protocol):
@@ -302,14 +298,6 @@ def compare_controllers(
             say(f"seed {seed}, {name}: test accuracy {np.mean(played['test_accuracy_pp']):.1f} pp, "
                 f"return {np.mean(played['total']):.2f}, {played['seconds']:.0f} s")
     return Comparison(env.task.name, env.num_envs, env.horizon, tuple(plays))
-
-def fair_env(
-    config: RunConfig,
-    data: ImageData | TextData | None = None, # None: the task's own, loaded now
-) -> GrowVecEnv:
-    "The recipe's environment for a judgement: nothing is ruined on purpose, and no instance was practised on."
-    judged = config.env.family is not None
-    return GrowVecEnv(config.env.replace(faults=(), autoreset_mode="NextStep", judged=judged), data)
 
 def simple_controllers() -> dict[str, Callable[[int], Player]]: # name -> seed -> player
     "Those that need no practice."

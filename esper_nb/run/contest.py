@@ -26,8 +26,9 @@ from ..grow.decisions import Decision
 from ..learn.learner import Learner, Update
 from ..learn.training import StopFlag
 from .compare import (Comparison, Player, PolicyPlayer, PracticeUpdate, RulePlayer, compare_controllers,
-    fair_env, play_lanes, simple_controllers)
+    play_lanes, simple_controllers)
 from .recipes import RunConfig
+from .runs import fair_env
 from ..train.data import ImageData
 from ..train.families import FamilyData
 from ..train.text import TextData

@@ -256,7 +256,7 @@ def _cifar(name, slots, blocks=3, **host):
 
 _digits("digits", base=8, kernel=5)
 _digits("digits_impaired", base=2, kernel=1)
-_digits("digits_masked", base=6, kernel=3, widen=False, masked=True) # what a block sees is drawn with each episode: see families
+_digits("digits_masked", base=6, kernel=3, widen=False, masked=True)  # every instance of a family lacks something else
 _cifar("baseline", _grid(3), base=8)  # can seeds add to a capable host?
 _cifar("scale", _grid(5), blocks=5, base=8)  # does growth scale in depth?
 _cifar("impaired", _grid(3), base=1, kernel=1)  # can seeds rescue a blind host?
