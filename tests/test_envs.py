@@ -245,7 +245,7 @@ def test_a_panic_at_any_step_is_one_terminal_transition(mode, at):
         source = info.get("final_info", info) if mode == "SameStep" else info
         assert (source["rolled_back"] & source["_rolled_back"]).tolist() == [False, t == at, False]
         if t == at:
-            assert reward[1] == -10 and term.tolist() == [False, True, False]
+            assert reward[1] == -10 and term[1] and term[[0, 2]].tolist() == [at == env.horizon - 1] * 2
             assert env.last_result.terms["rollback"].tolist() == [0, -10, 0]
             assert env.last_result.rolled_back.tolist() == [False, True, False]
         assert np.array_equal(reward[[0, 2]], calm_result[1][[0, 2]])
@@ -291,10 +291,10 @@ def test_a_lane_that_cannot_be_saved_begins_afresh():
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
-def test_the_horizon_truncates_and_only_the_sparse_preset_ends(preset):
+def test_the_horizon_ends_an_episode_whatever_is_paid(preset):
     env = make(2, reward=preset)
     for _, reward, term, trunc, _ in roll(env, 4)[1:]: last = term, trunc, reward
-    assert last[0].all() == (preset == "sparse") and last[1].all() == (preset != "sparse")
+    assert last[0].all() and not last[1].any()
     if preset == "sparse": assert (last[2] > 0).all()
 
 

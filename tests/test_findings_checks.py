@@ -247,7 +247,7 @@ def test_all_lanes_share_one_call_of_the_policy(n, monkeypatch):
 
 
 def test_a_rollout_that_is_cut_off_goes_on_with_its_memory():
-    one = learner()
+    one = learner(norm_reward=False)
     one.begin()
     while not one.rollout.full: one.step_envs()
     one.prepare()
