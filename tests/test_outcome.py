@@ -16,7 +16,7 @@ from esper_nb.core.layers import by_lane
 from esper_nb.grow.lifecycle import SHORT_LIFE
 from esper_nb.grow.seeds import SeedState
 from esper_nb.grow.stages import Stage
-from esper_nb.train.families import FAMILIES, FamilyData, Instance, begin_lessons
+from esper_nb.train.families import TASK_FAMILIES, FamilyData, Instance, begin_lessons
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.tasks import get_task
 from esper_nb.train.trainer import run_epoch
@@ -202,7 +202,7 @@ def test_a_blind_block_neither_sees_nor_learns_to():
 
 
 def test_every_kind_of_the_family_trains_in_one_population():
-    kinds = FAMILIES["digits"]
+    kinds = TASK_FAMILIES["digits"]
     data = FamilyData(get_task("digits_masked").load(limit=256), kinds)
     pop = new_population("digits_masked", FitConfig(lanes=24, epochs=2, workers=1), data=data)
     begin_lessons(pop, range(24), range(24))

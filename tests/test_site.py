@@ -343,7 +343,7 @@ def test_the_call_of_the_readme_is_documented():
         assert re.search(rf"^\| \*?{name}\*? \|.*{note}", watch, re.M), name
     assert re.search(r"\[`label_entropy`\]\(https://[^)]+#label_entropy\)", said)
     assert "@property\nGovernor.stopped -> np.ndarray" in said
-    page = plain(NBS/"guard/14_governor.ipynb")
+    page = plain(NBS/"guard/18_governor.ipynb")
     assert "label_entropy</code></a>" in page and '<h4 id="governor.watch">' in page
 
 def test_signatures_are_short_and_as_they_are_written():
@@ -432,18 +432,18 @@ def test_pages_of_benchmarks_open_with_the_picture(name):
 def test_a_page_leads_to_the_one_before_and_the_one_after():
     quarto = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
     assert quarto["website"]["page-navigation"] is True and quarto["format"]["html"]["toc-depth"] == 4
-    foot = re.search(r"<footer>(.*)</footer>", plain(NBS/"guard/14_governor.ipynb"))[1]
+    foot = re.search(r"<footer>(.*)</footer>", plain(NBS/"guard/18_governor.ipynb"))[1]
     assert re.findall(r'href="([^"]+)">(.)', foot) == [("../guard/reports.html", "←"), ("../guard/adapters.html", "→")]
 
 def test_the_plain_page_has_its_contents():
-    page = plain(NBS/"guard/14_governor.ipynb")
+    page = plain(NBS/"guard/18_governor.ipynb")
     aside = re.search(r"<aside>.*?</aside>", page, re.S)[0]
     inside = dict(re.findall(r'href="#([^"]+)">([^<]+)<', aside))
     assert inside["governor.watch"] == "watch" and inside["what-it-costs"] == "What it costs"
     assert all(f'id="{name}"' in page.replace(aside, "") for name in inside)
 
 def test_the_plain_site_can_be_searched():
-    path = NBS/"guard/14_governor.ipynb"
+    path = NBS/"guard/18_governor.ipynb"
     found = {e[0]: e for e in notebooks.search_entries(plain(path), path.relative_to(NBS))}
     _, page, heading, words = found["guard/governor.html#governor.watch"]
     assert (page, heading) == ("governor", "Governor.watch") and "Judge the loss of this step" in words
@@ -478,7 +478,7 @@ def chromium():
 def test_the_plain_site_in_a_browser(tmp_path):
     "Read from files: nothing is wider than the window, the search finds the call of the README, plots are dark."
     api = pytest.importorskip("playwright.sync_api")
-    for at in ("index.ipynb", "guard/14_governor.ipynb", "tutorials/first_rollback.ipynb"):
+    for at in ("index.ipynb", "guard/18_governor.ipynb", "tutorials/first_rollback.ipynb"):
         (tmp_path/"proc"/at).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path/"proc"/at).write_text(json.dumps(processed(NBS/at)), encoding="utf-8")
     shutil.copytree(NBS/"tutorials/images", tmp_path/"proc/tutorials/images")

@@ -21,7 +21,7 @@ from ..grow.lifecycle import Gates, Rules
 from ..guard.reports import GovernorConfig
 from ..train.data import ImageData
 from ..train.text import TextData
-from ..train.families import FAMILIES, FamilyData
+from ..train.families import TASK_FAMILIES, FamilyData
 from ..train.faults import Fault
 from ..train.tasks import Task
 from ..train.population import FitConfig, new_population
@@ -84,8 +84,8 @@ class EnvConfig(Config):
         check(0 < len(devices) <= n, "devices", devices, f"at least one, and no more than the {n} lanes")
         check(all(lane < n for lane in faulty), "faults", faulty, f"lanes below {n}")
         for d in devices: check_device(d)
-        check(self.family is None or self.family in FAMILIES, "family", self.family,
-              f"one of {', '.join(FAMILIES)}, or None")
+        check(self.family is None or self.family in TASK_FAMILIES, "family", self.family,
+              f"one of {', '.join(TASK_FAMILIES)}, or None")
 
     def fit(self, lanes: int) -> FitConfig: # of one part
         "How the population of a device is trained."
@@ -107,7 +107,7 @@ def make_parts(
     out: list[Part] = []
     for j, device in enumerate(config.devices):
         fit, own = config.fit(n // k + (j < n % k)), copy.copy(loaded.to(device))
-        if config.family and isinstance(own, ImageData): own = FamilyData(own, FAMILIES[config.family], config.judged)
+        if config.family and isinstance(own, ImageData): own = FamilyData(own, TASK_FAMILIES[config.family], config.judged)
         pop = new_population(task, fit, config.slots, own, device, blueprints=config.blueprints, rules=config.rules)
         out.append((sum(p.lanes for _, p in out), pop))
     return out
