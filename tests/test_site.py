@@ -433,7 +433,7 @@ def test_a_page_leads_to_the_one_before_and_the_one_after():
     quarto = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
     assert quarto["website"]["page-navigation"] is True and quarto["format"]["html"]["toc-depth"] == 4
     foot = re.search(r"<footer>(.*)</footer>", plain(NBS/"guard/18_governor.ipynb"))[1]
-    assert re.findall(r'href="([^"]+)">(.)', foot) == [("../guard/reports.html", "←"), ("../guard/adapters.html", "→")]
+    assert re.findall(r'href="([^"]+)">(.)', foot) == [("../guard/acts.html", "←"), ("../guard/adapters.html", "→")]
 
 def test_the_plain_page_has_its_contents():
     page = plain(NBS/"guard/18_governor.ipynb")
