@@ -107,7 +107,8 @@ def make_parts(
     out: list[Part] = []
     for j, device in enumerate(config.devices):
         fit, own = config.fit(n // k + (j < n % k)), copy.copy(loaded.to(device))
-        if config.family and isinstance(own, ImageData): own = FamilyData(own, TASK_FAMILIES[config.family], config.judged)
+        if config.family and isinstance(own, ImageData):
+            own = FamilyData(own, TASK_FAMILIES[config.family], config.judged)
         pop = new_population(task, fit, config.slots, own, device, blueprints=config.blueprints, rules=config.rules)
         out.append((sum(p.lanes for _, p in out), pop))
     return out
