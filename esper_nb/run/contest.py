@@ -65,9 +65,8 @@ def list_schedules(env: GrowVecEnv) -> dict[str, Fixed]: # name -> timetable
 # %% ../../nbs/run/97_contest.ipynb #5c6f26e9
 def kinds_of(env: GrowVecEnv) -> list[int]: # one for each lane
     "The kind of instance that each lane has before it; 0 where there is no family."
-    data = [pop.data for _, pop in env.parts for _ in range(pop.lanes)]
-    first = [i for _, pop in env.parts for i in range(pop.lanes)]
-    return [d.lessons[i].kind if isinstance(d, FamilyData) else 0 for d, i in zip(data, first)]
+    return [pop.data.lessons[i].kind if isinstance(pop.data, FamilyData) else 0
+            for _, pop in env.parts for i in range(pop.lanes)]
 
 class ScheduleSearch(NamedTuple):
     "What a search for the best timetable found."
@@ -95,10 +94,10 @@ def best_schedule(
             for k, kind, paid in zip(mine, kinds_of(env), played["total"]):
                 found.setdefault(k, []).append(paid)
                 of_kind.setdefault(kind, {}).setdefault(k, []).append(paid)
-    scores = {k: float(np.mean(v)) for k, v in found.items()}
-    best = max(scores, key=lambda k: scores[k])
-    def mean_of(paid: list[float]) -> float: return float(np.mean(paid))
-    by_kind = {kind: max(paid, key=lambda k: mean_of(paid[k])) for kind, paid in of_kind.items()}
+    def means(paid: dict[str, list[float]]) -> dict[str, float]: return {k: float(np.mean(v)) for k, v in paid.items()}
+    def best_of(scores: dict[str, float]) -> str: return max(scores, key=lambda k: scores[k])
+    scores = means(found)
+    best, by_kind = best_of(scores), {kind: best_of(means(paid)) for kind, paid in of_kind.items()}
     return ScheduleSearch(best, table[best], scores, spent, by_kind)
 
 # %% ../../nbs/run/97_contest.ipynb #b87f7ea2
@@ -222,7 +221,7 @@ def compare_recipe(
     jobs: int = 1, # seeds at a time, each in a process of its own
 ) -> Comparison:
     "A recipe's controller against all others, at equal budget."
-    seeds, env = list(seeds), GrowVecEnv(config.env.replace(faults=(), autoreset_mode="NextStep")) # of practice
+    seeds, env = list(seeds), fair_env(config, judged=False) # schedules are chosen in practice
     check_count("jobs", jobs)
     check(len(seeds) > 0, "seeds", seeds, "at least one")
     found = best_schedule(env, list(search))

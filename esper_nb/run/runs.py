@@ -30,8 +30,7 @@ from ..record.populations import run_rows
 from ..record.rows import Row, record_rows
 from ..record.steps import update_rows
 from ..record.steps import EnvRows
-from .compare import (
-    Comparison, PolicyPlayer, compare_controllers, comparison_text, simple_controllers)
+from .compare import Comparison, PolicyPlayer, compare_controllers, comparison_text, simple_controllers
 from .recipes import RunConfig, change_settings
 from ..show.plot_learning import plot_learning
 from ..train.data import ImageData
@@ -190,9 +189,9 @@ def run_updates(
 def fair_env(
     config: RunConfig,
     data: ImageData | TextData | None = None, # None: the task's own, loaded now
+    judged: bool = True, # of a family: instances that no practice has seen
 ) -> GrowVecEnv:
-    "The recipe's environment for a judgement: nothing is ruined on purpose, and no instance was practised on."
-    judged = config.env.family is not None
+    "The recipe's environment for a judgement: nothing is ruined on purpose."
     return GrowVecEnv(config.env.replace(faults=(), autoreset_mode="NextStep", judged=judged), data)
 
 def _final_plays(run: Run, say: Callable[[str], Any]) -> tuple[Comparison, list[Row]]:

@@ -80,8 +80,8 @@ def status_html(
     state = f'<span class="esper-pill {s["state"]}">{GLYPHS[s["state"]]} {s["state"]}</span>'
     facts = "".join(f"<span>{html.escape(f)}</span>" for f in status_facts(s))
     share = 100 * s["steps"] / s["total"] if s["total"] else 0
-    known = {k: v for k, v in session.numbers.items() if v is not None}
-    numbers = "".join(f"<span>{html.escape(k)} {v:.3g}</span>" for k, v in known.items())
+    said = {k: "–" if v is None else f"{v:.3g}" for k, v in session.numbers.items()} # –: not known yet
+    numbers = "".join(f"<span>{html.escape(k)} {v}</span>" for k, v in said.items())
     if numbers: numbers = f'<div class="esper-status esper-numbers">{numbers}</div>'
     return (f'<div class="esper-status" role="status">{state}{facts}</div>'
             f'<div class="esper-progress"><i style="width:{share:.0f}%"></i></div>{numbers}{error_html(s["error"])}')

@@ -123,11 +123,14 @@ class FamilyData(ImageData):
         check(not missing, "lanes", missing, "lanes whose lessons have begun: call begin(lanes, addresses) first")
         return torch.stack([torch.as_tensor(getattr(self.lessons[i], name)) for i in lanes]).to(self.device)
 
-    def reorder(self, x: Tensor, lanes: Sequence[int]) -> Tensor: # (B, n*C, H, W), the same shape
+    def pixel_order(self, lanes: Sequence[int]) -> Tensor | None: # (n, H*W); None: no lane's pixels are shuffled
+        "Where the pixels of each lane come from."
+        return self.table("pixels", lanes) if any(self.instance(i).shuffled for i in lanes) else None
+
+    def reorder(self, x: Tensor, pixels: Tensor | None) -> Tensor: # (B, n*C, H, W), the same shape
         "Put the pixels of every lane into its own order."
-        if not any(self.instance(i).shuffled for i in lanes): return x
-        pixels = self.table("pixels", lanes)
-        flat = x.unflatten(1, (len(lanes), -1)).flatten(3)
+        if pixels is None: return x
+        flat = x.unflatten(1, (len(pixels), -1)).flatten(3)
         found = flat.gather(3, pixels[None, :, None].expand(*flat.shape[:3], -1))
         return found.view(x.shape).contiguous(memory_format=torch.channels_last)
 
@@ -135,17 +138,17 @@ class FamilyData(ImageData):
         plain = super().epoch(seed, lanes, epoch, batch_size)
         order = plain.draws["order"] % self.table("used", lanes).to(plain.draws["order"])
         corner, labels = (plain.draws["dy"], plain.draws["dx"]), self.table("labels", lanes).T.contiguous() # (N, n)
-        read = image_reader(self, order, corner, plain.draws["mirror"])
+        read, pixels = image_reader(self, order, corner, plain.draws["mirror"]), self.pixel_order(lanes)
         def fetch(b): # batch numbers to their (x, y)
             for (x, _), numbers in zip(read(b), order[b].long()):
-                yield self.reorder(x, lanes), labels.gather(0, numbers)
+                yield self.reorder(x, pixels), labels.gather(0, numbers)
         return Epoch(plain.draws | dict(order=order), fetch, plain.ahead)
 
     def evaluate(self, split: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]: # (B, n*C, H, W), (B, n)
-        names, n = self.table("classes", self.shown), len(self.shown)
+        names, pixels, n = self.table("classes", self.shown), self.pixel_order(self.shown), len(self.shown)
         for x, y in super().evaluate(split, batch_size):
             wide = x.repeat(1, n, 1, 1).contiguous(memory_format=torch.channels_last)
-            yield self.reorder(wide, self.shown), names[:, y].T
+            yield self.reorder(wide, pixels), names[:, y].T
 
 # %% ../../nbs/train/49_families.ipynb #ace48316
 def begin_lessons(

@@ -69,7 +69,7 @@ class FitConfig(Config):
         born: int = 0, # epoch in which the schedule began: 0, or that of the latest birth
     ) -> float: # multiplies the learning rate
         "The schedule: 1 at its start; cosine annealing without restarts (Loshchilov & Hutter 2017)."
-        if self.schedule == "constant" or epoch == born: return 1.
+        if self.schedule == "constant": return 1.
         return (1 + math.cos(math.pi * min(1, (epoch - born) / max(1, epochs - born)))) / 2
 
 # %% ../../nbs/train/45_population.ipynb #0c58bd42

@@ -21,7 +21,7 @@ from ..grow.models import MAX_BRANCHES, Growing
 from ..grow.slots import evaluating
 from ..grow.stages import Stage
 from .data import ImageData
-from .evaluation import EvalResult, Tally, evaluate, for_all_lanes, label_counts, tally_result
+from .evaluation import EvalResult, Tally, evaluate, label_counts, lane_inputs, tally_result
 from .tasks import Task, class_counts, correct_counts
 from .text import TextData
 
@@ -159,8 +159,7 @@ def evaluate_combinations(
     of_class = torch.zeros((), dtype=torch.int64, device=data.device)
     net.eval()
     for x, y in data.evaluate(split, batch_size):
-        own = y.ndim == x.ndim - 2
-        if not own: x = for_all_lanes(x, n)
+        x, own = lane_inputs(x, y, n)
         with precision.autocast(x.device): logits, _ = net.factorial(x, slots)
         whole.add(task, logits[-1], y, n)
         for part, z in zip(parts, logits): part.add(task, z, y, n)
