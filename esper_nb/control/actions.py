@@ -187,14 +187,14 @@ class GrowthActions(_Layout):
 
     def mask(self,
         table: Tensor | Growing, # (n, S, C) records, or the model that holds them
-        epoch: Tensor | None = None, # (n,) of the lanes' episodes; None: late enough for anything
+        epoch: Tensor | None = None, # (n,) of the lanes' episodes; None: one in which anything may germinate
     ) -> Tensor: # (n, M) bool
         "The facts of all lanes now."
         records = table if isinstance(table, Tensor) else read_slots(table, self.slots)
         ops = legal_operations(records, self.rules, self.max_seeds, self.repertoire)
         germinate = OPS.index("germinate")
         ops[:, germinate] &= self.offers.any(-1)
-        if epoch is not None: ops[:, germinate] &= (epoch >= self.repertoire.earliest)[:, None]
+        if epoch is not None: ops[:, germinate] &= self.repertoire.in_season(epoch)[:, None]
         offers = self.offers.expand(len(ops), -1, -1)
         grid = available_choices(ops, offers, self.offered)
         choices = grid | (self.resting & ~grid.any(-1, keepdim=True)) # plain agents want no empty head
@@ -266,8 +266,9 @@ def why_not(
         if s.stage != Stage.DORMANT: return f"{here}, not empty"
         if busy: return f"germinate: one immature seed at a time, and {busy[0]}"
         if c.blueprint not in slot.blueprints: return f"germinate: {c.blueprint} does not grow in {c.slot}"
-        early = f", or epoch {space.repertoire.earliest} has not come" if space.repertoire.earliest else ""
-        return f"germinate: {space.max_seeds} seeds is the bound, fossils included{early}"
+        r = space.repertoire
+        season = f", or the epoch is not in {r.earliest}..{'' if r.latest is None else r.latest}"
+        return f"germinate: {space.max_seeds} seeds is the bound, fossils included{season}"
     if c.op == "prune" and s.stage in LIVE and s.age < MIN_PRUNE_AGE:
         return f"prune: the seed is {s.age} epochs old, {MIN_PRUNE_AGE} are due to it"
     if s.frozen or s.mode != RampMode.HOLD: return f"{here}, alpha moves to {s.target:g}"

@@ -8,6 +8,7 @@ __all__ = ['OPS', 'STYLES', 'TEMPOS', 'TARGETS', 'SPEEDS', 'CURVES', 'HEADS', 'U
            'as_decision', 'as_choice']
 
 # %% ../../nbs/control/50_choices.ipynb #9fa2309c
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -63,6 +64,7 @@ class Repertoire(Config):
     targets: tuple[float, ...] = TARGETS # alpha
     several: bool = False # a seed may germinate while another one of the lane is young or a slot cools down
     earliest: int = 0 # epoch before which nothing germinates: time to look at what the lane is
+    latest: int | None = None # epoch after which nothing germinates: waiting is one short decision; None: no bound
 
     def __post_init__(self):
         known = dict(operations=OPS, styles=tuple(STYLES), tempos=TEMPOS, targets=TARGETS)
@@ -72,7 +74,12 @@ class Repertoire(Config):
             good = len(mine) > 0 and set(mine) <= set(values)
             check(good, k, mine, f"some of {', '.join(map(str, values))}")
         check_count("earliest", self.earliest, 0)
+        if self.latest is not None: check_count("latest", self.latest, self.earliest)
         check("wait" in self.operations, "operations", self.operations, "wait among them: it is always possible")
+
+    def in_season(self, epoch: Tensor) -> Tensor: # of any shape -> bool
+        "Whether something may germinate in these epochs of an episode."
+        return (epoch >= self.earliest) & (epoch <= (math.inf if self.latest is None else self.latest))
 
 SHORT = Repertoire(("wait", "germinate"), styles=("linear_add",), tempos=(1,), targets=(1.,), several=True)
 

@@ -52,9 +52,10 @@ def timetable(
 # %% ../../nbs/run/97_contest.ipynb #4e15b945
 def list_schedules(env: GrowVecEnv) -> dict[str, Fixed]: # name -> timetable
     "Timetables worth trying."
-    slots, short = env.actions.slots, "advance" not in env.actions.repertoire.operations
-    out = {"wait": Fixed({})}
-    for start in (env.actions.repertoire.earliest, env.horizon // 4):
+    slots, offered = env.actions.slots, env.actions.repertoire
+    short, out = "advance" not in offered.operations, {"wait": Fixed({})}
+    later = env.horizon // 4 if offered.latest is None else min(env.horizon // 4, offered.latest)
+    for start in (offered.earliest, later):
         for b in env.actions.blueprints:
             if len(slots) == 1 or env.actions.max_seeds != 1:
                 out[f"{b} everywhere from {start}"] = timetable(dict.fromkeys(slots, b), start, short)

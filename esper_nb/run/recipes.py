@@ -75,7 +75,8 @@ def _digits() -> RunConfig: # a capable host: what grows must pay for its room
 def _digits_family() -> RunConfig: # every lane is another task: look, then decide
     env = _hosts("digits_masked", 32, 12, family="digits", price=36., blueprints=("conv_light", "conv_heavy"),
                  max_seeds=1)
-    return RunConfig("digits_family", env.replace(repertoire=SHORT.replace(earliest=1)), _ppo(12, 60))
+    window = SHORT.replace(earliest=1, latest=2)
+    return RunConfig("digits_family", env.replace(repertoire=window), _ppo(12, 40).replace(gae_lambda=1., ent_coef=.05))
 
 @register_recipe
 def _cifar_baseline() -> RunConfig: # hours on a CPU
