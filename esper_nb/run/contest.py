@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['timetable', 'list_schedules', 'kinds_of', 'ScheduleSearch', 'best_schedule', 'train_player', 'OraclePlayer',
-           'SeedTask', 'practice_update', 'play_seed', 'compare_recipe']
+           'SeedTask', 'practice_update', 'play_seed', 'search_seeds', 'compare_recipe']
 
 # %% ../../nbs/run/97_contest.ipynb #0f067297
 import time
@@ -212,11 +212,17 @@ def _in_processes(jobs: int, tasks: list[SeedTask], say: Callable, watch: Callab
             pool.shutdown(cancel_futures=True)
             raise
 
+# %% ../../nbs/run/97_contest.ipynb #8332d5c7
+def search_seeds(config: RunConfig) -> list[int]: # one for each round of all lanes
+    "Seeds of a search that is worth its price, none of them reported."
+    rounds = 2 if config.env.family is None else config.ppo.num_updates
+    return list(range(101, 101 + rounds))
+
 # %% ../../nbs/run/97_contest.ipynb #c7317cbf
 def compare_recipe(
     config: RunConfig, # its own seed does not matter
     seeds: Iterable[int] = (0, 1, 2), # each trains a controller
-    search: Iterable[int] = (101, 102), # seeds of the search for a schedule
+    search: Iterable[int] | None = None, # seeds of the search for a schedule; None: as `search_seeds` has them
     say: Callable[[str], Any] = lambda text: None, # told of every play
     watch: Callable[[int, Update], Any] = lambda seed, update: None, # told of every update of every training
     jobs: int = 1, # seeds at a time, each in a process of its own
@@ -225,7 +231,7 @@ def compare_recipe(
     seeds, env = list(seeds), fair_env(config, judged=False) # schedules are chosen in practice
     check_count("jobs", jobs)
     check(len(seeds) > 0, "seeds", seeds, "at least one")
-    found = best_schedule(env, list(search))
+    found = best_schedule(env, search_seeds(config) if search is None else list(search))
     env.close()
     say(f"best fixed schedule: {found.name}")
     tasks = [SeedTask(config, seed, found.name, found.epochs, found.by_kind) for seed in seeds]
