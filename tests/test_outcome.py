@@ -93,6 +93,24 @@ def test_a_repertoire_masks_and_nothing_else_is_ever_drawn():
     assert born[:2] == [0, 0] and sum(born) > 0
 
 
+def test_births_have_a_window():
+    window = SHORT.replace(earliest=1, latest=2)
+    env = GrowVecEnv(**SETTINGS | dict(repertoire=window), data=DATA, seed=0)
+    env.reset()
+    begin = env.actions.encode(Choice("germinate", "r0c0", "conv_light", "linear_add", 1, 1.))
+    found = []
+    for _ in range(4):
+        found.append(env.actions.allowed(env.mask, begin.expand(env.num_envs, -1)).all().item())
+        env.step(np.zeros((env.num_envs, len(begin)), int))
+    assert found == [False, True, True, False]
+    with pytest.raises(ValueError, match="latest=0, expected .*at least 1"): SHORT.replace(earliest=1, latest=0)
+
+
+def test_a_family_wants_images():
+    with pytest.raises(ValueError, match="family='digits': expected None for 'prose'"):
+        GrowVecEnv(task="prose", family="digits", num_envs=2)
+
+
 def test_several_seeds_may_be_young_at_a_time():
     one, many = (GrowVecEnv(**SETTINGS | dict(repertoire=SHORT.replace(several=s)), data=DATA, seed=0) for s in (0, 1))
     for env in (one, many):

@@ -107,7 +107,9 @@ def make_parts(
     out: list[Part] = []
     for j, device in enumerate(config.devices):
         fit, own = config.fit(n // k + (j < n % k)), copy.copy(loaded.to(device))
-        if config.family and isinstance(own, ImageData):
+        if config.family is not None:
+            if not isinstance(own, ImageData):
+                raise ValueError(f"family={config.family!r}: expected None for {task.name!r}, whose data are no images")
             own = FamilyData(own, TASK_FAMILIES[config.family], config.judged)
         pop = new_population(task, fit, config.slots, own, device, blueprints=config.blueprints, rules=config.rules)
         out.append((sum(p.lanes for _, p in out), pop))

