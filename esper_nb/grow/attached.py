@@ -6,6 +6,7 @@
 __all__ = ['AttachedModel', 'attach_slots']
 
 # %% ../../nbs/grow/31_attached.ipynb #cff05680
+import copy
 import difflib
 from collections.abc import Mapping, Sequence
 
@@ -64,10 +65,23 @@ class AttachedModel(Growing):
 
     def forward(self, *args, **kwargs): return self.host(*args, **kwargs)
 
-    def detach_slots(self) -> nn.Module: # your network
-        "Take the hooks out of the network again."
+    def lane(self, i: int = 0) -> "AttachedModel":
+        "A copy: there is one lane."
+        check(i == 0, "lane", i, "0: an attached model has one lane")
+        return copy.deepcopy(self)
+
+    def take_hooks_off(self) -> nn.Module: # your network
+        "The network without its slots, whatever they do."
         for h in self.handles: h.remove()
         return self.host
+
+    def detach_slots(self, drop: bool = False) -> nn.Module: # your network; drop: let go what has grown
+        "Take the hooks out of the network again; what has grown is only let go when that is asked for."
+        with evaluating(self): heard = [k for k in self.names if self.is_heard(k)]
+        if heard and not drop:
+            raise RuntimeError(f"slots {', '.join(heard)} change the output and would be lost: take `export()`, "
+                               "which keeps them, or detach_slots(drop=True)")
+        return self.take_hooks_off()
 
 # %% ../../nbs/grow/31_attached.ipynb #a82559d4
 def attach_slots(

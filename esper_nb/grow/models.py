@@ -241,7 +241,12 @@ class Growing(_Measured):
 
     def lane(self, i: int) -> "Growing":
         "Lane i as a one-lane model of its own."
-        return take_lanes(self, [i])
+        return take_lanes(self, as_lanes(i, self.lanes))
+
+    def export(self, lane: int = 0, *example: Tensor, bake: bool = False) -> nn.Module: # as for `export_model`
+        "One lane as a plain module, without slots and without our classes."
+        from esper_nb import export_model # by the front door: its page stands on this one
+        return export_model(self, lane, *example, bake=bake)
 
 # %% ../../nbs/grow/29_models.ipynb #e2d68695
 def _walk(model: "GrowingModel", x: Tensor, names: Sequence[str]) -> list[Tensor]:
