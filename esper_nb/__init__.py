@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from esper_nb.grow.blueprints import list_blueprints as list_blueprints
     from esper_nb.grow.decisions import Decision as Decision
     from esper_nb.grow.export import export_model as export_model
+    from esper_nb.grow.serving import serve_optimizer as serve_optimizer
     from esper_nb.train.tasks import (Task as Task, get_task as get_task, list_tasks as list_tasks,
         create_model as create_model)
     from esper_nb.train.datasets import load_digits_data as load_digits_data
@@ -79,6 +80,7 @@ _NAMES = {
     "grow.blueprints": "list_blueprints",
     "grow.decisions": "Decision",
     "grow.export": "export_model",
+    "grow.serving": "serve_optimizer",
     "train.tasks": "Task get_task list_tasks create_model",
     "train.datasets": "load_digits_data",
     "train.optim": "LaneOptimizer",

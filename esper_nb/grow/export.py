@@ -17,7 +17,7 @@ from ..core.lanes import PerLane
 from ..core.layers import (
     LaneAttention, LaneBatchNorm2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, MaskedConv2d, Scale)
 from .blending import Blend, BlendGate, spread
-from .attached import AttachedModel
+from .attached import AttachedModel, from_slot, to_slot
 from .blueprints import (
     LaneFlexAttention, LaneMLP, Noop, NormSeed, Residual, SqueezeExcite, probe)
 from .hosts import GPTBlock, Host
@@ -220,6 +220,14 @@ def grown_forms(slots: Sequence[Slot], bake: bool) -> dict[str, Form]: # by the 
     return found
 
 # %% ../../nbs/grow/32_export.ipynb #84c02d2d
+class _Turned(Form):
+    "What has grown, between features whose axes are in another order."
+    def __init__(self, form: Form, layout: str):
+        super().__init__()
+        self.form, self.layout = form, layout
+
+    def forward(self, x): return from_slot(self.form(to_slot(x, self.layout)), self.layout)
+
 def _pair_up(host: nn.Module, k: str, form: Form):
     "Put a pair in the place of a submodule, wherever the network keeps it."
     part = host.get_submodule(k)
@@ -241,7 +249,8 @@ def export_model(
     forms = grown_forms([one.slot(k) for k in one.names], bake)
     if isinstance(one, AttachedModel):
         net = one.take_hooks_off()
-        for k in sorted(forms, key=lambda k: -k.count(".")): _pair_up(net, k, forms[k]) # inner ones first
+        for k in sorted(forms, key=lambda k: -k.count(".")): # inner ones first
+            _pair_up(net, k, _Turned(forms[k], one.layouts[k]))
     else: net = _traced(_Walk(plain_module(one.host), forms))
     check_finite(net)
     if example: check_same("the network", net, kept, example)

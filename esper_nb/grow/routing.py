@@ -7,7 +7,7 @@ __all__ = ['lanes_inside', 'lanes_folded', 'merge_runs', 'split_features', 'join
            'find_roles', 'Route', 'SeedTable', 'BankRouter']
 
 # %% ../../nbs/grow/25_routing.ipynb #0af761b4
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -159,7 +159,7 @@ def find_roles(
             for (b, blend, mode), lanes in sorted(found.items())]
 
 # %% ../../nbs/grow/25_routing.ipynb #737572d9
-def _kept(made: dict[Hashable, Tensor], key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+def _kept(made: dict[tuple, Tensor], key: tuple, make: Callable[[], Tensor]) -> Tensor:
     "A tensor that is made once and serves every later pass: those that want gradients, those that are traced."
     found = made.get(key)
     if found is None:
@@ -212,7 +212,8 @@ def _play(router: "BankRouter", route: Route, k: int, h: Tensor) -> Tensor: # h:
     if role.mode == "through": return straight_through(h, s)
     if role.blend == Blend.ADD and min(role.alphas) == 1: return s.to(h.dtype)
     gate = spread(_run_part(router, route, k, "gate", r), h, len(role.lanes)) if role.blend == Blend.GATE else None
-    return combine(role.blend, h, s, route.alphas(k, h), r, gate)
+    rest = getattr(router.part(role.blueprint), "rest", None) if role.blend == Blend.MULTIPLY else None
+    return combine(role.blend, h, s, route.alphas(k, h), r if rest is None else rest(r), gate)
 
 def _pass_on(router: "BankRouter", h: Tensor) -> Tensor: # the same shape
     "What is handed on: the features themselves where nobody does anything."
