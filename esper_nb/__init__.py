@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from esper_nb.grow.export import export_model as export_model
     from esper_nb.grow.serving import serve_optimizer as serve_optimizer
     from esper_nb.train.tasks import (Task as Task, get_task as get_task, list_tasks as list_tasks,
-        create_model as create_model)
+        create_model as create_model, register_task as register_task, task_from_folder as task_from_folder,
+        task_from_table as task_from_table, task_from_arrays as task_from_arrays,
+        task_from_dataset as task_from_dataset, task_from_text as task_from_text)
     from esper_nb.train.datasets import load_digits_data as load_digits_data
     from esper_nb.train.optim import LaneOptimizer as LaneOptimizer
     from esper_nb.train.stepper import Stepper as Stepper
@@ -81,7 +83,8 @@ _NAMES = {
     "grow.decisions": "Decision",
     "grow.export": "export_model",
     "grow.serving": "serve_optimizer",
-    "train.tasks": "Task get_task list_tasks create_model",
+    "train.tasks": "Task get_task list_tasks create_model register_task task_from_folder task_from_table "
+        "task_from_arrays task_from_dataset task_from_text",
     "train.datasets": "load_digits_data",
     "train.optim": "LaneOptimizer",
     "train.stepper": "Stepper",
