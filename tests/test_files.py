@@ -14,7 +14,7 @@ from PIL import Image
 
 from esper_nb.train.datasets import example_data, load_own, own_source, read_own
 from esper_nb.train.evaluation import evaluate
-from esper_nb.train.files import Examples, from_arrays, from_dataset, read_folder, read_table, stratified_split
+from esper_nb.train.files import Examples, from_arrays, from_dataset, read_folder, read_table_file, stratified_split
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.tasks import (
     Task, create_model, get_task, register_task, task_from_arrays, task_from_dataset, task_from_folder, task_from_path,
@@ -100,9 +100,9 @@ def test_grey_pictures_have_one_channel(tmp_path):
 
 @pytest.mark.parametrize("sep", [",", ";", "\t"])
 def test_a_table(tmp_path, sep):
-    e = read_table(table(tmp_path/"t.csv", sep=sep))
+    e = read_table_file(table(tmp_path/"t.csv", sep=sep))
     assert e.x.shape == (40, 1, 1, 2) and e.classes == ("no", "yes") and e.y[:4].tolist() == [0, 1, 0, 1]
-    assert read_table(tmp_path/"t.csv", columns=["b"]).x.shape == (40, 1, 1, 1)
+    assert read_table_file(tmp_path/"t.csv", columns=["b"]).x.shape == (40, 1, 1, 1)
     assert float(e.x[0, 0, 0, 1]) == pytest.approx(float((tmp_path/"t.csv").read_text().splitlines()[1].split(sep)[1]))
 
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ("pandas", "pyarrow"))),
@@ -110,7 +110,7 @@ def test_a_table(tmp_path, sep):
 def test_a_parquet_table_is_its_csv_table(tmp_path):
     import pandas
     pandas.read_csv(table(tmp_path/"t.csv")).to_parquet(tmp_path/"t.parquet")
-    assert torch.equal(read_table(tmp_path/"t.parquet").x, read_table(tmp_path/"t.csv").x)
+    assert torch.equal(read_table_file(tmp_path/"t.parquet").x, read_table_file(tmp_path/"t.csv").x)
 
 @pytest.mark.parametrize("shape, kept", [((30, 5), (30, 1, 1, 5)), ((30, 8, 8), (30, 8, 8, 1)),
                                          ((30, 8, 8, 3), (30, 8, 8, 3)), ((30, 1, 8, 8), (30, 8, 8, 1))])
@@ -145,7 +145,7 @@ def with_file(p, name, content):
     else: content.save(p/"x"/name)
     return p/"x"
 
-def cells(p, text): return read_table(write(p/"t.csv", text))
+def cells(p, text): return read_table_file(write(p/"t.csv", text))
 
 DEEP = Image.fromarray(np.zeros((8, 8), "uint16"))
 BAD = {
@@ -160,15 +160,15 @@ BAD = {
     "no square": (lambda p: read_folder(with_file(p, "dark/!.png", Image.new("RGB", (8, 6)))), ValueError,
                   "size of .*dark/!.png"),
     "16 bit": (lambda p: read_folder(with_file(p, "dark/z.png", DEEP)), ValueError, "dark/z.png='I;16', expected 8"),
-    "no table": (lambda p: read_table(p/"gone.csv"), FileNotFoundError, "gone.csv is not a file"),
+    "no table": (lambda p: read_table_file(p/"gone.csv"), FileNotFoundError, "gone.csv is not a file"),
     "no rows": (lambda p: cells(p, "a,b\n"), ValueError, "a header and at least one row"),
     "nan": (lambda p: cells(p, "a,k\n" + "1,x\n2,y\nnan,x\n" * 3), ValueError, "t.csv, line 4, column a='nan'"),
     "empty cell": (lambda p: cells(p, "a,k\n" + ",x\n2,y\n" * 5), ValueError, "line 2, column a=''"),
     "word": (lambda p: cells(p, "a,k\n" + "1,x\nblue,y\n" * 5), ValueError, "line 3, column a='blue'"),
     "short row": (lambda p: cells(p, "a,k\n1,x\n2\n3,y\n"), ValueError, r"another length=\[3\]"),
-    "label": (lambda p: read_table(table(p/"t.csv"), label="knd"), ValueError, "'kind' perhaps"),
+    "label": (lambda p: read_table_file(table(p/"t.csv"), label="knd"), ValueError, "'kind' perhaps"),
     "one label": (lambda p: cells(p, "a,k\n" + "1,x\n" * 9), ValueError, "at least two"),
-    "no classes": (lambda p: read_table(table(p/"t.csv"), "b", ["a"]), ValueError, "different values of b"),
+    "no classes": (lambda p: read_table_file(table(p/"t.csv"), "b", ["a"]), ValueError, "different values of b"),
     "array nan": (lambda p: from_arrays(np.full((6, 2), np.nan), [0, 1] * 3), ValueError, "NaN or infinite"),
     "array shape": (lambda p: from_arrays(np.zeros(6), [0, 1] * 3), ValueError, r"shape=\(6,\)"),
     "rectangles": (lambda p: task_from_arrays(np.zeros((30, 8, 6)), [0, 1] * 15), ValueError, "squares; pad or cut"),

@@ -23,7 +23,7 @@ from ..core.devices import check_device
 from ..core.random import generator
 from ..grow.hosts import CNNConfig, GPTConfig
 from .data import ImageData
-from .files import Examples, digest_of, read_folder, read_table, stratified_split
+from .files import Examples, digest_of, read_folder, read_table_file, stratified_split
 from .text import TextData
 
 # %% ../../nbs/train/37_datasets.ipynb #57d8a0d6
@@ -203,7 +203,7 @@ def read_own(source: str) -> Examples: # from `own_source`, any kind but text
         check(place in _arrays, "arrays", place, "arrays of this process; make the task again with task_from_arrays")
         e = _arrays[place]
     elif kind == "folder": e = read_folder(place, None if size is None else int(size[0]))
-    else: e = read_table(place, label, options.get("columns"))
+    else: e = read_table_file(place, label, options.get("columns"))
     _check_digest(place, options.get("digest"), digest_of(e))
     _latest.clear()
     _latest[source] = e

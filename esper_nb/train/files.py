@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PICTURES', 'Examples', 'number_labels', 'check_classes', 'Parts', 'stratified_split', 'picture_files', 'read_picture',
-           'read_folder', 'read_table', 'as_pixels', 'from_arrays', 'from_dataset', 'digest_of']
+           'read_folder', 'read_table_file', 'as_pixels', 'from_arrays', 'from_dataset', 'digest_of']
 
 # %% ../../nbs/train/34_files.ipynb #751fcc00
 import csv
@@ -137,7 +137,7 @@ def _number(path: Path, line: int, column: str, text: str) -> float:
     return value
 
 # %% ../../nbs/train/34_files.ipynb #3a2decb4
-def read_table(
+def read_table_file(
     path: str | Path, # a CSV file with a header (commas, semicolons or tabs), or a Parquet file
     label: str | None = None, # column of classes; default the last
     columns: Sequence[str] | None = None, # columns of numbers; default all others

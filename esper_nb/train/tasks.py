@@ -22,7 +22,7 @@ from ..core.config import Config, check, check_count
 from ..core.devices import check_device
 from .data import ImageData
 from .datasets import host_for, is_own, keep_arrays, load_own, load_source, own_source, text_digest
-from .files import digest_of, from_arrays, from_dataset, read_folder, read_table
+from .files import digest_of, from_arrays, from_dataset, read_folder, read_table_file
 from .text import TextData
 from ..grow.hosts import CNNConfig, CNNHost, GPTConfig, GPTHost, new_host
 from ..grow.models import GrowingModel
@@ -267,9 +267,9 @@ def _new_task(name: str, source: str, host: CNNConfig | GPTConfig, examples: int
     usual = dict(host=host, batch_size=max(1, min(16 if text else 64, examples // 4)), epochs=10 if text else 25,
                  target_loss=.2 * math.log(classes), delta_std=.05, lr=2e-3 if text else .05,
                  optimizer="adamw" if text else "sgd")
-    given = usual | settings
-    sites = tuple(s for s in host_sites(given["host"]) if s.startswith("r0"))
-    return Task(re.sub(r"\W+", "_", name), source, **{"slots": sites} | given)
+    given: dict = usual | settings
+    given.setdefault("slots", tuple(s for s in host_sites(given["host"]) if s.startswith("r0")))
+    return Task(re.sub(r"\W+", "_", name), source, **given)
 
 def _example_task(name: str, source: str, settings: dict) -> Task:
     data = load_own(source)
@@ -282,11 +282,12 @@ def task_from_folder(path: str | Path, size: int | None = None, pad: int = 0, fl
     digest, name = digest_of(read_folder(path, size)), settings.pop("name", Path(path).resolve().name)
     return _example_task(name, own_source("folder", path, size=size, pad=pad, flip=int(flip), digest=digest), settings)
 
-def task_from_table(path: str | Path, label: str | None = None, columns: Sequence[str] | None = None, # as `read_table`
+def task_from_table(path: str | Path, label: str | None = None, columns: Sequence[str] | None = None, # as `read_table_file`
                     **settings) -> Task: # of the task
     "A task of the rows of a table."
-    digest, name = digest_of(read_table(path, label, columns)), settings.pop("name", Path(path).stem)
-    return _example_task(name, own_source("table", path, label=label, columns=columns, digest=digest), settings)
+    how, name = dict(label=label, columns=columns), settings.pop("name", Path(path).stem)
+    source = own_source("table", path, **how, digest=digest_of(read_table_file(path, **how)))
+    return _example_task(name, source, settings)
 
 def task_from_arrays(x, y, name: str = "arrays", **settings) -> Task: # x, y: as for `from_arrays`
     "A task of arrays or tensors, which lives as long as the process."
