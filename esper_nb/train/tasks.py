@@ -282,12 +282,11 @@ def task_from_folder(path: str | Path, size: int | None = None, pad: int = 0, fl
     digest, name = digest_of(read_folder(path, size)), settings.pop("name", Path(path).resolve().name)
     return _example_task(name, own_source("folder", path, size=size, pad=pad, flip=int(flip), digest=digest), settings)
 
-def task_from_table(path: str | Path, label: str | None = None, columns: Sequence[str] | None = None, # as `read_table_file`
-                    **settings) -> Task: # of the task
+def task_from_table(path: str | Path, label: str | None = None, columns: Sequence[str] | None = None,
+                    **settings) -> Task: # as for `read_table_file`, and settings of the task
     "A task of the rows of a table."
-    how, name = dict(label=label, columns=columns), settings.pop("name", Path(path).stem)
-    source = own_source("table", path, **how, digest=digest_of(read_table_file(path, **how)))
-    return _example_task(name, source, settings)
+    digest, name = digest_of(read_table_file(path, label, columns)), settings.pop("name", Path(path).stem)
+    return _example_task(name, own_source("table", path, label=label, columns=columns, digest=digest), settings)
 
 def task_from_arrays(x, y, name: str = "arrays", **settings) -> Task: # x, y: as for `from_arrays`
     "A task of arrays or tensors, which lives as long as the process."
