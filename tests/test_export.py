@@ -329,3 +329,8 @@ def test_a_network_with_attached_slots_is_traced_and_copied():
 def test_the_front_door_offers_it():
     import esper_nb
     assert esper_nb.export_model is export_model
+
+def test_what_is_switched_off_is_not_dropped_either():
+    model = attach_slots(Residual(), ["path"], torch.randn(2, 3, 8, 8), blueprints=["conv_light"])
+    make_fossil(model, "path", "conv_light")
+    with model.disable_seeds(), pytest.raises(RuntimeError, match="would be lost"): model.detach_slots()

@@ -158,7 +158,7 @@ class AttachedModel(Growing):
 
     def detach_slots(self, drop: bool = False) -> nn.Module: # your network; drop: let go what has grown
         "Take the hooks out of the network again; what has grown is only let go when that is asked for."
-        with evaluating(self): heard = [k for k in self.names if self.is_heard(k)]
+        with evaluating(self): heard = [k for k in self.names if self.slot(k).roles()] # switched off or not
         if heard and not drop:
             raise RuntimeError(f"slots {', '.join(heard)} change the output and would be lost: take `export()`, "
                                "which keeps them, or detach_slots(drop=True)")

@@ -238,9 +238,9 @@ class SeedTable(nn.Module):
     def rows(self) -> np.ndarray: # (n, columns), a view
         "The table as numbers; a tracer's stand-in has none, and is passed over."
         table = self._buffers["table"] # a module's dict is cheaper than its attribute
-        if type(table) is Tensor and self.seen.get("at") != table.data_ptr():
+        if type(table) is Tensor and not table.is_meta and self.seen.get("at") != table.data_ptr():
             self.seen.update(at=table.data_ptr(), rows=table.numpy())
-        return self.seen["rows"]
+        return self.seen.get("rows")
 
     def states(self) -> list[SeedState]: # one per lane
         "All that is known."
