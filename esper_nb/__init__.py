@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from esper_nb.grow.models import GrowingModel as GrowingModel
     from esper_nb.grow.blueprints import list_blueprints as list_blueprints
     from esper_nb.grow.decisions import Decision as Decision
+    from esper_nb.grow.export import export_model as export_model
+    from esper_nb.grow.serving import serve_optimizer as serve_optimizer
     from esper_nb.train.tasks import (Task as Task, get_task as get_task, list_tasks as list_tasks,
-        create_model as create_model)
+        create_model as create_model, register_task as register_task, task_from_folder as task_from_folder,
+        task_from_table as task_from_table, task_from_arrays as task_from_arrays,
+        task_from_dataset as task_from_dataset, task_from_text as task_from_text)
     from esper_nb.train.datasets import load_digits_data as load_digits_data
     from esper_nb.train.optim import LaneOptimizer as LaneOptimizer
     from esper_nb.train.stepper import Stepper as Stepper
@@ -77,7 +81,10 @@ _NAMES = {
     "grow.models": "GrowingModel",
     "grow.blueprints": "list_blueprints",
     "grow.decisions": "Decision",
-    "train.tasks": "Task get_task list_tasks create_model",
+    "grow.export": "export_model",
+    "grow.serving": "serve_optimizer",
+    "train.tasks": "Task get_task list_tasks create_model register_task task_from_folder task_from_table "
+        "task_from_arrays task_from_dataset task_from_text",
     "train.datasets": "load_digits_data",
     "train.optim": "LaneOptimizer",
     "train.stepper": "Stepper",

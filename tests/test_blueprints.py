@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from esper_nb.grow.blueprints import (
     FAMILIES, LaneFlexAttention, blueprint, blueprint_size, get_blueprint, list_blueprints, make_blueprint, norm_groups,
-    open_relu, probe, smoke_test)
+    forget_blueprint, open_relu, probe, smoke_test)
 from esper_nb.core.lanes import lane_state, num_lanes, reset_lanes, take_lanes
 from esper_nb.core.layers import LaneAttention, by_lane, unfold
 
@@ -188,3 +188,48 @@ def test_lists_are_sorted_by_size_then_name_and_filtered():
     assert list_blueprints("conv*") == ["conv_small", "conv_light", "conv_heavy"]
     assert list_blueprints(family="transformer")[1:4] == ["norm", "lora", "lora_large"]
     assert list_blueprints("nothing*") == []
+
+
+# ---- a registry that nobody can spoil
+
+@pytest.mark.parametrize("name, declared, build, words", [
+    ("odd", "2_000", lambda channels, lanes: None, "declared size of odd='2_000'"),
+    ("odd", -1, lambda channels, lanes: None, "at least 0"),
+    ("odd", True, lambda channels, lanes: None, "whole number"),
+    ("odd one", 5, lambda channels, lanes: None, "a name such as"),
+    (7, 5, lambda channels, lanes: None, "a name such as"),
+    ("odd", 5, lambda channels: None, "arguments of odd"),
+    ("odd", 5, lambda channels, lanes, width: None, "that all have a default"),
+    ("odd", 5, "conv", "a function or class")])
+def test_a_bad_blueprint_is_refused_when_it_is_registered(name, declared, build, words):
+    before = list_blueprints()
+    with pytest.raises(ValueError, match=words): blueprint(name, "cnn", declared)(build)
+    assert list_blueprints() == before
+
+def test_a_blueprint_that_cannot_be_made_spoils_no_slot():
+    import warnings
+    from esper_nb.grow.slots import Slot
+    @blueprint("broken", "cnn", 10)
+    def broken(channels, lanes): raise KeyError("nothing here")
+    try:
+        with pytest.warns(UserWarning, match="blueprint broken cannot be made for 8 channels.*KeyError"):
+            slot = Slot("r0c0", "cnn", 8)
+        assert "broken" not in slot.blueprints and "conv_light" in slot.blueprints
+        with pytest.raises(RuntimeError, match="leave it out of the slot's blueprints"):
+            Slot("r0c0", "cnn", 8, blueprints=["broken"])
+    finally: forget_blueprint("broken", "cnn")
+    with warnings.catch_warnings(action="error"): Slot("r0c0", "cnn", 8)
+
+@pytest.mark.parametrize("name", list_blueprints(family="cnn"))
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_blend_that_multiplies_begins_as_the_identity(name, lanes):
+    from esper_nb.grow.blending import Blend
+    from esper_nb.grow.slots import Slot
+    slot = Slot("r0c0", "cnn", 16, lanes, [name])
+    slot.germinate(name, blend=Blend.MULTIPLY, tempo=0, goal=1.)
+    for _ in range(3): slot.advance(force=True)
+    x = torch.randn(4, 16 * lanes, 6, 6)
+    assert slot.state(0).alpha == 1 and torch.equal(slot(x), x)
+    if name == "noop": return
+    slot(x).mul(torch.cos(x * 9)).sum().backward()
+    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in slot.parameters())

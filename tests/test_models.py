@@ -426,7 +426,7 @@ def test_slots_attach_to_your_own_network():
     twin.slot("layers.0").banks["mlp_small"].body.up.weight.data.zero_()
     assert torch.equal(mine(x), full), "a copy's hooks run the copy's slots"
     assert not torch.equal(twin(x), full)
-    assert torch.equal(mine.detach_slots()(x), plain)
+    assert torch.equal(mine.detach_slots(drop=True)(x), plain)
 
 
 @pytest.mark.parametrize("call,words", [
@@ -614,3 +614,174 @@ class Lives(RuleBasedStateMachine):
 Lives.TestCase.settings = settings(deadline=None, max_examples=80, stateful_step_count=40,
                                    suppress_health_check=list(HealthCheck))
 test_lives = Lives.TestCase
+
+
+# ---- a network of your own, as people have it
+
+class Branches(nn.Module):
+    "Residual, dense and inception branches, and features that are reshaped to the batch they came in with."
+    def __init__(self):
+        super().__init__()
+        self.stem, self.res = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.left, self.right = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1)
+        self.mix, self.head = nn.Conv2d(24, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        size = len(x)
+        h = self.stem(x)
+        h = h + self.res(h).relu()
+        h = self.mix(torch.cat([h, self.left(h), self.right(h)], 1))
+        return self.head(h.reshape(size, 8, -1).mean(-1))
+
+@pytest.mark.parametrize("slots", [["res"], ["left"], ["mix"], ["res", "right"]])
+def test_factorial_inside_branches_runs_by_default(slots):
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, 8, 8)
+    model = attach_slots(Branches(), slots, x, blueprints=["conv_light"])
+    for k in slots: put_in(model, k, 0, "conv_light", "fossil")
+    shake(model)
+    model.eval()
+    z, on = model.factorial(x)
+    for out, names in zip(z, on):
+        off = [k for k in slots if k not in names]
+        with model.disable_seeds(off), torch.no_grad(): assert torch.equal(out, model(x))
+    with pytest.raises((RuntimeError, ValueError), match="stacked.*False"): model.factorial(x, stacked=True)
+
+def test_an_attached_model_is_copied_and_begins_again():
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, 8, 8)
+    model = attach_slots(Branches(), ["res"], x, blueprints=["conv_light"])
+    put_in(model, "res", 0, "conv_light", "fossil"); shake(model)
+    model.eval()
+    y = model(x)
+    twin = model.lane(0)
+    assert torch.equal(twin(x), y)
+    twin.slot("res").banks["conv_light"].body[0].weight.data.zero_()
+    assert torch.equal(model(x), y) and not torch.equal(twin(x), y)
+    with pytest.raises(ValueError, match="lane numbers from 0 to 0"): model.lane(1)
+    stream = torch.get_rng_state()
+    model.reset([0], seed=3)
+    first = {k: t.clone() for k, t in model.state_dict().items()}
+    twin.reset([0], seed=3)
+    for k, t in twin.state_dict().items(): assert torch.equal(t, first[k]), k
+    model.reset([0], seed=4)
+    assert not torch.equal(model.host.stem.weight, first["host.stem.weight"])
+    assert model.slot("res").state(0).stage == Stage.DORMANT and torch.equal(torch.get_rng_state(), stream)
+
+def test_a_part_that_cannot_draw_itself_is_named_and_nothing_changes():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.conv = nn.Parameter(torch.ones(1)), nn.Conv2d(3, 8, 3)
+
+        def forward(self, x): return self.conv(x * self.scale)
+
+    model = attach_slots(Bare(), ["conv"], torch.randn(1, 3, 8, 8), blueprints=["norm"])
+    kept = model.host.conv.weight.clone()
+    with pytest.raises(ValueError, match="parameters of Bare=.'scale'"): model.reset([0], 0)
+    assert torch.equal(model.host.conv.weight, kept)
+
+def test_a_moving_average_of_the_table_is_refused_by_name():
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    x = torch.randn(2, 3, 8, 8)
+    model = attach_slots(Branches(), ["res"], x, blueprints=["conv_light"])
+    averages = {k: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(.9), use_buffers=k) for k in (True, False)}
+    for a in averages.values(): a.update_parameters(model)
+    put_in(model, "res", 0, "conv_light", "fossil"); shake(model)
+    for a in averages.values(): a.update_parameters(model)
+    with pytest.raises(ValueError, match="in the table of a slot=.*use_buffers=False copies"): averages[True](x)
+    averages[False](x)
+    assert torch.equal(averages[False].module.slot("res").table, model.slot("res").table)
+
+def test_a_slot_is_named_once():
+    with pytest.raises(ValueError, match="each once"): GrowingModel(new_host(CONFIGS["cnn"]), ["r0c0", "r0c0"])
+    with pytest.raises(ValueError, match="each once"): attach_slots(Branches(), ["res", "res"], torch.randn(1, 3, 8, 8))
+
+def test_a_host_without_parameters():
+    pool, x = nn.Sequential(nn.AvgPool2d(2), nn.AvgPool2d(2)), torch.randn(2, 8, 8, 8)
+    model = attach_slots(pool, ["0"], x, blueprints=["norm"])
+    model.germinate("0", "norm")
+    assert torch.equal(model(x), pool(x)) and model.parameter_counts().host.tolist() == [0]
+
+class Swin(nn.Module):
+    "Channels last, then a one-dimensional convolution, then vectors."
+    def __init__(self):
+        super().__init__()
+        self.embed, self.stage = nn.Linear(3, 8), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
+        self.wave, self.act, self.head = nn.Conv1d(8, 12, 3), nn.ReLU(), nn.Linear(12, 4)
+
+    def forward(self, x):                                  # (B, H, W, 3)
+        h = self.stage(self.embed(x))                      # (B, H, W, 8)
+        h = self.act(self.wave(h.flatten(1, 2).mT))        # (B, 12, L)
+        return self.head(h.mean(2))                        # (B, 4)
+
+@pytest.mark.parametrize("place, layout, words", [
+    ("stage", "BHWC", "looks like BHWC"), ("act", "BDL", "looks like BDL"), ("head", "BD", "output of head=.3, 4.")])
+def test_layouts_are_declared_and_never_guessed(place, layout, words):
+    torch.manual_seed(0)
+    net, x = Swin().eval(), torch.randn(3, 6, 7, 3)
+    with pytest.raises(ValueError, match=words): attach_slots(net, [place], x)
+    plain = net(x)
+    model = attach_slots(net, [place], x, layouts={place: layout}).eval()
+    channels = dict(stage=8, act=12, head=4)[place]
+    assert model.slot(place).channels == channels and torch.equal(model(x), plain)
+    put_in(model, place, 0, "norm", "fossil"); shake(model)
+    seen = []
+    net.get_submodule(place).register_forward_hook(lambda m, a, out: seen.append(out), prepend=True)
+    y = model(x)
+    h = seen[0]
+    turned = dict(BHWC=h.movedim(-1, 1), BDL=h.mT, BD=h[:, None])[layout] if h.ndim > 1 else h
+    out = model.slot(place)(turned)
+    assert not torch.equal(out, turned) and not torch.equal(y, plain)
+    assert torch.equal(model.export(0, x)(x), y)
+
+def test_a_layout_must_fit():
+    x = torch.randn(3, 6, 7, 3)
+    for layouts, words in ((dict(stage="BDL"), "layout of stage='BDL'"), (dict(act="BDL"), "names of slots: stage")):
+        with pytest.raises(ValueError, match=words): attach_slots(Swin(), ["stage"], x, layouts=layouts)
+
+
+# ---- plain optimizers
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, .1, momentum=.9), lambda p: torch.optim.AdamW(p, .01),
+                                  lambda p: torch.optim.RMSprop(p, .01, momentum=.9)])
+def test_a_served_optimizer_moves_only_who_trains(make):
+    from esper_nb.grow.serving import serve_optimizer
+    torch.manual_seed(0)
+    model, x = new("cnn", 2, slots=["r0c1"], blueprints=["conv_light"]), batch("cnn", 2)[0]
+    put_in(model, "r0c1", 0, "conv_light", "holding"); put_in(model, "r0c1", 1, "conv_light", "holding")
+    opt = make(model.parameters())
+    handle = serve_optimizer(model, opt)
+    def step():
+        opt.zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        opt.step()
+    def rows(): return by_lane(model.slot("r0c1").banks["conv_light"].body[0].weight.detach().clone(), 2)
+    for _ in range(3): step()
+    model.schedule_prune("r0c1", 3, 0)
+    kept, state = rows(), {k: by_lane(t.clone(), 2)[0] for k, t in
+                           opt.state[model.slot("r0c1").banks["conv_light"].body[0].weight].items() if t.ndim}
+    for _ in range(2): step(); model.tick()
+    assert torch.equal(rows()[0], kept[0]) and not torch.equal(rows()[1], kept[1])     # a fade is frozen
+    for k, t in opt.state[model.slot("r0c1").banks["conv_light"].body[0].weight].items():
+        if t.ndim: assert torch.equal(by_lane(t, 2)[0], state[k])
+    model.tick(); step()
+    assert not rows()[0].any()                                                         # what is erased stays so
+    for _ in range(9): model.tick(0)
+    put_in(model, "r0c1", 0, "conv_light", "training")
+    first = rows()
+    step()
+    assert not torch.equal(rows()[0], first[0])
+    p = model.slot("r0c1").banks["conv_light"].body[0].weight
+    if "momentum_buffer" in opt.state[p] and isinstance(opt, torch.optim.SGD):         # born without a momentum
+        torch.testing.assert_close(by_lane(opt.state[p]["momentum_buffer"], 2)[0], by_lane(p.grad, 2)[0])
+    handle.remove()
+    model.schedule_prune("r0c1", 3, 1)
+    before = rows(); step()
+    assert not torch.equal(rows()[1], before[1])
+
+def test_acting_in_inference_mode_and_learning_after_it():
+    for kind in ("cnn", "gpt"):
+        model, x = mixed(kind), batch(kind, 6)[0]
+        with torch.inference_mode(): model(x)
+        model(x).sum().backward()

@@ -30,7 +30,7 @@ MODULES = find_modules()
 NUMBER = {f"{p.parent.name}.{p.stem[3:]}": int(p.stem[:2]) for p in PAGES}      # module -> number of its page
 ALONE = ("guard", "learn")      # these need nothing but core
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
-DISTRIBUTION = {"sklearn": "scikit-learn"}      # import name -> name on PyPI, where they differ
+DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn"}      # import name -> name on PyPI, where they differ
 
 
 def ids(path): return path.name

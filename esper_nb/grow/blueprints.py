@@ -38,6 +38,17 @@ class Blueprint(NamedTuple):
 
 _blueprints: dict[tuple[str, str], Blueprint] = {}
 
+def _options(name: str, build: Callable[..., nn.Module]) -> tuple[str, ...]:
+    "Names of the options of a function that makes seeds; it must take channels and lanes, and need nothing else."
+    check(callable(build), f"blueprint {name}", build, "a function or class: build(channels, lanes, **options)")
+    first, *rest = inspect.signature(build).parameters.values()
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    good = [p.kind in by_place for p in (first, *rest[:1])] == [True, True]
+    needed = [p.name for p in rest[1:] if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    check(good and not needed, f"arguments of {name}", [first.name, *(p.name for p in rest)],
+          "channels, lanes, and options that all have a default")
+    return tuple(p.name for p in rest[1:])
+
 def blueprint(
     name: str, # unique within the family
     family: str, # "cnn" or "transformer"
@@ -45,10 +56,11 @@ def blueprint(
 ):
     "Register the function below as a blueprint: `build(channels, lanes, **options)` makes a shape-keeping module."
     check(family in FAMILIES, "family", family, " or ".join(map(repr, FAMILIES)))
+    check(isinstance(name, str) and name.isidentifier(), "blueprint", name, "a name such as 'conv_tiny'")
+    check_count(f"declared size of {name}", declared, 0)
     def register(build):
         check((family, name) not in _blueprints, "blueprint", name, f"a name that {family} does not have yet")
-        options = tuple(inspect.signature(build).parameters)[2:]
-        _blueprints[family, name] = Blueprint(name, family, declared, build, options)
+        _blueprints[family, name] = Blueprint(name, family, declared, build, _options(name, build))
         return build
     return register
 
@@ -87,7 +99,14 @@ def make_blueprint(
     b = get_blueprint(name, family)
     known = f"one of {', '.join(b.options)}" if b.options else "none: it has no options"
     for k in options: check(k in b.options, f"option of {name}", k, known)
-    module = b.build(check_count("channels", channels), check_count("lanes", lanes), **options)
+    check_count("channels", channels)
+    check_count("lanes", lanes)
+    try: module = b.build(channels, lanes, **options)
+    except Exception as e:
+        kind = type(e) if isinstance(e, (ValueError, RuntimeError)) else RuntimeError
+        raise kind(f"blueprint {name} cannot be made for {channels} channels and {lanes} lanes "
+                   f"({type(e).__name__}: {e}); leave it out of the slot's blueprints") from e
+    check(isinstance(module, nn.Module), f"what {name} makes", type(module).__name__, "a module")
     check(num_lanes(module) == lanes, f"lanes of {name}", num_lanes(module), f"{lanes}: pass `lanes` on to every layer")
     return module.to(memory_format=torch.channels_last) if family == "cnn" else module
 
@@ -157,6 +176,10 @@ class SqueezeExcite(nn.Module):
         "Let nearly everything through: sigmoid(3) is 0.953."
         nn.init.zeros_(self.fc2.weight)
         nn.init.constant_(self.fc2.bias, 3.)
+
+    def rest(self, x: Tensor) -> Tensor:
+        "What it returns at birth; a blend that multiplies compares it with this, and begins as the identity."
+        return x * torch.tensor(3.).sigmoid().item()
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.fc2(self.fc1(spatial_mean(x)).relu()).sigmoid()[:, :, None, None]

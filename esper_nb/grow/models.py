@@ -6,6 +6,7 @@
 __all__ = ['Numbers', 'MAX_BRANCHES', 'combinations_of', 'Growing', 'GrowingModel']
 
 # %% ../../nbs/grow/29_models.ipynb #f59bbfd0
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,8 @@ class _Slotted(nn.Module):
         "Take the slots over, and put them where the host is."
         self.slots = nn.ModuleDict({s.name.replace(".", "/"): s for s in slots})
         self.names = tuple(s.name for s in slots)
-        self.to(next(self.host.parameters()).device)
+        known = next(itertools.chain(self.host.parameters(), self.host.buffers()), None)
+        if known is not None: self.to(known.device)
 
     def slot(self, name: str) -> Slot:
         "The slot at a place."
@@ -113,9 +115,14 @@ def combinations_of(names: Sequence[str]) -> list[tuple[str, ...]]: # 2^k, the f
 def _stacked(model: "Growing", x: Tensor, names: Sequence[str]) -> Tensor: # (2^k * B, ...)
     "Run all combinations as one batch that doubles at each of the slots."
     for k in names: model.slot(k).branch = True
-    try: return model(x)
+    try: z = model(x)
+    except RuntimeError as e:
+        raise RuntimeError(f"stacked=True: the batch doubles at {', '.join(names)}, which this network does not take, "
+                           "as where a slot is in a branch that is joined again; stacked=False runs one by one") from e
     finally:
         for k in names: model.slot(k).branch = False
+    check(len(z) == 2**len(names) * len(x), "stacked", True, "False: this network does not keep examples apart")
+    return z
 
 # %% ../../nbs/grow/29_models.ipynb #934f0296
 class _Measured(_Slotted):
@@ -164,7 +171,7 @@ class _Measured(_Slotted):
     def factorial(self,
         x: Tensor, # a batch
         slots: Sequence[str] | None = None, # slots to switch; default those with a seed that is heard in any lane
-        stacked: bool | None = None, # one large batch, equal to rounding; default on a GPU, and for attached slots
+        stacked: bool | None = None, # one large batch, equal to rounding; default for a walk on a GPU
     ) -> tuple[Tensor, list[tuple[str, ...]]]: # logits (2^k, B, ...), and for each entry the slots that are on
         "Logits of every on/off combination of the slots' seeds, as separate evaluations would give them."
         for k in slots or (): self.slot(k)
@@ -173,7 +180,7 @@ class _Measured(_Slotted):
             expected = f"at most {MAX_BRANCHES} slots for all combinations; name fewer, or sample them"
             check(len(names) <= MAX_BRANCHES, "slots", names, expected)
             on = combinations_of(names)
-            if stacked is None: stacked = x.is_cuda or not self.walks
+            if stacked is None: stacked = x.is_cuda and self.walks
             if stacked: return _stacked(self, x, names).unflatten(0, (len(on), -1)), on
             return torch.stack(self.branches(x, names)), on
 
@@ -241,7 +248,12 @@ class Growing(_Measured):
 
     def lane(self, i: int) -> "Growing":
         "Lane i as a one-lane model of its own."
-        return take_lanes(self, [i])
+        return take_lanes(self, as_lanes(i, self.lanes))
+
+    def export(self, lane: int = 0, *example: Tensor, bake: bool = False) -> nn.Module: # as for `export_model`
+        "One lane as a plain module, without slots and without our classes."
+        from esper_nb import export_model # by the front door: its page stands on this one
+        return export_model(self, lane, *example, bake=bake)
 
 # %% ../../nbs/grow/29_models.ipynb #e2d68695
 def _walk(model: "GrowingModel", x: Tensor, names: Sequence[str]) -> list[Tensor]:
@@ -269,8 +281,8 @@ class GrowingModel(Growing):
         options: Mapping[str, Mapping] | None = None, # blueprint -> its options
     ):
         super().__init__()
-        sites = f"a list of sites, some of {', '.join(s.name for s in host.sites)}"
-        check(not isinstance(slots, str) and len(slots) > 0, "slots", slots, sites)
+        sites = f"a list of sites, each once: some of {', '.join(s.name for s in host.sites)}"
+        check(not isinstance(slots, str) and 0 < len(slots) == len(set(slots)), "slots", slots, sites)
         for k in slots: host.point(k)  # raises for an unknown site
         self.host, self.lanes = host, host.lanes
         family = family or ("transformer" if isinstance(host, GPTHost) else "cnn")

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['lanes_inside', 'lanes_folded', 'merge_runs', 'split_features', 'join_features', 'Cut', 'Scratch', 'LanesOf', 'Role',
-           'find_roles', 'Route', 'BankRouter']
+           'find_roles', 'Route', 'SeedTable', 'BankRouter']
 
 # %% ../../nbs/grow/25_routing.ipynb #0af761b4
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -100,8 +101,9 @@ def _tensors(module: nn.Module, kind: str) -> dict: # kind: "_parameters" or "_b
 class LanesOf:
     "A bank narrowed to m of its lanes, for one set of lanes after another."
     def __init__(self, bank: nn.Module, n: int, m: int):
-        self.n, self.shell = n, with_lanes(bank, m).to("meta")
+        self.n, self.shell = n, with_lanes(bank, m)
         self.params, self.buffers = self._homes(bank, "_parameters"), self._homes(bank, "_buffers")
+        for home, k, _ in self.params + self.buffers: home[k] = None
 
     def _homes(self, bank, kind) -> list[tuple[dict, str, dict]]: # where a tensor goes, its name, where it comes from
         pairs = zip(self.shell.modules(), bank.modules()) # the same structure, part by part
@@ -156,13 +158,22 @@ def find_roles(
     return [Role(blueprints[b], blend, mode, *map(tuple, zip(*lanes)))
             for (b, blend, mode), lanes in sorted(found.items())]
 
+# %% ../../nbs/grow/25_routing.ipynb #737572d9
+def _kept(made: dict[tuple, Tensor], key: tuple, make: Callable[[], Tensor]) -> Tensor:
+    "A tensor that is made once and serves every later pass: those that want gradients, those that are traced."
+    found = made.get(key)
+    if found is None:
+        with torch.inference_mode(False): found = make()
+        if type(found) is Tensor: made[key] = found # a tracer's stand-in has no numbers
+    return found
+
 # %% ../../nbs/grow/25_routing.ipynb #bf9df509
 class Route:
     "The roles of a slot, and what has been worked out for them."
     def __init__(self, roles: Sequence[Role], n: int): # n: lanes of the slot
         self.roles, self.n, self.everyone = tuple(roles), n, tuple(range(n))
         self._alphas: dict[tuple, Tensor] = {}
-        self._places: dict[tuple, tuple[tuple[int, ...], Tensor]] = {}
+        self._places: dict[tuple, Tensor] = {}
 
     @cached_property
     def cut(self) -> Cut | None: # the last group: lanes without a role. None where all lanes share one role
@@ -172,20 +183,15 @@ class Route:
 
     def alphas(self, k: int, h: Tensor) -> Tensor: # h: features of the role's lanes; the result broadcasts against them
         "Alphas of role `k`, spread over the channels."
-        key = k, h.device, h.dtype
-        if key not in self._alphas:
-            alphas = torch.tensor(self.roles[k].alphas, device=h.device)
-            self._alphas[key] = spread(alphas, h, len(alphas))
-        return self._alphas[key]
+        key, alphas = (k, h.device, h.dtype), self.roles[k].alphas
+        def make(): return spread(torch.tensor(alphas, device=h.device), h, len(alphas))
+        return _kept(self._alphas, key, make)
 
     def places(self, k: int, part: str, held: tuple[int, ...],
                device: torch.device) -> tuple[tuple[int, ...], Tensor]: # as numbers, and as a tensor of them
         "Where the lanes of role `k` sit in a bank that has weights for the lanes `held`."
-        key = k, part, device
-        if key not in self._places:
-            at = tuple(held.index(i) for i in self.roles[k].lanes)
-            self._places[key] = at, torch.tensor(at, device=device)
-        return self._places[key]
+        at = tuple(held.index(i) for i in self.roles[k].lanes)
+        return at, _kept(self._places, (k, part, device), lambda: torch.tensor(at, device=device))
 
 # %% ../../nbs/grow/25_routing.ipynb #9acfe87a
 def _run_part(router: "BankRouter", route: Route, k: int, part: str, x: Tensor) -> Tensor: # x: of role k's lanes
@@ -206,7 +212,8 @@ def _play(router: "BankRouter", route: Route, k: int, h: Tensor) -> Tensor: # h:
     if role.mode == "through": return straight_through(h, s)
     if role.blend == Blend.ADD and min(role.alphas) == 1: return s.to(h.dtype)
     gate = spread(_run_part(router, route, k, "gate", r), h, len(role.lanes)) if role.blend == Blend.GATE else None
-    return combine(role.blend, h, s, route.alphas(k, h), r, gate)
+    rest = getattr(router.part(role.blueprint), "rest", None) if role.blend == Blend.MULTIPLY else None
+    return combine(role.blend, h, s, route.alphas(k, h), r if rest is None else rest(r), gate)
 
 def _pass_on(router: "BankRouter", h: Tensor) -> Tensor: # the same shape
     "What is handed on: the features themselves where nobody does anything."
@@ -217,20 +224,48 @@ def _pass_on(router: "BankRouter", h: Tensor) -> Tensor: # the same shape
     played = [_play(router, route, k, pieces[k]) for k in range(len(route.roles))]
     return route.cut.join([*played, *pieces[len(played):]])
 
-# %% ../../nbs/grow/25_routing.ipynb #db4a8964
-class BankRouter(nn.Module):
-    "One bank for each blueprint, through which features pass lane by lane as the table says."
+# %% ../../nbs/grow/25_routing.ipynb #f829e4f0
+class SeedTable(nn.Module):
+    "The records of n lanes in one buffer."
     table: Tensor # (n, columns) fp32, in host memory
+
+    def __init__(self, lanes: int):
+        super().__init__()
+        self.lanes, self.seen = lanes, Scratch() # the memory of the table, as numbers
+        self.register_buffer("table", empty_table(lanes))
+        self.rows()
+
+    def rows(self) -> np.ndarray: # (n, columns), a view
+        "The table as numbers; a tracer's stand-in has none, and is passed over."
+        table = self._buffers["table"] # a module's dict is cheaper than its attribute
+        if type(table) is Tensor and not table.is_meta and self.seen.get("at") != table.data_ptr():
+            self.seen.update(at=table.data_ptr(), rows=table.numpy())
+        return self.seen.get("rows")
+
+    def states(self) -> list[SeedState]: # one per lane
+        "All that is known."
+        return [decode_seed(r) for r in self.rows().tolist()]
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.rows()
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        self.rows()
+
+# %% ../../nbs/grow/25_routing.ipynb #db4a8964
+class BankRouter(SeedTable):
+    "One bank for each blueprint, through which features pass lane by lane as the table says."
     enabled = True # False: hand on what comes
     branch = False # True: hand on the features without seeds and then those with them, as one batch twice as large
     within = 0. # share of the present epoch that has passed, 0 to 1: alphas that move are on their way
     trace: list[tuple[Tensor, Tensor]] | None = None # a list: every pass adds what comes in and what goes out
 
     def __init__(self, banks: dict[str, nn.Module], blend_gate: nn.Module, lanes: int): # all of n lanes
-        super().__init__()
-        self.lanes, self.blueprints = lanes, tuple(banks)
+        super().__init__(lanes)
+        self.blueprints = tuple(banks)
         self.banks, self.blend_gate = nn.ModuleDict(banks), blend_gate
-        self.register_buffer("table", empty_table(lanes))
         self.held: dict[str, tuple[int, ...]] = {} # bank or "gate" -> the lanes it stands for, if not all
         self.cache, self.narrowed = Scratch(), Scratch() # the route, by table, mode and time; banks by width
 
@@ -241,14 +276,9 @@ class BankRouter(nn.Module):
             self.trace.append((h.detach(), out))
         return torch.cat([h, out]) if self.branch else out
 
-    def states(self) -> list[SeedState]: # one per lane
-        "All that is known."
-        return [decode_seed(r) for r in self.table.tolist()]
-
     def route(self) -> Route:
         "The route of the present table, mode and time."
-        # Bytes are cheaper than any column, and a module's dict is cheaper than its attribute.
-        key = self.training, self._buffers["table"].numpy().tobytes()
+        key = self.training, self.rows().tobytes() # bytes are cheaper than any column
         if self.cache.get("key") != key or self.cache["within"] not in (None, self.within):
             states = self.states()
             route = Route(find_roles(states, self.blueprints, self.training, self.within), self.lanes)

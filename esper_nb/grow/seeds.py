@@ -94,7 +94,10 @@ def encode_seed(s: SeedState) -> list[float]: # one finite number per column
 def _value(column: str, number: float):
     if number <= UNMEASURED: return None
     if number >= -UNMEASURED: return math.inf
-    return _casts.get(column, float)(number)
+    if column not in _casts: return float(number)
+    check(number == int(number), f"{column} in the table of a slot", number, "a whole number: a table cannot be "
+          "averaged, as AveragedModel(use_buffers=True) does; use_buffers=False copies")
+    return _casts[column](number)
 
 @lru_cache(4096)   # most rows are read many times before they change
 def _decode(row: tuple[float, ...]) -> SeedState: return SeedState._make(map(_value, COLUMNS, row))

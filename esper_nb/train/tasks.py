@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['FEW_CLASSES', 'SOURCES', 'split_lanes', 'lane_cross_entropy', 'class_counts', 'correct_counts', 'accuracy_pp',
-           'host_sites', 'check_slots', 'check_settings', 'load_source', 'check_fit', 'Task', 'register_task',
-           'list_tasks', 'get_task', 'create_model']
+           'host_sites', 'check_slots', 'check_settings', 'check_fit', 'Task', 'register_task', 'list_tasks',
+           'get_task', 'task_from_folder', 'task_from_table', 'task_from_arrays', 'task_from_dataset', 'task_from_text',
+           'task_from_path', 'create_model']
 
 # %% ../../nbs/train/38_tasks.ipynb #61ee899e
 import difflib, fnmatch, math, re
@@ -20,7 +21,8 @@ from torch import Tensor
 from ..core.config import Config, check, check_count
 from ..core.devices import check_device
 from .data import ImageData
-from .datasets import load_cifar10, load_digits_data, load_prose, load_text_file, synthetic_cifar10
+from .datasets import host_for, is_own, keep_arrays, load_own, load_source, own_source, text_digest
+from .files import digest_of, from_arrays, from_dataset, read_folder, read_table_file
 from .text import TextData
 from ..grow.hosts import CNNConfig, CNNHost, GPTConfig, GPTHost, new_host
 from ..grow.models import GrowingModel
@@ -112,7 +114,7 @@ def _number(v) -> bool: return isinstance(v, (int, float)) and not isinstance(v,
 def check_settings(task): # raises a ValueError that names the setting
     "Refuse a task that cannot be trained."
     check(isinstance(task.name, str) and task.name != "", "name", task.name, "a non-empty str")
-    check(task.data in SOURCES, "data", task.data, f"one of {', '.join(SOURCES)}")
+    check(task.data in SOURCES or is_own(task.data), "data", task.data, f"one of {', '.join(SOURCES)}, or yours")
     check(isinstance(task.host, (CNNConfig, GPTConfig)), "host", task.host, "a CNNConfig or a GPTConfig")
     check_slots(task.slots, host_sites(task.host))
     for k in ("batch_size", "epochs"): check_count(k, getattr(task, k))
@@ -128,7 +130,7 @@ def check_settings(task): # raises a ValueError that names the setting
 class _Settings(Config):
     "What a task is, without what it does."
     name: str
-    data: str # one of `SOURCES`
+    data: str # one of `SOURCES`, or a text from `own_source`
     host: CNNConfig | GPTConfig
     slots: tuple[str, ...] # slots used unless others are asked for
     batch_size: int # examples per lane and batch step
@@ -146,24 +148,6 @@ class _Settings(Config):
         host = d.get("host")
         if isinstance(host, dict): d = {**d, "host": (GPTConfig if "vocab" in host else CNNConfig).from_dict(host)}
         return super().from_dict(d)
-
-# %% ../../nbs/train/38_tasks.ipynb #795ce117
-def load_source(
-    task, # whose data
-    device: torch.device, # where they shall live
-    root: Path, # folder of local files
-    limit: int | None, # most training examples
-    synthetic: bool, # made-up images in place of CIFAR-10
-) -> ImageData | TextData:
-    "The data that a task names."
-    check(not synthetic or task.data == "cifar10", "synthetic", synthetic,
-          f"False for data={task.data!r}: only cifar10 has made-up images")
-    if task.data == "digits": return load_digits_data(device, limit)
-    if task.data == "cifar10" and synthetic: return synthetic_cifar10(limit or 2000, device=device)
-    if task.data == "cifar10": return load_cifar10(root, device, limit)
-    block = task.host.block if isinstance(task.host, GPTConfig) else 64 # `check_fit` refuses a host for images
-    if task.data == "prose": return load_prose(device, block, limit)
-    return load_text_file(root / "tinystories.txt", device, block, limit)
 
 # %% ../../nbs/train/38_tasks.ipynb #4380ddd7
 def check_fit(task, data: ImageData | TextData): # raises a ValueError that says what to change
@@ -275,6 +259,54 @@ register_task(Task(
     name="tinystories", data="tinystories",
     host=GPTConfig(vocab=256, d=384, heads=6, layers=6, block=256, dropout=.1), slots=_grid(3),
     batch_size=32, epochs=50, target_loss=1., delta_std=.15, optimizer="adamw", lr=3e-4, weight_decay=.01));
+
+# %% ../../nbs/train/38_tasks.ipynb #6fecc5cc
+def _new_task(name: str, source: str, host: CNNConfig | GPTConfig, examples: int, classes: int, settings: dict) -> Task:
+    "A task with settings that suit small data, and those that were given."
+    text = isinstance(host, GPTConfig)
+    usual = dict(host=host, batch_size=max(1, min(16 if text else 64, examples // 4)), epochs=10 if text else 25,
+                 target_loss=.2 * math.log(classes), delta_std=.05, lr=2e-3 if text else .05,
+                 optimizer="adamw" if text else "sgd")
+    given: dict = usual | settings
+    given.setdefault("slots", tuple(s for s in host_sites(given["host"]) if s.startswith("r0")))
+    return Task(re.sub(r"\W+", "_", name), source, **given)
+
+def _example_task(name: str, source: str, settings: dict) -> Task:
+    data = load_own(source)
+    return _new_task(name, source, host_for(data.shape, data.classes), data.num_train, data.classes, settings)
+
+# %% ../../nbs/train/38_tasks.ipynb #7d2b4b63
+def task_from_folder(path: str | Path, size: int | None = None, pad: int = 0, flip: bool = False, # as `read_folder`
+                     **settings) -> Task: # of the task, such as lr=.02 or name="mine"
+    "A task of pictures, one folder for each class; `pad` and `flip` augment them."
+    digest, name = digest_of(read_folder(path, size)), settings.pop("name", Path(path).resolve().name)
+    return _example_task(name, own_source("folder", path, size=size, pad=pad, flip=int(flip), digest=digest), settings)
+
+def task_from_table(path: str | Path, label: str | None = None, columns: Sequence[str] | None = None,
+                    **settings) -> Task: # as for `read_table_file`, and settings of the task
+    "A task of the rows of a table."
+    digest, name = digest_of(read_table_file(path, label, columns)), settings.pop("name", Path(path).stem)
+    return _example_task(name, own_source("table", path, label=label, columns=columns, digest=digest), settings)
+
+def task_from_arrays(x, y, name: str = "arrays", **settings) -> Task: # x, y: as for `from_arrays`
+    "A task of arrays or tensors, which lives as long as the process."
+    return _example_task(name, keep_arrays(name, from_arrays(x, y, name)), settings)
+
+def task_from_dataset(dataset, name: str = "dataset", **settings) -> Task: # items (picture or numbers, label)
+    "A task of a map-style dataset, read into memory once."
+    return _example_task(name, keep_arrays(name, from_dataset(dataset, name)), settings)
+
+def task_from_text(path: str | Path, block: int = 64, **settings) -> Task: # block: window length in bytes
+    "A task of a text: to say its next byte."
+    host = GPTConfig(vocab=256, d=64, heads=2, layers=3, block=block)
+    source, name = own_source("text", path, digest=text_digest(path, block)), settings.pop("name", Path(path).stem)
+    return _new_task(name, source, host, load_own(source, block=block).num_train, 256, settings)
+
+def task_from_path(path: str | Path, **settings) -> Task: # what a command line is given
+    "A task of a folder of pictures (32 pixels unless `size` says otherwise), of a table or of a text."
+    kind = Path(path).suffix.lower()
+    if Path(path).is_dir(): return task_from_folder(path, settings.pop("size", 32), **settings)
+    return (task_from_table if kind in (".csv", ".tsv", ".parquet") else task_from_text)(path, **settings)
 
 # %% ../../nbs/train/38_tasks.ipynb #42855cf5
 def create_model(
