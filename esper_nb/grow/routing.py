@@ -9,7 +9,7 @@ __all__ = ['lanes_inside', 'lanes_folded', 'merge_runs', 'split_features', 'join
 # %% ../../nbs/grow/25_routing.ipynb #0af761b4
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -240,7 +240,8 @@ class SeedTable(nn.Module):
         table = self._buffers["table"] # a module's dict is cheaper than its attribute
         if type(table) is Tensor and not table.is_meta and self.seen.get("at") != table.data_ptr():
             self.seen.update(at=table.data_ptr(), rows=table.numpy())
-        return self.seen.get("rows")
+        rows: Any = self.seen.get("rows")
+        return rows
 
     def states(self) -> list[SeedState]: # one per lane
         "All that is known."
