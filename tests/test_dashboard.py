@@ -9,10 +9,11 @@ from hypothesis import given, settings, strategies as st
 
 import esper_nb.show.dashboard as dashboard_module
 from esper_nb.record.writers import read_rows
-from esper_nb.show.dashboard import ControlBar, Dashboard, Maker
-from esper_nb.show.picture import plot_session
+from esper_nb.show.controls import THRESHOLDS, ControlBar, Maker
+from esper_nb.show.dashboard import Dashboard
+from esper_nb.show.words import plot_session
 from esper_nb.show.plot_runs import plot_slots
-from esper_nb.show.words import THRESHOLDS, log_html, session_text, status_html, time_words
+from esper_nb.show.words import log_html, session_text, status_html, time_words
 from esper_nb.show.live import Feed, Pacer, live_front_end, session_packet
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
