@@ -1,5 +1,5 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
-import sys, threading, time, tracemalloc
+import re, sys, threading, time, tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,12 +9,14 @@ from hypothesis import given, settings, strategies as st
 
 import esper_nb.show.dashboard as dashboard_module
 from esper_nb.record.writers import read_rows
-from esper_nb.show.controls import THRESHOLDS, ControlBar, Maker
+from esper_nb.show.controls import ControlBar, seed_needs, why_not
+from esper_nb.show.theme import THRESHOLDS, Maker
 from esper_nb.show.dashboard import Dashboard
 from esper_nb.show.words import plot_session
 from esper_nb.show.plot_runs import plot_slots
 from esper_nb.show.words import log_html, session_text, status_html, time_words
 from esper_nb.show.live import Feed, Pacer, live_front_end, session_packet
+from esper_nb.guard.detector import loss_limits
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 from esper_nb.core.lanes import lane_state
@@ -94,16 +96,19 @@ def test_the_life_of_a_session(run):
     assert (s.state, s.steps) == ("paused", 3)
     s.go_on()
     assert s.wait() == "done" and s.steps == 5
-    assert [n.text for n in s.notes] == ["2 steps at step 0", "stopped at step 2; go on picks up exactly here",
-                                         "1 step at step 2", "go on at step 3", "done after 5 steps"]
+    assert [n.text for n in s.notes] == [
+        "2 steps at batch 0 (step 0)", "stopped at batch 4 (step 2); go on picks up exactly here",
+        "1 step at batch 4 (step 2)", "go on at batch 6 (step 3)", "done after 5 steps"]
+    assert [n.x for n in s.notes] == [0, 4, 4, 6, 10]                   # the log's numbers are the axis's
 
 @pytest.mark.parametrize("unit, units", [("epoch", "epochs"), ("batch", "batches"), ("step", "steps")])
 def test_steps_are_called_by_their_name(run, unit, units):
     s = run(FrameSource(fake(2), 2, 2, unit))
-    assert s.step(2).wait().message == f"2 {units} at {unit} 0"
+    count = "" if unit == "batch" else f" ({unit} 0)"
+    assert s.step(2).wait().message == f"2 {units} at batch 0{count}"
     assert f"4 {units} a second" in [t for t, _ in ControlBar(Maker(), s, s.ask, int).pace.options]
     s.wait()
-    assert s.step().wait().message == f"1 {unit} at {unit} 2"
+    assert s.step().wait().message == f"1 {unit} at batch 4" + ("" if unit == "batch" else f" ({unit} 2)")
 
 def test_requests_take_effect_at_an_edge_and_say_which(run):
     gate, entered = threading.Event(), threading.Event()
@@ -303,6 +308,17 @@ def test_limits_are_the_governors(run):
     s.adjust(absolute=7.).wait()
     assert np.allclose(s.edges.rows[-1, 1 + 1], 7 * pop.data.chance_loss)          # drawn from that edge on
 
+def test_the_rise_line_stands_on_either_scale():
+    net = torch.nn.Linear(2, 2)
+    for signed in (False, True):
+        g = Governor(net, torch.optim.SGD(net.parameters(), lr=.1), chance=None)
+        noise = np.random.default_rng(0)
+        for _ in range(200): g.watch(float(noise.normal(-5, 1) if signed else noise.lognormal(0, .1)))
+        assert bool(g.stats.linear[0]) == signed
+        rise = lane_limits(g, 1)[0, -1]
+        assert rise == loss_limits(g.stats, g.config, g.chance).rise[0]
+        assert (-5 < rise < 0) if signed else (1 < rise < 2), rise
+
 
 # --- a loop of one's own, and a controller
 
@@ -450,10 +466,10 @@ def test_words_go_with_the_packet_and_only_when_they_changed(board):
     canvas.send = lambda m, buffers: sent.append(m)
     feed.close(); feed.thread.join()
     feed.hear(canvas, dict(kind="hello"))
-    assert set(sent[0]["html"]) == {"status", "log"} and "head" in sent[0]
+    assert set(sent[0]["html"]) == {"status", "log", "grow"} and "head" in sent[0]
     steps(board.session, 1)
     feed.pacer.last = -1e9; feed.update()
-    assert "epoch 1 of" in sent[1]["html"]["status"] and "1 epoch at epoch 0" in sent[1]["html"]["log"]
+    assert "epoch 1 of" in sent[1]["html"]["status"] and "1 epoch at batch 0 (epoch 0)" in sent[1]["html"]["log"]
     with board.session.lock: board.session.version += 1
     feed.pacer.last = -1e9; feed.update()
     assert sent[2]["html"] == {}
@@ -496,24 +512,154 @@ def test_every_button_works(board):
     assert s.incidents[0].lane == 1
     press(board, "◇ Snapshot"); press(board, "↶ Roll back lane"); s.ask("pause").wait()
     assert s.incidents[-1].reason == "asked"
-    board.panel.bar.go.click(); press(board, "❙❙ Pause"); s.wait()
+    board.panel.bar.buttons["start"].click(); press(board, "❙❙ Pause"); s.wait()
     press(board, "■ Stop"); s.ask("pause").wait()
-    press(board, "Fossilize"); s.ask("pause").wait()
-    assert any("fossil" in n.text or "refused" in n.text for n in s.notes)
     board.panel.show(False)
-    assert "rolled back lane 1" in board.panel.log.value and "non-finite" in board.panel.log.value
-    assert "epoch" in board.panel.status.value
+    words = {k: w.value for k, w in board.panel.words.items()}
+    assert "rolled back lane 1" in words["log"] and "non-finite" in words["log"] and "epoch" in words["status"]
 
 def test_a_threshold_can_be_moved_switched_off_and_on(board):
     board.widget()
     governor = board.session.source.governor
     board.panel.thresholds.sliders["multiplier"].value = 5.; board.session.ask("pause").wait()
     assert governor.config.multiplier == 5.
-    row = board.panel.thresholds.row("huge", governor.config.huge)
-    row.children[2].value = False; board.session.ask("pause").wait()
-    assert governor.config.huge is None and row.children[1].disabled
-    row.children[2].value = True; board.session.ask("pause").wait()
+    panel = board.panel.thresholds
+    assert set(panel.sliders) == {"multiplier", "sigma", "absolute", "rise_ratio"}      # the others are folded away
+    panel.more.value = True
+    assert set(panel.sliders) == set(THRESHOLDS)
+    panel.switches["huge"].value = False; board.session.ask("pause").wait()
+    assert governor.config.huge is None and panel.sliders["huge"].disabled
+    panel.switches["huge"].value = True; board.session.ask("pause").wait()
     assert governor.config.huge == 20.
+
+def texts(w):
+    "Everything that a widget and what it holds say."
+    own = [getattr(w, "value", "") if type(w).__name__ in ("HTML", "Label") else getattr(w, "description", "")]
+    return " ".join([*filter(None, own), *map(texts, getattr(w, "children", ()))])
+
+def test_thresholds_say_what_they_do_and_their_default(board):
+    board.widget()
+    panel = board.panel.thresholds
+    said = texts(panel.box)
+    for words in ("solid line", "dashed line", "dotted line", "Default 3.", "Default 6.", "27 more thresholds"):
+        assert words in said, words
+    panel.more.value = True
+    said = texts(panel.box)
+    assert said.count("Default ") == len(THRESHOLDS) and "snapshots. Default 50." not in said
+    assert "losses between snapshots Default 50." in said
+
+def test_two_panels_on_one_session_agree(run):
+    s = run(population(2, 60))
+    one, two = Dashboard(s), Dashboard(s)
+    one.widget(); two.widget()
+    try:
+        one.panel.thresholds.sliders["sigma"].value = 9.; s.pause().wait()
+        s.adjust(huge=None).wait()
+        one.panel.thresholds.more.value = two.panel.thresholds.more.value = True
+        one.panel.bar.pace.value = .5; s.pause().wait()
+        steps(s, 1)
+        asked = len(s.notes)
+        for d in (one, two): d.panel.show(False)
+        sliders = two.panel.thresholds.sliders
+        assert sliders["sigma"].value == 9 and sliders["huge"].disabled and two.panel.bar.pace.value == .5
+        assert len(s.notes) == asked                                    # to follow is not to ask
+        assert two.panel.words["log"].value == one.panel.words["log"].value
+        assert [b.disabled for b in two.panel.bar.buttons.values()] == [
+            b.disabled for b in one.panel.bar.buttons.values()]
+    finally: one.close(); two.close()
+
+def test_buttons_that_cannot_work_are_off_and_say_why(run):
+    s = run(FrameSource(fake(3), 2, 3))
+    why = why_not(s)
+    assert not why["start"] and "nothing runs" in why["pause"] and "no parts" in why["save"]
+    assert "nobody watches" in why["rollback"]
+    s.start(); s.wait()
+    assert why_not(s)["start"] == why_not(s)["step"] == why_not(s)["provoke"] == "the run is over"
+    d = Dashboard(s); d.widget(); d.panel.show(False)
+    save = d.panel.bar.buttons["save"]
+    assert save.disabled and save.tooltip == "Not now: this run cannot be saved: its source has no parts"
+    d.close()
+
+def test_a_grow_button_is_on_exactly_when_the_move_would_be_done(run):
+    from copy import deepcopy
+    from esper_nb.grow.decisions import Decision, apply_decision
+    pop = population(2, 60)
+    s, seen = run(pop), set()
+    slot = pop.model.slot("r0c0")
+    plan = slot.blueprints[0]
+    def agree():
+        needs = seed_needs(slot, 1)
+        for verb, why in needs.items():
+            done = apply_decision(deepcopy(pop.model), 1, Decision(verb, "r0c0", plan if verb == "germinate" else None))
+            assert done.ok == (why == ""), (slot.state(1), verb, why, done.message)
+        seen.add(slot.state(1).stage.name)
+    agree()
+    s.seed("germinate", 1, "r0c0", plan).wait(); agree()
+    for _ in range(34):
+        left = seed_needs(slot, 1)["advance"]
+        if left == "": s.seed("advance", 1, "r0c0").wait(); agree()
+        steps(s, 1); agree()
+    assert {"DORMANT", "GERMINATED", "TRAINING", "BLENDING", "HOLDING"} <= seen, seen
+    s.seed("prune", 1, "r0c0").wait(); agree()
+    text = seed_needs(slot, 1)["germinate"]
+    epochs = int(re.search(r"in (\d+) more epochs", text)[1])
+    steps(s, epochs - 1); agree()
+    assert seed_needs(slot, 1)["germinate"]
+    steps(s, 1); agree()
+    assert not seed_needs(slot, 1)["germinate"]                         # on the epoch that it had named
+
+def test_the_grow_box_counts_down_to_the_gate(board):
+    board.widget()
+    s = board.session
+    s.seed("germinate", 1, "r0c0", "norm").wait(); s.seed("advance", 1, "r0c0").wait()
+    for left in ("10 more epochs", "9 more epochs"):
+        board.panel.show(False)
+        said = board.panel.words["grow"].value
+        assert "TRAINING" in said and f"Advance: in {left}" in said
+        assert board.panel.seeds.buttons["advance"].disabled and left in board.panel.seeds.buttons["advance"].tooltip
+        steps(s, 1)
+
+def test_a_cell_that_runs_twice_leaves_no_run_unseen(run, monkeypatch):
+    cell = "a"
+    monkeypatch.setattr(dashboard_module, "live_front_end", lambda: True)
+    monkeypatch.setattr(dashboard_module, "running_cell", lambda: cell)
+    monkeypatch.setattr(dashboard_module.Stored, "publish", lambda self, lane: None)
+    first, second, third = (run(FrameSource(fake(10**9), 2), pace=.01) for _ in range(3))
+    def show(s):
+        d = Dashboard(s)
+        assert set(d._repr_mimebundle_()) == {"text/plain", "application/vnd.jupyter.widget-view+json"}
+        return d
+    made = [show(first)]
+    first.start().wait()
+    made.append(show(first))                                            # the same run, shown again: it goes on
+    assert first.state == "running"
+    made.append(show(second))
+    first.pause().wait()
+    assert first.state == "stopped" and "the run that this cell had shown before was stopped" in second.notes[-1].text
+    second.start().wait()
+    cell = "b"; made.append(show(second))
+    cell = "a"; made.append(show(third))
+    second.set_pace(.01).wait()
+    assert second.state == "running"                                    # another cell shows it still
+    for d in made: d.close()
+    dashboard_module._SHOWN.clear()
+
+def test_what_a_notebook_keeps_is_text_and_picture_and_the_way_back(run):
+    s = run(population(2, 20))
+    first = dashboard_module.stored_html(s)
+    assert "ready: epoch 0 of 20" in first and "run this cell again" in first and "<img" not in first
+    steps(s, 2)
+    s.note("control", "<script>alert(1)</script>")
+    kept = dashboard_module.stored_html(s, 1)
+    assert 'src="data:image/png;base64,' in kept and "epoch 2 of 20" in kept and "<script>" not in kept
+    stored, told = dashboard_module.Stored(s), []
+    stored.handles.append(SimpleNamespace(update=lambda bundle, raw: told.append(bundle)))
+    stored.refresh(0); stored.refresh(0)
+    assert len(told) == 1 and set(told[0]) == {"text/html", "text/plain"}
+    s.start(); s.set_pace(.01).wait(); stored.refresh(0)
+    assert len(told) == 1                                               # while it runs, once a minute
+    s.pause().wait(); stored.refresh(0)
+    assert len(told) == 2
 
 def test_lane_and_slot_follow_the_pickers_and_the_canvas(board):
     board.widget()

@@ -6,7 +6,7 @@
 // `recovered` (batch of the first loss as good as before, or null). A loss of Infinity was not finite, NaN was not
 // measured.
 
-const DASH = {limit: [], absolute: [7, 4], rise: [8, 3, 2, 3]};
+const DASH = {limit: [], absolute: [7, 4], rise: [1.5, 4]};
 const RAIL = 15; // pixels above the loss axis where losses stand that are not finite
 const SLOT = 21; // height of a slot
 const GAP = 20; // between panels, for a title
@@ -68,6 +68,7 @@ class Run {
     this.recent = false; // whether only the newest batches are shown
     this.number = 0; // of the newest packet
     this.html = {}; // words around the picture
+    this.asked = null; // the newest button that no packet has answered yet
     this.until = [0, 0]; // end of the axis for the whole run and for the newest batches
     model.on("msg:custom", (message, buffers) => this.take(message, buffers));
     model.on("change:lane", () => this.changed());
@@ -97,6 +98,8 @@ class Run {
     this.loss.add(floats(buffers[0]), message.whole[0]);
     this.edge.add(floats(buffers[1]), message.whole[1]);
     this.status = message.status;
+    this.age = message.age ?? this.age; // seconds since a cell left the panel on its page
+    if (this.asked && message.status.answered > this.asked.answered) this.asked = null;
     Object.assign(this.html, message.html);
     for (const incident of message.incidents) this.incidents.set(incident.number, incident);
     while (this.incidents.size > MOST_INCIDENTS) this.incidents.delete(this.incidents.keys().next().value);
@@ -406,7 +409,7 @@ function limits(ctx, look, run, X, Y, ceiling) {
   ctx.fillStyle = faded(look.limit, look.dark ? 0.13 : 0.08);
   ctx.fill();
   for (const [kind, name, colour, width] of [
-    [1, "absolute", look.limit, 1], [4, "rise", look.rise, 1.3], [0, "limit", look.limit, 1.6],
+    [1, "absolute", look.limit, 1], [4, "rise", faded(look.rise, 0.75), 1.1], [0, "limit", look.limit, 1.6],
   ]) {
     limitPath(ctx, run, kind, X, Y, null);
     ctx.setLineDash(DASH[name]);
@@ -477,7 +480,7 @@ function labels(ctx, look, run, box, Y, chance) {
     all.push([Y(value(1)), `absolute ${short(value(1))}`, look.limit]);
   }
   if (chance > 0) all.push([Y(chance), `chance ${short(chance)}`, look.chance]);
-  if (value(4) > 0) all.push([Y(value(4)), `rise ${short(value(4))}`, look.rise]);
+  if (value(4) > 0) all.push([Y(value(4)), `mean rises ${short(value(4))}`, look.rise]);
   all.sort((a, b) => a[0] - b[0]);
   let y = box.y;
   for (const [wanted, text, colour] of all) {
@@ -757,7 +760,7 @@ const KEY = [ // colour, text, sign
   ["focus", "lane <b></b>", "line"],
   ["other", "other lanes", "thin"],
   ["limit", "limit", "line"],
-  ["rise", "rise", "dash"],
+  ["rise", "rise, of the smoothed loss", "dots"],
   ["chance", "chance", "band"],
   ["limit", "✕ panic", ""],
   ["limit", "trained in vain", "veil"],
@@ -767,7 +770,7 @@ const KEY = [ // colour, text, sign
 
 const FRAME = `<div class="esper-key"></div>
 <div class="esper-range"><button data-recent="0">whole run</button><button data-recent="1">last 240</button></div>
-<canvas role="img"></canvas><div class="esper-tip" hidden></div>`;
+<canvas role="img"></canvas><div class="esper-tip" hidden></div><div class="esper-asked" role="status"></div>`;
 
 // One place on one page that shows a run.
 class View {
@@ -778,11 +781,13 @@ class View {
     element.innerHTML = FRAME.replaceAll("\n", "");
     this.canvas = element.querySelector("canvas");
     this.tip = element.querySelector(".esper-tip");
+    this.waits = element.querySelector(".esper-asked");
     this.key = element.querySelector(".esper-key");
     this.buttons = element.querySelectorAll(".esper-range button");
     this.curves = new Layer();
     this.heat = new Layer();
     this.inSight = true;
+    this.fresh = true; // not drawn yet
     this.ask = () => this.pending ||= requestAnimationFrame(() => this.draw());
     this.listen();
     this.observe();
@@ -828,7 +833,59 @@ class View {
     this.observers = [size, sight, theme];
   }
 
+  // The panel around the picture, as soon as it is on the page: what is pressed there is answered here at once.
+  join() {
+    const panel = this.element.closest(".esper");
+    if (!panel || this.panel === panel) return;
+    this.panel = panel;
+    this.onpress = event => {
+      const button = event.target.closest("button.widget-button");
+      if (button && !button.disabled) this.press(button.innerText.trim());
+    };
+    panel.addEventListener("click", this.onpress, true);
+  }
+
+  // A page that has just run all its cells shows the last one, but not what that one leaves: the panel.
+  come() {
+    if (this.fresh && this.run.age < 20) (this.panel ?? this.element).scrollIntoView({block: "nearest"});
+    this.fresh = false;
+  }
+
+  // The kernel may be busy with another cell: say at once that a button was heard, and what it waits for.
+  press(text) {
+    const {run} = this;
+    run.asked = {text, answered: run.status?.answered ?? 0, at: performance.now()};
+    clearInterval(this.clock);
+    this.clock = setInterval(() => this.wait(), 500);
+    this.wait();
+  }
+
+  wait() {
+    const {asked} = this.run, seconds = asked ? (performance.now() - asked.at) / 1000 : 0;
+    if (!asked || seconds > 120) clearInterval(this.clock);
+    const late = seconds > 2 ? ` ${Math.round(seconds)} s ago; the kernel is busy, perhaps with another cell` : "";
+    const text = asked ? `${asked.text}: asked${late || ", waits for the run"} …` : "";
+    if (this.waits.textContent !== text) this.waits.textContent = text;
+  }
+
+  // Names for those who hear the controls instead of seeing them.
+  name() {
+    for (const row of this.panel?.querySelectorAll(".esper-row:not([data-named])") ?? []) {
+      const what = row.querySelector(".widget-label")?.textContent ?? "";
+      const handle = row.querySelector(".noUi-handle"), box = row.querySelector("input[type=checkbox]");
+      if (!what || !handle) continue;
+      row.dataset.named = what;
+      handle.setAttribute("aria-label", what);
+      const readout = row.querySelector(".widget-readout");
+      readout?.setAttribute("aria-label", `${what}, as a number`);
+      readout?.setAttribute("role", "textbox");
+      box?.setAttribute("aria-label", `${what} on`);
+    }
+  }
+
   close() {
+    this.panel?.removeEventListener("click", this.onpress, true);
+    clearInterval(this.clock);
     this.run.views.delete(this.ask);
     for (const observer of this.observers) observer.disconnect();
     cancelAnimationFrame(this.pending);
@@ -874,7 +931,11 @@ class View {
       canvas.style.height = `${run.height}px`;
     }
     if (!width || !ready) return;
+    this.join();
+    this.name();
+    this.wait();
     this.tell();
+    this.come();
     const what = `Training loss of every ${run.head.axis[0]}`;
     setOnce(canvas, "aria-label", `${what}, ${run.status.state}, lane ${run.lane}, ${run.incidents.size} incidents`);
     if (!this.inSight) return; // the words may still be in sight, the picture is not
@@ -904,13 +965,16 @@ class View {
 
   panels(ctx, X, what) {
     const {run, look, boxes} = this;
-    const title = (text, box) => {
-      write(ctx, look, text, box.x, box.y - TITLE, look.ink, {base: "alphabetic", bold: true});
+    const title = (text, box, brief = text) => {
+      ctx.font = `600 11px ${look.font}`;
+      const fits = ctx.measureText(text).width <= this.element.clientWidth - box.x;
+      write(ctx, look, fits ? text : brief, box.x, box.y - TITLE, look.ink, {base: "alphabetic", bold: true});
     };
     title(`${what}, nats`, boxes.loss);
     losses(ctx, look, run, boxes.loss, X, this.curves);
     if (boxes.strip) {
-      title("All lanes: the stronger, the higher the loss; click one to put it into focus", boxes.strip);
+      title("All lanes: the stronger, the higher the loss; click one to put it into focus", boxes.strip,
+        "All lanes: strong means a high loss; click one");
       strip(ctx, look, run, boxes.strip, X, this.heat);
     }
     if (boxes.swim) {

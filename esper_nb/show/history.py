@@ -94,13 +94,12 @@ def lane_limits(
     stats, config = governor.stats, governor.config
     bounds = loss_limits(stats, config, governor.chance)
     absolute, known = np.asarray(bounds.absolute), stats.seen > 0
-    rises = bounds.ready & (config.rise is not None)
     columns = dict(
         limit=bounds.limit,
         absolute=np.where(absolute > 0, absolute, np.nan),
         sigma=np.where(known, bounds.by_sigma, np.nan),
         multiple=np.where(known, bounds.by_multiple, np.nan),
-        rise=np.where(rises, np.exp(np.minimum(stats.level, 80.)) * config.rise_ratio, np.nan))
+        rise=np.where(bounds.ready, bounds.rise, np.nan))
     out = np.stack([np.broadcast_to(columns[name], lanes) for name in LIMITS], axis=1)
     return np.where(np.isfinite(out), out, np.nan)
 
@@ -158,7 +157,7 @@ class EdgeLayout(NamedTuple):
 class Note(NamedTuple):
     "A line of the log."
     number: int
-    step: int # steps done
+    x: int # place on the axis: batches done
     kind: str # "control", "verdict", "fault", "seed" or "error"
     text: str
 
@@ -249,7 +248,7 @@ class _Filing:
         "Write a line into the log."
         with self.lock:
             self._written += 1
-            self.notes.append(Note(self._written, self.steps, kind, text))
+            self.notes.append(Note(self._written, self.x, kind, text))
             self.version += 1
 
     def hear(self, report: Report) -> None:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['status_of', 'head_of', 'stage_entry', 'incident_entry', 'Seen', 'Packet', 'session_packet', 'Pacer', 'Canvas', 'Feed',
-           'asset_path', 'canvas_class', 'live_front_end', 'watching_cost']
+           'asset_path', 'canvas_class', 'running_cell', 'live_front_end', 'watching_cost']
 
 # %% ../../nbs/show/86_live.ipynb #b81cc239
 import functools
@@ -38,11 +38,12 @@ def status_of(
         left = max(0, s.total - session.steps) * max(session.seconds, session.pace)
     return dict(
         state=session.state, error=session.error,
-        steps=session.steps, total=s.total, unit=s.unit, x=session.x,
+        steps=session.steps, total=s.total, unit=s.unit, x=session.x, axis=s.axis[0],
         left=left, # seconds; None: unknown
         seconds=session.seconds, pace=session.pace,
         accuracy=float(np.median(finite)) if len(finite) else None, # percentage points
         incidents=len(session.incidents),
+        answered=session.answered, # requests so far
         stopped=[] if s.governor is None else np.flatnonzero(s.governor.stopped).tolist(), # lanes
         band=None if s.governor is None else s.governor.config.band)
 
@@ -252,13 +253,17 @@ def canvas_class() -> Any: # None where anywidget is not installed
     return RunCanvas
 
 # %% ../../nbs/show/86_live.ipynb #2b970ef9
+def running_cell() -> str: # its id; empty: nobody knows
+    "The cell of a notebook page that runs now."
+    if "IPython" not in sys.modules: return ""
+    kernel = getattr(sys.modules["IPython"].get_ipython(), "kernel", None)
+    try: return "" if kernel is None else str((kernel.get_parent().get("metadata") or {}).get("cellId", ""))
+    except Exception: return ""
+
 def live_front_end() -> bool:
     "Whether the cell that runs now came from a page that can show widgets, as far as can be known."
     if os.environ.get("SERVER_SOFTWARE", "").startswith("voila") or "google.colab" in sys.modules: return True
-    if "IPython" not in sys.modules: return False
-    kernel = getattr(sys.modules["IPython"].get_ipython(), "kernel", None)
-    try: return kernel is not None and "cellId" in (kernel.get_parent().get("metadata") or {})
-    except Exception: return False
+    return bool(running_cell())
 
 # %% ../../nbs/show/86_live.ipynb #5afa3091
 class _Echo:

@@ -166,7 +166,7 @@ class PopulationSource(_Ruinable):
     def provoke(self, fault: str, lane: int) -> str: # what will happen
         "Ruin a lane in the epoch to come, after a quarter of its batches."
         self.due.append(Fault(fault, lane, self.epoch, batch=self.batches // 4, seed=self.epoch))
-        return f"{fault} begins in epoch {self.epoch + 1}, batch {self.batches // 4 + 1}"
+        return f"{fault} begins {self.batches // 4 + 1} batches from here"
 
     def decide(self, lane: int, decision: Decision) -> DecisionResult: # whether it was done, or why not
         "Act on a seed, and remember it for the rows of the epoch to come."
@@ -260,7 +260,7 @@ class LoopSource(_Ruinable):
     def provoke(self, fault: str, lane: int) -> str: # what will happen
         "Ruin the network in the batch to come."
         self.fault = Fault(fault, 0, 0, self.at, seed=self.at)
-        return f"{fault} begins in batch {self.at + 1}"
+        return f"{fault} begins in the next batch"
 
     def parts(self) -> dict[str, Any]: # by name, as `save_checkpoint` takes them
         "Network, Governor and optimizer."
@@ -333,8 +333,7 @@ class EnvSource(_Ruinable):
         assert s is not None  # the learner has just stepped
         rows = self.rows(self.envs, **keys)
         if update is not None: rows += update_rows(update, HEADS)
-        awake = s.awake.numpy()  # a lane that only began an episode trained nothing
-        loss = frame_losses(s.train_loss[None], awake)[:int(awake.any())]
+        loss = frame_losses(s.train_loss[None], s.awake.numpy()) # who only began an episode trained nothing
         numbers = update_numbers(update) | {"reward now": s.reward.mean().item()}
         return Frame(loss=loss, accuracy=s.accuracy_pp.numpy(), reports=self.envs.reports, numbers=numbers, rows=rows,
                      lines=acted_line(s.op))
@@ -342,7 +341,7 @@ class EnvSource(_Ruinable):
     def provoke(self, fault: str, lane: int) -> str: # what will happen
         "Ruin a lane in the step to come, after a quarter of its batches."
         self.due.append(Fault(fault, lane, 0, batch=self.batches // 4, seed=self.total - self.done))
-        return f"{fault} begins in the next step, batch {self.batches // 4 + 1} of its epoch"
+        return f"{fault} begins in the next step"
 
     def roll_back(self, lanes: Sequence[int]) -> tuple[Report, ...]:
         "Refused: a rollback is the environment's to decide."

@@ -41,12 +41,12 @@ def status_facts(
 ) -> list[str]: # most important first
     "The status line in parts."
     steps = f"{s['unit']} {s['steps']}" + (f" of {s['total']}" if s["total"] else "")
-    facts = [steps, f"{s['incidents'] or 'no'} incident{'s' * (s['incidents'] != 1)}"]
+    facts = [steps] + [f"{s['axis']} {s['x']}"] * (s["axis"] != s["unit"])
+    facts += [f"{s['incidents'] or 'no'} incident{'s' * (s['incidents'] != 1)}"]
     if s["stopped"]: facts.append(f"{len(s['stopped'])} stopped")
     if s["accuracy"] is not None: facts.append(f"{s['accuracy']:.1f} pp held out (median)")
     left = time_words(s["left"])
     if left and s["steps"] and s["state"] in ("running", "paused"): facts.append(f"{left} left")
-    if s["x"] != s["steps"]: facts.append(f"batch {s['x']:,}")
     return facts
 
 def last_line(
@@ -63,7 +63,7 @@ def session_text(
     "A session as a few lines of text."
     s = status_of(session)
     lines = [session.source.network, f"{GLYPHS[s['state']]} {s['state']}: {', '.join(status_facts(s))}"]
-    lines += [f"  {n.step:4d} {NOTE_GLYPHS[n.kind]} {n.text}" for n in list(session.notes)[-notes:]]
+    lines += [f"  {n.x:4d} {NOTE_GLYPHS[n.kind]} {n.text}" for n in list(session.notes)[-notes:]]
     if s["error"]: lines.append(last_line(s["error"]))
     return "\n".join(lines)
 
@@ -95,7 +95,7 @@ def status_html(
 def _note_html(n: Note) -> str:
     recovered = "recovered, " in n.text
     look, sign = ("back", "✓") if recovered else (n.kind, NOTE_GLYPHS[n.kind])
-    return f'<div class="{look}"><b>{n.step}</b><i>{sign}</i><span>{html.escape(n.text)}</span></div>'
+    return f'<div class="{look}"><b>{n.x}</b><i>{sign}</i><span>{html.escape(n.text)}</span></div>'
 
 def log_html(
     session: Session,
