@@ -696,6 +696,17 @@ def test_a_ruined_loss_does_not_stretch_the_axis_and_empty_slots_take_no_room(ru
     steps(s, 1)
     assert len(plot_session(s, 1).axes) == 3 and len(plot_session(s, 0).axes) == 2
 
+def test_a_pictures_legend_covers_no_curve_and_its_rise_is_no_limit(run):
+    s = run(population(2, 20))
+    steps(s, 8)
+    fig = plot_session(s, 0)
+    fig.draw_without_rendering()
+    ax = fig.axes[0]
+    legend = ax.get_legend().get_window_extent()
+    assert legend.y0 >= ax.get_window_extent().y1 - 1
+    looks = {line.get_label(): line for line in ax.lines}
+    assert looks["rise, of the smoothed loss"].get_linestyle() == ":" != looks["limit"].get_linestyle()
+
 def test_a_live_page_is_told_from_an_executor(monkeypatch):
     monkeypatch.setenv("SERVER_SOFTWARE", "voila/0.5")
     assert live_front_end()

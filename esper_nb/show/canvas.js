@@ -868,8 +868,12 @@ class View {
     if (this.waits.textContent !== text) this.waits.textContent = text;
   }
 
-  // Names for those who hear the controls instead of seeing them.
+  // Names for those who hear the controls instead of seeing them. Arrow keys belong to a list or a slider that has
+  // the focus, and not to the notebook around it.
   name() {
+    for (const e of this.panel?.querySelectorAll("select, .noUi-handle, .widget-readout") ?? []) {
+      e.dataset.lmSuppressShortcuts = "true";
+    }
     for (const row of this.panel?.querySelectorAll(".esper-row:not([data-named])") ?? []) {
       const what = row.querySelector(".widget-label")?.textContent ?? "";
       const handle = row.querySelector(".noUi-handle"), box = row.querySelector("input[type=checkbox]");

@@ -143,7 +143,8 @@ def _limit_lines(ax: Any, session: Session, lane: int) -> np.ndarray: # (k,) the
     if np.isfinite(limit).any():
         ax.step(x, limit, where="post", color=RED, lw=1.4, label="limit")
         ax.fill_between(x, limit, 9 * np.nanmax(limit), step="post", color=RED, alpha=.1, lw=0)
-    if np.isfinite(rise).any(): ax.step(x, rise, where="post", color=WINE, ls="-.", lw=1.2, label="rise begins")
+    smoothed = dict(color=WINE, ls=":", lw=1., alpha=.8, label="rise, of the smoothed loss")
+    if np.isfinite(rise).any(): ax.step(x, rise, where="post", **smoothed)
     governor = session.source.governor
     if governor is not None and governor.chance is not None and governor.config.band:
         chance, band = governor.chance[lane], governor.config.band
@@ -188,7 +189,7 @@ def draw_losses(
     rollbacks = [i for i in session.incidents if i.lane == lane and i.back is not None]
     for incident in rollbacks[-4:]: _draw_rollback(ax, x, mine, incident)
     ax.set_ylabel("training loss (nats)")
-    ax.legend(fontsize=7, ncols=5, loc="lower left")
+    ax.legend(fontsize=7, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=.2, frameon=False)
 
 # %% ../../nbs/show/87_words.ipynb #0b8cb171
 def draw_lanes(
