@@ -1,5 +1,5 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
-import re, sys, threading, time, tracemalloc
+import json, re, sys, threading, time, tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,21 +9,22 @@ from hypothesis import given, settings, strategies as st
 
 import esper_nb.show.dashboard as dashboard_module
 from esper_nb.record.writers import read_rows
-from esper_nb.show.controls import ControlBar, seed_needs, why_not
+from esper_nb.show.controls import ControlBar, seed_needs, not_now
 from esper_nb.show.theme import THRESHOLDS, Maker
-from esper_nb.show.dashboard import Dashboard
+from esper_nb.show.dashboard import Dashboard, RowsSource, watch, watch_text
 from esper_nb.show.words import plot_session
 from esper_nb.show.plot_runs import plot_slots
-from esper_nb.show.words import log_html, session_text, status_html, time_words
+from esper_nb.show.words import Stored, log_html, session_text, status_html, stored_html, time_words
 from esper_nb.show.live import Feed, Pacer, live_front_end, session_packet
 from esper_nb.guard.detector import loss_limits
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 from esper_nb.core.lanes import lane_state
 from esper_nb.core.layers import by_lane
-from esper_nb.show.history import Track, decode_slots, lane_limits
+from esper_nb.show.history import CURVES, Track, decode_slots, lane_limits
 from esper_nb.show.session import Session
 from esper_nb.show.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
+from esper_nb.train.faults import parse_fault
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit
 
@@ -387,6 +388,87 @@ def test_a_fault_in_a_controllers_lane_is_an_incident(run):
     assert "1 incident" in status_html(s)
 
 
+# --- a run of another process
+
+def grow_file(path, lines, chunk):
+    "Write a run's rows bit by bit, lines torn in the middle, as a disk shows them."
+    data = b"".join(lines)
+    with open(path, "ab") as file:
+        for i in range(0, len(data), chunk):
+            file.write(data[i:i + chunk]); file.flush()
+            time.sleep(.01)
+
+def test_a_folder_that_is_written_is_followed_and_tells_what_the_run_told(run, tmp_path):
+    s = run(population(3, 8), root=tmp_path)
+    steps(s, 4); s.provoke("nan", 1).wait(); steps(s, 1)
+    s.seed("germinate", 2, "r0c0", "norm").wait(); s.start(); s.wait()
+    assert s.save().wait().ok
+    lines = s.folder.rows_path.read_bytes().splitlines(keepends=True)
+    copy = tmp_path/"elsewhere"
+    copy.mkdir()
+    (copy/"config.json").write_text(s.folder.config_path.read_text())
+    (copy/"rows.jsonl").write_bytes(lines[0])
+    d = watch(copy)
+    d.session.source.every = .02
+    writer = threading.Thread(target=grow_file, args=(copy/"rows.jsonl", lines[1:], len(b"".join(lines)) // 60))
+    writer.start()
+    while d.session.steps < 3: time.sleep(.01)
+    assert writer.is_alive() and d.session.state == "running"           # it follows while the file grows
+    writer.join()
+    (copy/"final.jsonl").touch()
+    assert d.session.wait() == "done", d.session.error
+    seen = d.session
+    assert np.array_equal(seen.losses.rows, s.losses.rows, equal_nan=True)
+    assert [str(i) for i in seen.incidents] == [str(i) for i in s.incidents] and seen.steps == 8
+    assert np.allclose(seen.accuracy, s.accuracy)
+    assert any("germinate norm" in n.text for n in seen.notes)
+    limit = seen.edges.rows[-1, 1:1 + 4]
+    assert np.allclose(limit, s.edges.rows[-1, 1:1 + 4], rtol=1e-5, equal_nan=True)
+    d.widget()
+    assert d.panel.bar.box not in d.panel.box.children and "Button" not in str(d.panel.box.children[1:])
+    d.close(); seen.close()
+
+def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
+    from esper_nb import get_recipe
+    from esper_nb.run.runs import begin_run, run_updates
+    settings = {"env.num_envs": 3, "env.horizon": 5, "env.limit": 320, "ppo.num_updates": 2, "ppo.num_steps": 8,
+                "ppo.num_minibatches": 1, "env.faults": (parse_fault("nan:1:2"),)}
+    r = begin_run(get_recipe("digits_impaired", settings), tmp_path)
+    updates = list(run_updates(r))
+    (r.folder.path/"final.jsonl").touch()
+    s = watch(r.folder.path).session
+    assert s.wait() == "done", s.error
+    assert (s.steps, s.x, s.source.total) == (16, 16, 16)
+    curves = dict(zip(CURVES, s.curves.rows[:, 1:].T))
+    entropy = [np.mean([h for h in u.head_entropy if h is not None]) for u in updates]
+    assert np.allclose(curves["entropy"][~np.isnan(curves["entropy"])], entropy, rtol=1e-5)
+    returns = [x for u in updates for x in u.returns]
+    assert np.isfinite(curves["return"]).any() and min(returns) - 1e-3 <= np.nanmin(curves["return"])
+    assert s.numbers["policy loss"] == updates[-1].policy_loss
+    assert [(i.lane, i.reason, i.action, i.axis) for i in s.incidents][:1] == [(1, "non-finite", "rollback", "step")]
+    assert 0 <= s.incidents[0].back < s.incidents[0].end == s.incidents[0].x
+    told = []
+    watch_text(r.folder.path, .05, told.append)
+    assert any("non-finite" in line for line in told) and told[-1].startswith("✓ done: step 16 of 16")
+    s.close()
+
+def test_a_run_that_is_taken_back_is_followed_on(tmp_path):
+    (tmp_path/"config.json").write_text('{"fit": {"lanes": 1}}')
+    def row(e): return dict(kind="batch", lane=0, epoch=e, batch=0, step=e + 1) | {"batch.loss": 1 / (e + 1)}
+    def rows(epochs): return "".join(json.dumps(row(e)) + "\n" for e in epochs)
+    path = tmp_path/"rows.jsonl"
+    path.write_text(rows(range(6)))
+    source = RowsSource(tmp_path, every=.01)
+    got = [source.step().loss[0, 0] for _ in range(5)]
+    path.write_text(rows(range(3)))                                     # a checkpoint knows of three epochs
+    assert not source.read()
+    with open(path, "a") as file: file.write(rows(range(3, 8)))
+    (tmp_path/"final.jsonl").touch()
+    while (f := source.step()) is not None: got += list(f.loss[:, 0])
+    assert got[:5] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5] and got[-5:] == [1 / 4, 1 / 5, 1 / 6, 1 / 7, 1 / 8]
+    with pytest.raises(ValueError, match="rows.jsonl"): RowsSource(tmp_path/"nowhere")
+
+
 # --- feeds: traffic and memory
 
 class Browser:
@@ -466,7 +548,7 @@ def test_words_go_with_the_packet_and_only_when_they_changed(board):
     canvas.send = lambda m, buffers: sent.append(m)
     feed.close(); feed.thread.join()
     feed.hear(canvas, dict(kind="hello"))
-    assert set(sent[0]["html"]) == {"status", "log", "grow"} and "head" in sent[0]
+    assert set(sent[0]["html"]) == {"status", "log", "grow", "odds"} and "head" in sent[0]
     steps(board.session, 1)
     feed.pacer.last = -1e9; feed.update()
     assert "epoch 1 of" in sent[1]["html"]["status"] and "1 epoch at batch 0 (epoch 0)" in sent[1]["html"]["log"]
@@ -570,11 +652,11 @@ def test_two_panels_on_one_session_agree(run):
 
 def test_buttons_that_cannot_work_are_off_and_say_why(run):
     s = run(FrameSource(fake(3), 2, 3))
-    why = why_not(s)
+    why = not_now(s)
     assert not why["start"] and "nothing runs" in why["pause"] and "no parts" in why["save"]
     assert "nobody watches" in why["rollback"]
     s.start(); s.wait()
-    assert why_not(s)["start"] == why_not(s)["step"] == why_not(s)["provoke"] == "the run is over"
+    assert not_now(s)["start"] == not_now(s)["step"] == not_now(s)["provoke"] == "the run is over"
     d = Dashboard(s); d.widget(); d.panel.show(False)
     save = d.panel.bar.buttons["save"]
     assert save.disabled and save.tooltip == "Not now: this run cannot be saved: its source has no parts"
@@ -646,13 +728,13 @@ def test_a_cell_that_runs_twice_leaves_no_run_unseen(run, monkeypatch):
 
 def test_what_a_notebook_keeps_is_text_and_picture_and_the_way_back(run):
     s = run(population(2, 20))
-    first = dashboard_module.stored_html(s)
+    first = stored_html(s)
     assert "ready: epoch 0 of 20" in first and "run this cell again" in first and "<img" not in first
     steps(s, 2)
     s.note("control", "<script>alert(1)</script>")
-    kept = dashboard_module.stored_html(s, 1)
+    kept = stored_html(s, 1)
     assert 'src="data:image/png;base64,' in kept and "epoch 2 of 20" in kept and "<script>" not in kept
-    stored, told = dashboard_module.Stored(s), []
+    stored, told = Stored(s), []
     stored.handles.append(SimpleNamespace(update=lambda bundle, raw: told.append(bundle)))
     stored.refresh(0); stored.refresh(0)
     assert len(told) == 1 and set(told[0]) == {"text/html", "text/plain"}

@@ -11,6 +11,7 @@ const RAIL = 15; // pixels above the loss axis where losses stand that are not f
 const SLOT = 21; // height of a slot
 const GAP = 20; // between panels, for a title
 const TITLE = 5; // of a title above its panel
+const CHARTS = 96; // height of a controller's curves
 const MOST_INCIDENTS = 200;
 const EMPTY = 1; // highest stage of a slot that holds nothing
 const TAKEN_OUT = 8; // lowest stage of a seed that was taken out
@@ -97,6 +98,7 @@ class Run {
     }
     this.loss.add(floats(buffers[0]), message.whole[0]);
     this.edge.add(floats(buffers[1]), message.whole[1]);
+    this.curve.add(floats(buffers[2]), message.whole[2]);
     this.status = message.status;
     this.age = message.age ?? this.age; // seconds since a cell left the panel on its page
     if (this.asked && message.status.answered > this.asked.answered) this.asked = null;
@@ -114,6 +116,7 @@ class Run {
     this.until = [0, 0];
     this.loss = new Table(1 + head.lanes); // batch, loss of every lane
     this.edge = new Table(1 + head.lanes * (6 + head.slots.length)); // batch, limits, accuracies, slots
+    this.curve = new Table(1 + head.curves.length); // place, what a controller does
   }
 
   pick(lane) {
@@ -125,7 +128,8 @@ class Run {
   changed() { for (const ask of this.views) ask(); }
 
   get lane() { return this.head ? Math.min(this.model.get("lane"), this.head.lanes - 1) : 0; }
-  get height() { return +this.model.get("height"); }
+  get learns() { return this.head.curves.length > 0; } // a controller is at work
+  get height() { return +this.model.get("height") + (this.head && this.learns ? CHARTS - 50 : 0); }
   get now() { return this.loss.rows ? this.loss.at(this.loss.rows - 1, 0) : 0; }
 
   lossOf(row, lane) { return this.loss.at(row, 1 + lane); }
@@ -642,6 +646,7 @@ function strip(ctx, look, run, box, X, layer) {
     ctx.restore();
   }
   laneNames(ctx, look, run, box);
+  if (run.learns) episodes(ctx, look, run, box, X);
   for (const incident of run.incidents.values()) stripIncident(ctx, look, run, incident, box, X);
   for (const lane of run.status.stopped) {
     const y = box.y + ((lane + 0.5) * box.h) / head.lanes;
@@ -674,6 +679,81 @@ function stripIncident(ctx, look, run, incident, box, X) {
   }
   const radius = Math.min(4, height / 2);
   clearCross(ctx, look, x, y + height / 2, [4, radius], [2, radius]);
+}
+
+// Where a lane's episodes begin: it trained nothing in that step.
+function episodes(ctx, look, run, box, X) {
+  const height = box.h / run.head.lanes;
+  ctx.fillStyle = look.ink;
+  for (let row = run.loss.find(run.range()[0]); row < run.loss.rows; row++) {
+    for (let lane = 0; lane < run.head.lanes; lane++) {
+      if (!Number.isNaN(run.lossOf(row, lane))) continue;
+      ctx.fillRect(X(run.loss.at(row, 0)) - 0.7, box.y + lane * height, 1.4, height - 1);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- what a controller does
+
+const CHART = [ // title, columns of the table of curves with their colours and letters
+  ["return of an episode", [[1, "focus", ""]]],
+  ["accuracy, pp", [[2, "focus", ""]]],
+  ["entropy of the policy, nats", [[3, "focus", ""]]],
+  ["operations, share", [[4, "good", "germinate"], [5, "chance", "set alpha"], [6, "limit", "prune"],
+    [7, "ink", "fossilize"], [8, "focus", "advance"]]],
+];
+
+function charts(ctx, look, run, box) {
+  const gap = 46, width = (box.w - CHART.length * gap) / CHART.length;
+  CHART.forEach(([title, lines], number) => {
+    chart(ctx, look, run, {x: gap + number * (width + gap), y: box.y, w: width, h: box.h}, title, lines);
+  });
+}
+
+// One small picture: curves over all steps, each with its newest number or its name at its end.
+function chart(ctx, look, run, box, title, lines) {
+  const {curve} = run, columns = lines.map(([column]) => column);
+  let low = Infinity, high = -Infinity;
+  for (let row = 0; row < curve.rows; row++) {
+    for (const column of columns) {
+      const value = curve.at(row, column);
+      if (Number.isNaN(value)) continue;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
+  }
+  const newest = column => {
+    let row = curve.rows - 1;
+    while (row >= 0 && Number.isNaN(curve.at(row, column))) row--;
+    return row < 0 ? NaN : curve.at(row, column);
+  };
+  const only = lines.length === 1 ? newest(columns[0]) : NaN;
+  const text = Number.isNaN(only) ? title : `${title}: ${short(only)}`;
+  write(ctx, look, text, box.x, box.y - TITLE, look.ink, {base: "alphabetic", bold: true});
+  if (!(high >= low)) return;
+  if (lines.length > 1) low = 0;
+  let at = box.x, line = box.y + 5;
+  for (const [, colour, name] of lines) {
+    const width = ctx.measureText(name).width;
+    if (at + width > box.x + box.w) [at, line] = [box.x, line + 12];
+    write(ctx, look, name, at, line, look[colour]);
+    at += width + 10;
+  }
+  if (lines.length > 1) box = {...box, y: box.y + 28, h: box.h - 28}; // the names stand above the curves
+  const room = Math.max(high - low, 1e-6), [from, until] = [curve.at(0, 0) - 1, Math.max(run.now, curve.at(0, 0) + 1)];
+  const X = x => box.x + (box.w * (x - from)) / (until - from), Y = y => box.y + box.h * (1 - (y - low) / room);
+  for (const value of [low, high]) {
+    stroke(ctx, look.grid, 1, [[box.x, Y(value)], [box.x + box.w, Y(value)]]);
+    write(ctx, look, short(value), box.x - 4, Y(value) + (value === high ? 4 : -4), look.muted, {align: "right"});
+  }
+  lines.forEach(([column, colour], number) => {
+    const points = [];
+    for (let row = 0; row < curve.rows; row++) {
+      const value = curve.at(row, column);
+      if (!Number.isNaN(value)) points.push([X(curve.at(row, 0)), Y(value)]);
+    }
+    stroke(ctx, look[colour], 1.6, points, [[], [6, 3], [2, 2], [8, 2, 2, 2], [1, 3]][number]);
+  });
 }
 
 // ---------------------------------------------------------------- the slots of one lane
@@ -920,11 +1000,13 @@ class View {
   layout(width) {
     const {head, height} = this.run, many = head.lanes > 1, some = head.slots.length > 0, x = 62;
     const slots = head.slots.length * SLOT, lanes = many ? Math.max(head.lanes * 5, Math.min(head.lanes * 12, 118)) : 0;
-    const rest = height - slots - lanes - (some ? GAP : 0) - (many ? GAP : 0) - 34;
+    const charts = this.run.learns ? CHARTS + GAP : 0;
+    const rest = height - slots - lanes - charts - (some ? GAP : 0) - (many ? GAP : 0) - 34;
     const box = (y, h) => ({x, y, w: Math.max(80, width - x - 96), h});
     const loss = box(16, rest), strip = many ? box(loss.y + rest + GAP, lanes) : null;
-    const after = strip ? strip.y + strip.h : loss.y + rest;
-    return {loss, strip, swim: some ? box(after + GAP, slots) : null, bottom: some ? after + GAP + slots : after};
+    const after = strip ? strip.y + strip.h : loss.y + rest, bottom = some ? after + GAP + slots : after;
+    const learn = charts ? {x: 0, y: bottom + GAP + GAP, w: width, h: CHARTS - GAP} : null;
+    return {loss, strip, swim: some ? box(after + GAP, slots) : null, bottom, learn};
   }
 
   draw() {
@@ -981,6 +1063,7 @@ class View {
         "All lanes: strong means a high loss; click one");
       strip(ctx, look, run, boxes.strip, X, this.heat);
     }
+    if (boxes.learn) charts(ctx, look, run, boxes.learn);
     if (boxes.swim) {
       title(`Slots of lane ${run.lane}: stage, filled up to alpha`, boxes.swim);
       swim(ctx, look, run, boxes.swim, X);

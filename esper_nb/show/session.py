@@ -23,7 +23,7 @@ from ..record.checkpoints import load_checkpoint, save_checkpoint
 from ..record.folders import RunFolder, new_run
 from ..record.writers import JSONLWriter
 from .history import Memory
-from .sources import PopulationSource, Source
+from .sources import WAITING, PopulationSource, Source
 from ..train.population import Population
 
 # %% ../../nbs/show/85_session.ipynb #216493eb
@@ -171,6 +171,7 @@ class _Threaded(_Asked):
             self.note("control", f"done after {self.steps} {self.source.units}")
             self._enter("done")
             return
+        if frame is WAITING: return
         took, begun = time.perf_counter() - self._began, time.thread_time()
         self.seconds = took if self.seconds is None else .8 * self.seconds + .2 * took
         self.absorb(frame)

@@ -221,7 +221,8 @@ def test_ppo_over_lanes(lab, tmp_path):
         panel.press("▶ Go on"); panel.epoch_beyond(at + 8)
         panel.show(); browser.shot("lab-6-ppo")
         box = panel.root.bounding_box()
-        assert box["height"] < 690 and box["width"] < 1240, box
+        assert box["height"] < 790 and box["width"] < 1240, box
+        panel.expect(panel.root).to_contain_text(re.compile(r"next in lane 1:.*wait \d+ %"))
         assert browser.errors == []
 
 RETURN = """from esper_nb.show.dashboard import Dashboard
@@ -359,6 +360,37 @@ def test_every_control_has_a_name_and_works_by_keyboard(lab, folder, tmp_path):
         page.keyboard.press("Enter")
         panel.expect(panel.root.locator(".esper-scroll")).to_be_hidden()
         browser.shot("lab-10-keys")
+
+WATCH = """from esper_nb.show.dashboard import watch
+followed = watch('runs/digits_impaired')
+followed"""
+
+def test_a_run_in_a_terminal_is_watched_live(lab, folder, tmp_path):
+    "`esper-nb train` in a process of its own; the page only reads its folder."
+    import os, subprocess, sys
+    code = "from esper_nb.run.cli import main; main()"
+    command = [sys.executable, "-c", code, "train", "digits_impaired", "--updates", "12", "--set", "env.num_envs=4",
+               "--inject", "nan:1:3", "--quiet", "--out", str(folder/"runs")]
+    env = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    train = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        rows, end = folder/"runs/digits_impaired/rows.jsonl", time.time() + 120
+        while not rows.exists() or rows.stat().st_size < 20_000:
+            assert train.poll() is None and time.time() < end
+            time.sleep(.2)
+        write_notebook(folder/"watch.ipynb", WATCH)
+        with open_browser(tmp_path) as browser:
+            panel = open_lab(browser, lab, "watch.ipynb", "of 144")
+            assert panel.root.locator("button.widget-button").count() == 0
+            panel.sees("lane 1: non-finite"); panel.epoch_beyond(panel.epoch(), 90)
+            assert train.poll() is None                              # it trains still
+            panel.expect(panel.root).to_contain_text("policy loss", timeout=120_000)
+            panel.epoch_beyond(40, 120); panel.show(); time.sleep(1.)
+            assert "Training loss of every step" in panel.canvas_says() and panel.drawn() > 50
+            browser.shot("lab-11-watch")
+            assert browser.errors == []
+    finally:
+        train.kill(); train.wait()
 
 def test_everything_in_voila(folder, tmp_path):
     with server("voila", folder, tmp_path) as address, open_browser(tmp_path) as browser:
