@@ -27,7 +27,7 @@ from ..core.config import check
 from ..grow.stages import Stage
 from ..learn.distributions import MaskedHeads
 from ..learn.learner import Learner
-from .history import CURVES, Incident
+from .history import CONTROLLER_CURVES, Incident
 from .session import Session
 from .sources import EnvSource, Source
 from .theme import look_of
@@ -63,7 +63,7 @@ def head_of(
     chance = s.chance
     if s.governor is not None and s.governor.chance is not None: chance = [float(c) for c in s.governor.chance]
     return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance=chance, network=s.network, axis=list(s.axis),
-                curves=list(CURVES) if s.axis[0] == "step" else [], # a controller learns
+                curves=list(CONTROLLER_CURVES) if s.axis[0] == "step" else [], # a controller learns
                 stages={int(stage): stage_entry(stage) for stage in Stage})
 
 def stage_entry(

@@ -66,7 +66,7 @@ class Source:
     governor: Governor | None = None
     model: Growing | None = None
     chance: list[float] | None = None # (n,) losses of a guess
-    steered = True # steps are taken here
+    steered = True # from here
     network: str = "" # what is trained, in words
 
     def step(self) -> Frame | None: # None: the run is over

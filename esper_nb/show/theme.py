@@ -268,4 +268,4 @@ def threshold_help(
     "What a threshold does, where it stands, and its default."
     default = getattr(GovernorConfig(), name)
     said = "off" if default is None else f"{default:g}"
-    return f'<small>{SEEN.get(name, THRESHOLDS[name].meaning)} Default {said}.</small>'
+    return f'<small>{SEEN.get(name, THRESHOLDS[name].meaning).rstrip(".")}. Default {said}.</small>'

@@ -309,7 +309,8 @@ session._changed.acquire(); time.sleep(5); session._changed.release()"""      # 
 
 CUT = """root => {
   const page = root.getBoundingClientRect(), bad = [];
-  for (const e of root.querySelectorAll("button, select, .noUi-target, .esper-status span, .esper-log span, canvas, small")) {
+  const shown = "button, select, .noUi-target, .esper-status span, .esper-log span, canvas, small";
+  for (const e of root.querySelectorAll(shown)) {
     const r = e.getBoundingClientRect();
     if (!r.width || getComputedStyle(e).clipPath !== "none") continue;
     if (r.left < page.left - 1 || r.right > page.right + 1) bad.push([e.className || e.tagName, e.innerText, r.right]);
@@ -336,8 +337,9 @@ def test_nothing_is_cut_on_narrow_pages_or_when_enlarged(lab, folder, tmp_path):
             for name in ("Germinate", "▸ 27 more thresholds", "poison-optimizer", "⤓ Save"):
                 button = panel.root.get_by_role("button", name=name, exact=True)
                 button.scroll_into_view_if_needed()
-                assert button.evaluate("""e => { const r = e.getBoundingClientRect();
-                    return e.contains(document.elementFromPoint(r.x + r.width / 2, r.y + r.height / 2)) }"""), (width, name)
+                seen = button.evaluate("""e => { const r = e.getBoundingClientRect();
+                    return e.contains(document.elementFromPoint(r.x + r.width / 2, r.y + r.height / 2)) }""")
+                assert seen, (width, name)
 
 def test_every_control_has_a_name_and_works_by_keyboard(lab, folder, tmp_path):
     write_notebook(folder/"keys.ipynb", RETURN, "dashboard")
