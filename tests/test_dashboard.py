@@ -447,6 +447,10 @@ def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
     assert s.numbers["policy loss"] == updates[-1].policy_loss
     assert [(i.lane, i.reason, i.action, i.axis) for i in s.incidents][:1] == [(1, "non-finite", "rollback", "step")]
     assert 0 <= s.incidents[0].back < s.incidents[0].end == s.incidents[0].x
+    first = session_packet(s)
+    rows = [row for row in r.folder.rows() if row["kind"] == "episode"]
+    assert first.meta["ends"] == [(row["epoch"] + 1, row["lane"]) for row in rows] and len(rows) >= 6
+    assert session_packet(s, first.seen).meta["ends"] == []
     told = []
     watch_text(r.folder.path, .05, told.append)
     assert any("non-finite" in line for line in told) and told[-1].startswith("✓ done: step 16 of 16")

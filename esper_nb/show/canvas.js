@@ -99,6 +99,7 @@ class Run {
     this.loss.add(floats(buffers[0]), message.whole[0]);
     this.edge.add(floats(buffers[1]), message.whole[1]);
     this.curve.add(floats(buffers[2]), message.whole[2]);
+    this.ends = this.ends.concat(message.ends).slice(-2000);
     this.status = message.status;
     this.age = message.age ?? this.age; // seconds since a cell left the panel on its page
     if (this.asked && message.status.answered > this.asked.answered) this.asked = null;
@@ -113,6 +114,7 @@ class Run {
   begin(head) {
     this.head = head;
     this.incidents.clear();
+    this.ends = []; // place and lane of episodes that ended
     this.until = [0, 0];
     this.loss = new Table(1 + head.lanes); // batch, loss of every lane
     this.edge = new Table(1 + head.lanes * (6 + head.slots.length)); // batch, limits, accuracies, slots
@@ -681,15 +683,12 @@ function stripIncident(ctx, look, run, incident, box, X) {
   clearCross(ctx, look, x, y + height / 2, [4, radius], [2, radius]);
 }
 
-// Where a lane's episodes begin: it trained nothing in that step.
+// A mark behind the last step of every episode.
 function episodes(ctx, look, run, box, X) {
   const height = box.h / run.head.lanes;
   ctx.fillStyle = look.ink;
-  for (let row = run.loss.find(run.range()[0]); row < run.loss.rows; row++) {
-    for (let lane = 0; lane < run.head.lanes; lane++) {
-      if (!Number.isNaN(run.lossOf(row, lane))) continue;
-      ctx.fillRect(X(run.loss.at(row, 0)) - 0.7, box.y + lane * height, 1.4, height - 1);
-    }
+  for (const [x, lane] of run.ends) {
+    if (X(x) >= box.x) ctx.fillRect(X(x) - 0.8, box.y + lane * height, 1.6, height - 1);
   }
 }
 

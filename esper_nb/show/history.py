@@ -91,7 +91,7 @@ def lane_limits(
     governor: Governor | None, # None: no limits
     lanes: int, # n
 ) -> np.ndarray: # (n, 5) by LIMITS, `rise` being the loss at which a rise begins; NaN where there is none
-    "What each lane's next loss is compared with."
+    "What each lane's next loss is held against."
     if governor is None: return np.full((lanes, len(LIMITS)), np.nan)
     stats, config = governor.stats, governor.config
     bounds = loss_limits(stats, config, governor.chance)
@@ -157,7 +157,7 @@ class EdgeLayout(NamedTuple):
 
 # %% ../../nbs/show/84_history.ipynb #2b76fb06
 OPERATIONS = ("germinate", "set_alpha", "prune", "fossilize", "advance") # the others wait
-CONTROLLER_CURVES = ("return", "accuracy", "entropy", *OPERATIONS) # columns of the track of curves, behind the place
+CONTROLLER_CURVES = ("return", "accuracy", "entropy", *OPERATIONS) # columns behind the place
 
 def fold_known(earlier: np.ndarray, later: np.ndarray) -> np.ndarray:
     "Of two numbers the later one, if it is known."
@@ -165,9 +165,9 @@ def fold_known(earlier: np.ndarray, later: np.ndarray) -> np.ndarray:
 
 def curve_point(
     rows: Iterable[Row], # of a step
-    shares: np.ndarray, # (5,) of the operations before it
+    shares: np.ndarray, # (5,) before it
 ) -> np.ndarray: # (8,) by CONTROLLER_CURVES; NaN where the step does not say
-    "What the rows of a step say about a controller."
+    "What a step's rows say of a controller."
     told: dict[str, list[Any]] = {}
     for row in rows:
         for name in ("episode.total", "heldout.accuracy_pp", "update.entropy_mean", "action.op"):
@@ -252,6 +252,7 @@ class _Filing:
         self.layout = EdgeLayout(source.lanes, len(self.slots))
         self.edges = Track(self.layout.width, capacity // 2, fold_latest)
         self.curves = Track(1 + len(CONTROLLER_CURVES), capacity, fold_known)
+        self.ends: deque[tuple[int, int]] = deque(maxlen=2000) # of episodes: place, lane
         self.notes: deque[Note] = deque(maxlen=200)
         self.incidents: deque[Incident] = deque(maxlen=200)
         self.numbers: dict[str, float | None] = {}
@@ -328,6 +329,7 @@ class Memory(_Filing):
             shares = self.curves.rows[-1, -len(OPERATIONS):] if self.curves.count else np.zeros(len(OPERATIONS))
             self.curves.add([np.append(self.x, curve_point(frame.rows, shares))])
             self.numbers = {**self.numbers, **frame.numbers}
+            self.ends.extend((self.x, row["lane"]) for row in frame.rows if row["kind"] == "episode")
             self._recover(places, frame.loss)
             self.file_reports(first, k)
             for i in frame.incidents: self.file_incident(i)

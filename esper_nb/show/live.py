@@ -88,6 +88,7 @@ class Seen(NamedTuple):
     curves: tuple[int, int]
     incidents: tuple[tuple[int, int | None], ...] # number and recovery of those that were sent
     version: int # of the session
+    x: int # batches or steps done
 
 class Packet(NamedTuple):
     "News of a session."
@@ -115,8 +116,10 @@ def session_packet(
         news = [incident_entry(i) for i, mark in zip(session.incidents, marks) if mark not in known]
         whole = [all_losses, all_edges, all_curves]
         meta: dict[str, Any] = dict(whole=whole, status=status_of(session), incidents=news)
+        meta["ends"] = [end for end in session.ends if seen is None or end[0] > seen.x]
         if seen is None: meta["head"] = head_of(session)
-        now = Seen(session.losses.mark, session.edges.mark, session.curves.mark, marks, session.version)
+        now = Seen(session.losses.mark, session.edges.mark, session.curves.mark, marks, session.version,
+                   session.x)
         return Packet(meta, [losses.tobytes(), edges.tobytes(), curves.tobytes()], now)
 
 # %% ../../nbs/show/86_live.ipynb #cc1ae619
