@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from esper_nb.show.plot_runs import (plot_incidents as plot_incidents, plot_lanes as plot_lanes,
         plot_slots as plot_slots)
     from esper_nb.show.session import Session as Session
-    from esper_nb.show.sources import LoopSource as LoopSource
-    from esper_nb.show.dashboard import Dashboard as Dashboard
+    from esper_nb.show.sources import LoopSource as LoopSource, EnvSource as EnvSource
+    from esper_nb.show.dashboard import Dashboard as Dashboard, watch as watch
     from esper_nb.show.words import session_text as session_text
     from esper_nb.run.recipes import get_recipe as get_recipe, list_recipes as list_recipes
     from esper_nb.run.runs import (begin_run as begin_run, open_run as open_run, run_updates as run_updates,
@@ -110,8 +110,8 @@ _NAMES = {
     "show.plot_learning": "plot_compare plot_learning plot_rewards",
     "show.plot_runs": "plot_incidents plot_lanes plot_slots",
     "show.session": "Session",
-    "show.sources": "LoopSource",
-    "show.dashboard": "Dashboard",
+    "show.sources": "LoopSource EnvSource",
+    "show.dashboard": "Dashboard watch",
     "show.words": "session_text",
     "run.recipes": "get_recipe list_recipes",
     "run.runs": "begin_run open_run run_updates drive_run finish_run",

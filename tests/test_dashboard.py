@@ -1,5 +1,5 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
-import sys, threading, time, tracemalloc
+import json, re, sys, threading, time, tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,18 +9,22 @@ from hypothesis import given, settings, strategies as st
 
 import esper_nb.show.dashboard as dashboard_module
 from esper_nb.record.writers import read_rows
-from esper_nb.show.dashboard import ControlBar, Dashboard, Maker
-from esper_nb.show.picture import plot_session
+from esper_nb.show.controls import ControlBar, seed_needs, not_now
+from esper_nb.show.theme import THRESHOLDS, Maker
+from esper_nb.show.dashboard import Dashboard, RowsSource, watch, watch_text
+from esper_nb.show.words import plot_session
 from esper_nb.show.plot_runs import plot_slots
-from esper_nb.show.words import THRESHOLDS, log_html, session_text, status_html, time_words
+from esper_nb.show.words import Stored, log_html, session_text, status_html, stored_html, time_words
 from esper_nb.show.live import Feed, Pacer, live_front_end, session_packet
+from esper_nb.guard.detector import loss_limits
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 from esper_nb.core.lanes import lane_state
 from esper_nb.core.layers import by_lane
-from esper_nb.show.history import Track, decode_slots, lane_limits
+from esper_nb.show.history import CONTROLLER_CURVES, Track, decode_slots, lane_limits
 from esper_nb.show.session import Session
 from esper_nb.show.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
+from esper_nb.train.faults import parse_fault
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit
 
@@ -93,16 +97,19 @@ def test_the_life_of_a_session(run):
     assert (s.state, s.steps) == ("paused", 3)
     s.go_on()
     assert s.wait() == "done" and s.steps == 5
-    assert [n.text for n in s.notes] == ["2 steps at step 0", "stopped at step 2; go on picks up exactly here",
-                                         "1 step at step 2", "go on at step 3", "done after 5 steps"]
+    assert [n.text for n in s.notes] == [
+        "2 steps at batch 0 (step 0)", "stopped at batch 4 (step 2); go on picks up exactly here",
+        "1 step at batch 4 (step 2)", "go on at batch 6 (step 3)", "done after 5 steps"]
+    assert [n.x for n in s.notes] == [0, 4, 4, 6, 10]                   # the log's numbers are the axis's
 
 @pytest.mark.parametrize("unit, units", [("epoch", "epochs"), ("batch", "batches"), ("step", "steps")])
 def test_steps_are_called_by_their_name(run, unit, units):
     s = run(FrameSource(fake(2), 2, 2, unit))
-    assert s.step(2).wait().message == f"2 {units} at {unit} 0"
+    count = "" if unit == "batch" else f" ({unit} 0)"
+    assert s.step(2).wait().message == f"2 {units} at batch 0{count}"
     assert f"4 {units} a second" in [t for t, _ in ControlBar(Maker(), s, s.ask, int).pace.options]
     s.wait()
-    assert s.step().wait().message == f"1 {unit} at {unit} 2"
+    assert s.step().wait().message == f"1 {unit} at batch 4" + ("" if unit == "batch" else f" ({unit} 2)")
 
 def test_requests_take_effect_at_an_edge_and_say_which(run):
     gate, entered = threading.Event(), threading.Event()
@@ -302,6 +309,17 @@ def test_limits_are_the_governors(run):
     s.adjust(absolute=7.).wait()
     assert np.allclose(s.edges.rows[-1, 1 + 1], 7 * pop.data.chance_loss)          # drawn from that edge on
 
+def test_the_rise_line_stands_on_either_scale():
+    net = torch.nn.Linear(2, 2)
+    for signed in (False, True):
+        g = Governor(net, torch.optim.SGD(net.parameters(), lr=.1), chance=None)
+        noise = np.random.default_rng(0)
+        for _ in range(200): g.watch(float(noise.normal(-5, 1) if signed else noise.lognormal(0, .1)))
+        assert bool(g.stats.linear[0]) == signed
+        rise = lane_limits(g, 1)[0, -1]
+        assert rise == loss_limits(g.stats, g.config, g.chance).rise[0]
+        assert (-5 < rise < 0) if signed else (1 < rise < 2), rise
+
 
 # --- a loop of one's own, and a controller
 
@@ -368,6 +386,91 @@ def test_a_fault_in_a_controllers_lane_is_an_incident(run):
     assert np.isnan(loss[batch == 7]).all()                              # it only began its next episode: not measured
     assert np.isinf(loss[5])                                             # which is not "not finite"
     assert "1 incident" in status_html(s)
+
+
+# --- a run of another process
+
+def grow_file(path, lines, chunk):
+    "Write a run's rows bit by bit, lines torn in the middle, as a disk shows them."
+    data = b"".join(lines)
+    with open(path, "ab") as file:
+        for i in range(0, len(data), chunk):
+            file.write(data[i:i + chunk]); file.flush()
+            time.sleep(.01)
+
+def test_a_folder_that_is_written_is_followed_and_tells_what_the_run_told(run, tmp_path):
+    s = run(population(3, 8), root=tmp_path)
+    steps(s, 4); s.provoke("nan", 1).wait(); steps(s, 1)
+    s.seed("germinate", 2, "r0c0", "norm").wait(); s.start(); s.wait()
+    assert s.save().wait().ok
+    lines = s.folder.rows_path.read_bytes().splitlines(keepends=True)
+    copy = tmp_path/"elsewhere"
+    copy.mkdir()
+    (copy/"config.json").write_text(s.folder.config_path.read_text())
+    (copy/"rows.jsonl").write_bytes(lines[0])
+    d = watch(copy)
+    d.session.source.every = .02
+    writer = threading.Thread(target=grow_file, args=(copy/"rows.jsonl", lines[1:], len(b"".join(lines)) // 60))
+    writer.start()
+    while d.session.steps < 3: time.sleep(.01)
+    assert writer.is_alive() and d.session.state == "running"           # it follows while the file grows
+    writer.join()
+    (copy/"final.jsonl").touch()
+    assert d.session.wait() == "done", d.session.error
+    seen = d.session
+    assert np.array_equal(seen.losses.rows, s.losses.rows, equal_nan=True)
+    assert [str(i) for i in seen.incidents] == [str(i) for i in s.incidents] and seen.steps == 8
+    assert np.allclose(seen.accuracy, s.accuracy)
+    assert any("germinate norm" in n.text for n in seen.notes)
+    limit = seen.edges.rows[-1, 1:1 + 4]
+    assert np.allclose(limit, s.edges.rows[-1, 1:1 + 4], rtol=1e-5, equal_nan=True)
+    d.widget()
+    assert d.panel.bar.box not in d.panel.box.children and "Button" not in str(d.panel.box.children[1:])
+    d.close(); seen.close()
+
+def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
+    from esper_nb import get_recipe
+    from esper_nb.run.runs import begin_run, run_updates
+    settings = {"env.num_envs": 3, "env.horizon": 5, "env.limit": 320, "ppo.num_updates": 2, "ppo.num_steps": 8,
+                "ppo.num_minibatches": 1, "env.faults": (parse_fault("nan:1:2"),)}
+    r = begin_run(get_recipe("digits_impaired", settings), tmp_path)
+    updates = list(run_updates(r))
+    (r.folder.path/"final.jsonl").touch()
+    s = watch(r.folder.path).session
+    assert s.wait() == "done", s.error
+    assert (s.steps, s.x, s.source.total) == (16, 16, 16)
+    curves = dict(zip(CONTROLLER_CURVES, s.curves.rows[:, 1:].T))
+    entropy = [np.mean([h for h in u.head_entropy if h is not None]) for u in updates]
+    assert np.allclose(curves["entropy"][~np.isnan(curves["entropy"])], entropy, rtol=1e-5)
+    returns = [x for u in updates for x in u.returns]
+    assert np.isfinite(curves["return"]).any() and min(returns) - 1e-3 <= np.nanmin(curves["return"])
+    assert s.numbers["policy loss"] == updates[-1].policy_loss
+    assert [(i.lane, i.reason, i.action, i.axis) for i in s.incidents][:1] == [(1, "non-finite", "rollback", "step")]
+    assert 0 <= s.incidents[0].back < s.incidents[0].end == s.incidents[0].x
+    first = session_packet(s)
+    rows = [row for row in r.folder.rows() if row["kind"] == "episode"]
+    assert first.meta["ends"] == [(row["epoch"] + 1, row["lane"]) for row in rows] and len(rows) >= 6
+    assert session_packet(s, first.seen).meta["ends"] == []
+    told = []
+    watch_text(r.folder.path, .05, told.append)
+    assert any("non-finite" in line for line in told) and told[-1].startswith("✓ done: step 16 of 16")
+    s.close()
+
+def test_a_run_that_is_taken_back_is_followed_on(tmp_path):
+    (tmp_path/"config.json").write_text('{"fit": {"lanes": 1}}')
+    def row(e): return dict(kind="batch", lane=0, epoch=e, batch=0, step=e + 1) | {"batch.loss": 1 / (e + 1)}
+    def rows(epochs): return "".join(json.dumps(row(e)) + "\n" for e in epochs)
+    path = tmp_path/"rows.jsonl"
+    path.write_text(rows(range(6)))
+    source = RowsSource(tmp_path, every=.01)
+    got = [source.step().loss[0, 0] for _ in range(5)]
+    path.write_text(rows(range(3)))                                     # a checkpoint knows of three epochs
+    assert not source.read()
+    with open(path, "a") as file: file.write(rows(range(3, 8)))
+    (tmp_path/"final.jsonl").touch()
+    while (f := source.step()) is not None: got += list(f.loss[:, 0])
+    assert got[:5] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5] and got[-5:] == [1 / 4, 1 / 5, 1 / 6, 1 / 7, 1 / 8]
+    with pytest.raises(ValueError, match="rows.jsonl"): RowsSource(tmp_path/"nowhere")
 
 
 # --- feeds: traffic and memory
@@ -449,10 +552,10 @@ def test_words_go_with_the_packet_and_only_when_they_changed(board):
     canvas.send = lambda m, buffers: sent.append(m)
     feed.close(); feed.thread.join()
     feed.hear(canvas, dict(kind="hello"))
-    assert set(sent[0]["html"]) == {"status", "log"} and "head" in sent[0]
+    assert set(sent[0]["html"]) == {"status", "log", "grow", "odds"} and "head" in sent[0]
     steps(board.session, 1)
     feed.pacer.last = -1e9; feed.update()
-    assert "epoch 1 of" in sent[1]["html"]["status"] and "1 epoch at epoch 0" in sent[1]["html"]["log"]
+    assert "epoch 1 of" in sent[1]["html"]["status"] and "1 epoch at batch 0 (epoch 0)" in sent[1]["html"]["log"]
     with board.session.lock: board.session.version += 1
     feed.pacer.last = -1e9; feed.update()
     assert sent[2]["html"] == {}
@@ -495,24 +598,154 @@ def test_every_button_works(board):
     assert s.incidents[0].lane == 1
     press(board, "◇ Snapshot"); press(board, "↶ Roll back lane"); s.ask("pause").wait()
     assert s.incidents[-1].reason == "asked"
-    board.panel.bar.go.click(); press(board, "❙❙ Pause"); s.wait()
+    board.panel.bar.buttons["start"].click(); press(board, "❙❙ Pause"); s.wait()
     press(board, "■ Stop"); s.ask("pause").wait()
-    press(board, "Fossilize"); s.ask("pause").wait()
-    assert any("fossil" in n.text or "refused" in n.text for n in s.notes)
     board.panel.show(False)
-    assert "rolled back lane 1" in board.panel.log.value and "non-finite" in board.panel.log.value
-    assert "epoch" in board.panel.status.value
+    words = {k: w.value for k, w in board.panel.words.items()}
+    assert "rolled back lane 1" in words["log"] and "non-finite" in words["log"] and "epoch" in words["status"]
 
 def test_a_threshold_can_be_moved_switched_off_and_on(board):
     board.widget()
     governor = board.session.source.governor
     board.panel.thresholds.sliders["multiplier"].value = 5.; board.session.ask("pause").wait()
     assert governor.config.multiplier == 5.
-    row = board.panel.thresholds.row("huge", governor.config.huge)
-    row.children[2].value = False; board.session.ask("pause").wait()
-    assert governor.config.huge is None and row.children[1].disabled
-    row.children[2].value = True; board.session.ask("pause").wait()
+    panel = board.panel.thresholds
+    assert set(panel.sliders) == {"multiplier", "sigma", "absolute", "rise_ratio"}      # the others are folded away
+    panel.more.value = True
+    assert set(panel.sliders) == set(THRESHOLDS)
+    panel.switches["huge"].value = False; board.session.ask("pause").wait()
+    assert governor.config.huge is None and panel.sliders["huge"].disabled
+    panel.switches["huge"].value = True; board.session.ask("pause").wait()
     assert governor.config.huge == 20.
+
+def texts(w):
+    "Everything that a widget and what it holds say."
+    own = [getattr(w, "value", "") if type(w).__name__ in ("HTML", "Label") else getattr(w, "description", "")]
+    return " ".join([*filter(None, own), *map(texts, getattr(w, "children", ()))])
+
+def test_thresholds_say_what_they_do_and_their_default(board):
+    board.widget()
+    panel = board.panel.thresholds
+    said = texts(panel.box)
+    for words in ("solid line", "dashed line", "dotted line", "Default 3.", "Default 6.", "27 more thresholds"):
+        assert words in said, words
+    panel.more.value = True
+    said = texts(panel.box)
+    assert said.count("Default ") == len(THRESHOLDS)
+    assert "losses between snapshots. Default 50." in said
+
+def test_two_panels_on_one_session_agree(run):
+    s = run(population(2, 60))
+    one, two = Dashboard(s), Dashboard(s)
+    one.widget(); two.widget()
+    try:
+        one.panel.thresholds.sliders["sigma"].value = 9.; s.pause().wait()
+        s.adjust(huge=None).wait()
+        one.panel.thresholds.more.value = two.panel.thresholds.more.value = True
+        one.panel.bar.pace.value = .5; s.pause().wait()
+        steps(s, 1)
+        asked = len(s.notes)
+        for d in (one, two): d.panel.show(False)
+        sliders = two.panel.thresholds.sliders
+        assert sliders["sigma"].value == 9 and sliders["huge"].disabled and two.panel.bar.pace.value == .5
+        assert len(s.notes) == asked                                    # to follow is not to ask
+        assert two.panel.words["log"].value == one.panel.words["log"].value
+        assert [b.disabled for b in two.panel.bar.buttons.values()] == [
+            b.disabled for b in one.panel.bar.buttons.values()]
+    finally: one.close(); two.close()
+
+def test_buttons_that_cannot_work_are_off_and_say_why(run):
+    s = run(FrameSource(fake(3), 2, 3))
+    why = not_now(s)
+    assert not why["start"] and "nothing runs" in why["pause"] and "no parts" in why["save"]
+    assert "nobody watches" in why["rollback"]
+    s.start(); s.wait()
+    assert not_now(s)["start"] == not_now(s)["step"] == not_now(s)["provoke"] == "the run is over"
+    d = Dashboard(s); d.widget(); d.panel.show(False)
+    save = d.panel.bar.buttons["save"]
+    assert save.disabled and save.tooltip == "Not now: this run cannot be saved: its source has no parts"
+    d.close()
+
+def test_a_grow_button_is_on_exactly_when_the_move_would_be_done(run):
+    from copy import deepcopy
+    from esper_nb.grow.decisions import Decision, apply_decision
+    pop = population(2, 60)
+    s, seen = run(pop), set()
+    slot = pop.model.slot("r0c0")
+    plan = slot.blueprints[0]
+    def agree():
+        needs = seed_needs(slot, 1)
+        for verb, why in needs.items():
+            done = apply_decision(deepcopy(pop.model), 1, Decision(verb, "r0c0", plan if verb == "germinate" else None))
+            assert done.ok == (why == ""), (slot.state(1), verb, why, done.message)
+        seen.add(slot.state(1).stage.name)
+    agree()
+    s.seed("germinate", 1, "r0c0", plan).wait(); agree()
+    for _ in range(34):
+        left = seed_needs(slot, 1)["advance"]
+        if left == "": s.seed("advance", 1, "r0c0").wait(); agree()
+        steps(s, 1); agree()
+    assert {"DORMANT", "GERMINATED", "TRAINING", "BLENDING", "HOLDING"} <= seen, seen
+    s.seed("prune", 1, "r0c0").wait(); agree()
+    text = seed_needs(slot, 1)["germinate"]
+    epochs = int(re.search(r"in (\d+) more epochs", text)[1])
+    steps(s, epochs - 1); agree()
+    assert seed_needs(slot, 1)["germinate"]
+    steps(s, 1); agree()
+    assert not seed_needs(slot, 1)["germinate"]                         # on the epoch that it had named
+
+def test_the_grow_box_counts_down_to_the_gate(board):
+    board.widget()
+    s = board.session
+    s.seed("germinate", 1, "r0c0", "norm").wait(); s.seed("advance", 1, "r0c0").wait()
+    for left in ("10 more epochs", "9 more epochs"):
+        board.panel.show(False)
+        said = board.panel.words["grow"].value
+        assert "TRAINING" in said and f"Advance: in {left}" in said
+        assert board.panel.seeds.buttons["advance"].disabled and left in board.panel.seeds.buttons["advance"].tooltip
+        steps(s, 1)
+
+def test_a_cell_that_runs_twice_leaves_no_run_unseen(run, monkeypatch):
+    cell = "a"
+    monkeypatch.setattr(dashboard_module, "live_front_end", lambda: True)
+    monkeypatch.setattr(dashboard_module, "running_cell", lambda: cell)
+    monkeypatch.setattr(dashboard_module.Stored, "publish", lambda self, lane: None)
+    first, second, third = (run(FrameSource(fake(10**9), 2), pace=.01) for _ in range(3))
+    def show(s):
+        d = Dashboard(s)
+        assert set(d._repr_mimebundle_()) == {"text/plain", "application/vnd.jupyter.widget-view+json"}
+        return d
+    made = [show(first)]
+    first.start().wait()
+    made.append(show(first))                                            # the same run, shown again: it goes on
+    assert first.state == "running"
+    made.append(show(second))
+    first.pause().wait()
+    assert first.state == "stopped" and "the run that this cell had shown before was stopped" in second.notes[-1].text
+    second.start().wait()
+    cell = "b"; made.append(show(second))
+    cell = "a"; made.append(show(third))
+    second.set_pace(.01).wait()
+    assert second.state == "running"                                    # another cell shows it still
+    for d in made: d.close()
+    dashboard_module.SHOWN.clear()
+
+def test_what_a_notebook_keeps_is_text_and_picture_and_the_way_back(run):
+    s = run(population(2, 20))
+    first = stored_html(s)
+    assert "ready: epoch 0 of 20" in first and "run this cell again" in first and "<img" not in first
+    steps(s, 2)
+    s.note("control", "<script>alert(1)</script>")
+    kept = stored_html(s, 1)
+    assert 'src="data:image/png;base64,' in kept and "epoch 2 of 20" in kept and "<script>" not in kept
+    stored, told = Stored(s), []
+    stored.handles.append(SimpleNamespace(update=lambda bundle, raw: told.append(bundle)))
+    stored.refresh(0); stored.refresh(0)
+    assert len(told) == 1 and set(told[0]) == {"text/html", "text/plain"}
+    s.start(); s.set_pace(.01).wait(); stored.refresh(0)
+    assert len(told) == 1                                               # while it runs, once a minute
+    s.pause().wait(); stored.refresh(0)
+    assert len(told) == 2
 
 def test_lane_and_slot_follow_the_pickers_and_the_canvas(board):
     board.widget()
@@ -548,6 +781,17 @@ def test_a_ruined_loss_does_not_stretch_the_axis_and_empty_slots_take_no_room(ru
     s.seed("germinate", 1, "r0c0", "norm").wait()
     steps(s, 1)
     assert len(plot_session(s, 1).axes) == 3 and len(plot_session(s, 0).axes) == 2
+
+def test_a_pictures_legend_covers_no_curve_and_its_rise_is_no_limit(run):
+    s = run(population(2, 20))
+    steps(s, 8)
+    fig = plot_session(s, 0)
+    fig.draw_without_rendering()
+    ax = fig.axes[0]
+    legend = ax.get_legend().get_window_extent()
+    assert legend.y0 >= ax.get_window_extent().y1 - 1
+    looks = {line.get_label(): line for line in ax.lines}
+    assert looks["rise, of the smoothed loss"].get_linestyle() == ":" != looks["limit"].get_linestyle()
 
 def test_a_live_page_is_told_from_an_executor(monkeypatch):
     monkeypatch.setenv("SERVER_SOFTWARE", "voila/0.5")

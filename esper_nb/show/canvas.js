@@ -6,11 +6,12 @@
 // `recovered` (batch of the first loss as good as before, or null). A loss of Infinity was not finite, NaN was not
 // measured.
 
-const DASH = {limit: [], absolute: [7, 4], rise: [8, 3, 2, 3]};
+const DASH = {limit: [], absolute: [7, 4], rise: [1.5, 4]};
 const RAIL = 15; // pixels above the loss axis where losses stand that are not finite
 const SLOT = 21; // height of a slot
 const GAP = 20; // between panels, for a title
 const TITLE = 5; // of a title above its panel
+const CHARTS = 96; // height of a controller's curves
 const MOST_INCIDENTS = 200;
 const EMPTY = 1; // highest stage of a slot that holds nothing
 const TAKEN_OUT = 8; // lowest stage of a seed that was taken out
@@ -68,6 +69,7 @@ class Run {
     this.recent = false; // whether only the newest batches are shown
     this.number = 0; // of the newest packet
     this.html = {}; // words around the picture
+    this.asked = null; // the newest button that no packet has answered yet
     this.until = [0, 0]; // end of the axis for the whole run and for the newest batches
     model.on("msg:custom", (message, buffers) => this.take(message, buffers));
     model.on("change:lane", () => this.changed());
@@ -96,7 +98,11 @@ class Run {
     }
     this.loss.add(floats(buffers[0]), message.whole[0]);
     this.edge.add(floats(buffers[1]), message.whole[1]);
+    this.curve.add(floats(buffers[2]), message.whole[2]);
+    this.ends = this.ends.concat(message.ends).slice(-2000);
     this.status = message.status;
+    this.age = message.age ?? this.age; // seconds since a cell left the panel on its page
+    if (this.asked && message.status.answered > this.asked.answered) this.asked = null;
     Object.assign(this.html, message.html);
     for (const incident of message.incidents) this.incidents.set(incident.number, incident);
     while (this.incidents.size > MOST_INCIDENTS) this.incidents.delete(this.incidents.keys().next().value);
@@ -108,9 +114,11 @@ class Run {
   begin(head) {
     this.head = head;
     this.incidents.clear();
+    this.ends = []; // place and lane of episodes that ended
     this.until = [0, 0];
     this.loss = new Table(1 + head.lanes); // batch, loss of every lane
     this.edge = new Table(1 + head.lanes * (6 + head.slots.length)); // batch, limits, accuracies, slots
+    this.curve = new Table(1 + head.curves.length); // place, what a controller does
   }
 
   pick(lane) {
@@ -122,7 +130,8 @@ class Run {
   changed() { for (const ask of this.views) ask(); }
 
   get lane() { return this.head ? Math.min(this.model.get("lane"), this.head.lanes - 1) : 0; }
-  get height() { return +this.model.get("height"); }
+  get learns() { return this.head.curves.length > 0; } // a controller is at work
+  get height() { return +this.model.get("height") + (this.head && this.learns ? CHARTS - 50 : 0); }
   get now() { return this.loss.rows ? this.loss.at(this.loss.rows - 1, 0) : 0; }
 
   lossOf(row, lane) { return this.loss.at(row, 1 + lane); }
@@ -406,7 +415,7 @@ function limits(ctx, look, run, X, Y, ceiling) {
   ctx.fillStyle = faded(look.limit, look.dark ? 0.13 : 0.08);
   ctx.fill();
   for (const [kind, name, colour, width] of [
-    [1, "absolute", look.limit, 1], [4, "rise", look.rise, 1.3], [0, "limit", look.limit, 1.6],
+    [1, "absolute", look.limit, 1], [4, "rise", faded(look.rise, 0.75), 1.1], [0, "limit", look.limit, 1.6],
   ]) {
     limitPath(ctx, run, kind, X, Y, null);
     ctx.setLineDash(DASH[name]);
@@ -477,7 +486,7 @@ function labels(ctx, look, run, box, Y, chance) {
     all.push([Y(value(1)), `absolute ${short(value(1))}`, look.limit]);
   }
   if (chance > 0) all.push([Y(chance), `chance ${short(chance)}`, look.chance]);
-  if (value(4) > 0) all.push([Y(value(4)), `rise ${short(value(4))}`, look.rise]);
+  if (value(4) > 0) all.push([Y(value(4)), `mean rises ${short(value(4))}`, look.rise]);
   all.sort((a, b) => a[0] - b[0]);
   let y = box.y;
   for (const [wanted, text, colour] of all) {
@@ -639,6 +648,7 @@ function strip(ctx, look, run, box, X, layer) {
     ctx.restore();
   }
   laneNames(ctx, look, run, box);
+  if (run.learns) episodes(ctx, look, run, box, X);
   for (const incident of run.incidents.values()) stripIncident(ctx, look, run, incident, box, X);
   for (const lane of run.status.stopped) {
     const y = box.y + ((lane + 0.5) * box.h) / head.lanes;
@@ -671,6 +681,78 @@ function stripIncident(ctx, look, run, incident, box, X) {
   }
   const radius = Math.min(4, height / 2);
   clearCross(ctx, look, x, y + height / 2, [4, radius], [2, radius]);
+}
+
+// A mark behind the last step of every episode.
+function episodes(ctx, look, run, box, X) {
+  const height = box.h / run.head.lanes;
+  ctx.fillStyle = look.ink;
+  for (const [x, lane] of run.ends) {
+    if (X(x) >= box.x) ctx.fillRect(X(x) - 0.8, box.y + lane * height, 1.6, height - 1);
+  }
+}
+
+// ---------------------------------------------------------------- what a controller does
+
+const CHART = [ // title, columns of the table of curves with their colours and letters
+  ["return of an episode", [[1, "focus", ""]]],
+  ["accuracy, pp", [[2, "focus", ""]]],
+  ["entropy of the policy, nats", [[3, "focus", ""]]],
+  ["operations, share", [[4, "good", "germinate"], [5, "chance", "set alpha"], [6, "limit", "prune"],
+    [7, "ink", "fossilize"], [8, "focus", "advance"]]],
+];
+
+function charts(ctx, look, run, box) {
+  const gap = 46, width = (box.w - CHART.length * gap) / CHART.length;
+  CHART.forEach(([title, lines], number) => {
+    chart(ctx, look, run, {x: gap + number * (width + gap), y: box.y, w: width, h: box.h}, title, lines);
+  });
+}
+
+// One small picture: curves over all steps, each with its newest number or its name at its end.
+function chart(ctx, look, run, box, title, lines) {
+  const {curve} = run, columns = lines.map(([column]) => column);
+  let low = Infinity, high = -Infinity;
+  for (let row = 0; row < curve.rows; row++) {
+    for (const column of columns) {
+      const value = curve.at(row, column);
+      if (Number.isNaN(value)) continue;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
+  }
+  const newest = column => {
+    let row = curve.rows - 1;
+    while (row >= 0 && Number.isNaN(curve.at(row, column))) row--;
+    return row < 0 ? NaN : curve.at(row, column);
+  };
+  const only = lines.length === 1 ? newest(columns[0]) : NaN;
+  const text = Number.isNaN(only) ? title : `${title}: ${short(only)}`;
+  write(ctx, look, text, box.x, box.y - TITLE, look.ink, {base: "alphabetic", bold: true});
+  if (!(high >= low)) return;
+  if (lines.length > 1) low = 0;
+  let at = box.x, line = box.y + 5;
+  for (const [, colour, name] of lines) {
+    const width = ctx.measureText(name).width;
+    if (at + width > box.x + box.w) [at, line] = [box.x, line + 12];
+    write(ctx, look, name, at, line, look[colour]);
+    at += width + 10;
+  }
+  if (lines.length > 1) box = {...box, y: box.y + 28, h: box.h - 28}; // the names stand above the curves
+  const room = Math.max(high - low, 1e-6), [from, until] = [curve.at(0, 0) - 1, Math.max(run.now, curve.at(0, 0) + 1)];
+  const X = x => box.x + (box.w * (x - from)) / (until - from), Y = y => box.y + box.h * (1 - (y - low) / room);
+  for (const value of [low, high]) {
+    stroke(ctx, look.grid, 1, [[box.x, Y(value)], [box.x + box.w, Y(value)]]);
+    write(ctx, look, short(value), box.x - 4, Y(value) + (value === high ? 4 : -4), look.muted, {align: "right"});
+  }
+  lines.forEach(([column, colour], number) => {
+    const points = [];
+    for (let row = 0; row < curve.rows; row++) {
+      const value = curve.at(row, column);
+      if (!Number.isNaN(value)) points.push([X(curve.at(row, 0)), Y(value)]);
+    }
+    stroke(ctx, look[colour], 1.6, points, [[], [6, 3], [2, 2], [8, 2, 2, 2], [1, 3]][number]);
+  });
 }
 
 // ---------------------------------------------------------------- the slots of one lane
@@ -757,7 +839,7 @@ const KEY = [ // colour, text, sign
   ["focus", "lane <b></b>", "line"],
   ["other", "other lanes", "thin"],
   ["limit", "limit", "line"],
-  ["rise", "rise", "dash"],
+  ["rise", "rise, of the smoothed loss", "dots"],
   ["chance", "chance", "band"],
   ["limit", "✕ panic", ""],
   ["limit", "trained in vain", "veil"],
@@ -767,7 +849,7 @@ const KEY = [ // colour, text, sign
 
 const FRAME = `<div class="esper-key"></div>
 <div class="esper-range"><button data-recent="0">whole run</button><button data-recent="1">last 240</button></div>
-<canvas role="img"></canvas><div class="esper-tip" hidden></div>`;
+<canvas role="img"></canvas><div class="esper-tip" hidden></div><div class="esper-asked" role="status"></div>`;
 
 // One place on one page that shows a run.
 class View {
@@ -778,11 +860,13 @@ class View {
     element.innerHTML = FRAME.replaceAll("\n", "");
     this.canvas = element.querySelector("canvas");
     this.tip = element.querySelector(".esper-tip");
+    this.waits = element.querySelector(".esper-asked");
     this.key = element.querySelector(".esper-key");
     this.buttons = element.querySelectorAll(".esper-range button");
     this.curves = new Layer();
     this.heat = new Layer();
     this.inSight = true;
+    this.fresh = true; // not drawn yet
     this.ask = () => this.pending ||= requestAnimationFrame(() => this.draw());
     this.listen();
     this.observe();
@@ -828,7 +912,63 @@ class View {
     this.observers = [size, sight, theme];
   }
 
+  // The panel around the picture, as soon as it is on the page: what is pressed there is answered here at once.
+  join() {
+    const panel = this.element.closest(".esper");
+    if (!panel || this.panel === panel) return;
+    this.panel = panel;
+    this.onpress = event => {
+      const button = event.target.closest("button.widget-button");
+      if (button && !button.disabled) this.press(button.innerText.trim());
+    };
+    panel.addEventListener("click", this.onpress, true);
+  }
+
+  // A page that has just run all its cells shows the last one, but not what that one leaves: the panel.
+  come() {
+    if (this.fresh && this.run.age < 20) (this.panel ?? this.element).scrollIntoView({block: "nearest"});
+    this.fresh = false;
+  }
+
+  // The kernel may be busy with another cell: say at once that a button was heard, and what it waits for.
+  press(text) {
+    const {run} = this;
+    run.asked = {text, answered: run.status?.answered ?? 0, at: performance.now()};
+    clearInterval(this.clock);
+    this.clock = setInterval(() => this.wait(), 500);
+    this.wait();
+  }
+
+  wait() {
+    const {asked} = this.run, seconds = asked ? (performance.now() - asked.at) / 1000 : 0;
+    if (!asked || seconds > 120) clearInterval(this.clock);
+    const late = seconds > 2 ? ` ${Math.round(seconds)} s ago; the kernel is busy, perhaps with another cell` : "";
+    const text = asked ? `${asked.text}: asked${late || ", waits for the run"} …` : "";
+    if (this.waits.textContent !== text) this.waits.textContent = text;
+  }
+
+  // Names for those who hear the controls instead of seeing them. Arrow keys belong to a list or a slider that has
+  // the focus, and not to the notebook around it.
+  name() {
+    for (const e of this.panel?.querySelectorAll("select, .noUi-handle, .widget-readout") ?? []) {
+      e.dataset.lmSuppressShortcuts = "true";
+    }
+    for (const row of this.panel?.querySelectorAll(".esper-row:not([data-named])") ?? []) {
+      const what = row.querySelector(".widget-label")?.textContent ?? "";
+      const handle = row.querySelector(".noUi-handle"), box = row.querySelector("input[type=checkbox]");
+      if (!what || !handle) continue;
+      row.dataset.named = what;
+      handle.setAttribute("aria-label", what);
+      const readout = row.querySelector(".widget-readout");
+      readout?.setAttribute("aria-label", `${what}, as a number`);
+      readout?.setAttribute("role", "textbox");
+      box?.setAttribute("aria-label", `${what} on`);
+    }
+  }
+
   close() {
+    this.panel?.removeEventListener("click", this.onpress, true);
+    clearInterval(this.clock);
     this.run.views.delete(this.ask);
     for (const observer of this.observers) observer.disconnect();
     cancelAnimationFrame(this.pending);
@@ -859,11 +999,13 @@ class View {
   layout(width) {
     const {head, height} = this.run, many = head.lanes > 1, some = head.slots.length > 0, x = 62;
     const slots = head.slots.length * SLOT, lanes = many ? Math.max(head.lanes * 5, Math.min(head.lanes * 12, 118)) : 0;
-    const rest = height - slots - lanes - (some ? GAP : 0) - (many ? GAP : 0) - 34;
+    const charts = this.run.learns ? CHARTS + GAP : 0;
+    const rest = height - slots - lanes - charts - (some ? GAP : 0) - (many ? GAP : 0) - 34;
     const box = (y, h) => ({x, y, w: Math.max(80, width - x - 96), h});
     const loss = box(16, rest), strip = many ? box(loss.y + rest + GAP, lanes) : null;
-    const after = strip ? strip.y + strip.h : loss.y + rest;
-    return {loss, strip, swim: some ? box(after + GAP, slots) : null, bottom: some ? after + GAP + slots : after};
+    const after = strip ? strip.y + strip.h : loss.y + rest, bottom = some ? after + GAP + slots : after;
+    const learn = charts ? {x: 0, y: bottom + GAP + GAP, w: width, h: CHARTS - GAP} : null;
+    return {loss, strip, swim: some ? box(after + GAP, slots) : null, bottom, learn};
   }
 
   draw() {
@@ -874,7 +1016,11 @@ class View {
       canvas.style.height = `${run.height}px`;
     }
     if (!width || !ready) return;
+    this.join();
+    this.name();
+    this.wait();
     this.tell();
+    this.come();
     const what = `Training loss of every ${run.head.axis[0]}`;
     setOnce(canvas, "aria-label", `${what}, ${run.status.state}, lane ${run.lane}, ${run.incidents.size} incidents`);
     if (!this.inSight) return; // the words may still be in sight, the picture is not
@@ -904,15 +1050,19 @@ class View {
 
   panels(ctx, X, what) {
     const {run, look, boxes} = this;
-    const title = (text, box) => {
-      write(ctx, look, text, box.x, box.y - TITLE, look.ink, {base: "alphabetic", bold: true});
+    const title = (text, box, brief = text) => {
+      ctx.font = `600 11px ${look.font}`;
+      const fits = ctx.measureText(text).width <= this.element.clientWidth - box.x;
+      write(ctx, look, fits ? text : brief, box.x, box.y - TITLE, look.ink, {base: "alphabetic", bold: true});
     };
     title(`${what}, nats`, boxes.loss);
     losses(ctx, look, run, boxes.loss, X, this.curves);
     if (boxes.strip) {
-      title("All lanes: the stronger, the higher the loss; click one to put it into focus", boxes.strip);
+      title("All lanes: the stronger, the higher the loss; click one to put it into focus", boxes.strip,
+        "All lanes: strong means a high loss; click one");
       strip(ctx, look, run, boxes.strip, X, this.heat);
     }
+    if (boxes.learn) charts(ctx, look, run, boxes.learn);
     if (boxes.swim) {
       title(`Slots of lane ${run.lane}: stage, filled up to alpha`, boxes.swim);
       swim(ctx, look, run, boxes.swim, X);

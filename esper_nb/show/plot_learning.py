@@ -109,7 +109,7 @@ def _health_curve(ax: Any, rows: Sequence[Row], name: str, xs: Sequence[float], 
         for i, k in enumerate(heads):
             ax.plot(*series(rows, k, "update")[None], lw=1, color=COLORS[(i + 1) % 8], marker=MARKERS[i % 8], ms=3,
                     markevery=max(1, len(xs) // 8), label=k.rpartition(".")[2])
-        add_legend(ax, fontsize=8, ncols=2, handlelength=1.4, columnspacing=1.)
+        add_legend(ax, fontsize=8, handlelength=1.4, loc="upper left", bbox_to_anchor=(1, 1), borderaxespad=0.)
 
 # %% ../../nbs/show/82_plot_learning.ipynb #4e86251f
 def plot_learning(

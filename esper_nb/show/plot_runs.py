@@ -48,7 +48,7 @@ def plot_lanes(
     ax.plot(*lane_median(curves), color=BLUE, marker="o", ms=3, lw=2, label=f"median of {len(curves)} lanes")
     ax.set(xlabel=place_label(by), ylabel=axis_label(name))
     whole_ticks(ax)
-    add_legend(ax)
+    add_legend(ax, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.)
     return ax
 
 # %% ../../nbs/show/81_plot_runs.ipynb #12234c4a

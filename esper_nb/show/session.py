@@ -23,7 +23,7 @@ from ..record.checkpoints import load_checkpoint, save_checkpoint
 from ..record.folders import RunFolder, new_run
 from ..record.writers import JSONLWriter
 from .history import Memory
-from .sources import PopulationSource, Source
+from .sources import WAITING, PopulationSource, Source
 from ..train.population import Population
 
 # %% ../../nbs/show/85_session.ipynb #216493eb
@@ -68,13 +68,15 @@ class _Asked(Memory):
         self.state = "ready" # running, paused, stopped, done or failed
         self.error = "" # why it failed, with its traceback
         self._changed = threading.Condition() # held while requests or the state change
+        self.answered = 0 # requests
         self._queue: deque[Request] = deque()
         self._thread: threading.Thread | None = None
 
     @property
     def at(self) -> str:
-        "Where the run stands, in words."
-        return f"at {self.source.unit} {self.steps}"
+        "Where the run stands, as the axis counts it, and the number of steps where that is another one."
+        s = self.source
+        return f"at {s.axis[0]} {self.x}" + ("" if s.unit == s.axis[0] else f" ({s.unit} {self.steps})")
 
     def ask(self, what: str, **args: Any) -> Request: # a verb, and what it needs
         "Ask for something; it happens at the next step edge."
@@ -102,6 +104,8 @@ class _Asked(Memory):
             except (ValueError, RuntimeError) as e: ok, message = False, f"{r.what} refused: {e}"
             except Exception as e: ok, message = False, f"{r.what} refused: {e!r}"
             if message: self.note("control" if ok else "error", message)
+            self.answered += 1
+            self.version += 1
             r.answer(self.steps, ok, message)
 
     def _enter(self, state: str) -> None:
@@ -167,6 +171,7 @@ class _Threaded(_Asked):
             self.note("control", f"done after {self.steps} {self.source.units}")
             self._enter("done")
             return
+        if frame is WAITING: return
         took, begun = time.perf_counter() - self._began, time.thread_time()
         self.seconds = took if self.seconds is None else .8 * self.seconds + .2 * took
         self.absorb(frame)
@@ -279,9 +284,10 @@ def do_save(s: _Saving) -> str:
     "A checkpoint and the rows."
     parts = s.source.parts()
     if s.folder is None: s.folder = new_run(s.root, s.name, dict(network=s.source.network, lanes=s.source.lanes))
-    size = save_checkpoint(s.folder.path/"checkpoint.safetensors", **parts)
+    path = s.folder.path.resolve()/"checkpoint.safetensors"
+    size = save_checkpoint(path, **parts)
     s.write_rows()
-    return f"saved {s.at}: {s.folder.path}, {size / 2**20:.1f} MiB"
+    return f"saved {s.at}: {path}, {size / 2**20:.1f} MiB; session.load({str(path)!r}) goes back to it"
 
 def do_load(s: _Threaded, path: str) -> str:
     "Go back to a checkpoint."

@@ -60,7 +60,7 @@ def use_everything(panel, shot):
     panel.root.locator("select").nth(1).select_option("lane 5")
     panel.expect(panel.root).to_contain_text("in lane 5")
     panel.press("nan")
-    panel.sees("lane 5: nan begins in epoch")
+    panel.sees("lane 5: nan begins 6 batches from here")
     panel.sees("lane 5: non-finite (loss nan"); panel.sees("rollback, back to batch"); panel.sees("lane 5: recovered")
     panel.expect(panel.status).to_contain_text("1 incident")
     assert "lane 5, 1 incidents" in panel.canvas_says() and panel.drawn() > 50
@@ -69,18 +69,21 @@ def use_everything(panel, shot):
     row = panel.root.locator(".esper-multiplier")
     row.locator(".noUi-handle").focus(); panel.page.keyboard.press("ArrowRight")
     panel.expect(row.locator(".widget-readout")).to_have_text("3.10")
-    panel.sees("multiplier = 3.1 at epoch")
+    panel.sees("multiplier = 3.1 at batch")
 
-    panel.press("❙❙ Pause"); panel.state("paused"); panel.sees("paused at epoch")
+    panel.press("❙❙ Pause"); panel.state("paused"); panel.sees("paused at batch")
     at = panel.epoch()
     time.sleep(1.)
     assert panel.epoch() == at
-    panel.press("▸❙ Step"); panel.sees(f"1 epoch at epoch {at}"); panel.epoch_beyond(at); panel.state("paused")
+    panel.press("▸❙ Step"); panel.sees(f"(epoch {at})"); panel.epoch_beyond(at); panel.state("paused")
     assert panel.epoch() == at + 1
-    panel.press("■ Stop"); panel.state("stopped"); panel.sees(f"stopped at epoch {at + 1}")
-    panel.press("Germinate"); panel.sees(f"lane 5, r0c0: germinate norm by hand at epoch {at + 1}")
-    panel.press("▶ Go on"); panel.state("running"); panel.sees(f"go on at epoch {at + 1}"); panel.epoch_beyond(at + 2)
+    panel.press("■ Stop"); panel.state("stopped"); panel.sees("stopped at batch")
+    panel.press("Germinate"); panel.sees("lane 5, r0c0: germinate norm by hand at batch")
+    panel.press("▶ Go on"); panel.state("running"); panel.sees("go on at batch"); panel.epoch_beyond(at + 2)
     panel.press("Advance"); panel.sees("advance by hand")
+    panel.expect(panel.root.locator(".esper-next")).to_contain_text("more epochs")
+    advance = panel.root.get_by_role("button", name="Advance", exact=True)
+    assert advance.is_disabled() and advance.get_attribute("title").startswith("Not now: in ")
     panel.press("◇ Snapshot"); panel.sees("snapshot of 16 lanes")
     panel.press("↶ Roll back lane"); panel.sees("lane 5: asked"); panel.sees("rolled back lane 5")
     panel.press("explode"); panel.sees("lane 5: explosion")
@@ -127,6 +130,7 @@ def lab(folder, tmp_path_factory):
 
 def open_lab(browser, address, name, done="every cell ran"):
     "Open a notebook, run all its cells, wait for the last."
+    if name == NOTEBOOK.name: done = "▶ Start"
     page = browser.page
     page.goto(address(name))
     page.wait_for_selector(".jp-Notebook .jp-Cell")
@@ -142,10 +146,11 @@ def open_lab(browser, address, name, done="every cell ran"):
 def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
     with open_browser(tmp_path) as browser:
         panel = open_lab(browser, lab, "dashboard.ipynb")
-        panel.show(); browser.shot("lab-1-ready")
+        time.sleep(1.); browser.shot("lab-1-ready")
+        assert panel.root.evaluate("e => { const r = e.getBoundingClientRect(); return r.top > 60 && r.top < 200 }")
         use_everything(panel, lambda name: browser.shot(f"lab-2-{name}"))
         box = panel.root.bounding_box()
-        assert box["height"] < 690 and box["width"] < 1240, box              # 800 pixels, less the bars of JupyterLab
+        assert box["height"] < 720 and box["width"] < 1240, box              # 800 pixels, less the bars of JupyterLab
         dark = "{theme: 'JupyterLab Dark'}"
         browser.page.evaluate(f"() => window.jupyterapp.commands.execute('apputils:change-theme', {dark})")
         browser.page.wait_for_selector("body[data-jp-theme-light='false']", state="attached", timeout=60_000)
@@ -172,7 +177,7 @@ def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
               f"{seen['panel'] / 1000:.2f} s after the reload")
         assert took < 20      # what it takes is printed; the machine may be busy
         again.show(); browser.shot("lab-4-reloaded")
-        again.press("❙❙ Pause"); again.state("paused"); again.press("▸❙ Step"); again.sees("1 epoch at epoch")
+        again.press("❙❙ Pause"); again.state("paused"); again.press("▸❙ Step"); again.sees("1 epoch at batch")
         assert browser.errors == []
 
 def test_buttons_answer_while_a_cell_is_busy(lab, tmp_path):
@@ -208,15 +213,186 @@ def test_ppo_over_lanes(lab, tmp_path):
         panel.press("nan"); panel.sees("lane 1: nan begins in the next step")
         panel.sees("lane 1: non-finite (loss nan"); panel.sees("→ rollback")
         assert "lane 1, 1 incidents" in panel.canvas_says() and "step" in panel.canvas_says() and panel.drawn() > 50
-        panel.press("↶ Roll back lane"); panel.sees("rollback refused")
+        back = panel.root.get_by_role("button", name="↶ Roll back lane")
+        assert back.is_disabled() and "provoke a fault" in back.get_attribute("title")
         panel.press("❙❙ Pause"); panel.state("paused")
         at = panel.epoch()
         panel.press("▸❙ Step"); panel.sees(f"1 step at step {at}"); panel.epoch_beyond(at); panel.state("paused")
         panel.press("▶ Go on"); panel.epoch_beyond(at + 8)
         panel.show(); browser.shot("lab-6-ppo")
         box = panel.root.bounding_box()
-        assert box["height"] < 690 and box["width"] < 1240, box
+        assert box["height"] < 790 and box["width"] < 1240, box
+        panel.expect(panel.root).to_contain_text(re.compile(r"next in lane 1:.*wait \d+ %"))
         assert browser.errors == []
+
+RETURN = """from esper_nb.show.dashboard import Dashboard
+from esper_nb.show.session import Session
+from esper_nb.train.population import FitConfig, new_population
+session = Session(new_population('digits', FitConfig(lanes=3, epochs=4000)), pace=.25)
+dashboard = Dashboard(session)"""
+
+def visible_text(page):
+    "What the last cell's outputs show to a person."
+    return page.locator(".jp-Notebook .jp-CodeCell").last.locator(".jp-Cell-outputWrapper").inner_text()
+
+def open_again(browser, address, name):
+    page = browser.page
+    page.goto(address(name))
+    page.wait_for_selector(".jp-Notebook .jp-Cell")
+    page.evaluate(READY)
+    time.sleep(2.)
+    return page
+
+def run_last_cell(page):
+    page.evaluate("""() => { const {content} = window.jupyterapp.shell.currentWidget;
+        content.activeCellIndex = content.widgets.length - 1;
+        window.jupyterapp.commands.execute('notebook:run-cell') }""")
+
+def test_coming_back(lab, folder, tmp_path):
+    "After a reload without a save, in a copy that is not trusted, and after a restart."
+    write_notebook(folder/"back.ipynb", RETURN, "dashboard")
+    with open_browser(tmp_path) as browser:
+        page = browser.page
+        panel = open_lab(browser, lab, "back.ipynb", "▶ Start")
+        panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(3)
+        epoch = panel.epoch()
+
+        page = open_again(browser, lab, "back.ipynb")                # nothing was saved: the page shows no panel
+        assert page.locator(".esper").count() == 0
+        run_last_cell(page)                                          # the gesture of the tutorial
+        panel = Panel(browser); panel.state("running"); panel.epoch_beyond(epoch)
+        panel.press("❙❙ Pause"); panel.state("paused"); panel.epoch_beyond(epoch)
+        time.sleep(1.5)
+        at = panel.epoch()
+        assert page.locator(".esper-stored").count() == 1 and not page.locator(".esper-stored").is_visible()
+        page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+        time.sleep(1.)
+
+        book = json.loads((folder/"back.ipynb").read_text())
+        book["cells"][0]["source"] += "\n"                           # another hand: the copy is not trusted
+        (folder/"copy.ipynb").write_text(json.dumps(book))
+        page = open_again(browser, lab, "copy.ipynb")
+        said = visible_text(page)
+        assert f"paused: epoch {at} of 4000" in said and "run this cell again" in said and "VBox" not in said, said
+        assert page.locator(".esper-stored img").evaluate("e => e.naturalWidth") > 300
+        browser.shot("lab-7-untrusted")
+
+        page = open_again(browser, lab, "back.ipynb")
+        Panel(browser).state("paused")                               # trusted, with its kernel: the live panel
+        page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+        time.sleep(2.)
+        page = open_again(browser, lab, "back.ipynb")
+        page.locator(".esper-stored").wait_for(state="visible")
+        time.sleep(4.)
+        said = visible_text(page)
+        assert f"paused: epoch {at} of 4000" in said and "not found" not in said, said
+        browser.shot("lab-8-restarted")
+
+def test_a_click_is_answered_at_once_while_the_kernel_is_busy(lab, folder, tmp_path):
+    write_notebook(folder/"busy.ipynb", RETURN, "dashboard")
+    with open_browser(tmp_path) as browser:
+        page, panel = browser.page, open_lab(browser, lab, "busy.ipynb", "▶ Start")
+        panel.state("ready")
+        hold = """import threading, time
+session._changed.acquire(); time.sleep(5); session._changed.release()"""      # whoever asks has to wait
+        kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
+        page.evaluate(f"code => {{ {kernel}.requestExecute({{code}}) }}", hold)
+        time.sleep(.7)
+        asked = panel.root.locator(".esper-asked")
+        begun = time.time()
+        panel.press("▶ Start")
+        panel.expect(asked).to_contain_text("▶ Start: asked", timeout=1500)
+        print(f"\nanswered {time.time() - begun:.2f} s after the click")
+        panel.expect(asked).to_contain_text("the kernel is busy", timeout=5000)
+        browser.shot("lab-9-asked")
+        panel.state("running"); panel.expect(asked).to_be_empty(timeout=10_000)
+
+CUT = """root => {
+  const page = root.getBoundingClientRect(), bad = [];
+  const shown = "button, select, .noUi-target, .esper-status span, .esper-log span, canvas, small";
+  for (const e of root.querySelectorAll(shown)) {
+    const r = e.getBoundingClientRect();
+    if (!r.width || getComputedStyle(e).clipPath !== "none") continue;
+    if (r.left < page.left - 1 || r.right > page.right + 1) bad.push([e.className || e.tagName, e.innerText, r.right]);
+    else if (e.scrollWidth > e.clientWidth + 1 && e.tagName === "BUTTON") bad.push([e.innerText, e.scrollWidth]);
+  }
+  let box = root.parentElement;
+  while (box && box.scrollWidth <= box.clientWidth + 1) box = box.parentElement;
+  return {bad, wide: box && getComputedStyle(box).overflowX === "hidden" ? box.className : "", w: page.width};
+}"""
+
+def test_nothing_is_cut_on_narrow_pages_or_when_enlarged(lab, folder, tmp_path):
+    write_notebook(folder/"narrow.ipynb", RETURN, "dashboard")
+    with open_browser(tmp_path) as browser:
+        page, panel = browser.page, open_lab(browser, lab, "narrow.ipynb", "▶ Start")
+        panel.press("▸❙ Step"); panel.epoch_beyond(0); panel.press("nan")
+        panel.press("▸❙ Step"); panel.epoch_beyond(1)
+        for width, scale in ((1280, 1), (900, 1), (640, 1), (640, 2)):
+            page.set_viewport_size(dict(width=width, height=800 // scale))
+            time.sleep(1.)
+            panel.show(); time.sleep(.5)
+            found = panel.root.evaluate(CUT)
+            browser.shot(f"lab-width-{width}-{scale}")
+            assert found["bad"] == [] and found["w"] <= width, (width, found)
+            for name in ("Germinate", "▸ 27 more thresholds", "poison-optimizer", "⤓ Save"):
+                button = panel.root.get_by_role("button", name=name, exact=True)
+                button.scroll_into_view_if_needed()
+                seen = button.evaluate("""e => { const r = e.getBoundingClientRect();
+                    return e.contains(document.elementFromPoint(r.x + r.width / 2, r.y + r.height / 2)) }""")
+                assert seen, (width, name)
+
+def test_every_control_has_a_name_and_works_by_keyboard(lab, folder, tmp_path):
+    write_notebook(folder/"keys.ipynb", RETURN, "dashboard")
+    with open_browser(tmp_path) as browser:
+        page, panel = browser.page, open_lab(browser, lab, "keys.ipynb", "▶ Start")
+        more = panel.root.get_by_role("button", name="▸ 27 more thresholds", exact=True)
+        more.focus(); page.keyboard.press("Enter")
+        panel.expect(panel.root.locator(".esper-row")).to_have_count(31)
+        time.sleep(1.5); panel.press("▸❙ Step"); panel.epoch_beyond(0); time.sleep(1.)
+        tree = panel.root.aria_snapshot()
+        controls = re.findall(r"- (button|combobox|slider|checkbox|textbox)(.*)", tree)
+        assert len([c for c in controls if c[0] == "slider"]) == 31
+        assert all(re.match(r' "\S', rest) for _, rest in controls), [c for c in controls if '"' not in c[1]]
+        confirm = panel.root.get_by_role("slider", name="confirm", exact=True)
+        confirm.focus(); page.keyboard.press("ArrowRight"); panel.sees("confirm = 4 at batch")
+        lanes = panel.root.get_by_role("combobox", name="lane in focus")
+        lanes.focus(); page.keyboard.press("ArrowDown")
+        panel.expect(panel.root).to_contain_text("in lane 1")
+        more.focus() if more.count() else panel.root.get_by_role("button", name="▾ 27 more thresholds").focus()
+        page.keyboard.press("Enter")
+        panel.expect(panel.root.locator(".esper-scroll")).to_be_hidden()
+        browser.shot("lab-10-keys")
+
+WATCH = """from esper_nb.show.dashboard import watch
+followed = watch('runs/digits_impaired')
+followed"""
+
+def test_a_run_in_a_terminal_is_watched_live(lab, folder, tmp_path):
+    "`esper-nb train` in a process of its own; the page only reads its folder."
+    import os, subprocess, sys
+    code = "from esper_nb.run.cli import main; main()"
+    command = [sys.executable, "-c", code, "train", "digits_impaired", "--updates", "12", "--set", "env.num_envs=4",
+               "--inject", "nan:1:3", "--quiet", "--out", str(folder/"runs")]
+    env = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    train = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        rows, end = folder/"runs/digits_impaired/rows.jsonl", time.time() + 120
+        while not rows.exists() or rows.stat().st_size < 20_000:
+            assert train.poll() is None and time.time() < end
+            time.sleep(.2)
+        write_notebook(folder/"watch.ipynb", WATCH)
+        with open_browser(tmp_path) as browser:
+            panel = open_lab(browser, lab, "watch.ipynb", "of 144")
+            assert panel.root.locator("button.widget-button").count() == 0
+            panel.sees("lane 1: non-finite"); panel.epoch_beyond(panel.epoch(), 90)
+            assert train.poll() is None                              # it trains still
+            panel.expect(panel.root).to_contain_text("policy loss", timeout=120_000)
+            panel.epoch_beyond(40, 120); panel.show(); time.sleep(1.)
+            assert "Training loss of every step" in panel.canvas_says() and panel.drawn() > 50
+            browser.shot("lab-11-watch")
+            assert browser.errors == []
+    finally:
+        train.kill(); train.wait()
 
 def test_everything_in_voila(folder, tmp_path):
     with server("voila", folder, tmp_path) as address, open_browser(tmp_path) as browser:
