@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .actions import GrowthActions
 from .choices import as_choice, fit_choice
-from ..core.config import Config, check
+from ..core.config import Config, check, check_count
 from ..core.random import generator
 from ..grow.blending import RampMode
 from ..grow.decisions import Decision, DecisionResult
@@ -100,6 +100,16 @@ class HeuristicConfig(Config):
     skip: float = 3. # penalty from which on a blueprint is passed over
     patience: int = 3 # of the latch, see `Signals`
     settings: dict = field(default_factory=dict) # for germinate: tempo, blend, ...
+
+    def __post_init__(self):
+        for k in ("min_epoch", "rest", "stage_epochs", "patience"): check_count(k, getattr(self, k), 0)
+        check_count("plateau", self.plateau)
+        check(0 < self.fall < math.inf, "fall", self.fall, "a finite number of percentage points above 0")
+        for k in ("worth", "ransom"):
+            check(math.isfinite(getattr(self, k)), k, getattr(self, k), "a finite number of percentage points")
+        check(0 <= self.penalty < math.inf, "penalty", self.penalty, "a finite number of at least 0")
+        check(self.skip >= 0, "skip", self.skip, "a number of at least 0; math.inf passes over none")
+        check(0 <= self.decay <= 1, "decay", self.decay, "a share in [0, 1] that is left after an epoch")
 
 QUICK = HeuristicConfig(min_epoch=2, plateau=1, patience=1, settings=dict(tempo=3)) # for a few dozen epochs
 QUICK_RULES = Rules(gates=Gates(training_epochs=3))
