@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from esper_nb.run import cli
-from esper_nb.run.cli import lab_command, main, parse_settings
+from esper_nb.core.config import parse_settings
+from esper_nb.run.cli import lab_command, main
 from esper_nb.run.compare import Comparison
 from esper_nb.run.recipes import get_recipe, list_recipes, register_recipe
 from esper_nb.record.rows import encode_row
-from esper_nb.run.runs import cut_rows, open_run
-from esper_nb.record.writers import read_rows
+from esper_nb.run.runs import open_run
+from esper_nb.record.writers import cut_rows, read_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=4", "env.horizon=8", "env.limit=256", "ppo.num_steps=8", "ppo.num_minibatches=2",
