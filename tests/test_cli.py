@@ -15,6 +15,7 @@ from esper_nb.run.recipes import get_recipe, list_recipes, register_recipe
 from esper_nb.record.rows import encode_row
 from esper_nb.run.runs import open_run
 from esper_nb.record.writers import cut_rows, read_rows
+from esper_nb.train.population import FitConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=4", "env.horizon=8", "env.limit=256", "ppo.num_steps=8", "ppo.num_minibatches=2",
@@ -163,7 +164,8 @@ def test_mistakes(tmp_path, capsys):
     with pytest.raises(SystemExit): main(["train"])
     with pytest.raises(ValueError, match="new name"): register_recipe(named("digits"))
     assert {"digits", "digits_impaired", "cifar_baseline"} <= set(list_recipes())
-    assert parse_settings(["a=1", "b=none", "c=x", "d=[1, 2]"]) == dict(a=1, b=None, c="x", d=[1, 2])
+    pairs = ["lr=.9", "epochs=none", "schedule=1_000", "restart=False"]
+    assert parse_settings(pairs, FitConfig) == dict(lr=.9, epochs=None, schedule="1_000", restart=False)
     assert get_recipe("digits", {"env.faults": [dict(kind="nan", lane=2, epoch=1)]}).env.faults[0].lane == 2
 
 def named(name):

@@ -135,7 +135,7 @@ def fit_run(
 
 # %% ../../nbs/run/99_cli.ipynb #6f910780
 def _compare(args: argparse.Namespace) -> None:
-    "The table on the screen, its numbers and picture in files."
+    "The table, and files of its numbers and its picture."
     import matplotlib.pyplot as plt
     from esper_nb.show.plot_learning import plot_compare
     config = _chosen_recipe(args)
