@@ -56,14 +56,16 @@ def whole(tmp_path_factory):
     assert "return" in done.stderr and "rollback" in done.stderr # the bar
     return folder/"digits_impaired"
 
-@pytest.mark.parametrize("number, at", [(2, 13), (9, 20)], ids=["interrupt", "kill"])
+stops = [(2, 13), (15, 12), (1, 21), (9, 20)]
+
+@pytest.mark.parametrize("number, at", stops, ids=["interrupt", "terminate", "hang up", "kill"])
 def test_resume_in_a_new_process_is_exact(whole, tmp_path, number, at):
     run = tmp_path/"digits_impaired"
     options = ("--updates", 3, "--inject", "nan:1:4", *SMALL, "--out", tmp_path)
     first = child("train", "digits_impaired", *options, at=at, number=number)
     assert "Traceback" not in first.stderr and not (run/"comparison.json").exists()
-    if number == 2: assert first.returncode == 130 and f"esper-nb resume {run}" in first.stderr
-    else: assert first.returncode == -9
+    if number == 9: assert first.returncode == -9
+    else: assert first.returncode == 128 + number and f"esper-nb resume {run}" in first.stderr
     second = child("resume", run)
     assert second.returncode == 0, second.stderr
     for name in ("rows.jsonl", "final.jsonl"): assert timeless(run/name) == timeless(whole/name)

@@ -288,3 +288,207 @@ def test_a_result_that_finds_no_room_leaves_the_old_one(short, monkeypatch):
     with pytest.raises(OSError, match="controller.safetensors could not be written: No space left"): finish_run(run)
     after = {p.name: p.read_bytes() for p in run.folder.path.iterdir()}
     assert after.keys() == before.keys() and after["controller.safetensors"] == before["controller.safetensors"]
+
+
+# --- links in a folder that came from elsewhere
+
+WRITTEN = ("rows.jsonl", "final.jsonl", "comparison.json", "controller.safetensors", "run.png", "report.html", "config.json",
+           "checkpoint.safetensors", "checkpoint.safetensors.previous", "lock", ".config.json.writing",
+           ".checkpoint.safetensors.writing", ".report.html.writing", ".run.png.writing")
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_nothing_is_written_through_a_link(short, tmp_path, name):
+    outside, path = tmp_path/"outside", short.folder.path/name
+    if name.endswith(".writing"):
+        outside.mkdir()
+        (outside/"precious").write_text("mine")
+    elif path.exists(): path.replace(outside)
+    else: outside.write_text("mine")
+    def content(): return {p: p.read_bytes() for p in [outside, *outside.glob("*")] if p.is_file()}
+    before = content()
+    path.symlink_to(outside)
+    with contextlib.suppress(SystemExit): refused = main(["resume", str(short.folder.path), "--updates", "2", "--quiet"])
+    main(["report", str(short.folder.path)])
+    assert content() == before
+    assert refused == (1 if name in ("rows.jsonl", "lock") else 0), "only what is opened where it is has to be refused"
+
+
+# --- small ones
+
+def test_all_files_have_the_mode_that_the_mask_says(short):
+    old = os.umask(0o027)
+    try:
+        assert main(["resume", str(short.folder.path), "--updates", "2", "--quiet"]) == 0
+        assert main(["report", str(short.folder.path)]) == 0
+    finally: os.umask(old)
+    modes = {p.name: oct(p.stat().st_mode & 0o777) for p in short.folder.path.iterdir()}
+    made_before = {"rows.jsonl": "0o644", "checkpoint.safetensors.previous": modes["checkpoint.safetensors.previous"]}
+    assert modes == dict.fromkeys(modes, "0o640") | made_before
+
+def test_a_mode_is_alike_for_a_checkpoint_and_a_plain_file(tmp_path):
+    save_checkpoint(tmp_path/"c", a=[1])
+    (tmp_path/"plain").touch()
+    assert (tmp_path/"c").stat().st_mode == (tmp_path/"plain").stat().st_mode
+    assert read_checkpoint(tmp_path/"c")[0] == {"a": {"value": [1]}} or read_checkpoint(tmp_path/"c")
+
+forged = {
+    "config.json": ["", "{", "[1]", "3", '{"run": 3}', '{"run": [1]}', '{"task": "x"}', '{"run": null}', "\x00"],
+    "comparison.json": ["", "{", "[]", '{"plays": 3}', '{"plays": [{}]}', '{"task": 1, "lanes": 2, "horizon": 3, "plays": []}',
+                        '{"task": "x", "lanes": 1, "horizon": 1, "plays": [], "more": 1}'],
+    "rows.jsonl": ["{\n", "[1]\n", "{}\n", '{"kind": 3}\n', '{"kind": "update"}\n', '{"kind": "update", "lane": null}\n',
+                   '{"kind": "alarm", "lane": 0}\n', '{"kind": "step", "lane": "x"}\n', '{"kind": "test", "lane": 0}\n',
+                   '{"kind": "epoch", "lane": 0}\n', '{"kind": "update", "lane": 0, "nonfinite": 3}\n',
+                   '{"kind": "update", "lane": null, "update": "x", "update.return_mean": "y"}\n'],
+    "final.jsonl": ["{\n", "[1]\n", "{}\n", '{"kind": "slot"}\n', '{"kind": "slot", "lane": 0}\n',
+                    '{"kind": "step", "lane": 0}\n', '{"kind": "epoch", "lane": 0, "epoch": "x"}\n']}
+
+@pytest.mark.parametrize("name, text", [(k, text) for k, texts in forged.items() for text in texts])
+def test_a_forged_file_is_one_line_that_names_it(tmp_path, monkeypatch, capsys, name, text):
+    monkeypatch.setattr(cli, "drive_run", lambda run, progress: run)
+    folder = tmp_path/"digits"
+    folder.mkdir()
+    (folder/"config.json").write_text('{"run": {"name": "x"}}')
+    (folder/name).write_text(text)
+    for command in ("report", "resume")[:1 + (name == "config.json")]:
+        status, said = main([command, str(folder)]), capsys.readouterr().err
+        assert status in (0, 1, 2) and "Traceback" not in said and said.count("\n") <= 1
+        if status and command == "report": assert name in said, said
+    assert not (folder/"report.html").exists() or "<html" in (folder/"report.html").read_text()
+
+def test_another_torch_is_told_of(short, capsys):
+    config = json.loads(short.folder.config_path.read_text())
+    short.folder.config_path.write_text(json.dumps(config | dict(torch="1.0")))
+    assert main(["resume", str(short.folder.path), "--updates", "2", "--quiet"]) == 0
+    said = capsys.readouterr().err
+    assert f"was trained with torch 1.0, here is {torch.__version__}" in said and "warnings.warn" not in said
+    with pytest.warns(UserWarning, match="torch 1.0"): open_run(short.folder.path)
+
+def test_a_fault_that_can_never_come_is_refused(tmp_path, capsys):
+    assert main(["train", "digits_impaired", "--updates", "1", *SMALL, "--inject", "nan:0:4", "--out", str(tmp_path)]) == 2
+    assert "an epoch below 4" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+heuristic = [dict(plateau=0), dict(plateau=1.5), dict(min_epoch=-1), dict(rest=-1), dict(stage_epochs=-1), dict(fall=0.),
+             dict(fall=float("nan")), dict(worth=float("nan")), dict(ransom=float("inf")), dict(penalty=-1.),
+             dict(penalty=float("inf")), dict(decay=1.5), dict(decay=-.1), dict(skip=float("nan")), dict(patience=-1)]
+
+@pytest.mark.parametrize("wrong", heuristic, ids=str)
+def test_a_heuristic_setting_out_of_range_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*expected"): HeuristicConfig(**wrong)
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*expected"): HeuristicConfig.from_dict(wrong)
+
+of_a_type = [(PPOConfig, dict(clip_vloss="no")), (PPOConfig, dict(seed="abc")), (PPOConfig, dict(obs_keep=["a"])),
+             (PPOConfig, dict(norm_obs=1)), (PolicyConfig, dict(features=[64.])), (PolicyConfig, dict(layer_norm="yes")),
+             (PolicyConfig, dict(separate_critic=None)), (PolicyConfig, dict(floor="x"))]
+
+@pytest.mark.parametrize("kind, wrong", of_a_type, ids=lambda x: str(getattr(x, "__name__", x)))
+def test_a_setting_of_another_type_is_refused_where_it_comes_from_a_file(kind, wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*expected"): kind.from_dict(wrong)
+
+
+# --- what a target has to be
+
+targets = [("compare", "{}/x.png", "a name that ends in .json"), ("compare", "{}/x", "a name that ends in .json"),
+           ("compare", "{}", "not a folder"), ("compare", "{}/none/x.json", "is no folder"),
+           ("compare", "{}/file/x.json", "is no folder"), ("bench", "{}/x.png", "a name that ends in .json"),
+           ("bench", "{}", "not a folder"), ("bench", "{}/none/x.json", "is no folder"), ("bench", "", None),
+           ("report", "{}/x.png", "a name that ends in .html"), ("report", "{}", "not a folder"),
+           ("report", "{}/none/x.html", "is no folder"), ("report", "{}/x.json", "a name that ends in .html"),
+           ("compare", "{}/taken.json", "not a folder")]
+
+@pytest.mark.parametrize("command, out, says", targets)
+def test_a_target_is_looked_at_before_the_work(tmp_path, monkeypatch, capsys, command, out, says):
+    (tmp_path/"file").touch()
+    (tmp_path/"taken.png").mkdir()
+    run = new_run(tmp_path, "digits", get_recipe("digits").to_dict() and {"run": get_recipe("digits").to_dict()})
+    def work(*args, **kwargs): raise AssertionError("the work has begun")
+    monkeypatch.setattr(cli, "compare_recipe", work)
+    monkeypatch.setattr("esper_nb.run.report.report_html", work)
+    monkeypatch.setattr(fault_bench, "BENCHES", dict(lanes=work))
+    what = dict(compare=["digits"], bench=["lanes"], report=[str(run.path)])[command]
+    argv = [command, *what, "--out", out.format(tmp_path)]
+    if says is None: # the default name
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(AssertionError, match="begun"): main(argv)
+        return
+    assert main(argv) in (1, 2)
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+def test_a_comparison_is_shown_even_if_it_cannot_be_kept(tmp_path, monkeypatch, capsys):
+    from esper_nb.run.compare import Comparison, PlayResult
+    play = PlayResult("PPO", 0, (50.,), (50.,), (1.,), (4,), (0,), (0,), (9,), {}, 0, 1.)
+    monkeypatch.setattr(cli, "compare_recipe", lambda *args, **kwargs: Comparison("digits", 1, 4, (play,)))
+    def full(self, *args, **kwargs): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["compare", "digits", "--out", str(tmp_path/"c.json")]) == 1
+    said = capsys.readouterr()
+    assert "50.0" in said.out and "No space left on device" in said.err and "Traceback" not in said.err
+
+
+# --- two hundred slips
+
+numbers = ["abc", "", "none", "nan", "[1]", "{}", "true", "1,2", "-", "0x10", "1e", "½"]
+wrong_settings = (
+    [f"{k}={v}" for k in ("env.num_envs", "ppo.num_steps", "policy.hidden", "save_every", "seed") for v in (*numbers, "2.5", "1e3")]
+    + [f"{k}={v}" for k in ("ppo.clip_coef", "ppo.learning_rate", "ppo.max_grad_norm") for v in (*numbers, "-1", "0")]
+    + [f"{k}={v}" for k in ("sampled", "ppo.norm_obs", "env.synthetic") for v in ("maybe", "1", "0", "yes", "", "none", "[]")]
+    + [f"ppo.{k}" for k in ("gamma=1.5", "gamma=inf", "gae_lambda=-1", "ent_coef=nan", "ent_coef=inf", "vf_coef=-1", "seed=3",
+                            "norm_adv=all", "ratio=both", "target_kl=0", "target_kl=-1", "update_epochs=0", "num_minibatches=0",
+                            "num_minibatches=9999", "ent_floor=2", "ent_floor=[1,x]", "learning_rate=inf", "lr_final=-1",
+                            "threads=0", "precision=fp8", "obs_keep=x", "num_updates=-1", "gama=1", "gamma.x=1", ".gamma=1")]
+    + [f"policy.{k}" for k in ("features=0", "features=(0,)", "features=[0]", "features=64,", "core=rnn", "activation=gelu",
+                               "floor=1", "floor=-1", "layers=0", "actor=-1", "critic=[0]", "embed_columns=-1")]
+    + [f"env.{k}" for k in ("task=none", "task=digit", "reward=much", "horizon=0", "limit=0", "devices=", "devices=cuda0",
+                            "slots=r9c9", "blueprints=conv", "governor=3", "governor.patience=x", "rules=3", "repertoire=x",
+                            "schedule=linear", "precision=int8", "lr=-1", "lr=0", "workers=0", "width=0", "family=cats",
+                            "penalty=-1", "autoreset_mode=never", "faults=3", "faults=[3]", 'faults=[{"kind": "nen"}]',
+                            'faults=[{"kind": "nan", "lane": 99}]', "max_seeds=x", "price=x", "batch_size=0",
+                            "eval_batch=0", "gamma=.5", "judged=x", "rules.gates.training_epochs=x")]
+    + ["minutes=0", "minutes=-1", "minutes=nan", "name=", "save_every=0", "=3", "ppo", "", "ppo=3", "ppo=", "policy=[]", "lr=.1",
+       "ppo.=3", "ppo=3=4", "env.root", "seed", "env=none"])
+wrong_options = [
+    ("--updates", "0"), ("--updates", "-1"), ("--updates", "x"), ("--updates", "1.5"), ("--minutes", "0"), ("--minutes", "-1"),
+    ("--minutes", "nan"), ("--minutes", "inf"), ("--minutes", "x"), ("--seed", "x"), ("--seed", "1.5"), ("--device", ""),
+    ("--device", "cuda0"), ("--device", "tpu"), ("--device", "cpu,"), ("--inject", "nen"), ("--inject", "nan:x"),
+    ("--inject", "nan:99"), ("--inject", "nan:0:99999"), ("--inject", "nan:-1"), ("--inject", "nan:0:0:0"), ("--inject", ""),
+    ("--inject", "nan:0:"), ("--nonsense",), ("--set",), ("extra",), ("--out",)]
+wrong_lines = [
+    (), ("tran",), ("train",), ("train", ""), ("train", "digit"), ("train", "x" * 500), ("resume",), ("resume", "nowhere"),
+    ("resume", "/dev/null"), ("resume", "."), ("report",), ("report", "nowhere"), ("report", "/dev/null"), ("report", "."),
+    ("resume", ".", "--updates", "x"), ("resume", ".", "--minutes", "inf"), ("compare",), ("compare", "digit"),
+    ("compare", "digits", "--seeds", "0"), ("compare", "digits", "--seeds", "x"), ("compare", "digits", "--seeds", "-3"),
+    ("compare", "digits", "--set", "ppo.seed=1"), ("compare", "digits", "--set", "sampled=maybe"), ("fit",), ("fit", "digit"),
+    ("fit", "digits", "--set", "lanes=0"), ("fit", "digits", "--set", "lanes=x"), ("fit", "digits", "--set", "lr=fast"),
+    ("fit", "digits", "--set", "lr=inf"), ("fit", "digits", "--set", "restart=no"), ("fit", "digits", "--set", "lanse=3"),
+    ("fit", "digits", "--set", "governor=yes"), ("fit", "digits", "--set", "governor.patience=x"),
+    ("fit", "digits", "--set", "precision=fp8"), ("fit", "digits", "--set", "epochs=1.5"), ("fit", "digits", "--inject", "nan:99"),
+    ("fit", "digits", "--inject", "nan:0:9999"), ("fit", "digits", "--device", "cuda0"), ("fit", "digits", "--set", "schedule=no"),
+    ("bench", "planes"), ("bench", "--out", "x.png"), ("tasks", "x"), ("lab", "x")]
+slips = ([("train", "digits", "--set", s) for s in wrong_settings] + [("train", "digits", *o) for o in wrong_options] + wrong_lines)
+
+@pytest.mark.parametrize("argv", slips, ids=" ".join)
+def test_a_slip_is_one_clear_line(argv, tmp_path, monkeypatch, capsys):
+    def work(*args, **kwargs): raise AssertionError("accepted")
+    for module, name in ((cli, "drive_run"), (cli, "compare_recipe"), (cli, "_fit_epochs")): monkeypatch.setattr(module, name, work)
+    monkeypatch.setattr(fault_bench, "BENCHES", dict(lanes=work))
+    monkeypatch.chdir(tmp_path)
+    try: status = main(list(argv))
+    except SystemExit as e: status = e.code # of the parser
+    said = capsys.readouterr().err.strip()
+    assert status in (1, 2) and "Traceback" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith("esper-nb") and len(last) > 25
+    assert said.startswith("usage: ") or "\n" not in said
+    assert not list(tmp_path.iterdir()), "nothing was made"
+
+def test_there_are_two_hundred_slips(): assert len(set(slips)) >= 200
+
+taken = {"env.num_envs=1_000": 1000, "ppo.learning_rate=.9": .9, "ppo.gamma=1.": 1., "sampled=False": False, "sampled=TRUE": True,
+         "env.root=2024": "2024", "env.lr=None": None, "policy.features=[]": (), "policy.features=32,16": (32, 16),
+         "ppo.max_grad_norm=inf": float("inf"), "ppo.target_kl=1e-2": .01, "env.restart=false": False}
+
+@pytest.mark.parametrize("text", taken)
+def test_values_are_what_their_settings_ask_for(text):
+    (name, value), = parse_settings([text], RunConfig).items()
+    assert value == taken[text] and type(value) is type(taken[text])
+    get_recipe("digits", {name: value} | ({"env.gamma": 1.} if name == "ppo.gamma" else {}))

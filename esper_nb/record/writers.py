@@ -68,7 +68,7 @@ def read_rows(
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"): break
             try: rows.append(decode_row(line))
-            except ValueError as e:
+            except (ValueError, TypeError, AttributeError, RecursionError) as e:
                 where = f"{path}, line {number} is no row"
                 raise ValueError(f"{where} ({e}): the file was edited, or two writers shared it") from e
     return rows

@@ -189,7 +189,7 @@ def report_html(
     "The page as text."
     rows, final, plays = folder.rows(), folder.path/"final.jsonl", folder.path/"comparison.json"
     name, sections = _run_name(folder), {}
-    with _reading(plays): sections["Result"] = _result_section(folder, rows)
+    with _reading(plays if plays.exists() else folder.rows_path): sections["Result"] = _result_section(folder, rows)
     with _reading(folder.rows_path):
         sections["Learning"] = _learning_section(rows)
         sections["What was chosen in training"] = _choices_section(rows)

@@ -147,7 +147,8 @@ def open_run(
         else: cut_rows(folder.rows_path, 0) # it was killed before its first checkpoint
         if settings:
             with new_file(folder.config_path) as part:
-                part.write_text(json.dumps(_described(run.config), indent=1) + "\n", encoding="utf-8")
+                about = folder.config() | dict(run=config.to_dict()) # of the torch that it began with
+                part.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return run
 
 # %% ../../nbs/run/96_runs.ipynb #30748486
