@@ -9,6 +9,7 @@ __all__ = ['ENDINGS', 'StopFlag', 'exit_when_told', 'train_ppo']
 import signal, threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ..core.config import check, check_count
 from .learner import Learner, Update
@@ -20,7 +21,8 @@ class StopFlag:
     "While active, a keyboard interrupt sets `requested`; a second one interrupts as usual."
     def __init__(self, *others: int): # signals that do the same, e.g. `*ENDINGS`
         self.signals = (signal.SIGINT, *(n for n in others if signal.getsignal(n) != signal.SIG_IGN))
-        self.number, self.old = 0, {} # of the signal that came; what the signals did before
+        self.number = 0 # of the signal that came
+        self.old: dict[int, Any] = {} # what the signals did before
 
     @property
     def requested(self) -> bool:

@@ -150,7 +150,8 @@ class _Attempts:
         "How the writer fares now; rows that wait count as dropped until they are written."
         return WriterReport(self.name, self.offered, self.written, self.error or self.trouble)
 
-    def _write(self, rows: Sequence[Row]) -> None:
+    def hand_over(self, rows: Sequence[Row]) -> None:
+        "Let the writer write these, after those that it holds."
         self._held += len(rows)
         self._attempt(self.writer.write, rows)
 
@@ -180,15 +181,15 @@ class BackgroundWriter(_Attempts):
     def _work(self) -> None:
         while (item := self._next()) is not None:
             if isinstance(item, threading.Event):
-                if self.trouble: self._write([])
+                if self.trouble: self.hand_over([])
                 item.set()
-            elif self.error is None: self._write(item)
+            elif self.error is None: self.hand_over(item)
         self._attempt(self.writer.close)
 
     def _next(self) -> Any:
         while True:
             with contextlib.suppress(Empty): return self._queue.get(timeout=1. if self.trouble else None)
-            self._write([]) # try again
+            self.hand_over([]) # try again
 
     def _send(self, item: Any, timeout: float) -> bool:
         with contextlib.suppress(Full):
