@@ -40,7 +40,7 @@ sys.exit(main(sys.argv[3:]))
 def child(*argv, at=-1, number=2):
     "Run the command in a new process; in front of its step number `at` it sends itself a signal."
     command = [sys.executable, "-c", CHILD, str(at), str(number), *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 def timeless(path):
     "Rows without the clock, as text: there NaN is equal to itself."
