@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from esper_nb.bench import fault_bench
-from esper_nb.control.rules import HeuristicConfig
+from esper_nb.control.rules import Heuristic, HeuristicConfig, Signals, View
 from esper_nb.core.config import parse_settings
+from esper_nb.grow.seeds import SeedState
+from esper_nb.grow.stages import Stage
 from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig
 from esper_nb.record import files
@@ -496,3 +498,27 @@ def test_values_are_what_their_settings_ask_for(text):
     (name, value), = parse_settings([text], RunConfig).items()
     assert value == taken[text] and type(value) is type(taken[text])
     get_recipe("digits", {name: value} | ({"env.gamma": 1.} if name == "ppo.gamma" else {}))
+
+
+# --- controllers
+
+def seen(stage, epoch, **kw):
+    "A lane with one slot."
+    seed = SeedState(stage, 0 if stage != Stage.DORMANT else None, **kw)
+    return View(0, {"r0c0": seed}, {"r0c0": ("norm", "conv_light")}, Signals(epoch=epoch, plateau=4, latched=True))
+
+def test_a_heuristic_plays_a_second_episode_like_a_new_one():
+    episode = [seen(Stage.DORMANT, 0), seen(Stage.HOLDING, 9, contribution=0.), seen(Stage.DORMANT, 12),
+               seen(Stage.DORMANT, 14)]
+    one, new, told = Heuristic(), Heuristic(), Heuristic()
+    expected = [new.act(v) for v in episode]
+    assert [one.act(v) for v in episode] == [one.act(v) for v in episode] == expected
+    told.act(episode[1])
+    told.reset()
+    assert [told.act(v) for v in episode] == expected and told.memory == new.memory
+
+def test_asking_a_heuristic_again_changes_nothing():
+    once, thrice = Heuristic(), Heuristic()
+    for v in (seen(Stage.HOLDING, 9, contribution=0.), seen(Stage.DORMANT, 10), seen(Stage.DORMANT, 15)):
+        assert [thrice.act(v) for _ in range(3)] == [once.act(v)] * 3
+        assert once.memory == thrice.memory

@@ -156,6 +156,8 @@ class HeuristicMemory:
     turn: int = 0 # place in the rotation
     pruned_at: int | None = None # epoch of the latest prune
     penalties: dict[str, float] = field(default_factory=dict) # of blueprints
+    asked: tuple[int, dict[str, SeedState]] | None = None # epoch and slots of the latest question
+    answer: Decision = Decision() # to it
 
 # %% ../../nbs/control/56_rules.ipynb #0c874514
 def begin_seed(
@@ -193,9 +195,21 @@ class Heuristic:
         "New signals for one lane."
         return Signals(patience=self.config.patience)
 
-    def act(self, v: View) -> Decision: # once an epoch and lane
-        "Decide for one lane."
-        c, m = self.config, self.memory.setdefault(v.lane, HeuristicMemory())
+    def reset(self) -> None:
+        "Forget every lane, as a new one would."
+        self.memory = {}
+
+    def act(self, v: View) -> Decision:
+        "Decide for one lane; asked again about the same epoch it says the same, and an earlier epoch is a new episode."
+        m = self.memory.get(v.lane)
+        back = m is not None and m.asked is not None and v.signals.epoch < m.asked[0]
+        if m is None or back: m = self.memory[v.lane] = HeuristicMemory()
+        question = v.signals.epoch, dict(v.slots)
+        if m.asked != question: m.asked, m.answer = question, self._decide(v, m)
+        return m.answer
+
+    def _decide(self, v: View, m: HeuristicMemory) -> Decision:
+        c = self.config
         m.penalties = {k: p for k, q in m.penalties.items() if (p := q * c.decay) >= .1}
         live = [(k, s) for k, s in v.slots.items() if s.stage in LIVE and not s.frozen]
         d = tend_seed(c, *live[0]) if live else begin_seed(c, v, m)
