@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 
 from esper_nb.bench import fault_bench
+from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.rules import Heuristic, HeuristicConfig, Signals, View
 from esper_nb.core.config import parse_settings
 from esper_nb.grow.seeds import SeedState
@@ -25,6 +27,7 @@ from esper_nb.record.rows import encode_row
 from esper_nb.record.writers import JSONLWriter
 from esper_nb.run import cli, runs
 from esper_nb.run.cli import main
+from esper_nb.train.faults import Fault
 from esper_nb.run.recipes import RunConfig, get_recipe
 from esper_nb.run.runs import begin_run, drive_run, finish_run, open_run, run_updates
 
@@ -388,6 +391,12 @@ of_a_type = [(PPOConfig, dict(clip_vloss="no")), (PPOConfig, dict(seed="abc")), 
 @pytest.mark.parametrize("kind, wrong", of_a_type, ids=lambda x: str(getattr(x, "__name__", x)))
 def test_a_setting_of_another_type_is_refused_where_it_comes_from_a_file(kind, wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*expected"): kind.from_dict(wrong)
+
+
+def test_enumerations_and_lists_are_taken_for_what_they_stand_for():
+    settings = dict(autoreset_mode=AutoresetMode.SAME_STEP, faults=[Fault("nan"), dict(kind="nan", lane=1)], lr=1)
+    c = EnvConfig.from_dict(settings)
+    assert c.autoreset_mode == "SameStep" and c.faults == (Fault("nan"), Fault("nan", 1)) and c.lr == 1
 
 
 # --- what a target has to be

@@ -8,6 +8,7 @@ __all__ = ['check', 'check_count', 'check_type', 'Config', 'parse_settings']
 # %% ../../nbs/core/00_config.ipynb #cd079288
 import dataclasses
 import difflib
+import enum
 import json
 import types
 import typing
@@ -75,7 +76,8 @@ def _in_words(hint) -> str:
     return " or ".join(map(word, _options(hint)))
 
 def _fits(hint, value) -> bool:
-    "Whether a value is what a type hint asks for."
+    "Whether a value, or what an enumeration stands for, is what a type hint asks for."
+    if isinstance(value, enum.Enum): value = value.value
     def fits(t):
         if typing.get_origin(t) is tuple:
             return isinstance(value, tuple) and all(_fits(typing.get_args(t)[0], v) for v in value)
