@@ -8,12 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from esper_nb.run import cli
-from esper_nb.run.cli import lab_command, main, parse_settings
+from esper_nb.core.config import parse_settings
+from esper_nb.run.cli import lab_command, main
 from esper_nb.run.compare import Comparison
 from esper_nb.run.recipes import get_recipe, list_recipes, register_recipe
 from esper_nb.record.rows import encode_row
-from esper_nb.run.runs import cut_rows, open_run
-from esper_nb.record.writers import read_rows
+from esper_nb.run.runs import open_run
+from esper_nb.record.writers import cut_rows, read_rows
+from esper_nb.train.population import FitConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=4", "env.horizon=8", "env.limit=256", "ppo.num_steps=8", "ppo.num_minibatches=2",
@@ -38,7 +40,7 @@ sys.exit(main(sys.argv[3:]))
 def child(*argv, at=-1, number=2):
     "Run the command in a new process; in front of its step number `at` it sends itself a signal."
     command = [sys.executable, "-c", CHILD, str(at), str(number), *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 def timeless(path):
     "Rows without the clock, as text: there NaN is equal to itself."
@@ -54,14 +56,16 @@ def whole(tmp_path_factory):
     assert "return" in done.stderr and "rollback" in done.stderr # the bar
     return folder/"digits_impaired"
 
-@pytest.mark.parametrize("number, at", [(2, 13), (9, 20)], ids=["interrupt", "kill"])
+stops = [(2, 13), (15, 12), (1, 21), (9, 20)]
+
+@pytest.mark.parametrize("number, at", stops, ids=["interrupt", "terminate", "hang up", "kill"])
 def test_resume_in_a_new_process_is_exact(whole, tmp_path, number, at):
     run = tmp_path/"digits_impaired"
     options = ("--updates", 3, "--inject", "nan:1:4", *SMALL, "--out", tmp_path)
     first = child("train", "digits_impaired", *options, at=at, number=number)
     assert "Traceback" not in first.stderr and not (run/"comparison.json").exists()
-    if number == 2: assert first.returncode == 130 and f"esper-nb resume {run}" in first.stderr
-    else: assert first.returncode == -9
+    if number == 9: assert first.returncode == -9
+    else: assert first.returncode == 128 + number and f"esper-nb resume {run}" in first.stderr
     second = child("resume", run)
     assert second.returncode == 0, second.stderr
     for name in ("rows.jsonl", "final.jsonl"): assert timeless(run/name) == timeless(whole/name)
@@ -162,7 +166,8 @@ def test_mistakes(tmp_path, capsys):
     with pytest.raises(SystemExit): main(["train"])
     with pytest.raises(ValueError, match="new name"): register_recipe(named("digits"))
     assert {"digits", "digits_impaired", "cifar_baseline"} <= set(list_recipes())
-    assert parse_settings(["a=1", "b=none", "c=x", "d=[1, 2]"]) == dict(a=1, b=None, c="x", d=[1, 2])
+    pairs = ["lr=.9", "epochs=none", "schedule=1_000", "restart=False"]
+    assert parse_settings(pairs, FitConfig) == dict(lr=.9, epochs=None, schedule="1_000", restart=False)
     assert get_recipe("digits", {"env.faults": [dict(kind="nan", lane=2, epoch=1)]}).env.faults[0].lane == 2
 
 def named(name):

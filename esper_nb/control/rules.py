@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .actions import GrowthActions
 from .choices import as_choice, fit_choice
-from ..core.config import Config, check
+from ..core.config import Config, check, check_count
 from ..core.random import generator
 from ..grow.blending import RampMode
 from ..grow.decisions import Decision, DecisionResult
@@ -101,6 +101,16 @@ class HeuristicConfig(Config):
     patience: int = 3 # of the latch, see `Signals`
     settings: dict = field(default_factory=dict) # for germinate: tempo, blend, ...
 
+    def __post_init__(self):
+        for k in ("min_epoch", "rest", "stage_epochs", "patience"): check_count(k, getattr(self, k), 0)
+        check_count("plateau", self.plateau)
+        check(0 < self.fall < math.inf, "fall", self.fall, "a finite number of percentage points above 0")
+        for k in ("worth", "ransom"):
+            check(math.isfinite(getattr(self, k)), k, getattr(self, k), "a finite number of percentage points")
+        check(0 <= self.penalty < math.inf, "penalty", self.penalty, "a finite number of at least 0")
+        check(self.skip >= 0, "skip", self.skip, "a number of at least 0; math.inf passes over none")
+        check(0 <= self.decay <= 1, "decay", self.decay, "a share in [0, 1] that is left after an epoch")
+
 QUICK = HeuristicConfig(min_epoch=2, plateau=1, patience=1, settings=dict(tempo=3)) # for a few dozen epochs
 QUICK_RULES = Rules(gates=Gates(training_epochs=3))
 
@@ -146,6 +156,8 @@ class HeuristicMemory:
     turn: int = 0 # place in the rotation
     pruned_at: int | None = None # epoch of the latest prune
     penalties: dict[str, float] = field(default_factory=dict) # of blueprints
+    asked: tuple[int, dict[str, SeedState]] | None = None # epoch and slots of the latest question
+    answer: Decision = Decision() # to it
 
 # %% ../../nbs/control/56_rules.ipynb #0c874514
 def begin_seed(
@@ -183,9 +195,21 @@ class Heuristic:
         "New signals for one lane."
         return Signals(patience=self.config.patience)
 
-    def act(self, v: View) -> Decision: # once an epoch and lane
-        "Decide for one lane."
-        c, m = self.config, self.memory.setdefault(v.lane, HeuristicMemory())
+    def reset(self) -> None:
+        "Forget every lane, as a new one would."
+        self.memory = {}
+
+    def act(self, v: View) -> Decision:
+        "Decide for one lane; asked again about the same epoch it says the same, and an earlier epoch is a new episode."
+        m = self.memory.get(v.lane)
+        back = m is not None and m.asked is not None and v.signals.epoch < m.asked[0]
+        if m is None or back: m = self.memory[v.lane] = HeuristicMemory()
+        question = v.signals.epoch, dict(v.slots)
+        if m.asked != question: m.asked, m.answer = question, self._decide(v, m)
+        return m.answer
+
+    def _decide(self, v: View, m: HeuristicMemory) -> Decision:
+        c = self.config
         m.penalties = {k: p for k, q in m.penalties.items() if (p := q * c.decay) >= .1}
         live = [(k, s) for k, s in v.slots.items() if s.stage in LIVE and not s.frozen]
         d = tend_seed(c, *live[0]) if live else begin_seed(c, v, m)

@@ -18,11 +18,11 @@ import gymnasium as gym
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.config import check
 from ..core.parts import as_stateful
+from .files import save_tensors
 
 # %% ../../nbs/record/77_checkpoints.ipynb #a5b107b8
 class CheckpointError(ValueError):
@@ -139,10 +139,12 @@ def write_checkpoint(
     texts = [json.dumps(encode_tree(tree, tensors), allow_nan=False), json.dumps(contract or {}, allow_nan=False)]
     meta = dict(format=_format, tree=texts[0], contract=texts[1], sha256=checkpoint_digest(texts, tensors))
     work = path.with_name(f".{path.name}.writing")
+    if work.is_symlink(): work.unlink()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        save_file(tensors, work/"new", meta)
+        save_tensors(tensors, work/"new", meta)
+        os.chmod(work/"new", work.stat().st_mode & 0o666) # as the mask of the user says
         _flush(work/"new")
         _publish(work/"new", path)
     finally: shutil.rmtree(work, ignore_errors=True)

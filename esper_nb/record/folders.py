@@ -6,10 +6,11 @@
 __all__ = ['RunFolder', 'new_run']
 
 # %% ../../nbs/record/76_folders.ipynb #244ad4af
-import json
+import json, shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .files import check_place, new_file
 from .rows import Row, record_fields
 from .writers import read_rows
 
@@ -30,7 +31,12 @@ class RunFolder(NamedTuple):
 
     def config(self) -> dict[str, Any]:
         "The settings that it was made with."
-        return json.loads(self.config_path.read_text(encoding="utf-8"))
+        if not self.config_path.exists():
+            raise FileNotFoundError(f"{self.path} is no folder of a run: there is no config.json in it")
+        try: found = json.loads(self.config_path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as e: raise ValueError(f"{self.config_path} is no JSON: {e}") from e
+        if isinstance(found, dict): return found
+        raise ValueError(f"{self.config_path} holds {type(found).__name__}, expected settings by name")
 
     def rows(self) -> list[Row]:
         "The rows so far; none if it has not written yet."
@@ -49,10 +55,12 @@ def _config_text(config: Any) -> str:
 # %% ../../nbs/record/76_folders.ipynb #c4a9e5be
 def _claim_folder(root: Path, name: str) -> Path:
     "Make `root/name`, or the first of `root/name-2`, `root/name-3` … that nobody has."
+    check_place(root/name)
+    root.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
         path = root/(name if number == 1 else f"{name}-{number}")
-        try: path.mkdir(parents=True)
+        try: path.mkdir()
         except FileExistsError: number += 1
         else: return path
 
@@ -66,7 +74,9 @@ def new_run(
         raise ValueError(f"{name!r} is no name for a folder: use one word, and `root` for the place")
     text = _config_text({} if config is None else config)
     run = RunFolder(_claim_folder(Path(root), name))
-    part = run.path/"config.json.part"
-    part.write_text(text, encoding="utf-8")
-    part.replace(run.config_path)
+    try:
+        with new_file(run.config_path) as part: part.write_text(text, encoding="utf-8")
+    except OSError: # a full disk: leave nothing that looks like a run
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
     return run

@@ -79,12 +79,15 @@ class Recorder(_Rows):
         return rows
 
     def _warn(self) -> None:
-        "Tell once of each writer that has failed, while there is time to act."
+        "Tell once of each writer that has failed or cannot write now, while there is time to act."
         for i, w in enumerate(self._writers):
-            if not w.error or i in self._warned: continue
-            self._warned.add(i)
-            text = f"{w.name} failed ({w.error}). Training goes on; its rows are no longer written"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            why = w.error or w.trouble
+            if not why: self._warned.discard(i) # it writes again
+            elif i not in self._warned:
+                self._warned.add(i)
+                rows = "are no longer written" if w.error else "wait, and are written as soon as that is possible"
+                text = f"{w.name} failed ({why}). Training goes on; its rows {rows}"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     @property
     def reports(self) -> list[WriterReport]:
@@ -92,7 +95,7 @@ class Recorder(_Rows):
         return [w.report for w in self._writers]
 
     def flush(self, timeout: float = 10.) -> bool: # seconds for each writer
-        "Wait until the writers have caught up; False if one did not."
+        "Wait until the writers have caught up; False if one did not, or cannot write now."
         return all([w.flush(timeout) for w in self._writers])
 
     def close(self, timeout: float = 10.) -> list[WriterReport]: # seconds for each writer

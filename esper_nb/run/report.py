@@ -6,8 +6,8 @@
 __all__ = ['picture_html', 'table_html', 'report_html', 'write_report']
 
 # %% ../../nbs/run/98_report.ipynb #6272a56d
-import base64, html, io, math
-from collections.abc import Callable, Sequence
+import base64, contextlib, html, io, math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..show.plot_runs import plot_blueprints, plot_incidents, plot_lanes
 from ..show.plot_learning import plot_rewards
 from ..show.plot_runs import plot_run, plot_slots
 from ..show.theme import theme
+from ..record.files import check_target, new_file
 from ..record.rows import Row
 from ..record.folders import RunFolder
 from ..record.writers import read_rows
@@ -168,23 +169,38 @@ def _settings(config: dict, prefix: str = "") -> list[tuple[str, str]]:
         else: out.append((prefix + k, str(v)))
     return out
 
+# %% ../../nbs/run/98_report.ipynb #7c898a59
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    "Say which file it is that a run has not written like this."
+    try: yield
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as e:
+        raise ValueError(f"{path} is not as a run writes it ({type(e).__name__}: {e})") from e
+
 # %% ../../nbs/run/98_report.ipynb #3033a44e
+def _run_name(folder: RunFolder) -> str: # of the recipe or the task, or else that of the folder
+    config = folder.config()
+    with _reading(folder.config_path): found = [config[k].get("name") for k in ("run", "task") if k in config]
+    return str(next(filter(None, found), folder.path.name))
+
 def report_html(
     folder: RunFolder, # of any run
 ) -> str:
     "The page as text."
-    rows, config, final = folder.rows(), folder.config(), folder.path/"final.jsonl"
-    name = config.get("run", {}).get("name") or config.get("task", {}).get("name") or folder.path.name
-    shares = [(k, f"{v:.1%}") for k, v in phase_shares(rows).items()]
-    sections = {
-        "Result": _result_section(folder, rows),
-        "Learning": _learning_section(rows),
-        "What was chosen in training": _choices_section(rows),
-        "The controller's last play": _play_section(read_rows(final) if final.exists() else []),
-        "Trouble": _trouble_section(rows),
-        "Time": table_html(["phase", "share"], shares) if shares else ""}
+    rows, final, plays = folder.rows(), folder.path/"final.jsonl", folder.path/"comparison.json"
+    name, sections = _run_name(folder), {}
+    with _reading(plays if plays.exists() else folder.rows_path): sections["Result"] = _result_section(folder, rows)
+    with _reading(folder.rows_path):
+        sections["Learning"] = _learning_section(rows)
+        sections["What was chosen in training"] = _choices_section(rows)
+    with _reading(final):
+        sections["The controller's last play"] = _play_section(read_rows(final) if final.exists() else [])
+    with _reading(folder.rows_path):
+        sections["Trouble"] = _trouble_section(rows)
+        shares = [(k, f"{v:.1%}") for k, v in phase_shares(rows).items()]
+        sections["Time"] = table_html(["phase", "share"], shares) if shares else ""
     body = "\n".join(f"<h2>{k}</h2>\n{v}" for k, v in sections.items() if v)
-    settings = table_html(["setting", "value"], _settings(config))
+    settings = table_html(["setting", "value"], _settings(folder.config()))
     return _page.format(name=html.escape(name), css=_page_css, folder=html.escape(folder.path.name), count=len(rows),
                         body=body, settings=settings)
 
@@ -194,8 +210,7 @@ def write_report(
 ) -> Path: # the file
     "Write one self-contained HTML page."
     folder = RunFolder(Path(path))
-    if not folder.config_path.exists():
-        raise FileNotFoundError(f"{path} is no folder of a run: there is no config.json in it")
-    target = Path(out) if out is not None else folder.path/"report.html"
-    target.write_text(report_html(folder), encoding="utf-8")
+    target = folder.path/"report.html" if out is None else check_target(out, [".html", ".htm"])
+    page = report_html(folder)
+    with new_file(target if out is None else target.resolve()) as part: part.write_text(page, encoding="utf-8")
     return target
