@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['run_rows', 'size_record', 'epoch_rows', 'batch_rows', 'limit_rows', 'governor_rows', 'seed_facts', 'slot_rows',
-           'seed_event_rows', 'seed_rows', 'population_rows']
+           'seed_event_rows', 'seed_rows', 'population_rows', 'closing_table']
 
 # %% ../../nbs/record/72_populations.ipynb #d0ff6c92
 import math
@@ -23,6 +23,7 @@ from ..guard.detector import loss_limits
 from ..guard.governor import Governor
 from ..guard.reports import Report
 from .rows import Row, Value, finite_or_none, record_rows
+from ..train.evaluation import EvalResult
 from ..train.population import EpochResult, Population
 
 # %% ../../nbs/record/72_populations.ipynb #c05f8a0e
@@ -243,3 +244,23 @@ def population_rows(
     rows += slot_rows(pop.model, r, epoch=r.epoch, step=step)
     if pop.governor is not None: rows += limit_rows(pop.governor, epoch=r.epoch, step=step)
     return rows + governor_rows(r.reports, r.train.losses, epoch=r.epoch)
+
+# %% ../../nbs/record/72_populations.ipynb #cf36add1
+def closing_table(
+    pop: Population, # trained
+    test: EvalResult, # its result on the test split
+    rates: list[float], # training examples per second of each epoch
+) -> str:
+    "Accuracy over the lanes, speed and size, as text."
+    if test.accuracy_pp is None: raise ValueError("the result has no accuracy: it must be one of a split with labels")
+    accuracy, size = test.accuracy_pp, pop.model.parameter_counts()
+    grown = (size.seed + size.fossil).tolist()
+    seeds = f", and {min(grown):,} to {max(grown):,} in seeds" if any(grown) else ""
+    spread = f"median {accuracy.median():.1f}, min {accuracy.min():.1f}, max {accuracy.max():.1f} pp"
+    lines = [("lanes", f"{pop.lanes}, each {int(size.host[0]):,} parameters{seeds}"),
+             ("test accuracy", spread),
+             ("test loss", f"median {test.loss.median():.3f} nats (chance {pop.data.chance_loss:.3f})"),
+             ("epochs", f"{int(pop.epoch.max())} on {pop.data.num_train:,} examples each"),
+             ("precision", repr(pop.precision)),
+             ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} examples per second, all lanes together")]
+    return "\n".join(f"{k:>14}  {v}" for k, v in lines)
