@@ -308,7 +308,8 @@ LAYERS = dict(      # packages, lowest first: each imports only from those befor
     core="Core", guard="Guard: the Governor", grow="Grow", train="Train", control="Control", learn="Learn: PPO",
     record="Record", show="Show", bench="Measure", run="Run")
 FIRST = ("first_rollback", "dashboard", "bring_your_own", "survive_a_bad_learning_rate", "grow_by_hand", "resnet_slots",
-         "train_a_controller", "read_a_run", "results", "design", "glossary", "metrics", "findings")      # then by name
+         "train_a_controller", "watch_a_controller", "read_a_run", "results", "look_first", "design", "glossary",
+         "metrics", "findings")      # then by name
 APPENDIX = ("metrics", "findings")      # tables to look something up in, not to read
 MATHJAX = "https://cdn.jsdelivr.net/npm/mathjax@3/es5/tex-mml-chtml.js"
 MATH = f"""<script>MathJax = {{tex: {{inlineMath: [["$", "$"]]}}}}</script><script async src="{MATHJAX}"></script>"""
