@@ -87,7 +87,8 @@ def test_the_sidebar_begins_where_a_newcomer_does():
     of = dict(site_sections())
     assert of["Tutorials"][0] == "tutorials/first_rollback.ipynb"
     def stems(title): return [p.split("/")[1].removesuffix(".ipynb") for p in of[title]]
-    assert stems("Explanations") == ["results", "look_first", "design", "glossary", "growing_pays", "negative_results"]
+    assert stems("Explanations") == [
+        "results", "look_first", "design", "glossary", "frontier", "growing_pays", "negative_results"]
     assert stems("Appendix") == ["metrics", "findings"]
     assert list(of)[0] == "Tutorials" and list(of)[-2:] == ["Explanations", "Appendix"]
 
