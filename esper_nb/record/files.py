@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.config import check
 
 try: import fcntl
-except ImportError: fcntl = None # type: ignore[assignment] # Windows has none
+except ImportError: fcntl = None # type: ignore[assignment]  # Windows has none
 
 # %% ../../nbs/record/69_files.ipynb #108f8a93
 def check_place(
