@@ -7,7 +7,6 @@ Writes nbs/explanations/frontier.json; nbs/explanations/frontier.ipynb draws it.
 same order for as many epochs. Seconds are those of one core. Needs: pip install gromo mlxtend
 """
 import argparse
-import copy
 import json
 import math
 import time
@@ -193,7 +192,7 @@ def main() -> None:
             mean = {k: sum(r[k] for r in records) / len(records) for k in records[0]}
             print(f"{name} {way} {size}: {mean['test_pp']:.1f} pp, {mean['parameters']:,.0f} parameters, "
                   f"{mean['flops'] / 1e9:.2f} GFLOP, {mean['seconds']:.1f} s", flush=True)
-            found.append(dict(way=way, size=size, networks=copy.deepcopy(records)))
+            found.append(dict(way=way, size=size, networks=records))
         for base in field.bases:
             for way, how in WAYS.items(): keep(way, f"base {base}", grow(field, data, base, how, args.seeds))
         for growth in field.growth:

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from PIL import Image
 
 from esper_nb.train.datasets import example_data, load_own, own_source, read_own
@@ -81,6 +81,7 @@ def test_columns_are_standardised_by_the_training_part_alone(columns, middle, wi
     seen = x[parts.train].double()
     want = (x[parts.heldout].double() - seen.mean(0)) / seen.std(0, correction=0)
     span = float((x.amax(0) - x.amin(0)).min() / x.abs().amax())
+    assume(span > 0) # a width below the steps of float32 leaves a constant
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-5 / span + 1e-4)
 
 

@@ -245,7 +245,7 @@ def export_model(
     "One lane as a plain module: the bits of `model.lane(lane)` in evaluation, without slots, hooks or our classes."
     as_lanes(lane, model.lanes)
     def take(): return (copy.deepcopy(model) if model.lanes == 1 else model.lane(lane)).eval()
-    one, kept = take(), take()
+    one = take()
     forms = grown_forms([one.slot(k) for k in one.names], bake)
     if isinstance(one, AttachedModel):
         net = one.take_hooks_off()
@@ -253,5 +253,5 @@ def export_model(
             _pair_up(net, k, _Turned(forms[k], one.layouts[k]))
     else: net = _traced(_Walk(plain_module(one.host), forms))
     check_finite(net)
-    if example: check_same("the network", net, kept, example)
+    if example: check_same("the network", net, take(), example)
     return net.eval()

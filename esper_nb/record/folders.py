@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .files import check_place, new_file
-from .rows import Row, record_fields
+from .rows import Row, decode_row, record_fields
 from .writers import read_rows
 
 # %% ../../nbs/record/76_folders.ipynb #3fd50247
@@ -41,6 +41,12 @@ class RunFolder(NamedTuple):
     def rows(self) -> list[Row]:
         "The rows so far; none if it has not written yet."
         return read_rows(self.rows_path) if self.rows_path.exists() else []
+
+    def first(self, kind: str) -> Row:
+        "Its first row of a kind, reading no further; empty if there is none."
+        with open(self.rows_path, "rb") as file:
+            whole = (decode_row(line) for line in file if line.endswith(b"\n"))
+            return next((row for row in whole if row["kind"] == kind), {})
 
 # %% ../../nbs/record/76_folders.ipynb #40901188
 def _config_text(config: Any) -> str:

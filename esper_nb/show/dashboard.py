@@ -218,7 +218,7 @@ class RowsSource(Source):
         self.part: list[Row] = [] # of the step that is not complete yet
         self.epoch = -1 # of the newest rows
         self.over = False
-        first = next((row for row in self.folder.rows() if row["kind"] == "run"), {})
+        first = self.folder.first("run")
         run, fit = config.get("run", {}), config.get("fit", {})
         self.lanes = run["env"]["num_envs"] if run else fit.get("lanes") or config["lanes"]
         self.batches: int = first.get("run.batches", 1) # of an epoch

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Split', 'OWN', 'balanced_order', 'first', 'load_digits_data', 'load_cifar10', 'synthetic_cifar10', 'load_prose',
-           'load_text_file', 'example_data', 'own_source', 'is_own', 'read_own', 'keep_arrays', 'text_digest',
-           'load_own', 'load_source', 'host_for']
+           'load_text_file', 'example_data', 'own_source', 'is_own', 'read_own', 'keep_read', 'keep_arrays',
+           'text_digest', 'load_own', 'load_source', 'host_for']
 
 # %% ../../nbs/train/37_datasets.ipynb #f7dc16bf
 import hashlib
@@ -194,6 +194,12 @@ def _check_digest(place: str, known: list[str] | None, found: str):
           "since the task was made; make the task again, or put the old data back")
 
 # %% ../../nbs/train/37_datasets.ipynb #cb4e2222
+def _remember(source: str, e: Examples) -> Examples: # the same
+    "Keep the examples of one source, the latest."
+    _latest.clear()
+    _latest[source] = e
+    return e
+
 def read_own(source: str) -> Examples: # from `own_source`, any kind but text
     "The examples that a source names."
     if source in _latest: return _latest[source]
@@ -205,9 +211,13 @@ def read_own(source: str) -> Examples: # from `own_source`, any kind but text
     elif kind == "folder": e = read_folder(place, None if size is None else int(size[0]))
     else: e = read_table_file(place, label, options.get("columns"))
     _check_digest(place, options.get("digest"), digest_of(e))
-    _latest.clear()
-    _latest[source] = e
-    return e
+    return _remember(source, e)
+
+def keep_read(kind: str, path: str | Path, e: Examples, **options) -> str: # its source
+    "Name examples that were just read from files, so that they are not read again."
+    source = own_source(kind, path, **options, digest=digest_of(e))
+    _remember(source, e)
+    return source
 
 def keep_arrays(name: str, e: Examples) -> str: # its source
     "Put arrays under a name; the same name later stands for the new ones."

@@ -21,8 +21,9 @@ from torch import Tensor
 from ..core.config import Config, check, check_count
 from ..core.devices import check_device
 from .data import ImageData
-from .datasets import host_for, is_own, keep_arrays, load_own, load_source, own_source, text_digest
-from .files import digest_of, from_arrays, from_dataset, read_folder, read_table_file
+from .datasets import (
+    host_for, is_own, keep_arrays, keep_read, load_own, load_source, own_source, text_digest)
+from .files import from_arrays, from_dataset, read_folder, read_table_file
 from .text import TextData
 from ..grow.hosts import CNNConfig, CNNHost, GPTConfig, GPTHost, new_host
 from ..grow.models import GrowingModel
@@ -279,14 +280,14 @@ def _example_task(name: str, source: str, settings: dict) -> Task:
 def task_from_folder(path: str | Path, size: int | None = None, pad: int = 0, flip: bool = False, # as `read_folder`
                      **settings) -> Task: # of the task, such as lr=.02 or name="mine"
     "A task of pictures, one folder for each class; `pad` and `flip` augment them."
-    digest, name = digest_of(read_folder(path, size)), settings.pop("name", Path(path).resolve().name)
-    return _example_task(name, own_source("folder", path, size=size, pad=pad, flip=int(flip), digest=digest), settings)
+    source = keep_read("folder", path, read_folder(path, size), size=size, pad=pad, flip=int(flip))
+    return _example_task(settings.pop("name", Path(path).resolve().name), source, settings)
 
 def task_from_table(path: str | Path, label: str | None = None, columns: Sequence[str] | None = None,
                     **settings) -> Task: # as for `read_table_file`, and settings of the task
     "A task of the rows of a table."
-    digest, name = digest_of(read_table_file(path, label, columns)), settings.pop("name", Path(path).stem)
-    return _example_task(name, own_source("table", path, label=label, columns=columns, digest=digest), settings)
+    source = keep_read("table", path, read_table_file(path, label, columns), label=label, columns=columns)
+    return _example_task(settings.pop("name", Path(path).stem), source, settings)
 
 def task_from_arrays(x, y, name: str = "arrays", **settings) -> Task: # x, y: as for `from_arrays`
     "A task of arrays or tensors, which lives as long as the process."
