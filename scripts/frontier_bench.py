@@ -10,6 +10,8 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,14 +20,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper_nb.core.random import generator
-from esper_nb.grow.hosts import CNNConfig
+from esper_nb.grow.hosts import CNNConfig, GPTConfig
 from esper_nb.grow.lifecycle import SHORT_LIFE
 from esper_nb.train.data import ImageData
-from esper_nb.train.datasets import balanced_order, load_digits_data
+from esper_nb.train.datasets import balanced_order, load_digits_data, load_prose
 from esper_nb.train.evaluation import evaluate
 from esper_nb.train.groups import SIGNALS
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.tasks import get_task
+from esper_nb.train.text import TextData
 from esper_nb.train.trainer import run_epoch
 
 STORED = Path(__file__).resolve().parents[1]/"nbs/explanations/frontier.json"
@@ -44,19 +47,34 @@ def load_digits28():
                      test_x=x[4000:], test_y=y[4000:], classes=10, mean=(.13,), std=(.31,), pad=2)
 
 
+def picture_host(base: int, side: int, pools: int) -> CNNConfig:
+    "A host of three blocks for pictures of one channel."
+    return CNNConfig(classes=10, in_channels=1, size=side, base=base, blocks=3, kernel=3, pools=pools)
+
+
+def text_host(d: int) -> GPTConfig:
+    "A host of three layers, one head for eight features."
+    return GPTConfig(vocab=96, d=d, heads=d // 8, layers=3, block=64)
+
+
 class Field(NamedTuple):
     "A data set, and what is tried on it."
-    load: object # () -> ImageData
-    side: int # pixels
-    pools: int # of the hosts
+    task: str # batch size and optimizer
+    load: Callable[[], ImageData | TextData]
+    host: Callable[[int], CNNConfig | GPTConfig] # of a size
+    sizes: tuple[int, ...]
+    measure: str # what a size counts
+    blueprint: str # of the seeds
     epochs: int # of every run
-    bases: tuple[int, ...] # channels of the hosts' first blocks
-    growth: tuple[tuple[int, int, int], ...] # gromo: neurons at the start, added at a time, how often
+    growth: tuple[tuple[int, int, int], ...] = () # gromo: neurons at the start, added at a time, how often
 
 
 FIELDS = {
-    "digits": Field(load_digits_data, 8, 2, 24, (2, 3, 4, 6), ((8, 4, 4), (8, 8, 5), (16, 16, 5))),
-    "digits28": Field(load_digits28, 28, 3, 16, (2, 3, 4, 6), ((4, 2, 4), (8, 4, 5), (16, 8, 5))),
+    "digits": Field("digits", load_digits_data, partial(picture_host, side=8, pools=2), (2, 3, 4, 6), "base",
+                    "conv_light", 24, ((8, 4, 4), (8, 8, 5), (16, 16, 5))),
+    "digits28": Field("digits", load_digits28, partial(picture_host, side=28, pools=3), (2, 3, 4, 6), "base",
+                      "conv_light", 16, ((4, 2, 4), (8, 4, 5), (16, 8, 5))),
+    "prose": Field("prose", partial(load_prose, limit=1000), text_host, (16, 24, 32), "width", "mlp", 9),
 }
 
 
@@ -64,18 +82,17 @@ FIELDS = {
 
 class Way(NamedTuple):
     "How a network gets its seeds."
-    blueprint: str # "" grows nothing
     start: float # share of the run after which seeds are born
-    slots: str # "all", or "one": where a seed would find the largest gradient
+    slots: str # "none", "all", or "one": where a seed would find the largest gradient
     tempo: int # epochs of blending; 0: the network has its seeds from the first batch
 
 
 WAYS = {
-    "static": Way("", 0, "all", 0),
-    "static, larger": Way("conv_light", 0, "all", 0),
-    "grown at once": Way("conv_light", 0, "all", 1),
-    "grown at a third": Way("conv_light", 1 / 3, "all", 1),
-    "grown at a third, one slot": Way("conv_light", 1 / 3, "one", 1),
+    "static": Way(0, "none", 0),
+    "static, larger": Way(0, "all", 0),
+    "grown at once": Way(0, "all", 1),
+    "grown at a third": Way(1 / 3, "all", 1),
+    "grown at a third, one slot": Way(1 / 3, "one", 1),
 }
 
 
@@ -94,20 +111,19 @@ def choose_slots(pop, signals, way: Way) -> dict[str, list[int]]:
     return {k: [i for i in lanes if best[i] == j] for j, k in enumerate(names)}
 
 
-def grow(field: Field, data: ImageData, base: int, way: Way, seeds: int) -> list[dict]:
+def grow(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: int) -> list[dict]:
     "One way for all seeds; a record for each network."
-    host = CNNConfig(classes=10, in_channels=1, size=field.side, base=base, blocks=3, kernel=3, pools=field.pools)
-    task = get_task("digits").replace(host=host)
+    task = get_task(field.task).replace(host=field.host(size))
     config = FitConfig(lanes=seeds, epochs=field.epochs, seed=FRESH, restart=True, workers=1)
-    pop = new_population(task, config, data=data, rules=SHORT_LIFE, blueprints=["conv_light"])
-    x = torch.zeros(BATCH, 1, field.side, field.side)
+    pop = new_population(task, config, data=data, rules=SHORT_LIFE, blueprints=[field.blueprint])
+    x, _ = next(iter(data.evaluate("test", task.batch_size)))
     def flops() -> list[int]: return [batch_flops(pop.model.lane(i), x) for i in range(pop.lanes)]
-    batches, spent, now, signals, counting = data.num_train // BATCH, [0] * seeds, None, None, 0.
+    batches, spent, now, signals, counting = data.num_train // task.batch_size, [0] * seeds, None, None, 0.
     born, begun = round(way.start * field.epochs), time.process_time()
     for epoch in range(field.epochs):
-        if way.blueprint and epoch == born:
+        if way.slots != "none" and epoch == born:
             for k, lanes in choose_slots(pop, signals, way).items():
-                if lanes: pop.model.germinate(k, way.blueprint, lanes, tempo=way.tempo)
+                if lanes: pop.model.germinate(k, field.blueprint, lanes, tempo=way.tempo)
             now = None
         if now is None:
             at = time.process_time()
@@ -156,9 +172,10 @@ def grow_gromo(field: Field, data: ImageData, growth: tuple[int, int, int], seed
     "One network; the time of growing is counted, and so are its operations."
     from gromo.containers.growing_mlp import GrowingMLP
     start, more, times = growth
+    x, _ = next(iter(data.evaluate("test", BATCH)))
     torch.manual_seed(generator(seed, "gromo").initial_seed() % 2**31)
     begun, batches = time.process_time(), data.num_train // BATCH
-    model = GrowingMLP(field.side ** 2, 10, start, 2, activation=nn.ReLU())
+    model = GrowingMLP(x[0].numel(), 10, start, 2, activation=nn.ReLU())
     every, spent = max(1, field.epochs // (2 * times)), 0 # all neurons are there after half of the run
     for epoch in range(field.epochs):
         rate = peak * (1 + math.cos(math.pi * epoch / field.epochs)) / 2
@@ -170,7 +187,7 @@ def grow_gromo(field: Field, data: ImageData, growth: tuple[int, int, int], seed
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        spent += batches * batch_flops(model, torch.zeros(BATCH, 1, field.side, field.side))
+        spent += batches * batch_flops(model, x)
     seconds = time.process_time() - begun
     model.eval()
     with torch.no_grad():
@@ -193,8 +210,8 @@ def main() -> None:
             print(f"{name} {way} {size}: {mean['test_pp']:.1f} pp, {mean['parameters']:,.0f} parameters, "
                   f"{mean['flops'] / 1e9:.2f} GFLOP, {mean['seconds']:.1f} s", flush=True)
             found.append(dict(way=way, size=size, networks=records))
-        for base in field.bases:
-            for way, how in WAYS.items(): keep(way, f"base {base}", grow(field, data, base, how, args.seeds))
+        for n in field.sizes:
+            for way, how in WAYS.items(): keep(way, f"{field.measure} {n}", grow(field, data, n, how, args.seeds))
         for growth in field.growth:
             size = f"{growth[0]} + {growth[2]} x {growth[1]} neurons"
             keep("gromo", size, [grow_gromo(field, data, growth, FRESH + i) for i in range(args.seeds)])

@@ -45,6 +45,7 @@ class EnvConfig(Config):
     family: str | None = None # kinds that every lane and episode draws its instance from; None: all are the task
     judged: bool = False # draw instances that no practice has seen
     num_envs: int = 16 # lanes
+    first_lane: int = 0 # number of the first one, if these are a part of a larger environment's lanes
     horizon: int | None = None # epochs of an episode
     reward: str = "shaped" # preset of the evidence page
     price: float = 0. # preset "outcome": percentage points that as many parameters as the host has must be worth
@@ -80,6 +81,7 @@ class EnvConfig(Config):
         n, devices, faulty = self.num_envs, self.devices, [f.lane for f in self.faults]
         for k in ("num_envs", "horizon", "batch_size", "eval_batch", "limit", "workers", "width"):
             if getattr(self, k) is not None: check_count(k, getattr(self, k))
+        check_count("first_lane", self.first_lane, least=0)
         check(self.penalty >= 0, "penalty", self.penalty, "a number of at least 0: what a rollback costs")
         check(0 < len(devices) <= n, "devices", devices, f"at least one, and no more than the {n} lanes")
         check(all(lane < n for lane in faulty), "faults", faulty, f"lanes below {n}")

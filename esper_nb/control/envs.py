@@ -78,7 +78,8 @@ class _Networks(gym.vector.VectorEnv):
 
     def address(self, lane: int) -> int:
         "Where the random streams of a lane's episode begin."
-        return generator(self.seeds[lane], "lane", lane, int(self.episode[lane])).initial_seed()
+        whole = self.config.first_lane + lane
+        return generator(self.seeds[lane], "lane", whole, int(self.episode[lane])).initial_seed()
 
     def model_of(self, lane: int) -> tuple[Growing, int]: # and the lane's number in it
         "The model that holds a lane."
@@ -99,9 +100,9 @@ class _Networks(gym.vector.VectorEnv):
 # %% ../../nbs/control/58_envs.ipynb #63fb07f0
 _flags = ("episode", "trained", "rollbacks", "fresh", "ended", "goes_on")
 _books = ("ledger", "epochs", "tallies")
-_fixed = ("task", "family", "judged", "num_envs", "horizon", "reward", "price", "gamma", "penalty", "slots",
-          "blueprints", "max_seeds", "rules", "repertoire", "schedule", "restart", "batch_size", "lr", "precision",
-          "devices")
+_fixed = ("task", "family", "judged", "num_envs", "first_lane", "horizon", "reward", "price", "gamma", "penalty",
+          "slots", "blueprints", "max_seeds", "rules", "repertoire", "schedule", "restart", "batch_size", "lr",
+          "precision", "devices")
 
 # %% ../../nbs/control/58_envs.ipynb #4d0c4f84
 class _Episodes(_Networks):

@@ -1,0 +1,262 @@
+"Environments in parts on Ray: the bits of one process, whatever dies."
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from esper_nb.control.actions import draw_actions
+from esper_nb.control.env_config import EnvConfig
+from esper_nb.core.random import generator
+from esper_nb.record.rows import encode_row
+from esper_nb.run.places import LocalPlace, PlaceLost, new_place, start_ray
+from esper_nb.run.split import SplitVecEnv, Upkeep
+from esper_nb.train.faults import Fault
+
+try: import ray
+except ImportError: ray = None
+needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: pip install 'esper_nb[ray]'")
+CONFIG = EnvConfig(task="digits", num_envs=8, horizon=4, limit=256, workers=1, faults=(Fault("nan", lane=5, epoch=2),))
+
+
+class Told:
+    "What a place can be asked."
+    def __init__(self): self.n = 0
+    def add(self, more):
+        self.n += more
+        return self.n
+    def pid(self): return os.getpid()
+    def wrong(self): raise ValueError("three is not four")
+    def sleep(self, seconds): time.sleep(seconds)
+    def close(self): pass
+
+
+def descendants(pid):
+    "Numbers of all living processes that descend from one."
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try: text = stat.read_text()
+        except OSError: continue
+        number, rest = int(text.split()[0]), text.rsplit(")", 1)[1].split()
+        if rest[0] != "Z": parents.setdefault(int(rest[1]), []).append(number)
+    found, todo = [], [pid]
+    while todo: todo += (new := parents.get(todo.pop(), [])); found += new
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    start_ray(cores=2)
+    yield ray
+    ray.shutdown()
+
+
+def play(env, steps=10, kill=None):
+    "Everything a run sees of an environment, and its state at the end; `kill(env, t)` before every answer."
+    env.reset(seed=3)
+    seen, rows = [], []
+    for t in range(steps):
+        if kill is not None: kill(env, t)
+        a = draw_actions(env.actions, env.mask, generator(7, t)).numpy()
+        obs, reward, ended, _, info = env.step(a)
+        seen += [obs.copy(), reward, ended, info["action_mask"]]
+        rows += [encode_row({k: v for k, v in row.items() if k != "governor.seconds"}) # a clock's
+                 for row in env.rows(epoch=t, step=t + 1)]
+    state = [p["parts"] for p in env.state_dict()["parts"]]
+    return seen, rows, state, env.test_accuracy()
+
+
+def assert_same(one, other):
+    for a, b in zip(one[0], other[0], strict=True): np.testing.assert_array_equal(a, b)
+    assert one[1] == other[1]
+    def leaves(x):
+        if isinstance(x, dict): # the stream of the process, which draws nothing here, is not the part's
+            return [leaf for k in x if k != "streams|torch" for leaf in leaves(x[k])]
+        if isinstance(x, list | tuple): return [leaf for v in x for leaf in leaves(v)]
+        return [x]
+    for a, b in zip(leaves(one[2]), leaves(other[2]), strict=True):
+        if isinstance(a, torch.Tensor): torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(one[3], other[3])
+
+
+@pytest.fixture(scope="module")
+def here():
+    "The same lanes in two and four parts of this process."
+    found = {}
+    for parts in (2, 4):
+        env = SplitVecEnv(CONFIG, parts=parts)
+        found[parts] = play(env)
+        env.close()
+    return found
+
+
+def test_a_fault_stays_with_its_lane(here):
+    for parts in (2, 4):
+        governed = [row for row in here[parts][1] if '"kind": "governor"' in row or '"kind":"governor"' in row]
+        assert governed and all('"lane": 5' in row or '"lane":5' in row for row in governed)
+
+
+def test_two_parts_and_four_tell_the_same_rewards(here):
+    for a, b in zip(here[2][0][1::4], here[4][0][1::4], strict=True): np.testing.assert_array_equal(a, b)
+    assert torch.equal(here[2][3], here[4][3])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_places_that_fail_at_random_change_nothing(here, seed, caplog):
+    luck = random.Random(seed)
+    class Fragile(LocalPlace):
+        def finish(self, timeout=None):
+            if luck.random() < .08: raise PlaceLost("on purpose")
+            return super().finish(timeout)
+    env = SplitVecEnv(CONFIG, parts=4, engine=Fragile, upkeep=Upkeep(every=3, attempts=20))
+    assert_same(play(env), here[4])
+    assert sum(k.losses for k in env.keepers) > 0
+    assert "made again" in caplog.text
+    env.close()
+
+
+def test_a_part_that_never_comes_back_ends_the_run():
+    class Gone(LocalPlace):
+        made = 0
+        def __init__(self, make):
+            super().__init__(make)
+            Gone.made += 1
+        def finish(self, timeout=None):
+            if Gone.made > 2: raise PlaceLost("out of memory")
+            return super().finish(timeout)
+    env = SplitVecEnv(CONFIG, parts=2, engine=Gone, upkeep=Upkeep(attempts=3))
+    Gone.made = 3
+    said = r"part 0 \(lanes 0 to 3\) was lost 3 times while it was made again: out of memory"
+    with pytest.raises(PlaceLost, match=said): env.reset(seed=0)
+
+
+@pytest.mark.skipif(ray is not None, reason="Ray is installed")
+def test_without_ray_the_error_says_what_to_install():
+    with pytest.raises(ImportError, match=r"pip install 'esper_nb\[ray\]'"): SplitVecEnv(CONFIG, engine="ray")
+
+
+# ---- real processes
+
+@needs_ray
+def test_an_error_over_there_is_an_error_here(cluster):
+    place = new_place("ray", Told)
+    place.start("wrong")
+    with pytest.raises(ValueError, match="three is not four"): place.finish()
+    place.start("add", 2)
+    assert place.finish() == 2
+    place.close()
+
+
+@needs_ray
+def test_a_call_that_hangs_counts_as_lost(cluster):
+    place = new_place("ray", Told)
+    place.start("sleep", 60)
+    assert not place.ready(.2)
+    with pytest.raises(PlaceLost, match="no answer within 0.2 s"): place.finish(.2)
+    place.close()
+
+
+@needs_ray
+def test_any_number_of_places_find_room(cluster):
+    places = [new_place("ray", Told, 6) for _ in range(6)]
+    for p in places: p.start("pid")
+    assert len({p.finish(60) for p in places}) == 6
+    for p in places: p.close()
+
+
+@needs_ray
+@pytest.mark.parametrize("parts", [2, 4])
+def test_actors_give_the_bits_of_one_process(cluster, here, parts):
+    env = SplitVecEnv(CONFIG, parts=parts, engine="ray")
+    assert_same(play(env), here[parts])
+    env.close()
+
+
+def kill_actor(env, number):
+    "Kill the process of a part, at once."
+    pid = ray.get(env.keepers[number].place.actor.__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+
+
+@needs_ray
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_actors_change_nothing(cluster, here, seed, tmp_path):
+    luck = random.Random(seed)
+    env = SplitVecEnv(CONFIG, parts=2, engine="ray", upkeep=Upkeep(tmp_path, every=2))
+    pids = {}
+    def kill(env, t):
+        "In the midst of the coming step or snapshot."
+        if t not in (2, 5, 8): return
+        k = luck.randrange(2)
+        pids[t] = ray.get(env.keepers[k].place.actor.__ray_call__.remote(lambda self: os.getpid()))
+        subprocess.Popen(["sh", "-c", f"sleep {luck.random() * .4:.3f}; kill -9 {pids[t]}"])
+    assert_same(play(env, kill=kill), here[2])
+    assert sum(k.losses for k in env.keepers) >= 2
+    env.close()
+
+
+@needs_ray
+def test_a_frozen_actor_is_named_and_replaced(cluster, here, caplog):
+    env = SplitVecEnv(CONFIG, parts=2, engine="ray", upkeep=Upkeep(every=3, patience=1., timeout=6.))
+    frozen = []
+    def freeze(env, t):
+        if t != 4: return
+        frozen.append(ray.get(env.keepers[1].place.actor.__ray_call__.remote(lambda self: os.getpid())))
+        os.kill(frozen[0], signal.SIGSTOP)
+    assert_same(play(env, kill=freeze), here[2])
+    assert "part 1 (lanes 4 to 7) has not answered for 1 s" in caplog.text
+    assert env.keepers[1].losses == 1
+    env.close()
+
+
+PROGRAM = """
+    import sys, time
+    from esper_nb.control.env_config import EnvConfig
+    from esper_nb.run.split import SplitVecEnv
+    import numpy as np
+    env = SplitVecEnv(EnvConfig(task="digits", num_envs=4, horizon=4, limit=256, workers=1), engine="ray")
+    env.reset(seed=0)
+    print("ready", flush=True)
+    while True: env.step(np.zeros((4, len(env.actions.sizes)), int))
+"""
+
+
+@needs_ray
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left_behind(end):
+    begun = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM)], stdout=subprocess.PIPE, text=True,
+                             stderr=subprocess.DEVNULL, start_new_session=True)
+    assert begun.stdout.readline() == "ready\n"
+    family = descendants(begun.pid)
+    assert len(family) >= 4 # two actors and the engine
+    begun.send_signal(end)
+    begun.wait(30)
+    limit = time.time() + 30
+    def left(): return [pid for pid in family if Path(f"/proc/{pid}").exists() and "Z" not in
+                        Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]]
+    while left() and time.time() < limit: time.sleep(.2)
+    assert not left()
+
+
+@needs_ray
+def test_nothing_listens_on_an_outside_address(cluster):
+    mine = set(descendants(os.getpid())) | {os.getpid()}
+    sockets = set()
+    for pid in mine:
+        for fd in Path(f"/proc/{pid}/fd").glob("*"):
+            try: target = os.readlink(fd)
+            except OSError: continue
+            if target.startswith("socket:["): sockets.add(target[8:-1])
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            field = line.split()
+            if field[3] != "0A" or field[9] not in sockets: continue # 0A: listening
+            address = bytes.fromhex(field[1].split(":")[0])
+            assert address[-4:][::-1] == bytes([127, 0, 0, 1]) or set(address[:-1]) == {0} and address[-1] == 1, line
