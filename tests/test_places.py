@@ -54,6 +54,7 @@ def descendants(pid):
 @pytest.fixture(scope="module")
 def cluster():
     start_ray(cores=2)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__]) # other processes cannot import a test
     yield ray
     ray.shutdown()
 

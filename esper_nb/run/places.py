@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['ENGINES', 'Engine', 'PlaceLost', 'Place', 'LocalPlace', 'start_ray', 'RayPlace', 'check_engine', 'new_place']
 
-# %% ../../nbs/run/94a_places.ipynb #fd72ac13
+# %% ../../nbs/run/94a_places.ipynb #7f180f5b
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..core.config import check
 
-# %% ../../nbs/run/94a_places.ipynb #82b146b1
+# %% ../../nbs/run/94a_places.ipynb #0fa7a976
 class PlaceLost(RuntimeError):
     "A place does not answer any more, and what it held is gone."
 
@@ -45,7 +45,7 @@ class LocalPlace:
         "Close the object."
         self.held.close()
 
-# %% ../../nbs/run/94a_places.ipynb #82aac0eb
+# %% ../../nbs/run/94a_places.ipynb #8cc06b4d
 def _ray():
     "The engine, if it is installed."
     try: import ray
@@ -59,13 +59,14 @@ def start_ray(
 ) -> int: # cores that may be used
     "Join a cluster or start one, unless that was done before."
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0") # 15 otherwise: on a busy machine a part would hardly get on
     ray = _ray()
     if not ray.is_initialized():
         own = dict(num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1")
         ray.init(log_to_driver=False, logging_level="ERROR", **(own if address is None else dict(address=address)))
     return int(ray.cluster_resources().get("CPU", 1))
 
-# %% ../../nbs/run/94a_places.ipynb #171e3c8d
+# %% ../../nbs/run/94a_places.ipynb #0c6e75da
 class _Holder:
     "What an actor is: an object, and calls on it."
     def __init__(self, make: Callable[[], Any]): self.held = make()
@@ -102,7 +103,7 @@ class RayPlace:
         "End the process."
         _ray().kill(self.actor)
 
-# %% ../../nbs/run/94a_places.ipynb #452973f9
+# %% ../../nbs/run/94a_places.ipynb #47eeeec7
 ENGINES = ("local", "ray")
 
 Engine = str | Callable[[Callable[[], Any]], Place] # one of ENGINES, or what makes a place for a function

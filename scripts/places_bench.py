@@ -1,0 +1,115 @@
+"""What it costs to have lanes elsewhere: environments in parts, here and on Ray.
+
+    python scripts/places_bench.py    # some minutes on a quiet machine
+
+Writes nbs/explanations/places_bench.json, which many_machines.ipynb beside it draws. Needs: pip install esper_nb[ray]
+"""
+import json
+import pickle
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from esper_nb.control.actions import draw_actions
+from esper_nb.control.env_config import EnvConfig
+from esper_nb.core.random import generator
+from esper_nb.learn.learner import Learner
+from esper_nb.learn.loss import PPOConfig
+from esper_nb.run.places import new_place, start_ray
+from esper_nb.run.split import SplitVecEnv, Upkeep
+
+STORED = Path(__file__).resolve().parents[1]/"nbs/explanations/places_bench.json"
+TASKS = { # what a step of them is: one epoch of so many pictures
+    "digits": EnvConfig(task="digits_impaired", num_envs=16, horizon=12),
+    "cifar_baseline": EnvConfig(task="cifar_baseline", num_envs=4, horizon=6, synthetic=True, limit=1000),
+}
+
+
+class Nothing:
+    "An object that does nothing, to time a call."
+    def call(self) -> None: pass
+    def close(self) -> None: pass
+
+
+def step_times(config: EnvConfig, parts: int, engine: str, steps: int) -> list[float]:
+    "Seconds of each step of random legal actions, after two to warm up."
+    env, seconds = SplitVecEnv(config, parts, engine, upkeep=Upkeep(every=10**6)), []
+    env.reset(seed=0)
+    for t in range(steps + 2):
+        actions = draw_actions(env.actions, env.mask, generator(0, t)).numpy()
+        begun = time.perf_counter()
+        env.step(actions)
+        seconds.append(time.perf_counter() - begun)
+    env.close()
+    return seconds[2:]
+
+
+def sizes_of(config: EnvConfig) -> dict[str, float]:
+    "Bytes of a step and of a snapshot for one lane, and how fast one is written."
+    with tempfile.TemporaryDirectory() as folder:
+        env = SplitVecEnv(config, 1, upkeep=Upkeep(folder, every=10**6))
+        env.reset(seed=0)
+        for t in range(4):
+            actions = draw_actions(env.actions, env.mask, generator(0, t)).numpy()
+            env.step(actions)
+        begun = time.perf_counter()
+        env.save_parts()
+        seconds = time.perf_counter() - begun
+        size = sum(f.stat().st_size for f in Path(folder).iterdir())
+        rows = pickle.dumps(env.rows(step=0))
+        told, n = len(pickle.dumps(env.latest[0])) + len(rows), config.num_envs
+        env.close()
+    return dict(sent=len(pickle.dumps(actions)) / n, told=told / n, snapshot=size / n, snapshot_s=seconds / n)
+
+
+def call_times(places: int, calls: int = 300) -> list[float]:
+    "Seconds of asking all places to do nothing, and of all answers."
+    held, seconds = [new_place("ray", Nothing, places) for _ in range(places)], []
+    for _ in range(calls + 20):
+        begun = time.perf_counter()
+        for p in held: p.start("call")
+        for p in held: p.finish(60)
+        seconds.append(time.perf_counter() - begun)
+    for p in held: p.close()
+    return seconds[20:]
+
+
+def acting_times(lanes: int, config: EnvConfig, steps: int = 20) -> list[float]:
+    "Seconds that the policy takes to choose for so many lanes."
+    env = SplitVecEnv(config.replace(num_envs=2), 1)
+    learner = Learner(env, PPOConfig(num_steps=8), heads=env.actions)
+    obs, mask = learner.view(env.obs.float())[:1].repeat(lanes, 1), env.mask[:1].repeat(lanes, 1)
+    state, start, seconds = learner.policy.initial_state(lanes), torch.zeros(lanes, dtype=torch.bool), []
+    for _ in range(steps + 3):
+        begun = time.perf_counter()
+        learner.policy.act(obs, mask, state, start, None)
+        seconds.append(time.perf_counter() - begun)
+    env.close()
+    return seconds[3:]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cores = start_ray()
+    found: dict = dict(machine=platform.processor() or platform.machine(), cores=cores, tasks={})
+    for name, config in TASKS.items():
+        table = []
+        for parts in (1, 2, 4):
+            for engine in ("local", "ray"):
+                seconds = step_times(config, parts, engine, 12 if name == "digits" else 5)
+                table.append(dict(parts=parts, engine=engine, seconds=seconds))
+                print(f"{name}: {parts} parts, {engine}: {statistics.median(seconds):.3f} s a step", flush=True)
+        found["tasks"][name] = dict(lanes=config.num_envs, steps=table, bytes=sizes_of(config))
+        print(found["tasks"][name]["bytes"])
+    found["calls"] = {n: call_times(n) for n in (1, 2, 4, 8, 16)}
+    found["acting"] = {n: acting_times(n, TASKS["digits"]) for n in (16, 64, 256, 1024, 4096, 16384)}
+    for what in ("calls", "acting"):
+        print(what, {n: f"{1000 * statistics.median(s):.2f} ms" for n, s in found[what].items()})
+    STORED.write_text(json.dumps(found))
+
+
+if __name__ == "__main__": main()
