@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['ENGINES', 'Engine', 'PlaceLost', 'Place', 'LocalPlace', 'start_ray', 'RayPlace', 'check_engine', 'new_place']
 
-# %% ../../nbs/run/94a_places.ipynb #7f180f5b
+# %% ../../nbs/run/94a_places.ipynb #2119a565
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..core.config import check
 
-# %% ../../nbs/run/94a_places.ipynb #0fa7a976
+# %% ../../nbs/run/94a_places.ipynb #f787f271
 class PlaceLost(RuntimeError):
     "A place does not answer any more, and what it held is gone."
 
@@ -45,7 +45,7 @@ class LocalPlace:
         "Close the object."
         self.held.close()
 
-# %% ../../nbs/run/94a_places.ipynb #8cc06b4d
+# %% ../../nbs/run/94a_places.ipynb #06105a42
 def _ray():
     "The engine, if it is installed."
     try: import ray
@@ -54,19 +54,19 @@ def _ray():
     return ray
 
 def start_ray(
-    address: str | None = None, # of a cluster that runs, such as "auto" or "10.0.0.5:6379"; None: one of our own
+    address: str | None = None, # of a cluster that runs, "10.0.0.5:6379"; None: RAY_ADDRESS, or one of our own
     cores: int | None = None, # of our own; None: all of this machine
 ) -> int: # cores that may be used
     "Join a cluster or start one, unless that was done before."
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0") # 15 otherwise: on a busy machine a part would hardly get on
-    ray = _ray()
+    ray, address = _ray(), address or os.environ.get("RAY_ADDRESS")
     if not ray.is_initialized():
         own = dict(num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1")
         ray.init(log_to_driver=False, logging_level="ERROR", **(own if address is None else dict(address=address)))
     return int(ray.cluster_resources().get("CPU", 1))
 
-# %% ../../nbs/run/94a_places.ipynb #0c6e75da
+# %% ../../nbs/run/94a_places.ipynb #6d8fe7b9
 class _Holder:
     "What an actor is: an object, and calls on it."
     def __init__(self, make: Callable[[], Any]): self.held = make()
@@ -103,7 +103,7 @@ class RayPlace:
         "End the process."
         _ray().kill(self.actor)
 
-# %% ../../nbs/run/94a_places.ipynb #47eeeec7
+# %% ../../nbs/run/94a_places.ipynb #c80f17e7
 ENGINES = ("local", "ray")
 
 Engine = str | Callable[[Callable[[], Any]], Place] # one of ENGINES, or what makes a place for a function

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['logger', 'Upkeep', 'Call', 'Keeper', 'SplitVecEnv']
 
-# %% ../../nbs/run/94c_split.ipynb #1ecb508e
+# %% ../../nbs/run/94c_split.ipynb #a0b07ae6
 import contextlib
 import logging
 import tempfile
@@ -27,10 +27,11 @@ from ..control.episodes import EnvStep, EpisodeRecord, read_reset_mask
 from ..core.config import check
 from ..record.checkpoints import previous_checkpoint
 from ..record.rows import Row
-from .parts import EnvPart, PartFacts, PartStep, join_infos, join_steps, part_configs
+from .parts import (
+    EnvPart, PartFacts, PartStep, join_infos, join_steps, pack_state, part_configs, unpack_state)
 from .places import Engine, Place, PlaceLost, check_engine, new_place
 
-# %% ../../nbs/run/94c_split.ipynb #34506d67
+# %% ../../nbs/run/94c_split.ipynb #ab318297
 logger = logging.getLogger("esper_nb")
 
 class Upkeep(NamedTuple):
@@ -47,7 +48,7 @@ class Call(NamedTuple):
     method: str
     args: tuple
 
-# %% ../../nbs/run/94c_split.ipynb #a535cc0a
+# %% ../../nbs/run/94c_split.ipynb #2bfb3c0d
 class Keeper:
     "A part in its place, and what it takes to make it again."
     def __init__(self,
@@ -119,7 +120,7 @@ class Keeper:
             self.place.start("do", call.number, call.method, *call.args)
             self._wait()
 
-# %% ../../nbs/run/94c_split.ipynb #414cc30b
+# %% ../../nbs/run/94c_split.ipynb #548a3b40
 class _Parts(gym.vector.VectorEnv):
     "Parts in their places, and what is known of their lanes."
     def __init__(self,
@@ -163,14 +164,14 @@ class _Parts(gym.vector.VectorEnv):
 
     def state_dict(self) -> dict[str, Any]:
         "Everything that a step depends on."
-        return dict(parts=[k.look("state_dict") for k in self.keepers], steps=self.steps)
+        return dict(parts=[unpack_state(k.look("pack")) for k in self.keepers], steps=self.steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: # of an environment with as many parts
         "Go on where another environment was."
         have = len(state["parts"])
         check(have == len(self.keepers), "parts (saved)", have, f"{len(self.keepers)}, those of this environment")
         for k, mine in zip(self.keepers, state["parts"]):
-            k.ask("load_state_dict", mine)
+            k.ask("unpack", pack_state(mine))
             k.answer()
         self.save_parts()
         for k in self.keepers: k.calls.clear()
@@ -186,7 +187,7 @@ class _Parts(gym.vector.VectorEnv):
         for k in self.keepers: k.place.close()
         if self.own_folder: self.own_folder.cleanup()
 
-# %% ../../nbs/run/94c_split.ipynb #ba8aa206
+# %% ../../nbs/run/94c_split.ipynb #529e5cc5
 class SplitVecEnv(_Parts):
     "A `GrowVecEnv` in parts, each in a place of its own."
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
