@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 for folder in (ROOT, ROOT/"scripts"):
     if str(folder) not in sys.path: sys.path.insert(0, str(folder))
 
-from detector_bench import RULES, governor  # noqa: E402
+from detector_bench import RULES, governor
 
-from esper_nb.guard.governor import Governor  # noqa: E402
-from esper_nb.guard.reports import GovernorConfig  # noqa: E402
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.reports import GovernorConfig
 
 FIRST, SEEDS, STEPS = 30_000, 10, 800
 Adam = torch.optim.Adam
@@ -243,9 +243,10 @@ def main():
         for key in runs[0]:
             mine = [r[key] for r in runs]
             x = np.array([m["losses"] for m in mine]).T
+            acts, looks = sum(len(m["acts"]) for m in mine), sum(m["looks"] for m in mine)
             result[key] = dict(
-                runs=seeds, steps=len(x), acts=sum(len(m["acts"]) for m in mine), looks=sum(m["looks"] for m in mine),
-                scale=sorted({m["scale"] for m in mine}), first=float(np.median(x[:20])), last=float(np.median(x[-20:])),
+                runs=seeds, steps=len(x), acts=acts, looks=looks, scale=sorted({m["scale"] for m in mine}),
+                first=float(np.median(x[:20])), last=float(np.median(x[-20:])),
                 **{rule: int(np.count_nonzero(f(x))) for rule, f in RULES.items() if f is not governor})
             print(key, result[key], *[a for m in mine for a in m["acts"]], sep="\n  ")
         print(f"  ({time.perf_counter() - start:.0f} s)", flush=True)

@@ -107,7 +107,8 @@ def price(params, device, turns):
     out = {k: statistics.median(v) for k, v in figures.items()}
     out["background"] += max(0., out.pop("late") - out["step"])
     two, few = snap.nbytes, GovernorConfig(copies=1, probation=0)
-    del both, snap, target
+    target.clear()
+    for bank in snap.banks: bank.clear()      # room for the next
     one = Governor(net, opt, chance=None, config=few).snapshot
     one.take()
     return dict(params=sum(p.numel() for p in net.parameters()), state=size, two=two, one=one.nbytes, **out)
@@ -117,12 +118,14 @@ def shown(result):
     "The figures as a table in Markdown."
     head = ("parameters", "state, MB", "`watch`, µs", "plain copy, ms", "snapshot, ms", "in the background, ms",
             "restore, ms", "host memory, MB", "with one copy, MB", "% of a 10 ms step")
+    every = result["every"]
+
     def row(r):
-        every = result["every"]
         ms = [f"{1e3 * r[k]:.3g}" for k in ("copy", "take", "background", "restore")]
         share = [100 * (r["watch"] + pause / every) / STEP for pause in (r["take"], r["background"])]
-        return (f"{r['params']:,}", f"{r['state'] / 1e6:,.1f}", f"{1e6 * r['watch']:.1f}", *ms, f"{r['two'] / 1e6:,.1f}",
-                f"{r['one'] / 1e6:,.1f}", f"{share[0]:.2g} ({share[1]:.2g} in the background)")
+        state, two, one = (f"{r[k] / 1e6:,.1f}" for k in ("state", "two", "one"))
+        return (f"{r['params']:,}", state, f"{1e6 * r['watch']:.1f}", *ms, two, one,
+                f"{share[0]:.2g} ({share[1]:.2g} in the background)")
     rows = [head, ["--:"] * len(head), *map(row, result["rows"])]
     return "\n".join(f"| {' | '.join(r)} |" for r in rows)
 

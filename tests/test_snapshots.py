@@ -630,7 +630,7 @@ def test_a_step_waits_for_a_copy_that_is_not_whole(monkeypatch):
     import threading
     from esper_nb.guard import background
     net, opt, step = small_run()
-    snap, gate, inner = in_background(net, opt), threading.Event(), background._copy_quiet
+    snap, gate, inner = in_background(net, opt), threading.Event(), background._copy_quiet # noqa: SLF001
     def slow(*args):
         gate.wait(10)
         return inner(*args)

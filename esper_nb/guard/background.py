@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['owned_by', 'Copied', 'Background']
 
-# %% ../../nbs/guard/12a_background.ipynb #b194f74f
+# %% ../../nbs/guard/12a_background.ipynb #bd066980
 import threading
 import time
 import weakref
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .banks import LiveState
 
-# %% ../../nbs/guard/12a_background.ipynb #7f74ac34
+# %% ../../nbs/guard/12a_background.ipynb #9df4eb4d
 def owned_by(
     optimizers: Iterable[torch.optim.Optimizer],
 ) -> list[Tensor]:
@@ -29,7 +29,7 @@ def owned_by(
         out += [v for state in opt.state.values() for v in state.values() if isinstance(v, Tensor)]
     return [t for t in out if t.numel() and not t.is_sparse and not hasattr(t, "to_local")]
 
-# %% ../../nbs/guard/12a_background.ipynb #e8772651
+# %% ../../nbs/guard/12a_background.ipynb #4df8fa44
 def _is_finite(t: Tensor) -> bool:
     "No NaN and no infinity; one norm says so, unless it overflows."
     if not (t.is_floating_point() or t.is_complex()): return True
@@ -45,64 +45,23 @@ def _copy_quiet(pairs: Sequence[tuple[Tensor, Tensor]], names: Sequence[str], ev
     finally: copied.set()
     return tuple(name for name, (to, _) in zip(names, pairs) if not _is_finite(to))
 
-# %% ../../nbs/guard/12a_background.ipynb #bb1fd6a4
+# %% ../../nbs/guard/12a_background.ipynb #6953c9ee
 class Copied(NamedTuple):
     "What became of a copy."
     bad: tuple[str, ...] # names of tensors that are not finite
     torn: bool # a tensor was changed while it was copied
 
-class Background:
-    "Copies what only optimizers change while the next batch is computed, and lets their steps wait for it."
-    def __init__(
-        self,
-        parts: Iterable, # of a snapshot; the optimizers among them count
-        least: int = 2**24, # bytes; less is copied at once, sooner than a thread begins
-    ):
-        self.least = least
-        self.optimizers = [o for o in parts if isinstance(o, torch.optim.Optimizer)]
+class _UnderWay:
+    "A copy that is being made, and the steps that wait for it."
+    def __init__(self):
         self.pool = ThreadPoolExecutor(1, "snapshot")
-        self.job: Any = None # the copy that is under way
+        self.job: Any = None # what the thread does
         self.copied = threading.Event()
         self.copied.set()
         self.events: dict[torch.device, Any] = {} # behind the copies on GPU streams
         self.versions: list[tuple[Tensor, int]] = [] # how often each tensor was changed when the copy began
         self.torn = False
-        self.sides: dict[torch.device, Any] = {} # streams
-        self.names: dict[int, str] = {} # of tensors, by address
         self.waited = 0. # seconds for which steps were held back
-        me = weakref.ref(self)
-        def hold(*_):
-            late = me()
-            if late is not None: late.hold()
-        for opt in self.optimizers: opt.register_step_pre_hook(hold)
-
-    def leave(self, live: LiveState) -> LiveState: # without what may wait
-        "What has to be looked at now."
-        owned = owned_by(self.optimizers)
-        mine = {t.data_ptr() for t in owned if sum(t.nbytes for t in owned) >= self.least}
-        self.names = {t.data_ptr(): ".".join(k) for k, t in live.tensors.items() if t.data_ptr() in mine}
-        return live._replace(tensors={k: t for k, t in live.tensors.items() if t.data_ptr() not in mine})
-
-    def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]]): # target on the host, source
-        "Copy now what anybody may change, and the rest from now on."
-        self.found(wait=True)
-        quiet = [(to, t) for to, t in pairs if t.data_ptr() in self.names]
-        for to, t in pairs:
-            if t.data_ptr() not in self.names: to.copy_(t)
-        self.versions, self.torn = [(t, t._version) for _, t in quiet], False # noqa: SLF001
-        if not quiet: return
-        self.events = {d: self._queue(d, quiet) for d in {t.device for _, t in quiet} if d.type == "cuda"}
-        self.copied.clear()
-        names = [self.names[t.data_ptr()] for _, t in quiet]
-        self.job = self.pool.submit(_copy_quiet, quiet, names, list(self.events.values()), self.copied)
-
-    def _queue(self, device: torch.device, quiet: Sequence[tuple[Tensor, Tensor]]):
-        side = self.sides.setdefault(device, torch.cuda.Stream(device))
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for to, t in quiet:
-                if t.device == device: to.copy_(t, non_blocking=True)
-        return side.record_event()
 
     def hold(self):
         "Let the step that is about to be made wait for the copy."
@@ -124,3 +83,51 @@ class Background:
         bad = job.result()
         self._look()
         return Copied(bad, self.torn)
+
+# %% ../../nbs/guard/12a_background.ipynb #c73592df
+class Background(_UnderWay):
+    "Copies what only optimizers change while the next batch is computed, and lets their steps wait for it."
+    def __init__(
+        self,
+        parts: Iterable, # of a snapshot; the optimizers among them count
+        least: int = 2**24, # bytes; less is copied at once, sooner than a thread begins
+    ):
+        super().__init__()
+        self.least = least
+        self.optimizers = [o for o in parts if isinstance(o, torch.optim.Optimizer)]
+        self.sides: dict[torch.device, Any] = {} # streams
+        self.names: dict[int, str] = {} # of tensors, by address
+        me = weakref.ref(self)
+        def hold(*_):
+            late = me()
+            if late is not None: late.hold()
+        for opt in self.optimizers: opt.register_step_pre_hook(hold)
+
+    def leave(self, live: LiveState) -> LiveState: # without what may wait
+        "What has to be looked at now."
+        owned = owned_by(self.optimizers)
+        if sum(t.nbytes for t in owned) < self.least: owned = []
+        mine = {t.data_ptr() for t in owned}
+        self.names = {t.data_ptr(): ".".join(k) for k, t in live.tensors.items() if t.data_ptr() in mine}
+        return live._replace(tensors={k: t for k, t in live.tensors.items() if t.data_ptr() not in mine})
+
+    def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]]): # target on the host, source
+        "Copy now what anybody may change, and the rest from now on."
+        self.found(wait=True)
+        quiet = [(to, t) for to, t in pairs if t.data_ptr() in self.names]
+        for to, t in pairs:
+            if t.data_ptr() not in self.names: to.copy_(t)
+        if not quiet: return
+        self.versions, self.torn = [(t, t._version) for _, t in quiet], False # noqa: SLF001
+        self.events = {d: self._queue(d, quiet) for d in {t.device for _, t in quiet} if d.type == "cuda"}
+        self.copied.clear()
+        names = [self.names[t.data_ptr()] for _, t in quiet]
+        self.job = self.pool.submit(_copy_quiet, quiet, names, list(self.events.values()), self.copied)
+
+    def _queue(self, device: torch.device, quiet: Sequence[tuple[Tensor, Tensor]]):
+        side = self.sides.setdefault(device, torch.cuda.Stream(device))
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for to, t in quiet:
+                if t.device == device: to.copy_(t, non_blocking=True)
+        return side.record_event()

@@ -45,7 +45,7 @@ class GovernorConfig(DetectorConfig):
         if self.sync_every is not None: check_count("sync_every", self.sync_every)
         if self.patience is not None: check_count("patience", self.patience, 0)
         check(self.copies in (1, 2), "copies", self.copies, "1 or 2")
-        wanted = "above 0 in the background, since a snapshot is judged afterwards" if self.background else "0 for one copy"
+        wanted = "above 0 in the background: it is judged afterwards" if self.background else "0 for one copy"
         fits = self.probation > 0 and self.copies == 2 if self.background else self.copies == 2 or not self.probation
         check(fits, "probation", self.probation, f"{wanted}; copies={self.copies}")
         check(0 < self.least_lr <= 1, "least_lr", self.least_lr, "a number above 0, at most 1")

@@ -201,10 +201,26 @@ def _take(b: Banks, agree: Agree | None, step: int | Sequence[int] | None, lanes
         refused=tuple(i for i in wanted if i in refused), nbytes=sum(t.nbytes for t in live.tensors.values()),
         seconds=time.perf_counter() - start)
 
-# %% ../../nbs/guard/12_snapshots.ipynb #bc2ca12c
-class Snapshot(Banks):
-    "The last good state of everything named, in preallocated host memory."
+# %% ../../nbs/guard/12_snapshots.ipynb #af20fce8
+class _ToldLater(Banks):
+    "What is known of a state only together with other processes, or only when it has been copied."
     agree: Agree | None = None # for several processes: what is true on any, and whether numbers differ that must not
+
+    def is_apart(self) -> bool:
+        "Whether processes that began with equal weights have different ones now; all of them have to ask."
+        return self.agree is not None and self.agree([], [_weights_of(read_parts(self.parts, self.n))])[1]
+
+    def find_late(self, wait: bool) -> tuple[str, ...]: # whether to wait for it; names of tensors
+        "What is not finite in the state on probation, where it is copied in the background."
+        if self.later is None: return ()
+        bad, torn = self.later.found(wait)
+        if torn: self.drop() # weights have changed outside of the optimizer's step: from now on at once
+        if torn: self.later = None
+        return bad
+
+# %% ../../nbs/guard/12_snapshots.ipynb #bc2ca12c
+class Snapshot(_ToldLater):
+    "The last good state of everything named, in preallocated host memory."
 
     def add(self, **named): # parts that came to life later, e.g. the optimizer of a grown module
         "Keep more parts from the next `take` on; a restore to an earlier state leaves them alone."
@@ -245,18 +261,6 @@ class Snapshot(Banks):
             parts=tuple(dict.fromkeys(names)), left=tuple(p for p in self.parts if p not in names),
             kept=tuple(dict.fromkeys(kept)),
             seconds=time.perf_counter() - start)
-
-    def is_apart(self) -> bool:
-        "Whether processes that began with equal weights have different ones now; all of them have to ask."
-        return self.agree is not None and self.agree([], [_weights_of(read_parts(self.parts, self.n))])[1]
-
-    def find_late(self, wait: bool) -> tuple[str, ...]: # whether to wait for it; names of tensors
-        "What is not finite in the state on probation, where it is copied in the background."
-        if self.later is None: return ()
-        bad, torn = self.later.found(wait)
-        if torn: self.drop() # weights have changed outside of the optimizer's step: from now on at once
-        if torn: self.later = None
-        return bad
 
     def state_dict(self) -> dict:
         "Everything a file can hold: all banks, what is published, and what is on probation."
