@@ -20,7 +20,8 @@ if TYPE_CHECKING:
         Report as Report)
     from esper_nb.guard.snapshots import Snapshot as Snapshot
     from esper_nb.guard.losses import label_entropy as label_entropy
-    from esper_nb.guard.adapters import guard_trainer as guard_trainer, lightning_governor as lightning_governor
+    from esper_nb.guard.adapters import (guard_trainer as guard_trainer, lightning_governor as lightning_governor,
+        bar_note as bar_note, guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
     from esper_nb.grow.attached import attach_slots as attach_slots
     from esper_nb.grow.models import GrowingModel as GrowingModel
     from esper_nb.grow.blueprints import list_blueprints as list_blueprints
@@ -76,7 +77,7 @@ _NAMES = {
     "guard.reports": "GovernorConfig GovernorStop Report",
     "guard.snapshots": "Snapshot",
     "guard.losses": "label_entropy",
-    "guard.adapters": "guard_trainer lightning_governor",
+    "guard.adapters": "guard_trainer lightning_governor bar_note guard_accelerator fastai_governor",
     "grow.attached": "attach_slots",
     "grow.models": "GrowingModel",
     "grow.blueprints": "list_blueprints",

@@ -1,12 +1,14 @@
 "The adapters against the real frameworks, where they are installed."
-import math, warnings
+import io, math, os, subprocess, sys, warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esper_nb.guard.adapters import fastai_governor, guard_accelerator, guard_trainer, lightning_governor
+from esper_nb.guard.adapters import bar_note, fastai_governor, guard_accelerator, guard_trainer, lightning_governor
+from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
@@ -17,7 +19,7 @@ def examples(n):
     y = torch.randint(0, 10, (n,), generator=g)
     return CENTERS[y] + torch.randn(n, 16, generator=g), y
 
-def network(): return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
+def network(drop=.1): return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(drop), nn.Linear(32, 10))
 
 def poison(net): net[0].weight.data[0] = math.nan
 
@@ -25,12 +27,12 @@ def poison(net): net[0].weight.data[0] = math.nan
 def pl():
     return pytest.importorskip("lightning.pytorch", reason="needs lightning")
 
-def lightning_run(pl, tmp_path, callback, fault=None, at=(90,), batches=150, ckpt=None, callbacks=(),
-                  **trainer):
+def lightning_run(pl, tmp_path, callback, fault=None, at=(90,), batches=150, ckpt=None, callbacks=(), # noqa: PLR0913
+                  drop=.1, **trainer):
     class Model(pl.LightningModule):
         def __init__(self):
             super().__init__()
-            self.net, self.losses, self.calls = network(), [], 0
+            self.net, self.losses, self.calls = network(drop), [], 0
         def configure_optimizers(self):
             opt = torch.optim.AdamW(self.parameters(), lr=3e-3)
             return dict(
@@ -84,6 +86,49 @@ def test_lightning_checkpoints_hold_the_governor(pl, tmp_path):
     lightning_run(pl, tmp_path, again, batches=50, ckpt=str(tmp_path / "a.ckpt"), max_epochs=2)
     assert int(again.governor.stats.judged[0]) == 100
 
+def test_lightning_resumes_exactly(pl, tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    keep = dict(batches=60, drop=0., max_epochs=3, enable_checkpointing=True)
+    whole = lightning_governor(math.log(10), QUICK)
+    every = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    model, _ = lightning_run(pl, tmp_path, whole, callbacks=[every], **keep)
+    again = lightning_governor(math.log(10), QUICK)
+    ckpt = str(tmp_path/"epoch=0.ckpt")
+    resumed, _ = lightning_run(pl, tmp_path, again, ckpt=ckpt, **keep | dict(enable_checkpointing=False))
+    assert model.losses[60:] == resumed.losses
+    a, b = whole.governor, again.governor
+    assert a.watched == b.watched == 180 and (a.stats.ring == b.stats.ring).all()
+    assert a.snapshot.steps == b.snapshot.steps
+
+class Lines(io.StringIO):
+    "What a progress bar writes."
+    def said(self): return self.getvalue().replace("\r", "\n")
+
+def test_a_bar_says_what_was_done():
+    from tqdm import tqdm
+    for title, shown in (("train", "train, Governor: non-finite -> rollback at batch 30"),
+                         (None, "Governor: non-finite -> rollback at batch 30")):
+        out = Lines()
+        bar = tqdm(range(60), desc=title, file=out, ncols=120, mininterval=0)
+        gov = Governor(network(), chance=None, config=QUICK, callbacks=[bar_note(bar)])
+        for t in bar: gov.watch(math.nan if t == 30 else 1.)
+        assert "Governor" not in out.said().split("29/60")[0] and bar.desc == f"{shown}: "
+        assert shown in out.said().splitlines()[-1], "it stays there"
+
+def test_bars_of_healthy_runs_say_nothing():
+    from tqdm import tqdm
+    bar = tqdm(range(60), desc="train", file=Lines())
+    gov = Governor(network(), chance=None, config=QUICK, callbacks=[bar_note(bar)])
+    for _ in bar: gov.watch(1.)
+    assert bar.desc in ("train", "train: ")
+
+def test_the_bar_of_lightning_says_what_was_done(pl, tmp_path, capsys):
+    from lightning.pytorch.callbacks import TQDMProgressBar
+    callback = lightning_governor(math.log(10), QUICK)
+    lightning_run(pl, tmp_path, callback, poison, callbacks=[TQDMProgressBar()], enable_progress_bar=True)
+    shown = capsys.readouterr()
+    assert f"governor_rollback={float(callback.governor.reports[0].batch)}" in shown.out + shown.err
+
 class Small(nn.Module):
     def __init__(self, fault=None, at=(90,)):
         super().__init__()
@@ -104,11 +149,10 @@ def hf_run(tmp_path, model, governor=True, steps=150, config=QUICK, resume=None,
         per_device_train_batch_size=32,
         learning_rate=3e-3,
         report_to=[],
-        disable_tqdm=True,
         logging_strategy="no",
         use_cpu=True,
         seed=0,
-        **dict(save_strategy="no") | options,
+        **dict(save_strategy="no", disable_tqdm=True) | options,
     )
     trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
     callback = guard_trainer(trainer, math.log(10), config) if governor else None
@@ -183,10 +227,12 @@ def test_lightning_ranks_act_together(pl, tmp_path):
     assert a == b and a[0] == (40, "non-finite", "rollback") and torch.equal(u, v)
 
 def test_hugging_face_resumes_exactly(tmp_path):
-    whole, first = hf_run(tmp_path/"a", new(), steps=120)
+    whole, first = hf_run(tmp_path/"a", alone := new(), steps=120)
     hf_run(tmp_path/"b", new(), steps=120, save_strategy="steps", save_steps=60)
     assert (tmp_path/"b/checkpoint-60/governor.pt").exists()
-    _, again = hf_run(tmp_path/"b", new(), steps=120, resume=str(tmp_path/"b/checkpoint-60"))
+    _, again = hf_run(tmp_path/"b", resumed := new(), steps=120, resume=str(tmp_path/"b/checkpoint-60"))
+    assert alone.losses[60:] == resumed.losses
+    assert all(torch.equal(p, q) for p, q in zip(alone.parameters(), resumed.parameters()))
     a, b = first.governor, again.governor
     assert a.watched == b.watched == 120 and (a.stats.ring == b.stats.ring).all()
     assert a.snapshot.steps == b.snapshot.steps
@@ -195,6 +241,14 @@ def test_hugging_face_logs_what_was_done(tmp_path):
     trainer, callback = hf_run(tmp_path, new(fault=poison))
     assert [x["governor_rollback"] for x in trainer.state.log_history if "governor_rollback" in x] == [
         float(callback.governor.reports[0].batch)]
+    said, = [x["governor"] for x in trainer.state.log_history if "governor" in x]
+    assert said == str(callback.governor.reports[0]) and "non-finite" in said and "rollback" in said
+
+def test_the_bar_of_hugging_face_says_what_was_done(tmp_path, capsys):
+    _, callback = hf_run(tmp_path, new(fault=poison), steps=120, disable_tqdm=False)
+    note = f"Governor: non-finite -> rollback at batch {callback.governor.reports[0].batch}"
+    shown = capsys.readouterr()
+    assert note in (shown.out + shown.err).replace("\r", "\n")
 
 def accelerate_loop(tmp_path, start=0, stop=120, resume=None, spoil=()):
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
@@ -221,7 +275,74 @@ def test_accelerate_rolls_back_and_resumes(tmp_path):
     again, other, _ = accelerate_loop(tmp_path, start=60, resume=tmp_path/"half", spoil=(90,))
     assert other.watched == 120 and [r.restored_step for r in other.reports] == [r.restored_step for r in gov.reports]
 
-def test_fastai(tmp_path):
+# --- two processes: this file is what torchrun starts
+
+def told(governor, net, losses, folder, rank):
+    "What a rank did, for the test that started it."
+    reports = [(r.batch, r.reason, r.action, r.rank) for r in governor.reports]
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    torch.save(dict(reports=reports, weights=weights, losses=losses, watched=governor.watched),
+               Path(folder)/f"rank{rank}.pt")
+
+def accelerate_on_ranks(folder, resume):
+    from accelerate import Accelerator
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    rank, net = accelerator.process_index, network(0.)
+    opt = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 200)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*examples(64 * 120)), batch_size=32)
+    model, opt, sched, data = accelerator.prepare(net, opt, sched, data)
+    gov = guard_accelerator(accelerator, model, opt, sched, chance=math.log(10), config=QUICK)
+    if resume: accelerator.load_state(f"{folder}/half")
+    losses = []
+    for t, (x, y) in enumerate(data):
+        if resume and t < 60: continue
+        if t == 90 and rank == 1: poison(net)
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad(); accelerator.backward(loss); opt.step(); sched.step()
+        gov.watch(loss); losses.append(loss.item())
+        if t == 59 and not resume: accelerator.save_state(f"{folder}/half")
+    told(gov, net, losses, f"{folder}/{'again' if resume else 'whole'}", rank)
+
+def hugging_face_on_ranks(folder, resume):
+    class OneRank(Small):
+        def forward(self, x, labels):
+            if int(os.environ["RANK"]) == 1 and len(self.losses) == (30 if resume else 90): poison(self.net)
+            return super().forward(x, labels)
+    torch.manual_seed(0)
+    model = OneRank()
+    where = f"{folder}/hf"
+    _, callback = hf_run(where, model, steps=120, ddp_backend="gloo", save_strategy="steps", save_steps=60,
+                         resume=f"{where}/checkpoint-60" if resume else None)
+    told(callback.governor, model, model.losses, f"{folder}/{'again' if resume else 'whole'}", int(os.environ["RANK"]))
+
+def on_two_ranks(tmp_path, what):
+    "What both ranks did, in a whole run and in one that is resumed at the middle."
+    for name in ("again", "whole"): (tmp_path/name).mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, what]
+    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).resolve().parents[1]))
+    done = subprocess.run([*command, str(tmp_path)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [[torch.load(tmp_path/f"{name}/rank{r}.pt") for r in range(2)] for name in ("whole", "again")]
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["accelerate", "transformers"])
+def test_two_processes_act_together_and_resume_exactly(tmp_path, what):
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    pytest.importorskip(what, reason=f"needs {what}")
+    whole, again = on_two_ranks(tmp_path, what)
+    for a, b in (whole, again):
+        assert a["reports"] == b["reports"] and torch.equal(a["weights"], b["weights"])
+        assert a["weights"].isfinite().all() and a["watched"] == 120
+        (batch, reason, action, _), = a["reports"]
+        assert (batch, reason, action) == (90, "non-finite", "rollback")
+    assert whole[0]["losses"] != whole[1]["losses"], "each rank has batches of its own"
+    for r in range(2):
+        assert str(whole[r]["losses"][60:]) == str(again[r]["losses"]), "to the bit (as text, where NaN is NaN)"
+    assert torch.equal(whole[0]["weights"], again[0]["weights"])
+
+def fastai_learner(*callbacks, at=60, fault=poison):
     learner = pytest.importorskip("fastai.learner", reason="needs fastai")
     data = pytest.importorskip("fastai.data.core", reason="needs fastai")
     torch.manual_seed(0)
@@ -229,9 +350,68 @@ def test_fastai(tmp_path):
     loaders = data.DataLoaders.from_dsets(*[torch.utils.data.TensorDataset(x, y)] * 2, bs=32, device="cpu")
     class Poison(learner.Callback):
         def before_batch(self):
-            if self.learn.training and self.learn.train_iter == 60: poison(self.learn.model)
+            if self.learn.training and self.learn.train_iter == at: fault(self.learn.model)
+    return learner.Learner(loaders, network(0.), loss_func=F.cross_entropy, cbs=[Poison(), *callbacks])
+
+def test_fastai():
+    pytest.importorskip("fastai.learner", reason="needs fastai")
     callback = fastai_governor(math.log(10), QUICK)
-    learn = learner.Learner(loaders, network(), loss_func=F.cross_entropy, cbs=[Poison(), callback])
+    learn = fastai_learner(callback)
     with learn.no_logging(): learn.fit(1, 3e-3)
     assert [r.reason for r in callback.governor.reports] == ["non-finite"]
     assert all(p.isfinite().all() for p in learn.model.parameters())
+    first = callback.governor
+    learn.validate()
+    assert callback.governor is first, "validation is no training"
+
+def test_fastai_says_above_its_bar_what_was_done(capsys):
+    pytest.importorskip("fastai.learner", reason="needs fastai")
+    pytest.importorskip("fastai.callback.progress") # it registers itself
+    callback = fastai_governor(math.log(10), QUICK)
+    learn = fastai_learner(callback)
+    learn.fit(1, 3e-3)
+    assert learn.guard is callback
+    assert f"Governor: {callback.governor.reports[0]}" in capsys.readouterr().out
+
+def test_fastai_stops_at_the_end_of_the_ladder():
+    pytest.importorskip("fastai.learner", reason="needs fastai")
+    calls = []
+    def again(net): calls.append(1); poison(net)
+    callback = fastai_governor(math.log(10), QUICK.replace(rollbacks=0, skips=0))
+    learn = fastai_learner(callback, fault=again)
+    with learn.no_logging(): learn.fit(3, 3e-3)
+    assert callback.governor.reports[-1].action == "stop" and len(calls) == 1
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+def test_fastai_goes_on_from_a_state(tmp_path):
+    pytest.importorskip("fastai.learner", reason="needs fastai")
+    first = fastai_governor(math.log(10), QUICK)
+    learn = fastai_learner(first, at=-1)
+    with learn.no_logging(): learn.fit(1, 3e-3)
+    torch.save(first.state_dict(), tmp_path/"governor.pt")
+    again = fastai_governor(math.log(10), QUICK)
+    other = fastai_learner(again, at=-1)
+    again.load_state_dict(torch.load(tmp_path/"governor.pt"))
+    with other.no_logging(): other.fit(1, 3e-3)
+    assert again.governor.watched == 2 * first.governor.watched == 200
+
+def test_fastai_searches_a_rate_without_a_governor():
+    pytest.importorskip("fastai.learner", reason="needs fastai")
+    pytest.importorskip("fastai.callback.schedule") # it adds the search to the learner
+    callback = fastai_governor(math.log(10), QUICK)
+    learn = fastai_learner(callback, at=-1)
+    with learn.no_logging(), learn.no_bar(): learn.lr_find(show_plot=False, num_it=60)
+    assert callback.governor is None
+
+def test_the_tutorial_has_a_section_for_every_adapter():
+    import json
+    from esper_nb.guard import adapters
+    page = Path(__file__).resolve().parents[1]/"nbs/tutorials/guard_your_trainer.ipynb"
+    cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+    assert {f"{name}(" for name in adapters.__all__} <= {f"{w}(" for w in code.replace("(", " ").split()}
+    assert {"torch.distributed.run", "automatic_optimization"} <= {w.strip('",') for w in code.replace(".auto", " auto").split()}
+
+if __name__ == "__main__":
+    run = dict(accelerate=accelerate_on_ranks, transformers=hugging_face_on_ranks)[sys.argv[1]]
+    for resume in (False, True): run(sys.argv[2], resume)

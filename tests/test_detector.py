@@ -245,3 +245,15 @@ def test_label_entropy():
     assert math.isclose(label_entropy(torch.arange(7).repeat(3)), math.log(7))
     assert math.isclose(label_entropy(torch.tensor([3, 3, 3])), 0., abs_tol=1e-12)
     assert math.isclose(label_entropy(torch.tensor([0, 1, -100, -1])), math.log(2))
+
+def test_a_first_loss_near_zero_says_nothing_about_the_size_of_signed_losses():
+    "−0.02, then 0.4: no explosion, since one loss of either sign is no scale to judge by."
+    stats, chance = LossStats.new(1), None
+    for loss in (-.022, .389, .578, .32, .239, .146, .477):
+        stats, verdict = judge(stats, np.array([loss]), DetectorConfig(), chance)
+        assert not verdict.odd[0] and verdict.code[0] == 0
+    for loss in .3 + .1 * np.random.default_rng(0).standard_normal(20):
+        stats, verdict = judge(stats, np.array([loss]), DetectorConfig(), chance)
+        assert verdict.code[0] == 0
+    stats, verdict = judge(stats, np.array([1e6]), DetectorConfig(), chance)
+    assert REASONS[verdict.code[0]] == "explosion"

@@ -483,3 +483,69 @@ def test_restored_step_is_the_lane_s_own():
     reports = [r for _ in range(3) for r in governor.watch(torch.tensor([1., math.nan]))]
     back = [r for r in reports if r.restored]
     assert back and all(r.lane == 1 and r.restored_step > 100 for r in back)
+
+
+# --- one copy of the state, and copies in the background
+
+def spoilt_run(config, spoil=(180,), kind="huge", steps=260):
+    "A loop that is ruined at some steps: its weights, what was done, and its Governor."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+    opt, g = torch.optim.AdamW(net.parameters(), lr=2e-3), torch.Generator().manual_seed(1)
+    gov = Governor(net, opt, chance=CHANCE, config=config)
+    if gov.snapshot.later: gov.snapshot.later.least = 0
+    for t in range(steps):
+        x, y = batch(g)
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        if t in spoil:
+            with torch.no_grad(): net[2].weight[0, 0] = math.nan if kind == "nan" else 1e4
+        gov.watch(loss)
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), [
+        (r.batch, r.reason, r.action, r.restored_step) for r in gov.reports], gov
+
+@pytest.mark.parametrize("kind", ["huge", "nan"])
+def test_a_run_with_snapshots_in_the_background_is_the_same_run(kind):
+    weights, acts, gov = spoilt_run(QUICK, kind=kind)
+    other, same, late = spoilt_run(QUICK.replace(background=True), kind=kind)
+    assert late.snapshot.later is not None and acts and same == acts and torch.equal(weights, other)
+    assert late.snapshot.taken == gov.snapshot.taken
+
+def test_a_state_found_bad_in_the_background_is_rolled_back():
+    "The weight that becomes NaN is never used, so no loss shows it."
+    torch.manual_seed(0)
+    net, idle = nn.Linear(4, 4), nn.Linear(4, 4)
+    both = nn.ModuleList([net, idle])
+    opt = torch.optim.SGD(both.parameters(), lr=.1)
+    gov = Governor(both, opt, chance=None, config=QUICK.replace(background=True))
+    gov.snapshot.later.least = 0
+    for t in range(60):
+        opt.step()
+        if t == 33: idle.weight.data[0, 0] = math.nan
+        gov.watch(1.)
+    report, = gov.reports
+    assert report.reason == "state" and report.bad_state == ("model.1.weight",) and idle.weight.isfinite().all()
+    assert report.batch - 33 <= 2 * QUICK.snapshot_every
+
+def test_one_copy_brings_a_run_back():
+    config = QUICK.replace(copies=1, probation=0)
+    weights, acts, gov = spoilt_run(config)
+    assert acts and acts[0][2] == "rollback" and weights.isfinite().all()
+    assert gov.snapshot.nbytes * 2 == spoilt_run(QUICK)[2].snapshot.nbytes
+
+def test_how_snapshots_are_kept_belongs_to_the_governor_not_to_the_state():
+    one, two = QUICK.replace(copies=1, probation=0), QUICK
+    for a, b in ((one, two), (two, one), (two.replace(background=True), one), (one, two.replace(background=True))):
+        state = spoilt_run(a, steps=150)[2].state_dict()
+        gov = Governor(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10)), chance=CHANCE, config=b)
+        state["snapshot"] = gov.snapshot.state_dict() # its parts are others
+        gov.load_state_dict(state)
+        assert (gov.config.copies, gov.config.background, gov.config.probation) == (b.copies, b.background, b.probation)
+        for _ in range(50): gov.watch(.9)
+
+@pytest.mark.parametrize("wrong,says", [
+    (dict(copies=1), "probation=50, expected 0 for one copy"), (dict(copies=3), "copies=3, expected 1 or 2"),
+    (dict(background=True, probation=0), "probation=0, expected above 0"),
+    (dict(background=True, copies=1), "probation=50, expected above 0")])
+def test_settings_of_snapshots_that_do_not_fit(wrong, says):
+    with pytest.raises(ValueError, match=says): GovernorConfig(**wrong)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from scripts.healthy_loops import LOOPS, run as run_loop
 from scripts.healthy_losses import CHANCE, HEALTHY
 from esper_nb.guard.detector import judge, loss_limits
 from esper_nb.guard.governor import Governor
@@ -203,3 +204,14 @@ def test_where_good_weights_do_no_better_the_data_have_changed():
     gov = governed([.3 + .01 * (k % 3) for k in range(200)] + [2.2 + .02 * (k % 3) for k in range(400)], CHANCE)
     assert [r.action for r in gov.reports] == ["rollback"] and gov.notes[-1].action == "meant"
     assert not gov.stopped[0] and gov.lr_factor == 1.
+
+
+# --- healthy loops: the whole is `python scripts/healthy_loops.py`, here a seed of its own each, shortened
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_healthy_loop_is_the_loop_alone_to_the_bit(name):
+    guarded, alone = run_loop(name, 77, steps=300), run_loop(name, 77, guarded=False, steps=300)
+    for key, mine in guarded.items():
+        assert mine["acts"] == [], (key, mine["acts"])
+        assert mine["losses"] == alone[key]["losses"] and torch.equal(mine["weights"], alone[key]["weights"])

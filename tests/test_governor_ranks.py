@@ -8,8 +8,10 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
+from esper_nb.bench.fault_bench import PlainState, PlainStepper
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig, GovernorStop
+from esper_nb.train.faults import Fault, list_faults
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
@@ -69,13 +71,13 @@ def train(rank, world, folder, out, fault, bad_rank, form, kind, steps=120):  # 
     dist.barrier()
     dist.destroy_process_group()
 
-def run(world, tmp_path, *args, target=train):
+def run(world, tmp_path, *args, target=train, seconds=120):
     manager = mp.Manager()
     out = manager.dict()
     context = mp.get_context("fork")
     processes = [context.Process(target=target, args=(r, world, str(tmp_path), out, *args)) for r in range(world)]
     for p in processes: p.start()
-    for p in processes: p.join(120)
+    for p in processes: p.join(seconds)
     alive = [p.pid for p in processes if p.is_alive()]
     for p in processes: p.kill()
     assert not alive, "a rank hangs"
@@ -94,6 +96,57 @@ def test_ddp_ranks_do_the_same_and_end_equal_to_the_bit(tmp_path, world, fault, 
     assert done[0]["weights"].isfinite().all()
     if fault.startswith("nan"): assert done[0]["reports"] and done[0]["reports"][0][0] in (79, 80)
     if (fault, form) == ("nan batch", "watch"): assert done[0]["reports"][0][3] == bad_rank, "the report names the rank"
+
+class Headed(nn.Module):
+    "A network in which the faults find what they look for."
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(16, 32), nn.Linear(32, 10)
+    def forward(self, x): return self.head(self.body(x).relu())
+
+def ruined_run(rank, fault, bad_rank, steps=150, begin=50, last=70):
+    "One run with one fault of the page of faults on one rank: its losses go on after the fault has ended."
+    net = Headed()
+    model = nn.parallel.DistributedDataParallel(net)
+    opt = torch.optim.SGD(net.parameters(), lr=.05, momentum=.9)
+    gov = Governor(model, opt, chance=math.log(10), config=CONFIG.replace(patience=48))
+    stepper = PlainStepper(dict(host=PlainState(opt, net)))
+    strike = Fault(fault, lane=0, epoch=0, batch=begin, seed=bad_rank).at(0)
+    try:
+        for step in range(steps):
+            x, y = batch(step, rank)
+            if rank == bad_rank and step < last: x, y = strike(net, stepper, [0], step, x, y[:, None])
+            loss = F.cross_entropy(model(x), y.view(-1))
+            opt.zero_grad(); loss.backward(); opt.step()
+            gov.watch(loss)
+    except GovernorStop: pass
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    momentum = torch.cat([s["momentum_buffer"].flatten() for s in opt.state.values()])
+    x, y = batch(10**6, 0)
+    return dict(reports=[(r.batch, r.reason, r.action) for r in gov.reports], weights=weights, momentum=momentum,
+                loss=F.cross_entropy(net(x), y).item(), watched=gov.watched)
+
+def every_fault(rank, world, folder, out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+    out[rank] = {(fault, bad): ruined_run(rank, fault, bad) for fault in list_faults() for bad in range(world)}
+    dist.barrier()
+    dist.destroy_process_group()
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_fault_on_every_rank_leaves_equal_ranks(tmp_path, world):
+    done = run(world, tmp_path, target=every_fault, seconds=300)
+    assert len(done) == world and len(done[0]) == 6 * world
+    for case, first in done[0].items():
+        for other in done[1:]:
+            assert other[case]["reports"] == first["reports"], case
+            assert torch.equal(other[case]["weights"], first["weights"]), case
+            assert torch.equal(other[case]["momentum"], first["momentum"]), case
+            assert other[case]["watched"] == first["watched"]
+        assert first["weights"].isfinite().all() and first["loss"] < 1., (case, first["loss"], first["reports"])
+        print(*case, first["watched"], f"{first['loss']:.3f}", first["reports"])
 
 @pytest.mark.parametrize("fault,bad_rank,form", [("nan batch", 1, "watch"), ("nan weight", 0, "watch"),
                                                  ("nan batch", 0, "step")])

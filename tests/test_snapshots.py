@@ -530,3 +530,164 @@ def test_cuda_rollback_with_work_in_flight_on_two_streams():
     with torch.cuda.stream(after[0]): snap.take()
     with torch.cuda.stream(after[1]): snap.restore()
     assert snap.difference() == {}
+
+
+# --- one copy, and copies in the background
+
+def small_run(seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3))
+    opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    def step():
+        opt.zero_grad()
+        net(torch.randn(32, 16)).square().mean().backward()
+        opt.step()
+    step()
+    return net, opt, step
+
+def everything(net, opt):
+    return copy.deepcopy([net.state_dict(), opt.state_dict()["state"]])
+
+def same(a, b): return str(a) == str(b) and all(
+    torch.equal(x, y) for x, y in zip(*[[t for t in pack_tree_tensors(v)] for v in (a, b)]))
+
+def pack_tree_tensors(tree):
+    out = {}
+    pack_tree(tree, out)
+    return [out[k] for k in sorted(out)]
+
+def test_one_copy_takes_half_the_memory_and_restores_exactly():
+    net, opt, step = small_run()
+    two, one = Snapshot(net, opt, streams=False), Snapshot(net, opt, streams=False, copies=1)
+    for snap in (two, one):
+        for _ in range(3): snap.take()
+    assert one.nbytes * 2 == two.nbytes
+    for t in range(5):
+        step()
+        one.take(step=t)
+        before = everything(net, opt)
+        for _ in range(3): step()
+        one.restore()
+        assert same(everything(net, opt), before) and one.steps == [t]
+
+def test_one_copy_has_no_room_for_probation():
+    net, opt, _ = small_run()
+    one = Snapshot(net, opt, copies=1)
+    one.take()
+    with pytest.raises(ValueError, match="probation"): one.take(hold=True)
+    with pytest.raises(ValueError, match="copies"): Snapshot(net, copies=3)
+
+def test_one_copy_that_is_interrupted_restores_nothing(monkeypatch):
+    import esper_nb.guard.banks as banks
+    net, opt, step = small_run()
+    one = Snapshot(net, opt, copies=1)
+    one.take()
+    with monkeypatch.context() as m:
+        m.setattr(banks, "_copy_all", lambda pairs: pairs[0][0].zero_() / 0 + (1 / 0))
+        with pytest.raises(ZeroDivisionError): one.take()
+    with pytest.raises(RuntimeError, match="nothing to restore"): one.restore()
+    one.take()
+    before = everything(net, opt)
+    step()
+    one.restore()
+    assert same(everything(net, opt), before)
+
+@pytest.mark.parametrize("first,then", [(1, 1), (1, 2), (2, 1)])
+def test_a_state_goes_between_one_copy_and_two(first, then):
+    net, opt, step = small_run()
+    a = Snapshot(net, opt, streams=False, copies=first)
+    a.take(step=1); step(); a.take(step=2)
+    before = everything(net, opt)
+    b = Snapshot(net, opt, streams=False, copies=then)
+    b.load_state_dict(a.state_dict())
+    for _ in range(3): step()
+    b.restore()
+    assert same(everything(net, opt), before) and b.steps == [2]
+    b.take(step=3); step(); b.restore()
+    assert b.steps == [3]
+
+def in_background(net, opt, **kw):
+    from esper_nb.guard.background import Background
+    snap = Snapshot(net, opt, streams=False, **kw)
+    snap.take(step=0)
+    snap.later = Background(snap.objects.values(), least=0)
+    return snap
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_snapshot_in_the_background_is_the_state_at_its_beginning(seed):
+    net, opt, step = small_run(seed)
+    snap = in_background(net, opt)
+    for t in range(1, 8):
+        snap.take(step=t, hold=True)
+        before = everything(net, opt)
+        for _ in range(4): step()
+        assert snap.find_late(wait=True) == () and snap.later is not None
+        snap.confirm()
+        snap.restore()
+        assert same(everything(net, opt), before) and snap.steps == [t]
+
+def test_a_step_waits_for_a_copy_that_is_not_whole(monkeypatch):
+    import threading
+    from esper_nb.guard import background
+    net, opt, step = small_run()
+    snap, gate, inner = in_background(net, opt), threading.Event(), background._copy_quiet # noqa: SLF001
+    def slow(*args):
+        gate.wait(10)
+        return inner(*args)
+    monkeypatch.setattr(background, "_copy_quiet", slow)
+    snap.take(step=1, hold=True)
+    before = everything(net, opt)
+    threading.Timer(.3, gate.set).start()
+    step()
+    assert snap.later.waited > .1
+    assert snap.find_late(wait=True) == ()
+    snap.confirm(); snap.restore()
+    assert same(everything(net, opt), before)
+
+def test_a_small_state_is_copied_at_once():
+    net, opt, step = small_run()
+    snap = in_background(net, opt)
+    snap.later.least = 10**9
+    snap.take(step=1, hold=True)
+    assert snap.later.job is None and snap.later.copied.is_set()
+    with torch.no_grad(): net[0].weight[1, 2] = torch.nan
+    assert snap.take(hold=True).bad == ("model.0.weight",), "and looked at"
+
+def test_a_nan_is_found_in_the_background():
+    net, opt, _ = small_run()
+    snap = in_background(net, opt)
+    with torch.no_grad(): net[0].weight[1, 2] = torch.nan
+    assert snap.take(hold=True).refused == ()
+    assert snap.find_late(wait=True) == ("model.0.weight",) and snap.find_late(wait=True) == ()
+    snap.drop(); snap.restore()
+    net[1].running_mean[0] = torch.nan # no optimizer owns it, so it is looked at right away
+    assert snap.take(hold=True).bad == ("model.1.running_mean",)
+
+def test_a_torn_copy_is_dropped_and_later_ones_are_made_at_once():
+    net, opt, step = small_run()
+    snap = in_background(net, opt)
+    snap.take(step=1, hold=True)
+    with torch.no_grad(): net[0].weight.mul_(2)
+    step()
+    assert snap.find_late(wait=True) == () and snap.later is None and snap.confirm() == () and snap.steps == [0]
+    snap.take(step=2, hold=True)
+    assert snap.confirm() == (0,)
+
+@pytest.mark.cuda
+def test_cuda_background_is_the_state_at_its_beginning():
+    torch.manual_seed(0)
+    net = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(2048, 2048), nn.ReLU())]).cuda()
+    opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    def step():
+        opt.zero_grad()
+        net(torch.randn(32, 2048, device="cuda")).square().mean().backward()
+        opt.step()
+    step()
+    snap = in_background(net, opt)
+    for t in range(1, 5):
+        snap.take(step=t, hold=True)
+        before = everything(net, opt)
+        for _ in range(4): step()
+        assert snap.find_late(wait=True) == () and snap.later is not None
+        snap.confirm(); snap.restore()
+        assert same(everything(net, opt), before) and snap.steps == [t]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..core.config import check_count
 from ..core.parts import Leaf, ModulePart, OptimizerPart
+from .background import Background
 from .budgets import Budget, blames_batch, choose_action, scale_lr
 from .detector import ShortWay, Verdict
 from .losses import LossStats, off_scale
@@ -84,8 +85,9 @@ class Guarded:
         self.given_at = -1 # call of `watch` at which cuts were last given back; -1: never
         self.keep_cuts = False # giving them back has brought the trouble back
         self.saved: dict[int, SavedAt] = {} # by number of a snapshot
-        self.snapshot = Snapshot(*parts, lanes=lanes, **named, governor_stats=self.stats)
+        self.snapshot = Snapshot(*parts, lanes=lanes, copies=self.config.copies, **named, governor_stats=self.stats)
         if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
+        elif self.config.background and lanes == 1: self.snapshot.later = Background(self.snapshot.objects.values())
         self.snapshot.take(step=0)
         note_saved(self)
         hint_at_parts(self)

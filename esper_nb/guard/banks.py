@@ -145,6 +145,7 @@ class Banks:
         lanes: int = 1, # n, the lanes folded into axis 0 of modules, optimizers, and parts with `.lanes == n`
         streams: bool = True, # also keep the global random streams, as part `streams`
         grads: bool = False, # also keep gradients, for snapshots between the micro-batches of one step
+        copies: int = 2, # of the state; 1: half the memory, nothing on probation, and gone if a copy is interrupted
         **named, # further parts by name: any object with state, a dict, a list, a generator, a pair of functions
     ):
         self.n = check_count("lanes", lanes)
@@ -152,7 +153,10 @@ class Banks:
         self.objects = _name_parts(parts, named, streams) # as they were given
         self.parts = {name: as_part(obj, lanes, grads) for name, obj in self.objects.items()}
         pointers = lanes + 1 if lanes > 1 else 1
-        self.banks: tuple[_Bank, _Bank] = ({}, {})
+        check(copies == 2 or copies == 1 == lanes, "copies", copies, "2, or 1 for a single lane")
+        self.copies, only = copies, dict[StateKey, Tensor]()
+        self.banks: tuple[_Bank, _Bank] = (only, {} if copies == 2 else only)
+        self.later: Any = None # a `Background`, which copies while the next batch is computed
         self.front = [0] * pointers # number of the published bank
         self.published: list[StateVersion | None] = [None] * pointers
         self.held: list[StateVersion | None] = [None] * pointers # in the other bank, on probation
@@ -162,8 +166,8 @@ class Banks:
 
     @property
     def nbytes(self) -> int:
-        "Bytes of host memory in use, both banks."
-        return sum(t.nbytes for bank in self.banks for t in bank.values())
+        "Bytes of host memory in use, all banks."
+        return sum(t.nbytes for bank in self.banks[:self.copies] for t in bank.values())
 
     @property
     def version(self) -> list[int | None]: # (n + 1,); (1,) for one lane
@@ -183,7 +187,7 @@ class Banks:
         moved = [u for u in self._pointers(lanes) if self.held[u] is not None]
         for u in moved:
             self.published[u], self.held[u] = self.held[u], None
-            self.front[u] = 1 - self.front[u]
+            self.front[u] = (1 - self.front[u]) % self.copies
         return tuple(u for u in moved if u < self.n)
 
     def drop(self, lanes: Sequence[int] | None = None): # of these lanes; None: all
@@ -212,12 +216,14 @@ def write_banks(
     lanes: Sequence[int], # of these lanes
     whole: bool, # and of what lanes share
     step: int | Sequence[int] | None, # the caller's step number, or one for each lane
+    later: Any = None, # a `Background` that copies
 ):
     "Write a state into the spare bank; from then on it is held, and `confirm` publishes it."
     pointers = [*(lanes if b.n > 1 else ()), *([len(b.front) - 1] if whole else ())]
     for u in pointers: b.held[u] = None
     b.shards = live.shards
-    _copy_all(_copies(b.banks, b.front, live, b.n, lanes, whole))
+    if b.copies == 1: b.published[-1] = None # until the copy is whole
+    (later or _copy_all)(_copies(b.banks, b.front, live, b.n, lanes, whole))
     if whole and len(set(b.front)) == 1:
         spare = b.banks[1 - b.front[0]]
         for k in spare.keys() - live.tensors.keys(): del spare[k]

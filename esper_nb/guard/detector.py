@@ -86,7 +86,8 @@ def _cold_limit(s, c, chance):
     if s.linear.any():
         size = np.maximum(np.maximum(np.abs(s.highest), np.abs(s.lowest)), s.highest - s.lowest)
         cold = np.where(s.linear, np.maximum(cold, s.mean + c.cold * size), cold)
-        cold = np.where((s.linear > 0) & (size == 0), np.inf, cold) # nothing but zeros says nothing about size
+        silent = (size == 0) | (s.seen < 8) # nothing but zeros says nothing about size; nor does one loss near zero
+        cold = np.where((s.linear > 0) & silent, np.inf, cold)
     return np.where(s.seen > 0, cold, np.inf)
 
 def _task_limit(s, c, chance):

@@ -34,16 +34,27 @@ def _save(g: Guarded, lanes: Sequence[int] | None) -> tuple[Report, ...]: # of l
     if taken.lanes: note_saved(g)
     return act(g, dict.fromkeys(taken.refused, REASONS.index("state")), bad_state=taken.bad) if taken.refused else ()
 
+def _join(g: Guarded, **more) -> tuple[Report, ...]: # fields of the report
+    "Bring ranks together again whose weights have come to differ."
+    if g.n > 1 or not g.snapshot.is_apart(): return ()
+    return act(g, {0: REASONS.index("state")}, bad_state=("ranks.their weights differ",), **more)
+
 def _tend(g: Guarded):
     "At the edge of a step: refill budgets, publish what is on probation, take the next snapshot."
     c = g.config
     g.budget.refill(g.stats.judged, c.cooldown)
     if g.lr_factor != 1.: return_cuts(g)
+    if g.held and (bad := g.snapshot.find_late(wait=g.since >= c.probation)): # only now is it known
+        g.snapshot.drop()
+        g.held = False
+        act(g, {0: REASONS.index("state")}, bad_state=bad)
+        return
     if g.since < (c.probation if g.held else c.snapshot_every): return
-    if g.trial is not None: return
     calm = calm_lanes(g.stats, c) & ~g.budget.stopped & ~g.asleep
     calm &= g.budget.lowers == 0 # after a cut of the learning rate, wait until it has worked
-    if not calm.any(): return
+    if g.trial is not None or not calm.any():
+        if g.since % c.snapshot_every == 0: _join(g) # what a snapshot would have looked at
+        return
     lanes = None if calm.all() else np.flatnonzero(calm).tolist()
     if g.held:
         g.snapshot.confirm(lanes)
@@ -151,6 +162,7 @@ def _judge_one(g: Guarded, w: Waiting, loss: np.ndarray, norm: np.ndarray | None
     g.since += 1
     lanes = np.flatnonzero(g.verdict.code).tolist()
     if not lanes: return ()
+    if g.verdict.code[0] != REASONS.index("non-finite") and (done := _join(g, batch=w.batch)): return done
     if g.n == 1 and _begin_trial(g, int(g.verdict.code[0]), float(loss[0]), before_step): return ()
     return act(g, {i: g.verdict.code[i] for i in lanes}, g.verdict, before_step, batch=w.batch, **more)
 
@@ -294,7 +306,10 @@ def _load_governor(g: Guarded, state: Mapping[str, Any]):
     g.stats.load_state_dict(state["stats"])
     g.budget.load_state_dict(state["budget"])
     g.snapshot.load_state_dict(state["snapshot"])
-    g.config = GovernorConfig.from_dict(state["config"])
+    config, own = GovernorConfig.from_dict(state["config"]), g.config
+    if (config.copies, config.background) != (own.copies, own.background): # these are how this Governor was made
+        config = config.replace(copies=own.copies, background=own.background, probation=own.probation)
+    g.config = config
     for k in _BOOKS: setattr(g, k, state.get(k, getattr(g, k)))
     g.saved = {k: SavedAt(*v) for k, v in state.get("saved", {}).items()}
     for k in ("trial", "probe"): setattr(g, k, Trial(**state[k]) if state.get(k) else None)

@@ -30,6 +30,8 @@ class GovernorConfig(DetectorConfig):
     max_rollbacks: int = 20 # the same, over the whole run
     lr_factor: float = 0.5 # one learning rate cut; also made at every rollback after the first in a row
     least_lr: float = 0.0625 # all cuts together never take more than this from the learning rate
+    copies: int = 2 # of the state in host memory; 1: half of it, which needs `probation=0`
+    background: bool = False # copy weights while the next batch is computed: they change in `optimizer.step()` alone
     replay: bool = False # a first rollback puts everything back, data and schedule too, and replays exactly
     patience: int | None = None # losses that a rise is looked at before anything is done; None: 48, or 0 on lanes
     cooldown: int = 100 # losses past the place of the panic that refill the budget
@@ -42,6 +44,10 @@ class GovernorConfig(DetectorConfig):
             check_count(k, getattr(self, k), 0)
         if self.sync_every is not None: check_count("sync_every", self.sync_every)
         if self.patience is not None: check_count("patience", self.patience, 0)
+        check(self.copies in (1, 2), "copies", self.copies, "1 or 2")
+        wanted = "above 0 in the background: it is judged afterwards" if self.background else "0 for one copy"
+        fits = self.probation > 0 and self.copies == 2 if self.background else self.copies == 2 or not self.probation
+        check(fits, "probation", self.probation, f"{wanted}; copies={self.copies}")
         check(0 < self.least_lr <= 1, "least_lr", self.least_lr, "a number above 0, at most 1")
         check(0 < self.lr_factor < 1, "lr_factor", self.lr_factor, "a number between 0 and 1")
 

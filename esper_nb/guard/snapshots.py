@@ -142,7 +142,7 @@ def _banks_state(b: Banks) -> dict:
     versions = {v.number: v for v in (*b.published, *b.held) if v is not None}
     def numbers(books): return [None if v is None else (v.number, v.step) for v in books]
     return dict(
-        banks=[{"|".join(k): t.clone() for k, t in bank.items()} for bank in b.banks],
+        banks=[{"|".join(k): t.clone() for k, t in bank.items()} for bank in b.banks[:b.copies]],
         front=list(b.front), published=numbers(b.published), held=numbers(b.held), taken=b.taken,
         masks=sorted("|".join(k) for k in b.masks),
         rest={i: {name: b.parts[name].portable(rest) for name, rest in v.rest.items()} for i, v in versions.items()},
@@ -158,7 +158,8 @@ def _load_banks(b: Banks, state: Mapping[str, Any]):
     check(len(state["front"]) == len(b.front), "lanes", len(state["front"]) - 1, "a state of {} lanes", b.n)
     names = {name for rest in state["rest"].values() for name in rest}
     check(names <= b.parts.keys(), "parts", sorted(names), "the parts of this snapshot: {}", list(b.parts))
-    for bank, saved in zip(b.banks, state["banks"]):
+    few = b.copies < len(state["banks"]) # then only what is published
+    for bank, saved in zip(b.banks, [state["banks"][state["front"][-1]]] if few else state["banks"]):
         bank.clear()
         for text, t in saved.items():
             now = live.tensors.get(_key(text))
@@ -171,6 +172,7 @@ def _load_banks(b: Banks, state: Mapping[str, Any]):
     def books(saved):
         return [None if v is None else StateVersion(v[0], v[1], rest[v[0]], sparse.get(v[0], {})) for v in saved]
     b.front, b.published, b.held = list(state["front"]), books(state["published"]), books(state["held"])
+    if few: b.front, b.held = [0], [None]
     b.taken, b.masks = state["taken"], {_key(text) for text in state["masks"]}
 
 # %% ../../nbs/guard/12_snapshots.ipynb #5073c2fd
@@ -180,9 +182,11 @@ def _take(b: Banks, agree: Agree | None, step: int | Sequence[int] | None, lanes
     start, whole, first = time.perf_counter(), lanes is None or b.n == 1, b.published[-1] is None
     wanted = _lane_numbers(lanes, b.n)
     check(whole or not first, "lanes", lanes, "None: the first snapshot must hold everything")
+    check(not hold or b.copies == 2, "hold", hold, "False: with `copies=1` there is no room for probation")
     live = read_parts(b.parts, b.n)
     if first: b.masks = _masks(live, b.parts)
-    bad, refused = _vet(live, b.parts, b.n, b.masks)
+    later = b.later if hold and not first else None
+    bad, refused = _vet(live if later is None else later.leave(live), b.parts, b.n, b.masks)
     if agree:
         flags, apart = agree([i in refused for i in range(b.n)], [_weights_of(live)])
         refused = list(range(b.n)) if apart else [i for i, x in enumerate(flags) if x]
@@ -190,17 +194,33 @@ def _take(b: Banks, agree: Agree | None, step: int | Sequence[int] | None, lanes
     if first and refused: raise RuntimeError(_NOT_GOOD.format(_shown(bad)))
     good = [i for i in wanted if i not in refused]
     whole = whole and not refused
-    if good: write_banks(b, live, good, whole, step)
+    if good: write_banks(b, live, good, whole, step, later)
     if good and not hold: b.confirm(None if whole else good)
     return TakeResult(
         step=one_step(step), lanes=tuple(good), published=bool(good) and not hold, bad=tuple(map(".".join, bad)),
         refused=tuple(i for i in wanted if i in refused), nbytes=sum(t.nbytes for t in live.tensors.values()),
         seconds=time.perf_counter() - start)
 
-# %% ../../nbs/guard/12_snapshots.ipynb #bc2ca12c
-class Snapshot(Banks):
-    "The last good state of everything named, in preallocated host memory."
+# %% ../../nbs/guard/12_snapshots.ipynb #af20fce8
+class _ToldLater(Banks):
+    "What is known of a state only together with other processes, or only when it has been copied."
     agree: Agree | None = None # for several processes: what is true on any, and whether numbers differ that must not
+
+    def is_apart(self) -> bool:
+        "Whether processes that began with equal weights have different ones now; all of them have to ask."
+        return self.agree is not None and self.agree([], [_weights_of(read_parts(self.parts, self.n))])[1]
+
+    def find_late(self, wait: bool) -> tuple[str, ...]: # whether to wait for it; names of tensors
+        "What is not finite in the state on probation, where it is copied in the background."
+        if self.later is None: return ()
+        bad, torn = self.later.found(wait)
+        if torn: self.drop() # weights have changed outside of the optimizer's step: from now on at once
+        if torn: self.later = None
+        return bad
+
+# %% ../../nbs/guard/12_snapshots.ipynb #bc2ca12c
+class Snapshot(_ToldLater):
+    "The last good state of everything named, in preallocated host memory."
 
     def add(self, **named): # parts that came to life later, e.g. the optimizer of a grown module
         "Keep more parts from the next `take` on; a restore to an earlier state leaves them alone."
@@ -243,7 +263,8 @@ class Snapshot(Banks):
             seconds=time.perf_counter() - start)
 
     def state_dict(self) -> dict:
-        "Everything a file can hold: both banks, what is published, and what is on probation."
+        "Everything a file can hold: all banks, what is published, and what is on probation."
+        self.find_late(wait=True)
         return _banks_state(self)
 
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
