@@ -215,3 +215,12 @@ def test_a_healthy_loop_is_the_loop_alone_to_the_bit(name):
     for key, mine in guarded.items():
         assert mine["acts"] == [], (key, mine["acts"])
         assert mine["losses"] == alone[key]["losses"] and torch.equal(mine["weights"], alone[key]["weights"])
+
+def test_accept_of_one_lane_leaves_the_others_alone():
+    net = nn.Linear(1, 2) # a weight for each of two lanes
+    gov = Governor(net, chance=None, lanes=2)
+    for k in range(100): gov.watch(torch.tensor([.1 + .005 * (k % 3)] * 2))
+    gov.accept([0])
+    reports = [r for k in range(20) for r in gov.watch(torch.tensor([3. + .1 * (k % 3)] * 2))]
+    assert reports and {r.lane for r in reports} == {1}
+    assert all(n.lane == 1 for n in gov.notes if hasattr(n, "lane"))

@@ -79,7 +79,7 @@ def assert_same(one, other):
     assert one[1] == other[1]
     def leaves(x):
         if isinstance(x, dict): # streams of the process, of which nothing is drawn, are its own
-            return [leaf for k in x if not str(k).startswith("streams") for leaf in leaves(x[k])]
+            return [leaf for k in sorted(x, key=str) if not str(k).startswith("streams") for leaf in leaves(x[k])]
         if isinstance(x, list | tuple): return [leaf for v in x for leaf in leaves(v)]
         return [x]
     for a, b in zip(leaves(one[2]), leaves(other[2]), strict=True):

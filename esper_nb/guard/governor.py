@@ -250,17 +250,17 @@ class Governor(Guarded):
         "Roll back because the caller says so; it costs nothing of the budget."
         return act(self, dict.fromkeys(range(self.n) if lanes is None else lanes, REASONS.index("asked")))
 
-    def accept(self):
+    def accept(self, lanes: Sequence[int] | None = None): # lanes whose loss changes; None: all
         "A change of the loss is meant, one that has come or that is about to: learn the new level from now on."
         self.flush()
-        self.trial = self.probe = None
-        self.stats.forget(range(self.n))
-        self.take_snapshot()
+        if lanes is None or self.n == 1: self.trial = self.probe = None
+        self.stats.forget(range(self.n) if lanes is None else lanes)
+        self.take_snapshot(lanes)
 
-    def take_snapshot(self) -> TakeResult:
+    def take_snapshot(self, lanes: Sequence[int] | None = None) -> TakeResult: # lanes: only these; None: all
         "Take a snapshot now and publish it at once: after a change of structure, or where the state is good."
-        taken = self.snapshot.take(step=self.stats.judged.tolist())
-        self.since, self.held = 0, False
+        taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes)
+        if lanes is None or self.n == 1: self.since, self.held = 0, False
         if taken.lanes: note_saved(self)
         return taken
 
