@@ -27,7 +27,7 @@ CFG = CFG["DEFAULT"]
 NOTEBOOKS = find_notebooks()
 PAGES = [p for p in NOTEBOOKS if p.parent.name in LAYERS]
 MODULES = find_modules()
-NUMBER = {f"{p.parent.name}.{p.stem[3:]}": int(p.stem[:2]) for p in PAGES}      # module -> number of its page
+NUMBER = {f"{p.parent.name}.{p.stem.partition('_')[2]}": p.stem.partition("_")[0] for p in PAGES}  # "29" < "29a" < "30"
 ALONE = ("guard", "learn")      # these need nothing but core
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
 DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn"}      # import name -> name on PyPI, where they differ
@@ -61,7 +61,7 @@ def own_modules(names):
     "Modules of the library among dotted names, without its name in front."
     return {n.removeprefix("esper_nb.") for n in names if n.startswith("esper_nb.") and n.count(".") > 1}
 
-def module_of(page): return f"{page.parent.name}.{page.stem[3:]}"
+def module_of(page): return f"{page.parent.name}.{page.stem.partition('_')[2]}"
 
 def public_names(module):
     "What a module lists in `__all__`."
@@ -80,7 +80,7 @@ def test_there_is_something_to_check():
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_page_imports_lower_numbers_only(page):
-    here = int(page.stem[:2])
+    here = page.stem.partition("_")[0]
     for source in cells(page):
         for name in own_modules(imports(python(source))) - {module_of(page)}:
             assert name in NUMBER, f"{page.name} imports esper_nb.{name}, which no page defines"
@@ -169,14 +169,14 @@ def test_the_check_of_the_library_can_fail(tmp_path):
     for name in ("settings.ini", "pyproject.toml", "_quarto.yml"): shutil.copy(ROOT/name, tmp_path)
     some = [p for p in PAGES if p.parent.name == "core"][:2]
     for page in some: shutil.copy(page, tmp_path/"nbs"/page.parent.name)
-    kept = {f"esper_nb/{page.parent.name}/{page.stem[3:]}.py" for page in some}
+    kept = {f"esper_nb/{page.parent.name}/{page.stem.partition('_')[2]}.py" for page in some}
     orphans = {m.relative_to(ROOT).as_posix() for m in MODULES} - kept
     assert set(out_of_step(tmp_path)) == orphans | {"esper_nb/_modidx.py"}      # the other pages are not in the copy
     for name in orphans: (tmp_path/name).unlink()
     subprocess.run([Path(sys.executable).parent/"nbdev_export"], cwd=tmp_path, check=True)
     assert out_of_step(tmp_path) == []
 
-    edited = tmp_path/f"esper_nb/core/{some[0].stem[3:]}.py"
+    edited = tmp_path/f"esper_nb/core/{some[0].stem.partition('_')[2]}.py"
     edited.write_text(edited.read_text(encoding="utf-8") + "x = 1\n", encoding="utf-8")
     (tmp_path/"esper_nb/orphan.py").write_text(GENERATED[0] + "\n", encoding="utf-8")
     page = tmp_path/"nbs/core"/some[1].name
