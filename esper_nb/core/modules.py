@@ -6,7 +6,7 @@
 __all__ = ['WIDER', 'SAME', 'ATOMS', 'TOLERANCE', 'lane_form', 'layers_of', 'LayerSeen', 'Seen', 'look', 'LaneForm',
            'exchange_layers', 'Ports', 'compare_with_copies', 'find_form', 'LaneModule', 'lane_module']
 
-# %% ../../nbs/core/04a_modules.ipynb #450ce0fd
+# %% ../../nbs/core/04a_modules.ipynb #b5478590
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from .lanes import (
 from .layers import LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, by_lane
 from .random import seeded
 
-# %% ../../nbs/core/04a_modules.ipynb #a4c6e402
+# %% ../../nbs/core/04a_modules.ipynb #085282c2
 WIDER = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.BatchNorm1d,
          nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm)
 _same = """
@@ -33,7 +33,7 @@ SAME = tuple(getattr(nn, k) for k in _same.split())
 ATOMS = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
          nn.Transformer) # use the weights of their parts themselves: taken as one layer, features in the last axis
 
-# %% ../../nbs/core/04a_modules.ipynb #b3d2594d
+# %% ../../nbs/core/04a_modules.ipynb #98e29628
 def _lane_layer(layer: nn.Module, n: int, axis: int) -> nn.Module | None:
     "A layer of the layers page; None where it cannot say what the layer says."
     if type(layer) is nn.Linear: return LaneLinear(layer.in_features, layer.out_features, n, layer.bias is not None)
@@ -58,7 +58,7 @@ def lane_form(
     rewiden(layer, 1, n)
     return layer
 
-# %% ../../nbs/core/04a_modules.ipynb #912b5cfc
+# %% ../../nbs/core/04a_modules.ipynb #4939fb98
 def layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]: # names and layers
     "The layers of a module: what has no parts, or is not to be taken apart."
     parts = [] if isinstance(module, ATOMS) else list(module.named_children())
@@ -79,7 +79,7 @@ def _first_tensor(out) -> Tensor | None:
     if isinstance(out, Tensor): return out
     return next((t for v in out if (t := _first_tensor(v)) is not None), None) if isinstance(out, (tuple, list)) else None
 
-# %% ../../nbs/core/04a_modules.ipynb #157a2bbc
+# %% ../../nbs/core/04a_modules.ipynb #b4e4d998
 def look(
     module: nn.Module, # an ordinary one, used up
     example: Tensor, # a batch that it takes
@@ -102,7 +102,7 @@ def look(
         module(example)
         return Seen(found, not torch.equal(state, torch.get_rng_state()))
 
-# %% ../../nbs/core/04a_modules.ipynb #97cdeb04
+# %% ../../nbs/core/04a_modules.ipynb #465a7ad9
 class LaneForm(NamedTuple):
     "How a module runs as n lanes."
     whole: bool # lane by lane, all of it
@@ -129,7 +129,7 @@ def _exchanged(layer: nn.Module, name: str, n: int, form: LaneForm, made: dict[i
         setattr(new, k, made[id(t)])
     return new
 
-# %% ../../nbs/core/04a_modules.ipynb #85c5bbc8
+# %% ../../nbs/core/04a_modules.ipynb #95b44294
 def exchange_layers(
     module: nn.Module, # an ordinary one, used up
     n: int, # lanes
@@ -151,7 +151,7 @@ def exchange_layers(
             setattr(part, k, made[id(t)])
     return module
 
-# %% ../../nbs/core/04a_modules.ipynb #7852224b
+# %% ../../nbs/core/04a_modules.ipynb #07944ba6
 TOLERANCE = 1e-5 # of the largest value of a tensor
 
 def _must_agree(what: str, mine: Tensor, other: Tensor, floor: float = 1e-9):
@@ -174,7 +174,7 @@ def _quiet(module: nn.Module, names: Sequence[str]) -> nn.Module: # names of lay
     for k in names: module.get_submodule(k).eval()
     return module
 
-# %% ../../nbs/core/04a_modules.ipynb #194b67a6
+# %% ../../nbs/core/04a_modules.ipynb #3f2e1169
 class Ports(NamedTuple):
     "Where lanes are folded."
     axis: int | None # of the input; None: lanes are the entries of the last axis, as in tokens (B, L, n)
@@ -199,7 +199,7 @@ def _step(net: nn.Module, x: Tensor, draws: Sequence[str], weights: Tensor) -> t
     (y * weights).sum().backward()
     return y, x.grad if x.grad is not None else y.new_zeros(())
 
-# %% ../../nbs/core/04a_modules.ipynb #80503a43
+# %% ../../nbs/core/04a_modules.ipynb #58b676de
 def _compare_steps(net: nn.Module, copies: Sequence[nn.Module], xs: Sequence[Tensor], ports: Ports, draws: Sequence[str]):
     "Raise unless a training step of all lanes is that of the copies."
     w = [torch.randn_like(c.eval()(x)) for c, x in zip(copies, xs)]
@@ -237,7 +237,7 @@ def compare_with_copies(
         _must_agree("outputs", net.eval()(ports.join(xs)), apart)
     _compare_steps(net, copies, xs, ports, form.draws)
 
-# %% ../../nbs/core/04a_modules.ipynb #f42a46c4
+# %% ../../nbs/core/04a_modules.ipynb #912dd452
 def _takes(factory: Callable[[], nn.Module], example: Tensor) -> bool:
     "Whether a module of pictures can be trained with its memory in the order of channels_last."
     if example.ndim != 4: return False
@@ -272,7 +272,7 @@ def _fits(factory: Callable[[], nn.Module], example: Tensor, form: LaneForm, por
         y = exchange_layers(factory(), 2, form._replace(draws=())).eval()(ports.join([like, like]))
     if y.numel() != 2 * expected.numel(): raise ValueError(f"outputs have another shape: {tuple(y.shape)}")
 
-# %% ../../nbs/core/04a_modules.ipynb #5ac09c75
+# %% ../../nbs/core/04a_modules.ipynb #6cfae67c
 def _tried(factory: Callable[[], nn.Module], example: Tensor, ports: Ports) -> LaneForm:
     seen = look(factory(), example)
     last = _takes(factory, example)
@@ -298,7 +298,7 @@ def find_form(
     "How a module runs as n lanes, tried out."
     with seeded(0, "trial"): return _tried(factory, example, Ports(axis, (axis or 1) if out is None else out))
 
-# %% ../../nbs/core/04a_modules.ipynb #835a22ce
+# %% ../../nbs/core/04a_modules.ipynb #9ca4f22c
 class LaneModule(nn.Module):
     "n copies of an ordinary module; made by `lane_module`."
     def __init__(self, factory: Callable[[], nn.Module], form: LaneForm, n: int, ports: Ports):
@@ -310,6 +310,14 @@ class LaneModule(nn.Module):
             self.net = PerLane(type(module), n, ports.axis, ports.out, bool(form.draws), module)
         else: self.net = exchange_layers(module, n, form)
         if form.last: self.net.to(memory_format=torch.channels_last)
+
+    @property
+    def loop(self) -> PerLane | None: # what runs the whole lane by lane
+        return self.net if isinstance(self.net, PerLane) else None
+
+    @property
+    def inside(self) -> nn.Module: # with the names that the factory's module has
+        return self.net.template if isinstance(self.net, PerLane) else self.net
 
     def forward(self, x: Tensor) -> Tensor: # lanes folded into the axes of `ports`
         if x.ndim == 4: x = x.contiguous(memory_format=torch.channels_last if self.form.last else torch.contiguous_format)

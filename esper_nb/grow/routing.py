@@ -174,12 +174,20 @@ class Route:
         self.roles, self.n, self.everyone = tuple(roles), n, tuple(range(n))
         self._alphas: dict[tuple, Tensor] = {}
         self._places: dict[tuple, Tensor] = {}
+        self._single: dict[int, Route | None] = {}
 
     @cached_property
     def cut(self) -> Cut | None: # the last group: lanes without a role. None where all lanes share one role
         if len(self.roles[0].lanes) == self.n: return None
         rest = sorted(set(self.everyone).difference(*(r.lanes for r in self.roles)))
         return Cut([r.lanes for r in self.roles] + ([rest] if rest else []))
+
+    def single(self, i: int) -> "Route | None": # None: the lane has no role
+        "The route of one lane, whose features come alone."
+        if i not in self._single:
+            found = [(r, r.alphas[r.lanes.index(i)]) for r in self.roles if i in r.lanes]
+            self._single[i] = Route([r._replace(lanes=(i,), alphas=(a,)) for r, a in found], self.n) if found else None
+        return self._single[i]
 
     def alphas(self, k: int, h: Tensor) -> Tensor: # h: features of the role's lanes; the result broadcasts against them
         "Alphas of role `k`, spread over the channels."
@@ -271,11 +279,27 @@ class BankRouter(SeedTable):
         self.cache, self.narrowed = Scratch(), Scratch() # the route, by table, mode and time; banks by width
 
     def forward(self, h: Tensor) -> Tensor: # the same shape; twice the batch while `branch` is set
-        out = _pass_on(self, h)
+        return self._hand_on(h, _pass_on(self, h))
+
+    def play_lane(self, h: Tensor, i: int) -> Tensor: # h: features of lane i alone
+        "The same for one lane, as a network that runs lane by lane hands its features over."
+        route = self.route().single(i) if self.enabled else None
+        return self._hand_on(h, h if route is None else _play(self, route, 0, h))
+
+    def _hand_on(self, h, out):
         if self.trace is not None and out.requires_grad:
             out.retain_grad()
             self.trace.append((h.detach(), out))
         return torch.cat([h, out]) if self.branch else out
+
+    def traced(self) -> tuple[Tensor, Tensor | None]: # features of all lanes, and the gradient of what was handed on
+        "What a trace kept of the latest pass; one that came lane by lane is put together."
+        kept = self.trace or []
+        (h, out), axis = kept[-1], 1 if kept[-1][0].ndim == 4 else -1
+        if len(kept) < self.lanes or self.lanes == 1: return h, out.grad
+        both = kept[-self.lanes:]
+        grads = [torch.zeros_like(h) if out.grad is None else out.grad for h, out in both]
+        return torch.cat([h for h, _ in both], axis), torch.cat(grads, axis)
 
     def route(self) -> Route:
         "The route of the present table, mode and time."

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..core.lanes import put_lanes, take_lanes, with_lanes
 from ..core.workers import Plan
 from ..grow.blending import Blend
-from ..grow.models import MAX_BRANCHES, Growing, GrowingModel
+from ..grow.models import MAX_BRANCHES, Growing
 from ..grow.stages import ACTIVE, LIVE, Stage
 from .evaluation import EvalResult
 from .gradients import gradient_health, growth_signals, norm_ratio
@@ -49,7 +49,7 @@ def part_of(model: Growing, owner: str) -> nn.Module:
 class Group(NamedTuple):
     "A network and optimizers of some lanes, for one epoch."
     lanes: tuple[int, ...]
-    net: GrowingModel
+    net: Growing
     stepper: Stepper # of the owners in use
     active: dict[str, Tensor] # owner -> (m,) bool, lanes of the group that train it
 
@@ -165,7 +165,7 @@ def seed_health(g: Group) -> dict[str, Tensor]: # slot -> (5, m): `GradientHealt
 SIGNALS = ("demand", "fit", "reach", "host_gradient") # rows of `site_signals`
 
 @contextmanager
-def traced(net: GrowingModel) -> Iterator[None]: # one forward and backward pass inside
+def traced(net: Growing) -> Iterator[None]: # one forward and backward pass inside
     "Let the slots keep what comes in and what goes out, with its gradient."
     for k in net.names: net.slot(k).trace = []
     try: yield
@@ -179,8 +179,8 @@ def site_signals(g: Group) -> dict[str, Tensor]: # slot -> (4, m), rows as in SI
     own = g.stepper.owners["host"].params
     out: dict[str, Tensor] = {}
     for k in g.net.names:
-        h, passed = (g.net.slot(k).trace or [])[-1]
-        found = growth_signals(h, passed.grad, n)
+        h, gradient = g.net.slot(k).traced()
+        found = growth_signals(h, gradient, n)
         before = [p for name, p in own.items() if name.removeprefix("host.").startswith(g.net.host.before[k])]
         norm = gradient_health(before, n, scale=scale).norm
         out[k] = torch.stack([found.demand / scale, found.fit, found.reach, norm.to(scale)])
