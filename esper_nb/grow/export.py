@@ -22,6 +22,7 @@ from .attached import AttachedModel, from_slot, to_slot
 from .blueprints import (
     LaneFlexAttention, LaneMLP, Noop, NormSeed, Residual, SqueezeExcite, probe)
 from .hosts import GPTBlock, Host
+from .plain_seeds import PlainSeed, turned
 from .models import Growing
 from .routing import Role, find_roles
 from .slots import Slot, as_lanes, evaluating
@@ -102,13 +103,20 @@ class _Attention(Form):
         return self.out(y.transpose(1, 2).flatten(2))
 
 # %% ../../nbs/grow/32_export.ipynb #0bd1cbdd
+class _PlainSeed(Form):
+    def __init__(self, m: PlainSeed):
+        super().__init__()
+        self.seed, self.layout = m.ordinary(), m.layout
+
+    def forward(self, x): return turned(self.seed, x, self.layout)
+
 def _mlp(m: LaneMLP) -> nn.Module:
     return nn.Sequential(OrderedDict(up=plain_module(m.up), gelu=nn.GELU(), down=plain_module(m.down)))
 
 _forms: dict[type[nn.Module], Callable[..., nn.Module]] = {
     LaneLinear: _linear, LaneBatchNorm2d: _batch_norm, MaskedConv2d: _masked_conv, LaneLayerNorm: _layer_norm,
     LaneEmbedding: _embedding, LaneDropout: lambda m: nn.Dropout(m.p), PerLane: _template,
-    LaneModule: lambda m: m.ordinary(), Residual: _Residual,
+    LaneModule: lambda m: m.ordinary(), PlainSeed: _PlainSeed, Residual: _Residual,
     NormSeed: _NormSeed, Scale: _Scale, LaneAttention: _Attention, LaneFlexAttention: _Attention, LaneMLP: _mlp,
     Noop: lambda m: nn.Identity()}
 
