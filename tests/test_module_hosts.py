@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 from torch.nn import functional as F
 
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.core.lanes import lane, reset_lanes
 from esper_nb.core.layers import by_lane
-from esper_nb.core.modules import LaneModule, Ports, find_form, lane_form, lane_module, look
+from esper_nb.core.modules import find_form, lane_form, lane_module, look
 from esper_nb.core.random import seeded
+from esper_nb.grow.blueprints import (
+    FAMILIES, blueprint_size, forget_blueprint, get_blueprint, list_blueprints, make_blueprint)
 from esper_nb.grow.decisions import Decision
 from esper_nb.grow.module_hosts import ModuleHostConfig, explore_host, module_model
+from esper_nb.grow.plain_seeds import SEED_LAYOUTS, plain_blueprint
 from esper_nb.record.checkpoints import load_checkpoint, save_checkpoint
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.tasks import Task, create_model, get_task, host_sites, task_from_arrays
@@ -74,7 +76,8 @@ def host(factory, slots, shape, reads="BCHW", **kwargs):
     return ModuleHostConfig(factory, slots, shape=shape, classes=10, reads=reads, kwargs=kwargs)
 
 PICTURE, SMALL = (3, 32, 32), dict(num_classes=10)
-def vision(name, *slots, **kwargs): return host(f"torchvision.models:{name}", slots, PICTURE, **SMALL, **kwargs)
+def vision(name, *slots, **kwargs):
+    return host(f"torchvision.models:{name}", slots, PICTURE, **SMALL, **kwargs).replace(side_by_side=True)
 
 # network -> its host, whether it runs lane by lane, and the layers that do
 TABLE = {
@@ -245,6 +248,11 @@ def test_a_form_that_is_not_equal_is_not_used():
     assert "of its own" in find_form(Noisy, x, 1, -1).why
     assert look(Noisy(False), x).layers["drop"].draws and not look(Noisy(False), x).draws
 
+def test_a_large_network_runs_lane_by_lane_unless_asked():
+    config = TABLE["mobilenet_v3_small"][0]().replace(side_by_side=None)
+    assert "more than 1,000,000 parameters" in explore_host(config).form.why
+    assert "asked" in explore_host(TABLE["MLP"][0]().replace(side_by_side=False)).form.why
+
 def test_batch_counts_are_each_lanes_own():
     def net(): return nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
     pop = lane_module(net, torch.rand(2, 2, 2, 2), 3, 1, -1)
@@ -320,13 +328,77 @@ def test_settings_are_plain_json_and_checked():
     with pytest.raises(ValueError, match="one number for each class"): explore_host(config.replace(classes=3))
     with pytest.raises(ValueError, match="sites of this host"): create_model(task, ["r0c1"])
 
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True)
+        self.head = nn.Linear(8, 10)
+    def forward(self, x): return self.head(self.layer(x)[:, -1])
+
 def test_a_slot_inside_a_layer_that_runs_alone_makes_the_whole_run_alone():
-    def net(): return nn.Sequential(nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, 32, 0., batch_first=True),
-                                    nn.Flatten(), nn.Linear(64, 10))
-    found = explore_host(host(net, {"1": "BLD"}, (1, 8, 8)))
-    assert not found.form.whole and list(found.form.alone) == ["1"]
-    found = explore_host(host(net, {"1.linear1": "BLD"}, (1, 8, 8)))
+    found = explore_host(host(Attending, {"layer": "BLD"}, (1, 8, 8), "BLD"))
+    assert not found.form.whole and list(found.form.alone) == ["layer"]
+    found = explore_host(host(Attending, {"layer.norm1": "BLD"}, (1, 8, 8), "BLD"))
     assert found.form.whole and "lies in a layer" in found.form.why
+
+
+# ---- blueprints from ordinary functions
+
+def small_conv(c): return nn.Sequential(nn.Conv2d(c, c, 3, padding=1), nn.BatchNorm2d(c), nn.GELU(), nn.Dropout(.1))
+def signal(c, reach=2): return nn.Sequential(nn.ConstantPad1d((reach, 0), 0.), nn.Conv1d(c, c, reach + 1))
+def vector(c): return nn.Sequential(nn.Linear(c, c), nn.Softmax(-1), nn.Linear(c, c))
+def recurrent(c): return Causal(c)
+
+class Causal(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.rnn = nn.GRU(c, c, batch_first=True)
+    def forward(self, x): return x + self.rnn(x)[0]
+
+@pytest.fixture
+def own_blueprints():
+    plain = dict(own_conv=("BCHW", small_conv), own_signal=("BCL", signal), own_vector=("BC", vector),
+                 own_steps=("BLD", recurrent))
+    for name, (layout, factory) in plain.items(): plain_blueprint(name, layout)(factory)
+    yield plain
+    for name, (layout, _) in plain.items(): forget_blueprint(name, SEED_LAYOUTS[layout])
+
+@pytest.mark.parametrize("name", ["own_conv", "own_signal", "own_vector", "own_steps"])
+def test_an_ordinary_function_is_a_blueprint(own_blueprints, name):
+    layout, factory = own_blueprints[name]
+    family = SEED_LAYOUTS[layout]
+    assert get_blueprint(name, family).declared == sum(p.numel() for p in factory(FAMILIES[family]).parameters())
+    assert blueprint_size(name, family, 8) == sum(p.numel() for p in factory(8).parameters())
+    key = "own reshape" if family == "cnn" else "GRU"
+    config = TABLE[key][0]()
+    model, x = module_model(config, lanes=2, seed=1, blueprints=[name]), batch(config)
+    slot = model.names[0]
+    with torch.no_grad(): before = model.eval()(x)
+    model.germinate(slot, name, 1, tempo=0)
+    for _ in range(3): model.advance(slot, 1, force=True)
+    model.fossilize(slot, 1, safe=False, force=True)
+    with torch.no_grad():
+        after = model(x)
+        near(model.export(1, of_lane(x, 1))(model.host.read(of_lane(x, 1))), after[:, 10:], 1e-6)
+    assert torch.equal(after[:, :10], before[:, :10]) and not torch.equal(after[:, 10:], before[:, 10:])
+    twin = module_model(config, lanes=4, seed=1, blueprints=[name])
+    twin.germinate(slot, name, 1, tempo=0)
+    for k, p in twin.slot(slot).banks[name].named_parameters():
+        mine = model.slot(slot).banks[name].get_parameter(k)
+        assert torch.equal(by_lane(p, 4)[1], by_lane(mine, 2)[1]), "a seed is a function of its lane"
+    one, other = (next(make_blueprint(name, family, 8).parameters()) for _ in range(2))
+    assert not torch.equal(one, other), "drawn from the stream of the moment"
+
+def test_a_wrong_blueprint_is_refused_at_once_and_disturbs_nobody():
+    before = list_blueprints()
+    for factory, layout in ((lambda c: nn.Conv2d(c, c + 1, 1), "BCHW"), (lambda c: nn.Linear(64, 64), "BLD"),
+                            (lambda c: 3, "BC"), (lambda c, rank: nn.Linear(c, c), "BLD")):
+        with pytest.raises(ValueError, match="bad"): plain_blueprint("bad", layout)(factory)
+    assert list_blueprints() == before
+    create_model("digits", ["r0c0"])
+
+
+# ---- in another process
 
 FILE = """
 from torch import nn
@@ -334,43 +406,42 @@ def make_net(width=12):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 """
 BEGIN = """
-    from pathlib import Path
     import torch
-    from my_nets import make_net
+    import my_nets
+    from esper_nb.control.env_config import EnvConfig
     from esper_nb.grow.module_hosts import ModuleHostConfig
-    from esper_nb.train.tasks import get_task
-    {extra}
+    from esper_nb.learn.learner import PPOConfig
     from esper_nb.run.recipes import RunConfig
     from esper_nb.run.runs import begin_run
-    from esper_nb.control.env_config import EnvConfig
-    from esper_nb.learn.learner import PPOConfig
-    host = ModuleHostConfig(make_net, {{"2": "BD"}}, shape=(1, 8, 8), classes=10, kwargs=dict(width=16))
-    task = get_task("digits").replace(name="own", host=host, slots=("2",))
-    env = EnvConfig(task=task, num_envs=2, horizon=2, limit=128, workers=1, seed=1)
-    run = begin_run(RunConfig("own", env, PPOConfig(num_steps=2, num_updates=2, num_minibatches=1)), "runs")
-    run.save()
-    print(run.folder.path)
+    from esper_nb.train.tasks import get_task
+    def make_net(width): return my_nets.make_net(width)
+    for factory in (my_nets.make_net, make_net):
+        host = ModuleHostConfig(factory, {"2": "BD"}, shape=(1, 8, 8), classes=10, kwargs=dict(width=16))
+        task = get_task("digits").replace(name="own", host=host, slots=("2",))
+        env = EnvConfig(task=task, num_envs=2, horizon=2, limit=128, workers=1, seed=1)
+        run = begin_run(RunConfig("own", env, PPOConfig(num_steps=2, num_updates=2, num_minibatches=1)), "runs")
+        run.save()
+        print(run.folder.path)
 """
 RESUME = """
     import sys
     from esper_nb.run.runs import open_run
     run = open_run(sys.argv[1])
     print(run.env.task.host.factory, run.env.parts[0][1].model.names)
+    try: open_run(sys.argv[2])
+    except ValueError as e: print(e)
 """
 
 def python(code, folder, *args):
     env = dict(PYTHONPATH=f"{ROOT}:{folder}", PATH="/usr/bin:/bin", OMP_NUM_THREADS="1", HOME=str(folder))
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code), *args], cwd=folder, env=env, text=True,
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), *args], cwd=folder, env=env, text=True,
                           capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 @pytest.mark.slow
 def test_a_fresh_process_goes_on_and_one_without_the_function_says_so(tmp_path):
     (tmp_path/"my_nets.py").write_text(FILE)
-    begun = python(BEGIN.format(extra=""), tmp_path)
-    assert begun.returncode == 0, begun.stderr
-    resumed = python(RESUME, tmp_path, begun.stdout.split()[-1])
-    assert resumed.stdout.strip() == "my_nets:make_net ('2',)", resumed.stderr
-    notebook = python(BEGIN.format(extra="def make_net(width): return __import__('my_nets').make_net(width)"), tmp_path)
-    assert notebook.returncode == 0, notebook.stderr
-    refused = python(RESUME, tmp_path, notebook.stdout.split()[-1])
-    assert refused.returncode and "lives in a notebook or a script; put it in a file" in refused.stderr
+    resumed, refused = python(RESUME, tmp_path, *python(BEGIN, tmp_path))
+    assert resumed == "my_nets:make_net ('2',)"
+    assert "lives in a notebook or a script; put it in a file" in refused

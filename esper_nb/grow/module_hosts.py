@@ -6,7 +6,7 @@
 __all__ = ['READS', 'factory_address', 'get_factory', 'Reading', 'read_as', 'ModuleHostConfig', 'Place', 'Explored', 'example_of',
            'explore_host', 'ModuleHost', 'new_module_host', 'module_model']
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #2f3d438e
+# %% ../../nbs/grow/31a_module_hosts.ipynb #7cc99948
 import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ from .blueprints import list_blueprints
 from .lifecycle import Rules
 from .slots import Slot
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #93b65a5d
+# %% ../../nbs/grow/31a_module_hosts.ipynb #37780610
 _given: dict[str, Callable[..., nn.Module]] = {} # functions that were handed over in person, by address
 
 def factory_address(factory: Callable[..., nn.Module]) -> str: # "package.module:function"
@@ -51,7 +51,7 @@ def get_factory(address: str) -> Callable[..., nn.Module]: # address: "package.m
     check(callable(found), "factory", address, "a function or class that makes a module")
     return found
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #68dd189c
+# %% ../../nbs/grow/31a_module_hosts.ipynb #f1845160
 class Reading(NamedTuple):
     "How a network takes its input."
     axis: int | None # in which lanes are folded; None: lanes are the entries of the last one
@@ -69,19 +69,20 @@ def read_as(
     if reads == "BCL": return x.flatten(1, 2)
     return x.permute(0, 2, 1, 3).flatten(2) if reads == "BLD" else x
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #b623da9d
+# %% ../../nbs/grow/31a_module_hosts.ipynb #bf1e6c6c
 @dataclass(frozen=True)
 class ModuleHostConfig(Config):
     "Your own network as a host."
-    factory: str # its address, or the function itself
-    slots: dict # submodule -> layout of its output, one of LAYOUTS, "" where it can be taken for granted; or a list
+    factory: str | Callable # its address, or the function itself, of which the address is kept
+    slots: dict | tuple[str, ...] | list # submodules; or submodule -> layout of its output, one of LAYOUTS
     shape: tuple[int, ...] | None = None # of an example in the data; None: as the data of the task have it
     classes: int | None = None # outputs; None: as many as the data have
     reads: str = "BCHW" # one of READS
     kwargs: dict = field(default_factory=dict) # of the factory; plain JSON
+    side_by_side: bool | None = None # False: lane by lane; True: lane layers where that is equal; None: as is faster
 
     def __post_init__(self):
-        if callable(self.factory): object.__setattr__(self, "factory", factory_address(self.factory))
+        if not isinstance(self.factory, str): object.__setattr__(self, "factory", factory_address(self.factory))
         if self.shape is not None: object.__setattr__(self, "shape", tuple(self.shape))
         names = self.slots if isinstance(self.slots, Mapping) else dict.fromkeys(self.slots, "")
         check(len(names) > 0 and not isinstance(self.slots, str), "slots", self.slots, "names of submodules")
@@ -94,10 +95,15 @@ class ModuleHostConfig(Config):
         good = self.shape is None or len(self.shape) == like.count(",") + (like[-1] == ")")
         check(good, "shape", self.shape, f"{like} for reads={self.reads!r}")
 
-    @classmethod
-    def from_dict(cls, d: dict):
-        "The inverse of `to_dict`."
-        return super().from_dict(d)
+    @property
+    def address(self) -> str: # "package.module:function"
+        "Where the function is."
+        return str(self.factory)
+
+    @property
+    def layouts(self) -> dict[str, str]: # submodule -> layout of its output, "" where it can be taken for granted
+        "Where something may grow."
+        return dict(self.slots)
 
     def __hash__(self): return hash(json.dumps(self.to_dict(), sort_keys=True))
 
@@ -110,7 +116,7 @@ class ModuleHostConfig(Config):
         "Tokens of a window."
         return self.shape[0] if self.shape else 64
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #466ef435
+# %% ../../nbs/grow/31a_module_hosts.ipynb #12230144
 class Place(NamedTuple):
     "What is known about the output of a submodule."
     layout: str # one of LAYOUTS
@@ -125,7 +131,7 @@ class Explored(NamedTuple):
 
 def example_of(config: ModuleHostConfig, batch: int = 2) -> Tensor:
     "A made-up batch, as the data would have it."
-    check(config.shape is not None and config.classes is not None, "host", config.factory,
+    check(config.shape is not None and config.classes is not None, "host", config.address,
           "shape=... and classes=... of its data")
     shape = (batch, *(config.shape or ()))
     if config.reads == "BL": return torch.arange(shape[0] * shape[1]).view(shape) % (config.classes or 1)
@@ -144,14 +150,14 @@ def _order(module: nn.Module, x: Tensor) -> tuple[list[str], int]: # names as th
     for h in handles: h.remove()
     return ended, max(largest, x[0].numel())
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #5cfba03b
+# %% ../../nbs/grow/31a_module_hosts.ipynb #30c209c8
 def _places(config: ModuleHostConfig, module: nn.Module, x: Tensor, ended: Sequence[str]) -> dict[str, Place]:
     "What is known about the output of every submodule that has a slot."
     weighty = {k for k, m in layers_of(module) if any(True for _ in m.parameters())}
     out: dict[str, Place] = {}
     since = 0
-    for k, s in find_features(module, list(config.slots), [x]).items():
-        layout = choose_layout(k, s.out.shape, s.layer, config.slots[k] or None)
+    for k, s in find_features(module, list(config.layouts), [x]).items():
+        layout = choose_layout(k, s.out.shape, s.layer, config.layouts[k] or None)
         h = to_slot(s.out, layout)
         here = ended.index(k) + 1
         before = tuple(name for name in ended[since:here] if name in weighty)
@@ -163,17 +169,17 @@ def _places(config: ModuleHostConfig, module: nn.Module, x: Tensor, ended: Seque
 def _explored(config: ModuleHostConfig, make: Callable[..., nn.Module]) -> Explored:
     def factory() -> nn.Module: return make(**config.kwargs)
     with seeded(0, "explore"): module = factory()
-    check(isinstance(module, nn.Module), f"what {config.factory} makes", type(module).__name__, "a module")
+    check(isinstance(module, nn.Module), f"what {config.address} makes", type(module).__name__, "a module")
     x = example_of(config) if config.reads == "BL" else read_as(example_of(config), config.reads)
     try: y = module.eval()(x)
     except Exception as e:
-        raise ValueError(f"{config.factory} does not take {tuple(x.shape)}, which is reads={config.reads!r} of "
+        raise ValueError(f"{config.address} does not take {tuple(x.shape)}, which is reads={config.reads!r} of "
                          f"shape={config.shape}: {e}") from e
     expected = (*x.shape[:2 if config.reads == "BL" else 1], config.classes)
-    check(y.shape == expected, f"output of {config.factory}", tuple(y.shape), f"{expected}: one number for each class")
+    check(y.shape == expected, f"output of {config.address}", tuple(y.shape), f"{expected}: one number for each class")
     ended, largest = _order(module, x)
     places = _places(config, module, x, ended)
-    form = find_form(factory, x, READS[config.reads].axis, -1)
+    form = find_form(factory, x, READS[config.reads].axis, -1, config.side_by_side)
     hidden = [k for k in places for name in form.alone if k.startswith(f"{name}.")]
     if hidden and not form.whole:
         form = form._replace(whole=True, why=f"slot {hidden[0]} lies in a layer that runs lane by lane", alone={})
@@ -181,13 +187,13 @@ def _explored(config: ModuleHostConfig, make: Callable[..., nn.Module]) -> Explo
 
 def explore_host(config: ModuleHostConfig) -> Explored:
     "Look at a network; a second look at the same one costs nothing."
-    return _explored(config, get_factory(config.factory))
+    return _explored(config, get_factory(config.address))
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #dfbc1877
+# %% ../../nbs/grow/31a_module_hosts.ipynb #fbee3a94
 class ModuleHost(LaneModule):
     "n copies of your network; made by `new_module_host`."
     def __init__(self, config: ModuleHostConfig, lanes: int = 1):
-        found, make = explore_host(config), get_factory(config.factory)
+        found, make = explore_host(config), get_factory(config.address)
         super().__init__(_Making(make, config.kwargs), found.form, lanes, Ports(READS[config.reads].axis, -1))
         self.config, inner = config, "net.template." if found.form.whole else "net."
         self.before = {k: tuple(inner + name for name in p.before) for k, p in found.places.items()}
@@ -217,7 +223,7 @@ def new_module_host(
     reset_lanes(host, range(lanes), seed)
     return host.to(dev)
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #0ab2cd26
+# %% ../../nbs/grow/31a_module_hosts.ipynb #026ab7a6
 def _of_family(family: str, blueprints: Iterable[str] | None) -> list[str] | None:
     if blueprints is None: return None
     wanted = list(blueprints)
