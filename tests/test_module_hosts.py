@@ -91,7 +91,8 @@ TABLE = {
     "convnext_tiny": (lambda: vision("convnext_tiny", "features.1", stochastic_depth_prob=0.), False,
                       {"features.0.1", "features.2.0"}),
     "vit_b_16": (lambda: vision("vit_b_16", "encoder.layers.encoder_layer_3", image_size=32), True, set())}
-NAMES = list(TABLE)
+LARGE = ("convnext_tiny", "vit_b_16")
+NAMES = [pytest.param(k, marks=pytest.mark.slow) if k in LARGE else k for k in TABLE]
 _models: dict = {}
 
 def made(name):
