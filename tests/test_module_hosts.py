@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.core.lanes import lane, reset_lanes
 from esper_nb.core.layers import by_lane
-from esper_nb.core.modules import find_form, lane_form, lane_module, look
+from esper_nb.core.lane_forms import lane_form, look
+from esper_nb.core.modules import find_form, lane_module
 from esper_nb.core.random import seeded
 from esper_nb.grow.blueprints import (
     FAMILIES, blueprint_size, forget_blueprint, get_blueprint, list_blueprints, make_blueprint)
@@ -39,6 +40,13 @@ class Signal(nn.Module):
         self.body = nn.Sequential(nn.Conv1d(8, 12, 3, padding=1), nn.BatchNorm1d(12), nn.ReLU())
         self.pool, self.head = nn.AdaptiveAvgPool1d(1), nn.Linear(12, 10)
     def forward(self, x): return self.head(self.pool(self.body(x)).flatten(1))
+
+class Pictures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Linear(128, 10)
+    def forward(self, x): return self.head(self.body(x).flatten(1))
 
 class Recurrent(nn.Module):
     def __init__(self):
@@ -82,6 +90,7 @@ def vision(name, *slots, **kwargs):
 # network -> its host, whether it runs lane by lane, and the layers that do
 TABLE = {
     "MLP": (lambda: host(mlp, {"1": "BD", "3": "BD"}, (64, 1, 1), "BC"), False, set()),
+    "Conv2d": (lambda: host(Pictures, ["body.2", "body"], (1, 8, 8)), False, set()),
     "Conv1d": (lambda: host(Signal, {"body": "BDL"}, (1, 8, 8), "BCL"), False, set()),
     "GRU": (lambda: host(Recurrent, {"mid": "BLD"}, (1, 8, 8), "BLD"), False, {"rnn"}),
     "tied tokens": (lambda: host(Tied, ["mid"], (8,), "BL"), False, set()),

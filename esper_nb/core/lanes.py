@@ -39,9 +39,11 @@ def lane_state(module: nn.Module) -> dict[str, Tensor]: # name -> (n*k, ...)
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 # %% ../../nbs/core/04_lanes.ipynb #cfc4a026
-_widths = { # attributes in which a layer remembers how wide it is
-    nn.modules.conv._ConvNd: ("in_channels", "out_channels", "groups"),
-    nn.modules.batchnorm._NormBase: ("num_features",),
+_convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_widths: dict[type | tuple[type, ...], tuple[str, ...]] = { # attributes in which a layer remembers how wide it is
+    _convs: ("in_channels", "out_channels", "groups"),
+    _norms: ("num_features",),
     nn.GroupNorm: ("num_groups", "num_channels"),
     LaneLinear: ("out_features",),
     LaneEmbedding: ("num_embeddings",)}
@@ -167,7 +169,7 @@ def widen_module(module: nn.Module, n: int, made: dict[int, Tensor] | None = Non
             if id(t) not in made: made[id(t)] = repeated(t, n)
             setattr(part, name, made[id(t)])
 
-# %% ../../nbs/core/04_lanes.ipynb #b351fb49
+# %% ../../nbs/core/04_lanes.ipynb #002bfb10
 def map_tensors(
     f: Callable[[tuple[Tensor, ...]], Any], # of the tensors at one place of all the trees
     *trees: Any, # tuples, lists and dicts of one structure
@@ -180,7 +182,7 @@ def map_tensors(
     made = [map_tensors(f, *parts) for parts in zip(*trees)]
     return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
 
-# %% ../../nbs/core/04_lanes.ipynb #faa7863a
+# %% ../../nbs/core/04_lanes.ipynb #5145b739
 _borrowed = Lock() # held while torch's global streams are a lane's
 
 @contextmanager
@@ -189,14 +191,14 @@ def drawing(
     seed: int, # of the lane
     *key: int | str, # which draws these are
 ) -> Iterator[None]:
-    "Inside the block, all that a module draws comes from the stream `(seed, *key)`; the global streams come back after."
+    "Inside the block, whatever draws draws from the stream `(seed, *key)`; the global streams come back after it."
     with _borrowed, seeded(seed, *key):
         if device.type != "cuda":
             yield
             return
         before = torch.cuda.get_rng_state(device)
-        torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index].manual_seed(
-            generator(seed, *key).initial_seed())
+        number = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[number].manual_seed(generator(seed, *key).initial_seed())
         try: yield
         finally: torch.cuda.set_rng_state(before, device)
 
@@ -212,6 +214,7 @@ def _pick(tree, i):
     made = [_pick(v, i) for v in tree]
     return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
 
+# %% ../../nbs/core/04_lanes.ipynb #58fdb6b2
 class PerLane(nn.Module):
     "n copies of an ordinary module behind the lane interface, run one after another."
     turn = 0 # the lane that is running

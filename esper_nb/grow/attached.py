@@ -134,6 +134,7 @@ class _SlotHook:
         h = to_slot(output, self.layout)
         return from_slot(self.slot(h) if self.loop is None else self.slot.play_lane(h, self.loop.turn), self.layout)
 
+# %% ../../nbs/grow/31_attached.ipynb #129859a6
 class AttachedModel(Growing):
     "Your own network with slots behind some of its submodules; made by `attach_slots`."
     def __init__(self, host: nn.Module, slots: Sequence[Slot], layouts: Mapping[str, str] = MappingProxyType({})):

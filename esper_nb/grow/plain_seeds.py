@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SEED_LAYOUTS', 'PlainSeed', 'seed_ports', 'turned', 'plain_blueprint']
 
-# %% ../../nbs/grow/21a_plain_seeds.ipynb #a5111f26
+# %% ../../nbs/grow/21a_plain_seeds.ipynb #ee486ebb
 import inspect
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core.config import check
-from ..core.modules import LaneForm, LaneModule, Ports, find_form
+from ..core.lane_forms import LaneForm
+from ..core.modules import LaneModule, Ports, find_form
 from ..core.random import seeded
 from .blueprints import FAMILIES, blueprint, probe
 
-# %% ../../nbs/grow/21a_plain_seeds.ipynb #05fcd348
+# %% ../../nbs/grow/21a_plain_seeds.ipynb #f3c8ae06
 SEED_LAYOUTS = dict(BCHW="cnn", BLD="transformer", BCL="transformer", BC="transformer") # shape -> family of slots
 
 class PlainSeed(LaneModule):
@@ -38,7 +39,7 @@ def turned(f: Callable[[Tensor], Tensor], x: Tensor, layout: str) -> Tensor: # x
     if layout == "BCL": return f(x.transpose(1, 2)).transpose(1, 2)
     return f(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if layout == "BC" else f(x)
 
-# %% ../../nbs/grow/21a_plain_seeds.ipynb #977e4609
+# %% ../../nbs/grow/21a_plain_seeds.ipynb #3da38863
 @lru_cache(256)
 def _form(factory: Callable[..., nn.Module], channels: int, options: tuple[tuple[str, object], ...],
           layout: str) -> LaneForm:
@@ -63,7 +64,7 @@ def _builder(factory: Callable[..., nn.Module], layout: str) -> Callable[..., nn
     setattr(build, "__signature__", inspect.Signature([place, lanes, *own]))
     return build
 
-# %% ../../nbs/grow/21a_plain_seeds.ipynb #be5e4905
+# %% ../../nbs/grow/21a_plain_seeds.ipynb #7ed20520
 def _trial(name: str, factory: Callable[..., nn.Module], layout: str) -> int: # parameters
     "Make a seed at the width at which sizes are declared, and try it; a ValueError says what is wrong."
     family = SEED_LAYOUTS[layout]

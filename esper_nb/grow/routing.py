@@ -223,6 +223,10 @@ def _play(router: "BankRouter", route: Route, k: int, h: Tensor) -> Tensor: # h:
     rest = getattr(router.part(role.blueprint), "rest", None) if role.blend == Blend.MULTIPLY else None
     return combine(role.blend, h, s, route.alphas(k, h), r if rest is None else rest(r), gate)
 
+def _pass_one(router: "BankRouter", h: Tensor, i: int) -> Tensor: # h: features of lane i alone
+    route = router.route().single(i) if router.enabled else None
+    return h if route is None else _play(router, route, 0, h)
+
 def _pass_on(router: "BankRouter", h: Tensor) -> Tensor: # the same shape
     "What is handed on: the features themselves where nobody does anything."
     route = router.route() if router.enabled else None
@@ -283,8 +287,7 @@ class BankRouter(SeedTable):
 
     def play_lane(self, h: Tensor, i: int) -> Tensor: # h: features of lane i alone
         "The same for one lane, as a network that runs lane by lane hands its features over."
-        route = self.route().single(i) if self.enabled else None
-        return self._hand_on(h, h if route is None else _play(self, route, 0, h))
+        return self._hand_on(h, _pass_one(self, h, i))
 
     def _hand_on(self, h, out):
         if self.trace is not None and out.requires_grad:
@@ -292,14 +295,6 @@ class BankRouter(SeedTable):
             self.trace.append((h.detach(), out))
         return torch.cat([h, out]) if self.branch else out
 
-    def traced(self) -> tuple[Tensor, Tensor | None]: # features of all lanes, and the gradient of what was handed on
-        "What a trace kept of the latest pass; one that came lane by lane is put together."
-        kept = self.trace or []
-        (h, out), axis = kept[-1], 1 if kept[-1][0].ndim == 4 else -1
-        if len(kept) < self.lanes or self.lanes == 1: return h, out.grad
-        both = kept[-self.lanes:]
-        grads = [torch.zeros_like(h) if out.grad is None else out.grad for h, out in both]
-        return torch.cat([h for h, _ in both], axis), torch.cat(grads, axis)
 
     def route(self) -> Route:
         "The route of the present table, mode and time."
