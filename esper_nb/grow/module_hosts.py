@@ -6,7 +6,7 @@
 __all__ = ['READS', 'HostConfig', 'factory_address', 'get_factory', 'Reading', 'read_as', 'ModuleHostConfig', 'Place', 'Explored',
            'example_of', 'explore_host', 'ModuleHost', 'new_module_host', 'module_model', 'host_sites', 'check_slots']
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #76778134
+# %% ../../nbs/grow/31a_module_hosts.ipynb #c143ca17
 import importlib
 import json
 import re
@@ -30,7 +30,7 @@ from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost
 from .lifecycle import Rules
 from .slots import Slot
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #2193bc5f
+# %% ../../nbs/grow/31a_module_hosts.ipynb #ce5a507f
 _given: dict[str, Callable[..., nn.Module]] = {} # functions that were handed over in person, by address
 
 def factory_address(factory: Callable[..., nn.Module]) -> str: # "package.module:function"
@@ -54,7 +54,7 @@ def get_factory(address: str) -> Callable[..., nn.Module]: # address: "package.m
     check(callable(found), "factory", address, "a function or class that makes a module")
     return found
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #0b9641ff
+# %% ../../nbs/grow/31a_module_hosts.ipynb #5d1322ee
 class Reading(NamedTuple):
     "How a network takes its input."
     axis: int | None # in which lanes are folded; None: lanes are the entries of the last one
@@ -72,7 +72,7 @@ def read_as(
     if reads == "BCL": return x.flatten(1, 2)
     return x.permute(0, 2, 1, 3).flatten(2) if reads == "BLD" else x
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #80a51148
+# %% ../../nbs/grow/31a_module_hosts.ipynb #7932426a
 @dataclass(frozen=True)
 class ModuleHostConfig(Config):
     "Your own network as a host."
@@ -107,7 +107,7 @@ class ModuleHostConfig(Config):
     @property
     def layouts(self) -> dict[str, str]: # submodule -> layout of its output, "" where it can be taken for granted
         "Where something may grow."
-        return dict(self.slots)
+        return dict(self.slots) if isinstance(self.slots, Mapping) else dict.fromkeys(self.slots, "")
 
     def __hash__(self): return hash(json.dumps(self.to_dict(), sort_keys=True))
 
@@ -120,7 +120,7 @@ class ModuleHostConfig(Config):
         "Tokens of a window."
         return self.shape[0] if self.shape else 64
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #c8b067f7
+# %% ../../nbs/grow/31a_module_hosts.ipynb #95375915
 class Place(NamedTuple):
     "What is known about the output of a submodule."
     layout: str # one of LAYOUTS
@@ -154,7 +154,7 @@ def _order(module: nn.Module, x: Tensor) -> tuple[list[str], int]: # names as th
     for h in handles: h.remove()
     return ended, max(largest, x[0].numel())
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #ef944723
+# %% ../../nbs/grow/31a_module_hosts.ipynb #cfa78d7e
 def _places(config: ModuleHostConfig, module: nn.Module, x: Tensor, ended: Sequence[str]) -> dict[str, Place]:
     "What is known about the output of every submodule that has a slot."
     weighty = {k for k, m in layers_of(module) if any(True for _ in m.parameters())}
@@ -193,7 +193,7 @@ def explore_host(config: ModuleHostConfig) -> Explored:
     "Look at a network; a second look at the same one costs nothing."
     return _explored(config, get_factory(config.address))
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #385c640b
+# %% ../../nbs/grow/31a_module_hosts.ipynb #887a5bb7
 class ModuleHost(LaneModule):
     "n copies of your network; made by `new_module_host`."
     def __init__(self, config: ModuleHostConfig, lanes: int = 1):
@@ -227,7 +227,7 @@ def new_module_host(
     reset_lanes(host, range(lanes), seed)
     return host.to(dev)
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #d1f6acaa
+# %% ../../nbs/grow/31a_module_hosts.ipynb #ffcc6a19
 def _of_family(family: str, blueprints: Iterable[str] | None) -> list[str] | None:
     if blueprints is None: return None
     wanted = list(blueprints)
@@ -256,7 +256,7 @@ def module_model(
         made.append(Slot(k, family, places[k].channels, lanes, may_grow, rules=rules, seed=seed))
     return AttachedModel(host, made, {k: p.layout for k, p in places.items()})
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #b707e5a1
+# %% ../../nbs/grow/31a_module_hosts.ipynb #b57e2927
 HostConfig = CNNConfig | GPTConfig | ModuleHostConfig
 
 @lru_cache
@@ -268,7 +268,7 @@ def host_sites(
     with torch.device("meta"): host = CNNHost(config) if isinstance(config, CNNConfig) else GPTHost(config)
     return tuple(s.name for s in host.sites)
 
-# %% ../../nbs/grow/31a_module_hosts.ipynb #0ada4721
+# %% ../../nbs/grow/31a_module_hosts.ipynb #b8a3fd9a
 def check_slots(
     slots: Sequence[str], # site names, each once
     known: Sequence[str] | None = None, # the host's sites; None checks the form only
