@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from esper_nb.grow.decisions import Decision as Decision
     from esper_nb.grow.export import export_model as export_model
     from esper_nb.grow.serving import serve_optimizer as serve_optimizer
+    from esper_nb.grow.module_hosts import ModuleHostConfig as ModuleHostConfig, explore_host as explore_host
+    from esper_nb.grow.plain_seeds import plain_blueprint as plain_blueprint
     from esper_nb.train.tasks import (Task as Task, get_task as get_task, list_tasks as list_tasks,
         create_model as create_model, register_task as register_task, task_from_folder as task_from_folder,
         task_from_table as task_from_table, task_from_arrays as task_from_arrays,
@@ -84,6 +86,8 @@ _NAMES = {
     "grow.decisions": "Decision",
     "grow.export": "export_model",
     "grow.serving": "serve_optimizer",
+    "grow.module_hosts": "ModuleHostConfig explore_host",
+    "grow.plain_seeds": "plain_blueprint",
     "train.tasks": "Task get_task list_tasks create_model register_task task_from_folder task_from_table "
         "task_from_arrays task_from_dataset task_from_text",
     "train.datasets": "load_digits_data",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..core.lanes import PerLane
+from ..core.modules import LaneModule
 from ..core.layers import (
     LaneAttention, LaneBatchNorm2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, MaskedConv2d, Scale)
 from .blending import Blend, BlendGate, spread
@@ -21,6 +22,7 @@ from .attached import AttachedModel, from_slot, to_slot
 from .blueprints import (
     LaneFlexAttention, LaneMLP, Noop, NormSeed, Residual, SqueezeExcite, probe)
 from .hosts import GPTBlock, Host
+from .plain_seeds import PlainSeed, turned
 from .models import Growing
 from .routing import Role, find_roles
 from .slots import Slot, as_lanes, evaluating
@@ -101,12 +103,20 @@ class _Attention(Form):
         return self.out(y.transpose(1, 2).flatten(2))
 
 # %% ../../nbs/grow/32_export.ipynb #0bd1cbdd
+class _PlainSeed(Form):
+    def __init__(self, m: PlainSeed):
+        super().__init__()
+        self.seed, self.layout = m.ordinary(), m.layout
+
+    def forward(self, x): return turned(self.seed, x, self.layout)
+
 def _mlp(m: LaneMLP) -> nn.Module:
     return nn.Sequential(OrderedDict(up=plain_module(m.up), gelu=nn.GELU(), down=plain_module(m.down)))
 
 _forms: dict[type[nn.Module], Callable[..., nn.Module]] = {
     LaneLinear: _linear, LaneBatchNorm2d: _batch_norm, MaskedConv2d: _masked_conv, LaneLayerNorm: _layer_norm,
-    LaneEmbedding: _embedding, LaneDropout: lambda m: nn.Dropout(m.p), PerLane: _template, Residual: _Residual,
+    LaneEmbedding: _embedding, LaneDropout: lambda m: nn.Dropout(m.p), PerLane: _template,
+    LaneModule: lambda m: m.ordinary(), PlainSeed: _PlainSeed, Residual: _Residual,
     NormSeed: _NormSeed, Scale: _Scale, LaneAttention: _Attention, LaneFlexAttention: _Attention, LaneMLP: _mlp,
     Noop: lambda m: nn.Identity()}
 
@@ -244,14 +254,16 @@ def export_model(
 ) -> nn.Module: # in evaluation mode, on the model's device
     "One lane as a plain module: the bits of `model.lane(lane)` in evaluation, without slots, hooks or our classes."
     as_lanes(lane, model.lanes)
+    def read(x): return x # what the model reads as the network reads it
     def take(): return (copy.deepcopy(model) if model.lanes == 1 else model.lane(lane)).eval()
     one = take()
     forms = grown_forms([one.slot(k) for k in one.names], bake)
     if isinstance(one, AttachedModel):
         net = one.take_hooks_off()
+        if isinstance(net, LaneModule): net, read = net.ordinary(), getattr(net, "read", read)
         for k in sorted(forms, key=lambda k: -k.count(".")): # inner ones first
             _pair_up(net, k, _Turned(forms[k], one.layouts[k]))
     else: net = _traced(_Walk(plain_module(one.host), forms))
     check_finite(net)
-    if example: check_same("the network", net, take(), example)
+    if example: check_same("the network", lambda *x: net(*map(read, x)), take(), example)
     return net.eval()

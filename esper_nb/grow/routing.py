@@ -174,12 +174,20 @@ class Route:
         self.roles, self.n, self.everyone = tuple(roles), n, tuple(range(n))
         self._alphas: dict[tuple, Tensor] = {}
         self._places: dict[tuple, Tensor] = {}
+        self._single: dict[int, Route | None] = {}
 
     @cached_property
     def cut(self) -> Cut | None: # the last group: lanes without a role. None where all lanes share one role
         if len(self.roles[0].lanes) == self.n: return None
         rest = sorted(set(self.everyone).difference(*(r.lanes for r in self.roles)))
         return Cut([r.lanes for r in self.roles] + ([rest] if rest else []))
+
+    def single(self, i: int) -> "Route | None": # None: the lane has no role
+        "The route of one lane, whose features come alone."
+        if i not in self._single:
+            found = [(r, r.alphas[r.lanes.index(i)]) for r in self.roles if i in r.lanes]
+            self._single[i] = Route([r._replace(lanes=(i,), alphas=(a,)) for r, a in found], self.n) if found else None
+        return self._single[i]
 
     def alphas(self, k: int, h: Tensor) -> Tensor: # h: features of the role's lanes; the result broadcasts against them
         "Alphas of role `k`, spread over the channels."
@@ -214,6 +222,10 @@ def _play(router: "BankRouter", route: Route, k: int, h: Tensor) -> Tensor: # h:
     gate = spread(_run_part(router, route, k, "gate", r), h, len(role.lanes)) if role.blend == Blend.GATE else None
     rest = getattr(router.part(role.blueprint), "rest", None) if role.blend == Blend.MULTIPLY else None
     return combine(role.blend, h, s, route.alphas(k, h), r if rest is None else rest(r), gate)
+
+def _pass_one(router: "BankRouter", h: Tensor, i: int) -> Tensor: # h: features of lane i alone
+    route = router.route().single(i) if router.enabled else None
+    return h if route is None else _play(router, route, 0, h)
 
 def _pass_on(router: "BankRouter", h: Tensor) -> Tensor: # the same shape
     "What is handed on: the features themselves where nobody does anything."
@@ -271,11 +283,18 @@ class BankRouter(SeedTable):
         self.cache, self.narrowed = Scratch(), Scratch() # the route, by table, mode and time; banks by width
 
     def forward(self, h: Tensor) -> Tensor: # the same shape; twice the batch while `branch` is set
-        out = _pass_on(self, h)
+        return self._hand_on(h, _pass_on(self, h))
+
+    def play_lane(self, h: Tensor, i: int) -> Tensor: # h: features of lane i alone
+        "The same for one lane, as a network that runs lane by lane hands its features over."
+        return self._hand_on(h, _pass_one(self, h, i))
+
+    def _hand_on(self, h, out):
         if self.trace is not None and out.requires_grad:
             out.retain_grad()
             self.trace.append((h.detach(), out))
         return torch.cat([h, out]) if self.branch else out
+
 
     def route(self) -> Route:
         "The route of the present table, mode and time."

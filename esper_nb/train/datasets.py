@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core.config import check, check_count
 from ..core.devices import check_device
 from ..core.random import generator
-from ..grow.hosts import CNNConfig, GPTConfig
+from ..grow.hosts import CNNConfig
 from .data import ImageData
 from .files import Examples, digest_of, read_folder, read_table_file, stratified_split
 from .text import TextData
@@ -263,7 +263,7 @@ def load_source(
     if task.data == "digits": return load_digits_data(device, limit)
     if task.data == "cifar10" and synthetic: return synthetic_cifar10(limit or 2000, device=device)
     if task.data == "cifar10": return load_cifar10(root, device, limit)
-    block = task.host.block if isinstance(task.host, GPTConfig) else 64 # `check_fit` refuses a host for images
+    block = getattr(task.host, "block", 64) # `check_fit` refuses a host for images
     if is_own(task.data): return load_own(task.data, device, block, limit)
     if task.data == "prose": return load_prose(device, block, limit)
     return load_text_file(root / "tinystories.txt", device, block, limit)

@@ -35,8 +35,9 @@ class Strike:
 
     def head(self) -> Tensor: # (classes, features), a view
         "The weights of the lane's output layer."
-        named = self.net.named_parameters()
-        heads = [p for name, p in named if {"head", "tokens"} & set(name.split(".")[:2]) and p.ndim > 1]
+        named = [(name, p) for name, p in self.net.named_parameters() if p.ndim > 1]
+        heads = [p for name, p in named if {"head", "tokens"} & set(name.split(".")[:2])]
+        if hasattr(self.net, "factory"): heads = [p for _, p in named[-1:]] # of your own network
         check(len(heads) == 1, "network", type(self.net).__name__, "an output layer called head, or a tied token table")
         return by_lane(heads[0].data, self.stepper.lanes)[self.place]
 

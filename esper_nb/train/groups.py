@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SIGNALS', 'parts_in_use', 'part_of', 'Group', 'fill_part', 'copy_group', 'latest_births', 'schedule_lanes',
-           'check_out', 'give_back', 'seed_health', 'traced', 'site_signals', 'GroupResult', 'join_results',
-           'spread_lanes', 'join_worth', 'total_gain', 'join_groups']
+           'check_out', 'give_back', 'seed_health', 'traced', 'latest_pass', 'site_signals', 'GroupResult',
+           'join_results', 'spread_lanes', 'join_worth', 'total_gain', 'join_groups']
 
 # %% ../../nbs/train/46_groups.ipynb #3ce0f38a
 import math
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ..core.lanes import put_lanes, take_lanes, with_lanes
 from ..core.workers import Plan
 from ..grow.blending import Blend
-from ..grow.models import MAX_BRANCHES, Growing, GrowingModel
+from ..grow.models import MAX_BRANCHES, Growing
+from ..grow.slots import Slot
 from ..grow.stages import ACTIVE, LIVE, Stage
 from .evaluation import EvalResult
 from .gradients import gradient_health, growth_signals, norm_ratio
@@ -49,7 +50,7 @@ def part_of(model: Growing, owner: str) -> nn.Module:
 class Group(NamedTuple):
     "A network and optimizers of some lanes, for one epoch."
     lanes: tuple[int, ...]
-    net: GrowingModel
+    net: Growing
     stepper: Stepper # of the owners in use
     active: dict[str, Tensor] # owner -> (m,) bool, lanes of the group that train it
 
@@ -165,12 +166,20 @@ def seed_health(g: Group) -> dict[str, Tensor]: # slot -> (5, m): `GradientHealt
 SIGNALS = ("demand", "fit", "reach", "host_gradient") # rows of `site_signals`
 
 @contextmanager
-def traced(net: GrowingModel) -> Iterator[None]: # one forward and backward pass inside
+def traced(net: Growing) -> Iterator[None]: # one forward and backward pass inside
     "Let the slots keep what comes in and what goes out, with its gradient."
     for k in net.names: net.slot(k).trace = []
     try: yield
     finally:
         for k in net.names: net.slot(k).trace = None
+
+def latest_pass(slot: Slot) -> tuple[Tensor, Tensor]: # features of all lanes, and the gradient of what was handed on
+    "What a trace kept of the latest pass; one that came lane by lane is put together."
+    kept = slot.trace or []
+    if len(kept) < slot.lanes: kept = kept[-1:]
+    both, axis = kept[-slot.lanes:], 1 if slot.family == "cnn" else -1
+    grads = [torch.zeros_like(h) if out.grad is None else out.grad for h, out in both]
+    return torch.cat([h for h, _ in both], axis), torch.cat(grads, axis)
 
 def site_signals(g: Group) -> dict[str, Tensor]: # slot -> (4, m), rows as in SIGNALS
     "What the latest batch of a traced group says about its slots, gradients unscaled and not yet clipped."
@@ -179,8 +188,8 @@ def site_signals(g: Group) -> dict[str, Tensor]: # slot -> (4, m), rows as in SI
     own = g.stepper.owners["host"].params
     out: dict[str, Tensor] = {}
     for k in g.net.names:
-        h, passed = (g.net.slot(k).trace or [])[-1]
-        found = growth_signals(h, passed.grad, n)
+        h, gradient = latest_pass(g.net.slot(k))
+        found = growth_signals(h, gradient, n)
         before = [p for name, p in own.items() if name.removeprefix("host.").startswith(g.net.host.before[k])]
         norm = gradient_health(before, n, scale=scale).norm
         out[k] = torch.stack([found.demand / scale, found.fit, found.reach, norm.to(scale)])

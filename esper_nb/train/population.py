@@ -20,7 +20,8 @@ from ..core.devices import Precision, check_device, choose_precision
 from ..core.workers import Plan, Workers, plan
 from ..grow.decisions import DecisionResult
 from ..grow.hosts import CNNConfig
-from ..grow.models import GrowingModel
+from ..grow.module_hosts import ModuleHostConfig, explore_host
+from ..grow.models import Growing
 from ..grow.lifecycle import Event, Rules
 from ..guard.governor import Governor
 from ..guard.reports import GovernorConfig, Report
@@ -82,7 +83,8 @@ def lane_bytes(
 ) -> int: # bytes
     "Size of one lane's largest activation in a batch."
     h = task.host
-    numbers = h.base * h.size**2 if isinstance(h, CNNConfig) else 4 * h.d * h.block
+    if isinstance(h, ModuleHostConfig): numbers = explore_host(h).activation
+    else: numbers = h.base * h.size**2 if isinstance(h, CNNConfig) else 4 * h.d * h.block
     return itemsize * batch_size * numbers
 
 # %% ../../nbs/train/45_population.ipynb #87a5f224
@@ -150,7 +152,7 @@ class LaneRates:
 @dataclass
 class Spare:
     "A network for one group of lanes, with banks of seeds and optimizers of every width that was needed."
-    net: GrowingModel
+    net: Growing
     banks: dict[tuple[str, int], nn.Module] = field(default_factory=dict) # (owner, lanes) -> its module
     optimizers: dict[tuple[str, int], LaneOptimizer] = field(default_factory=dict) # (owner, lanes) -> its optimizer
 
@@ -161,7 +163,7 @@ class Population:
     task: Task
     config: FitConfig
     data: ImageData | TextData
-    model: GrowingModel # n lanes
+    model: Growing # n lanes
     stepper: Stepper # optimizers and loss scales of the n lanes
     epoch: Tensor # (n,) int64, epochs each lane has behind it
     precision: Precision
@@ -198,7 +200,7 @@ def new_governor(
 
 # %% ../../nbs/train/45_population.ipynb #a78efc73
 def new_stepper(
-    model: GrowingModel, # its host and banks
+    model: Growing, # its host and banks
     task: Task, # kind and options of the optimizer
     config: FitConfig, # learning rate, if it is not the task's, and clip norm
     scaled: bool, # whether the loss needs a scale

@@ -4,15 +4,14 @@
 
 # %% auto #0
 __all__ = ['FEW_CLASSES', 'SOURCES', 'split_lanes', 'lane_cross_entropy', 'class_counts', 'correct_counts', 'accuracy_pp',
-           'host_sites', 'check_slots', 'check_settings', 'check_fit', 'Task', 'register_task', 'list_tasks',
-           'get_task', 'task_from_folder', 'task_from_table', 'task_from_arrays', 'task_from_dataset', 'task_from_text',
-           'task_from_path', 'create_model']
+           'check_settings', 'check_fit', 'Task', 'register_task', 'list_tasks', 'get_task', 'task_from_folder',
+           'task_from_table', 'task_from_arrays', 'task_from_dataset', 'task_from_text', 'task_from_path',
+           'create_model']
 
 # %% ../../nbs/train/38_tasks.ipynb #61ee899e
 import difflib, fnmatch, math, re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -25,8 +24,9 @@ from .datasets import (
     host_for, is_own, keep_arrays, keep_read, load_own, load_source, own_source, text_digest)
 from .files import from_arrays, from_dataset, read_folder, read_table_file
 from .text import TextData
-from ..grow.hosts import CNNConfig, CNNHost, GPTConfig, GPTHost, new_host
-from ..grow.models import GrowingModel
+from ..grow.hosts import CNNConfig, GPTConfig, new_host
+from ..grow.models import Growing, GrowingModel
+from ..grow.module_hosts import HostConfig, ModuleHostConfig, check_slots, host_sites, module_model
 from ..grow.lifecycle import Rules
 
 # %% ../../nbs/train/38_tasks.ipynb #9bef2c95
@@ -80,33 +80,6 @@ def accuracy_pp(logits: Tensor, y: Tensor, n: int = 1) -> Tensor: # (n,) float32
     "Right answers of each lane in percentage points."
     return 100 * correct_counts(logits, y, n) / split_lanes(logits, y, n)[1].shape[0]
 
-# %% ../../nbs/train/38_tasks.ipynb #f080a4ec
-@lru_cache
-def host_sites(
-    config: CNNConfig | GPTConfig, # which host
-) -> tuple[str, ...]: # in execution order
-    "Names of a host's sites; nothing is allocated."
-    with torch.device("meta"): host = CNNHost(config) if isinstance(config, CNNConfig) else GPTHost(config)
-    return tuple(s.name for s in host.sites)
-
-# %% ../../nbs/train/38_tasks.ipynb #bcd1abd3
-def check_slots(
-    slots: Sequence[str], # site names, each once
-    known: Sequence[str] | None = None, # the host's sites; None checks the form only
-) -> tuple[str, ...]: # row-major
-    "A list of slots that is fit to use."
-    check(not isinstance(slots, str), "slots", slots, f"a list of names; write [{slots!r}]")
-    check(isinstance(slots, (list, tuple)) and len(slots) > 0, "slots", slots,
-          "a list with at least one name such as 'r0c1'")
-    for s in slots:
-        well_formed = isinstance(s, str) and re.fullmatch(r"r\d+c\d+", s) is not None
-        check(well_formed, "slot", s, "r<row>c<column>, such as 'r0c1'")
-    again = sorted({s for s in slots if slots.count(s) > 1})
-    check(not again, "slots", list(slots), f"each name once; drop the second {', '.join(again)}")
-    unknown = [s for s in slots if known is not None and s not in known]
-    check(not unknown, "slots", unknown, f"sites of this host: {', '.join(known or ())}")
-    return tuple(sorted(slots, key=lambda s: tuple(map(int, s[1:].split("c")))))
-
 # %% ../../nbs/train/38_tasks.ipynb #7e9e8698
 SOURCES = ("digits", "cifar10", "prose", "tinystories") # where the data of a task may come from
 
@@ -116,7 +89,7 @@ def check_settings(task): # raises a ValueError that names the setting
     "Refuse a task that cannot be trained."
     check(isinstance(task.name, str) and task.name != "", "name", task.name, "a non-empty str")
     check(task.data in SOURCES or is_own(task.data), "data", task.data, f"one of {', '.join(SOURCES)}, or yours")
-    check(isinstance(task.host, (CNNConfig, GPTConfig)), "host", task.host, "a CNNConfig or a GPTConfig")
+    check(isinstance(task.host, HostConfig), "host", task.host, "a CNNConfig or a GPTConfig, or a ModuleHostConfig of your own")
     check_slots(task.slots, host_sites(task.host))
     for k in ("batch_size", "epochs"): check_count(k, getattr(task, k))
     check(task.optimizer in ("sgd", "adam", "adamw"), "optimizer", task.optimizer, "'sgd', 'adam' or 'adamw'")
@@ -132,7 +105,7 @@ class _Settings(Config):
     "What a task is, without what it does."
     name: str
     data: str # one of `SOURCES`, or a text from `own_source`
-    host: CNNConfig | GPTConfig
+    host: CNNConfig | GPTConfig | ModuleHostConfig
     slots: tuple[str, ...] # slots used unless others are asked for
     batch_size: int # examples per lane and batch step
     epochs: int # horizon of a run
@@ -147,7 +120,9 @@ class _Settings(Config):
     def from_dict(cls, d: dict):
         "The inverse of `to_dict`; the host's kind is told by its settings."
         host = d.get("host")
-        if isinstance(host, dict): d = {**d, "host": (GPTConfig if "vocab" in host else CNNConfig).from_dict(host)}
+        if isinstance(host, dict):
+            kind = ModuleHostConfig if "factory" in host else GPTConfig if "vocab" in host else CNNConfig
+            d = {**d, "host": kind.from_dict(host)}
         return super().from_dict(d)
 
 # %% ../../nbs/train/38_tasks.ipynb #4380ddd7
@@ -156,7 +131,8 @@ def check_fit(task, data: ImageData | TextData): # raises a ValueError that says
     h = task.host
     check(data.classes == task.classes, "classes of the host", task.classes,
           f"{data.classes}, as many as the data have")
-    shape = (h.in_channels, h.size, h.size) if isinstance(h, CNNConfig) else (h.block,)
+    if isinstance(h, ModuleHostConfig): shape = h.shape
+    else: shape = (h.in_channels, h.size, h.size) if isinstance(h, CNNConfig) else (h.block,)
     check(shape == data.shape, "input shape of the host", shape, f"{data.shape}, the shape of the data")
     check(task.batch_size <= data.num_train, "batch_size", task.batch_size,
           f"at most {data.num_train}, the number of training examples; raise limit or lower batch_size")
@@ -172,7 +148,7 @@ class Task(_Settings):
     @property
     def classes(self) -> int:
         "Classes to tell apart; for text, the size of the vocabulary."
-        return self.host.classes if isinstance(self.host, CNNConfig) else self.host.vocab
+        return self.host.vocab if isinstance(self.host, GPTConfig) else self.host.classes or 0
 
     @property
     def optimizer_options(self) -> dict:
@@ -262,19 +238,25 @@ register_task(Task(
     batch_size=32, epochs=50, target_loss=1., delta_std=.15, optimizer="adamw", lr=3e-4, weight_decay=.01));
 
 # %% ../../nbs/train/38_tasks.ipynb #6fecc5cc
-def _new_task(name: str, source: str, host: CNNConfig | GPTConfig, examples: int, classes: int, settings: dict) -> Task:
+_TEXT_HOST = GPTConfig(vocab=256, d=64, heads=2, layers=3)
+
+def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict) -> Task:
     "A task with settings that suit small data, and those that were given."
-    text = isinstance(host, GPTConfig)
+    text, host = isinstance(data, TextData), settings.get("host")
+    examples, classes = data.num_train, data.classes
+    if isinstance(host, ModuleHostConfig): settings = settings | dict(host=host.fitted(data.shape, classes))
+    elif host is None: host = _TEXT_HOST.replace(block=data.shape[0]) if text else host_for(data.shape, classes)
     usual = dict(host=host, batch_size=max(1, min(16 if text else 64, examples // 4)), epochs=10 if text else 25,
                  target_loss=.2 * math.log(classes), delta_std=.05, lr=2e-3 if text else .05,
                  optimizer="adamw" if text else "sgd")
     given: dict = usual | settings
-    given.setdefault("slots", tuple(s for s in host_sites(given["host"]) if s.startswith("r0")))
+    sites = host_sites(given["host"])
+    own = isinstance(given["host"], ModuleHostConfig)
+    given.setdefault("slots", tuple(s for s in sites if own or s.startswith("r0")))
     return Task(re.sub(r"\W+", "_", name), source, **given)
 
 def _example_task(name: str, source: str, settings: dict) -> Task:
-    data = load_own(source)
-    return _new_task(name, source, host_for(data.shape, data.classes), data.num_train, data.classes, settings)
+    return _new_task(name, source, load_own(source), settings)
 
 # %% ../../nbs/train/38_tasks.ipynb #7d2b4b63
 def task_from_folder(path: str | Path, size: int | None = None, pad: int = 0, flip: bool = False, # as `read_folder`
@@ -299,9 +281,8 @@ def task_from_dataset(dataset, name: str = "dataset", **settings) -> Task: # ite
 
 def task_from_text(path: str | Path, block: int = 64, **settings) -> Task: # block: window length in bytes
     "A task of a text: to say its next byte."
-    host = GPTConfig(vocab=256, d=64, heads=2, layers=3, block=block)
     source, name = own_source("text", path, digest=text_digest(path, block)), settings.pop("name", Path(path).stem)
-    return _new_task(name, source, host, load_own(source, block=block).num_train, 256, settings)
+    return _new_task(name, source, load_own(source, block=block), settings)
 
 def task_from_path(path: str | Path, **settings) -> Task: # what a command line is given
     "A task of a folder of pictures (32 pixels unless `size` says otherwise), of a table or of a text."
@@ -318,10 +299,12 @@ def create_model(
     seed: int = 0, # lane i is born from the stream (seed, "init", i)
     blueprints: Sequence[str] | None = None, # what may grow, each takes memory in every slot; None: the host's family
     rules: Rules = Rules(), # gates and cool-down of the seeds
-) -> GrowingModel: # on `device`
+) -> Growing: # on `device`
     "The task's host with n lanes, each initialised on its own, and empty slots where they were asked for."
     dev = check_device(device)
     task = task if isinstance(task, Task) else get_task(task)
     chosen = check_slots(slots, host_sites(task.host))
+    if isinstance(task.host, ModuleHostConfig):
+        return module_model(task.host, chosen, check_count("num_lanes", num_lanes), seed, dev, blueprints, rules)
     host = new_host(task.host, check_count("num_lanes", num_lanes), seed, dev)
     return GrowingModel(host, chosen, blueprints, rules, seed)

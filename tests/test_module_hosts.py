@@ -1,0 +1,457 @@
+"Your own network as a host: lanes equal copies, it grows, resumes, exports; and what is refused."
+import copy
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from esper_nb.control.envs import GrowVecEnv
+from esper_nb.core.lanes import lane, reset_lanes
+from esper_nb.core.layers import by_lane
+from esper_nb.core.lane_forms import lane_form, look
+from esper_nb.core.modules import find_form, lane_module
+from esper_nb.core.random import seeded
+from esper_nb.grow.blueprints import (
+    FAMILIES, blueprint_size, forget_blueprint, get_blueprint, list_blueprints, make_blueprint)
+from esper_nb.grow.decisions import Decision
+from esper_nb.grow.module_hosts import ModuleHostConfig, explore_host, module_model
+from esper_nb.grow.plain_seeds import SEED_LAYOUTS, plain_blueprint
+from esper_nb.record.checkpoints import load_checkpoint, save_checkpoint
+from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.tasks import Task, create_model, get_task, host_sites, task_from_arrays
+from esper_nb.train.trainer import fit
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def mlp(width=16):
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+class Signal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(8, 12, 3, padding=1), nn.BatchNorm1d(12), nn.ReLU())
+        self.pool, self.head = nn.AdaptiveAvgPool1d(1), nn.Linear(12, 10)
+    def forward(self, x): return self.head(self.pool(self.body(x)).flatten(1))
+
+class Pictures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Linear(128, 10)
+    def forward(self, x): return self.head(self.body(x).flatten(1))
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.mid, self.head = nn.GRU(8, 12, batch_first=True), nn.Linear(12, 12), nn.Linear(12, 10)
+    def forward(self, x): return self.head(self.mid(self.rnn(x)[0])[:, -1])
+
+class Mixing(nn.Module):
+    "Its own `reshape` joins what belongs to several lanes."
+    def __init__(self):
+        super().__init__()
+        self.up, self.mid, self.head = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Linear(8, 10)
+    def forward(self, x): return self.head(self.mid(self.up(x).relu()).relu().reshape(len(x), 8, -1).mean(2))
+
+class Noisy(nn.Module):
+    "Draws in a forward of its own, and in a layer."
+    def __init__(self, own=True):
+        super().__init__()
+        self.up, self.drop, self.head, self.own = nn.Linear(64, 16), nn.Dropout(.3), nn.Linear(16, 10), own
+    def forward(self, x):
+        h = self.drop(self.up(x.flatten(1)).relu())
+        return self.head(F.dropout(h, .2, self.training) if self.own else h)
+
+class Tied(nn.Module):
+    "Tokens to tokens with one table for both."
+    def __init__(self):
+        super().__init__()
+        self.table, self.mid = nn.Embedding(10, 12), nn.Linear(12, 12)
+        self.out = nn.Linear(12, 10)
+        self.out.weight = self.table.weight
+    def forward(self, x): return self.out(self.mid(self.table(x)).relu())
+
+
+def host(factory, slots, shape, reads="BCHW", **kwargs):
+    return ModuleHostConfig(factory, slots, shape=shape, classes=10, reads=reads, kwargs=kwargs)
+
+PICTURE, SMALL = (3, 32, 32), dict(num_classes=10)
+def vision(name, *slots, **kwargs):
+    return host(f"torchvision.models:{name}", slots, PICTURE, **SMALL, **kwargs).replace(side_by_side=True)
+
+# network -> its host, whether it runs lane by lane, and the layers that do
+TABLE = {
+    "MLP": (lambda: host(mlp, {"1": "BD", "3": "BD"}, (64, 1, 1), "BC"), False, set()),
+    "Conv2d": (lambda: host(Pictures, ["body.2", "body"], (1, 8, 8)), False, set()),
+    "Conv1d": (lambda: host(Signal, {"body": "BDL"}, (1, 8, 8), "BCL"), False, set()),
+    "GRU": (lambda: host(Recurrent, {"mid": "BLD"}, (1, 8, 8), "BLD"), False, {"rnn"}),
+    "tied tokens": (lambda: host(Tied, ["mid"], (8,), "BL"), False, set()),
+    "own reshape": (lambda: host(Mixing, ["up", "mid"], (1, 8, 8)), True, set()),
+    "resnet18": (lambda: vision("resnet18", "layer1", "layer2.1"), False, set()),
+    "mobilenet_v3_small": (lambda: vision("mobilenet_v3_small", "features.1", "features.4", dropout=0.), False, set()),
+    "convnext_tiny": (lambda: vision("convnext_tiny", "features.1", stochastic_depth_prob=0.), False,
+                      {"features.0.1", "features.2.0"}),
+    "vit_b_16": (lambda: vision("vit_b_16", "encoder.layers.encoder_layer_3", image_size=32), True, set())}
+LARGE = ("convnext_tiny", "vit_b_16")
+NAMES = [pytest.param(k, marks=pytest.mark.slow) if k in LARGE else k for k in TABLE]
+_models: dict = {}
+
+def made(name):
+    "A model of two lanes for one network; one network at a time is kept, since some are large."
+    if name not in _models:
+        _models.clear()
+        config = TABLE[name][0]()
+        _models[name] = config, module_model(config, lanes=2, seed=3, blueprints=["norm", "conv_small", "lora"])
+    return _models[name]
+
+def batch(config, lanes=2, size=3, dtype=torch.float32):
+    g = torch.Generator().manual_seed(5)
+    if config.reads == "BL": return torch.randint(config.classes, (size, *config.shape, lanes), generator=g)
+    c, *rest = config.shape
+    return torch.randn(size, lanes * c, *rest, generator=g, dtype=dtype)
+
+def of_lane(x, i, lanes=2): return x[..., i:i + 1] if x.dtype == torch.int64 else x.chunk(lanes, 1)[i]
+
+def ordinary(config, model, i):
+    "What the factory makes for a lane, as the network's user would make it."
+    module, path = explore_host(config), config.factory.partition(":")
+    assert module.places and path[2]
+    with seeded(3, "init", i): return model.host.factory()
+
+def near(a, b, tolerance=1e-5):
+    off = float((a - b).detach().abs().max() / b.detach().abs().max().clamp(min=1e-9))
+    assert off <= tolerance, off
+
+def grown(model, name):
+    first = model.names[0]
+    blueprint = next(b for b in ("conv_small", "lora") if b in model.slot(first).blueprints)
+    model.germinate(first, blueprint, 1, tempo=0)
+    for _ in range(3): model.advance(first, 1, force=True)
+    g = torch.Generator().manual_seed(1)
+    for p in model.slot(first).banks[blueprint].parameters(): # of lane 1, which is at work
+        by_lane(p.data, 2)[1] += .2 * torch.randn(p.shape[0] // 2, *p.shape[1:], generator=g)
+    model.fossilize(first, 1, safe=False, force=True)
+    return first, blueprint
+
+
+# ---- the table: network x what a host can do
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_form_is_the_expected_one(name):
+    config, model = made(name)
+    _, whole, alone = TABLE[name]
+    assert model.host.form.whole == whole and bool(model.host.form.why) == whole
+    assert alone <= set(model.host.form.alone) and bool(alone) == bool(model.host.form.alone)
+    assert tuple(model.names) == host_sites(config) and set(model.names) == set(config.slots)
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lanes_equal_copies(name):
+    config, model = made(name)
+    net, copies = copy.deepcopy(model.host).double(), [ordinary(config, model, i).double() for i in range(2)]
+    x = batch(config, dtype=torch.float64)
+    def inputs(i): return model.host.read(of_lane(x, i))
+    with torch.no_grad():
+        near(net.eval()(x), torch.cat([c.eval()(inputs(i)) for i, c in enumerate(copies)], -1))
+    g = torch.Generator().manual_seed(2)
+    if name == "vit_b_16": # its head begins at zero: nothing else would have a gradient
+        for c in copies: nn.init.normal_(c.heads.head.weight, std=.1, generator=g)
+        by_lane(net.net.template.heads.head.weight.data, 2).copy_(torch.stack([c.heads.head.weight for c in copies]))
+    y = net.train()(x)
+    each = [c.train()(inputs(i)) for i, c in enumerate(copies)]
+    near(y, torch.cat(each, -1))
+    w = torch.randn(y.shape, generator=g, dtype=y.dtype)
+    (y * w).sum().backward()
+    for part, z in zip(w.chunk(2, -1), each): (z * part).sum().backward()
+    mine = {k.removeprefix("net.").replace("template.", ""): p.grad for k, p in net.named_parameters()}
+    for i, c in enumerate(copies):
+        largest = max(float(p.grad.abs().max()) for p in c.parameters() if p.grad is not None)
+        for k, p in c.named_parameters():
+            if p.grad is None: continue
+            off = (by_lane(mine[k], 2)[i].view_as(p) - p.grad).abs().max()
+            assert off <= 1e-5 * max(float(p.grad.abs().max()), 1e-4 * largest), (k, float(off))
+        state = {k.removeprefix("net.").replace("template.", ""): t for k, t in net.named_buffers()}
+        for k, t in c.named_buffers(): near(by_lane(state[k], 2)[i].view_as(t).double(), t.double())
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_grows(name):
+    config, model = made(name)
+    model.reset([0, 1], 3)
+    x = batch(config)
+    with torch.no_grad(): before = model.eval()(x)
+    first, blueprint = grown(model, name)
+    with torch.no_grad(): after = model(x)
+    if name != "vit_b_16": assert not torch.equal(after.chunk(2, -1)[1], before.chunk(2, -1)[1])
+    near(after.chunk(2, -1)[0], before.chunk(2, -1)[0])
+    model.train()(x).square().sum().backward()
+    for p in model.slot(first).banks[blueprint].parameters():
+        assert p.grad is None or not by_lane(p.grad, 2)[0].any()
+    assert model.slot(first).state(1).stage.name == "FOSSILIZED"
+    model.zero_grad()
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_resumes(name, tmp_path):
+    config, model = made(name)
+    x = batch(config)
+    if not model.slot(model.names[0]).roles(): grown(model, name)
+    with torch.no_grad(): said = model.eval()(x)
+    save_checkpoint(tmp_path/"model.safetensors", dict(host=config.to_dict()), model=model)
+    saved = ModuleHostConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert saved == config and hash(saved) == hash(config)
+    other = module_model(saved, lanes=2, seed=9, blueprints=["norm", "conv_small", "lora"])
+    load_checkpoint(tmp_path/"model.safetensors", dict(host=saved.to_dict()), model=other)
+    with torch.no_grad(): assert torch.equal(other.eval()(x), said)
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_exports(name):
+    config, model = made(name)
+    if not model.slot(model.names[0]).roles(): grown(model, name)
+    x = batch(config)
+    for i in range(2):
+        mine = of_lane(x, i)
+        plain = model.export(i, mine)
+        assert not any(type(m).__module__.startswith("esper_nb") for m in plain.modules())
+        with torch.no_grad(): near(plain(model.host.read(mine)), model.eval()(x).chunk(2, -1)[i])
+        with torch.no_grad(): near(plain(model.host.read(mine)), model.lane(i).eval()(mine), 1e-6)
+
+
+# ---- luck has an address
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_lane_draws_depends_on_no_neighbour(own):
+    config = host(Noisy, ["up"], (1, 8, 8), own=own)
+    assert explore_host(config.replace(slots={"up": "BD"})).form.whole == own
+    config = config.replace(slots={"up": "BD"})
+    model, x = module_model(config, lanes=3, seed=1, blueprints=["norm"]), batch(config, 3)
+    one = model.lane(2)
+    for _ in range(2):
+        together = model.train()(x)
+        torch.testing.assert_close(together[:, 20:], one.train()(of_lane(x, 2, 3)))
+    assert not torch.equal(model(x), together), "the next batch has luck of its own"
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    model(x)
+    assert torch.equal(state, torch.get_rng_state()), "nobody else's luck is used up"
+
+def test_a_lane_is_born_as_the_factory_bears_it():
+    config = TABLE["own reshape"][0]()
+    wide, narrow = module_model(config, lanes=4, seed=7).host, module_model(config, lanes=2, seed=7).host
+    with seeded(7, "init", 1): alone = Mixing()
+    for net in (wide, narrow):
+        for k, p in alone.named_parameters():
+            assert torch.equal(by_lane(net.inside.get_parameter(k), net.lanes)[1].view_as(p), p)
+
+
+# ---- forms
+
+def test_a_form_that_is_not_equal_is_not_used():
+    x = torch.rand(2, 1, 8, 8)
+    assert find_form(Mixing, x, 1, -1).whole
+    assert "does not keep lanes apart" in find_form(Mixing, x, 1, -1).why
+    assert "of its own" in find_form(Noisy, x, 1, -1).why
+    assert look(Noisy(False), x).layers["drop"].draws and not look(Noisy(False), x).draws
+
+def test_a_large_network_runs_lane_by_lane_unless_asked():
+    config = TABLE["mobilenet_v3_small"][0]().replace(side_by_side=None)
+    assert "more than 1,000,000 parameters" in explore_host(config).form.why
+    assert "asked" in explore_host(TABLE["MLP"][0]().replace(side_by_side=False)).form.why
+
+def test_batch_counts_are_each_lanes_own():
+    def net(): return nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
+    pop = lane_module(net, torch.rand(2, 2, 2, 2), 3, 1, -1)
+    reset_lanes(pop, range(3), 0)
+    pop.train()(torch.rand(4, 6, 2, 2))
+    reset_lanes(pop, [1], 5)
+    assert dict(pop.named_buffers())["net.0.num_batches_tracked"].tolist() == [1, 0, 1]
+    assert lane(pop, 2).ordinary()[0].num_batches_tracked == 1
+
+def test_hooks_subclasses_and_unusual_settings_have_no_lane_form():
+    class Odd(nn.Linear):
+        def forward(self, x): return super().forward(x) * 2
+    hooked = nn.Linear(2, 2)
+    hooked.register_forward_hook(lambda *a: None)
+    odd = [Odd(2, 2), hooked, nn.Embedding(3, 2, padding_idx=0), nn.BatchNorm1d(2, momentum=None), nn.LayerNorm((2, 2))]
+    assert [lane_form(m, 2) for m in odd] == [None] * 5
+    pop = lane_module(lambda: nn.Sequential(Odd(4, 4), nn.Linear(4, 2)), torch.rand(3, 4), 2)
+    assert list(pop.form.alone) == ["0"] and not pop.form.whole
+
+def test_a_frozen_weight_stays_frozen():
+    def net():
+        m = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        m[0].requires_grad_(False)
+        return m
+    assert [p.requires_grad for p in lane_module(net, torch.rand(3, 4), 2).parameters()] == [False, False, True, True]
+
+
+# ---- training, environments, settings
+
+def own_task(name="GRU", **changes):
+    config = TABLE[name][0]()
+    return get_task("digits").replace(name="own", host=config, slots=tuple(host_sites(config)), **changes)
+
+def germinate(pop, last):
+    slot = pop.model.names[0]
+    if last is not None: return [None] * pop.lanes
+    return [Decision("germinate", slot, pop.model.slot(slot).blueprints[i % 2], settings=dict(tempo=1))
+            if i % 2 else None for i in range(pop.lanes)]
+
+@pytest.mark.parametrize("name", ["MLP", "GRU", "own reshape"])
+def test_fit_does_not_depend_on_groups(name):
+    task = own_task(name)
+    if name == "MLP": task = None
+    if task is None:
+        x = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+        task = task_from_arrays(x, (x[:, :10]).argmax(1), host=TABLE["MLP"][0]().replace(shape=None, classes=None))
+        assert task.host.shape == (64, 1, 1) and task.classes == 10
+    losses = []
+    for width in (1, 4):
+        config = FitConfig(lanes=4, seed=1, workers=1, width=width, governor=None)
+        pop = new_population(task, config, blueprints=["norm", "mlp_small", "conv_small"])
+        losses.append([r.train.loss for r in fit(pop, 2, controller=germinate)])
+        assert pop.last is not None and all(v.isfinite().all() for v in pop.last.signals.values())
+    for a, b in zip(*losses): torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+def test_an_environment_takes_it():
+    env = GrowVecEnv(task=own_task("GRU"), num_envs=2, horizon=2, limit=128, workers=1)
+    env.reset(seed=0)
+    for _ in range(2): obs, reward, *_ = env.step(env.action_space.sample() * 0)
+    assert torch.as_tensor(reward).isfinite().all() and env.parts[0][1].model.names == ("mid",)
+    state = env.state_dict()
+    assert json.loads(json.dumps(state["config"]["task"]))["host"]["factory"].endswith(":Recurrent")
+
+def test_settings_are_plain_json_and_checked():
+    config = TABLE["MLP"][0]()
+    task = own_task("GRU")
+    assert Task.from_dict(json.loads(json.dumps(task.to_dict()))) == task
+    for wrong, said in ((dict(slots=[]), "names of submodules"), (dict(reads="XY"), "one of BCHW"),
+                        (dict(kwargs=dict(f=mlp)), "plain JSON"), (dict(shape=(3, 4)), "(C, 1, 1)")):
+        with pytest.raises(ValueError, match=said.replace("(", r"\(").replace(")", r"\)")): config.replace(**wrong)
+    with pytest.raises(ValueError, match="did you mean"): explore_host(TABLE["GRU"][0]().replace(slots={"midd": ""}))
+    with pytest.raises(ValueError, match="such as 'my_nets:make_net'"): explore_host(config.replace(factory="nowhere"))
+    with pytest.raises(ValueError, match="one number for each class"): explore_host(config.replace(classes=3))
+    with pytest.raises(ValueError, match="sites of this host"): create_model(task, ["r0c1"])
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True)
+        self.head = nn.Linear(8, 10)
+    def forward(self, x): return self.head(self.layer(x)[:, -1])
+
+def test_a_slot_inside_a_layer_that_runs_alone_makes_the_whole_run_alone():
+    found = explore_host(host(Attending, {"layer": "BLD"}, (1, 8, 8), "BLD"))
+    assert not found.form.whole and list(found.form.alone) == ["layer"]
+    found = explore_host(host(Attending, {"layer.norm1": "BLD"}, (1, 8, 8), "BLD"))
+    assert found.form.whole and "lies in a layer" in found.form.why
+
+
+# ---- blueprints from ordinary functions
+
+def small_conv(c): return nn.Sequential(nn.Conv2d(c, c, 3, padding=1), nn.BatchNorm2d(c), nn.GELU(), nn.Dropout(.1))
+def signal(c, reach=2): return nn.Sequential(nn.ConstantPad1d((reach, 0), 0.), nn.Conv1d(c, c, reach + 1))
+def vector(c): return nn.Sequential(nn.Linear(c, c), nn.Softmax(-1), nn.Linear(c, c))
+def recurrent(c): return Causal(c)
+
+class Causal(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.rnn = nn.GRU(c, c, batch_first=True)
+    def forward(self, x): return x + self.rnn(x)[0]
+
+@pytest.fixture
+def own_blueprints():
+    plain = dict(own_conv=("BCHW", small_conv), own_signal=("BCL", signal), own_vector=("BC", vector),
+                 own_steps=("BLD", recurrent))
+    for name, (layout, factory) in plain.items(): plain_blueprint(name, layout)(factory)
+    yield plain
+    for name, (layout, _) in plain.items(): forget_blueprint(name, SEED_LAYOUTS[layout])
+
+@pytest.mark.parametrize("name", ["own_conv", "own_signal", "own_vector", "own_steps"])
+def test_an_ordinary_function_is_a_blueprint(own_blueprints, name):
+    layout, factory = own_blueprints[name]
+    family = SEED_LAYOUTS[layout]
+    assert get_blueprint(name, family).declared == sum(p.numel() for p in factory(FAMILIES[family]).parameters())
+    assert blueprint_size(name, family, 8) == sum(p.numel() for p in factory(8).parameters())
+    key = "own reshape" if family == "cnn" else "GRU"
+    config = TABLE[key][0]()
+    model, x = module_model(config, lanes=2, seed=1, blueprints=[name]), batch(config)
+    slot = model.names[0]
+    with torch.no_grad(): before = model.eval()(x)
+    model.germinate(slot, name, 1, tempo=0)
+    for _ in range(3): model.advance(slot, 1, force=True)
+    model.fossilize(slot, 1, safe=False, force=True)
+    with torch.no_grad():
+        after = model(x)
+        near(model.export(1, of_lane(x, 1))(model.host.read(of_lane(x, 1))), after[:, 10:], 1e-6)
+    assert torch.equal(after[:, :10], before[:, :10]) and not torch.equal(after[:, 10:], before[:, 10:])
+    twin = module_model(config, lanes=4, seed=1, blueprints=[name])
+    twin.germinate(slot, name, 1, tempo=0)
+    for k, p in twin.slot(slot).banks[name].named_parameters():
+        mine = model.slot(slot).banks[name].get_parameter(k)
+        assert torch.equal(by_lane(p, 4)[1], by_lane(mine, 2)[1]), "a seed is a function of its lane"
+    one, other = (next(make_blueprint(name, family, 8).parameters()) for _ in range(2))
+    assert not torch.equal(one, other), "drawn from the stream of the moment"
+
+def test_a_wrong_blueprint_is_refused_at_once_and_disturbs_nobody():
+    before = list_blueprints()
+    for factory, layout in ((lambda c: nn.Conv2d(c, c + 1, 1), "BCHW"), (lambda c: nn.Linear(64, 64), "BLD"),
+                            (lambda c: 3, "BC"), (lambda c, rank: nn.Linear(c, c), "BLD")):
+        with pytest.raises(ValueError, match="bad"): plain_blueprint("bad", layout)(factory)
+    assert list_blueprints() == before
+    create_model("digits", ["r0c0"])
+
+
+# ---- in another process
+
+FILE = """
+from torch import nn
+def make_net(width=12):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+"""
+BEGIN = """
+    import torch
+    import my_nets
+    from esper_nb.control.env_config import EnvConfig
+    from esper_nb.grow.module_hosts import ModuleHostConfig
+    from esper_nb.learn.learner import PPOConfig
+    from esper_nb.run.recipes import RunConfig
+    from esper_nb.run.runs import begin_run
+    from esper_nb.train.tasks import get_task
+    def make_net(width): return my_nets.make_net(width)
+    for factory in (my_nets.make_net, make_net):
+        host = ModuleHostConfig(factory, {"2": "BD"}, shape=(1, 8, 8), classes=10, kwargs=dict(width=16))
+        task = get_task("digits").replace(name="own", host=host, slots=("2",))
+        env = EnvConfig(task=task, num_envs=2, horizon=2, limit=128, workers=1, seed=1)
+        run = begin_run(RunConfig("own", env, PPOConfig(num_steps=2, num_updates=2, num_minibatches=1)), "runs")
+        run.save()
+        print(run.folder.path)
+"""
+RESUME = """
+    import sys
+    from esper_nb.run.runs import open_run
+    run = open_run(sys.argv[1])
+    print(run.env.task.host.factory, run.env.parts[0][1].model.names)
+    try: open_run(sys.argv[2])
+    except ValueError as e: print(e)
+"""
+
+def python(code, folder, *args):
+    env = dict(PYTHONPATH=f"{ROOT}:{folder}", PATH="/usr/bin:/bin", OMP_NUM_THREADS="1", HOME=str(folder))
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), *args], cwd=folder, env=env, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+@pytest.mark.slow
+def test_a_fresh_process_goes_on_and_one_without_the_function_says_so(tmp_path):
+    (tmp_path/"my_nets.py").write_text(FILE)
+    resumed, refused = python(RESUME, tmp_path, *python(BEGIN, tmp_path))
+    assert resumed == "my_nets:make_net ('2',)"
+    assert "lives in a notebook or a script; put it in a file" in refused
