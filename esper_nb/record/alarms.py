@@ -272,7 +272,16 @@ class AlarmWatch:
                     if place not in self.states: self.states[place] = _RuleState(self.rules[i])
                     rank, x = self.states[place].see(row, value)
                     if rank: out.append(_alarm(self.rules[i], name, rank, x, row))
+            if row["kind"] == "episode" or row.get("step.terminated") or row.get("step.truncated"):
+                self.begin_anew(row["lane"])
         return out
+
+    def begin_anew(self,
+        lane: int, # whose episode has ended: what comes now is another network
+    ) -> None:
+        "Forget what was seen of a lane's network; what its controller does is followed on."
+        def stays(name: str, of: int | None) -> bool: return of != lane or name.startswith(("action.", "reward."))
+        self.states = {place: s for place, s in self.states.items() if stays(*place[1:3])}
 
     @property
     def standing(self) -> list[tuple[str, str, str, int | None, str | None]]: # level, name, metric, lane, slot
