@@ -136,7 +136,7 @@ def get_recipe(
     else: config = RunConfig(name, _hosts(name, 16), _ppo(get_task(name).epochs, 50))
     return change_settings(config, settings or {})
 
-# %% ../../nbs/run/94_recipes.ipynb #725a71ee
+# %% ../../nbs/run/94_recipes.ipynb #125dfdff
 def plan_text(
     config: RunConfig,
     path: Path, # the run's folder
@@ -160,12 +160,15 @@ def repeat_words(
     except (KeyError, ValueError): return None
     words = ["esper-nb", "train" if learns else "fit", name]
     options = {"seed": "--seed", "minutes": "--minutes", "ppo.num_updates": "--updates"} if learns else {}
-    for k, v in changed_settings(config["run" if learns else "fit"], usual.to_dict()).items():
+    now = config["run" if learns else "fit"]
+    changed = changed_settings(now, usual.to_dict())
+    if changed.get("minutes"): changed["ppo.num_updates"] = now["ppo"]["num_updates"] # or the command takes very many
+    for k, v in changed.items():
         if learns and k == "ppo.seed": continue # it is that of the run
         words += [options[k], setting_text(v)] if k in options else ["--set", f"{k}={setting_text(v)}"]
     return words
 
-# %% ../../nbs/run/94_recipes.ipynb #f6edd2da
+# %% ../../nbs/run/94_recipes.ipynb #527439e5
 def fair_env(
     config: RunConfig,
     data: ImageData | TextData | None = None, # None: the task's own, loaded now

@@ -270,7 +270,7 @@ def finish_run(
 def summary_text(run: Run, result: Comparison) -> str:
     "A run in a few lines."
     test, updates = torch.tensor(result.plays[0].test_accuracy_pp), run.learner.update
-    spread = f"median {test.median():.1f}, min {test.min():.1f}, max {test.max():.1f} pp"
+    spread = f"median {test.quantile(.5):.1f}, min {test.min():.1f}, max {test.max():.1f} pp"
     lines = [("test accuracy", f"{spread} over {result.lanes} lanes that the controller grew"),
              ("training", f"{updates} update{'s' * (updates != 1)}, {run.learner.env_steps:,} lane-epochs, "
                           f"{run.seconds:.0f} s"),
