@@ -212,7 +212,7 @@ def _in_processes(jobs: int, tasks: list[SeedTask], say: Callable, watch: Callab
             pool.shutdown(cancel_futures=True)
             raise
 
-# %% ../../nbs/run/97_contest.ipynb #0bd20d02
+# %% ../../nbs/run/97_contest.ipynb #b4dd5367
 def add_schedule(run: Run) -> dict[str, Callable[[int], Player]]: # name -> what makes the player, as `finish_run` asks
     "The best of a few timetables, from a search as long as one play."
     env = fair_env(run.config, None if run.config.env.family else run.env.parts[0][1].data, judged=False)

@@ -275,7 +275,7 @@ class LoopSource(_Ruinable):
 
 # %% ../../nbs/show/83_sources.ipynb #025bbde4
 UPDATE_NUMBERS = ("reward", "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm",
-                  "explained_variance") # of an update, shown beside the losses
+                  "explained_variance") # of an update
 
 def update_numbers(
     rows: Sequence[Row], # of a step
@@ -287,7 +287,7 @@ def update_numbers(
 
 def acted_line(
     ops: Sequence[str], # (n,) what each lane did
-) -> tuple[str, ...]: # one line for the log, or none if every lane waited
+) -> tuple[str, ...]: # a line for the log, or none
     "Who did what in a step of the environment."
     lanes: dict[str, list[int]] = {}
     for lane, op in enumerate(ops):
