@@ -84,7 +84,8 @@ def _outcome(told: _Told) -> str:
         return (f"The run has not come to its end: it stands at update {updates[-1]['update']} of "
                 f"{told.of['ppo']['num_updates']}{earned}, and nothing has been tested yet.")
     seen = [s.accuracy_pp for s in lane_scores(told.rows) if s.accuracy_pp is not None]
-    now = f": {median(seen):.1f} pp held out in the median of {len(seen)} lanes so far" if seen else ""
+    epochs = max((r["epoch"] for r in pick_rows(told.rows, "epoch")), default=-1) + 1
+    now = f": after {epochs} epochs {median(seen):.1f} pp held out in the median of {len(seen)} lanes" if seen else ""
     return f"The run has not come to its end{now}, and nothing has been tested yet."
 
 # %% ../../nbs/run/98_report.ipynb #f21965ed
@@ -107,8 +108,8 @@ _facts_of = dict(begun="begun", processor="processor", cores="cores", threads="t
                  python="Python", numpy="NumPy") # of a run's origin -> as people say it
 
 def _facts(told: _Told) -> dict[str, Any]:
-    "When, where and with what, by the names that people have for it."
-    updates, about = pick_rows(told.rows, "update"), dict(recipe=told.name)
+    "When, where and with what."
+    updates, about = pick_rows(told.rows, "update"), dict(network=told.config.get("network", told.name))
     if "seed" in told.of: about["seed"] = str(told.of["seed"])
     seconds, epochs = sum(r.get("update.seconds") or 0 for r in updates), pick_rows(told.rows, "epoch")
     if updates:
@@ -224,7 +225,7 @@ def _told_html(told: _Told) -> str:
         shares = [(k.replace("_", " "), f"{v:.1%}") for k, v in phase_shares(rows).items()]
         sections["Time"] = table_html(["phase", "share"], shares) if shares else ""
     sections["Settings"] = settings_html(told.of)
-    return page_html(told.name, f"Run {told.folder.path.name}", first, sections)
+    return page_html(told.name, f"The folder {told.folder.path.name}", first, sections)
 
 # %% ../../nbs/run/98_report.ipynb #c9db702e
 def _best(runs: Mapping[str, _Told]) -> str:
@@ -236,7 +237,7 @@ def _best(runs: Mapping[str, _Told]) -> str:
     return (f"Of {len(runs)} runs, {order[0]} made the best networks: {score[order[0]]:.1f} pp in the median on the "
             f"test split, against {rest}.")
 
-def _scores(told: _Told) -> dict[str, Any]: # by the names that people have for it
+def _scores(told: _Told) -> dict[str, Any]:
     "What a run is compared by."
     test, kinds = told.tested, alarm_kinds(told.rows)
     def alarms(level: str) -> int: return sum(k.times for k in kinds if k.level == level)

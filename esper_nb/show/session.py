@@ -15,12 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..core.config import check, check_count
 from ..grow.decisions import Decision
 from ..guard.governor import Governor
 from ..guard.reports import GovernorStop
 from ..record.checkpoints import load_checkpoint, save_checkpoint
 from ..record.folders import RunFolder, new_run
+from ..record.summaries import run_origin
 from ..record.writers import JSONLWriter
 from .history import Memory
 from .sources import WAITING, PopulationSource, Source
@@ -283,7 +286,8 @@ class _Saving(_Threaded):
 def do_save(s: _Saving) -> str:
     "A checkpoint and the rows."
     parts = s.source.parts()
-    if s.folder is None: s.folder = new_run(s.root, s.name, dict(network=s.source.network, lanes=s.source.lanes))
+    if s.folder is None: s.folder = new_run(s.root, s.name, dict(
+        network=s.source.network, lanes=s.source.lanes, torch=torch.__version__, origin=run_origin()))
     path = s.folder.path.resolve()/"checkpoint.safetensors"
     size = save_checkpoint(path, **parts)
     s.write_rows()

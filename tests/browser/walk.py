@@ -136,13 +136,11 @@ def grow(panel, hand, within=120):
     def stage(): return box.locator(".esper-next b").inner_text()
     hand(); panel.press("Germinate"); hand(); panel.press("▶ Go on")
     end = time.time() + within
+    advance = panel.root.get_by_role("button", name="Advance", exact=True)
     while stage() not in ("HOLDING", "FOSSILIZED") and time.time() < end:
-        advance = panel.root.get_by_role("button", name="Advance", exact=True)
-        try: panel.expect(advance).to_be_enabled(timeout=20_000)
-        except AssertionError: break
-        hand()
+        if advance.is_enabled(): hand()
         if advance.is_enabled(): advance.click()
-        time.sleep(.7)
+        time.sleep(.5)
     fossilize = panel.root.get_by_role("button", name="Fossilize", exact=True)
     if stage() == "HOLDING" and fossilize.is_enabled(): hand(); fossilize.click(); time.sleep(1.)
     print("the seed came to", stage(), flush=True)
