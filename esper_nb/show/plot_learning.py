@@ -112,8 +112,8 @@ def _health_curve(ax: Any, rows: Sequence[Row], name: str, xs: Sequence[float], 
         seen = {k for r in rows for k, v in r.items() if v is not None}
         heads = sorted(k for k in seen if k.startswith("update.head_entropy."))
         for i, k in enumerate(heads):
-            ax.plot(*series(rows, k, "update")[None], lw=1, color=COLORS[(i + 1) % 8], marker=MARKERS[i % 8], ms=3,
-                    markevery=max(1, len(xs) // 8), label=k.rpartition(".")[2])
+            ax.plot(*series(rows, k, "update")[None], lw=1, color=COLORS[(i + 1) % 8], marker=MARKERS[(i + 1) % 8],
+                    ms=4, ls=("--", ":", "-.")[i % 3], markevery=max(1, len(xs) // 8), label=k.rpartition(".")[2])
         add_legend(ax, fontsize=8, handlelength=1.4, loc="upper left", bbox_to_anchor=(1, 1), borderaxespad=0.)
 
 # %% ../../nbs/show/82_plot_learning.ipynb #4e86251f

@@ -306,7 +306,7 @@ def plot_session(
         if slots: draw_slots(axs[-1], session, lane)
     axs[-1].set_xlabel(session.source.axis[0])
     for ax in axs: ax.title.set_fontsize(8)
-    status = status_of(session) | dict(left=None) # a picture stays, the time that is left does not
+    status = status_of(session)
     fig.suptitle(f"{status['state']}: {', '.join(status_facts(status))}", fontsize=9, x=.01, ha="left")
     return fig
 
