@@ -117,7 +117,7 @@ def _facts(told: _Told) -> dict[str, Any]:
         about["trained"] = f"{updates[-1]['update']} updates, {steps:,} epochs of a lane, {seconds:,.0f} s"
     elif epochs: about["trained"] = f"{max(r['epoch'] for r in epochs) + 1} epochs"
     origin = told.config.get("origin", {})
-    about |= {name: origin[k] for k, name in _facts_of.items() if k in origin}
+    about |= {name: str(origin[k]) for k, name in _facts_of.items() if k in origin}
     about |= {name: told.config[k] for k, name in (("torch", "torch"), ("version", "esper_nb")) if k in told.config}
     return about | {"rows": f"{len(told.rows):,}"}
 

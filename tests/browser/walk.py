@@ -158,9 +158,11 @@ def main():
             print(f"{times[-1][1]:4d} s  {times[-1][0]}")
             for name, done in walk(browser, address, tmp/"esper_nb"):
                 times.append((done, round(time.time() - begun)))
+                if name == "walk-4-rollback":
+                    browser.page.locator(".esper-canvas").screenshot(path=IMAGES/"canvas.png")
+                    small(IMAGES/"canvas.png")
                 browser.page.screenshot(path=IMAGES/f"{name}.png"); small(IMAGES/f"{name}.png")
                 print(f"{times[-1][1]:4d} s  {done}  ({(IMAGES/f'{name}.png').stat().st_size // 1000} kB)", flush=True)
-            browser.page.locator(".esper-canvas").screenshot(path=IMAGES/"canvas.png"); small(IMAGES/"canvas.png")
             assert browser.errors == [], browser.errors
     times.append((f"of which the hand took {sum(hands):.0f} s, for {len(hands)} gestures", round(time.time() - begun)))
     (IMAGES/"walk.json").write_text(json.dumps(times, indent=0, ensure_ascii=False) + "\n")
