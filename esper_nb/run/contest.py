@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['timetable', 'list_schedules', 'kinds_of', 'ScheduleSearch', 'best_schedule', 'train_player', 'OraclePlayer',
-           'SeedTask', 'practice_update', 'play_seed', 'add_schedule', 'search_seeds', 'compare_recipe']
+           'SeedTask', 'practice_update', 'play_seed', 'search_seeds', 'compare_recipe', 'add_schedule']
 
 # %% ../../nbs/run/97_contest.ipynb #0f067297
 import time
@@ -212,15 +212,6 @@ def _in_processes(jobs: int, tasks: list[SeedTask], say: Callable, watch: Callab
             pool.shutdown(cancel_futures=True)
             raise
 
-# %% ../../nbs/run/97_contest.ipynb #b4dd5367
-def add_schedule(run: Run) -> dict[str, Callable[[int], Player]]: # name -> what makes the player, as `finish_run` asks
-    "The best of a few timetables, from a search as long as one play."
-    env = fair_env(run.config, None if run.config.env.family else run.env.parts[0][1].data, judged=False)
-    few = {k: v for k, v in list_schedules(env).items() if "everywhere" in k or k == "wait"}
-    found = best_schedule(env, [101], few)
-    env.close()
-    return {"fixed schedule": lambda seed: RulePlayer(found.schedule, practice_epochs=found.epochs)}
-
 # %% ../../nbs/run/97_contest.ipynb #8332d5c7
 def search_seeds(config: RunConfig) -> list[int]: # one for each round of all lanes
     "Seeds of a search that is worth its price, none of them reported."
@@ -246,3 +237,12 @@ def compare_recipe(
     tasks = [SeedTask(config, seed, found.name, found.epochs, found.by_kind) for seed in seeds]
     if jobs > 1: return Comparison.join(_in_processes(jobs, tasks, say, watch))
     return Comparison.join([play_seed(task, say, watch) for task in tasks])
+
+# %% ../../nbs/run/97_contest.ipynb #b4dd5367
+def add_schedule(run: Run) -> dict[str, Callable[[int], Player]]: # name -> what makes the player, as `finish_run` asks
+    "The best of a few timetables, from a search as long as one play."
+    env = fair_env(run.config, None if run.config.env.family else run.env.parts[0][1].data, judged=False)
+    few = {k: v for k, v in list_schedules(env).items() if "everywhere" in k or k == "wait"}
+    found = best_schedule(env, [101], few)
+    env.close()
+    return {"fixed schedule": lambda seed: RulePlayer(found.schedule, practice_epochs=found.epochs)}

@@ -63,10 +63,10 @@ def _read(path: str | Path) -> _Told:
     plays, final = folder.path/"comparison.json", folder.path/"final.jsonl"
     with _reading(folder.config_path):
         found = [config[k].get("name") for k in ("run", "task") if k in config]
-        about = dict(folder=folder, name=str(next(filter(None, found), folder.path.name)), config=config)
+        name = str(next(filter(None, found), folder.path.name))
     with _reading(plays): comparison = Comparison.load(plays) if plays.exists() else None
-    with _reading(final): return _Told(**about, rows=rows, final=read_rows(final) if final.exists() else [],
-                                       comparison=comparison)
+    with _reading(final): last = read_rows(final) if final.exists() else []
+    return _Told(folder=folder, name=name, config=config, rows=rows, final=last, comparison=comparison)
 
 # %% ../../nbs/run/98_report.ipynb #47ccec06
 def _outcome(told: _Told) -> str:
@@ -79,8 +79,8 @@ def _outcome(told: _Told) -> str:
         return (f"{len(tested)} network{'s' * (len(tested) != 1)} reached {median(tested):.1f} pp in the median on the "
                 f"test split, from {tested[0]:.1f} to {tested[-1]:.1f} pp.")
     if updates:
-        paid = updates[-1].get("update.return_mean")
-        earned = "" if paid is None else f"; its latest episodes earned {paid:.2f} on average"
+        mean = updates[-1].get("update.return_mean")
+        earned = "" if mean is None else f"; its latest episodes earned {mean:.2f} on average"
         return (f"The run has not come to its end: it stands at update {updates[-1]['update']} of "
                 f"{told.of['ppo']['num_updates']}{earned}, and nothing has been tested yet.")
     seen = [s.accuracy_pp for s in lane_scores(told.rows) if s.accuracy_pp is not None]

@@ -202,8 +202,8 @@ def plot_side_by_side(
     for name, rows in runs.items():
         learned = series(pick_rows(rows, "update"), "update.return_mean", "update").get(None)
         if learned: told.setdefault("update.return_mean", {})[name] = learned
-        elif curves := list(series(pick_rows(rows, "epoch"), "heldout.accuracy_pp").values()):
-            told.setdefault("heldout.accuracy_pp", {})[name] = lane_median(curves)
+        elif lanes := list(series(pick_rows(rows, "epoch"), "heldout.accuracy_pp").values()):
+            told.setdefault("heldout.accuracy_pp", {})[name] = lane_median(lanes)
     fig, axs = new_axes(7.5 * max(1, len(told)), 3.2, 1, max(1, len(told)), squeeze=False)
     if not told: say_empty(axs[0, 0], "No run has come to its first update or epoch yet.")
     for ax, (metric, curves) in zip(axs.flat, told.items()):
