@@ -20,7 +20,7 @@ from ..core.config import Config, check, check_count
 from ..grow.lifecycle import SHORT_LIFE
 from ..learn.loss import PPOConfig
 from ..learn.policies import PolicyConfig
-from ..record.summaries import changed_settings, setting_text
+from ..record.summaries import changed_settings, option_text
 from ..train.data import ImageData
 from ..train.population import FitConfig
 from ..train.tasks import get_task, list_tasks
@@ -165,7 +165,7 @@ def repeat_words(
     if changed.get("minutes"): changed["ppo.num_updates"] = now["ppo"]["num_updates"] # or the command takes very many
     for k, v in changed.items():
         if learns and k == "ppo.seed": continue # it is that of the run
-        words += [options[k], setting_text(v)] if k in options else ["--set", f"{k}={setting_text(v)}"]
+        words += [options[k], option_text(v)] if k in options else ["--set", f"{k}={option_text(v)}"]
     return words
 
 # %% ../../nbs/run/94_recipes.ipynb #527439e5

@@ -19,7 +19,7 @@ from ..record.files import check_target, new_file
 from ..record.folders import RunFolder
 from ..record.metrics import find_metric
 from ..record.rows import Row
-from ..record.summaries import changed_settings, conclusion_text, setting_text
+from ..record.summaries import changed_settings, conclusion_text, option_text
 from ..record.writers import read_rows
 from .compare import Comparison, comparison_text
 from .recipes import repeat_words
@@ -256,7 +256,7 @@ def _side_by_side_html(several: Sequence[_Told]) -> str:
     runs = dict(zip(names, several))
     each = "".join(f"<li><b>{html.escape(k)}</b>: {html.escape(_outcome(told))}</li>\n" for k, told in runs.items())
     first = f'<p class="lead">{html.escape(_best(runs))}</p>\n<ul>{each}</ul>'
-    flat = {k: {s: setting_text(v) for s, v in changed_settings(told.of, {}).items()} for k, told in runs.items()}
+    flat = {k: {s: option_text(v) for s, v in changed_settings(told.of, {}).items()} for k, told in runs.items()}
     again = [(k, shlex.join(repeat_words(told.config) or ["made in Python"])) for k, told in runs.items()]
     return page_html("Runs side by side", ", ".join(names), first, {
         "How they went": picture_html(lambda: plot_side_by_side({k: told.rows for k, told in runs.items()}),

@@ -10,7 +10,7 @@ import base64, html, io, math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..record.summaries import changed_settings, setting_text
+from ..record.summaries import changed_settings, option_text
 from .live import asset_path
 from .theme import theme
 
@@ -72,7 +72,7 @@ def settings_html(
     config: Mapping[str, Any], # nested
 ) -> str:
     "Everything that was set, folded away."
-    lines = [(k, setting_text(v)) for k, v in changed_settings(config, {}).items()]
+    lines = [(k, option_text(v)) for k, v in changed_settings(config, {}).items()]
     known = f"<p>Names as <code>--set</code> takes them ({doc_link('run/recipes', 'what they mean')}).</p>"
     table = table_html(["setting", "value"], lines)
     return f"<details><summary>Everything that was set</summary>{known}{table}</details>"
