@@ -146,3 +146,27 @@ def test_rows_of_a_long_run_are_checked_fast_enough_to_do_it_live():
         place = {"kind": "epoch", "epoch": epoch}
         watch.feed([{**place, "lane": lane, **{n: g.random() for n in names}} for lane in range(4)])
     assert all(len(state.past) <= 200 for state in watch.states.values()) # memory does not grow with the run
+
+
+# --- episodes
+
+@pytest.mark.parametrize("end", ["truncated", "terminated", "episode", None])
+def test_a_new_episode_raises_nothing_but_a_fall_within_one_does(end):
+    rows = []
+    for t in range(48):
+        accuracy, loss = 10 + 6 * (t % 12), 2.3 - .18 * (t % 12)
+        rows += record_rows("epoch", dict(heldout=dict(accuracy_pp=[accuracy]), train=dict(loss=[loss])), epoch=t)
+        if t % 12 < 11 or end is None: continue
+        if end == "episode": rows += record_rows("episode", dict(episode=dict(total=[5.])), epoch=t)
+        else: rows += record_rows("step", dict(step={end: [True]}), epoch=t)
+    assert bool(find_alarms(rows)) == (end is None)
+    for t in range(48, 58):     # and one that breaks down in its second half
+        heldout = dict(accuracy_pp=[80. if t < 53 else 40.])
+        rows += record_rows("epoch", dict(heldout=heldout), epoch=t)
+    assert ("accuracy falls", "critical") in {(a.name, a.level) for a in find_alarms(rows)}
+
+def test_a_controller_that_plants_once_an_episode_is_not_one_that_only_waits():
+    def steps(ops): return [{"kind": "step", "lane": 0, "epoch": t, "action.op": op} for t, op in enumerate(ops)]
+    once = (["germinate"] + 11 * ["wait"]) * 10
+    assert find_alarms(steps(once)) == []
+    assert [a.name for a in find_alarms(steps(120 * ["wait"]))] == ["only waiting"]

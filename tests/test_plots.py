@@ -1,5 +1,5 @@
 "Every plot: on real rows in every theme, on rows of one thing only, on none; and colours in the eyes of others."
-import contextlib, math
+import contextlib, math, re
 from pathlib import Path
 
 import matplotlib
@@ -215,6 +215,18 @@ def test_colours_stay_apart(vision, colors):
     x = lab(colors, vision)
     apart = np.linalg.norm(x[:, None] - x[None], axis=-1)[np.triu_indices(len(x), 1)]
     assert apart.min() >= (20 if colors is COLORS else 15)
+
+@pytest.mark.parametrize("vision", MACHADO)
+@pytest.mark.parametrize("page", ["LIGHT", "DARK"])
+def test_lines_of_the_panel_stay_apart(vision, page):
+    "The lines that cross in the live picture: lane, limit, rise, chance and recovery."
+    script = (Path(__file__).parents[1]/"esper_nb/show/canvas.js").read_text(encoding="utf-8")
+    found = dict(re.findall(r'(\w+): "(#[0-9a-f]{6})"', re.search(rf"const {page} = {{(.*?)}};", script, re.DOTALL)[1]))
+    x = lab([found[k] for k in ("focus", "limit", "rise", "chance", "good")], vision)
+    apart = np.linalg.norm(x[:, None] - x[None], axis=-1)[np.triu_indices(len(x), 1)]
+    assert apart.min() >= 15
+    ground = {"LIGHT": "#ffffff", "DARK": "#1e1e1e"}[page]
+    assert min(contrast(found[k], ground) for k in ("focus", "limit", "rise", "chance", "good")) >= 3
 
 def seen_as(image, vision): # (h, w, 3) uint8
     "A picture in the eyes of others."

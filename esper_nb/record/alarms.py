@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LEVELS', 'Limit', 'Measured', 'MEASURES', 'ALARM_RULES', 'KEEP', 'AlarmRule', 'Alarm', 'alarm_rules_markdown',
-           'AlarmWatch', 'find_alarms', 'alarm_rows']
+           'AlarmWatch', 'find_alarms', 'alarm_rows', 'AlarmKind', 'alarm_kinds']
 
 # %% ../../nbs/record/79_alarms.ipynb #4c45b40a
 import math
@@ -272,7 +272,16 @@ class AlarmWatch:
                     if place not in self.states: self.states[place] = _RuleState(self.rules[i])
                     rank, x = self.states[place].see(row, value)
                     if rank: out.append(_alarm(self.rules[i], name, rank, x, row))
+            if row["kind"] == "episode" or row.get("step.terminated") or row.get("step.truncated"):
+                self.begin_anew(row["lane"])
         return out
+
+    def begin_anew(self,
+        lane: int, # whose episode has ended: what comes now is another network
+    ) -> None:
+        "Forget what was seen of a lane's network; what its controller does is followed on."
+        def stays(name: str, of: int | None) -> bool: return of != lane or name.startswith(("action.", "reward."))
+        self.states = {place: s for place, s in self.states.items() if stays(*place[1:3])}
 
     @property
     def standing(self) -> list[tuple[str, str, str, int | None, str | None]]: # level, name, metric, lane, slot
@@ -304,3 +313,37 @@ def alarm_rows(alarms: Iterable[Alarm]) -> list[Row]:
         row: Row = {"kind": "alarm", **{k: v for k, v in place.items() if v is not None}, "lane": a.lane}
         rows.append(row | {f"alarm.{k}": v for k, v in told.items()})
     return rows
+
+# %% ../../nbs/record/79_alarms.ipynb #a19c5513
+class AlarmKind(NamedTuple):
+    "All alarms of one name and level."
+    level: str
+    name: str
+    times: int
+    lanes: str # their numbers
+    at: str # updates, or epochs
+    shown: str # the latest value
+    meaning: str
+    advice: str
+
+def _few(numbers: Iterable[Any]) -> str:
+    "Some numbers, or the first and the last."
+    found = sorted({x for x in numbers if x is not None})
+    return ", ".join(map(str, found)) if len(found) <= 4 else f"{found[0]} to {found[-1]}"
+
+def alarm_kinds(
+    rows: Sequence[Row], # of a run
+) -> list[AlarmKind]: # worst first, then most frequent first
+    "The alarms that the rows raise by today's table, and those that were recorded by other rules, by kind."
+    kinds: dict[tuple[str, str], list[Row]] = {}
+    known = {rule.name for rule in ALARM_RULES}
+    others = [r for r in rows if r["kind"] == "alarm" and r["alarm.name"] not in known]
+    for r in [*alarm_rows(find_alarms(rows)), *others]:
+        kinds.setdefault((r["alarm.level"], r["alarm.name"]), []).append(r)
+    def order(kind: AlarmKind) -> tuple[int, int]:
+        return -LEVELS.index(kind.level) if kind.level in LEVELS else 1, -kind.times
+    return sorted((AlarmKind(
+        level=level, name=name, times=len(some), lanes=_few(r["lane"] for r in some),
+        at=_few(r.get("update", r.get("epoch")) for r in some), shown=some[-1]["alarm.shown"][:8],
+        meaning=some[-1]["alarm.meaning"], advice=some[-1]["alarm.advice"])
+        for (level, name), some in kinds.items()), key=order)

@@ -171,10 +171,11 @@ _ends = {"prune": "pruned", "fossilize": "fossilized"}
 def _live_on(s: Life, r: Row) -> Life: # r: of the kind slot or seed
     "A life, one row later."
     ends = _ends.get(r.get("seed.event", ""))
-    if ends and s.end == "alive": s = s._replace(end=ends, by=r["seed.by"])
+    if "FOSSILIZED" in (r.get("seed.after"), r.get("slot.stage")): ends = "fossilized" # by itself, in a short life
+    if ends and s.end == "alive": s = s._replace(end=ends, by=r.get("seed.by", "time"))
     elif r["kind"] == "seed" and not ends and r["seed.event"] != "germinate": return s
-    elif r["kind"] == "slot" and s.end != "alive": return s
-    elif r["kind"] == "slot" and r["slot.stage"] in _grown: s = s._replace(epochs=s.epochs + 1)
+    elif r["kind"] == "slot" and s.end != "alive" and (s.end, s.by) != ("fossilized", "time"): return s
+    if r["kind"] == "slot" and r["slot.stage"] in _grown: s = s._replace(epochs=s.epochs + 1)
     latest = {k: r.get(f"{r['kind']}.{k}") for k in ("change_pp", "contribution_pp", "blueprint")}
     return s._replace(**{k: v for k, v in latest.items() if v is not None})
 

@@ -106,7 +106,8 @@ def limit_rows(
         collapse_high=high,
         judged=s.judged,
         anomalies=s.count,
-        cusum_share=[None] * governor.n if c.rise is None else s.cusum / c.rise)}, lanes=None, **keys)
+        cusum_share=[None] * governor.n if c.rise is None else s.cusum / c.rise,
+        rise=_per_lane(limits.rise, ready))}, lanes=None, **keys)
 
 # %% ../../nbs/record/72_populations.ipynb #bcd8eeef
 _reported = ("reason", "action", "step", "loss", "shown", "norm", "limit", "mean", "sigma", "count", "restored_step",

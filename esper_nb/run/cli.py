@@ -22,13 +22,14 @@ from ..train.faults import Fault, disturb_at, list_faults, parse_fault
 from .recipes import RunConfig, get_recipe, list_recipes
 from .report import write_report
 from ..record.populations import closing_table, population_rows, run_rows
-from .contest import compare_recipe
+from .contest import add_schedule, compare_recipe
 from .runs import begin_run, check_faults, drive_run, open_run
 from ..train.tasks import Task, get_task, list_tasks
 from ..learn.training import exit_when_told
 from ..record.files import check_target, new_file, save_tensors
 from ..record.folders import RunFolder, new_run
 from ..record.recorder import Recorder
+from ..record.summaries import run_origin
 from ..record.writers import JSONLWriter
 from ..train.population import FitConfig, Population, new_population
 from ..train.trainer import run_epoch
@@ -103,7 +104,7 @@ def fit_run(
         check(there, "inject", f, f"a lane below {config.lanes} and an epoch below {epochs}")
     pop = new_population(task, config, device=device, root=root, synthetic=synthetic)
     described = dict(task=task.to_dict(), fit=config.to_dict(), device=str(device))
-    run = new_run(out, task.name, described | dict(version=__version__, torch=torch.__version__))
+    run = new_run(out, task.name, described | dict(version=__version__, torch=torch.__version__, origin=run_origin()))
     with Recorder([JSONLWriter(run.rows_path)]) as rec:
         rec.add(run_rows(pop))
         rates = _fit_epochs(pop, rec, faults, progress)
@@ -195,8 +196,8 @@ def _add_watch(p: argparse.ArgumentParser) -> None:
     p.add_argument("--every", type=_positive, default=2., help="seconds between two looks (default: %(default)g)")
 
 def _add_report(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", help="its folder")
-    p.add_argument("--out", default=None, help="file (default: report.html in the folder)")
+    p.add_argument("run", nargs="+", help="its folder; several are compared")
+    p.add_argument("--out", default=None, help="file (default: report.html in the folder, or beside the first one)")
 
 def _add_compare(p: argparse.ArgumentParser) -> None:
     _run_options(p, "as for train")
@@ -220,8 +221,8 @@ def _add_bench(p: argparse.ArgumentParser) -> None:
                    help="growth: cases whose name contains this, such as 'digits, batch 64, mixed'")
 
 # %% ../../nbs/run/99_cli.ipynb #9076e858
-def _train(args): return drive_run(begin_run(_chosen_recipe(args), args.out), not args.quiet)
-def _resume(args): return drive_run(open_run(args.run, _longer(args)), not args.quiet)
+def _train(args): return drive_run(begin_run(_chosen_recipe(args), args.out), not args.quiet, more=add_schedule)
+def _resume(args): return drive_run(open_run(args.run, _longer(args)), not args.quiet, more=add_schedule)
 def _report(args): print(write_report(args.run, args.out))
 
 def _watch(args):
@@ -254,7 +255,7 @@ _commands = dict(
     train=_Command(_train, _add_train, "train a controller that grows networks"),
     resume=_Command(_resume, _add_resume, "go on with a run, exactly where it stopped"),
     watch=_Command(_watch, _add_watch, "follow a run in a terminal while it is written"),
-    report=_Command(_report, _add_report, "write one self-contained HTML page about a run"),
+    report=_Command(_report, _add_report, "write one self-contained HTML page about a run, or about several"),
     compare=_Command(_compare, _add_compare, "a recipe's controller against the heuristic, random actions, waiting and "
                                              "the best fixed schedule"),
     fit=_Command(_fit, _add_fit, "train a population of networks on a task without a controller"),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['timetable', 'list_schedules', 'kinds_of', 'ScheduleSearch', 'best_schedule', 'train_player', 'OraclePlayer',
-           'SeedTask', 'practice_update', 'play_seed', 'search_seeds', 'compare_recipe']
+           'SeedTask', 'practice_update', 'play_seed', 'search_seeds', 'compare_recipe', 'add_schedule']
 
 # %% ../../nbs/run/97_contest.ipynb #0f067297
 import time
@@ -27,8 +27,8 @@ from ..learn.learner import Learner, Update
 from ..learn.training import StopFlag
 from .compare import (Comparison, Player, PolicyPlayer, PracticeUpdate, RulePlayer, compare_controllers,
     play_lanes, simple_controllers)
-from .recipes import RunConfig
-from .runs import fair_env
+from .recipes import RunConfig, fair_env
+from .runs import Run
 from ..train.data import ImageData
 from ..train.families import FamilyData
 from ..train.text import TextData
@@ -237,3 +237,12 @@ def compare_recipe(
     tasks = [SeedTask(config, seed, found.name, found.epochs, found.by_kind) for seed in seeds]
     if jobs > 1: return Comparison.join(_in_processes(jobs, tasks, say, watch))
     return Comparison.join([play_seed(task, say, watch) for task in tasks])
+
+# %% ../../nbs/run/97_contest.ipynb #b4dd5367
+def add_schedule(run: Run) -> dict[str, Callable[[int], Player]]: # name -> what makes the player, as `finish_run` asks
+    "The best of a few timetables, from a search as long as one play."
+    env = fair_env(run.config, None if run.config.env.family else run.env.parts[0][1].data, judged=False)
+    few = {k: v for k, v in list_schedules(env).items() if "everywhere" in k or k == "wait"}
+    found = best_schedule(env, [101], few)
+    env.close()
+    return {"fixed schedule": lambda seed: RulePlayer(found.schedule, practice_epochs=found.epochs)}

@@ -173,11 +173,11 @@ function decode(code) {
 
 const LIGHT = {
   ink: "#1c2126", muted: "#5f6871", grid: "#e4e7ea", other: "rgba(88,100,112,.32)", focus: "#0072b2",
-  limit: "#c04f00", rise: "#a3447a", chance: "#8f6200", good: "#007a59", back: "#ffffff",
+  limit: "#c04f00", rise: "#8a1475", chance: "#725f37", good: "#0c5547", back: "#ffffff",
 };
 const DARK = {
   ink: "#eceef0", muted: "#a3abb3", grid: "#31363b", other: "rgba(178,188,198,.34)", focus: "#56b4e9",
-  limit: "#f58a4b", rise: "#e6a3c8", chance: "#f0c24b", good: "#2fc9a2", back: "#111111",
+  limit: "#f58a4b", rise: "#c07ca1", chance: "#e4e244", good: "#65fbd3", back: "#111111",
 };
 
 // Colours and font for the page that an element is on, by the brightness of its ground.
@@ -697,7 +697,7 @@ function episodes(ctx, look, run, box, X) {
 const CHART = [ // title, columns of the table of curves with their colours and letters
   ["return of an episode", [[1, "focus", ""]]],
   ["accuracy, pp", [[2, "focus", ""]]],
-  ["entropy of the policy, nats", [[3, "focus", ""]]],
+  ["entropy of the policy, share", [[3, "focus", ""]]],
   ["operations, share", [[4, "good", "germinate"], [5, "chance", "set alpha"], [6, "limit", "prune"],
     [7, "ink", "fossilize"], [8, "focus", "advance"]]],
 ];

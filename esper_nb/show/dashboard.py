@@ -22,7 +22,7 @@ from .controls import Ask, ControlBar, Focus, SeedsPanel, ThresholdsPanel, fault
 from .history import Incident
 from .live import Feed, asset_path, canvas_class, live_front_end, odds_html, running_cell
 from .session import Request, Session
-from .sources import UPDATE_NUMBERS, WAITING, Frame, Source, acted_line, frame_losses
+from .sources import WAITING, Frame, Source, acted_line, frame_losses, update_numbers
 from .theme import Maker
 from .words import (MODEL, RETURN, Stored, figure_png, log_html, plot_session, session_text, status_html,
                                  tell_on)
@@ -282,9 +282,9 @@ def rows_limits(
     rows: list[Row], # of a step
     lanes: int, # n
 ) -> np.ndarray: # (n, 5) by LIMITS
-    "Where the limits stood after a step; of a rise rows tell nothing."
-    told = [row_values(rows, f"limit.{name}", lanes) for name in ("value", "absolute", "by_sigma", "by_multiple")]
-    return np.stack([*told, np.full(lanes, np.nan)], axis=1)
+    "Where the limits stood after a step."
+    names = ("value", "absolute", "by_sigma", "by_multiple", "rise")
+    return np.stack([row_values(rows, f"limit.{name}", lanes) for name in names], axis=1)
 
 # %% ../../nbs/show/89_dashboard.ipynb #f621a2b0
 def rows_frame(
@@ -295,13 +295,11 @@ def rows_frame(
     n, epoch = run.lanes, max((row["epoch"] for row in rows if row.get("epoch") is not None), default=0)
     end, batches = (epoch + 1, run.batches) if run.learns else ((epoch + 1) * run.batches, 1)
     accuracy = row_values(rows, "heldout.accuracy_pp", n)
-    update = next((row for row in rows if row["kind"] == "update"), {})
-    numbers = {name.replace("_", " "): update.get(f"update.{name}") for name in UPDATE_NUMBERS} if update else {}
     seeds = [f"lane {row['lane']}, {row['slot']}: {row['seed.event']} {row.get('seed.blueprint') or ''}"
              for row in rows if row["kind"] == "seed"]
     ops = {row["lane"]: row["action.op"] for row in rows if "action.op" in row}
     return Frame(rows_losses(rows, run), accuracy if np.isfinite(accuracy).any() else None, rows=rows,
-                 limits=rows_limits(rows, n), numbers=numbers,
+                 limits=rows_limits(rows, n), numbers=update_numbers(rows),
                  lines=(*seeds, *acted_line([ops.get(i, "wait") for i in range(n)])),
                  incidents=tuple(row_incident(row, end, batches) for row in rows if row["kind"] == "governor"))
 

@@ -15,12 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..core.config import check, check_count
 from ..grow.decisions import Decision
 from ..guard.governor import Governor
 from ..guard.reports import GovernorStop
 from ..record.checkpoints import load_checkpoint, save_checkpoint
 from ..record.folders import RunFolder, new_run
+from ..record.summaries import run_origin
 from ..record.writers import JSONLWriter
 from .history import Memory
 from .sources import WAITING, PopulationSource, Source
@@ -271,6 +274,7 @@ class _Saving(_Threaded):
     "A session with a folder."
     root: str = "runs" # where the folder goes
     folder: RunFolder | None = None # None: nothing is saved yet
+    origin: dict[str, Any] = {} # when and on what it was made
 
     def write_rows(self) -> None:
         "The newest rows, into the folder's file."
@@ -283,7 +287,8 @@ class _Saving(_Threaded):
 def do_save(s: _Saving) -> str:
     "A checkpoint and the rows."
     parts = s.source.parts()
-    if s.folder is None: s.folder = new_run(s.root, s.name, dict(network=s.source.network, lanes=s.source.lanes))
+    if s.folder is None: s.folder = new_run(s.root, s.name, dict(
+        network=s.source.network, lanes=s.source.lanes, torch=torch.__version__, origin=s.origin))
     path = s.folder.path.resolve()/"checkpoint.safetensors"
     size = save_checkpoint(path, **parts)
     s.write_rows()
@@ -311,6 +316,7 @@ class Session(_Saving):
         source = PopulationSource(source) if isinstance(source, Population) else source
         super().__init__(source, capacity, rows, name, pace)
         self.root = root
+        self.origin = run_origin()
 
     def start(self) -> Request:
         "Run, from the beginning or from where it stands."

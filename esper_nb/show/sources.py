@@ -22,7 +22,7 @@ from ..grow.models import Growing
 from ..grow.lifecycle import Event
 from ..guard.governor import Governor
 from ..guard.reports import Report
-from ..learn.learner import Learner, Update
+from ..learn.learner import Learner
 from ..record.checkpoints import EnvState
 from ..record.populations import governor_rows, population_rows, run_rows, slot_rows
 from ..record.rows import Row
@@ -275,19 +275,19 @@ class LoopSource(_Ruinable):
 
 # %% ../../nbs/show/83_sources.ipynb #025bbde4
 UPDATE_NUMBERS = ("reward", "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm",
-                  "explained_variance") # of an update, shown beside the losses
+                  "explained_variance") # of an update
 
 def update_numbers(
-    update: Update | None, # None: the rollout is not full yet
-) -> dict[str, float | None]:
-    "A controller's health by name, as a frame tells it."
-    if update is None: return {}
-    health = {name.replace("_", " "): getattr(update, name) for name in UPDATE_NUMBERS}
-    return {"update": float(update.update)} | health
+    rows: Sequence[Row], # of a step
+) -> dict[str, float | None]: # empty before the rollout is full
+    "A controller's health by name."
+    told = [row for row in rows if row["kind"] == "update"]
+    health = {name.replace("_", " "): row.get(f"update.{name}") for row in told for name in UPDATE_NUMBERS}
+    return health | {"update": float(row["update"]) for row in told}
 
 def acted_line(
     ops: Sequence[str], # (n,) what each lane did
-) -> tuple[str, ...]: # one line for the log, or none if every lane waited
+) -> tuple[str, ...]: # a line for the log, or none
     "Who did what in a step of the environment."
     lanes: dict[str, list[int]] = {}
     for lane, op in enumerate(ops):
@@ -340,7 +340,7 @@ class EnvSource(_Ruinable):
         rows = self.rows(self.envs, **keys)
         if update is not None: rows += update_rows(update, HEADS)
         loss = frame_losses(s.train_loss[None], s.awake.numpy()) # who only began an episode trained nothing
-        numbers = update_numbers(update) | {"reward now": s.reward.mean().item()}
+        numbers = update_numbers(rows) | {"reward now": s.reward.mean().item()}
         return Frame(loss=loss, accuracy=s.accuracy_pp.numpy(), reports=self.envs.reports, numbers=numbers, rows=rows,
                      lines=acted_line(s.op))
 

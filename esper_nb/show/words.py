@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['GLYPHS', 'NOTE_GLYPHS', 'RETURN', 'MODEL', 'HIDDEN', 'time_words', 'status_facts', 'last_line', 'session_text',
            'tell_on', 'error_html', 'status_html', 'log_html', 'measured_losses', 'in_vain', 'loss_bounds',
-           'draw_losses', 'draw_lanes', 'has_grown', 'draw_slots', 'slot_plans', 'plot_session', 'figure_png',
-           'stored_html', 'Stored']
+           'draw_losses', 'draw_lanes', 'has_grown', 'draw_slots', 'slot_plans', 'has_learned', 'plot_session',
+           'figure_png', 'stored_html', 'Stored']
 
 # %% ../../nbs/show/87_words.ipynb #ef6bbb96
 import base64
@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from ..grow.stages import COOLING, Stage
-from .history import LIMITS, Incident, Note, decode_slots
+from .history import CONTROLLER_CURVES, LIMITS, Incident, Note, decode_slots
 from .live import status_of
+from .plot_learning import draw_controller
 from .plot_runs import stage_bar, stage_text
 from .session import Session
 from .theme import BLUE, BROWN, GREEN, RED, WINE, look_of
@@ -277,6 +278,13 @@ def slot_plans(
     model = session.source.model
     return [] if model is None else list(model.slot(slot).blueprints)
 
+# %% ../../nbs/show/87_words.ipynb #7a43adac
+def has_learned(
+    session: Session,
+) -> bool:
+    "Whether a controller has earned something in a session."
+    return bool(np.isfinite(session.curves.rows[:, 1]).any())
+
 # %% ../../nbs/show/87_words.ipynb #45bf30a3
 def plot_session(
     session: Session,
@@ -286,12 +294,15 @@ def plot_session(
     from matplotlib.figure import Figure
     if lane is None: lane = session.incidents[-1].lane if session.incidents else 0
     n, slots = session.source.lanes, len(session.slots) if has_grown(session, lane) else 0
-    heights = [3.] + [max(.6, .09 * n)] * (n > 1) + [.3 * slots] * (slots > 0)
+    learned = 3 * has_learned(session)
+    heights = [3.] + [.8] * learned + [max(.6, .09 * n)] * (n > 1) + [.3 * slots] * (slots > 0)
     fig = Figure(figsize=(9, sum(heights) + 1.2), layout="constrained")
     axs = list(np.atleast_1d(fig.subplots(len(heights), 1, sharex=True, height_ratios=heights)))
     with session.lock:
         draw_losses(axs[0], session, lane)
-        if n > 1: draw_lanes(axs[1], session)
+        points, names = session.curves.rows, CONTROLLER_CURVES
+        if learned: draw_controller(axs[1:4], points[:, 0], dict(zip(names, points[:, 1:].T)))
+        if n > 1: draw_lanes(axs[1 + learned], session)
         if slots: draw_slots(axs[-1], session, lane)
     axs[-1].set_xlabel(session.source.axis[0])
     for ax in axs: ax.title.set_fontsize(8)

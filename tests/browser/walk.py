@@ -68,13 +68,17 @@ def make_lab(folder, tmp):
         except subprocess.TimeoutExpired: os.killpg(process.pid, signal.SIGKILL)
 
 
-def walk(browser, address):
+hands = []          # seconds of every gesture
+
+def walk(browser, address, folder):
     "Yields (name of the picture, what was done) after each step."
     page, panel = browser.page, Panel(browser)
     page.goto(address)
     files = page.locator(".jp-DirListing-item")
     if files.filter(has_text="tutorials").count() == 0: files.first.wait_for()
-    def hand(): time.sleep(HAND)
+    def hand():
+        hands.append(HAND)
+        time.sleep(HAND)
     news = page.get_by_role("button", name="No", exact=True)
     try: news.click(timeout=4000)                           # JupyterLab asks once whether it may tell news
     except Exception: pass
@@ -103,6 +107,44 @@ def walk(browser, address):
     panel.press("❙❙ Pause"); panel.state("paused")
     panel.show(); time.sleep(1.)
     yield "walk-4-rollback", "nan: verdict, rollback, recovery"
+    hand(); panel.root.locator("select").nth(0).evaluate("e => e.scrollIntoView({block: 'nearest'})")
+    grow(panel, hand)
+    panel.show(); time.sleep(1.)
+    yield "walk-5-grown", "❀ Grow: germinate, advance as soon as the button lets you"
+    hand(); panel.press("⤓ Save"); panel.sees("checkpoint.safetensors")
+    hand(); page.keyboard.press("Control+s"); time.sleep(2.)
+    epoch = panel.epoch()
+    page.reload()
+    page.wait_for_selector(".jp-Notebook .jp-Cell")
+    panel = Panel(browser)
+    panel.root.wait_for(timeout=120_000); panel.state("paused"); panel.epoch_beyond(epoch - 1)
+    panel.show(); time.sleep(2.)
+    assert panel.drawn() > 50
+    yield "walk-6-reloaded", "⤓ Save, Ctrl+S, the page is loaded anew: the panel is there again"
+    hand()
+    command = [folder/".venv/bin/python", "-c", "from esper_nb.run.cli import main; main()", "report",
+               folder/"nbs/tutorials/runs/run"]
+    said = subprocess.run(command, cwd=folder, env=os.environ | dict(PYTHONPATH=str(folder)), check=True,
+                          capture_output=True, text=True).stdout
+    page.goto(f"file://{said.strip()}")
+    page.locator(".lead").wait_for()
+    yield "walk-7-report", "esper-nb report nbs/tutorials/runs/run"
+
+def grow(panel, hand, within=120):
+    "Plant a seed in the lane in focus and lead it as far as its gates let it, as a person would: a look, a click."
+    box = panel.root.locator(".esper-panel").filter(has_text="❀ Grow")
+    def stage(): return box.locator(".esper-next b").inner_text()
+    hand(); panel.press("Germinate"); hand(); panel.press("▶ Go on")
+    end = time.time() + within
+    advance = panel.root.get_by_role("button", name="Advance", exact=True)
+    while stage() not in ("HOLDING", "FOSSILIZED") and time.time() < end:
+        if advance.is_enabled(): hand()
+        if advance.is_enabled(): advance.click()
+        time.sleep(.5)
+    fossilize = panel.root.get_by_role("button", name="Fossilize", exact=True)
+    if stage() == "HOLDING" and fossilize.is_enabled(): hand(); fossilize.click(); time.sleep(1.)
+    print("the seed came to", stage(), flush=True)
+    hand(); panel.press("❙❙ Pause"); panel.state("paused")
 
 
 def main():
@@ -114,12 +156,15 @@ def main():
         with make_lab(tmp/"esper_nb", tmp) as address, open_browser(tmp) as browser:
             times.append(("make lab has printed its address", round(time.time() - begun)))
             print(f"{times[-1][1]:4d} s  {times[-1][0]}")
-            for name, done in walk(browser, address):
+            for name, done in walk(browser, address, tmp/"esper_nb"):
                 times.append((done, round(time.time() - begun)))
+                if name == "walk-4-rollback":
+                    browser.page.locator(".esper-canvas").screenshot(path=IMAGES/"canvas.png")
+                    small(IMAGES/"canvas.png")
                 browser.page.screenshot(path=IMAGES/f"{name}.png"); small(IMAGES/f"{name}.png")
                 print(f"{times[-1][1]:4d} s  {done}  ({(IMAGES/f'{name}.png').stat().st_size // 1000} kB)", flush=True)
-            browser.page.locator(".esper-canvas").screenshot(path=IMAGES/"canvas.png"); small(IMAGES/"canvas.png")
             assert browser.errors == [], browser.errors
+    times.append((f"of which the hand took {sum(hands):.0f} s, for {len(hands)} gestures", round(time.time() - begun)))
     (IMAGES/"walk.json").write_text(json.dumps(times, indent=0, ensure_ascii=False) + "\n")
 
 

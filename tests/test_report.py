@@ -1,0 +1,215 @@
+"What a report says first, how it lets one do it again, what it leaves out; what a training says first and last."
+import json, re, shlex, shutil
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from esper_nb.record.files import new_file
+from esper_nb.record.rows import encode_row
+from esper_nb.record.summaries import about_time, conclusion_text
+from esper_nb.run import cli
+from esper_nb.run.compare import Comparison
+from esper_nb.run.contest import add_schedule
+from esper_nb.run.recipes import RunConfig, get_recipe, repeat_words
+from esper_nb.run.report import report_html, write_report
+from esper_nb.run.runs import begin_run, drive_run, run_updates
+from esper_nb.record.folders import RunFolder
+from esper_nb.train.population import FitConfig
+
+ROOT = Path(__file__).parents[1]
+TINY = {"env.num_envs": 4, "env.horizon": 8, "env.limit": 256, "ppo.num_steps": 8, "ppo.num_updates": 3,
+        "ppo.num_minibatches": 2}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    "A run that is over, with all that was said meanwhile."
+    torch.set_num_threads(1)
+    said = []
+    run = begin_run(get_recipe("digits_impaired", TINY), tmp_path_factory.mktemp("runs"))
+    drive_run(run, progress=False, say=said.append, more=add_schedule)
+    return run, said
+
+@pytest.fixture(scope="module")
+def page(made): return write_report(made[0].folder.path).read_text(encoding="utf-8")
+
+def words_of(text):
+    "What a reader sees."
+    import html
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", text, flags=re.DOTALL)))
+
+
+# --- the first lines
+
+def test_the_first_sentence_says_what_came_out(made, page):
+    c = Comparison.load(made[0].folder.path/"comparison.json")
+    first = words_of(page[:page.index("<h2>")])
+    accuracy, paid = ({k: v.mean for k, v in c.intervals(m).items()} for m in ("test_accuracy_pp", "total"))
+    said = conclusion_text(accuracy, paid)
+    assert said in first and first.index(said) < first.index("esper-nb train")
+    for part in (f"to {accuracy['PPO']:.1f} pp", f"where waiting gets {accuracy['wait-only']:.1f}",
+                 f"the best fixed schedule gets {accuracy['fixed schedule']:.1f}"): assert part in said
+
+def test_seed_date_machine_and_versions_stand_above_everything_else(made, page):
+    first, config = words_of(page[:page.index("<h2>")]), made[0].folder.config()
+    origin = config["origin"]
+    assert abs((datetime.now().astimezone() - datetime.fromisoformat(origin["begun"])).total_seconds()) < 3600
+    for name, value in (("seed", 0), ("begun", origin["begun"]), ("processor", origin["processor"]),
+                        ("cores", origin["cores"]), ("Python", origin["python"]), ("NumPy", origin["numpy"]),
+                        ("torch", torch.__version__), ("esper_nb", config["version"])):
+        assert f"{name} {value}" in first, name
+
+@pytest.fixture
+def chosen(monkeypatch):
+    "What the command line makes of a command."
+    made = []
+    monkeypatch.setattr(cli, "begin_run", lambda config, *args, **kwargs: made.append(config))
+    monkeypatch.setattr(cli, "drive_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr(cli, "fit_run", lambda task, config, *args, **kwargs: made.append(config))
+    def choose(words):
+        assert cli.main(words[1:]) in (0, None)
+        return made.pop()
+    return choose
+
+@pytest.mark.parametrize("settings", [
+    {}, {"seed": 7}, TINY, {"env.governor": None}, {"env.governor.sigma": 5.}, {"minutes": 2.5}, {"sampled": True},
+    {"env.faults": [dict(kind="nan", lane=2, epoch=3)]}, {"env.slots": ["r0c0"]}, {"env.devices": ["cpu", "cpu"]},
+    {"env.rules.embargo": 3}, {"ppo.learning_rate": 1e-3, "policy.features": [32, 32]},
+    {"env.gamma": .9, "ppo.gamma": .9}],
+    ids=str)
+def test_the_command_makes_the_same_run_again(settings, chosen):
+    config = get_recipe("digits_impaired", settings)
+    words = repeat_words({"run": json.loads(json.dumps(config.to_dict()))})
+    assert words is not None and chosen(shlex.split(shlex.join(words))) == config
+    assert len(words) <= 3 + 2 * len(settings) + 2 * ("minutes" in settings)
+
+def test_a_population_has_a_command_too_and_a_recipe_of_ones_own_has_none(chosen):
+    words = repeat_words({"task": {"name": "digits"}, "fit": FitConfig(lanes=4, epochs=2).to_dict()})
+    assert chosen(words) == FitConfig(lanes=4, epochs=2)
+    assert repeat_words({"run": RunConfig("of my own").to_dict()}) is None and repeat_words({}) is None
+
+def test_a_run_in_its_midst_says_how_far_it_is_and_how_to_go_on(tmp_path):
+    run = begin_run(get_recipe("digits_impaired", TINY), tmp_path)
+    assert "has not come to its end" in report_html(run.folder)
+    for u in run_updates(run): break
+    text = words_of(report_html(run.folder))
+    assert "stands at update 1 of 3" in text and "nothing has been tested yet" in text
+    assert f"esper-nb resume {run.folder.path}" in text and f"esper-nb watch {run.folder.path}" in text
+
+
+# --- what it tells, and in which words
+
+def test_true_alarms_first_and_notes_folded(made, tmp_path):
+    copy = tmp_path/"run"
+    shutil.copytree(made[0].folder.path, copy)
+    (copy/"rows.jsonl").unlink()
+    rows = []
+    for t in range(48):      # four episodes: each begins at a guess, which is no alarm
+        rows += [dict(kind="epoch", lane=0, epoch=t, **{"heldout.accuracy_pp": 10. + 6 * (t % 12)})]
+        if t % 12 == 11: rows += [dict(kind="episode", lane=0, epoch=t, episode=t // 12, **{"episode.total": 4.})]
+    with new_file(copy/"rows.jsonl") as part: part.write_text("".join(encode_row(r) + "\n" for r in rows))
+    assert "No alarms" in words_of(report_html(RunFolder(copy)))
+    health = [dict(update=u, lane=None, kind="update", **{"update.explained_variance": .1, "update.approx_kl": kl})
+              for u, kl in enumerate((.001, .02, .001, .05, .001, .04), 1)]
+    with new_file(copy/"rows.jsonl") as part: part.write_text("".join(encode_row(r) + "\n" for r in [*rows, *health]))
+    text = report_html(RunFolder(copy))
+    levels = re.findall(r"<tr><td>(critical|warning|note)</td><td>(.*?)</td><td class=\"n\">(\d+)</td>", text)
+    assert levels == [("critical", "policy moved far", "2"), ("warning", "policy moved far", "1"),
+                      ("note", "critic explains little", "1")]
+    assert "3 alarms" in words_of(text) and text.index("<details>") < text.index("critic explains little")
+
+def test_fields_have_the_names_that_people_give_them(page):
+    shown = words_of(page[:page.index("<h2>Settings</h2>")])
+    commands = re.sub(r"esper-nb \S+ .*? (?=train on|against|recipe )", "", shown)
+    found = set(re.findall(r"\b[a-z]+_[a-z_]+\b", commands)) - {"digits_impaired", "esper_nb"}
+    advice = {"learning_rate", "update_epochs", "target_kl", "ent_coef", "norm_value"}      # settings, to be set
+    assert not found - advice, found - advice
+
+def test_links_lead_to_pages_that_there_are(page):
+    links = re.findall(r'href="https://esper-nb.github.io/esper_nb/(.*?)\.html"', page)
+    pages = {re.sub(r"/\d\d_", "/", p.relative_to(ROOT/"nbs").as_posix()).removesuffix(".ipynb")
+             for p in (ROOT/"nbs").glob("*/*.ipynb")}
+    assert len(set(links)) >= 8 and set(links) <= pages, set(links) - pages
+    assert page.count("http") == len(links)
+
+def test_what_is_in_the_files_stays_text(made, tmp_path):
+    copy, evil = tmp_path/"a<b>", "<script>alert(1)</script>"
+    shutil.copytree(made[0].folder.path, copy)
+    config = json.loads((copy/"config.json").read_text())
+    config["run"]["name"] = config["origin"]["processor"] = config["torch"] = evil
+    (copy/"config.json").unlink()
+    with new_file(copy/"config.json") as part: part.write_text(json.dumps(config))
+    for text in (report_html(RunFolder(copy)), report_html(RunFolder(copy), made[0].folder)):
+        assert "<script" not in text and "&lt;script&gt;" in text and "a<b>" not in text
+
+@pytest.mark.parametrize("origin", [[], "x", 3, {"begun": {"a": 1}}, None])
+def test_a_forged_origin_ends_in_a_page_or_in_a_sentence(made, tmp_path, origin):
+    copy = tmp_path/"run"
+    shutil.copytree(made[0].folder.path, copy)
+    config = json.loads((copy/"config.json").read_text()) | dict(origin=origin)
+    (copy/"config.json").unlink()
+    with new_file(copy/"config.json") as part: part.write_text(json.dumps(config))
+    try: assert "<h1>" in report_html(RunFolder(copy))
+    except ValueError as e: assert "config.json is not as a run writes it" in str(e)
+
+
+# --- several runs
+
+@pytest.fixture(scope="module")
+def two(made):
+    other = begin_run(get_recipe("digits_impaired", TINY | {"seed": 1, "ppo.learning_rate": 1e-3}),
+                      made[0].folder.path.parent)
+    drive_run(other, progress=False, say=lambda text: None)
+    return made[0].folder, other.folder
+
+def test_several_runs_side_by_side(two, capsys):
+    assert cli.main(["report", *(str(f.path) for f in two)]) in (0, None)
+    path = Path(capsys.readouterr().out.strip())
+    assert path == two[0].path.parent/"report.html"
+    text = path.read_text(encoding="utf-8")
+    first = words_of(text[:text.index("<h2>")])
+    best = max(two, key=lambda f: median(Comparison.load(f.path/"comparison.json").plays[0].test_accuracy_pp))
+    assert f"Of 2 runs, {best.path.name} made the best networks" in first
+    assert first.count("The controller grew networks to") == 2
+    different = text[text.index("set differently"):text.index("Once more")]
+    assert re.findall(r"<tr><td>([\w.]+)</td>", different) == ["ppo.learning_rate", "ppo.seed", "seed"]
+    assert "--set ppo.learning_rate=0.001" in words_of(text) and "alt=" in text
+
+def test_the_order_of_runs_changes_no_sentence_and_equal_names_get_their_places(two, tmp_path):
+    def lead(*folders): return re.search('<p class="lead">(.*?)</p>', report_html(*folders))[1]
+    assert lead(*two) == lead(*two[::-1])
+    shutil.copytree(two[0].path, tmp_path/two[0].path.name)
+    assert str(tmp_path) in lead(two[0], RunFolder(tmp_path/two[0].path.name))
+
+def test_a_run_that_was_not_tested_can_be_compared(two, tmp_path):
+    begun = begin_run(get_recipe("digits_impaired", TINY), tmp_path)
+    text = words_of(report_html(two[0], begun.folder))
+    assert "Of 2 runs, 1 has come to its test" in text and "has not come to its end" in text
+
+
+# --- what a training says
+
+def test_a_training_says_first_what_is_ahead_and_last_what_came_out(made):
+    run, said = made
+    plan, time, end = said
+    path = run.folder.path
+    assert plan.splitlines()[0].startswith("digits_impaired: 3 updates of 8 steps in 4 lanes")
+    assert f"esper-nb watch {path}" in plan and str(path) in plan
+    pace = float(re.search(r"at ([\d.]+) s a step as it began", time)[1])
+    assert re.search(r"time  about [\d.]+ (seconds|minutes|hours),", time) and 0 < pace < 60
+    assert "The controller grew networks to" in end and end.splitlines()[-1].split() == [
+        "report", "esper-nb", "report", str(path)]
+
+def test_a_training_limited_by_time_says_so(tmp_path):
+    said = []
+    run = begin_run(get_recipe("digits_impaired", TINY | {"minutes": 1e-4, "ppo.num_updates": 50}), tmp_path)
+    drive_run(run, progress=False, say=said.append)
+    assert "0.0001 minutes of training in 4 lanes" in said[0]
+
+@pytest.mark.parametrize("seconds, said", [(0, "about 10 seconds"), (44, "about 40 seconds"), (80, "about 1.5 minutes"),
+                                           (60 * 11, "about 10 minutes"), (7000, "about 2 hours")])
+def test_durations_are_said_as_roughly_as_they_are_known(seconds, said):
+    assert about_time(seconds) == said
