@@ -63,7 +63,7 @@ class Generator(torch._C.Generator, metaclass=_Generators): # noqa: SLF001
     def device(self): return torch.device("cuda", self.place)
 
 
-def _lstm(x, hx, weights, bias, layers, dropout, train, both_ways, batch_first):
+def _lstm(x, hx, weights, *options):
     h, c = (t[0] for t in hx)
     w_x, w_h, b_x, b_h = weights
     out = []
@@ -76,7 +76,7 @@ def _lstm(x, hx, weights, bias, layers, dropout, train, both_ways, batch_first):
     return torch.stack(out), h[None], c[None]
 
 
-def _gru(x, hx, weights, bias, layers, dropout, train, both_ways, batch_first):
+def _gru(x, hx, weights, *options):
     h, out = hx[0], []
     w_x, w_h, b_x, b_h = weights
     for x_t in x:
@@ -108,7 +108,8 @@ def _only_there(stand_in, real):
 def _conversions(m):
     "`to`, `cuda` and the makers of tensors from lists, with devices in words that PyTorch's core needs no driver for."
     base, tensor, as_tensor = torch._C.TensorBase, torch.tensor, torch.as_tensor # noqa: SLF001
-    def is_away(device): return device is not None and not isinstance(device, int) and torch.device(device).type == "cuda"
+    def is_away(device):
+        return device is not None and not isinstance(device, int) and torch.device(device).type == "cuda"
     def word(x):
         if isinstance(x, torch.Tensor) or isinstance(x, torch.dtype | bool) or x is None: return x
         if isinstance(x, int): return hidden(x)
@@ -175,7 +176,8 @@ def in_place(m):
                   _attention, torch.nn.functional.scaled_dot_product_attention))),
               (torch.Tensor, dict(is_pinned=lambda t, device=None: m.is_pinned(t))),
               (torch.backends.cudnn, dict(is_acceptable=lambda t: False)),
-              (sys.modules["torch.optim.optimizer"], dict(_foreach_supported_types=[torch.Tensor, torch.nn.Parameter, DeviceTensor])),
+              (sys.modules["torch.optim.optimizer"], dict(
+                  _foreach_supported_types=[torch.Tensor, torch.nn.Parameter, DeviceTensor])),
               (ThreadPoolExecutor, dict(submit=_in_threads(m)))]
     swap = torch.__future__.get_swap_module_params_on_conversion()
     with contextlib.ExitStack() as stack:

@@ -19,14 +19,14 @@ from .api import in_place, of_device
 from .orders import Memory, Race, Stream
 from .tensors import DeviceTensor, _machines
 
-limits = """A pretended device has no cuDNN, TF32 or atomics (whose sums depend on the order), no timing, no compiler, no \
-graphs, no memory of its own that could run out; LSTM, GRU, attention and autocast are stand-ins; backward runs on the \
-stream of the call; one launch is one operation of ATen that is no view."""
+limits = """no cuDNN, TF32 or atomics, whose sums depend on the order; no timing, no compiler, no graphs; no memory that could
+run out; LSTM, GRU, attention and autocast are stand-ins; backward runs on the stream of the call; a launch is an
+operation of ATen that is no view"""
 
 _waiting = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _indexing = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-_idle = {"_local_scalar_dense", "detach", "alias", "lift_fresh", "lift", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
-          "_unsafe_view", "set_", "resize_", "_reshape_alias"}
+_idle = {"_local_scalar_dense", "detach", "alias", "lift_fresh", "lift", "empty", "empty_like", "empty_strided",
+         "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_", "_reshape_alias"}
 _twice = {"convolution_backward", "native_batch_norm_backward"} # for what is above and for what is below
 
 

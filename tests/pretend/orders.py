@@ -109,4 +109,5 @@ def _freed(home, uses, kept, what):
     learn(clock, home.clock)
     for number, at in uses.items():
         if number != home.number and number not in kept and clock.get(number, 0) < at:
-            home.machine.race(f"memory of {home} was freed while another stream may still be using it ({what})", late=True)
+            home.machine.race(f"memory of {home} was freed while another stream may still be using it ({what})",
+                              late=True)
