@@ -1,12 +1,24 @@
 "The pretended device: it refuses what a real one refuses, it sees races, and the main job runs on it."
 import copy
+import math
 
+import gymnasium as gym
 import pytest
 import torch
 from pretend import PretendedCuda, Race
 from torch import nn
 
+from esper_nb.core import devices
+from esper_nb.core.lanes import lane_state, reset_lanes
+from esper_nb.core.layers import conv2d
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.snapshots import Snapshot
+from esper_nb.learn.learner import Learner
 from esper_nb.run.cli import main
+from esper_nb.train.evaluation import evaluate
+from esper_nb.train.population import FitConfig, grown_plan, new_population
+from esper_nb.train.tasks import get_task
+from esper_nb.train.trainer import run_epoch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,3 +120,89 @@ def test_the_main_job_runs_on_two_devices(gpu, tmp_path, capsys):
     sets = [w for s in small for w in ("--set", s)]
     main(["train", "digits_impaired", "--device", "cuda:0,cuda:1", "--quiet", "--out", str(tmp_path), *sets])
     assert "1 update, 8 lane-epochs" in capsys.readouterr().out and gpu.num_launches > 1000
+    assert not gpu.draws   # whatever is drawn has an address, and is drawn on the host
+
+
+# --- what it has shown
+
+def small(device, lanes=4, **kw):
+    data = get_task("digits").load(device, limit=128)
+    config = FitConfig(lanes=lanes, epochs=4, batch_size=32, precision="fp32", **kw)
+    return new_population(get_task("digits"), config, data=data, device=device)
+
+def weights(pop): return {k: t.cpu() for k, t in lane_state(pop.model).items()}
+
+def test_fresh_weights_are_those_of_their_seed_on_every_device(gpu):
+    here, there, again = (conv2d(1, 4, 3, 4).to(d) for d in ("cpu", "cuda:0", "cuda:1"))
+    for m in (here, there, again): reset_lanes(m, range(4), 7)
+    assert torch.equal(here.weight, there.weight.cpu()) and torch.equal(here.weight, again.weight.cpu())
+    before = there.weight.cpu()
+    torch.rand(3, device="cuda")   # somebody else draws on the device
+    reset_lanes(there, [1], 7)
+    assert torch.equal(there.weight.cpu(), before) and not [k for k in gpu.draws if k[0] != "rand"]
+
+@pytest.mark.parametrize("seeds", [False, True])
+def test_on_a_device_all_lanes_are_one_pass(gpu, seeds):
+    pop = small("cuda", 16)
+    if seeds:
+        slot = pop.model.names[0]
+        for i in range(16): pop.model.germinate(slot, list(pop.model.slot(slot).blueprints)[i % 3], [i])
+    assert [len(g) for g in pop.plan()] == [16]
+    assert [len(g) for g in grown_plan([0] * 16, 1, size=2**26, room=2**62)] == [16]   # a cache has no say
+    assert [len(g) for g in grown_plan([0] * 16, 1, size=2**26, room=2**29)] == [8, 8]   # the memory has
+
+def test_after_an_interrupt_every_stream_has_been_waited_for(gpu):
+    pop = small("cuda", workers=2)
+    run_epoch(pop)
+    calls = []
+    def interrupt(net, stepper, lanes, b, x, y):
+        calls.append(b)
+        if len(calls) == 6: raise KeyboardInterrupt
+        return x, y
+    with pytest.raises(KeyboardInterrupt): run_epoch(pop, disturb=interrupt)
+    run_epoch(pop)   # would be a race
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda:1"])
+def test_a_batch_is_left_out_before_the_optimizer_steps_on_every_device(gpu, device):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4).to(device)
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    gov = Governor(net, opt, chance=2.3)
+    for t in range(40):
+        with gov.step():
+            x = torch.ones(8, 4, device=device) * (math.nan if t == 33 else 1.)
+            loss = net(x).square().mean() + .5
+            opt.zero_grad()
+            loss.backward()
+            gov.watch(loss.detach())
+            opt.step()
+    assert [(r.step, r.action) for r in gov.reports] == [(34, "skip")] and net.weight.isfinite().all()
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("what", ["take", "restore"])
+def test_a_snapshot_waits_for_every_stream_of_its_devices(gpu, device, what):
+    net = nn.Linear(8, 8).to(device)
+    snap = Snapshot(net, streams=False)
+    snap.take()
+    s = torch.cuda.Stream(device)
+    s.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(s): net.weight.data.mul_(2.)
+    getattr(snap, what)()
+    torch.cuda.synchronize(device)
+    assert snap.difference() == {}
+
+def test_devices_are_checked_where_they_are_given(gpu):
+    envs = gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+    with pytest.raises(RuntimeError, match="out of range"): Learner(envs, device="cuda:7")
+    assert devices.check_devices(["cuda:0", "cuda:1"]) == (torch.device("cuda:0"), torch.device("cuda:1"))
+    with pytest.raises(ValueError, match="no index"): devices.check_devices(["cuda", "cuda:1"])
+    with pytest.raises(ValueError, match="devices"): devices.check_devices([])
+
+def test_sums_are_made_on_the_host_where_a_device_has_no_float64(monkeypatch):
+    with PretendedCuda(float64=False):
+        pop = small("cuda")
+        with pytest.raises(TypeError, match="float64"): torch.ones(2, device="cuda").double()
+        monkeypatch.setattr(devices, "NO_FLOAT64", ("cuda",))
+        there = evaluate(pop.model, pop.task, pop.data)
+    here = small("cpu")
+    torch.testing.assert_close(there, evaluate(here.model, here.task, here.data))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.config import check
-from ..core.devices import choose_precision
+from ..core.devices import check_device, choose_precision
 from ..core.random import generator
 from ..core.workers import use_threads
 from .distributions import ActionHeads, acting_noise, heads_of
@@ -66,8 +66,8 @@ class _Parts:
         heads: ActionHeads | None = None, # how choices depend on each other; None: from the action space
         device: str | torch.device = "cpu",
     ):
+        self.device, self.heads = check_device(device), heads or heads_of(envs.single_action_space)
         self.config, self.stream, self.n = config, EnvStream(envs, device), envs.num_envs
-        self.device, self.heads = torch.device(device), heads or heads_of(envs.single_action_space)
         precision = choose_precision(config.precision, device)
         self.policy = ActorCritic(self.heads, self.stream.width, policy, config.seed, precision).to(device)
         fits = not self.policy.states or config.num_minibatches <= self.n

@@ -19,8 +19,8 @@ from .api import in_place, of_device
 from .orders import Memory, Race, Stream
 from .tensors import DeviceTensor, _machines
 
-limits = """no cuDNN, TF32 or atomics, whose sums depend on the order; no timing, no compiler, no graphs; no memory that could
-run out; LSTM, GRU, attention and autocast are stand-ins; backward runs on the stream of the call; a launch is an
+limits = """no cuDNN, TF32 or atomics, whose sums depend on the order; no timing, no compiler, no graphs; no memory that
+could run out; LSTM, GRU, attention and autocast are stand-ins; backward runs on the stream of the call; a launch is an
 operation of ATen that is no view"""
 
 _waiting = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -73,8 +73,8 @@ class _Mode(TorchDispatchMode):
 
 class PretendedCuda:
     "Some CUDA devices, pretended inside a `with` block."
-    def __init__(self, devices=1, strict=True, bf16=True, memory=(2**33, 2**34)):
-        self.devices, self.strict, self.bf16, self.memory = devices, strict, bf16, memory
+    def __init__(self, devices=1, strict=True, bf16=True, float64=True, memory=(2**33, 2**34)):
+        self.devices, self.strict, self.bf16, self.memory, self.float64 = devices, strict, bf16, memory, float64
         self.waits, self.launches, self.draws = (collections.Counter() for _ in range(3))
         self.races, self.late, self.orders = collections.Counter(), [], []
         self.streams, self.host, self.sync_debug = [], {}, "default"
@@ -324,6 +324,9 @@ class PretendedCuda:
         source, to = args[0], kwargs.get("device")
         quick = kwargs.get("non_blocking", False)
         plain = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "pin_memory", "layout")}
+        stays = isinstance(source, DeviceTensor) if to is None else torch.device(to).type != "cpu"
+        if stays and not self.float64 and (kwargs.get("dtype") or source.dtype) == torch.float64:
+            raise TypeError("Cannot convert a tensor to float64 dtype: this device doesn't support it")
         numbers = _numbers(source)
         out = func(numbers, **plain)
         if out is numbers: out = numbers.clone()
