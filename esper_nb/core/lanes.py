@@ -132,7 +132,7 @@ def reset_lanes(
     names: Sequence[int] | None = None, # what each lane is called in the address, default its number
 ):
     "Give some lanes fresh initial values, each from the stream `(seed, *key, lane)`."
-    one = with_lanes(module, 1)
+    one = with_lanes(module, 1).to("cpu")   # where the stream is: the same values on every device
     for i, name in zip(lanes, lanes if names is None else names):
         with seeded(seed, *(key or ("init",)), name): one.apply(_reset_layer)
         put_lanes(module, [i], one)
