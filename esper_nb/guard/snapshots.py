@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, _foreach_norm, nn
 
 from ..core.config import check
+from ..core.devices import wait_for
 from ..core.layers import by_lane
 from ..core.parts import ModulePart, AnyPart, as_part, same_layout
 from .banks import (
@@ -136,6 +137,13 @@ def _shown(bad: Sequence[StateKey]) -> str: return ", ".join(map(".".join, bad[:
 
 _NOT_GOOD = "the first snapshot would hold no good state: not finite: {}; take it before training, from finite weights"
 
+# %% ../../nbs/guard/12_snapshots.ipynb #d0c56c6b
+def _settled(b: Banks) -> LiveState:
+    "The live state, when no stream of any device writes it any more."
+    live = read_parts(b.parts, b.n)
+    moved = wait_for({t.device for t in live.tensors.values()})
+    return read_parts(b.parts, b.n) if moved and live.sparse else live   # sparse tensors were copied too early
+
 # %% ../../nbs/guard/12_snapshots.ipynb #ce5c36cc
 def _banks_state(b: Banks) -> dict:
     "Banks, pointers and books as tensors and plain values."
@@ -180,7 +188,7 @@ def _take(b: Banks, agree: Agree | None, step: int | Sequence[int] | None, lanes
     start, whole, first = time.perf_counter(), lanes is None or b.n == 1, b.published[-1] is None
     wanted = _lane_numbers(lanes, b.n)
     check(whole or not first, "lanes", lanes, "None: the first snapshot must hold everything")
-    live = read_parts(b.parts, b.n)
+    live = _settled(b)
     if first: b.masks = _masks(live, b.parts)
     bad, refused = _vet(live, b.parts, b.n, b.masks)
     if agree:
@@ -210,7 +218,7 @@ class Snapshot(Banks):
 
     def find_bad(self) -> tuple[str, ...]: # names of tensors
         "What in the live state is not finite."
-        return tuple(map(".".join, _vet(read_parts(self.parts, self.n), self.parts, self.n, self.masks)[0]))
+        return tuple(map(".".join, _vet(_settled(self), self.parts, self.n, self.masks)[0]))
 
     def take(
         self,
@@ -235,7 +243,9 @@ class Snapshot(Banks):
         check(set(skip) <= known, "skip", tuple(skip), "names of parts: {}", ", ".join(self.parts))
         wanted = _lane_numbers(lanes, self.n)
         self.drop(lanes)
+        devices = {t.device for t in _settled(self).tensors.values()}
         names, kept = restore_banks(self, wanted, skip, stay)
+        wait_for(devices)
         return RestoreResult(
             lanes=tuple(wanted), steps=tuple(self.steps[min(i, len(self.steps) - 1)] for i in wanted),
             parts=tuple(dict.fromkeys(names)), left=tuple(p for p in self.parts if p not in names),
@@ -255,7 +265,7 @@ class Snapshot(Banks):
         lanes: Sequence[int] | None = None, # only the state of these lanes; None: everything
     ) -> dict[str, float]: # path -> largest |Δ|, only where it is not zero; infinite for state that is missing or new
         "Where the live state differs from the published one; empty if nowhere."
-        live = read_parts(self.parts, self.n)
+        live = _settled(self)
         out: dict[str, float] = {}
         for u in range(len(self.front)) if lanes is None else lanes:
             found = _differences(live, self.n, u, self.published[u], self.banks[self.front[u]])
