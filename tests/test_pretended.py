@@ -10,11 +10,12 @@ from torch import nn
 
 from esper_nb.core import devices
 from esper_nb.core.lanes import lane_state, reset_lanes
-from esper_nb.core.layers import conv2d
+from esper_nb.core.layers import by_lane, conv2d
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.snapshots import Snapshot
 from esper_nb.learn.learner import Learner
 from esper_nb.run.cli import main
+from esper_nb.train import trainer
 from esper_nb.train.evaluation import evaluate
 from esper_nb.train.population import FitConfig, grown_plan, new_population
 from esper_nb.train.tasks import get_task
@@ -206,3 +207,55 @@ def test_sums_are_made_on_the_host_where_a_device_has_no_float64(monkeypatch):
         there = evaluate(pop.model, pop.task, pop.data)
     here = small("cpu")
     torch.testing.assert_close(there, evaluate(here.model, here.task, here.data))
+
+
+# --- waits and launches, path by path
+
+def counted_epoch(gpu, pop):
+    "Launches and waits of the batches, and waits of the whole epoch."
+    gpu.reset()
+    batches = []
+    real = trainer.train_batch
+    def batch(*args):
+        before = gpu.num_launches, gpu.num_waits
+        out = real(*args)
+        batches.append((gpu.num_launches - before[0], gpu.num_waits - before[1]))
+        return out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_batch", batch)
+        run_epoch(pop, None)
+    taken = sum(n for (_, where), n in gpu.waits.items() if where.split(".")[0] in ("snapshots", "banks", "devices"))
+    return sorted(batches)[len(batches) // 2], gpu.num_waits - taken
+
+@pytest.mark.parametrize("seeds,launches", [(False, 90), (True, 185)])
+def test_an_epoch_is_queued_without_a_wait_between_its_batches(gpu, seeds, launches):
+    pop = small("cuda", 16)
+    if seeds:
+        slot = pop.model.names[0]
+        known = [b for b in ("conv_light", "attention", "norm", "conv_small") if b in pop.model.slot(slot).blueprints]
+        for i in range(16): pop.model.germinate(slot, known[i % len(known)], [i])
+        pop.model.advance(slot, force=True)
+    run_epoch(pop, None)
+    batch, epoch = counted_epoch(gpu, pop)
+    assert batch[0] <= launches and batch[1] == 0 and epoch <= 3
+
+def test_an_epoch_that_was_trusted_in_vain_is_done_again_with_care(gpu, monkeypatch):
+    def ruined():
+        pop = small("cuda", 4, governor=None)
+        slot = pop.model.names[0]
+        pop.model.germinate(slot, "norm", [1, 2])
+        pop.model.advance(slot, [1], force=True)
+        run_epoch(pop, None)
+        by_lane(next(pop.model.host.parameters()).data, 4)[2] = math.nan
+        return pop, run_epoch(pop, None)
+    calls = []
+    again = trainer.copy_again
+    monkeypatch.setattr(trainer, "copy_again", lambda *a: (calls.append(1), again(*a)))
+    one, a = ruined()
+    monkeypatch.setattr(trainer, "may_trust", lambda *a: False)
+    two, b = ruined()
+    assert calls == [1] and a.train.skipped.tolist() == b.train.skipped.tolist() and a.train.skipped[2] > 0
+    for x, y in zip(a.train, b.train): assert torch.equal(x.nan_to_num(9.), y.nan_to_num(9.))
+    for pop in (one, two): pop.state = {k: t.cpu().nan_to_num(9.) for k, t in
+                                        {**lane_state(pop.model), **pop.stepper.state_dict()}.items()}
+    for k, t in one.state.items(): assert torch.equal(t, two.state[k]), k

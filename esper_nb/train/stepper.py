@@ -15,13 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.devices import send
 from .gradients import lane_grads, owner_norms
 from .optim import LaneOptimizer, LaneState
 from .scaler import LaneScaler
 
 # %% ../../nbs/train/42_stepper.ipynb #6effdd80
 class StepInfo(NamedTuple):
-    "What one step did; everything on the CPU."
+    "What one step did; everything on the CPU, but for a stepper that trusts."
     loss: Tensor # (n,) sum of the losses given to `backward` since the last step
     norms: dict[str, Tensor] # owner -> (n,) unscaled norms before clipping; inf: not finite, NaN: not measured
     skipped: dict[str, Tensor] # owner -> (n,) bool: this owner's update was left out
@@ -74,6 +75,7 @@ class _Accounts(LaneState):
             raise ValueError(f"max_norm is given for {sorted(given)}, expected one for each owner: {sorted(owners)}")
         self.max_norm = {k: math.inf if v is None or v <= 0 else float(v) for k, v in given.items()}
         self.loss: Tensor | None = None # (n,) given to `backward` since the last step
+        self.trusts = False # a gradient is taken for finite, and the device is not asked
         self.shared: dict[tuple[str, ...], SharedStep] = {} # calls for owners that have stepped together
         self._layouts: dict[tuple, Layout] = {}
 
@@ -86,7 +88,7 @@ class _Accounts(LaneState):
         key = (tuple(owners), like.device, like.dtype)
         if key not in self._layouts:
             lanes = [self.lanes_of(k) for k in owners]
-            limit = torch.tensor([self.max_norm[k] for k, at in zip(owners, lanes) for _ in at]).to(like)
+            limit = send(torch.tensor([self.max_norm[k] for k, at in zip(owners, lanes) for _ in at]).to(like.dtype), like.device)
             owner = torch.tensor([i for i, at in enumerate(lanes) for _ in at])
             lane = torch.tensor([j for at in lanes for j in at])
             self._layouts[key] = Layout(limit, owner, lane, [len(at) for at in lanes])
@@ -99,11 +101,11 @@ class _Accounts(LaneState):
 
 # %% ../../nbs/train/42_stepper.ipynb #c9449a93
 class Measurement(NamedTuple):
-    "Norms and clip coefficients of every place, and the losses."
+    "Norms and clip coefficients of every place, and the losses; on the CPU, but for a stepper that trusts."
     coef: Tensor # (places,) what the gradients are to be multiplied with, on their device
-    host_coef: Tensor # (places,) the same on the CPU
-    norms: Tensor # (places,) unscaled gradient norms, on the CPU; inf: not finite
-    loss: Tensor # (n,) on the CPU; NaN: none was given
+    host_coef: Tensor # (places,) the same
+    norms: Tensor # (places,) unscaled gradient norms; inf: not finite
+    loss: Tensor # (n,); NaN: none was given
 
 def measure_places(
     own: _Accounts, # whose owners
@@ -118,6 +120,7 @@ def measure_places(
     coef = ((norms + 1e-6).reciprocal() * places.limit).clamp(max=1.)   # torch's clip_grad_norm_, rounded as there
     if inverse is not None: coef = coef * inverse
     loss = norms.new_full((own.lanes,), math.nan) if own.loss is None else own.loss.to(norms)
+    if own.trusts: return Measurement(coef, coef, norms, loss)
     host_norms, host_coef, loss = torch.cat([norms, coef, loss]).cpu().split([len(norms), len(norms), own.lanes])
     return Measurement(coef, host_coef, host_norms, loss)
 
@@ -185,6 +188,7 @@ class Stepper(_Accounts):
             raise ValueError(f"active names {sorted(odd)}, expected some of {sorted(self.owners)}")
         if not grads: raise RuntimeError("no owner has a gradient: call backward(loss) before step()")
         coef, host_coef, norms, loss = measure_places(self, grads)
+        if self.trusts: return self._step_trusting(grads, Measurement(coef, coef, norms, loss), active)
         sizes, on = self.layout(tuple(grads), coef).sizes, torch.ones(len(norms), dtype=torch.bool)
         for k, part in zip(grads, on.split(sizes)):
             if active and active.get(k) is not None:
@@ -203,6 +207,18 @@ class Stepper(_Accounts):
         self.loss = None
         if zero_grad: self.zero_grad()
         return info
+
+    def _step_trusting(self, grads, found, active) -> StepInfo:
+        "The step without a look at what it finds: clip all, step all, and let who calls judge the norms."
+        sizes = self.layout(tuple(grads), found.coef).sizes
+        for (k, own), c in zip(grads.items(), found.coef[:, None].split(sizes)):
+            if self.max_norm[k] < math.inf:
+                for g in own: g.mul_(c)
+        def on(k): return [True] * self.lanes if not active or active.get(k) is None else active[k]
+        step_owners(self.owners, {k: [bool(on(k)[i]) for i in self.lanes_of(k)] for k in grads}, self.shared)
+        self.zero_grad()
+        norms = dict(zip(grads, found.norms.split(sizes)))
+        return StepInfo(found.loss, norms, dict(any=found.norms == math.inf), self.scaler.scale)
 
     def take_lanes(self,
         lanes: Sequence[int], # which lanes to copy out

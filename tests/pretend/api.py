@@ -129,7 +129,8 @@ def _conversions(m):
             data = data if isinstance(data, torch.Tensor) else as_tensor(data)
             return to(data, data.device if device is None else device, dtype or data.dtype)
         return as_tensor(data, dtype=dtype, device=device)
-    return {torch.Tensor: dict(to=to, cuda=cuda), torch: dict(tensor=new, as_tensor=as_new)}
+    def pin_memory(t, device=None): return m.pin(t.clone())
+    return {torch.Tensor: dict(to=to, cuda=cuda, pin_memory=pin_memory), torch: dict(tensor=new, as_tensor=as_new)}
 
 
 def _of_cuda(m):
