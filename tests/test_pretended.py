@@ -14,6 +14,8 @@ from esper_nb.core.layers import by_lane, conv2d
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.snapshots import Snapshot
 from esper_nb.learn.learner import Learner
+from esper_nb.learn.loss import PPOConfig
+from esper_nb.learn.policies import PolicyConfig
 from esper_nb.run.cli import main
 from esper_nb.train import trainer
 from esper_nb.train.evaluation import evaluate
@@ -259,3 +261,21 @@ def test_an_epoch_that_was_trusted_in_vain_is_done_again_with_care(gpu, monkeypa
     for pop in (one, two): pop.state = {k: t.cpu().nan_to_num(9.) for k, t in
                                         {**lane_state(pop.model), **pop.stepper.state_dict()}.items()}
     for k, t in one.state.items(): assert torch.equal(t, two.state[k]), k
+
+@pytest.mark.parametrize("core", ["lstm", "none"])
+def test_acting_waits_twice_and_a_gradient_step_once(gpu, core):
+    envs = gym.make_vec("CartPole-v1", num_envs=4, vectorization_mode="sync")
+    config = PPOConfig(num_steps=6, num_minibatches=2, update_epochs=2, norm_obs=True, norm_reward=True, norm_value=True)
+    learner = Learner(envs, config, PolicyConfig(core=core), device="cuda")
+    while learner.step() is None: pass
+    learner.step_envs()
+    gpu.reset()
+    learner.step_envs()
+    assert gpu.num_waits <= 2   # is it all finite and legal; what is to be done
+    while learner.acts: learner.step_envs()
+    learner.prepare()
+    gpu.reset()
+    first, *_ = learner.minibatches_left()
+    assert gpu.num_waits == 0
+    learner.learn(first)
+    assert gpu.num_waits <= 1   # the numbers of the step, with the norm of its gradient

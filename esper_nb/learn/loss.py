@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PPOConfig', 'standardize', 'PPOStats', 'StepLog', 'read_stats', 'real_or_none', 'sum_up_steps', 'ChoiceMasks',
-           'Coefficients', 'ppo_loss', 'minibatch_loss', 'gradient_step', 'Learned', 'explained_variance', 'Collected',
-           'collect_returns', 'Compiled']
+           'Coefficients', 'ppo_loss', 'minibatch_loss', 'clipped_gradient', 'gradient_step', 'Learned',
+           'explained_variance', 'Collected', 'collect_returns', 'Compiled']
 
 # %% ../../nbs/learn/64_loss.ipynb #d9c45b33
 import copy, math, warnings
@@ -109,11 +109,20 @@ def _value_loss(value, b, target, clip):
         error = torch.maximum(error, (near - target) ** 2)
     return 0.5 * error
 
+def _standardize_there(adv, valid):
+    "The same without asking a device how many steps count."
+    count = valid.sum()
+    mean = torch.where(valid, adv, 0.).sum() / count
+    spread = (torch.where(valid, adv - mean, 0.).square().sum() / (count - 1)).sqrt()
+    differ = valid & (spread > 1e-6 * torch.where(valid, adv.abs(), 0.).max())
+    return torch.where(count < 2, adv, torch.where(differ, (adv - mean) / (spread + 1e-8), 0.))
+
 def standardize(
     adv: Tensor, # advantages
     valid: Tensor, # bool: the step counts; same shape
 ) -> Tensor: # mean 0 and deviation 1 where valid, 0 elsewhere; as they are where fewer than two steps count
     "Advantages of one size, whatever the rewards are; all 0 where they differ by rounding only."
+    if adv.is_cuda: return _standardize_there(adv, valid)
     x = adv[valid]
     if len(x) < 2: return adv
     spread = x.std()
@@ -156,12 +165,17 @@ class StepLog(NamedTuple):
     head_entropy: list[float] # NaN: measured nowhere
     grad_norm: float | None = None # before clipping; None: no step was taken
 
-def read_stats(stats: PPOStats) -> StepLog:
+def read_stats(
+    stats: PPOStats,
+    norm: Tensor | None = None, # of the gradient, if there is one
+) -> StepLog:
     "All numbers of a minibatch in one copy to the host."
-    values = torch.cat([x.detach().reshape(-1).float() for x in stats]).tolist()
+    rows = [x.detach().reshape(-1).float() for x in (*stats, *(() if norm is None else (norm,)))]
+    values = torch.cat(rows).tolist()
+    found = None if norm is None else values.pop()
     scalars = PPOStats._fields.index("head_entropy")
     named = dict(zip(PPOStats._fields, values[:scalars]))
-    return StepLog(**named, head_entropy=values[scalars:])
+    return StepLog(**named, head_entropy=values[scalars:], grad_norm=found)
 
 # %% ../../nbs/learn/64_loss.ipynb #e0420f26
 def real_or_none(x: float | None) -> float | None:
@@ -247,23 +261,29 @@ def minibatch_loss(
     return loss(logits, value, b, masks, adv, coefs, c, policy.config.floor)
 
 # %% ../../nbs/learn/64_loss.ipynb #0e2035ed
-def gradient_step(
+def clipped_gradient(
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss: Tensor, # scalar
-    lr: float, # learning rate of this step
     max_norm: float, # the gradient is clipped to this norm
-) -> float | None: # norm before clipping; None: it was not finite, and nothing has changed
-    "Backward, clip, step."
+) -> Tensor: # () norm before clipping, on the device
+    "Backward, and clip."
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm).item()
+    return nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
+
+def gradient_step(
+    optimizer: torch.optim.Optimizer, # whose parameters have a gradient
+    lr: float, # learning rate of this step
+    norm: float, # of the gradient
+) -> bool: # whether the step was taken; a norm that is not finite changes nothing
+    "One step, unless the gradient is ruined."
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
-        return None
+        return False
     for group in optimizer.param_groups: group["lr"] = lr
     optimizer.step()
-    return norm
+    return True
 
 # %% ../../nbs/learn/64_loss.ipynb #9dad3da5
 class Learned(NamedTuple):
