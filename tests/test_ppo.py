@@ -12,7 +12,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from esper_nb.core.workers import use_threads
 from esper_nb.learn.distributions import Heads
 from esper_nb.learn.learner import Learner
-from esper_nb.learn.loss import Compiled, PPOConfig, collect_returns, explained_variance, standardize
+from esper_nb.learn.loss import Compiled, PPOConfig, collect_returns, explained_variance
+from esper_nb.learn.normalizers import standardize
 from esper_nb.learn.policies import ActorCritic, PolicyConfig
 from esper_nb.learn.rollouts import play
 from esper_nb.learn.training import StopFlag, train_ppo

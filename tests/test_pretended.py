@@ -265,7 +265,7 @@ def test_an_epoch_that_was_trusted_in_vain_is_done_again_with_care(gpu, monkeypa
 @pytest.mark.parametrize("core", ["lstm", "none"])
 def test_acting_waits_twice_and_a_gradient_step_once(gpu, core):
     envs = gym.make_vec("CartPole-v1", num_envs=4, vectorization_mode="sync")
-    config = PPOConfig(num_steps=6, num_minibatches=2, update_epochs=2, norm_obs=True, norm_reward=True, norm_value=True)
+    config = PPOConfig(num_steps=6, num_minibatches=2, norm_obs=True, norm_reward=True, norm_value=True)
     learner = Learner(envs, config, PolicyConfig(core=core), device="cuda")
     while learner.step() is None: pass
     learner.step_envs()

@@ -22,8 +22,8 @@ from ..core.workers import use_threads
 from .distributions import ActionHeads, acting_noise, heads_of
 from .loss import (
     Coefficients, Compiled, Learned, PPOConfig, StepLog, clipped_gradient, collect_returns, explained_variance,
-    real_or_none, gradient_step, minibatch_loss, ppo_loss, read_stats, standardize, sum_up_steps)
-from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer
+    real_or_none, gradient_step, minibatch_loss, ppo_loss, read_stats, sum_up_steps)
+from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer, standardize
 from .policies import ActorCritic, PolicyConfig
 from .rollouts import Batch, EnvStream, EpisodeEnd, Rollout, count_episodes
 
@@ -179,7 +179,7 @@ class _Learning(_Acting):
         self.logs.append(seen._replace(grad_norm=None))
         if not math.isfinite(seen.loss): return "nonfinite"
         if c.target_kl is not None and seen.approx_kl > c.target_kl: return "kl"
-        if not gradient_step(self.optimizer, lr, seen.grad_norm): return "nonfinite"
+        if not gradient_step(self.optimizer, lr, seen.grad_norm or 0.): return "nonfinite"
         self.logs[-1] = seen
         return ""
 
