@@ -59,7 +59,7 @@ def plain_loop(
         return torch.stack(losses).mean().item()
     return lambda e: [train(i, e) for i in mine]
 
-# %% ../../nbs/bench/91_lane_bench.ipynb #470fda48
+# %% ../../nbs/bench/91_lane_bench.ipynb #a412d3ab
 @dataclass
 class OnePerCore(Side):
     "A loop in several processes, each with a part of the networks."
@@ -110,7 +110,7 @@ def lane_settings(case: Case) -> list[tuple[str, int, bool]]: # (kind, threads, 
     loops = [(*way, keep) for way in ways for keep in (False, True)]
     return [setting for loop in loops for setting in (loop, *lanes)]
 
-# %% ../../nbs/bench/91_lane_bench.ipynb #9434b4b0
+# %% ../../nbs/bench/91_lane_bench.ipynb #b775aa31
 def open_side(
     make: str, # address of a maker
     settings: dict, # its arguments; of kind "processes": a loop that understands `part`
