@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 NB    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test sync lint types notebooks unit lab door docs readme mirror gpu bench refresh clean
+.PHONY: help install train test sync lint types notebooks unit lab door docs readme mirror gpu pretended bench refresh clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -67,6 +67,10 @@ docs: readme  ## the site in _docs (plain HTML pages where Quarto is missing), i
 
 gpu: $(STAMP)  ## the tests that need a CUDA device (each is skipped, with the reason, where there is none)
 	$(BIN)/pytest tests -m cuda -v
+
+CUDA_TESTS = tests/test_pretended.py $(shell grep -l "^@pytest.mark.cuda" tests/test_*.py)
+pretended: $(STAMP)  ## the same tests and the main job on a pretended CUDA device, on any machine (part of `make unit`)
+	$(BIN)/pytest $(CUDA_TESTS) -k "pretended" -q
 
 bench: $(STAMP)  ## the benchmarks
 	$(BIN)/esper-nb bench lanes --out nbs/explanations/bench_lanes.json

@@ -5,19 +5,60 @@ import pytest
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped with the reason where there is none")
+    config.addinivalue_line("markers", "cuda: needs a CUDA device; runs on a pretended one, too, and where there is no "
+                            "other, the real run is skipped with the reason")
+    config.addinivalue_line("markers", "real(why): even a marked test cannot run on a pretended device, and why")
     browser = "browser: drives a headless Chromium; skipped with the reason where there is none"
     config.addinivalue_line("markers", browser)
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
+
+
+def pytest_generate_tests(metafunc):
+    "Every marked test is two: one for a real device, one for a pretended one."
+    if not metafunc.definition.get_closest_marker("cuda"): return
+    metafunc.parametrize("machine", ["real", "pretended"], indirect=True)
 
 
 def pytest_collection_modifyitems(config, items):
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked: return
     import torch
-    if torch.cuda.is_available(): return
-    skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none")
-    for item in marked: item.add_marker(skip)
+    there = torch.cuda.is_available()
+    for item in marked:
+        kind = item.callspec.params["machine"] if hasattr(item, "callspec") else "real"
+        alone = item.get_closest_marker("real")
+        if kind == "real" and there: continue
+        if kind == "real": reason = f"needs a CUDA device; torch {torch.__version__} sees none"
+        elif there: reason = "pretended: not where there is a real device"
+        elif alone: reason = f"cannot be pretended: {alone.args[0]}"
+        else: continue
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def machine(request):
+    "The devices of a marked test: the real ones, or two that are pretended."
+    if getattr(request, "param", "real") == "real":
+        yield None
+        return
+    from pretend import PretendedCuda
+    with PretendedCuda(devices=2) as gpu: yield gpu
+
+
+def pytest_terminal_summary(terminalreporter):
+    "Tests of a GPU, apart: what ran for real, what was only pretended, and what that cannot know."
+    def count(kind, how):
+        names = {getattr(r, "nodeid", "") for r in terminalreporter.stats.get(how, [])}
+        found = [n for n in names if f"[{kind}" in n or kind == "pretended" and "/test_pretended.py" in n]
+        return f"{len(found)} {how}" if found else ""
+    told = {kind: ", ".join(filter(None, (count(kind, how) for how in ("passed", "failed", "error", "skipped"))))
+            for kind in ("pretended", "real")}
+    if not any(told.values()): return
+    terminalreporter.section("CUDA")
+    for kind, text in told.items(): terminalreporter.write_line(f"{kind}: {text or 'none'}")
+    if told["pretended"]:
+        from pretend import limits
+        terminalreporter.write_line(f"A pretended device has {limits}.")
 
 
 @pytest.fixture(scope="module")

@@ -153,6 +153,7 @@ def test_flex_attention_is_causal_attention():
 
 
 @pytest.mark.cuda
+@pytest.mark.real("it needs the compiler")
 def test_flex_attention_on_cuda():
     a = noisy(LaneAttention(64, 4, 2)).cuda(); b = LaneFlexAttention(64, 4, 2).cuda(); b.load_state_dict(a.state_dict())
     x = torch.randn(2, 128, 128, device="cuda")

@@ -12,7 +12,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from esper_nb.core.workers import use_threads
 from esper_nb.learn.distributions import Heads
 from esper_nb.learn.learner import Learner
-from esper_nb.learn.loss import Compiled, PPOConfig, collect_returns, explained_variance, standardize
+from esper_nb.learn.loss import Compiled, PPOConfig, collect_returns, explained_variance
+from esper_nb.learn.normalizers import standardize
 from esper_nb.learn.policies import ActorCritic, PolicyConfig
 from esper_nb.learn.rollouts import play
 from esper_nb.learn.training import StopFlag, train_ppo
@@ -400,9 +401,9 @@ def test_dict_of_wrong_settings():
 
 
 @pytest.mark.cuda
-def test_a_run_on_cuda():
-    config = PPOConfig(num_steps=40, num_minibatches=2, norm_obs=True, norm_reward=True, norm_value=True,
-                       ent_floor=0.2, ent_floor_coef=0.1)
+def test_a_run_on_cuda(machine):
+    config = PPOConfig(num_steps=12 if machine else 40, num_minibatches=2, norm_obs=True, norm_reward=True,
+                       norm_value=True, ent_floor=0.2, ent_floor_coef=0.1)
     learner = Learner(SyncVectorEnv([Masked] * 4), config, small, device="cuda")
     ups = list(train_ppo(learner, 3))
     assert max(u.first_gap for u in ups) < 1e-3 and all(u.gradient_steps == 8 for u in ups)

@@ -341,6 +341,7 @@ def test_phases_add_up(device):
     assert clock.seconds() == seconds and clock.seconds() == {}
 
 @pytest.mark.cuda
+@pytest.mark.real("it times a kernel")
 def test_phases_on_the_device_see_the_kernels():
     clock, x = PhaseClock("cuda"), torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()

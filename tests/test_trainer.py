@@ -168,8 +168,8 @@ def test_operations_beside_working_threads_use_one_core_and_a_group_alone_uses_a
 
 
 @pytest.mark.cuda
-def test_cuda_population_learns_and_streams_agree_with_one_pass():
-    data = TASKS["digits"].load("cuda")
+def test_cuda_population_learns_and_streams_agree_with_one_pass(machine):
+    data = TASKS["digits"].load("cuda", limit=320 if machine else None)
     configs = [FitConfig(lanes=4, epochs=2, workers=w, width=2) for w in (1, 2)]
     pops = [new_population(TASKS["digits"], c, data=data, device="cuda") for c in configs]
     a, b = ([r.train.loss for r in fit(p)] for p in pops)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .measure import Case, Side, machine, machine_text, setting_text, take_turns
+from .lane_bench import LOOPS, open_side, way_text
+from .measure import Case, Side, machine, machine_text, take_turns
 from ..core.config import check
 from ..core.random import generator
 from ..core.lanes import take_lanes
@@ -127,17 +128,21 @@ def evaluate_plain(net: PlainGrown, batches: Iterable[tuple[Tensor, Tensor]], si
     return torch.stack(out)
 
 # %% ../../nbs/bench/92_growth_bench.ipynb #c8642a7c
-def grown_loop(case: GrowthCase) -> Callable[[int], tuple[Tensor, Tensor]]: # runs epoch e
+def grown_loop(
+    case: GrowthCase,
+    part: Sequence[int] = (0, 1), # k, m: only every m-th network, from the k-th on
+) -> Callable[[int], tuple[Tensor, Tensor]]: # runs epoch e
     "One network after the other, with separate passes: training loss (n,) and accuracy (8, n)."
     pop = grown_population(case)
     data, options = pop.data, pop.task.optimizer_options
-    nets = [PlainGrown(pop.model.lane(i)).to(memory_format=torch.channels_last) for i in range(case.lanes)]
+    mine = range(part[0], case.lanes, part[1])
+    nets = [PlainGrown(pop.model.lane(i)).to(memory_format=torch.channels_last) for i in mine]
     opts = [torch.optim.SGD(net.parameters(), fused=True, **options) for net in nets]
     heldout = list(data.evaluate("heldout", 256))
     size = sum(len(y) for _, y in heldout)
     def epoch(e: int):
         losses, tables = [], []
-        for i, (net, opt) in enumerate(zip(nets, opts)):
+        for i, net, opt in zip(mine, nets, opts):
             losses.append(train_plain(net, opt, data.epoch(0, [i], e, case.batch_size)))
             tables.append(evaluate_plain(net, heldout, size))
         return torch.stack(losses), torch.stack(tables, 1)
@@ -172,16 +177,16 @@ def grown_validation(case: GrowthCase, kind: str) -> Callable[[int], list[Tensor
     return lambda e: pop.workers.map(run, nets)
 
 # %% ../../nbs/bench/92_growth_bench.ipynb #0c47e889
-def growth_side(kind: str, case: dict, how: str = "") -> Callable[[int], object]:
-    "What the process of one side runs: 'loop', 'lanes' by the plan `how`, or 'validation' of the kind `how`."
+def growth_side(kind: str, case: dict, how: str = "", part: Sequence[int] = (0, 1)) -> Callable[[int], object]:
+    "What the process of one side runs: a loop, 'lanes' by the plan `how`, or 'validation' of the kind `how`."
     wanted = GrowthCase.from_dict(case)
-    if kind == "loop": return grown_loop(wanted)
+    if kind in LOOPS: return grown_loop(wanted, part)
     return grown_lanes(wanted, how) if kind == "lanes" else grown_validation(wanted, how)
 
 def grown_process(kind: str, case: GrowthCase, how: str = "", threads: int = 1, keep: bool = True) -> Side:
     "A process for it."
     settings = dict(kind=kind, case=case.to_dict(), how=how)
-    return Side("esper_nb.bench.growth_bench:growth_side", settings, threads, keep)
+    return open_side("esper_nb.bench.growth_bench:growth_side", settings, threads, keep)
 
 # %% ../../nbs/bench/92_growth_bench.ipynb #91f61e8c
 _Note = Callable[[str], object] # called after each epoch, with the side's name
@@ -195,8 +200,9 @@ def compare_growth(
 ) -> dict:
     "The loop at its best setting against lanes under some plans."
     cores = int(machine()["cores"])
-    loops = {setting_text(t, keep): grown_process("loop", case, "", t, keep)
-             for t in threads or sorted({1, cores}) for keep in (False, True)}
+    ways = [("loop", t) for t in threads or sorted({1, cores})] + [("processes", 1)] * (cores > 1)
+    loops = {way_text(kind, t, keep): grown_process(kind, case, "", t, keep)
+             for kind, t in ways for keep in (False, True)}
     tried = {name: min(seconds) for name, seconds in take_turns(loops, 2, note).items()}
     fastest = min(tried, key=lambda name: tried[name])
     sides = {"loop": loops[fastest]} | {p: grown_process("lanes", case, p, cores) for p in plans}
@@ -274,7 +280,9 @@ def growth_text(result: Mapping) -> str:
 # %% ../../nbs/bench/92_growth_bench.ipynb #1d59d6cc
 def _epochs(cases: Sequence[GrowthCase], singles: Sequence[GrowthCase], rounds: int, looks: int, loops: int) -> int:
     "How many epochs a run has, for its progress bar."
-    return len(cases) * (6 * loops + (rounds + 1) * (1 + len(GROWTH_PLANS))) + len(singles) * 3 * (looks + 1)
+    ways = loops + (int(machine()["cores"]) > 1)
+    return len(cases) * (6 * ways + (rounds + 1) * (1 + len(GROWTH_PLANS))) + len(singles) * 3 * (looks + 1)
+
 
 def run_growth_bench(
     quick: bool = False, # the small task at its own batch size only, fewer rounds, the loop with one thread

@@ -36,13 +36,14 @@ def plan(
     workers: int = 1, # how many groups run at once
     lane_bytes: int = 0, # bytes of one lane's largest activation in a batch
     width: int | None = None, # lanes per group, instead of the budget
+    budget: int = BUDGET, # bytes that the largest activation of a group may have
 ) -> Plan:
     "Split lanes into groups: equal kinds together, wide enough to be efficient, with work for every worker."
     check_count("workers", workers)
     kinds = [0] * check_count("lanes", kinds) if isinstance(kinds, int) else list(kinds)
     by_kind: dict[Hashable, list[int]] = {}
     for i, k in enumerate(kinds): by_kind.setdefault(k, []).append(i)
-    widest = check_count("width", width) if width else max(2, BUDGET // max(1, lane_bytes))
+    widest = check_count("width", width) if width else max(2, budget // max(1, lane_bytes))
     fair = -(-len(kinds) // workers)  # no group larger than a worker's fair share
     groups = [g for lanes in by_kind.values() for g in _split(lanes, -(-len(lanes) // min(widest, fair)))]
     while len(groups) % workers and len(largest := max(groups, key=len)) > 1:  # as many for each worker
@@ -54,8 +55,8 @@ def plan(
 def default_workers(
     device: str | torch.device = "cpu", # where the groups run
 ) -> int: # workers that a device can use
-    "One worker per core this process may use on a CPU; two streams on a GPU."
-    if torch.device(device).type != "cpu": return 2
+    "One worker per core this process may use on a CPU; one on a GPU."
+    if torch.device(device).type != "cpu": return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 # %% ../../nbs/core/05_workers.ipynb #6dda92dc
@@ -103,14 +104,16 @@ def _run_on_streams(streams: Sequence, device: torch.device, f: Callable[[T], R]
     "Results in order, while the work behind them is still on its way."
     here, out = torch.cuda.current_stream(device), []
     for s in streams: s.wait_stream(here)
-    for k, item in enumerate(items):
-        with torch.cuda.stream(streams[k % len(streams)]): out.append(f(item))
-    for s in streams: here.wait_stream(s)
+    try:
+        for k, item in enumerate(items):
+            with torch.cuda.stream(streams[k % len(streams)]): out.append(f(item))
+    finally:
+        for s in streams: here.wait_stream(s)
     return out
 
 # %% ../../nbs/core/05_workers.ipynb #9761fecb
 class Workers:
-    "Runs independent groups side by side: threads of one core each on a CPU, streams on a GPU."
+    "Runs independent groups: on threads of one core each on a CPU, on the caller's stream or several on a GPU."
     def __init__(
         self,
         count: int | None = None, # workers; None: `default_workers`
@@ -123,7 +126,8 @@ class Workers:
         self.pool = _make_threads(self.count) if on_cpu and self.count > 1 else None
         # held, once in each thread, where operations are many and small
         self.turn: AbstractContextManager = BoundedSemaphore(max(1, self.count // 2)) if self.pool else nullcontext()
-        self.streams = [torch.cuda.Stream(self.device) for _ in range(self.count)] if self.device.type == "cuda" else []
+        several = self.device.type == "cuda" and self.count > 1
+        self.streams = [torch.cuda.Stream(self.device) for _ in range(self.count)] if several else []
 
     def map(
         self,

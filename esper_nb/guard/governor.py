@@ -77,7 +77,8 @@ def _passes(g: Guarded, loss: Tensor | float) -> bool:
     if not g.inside: _tend(g)
     return True
 
-def _gather(g: Guarded, loss: Tensor | float, norm: Tensor | float | None, asleep: Sequence[int]) -> int:
+def _gather(g: Guarded, loss: Tensor | float, norm: Tensor | float | None, asleep: Sequence[int],
+            now: bool = False) -> int: # now: before the optimizer steps
     "Let a loss wait to be judged; how many are judged together."
     def by_lanes(x):
         return (x.detach() if isinstance(x, Tensor) else torch.as_tensor(x, dtype=torch.float64)).reshape(g.n)
@@ -87,7 +88,7 @@ def _gather(g: Guarded, loss: Tensor | float, norm: Tensor | float | None, aslee
     g.waiting.append(Waiting(by_lanes(loss), None if norm is None else by_lanes(norm), g.asleep, g.watched))
     g.watched += 1
     away = isinstance(loss, Tensor) and loss.device.type != "cpu"
-    return g.config.sync_every or (8 if away else 1)
+    return g.config.sync_every or (8 if away and not now else 1)
 
 def _on_host(tensors: Sequence[Tensor]) -> np.ndarray: # (k, n) float64
     "Many small tensors to the host, with one wait for the device."
@@ -193,7 +194,7 @@ def _watch(g: Guarded, loss, norm, before_step: bool, asleep: Sequence[int]) -> 
         if loss.numel() != g.n: raise ValueError(f"loss={tuple(loss.shape)}, expected {g.n} numbers, one per lane")
     elif g.n == 1 and not isinstance(loss, float): loss = float(np.asarray(loss).reshape(()))
     if norm is None and not asleep and _passes(g, loss): return ()
-    every = _gather(g, loss, norm, asleep)
+    every = _gather(g, loss, norm, asleep, before_step or g.inside)
     try:
         if len(g.waiting) < every: return ()
         reports = _judge_waiting(g, (before_step or g.inside and g.n == 1) and every == 1)

@@ -62,6 +62,7 @@ class Heads:
         once = sorted(h for stage in self.stages for h in stage) == list(range(self.count))
         check(once, "stages", self.stages, f"every head of 0..{self.count - 1} exactly once")
         self.real, self._places = padded_places(self.sizes) # (K, A) each
+        self._there: dict[torch.device, tuple[Tensor, Tensor]] = {} # the same on other devices
 
     def legal(
         self,
@@ -69,9 +70,10 @@ class Heads:
         action: Tensor, # (..., K) int64, valid in the heads of earlier stages
     ) -> Tensor: # (..., K, A) bool, never empty in a head
         "What each head may choose, given the heads of earlier stages."
-        real = self.real.to(action.device)
-        if mask is None: return real.expand(*action.shape, self.widest)
-        return mask[..., self._places.to(mask.device)] & real
+        if action.device not in self._there:
+            self._there[action.device] = self.real.to(action.device), self._places.to(action.device)
+        real, places = self._there[action.device]
+        return real.expand(*action.shape, self.widest) if mask is None else mask[..., places] & real
 
     def relevant(self, action: Tensor) -> Tensor: # (..., K) -> (..., K) bool
         "Which heads the chosen action used."
@@ -104,12 +106,15 @@ def to_env(
     return (a + space.start).astype(space.dtype)
 
 # %% ../../nbs/learn/60_distributions.ipynb #7290b1f5
+def _faults(logits: Tensor, legal: Tensor) -> tuple[Tensor, Tensor]: # (..., K, A) each -> (..., K, A), (..., K) bool
+    "Logits that are not finite where they count, and heads without a legal choice."
+    return ~torch.isfinite(logits) & legal, ~legal.any(-1)
+
 def _check_choices(logits: Tensor, legal: Tensor) -> None: # (..., K, A) each
-    "Refuse logits that are not finite where they count, and heads without a legal choice."
-    bad = ~torch.isfinite(logits) & legal
+    "Refuse what is at fault."
+    bad, empty = _faults(logits, legal)
     if bad.any(): raise ValueError(f"logits are not finite at {bad.nonzero()[0].tolist()} (..., head, choice): "
                                    "the policy is ruined; restore an earlier state")
-    empty = ~legal.any(-1)
     if empty.any(): raise ValueError(f"mask is empty at {empty.nonzero()[0].tolist()} (..., head): "
                                      "every head needs at least one legal choice, such as a placeholder")
 
@@ -171,14 +176,19 @@ def choose(
     floor: float | Tensor = 0., # least probability of a legal choice
 ) -> tuple[Tensor, Tensor]: # action (..., K) int64 and its log-probability per head (..., K)
     "Choose every head, stage by stage."
-    said = logits(None) if callable(logits) else logits
+    said, seen = logits(None) if callable(logits) else logits, []
     action = torch.zeros(said.shape[:-1], dtype=torch.int64, device=said.device)
     for i, stage in enumerate(heads.stages):
         if i and callable(logits): said = logits(action)
-        dist = MaskedHeads(said, heads.legal(mask, action), floor)
+        seen.append((said, heads.legal(mask, action)))
+        dist = MaskedHeads(*seen[-1], floor, validate=False)
         picked = dist.mode() if noise is None else dist.sample(noise)
         if len(heads.stages) == 1: action = picked
-        else: action[..., list(stage)] = picked[..., list(stage)]
+        else:
+            for head in stage: action[..., head] = picked[..., head]
+    odd = [flag for logit, legal in seen for flag in _faults(logit, legal)]
+    if torch.stack([flag.any() for flag in odd]).any():   # one question for all stages
+        for logit, legal in seen: _check_choices(logit, legal)
     return action, dist.log_prob(action)
 
 # %% ../../nbs/learn/60_distributions.ipynb #7cfc1c01

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ..core.config import check
-from ..core.devices import choose_precision
+from ..core.devices import check_device, choose_precision, send
 from ..core.random import generator
 from ..core.workers import use_threads
 from .distributions import ActionHeads, acting_noise, heads_of
 from .loss import (
-    Coefficients, Compiled, Learned, PPOConfig, StepLog, collect_returns, explained_variance, real_or_none,
-    gradient_step, minibatch_loss, ppo_loss, read_stats, standardize, sum_up_steps)
-from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer
+    Coefficients, Compiled, Learned, PPOConfig, StepLog, clipped_gradient, collect_returns, explained_variance,
+    real_or_none, gradient_step, minibatch_loss, ppo_loss, read_stats, sum_up_steps)
+from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer, standardize
 from .policies import ActorCritic, PolicyConfig
 from .rollouts import Batch, EnvStream, EpisodeEnd, Rollout, count_episodes
 
@@ -66,8 +66,8 @@ class _Parts:
         heads: ActionHeads | None = None, # how choices depend on each other; None: from the action space
         device: str | torch.device = "cpu",
     ):
-        self.config, self.stream, self.n = config, EnvStream(envs, device), envs.num_envs
-        self.device, self.heads = torch.device(device), heads or heads_of(envs.single_action_space)
+        self.device, self.heads = check_device(device), heads or heads_of(envs.single_action_space)
+        self.config, self.stream, self.n = config, EnvStream(envs), envs.num_envs # what environments say stays here
         precision = choose_precision(config.precision, device)
         self.policy = ActorCritic(self.heads, self.stream.width, policy, config.seed, precision).to(device)
         fits = not self.policy.states or config.num_minibatches <= self.n
@@ -121,7 +121,7 @@ class _Acting(_Parts):
         rollout, s, c = self.rollout or self.begin(), self.stream, self.config
         if self.noise is None:
             self.noise = acting_noise(c.seed, self.update, c.num_steps, self.n, self.heads).to(self.device)
-        obs, mask = self.view(s.obs), s.mask
+        obs, mask = send(self.view(s.obs), self.device), None if s.mask is None else send(s.mask, self.device)
         start, valid = s.start, s.valid
         if c.norm_obs: self.obs_norm.observe(s.obs)
         a = self.policy.act(obs, mask, self.state, start, self.noise[rollout.t])
@@ -134,13 +134,14 @@ class _Acting(_Parts):
         self.ended += over
 
     @use_threads(1)
-    def _values(self, obs, state, start): return self.policy(obs[None], state, start[None])[1][0]
+    def _values(self, obs, state, start): # what the environments say, and the memory
+        return self.policy(send(obs, self.device)[None], state, start[None])[1][0]
 
     def _final_values(self, out, state):
         "Values of final observations with the memory carried on; NaN where there is none."
         if out.final_obs is None: return torch.full((self.n,), torch.nan)
         value = self._values(self.view(out.final_obs), state, torch.zeros_like(out.has_final))
-        return torch.where(out.has_final, value, torch.nan)
+        return torch.where(send(out.has_final, self.device), value, torch.nan)
 
 # %% ../../nbs/learn/65_learner.ipynb #36c5a341
 class _Learning(_Acting):
@@ -170,15 +171,16 @@ class _Learning(_Acting):
         "One gradient step on one minibatch."
         c = self.config
         lr, *now = c.at(self.update)
-        clip, entropy = torch.tensor(now, device=self.device)
+        clip, entropy = send(torch.tensor(now), self.device)
         coefs = Coefficients(clip, entropy, self.floors)
         stats = minibatch_loss(self.policy, b, coefs, c, self.loss)
-        self.logs.append(seen := read_stats(stats))
+        norm = clipped_gradient(self.policy, self.optimizer, stats.loss, c.max_grad_norm)
+        seen = read_stats(stats, norm)   # the one look at the device
+        self.logs.append(seen._replace(grad_norm=None))
         if not math.isfinite(seen.loss): return "nonfinite"
         if c.target_kl is not None and seen.approx_kl > c.target_kl: return "kl"
-        norm = gradient_step(self.policy, self.optimizer, stats.loss, lr, c.max_grad_norm)
-        if norm is None: return "nonfinite"
-        self.logs[-1] = seen._replace(grad_norm=norm)
+        if not gradient_step(self.optimizer, lr, seen.grad_norm or 0.): return "nonfinite"
+        self.logs[-1] = seen
         return ""
 
     def minibatches_left(self) -> Iterator[Batch]: # shuffles have an address, so they can be repeated
@@ -291,7 +293,7 @@ class Learner(_Turns):
         self.state = state["state"].to(self.device, copy=True)
         self.returns, self.lengths = state["returns"].clone(), state["lengths"].clone()
         for k, v in state["stream"].items():
-            setattr(self.stream, k, None if v is None else v.to(self.device, copy=True))
+            setattr(self.stream, k, None if v is None else v.to("cpu", copy=True))
         for k in _counters: setattr(self, k, progress[k])
         self.logs, self.ended = [StepLog(**d) for d in progress["logs"]], [EpisodeEnd(*e) for e in progress["ended"]]
         self.before = Learned(progress["policy"], progress["optimizer"]) if "policy" in progress else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.config import Config, check, check_count
-from ..core.devices import Precision, choose_precision
+from ..core.devices import Precision, choose_precision, send
 from ..core.random import seeded
 from ..core.workers import use_threads
 from .distributions import ActionHeads, choose
@@ -110,10 +110,12 @@ class Trunk(nn.Module):
         "The sequence in as few recurrent calls as episode starts allow."
         x = self.features(x)
         if not self.states: return x, state
-        cuts = [0, *(start[1:].any(1).nonzero().flatten() + 1).tolist(), len(x)]
+        cuts = [0, len(x)]
+        if len(x) > 1: cuts[1:1] = (start[1:].any(1).nonzero().flatten() + 1).tolist()
         out = []
         for a, b in pairwise(cuts):
-            y, state = self._run(x[a:b], state.masked_fill(start[a][:, None], 0.))
+            begins = send(start[a], state.device)   # flags of the host, so that nobody waits for where the cuts are
+            y, state = self._run(x[a:b], state.masked_fill(begins[:, None], 0.))
             out.append(y)
         return torch.cat(out) if len(out) > 1 else out[0], state
 

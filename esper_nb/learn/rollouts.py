@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from ..core.config import check
+from ..core.devices import send
 from .distributions import ActionHeads, acting_noise, to_env
 
 # %% ../../nbs/learn/62_rollouts.ipynb #131193c6
@@ -203,7 +204,7 @@ class _Storage:
         self.mask = new(mask_width, dtype=torch.bool) if mask_width else None
         self.logp, self.value, self.reward = new(K), new(), new()
         self.terminated, self.truncated, self.rolled_back = flags(), flags(), flags()
-        self.start, self.valid = flags(), flags()
+        self.start, self.valid = torch.zeros(T, n, dtype=torch.bool), flags() # `start` on the host, for `Trunk`
         self.final_value = new().fill_(torch.nan)
         self.advantage, self.returns = new(), new()
         self.state = torch.zeros(0, n, 1, device=device) # (S, n, H) memory before the first step
@@ -225,7 +226,9 @@ class _Storage:
         "Store one step of all lanes."
         if self.full: raise RuntimeError(f"the rollout has its {self.num_steps} steps: learn from it and clear() it")
         for name, values in fields.items():
-            if values is not None: getattr(self, name)[self.t].copy_(values)
+            if values is None: continue
+            row = getattr(self, name)[self.t]
+            row.copy_(send(values, row.device))
         self.t += 1
 
     def state_dict(self) -> dict:
@@ -238,7 +241,8 @@ class _Storage:
         self.clear(state["state"].to(self.obs.device))
         self.t = state["t"]
         known = {k for k, v in vars(self).items() if isinstance(v, Tensor)} | {"last_value"}
-        for k in known & state.keys(): setattr(self, k, state[k].to(self.obs.device, copy=True))
+        for k in known & state.keys():
+            setattr(self, k, state[k].to("cpu" if k == "start" else self.obs.device, copy=True))
 
 # %% ../../nbs/learn/62_rollouts.ipynb #f406eb5a
 class Batch(NamedTuple):
@@ -280,14 +284,16 @@ class Rollout(_Storage):
                      advantage=pick(self.advantage), returns=pick(self.returns),
                      start=pick(self.start), valid=pick(self.valid), state=state)
 
-    def batch(self, lanes: Tensor) -> Batch: # (m,) int64
+    def batch(self, lanes: Tensor) -> Batch: # (m,) int64, on the CPU
         "All steps of some lanes."
-        return self._picked(lambda x: x[:, lanes], self.state[:, lanes])
+        there = send(lanes, self.obs.device)
+        return self._picked(lambda x: x[:, there if x.is_cuda else lanes], self.state[:, there])
 
-    def step_batch(self, index: Tensor) -> Batch: # (m,) int64, t·n + lane
+    def step_batch(self, index: Tensor) -> Batch: # (m,) int64, t·n + lane, on the CPU
         "Single steps, for policies without memory: one step of m lanes."
         nothing = self.state.new_zeros(0, len(index), self.state.shape[-1])
-        return self._picked(lambda x: x.flatten(0, 1)[index][None], nothing)
+        there = send(index, self.obs.device)
+        return self._picked(lambda x: x.flatten(0, 1)[there if x.is_cuda else index][None], nothing)
 
     def minibatches(self, count: int, gen: torch.Generator) -> Iterator[Batch]: # how many a sweep; its CPU stream
         "Every lane (or, without memory, every step) once, in random order."
@@ -295,7 +301,7 @@ class Rollout(_Storage):
         total = self.lanes if whole else self.lanes * self.num_steps
         check(count <= total, "num_minibatches", count,
               f"at most {total}: a minibatch needs a whole {'lane' if whole else 'step'}")
-        order = torch.randperm(total, generator=gen).to(self.obs.device)
+        order = torch.randperm(total, generator=gen)
         for part in order.tensor_split(count): yield self.batch(part) if whole else self.step_batch(part)
 
 # %% ../../nbs/learn/62_rollouts.ipynb #28643d00

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.config import check, check_count
-from ..core.devices import check_device
+from ..core.devices import check_device, send
 from ..core.random import generator
 
 # %% ../../nbs/train/35_data.ipynb #4e516912
@@ -115,7 +115,7 @@ def whole_batches(
     check(check_count("batch_size", batch_size) <= size, "batch_size", batch_size,
           f"at most {size}, the number of training examples; use a smaller batch or more data")
     count = size // batch_size
-    return draws[:, :count * batch_size].unflatten(1, (count, batch_size)).to(device)
+    return send(draws[:, :count * batch_size].unflatten(1, (count, batch_size)), device)
 
 # %% ../../nbs/train/35_data.ipynb #0dbca937
 def draw_images(

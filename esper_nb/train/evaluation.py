@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.devices import Precision, choose_precision
+from ..core.devices import Precision, as_double, choose_precision
 from ..core.lanes import num_lanes
 from ..grow.models import Growing
 from .data import ImageData
@@ -62,7 +62,7 @@ class Tally:
     ):
         "Count one batch in."
         answers = y.numel() // (n if y.ndim == logits.ndim else 1) # of one lane
-        self.loss = self.loss + task.loss(logits, y, n).double() * answers
+        self.loss = self.loss + as_double(task.loss(logits, y, n)) * answers
         self.right = self.right + self.count(logits, y, n)
         self.seen += answers
 

@@ -175,4 +175,4 @@ def growth_signals(
     both = [t.unflatten(0, (lanes, -1)).flatten(1).norm(dim=1) for t in (read, wrote)]
     fit = size / (both[0] * both[1]).clamp(min=1e-30)
     reach = 1 - (middle / size.clamp(min=1e-30))**2
-    return GrowthSignals(*(t.cpu() for t in (size, fit.clamp(0, 1), reach.clamp(0, 1))))
+    return GrowthSignals(size, fit.clamp(0, 1), reach.clamp(0, 1))

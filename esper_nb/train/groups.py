@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SIGNALS', 'parts_in_use', 'part_of', 'Group', 'fill_part', 'copy_group', 'latest_births', 'schedule_lanes',
-           'check_out', 'give_back', 'seed_health', 'traced', 'latest_pass', 'site_signals', 'GroupResult',
-           'join_results', 'spread_lanes', 'join_worth', 'total_gain', 'join_groups']
+           'check_out', 'copy_again', 'give_back', 'seed_health', 'traced', 'latest_pass', 'site_signals',
+           'GroupResult', 'join_results', 'spread_lanes', 'join_worth', 'total_gain', 'join_groups']
 
 # %% ../../nbs/train/46_groups.ipynb #3ce0f38a
 import math
@@ -126,6 +126,20 @@ def check_out(
     return out
 
 # %% ../../nbs/train/46_groups.ipynb #fff6ab10
+def copy_again(
+    pop: Population, # has not changed since
+    g: Group, # from `check_out`, trained in vain
+):
+    "Make a group what it was when it was copied out."
+    for k, opt in g.stepper.owners.items():
+        at = [g.lanes[j] for j in g.stepper.lanes_of(k)]
+        take_lanes(part_of(pop.model, k), at, part_of(g.net, k))
+        copy_lanes(opt, range(len(at)), pop.stepper.owners[k], at)
+    for k in pop.model.names:
+        here, there = pop.model.slot(k), g.net.slot(k)
+        there.table.copy_(here.table[list(g.lanes)])
+        there.stream.copy_(here.stream[list(g.lanes)])
+
 def give_back(
     pop: Population, # is overwritten
     g: Group, # from `check_out`
@@ -146,20 +160,21 @@ def give_back(
 def seed_health(g: Group) -> dict[str, Tensor]: # slot -> (5, m): `GradientHealth` of its seeds, their ratio to the host
     "The gradients of each slot's seeds, before they are clipped; NaN for lanes without one."
     n, step = len(g.lanes), g.stepper
-    scale = step.scaler.scale if step.scaler.enabled else torch.ones(n)
+    scale = step.scaler.scale if step.scaler.enabled else None
     def size(opt): return sum(p.numel() for p in opt.params.values()) // opt.lanes
     host = gradient_health(step.owners["host"].params.values(), n, scale=scale).norm
+    seeds = {k: list(step.lanes_of(k)) for k in step.owners if "." in k and not k.endswith(".gate")}
+    found = [host]
+    for k, at in seeds.items():
+        params, own = step.owners[k].params.values(), None if scale is None else scale[at]
+        found += gradient_health(params, len(at), scale=own)
+    host, *found = torch.cat(found).cpu().split([n, *(len(at) for at in seeds.values() for _ in range(4))])
     out: dict[str, Tensor] = {}
-    for k, opt in step.owners.items():
-        slot, _, part = k.rpartition(".")
-        if not slot or part == "gate": continue
-        at = list(step.lanes_of(k))
-        on = g.active[k][at]
-        one = gradient_health(opt.params.values(), len(at), on, scale[at])
-        ratio = norm_ratio(one.norm, host[at], size(opt), size(step.owners["host"]))
-        table = out.setdefault(slot, torch.full((5, n), math.nan))
-        found = torch.stack([v.to(table) for v in (*one, ratio)])
-        table[:, at] = torch.where(on, found, table[:, at])
+    for j, (k, at) in enumerate(seeds.items()):
+        one = found[4 * j:4 * j + 4]
+        ratio = norm_ratio(one[0], host[at], size(step.owners[k]), size(step.owners["host"]))
+        table = out.setdefault(k.rpartition(".")[0], torch.full((5, n), math.nan))
+        table[:, at] = torch.where(g.active[k][at], torch.stack([*one, ratio]), table[:, at])
     return out
 
 # %% ../../nbs/train/46_groups.ipynb #a8556692
@@ -185,15 +200,15 @@ def site_signals(g: Group) -> dict[str, Tensor]: # slot -> (4, m), rows as in SI
     "What the latest batch of a traced group says about its slots, gradients unscaled and not yet clipped."
     n, scaler = len(g.lanes), g.stepper.scaler
     scale = scaler.scale if scaler.enabled else torch.ones(n)
-    own = g.stepper.owners["host"].params
-    out: dict[str, Tensor] = {}
+    own, found = g.stepper.owners["host"].params, []
     for k in g.net.names:
         h, gradient = latest_pass(g.net.slot(k))
-        found = growth_signals(h, gradient, n)
+        s = growth_signals(h, gradient, n)
         before = [p for name, p in own.items() if name.removeprefix("host.").startswith(g.net.host.before[k])]
-        norm = gradient_health(before, n, scale=scale).norm
-        out[k] = torch.stack([found.demand / scale, found.fit, found.reach, norm.to(scale)])
-    return out
+        norm = gradient_health(before, n).norm
+        found.append(torch.stack([s.demand, s.fit, s.reach, norm.to(s.fit)]))
+    per = torch.stack([scale, torch.ones(n), torch.ones(n), scale])
+    return {k: table / per for k, table in zip(g.net.names, torch.stack(found).cpu())} if found else {}
 
 # %% ../../nbs/train/46_groups.ipynb #aff42bb5
 class GroupResult(NamedTuple):

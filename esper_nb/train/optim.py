@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.config import check_count
-from ..core.lanes import lane_index
+from ..core.lanes import index_for, lane_index
 from ..core.layers import by_lane
 
 # %% ../../nbs/train/40_optim.ipynb #dc6146ee
@@ -144,7 +144,7 @@ def copy_lanes(
     if len(to) != len(at): raise ValueError(f"{len(to)} lanes to overwrite, but {len(at)} lanes given")
     check_state({k: t[0] for k, t in own.items()}, {k: t[0] for k, t in given.items()}, type(target).__name__)
     here, there = lane_index(list(to)), lane_index(list(at))
-    for k, t in own.items(): t[here] = given[k][there].to(t)
+    for k, t in own.items(): t[index_for(here, t)] = given[k][index_for(there, given[k])].to(t)
 
 # %% ../../nbs/train/40_optim.ipynb #bc6881a3
 def equal_stretches(keys: Sequence) -> list[tuple[int, int]]:

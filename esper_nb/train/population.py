@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.config import Config, check, check_count
-from ..core.devices import Precision, check_device, choose_precision
-from ..core.workers import Plan, Workers, plan
+from ..core.devices import Precision, activation_room, check_device, choose_precision
+from ..core.workers import BUDGET, Plan, Workers, plan
 from ..grow.decisions import DecisionResult
 from ..grow.hosts import CNNConfig
 from ..grow.module_hosts import ModuleHostConfig, explore_host
@@ -57,7 +57,7 @@ class FitConfig(Config):
     max_norm: float | None = 1. # gradient norm limit per lane and owner; None: no clipping
     precision: str = "auto"
     seed: int = 0
-    workers: int | None = None # groups at a time; None: one per core
+    workers: int | None = None # groups at a time; None: one per core, one on a GPU
     width: int | None = None # lanes per group; None: by the rule of the plans page
     eval_batch: int = 256 # images per evaluation batch
     governor: GovernorConfig | None = GovernorConfig(lowers=0) # thresholds and budget; None: nobody watches
@@ -97,15 +97,17 @@ def grown_plan(
     workers: int = 1, # groups at a time
     size: int = 0, # bytes of one lane's largest activation in a batch
     width: int | None = None, # lanes per group, instead of the rule
+    room: int | None = None, # bytes that a GPU has for a group's largest activation; None: a CPU
 ) -> Plan:
     "Small activations: wide groups of like and unlike lanes, like ones side by side. Large ones: like lanes only."
-    if size >= MIXED_BYTES: return plan(kinds, workers, size, width)
+    if room is None and size >= MIXED_BYTES: return plan(kinds, workers, size, width)
     first: dict[tuple[int, Hashable], int] = {} # the lane in which each part was met first
     for i, k in enumerate(kinds):
         for part in _parts(k): first.setdefault(part, i)
     def place(i): return *(first[part] for part in _parts(kinds[i])), i   # by the first slot, where most is computed
     order = sorted(range(len(kinds)), key=place)
-    return tuple(tuple(order[j] for j in g) for g in plan(len(kinds), workers, size, width))
+    groups = plan(len(kinds), workers, size, width, BUDGET if room is None else room)
+    return tuple(tuple(order[j] for j in g) for g in groups)
 
 # %% ../../nbs/train/45_population.ipynb #69136aea
 class TrainResult(NamedTuple):
@@ -185,7 +187,8 @@ class Population:
         "Which lanes run together in an epoch; changes with what grows where, unless `fixed_plan` is set."
         if self.fixed_plan is not None: return self.fixed_plan
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize)
-        return grown_plan(self.model.kinds(), self.workers.count, size, self.config.width)
+        room = activation_room(self.workers.device)
+        return grown_plan(self.model.kinds(), self.workers.count, size, self.config.width, room)
 
 # %% ../../nbs/train/45_population.ipynb #ff6cb4a4
 def new_governor(

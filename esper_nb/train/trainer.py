@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Disturb', 'Decisions', 'Controller', 'TrainStep', 'train_batch', 'OwnerState', 'StepState', 'sum_up', 'GroupTraining',
-           'train_group', 'group_epoch', 'sum_and_best', 'note_measurements', 'keep_history', 'settle_seeds', 'govern',
-           'train_plan', 'run_plan', 'run_epoch', 'fit']
+           'train_group', 'may_trust', 'group_epoch', 'sum_and_best', 'note_measurements', 'keep_history',
+           'settle_seeds', 'govern', 'train_plan', 'run_plan', 'run_epoch', 'fit']
 
 # %% ../../nbs/train/47_trainer.ipynb #ef4c9ccb
 import math
@@ -27,7 +27,7 @@ from ..grow.stages import ACTIVE, Stage
 from ..guard.reports import Report
 from .evaluation import EvalResult
 from .groups import (
-    Group, GroupResult, check_out, give_back, join_groups, seed_health, site_signals, spread_lanes, traced)
+    Group, GroupResult, check_out, copy_again, give_back, join_groups, seed_health, site_signals, spread_lanes, traced)
 from .population import EpochResult, Population, TrainResult
 from .stepper import Stepper
 from .tasks import Task, correct_counts
@@ -36,10 +36,10 @@ from .worth import judge_lanes
 # %% ../../nbs/train/47_trainer.ipynb #ce57a142
 class TrainStep(NamedTuple):
     "What one training batch of n lanes did."
-    loss: Tensor # (n,) on the CPU
+    loss: Tensor # (n,) on the CPU, as all but `correct`; of a stepper that trusts on the device
     correct: Tensor # (n,) right answers, on the device
     norm: Tensor # (n,) gradient norm of the host before clipping; inf: not finite
-    skipped: Tensor # (n,) bool: some owner's update was left out
+    skipped: Tensor # (n,) bool: some owner's update was left out; of a stepper that trusts: a place for each owner
 
 # %% ../../nbs/train/47_trainer.ipynb #ff180596
 def train_batch(
@@ -61,7 +61,7 @@ def train_batch(
     with turn:
         if between is not None: between()
         info = stepper.step(active)
-        skipped = torch.stack([*info.skipped.values()]).any(0)
+        skipped = info.skipped["any"] if stepper.trusts else torch.stack([*info.skipped.values()]).any(0)
         return TrainStep(info.loss, correct_counts(logits.detach(), y, stepper.lanes), info.norms["host"], skipped)
 
 # %% ../../nbs/train/47_trainer.ipynb #03504431
@@ -88,10 +88,13 @@ def sum_up(
 ) -> TrainResult:
     "One epoch's steps as one record; a norm that was not finite counts as skipped, not as large."
     loss, correct, norm, skipped = (torch.stack(t) for t in zip(*steps))
+    if loss.is_cuda:   # of a stepper that trusts: all in one copy
+        skipped = skipped.any(1, keepdim=True).expand_as(norm)
+        loss, correct, norm, skipped = torch.stack([t.to(norm) for t in (loss, correct, norm, skipped)]).cpu()
     finite = norm.isfinite()
     return TrainResult(
         loss=loss.mean(0), accuracy_pp=100 * correct.sum(0).cpu().float() / (len(steps) * answers),
-        grad_norm=norm.where(finite, 0).sum(0) / finite.sum(0), skipped=skipped.sum(0), losses=loss)
+        grad_norm=norm.where(finite, 0).sum(0) / finite.sum(0), skipped=skipped.sum(0).long(), losses=loss)
 
 # %% ../../nbs/train/47_trainer.ipynb #0a899dc0
 class GroupTraining(NamedTuple):
@@ -104,8 +107,10 @@ def train_group(
     pop: Population, # whose data and settings
     g: Group, # trained in place
     disturb: Disturb | None = None, # called before every batch
+    careful: bool = True, # False: nobody asks a GPU for anything before the last batch
 ) -> GroupTraining | None: # None if told to stop
     "Train some lanes for an epoch."
+    g.stepper.trusts = not careful
     batches = pop.data.epoch(pop.config.seed, g.lanes, pop.epoch[list(g.lanes)].tolist(), pop.batch_size)
     partly = {k: on for k, on in g.active.items() if not on[list(g.stepper.lanes_of(k))].all()}
     steps: list[TrainStep] = []
@@ -128,6 +133,15 @@ def train_group(
     return GroupTraining(sum_up(steps, answers), health, signals)
 
 # %% ../../nbs/train/47_trainer.ipynb #9c229f91
+def may_trust(
+    pop: Population, # where it is, and its precision
+    g: Group, # whose host's lanes must all be active
+    disturb: Disturb | None, # called before every batch
+) -> bool:
+    "Whether an epoch can be done without asking the device, and again if need be."
+    away, on = pop.workers.device.type == "cuda", g.active.get("host")
+    return away and disturb is None and not g.stepper.scaler.enabled and (on is None or bool(on.all()))
+
 def group_epoch(
     pop: Population, # whose data and settings
     g: Group, # trained in place
@@ -135,7 +149,11 @@ def group_epoch(
     disturb: Disturb | None = None, # called before every batch
 ) -> GroupResult | None: # None if told to stop
     "Train some lanes, and evaluate them on a split."
-    if (trained := train_group(pop, g, disturb)) is None: return None
+    trained = train_group(pop, g, disturb, careful := not may_trust(pop, g, disturb))
+    if trained is not None and not careful and trained.result.skipped.any():
+        copy_again(pop, g)
+        trained = train_group(pop, g, disturb)
+    if trained is None: return None
     train, health, signals = trained
     g.net.within = 1.
     if split is None:

@@ -134,7 +134,7 @@ def measure_worth(
     seen = 0
     for x, y in batches:
         logits, _ = model.factorial(x, names)
-        loss = loss + torch.stack([task.loss(z, y, n).double() for z in logits]).cpu() * len(y)
+        loss = loss + torch.stack([task.loss(z, y, n) for z in logits]).cpu().double() * len(y)
         right = right + torch.stack([correct_counts(z, y, n) for z in logits]).cpu()
         seen += len(y)
     check(seen > 0, "batches", seen, "at least one example")

@@ -1,0 +1,404 @@
+"""A CUDA machine that is only pretended, and stricter than a real one.
+
+    with PretendedCuda(devices=2) as gpu:
+        ...
+    gpu.waits, gpu.launches
+"""
+import collections
+import contextlib
+import functools
+import sys
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .api import in_place, of_device
+from .orders import Memory, Race, Stream
+from .tensors import DeviceTensor, _machines
+
+limits = """no cuDNN, TF32 or atomics, whose sums depend on the order; no timing, no compiler, no graphs; no memory that
+could run out; LSTM, GRU, attention and autocast are stand-ins; backward runs on the stream of the call; a launch is an
+operation of ATen that is no view"""
+
+_waiting = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_indexing = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+_idle = {"_local_scalar_dense", "detach", "alias", "lift_fresh", "lift", "empty", "empty_like", "empty_strided",
+         "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_", "_reshape_alias"}
+_twice = {"convolution_backward", "native_batch_norm_backward"} # for what is above and for what is below
+
+
+class Known(NamedTuple):
+    "What the machine has to know of an operation of ATen."
+    name: str
+    written: tuple # names and numbers of the arguments that it writes
+    view: bool # whether the result is another look at an argument
+    waits: bool # whether the host must know the result before it can go on
+    draws: bool # whether it takes random numbers
+
+@functools.cache
+def _known(func):
+    schema = func._schema # noqa: SLF001
+    alias = [(k, a.name, a.alias_info.is_write) for k, a in enumerate(schema.arguments) if a.alias_info is not None]
+    written = tuple((k, name) for k, name, write in alias if write)
+    return Known(schema.name.split("::")[1], written, bool(alias) and not written, bool(_waiting & set(func.tags)),
+                 torch.Tag.nondeterministic_seeded in func.tags)
+
+def _leaves(x, out):
+    "Tensors in nested arguments."
+    if isinstance(x, torch.Tensor): out.append(x)
+    elif isinstance(x, list | tuple):
+        for v in x: _leaves(v, out)
+    elif isinstance(x, dict):
+        for v in x.values(): _leaves(v, out)
+    return out
+
+def _each(f, x):
+    "Nested arguments or results with `f` applied to every tensor."
+    if isinstance(x, torch.Tensor): return f(x)
+    if isinstance(x, list | tuple): return type(x)([_each(f, v) for v in x])
+    return {k: _each(f, v) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls): return False # what keeps a compiler out costs more than the rest of a call
+    def __init__(self, machine):
+        super().__init__()
+        self.machine = machine
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None): return self.machine.call(func, args, kwargs or {})
+
+
+class PretendedCuda:
+    "Some CUDA devices, pretended inside a `with` block."
+    def __init__(self, devices=1, strict=True, bf16=True, float64=True, memory=(2**33, 2**34)):
+        self.devices, self.strict, self.bf16, self.memory, self.float64 = devices, strict, bf16, memory, float64
+        self.waits, self.launches, self.draws = (collections.Counter() for _ in range(3))
+        self.races, self.late, self.orders = collections.Counter(), [], []
+        self.streams, self.host, self.sync_debug = [], {}, "default"
+        self.pinned = set() # addresses of pinned memory
+        self.flying, self.copies = collections.Counter(), 0 # copies to the host under way: by address, and all
+        self.pieces, self._local, self._lock = {}, threading.local(), threading.RLock()
+        self.defaults = [Stream(self, k, f"default stream {k}") for k in range(devices)]
+        self.random = [torch.Generator().manual_seed(1000 + k).get_state() for k in range(devices)]
+        self._places = [torch.device("cuda", k) for k in range(devices)]
+
+    def __enter__(self):
+        self._stack = contextlib.ExitStack()
+        _machines.append(self)
+        self._stack.callback(_machines.pop)
+        self._stack.enter_context(in_place(self))
+        self._stack.enter_context(self.mode())
+        return self
+
+    def __exit__(self, kind, *rest):
+        self._stack.close()
+        if self.strict and self.late and kind is None: raise Race("; ".join(self.late))
+
+    def mode(self): return _Mode(self)
+
+    # --- devices and streams
+
+    def device_at(self, place): return self._places[place]
+
+    def place_of(self, device): # None, a number, or a device in words
+        if isinstance(device, int): return device
+        index = None if device is None else torch.device(device).index
+        return getattr(self._local, "place", 0) if index is None else index
+
+    def set_device(self, device): self._local.place = self.place_of(device)
+
+    def current_stream(self, device=None):
+        place = self.place_of(device)
+        return getattr(self._local, "streams", {}).get(place, self.defaults[place])
+
+    @contextlib.contextmanager
+    def use_stream(self, stream):
+        if stream is None:
+            yield
+            return
+        streams, place = getattr(self._local, "streams", {}), self.place_of(None)
+        self._local.streams, self._local.place = {**streams, stream.place: stream}, stream.place
+        try: yield stream
+        finally: self._local.streams, self._local.place = streams, place
+
+    def synchronize(self, device=None):
+        self.count_wait("synchronize", asked=True)
+        place = self.place_of(device)
+        self.orders.append(("host", f"device {place}"))
+        for s in self.streams:
+            if s.place == place: s.arrive()
+
+    # --- counts
+
+    def reset(self):
+        "Count from here on."
+        for c in (self.waits, self.launches, self.draws, self.races): c.clear()
+        self.orders.clear()
+
+    @property
+    def num_waits(self): return sum(self.waits.values())
+    @property
+    def num_launches(self): return sum(self.launches.values())
+
+    def where(self):
+        "The line of the package, or of a test, that has led here."
+        frame = sys._getframe(1) # noqa: SLF001
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if "/pretend/" not in file and any(f"/{d}/" in file for d in ("esper_nb", "tests", "scripts")):
+                return f"{file.rsplit('/', 1)[1]}:{frame.f_lineno} {frame.f_code.co_name}"
+            frame = frame.f_back
+        return "backward"
+
+    def count_wait(self, what, asked=False):
+        "The host waits for the device."
+        here = self.where()
+        if self.sync_debug == "error" and not asked:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {what} at {here}")
+        self.waits[what, here] += 1
+
+    def note_order(self, after, before): self.orders.append((after.name, before.name))
+
+    def race(self, text, late=False):
+        "An order is missing; inside a destructor it is told later."
+        text = f"{text}, at {self.where()}"
+        self.races[text] += 1
+        if late: self.late.append(text)
+        elif self.strict: raise Race(text)
+
+    # --- pinned memory
+
+    @contextlib.contextmanager
+    def aside(self):
+        "What the machine does itself is not part of what it watches."
+        before, self._local.aside = getattr(self._local, "aside", False), True
+        try: yield
+        finally: self._local.aside = before
+
+    def is_pinned(self, t): return not isinstance(t, DeviceTensor) and t.untyped_storage().data_ptr() in self.pinned
+
+    def pin(self, t):
+        self.pinned.add(t.untyped_storage().data_ptr())
+        return t
+
+    def _send(self, stream, now, target, values):
+        "A copy to pinned memory that arrives when somebody waits for it; till then there is rubbish, and a guard."
+        key = target.untyped_storage().data_ptr()
+        self.flying[key] += 1
+        self.copies += 1
+        rubbish = torch.nan if target.is_floating_point() or target.is_complex() else 77
+        target.fill_(rubbish) # in the middle of a dispatch: not seen by the machine
+        def happen():
+            target.copy_(values)
+            self.flying[key] -= 1
+            self.copies -= 1
+        stream.copies.append((now, happen))
+
+    def _fetch(self, stream, now, source):
+        "A copy from pinned memory: the host must leave it alone till somebody has waited."
+        seen, here = source.clone(), self.where()
+        def happen():
+            same = (source == seen) | ((source != source) & (seen != seen))
+            if not bool(same.all()): self.race(f"pinned memory was overwritten before its copy from {here} was made")
+        stream.copies.append((now, happen))
+
+    def _check_landed(self, func, tensors):
+        for t in tensors:
+            if isinstance(t, torch.Tensor) and not isinstance(t, DeviceTensor) and t.layout == torch.strided:
+                if self.flying[t.untyped_storage().data_ptr()]:
+                    self.race(f"{func} on the host reads a copy that is still under way")
+
+    # --- one operation
+
+    def call(self, func, args, kwargs):
+        if getattr(self._local, "aside", False): return func(*args, **kwargs)
+        with self._lock: return self._call(func, args, kwargs)
+
+    def _call(self, func, args, kwargs):
+        op, leaves = _known(func), _leaves((args, kwargs), [])
+        there = [t for t in leaves if isinstance(t, DeviceTensor)]
+        asked = kwargs.get("device")
+        away = asked is not None and torch.device(asked).type in ("cuda", "lazy")
+        if self.copies: self._check_landed(op.name, leaves)
+        if not there and not away: return self._on_host(func, args, kwargs)
+        if op.name == "_to_copy": return self._convert(func, args, kwargs)
+        if op.name == "copy_": return self._copy(*args, **kwargs)
+        if there and asked is not None and not away: return self._on_host(func, _each(_numbers, args), kwargs)
+        place = there[0].place if there else self.place_of(torch.device(asked))
+        if len(there) < len(leaves) or len(there) > 1: self._check_devices(func, op.name, there, leaves, args)
+        if op.waits or op.name in _indexing or op.name == "multinomial": self._count_waits(op, args, kwargs, there)
+        plain = _each(_numbers, kwargs)
+        if away: plain["device"] = torch.device("cpu")
+        if "pin_memory" in plain: plain["pin_memory"] = False
+        inputs = _each(_numbers, args)
+        out = self._drawn(func, place, inputs, plain) if op.draws else func(*inputs, **plain)
+        return self._wrapped(op, args, kwargs, out, place, there)
+
+    def _on_host(self, func, args, kwargs):
+        if not kwargs.get("pin_memory"): return func(*args, **kwargs)
+        return self.pin(func(*args, **{**kwargs, "pin_memory": False}))
+
+    def _check_devices(self, func, name, there, leaves, args):
+        "Two devices in one operation are refused; numbers without an axis, and indices, may come from the host."
+        places = {t.place for t in there}
+        if len(places) > 1: self._mixed(func, " and ".join(f"cuda:{k}" for k in sorted(places)))
+        if name.startswith(("_foreach", "_fused")):
+            odd = [t for a in args if isinstance(a, list | tuple) for t in a if isinstance(t, torch.Tensor)]
+            odd = [t for t in odd if not isinstance(t, DeviceTensor) and t.ndim]
+        elif name in _indexing:
+            if not isinstance(args[0], DeviceTensor): self._mixed(func, "an index on a device, for a tensor of cpu")
+            odd = [t for t in args[2:3] if not isinstance(t, DeviceTensor) and t.ndim]
+        else: odd = [t for t in leaves if isinstance(t, torch.Tensor) and not isinstance(t, DeviceTensor) and t.ndim]
+        if odd: self._mixed(func, f"{there[0].device if there else 'cuda'} and cpu {tuple(odd[0].shape)}")
+
+    def _mixed(self, func, what):
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices: {what} "
+                           f"({func}) at {self.where()}")
+
+    def _count_waits(self, op, args, kwargs, there):
+        wait = op.name if op.waits or op.name == "multinomial" else None
+        if op.name in _indexing:
+            index = [t for t in args[1] if t is not None]
+            masks = [t for t in index if t.dtype in (torch.bool, torch.uint8)]
+            fill = len(args) > 2 and len(masks) == len(index) and args[2].numel() == 1 and not any(args[3:])
+            off = any(not isinstance(t, DeviceTensor) for t in index)
+            wait = "index by a mask" if masks and not fill else "index from the host" if off else None
+        if wait is None or op.name == "repeat_interleave" and kwargs.get("output_size") is not None: return
+        self.count_wait(wait)
+        for t in there:
+            stream = self.current_stream(t.place)
+            t.memory.touch(stream, stream.tick(), False, op.name)
+            stream.arrive()
+
+    def _drawn(self, func, place, args, kwargs):
+        "The result on the CPU, of what is drawn from the stream of random numbers of the device."
+        name, generator = _known(func).name, kwargs.get("generator")
+        self.draws[name, self.where()] += 1
+        if generator is not None:
+            if not of_device(generator):
+                raise RuntimeError(f"Expected a 'cuda' device type for generator but found 'cpu' ({func})")
+            return func(*args, **kwargs)
+        ours = torch.default_generator.get_state()
+        torch.default_generator.set_state(self.random[place])
+        try: return func(*args, **kwargs)
+        finally:
+            self.random[place] = torch.default_generator.get_state()
+            torch.default_generator.set_state(ours)
+
+    def _piece(self, numbers, stream, what):
+        "The piece of memory that a tensor lies in."
+        key = numbers.untyped_storage()._cdata # noqa: SLF001
+        held = self.pieces.get(key)
+        piece = None if held is None else held()
+        if piece is None:
+            piece = Memory(stream, what)
+            self.pieces[key] = _weak(piece, self.pieces, key)
+        return piece
+
+    def _wrapped(self, op, args, kwargs, out, place, inputs):
+        "What came out, on the device; uses of memory are noted, and the launch is counted."
+        stream, own = self.current_stream(place), {id(t.numbers): t for t in inputs}
+        if op.view: return _each(lambda t: self._new(t, own, place, stream, op.name), out)
+        given = [args[k] if k < len(args) else kwargs.get(name) for k, name in op.written]
+        writes, now = {id(t) for t in _leaves(given, [])}, stream.tick()
+        if op.name not in _idle:
+            self.launches[op.name] += 1 + (op.name in _twice)
+            for t in inputs: t.memory.touch(stream, now, id(t) in writes, op.name)
+        def made(t):
+            new = self._new(t, own, place, stream, op.name)
+            if isinstance(new, DeviceTensor) and id(t) not in own and op.name not in _idle:
+                new.memory.touch(stream, now, True, op.name)
+            return new
+        return _each(made, out)
+
+    def _new(self, t, own, place, stream, what):
+        if not isinstance(t, torch.Tensor) or isinstance(t, DeviceTensor): return t
+        return own[id(t)] if id(t) in own else DeviceTensor(t, place, self._piece(t, stream, what))
+
+    # --- copies between the host and devices
+
+    def _convert(self, func, args, kwargs):
+        source, to = args[0], kwargs.get("device")
+        quick = kwargs.get("non_blocking", False)
+        plain = {k: v for k, v in kwargs.items() if k not in ("device", "non_blocking", "pin_memory", "layout")}
+        stays = isinstance(source, DeviceTensor) if to is None else torch.device(to).type != "cpu"
+        if stays and not self.float64 and (kwargs.get("dtype") or source.dtype) == torch.float64:
+            raise TypeError("Cannot convert a tensor to float64 dtype: this device doesn't support it")
+        numbers = _numbers(source)
+        out = func(numbers, **plain)
+        if out is numbers: out = numbers.clone()
+        away = isinstance(source, DeviceTensor) if to is None else torch.device(to).type != "cpu"
+        if isinstance(source, DeviceTensor) and away:
+            place = source.place if to is None else self.place_of(torch.device(to))
+            if place != source.place: return self._across(source, out, place)
+            return self._wrapped(_known(func), args, {}, out, place, [source])
+        if isinstance(source, DeviceTensor): # to the host
+            stream = self.current_stream(source.place)
+            now = self._launch_copy(stream, source)
+            if quick:
+                self.pin(out)
+                self._send(stream, now, out, out.clone())
+                return out
+            self.count_wait("copy to the host")
+            stream.arrive()
+            return out
+        place = self.place_of(torch.device(to))
+        stream = self.current_stream(place)
+        now = self._launch_copy(stream)
+        if quick and self.is_pinned(source): self._fetch(stream, now, source)
+        elif not quick: self.count_wait("copy from the host")
+        new = DeviceTensor(out, place, self._piece(out, stream, "copy from the host"))
+        new.memory.touch(stream, now, True, "copy from the host")
+        return new
+
+    def _across(self, source, out, place):
+        "From device to device, ordered on both sides, as PyTorch does it."
+        here, there = self.current_stream(source.place), self.current_stream(place)
+        here.clock, there.clock = dict(here.clock), dict(there.clock)
+        for a, b in ((here.clock, there.clock), (there.clock, here.clock)):
+            for k, t in b.items(): a[k] = max(t, a.get(k, 0))
+        now = self._launch_copy(here, source)
+        there.clock[here.number] = now
+        new = DeviceTensor(out, place, self._piece(out, there, "copy across"))
+        new.memory.touch(there, there.tick(), True, "copy across")
+        return new
+
+    def _launch_copy(self, stream, source=None):
+        now = stream.tick()
+        self.launches["copy"] += 1
+        if source is not None: source.memory.touch(stream, now, False, "copy")
+        return now
+
+    def _copy(self, target, source, non_blocking=False):
+        values = _numbers(source)
+        if isinstance(target, DeviceTensor):
+            stream = self.current_stream(target.place)
+            if isinstance(source, DeviceTensor) and source.place != target.place:
+                values = self._across(source, values.clone(), target.place).numbers
+                now = stream.tick()
+            else: now = self._launch_copy(stream, source if isinstance(source, DeviceTensor) else None)
+            if not isinstance(source, DeviceTensor):
+                if non_blocking and self.is_pinned(source): self._fetch(stream, now, source)
+                elif not non_blocking: self.count_wait("copy from the host")
+            target.memory.touch(stream, now, True, "copy_")
+            target.numbers.copy_(values)
+            return target
+        stream = self.current_stream(source.place)
+        now = self._launch_copy(stream, source)
+        if non_blocking and self.is_pinned(target):
+            self._send(stream, now, target, values.to(target.dtype, copy=True))
+            return target
+        self.count_wait("copy to the host")
+        stream.arrive()
+        target.copy_(values)
+        return target
+
+
+def _numbers(t): return t.numbers if isinstance(t, DeviceTensor) else t
+
+
+def _weak(piece, table, key):
+    return weakref.ref(piece, lambda ref: table.pop(key, None) if table.get(key) is ref else None)

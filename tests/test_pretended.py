@@ -1,0 +1,281 @@
+"The pretended device: it refuses what a real one refuses, it sees races, and the main job runs on it."
+import copy
+import math
+
+import gymnasium as gym
+import pytest
+import torch
+from pretend import PretendedCuda, Race
+from torch import nn
+
+from esper_nb.core import devices
+from esper_nb.core.lanes import lane_state, reset_lanes
+from esper_nb.core.layers import by_lane, conv2d
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.snapshots import Snapshot
+from esper_nb.learn.learner import Learner
+from esper_nb.learn.loss import PPOConfig
+from esper_nb.learn.policies import PolicyConfig
+from esper_nb.run.cli import main
+from esper_nb.train import trainer
+from esper_nb.train.evaluation import evaluate
+from esper_nb.train.population import FitConfig, grown_plan, new_population
+from esper_nb.train.tasks import get_task
+from esper_nb.train.trainer import run_epoch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def gpu():
+    with PretendedCuda(devices=2) as machine: yield machine
+
+
+# --- tensors and devices
+
+def test_numbers_are_those_of_the_cpu_and_modules_keep_their_parameters(gpu):
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2))
+    x = torch.randn(5, 1, 4, 4)
+    there = copy.deepcopy(net)
+    first = there[0].weight
+    there.cuda()
+    assert there[0].weight is first and isinstance(first, nn.Parameter) and first.device == torch.device("cuda", 0)
+    for n, v in ((net, x), (there, x.cuda())): n(v).square().mean().backward()
+    for p, q in zip(net.parameters(), there.parameters()):
+        assert torch.equal(p, q.cpu()) and torch.equal(p.grad, q.grad.cpu())
+
+def test_two_devices_in_one_operation_are_refused(gpu):
+    here, there, other = torch.ones(3), torch.ones(3, device="cuda"), torch.ones(3, device="cuda:1")
+    for f in (lambda: here + there, lambda: there + other, lambda: nn.Linear(3, 2)(there), lambda: here[there > 0],
+              lambda: torch.cat([here, there]), lambda: there.numpy()):
+        with pytest.raises((RuntimeError, TypeError)): f()
+    assert (there + torch.tensor(2.)).tolist() == [3., 3., 3.]   # a number without an axis may come along
+
+def test_each_device_draws_from_a_stream_of_its_own(gpu):
+    torch.cuda.manual_seed_all(3)
+    state = torch.get_rng_state()
+    draws = [torch.rand(4, device=d).cpu() for d in ("cuda:0", "cuda:1", "cuda:0")]
+    assert not torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+    assert torch.equal(torch.get_rng_state(), state) and sum(gpu.draws.values()) == 3
+    with pytest.raises(RuntimeError, match="generator"): torch.rand(3, device="cuda", generator=torch.Generator())
+
+# --- waits and launches
+
+def test_waits_and_launches_are_counted_by_line(gpu):
+    x = torch.zeros(4, device="cuda")
+    gpu.reset()
+    for f in (lambda: x.sum().item(), lambda: x.cpu(), lambda: x[x > 0], lambda: x.nonzero(), lambda: x[[0, 2]],
+              lambda: torch.tensor([1.], device="cuda"), lambda: bool(x.any()), torch.cuda.synchronize):
+        before = gpu.num_waits
+        f()
+        assert gpu.num_waits == before + 1
+    assert all(where.startswith("test_pretended.py:") for _, where in gpu.waits)
+    gpu.reset()
+    for f in (lambda: x.view(2, 2), lambda: x[0], lambda: x.masked_fill(x > 0, 1.), lambda: x.mul_(2)): f()
+    assert gpu.num_waits == 0 and gpu.num_launches == 3   # views are free
+    torch.cuda.set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError, match="synchronizing"): x.sum().item()
+
+# --- copies that arrive later
+
+def test_a_copy_to_pinned_memory_arrives_when_somebody_waits(gpu):
+    x, host = torch.arange(4., device="cuda"), torch.empty(4, pin_memory=True)
+    assert host.is_pinned() and not torch.empty(4).is_pinned()
+    host.copy_(x, non_blocking=True)
+    with pytest.raises(Race, match="under way"): host.sum()
+    torch.cuda.current_stream().synchronize()
+    assert host.tolist() == [0., 1., 2., 3.]
+
+def test_pinned_memory_must_not_change_before_its_copy_is_made(gpu):
+    host = torch.ones(4, pin_memory=True)
+    host.to("cuda", non_blocking=True)
+    host.zero_()
+    with pytest.raises(Race, match="overwritten before"): torch.cuda.synchronize()
+
+# --- streams
+
+def test_a_stream_that_was_not_told_to_wait_is_a_race(gpu):
+    s, x = torch.cuda.Stream(), torch.ones(4, device="cuda")
+    with torch.cuda.stream(s), pytest.raises(Race, match="may still be writing"): x * 2
+    s.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(s): y = x * 2
+    with pytest.raises(Race, match="may still be reading"): x.zero_()
+    with pytest.raises(Race, match="may still be writing"): y + 1
+    event = s.record_event()
+    torch.cuda.current_stream().wait_event(event)
+    assert (x.zero_() + y).tolist() == [2.] * 4
+
+def test_memory_that_another_stream_may_still_use_must_not_be_freed():
+    with pytest.raises(Race, match="freed"), PretendedCuda():
+        s, x = torch.cuda.Stream(), torch.ones(4, device="cuda")
+        s.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(s): y = x * 2
+        del x
+        torch.cuda.synchronize()
+        del y
+
+
+# --- the main job
+
+def test_the_main_job_runs_on_two_devices(gpu, tmp_path, capsys):
+    small = ["env.num_envs=2", "env.limit=64", "ppo.num_steps=4", "env.horizon=4", "env.batch_size=32",
+             "ppo.num_updates=1", "ppo.update_epochs=1", "ppo.num_minibatches=2", "env.precision=fp32"]
+    sets = [w for s in small for w in ("--set", s)]
+    main(["train", "digits_impaired", "--device", "cuda:0,cuda:1", "--quiet", "--out", str(tmp_path), *sets])
+    assert "1 update, 8 lane-epochs" in capsys.readouterr().out and gpu.num_launches > 1000
+    assert not gpu.draws   # whatever is drawn has an address, and is drawn on the host
+
+
+# --- what it has shown
+
+def small(device, lanes=4, **kw):
+    data = get_task("digits").load(device, limit=128)
+    config = FitConfig(lanes=lanes, epochs=4, batch_size=32, precision="fp32", **kw)
+    return new_population(get_task("digits"), config, data=data, device=device)
+
+def weights(pop): return {k: t.cpu() for k, t in lane_state(pop.model).items()}
+
+def test_fresh_weights_are_those_of_their_seed_on_every_device(gpu):
+    here, there, again = (conv2d(1, 4, 3, 4).to(d) for d in ("cpu", "cuda:0", "cuda:1"))
+    for m in (here, there, again): reset_lanes(m, range(4), 7)
+    assert torch.equal(here.weight, there.weight.cpu()) and torch.equal(here.weight, again.weight.cpu())
+    before = there.weight.cpu()
+    torch.rand(3, device="cuda")   # somebody else draws on the device
+    reset_lanes(there, [1], 7)
+    assert torch.equal(there.weight.cpu(), before) and not [k for k in gpu.draws if k[0] != "rand"]
+
+@pytest.mark.parametrize("seeds", [False, True])
+def test_on_a_device_all_lanes_are_one_pass(gpu, seeds):
+    pop = small("cuda", 16)
+    if seeds:
+        slot = pop.model.names[0]
+        for i in range(16): pop.model.germinate(slot, list(pop.model.slot(slot).blueprints)[i % 3], [i])
+    assert [len(g) for g in pop.plan()] == [16]
+    assert [len(g) for g in grown_plan([0] * 16, 1, size=2**26, room=2**62)] == [16]   # a cache has no say
+    assert [len(g) for g in grown_plan([0] * 16, 1, size=2**26, room=2**29)] == [8, 8]   # the memory has
+
+def test_after_an_interrupt_every_stream_has_been_waited_for(gpu):
+    pop = small("cuda", workers=2)
+    run_epoch(pop)
+    calls = []
+    def interrupt(net, stepper, lanes, b, x, y):
+        calls.append(b)
+        if len(calls) == 6: raise KeyboardInterrupt
+        return x, y
+    with pytest.raises(KeyboardInterrupt): run_epoch(pop, disturb=interrupt)
+    run_epoch(pop)   # would be a race
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda:1"])
+def test_a_batch_is_left_out_before_the_optimizer_steps_on_every_device(gpu, device):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4).to(device)
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    gov = Governor(net, opt, chance=2.3)
+    for t in range(40):
+        with gov.step():
+            x = torch.ones(8, 4, device=device) * (math.nan if t == 33 else 1.)
+            loss = net(x).square().mean() + .5
+            opt.zero_grad()
+            loss.backward()
+            gov.watch(loss.detach())
+            opt.step()
+    assert [(r.step, r.action) for r in gov.reports] == [(34, "skip")] and net.weight.isfinite().all()
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("what", ["take", "restore"])
+def test_a_snapshot_waits_for_every_stream_of_its_devices(gpu, device, what):
+    net = nn.Linear(8, 8).to(device)
+    snap = Snapshot(net, streams=False)
+    snap.take()
+    s = torch.cuda.Stream(device)
+    s.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(s): net.weight.data.mul_(2.)
+    getattr(snap, what)()
+    torch.cuda.synchronize(device)
+    assert snap.difference() == {}
+
+def test_devices_are_checked_where_they_are_given(gpu):
+    envs = gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+    with pytest.raises(RuntimeError, match="out of range"): Learner(envs, device="cuda:7")
+    assert devices.check_devices(["cuda:0", "cuda:1"]) == (torch.device("cuda:0"), torch.device("cuda:1"))
+    with pytest.raises(ValueError, match="no index"): devices.check_devices(["cuda", "cuda:1"])
+    with pytest.raises(ValueError, match="devices"): devices.check_devices([])
+
+def test_sums_are_made_on_the_host_where_a_device_has_no_float64(monkeypatch):
+    with PretendedCuda(float64=False):
+        pop = small("cuda")
+        with pytest.raises(TypeError, match="float64"): torch.ones(2, device="cuda").double()
+        monkeypatch.setattr(devices, "NO_FLOAT64", ("cuda",))
+        there = evaluate(pop.model, pop.task, pop.data)
+    here = small("cpu")
+    torch.testing.assert_close(there, evaluate(here.model, here.task, here.data))
+
+
+# --- waits and launches, path by path
+
+def counted_epoch(gpu, pop):
+    "Launches and waits of the batches, and waits of the whole epoch."
+    gpu.reset()
+    batches = []
+    real = trainer.train_batch
+    def batch(*args):
+        before = gpu.num_launches, gpu.num_waits
+        out = real(*args)
+        batches.append((gpu.num_launches - before[0], gpu.num_waits - before[1]))
+        return out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_batch", batch)
+        run_epoch(pop, None)
+    taken = sum(n for (_, where), n in gpu.waits.items() if where.split(".")[0] in ("snapshots", "banks", "devices"))
+    return sorted(batches)[len(batches) // 2], gpu.num_waits - taken
+
+@pytest.mark.parametrize("seeds,launches", [(False, 90), (True, 185)])
+def test_an_epoch_is_queued_without_a_wait_between_its_batches(gpu, seeds, launches):
+    pop = small("cuda", 16)
+    if seeds:
+        slot = pop.model.names[0]
+        known = [b for b in ("conv_light", "attention", "norm", "conv_small") if b in pop.model.slot(slot).blueprints]
+        for i in range(16): pop.model.germinate(slot, known[i % len(known)], [i])
+        pop.model.advance(slot, force=True)
+    run_epoch(pop, None)
+    batch, epoch = counted_epoch(gpu, pop)
+    assert batch[0] <= launches and batch[1] == 0 and epoch <= 3
+
+def test_an_epoch_that_was_trusted_in_vain_is_done_again_with_care(gpu, monkeypatch):
+    def ruined():
+        pop = small("cuda", 4, governor=None)
+        slot = pop.model.names[0]
+        pop.model.germinate(slot, "norm", [1, 2])
+        pop.model.advance(slot, [1], force=True)
+        run_epoch(pop, None)
+        by_lane(next(pop.model.host.parameters()).data, 4)[2] = math.nan
+        return pop, run_epoch(pop, None)
+    calls = []
+    again = trainer.copy_again
+    monkeypatch.setattr(trainer, "copy_again", lambda *a: (calls.append(1), again(*a)))
+    one, a = ruined()
+    monkeypatch.setattr(trainer, "may_trust", lambda *a: False)
+    two, b = ruined()
+    assert calls == [1] and a.train.skipped.tolist() == b.train.skipped.tolist() and a.train.skipped[2] > 0
+    for x, y in zip(a.train, b.train): assert torch.equal(x.nan_to_num(9.), y.nan_to_num(9.))
+    for pop in (one, two): pop.state = {k: t.cpu().nan_to_num(9.) for k, t in
+                                        {**lane_state(pop.model), **pop.stepper.state_dict()}.items()}
+    for k, t in one.state.items(): assert torch.equal(t, two.state[k]), k
+
+@pytest.mark.parametrize("core", ["lstm", "none"])
+def test_acting_waits_twice_and_a_gradient_step_once(gpu, core):
+    envs = gym.make_vec("CartPole-v1", num_envs=4, vectorization_mode="sync")
+    config = PPOConfig(num_steps=6, num_minibatches=2, norm_obs=True, norm_reward=True, norm_value=True)
+    learner = Learner(envs, config, PolicyConfig(core=core), device="cuda")
+    while learner.step() is None: pass
+    learner.step_envs()
+    gpu.reset()
+    learner.step_envs()
+    assert gpu.num_waits <= 2   # is it all finite and legal; what is to be done
+    while learner.acts: learner.step_envs()
+    learner.prepare()
+    gpu.reset()
+    first, *_ = learner.minibatches_left()
+    assert gpu.num_waits == 0
+    learner.learn(first)
+    assert gpu.num_waits <= 1   # the numbers of the step, with the norm of its gradient
