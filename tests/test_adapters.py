@@ -410,7 +410,8 @@ def test_the_tutorial_has_a_section_for_every_adapter():
     cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
     assert {f"{name}(" for name in adapters.__all__} <= {f"{w}(" for w in code.replace("(", " ").split()}
-    assert {"torch.distributed.run", "automatic_optimization"} <= {w.strip('",') for w in code.replace(".auto", " auto").split()}
+    words = {w.strip('",') for w in code.replace(".auto", " auto").split()}
+    assert {"torch.distributed.run", "automatic_optimization"} <= words
 
 if __name__ == "__main__":
     run = dict(accelerate=accelerate_on_ranks, transformers=hugging_face_on_ranks)[sys.argv[1]]

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from .episodes import Part
 from .choices import Repertoire
 from ..core.config import Config, check, check_count
-from ..core.devices import check_device
+from ..core.devices import check_devices
 from ..grow.lifecycle import Gates, Rules
 from ..guard.reports import GovernorConfig
 from ..train.data import ImageData
@@ -85,7 +85,7 @@ class EnvConfig(Config):
         check(self.penalty >= 0, "penalty", self.penalty, "a number of at least 0: what a rollback costs")
         check(0 < len(devices) <= n, "devices", devices, f"at least one, and no more than the {n} lanes")
         check(all(lane < n for lane in faulty), "faults", faulty, f"lanes below {n}")
-        for d in devices: check_device(d)
+        check_devices(devices)
         check(self.family is None or self.family in TASK_FAMILIES, "family", self.family,
               f"one of {', '.join(TASK_FAMILIES)}, or None")
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as rerun_in_backward
 
 from ..core.config import check, check_count
+from ..core.devices import wait_for
 from ..core.lanes import num_lanes
 from ..core.layers import (
     LaneAttention, Scale, conv2d, fold, group_norm, lane_linear, layer_norm, linear, spatial_mean, unfold)
@@ -242,7 +243,9 @@ class LaneMLP(nn.Module):
 @lru_cache(8)
 def _causal_mask(length, device):
     from torch.nn.attention.flex_attention import create_block_mask
-    return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
+    wait_for([torch.device(device)]) # other streams will read it
+    return mask
 
 @lru_cache(1)
 def _flex():

@@ -62,7 +62,7 @@ def label_entropy(
     labels: Tensor, # any shape, labels or tokens of the training set; negative ones are ignored
 ) -> float: # nats
     "The chance loss of a classifier or language model: that of a guess which only knows how frequent labels are."
-    p = torch.bincount(labels[labels >= 0].flatten()).double()
+    p = torch.bincount(labels[labels >= 0].flatten()).cpu().double()
     p = p[p > 0] / p.sum()
     return -(p * p.log()).sum().item()
 

@@ -84,10 +84,13 @@ def number_lanes(info: Mapping[str, Any], first: int) -> dict[str, Any]:
         elif isinstance(v, Mapping): out[k] = number_lanes(v, first)
     return out
 
-class EnvPart:
-    "Some lanes of an environment."
+# %% ../../nbs/run/94b_parts.ipynb #f9141ad4
+class _Lanes:
+    "An environment, and what it has told."
     def __init__(self, config: EnvConfig, data: Data | None = None):
-        self.config, self.env, self.tell, self.calls = config, GrowVecEnv(config, data), EnvRows(growth=False), 0
+        self.config, self.env = config, GrowVecEnv(config, data)
+        self.tell = EnvRows(growth=False)
+        self.calls = 0 # number of the last one that was carried out
 
     def about(self) -> PartFacts:
         "What the whole has to know."
@@ -112,7 +115,9 @@ class EnvPart:
         "What the next step begins from."
         env, n = self.env, self.env.num_envs
         no = np.zeros(n, bool)
-        return PartStep(env.obs.numpy().copy(), np.zeros(n), no, no.copy(), dict(info), env.mask, env.ended, None)
+        return PartStep(
+            obs=env.obs.numpy().copy(), reward=np.zeros(n), terminated=no, truncated=no.copy(), info=dict(info),
+            mask=env.mask, ended=env.ended, result=None)
 
     def step(self, actions: np.ndarray) -> PartStep:
         "One epoch in every lane."
@@ -120,17 +125,21 @@ class EnvPart:
         obs, reward, terminated, truncated, info = env.step(actions)
         count = int(terminated.sum())
         new = [r._replace(lane=r.lane + first) for r in list(env.records)[len(env.records) - count:]]
-        return PartStep(obs.copy(), reward, terminated, truncated, number_lanes(info, first), env.mask, env.ended,
-                        env.last_result, tuple(new))
+        return PartStep(
+            obs=obs.copy(), reward=reward, terminated=terminated, truncated=truncated, info=number_lanes(info, first),
+            mask=env.mask, ended=env.ended, result=env.last_result, records=tuple(new))
+
+# %% ../../nbs/run/94b_parts.ipynb #0703e9ba
+class EnvPart(_Lanes):
+    "Some lanes of an environment, as they live in a place."
+    def test_accuracy(self) -> Tensor: # (k,) pp
+        "Of every lane, on the test split."
+        return self.env.test_accuracy()
 
     def rows(self, keys: Mapping[str, Any]) -> list[Row]:
         "What the latest step has to tell."
         first = self.config.first_lane
         return [row | dict(lane=row["lane"] + first) if "lane" in row else row for row in self.tell(self.env, **keys)]
-
-    def test_accuracy(self) -> Tensor: # (k,) pp
-        "Of every lane, on the test split."
-        return self.env.test_accuracy()
 
     def pack(self) -> bytes:
         "Everything that a step depends on, to be sent."

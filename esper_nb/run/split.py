@@ -57,9 +57,11 @@ class Keeper:
         upkeep: Upkeep,
         path: Path, # of its snapshot
     ):
-        self.name, self.make, self.upkeep, self.path = name, make, upkeep, path
+        self.name, self.path = name, path
+        self.make, self.upkeep = make, upkeep
         self.calls: list[Call] = []
-        self.number = self.saved = self.losses = 0 # of the last call, of the last in the snapshot; times it was lost
+        self.number = self.saved = 0 # of the last call, and of the last in the snapshot
+        self.losses = 0 # times it was lost
         for old in (path, previous_checkpoint(path)): old.unlink(missing_ok=True) # of a run before this one
         self.place = make()
 
@@ -131,7 +133,8 @@ class _Parts(gym.vector.VectorEnv):
         upkeep: Upkeep = Upkeep(),
     ):
         check_engine(engine)
-        self.config, self.upkeep, self.num_envs = config, upkeep, config.num_envs
+        self.config, self.num_envs = config, config.num_envs
+        self.upkeep = upkeep
         self.own_folder = tempfile.TemporaryDirectory(prefix="esper_nb-parts-") if upkeep.folder is None else None
         folder = Path(upkeep.folder or self.own_folder.name).resolve() # type: ignore[union-attr]  # one of the two
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,17 +154,25 @@ class _Parts(gym.vector.VectorEnv):
 
     def _describe(self, facts: PartFacts) -> None:
         self.actions, self.horizon, self.batches = facts.actions, facts.horizon, facts.batches
-        self.metadata, self.mode = facts.metadata, AutoresetMode(self.config.autoreset_mode)
+        self.metadata = facts.metadata
+        self.mode = AutoresetMode(self.config.autoreset_mode)
         self.run_rows = [row | {"run.lanes": self.num_envs} for row in facts.run] # what is trained
         self.single_observation_space, self.single_action_space = facts.observation_space, facts.action_space
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
+
+    def close_extras(self, **kwargs):
+        for k in self.keepers: k.place.close()
+        if self.own_folder: self.own_folder.cleanup()
 
     def join(self) -> None:
         "What is known of all lanes: observations, masks, whose episode is over."
         self.obs = torch.from_numpy(np.concatenate([s.obs for s in self.latest]))
         self.mask, self.ended = (torch.cat([getattr(s, k) for s in self.latest]) for k in ("mask", "ended"))
 
+# %% ../../nbs/run/94c_split.ipynb #8b6b2247
+class _Saved(_Parts):
+    "Parts whose state can be gathered, and that write snapshots."
     def state_dict(self) -> dict[str, Any]:
         "Everything that a step depends on."
         return dict(parts=[unpack_state(k.look("pack")) for k in self.keepers], steps=self.steps)
@@ -183,12 +194,8 @@ class _Parts(gym.vector.VectorEnv):
         for k in self.keepers: k.start_save()
         for k in self.keepers: k.end_save()
 
-    def close_extras(self, **kwargs):
-        for k in self.keepers: k.place.close()
-        if self.own_folder: self.own_folder.cleanup()
-
 # %% ../../nbs/run/94c_split.ipynb #529e5cc5
-class SplitVecEnv(_Parts):
+class SplitVecEnv(_Saved):
     "A `GrowVecEnv` in parts, each in a place of its own."
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         "As `GrowVecEnv.reset`."

@@ -89,7 +89,8 @@ def check_settings(task): # raises a ValueError that names the setting
     "Refuse a task that cannot be trained."
     check(isinstance(task.name, str) and task.name != "", "name", task.name, "a non-empty str")
     check(task.data in SOURCES or is_own(task.data), "data", task.data, f"one of {', '.join(SOURCES)}, or yours")
-    check(isinstance(task.host, HostConfig), "host", task.host, "a CNNConfig or a GPTConfig, or a ModuleHostConfig of your own")
+    check(isinstance(task.host, HostConfig), "host", task.host,
+          "a CNNConfig or a GPTConfig, or a ModuleHostConfig of your own")
     check_slots(task.slots, host_sites(task.host))
     for k in ("batch_size", "epochs"): check_count(k, getattr(task, k))
     check(task.optimizer in ("sgd", "adam", "adamw"), "optimizer", task.optimizer, "'sgd', 'adam' or 'adamw'")
