@@ -205,7 +205,7 @@ def test_killed_actors_change_nothing(cluster, here, seed, tmp_path):
 
 @needs_ray
 def test_a_frozen_actor_is_named_and_replaced(cluster, here, caplog):
-    env = SplitVecEnv(CONFIG, parts=2, engine="ray", upkeep=Upkeep(every=3, patience=1., timeout=6.))
+    env = SplitVecEnv(CONFIG, parts=2, engine="ray", upkeep=Upkeep(every=3, patience=1., timeout=10.))
     frozen = []
     def freeze(env, t):
         if t != 4: return

@@ -40,6 +40,7 @@ class Upkeep(NamedTuple):
     every: int = 32 # steps between snapshots
     patience: float = 60. # seconds before a slow part is named in the log
     timeout: float = 1800. # seconds without an answer after which a part counts as lost
+    begin: float = 600. # the same while a part is made: a process begins, data are loaded
     attempts: int = 5 # to make one part again
 
 class Call(NamedTuple):
@@ -49,8 +50,8 @@ class Call(NamedTuple):
     args: tuple
 
 # %% ../../nbs/run/94c_split.ipynb #2bfb3c0d
-class Keeper:
-    "A part in its place, and what it takes to make it again."
+class _Kept:
+    "A part in its place, what it was asked, and what it takes to make it again."
     def __init__(self,
         name: str, # for messages
         make: Callable[[], Place], # with a new part in it
@@ -63,8 +64,48 @@ class Keeper:
         self.number = self.saved = 0 # of the last call, and of the last in the snapshot
         self.losses = 0 # times it was lost
         for old in (path, previous_checkpoint(path)): old.unlink(missing_ok=True) # of a run before this one
-        self.place = make()
+        self._begin()
 
+    def _begin(self) -> None:
+        self.place = self.make()
+        self.place.start("about")
+
+    def facts(self) -> PartFacts:
+        "What there is to know of a part that was just made."
+        return self.place.finish(self.upkeep.begin)
+
+    def wait(self) -> Any:
+        "The answer of the place; `PlaceLost` if there will be none."
+        keep = self.upkeep
+        if not self.place.ready(min(keep.patience, keep.timeout)):
+            logger.warning("%s has not answered for %g s", self.name, keep.patience)
+        return self.place.finish(max(0., keep.timeout - keep.patience))
+
+    def make_again(self, why: str) -> None:
+        "A new place with the part as it was, the last call included."
+        for _ in range(self.upkeep.attempts):
+            self.losses += 1
+            logger.warning("%s was lost (%s): made again", self.name, why)
+            with contextlib.suppress(Exception): self.place.close() # it may be gone altogether
+            self._begin()
+            try: return self._catch_up()
+            except PlaceLost as e: why = str(e)
+        raise PlaceLost(f"{self.name} was lost {self.upkeep.attempts} times while it was made again: {why}")
+
+    def _catch_up(self) -> None:
+        self.facts()
+        behind = 0
+        if self.path.exists() or previous_checkpoint(self.path).exists():
+            self.place.start("restore", str(self.path))
+            behind = self.wait()
+        for call in self.calls:
+            if call.number <= behind: continue
+            self.place.start("do", call.number, call.method, *call.args)
+            self.wait()
+
+# %% ../../nbs/run/94c_split.ipynb #b5436ea3
+class Keeper(_Kept):
+    "A part that is not lost with its place."
     def ask(self, method: str, *args: Any) -> None:
         "Start a call that changes the part."
         self.number += 1
@@ -74,15 +115,15 @@ class Keeper:
     def answer(self) -> Any:
         "Its answer, whatever becomes of the place."
         while True:
-            try: return self._wait()
-            except PlaceLost as e: self._make_again(str(e))
+            try: return self.wait()
+            except PlaceLost as e: self.make_again(str(e))
 
     def look(self, method: str, *args: Any) -> Any:
         "The answer to a call that changes nothing."
         for _ in range(self.upkeep.attempts):
             self.place.start(method, *args)
-            try: return self._wait()
-            except PlaceLost as e: self._make_again(str(e))
+            try: return self.wait()
+            except PlaceLost as e: self.make_again(str(e))
         raise PlaceLost(f"{self.name} was lost {self.upkeep.attempts} times in one call of {method}")
 
     def start_save(self) -> None:
@@ -90,37 +131,11 @@ class Keeper:
         self.place.start("save", str(self.path))
 
     def end_save(self) -> None:
-        "Wait for it, and forget the calls that the one before it holds; without it the run goes on as well."
+        "Wait for it, and forget the calls that the one before it holds."
         before = self.saved
-        try: self.saved = self._wait()
-        except PlaceLost as e: return self._make_again(str(e))
+        try: self.saved = self.wait()
+        except PlaceLost as e: return self.make_again(str(e))
         self.calls = [c for c in self.calls if c.number > before]
-
-    def _wait(self) -> Any:
-        keep = self.upkeep
-        if not self.place.ready(min(keep.patience, keep.timeout)):
-            logger.warning("%s has not answered for %g s", self.name, keep.patience)
-        return self.place.finish(max(0., keep.timeout - keep.patience))
-
-    def _make_again(self, why: str) -> None:
-        for _ in range(self.upkeep.attempts):
-            self.losses += 1
-            logger.warning("%s was lost (%s): made again", self.name, why)
-            with contextlib.suppress(Exception): self.place.close() # it may be gone altogether
-            self.place = self.make()
-            try: return self._catch_up()
-            except PlaceLost as e: why = str(e)
-        raise PlaceLost(f"{self.name} was lost {self.upkeep.attempts} times while it was made again: {why}")
-
-    def _catch_up(self) -> None:
-        behind = 0
-        if self.path.exists() or previous_checkpoint(self.path).exists():
-            self.place.start("restore", str(self.path))
-            behind = self._wait()
-        for call in self.calls:
-            if call.number <= behind: continue
-            self.place.start("do", call.number, call.method, *call.args)
-            self._wait()
 
 # %% ../../nbs/run/94c_split.ipynb #548a3b40
 class _Parts(gym.vector.VectorEnv):
@@ -146,7 +161,7 @@ class _Parts(gym.vector.VectorEnv):
             name = f"part {k} (lanes {c.first_lane} to {c.first_lane + c.num_envs - 1})"
             make = partial(new_place, engine, partial(EnvPart, c, data), parts)
             self.keepers.append(Keeper(name, make, upkeep, folder/f"part-{k}.safetensors"))
-        self._describe(self.keepers[0].look("about"))
+        self._describe([k.facts() for k in self.keepers][0])
         self.records: deque[EpisodeRecord] = deque(maxlen=10_000) # of the episodes that ended
         self.steps = 0
         self.latest: list[PartStep] = [] # of every part
@@ -170,7 +185,7 @@ class _Parts(gym.vector.VectorEnv):
         self.obs = torch.from_numpy(np.concatenate([s.obs for s in self.latest]))
         self.mask, self.ended = (torch.cat([getattr(s, k) for s in self.latest]) for k in ("mask", "ended"))
 
-# %% ../../nbs/run/94c_split.ipynb #8b6b2247
+# %% ../../nbs/run/94c_split.ipynb #ef6b2426
 class _Saved(_Parts):
     "Parts whose state can be gathered, and that write snapshots."
     def state_dict(self) -> dict[str, Any]:
@@ -188,6 +203,14 @@ class _Saved(_Parts):
         for k in self.keepers: k.calls.clear()
         self.steps, self.latest = state["steps"], [k.look("view") for k in self.keepers]
         self.join()
+
+    def test_accuracy(self) -> Tensor: # (n,) pp
+        "Of every lane, on the test split."
+        return torch.cat([k.look("test_accuracy") for k in self.keepers])
+
+    def action_masks(self) -> np.ndarray: # (n, sum of the heads' sizes) bool
+        "As `GrowVecEnv.action_masks`."
+        return self.mask[:, :self.actions.flat].numpy().copy()
 
     def save_parts(self) -> None:
         "Snapshots of all parts."
@@ -233,11 +256,3 @@ class SplitVecEnv(_Saved):
         "What the latest step has to tell, part by part."
         for k in self.keepers: k.ask("rows", keys)
         return [row for k in self.keepers for row in k.answer()]
-
-    def test_accuracy(self) -> Tensor: # (n,) pp
-        "Of every lane, on the test split."
-        return torch.cat([k.look("test_accuracy") for k in self.keepers])
-
-    def action_masks(self) -> np.ndarray: # (n, sum of the heads' sizes) bool
-        "As `GrowVecEnv.action_masks`."
-        return self.mask[:, :self.actions.flat].numpy().copy()

@@ -106,7 +106,7 @@ def schedule_lanes(pop: Population) -> Tensor: # (n,) float64
     factors = [pop.config.factor(e, pop.epochs, born) for e, born in zip(lived, births)]
     return base * torch.tensor(factors, dtype=torch.float64) * pop.rates.lr
 
-# %% ../../nbs/train/46_groups.ipynb #c0c87635
+# %% ../../nbs/train/46_groups.ipynb #00e073d3
 def _accept_births(pop: Population, born: Sequence[int]) -> None: # born: lanes with seeds that are new
     "Tell the Governor of lanes whose schedule begins anew in the midst of a run."
     again = [i for i in born if pop.epoch[i] > 0]
@@ -120,10 +120,10 @@ def check_out(
 ) -> list[Group]: # networks and optimizers of their own
     "Set the epoch's learning rates, clear the state of seeds that are new, and copy out every group of the plan."
     fresh = pop.model.take_fresh()
-    for k, lanes in fresh.items(): pop.stepper.owners[k].reset_lanes(lanes)
+    for k, new in fresh.items(): pop.stepper.owners[k].reset_lanes(new)
     rates = schedule_lanes(pop)
     for opt in pop.stepper.owners.values(): opt.set_lr(rates)
-    _accept_births(pop, sorted({i for lanes in fresh.values() for i in lanes}))
+    _accept_births(pop, sorted({i for new in fresh.values() for i in new}))
     parts, active, out = parts_in_use(pop.model), pop.model.active(), []
     taken: dict[int, int] = {} # groups of each width so far
     for lanes in plan:
