@@ -154,7 +154,7 @@ def longest_run(cells):
 
 def pages(packages=()):
     "Pages of the library, all or those of some packages."
-    found = sorted(p for p in (ROOT/"nbs").glob("*/*.ipynb") if re.match(r"\d\d_", p.name))
+    found = sorted(p for p in (ROOT/"nbs").glob("*/*.ipynb") if re.match(r"\d\d[a-z]?_", p.name))
     return [p for p in found if not packages or p.parent.name in packages]
 
 
