@@ -13,17 +13,22 @@ import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv
 from hypothesis import given, settings, strategies as st
+import test_rewards as rewards
 from test_vector_conformance import TASK, tiny_data
 
 from esper_nb.control.actions import draw_actions
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.envs import GrowVecEnv
+from esper_nb.control.evidence import PRESETS, RewardConfig, make_scene, new_ledger
 from esper_nb.control.gym import GrowEnv
+from esper_nb.control.rewards import TERMS
 from esper_nb.control.rules import (QUICK, QUICK_RULES, Fixed, Heuristic, HeuristicConfig, RandomLegal, Replay, WaitOnly,
                                     as_controller)
 from esper_nb.core.config import Config
 from esper_nb.core.random import generator
 from esper_nb.grow.decisions import Decision
+from esper_nb.grow.seeds import SeedState
+from esper_nb.grow.stages import Stage
 from esper_nb.learn.learner import Learner
 from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig
@@ -222,6 +227,7 @@ MAY_BE_ANY_NUMBER = {"worth", "ransom"} # percentage points, either way
 
 def plain_fields(kind):
     for name, hint in typing.get_type_hints(kind).items():
+        if typing.get_origin(hint) is tuple: continue
         kinds = [k for k in (typing.get_args(hint) or (hint,)) if k in (int, float)]
         if kinds and name not in MAY_BE_NEGATIVE: yield name, kinds[0]
 
@@ -290,9 +296,13 @@ def test_spaces_that_are_not_served_say_what_is():
 
 # --- rewards
 
-def test_a_seed_that_harms_is_paid_no_synergy():
-    from test_rewards import make_facts
-    pytest.skip("placeholder")
+@pytest.mark.parametrize("worth, paid", [(-5., 0.), (None, 0.), (1., .0462), (50., .1)])
+def test_a_seed_is_paid_no_more_synergy_than_it_contributes(worth, paid):
+    kept = [rewards.seed(Stage.FOSSILIZED, worth, interaction=40.), SeedState()]
+    r = rewards.play("shaped", [(kept, "wait", {})])[-1] if "synergy" in PRESETS["shaped"] else None
+    scene = make_scene(RewardConfig("shaped"), rewards.facts(kept, kept, gain=10.), new_ledger(1, 2))
+    assert float(TERMS["synergy"](scene)) == pytest.approx(paid, abs=1e-3)
+    assert r is None or math.isfinite(float(r.total))
 
 
 def test_saving_an_environment_needs_no_file_of_ours():

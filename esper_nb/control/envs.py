@@ -21,7 +21,7 @@ from .episodes import (
     episode_records, lane_info, load_population, new_tallies, part_finals, part_lanes, population_state,
     read_reset_mask, run_parts, stopped_lanes)
 from .evidence import Facts, begin_ledger, occupied_size
-from .networks import SeenNetworks, copied_env, first_seeds, lane_seeds
+from .networks import SeenNetworks, copied_env, first_seeds, lane_seeds, pack_state
 from .observations import forget, merge_lanes, push_epoch
 from .rewards import pay_step
 from ..core.config import check
@@ -216,5 +216,5 @@ class GrowVecEnv(_Working):
         return obs, s.reward.numpy().copy(), done.numpy(), np.zeros(self.num_envs, bool), info
 
     def __reduce__(self): # a copy is made anew, and goes on where this one is
-        state = (self.state_dict(), self.last_result, list(self.records)) if self.seeds else None
+        state = pack_state((self.state_dict(), self.last_result, list(self.records))) if self.seeds else None
         return copied_env, (type(self), self.config, self.given, state)

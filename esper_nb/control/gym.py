@@ -14,6 +14,7 @@ import numpy as np
 
 from .env_config import Data, EnvConfig
 from .envs import GrowVecEnv
+from .networks import copied_env
 from ..core.config import check
 from ..train.trainer import Disturb
 
@@ -65,7 +66,7 @@ class GrowEnv(gym.Env):
         return None if frames is None else frames[0]
 
     def __reduce__(self): # a copy is made anew, and goes on where this one is
-        return _copied, (self.vector,)
+        return _copied, self.vector.__reduce__()[1]
 
     def action_masks(self) -> np.ndarray: # (sum of the heads' sizes,) bool
         "What each head may choose under some legal action."
@@ -86,8 +87,9 @@ class GrowEnv(gym.Env):
     def close(self): self.vector.close()
 
 # %% ../../nbs/control/59_gym.ipynb #55a29ef2
-def _copied(vector: GrowVecEnv) -> GrowEnv: # vector: a copy
+def _copied(*parts) -> GrowEnv: # of the vector environment, as for `copied_env`
     "A single environment around a copy of another one's lane."
+    vector = copied_env(*parts)
     env = GrowEnv(vector.config, *vector.given)
     env.vector.close()
     env.vector, env.actions = vector, vector.actions

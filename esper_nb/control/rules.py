@@ -115,6 +115,7 @@ class HeuristicConfig(Config):
     settings: dict = field(default_factory=dict) # for germinate: tempo, blend, ...
 
     def __post_init__(self):
+        self.check_types()
         for k in ("min_epoch", "rest", "stage_epochs", "patience"): check_count(k, getattr(self, k), 0)
         check_count("plateau", self.plateau)
         check(0 < self.fall < math.inf, "fall", self.fall, "a finite number of percentage points above 0")
