@@ -22,8 +22,8 @@ from esper_nb.control.envs import GrowVecEnv
 from esper_nb.control.evidence import PRESETS, RewardConfig, make_scene, new_ledger
 from esper_nb.control.gym import GrowEnv
 from esper_nb.control.rewards import TERMS
-from esper_nb.control.rules import (QUICK, QUICK_RULES, Fixed, Heuristic, HeuristicConfig, RandomLegal, Replay, WaitOnly,
-                                    as_controller)
+from esper_nb.control.rules import (
+    QUICK, QUICK_RULES, Fixed, Heuristic, HeuristicConfig, RandomLegal, Replay, WaitOnly, as_controller)
 from esper_nb.core.config import Config
 from esper_nb.core.random import generator
 from esper_nb.grow.decisions import Decision
@@ -217,7 +217,7 @@ def test_every_rule_can_be_reset(rule): assert rule.reset() is None
 
 def wrong_numbers(hint, name):
     "Values that no number of this kind may have."
-    never = [math.nan, "many", [1], {}]
+    never = [math.nan, "many", ["many"], {}]
     if hint is int: return [*never, 1.5, -1]
     return [*never, -1., -math.inf]
 

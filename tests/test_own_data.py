@@ -68,8 +68,8 @@ def options(kind, folder):
         maker, call = MAKERS[kind]
         (folder/f"{kind}.py").write_text(ARRAYS.format(maker=maker, call=call))
         return [f"own_{kind}", "--import", folder/f"{kind}.py"], f"own_{kind}"
-    write = dict(folder=(write_pictures, "pics"), csv=(write_table, "rows.csv"), parquet=(write_parquet, "rows.parquet"),
-                 text=(write_text, "words.txt"))
+    write = dict(folder=(write_pictures, "pics"), csv=(write_table, "rows.csv"),
+                 parquet=(write_parquet, "rows.parquet"), text=(write_text, "words.txt"))
     make, name = write[kind]
     place = make(folder/name)
     more = dict(folder=["--size", "8"], csv=["--label", "kind"]).get(kind, [])

@@ -244,7 +244,8 @@ def read_actions(
 ) -> Tensor: # (n, K) int64, a copy
     "Actions as a tensor; a number outside its head, or none of a head's, is an error."
     given = np.asarray(actions)
-    whole = given.dtype.kind in "iub" or given.dtype.kind == "f" and bool((given == given.round()).all())
+    real = given.dtype.kind == "f" and bool(np.isfinite(given).all())
+    whole = given.dtype.kind in "iub" or real and bool((given == given.round()).all())
     check(whole, "actions", given.tolist(), "whole numbers: each head's choice, counted from 0")
     a = torch.from_numpy(given.astype(np.int64, copy=True))
     shape = lanes, space.count
