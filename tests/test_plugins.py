@@ -1,4 +1,4 @@
-"Plugins: a file by --import, an installed package by its entry point, a fresh process that knows both, and broken ones."
+"Plugins: a file by --import, an installed package by its entry point, a fresh process, and broken ones."
 import json
 import os
 import shutil
@@ -37,7 +37,8 @@ def {name}_recipe():
 
 def command(*argv, path=()):
     "The command in a fresh process, with some folders on Python's path."
-    code = "import sys, torch; torch.set_num_threads(1); from esper_nb.run.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = ("import sys, torch; torch.set_num_threads(1)\n"
+            "from esper_nb.run.cli import main; sys.exit(main(sys.argv[1:]))")
     env = os.environ | dict(PYTHONPATH=os.pathsep.join([*map(str, path), str(ROOT)]))
     return subprocess.run([sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True, env=env)
 
@@ -149,6 +150,7 @@ def test_a_plugin_is_imported_once_whatever_it_is_called(tmp_path, monkeypatch):
 def test_the_plugin_of_that_name_is_asked_first(monkeypatch):
     found, asked = [], []
     monkeypatch.setattr(plugins, "_loaded", {})
-    monkeypatch.setattr(plugins, "installed_plugins", lambda: dict.fromkeys(["esper_nb.plugins:a", "esper_nb.plugins:b"]))
+    offered = dict.fromkeys(["esper_nb.plugins:a", "esper_nb.plugins:b"])
+    monkeypatch.setattr(plugins, "installed_plugins", lambda: offered)
     monkeypatch.setattr(plugins, "load_plugin", lambda p: (asked.append(p), found.append("b")))
     assert seek_in_plugins("b", lambda name: name in found) and asked == ["esper_nb.plugins:b"]
