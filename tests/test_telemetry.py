@@ -29,7 +29,8 @@ from esper_nb.record.populations import governor_rows, limit_rows, population_ro
 from esper_nb.record.recorder import Recorder
 from esper_nb.record.rows import decode_row, encode_row, measured_names, record_leaves, record_rows, series
 from esper_nb.record.steps import EnvRows, step_rows
-from esper_nb.record.writers import BackgroundWriter, JSONLWriter, TensorBoardWriter, read_rows
+from esper_nb.record.trackers import TensorBoardWriter
+from esper_nb.record.writers import BackgroundWriter, JSONLWriter, read_rows
 from esper_nb.train.faults import Fault, disturb_at
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit

@@ -242,8 +242,12 @@ def read_actions(
     space: GrowthActions,
     lanes: int,
 ) -> Tensor: # (n, K) int64, a copy
-    "Actions as a tensor; a number outside its head is an error."
-    a = torch.from_numpy(np.asarray(actions).astype(np.int64, copy=True))
+    "Actions as a tensor; a number outside its head, or none of a head's, is an error."
+    given = np.asarray(actions)
+    real = given.dtype.kind == "f" and bool(np.isfinite(given).all())
+    whole = given.dtype.kind in "iub" or real and bool((given == given.round()).all())
+    check(whole, "actions", given.tolist(), "whole numbers: each head's choice, counted from 0")
+    a = torch.from_numpy(given.astype(np.int64, copy=True))
     shape = lanes, space.count
     check(a.shape == shape, "actions.shape", tuple(a.shape), f"{shape}, one line for each lane")
     inside = bool(((a >= 0) & (a < torch.tensor(space.sizes))).all())

@@ -6,7 +6,7 @@
 __all__ = ['Data', 'settle_settings', 'EnvConfig', 'make_parts', 'address_data']
 
 # %% ../../nbs/control/57_env_config.ipynb #bd0aad7e
-import copy
+import copy, math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from gymnasium.vector import AutoresetMode
 
 from .episodes import Part
 from .choices import Repertoire
+from .evidence import RewardConfig
 from ..core.config import Config, check, check_count
 from ..core.devices import check_devices
 from ..grow.lifecycle import Gates, Rules
@@ -78,11 +79,16 @@ class EnvConfig(Config):
 
     def __post_init__(self):
         for k, v in settle_settings(vars(self)).items(): object.__setattr__(self, k, v)
+        self.check_types()
         n, devices, faulty = self.num_envs, self.devices, [f.lane for f in self.faults]
         for k in ("num_envs", "horizon", "batch_size", "eval_batch", "limit", "workers", "width"):
             if getattr(self, k) is not None: check_count(k, getattr(self, k))
         check_count("first_lane", self.first_lane, least=0)
-        check(self.penalty >= 0, "penalty", self.penalty, "a number of at least 0: what a rollback costs")
+        check_count("max_seeds", self.max_seeds, 0)
+        RewardConfig(self.reward, self.gamma, price=self.price)
+        self.fit(1) # which looks at what a population is told
+        check(0 <= self.penalty < math.inf, "penalty", self.penalty,
+              "a finite number of at least 0: what a rollback costs")
         check(0 < len(devices) <= n, "devices", devices, f"at least one, and no more than the {n} lanes")
         check(all(lane < n for lane in faulty), "faults", faulty, f"lanes below {n}")
         check_devices(devices)

@@ -6,96 +6,27 @@
 __all__ = ['GrowVecEnv']
 
 # %% ../../nbs/control/58_envs.ipynb #a8b75637
-from collections import deque
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from .actions import GrowthActions, apply_action, in_stage, read_actions, read_slots
+from .actions import apply_action, in_stage, read_actions
 from .choices import OPS, choice_of
-from .env_config import Data, EnvConfig, address_data, make_parts
 from .episodes import (
-    EnvStep, EpisodeEnds, EpisodeRecord, EpochFacts, Part, begin_lanes, begun_step, clone_all, count_step,
-    disturb_part, episode_records, lane_info, load_population, new_tallies, part_finals, part_lanes, population_state,
+    EnvStep, EpisodeEnds, EpochFacts, Part, begin_lanes, begun_step, clone_all, count_step, disturb_part,
+    episode_records, lane_info, load_population, new_tallies, part_finals, part_lanes, population_state,
     read_reset_mask, run_parts, stopped_lanes)
-from .evidence import Facts, RewardConfig, begin_ledger, new_ledger, occupied_size, seed_sizes
-from .observations import Observer, feature_bounds, forget, merge_lanes, new_records, push_epoch
+from .evidence import Facts, begin_ledger, occupied_size
+from .networks import SeenNetworks, copied_env, first_seeds, lane_seeds, pack_state
+from .observations import forget, merge_lanes, push_epoch
 from .rewards import pay_step
-from ..core.clock import PhaseClock
 from ..core.config import check
-from ..core.random import generator
-from ..grow.models import Growing
 from ..grow.stages import Stage
-from ..guard.reports import Report
-from ..train.tasks import Task, get_task
-from ..train.trainer import Disturb
 from ..train.evaluation import evaluate
-
-# %% ../../nbs/control/58_envs.ipynb #b5903eb3
-class _Networks(gym.vector.VectorEnv):
-    "n networks, and what is known of each."
-    def __init__(self,
-        config: EnvConfig | None = None,
-        data: Data | None = None, # default the task's own, loaded now
-        disturb: Disturb | None = None, # before every batch, with lanes numbered as here: see `run_epoch`
-        **settings, # of `EnvConfig`
-    ):
-        self.config = c = EnvConfig.from_dict(settings) if config is None else config.replace(**settings)
-        task = c.task if isinstance(c.task, Task) else get_task(c.task)
-        self.task = task if c.batch_size is None else task.replace(batch_size=c.batch_size)
-        self.num_envs, self.horizon = c.num_envs, c.horizon or self.task.epochs
-        self.mode = AutoresetMode(c.autoreset_mode)
-        self.metadata = {"render_modes": [], "autoreset_mode": self.mode}
-        self.disturb, self.parts = disturb, make_parts(c, self.task, data)
-        self.pool = ThreadPoolExecutor(len(self.parts)) if any(d != "cpu" for d in c.devices[1:]) else None
-        model, chance = self.parts[0][1].model, self.parts[0][1].data.chance_loss
-        self.actions = GrowthActions(model, max_seeds=c.max_seeds, repertoire=c.repertoire)
-        self.observer = Observer(self.actions, self.horizon)
-        self.rewards = RewardConfig(c.reward, c.gamma, chance, min(self.task.target_loss, chance / 2), price=c.price)
-        self.sizes = seed_sizes(model, self.actions)
-        self.host_size = model.parameter_counts().host[:1].double().expand(self.num_envs)
-        self.single_observation_space = gym.spaces.Box(*feature_bounds(self.observer.features), dtype=np.float32)
-        self.single_action_space = gym.spaces.MultiDiscrete(list(self.actions.sizes))
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
-        self.phases, self.steps = PhaseClock(), 0 # CPU seconds, and the steps they were spent on
-        self.records: deque[EpisodeRecord] = deque(maxlen=10_000) # of the episodes that ended
-        self.last_result: EnvStep | None = None # of the latest step
-        self.reports: tuple[Report, ...] = () # what the Governor did in it
-        self.seeds: list[int] = [] # of each lane; empty before the first reset
-        n, counts, slots = self.num_envs, torch.zeros(self.num_envs, dtype=torch.int64), len(self.actions.slots)
-        self.episode, self.trained, self.rollbacks = counts, counts.clone(), counts.clone()
-        self.fresh = torch.ones(n, dtype=torch.bool) # the episode began with fresh weights
-        self.ended, self.goes_on = ~self.fresh, ~self.fresh # the episode is over; the next one goes on from this state
-        self.ledger, self.epochs, self.tallies = new_ledger(n, slots), new_records(n, slots), new_tallies(n)
-        for part in self.parts: address_data(part, self.address)
-
-    def address(self, lane: int) -> int:
-        "Where the random streams of a lane's episode begin."
-        whole = self.config.first_lane + lane
-        return generator(self.seeds[lane], "lane", whole, int(self.episode[lane])).initial_seed()
-
-    def model_of(self, lane: int) -> tuple[Growing, int]: # and the lane's number in it
-        "The model that holds a lane."
-        first, pop = next(p for p in reversed(self.parts) if p[0] <= lane)
-        return pop.model, lane - first
-
-    def refresh(self):
-        "Read records of all seeds; the legal actions and the observations follow: (n, S, C), (n, M), (n, D)."
-        tables = [read_slots(p.model, self.actions.slots) for _, p in self.parts]
-        self.table = torch.cat(tables) if len(tables) > 1 else tables[0]
-        self.mask = self.actions.mask(self.table, self.epochs.epoch)
-        self.obs = self.observer(self.table, self.epochs)
-
-    def close_extras(self, **kwargs):
-        for _, pop in self.parts: pop.workers.close()
-        if self.pool: self.pool.shutdown()
 
 # %% ../../nbs/control/58_envs.ipynb #63fb07f0
 _flags = ("episode", "trained", "rollbacks", "fresh", "ended", "goes_on")
@@ -105,27 +36,31 @@ _fixed = ("task", "family", "judged", "num_envs", "first_lane", "horizon", "rewa
           "precision", "devices")
 
 # %% ../../nbs/control/58_envs.ipynb #4d0c4f84
-class _Episodes(_Networks):
+class _Episodes(SeenNetworks):
     "Networks that begin episodes, and can be saved."
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None): # `reset_mask`, `fresh`
+    def reset(self, *,
+        seed: int | Sequence[int | None] | None = None, # of all lanes, or one for each; None: the lane goes on
+        options: dict[str, Any] | None = None, # `reset_mask`, `fresh`
+    ):
         "Begin an episode in all lanes or some; with a seed the first one, with `fresh` from fresh weights in any case."
-        super().reset(seed=seed)
-        lanes, first = read_reset_mask(options, self.num_envs), not self.seeds
+        n, given, first = self.num_envs, lane_seeds(seed, self.num_envs), not self.seeds
+        super().reset(seed=next((k for k in given if k is not None), None))
+        lanes = read_reset_mask(options, n)
         check(lanes is None or not first, "options", options, "a reset of all lanes before one of some")
-        lanes = torch.ones(self.num_envs, dtype=torch.bool) if lanes is None else lanes
+        lanes = torch.ones(n, dtype=torch.bool) if lanes is None else lanes
         if options and options.get("fresh"): self.goes_on &= ~lanes
-        if first and seed is None: seed = self.config.seed
-        if first and seed is None: seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)
-        if seed is not None:
-            self.seeds = [int(seed) if here else self.seeds[i] for i, here in enumerate(lanes.tolist())]
-            self.episode[lanes], self.trained[lanes], self.goes_on = 0, 0, self.goes_on & ~lanes
+        if first: given = [*first_seeds(given, self.config.seed)]
+        seeded = lanes & torch.tensor([k is not None for k in given])
+        old = self.seeds or [0] * n # nobody keeps these: the first seeds are for all
+        self.seeds = [old[i] if k is None or not seeded[i] else k for i, k in enumerate(given)]
+        self.episode[seeded], self.trained[seeded], self.goes_on = 0, 0, self.goes_on & ~seeded
         with torch.inference_mode(False), torch.enable_grad(): # whatever the caller acts in
-            self._begin(lanes, again=seed is None)
+            self._begin(lanes, again=lanes & ~seeded)
         return self.obs.numpy(), self._mask_info()
 
-    def _begin(self, lanes: Tensor, again: bool):
-        "Start an episode in some lanes, (n,) bool; `again`: the lane has had one."
-        if again: self.episode[lanes] += 1
+    def _begin(self, lanes: Tensor, again: Tensor):
+        "Start an episode in some lanes, (n,) bool; `again`: those that have had one."
+        self.episode[again] += 1
         going_on = lanes & self.goes_on
         fresh = lanes & ~going_on
         self.rollbacks[fresh] = 0
@@ -208,6 +143,7 @@ class _Working(_Episodes):
 
     def action_masks(self) -> np.ndarray: # (n, sum of the heads' sizes) bool
         "What each head may choose under some legal action, as sb3-contrib's MaskablePPO asks for it."
+        self.check_begun("action_masks")
         return self.mask[:, :self.actions.flat].numpy().copy()
 
     def test_accuracy(self) -> Tensor: # (n,) percentage points
@@ -227,13 +163,13 @@ class GrowVecEnv(_Working):
     "n networks in training as a Gymnasium vector environment."
     def step(self, actions): # (n, K) integers
         "One operation and one epoch in every lane."
-        if not self.seeds: raise RuntimeError("step before reset: call reset(seed=...) first")
+        self.check_begun("step")
         a, ended = read_actions(actions, self.actions, self.num_envs), self.ended
         if ended.any() and self.mode == AutoresetMode.DISABLED:
             lanes = ended.nonzero().flatten().tolist()
             raise RuntimeError(f"lanes {lanes} have ended: reset(options={{'reset_mask': ...}}) them first")
         self.phases.start()
-        if ended.any(): self._begin(ended, again=True)
+        if ended.any(): self._begin(ended, again=ended)
         self.phases("begin")
         awake, before = ~ended, self.table
         if not awake.any():
@@ -274,8 +210,12 @@ class GrowVecEnv(_Working):
         obs = self.obs.numpy()
         if done.any() and self.mode == AutoresetMode.SAME_STEP:
             info, final = part_finals(obs, info, done.numpy())
-            self._begin(done, again=True)
+            self._begin(done, again=done)
             obs, info = self.obs.numpy(), info | final
         info |= self._mask_info()
         self.phases("books")
         return obs, s.reward.numpy().copy(), done.numpy(), np.zeros(self.num_envs, bool), info
+
+    def __reduce__(self): # a copy is made anew, and goes on where this one is
+        state = pack_state((self.state_dict(), self.last_result, list(self.records))) if self.seeds else None
+        return copied_env, (type(self), self.config, self.given, state)

@@ -14,6 +14,7 @@ import numpy as np
 
 from .env_config import Data, EnvConfig
 from .envs import GrowVecEnv
+from .networks import copied_env
 from ..core.config import check
 from ..train.trainer import Disturb
 
@@ -32,16 +33,17 @@ def first_lane_info(
 # %% ../../nbs/control/59_gym.ipynb #18f85b05
 class GrowEnv(gym.Env):
     "One network in training as a Gymnasium environment."
-    metadata = {"render_modes": []}
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
     def __init__(self,
         config: EnvConfig | None = None,
         data: Data | None = None, # default the task's own, loaded now
         disturb: Disturb | None = None, # as for `GrowVecEnv`
+        render_mode: str | None = None, # "rgb_array": `render` draws the network
         **settings, # of `EnvConfig`
     ):
         settings = dict(num_envs=1) | settings | dict(autoreset_mode="Disabled")
         check(settings["num_envs"] == 1, "num_envs", settings["num_envs"], "1; make_vec or GrowVecEnv has more")
-        self.vector = GrowVecEnv(config, data, disturb, **settings)
+        self.vector, self.render_mode = GrowVecEnv(config, data, disturb, render_mode, **settings), render_mode
         self.observation_space = self.vector.single_observation_space
         self.action_space = self.vector.single_action_space
         self.actions = self.vector.actions
@@ -57,6 +59,14 @@ class GrowEnv(gym.Env):
         "One operation and one epoch."
         obs, reward, terminated, truncated, info = self.vector.step(np.asarray(action)[None])
         return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), first_lane_info(info)
+
+    def render(self) -> np.ndarray | None: # (H, W, 3) uint8
+        "The network as a picture."
+        frames = self.vector.render()
+        return None if frames is None else frames[0]
+
+    def __reduce__(self): # a copy is made anew, and goes on where this one is
+        return _copied, self.vector.__reduce__()[1]
 
     def action_masks(self) -> np.ndarray: # (sum of the heads' sizes,) bool
         "What each head may choose under some legal action."
@@ -75,6 +85,15 @@ class GrowEnv(gym.Env):
         self.vector.load_state_dict(state)
 
     def close(self): self.vector.close()
+
+# %% ../../nbs/control/59_gym.ipynb #55a29ef2
+def _copied(*parts) -> GrowEnv: # of the vector environment, as for `copied_env`
+    "A single environment around a copy of another one's lane."
+    vector = copied_env(*parts)
+    env = GrowEnv(vector.config, *vector.given)
+    env.vector.close()
+    env.vector, env.actions = vector, vector.actions
+    return env
 
 # %% ../../nbs/control/59_gym.ipynb #d8d8efaa
 def register_envs():

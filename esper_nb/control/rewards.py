@@ -66,7 +66,7 @@ def _shaping(s: Scene) -> Tensor:
 @_term
 def _synergy(s: Scene) -> Tensor:
     "seeds that help each other, once both are kept"
-    i = measured_points(s.facts.after, "interaction")
+    i = measured_points(s.facts.after, "interaction").minimum(s.contribution) # no more than the seed is worth
     on = in_stage(s.facts.after, Stage.FOSSILIZED) & (i > 0) & (s.facts.gain >= 0)[:, None]
     return .1 * torch.where(on, (.5 * i).tanh(), 0.).sum(-1)
 

@@ -105,6 +105,12 @@ class Config:
             if k not in {f.name for f in dataclasses.fields(self)}: raise _refuse(type(self), k)
         return dataclasses.replace(self, **changes)
 
+    def check_types(self) -> None:
+        "Refuse a setting that is not what its type hint asks for; a list may stand for a tuple."
+        for k, hint in typing.get_type_hints(type(self)).items():
+            value, listed = getattr(self, k), any(typing.get_origin(t) is tuple for t in _options(hint))
+            check_type(k, tuple(value) if listed and isinstance(value, list) else value, hint)
+
     def to_dict(self) -> dict:
         "Plain values only, ready for JSON."
         return {f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self)}

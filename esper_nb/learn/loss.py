@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.config import Config, check, check_count
+from ..core.devices import choose_precision
 from .distributions import MaskedHeads
 from .normalizers import standardize
 from .policies import ActorCritic
@@ -68,6 +69,7 @@ class PPOConfig(Config):
     compile: str = "" # backend of torch.compile for the loss, e.g. "inductor"; "" is off
 
     def __post_init__(self):
+        self.check_types()
         for name in ("num_updates", "num_steps", "update_epochs", "num_minibatches"):
             check_count(name, getattr(self, name))
         if self.threads is not None: check_count("threads", self.threads)
@@ -77,15 +79,16 @@ class PPOConfig(Config):
         for name in ("learning_rate", "clip_coef"): _check_real(name, getattr(self, name), positive=True)
         for name in ("lr_final", "clip_final", "ent_coef", "ent_final", "ent_floor_coef", "vf_coef"):
             _check_real(name, getattr(self, name))
-        clips = isinstance(self.max_grad_norm, Real) and self.max_grad_norm > 0
+        clips = self.max_grad_norm > 0
         check(clips, "max_grad_norm", self.max_grad_norm, "a number above 0; math.inf turns clipping off")
         floors = self.ent_floor if isinstance(self.ent_floor, tuple) else (self.ent_floor,)
-        shares = all(isinstance(x, Real) and 0 <= x <= 1 for x in floors)
+        shares = all(0 <= x <= 1 for x in floors)
         check(shares, "ent_floor", self.ent_floor, "normalised entropies in [0, 1]: one, or one for each head")
         inside = 0 < self.gamma <= 1 and 0 <= self.gae_lambda <= 1
         check(inside, "gamma, gae_lambda", (self.gamma, self.gae_lambda), "0 < gamma <= 1 and 0 <= gae_lambda <= 1")
         limit = self.target_kl is None or self.target_kl > 0
         check(limit, "target_kl", self.target_kl, "a positive number, or None for no limit")
+        choose_precision(self.precision)
 
     def at(self, update: int) -> tuple[float, float, float]: # learning rate, clip_coef, ent_coef of this update
         "The schedules."

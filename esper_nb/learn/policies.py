@@ -47,6 +47,7 @@ class PolicyConfig(Config):
     autoregressive: bool = True # heads of later stages see what earlier stages chose; of no effect with one stage
 
     def __post_init__(self):
+        self.check_types()
         check(self.core in ("lstm", "gru", "none"), "core", self.core, "'lstm', 'gru' or 'none'")
         check(self.activation in _activations, "activation", self.activation, "'tanh' or 'relu'")
         check(0 <= self.floor < 1, "floor", self.floor, "a probability in [0, 1)")

@@ -67,7 +67,10 @@ def flat_observations(
     "Observations of n lanes as vectors; those of a `Discrete` space as unit vectors."
     if isinstance(space, gym.spaces.Discrete):
         return torch.eye(int(space.n))[torch.as_tensor(np.asarray(obs, np.int64) - space.start)]
-    return torch.as_tensor(np.asarray(obs, np.float32)).reshape(len(obs), -1)
+    x = torch.as_tensor(np.asarray(obs, np.float32)).reshape(len(obs), -1)
+    bad = (~x.isfinite()).any(-1).nonzero().flatten().tolist()
+    check(not bad, "observations of lanes", bad, "finite numbers; the environment, not the policy, is at fault")
+    return x
 
 # %% ../../nbs/learn/62_rollouts.ipynb #d23d6cd0
 def rolled_lanes(

@@ -14,6 +14,16 @@ from .files import check_place, new_file
 from .rows import Row, decode_row, record_fields
 from .writers import read_rows
 
+# %% ../../nbs/record/76_folders.ipynb #40901188
+def _config_text(config: Any) -> str:
+    "A configuration as strict JSON."
+    fields = config.to_dict() if hasattr(config, "to_dict") else record_fields(config)
+    if fields is None:
+        raise ValueError(f"a configuration is a dict, a dataclass or has to_dict(), not {type(config).__name__}")
+    try: return json.dumps(dict(fields), indent=1, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"the configuration is not JSON: {e}. Use numbers, text, lists and None for 'no limit'") from e
+
 # %% ../../nbs/record/76_folders.ipynb #3fd50247
 class RunFolder(NamedTuple):
     "Where the files of one run are."
@@ -38,6 +48,11 @@ class RunFolder(NamedTuple):
         if isinstance(found, dict): return found
         raise ValueError(f"{self.config_path} holds {type(found).__name__}, expected settings by name")
 
+    def write_config(self, config: Any) -> None: # dict, dataclass or object with to_dict()
+        "Put other settings in their place, all of them or none."
+        text = _config_text(config)
+        with new_file(self.config_path) as part: part.write_text(text, encoding="utf-8")
+
     def rows(self) -> list[Row]:
         "The rows so far; none if it has not written yet."
         return read_rows(self.rows_path) if self.rows_path.exists() else []
@@ -47,16 +62,6 @@ class RunFolder(NamedTuple):
         with open(self.rows_path, "rb") as file:
             whole = (decode_row(line) for line in file if line.endswith(b"\n"))
             return next((row for row in whole if row["kind"] == kind), {})
-
-# %% ../../nbs/record/76_folders.ipynb #40901188
-def _config_text(config: Any) -> str:
-    "A configuration as strict JSON."
-    fields = config.to_dict() if hasattr(config, "to_dict") else record_fields(config)
-    if fields is None:
-        raise ValueError(f"a configuration is a dict, a dataclass or has to_dict(), not {type(config).__name__}")
-    try: return json.dumps(dict(fields), indent=1, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as e:
-        raise ValueError(f"the configuration is not JSON: {e}. Use numbers, text, lists and None for 'no limit'") from e
 
 # %% ../../nbs/record/76_folders.ipynb #c4a9e5be
 def _claim_folder(root: Path, name: str) -> Path:
@@ -78,10 +83,10 @@ def new_run(
     "A new folder `root/name`, or `root/name-2` …, with `config.json`; never one that exists."
     if not name or name in (".", "..") or Path(name).name != name:
         raise ValueError(f"{name!r} is no name for a folder: use one word, and `root` for the place")
-    text = _config_text({} if config is None else config)
+    settings = {} if config is None else config
+    _config_text(settings)
     run = RunFolder(_claim_folder(Path(root), name))
-    try:
-        with new_file(run.config_path) as part: part.write_text(text, encoding="utf-8")
+    try: run.write_config(settings)
     except OSError: # a full disk: leave nothing that looks like a run
         shutil.rmtree(run.path, ignore_errors=True)
         raise

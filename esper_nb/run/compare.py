@@ -23,7 +23,7 @@ from ..control.actions import draw_actions, in_stage
 from ..control.env_config import EnvConfig
 from ..control.envs import GrowVecEnv
 from ..control.episodes import EnvStep
-from ..control.rules import QUICK, Heuristic, Rule, Signals, WaitOnly, encode_decision, view
+from ..control.rules import QUICK, Heuristic, Rule, Signals, WaitOnly, encode_decision, reset_rule, view
 from ..core.intervals import Interval, bootstrap_interval
 from ..core.config import check
 from ..core.random import generator
@@ -64,6 +64,7 @@ class RulePlayer:
         "All lanes have fresh weights: forget what was seen."
         n = env.num_envs
         check(len(self.rules) in (1, n), "rules", len(self.rules), f"1, or {n}: one for each lane")
+        for rule in self.rules: reset_rule(rule)
         self.signals, self.results = [self.rule(i).signals() for i in range(n)], [()] * n
         self.decisions = []
 

@@ -27,6 +27,7 @@ from ..learn.learner import Learner, Update
 from ..learn.training import StopFlag
 from .compare import (Comparison, Player, PolicyPlayer, PracticeUpdate, RulePlayer, compare_controllers,
     play_lanes, simple_controllers)
+from .plugins import load_plugins
 from .recipes import RunConfig, fair_env
 from .runs import Run
 from ..train.data import ImageData
@@ -176,12 +177,13 @@ def play_seed(
 # %% ../../nbs/run/97_contest.ipynb #43e4c439
 _told: Queue | None = None # in a process of `_in_processes`: where it tells the parent what happens
 
-def _join_in(queue: Queue, threads: int) -> None:
+def _join_in(queue: Queue, threads: int, plugins: tuple[str, ...]) -> None:
     "How a process begins."
     global _told
     _told = queue
     torch.set_num_threads(threads)
     keep_freed_memory()
+    load_plugins(plugins)
 
 def _play_apart(task: SeedTask) -> Comparison:
     "`play_seed` in a process of `_in_processes`."
@@ -202,7 +204,7 @@ def _in_processes(jobs: int, tasks: list[SeedTask], say: Callable, watch: Callab
     "`play_seed` for every task, some at a time; what they tell is passed on."
     context = get_context("spawn")
     queue, threads = context.Queue(), max(1, torch.get_num_threads() // jobs)
-    with ProcessPoolExecutor(jobs, context, _join_in, (queue, threads)) as pool:
+    with ProcessPoolExecutor(jobs, context, _join_in, (queue, threads, tasks[0].config.plugins)) as pool:
         running = [pool.submit(_play_apart, task) for task in tasks]
         try:
             while not all(f.done() for f in running): _pass_on(queue, say, watch)

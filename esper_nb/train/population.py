@@ -41,6 +41,7 @@ def check_fit_config(c): # raises a ValueError that names the setting
     for k in ("epochs", "batch_size", "workers", "width"):
         if getattr(c, k) is not None: check_count(k, getattr(c, k))
     check(c.lr is None or 0 < c.lr < math.inf, "lr", c.lr, "a finite number above 0, or None for the task's")
+    check(c.max_norm is None or c.max_norm > 0, "max_norm", c.max_norm, "a number above 0, or None: no clipping")
     check(c.schedule in ("cosine", "constant"), "schedule", c.schedule, "'cosine' or 'constant'")
     choose_precision(c.precision)
 
@@ -62,7 +63,9 @@ class FitConfig(Config):
     eval_batch: int = 256 # images per evaluation batch
     governor: GovernorConfig | None = GovernorConfig(lowers=0) # thresholds and budget; None: nobody watches
 
-    def __post_init__(self): check_fit_config(self)
+    def __post_init__(self):
+        self.check_types()
+        check_fit_config(self)
 
     def factor(self,
         epoch: int, # of the run, from 0

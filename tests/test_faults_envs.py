@@ -1,0 +1,313 @@
+"Environment, controllers, PPO: faults that were found by trying them, each with what was wrong."
+import copy
+import io
+import math
+import pickle
+import subprocess
+import sys
+import typing
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import SyncVectorEnv
+from hypothesis import given, settings, strategies as st
+import test_rewards as rewards
+from test_vector_conformance import TASK, tiny_data
+
+from esper_nb.control.actions import draw_actions
+from esper_nb.control.env_config import EnvConfig
+from esper_nb.control.envs import GrowVecEnv
+from esper_nb.control.evidence import PRESETS, RewardConfig, make_scene, new_ledger
+from esper_nb.control.gym import GrowEnv
+from esper_nb.control.rewards import TERMS
+from esper_nb.control.rules import (
+    QUICK, QUICK_RULES, Fixed, Heuristic, HeuristicConfig, RandomLegal, Replay, WaitOnly, as_controller)
+from esper_nb.core.config import Config
+from esper_nb.core.random import generator
+from esper_nb.grow.decisions import Decision
+from esper_nb.grow.seeds import SeedState
+from esper_nb.grow.stages import Stage
+from esper_nb.learn.learner import Learner
+from esper_nb.learn.loss import PPOConfig
+from esper_nb.learn.policies import PolicyConfig
+from esper_nb.run.compare import RulePlayer
+from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.trainer import fit
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = dict(task=TASK, blueprints=("norm", "conv_small"), workers=1, horizon=3)
+
+
+def vector(n=2, **kw): return GrowVecEnv(data=tiny_data(), num_envs=n, **(SMALL | kw))
+def single(**kw): return GrowEnv(data=tiny_data(), **(SMALL | kw))
+def draw(env, t): return draw_actions(env.actions, env.mask, generator(0, "draw", t)).numpy()
+
+
+# --- other people's makers
+
+def test_stable_baselines_own_maker():
+    sb3 = pytest.importorskip("stable_baselines3.common.env_util")
+    envs = sb3.make_vec_env("esper_nb/Grow-v0", 2, env_kwargs=dict(data=tiny_data(), **SMALL), seed=0)
+    assert envs.reset().shape == (2, *envs.observation_space.shape)
+    seen = envs.step(np.zeros((2, 8), int))
+    assert seen[1].shape == (2,) and envs.env_method("action_masks")[0].dtype == bool
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", [None, "rgb_array"])
+def test_a_render_mode_is_no_setting(mode):
+    env = gym.make("esper_nb/Grow-v0", render_mode=mode, data=tiny_data(), **SMALL)
+    assert env.render_mode == mode and env.unwrapped.vector.config.horizon == 3
+    envs = gym.make_vec("esper_nb/Grow-v0", num_envs=2, render_mode=mode, data=tiny_data(), **SMALL)
+    assert isinstance(envs, GrowVecEnv) and envs.render_mode == mode
+    with pytest.raises(ValueError, match="render_mode='human', expected 'rgb_array'"): GrowEnv(render_mode="human")
+
+
+def test_importing_the_package_registers_the_environment():
+    code = "import gymnasium, esper_nb; print('esper_nb/Grow-v0' in gymnasium.registry)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_gymnasium_films_one_network(tmp_path):
+    pytest.importorskip("moviepy", reason="films need moviepy")
+    env = gym.wrappers.RecordVideo(single(render_mode="rgb_array"), str(tmp_path), episode_trigger=lambda k: True,
+                                   disable_logger=True)
+    env.reset(seed=0)
+    for _ in range(3): env.step(np.zeros(8, int))
+    env.close()
+    assert [p.suffix for p in tmp_path.iterdir() if p.suffix == ".mp4"] == [".mp4"]
+    assert next(tmp_path.glob("*.mp4")).stat().st_size > 1000
+
+
+def test_gymnasium_films_many_networks(tmp_path):
+    pytest.importorskip("moviepy", reason="films need moviepy")
+    env = gym.wrappers.vector.RecordVideo(vector(4, render_mode="rgb_array"), str(tmp_path), video_length=3,
+                                          step_trigger=lambda t: t == 0)
+    env.reset(seed=0)
+    for _ in range(4): env.step(np.zeros((4, 8), int))
+    env.close()
+    assert next(tmp_path.glob("*.mp4")).stat().st_size > 1000
+
+
+def test_gymnasium_collects_frames():
+    env = gym.wrappers.RenderCollection(single(render_mode="rgb_array"))
+    env.reset(seed=0)
+    for _ in range(3): env.step(np.zeros(8, int))
+    frames = env.render()
+    assert len(frames) == 4 and {(f.shape, f.dtype.name) for f in frames} == {((128, 320, 3), "uint8")}
+    assert all((a != b).any() for a, b in zip(frames, frames[1:])) # the epoch is in the picture
+
+
+# --- seeds, copies, masks, actions
+
+def test_a_list_of_seeds_is_a_seed_for_each_lane():
+    both, ones = vector(2), [vector(2) for _ in range(2)]
+    obs, _ = both.reset(seed=[5, 9])
+    for env, seed in zip(ones, (5, 9)): env.reset(seed=seed)
+    for t in range(4):
+        a = draw(both, t)
+        here, there = both.step(a), [env.step(a) for env in ones]
+        for i in range(2):
+            assert np.array_equal(here[0][i], there[i][0][i]) and here[1][i] == there[i][1][i]
+
+
+def test_a_lane_without_a_seed_goes_on():
+    a, b = vector(2), vector(2)
+    for env in (a, b): env.reset(seed=3)
+    a.reset(seed=[None, 7])
+    b.reset()
+    assert a.episode.tolist() == [1, 0] and a.seeds == [3, 7]
+    for x, y in zip(a.parts[0][1].model.state_dict().values(), b.parts[0][1].model.state_dict().values()):
+        assert x.shape == y.shape
+    first = [env.step(np.zeros((2, 8), int))[0][0] for env in (a, b)]
+    assert np.array_equal(*first) # lane 0 is in its second episode in both
+
+
+@pytest.mark.parametrize("bad", [[1], [1, -2], [1, 2.5], [1, 2, 3]])
+def test_wrong_lists_of_seeds_are_refused(bad):
+    with pytest.raises(ValueError, match="seed=.*expected"): vector(2).reset(seed=bad)
+
+
+def through_file(env): return pickle.loads(pickle.dumps(env))
+
+@pytest.mark.parametrize("make", [vector, single], ids=["vector", "single"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, through_file], ids=["deepcopy", "copy", "pickle"])
+def test_a_copy_goes_on_alike_and_alone(make, copied):
+    env = make()
+    env.reset(seed=0)
+    def step(e): return e.step(draw(getattr(e, "vector", e), 1) if make is vector else draw(e.vector, 1)[0])
+    step(env)
+    twin, third = copied(env), copied(env)
+    a, b = step(env), step(twin)
+    assert np.array_equal(a[0], b[0]) and np.array_equal(a[1], b[1])
+    assert np.array_equal(step(third)[0], a[0]) # what the others did does not reach it
+    assert twin.actions is getattr(twin, "vector", twin).actions
+
+
+def test_a_copy_of_one_that_never_began_has_not_begun():
+    env = copy.deepcopy(vector(render_mode="rgb_array"))
+    assert env.render_mode == "rgb_array" and not env.seeds
+    assert gym.make("esper_nb/Grow-v0", data=tiny_data(), **SMALL).spec is not None
+
+
+def test_what_needs_a_reset_says_so():
+    for env in (vector(render_mode="rgb_array"), single(render_mode="rgb_array")):
+        for what in (env.action_masks, env.render):
+            with pytest.raises(RuntimeError, match="before reset: call reset"): what()
+        with pytest.raises(RuntimeError, match="step before reset"): env.step(env.action_space.sample())
+
+
+@pytest.mark.parametrize("value", [.9, -.5, math.nan, math.inf])
+def test_actions_with_a_fraction_are_refused(value):
+    env = vector(2)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="actions=.*expected whole numbers"): env.step(np.full((2, 8), value))
+    assert env.steps == 0
+    env.step(np.zeros((2, 8))) # whole ones are numbers like any other
+
+
+# --- controllers
+
+class Sighted(Heuristic):
+    "Keeps what it decided."
+    def __init__(self):
+        super().__init__(QUICK)
+        self.said = []
+
+    def act(self, v):
+        d = super().act(v)
+        self.said.append((v.lane, d.verb, d.slot, d.blueprint))
+        return d
+
+
+def test_a_second_training_meets_a_controller_like_a_new_one():
+    said = []
+    rule = Sighted()
+    controller = as_controller(rule)
+    for _ in range(2):
+        rule.said.clear()
+        pop = new_population(TASK, FitConfig(lanes=2, epochs=6, workers=1), data=tiny_data(), rules=QUICK_RULES,
+                             blueprints=("norm", "conv_small"))
+        for _ in fit(pop, controller=controller): pass
+        said.append(list(rule.said))
+    assert said[0] == said[1] and any(verb == "germinate" for _, verb, *_ in said[0])
+
+
+def test_a_second_play_meets_a_player_like_a_new_one():
+    env, rule = vector(2, horizon=6, rules=QUICK_RULES), Sighted()
+    player, said = RulePlayer(rule), []
+    for _ in range(2):
+        rule.said.clear()
+        env.reset(seed=0, options=dict(fresh=True))
+        player.begin(env)
+        for _ in range(6): env.step(player.act(env).numpy())
+        said.append(list(rule.said))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("rule", [Heuristic(), WaitOnly(), RandomLegal(), Fixed({1: Decision()}), Replay([])],
+                         ids=lambda r: type(r).__name__)
+def test_every_rule_can_be_reset(rule): assert rule.reset() is None
+
+
+# --- settings: whatever is out of range is refused by name
+
+def wrong_numbers(hint, name):
+    "Values that no number of this kind may have."
+    never = [math.nan, "many", ["many"], {}]
+    if hint is int: return [*never, 1.5, -1]
+    return [*never, -1., -math.inf]
+
+
+MAY_BE_NEGATIVE = {"seed"} # an address of random streams; any whole number
+MAY_BE_ANY_NUMBER = {"worth", "ransom"} # percentage points, either way
+
+def plain_fields(kind):
+    for name, hint in typing.get_type_hints(kind).items():
+        if typing.get_origin(hint) is tuple: continue
+        kinds = [k for k in (typing.get_args(hint) or (hint,)) if k in (int, float)]
+        if kinds and name not in MAY_BE_NEGATIVE: yield name, kinds[0]
+
+
+CASES = [(kind, name, hint) for kind in (PPOConfig, PolicyConfig, EnvConfig, FitConfig, HeuristicConfig)
+         for name, hint in plain_fields(kind)]
+
+@pytest.mark.parametrize("kind, name, hint", CASES, ids=[f"{k.__name__}.{n}" for k, n, _ in CASES])
+def test_every_number_is_checked_against_its_range(kind, name, hint):
+    for value in wrong_numbers(hint, name):
+        if name in MAY_BE_ANY_NUMBER and value == -1.: continue
+        with pytest.raises((ValueError, TypeError), match=name): kind(**{name: value})
+
+
+texts = [(PPOConfig, "norm_adv"), (PPOConfig, "ratio"), (PPOConfig, "precision"), (PolicyConfig, "core"),
+         (PolicyConfig, "activation"), (EnvConfig, "reward"), (EnvConfig, "schedule"), (EnvConfig, "autoreset_mode"),
+         (EnvConfig, "precision"), (FitConfig, "schedule"), (FitConfig, "precision"), (EnvConfig, "family")]
+
+@pytest.mark.parametrize("kind, name", texts, ids=[f"{k.__name__}.{n}" for k, n in texts])
+def test_every_word_is_checked_against_its_list(kind, name):
+    with pytest.raises(ValueError, match=f"{name}|nonsense"): kind(**{name: "nonsense"})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([PPOConfig, PolicyConfig, FitConfig, HeuristicConfig]), st.data())
+def test_what_is_accepted_survives_a_journey_through_text(kind, data):
+    name, hint = data.draw(st.sampled_from(list(plain_fields(kind))))
+    value = data.draw(st.floats(allow_nan=False, allow_infinity=False) if hint is float else st.integers(-5, 10**6))
+    try: made = kind(**{name: value})
+    except ValueError as e: assert name in str(e)
+    else: assert isinstance(made, Config) and kind.from_dict(made.to_dict()) == made
+
+
+# --- learning
+
+class Broken(gym.Env):
+    "An environment whose observation is no number from some step on."
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+    def __init__(self, at): self.at, self.t = at, 0
+    def _see(self): return np.full(2, np.nan if self.t >= self.at else 0., np.float32)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._see(), {}
+    def step(self, action):
+        self.t += 1
+        return self._see(), 0., False, False, {}
+
+
+@pytest.mark.parametrize("norm_obs", [True, False])
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_observation_that_is_no_number_is_the_environments_fault(norm_obs, at):
+    envs = SyncVectorEnv([lambda: Broken(at)] * 2)
+    with pytest.raises(ValueError, match="observations of lanes.*environment"):
+        learner = Learner(envs, PPOConfig(num_steps=4, num_minibatches=1, norm_obs=norm_obs))
+        for _ in range(4): learner.step()
+
+
+def test_spaces_that_are_not_served_say_what_is():
+    class Continuous(Broken): action_space = gym.spaces.Box(-1, 1, (1,))
+    class Named(Broken): observation_space = gym.spaces.Dict(a=gym.spaces.Box(-1, 1, (2,)))
+    with pytest.raises(ValueError, match="Discrete or one-dimensional MultiDiscrete"):
+        Learner(SyncVectorEnv([lambda: Continuous(9)]), PPOConfig(num_minibatches=1))
+    with pytest.raises(ValueError, match="FlattenObservation"):
+        Learner(SyncVectorEnv([lambda: Named(9)]), PPOConfig(num_minibatches=1))
+
+
+# --- rewards
+
+@pytest.mark.parametrize("worth, paid", [(-5., 0.), (None, 0.), (1., .0462), (50., .1)])
+def test_a_seed_is_paid_no_more_synergy_than_it_contributes(worth, paid):
+    kept = [rewards.seed(Stage.FOSSILIZED, worth, interaction=40.), SeedState()]
+    r = rewards.play("shaped", [(kept, "wait", {})])[-1] if "synergy" in PRESETS["shaped"] else None
+    scene = make_scene(RewardConfig("shaped"), rewards.facts(kept, kept, gain=10.), new_ledger(1, 2))
+    assert float(TERMS["synergy"](scene)) == pytest.approx(paid, abs=1e-3)
+    assert r is None or math.isfinite(float(r.total))
+
+
+def test_saving_an_environment_needs_no_file_of_ours():
+    env = vector()
+    env.reset(seed=0)
+    buffer = io.BytesIO()
+    torch.save(env.state_dict(), buffer)
+    assert buffer.tell() > 0

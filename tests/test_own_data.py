@@ -1,0 +1,196 @@
+"Kinds of your own data x what they must do on the command line: train, go on in a fresh process, refuse what is bad."
+import csv
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from esper_nb.record.rows import encode_row
+from esper_nb.record.writers import read_rows
+from esper_nb.run import plugins
+from esper_nb.run.cli import main
+from esper_nb.run.recipes import get_recipe
+from esper_nb.train.tasks import task_from_path
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SETTINGS = ("env.num_envs=2", "env.horizon=3", "ppo.num_steps=3", "ppo.num_minibatches=1", "ppo.update_epochs=1",
+            "save_every=1", "env.workers=1", "env.limit=32")
+SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
+
+
+def write_pictures(place, n=12, classes=("dark", "light")):
+    for k, name in enumerate(classes):
+        (place/name).mkdir(parents=True)
+        for i in range(n): Image.fromarray(np.full((8, 8, 3), 200 * k + i, np.uint8)).save(place/name/f"{i:02}.png")
+    return place
+
+
+def table_lines(n=40): return [["a", "b", "kind"]] + [[i % 7, (i * 13) % 5, "xy"[i % 2]] for i in range(n)]
+
+
+def write_table(place):
+    with open(place, "w", newline="") as file: csv.writer(file).writerows(table_lines())
+    return place
+
+
+def write_parquet(place):
+    pandas = pytest.importorskip("pandas", reason="Parquet tables need the extra: pip install 'esper_nb[tables]'")
+    pytest.importorskip("pyarrow", reason="Parquet tables need the extra: pip install 'esper_nb[tables]'")
+    head, *rows = table_lines()
+    pandas.DataFrame(rows, columns=head).to_parquet(place)
+    return place
+
+
+def write_text(place):
+    place.write_text("the quick brown fox jumps over the lazy dog. " * 120, encoding="utf-8")
+    return place
+
+
+ARRAYS = """
+import numpy as np
+from esper_nb import register_task, {maker}
+r = np.random.default_rng(0)
+x, y = r.normal(size=(40, 5)).astype("float32"), np.arange(40) % 2
+task = register_task({call})
+"""
+MAKERS = dict(arrays=("task_from_arrays", 'task_from_arrays(x, y, "own_arrays")'),
+              dataset=("task_from_dataset", 'task_from_dataset([(x[i], int(y[i])) for i in range(40)], "own_dataset")'))
+
+
+def options(kind, folder):
+    "What the command is told, and what the run is called."
+    folder.mkdir(exist_ok=True)
+    if kind in MAKERS:
+        maker, call = MAKERS[kind]
+        (folder/f"{kind}.py").write_text(ARRAYS.format(maker=maker, call=call))
+        return [f"own_{kind}", "--import", folder/f"{kind}.py"], f"own_{kind}"
+    write = dict(folder=(write_pictures, "pics"), csv=(write_table, "rows.csv"),
+                 parquet=(write_parquet, "rows.parquet"), text=(write_text, "words.txt"))
+    make, name = write[kind]
+    place = make(folder/name)
+    more = dict(folder=["--size", "8"], csv=["--label", "kind"]).get(kind, [])
+    return ["--data", place, *more], place.stem
+
+
+KINDS = ("folder", "csv", "parquet", "text", "arrays", "dataset")
+
+
+def train(kind, tmp, *more):
+    asked, name = options(kind, tmp/"data")
+    return main([str(word) for word in ("train", *asked, "--updates", 1, *SMALL, "--out", tmp/"runs", *more)]), name
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory): return tmp_path_factory.mktemp("own")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains(kind, space, capsys):
+    status, name = train(kind, space, "--quiet")
+    assert status == 0, capsys.readouterr().err
+    run = space/"runs"/name
+    rows = read_rows(run/"rows.jsonl")
+    assert [r["update"] for r in rows if r["kind"] == "update"] == [1] and (run/"controller.safetensors").exists()
+    assert "The controller's networks reach" in capsys.readouterr().out
+
+
+def timeless(path):
+    return [encode_row({k: v for k, v in r.items() if not k.endswith("seconds")}) for r in read_rows(path)]
+
+
+def test_all_of_them_go_on_in_a_fresh_process_exactly(space):
+    runs = sorted(p for p in (space/"runs").iterdir() if p.name != "copies")
+    if not runs: pytest.skip("runs with the tests above only")
+    for run in runs: shutil.copytree(run, space/"runs"/"copies"/run.name, dirs_exist_ok=True)
+    code = ("import sys, torch; torch.set_num_threads(1); from esper_nb.run.cli import main\n"
+            "for run in sys.argv[1:]: assert main(['resume', run, '--updates', '2', '--quiet']) == 0\n"
+            "assert main(['report', sys.argv[1]]) == 0\n")
+    done = subprocess.run([sys.executable, "-c", code, *map(str, runs)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for run in runs:
+        here = space/"runs"/"copies"/run.name
+        assert main(["resume", str(here), "--updates", "2", "--quiet"]) == 0
+        assert timeless(run/"rows.jsonl") == timeless(here/"rows.jsonl")
+    assert (runs[0]/"report.html").stat().st_size > 10_000
+
+
+def test_a_run_says_which_data_it_had(space):
+    said = {p.name: json.loads((p/"config.json").read_text())["run"]["env"]["task"] for p in (space/"runs").iterdir()
+            if (p/"config.json").exists()}
+    for name in set(said) & {"pics", "rows", "words"}: assert "digest=" in said[name]["data"]
+    if "own_arrays" in said: assert said["own_arrays"] == "own_arrays"
+
+
+bad = dict(
+    folder=(lambda p: (p/"light"/"03.png").write_bytes(b"no picture"), "03.png"),
+    csv=(lambda p: p.write_text(p.read_text() + "1,nan,x\n"), "column"),
+    text=(lambda p: p.write_bytes(b"\xff" * 5000), "no text in UTF-8"))
+
+
+@pytest.mark.parametrize("kind", bad)
+def test_bad_data_are_refused_in_one_line(kind, tmp_path, capsys):
+    asked, _ = options(kind, tmp_path/"data")
+    spoil, words = bad[kind]
+    spoil(asked[1])
+    assert main([str(word) for word in ("train", *asked, *SMALL, "--out", tmp_path/"runs")]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and str(asked[1].name) in told and words in told and not (tmp_path/"runs").exists()
+
+
+def spoil_plugin(path): path.write_text(path.read_text().replace("np.arange(40) % 2", "np.zeros(40)"))
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_bad_arrays_are_refused_with_the_line_that_made_them(kind, tmp_path, capsys):
+    asked, _ = options(kind, tmp_path/"data")
+    spoil_plugin(asked[-1])
+    assert main([str(word) for word in ("train", *asked, *SMALL, "--out", tmp_path/"runs")]) == 2
+    told = capsys.readouterr().err
+    assert f"plugin {asked[-1]} cannot be loaded" in told and "at least two" in told and "line " in told
+
+
+def test_data_that_changed_or_went_away_are_an_error(tmp_path, capsys):
+    status, name = train("folder", tmp_path, "--quiet")
+    assert status == 0
+    run, picture = tmp_path/"runs"/name, tmp_path/"data"/"pics"/"light"/"00.png"
+    whole = picture.read_bytes()
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(picture)
+    task_from_path(tmp_path/"data"/"pics", size=8) # forget what was read
+    assert main(["resume", str(run), "--updates", "2"]) == 2
+    assert "the data have changed since the task was made" in capsys.readouterr().err
+    picture.write_bytes(whole)
+    task_from_path(tmp_path/"data"/"pics", size=8)
+    assert main(["resume", str(run), "--updates", "2", "--quiet"]) == 0
+    capsys.readouterr()
+    shutil.rmtree(tmp_path/"data"/"pics")
+    code = "import sys; from esper_nb.run.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, "resume", str(run), "--updates", "3"], capture_output=True,
+                          text=True)
+    assert done.returncode == 2 and "is not a folder" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_is_asked_for_must_fit_the_data(tmp_path, capsys):
+    write_pictures(tmp_path/"pics"), write_text(tmp_path/"words.txt")
+    mistakes = [(["train"], "or --data"), (["train", "--data", "nowhere"], "no such folder or file"),
+                (["train", "--data", tmp_path/"words.txt", "--size", 8], "--size=8"),
+                (["train", "--data", tmp_path/"pics", "--label", "x"], "--label='x'"),
+                (["fit"], "or --data"), (["compare"], "or --data")]
+    for argv, words in mistakes:
+        assert main([*map(str, argv)]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_population_trains_on_it_too(tmp_path, capsys):
+    place = write_pictures(tmp_path/"pics")
+    asked = ["fit", "--data", place, "--size", 8, "--set", "lanes=2", "--set", "epochs=2", "--out", tmp_path]
+    assert main([*map(str, asked)]) == 0
+    assert (tmp_path/"pics-2"/"weights.safetensors").exists() or (tmp_path/"pics"/"weights.safetensors").exists()
+
+
+def test_a_task_is_a_recipe(tmp_path):
+    config = get_recipe(task_from_path(write_pictures(tmp_path/"pics"), size=8), {"env.num_envs": 3})
+    assert (config.name, config.env.num_envs, config.ppo.num_steps) == ("pics", 3, 12)
+    assert config.plugins == plugins.loaded_plugins()
