@@ -103,7 +103,7 @@ class _Kept:
             self.place.start("do", call.number, call.method, *call.args)
             self.wait()
 
-# %% ../../nbs/run/94c_split.ipynb #b5436ea3
+# %% ../../nbs/run/94c_split.ipynb #d8e64ef2
 class Keeper(_Kept):
     "A part that is not lost with its place."
     def ask(self, method: str, *args: Any) -> None:
@@ -125,6 +125,12 @@ class Keeper(_Kept):
             try: return self.wait()
             except PlaceLost as e: self.make_again(str(e))
         raise PlaceLost(f"{self.name} was lost {self.upkeep.attempts} times in one call of {method}")
+
+    def begun(self) -> PartFacts:
+        "What there is to know of a part whose place has just been asked for."
+        try: return self.facts()
+        except PlaceLost as e: self.make_again(str(e))
+        return self.look("about")
 
     def start_save(self) -> None:
         "Ask for a snapshot."
@@ -161,7 +167,7 @@ class _Parts(gym.vector.VectorEnv):
             name = f"part {k} (lanes {c.first_lane} to {c.first_lane + c.num_envs - 1})"
             make = partial(new_place, engine, partial(EnvPart, c, data), parts)
             self.keepers.append(Keeper(name, make, upkeep, folder/f"part-{k}.safetensors"))
-        self._describe([k.facts() for k in self.keepers][0])
+        self._describe([k.begun() for k in self.keepers][0])
         self.records: deque[EpisodeRecord] = deque(maxlen=10_000) # of the episodes that ended
         self.steps = 0
         self.latest: list[PartStep] = [] # of every part
@@ -185,7 +191,7 @@ class _Parts(gym.vector.VectorEnv):
         self.obs = torch.from_numpy(np.concatenate([s.obs for s in self.latest]))
         self.mask, self.ended = (torch.cat([getattr(s, k) for s in self.latest]) for k in ("mask", "ended"))
 
-# %% ../../nbs/run/94c_split.ipynb #ef6b2426
+# %% ../../nbs/run/94c_split.ipynb #e1b36918
 class _Saved(_Parts):
     "Parts whose state can be gathered, and that write snapshots."
     def state_dict(self) -> dict[str, Any]:

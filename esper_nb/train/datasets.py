@@ -213,6 +213,7 @@ def read_own(source: str) -> Examples: # from `own_source`, any kind but text
     _check_digest(place, options.get("digest"), digest_of(e))
     return _remember(source, e)
 
+# %% ../../nbs/train/37_datasets.ipynb #d9560b10
 def keep_read(kind: str, path: str | Path, e: Examples, **options) -> str: # its source
     "Name examples that were just read from files, so that they are not read again."
     source = own_source(kind, path, **options, digest=digest_of(e))
