@@ -49,9 +49,9 @@ class _Episodes(SeenNetworks):
         check(lanes is None or not first, "options", options, "a reset of all lanes before one of some")
         lanes = torch.ones(n, dtype=torch.bool) if lanes is None else lanes
         if options and options.get("fresh"): self.goes_on &= ~lanes
-        if first: given = first_seeds(given, self.config.seed)
-        seeded = lanes & torch.tensor([k is not None for k in given])
-        self.seeds = [k if new else old for k, new, old in zip(given, seeded.tolist(), self.seeds or given)]
+        if first: self.seeds = first_seeds(given, self.config.seed)
+        seeded = lanes & torch.tensor([first or k is not None for k in given])
+        self.seeds = [old if k is None or not here else k for k, here, old in zip(given, lanes.tolist(), self.seeds)]
         self.episode[seeded], self.trained[seeded], self.goes_on = 0, 0, self.goes_on & ~seeded
         with torch.inference_mode(False), torch.enable_grad(): # whatever the caller acts in
             self._begin(lanes, again=lanes & ~seeded)

@@ -38,7 +38,8 @@ def lane_seeds(
     lanes: int,
 ) -> list[int | None]:
     "A seed for every lane, or None where it goes on."
-    if seed is None or isinstance(seed, Integral): return [None if seed is None else int(seed)] * lanes
+    if seed is None: return [None] * lanes
+    if isinstance(seed, (int, Integral)): return [int(seed)] * lanes
     given = list(seed)
     check(len(given) == lanes, "seed", given, f"one number, or a list of {lanes}: one for each lane")
     fine = all(k is None or isinstance(k, Integral) and k >= 0 for k in given)

@@ -28,7 +28,8 @@ def gather_rows(
     "The rows of each step, under one name a metric and lane."
     out: dict[int, Measured] = {}
     for row in rows:
-        at = out.setdefault(int(row.get(by, row.get("update", 0))), Measured({}, {}))
+        step: int = row[by] if by in row else row.get("update") or 0
+        at = out.setdefault(step, Measured({}, {}))
         tail = "" if row["lane"] is None else f"/lane{row['lane']}"
         for name in measured_names(row):
             value = row[name]
@@ -80,7 +81,7 @@ class TensorBoardWriter(Tracker):
 
     def log(self, step: int, told: Measured) -> None:
         "Add what was measured."
-        for name, value in told.words.items(): self.board.add_text(name, value, step)
+        for name, text in told.words.items(): self.board.add_text(name, text, step)
         for name, value in told.numbers.items(): self.board.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -136,9 +137,9 @@ class MLflowWriter(Tracker):
 class TrackioWriter(Tracker):
     "A run of Trackio, on this machine."
     def __init__(self, folder: str | Path): # of the run
-        where = Path(folder)
+        trackio, where = _package("trackio"), Path(folder)
         name = _kept_id(where, "trackio", lambda: f"{where.name}-{uuid.uuid4().hex[:6]}")
-        self.run = _package("trackio").init(project="esper_nb", name=name, resume="allow", embed=False)
+        self.run = trackio.init(project="esper_nb", name=name, resume="allow", embed=False)
 
     def log(self, step: int, told: Measured) -> None:
         "One message."
