@@ -137,9 +137,9 @@ class MLflowWriter(Tracker):
 class TrackioWriter(Tracker):
     "A run of Trackio, on this machine."
     def __init__(self, folder: str | Path): # of the run
-        where = Path(folder)
+        trackio, where = _package("trackio"), Path(folder)
         name = _kept_id(where, "trackio", lambda: f"{where.name}-{uuid.uuid4().hex[:6]}")
-        self.run = _package("trackio").init(project="esper_nb", name=name, resume="allow", embed=False)
+        self.run = trackio.init(project="esper_nb", name=name, resume="allow", embed=False)
 
     def log(self, step: int, told: Measured) -> None:
         "One message."
