@@ -347,8 +347,12 @@ class Memory(_Filing):
             batch = first
             if k and self._judged is not None:
                 batch += min(max(report.step - int(self._judged[report.lane]), 1), k)
-            back = self._taken.get(version, 0) if report.restored else None
+            back = self._taken.get(version, self._taken_within(report, first)) if report.restored else None
             self.file_incident(incident_of(report, self._written + 1, batch, first + k, back, self.source.axis[0]))
+
+    def _taken_within(self, report: Report, first: int) -> int: # batch of a state that was taken in the same step
+        if self._judged is None or report.restored_step is None: return 0
+        return max(0, first + report.restored_step - int(self._judged[report.lane]))
 
     def file_incident(self, i: Incident) -> None:
         "Remember an incident, and wait for the recovery if a state was put back."
