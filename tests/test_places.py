@@ -20,6 +20,7 @@ from esper_nb.run.places import LocalPlace, PlaceLost, new_place, start_ray
 from esper_nb.run.split import SplitVecEnv, Upkeep
 from esper_nb.train.faults import Fault
 
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0") # as `start_ray` has it, before anybody imports Ray
 try: import ray
 except ImportError: ray = None
 needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: pip install 'esper_nb[ray]'")
@@ -239,7 +240,7 @@ def test_no_process_is_left_behind(end):
     assert len(family) >= 4 # two actors and the engine
     begun.send_signal(end)
     begun.wait(30)
-    limit = time.time() + 30
+    limit = time.time() + 90
     def left(): return [pid for pid in family if Path(f"/proc/{pid}").exists() and "Z" not in
                         Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]]
     while left() and time.time() < limit: time.sleep(.2)

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['ENGINES', 'Engine', 'PlaceLost', 'Place', 'LocalPlace', 'start_ray', 'RayPlace', 'check_engine', 'new_place']
 
-# %% ../../nbs/run/94a_places.ipynb #2119a565
+# %% ../../nbs/run/94a_places.ipynb #214efe83
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..core.config import check
 
-# %% ../../nbs/run/94a_places.ipynb #f787f271
+# %% ../../nbs/run/94a_places.ipynb #b6795116
 class PlaceLost(RuntimeError):
     "A place does not answer any more, and what it held is gone."
 
@@ -45,9 +45,10 @@ class LocalPlace:
         "Close the object."
         self.held.close()
 
-# %% ../../nbs/run/94a_places.ipynb #06105a42
+# %% ../../nbs/run/94a_places.ipynb #6bd25409
 def _ray():
-    "The engine, if it is installed."
+    "The engine, if it is installed; where no cluster was named, it keeps to addresses that only this machine reaches."
+    if "RAY_ADDRESS" not in os.environ: os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try: import ray
     except ImportError as e:
         raise ImportError("engine='ray': expected 'local', or Ray beside it: pip install 'esper_nb[ray]'") from e
@@ -60,13 +61,14 @@ def start_ray(
     "Join a cluster or start one, unless that was done before."
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0") # 15 otherwise: on a busy machine a part would hardly get on
-    ray, address = _ray(), address or os.environ.get("RAY_ADDRESS")
+    if address is not None: os.environ["RAY_ADDRESS"] = address
+    ray, address = _ray(), os.environ.get("RAY_ADDRESS")
     if not ray.is_initialized():
         own = dict(num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1")
         ray.init(log_to_driver=False, logging_level="ERROR", **(own if address is None else dict(address=address)))
     return int(ray.cluster_resources().get("CPU", 1))
 
-# %% ../../nbs/run/94a_places.ipynb #6d8fe7b9
+# %% ../../nbs/run/94a_places.ipynb #657e7480
 class _Holder:
     "What an actor is: an object, and calls on it."
     def __init__(self, make: Callable[[], Any]): self.held = make()
@@ -103,7 +105,7 @@ class RayPlace:
         "End the process."
         _ray().kill(self.actor)
 
-# %% ../../nbs/run/94a_places.ipynb #c80f17e7
+# %% ../../nbs/run/94a_places.ipynb #1782466c
 ENGINES = ("local", "ray")
 
 Engine = str | Callable[[Callable[[], Any]], Place] # one of ENGINES, or what makes a place for a function
