@@ -200,7 +200,7 @@ def compare_growth(
 ) -> dict:
     "The loop at its best setting against lanes under some plans."
     cores = int(machine()["cores"])
-    ways = [("loop", t) for t in threads or sorted({1, cores})] + [("processes", 1)] * (cores > 1)
+    ways = [("loop", t) for t in threads or sorted({1, cores})] + [("processes", 1)] * (1 < cores <= case.lanes)
     loops = {way_text(kind, t, keep): grown_process(kind, case, "", t, keep)
              for kind, t in ways for keep in (False, True)}
     tried = {name: min(seconds) for name, seconds in take_turns(loops, 2, note).items()}

@@ -27,8 +27,8 @@ from ..control.episodes import EnvStep, EpisodeRecord, read_reset_mask
 from ..core.config import check
 from ..record.checkpoints import previous_checkpoint
 from ..record.rows import Row
-from .parts import (
-    EnvPart, PartFacts, PartStep, join_infos, join_steps, pack_state, part_configs, unpack_state)
+from ..control.networks import pack_state
+from .parts import EnvPart, PartFacts, PartStep, join_infos, join_steps, part_configs, unpack_state
 from .places import Engine, Place, PlaceLost, check_engine, new_place
 
 # %% ../../nbs/run/94c_split.ipynb #ab318297
@@ -103,7 +103,7 @@ class _Kept:
             self.place.start("do", call.number, call.method, *call.args)
             self.wait()
 
-# %% ../../nbs/run/94c_split.ipynb #d8e64ef2
+# %% ../../nbs/run/94c_split.ipynb #ce896fc4
 class Keeper(_Kept):
     "A part that is not lost with its place."
     def ask(self, method: str, *args: Any) -> None:
@@ -191,7 +191,7 @@ class _Parts(gym.vector.VectorEnv):
         self.obs = torch.from_numpy(np.concatenate([s.obs for s in self.latest]))
         self.mask, self.ended = (torch.cat([getattr(s, k) for s in self.latest]) for k in ("mask", "ended"))
 
-# %% ../../nbs/run/94c_split.ipynb #e1b36918
+# %% ../../nbs/run/94c_split.ipynb #98acbdb2
 class _Saved(_Parts):
     "Parts whose state can be gathered, and that write snapshots."
     def state_dict(self) -> dict[str, Any]:
