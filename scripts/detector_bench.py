@@ -197,8 +197,8 @@ def healthy(runs=10):
 
 
 def acted(name, sign):
-    "[runs in which a Governor noticed a fault within 100 steps, acted on it within 200, acted too early]."
-    x, found = broken(name)[:FAULT_AT + 200] + sign, []
+    "[runs in which a Governor noticed a fault within 100 steps, acted on it within 110, acted too early]."
+    x, found = broken(name)[:FAULT_AT + 110] + sign, []
     for trace in x.T:
         reports, notes = acts(trace, CHANCE if sign == 0 else None)
         first, seen = ([r.batch for r in of] for of in (reports, [*reports, *notes]))

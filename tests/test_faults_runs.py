@@ -73,7 +73,7 @@ def test_an_interrupt_inside_an_update_is_gone_on_with_exactly(whole, tmp_path, 
     assert drive_run(run, progress=False) is None
     resumed = open_run(run.folder.path)
     assert resumed.learner.gradient_step > 0 or edge % 8 == 0
-    monkeypatch.setattr(runs, "finish_run", lambda run: None)
+    monkeypatch.setattr(runs, "finish_run", lambda run, **more: None)
     monkeypatch.setattr(runs, "comparison_text", lambda result: "")
     monkeypatch.setattr(runs, "summary_text", lambda run, result: "")
     drive_run(resumed, progress=False)
