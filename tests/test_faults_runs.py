@@ -25,7 +25,7 @@ from esper_nb.record.files import FolderLock
 from esper_nb.record.folders import new_run
 from esper_nb.record.rows import encode_row
 from esper_nb.record.writers import JSONLWriter
-from esper_nb.run import cli, runs
+from esper_nb.run import cli, fits, runs
 from esper_nb.run.cli import main
 from esper_nb.train.faults import Fault
 from esper_nb.run.recipes import RunConfig, get_recipe
@@ -352,7 +352,7 @@ def test_a_forged_file_is_one_line_that_names_it(tmp_path, monkeypatch, capsys, 
     monkeypatch.setattr(cli, "drive_run", lambda run, progress: run)
     folder = tmp_path/"digits"
     folder.mkdir()
-    (folder/"config.json").write_text('{"run": {"name": "x"}}')
+    (folder/"config.json").write_text(json.dumps(dict(run=get_recipe("digits").to_dict())))
     (folder/name).write_text(text)
     for command in ("report", "resume")[:1 + (name == "config.json")]:
         status, said = main([command, str(folder)]), capsys.readouterr().err
@@ -483,7 +483,8 @@ slips += [("train", "digits", "--device", d) for d in ("", "cpu,")] + [("train",
 @pytest.mark.parametrize("argv", slips, ids=" ".join)
 def test_a_slip_is_one_clear_line(argv, tmp_path, monkeypatch, capsys):
     def work(*args, **kwargs): raise AssertionError("accepted")
-    for name in ("drive_run", "compare_recipe", "_fit_epochs"): monkeypatch.setattr(cli, name, work)
+    for name in ("drive_run", "compare_recipe"): monkeypatch.setattr(cli, name, work)
+    monkeypatch.setattr(fits, "_fit_epochs", work)
     monkeypatch.setattr(fault_bench, "BENCHES", dict(lanes=work))
     monkeypatch.chdir(tmp_path)
     try: status = main(list(argv))

@@ -312,7 +312,7 @@ def test_no_error_is_swallowed():
             assert not (broad and idle), f"{m}, line {h.lineno}: any error at all is dropped"
 
 
-PLUGGED = {("history", "fold_latest")}      # called by somebody else, who hands over more than it needs
+PLUGGED = {("tracks", "fold_latest")}      # called by somebody else, who hands over more than it needs
 
 def test_every_parameter_of_a_public_function_is_used():
     for m, tree in MODULES.items():

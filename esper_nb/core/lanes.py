@@ -94,7 +94,7 @@ def index_for(
     t: Tensor, # to be indexed
 ) -> slice | list[int] | Tensor:
     "The same index where the tensor is: a list goes to a GPU once, and is kept there."
-    return idx if isinstance(idx, slice) or not t.is_cuda else _index_there(tuple(idx), t.device)
+    return idx if isinstance(idx, slice) or t.device.type != "cuda" else _index_there(tuple(idx), t.device)
 
 def lane_runs(
     lanes: Sequence[int], # lane numbers, in any order

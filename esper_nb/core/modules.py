@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import check_count
-from .lane_forms import LaneForm, Seen, exchange_layers, lane_form, layers_of, look
+from .lane_forms import LaneForm, LookedAt, exchange_layers, lane_form, layers_of, look
 from .lanes import PerLane, lane_state, own_tensors
 from .layers import LaneDropout, by_lane
 from .random import seeded
@@ -116,7 +116,7 @@ def _takes(factory: Callable[[], nn.Module], example: Tensor) -> bool:
     except RuntimeError: return False # such as `view`, where only `reshape` would do
     return True
 
-def _forms(seen: Seen, module: nn.Module, last: bool) -> Iterator[LaneForm]: # the module may be without values
+def _forms(seen: LookedAt, module: nn.Module, last: bool) -> Iterator[LaneForm]: # the module may be without values
     "The forms that could do: with three axes read either way, and unknown layers without weights let be or run alone."
     axes = {k: v.axes for k, v in seen.layers.items()}
     draws = tuple(k for k, v in seen.layers.items() if v.draws)

@@ -78,8 +78,7 @@ class Guarded:
         self.watched = 0 # calls of `watch`
         self.asleep = np.zeros(lanes, bool) # lanes that nobody looks at during this `watch`
         self.inside = False # of `with step()`
-        self.since = 0 # losses since the latest snapshot
-        self.held = False # the latest snapshot is on probation
+        self.since, self.held = 0, False # losses since the latest snapshot; it is on probation
         self.lr_factor = 1. # all cuts of the learning rate that are in force
         self.calm_loss = 0. # level of the loss before the first of them
         self.given_at = -1 # call of `watch` at which cuts were last given back; -1: never
