@@ -84,7 +84,7 @@ def contrast(a, b):
 
 def test_every_plot_of_the_page_is_here():
     names = [*runs_page.__all__, *learning_page.__all__]
-    assert set(PLOTS) == {n for n in names if n.startswith("plot_")}
+    assert set(PLOTS) == {n for n in names if n.startswith("plot_")} - {"plot_side_by_side"} # of several runs
 
 @pytest.mark.parametrize("name", PLOTS)
 @pytest.mark.parametrize("look", [None, *THEMES])

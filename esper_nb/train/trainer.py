@@ -88,7 +88,7 @@ def sum_up(
 ) -> TrainResult:
     "One epoch's steps as one record; a norm that was not finite counts as skipped, not as large."
     loss, correct, norm, skipped = (torch.stack(t) for t in zip(*steps))
-    if loss.is_cuda:   # of a stepper that trusts: all in one copy
+    if loss.device.type == "cuda":   # of a stepper that trusts: all in one copy
         skipped = skipped.any(1, keepdim=True).expand_as(norm)
         loss, correct, norm, skipped = torch.stack([t.to(norm) for t in (loss, correct, norm, skipped)]).cpu()
     finite = norm.isfinite()
