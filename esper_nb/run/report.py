@@ -7,7 +7,7 @@ __all__ = ['report_html', 'write_report']
 
 # %% ../../nbs/run/98_report.ipynb #6272a56d
 import contextlib, html, shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -38,10 +38,14 @@ class _Told(NamedTuple):
     final: list[Row] # of the controller's last play
     comparison: Comparison | None # of the final plays, once they are over
 
+    def accuracies(self, rows: Iterable[Row]) -> list[float]: # pp
+        "What the test split said, in some rows."
+        return [r["test.accuracy_pp"] for r in pick_rows(rows, "test")]
+
     @property
     def tested(self) -> list[float]: # pp, sorted
         "Test accuracy of every lane; empty as long as nobody has looked."
-        return sorted(r["test.accuracy_pp"] for r in pick_rows([*self.rows, *self.final], "test"))
+        return sorted(self.accuracies([*self.rows, *self.final]))
 
     @property
     def of(self) -> dict[str, Any]: # recipe, or settings of a population
@@ -213,7 +217,6 @@ def _play_section(final: list[Row]) -> str:
 def _told_html(told: _Told) -> str:
     "The page about a run, as text."
     rows, sections = told.rows, {}
-    with _reading(told.folder.config_path): first = _first_lines(told)
     with _reading(told.folder.path/"comparison.json"):
         if told.comparison is not None: sections["Result"] = _result_section(told.comparison)
     with _reading(told.folder.rows_path):
@@ -224,7 +227,9 @@ def _told_html(told: _Told) -> str:
     with _reading(told.folder.rows_path):
         shares = [(k.replace("_", " "), f"{v:.1%}") for k, v in phase_shares(rows).items()]
         sections["Time"] = table_html(["phase", "share"], shares) if shares else ""
-    sections["Settings"] = settings_html(told.of)
+    with _reading(told.folder.config_path): sections["Settings"] = settings_html(told.of)
+    with _reading(told.folder.path/"final.jsonl"): told.accuracies(told.final)
+    with _reading(told.folder.rows_path): first = _first_lines(told) # the other files have been read without an error
     return page_html(told.name, f"The folder {told.folder.path.name}", first, sections)
 
 # %% ../../nbs/run/98_report.ipynb #c9db702e
