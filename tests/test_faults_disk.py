@@ -69,9 +69,9 @@ def test_a_read_only_disk_is_one_line(disk, run_folder, capsys):
 def test_a_full_disk_is_one_line(disk, run_folder, capsys):
     place, _ = disk("16m")
     shutil.copytree(run_folder, place/"run")
-    with open(place/"ballast", "wb") as f:
+    with open(place/"ballast", "wb", buffering=0) as f:
         try:
-            while True: f.write(b"x" * 4096); f.flush()
+            while True: f.write(b"x" * 4096)
         except OSError as e: assert e.errno == errno.ENOSPC
     for argv in commands(place):
         if argv[0] in ("compare", "bench"): continue # their result is kept on the screen, after hours

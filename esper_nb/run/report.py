@@ -7,7 +7,7 @@ __all__ = ['report_html', 'write_report']
 
 # %% ../../nbs/run/98_report.ipynb #6272a56d
 import contextlib, html, shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -38,14 +38,10 @@ class _Told(NamedTuple):
     final: list[Row] # of the controller's last play
     comparison: Comparison | None # of the final plays, once they are over
 
-    def accuracies(self, rows: Iterable[Row]) -> list[float]: # pp
-        "What the test split said, in some rows."
-        return [r["test.accuracy_pp"] for r in pick_rows(rows, "test")]
-
     @property
     def tested(self) -> list[float]: # pp, sorted
-        "Test accuracy of every lane; empty as long as nobody has looked."
-        return sorted(self.accuracies([*self.rows, *self.final]))
+        "Test accuracy of every lane, if known."
+        return sorted(r["test.accuracy_pp"] for r in pick_rows([*self.rows, *self.final], "test"))
 
     @property
     def of(self) -> dict[str, Any]: # recipe, or settings of a population
@@ -55,7 +51,7 @@ class _Told(NamedTuple):
 # %% ../../nbs/run/98_report.ipynb #7c898a59
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    "Say which file it is that a run has not written like this."
+    "Name a file that is wrong."
     try: yield
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as e:
         raise ValueError(f"{path} is not as a run writes it ({type(e).__name__}: {e})") from e
@@ -228,13 +224,13 @@ def _told_html(told: _Told) -> str:
         shares = [(k.replace("_", " "), f"{v:.1%}") for k, v in phase_shares(rows).items()]
         sections["Time"] = table_html(["phase", "share"], shares) if shares else ""
     with _reading(told.folder.config_path): sections["Settings"] = settings_html(told.of)
-    with _reading(told.folder.path/"final.jsonl"): told.accuracies(told.final)
-    with _reading(told.folder.rows_path): first = _first_lines(told) # the other files have been read without an error
+    with _reading(told.folder.path/"final.jsonl"): [r["test.accuracy_pp"] for r in pick_rows(told.final, "test")]
+    with _reading(told.folder.rows_path): first = _first_lines(told)
     return page_html(told.name, f"The folder {told.folder.path.name}", first, sections)
 
 # %% ../../nbs/run/98_report.ipynb #c9db702e
 def _best(runs: Mapping[str, _Told]) -> str:
-    "Which of several runs was best, in one sentence."
+    "Which of several runs was best."
     score = {name: median(told.tested) for name, told in runs.items() if told.tested}
     order = sorted(score, key=lambda k: -score[k])
     if len(order) < 2: return f"Of {len(runs)} runs, {len(order) or 'none'} has come to its test: too few to compare."
