@@ -10,8 +10,9 @@ import contextlib
 import logging
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +25,11 @@ from torch import Tensor
 from ..control.actions import read_actions
 from ..control.env_config import Data, EnvConfig
 from ..control.episodes import EnvStep, EpisodeRecord, read_reset_mask
+from ..control.networks import first_seeds, lane_seeds, pack_state, unpack_state
 from ..core.config import check
 from ..record.checkpoints import previous_checkpoint
 from ..record.rows import Row
-from ..control.networks import pack_state
-from .parts import EnvPart, PartFacts, PartStep, join_infos, join_steps, part_configs, unpack_state
+from .parts import EnvPart, PartFacts, PartStep, join_infos, join_steps, part_configs
 from .places import AnyPlace, Engine, PlaceLost, check_engine, new_place
 
 # %% ../../nbs/run/94c_split.ipynb #ab318297
@@ -226,18 +227,22 @@ class _Saved(_Parts):
 # %% ../../nbs/run/94c_split.ipynb #529e5cc5
 class SplitVecEnv(_Saved):
     "A `GrowVecEnv` in parts, each in a place of its own."
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+    def reset(self, *,
+        seed: int | Sequence[int | None] | None = None, # of all lanes, or one for each; None: the lane goes on
+        options: dict[str, Any] | None = None, # `reset_mask`, `fresh`
+    ):
         "As `GrowVecEnv.reset`."
-        super().reset(seed=seed)
-        first, mask = not self.latest, read_reset_mask(options, self.num_envs)
+        given, first = lane_seeds(seed, self.num_envs), not self.latest
+        super().reset(seed=next((k for k in given if k is not None), None))
+        mask = read_reset_mask(options, self.num_envs)
         check(mask is None or not first, "options", options, "a reset of all lanes before one of some")
-        if first and seed is None: seed = self.config.seed
-        if first and seed is None: seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)
+        if first: given = [*first_seeds(given, self.config.seed)]
+        seeds = [given[a:b] for a, b in pairwise([0, *self.cuts, self.num_envs])]
         masks = np.split(np.ones(self.num_envs, bool) if mask is None else mask.numpy(), self.cuts)
         asked = [k for k, mine in enumerate(masks) if mine.any()]
         for k in asked:
             mine = options if mask is None else (options or {}) | dict(reset_mask=masks[k])
-            self.keepers[k].ask("reset", seed, mine)
+            self.keepers[k].ask("reset", seeds[k], mine)
         told = {k: self.keepers[k].answer() for k in asked}
         self.latest = [told[k] if k in told else self.latest[k] for k in range(len(masks))]
         self.join()
