@@ -21,11 +21,13 @@ from ..record.files import check_target
 from ..record.trackers import TRACKERS
 from .compare import comparison_text
 from .fits import fit_run
+from .places import ENGINES
 from .plugins import load_all_installed, load_plugin, load_plugins, seek_in_plugins
 from .recipes import RunConfig, get_recipe, list_recipes
 from .report import write_report
-from .contest import add_schedule, compare_recipe
+from .contest import add_schedule
 from .runs import begin_run, check_faults, drive_run, open_run
+from .seeds import SeedStore, compare_recipe
 from ..train.faults import list_faults, parse_fault
 from ..train.population import FitConfig
 from ..train.tasks import Task, get_task, list_tasks, task_from_path
@@ -57,11 +59,12 @@ def _chosen_recipe(args: argparse.Namespace) -> RunConfig:
     if args.unguarded: s["env.governor"] = None
     if args.inject: s["env.faults"] = tuple(parse_fault(f) for f in args.inject)
     if getattr(args, "log", ()): s["log"] = tuple(args.log)
+    s |= {k: v for k in ("engine", "parts") if (v := getattr(args, k, None)) is not None}
     return get_recipe(own or args.recipe, s)
 
 def _longer(args: argparse.Namespace) -> dict[str, Any]:
     "The settings that a run may be prolonged with, and what stands beside it."
-    given: dict[str, Any] = {"ppo.num_updates": args.updates, "minutes": args.minutes}
+    given: dict[str, Any] = {"ppo.num_updates": args.updates, "minutes": args.minutes, "engine": args.engine}
     if args.log: given["log"] = tuple(args.log)
     if args.imports: given["plugins"] = tuple(map(load_plugin, args.imports))
     return {k: v for k, v in given.items() if v is not None}
@@ -77,12 +80,15 @@ def _compare(args: argparse.Namespace) -> None:
     target = check_target(args.out or f"compare_{config.name}.json", [".json"])
     picture = check_target(target.with_suffix(".png"))
     first = 0 if args.seed is None else args.seed
+    store = SeedStore(target.with_suffix(".seeds"), config)
     with tqdm(total=args.seeds * config.ppo.num_updates, unit="update", disable=None) as bar:
         def say(text): bar.write(text, file=sys.stderr)
         def watch(seed, update): bar.update()
-        result = compare_recipe(config, range(first, first + args.seeds), say=say, watch=watch, jobs=args.jobs)
+        result = compare_recipe(
+            config, range(first, first + args.seeds), say=say, watch=watch, jobs=args.jobs, store=store)
     print(comparison_text(result), flush=True)
     result.save(target)
+    store.clear()
     fig = plot_compare(result.scores()).figure
     fig.savefig(picture, dpi=110)
     plt.close(fig)
@@ -126,6 +132,10 @@ def _import_option(p: argparse.ArgumentParser) -> None:
 def _log_option(p: argparse.ArgumentParser) -> None:
     p.add_argument("--log", action="append", default=[], choices=tuple(TRACKERS), help="tell a tracker, too")
 
+def _engine_option(p: argparse.ArgumentParser, help: str) -> None:
+    p.add_argument("--engine", default=None, metavar="ENGINE",
+                   help=f"{help}: {' or '.join(ENGINES)} (default: that of the recipe or run, else {ENGINES[0]})")
+
 def _common_options(p: argparse.ArgumentParser) -> None:
     "What everything that trains understands."
     _import_option(p)
@@ -147,6 +157,9 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     _run_options(p, "one of: " + ", ".join(list_recipes()) + "; or any task")
     _common_options(p)
     _log_option(p)
+    _engine_option(p, "where lanes are trained")
+    p.add_argument("--parts", type=int, default=None,
+                   help="parts of the lanes, each in a place of its own (default: 1)")
     p.add_argument("--out", default="runs", help="where the run's folder goes")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -156,6 +169,7 @@ def _add_resume(p: argparse.ArgumentParser) -> None:
     p.add_argument("--minutes", type=_positive, help="train for this many minutes in all")
     _import_option(p)
     _log_option(p)
+    _engine_option(p, "where lanes are trained from now on")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
 
 def _add_watch(p: argparse.ArgumentParser) -> None:
@@ -170,8 +184,10 @@ def _add_compare(p: argparse.ArgumentParser) -> None:
     _run_options(p, "as for train")
     _common_options(p)
     p.add_argument("--seeds", type=int, default=3, help="each trains a controller of its own (default: 3)")
-    p.add_argument("--jobs", type=int, default=1,
-                   help="seeds at a time, each in a process with its part of the cores (default: 1)")
+    p.add_argument("--jobs", type=int, default=None,
+                   help="seeds at a time, each in a process with its part of the cores (default: 1; with an engine as "
+                        "many as it has cores)")
+    _engine_option(p, "where seeds are played")
     p.add_argument("--out", default=None, help="where the figures go (default: compare_RECIPE.json)")
 
 def _add_fit(p: argparse.ArgumentParser) -> None:

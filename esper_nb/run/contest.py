@@ -4,32 +4,24 @@
 
 # %% auto #0
 __all__ = ['timetable', 'list_schedules', 'kinds_of', 'ScheduleSearch', 'best_schedule', 'train_player', 'OraclePlayer',
-           'SeedTask', 'practice_update', 'play_seed', 'search_seeds', 'compare_recipe', 'add_schedule']
+           'search_seeds', 'add_schedule']
 
 # %% ../../nbs/run/97_contest.ipynb #0f067297
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from multiprocessing.queues import Queue
-from queue import Empty
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ..control.envs import GrowVecEnv
 from ..control.rules import Fixed
-from ..core.config import check, check_count
-from ..core.devices import keep_freed_memory
 from ..grow.decisions import Decision
 from ..learn.learner import Learner, Update
 from ..learn.training import StopFlag
-from .compare import (Comparison, Player, PolicyPlayer, PracticeUpdate, RulePlayer, compare_controllers,
-    play_lanes, simple_controllers)
-from .plugins import load_plugins
+from .compare import Player, PolicyPlayer, RulePlayer, play_lanes
 from .recipes import RunConfig, fair_env
 from .runs import Run
+from .state import training_env
 from ..train.data import ImageData
 from ..train.families import FamilyData
 from ..train.text import TextData
@@ -109,7 +101,7 @@ def train_player(
     say: Callable[[Update], Any] = lambda update: None, # told of every update
 ) -> PolicyPlayer:
     "Train a controller without a folder."
-    env, begun = GrowVecEnv(config.env, data), time.perf_counter()
+    env, begun = training_env(config, data), time.perf_counter()
     learner = Learner(env, config.ppo, config.policy, heads=env.actions)
     def late(): return config.minutes is not None and time.perf_counter() - begun >= 60 * config.minutes
     while learner.update < config.ppo.num_updates and not late():
@@ -138,112 +130,16 @@ class OraclePlayer(RulePlayer):
         self.rules = tuple(self.schedules[self.by_kind[k]] if k in self.by_kind else Fixed({}) for k in kinds_of(env))
         super().begin(env)
 
-# %% ../../nbs/run/97_contest.ipynb #5374ec72
-class SeedTask(NamedTuple):
-    "What it takes to play one seed."
-    config: RunConfig # its own seed does not matter
-    seed: int
-    schedule: str # name of the best one
-    search_epochs: int # lane-epochs that finding it has cost
-    by_kind: Mapping[int, str] = {} # of a family: kind of instance -> name of the best one for it
-
-def practice_update(seed: int, u: Update) -> PracticeUpdate:
-    "The few numbers of an update that a comparison keeps."
-    total = sum(u.returns) / len(u.returns) if u.returns else None
-    return PracticeUpdate(seed, u.update, u.env_steps, total, u.explained_variance, u.entropy)
-
-# %% ../../nbs/run/97_contest.ipynb #b5ce6f85
-def play_seed(
-    task: SeedTask,
-    say: Callable[[str], Any], # told of every play
-    watch: Callable[[int, Update], Any], # told of every update, with the seed
-) -> Comparison:
-    "All controllers on one seed."
-    env = fair_env(task.config)
-    learned: list[PracticeUpdate] = []
-    def see(u: Update) -> None:
-        learned.append(practice_update(task.seed, u))
-        watch(task.seed, u)
-    def trained(seed: int) -> Player: return train_player(task.config.replace(seed=seed), env.parts[0][1].data, see)
-    def scheduled(seed: int) -> Player:
-        return RulePlayer(list_schedules(env)[task.schedule], practice_epochs=task.search_epochs)
-    def told(seed: int) -> Player: return OraclePlayer(list_schedules(env), task.by_kind, task.search_epochs)
-    players = {"PPO": trained, **simple_controllers(), "fixed schedule": scheduled}
-    if task.config.env.family is not None: players["oracle"] = told
-    result = compare_controllers(env, players, [task.seed], say)
-    env.close()
-    return result._replace(notes={"fixed schedule": task.schedule}, learned=tuple(learned))
-
-# %% ../../nbs/run/97_contest.ipynb #43e4c439
-_told: Queue | None = None # in a process of `_in_processes`: where it tells the parent what happens
-
-def _join_in(queue: Queue, threads: int, plugins: tuple[str, ...]) -> None:
-    "How a process begins."
-    global _told
-    _told = queue
-    torch.set_num_threads(threads)
-    keep_freed_memory()
-    load_plugins(plugins)
-
-def _play_apart(task: SeedTask) -> Comparison:
-    "`play_seed` in a process of `_in_processes`."
-    assert _told is not None # `_join_in` has run
-    queue = _told
-    return play_seed(task, lambda text: queue.put((text,)), lambda seed, u: queue.put((seed, u)))
-
-def _pass_on(queue: Queue, say: Callable, watch: Callable) -> None:
-    "Tell what the processes have told, until nothing more has come for a moment."
-    while True:
-        try: told = queue.get(timeout=.2)
-        except Empty: return
-        if len(told) == 2: watch(*told)
-        else: say(*told)
-
-# %% ../../nbs/run/97_contest.ipynb #316d23d5
-def _in_processes(jobs: int, tasks: list[SeedTask], say: Callable, watch: Callable) -> list[Comparison]:
-    "`play_seed` for every task, some at a time; what they tell is passed on."
-    context = get_context("spawn")
-    queue, threads = context.Queue(), max(1, torch.get_num_threads() // jobs)
-    with ProcessPoolExecutor(jobs, context, _join_in, (queue, threads, tasks[0].config.plugins)) as pool:
-        running = [pool.submit(_play_apart, task) for task in tasks]
-        try:
-            while not all(f.done() for f in running): _pass_on(queue, say, watch)
-            _pass_on(queue, say, watch) # what was told last
-            return [f.result() for f in running]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
 # %% ../../nbs/run/97_contest.ipynb #8332d5c7
 def search_seeds(config: RunConfig) -> list[int]: # one for each round of all lanes
     "Seeds of a search that is worth its price, none of them reported."
     rounds = 2 if config.env.family is None else config.ppo.num_updates
     return list(range(101, 101 + rounds))
 
-# %% ../../nbs/run/97_contest.ipynb #c7317cbf
-def compare_recipe(
-    config: RunConfig, # its own seed does not matter
-    seeds: Iterable[int] = (0, 1, 2), # each trains a controller
-    search: Iterable[int] | None = None, # seeds of the search for a schedule; None: as `search_seeds` has them
-    say: Callable[[str], Any] = lambda text: None, # told of every play
-    watch: Callable[[int, Update], Any] = lambda seed, update: None, # told of every update of every training
-    jobs: int = 1, # seeds at a time, each in a process of its own
-) -> Comparison:
-    "A recipe's controller against all others, at equal budget."
-    seeds, env = list(seeds), fair_env(config, judged=False) # schedules are chosen in practice
-    check_count("jobs", jobs)
-    check(len(seeds) > 0, "seeds", seeds, "at least one")
-    found = best_schedule(env, search_seeds(config) if search is None else list(search))
-    env.close()
-    say(f"best fixed schedule: {found.name}")
-    tasks = [SeedTask(config, seed, found.name, found.epochs, found.by_kind) for seed in seeds]
-    if jobs > 1: return Comparison.join(_in_processes(jobs, tasks, say, watch))
-    return Comparison.join([play_seed(task, say, watch) for task in tasks])
-
 # %% ../../nbs/run/97_contest.ipynb #b4dd5367
 def add_schedule(run: Run) -> dict[str, Callable[[int], Player]]: # name -> what makes the player, as `finish_run` asks
     "The best of a few timetables, from a search as long as one play."
-    env = fair_env(run.config, None if run.config.env.family else run.env.parts[0][1].data, judged=False)
+    env = fair_env(run.config, None if run.config.env.family else run.data, judged=False)
     few = {k: v for k, v in list_schedules(env).items() if "everywhere" in k or k == "wait"}
     found = best_schedule(env, [101], few)
     env.close()

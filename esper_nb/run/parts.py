@@ -6,6 +6,7 @@
 __all__ = ['part_configs', 'PartFacts', 'PartStep', 'number_lanes', 'EnvPart', 'join_infos', 'join_steps']
 
 # %% ../../nbs/run/94b_parts.ipynb #271d50fc
+import os, time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,6 +63,8 @@ class PartStep(NamedTuple):
     ended: Tensor # (k,) bool
     result: EnvStep | None # None: it was a reset
     records: tuple[EpisodeRecord, ...] = () # of the episodes that ended
+    cpu_s: float = 0. # CPU time that the step took
+    pid: int = 0 # of the process that took it
 
 # %% ../../nbs/run/94b_parts.ipynb #a3003a11
 def number_lanes(info: Mapping[str, Any], first: int) -> dict[str, Any]:
@@ -109,13 +112,14 @@ class _Lanes:
 
     def step(self, actions: np.ndarray) -> PartStep:
         "One epoch in every lane."
-        env, first = self.env, self.config.first_lane
+        env, first, cpu = self.env, self.config.first_lane, time.process_time()
         obs, reward, terminated, truncated, info = env.step(actions)
         count = int(terminated.sum())
         new = [r._replace(lane=r.lane + first) for r in list(env.records)[len(env.records) - count:]]
         return PartStep(
             obs=obs.copy(), reward=reward, terminated=terminated, truncated=truncated, info=number_lanes(info, first),
-            mask=env.mask, ended=env.ended, result=env.last_result, records=tuple(new))
+            mask=env.mask, ended=env.ended, result=env.last_result, records=tuple(new),
+            cpu_s=time.process_time() - cpu, pid=os.getpid())
 
 # %% ../../nbs/run/94b_parts.ipynb #0703e9ba
 class EnvPart(_Lanes):

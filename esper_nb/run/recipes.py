@@ -23,6 +23,7 @@ from ..learn.loss import PPOConfig
 from ..learn.policies import PolicyConfig
 from ..record.summaries import changed_settings, option_text
 from ..record.trackers import TRACKERS
+from .places import ENGINES
 from .plugins import loaded_plugins, seek_in_plugins
 from ..train.data import ImageData
 from ..train.population import FitConfig
@@ -43,6 +44,11 @@ class RunConfig(Config):
     sampled: bool = False # final play: choices drawn as in training; False: always the likeliest
     plugins: tuple[str, ...] = () # loaded before anything else, wherever the run goes on
     log: tuple[str, ...] = () # trackers that are told what the run's rows say
+    engine: str = "local" # where lanes are trained, and seeds of a comparison: in this process, or "ray"
+    parts: int = 1 # of the lanes, each in a place of its own
+
+    @property
+    def split(self) -> bool: return self.engine != "local" or self.parts > 1 # lanes are in parts
 
     def __post_init__(self):
         object.__setattr__(self, "ppo", self.ppo.replace(seed=self.seed))
@@ -52,6 +58,9 @@ class RunConfig(Config):
         check(self.minutes is None or self.minutes > 0, "minutes", self.minutes, "a number above 0, or None")
         check_count("save_every", self.save_every)
         check(all(k in TRACKERS for k in self.log), "log", self.log, f"some of {', '.join(TRACKERS)}")
+        check(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
+        check_count("parts", self.parts)
+        check(self.parts <= self.env.num_envs, "parts", self.parts, f"at most {self.env.num_envs}, one for each lane")
 
 # %% ../../nbs/run/94_recipes.ipynb #8251d6a6
 _recipes: dict[str, Callable[[], RunConfig]] = {}
@@ -165,7 +174,9 @@ def plan_text(
     "What is ahead, and where to look."
     left = f"{config.ppo.num_updates - updates} updates of {config.ppo.num_steps} steps"
     what = left if config.minutes is None else f"{max(0., config.minutes - seconds / 60):.3g} minutes of training"
-    return (f"{config.name}: {what} in {config.env.num_envs} lanes, then the controller plays against simpler ones.\n"
+    parts = f" in {config.parts} part{'s' * (config.parts != 1)} ({config.engine})" if config.split else ""
+    return (f"{config.name}: {what} in {config.env.num_envs} lanes{parts}, "
+            f"then the controller plays against simpler ones.\n"
             f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}")
 
 def repeat_words(
@@ -178,7 +189,8 @@ def repeat_words(
         usual: Config = get_recipe(name) if learns else FitConfig()
     except (KeyError, ValueError): return None
     words = ["esper-nb", "train" if learns else "fit", name]
-    options = {"seed": "--seed", "minutes": "--minutes", "ppo.num_updates": "--updates"} if learns else {}
+    options = {"seed": "--seed", "minutes": "--minutes", "ppo.num_updates": "--updates", "engine": "--engine",
+               "parts": "--parts"} if learns else {}
     now = config["run" if learns else "fit"]
     changed = changed_settings(now, usual.to_dict())
     if changed.get("minutes"): changed["ppo.num_updates"] = now["ppo"]["num_updates"] # or the command takes very many

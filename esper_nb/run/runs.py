@@ -61,7 +61,7 @@ def begin_run(
     check_trackers(config.log)
     load_plugins(config.plugins)
     run = Run(config, RunFolder(Path(out)), data)
-    run.folder = new_run(out, config.name, _described(config))
+    run.move_in(new_run(out, config.name, _described(config)))
     return run
 
 # %% ../../nbs/run/96_runs.ipynb #9e3e3a6e
@@ -91,6 +91,7 @@ def open_run(
     check_trackers(config.log)
     with FolderLock(folder.path):
         run = Run(config, folder, data)
+        run.move_in(folder)
         if run.checkpoint.exists() or previous_checkpoint(run.checkpoint).exists(): run.load()
         else: cut_rows(folder.rows_path, 0) # it was killed before its first checkpoint
         if given: folder.write_config(folder.config() | dict(run=config.to_dict())) # of the torch that it began with
@@ -124,16 +125,17 @@ def _try_save(run: Run, rec: Recorder, lock: FolderLock) -> bool:
 # %% ../../nbs/run/96_runs.ipynb #bb160dc3
 def _one_step(run: Run, rec: Recorder, stop: StopFlag) -> Update | None:
     "One step of the learner, recorded: acting in every lane, learning when the rollout is full."
-    begun, cpu, learner = time.perf_counter(), time.process_time(), run.learner
+    begun, cpu, learner = time.perf_counter(), time.process_time() + run.away_s, run.learner
     acts, number, rows = learner.acts, learner.update + 1, []
     run.torn = True
     update = learner.step(stop)
     if acts:
-        rows += run.rows(run.env, update=number, epoch=run.steps, step=(run.steps + 1) * run.batches)
+        rows += run.tell(update=number, epoch=run.steps, step=(run.steps + 1) * run.batches)
         run.steps += 1
     if update is not None: rows += update_rows(update, HEADS)
     _record(run, rec, rows)
-    run.seconds, run.cpu_s = run.seconds + time.perf_counter() - begun, run.cpu_s + time.process_time() - cpu
+    run.seconds += time.perf_counter() - begun
+    run.cpu_s += time.process_time() + run.away_s - cpu
     run.torn = False
     return update
 
@@ -168,7 +170,7 @@ def run_updates(
         _check_rows(run)
         with (Recorder(open_trackers(run.config.log, run.folder.path), keep=1) as run.told,
               Recorder([JSONLWriter(path)], keep=1, queue_size=0) as rec): # rows wait for the disk, however many
-            if not run.written: _record(run, rec, run_rows(run.env.parts[0][1])) # what is trained
+            if not run.written: _record(run, rec, run.about()) # what is trained
             try: yield from _train_on(run, rec, lock, stop, stepped)
             except (KeyboardInterrupt, GeneratorExit, SystemExit):
                 if not run.torn: _save(run, rec, lock)
@@ -181,7 +183,7 @@ Makers = Mapping[str, Callable[[int], Player]] # name -> what makes the player f
 
 def _final_plays(run: Run, say: Callable[[str], Any], others: Makers) -> tuple[Comparison, list[Row]]:
     "The controller beside others, and the rows of its own play."
-    env, tell = fair_env(run.config, run.env.parts[0][1].data), EnvRows()
+    env, tell = fair_env(run.config, run.data), EnvRows()
     rows = run_rows(env.parts[0][1])
     def note(name: str, seed: int, env: GrowVecEnv, t: int) -> None:
         if name == "PPO": rows.extend(tell(env, epoch=t, step=(t + 1) * run.batches))
