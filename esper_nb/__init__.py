@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from esper_nb.guard.governor import Governor as Governor
     from esper_nb.guard.reports import (GovernorConfig as GovernorConfig, GovernorStop as GovernorStop,
         Report as Report)
-    from esper_nb.guard.snapshots import Snapshot as Snapshot
     from esper_nb.guard.losses import label_entropy as label_entropy
     from esper_nb.guard.adapters import (guard_trainer as guard_trainer, lightning_governor as lightning_governor,
         bar_note as bar_note, guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
@@ -73,11 +72,11 @@ if TYPE_CHECKING:
     from esper_nb.run.compare import (Comparison as Comparison, compare_controllers as compare_controllers,
         comparison_text as comparison_text, simple_controllers as simple_controllers, PolicyPlayer as PolicyPlayer,
         RandomPlayer as RandomPlayer, play_lanes as play_lanes)
+    from esper_nb.run.split import SplitVecEnv as SplitVecEnv
 _NAMES = {
     "core.lanes": "per_lane",
     "guard.governor": "Governor",
     "guard.reports": "GovernorConfig GovernorStop Report",
-    "guard.snapshots": "Snapshot",
     "guard.losses": "label_entropy",
     "guard.adapters": "guard_trainer lightning_governor bar_note guard_accelerator fastai_governor",
     "grow.attached": "attach_slots",
@@ -123,6 +122,7 @@ _NAMES = {
     "run.report": "write_report",
     "run.compare": "Comparison compare_controllers comparison_text simple_controllers PolicyPlayer "
         "RandomPlayer play_lanes",
+    "run.split": "SplitVecEnv",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 # end of names

@@ -1,6 +1,7 @@
 """What it costs to have lanes elsewhere: environments in parts, here and on Ray.
 
-    python scripts/places_bench.py    # some minutes on a quiet machine
+    python scripts/places_bench.py                  # some minutes on a quiet machine
+    python scripts/places_bench.py --quick x.json   # only to see that it works
 
 Writes nbs/explanations/places_bench.json, which many_machines.ipynb beside it draws. Needs: pip install esper_nb[ray]
 """
@@ -8,6 +9,7 @@ import json
 import pickle
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +27,7 @@ from esper_nb.run.split import SplitVecEnv, Upkeep
 STORED = Path(__file__).resolve().parents[1]/"nbs/explanations/places_bench.json"
 TASKS = { # what a step of them is: one epoch of so many pictures
     "digits": EnvConfig(task="digits_impaired", num_envs=16, horizon=12),
-    "cifar_baseline": EnvConfig(task="cifar_baseline", num_envs=4, horizon=6, synthetic=True, limit=1000),
+    "cifar_baseline": EnvConfig(task="cifar_baseline", num_envs=4, horizon=8, synthetic=True, limit=500),
 }
 
 
@@ -36,7 +38,7 @@ class Nothing:
 
 
 def step_times(config: EnvConfig, parts: int, engine: str, steps: int) -> list[float]:
-    "Seconds of each step of random legal actions, after two to warm up."
+    "Seconds of each step of random legal actions of an episode, after two to warm up."
     env, seconds = SplitVecEnv(config, parts, engine, upkeep=Upkeep(every=10**6)), []
     env.reset(seed=0)
     for t in range(steps + 2):
@@ -59,7 +61,7 @@ def sizes_of(config: EnvConfig) -> dict[str, float]:
         begun = time.perf_counter()
         env.save_parts()
         seconds = time.perf_counter() - begun
-        size = sum(f.stat().st_size for f in Path(folder).iterdir())
+        size = sum(f.stat().st_size for f in Path(folder).rglob("part-*.safetensors"))
         rows = pickle.dumps(env.rows(step=0))
         told, n = len(pickle.dumps(env.latest[0])) + len(rows), config.num_envs
         env.close()
@@ -80,8 +82,9 @@ def call_times(places: int, calls: int = 300) -> list[float]:
 
 def acting_times(lanes: int, config: EnvConfig, steps: int = 20) -> list[float]:
     "Seconds that the policy takes to choose for so many lanes."
-    env = SplitVecEnv(config.replace(num_envs=2), 1)
-    learner = Learner(env, PPOConfig(num_steps=8), heads=env.actions)
+    env = SplitVecEnv(config.replace(num_envs=2, limit=64), 1)
+    env.reset(seed=0)
+    learner = Learner(env, PPOConfig(num_steps=8, num_minibatches=1), heads=env.actions)
     obs, mask = learner.view(env.obs.float())[:1].repeat(lanes, 1), env.mask[:1].repeat(lanes, 1)
     state, start, seconds = learner.policy.initial_state(lanes), torch.zeros(lanes, dtype=torch.bool), []
     for _ in range(steps + 3):
@@ -92,24 +95,30 @@ def acting_times(lanes: int, config: EnvConfig, steps: int = 20) -> list[float]:
     return seconds[3:]
 
 
-def main() -> None:
+def main(quick: bool = False, stored: Path = STORED) -> None:
     torch.set_num_threads(1)
     cores = start_ray()
     found: dict = dict(machine=platform.processor() or platform.machine(), cores=cores, tasks={})
+    begun = time.perf_counter()
     for name, config in TASKS.items():
-        table = []
+        if quick: config = config.replace(num_envs=4, limit=64, batch_size=32)
+        table, steps = [], 2 if quick else {"digits": 10}.get(name, 6)
         for parts in (1, 2, 4):
             for engine in ("local", "ray"):
-                seconds = step_times(config, parts, engine, 12 if name == "digits" else 5)
+                seconds = step_times(config, parts, engine, steps)
                 table.append(dict(parts=parts, engine=engine, seconds=seconds))
                 print(f"{name}: {parts} parts, {engine}: {statistics.median(seconds):.3f} s a step", flush=True)
         found["tasks"][name] = dict(lanes=config.num_envs, steps=table, bytes=sizes_of(config))
-        print(found["tasks"][name]["bytes"])
-    found["calls"] = {n: call_times(n) for n in (1, 2, 4, 8, 16)}
-    found["acting"] = {n: acting_times(n, TASKS["digits"]) for n in (16, 64, 256, 1024, 4096, 16384)}
+        print({k: round(v, 4) for k, v in found["tasks"][name]["bytes"].items()}, flush=True)
+    found["calls"] = {n: call_times(n, 30 if quick else 300) for n in ((1, 2) if quick else (1, 2, 4, 8, 16))}
+    lanes = (16, 64) if quick else (16, 64, 256, 1024, 4096, 16384)
+    found["acting"] = {n: acting_times(n, TASKS["digits"]) for n in lanes}
     for what in ("calls", "acting"):
         print(what, {n: f"{1000 * statistics.median(s):.2f} ms" for n, s in found[what].items()})
-    STORED.write_text(json.dumps(found))
+    stored.write_text(json.dumps(found))
+    print(f"{time.perf_counter() - begun:.0f} s, written to {stored}")
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--quick"]: main(True, Path(sys.argv[2]))
+    else: main()

@@ -5,7 +5,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ from esper_nb.control.actions import draw_actions
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.core.random import generator
 from esper_nb.record.rows import encode_row
-from esper_nb.run.places import LocalPlace, PlaceLost, new_place, start_ray
+from esper_nb.run.places import LocalPlace, PlaceLost, RayPlace, new_place, start_ray
 from esper_nb.run.split import SplitVecEnv, Upkeep
 from esper_nb.train.faults import Fault
 
@@ -50,6 +53,16 @@ def descendants(pid):
     found, todo = [], [pid]
     while todo: todo += (new := parents.get(todo.pop(), [])); found += new
     return found
+
+
+def still_there(pids, seconds=90):
+    "Those of some processes that have not ended after a while."
+    def alive(pid):
+        try: return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError: return False
+    limit = time.time() + seconds
+    while any(map(alive, pids)) and time.time() < limit: time.sleep(.2)
+    return [pid for pid in pids if alive(pid)]
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +218,31 @@ def test_killed_actors_change_nothing(cluster, here, seed, tmp_path):
 
 
 @needs_ray
+@pytest.mark.slow
+def test_forty_kills_at_random_moments_change_nothing(cluster, tmp_path):
+    "Four runs, two at a time; in each of them ten actors die, in steps and in snapshots."
+    def run(seed, engine="local", kills=0):
+        luck, killed, timers = random.Random(seed), set(), []
+        upkeep = Upkeep(tmp_path/f"{seed}", every=2, attempts=20)
+        env = SplitVecEnv(CONFIG.replace(num_envs=4, limit=128, faults=()), parts=2, engine=engine, upkeep=upkeep)
+        def kill(env, t):
+            pid = env.latest[luck.randrange(2)].pid if t else 0
+            if pid in {0, *killed} or len(killed) == kills: return
+            killed.add(pid)
+            timers.append(threading.Timer(luck.random() * .1, os.kill, (pid, signal.SIGKILL)))
+            timers[-1].start()
+        seen = play(env, steps=40, kill=kill if kills else None)
+        for timer in timers: timer.join()
+        env.close()
+        return seen, killed
+    ray_engine = partial(RayPlace, share=.25)
+    with ThreadPoolExecutor(2) as pool: ended = list(pool.map(lambda seed: run(seed, ray_engine, 10), range(4)))
+    assert sum(len(killed) for _, killed in ended) == 40
+    reference, _ = run(0)
+    for seen, _ in ended: assert_same(seen, reference)
+
+
+@needs_ray
 def test_a_frozen_actor_is_named_and_replaced(cluster, here, caplog):
     env = SplitVecEnv(CONFIG, parts=2, engine="ray", upkeep=Upkeep(every=3, patience=1., timeout=10.))
     frozen = []
@@ -240,11 +278,7 @@ def test_no_process_is_left_behind(end):
     assert len(family) >= 4 # two actors and the engine
     begun.send_signal(end)
     begun.wait(30)
-    limit = time.time() + 90
-    def left(): return [pid for pid in family if Path(f"/proc/{pid}").exists() and "Z" not in
-                        Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]]
-    while left() and time.time() < limit: time.sleep(.2)
-    assert not left()
+    assert not still_there(family)
 
 
 @needs_ray

@@ -1,0 +1,211 @@
+"The command with lanes in parts: the same run in one process and on Ray, whatever is killed, and nothing left behind."
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import timeless
+from test_places import needs_ray, still_there
+
+from esper_nb.record.checkpoints import read_checkpoint
+from esper_nb.run import seeds as seeds_page
+from esper_nb.run.cli import main
+from esper_nb.run.compare import Comparison
+from esper_nb.run.places import LocalPlace, PlaceLost
+from esper_nb.run.recipes import RunConfig, get_recipe, repeat_words
+from esper_nb.run.runs import begin_run, open_run, run_updates
+from esper_nb.run.seeds import SeedStore, SeedTask, compare_recipe
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SETTINGS = ("env.num_envs=4", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",
+            "save_every=1", "env.blueprints=[\"conv_light\"]")
+SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
+TRAIN = ("train", "digits_impaired", "--updates", 4, "--inject", "nan:3:2", *SMALL, "--quiet", "--parts", 2)
+TINY = {"env.num_envs": 4, "env.horizon": 4, "env.limit": 128, "ppo.num_steps": 4, "ppo.num_minibatches": 2,
+        "ppo.num_updates": 1, "env.blueprints": ["conv_light"]}
+
+CHILD = """
+import json, os, signal, sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_places import descendants
+from esper_nb.run.cli import main
+from esper_nb.run.split import SplitVecEnv
+torch.set_num_threads(1)
+what, at, family, step, count = sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), SplitVecEnv.step, 0
+def counted(self, actions):
+    global count
+    count += 1
+    if count == at:
+        family.write_text(json.dumps(descendants(os.getpid())))
+        if what == "actor": os.kill(self.latest[1].pid, signal.SIGKILL)
+        if what == "driver": os.kill(os.getpid(), signal.SIGKILL)
+        if what == "ctrl-c": os.killpg(0, signal.SIGINT)
+        if what == "terminate": os.kill(os.getpid(), signal.SIGTERM)
+    return step(self, actions)
+SplitVecEnv.step = counted
+sys.exit(main(sys.argv[5:]))
+"""
+
+
+def child(tmp_path, *argv, what="", at=-1):
+    "Run the command in a session of its own; in front of its step number `at` something dies."
+    command = [sys.executable, "-c", CHILD, Path(__file__).parent, what, at, tmp_path/"family.json", *argv]
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=600, start_new_session=True)
+
+
+def leaves(tree, path=""):
+    "Every value of a checkpoint with its place, but for clocks and the random streams of a process, which nobody uses."
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else None
+    if pairs is None: return {path: tree}
+    def counts(k): return not str(k).startswith("streams") and k not in ("seconds", "cpu_s")
+    return {p: x for k, v in pairs if counts(k) for p, x in leaves(v, f"{path}/{k}").items()}
+
+
+def assert_same_run(one, other):
+    for name in ("rows.jsonl", "final.jsonl"): assert timeless(one/name) == timeless(other/name)
+    a, b = (leaves(read_checkpoint(run/"checkpoint.safetensors")[0]) for run in (one, other))
+    assert a.keys() == b.keys() and len(a) > 100
+    for k, v in a.items():
+        if isinstance(v, torch.Tensor): torch.testing.assert_close(v, b[k], rtol=0, atol=0, equal_nan=True, msg=k)
+        else: assert v == b[k] or v != v, k
+    assert plays(one/"comparison.json") == plays(other/"comparison.json")
+
+
+def plays(c):
+    c = c if isinstance(c, Comparison) else Comparison.load(c)
+    return [p._replace(seconds=0, practice_seconds=0, practice_cpu_s=0) for p in c.plays], c.learned
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    "A run in two parts of one process."
+    folder = tmp_path_factory.mktemp("here")
+    assert main([*map(str, TRAIN), "--out", str(folder)]) == 0
+    return folder/"digits_impaired"
+
+
+def test_a_run_in_parts_is_stopped_and_goes_on(here, tmp_path):
+    run = begin_run(RunConfig.from_dict(json.loads((here/"config.json").read_text())["run"]), tmp_path)
+    for update in run_updates(run):
+        if update.update == 2: break
+    again = open_run(run.folder.path)
+    for update in run_updates(again): pass
+    assert timeless(again.folder.rows_path) == timeless(here/"rows.jsonl")
+    assert again.env.batches == again.batches and again.env.away_s == 0
+    again.env.close()
+
+
+def test_a_run_in_parts_says_so(here, tmp_path, capsys):
+    assert not list(here.glob("parts-*"))
+    assert " ".join(repeat_words(json.loads((here/"config.json").read_text()))).endswith("--parts 2")
+    assert main(["report", str(here), "--out", str(tmp_path/"r.html")]) == 0
+    assert main(["resume", str(here), "--engine", "rai"]) == 2
+    assert "engine='rai', expected one of local, ray" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong, words", [(["--engine", "rai"], "engine='rai', expected one of local, ray"),
+                                          (["--parts", "17"], "parts=17, expected at most 16, one for each lane"),
+                                          (["--parts", "0"], "parts=0")])
+def test_mistakes_are_told_before_anything_is_made(wrong, words, tmp_path, capsys, monkeypatch):
+    def never(*args): raise AssertionError("something was made")
+    monkeypatch.setattr("esper_nb.run.runs.Run", never)
+    assert main(["train", "digits", *wrong, "--out", str(tmp_path/"runs")]) == 2
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said and not (tmp_path/"runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_without_ray_the_command_says_what_to_install(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main([command, "digits", "--engine", "ray", "--out", str(tmp_path/"x.json")]) == 2
+    assert "pip install 'esper_nb[ray]'" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+# ---- a comparison, seed by seed
+
+@pytest.fixture(scope="module")
+def compared(): return compare_recipe(get_recipe("digits_impaired", TINY), (0, 1), (101,))
+
+
+def interrupted(config, monkeypatch, folder, **kw):
+    "A comparison that is interrupted when its first seed is kept, and then begun again: what the second one told."
+    class Stopped(SeedStore):
+        def write(self, name, value):
+            super().write(name, value)
+            if name.startswith("seed"): raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): compare_recipe(config, (0, 1), (101,), store=Stopped(folder, config), **kw)
+    assert len(list(folder.glob("seed-*.json"))) == 1
+    told = []
+    monkeypatch.setattr(seeds_page, "best_schedule", None) # the search is not repeated either
+    result = compare_recipe(config, (0, 1), (101,), say=told.append, store=SeedStore(folder, config), **kw)
+    return result, told
+
+
+@pytest.mark.parametrize("jobs", [None, 2])
+def test_a_seed_that_was_played_is_not_played_again(compared, tmp_path, monkeypatch, jobs):
+    result, told = interrupted(get_recipe("digits_impaired", TINY), monkeypatch, tmp_path, jobs=jobs)
+    assert plays(result) == plays(compared)
+    assert sum("kept from before" in text for text in told) == 1
+    assert len({text.split(",")[0] for text in told if "test accuracy" in text}) == 1 # one seed was played
+
+
+def test_what_was_kept_for_other_settings_is_not_used(tmp_path):
+    config = get_recipe("digits_impaired", TINY)
+    SeedStore(tmp_path, config).write("seed-0", 1)
+    assert SeedStore(tmp_path, config.replace(seed=4, engine="ray", log=("tensorboard",))).read("seed-0") == 1
+    assert SeedStore(tmp_path, config.replace(parts=2)).read("seed-0") is None
+    (tmp_path/"seed-0.json").write_text("{")
+    assert SeedStore(tmp_path, config).read("seed-0") is None
+
+
+def test_a_place_that_is_lost_costs_the_seed_it_was_at(compared):
+    class Lost(LocalPlace):
+        losses = 0
+        def finish(self, timeout=None):
+            Lost.losses += 1
+            if Lost.losses == 1: raise PlaceLost("on purpose")
+            return super().finish(timeout)
+    task = SeedTask(get_recipe("digits_impaired", TINY), 0, compared.notes["fixed schedule"], 0)
+    (result, told), = seeds_page._in_places(Lost, 1, [task])
+    assert Lost.losses == 2 and len(told) == len(result.names)
+    assert result.plays[0].test_accuracy_pp == compared.plays[0].test_accuracy_pp
+    class Gone(LocalPlace):
+        def finish(self, timeout=None): raise PlaceLost("gone")
+    with pytest.raises(PlaceLost, match="gone"): list(seeds_page._in_places(Gone, 1, [task], patience=1))
+
+
+@needs_ray
+def test_seeds_on_ray_are_kept_and_not_repeated(compared, tmp_path, monkeypatch):
+    result, told = interrupted(get_recipe("digits_impaired", TINY).replace(engine="ray"), monkeypatch, tmp_path)
+    assert plays(result) == plays(compared)
+    assert sum("kept from before" in text for text in told) == 1
+
+
+# ---- real processes
+
+@needs_ray
+def test_a_killed_actor_changes_nothing(here, tmp_path):
+    done = child(tmp_path, *TRAIN, "--engine", "ray", "--out", tmp_path, what="actor", at=6)
+    assert done.returncode == 0, done.stderr
+    assert "part 1 (lanes 2 to 3) was lost" in done.stderr and "Traceback" not in done.stderr
+    assert_same_run(tmp_path/"digits_impaired", here)
+    assert not still_there(json.loads((tmp_path/"family.json").read_text()))
+
+
+@needs_ray
+@pytest.mark.parametrize("what, status, engine", [("driver", -9, "ray"), ("ctrl-c", 130, "local"), ("terminate", 143, "ray")])
+def test_a_driver_that_ends_leaves_nothing_and_is_resumed(here, tmp_path, what, status, engine):
+    run = tmp_path/"digits_impaired"
+    done = child(tmp_path, *TRAIN, "--engine", "ray", "--out", tmp_path, what=what, at=10)
+    assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
+    family = json.loads((tmp_path/"family.json").read_text())
+    assert len(family) >= 4 and not still_there(family) # actors and the engine
+    if what != "driver": assert f"esper-nb resume {run}" in done.stderr
+    again = child(tmp_path, "resume", run, "--engine", engine, "--quiet")
+    assert again.returncode == 0, again.stderr
+    assert_same_run(run, here)
+    assert not list(run.glob("parts-*"))
