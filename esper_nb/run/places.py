@@ -103,7 +103,7 @@ class RayPlace:
 
     def close(self) -> None:
         "End the process."
-        _ray().kill(self.actor)
+        if _ray().is_initialized(): _ray().kill(self.actor)
 
 # %% ../../nbs/run/93c_places.ipynb #bc4444f6
 ENGINES = ("local", "ray")

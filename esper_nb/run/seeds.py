@@ -6,7 +6,7 @@
 __all__ = ['SeedTask', 'practice_update', 'play_seed', 'SeedStore', 'compare_recipe']
 
 # %% ../../nbs/run/97a_seeds.ipynb #90a18fa0
-import json, shutil
+import contextlib, json, shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -245,7 +245,9 @@ def compare_recipe(
         say(f"seed {c.plays[0].seed}: kept from before")
         for u in c.learned: watch(u.seed, u)
     there = {c.plays[0].seed for c in kept}
-    for c in _played([t for t in tasks if t.seed not in there], config.engine, jobs, say, watch):
-        store.write(f"seed-{c.plays[0].seed}", c.to_dict())
-        kept.append(c)
+    missing = [t for t in tasks if t.seed not in there]
+    with contextlib.closing(_played(missing, config.engine, jobs, say, watch)) as played:
+        for c in played:
+            store.write(f"seed-{c.plays[0].seed}", c.to_dict())
+            kept.append(c)
     return Comparison.join(kept)
