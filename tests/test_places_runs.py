@@ -54,7 +54,8 @@ sys.exit(main(sys.argv[5:]))
 def child(tmp_path, *argv, what="", at=-1):
     "Run the command in a session of its own; in front of its step number `at` something dies."
     command = [sys.executable, "-c", CHILD, Path(__file__).parent, what, at, tmp_path/"family.json", *argv]
-    return subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=600, start_new_session=True)
+    command = [str(c) for c in command]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, start_new_session=True)
 
 
 def leaves(tree, path=""):
@@ -171,12 +172,12 @@ def test_a_place_that_is_lost_costs_the_seed_it_was_at(compared):
             if Lost.losses == 1: raise PlaceLost("on purpose")
             return super().finish(timeout)
     task = SeedTask(get_recipe("digits_impaired", TINY), 0, compared.notes["fixed schedule"], 0)
-    (result, told), = seeds_page._in_places(Lost, 1, [task])
+    (result, told), = seeds_page.play_in_places(Lost, 1, [task])
     assert Lost.losses == 2 and len(told) == len(result.names)
     assert result.plays[0].test_accuracy_pp == compared.plays[0].test_accuracy_pp
     class Gone(LocalPlace):
         def finish(self, timeout=None): raise PlaceLost("gone")
-    with pytest.raises(PlaceLost, match="gone"): list(seeds_page._in_places(Gone, 1, [task], patience=1))
+    with pytest.raises(PlaceLost, match="gone"): list(seeds_page.play_in_places(Gone, 1, [task], patience=1))
 
 
 @needs_ray
