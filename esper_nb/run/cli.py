@@ -176,6 +176,7 @@ def _add_watch(p: argparse.ArgumentParser) -> None:
     p.add_argument("run", help="its folder; it may be written by another process, or be over")
     p.add_argument("--every", type=_positive, default=2., help="seconds between two looks (default: %(default)g)")
 
+# %% ../../nbs/run/99_cli.ipynb #5f6d4eea
 def _add_report(p: argparse.ArgumentParser) -> None:
     p.add_argument("run", nargs="+", help="its folder; several are compared")
     p.add_argument("--out", default=None, help="file (default: report.html in the folder, or beside the first one)")

@@ -203,6 +203,7 @@ def _schedule_tasks(
     kinds = {int(k): name for k, name in found["kinds"]}
     return [SeedTask(config, seed, found["name"], found["epochs"], kinds) for seed in seeds]
 
+# %% ../../nbs/run/97a_seeds.ipynb #c790a4d6
 def _played(
     tasks: list[SeedTask],
     engine: Engine,
