@@ -65,7 +65,9 @@ def start_ray(
     ray, address = _ray(), os.environ.get("RAY_ADDRESS")
     if not ray.is_initialized():
         own = dict(num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1")
-        ray.init(log_to_driver=False, logging_level="ERROR", **(own if address is None else dict(address=address)))
+        where = own if address is None else dict(address=address)
+        try: ray.init(log_to_driver=False, logging_level="ERROR", **where)
+        except Exception as e: raise RuntimeError(f"Ray does not start here: {str(e).splitlines()[0]}") from e
     return int(ray.cluster_resources().get("CPU", 1))
 
 # %% ../../nbs/run/93c_places.ipynb #4bc20ab3
