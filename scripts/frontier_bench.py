@@ -92,6 +92,7 @@ WAYS = {
     "static, larger": Way(0, "all", 0),
     "grown at once": Way(0, "all", 1),
     "grown at a third": Way(1 / 3, "all", 1),
+    "grown at a half": Way(1 / 2, "all", 1),
     "grown at a third, one slot": Way(1 / 3, "one", 1),
 }
 
