@@ -29,8 +29,8 @@ PANELS = """() => ['.esper', '.esper-canvas', '.esper-canvas canvas', '.esper-ke
 
 
 def reload_page(browser, within=90):
-    "What a page that was loaded again has seen of its panel. Where it has seen none it is loaded once more, as a person"
-    "would: on a machine with three times as many jobs as cores that was needed in 2 of 20 tries."
+    "What a page that was loaded again has seen of its panel; where it has seen none, it is loaded once more."
+    # with three times as many jobs as cores, 2 of 20 pages showed no panel within two minutes; a person loads again
     for _ in range(2):
         browser.page.reload()
         end = time.time() + within
