@@ -327,9 +327,9 @@ class Compiled:
         limit: int = 8, # compilations before giving up
     ):
         self.fn, self.limit = fn, limit
-        self.calls, self.compiles = 0, 0 # calls of the compiled function, compilations
-        self.reason = "" if backend else "off" # why the plain function is called; "": it is not
-        self.failures, self.wait = 0, 0 if backend else -1 # calls until it is tried again; below 0: never
+        self.calls, self.compiles = 0, 0 # compiled calls, compilations
+        self.reason = "" if backend else "off" # why the plain function runs
+        self.failures, self.wait = 0, 0 if backend else -1 # calls until the next try
         if not backend: return
         inner = torch._dynamo.lookup_backend(backend)  # noqa: SLF001
         def counted(graph, inputs, **kw):
@@ -338,25 +338,19 @@ class Compiled:
         self.compiled = torch.compile(fn, backend=counted)
 
     def __call__(self, *args, **kw):
-        "The compiled function; the plain one where it has failed, until it is tried again."
+        "The compiled function, or the plain one."
         self.wait -= bool(self.reason)
         if self.wait: return self.fn(*args, **kw)
         try: out = self.compiled(*args, **kw)
         except Exception as e:
-            out = self.fn(*args, **kw) # which raises where the call was wrong, and then nothing is wrong here
-            self._step_back(f"{type(e).__name__}: {e}")
+            out, self.failures = self.fn(*args, **kw), self.failures + 1 # a wrong call raises here
+            self._stop(f"{type(e).__name__}: {e}", 8 << self.failures if self.failures < self.limit else -1)
             return out
         self.calls, self.reason = self.calls + 1, ""
-        if self.compiles > self.limit: self._give_up(f"{self.compiles} compilations, more than {self.limit}")
+        if self.compiles > self.limit: self._stop(f"{self.compiles} compilations, more than {self.limit}")
         return out
 
-    def _step_back(self, reason):
-        self.failures += 1
-        if self.failures >= self.limit: return self._give_up(f"it failed {self.failures} times, last with {reason}")
-        self.reason, self.wait = reason[:300], 2 ** (3 + self.failures)
-        if self.failures > 1: return
-        warnings.warn(f"{self.fn.__name__} runs without torch.compile for now, which is tried again: {self.reason}")
-
-    def _give_up(self, reason):
-        self.reason, self.wait = reason[:300], -1 # never 0 again
-        warnings.warn(f"{self.fn.__name__} runs without torch.compile from now on: {self.reason}")
+    def _stop(self, reason, wait=-1):
+        self.reason, self.wait = reason[:300], wait
+        how = "from now on" if wait < 0 else "for a while" if self.failures == 1 else ""
+        if how: warnings.warn(f"{self.fn.__name__} runs without torch.compile {how}: {self.reason}")
