@@ -319,11 +319,11 @@ def collect_returns(
 
 # %% ../../nbs/learn/64_loss.ipynb #a1e60adb
 class Compiled:
-    "`fn` through torch.compile, counted, with the plain `fn` to fall back on."
+    "`fn` through torch.compile, counted, with `fn` to fall back on."
     def __init__(
         self,
         fn: Callable, # a function of tensors
-        backend: str = "inductor", # as in torch.compile; "" leaves `fn` as it is
+        backend: str = "inductor", # as in torch.compile; "": none
         limit: int = 8, # compilations before giving up
     ):
         self.fn, self.limit = fn, limit
