@@ -322,9 +322,9 @@ class Compiled:
     "`fn` through torch.compile, counted, with `fn` to fall back on."
     def __init__(
         self,
-        fn: Callable, # a function of tensors
+        fn: Callable, # of tensors
         backend: str = "inductor", # as in torch.compile; "": none
-        limit: int = 8, # compilations before giving up
+        limit: int = 8, # compilations, failures
     ):
         self.fn, self.limit = fn, limit
         self.calls, self.compiles = 0, 0 # compiled calls, compilations
