@@ -60,7 +60,7 @@ def _fit_epochs(pop: Population, rec: Recorder, faults: Sequence[Fault], progres
     return rates
 
 # %% ../../nbs/run/93b_fits.ipynb #f5a7740f
-def fit_run(
+def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom
     task: Task | str, # a task, or the name of one
     config: FitConfig = FitConfig(),
     device: str = "cpu",
