@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['sb3_env']
 
-# %% ../../nbs/control/57c_sb3.ipynb #093ca521
+# %% ../../nbs/control/57c_sb3.ipynb #da5acd65
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from ..core.config import check
 
-# %% ../../nbs/control/57c_sb3.ipynb #f4c3582e
+# %% ../../nbs/control/57c_sb3.ipynb #4dd95fcc
 def _need_sb3() -> Any:
     "What their vector environments are made of."
     try: from stable_baselines3.common import vec_env
@@ -34,6 +34,7 @@ def _sb3_class() -> Any:
         def reset(self):
             seed = next((s for s in self._seeds if s is not None), None)
             self._reset_seeds()
+            self._reset_options()
             self.reset_infos = [{} for _ in range(self.num_envs)]
             return self.envs.reset(seed=seed)[0].copy()
 
@@ -63,7 +64,7 @@ def _sb3_class() -> Any:
         def close(self): self.envs.close()
     return Lanes
 
-# %% ../../nbs/control/57c_sb3.ipynb #078e3267
+# %% ../../nbs/control/57c_sb3.ipynb #b690f104
 def sb3_env(
     envs: VectorEnv, # in SameStep mode
     monitor: bool = True, # note returns and lengths of episodes, as `make_vec_env` of theirs does
