@@ -1,5 +1,7 @@
 "Other people's agents on our environment: Stable-Baselines3 on lanes, a loop of one file, TorchRL."
+import importlib.util
 import json
+import warnings
 from pathlib import Path
 
 import gymnasium as gym
@@ -65,13 +67,13 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
     with pytest.raises(ImportError, match="pip install stable-baselines3"): lanes(1).for_sb3()
 
 
-def one_file():
-    "The loop of the tutorial."
-    space = dict(torch=torch, np=np)
+def one_file(*more):
+    "The loop of the tutorial, and other names of it."
+    space = dict(torch=torch, np=np, gym=gym, world=WORLD, importlib=importlib, warnings=warnings, four=lanes(4))
     for cell in json.loads(PAGE.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
-        if source.startswith(("class Agent", "def one_file_ppo")): exec(source, space)
-    return space["one_file_ppo"]
+        if source.startswith(("class Agent", "def one_file_ppo", *more)): exec(source, space)
+    return space
 
 
 def test_a_loop_of_one_file_learns_where_there_is_something_to_learn():
@@ -99,26 +101,27 @@ def test_a_loop_of_one_file_learns_where_there_is_something_to_learn():
             obs, info = self._see()
             return obs, reward, self.over.copy(), np.zeros(8, bool), info
 
-    _, paid = one_file()(Doors(), updates=30, steps=32, lr=.02)
+    _, paid = one_file()["one_file_ppo"](Doors(), updates=30, steps=32, lr=.02)
     assert paid[0] < .6 and np.mean(paid[-3:]) > .9
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_torchrl_takes_what_gymnasium_makes():
     pytest.importorskip("torchrl", reason="TorchRL is not installed: pip install torchrl")
-    from torchrl.collectors import SyncDataCollector
     from torchrl.envs import GymWrapper
     from torchrl.envs.utils import check_env_specs
-    def collected():
-        env = GymWrapper(gym.make("esper_nb/Grow-v0", **WORLD), categorical_action_encoding=True)
-        env.set_seed(0)
-        check_env_specs(env)
-        torch.manual_seed(0)
-        played = env.rollout(4, auto_reset=True)
-        assert played["next", "done"].flatten().tolist() == [False, False, False, True]
-        return played["next", "observation"], played["next", "reward"]
-    (a, b), (c, d) = collected(), collected()
-    assert torch.equal(a, c) and torch.equal(b, d) and a.isfinite().all()
     env = GymWrapper(gym.make("esper_nb/Grow-v0", **WORLD), categorical_action_encoding=True)
-    collector = SyncDataCollector(env, None, frames_per_batch=6, total_frames=12)
-    assert [batch.numel() for batch in collector] == [6, 6]
-    collector.shutdown()
+    env.set_seed(0)
+    check_env_specs(env)
+    played = env.rollout(4)
+    assert played["next", "done"].flatten().tolist() == [False, False, False, True]
+    assert played["next", "observation"].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_loop_of_torchrl_is_the_same_twice():
+    pytest.importorskip("torchrl", reason="TorchRL is not installed: pip install torchrl")
+    space = one_file("has_torchrl", "# NBVAL_IGNORE_OUTPUT\ndef torchrl_loop")
+    (one, losses), (two, again) = (space["torchrl_loop"](frames=8) for _ in range(2))
+    assert losses == again and len(losses) == 2 and all(np.isfinite(losses))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters()))
