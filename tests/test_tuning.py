@@ -23,12 +23,12 @@ def trials_of(study): return [(t.state.name, t.params, list(t.intermediate_value
 
 def test_two_studies_are_one():
     page = definitions()
-    page["EPOCHS"] = 6
-    one, two = (page["new_study"](6) for _ in range(2))
+    page["EPOCHS"] = 5
+    one, two = (page["new_study"](4) for _ in range(2))
     assert trials_of(one) == trials_of(two)
     assert {name for name, *_ in trials_of(one)} <= {"COMPLETE", "PRUNED"}
     done = [values for name, _, values in trials_of(one) if name == "COMPLETE"]
-    assert all(len(values) == 6 for values in done) and one.best_value == max(values[-1] for values in done)
+    assert all(len(values) == 5 for values in done) and one.best_value == max(values[-1] for values in done)
 
 
 def test_a_trial_that_falls_behind_is_ended_with_what_it_had():
