@@ -121,7 +121,7 @@ def test_torchrl_takes_what_gymnasium_makes():
 @pytest.mark.filterwarnings("ignore")
 def test_the_loop_of_torchrl_is_the_same_twice():
     pytest.importorskip("torchrl", reason="TorchRL is not installed: pip install torchrl")
-    space = one_file("has_torchrl", "# NBVAL_IGNORE_OUTPUT\ndef torchrl_loop")
+    space = one_file("# NBVAL_IGNORE_OUTPUT\nhas_torchrl", "# NBVAL_IGNORE_OUTPUT\ndef torchrl_loop")
     (one, losses), (two, again) = (space["torchrl_loop"](frames=8) for _ in range(2))
     assert losses == again and len(losses) == 2 and all(np.isfinite(losses))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters()))
