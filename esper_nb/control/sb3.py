@@ -25,7 +25,8 @@ def _need_sb3() -> Any:
 @cache
 def _sb3_class() -> Any:
     "The class of `sb3_env`, made when Stable-Baselines3 is there."
-    class Lanes(_need_sb3().VecEnv):
+    base: Any = _need_sb3().VecEnv
+    class Lanes(base):
         "Lanes as Stable-Baselines3 wants them."
         def __init__(self, envs: VectorEnv):
             self.envs, self.render_mode = envs, getattr(envs, "render_mode", None)
