@@ -22,6 +22,7 @@ def _need_sb3() -> Any:
         raise ImportError("this needs Stable-Baselines3: pip install stable-baselines3 sb3-contrib") from e
     return vec_env
 
+# %% ../../nbs/control/57c_sb3.ipynb #e110f261
 @cache
 def _sb3_class() -> Any:
     "The class of `sb3_env`, made when Stable-Baselines3 is there."
