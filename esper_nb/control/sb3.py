@@ -39,7 +39,6 @@ def _sb3_class() -> Any:
             self._reset_options()
             self.reset_infos = [{} for _ in range(self.num_envs)]
             return self.envs.reset(seed=seed)[0].copy()
-
         def step_async(self, actions): self.actions = actions
 
         def step_wait(self):
