@@ -74,7 +74,7 @@ FIELDS = {
                     "conv_light", 24, ((8, 4, 4), (8, 8, 5), (16, 16, 5))),
     "digits28": Field("digits", load_digits28, partial(picture_host, side=28, pools=3), (2, 3, 4, 6), "base",
                       "conv_light", 16, ((4, 2, 4), (8, 4, 5), (16, 8, 5))),
-    "prose": Field("prose", partial(load_prose, limit=1000), text_host, (16, 24, 32), "width", "mlp", 9),
+    "prose": Field("prose", partial(load_prose, limit=1000), text_host, (16, 24), "width", "mlp", 9),
 }
 
 
@@ -92,6 +92,7 @@ WAYS = {
     "static, larger": Way(0, "all", 0),
     "grown at once": Way(0, "all", 1),
     "grown at a third": Way(1 / 3, "all", 1),
+    "grown at a half": Way(1 / 2, "all", 1),
     "grown at a third, one slot": Way(1 / 3, "one", 1),
 }
 

@@ -27,6 +27,7 @@ from esper_nb.guard.reports import GovernorConfig
 FOLDER = Path(__file__).resolve().parents[1]/"nbs/explanations"
 SIZES = (10_000, 100_000, 1_000_000, 11_000_000, 120_000_000)
 STEP = .010      # seconds: the step that the overhead is compared with
+LEAST = .02      # share of the step that a Governor may cost
 
 
 def network(params, device):
@@ -116,16 +117,19 @@ def price(params, device, turns):
 
 def shown(result):
     "The figures as a table in Markdown."
-    head = ("parameters", "state, MB", "`watch`, µs", "plain copy, ms", "snapshot, ms", "in the background, ms",
-            "restore, ms", "host memory, MB", "with one copy, MB", "% of a 10 ms step")
-    every = result["every"]
+    head = ("parameters", "state, MB", "`watch`, µs", "plain copy, ms", "snapshot, ms (in the background)",
+            "restore, ms", "host memory, MB (with one copy)",
+            f"% of a 10 ms step, a snapshot every {result['every']} steps", f"steps between snapshots for {LEAST:.0%}")
 
+    def both(values, form=".3g"): return "{} ({})".format(*(format(v, form) for v in values))
     def row(r):
-        ms = [f"{1e3 * r[k]:.3g}" for k in ("copy", "take", "background", "restore")]
-        share = [100 * (r["watch"] + pause / every) / STEP for pause in (r["take"], r["background"])]
-        state, two, one = (f"{r[k] / 1e6:,.1f}" for k in ("state", "two", "one"))
-        return (f"{r['params']:,}", state, f"{1e6 * r['watch']:.1f}", *ms, two, one,
-                f"{share[0]:.2g} ({share[1]:.2g} in the background)")
+        pauses = [r["take"], r["background"]]
+        shares = [100 * (r["watch"] + pause / result["every"]) / STEP for pause in pauses]
+        apart = [math.ceil(pause / (LEAST * STEP - r["watch"])) for pause in pauses]
+        held = [r["two"] / 1e6, r["one"] / 1e6]
+        return (f"{r['params']:,}", f"{r['state'] / 1e6:,.1f}", f"{1e6 * r['watch']:.0f}", f"{1e3 * r['copy']:.3g}",
+                both(1e3 * t for t in pauses), f"{1e3 * r['restore']:.3g}", both(held, ",.1f"), both(shares, ".2g"),
+                both(apart, ",d"))
     rows = [head, ["--:"] * len(head), *map(row, result["rows"])]
     return "\n".join(f"| {' | '.join(r)} |" for r in rows)
 

@@ -24,6 +24,7 @@ SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
 
 CHILD = """
 import os, signal, sys, torch
+signal.signal(signal.SIGHUP, signal.SIG_DFL) # whoever started the tests with nohup ignores it
 torch.set_num_threads(1)
 from esper_nb.run.cli import main
 from esper_nb.control.envs import GrowVecEnv

@@ -26,7 +26,9 @@ from esper_nb.show.session import Session
 from esper_nb.show.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
 from esper_nb.train.faults import parse_fault
 from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.tasks import get_task, task_from_arrays
 from esper_nb.train.trainer import fit
+from esper_nb.grow.module_hosts import ModuleHostConfig
 
 torch.set_num_threads(1)
 
@@ -841,3 +843,27 @@ def test_text_from_a_run_is_escaped_in_html(run):
 
 def test_durations_read_well():
     assert [time_words(x) for x in (None, 3.2, 65, 3725, float("nan"))] == ["", "3 s", "1 min 05 s", "1 h 02 min", ""]
+
+
+# --- a network of one's own
+
+def own_network(width=12):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, width), torch.nn.ReLU(),
+                               torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 10))
+
+
+def test_the_panel_takes_a_network_of_ones_own(run):
+    host = ModuleHostConfig(own_network, {"1": "BD", "3": "BD"})
+    digits = get_task("digits").load(limit=256)
+    task = task_from_arrays(digits.x["test"], digits.y["test"], "own_network_digits", host=host, epochs=8)
+    s = run(PopulationSource(new_population(task, FitConfig(lanes=3, epochs=8, workers=1))))
+    board = Dashboard(s, lane=1)
+    press(board, "▸❙ Step"); s.wait()
+    press(board, "Germinate"); press(board, "▸❙ Step"); s.wait()
+    assert s.error == "" and s.steps == 2
+    stages = s.source.pop.model.status(1)
+    assert "GERMINATED" in str(stages) or "TRAINING" in str(stages)
+    html, packet = stored_html(s, 1), session_packet(s)
+    assert "<img" in html and "own_network" in html and packet.size < 60_000
+    assert len(plot_session(s, 1).axes) >= 2
+    board.close()

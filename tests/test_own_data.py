@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,7 +105,8 @@ def timeless(path):
 
 def test_all_of_them_go_on_in_a_fresh_process_exactly(space):
     runs = sorted(p for p in (space/"runs").iterdir() if p.name != "copies")
-    if not runs: pytest.skip("runs with the tests above only")
+    missing = {"pics", "rows", "words", "own_arrays", "own_dataset"} - {run.name.partition("-")[0] for run in runs}
+    if missing: pytest.skip(f"runs with the tests above only: no {', '.join(sorted(missing))}")
     for run in runs: shutil.copytree(run, space/"runs"/"copies"/run.name, dirs_exist_ok=True)
     code = ("import sys, torch; torch.set_num_threads(1); from esper_nb.run.cli import main\n"
             "for run in sys.argv[1:]: assert main(['resume', run, '--updates', '2', '--quiet']) == 0\n"
@@ -125,9 +127,12 @@ def test_a_run_says_which_data_it_had(space):
     if "own_arrays" in said: assert said["own_arrays"] == "own_arrays"
 
 
+def cut_parquet(path): path.write_bytes(path.read_bytes()[:200])
+
 bad = dict(
     folder=(lambda p: (p/"light"/"03.png").write_bytes(b"no picture"), "03.png"),
     csv=(lambda p: p.write_text(p.read_text() + "1,nan,x\n"), "column"),
+    parquet=(cut_parquet, "rows.parquet"),
     text=(lambda p: p.write_bytes(b"\xff" * 5000), "no text in UTF-8"))
 
 
@@ -150,6 +155,24 @@ def test_bad_arrays_are_refused_with_the_line_that_made_them(kind, tmp_path, cap
     assert main([str(word) for word in ("train", *asked, *SMALL, "--out", tmp_path/"runs")]) == 2
     told = capsys.readouterr().err
     assert f"plugin {asked[-1]} cannot be loaded" in told and "at least two" in told and "line " in told
+
+
+TABLE = Path(__file__).resolve().parents[1]/"nbs"/"tutorials"/"own_pictures.ipynb"
+COLUMNS = dict(trains={"test_it_trains": KINDS},
+               resumes={"test_all_of_them_go_on_in_a_fresh_process_exactly": KINDS},
+               refuses={"test_bad_data_are_refused_in_one_line": tuple(bad),
+                        "test_bad_arrays_are_refused_with_the_line_that_made_them": tuple(MAKERS)})
+
+
+def test_the_table_of_the_tutorial_has_no_empty_cell_and_a_test_for_each():
+    cells = ["".join(c["source"]) for c in json.loads(TABLE.read_text(encoding="utf-8"))["cells"]]
+    lines = [line for source in cells for line in source.splitlines() if line.startswith("|")]
+    head, _, *rows = [[word.strip() for word in line.strip("|").split("|")] for line in lines]
+    assert head[1:] == ["on the command line", "trains", "goes on in a fresh process", "bad data are refused"]
+    assert len(rows) == len(KINDS) and all(all(row) and row[2:] == ["yes"] * 3 for row in rows)
+    for tests in COLUMNS.values():
+        assert all(name in globals() for name in tests)
+        assert sorted(kind for kinds in tests.values() for kind in kinds) == sorted(KINDS)
 
 
 def test_data_that_changed_or_went_away_are_an_error(tmp_path, capsys):

@@ -382,6 +382,35 @@ def test_a_broken_compiler_falls_back():
     assert torch.equal(out, torch.ones(2).sin()) and fn.calls == 0 and "no compiler here" in fn.reason
 
 
+def test_a_compiler_that_failed_is_tried_again_with_one_warning(recwarn):
+    tried = []
+    def late(graph, inputs):
+        tried.append(len(inputs))
+        if len(tried) < 3: raise RuntimeError("no room now")
+        return graph
+    torch._dynamo.register_backend(late, name="late_for_test")  # noqa: SLF001  # torch offers no public way
+    fn, x = Compiled(torch.sin, "late_for_test"), torch.linspace(0, 1, 5)
+    assert all(torch.equal(fn(x), x.sin()) for _ in range(60))
+    assert len(tried) == 3 and fn.failures == 2 and fn.reason == "" and fn.calls == 60 - 1 - 15 - 1 - 31
+    assert sum("without torch.compile" in str(w.message) for w in recwarn) == 1
+
+
+def test_a_compiler_that_always_fails_is_left_alone_in_the_end(recwarn):
+    tried = []
+    def never(graph, inputs): tried.append(1); raise RuntimeError("no compiler here")
+    torch._dynamo.register_backend(never, name="never_for_test")  # noqa: SLF001  # torch offers no public way
+    fn, x = Compiled(torch.sin, "never_for_test", limit=3), torch.ones(2)
+    assert all(torch.equal(fn(x), x.sin()) for _ in range(200))
+    assert len(tried) == 3 and fn.calls == 0 and fn.failures == 3
+    assert sum("without torch.compile" in str(w.message) for w in recwarn) == 2 # when it fails, when it is given up
+
+
+def test_a_wrong_call_does_not_take_the_compiled_function_away():
+    fn = Compiled(torch.matmul, "eager")
+    with pytest.raises(RuntimeError): fn(torch.ones(2), torch.ones(3))
+    assert fn(torch.ones(2), torch.ones(2)) == 2 and fn.reason == "" and fn.calls == 1
+
+
 def test_records_of_a_run_hold_no_unmeasured_zeros():
     envs = SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2)
     learner = Learner(envs, PPOConfig(num_steps=4, num_minibatches=1), small)

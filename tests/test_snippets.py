@@ -14,6 +14,7 @@ from scripts.notebooks import NBS, NOT_RUN, ROOT
 TOOLS = Path(sys.executable).parent
 TUTORIALS = sorted((NBS/"tutorials").glob("*.ipynb"))
 LARGE = "torch torchvision lightning transformers stable_baselines3 sb3_contrib sklearn matplotlib IPython".split()
+LARGE += ["optuna", "torchrl", "tensordict"]
 
 # What the README leaves to the reader: a model, an optimizer, data, and the reader's own step.
 YOURS = """

@@ -95,3 +95,20 @@ def test_a_missing_package_is_told_before_the_run_has_a_folder(tmp_path, monkeyp
     assert "pip install 'esper_nb[wandb]'" in capsys.readouterr().err and not (tmp_path/"runs").exists()
     assert importlib.import_module("esper_nb.record.trackers").TRACKERS.keys() == {
         "tensorboard", "wandb", "mlflow", "trackio"}
+
+
+def test_a_fit_tells_its_tracker_too(tmp_path, capsys):
+    event_files = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
+    asked = ["fit", "digits", "--set", "lanes=2", "--set", "epochs=2", "--log", "tensorboard", "--out", str(tmp_path)]
+    assert main(asked) == 0, capsys.readouterr().err
+    folder = next((tmp_path/"digits").rglob("*tfevents*")).parent
+    events = event_files.EventAccumulator(str(folder))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("heldout.accuracy_pp")]
+    assert tags and all(len(events.Scalars(tag)) == 2 for tag in tags)
+
+
+def test_a_fit_refuses_a_tracker_before_it_has_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["fit", "digits", "--log", "wandb", "--out", str(tmp_path/"runs")]) == 2
+    assert "pip install 'esper_nb[wandb]'" in capsys.readouterr().err and not (tmp_path/"runs").exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.train.worth import Worth, heard_slots, measure_worth, shapley
+from esper_nb.train.worth import Worth, contributions, heard_slots, measure_worth, pair_interactions, shapley
 from esper_nb.grow.blending import Blend
 from esper_nb.grow.hosts import CNNConfig, GPTConfig
 from esper_nb.core.lanes import lane_state, take_lanes
@@ -324,3 +324,10 @@ def test_equal_players_get_equal_shares_and_idle_ones_nothing(seed):
     v = shapley(f)
     torch.testing.assert_close(v[:3], v[:1].expand(3), rtol=0, atol=1e-12)
     assert abs(float(v[3])) < 1e-12
+
+
+@pytest.mark.parametrize("reading", [contributions, pair_interactions, shapley])
+def test_an_incomplete_table_is_refused_by_name(reading):
+    for size in (0, 3, 5, 7):
+        with pytest.raises(ValueError, match=rf"subsets={size}.*one per subset"): reading(torch.zeros(size, 2))
+    assert reading(torch.zeros(8, 2)).shape[0] == 3 and reading(torch.zeros(1, 2)).shape[0] == 0

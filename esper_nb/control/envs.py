@@ -24,6 +24,7 @@ from .evidence import Facts, begin_ledger, occupied_size
 from .networks import SeenNetworks, copied_env, first_seeds, lane_seeds, pack_state
 from .observations import forget, merge_lanes, push_epoch
 from .rewards import pay_step
+from .sb3 import sb3_env
 from ..core.config import check
 from ..grow.stages import Stage
 from ..train.evaluation import evaluate
@@ -145,6 +146,10 @@ class _Working(_Episodes):
         "What each head may choose under some legal action, as sb3-contrib's MaskablePPO asks for it."
         self.check_begun("action_masks")
         return self.mask[:, :self.actions.flat].numpy().copy()
+
+    def for_sb3(self, monitor: bool = True): # monitor: note returns and lengths of episodes
+        "These networks as one environment of Stable-Baselines3; it wants the mode SameStep."
+        return sb3_env(self, monitor)
 
     def test_accuracy(self) -> Tensor: # (n,) percentage points
         "Accuracy of every lane, as it is now, on the test split, which is read here and nowhere else."

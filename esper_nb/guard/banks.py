@@ -285,8 +285,9 @@ def _write_parts(b: Banks, u: int, lanes: Sequence[int] | None, skip: Sequence[s
     return out
 
 # %% ../../nbs/guard/11_banks.ipynb #d25fd978
-def _reshard(parts: Mapping[str, AnyPart]):
-    "Let go of what was gathered for a forward pass: the shards are written."
+def _settle(parts: Mapping[str, AnyPart]):
+    "Other streams may still be writing what is about to be written, and shards be gathered for a forward pass."
+    if torch.cuda.is_initialized(): torch.cuda.synchronize()
     for part in parts.values():
         if isinstance(part, ModulePart):
             for m in part.obj.modules():
@@ -300,9 +301,10 @@ def restore_banks(
 ) -> Written:
     "Write the published state back into the live parts."
     out = Written([], [])
-    _reshard(b.parts)
+    _settle(b.parts)
     for mine, u in _together(lanes, b.n, b.front, b.version):
         done = _write_parts(b, u, mine, skip, stay and mine is None)
         out.names.extend(done.names)
         out.kept.extend(done.kept)
+    _settle({})
     return out

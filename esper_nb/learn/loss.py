@@ -319,16 +319,17 @@ def collect_returns(
 
 # %% ../../nbs/learn/64_loss.ipynb #a1e60adb
 class Compiled:
-    "`fn` through torch.compile, counted, with the plain `fn` to fall back on."
+    "`fn` through torch.compile, counted, with `fn` to fall back on."
     def __init__(
         self,
-        fn: Callable, # a function of tensors
-        backend: str = "inductor", # as in torch.compile; "" leaves `fn` as it is
-        limit: int = 8, # compilations before giving up
+        fn: Callable, # of tensors
+        backend: str = "inductor", # as in torch.compile; "": none
+        limit: int = 8, # compilations, failures
     ):
         self.fn, self.limit = fn, limit
-        self.calls, self.compiles = 0, 0 # calls of the compiled function, compilations
-        self.reason = "" if backend else "off" # why the plain function is called; "": it is not
+        self.calls, self.compiles = 0, 0 # compiled calls, compilations
+        self.reason = "" if backend else "off" # why the plain function runs
+        self.failures, self.wait = 0, 0 if backend else -1 # calls until the next try
         if not backend: return
         inner = torch._dynamo.lookup_backend(backend)  # noqa: SLF001
         def counted(graph, inputs, **kw):
@@ -337,15 +338,19 @@ class Compiled:
         self.compiled = torch.compile(fn, backend=counted)
 
     def __call__(self, *args, **kw):
-        "The compiled function, or the plain one after it has failed."
-        if self.reason: return self.fn(*args, **kw)
+        "The compiled function, or the plain one."
+        self.wait -= bool(self.reason)
+        if self.wait: return self.fn(*args, **kw)
         try: out = self.compiled(*args, **kw)
-        except Exception as e: return self._give_up(f"{type(e).__name__}: {e}")(*args, **kw)
-        self.calls += 1
-        if self.compiles > self.limit: self._give_up(f"{self.compiles} compilations, more than {self.limit}")
+        except Exception as e:
+            out, self.failures = self.fn(*args, **kw), self.failures + 1 # a wrong call raises here
+            self._stop(f"{type(e).__name__}: {e}", 8 << self.failures if self.failures < self.limit else -1)
+            return out
+        self.calls, self.reason = self.calls + 1, ""
+        if self.compiles > self.limit: self._stop(f"{self.compiles} compilations, more than {self.limit}")
         return out
 
-    def _give_up(self, reason):
-        self.reason = reason[:300]
-        warnings.warn(f"{self.fn.__name__} runs without torch.compile from now on: {self.reason}")
-        return self.fn
+    def _stop(self, reason, wait=-1):
+        self.reason, self.wait = reason[:300], wait
+        how = "from now on" if wait < 0 else "for a while" if self.failures == 1 else ""
+        if how: warnings.warn(f"{self.fn.__name__} runs without torch.compile {how}: {self.reason}")

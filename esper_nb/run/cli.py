@@ -20,6 +20,7 @@ from ..learn.training import exit_when_told
 from ..record.files import check_target
 from ..record.trackers import TRACKERS
 from .compare import comparison_text
+from .exports import export_run
 from .fits import fit_run
 from .places import ENGINES
 from .plugins import load_all_installed, load_plugin, load_plugins, seek_in_plugins
@@ -176,10 +177,17 @@ def _add_watch(p: argparse.ArgumentParser) -> None:
     p.add_argument("run", help="its folder; it may be written by another process, or be over")
     p.add_argument("--every", type=_positive, default=2., help="seconds between two looks (default: %(default)g)")
 
-# %% ../../nbs/run/99_cli.ipynb #5f6d4eea
+# %% ../../nbs/run/99_cli.ipynb #6c78f034
 def _add_report(p: argparse.ArgumentParser) -> None:
     p.add_argument("run", nargs="+", help="its folder; several are compared")
     p.add_argument("--out", default=None, help="file (default: report.html in the folder, or beside the first one)")
+
+# %% ../../nbs/run/99_cli.ipynb #d0d0febf
+def _add_export(p: argparse.ArgumentParser) -> None:
+    p.add_argument("run", help="folder of a finished run of `train` or `fit`")
+    p.add_argument("--lane", type=int, default=None, help="which network (default: the best on the held-out split)")
+    p.add_argument("--out", default=None, help="file, in .onnx, .pt2 or .safetensors (default: network.onnx there)")
+    _import_option(p)
 
 def _add_compare(p: argparse.ArgumentParser) -> None:
     _run_options(p, "as for train")
@@ -195,6 +203,7 @@ def _add_fit(p: argparse.ArgumentParser) -> None:
     p.add_argument("task", nargs="?", default=None, help="one of: " + ", ".join(list_tasks()))
     _add_set(p, "override a setting, e.g. lanes=4; settings: " + ", ".join(FitConfig.__dataclass_fields__))
     _common_options(p)
+    _log_option(p)
     p.add_argument("--out", default="runs", help="where the run's folder goes")
 
 def _add_bench(p: argparse.ArgumentParser) -> None:
@@ -208,6 +217,10 @@ def _add_bench(p: argparse.ArgumentParser) -> None:
 def _train(args): return drive_run(begin_run(_chosen_recipe(args), args.out), not args.quiet, more=add_schedule)
 def _resume(args): return drive_run(open_run(args.run, _longer(args)), not args.quiet, more=add_schedule)
 def _report(args): print(write_report(args.run, args.out))
+
+def _export(args):
+    load_plugins(args.imports)
+    print(export_run(args.run, args.out, args.lane))
 
 def _watch(args):
     from esper_nb.show.dashboard import watch_text
@@ -227,7 +240,7 @@ def _fit(args):
     if own is None: seek_in_plugins(args.task, lambda task: task in list_tasks())
     settings = parse_settings(args.set, FitConfig) | (dict(governor=None) if args.unguarded else {})
     fit_run(own or args.task, FitConfig.from_dict(settings), args.device, None if own else args.data, args.out,
-            args.synthetic, faults=[parse_fault(f) for f in args.inject])
+            args.synthetic, faults=[parse_fault(f) for f in args.inject], log=args.log)
 
 def _bench(args):
     from esper_nb.bench.fault_bench import BENCHES
@@ -248,6 +261,7 @@ _commands = dict(
     resume=_Command(_resume, _add_resume, "go on with a run, exactly where it stopped"),
     watch=_Command(_watch, _add_watch, "follow a run in a terminal while it is written"),
     report=_Command(_report, _add_report, "write one self-contained HTML page about a run, or about several"),
+    export=_Command(_export, _add_export, "write one network that a run has grown as ONNX or for torch"),
     compare=_Command(_compare, _add_compare, "a recipe's controller against the heuristic, random actions, waiting and "
                                              "the best fixed schedule"),
     fit=_Command(_fit, _add_fit, "train a population of networks on a task without a controller"),

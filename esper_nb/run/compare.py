@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['METERS', 'Player', 'latest_step', 'RulePlayer', 'RandomPlayer', 'PolicyPlayer', 'PlayScores', 'play_lanes',
-           'PlayResult', 'PracticeUpdate', 'Comparison', 'net_accuracy', 'compare_controllers', 'simple_controllers',
-           'comparison_text']
+           'PlayResult', 'PracticeUpdate', 'Comparison', 'compare_controllers', 'simple_controllers', 'comparison_text']
 
 # %% ../../nbs/run/95_compare.ipynb #48781008
 import json, math, time
@@ -276,16 +275,6 @@ class Comparison(NamedTuple):
 
     @classmethod
     def load(cls, path: str | Path) -> "Comparison": return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
-
-# %% ../../nbs/run/95_compare.ipynb #a239771b
-def net_accuracy(
-    c: Comparison, # in which some network stayed as it was born
-    price: float, # pp for as many parameters again: `EnvConfig.price`
-) -> dict[str, list[float]]: # name -> a mean over lanes a seed, pp
-    "Test accuracy less the price of what was grown."
-    host = min(min(p.parameters) for p in c.plays)
-    def net(p): return float(np.mean(np.array(p.test_accuracy_pp) - price * (np.array(p.parameters) - host) / host))
-    return {k: [net(p) for p in c.plays if p.controller == k] for k in c.names}
 
 # %% ../../nbs/run/95_compare.ipynb #b099e14f
 def compare_controllers(

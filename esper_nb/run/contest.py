@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['timetable', 'list_schedules', 'kinds_of', 'ScheduleSearch', 'best_schedule', 'train_player', 'OraclePlayer',
-           'search_seeds', 'add_schedule']
+           'search_seeds', 'add_schedule', 'net_accuracy']
 
 # %% ../../nbs/run/97_contest.ipynb #0f067297
 import time
@@ -18,7 +18,7 @@ from ..control.rules import Fixed
 from ..grow.decisions import Decision
 from ..learn.learner import Learner, Update
 from ..learn.training import StopFlag
-from .compare import Player, PolicyPlayer, RulePlayer, play_lanes
+from .compare import Comparison, Player, PolicyPlayer, RulePlayer, play_lanes
 from .recipes import RunConfig, fair_env
 from .runs import Run
 from .state import training_env
@@ -144,3 +144,13 @@ def add_schedule(run: Run) -> dict[str, Callable[[int], Player]]: # name -> what
     found = best_schedule(env, [101], few)
     env.close()
     return {"fixed schedule": lambda seed: RulePlayer(found.schedule, practice_epochs=found.epochs)}
+
+# %% ../../nbs/run/97_contest.ipynb #03b3b44a
+def net_accuracy(
+    c: Comparison, # in which some network stayed as it was born
+    price: float, # pp for as many parameters again: `EnvConfig.price`
+) -> dict[str, list[float]]: # name -> a mean over lanes a seed, pp
+    "Test accuracy less the price of what was grown."
+    host = min(min(p.parameters) for p in c.plays)
+    def net(p): return float(np.mean(np.array(p.test_accuracy_pp) - price * (np.array(p.parameters) - host) / host))
+    return {k: [net(p) for p in c.plays if p.controller == k] for k in c.names}

@@ -20,6 +20,7 @@ from ..record.folders import RunFolder, new_run
 from ..record.populations import closing_table, population_rows, run_rows
 from ..record.recorder import Recorder
 from ..record.summaries import run_origin
+from ..record.trackers import check_trackers, open_trackers
 from ..record.writers import JSONLWriter
 from ..train.evaluation import evaluate
 from ..train.faults import Fault, disturb_at
@@ -59,7 +60,7 @@ def _fit_epochs(pop: Population, rec: Recorder, faults: Sequence[Fault], progres
     return rates
 
 # %% ../../nbs/run/93b_fits.ipynb #f5a7740f
-def fit_run(
+def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom
     task: Task | str, # a task, or the name of one
     config: FitConfig = FitConfig(),
     device: str = "cpu",
@@ -68,8 +69,10 @@ def fit_run(
     synthetic: bool = False, # made-up images in place of CIFAR-10
     progress: bool = True, # draw a progress bar
     faults: Sequence[Fault] = (), # ways to ruin the run, to watch the Governor at work
+    log: Sequence[str] = (), # trackers that are told, too
 ) -> tuple[Population, RunFolder]:
     "Train a population with a progress bar, and leave a run folder with settings, rows, weights and a plot."
+    check_trackers(log)
     task = get_task(task) if isinstance(task, str) else task
     epochs = config.epochs or task.epochs
     for f in faults:
@@ -78,7 +81,7 @@ def fit_run(
     pop = new_population(task, config, device=device, root=root, synthetic=synthetic)
     described = dict(task=task.to_dict(), fit=config.to_dict(), device=str(device))
     run = new_run(out, task.name, described | dict(version=__version__, torch=torch.__version__, origin=run_origin()))
-    with Recorder([JSONLWriter(run.rows_path)]) as rec:
+    with Recorder([JSONLWriter(run.rows_path), *open_trackers(log, run.path)]) as rec:
         rec.add(run_rows(pop))
         rates = _fit_epochs(pop, rec, faults, progress)
         rec.add(run_rows(pop, "finished" if int(pop.epoch.max()) >= pop.epochs else "stopped"))

@@ -64,6 +64,7 @@ def _read(path: str | Path) -> _Told:
     with _reading(folder.config_path):
         found = [config[k].get("name") for k in ("run", "task") if k in config]
         name = str(next(filter(None, found), folder.path.name))
+        dict(config.get("origin", {}))
     with _reading(plays): comparison = Comparison.load(plays) if plays.exists() else None
     with _reading(final): last = read_rows(final) if final.exists() else []
     return _Told(folder=folder, name=name, config=config, rows=rows, final=last, comparison=comparison)
@@ -105,7 +106,7 @@ def _commands(told: _Told) -> str:
 
 # %% ../../nbs/run/98_report.ipynb #02c6b2d4
 _facts_of = dict(begun="begun", processor="processor", cores="cores", threads="threads of torch", system="system",
-                 python="Python", numpy="NumPy") # of a run's origin -> as people say it
+                 python="Python", numpy="NumPy") # in words
 
 def _facts(told: _Told) -> dict[str, Any]:
     "When, where and with what."
@@ -165,7 +166,7 @@ _learning = dict(
     env_steps="epochs of lanes so far", return_mean="return of an episode", entropy_mean="entropy of the choices",
     approx_kl="distance of new and old policy (KL)", clipfrac="share of ratios clipped",
     explained_variance="share of the returns that the critic explains", value_loss="loss of the critic",
-    grad_norm="gradient norm", rollbacks="rollbacks in the rollout") # of an update: metric -> as people say it
+    grad_norm="gradient norm", rollbacks="rollbacks in the rollout") # metric -> in words
 
 def _learning_section(rows: list[Row]) -> str:
     "Health of the policy, or how the lanes trained."

@@ -8,7 +8,7 @@ __all__ = ['SeedTask', 'practice_update', 'play_seed', 'play_in_places', 'SeedSt
 # %% ../../nbs/run/97a_seeds.ipynb #90a18fa0
 import contextlib, json, shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -210,7 +210,7 @@ def _played(
     jobs: int | None, # seeds at a time; None: one, or as many as an engine has cores
     say: Callable[[str], Any],
     watch: Callable[[int, Any], Any],
-) -> Iterator[Comparison]:
+) -> Generator[Comparison, None, None]:
     "Seed after seed, in the order in which they end."
     if engine == "local":
         if jobs is not None and jobs > 1: yield from _in_processes(jobs, tasks, say, watch)

@@ -1,0 +1,40 @@
+"The study of the Optuna page: pruned by what runs record, and the same every time."
+import json
+from pathlib import Path
+
+import pytest
+
+optuna = pytest.importorskip("optuna", reason="the page needs the extra: pip install 'esper_nb[optuna]'")
+PAGE = Path(__file__).resolve().parents[1]/"nbs"/"tutorials"/"tune_with_optuna.ipynb"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def definitions():
+    "What the page defines; no study is run."
+    space = {}
+    for cell in json.loads(PAGE.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code" and not source.startswith("#"): exec(source, space)
+    return space
+
+
+def trials_of(study): return [(t.state.name, t.params, list(t.intermediate_values.values())) for t in study.trials]
+
+
+def test_two_studies_are_one():
+    page = definitions()
+    page["EPOCHS"] = 5
+    one, two = (page["new_study"](4) for _ in range(2))
+    assert trials_of(one) == trials_of(two)
+    assert {name for name, *_ in trials_of(one)} <= {"COMPLETE", "PRUNED"}
+    done = [values for name, _, values in trials_of(one) if name == "COMPLETE"]
+    assert all(len(values) == 5 for values in done) and one.best_value == max(values[-1] for values in done)
+
+
+def test_a_trial_that_falls_behind_is_ended_with_what_it_had():
+    page = definitions()
+    page["EPOCHS"] = 5
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.ThresholdPruner(lower=101))
+    study.optimize(page["objective"], n_trials=1)
+    trial, = study.trials
+    assert trial.state == optuna.trial.TrialState.PRUNED and len(trial.intermediate_values) == 1
