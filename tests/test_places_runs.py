@@ -208,9 +208,10 @@ def test_a_driver_that_ends_leaves_nothing_and_is_resumed(here, tmp_path, what, 
     done = child(tmp_path, *TRAIN, "--engine", "ray", "--out", tmp_path, what=what, at=10)
     assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
     family = json.loads((tmp_path/"family.json").read_text())
-    assert len(family) >= 4 and not still_there(family) # actors and the engine
+    assert len(family) >= 4 # actors and the engine
     if what != "driver": assert f"esper-nb resume {run}" in done.stderr
     again = child(tmp_path, "resume", run, "--engine", engine, "--quiet")
     assert again.returncode == 0, again.stderr
     assert_same_run(run, here)
     assert not list(run.glob("parts-*"))
+    assert not still_there(family, 180) # Ray's agents notice after a minute that a killed driver is gone
