@@ -88,7 +88,7 @@ def test_the_sidebar_begins_where_a_newcomer_does():
     assert of["Tutorials"][0] == "tutorials/first_rollback.ipynb"
     def stems(title): return [p.split("/")[1].removesuffix(".ipynb") for p in of[title]]
     assert stems("Explanations") == [
-        "results", "look_first", "design", "glossary", "frontier", "growing_pays", "negative_results"]
+        "results", "look_first", "design", "glossary", "frontier", "growing_pays", "many_machines", "negative_results"]
     assert stems("Appendix") == ["metrics", "findings"]
     assert list(of)[0] == "Tutorials" and list(of)[-2:] == ["Explanations", "Appendix"]
 
