@@ -67,12 +67,13 @@ if TYPE_CHECKING:
     from esper_nb.show.words import session_text as session_text
     from esper_nb.run.recipes import get_recipe as get_recipe, list_recipes as list_recipes
     from esper_nb.run.runs import (begin_run as begin_run, open_run as open_run, run_updates as run_updates,
-        drive_run as drive_run, finish_run as finish_run)
+        drive_run as drive_run)
     from esper_nb.run.report import write_report as write_report
     from esper_nb.run.compare import (Comparison as Comparison, compare_controllers as compare_controllers,
         comparison_text as comparison_text, simple_controllers as simple_controllers, PolicyPlayer as PolicyPlayer,
         RandomPlayer as RandomPlayer, play_lanes as play_lanes)
     from esper_nb.run.split import SplitVecEnv as SplitVecEnv
+    from esper_nb.run.places import new_place as new_place
 _NAMES = {
     "core.lanes": "per_lane",
     "guard.governor": "Governor",
@@ -118,11 +119,12 @@ _NAMES = {
     "show.dashboard": "Dashboard watch",
     "show.words": "session_text",
     "run.recipes": "get_recipe list_recipes",
-    "run.runs": "begin_run open_run run_updates drive_run finish_run",
+    "run.runs": "begin_run open_run run_updates drive_run",
     "run.report": "write_report",
     "run.compare": "Comparison compare_controllers comparison_text simple_controllers PolicyPlayer "
         "RandomPlayer play_lanes",
     "run.split": "SplitVecEnv",
+    "run.places": "new_place",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 # end of names

@@ -44,7 +44,7 @@ def test_a_study_in_a_file_is_spread_over_workers_and_goes_on_after_an_interrupt
     ray = pytest.importorskip("ray", reason="workers need the extra: pip install 'esper_nb[ray]'")
     page, journal = definitions(), tmp_path/"grown.journal"
     page["EPOCHS"] = 5
-    page["work"](journal, 2, 0)
+    page["Worker"]().work(journal, 2, 0)
     before = page["ended_in"](page["open_study"](journal))
     assert len(before) == 2
     try: study = page["spread"](journal, 4)

@@ -20,7 +20,7 @@ from ..record.rows import Row
 from ..record.steps import EnvRows
 from ..record.writers import cut_rows
 from .recipes import RunConfig
-from .split import OWN, SplitVecEnv
+from .split import KEPT_IN, SplitVecEnv
 from ..train.data import ImageData
 from ..train.text import TextData
 
@@ -69,7 +69,7 @@ class _Lanes:
         "Keep everything in a folder; snapshots of a process that was killed end here."
         self.folder = folder
         if not isinstance(self.env, SplitVecEnv): return
-        for old in folder.path.glob(f"{OWN}*"): shutil.rmtree(old, ignore_errors=True)
+        for old in folder.path.glob(f"{KEPT_IN}*"): shutil.rmtree(old, ignore_errors=True)
         self.env.keep_in(folder.path)
 
 # %% ../../nbs/run/95a_state.ipynb #1765f576
