@@ -381,6 +381,7 @@ def grown(kind, optimizer=None, **kw):
     if kind == "mixed":
         slot = pop.model.names[0]
         for i in range(5): pop.model.germinate(slot, ("norm", "conv_light")[i % 2], [i])
+        pop.model.advance(slot, range(5), force=True)
     return pop
 
 def trained(pop, warm, epochs=3, meanwhile=lambda pop, e: None):
@@ -423,11 +424,12 @@ def test_a_replay_is_one_launch_a_batch(gpu, kind):
         run_epoch(pop, graphs=graphs)
     assert set(batches) == {(4, 0)} and len(batches) == 9   # two inputs in, the graph, its record out
 
+@pytest.mark.filterwarnings("ignore:graph.*alpha")
 def test_what_grows_is_recorded_anew(gpu):
     def live(pop, e):
         slot = pop.model.names[0]
-        if e == 0: pop.model.germinate(slot, "norm", [1, 2], tempo=1)
-        if e == 2: pop.model.advance(slot, [1, 2], force=True)     # alpha moves in epoch 3, and is 1 from 4 on
+        if e == 0: pop.model.germinate(slot, "norm", [1, 2], tempo=1, goal=.5)
+        if e in (0, 2): pop.model.advance(slot, [1, 2], force=True)     # alpha moves in epoch 3, and is .5 from 4 on
     runs = [trained(grown("alike"), warm, 6, live) for warm in (2, PLAIN)]
     (a, one, graphs), (b, two, _) = runs
     for k, t in a.items(): assert torch.equal(t, b[k]), k

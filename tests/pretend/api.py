@@ -7,6 +7,8 @@ from unittest import mock
 
 import torch
 
+from esper_nb.grow import routing
+
 from .graphs import CUDAGraph, graph
 from .orders import Event, Stream
 from .tensors import DeviceTensor, hidden
@@ -160,6 +162,12 @@ def _of_cuda(m):
         set_rng_state=lambda s, d="cuda": set_states([s if k == m.place_of(d) else t for k, t in enumerate(m.random)]))
 
 
+def _kept(made, key, make):
+    "What a route keeps, it keeps by type, for the sake of tracers; a device's tensors are of a type of their own here."
+    if key not in made: made[key] = make()
+    return made[key]
+
+
 def _in_threads(m):
     "Threads of pools see the machine, too."
     real = ThreadPoolExecutor.submit
@@ -183,7 +191,7 @@ def in_place(m):
               (torch.backends.cudnn, dict(is_acceptable=lambda t: False)),
               (sys.modules["torch.optim.optimizer"], dict(
                   _foreach_supported_types=[torch.Tensor, torch.nn.Parameter, DeviceTensor])),
-              (ThreadPoolExecutor, dict(submit=_in_threads(m)))]
+              (routing, dict(_kept=_kept)), (ThreadPoolExecutor, dict(submit=_in_threads(m)))]
     swap = torch.__future__.get_swap_module_params_on_conversion()
     with contextlib.ExitStack() as stack:
         for owner, table in tables:

@@ -97,6 +97,9 @@ class Memory:
 
     def touch(self, stream, now, writes, what):
         "Note one use; a race if it is not behind the uses that it depends on."
+        if self.machine is not stream.machine: # it has outlived its machine, whose work is done
+            self.machine, self.home, self.write = stream.machine, stream, None
+            self.reads.clear()
         def early(number, at): return number != stream.number and stream.clock.get(number, 0) < at
         if self.write is not None and early(*self.write):
             self.machine.race(f"{what} on {stream} uses what {self.what} on another stream may still be writing")
