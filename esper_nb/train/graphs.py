@@ -289,6 +289,7 @@ class GroupSteps:
         steps[-1] = TrainStep(*pack_step(steps[-1]))
         self.resident.settle(len(steps))
 
+# %% ../../nbs/train/46a_graphs.ipynb #31e0b83e
 def record_steps(
     graphs: Graphs | None, # None: nobody wants any
     g: Group, # about to be trained
@@ -296,6 +297,7 @@ def record_steps(
 ) -> GroupSteps | None: # None: the steps are plain calls
     "The recorded steps of a group for an epoch, or the reason why there are none."
     if graphs is None: return None
-    judged = "the host judges every batch: no GPU, loss scales, a disturbance, or a host that rests" if careful else None
-    if why := judged or unfit_group(g): graphs.say(why)
-    return None if why else GroupSteps(graphs, g)
+    why = "the host judges every batch: no GPU, loss scales, a disturbance, or a host that rests"
+    found = why if careful else unfit_group(g)
+    if found: graphs.say(found)
+    return None if found else GroupSteps(graphs, g)
