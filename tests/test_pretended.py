@@ -1,11 +1,13 @@
 "The pretended device: it refuses what a real one refuses, it sees races, and the main job runs on it."
 import copy
+import json
 import math
 
 import gymnasium as gym
 import pytest
 import torch
 from pretend import PretendedCuda, Race
+from scripts import gpu_bench
 from torch import nn
 
 from esper_nb.core import devices
@@ -359,12 +361,12 @@ def test_pinned_memory_is_read_anew_in_every_replay(gpu):
     assert x.tolist() == [4.] * 3
 
 def test_a_replay_is_behind_what_it_reads_and_reads_nothing_that_is_gone(gpu):
-    x = torch.ones(3, device="cuda")
-    graph, out, s = captured(lambda: x * 2)
+    kept = [torch.ones(3, device="cuda")]
+    graph, out, s = captured(lambda: kept[0] * 2)
     with torch.cuda.stream(s): graph.replay()
     with pytest.raises(Race, match="may still be writing"): out + 1
     torch.cuda.current_stream().wait_stream(s)
-    del x
+    kept.clear()
     with pytest.raises(Race, match="has been freed"): graph.replay()
 
 
@@ -460,6 +462,34 @@ def test_fit_records_where_it_is_asked_to(gpu, monkeypatch):
     seen = []
     real = Graphs.sweep
     monkeypatch.setattr(Graphs, "sweep", lambda self: (seen.append(self.replays), real(self)))
-    assert len(list(fit(grown("alike"), 2, graph=True))) == 2 and seen == [6, 15]
+    assert len(list(fit(grown("alike"), 2, graph=True))) == 2 and seen == [0, 6]
     pop = small("cpu")
     with pytest.warns(UserWarning, match="the host judges every batch"): next(fit(pop, graph=True))
+
+
+# --- the benchmark of a GPU
+
+class InHere:
+    "In place of processes, which would not see the pretended device."
+    def __init__(self, make, settings, threads, keep, parts):
+        self.sides = [gpu_bench.loop_side(**settings, part=(k, parts)) for k in range(parts)]
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
+    def epoch(self): return [f(0) for f in self.sides]
+
+def test_the_benchmark_runs_in_miniature(gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_bench, "OnePerCore", InHere)
+    gpu_bench.main(["--small", "--out", str(tmp_path/"gpu.json")])
+    found = json.loads((tmp_path/"gpu.json").read_text())
+    assert found["machine"]["device"] == "pretended" and set(gpu_bench.SECTIONS) < set(found)
+    assert all(s > 0 for name in gpu_bench.SECTIONS for row in found[name] for s in row["seconds"].values())
+    assert set(found["lanes"][0]["seconds"]) == {"lanes", "loop", "processes"}
+    assert [row["replays"] for row in found["graph"]] == [row["batches"] - 1 for row in found["graph"]]
+    gpu_bench.main(["--small", "snapshots", "--out", str(tmp_path/"gpu.json")])
+    assert json.loads((tmp_path/"gpu.json").read_text())["lanes"] == found["lanes"]
+    with pytest.raises(SystemExit): gpu_bench.main(["--small"])   # would overwrite what is stored
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
+def test_the_benchmark_says_that_it_needs_a_device(tmp_path):
+    with pytest.raises(SystemExit, match="needs a CUDA device"): gpu_bench.main(["--out", str(tmp_path/"gpu.json")])
+    assert not list(tmp_path.iterdir())

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import (
+    Tensor, _foreach_add, _foreach_add_, _foreach_addcmul_, _foreach_div,
+    _foreach_div_, _foreach_lerp_, _foreach_mul_, _foreach_sqrt, nn)
 
 from ..core.devices import Precision, send
 from ..core.layers import LaneDropout, by_lane
-from ..grow.models import Growing
 from ..grow.blending import RampMode
+from ..grow.models import Growing
 from .groups import Group
 from .optim import LaneOptimizer
 from .stepper import Stepper
@@ -93,12 +95,12 @@ class Moving:
 def move_sgd(m: Moving):
     "SGD with momentum, Nesterov's too, and weight decay."
     d, updates = m.owner.wide.defaults, m.grads
-    if d["weight_decay"]: updates = list(torch._foreach_add(updates, m.weights, alpha=d["weight_decay"]))
+    if d["weight_decay"]: updates = list(_foreach_add(updates, m.weights, alpha=d["weight_decay"]))
     if d["momentum"]:
         kept = m.state("momentum_buffer")
-        torch._foreach_mul_(kept, d["momentum"])
-        torch._foreach_add_(kept, updates)
-        updates = list(torch._foreach_add(updates, kept, alpha=d["momentum"])) if d["nesterov"] else kept
+        _foreach_mul_(kept, d["momentum"])
+        _foreach_add_(kept, updates)
+        updates = list(_foreach_add(updates, kept, alpha=d["momentum"])) if d["nesterov"] else kept
     m.descend(updates, [m.lr] * len(updates))
 
 def move_adam(m: Moving):
@@ -106,16 +108,16 @@ def move_adam(m: Moving):
     d, updates = m.owner.wide.defaults, m.grads
     (b1, b2), decay = d["betas"], d["weight_decay"]
     if decay and m.owner.cls is torch.optim.AdamW:
-        torch._foreach_mul_(m.weights, m.spread([1 - m.lr * decay] * len(updates)))
-    elif decay: updates = list(torch._foreach_add(updates, m.weights, alpha=decay))
+        _foreach_mul_(m.weights, m.spread([1 - m.lr * decay] * len(updates)))
+    elif decay: updates = list(_foreach_add(updates, m.weights, alpha=decay))
     mean, square = m.state("exp_avg"), m.state("exp_avg_sq")
-    torch._foreach_lerp_(mean, updates, 1 - b1)
-    torch._foreach_mul_(square, b2)
-    torch._foreach_addcmul_(square, updates, updates, 1 - b2)
-    size = list(torch._foreach_sqrt(square))
-    torch._foreach_div_(size, m.spread([(1 - b2**age).sqrt() for age in m.ages]))
-    torch._foreach_add_(size, d["eps"])
-    m.descend(list(torch._foreach_div(mean, size)), [m.lr / (1 - b1**age) for age in m.ages])
+    _foreach_lerp_(mean, updates, 1 - b1)
+    _foreach_mul_(square, b2)
+    _foreach_addcmul_(square, updates, updates, 1 - b2)
+    size = list(_foreach_sqrt(square))
+    _foreach_div_(size, m.spread([(1 - b2**age).sqrt() for age in m.ages]))
+    _foreach_add_(size, d["eps"])
+    m.descend(list(_foreach_div(mean, size)), [m.lr / (1 - b1**age) for age in m.ages])
 
 # %% ../../nbs/train/46a_graphs.ipynb #9a1c18ab
 _plain = {"foreach", "weight_decay"}
@@ -147,7 +149,7 @@ class Resident:
             found = [(age, p, p.grad) for age, p in zip(self.ages[k], o.params.values()) if p.grad is not None]
             if not found: continue
             ages = [age for age, _, _ in found]
-            torch._foreach_add_(ages, 1.)
+            _foreach_add_(ages, 1.)
             weights, grads = ([by_lane(t.detach(), o.lanes) for t in part] for part in list(zip(*found))[1:])
             _rules[o.cls][0](Moving(owner=o, weights=weights, grads=grads, lr=self.lr[k], ages=ages))
 
@@ -234,9 +236,10 @@ class Graphs:
 
     def run(self, key: Hashable, f: Callable[..., Tensor], inputs: Sequence[Tensor], keep: object) -> Tensor:
         "What `f` answers: by a replay, as soon as there is a graph."
+        again = key in self.live # what an epoch makes once has been made
         self.live.add(key)
         self.seen[key] += 1
-        if key not in self.made and self.seen[key] > self.warm:
+        if again and key not in self.made and self.seen[key] > self.warm:
             try: self.made[key] = Recorded(f, inputs, keep)
             except RuntimeError as e: # which is how torch says that something cannot be in a graph
                 self.made[key] = None
@@ -247,7 +250,7 @@ class Graphs:
         return graph(*inputs)
 
     def sweep(self):
-        "Forget, with its memory, what has not been used since the last call."
+        "Before an epoch: forget, with its memory, what the last one did not use."
         self.made = {k: v for k, v in self.made.items() if k in self.live}
         self.seen = Counter({k: n for k, n in self.seen.items() if k in self.live})
         self.residents = {k: v for k, v in self.residents.items() if k in self.live}

@@ -262,11 +262,10 @@ def run_epoch(
     graphs: Graphs | None = None, # steps recorded in earlier epochs, and a place for new ones; None: plain calls
 ) -> EpochResult:
     "Train every lane for an epoch and evaluate it; interrupted, it leaves the population as it was."
+    if graphs is not None: graphs.sweep()
     plan = pop.plan()
     with use_threads(1 if pop.workers.pool and len(plan) > 1 else None): # the cores belong to the workers
-        result = run_plan(pop, plan, split, disturb, awake, clock, graphs)
-    if graphs is not None: graphs.sweep()
-    return result
+        return run_plan(pop, plan, split, disturb, awake, clock, graphs)
 
 # %% ../../nbs/train/47_trainer.ipynb #aa033cbd
 Decisions = Sequence[Decision | Sequence[Decision] | None] # one entry per lane

@@ -1,4 +1,4 @@
-"A pretended CUDA graph: what is called inside a capture is written down, refused where a device refuses it, and replayed."
+"A pretended CUDA graph: what a capture calls is written down, or refused where a device refuses it, and replayed."
 import contextlib
 import gc
 import weakref

@@ -20,8 +20,8 @@ from .orders import Memory, Race, Stream
 from .tensors import DeviceTensor, _machines
 
 limits = """no cuDNN, TF32 or atomics, whose sums depend on the order; no timing, no compiler; no memory that could run
-out; LSTM, GRU, attention and autocast are stand-ins; backward runs on the stream of the call; a launch is an operation of
-ATen that is no view, or a replay; a graph holds no copies to the host"""
+out; LSTM, GRU, attention and autocast are stand-ins; backward runs on the stream of the call; a launch is a replay, or
+an operation of ATen that is no view; a graph holds no copies to the host"""
 
 _waiting = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _indexing = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
