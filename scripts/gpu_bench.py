@@ -137,7 +137,8 @@ def graph(size, limit):
     rows = []
     for case in size.cases:
         for seeds in (False, True):
-            rows.append(dict(case=case.name, networks=case.lanes, seeds=seeds, **graph_row(case, size.turns, limit, seeds)))
+            about = dict(case=case.name, networks=case.lanes, seeds=seeds)
+            rows.append(about | graph_row(case, size.turns, limit, seeds))
     return rows
 
 

@@ -228,6 +228,11 @@ class Graphs:
         if why not in self.said: warnings.warn(f"graph: {why}; trained without one", stacklevel=2)
         self.said.add(why)
 
+    def stream(self, device: torch.device) -> torch.cuda.Stream: # always the same
+        "Where epochs run that may be recorded."
+        if device not in self.streams: self.streams[device] = torch.cuda.Stream(device)
+        return self.streams[device]
+
     def resident(self, owners: tuple[LaneOptimizer, ...]) -> Resident: # the same for the same owners
         "The step of some owners."
         if owners not in self.residents: self.residents[owners] = Resident(owners)
@@ -268,9 +273,7 @@ class GroupSteps:
         "Inside the block work is queued where it can be recorded: behind all that was queued, before all that will be."
         device = self.resident.lr[0].device
         here = torch.cuda.current_stream(device)
-        there = here
-        if here == torch.cuda.default_stream(device):
-            there = self.graphs.streams.setdefault(device, torch.cuda.Stream(device))
+        there = here if here != torch.cuda.default_stream(device) else self.graphs.stream(device)
         there.wait_stream(here)
         try:
             with torch.cuda.stream(there):
