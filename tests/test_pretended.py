@@ -378,8 +378,8 @@ def grown(kind, optimizer=None, **kw):
     "Networks alike, or with seeds of several kinds, heard and unheard."
     task = get_task("digits") if optimizer is None else get_task("digits").replace(optimizer=optimizer, lr=.002)
     data = get_task("digits").load("cuda", limit=320)
-    pop = new_population(task, FitConfig(lanes=6, epochs=6, batch_size=32, precision="fp32", **kw), data=data,
-                         device="cuda")
+    config = FitConfig(**dict(lanes=6, epochs=6, batch_size=32, precision="fp32") | kw)
+    pop = new_population(task, config, data=data, device="cuda")
     if kind == "mixed":
         slot = pop.model.names[0]
         for i in range(5): pop.model.germinate(slot, ("norm", "conv_light")[i % 2], [i])
@@ -394,10 +394,11 @@ def trained(pop, warm, epochs=3, meanwhile=lambda pop, e: None):
     return weights(pop) | {k: t.cpu() for k, t in pop.stepper.state_dict().items()}, out, graphs
 
 @pytest.mark.parametrize("kind", ["alike", "mixed"])
-@pytest.mark.parametrize("optimizer", [None, "adamw"])
-def test_an_epoch_of_replays_is_the_same_epoch_to_the_bit(gpu, kind, optimizer):
+@pytest.mark.parametrize("optimizer, precision", [(None, "fp32"), (None, "bf16"), ("adamw", "fp32")])
+def test_an_epoch_of_replays_is_the_same_epoch_to_the_bit(gpu, kind, optimizer, precision):
     def rates(pop, e): pop.rates.set_lr(.5, [e])
-    (a, one, graphs), (b, two, none) = (trained(grown(kind, optimizer), warm, meanwhile=rates) for warm in (3, PLAIN))
+    (a, one, graphs), (b, two, none) = (
+        trained(grown(kind, optimizer, precision=precision), warm, meanwhile=rates) for warm in (3, PLAIN))
     assert graphs.replays >= 20 and none.replays == 0 and not graphs.said
     for k, t in a.items(): assert torch.equal(t, b[k]), k
     for x, y in zip(one, two): assert torch.equal(x.train.losses, y.train.losses) and x.lr.equal(y.lr)

@@ -157,13 +157,15 @@ def test_plan_is_pure_and_workers_keep_the_threads_of_the_caller():
     assert torch.get_num_threads() == ours
 
 
-def test_operations_beside_working_threads_use_one_core_and_a_group_alone_uses_all(monkeypatch):
+def test_operations_use_one_core_beside_working_threads_and_in_a_small_group_and_else_all(monkeypatch):
     seen, really = [], trainer.check_out
     monkeypatch.setattr(trainer, "check_out", lambda *a: (seen.append(torch.get_num_threads()), really(*a))[1])
     with use_threads(3):
-        for kw in (dict(workers=2), dict(workers=2, width=1, lanes=1), dict(workers=1, width=2)):
+        large = dict(batch_size=640)   # an activation of 0.6 MB for each lane
+        for kw in (dict(workers=2), dict(workers=2, lanes=1), dict(workers=1, width=2),
+                   large | dict(workers=2), large | dict(workers=2, lanes=1), large | dict(workers=1, width=2)):
             run_epoch(population("digits", **kw))
-        assert seen == [1, 3, 3]
+        assert seen == [1, 1, 1, 1, 3, 3]
         def fails(*a): raise RuntimeError("in a group")
         with pytest.raises(RuntimeError, match="in a group"): run_epoch(population("digits", workers=2), disturb=fails)
         assert torch.get_num_threads() == 3
