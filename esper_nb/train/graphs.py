@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import (
-    Tensor, _foreach_add, _foreach_add_, _foreach_addcmul_, _foreach_div,
-    _foreach_div_, _foreach_lerp_, _foreach_mul_, _foreach_sqrt, nn)
+from torch import Tensor, nn
 
 from ..core.devices import Precision, send
 from ..core.layers import LaneDropout, by_lane
@@ -95,12 +93,12 @@ class Moving:
 def move_sgd(m: Moving):
     "SGD with momentum, Nesterov's too, and weight decay."
     d, updates = m.owner.wide.defaults, m.grads
-    if d["weight_decay"]: updates = list(_foreach_add(updates, m.weights, alpha=d["weight_decay"]))
-    if d["momentum"]:
+    decay, momentum = d["weight_decay"], d["momentum"]
+    if decay: updates = [g.add(w, alpha=decay) for g, w in zip(updates, m.weights)]
+    if momentum:
         kept = m.state("momentum_buffer")
-        _foreach_mul_(kept, d["momentum"])
-        _foreach_add_(kept, updates)
-        updates = list(_foreach_add(updates, kept, alpha=d["momentum"])) if d["nesterov"] else kept
+        for k, u in zip(kept, updates): k.mul_(momentum).add_(u)
+        updates = [u.add(k, alpha=momentum) for u, k in zip(updates, kept)] if d["nesterov"] else kept
     m.descend(updates, [m.lr] * len(updates))
 
 def move_adam(m: Moving):
@@ -108,16 +106,15 @@ def move_adam(m: Moving):
     d, updates = m.owner.wide.defaults, m.grads
     (b1, b2), decay = d["betas"], d["weight_decay"]
     if decay and m.owner.cls is torch.optim.AdamW:
-        _foreach_mul_(m.weights, m.spread([1 - m.lr * decay] * len(updates)))
-    elif decay: updates = list(_foreach_add(updates, m.weights, alpha=decay))
+        for w, rest in zip(m.weights, m.spread([1 - m.lr * decay] * len(updates))): w.mul_(rest)
+    elif decay: updates = [g.add(w, alpha=decay) for g, w in zip(updates, m.weights)]
     mean, square = m.state("exp_avg"), m.state("exp_avg_sq")
-    _foreach_lerp_(mean, updates, 1 - b1)
-    _foreach_mul_(square, b2)
-    _foreach_addcmul_(square, updates, updates, 1 - b2)
-    size = list(_foreach_sqrt(square))
-    _foreach_div_(size, m.spread([(1 - b2**age).sqrt() for age in m.ages]))
-    _foreach_add_(size, d["eps"])
-    m.descend(list(_foreach_div(mean, size)), [m.lr / (1 - b1**age) for age in m.ages])
+    for a, b, u in zip(mean, square, updates):
+        a.lerp_(u, 1 - b1)
+        b.mul_(b2).addcmul_(u, u, value=1 - b2)
+    roots = m.spread([(1 - b2**age).sqrt() for age in m.ages])
+    size = [b.sqrt().div_(root).add_(d["eps"]) for b, root in zip(square, roots)]
+    m.descend([a / s for a, s in zip(mean, size)], [m.lr / (1 - b1**age) for age in m.ages])
 
 # %% ../../nbs/train/46a_graphs.ipynb #9a1c18ab
 _plain = {"foreach", "weight_decay"}
@@ -149,7 +146,7 @@ class Resident:
             found = [(age, p, p.grad) for age, p in zip(self.ages[k], o.params.values()) if p.grad is not None]
             if not found: continue
             ages = [age for age, _, _ in found]
-            _foreach_add_(ages, 1.)
+            for age in ages: age.add_(1.)
             weights, grads = ([by_lane(t.detach(), o.lanes) for t in part] for part in list(zip(*found))[1:])
             _rules[o.cls][0](Moving(owner=o, weights=weights, grads=grads, lr=self.lr[k], ages=ages))
 
