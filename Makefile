@@ -65,8 +65,9 @@ readme: $(STAMP)  ## README.md from nbs/index.ipynb
 docs: readme  ## the site in _docs (plain HTML pages where Quarto is missing), its links and pictures checked
 	$(BIN)/python scripts/notebooks.py docs
 
-gpu: $(STAMP)  ## the tests that need a CUDA device (each is skipped, with the reason, where there is none)
+gpu: $(STAMP)  ## on a CUDA machine: the tests that need a device, then the benchmark into nbs/explanations/bench_gpu.json
 	$(BIN)/pytest tests -m cuda -v
+	$(BIN)/python scripts/gpu_bench.py
 
 CUDA_TESTS = tests/test_pretended.py $(shell grep -l "^@pytest.mark.cuda" tests/test_*.py)
 pretended: $(STAMP)  ## the same tests and the main job on a pretended CUDA device, on any machine (part of `make unit`)

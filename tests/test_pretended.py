@@ -1,11 +1,13 @@
 "The pretended device: it refuses what a real one refuses, it sees races, and the main job runs on it."
 import copy
+import json
 import math
 
 import gymnasium as gym
 import pytest
 import torch
 from pretend import PretendedCuda, Race
+from scripts import gpu_bench
 from torch import nn
 
 from esper_nb.core import devices
@@ -19,9 +21,10 @@ from esper_nb.learn.policies import PolicyConfig
 from esper_nb.run.cli import main
 from esper_nb.train import trainer
 from esper_nb.train.evaluation import evaluate
+from esper_nb.train.graphs import Graphs
 from esper_nb.train.population import FitConfig, grown_plan, new_population
 from esper_nb.train.tasks import get_task
-from esper_nb.train.trainer import run_epoch
+from esper_nb.train.trainer import fit, run_epoch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -279,3 +282,215 @@ def test_acting_waits_twice_and_a_gradient_step_once(gpu, core):
     assert gpu.num_waits == 0
     learner.learn(first)
     assert gpu.num_waits <= 1   # the numbers of the step, with the norm of its gradient
+
+
+# --- graphs
+
+def captured(f, *before, graph=None):
+    "A graph of a function, on a stream of its own, after the work that it builds on."
+    s, graph = torch.cuda.Stream(), graph or torch.cuda.CUDAGraph()
+    s.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=s): out = f()
+    return graph, out, s
+
+def test_a_capture_computes_nothing_and_a_replay_all_of_it(gpu):
+    x, state = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+    graph, out, s = captured(lambda: state.add_(x).mul(2.))
+    assert state.tolist() == [0.] * 3 and out.isnan().all()
+    torch.cuda.current_stream().wait_stream(s)
+    gpu.reset()
+    for t in (1., 2.):
+        graph.replay()
+        x.fill_(5.)
+    assert gpu.launches["graph"] == 2 and gpu.num_waits == 0
+    assert state.tolist() == [6.] * 3 and out.tolist() == [12.] * 3
+
+@pytest.mark.parametrize("what, says", [
+    (lambda x: x.sum().item(), "_local_scalar_dense"), (lambda x: x.cpu(), "copy to the host"),
+    (lambda x: x[x > 0], "index by a mask"), (lambda x: torch.rand(3), "on the host"),
+    (lambda x: torch.rand(3, device="cuda"), "own stream of random numbers"),
+    (lambda x: torch.rand(3, device="cuda", generator=torch.Generator("cuda")), "not registered"),
+    (lambda x: torch.ones(3).pin_memory(), "pinned memory"), (lambda x: torch.ones(3).to("cuda"), "from the host"),
+    (lambda x: torch.ones(3).to("cuda", non_blocking=True), "from the host"),
+    (lambda x: torch.cuda.synchronize(), "synchronize"), (lambda x: torch.cuda.manual_seed(3), "generator"),
+    (lambda x: beside(x, forked=False), "has not been forked"),
+    (lambda x: torch.cuda.current_stream().wait_stream(torch.cuda.default_stream()), "not part of the capture")])
+def test_a_capture_refuses_what_no_graph_can_hold(gpu, what, says):
+    x, kept = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+    with pytest.raises(RuntimeError, match=says): captured(lambda: what(kept.add_(x)))
+    assert kept.tolist() == [0.] * 3 and not torch.cuda.is_current_stream_capturing()
+    (x + kept).tolist()   # life goes on
+
+def beside(x, forked):
+    s, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    if forked: s.wait_stream(here)
+    with torch.cuda.stream(s): y = x * 2
+    if forked: here.wait_stream(s)
+    return y
+
+def test_a_stream_that_is_forked_and_joined_is_part_of_the_capture(gpu):
+    x = torch.ones(3, device="cuda")
+    graph, out, s = captured(lambda: beside(x, forked=True))
+    torch.cuda.current_stream().wait_stream(s)
+    graph.replay()
+    assert out.tolist() == [2.] * 3
+    def left():
+        t = torch.cuda.Stream()
+        t.wait_stream(torch.cuda.current_stream())
+    with pytest.raises(RuntimeError, match="never joined"): captured(left)
+    with pytest.raises(RuntimeError, match="non-default"): torch.cuda.CUDAGraph().capture_begin()
+
+def test_a_registered_generator_draws_anew_in_every_replay(gpu):
+    g, graph = torch.Generator("cuda").manual_seed(3), torch.cuda.CUDAGraph()
+    graph.register_generator_state(g)
+    _, out, s = captured(lambda: torch.rand(4, device="cuda", generator=g), graph=graph)
+    torch.cuda.current_stream().wait_stream(s)
+    draws = []
+    for _ in range(2):
+        graph.replay()
+        draws.append(out.tolist())
+    again = torch.Generator("cuda").manual_seed(3)
+    assert draws == [torch.rand(4, device="cuda", generator=again).tolist() for _ in range(2)]
+
+def test_pinned_memory_is_read_anew_in_every_replay(gpu):
+    host, x = torch.ones(3).pin_memory(), torch.zeros(3, device="cuda")
+    graph, _, s = captured(lambda: x.copy_(host, non_blocking=True))
+    torch.cuda.current_stream().wait_stream(s)
+    host.fill_(4.)
+    graph.replay()
+    assert x.tolist() == [4.] * 3
+
+def test_a_replay_is_behind_what_it_reads_and_reads_nothing_that_is_gone(gpu):
+    kept = [torch.ones(3, device="cuda")]
+    graph, out, s = captured(lambda: kept[0] * 2)
+    with torch.cuda.stream(s): graph.replay()
+    with pytest.raises(Race, match="may still be writing"): out + 1
+    torch.cuda.current_stream().wait_stream(s)
+    kept.clear()
+    with pytest.raises(Race, match="has been freed"): graph.replay()
+
+
+# --- the step of a group as a graph
+
+PLAIN = 10**9 # batches before anything is recorded: the same step, by plain calls
+
+def grown(kind, optimizer=None, **kw):
+    "Networks alike, or with seeds of several kinds, heard and unheard."
+    task = get_task("digits") if optimizer is None else get_task("digits").replace(optimizer=optimizer, lr=.002)
+    data = get_task("digits").load("cuda", limit=320)
+    config = FitConfig(**dict(lanes=6, epochs=6, batch_size=32, precision="fp32") | kw)
+    pop = new_population(task, config, data=data, device="cuda")
+    if kind == "mixed":
+        slot = pop.model.names[0]
+        for i in range(5): pop.model.germinate(slot, ("norm", "conv_light")[i % 2], [i])
+        pop.model.advance(slot, range(5), force=True)
+    return pop
+
+def trained(pop, warm, epochs=3, meanwhile=lambda pop, e: None):
+    graphs, out = Graphs(warm), []
+    for e in range(epochs):
+        out.append(run_epoch(pop, graphs=graphs))
+        meanwhile(pop, e)
+    return weights(pop) | {k: t.cpu() for k, t in pop.stepper.state_dict().items()}, out, graphs
+
+@pytest.mark.parametrize("kind", ["alike", "mixed"])
+@pytest.mark.parametrize("optimizer, precision", [(None, "fp32"), (None, "bf16"), ("adamw", "fp32")])
+def test_an_epoch_of_replays_is_the_same_epoch_to_the_bit(gpu, kind, optimizer, precision):
+    def rates(pop, e): pop.rates.set_lr(.5, [e])
+    (a, one, graphs), (b, two, none) = (
+        trained(grown(kind, optimizer, precision=precision), warm, meanwhile=rates) for warm in (3, PLAIN))
+    assert graphs.replays >= 20 and none.replays == 0 and not graphs.said
+    for k, t in a.items(): assert torch.equal(t, b[k]), k
+    for x, y in zip(one, two): assert torch.equal(x.train.losses, y.train.losses) and x.lr.equal(y.lr)
+
+@pytest.mark.parametrize("kind", ["alike", "mixed"])
+def test_an_epoch_of_replays_is_close_to_one_without(gpu, kind):
+    a, one, _ = trained(grown(kind), 2, 1)
+    pop = grown(kind)
+    run_epoch(pop)
+    for k, t in (weights(pop) | {k: t.cpu() for k, t in pop.stepper.state_dict().items()}).items():
+        torch.testing.assert_close(a[k], t, rtol=1e-3, atol=1e-5)
+
+@pytest.mark.parametrize("kind", ["alike", "mixed"])
+def test_a_replay_is_one_launch_a_batch(gpu, kind):
+    pop, graphs = grown(kind), Graphs(2)
+    run_epoch(pop, graphs=graphs)
+    batches = []
+    real = Graphs.run
+    def run(*args):
+        before = gpu.num_launches, gpu.num_waits
+        out = real(*args)
+        batches.append((gpu.num_launches - before[0], gpu.num_waits - before[1]))
+        return out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Graphs, "run", run)
+        run_epoch(pop, graphs=graphs)
+    assert set(batches) == {(4, 0)} and len(batches) == 9   # two inputs in, the graph, its record out
+
+@pytest.mark.filterwarnings("ignore:graph.*alpha")
+def test_what_grows_is_recorded_anew(gpu):
+    def live(pop, e):
+        slot = pop.model.names[0]
+        if e == 0: pop.model.germinate(slot, "norm", [1, 2], tempo=1, goal=.5)
+        if e in (0, 2): pop.model.advance(slot, [1, 2], force=True)     # alpha moves in epoch 3, and is .5 from 4 on
+    runs = [trained(grown("alike"), warm, 6, live) for warm in (2, PLAIN)]
+    (a, one, graphs), (b, two, _) = runs
+    for k, t in a.items(): assert torch.equal(t, b[k]), k
+    assert graphs.replays == 7 + 7 + 9 + 7 + 9 and len(graphs.said) == 1 and "alpha is on its way" in graphs.said.pop()
+    assert len(graphs.made) <= 1   # what was recorded for the others is gone
+
+def test_an_epoch_of_replays_in_vain_is_done_again(gpu):
+    def ruin(pop, e): by_lane(next(pop.model.host.parameters()).data, 6)[2] = math.nan
+    runs = [trained(grown("alike", governor=None), warm, 3, ruin) for warm in (2, PLAIN)]
+    (a, one, graphs), (b, two, _) = runs
+    assert graphs.replays and one[2].train.skipped[2] == 10 and one[2].train.skipped.sum() == 10
+    for k, t in a.items(): assert torch.equal(t.nan_to_num(9.), b[k].nan_to_num(9.)), k
+
+def test_what_cannot_be_recorded_is_trained_by_plain_calls_and_said_once(gpu):
+    class Asking(nn.Module):
+        def forward(self, x): return x * (1. if x.sum().item() else 1.)
+    def asking():
+        pop = grown("alike")
+        pop.model.host.blocks[0][2] = Asking()   # in place of a ReLU
+        return pop
+    with pytest.warns(UserWarning, match="operation not permitted when stream is capturing") as said:
+        a, _, graphs = trained(asking(), 2)
+    assert len([w for w in said if "graph:" in str(w.message)]) == 1 and graphs.replays == 0
+    b, _, _ = trained(asking(), PLAIN)
+    for k, t in a.items(): assert torch.equal(t, b[k]), k
+
+def test_fit_records_where_it_is_asked_to(gpu, monkeypatch):
+    seen = []
+    real = Graphs.sweep
+    monkeypatch.setattr(Graphs, "sweep", lambda self: (seen.append(self.replays), real(self)))
+    assert len(list(fit(grown("alike"), 2, graph=True))) == 2 and seen == [0, 6]
+    pop = small("cpu")
+    with pytest.warns(UserWarning, match="the host judges every batch"): next(fit(pop, graph=True))
+
+
+# --- the benchmark of a GPU
+
+class InHere:
+    "In place of processes, which would not see the pretended device."
+    def __init__(self, make, settings, threads, keep, parts):
+        self.sides = [gpu_bench.loop_side(**settings, part=(k, parts)) for k in range(parts)]
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
+    def epoch(self): return [f(0) for f in self.sides]
+
+def test_the_benchmark_runs_in_miniature(gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_bench, "OnePerCore", InHere)
+    gpu_bench.main(["--small", "--out", str(tmp_path/"gpu.json")])
+    found = json.loads((tmp_path/"gpu.json").read_text())
+    assert found["machine"]["device"] == "pretended" and set(gpu_bench.SECTIONS) < set(found)
+    assert all(s > 0 for name in gpu_bench.SECTIONS for row in found[name] for s in row["seconds"].values())
+    assert set(found["lanes"][0]["seconds"]) == {"lanes", "loop", "processes"}
+    assert [row["replays"] for row in found["graph"]] == [row["batches"] - 1 for row in found["graph"]]
+    gpu_bench.main(["--small", "snapshots", "--out", str(tmp_path/"gpu.json")])
+    assert json.loads((tmp_path/"gpu.json").read_text())["lanes"] == found["lanes"]
+    with pytest.raises(SystemExit): gpu_bench.main(["--small"])   # would overwrite what is stored
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
+def test_the_benchmark_says_that_it_needs_a_device(tmp_path):
+    with pytest.raises(SystemExit, match="needs a CUDA device"): gpu_bench.main(["--out", str(tmp_path/"gpu.json")])
+    assert not list(tmp_path.iterdir())

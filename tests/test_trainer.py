@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from esper_nb.core.devices import repeatable
 from esper_nb.train import trainer
 from esper_nb.train.faults import Fault, list_faults
 from esper_nb.guard.reports import GovernorConfig
@@ -13,6 +14,7 @@ from esper_nb.grow.hosts import GPTConfig
 from esper_nb.core.lanes import lane, lane_state
 from esper_nb.core.layers import by_lane
 from esper_nb.core.workers import Workers, plan, use_threads
+from esper_nb.train.graphs import Graphs
 from esper_nb.train.tasks import get_task
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit, run_epoch
@@ -155,13 +157,15 @@ def test_plan_is_pure_and_workers_keep_the_threads_of_the_caller():
     assert torch.get_num_threads() == ours
 
 
-def test_operations_beside_working_threads_use_one_core_and_a_group_alone_uses_all(monkeypatch):
+def test_operations_use_one_core_beside_working_threads_and_in_a_small_group_and_else_all(monkeypatch):
     seen, really = [], trainer.check_out
     monkeypatch.setattr(trainer, "check_out", lambda *a: (seen.append(torch.get_num_threads()), really(*a))[1])
     with use_threads(3):
-        for kw in (dict(workers=2), dict(workers=2, width=1, lanes=1), dict(workers=1, width=2)):
+        large = dict(batch_size=640)   # an activation of 0.6 MB for each lane
+        for kw in (dict(workers=2), dict(workers=2, lanes=1), dict(workers=1, width=2),
+                   large | dict(workers=2), large | dict(workers=2, lanes=1), large | dict(workers=1, width=2)):
             run_epoch(population("digits", **kw))
-        assert seen == [1, 3, 3]
+        assert seen == [1, 1, 1, 1, 3, 3]
         def fails(*a): raise RuntimeError("in a group")
         with pytest.raises(RuntimeError, match="in a group"): run_epoch(population("digits", workers=2), disturb=fails)
         assert torch.get_num_threads() == 3
@@ -174,6 +178,20 @@ def test_cuda_population_learns_and_streams_agree_with_one_pass(machine):
     pops = [new_population(TASKS["digits"], c, data=data, device="cuda") for c in configs]
     a, b = ([r.train.loss for r in fit(p)] for p in pops)
     torch.testing.assert_close(torch.stack(a), torch.stack(b), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("warm", [2, 10**9])   # 10**9: nothing is recorded
+def test_cuda_runs_are_the_same_to_the_bit_by_replays_and_by_plain_calls(machine, warm):
+    data = TASKS["digits"].load("cuda", limit=320 if machine else None)
+    def run(warm):
+        graphs = Graphs(warm)
+        pop = new_population(TASKS["digits"], FitConfig(lanes=4, epochs=3, precision="fp32"), data=data, device="cuda")
+        with repeatable(): losses = torch.cat([run_epoch(pop, graphs=graphs).train.losses for _ in range(3)])
+        return losses, {k: t.cpu() for k, t in lane_state(pop.model).items()}, graphs
+    (a, ours, graphs), (b, theirs, plain) = run(2), run(warm)
+    assert graphs.replays > 0 and not graphs.said and (plain.replays > 0) == (warm == 2)
+    assert torch.equal(a, b) and all(torch.equal(t, theirs[k]) for k, t in ours.items())
 
 
 def guarded(**kw): return new_population(TASKS["digits"], FitConfig(lanes=4, epochs=8, **kw), data=DATA["digits"])

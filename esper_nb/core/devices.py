@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['NO_FLOAT64', 'Precision', 'choose_precision', 'check_device', 'check_devices', 'as_double', 'wait_for', 'send',
-           'activation_room', 'keep_freed_memory']
+           'activation_room', 'repeatable', 'keep_freed_memory']
 
 # %% ../../nbs/core/02_devices.ipynb #cdd16d98
 import ctypes
+import os
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -132,6 +133,45 @@ def activation_room(
     dev = torch.device(device)
     if dev.type == "cuda": return torch.cuda.mem_get_info(dev)[1] // 128
     return torch.mps.recommended_max_memory() // 128 if dev.type == "mps" else None
+
+# %% ../../nbs/core/02_devices.ipynb #58aca4db
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+class _Sums(NamedTuple):
+    "What decides how a GPU adds up; read from torch, or to be set."
+    tf32_products: bool # matrix products round fp32 to TF32
+    tf32_windows: bool # convolutions do
+    trials: bool # cuDNN tries its algorithms
+    fixed: bool # cuDNN takes deterministic algorithms only
+    kernels: bool # torch takes deterministic kernels
+    lenient: bool # and only warns where there are none
+    workspace: str | None # of cuBLAS; None: its own choice
+
+    @classmethod
+    def now(cls) -> "_Sums":
+        products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        return cls(tf32_products=products.allow_tf32, tf32_windows=cudnn.allow_tf32, trials=cudnn.benchmark,
+                   fixed=cudnn.deterministic, kernels=torch.are_deterministic_algorithms_enabled(),
+                   lenient=torch.is_deterministic_algorithms_warn_only_enabled(), workspace=os.environ.get(_WORKSPACE))
+
+    def set(self):
+        "Put these settings in force."
+        products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        products.allow_tf32, cudnn.allow_tf32 = self.tf32_products, self.tf32_windows
+        cudnn.benchmark, cudnn.deterministic = self.trials, self.fixed
+        torch.use_deterministic_algorithms(self.kernels, warn_only=self.lenient)
+        if self.workspace is None: os.environ.pop(_WORKSPACE, None)
+        else: os.environ[_WORKSPACE] = self.workspace
+
+# %% ../../nbs/core/02_devices.ipynb #56fc5851
+@contextmanager
+def repeatable() -> Iterator[None]:
+    "Inside the block a GPU adds in the same order in every run; after it everything is as it was."
+    before = _Sums.now()
+    _Sums(tf32_products=False, tf32_windows=False, trials=False, fixed=True, kernels=True, lenient=True,
+          workspace=before.workspace or ":4096:8").set()
+    try: yield
+    finally: before.set()
 
 # %% ../../nbs/core/02_devices.ipynb #38f04cff
 def keep_freed_memory() -> bool: # whether the allocator took the settings

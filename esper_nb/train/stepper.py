@@ -9,7 +9,7 @@ __all__ = ['StepInfo', 'SharedStep', 'Layout', 'Measurement', 'measure_places', 
 # %% ../../nbs/train/42_stepper.ipynb #d939cf01
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,6 +76,7 @@ class _Accounts(LaneState):
         self.max_norm = {k: math.inf if v is None or v <= 0 else float(v) for k, v in given.items()}
         self.loss: Tensor | None = None # (n,) given to `backward` since the last step
         self.trusts = False # a gradient is taken for finite, and the device is not asked
+        self.resident: Callable[[], object] | None = None # steps all lanes of all owners for a stepper that trusts
         self.shared: dict[tuple[str, ...], SharedStep] = {} # calls for owners that have stepped together
         self._layouts: dict[tuple, Layout] = {}
 
@@ -170,7 +171,8 @@ def step_trusting(
     for (k, parts), c in zip(grads.items(), found.coef[:, None].split(sizes)):
         for g in parts if own.max_norm[k] < math.inf else (): g.mul_(c)
     def on(k): return [True] * own.lanes if active.get(k) is None else active[k]
-    step_owners(own.owners, {k: [bool(on(k)[i]) for i in own.lanes_of(k)] for k in grads}, own.shared)
+    if own.resident is not None: own.resident()
+    else: step_owners(own.owners, {k: [bool(on(k)[i]) for i in own.lanes_of(k)] for k in grads}, own.shared)
     norms = dict(zip(grads, found.norms.split(sizes)))
     return StepInfo(found.loss, norms, dict(any=found.norms == math.inf), own.scaler.scale)
 

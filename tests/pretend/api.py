@@ -7,6 +7,9 @@ from unittest import mock
 
 import torch
 
+from esper_nb.grow import routing
+
+from .graphs import CUDAGraph, graph
 from .orders import Event, Stream
 from .tensors import DeviceTensor, hidden
 
@@ -138,9 +141,11 @@ def _of_cuda(m):
     def with_machine(cls):
         if cls is Stream: return lambda device=None, priority=0, **_: Stream(m, m.place_of(device))
         return lambda enable_timing=False, **_: Event(m)
-    def set_states(states): m.random[:] = [s.clone() for s in states]
-    def seed(number, places): m.random[:] = [torch.Generator().manual_seed(number + 7919 * k).get_state()
-                                             if k in places else s for k, s in enumerate(m.random)]
+    def set_states(states):
+        if m.graph is not None: m.graph.refuse("a generator's state")
+        m.random[:] = [s.clone() for s in states]
+    def seed(number, places): set_states([torch.Generator().manual_seed(number + 7919 * k).get_state()
+                                          if k in places else s for k, s in enumerate(m.random)])
     def set_mode(mode): m.sync_debug = {0: "default", 1: "warn", 2: "error"}.get(mode, mode)
     return dict(
         _lazy_init=lambda: None, is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: m.devices,
@@ -150,10 +155,17 @@ def _of_cuda(m):
         is_bf16_supported=lambda including_emulation=True: m.bf16, get_device_capability=lambda d=None: (9, 0),
         get_device_name=lambda d=None: "pretended", mem_get_info=lambda d=None: m.memory,
         memory_allocated=lambda d=None: 0, memory_reserved=lambda d=None: 0, set_sync_debug_mode=set_mode,
-        is_current_stream_capturing=lambda: False, manual_seed=lambda s: seed(s, [m.place_of(None)]),
+        is_current_stream_capturing=lambda: m.current_stream().is_capturing(), CUDAGraph=CUDAGraph, graph=graph,
+        graph_pool_handle=lambda: (0, 0), empty_cache=lambda: None, manual_seed=lambda s: seed(s, [m.place_of(None)]),
         manual_seed_all=lambda s: seed(s, range(m.devices)), get_rng_state_all=lambda: [s.clone() for s in m.random],
         set_rng_state_all=set_states, get_rng_state=lambda d="cuda": m.random[m.place_of(d)].clone(),
-        set_rng_state=lambda s, d="cuda": m.random.__setitem__(m.place_of(d), s.clone()))
+        set_rng_state=lambda s, d="cuda": set_states([s if k == m.place_of(d) else t for k, t in enumerate(m.random)]))
+
+
+def _kept(made, key, make):
+    "What a route keeps, it keeps by type, for the sake of tracers; a device's tensors are of a type of their own here."
+    if key not in made: made[key] = make()
+    return made[key]
 
 
 def _in_threads(m):
@@ -179,7 +191,7 @@ def in_place(m):
               (torch.backends.cudnn, dict(is_acceptable=lambda t: False)),
               (sys.modules["torch.optim.optimizer"], dict(
                   _foreach_supported_types=[torch.Tensor, torch.nn.Parameter, DeviceTensor])),
-              (ThreadPoolExecutor, dict(submit=_in_threads(m)))]
+              (routing, dict(_kept=_kept)), (ThreadPoolExecutor, dict(submit=_in_threads(m)))]
     swap = torch.__future__.get_swap_module_params_on_conversion()
     with contextlib.ExitStack() as stack:
         for owner, table in tables:

@@ -19,14 +19,16 @@ from .api import in_place, of_device
 from .orders import Memory, Race, Stream
 from .tensors import DeviceTensor, _machines
 
-limits = """no cuDNN, TF32 or atomics, whose sums depend on the order; no timing, no compiler, no graphs; no memory that
-could run out; LSTM, GRU, attention and autocast are stand-ins; backward runs on the stream of the call; a launch is an
-operation of ATen that is no view"""
+limits = """no cuDNN, TF32 or atomics, whose sums depend on the order; no timing, no compiler; no memory that could run
+out; LSTM, GRU, attention and autocast are stand-ins; backward runs on the stream of the call; a launch is a replay, or
+an operation of ATen that is no view; a graph holds no copies to the host"""
 
 _waiting = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _indexing = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 _idle = {"_local_scalar_dense", "detach", "alias", "lift_fresh", "lift", "empty", "empty_like", "empty_strided",
          "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_", "_reshape_alias"}
+_untold = {"native_batch_norm": ("running_mean", "running_var")} # written, though the schema does not say so
+_COPY = torch.ops.aten.copy_.default
 _twice = {"convolution_backward", "native_batch_norm_backward"} # for what is above and for what is below
 
 
@@ -42,8 +44,10 @@ class Known(NamedTuple):
 def _known(func):
     schema = func._schema # noqa: SLF001
     alias = [(k, a.name, a.alias_info.is_write) for k, a in enumerate(schema.arguments) if a.alias_info is not None]
+    name = schema.name.split("::")[1]
     written = tuple((k, name) for k, name, write in alias if write)
-    return Known(schema.name.split("::")[1], written, bool(alias) and not written, bool(_waiting & set(func.tags)),
+    written += tuple((k, a.name) for k, a in enumerate(schema.arguments) if a.name in _untold.get(name, ()))
+    return Known(name, written, bool(alias) and not written, bool(_waiting & set(func.tags)),
                  torch.Tag.nondeterministic_seeded in func.tags)
 
 def _leaves(x, out):
@@ -79,6 +83,7 @@ class PretendedCuda:
         self.races, self.late, self.orders = collections.Counter(), [], []
         self.streams, self.host, self.sync_debug = [], {}, "default"
         self.pinned = set() # addresses of pinned memory
+        self.graph, self._sides = None, {} # the graph that is being captured; streams for captures
         self.flying, self.copies = collections.Counter(), 0 # copies to the host under way: by address, and all
         self.pieces, self._local, self._lock = {}, threading.local(), threading.RLock()
         self.defaults = [Stream(self, k, f"default stream {k}") for k in range(devices)]
@@ -124,6 +129,10 @@ class PretendedCuda:
         try: yield stream
         finally: self._local.streams, self._local.place = streams, place
 
+    def side_stream(self):
+        place = self.place_of(None)
+        return self._sides.setdefault(place, Stream(self, place, f"capture stream {place}"))
+
     def synchronize(self, device=None):
         self.count_wait("synchronize", asked=True)
         place = self.place_of(device)
@@ -156,6 +165,7 @@ class PretendedCuda:
     def count_wait(self, what, asked=False):
         "The host waits for the device."
         here = self.where()
+        if self.graph is not None: self.graph.refuse(what)
         if self.sync_debug == "error" and not asked:
             raise RuntimeError(f"called a synchronizing CUDA operation: {what} at {here}")
         self.waits[what, here] += 1
@@ -181,6 +191,7 @@ class PretendedCuda:
     def is_pinned(self, t): return not isinstance(t, DeviceTensor) and t.untyped_storage().data_ptr() in self.pinned
 
     def pin(self, t):
+        if self.graph is not None: self.graph.refuse("an allocation of pinned memory")
         self.pinned.add(t.untyped_storage().data_ptr())
         return t
 
@@ -223,6 +234,7 @@ class PretendedCuda:
         asked = kwargs.get("device")
         away = asked is not None and torch.device(asked).type in ("cuda", "lazy")
         if self.copies: self._check_landed(op.name, leaves)
+        if self.graph is not None and op.draws: self._check_draw(op, kwargs, bool(there) or away)
         if not there and not away: return self._on_host(func, args, kwargs)
         if op.name == "_to_copy": return self._convert(func, args, kwargs)
         if op.name == "copy_": return self._copy(*args, **kwargs)
@@ -234,8 +246,24 @@ class PretendedCuda:
         if away: plain["device"] = torch.device("cpu")
         if "pin_memory" in plain: plain["pin_memory"] = False
         inputs = _each(_numbers, args)
-        out = self._drawn(func, place, inputs, plain) if op.draws else func(*inputs, **plain)
+        if self.graph is not None: out = self._record(func, args, kwargs, inputs, plain, place)
+        else: out = self._drawn(func, place, inputs, plain) if op.draws else func(*inputs, **plain)
         return self._wrapped(op, args, kwargs, out, place, there)
+
+    def _record(self, func, args, kwargs, inputs, plain, place):
+        "Call an operation inside a capture."
+        op = _known(func)
+        given = [args[k] if k < len(args) else kwargs.get(name) for k, name in op.written]
+        written = [_numbers(t) for t in _leaves(given, [])]
+        return self.graph.record(op, func, inputs, plain, written, self.current_stream(place))
+
+    def _check_draw(self, op, kwargs, away):
+        "What is drawn on the host would be the same in every replay; a device's generator must be known to the graph."
+        generator = kwargs.get("generator")
+        if not away: self.graph.refuse(f"{op.name} on the host")
+        if generator is None: self.graph.refuse(f"{op.name} from the device's own stream of random numbers")
+        if not any(torch.equal(g.get_state(), generator.get_state()) for g in self.graph.generators):
+            self.graph.refuse(f"{op.name} from a generator that is not registered with the graph")
 
     def _on_host(self, func, args, kwargs):
         if not kwargs.get("pin_memory"): return func(*args, **kwargs)
@@ -295,6 +323,7 @@ class PretendedCuda:
         piece = None if held is None else held()
         if piece is None:
             piece = Memory(stream, what)
+            piece.numbers_at = key
             self.pieces[key] = _weak(piece, self.pieces, key)
         return piece
 
@@ -304,13 +333,15 @@ class PretendedCuda:
         if op.view: return _each(lambda t: self._new(t, own, place, stream, op.name), out)
         given = [args[k] if k < len(args) else kwargs.get(name) for k, name in op.written]
         writes, now = {id(t) for t in _leaves(given, [])}, stream.tick()
+        def touch(memory, wrote):
+            if self.graph is None: memory.touch(stream, now, wrote, op.name)
+            else: self.graph.use(memory, wrote, op.name)
         if op.name not in _idle:
-            self.launches[op.name] += 1 + (op.name in _twice)
-            for t in inputs: t.memory.touch(stream, now, id(t) in writes, op.name)
+            if self.graph is None: self.launches[op.name] += 1 + (op.name in _twice)
+            for t in inputs: touch(t.memory, id(t) in writes)
         def made(t):
             new = self._new(t, own, place, stream, op.name)
-            if isinstance(new, DeviceTensor) and id(t) not in own and op.name not in _idle:
-                new.memory.touch(stream, now, True, op.name)
+            if isinstance(new, DeviceTensor) and id(t) not in own and op.name not in _idle: touch(new.memory, True)
             return new
         return _each(made, out)
 
@@ -328,6 +359,7 @@ class PretendedCuda:
         if stays and not self.float64 and (kwargs.get("dtype") or source.dtype) == torch.float64:
             raise TypeError("Cannot convert a tensor to float64 dtype: this device doesn't support it")
         numbers = _numbers(source)
+        if self.graph is not None: return self._convert_in_graph(func, source, plain, quick, to)
         out = func(numbers, **plain)
         if out is numbers: out = numbers.clone()
         away = isinstance(source, DeviceTensor) if to is None else torch.device(to).type != "cpu"
@@ -354,6 +386,20 @@ class PretendedCuda:
         new.memory.touch(stream, now, True, "copy from the host")
         return new
 
+    def _convert_in_graph(self, func, source, plain, quick, to):
+        "A copy that every replay makes anew: on one device, or from pinned memory to it."
+        here, away = isinstance(source, DeviceTensor), to is None or torch.device(to).type != "cpu"
+        place = source.place if here and to is None else self.place_of(torch.device(to))
+        self._check_copy(source, away, quick, here and source.place != place)
+        out = self._record(func, (source,), {}, (_numbers(source),), plain, place)
+        return self._wrapped(_known(func), (source,), {}, out, place, [source] if here else [])
+
+    def _check_copy(self, source, away, quick, across):
+        "Refuse what is no copy on one device or from pinned memory to it."
+        if not away or across: self.graph.refuse("a copy to the host" if not away else "a copy to another device")
+        if isinstance(source, DeviceTensor): return
+        if not (quick and self.is_pinned(source)): self.graph.refuse("a copy from the host")
+
     def _across(self, source, out, place):
         "From device to device, ordered on both sides, as PyTorch does it."
         here, there = self.current_stream(source.place), self.current_stream(place)
@@ -372,7 +418,16 @@ class PretendedCuda:
         if source is not None: source.memory.touch(stream, now, False, "copy")
         return now
 
+    def _copy_in_graph(self, target, source, quick):
+        there, here = isinstance(target, DeviceTensor), isinstance(source, DeviceTensor)
+        self._check_copy(source, there, quick, there and here and source.place != target.place)
+        args = target, source
+        self._record(_COPY, args, {}, tuple(map(_numbers, args)), {}, target.place)
+        self._wrapped(_known(_COPY), args, {}, target.numbers, target.place, [target, source] if here else [target])
+        return target
+
     def _copy(self, target, source, non_blocking=False):
+        if self.graph is not None: return self._copy_in_graph(target, source, non_blocking)
         values = _numbers(source)
         if isinstance(target, DeviceTensor):
             stream = self.current_stream(target.place)

@@ -35,9 +35,13 @@ class Stream:
 
     def wait_stream(self, other):
         self.machine.note_order(self, other)
+        if self.machine.graph is not None: self.machine.graph.fork(self, [other])
         learn(self.clock, other.clock)
 
-    def wait_event(self, event): learn(self.clock, event.clock)
+    def wait_event(self, event):
+        graph = self.machine.graph
+        if graph is not None and event.stream is not None: graph.fork(self, [event.stream])
+        learn(self.clock, event.clock)
 
     def record_event(self, event=None):
         event = Event(self.machine) if event is None else event
@@ -57,7 +61,7 @@ class Stream:
             for _, happen in ready: happen()
 
     def query(self): return not self.copies
-    def is_capturing(self): return False
+    def is_capturing(self): return self.machine.graph is not None and self in self.machine.graph.streams
     def __enter__(self):
         self._inside = self.machine.use_stream(self)
         return self._inside.__enter__()
@@ -88,10 +92,14 @@ class Memory:
     def __init__(self, stream, what):
         self.machine, self.home, self.what = stream.machine, stream, what
         self.write, self.reads, self.kept = None, {}, set()
+        self.number, self.numbers_at = next(_numbers), None
         weakref.finalize(self, _freed, stream, self.reads, self.kept, what)
 
     def touch(self, stream, now, writes, what):
         "Note one use; a race if it is not behind the uses that it depends on."
+        if self.machine is not stream.machine: # it has outlived its machine, whose work is done
+            self.machine, self.home, self.write = stream.machine, stream, None
+            self.reads.clear()
         def early(number, at): return number != stream.number and stream.clock.get(number, 0) < at
         if self.write is not None and early(*self.write):
             self.machine.race(f"{what} on {stream} uses what {self.what} on another stream may still be writing")
