@@ -30,6 +30,7 @@ from .groups import (
     Group, GroupResult, check_out, copy_again, give_back, join_groups, seed_health, site_signals, spread_lanes, traced)
 from .population import EpochResult, Population, TrainResult
 from .stepper import Stepper
+from .targets import share_pp
 from .tasks import Task, correct_counts
 from .worth import judge_lanes
 
@@ -93,7 +94,7 @@ def sum_up(
         loss, correct, norm, skipped = torch.stack([t.to(norm) for t in (loss, correct, norm, skipped)]).cpu()
     finite = norm.isfinite()
     return TrainResult(
-        loss=loss.mean(0), accuracy_pp=100 * correct.sum(0).cpu().float() / (len(steps) * answers),
+        loss=loss.mean(0), accuracy_pp=share_pp(correct.sum(0).cpu().float(), len(steps) * answers),
         grad_norm=norm.where(finite, 0).sum(0) / finite.sum(0), skipped=skipped.sum(0).long(), losses=loss)
 
 # %% ../../nbs/train/47_trainer.ipynb #0a899dc0
@@ -129,8 +130,7 @@ def train_group(
             step = train_batch(g.net, g.stepper, pop.task, (x, y), pop.precision, partly, look if last else None,
                                pop.workers.turn)
         steps.append(step)
-    answers = pop.batch_size * (pop.data.shape[0] if len(pop.data.shape) == 1 else 1)   # of text, every token is one
-    return GroupTraining(sum_up(steps, answers), health, signals)
+    return GroupTraining(sum_up(steps, pop.batch_size * pop.data.answers), health, signals)
 
 # %% ../../nbs/train/47_trainer.ipynb #9c229f91
 def may_trust(
