@@ -122,7 +122,8 @@ def timeless(path):
 
 def test_all_of_them_go_on_in_a_fresh_process_exactly(space):
     runs = sorted(p for p in (space/"runs").iterdir() if p.name != "copies")
-    missing = {"pics", "rows", "prices", "traits", "words", "own_arrays", "own_dataset"} - {run.name.partition("-")[0] for run in runs}
+    asked = {"pics", "rows", "prices", "traits", "words", "own_arrays", "own_dataset"}
+    missing = asked - {run.name.partition("-")[0] for run in runs}
     if missing: pytest.skip(f"runs with the tests above only: no {', '.join(sorted(missing))}")
     for run in runs: shutil.copytree(run, space/"runs"/"copies"/run.name, dirs_exist_ok=True)
     code = ("import sys, torch; torch.set_num_threads(1); from esper_nb.run.cli import main\n"

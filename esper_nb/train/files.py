@@ -45,7 +45,7 @@ def check_classes(source: str, e: Examples, least: int = 3) -> Examples: # least
           "it out, or say target='values' if these are numbers")
     return e
 
-# %% ../../nbs/train/34_files.ipynb #be1a9940
+# %% ../../nbs/train/34_files.ipynb #ca1c8473
 TARGETS = ("classes", "values", "labels") # a class; K numbers; K labels, each 0 or 1
 
 def check_kind(target: str, columns: int = 1):
@@ -63,6 +63,7 @@ def as_targets(y, source: str = "y") -> Tensor: # (N, K) float64
           "(N,) or (N, K), one row for each example")
     return torch.from_numpy(values.reshape(len(values), -1).copy())
 
+# %% ../../nbs/train/34_files.ipynb #61ba7ddd
 def check_targets(
     source: str, # for messages
     y: Tensor, # (N, K) float64
@@ -107,7 +108,7 @@ def stratified_split(
         for part, of_class in zip(parts, member.split([len(member) - sum(sizes), *sizes])): part.append(of_class)
     return Parts(*(torch.cat(p).sort().values for p in parts))
 
-# %% ../../nbs/train/34_files.ipynb #04f39102
+# %% ../../nbs/train/34_files.ipynb #cf3e2d00
 MOST_STRATA = 100 # groups by value
 
 def target_strata(
@@ -212,14 +213,13 @@ def read_table_file(
         check(k in header, f"column of {path}", k, f"{near[0]!r} perhaps, or another of {', '.join(header)}")
     ragged = [i for i, r in enumerate(rows, 2) if len(r) != len(header)]
     check(not ragged, f"{path}, lines of another length", ragged[:3], f"{len(header)} cells as in the header")
-    def numbers(chosen):
-        places = [(k, header.index(k)) for k in chosen]
-        return [[_number(path, i, k, r[j]) for k, j in places] for i, r in enumerate(rows, 2)]
+    place = {k: header.index(k) for k in (*told, *used)}
+    def numbers(chosen): return [[_number(path, i, k, r[place[k]]) for k in chosen] for i, r in enumerate(rows, 2)]
     x = torch.tensor(numbers(used))[:, None, None]
     if target != "classes":
-        y = torch.tensor(numbers(told), dtype=torch.float64)
-        return Examples(x, check_targets(str(path), y, told, target), tuple(told))
-    names = [r[header.index(told[0])].strip() for r in rows]
+        y = check_targets(str(path), torch.tensor(numbers(told), dtype=torch.float64), told, target)
+        return Examples(x, y, tuple(told))
+    names = [r[place[told[0]]].strip() for r in rows]
     few = "a few classes; name their column by label=, or say target='values' if these are numbers"
     check(len(set(names)) <= max(2, len(names) // 3), f"different values of {told[0]} in {path}", len(set(names)), few)
     y, classes = number_labels(int(v) for v in names) if all(map(str.isdecimal, names)) else number_labels(names)
@@ -240,6 +240,7 @@ def as_pixels(x, source: str = "x") -> Tensor: # (N, H, W, C) uint8 or float32
           "and sides that are larger")
     return x.movedim(1, 3).contiguous() if first else x
 
+# %% ../../nbs/train/34_files.ipynb #a218fb89
 def from_arrays(
     x, # as for `as_pixels`
     y, # (N,) labels of any kind; of other targets than classes (N,) or (N, K) numbers
@@ -275,6 +276,7 @@ def from_dataset(
     check(len(xs) > 0, f"len({source})", 0, "some examples")
     return from_arrays(torch.stack(xs), ys, source, target)
 
+# %% ../../nbs/train/34_files.ipynb #0b6b7ab9
 def digest_of(e: Examples) -> str: # eight letters
     "A fingerprint of examples, to notice that they have changed."
     content = hashlib.blake2b(e.x.contiguous().numpy().tobytes(), digest_size=4)

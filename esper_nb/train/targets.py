@@ -6,7 +6,7 @@
 __all__ = ['is_target', 'count_answers', 'target_lanes', 'lane_target_loss', 'target_counts', 'share_pp', 'standardised',
            'TargetData']
 
-# %% ../../nbs/train/35a_targets.ipynb #7da8c0d2
+# %% ../../nbs/train/35a_targets.ipynb #0e511504
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from ..core.config import check
 from ..core.devices import as_double
 from .data import ImageData
 
-# %% ../../nbs/train/35a_targets.ipynb #36a4c3b7
+# %% ../../nbs/train/35a_targets.ipynb #9afb3c32
 def is_target(y: Tensor) -> bool: # False: class numbers or tokens
     "Whether these are values or labels."
     return y.dtype == torch.bool or y.is_floating_point()
@@ -31,6 +31,7 @@ def count_answers(
     "How many answers a batch asks for."
     return y.numel() // (y.shape[1] if is_target(y) else n if y.ndim == outputs.ndim else 1)
 
+# %% ../../nbs/train/35a_targets.ipynb #1b0750da
 def target_lanes(
     outputs: Tensor, # (B, n*K)
     y: Tensor, # (B, n, K), or (B, 1, K) when the lanes share targets
@@ -44,7 +45,7 @@ def target_lanes(
           tuple(y.shape), f"({len(outputs)}, {n}, {width}), or 1 in the middle when the lanes share targets")
     return outputs.float().unflatten(1, (n, width)), y.expand(-1, n, -1)
 
-# %% ../../nbs/train/35a_targets.ipynb #9d8b93c1
+# %% ../../nbs/train/35a_targets.ipynb #201d95e3
 def lane_target_loss(
     outputs: Tensor, # (B, n*K)
     y: Tensor, # (B, n, K) or (B, 1, K): bool labels, or standardised values
@@ -55,7 +56,7 @@ def lane_target_loss(
     if y.dtype != torch.bool: return (z - y).square().mean(-1).mean(0)
     return torch.nn.functional.binary_cross_entropy_with_logits(z, y.float(), reduction="none").mean(-1).mean(0)
 
-# %% ../../nbs/train/35a_targets.ipynb #2418f8c5
+# %% ../../nbs/train/35a_targets.ipynb #cdb605ae
 def target_counts(
     outputs: Tensor, # (B, n*K)
     y: Tensor, # (B, n, K) or (B, 1, K): bool labels, or standardised values
@@ -76,7 +77,7 @@ def share_pp(
     pp = 100 * right / answers
     return torch.where(pp > 0, pp, 0).float()
 
-# %% ../../nbs/train/35a_targets.ipynb #6789cdd7
+# %% ../../nbs/train/35a_targets.ipynb #d2ba355d
 def standardised(
     y: Tensor, # (N,) class numbers, (N, K) float64 values or bool labels
     train: Tensor, # numbers of the training examples
@@ -88,7 +89,7 @@ def standardised(
           unit.tolist(), "finite numbers above 0; leave out what is constant, and rescale what is huge")
     return ((y - center) / unit).float(), dict(center=center, unit=unit)
 
-# %% ../../nbs/train/35a_targets.ipynb #9c936fe0
+# %% ../../nbs/train/35a_targets.ipynb #2f0f9ba9
 class TargetData(ImageData):
     "Images, or rows of a table, with K values or K labels each."
     fewest = 1 # columns
