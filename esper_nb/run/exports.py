@@ -80,7 +80,7 @@ def input_facts(pop: Population) -> dict[str, Any]:
     names = list(map(str, range(pop.task.classes))) if e is None else list(e.classes)
     scale: dict[str, Any] = {k: getattr(pop.data, k).tolist() for k in ("scale", "shift") if hasattr(pop.data, k)}
     if isinstance(pop.data, TargetData): # a value is output * unit + center; a label, whether its output is above 0
-        scale |= dict(target=pop.data.target, unit=pop.data.unit.tolist(), center=pop.data.center.tolist())
+        scale |= dict(target=pop.data.target, unit=pop.data.unit, center=pop.data.center)
     return dict(shape=list(pop.data.shape), classes=names, **scale)
 
 # %% ../../nbs/run/98a_exports.ipynb #610cf379

@@ -45,7 +45,7 @@ def check_classes(source: str, e: Examples, least: int = 3) -> Examples: # least
           "it out, or say target='values' if these are numbers")
     return e
 
-# %% ../../nbs/train/34_files.ipynb #ca1c8473
+# %% ../../nbs/train/34_files.ipynb #9e62ba89
 TARGETS = ("classes", "values", "labels") # a class; K numbers; K labels, each 0 or 1
 
 def check_kind(target: str, columns: int = 1):
@@ -63,7 +63,7 @@ def as_targets(y, source: str = "y") -> Tensor: # (N, K) float64
           "(N,) or (N, K), one row for each example")
     return torch.from_numpy(values.reshape(len(values), -1).copy())
 
-# %% ../../nbs/train/34_files.ipynb #61ba7ddd
+# %% ../../nbs/train/34_files.ipynb #3007c185
 def check_targets(
     source: str, # for messages
     y: Tensor, # (N, K) float64
@@ -108,7 +108,7 @@ def stratified_split(
         for part, of_class in zip(parts, member.split([len(member) - sum(sizes), *sizes])): part.append(of_class)
     return Parts(*(torch.cat(p).sort().values for p in parts))
 
-# %% ../../nbs/train/34_files.ipynb #cf3e2d00
+# %% ../../nbs/train/34_files.ipynb #3bd019b6
 MOST_STRATA = 100 # groups by value
 
 def target_strata(
@@ -211,6 +211,8 @@ def read_table_file(
     for k in (*told, *used):
         near = difflib.get_close_matches(k, header, 1, 0)
         check(k in header, f"column of {path}", k, f"{near[0]!r} perhaps, or another of {', '.join(header)}")
+    spare = bool(used) and not set(used) & set(told)
+    check(spare, f"columns of {path} to learn from", used, "at least one, and none of those that are to be told")
     ragged = [i for i, r in enumerate(rows, 2) if len(r) != len(header)]
     check(not ragged, f"{path}, lines of another length", ragged[:3], f"{len(header)} cells as in the header")
     place = {k: header.index(k) for k in (*told, *used)}
@@ -240,7 +242,7 @@ def as_pixels(x, source: str = "x") -> Tensor: # (N, H, W, C) uint8 or float32
           "and sides that are larger")
     return x.movedim(1, 3).contiguous() if first else x
 
-# %% ../../nbs/train/34_files.ipynb #a218fb89
+# %% ../../nbs/train/34_files.ipynb #808c6dec
 def from_arrays(
     x, # as for `as_pixels`
     y, # (N,) labels of any kind; of other targets than classes (N,) or (N, K) numbers
@@ -272,11 +274,11 @@ def from_dataset(
         xs.append(x if isinstance(x, Tensor) else torch.from_numpy(np.array(x)))
         check(xs[-1].shape == xs[0].shape, f"shape of {source}[{i}]", tuple(xs[-1].shape),
               f"{tuple(xs[0].shape)} like the first one; give the dataset a transform that makes them alike")
-        ys.append(y if target == "classes" else np.asarray(y))
+        ys.append(y.detach().cpu() if isinstance(y, Tensor) else y)
     check(len(xs) > 0, f"len({source})", 0, "some examples")
     return from_arrays(torch.stack(xs), ys, source, target)
 
-# %% ../../nbs/train/34_files.ipynb #0b6b7ab9
+# %% ../../nbs/train/34_files.ipynb #8ebe716f
 def digest_of(e: Examples) -> str: # eight letters
     "A fingerprint of examples, to notice that they have changed."
     content = hashlib.blake2b(e.x.contiguous().numpy().tobytes(), digest_size=4)

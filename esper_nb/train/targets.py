@@ -6,7 +6,7 @@
 __all__ = ['is_target', 'count_answers', 'target_lanes', 'lane_target_loss', 'target_counts', 'share_pp', 'standardised',
            'TargetData']
 
-# %% ../../nbs/train/35a_targets.ipynb #0e511504
+# %% ../../nbs/train/35a_targets.ipynb #489013d4
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from ..core.config import check
 from ..core.devices import as_double
 from .data import ImageData
 
-# %% ../../nbs/train/35a_targets.ipynb #9afb3c32
+# %% ../../nbs/train/35a_targets.ipynb #8672e644
 def is_target(y: Tensor) -> bool: # False: class numbers or tokens
     "Whether these are values or labels."
     return y.dtype == torch.bool or y.is_floating_point()
@@ -31,7 +31,7 @@ def count_answers(
     "How many answers a batch asks for."
     return y.numel() // (y.shape[1] if is_target(y) else n if y.ndim == outputs.ndim else 1)
 
-# %% ../../nbs/train/35a_targets.ipynb #1b0750da
+# %% ../../nbs/train/35a_targets.ipynb #3d3d8a15
 def target_lanes(
     outputs: Tensor, # (B, n*K)
     y: Tensor, # (B, n, K), or (B, 1, K) when the lanes share targets
@@ -45,7 +45,7 @@ def target_lanes(
           tuple(y.shape), f"({len(outputs)}, {n}, {width}), or 1 in the middle when the lanes share targets")
     return outputs.float().unflatten(1, (n, width)), y.expand(-1, n, -1)
 
-# %% ../../nbs/train/35a_targets.ipynb #201d95e3
+# %% ../../nbs/train/35a_targets.ipynb #4109eded
 def lane_target_loss(
     outputs: Tensor, # (B, n*K)
     y: Tensor, # (B, n, K) or (B, 1, K): bool labels, or standardised values
@@ -56,7 +56,7 @@ def lane_target_loss(
     if y.dtype != torch.bool: return (z - y).square().mean(-1).mean(0)
     return torch.nn.functional.binary_cross_entropy_with_logits(z, y.float(), reduction="none").mean(-1).mean(0)
 
-# %% ../../nbs/train/35a_targets.ipynb #cdb605ae
+# %% ../../nbs/train/35a_targets.ipynb #f93bd04d
 def target_counts(
     outputs: Tensor, # (B, n*K)
     y: Tensor, # (B, n, K) or (B, 1, K): bool labels, or standardised values
@@ -67,7 +67,7 @@ def target_counts(
     z, y = target_lanes(outputs, y, n)
     if y.dtype == torch.bool: return ((z > 0) == y).sum(0)
     error = as_double(z - y).square()
-    return (1 - error / torch.as_tensor(spread).to(error)).sum(0)
+    return (1 - error / (spread.to(error) if isinstance(spread, Tensor) else spread)).sum(0)
 
 def share_pp(
     right: Tensor, # right answers, a sum of `target_counts` or of whole answers
@@ -77,7 +77,7 @@ def share_pp(
     pp = 100 * right / answers
     return torch.where(pp > 0, pp, 0).float()
 
-# %% ../../nbs/train/35a_targets.ipynb #d2ba355d
+# %% ../../nbs/train/35a_targets.ipynb #634ec7fb
 def standardised(
     y: Tensor, # (N,) class numbers, (N, K) float64 values or bool labels
     train: Tensor, # numbers of the training examples
@@ -89,7 +89,7 @@ def standardised(
           unit.tolist(), "finite numbers above 0; leave out what is constant, and rescale what is huge")
     return ((y - center) / unit).float(), dict(center=center, unit=unit)
 
-# %% ../../nbs/train/35a_targets.ipynb #2f0f9ba9
+# %% ../../nbs/train/35a_targets.ipynb #2bf75bc6
 class TargetData(ImageData):
     "Images, or rows of a table, with K values or K labels each."
     fewest = 1 # columns
@@ -102,8 +102,8 @@ class TargetData(ImageData):
         super().__init__(*args, **settings)
         self.answers, self.target = self.classes, "labels" if self.y["train"].dtype == torch.bool else "values"
         self.spread = {s: as_double(y).var(0, correction=0).float().to(self.device) for s, y in self.y.items()}
-        self.center = torch.zeros(self.classes) if center is None else center
-        self.unit = torch.ones(self.classes) if unit is None else unit
+        self.center = [0.] * self.classes if center is None else center.tolist()
+        self.unit = [1.] * self.classes if unit is None else unit.tolist()
 
     def check_answers(self, split: str, y, count: int) -> Tensor: # (N, K) bool or float32
         y = torch.as_tensor(y)
@@ -130,7 +130,8 @@ class TargetData(ImageData):
     def in_units(self, outputs: Tensor) -> Tensor: # both (B, K); of labels their probabilities
         "What one network says, as the data put it."
         if self.target == "labels": return outputs.sigmoid()
-        return as_double(outputs).cpu() * self.unit.cpu() + self.center.cpu()
+        unit, center = (torch.tensor(v, dtype=torch.float64) for v in (self.unit, self.center))
+        return outputs.cpu() * unit + center
 
     def evaluate(self, split: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]: # y (B, 1, K)
         return ((x, y[:, None]) for x, y in super(TargetData, self).evaluate(split, batch_size))
