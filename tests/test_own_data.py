@@ -8,14 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from esper_nb.record.rows import encode_row
 from esper_nb.record.writers import read_rows
 from esper_nb.run import plugins
 from esper_nb.run.cli import main
+from esper_nb.run.exports import export_run
 from esper_nb.run.recipes import get_recipe
-from esper_nb.train.tasks import task_from_path
+from esper_nb.train.evaluation import evaluate
+from esper_nb.train.faults import Fault
+from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.tasks import Task, task_from_arrays, task_from_path
+from esper_nb.train.trainer import run_epoch
+from esper_nb.train.worth import judge_lanes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=2", "env.horizon=3", "ppo.num_steps=3", "ppo.num_minibatches=1", "ppo.update_epochs=1",
@@ -46,6 +53,14 @@ def write_parquet(place):
     return place
 
 
+def write_targets(place, n=40):
+    "A table with a number that follows from two others, and two labels that do."
+    r = np.random.default_rng(0)
+    rows = [[a, b, 3e6 + 1e3 * a - 500 * b, int(a > 0), int(a > b)] for a, b in r.normal(size=(n, 2)).round(3).tolist()]
+    with open(place, "w", newline="") as file: csv.writer(file).writerows([["a", "b", "price", "big", "more"], *rows])
+    return place
+
+
 def write_text(place):
     place.write_text("the quick brown fox jumps over the lazy dog. " * 120, encoding="utf-8")
     return place
@@ -70,14 +85,16 @@ def options(kind, folder):
         (folder/f"{kind}.py").write_text(ARRAYS.format(maker=maker, call=call))
         return [f"own_{kind}", "--import", folder/f"{kind}.py"], f"own_{kind}"
     write = dict(folder=(write_pictures, "pics"), csv=(write_table, "rows.csv"),
-                 parquet=(write_parquet, "rows.parquet"), text=(write_text, "words.txt"))
+                 parquet=(write_parquet, "rows.parquet"), text=(write_text, "words.txt"),
+                 values=(write_targets, "prices.csv"), labels=(write_targets, "traits.csv"))
     make, name = write[kind]
     place = make(folder/name)
-    more = dict(folder=["--size", "8"], csv=["--label", "kind"]).get(kind, [])
+    more = dict(folder=["--size", "8"], csv=["--label", "kind"], values=["--target", "values", "--label", "price"],
+                labels=["--target", "labels", "--label", "big,more"]).get(kind, [])
     return ["--data", place, *more], place.stem
 
 
-KINDS = ("folder", "csv", "parquet", "text", "arrays", "dataset")
+KINDS = ("folder", "csv", "parquet", "values", "labels", "text", "arrays", "dataset")
 
 
 def train(kind, tmp, *more):
@@ -105,7 +122,8 @@ def timeless(path):
 
 def test_all_of_them_go_on_in_a_fresh_process_exactly(space):
     runs = sorted(p for p in (space/"runs").iterdir() if p.name != "copies")
-    missing = {"pics", "rows", "words", "own_arrays", "own_dataset"} - {run.name.partition("-")[0] for run in runs}
+    asked = {"pics", "rows", "prices", "traits", "words", "own_arrays", "own_dataset"}
+    missing = asked - {run.name.partition("-")[0] for run in runs}
     if missing: pytest.skip(f"runs with the tests above only: no {', '.join(sorted(missing))}")
     for run in runs: shutil.copytree(run, space/"runs"/"copies"/run.name, dirs_exist_ok=True)
     code = ("import sys, torch; torch.set_num_threads(1); from esper_nb.run.cli import main\n"
@@ -123,7 +141,9 @@ def test_all_of_them_go_on_in_a_fresh_process_exactly(space):
 def test_a_run_says_which_data_it_had(space):
     said = {p.name: json.loads((p/"config.json").read_text())["run"]["env"]["task"] for p in (space/"runs").iterdir()
             if (p/"config.json").exists()}
-    for name in set(said) & {"pics", "rows", "words"}: assert "digest=" in said[name]["data"]
+    for name in set(said) & {"pics", "rows", "prices", "traits", "words"}: assert "digest=" in said[name]["data"]
+    for name, kind in dict(prices="values", traits="labels").items():
+        if name in said: assert f"target={kind}" in said[name]["data"]
     if "own_arrays" in said: assert said["own_arrays"] == "own_arrays"
 
 
@@ -133,6 +153,8 @@ bad = dict(
     folder=(lambda p: (p/"light"/"03.png").write_bytes(b"no picture"), "03.png"),
     csv=(lambda p: p.write_text(p.read_text() + "1,nan,x\n"), "column"),
     parquet=(cut_parquet, "rows.parquet"),
+    values=(lambda p: p.write_text(p.read_text() + "1,2,nan,0,1\n"), "line 42, column price='nan'"),
+    labels=(lambda p: p.write_text(p.read_text() + "1,2,3,0,2\n"), "target more"),
     text=(lambda p: p.write_bytes(b"\xff" * 5000), "no text in UTF-8"))
 
 
@@ -204,6 +226,113 @@ def test_what_is_asked_for_must_fit_the_data(tmp_path, capsys):
     for argv, words in mistakes:
         assert main([*map(str, argv)]) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, line, found", [
+    ("--target values --label prize", "", "'price' perhaps"),
+    ("--target labels --label price,big", "", "expected 0 or 1 only; for other numbers say target='values'"),
+    ("--target labels --label big,more", "1,2,3,,1", "line 42, column big=''"),
+    ("--label big,more", "", "column of"),
+    ("--label price", "", "say target='values' if these are numbers"),
+])
+def test_bad_targets_are_refused_by_name(words, line, found, tmp_path, capsys):
+    place = write_targets(tmp_path/"prices.csv")
+    place.write_text(place.read_text() + line)
+    asked = ["train", "--data", place, *words.split(), *SMALL, "--out", tmp_path/"runs"]
+    assert main([*map(str, asked)]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "prices.csv" in told and found in told and not (tmp_path/"runs").exists()
+
+
+def test_constant_targets_are_refused_by_name(tmp_path):
+    place = tmp_path/"flat.csv"
+    place.write_text("a,b,rain\n" + "".join(f"{i},7,{int(i == 3)}\n" for i in range(20)))
+    for label, target, words in (("b", "values", "target b of .*flat.csv=7.0, expected numbers that differ"),
+                                 ("rain", "labels", "target rain of .*rarer of 0 and 1=1, expected at least 3"),
+                                 (["b", "rain"], "classes", "columns of classes=2, expected one")):
+        with pytest.raises(ValueError, match=words): task_from_path(place, label=label, target=target)
+    x = np.arange(40.)[:, None]
+    for y, target, words in ((x[:30, 0], "values", "arrays: labels=30, expected 40"),
+                             (np.where(x == 3, np.nan, x), "values", r"target 0 of arrays: examples with NaN.*=\[3\]"),
+                             (x[:, :, None], "values", "shape of the targets of arrays"),
+                             (x % 3, "labels", r"values=\[2.0\], expected 0 or 1 only"), (x, "price", "one of classes"),
+                             ([[1], [1, 0]] * 20, "labels", "cannot be read as numbers"),
+                             (x[:, 0], "classes", "say target='values' if these are numbers")):
+        with pytest.raises(ValueError, match=words): task_from_arrays(x, y, target=target)
+
+
+@pytest.mark.parametrize("kind", ["values", "labels"])
+def test_a_population_with_targets_trains_is_exported_and_says_its_units(kind, tmp_path, capsys):
+    words, name = options(kind, tmp_path/"data")
+    assert main([*map(str, ["fit", *words, "--set", "lanes=2", "--set", "epochs=3", "--out", tmp_path])]) == 0
+    run = next(p for p in tmp_path.iterdir() if p.name.startswith(name))
+    made = export_run(run, tmp_path/"net.pt2")
+    said = json.loads((tmp_path/"net.json").read_text())
+    assert said["input"]["classes"] == words[-1].split(",") and said["input"]["target"] == kind
+    data = Task.from_dict(json.loads((run/"config.json").read_text())["task"]).load()
+    x, y = next(iter(data.evaluate("test", 100)))
+    z = made.net(x).detach()
+    share = (1 - ((z - y[:, 0])**2).mean() / y.var(correction=0)).clamp(0) if kind == "values" else (
+        (z > 0) == y[:, 0]).float().mean()
+    assert abs(100 * share - made.accuracy_pp) < 1e-3 and abs(said["test_accuracy_pp"] - made.accuracy_pp) < 1e-6
+    if kind == "values": assert 2.9e6 < said["input"]["center"][0] < 3.1e6
+
+
+TARGET_TASKS = dict(values=lambda r, x: np.stack([x @ r.normal(size=4), 100 * x[:, 0]**2], 1),
+                    labels=lambda r, x: np.stack([x[:, 0] > 0, x.sum(1) > 1, x[:, 1] > x[:, 2]], 1))
+
+def target_task(kind):
+    r = np.random.default_rng(1)
+    x = r.normal(size=(200, 4))
+    return task_from_arrays(x, TARGET_TASKS[kind](r, x), f"own_{kind}", target=kind, batch_size=20)
+
+
+@pytest.mark.parametrize("kind", TARGET_TASKS)
+def test_every_lane_learns_targets_as_it_would_alone_and_twice_the_same(kind):
+    task = target_task(kind)
+    pops = [new_population(task, FitConfig(lanes=n)) for n in (3, 3, 1)]
+    for pop in pops:
+        for _ in range(4): run_epoch(pop)
+    many, again, one = [evaluate(p.model, task, p.data, "test") for p in pops]
+    assert all(torch.equal(a, b) for a, b in zip(many, again))
+    assert all(torch.allclose(a[:1], b, rtol=1e-3, atol=1e-2) for a, b in zip(many, one))
+    last = pops[0].last
+    assert last is not None and last.heldout is not None and (last.heldout.loss < pops[0].data.chance_loss).all()
+    small = evaluate(pops[0].model, task, pops[0].data, "test", batch_size=7)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-4) for a, b in zip(many, small))
+
+
+@pytest.mark.parametrize("kind", TARGET_TASKS)
+def test_the_worth_of_a_seed_is_told_in_the_measure_of_the_targets(kind):
+    task = target_task(kind)
+    pop = new_population(task, FitConfig(lanes=2))
+    pop.model.germinate("r0c0", "conv_light", [1], tempo=1)
+    pop.model.advance("r0c0", [1])
+    run_epoch(pop)
+    pop.model.advance("r0c0", [1], force=True)
+    for _ in range(2): run_epoch(pop)
+    result, worth, gain = judge_lanes(pop.model, task, pop.data)
+    assert worth is not None and torch.allclose(worth.accuracy_pp[-1], result.accuracy_pp, atol=1e-4)
+    assert gain["r0c0"].isnan().tolist() == [True, False]
+    every = evaluate(pop.model, task, pop.data, "heldout")
+    assert torch.equal(result.accuracy_pp, every.accuracy_pp) and torch.equal(result.loss, every.loss)
+    assert torch.allclose(result.class_pp.mean(1), result.accuracy_pp, atol=1e-3) or (result.class_pp == 0).any()
+
+
+@pytest.mark.parametrize("kind", TARGET_TASKS)
+def test_a_ruined_lane_is_rolled_back_and_its_measure_stays_within_bounds(kind):
+    task = target_task(kind)
+    pop = new_population(task, FitConfig(lanes=2))
+    for epoch in range(6): done = run_epoch(pop, disturb=Fault("explode", 1, 4).at(epoch))
+    assert done.heldout is not None and all(0 <= a <= 100 for a in done.heldout.accuracy_pp.tolist())
+    with torch.no_grad(): next(pop.model.host.parameters()).fill_(torch.nan)
+    seen = evaluate(pop.model, task, pop.data)
+    assert seen.loss.isnan().all() and all(0 <= a <= 100 for a in seen.accuracy_pp.tolist())
+    corrupted = new_population(task, FitConfig(lanes=3))
+    done = run_epoch(corrupted, disturb=Fault("corrupt-batch", 2, 0).at(0))
+    calm = run_epoch(new_population(task, FitConfig(lanes=3)))
+    assert torch.equal(done.train.losses[:, :2], calm.train.losses[:, :2])
+    assert not torch.equal(done.train.losses[:, 2], calm.train.losses[:, 2])
 
 
 def test_a_population_trains_on_it_too(tmp_path, capsys):

@@ -30,6 +30,7 @@ from .contest import add_schedule
 from .runs import begin_run, check_faults, drive_run, open_run
 from .seeds import SeedStore, compare_recipe
 from ..train.faults import list_faults, parse_fault
+from ..train.files import TARGETS
 from ..train.population import FitConfig
 from ..train.tasks import Task, get_task, list_tasks, task_from_path
 
@@ -39,11 +40,13 @@ def _own_task(args: argparse.Namespace) -> Task | None: # None: a name says what
     name = args.task if args.command == "fit" else args.recipe
     if name is not None: return None
     check(args.data is not None, args.command, "", "a name, or --data with a folder of pictures, a table or a text")
-    place, given = Path(args.data), dict(size=args.size, label=args.label)
+    place, given = Path(args.data), dict(size=args.size, label=args.label, target=args.target)
     if not place.exists(): raise FileNotFoundError(f"--data {args.data}: there is no such folder or file")
     check(args.size is None or place.is_dir(), "--size", args.size, "none: it is for a folder of pictures")
     table = place.suffix.lower() in (".csv", ".tsv", ".parquet")
     check(args.label is None or table, "--label", args.label, "none: it is for a table")
+    check(args.target is None or table, "--target", args.target, "none: it is for a table")
+    if args.label is not None and args.target is not None: given["label"] = args.label.split(",")
     return task_from_path(place, **{k: v for k, v in given.items() if v is not None})
 
 def _chosen_recipe(args: argparse.Namespace) -> RunConfig:
@@ -145,6 +148,8 @@ def _common_options(p: argparse.ArgumentParser) -> None:
                    help="without a name: a folder of pictures, a table or a text to train on; with one: the folder "
                         "where its files are (default: data)")
     p.add_argument("--label", default=None, metavar="COLUMN", help="of a table: what is to be told (default: the last)")
+    p.add_argument("--target", default=None, choices=TARGETS, help="of a table: what --label names, a class or columns "
+                   "of numbers (values) or of 0 and 1 (labels), with commas between them (default: classes)")
     p.add_argument("--size", type=int, default=None, metavar="PIXELS", help="of pictures (default: 32)")
     p.add_argument("--synthetic", action="store_true", help="made-up images in place of CIFAR-10")
     p.add_argument("--inject", action="append", default=[], metavar="FAULT[:LANE[:EPOCH]]",

@@ -25,6 +25,7 @@ from .runs import open_run
 from ..train.datasets import is_own, read_own
 from ..train.evaluation import evaluate
 from ..train.population import FitConfig, Population, new_population
+from ..train.targets import TargetData
 from ..train.tasks import Task
 from ..train.text import TextData
 
@@ -77,7 +78,9 @@ def input_facts(pop: Population) -> dict[str, Any]:
     if isinstance(pop.data, TextData): return dict(tokens="bytes of a text in UTF-8", shape=list(pop.data.shape))
     e = read_own(pop.task.data) if is_own(pop.task.data) else None
     names = list(map(str, range(pop.task.classes))) if e is None else list(e.classes)
-    scale = {k: getattr(pop.data, k).tolist() for k in ("scale", "shift") if hasattr(pop.data, k)}
+    scale: dict[str, Any] = {k: getattr(pop.data, k).tolist() for k in ("scale", "shift") if hasattr(pop.data, k)}
+    if isinstance(pop.data, TargetData): # a value is output * unit + center; a label, whether its output is above 0
+        scale |= dict(target=pop.data.target, unit=pop.data.unit, center=pop.data.center)
     return dict(shape=list(pop.data.shape), classes=names, **scale)
 
 # %% ../../nbs/run/98a_exports.ipynb #610cf379

@@ -163,6 +163,7 @@ class Splits:
     "What image and text data share: three splits on a device, and the label frequencies of the training split."
     device: torch.device
     label_prior: Tensor # (classes,) float64, on the CPU
+    answers: int = 1 # that an example asks for: of a text one for each token
     address: Callable[[int, int], tuple[int, int]] = staticmethod(own_address) # (seed, lane) -> the one drawn from
 
     @property
@@ -182,6 +183,10 @@ class Splits:
     def for_lanes(self, lanes: Sequence[int]) -> Self: # lane numbers
         "The data as some lanes are shown them: here the same for all."
         return self
+
+    def counter(self, count: Callable[..., Tensor], split: str) -> Callable[..., Tensor]: # `class_counts`, ...
+        "How right answers of a split are counted: here as anywhere."
+        return count
 
     def check_split(self, split: str) -> str: # one of the three, or an error
         "The name of a split, if there is one of that name."
@@ -207,6 +212,8 @@ def check_scale(
 # %% ../../nbs/train/35_data.ipynb #4cfd2a95
 class _StoredImages(Splits):
     "Images of three splits on a device, checked, padded and with their normalisation."
+    fewest = 2 # classes
+
     def __init__(self, # noqa: PLR0913  # six arrays and what is known about them
         train_x, train_y, # (N, H, W, C) uint8 or float in 0..1, (N,) integers
         heldout_x, heldout_y, # a part of the training data kept for the Governor, rewards and gates
@@ -220,13 +227,13 @@ class _StoredImages(Splits):
         peak: float | None = None, # value that stands for 1.0: 255 for bytes and 1 for floats unless given
     ):
         self.device, self.flip = check_device(device), flip
-        self.pad, self.classes = check_count("pad", pad, 0), check_count("classes", classes, 2)
+        self.pad, self.classes = check_count("pad", pad, 0), check_count("classes", classes, self.fewest)
         given = dict(train=(train_x, train_y), heldout=(heldout_x, heldout_y), test=(test_x, test_y))
         x = {s: check_images(s, images, peak) for s, (images, _) in given.items()}
-        y = {s: check_labels(s, labels, len(x[s]), classes) for s, (_, labels) in given.items()}
+        y = {s: self.check_answers(s, labels, len(x[s])) for s, (_, labels) in given.items()}
         check_alike(x)
         self.num_train, (height, width, channels) = len(x["train"]), x["train"].shape[1:]
-        self.shape, self.label_prior = (channels, height, width), label_frequencies(y["train"], classes)
+        self.shape, self.label_prior = (channels, height, width), self.prior(y["train"])
         middle, spread = check_scale(mean, std, channels)
         self.mean, self.std = middle.float(), spread.float()
         self.scale = (1 / ((peak or default_peak(x["train"])) * spread)).float().to(self.device)
@@ -234,6 +241,14 @@ class _StoredImages(Splits):
         x["train"] = torch.nn.functional.pad(x["train"], (0, 0, pad, pad, pad, pad))
         self.x = {s: v.contiguous().to(self.device) for s, v in x.items()}
         self.y = {s: v.to(self.device) for s, v in y.items()}
+
+    def check_answers(self, split: str, y, count: int) -> Tensor: # (N,) int64; count: images in the split
+        "The labels of a split, fit to be used."
+        return check_labels(split, y, count, self.classes)
+
+    def prior(self, y: Tensor) -> Tensor: # (classes,) float64; y: of the training split
+        "The answer that fits best if nothing is known of an example."
+        return label_frequencies(y, self.classes)
 
     def __repr__(self):
         sizes = ", ".join(f"{len(y)} {s}" for s, y in self.y.items())

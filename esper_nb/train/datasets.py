@@ -23,7 +23,9 @@ from ..core.devices import check_device
 from ..core.random import generator
 from ..grow.hosts import CNNConfig
 from .data import ImageData
-from .files import Examples, digest_of, read_folder, read_table_file, stratified_split
+from .files import (
+    Examples, digest_of, read_folder, read_table_file, stratified_split, target_strata)
+from .targets import TargetData, standardised
 from .text import TextData
 
 # %% ../../nbs/train/37_datasets.ipynb #57d8a0d6
@@ -160,17 +162,19 @@ def example_data(
     flip: bool = False, # mirror half of the training pictures
 ) -> ImageData:
     "Examples as data for training: three parts, normalised by the training part."
-    parts, x, top = stratified_split(e.y), e.x, 255
-    train = parts.train[balanced_order(e.y[parts.train], "yours")]
+    strata, x, top = target_strata(e.y), e.x, 255
+    parts = stratified_split(strata)
+    train = parts.train[balanced_order(strata[parts.train], "yours")]
+    y, units = standardised(e.y, train)
     if x.dtype != torch.uint8:
         low, high = x.amin((0, 1, 2)), x.amax((0, 1, 2))
         x, top = ((x - low) / torch.where(high > low, high - low, 1.)).clamp(0, 1), 1
     seen = x[train].double() / top
     std = seen.std((0, 1, 2), correction=0)
-    return ImageData(
-        train_x=first(limit, x[train]), train_y=first(limit, e.y[train]), heldout_x=x[parts.heldout],
-        heldout_y=e.y[parts.heldout], test_x=x[parts.test], test_y=e.y[parts.test], classes=len(e.classes),
-        mean=seen.mean((0, 1, 2)), std=torch.where(std > 1e-9, std, 1.), pad=pad, flip=flip, device=device)
+    return (ImageData if e.y.ndim == 1 else TargetData)(
+        train_x=first(limit, x[train]), train_y=first(limit, y[train]), heldout_x=x[parts.heldout],
+        heldout_y=y[parts.heldout], test_x=x[parts.test], test_y=y[parts.test], classes=len(e.classes),
+        mean=seen.mean((0, 1, 2)), std=torch.where(std > 1e-9, std, 1.), pad=pad, flip=flip, device=device, **units)
 
 # %% ../../nbs/train/37_datasets.ipynb #c952490a
 OWN = ("folder", "table", "text", "arrays") # kinds of sources that are yours
@@ -204,12 +208,12 @@ def read_own(source: str) -> Examples: # from `own_source`, any kind but text
     "The examples that a source names."
     if source in _latest: return _latest[source]
     kind, place, options = _taken_apart(source)
-    size, label = options.get("size"), options.get("label", [None])[0]
+    size = options.get("size")
     if kind == "arrays":
         check(place in _arrays, "arrays", place, "arrays of this process; make the task again with task_from_arrays")
         e = _arrays[place]
     elif kind == "folder": e = read_folder(place, None if size is None else int(size[0]))
-    else: e = read_table_file(place, label, options.get("columns"))
+    else: e = read_table_file(place, options.get("label"), options.get("columns"), *options.get("target", ()))
     _check_digest(place, options.get("digest"), digest_of(e))
     return _remember(source, e)
 

@@ -16,6 +16,7 @@ from ..core.devices import Precision, as_double, choose_precision
 from ..core.lanes import num_lanes
 from ..grow.models import Growing
 from .data import ImageData
+from .targets import count_answers, is_target, share_pp
 from .tasks import Task, class_counts
 from .text import TextData
 
@@ -30,7 +31,7 @@ def for_all_lanes(
 
 def lane_inputs(
     x: Tensor, # of a batch that data give for evaluation: the same for all lanes, or for all of them
-    y: Tensor, # its labels; those of images are (B, n) where each lane has its own
+    y: Tensor, # its labels; those of images are (B, n) where each lane has its own; targets are (B, 1, K)
     n: int, # lanes
 ) -> tuple[Tensor, bool]: # inputs of n lanes, and whether each has its own with labels of its own
     "A batch as n lanes see it."
@@ -38,18 +39,19 @@ def lane_inputs(
     return (x if own else for_all_lanes(x, n)), own
 
 def label_counts(
-    y: Tensor, # (B,), (B, L) of text, or (B, n) where each lane has labels of its own
+    y: Tensor, # (B,), (B, L) of text, (B, 1, K) targets, or (B, n) where each lane has labels of its own
     classes: int, # K
     own: bool = False, # whether each lane has labels of its own
 ) -> Tensor: # (K,) int64, or (n, K)
-    "How often each class is the right answer."
+    "How often each class is the right answer, or each column of targets asks for one."
+    if is_target(y): return torch.full((classes,), len(y), device=y.device)
     if own: return torch.nn.functional.one_hot(y, classes).sum(0)
     return torch.bincount(y.flatten(), minlength=classes)
 
 # %% ../../nbs/train/43_evaluation.ipynb #6629ef21
 class Tally:
     "Losses and right answers of every lane, added up over batches."
-    def __init__(self, count: Callable[[Tensor, Tensor, int], Tensor]): # `correct_counts` or `class_counts`
+    def __init__(self, count: Callable[..., Tensor]): # `correct_counts` or `class_counts`
         self.count, self.seen = count, 0 # answers of one lane
         self.loss: Tensor | float = 0. # (n,) float64 sum, nats
         self.right: Tensor | int = 0 # (n,) or (n, classes) right answers
@@ -57,11 +59,11 @@ class Tally:
     def add(self,
         task: Task, # for the loss
         logits: Tensor, # (B, n*K), or (B, L, n*K) for text
-        y: Tensor, # (B,) or (B, L), the same for all lanes; (B, n) where each has its own
+        y: Tensor, # (B,), (B, L) or (B, 1, K), the same for all lanes; (B, n) where each has its own
         n: int, # lanes
     ):
         "Count one batch in."
-        answers = y.numel() // (n if y.ndim == logits.ndim else 1) # of one lane
+        answers = count_answers(logits, y, n)
         self.loss = self.loss + as_double(task.loss(logits, y, n)) * answers
         self.right = self.right + self.count(logits, y, n)
         self.seen += answers
@@ -73,23 +75,24 @@ class Tally:
 
     @property
     def accuracy_pp(self) -> Tensor: # (n,) percentage points, on the CPU
-        "The share of right answers."
+        "The share of right answers; of values R²."
         right = torch.as_tensor(self.right).cpu()
-        return 100 * (right if right.ndim == 1 else right.sum(1)) / self.seen
+        return share_pp(right if right.ndim == 1 else right.sum(1), self.seen)
 
 # %% ../../nbs/train/43_evaluation.ipynb #ce64ea13
 class EvalResult(NamedTuple):
     "One pass over a split, per lane."
-    loss: Tensor # (n,) nats
-    accuracy_pp: Tensor # (n,) percentage points
-    class_pp: Tensor # (n, classes) accuracy in each class; NaN where the split has none of it
+    loss: Tensor # (n,) nats; of values: variances
+    accuracy_pp: Tensor # (n,) percentage points: right answers; of values R², of labels those that are right
+    class_pp: Tensor # (n, classes) accuracy in each class or column; NaN where the split has none of it
 
 def tally_result(
     tally: Tally, # of `class_counts`
     of_class: Tensor, # (classes,) answers to be given in each class, or (n, classes)
 ) -> EvalResult:
     "What the counts of a pass amount to."
-    return EvalResult(tally.mean_loss, tally.accuracy_pp, 100 * torch.as_tensor(tally.right).cpu() / of_class.cpu())
+    in_class = (100 * torch.as_tensor(tally.right).cpu() / of_class.cpu()).clamp(min=0).float()
+    return EvalResult(tally.mean_loss, tally.accuracy_pp, in_class)
 
 # %% ../../nbs/train/43_evaluation.ipynb #905e29f8
 @torch.no_grad()
@@ -103,7 +106,7 @@ def evaluate(
 ) -> EvalResult:
     "Loss and accuracy of every lane on a split, in evaluation mode; nothing of the network changes."
     n, was_training = net.lanes if isinstance(net, Growing) else num_lanes(net), net.training
-    tally, of_class = Tally(class_counts), torch.zeros((), dtype=torch.int64, device=data.device)
+    tally, of_class = Tally(data.counter(class_counts, split)), torch.zeros((), dtype=torch.int64, device=data.device)
     net.eval()
     for x, y in data.evaluate(split, batch_size):
         x, own = lane_inputs(x, y, n)

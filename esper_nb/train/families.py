@@ -20,6 +20,7 @@ from ..core.random import generator
 from ..grow.hosts import CNNHost
 from .data import Epoch, ImageData, image_reader
 from .population import Population
+from .targets import TargetData
 
 # %% ../../nbs/train/49_families.ipynb #bb93fd49
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def draw_lesson(
 class FamilyData(ImageData):
     "Images of which every lane is shown its own instance; the lessons begin with `begin`."
     def __init__(self, data: ImageData, kinds: Sequence[Instance], judged: bool = False):
+        check(not isinstance(data, TargetData), "data", data, "classes: a family gives them other names")
         self.__dict__.update(vars(data)) # those of another family's data begin with no lessons either
         self.kinds, self.judged = tuple(kinds), judged
         self.addresses: dict[int, int] = {} # lane -> of its episode

@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 from ..core.config import Config, check, check_count
 from ..core.random import generator
 from ..core.layers import by_lane
+from .targets import is_target
 from .trainer import Disturb, StepState
 
 # %% ../../nbs/train/48_faults.ipynb #d4423f3e
@@ -25,7 +26,7 @@ class Strike:
     stepper: StepState # of the group
     place: int # of the lane in the group
     x: Tensor # (B, n*C, H, W) or (B, L, n), a copy that may be written
-    y: Tensor # (B, n) or (B, L, n), a copy that may be written
+    y: Tensor # (B, n), (B, L, n) or (B, n, K) targets, a copy that may be written
     age: int # batches since the fault began
     g: Generator # of its own
 
@@ -59,8 +60,8 @@ def _drift(s: Strike):
 # %% ../../nbs/train/48_faults.ipynb #8241af09
 def _corrupt_batch(s: Strike):
     if s.age >= 10: return
-    mine = s.y[..., s.place]
-    s.y[..., s.place] = mine.flatten()[torch.randperm(mine.numel(), generator=s.g).to(s.y.device)].view(mine.shape)
+    mine = s.y[:, s.place] if is_target(s.y) else s.y[..., s.place]
+    mine.copy_(mine.flatten()[torch.randperm(mine.numel(), generator=s.g).to(s.y.device)].view(mine.shape))
     if s.x.is_floating_point():
         part = s.x.unflatten(1, (s.stepper.lanes, -1))[:, s.place]
         part.copy_(50 * torch.randn(part.shape, generator=s.g).to(s.x))

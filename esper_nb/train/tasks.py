@@ -23,6 +23,7 @@ from .data import ImageData
 from .datasets import (
     host_for, is_own, keep_arrays, keep_read, load_own, load_source, own_source, text_digest)
 from .files import from_arrays, from_dataset, read_folder, read_table_file
+from .targets import TargetData, count_answers, is_target, lane_target_loss, share_pp, target_counts
 from .text import TextData
 from ..grow.hosts import CNNConfig, GPTConfig, new_host
 from ..grow.models import Growing, GrowingModel
@@ -63,22 +64,25 @@ def class_counts(
     logits: Tensor, # (B, n*K), or (B, L, n*K) for text
     y: Tensor, # (B, n) or (B, L, n); (B,) or (B, L) when the lanes share labels
     n: int = 1, # lanes
-) -> Tensor: # (n, K) int64
-    "Right answers of each lane in each class; add them up over batches."
+    spread: Tensor | float = 1., # of values: as for `target_counts`
+) -> Tensor: # (n, K) int64; float64 of values
+    "Right answers of each lane in each class, or column of targets; add them up over batches."
+    if is_target(y): return target_counts(logits, y, n, spread)
     z, y = split_lanes(logits, y, n)
     k = z.shape[-1]
     cell = torch.arange(n, device=y.device) * k + y  # (M, n)
     right = torch.where(z.argmax(-1) == y, cell, n * k)  # wrong answers go to one bin too many
     return torch.bincount(right.flatten(), minlength=n * k + 1)[:-1].view(n, k)
 
-def correct_counts(logits: Tensor, y: Tensor, n: int = 1) -> Tensor: # (n,) int64
+def correct_counts(logits: Tensor, y: Tensor, n: int = 1, spread: Tensor | float = 1.) -> Tensor: # (n,)
     "Right answers of each lane; add them up over batches."
+    if is_target(y): return target_counts(logits, y, n, spread).sum(1)
     z, y = split_lanes(logits, y, n)
     return (z.argmax(-1) == y).sum(0)
 
 def accuracy_pp(logits: Tensor, y: Tensor, n: int = 1) -> Tensor: # (n,) float32
     "Right answers of each lane in percentage points."
-    return 100 * correct_counts(logits, y, n) / split_lanes(logits, y, n)[1].shape[0]
+    return share_pp(correct_counts(logits, y, n), count_answers(logits, y, n))
 
 # %% ../../nbs/train/38_tasks.ipynb #7e9e8698
 SOURCES = ("digits", "cifar10", "prose", "tinystories") # where the data of a task may come from
@@ -157,12 +161,12 @@ class Task(_Settings):
         options = dict(lr=self.lr, weight_decay=self.weight_decay)
         return options | dict(momentum=self.momentum) if self.optimizer == "sgd" else options
 
-    def loss(self, logits: Tensor, y: Tensor, lanes: int = 1) -> Tensor: # (n,) nats
+    def loss(self, logits: Tensor, y: Tensor, lanes: int = 1) -> Tensor: # (n,) nats; of values: variances
         "The loss of each lane; add them up and call `backward`."
-        return lane_cross_entropy(logits, y, lanes)
+        return (lane_target_loss if is_target(y) else lane_cross_entropy)(logits, y, lanes)
 
     def metric(self, logits: Tensor, y: Tensor, lanes: int = 1) -> Tensor: # (n,) percentage points
-        "The accuracy of each lane; for text, of the next token."
+        "The accuracy of each lane; for text, of the next token; of values R² in units of the training part."
         return accuracy_pp(logits, y, lanes)
 
     def load(self,
@@ -247,8 +251,9 @@ def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict
     examples, classes = data.num_train, data.classes
     if isinstance(host, ModuleHostConfig): settings = settings | dict(host=host.fitted(data.shape, classes))
     elif host is None: host = _TEXT_HOST.replace(block=data.shape[0]) if text else host_for(data.shape, classes)
+    chance = data.chance_loss if isinstance(data, TargetData) else math.log(classes)
     usual = dict(host=host, batch_size=max(1, min(16 if text else 64, examples // 4)), epochs=10 if text else 25,
-                 target_loss=.2 * math.log(classes), delta_std=.05, lr=2e-3 if text else .05,
+                 target_loss=.2 * chance, delta_std=.05, lr=2e-3 if text else .05,
                  optimizer="adamw" if text else "sgd")
     given: dict = usual | settings
     sites = host_sites(given["host"])
@@ -266,19 +271,21 @@ def task_from_folder(path: str | Path, size: int | None = None, pad: int = 0, fl
     source = keep_read("folder", path, read_folder(path, size), size=size, pad=pad, flip=int(flip))
     return _example_task(settings.pop("name", Path(path).resolve().name), source, settings)
 
-def task_from_table(path: str | Path, label: str | None = None, columns: Sequence[str] | None = None,
-                    **settings) -> Task: # as for `read_table_file`, and settings of the task
+def task_from_table(path: str | Path, label: str | Sequence[str] | None = None, columns: Sequence[str] | None = None,
+                    target: str = "classes", **settings) -> Task: # as for `read_table_file`, and settings of the task
     "A task of the rows of a table."
-    source = keep_read("table", path, read_table_file(path, label, columns), label=label, columns=columns)
+    kind = None if target == "classes" else target
+    source = keep_read("table", path, read_table_file(path, label, columns, target), label=label, columns=columns,
+                       target=kind)
     return _example_task(settings.pop("name", Path(path).stem), source, settings)
 
-def task_from_arrays(x, y, name: str = "arrays", **settings) -> Task: # x, y: as for `from_arrays`
+def task_from_arrays(x, y, name: str = "arrays", target: str = "classes", **settings) -> Task: # as `from_arrays`
     "A task of arrays or tensors, which lives as long as the process."
-    return _example_task(name, keep_arrays(name, from_arrays(x, y, name)), settings)
+    return _example_task(name, keep_arrays(name, from_arrays(x, y, name, target)), settings)
 
-def task_from_dataset(dataset, name: str = "dataset", **settings) -> Task: # items (picture or numbers, label)
+def task_from_dataset(dataset, name: str = "dataset", target: str = "classes", **settings) -> Task: # `from_dataset`
     "A task of a map-style dataset, read into memory once."
-    return _example_task(name, keep_arrays(name, from_dataset(dataset, name)), settings)
+    return _example_task(name, keep_arrays(name, from_dataset(dataset, name, target)), settings)
 
 def task_from_text(path: str | Path, block: int = 64, **settings) -> Task: # block: window length in bytes
     "A task of a text: to say its next byte."

@@ -79,6 +79,7 @@ class _StoredText(Splits):
         device: str | torch.device = "cpu", # where the data lives
     ):
         self.device, self.block = check_device(device), check_count("block", block)
+        self.answers = block
         self.vocab: tuple = tuple(vocab)
         self.classes = len(self.vocab)
         given = dict(train=train, heldout=heldout, test=test)

@@ -29,6 +29,7 @@ from .graphs import Graphs, GroupSteps, TrainStep, record_steps, train_batch
 from .groups import (
     Group, GroupResult, check_out, copy_again, give_back, join_groups, seed_health, site_signals, spread_lanes, traced)
 from .population import EpochResult, Population, TrainResult, lane_bytes
+from .targets import share_pp
 from .worth import judge_lanes
 
 # %% ../../nbs/train/47_trainer.ipynb #03504431
@@ -60,7 +61,7 @@ def sum_up(
         loss, correct, norm, skipped = torch.stack([t.to(norm) for t in (loss, correct, norm, skipped)]).cpu()
     finite = norm.isfinite()
     return TrainResult(
-        loss=loss.mean(0), accuracy_pp=100 * correct.sum(0).cpu().float() / (len(steps) * answers),
+        loss=loss.mean(0), accuracy_pp=share_pp(correct.sum(0).cpu().float(), len(steps) * answers),
         grad_norm=norm.where(finite, 0).sum(0) / finite.sum(0), skipped=skipped.sum(0).long(), losses=loss)
 
 # %% ../../nbs/train/47_trainer.ipynb #0a899dc0
@@ -98,8 +99,7 @@ def train_group(
             with traced(g.net): steps.append(one(x, y, look))
         else: steps.append(one(x, y) if recorded is None else recorded(one, x, y))
     if recorded is not None: recorded.settle(steps)
-    answers = pop.batch_size * (pop.data.shape[0] if len(pop.data.shape) == 1 else 1)   # of text, every token is one
-    return GroupTraining(sum_up(steps, answers), health, signals)
+    return GroupTraining(sum_up(steps, pop.batch_size * pop.data.answers), health, signals)
 
 # %% ../../nbs/train/47_trainer.ipynb #9c229f91
 def may_trust(

@@ -22,6 +22,7 @@ from ..grow.slots import evaluating
 from ..grow.stages import Stage
 from .data import ImageData
 from .evaluation import EvalResult, Tally, evaluate, label_counts, lane_inputs, tally_result
+from .targets import count_answers, share_pp
 from .tasks import Task, class_counts, correct_counts
 from .text import TextData
 
@@ -129,7 +130,7 @@ def seed_tables(
 def measure_worth(
     model: Growing, # n lanes
     task: Task, # for the loss
-    batches: Sequence[tuple[Tensor, Tensor]], # inputs for all lanes, and labels (B,) or (B, n)
+    batches: Sequence[tuple[Tensor, Tensor]], # inputs for all lanes, and labels (B,) or (B, n), or (B, 1, K) targets
     slots: Sequence[str] | None = None, # slots to switch, at most 4; default those with a seed that is heard
 ) -> Worth:
     "Evaluate every on/off combination of the seeds; nothing of the model changes."
@@ -137,16 +138,15 @@ def measure_worth(
     check(not missing, "slots", missing, f"slots of the model: {', '.join(model.names)}")
     names, n = tuple(k for k in model.names if k in (heard_slots(model) if slots is None else slots)), model.lanes
     loss = right = torch.zeros(2**len(names), n, dtype=torch.float64)
-    seen = 0
+    seen = answers = 0
     for x, y in batches:
         logits, _ = model.factorial(x, names)
         loss = loss + torch.stack([task.loss(z, y, n) for z in logits]).cpu().double() * len(y)
         right = right + torch.stack([correct_counts(z, y, n) for z in logits]).cpu()
-        seen += len(y)
+        seen, answers = seen + len(y), answers + count_answers(logits[-1], y, n)
     check(seen > 0, "batches", seen, "at least one example")
-    answers = seen * (y.shape[1] if y.ndim > 1 and logits.ndim == 4 else 1)   # of text, every token is one
     heard, fossil = seed_tables(model, names)
-    return Worth(names, (100 * right / answers).float(), (loss / seen).float(), heard, fossil)
+    return Worth(names, share_pp(right, answers), (loss / seen).float(), heard, fossil)
 
 # %% ../../nbs/train/44_worth.ipynb #dd94b83e
 @torch.no_grad()
@@ -161,7 +161,8 @@ def evaluate_combinations(
 ) -> tuple[EvalResult, Worth]:
     "One pass over a split with everything on, and every on/off combination of some slots beside it."
     n, was_training = net.lanes, net.training
-    whole, parts = Tally(class_counts), [Tally(correct_counts) for _ in range(2**len(slots))]
+    whole = Tally(data.counter(class_counts, split))
+    parts = [Tally(data.counter(correct_counts, split)) for _ in range(2**len(slots))]
     of_class = torch.zeros((), dtype=torch.int64, device=data.device)
     net.eval()
     for x, y in data.evaluate(split, batch_size):
