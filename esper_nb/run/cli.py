@@ -37,17 +37,17 @@ from ..train.tasks import Task, get_task, list_tasks, task_from_path
 # %% ../../nbs/run/99_cli.ipynb #470d6cb9
 def _own_task(args: argparse.Namespace) -> Task | None: # None: a name says what is trained
     "The task that `--data` is, where it stands alone."
-    name = args.task if args.command == "fit" else args.recipe
-    if name is not None: return None
+    if (args.task if args.command == "fit" else args.recipe) is not None: return None
     check(args.data is not None, args.command, "", "a name, or --data with a folder of pictures, a table or a text")
-    place, given = Path(args.data), dict(size=args.size, label=args.label, target=args.target)
-    if not place.exists(): raise FileNotFoundError(f"--data {args.data}: there is no such folder or file")
-    check(args.size is None or place.is_dir(), "--size", args.size, "none: it is for a folder of pictures")
+    place = Path(args.data)
+    given = {k: v for k in ("size", "label", "target") if (v := getattr(args, k)) is not None}
+    if not place.exists(): raise FileNotFoundError(f"--data {args.data}: no such folder or file")
     table = place.suffix.lower() in (".csv", ".tsv", ".parquet")
-    check(args.label is None or table, "--label", args.label, "none: it is for a table")
-    check(args.target is None or table, "--target", args.target, "none: it is for a table")
-    if args.label is not None and args.target is not None: given["label"] = args.label.split(",")
-    return task_from_path(place, **{k: v for k, v in given.items() if v is not None})
+    for k, value in given.items():
+        fits, of = (place.is_dir(), "folder of pictures") if k == "size" else (table, "table")
+        check(fits, f"--{k}", value, f"none: it is for a {of}")
+    if given.keys() >= {"label", "target"}: given["label"] = args.label.split(",")
+    return task_from_path(place, **given)
 
 def _chosen_recipe(args: argparse.Namespace) -> RunConfig:
     "The recipe that the options describe."
@@ -125,13 +125,13 @@ def _run_options(p: argparse.ArgumentParser, recipe_help: str) -> None:
     "What `train` and `compare` understand."
     p.add_argument("recipe", nargs="?", default=None, help=recipe_help)
     p.add_argument("--updates", type=int, help="updates of the policy")
-    p.add_argument("--minutes", type=_positive, help="training ends with the update in which they are over")
+    p.add_argument("--minutes", type=_positive, help="training ends with the update in which they end")
     p.add_argument("--seed", type=int)
     _add_set(p, "override a setting, e.g. env.num_envs=4 or ppo.learning_rate=0.001")
 
 def _import_option(p: argparse.ArgumentParser) -> None:
     p.add_argument("--import", dest="imports", action="append", default=[], metavar="PLUGIN",
-                   help="a file or module that registers tasks, blueprints or recipes; the run remembers it")
+                   help="a file or module that registers tasks, blueprints or recipes")
 
 def _log_option(p: argparse.ArgumentParser) -> None:
     p.add_argument("--log", action="append", default=[], choices=tuple(TRACKERS), help="tell a tracker, too")
@@ -145,11 +145,11 @@ def _common_options(p: argparse.ArgumentParser) -> None:
     _import_option(p)
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
     p.add_argument("--data", default=None, metavar="PLACE",
-                   help="without a name: a folder of pictures, a table or a text to train on; with one: the folder "
-                        "where its files are (default: data)")
-    p.add_argument("--label", default=None, metavar="COLUMN", help="of a table: what is to be told (default: the last)")
-    p.add_argument("--target", default=None, choices=TARGETS, help="of a table: what --label names, a class or columns "
-                   "of numbers (values) or of 0 and 1 (labels), with commas between them (default: classes)")
+                   help="without a name: a folder of pictures, a table or a text to train on; with one: where its "
+                        "files are (default: data)")
+    p.add_argument("--label", default=None, metavar="COLUMN", help="of a table: what to tell (default: the last)")
+    p.add_argument("--target", default=None, choices=TARGETS, help="of a table: --label names a class, or columns "
+                   "(with commas) of numbers or of 0 and 1")
     p.add_argument("--size", type=int, default=None, metavar="PIXELS", help="of pictures (default: 32)")
     p.add_argument("--synthetic", action="store_true", help="made-up images in place of CIFAR-10")
     p.add_argument("--inject", action="append", default=[], metavar="FAULT[:LANE[:EPOCH]]",
@@ -199,8 +199,8 @@ def _add_compare(p: argparse.ArgumentParser) -> None:
     _common_options(p)
     p.add_argument("--seeds", type=int, default=3, help="each trains a controller of its own (default: 3)")
     p.add_argument("--jobs", type=int, default=None,
-                   help="seeds at a time, each in a process with its part of the cores (default: 1; with an engine as "
-                        "many as it has cores)")
+                   help="seeds at a time, each in a process with its part of the cores (default: 1, or an "
+                        "engine's cores)")
     _engine_option(p, "where seeds are played")
     p.add_argument("--out", default=None, help="where the figures go (default: compare_RECIPE.json)")
 
@@ -214,9 +214,9 @@ def _add_fit(p: argparse.ArgumentParser) -> None:
 def _add_bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("what", nargs="?", default="lanes", choices=("lanes", "growth", "faults"))
     p.add_argument("--quick", action="store_true", help="fewer rounds and the small task only")
-    p.add_argument("--out", default=None, help="where the figures go (default: bench_lanes.json and so on)")
+    p.add_argument("--out", default=None, help="where the figures go (default: bench_lanes.json …)")
     p.add_argument("--only", default="",
-                   help="growth: cases whose name contains this, such as 'digits, batch 64, mixed'")
+                   help="growth: cases with this in their name, such as 'mixed'")
 
 # %% ../../nbs/run/99_cli.ipynb #9076e858
 def _train(args): return drive_run(begin_run(_chosen_recipe(args), args.out), not args.quiet, more=add_schedule)
