@@ -6,7 +6,7 @@
 __all__ = ['is_target', 'count_answers', 'target_lanes', 'lane_target_loss', 'target_counts', 'share_pp', 'standardised',
            'TargetData']
 
-# %% ../../nbs/train/35a_targets.ipynb #489013d4
+# %% ../../nbs/train/35a_targets.ipynb #1d8a3956
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from ..core.config import check
 from ..core.devices import as_double
 from .data import ImageData
 
-# %% ../../nbs/train/35a_targets.ipynb #8672e644
+# %% ../../nbs/train/35a_targets.ipynb #a0ff33ac
 def is_target(y: Tensor) -> bool: # False: class numbers or tokens
     "Whether these are values or labels."
     return y.dtype == torch.bool or y.is_floating_point()
@@ -31,7 +31,7 @@ def count_answers(
     "How many answers a batch asks for."
     return y.numel() // (y.shape[1] if is_target(y) else n if y.ndim == outputs.ndim else 1)
 
-# %% ../../nbs/train/35a_targets.ipynb #3d3d8a15
+# %% ../../nbs/train/35a_targets.ipynb #5666b611
 def target_lanes(
     outputs: Tensor, # (B, n*K)
     y: Tensor, # (B, n, K), or (B, 1, K) when the lanes share targets
@@ -45,7 +45,7 @@ def target_lanes(
           tuple(y.shape), f"({len(outputs)}, {n}, {width}), or 1 in the middle when the lanes share targets")
     return outputs.float().unflatten(1, (n, width)), y.expand(-1, n, -1)
 
-# %% ../../nbs/train/35a_targets.ipynb #4109eded
+# %% ../../nbs/train/35a_targets.ipynb #e63f56ca
 def lane_target_loss(
     outputs: Tensor, # (B, n*K)
     y: Tensor, # (B, n, K) or (B, 1, K): bool labels, or standardised values
@@ -56,7 +56,7 @@ def lane_target_loss(
     if y.dtype != torch.bool: return (z - y).square().mean(-1).mean(0)
     return torch.nn.functional.binary_cross_entropy_with_logits(z, y.float(), reduction="none").mean(-1).mean(0)
 
-# %% ../../nbs/train/35a_targets.ipynb #f93bd04d
+# %% ../../nbs/train/35a_targets.ipynb #13c83b3f
 def target_counts(
     outputs: Tensor, # (B, n*K)
     y: Tensor, # (B, n, K) or (B, 1, K): bool labels, or standardised values
@@ -77,7 +77,7 @@ def share_pp(
     pp = 100 * right / answers
     return torch.where(pp > 0, pp, 0).float()
 
-# %% ../../nbs/train/35a_targets.ipynb #634ec7fb
+# %% ../../nbs/train/35a_targets.ipynb #7c446663
 def standardised(
     y: Tensor, # (N,) class numbers, (N, K) float64 values or bool labels
     train: Tensor, # numbers of the training examples
@@ -89,7 +89,7 @@ def standardised(
           unit.tolist(), "finite numbers above 0; leave out what is constant, and rescale what is huge")
     return ((y - center) / unit).float(), dict(center=center, unit=unit)
 
-# %% ../../nbs/train/35a_targets.ipynb #2bf75bc6
+# %% ../../nbs/train/35a_targets.ipynb #d4862d3a
 class TargetData(ImageData):
     "Images, or rows of a table, with K values or K labels each."
     fewest = 1 # columns
