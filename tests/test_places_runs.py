@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from esper_nb.run.places import LocalPlace, PlaceLost
 from esper_nb.run.recipes import RunConfig, get_recipe, repeat_words
 from esper_nb.run.runs import begin_run, open_run, run_updates
 from esper_nb.run.seeds import SeedStore, SeedTask, compare_recipe
+from esper_nb.run.split import SplitVecEnv
+from esper_nb.show.dashboard import watch
+from esper_nb.show.sources import EnvSource
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=4", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",
@@ -99,6 +103,20 @@ def test_a_run_in_parts_is_stopped_and_goes_on(here, tmp_path):
     assert timeless(again.folder.rows_path) == timeless(here/"rows.jsonl")
     assert again.env.batches == again.batches and again.env.away_s == 0
     again.env.close()
+
+
+def test_the_panel_follows_a_run_in_parts(here):
+    session = watch(here).session
+    assert session.wait() == "done", session.error
+    assert (session.source.lanes, session.steps) == (4, 16) # four updates of four steps
+    assert [(i.lane, i.reason, i.action) for i in session.incidents][:1] == [(3, "non-finite", "rollback")]
+    session.close()
+    with pytest.raises(ValueError, match="watch"): EnvSource(SimpleNamespace(stream=SimpleNamespace(envs=parts_env())))
+
+
+def parts_env():
+    env = SplitVecEnv(get_recipe("digits_impaired", TINY).env, parts=2)
+    return SimpleNamespace(unwrapped=env, num_envs=env.num_envs)
 
 
 def test_a_run_in_parts_says_so(here, tmp_path, capsys):
