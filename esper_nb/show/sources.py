@@ -307,7 +307,7 @@ class EnvSource(_Ruinable):
         envs = learner.stream.envs.unwrapped
         if not isinstance(envs, GrowVecEnv):
             raise ValueError(f"envs={type(envs).__name__!r}: expected a GrowVecEnv; "
-                             "follow lanes in parts by watch(the run's folder), wrap any other environment's records in a FrameSource")
+                             "watch(folder) for lanes in parts, a FrameSource for any other")
         self.learner = learner
         self.envs = envs
         pop = envs.parts[0][1]
