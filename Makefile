@@ -45,9 +45,9 @@ notebooks: $(STAMP)  ## run every notebook once; its text outputs are those that
 	@echo "== every notebook runs, and shows what is stored"
 	@$(BIN)/python scripts/notebooks.py run $(NB)
 
-unit: $(STAMP)  ## pytest over tests/
+unit: $(STAMP)  ## pytest over tests/, two files at a time
 	@echo "== tests"
-	@$(BIN)/pytest tests
+	@$(BIN)/pytest tests -n 2 --dist loadfile
 
 lab: $(STAMP)  ## JupyterLab on the notebooks
 	cd nbs && ../$(BIN)/jupyter lab

@@ -258,7 +258,8 @@ def test_a_frozen_actor_is_named_and_replaced(cluster, here, caplog):
 
 
 PROGRAM = """
-    import sys, time
+    import signal, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler) # whoever started the tests in the background ignores it
     from esper_nb.control.env_config import EnvConfig
     from esper_nb.run.split import SplitVecEnv
     import numpy as np
@@ -274,12 +275,14 @@ def test_no_process_is_left_behind():
     "After an interrupt; tests/test_places_runs.py has the other ends."
     begun = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM)], stdout=subprocess.PIPE, text=True,
                              stderr=subprocess.DEVNULL, start_new_session=True)
-    assert begun.stdout.readline() == "ready\n"
-    family = descendants(begun.pid)
-    assert len(family) >= 4 # two actors and the engine
-    begun.send_signal(signal.SIGINT)
-    begun.wait(30)
-    assert not still_there(family)
+    try:
+        assert begun.stdout.readline() == "ready\n"
+        family = descendants(begun.pid)
+        assert len(family) >= 4 # two actors and the engine
+        begun.send_signal(signal.SIGINT)
+        begun.wait(30)
+        assert not still_there(family)
+    finally: begun.kill()
 
 
 @needs_ray

@@ -30,7 +30,7 @@ from .contest import add_schedule
 from .runs import begin_run, check_faults, drive_run, open_run
 from .seeds import SeedStore, compare_recipe
 from ..train.faults import list_faults, parse_fault
-from ..train.files import TARGETS
+from ..train.files import ANSWERS
 from ..train.population import FitConfig
 from ..train.tasks import Task, get_task, list_tasks, task_from_path
 
@@ -148,7 +148,7 @@ def _common_options(p: argparse.ArgumentParser) -> None:
                    help="without a name: a folder of pictures, a table or a text to train on; with one: where its "
                         "files are (default: data)")
     p.add_argument("--label", default=None, metavar="COLUMN", help="of a table: what to tell (default: the last)")
-    p.add_argument("--target", default=None, choices=TARGETS, help="of a table: --label names a class, or columns "
+    p.add_argument("--target", default=None, choices=ANSWERS, help="of a table: --label names a class, or columns "
                    "(with commas) of numbers or of 0 and 1")
     p.add_argument("--size", type=int, default=None, metavar="PIXELS", help="of pictures (default: 32)")
     p.add_argument("--synthetic", action="store_true", help="made-up images in place of CIFAR-10")
