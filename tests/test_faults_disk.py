@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from esper_nb.core.config import parse_settings
-from esper_nb.run import plugins
 from esper_nb.run.cli import main
 from esper_nb.run.recipes import RunConfig, get_recipe
 from esper_nb.run.runs import begin_run, run_updates
@@ -24,10 +23,9 @@ SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
 def run_folder(tmp_path_factory):
     "A run of one update of three."
     recipe = get_recipe("digits_impaired", parse_settings(SETTINGS, RunConfig) | {"ppo.num_updates": 3})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "_loaded", {}) # a run remembers them, and other tests have files that not all may read
-        run = begin_run(recipe, tmp_path_factory.mktemp("runs"))
-        for _ in run_updates(run): break
+    recipe = recipe.replace(plugins=()) # a run remembers them, and other tests have files that not all may read
+    run = begin_run(recipe, tmp_path_factory.mktemp("runs"))
+    for _ in run_updates(run): break
     return run.folder.path
 
 @pytest.fixture

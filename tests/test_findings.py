@@ -115,5 +115,5 @@ def test_the_page_shows_what_the_rows_say():
 def test_pytest_collects_where_the_checks_are():
     options = (ROOT/"pyproject.toml").read_text(encoding="utf-8")
     make = (ROOT/"Makefile").read_text(encoding="utf-8")
-    assert re.search(r"^\t@\$\(BIN\)/pytest tests$", make, re.M), "make test runs all of tests/"
+    assert re.search(r"^\t@\$\(BIN\)/pytest tests -n 2 --dist loadfile$", make, re.M), "make test runs all of tests/"
     assert "deselect" not in options and "ignore=" not in options and "-m " not in options
