@@ -1,4 +1,5 @@
 "Lanes are independent bit for bit, and equal the networks they stand for."
+import math
 import copy
 
 import pytest
@@ -11,7 +12,8 @@ from esper_nb.grow.hosts import CNNConfig, GPTConfig, new_host
 from esper_nb.core.lanes import (
     lane, lane_state, num_lanes, per_lane, put_lanes, reset_lanes, take_lanes, with_lanes)
 from esper_nb.core.layers import (
-    attention, batch_norm2d, conv2d, embedding, group_norm, layer_norm, linear, LaneDropout, by_lane, Scale, unfold)
+    attention, batch_norm2d, conv2d, embedding, group_norm, layer_norm, lane_noise, linear, LaneDropout, by_lane,
+    Scale, unfold)
 from esper_nb.train.tasks import lane_cross_entropy
 
 N = 4
@@ -164,6 +166,40 @@ def test_dropout_repeats_after_a_restore():
     m.load_state_dict(saved)
     assert torch.equal(m(x), first) and torch.equal(m(x), second)
     assert (first != 0).float().mean().item() == pytest.approx(.5, abs=.15) and torch.equal(m.eval()(x), x)
+
+
+def bits_by_hand(stream, count, place):
+    "One number of `lane_noise`, by Python's integers."
+    def scramble(x):
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+        return x ^ x >> 16
+    key = (stream + count * 0x9E3779B97F4A7C15) % 2**64
+    x = scramble(scramble(place ^ key % 2**32) ^ key >> 32)
+    return x - 2**32 * (x >> 31)
+
+
+def test_noise_is_the_hash_that_it_says():
+    stream, count = torch.tensor([0, 5, 2**62 + 7]), torch.tensor([0, 3, 10**9])
+    got = lane_noise(stream, count, (4, 2), 1)
+    assert got.dtype == torch.int32 and got.shape == (4, 3, 2)
+    for i, (s, c) in enumerate(zip(stream.tolist(), count.tolist())):
+        assert got[:, i].flatten().tolist() == [bits_by_hand(s, c, k) for k in range(8)]
+
+
+@pytest.mark.parametrize("p", [.01, .1, .5, .9])
+def test_masks_are_those_of_independent_coins(p):
+    "Shares of lanes, batches, places and bits, and how pairs of them agree, within five standard errors."
+    stream = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(0))
+    draws = [lane_noise(stream, torch.full((8,), c), (64, 64), 0) for c in range(8)]
+    draws = torch.stack(draws, 1) # (lane, batch, 64, 64)
+    z = ((draws >= math.floor(p * 2**32) - 2**31).double() - (1 - p)) / math.sqrt(p * (1 - p))
+    def fair(x): assert (x.mean().abs() < 5 / math.sqrt(x.numel())), x.mean()
+    fair(z)
+    for axis in range(4):
+        for distance in (1, 2): fair(z * z.roll(distance, axis))  # neighbours in anything
+    for part in z.flatten(0, 1): fair(part)
+    for bit in range(32): fair((draws >> bit & 1).double() * 2 - 1)
 
 
 def test_embedding_and_with_lanes_keep_settings():

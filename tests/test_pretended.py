@@ -12,7 +12,7 @@ from torch import nn
 
 from esper_nb.core import devices
 from esper_nb.core.lanes import lane_state, reset_lanes
-from esper_nb.core.layers import by_lane, conv2d
+from esper_nb.core.layers import LaneDropout, by_lane, conv2d
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.snapshots import Snapshot
 from esper_nb.learn.learner import Learner
@@ -438,6 +438,29 @@ def test_what_grows_is_recorded_anew(gpu):
     for k, t in a.items(): assert torch.equal(t, b[k]), k
     assert graphs.replays == 7 + 7 + 9 + 7 + 9 and len(graphs.said) == 1 and "alpha is on its way" in graphs.said.pop()
     assert len(graphs.made) <= 1   # what was recorded for the others is gone
+
+def test_dropout_waits_for_nothing(gpu):
+    there, here = LaneDropout(.3, 6, 1), LaneDropout(.3, 6, 1)
+    reset_lanes(there, range(6), 0)
+    here.load_state_dict(there.state_dict())
+    x = torch.rand(4, 12, 5, 5)
+    there, y = there.cuda(), x.cuda()
+    before = gpu.num_waits
+    out = [there(y) for _ in range(3)]
+    assert gpu.num_waits == before
+    for o in out: assert torch.equal(o.cpu(), here(x))   # the same masks on every device
+
+def test_dropout_is_recorded(gpu):
+    def dropping():
+        pop = grown("alike")
+        drop = LaneDropout(.2, 6, 1)
+        reset_lanes(drop, range(6), 0)
+        pop.model.host.blocks[0][2] = nn.Sequential(nn.ReLU(), drop.cuda())
+        return pop
+    (a, _, graphs), (b, _, _), (c, _, _) = (trained(pop, warm) for pop, warm in
+                                            ((dropping(), 2), (dropping(), PLAIN), (grown("alike"), PLAIN)))
+    assert graphs.replays > 20 and not graphs.said and any(not torch.equal(t, c[k]) for k, t in b.items() if k in c)
+    for k, t in a.items(): assert torch.equal(t, b[k]), k
 
 def test_an_epoch_of_replays_in_vain_is_done_again(gpu):
     def ruin(pop, e): by_lane(next(pop.model.host.parameters()).data, 6)[2] = math.nan

@@ -5,9 +5,11 @@
 # %% auto #0
 __all__ = ['unfold', 'fold', 'by_lane', 'spatial_mean', 'MaskedConv2d', 'conv2d', 'group_norm', 'LaneBatchNorm2d', 'batch_norm2d',
            'lane_linear', 'LaneLinear', 'linear', 'LaneEmbedding', 'embedding', 'LaneLayerNorm', 'layer_norm', 'Scale',
-           'LaneAttention', 'attention', 'LaneDropout']
+           'LaneAttention', 'attention', 'lane_noise', 'LaneDropout']
 
 # %% ../../nbs/core/03_layers.ipynb #6cff8c1f
+import math
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -15,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import check, check_count
-from .random import generator
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -246,6 +247,27 @@ def attention(
     "n causal self-attentions side by side."
     return LaneAttention(d, heads, n)
 
+# %% ../../nbs/core/03_layers.ipynb #bc09a2e0
+_WEYL = -7046029254386353131 # 2**64 divided by the golden ratio: equal steps that never meet
+
+def _scramble(x: Tensor) -> Tensor: # int32, changed in place
+    "The finaliser of MurmurHash3 (Appleby 2011)."
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(-2048144789)
+    x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(-1028477387)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+def lane_noise(
+    stream: Tensor, # (n,) int64
+    count: Tensor, # (n,) int64
+    shape: Sequence[int], # of one lane
+    axis: int, # where the lanes go
+) -> Tensor: # int32, uniform over all of them; `shape` with n at `axis`
+    "Random numbers of n lanes, each a function of its lane's address and its own position."
+    words = (stream + count * _WEYL).view(torch.int32).view(-1, 2)
+    low, high = (w.view([-1 if i == axis else 1 for i in range(len(shape) + 1)]) for w in words.unbind(1))
+    place = torch.arange(math.prod(shape), dtype=torch.int32, device=stream.device).view(*shape).unsqueeze(axis)
+    return _scramble(_scramble(place ^ low).bitwise_xor_(high))
+
 # %% ../../nbs/core/03_layers.ipynb #e0340101
 class LaneDropout(nn.Module):
     "Dropout whose masks are a function of each lane's stream and of how many batches the lane has seen."
@@ -255,6 +277,7 @@ class LaneDropout(nn.Module):
         self.lanes = check_count("lanes", n)
         self.p = p
         self.dim = dim
+        self.edge = math.floor(p * 2**32) - 2**31 # numbers below it are dropped
         self.register_buffer("stream", torch.zeros(n, dtype=torch.int64))
         self.register_buffer("count", torch.zeros(n, dtype=torch.int64))
 
@@ -267,7 +290,6 @@ class LaneDropout(nn.Module):
         if not self.training or self.p == 0: return x
         h, axis = unfold(x, self.lanes, self.dim), self.dim % x.ndim
         shape = [s for i, s in enumerate(h.shape) if i != axis]
-        addresses = zip(self.stream.tolist(), self.count.tolist())
-        draws = [torch.rand(shape, generator=generator(stream, "dropout", count)) for stream, count in addresses]
+        keep = lane_noise(self.stream, self.count, shape, axis) >= self.edge
         self.count += 1
-        return (h * (torch.stack(draws, axis) >= self.p).to(h) / (1 - self.p)).reshape(x.shape)
+        return (h * keep.to(h) / (1 - self.p)).reshape(x.shape)

@@ -46,7 +46,7 @@ def label_counts(
     "How often each class is the right answer, or each column of targets asks for one."
     if is_target(y): return torch.full((classes,), len(y), device=y.device)
     if own: return torch.nn.functional.one_hot(y, classes).sum(0)
-    return torch.bincount(y.flatten(), minlength=classes)
+    return y.new_zeros(classes).scatter_add_(0, y.flatten(), torch.ones_like(y).flatten())
 
 # %% ../../nbs/train/43_evaluation.ipynb #6629ef21
 class Tally:

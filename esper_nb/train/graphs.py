@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.devices import Precision, send
-from ..core.layers import LaneDropout, by_lane
+from ..core.layers import by_lane
 from ..grow.blending import RampMode
 from ..grow.models import Growing
 from .groups import Group
@@ -168,7 +168,7 @@ def unfit_net(
     net: Growing, # in training
 ) -> str | None: # None: it does
     "Why a network does not do the same in every batch."
-    drawing = [m for m in net.modules() if getattr(m, "draws", False) or (isinstance(m, LaneDropout) and m.p > 0)]
+    drawing = [m for m in net.modules() if getattr(m, "draws", False)]
     if drawing: return f"{type(drawing[0]).__name__} draws on the host"
     slots = {k: net.slot(k) for k in net.names}
     moving = [k for k, s in slots.items() if s.enabled and any(i.mode != RampMode.HOLD for i in s.states())]

@@ -71,8 +71,8 @@ def class_counts(
     z, y = split_lanes(logits, y, n)
     k = z.shape[-1]
     cell = torch.arange(n, device=y.device) * k + y  # (M, n)
-    right = torch.where(z.argmax(-1) == y, cell, n * k)  # wrong answers go to one bin too many
-    return torch.bincount(right.flatten(), minlength=n * k + 1)[:-1].view(n, k)
+    right = (z.argmax(-1) == y).long()
+    return y.new_zeros(n * k).scatter_add_(0, cell.flatten(), right.flatten()).view(n, k)
 
 def correct_counts(logits: Tensor, y: Tensor, n: int = 1, spread: Tensor | float = 1.) -> Tensor: # (n,)
     "Right answers of each lane; add them up over batches."
