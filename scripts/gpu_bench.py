@@ -143,10 +143,11 @@ def graph(size, limit):
 
 
 def graph_row(case, turns, limit, seeds):
-    one, two, graphs = population(case, limit, seeds), population(case, limit, seeds), Graphs()
-    sides = dict(graph=lambda: run_epoch(one, split=None, graphs=graphs), plain=lambda: run_epoch(two, split=None))
+    one, two = population(case, limit, seeds), population(case, limit, seeds)
+    one.graphs = graphs = Graphs()
+    sides = dict(graph=lambda: run_epoch(one, split=None), plain=lambda: run_epoch(two, split=None))
     seconds = in_turns(sides, turns, warm=3)
-    before, last = graphs.replays, run_epoch(one, split=None, graphs=graphs)
+    before, last = graphs.replays, run_epoch(one, split=None)
     return dict(seconds=seconds, batches=len(last.train.losses), replays=graphs.replays - before,
                 why_not=sorted(graphs.said))
 

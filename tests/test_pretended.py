@@ -120,12 +120,16 @@ def test_memory_that_another_stream_may_still_use_must_not_be_freed():
 
 # --- the main job
 
-def test_the_main_job_runs_on_two_devices(gpu, tmp_path, capsys):
-    small = ["env.num_envs=2", "env.limit=64", "ppo.num_steps=4", "env.horizon=4", "env.batch_size=32",
+@pytest.mark.filterwarnings("ignore:graph.*alpha")
+@pytest.mark.parametrize("graph", ["false", "true"])
+def test_the_main_job_runs_on_two_devices(gpu, tmp_path, capsys, graph):
+    small = ["env.num_envs=2", "env.limit=192", f"env.graph={graph}", "env.batch_size=32",
+             "ppo.num_steps=4", "env.horizon=4",
              "ppo.num_updates=1", "ppo.update_epochs=1", "ppo.num_minibatches=2", "env.precision=fp32"]
     sets = [w for s in small for w in ("--set", s)]
     main(["train", "digits_impaired", "--device", "cuda:0,cuda:1", "--quiet", "--out", str(tmp_path), *sets])
     assert "1 update, 8 lane-epochs" in capsys.readouterr().out and gpu.num_launches > 1000
+    assert (gpu.launches["graph"] > 0) == (graph == "true")
     assert not gpu.draws   # whatever is drawn has an address, and is drawn on the host
 
 
@@ -387,11 +391,11 @@ def grown(kind, optimizer=None, **kw):
     return pop
 
 def trained(pop, warm, epochs=3, meanwhile=lambda pop, e: None):
-    graphs, out = Graphs(warm), []
+    pop.graphs, out = Graphs(warm), []
     for e in range(epochs):
-        out.append(run_epoch(pop, graphs=graphs))
+        out.append(run_epoch(pop))
         meanwhile(pop, e)
-    return weights(pop) | {k: t.cpu() for k, t in pop.stepper.state_dict().items()}, out, graphs
+    return weights(pop) | {k: t.cpu() for k, t in pop.stepper.state_dict().items()}, out, pop.graphs
 
 @pytest.mark.parametrize("kind", ["alike", "mixed"])
 @pytest.mark.parametrize("optimizer, precision", [(None, "fp32"), (None, "bf16"), ("adamw", "fp32")])
@@ -413,8 +417,9 @@ def test_an_epoch_of_replays_is_close_to_one_without(gpu, kind):
 
 @pytest.mark.parametrize("kind", ["alike", "mixed"])
 def test_a_replay_is_one_launch_a_batch(gpu, kind):
-    pop, graphs = grown(kind), Graphs(2)
-    run_epoch(pop, graphs=graphs)
+    pop = grown(kind)
+    pop.graphs = Graphs(2)
+    run_epoch(pop)
     batches = []
     real = Graphs.run
     def run(*args):
@@ -424,7 +429,7 @@ def test_a_replay_is_one_launch_a_batch(gpu, kind):
         return out
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graphs, "run", run)
-        run_epoch(pop, graphs=graphs)
+        run_epoch(pop)
     assert set(batches) == {(4, 0)} and len(batches) == 9   # two inputs in, the graph, its record out
 
 @pytest.mark.filterwarnings("ignore:graph.*alpha")
@@ -486,9 +491,9 @@ def test_fit_records_where_it_is_asked_to(gpu, monkeypatch):
     seen = []
     real = Graphs.sweep
     monkeypatch.setattr(Graphs, "sweep", lambda self: (seen.append(self.replays), real(self)))
-    assert len(list(fit(grown("alike"), 2, graph=True))) == 2 and seen == [0, 6]
-    pop = small("cpu")
-    with pytest.warns(UserWarning, match="the host judges every batch"): next(fit(pop, graph=True))
+    assert len(list(fit(grown("alike", graph=True), 2))) == 2 and seen == [0, 6]
+    pop = small("cpu", graph=True)
+    with pytest.warns(UserWarning, match="the host judges every batch"): next(fit(pop))
 
 
 # --- the benchmark of a GPU

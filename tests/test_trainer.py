@@ -185,10 +185,10 @@ def test_cuda_population_learns_and_streams_agree_with_one_pass(machine):
 def test_cuda_runs_are_the_same_to_the_bit_by_replays_and_by_plain_calls(machine, warm):
     data = TASKS["digits"].load("cuda", limit=320 if machine else None)
     def run(warm):
-        graphs = Graphs(warm)
         pop = new_population(TASKS["digits"], FitConfig(lanes=4, epochs=3, precision="fp32"), data=data, device="cuda")
-        with repeatable(): losses = torch.cat([run_epoch(pop, graphs=graphs).train.losses for _ in range(3)])
-        return losses, {k: t.cpu() for k, t in lane_state(pop.model).items()}, graphs
+        pop.graphs = Graphs(warm)
+        with repeatable(): losses = torch.cat([r.train.losses for r in fit(pop)])
+        return losses, {k: t.cpu() for k, t in lane_state(pop.model).items()}, pop.graphs
     (a, ours, graphs), (b, theirs, plain) = run(2), run(warm)
     assert graphs.replays > 0 and not graphs.said and (plain.replays > 0) == (warm == 2)
     assert torch.equal(a, b) and all(torch.equal(t, theirs[k]) for k, t in ours.items())

@@ -69,6 +69,7 @@ class EnvConfig(Config):
     synthetic: bool = False # made-up images in place of CIFAR-10
     workers: int | None = None # groups of lanes at a time; None: one per core
     width: int | None = None # lanes per group; None: by the rule of the workers page
+    graph: bool = False # on a GPU, one launch a batch where that can be: see the graphs page
     devices: tuple[str, ...] = ("cpu",) # lanes are split between them in contiguous parts
     # None: nobody watches, and no episode ends early
     governor: GovernorConfig | None = GovernorConfig(lowers=0, stop_raises=False)
@@ -98,7 +99,7 @@ class EnvConfig(Config):
     def fit(self, lanes: int) -> FitConfig: # of one part
         "How the population of a device is trained."
         names = ("batch_size", "lr", "schedule", "restart", "max_norm", "precision", "eval_batch", "workers", "width",
-                 "governor")
+                 "governor", "graph")
         return FitConfig(lanes=lanes, epochs=self.horizon, **{k: getattr(self, k) for k in names})
 
 # %% ../../nbs/control/57_env_config.ipynb #f24e7961

@@ -247,7 +247,7 @@ def attention(
     "n causal self-attentions side by side."
     return LaneAttention(d, heads, n)
 
-# %% ../../nbs/core/03_layers.ipynb #bc09a2e0
+# %% ../../nbs/core/03_layers.ipynb #dcf70dde
 _WEYL = -7046029254386353131 # 2**64 divided by the golden ratio: equal steps that never meet
 
 def _scramble(x: Tensor) -> Tensor: # int32, changed in place

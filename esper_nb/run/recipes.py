@@ -172,7 +172,8 @@ def plan_text(
     seconds: float = 0., # of training before
 ) -> str:
     "What is ahead, and where to look."
-    left = f"{config.ppo.num_updates - updates} updates of {config.ppo.num_steps} steps"
+    n = config.ppo.num_updates - updates
+    left = f"{n} update{'s' * (n != 1)} of {config.ppo.num_steps} steps"
     what = left if config.minutes is None else f"{max(0., config.minutes - seconds / 60):.3g} minutes of training"
     parts = f" in {config.parts} part{'s' * (config.parts != 1)} ({config.engine})" if config.split else ""
     return (f"{config.name}: {what} in {config.env.num_envs} lanes{parts}, "

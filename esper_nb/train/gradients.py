@@ -162,17 +162,19 @@ def growth_signals(
     window: int = 3, # side of the seed's window, odd
 ) -> GrowthSignals:
     "The gradient of a seed that is not there yet, as three numbers a lane."
-    if h.ndim == 4:
-        def apart(t: Tensor) -> Tensor: return t.unflatten(1, (lanes, -1)).transpose(0, 1).flatten(0, 1).float()
-        read = torch.nn.functional.unfold(apart(h), window, padding=window // 2) # (n*B, C*w*w, H*W)
-        wrote = apart(g).flatten(2) # (n*B, C, H*W)
-    else:
-        def apart(t: Tensor) -> Tensor: return t.unflatten(2, (lanes, -1)).permute(2, 0, 3, 1).flatten(0, 1).float()
-        read, wrote, window = apart(h), apart(g), 1
-    m = torch.einsum("bpx,bcx->bcp", read, wrote).unflatten(0, (lanes, -1)).sum(1) # (n, C, C*w*w)
-    size = m.flatten(1).norm(dim=1)
-    middle = m.unflatten(2, (-1, window * window))[..., window * window // 2].flatten(1).norm(dim=1)
-    both = [t.unflatten(0, (lanes, -1)).flatten(1).norm(dim=1) for t in (read, wrote)]
-    fit = size / (both[0] * both[1]).clamp(min=1e-30)
-    reach = 1 - (middle / size.clamp(min=1e-30))**2
-    return GrowthSignals(size, fit.clamp(0, 1), reach.clamp(0, 1))
+    if h.ndim == 3: h, g, window = h.mT[..., None], g.mT[..., None], 1 # a sequence is a picture of width 1
+    h, g = h.float(), g.float()
+    half, channels = window // 2, h.shape[1] // lanes
+    shape = lanes * channels, channels, window, window
+    m = torch.nn.grad.conv2d_weight(h, shape, g, padding=half, groups=lanes).unflatten(0, (lanes, -1))
+    def size(t: Tensor) -> Tensor: return torch.linalg.vector_norm(t, dim=tuple(range(1, t.ndim)))
+    def windows(length: int) -> Tensor: # how many of them see each place
+        i = torch.arange(length, device=h.device)
+        return 1 + i.clamp(max=half) + (length - 1 - i).clamp(max=half)
+    def placed(t: Tensor) -> Tensor: return torch.linalg.vector_norm(t.unflatten(1, (lanes, -1)), dim=(0, 2))
+    rows, columns = (windows(length) for length in h.shape[2:])
+    read = size(placed(h) * (rows[:, None] * columns).sqrt()) # of all that the windows see
+    demand = size(m)
+    fit = demand / (read * size(placed(g))).clamp(min=1e-30)
+    reach = 1 - (size(m[..., half, half]) / demand.clamp(min=1e-30))**2
+    return GrowthSignals(demand, fit.clamp(0, 1), reach.clamp(0, 1))

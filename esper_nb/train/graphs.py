@@ -7,7 +7,7 @@ __all__ = ['TrainStep', 'train_batch', 'pack_step', 'Moving', 'move_sgd', 'move_
            'unfit_group', 'topology', 'Recorded', 'Graphs', 'GroupSteps', 'record_steps']
 
 # %% ../../nbs/train/46a_graphs.ipynb #5e828320
-import warnings
+import threading, warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -191,6 +191,8 @@ def topology(
     owners = tuple((k, o, tuple(g.stepper.lanes_of(k)), g.stepper.max_norm[k]) for k, o in g.stepper.owners.items())
     return g.net, owners, tuple((k, g.net.slot(k).enabled, g.net.slot(k).roles()) for k in g.net.names)
 
+_one_at_a_time = threading.Lock() # a recording begins by waiting for its device, which others must not record on
+
 class Recorded:
     "A function of tensors as a graph: called once to be written down, and then replayed."
     def __init__(self,
@@ -201,7 +203,8 @@ class Recorded:
         self.inputs, self.keep = [t.clone() for t in inputs], keep
         self.graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(inputs[0].device)
-        with torch.cuda.graph(self.graph, stream=here, capture_error_mode="thread_local"): self.out = f(*self.inputs)
+        recording = torch.cuda.graph(self.graph, stream=here, capture_error_mode="thread_local")
+        with _one_at_a_time, recording: self.out = f(*self.inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         "Replay it for other inputs."

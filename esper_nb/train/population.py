@@ -10,7 +10,7 @@ __all__ = ['MIXED_BYTES', 'check_fit_config', 'FitConfig', 'lane_bytes', 'grown_
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,7 @@ class FitConfig(Config):
     width: int | None = None # lanes per group; None: by the rule of the plans page
     eval_batch: int = 256 # images per evaluation batch
     governor: GovernorConfig | None = GovernorConfig(lowers=0) # thresholds and budget; None: nobody watches
+    graph: bool = False # on a GPU, one launch a batch where that can be: see the graphs page
 
     def __post_init__(self):
         self.check_types()
@@ -178,6 +179,7 @@ class Population:
     last: EpochResult | None = field(default=None, repr=False) # the latest record, for a controller
     spare: dict[tuple[int, int], Spare] = field(default_factory=dict, repr=False) # (lanes, number) -> its network
     fixed_plan: Plan | None = None # groups of lanes, instead of the rule
+    graphs: Any = field(default=None, repr=False) # `Graphs` of earlier epochs; None: there are none
 
     @property
     def lanes(self) -> int: return self.config.lanes

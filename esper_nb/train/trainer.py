@@ -116,10 +116,9 @@ def group_epoch(
     g: Group, # trained in place
     split: str | None, # what to evaluate on; None: train only
     disturb: Disturb | None = None, # called before every batch
-    graphs: Graphs | None = None, # those of earlier epochs, and a place for new ones; None: plain calls
 ) -> GroupResult | None: # None if told to stop
     "Train some lanes, and evaluate them on a split."
-    recorded = record_steps(graphs, g, careful := not may_trust(pop, g, disturb))
+    recorded = record_steps(pop.graphs, g, careful := not may_trust(pop, g, disturb))
     with nullcontext() if recorded is None else recorded.beside():
         trained = train_group(pop, g, disturb, careful, recorded)
     if trained is not None and not careful and trained.result.skipped.any():
@@ -209,12 +208,11 @@ def train_plan(
     disturb: Disturb | None, # called before every batch
     awake: Tensor | None, # (n,) bool: lanes that live through this epoch; None: all
     clock: Callable[[str], None], # called with its name at the end of every phase
-    graphs: Graphs | None = None, # as for `run_epoch`
 ) -> tuple[list[Group], list[GroupResult]]:
     "Copy every group out, train and evaluate it on the workers, and put it back."
     groups = check_out(pop, plan)
     clock("check out")
-    found = pop.workers.map(lambda g: group_epoch(pop, g, split, disturb, graphs), groups)
+    found = pop.workers.map(lambda g: group_epoch(pop, g, split, disturb), groups)
     results = [r for r in found if r is not None]   # a group that was told to stop raises before this line
     clock("train and evaluate")
     for g in groups: give_back(pop, g, awake)
@@ -231,13 +229,12 @@ def run_plan(
     disturb: Disturb | None, # called before every batch
     awake: Tensor | None, # (n,) bool: lanes that live through this epoch; None: all
     clock: Callable[[str], None], # called with its name at the end of every phase
-    graphs: Graphs | None = None, # as for `run_epoch`
 ) -> EpochResult:
     "Train and evaluate every group, and see to seeds and ruined lanes."
     start, number = time.perf_counter(), int(pop.epoch.max())
     up = None if awake is None else awake.nonzero().flatten().tolist()
     asleep = () if awake is None else (~awake).nonzero().flatten().tolist()
-    groups, results = train_plan(pop, plan, split, disturb, awake, clock, graphs)
+    groups, results = train_plan(pop, plan, split, disturb, awake, clock)
     train, heldout, worth, gain = join_groups(pop, groups, results)
     signals = spread_lanes([g.lanes for g in groups], [r.signals for r in results], pop.lanes)
     note_measurements(pop, groups, results, heldout, up)
@@ -271,13 +268,13 @@ def run_epoch(
     disturb: Disturb | None = None, # called before every batch of a group
     awake: Tensor | None = None, # (n,) bool: lanes that live through this epoch, default all; the others stay bit-equal
     clock: Callable[[str], None] = lambda phase: None, # called with its name at the end of every phase
-    graphs: Graphs | None = None, # steps recorded in earlier epochs, and a place for new ones; None: plain calls
 ) -> EpochResult:
     "Train every lane for an epoch and evaluate it; interrupted, it leaves the population as it was."
-    if graphs is not None: graphs.sweep()
+    if pop.config.graph and pop.graphs is None: pop.graphs = Graphs()
+    if pop.graphs is not None: pop.graphs.sweep()
     plan = pop.plan()
     with use_threads(threads_for(pop, plan)):
-        return run_plan(pop, plan, split, disturb, awake, clock, graphs)
+        return run_plan(pop, plan, split, disturb, awake, clock)
 
 # %% ../../nbs/train/47_trainer.ipynb #aa033cbd
 Decisions = Sequence[Decision | Sequence[Decision] | None] # one entry per lane
@@ -288,12 +285,10 @@ def fit(
     epochs: int | None = None, # how many more; default: up to the population's horizon
     disturb: Disturb | None = None, # as for `run_epoch`
     controller: Controller | None = None, # decides before every epoch; default: nothing grows
-    graph: bool = False, # on a GPU, one launch a batch where that can be: see the graphs page
 ) -> Iterator[EpochResult]: # one record per epoch
     "Train epoch by epoch under the Governor; stop whenever you like and go on exactly."
     left = pop.epochs - int(pop.epoch.max()) if epochs is None else epochs
-    graphs = Graphs() if graph else None
     for _ in range(left):
         decided = () if controller is None else apply_decisions(pop.model, controller(pop, pop.last))
-        pop.last = run_epoch(pop, disturb=disturb, graphs=graphs)._replace(decided=decided)
+        pop.last = run_epoch(pop, disturb=disturb)._replace(decided=decided)
         yield pop.last

@@ -83,7 +83,7 @@ class PretendedCuda:
         self.races, self.late, self.orders = collections.Counter(), [], []
         self.streams, self.host, self.sync_debug = [], {}, "default"
         self.pinned = set() # addresses of pinned memory
-        self.graph, self._sides = None, {} # the graph that is being captured; streams for captures
+        self._sides = {} # streams for captures
         self.flying, self.copies = collections.Counter(), 0 # copies to the host under way: by address, and all
         self.pieces, self._local, self._lock = {}, threading.local(), threading.RLock()
         self.defaults = [Stream(self, k, f"default stream {k}") for k in range(devices)]
@@ -103,6 +103,14 @@ class PretendedCuda:
         if self.strict and self.late and kind is None: raise Race("; ".join(self.late))
 
     def mode(self): return _Mode(self)
+
+    @property
+    def graph(self):
+        "What this thread captures; captures are `thread_local` here, as those of the library are."
+        return getattr(self._local, "graph", None)
+
+    @graph.setter
+    def graph(self, graph): self._local.graph = graph
 
     # --- devices and streams
 
