@@ -265,6 +265,8 @@ def test_constant_targets_are_refused_by_name(tmp_path):
 def test_a_population_with_targets_trains_is_exported_and_says_its_units(kind, tmp_path, capsys):
     words, name = options(kind, tmp_path/"data")
     assert main([*map(str, ["fit", *words, "--set", "lanes=2", "--set", "epochs=3", "--out", tmp_path])]) == 0
+    shown = capsys.readouterr().out
+    assert ("test R²" in shown and "variances" in shown) if kind == "values" else "test accuracy" in shown
     run = next(p for p in tmp_path.iterdir() if p.name.startswith(name))
     made = export_run(run, tmp_path/"net.pt2")
     said = json.loads((tmp_path/"net.json").read_text())

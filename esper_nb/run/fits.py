@@ -53,7 +53,8 @@ def _fit_epochs(pop: Population, rec: Recorder, faults: Sequence[Fault], progres
                 rec.add(population_rows(pop, r))
                 rates.append(r.images_per_s)
                 bar.update()
-                shown = "" if r.heldout is None else f"held-out {r.heldout.accuracy_pp.median():.1f} pp, "
+                unit = pop.data.measure[1]
+                shown = "" if r.heldout is None else f"held-out {r.heldout.accuracy_pp.median():.1f} {unit}, "
                 bar.set_postfix_str(f"{shown}{r.images_per_s:,.0f} examples/s")
         except KeyboardInterrupt:
             print(f"\nStopped after {len(rates)} of {pop.epochs} epochs; what is there is kept.", file=sys.stderr)

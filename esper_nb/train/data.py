@@ -164,6 +164,7 @@ class Splits:
     device: torch.device
     label_prior: Tensor # (classes,) float64, on the CPU
     answers: int = 1 # that an example asks for: of a text one for each token
+    measure = "accuracy", "pp", "nats" # what is counted, its unit, and that of the loss
     address: Callable[[int, int], tuple[int, int]] = staticmethod(own_address) # (seed, lane) -> the one drawn from
 
     @property

@@ -101,6 +101,7 @@ class TargetData(ImageData):
     ):
         super().__init__(*args, **settings)
         self.answers, self.target = self.classes, "labels" if self.y["train"].dtype == torch.bool else "values"
+        if self.target == "values": self.measure = "R²", "%", "variances"
         self.spread = {s: as_double(y).var(0, correction=0).float().to(self.device) for s, y in self.y.items()}
         self.center = [0.] * self.classes if center is None else center.tolist()
         self.unit = [1.] * self.classes if unit is None else unit.tolist()
