@@ -163,18 +163,17 @@ def growth_signals(
 ) -> GrowthSignals:
     "The gradient of a seed that is not there yet, as three numbers a lane."
     if h.ndim == 3: h, g, window = h.mT[..., None], g.mT[..., None], 1 # a sequence is a picture of width 1
-    h, g = h.float(), g.float()
+    h, g = (t.float().contiguous(memory_format=torch.channels_last) for t in (h, g)) # which convolutions like
     half, channels = window // 2, h.shape[1] // lanes
     shape = lanes * channels, channels, window, window
     m = torch.nn.grad.conv2d_weight(h, shape, g, padding=half, groups=lanes).unflatten(0, (lanes, -1))
-    def size(t: Tensor) -> Tensor: return torch.linalg.vector_norm(t, dim=tuple(range(1, t.ndim)))
+    def squares(t: Tensor) -> Tensor: return t.square().unflatten(1, (lanes, -1)).sum((0, 2)) # (n, H, W)
     def windows(length: int) -> Tensor: # how many of them see each place
         i = torch.arange(length, device=h.device)
         return 1 + i.clamp(max=half) + (length - 1 - i).clamp(max=half)
-    def placed(t: Tensor) -> Tensor: return torch.linalg.vector_norm(t.unflatten(1, (lanes, -1)), dim=(0, 2))
     rows, columns = (windows(length) for length in h.shape[2:])
-    read = size(placed(h) * (rows[:, None] * columns).sqrt()) # of all that the windows see
-    demand = size(m)
-    fit = demand / (read * size(placed(g))).clamp(min=1e-30)
-    reach = 1 - (size(m[..., half, half]) / demand.clamp(min=1e-30))**2
+    read = (squares(h) * rows[:, None] * columns).sum((1, 2)).sqrt() # of all that the windows see
+    demand, middle = (torch.linalg.vector_norm(t.flatten(1), dim=1) for t in (m, m[..., half, half]))
+    fit = demand / (read * squares(g).sum((1, 2)).sqrt()).clamp(min=1e-30)
+    reach = 1 - (middle / demand.clamp(min=1e-30))**2
     return GrowthSignals(demand, fit.clamp(0, 1), reach.clamp(0, 1))
