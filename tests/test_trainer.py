@@ -15,6 +15,7 @@ from esper_nb.core.lanes import lane, lane_state
 from esper_nb.core.layers import by_lane
 from esper_nb.core.workers import Workers, plan, use_threads
 from esper_nb.train.graphs import Graphs
+from esper_nb.train.groups import LOOKED_AT, check_out, site_signals, traced
 from esper_nb.train.tasks import get_task
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit, run_epoch
@@ -178,6 +179,22 @@ def test_cuda_population_learns_and_streams_agree_with_one_pass(machine):
     pops = [new_population(TASKS["digits"], c, data=data, device="cuda") for c in configs]
     a, b = ([r.train.loss for r in fit(p)] for p in pops)
     torch.testing.assert_close(torch.stack(a), torch.stack(b), rtol=1e-3, atol=1e-3)
+
+
+def test_signals_of_a_large_batch_are_those_of_its_first_examples():
+    "A batch that repeats itself says what a third of it says: less is looked at, and the mean is put right."
+    pop = new_population(TASKS["digits"], FitConfig(lanes=3, epochs=3, precision="fp32"), data=DATA["digits"])
+    x, y = pop.data.epoch(0, range(3), 0, LOOKED_AT)[0]
+    def signals(times):
+        g = check_out(pop, [(0, 1, 2)])[0]
+        g.stepper.zero_grad()
+        g.net.train()
+        with traced(g.net):
+            g.stepper.backward(pop.task.loss(g.net(x.repeat(times, 1, 1, 1)), y.repeat(times, 1), 3))
+            return site_signals(g)
+    one, three = signals(1), signals(3)
+    for k in one: torch.testing.assert_close(three[k], one[k], rtol=1e-3, atol=1e-5)
+    assert all((one[k][0] > 0).all() for k in one)
 
 
 @pytest.mark.cuda

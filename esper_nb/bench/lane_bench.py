@@ -29,8 +29,8 @@ LANE_CASES = (
     Case(batch_size=256, quick=True),
     Case("cifar_baseline", 128),
     Case("cifar_baseline", 128, precision="bf16"),
-    Case("cifar_baseline", 64, base=32, images=256),
-    Case("cifar_baseline", 64, base=64, images=128))
+    Case("cifar_baseline", 64, base=32),
+    Case("cifar_baseline", 64, base=64, images=512))
 
 # %% ../../nbs/bench/91_lane_bench.ipynb #85dcdb3b
 def plain_loop(
