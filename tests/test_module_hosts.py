@@ -399,6 +399,24 @@ def test_an_ordinary_function_is_a_blueprint(own_blueprints, name):
     one, other = (next(make_blueprint(name, family, 8).parameters()) for _ in range(2))
     assert not torch.equal(one, other), "drawn from the stream of the moment"
 
+@pytest.mark.parametrize("lanes", [[0, 1, 2, 3], [0, 1]], ids=["all lanes", "some lanes"])
+def test_a_layer_that_works_in_place_leaves_the_hosts_features_alone(lanes):
+    def trained(inplace):
+        def factory(c): return nn.Sequential(nn.ReLU(inplace), nn.Conv2d(c, c, 3, padding=1))
+        plain_blueprint("hasty", "BCHW")(factory)
+        try:
+            task = get_task("digits")
+            config = FitConfig(lanes=4, epochs=2, batch_size=32, width=4, workers=1)
+            pop = new_population(task, config, data=task.load("cpu", limit=128))
+            slot = pop.model.names[0]
+            pop.model.germinate(slot, "hasty", lanes)
+            for _ in range(2): pop.model.advance(slot, lanes, force=True)
+            return [r.train.loss for r in fit(pop)], pop.model.state_dict()
+        finally: forget_blueprint("hasty", "cnn")
+    (losses, state), (plain_losses, plain_state) = trained(True), trained(False)
+    assert all(map(torch.equal, losses, plain_losses)) and len(losses) == 2
+    assert all(torch.equal(v, plain_state[k]) for k, v in state.items())
+
 def test_a_wrong_blueprint_is_refused_at_once_and_disturbs_nobody():
     before = list_blueprints()
     for factory, layout in ((lambda c: nn.Conv2d(c, c + 1, 1), "BCHW"), (lambda c: nn.Linear(64, 64), "BLD"),

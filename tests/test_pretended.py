@@ -234,9 +234,9 @@ def counted_epoch(gpu, pop):
         patch.setattr(trainer, "train_batch", batch)
         run_epoch(pop, None)
     taken = sum(n for (_, where), n in gpu.waits.items() if where.split(".")[0] in ("snapshots", "banks", "devices"))
-    return sorted(batches)[len(batches) // 2], gpu.num_waits - taken
+    return sorted(batches)[(len(batches) - 1) // 2], gpu.num_waits - taken # the lower median: first and last do more
 
-@pytest.mark.parametrize("seeds,launches", [(False, 90), (True, 185)])
+@pytest.mark.parametrize("seeds,launches", [(False, 90), (True, 175)])
 def test_an_epoch_is_queued_without_a_wait_between_its_batches(gpu, seeds, launches):
     pop = small("cuda", 16)
     if seeds:

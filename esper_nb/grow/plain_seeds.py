@@ -8,7 +8,7 @@ __all__ = ['SEED_LAYOUTS', 'PlainSeed', 'seed_ports', 'turned', 'plain_blueprint
 # %% ../../nbs/grow/21a_plain_seeds.ipynb #ee486ebb
 import inspect
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,17 @@ def _builder(factory: Callable[..., nn.Module], layout: str) -> Callable[..., nn
     setattr(build, "__signature__", inspect.Signature([place, lanes, *own]))
     return build
 
+# %% ../../nbs/grow/21a_plain_seeds.ipynb #d0840f36
+def _out_of_place(factory: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    "The same with `inplace=False` in every layer: a seed reads features that the host goes on with."
+    @wraps(factory)
+    def make(*args, **options):
+        module = factory(*args, **options)
+        for m in module.modules() if isinstance(module, nn.Module) else ():
+            if getattr(m, "inplace", False): setattr(m, "inplace", False)
+        return module
+    return make
+
 # %% ../../nbs/grow/21a_plain_seeds.ipynb #7ed20520
 def _trial(name: str, factory: Callable[..., nn.Module], layout: str) -> int: # parameters
     "Make a seed at the width at which sizes are declared, and try it; a ValueError says what is wrong."
@@ -75,7 +86,10 @@ def _trial(name: str, factory: Callable[..., nn.Module], layout: str) -> int: # 
         lazy = [k for k, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
         check(not lazy, f"parameters of {name}", lazy, "sizes that are known from the channels")
         x = probe(family, width)
-        with torch.no_grad(): y = turned(module.eval(), torch.cat([x, x]), layout)
+        given = torch.cat([x, x])
+        with torch.no_grad(): y = turned(module.eval(), given, layout)
+        check(torch.equal(given, torch.cat([x, x])), f"what {name} does to its input", "written over",
+              "an operation that leaves it alone, such as x.relu() for x.relu_(): the host reads it, too")
         got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         check(got == (2 * len(x), *x.shape[1:]), f"what comes out of {name}", got, "the shape that went in")
         check(bool(y.isfinite().all()), f"what comes out of {name}", "not finite", "finite numbers between -1 and 1")
@@ -91,6 +105,7 @@ def plain_blueprint(
     "Register the function below, `channels -> module`, as a blueprint."
     check(layout in SEED_LAYOUTS, "layout", layout, f"one of {', '.join(SEED_LAYOUTS)}")
     def register(factory: Callable[..., nn.Module]):
-        blueprint(name, SEED_LAYOUTS[layout], _trial(name, factory, layout))(_builder(factory, layout))
+        safe = _out_of_place(factory)
+        blueprint(name, SEED_LAYOUTS[layout], _trial(name, safe, layout))(_builder(safe, layout))
         return factory
     return register

@@ -61,9 +61,10 @@ class _Join(torch.autograd.Function):
 
 # %% ../../nbs/grow/25_routing.ipynb #063ed27c
 def split_features(cut, x: Tensor) -> tuple[Tensor, ...]:
-    "`Cut.split` without a gradient."
+    "`Cut.split` without a gradient; neighbours are a view."
     v = lanes_inside(x, cut.n)
-    return tuple(lanes_folded(torch.cat([v[..., a:b, :] for _, a, b in p], -2)) for p in cut.picks)
+    parts = [[v[..., a:b, :] for _, a, b in runs] for runs in cut.picks]
+    return tuple(lanes_folded(p[0] if len(p) == 1 else torch.cat(p, -2)) for p in parts)
 
 def join_features(cut, pieces: Sequence[Tensor]) -> Tensor:
     "`Cut.join` without a gradient."
