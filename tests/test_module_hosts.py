@@ -399,6 +399,25 @@ def test_an_ordinary_function_is_a_blueprint(own_blueprints, name):
     one, other = (next(make_blueprint(name, family, 8).parameters()) for _ in range(2))
     assert not torch.equal(one, other), "drawn from the stream of the moment"
 
+def hasty(inplace=True):
+    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(inplace), nn.Conv2d(8, 8, 3, padding=1),
+                         nn.ReLU(inplace), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+
+@pytest.mark.parametrize("lanes", [[0, 1, 2], [1]], ids=["all lanes", "some lanes"])
+@pytest.mark.parametrize("side", [True, False], ids=["side by side", "lane by lane"])
+def test_a_slot_before_a_layer_that_works_in_place_keeps_what_it_read(side, lanes):
+    def trained(inplace):
+        config = ModuleHostConfig(hasty, ["0", "2"], (1, 8, 8), 10, kwargs=dict(inplace=inplace), side_by_side=side)
+        task = get_task("digits").replace(name="hasty", host=config, slots=("0", "2"))
+        config = FitConfig(lanes=3, epochs=3, batch_size=32, width=3, workers=1)
+        pop, told = new_population(task, config, data=get_task("digits").load("cpu", limit=128)), []
+        for k, name in zip(pop.model.names, ("conv_small", "norm")): pop.model.germinate(k, name, lanes)
+        for r in fit(pop):
+            told += [r.train.loss, *(r.signals[k] for k in pop.model.names)]
+            for k in pop.model.names: pop.model.advance(k, lanes, force=True)
+        return told
+    for one, other in zip(trained(True), trained(False), strict=True): assert torch.equal(one, other)
+
 @pytest.mark.parametrize("lanes", [[0, 1, 2, 3], [0, 1]], ids=["all lanes", "some lanes"])
 def test_a_layer_that_works_in_place_leaves_the_hosts_features_alone(lanes):
     def trained(inplace):

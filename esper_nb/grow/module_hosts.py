@@ -28,6 +28,7 @@ from .attached import LAYOUTS, AttachedModel, choose_layout, find_features, to_s
 from .blueprints import list_blueprints
 from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost
 from .lifecycle import Rules
+from .plain_seeds import out_of_place
 from .slots import Slot
 
 # %% ../../nbs/grow/31a_module_hosts.ipynb #ce5a507f
@@ -171,7 +172,7 @@ def _places(config: ModuleHostConfig, module: nn.Module, x: Tensor, ended: Seque
 
 @lru_cache(32)
 def _explored(config: ModuleHostConfig, make: Callable[..., nn.Module]) -> Explored:
-    def factory() -> nn.Module: return make(**config.kwargs)
+    def factory() -> nn.Module: return out_of_place(make(**config.kwargs))
     with seeded(0, "explore"): module = factory()
     check(isinstance(module, nn.Module), f"what {config.address} makes", type(module).__name__, "a module")
     x = example_of(config) if config.reads == "BL" else read_as(example_of(config), config.reads)
@@ -212,7 +213,7 @@ class ModuleHost(LaneModule):
 class _Making:
     "A factory with its settings, which is not copied with what it made."
     def __init__(self, make: Callable[..., nn.Module], kwargs: Mapping): self.make, self.kwargs = make, kwargs
-    def __call__(self) -> nn.Module: return self.make(**self.kwargs)
+    def __call__(self) -> nn.Module: return out_of_place(self.make(**self.kwargs))
     def __deepcopy__(self, memo): return self
 
 def new_module_host(
