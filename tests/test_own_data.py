@@ -17,6 +17,7 @@ from esper_nb.run import plugins
 from esper_nb.run.cli import main
 from esper_nb.run.exports import export_run
 from esper_nb.run.recipes import get_recipe
+from esper_nb.run.report import write_report
 from esper_nb.train.evaluation import evaluate
 from esper_nb.train.faults import Fault
 from esper_nb.train.population import FitConfig, new_population
@@ -113,7 +114,21 @@ def test_it_trains(kind, space, capsys):
     run = space/"runs"/name
     rows = read_rows(run/"rows.jsonl")
     assert [r["update"] for r in rows if r["kind"] == "update"] == [1] and (run/"controller.safetensors").exists()
-    assert "The controller grew networks to" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "The controller grew networks to" in said
+    assert ("R²" in said, "accuracy" in said, " pp" in said) == ((kind == "values",) + (kind != "values",) * 2)
+
+
+def test_a_report_of_numbers_speaks_of_r2_alone(space):
+    run = space/"runs"/"prices"
+    if not run.exists() or not (space/"runs"/"traits").exists(): pytest.skip("run with the tests above only")
+    page = write_report(run).read_text(encoding="utf-8")
+    first = page[page.index('class="lead"'):page.index("<h2>Trouble")]
+    assert "grew networks to R² " in first and "test R², %" in first and "median lane, %" in first
+    assert "accuracy" not in first and "held-out R², %" in page and "held-out accuracy" not in page
+    both = write_report([run, space/"runs"/"traits"], space/"both.html").read_text(encoding="utf-8")
+    assert "test R², median lane, %" in both and "test accuracy, median lane, pp" in both
+    assert "scored by R² and accuracy: no order can be said" in both
 
 
 def timeless(path):

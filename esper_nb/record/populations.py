@@ -255,13 +255,13 @@ def closing_table(
     "Accuracy over the lanes, speed and size, as text."
     if test.accuracy_pp is None: raise ValueError("the result has no accuracy: it must be one of a split with labels")
     accuracy, size = test.accuracy_pp, pop.model.parameter_counts()
-    name, unit, of_loss = pop.data.measure
+    told = pop.data.measure
     grown = (size.seed + size.fossil).tolist()
     seeds = f", and {min(grown):,} to {max(grown):,} in seeds" if any(grown) else ""
-    spread = f"median {accuracy.median():.1f}, min {accuracy.min():.1f}, max {accuracy.max():.1f} {unit}"
+    spread = f"median {accuracy.median():.1f}, min {accuracy.min():.1f}, max {accuracy.max():.1f} {told.unit}"
     lines = [("lanes", f"{pop.lanes}, each {int(size.host[0]):,} parameters{seeds}"),
-             (f"test {name}", spread),
-             ("test loss", f"median {test.loss.median():.3f} {of_loss} (chance {pop.data.chance_loss:.3f})"),
+             (f"test {told.name}", spread),
+             ("test loss", f"median {test.loss.median():.3f} {told.of_loss} (chance {pop.data.chance_loss:.3f})"),
              ("epochs", f"{int(pop.epoch.max())} on {pop.data.num_train:,} examples each"),
              ("precision", repr(pop.precision)),
              ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} examples per second, all lanes together")]

@@ -93,7 +93,7 @@ def _compare(args: argparse.Namespace) -> None:
     print(comparison_text(result), flush=True)
     result.save(target)
     store.clear()
-    fig = plot_compare(result.scores()).figure
+    fig = plot_compare(result.scores(), result.measure.label()).figure
     fig.savefig(picture, dpi=110)
     plt.close(fig)
     print(f"written to {target} and {picture}")

@@ -9,7 +9,7 @@ __all__ = ['METERS', 'Player', 'latest_step', 'RulePlayer', 'RandomPlayer', 'Pol
 # %% ../../nbs/run/95_compare.ipynb #48781008
 import json, math, time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypedDict
@@ -31,6 +31,8 @@ from ..grow.decisions import Decision, DecisionResult
 from ..grow.stages import Stage
 from ..learn.distributions import acting_noise
 from ..learn.learner import Learner
+from ..record.summaries import align_columns
+from ..train.data import Measure
 
 # %% ../../nbs/run/95_compare.ipynb #551785b2
 class Player(Protocol):
@@ -180,9 +182,7 @@ def play_lanes(
         ops=dict(ops), refused=refused, seconds=time.perf_counter() - begun)
 
 # %% ../../nbs/run/95_compare.ipynb #ce777655
-METERS: Mapping[str, str] = dict(
-    test_accuracy_pp="test accuracy (pp)", heldout_accuracy_pp="held-out accuracy (pp)", total="return",
-    rollbacks="rollbacks", fossils="fossils", parameters="parameters")
+METERS = "test_accuracy_pp", "heldout_accuracy_pp", "total", "rollbacks", "fossils", "parameters"
 
 class PlayResult(NamedTuple):
     "One play; see `PlayScores`."
@@ -220,6 +220,7 @@ class Comparison(NamedTuple):
     plays: tuple[PlayResult, ...]
     notes: dict[str, str] = {} # controller -> anything to say about it
     learned: tuple[PracticeUpdate, ...] = () # how training went, seed after seed
+    measure: Measure = Measure() # of the networks' scores
 
     @property
     def names(self) -> list[str]: return list(dict.fromkeys(p.controller for p in self.plays)) # of the controllers
@@ -253,7 +254,8 @@ class Comparison(NamedTuple):
         "The inverse of `to_dict`, also after a journey through JSON."
         def play(p): return PlayResult(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()})
         learned = tuple(PracticeUpdate(*u) for u in d.get("learned", ()))
-        return cls(**dict(d) | dict(plays=tuple(map(play, d["plays"])), learned=learned))
+        plays, measure = tuple(map(play, d["plays"])), Measure(*d.get("measure", Measure()))
+        return cls(**dict(d) | dict(plays=plays, learned=learned, measure=measure))
 
     @classmethod
     def join(cls, parts: Iterable["Comparison"]) -> "Comparison": # of the same controllers, on different seeds
@@ -286,7 +288,7 @@ def compare_controllers(
 ) -> Comparison:
     "Let every controller play every seed."
     if not isinstance(env, GrowVecEnv): env = GrowVecEnv(env if isinstance(env, EnvConfig) else EnvConfig(task=env))
-    plays = []
+    plays, measure = [], env.parts[0][1].data.measure
     for seed in seeds:
         for name, make in controllers.items():
             begun, cpu = time.perf_counter(), time.process_time()
@@ -296,9 +298,9 @@ def compare_controllers(
             plays.append(PlayResult(
                 controller=name, seed=seed, practice_epochs=int(getattr(player, "practice_epochs", 0)),
                 practice_seconds=practice, practice_cpu_s=practice_cpu, **played))
-            say(f"seed {seed}, {name}: test accuracy {np.mean(played['test_accuracy_pp']):.1f} pp, "
+            say(f"seed {seed}, {name}: test {measure.name} {np.mean(played['test_accuracy_pp']):.1f} {measure.unit}, "
                 f"return {np.mean(played['total']):.2f}, {played['seconds']:.0f} s")
-    return Comparison(env.task.name, env.num_envs, env.horizon, tuple(plays))
+    return Comparison(env.task.name, env.num_envs, env.horizon, tuple(plays), measure=measure)
 
 def simple_controllers() -> dict[str, Callable[[int], Player]]: # name -> seed -> player
     "Those that need no practice."
@@ -310,12 +312,6 @@ def _interval_text(i: Interval, form: str) -> str:
     "A mean, and its interval if there is one."
     return f"{i.mean:{form}}" + ("" if math.isnan(i.low) else f" [{i.low:{form}}, {i.high:{form}}]")
 
-def _align(lines: Sequence[Sequence[str]]) -> list[str]:
-    "Cells as text, the first column to the left, the others to the right."
-    wide = [max(map(len, column)) for column in zip(*lines)]
-    return ["  ".join([line[0].ljust(wide[0]), *(v.rjust(w) for v, w in zip(line[1:], wide[1:]))]).rstrip()
-            for line in lines]
-
 # %% ../../nbs/run/95_compare.ipynb #86729ae2
 _columns = dict( # mean per lane -> title, form
     rollbacks=("rollbacks", ".2f"), fossils=("fossils", ".2f"), parameters=("parameters", ",.0f"),
@@ -323,14 +319,15 @@ _columns = dict( # mean per lane -> title, form
     practice_cpu_s=("CPU s", ".0f"))
 
 def comparison_text(c: Comparison) -> str:
-    "A comparison as a table, best test accuracy first."
+    "A comparison as a table, best networks first."
     test, total = c.intervals(), c.intervals("total")
     def mean(k, field): return float(np.mean([np.mean(getattr(p, field)) for p in c.plays if p.controller == k]))
-    lines = [["controller", "test accuracy, pp", "return", *(title for title, _ in _columns.values())]]
+    score = f"test {c.measure.name}, {c.measure.unit}"
+    lines = [["controller", score, "return", *(title for title, _ in _columns.values())]]
     for k in sorted(test, key=lambda k: -test[k].mean):
         means = [f"{mean(k, field):{form}}" for field, (_, form) in _columns.items()]
         lines.append([k, _interval_text(test[k], ".1f"), _interval_text(total[k], ".2f"), *means])
     seeds = len({p.seed for p in c.plays})
     title = f"{c.task}: {c.horizon} epochs in {c.lanes} lanes, {seeds} seed{'s' * (seeds != 1)}; interquartile mean"
     head = title + (" [95 % interval]" if seeds > 1 else "")
-    return "\n".join([head, *_align(lines), *(f"{k}: {v}" for k, v in c.notes.items())])
+    return "\n".join([head, *align_columns(lines), *(f"{k}: {v}" for k, v in c.notes.items())])

@@ -53,8 +53,8 @@ def _fit_epochs(pop: Population, rec: Recorder, faults: Sequence[Fault], progres
                 rec.add(population_rows(pop, r))
                 rates.append(r.images_per_s)
                 bar.update()
-                unit = pop.data.measure[1]
-                shown = "" if r.heldout is None else f"held-out {r.heldout.accuracy_pp.median():.1f} {unit}, "
+                held = None if r.heldout is None else float(r.heldout.accuracy_pp.median())
+                shown = "" if held is None else f"held-out {pop.data.measure.text(held)}, "
                 bar.set_postfix_str(f"{shown}{r.images_per_s:,.0f} examples/s")
         except KeyboardInterrupt:
             print(f"\nStopped after {len(rates)} of {pop.epochs} epochs; what is there is kept.", file=sys.stderr)
@@ -80,7 +80,7 @@ def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom
         there = f.lane < config.lanes and f.epoch < epochs
         check(there, "inject", f, f"a lane below {config.lanes} and an epoch below {epochs}")
     pop = new_population(task, config, device=device, root=root, synthetic=synthetic)
-    described = dict(task=task.to_dict(), fit=config.to_dict(), device=str(device))
+    described = dict(task=task.to_dict(), fit=config.to_dict(), device=str(device), measure=pop.data.measure)
     run = new_run(out, task.name, described | dict(version=__version__, torch=torch.__version__, origin=run_origin()))
     with Recorder([JSONLWriter(run.rows_path), *open_trackers(log, run.path)]) as rec:
         rec.add(run_rows(pop))

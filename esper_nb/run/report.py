@@ -6,11 +6,10 @@
 __all__ = ['report_html', 'write_report']
 
 # %% ../../nbs/run/98_report.ipynb #6272a56d
-import contextlib, html, shlex
-from collections.abc import Iterator, Mapping, Sequence
+import html, shlex
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
 
 from ..record.alarms import alarm_kinds
 from ..record.analytics import action_mix, blueprint_stats, lane_scores, phase_shares, pick_rows, reward_mix
@@ -19,78 +18,18 @@ from ..record.files import check_target, new_file
 from ..record.folders import RunFolder
 from ..record.metrics import find_metric
 from ..record.rows import Row
-from ..record.summaries import changed_settings, conclusion_text, option_text
-from ..record.writers import read_rows
+from ..record.summaries import changed_settings, option_text
 from .compare import Comparison, comparison_text
+from .outcomes import RunTold, best_text, outcome_text, read_run, reading, run_facts, run_scores
 from .recipes import repeat_words
 from ..show.pages import (beside_html, doc_link, page_html, picture_html, records_html, settings_html,
                                  table_html)
 from ..show.plot_learning import plot_compare, plot_learning, plot_rewards, plot_side_by_side
 from ..show.plot_runs import plot_blueprints, plot_incidents, plot_lanes, plot_run, plot_slots
-
-# %% ../../nbs/run/98_report.ipynb #dbf0f1e2
-class _Told(NamedTuple):
-    "A run's folder with what is in its files, read once."
-    folder: RunFolder
-    name: str # of the recipe or the task, or else that of the folder
-    config: dict[str, Any]
-    rows: list[Row]
-    final: list[Row] # of the controller's last play
-    comparison: Comparison | None # of the final plays, once they are over
-
-    @property
-    def tested(self) -> list[float]: # pp, sorted
-        "Test accuracy of every lane, if known."
-        return sorted(r["test.accuracy_pp"] for r in pick_rows([*self.rows, *self.final], "test"))
-
-    @property
-    def of(self) -> dict[str, Any]: # recipe, or settings of a population
-        "What was set."
-        return self.config.get("run") or self.config.get("fit") or self.config
-
-# %% ../../nbs/run/98_report.ipynb #7c898a59
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    "Name a file that is wrong."
-    try: yield
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as e:
-        raise ValueError(f"{path} is not as a run writes it ({type(e).__name__}: {e})") from e
-
-def _read(path: str | Path) -> _Told:
-    "What the files of a run tell."
-    folder = RunFolder(Path(path))
-    config, rows = folder.config(), folder.rows()
-    plays, final = folder.path/"comparison.json", folder.path/"final.jsonl"
-    with _reading(folder.config_path):
-        found = [config[k].get("name") for k in ("run", "task") if k in config]
-        name = str(next(filter(None, found), folder.path.name))
-        dict(config.get("origin", {}))
-    with _reading(plays): comparison = Comparison.load(plays) if plays.exists() else None
-    with _reading(final): last = read_rows(final) if final.exists() else []
-    return _Told(folder=folder, name=name, config=config, rows=rows, final=last, comparison=comparison)
-
-# %% ../../nbs/run/98_report.ipynb #47ccec06
-def _outcome(told: _Told) -> str:
-    "What came out, in one sentence."
-    c, updates, tested = told.comparison, pick_rows(told.rows, "update"), told.tested
-    if c is not None and "PPO" in c.names and len(c.names) > 1:
-        accuracy, paid = ({k: v.mean for k, v in c.intervals(m).items()} for m in ("test_accuracy_pp", "total"))
-        return conclusion_text(accuracy, paid)
-    if tested:
-        return (f"{len(tested)} network{'s' * (len(tested) != 1)} reached {median(tested):.1f} pp in the median on the "
-                f"test split, from {tested[0]:.1f} to {tested[-1]:.1f} pp.")
-    if updates:
-        mean = updates[-1].get("update.return_mean")
-        earned = "" if mean is None else f"; its latest episodes earned {mean:.2f} on average"
-        return (f"The run has not come to its end: it stands at update {updates[-1]['update']} of "
-                f"{told.of['ppo']['num_updates']}{earned}, and nothing has been tested yet.")
-    seen = [s.accuracy_pp for s in lane_scores(told.rows) if s.accuracy_pp is not None]
-    epochs = max((r["epoch"] for r in pick_rows(told.rows, "epoch")), default=-1) + 1
-    now = f": after {epochs} epochs {median(seen):.1f} pp held out in the median of {len(seen)} lanes" if seen else ""
-    return f"The run has not come to its end{now}, and nothing has been tested yet."
+from ..train.data import Measure
 
 # %% ../../nbs/run/98_report.ipynb #f21965ed
-def _commands(told: _Told) -> str:
+def _commands(told: RunTold) -> str:
     "How to do it again, and how to go on."
     again, path, lines = repeat_words(told.config), str(told.folder.path), []
     if again is not None: lines.append(("once more", again))
@@ -105,27 +44,10 @@ def _commands(told: _Told) -> str:
     return f'<div class="wide"><table><tbody>{commands}</tbody></table></div>' if lines else ""
 
 # %% ../../nbs/run/98_report.ipynb #02c6b2d4
-_facts_of = dict(begun="begun", processor="processor", cores="cores", threads="threads of torch", system="system",
-                 python="Python", numpy="NumPy") # in words
-
-def _facts(told: _Told) -> dict[str, Any]:
-    "When, where and with what."
-    updates, about = pick_rows(told.rows, "update"), dict(network=told.config.get("network", told.name))
-    if "seed" in told.of: about["seed"] = str(told.of["seed"])
-    seconds, epochs = sum(r.get("update.seconds") or 0 for r in updates), pick_rows(told.rows, "epoch")
-    if updates:
-        steps = updates[-1].get("update.env_steps") or 0
-        about["trained"] = f"{updates[-1]['update']} updates, {steps:,} epochs of a lane, {seconds:,.0f} s"
-    elif epochs: about["trained"] = f"{max(r['epoch'] for r in epochs) + 1} epochs"
-    origin = told.config.get("origin", {})
-    about |= {name: str(origin[k]) for k, name in _facts_of.items() if k in origin}
-    about |= {name: told.config[k] for k, name in (("torch", "torch"), ("version", "esper_nb")) if k in told.config}
-    return about | {"rows": f"{len(told.rows):,}"}
-
-def _first_lines(told: _Told) -> str:
+def _first_lines(told: RunTold) -> str:
     "The sentence, the facts and the commands."
-    facts = table_html(["what", "value"], list(_facts(told).items()))
-    return (f'<p class="lead">{html.escape(_outcome(told))}</p>\n<p>How to read this page: '
+    facts = table_html(["what", "value"], list(run_facts(told).items()))
+    return (f'<p class="lead">{html.escape(outcome_text(told))}</p>\n<p>How to read this page: '
             f'{doc_link("tutorials/read_a_run", "what a run leaves behind")}, '
             f'{doc_link("explanations/glossary", "the words")}.</p>\n{_commands(told)}{facts}')
 
@@ -136,10 +58,10 @@ def _result_section(c: Comparison) -> str:
             f"once, at the end ({doc_link('run/compare', 'how controllers are compared')}).</p>"
             f"<pre>{html.escape(comparison_text(c))}</pre>")
     sorted_pp = {p.controller: sorted(p.test_accuracy_pp) for p in c.plays}
-    head = ["controller", "lowest lane, pp", "median lane, pp", "highest lane, pp"]
+    head = ["controller", *(f"{which} lane, {c.measure.unit}" for which in ("lowest", "median", "highest"))]
     lanes = table_html(head, [[k, v[0], median(v), v[-1]] for k, v in sorted_pp.items()])
     if len({p.seed for p in c.plays}) == 1: return text + lanes
-    return text + lanes + picture_html(lambda: plot_compare(c.scores()), "controllers compared")
+    return text + lanes + picture_html(lambda: plot_compare(c.scores(), c.measure.label()), "controllers compared")
 
 # %% ../../nbs/run/98_report.ipynb #2201e941
 _alarm_head = dict(level="level", name="alarm", times="times", lanes="lanes", at="updates or epochs",
@@ -193,77 +115,57 @@ def _choices_section(rows: list[Row]) -> str:
 # %% ../../nbs/run/98_report.ipynb #fd994106
 _blueprint_head = dict(blueprint="blueprint", germinated="germinated", fossilized="kept for good", pruned="taken out",
                        alive="alive at the end", contribution_pp="worth, pp")
-_lane_head = dict(lane="lane", accuracy_pp="held-out accuracy, pp", growth="size, of the host's", fossils="seeds kept",
-                  rollbacks="rollbacks")
+_lane_head = dict(growth="size, of the host's", fossils="seeds kept", rollbacks="rollbacks")
 
-def _play_section(final: list[Row]) -> str:
+def _play_section(final: list[Row], measure: Measure = Measure()) -> str:
     "What the controller grew when it was judged."
     if not final: return ""
     lanes = sorted({r["lane"] for r in pick_rows(final, "slot")})[:8]
     which = f", lanes {lanes[0]} to {lanes[-1]}" if lanes else ""
     return "".join([
-        picture_html(lambda: plot_lanes(final, "heldout.accuracy_pp"), "held-out accuracy of every lane"),
+        picture_html(lambda: plot_lanes(final, "heldout.accuracy_pp"), f"held-out {measure.name} of every lane"),
         f"<p>The life of every slot{which} ({doc_link('grow/lifecycle', 'the stages of a seed')}):</p>",
         picture_html(lambda: plot_slots(final, lanes or None), "stages of every seed"),
         picture_html(lambda: plot_blueprints(final), "seeds of every blueprint"),
         records_html(_blueprint_head, blueprint_stats(final)),
         picture_html(lambda: plot_rewards(final), "reward terms"),
-        records_html(_lane_head, lane_scores(final))])
+        records_html(dict(lane="lane", accuracy_pp=f"held-out {measure.name}, {measure.unit}") | _lane_head,
+                     lane_scores(final))])
 
 # %% ../../nbs/run/98_report.ipynb #3033a44e
-def _told_html(told: _Told) -> str:
+def _told_html(told: RunTold) -> str:
     "The page about a run, as text."
     rows, sections = told.rows, {}
-    with _reading(told.folder.path/"comparison.json"):
+    with reading(told.folder.path/"comparison.json"):
         if told.comparison is not None: sections["Result"] = _result_section(told.comparison)
-    with _reading(told.folder.rows_path):
+    with reading(told.folder.rows_path):
         sections["Trouble"] = _trouble_section(rows)
         sections["Learning"] = _learning_section(rows)
         sections["What was chosen in training"] = _choices_section(rows)
-    with _reading(told.folder.path/"final.jsonl"): sections["The controller's last play"] = _play_section(told.final)
-    with _reading(told.folder.rows_path):
+    with reading(told.folder.path/"final.jsonl"):
+        sections["The controller's last play"] = _play_section(told.final, told.measure)
+    with reading(told.folder.rows_path):
         shares = [(k.replace("_", " "), f"{v:.1%}") for k, v in phase_shares(rows).items()]
         sections["Time"] = table_html(["phase", "share"], shares) if shares else ""
-    with _reading(told.folder.config_path): sections["Settings"] = settings_html(told.of)
-    with _reading(told.folder.path/"final.jsonl"): [r["test.accuracy_pp"] for r in pick_rows(told.final, "test")]
-    with _reading(told.folder.rows_path): first = _first_lines(told)
+    with reading(told.folder.config_path): sections["Settings"] = settings_html(told.of)
+    with reading(told.folder.path/"final.jsonl"): [r["test.accuracy_pp"] for r in pick_rows(told.final, "test")]
+    with reading(told.folder.rows_path): first = _first_lines(told)
     return page_html(told.name, f"The folder {told.folder.path.name}", first, sections)
 
-# %% ../../nbs/run/98_report.ipynb #c9db702e
-def _best(runs: Mapping[str, _Told]) -> str:
-    "Which of several runs was best."
-    score = {name: median(told.tested) for name, told in runs.items() if told.tested}
-    order = sorted(score, key=lambda k: -score[k])
-    if len(order) < 2: return f"Of {len(runs)} runs, {len(order) or 'none'} has come to its test: too few to compare."
-    rest = ", ".join(f"{score[k]:.1f} of {k}" for k in order[1:])
-    return (f"Of {len(runs)} runs, {order[0]} made the best networks: {score[order[0]]:.1f} pp in the median on the "
-            f"test split, against {rest}.")
-
-def _scores(told: _Told) -> dict[str, Any]:
-    "What a run is compared by."
-    test, kinds = told.tested, alarm_kinds(told.rows)
-    def alarms(level: str) -> int: return sum(k.times for k in kinds if k.level == level)
-    out: dict[str, Any] = {"test accuracy, median lane, pp": median(test) if test else None,
-                           "test accuracy, lowest lane, pp": test[0] if test else None}
-    if told.comparison is not None:
-        for k, interval in told.comparison.intervals("total").items(): out[f"return of {k}"] = interval.mean
-    return out | {"rollbacks": len(rollbacks(told.rows)), "critical alarms": alarms("critical"),
-                  "warnings": alarms("warning")} | _facts(told)
-
 # %% ../../nbs/run/98_report.ipynb #b9cfd452
-def _side_by_side_html(several: Sequence[_Told]) -> str:
+def _side_by_side_html(several: Sequence[RunTold]) -> str:
     "The page about several runs."
     names = [told.folder.path.name for told in several]
     if len(set(names)) < len(names): names = [str(told.folder.path) for told in several]
     runs = dict(zip(names, several))
-    each = "".join(f"<li><b>{html.escape(k)}</b>: {html.escape(_outcome(told))}</li>\n" for k, told in runs.items())
-    first = f'<p class="lead">{html.escape(_best(runs))}</p>\n<ul>{each}</ul>'
+    each = "".join(f"<li><b>{html.escape(k)}</b>: {html.escape(outcome_text(told))}</li>\n" for k, told in runs.items())
+    first = f'<p class="lead">{html.escape(best_text(runs))}</p>\n<ul>{each}</ul>'
     flat = {k: {s: option_text(v) for s, v in changed_settings(told.of, {}).items()} for k, told in runs.items()}
     again = [(k, shlex.join(repeat_words(told.config) or ["made in Python"])) for k, told in runs.items()]
     return page_html("Runs side by side", ", ".join(names), first, {
         "How they went": picture_html(lambda: plot_side_by_side({k: told.rows for k, told in runs.items()}),
                                       "one curve a run"),
-        "What they came to": beside_html({k: _scores(told) for k, told in runs.items()}),
+        "What they came to": beside_html({k: run_scores(told) for k, told in runs.items()}),
         "What was set differently": beside_html(flat, same=False),
         "Once more": table_html(["run", "command"], again)})
 
@@ -271,7 +173,7 @@ def report_html(
     *folders: RunFolder, # one run, or several to be compared
 ) -> str:
     "The page as text."
-    told = [_read(folder.path) for folder in folders]
+    told = [read_run(folder.path) for folder in folders]
     return _told_html(*told) if len(told) == 1 else _side_by_side_html(told)
 
 def write_report(

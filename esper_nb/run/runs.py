@@ -218,14 +218,14 @@ def finish_run(
 def summary_text(run: Run, result: Comparison) -> str:
     "A run in a few lines."
     test, updates = torch.tensor(result.plays[0].test_accuracy_pp), run.learner.update
-    spread = f"median {test.quantile(.5):.1f}, min {test.min():.1f}, max {test.max():.1f} pp"
-    lines = [("test accuracy", f"{spread} over {result.lanes} lanes that the controller grew"),
+    spread = f"median {test.quantile(.5):.1f}, min {test.min():.1f}, max {test.max():.1f} {result.measure.unit}"
+    lines = [(f"test {result.measure.name}", f"{spread} over {result.lanes} lanes that the controller grew"),
              ("training", f"{updates} update{'s' * (updates != 1)}, {run.learner.env_steps:,} lane-epochs, "
                           f"{run.seconds:.0f} s"),
              ("folder", str(run.folder.path)),
              ("report", f"esper-nb report {run.folder.path}")]
     accuracy, paid = ({k: v.mean for k, v in result.intervals(m).items()} for m in ("test_accuracy_pp", "total"))
-    return "\n".join([conclusion_text(accuracy, paid), *(f"{k:>14}  {v}" for k, v in lines)])
+    return "\n".join([conclusion_text(accuracy, paid, result.measure), *(f"{k:>14}  {v}" for k, v in lines)])
 
 # %% ../../nbs/run/96_runs.ipynb #08307713
 def _bar_text(run: Run, u: Update, rolled: int) -> str:

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['AHEAD', 'check_images', 'default_peak', 'check_labels', 'check_alike', 'Epoch', 'lane_epochs', 'whole_batches',
-           'draw_images', 'window_index', 'label_frequencies', 'own_address', 'Splits', 'check_scale', 'image_reader',
-           'ImageData']
+           'draw_images', 'window_index', 'label_frequencies', 'own_address', 'Measure', 'Splits', 'check_scale',
+           'image_reader', 'ImageData']
 
 # %% ../../nbs/train/35_data.ipynb #826dac73
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -158,13 +158,26 @@ def own_address(seed: int, lane: int) -> tuple[int, int]:
     "Every lane draws from its own stream."
     return seed, lane
 
+# %% ../../nbs/train/35_data.ipynb #cc630757
+class Measure(NamedTuple):
+    "What right answers are told in."
+    name: str = "accuracy"
+    unit: str = "pp" # of a score
+    of_loss: str = "nats" # unit of the loss
+
+    def text(self, score: float) -> str:
+        "A score within a sentence."
+        return f"{'' if self.name == 'accuracy' else f'{self.name} '}{score:.1f} {self.unit}"
+
+    def label(self, split: str = "test") -> str: return f"{split} {self.name} ({self.unit})" # of an axis
+
 # %% ../../nbs/train/35_data.ipynb #dd3ed5bb
 class Splits:
     "What image and text data share: three splits on a device, and the label frequencies of the training split."
     device: torch.device
     label_prior: Tensor # (classes,) float64, on the CPU
     answers: int = 1 # that an example asks for: of a text one for each token
-    measure = "accuracy", "pp", "nats" # what is counted, its unit, and that of the loss
+    measure = Measure()
     address: Callable[[int, int], tuple[int, int]] = staticmethod(own_address) # (seed, lane) -> the one drawn from
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.config import check
 from ..core.devices import as_double
-from .data import ImageData
+from .data import ImageData, Measure
 
 # %% ../../nbs/train/35a_targets.ipynb #a0ff33ac
 def is_target(y: Tensor) -> bool: # False: class numbers or tokens
@@ -101,7 +101,7 @@ class TargetData(ImageData):
     ):
         super().__init__(*args, **settings)
         self.answers, self.target = self.classes, "labels" if self.y["train"].dtype == torch.bool else "values"
-        if self.target == "values": self.measure = "R²", "%", "variances"
+        if self.target == "values": self.measure = Measure("R²", "%", "variances")
         self.spread = {s: as_double(y).var(0, correction=0).float().to(self.device) for s, y in self.y.items()}
         self.center = [0.] * self.classes if center is None else center.tolist()
         self.unit = [1.] * self.classes if unit is None else unit.tolist()
