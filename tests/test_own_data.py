@@ -20,6 +20,7 @@ from esper_nb.run.recipes import get_recipe
 from esper_nb.run.report import write_report
 from esper_nb.train.evaluation import evaluate
 from esper_nb.train.faults import Fault
+from esper_nb.train.files import read_table_file
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.tasks import Task, task_from_arrays, task_from_path
 from esper_nb.train.trainer import run_epoch
@@ -257,6 +258,18 @@ def test_bad_targets_are_refused_by_name(words, line, found, tmp_path, capsys):
     assert main([*map(str, asked)]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "prices.csv" in told and found in told and not (tmp_path/"runs").exists()
+
+
+def test_a_table_may_say_true_and_false(tmp_path):
+    place = write_targets(tmp_path/"traits.csv")
+    head, *lines = place.read_text().splitlines()
+    def words(line):
+        *front, big, more = line.split(",")
+        return ",".join([*front, *("True" if v == "1" else "false" for v in (big, more))])
+    worded = tmp_path/"words.csv"
+    worded.write_text("\n".join([head, *map(words, lines)]))
+    plain, same = (read_table_file(path, ["big", "more"], target="labels") for path in (place, worded))
+    assert torch.equal(plain.y, same.y) and torch.equal(plain.x, same.x)
 
 
 def test_constant_targets_are_refused_by_name(tmp_path):

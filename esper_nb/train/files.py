@@ -188,8 +188,8 @@ def _cells(path: Path) -> tuple[list[str], list[list[str]]]: # header, rows
     return rows[0], rows[1:]
 
 def _number(path: Path, line: int, column: str, text: str) -> float:
-    "A cell as a number."
-    try: value = float(text)
+    "A cell as a number; true and false are 1 and 0."
+    try: value = float(dict(true=1, false=0).get(text.strip().lower(), text))
     except ValueError: value = math.nan
     way = "a finite number; mend it, drop its row, or name the columns to use with columns=[...]"
     check(math.isfinite(value), f"{path}, line {line}, column {column}", text, way)
