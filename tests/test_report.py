@@ -156,6 +156,17 @@ def test_a_forged_origin_ends_in_a_page_or_in_a_sentence(made, tmp_path, origin)
     try: assert "<h1>" in report_html(RunFolder(copy))
     except ValueError as e: assert "config.json is not as a run writes it" in str(e)
 
+@pytest.mark.parametrize("measure", [3, [], "x", [1, 2, 3], ["a", "b", "c", "d"], {"name": "x"}])
+def test_a_forged_measure_ends_in_a_page_or_names_the_file(made, tmp_path, measure):
+    copy = tmp_path/"run"
+    shutil.copytree(made[0].folder.path, copy)
+    config = json.loads((copy/"config.json").read_text()) | dict(measure=measure)
+    (copy/"config.json").unlink()
+    (copy/"comparison.json").unlink()
+    with new_file(copy/"config.json") as part: part.write_text(json.dumps(config))
+    try: assert "<h1>" in report_html(RunFolder(copy)) and "<h1>" in report_html(RunFolder(copy), made[0].folder)
+    except ValueError as e: assert "config.json is not as a run writes it" in str(e)
+
 
 # --- several runs
 

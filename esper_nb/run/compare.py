@@ -254,7 +254,7 @@ class Comparison(NamedTuple):
         "The inverse of `to_dict`, also after a journey through JSON."
         def play(p): return PlayResult(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()})
         learned = tuple(PracticeUpdate(*u) for u in d.get("learned", ()))
-        plays, measure = tuple(map(play, d["plays"])), Measure(*d.get("measure", Measure()))
+        plays, measure = tuple(map(play, d["plays"])), Measure(*map(str, d.get("measure", Measure())))
         return cls(**dict(d) | dict(plays=plays, learned=learned, measure=measure))
 
     @classmethod

@@ -117,7 +117,7 @@ _blueprint_head = dict(blueprint="blueprint", germinated="germinated", fossilize
                        alive="alive at the end", contribution_pp="worth, pp")
 _lane_head = dict(growth="size, of the host's", fossils="seeds kept", rollbacks="rollbacks")
 
-def _play_section(final: list[Row], measure: Measure = Measure()) -> str:
+def _play_section(final: list[Row], measure: Measure) -> str:
     "What the controller grew when it was judged."
     if not final: return ""
     lanes = sorted({r["lane"] for r in pick_rows(final, "slot")})[:8]

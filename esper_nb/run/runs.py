@@ -30,9 +30,10 @@ from ..record.writers import JSONLWriter, count_rows, cut_rows
 from ..record.populations import run_rows
 from ..record.rows import Row, record_rows
 from ..record.steps import EnvRows, update_rows
-from ..record.summaries import conclusion_text, run_origin, time_text
+from ..record.summaries import run_origin, time_text
 from .compare import Comparison, Player, PolicyPlayer, compare_controllers, comparison_text
 from .compare import simple_controllers
+from .outcomes import conclusion
 from .plugins import load_plugins
 from .recipes import RunConfig, change_settings, fair_env, plan_text
 from .state import Run
@@ -224,8 +225,7 @@ def summary_text(run: Run, result: Comparison) -> str:
                           f"{run.seconds:.0f} s"),
              ("folder", str(run.folder.path)),
              ("report", f"esper-nb report {run.folder.path}")]
-    accuracy, paid = ({k: v.mean for k, v in result.intervals(m).items()} for m in ("test_accuracy_pp", "total"))
-    return "\n".join([conclusion_text(accuracy, paid, result.measure), *(f"{k:>14}  {v}" for k, v in lines)])
+    return "\n".join([conclusion(result), *(f"{k:>14}  {v}" for k, v in lines)])
 
 # %% ../../nbs/run/96_runs.ipynb #08307713
 def _bar_text(run: Run, u: Update, rolled: int) -> str:
