@@ -79,7 +79,7 @@ bench: $(STAMP)  ## the benchmarks
 	$(BIN)/esper-nb bench faults --out nbs/explanations/bench_faults.json
 	$(BIN)/python scripts/detector_bench.py
 
-refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/record/75_recorder.ipynb"
+refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/record/74_writers.ipynb"
 	$(BIN)/nbdev_export
 	$(BIN)/python scripts/notebooks.py refresh $(NB)
 	$(BIN)/nbdev_clean

@@ -18,17 +18,14 @@ if TYPE_CHECKING:
     from esper_nb.guard.governor import Governor as Governor
     from esper_nb.guard.reports import (GovernorConfig as GovernorConfig, GovernorStop as GovernorStop,
         Report as Report)
-    from esper_nb.guard.losses import label_entropy as label_entropy
+    from esper_nb.guard.detector import label_entropy as label_entropy
     from esper_nb.guard.adapters import (guard_trainer as guard_trainer, lightning_governor as lightning_governor,
         bar_note as bar_note, guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
-    from esper_nb.grow.attached import attach_slots as attach_slots
-    from esper_nb.grow.models import GrowingModel as GrowingModel
-    from esper_nb.grow.blueprints import list_blueprints as list_blueprints
-    from esper_nb.grow.decisions import Decision as Decision
-    from esper_nb.grow.export import export_model as export_model
-    from esper_nb.grow.serving import serve_optimizer as serve_optimizer
-    from esper_nb.grow.module_hosts import ModuleHostConfig as ModuleHostConfig, explore_host as explore_host
-    from esper_nb.grow.plain_seeds import plain_blueprint as plain_blueprint
+    from esper_nb.grow.module_hosts import (attach_slots as attach_slots, ModuleHostConfig as ModuleHostConfig,
+        explore_host as explore_host)
+    from esper_nb.grow.models import GrowingModel as GrowingModel, Decision as Decision
+    from esper_nb.grow.blueprints import list_blueprints as list_blueprints, plain_blueprint as plain_blueprint
+    from esper_nb.grow.export import export_model as export_model, serve_optimizer as serve_optimizer
     from esper_nb.train.tasks import (Task as Task, get_task as get_task, list_tasks as list_tasks,
         create_model as create_model, register_task as register_task, task_from_folder as task_from_folder,
         task_from_table as task_from_table, task_from_arrays as task_from_arrays,
@@ -39,27 +36,23 @@ if TYPE_CHECKING:
     from esper_nb.train.population import (FitConfig as FitConfig, Population as Population,
         new_population as new_population)
     from esper_nb.train.trainer import fit as fit, run_epoch as run_epoch
-    from esper_nb.train.evaluation import evaluate as evaluate
+    from esper_nb.train.worth import evaluate as evaluate
     from esper_nb.train.faults import Fault as Fault
     from esper_nb.control.gym import GrowEnv as GrowEnv
     from esper_nb.control.envs import GrowVecEnv as GrowVecEnv
     from esper_nb.control.env_config import EnvConfig as EnvConfig
     from esper_nb.control.rules import Heuristic as Heuristic, as_controller as as_controller
-    from esper_nb.control.choices import HEADS as HEADS, OPS as OPS
-    from esper_nb.learn.learner import Learner as Learner
+    from esper_nb.control.actions import HEADS as HEADS, OPS as OPS
+    from esper_nb.learn.learner import Learner as Learner, train_ppo as train_ppo
     from esper_nb.learn.loss import PPOConfig as PPOConfig
-    from esper_nb.learn.training import train_ppo as train_ppo
     from esper_nb.learn.policies import PolicyConfig as PolicyConfig
-    from esper_nb.record.steps import update_rows as update_rows, EnvRows as EnvRows
-    from esper_nb.record.recorder import Recorder as Recorder
-    from esper_nb.record.writers import read_rows as read_rows
+    from esper_nb.record.rows import update_rows as update_rows, EnvRows as EnvRows
+    from esper_nb.record.writers import Recorder as Recorder, read_rows as read_rows
     from esper_nb.record.analytics import (pick_rows as pick_rows, rollbacks as rollbacks, seed_lives as seed_lives,
         action_mix as action_mix, reward_mix as reward_mix)
-    from esper_nb.record.alarms import find_alarms as find_alarms
-    from esper_nb.record.metrics import find_metric as find_metric
-    from esper_nb.show.plot_learning import (plot_compare as plot_compare, plot_learning as plot_learning,
-        plot_rewards as plot_rewards)
-    from esper_nb.show.plot_runs import (plot_incidents as plot_incidents, plot_lanes as plot_lanes,
+    from esper_nb.record.alarms import find_alarms as find_alarms, find_metric as find_metric
+    from esper_nb.show.plot_runs import (plot_compare as plot_compare, plot_learning as plot_learning,
+        plot_rewards as plot_rewards, plot_incidents as plot_incidents, plot_lanes as plot_lanes,
         plot_slots as plot_slots)
     from esper_nb.show.session import Session as Session
     from esper_nb.show.sources import LoopSource as LoopSource, EnvSource as EnvSource
@@ -72,22 +65,17 @@ if TYPE_CHECKING:
     from esper_nb.run.compare import (Comparison as Comparison, compare_controllers as compare_controllers,
         comparison_text as comparison_text, simple_controllers as simple_controllers, PolicyPlayer as PolicyPlayer,
         RandomPlayer as RandomPlayer, play_lanes as play_lanes)
-    from esper_nb.run.split import SplitVecEnv as SplitVecEnv
-    from esper_nb.run.places import new_place as new_place
+    from esper_nb.run.split import SplitVecEnv as SplitVecEnv, new_place as new_place
 _NAMES = {
     "core.lanes": "per_lane",
     "guard.governor": "Governor",
     "guard.reports": "GovernorConfig GovernorStop Report",
-    "guard.losses": "label_entropy",
+    "guard.detector": "label_entropy",
     "guard.adapters": "guard_trainer lightning_governor bar_note guard_accelerator fastai_governor",
-    "grow.attached": "attach_slots",
-    "grow.models": "GrowingModel",
-    "grow.blueprints": "list_blueprints",
-    "grow.decisions": "Decision",
-    "grow.export": "export_model",
-    "grow.serving": "serve_optimizer",
-    "grow.module_hosts": "ModuleHostConfig explore_host",
-    "grow.plain_seeds": "plain_blueprint",
+    "grow.module_hosts": "attach_slots ModuleHostConfig explore_host",
+    "grow.models": "GrowingModel Decision",
+    "grow.blueprints": "list_blueprints plain_blueprint",
+    "grow.export": "export_model serve_optimizer",
     "train.tasks": "Task get_task list_tasks create_model register_task task_from_folder task_from_table "
         "task_from_arrays task_from_dataset task_from_text",
     "train.datasets": "load_digits_data",
@@ -95,25 +83,21 @@ _NAMES = {
     "train.stepper": "Stepper",
     "train.population": "FitConfig Population new_population",
     "train.trainer": "fit run_epoch",
-    "train.evaluation": "evaluate",
+    "train.worth": "evaluate",
     "train.faults": "Fault",
     "control.gym": "GrowEnv",
     "control.envs": "GrowVecEnv",
     "control.env_config": "EnvConfig",
     "control.rules": "Heuristic as_controller",
-    "control.choices": "HEADS OPS",
-    "learn.learner": "Learner",
+    "control.actions": "HEADS OPS",
+    "learn.learner": "Learner train_ppo",
     "learn.loss": "PPOConfig",
-    "learn.training": "train_ppo",
     "learn.policies": "PolicyConfig",
-    "record.steps": "update_rows EnvRows",
-    "record.recorder": "Recorder",
-    "record.writers": "read_rows",
+    "record.rows": "update_rows EnvRows",
+    "record.writers": "Recorder read_rows",
     "record.analytics": "pick_rows rollbacks seed_lives action_mix reward_mix",
-    "record.alarms": "find_alarms",
-    "record.metrics": "find_metric",
-    "show.plot_learning": "plot_compare plot_learning plot_rewards",
-    "show.plot_runs": "plot_incidents plot_lanes plot_slots",
+    "record.alarms": "find_alarms find_metric",
+    "show.plot_runs": "plot_compare plot_learning plot_rewards plot_incidents plot_lanes plot_slots",
     "show.session": "Session",
     "show.sources": "LoopSource EnvSource",
     "show.dashboard": "Dashboard watch",
@@ -123,8 +107,7 @@ _NAMES = {
     "run.report": "write_report",
     "run.compare": "Comparison compare_controllers comparison_text simple_controllers PolicyPlayer "
         "RandomPlayer play_lanes",
-    "run.split": "SplitVecEnv",
-    "run.places": "new_place",
+    "run.split": "SplitVecEnv new_place",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 # end of names

@@ -3,7 +3,7 @@
     python scripts/company_bench.py              # some minutes; nothing else may run meanwhile
     python scripts/company_bench.py --rounds 1   # quickly
 
-Writes nbs/explanations/bench_company.json; nbs/core/05_workers.ipynb shows it. A busy process is one that counts. Turns
+Writes nbs/explanations/bench_company.json; nbs/core/06_workers.ipynb shows it. A busy process is one that counts. Turns
 go round: alone, beside one, beside two, and again. Where the scheduler is fair, a job of two threads on two cores keeps
 two thirds of them beside one busy process and a half beside two: its lost share is a time of 1.5 and of 2.
 """

@@ -15,9 +15,8 @@ import numpy as np
 from healthy_losses import HEALTHY
 from torch import nn
 
-from esper_nb.guard.detector import REASONS, judge
+from esper_nb.guard.detector import REASONS, DetectorConfig, LossStats, judge
 from esper_nb.guard.governor import Governor
-from esper_nb.guard.losses import DetectorConfig, LossStats
 from esper_nb.guard.reports import GovernorConfig
 
 FOLDER = Path(__file__).resolve().parents[1]/"nbs/explanations"

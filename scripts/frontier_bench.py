@@ -22,13 +22,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from esper_nb.core.random import generator
 from esper_nb.grow.hosts import CNNConfig, GPTConfig
 from esper_nb.grow.lifecycle import SHORT_LIFE
-from esper_nb.train.data import ImageData
+from esper_nb.train.data import ImageData, TextData
 from esper_nb.train.datasets import balanced_order, load_digits_data, load_prose
-from esper_nb.train.evaluation import evaluate
-from esper_nb.train.groups import SIGNALS
-from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.worth import evaluate
+from esper_nb.train.population import SIGNALS, FitConfig, new_population
 from esper_nb.train.tasks import get_task
-from esper_nb.train.text import TextData
 from esper_nb.train.trainer import run_epoch
 
 STORED = Path(__file__).resolve().parents[1]/"nbs/explanations/frontier.json"

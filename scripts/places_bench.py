@@ -21,8 +21,7 @@ from esper_nb.control.env_config import EnvConfig
 from esper_nb.core.random import generator
 from esper_nb.learn.learner import Learner
 from esper_nb.learn.loss import PPOConfig
-from esper_nb.run.places import new_place, start_ray
-from esper_nb.run.split import SplitVecEnv, Upkeep
+from esper_nb.run.split import SplitVecEnv, Upkeep, new_place, start_ray
 
 STORED = Path(__file__).resolve().parents[1]/"nbs/explanations/places_bench.json"
 TASKS = { # what a step of them is: one epoch of so many pictures

@@ -25,9 +25,8 @@ from gymnasium.vector import SyncVectorEnv
 
 from esper_nb.core.random import generator
 from esper_nb.learn.distributions import Heads, choose
-from esper_nb.learn.learner import Learner
+from esper_nb.learn.learner import Learner, train_ppo
 from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.training import train_ppo
 from esper_nb.learn.policies import PolicyConfig
 from esper_nb.learn.rollouts import play
 from esper_nb.record.checkpoints import previous_checkpoint, read_checkpoint, write_checkpoint

@@ -20,7 +20,7 @@ from torch import nn
 
 from esper_nb.bench.measure import machine
 from esper_nb.core.devices import keep_freed_memory
-from esper_nb.guard.background import Background
+from esper_nb.guard.snapshots import Background
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import avg_pool2d, pad
 
 from esper_nb.run.compare import Comparison, RulePlayer, compare_controllers, simple_controllers
-from esper_nb.run.contest import OraclePlayer, best_schedule, list_schedules, search_seeds, train_player
+from esper_nb.run.seeds import OraclePlayer, best_schedule, list_schedules, search_seeds, train_player
 from esper_nb.run.recipes import get_recipe
 from esper_nb.run.runs import fair_env
 from esper_nb.train.data import ImageData

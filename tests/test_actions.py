@@ -6,13 +6,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from esper_nb.control.actions import (
-    GrowthActions, apply_action, draw_actions, in_stage, legal_operations, read_slots)
-from esper_nb.control.choices import HEADS, MIN_PRUNE_AGE, OPS, Choice, as_decision, choice_of
+    HEADS, MIN_PRUNE_AGE, OPS, Choice, GrowthActions, apply_action, as_decision, choice_of, draw_actions, in_stage,
+    legal_operations, read_slots)
 from esper_nb.grow.hosts import CNNConfig, CNNHost
 from esper_nb.grow.models import GrowingModel
-from esper_nb.grow.lifecycle import Gates, Rules, check_gate
-from esper_nb.grow.seeds import SeedState, decode_seed, encode_seed
-from esper_nb.grow.stages import COOLING, LIVE, Stage, next_stage
+from esper_nb.grow.lifecycle import (
+    COOLING, LIVE, Gates, Rules, SeedState, Stage, check_gate, decode_seed, encode_seed, next_stage)
 from esper_nb.learn.distributions import MaskedHeads, choose
 
 SHORT = Rules(gates=Gates(training_epochs=2), embargo=1)

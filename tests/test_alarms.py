@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from esper_nb.record.alarms import (
-    ALARM_RULES, LEVELS, MEASURES, AlarmRule, AlarmWatch, alarm_rows, alarm_rules_markdown, find_alarms)
-from esper_nb.record.metrics import METRICS, find_metric
+    ALARM_RULES, LEVELS, MEASURES, METRICS, AlarmRule, AlarmWatch, alarm_rows, alarm_rules_markdown, find_alarms,
+    find_metric)
 from esper_nb.record.rows import record_rows
 
 CASES = [(rule, i) for rule in ALARM_RULES for i, at in enumerate(rule.at) if at is not None]

@@ -7,18 +7,17 @@ import torch
 from hypothesis import given, settings, strategies as st
 from scipy.stats import trim_mean
 
-from esper_nb.control.choices import Choice
+from esper_nb.control.actions import Choice
 from esper_nb.run.compare import (
     Comparison, PolicyPlayer, RandomPlayer, RulePlayer, compare_controllers, comparison_text, play_lanes,
     simple_controllers)
-from esper_nb.run.contest import best_schedule, list_schedules, timetable
+from esper_nb.run.seeds import best_schedule, list_schedules, timetable
 from esper_nb.control.rules import QUICK, Fixed, Heuristic, WaitOnly
 from esper_nb.core.intervals import bootstrap_interval, interquartile_mean
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.train.faults import Fault
-from esper_nb.learn.learner import Learner
+from esper_nb.learn.learner import Learner, train_ppo
 from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.training import train_ppo
 from esper_nb.learn.rollouts import play
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,12 +9,10 @@ from hypothesis import given, settings, strategies as st
 
 import esper_nb.show.dashboard as dashboard_module
 from esper_nb.record.writers import read_rows
-from esper_nb.show.controls import ControlBar, seed_needs, not_now
+from esper_nb.show.dashboard import ControlBar, Dashboard, RowsSource, not_now, seed_needs, watch, watch_text
 from esper_nb.show.theme import THRESHOLDS, Maker
-from esper_nb.show.dashboard import Dashboard, RowsSource, watch, watch_text
-from esper_nb.show.words import plot_session
+from esper_nb.show.words import Stored, log_html, plot_session, session_text, status_html, stored_html, time_words
 from esper_nb.show.plot_runs import plot_slots
-from esper_nb.show.words import Stored, log_html, session_text, status_html, stored_html, time_words
 from esper_nb.show.live import Feed, Pacer, live_front_end, session_packet
 from esper_nb.guard.detector import loss_limits
 from esper_nb.guard.governor import Governor
@@ -357,7 +355,7 @@ def test_ppo_over_lanes_runs_in_a_session(run):
     from esper_nb.learn.policies import PolicyConfig
     from esper_nb.learn.learner import Learner
     from esper_nb.learn.loss import PPOConfig
-    from esper_nb.learn.training import train_ppo
+    from esper_nb.learn.learner import train_ppo
     def learner():
         envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=5, gamma=.99, limit=320, workers=1)
         return Learner(envs, PPOConfig(num_steps=4, num_updates=2, gamma=.99, num_minibatches=1),
@@ -670,7 +668,7 @@ def test_buttons_that_cannot_work_are_off_and_say_why(run):
 
 def test_a_grow_button_is_on_exactly_when_the_move_would_be_done(run):
     from copy import deepcopy
-    from esper_nb.grow.decisions import Decision, apply_decision
+    from esper_nb.grow.models import Decision, apply_decision
     pop = population(2, 60)
     s, seen = run(pop), set()
     slot = pop.model.slot("r0c0")

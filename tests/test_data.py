@@ -8,10 +8,9 @@ from hypothesis import given, settings, strategies as st
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import functional as TF
 
-from esper_nb.train.data import Epoch, ImageData, image_reader
+from esper_nb.train.data import Epoch, ImageData, TextData, image_reader
 from esper_nb.train.datasets import (
     balanced_order, load_cifar10, load_digits_data, load_prose, load_text_file, synthetic_cifar10)
-from esper_nb.train.text import TextData
 
 
 def make(n=24, h=6, w=5, c=3, classes=4, dtype="uint8", **kw):

@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.guard.detector import pass_healthy
-from esper_nb.guard.detector import REASONS, judge, judge_in_place, loss_limits
-from esper_nb.guard.losses import DetectorConfig, LossStats, label_entropy
+from esper_nb.guard.detector import (
+    REASONS, DetectorConfig, LossStats, judge, judge_in_place, label_entropy, loss_limits, pass_healthy)
 
 CHANCE = math.log(10)
 CLASSIC = DetectorConfig(

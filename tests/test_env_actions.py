@@ -3,8 +3,7 @@ import numpy as np
 import torch
 from test_envs import equal, make, weights
 
-from esper_nb.control.actions import column, draw_actions, read_slots
-from esper_nb.control.choices import Choice, choice_of
+from esper_nb.control.actions import Choice, choice_of, column, draw_actions, read_slots
 from esper_nb.core.lanes import lane_state
 
 

@@ -13,22 +13,19 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 from test_vector_conformance import TASK, same, tiny_data
 
-from esper_nb.control.actions import column, draw_actions
-from esper_nb.control.choices import Choice
+from esper_nb.control.actions import Choice, column, draw_actions
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.evidence import PRESETS
+from esper_nb.control.rewards import PRESETS
 from esper_nb.control.gym import GrowEnv, register_envs
 from esper_nb.control.rules import QUICK, QUICK_RULES, Fixed, Heuristic, RandomLegal, WaitOnly
 from esper_nb.core.random import generator
 from esper_nb.core.lanes import lane_state
 from esper_nb.core.layers import by_lane
-from esper_nb.grow.decisions import Decision
-from esper_nb.grow.lifecycle import Gates, Rules
-from esper_nb.grow.stages import Stage
-from esper_nb.learn.learner import Learner
+from esper_nb.grow.models import Decision
+from esper_nb.grow.lifecycle import Gates, Rules, Stage
+from esper_nb.learn.learner import Learner, train_ppo
 from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.training import train_ppo
 from esper_nb.learn.policies import PolicyConfig
 from esper_nb.record.checkpoints import EnvState, read_checkpoint, write_checkpoint
 from esper_nb.record.rows import record_rows

@@ -12,7 +12,7 @@ from torch import nn
 
 from esper_nb.core.lanes import per_lane
 from esper_nb.core.layers import conv2d, unfold
-from esper_nb.grow.attached import attach_slots
+from esper_nb.grow.module_hosts import attach_slots
 from esper_nb.grow.blending import Blend
 from esper_nb.grow.blueprints import blueprint, forget_blueprint, list_blueprints
 from esper_nb.grow.export import export_model

@@ -19,16 +19,14 @@ from test_vector_conformance import TASK, tiny_data
 from esper_nb.control.actions import draw_actions
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.evidence import PRESETS, RewardConfig, make_scene, new_ledger
+from esper_nb.control.rewards import PRESETS, TERMS, RewardConfig, make_scene, new_ledger
 from esper_nb.control.gym import GrowEnv
-from esper_nb.control.rewards import TERMS
 from esper_nb.control.rules import (
     QUICK, QUICK_RULES, Fixed, Heuristic, HeuristicConfig, RandomLegal, Replay, WaitOnly, as_controller)
 from esper_nb.core.config import Config
 from esper_nb.core.random import generator
-from esper_nb.grow.decisions import Decision
-from esper_nb.grow.seeds import SeedState
-from esper_nb.grow.stages import Stage
+from esper_nb.grow.models import Decision
+from esper_nb.grow.lifecycle import SeedState, Stage
 from esper_nb.learn.learner import Learner
 from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig

@@ -15,17 +15,15 @@ from esper_nb.bench import fault_bench
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.rules import Heuristic, HeuristicConfig, Signals, View
 from esper_nb.core.config import parse_settings
-from esper_nb.grow.seeds import SeedState
-from esper_nb.grow.stages import Stage
+from esper_nb.grow.lifecycle import SeedState, Stage
 from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig
 from esper_nb.record import files
 from esper_nb.record.checkpoints import read_checkpoint, save_checkpoint
 from esper_nb.record.files import FolderLock
-from esper_nb.record.folders import new_run
+from esper_nb.record.writers import JSONLWriter, new_run
 from esper_nb.record.rows import encode_row
-from esper_nb.record.writers import JSONLWriter
-from esper_nb.run import cli, fits, runs
+from esper_nb.run import cli, runs
 from esper_nb.run.cli import main
 from esper_nb.train.faults import Fault
 from esper_nb.run.recipes import RunConfig, get_recipe
@@ -484,7 +482,7 @@ slips += [("train", "digits", "--device", d) for d in ("", "cpu,")] + [("train",
 def test_a_slip_is_one_clear_line(argv, tmp_path, monkeypatch, capsys):
     def work(*args, **kwargs): raise AssertionError("accepted")
     for name in ("drive_run", "compare_recipe"): monkeypatch.setattr(cli, name, work)
-    monkeypatch.setattr(fits, "_fit_epochs", work)
+    monkeypatch.setattr(runs, "_fit_epochs", work)
     monkeypatch.setattr(fault_bench, "BENCHES", dict(lanes=work))
     monkeypatch.chdir(tmp_path)
     try: status = main(list(argv))

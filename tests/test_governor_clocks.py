@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler as S
 
-from esper_nb.guard.budgets import scale_lr
-from esper_nb.guard.governor import Governor
+from esper_nb.guard.governor import Governor, scale_lr
 from esper_nb.guard.reports import GovernorConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,11 +9,9 @@ from torch import nn
 
 from scripts.healthy_loops import LOOPS, run as run_loop
 from scripts.healthy_losses import CHANCE, HEALTHY
-from esper_nb.guard.detector import judge, loss_limits
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.losses import DetectorConfig, LossStats
+from esper_nb.guard.detector import DetectorConfig, LossStats, judge, loss_limits
+from esper_nb.guard.governor import Governor, Trial, weigh_trial
 from esper_nb.guard.reports import GovernorConfig, GovernorStop
-from esper_nb.guard.trials import Trial, weigh_trial
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 def governed(losses, chance, **watch):

@@ -8,16 +8,13 @@ import torch
 from esper_nb.bench.growth_bench import GrowthCase, arithmetic_share, growth_text
 from esper_nb.bench.measure import machine
 from esper_nb.grow.blending import Blend
-from esper_nb.grow.decisions import Decision, apply_decisions
+from esper_nb.grow.models import Decision, apply_decisions
 from esper_nb.guard.reports import GovernorConfig
 from esper_nb.core.lanes import lane_state, take_lanes
 from esper_nb.core.layers import by_lane
 from esper_nb.train.optim import LaneOptimizer
-from esper_nb.train.scaler import LaneScaler
-from esper_nb.train.stepper import Stepper
-from esper_nb.grow.lifecycle import Gates, Rules
-from esper_nb.grow.seeds import Reason
-from esper_nb.grow.stages import COOLING, Stage
+from esper_nb.train.stepper import LaneScaler, Stepper
+from esper_nb.grow.lifecycle import COOLING, Gates, Reason, Rules, Stage
 from esper_nb.train.tasks import create_model, get_task
 from esper_nb.train.population import FitConfig, grown_plan, new_population
 from esper_nb.train.trainer import fit, run_epoch

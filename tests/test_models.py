@@ -14,14 +14,13 @@ from esper_nb.grow.blueprints import list_blueprints
 from esper_nb.grow.hosts import CNNConfig, GPTConfig, new_host
 from esper_nb.core.lanes import take_lanes
 from esper_nb.core.layers import by_lane, unfold
-from esper_nb.grow.attached import attach_slots
+from esper_nb.grow.module_hosts import attach_slots
 from esper_nb.grow.models import GrowingModel, combinations_of
 from esper_nb.train.optim import LaneOptimizer, check_owners
 from esper_nb.train.stepper import Stepper
-from esper_nb.grow.lifecycle import Gates, Rules
+from esper_nb.grow.lifecycle import COOLING, LIVE, MOVES, Gates, Rules, Stage
 from esper_nb.grow.slots import evaluating
 from esper_nb.guard.snapshots import Snapshot
-from esper_nb.grow.stages import COOLING, LIVE, MOVES, Stage
 
 torch.set_num_threads(1)
 CONFIGS = dict(cnn=CNNConfig(in_channels=1, size=8, base=8, blocks=2, classes=4),
@@ -382,7 +381,7 @@ def test_counts_add_up_and_agree_with_status():
     (dict(stage=5), "retired"), (dict(mode=1), "alpha moves"),
     (dict(done=4), "steps done"), (dict(blueprint=None), "is none of")])
 def test_status_says_what_is_wrong(damage, words):
-    from esper_nb.grow.seeds import COLUMNS, UNMEASURED
+    from esper_nb.grow.lifecycle import COLUMNS, UNMEASURED
     model = new("cnn", 2); put_in(model, "r0c0", 1, "norm", "training")
     for k, v in damage.items(): model.slot("r0c0").table[1, COLUMNS.index(k)] = UNMEASURED if v is None else float(v)
     problems = model.status().problems
@@ -746,7 +745,7 @@ def test_a_layout_must_fit():
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, .1, momentum=.9), lambda p: torch.optim.AdamW(p, .01),
                                   lambda p: torch.optim.RMSprop(p, .01, momentum=.9)])
 def test_a_served_optimizer_moves_only_who_trains(make):
-    from esper_nb.grow.serving import serve_optimizer
+    from esper_nb.grow.export import serve_optimizer
     torch.manual_seed(0)
     model, x = new("cnn", 2, slots=["r0c1"], blueprints=["conv_light"]), batch("cnn", 2)[0]
     put_in(model, "r0c1", 0, "conv_light", "holding"); put_in(model, "r0c1", 1, "conv_light", "holding")

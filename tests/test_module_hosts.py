@@ -14,14 +14,13 @@ from torch.nn import functional as F
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.core.lanes import lane, reset_lanes
 from esper_nb.core.layers import by_lane
-from esper_nb.core.lane_forms import lane_form, look
-from esper_nb.core.modules import find_form, lane_module
+from esper_nb.core.modules import find_form, lane_form, lane_module, look
 from esper_nb.core.random import seeded
 from esper_nb.grow.blueprints import (
-    FAMILIES, blueprint_size, forget_blueprint, get_blueprint, list_blueprints, make_blueprint)
-from esper_nb.grow.decisions import Decision
+    FAMILIES, SEED_LAYOUTS, blueprint_size, forget_blueprint, get_blueprint, list_blueprints, make_blueprint,
+    plain_blueprint)
+from esper_nb.grow.models import Decision
 from esper_nb.grow.module_hosts import ModuleHostConfig, explore_host, module_model
-from esper_nb.grow.plain_seeds import SEED_LAYOUTS, plain_blueprint
 from esper_nb.record.checkpoints import load_checkpoint, save_checkpoint
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.tasks import Task, create_model, get_task, host_sites, task_from_arrays

@@ -8,8 +8,7 @@ from esper_nb.control.actions import GrowthActions, read_slots
 from esper_nb.grow.hosts import CNNConfig, CNNHost
 from esper_nb.grow.models import GrowingModel
 from esper_nb.control.observations import HISTORY, Observer, Records, forget, new_records, push_epoch, symlog
-from esper_nb.grow.seeds import COLUMNS, UNMEASURED, SeedState, encode_seed
-from esper_nb.grow.stages import Stage
+from esper_nb.grow.lifecycle import COLUMNS, UNMEASURED, SeedState, Stage, encode_seed
 
 MODEL = GrowingModel(CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=1),
                      {"r0c0": ["norm", "conv_small"], "r0c1": ["depthwise", "norm"]})

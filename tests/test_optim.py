@@ -8,8 +8,7 @@ from torch import nn
 
 from esper_nb.core.layers import by_lane
 from esper_nb.train.optim import LaneOptimizer, check_owners
-from esper_nb.train.scaler import LaneScaler
-from esper_nb.train.stepper import Stepper, train_step
+from esper_nb.train.stepper import LaneScaler, Stepper, train_step
 
 # odd sizes: every lane has a tail
 SHAPES = dict(conv=(3, 3, 3, 3), bias=(5,), weight=(7, 3), scale=(1,), wide=(10, 17))

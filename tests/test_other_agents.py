@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.sb3 import sb3_env
+from esper_nb.control.envs import GrowVecEnv, sb3_env
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLD = dict(task="digits_impaired", limit=128, horizon=4, workers=1, blueprints=("norm", "conv_small"), gamma=.99)

@@ -6,16 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import draw_actions
-from esper_nb.control.choices import OPS, SHORT, Choice, choice_of, fit_choice
+from esper_nb.control.actions import OPS, SHORT, Choice, choice_of, draw_actions, fit_choice
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.evidence import RewardConfig, new_ledger
-from esper_nb.control.rewards import compute_reward
+from esper_nb.control.rewards import RewardConfig, compute_reward, new_ledger
 from esper_nb.core.layers import by_lane
-from esper_nb.grow.lifecycle import SHORT_LIFE
-from esper_nb.grow.seeds import SeedState
-from esper_nb.grow.stages import Stage
+from esper_nb.grow.lifecycle import SHORT_LIFE, SeedState, Stage
 from esper_nb.train.families import TASK_FAMILIES, FamilyData, Instance, begin_lessons
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.tasks import get_task

@@ -19,8 +19,7 @@ from esper_nb.control.actions import draw_actions
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.core.random import generator
 from esper_nb.record.rows import encode_row
-from esper_nb.run.places import LocalPlace, PlaceLost, RayPlace, new_place, start_ray
-from esper_nb.run.split import SplitVecEnv, Upkeep
+from esper_nb.run.split import LocalPlace, PlaceLost, RayPlace, SplitVecEnv, Upkeep, new_place, start_ray
 from esper_nb.train.faults import Fault
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0") # as `start_ray` has it, before anybody imports Ray

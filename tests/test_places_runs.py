@@ -15,11 +15,10 @@ from esper_nb.record.checkpoints import read_checkpoint
 from esper_nb.run import seeds as seeds_page
 from esper_nb.run.cli import main
 from esper_nb.run.compare import Comparison
-from esper_nb.run.places import LocalPlace, PlaceLost
+from esper_nb.run.split import LocalPlace, PlaceLost, SplitVecEnv
 from esper_nb.run.recipes import RunConfig, get_recipe, repeat_words
 from esper_nb.run.runs import begin_run, open_run, run_updates
 from esper_nb.run.seeds import SeedStore, SeedTask, compare_recipe
-from esper_nb.run.split import SplitVecEnv
 from esper_nb.show.dashboard import watch
 from esper_nb.show.sources import EnvSource
 

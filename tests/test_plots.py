@@ -10,16 +10,14 @@ import pytest
 import torch
 from matplotlib.colors import to_hex, to_rgba
 
-from esper_nb.show import plot_learning as learning_page, plot_runs as runs_page
+from esper_nb.show import plot_runs as runs_page
 from esper_nb.record.analytics import seed_lives, stage_spells
 from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
 from esper_nb.train.faults import Fault, disturb_at
-from esper_nb.record.metrics import find_metric
-from esper_nb.record.populations import population_rows, run_rows
-from esper_nb.record.rows import decode_row, encode_row
-from esper_nb.record.steps import step_rows
-from esper_nb.show.plot_learning import plot_compare, plot_learning, plot_rewards
-from esper_nb.show.plot_runs import (plot_blueprints, plot_incidents, plot_lanes, plot_run, plot_slots)
+from esper_nb.record.alarms import find_metric
+from esper_nb.record.rows import decode_row, encode_row, population_rows, run_rows, step_rows
+from esper_nb.show.plot_runs import (
+    plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards, plot_run, plot_slots)
 from esper_nb.show.theme import COLORS, HATCHES, MARKERS, STAGE_LOOKS, THEMES, theme
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit
@@ -83,7 +81,7 @@ def contrast(a, b):
 # --- pictures
 
 def test_every_plot_of_the_page_is_here():
-    names = [*runs_page.__all__, *learning_page.__all__]
+    names = [*runs_page.__all__, *runs_page.__all__]
     assert set(PLOTS) == {n for n in names if n.startswith("plot_")} - {"plot_side_by_side"} # of several runs
 
 @pytest.mark.parametrize("name", PLOTS)
@@ -145,7 +143,7 @@ def test_values_that_were_not_measured_do_no_harm(name, run, policy):
 @pytest.mark.parametrize("name", sorted(PLOTS.keys() - {"plot_run", "plot_learning"}))
 def test_axes_of_the_caller_are_used_and_keep_their_colours(name, run):
     args = dict(plot_lanes=(run, "train.loss"), plot_compare=(SCORES,)).get(name, (run,))
-    draw = getattr(runs_page, name, None) or getattr(learning_page, name)
+    draw = getattr(runs_page, name, None) or getattr(runs_page, name)
     with plt.style.context("dark_background"):
         fig, ax = plt.subplots()
         assert draw(*args, ax=ax) is ax and fig.axes == [ax]

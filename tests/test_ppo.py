@@ -11,12 +11,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from esper_nb.core.workers import use_threads
 from esper_nb.learn.distributions import Heads
-from esper_nb.learn.learner import Learner
+from esper_nb.learn.learner import Learner, StopFlag, train_ppo
 from esper_nb.learn.loss import Compiled, PPOConfig, collect_returns, explained_variance
 from esper_nb.learn.normalizers import standardize
 from esper_nb.learn.policies import ActorCritic, PolicyConfig
 from esper_nb.learn.rollouts import play
-from esper_nb.learn.training import StopFlag, train_ppo
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -319,7 +318,7 @@ import gymnasium as gym, time, torch
 from esper_nb.learn.learner import Learner
 from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig
-from esper_nb.learn.training import train_ppo
+from esper_nb.learn.learner import train_ppo
 torch.set_num_threads(1)
 class Slow(gym.Wrapper):
     wait, steps = 0.05, 0

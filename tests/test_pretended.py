@@ -20,7 +20,7 @@ from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig
 from esper_nb.run.cli import main
 from esper_nb.train import trainer
-from esper_nb.train.evaluation import evaluate
+from esper_nb.train.worth import evaluate
 from esper_nb.train.graphs import Graphs
 from esper_nb.train.population import FitConfig, grown_plan, new_population
 from esper_nb.train.tasks import get_task

@@ -9,14 +9,14 @@ import torch
 
 from esper_nb.record.files import new_file
 from esper_nb.record.rows import encode_row
-from esper_nb.record.summaries import about_time, conclusion_text
+from esper_nb.record.analytics import about_time, conclusion_text
 from esper_nb.run import cli
 from esper_nb.run.compare import Comparison
-from esper_nb.run.contest import add_schedule
+from esper_nb.run.seeds import add_schedule
 from esper_nb.run.recipes import RunConfig, get_recipe, repeat_words
 from esper_nb.run.report import report_html, write_report
 from esper_nb.run.runs import begin_run, drive_run, run_updates
-from esper_nb.record.folders import RunFolder
+from esper_nb.record.writers import RunFolder
 from esper_nb.train.population import FitConfig
 
 ROOT = Path(__file__).parents[1]

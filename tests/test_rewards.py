@@ -5,16 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import GrowthActions, apply_action, draw_actions, in_stage, read_slots
-from esper_nb.control.choices import OPS, choice_of
-from esper_nb.control.evidence import (
-    PRESETS, Facts, Ledger, RewardConfig, new_ledger, occupied_size, potential, restart, seed_sizes)
-from esper_nb.control.rewards import TERMS, compute_reward, explain_reward
+from esper_nb.control.actions import OPS, GrowthActions, apply_action, choice_of, draw_actions, in_stage, read_slots
+from esper_nb.control.rewards import (
+    PRESETS, TERMS, Facts, Ledger, RewardConfig, compute_reward, explain_reward, new_ledger, occupied_size, potential,
+    restart, seed_sizes)
 from esper_nb.grow.hosts import CNNConfig, CNNHost
 from esper_nb.grow.models import GrowingModel
-from esper_nb.grow.lifecycle import Gates, Rules
-from esper_nb.grow.seeds import SeedState, encode_seed
-from esper_nb.grow.stages import LIVE, Stage
+from esper_nb.grow.lifecycle import LIVE, Gates, Rules, SeedState, Stage, encode_seed
 
 D = torch.float64
 GAMMA = .995

@@ -6,9 +6,8 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.learn.distributions import Heads
+from esper_nb.learn.distributions import Heads, acting_noise
 from esper_nb.learn.policies import ActorCritic, PolicyConfig
-from esper_nb.learn.distributions import acting_noise
 from esper_nb.learn.rollouts import EnvStream, Rollout, play
 
 

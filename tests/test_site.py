@@ -190,7 +190,7 @@ def test_a_plain_page_has_all_that_the_site_has():
         return dict(execution_count=None, outputs=[dict(output_type="display_data", metadata={}, data={kind: data})])
     link = '[source](https://esper-nb.github.io/esper_nb/core.html#f){target="_blank"}'
     cells = [cell("raw", "---\ntitle: x\n---"),
-             cell("markdown", "## Two words\n\n[g](guard/18_governor.ipynb#fit) [h](https://jsonlines.org/a.ipynb)"),
+             cell("markdown", "## Two words\n\n[g](guard/16_governor.ipynb#fit) [h](https://jsonlines.org/a.ipynb)"),
              cell("code", '#| fig-alt: "A curve"\nplot(7)', **shown_by("image/png", png)),
              cell("code", "#| echo: false\nhidden(8)", **shown_by("text/markdown", link))]
     page = notebooks.plain_page(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5),
@@ -250,7 +250,7 @@ def test_the_promise_of_a_page_reaches_the_site(tmp_path):
     assert [notebooks.promise(c) for c in first_cells] == ["One.\n\nTwo.", "", "One.", ""]
     def cell(kind, source): return dict(cell_type=kind, metadata={}, source=source)
     cells = [cell("markdown", ["# t\n", "\n", "> s\n", "\n", "One."]), cell("code", "a = 1\nb = 2"),
-             cell("markdown", "## More\n\nA [`Snapshot`](guard/12_snapshots.ipynb).")]      # nbdev nests a link
+             cell("markdown", "## More\n\nA [`Snapshot`](guard/13_snapshots.ipynb).")]      # nbdev nests a link
     (tmp_path/"a.ipynb").write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)))
     found = [c["source"] for c in notebooks.processed(tmp_path/"a.ipynb")["cells"]]
     sources = [s for s in found if "WARNING" not in text(s)]
@@ -344,7 +344,7 @@ def test_the_call_of_the_readme_is_documented():
         assert re.search(rf"^\| \*?{name}\*? \|.*{note}", watch, re.M), name
     assert re.search(r"\[`label_entropy`\]\(https://[^)]+#label_entropy\)", said)
     assert "@property\nGovernor.stopped -> np.ndarray" in said
-    page = plain(NBS/"guard/18_governor.ipynb")
+    page = plain(NBS/"guard/16_governor.ipynb")
     assert "label_entropy</code></a>" in page and '<h4 id="governor.watch">' in page
 
 def test_signatures_are_short_and_as_they_are_written():
@@ -418,7 +418,7 @@ def test_checks_are_folded_behind_the_pictures_they_follow():
     assert folded == [False, False, True, True, False, False, False]
     assert found[1]["source"] == "plot(1)\nx = 2" and found[1]["outputs"] and found[2]["source"].endswith(
         "# so\nassert x == 2\ntest_eq(x, 2)")
-    page = plain(NBS/"show/81_plot_runs.ipynb")
+    page = plain(NBS/"show/78_plot_runs.ipynb")
     assert page.count(f"<summary>{pages.CHECKS}</summary>") >= 4
     opened = re.sub(r"<details><summary>.*?</details>", "", page, flags=re.S)
     assert "rollbacks" in page and not re.search(r'class="n">test_eq</span>.{0,200}get_yscale', opened, re.S)
@@ -433,18 +433,18 @@ def test_pages_of_benchmarks_open_with_the_picture(name):
 def test_a_page_leads_to_the_one_before_and_the_one_after():
     quarto = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
     assert quarto["website"]["page-navigation"] is True and quarto["format"]["html"]["toc-depth"] == 4
-    foot = re.search(r"<footer>(.*)</footer>", plain(NBS/"guard/18_governor.ipynb"))[1]
+    foot = re.search(r"<footer>(.*)</footer>", plain(NBS/"guard/16_governor.ipynb"))[1]
     assert re.findall(r'href="([^"]+)">(.)', foot) == [("../guard/acts.html", "←"), ("../guard/adapters.html", "→")]
 
 def test_the_plain_page_has_its_contents():
-    page = plain(NBS/"guard/18_governor.ipynb")
+    page = plain(NBS/"guard/16_governor.ipynb")
     aside = re.search(r"<aside>.*?</aside>", page, re.S)[0]
     inside = dict(re.findall(r'href="#([^"]+)">([^<]+)<', aside))
     assert inside["governor.watch"] == "watch" and inside["what-it-costs"] == "What it costs"
     assert all(f'id="{name}"' in page.replace(aside, "") for name in inside)
 
 def test_the_plain_site_can_be_searched():
-    path = NBS/"guard/18_governor.ipynb"
+    path = NBS/"guard/16_governor.ipynb"
     found = {e[0]: e for e in notebooks.search_entries(plain(path), path.relative_to(NBS))}
     _, page, heading, words = found["guard/governor.html#governor.watch"]
     assert (page, heading) == ("governor", "Governor.watch") and "Judge the loss of this step" in words
@@ -458,8 +458,8 @@ def test_plots_are_dark_on_a_dark_page():
         css = (ROOT/file).read_text(encoding="utf-8")
         assert dark in css and re.search(r"img \{ filter: invert\([\d.]+\) hue-rotate\(180deg\); \}", css)
         assert re.search(rf"{pages.KEPT} .*img \{{ filter: brightness", css)
-    assert f"celltag_{pages.KEPT}" in plain(NBS/"control/50_choices.ipynb")
-    assert f"celltag_{pages.KEPT}" not in plain(NBS/"bench/91_lane_bench.ipynb")
+    assert f"celltag_{pages.KEPT}" in plain(NBS/"control/46_actions.ipynb")
+    assert f"celltag_{pages.KEPT}" not in plain(NBS/"bench/87_lane_bench.ipynb")
 
 def test_modules_on_the_front_page_are_linked():
     pages_of = [p for _, found in site_sections() for p in found if p.split("/")[0] in notebooks.LAYERS]
@@ -479,7 +479,7 @@ def chromium():
 def test_the_plain_site_in_a_browser(tmp_path):
     "Read from files: nothing is wider than the window, the search finds the call of the README, plots are dark."
     api = pytest.importorskip("playwright.sync_api")
-    for at in ("index.ipynb", "guard/18_governor.ipynb", "tutorials/first_rollback.ipynb"):
+    for at in ("index.ipynb", "guard/16_governor.ipynb", "tutorials/first_rollback.ipynb"):
         (tmp_path/"proc"/at).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path/"proc"/at).write_text(json.dumps(processed(NBS/at)), encoding="utf-8")
     shutil.copytree(NBS/"tutorials/images", tmp_path/"proc/tutorials/images")

@@ -13,11 +13,9 @@ from esper_nb.grow.blending import Blend, Curve, Ramp, RampMode, combine, progre
 from esper_nb.grow.blueprints import blueprint, forget_blueprint, list_blueprints
 from esper_nb.core.lanes import lane_state, take_lanes
 from esper_nb.core.layers import batch_norm2d, by_lane, unfold
-from esper_nb.grow.lifecycle import Gates, Rules
-from esper_nb.grow.seeds import COLUMNS, Reason, SeedState, decode_seed, encode_seed
-from esper_nb.grow.routing import Cut
-from esper_nb.grow.slots import Slot, evaluating
-from esper_nb.grow.stages import ACTIVE, COOLING, LIVE, MOVES, Stage, can_move
+from esper_nb.grow.lifecycle import (
+    ACTIVE, COLUMNS, COOLING, LIVE, MOVES, Gates, Reason, Rules, SeedState, Stage, can_move, decode_seed, encode_seed)
+from esper_nb.grow.slots import Cut, Slot, evaluating
 
 torch.set_num_threads(1)
 LIKE = dict(cnn=(6, 4, 4), transformer=(6, 5))

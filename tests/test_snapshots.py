@@ -10,10 +10,8 @@ from torch import nn
 
 from esper_nb.core.layers import linear, by_lane
 from esper_nb.train.optim import LaneOptimizer
-from esper_nb.train.scaler import LaneScaler
-from esper_nb.train.stepper import Stepper
-from esper_nb.core.parts import RandomStreams
-from esper_nb.core.parts import pack_tree, unpack_tree
+from esper_nb.train.stepper import LaneScaler, Stepper
+from esper_nb.core.parts import RandomStreams, pack_tree, unpack_tree
 from esper_nb.guard.snapshots import Snapshot
 
 
@@ -313,7 +311,7 @@ def test_a_snapshot_that_fails_half_way_leaves_the_previous_one(where, monkeypat
         def half(target, source):
             for to, t in zip(target[:3], source[:3]): to.copy_(t)
             raise KeyboardInterrupt
-        monkeypatch.setattr("esper_nb.guard.banks._foreach_copy_", half)
+        monkeypatch.setattr("esper_nb.guard.snapshots._foreach_copy_", half)
     with pytest.raises((KeyboardInterrupt, MemoryError)): snap.take(step=2)
     monkeypatch.undo()
     assert snap.restore().steps == (1,)
@@ -579,7 +577,7 @@ def test_one_copy_has_no_room_for_probation():
     with pytest.raises(ValueError, match="copies"): Snapshot(net, copies=3)
 
 def test_one_copy_that_is_interrupted_restores_nothing(monkeypatch):
-    import esper_nb.guard.banks as banks
+    import esper_nb.guard.snapshots as banks
     net, opt, step = small_run()
     one = Snapshot(net, opt, copies=1)
     one.take()
@@ -608,7 +606,7 @@ def test_a_state_goes_between_one_copy_and_two(first, then):
     assert b.steps == [3]
 
 def in_background(net, opt, **kw):
-    from esper_nb.guard.background import Background
+    from esper_nb.guard.snapshots import Background
     snap = Snapshot(net, opt, streams=False, **kw)
     snap.take(step=0)
     snap.later = Background(snap.objects.values(), least=0)
@@ -629,7 +627,7 @@ def test_a_snapshot_in_the_background_is_the_state_at_its_beginning(seed):
 
 def test_a_step_waits_for_a_copy_that_is_not_whole(monkeypatch):
     import threading
-    from esper_nb.guard import background
+    from esper_nb.guard import snapshots as background
     net, opt, step = small_run()
     snap, gate, inner = in_background(net, opt), threading.Event(), background._copy_quiet # noqa: SLF001
     def slow(*args):

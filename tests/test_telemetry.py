@@ -14,23 +14,20 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import draw_actions
-from esper_nb.control.choices import Choice
+from esper_nb.control.actions import Choice, draw_actions
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
 from esper_nb.core.clock import PhaseClock
-from esper_nb.grow.decisions import DecisionResult
+from esper_nb.grow.models import DecisionResult
 from esper_nb.guard.governor import Governor
 from esper_nb.record.analytics import (
     blueprint_stats, episode_outcomes, lane_scores, pick_rows, rollbacks, seed_lives, stage_spells)
-from esper_nb.record.folders import RunFolder, new_run
-from esper_nb.record.metrics import KINDS, METRICS, Metric, find_metric, metric_table, metrics_markdown, read_table
-from esper_nb.record.populations import governor_rows, limit_rows, population_rows, run_rows
-from esper_nb.record.recorder import Recorder
-from esper_nb.record.rows import decode_row, encode_row, measured_names, record_leaves, record_rows, series
-from esper_nb.record.steps import EnvRows, step_rows
+from esper_nb.record.writers import BackgroundWriter, JSONLWriter, Recorder, RunFolder, new_run, read_rows
+from esper_nb.record.alarms import KINDS, METRICS, Metric, find_metric, metric_table, metrics_markdown, read_table
+from esper_nb.record.rows import (
+    EnvRows, decode_row, encode_row, governor_rows, limit_rows, measured_names, population_rows, record_leaves,
+    record_rows, run_rows, series, step_rows)
 from esper_nb.record.trackers import TensorBoardWriter
-from esper_nb.record.writers import BackgroundWriter, JSONLWriter, read_rows
 from esper_nb.train.faults import Fault, disturb_at
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit
@@ -89,7 +86,7 @@ def test_killed_process_loses_at_most_the_line_it_was_in(tmp_path):
     path = tmp_path/"rows.jsonl"
     code = f"""
 import os
-from esper_nb.record.recorder import Recorder
+from esper_nb.record.writers import Recorder
 from esper_nb.record.writers import JSONLWriter
 rec = Recorder([JSONLWriter({str(path)!r})])
 for epoch in range(50): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
@@ -102,7 +99,7 @@ os._exit(1)
 def test_forgotten_close_keeps_the_last_rows(tmp_path):
     path = tmp_path/"rows.jsonl"
     code = f"""
-from esper_nb.record.recorder import Recorder
+from esper_nb.record.writers import Recorder
 from esper_nb.record.writers import JSONLWriter
 rec = Recorder([JSONLWriter({str(path)!r})])
 for epoch in range(200): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)

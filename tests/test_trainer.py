@@ -15,11 +15,10 @@ from esper_nb.core.lanes import lane, lane_state
 from esper_nb.core.layers import by_lane
 from esper_nb.core.workers import Workers, plan, use_threads
 from esper_nb.train.graphs import Graphs
-from esper_nb.train.groups import LOOKED_AT, check_out, site_signals, traced
+from esper_nb.train.population import LOOKED_AT, FitConfig, check_out, new_population, site_signals, traced
 from esper_nb.train.tasks import get_task
-from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit, run_epoch
-from esper_nb.train.evaluation import evaluate
+from esper_nb.train.worth import evaluate
 
 # A small learning rate: at 0.02 one ReLU that rounding tips over grows to 2e-3 within 17 steps,
 # in plain PyTorch with one and two threads too.

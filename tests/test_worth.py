@@ -8,17 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.train.worth import Worth, contributions, heard_slots, measure_worth, pair_interactions, shapley
+from esper_nb.train.worth import Worth, contributions, evaluate, heard_slots, measure_worth, pair_interactions, shapley
 from esper_nb.grow.blending import Blend
 from esper_nb.grow.hosts import CNNConfig, GPTConfig
 from esper_nb.core.lanes import lane_state, take_lanes
 from esper_nb.core.layers import by_lane, unfold
 from esper_nb.grow.slots import evaluating
-from esper_nb.grow.stages import COOLING, Stage
+from esper_nb.grow.lifecycle import COOLING, Stage
 from esper_nb.train.tasks import correct_counts, create_model, get_task
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import run_epoch
-from esper_nb.train.evaluation import evaluate
 
 CNN = CNNConfig(classes=4, in_channels=1, size=8, base=4, blocks=3, pools=2)
 TASKS = dict(cnn=get_task("digits").replace(host=CNN),

@@ -4,16 +4,35 @@
 
 # %% auto #0
 __all__ = ['Value', 'Row', 'ROW_KEYS', 'record_fields', 'record_leaves', 'measured_names', 'record_rows', 'series',
-           'finite_or_none', 'encode_row', 'decode_row']
+           'finite_or_none', 'encode_row', 'decode_row', 'run_rows', 'size_record', 'epoch_rows', 'batch_rows',
+           'limit_rows', 'governor_rows', 'seed_facts', 'slot_rows', 'seed_event_rows', 'seed_rows', 'population_rows',
+           'closing_table', 'step_rows', 'env_rows', 'env_episode_rows', 'EnvRows', 'update_rows']
 
 # %% ../../nbs/record/71_rows.ipynb #43ed28a1
-import dataclasses, json, math
+import dataclasses
+import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from ..control.actions import Choice
+from ..control.envs import GrowVecEnv
+from ..control.episodes import EnvStep, EpisodeRecord
+from ..control.rewards import Reward
+from ..grow.lifecycle import COOLING, LIVE, Reason, SeedState, Stage
+from ..grow.models import DecisionResult, Growing
+from ..grow.slots import Slot
+from ..guard.detector import loss_limits
+from ..guard.governor import Governor
+from ..guard.reports import Report
+from ..learn.learner import Update
+from ..train.population import EpochResult, Population
+from ..train.worth import EvalResult
 
 # %% ../../nbs/record/71_rows.ipynb #22227eb4
 def record_fields(
@@ -138,3 +157,418 @@ def decode_row(
     row = json.loads(line)
     if not isinstance(row, dict): raise ValueError(f"a row is a JSON object, not {line!r}")
     return row | {k: float(v) for k, v in row.pop("nonfinite", {}).items()}
+
+# %% ../../nbs/record/71_rows.ipynb #c05f8a0e
+def run_rows(
+    pop: Population, # what is run
+    event: str = "started", # started, resumed, saved, stopped or finished
+    **keys: Value, # `epoch=3` for what happens later
+) -> list[Row]:
+    "What happened to a run as a whole, with what there is to know about it."
+    data, guard = pop.data, pop.governor
+    return record_rows("run", {"run": dict(
+        event=event,
+        task=pop.task.name,
+        slots=" ".join(pop.model.names),
+        device=str(next(pop.model.parameters()).device),
+        precision=repr(pop.precision),
+        lanes=pop.lanes,
+        epochs=pop.epochs,
+        batch_size=pop.batch_size,
+        batches=data.num_train // pop.batch_size,
+        train_examples=data.num_train,
+        parameters=int(pop.model.parameter_counts().host[0]),
+        chance_loss=float(data.chance_loss),
+        guarded=guard is not None and guard.chance is not None)}, lanes=None, **keys)
+
+# %% ../../nbs/record/71_rows.ipynb #6d0859a7
+def size_record(model: Growing) -> dict[str, Tensor]: # name -> (n,)
+    "Parameters in use beside the host's, as a record."
+    count = model.parameter_counts()
+    return dict(seeds=count.seed, fossils=count.fossil, growth=count.total / count.host)
+
+def epoch_rows(
+    r: EpochResult, # what an epoch yielded
+    model: Growing | None = None, # for the sizes
+) -> list[Row]:
+    "Losses, accuracies and sizes of every lane, and what all of them share."
+    train = {k: getattr(r.train, k) for k in ("loss", "accuracy_pp", "grad_norm", "skipped")}
+    record: dict[str, Any] = dict(train=train, lr=r.lr)
+    if r.heldout is not None: record["heldout"] = dict(loss=r.heldout.loss, accuracy_pp=r.heldout.accuracy_pp)
+    if r.worth is not None: record["worth"] = dict(total_pp=r.worth.total, committed_pp=r.worth.committed)
+    if model is not None: record["size"] = size_record(model)
+    shared = dict(seconds=r.seconds, images_per_s=r.images_per_s)
+    return record_rows("epoch", record | shared, lanes=None, epoch=r.epoch, step=(r.epoch + 1) * len(r.train.losses))
+
+def batch_rows(r: EpochResult) -> list[Row]:
+    "The loss of every batch step of every lane."
+    rows, first = [], r.epoch * len(r.train.losses)
+    for b, loss in enumerate(r.train.losses):
+        rows += record_rows("batch", {"batch": {"loss": loss}}, lanes=None, epoch=r.epoch, step=first + b + 1, batch=b)
+    return rows
+
+# %% ../../nbs/record/71_rows.ipynb #03fd3903
+def _per_lane(
+    x: Any, # a number, or (n,)
+    there: np.ndarray, # (n,) bool: it is known
+) -> list[float | None]:
+    "A value for each lane, None where there is none."
+    values = np.broadcast_to(np.asarray(x, np.float64), len(there))
+    return [finite_or_none(v) if t else None for v, t in zip(values, there)]
+
+# %% ../../nbs/record/71_rows.ipynb #21ea9282
+def limit_rows(
+    governor: Governor, # of any training loop
+    **keys: Value, # `epoch=3`, `step=200`
+) -> list[Row]:
+    "Where the limits stand now, lane by lane."
+    s, c = governor.stats, governor.config
+    limits = loss_limits(s, c, governor.chance)
+    seen, ready, absolute = s.seen > 0, limits.ready & (s.seen > 0), np.asarray(limits.absolute, np.float64)
+    chance = [None] * governor.n if governor.chance is None else [float(x) for x in governor.chance]
+    low, high = ([None if x is None or c.band is None else x * (1 + sign * c.band) for x in chance] for sign in (-1, 1))
+    return record_rows("limit", {"limit": dict(
+        value=_per_lane(limits.limit, seen),
+        absolute=_per_lane(np.where(absolute > 0, absolute, np.nan), ready),
+        by_sigma=_per_lane(limits.by_sigma, ready),
+        by_multiple=_per_lane(limits.by_multiple, ready),
+        mean=_per_lane(s.mean, seen),
+        chance=chance,
+        collapse_low=low,
+        collapse_high=high,
+        judged=s.judged,
+        anomalies=s.count,
+        cusum_share=[None] * governor.n if c.rise is None else s.cusum / c.rise,
+        rise=_per_lane(limits.rise, ready))}, lanes=None, **keys)
+
+# %% ../../nbs/record/71_rows.ipynb #bcd8eeef
+_reported = ("reason", "action", "step", "loss", "shown", "norm", "limit", "mean", "sigma", "count", "restored_step",
+             "lr_factor", "rollbacks_left", "seconds") # fields of a report that are columns of its row
+
+def _batch_of(report: Report, losses: Tensor) -> int | None: # (batches, n) -> the batch that decided
+    "Where in an epoch a report belongs; None: no loss decided."
+    if report.shown == "none": return None
+    for b, x in enumerate(losses[:, report.lane].double().tolist()):
+        if (x == report.loss if report.loss is not None else not math.isfinite(x)): return b
+    return None
+
+def _report_record(g: Report, batch: int | None, rest: int) -> dict[str, list]:
+    "A report as a record of one lane; `rest`: steps after the one that decided."
+    lost = None if g.restored_step is None else g.step - g.restored_step + rest
+    words = dict(restored=" ".join(g.restored) or None, errors=" ".join(g.errors) or None)
+    return {k: [v] for k, v in ({k: getattr(g, k) for k in _reported} | words | dict(batch=batch, lost=lost)).items()}
+
+# %% ../../nbs/record/71_rows.ipynb #3a99c244
+def governor_rows(
+    reports: Sequence[Report], # what the Governor did
+    losses: Tensor | None = None, # (batches, n) of the epoch, to find the batch
+    **keys: Value, # `epoch=3`; `step=200` for a loop that counts its own
+) -> list[Row]:
+    "One row a report."
+    rows, total = [], 0 if losses is None else len(losses)
+    for g in reports:
+        batch = None if losses is None else _batch_of(g, losses)
+        at = total if batch is None else batch + 1 # steps of the epoch up to the verdict
+        place: dict[str, Value] = {} if losses is None else dict(step=int(keys.get("epoch") or 0) * total + at)
+        record = _report_record(g, batch, rest=total - at)
+        rows += record_rows("governor", {"governor": record}, lanes=[g.lane], **(keys | place))
+    return rows
+
+# %% ../../nbs/record/71_rows.ipynb #65da8e36
+def seed_facts(
+    slot: Slot,
+    s: SeedState, # of one lane
+) -> dict[str, Any]: # columns that all rows about a seed share
+    "Which seed it is, and what it has been worth so far."
+    born = s.accuracy_born
+    return dict(
+        blueprint=None if s.blueprint is None else slot.blueprints[s.blueprint], birth=s.births, age=s.age,
+        change_pp=None if s.accuracy is None or born is None else s.accuracy - born, contribution_pp=s.contribution)
+
+def _slot_record(slot: Slot, s: SeedState) -> dict[str, Any]:
+    "How one slot of one lane stands."
+    if s.stage in COOLING: # what was measured died with the seed
+        s = SeedState(s.stage, s.blueprint, s.blend, epochs=s.epochs, age=s.age, births=s.births)
+    return seed_facts(slot, s) | dict(
+        stage=s.stage, blend=s.blend, epochs=s.epochs, alpha=s.alpha, target=s.target, velocity_pp=s.velocity,
+        interaction_pp=s.interaction, gradient_norm=s.gradient_norm, gradient_ratio=s.gradient_ratio,
+        health=s.health, vanishing=s.vanishing, exploding=s.exploding)
+
+# %% ../../nbs/record/71_rows.ipynb #e4c5c525
+def slot_rows(
+    model: Growing, # n lanes
+    r: EpochResult | None = None, # for the Shapley values and the gain
+    **keys: Value, # `epoch=3`
+) -> list[Row]:
+    "Every seed and every cooling slot; an empty slot has no row."
+    rows, worth = [], None if r is None else r.worth
+    gain = [] if worth is None else worth.total.tolist()
+    for k in model.names:
+        slot = model.slot(k)
+        there = {i: _slot_record(slot, s) for i, s in enumerate(slot.states()) if s.stage != Stage.DORMANT}
+        if not there: continue
+        columns: dict[str, list] = {}
+        for name in next(iter(there.values())): columns[name] = [s[name] for s in there.values()]
+        shares: list[float | None] = [None] * model.lanes
+        if worth is not None and k in worth.slots: shares = worth.shapley[worth.slots.index(k)].tolist()
+        columns["shapley_pp"] = [finite_or_none(shares[i]) for i in there]
+        measured = [worth is not None and s["contribution_pp"] is not None for s in there.values()]
+        columns["gain_pp"] = [gain[i] if m else None for i, m in zip(there, measured)]
+        rows += record_rows("slot", {"slot": columns}, lanes=list(there), slot=k, **keys)
+    return rows
+
+# %% ../../nbs/record/71_rows.ipynb #8f5cee9a
+_event_columns = ("event", "asked", "by", "before", "after", "why", "reason", "confidence")
+_verb_ends = dict(germinate=Stage.GERMINATED, prune=Stage.PRUNED, fossilize=Stage.FOSSILIZED)
+
+def seed_event_rows(
+    slot: Slot,
+    lane: int,
+    s: SeedState, # of the seed it is about
+    event: dict[str, Any], # some of event, asked, by, before, after, why, reason, confidence; corrections of the facts
+    **keys: Value, # `epoch=3`, `step=200`
+) -> list[Row]: # one row
+    "Something that happened to a seed, with what there is to know about the seed."
+    columns = dict.fromkeys(_event_columns) | seed_facts(slot, s) | event
+    return record_rows("seed", {"seed": {k: [v] for k, v in columns.items()}}, lanes=[lane], slot=slot.name, **keys)
+
+# %% ../../nbs/record/71_rows.ipynb #c996888e
+def _asked_event(d: DecisionResult) -> dict[str, Any]:
+    "A decision and its answer; an advance names the stage it led to in its message."
+    verb, after = d.decision.verb, None
+    if d.ok and verb == "advance": after = d.message.partition(":")[0].rpartition(" ")[2] or None
+    elif d.ok and verb in _verb_ends: after = _verb_ends[verb].name
+    event = dict(event=verb if d.ok else "blocked", asked=verb, by="controller", after=after, why=d.message or None,
+                 reason=d.decision.reason or None, confidence=float(d.decision.confidence))
+    return event if d.decision.blueprint is None else event | dict(blueprint=d.decision.blueprint)
+
+# %% ../../nbs/record/71_rows.ipynb #985dc954
+def seed_rows(
+    r: EpochResult, # what was decided before the epoch, and moved at its end
+    model: Growing, # as it is after the epoch
+    **keys: Value, # `step=200`; the epoch is the result's own
+) -> list[Row]:
+    "What happened to seeds in an epoch."
+    rows: list[Row] = []
+    rolled = {g.lane for g in r.reports if g.restored}
+    def add(lane, name, event):
+        slot = model.slot(name)
+        rows.extend(seed_event_rows(slot, lane, slot.state(lane), event, epoch=r.epoch, **keys))
+    for d in r.decided:
+        if d.decision.verb != "wait" and d.decision.slot is not None: add(d.lane, d.decision.slot, _asked_event(d))
+    for name, lane, e in r.events:
+        if e.before == Stage.PRUNED and lane in rolled and model.slot(name).state(lane).reason == Reason.ROLLBACK:
+            add(lane, name, dict(event="prune", by="governor", after=Stage.PRUNED, why="rollback"))
+        kind = "prune" if e.after == Stage.PRUNED else "stage"
+        add(lane, name, dict(event=kind, by="time", before=e.before, after=e.after, why=e.why))
+    return rows
+
+# %% ../../nbs/record/71_rows.ipynb #ec81f14f
+def population_rows(
+    pop: Population, # just after the epoch
+    r: EpochResult, # what the epoch yielded
+    batches: bool = True, # a row for every batch of every lane
+) -> list[Row]:
+    "Everything that an epoch of a population has to tell."
+    step = (r.epoch + 1) * len(r.train.losses)
+    rows = epoch_rows(r, pop.model)
+    if batches: rows += batch_rows(r)
+    rows += seed_rows(r, pop.model, step=step)
+    rows += slot_rows(pop.model, r, epoch=r.epoch, step=step)
+    if pop.governor is not None: rows += limit_rows(pop.governor, epoch=r.epoch, step=step)
+    return rows + governor_rows(r.reports, r.train.losses, epoch=r.epoch)
+
+# %% ../../nbs/record/71_rows.ipynb #cf36add1
+def closing_table(
+    pop: Population, # trained
+    test: EvalResult, # its result on the test split
+    rates: list[float], # training examples per second of each epoch
+) -> str:
+    "Accuracy over the lanes, speed and size, as text."
+    if test.accuracy_pp is None: raise ValueError("the result has no accuracy: it must be one of a split with labels")
+    accuracy, size = test.accuracy_pp, pop.model.parameter_counts()
+    told = pop.data.measure
+    grown = (size.seed + size.fossil).tolist()
+    seeds = f", and {min(grown):,} to {max(grown):,} in seeds" if any(grown) else ""
+    spread = f"median {accuracy.median():.1f}, min {accuracy.min():.1f}, max {accuracy.max():.1f} {told.unit}"
+    lines = [("lanes", f"{pop.lanes}, each {int(size.host[0]):,} parameters{seeds}"),
+             (f"test {told.name}", spread),
+             ("test loss", f"median {test.loss.median():.3f} {told.of_loss} (chance {pop.data.chance_loss:.3f})"),
+             ("epochs", f"{int(pop.epoch.max())} on {pop.data.num_train:,} examples each"),
+             ("precision", repr(pop.precision)),
+             ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} examples per second, all lanes together")]
+    return "\n".join(f"{k:>14}  {v}" for k, v in lines)
+
+# %% ../../nbs/record/71_rows.ipynb #472ea828
+def _as_list(x: Any) -> list: # of a tensor, an array or any sequence
+    "Plain values, one a lane."
+    return x.tolist() if isinstance(x, (Tensor, np.ndarray)) else list(x)
+
+def _action_record(choices: Sequence[Choice], results: Sequence[DecisionResult]) -> dict[str, list]: # name -> n values
+    "What was asked for in every lane, and what became of it."
+    refused: list[str | None] = [None] * len(choices)
+    for d in results:
+        if not d.ok: refused[d.lane] = d.message
+    words: dict[str, list] = {k: [getattr(c, k) for c in choices] for k in Choice._fields}
+    return words | dict(ok=[why is None for why in refused], refused=refused)
+
+# %% ../../nbs/record/71_rows.ipynb #0058e199
+def step_rows(
+    reward: Reward | Mapping[str, Any], # totals and terms, each (n,); a mapping of terms is summed
+    choices: Sequence[Choice] = (), # n actions in words
+    done: Sequence[DecisionResult] = (), # what became of them, those of other lanes missing
+    terminated: Sequence[bool] | Tensor | None = None, # (n,)
+    truncated: Sequence[bool] | Tensor | None = None, # (n,)
+    value: Sequence[float] | Tensor | None = None, # (n,) of the critic
+    **keys: Value, # `step=17`, `epoch=17`, `episode=2`
+) -> list[Row]:
+    "One row a lane: the action and what it earned."
+    terms = reward.terms if isinstance(reward, Reward) else reward
+    paid = {k: _as_list(v) for k, v in terms.items()}
+    total = _as_list(reward.total) if isinstance(reward, Reward) else [sum(v) for v in zip(*paid.values())]
+    action = _action_record(choices, done) if choices else {}
+    if value is not None: action["value"] = _as_list(value)
+    ends = {k: v for k, v in dict(terminated=terminated, truncated=truncated).items() if v is not None}
+    step = {k: [bool(x) for x in _as_list(v)] for k, v in ends.items()}
+    return record_rows("step", dict(reward=dict(total=total) | paid, action=action, step=step), lanes=None, **keys)
+
+# %% ../../nbs/record/71_rows.ipynb #38caa3a7
+def env_rows(
+    s: EnvStep, # what the environment's latest step did
+    **keys: Value, # `step=17`, `epoch=17`
+) -> list[Row]:
+    "A step of the environment, and the epoch that it was; one row of each kind for every lane that was awake."
+    lanes = [i for i, on in enumerate(s.awake.tolist()) if on]
+    if not lanes: return []
+    def pick(x): values = _as_list(x); return [values[i] for i in lanes]
+    def known(x): return [None if math.isnan(v) else v for v in pick(x)]
+    epoch = dict(
+        train=dict(loss=pick(s.train_loss)),
+        heldout=dict(loss=pick(s.loss), accuracy_pp=known(s.accuracy_pp)),
+        worth=dict(total_pp=known(s.gain_pp)))
+    step = dict(
+        reward=dict(total=pick(s.reward)) | {k: pick(v) for k, v in s.terms.items()},
+        action=dict(op=pick(s.op), ok=pick(s.ok), refused=[x or None for x in pick(s.refused)]))
+    return record_rows("epoch", epoch, lanes=lanes, **keys) + record_rows("step", step, lanes=lanes, **keys)
+
+# %% ../../nbs/record/71_rows.ipynb #a2d5fd15
+def env_episode_rows(
+    records: Iterable[EpisodeRecord], # of episodes that ended
+    host_size: float, # parameters of a host
+    **keys: Value, # `epoch=17`; the episode is the record's own
+) -> list[Row]:
+    "Episodes as rows."
+    rows = []
+    for r in records:
+        episode = dict(
+            total=r.reward, length=r.epochs, accuracy_pp=finite_or_none(r.accuracy_pp), growth=r.parameters / host_size,
+            fossils=r.fossils, prunes=r.pruned, rollbacks=r.rollbacks)
+        record = {"episode": {k: [v] for k, v in episode.items()}}
+        rows += record_rows("episode", record, lanes=[r.lane], **(keys | dict(episode=r.episode)))
+    return rows
+
+# %% ../../nbs/record/71_rows.ipynb #ce733d4d
+def _change(
+    old: SeedState | None, # of the slot before the step; None: it was never seen
+    new: SeedState, # and after it
+) -> str | None: # germinate, fossilize, prune; None: nothing of these
+    "What happened to a slot between two of its states."
+    if new.births > (old.births if old is not None else 0): return "germinate"
+    if old is None or old.stage not in LIVE or new.births < old.births: return None # fewer births: another network
+    if new.stage == Stage.FOSSILIZED: return "fossilize"
+    return None if new.stage in LIVE else "prune"
+
+def _change_rows(slot: Slot, lane: int, old: SeedState | None, new: SeedState, by: str, **keys: Value) -> list[Row]:
+    "What happened to one slot of one lane, if anything did."
+    event = _change(old, new)
+    if event is None: return []
+    last = new if new.blueprint is not None or old is None else old
+    before = None if event == "germinate" or old is None else old.stage
+    facts = dict(event=event, by=by, before=before, after=new.stage, birth=new.births)
+    return seed_event_rows(slot, lane, last, facts, **keys)
+
+# %% ../../nbs/record/71_rows.ipynb #59528fef
+def _part_rows(
+    first: int, # number of the part's first lane
+    pop: Population,
+    awake: Sequence[bool], # of all lanes
+    **keys: Value,
+) -> list[Row]:
+    "Sizes and slots of one part of an environment, for the lanes that were awake."
+    rows = record_rows("epoch", {"size": size_record(pop.model)}, lanes=None, **keys)
+    rows += slot_rows(pop.model, None, **keys)
+    return [row | dict(lane=first + row["lane"]) for row in rows if awake[first + row["lane"]]]
+
+def _new_records(records: Sequence[EpisodeRecord], last: EpisodeRecord | None) -> list[EpisodeRecord]:
+    "The records behind the last one that was told; all of them if it is not there any more."
+    behind: list[EpisodeRecord] = []
+    for record in reversed(records):
+        if record is last: break
+        behind.append(record)
+    return behind[::-1]
+
+# %% ../../nbs/record/71_rows.ipynb #f4f9257a
+class EnvRows:
+    "Everything that each step of an environment has to tell: call it after every step, one object for one run."
+    def __init__(self,
+        growth: bool = True, # sizes, slots and seeds too
+    ):
+        self.growth = growth
+        self.states: dict[tuple[int, str], SeedState] = {} # (lane, slot) -> as it was after the latest step
+        self.episodes: list[int] = [] # (n,) number of every lane's episode then
+        self.last: EpisodeRecord | None = None # of the episodes that were told
+
+    def __call__(self,
+        env: GrowVecEnv, # just after `step`
+        **keys: Value, # when: `epoch=17`, `step=340`, `update=2`
+    ) -> list[Row]: # of the kinds epoch, step, governor, episode, slot and seed
+        "The rows of the latest step."
+        s = env.last_result
+        if s is None: raise ValueError("env has not done a step: call env.step before its rows are made")
+        ended = _new_records(env.records, self.last)
+        if ended: self.last = ended[-1]
+        rows = env_rows(s, **keys) + governor_rows(env.reports, None, **keys)
+        rows += env_episode_rows(ended, float(env.host_size[0]), **keys)
+        if not self.growth: return rows
+        for first, pop in env.parts: rows += _part_rows(first, pop, s.awake.tolist(), **keys)
+        return rows + self.seed_rows(env, s, **keys)
+
+    def seed_rows(self, env: GrowVecEnv, s: EnvStep, **keys: Value) -> list[Row]:
+        "What the latest step did to seeds, from what changed in their tables."
+        rows: list[Row] = []
+        episodes, rolled, awake = env.episode.tolist(), s.rolled_back.tolist(), s.awake.tolist()
+        begun = [bool(self.episodes) and now != was for now, was in zip(episodes, self.episodes or episodes)]
+        for first, pop in env.parts:
+            for slot in map(pop.model.slot, pop.model.names):
+                for lane, new in enumerate(slot.states(), first):
+                    old = self.states.get((lane, slot.name))
+                    self.states[lane, slot.name] = new
+                    if not awake[lane] or (begun[lane] and not rolled[lane]): continue
+                    by = "governor" if rolled[lane] else "controller"
+                    rows += _change_rows(slot, lane, old, new, by, **keys)
+        self.episodes = episodes
+        return rows
+
+# %% ../../nbs/record/71_rows.ipynb #24feab3b
+_same = ("env_steps", "reward", "loss", "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "first_gap",
+         "ratio_gap", "grad_norm", "explained_variance", "learning_rate", "value_scale", "reward_scale",
+         "gradient_steps", "rollbacks", "seconds") # fields of an update that are columns of its row
+
+def update_rows(
+    u: Update, # what an update saw and did
+    heads: Sequence[str] | None = None, # names of the K heads; default their numbers
+    **keys: Value, # the update is its own
+) -> list[Row]:
+    "One row for an update of the policy."
+    known = [h for h in u.head_entropy if h is not None]
+    names = heads or [str(k) for k in range(len(u.head_entropy))]
+    record = {k: getattr(u, k) for k in _same} | dict(
+        episodes=len(u.returns),
+        return_mean=sum(u.returns) / len(u.returns) if u.returns else None,
+        return_low=min(u.returns, default=None),
+        return_high=max(u.returns, default=None),
+        length_mean=sum(u.lengths) / len(u.lengths) if u.lengths else None,
+        entropy_mean=sum(known) / len(known) if known else None,
+        head_entropy=dict(zip(names, u.head_entropy)),
+        stopped=u.stopped or None)
+    return record_rows("update", {"update": record}, lanes=None, **(keys | dict(update=u.update)))

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from esper_nb.grow import routing
+from esper_nb.grow import slots as routing
 
 from .graphs import CUDAGraph, graph
 from .orders import Event, Stream
