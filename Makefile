@@ -35,7 +35,7 @@ sync: $(STAMP)  ## library in step with the notebooks, notebooks clean, README i
 
 lint: $(STAMP)  ## ruff over pages, package, tests and scripts
 	@echo "== lint"
-	@$(BIN)/ruff check --quiet nbs esper_nb tests scripts
+	@$(BIN)/ruff check --quiet nbs esper_nb tests scripts benchmarks
 
 types: $(STAMP)  ## static types
 	@echo "== types"
@@ -67,7 +67,7 @@ docs: readme  ## the site in _docs (plain HTML pages where Quarto is missing), i
 
 gpu: $(STAMP)  ## on a CUDA machine: the tests that need a device, then the benchmark into nbs/explanations/bench_gpu.json
 	$(BIN)/pytest tests -m cuda -v
-	$(BIN)/python scripts/gpu_bench.py
+	$(BIN)/python benchmarks/gpu_bench.py
 
 CUDA_TESTS = tests/test_pretended.py $(shell grep -l "^@pytest.mark.cuda" tests/test_*.py)
 pretended: $(STAMP)  ## the same tests and the main job on a pretended CUDA device, on any machine (part of `make unit`)
@@ -77,7 +77,7 @@ bench: $(STAMP)  ## the benchmarks
 	$(BIN)/esper-nb bench lanes --out nbs/explanations/bench_lanes.json
 	$(BIN)/esper-nb bench growth --out nbs/explanations/bench_growth.json
 	$(BIN)/esper-nb bench faults --out nbs/explanations/bench_faults.json
-	$(BIN)/python scripts/detector_bench.py
+	$(BIN)/python benchmarks/detector_bench.py
 
 refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/record/74_writers.ipynb"
 	$(BIN)/nbdev_export

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scripts.healthy_loops import LOOPS, run as run_loop
-from scripts.healthy_losses import CHANCE, HEALTHY
+from benchmarks.healthy_loops import LOOPS, run as run_loop
+from benchmarks.healthy_losses import CHANCE, HEALTHY
 from esper_nb.guard.detector import DetectorConfig, LossStats, judge, loss_limits
 from esper_nb.guard.governor import Governor, Trial, weigh_trial
 from esper_nb.guard.reports import GovernorConfig, GovernorStop
@@ -204,7 +204,7 @@ def test_where_good_weights_do_no_better_the_data_have_changed():
     assert not gov.stopped[0] and gov.lr_factor == 1.
 
 
-# --- healthy loops: the whole is `python scripts/healthy_loops.py`, here a seed of its own each, shortened
+# --- healthy loops: the whole is `python benchmarks/healthy_loops.py`, here a seed of its own each, shortened
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)

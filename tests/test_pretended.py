@@ -7,7 +7,7 @@ import gymnasium as gym
 import pytest
 import torch
 from pretend import PretendedCuda, Race
-from scripts import gpu_bench
+from benchmarks import gpu_bench
 from torch import nn
 
 from esper_nb.core import devices

@@ -1,7 +1,7 @@
 """Eight healthy training loops under a Governor, ten seeds each, and what other rules say about the same losses:
 
-    python scripts/healthy_loops.py            # writes nbs/explanations/bench_loops.json, ten minutes on one core
-    python scripts/healthy_loops.py wgan --seeds 2
+    python benchmarks/healthy_loops.py            # writes nbs/explanations/bench_loops.json, ten minutes on one core
+    python benchmarks/healthy_loops.py wgan --seeds 2
 
 Nothing goes wrong in any of them, so whatever a guard does is an error. The seeds are none that a threshold was chosen
 on. A loop is a generator: it trains a step, yields its losses by name, and goes on if nobody has to act.
@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, ROOT/"scripts"):
+for folder in (ROOT, ROOT/"benchmarks"):
     if str(folder) not in sys.path: sys.path.insert(0, str(folder))
 
 from detector_bench import RULES, governor

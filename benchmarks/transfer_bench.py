@@ -1,7 +1,7 @@
 """A controller moved to other data without training: from scikit-learn's digits to MNIST's, in one family of tasks.
 
-    python scripts/transfer_bench.py            # three trainings: half an hour on one core
-    python scripts/transfer_bench.py --seeds 1  # one of them
+    python benchmarks/transfer_bench.py            # three trainings: half an hour on one core
+    python benchmarks/transfer_bench.py --seeds 1  # one of them
 
 Writes nbs/explanations/transfer.json; nbs/explanations/look_first.ipynb shows it. The timetable and the oracle are
 searched for on the new data; the controller has never seen them. Needs: pip install mlxtend

@@ -1,8 +1,8 @@
 """What lanes, PPO, snapshots and graphs are worth on a GPU, in one run on one machine:
 
-    python scripts/gpu_bench.py                      # writes nbs/explanations/bench_gpu.json; needs a CUDA device
-    python scripts/gpu_bench.py graph snapshots      # some sections, beside those that the file has already
-    python scripts/gpu_bench.py --small --out FILE   # everything in miniature: does it run? No figures to keep
+    python benchmarks/gpu_bench.py                      # writes nbs/explanations/bench_gpu.json; needs a CUDA device
+    python benchmarks/gpu_bench.py graph snapshots      # some sections, beside those that the file has already
+    python benchmarks/gpu_bench.py --small --out FILE   # everything in miniature: does it run? No figures to keep
 
 Both sides of a comparison are measured in turns, after both have been warmed up; a figure is the median of the turns,
 and every time ends when the device has done its work. The pictures of CIFAR-10 are made up.
@@ -114,7 +114,7 @@ def population(case, limit, seeds=False):
 def each_in_a_process(case, limit):
     "One process for each network, all of them on the device at once."
     settings = dict(case=case.to_dict(), limit=limit)
-    return OnePerCore("scripts.gpu_bench:loop_side", settings, threads=1, keep=True, parts=case.lanes)
+    return OnePerCore("benchmarks.gpu_bench:loop_side", settings, threads=1, keep=True, parts=case.lanes)
 
 
 def lanes(size, limit):

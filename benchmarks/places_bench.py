@@ -1,7 +1,7 @@
 """What it costs to have lanes elsewhere: environments in parts, here and on Ray.
 
-    python scripts/places_bench.py                  # some minutes on a quiet machine
-    python scripts/places_bench.py --quick x.json   # only to see that it works
+    python benchmarks/places_bench.py                  # some minutes on a quiet machine
+    python benchmarks/places_bench.py --quick x.json   # only to see that it works
 
 Writes nbs/explanations/places_bench.json, which many_machines.ipynb beside it draws. Needs: pip install esper_nb[ray]
 """
