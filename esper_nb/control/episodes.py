@@ -46,7 +46,7 @@ def begin_lanes(
 
 # %% ../../nbs/control/49_episodes.ipynb #53d91a2c
 class EpochFacts(NamedTuple):
-    "What an environment reads of an epoch, in the order of the lanes; NaN where a lane was asleep."
+    "What an environment reads of an epoch, in the order of the lanes; NaN where a lane was inactive."
     loss: Tensor # (n,) held out, nats
     accuracy_pp: Tensor # (n,) held out
     gain_pp: Tensor # (n,) of all seeds together; NaN: not measured
@@ -56,18 +56,18 @@ class EpochFacts(NamedTuple):
 
 def run_lanes(
     pop: Population, # trained in place
-    awake: Tensor, # (n,) bool: lanes that live through this epoch; the others stay as they are, bit for bit
+    active: Tensor, # (n,) bool: lanes that live through this epoch; the others stay as they are, bit for bit
     disturb: Disturb | None = None, # as for `run_epoch`
     clock: Callable[[str], None] = lambda phase: None, # called at the end of every phase
 ) -> EpochFacts:
     "One epoch of training, evaluation, Governor and lifecycle tick."
-    r = run_epoch(pop, "heldout", disturb, awake, clock)
+    r = run_epoch(pop, "heldout", disturb, active, clock)
     assert r.heldout is not None and r.gain is not None # evaluated just now
-    def known(t: Tensor) -> Tensor: return torch.where(awake, t.cpu().double(), torch.nan)
+    def known(t: Tensor) -> Tensor: return torch.where(active, t.cpu().double(), torch.nan)
     signals = torch.stack([r.signals[k] for k in pop.model.names]).permute(2, 0, 1).double()
     return EpochFacts(
         loss=known(r.heldout.loss), accuracy_pp=known(r.heldout.accuracy_pp), gain_pp=known(r.gain),
-        train_loss=known(r.train.loss), signals=signals.masked_fill(~awake[:, None, None], torch.nan),
+        train_loss=known(r.train.loss), signals=signals.masked_fill(~active[:, None, None], torch.nan),
         reports=r.reports)
 
 # %% ../../nbs/control/49_episodes.ipynb #6ae91d5c
@@ -103,7 +103,7 @@ def stopped_lanes(parts: Sequence[Part]) -> Tensor: # (n,) bool
 # %% ../../nbs/control/49_episodes.ipynb #251791b2
 def run_parts(
     parts: Sequence[Part], # trained in place
-    awake: Tensor, # (n,) bool
+    active: Tensor, # (n,) bool
     disturb: Callable[[Part], Disturb | None], # of each part
     pool: Executor | None = None, # one thread for each part; None: one after the other
     clock: Callable[[str], None] = lambda phase: None, # called at the end of every phase, unless there is a pool
@@ -112,7 +112,7 @@ def run_parts(
     def one(part: Part) -> EpochFacts:
         own = (lambda phase: None) if pool else clock
         with torch.inference_mode(False), torch.enable_grad(): # whatever the caller acts in
-            return run_lanes(part[1], awake[part_lanes(part)], disturb(part), own)
+            return run_lanes(part[1], active[part_lanes(part)], disturb(part), own)
     each = list(pool.map(one, parts) if pool else map(one, parts))
     reports = tuple(replace(r, lane=first + r.lane) for (first, _), e in zip(parts, each) for r in e.reports)
     def joined(name: str) -> Tensor: return torch.cat([getattr(e, name) for e in each])
@@ -122,7 +122,7 @@ def run_parts(
 # %% ../../nbs/control/49_episodes.ipynb #e819559a
 class EnvStep(NamedTuple):
     "What a step did, lane by lane; a run's records are made from it."
-    awake: Tensor # (n,) bool: False: the step only began an episode
+    active: Tensor # (n,) bool: False: the step only began an episode
     op: tuple[str, ...] # done
     ok: Tensor # (n,) bool: the action was done as asked
     refused: tuple[str, ...] # why not; "" where it was
@@ -138,7 +138,7 @@ def begun_step(lanes: int) -> EnvStep:
     "The step in which every lane only began an episode: nobody acted, nothing was trained or paid."
     no, unknown = torch.zeros(lanes, dtype=torch.bool), torch.full((lanes,), torch.nan, dtype=torch.float64)
     return EnvStep(
-        awake=no, op=("wait",) * lanes, ok=~no, refused=("",) * lanes,
+        active=no, op=("wait",) * lanes, ok=~no, refused=("",) * lanes,
         reward=torch.zeros(lanes, dtype=torch.float64), terms={}, accuracy_pp=unknown, loss=unknown,
         train_loss=unknown, gain_pp=unknown, rolled_back=no.clone())
 
@@ -158,7 +158,7 @@ def new_tallies(lanes: int) -> Tallies:
 
 def count_step(
     t: Tallies,
-    s: EnvStep, # of lanes that were awake
+    s: EnvStep, # of lanes that were active
     action: Tensor, # (n, K) as asked
     before: Tensor, # (n, S, C) seed records before the operation
     after: Tensor, # (n, S, C) and after the tick
