@@ -1,4 +1,4 @@
-"Training runs as an environment: episodes, rollbacks, addresses, exactness, and agents from elsewhere."
+"Training runs as an environment: episodes, rollbacks, seed keys, exactness, and agents from elsewhere."
 import hashlib
 import json
 import subprocess

@@ -22,7 +22,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
 from .actions import OPS, GrowthActions, apply_action, choice_of, in_stage, read_actions, read_slots
-from .env_config import Data, EnvConfig, address_data, make_parts
+from .env_config import Data, EnvConfig, set_seed_keys, make_parts
 from .episodes import (
     EnvStep, EpisodeEnds, EpisodeRecord, EpochFacts, Part, begin_lanes, begun_step, clone_all, count_step,
     disturb_part, episode_records, lane_info, load_population, new_tallies, part_finals, part_lanes, population_state,
@@ -109,9 +109,9 @@ class LaneNetworks(gym.vector.VectorEnv):
         self.fresh = torch.ones(n, dtype=torch.bool) # the episode began with fresh weights
         self.ended, self.goes_on = ~self.fresh, ~self.fresh # the episode is over; the next one goes on from this state
         self.ledger, self.epochs, self.tallies = new_ledger(n, slots), new_records(n, slots), new_tallies(n)
-        for part in self.parts: address_data(part, self.address)
+        for part in self.parts: set_seed_keys(part, self.seed_key)
 
-    def address(self, lane: int) -> int:
+    def seed_key(self, lane: int) -> int:
         "Where the random streams of a lane's episode begin."
         whole = self.config.first_lane + lane
         return generator(self.seeds[lane], "lane", whole, int(self.episode[lane])).initial_seed()
@@ -283,7 +283,7 @@ class _Episodes(SeenNetworks):
         for part in self.parts:
             first, pop = part
             mine = fresh[part_lanes(part)].nonzero().flatten().tolist()
-            if mine: begin_lanes(pop, mine, [self.address(first + i) for i in mine])
+            if mine: begin_lanes(pop, mine, [self.seed_key(first + i) for i in mine])
             pop.epoch[lanes[part_lanes(part)]] = 0
         self.epochs = forget(self.epochs, lanes)
         self.tallies = merge_lanes(lanes, new_tallies(self.num_envs), self.tallies)

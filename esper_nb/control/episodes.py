@@ -32,16 +32,16 @@ from ..train.trainer import Disturb, run_epoch
 def begin_lanes(
     pop: Population,
     lanes: Sequence[int],
-    addresses: Sequence[int], # of their random streams
+    seed_keys: Sequence[int], # of their random streams
 ):
     "Give some lanes fresh weights, empty slots, and a fresh optimizer, loss scale, learning rate and Governor."
     lanes = list(lanes)
-    pop.model.reset(lanes, 0, addresses)
+    pop.model.reset(lanes, 0, seed_keys)
     for opt in pop.stepper.owners.values(): opt.reset_lanes(lanes)
     pop.stepper.scaler.reset_lanes(lanes)
     pop.rates.set_lr(1., lanes)
     pop.epoch[lanes] = 0
-    begin_lessons(pop, lanes, addresses)
+    begin_lessons(pop, lanes, seed_keys)
     if pop.governor is not None: pop.governor.begin(lanes)
 
 # %% ../../nbs/control/49_episodes.ipynb #53d91a2c
@@ -272,7 +272,7 @@ def population_state(
     "Everything that the next epoch of a population depends on, and the states that its Governor may have to restore."
     parts = {k: clone_all(getattr(pop, k).state_dict()) for k in ("model", "stepper", "rates")}
     governor = None if pop.governor is None else pop.governor.state_dict()
-    lessons = dict(pop.data.addresses) if isinstance(pop.data, FamilyData) else {}
+    lessons = dict(pop.data.seed_keys) if isinstance(pop.data, FamilyData) else {}
     return dict(**parts, epoch=pop.epoch.clone(), governor=governor, lessons=lessons)
 
 def load_population(

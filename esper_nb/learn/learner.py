@@ -187,7 +187,7 @@ class _Learning(_Acting):
         self.logs[-1] = seen
         return ""
 
-    def minibatches_left(self) -> Iterator[Batch]: # shuffles have an address, so they can be repeated
+    def minibatches_left(self) -> Iterator[Batch]: # shuffles have a seed key, so they can be repeated
         "Those of this update that were not learned from."
         assert self.rollout is not None # it is full
         c = self.config
