@@ -130,7 +130,7 @@ def test_the_main_job_runs_on_two_devices(gpu, tmp_path, capsys, graph):
     main(["train", "digits_impaired", "--device", "cuda:0,cuda:1", "--quiet", "--out", str(tmp_path), *sets])
     assert "1 update, 8 lane-epochs" in capsys.readouterr().out and gpu.num_launches > 1000
     assert (gpu.launches["graph"] > 0) == (graph == "true")
-    assert not gpu.draws   # whatever is drawn has an address, and is drawn on the host
+    assert not gpu.draws   # whatever is drawn has a seed key, and is drawn on the host
 
 
 # --- what it has shown
