@@ -17,7 +17,7 @@ from .. import __version__
 from ..core.config import check, parse_settings
 from ..core.devices import keep_freed_memory
 from ..learn.learner import exit_on_signal
-from ..record.files import check_target
+from ..record.files import check_output
 from ..record.trackers import TRACKERS
 from .compare import comparison_text
 from .exports import export_run
@@ -79,8 +79,8 @@ def _compare(args: argparse.Namespace) -> None:
     config = _chosen_recipe(args)
     check(args.seeds >= 1, "--seeds", args.seeds, "at least 1")
     check_faults(config)
-    target = check_target(args.out or f"compare_{config.name}.json", [".json"])
-    picture = check_target(target.with_suffix(".png"))
+    target = check_output(args.out or f"compare_{config.name}.json", [".json"])
+    picture = check_output(target.with_suffix(".png"))
     first = 0 if args.seed is None else args.seed
     store = SeedStore(target.with_suffix(".seeds"), config)
     with tqdm(total=args.seeds * config.ppo.num_updates, unit="update", disable=None) as bar:
@@ -248,7 +248,7 @@ def _fit(args):
 def _bench(args):
     from esper_nb.bench.fault_bench import BENCHES
     only = dict(only=args.only) if args.what == "growth" else {}
-    BENCHES[args.what](args.quick, check_target(args.out or f"bench_{args.what}.json", [".json"]), **only)
+    BENCHES[args.what](args.quick, check_output(args.out or f"bench_{args.what}.json", [".json"]), **only)
 
 # %% ../../nbs/run/98_cli.ipynb #5fa40301
 class _Command(NamedTuple):

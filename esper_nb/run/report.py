@@ -23,7 +23,7 @@ from ..record.alarms import alarm_kinds, find_metric
 from esper_nb.record.analytics import (
     action_mix, blueprint_stats, changed_settings, conclusion_text, lane_scores, option_text, phase_shares, pick_rows,
     reward_mix, rollbacks)
-from ..record.files import check_target, new_file
+from ..record.files import check_output, new_file
 from ..record.rows import Row
 from ..record.writers import RunFolder, read_rows
 from .compare import Comparison, comparison_text
@@ -403,7 +403,7 @@ def write_report(
     "Write one self-contained HTML page."
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(p) for p in path]
     place = paths[0] if len(paths) == 1 else paths[0].resolve().parent
-    target = place/"report.html" if out is None else check_target(out, [".html", ".htm"])
+    target = place/"report.html" if out is None else check_output(out, [".html", ".htm"])
     page = report_html(*map(RunFolder, paths))
     with new_file(target if out is None else target.resolve()) as part: part.write_text(page, encoding="utf-8")
     return target
