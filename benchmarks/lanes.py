@@ -1,0 +1,168 @@
+"""What lanes are worth, against the best loop over the same networks.
+
+    python -m benchmarks.lanes                       # some minutes on a quiet machine
+    python -m benchmarks.lanes --quick --out x.json  # only to see that it works
+
+Writes nbs/explanations/bench_lanes.json, which results.ipynb and benchmarks.ipynb beside it draw.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.measure import Case, Side, fastest_epoch, machine, machine_text, run_from_command, setting_text
+from esper_nb.core.devices import choose_precision
+from esper_nb.train.population import FitConfig, new_population
+from esper_nb.train.trainer import run_epoch
+
+LANE_CASES = (
+    Case(quick=True),
+    Case(batch_size=256, quick=True),
+    Case("cifar_baseline", 128),
+    Case("cifar_baseline", 128, precision="bf16"),
+    Case("cifar_baseline", 64, base=32),
+    Case("cifar_baseline", 64, base=64, images=512))
+
+def plain_loop(
+    case: Case,
+    part: Sequence[int] = (0, 1), # k, m: only every m-th network, from the k-th on
+) -> Callable[[int], list[float]]: # runs epoch e: mean training loss of each network
+    "Ordinary networks, one after the other, in plain PyTorch."
+    task, data = case.load()
+    precision = choose_precision(case.precision)
+    model = new_population(task, FitConfig(lanes=case.lanes, governor=None), data=data).model
+    mine = range(part[0], case.lanes, part[1])
+    nets = {i: model.lane(i).host.train().to(memory_format=torch.channels_last) for i in mine}
+    opts = {i: torch.optim.SGD(net.parameters(), **task.optimizer_options) for i, net in nets.items()}
+    def train(i: int, e: int) -> float:
+        net, opt, losses = nets[i], opts[i], []
+        batches = data.epoch(0, [i], e, case.batch_size)
+        for b in range(len(batches)):
+            x, y = batches[b]
+            with precision.autocast(): logits = net(x)
+            loss = nn.functional.cross_entropy(logits.float(), y[:, 0])
+            opt.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.)
+            opt.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean().item()
+    return lambda e: [train(i, e) for i in mine]
+
+@dataclass
+class OnePerCore(Side):
+    "A loop in several processes, each with a part of the networks."
+    parts: int = 2 # processes
+
+    def __enter__(self):
+        said = [dict(self.settings, part=[k, self.parts]) for k in range(self.parts)]
+        self.sides = [Side(self.make, s, self.threads, self.keep) for s in said]
+        self.stack = ExitStack()
+        for side in self.sides: self.stack.enter_context(side)
+        self.pool = self.stack.enter_context(ThreadPoolExecutor(self.parts))
+        return self
+
+    def epoch(self) -> float: # seconds, until the last is through
+        "Run one more epoch in all of them."
+        start = time.perf_counter()
+        list(self.pool.map(Side.epoch, self.sides))
+        return time.perf_counter() - start
+
+    def __exit__(self, *error): self.stack.close()
+
+def lane_loop(case: Case) -> Callable[[int], list[float]]: # runs epoch e: mean training loss of each network
+    "The same networks as lanes, by the default plan; without a Governor, since the loop has none."
+    task, data = case.load()
+    settings = FitConfig(lanes=case.lanes, epochs=1000, batch_size=case.batch_size, governor=None)
+    pop = new_population(task, settings.replace(precision=case.precision), data=data)
+    return lambda e: run_epoch(pop, split=None).train.loss.tolist()
+
+LOOPS = ("loop", "processes") # one process, and one per core
+
+def lane_side(
+    kind: str, # "loop", "processes", "lanes" or "fp32 lanes"
+    case: dict, # as plain values
+    part: Sequence[int] = (0, 1), # of the networks, in one of several processes
+) -> Callable[[int], object]: # runs epoch e
+    "What the process of one side runs."
+    wanted = Case.from_dict(case)
+    if kind in LOOPS: return plain_loop(wanted, part)
+    return lane_loop(wanted.replace(precision="fp32") if kind == "fp32 lanes" else wanted)
+
+def lane_settings(case: Case) -> list[tuple[str, int, bool]]: # (kind, threads, keep freed memory)
+    "What is compared, in turns."
+    cores = int(machine()["cores"])
+    lanes = [("lanes", cores, True)] + [("fp32 lanes", cores, True)] * (case.precision != "fp32")
+    ways = [("loop", threads) for threads in sorted({1, cores})] + [("processes", 1)] * (cores > 1)
+    loops = [(*way, keep) for way in ways for keep in (False, True)]
+    return [setting for loop in loops for setting in (loop, *lanes)]
+
+def open_side(
+    make: str, # address of a maker
+    settings: dict, # its arguments; of kind "processes": a loop that understands `part`
+    threads: int, # inside an operation
+    keep: bool, # keep freed memory
+) -> Side: # not running yet
+    "One process, or one per core."
+    if settings["kind"] != "processes": return Side(make, settings, threads, keep)
+    return OnePerCore(make, settings, threads, keep, parts=int(machine()["cores"]))
+
+def way_text(kind: str, threads: int, keep: bool) -> str:
+    "How a loop was run, in words."
+    return "one process per core, " * (kind == "processes") + setting_text(threads, keep)
+
+def compare_case(
+    case: Case,
+    passes: int, # over all settings
+    rounds: int, # timed epochs of a process, at least
+    least: float = 1., # seconds that a process warms up
+) -> dict:
+    "All settings of one case, in turns; the ratio is the loop's best time over the lanes' best."
+    best: dict[tuple[str, int, bool], float] = {}
+    for _ in range(passes):
+        for setting in lane_settings(case):
+            kind, threads, keep = setting
+            side = open_side("benchmarks.lanes:lane_side", dict(kind=kind, case=case.to_dict()), threads, keep)
+            with side:
+                best[setting] = min(best.get(setting, float("inf")), fastest_epoch(side, rounds, least))
+    loops = {s: seconds for s, seconds in best.items() if s[0] in LOOPS}
+    fastest = min(loops, key=lambda s: loops[s])
+    lanes = {s[0]: seconds for s, seconds in best.items() if s[0] not in LOOPS}
+    fp32 = lanes.get("fp32 lanes")
+    return dict(
+        case=case.name, loop_s=loops[fastest], loop_setting=way_text(*fastest), lanes_s=lanes["lanes"],
+        ratio=loops[fastest] / lanes["lanes"], over_fp32=fp32 and fp32 / lanes["lanes"],
+        all={f"{kind}, {setting_text(t, k)}": seconds for (kind, t, k), seconds in best.items()})
+
+def table_text(result: Mapping) -> str:
+    "The figures of `run_lane_bench` as lines of text."
+    lines = [f"{'one epoch of 16 networks':36} {'loop s':>8} {'lanes s':>8} {'ratio':>6}   the loop's best setting"]
+    for r in result["rows"]:
+        figures = f"{r['loop_s']:8.3f} {r['lanes_s']:8.3f} {r['ratio']:5.2f}x"
+        lines.append(f"{r['case']:36} {figures}   {r['loop_setting']}")
+    return "\n".join([*lines, machine_text(result["machine"])])
+
+def run_lane_bench(
+    quick: bool, # the small task only, fewer rounds
+    out: Path, # where the figures go
+) -> dict:
+    "Measure every case, print the table and store it as JSON with machine and versions."
+    rows: list[dict] = []
+    result = dict(machine=machine(), rows=rows)
+    passes, rounds = (1, 2) if quick else (2, 3)
+    for case in LANE_CASES:
+        if quick and not case.quick: continue
+        rows.append(compare_case(case, passes, rounds))
+        print(table_text(dict(result, rows=rows[-1:])).splitlines()[1], flush=True)
+        out.write_text(json.dumps(result | dict(table=table_text(result)), indent=1) + "\n")
+    print(table_text(result))
+    return result
+
+if __name__ == "__main__": run_from_command(run_lane_bench, __doc__, "bench_lanes.json")
