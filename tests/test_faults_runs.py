@@ -462,7 +462,8 @@ wrong_lines = """tran, train, train digit, resume, resume nowhere, resume /dev/n
     compare digits --set sampled=maybe, fit digits --set lanes=0, fit digits --set lanes=x, fit digits --set lr=fast,
     fit digits --set lr=inf, fit digits --set restart=no, fit digits --set lanse=3, fit digits --set governor=yes,
     fit digits --set governor.patience=x, fit digits --set precision=fp8, fit digits --set epochs=1.5, tasks x, lab x,
-    fit digits --inject nan:99, fit digits --inject nan:0:9999, fit digits --device cuda0, fit digits --set schedule=no"""
+    fit digits --inject nan:99, fit digits --inject nan:0:9999, fit digits --device cuda0,
+    fit digits --set schedule=no"""
 def lines(text): return [tuple(line.split()) for line in text.split(",")]
 
 slips = [("train", "digits", "--set", s) for s in wrong_settings]

@@ -282,8 +282,8 @@ PROGRAM = """
     pytest.param("ray", signal.SIGINT, marks=[needs_ray, pytest.mark.slow])])
 def test_no_process_is_left_behind(engine, number):
     "tests/test_workers_runs.py has the other ends."
-    begun = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM), engine], stdout=subprocess.PIPE, text=True,
-                             stderr=subprocess.DEVNULL, start_new_session=True)
+    begun = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM), engine], text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         assert begun.stdout.readline() == "ready\n"
         family = descendants(begun.pid)

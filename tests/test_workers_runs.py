@@ -1,4 +1,4 @@
-"The command with lanes in shards: the same run in one process and elsewhere, whatever is killed, and nothing left behind."
+"The command with lanes in shards: the same run in one process and elsewhere, whatever dies, and nothing left."
 import json
 import subprocess
 import sys
