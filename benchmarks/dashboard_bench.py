@@ -1,7 +1,7 @@
 """What an open dashboard costs, and whether anything grows meanwhile.
 
-    python benchmarks/dashboard_bench.py grow 600  # a dashboard for ten minutes: memory of page and kernel
-    python benchmarks/dashboard_bench.py cost 6 20 # six rounds of 20 s each way: a run without and with a dashboard
+    python -m benchmarks.dashboard_bench grow 600  # a dashboard for ten minutes: memory of page and kernel
+    python -m benchmarks.dashboard_bench cost 6 20 # six rounds of 20 s each way: a run without and with a dashboard
 
 Each starts a JupyterLab and a headless Chromium of its own and writes what it measured into
 nbs/tutorials/images/watch.json, from which the pages print it. Processor times come from /proc, so this needs Linux.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..core.config import check
-from ..grow.lifecycle import COOLING, LIVE, Gates, Rules, SeedState, Stage, check_gate, next_stage, tick_seed
+from ..grow.lifecycle import COOLING, LIVE, Gates, Rules, SeedState, Stage, check_gate, next_stage
 from ..grow.slots import Slot
 from ..guard.reports import GovernorConfig
 from ..record.rows import Row, decode_row
@@ -495,7 +495,7 @@ def epochs_until_empty(
     "Return the epochs until the slot is empty, by letting its record age."
     epochs = 0
     while s.stage in COOLING:
-        s = tick_seed(s, rules)[0]
+        s = s.tick(rules)[0]
         epochs += 1
     return epochs
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from ..core.intervals import bootstrap_interval, interquartile_mean
 from ..record.alarms import ALARM_RULES, axis_label, find_metric
-from ..record.analytics import Rollback, Spell, blueprint_stats, lane_numbers, pick_rows, rollbacks, stage_spells
+from ..record.analytics import (
+    Rollback, StageSpan, blueprint_stats, lane_numbers, pick_rows, rollbacks, stage_spans)
 from ..record.rows import Row, series
 from .theme import (
     BLUE, COLORS, GREEN, GREY, HATCHES, LILAC, MARKERS, RED, STAGE_STYLES, WINE, StageStyle, add_legend, axes_or_new,
@@ -158,7 +159,7 @@ def stage_text(
     ax.text(x, y, text, ha=align, va="center", fontsize=8, color=style.ink, bbox=box, clip_on=True)
 
 # %% ../../nbs/show/78_plot_runs.ipynb #ccca35ff
-def _draw_spell(ax: Any, s: Spell, y: int, last: int) -> None: # one stage of a seed; `last` epoch of the picture
+def _draw_stage(ax: Any, s: StageSpan, y: int, last: int) -> None: # one stage of a seed; `last` epoch of the picture
     style, wide = stage_style(s.stage), s.end - s.start + 1
     stage_bar(ax, y, s.start, wide, style)
     if not style.letter: return
@@ -169,10 +170,10 @@ def _draw_spell(ax: Any, s: Spell, y: int, last: int) -> None: # one stage of a 
             return
     stage_text(ax, s.start + (.5 if wide > 1 else wide / 2), y, style.letter, style)
 
-def _stage_legend(ax: Any, spells: Sequence[Spell], rolled: bool) -> None:
+def _stage_legend(ax: Any, spans: Sequence[StageSpan], rolled: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
-    there = {stage_style(s.stage) for s in spells}
+    there = {stage_style(s.stage) for s in spans}
     def patch(style: StageStyle) -> Any:
         name = f"{style.letter} {style.word}".strip()
         return Patch(facecolor=style.color, hatch=style.hatch, edgecolor="#ffffff80", lw=0, label=name)
@@ -206,15 +207,15 @@ def plot_slots(
     ['G']
     """
     lanes = lane_numbers(rows) if lanes is None else list(lanes)
-    spells = [s for s in stage_spells(rows) if s.lane in lanes]
+    spans = [s for s in stage_spans(rows) if s.lane in lanes]
     known = next((r["run.slots"].split() for r in pick_rows(rows, "run")), None)
-    slots = known or sorted({s.slot for s in spells})
+    slots = known or sorted({s.slot for s in spans})
     places = [(i, k) for i in lanes for k in slots]
     ax = axes_or_new(ax, 8, 1.1 + .27 * max(3, len(places)))
-    if not spells: return draw_empty(ax, "No seed has germinated yet.")
-    start, last = min(s.start for s in spells), max(s.end for s in spells)
-    for s in spells: _draw_spell(ax, s, places.index((s.lane, s.slot)), last)
-    taken_out = {(s.lane, s.slot, s.birth): s.start for s in reversed(spells) if not stage_style(s.stage).letter}
+    if not spans: return draw_empty(ax, "No seed has germinated yet.")
+    start, last = min(s.start for s in spans), max(s.end for s in spans)
+    for s in spans: _draw_stage(ax, s, places.index((s.lane, s.slot)), last)
+    taken_out = {(s.lane, s.slot, s.birth): s.start for s in reversed(spans) if not stage_style(s.stage).letter}
     for (i, k, _), x in taken_out.items():
         ax.plot(x, places.index((i, k)), ls="", marker="X", ms=7, color=WINE, mec=text_color(ax), mew=.6, zorder=5)
     rolled = rollbacks(rows, "epoch")
@@ -226,7 +227,7 @@ def plot_slots(
     ax.set(xlabel="epoch", yticks=range(len(places)), yticklabels=names, ylim=(len(places) - .4, -.6),
            xlim=(start - .5, last + 1))
     ax.tick_params(axis="y", length=0, labelsize=8.5)
-    _stage_legend(ax, spells, bool(rolled))
+    _stage_legend(ax, spans, bool(rolled))
     return ax
 
 # %% ../../nbs/show/78_plot_runs.ipynb #caebae5c
@@ -263,7 +264,7 @@ def alarm_limits(
     "Return where the alarms on a metric's value begin to warn and become critical."
     out = []
     for rule in ALARM_RULES:
-        if rule.metric != name or rule.measure != "value" or rule.side == "is": continue
+        if rule.metric != name or rule.statistic != "value" or rule.side == "is": continue
         _, warning, critical = rule.at
         if isinstance(warning, (int, float)): out.append((float(warning), "warning", rule.side))
         if isinstance(critical, (int, float)): out.append((float(critical), "critical", rule.side))
