@@ -213,6 +213,7 @@ def test_a_provoked_nan_is_rolled_back_and_drawn_where_it_was(run):
     bad = table[~np.isfinite(table[:, 3]), 0]
     assert i.x == bad[0] and np.isfinite(table[:, [1, 2, 4]]).all()
 
+@pytest.mark.slow
 def test_the_place_of_a_second_rollback_counts_from_its_own_snapshot(run):
     s = run(population(3, 60))
     steps(s, 6)
@@ -223,6 +224,7 @@ def test_the_place_of_a_second_rollback_counts_from_its_own_snapshot(run):
     assert [b[0] for b in backs] == [1, 0, 1]
     for _, back, x, end in backs: assert end - back <= 3 * (s.history.x // s.steps) and back < x <= end
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", PopulationSource(population(1)).faults())
 def test_every_fault_can_be_provoked(run, fault):
     s = run(population(2, 30))
@@ -258,6 +260,7 @@ def test_seeds_by_hand(run):
     assert now.stage == 3 and now.blueprint == pop.model.slot("r0c1").blueprints.index("conv_light")
     assert s.seed("prune", 1, "r0c1").wait().ok and pop.model.slot("r0c1").state(1).stage.name == "PRUNED"
 
+@pytest.mark.slow
 def test_every_threshold_moves_while_running(run):
     pop = population(1, 5000)
     s = run(pop)
@@ -431,6 +434,7 @@ def test_a_folder_that_is_written_is_followed_and_tells_what_the_run_told(run, t
     assert d.panel.bar.box not in d.panel.box.children and "Button" not in str(d.panel.box.children[1:])
     d.close(); seen.close()
 
+@pytest.mark.slow
 def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
     from esper_nb import get_recipe
     from esper_nb.run.runs import begin_run
@@ -488,6 +492,7 @@ class Browser:
         if self.keep: self.table = news if m["whole"][0] or self.table is None else np.concatenate([self.table, news])
         if self.answers and m["answer"]: self.hear(self, dict(kind="answer", number=m["number"]))
 
+@pytest.mark.slow
 def test_no_growth_of_memory_or_traffic_over_a_long_run(run):
     s, browser = run(FrameSource((Frame(np.random.rand(4, 2), np.zeros(2)) for _ in range(10**9)), 2),
                      capacity=256), Browser()
@@ -669,6 +674,7 @@ def test_buttons_that_cannot_work_are_off_and_say_why(run):
     assert save.disabled and save.tooltip == "Not now: this run cannot be saved: its source has no parts"
     d.close()
 
+@pytest.mark.slow
 def test_a_grow_button_is_on_exactly_when_the_move_would_be_done(run):
     from copy import deepcopy
     from esper_nb.grow.models import Decision, apply_decision
@@ -825,7 +831,7 @@ def test_plain_images_come_when_no_page_answers(board):
     panel.shown -= 10
     panel.update(False)
     assert panel.plain.layout.display == "block"
-    panel.show(True)                                                     # the canvas answered after all
+    panel.update(True)                                                     # the canvas answered after all
     assert panel.plain.layout.display == "none"
 
 def test_a_session_without_lanes_slots_or_guard_has_a_panel_too(run):
