@@ -12,7 +12,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "real(why): even a marked test cannot run on a pretended device, and why")
     browser = "browser: drives a headless Chromium; skipped with the reason where there is none"
     config.addinivalue_line("markers", browser)
-    config.addinivalue_line("markers", "slow: a matrix, or more than a few seconds; in `make test-all`, not in `make test`")
+    config.addinivalue_line("markers", "slow: a matrix, or more than a few seconds; left to `make test-all`")
 
 
 def pytest_generate_tests(metafunc):
