@@ -79,7 +79,7 @@ def public_methods(cls):
     found = {}
     for base in [b for b in reversed(cls.__mro__) if b is cls or b.__name__.startswith("_")]:
         for name, value in vars(base).items():
-            method = getattr(value, "__func__", getattr(value, "fget", value))
+            method = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
             own = getattr(getattr(method, "__code__", None), "co_filename", "").startswith(str(ROOT/"esper_nb"))
             wanted = name in OPERATORS and method.__doc__ if name.startswith("_") else True
             if own and wanted: found[name] = value
