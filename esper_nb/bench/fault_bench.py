@@ -27,7 +27,7 @@ from ..train.faults import Fault, disturb_at, list_faults
 from ..train.tasks import Task, create_model, get_task
 from ..train.population import FitConfig, new_population
 from ..train.trainer import run_epoch
-from ..train.worth import evaluate
+from ..train.ablation import evaluate
 
 # %% ../../nbs/bench/89_fault_bench.ipynb #a8a07854
 class FaultWorld(NamedTuple):

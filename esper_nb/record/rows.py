@@ -32,7 +32,7 @@ from ..guard.governor import Governor
 from ..guard.reports import Report
 from ..learn.learner import Update
 from ..train.population import EpochResult, Population
-from ..train.worth import EvalResult
+from ..train.ablation import EvalResult
 
 # %% ../../nbs/record/71_rows.ipynb #22227eb4
 def record_fields(
@@ -195,7 +195,7 @@ def epoch_rows(
     train = {k: getattr(r.train, k) for k in ("loss", "accuracy_pp", "grad_norm", "skipped")}
     record: dict[str, Any] = dict(train=train, lr=r.lr)
     if r.heldout is not None: record["heldout"] = dict(loss=r.heldout.loss, accuracy_pp=r.heldout.accuracy_pp)
-    if r.worth is not None: record["worth"] = dict(total_pp=r.worth.total, committed_pp=r.worth.committed)
+    if r.ablation is not None: record["ablation"] = dict(total_pp=r.ablation.total, committed_pp=r.ablation.committed)
     if model is not None: record["size"] = size_record(model)
     shared = dict(seconds=r.seconds, images_per_s=r.images_per_s)
     return record_rows("epoch", record | shared, lanes=None, epoch=r.epoch, step=(r.epoch + 1) * len(r.train.losses))
@@ -301,8 +301,8 @@ def slot_rows(
     **keys: Value, # `epoch=3`
 ) -> list[Row]:
     "Every seed and every cooling slot; an empty slot has no row."
-    rows, worth = [], None if r is None else r.worth
-    gain = [] if worth is None else worth.total.tolist()
+    rows, ablation = [], None if r is None else r.ablation
+    gain = [] if ablation is None else ablation.total.tolist()
     for k in model.names:
         slot = model.slot(k)
         there = {i: _slot_record(slot, s) for i, s in enumerate(slot.states()) if s.stage != Stage.DORMANT}
@@ -310,9 +310,9 @@ def slot_rows(
         columns: dict[str, list] = {}
         for name in next(iter(there.values())): columns[name] = [s[name] for s in there.values()]
         shares: list[float | None] = [None] * model.lanes
-        if worth is not None and k in worth.slots: shares = worth.shapley[worth.slots.index(k)].tolist()
+        if ablation is not None and k in ablation.slots: shares = ablation.shapley[ablation.slots.index(k)].tolist()
         columns["shapley_pp"] = [finite_or_none(shares[i]) for i in there]
-        measured = [worth is not None and s["contribution_pp"] is not None for s in there.values()]
+        measured = [ablation is not None and s["contribution_pp"] is not None for s in there.values()]
         columns["gain_pp"] = [gain[i] if m else None for i, m in zip(there, measured)]
         rows += record_rows("slot", {"slot": columns}, lanes=list(there), slot=k, **keys)
     return rows
@@ -445,7 +445,7 @@ def env_rows(
     epoch = dict(
         train=dict(loss=pick(s.train_loss)),
         heldout=dict(loss=pick(s.loss), accuracy_pp=known(s.accuracy_pp)),
-        worth=dict(total_pp=known(s.gain_pp)))
+        ablation=dict(total_pp=known(s.gain_pp)))
     step = dict(
         reward=dict(total=pick(s.reward)) | {k: pick(v) for k, v in s.terms.items()},
         action=dict(op=pick(s.op), ok=pick(s.ok), refused=[x or None for x in pick(s.refused)]))

@@ -44,7 +44,7 @@ from ..train.faults import Fault, disturb_at
 from ..train.population import FitConfig, Population, new_population
 from ..train.tasks import Task, get_task
 from ..train.trainer import run_epoch
-from ..train.worth import evaluate
+from ..train.ablation import evaluate
 
 # %% ../../nbs/run/95_runs.ipynb #c4f264ad
 def _finish(pop: Population, run: RunFolder, rec: Recorder, rates: list[float]) -> None:

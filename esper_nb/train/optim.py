@@ -79,8 +79,8 @@ class LaneOptimizer(LaneState):
     """A torch optimizer for one owner whose n lanes can step, skip, be reset and be copied on their own.
 
     The update rules are those of `torch.optim`. While all lanes share a learning rate and an age, one call of the torch
-    optimizer steps them all; where they differ, the same class runs on views of neighbouring lanes that agree. Both ways
-    compute the same bits.
+    optimizer steps them all; where they differ, the same class runs on views of neighbouring lanes that agree. Both
+    ways compute the same bits.
 
     Raises
     ------

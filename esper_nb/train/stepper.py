@@ -43,7 +43,7 @@ class Stepper(LaneState):
     References
     ----------
     Micikevicius et al., "Mixed Precision Training", ICLR 2018 (loss scaling);
-    Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", ICML 2013 (clipping by norm).
+    Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", ICML 2013 (clipping).
 
     Examples
     --------
