@@ -280,9 +280,9 @@ def test_acting_waits_twice_and_a_gradient_step_once(gpu, core):
     learner.step_envs()
     assert gpu.num_waits <= 2   # is it all finite and legal; what is to be done
     while learner.acts: learner.step_envs()
-    learner.prepare()
+    learner.compute_targets()
     gpu.reset()
-    first, *_ = learner.minibatches_left()
+    first, *_ = learner.remaining_minibatches()
     assert gpu.num_waits == 0
     learner.learn(first)
     assert gpu.num_waits <= 1   # the numbers of the step, with the norm of its gradient

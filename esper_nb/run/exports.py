@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..core.config import check
-from ..grow.export import check_same
-from ..record.files import check_target, new_file, save_tensors
+from ..grow.export import check_same, export_model
+from ..record.files import check_output, new_file, save_tensors
 from ..record.writers import RunFolder
 from .compare import PolicyPlayer, compare_controllers
 from .recipes import fair_env
@@ -137,7 +137,7 @@ def export_run(
     lane: int | None = None, # None: the best on the held-out split
 ) -> Exported:
     "One network of a run as a file, and beside it what it must be fed."
-    target = check_target(Path(path)/"network.onnx" if out is None else out, SUFFIXES)
+    target = check_output(Path(path)/"network.onnx" if out is None else out, SUFFIXES)
     if target.suffix == ".onnx": _need_onnx()
     grown = regrow(path)
     scores, count = torch.tensor(grown.heldout_accuracy_pp), len(grown.heldout_accuracy_pp)
@@ -145,7 +145,7 @@ def export_run(
     check(0 <= lane < count, "lane", lane, f"a lane below {count}")
     first, pop = next(p for p in reversed(grown.parts) if p[0] <= lane)
     x = lane_example(pop)
-    net = pop.model.export(lane - first, x, bake=True)
+    net = export_model(pop.model, lane - first, x, bake=True)
     x = getattr(pop.model.host, "read", torch.clone)(x) # as your own network takes it
     write_network(net, x, target)
     found = dict(task=pop.task.name, lane=lane, test_accuracy_pp=grown.test_accuracy_pp[lane], input=input_facts(pop))

@@ -481,7 +481,7 @@ def grown_plan(
     first: dict[tuple[int, Hashable], int] = {} # the lane in which each entry was met first
     for i, k in enumerate(kinds):
         for column in _columns(k): first.setdefault(column, i)
-    def place(i): return *(first[column] for column in _columns(kinds[i])), i # by the first slot: most is computed there
+    def place(i): return *(first[c] for c in _columns(kinds[i])), i # by the first slot: most is computed there
     order = sorted(range(len(kinds)), key=place)
     groups = plan(len(kinds), workers, size, width, BUDGET if room is None else room)
     return tuple(tuple(order[j] for j in g) for g in groups)
