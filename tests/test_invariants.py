@@ -28,7 +28,7 @@ from esper_nb.guard.snapshots import Snapshot
 from esper_nb.train.tasks import create_model, get_task
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit, run_epoch
-from esper_nb.train.worth import evaluate
+from esper_nb.train.ablation import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
