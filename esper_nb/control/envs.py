@@ -22,7 +22,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
 from .actions import OPS, GrowthActions, apply_action, choice_of, in_stage, read_actions, read_slots
-from .env_config import Data, EnvConfig, address_data, make_parts
+from .env_config import Data, EnvConfig, set_seed_keys, make_parts
 from .episodes import (
     EnvStep, EpisodeEnds, EpisodeRecord, EpochFacts, Part, begin_lanes, begun_step, clone_all, count_step,
     disturb_part, episode_records, lane_info, load_population, new_tallies, part_finals, part_lanes, population_state,
@@ -109,9 +109,9 @@ class LaneNetworks(gym.vector.VectorEnv):
         self.fresh = torch.ones(n, dtype=torch.bool) # the episode began with fresh weights
         self.ended, self.goes_on = ~self.fresh, ~self.fresh # the episode is over; the next one goes on from this state
         self.ledger, self.epochs, self.tallies = new_ledger(n, slots), new_records(n, slots), new_tallies(n)
-        for part in self.parts: address_data(part, self.address)
+        for part in self.parts: set_seed_keys(part, self.seed_key)
 
-    def address(self, lane: int) -> int:
+    def seed_key(self, lane: int) -> int:
         "Where the random streams of a lane's episode begin."
         whole = self.config.first_lane + lane
         return generator(self.seeds[lane], "lane", whole, int(self.episode[lane])).initial_seed()
@@ -283,7 +283,7 @@ class _Episodes(SeenNetworks):
         for part in self.parts:
             first, pop = part
             mine = fresh[part_lanes(part)].nonzero().flatten().tolist()
-            if mine: begin_lanes(pop, mine, [self.address(first + i) for i in mine])
+            if mine: begin_lanes(pop, mine, [self.seed_key(first + i) for i in mine])
             pop.epoch[lanes[part_lanes(part)]] = 0
         self.epochs = forget(self.epochs, lanes)
         self.tallies = merge_lanes(lanes, new_tallies(self.num_envs), self.tallies)
@@ -317,30 +317,30 @@ class _Working(_Episodes):
     "Networks that act, train and are paid."
     def carry_out(self,
         a: Tensor, # (n, K) int64
-        awake: Tensor | None = None, # (n,) bool: lanes that act; default all
+        active: Tensor | None = None, # (n,) bool: lanes that act; default all
     ) -> tuple[Tensor, list[str]]: # (n,) bool: done as asked; and why not
         "Carry out the actions that are legal; the others become waits. Nothing is trained."
-        awake = torch.ones(self.num_envs, dtype=torch.bool) if awake is None else awake
-        ok, why = self.actions.allowed(self.mask, a) & awake, [""] * self.num_envs
-        busy = awake & (~ok | (choice_of(a, "op") != OPS.index("wait")))
+        active = torch.ones(self.num_envs, dtype=torch.bool) if active is None else active
+        ok, why = self.actions.allowed(self.mask, a) & active, [""] * self.num_envs
+        busy = active & (~ok | (choice_of(a, "op") != OPS.index("wait")))
         for i in busy.nonzero().flatten().tolist():
             result = apply_action(self.actions, *self.model_of(i), a[i], self.mask[i])
             ok[i], why[i] = result.ok, "" if result.ok else result.message
         return ok, why
 
-    def _train(self, awake: Tensor) -> tuple[EpochFacts, Tensor]: # and (n,) bool: rolled back
+    def _train(self, active: Tensor) -> tuple[EpochFacts, Tensor]: # and (n,) bool: rolled back
         def disturb(part: Part): return disturb_part(part, self.config.faults, self.trained, self.disturb)
-        e = run_parts(self.parts, awake, disturb, self.pool, self.phases)
+        e = run_parts(self.parts, active, disturb, self.pool, self.phases)
         rolled_back = torch.zeros(self.num_envs, dtype=torch.bool)
         rolled_back[[r.lane for r in e.reports if r.rolled_back]] = True
         self.reports = e.reports
-        self.trained += awake
+        self.trained += active
         self.rollbacks += rolled_back
         return e, rolled_back
 
-    def _observe(self, op: Tensor, ok: Tensor, e: EpochFacts, awake: Tensor):
+    def _observe(self, op: Tensor, ok: Tensor, e: EpochFacts, active: Tensor):
         lived = push_epoch(self.epochs, e.loss, e.accuracy_pp, op, ok, e.signals)
-        self.epochs = merge_lanes(awake, lived, self.epochs)
+        self.epochs = merge_lanes(active, lived, self.epochs)
         self.refresh()
 
     def _facts(self, a: Tensor, op: Tensor, before: Tensor, e: EpochFacts, rolled_back: Tensor) -> Facts:
@@ -390,35 +390,35 @@ class GrowVecEnv(_Working):
         self.phases.start()
         if ended.any(): self._begin(ended, again=ended)
         self.phases("begin")
-        awake, before = ~ended, self.table
-        if not awake.any():
+        active, before = ~ended, self.table
+        if not active.any():
             self.reports, self.last_result = (), begun_step(self.num_envs)
-            no, told = np.zeros(self.num_envs, bool), lane_info(dict(rolled_back=awake), awake) # no lane was
+            no, told = np.zeros(self.num_envs, bool), lane_info(dict(rolled_back=active), active) # no lane was
             return self.obs.numpy(), np.zeros(self.num_envs), no, no.copy(), told | self._mask_info()
         self.steps += 1
-        ok, why = self.carry_out(a, awake)
+        ok, why = self.carry_out(a, active)
         self.phases("act")
-        e, rolled_back = self._train(awake)
+        e, rolled_back = self._train(active)
         self.phases("train and evaluate" if self.pool else "join")
         op = torch.where(ok, choice_of(a, "op"), OPS.index("wait"))
-        self._observe(op, ok, e, awake)
+        self._observe(op, ok, e, active)
         self.phases("observe")
         facts = self._facts(a, op, before, e, rolled_back)
-        paid = pay_step(self.rewards, facts, self.ledger, awake, rolled_back, self.config.penalty)
+        paid = pay_step(self.rewards, facts, self.ledger, active, rolled_back, self.config.penalty)
         self.ledger = paid.ledger
         self.phases("reward")
         s = EnvStep(
-            awake=awake, op=tuple(OPS[k] for k in op.tolist()), ok=ok | ~awake, refused=tuple(why), reward=paid.total,
+            active=active, op=tuple(OPS[k] for k in op.tolist()), ok=ok | ~active, refused=tuple(why), reward=paid.total,
             terms=paid.terms, accuracy_pp=e.accuracy_pp, loss=e.loss, train_loss=e.train_loss, gain_pp=e.gain_pp,
             rolled_back=rolled_back)
-        self.tallies = merge_lanes(awake, count_step(self.tallies, s, a, before, self.table), self.tallies)
-        return self._close(s, awake & facts.terminated)
+        self.tallies = merge_lanes(active, count_step(self.tallies, s, a, before, self.table), self.tallies)
+        return self._close(s, active & facts.terminated)
 
     def _close(self, s: EnvStep, done: Tensor):
         "Records, info, and new episodes where the mode wants them at once."
         self.last_result = s
         told = dict(ok=s.ok, accuracy_pp=s.accuracy_pp, loss=s.loss, rolled_back=s.rolled_back)
-        info: dict[str, Any] = lane_info(told, s.awake)
+        info: dict[str, Any] = lane_info(told, s.active)
         for i, why in enumerate(s.refused):
             if why: self._add_info(info, dict(refused=why), i)
         for r in episode_records(done, self._ends(s), self.tallies) if done.any() else ():

@@ -32,21 +32,21 @@ from ..train.trainer import Disturb, run_epoch
 def begin_lanes(
     pop: Population,
     lanes: Sequence[int],
-    addresses: Sequence[int], # of their random streams
+    seed_keys: Sequence[int], # of their random streams
 ):
     "Give some lanes fresh weights, empty slots, and a fresh optimizer, loss scale, learning rate and Governor."
     lanes = list(lanes)
-    pop.model.reset(lanes, 0, addresses)
+    pop.model.reset(lanes, 0, seed_keys)
     for opt in pop.stepper.owners.values(): opt.reset_lanes(lanes)
     pop.stepper.scaler.reset_lanes(lanes)
     pop.rates.set_lr(1., lanes)
     pop.epoch[lanes] = 0
-    begin_lessons(pop, lanes, addresses)
+    begin_lessons(pop, lanes, seed_keys)
     if pop.governor is not None: pop.governor.begin(lanes)
 
 # %% ../../nbs/control/49_episodes.ipynb #53d91a2c
 class EpochFacts(NamedTuple):
-    "What an environment reads of an epoch, in the order of the lanes; NaN where a lane was asleep."
+    "What an environment reads of an epoch, in the order of the lanes; NaN where a lane was inactive."
     loss: Tensor # (n,) held out, nats
     accuracy_pp: Tensor # (n,) held out
     gain_pp: Tensor # (n,) of all seeds together; NaN: not measured
@@ -56,18 +56,18 @@ class EpochFacts(NamedTuple):
 
 def run_lanes(
     pop: Population, # trained in place
-    awake: Tensor, # (n,) bool: lanes that live through this epoch; the others stay as they are, bit for bit
+    active: Tensor, # (n,) bool: lanes that live through this epoch; the others stay as they are, bit for bit
     disturb: Disturb | None = None, # as for `run_epoch`
     clock: Callable[[str], None] = lambda phase: None, # called at the end of every phase
 ) -> EpochFacts:
     "One epoch of training, evaluation, Governor and lifecycle tick."
-    r = run_epoch(pop, "heldout", disturb, awake, clock)
+    r = run_epoch(pop, "heldout", disturb, active, clock)
     assert r.heldout is not None and r.gain is not None # evaluated just now
-    def known(t: Tensor) -> Tensor: return torch.where(awake, t.cpu().double(), torch.nan)
+    def known(t: Tensor) -> Tensor: return torch.where(active, t.cpu().double(), torch.nan)
     signals = torch.stack([r.signals[k] for k in pop.model.names]).permute(2, 0, 1).double()
     return EpochFacts(
         loss=known(r.heldout.loss), accuracy_pp=known(r.heldout.accuracy_pp), gain_pp=known(r.gain),
-        train_loss=known(r.train.loss), signals=signals.masked_fill(~awake[:, None, None], torch.nan),
+        train_loss=known(r.train.loss), signals=signals.masked_fill(~active[:, None, None], torch.nan),
         reports=r.reports)
 
 # %% ../../nbs/control/49_episodes.ipynb #6ae91d5c
@@ -103,7 +103,7 @@ def stopped_lanes(parts: Sequence[Part]) -> Tensor: # (n,) bool
 # %% ../../nbs/control/49_episodes.ipynb #251791b2
 def run_parts(
     parts: Sequence[Part], # trained in place
-    awake: Tensor, # (n,) bool
+    active: Tensor, # (n,) bool
     disturb: Callable[[Part], Disturb | None], # of each part
     pool: Executor | None = None, # one thread for each part; None: one after the other
     clock: Callable[[str], None] = lambda phase: None, # called at the end of every phase, unless there is a pool
@@ -112,7 +112,7 @@ def run_parts(
     def one(part: Part) -> EpochFacts:
         own = (lambda phase: None) if pool else clock
         with torch.inference_mode(False), torch.enable_grad(): # whatever the caller acts in
-            return run_lanes(part[1], awake[part_lanes(part)], disturb(part), own)
+            return run_lanes(part[1], active[part_lanes(part)], disturb(part), own)
     each = list(pool.map(one, parts) if pool else map(one, parts))
     reports = tuple(replace(r, lane=first + r.lane) for (first, _), e in zip(parts, each) for r in e.reports)
     def joined(name: str) -> Tensor: return torch.cat([getattr(e, name) for e in each])
@@ -122,7 +122,7 @@ def run_parts(
 # %% ../../nbs/control/49_episodes.ipynb #e819559a
 class EnvStep(NamedTuple):
     "What a step did, lane by lane; a run's records are made from it."
-    awake: Tensor # (n,) bool: False: the step only began an episode
+    active: Tensor # (n,) bool: False: the step only began an episode
     op: tuple[str, ...] # done
     ok: Tensor # (n,) bool: the action was done as asked
     refused: tuple[str, ...] # why not; "" where it was
@@ -138,7 +138,7 @@ def begun_step(lanes: int) -> EnvStep:
     "The step in which every lane only began an episode: nobody acted, nothing was trained or paid."
     no, unknown = torch.zeros(lanes, dtype=torch.bool), torch.full((lanes,), torch.nan, dtype=torch.float64)
     return EnvStep(
-        awake=no, op=("wait",) * lanes, ok=~no, refused=("",) * lanes,
+        active=no, op=("wait",) * lanes, ok=~no, refused=("",) * lanes,
         reward=torch.zeros(lanes, dtype=torch.float64), terms={}, accuracy_pp=unknown, loss=unknown,
         train_loss=unknown, gain_pp=unknown, rolled_back=no.clone())
 
@@ -158,7 +158,7 @@ def new_tallies(lanes: int) -> Tallies:
 
 def count_step(
     t: Tallies,
-    s: EnvStep, # of lanes that were awake
+    s: EnvStep, # of lanes that were active
     action: Tensor, # (n, K) as asked
     before: Tensor, # (n, S, C) seed records before the operation
     after: Tensor, # (n, S, C) and after the tick
@@ -272,7 +272,7 @@ def population_state(
     "Everything that the next epoch of a population depends on, and the states that its Governor may have to restore."
     parts = {k: clone_all(getattr(pop, k).state_dict()) for k in ("model", "stepper", "rates")}
     governor = None if pop.governor is None else pop.governor.state_dict()
-    lessons = dict(pop.data.addresses) if isinstance(pop.data, FamilyData) else {}
+    lessons = dict(pop.data.seed_keys) if isinstance(pop.data, FamilyData) else {}
     return dict(**parts, epoch=pop.epoch.clone(), governor=governor, lessons=lessons)
 
 def load_population(

@@ -433,16 +433,16 @@ def pay_step(
     config: RewardConfig,
     facts: Facts,
     ledger: Ledger,
-    awake: Tensor, # (n,) bool
+    active: Tensor, # (n,) bool
     rolled_back: Tensor, # (n,) bool
     penalty: float, # at least 0
 ) -> Reward:
     "Reward of a step; a rollback is worth minus the penalty and nothing else, and a lane that slept nothing."
     r = compute_reward(config, facts, ledger)
-    terms = {k: torch.where(awake & ~rolled_back, v, 0.) for k, v in r.terms.items()}
+    terms = {k: torch.where(active & ~rolled_back, v, 0.) for k, v in r.terms.items()}
     terms["rollback"] = torch.where(rolled_back, -penalty, 0.).double()
-    total = torch.where(rolled_back, -penalty, torch.where(awake, r.total, 0.))
-    return Reward(total, terms, merge_lanes(awake, r.ledger, ledger))
+    total = torch.where(rolled_back, -penalty, torch.where(active, r.total, 0.))
+    return Reward(total, terms, merge_lanes(active, r.ledger, ledger))
 
 # %% ../../nbs/control/48_rewards.ipynb #56439ff6
 class Payslip(NamedTuple):

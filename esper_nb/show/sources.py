@@ -90,7 +90,7 @@ class Source:
 
     def roll_back(self, lanes: Sequence[int]) -> tuple[Report, ...]:
         "Put lanes back to their last good state."
-        if self.governor is None: raise RuntimeError("nobody watches this run: make it with a Governor")
+        if self.governor is None: raise RuntimeError("no Governor watches this run: make it with one")
         return self.governor.rollback(lanes)
 
     def parts(self) -> dict[str, Any]: # by name, as `save_checkpoint` takes them
@@ -336,7 +336,7 @@ class EnvSource(_Ruinable):
         assert s is not None  # the learner has just stepped
         rows = self.rows(self.envs, **keys)
         if update is not None: rows += update_rows(update, HEADS)
-        loss = frame_losses(s.train_loss[None], s.awake.numpy()) # who only began an episode trained nothing
+        loss = frame_losses(s.train_loss[None], s.active.numpy()) # who only began an episode trained nothing
         numbers = update_numbers(rows) | {"reward now": s.reward.mean().item()}
         return Frame(loss=loss, accuracy=s.accuracy_pp.numpy(), reports=self.envs.reports, numbers=numbers, rows=rows,
                      lines=acted_line(s.op))
