@@ -338,9 +338,9 @@ def test_the_call_of_the_readme_is_documented():
     "`governor.watch(loss)`: each parameter with its comment; what a private base brings is told, too."
     said = entries("guard.governor")["Governor"]
     watch = unescaped(said[said.index("#### Governor.watch"):said.index("#### Governor.step")])
-    assert "Governor.watch(loss, norm=None, before_step=False, asleep=()) -> tuple[Report, ...]" in watch
+    assert "Governor.watch(loss, norm=None, before_step=False, inactive=()) -> tuple[Report, ...]" in watch
     for name, note in dict(loss="loss of this step", norm="gradient norm", before_step="has not stepped on this batch",
-                           asleep="lanes that do not take part", returns="one report per lane").items():
+                           inactive="lanes that do not take part", returns="one report per lane").items():
         assert re.search(rf"^\| \*?{name}\*? \|.*{note}", watch, re.M), name
     assert re.search(r"\[`label_entropy`\]\(https://[^)]+#label_entropy\)", said)
     assert "@property\nGovernor.stopped -> np.ndarray" in said

@@ -42,7 +42,7 @@ def begin_lanes(
     pop.rates.set_lr(1., lanes)
     pop.epoch[lanes] = 0
     begin_lessons(pop, lanes, seed_keys)
-    if pop.governor is not None: pop.governor.begin(lanes)
+    if pop.governor is not None: pop.governor.reset_lanes(lanes)
 
 # %% ../../nbs/control/49_episodes.ipynb #53d91a2c
 class EpochFacts(NamedTuple):

@@ -256,16 +256,16 @@ def find_collapse(look: Look, c: DetectorConfig, at_chance):
 # %% ../../nbs/guard/12_detector.ipynb #4ff4f8fb
 def find_rise(look: Look, c: DetectorConfig, cusum, smooth):
     "A loss that is persistently above its level, however little: a cumulative sum of excess z (Page, 1954)."
-    m, never = look.ops, look.ok & False
-    smooth = m.where(look.ok ^ look.live, look.x, smooth)
+    where, least, most, live = look.ops.where, look.ops.minimum, look.ops.maximum, look.live
+    smooth, never = where(look.ok ^ live, look.x, smooth), look.ok & False
     if c.rise is None: return never, never, cusum, smooth
-    z = m.minimum(m.maximum(look.z, -c.clip), c.clip)
-    cusum = m.where(look.live, m.maximum(0., cusum + z - c.slack), cusum)
-    bounded = m.minimum(look.x, look.level + m.maximum(c.clip * look.spread, m.where(look.linear, 0., 1.4)))
-    smooth = m.where(look.live, smooth + c.blend * (bounded - smooth), smooth)
-    up = look.live & (cusum >= c.rise)
-    if not m.any(up): return up, never, cusum, smooth
-    up = up & (smooth - look.level >= m.where(look.linear, 3. * look.spread, math.log(c.rise_ratio)))
+    z = least(most(look.z, -c.clip), c.clip)
+    cusum = where(live, most(0., cusum + z - c.slack), cusum)
+    bounded = least(look.x, look.level + most(c.clip * look.spread, where(look.linear, 0., 1.4)))
+    smooth = where(live, smooth + c.blend * (bounded - smooth), smooth)
+    up = live & (cusum >= c.rise)
+    if not look.ops.any(up): return up, never, cusum, smooth
+    up = up & (smooth - look.level >= where(look.linear, 3. * look.spread, math.log(c.rise_ratio)))
     if look.chance_loss is not None: up = up & (smooth >= on_scale(c.rise_floor * look.chance_loss, look.linear))
     return up, never, cusum, smooth
 
@@ -323,11 +323,10 @@ def _median(x, k):
     return (x[i, (k - 1) // 2] + x[i, k // 2]) / 2
 
 def _spread_of(x, there, level, k):
-    "Robust spread on the log scale: the smaller of median deviation and median jump."
-    with np.errstate(invalid="ignore"): jump = np.abs(np.diff(x, axis=1))  # what a falling loss's trend does not widen
-    wide = _median(np.where(there, np.abs(x - level[:, None]), np.inf), k)
-    narrow = _median(np.where(there[:, 1:], jump, np.inf), np.maximum(k - 1, 1))
-    return 1.4826 * np.minimum(wide, narrow / 2**.5)
+    "Robust spread on the log scale: the smaller of median deviation and median jump, which no trend widens."
+    jump, far = np.abs(x[:, 1:] - x[:, :-1]), np.abs(x - level[:, None])
+    if not there.all(): jump, far = np.where(there[:, 1:], jump, np.inf), np.where(there, far, np.inf)
+    return 1.4826 * np.minimum(_median(far, k), _median(jump, np.maximum(k - 1, 1)) / 2**.5)
 
 # %% ../../nbs/guard/12_detector.ipynb #85488efe
 _REMEMBERED = 8 # anomalies
@@ -411,11 +410,12 @@ class LossStats:
         self,
         loss: float, # the next loss of a single lane
         c: DetectorConfig, # thresholds
-        chance_loss: float | None, # nats
+        chance_loss: float | None, # nats; always the same for the same config
     ) -> bool: # False: nothing was changed, judge it in full
         "Take the loss of a single lane in, if every rule finds it healthy; in plain numbers, which is fast."
-        seen, stale, known = self.seen.item(), self.stale.item(), self._single
-        if known is None or known.config is not c or known.refreshed != seen - stale or known.look.chance_loss != chance_loss:
+        known, stale = self._single, self.stale.item()
+        seen = self.seen.item()
+        if known is None or known.config is not c or known.refreshed != seen - stale:
             known = self._single = _SingleLane.of(self, c, chance_loss)
         look = known.look
         if not look.live or not math.isfinite(loss): return False
@@ -423,14 +423,14 @@ class LossStats:
         look.x = x = loss if look.linear else math.log(max(loss, 1e-30))
         look.z = (x - look.level) / look.spread
         after = []
-        for rule, arrays in known.rules:
-            trouble, anomaly, *moved = rule.judge(look, c, *[a.item() for a in arrays])
+        for name, judge, state in known.rules:
+            trouble, anomaly, *moved = judge(look, c, *[now[0] for now in state])
             if trouble or anomaly: return False
-            look.found[rule.name] = trouble
+            look.found[name] = False
             after.append(moved)
-        for (_, arrays), moved in zip(known.rules, after):
-            for a, now in zip(arrays, moved): a[0] = now
-        self.ring[0, seen % WINDOW_LIMIT] = loss
+        for (_, _, state), moved in zip(known.rules, after):
+            for now, new in zip(state, moved): now[0] = new
+        known.ring[seen % WINDOW_LIMIT] = loss
         self.seen[0], self.stale[0] = seen + 1, stale + 1
         if stale + 1 >= min(max((seen + 1) // 8, 1), c.refresh): self.refresh(c, np.zeros(1, np.int64))
         self.judged[0] += 1
@@ -506,16 +506,17 @@ class LossStats:
 
     def refresh(self, c: DetectorConfig, lanes: np.ndarray): # the window and the smallest spread; lane numbers
         "Choose the scale, and compute mean, σ, level and spread of the window of some lanes."
-        back = np.arange(c.window)
-        there = back < self.seen[lanes, None]
-        loss = self.ring[lanes[:, None], (self.seen[lanes, None] - 1 - back) % WINDOW_LIMIT]  # newest first
+        back, seen = np.arange(c.window), self.seen[lanes, None]
+        there, whole = back < seen, bool((seen >= c.window).all())
+        def known(x, other): return x if whole else np.where(there, x, other)
+        loss = self.ring[lanes[:, None], (seen - 1 - back) % WINDOW_LIMIT]  # newest first
         k = there.sum(1)
-        mean = self.mean[lanes] = np.where(there, loss, 0.).sum(1) / k
-        sigma = self.sigma[lanes] = np.sqrt((np.where(there, loss - mean[:, None], 0.)**2).sum(1) / k)
+        mean = self.mean[lanes] = known(loss, 0.).sum(1) / k
+        sigma = self.sigma[lanes] = np.sqrt((known(loss - mean[:, None], 0.)**2).sum(1) / k)
         self.start[lanes] = np.where(self.judged[lanes] <= c.min_samples, mean, self.start[lanes])
         linear = self._choose_scale(c, lanes, loss, there)
-        x = np.where(there, log_of(loss), np.inf)
-        level = _median(x, k)
+        x = known(log_of(loss), 0.) # of those that are not there no use is made
+        level = _median(known(x, np.inf), k)
         spread = np.maximum(_spread_of(x, there, level, k), c.min_spread)
         if linear.any():
             least = np.maximum(c.min_spread * (self.highest - self.lowest)[lanes] / 4, 1e-3 * np.abs(mean))
@@ -525,9 +526,10 @@ class LossStats:
 
     def _choose_scale(self, c, lanes, loss, there) -> np.ndarray: # (k,) 1: linear
         "Note the range of the ring, and carry the smoothed loss over where the scale changes."
-        ring, kept = self.ring[lanes], np.arange(WINDOW_LIMIT) < self.seen[lanes, None]
-        self.lowest[lanes] = np.where(kept, ring, np.inf).min(1)
-        self.highest[lanes] = np.where(kept, ring, -np.inf).max(1)
+        ring, seen = self.ring[lanes], self.seen[lanes, None]
+        empty = np.arange(WINDOW_LIMIT) >= seen if (seen < WINDOW_LIMIT).any() else None
+        self.lowest[lanes] = (ring if empty is None else np.where(empty, np.inf, ring)).min(1)
+        self.highest[lanes] = (ring if empty is None else np.where(empty, -np.inf, ring)).max(1)
         zeros = (there & (loss == 0)).sum(1)
         linear = ((self.lowest[lanes] < 0) | (zeros >= np.maximum(2, there.sum(1) / 10))).astype(np.int64)
         if c.scale != "auto": linear[:] = c.scale == "linear"
@@ -543,7 +545,8 @@ class _SingleLane(NamedTuple):
     config: DetectorConfig
     refreshed: int # healthy losses at the refresh that the numbers belong to
     look: Look # with the level and the limits of now
-    rules: list[tuple[Rule, list[np.ndarray]]] # to be asked, in turn, and what they remember
+    ring: memoryview # of its healthy losses
+    rules: list[tuple[str, Callable, list[memoryview]]] # in turn: name, function, and the state that it moves on
 
     @classmethod
     def of(cls, s: LossStats, c: DetectorConfig, chance_loss: float | None) -> Self:
@@ -553,8 +556,9 @@ class _SingleLane(NamedTuple):
         look = Look(
             ops=NUMBERS, loss=1., x=0., z=0., on=True, ok=True, live=by.ready, limits=by, mean=s.mean.item(),
             level=s.level.item(), spread=s.spread.item(), linear=s.linear.item(), chance_loss=chance_loss)
-        rules = [(r, [s.arrays[k] for k in r.state]) for r in reversed(RULES.values()) if r.judge and not r.of_norm]
-        return cls(c, int(s.seen[0] - s.stale[0]), look, rules)
+        rules = [(r.name, r.judge, [memoryview(s.arrays[k]) for k in r.state])
+                 for r in reversed(RULES.values()) if r.judge and not r.of_norm]
+        return cls(c, int(s.seen[0] - s.stale[0]), look, memoryview(s.ring[0]), rules)
 
 # %% ../../nbs/guard/12_detector.ipynb #dfc57d76
 def loss_limits(

@@ -34,7 +34,7 @@ from .snapshots import BackgroundWriter, Snapshot, TakeResult
 # %% ../../nbs/guard/16_governor.ipynb #77500f84
 logger = logging.getLogger("esper_nb.governor")
 _LEVELS = dict(note=logging.INFO, warning=logging.WARNING, critical=logging.ERROR)
-_PLAIN_STATE = ("since", "held", "watched", "lr_factor", "calm_loss", "given_at", "keep_cuts")
+_PLAIN_STATE = ("since", "held", "watched", "panicked", "lr_factor", "calm_loss", "given_at", "keep_cuts")
 
 class _RejectedBatch(Exception): "Ends the block of `with governor.step()`."
 
@@ -96,6 +96,7 @@ class Governor:
         self.watched = 0 # calls of `watch`
         self.inactive = np.zeros(lanes, bool) # lanes that do not take part in this `watch`
         self.inside = False # of `with step()`
+        self.panicked = False # so there may be something to refill in the budget
         self.since, self.held = 0, False # losses since the latest snapshot; it is on probation
         self.lr_factor = 1. # all cuts of the learning rate that are in force
         self.calm_loss = 0. # level of the loss before the first of them
@@ -389,6 +390,7 @@ class Governor:
     ) -> tuple[Report, ...]:
         "Choose an action for each of these lanes, apply it and report it."
         start, told = time.perf_counter(), {}
+        self.panicked = True
         for i, reason in reasons.items():
             told[i] = describe_panic(self.stats, self.config, verdict, self.chance_loss, i, reason)
         actions = {i: self._choose(i, reason, verdict, before_step) for i, reason in reasons.items()}
@@ -541,7 +543,7 @@ class Governor:
     def _on_step_end(self):
         "Refill the budget, publish the snapshot on probation, take the next one."
         c = self.config
-        self.budget.refill(self.stats.judged, c.cooldown)
+        if self.panicked: self.budget.refill(self.stats.judged, c.cooldown)
         if self.lr_factor != 1.: self._return_cuts()
         if self.held and (bad := self.snapshot.find_late(wait=self.since >= c.probation)): # only now is it known
             self.snapshot.drop()
@@ -754,7 +756,6 @@ class Budget:
 
     def refill(self, judged: np.ndarray, cooldown: int): # (n,) losses judged; losses past the panic
         "Forget the trouble that lies far enough behind."
-        if self.panic_at.max() < 0: return
         past = judged >= self.panic_at + cooldown
         for used in (self.skips, self.lowers, self.rollbacks): used[past] = 0
 

@@ -208,7 +208,7 @@ def new_governor(
     every = pop.data.num_train // pop.batch_size
     config = config.replace(sync_every=every, snapshot_every=every, probation=every if config.probation else 0)
     return Governor(model=nn.ModuleDict(dict(net=pop.model)), stepper=pop.stepper, rates=pop.rates,
-                    lanes=pop.lanes, chance=pop.data.chance_loss, config=config)
+                    lanes=pop.lanes, chance_loss=pop.data.chance_loss, config=config)
 
 # %% ../../nbs/train/37_population.ipynb #a78efc73
 def new_stepper(

@@ -193,7 +193,7 @@ def govern(
     "Let the Governor judge an epoch's losses, and see to the seeds of the lanes it rolled back."
     if pop.governor is None: return ()
     tables = {k: pop.model.slot(k).table.clone() for k in pop.model.names}
-    reports = tuple(r for loss in losses for r in pop.governor.watch(loss, asleep=inactive))
+    reports = tuple(r for loss in losses for r in pop.governor.watch(loss, inactive=inactive))
     settle_seeds(pop.model, tables, sorted({r.lane for r in reports if r.rolled_back}))
     return reports
 
