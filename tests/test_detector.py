@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from esper_nb.guard.detector import (
-    RULES, DetectorConfig, LossStats, Rule, judge, label_entropy, list_thresholds)
+    RULES, DetectorConfig, LossStats, judge, label_entropy)
 
 REASONS = ("healthy", *RULES)
 

@@ -28,7 +28,7 @@ from esper_nb.learn.learner import Learner, train_ppo
 from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig
 from esper_nb.record.checkpoints import EnvState, read_checkpoint, write_checkpoint
-from esper_nb.record.rows import record_rows
+from esper_nb.record.rows import make_rows
 from esper_nb.run.compare import RulePlayer
 from esper_nb.train.faults import Fault
 
@@ -304,7 +304,7 @@ def test_the_reward_is_the_sum_of_its_terms_and_telemetry_takes_the_step(preset)
         s = env.last_result
         np.testing.assert_allclose(sum(s.terms.values()).numpy(), s.reward.numpy(), atol=1e-9)
         if s.active.any() and not (~s.active).all(): assert np.array_equal(reward, s.reward.numpy()) or not s.active.all()
-        assert len(record_rows("step", s, step=t)) == 4
+        assert len(make_rows("step", s, step=t)) == 4
 
 
 def test_fossils_are_not_paid_again_after_a_rollback():

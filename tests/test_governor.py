@@ -165,9 +165,10 @@ def test_arguments():
     with pytest.raises(ValueError, match="batch, epoch, classic"):
         Governor(nn.Linear(1, 1), chance_loss=None, config="batches")
     with pytest.raises(ValueError, match="positive"): Governor(nn.Linear(1, 1), chance_loss=-1.)
-    with pytest.raises(ValueError, match="one per lane"): Governor(nn.Linear(1, 1), chance_loss=None).watch(torch.ones(3))
+    alone = Governor(nn.Linear(1, 1), chance_loss=None)
+    with pytest.raises(ValueError, match="one per lane"): alone.watch(torch.ones(3))
     with pytest.raises(ValueError, match="lr_factor"): GovernorConfig(lr_factor=2.)
-    with pytest.raises(ValueError, match="did you mean 'sigma'"): Governor(nn.Linear(1, 1), chance_loss=None).adjust(sigmo=3)
+    with pytest.raises(ValueError, match="did you mean 'sigma'"): alone.adjust(sigmo=3)
 
 
 # --- reports
@@ -475,7 +476,8 @@ def test_cuda_rollback_with_two_streams_at_work():
 
 def test_restored_step_is_the_lane_s_own():
     net = linear(2, 2, n=2)
-    governor = Governor(net, lanes=2, chance_loss=2.3, config=GovernorConfig(snapshot_every=4, probation=0, sync_every=1))
+    config = GovernorConfig(snapshot_every=4, probation=0, sync_every=1)
+    governor = Governor(net, lanes=2, chance_loss=2.3, config=config)
     governor.stats.judged[1] = 100   # a lane that has begun at another time
     for _ in range(5): governor.watch(torch.tensor([1., 1.]))
     reports = [r for _ in range(3) for r in governor.watch(torch.tensor([1., math.nan]))]

@@ -85,7 +85,8 @@ def test_a_rise_is_looked_at_and_its_end_is_noted():
     assert [r.action for r in gov.notes] == ["wait", "passed"] and not gov.reports and gov.trial is None
 
 def test_no_snapshot_is_published_during_a_trial():
-    gov = Governor(nn.Linear(1, 1), chance_loss=CHANCE, config=GovernorConfig(snapshot_every=5, probation=5, patience=100))
+    gov = Governor(nn.Linear(1, 1), chance_loss=CHANCE,
+                   config=GovernorConfig(snapshot_every=5, probation=5, patience=100))
     for k in range(100): gov.watch(.5 + .01 * (k % 3))
     step = gov.snapshot.steps[0]
     for _ in range(63): gov.watch(2.2)

@@ -173,7 +173,8 @@ def guard_accelerator(
 ) -> Governor:
     "A Governor for a loop of accelerate, in whose checkpoints it is."
     scaler = getattr(accelerator, "scaler", None)
-    governor = Governor(*parts, *([] if scaler is None else [scaler]), chance_loss=chance_loss, config=config, **options)
+    scalers = [] if scaler is None else [scaler]
+    governor = Governor(*parts, *scalers, chance_loss=chance_loss, config=config, **options)
     accelerator.register_for_checkpointing(governor)
     return governor
 
@@ -198,7 +199,8 @@ def fastai_governor(
             if not self.due: return
             scaler = getattr(getattr(self.learn, "mixed_precision", None), "scaler", None)
             parts = [self.learn.model, *([] if scaler is None else [scaler])]
-            self.governor = Governor(*parts, optimizer=self.learn.opt, chance_loss=chance_loss, config=config, **options)
+            learner = dict(optimizer=self.learn.opt) | options
+            self.governor = Governor(*parts, chance_loss=chance_loss, config=config, **learner)
             if self.loaded is not None: self.governor.load_state_dict(self.loaded)
             self.due, self.loaded = False, None
 

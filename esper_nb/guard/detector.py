@@ -96,7 +96,7 @@ def list_thresholds(
 def label_entropy(
     labels: Tensor, # any shape, labels or tokens of the training set; negative ones are ignored
 ) -> float: # nats
-    """Return the chance loss of a classifier or language model: that of a guess which only knows how frequent labels are.
+    """Return the chance loss of a classifier or language model: that of a guess from the frequencies of the labels.
 
     It is the Shannon entropy of the label frequencies: ln k for k equally frequent classes, less for uneven ones.
 
@@ -214,7 +214,7 @@ class Rule:
     help: str # what it means, for people
     mark: str = "o" # of matplotlib, in pictures of incidents
     judge: Callable[..., tuple] | None = None # (look, config, *state) -> trouble, anomaly, *state; None: judges nothing
-    state: Mapping[str, type] = field(default_factory=dict) # what it remembers: name -> int or float, arrays of `LossStats`
+    state: Mapping[str, type] = field(default_factory=dict) # what it remembers, in `LossStats`: name -> int or float
     counts: tuple[str, ...] = () # of the state, what is forgotten when a lane has been helped
     calm: Callable | None = None # (config, *state) -> no sign of trouble; None: all counts are zero
     of_norm: bool = False # it judges gradient norms, and is asked only where they are given
@@ -357,10 +357,11 @@ class LossStats:
 
     def __init__(self, lanes: int = 1): # n
         whole = ("judged", "seen", "stale", "anomalies_seen", "linear")
-        kinds = dict.fromkeys(LossStats.__annotations__, float) | dict.fromkeys(whole, int)
-        for rule in RULES.values(): kinds |= rule.state
+        kinds: dict[str, type] = dict.fromkeys(LossStats.__annotations__, float)
+        for more in (dict.fromkeys(whole, int), *(rule.state for rule in RULES.values())): kinds.update(more)
         shapes = dict(ring=(lanes, WINDOW_LIMIT), anomaly=(lanes, _REMEMBERED, 2))
-        self.arrays = {k: np.zeros(shapes.get(k, (lanes,)), kind) for k, kind in kinds.items()} # changed in place only
+        self.arrays: dict[str, np.ndarray] = {} # changed in place only
+        for k, kind in kinds.items(): self.arrays[k] = np.zeros(shapes.get(k, (lanes,)), kind)
         self.__dict__.update(self.arrays)
         self._single: _SingleLane | None = None
 
@@ -424,13 +425,13 @@ class LossStats:
         look.z = (x - look.level) / look.spread
         after = []
         for name, judge, state in known.rules:
-            trouble, anomaly, *moved = judge(look, c, *[now[0] for now in state])
+            trouble, anomaly, *moved = judge(look, c, *[now.item() for now in state])
             if trouble or anomaly: return False
             look.found[name] = False
             after.append(moved)
         for (_, _, state), moved in zip(known.rules, after):
             for now, new in zip(state, moved): now[0] = new
-        known.ring[seen % WINDOW_LIMIT] = loss
+        self.ring[0, seen % WINDOW_LIMIT] = loss
         self.seen[0], self.stale[0] = seen + 1, stale + 1
         if stale + 1 >= min(max((seen + 1) // 8, 1), c.refresh): self.refresh(c, np.zeros(1, np.int64))
         self.judged[0] += 1
@@ -484,7 +485,8 @@ class LossStats:
     def anomalies(self, lane: int) -> list[tuple[int, float]]: # when, loss; oldest first
         "Return the latest losses of a lane that were kept out of its statistics."
         last = int(self.anomalies_seen[lane])
-        return [(int(t), float(x)) for t, x in self.anomaly[lane, np.arange(max(0, last - _REMEMBERED), last) % _REMEMBERED]]
+        when = np.arange(max(0, last - _REMEMBERED), last) % _REMEMBERED
+        return [(int(t), float(x)) for t, x in self.anomaly[lane, when]]
 
     def copy(self) -> Self:
         "Return statistics that share no memory with these."
@@ -545,8 +547,7 @@ class _SingleLane(NamedTuple):
     config: DetectorConfig
     refreshed: int # healthy losses at the refresh that the numbers belong to
     look: Look # with the level and the limits of now
-    ring: memoryview # of its healthy losses
-    rules: list[tuple[str, Callable, list[memoryview]]] # in turn: name, function, and the state that it moves on
+    rules: list[tuple[str, Callable, list[np.ndarray]]] # in turn: name, function, and the state that it moves on
 
     @classmethod
     def of(cls, s: LossStats, c: DetectorConfig, chance_loss: float | None) -> Self:
@@ -556,9 +557,9 @@ class _SingleLane(NamedTuple):
         look = Look(
             ops=NUMBERS, loss=1., x=0., z=0., on=True, ok=True, live=by.ready, limits=by, mean=s.mean.item(),
             level=s.level.item(), spread=s.spread.item(), linear=s.linear.item(), chance_loss=chance_loss)
-        rules = [(r.name, r.judge, [memoryview(s.arrays[k]) for k in r.state])
+        rules = [(r.name, r.judge, [s.arrays[k] for k in r.state])
                  for r in reversed(RULES.values()) if r.judge and not r.of_norm]
-        return cls(c, int(s.seen[0] - s.stale[0]), look, memoryview(s.ring[0]), rules)
+        return cls(c, int(s.seen[0] - s.stale[0]), look, rules)
 
 # %% ../../nbs/guard/12_detector.ipynb #dfc57d76
 def loss_limits(

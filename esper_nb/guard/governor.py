@@ -337,7 +337,7 @@ class Governor:
         self.trial = None
         if said == "ruined":
             above = loss > loss_limits(self.stats, self.config, self.chance_loss).limit[0]
-            seen = self.verdict and replace(self.verdict, loss=np.array([loss])) # none where a checkpoint held the trial
+            seen = self.verdict and replace(self.verdict, loss=np.array([loss])) # None: a checkpoint held the trial
             done = self._respond({0: "explosion" if above else t.reason}, seen, **fields)
             if done[0].action == "rollback": self.probe = replace(t, x=[], losses=[])
             return done
@@ -405,7 +405,8 @@ class Governor:
         out = tuple(self._file(replace(r, seconds=time.perf_counter() - start)) for r in told.values())
         ended = [r.lane for r in out if r.action == "stop"]
         self.budget.stopped[ended] = True
-        if ended and self.config.stop_raises and (self.budget.stopped | self.inactive).all(): raise GovernorStop(out[-1])
+        over = (self.budget.stopped | self.inactive).all()
+        if ended and over and self.config.stop_raises: raise GovernorStop(out[-1])
         return out
 
     def _choose(self, lane: int, reason: str, verdict: Verdict | None, before_step: bool) -> tuple[str, bool]:
@@ -510,7 +511,7 @@ class Governor:
         logger.info("Governor: batch %d: the loss is back at its level, the learning rate is × 1 again", self.watched)
         self.lr_factor, self.given_at = 1., self.watched
 
-    def _rejoin_ranks(self, fields: Mapping[str, Any] = {}) -> tuple[Report, ...]: # noqa: B006
+    def _rejoin_ranks(self, fields: Mapping[str, Any]) -> tuple[Report, ...]: # of the report
         "Bring ranks together again whose weights have come to differ."
         if self.n > 1 or not self.snapshot.is_apart(): return ()
         return self._respond({0: "state"}, bad_state=("ranks.their weights differ",), **fields)
@@ -554,7 +555,7 @@ class Governor:
         calm = self.stats.calm(c) & ~self.budget.stopped & ~self.inactive
         calm &= self.budget.lowers == 0 # after a cut of the learning rate, wait until it has worked
         if self.trial is not None or not calm.any():
-            if self.since % c.snapshot_every == 0: self._rejoin_ranks() # what a snapshot would have looked at
+            if self.since % c.snapshot_every == 0: self._rejoin_ranks({}) # what a snapshot would have looked at
             return
         lanes = None if calm.all() else np.flatnonzero(calm).tolist()
         if self.held:
@@ -727,7 +728,7 @@ class Budget:
         self.ever = np.zeros(n, np.int64) # rollbacks over the whole run
         self.panic_at = np.full(n, -1) # losses judged at the latest panic, -1: there was none
         self.skipped_at = np.full(n, -9) # losses judged when a batch was last skipped, below -1: never
-        self.same_until = np.full(n, -1) # batch up to which a loss that is not finite belongs to a trouble that is paid for
+        self.same_until = np.full(n, -1) # batch up to which NaN belongs to a trouble that is paid for
         self.stopped = np.zeros(n, bool) # the ladder is used up
 
     def choose(

@@ -71,7 +71,7 @@ class Ranks:
         self,
         losses: np.ndarray, # (k, n) of this rank
         norms: np.ndarray | None = None, # (k, n), gradient norms
-    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]: # the same on every rank; and (k, n) the rank of the worst loss
+    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]: # the same everywhere; and (k, n) the rank of the worst loss
         "Return the mean over ranks of what is about to be judged; NaN or infinite where it is on any rank."
         if not self: return losses, norms, np.zeros(losses.shape, np.int64)
         both = losses if norms is None else np.concatenate([losses, norms], 1)
