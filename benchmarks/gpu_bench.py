@@ -159,9 +159,9 @@ def learner(size, device, core):
     envs = gym.make_vec("CartPole-v1", num_envs=size.envs, vectorization_mode="sync")
     config = PPOConfig(num_steps=size.steps, num_minibatches=2)
     new = Learner(envs, config, PolicyConfig(core=core), device=device)
-    new.begin()
+    new.reset()
     while not new.rollout.full: new.step_envs()
-    new.prepare()
+    new.compute_targets()
     return new
 
 
@@ -172,7 +172,7 @@ def ppo(size, limit):
         sides = {}
         for device in ("cuda", "cpu"):
             one = learner(size, device, core)
-            batches = list(one.minibatches_left())
+            batches = list(one.remaining_minibatches())
             sides[device] = lambda one=one, batches=batches: [one.learn(b) for b in batches]
         rows.append(dict(core=core, envs=size.envs, steps=size.steps, seconds=in_turns(sides, size.turns)))
     return rows

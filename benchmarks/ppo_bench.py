@@ -229,9 +229,9 @@ def our_update(width, share, parts):
     envs = SyncVectorEnv([lambda: Noise(share)] * 8, autoreset_mode="SameStep")
     config = PPOConfig(num_steps=150, num_minibatches=parts, update_epochs=4, max_grad_norm=0.5)
     learner = Learner(envs, config, PolicyConfig(features=(), hidden=width, actor=64, critic=(64, 64)))
-    learner.begin()
+    learner.reset()
     while not learner.rollout.full: learner.step_envs()
-    learner.prepare()
+    learner.compute_targets()
     def update():
         for sweep in range(4):
             for b in learner.rollout.minibatches(parts, generator(0, "sweep", sweep)): learner.learn(b)

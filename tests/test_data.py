@@ -66,11 +66,11 @@ def test_long_addresses_agree_with_short_ones():
     for a, b in zip(short, long, strict=True): assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
-def test_lanes_draw_from_the_address_they_are_given():
+def test_lanes_draw_from_the_seed_key_they_are_given():
     for data in (make(pad=2, flip=True)[0], letters()):
         def elsewhere(seed, lane): return seed + 5, lane + 2
         moved = data.to("cpu")
-        moved.address = elsewhere
+        moved.seed_key = elsewhere
         for a, b in zip(moved.epoch(0, [0, 3], 1, 4), data.epoch(5, [2, 5], 1, 4), strict=True):
             assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
         assert not torch.equal(moved.epoch(0, [0], 1, 4)[0][0], data.epoch(0, [0], 1, 4)[0][0])

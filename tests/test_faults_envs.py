@@ -220,7 +220,7 @@ def wrong_numbers(hint, name):
     return [*never, -1., -math.inf]
 
 
-MAY_BE_NEGATIVE = {"seed"} # an address of random streams; any whole number
+MAY_BE_NEGATIVE = {"seed"} # the seed of random streams; any whole number
 MAY_BE_ANY_NUMBER = {"worth", "ransom"} # percentage points, either way
 
 def plain_fields(kind):

@@ -235,22 +235,22 @@ def learner(n=4, **kw):
 @pytest.mark.parametrize("n", [2, 7])
 def test_all_lanes_share_one_call_of_the_policy(n, monkeypatch):
     one, calls = learner(n), []
-    one.begin()
+    one.reset()
     forward = one.policy.forward
     monkeypatch.setattr(one.policy, "forward", lambda obs, *a: (calls.append(obs.shape[1]), forward(obs, *a))[1])
     while not one.rollout.full:
         calls.clear(); one.step_envs()
         assert set(calls) <= {n} and len(calls) <= 2, "one to act, and one more where lanes were cut off"
     assert one.rollout.mask.shape[:2] == (12, n)
-    calls.clear(); one.prepare()
+    calls.clear(); one.compute_targets()
     assert calls == [n]
 
 
 def test_a_rollout_that_is_cut_off_goes_on_with_its_memory():
     one = learner(norm_reward=False)
-    one.begin()
+    one.reset()
     while not one.rollout.full: one.step_envs()
-    one.prepare()
+    one.compute_targets()
     s, r = one.stream, one.rollout
     with torch.no_grad():
         def values(state): return one.policy(one.view(s.obs)[None], state, s.start[None])[1][0]

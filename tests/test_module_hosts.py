@@ -221,7 +221,7 @@ def test_it_exports(name):
         with torch.no_grad(): near(plain(model.host.read(mine)), model.lane(i).eval()(mine), 1e-6)
 
 
-# ---- luck has an address
+# ---- luck has a seed key
 
 @pytest.mark.parametrize("own", [True, False])
 def test_what_a_lane_draws_depends_on_no_neighbour(own):

@@ -178,15 +178,15 @@ def family_env(**settings):
     return GrowVecEnv(**base | settings)
 
 
-def test_instances_are_drawn_by_address_and_come_back_from_a_saved_state():
+def test_instances_are_drawn_by_seed_key_and_come_back_from_a_saved_state():
     one, two = family_env(), family_env()
     one.reset(seed=3)
-    told = one.parts[0][1].data.addresses
+    told = one.parts[0][1].data.seed_keys
     one.step(np.zeros((12, 8), int))
     two.reset(seed=4)
-    assert two.parts[0][1].data.addresses != told
+    assert two.parts[0][1].data.seed_keys != told
     two.load_state_dict(one.state_dict())
-    assert two.parts[0][1].data.addresses == told
+    assert two.parts[0][1].data.seed_keys == told
     for env in (one, two): env.step(np.zeros((12, 8), int))
     assert torch.equal(one.obs, two.obs) and torch.equal(one.last_result.reward, two.last_result.reward)
 

@@ -226,7 +226,7 @@ def test_the_penalty_is_not_scaled_and_reaches_one_transition(scaled):
         learner = Learner(Punished(at), config, small)
         for _ in train_ppo(learner, 2): pass
         for _ in range(12): learner.step_envs()
-        learner.prepare()
+        learner.compute_targets()
         runs.append(learner.rollout)
     plain, hit = runs
     assert hit.rolled_back.nonzero().tolist() == [[11, 2]] and hit.reward[11, 2] == -10
@@ -580,7 +580,7 @@ def test_a_critic_that_makes_up_its_numbers_explains_nothing(cut):
     learner = Learner(envs, config, PolicyConfig(core="none", features=()))
     torch.nn.init.constant_(learner.policy.value_out.weight, 30.) # 0, 30, 60 and 90 by the number of the lane
     while learner.acts: learner.step_envs()
-    learner.prepare()
+    learner.compute_targets()
     r = learner.rollout
     assert explained_variance(r.value, r.returns, r.valid) > 0.5
     assert learner.variance < 0.
@@ -594,7 +594,7 @@ def test_a_critic_that_foresees_is_credited():
     learner = Learner(envs, config, PolicyConfig(core="none", features=()))
     torch.nn.init.constant_(learner.policy.value_out.weight, 3.5) # times the lane: the mean of 6, 5, ... 1
     while learner.acts: learner.step_envs()
-    learner.prepare()
+    learner.compute_targets()
     assert 0.5 < learner.variance < 1.
 
 

@@ -130,7 +130,7 @@ def test_the_main_job_runs_on_two_devices(gpu, tmp_path, capsys, graph):
     main(["train", "digits_impaired", "--device", "cuda:0,cuda:1", "--quiet", "--out", str(tmp_path), *sets])
     assert "1 update, 8 lane-epochs" in capsys.readouterr().out and gpu.num_launches > 1000
     assert (gpu.launches["graph"] > 0) == (graph == "true")
-    assert not gpu.draws   # whatever is drawn has an address, and is drawn on the host
+    assert not gpu.draws   # whatever is drawn has a seed key, and is drawn on the host
 
 
 # --- what it has shown
@@ -280,9 +280,9 @@ def test_acting_waits_twice_and_a_gradient_step_once(gpu, core):
     learner.step_envs()
     assert gpu.num_waits <= 2   # is it all finite and legal; what is to be done
     while learner.acts: learner.step_envs()
-    learner.prepare()
+    learner.compute_targets()
     gpu.reset()
-    first, *_ = learner.minibatches_left()
+    first, *_ = learner.remaining_minibatches()
     assert gpu.num_waits == 0
     learner.learn(first)
     assert gpu.num_waits <= 1   # the numbers of the step, with the norm of its gradient

@@ -48,7 +48,7 @@ class EnvPart(NamedTuple):
     def draw_data(self, seed_key: Callable[[int], int]) -> None: # lane of the whole -> where its random streams begin
         "Let each lane draw the order and augmentation of its data from its own streams."
         def drawn_from(seed: int, lane: int) -> tuple[int, int]: return seed_key(self.first + lane), 0
-        self.population.data.address = drawn_from
+        self.population.data.seed_key = drawn_from
 
     def begin(self,
         lanes: Sequence[int], # counted from the first of this part
@@ -100,7 +100,7 @@ class EnvPart(NamedTuple):
         pop = self.population
         parts = {k: clone_all(getattr(pop, k).state_dict()) for k in ("model", "stepper", "rates")}
         governor = None if pop.governor is None else pop.governor.state_dict()
-        lessons = dict(pop.data.addresses) if isinstance(pop.data, FamilyData) else {}
+        lessons = dict(pop.data.seed_keys) if isinstance(pop.data, FamilyData) else {}
         return dict(**parts, epoch=pop.epoch.clone(), governor=governor, lessons=lessons)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: # of a part with the same settings

@@ -150,8 +150,8 @@ def reset_lanes(
     module: nn.Module, # the population, n lanes
     lanes: Sequence[int], # which of its lanes to initialise afresh
     seed: int, # the run's seed
-    *key: int | str, # further address of the stream, default `"init"`
-    names: Sequence[int] | None = None, # what each lane is called in the address, default its number
+    *key: int | str, # rest of the seed key, default `"init"`
+    names: Sequence[int] | None = None, # what each lane is called in the seed key, default its number
 ):
     "Give some lanes fresh initial values, each from the stream `(seed, *key, lane)`."
     one = with_lanes(module, 1).to("cpu")   # where the stream is: the same values on every device

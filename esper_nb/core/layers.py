@@ -262,7 +262,7 @@ def lane_noise(
     shape: Sequence[int], # of one lane
     axis: int, # where the lanes go
 ) -> Tensor: # int32, uniform over all of them; `shape` with n at `axis`
-    "Random numbers of n lanes, each a function of its lane's address and its own position."
+    "Random numbers of n lanes, each a function of its lane's seed key and its own position."
     words = (stream + count * _WEYL).view(torch.int32).view(-1, 2)
     low, high = (w.view([-1 if i == axis else 1 for i in range(len(shape) + 1)]) for w in words.unbind(1))
     place = torch.arange(math.prod(shape), dtype=torch.int32, device=stream.device).view(*shape).unsqueeze(axis)

@@ -346,7 +346,7 @@ class Growing(_Measured):
         "One finished epoch: ramps move, slots cool down, automatic gates open; the next epoch begins."
         return [(k, i, e) for k in self.names for i, e in self.slot(k).tick(lanes)]
 
-    def reset(self, lanes: Sequence[int], seed: int, names: Sequence[int] | None = None): # names: in streams' addresses
+    def reset(self, lanes: Sequence[int], seed: int, names: Sequence[int] | None = None): # names: in the seed keys
         "Begin again: fresh host weights and empty slots for some lanes."
         reset_lanes(self.host, lanes, seed, names=names)
         for k in self.names: self.slot(k).clear(lanes, seed, names)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LAYOUTS', 'FIRST_AXIS', 'LAST_AXIS', 'READS', 'HostConfig', 'FeatureLayout', 'to_slot', 'from_slot', 'choose_layout',
-           'FeatureSeen', 'find_features', 'draw_afresh', 'AttachedModel', 'attach_slots', 'factory_address',
-           'get_factory', 'Reading', 'read_as', 'ModuleHostConfig', 'Place', 'Explored', 'example_of', 'explore_host',
-           'ModuleHost', 'new_module_host', 'module_model', 'host_sites', 'check_slots']
+           'FeatureSeen', 'find_features', 'draw_afresh', 'AttachedModel', 'attach_slots', 'import_path', 'get_factory',
+           'Reading', 'read_as', 'ModuleHostConfig', 'Place', 'Explored', 'example_of', 'explore_host', 'ModuleHost',
+           'new_module_host', 'module_model', 'host_sites', 'check_slots']
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #c143ca17
 import copy
@@ -169,7 +169,7 @@ class AttachedModel(Growing):
         as_lanes(i, self.lanes)
         return copy.deepcopy(self) if self.lanes == 1 else super().lane(i)
 
-    def reset(self, lanes: Sequence[int], seed: int, names: Sequence[int] | None = None): # names: in streams' addresses
+    def reset(self, lanes: Sequence[int], seed: int, names: Sequence[int] | None = None): # names: in the seed keys
         "Begin again: fresh weights of the network, as its layers draw them, and empty slots."
         self.take_hooks_off() # what draws the weights makes a copy, which needs no slots
         try:
@@ -219,27 +219,27 @@ def attach_slots(
     return AttachedModel(module, made, found)
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #ce5a507f
-_given: dict[str, Callable[..., nn.Module]] = {} # functions that were handed over in person, by address
+_given: dict[str, Callable[..., nn.Module]] = {} # functions that were handed over as objects, by import path
 
-def factory_address(factory: Callable[..., nn.Module]) -> str: # "package.module:function"
-    "The address of a function, which stands for it in this process from now on."
+def import_path(factory: Callable[..., nn.Module]) -> str: # "package.module:function"
+    "The import path of a function, under which this process finds it from now on."
     name = f"{factory.__module__}:{getattr(factory, '__qualname__', type(factory).__name__)}"
     _given[name] = factory
     return name
 
-def get_factory(address: str) -> Callable[..., nn.Module]: # address: "package.module:function"
-    "The function at an address."
-    if address in _given: return _given[address]
-    where, _, name = address.partition(":")
-    check(bool(where and name), "factory", address, "a function, or its address such as 'my_nets:make_net'")
+def get_factory(path: str) -> Callable[..., nn.Module]: # path: "package.module:function"
+    "The function at an import path."
+    if path in _given: return _given[path]
+    where, _, name = path.partition(":")
+    check(bool(where and name), "factory", path, "a function, or its import path such as 'my_nets:make_net'")
     try:
         found: Any = importlib.import_module(where)
         for k in name.split("."): found = getattr(found, k)
     except (ImportError, AttributeError) as e:
         here = "lives in a notebook or a script" if where == "__main__" else f"is not to be had here ({e})"
-        raise ValueError(f"factory={address!r} {here}; put it in a file such as my_nets.py in the folder that you "
+        raise ValueError(f"factory={path!r} {here}; put it in a file such as my_nets.py in the folder that you "
                          "start from, and name it factory='my_nets:make_net'") from e
-    check(callable(found), "factory", address, "a function or class that makes a module")
+    check(callable(found), "factory", path, "a function or class that makes a module")
     return found
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #5d1322ee
@@ -264,7 +264,7 @@ def read_as(
 @dataclass(frozen=True)
 class ModuleHostConfig(Config):
     "Your own network as a host."
-    factory: str | Callable # its address, or the function itself, of which the address is kept
+    factory: str | Callable # its import path, or the function itself, of which the import path is kept
     slots: dict | tuple[str, ...] | list # submodules; or submodule -> layout of its output, one of LAYOUTS
     shape: tuple[int, ...] | None = None # of an example in the data; None: as the data of the task have it
     classes: int | None = None # outputs; None: as many as the data have
@@ -273,7 +273,7 @@ class ModuleHostConfig(Config):
     side_by_side: bool | None = None # False: lane by lane; True: lane layers where that is equal; None: as is faster
 
     def __post_init__(self):
-        if not isinstance(self.factory, str): object.__setattr__(self, "factory", factory_address(self.factory))
+        if not isinstance(self.factory, str): object.__setattr__(self, "factory", import_path(self.factory))
         if self.shape is not None: object.__setattr__(self, "shape", tuple(self.shape))
         names = self.slots if isinstance(self.slots, Mapping) else dict.fromkeys(self.slots, "")
         check(len(names) > 0 and not isinstance(self.slots, str), "slots", self.slots, "names of submodules")
@@ -288,7 +288,7 @@ class ModuleHostConfig(Config):
         check(good, "shape", self.shape, f"{like} for reads={self.reads!r}")
 
     @property
-    def address(self) -> str: # "package.module:function"
+    def import_path(self) -> str: # "package.module:function"
         "Where the function is."
         return str(self.factory)
 
@@ -323,7 +323,7 @@ class Explored(NamedTuple):
 
 def example_of(config: ModuleHostConfig, batch: int = 2) -> Tensor:
     "A made-up batch, as the data would have it."
-    check(config.shape is not None and config.classes is not None, "host", config.address,
+    check(config.shape is not None and config.classes is not None, "host", config.import_path,
           "shape=... and classes=... of its data")
     shape = (batch, *(config.shape or ()))
     if config.reads == "BL": return torch.arange(shape[0] * shape[1]).view(shape) % (config.classes or 1)
@@ -361,14 +361,14 @@ def _places(config: ModuleHostConfig, module: nn.Module, x: Tensor, ended: Seque
 def _explored(config: ModuleHostConfig, make: Callable[..., nn.Module]) -> Explored:
     def factory() -> nn.Module: return out_of_place(make(**config.kwargs))
     with seeded(0, "explore"): module = factory()
-    check(isinstance(module, nn.Module), f"what {config.address} makes", type(module).__name__, "a module")
+    check(isinstance(module, nn.Module), f"what {config.import_path} makes", type(module).__name__, "a module")
     x = example_of(config) if config.reads == "BL" else read_as(example_of(config), config.reads)
     try: y = module.eval()(x)
     except Exception as e:
-        raise ValueError(f"{config.address} does not take {tuple(x.shape)}, which is reads={config.reads!r} of "
+        raise ValueError(f"{config.import_path} does not take {tuple(x.shape)}, which is reads={config.reads!r} of "
                          f"shape={config.shape}: {e}") from e
     expected = (*x.shape[:2 if config.reads == "BL" else 1], config.classes)
-    check(y.shape == expected, f"output of {config.address}", tuple(y.shape), f"{expected}: one number for each class")
+    check(y.shape == expected, f"output of {config.import_path}", tuple(y.shape), f"{expected}: one number for each class")
     ended, largest = _order(module, x)
     places = _places(config, module, x, ended)
     form = find_form(factory, x, READS[config.reads].axis, -1, config.side_by_side)
@@ -379,13 +379,13 @@ def _explored(config: ModuleHostConfig, make: Callable[..., nn.Module]) -> Explo
 
 def explore_host(config: ModuleHostConfig) -> Explored:
     "Look at a network; a second look at the same one costs nothing."
-    return _explored(config, get_factory(config.address))
+    return _explored(config, get_factory(config.import_path))
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #887a5bb7
 class ModuleHost(LaneModule):
     "n copies of your network; made by `new_module_host`."
     def __init__(self, config: ModuleHostConfig, lanes: int = 1):
-        found, make = explore_host(config), get_factory(config.address)
+        found, make = explore_host(config), get_factory(config.import_path)
         super().__init__(_Making(make, config.kwargs), found.form, lanes, Ports(READS[config.reads].axis, -1))
         self.config, inner = config, "net.template." if found.form.whole else "net."
         self.before = {k: tuple(inner + name for name in p.before) for k, p in found.places.items()}

@@ -502,7 +502,7 @@ class _Seedbed(BankRouter):
         self.register_buffer("stream", torch.zeros(lanes, dtype=torch.int64))
         self.clear(range(lanes), seed)
 
-    def clear(self, lanes: Iterable[int], seed: int, names: Iterable[int] | None = None): # names: in streams' addresses
+    def clear(self, lanes: Iterable[int], seed: int, names: Iterable[int] | None = None): # names: in the seed keys
         "Empty slots for lanes that begin again; a lane is called by its number unless it has another name."
         lanes = list(lanes)
         for i, name in zip(lanes, lanes if names is None else names):

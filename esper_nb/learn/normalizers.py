@@ -8,31 +8,15 @@ __all__ = ['Moments', 'ObsNormalizer', 'discounted_sums', 'RewardNormalizer', 'V
 # %% ../../nbs/learn/63_normalizers.ipynb #457bec37
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.config import check
 
-# %% ../../nbs/learn/63_normalizers.ipynb #9792a2af
-class _Sums(NamedTuple):
-    "Statistics of some data."
-    seen: float # observations
-    mean: Tensor # (width,) fp64
-    var: Tensor # (width,) fp64, of the population
-
-def _pooled(old: _Sums, new: _Sums) -> _Sums:
-    "Statistics of both."
-    if old.seen == 0: return _Sums(new.seen, new.mean.clone(), new.var.clone())
-    total, delta = old.seen + new.seen, new.mean - old.mean
-    mean = old.mean + delta * (new.seen / total)
-    var = (old.seen * old.var + new.seen * new.var + delta ** 2 * (old.seen * new.seen / total)) / total
-    return _Sums(total, mean, var)
-
 # %% ../../nbs/learn/63_normalizers.ipynb #8ed28036
 class Moments:
-    "Running count, mean and population variance of `width` numbers."
+    "Running count, mean and population variance of `width` numbers, in fp64."
     def __init__(
         self,
         width: int = 1, # numbers per observation
@@ -47,35 +31,40 @@ class Moments:
         self.count, self.mean, self.var = 0., torch.zeros_like(one), one
 
     def update(self, x: Tensor) -> None: # (..., width), finite
-        "Take in a batch, or refuse it whole."
+        "Add a batch; `ValueError`, and no change, if a value is not finite."
         x = x.detach().reshape(-1, self.width).cpu().double()
         if not len(x): return
         wrong = int((~torch.isfinite(x)).sum())
         if wrong: raise ValueError(f"{wrong} of {x.numel()} values are not finite, expected numbers: "
                                    "statistics would be ruined for ever")
-        self._take(_Sums(float(len(x)), x.mean(0), x.var(0, correction=0)))
+        self._pool(float(len(x)), x.mean(0), x.var(0, correction=0))
 
     def merge(self, other: "Moments") -> None: # statistics of other data
-        "Take in what `other` has seen."
-        if other.count: self._take(_Sums(other.count, other.mean, other.var))
+        "Add all that `other` has seen."
+        if other.count: self._pool(other.count, other.mean, other.var)
 
-    def _take(self, new: _Sums) -> None:
-        old = min(self.count, max(self.window - new.seen, 0.))
-        self.count, self.mean, self.var = _pooled(_Sums(old, self.mean, self.var), new)
+    def _pool(self, count: float, mean: Tensor, var: Tensor) -> None:
+        "Add the statistics of other data by the pairwise formula."
+        old = min(self.count, max(self.window - count, 0.))
+        if old == 0: self.count, self.mean, self.var = count, mean.clone(), var.clone()
+        else:
+            total, delta = old + count, mean - self.mean
+            self.count, self.mean = total, self.mean + delta * (count / total)
+            self.var = (old * self.var + count * var + delta ** 2 * (old * count / total)) / total
 
     def state_dict(self) -> dict:
-        "Copies of the three numbers."
+        "Return copies of the three numbers."
         return dict(count=self.count, mean=self.mean.clone(), var=self.var.clone())
 
     def load_state_dict(self, state: dict) -> None: # a state of `state_dict`
-        "Put a saved state back."
+        "Restore a saved state."
         check(len(state["mean"]) == self.width, "width", len(state["mean"]), f"statistics of {self.width} numbers")
         self.count = float(state["count"])
         self.mean, self.var = state["mean"].clone().double(), state["var"].clone().double()
 
 # %% ../../nbs/learn/63_normalizers.ipynb #edb29bba
 class ObsNormalizer:
-    "Observations to mean 0 and variance 1, with statistics frozen between commits."
+    "Normalise observations to mean 0 and variance 1, with statistics frozen between commits."
     def __init__(
         self,
         width: int, # D
@@ -98,24 +87,20 @@ class ObsNormalizer:
         return out
 
     def observe(self, obs: Tensor) -> None: # (..., D) raw
-        "Collect; nothing changes yet."
+        "Collect observations; `__call__` does not change yet."
         self.pending.update(obs)
 
     def commit(self) -> None:
-        "From now on use what was observed."
+        "Include what was observed in the statistics in use."
         self.moments.merge(self.pending)
         self.pending.reset()
 
-    def merge(self, other: "ObsNormalizer") -> None: # of another process
-        "Take in what `other` has committed."
-        self.moments.merge(other.moments)
-
     def state_dict(self) -> dict:
-        "Statistics in use, and those collected since."
+        "Return the statistics in use, and those collected since."
         return dict(moments=self.moments.state_dict(), pending=self.pending.state_dict())
 
     def load_state_dict(self, state: dict) -> None: # a state of `state_dict`
-        "Put a saved state back."
+        "Restore a saved state."
         self.moments.load_state_dict(state["moments"])
         self.pending.load_state_dict(state["pending"])
 
@@ -127,7 +112,7 @@ def discounted_sums(
     gamma: float, # discount per step
     running: Tensor, # (n,) fp64, the sums before the first step
 ) -> Tensor: # (T, n) fp64
-    "In each step the discounted sum of the rewards of the episode so far."
+    "Return in each step the discounted sum of the episode's rewards so far."
     out = []
     for t, r in enumerate(reward.cpu().double()):
         running = running * gamma * ~start[t] + torch.where(counts[t], r, 0.)
@@ -136,7 +121,7 @@ def discounted_sums(
 
 # %% ../../nbs/learn/63_normalizers.ipynb #606abed1
 class RewardNormalizer:
-    "Rewards divided by the standard deviation of discounted returns; those of rollbacks untouched."
+    "Divide rewards by the standard deviation of discounted returns; leave penalties of rollbacks as they are."
     def __init__(
         self,
         lanes: int, # n
@@ -148,7 +133,7 @@ class RewardNormalizer:
 
     @property
     def scale(self) -> float:
-        "Rewards are divided by this."
+        "Standard deviation that rewards are divided by; 1 before the first rollout."
         return math.sqrt(self.moments.var.item() + 1e-8) if self.moments.count else 1.
 
     def observe(
@@ -157,21 +142,21 @@ class RewardNormalizer:
         start: Tensor, # (T, n) bool: an episode begins
         counts: Tensor, # (T, n) bool: valid, and not rolled back
     ) -> None:
-        "Learn the scale from a rollout."
+        "Update the scale from a rollout."
         seen = discounted_sums(reward, start.cpu(), counts.cpu(), self.gamma, self.running)
         self.running = seen[-1]
         self.moments.update(seen[counts.cpu()])
 
     def __call__(self, reward: Tensor, rolled_back: Tensor) -> Tensor: # (T, n) raw; (T, n) bool: keep as it is
-        "Scaled and clipped rewards."
+        "Return scaled and clipped rewards."
         return torch.where(rolled_back, reward, (reward / self.scale).clamp(-self.clip, self.clip))
 
     def state_dict(self) -> dict:
-        "Statistics, and the sums that the next rollout goes on from."
+        "Return the statistics, and the sums that the next rollout goes on from."
         return dict(moments=self.moments.state_dict(), running=self.running.clone())
 
     def load_state_dict(self, state: dict) -> None: # a state of `state_dict`
-        "Put a saved state back."
+        "Restore a saved state."
         saved, here = len(state["running"]), len(self.running)
         check(saved == here, "lanes", saved, f"the statistics of {here} lanes")
         self.moments.load_state_dict(state["moments"])
@@ -179,7 +164,7 @@ class RewardNormalizer:
 
 # %% ../../nbs/learn/63_normalizers.ipynb #49f01c21
 class ValueNormalizer:
-    "The standard deviation of returns, and the change of scale for a critic's last layer."
+    "Track the standard deviation of returns, and rescale a critic's last layer when it changes."
     def __init__(self, window: float = 100_000.): # returns to remember
         self.moments = Moments(1, window)
 
@@ -194,7 +179,7 @@ class ValueNormalizer:
         returns: Tensor, # any shape, raw scale
         out: torch.nn.Linear | None = None, # the critic's last layer
     ) -> float: # the new scale
-        "Learn from a rollout's returns, and keep the predictions of `out` in place."
+        "Update the scale from a rollout's returns, and rescale `out` so that its predictions stay."
         old = self.scale
         self.moments.update(returns.reshape(-1, 1))
         if out is not None:
@@ -202,16 +187,16 @@ class ValueNormalizer:
         return self.scale
 
     def state_dict(self) -> dict:
-        "The statistics."
+        "Return the statistics."
         return self.moments.state_dict()
 
     def load_state_dict(self, state: dict) -> None: # a state of `state_dict`
-        "Put a saved state back."
+        "Restore a saved state."
         self.moments.load_state_dict(state)
 
 # %% ../../nbs/learn/63_normalizers.ipynb #067772fd
 def _standardize_there(adv, valid):
-    "The same without asking a device how many count."
+    "Standardise without a copy to the host: how many steps count stays on the device."
     count, x = valid.sum(), adv.masked_fill(~valid, 0.)
     off = adv - x.sum() / count
     spread = (off.masked_fill(~valid, 0.).square().sum() / (count - 1)).sqrt()
@@ -222,7 +207,7 @@ def standardize(
     adv: Tensor, # advantages
     valid: Tensor, # bool: the step counts; same shape
 ) -> Tensor: # mean 0 and deviation 1 where valid, 0 elsewhere; as they are where fewer than two steps count
-    "Advantages of one size, whatever the rewards are; all 0 where they differ by rounding only."
+    "Standardise advantages over the steps that count; all 0 where they differ by rounding only."
     if adv.is_cuda: return _standardize_there(adv, valid)
     x = adv[valid]
     if len(x) < 2: return adv

@@ -29,7 +29,13 @@ def gae(
     gamma: float = 0.99, # discount per step
     gae_lambda: float = 0.95, # 0: one-step error, 1: full return
 ) -> Tensor: # (T, n) advantages
-    "Generalised advantage estimation."
+    """Compute advantages by generalised advantage estimation.
+
+    References
+    ----------
+    Schulman et al. (2016), "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
+    arXiv:1506.02438.
+    """
     delta = reward + gamma * next_value - value
     carry = gamma * gae_lambda * (~done).to(delta.dtype)
     adv = torch.empty_like(delta)
@@ -45,14 +51,14 @@ def next_values(
     truncated: Tensor, # (T, n) bool
     final_value: Tensor, # (T, n) values of final observations; NaN: the next step has it
 ) -> Tensor: # (T, n)
-    "Value of what follows each step."
+    "Return the value of what follows each step."
     following = torch.cat([value[1:], last_value[None]])
     final = torch.where(final_value.isnan(), following, final_value)
     return torch.where(terminated, 0., torch.where(truncated, final, following))
 
 # %% ../../nbs/learn/62_rollouts.ipynb #bc2b8e60
 class Outcome(NamedTuple):
-    "What one step of n environments brought."
+    "Result of one step of n environments."
     reward: Tensor # (n,) a penalty where the lane was rolled back
     terminated: Tensor # (n,) bool: nothing follows
     truncated: Tensor # (n,) bool: something would have followed
@@ -64,7 +70,7 @@ def flat_observations(
     obs: Any, # n observations as the environment returned them
     space: gym.Space, # of one environment
 ) -> Tensor: # (n, D) fp32
-    "Observations of n lanes as vectors; those of a `Discrete` space as unit vectors."
+    "Flatten the observations of n lanes; those of a `Discrete` space become unit vectors."
     if isinstance(space, gym.spaces.Discrete):
         return torch.eye(int(space.n))[torch.as_tensor(np.asarray(obs, np.int64) - space.start)]
     x = torch.as_tensor(np.asarray(obs, np.float32)).reshape(len(obs), -1)
@@ -77,17 +83,17 @@ def rolled_lanes(
     info: Mapping[str, Any], # of one step of n environments
     n: int,
 ) -> np.ndarray: # (n,) bool
-    "Which lanes were rolled back in the step."
+    "Return which lanes the environment reports as rolled back."
     rolled = np.zeros(n, bool)
     for source in (info, info.get("final_info", {})):
         if "rolled_back" not in source: continue
-        said = np.asarray(source["rolled_back"], bool)
-        rolled |= said & np.asarray(source.get("_rolled_back", said), bool)
+        flags = np.asarray(source["rolled_back"], bool)
+        rolled |= flags & np.asarray(source.get("_rolled_back", flags), bool)
     return rolled
 
-# %% ../../nbs/learn/62_rollouts.ipynb #c759ac23
-class _StreamState:
-    "What stands between two steps of a vector environment."
+# %% ../../nbs/learn/62_rollouts.ipynb #9911e5a3
+class EnvStream:
+    "Run a gymnasium vector environment as a stream of transitions, whatever its autoreset mode."
     obs: Tensor # (n, D) fp32, raw
     mask: Tensor | None # (n, M) bool; None: the environment has none
     start: Tensor # (n,) bool: this observation begins an episode
@@ -95,7 +101,7 @@ class _StreamState:
 
     def __init__(
         self,
-        envs: gym.vector.VectorEnv,
+        envs: gym.vector.VectorEnv, # n lanes
         device: str | torch.device = "cpu", # where observations and masks go
     ):
         mode = envs.metadata.get("autoreset_mode")
@@ -109,32 +115,17 @@ class _StreamState:
         self.width = gym.spaces.flatdim(self.space) # D
 
     def reset(self, seed: int | None = None) -> None: # seed of the environments
-        "Begin an episode in every lane."
+        "Reset the environments: an episode begins in every lane."
         obs, info = self.envs.reset(seed=seed)
         self.obs, self.mask = self._to(flat_observations(obs, self.space)), None
         self.start, self.valid = self._flags(True), self._flags(True)
         self._read_mask(info, np.ones(self.n, bool))
 
-    def _flags(self, value): return torch.full((self.n,), value, device=self.device)
-    def _to(self, x): return torch.as_tensor(x).to(self.device)
-
-    def _read_mask(self, info, lanes):
-        "Take over the masks of `lanes`, (n,) bool."
-        lanes = lanes & self.valid.cpu().numpy()
-        if "action_mask" not in info or not lanes.any(): return
-        new = [np.asarray(info["action_mask"][i], bool).ravel() for i in np.flatnonzero(lanes)]
-        masks = self._to(np.stack(new))
-        self.mask = masks.new_ones(self.n, masks.shape[1]) if self.mask is None else self.mask.clone()
-        self.mask[self._to(lanes)] = masks
-
-# %% ../../nbs/learn/62_rollouts.ipynb #9911e5a3
-class EnvStream(_StreamState):
-    "A gymnasium vector environment as a stream of transitions, whatever its autoreset mode."
     def step(
         self,
         action: Tensor, # (n, K) int64, choices counted from 0
     ) -> Outcome:
-        "One step of every lane; afterwards `obs`, `mask`, `start` and `valid` are those of the next step."
+        "Step every lane; afterwards `obs`, `mask`, `start` and `valid` are those of the next step."
         ignored = ~self.valid
         obs, reward, term, trunc, info = self.envs.step(to_env(action, self.envs.single_action_space))
         term, trunc = np.array(term, bool), np.array(trunc, bool)
@@ -151,15 +142,27 @@ class EnvStream(_StreamState):
         return Outcome(self._to(np.array(reward, np.float32)), self._to(term | hit), self._to(trunc & ~term & ~hit),
                        final, self._to(has_final), self._to(hit))
 
+    def _flags(self, value): return torch.full((self.n,), value, device=self.device)
+    def _to(self, x): return torch.as_tensor(x).to(self.device)
+
+    def _read_mask(self, info, lanes):
+        "Read the masks of `lanes`, (n,) bool, where the next action counts."
+        lanes = lanes & self.valid.cpu().numpy()
+        if "action_mask" not in info or not lanes.any(): return
+        new = [np.asarray(info["action_mask"][i], bool).ravel() for i in np.flatnonzero(lanes)]
+        masks = self._to(np.stack(new))
+        self.mask = masks.new_ones(self.n, masks.shape[1]) if self.mask is None else self.mask.clone()
+        self.mask[self._to(lanes)] = masks
+
     def _advance(self, obs, done, hit, ignored):
-        "What the next step begins from; masks apart."
+        "Set observations and flags for the next step."
         self.obs = self._to(flat_observations(obs, self.space))
         if self.mode == AutoresetMode.NEXT_STEP:
             self.start, self.valid = ignored | self._to(hit & ~done), self._to(~done)
         else: self.start, self.valid = self._to(done | hit), self._flags(True)
 
     def _final(self, obs, info, lanes):
-        "Final observations of the lanes that were cut off."
+        "Return the final observations of the truncated lanes."
         if self.mode == AutoresetMode.SAME_STEP:
             check("final_obs" in info, "info", sorted(info),
                   "a key 'final_obs': an environment that resets in the same step must give it")
@@ -180,16 +183,30 @@ def count_episodes(
     valid: Tensor, # (n,) bool: it counted
     out: Outcome, # of the step
 ) -> tuple[Tensor, Tensor, list[EpisodeEnd]]:
-    "Returns and lengths after one more step, and the episodes that ended in it."
+    "Return returns and lengths after one more step, and the episodes that ended in it."
     start, valid = start.cpu(), valid.cpu()
     returns = torch.where(start, 0., returns) + torch.where(valid, out.reward.cpu().double(), 0.)
     lengths = torch.where(start, 0, lengths) + valid.long()
     over = (out.terminated | out.truncated).nonzero().flatten().tolist()
     return returns, lengths, [EpisodeEnd(i, returns[i].item(), int(lengths[i])) for i in over]
 
-# %% ../../nbs/learn/62_rollouts.ipynb #326eb70c
-class _Storage:
-    "T steps of n lanes, filled one step at a time."
+# %% ../../nbs/learn/62_rollouts.ipynb #f406eb5a
+class Batch(NamedTuple):
+    "Minibatch for one gradient step: t steps of m lanes."
+    obs: Tensor # (t, m, D) as the policy saw them
+    mask: Tensor | None # (t, m, M) bool
+    action: Tensor # (t, m, K)
+    logp: Tensor # (t, m, K) log-probabilities at the time of acting
+    value: Tensor # (t, m) values at the time of acting
+    advantage: Tensor # (t, m)
+    returns: Tensor # (t, m) targets of the value
+    start: Tensor # (t, m) bool
+    valid: Tensor # (t, m) bool: the action counted
+    state: Tensor # (S, m, H) memory before the first step
+
+# %% ../../nbs/learn/62_rollouts.ipynb #6cd64552
+class Rollout:
+    "Store T steps of n lanes, and turn them into advantages, returns and minibatches."
     def __init__(
         self,
         num_steps: int, # T
@@ -214,19 +231,23 @@ class _Storage:
         self.last_value: Tensor | None = None # (n,) of what follows the last step; None: no targets yet
 
     @property
-    def done(self) -> Tensor: return self.terminated | self.truncated # (T, n)
+    def done(self) -> Tensor: # (T, n) bool
+        "Where an episode ended with the step."
+        return self.terminated | self.truncated
 
     @property
-    def full(self) -> bool: return self.t == self.num_steps
+    def full(self) -> bool:
+        "Whether all T steps are stored."
+        return self.t == self.num_steps
 
     def clear(self, state: Tensor) -> None: # (S, n, H) memory before the first step to come
-        "Begin again."
+        "Empty the storage for the next rollout."
         self.t, self.state, self.last_value = 0, state.clone(), None
         self.final_value.fill_(torch.nan)
         self.rolled_back.zero_()
 
-    def add(self, **fields: Tensor | None) -> None: # what acting and stepping brought, each (n, ...)
-        "Store one step of all lanes."
+    def add(self, **fields: Tensor | None) -> None: # fields of one transition, each (n, ...)
+        "Store one step of all lanes; `RuntimeError` if all T are there."
         if self.full: raise RuntimeError(f"the rollout has its {self.num_steps} steps: learn from it and clear() it")
         for name, values in fields.items():
             if values is None: continue
@@ -234,36 +255,6 @@ class _Storage:
             row.copy_(send(values, row.device))
         self.t += 1
 
-    def state_dict(self) -> dict:
-        "How far it is filled, and copies of all that is stored; of an empty one only the memory."
-        stored = {k: v.clone() for k, v in vars(self).items() if isinstance(v, Tensor)} if self.t else {}
-        return dict(t=self.t, state=self.state.clone()) | stored
-
-    def load_state_dict(self, state: dict) -> None: # a state of `state_dict`
-        "Put a saved state back."
-        self.clear(state["state"].to(self.obs.device))
-        self.t = state["t"]
-        known = {k for k, v in vars(self).items() if isinstance(v, Tensor)} | {"last_value"}
-        for k in known & state.keys():
-            setattr(self, k, state[k].to("cpu" if k == "start" else self.obs.device, copy=True))
-
-# %% ../../nbs/learn/62_rollouts.ipynb #f406eb5a
-class Batch(NamedTuple):
-    "A piece of a rollout for one gradient step: t steps of m lanes."
-    obs: Tensor # (t, m, D) as the policy saw them
-    mask: Tensor | None # (t, m, M) bool
-    action: Tensor # (t, m, K)
-    logp: Tensor # (t, m, K) log-probabilities at the time of acting
-    value: Tensor # (t, m) values at the time of acting
-    advantage: Tensor # (t, m)
-    returns: Tensor # (t, m) targets of the value
-    start: Tensor # (t, m) bool
-    valid: Tensor # (t, m) bool: the action counted
-    state: Tensor # (S, m, H) memory before the first step
-
-# %% ../../nbs/learn/62_rollouts.ipynb #6cd64552
-class Rollout(_Storage):
-    "T steps of n lanes with one policy, and what is learned from them."
     def finish(
         self,
         last_value: Tensor, # (n,) value of the observation after the last step, with the memory carried on
@@ -272,7 +263,7 @@ class Rollout(_Storage):
         reward: Tensor | None = None, # (T, n) normalised rewards; None: as stored
         value_scale: float = 1., # returns per unit of the critic's output
     ) -> Tensor: # (T, n) value of what follows each step, on that scale
-        "Advantages and returns, on the scale of the rewards."
+        "Compute advantages and returns, on the scale of the rewards."
         value = self.value * value_scale
         following = next_values(value, last_value * value_scale, self.terminated, self.truncated,
                                 self.final_value * value_scale)
@@ -281,25 +272,23 @@ class Rollout(_Storage):
         self.advantage = torch.where(self.valid, adv, 0.)
         return following
 
-    def _picked(self, pick: Callable[[Tensor], Tensor], state: Tensor) -> Batch:
-        return Batch(obs=pick(self.obs), mask=None if self.mask is None else pick(self.mask),
-                     action=pick(self.action), logp=pick(self.logp), value=pick(self.value),
-                     advantage=pick(self.advantage), returns=pick(self.returns),
-                     start=pick(self.start), valid=pick(self.valid), state=state)
-
     def batch(self, lanes: Tensor) -> Batch: # (m,) int64, on the CPU
-        "All steps of some lanes."
+        "Return all steps of some lanes."
         there = send(lanes, self.obs.device)
         return self._picked(lambda x: x[:, there if x.is_cuda else lanes], self.state[:, there])
 
     def step_batch(self, index: Tensor) -> Batch: # (m,) int64, t·n + lane, on the CPU
-        "Single steps, for policies without memory: one step of m lanes."
-        nothing = self.state.new_zeros(0, len(index), self.state.shape[-1])
+        "Return single steps as one step of m lanes, for policies without memory."
+        empty = self.state.new_zeros(0, len(index), self.state.shape[-1])
         there = send(index, self.obs.device)
-        return self._picked(lambda x: x.flatten(0, 1)[there if x.is_cuda else index][None], nothing)
+        return self._picked(lambda x: x.flatten(0, 1)[there if x.is_cuda else index][None], empty)
 
-    def minibatches(self, count: int, gen: torch.Generator) -> Iterator[Batch]: # how many a sweep; its CPU stream
-        "Every lane (or, without memory, every step) once, in random order."
+    def minibatches(
+        self,
+        count: int, # minibatches a sweep
+        gen: torch.Generator, # of the shuffle, on the CPU
+    ) -> Iterator[Batch]:
+        "Yield every lane (or, without memory, every step) once, in random order."
         whole = len(self.state) > 0
         total = self.lanes if whole else self.lanes * self.num_steps
         check(count <= total, "num_minibatches", count,
@@ -307,10 +296,29 @@ class Rollout(_Storage):
         order = torch.randperm(total, generator=gen)
         for part in order.tensor_split(count): yield self.batch(part) if whole else self.step_batch(part)
 
+    def state_dict(self) -> dict:
+        "Return copies of all that is stored; of an empty rollout only the memory."
+        stored = {k: v.clone() for k, v in vars(self).items() if isinstance(v, Tensor)} if self.t else {}
+        return dict(t=self.t, state=self.state.clone()) | stored
+
+    def load_state_dict(self, state: dict) -> None: # a state of `state_dict`
+        "Restore a saved state."
+        self.clear(state["state"].to(self.obs.device))
+        self.t = state["t"]
+        known = {k for k, v in vars(self).items() if isinstance(v, Tensor)} | {"last_value"}
+        for k in known & state.keys():
+            setattr(self, k, state[k].to("cpu" if k == "start" else self.obs.device, copy=True))
+
+    def _picked(self, pick: Callable[[Tensor], Tensor], state: Tensor) -> Batch:
+        return Batch(obs=pick(self.obs), mask=None if self.mask is None else pick(self.mask),
+                     action=pick(self.action), logp=pick(self.logp), value=pick(self.value),
+                     advantage=pick(self.advantage), returns=pick(self.returns),
+                     start=pick(self.start), valid=pick(self.valid), state=state)
+
 # %% ../../nbs/learn/62_rollouts.ipynb #28643d00
 @torch.no_grad()
 def play(
-    policy, # anything with `act(obs, mask, state, start, noise)`, `initial_state(n)` and `heads`
+    policy: Any, # anything with `act(obs, mask, state, start, noise)`, `initial_state(n)` and `heads`
     envs: gym.vector.VectorEnv, # fresh environments
     episodes: int = 100, # how many
     seed: int = 0, # of the environments and, if not deterministic, of the choices
@@ -318,19 +326,18 @@ def play(
     view: Callable[[Tensor], Tensor] = lambda obs: obs, # raw observation -> as the policy sees it
     device: str | torch.device = "cpu",
 ) -> list[float]: # their returns
-    "Returns of whole episodes."
+    "Play whole episodes without learning, and return their returns: the first few of every lane."
     s, block, t = EnvStream(envs, device), 256, 0
     s.reset(seed)
     quota, state = -(-episodes // s.n), policy.initial_state(s.n)
-    total = torch.zeros(s.n, dtype=torch.float64)
-    ended: list[list[float]] = [[] for _ in range(s.n)]
-    while min(map(len, ended)) < quota:
+    total, length = torch.zeros(s.n, dtype=torch.float64), torch.zeros(s.n, dtype=torch.int64)
+    returns: list[list[float]] = [[] for _ in range(s.n)]
+    while min(map(len, returns)) < quota:
         if not deterministic and t % block == 0:
             noise = acting_noise(seed, t // block, block, s.n, policy.heads).to(s.device)
         a = policy.act(view(s.obs), s.mask, state, s.start, None if deterministic else noise[t % block])
-        total, valid = torch.where(s.start.cpu(), 0., total), s.valid.cpu()
-        out = s.step(a.action)
-        total = total + torch.where(valid, out.reward.cpu().double(), 0.)
+        start, valid = s.start, s.valid
+        total, length, ended = count_episodes(total, length, start, valid, s.step(a.action))
+        for e in ended: returns[e.lane].append(e.total)
         state, t = a.state, t + 1
-        for i in (out.terminated | out.truncated).nonzero().flatten().tolist(): ended[i].append(total[i].item())
-    return [r for turn in zip(*(returns[:quota] for returns in ended)) for r in turn][:episodes]
+    return [r for turn in zip(*(lane[:quota] for lane in returns)) for r in turn][:episodes]

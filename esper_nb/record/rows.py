@@ -437,8 +437,8 @@ def env_rows(
     s: EnvStep, # what the environment's latest step did
     **keys: Value, # `step=17`, `epoch=17`
 ) -> list[Row]:
-    "A step of the environment, and the epoch that it was; one row of each kind for every lane that was awake."
-    lanes = [i for i, on in enumerate(s.awake.tolist()) if on]
+    "A step of the environment, and the epoch that it was; one row of each kind for every lane that was active."
+    lanes = [i for i, on in enumerate(s.active.tolist()) if on]
     if not lanes: return []
     def pick(x): values = _as_list(x); return [values[i] for i in lanes]
     def known(x): return [None if math.isnan(v) else v for v in pick(x)]
@@ -491,13 +491,13 @@ def _change_rows(slot: Slot, lane: int, old: SeedState | None, new: SeedState, b
 def _part_rows(
     first: int, # number of the part's first lane
     pop: Population,
-    awake: Sequence[bool], # of all lanes
+    active: Sequence[bool], # of all lanes
     **keys: Value,
 ) -> list[Row]:
-    "Sizes and slots of one part of an environment, for the lanes that were awake."
+    "Sizes and slots of one part of an environment, for the lanes that were active."
     rows = record_rows("epoch", {"size": size_record(pop.model)}, lanes=None, **keys)
     rows += slot_rows(pop.model, None, **keys)
-    return [row | dict(lane=first + row["lane"]) for row in rows if awake[first + row["lane"]]]
+    return [row | dict(lane=first + row["lane"]) for row in rows if active[first + row["lane"]]]
 
 def _new_records(records: Sequence[EpisodeRecord], last: EpisodeRecord | None) -> list[EpisodeRecord]:
     "The records behind the last one that was told; all of them if it is not there any more."
@@ -530,20 +530,20 @@ class EnvRows:
         rows = env_rows(s, **keys) + governor_rows(env.reports, None, **keys)
         rows += env_episode_rows(ended, float(env.host_size[0]), **keys)
         if not self.growth: return rows
-        for first, pop in env.parts: rows += _part_rows(first, pop, s.awake.tolist(), **keys)
+        for first, pop in env.parts: rows += _part_rows(first, pop, s.active.tolist(), **keys)
         return rows + self.seed_rows(env, s, **keys)
 
     def seed_rows(self, env: GrowVecEnv, s: EnvStep, **keys: Value) -> list[Row]:
         "What the latest step did to seeds, from what changed in their tables."
         rows: list[Row] = []
-        episodes, rolled, awake = env.episode.tolist(), s.rolled_back.tolist(), s.awake.tolist()
+        episodes, rolled, active = env.episode.tolist(), s.rolled_back.tolist(), s.active.tolist()
         begun = [bool(self.episodes) and now != was for now, was in zip(episodes, self.episodes or episodes)]
         for first, pop in env.parts:
             for slot in map(pop.model.slot, pop.model.names):
                 for lane, new in enumerate(slot.states(), first):
                     old = self.states.get((lane, slot.name))
                     self.states[lane, slot.name] = new
-                    if not awake[lane] or (begun[lane] and not rolled[lane]): continue
+                    if not active[lane] or (begun[lane] and not rolled[lane]): continue
                     by = "governor" if rolled[lane] else "controller"
                     rows += _change_rows(slot, lane, old, new, by, **keys)
         self.episodes = episodes

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from .. import __version__
 from ..core.config import check, parse_settings
 from ..core.devices import keep_freed_memory
-from ..learn.learner import exit_when_told
+from ..learn.learner import exit_on_signal
 from ..record.files import check_target
 from ..record.trackers import TRACKERS
 from .compare import comparison_text
@@ -303,7 +303,7 @@ def main(
     args = _parser().parse_args(argv)
     trains = args.command in ("train", "resume", "compare", "fit")
     try:
-        with exit_when_told(), _told_in_lines():
+        with exit_on_signal(), _told_in_lines():
             if trains and not getattr(args, "keep_default_allocator", False): keep_freed_memory()
             result = _commands[args.command].run(args)
         if args.command == "lab": return result

@@ -83,7 +83,7 @@ class RulePlayer:
 
     def _see(self, s: EnvStep) -> None:
         "What became of the latest decisions."
-        for i in s.awake.nonzero().flatten().tolist():
+        for i in s.active.nonzero().flatten().tolist():
             self.signals[i].update(float(s.loss[i]), float(s.accuracy_pp[i]))
             d = self.decisions[i]
             self.results[i] = () if d.verb == "wait" else (DecisionResult(i, d, bool(s.ok[i]), s.refused[i]),)
@@ -127,7 +127,7 @@ class PolicyPlayer:
     def act(self, env: GrowVecEnv) -> Tensor: # (n, K) int64
         "What the policy chooses in every lane."
         learner, noise = self.learner, None
-        if self.t: self.start = ~latest_step(env).awake # the lane has just begun an episode
+        if self.t: self.start = ~latest_step(env).active # the lane has just begun an episode
         if self.noise is not None: noise = self.noise[self.t % len(self.noise)].to(learner.device)
         obs, mask = learner.view(env.obs.float()).to(learner.device), env.mask.to(learner.device)
         a = learner.policy.act(obs, mask, self.state, self.start.to(learner.device), noise)
@@ -167,7 +167,7 @@ def play_lanes(
     for t in range(env.horizon):
         env.step(player.act(env).numpy())
         s = latest_step(env)
-        on = s.awake.numpy()
+        on = s.active.numpy()
         total, heldout = total + s.reward.numpy(), np.where(on, s.accuracy_pp.numpy(), heldout)
         epochs, rollbacks = epochs + on, rollbacks + s.rolled_back.numpy()
         ops.update(op for op, up in zip(s.op, on) if up)

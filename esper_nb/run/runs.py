@@ -24,7 +24,7 @@ from .. import __version__
 from ..control.actions import HEADS
 from ..control.envs import GrowVecEnv
 from ..core.config import check
-from ..learn.learner import ENDINGS, Learner, StopFlag, Update
+from ..learn.learner import END_SIGNALS, Learner, StopFlag, Update
 from ..record.alarms import AlarmWatch, alarm_rows
 from ..record.analytics import run_origin, time_text
 from ..record.checkpoints import EnvState, load_checkpoint, previous_checkpoint, save_checkpoint
@@ -348,7 +348,7 @@ def run_updates(
     stepped: Callable[[], Any] = lambda: None, # called after every step
 ) -> Iterator[Update]:
     "Train up to the run's limits, one item per update."
-    path, stop = run.folder.rows_path, StopFlag(*ENDINGS)
+    path, stop = run.folder.rows_path, StopFlag(*END_SIGNALS)
     refuse_link(path)
     with FolderLock(run.folder.path) as lock:
         _check_rows(run)

@@ -573,8 +573,8 @@ def rows_losses(
     batches: dict[int, list[Row]] = {0: []} if run.learns else {}
     for row in rows:
         if column in row: batches.setdefault(row.get("batch", 0), []).append(row)
-    def awake(some: list[Row]) -> np.ndarray: return np.isin(np.arange(n), [row["lane"] for row in some])
-    return np.array([frame_losses(row_values(r, column, n), awake(r)) for r in batches.values()]).reshape(-1, n)
+    def active(some: list[Row]) -> np.ndarray: return np.isin(np.arange(n), [row["lane"] for row in some])
+    return np.array([frame_losses(row_values(r, column, n), active(r)) for r in batches.values()]).reshape(-1, n)
 
 def rows_limits(
     rows: list[Row], # of a step

@@ -336,7 +336,7 @@ class EnvSource(_Ruinable):
         assert s is not None  # the learner has just stepped
         rows = self.rows(self.envs, **keys)
         if update is not None: rows += update_rows(update, HEADS)
-        loss = frame_losses(s.train_loss[None], s.awake.numpy()) # who only began an episode trained nothing
+        loss = frame_losses(s.train_loss[None], s.active.numpy()) # who only began an episode trained nothing
         numbers = update_numbers(rows) | {"reward now": s.reward.mean().item()}
         return Frame(loss=loss, accuracy=s.accuracy_pp.numpy(), reports=self.envs.reports, numbers=numbers, rows=rows,
                      lines=acted_line(s.op))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AHEAD', 'check_images', 'default_peak', 'check_labels', 'check_alike', 'Epoch', 'lane_epochs', 'whole_batches',
-           'draw_images', 'window_index', 'label_frequencies', 'own_address', 'Measure', 'Splits', 'check_scale',
+           'draw_images', 'window_index', 'label_frequencies', 'own_seed_key', 'Measure', 'Splits', 'check_scale',
            'image_reader', 'ImageData', 'is_target', 'count_answers', 'target_lanes', 'lane_target_loss',
            'target_counts', 'share_pp', 'standardised', 'TargetData', 'check_tokens', 'draw_windows', 'decode_text',
            'encode_text', 'text_reader', 'TextData']
@@ -122,14 +122,14 @@ def whole_batches(
 
 # %% ../../nbs/train/33_data.ipynb #0dbca937
 def draw_images(
-    address: tuple[int, int], # (seed, lane) that the stream belongs to
+    seed_key: tuple[int, int], # (seed, lane) that the stream belongs to
     epoch: int, # number of the epoch
     count: int, # N, images in the split
     pad: int, # border in pixels
     flip: bool, # whether half of the images are mirrored
 ) -> Tensor: # (4, N) int64: order, top and left edge of the window, mirrored or not
     "What one lane draws for an epoch of images."
-    seed, lane = address
+    seed, lane = seed_key
     g = generator(seed, "data", lane, epoch)
     order = torch.randperm(count, generator=g)
     corner = torch.randint(0, 2 * pad + 1, (2, count), generator=g)
@@ -157,7 +157,7 @@ def label_frequencies(
     count = torch.bincount(labels.flatten().long().cpu(), minlength=classes).double()
     return count / count.sum()
 
-def own_address(seed: int, lane: int) -> tuple[int, int]:
+def own_seed_key(seed: int, lane: int) -> tuple[int, int]:
     "Every lane draws from its own stream."
     return seed, lane
 
@@ -181,7 +181,7 @@ class Splits:
     label_prior: Tensor # (classes,) float64, on the CPU
     answers: int = 1 # that an example asks for: of a text one for each token
     measure = Measure()
-    address: Callable[[int, int], tuple[int, int]] = staticmethod(own_address) # (seed, lane) -> the one drawn from
+    seed_key: Callable[[int, int], tuple[int, int]] = staticmethod(own_seed_key) # (seed, lane) -> the one drawn from
 
     @property
     def chance_loss(self) -> float:
@@ -305,7 +305,7 @@ class ImageData(_StoredImages):
         batch_size: int, # images per lane and batch
     ) -> Epoch: # x (B, n*C, H, W) float32 channels_last, y (B, n) int64
         "Shuffled and augmented training batches for n lanes."
-        def own(lane, e): return draw_images(self.address(seed, lane), e, self.num_train, self.pad, self.flip)
+        def own(lane, e): return draw_images(self.seed_key(seed, lane), e, self.num_train, self.pad, self.flip)
         draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)], -1)
         address = torch.int32 if self.x["train"].numel() < 2**31 else torch.int64
         order, dy, dx, mirror = whole_batches(draws.to(address), batch_size, self.device)
@@ -469,14 +469,14 @@ def check_tokens(
 
 # %% ../../nbs/train/33_data.ipynb #72930d0a
 def draw_windows(
-    address: tuple[int, int], # (seed, lane) that the stream belongs to
+    seed_key: tuple[int, int], # (seed, lane) that the stream belongs to
     epoch: int, # number of the epoch
     count: int, # N, whole windows wherever the grid starts
     block: int, # L, window length in tokens
     tokens: int, # in the split
 ) -> Tensor: # (2, N) int64: order, and first token of each window in that order
     "What one lane draws for an epoch of text."
-    seed, lane = address
+    seed, lane = seed_key
     g = generator(seed, "data", lane, epoch)
     slack = tokens - 1 - count * block
     offset = torch.randint(0, slack + 1, (1,), generator=g)
@@ -559,7 +559,7 @@ class TextData(_StoredText):
     ) -> Epoch: # x (B, L, n), y (B, L, n) int64
         "Shuffled training windows for n lanes."
         tokens = len(self.tokens["train"])
-        def own(lane, e): return draw_windows(self.address(seed, lane), e, self.num_train, self.block, tokens)
+        def own(lane, e): return draw_windows(self.seed_key(seed, lane), e, self.num_train, self.block, tokens)
         draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)], -1)
         order, start = whole_batches(draws, batch_size, self.device)
         return Epoch(dict(order=order, start=start), text_reader(self, start))

@@ -296,7 +296,7 @@ def digest_of(e: Examples) -> str: # eight letters
 # %% ../../nbs/train/34_datasets.ipynb #57d8a0d6
 def balanced_order(
     labels: Tensor, # (N,) class numbers
-    name: str, # the data set, the address of its fixed shuffle
+    name: str, # the data set, the seed key of its fixed shuffle
 ) -> Tensor: # (N,) a permutation; every stretch of it has nearly the class proportions of the whole
     "A fixed shuffle that spreads each class evenly."
     order = torch.randperm(len(labels), generator=generator(0, "split", name))

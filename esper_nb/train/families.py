@@ -79,11 +79,11 @@ def draw_classes(groups: int, classes: int, judged: bool, g: torch.Generator) ->
 def draw_lesson(
     data: ImageData, # whose labels and pictures
     kinds: Sequence[Instance], # of the family
-    address: int, # of the lane's episode
+    seed_key: int, # of the lane's episode
     judged: bool = False, # drawn for a judgement: from what nobody practises on
 ) -> Lesson:
-    "One instance, a function of its address."
-    g = generator(address, "judged" if judged else "practice")
+    "One instance, a function of its seed key."
+    g = generator(seed_key, "judged" if judged else "practice")
     k = int(torch.randint(len(kinds), (), generator=g))
     instance, y = kinds[k], data.y["train"].cpu()
     names = draw_classes(instance.groups, data.classes, judged, g)
@@ -100,14 +100,14 @@ class FamilyData(ImageData):
         check(not isinstance(data, TargetData), "data", data, "classes: a family gives them other names")
         self.__dict__.update(vars(data)) # those of another family's data begin with no lessons either
         self.kinds, self.judged = tuple(kinds), judged
-        self.addresses: dict[int, int] = {} # lane -> of its episode
+        self.seed_keys: dict[int, int] = {} # lane -> of its episode
         self.lessons: dict[int, Lesson] = {} # lane -> what was drawn from it
         self.shown: tuple[int, ...] = () # lanes that evaluation is for
 
-    def begin(self, lanes: Sequence[int], addresses: Sequence[int]):
+    def begin(self, lanes: Sequence[int], seed_keys: Sequence[int]):
         "Draw new instances for some lanes."
-        new = {i: draw_lesson(self, self.kinds, a, self.judged) for i, a in zip(lanes, addresses)}
-        self.addresses, self.lessons = self.addresses | dict(zip(lanes, addresses)), self.lessons | new
+        new = {i: draw_lesson(self, self.kinds, a, self.judged) for i, a in zip(lanes, seed_keys)}
+        self.seed_keys, self.lessons = self.seed_keys | dict(zip(lanes, seed_keys)), self.lessons | new
 
     def instance(self, lane: int) -> Instance:
         "What a lane has before it."
@@ -121,7 +121,7 @@ class FamilyData(ImageData):
     def table(self, name: str, lanes: Sequence[int]) -> Tensor: # (lanes, ...)
         "One field of some lanes' lessons."
         missing = [i for i in lanes if i not in self.lessons]
-        check(not missing, "lanes", missing, "lanes whose lessons have begun: call begin(lanes, addresses) first")
+        check(not missing, "lanes", missing, "lanes whose lessons have begun: call begin(lanes, seed_keys) first")
         return torch.stack([torch.as_tensor(getattr(self.lessons[i], name)) for i in lanes]).to(self.device)
 
     def pixel_order(self, lanes: Sequence[int]) -> Tensor | None: # (n, H*W); None: no lane's pixels are shuffled
@@ -155,12 +155,12 @@ class FamilyData(ImageData):
 def begin_lessons(
     pop: Population, # whose data are a family's
     lanes: Sequence[int], # with fresh weights
-    addresses: Sequence[int], # of their episodes
+    seed_keys: Sequence[int], # of their episodes
 ):
     "Draw an instance for some lanes, and take from their hosts what it lacks."
     if not isinstance(pop.data, FamilyData): return
     host = pop.model.host
     check(isinstance(host, CNNHost) and host.config.masked, "task", pop.task.name,
           "one whose host is a CNNConfig(masked=True): a family takes sight away from blocks")
-    pop.data.begin(lanes, addresses)
+    pop.data.begin(lanes, seed_keys)
     for i in lanes: host.blind(i, pop.data.instance(i).blind)

@@ -372,12 +372,12 @@ def copy_again(
 def give_back(
     pop: Population, # is overwritten
     g: Group, # from `check_out`
-    awake: Sequence[bool] | Tensor | None = None, # (n,) lanes that take what was learnt; default all, the others stay
+    active: Sequence[bool] | Tensor | None = None, # (n,) lanes that take what was learnt; default all, the others stay
 ):
     "Put a group's weights and optimizer state where they came from."
     for k, state in (*g.stepper.owners.items(), ("scaler", g.stepper.scaler)):
         at = g.stepper.lanes_of(k)
-        places = [j for j, i in enumerate(at) if awake is None or awake[g.lanes[i]]]
+        places = [j for j, i in enumerate(at) if active is None or active[g.lanes[i]]]
         lanes = [g.lanes[at[j]] for j in places]
         if not places: continue
         copy_lanes(pop.stepper.scaler if k == "scaler" else pop.stepper.owners[k], lanes, state, places)

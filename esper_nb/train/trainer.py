@@ -188,12 +188,12 @@ def settle_seeds(
 def govern(
     pop: Population, # whose Governor
     losses: Tensor, # (batches, n) of an epoch
-    asleep: Sequence[int] = (), # lanes that it must not look at
+    inactive: Sequence[int] = (), # lanes that it must not look at
 ) -> tuple[Report, ...]: # one for each lane in trouble
     "Let the Governor judge an epoch's losses, and see to the seeds of the lanes it rolled back."
     if pop.governor is None: return ()
     tables = {k: pop.model.slot(k).table.clone() for k in pop.model.names}
-    reports = tuple(r for loss in losses for r in pop.governor.watch(loss, asleep=asleep))
+    reports = tuple(r for loss in losses for r in pop.governor.watch(loss, asleep=inactive))
     settle_seeds(pop.model, tables, sorted({r.lane for r in reports if r.rolled_back}))
     return reports
 
@@ -203,7 +203,7 @@ def train_plan(
     plan: Plan, # who trains with whom
     split: str | None, # what to evaluate on; None: train only
     disturb: Disturb | None, # called before every batch
-    awake: Tensor | None, # (n,) bool: lanes that live through this epoch; None: all
+    active: Tensor | None, # (n,) bool: lanes that live through this epoch; None: all
     clock: Callable[[str], None], # called with its name at the end of every phase
 ) -> tuple[list[Group], list[GroupResult]]:
     "Copy every group out, train and evaluate it on the workers, and put it back."
@@ -212,8 +212,8 @@ def train_plan(
     found = pop.workers.map(lambda g: group_epoch(pop, g, split, disturb), groups)
     results = [r for r in found if r is not None]   # a group that was told to stop raises before this line
     clock("train and evaluate")
-    for g in groups: give_back(pop, g, awake)
-    pop.epoch += 1 if awake is None else awake
+    for g in groups: give_back(pop, g, active)
+    pop.epoch += 1 if active is None else active
     pop.model.within = 1. # until the tick, with which the next epoch begins
     clock("give back")
     return groups, results
@@ -224,21 +224,21 @@ def run_plan(
     plan: Plan, # who trains with whom
     split: str | None, # what to evaluate on; None: train only
     disturb: Disturb | None, # called before every batch
-    awake: Tensor | None, # (n,) bool: lanes that live through this epoch; None: all
+    active: Tensor | None, # (n,) bool: lanes that live through this epoch; None: all
     clock: Callable[[str], None], # called with its name at the end of every phase
 ) -> EpochResult:
     "Train and evaluate every group, and see to seeds and ruined lanes."
     start, number = time.perf_counter(), int(pop.epoch.max())
-    up = None if awake is None else awake.nonzero().flatten().tolist()
-    asleep = () if awake is None else (~awake).nonzero().flatten().tolist()
-    groups, results = train_plan(pop, plan, split, disturb, awake, clock)
+    up = None if active is None else active.nonzero().flatten().tolist()
+    inactive = () if active is None else (~active).nonzero().flatten().tolist()
+    groups, results = train_plan(pop, plan, split, disturb, active, clock)
     train, heldout, worth, gain = join_groups(pop, groups, results)
     signals = spread_lanes([g.lanes for g in groups], [r.signals for r in results], pop.lanes)
     note_measurements(pop, groups, results, heldout, up)
     clock("note")
     seconds, lr = time.perf_counter() - start, pop.stepper.owners["host"].lr.clone()
     images = len(train.losses) * pop.batch_size * pop.lanes
-    reports = govern(pop, train.losses, asleep)
+    reports = govern(pop, train.losses, inactive)
     clock("govern")
     pop.last = EpochResult(
         epoch=number, train=train, heldout=heldout, lr=lr, seconds=seconds, images_per_s=images / seconds,
@@ -263,7 +263,7 @@ def run_epoch(
     pop: Population, # trained in place
     split: str | None = "heldout", # what to evaluate on; None: train only
     disturb: Disturb | None = None, # called before every batch of a group
-    awake: Tensor | None = None, # (n,) bool: lanes that live through this epoch, default all; the others stay bit-equal
+    active: Tensor | None = None, # (n,) bool: lanes that live through this epoch, default all; the others stay bit-equal
     clock: Callable[[str], None] = lambda phase: None, # called with its name at the end of every phase
 ) -> EpochResult:
     "Train every lane for an epoch and evaluate it; interrupted, it leaves the population as it was."
@@ -271,7 +271,7 @@ def run_epoch(
     if pop.graphs is not None: pop.graphs.sweep()
     plan = pop.plan()
     with use_threads(threads_for(pop, plan)):
-        return run_plan(pop, plan, split, disturb, awake, clock)
+        return run_plan(pop, plan, split, disturb, active, clock)
 
 # %% ../../nbs/train/39_trainer.ipynb #aa033cbd
 Decisions = Sequence[Decision | Sequence[Decision] | None] # one entry per lane
