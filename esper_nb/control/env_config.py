@@ -14,7 +14,7 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from .actions import GrowthActions, Repertoire
-from .episodes import EnvPart
+from .episodes import DevicePart
 from .observations import OBSERVATIONS
 from .rewards import RewardConfig
 from ..core.config import Config, check, check_count
@@ -126,11 +126,11 @@ class EnvConfig(Config):
     def new_parts(self,
         task: Task,
         data: Data | None = None, # default the task's own, loaded now
-    ) -> list[EnvPart]:
+    ) -> list[DevicePart]:
         "Make the population of each device."
         n, k = self.num_envs, len(self.devices)
         loaded = task.load("cpu", self.root, self.limit, self.synthetic) if data is None else data
-        out: list[EnvPart] = []
+        out: list[DevicePart] = []
         for j, device in enumerate(self.devices):
             fit, own = self.fit(n // k + (j < n % k)), copy.copy(loaded.to(device))
             if self.family is not None:
@@ -138,5 +138,5 @@ class EnvConfig(Config):
                 check(isinstance(own, ImageData), "family", self.family, family)
                 own = FamilyData(own, TASK_FAMILIES[self.family], self.judged)
             pop = new_population(task, fit, self.slots, own, device, blueprints=self.blueprints, rules=self.rules)
-            out.append(EnvPart(sum(p.population.lanes for p in out), pop))
+            out.append(DevicePart(sum(p.population.lanes for p in out), pop))
         return out

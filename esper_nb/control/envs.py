@@ -23,7 +23,7 @@ from torch import Tensor
 from .actions import GrowthActions, choice_of, in_stage, read_actions, read_slots
 from .env_config import Data, EnvConfig
 from .episodes import (
-    EnvPart, EnvStep, EpisodeRecord, EpisodeSums, clone_all, lane_info, merge_lanes, part_finals, read_reset_mask)
+    DevicePart, EnvStep, EpisodeRecord, EpisodeSums, clone_all, lane_info, merge_lanes, part_finals, read_reset_mask)
 from .frames import LaneLook, draw_lane, slot_looks
 from .observations import LaneHistory, Observer, feature_bounds
 from .rewards import (
@@ -81,7 +81,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.mode = AutoresetMode(c.autoreset_mode)
         self.metadata = GrowVecEnv.metadata | {"autoreset_mode": self.mode}
 
-        self.parts: list[EnvPart] = c.new_parts(self.task, data)
+        self.parts: list[DevicePart] = c.new_parts(self.task, data)
         self.pool = ThreadPoolExecutor(len(self.parts)) if any(d != "cpu" for d in c.devices[1:]) else None
         model, n = self.parts[0].population.model, self.num_envs
         self.actions = GrowthActions(model, None, c.max_seeds, c.repertoire, c.operations)
@@ -305,7 +305,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
 
     def _train(self, active: Tensor) -> tuple[dict[str, Tensor], Tensor]: # fields of `EnvStep`; (n,) bool: rolled back
         "Train every part for an epoch."
-        def train(part: EnvPart):
+        def train(part: DevicePart):
             disturb = part.disturbance(self.config.faults, self.trained, self.disturb)
             with torch.inference_mode(False), torch.enable_grad(): # whatever the caller acts in
                 return part.train(active, disturb, (lambda phase: None) if self.pool else self.phases)

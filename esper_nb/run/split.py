@@ -314,13 +314,13 @@ def join_infos(
     return out
 
 def join_steps(steps: Sequence[EnvStep]) -> EnvStep:
-    "The step of all lanes."
-    names = dict.fromkeys(k for s in steps for k in s.terms)
+    "Return the step of all lanes."
     def joined(field: str) -> Any:
         found = [getattr(s, field) for s in steps]
-        return sum(found, ()) if isinstance(found[0], tuple) else torch.cat(found)
-    def term(k: str) -> Tensor: return torch.cat([s.terms.get(k, torch.zeros_like(s.reward)) for s in steps])
-    return EnvStep(terms={k: term(k) for k in names}, **{f: joined(f) for f in EnvStep._fields if f != "terms"})
+        if not isinstance(found[0], Mapping): return sum(found, ()) if isinstance(found[0], tuple) else torch.cat(found)
+        names, none = dict.fromkeys(k for f in found for k in f), [torch.zeros_like(s.reward) for s in steps]
+        return {k: torch.cat([f.get(k, zero) for f, zero in zip(found, none)]) for k in names}
+    return EnvStep(**{f: joined(f) for f in EnvStep._fields})
 
 # %% ../../nbs/run/91_split.ipynb #ab318297
 _logger = logging.getLogger("esper_nb")
