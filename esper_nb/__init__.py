@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from esper_nb.show.session import Session as Session
     from esper_nb.show.sources import LoopSource as LoopSource, EnvSource as EnvSource
     from esper_nb.show.dashboard import Dashboard as Dashboard, watch as watch
-    from esper_nb.show.words import session_text as session_text
+    from esper_nb.show.views import session_text as session_text
     from esper_nb.run.recipes import get_recipe as get_recipe, list_recipes as list_recipes
     from esper_nb.run.runs import (begin_run as begin_run, open_run as open_run, run_updates as run_updates,
         drive_run as drive_run)
@@ -101,7 +101,7 @@ _NAMES = {
     "show.session": "Session",
     "show.sources": "LoopSource EnvSource",
     "show.dashboard": "Dashboard watch",
-    "show.words": "session_text",
+    "show.views": "session_text",
     "run.recipes": "get_recipe list_recipes",
     "run.runs": "begin_run open_run run_updates drive_run",
     "run.report": "write_report",

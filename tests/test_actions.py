@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from esper_nb.control.actions import (
-    HEADS, MIN_PRUNE_AGE, OPS, OPERATIONS, Choice, GrowthActions, SlotView, choice_of, draw_actions, in_stage, read_slots)
+    HEADS, MIN_PRUNE_AGE, OPERATIONS, OPS, Choice, GrowthActions, SlotView, choice_of, draw_actions, in_stage,
+    read_slots)
 from esper_nb.grow.hosts import CNNConfig, CNNHost
 from esper_nb.grow.models import GrowingModel
 from esper_nb.grow.lifecycle import (

@@ -11,7 +11,7 @@ import esper_nb.show.dashboard as dashboard_module
 from esper_nb.record.writers import read_rows
 from esper_nb.show.dashboard import ControlBar, Dashboard, RowsSource, not_now, seed_needs, watch, watch_text
 from esper_nb.show.theme import THRESHOLDS, Maker
-from esper_nb.show.words import Stored, log_html, plot_session, session_text, status_html, stored_html, time_words
+from esper_nb.show.views import Stored, log_html, plot_session, session_text, status_html, stored_html, time_words
 from esper_nb.show.plot_runs import plot_slots
 from esper_nb.show.live import Feed, Pacer, live_front_end, session_packet
 from esper_nb.guard.detector import loss_limits
@@ -19,7 +19,7 @@ from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 from esper_nb.core.lanes import lane_state
 from esper_nb.core.layers import by_lane
-from esper_nb.show.history import CONTROLLER_CURVES, Track, decode_slots, lane_limits
+from esper_nb.show.history import CONTROLLER_CURVES, DownsampledSeries, decode_slots, lane_limits
 from esper_nb.show.session import Session
 from esper_nb.show.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
 from esper_nb.train.faults import parse_fault
@@ -63,7 +63,7 @@ def fake(n=3, lanes=2, loss=1., batches=2):
 @given(st.integers(1, 400), st.sampled_from((4, 8, 32)), st.integers(0, 2**31), st.integers(1, 9))
 def test_a_track_is_bounded_and_loses_no_peak(count, capacity, seed, chunk):
     values = np.random.default_rng(seed).normal(size=count).astype(np.float32)
-    track = Track(2, capacity)
+    track = DownsampledSeries(2, capacity)
     data = np.column_stack([np.arange(count, dtype=np.float32), values])
     for i in range(0, count, chunk): track.add(data[i:i + chunk])
     assert track.count <= capacity
@@ -75,12 +75,12 @@ def test_a_track_is_bounded_and_loses_no_peak(count, capacity, seed, chunk):
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40))
 def test_a_reader_of_news_has_the_whole_track(parts):
-    track, seen, have, at = Track(1, 16), None, np.empty((0, 1), np.float32), 0
+    track, seen, have, at = DownsampledSeries(1, 16), None, np.empty((0, 1), np.float32), 0
     for k in parts:
         track.add(np.arange(at, at + k)[:, None]); at += k
-        news, whole = track.since(seen)
+        news, whole = track.delta_since(seen)
         have = news if whole else np.concatenate([have, news])
-        seen = (track.thinned, track.count)
+        seen = (track.merges, track.count)
         assert np.array_equal(have, track.rows)
 
 
@@ -90,12 +90,12 @@ def test_the_life_of_a_session(run):
     s = run(FrameSource(fake(5), 2, 5))
     assert s.state == "ready"
     steps(s, 2)
-    assert (s.state, s.steps, s.x) == ("paused", 2, 4)
+    assert (s.state, s.steps, s.history.x) == ("paused", 2, 4)
     s.stop().wait()
     assert s.state == "stopped"
     steps(s, 1)
     assert (s.state, s.steps) == ("paused", 3)
-    s.go_on()
+    s.start()
     assert s.wait() == "done" and s.steps == 5
     assert [n.text for n in s.notes] == [
         "2 steps at batch 0 (step 0)", "stopped at batch 4 (step 2); go on picks up exactly here",
@@ -193,7 +193,7 @@ def test_a_run_with_pauses_and_stops_is_the_run_without(run):
     plain, pop = population(3, 6), population(3, 6)
     for _ in fit(plain): pass
     s = run(pop)
-    steps(s, 2); s.stop().wait(); steps(s, 1); s.go_on(); s.wait()
+    steps(s, 2); s.stop().wait(); steps(s, 1); s.start(); s.wait()
     assert s.state == "done" and equal(weights(plain), weights(pop))
 
 def test_a_provoked_nan_is_rolled_back_and_drawn_where_it_was(run):
@@ -207,7 +207,7 @@ def test_a_provoked_nan_is_rolled_back_and_drawn_where_it_was(run):
     assert (i.lane, i.reason, i.action) == (2, "non-finite", "rollback")
     assert i.back % batches == 0 and i.back < i.x <= i.end == 7 * batches and i.lost == i.end - i.back
     assert i.recovered > i.end
-    table = s.losses.rows
+    table = s.history.losses.rows
     bad = table[~np.isfinite(table[:, 3]), 0]
     assert i.x == bad[0] and np.isfinite(table[:, [1, 2, 4]]).all()
 
@@ -219,7 +219,7 @@ def test_the_place_of_a_second_rollback_counts_from_its_own_snapshot(run):
         steps(s, 5)
     backs = [(i.lane, i.back, i.x, i.end) for i in s.incidents]
     assert [b[0] for b in backs] == [1, 0, 1]
-    for _, back, x, end in backs: assert end - back <= 3 * (s.x // s.steps) and back < x <= end
+    for _, back, x, end in backs: assert end - back <= 3 * (s.history.x // s.steps) and back < x <= end
 
 @pytest.mark.parametrize("fault", PopulationSource(population(1)).faults())
 def test_every_fault_can_be_provoked(run, fault):
@@ -252,7 +252,7 @@ def test_seeds_by_hand(run):
     steps(s, 1)
     assert s.seed("advance", 1, "r0c1").wait().ok and pop.model.slot("r0c1").state(1).stage.name == "TRAINING"
     steps(s, 1)
-    now = decode_slots(s.layout.codes(s.edges.rows, 1)[-1, 1])            # slot r0c1, lane 1
+    now = decode_slots(s.history.layout.codes(s.history.states.rows, 1)[-1, 1])            # slot r0c1, lane 1
     assert now.stage == 3 and now.blueprint == pop.model.slot("r0c1").blueprints.index("conv_light")
     assert s.seed("prune", 1, "r0c1").wait().ok and pop.model.slot("r0c1").state(1).stage.name == "PRUNED"
 
@@ -273,13 +273,13 @@ def test_saving_and_loading_goes_on_exactly(run, tmp_path):
     s, t = run(pop, root=tmp_path), run(other)
     steps(s, 4)
     r = s.save().wait()
-    assert r.ok and s.folder.rows()[1:] == s.recorder.rows and s.folder.rows()[0]["kind"] == "run"
+    assert r.ok and s.folder.rows()[1:] == s.history.recorder.rows and s.folder.rows()[0]["kind"] == "run"
     steps(s, 3)
     path = s.folder.path/"checkpoint.safetensors"
     assert t.load(path).wait().ok and int(other.epoch[0]) == 4
     steps(t, 3)
     assert equal(weights(pop), weights(other))
-    assert s.save().wait().ok and len(s.folder.rows()) == 1 + len(s.recorder.rows)   # the same folder again
+    assert s.save().wait().ok and len(s.folder.rows()) == 1 + len(s.history.recorder.rows)   # the same folder again
 
 def test_a_seed_planted_by_hand_is_saved(run, tmp_path):
     pop = population(3, 12)
@@ -297,7 +297,7 @@ def test_a_seed_planted_by_hand_is_saved(run, tmp_path):
             for r in planted] == [(2, 1, "conv_light", "by hand")]
     bar = plot_slots(rows, lanes=[1]).patches[0]
     assert (bar.get_x(), bar.get_width() >= 1) == (2, True)
-    assert len([r for r in rows if r["kind"] == "batch" and r["lane"] == 1]) == s.x
+    assert len([r for r in rows if r["kind"] == "batch" and r["lane"] == 1]) == s.history.x
 
 def test_limits_are_the_governors(run):
     pop = population(2, 20)
@@ -307,7 +307,7 @@ def test_limits_are_the_governors(run):
     assert np.allclose(g[:, 0], g[:, 1:4].max(1))
     assert np.allclose(g[:, 1], pop.governor.config.absolute * pop.data.chance_loss)
     s.adjust(absolute=7.).wait()
-    assert np.allclose(s.edges.rows[-1, 1 + 1], 7 * pop.data.chance_loss)          # drawn from that edge on
+    assert np.allclose(s.history.states.rows[-1, 1 + 1], 7 * pop.data.chance_loss)          # drawn from that edge on
 
 def test_the_rise_line_stands_on_either_scale():
     net = torch.nn.Linear(2, 2)
@@ -342,12 +342,12 @@ def loop_source(total=200, **kw):
 def test_a_guarded_loop_steps_batch_by_batch(run, fault):
     s = run(loop_source(accuracy=lambda: 50., every=10))
     steps(s, 60)
-    assert s.x == 60 and s.accuracy[0] == 50
+    assert s.history.x == 60 and s.history.accuracy[0] == 50
     s.provoke(fault, 0).wait()
     steps(s, 60)
-    assert s.state == "paused" and np.isfinite(s.losses.rows[-1, 1])
+    assert s.state == "paused" and np.isfinite(s.history.losses.rows[-1, 1])
     if fault == "nan": assert (s.incidents[0].x, s.incidents[0].end) == (61, 61) and s.incidents[0].back in (40, 50)
-    s.go_on()
+    s.start()
     assert s.wait() == "done" and s.steps == 200
 
 def test_ppo_over_lanes_runs_in_a_session(run):
@@ -363,9 +363,9 @@ def test_ppo_over_lanes_runs_in_a_session(run):
     a, b = learner(), learner()
     records = [u for u in train_ppo(a)]
     s = run(EnvSource(b))
-    steps(s, 3); s.stop().wait(); s.go_on()
+    steps(s, 3); s.stop().wait(); s.start()
     assert s.wait() == "done", s.error
-    assert s.steps == 8 and b.update == 2 and s.numbers["policy loss"] == records[-1].policy_loss
+    assert s.steps == 8 and b.update == 2 and s.history.numbers["policy loss"] == records[-1].policy_loss
     # the session changes nothing
     assert all(torch.equal(x, y) for x, y in zip(a.policy.parameters(), b.policy.parameters()))
     assert s.rollback(0).wait().ok is False and "punished" in s.notes[-1].text
@@ -382,7 +382,7 @@ def test_a_fault_in_a_controllers_lane_is_an_incident(run):
     s.provoke("nan", 1).wait()
     steps(s, 3)
     assert [(i.lane, i.reason, i.axis) for i in s.incidents] == [(1, "non-finite", "step")] and s.incidents[0].end == 6
-    batch, _, loss, _ = s.losses.rows.T
+    batch, _, loss, _ = s.history.losses.rows.T
     assert np.isnan(loss[batch == 7]).all()                              # it only began its next episode: not measured
     assert np.isinf(loss[5])                                             # which is not "not finite"
     assert "1 incident" in status_html(s)
@@ -418,12 +418,12 @@ def test_a_folder_that_is_written_is_followed_and_tells_what_the_run_told(run, t
     (copy/"final.jsonl").touch()
     assert d.session.wait() == "done", d.session.error
     seen = d.session
-    assert np.array_equal(seen.losses.rows, s.losses.rows, equal_nan=True)
+    assert np.array_equal(seen.history.losses.rows, s.history.losses.rows, equal_nan=True)
     assert [str(i) for i in seen.incidents] == [str(i) for i in s.incidents] and seen.steps == 8
-    assert np.allclose(seen.accuracy, s.accuracy)
+    assert np.allclose(seen.history.accuracy, s.history.accuracy)
     assert any("germinate norm" in n.text for n in seen.notes)
-    limit = seen.edges.rows[-1, 1:1 + 4]
-    assert np.allclose(limit, s.edges.rows[-1, 1:1 + 4], rtol=1e-5, equal_nan=True)
+    limit = seen.history.states.rows[-1, 1:1 + 4]
+    assert np.allclose(limit, s.history.states.rows[-1, 1:1 + 4], rtol=1e-5, equal_nan=True)
     d.widget()
     assert d.panel.bar.box not in d.panel.box.children and "Button" not in str(d.panel.box.children[1:])
     d.close(); seen.close()
@@ -438,13 +438,13 @@ def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
     (r.folder.path/"final.jsonl").touch()
     s = watch(r.folder.path).session
     assert s.wait() == "done", s.error
-    assert (s.steps, s.x, s.source.total) == (16, 16, 16)
-    curves = dict(zip(CONTROLLER_CURVES, s.curves.rows[:, 1:].T))
+    assert (s.steps, s.history.x, s.source.total) == (16, 16, 16)
+    curves = dict(zip(CONTROLLER_CURVES, s.history.curves.rows[:, 1:].T))
     entropy = [np.mean([h for h in u.head_entropy if h is not None]) for u in updates]
     assert np.allclose(curves["entropy"][~np.isnan(curves["entropy"])], entropy, rtol=1e-5)
     returns = [x for u in updates for x in u.returns]
     assert np.isfinite(curves["return"]).any() and min(returns) - 1e-3 <= np.nanmin(curves["return"])
-    assert s.numbers["policy loss"] == updates[-1].policy_loss
+    assert s.history.numbers["policy loss"] == updates[-1].policy_loss
     assert [(i.lane, i.reason, i.action, i.axis) for i in s.incidents][:1] == [(1, "non-finite", "rollback", "step")]
     assert 0 <= s.incidents[0].back < s.incidents[0].end == s.incidents[0].x
     first = session_packet(s)
@@ -492,8 +492,8 @@ def test_no_growth_of_memory_or_traffic_over_a_long_run(run):
     browser.hear(browser, dict(kind="hello"))
     def work(k):                                                        # a packet every tenth step
         for _ in range(k // 10):
-            for f in (s.source.step() for _ in range(10)): s.absorb(f)
-            s.note("control", "x" * 60)
+            for f in (s.source.step() for _ in range(10)): s.history.add(f)
+            s.history.note("control", "x" * 60)
             feed.pacer.last = -1e9
             feed.update()
     work(1500)
@@ -503,8 +503,8 @@ def test_no_growth_of_memory_or_traffic_over_a_long_run(run):
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert grown < 200_000, f"{grown:,} bytes more after 6,000 steps"
-    assert len(s.notes) == 200 and len(s.losses.rows) <= 256 and browser.messages - at == 600
-    assert np.array_equal(browser.table, s.losses.rows)
+    assert len(s.notes) == 200 and len(s.history.losses.rows) <= 256 and browser.messages - at == 600
+    assert np.array_equal(browser.table, s.history.losses.rows)
     assert session_packet(s).size < 60_000
 
 def test_a_silent_page_costs_a_few_messages_and_gets_everything_when_it_is_back(run):
@@ -513,12 +513,12 @@ def test_a_silent_page_costs_a_few_messages_and_gets_everything_when_it_is_back(
     browser.hear(browser, dict(kind="hello"))
     sent = 0
     for t in np.arange(0, 600, .25):
-        s.absorb(s.source.step())
+        s.history.add(s.source.step())
         if feed.pacer.due(t + 1e6): sent += 1
     assert sent < 30
     browser.answers = True
     browser.hear(browser, dict(kind="hello"))                           # a new page
-    assert np.array_equal(browser.table, s.losses.rows) and feed.pacer.wait == feed.pacer.interval
+    assert np.array_equal(browser.table, s.history.losses.rows) and feed.pacer.wait == feed.pacer.interval
 
 def test_a_feed_is_quiet_while_nothing_happens_and_before_anybody_listens(run):
     s, browser = run(FrameSource(fake(10**6), 2)), Browser()
@@ -556,7 +556,7 @@ def test_words_go_with_the_packet_and_only_when_they_changed(board):
     steps(board.session, 1)
     feed.pacer.last = -1e9; feed.update()
     assert "epoch 1 of" in sent[1]["html"]["status"] and "1 epoch at batch 0 (epoch 0)" in sent[1]["html"]["log"]
-    with board.session.lock: board.session.version += 1
+    with board.session.history.lock: board.session.history.version += 1
     feed.pacer.last = -1e9; feed.update()
     assert sent[2]["html"] == {}
 
@@ -658,7 +658,7 @@ def test_buttons_that_cannot_work_are_off_and_say_why(run):
     s = run(FrameSource(fake(3), 2, 3))
     why = not_now(s)
     assert not why["start"] and "nothing runs" in why["pause"] and "no parts" in why["save"]
-    assert "nobody watches" in why["rollback"]
+    assert "no Governor watches" in why["rollback"]
     s.start(); s.wait()
     assert not_now(s)["start"] == not_now(s)["step"] == not_now(s)["provoke"] == "the run is over"
     d = Dashboard(s); d.widget(); d.panel.show(False)
@@ -735,7 +735,7 @@ def test_what_a_notebook_keeps_is_text_and_picture_and_the_way_back(run):
     first = stored_html(s)
     assert "ready: epoch 0 of 20" in first and "run this cell again" in first and "<img" not in first
     steps(s, 2)
-    s.note("control", "<script>alert(1)</script>")
+    s.history.note("control", "<script>alert(1)</script>")
     kept = stored_html(s, 1)
     assert 'src="data:image/png;base64,' in kept and "epoch 2 of 20" in kept and "<script>" not in kept
     stored, told = Stored(s), []
@@ -835,7 +835,7 @@ def test_a_session_without_lanes_slots_or_guard_has_a_panel_too(run):
 
 def test_text_from_a_run_is_escaped_in_html(run):
     s = run(FrameSource(fake(1), 2))
-    s.note("control", "<script>alert(1)</script>")
+    s.history.note("control", "<script>alert(1)</script>")
     s.error = "<b>"
     assert "<script>" not in log_html(s) and "<b>" not in status_html(s)
 

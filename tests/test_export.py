@@ -60,7 +60,7 @@ def run(net, *x):
 def test_every_blueprint_and_blend_has_the_bits_of_the_lane(kind, blend, goal):
     for name in list_blueprints(family=FAMILY[kind]):
         model, x = grown(kind, [name], blend, goal), batch(kind)
-        net = model.export(0, x if kind == "cnn" else x[..., 0])
+        net = export_model(model, 0, x if kind == "cnn" else x[..., 0])
         same(run(net, x if kind == "cnn" else x[..., 0]), run(model, x))
         assert not any(type(m).__module__.startswith("esper_nb") for m in net.modules()), name
         assert not hooks(net)
@@ -73,20 +73,20 @@ def test_a_lane_of_several_has_its_own_bits_and_those_of_the_wide_model_to_round
     wide = run(model, x).unflatten(-1, (5, -1))
     for i in range(5):
         mine = unfold(x, 5)[:, i] if kind == "cnn" else x[..., i]
-        z = run(model.export(i, mine), mine)
+        z = run(export_model(model, i, mine), mine)
         same(z, run(model.lane(i).eval(), mine))
         torch.testing.assert_close(z, wide[..., i, :], rtol=1e-5, atol=1e-5)
     for k, t in model.state_dict().items(): same(t, before[k])
 
 def test_export_leaves_the_mode_of_the_model_and_evaluates():
     model = grown("cnn", ["conv_light"]).train()
-    net = model.export()
+    net = export_model(model)
     assert model.training and model.slot("r0c1").training and not any(m.training for m in net.modules())
     x = batch("cnn")
     same(run(net, x), run(model.eval(), x))
 
 def test_an_exported_network_can_be_trained_on():
-    net, x = grown("gpt", ["mlp_small"]).export(), batch("gpt")[..., 0]
+    net, x = export_model(grown("gpt", ["mlp_small"])), batch("gpt")[..., 0]
     net.train()
     net(x).square().mean().backward()
     assert all(p.grad is not None for p in net.parameters())
@@ -95,7 +95,7 @@ def test_an_exported_network_can_be_trained_on():
 def test_a_model_without_seeds_is_its_host():
     for kind in CONFIGS:
         model, x = GrowingModel(new_host(CONFIGS[kind]), SITES[kind]).eval(), batch(kind)
-        net = model.export()
+        net = export_model(model)
         assert not any("grown" in k for k in net.state_dict())
         same(run(net, x if kind == "cnn" else x[..., 0]), run(model.host.eval(), x))
 
@@ -112,7 +112,7 @@ def test_masks_and_modules_repeated_by_lane():
         make_fossil(model, "r0c0", "plain_conv", 1)
         shake(model)
         x = batch("cnn")
-        same(run(model.export(1, x), x), run(model.lane(1).eval(), x))
+        same(run(export_model(model, 1, x), x), run(model.lane(1).eval(), x))
     finally: forget_blueprint("plain_conv", "cnn")
 
 class Chain(Host):
@@ -128,7 +128,7 @@ def test_a_host_of_your_own():
     model, x = GrowingModel(Chain(), ["r0c0"], ["conv_light"]), batch("cnn")
     make_fossil(model, "r0c0", "conv_light")
     shake(model)
-    same(run(model.export(0, x), x), run(model.eval(), x))
+    same(run(export_model(model, 0, x), x), run(model.eval(), x))
 
 
 # ---- a network with slots attached
@@ -159,7 +159,7 @@ def test_a_network_of_your_own_keeps_what_has_grown(make, slots):
         make_fossil(model, k, v, blend=list(Blend)[i], goal=.6 if i else 1.)
     for s in model.slots.values(): shake(s, .1)
     model.eval()
-    net = model.export(0, x)
+    net = export_model(model, 0, x)
     same(run(net, x), run(model, x))
     assert not any(type(m).__module__.startswith("esper_nb") for m in net.modules())
     assert not hooks(net)
@@ -179,7 +179,7 @@ def test_an_attribute_that_a_pair_does_not_have_is_found_by_the_example():
     x = torch.randint(16, (2, 5))
     model = attach_slots(Tied(), ["words"], x, blueprints=["lora"])
     make_fossil(model, "words", "lora")
-    with pytest.raises((RuntimeError, AttributeError)): model.export(0, x)
+    with pytest.raises((RuntimeError, AttributeError)): export_model(model, 0, x)
 
 def test_detaching_refuses_to_drop_what_is_heard():
     torch.manual_seed(0)
@@ -205,13 +205,13 @@ def test_detaching_what_nobody_hears_needs_no_word():
 def test_a_seed_on_its_way_is_refused_or_baked():
     model, x = GrowingModel(new_host(CONFIGS["cnn"]), ["r0c1"], ["conv_light"]), batch("cnn")
     model.germinate("r0c1", "conv_light", tempo=4)
-    model.advance("r0c1"); same(run(model.export(), x), run(model.eval(), x))     # in training: not heard
+    model.advance("r0c1"); same(run(export_model(model), x), run(model.eval(), x))     # in training: not heard
     model.advance("r0c1", force=True); model.tick()
     model.within = .5
     with pytest.raises(RuntimeError, match=r"r0c1: its conv_light is BLENDING at alpha 0.375 .* fossilize or prune"):
-        model.export()
-    same(run(model.export(bake=True), x), run(model.eval(), x))
-    with model.disable_seeds(): same(run(model.export(), x), run(model.host.eval(), x))
+        export_model(model)
+    same(run(export_model(model, bake=True), x), run(model.eval(), x))
+    with model.disable_seeds(): same(run(export_model(model), x), run(model.host.eval(), x))
 
 @pytest.mark.parametrize("where", ["host", "seed", "buffer"])
 def test_numbers_that_are_not_finite_are_refused_by_name(where):
@@ -221,13 +221,13 @@ def test_numbers_that_are_not_finite_are_refused_by_name(where):
         model.slot("r0c1").banks["conv_light"].body[0].weight.data[0] = torch.nan
         name = "grown.r0c1.seed.body.0.weight"
     if where == "buffer": model.host.blocks[0][1].running_var[0] = torch.nan; name = "host.blocks.0.1.running_var"
-    with pytest.raises(RuntimeError) as said: model.export()
+    with pytest.raises(RuntimeError) as said: export_model(model)
     assert name in str(said.value) or "off by nan" in str(said.value)
 
 def test_lanes_that_are_not_there():
-    with pytest.raises(ValueError, match="lane numbers from 0 to 0"): grown("cnn", ["norm"]).export(3)
+    with pytest.raises(ValueError, match="lane numbers from 0 to 0"): export_model(grown("cnn", ["norm"]), 3)
     model = attach_slots(Residual(), ["path"], torch.randn(2, 3, 8, 8))
-    with pytest.raises(ValueError, match="lane numbers from 0 to 0"): model.export(1)
+    with pytest.raises(ValueError, match="lane numbers from 0 to 0"): export_model(model, 1)
 
 
 # ---- where it goes
@@ -238,7 +238,7 @@ def test_it_lives_without_this_package(kind, tmp_path):
     names = ["conv_heavy", "attention"] if kind == "cnn" else ["mlp_small", "attention"]
     model, x = grown(kind, names, Blend.GATE, .5), batch(kind)
     x = x if kind == "cnn" else x[..., 0]
-    net = model.export(0, x)
+    net = export_model(model, 0, x)
     torch.save(dict(net=net, x=x, y=run(net, x)), tmp_path/"net.pt")
     batches = torch.export.Dim("batch")
     torch.export.save(torch.export.export(net, (x,), dynamic_shapes=({0: batches},)), tmp_path/"net.pt2")
@@ -260,7 +260,7 @@ def test_weights_go_through_safetensors(kind, tmp_path):
     from safetensors.torch import load_file, save_file
     model, x = grown(kind, ["norm"], Blend.GATE, .5), batch(kind)
     x = x if kind == "cnn" else x[..., 0]
-    net = model.export()
+    net = export_model(model)
     save_file({k: t.contiguous() for k, t in net.state_dict().items()}, tmp_path/"net.safetensors")
     other = copy.deepcopy(net)
     for p in other.parameters(): p.data.zero_()
@@ -269,7 +269,7 @@ def test_weights_go_through_safetensors(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["cnn", "gpt"])
 def test_it_compiles(kind):
-    net, x = grown(kind, ["norm", "attention"], Blend.GATE, .5).export(), batch(kind)
+    net, x = export_model(grown(kind, ["norm", "attention"], Blend.GATE, .5)), batch(kind)
     x = x if kind == "cnn" else x[..., 0]
     torch.compiler.reset()
     torch.testing.assert_close(run(torch.compile(net, backend="aot_eager", fullgraph=True), x), run(net, x))
@@ -289,7 +289,7 @@ def test_onnx_says_the_same(kind, blend, tmp_path):
         names = ["conv_light", "attention"] if kind == "cnn" else ["mlp_small", "norm"]
         model, x = grown(kind, names, blend, .6), batch(kind)
         x = x if kind == "cnn" else x[..., 0]
-    net = model.export(0, x)
+    net = export_model(model, 0, x)
     batches = ({0: torch.export.Dim("batch")},)
     torch.onnx.export(net, (x,), tmp_path/"net.onnx", dynamo=True, dynamic_shapes=batches, verbose=False)
     session = onnxruntime.InferenceSession(tmp_path/"net.onnx", providers=["CPUExecutionProvider"])

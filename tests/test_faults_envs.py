@@ -24,7 +24,6 @@ from esper_nb.control.rules import (
 from esper_nb.core.config import Config
 from esper_nb.core.random import generator
 from esper_nb.grow.models import Decision
-from esper_nb.grow.lifecycle import SeedState, Stage
 from esper_nb.learn.learner import Learner
 from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 from PIL import Image
 
+from esper_nb.grow.export import export_model
 from esper_nb.train.datasets import (
     Examples, example_data, from_arrays, from_dataset, load_own, own_source, read_folder, read_own, read_table_file,
     stratified_split)
@@ -225,7 +226,7 @@ def test_a_multilayer_perceptron_grows_and_leaves():
     model.germinate("r0c1", "conv_small", tempo=0)
     for _ in range(3): model.advance("r0c1", force=True)
     x = torch.randn(7, 5, 1, 1)
-    net = model.export(1, x, bake=True)
+    net = export_model(model, 1, x, bake=True)
     assert torch.equal(net(x), model.lane(1).eval()(x)) and net(x).shape == (7, 2)
 
 def test_a_task_of_files_goes_through_json_and_has_a_name(tmp_path, monkeypatch):

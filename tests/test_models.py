@@ -11,6 +11,7 @@ from torch import nn
 
 from esper_nb.grow.blending import Blend, Curve, RampMode
 from esper_nb.grow.blueprints import list_blueprints
+from esper_nb.grow.export import export_model, serve_optimizer
 from esper_nb.grow.hosts import CNNConfig, GPTConfig, new_host
 from esper_nb.core.lanes import take_lanes
 from esper_nb.core.layers import by_lane, unfold
@@ -732,7 +733,7 @@ def test_layouts_are_declared_and_never_guessed(place, layout, words):
     turned = dict(BHWC=h.movedim(-1, 1), BDL=h.mT, BD=h[:, None])[layout] if h.ndim > 1 else h
     out = model.slot(place)(turned)
     assert not torch.equal(out, turned) and not torch.equal(y, plain)
-    assert torch.equal(model.export(0, x)(x), y)
+    assert torch.equal(export_model(model, 0, x)(x), y)
 
 def test_a_layout_must_fit():
     x = torch.randn(3, 6, 7, 3)
@@ -745,7 +746,6 @@ def test_a_layout_must_fit():
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, .1, momentum=.9), lambda p: torch.optim.AdamW(p, .01),
                                   lambda p: torch.optim.RMSprop(p, .01, momentum=.9)])
 def test_a_served_optimizer_moves_only_who_trains(make):
-    from esper_nb.grow.export import serve_optimizer
     torch.manual_seed(0)
     model, x = new("cnn", 2, slots=["r0c1"], blueprints=["conv_light"]), batch("cnn", 2)[0]
     put_in(model, "r0c1", 0, "conv_light", "holding"); put_in(model, "r0c1", 1, "conv_light", "holding")

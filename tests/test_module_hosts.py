@@ -19,6 +19,7 @@ from esper_nb.core.random import seeded
 from esper_nb.grow.blueprints import (
     FAMILIES, SEED_LAYOUTS, blueprint_size, forget_blueprint, get_blueprint, list_blueprints, make_blueprint,
     plain_blueprint)
+from esper_nb.grow.export import export_model
 from esper_nb.grow.models import Decision
 from esper_nb.grow.module_hosts import ModuleHostConfig, explore_host, module_model
 from esper_nb.record.checkpoints import load_checkpoint, save_checkpoint
@@ -215,7 +216,7 @@ def test_it_exports(name):
     x = batch(config)
     for i in range(2):
         mine = of_lane(x, i)
-        plain = model.export(i, mine)
+        plain = export_model(model, i, mine)
         assert not any(type(m).__module__.startswith("esper_nb") for m in plain.modules())
         with torch.no_grad(): near(plain(model.host.read(mine)), model.eval()(x).chunk(2, -1)[i])
         with torch.no_grad(): near(plain(model.host.read(mine)), model.lane(i).eval()(mine), 1e-6)
@@ -388,7 +389,7 @@ def test_an_ordinary_function_is_a_blueprint(own_blueprints, name):
     model.fossilize(slot, 1, safe=False, force=True)
     with torch.no_grad():
         after = model(x)
-        near(model.export(1, of_lane(x, 1))(model.host.read(of_lane(x, 1))), after[:, 10:], 1e-6)
+        near(export_model(model, 1, of_lane(x, 1))(model.host.read(of_lane(x, 1))), after[:, 10:], 1e-6)
     assert torch.equal(after[:, :10], before[:, :10]) and not torch.equal(after[:, 10:], before[:, 10:])
     twin = module_model(config, lanes=4, seed=1, blueprints=[name])
     twin.germinate(slot, name, 1, tempo=0)

@@ -308,7 +308,7 @@ class GrowthActions:
         self.rules = [model.slot(k).rules for k in self.slots]
         self.blueprints = tuple(sorted({b for own in self.slot_blueprints for b in own} - {"noop"}))
         check(len(self.blueprints) > 0, "blueprints", (), "a blueprint other than noop in at least one slot")
-        self.values: dict[str, tuple[Any, ...]] = dict( # what the numbers of every head stand for, in the order of HEADS
+        self.values: dict[str, tuple[Any, ...]] = dict( # what the numbers of every head stand for
             slot=self.slots, blueprint=self.blueprints, style=tuple(STYLES), tempo=TEMPOS, target=TARGETS,
             speed=SPEEDS, curve=tuple(CURVES), op=self.ops)
         self.sizes = tuple(len(self.values[h]) for h in HEADS)

@@ -9,7 +9,6 @@ __all__ = ['Data', 'EnvConfig']
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
@@ -134,8 +133,8 @@ class EnvConfig(Config):
         for j, device in enumerate(self.devices):
             fit, own = self.fit(n // k + (j < n % k)), copy.copy(loaded.to(device))
             if self.family is not None:
-                family = f"None for {task.name!r}, whose data are no images"
-                check(isinstance(own, ImageData), "family", self.family, family)
+                if not isinstance(own, ImageData):
+                    raise ValueError(f"family={self.family!r}, expected None for {task.name!r}: its data are no images")
                 own = FamilyData(own, TASK_FAMILIES[self.family], self.judged)
             pop = new_population(task, fit, self.slots, own, device, blueprints=self.blueprints, rules=self.rules)
             out.append(DevicePart(sum(p.population.lanes for p in out), pop))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .actions import choice_of, in_stage
+from .actions import in_stage
 from ..core.config import check
 from ..grow.lifecycle import LIVE, Stage
 from ..guard.reports import Report
@@ -92,7 +92,8 @@ class DevicePart(NamedTuple):
         signals = torch.stack([r.signals[k] for k in pop.model.names]).permute(2, 0, 1).double()
         columns = dict(
             loss=known(r.heldout.loss), accuracy_pp=known(r.heldout.accuracy_pp), gain_pp=known(r.gain),
-            train_loss=known(r.train.loss), lr=known(r.lr), signals=signals.masked_fill(~mine[:, None, None], torch.nan))
+            train_loss=known(r.train.loss), lr=known(r.lr),
+            signals=signals.masked_fill(~mine[:, None, None], torch.nan))
         return columns, tuple(replace(g, lane=self.first + g.lane) for g in r.reports)
 
     def state_dict(self) -> dict[str, Any]: # tensors and plain values

@@ -90,7 +90,7 @@ class Observation(NamedTuple):
     unit: str # what 1 stands for
     range: tuple[float, float, float | None] # least, largest, and what stands for not measured; None: always known
     help: str
-    read: str | Callable[[LaneView], Tensor] # field of a seed's record; or (n,) of a lane, (n, S) of slots, parts behind
+    read: str | Callable[[LaneView], Tensor] # field of a seed's record; or (n,) of a lane, (n, S) of slots
     divisor: float | str = 1. # number, "horizon" or "slots"
     per: str = "slot" # "lane" or "slot"
     parts: tuple[str, ...] | Callable[[GrowthActions], tuple[str, ...]] = () # of several columns, appended to the name
@@ -108,9 +108,10 @@ class Observation(NamedTuple):
         if callable(self.read): x = self.read(v)
         else: x = column(v.table, self.read) if unknown is None else known_column(v.table, self.read)
         by = dict(horizon=float(v.horizon), slots=float(len(v.space.slots)))
-        x = (x if self.parts else x[..., None]).double() / (by[self.divisor] if isinstance(self.divisor, str) else self.divisor)
-        names = self.features(v.space)
-        assert x.shape[-1] == len(names), f"{self.name}: {x.shape[-1]} columns, and {len(names)} names"
+        x = x if self.parts else x[..., None]
+        x = x.double() / (by[self.divisor] if isinstance(self.divisor, str) else self.divisor)
+        names = [f.name for f in self.features(v.space)]
+        check(x.shape[-1] == len(names), f"columns of {self.name}", x.shape[-1], f"one for each of {', '.join(names)}")
         return x.clamp(low, high) if unknown is None else torch.where(x.isnan(), unknown, x.clamp(low, high))
 
 def known_column(table: Tensor, name: str) -> Tensor: # (n, S, C) records -> (n, S), NaN where not measured

@@ -17,7 +17,7 @@ def generator(
     seed: int, # the run's seed
     *key: int | str, # what the stream is for, e.g. `"data", lane, epoch`
 ) -> torch.Generator: # a CPU generator: the same on every machine and in every process
-    "Return the random stream of the seed key `(seed, *key)`: equal keys give equal streams, different keys unrelated ones."
+    "Return the random stream of the seed key `(seed, *key)`: equal keys, equal streams; any other, an unrelated one."
     for k in (seed, *key):
         if isinstance(k, int | str) and not isinstance(k, bool): continue
         raise ValueError(f"seed key {(seed, *key)!r}: {k!r} is a {type(k).__name__}, "

@@ -175,7 +175,7 @@ def grown_form(
     role, = roles
     if state.stage != Stage.FOSSILIZED and not bake:
         raise RuntimeError(f"slot {slot.name}: its {role.blueprint} is {state.stage.name} at alpha {role.alphas[0]:g} "
-                           "and may go on changing; fossilize or prune it, or export(bake=True) as it is now")
+                           "and may go on changing; fossilize or prune it, or export_model(bake=True) as it is now")
     return _Grown(slot, role)
 
 # %% ../../nbs/grow/27_export.ipynb #7ff7f620

@@ -189,7 +189,7 @@ class AttachedModel(Growing):
         "Take the hooks out of the network again; what has grown is only let go when that is asked for."
         with evaluating(self): heard = [k for k in self.names if self.slot(k).roles()] # switched off or not
         if heard and not drop:
-            raise RuntimeError(f"slots {', '.join(heard)} change the output and would be lost: take `export()`, "
+            raise RuntimeError(f"slots {', '.join(heard)} change the output and would be lost: take `export_model`, "
                                "which keeps them, or detach_slots(drop=True)")
         return self.take_hooks_off()
 
@@ -368,7 +368,8 @@ def _explored(config: ModuleHostConfig, make: Callable[..., nn.Module]) -> Explo
         raise ValueError(f"{config.import_path} does not take {tuple(x.shape)}, which is reads={config.reads!r} of "
                          f"shape={config.shape}: {e}") from e
     expected = (*x.shape[:2 if config.reads == "BL" else 1], config.classes)
-    check(y.shape == expected, f"output of {config.import_path}", tuple(y.shape), f"{expected}: one number for each class")
+    check(y.shape == expected, f"output of {config.import_path}", tuple(y.shape),
+          f"{expected}: one number for each class")
     ended, largest = _order(module, x)
     places = _places(config, module, x, ended)
     form = find_form(factory, x, READS[config.reads].axis, -1, config.side_by_side)

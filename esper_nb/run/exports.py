@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..core.config import check
-from ..grow.export import check_same
+from ..grow.export import check_same, export_model
 from ..record.files import check_target, new_file, save_tensors
 from ..record.writers import RunFolder
 from .compare import PolicyPlayer, compare_controllers
@@ -42,7 +42,7 @@ def _played_again(path: Path) -> GrownLanes: # of `esper-nb train`
     play, = compare_controllers(env, {"PPO": lambda seed: PolicyPlayer(run.learner, run.config.sampled, seed)},
                                 [run.config.seed]).plays
     env.close()
-    return GrownLanes(env.parts, list(play.heldout_accuracy_pp), list(play.test_accuracy_pp))
+    return GrownLanes(list(env.parts), list(play.heldout_accuracy_pp), list(play.test_accuracy_pp))
 
 def _read_again(path: Path, config: dict[str, Any]) -> GrownLanes: # of `esper-nb fit`
     "The population that was trained."
@@ -145,7 +145,7 @@ def export_run(
     check(0 <= lane < count, "lane", lane, f"a lane below {count}")
     first, pop = next(p for p in reversed(grown.parts) if p[0] <= lane)
     x = lane_example(pop)
-    net = pop.model.export(lane - first, x, bake=True)
+    net = export_model(pop.model, lane - first, x, bake=True)
     x = getattr(pop.model.host, "read", torch.clone)(x) # as your own network takes it
     write_network(net, x, target)
     found = dict(task=pop.task.name, lane=lane, test_accuracy_pp=grown.test_accuracy_pp[lane], input=input_facts(pop))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..core.config import check
-from ..grow.lifecycle import COOLING, LIVE, Gates, Rules, SeedState, Stage, check_gate, next_stage, tick_seed
+from ..grow.lifecycle import COOLING, LIVE, Gates, Rules, SeedState, Stage, check_gate, next_stage
 from ..grow.slots import Slot
 from ..guard.reports import GovernorConfig
 from ..record.rows import Row, decode_row
@@ -28,7 +28,7 @@ from .live import Feed, asset_path, canvas_class, live_front_end, odds_html, run
 from .session import Request, Session
 from .sources import WAITING, EnvSource, Frame, Source, acted_line, frame_losses, update_numbers
 from .theme import SEEN, THRESHOLDS, Maker, is_whole, may_be_off, threshold_help
-from .words import (
+from .views import (
     MODEL, RETURN, Stored, figure_png, log_html, plot_session, session_text, status_html, tell_on)
 from ..train.population import Population
 
@@ -42,7 +42,7 @@ def not_now(
     source, state = session.source, session.state
     over = "the run is over" if state == "done" else ""
     busy = "it runs already" if state == "running" else over
-    lonely = "nobody watches this run: make it with a Governor" if source.governor is None else ""
+    lonely = "no Governor watches this run: make it with one" if source.governor is None else ""
     paid = "a rollback is the environment's to decide: provoke a fault" if isinstance(source, EnvSource) else ""
     return dict(
         start=busy, step=busy and f"{busy}: pause it first" if state == "running" else over,
@@ -88,7 +88,7 @@ class ControlBar:
         pace = self.make.dropdown(options, "pace", "How fast the run goes at most",
                                   value=session.pace, layout=self.make.W.Layout(width="158px"))
         def tell(change: dict[str, Any]) -> None:
-            if change["new"] != session.pace: self.ask("pace", seconds=change["new"])
+            if change["new"] != session.pace: self.ask("set_pace", seconds=change["new"])
         pace.observe(tell, "value")
         return pace
 
@@ -111,11 +111,11 @@ class Focus:
         self.make = make
         self.titles: list[tuple[Any, str]] = [] # widgets that name the lane, and what they say
         lanes = [(f"lane {i}", i) for i in range(session.source.lanes)]
-        slots = [(f"slot {k}", k) for k in session.slots] or [("no slots", "no slots")]
+        slots = [(f"slot {k}", k) for k in session.history.slots] or [("no slots", "no slots")]
         self.lane = make.dropdown(lanes, "lane in focus", "What the buttons act on, and the picture shows", value=lane)
         self.slot = make.dropdown(slots, "slot", "Slot that the seed buttons act on")
         self.lane.observe(lambda change: picked(change["new"]), "value")
-        self.box = make.box([self.lane, self.slot] if session.slots else [self.lane], "esper-grid")
+        self.box = make.box([self.lane, self.slot] if session.history.slots else [self.lane], "esper-grid")
 
     def title(self, text: str) -> Any: # a widget
         "A title that always names the lane in focus."
@@ -180,7 +180,7 @@ def epochs_until_empty(
     "Epochs until something may germinate there again."
     epochs = 0
     while s.stage in COOLING:
-        s = tick_seed(s, rules)[0]
+        s = s.tick(rules)[0]
         epochs += 1
     return epochs
 
@@ -336,7 +336,7 @@ class Panel:
         self.canvas = None if canvas is None else canvas(lane=lane, height=height)
         self.focus = Focus(make, session, lane, picked)
         self.bar = ControlBar(make, session, ask, lambda: self.focus.lane.value)
-        self.seeds = SeedsPanel(make, session, ask, self.focus) if session.slots else None
+        self.seeds = SeedsPanel(make, session, ask, self.focus) if session.history.slots else None
         self.thresholds = None
         if source.governor is not None: self.thresholds = ThresholdsPanel(make, source.governor.config, ask)
         self.words = {name: W.HTML() for name in ("status", "odds", "log")} # what the feed keeps up to date
@@ -389,8 +389,10 @@ class Panel:
         self.plain.layout.display = "block"
 
 # %% ../../nbs/show/84_dashboard.ipynb #82df32ac
-class _Shown:
-    "A session, and the panel that shows it."
+SHOWN: dict[str, Any] = {} # cell -> its dashboard
+
+class Dashboard:
+    "A session with everything around it: live picture, controls, log."
     def __init__(self,
         session: Session | Population | Source, # what to show; a population or a source gets a session
         lane: int | None = None, # in focus at first; default: 0, and in a picture the one with the latest incident
@@ -417,7 +419,7 @@ class _Shown:
     def ask(self, what: str, **args: Any) -> Request | None: # as for `Session.ask`; None: there is no such verb
         "Ask the session for something."
         try: return self.session.ask(what, **args)
-        except ValueError as e: self.session.note("error", str(e))
+        except ValueError as e: self.session.history.note("error", str(e))
         return None
 
     def focus(self, lane: int) -> None: # to put into focus
@@ -439,11 +441,6 @@ class _Shown:
         self.panel.feed.close()
         self.panel.box.close()
 
-# %% ../../nbs/show/84_dashboard.ipynb #bbc2356d
-SHOWN: dict[str, Any] = {} # cell -> its dashboard
-
-class Dashboard(_Shown):
-    "A session with everything around it: live picture, controls, log."
     def picture(self) -> Any: # figure
         "The figure of this moment."
         return plot_session(self.session, self._lane)
@@ -474,7 +471,7 @@ class Dashboard(_Shown):
         if any(d.session is self.session for d in SHOWN.values()): return
         if self.session.state not in ("running", "paused"): return
         self.session.stop()
-        new.note("control", f"the run that this cell had shown before was stopped {self.session.at}")
+        new.history.note("control", f"the run that this cell had shown before was stopped {self.session.position}")
 
 # %% ../../nbs/show/84_dashboard.ipynb #1e304d99
 def row_values(

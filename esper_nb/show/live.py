@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['status_of', 'head_of', 'stage_entry', 'incident_entry', 'Seen', 'Packet', 'session_packet', 'policy_odds',
-           'odds_html', 'Pacer', 'Canvas', 'Feed', 'asset_path', 'canvas_class', 'running_cell', 'live_front_end',
-           'watching_cost']
+           'odds_html', 'Pacer', 'Canvas', 'Feed', 'asset_path', 'canvas_class', 'running_cell', 'live_front_end']
 
 # %% ../../nbs/show/82_live.ipynb #b81cc239
 import functools
@@ -37,13 +36,13 @@ def status_of(
     session: Session,
 ) -> dict[str, Any]: # plain values, ready for JSON
     "Where a session stands."
-    s, finite = session.source, session.accuracy[np.isfinite(session.accuracy)]
+    s, finite = session.source, session.history.accuracy[np.isfinite(session.history.accuracy)]
     left = None
     if s.total is not None and session.seconds is not None and s.steered:
         left = max(0, s.total - session.steps) * max(session.seconds, session.pace)
     return dict(
         state=session.state, error=session.error,
-        steps=session.steps, total=s.total, unit=s.unit, x=session.x, axis=s.axis[0],
+        steps=session.steps, total=s.total, unit=s.unit, x=session.history.x, axis=s.axis[0],
         left=left, # seconds; None: unknown
         seconds=session.seconds, pace=session.pace,
         accuracy=float(np.median(finite)) if len(finite) else None, # percentage points
@@ -83,8 +82,8 @@ def incident_entry(
 # %% ../../nbs/show/82_live.ipynb #8a002f1f
 class Seen(NamedTuple):
     "How far a reader has come."
-    losses: tuple[int, int] # how often the track was thinned, points
-    edges: tuple[int, int]
+    losses: tuple[int, int] # how often the series was merged, points
+    states: tuple[int, int]
     curves: tuple[int, int]
     incidents: tuple[tuple[int, int | None], ...] # number and recovery of those that were sent
     version: int # of the session
@@ -93,7 +92,7 @@ class Seen(NamedTuple):
 class Packet(NamedTuple):
     "News of a session."
     meta: dict[str, Any] # plain values, ready for JSON
-    buffers: list[bytes] # float32 points: losses, edges, curves
+    buffers: list[bytes] # float32 points: losses, states, curves
     seen: Seen # pass it to the next call
 
     @property
@@ -107,20 +106,21 @@ def session_packet(
     seen: Seen | None = None, # from the packet before; None: everything
 ) -> Packet:
     "What is new in a session."
-    with session.lock:
-        losses, all_losses = session.losses.since(seen and seen.losses)
-        edges, all_edges = session.edges.since(seen and seen.edges)
-        curves, all_curves = session.curves.since(seen and seen.curves)
-        marks = tuple((i.number, i.recovered) for i in session.incidents)
+    history = session.history
+    with history.lock:
+        losses, all_losses = history.losses.delta_since(seen and seen.losses)
+        states, all_states = history.states.delta_since(seen and seen.states)
+        curves, all_curves = history.curves.delta_since(seen and seen.curves)
+        marks = tuple((i.number, i.recovered) for i in history.incidents)
         known = set(seen.incidents) if seen else set()
-        news = [incident_entry(i) for i, mark in zip(session.incidents, marks) if mark not in known]
-        whole = [all_losses, all_edges, all_curves]
+        news = [incident_entry(i) for i, mark in zip(history.incidents, marks) if mark not in known]
+        whole = [all_losses, all_states, all_curves]
         meta: dict[str, Any] = dict(whole=whole, status=status_of(session), incidents=news)
-        meta["ends"] = [end for end in session.ends if seen is None or end[0] > seen.x]
+        meta["ends"] = [end for end in history.episode_ends if seen is None or end[0] > seen.x]
         if seen is None: meta["head"] = head_of(session)
-        now = Seen(session.losses.mark, session.edges.mark, session.curves.mark, marks, session.version,
-                   session.x)
-        return Packet(meta, [losses.tobytes(), edges.tobytes(), curves.tobytes()], now)
+        now = Seen(losses=history.losses.position, states=history.states.position, curves=history.curves.position,
+                   incidents=marks, version=history.version, x=history.x)
+        return Packet(meta, [losses.tobytes(), states.tobytes(), curves.tobytes()], now)
 
 # %% ../../nbs/show/82_live.ipynb #cc1ae619
 @torch.no_grad()
@@ -218,7 +218,6 @@ class Feed:
         self.version = -1 # of the session, at the newest update
         self.live = False # whether a page has said hello
         self.bytes = 0 # sent, without the plain values
-        self.spent = 0. # seconds of processor time
         self.error = "" # of the newest update that failed
         self._lock = threading.RLock()
         self._end = threading.Event()
@@ -243,13 +242,11 @@ class Feed:
         "Send what is new, if it is time."
         with self._lock:
             waiting = self.live and self.seen is None # a page that knows nothing yet
-            if self.session.version == self.version and not waiting: return
+            if self.session.history.version == self.version and not waiting: return
             if not self.pacer.due(time.perf_counter()): return
-            begun = time.thread_time()
-            self.version = self.session.version
+            self.version = self.session.history.version
             extra = self.show(self.live) or {}
             if self.live and self.canvas is not None: self._send(self.canvas, extra)
-            self.spent += time.thread_time() - begun
 
     def _send(self, canvas: Canvas, extra: dict[str, Any]) -> None:
         packet = session_packet(self.session, self.seen)
@@ -301,48 +298,3 @@ def live_front_end() -> bool:
     "Whether the cell that runs now came from a page that can show widgets, as far as can be known."
     if os.environ.get("SERVER_SOFTWARE", "").startswith("voila") or "google.colab" in sys.modules: return True
     return bool(running_cell())
-
-# %% ../../nbs/show/82_live.ipynb #5afa3091
-class _Echo:
-    "A page that answers at once."
-    def on_msg(self, callback: Callable[..., None]) -> None: self.hear = callback
-    def send(self, content: dict[str, Any], buffers: list[bytes]) -> None:
-        if content["answer"]: self.hear(self, dict(kind="answer", number=content["number"]))
-
-def _timed(work: Callable[[], Any]) -> float: # seconds; in a thread of its own, as a session works
-    seconds: list[float] = []
-    def run() -> None:
-        begun = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begun)
-    t = threading.Thread(target=run)
-    t.start()
-    t.join()
-    return seconds[0]
-
-# %% ../../nbs/show/82_live.ipynb #cc34e522
-def watching_cost(
-    make: Callable[[], Source], # a fresh run
-    steps: int = 20, # of each run
-    rounds: int = 3, # in turns
-) -> dict[str, float]: # medians over the rounds
-    "What watching a run costs, measured with and without in turns."
-    bare, watched, shares = [], [], []
-    for _ in range(rounds):
-        source, session = make(), Session(make())
-        def plain() -> None:
-            for _ in range(steps): source.step()
-        def seen() -> None:
-            session.step(steps).wait()
-            session.wait(600)
-        bare.append(_timed(plain))
-        feed = Feed(session, _Echo())
-        feed.start()
-        feed.hear(None, dict(kind="hello"))
-        watched.append(_timed(seen))
-        feed.close()
-        session.close()
-        shares.append(100 * (session.spent + feed.spent) / watched[-1])
-    ratio = np.median(np.array(watched) / bare)
-    return dict(bare_s=round(float(np.median(bare)), 3), watched_s=round(float(np.median(watched)), 3),
-                ratio=round(float(ratio), 3), share_pct=round(float(np.median(shares)), 2))

@@ -90,7 +90,7 @@ class Source:
 
     def roll_back(self, lanes: Sequence[int]) -> tuple[Report, ...]:
         "Put lanes back to their last good state."
-        if self.governor is None: raise RuntimeError("nobody watches this run: make it with a Governor")
+        if self.governor is None: raise RuntimeError("no Governor watches this run: make it with one")
         return self.governor.rollback(lanes)
 
     def parts(self) -> dict[str, Any]: # by name, as `save_checkpoint` takes them

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from esper_nb.grow import slots as routing
+from esper_nb.grow import slots
 
 from .graphs import CUDAGraph, graph
 from .orders import Event, Stream
@@ -191,7 +191,7 @@ def in_place(m):
               (torch.backends.cudnn, dict(is_acceptable=lambda t: False)),
               (sys.modules["torch.optim.optimizer"], dict(
                   _foreach_supported_types=[torch.Tensor, torch.nn.Parameter, DeviceTensor])),
-              (routing, dict(_kept=_kept)), (ThreadPoolExecutor, dict(submit=_in_threads(m)))]
+              (slots, dict(_kept=_kept)), (ThreadPoolExecutor, dict(submit=_in_threads(m)))]
     swap = torch.__future__.get_swap_module_params_on_conversion()
     with contextlib.ExitStack() as stack:
         for owner, table in tables:

@@ -1,8 +1,7 @@
-"""What a dashboard that somebody watches costs, and whether anything grows meanwhile.
+"""What an open dashboard costs, and whether anything grows meanwhile.
 
-    python tests/browser/watch.py grow 600     # a dashboard for ten minutes: memory of page and kernel
-    python tests/browser/watch.py cost 6 20    # six rounds of 20 s each way: the same run without and with a dashboard
-    python tests/browser/watch.py split 10     # where the browser's share goes: the update's parts switched off in turn
+    python benchmarks/dashboard_bench.py grow 600   # a dashboard for ten minutes: memory of page and kernel
+    python benchmarks/dashboard_bench.py cost 6 20  # six rounds of 20 s each way: the same run without and with a dashboard
 
 Each starts a JupyterLab and a headless Chromium of its own and writes what it measured into
 nbs/tutorials/images/watch.json, from which the pages print it. Processor times come from /proc, so this needs Linux.
@@ -13,7 +12,7 @@ from statistics import median
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]/"tests/browser"))
 from conftest import ROOT, open_browser, server
 from test_dashboard_browser import LAST, open_lab, write_notebook
 
@@ -26,20 +25,24 @@ from esper_nb.train.population import FitConfig, new_population
 ROWS = 2000      # few, so that this store is full before the first sample, too
 session = Session(new_population('digits', FitConfig(lanes=16, epochs=100_000)), rows=ROWS)
 board = Dashboard(session, lane=3)
-def tell():
+def kept(history):
+    series = {k: getattr(history, k).count for k in ('losses', 'states', 'curves')}
+    lists = {k: len(getattr(history, k)) for k in ('notes', 'incidents', '_reports', '_unrecovered', '_snapshots')}
+    return series | lists | dict(rows=len(history.recorder.rows))
+def report():
     board.widget()
     s, f = session, board.panel.feed
     while True:
         time.sleep(1.)
-        told = dict(pid=os.getpid(), steps=s.steps, sent=f.pacer.sent, unanswered=f.pacer.unanswered,
-                    error=f.error or s.error, full=len(s.recorder.rows) >= ROWS, kept=s.kept())
-        with open('grow.tmp', 'w') as file: json.dump(told, file)
+        state = dict(pid=os.getpid(), steps=s.steps, sent=f.pacer.sent, unanswered=f.pacer.unanswered,
+                    error=f.error or s.error, full=len(s.history.recorder.rows) >= ROWS, kept=kept(s.history))
+        with open('grow.tmp', 'w') as file: json.dump(state, file)
         os.replace('grow.tmp', 'grow.json')
 def ruin():
     for k in range(10**6):
         time.sleep(15.)
         session.provoke(('nan', 'explode')[k % 2], k % 16)
-for work in (tell, ruin): threading.Thread(target=work, daemon=True).start()
+for work in (report, ruin): threading.Thread(target=work, daemon=True).start()
 board"""
 
 COST = """import json, os, threading, time
@@ -64,7 +67,7 @@ def thread_seconds(tids):
         try: out += int(open(f'/proc/self/task/{tid}/schedstat').read().split()[0]) / 1e9
         except OSError: pass
     return out
-def phase(watched, seconds, off):
+def phase(watched, seconds):
     kernel = [t.native_id for t in threading.enumerate() if t is not threading.current_thread()]      # all but the run
     run = source()
     for _ in range(3): run.step()
@@ -81,20 +84,23 @@ def phase(watched, seconds, off):
         updates = 0
     else:
         session = Session(run)
+        filing = 0.      # seconds of processor time in the run's own thread
+        def timed(frame, add=session.history.add):
+            nonlocal filing
+            begun = time.thread_time(); add(frame); filing += time.thread_time() - begun
+        session.history.add = timed
         for k in range(48):      # the history is as long as it gets
-            session.absorb(Frame(2.3 * np.exp(-k / 20) * noise.lognormal(0, .2, (20, 16)), np.full(16, 90.)))
+            session.history.add(Frame(2.3 * np.exp(-k / 20) * noise.lognormal(0, .2, (20, 16)), np.full(16, 90.)))
         board = Dashboard(session, lane=3)
         place.children = (board.widget(),)
         session.start(); time.sleep(4.)
         feed = board.panel.feed
         kernel.append(feed.thread.native_id)
-        if 'status' in off: feed.show = lambda live: None
-        if 'canvas' in off: feed.live = False
         steps, sent = session.steps, feed.pacer.sent
-        mark(session.spent)
+        mark(filing)
         time.sleep(seconds)
         steps = session.steps
-        mark(session.spent)
+        mark(filing)
         updates = feed.pacer.sent - sent
         place.children = ()
         board.close(); session.close()
@@ -102,12 +108,12 @@ def phase(watched, seconds, off):
     wall = b['t'] - a['t']
     spent = {k: b[k] - a[k] for k in ('server', 'browser', 'steps', 'all')}
     return dict(watched=watched, wall=wall, updates=updates, kernel=b['own'] - a['own'], **spent)
-def measure(rounds, seconds, off=()):
+def measure(rounds, seconds):
     out = []
     try:
         for k in range(rounds):
             for watched in ((False, True), (True, False))[k % 2]:
-                out.append(phase(watched, seconds, off))
+                out.append(phase(watched, seconds))
                 time.sleep(1.)
         json.dump(out, open('cost.json', 'w')); said.value = 'measured'
     except Exception as e: said.value = repr(e)
@@ -139,9 +145,9 @@ def grow(seconds=20, every=15, warm=None, shot=None):
             panel.show(); panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(4)
             devtools = browser.page.context.new_cdp_session(browser.page)
             devtools.send("Performance.enable")
-            def told(): return json.loads((tmp/"nbs/grow.json").read_text())
+            def state(): return json.loads((tmp/"nbs/grow.json").read_text())
             begun = time.time()
-            while warm is None and not told()["full"] or warm is not None and time.time() - begun < warm: time.sleep(.5)
+            while warm is None and not state()["full"] or warm is not None and time.time() - begun < warm: time.sleep(.5)
             print(f"stores of fixed size are full after {time.time() - begun:.0f} s" if warm is None
                   else f"{warm} s to warm up", flush=True)
             begun = time.time()
@@ -149,7 +155,7 @@ def grow(seconds=20, every=15, warm=None, shot=None):
                 time.sleep(max(0, every * (len(samples) + 1) - (time.time() - begun)))
                 devtools.send("HeapProfiler.collectGarbage")
                 m = {x["name"]: x["value"] for x in devtools.send("Performance.getMetrics")["metrics"]}
-                t = told()
+                t = state()
                 memory = psutil.Process(t["pid"]).memory_info().rss / 2**20
                 samples.append(dict(at=round(time.time() - begun, 1), heap_mb=m["JSHeapUsedSize"] / 2**20,
                                     nodes=m["Nodes"], listeners=m["JSEventListeners"], kernel_mb=memory, **t))
@@ -162,7 +168,7 @@ def grow(seconds=20, every=15, warm=None, shot=None):
     assert not any(s["error"] for s in samples), samples[-1]["error"]
     return samples
 
-def cost(rounds=6, seconds=20, off=()):
+def cost(rounds=6, seconds=20):
     "The same run without and with a dashboard, in turns: raw numbers of every phase."
     with tempfile.TemporaryDirectory() as tmp:
         tmp = Path(tmp)
@@ -171,7 +177,7 @@ def cost(rounds=6, seconds=20, off=()):
         with server("lab", tmp/"nbs", tmp, threads=None) as address, open_browser(tmp) as browser:
             open_lab(browser, address, "cost.ipynb")
             (tmp/"nbs/pids.json").write_text(json.dumps(pids_of(browser, tmp)))
-            code = f"threading.Thread(target=measure, args=({rounds}, {seconds}, {tuple(off)!r})).start()"
+            code = f"threading.Thread(target=measure, args=({rounds}, {seconds})).start()"
             kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
             browser.page.evaluate(f"code => {{ {kernel}.requestExecute({{code}}) }}", code)
             output = ".jp-Notebook .jp-CodeCell .jp-OutputArea-output"
@@ -216,6 +222,3 @@ if __name__ == "__main__":
         for p in phases: print({k: round(v, 3) if isinstance(v, float) else v for k, v in p.items()})
         found = costs(phases)
         print(found); store(cost=found | dict(rounds=len(phases) // 2, seconds=round(sum(p["wall"] for p in phases))))
-    elif what == "split":
-        for off in ((), ("canvas",), ("status",), ("canvas", "status")):
-            print("without", off, costs(cost(1, int(numbers[0]), off)), flush=True)

@@ -1,0 +1,144 @@
+"""Seven real loops × ten faults under a Governor, beside other rules and beside no guard:
+
+    python benchmarks/ruined_loops.py                      # writes nbs/explanations/bench_ruined.json
+    python benchmarks/ruined_loops.py gpt vae --seeds 1 --arms alone,governor
+
+A rule of another tool only sounds an alarm; here it gets what its users build around it at best: a checkpoint of
+everything every 50 steps while no alarm sounds, and a return to the latest one, batches going on, as long as it has five
+returns left. What counts is the score at the end, on data that are never trained on:
+
+    harmless   alone, the run ends as good as a clean one (within `slack`)
+    recovered  alone it does not; guarded it does
+    in part    guarded it ends nearer to the clean run than alone, by half of the way
+    harmful    it ends as bad as alone
+    worse      it ends worse than alone
+"""
+import copy
+import json
+import logging
+import math
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+for folder in (ROOT, ROOT/"benchmarks"):
+    if str(folder) not in sys.path: sys.path.insert(0, str(folder))
+
+from detector_bench import lightning, llm_foundry
+from loops import BEYOND, FAULT_AT, FAULTS, LOOPS, STEPS, stream
+
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.reports import GovernorConfig
+
+FIRST, SEEDS = 50_000, 3 # seeds that no threshold was chosen on
+ARMS = ("alone", "governor", "Lightning", "llm-foundry")
+
+
+class AtAlarm:
+    "A rule over losses, with checkpoints around it."
+    def __init__(self, loop, rule):
+        self.loop, self.rule, self.losses, self.left, self.acts = loop, rule, [], 5, []
+        self.saved = self.copy()
+
+    def copy(self): return [copy.deepcopy(p.state_dict()) for p in self.loop.parts()]
+
+    def watch(self, loss):
+        self.losses.append(float(loss))
+        if not len(self.losses) % 5 and self.rule is llm_foundry or self.rule is lightning or not math.isfinite(float(loss)):
+            x = np.array(self.losses[-400:])[:, None]
+            alarm = bool(self.rule(x)[-5:].any())
+        else: alarm = False
+        if alarm and self.left:
+            self.left -= 1
+            self.acts.append(len(self.losses))
+            for part, state in zip(self.loop.parts(), copy.deepcopy(self.saved)): part.load_state_dict(state)
+            self.losses = self.losses[:-5] if len(self.losses) > 5 else []
+        elif not alarm and len(self.losses) % 50 == 0: self.saved = self.copy()
+
+
+def guard_of(arm, loop):
+    "What watches the losses of a loop."
+    if arm == "alone": return None
+    if arm == "governor":
+        return Governor(*loop.parts(), chance_loss=loop.chance, config=GovernorConfig(stop_raises=False))
+    return AtAlarm(loop, dict(zip(ARMS[2:], (lightning, llm_foundry)))[arm])
+
+
+def run(name, fault, arm, seed):
+    "(score, acts, notes) of one run; `fault` None: nothing happens."
+    torch.set_num_threads(1)
+    logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
+    loop = LOOPS[name](seed)
+    guard = guard_of(arm, loop)
+    for i in range(STEPS):
+        batch = loop.batch(i)
+        if fault and i >= FAULT_AT: batch = FAULTS[fault](loop, i - FAULT_AT, batch, stream(seed, 3, i))
+        loss = loop.step(batch)
+        if guard is not None: guard.watch(loss)
+    score = loop.score()
+    if isinstance(guard, Governor):
+        return score, [str(r) for r in guard.reports], [str(r) for r in guard.notes]
+    return score, [] if guard is None else guard.acts, []
+
+
+def untrained(name, seed): return LOOPS[name](seed).score()
+
+
+def verdict(clean, slack, alone, guarded):
+    "How a guarded run ended, beside the same run alone."
+    def bad(x): return not math.isfinite(x) or x > clean + slack
+    if not bad(alone): return "worse" if bad(guarded) else "harmless"
+    if not bad(guarded): return "recovered"
+    if not math.isfinite(alone): return "in part" if math.isfinite(guarded) else "harmful"
+    if not math.isfinite(guarded) or guarded > alone + slack: return "worse"
+    return "in part" if guarded - clean < (alone - clean) / 2 else "harmful"
+
+
+def main():
+    "Every loop, fault, arm and seed."
+    args = sys.argv[1:]
+    names = [a for a in args if a in LOOPS] or list(LOOPS)
+    seeds = int(args[args.index("--seeds") + 1]) if "--seeds" in args else SEEDS
+    arms = args[args.index("--arms") + 1].split(",") if "--arms" in args else list(ARMS)
+    start, rows = time.time(), []
+    with ProcessPoolExecutor(2) as pool:
+        jobs = {}
+        for name in names:
+            for s in range(seeds):
+                jobs[name, None, "alone", s] = pool.submit(run, name, None, "alone", FIRST + s)
+                for arm in arms[1:]: jobs[name, None, arm, s] = pool.submit(run, name, None, arm, FIRST + s)
+                for fault in FAULTS:
+                    for arm in arms: jobs[name, fault, arm, s] = pool.submit(run, name, fault, arm, FIRST + s)
+        done = {k: f.result() for k, f in jobs.items()}
+    for name in names:
+        cleans = [done[name, None, "alone", s][0] for s in range(seeds)]
+        start_score = untrained(name, FIRST)
+        slack = max(.02 * abs(start_score - np.mean(cleans)), 3 * (np.std(cleans) if seeds > 1 else 0))
+        for (n, fault, arm, s), (score, acts, notes) in done.items():
+            if n != name or arm == "alone": continue
+            clean = cleans[s]
+            alone = clean if fault is None else done[name, fault, "alone", s][0]
+            rows.append(dict(loop=name, fault=fault, arm=arm, seed=FIRST + s, clean=clean, alone=alone, guarded=score,
+                             slack=slack, verdict=verdict(clean, slack, alone, score), acts=acts, notes=notes))
+    for arm in arms[1:]:
+        mine = [r for r in rows if r["arm"] == arm]
+        found = Counter(r["verdict"] for r in mine if r["fault"] and r["fault"] not in BEYOND)
+        healthy = [r for r in mine if r["fault"] is None]
+        print(f"{arm:12s}", dict(found), "healthy runs acted on:", sum(bool(r["acts"]) for r in healthy), "of", len(healthy))
+        for r in mine:
+            if r["verdict"] in ("harmful", "worse", "in part") or r["fault"] is None and r["acts"]:
+                print(f"    {r['verdict']:8s} {r['loop']:9s} {r['fault']!s:24s} clean {r['clean']:.4g} alone {r['alone']:.4g} "
+                      f"guarded {r['guarded']:.4g} acts {len(r['acts'])}", *r["acts"][:2], sep=" | ")
+    print(f"{time.time() - start:.0f} s")
+    if names == list(LOOPS) and seeds == SEEDS and arms == list(ARMS):
+        (ROOT/"nbs/explanations/bench_ruined.json").write_text(
+            json.dumps(rows, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__": main()
