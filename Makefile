@@ -67,17 +67,17 @@ docs: readme  ## the site in _docs (plain HTML pages where Quarto is missing), i
 
 gpu: $(STAMP)  ## on a CUDA machine: the tests that need a device, then the benchmark into nbs/explanations/bench_gpu.json
 	$(BIN)/pytest tests -m cuda -v
-	$(BIN)/python benchmarks/gpu_bench.py
+	$(BIN)/python -m benchmarks.gpu_bench
 
 CUDA_TESTS = tests/test_pretended.py $(shell grep -l "^@pytest.mark.cuda" tests/test_*.py)
 pretended: $(STAMP)  ## the same tests and the main job on a pretended CUDA device, on any machine (part of `make unit`)
 	$(BIN)/pytest $(CUDA_TESTS) -k "pretended" -q
 
-bench: $(STAMP)  ## the benchmarks
-	$(BIN)/esper-nb bench lanes --out nbs/explanations/bench_lanes.json
-	$(BIN)/esper-nb bench growth --out nbs/explanations/bench_growth.json
-	$(BIN)/esper-nb bench faults --out nbs/explanations/bench_faults.json
-	$(BIN)/python benchmarks/detector_bench.py
+bench: $(STAMP)  ## the benchmarks, into nbs/explanations (hours; each alone: python -m benchmarks.lanes)
+	$(BIN)/python -m benchmarks.lanes
+	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.faults
+	$(BIN)/python -m benchmarks.detector_bench
 
 refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/record/74_writers.ipynb"
 	$(BIN)/nbdev_export

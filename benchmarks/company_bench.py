@@ -1,7 +1,7 @@
 """How the main job fares on a busy machine: an epoch and an update of `train digits_impaired` beside busy processes.
 
-    python benchmarks/company_bench.py              # some minutes; nothing else may run meanwhile
-    python benchmarks/company_bench.py --rounds 1   # quickly
+    python -m benchmarks.company_bench              # some minutes; nothing else may run meanwhile
+    python -m benchmarks.company_bench --rounds 1   # quickly
 
 Writes nbs/explanations/bench_company.json; nbs/core/06_workers.ipynb shows it. A busy process is one that counts. Turns
 go round: alone, beside one, beside two, and again. Where the scheduler is fair, a job of two threads on two cores keeps
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from esper_nb.bench.measure import machine
+from benchmarks.measure import machine
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.core.devices import keep_freed_memory
 from esper_nb.learn.learner import Learner

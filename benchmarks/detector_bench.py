@@ -1,4 +1,4 @@
-"""Eleven ways to ruin a loss, forty seeds each, and which rule notices how soon: python benchmarks/detector_bench.py
+"""Eleven ways to ruin a loss, forty seeds each, and which rule notices how soon: python -m benchmarks.detector_bench
 
 Writes nbs/explanations/bench_detectors.json (seconds); nbs/explanations/results.ipynb shows it. The rules beside ours
 are those of well-known tools with their default settings, restated in a few lines each; where Lightning is installed

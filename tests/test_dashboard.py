@@ -430,11 +430,11 @@ def test_a_folder_that_is_written_is_followed_and_tells_what_the_run_told(run, t
 
 def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
     from esper_nb import get_recipe
-    from esper_nb.run.runs import begin_run, run_updates
+    from esper_nb.run.runs import begin_run
     settings = {"env.num_envs": 3, "env.horizon": 5, "env.limit": 320, "ppo.num_updates": 2, "ppo.num_steps": 8,
                 "ppo.num_minibatches": 1, "env.faults": (parse_fault("nan:1:2"),)}
     r = begin_run(get_recipe("digits_impaired", settings), tmp_path)
-    updates = list(run_updates(r))
+    updates = list(r.updates())
     (r.folder.path/"final.jsonl").touch()
     s = watch(r.folder.path).session
     assert s.wait() == "done", s.error

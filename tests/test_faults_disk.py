@@ -11,7 +11,7 @@ import pytest
 from esper_nb.core.config import parse_settings
 from esper_nb.run.cli import main
 from esper_nb.run.recipes import RunConfig, get_recipe
-from esper_nb.run.runs import begin_run, run_updates
+from esper_nb.run.runs import begin_run
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(os.name == "nt", reason="needs mount")]
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +25,7 @@ def run_folder(tmp_path_factory):
     recipe = get_recipe("digits_impaired", parse_settings(SETTINGS, RunConfig) | {"ppo.num_updates": 3})
     recipe = recipe.replace(plugins=()) # a run remembers them, and other tests have files that not all may read
     run = begin_run(recipe, tmp_path_factory.mktemp("runs"))
-    for _ in run_updates(run): break
+    for _ in run.updates(): break
     return run.folder.path
 
 @pytest.fixture

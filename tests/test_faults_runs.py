@@ -11,7 +11,6 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 
-from esper_nb.bench import fault_bench
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.rules import Heuristic, HeuristicConfig, Signals, View
 from esper_nb.core.config import parse_settings
@@ -23,11 +22,11 @@ from esper_nb.record.checkpoints import read_checkpoint, save_checkpoint
 from esper_nb.record.files import FolderLock
 from esper_nb.record.writers import JSONLWriter, new_run
 from esper_nb.record.rows import encode_row
-from esper_nb.run import cli, runs
+from esper_nb.run import cli, fits, runs
 from esper_nb.run.cli import main
 from esper_nb.train.faults import Fault
 from esper_nb.run.recipes import RunConfig, get_recipe
-from esper_nb.run.runs import begin_run, drive_run, finish_run, open_run, run_updates
+from esper_nb.run.runs import Run, begin_run, open_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=2", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",
@@ -50,14 +49,14 @@ def same(a, b):
 def whole(tmp_path_factory):
     "A run that nothing happened to."
     run = begin_run(RECIPE, tmp_path_factory.mktemp("whole"))
-    for _ in run_updates(run): pass
+    for _ in run.updates(): pass
     return run
 
 @pytest.fixture
 def short(tmp_path):
     "A run of one update of three."
     run = begin_run(RECIPE, tmp_path/"runs")
-    for _ in run_updates(run): break
+    for _ in run.updates(): break
     return run
 
 
@@ -68,13 +67,13 @@ def test_an_interrupt_inside_an_update_is_gone_on_with_exactly(whole, tmp_path, 
     "Four steps in the environments, four minibatches, and so on: these edges lie among the minibatches."
     run = begin_run(RECIPE, tmp_path)
     stop_at(run.learner, edge)
-    assert drive_run(run, progress=False) is None
+    assert run.drive(progress=False) is None
     resumed = open_run(run.folder.path)
     assert resumed.learner.gradient_step > 0 or edge % 8 == 0
-    monkeypatch.setattr(runs, "finish_run", lambda run, **more: None)
+    monkeypatch.setattr(Run, "finish", lambda run, **more: None)
     monkeypatch.setattr(runs, "comparison_text", lambda result: "")
-    monkeypatch.setattr(runs, "summary_text", lambda run, result: "")
-    drive_run(resumed, progress=False)
+    monkeypatch.setattr(Run, "summary_text", lambda run, result: "")
+    resumed.drive(progress=False)
     assert same(resumed, whole)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -87,18 +86,18 @@ def test_a_process_that_is_told_to_end_saves_first(whole, tmp_path, number):
         if calls == 7: signal.raise_signal(number)
         return step()
     run.learner.step_envs = told
-    with pytest.raises(SystemExit) as left: list(run_updates(run))
+    with pytest.raises(SystemExit) as left: list(run.updates())
     assert left.value.code == 128 + number
     resumed = open_run(run.folder.path)
     assert resumed.steps == 7, "the step that was begun is finished, and saved"
-    list(run_updates(resumed))
+    list(resumed.updates())
     assert same(resumed, whole)
 
 def test_a_signal_that_is_ignored_stays_ignored(short):
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN) # as nohup does
     try:
         resumed = open_run(short.folder.path)
-        for u in run_updates(resumed):
+        for u in resumed.updates():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             signal.raise_signal(signal.SIGHUP)
     finally: signal.signal(signal.SIGHUP, old)
@@ -127,8 +126,8 @@ def test_a_second_process_is_refused_and_told_who_is_there(short, holder, capsys
     before = {p.name: p.read_bytes() for p in short.folder.path.iterdir() if p.name != "lock"}
     assert main(["resume", str(short.folder.path)]) == 2
     assert f"is in use by process {holder.pid} on " in capsys.readouterr().err
-    with pytest.raises(RuntimeError, match=f"process {holder.pid}"): next(run_updates(short))
-    with pytest.raises(RuntimeError, match=f"process {holder.pid}"): finish_run(short)
+    with pytest.raises(RuntimeError, match=f"process {holder.pid}"): next(short.updates())
+    with pytest.raises(RuntimeError, match=f"process {holder.pid}"): short.finish()
     after = {p.name: p.read_bytes() for p in short.folder.path.iterdir() if p.name != "lock"}
     assert after == before, "nothing was touched"
 
@@ -136,12 +135,12 @@ def test_a_lock_ends_with_its_process(short, holder):
     holder.kill() # -9: it cannot tidy up
     holder.wait()
     assert (short.folder.path/"lock").exists()
-    assert [u.update for u in run_updates(open_run(short.folder.path))] == [2, 3]
+    assert [u.update for u in open_run(short.folder.path).updates()] == [2, 3]
     assert not (short.folder.path/"lock").exists()
 
 def test_a_folder_that_another_process_has_gone_on_with_is_opened_anew(short):
-    list(run_updates(open_run(short.folder.path)))
-    with pytest.raises(ValueError, match="open it again"): next(run_updates(short))
+    list(open_run(short.folder.path).updates())
+    with pytest.raises(ValueError, match="open it again"): next(short.updates())
 
 def test_one_of_many_gets_the_lock(tmp_path):
     taken = []
@@ -173,7 +172,7 @@ def test_rows_that_are_gone_before_a_resume_are_told_of(whole, short, damage, ca
     else: path.write_bytes(b"".join(lines[:5]))
     kept = 0 if damage == "missing" else 5
     with pytest.warns(UserWarning, match=f"holds {kept} of the {count} rows"): resumed = open_run(short.folder.path)
-    list(run_updates(resumed))
+    list(resumed.updates())
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed).values(), weights(whole).values()))
     rows = resumed.folder.rows()
     assert resumed.written == len(rows) == len(open_run(resumed.folder.path).folder.rows())
@@ -189,7 +188,7 @@ def test_a_disk_that_is_full_for_a_while_leaves_no_gap(whole, tmp_path, monkeypa
     monkeypatch.setattr(JSONLWriter, "__init__", small)
     run = begin_run(RECIPE, tmp_path)
     with pytest.warns() as warned:
-        for u in run_updates(run):
+        for u in run.updates():
             if u.update == 1: assert not run.checkpoint.exists(), "it would know of rows that are not there"
             if u.update == 2: disk[0].room = 10**9
     texts = " ".join(str(w.message) for w in warned)
@@ -208,7 +207,7 @@ def test_a_disk_that_stays_full_ends_in_one_line_and_damages_nothing(tmp_path, m
     said = capsys.readouterr().err
     assert "rows could not be written" in said and "Traceback" not in said and "No space left on device" in said
     resumed = open_run(tmp_path/"digits_impaired") # there is no checkpoint: from the beginning
-    assert len(list(run_updates(resumed))) == 2
+    assert len(list(resumed.updates())) == 2
 
 def test_a_checkpoint_that_finds_no_room_is_tried_again(whole, tmp_path, monkeypatch):
     run, full = begin_run(RECIPE, tmp_path), True
@@ -218,7 +217,7 @@ def test_a_checkpoint_that_finds_no_room_is_tried_again(whole, tmp_path, monkeyp
         return saved(*args)
     monkeypatch.setattr(files, "save_file", save_file)
     with pytest.warns(UserWarning, match="update 1 has no checkpoint .*No space left on device"):
-        for u in run_updates(run): full = u.update < 2
+        for u in run.updates(): full = u.update < 2
     assert same(open_run(run.folder.path), whole)
     names = ["checkpoint.safetensors", "checkpoint.safetensors.previous", "config.json", "rows.jsonl"]
     assert sorted(p.name for p in run.folder.path.iterdir()) == names
@@ -228,7 +227,7 @@ def test_a_folder_that_goes_away_is_not_made_again(tmp_path, what):
     run = begin_run(RECIPE, tmp_path/"runs")
     path, moved = run.folder.path, tmp_path/"moved"
     with pytest.raises(OSError, match="was moved or deleted while the run went on"):
-        for _ in run_updates(run):
+        for _ in run.updates():
             path.rename(moved)
             if what == "replaced": new_run(tmp_path/"runs", path.name)
             if what == "deleted":
@@ -236,14 +235,14 @@ def test_a_folder_that_goes_away_is_not_made_again(tmp_path, what):
                 moved.rmdir()
     if what == "renamed":
         assert not path.exists()
-        assert [u.update for u in run_updates(open_run(moved))] == [2, 3], "what was saved went with it"
+        assert [u.update for u in open_run(moved).updates()] == [2, 3], "what was saved went with it"
     if what == "deleted": assert not path.exists() and not moved.exists()
     if what == "replaced": assert [p.name for p in path.iterdir()] == ["config.json"]
 
 def test_a_file_of_rows_that_is_deleted_while_it_is_written_is_noticed(tmp_path):
     run = begin_run(RECIPE, tmp_path)
     with pytest.warns(), pytest.raises(OSError, match="rows could not be written.*rows.jsonl"):
-        for _ in run_updates(run): run.folder.rows_path.unlink(missing_ok=True)
+        for _ in run.updates(): run.folder.rows_path.unlink(missing_ok=True)
 
 LIMITED = """ulimit -f {}
 exec {} -c 'import sys; from esper_nb.run.cli import main; sys.exit(main(sys.argv[1:]))' "$@" """
@@ -268,7 +267,7 @@ def test_places_that_cannot_be_written_are_found_before_any_work(tmp_path, monke
             assert "is no folder" in capsys.readouterr().err
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
-    for argv, name in ((("train", "digits", *SMALL), "x"), (("compare", "digits"), "x.json"), (("bench",), "x.json")):
+    for argv, name in ((("train", "digits", *SMALL), "x"), (("compare", "digits"), "x.json")):
         assert main([*argv, "--out", str(tmp_path/name)]) == 1
         assert "read-only" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "gone"]
@@ -280,13 +279,13 @@ def test_no_folder_is_left_where_its_settings_found_no_room(tmp_path, monkeypatc
     assert list((tmp_path/"runs").iterdir()) == []
 
 def test_a_result_that_finds_no_room_leaves_the_old_one(short, monkeypatch):
-    list(run_updates(open_run(short.folder.path)))
+    list(open_run(short.folder.path).updates())
     run = open_run(short.folder.path)
-    finish_run(run)
+    run.finish()
     before = {p.name: p.read_bytes() for p in run.folder.path.iterdir()}
     def full(*args): raise files.SafetensorError("No space left on device")
     monkeypatch.setattr(files, "save_file", full)
-    with pytest.raises(OSError, match="controller.safetensors could not be written: No space left"): finish_run(run)
+    with pytest.raises(OSError, match="controller.safetensors could not be written: No space left"): run.finish()
     after = {p.name: p.read_bytes() for p in run.folder.path.iterdir()}
     assert after.keys() == before.keys() and after["controller.safetensors"] == before["controller.safetensors"]
 
@@ -347,7 +346,7 @@ forged = {
 
 @pytest.mark.parametrize("name, text", [(k, text) for k, texts in forged.items() for text in texts])
 def test_a_forged_file_is_one_line_that_names_it(tmp_path, monkeypatch, capsys, name, text):
-    monkeypatch.setattr(cli, "drive_run", lambda run, progress: run)
+    monkeypatch.setattr(Run, "drive", lambda run, progress, more: run)
     folder = tmp_path/"digits"
     folder.mkdir()
     (folder/"config.json").write_text(json.dumps(dict(run=get_recipe("digits").to_dict())))
@@ -401,8 +400,7 @@ def test_enumerations_and_lists_are_taken_for_what_they_stand_for():
 
 targets = [("compare", "{}/x.png", "a name that ends in .json"), ("compare", "{}/x", "a name that ends in .json"),
            ("compare", "{}", "not a folder"), ("compare", "{}/none/x.json", "is no folder"),
-           ("compare", "{}/file/x.json", "is no folder"), ("bench", "{}/x.png", "a name that ends in .json"),
-           ("bench", "{}", "not a folder"), ("bench", "{}/none/x.json", "is no folder"), ("bench", "", None),
+           ("compare", "{}/file/x.json", "is no folder"),
            ("report", "{}/x.png", "a name that ends in .html"), ("report", "{}", "not a folder"),
            ("report", "{}/none/x.html", "is no folder"), ("report", "{}/x.json", "a name that ends in .html"),
            ("compare", "{}/taken.json", "not a folder")]
@@ -415,13 +413,8 @@ def test_a_target_is_looked_at_before_the_work(tmp_path, monkeypatch, capsys, co
     def work(*args, **kwargs): raise AssertionError("the work has begun")
     monkeypatch.setattr(cli, "compare_recipe", work)
     monkeypatch.setattr("esper_nb.run.report.report_html", work)
-    monkeypatch.setattr(fault_bench, "BENCHES", dict(lanes=work))
-    what = dict(compare=["digits"], bench=["lanes"], report=[str(run.path)])[command]
+    what = dict(compare=["digits"], report=[str(run.path)])[command]
     argv = [command, *what, "--out", out.format(tmp_path)]
-    if says is None: # the default name
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(AssertionError, match="begun"): main(argv)
-        return
     assert main(argv) in (1, 2)
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
@@ -465,12 +458,12 @@ wrong_options = """--updates 0, --updates -1, --updates x, --updates 1.5, --minu
 wrong_lines = """tran, train, train digit, resume, resume nowhere, resume /dev/null, resume ., report, report nowhere,
     report ., report /dev/null, resume . --updates x, resume . --minutes inf, compare, compare digit,
     compare digits --seeds 0,
-    compare digits --seeds x, compare digits --seeds -3, compare digits --set ppo.seed=1, fit, fit digit, bench planes,
+    compare digits --seeds x, compare digits --seeds -3, compare digits --set ppo.seed=1, fit, fit digit, bench,
     compare digits --set sampled=maybe, fit digits --set lanes=0, fit digits --set lanes=x, fit digits --set lr=fast,
     fit digits --set lr=inf, fit digits --set restart=no, fit digits --set lanse=3, fit digits --set governor=yes,
     fit digits --set governor.patience=x, fit digits --set precision=fp8, fit digits --set epochs=1.5, tasks x, lab x,
-    fit digits --inject nan:99, fit digits --inject nan:0:9999, fit digits --device cuda0, fit digits --set schedule=no,
-    bench --out x.png"""
+    fit digits --inject nan:99, fit digits --inject nan:0:9999, fit digits --device cuda0,
+    fit digits --set schedule=no"""
 def lines(text): return [tuple(line.split()) for line in text.split(",")]
 
 slips = [("train", "digits", "--set", s) for s in wrong_settings]
@@ -481,9 +474,9 @@ slips += [("train", "digits", "--device", d) for d in ("", "cpu,")] + [("train",
 @pytest.mark.parametrize("argv", slips, ids=" ".join)
 def test_a_slip_is_one_clear_line(argv, tmp_path, monkeypatch, capsys):
     def work(*args, **kwargs): raise AssertionError("accepted")
-    for name in ("drive_run", "compare_recipe"): monkeypatch.setattr(cli, name, work)
-    monkeypatch.setattr(runs, "_fit_epochs", work)
-    monkeypatch.setattr(fault_bench, "BENCHES", dict(lanes=work))
+    monkeypatch.setattr(cli, "compare_recipe", work)
+    monkeypatch.setattr(Run, "drive", work)
+    monkeypatch.setattr(fits, "_fit_epochs", work)
     monkeypatch.chdir(tmp_path)
     try: status = main(list(argv))
     except SystemExit as e: status = e.code # of the parser

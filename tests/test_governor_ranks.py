@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
-from esper_nb.bench.fault_bench import PlainState, PlainStepper
+from benchmarks.faults import PlainState, PlainStepper
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig, GovernorStop
 from esper_nb.train.faults import Fault, list_faults

@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 
-from esper_nb.bench.growth_bench import GrowthCase, arithmetic_share, growth_text
-from esper_nb.bench.measure import machine
 from esper_nb.grow.blending import Blend
 from esper_nb.grow.models import Decision, apply_decisions
 from esper_nb.guard.reports import GovernorConfig
@@ -231,12 +229,3 @@ def test_plans_hold_every_lane_once(size, workers):
 def test_strict_gates_and_rules_reach_the_model():
     model = create_model(TASK, ["r0c0"], rules=Rules(gates=Gates(training_epochs=2)), blueprints=["norm"])
     assert model.slot("r0c0").rules.gates.training_epochs == 2 and model.slot("r0c0").blueprints == ("norm",)
-
-
-def test_a_limit_that_convolutions_set():
-    part = arithmetic_share(GrowthCase(lanes=2, batch_size=320))
-    s, inside = part["seconds"], part["convolutions"]
-    assert all(0 < inside[k] < s[k] for k in s) and part["ratio"] == s["loop"] / s["lanes"]
-    assert part["limit"] == s["loop"] / min(inside.values()) > max(1, part["ratio"] * inside["lanes"] / s["lanes"])
-    text = growth_text(dict(machine=machine(), rows=[], validation=[], arithmetic=[part]))
-    assert part["case"] in text and f"{part['limit']:.2f}x" in text

@@ -103,7 +103,7 @@ def mlp(hidden=12): return nn.Sequential(nn.Flatten(), nn.Linear(192, hidden), n
 
 def test_a_network_and_pictures_of_ones_own_go_the_same_way(run, tmp_path, monkeypatch):
     from esper_nb import FitConfig, ModuleHostConfig, task_from_folder
-    from esper_nb.run.runs import fit_run
+    from esper_nb.run.fits import fit_run
     (tmp_path/"newcomers_net.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     host = ModuleHostConfig("newcomers_net:mlp", {"1": "BD"})

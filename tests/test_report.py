@@ -12,10 +12,10 @@ from esper_nb.record.rows import encode_row
 from esper_nb.record.analytics import about_time, conclusion_text
 from esper_nb.run import cli
 from esper_nb.run.compare import Comparison
-from esper_nb.run.seeds import add_schedule
-from esper_nb.run.recipes import RunConfig, get_recipe, repeat_words
+from esper_nb.run.repeats import add_schedule
+from esper_nb.run.recipes import RunConfig, get_recipe, command_words
 from esper_nb.run.report import report_html, write_report
-from esper_nb.run.runs import begin_run, drive_run, run_updates
+from esper_nb.run.runs import Run, begin_run
 from esper_nb.record.writers import RunFolder
 from esper_nb.train.population import FitConfig
 
@@ -30,7 +30,7 @@ def made(tmp_path_factory):
     torch.set_num_threads(1)
     said = []
     run = begin_run(get_recipe("digits_impaired", TINY), tmp_path_factory.mktemp("runs"))
-    drive_run(run, progress=False, say=said.append, more=add_schedule)
+    run.drive(progress=False, say=said.append, more=add_schedule)
     return run, said
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def chosen(monkeypatch):
     "What the command line makes of a command."
     made = []
     monkeypatch.setattr(cli, "begin_run", lambda config, *args, **kwargs: made.append(config))
-    monkeypatch.setattr(cli, "drive_run", lambda *args, **kwargs: True) # None: interrupted
+    monkeypatch.setattr(Run, "drive", lambda *args, **kwargs: True) # None: interrupted
     monkeypatch.setattr(cli, "fit_run", lambda task, config, *args, **kwargs: made.append(config))
     def choose(words):
         assert cli.main(words[1:]) in (0, None)
@@ -82,19 +82,19 @@ def chosen(monkeypatch):
     ids=str)
 def test_the_command_makes_the_same_run_again(settings, chosen):
     config = get_recipe("digits_impaired", settings)
-    words = repeat_words({"run": json.loads(json.dumps(config.to_dict()))})
+    words = command_words({"run": json.loads(json.dumps(config.to_dict()))})
     assert words is not None and chosen(shlex.split(shlex.join(words))) == config
     assert len(words) <= 3 + 2 * len(settings) + 2 * ("minutes" in settings)
 
 def test_a_population_has_a_command_too_and_a_recipe_of_ones_own_has_none(chosen):
-    words = repeat_words({"task": {"name": "digits"}, "fit": FitConfig(lanes=4, epochs=2).to_dict()})
+    words = command_words({"task": {"name": "digits"}, "fit": FitConfig(lanes=4, epochs=2).to_dict()})
     assert chosen(words) == FitConfig(lanes=4, epochs=2)
-    assert repeat_words({"run": RunConfig("of my own").to_dict()}) is None and repeat_words({}) is None
+    assert command_words({"run": RunConfig("of my own").to_dict()}) is None and command_words({}) is None
 
 def test_a_run_in_its_midst_says_how_far_it_is_and_how_to_go_on(tmp_path):
     run = begin_run(get_recipe("digits_impaired", TINY), tmp_path)
     assert "has not come to its end" in report_html(run.folder)
-    for u in run_updates(run): break
+    for u in run.updates(): break
     text = words_of(report_html(run.folder))
     assert "stands at update 1 of 3" in text and "nothing has been tested yet" in text
     assert f"esper-nb resume {run.folder.path}" in text and f"esper-nb watch {run.folder.path}" in text
@@ -174,7 +174,7 @@ def test_a_forged_measure_ends_in_a_page_or_names_the_file(made, tmp_path, measu
 def two(made):
     other = begin_run(get_recipe("digits_impaired", TINY | {"seed": 1, "ppo.learning_rate": 1e-3}),
                       made[0].folder.path.parent)
-    drive_run(other, progress=False, say=lambda text: None)
+    other.drive(progress=False, say=lambda text: None)
     return made[0].folder, other.folder
 
 def test_several_runs_side_by_side(two, capsys):
@@ -218,7 +218,7 @@ def test_a_training_says_first_what_is_ahead_and_last_what_came_out(made):
 def test_a_training_limited_by_time_says_so(tmp_path):
     said = []
     run = begin_run(get_recipe("digits_impaired", TINY | {"minutes": 1e-4, "ppo.num_updates": 50}), tmp_path)
-    drive_run(run, progress=False, say=said.append)
+    run.drive(progress=False, say=said.append)
     assert "0.0001 minutes of training in 4 lanes" in said[0]
 
 @pytest.mark.parametrize("seconds, said", [(0, "about 10 seconds"), (44, "about 40 seconds"), (80, "about 1.5 minutes"),

@@ -392,7 +392,7 @@ def test_pictures_have_words_of_their_own():
                 and pages.pictures(c)]
         assert all(len(s.split()) >= 5 for s in said) and len(set(said)) == len(said), (page.name, said)
         for s in said: assert not re.search(r"\]\(|[`*$<>]", s) or "#| fig-alt" in page.read_text(), s
-        shown = re.findall(r"<img\b[^>]*>", plain(page)) if said and page.parent.name in ("bench", "grow") else []
+        shown = re.findall(r"<img\b[^>]*>", plain(page)) if said and page.parent.name == "grow" else []
         assert all(re.search(r'alt="[^"]{15,}"', tag) for tag in shown), page.name
 
 def test_words_for_a_picture_come_from_its_code_and_the_prose_above():
@@ -423,13 +423,6 @@ def test_checks_are_folded_behind_the_pictures_they_follow():
     opened = re.sub(r"<details><summary>.*?</details>", "", page, flags=re.S)
     assert "rollbacks" in page and not re.search(r'class="n">test_eq</span>.{0,200}get_yscale', opened, re.S)
 
-@pytest.mark.parametrize("name", [p for p in NOTEBOOKS if p.parent.name == "bench"], ids=ids)
-def test_pages_of_benchmarks_open_with_the_picture(name):
-    body = plain(name)
-    first = body[body.index("<main>"):body.index("<img")]
-    shown = re.sub(r"<details>.*?</details>", "", first, flags=re.S)
-    assert "<pre" not in shown and "<h2" not in shown, name.name
-
 def test_a_page_leads_to_the_one_before_and_the_one_after():
     quarto = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
     assert quarto["website"]["page-navigation"] is True and quarto["format"]["html"]["toc-depth"] == 4
@@ -459,7 +452,6 @@ def test_plots_are_dark_on_a_dark_page():
         assert dark in css and re.search(r"img \{ filter: invert\([\d.]+\) hue-rotate\(180deg\); \}", css)
         assert re.search(rf"{pages.KEPT} .*img \{{ filter: brightness", css)
     assert f"celltag_{pages.KEPT}" in plain(NBS/"control/46_actions.ipynb")
-    assert f"celltag_{pages.KEPT}" not in plain(NBS/"bench/87_lane_bench.ipynb")
 
 def test_modules_on_the_front_page_are_linked():
     pages_of = [p for _, found in site_sections() for p in found if p.split("/")[0] in notebooks.LAYERS]

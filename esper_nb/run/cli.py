@@ -17,16 +17,17 @@ from .. import __version__
 from ..core.config import check, parse_settings
 from ..core.devices import keep_freed_memory
 from ..learn.learner import exit_on_signal
-from ..record.files import check_target
+from ..record.files import check_output
 from ..record.trackers import TRACKERS
 from .compare import comparison_text
 from .exports import export_run
-from .runs import begin_run, check_faults, drive_run, fit_run, open_run
-from .split import ENGINES
+from .runs import begin_run, check_faults, open_run
+from .engines import ENGINES
+from .fits import fit_run
 from .plugins import load_all_installed, load_plugin, load_plugins, seek_in_plugins
 from .recipes import RunConfig, get_recipe, list_recipes
 from .report import write_report
-from .seeds import SeedStore, add_schedule, compare_recipe
+from .repeats import RepeatStore, add_schedule, compare_recipe
 from ..train.faults import list_faults, parse_fault
 from ..train.datasets import ANSWERS
 from ..train.population import FitConfig
@@ -34,7 +35,7 @@ from ..train.tasks import Task, get_task, list_tasks, task_from_path
 
 # %% ../../nbs/run/98_cli.ipynb #470d6cb9
 def _own_task(args: argparse.Namespace) -> Task | None: # None: a name says what is trained
-    "The task that `--data` is, where it stands alone."
+    "Return the task that `--data` is, where it stands alone."
     if (args.task if args.command == "fit" else args.recipe) is not None: return None
     check(args.data is not None, args.command, "", "a name, or --data with a folder of pictures, a table or a text")
     place = Path(args.data)
@@ -48,7 +49,7 @@ def _own_task(args: argparse.Namespace) -> Task | None: # None: a name says what
     return task_from_path(place, **given)
 
 def _chosen_recipe(args: argparse.Namespace) -> RunConfig:
-    "The recipe that the options describe."
+    "Return the recipe that the options describe."
     load_plugins(args.imports)
     s, own = parse_settings(args.set, RunConfig), _own_task(args)
     check("ppo.seed" not in s, "ppo.seed", s.get("ppo.seed"), "--seed: the run's seed is that of its learner, too")
@@ -61,11 +62,11 @@ def _chosen_recipe(args: argparse.Namespace) -> RunConfig:
     if args.unguarded: s["env.governor"] = None
     if args.inject: s["env.faults"] = tuple(parse_fault(f) for f in args.inject)
     if getattr(args, "log", ()): s["log"] = tuple(args.log)
-    s |= {k: v for k in ("engine", "parts") if (v := getattr(args, k, None)) is not None}
+    s |= {k: v for k in ("engine", "shards") if (v := getattr(args, k, None)) is not None}
     return get_recipe(own or args.recipe, s)
 
 def _longer(args: argparse.Namespace) -> dict[str, Any]:
-    "The settings that a run may be prolonged with, and what stands beside it."
+    "Return the settings that a run may be prolonged with, and what stands beside it."
     given: dict[str, Any] = {"ppo.num_updates": args.updates, "minutes": args.minutes, "engine": args.engine}
     if args.log: given["log"] = tuple(args.log)
     if args.imports: given["plugins"] = tuple(map(load_plugin, args.imports))
@@ -73,19 +74,19 @@ def _longer(args: argparse.Namespace) -> dict[str, Any]:
 
 # %% ../../nbs/run/98_cli.ipynb #6f910780
 def _compare(args: argparse.Namespace) -> None:
-    "The table, and files of its numbers and its picture."
+    "Print the table, and write files of its numbers and its picture."
     import matplotlib.pyplot as plt
     from esper_nb.show.plot_runs import plot_compare
     config = _chosen_recipe(args)
     check(args.seeds >= 1, "--seeds", args.seeds, "at least 1")
     check_faults(config)
-    target = check_target(args.out or f"compare_{config.name}.json", [".json"])
-    picture = check_target(target.with_suffix(".png"))
+    target = check_output(args.out or f"compare_{config.name}.json", [".json"])
+    picture = check_output(target.with_suffix(".png"))
     first = 0 if args.seed is None else args.seed
-    store = SeedStore(target.with_suffix(".seeds"), config)
+    store = RepeatStore(target.with_suffix(".seeds"), config)
     with tqdm(total=args.seeds * config.ppo.num_updates, unit="update", disable=None) as bar:
         def say(text): bar.write(text, file=sys.stderr)
-        def watch(seed, update): bar.update()
+        def watch(update): bar.update()
         result = compare_recipe(
             config, range(first, first + args.seeds), say=say, watch=watch, jobs=args.jobs, store=store)
     print(comparison_text(result), flush=True)
@@ -100,7 +101,7 @@ def _compare(args: argparse.Namespace) -> None:
 def lab_command(
     page: str = "tutorials/dashboard.ipynb", # below nbs
 ) -> list[str]:
-    "The command that opens a notebook of the repository in JupyterLab."
+    "Return the command that opens a notebook of the repository in JupyterLab."
     if importlib.util.find_spec("jupyterlab") is None:
         raise RuntimeError("JupyterLab is not installed: pip install 'esper_nb[notebook]'")
     places = [base/"nbs"/page for base in (Path.cwd(), Path(__file__).resolve().parents[2])]
@@ -112,114 +113,63 @@ def lab_command(
 
 # %% ../../nbs/run/98_cli.ipynb #749b61ca
 def _positive(text: str) -> float:
-    "A finite number above 0."
+    "Read a finite number above 0."
     if 0 < float(text) < math.inf: return float(text)
     raise argparse.ArgumentTypeError(f"{text}, expected a finite number above 0")
 
-def _add_set(p: argparse.ArgumentParser, help: str) -> None:
-    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=help)
+def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> how it is written, how argparse reads it
+    "Return every option of every command."
+    def option(*written: str, **how: Any): return written, how
+    def many(*written: str, **how: Any): return written, dict(how, action="append", default=[])
+    def flag(*written: str, **how: Any): return written, dict(how, action="store_true")
+    changes = "override a setting, e.g. {}"
+    return dict(
+        recipe=option("recipe", nargs="?", help=f"one of: {', '.join(list_recipes())}; or any task"),
+        task=option("task", nargs="?", help=f"one of: {', '.join(list_tasks())}"),
+        run=option("run", help="folder of a run; to `watch` it, another process may still write there"),
+        runs=option("run", nargs="+", help="folder of a run; several are compared"),
+        updates=option("--updates", type=int, help="updates of the policy, in all"),
+        minutes=option("--minutes", type=_positive, help="training ends with the update in which they end"),
+        seed=option("--seed", type=int, help="of everything that is random; the first one of a comparison"),
+        seeds=option("--seeds", type=int, default=3, help="each trains a controller (default: 3)"),
+        jobs=option("--jobs", type=int, help="seeds at a time, each in a process with its part of the cores (default: "
+                    "1, or an engine's cores)"),
+        set=many("--set", metavar="NAME=VALUE", help=changes.format("env.num_envs=4 or ppo.learning_rate=0.001")),
+        set_fit=many("--set", metavar="NAME=VALUE", help=changes.format(f"lanes=4: {', '.join(_fit_settings)}")),
+        imports=many("--import", dest="imports", metavar="PLUGIN",
+                     help="a file or module that registers tasks, blueprints or recipes"),
+        log=many("--log", choices=tuple(TRACKERS), help="send the rows to a tracker, too"),
+        engine=option("--engine", metavar="ENGINE", help=f"where lanes are trained, or seeds played: "
+                      f"{', '.join(ENGINES)} (default: that of the recipe or run)"),
+        shards=option("--shards", "--parts", type=int, help="cut the lanes into so many, each in a worker of its own "
+                      "(default: 1)"),
+        device=option("--device", default="cpu", help="cpu, cuda, cuda:1, mps"),
+        data=option("--data", metavar="PLACE", help="without a name: a folder of pictures, a table or a text to train "
+                    "on; with one: where its files are (default: data)"),
+        label=option("--label", metavar="COLUMN", help="of a table: what to predict (default: the last)"),
+        target=option("--target", choices=ANSWERS, help="of a table: --label names a class, or columns (with commas) "
+                      "of numbers or of 0 and 1"),
+        size=option("--size", type=int, metavar="PIXELS", help="of pictures (default: 32)"),
+        synthetic=flag("--synthetic", help="made-up images in place of CIFAR-10"),
+        inject=many("--inject", metavar="FAULT[:LANE[:EPOCH]]",
+                    help=f"ruin a lane on purpose: {', '.join(list_faults())}"),
+        unguarded=flag("--unguarded", help="run without the Governor"),
+        allocator=flag("--keep-default-allocator", help="let glibc give freed memory back at every step (slower)"),
+        quiet=flag("--quiet", help="no progress bar"),
+        every=option("--every", type=_positive, default=2., help="seconds between two looks (default: %(default)g)"),
+        lane=option("--lane", type=int, help="which network (default: the best on the held-out split)"),
+        folder=option("--out", default="runs", help="where the run's folder goes"),
+        page=option("--out", help="file (default: report.html in the folder, or beside the first one)"),
+        network=option("--out", help="file, in .onnx, .pt2 or .safetensors (default: network.onnx there)"),
+        figures=option("--out", help="where the figures go (default: compare_RECIPE.json)"))
 
-def _run_options(p: argparse.ArgumentParser, recipe_help: str) -> None:
-    "What `train` and `compare` understand."
-    p.add_argument("recipe", nargs="?", default=None, help=recipe_help)
-    p.add_argument("--updates", type=int, help="updates of the policy")
-    p.add_argument("--minutes", type=_positive, help="training ends with the update in which they end")
-    p.add_argument("--seed", type=int)
-    _add_set(p, "override a setting, e.g. env.num_envs=4 or ppo.learning_rate=0.001")
-
-def _import_option(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--import", dest="imports", action="append", default=[], metavar="PLUGIN",
-                   help="a file or module that registers tasks, blueprints or recipes")
-
-def _log_option(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--log", action="append", default=[], choices=tuple(TRACKERS), help="tell a tracker, too")
-
-def _engine_option(p: argparse.ArgumentParser, help: str) -> None:
-    p.add_argument("--engine", default=None, metavar="ENGINE",
-                   help=f"{help}: {' or '.join(ENGINES)} (default: that of the recipe or run, else {ENGINES[0]})")
-
-def _common_options(p: argparse.ArgumentParser) -> None:
-    "What everything that trains understands."
-    _import_option(p)
-    p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
-    p.add_argument("--data", default=None, metavar="PLACE",
-                   help="without a name: a folder of pictures, a table or a text to train on; with one: where its "
-                        "files are (default: data)")
-    p.add_argument("--label", default=None, metavar="COLUMN", help="of a table: what to tell (default: the last)")
-    p.add_argument("--target", default=None, choices=ANSWERS, help="of a table: --label names a class, or columns "
-                   "(with commas) of numbers or of 0 and 1")
-    p.add_argument("--size", type=int, default=None, metavar="PIXELS", help="of pictures (default: 32)")
-    p.add_argument("--synthetic", action="store_true", help="made-up images in place of CIFAR-10")
-    p.add_argument("--inject", action="append", default=[], metavar="FAULT[:LANE[:EPOCH]]",
-                   help="ruin a lane on purpose: " + ", ".join(list_faults()))
-    p.add_argument("--unguarded", action="store_true", help="run without the Governor")
-    p.add_argument("--keep-default-allocator", action="store_true",
-                   help="let glibc give freed memory back at every step (slower)")
-
-# %% ../../nbs/run/98_cli.ipynb #72bfd36c
-def _add_train(p: argparse.ArgumentParser) -> None:
-    _run_options(p, "one of: " + ", ".join(list_recipes()) + "; or any task")
-    _common_options(p)
-    _log_option(p)
-    _engine_option(p, "where lanes are trained")
-    p.add_argument("--parts", type=int, default=None,
-                   help="parts of the lanes, each in a place of its own (default: 1)")
-    p.add_argument("--out", default="runs", help="where the run's folder goes")
-    p.add_argument("--quiet", action="store_true", help="no progress bar")
-
-def _add_resume(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", help="its folder")
-    p.add_argument("--updates", type=int, help="train up to this many updates in all")
-    p.add_argument("--minutes", type=_positive, help="train for this many minutes in all")
-    _import_option(p)
-    _log_option(p)
-    _engine_option(p, "where lanes are trained from now on")
-    p.add_argument("--quiet", action="store_true", help="no progress bar")
-
-def _add_watch(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", help="its folder; it may be written by another process, or be over")
-    p.add_argument("--every", type=_positive, default=2., help="seconds between two looks (default: %(default)g)")
-
-# %% ../../nbs/run/98_cli.ipynb #6c78f034
-def _add_report(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", nargs="+", help="its folder; several are compared")
-    p.add_argument("--out", default=None, help="file (default: report.html in the folder, or beside the first one)")
-
-# %% ../../nbs/run/98_cli.ipynb #d0d0febf
-def _add_export(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", help="folder of a finished run of `train` or `fit`")
-    p.add_argument("--lane", type=int, default=None, help="which network (default: the best on the held-out split)")
-    p.add_argument("--out", default=None, help="file, in .onnx, .pt2 or .safetensors (default: network.onnx there)")
-    _import_option(p)
-
-def _add_compare(p: argparse.ArgumentParser) -> None:
-    _run_options(p, "as for train")
-    _common_options(p)
-    p.add_argument("--seeds", type=int, default=3, help="each trains a controller of its own (default: 3)")
-    p.add_argument("--jobs", type=int, default=None,
-                   help="seeds at a time, each in a process with its part of the cores (default: 1, or an "
-                        "engine's cores)")
-    _engine_option(p, "where seeds are played")
-    p.add_argument("--out", default=None, help="where the figures go (default: compare_RECIPE.json)")
-
-def _add_fit(p: argparse.ArgumentParser) -> None:
-    p.add_argument("task", nargs="?", default=None, help="one of: " + ", ".join(list_tasks()))
-    _add_set(p, "override a setting, e.g. lanes=4; settings: " + ", ".join(FitConfig.__dataclass_fields__))
-    _common_options(p)
-    _log_option(p)
-    p.add_argument("--out", default="runs", help="where the run's folder goes")
-
-def _add_bench(p: argparse.ArgumentParser) -> None:
-    p.add_argument("what", nargs="?", default="lanes", choices=("lanes", "growth", "faults"))
-    p.add_argument("--quick", action="store_true", help="fewer rounds and the small task only")
-    p.add_argument("--out", default=None, help="where the figures go (default: bench_lanes.json …)")
-    p.add_argument("--only", default="",
-                   help="growth: cases with this in their name, such as 'mixed'")
+_fit_settings = tuple(FitConfig.__dataclass_fields__)
 
 # %% ../../nbs/run/98_cli.ipynb #9076e858
-def _train(args): return drive_run(begin_run(_chosen_recipe(args), args.out), not args.quiet, more=add_schedule)
-def _resume(args): return drive_run(open_run(args.run, _longer(args)), not args.quiet, more=add_schedule)
+def _train(args): return begin_run(_chosen_recipe(args), args.out).drive(not args.quiet, more=add_schedule)
+def _resume(args): return open_run(args.run, _longer(args)).drive(not args.quiet, more=add_schedule)
 def _report(args): print(write_report(args.run, args.out))
+def _lab(args): return subprocess.call(lab_command())
 
 def _export(args):
     load_plugins(args.imports)
@@ -229,13 +179,10 @@ def _watch(args):
     from esper_nb.show.dashboard import watch_text
     watch_text(args.run, args.every)
 
-
 def _tasks(args):
     load_plugins(args.imports)
     load_all_installed()
     print("\n".join(f"{n:24} {get_task(n).data:12} {get_task(n).host}" for n in list_tasks()))
-
-def _lab(args): return subprocess.call(lab_command())
 
 def _fit(args):
     load_plugins(args.imports)
@@ -245,65 +192,62 @@ def _fit(args):
     fit_run(own or args.task, FitConfig.from_dict(settings), args.device, None if own else args.data, args.out,
             args.synthetic, faults=[parse_fault(f) for f in args.inject], log=args.log)
 
-def _bench(args):
-    from esper_nb.bench.fault_bench import BENCHES
-    only = dict(only=args.only) if args.what == "growth" else {}
-    BENCHES[args.what](args.quick, check_target(args.out or f"bench_{args.what}.json", [".json"]), **only)
-
 # %% ../../nbs/run/98_cli.ipynb #5fa40301
 class _Command(NamedTuple):
     "A command of the command line."
     run: Callable[[argparse.Namespace], Any]
-    options: Callable[[argparse.ArgumentParser], None]
+    options: str # names in `_options`
     help: str
 
-def _no_options(p: argparse.ArgumentParser) -> None: "A command without options."
+_trains = "imports device data label target size synthetic inject unguarded allocator" # of all that trains
+_learns = f"recipe updates minutes seed set engine {_trains}"
 
 _commands = dict(
-    train=_Command(_train, _add_train, "train a controller that grows networks"),
-    resume=_Command(_resume, _add_resume, "go on with a run, exactly where it stopped"),
-    watch=_Command(_watch, _add_watch, "follow a run in a terminal while it is written"),
-    report=_Command(_report, _add_report, "write one self-contained HTML page about a run, or about several"),
-    export=_Command(_export, _add_export, "write one network that a run has grown as ONNX or for torch"),
-    compare=_Command(_compare, _add_compare, "a recipe's controller against the heuristic, random actions, waiting and "
-                                             "the best fixed schedule"),
-    fit=_Command(_fit, _add_fit, "train a population of networks on a task without a controller"),
-    lab=_Command(_lab, _no_options, "open the dashboard in JupyterLab"),
-    tasks=_Command(_tasks, _import_option, "list the tasks"),
-    bench=_Command(_bench, _add_bench, "measure on this machine: lanes against a plain loop, the same while networks "
-                                       "grow, or recovery from faults"))
+    train=_Command(_train, f"{_learns} shards log folder quiet", "train a controller that grows networks"),
+    resume=_Command(_resume, "run updates minutes engine imports log quiet",
+                    "go on with a run, exactly where it stopped"),
+    watch=_Command(_watch, "run every", "follow a run in a terminal while it is written"),
+    report=_Command(_report, "runs page", "write one self-contained HTML page about a run, or about several"),
+    export=_Command(_export, "run lane network imports", "write one network that a run has grown as ONNX or for torch"),
+    compare=_Command(_compare, f"{_learns} seeds jobs figures", "a recipe's controller against the heuristic, random "
+                     "actions, waiting and the best fixed schedule"),
+    fit=_Command(_fit, f"task set_fit {_trains} log folder", "train a population of networks without a controller"),
+    lab=_Command(_lab, "", "open the dashboard in JupyterLab"),
+    tasks=_Command(_tasks, "imports", "list the tasks"))
 
-# %% ../../nbs/run/98_cli.ipynb #df32d1c3
 def _parser() -> argparse.ArgumentParser:
-    "All commands with their options."
-    about = "Neural networks that grow while they train, and cannot be ruined while they do."
+    "Return a parser of all commands with their options."
+    about, options = "Neural networks that grow while they train, and cannot be ruined while they do.", _options()
     p = argparse.ArgumentParser("esper-nb", description=about)
     p.add_argument("--version", action="version", version=__version__)
     sub = p.add_subparsers(dest="command", required=True)
-    for name, command in _commands.items(): command.options(sub.add_parser(name, help=command.help))
+    for name, command in _commands.items():
+        mine = sub.add_parser(name, help=command.help)
+        for written, how in map(options.__getitem__, command.options.split()): mine.add_argument(*written, **how)
     return p
 
-def _tell(text: object) -> None:
-    "One line for whoever started the command, if the terminal is still there."
+# %% ../../nbs/run/98_cli.ipynb #df32d1c3
+def _say(text: object) -> None:
+    "Print one line to the terminal, if it is still there."
     with contextlib.suppress(OSError): print("esper-nb:", *map(str.strip, str(text).splitlines()), file=sys.stderr)
 
 @contextlib.contextmanager
-def _told_in_lines() -> Iterator[None]:
-    "A warning is a line, too."
-    def tell(message, *where, **more): _tell(message)
+def _warnings_as_lines() -> Iterator[None]:
+    "Print each warning as one line."
+    def show(message, *where, **more): _say(message)
     with warnings.catch_warnings():
-        warnings.showwarning = tell
+        warnings.showwarning = show
         yield
 
 # %% ../../nbs/run/98_cli.ipynb #57280c3c
 def main(
     argv: list[str] | None = None, # arguments; None: those of the process
 ) -> int: # 0 done, 1 the machine refused, 2 a mistake, 130 interrupted
-    "The `esper-nb` command."
+    "Run the `esper-nb` command."
     args = _parser().parse_args(argv)
     trains = args.command in ("train", "resume", "compare", "fit")
     try:
-        with exit_on_signal(), _told_in_lines():
+        with exit_on_signal(), _warnings_as_lines():
             if trains and not getattr(args, "keep_default_allocator", False): keep_freed_memory()
             result = _commands[args.command].run(args)
         if args.command == "lab": return result
@@ -311,5 +255,5 @@ def main(
     except KeyboardInterrupt: text, status = "interrupted", 130
     except (ValueError, RuntimeError, FileNotFoundError, ImportError) as e: text, status = str(e), 2
     except (OSError, MemoryError) as e: text, status = str(e) or "not enough memory", 1
-    _tell(text)
+    _say(text)
     return status

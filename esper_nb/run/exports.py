@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.config import check
 from ..grow.export import check_same, export_model
-from ..record.files import check_target, new_file, save_tensors
+from ..record.files import check_output, new_file, save_tensors
 from ..record.writers import RunFolder
 from .compare import PolicyPlayer, compare_controllers
 from .recipes import fair_env
@@ -137,7 +137,7 @@ def export_run(
     lane: int | None = None, # None: the best on the held-out split
 ) -> Exported:
     "One network of a run as a file, and beside it what it must be fed."
-    target = check_target(Path(path)/"network.onnx" if out is None else out, SUFFIXES)
+    target = check_output(Path(path)/"network.onnx" if out is None else out, SUFFIXES)
     if target.suffix == ".onnx": _need_onnx()
     grown = regrow(path)
     scores, count = torch.tensor(grown.heldout_accuracy_pp), len(grown.heldout_accuracy_pp)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RunConfig', 'register_recipe', 'change_settings', 'list_recipes', 'task_recipe', 'get_recipe', 'plan_text',
-           'repeat_words', 'fair_env']
+           'command_words', 'fair_env']
 
 # %% ../../nbs/run/92_recipes.ipynb #de20cd0e
 import difflib
@@ -23,7 +23,7 @@ from ..learn.loss import PPOConfig
 from ..learn.policies import PolicyConfig
 from ..record.analytics import changed_settings, option_text
 from ..record.trackers import TRACKERS
-from .split import ENGINES
+from .engines import ENGINES
 from .plugins import loaded_plugins, seek_in_plugins
 from ..train.data import ImageData, TextData
 from ..train.population import FitConfig
@@ -43,11 +43,11 @@ class RunConfig(Config):
     sampled: bool = False # final play: choices drawn as in training; False: always the likeliest
     plugins: tuple[str, ...] = () # loaded before anything else, wherever the run goes on
     log: tuple[str, ...] = () # trackers that are told what the run's rows say
-    engine: str = "local" # where lanes are trained, and seeds of a comparison: in this process, or "ray"
-    parts: int = 1 # of the lanes, each in a place of its own
+    engine: str = "local" # where lanes are trained, and seeds of a comparison played: "local", "process" or "ray"
+    shards: int = 1 # that lanes are cut into, each in a worker of its own
 
     @property
-    def split(self) -> bool: return self.engine != "local" or self.parts > 1 # lanes are in parts
+    def split(self) -> bool: return self.engine != "local" or self.shards > 1 # lanes are in shards
 
     def __post_init__(self):
         object.__setattr__(self, "ppo", self.ppo.replace(seed=self.seed))
@@ -58,8 +58,9 @@ class RunConfig(Config):
         check_count("save_every", self.save_every)
         check(all(k in TRACKERS for k in self.log), "log", self.log, f"some of {', '.join(TRACKERS)}")
         check(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
-        check_count("parts", self.parts)
-        check(self.parts <= self.env.num_envs, "parts", self.parts, f"at most {self.env.num_envs}, one for each lane")
+        check_count("shards", self.shards)
+        most = self.env.num_envs
+        check(self.shards <= most, "shards", self.shards, f"at most {most}, one for each lane")
 
 # %% ../../nbs/run/92_recipes.ipynb #8251d6a6
 _recipes: dict[str, Callable[[], RunConfig]] = {}
@@ -174,12 +175,12 @@ def plan_text(
     n = config.ppo.num_updates - updates
     left = f"{n} update{'s' * (n != 1)} of {config.ppo.num_steps} steps"
     what = left if config.minutes is None else f"{max(0., config.minutes - seconds / 60):.3g} minutes of training"
-    parts = f" in {config.parts} part{'s' * (config.parts != 1)} ({config.engine})" if config.split else ""
-    return (f"{config.name}: {what} in {config.env.num_envs} lanes{parts}, "
+    shards = f" in {config.shards} shard{'s' * (config.shards != 1)} ({config.engine})" if config.split else ""
+    return (f"{config.name}: {what} in {config.env.num_envs} lanes{shards}, "
             f"then the controller plays against simpler ones.\n"
             f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}")
 
-def repeat_words(
+def command_words(
     config: Mapping[str, Any], # of a run's folder
 ) -> list[str] | None: # None: no command has made it
     "The words of the command that makes a run once more."
@@ -190,7 +191,7 @@ def repeat_words(
     except (KeyError, ValueError): return None
     words = ["esper-nb", "train" if learns else "fit", name]
     options = {"seed": "--seed", "minutes": "--minutes", "ppo.num_updates": "--updates", "engine": "--engine",
-               "parts": "--parts"} if learns else {}
+               "shards": "--shards"} if learns else {}
     now = config["run" if learns else "fit"]
     changed = changed_settings(now, usual.to_dict())
     if changed.get("minutes"): changed["ppo.num_updates"] = now["ppo"]["num_updates"] # or the command takes very many

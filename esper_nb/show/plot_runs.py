@@ -17,7 +17,8 @@ import numpy as np
 
 from ..core.intervals import bootstrap_interval, interquartile_mean
 from ..record.alarms import ALARM_RULES, axis_label, find_metric
-from ..record.analytics import Rollback, Spell, blueprint_stats, lane_numbers, pick_rows, rollbacks, stage_spells
+from ..record.analytics import (
+    Rollback, StageSpan, blueprint_stats, lane_numbers, pick_rows, rollbacks, stage_spans)
 from ..record.rows import Row, series
 from .theme import (
     BLUE, COLORS, GREEN, GREY, HATCHES, LILAC, MARKERS, RED, STAGE_LOOKS, WINE, StageLook, add_legend, axes_or_new,
@@ -134,7 +135,7 @@ def stage_text(
     ax.text(x, y, text, ha=align, va="center", fontsize=8, color=look.ink, bbox=box, clip_on=True)
 
 # %% ../../nbs/show/78_plot_runs.ipynb #ccca35ff
-def _draw_spell(ax: Any, s: Spell, y: int, last: int) -> None: # one stage of a seed; `last` epoch of the picture
+def _draw_spell(ax: Any, s: StageSpan, y: int, last: int) -> None: # one stage of a seed; `last` epoch of the picture
     look, wide = look_of(s.stage), s.end - s.start + 1
     stage_bar(ax, y, s.start, wide, look)
     if not look.letter: return
@@ -145,7 +146,7 @@ def _draw_spell(ax: Any, s: Spell, y: int, last: int) -> None: # one stage of a 
             return
     stage_text(ax, s.start + (.5 if wide > 1 else wide / 2), y, look.letter, look)
 
-def _stage_legend(ax: Any, spells: Sequence[Spell], rolled: bool) -> None:
+def _stage_legend(ax: Any, spells: Sequence[StageSpan], rolled: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     there = {look_of(s.stage) for s in spells}
@@ -172,7 +173,7 @@ def plot_slots(
 ) -> Any: # axes
     "The life of every slot, as swim-lanes."
     lanes = lane_numbers(rows) if lanes is None else list(lanes)
-    spells = [s for s in stage_spells(rows) if s.lane in lanes]
+    spells = [s for s in stage_spans(rows) if s.lane in lanes]
     known = next((r["run.slots"].split() for r in pick_rows(rows, "run")), None)
     slots = known or sorted({s.slot for s in spells})
     tracks = [(i, k) for i in lanes for k in slots]
@@ -273,7 +274,7 @@ def alarm_limits(
     "Where alarms on a metric's value begin and become critical."
     out = []
     for rule in ALARM_RULES:
-        if rule.metric != name or rule.measure != "value" or rule.side == "is": continue
+        if rule.metric != name or rule.statistic != "value" or rule.side == "is": continue
         _, warning, critical = rule.at
         if isinstance(warning, (int, float)): out.append((float(warning), "warning", rule.side))
         if isinstance(critical, (int, float)): out.append((float(critical), "critical", rule.side))

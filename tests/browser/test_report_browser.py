@@ -5,7 +5,7 @@ import torch
 from conftest import open_browser
 from esper_nb.run.recipes import get_recipe
 from esper_nb.run.report import write_report
-from esper_nb.run.runs import begin_run, drive_run
+from esper_nb.run.runs import begin_run
 
 TINY = {"env.num_envs": 4, "env.horizon": 8, "env.limit": 256, "ppo.num_steps": 8, "ppo.num_updates": 2,
         "ppo.num_minibatches": 2, "env.faults": [dict(kind="nan", lane=2, epoch=3)]}
@@ -18,7 +18,7 @@ def pages(tmp_path_factory):
     out, runs = tmp_path_factory.mktemp("runs"), []
     for seed in (0, 1):
         runs.append(begin_run(get_recipe("digits_impaired", TINY | {"seed": seed}), out))
-        drive_run(runs[-1], progress=False, say=lambda text: None)
+        runs[-1].drive(progress=False, say=lambda text: None)
     return dict(one=write_report(runs[0].folder.path), two=write_report([r.folder.path for r in runs]))
 
 @pytest.mark.parametrize("which", ["one", "two"])

@@ -1,4 +1,4 @@
-"Environments in parts on Ray: the bits of one process, whatever dies."
+"Lanes in shards, in processes and on Ray: the bits of one process, whatever dies."
 import os
 import random
 import signal
@@ -8,7 +8,6 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,8 @@ from esper_nb.control.actions import draw_actions
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.core.random import generator
 from esper_nb.record.rows import encode_row
-from esper_nb.run.split import LocalPlace, PlaceLost, RayPlace, SplitVecEnv, Upkeep, new_place, start_ray
+from esper_nb.run.engines import FaultTolerance, LocalWorker, WorkerLost, new_worker, start_ray
+from esper_nb.run.split import SplitVecEnv
 from esper_nb.train.faults import Fault
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0") # as `start_ray` has it, before anybody imports Ray
@@ -29,11 +29,12 @@ needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: pip install 'espe
 CONFIG = EnvConfig(task="digits", num_envs=8, horizon=4, limit=256, workers=1, faults=(Fault("nan", lane=5, epoch=2),))
 
 
-class Told:
-    "What a place can be asked."
-    def __init__(self): self.n = 0
+class Adder:
+    "What a worker can be asked."
+    def __init__(self, tell): self.n, self.tell = 0, tell
     def add(self, more):
         self.n += more
+        self.tell("added", more)
         return self.n
     def pid(self): return os.getpid()
     def wrong(self): raise ValueError("three is not four")
@@ -83,7 +84,7 @@ def play(env, steps=10, kill=None):
         seen += [obs.copy(), reward, ended, info["action_mask"]]
         rows += [encode_row({k: v for k, v in row.items() if k != "governor.seconds"}) # a clock's
                  for row in env.rows(epoch=t, step=t + 1)]
-    state = [p["parts"] for p in env.state_dict()["parts"]]
+    state = [p["parts"] for p in env.state_dict()["shards"]]
     return seen, rows, state, env.test_accuracy()
 
 
@@ -102,53 +103,53 @@ def assert_same(one, other):
 
 @pytest.fixture(scope="module")
 def here():
-    "The same lanes in two and four parts of this process."
+    "The same lanes in two and four shards of this process."
     found = {}
-    for parts in (2, 4):
-        env = SplitVecEnv(CONFIG, parts=parts)
-        found[parts] = play(env)
+    for shards in (2, 4):
+        env = SplitVecEnv(CONFIG, shards=shards)
+        found[shards] = play(env)
         env.close()
     return found
 
 
 def test_a_fault_stays_with_its_lane(here):
-    for parts in (2, 4):
-        governed = [row for row in here[parts][1] if '"kind": "governor"' in row or '"kind":"governor"' in row]
+    for shards in (2, 4):
+        governed = [row for row in here[shards][1] if '"kind": "governor"' in row or '"kind":"governor"' in row]
         assert governed and all('"lane": 5' in row or '"lane":5' in row for row in governed)
 
 
-def test_two_parts_and_four_tell_the_same_rewards(here):
+def test_two_shards_and_four_get_the_same_rewards(here):
     for a, b in zip(here[2][0][1::4], here[4][0][1::4], strict=True): np.testing.assert_array_equal(a, b)
     assert torch.equal(here[2][3], here[4][3])
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_places_that_fail_at_random_change_nothing(here, seed, caplog):
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 6))])
+def test_workers_that_fail_at_random_change_nothing(here, seed, caplog):
     luck = random.Random(seed)
-    class Fragile(LocalPlace):
+    class Fragile(LocalWorker):
         def finish(self, timeout=None):
-            if luck.random() < .08: raise PlaceLost("on purpose")
+            if luck.random() < .08: raise WorkerLost("on purpose")
             return super().finish(timeout)
-    env = SplitVecEnv(CONFIG, parts=4, engine=Fragile, upkeep=Upkeep(every=3, attempts=20))
+    env = SplitVecEnv(CONFIG, shards=4, engine=Fragile, tolerance=FaultTolerance(every=3, attempts=20))
     assert_same(play(env), here[4])
-    assert sum(k.losses for k in env.keepers) > 0
-    assert "made again" in caplog.text
+    assert env.losses > 0
+    assert "restored in a new worker" in caplog.text
     env.close()
 
 
-def test_a_part_that_never_comes_back_ends_the_run():
-    class Gone(LocalPlace):
+def test_a_shard_that_never_comes_back_ends_the_run():
+    class Gone(LocalWorker):
         made = 0
-        def __init__(self, make):
-            super().__init__(make)
+        def __init__(self, *args):
+            super().__init__(*args)
             Gone.made += 1
         def finish(self, timeout=None):
-            if Gone.made > 2: raise PlaceLost("out of memory")
+            if Gone.made > 2: raise WorkerLost("out of memory")
             return super().finish(timeout)
-    env = SplitVecEnv(CONFIG, parts=2, engine=Gone, upkeep=Upkeep(attempts=3))
+    env = SplitVecEnv(CONFIG, shards=2, engine=Gone, tolerance=FaultTolerance(attempts=3))
     Gone.made = 3
-    said = r"part 0 \(lanes 0 to 3\) was lost 3 times while it was made again: out of memory"
-    with pytest.raises(PlaceLost, match=said): env.reset(seed=0)
+    said = r"shard 0 \(lanes 0 to 3\) was lost 3 times while it was restored: out of memory"
+    with pytest.raises(WorkerLost, match=said): env.reset(seed=0)
 
 
 @pytest.mark.skipif(ray is not None, reason="Ray is installed")
@@ -158,73 +159,82 @@ def test_without_ray_the_error_says_what_to_install():
 
 # ---- real processes
 
-@needs_ray
-def test_an_error_over_there_is_an_error_here(cluster):
-    place = new_place("ray", Told)
-    place.start("wrong")
-    with pytest.raises(ValueError, match="three is not four"): place.finish()
-    place.start("add", 2)
-    assert place.finish() == 2
-    place.close()
+ELSEWHERE = ["process", pytest.param("ray", marks=needs_ray)]
 
 
-@needs_ray
-def test_a_call_that_hangs_counts_as_lost(cluster):
-    place = new_place("ray", Told)
-    place.start("sleep", 60)
-    assert not place.ready(.2)
-    with pytest.raises(PlaceLost, match="no answer within 0.2 s"): place.finish(.2)
-    place.close()
+@pytest.fixture(params=ELSEWHERE)
+def engine(request):
+    if request.param == "ray": request.getfixturevalue("cluster")
+    return request.param
 
 
-@needs_ray
-def test_any_number_of_places_find_room(cluster):
-    places = [new_place("ray", Told, 6) for _ in range(6)]
-    for p in places: p.start("pid")
-    assert len({p.finish(60) for p in places}) == 6
-    for p in places: p.close()
+def test_a_call_elsewhere_is_answered_and_an_error_there_is_an_error_here(engine):
+    told = []
+    worker = new_worker(engine, Adder, tell=lambda *what: told.append(what))
+    worker.start("wrong")
+    with pytest.raises(ValueError, match="three is not four"): worker.finish()
+    worker.start("add", 2)
+    assert worker.finish() == 2 and told == [("added", 2)]
+    worker.start("sleep", 60)
+    assert not worker.ready(.2)
+    with pytest.raises(WorkerLost, match="no answer within 0.2 s"): worker.finish(.2)
+    worker.close()
 
 
-@needs_ray
-@pytest.mark.parametrize("parts", [2, 4])
-def test_actors_give_the_bits_of_one_process(cluster, here, parts):
-    env = SplitVecEnv(CONFIG, parts=parts, engine="ray")
-    assert_same(play(env), here[parts])
-    env.close()
+def test_any_number_of_workers_find_room(engine):
+    n = 6 if engine == "ray" else 2
+    workers = [new_worker(engine, Adder, n) for _ in range(n)]
+    for w in workers: w.start("pid")
+    assert len({w.finish(60) for w in workers}) == n
+    for w in workers: w.close()
 
 
-def kill_actor(env, number):
-    "Kill the process of a part, at once."
-    pid = ray.get(env.keepers[number].place.actor.__ray_call__.remote(lambda self: os.getpid()))
-    os.kill(pid, signal.SIGKILL)
+def test_a_process_that_ends_is_a_lost_worker():
+    worker = new_worker("process", Adder)
+    worker.start("pid")
+    os.kill(worker.finish(), signal.SIGKILL)
+    worker.start("pid")
+    with pytest.raises(WorkerLost, match="its process has ended"): worker.finish()
+    worker.close()
 
 
-@needs_ray
-@pytest.mark.parametrize("seed", range(2))
-def test_killed_actors_change_nothing(cluster, here, seed, tmp_path):
-    luck = random.Random(seed)
-    env = SplitVecEnv(CONFIG, parts=2, engine="ray", upkeep=Upkeep(tmp_path, every=2))
-    pids = {}
-    def kill(env, t):
-        "In the midst of the coming step or snapshot."
-        if t not in (2, 5, 8): return
-        k = luck.randrange(2)
-        pids[t] = ray.get(env.keepers[k].place.actor.__ray_call__.remote(lambda self: os.getpid()))
-        subprocess.Popen(["sh", "-c", f"sleep {luck.random() * .4:.3f}; kill -9 {pids[t]}"])
-    assert_same(play(env, kill=kill), here[2])
-    assert sum(k.losses for k in env.keepers) >= 2
-    env.close()
-
-
-@needs_ray
 @pytest.mark.slow
-def test_kills_at_random_moments_change_nothing(cluster, tmp_path):
-    "Four runs, two at a time, whose actors die in steps and in snapshots; ESPER_NB_KILLS=40 lets ten die in each."
+@pytest.mark.parametrize("shards", [2, 4])
+def test_processes_give_the_bits_of_one(engine, here, shards):
+    env = SplitVecEnv(CONFIG, shards=shards, engine=engine)
+    assert_same(play(env), here[shards])
+    env.close()
+
+
+def pid_of(env, number):
+    "The process of a shard."
+    worker = env.shards[number].worker
+    if hasattr(worker, "process"): return worker.process.pid
+    return ray.get(worker.actor.__ray_call__.remote(lambda self: os.getpid()))
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_processes_change_nothing(engine, here, seed):
+    "In the midst of a step or a snapshot."
+    luck = random.Random(seed)
+    env = SplitVecEnv(CONFIG, shards=2, engine=engine, tolerance=FaultTolerance(every=2))
+    def kill(env, t):
+        if t not in (2, 5, 8): return
+        subprocess.Popen(["sh", "-c", f"sleep {luck.random() * .4:.3f}; kill -9 {pid_of(env, luck.randrange(2))}"])
+    assert_same(play(env, kill=kill), here[2])
+    assert env.losses >= 2
+    env.close()
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing(engine):
+    "Four runs, two at a time, whose workers die in steps and in snapshots; ESPER_NB_KILLS=40 lets ten die in each."
     each = int(os.environ.get("ESPER_NB_KILLS", 8)) // 4
     def run(seed, engine="local", kills=0):
         luck, killed, timers = random.Random(seed), set(), []
-        upkeep = Upkeep(tmp_path/f"{seed}", every=2, attempts=20)
-        env = SplitVecEnv(CONFIG.replace(num_envs=4, limit=128, faults=()), parts=2, engine=engine, upkeep=upkeep)
+        tolerance = FaultTolerance(every=2, attempts=20)
+        config = CONFIG.replace(num_envs=4, limit=128, faults=())
+        env = SplitVecEnv(config, shards=2, engine=engine, tolerance=tolerance)
         def kill(env, t):
             pid = env.latest[luck.randrange(2)].pid if t else 0
             if pid in {0, *killed} or len(killed) == kills: return
@@ -235,24 +245,22 @@ def test_kills_at_random_moments_change_nothing(cluster, tmp_path):
         for timer in timers: timer.join()
         env.close()
         return seen, killed
-    ray_engine = partial(RayPlace, share=.25)
-    with ThreadPoolExecutor(2) as pool: ended = list(pool.map(lambda seed: run(seed, ray_engine, each), range(4)))
+    def shared(make, tell, workers): return new_worker(engine, make, 4, tell) # two runs share the cores
+    with ThreadPoolExecutor(2) as pool: ended = list(pool.map(lambda seed: run(seed, shared, each), range(4)))
     assert sum(len(killed) for _, killed in ended) == 4 * each > 0
     reference, _ = run(0)
     for seen, _ in ended: assert_same(seen, reference)
 
 
-@needs_ray
-def test_a_frozen_actor_is_named_and_replaced(cluster, here, caplog):
-    env = SplitVecEnv(CONFIG, parts=2, engine="ray", upkeep=Upkeep(every=3, patience=1., timeout=10.))
-    frozen = []
+@pytest.mark.slow
+def test_a_frozen_process_is_named_and_replaced(engine, here, caplog):
+    tolerance = FaultTolerance(every=3, patience=1., timeout=10.)
+    env = SplitVecEnv(CONFIG, shards=2, engine=engine, tolerance=tolerance)
     def freeze(env, t):
-        if t != 4: return
-        frozen.append(ray.get(env.keepers[1].place.actor.__ray_call__.remote(lambda self: os.getpid())))
-        os.kill(frozen[0], signal.SIGSTOP)
+        if t == 4: os.kill(pid_of(env, 1), signal.SIGSTOP)
     assert_same(play(env, kill=freeze), here[2])
-    assert "part 1 (lanes 4 to 7) has not answered for 1 s" in caplog.text
-    assert env.keepers[1].losses == 1
+    assert "shard 1 (lanes 4 to 7) has not answered for 1 s" in caplog.text
+    assert env.shards[1].losses == 1
     env.close()
 
 
@@ -262,25 +270,27 @@ PROGRAM = """
     from esper_nb.control.env_config import EnvConfig
     from esper_nb.run.split import SplitVecEnv
     import numpy as np
-    env = SplitVecEnv(EnvConfig(task="digits", num_envs=4, horizon=4, limit=256, workers=1), engine="ray")
+    env = SplitVecEnv(EnvConfig(task="digits", num_envs=4, horizon=4, limit=256, workers=1), engine=sys.argv[1])
     env.reset(seed=0)
     print("ready", flush=True)
     while True: env.step(np.zeros((4, len(env.actions.sizes)), int))
 """
 
 
-@needs_ray
-def test_no_process_is_left_behind():
-    "After an interrupt; tests/test_places_runs.py has the other ends."
-    begun = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM)], stdout=subprocess.PIPE, text=True,
-                             stderr=subprocess.DEVNULL, start_new_session=True)
+@pytest.mark.parametrize("engine, number", [
+    ("process", signal.SIGINT), ("process", signal.SIGKILL),
+    pytest.param("ray", signal.SIGINT, marks=[needs_ray, pytest.mark.slow])])
+def test_no_process_is_left_behind(engine, number):
+    "tests/test_workers_runs.py has the other ends."
+    begun = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM), engine], text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         assert begun.stdout.readline() == "ready\n"
         family = descendants(begun.pid)
-        assert len(family) >= 4 # two actors and the engine
-        begun.send_signal(signal.SIGINT)
+        assert len(family) >= (4 if engine == "ray" else 2) # two workers, and Ray's own
+        begun.send_signal(number)
         begun.wait(30)
-        assert not still_there(family)
+        assert not still_there(family, 180) # Ray's agents notice after a minute that a killed driver is gone
     finally: begun.kill()
 
 

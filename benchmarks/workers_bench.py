@@ -1,16 +1,15 @@
-"""What it costs to have lanes elsewhere: environments in parts, here and on Ray.
+"""What it costs to have lanes elsewhere: environments in shards, here, in processes and on Ray.
 
-    python benchmarks/places_bench.py                  # some minutes on a quiet machine
-    python benchmarks/places_bench.py --quick x.json   # only to see that it works
+    python -m benchmarks.workers_bench                  # some minutes on a quiet machine
+    python -m benchmarks.workers_bench --quick x.json   # only to see that it works
 
-Writes nbs/explanations/places_bench.json, which many_machines.ipynb beside it draws. Needs: pip install esper_nb[ray]
+Writes nbs/explanations/bench_workers.json, which many_machines.ipynb beside it draws. Needs: pip install esper_nb[ray]
 """
 import json
 import pickle
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -21,9 +20,10 @@ from esper_nb.control.env_config import EnvConfig
 from esper_nb.core.random import generator
 from esper_nb.learn.learner import Learner
 from esper_nb.learn.loss import PPOConfig
-from esper_nb.run.split import SplitVecEnv, Upkeep, new_place, start_ray
+from esper_nb.run.engines import FaultTolerance, new_worker, start_ray
+from esper_nb.run.split import SplitVecEnv
 
-STORED = Path(__file__).resolve().parents[1]/"nbs/explanations/places_bench.json"
+STORED = Path(__file__).resolve().parents[1]/"nbs/explanations/bench_workers.json"
 TASKS = { # what a step of them is: one epoch of so many pictures
     "digits": EnvConfig(task="digits_impaired", num_envs=16, horizon=12),
     "cifar_baseline": EnvConfig(task="cifar_baseline", num_envs=4, horizon=8, synthetic=True, limit=500),
@@ -36,9 +36,9 @@ class Nothing:
     def close(self) -> None: pass
 
 
-def step_times(config: EnvConfig, parts: int, engine: str, steps: int) -> list[float]:
+def step_times(config: EnvConfig, shards: int, engine: str, steps: int) -> list[float]:
     "Seconds of each step of random legal actions of an episode, after two to warm up."
-    env, seconds = SplitVecEnv(config, parts, engine, upkeep=Upkeep(every=10**6)), []
+    env, seconds = SplitVecEnv(config, shards, engine, tolerance=FaultTolerance(every=10**6)), []
     env.reset(seed=0)
     for t in range(steps + 2):
         actions = draw_actions(env.actions, env.mask, generator(0, t)).numpy()
@@ -50,26 +50,25 @@ def step_times(config: EnvConfig, parts: int, engine: str, steps: int) -> list[f
 
 
 def sizes_of(config: EnvConfig) -> dict[str, float]:
-    "Bytes of a step and of a snapshot for one lane, and how fast one is written."
-    with tempfile.TemporaryDirectory() as folder:
-        env = SplitVecEnv(config, 1, upkeep=Upkeep(folder, every=10**6))
-        env.reset(seed=0)
-        for t in range(4):
-            actions = draw_actions(env.actions, env.mask, generator(0, t)).numpy()
-            env.step(actions)
-        begun = time.perf_counter()
-        env.save_parts()
-        seconds = time.perf_counter() - begun
-        size = sum(f.stat().st_size for f in Path(folder).rglob("part-*.safetensors"))
-        rows = pickle.dumps(env.rows(step=0))
-        told, n = len(pickle.dumps(env.latest[0])) + len(rows), config.num_envs
-        env.close()
+    "Bytes of a step and of a snapshot for one lane, and how fast one is taken."
+    env = SplitVecEnv(config, 1, tolerance=FaultTolerance(every=10**6))
+    env.reset(seed=0)
+    for t in range(4):
+        actions = draw_actions(env.actions, env.mask, generator(0, t)).numpy()
+        env.step(actions)
+    begun = time.perf_counter()
+    env.save_shards()
+    seconds = time.perf_counter() - begun
+    size = sum(len(s.snapshot or b"") for s in env.shards)
+    rows = pickle.dumps(env.rows(step=0))
+    told, n = len(pickle.dumps(env.latest[0])) + len(rows), config.num_envs
+    env.close()
     return dict(sent=len(pickle.dumps(actions)) / n, told=told / n, snapshot=size / n, snapshot_s=seconds / n)
 
 
-def call_times(places: int, calls: int = 300) -> list[float]:
-    "Seconds of asking all places to do nothing, and of all answers."
-    held, seconds = [new_place("ray", Nothing, places) for _ in range(places)], []
+def call_times(workers: int, calls: int = 300) -> list[float]:
+    "Seconds of asking all workers to do nothing, and of all answers."
+    held, seconds = [new_worker("ray", lambda tell: Nothing(), workers) for _ in range(workers)], []
     for _ in range(calls + 20):
         begun = time.perf_counter()
         for p in held: p.start("call")
@@ -102,11 +101,11 @@ def main(quick: bool = False, stored: Path = STORED) -> None:
     for name, config in TASKS.items():
         if quick: config = config.replace(num_envs=4, limit=64, batch_size=32)
         table, steps = [], 2 if quick else {"digits": 10}.get(name, 6)
-        for parts in (1, 2, 4):
-            for engine in ("local", "ray"):
-                seconds = step_times(config, parts, engine, steps)
-                table.append(dict(parts=parts, engine=engine, seconds=seconds))
-                print(f"{name}: {parts} parts, {engine}: {statistics.median(seconds):.3f} s a step", flush=True)
+        for shards in (1, 2, 4):
+            for engine in ("local", "process", "ray"):
+                seconds = step_times(config, shards, engine, steps)
+                table.append(dict(shards=shards, engine=engine, seconds=seconds))
+                print(f"{name}: {shards} shards, {engine}: {statistics.median(seconds):.3f} s a step", flush=True)
         found["tasks"][name] = dict(lanes=config.num_envs, steps=table, bytes=sizes_of(config))
         print({k: round(v, 4) for k, v in found["tasks"][name]["bytes"].items()}, flush=True)
     found["calls"] = {n: call_times(n, 30 if quick else 300) for n in ((1, 2) if quick else (1, 2, 4, 8, 16))}

@@ -1,5 +1,4 @@
-"The command with lanes in parts: the same run in one process and on Ray, whatever is killed, and nothing left behind."
-import gc
+"The command with lanes in shards: the same run in one process and elsewhere, whatever dies, and nothing left."
 import json
 import subprocess
 import sys
@@ -9,16 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_cli import timeless
-from test_places import needs_ray, still_there
+from test_workers import needs_ray, still_there
 
 from esper_nb.record.checkpoints import read_checkpoint
-from esper_nb.run import seeds as seeds_page
+from esper_nb.run import repeats
 from esper_nb.run.cli import main
 from esper_nb.run.compare import Comparison
-from esper_nb.run.split import LocalPlace, PlaceLost, SplitVecEnv
-from esper_nb.run.recipes import RunConfig, get_recipe, repeat_words
-from esper_nb.run.runs import begin_run, open_run, run_updates
-from esper_nb.run.seeds import SeedStore, SeedTask, compare_recipe
+from esper_nb.run.engines import LocalWorker, WorkerLost, work_off
+from esper_nb.run.split import SplitVecEnv
+from esper_nb.run.recipes import RunConfig, get_recipe, command_words
+from esper_nb.run.runs import begin_run, open_run
+from esper_nb.run.repeats import Repeat, RepeatPlayer, RepeatStore, compare_recipe
 from esper_nb.show.dashboard import watch
 from esper_nb.show.sources import EnvSource
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=4", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",
             "save_every=1", "env.blueprints=[\"conv_light\"]")
 SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
-TRAIN = ("train", "digits_impaired", "--updates", 4, "--inject", "nan:3:2", *SMALL, "--quiet", "--parts", 2)
+TRAIN = ("train", "digits_impaired", "--updates", 4, "--inject", "nan:3:2", *SMALL, "--quiet", "--shards", 2)
 TINY = {"env.num_envs": 4, "env.horizon": 4, "env.limit": 128, "ppo.num_steps": 4, "ppo.num_minibatches": 2,
         "ppo.num_updates": 1, "env.blueprints": ["conv_light"]}
 
@@ -34,7 +34,7 @@ CHILD = """
 import json, os, signal, sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_places import descendants
+from test_workers import descendants
 from esper_nb.run.cli import main
 from esper_nb.run.split import SplitVecEnv
 torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def counted(self, actions):
     count += 1
     if count == at:
         family.write_text(json.dumps(descendants(os.getpid())))
-        if what == "actor": os.kill(self.latest[1].pid, signal.SIGKILL)
+        if what == "worker": os.kill(self.latest[1].pid, signal.SIGKILL)
         if what == "driver": os.kill(os.getpid(), signal.SIGKILL)
         if what == "ctrl-c": os.killpg(0, signal.SIGINT)
         if what == "terminate": os.kill(os.getpid(), signal.SIGTERM)
@@ -86,49 +86,47 @@ def plays(c):
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    "A run in two parts of one process."
+    "A run in two shards of one process."
     folder = tmp_path_factory.mktemp("here")
     assert main([*map(str, TRAIN), "--out", str(folder)]) == 0
-    gc.collect() # the folder of snapshots ends with the environment
     return folder/"digits_impaired"
 
 
-def test_a_run_in_parts_is_stopped_and_goes_on(here, tmp_path):
+def test_a_run_in_shards_is_stopped_and_goes_on(here, tmp_path):
     run = begin_run(RunConfig.from_dict(json.loads((here/"config.json").read_text())["run"]), tmp_path)
-    for update in run_updates(run):
+    for update in run.updates():
         if update.update == 2: break
     again = open_run(run.folder.path)
-    for update in run_updates(again): pass
+    for update in again.updates(): pass
     assert timeless(again.folder.rows_path) == timeless(here/"rows.jsonl")
     assert again.env.batches == again.batches and again.env.away_s == 0
     again.env.close()
 
 
-def test_the_panel_follows_a_run_in_parts(here):
+def test_the_panel_follows_a_run_in_shards(here):
     session = watch(here).session
     assert session.wait() == "done", session.error
     assert (session.source.lanes, session.steps) == (4, 16) # four updates of four steps
     assert [(i.lane, i.reason, i.action) for i in session.incidents][:1] == [(3, "non-finite", "rollback")]
     session.close()
-    with pytest.raises(ValueError, match="watch"): EnvSource(SimpleNamespace(stream=SimpleNamespace(envs=parts_env())))
+    with pytest.raises(ValueError, match="watch"): EnvSource(SimpleNamespace(stream=SimpleNamespace(envs=split_env())))
 
 
-def parts_env():
-    env = SplitVecEnv(get_recipe("digits_impaired", TINY).env, parts=2)
+def split_env():
+    env = SplitVecEnv(get_recipe("digits_impaired", TINY).env, shards=2)
     return SimpleNamespace(unwrapped=env, num_envs=env.num_envs)
 
 
-def test_a_run_in_parts_says_so(here, tmp_path, capsys):
-    assert not list(here.glob("parts-*"))
-    assert " ".join(repeat_words(json.loads((here/"config.json").read_text()))).endswith("--parts 2")
+def test_a_run_in_shards_says_so(here, tmp_path, capsys):
+    assert " ".join(command_words(json.loads((here/"config.json").read_text()))).endswith("--shards 2")
     assert main(["report", str(here), "--out", str(tmp_path/"r.html")]) == 0
     assert main(["resume", str(here), "--engine", "rai"]) == 2
-    assert "engine='rai', expected one of local, ray" in capsys.readouterr().err
+    assert "engine='rai', expected one of local, process, ray" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong, words", [(["--engine", "rai"], "engine='rai', expected one of local, ray"),
-                                          (["--parts", "17"], "parts=17, expected at most 16, one for each lane"),
-                                          (["--parts", "0"], "parts=0")])
+@pytest.mark.parametrize("wrong, words", [(["--engine", "rai"], "engine='rai', expected one of local, process, ray"),
+                                          (["--shards", "17"], "shards=17, expected at most 16, one for each lane"),
+                                          (["--parts", "0"], "shards=0")])
 def test_mistakes_are_told_before_anything_is_made(wrong, words, tmp_path, capsys, monkeypatch):
     def never(*args): raise AssertionError("something was made")
     monkeypatch.setattr("esper_nb.run.runs.Run", never)
@@ -152,15 +150,15 @@ def compared(): return compare_recipe(get_recipe("digits_impaired", TINY), (0, 1
 
 def interrupted(config, monkeypatch, folder, **kw):
     "A comparison that is interrupted when its first seed is kept, and then begun again: what the second one told."
-    class Stopped(SeedStore):
+    class Stopped(RepeatStore):
         def write(self, name, value):
             super().write(name, value)
             if name.startswith("seed"): raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt): compare_recipe(config, (0, 1), (101,), store=Stopped(folder, config), **kw)
     assert len(list(folder.glob("seed-*.json"))) == 1
     told = []
-    monkeypatch.setattr(seeds_page, "best_schedule", None) # the search is not repeated either
-    result = compare_recipe(config, (0, 1), (101,), say=told.append, store=SeedStore(folder, config), **kw)
+    monkeypatch.setattr(repeats, "best_schedule", None) # the search is not repeated either
+    result = compare_recipe(config, (0, 1), (101,), say=told.append, store=RepeatStore(folder, config), **kw)
     return result, told
 
 
@@ -174,30 +172,32 @@ def test_a_seed_that_was_played_is_not_played_again(compared, tmp_path, monkeypa
 
 def test_what_was_kept_for_other_settings_is_not_used(tmp_path):
     config = get_recipe("digits_impaired", TINY)
-    SeedStore(tmp_path, config).write("seed-0", 1)
-    assert SeedStore(tmp_path, config.replace(seed=4, engine="ray", log=("tensorboard",))).read("seed-0") == 1
-    assert SeedStore(tmp_path, config.replace(parts=2)).read("seed-0") is None
+    RepeatStore(tmp_path, config).write("seed-0", 1)
+    assert RepeatStore(tmp_path, config.replace(seed=4, engine="ray", log=("tensorboard",))).read("seed-0") == 1
+    assert RepeatStore(tmp_path, config.replace(shards=2)).read("seed-0") is None
     (tmp_path/"seed-0.json").write_text("{")
-    assert SeedStore(tmp_path, config).read("seed-0") is None
+    assert RepeatStore(tmp_path, config).read("seed-0") is None
 
 
-def test_a_place_that_is_lost_costs_the_seed_it_was_at(compared):
-    class Lost(LocalPlace):
+def test_a_worker_that_is_lost_costs_the_seed_it_was_at(compared):
+    class Lost(LocalWorker):
         losses = 0
         def finish(self, timeout=None):
             Lost.losses += 1
-            if Lost.losses == 1: raise PlaceLost("on purpose")
+            if Lost.losses == 1: raise WorkerLost("on purpose")
             return super().finish(timeout)
-    task = SeedTask(get_recipe("digits_impaired", TINY), 0, compared.notes["fixed schedule"], 0)
-    (result, told), = seeds_page.play_in_places(Lost, 1, [task])
-    assert Lost.losses == 2 and len(told) == len(result.names)
+    repeat, told = Repeat(get_recipe("digits_impaired", TINY), 0, compared.notes["fixed schedule"], 0), []
+    result, = work_off([repeat], lambda: Lost(RepeatPlayer, told.append), "play", 1)
+    assert Lost.losses == 2 and len(told) == 2 * (len(result.names) + 1) # every play and one update, twice
     assert result.plays[0].test_accuracy_pp == compared.plays[0].test_accuracy_pp
-    class Gone(LocalPlace):
-        def finish(self, timeout=None): raise PlaceLost("gone")
-    with pytest.raises(PlaceLost, match="gone"): list(seeds_page.play_in_places(Gone, 1, [task], patience=1))
+    class Gone(LocalWorker):
+        def finish(self, timeout=None): raise WorkerLost("gone")
+    with pytest.raises(WorkerLost, match="gone"):
+        list(work_off([1], lambda: Gone(lambda tell: []), "append", 1, losses=1))
 
 
 @needs_ray
+@pytest.mark.slow
 def test_seeds_on_ray_are_kept_and_not_repeated(compared, tmp_path, monkeypatch):
     import ray
     try: result, told = interrupted(get_recipe("digits_impaired", TINY).replace(engine="ray"), monkeypatch, tmp_path)
@@ -208,27 +208,27 @@ def test_seeds_on_ray_are_kept_and_not_repeated(compared, tmp_path, monkeypatch)
 
 # ---- real processes
 
-@needs_ray
-def test_a_killed_actor_changes_nothing(here, tmp_path):
-    done = child(tmp_path, *TRAIN, "--engine", "ray", "--out", tmp_path, what="actor", at=6)
+@pytest.mark.parametrize("engine", ["process", pytest.param("ray", marks=[needs_ray, pytest.mark.slow])])
+def test_a_killed_worker_changes_nothing(here, tmp_path, engine):
+    done = child(tmp_path, *TRAIN, "--engine", engine, "--out", tmp_path, what="worker", at=6)
     assert done.returncode == 0, done.stderr
-    assert "part 1 (lanes 2 to 3) was lost" in done.stderr and "Traceback" not in done.stderr
+    assert "shard 1 (lanes 2 to 3) was lost" in done.stderr and "Traceback" not in done.stderr
     assert_same_run(tmp_path/"digits_impaired", here)
     assert not still_there(json.loads((tmp_path/"family.json").read_text()))
 
 
-@needs_ray
 @pytest.mark.parametrize("what, status, engine", [
-    ("driver", -9, "ray"), ("ctrl-c", 130, "local"), ("terminate", 143, "local")])
+    ("driver", -9, "process"), ("ctrl-c", 130, "process"),
+    *(pytest.param(*case, "ray", marks=[needs_ray, pytest.mark.slow])
+      for case in (("driver", -9), ("ctrl-c", 130), ("terminate", 143)))])
 def test_a_driver_that_ends_leaves_nothing_and_is_resumed(here, tmp_path, what, status, engine):
     run = tmp_path/"digits_impaired"
-    done = child(tmp_path, *TRAIN, "--engine", "ray", "--out", tmp_path, what=what, at=10)
+    done = child(tmp_path, *TRAIN, "--engine", engine, "--out", tmp_path, what=what, at=10)
     assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
     family = json.loads((tmp_path/"family.json").read_text())
-    assert len(family) >= 4 # actors and the engine
+    assert len(family) >= (4 if engine == "ray" else 2) # workers, and Ray's own
     if what != "driver": assert f"esper-nb resume {run}" in done.stderr
-    again = child(tmp_path, "resume", run, "--engine", engine, "--quiet")
+    again = child(tmp_path, "resume", run, "--engine", "local", "--quiet")
     assert again.returncode == 0, again.stderr
     assert_same_run(run, here)
-    assert not list(run.glob("parts-*"))
     assert not still_there(family, 180) # Ray's agents notice after a minute that a killed driver is gone
