@@ -26,7 +26,7 @@ from ..record.checkpoints import EnvState
 from ..record.rows import EnvRows, Row, governor_rows, population_rows, run_rows, slot_rows, update_rows
 from ..train.faults import Fault, disturb_at, list_faults
 from ..train.population import Population
-from ..train.trainer import Controller, fit, settle_seeds
+from ..train.trainer import Controller, fit
 
 # %% ../../nbs/show/79_sources.ipynb #317e11c1
 class Frame(NamedTuple):
@@ -179,9 +179,9 @@ class PopulationSource(_Ruinable):
 
     def roll_back(self, lanes: Sequence[int]) -> tuple[Report, ...]:
         "Put lanes back; the seeds that live there are pruned, what they went through stays."
-        tables = {k: self.pop.model.slot(k).table.clone() for k in self.pop.model.names}
+        before = self.pop.slot_tables()
         reports = super().roll_back(lanes)
-        settle_seeds(self.pop.model, tables, lanes)
+        self.pop.settle_seeds(before, lanes)
         return reports
 
     def parts(self) -> dict[str, Any]: # by name, as `save_checkpoint` takes them
