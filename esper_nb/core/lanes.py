@@ -269,6 +269,15 @@ class PerLane(nn.Module):
             self.count.zero_()
             self.stream.random_()
 
+    def ordinary(self) -> nn.Module: # the template itself
+        "Return the ordinary module of a `PerLane` with one lane, which takes over its tensors."
+        for name, shape in self.shapes.items():
+            path, _, k = name.rpartition(".")
+            part = self.template.get_submodule(path)
+            t = getattr(part, k).detach().view(shape)
+            setattr(part, k, nn.Parameter(t) if k in vars(part)["_parameters"] else t)
+        return self.template
+
     def cut(self, x: Tensor) -> tuple[Tensor, ...]: # of every lane
         "One input as the n lanes see it."
         return x.unbind(-1) if self.dim is None else x.chunk(self.lanes, self.dim)
@@ -296,5 +305,18 @@ def per_lane(
     dim: int = 1, # the axis that carries lanes in and out: 1 for images, -1 for sequences
     draws: bool = False, # the module draws, each lane from a stream of its own
 ) -> PerLane:
-    "n copies of a module that knows no lanes, with the interface of one that does."
+    """
+    Repeat an ordinary module n times behind the interface of a lane layer, and run the copies one after another.
+
+    Values start as the factory draws them, one lane after the other. It is the simplest way to lanes, and slower than
+    lane layers; `core.modules.lane_module` finds these where it can.
+
+    Examples
+    --------
+    >>> pop = per_lane(lambda: nn.Conv2d(3, 8, 3), 4)
+    >>> pop(torch.zeros(2, 4 * 3, 9, 9)).shape
+    torch.Size([2, 32, 7, 7])
+    >>> pop.template.weight.shape # of all lanes
+    torch.Size([32, 3, 3, 3])
+    """
     return PerLane(factory, n, dim, draws=draws)

@@ -234,7 +234,30 @@ def combinations_of(names: Sequence[str]) -> list[tuple[str, ...]]: # 2^k, the f
 
 # %% ../../nbs/grow/25_models.ipynb #695d19da
 class GrowingModel(Growing):
-    "A host with slots at some of its sites."
+    """
+    A host with slots at some of its sites, in n lanes.
+
+    It computes what the host does until a seed is blended; lanes are independent networks. Call the verbs between
+    epochs and `tick()` after every epoch; `take_fresh` and `active` tell an optimizer what to start afresh and step.
+
+    Raises
+    ------
+    ValueError
+        `slots` names no site of the host, or `blueprints` no blueprint of its family.
+
+    Examples
+    --------
+    >>> from esper_nb.grow.hosts import CNNConfig, new_host
+    >>> host = new_host(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=3)
+    >>> model = GrowingModel(host, ["r0c1"], blueprints=["conv_light", "norm"])
+    >>> model.germinate("r0c1", "conv_light", lanes=[0, 2])
+    >>> [s.stage.name for s in model.slot("r0c1").states()]
+    ['GERMINATED', 'DORMANT', 'GERMINATED']
+    >>> model.advance("r0c1", 0)[0].message
+    'G1 to TRAINING: passed stage is GERMINATED'
+    >>> model(torch.zeros(5, 3, 8, 8)).shape # pictures of three lanes, and their ten logits each
+    torch.Size([5, 30])
+    """
     walks = True
 
     def __init__(self,
@@ -309,7 +332,22 @@ class Status(NamedTuple):
 DECISION_VERBS = ("wait", "germinate", "advance", "set_alpha", "prune", "schedule_prune", "fossilize")
 
 class Decision(NamedTuple):
-    "What to do with one lane before an epoch."
+    """
+    An operation on one lane: a verb, the slot, and for a germination the blueprint.
+
+    Controllers return decisions, and `apply_decision` carries them out: a misspelt verb, slot or blueprint raises, a
+    move that is illegal or that a gate stops comes back as a `DecisionResult` with `ok=False` and the reason.
+
+    Examples
+    --------
+    >>> from esper_nb.grow.hosts import CNNConfig, new_host
+    >>> from esper_nb.grow.models import apply_decision
+    >>> model = GrowingModel(new_host(CNNConfig(in_channels=1, size=8, base=4, blocks=1)), ["r0c0"])
+    >>> apply_decision(model, 0, Decision("germinate", "r0c0", "norm", settings=dict(tempo=3))).ok
+    True
+    >>> apply_decision(model, 0, Decision("germinate", "r0c0", "norm")).message
+    'slot r0c0, lane 0: the slot is not empty but GERMINATED; prune the seed first'
+    """
     verb: str = "wait" # one of DECISION_VERBS
     slot: str | None = None # where
     blueprint: str | None = None # what to germinate
@@ -318,11 +356,11 @@ class Decision(NamedTuple):
     settings: Mapping = {} # passed to the verb: blend, tempo, steps, target, force ...
 
 class DecisionResult(NamedTuple):
-    "A decision, and what became of it."
+    "A decision, whether the model carried it out, and why not."
     lane: int
     decision: Decision
-    ok: bool # the model did it
-    message: str # what a gate said, or why it was refused
+    ok: bool # carried out
+    message: str # the verdict of a gate, or the reason of a refusal
 
 # %% ../../nbs/grow/25_models.ipynb #643c6a3a
 def apply_decision(model: Growing, lane: int, d: Decision) -> DecisionResult:
