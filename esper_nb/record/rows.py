@@ -403,6 +403,9 @@ def closing_table(
 class EnvRows:
     """Make the rows of each step of an environment: call it after every step, one object for one run.
 
+    A step makes rows of the kinds epoch and step for every active lane, one for each report of the Governor and each
+    episode that ended, and, with `growth`, rows of sizes, slots and events of seeds.
+
     Raises
     ------
     ValueError
@@ -524,6 +527,9 @@ def update_rows(
     **keys: Value, # when; the number of the update is its own
 ) -> list[Row]: # one, of the kind update
     """Return the row of one PPO update.
+
+    Returns and lengths of episodes are averaged; entropies of heads stand under the names of the heads. A value that
+    the update did not measure is None.
 
     Examples
     --------
