@@ -44,7 +44,7 @@ def test_the_function_is_unchanged_at_birth_and_the_seed_learns_in_its_first_epo
     assert pop.model.slot("r0c0").state(1).stage == Stage.FOSSILIZED
     assert [e.after.name for _, lane, e in r.events if lane == 1] == ["HOLDING", "FOSSILIZED"]
     assert all(not torch.equal(a, by_lane(p, 3)[1]) for a, p in zip(born, bank.parameters()))
-    assert not r.worth.contribution.isnan()[0, 1] and r.worth.heard[0].tolist() == [False, True, False]
+    assert not r.ablation.contribution.isnan()[0, 1] and r.ablation.heard[0].tolist() == [False, True, False]
 
 
 def test_alpha_follows_the_batches_and_rests_between_epochs():

@@ -38,7 +38,7 @@ from ..grow.models import Growing
 from ..guard.reports import Report
 from ..train.tasks import Task, get_task
 from ..train.trainer import Disturb
-from ..train.worth import evaluate
+from ..train.ablation import evaluate
 
 # %% ../../nbs/control/53_envs.ipynb #23ec0a17
 def lane_seeds(

@@ -23,7 +23,7 @@ from .compare import PolicyPlayer, compare_controllers
 from .recipes import fair_env
 from .runs import open_run
 from ..train.datasets import is_own, read_own
-from ..train.worth import evaluate
+from ..train.ablation import evaluate
 from ..train.population import FitConfig, Population, new_population
 from ..train.data import TargetData, TextData
 from ..train.tasks import Task
