@@ -215,7 +215,7 @@ def epoch_rows(
     train = {k: getattr(r.train, k) for k in ("loss", "accuracy_pp", "grad_norm", "skipped")}
     metrics: dict[str, Any] = dict(train=train, lr=r.lr)
     if r.heldout is not None: metrics["heldout"] = dict(loss=r.heldout.loss, accuracy_pp=r.heldout.accuracy_pp)
-    if r.ablation is not None: metrics["worth"] = dict(total_pp=r.ablation.total, committed_pp=r.ablation.committed)
+    if r.ablation is not None: metrics["ablation"] = dict(total_pp=r.ablation.total, committed_pp=r.ablation.committed)
     if model is not None: metrics["size"] = size_metrics(model)
     shared = dict(seconds=r.seconds, images_per_s=r.images_per_s)
     return make_rows("epoch", metrics | shared, lanes=None, epoch=r.epoch, step=(r.epoch + 1) * len(r.train.losses))
@@ -403,6 +403,9 @@ def closing_table(
 class EnvRows:
     """Make the rows of each step of an environment: call it after every step, one object for one run.
 
+    A step makes rows of the kinds epoch and step for every active lane, one for each report of the Governor and each
+    episode that ended, and, with `growth`, rows of sizes, slots and events of seeds.
+
     Raises
     ------
     ValueError
@@ -525,6 +528,9 @@ def update_rows(
     **keys: Value, # when; the number of the update is its own
 ) -> list[Row]: # one, of the kind update
     """Return the row of one PPO update.
+
+    Returns and lengths of episodes are averaged; entropies of heads stand under the names of the heads. A value that
+    the update did not measure is None.
 
     Examples
     --------
