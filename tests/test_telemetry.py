@@ -491,7 +491,7 @@ def test_rows_of_an_environment_tell_every_seed_once():
     assert all(row["action.refused"] is None or not row["action.ok"] for row in pick_rows(rows, "step"))
     events = [row["seed.event"] for row in pick_rows(rows, "seed")]
     for event, counted in (("germinate", "germinated"), ("prune", "pruned")):
-        told = sum(getattr(r, counted) for r in env.records) + int(getattr(env.tallies, counted).sum())
+        told = sum(getattr(r, counted) for r in env.records) + int(getattr(env.sums, counted).sum())
         assert events.count(event) == told > 0
     back, = pick_rows(rows, "governor")
     by = {row["seed.by"] for row in pick_rows(rows, "seed", lane=1, epoch=back["epoch"])}

@@ -32,7 +32,7 @@ from ..guard.reports import Report
 from ..learn.learner import Update
 from ..learn.loss import finite_or_none
 from ..train.population import EpochResult, Population
-from ..train.worth import EvalResult
+from ..train.ablation import EvalResult
 
 # %% ../../nbs/record/71_rows.ipynb #b3ee0eb5
 Value = float | int | bool | str | None
@@ -215,7 +215,7 @@ def epoch_rows(
     train = {k: getattr(r.train, k) for k in ("loss", "accuracy_pp", "grad_norm", "skipped")}
     metrics: dict[str, Any] = dict(train=train, lr=r.lr)
     if r.heldout is not None: metrics["heldout"] = dict(loss=r.heldout.loss, accuracy_pp=r.heldout.accuracy_pp)
-    if r.worth is not None: metrics["worth"] = dict(total_pp=r.worth.total, committed_pp=r.worth.committed)
+    if r.ablation is not None: metrics["ablation"] = dict(total_pp=r.ablation.total, committed_pp=r.ablation.committed)
     if model is not None: metrics["size"] = size_metrics(model)
     shared = dict(seconds=r.seconds, images_per_s=r.images_per_s)
     return make_rows("epoch", metrics | shared, lanes=None, epoch=r.epoch, step=(r.epoch + 1) * len(r.train.losses))
@@ -299,8 +299,8 @@ def slot_rows(
     **keys: Value, # `epoch=3`
 ) -> list[Row]:
     "Return a row for every seed and every cooling slot; an empty slot has none."
-    rows, worth = [], None if r is None else r.worth
-    gain = [] if worth is None else worth.total.tolist()
+    rows, ablation = [], None if r is None else r.ablation
+    gain = [] if ablation is None else ablation.total.tolist()
     for k in model.names:
         slot = model.slot(k)
         filled = {i: _slot_metrics(slot, s) for i, s in enumerate(slot.states()) if s.stage != Stage.DORMANT}
@@ -308,9 +308,9 @@ def slot_rows(
         columns: dict[str, list] = {}
         for name in next(iter(filled.values())): columns[name] = [s[name] for s in filled.values()]
         shares: list[float | None] = [None] * model.lanes
-        if worth is not None and k in worth.slots: shares = worth.shapley[worth.slots.index(k)].tolist()
+        if ablation is not None and k in ablation.slots: shares = ablation.shapley[ablation.slots.index(k)].tolist()
         columns["shapley_pp"] = [finite_or_none(shares[i]) for i in filled]
-        measured = [worth is not None and s["contribution_pp"] is not None for s in filled.values()]
+        measured = [ablation is not None and s["contribution_pp"] is not None for s in filled.values()]
         columns["gain_pp"] = [gain[i] if m else None for i, m in zip(filled, measured)]
         rows += make_rows("slot", {"slot": columns}, lanes=list(filled), slot=k, **keys)
     return rows
@@ -403,6 +403,9 @@ def closing_table(
 class EnvRows:
     """Make the rows of each step of an environment: call it after every step, one object for one run.
 
+    A step makes rows of the kinds epoch and step for every active lane, one for each report of the Governor and each
+    episode that ended, and, with `growth`, rows of sizes, slots and events of seeds.
+
     Raises
     ------
     ValueError
@@ -448,10 +451,11 @@ class EnvRows:
         epoch = dict(
             train=dict(loss=pick(s.train_loss)),
             heldout=dict(loss=pick(s.loss), accuracy_pp=known(s.accuracy_pp)),
-            worth=dict(total_pp=known(s.gain_pp)))
+            ablation=dict(total_pp=known(s.gain_pp)))
         step = dict(
             reward=dict(total=pick(s.reward)) | {k: pick(v) for k, v in s.terms.items()},
-            action=dict(op=pick(s.op), ok=pick(s.ok), refused=[x or None for x in pick(s.refused)]))
+            action=dict(op=pick(s.op), ok=pick(s.ok), refused=[x or None for x in pick(s.refused)]),
+            observation={k: pick(v) for k, v in s.observed.items()})
         return make_rows("epoch", epoch, lanes=lanes, **keys) + make_rows("step", step, lanes=lanes, **keys)
 
     def _episode_rows(self, env: GrowVecEnv, **keys: Value) -> list[Row]:
@@ -524,6 +528,9 @@ def update_rows(
     **keys: Value, # when; the number of the update is its own
 ) -> list[Row]: # one, of the kind update
     """Return the row of one PPO update.
+
+    Returns and lengths of episodes are averaged; entropies of heads stand under the names of the heads. A value that
+    the update did not measure is None.
 
     Examples
     --------
