@@ -71,6 +71,8 @@ def find_metric(
 ) -> Metric:
     """Return the definition of a metric, or that of its family `family.*`.
 
+    A definition holds the unit, the range of healthy runs, the meaning, and the kind of row that carries the metric.
+
     Raises
     ------
     ValueError
@@ -181,7 +183,7 @@ class AlarmRule(NamedTuple):
         if not math.isfinite(x): return True
         return x > limit * clear if self.side == "above" else x < limit * clear
 
-# %% ../../nbs/record/72_alarms.ipynb #0afaee5b
+# %% ../../nbs/record/72_alarms.ipynb #140641f5
 class Alarm(NamedTuple):
     "One crossing of a limit; `str` makes a sentence of it."
     name: str
@@ -208,7 +210,7 @@ class Alarm(NamedTuple):
         what = f"{self.level}, {', '.join(where)}: {self.name} ({self.metric} {found})"
         return f"{what}. {sentence(self.meaning)} {sentence(self.advice)}"
 
-# %% ../../nbs/record/72_alarms.ipynb #ba8ab2cc
+# %% ../../nbs/record/72_alarms.ipynb #a87b4521
 def _as_rule(line: dict[str, str]) -> AlarmRule:
     "Return a line of the file as a rule."
     words = line["side"] == "is"
@@ -226,6 +228,9 @@ def find_alarms(
     rules: Sequence[AlarmRule] = ALARM_RULES, # the table
 ) -> list[Alarm]: # in the order they came
     """Return every alarm that the rows of a run raise.
+
+    An alarm is raised when the statistic of a rule crosses a limit, and again only after it was cleared, or one level
+    up. `AlarmWatch` does the same for rows that come one after the other.
 
     Examples
     --------

@@ -199,7 +199,7 @@ def run_rows(
         train_examples=data.num_train,
         parameters=int(pop.model.parameter_counts().host[0]),
         chance_loss=float(data.chance_loss),
-        guarded=guard is not None and guard.chance is not None)}, lanes=None, **keys)
+        guarded=guard is not None and guard.chance_loss is not None)}, lanes=None, **keys)
 
 # %% ../../nbs/record/71_rows.ipynb #6d0859a7
 def size_metrics(model: Growing) -> dict[str, Tensor]: # name -> (n,)
@@ -215,7 +215,7 @@ def epoch_rows(
     train = {k: getattr(r.train, k) for k in ("loss", "accuracy_pp", "grad_norm", "skipped")}
     metrics: dict[str, Any] = dict(train=train, lr=r.lr)
     if r.heldout is not None: metrics["heldout"] = dict(loss=r.heldout.loss, accuracy_pp=r.heldout.accuracy_pp)
-    if r.ablation is not None: metrics["worth"] = dict(total_pp=r.ablation.total, committed_pp=r.ablation.committed)
+    if r.ablation is not None: metrics["ablation"] = dict(total_pp=r.ablation.total, committed_pp=r.ablation.committed)
     if model is not None: metrics["size"] = size_metrics(model)
     shared = dict(seconds=r.seconds, images_per_s=r.images_per_s)
     return make_rows("epoch", metrics | shared, lanes=None, epoch=r.epoch, step=(r.epoch + 1) * len(r.train.losses))
@@ -234,9 +234,9 @@ def limit_rows(
 ) -> list[Row]:
     "Return the Governor's limits as they stand now, one row a lane."
     s, c = governor.stats, governor.config
-    limits = loss_limits(s, c, governor.chance)
+    limits = loss_limits(s, c, governor.chance_loss)
     seen, ready, absolute = s.seen > 0, limits.ready & (s.seen > 0), np.asarray(limits.absolute, np.float64)
-    chance = [None] * governor.n if governor.chance is None else [float(x) for x in governor.chance]
+    chance = [None] * governor.n if governor.chance_loss is None else [float(x) for x in governor.chance_loss]
     low, high = ([None if x is None or c.band is None else x * (1 + sign * c.band) for x in chance] for sign in (-1, 1))
     return make_rows("limit", {"limit": dict(
         value=_per_lane(limits.limit, seen),
@@ -403,6 +403,9 @@ def closing_table(
 class EnvRows:
     """Make the rows of each step of an environment: call it after every step, one object for one run.
 
+    A step makes rows of the kinds epoch and step for every active lane, one for each report of the Governor and each
+    episode that ended, and, with `growth`, rows of sizes, slots and events of seeds.
+
     Raises
     ------
     ValueError
@@ -451,7 +454,8 @@ class EnvRows:
             ablation=dict(total_pp=known(s.gain_pp)))
         step = dict(
             reward=dict(total=pick(s.reward)) | {k: pick(v) for k, v in s.terms.items()},
-            action=dict(op=pick(s.op), ok=pick(s.ok), refused=[x or None for x in pick(s.refused)]))
+            action=dict(op=pick(s.op), ok=pick(s.ok), refused=[x or None for x in pick(s.refused)]),
+            observation={k: pick(v) for k, v in s.observed.items()})
         return make_rows("epoch", epoch, lanes=lanes, **keys) + make_rows("step", step, lanes=lanes, **keys)
 
     def _episode_rows(self, env: GrowVecEnv, **keys: Value) -> list[Row]:
@@ -524,6 +528,9 @@ def update_rows(
     **keys: Value, # when; the number of the update is its own
 ) -> list[Row]: # one, of the kind update
     """Return the row of one PPO update.
+
+    Returns and lengths of episodes are averaged; entropies of heads stand under the names of the heads. A value that
+    the update did not measure is None.
 
     Examples
     --------

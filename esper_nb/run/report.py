@@ -18,10 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ..control.observations import observation_help
 from ..record.alarms import alarm_kinds, find_metric
-from esper_nb.record.analytics import (
-    action_mix, blueprint_stats, changed_settings, conclusion_text, lane_scores, option_text, phase_shares, pick_rows,
-    reward_mix, rollbacks)
+from ..record.analytics import (
+    action_mix, blueprint_stats, changed_settings, conclusion_text, lane_scores, observation_ranges, option_text,
+    phase_shares, pick_rows, reward_mix, rollbacks)
 from ..record.files import check_output, new_file
 from ..record.rows import Row
 from ..record.writers import RunFolder, read_rows
@@ -267,8 +268,10 @@ def _choices_section(rows: list[Row]) -> str:
     if not pick_rows(rows, "step"): return ""
     ops = [[k.replace("_", " "), f"{share:.1%}", f"{refused:.1%}"] for k, (share, refused) in action_mix(rows).items()]
     paid = [(k.replace("_", " "), v) for k, v in reward_mix(rows).items()]
+    seen = [(k, *v, observation_help(k)) for k, v in observation_ranges(rows).items()]
     return (table_html(["operation", "share of steps", "refused"], ops)
             + table_html(["paid for", "mean of a step"], paid)
+            + table_html(["observed", "lowest", "mean", "highest", "what it is"], seen)
             + f"<p>{doc_link('control/actions', 'What the operations do')}, "
               f"{doc_link('control/rewards', 'what is paid for')}.</p>")
 
