@@ -271,8 +271,10 @@ class History:
             incident.recovered = recovered_at(incident, xs, loss[:, incident.lane])
             if incident.recovered is None: continue
             self._unrecovered.remove(incident)
-            after = f"{incident.axis} {incident.recovered - incident.end} after its rollback"
-            self.note("verdict", f"lane {incident.lane}: recovered, {after} has the loss from before")
+            after = incident.recovered - incident.end
+            unit = self.source.axis[after != 1]
+            text = f"recovered, as good as before {after} {unit} after its rollback"
+            self.note("verdict", f"lane {incident.lane}: {text}")
 
 # %% ../../nbs/show/80_history.ipynb #691b3d29
 LIMITS = ("limit", "absolute", "sigma", "multiple", "rise") # columns of `lane_limits`
