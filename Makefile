@@ -6,10 +6,11 @@ STAMP := .venv/.installed
 NB    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test sync lint types notebooks unit lab door docs readme mirror gpu pretended bench refresh clean
+.PHONY: help install train test test-all sync lint types pages unit notebooks rest lab door docs readme mirror gpu \
+        pretended bench refresh clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP)  ## environment in .venv with everything for use, notebooks and tests
 
@@ -26,9 +27,11 @@ $(STAMP): settings.ini setup.py
 train: $(STAMP)  ## train a controller that grows networks on the bundled digits (two or three minutes)
 	$(BIN)/esper-nb train digits_impaired
 
-test: sync lint types notebooks unit  ## every check: library in step, lint, types, notebooks run as they are stored, tests
+test: sync lint types pages unit  ## what a change can break, in ten minutes: library in step, lint, types, every page, tests
 
-# The stages of `make test`, cheapest first; each can be called alone.
+test-all: notebooks docs rest  ## what `make test` leaves out: outputs of every page, the site, matrices, browsers
+
+# The stages of both, cheapest first; each can be called alone.
 sync: $(STAMP)  ## library in step with the notebooks, notebooks clean, README in step (changes nothing)
 	@echo "== library in step with the notebooks, notebooks clean"
 	@$(BIN)/python scripts/notebooks.py check
@@ -41,13 +44,21 @@ types: $(STAMP)  ## static types
 	@echo "== types"
 	@$(BIN)/mypy esper_nb
 
-notebooks: $(STAMP)  ## run every notebook once; its text outputs are those that are stored (or NB="nbs/index.ipynb")
-	@echo "== every notebook runs, and shows what is stored"
+pages: $(STAMP)  ## run every notebook to its end, those that have changed first (or NB="nbs/index.ipynb")
+	@echo "== every notebook runs"
+	@$(BIN)/python scripts/notebooks.py quick $(NB)
+
+unit: $(STAMP)  ## pytest over tests/ without matrices and browsers, two files at a time, those of what has changed first
+	@echo "== tests"
+	@$(BIN)/pytest tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not browser"
+
+notebooks: $(STAMP)  ## run every notebook in a fresh kernel and compare its text with what is stored (or NB=...)
+	@echo "== every notebook shows what is stored"
 	@$(BIN)/python scripts/notebooks.py run $(NB)
 
-unit: $(STAMP)  ## pytest over tests/, two files at a time
-	@echo "== tests"
-	@$(BIN)/pytest tests -n 2 --dist loadfile
+rest: $(STAMP)  ## the tests that `make unit` leaves out
+	@echo "== matrices and browsers"
+	@$(BIN)/pytest tests -n 2 --dist loadfile -m "slow or browser"
 
 lab: $(STAMP)  ## JupyterLab on the notebooks
 	cd nbs && ../$(BIN)/jupyter lab
@@ -62,8 +73,8 @@ mirror: $(STAMP)  ## how the code reads, in numbers, beside fastcore and Stable-
 readme: $(STAMP)  ## README.md from nbs/index.ipynb
 	$(BIN)/python scripts/notebooks.py readme
 
-docs: readme  ## the site in _docs (plain HTML pages where Quarto is missing), its links and pictures checked
-	$(BIN)/python scripts/notebooks.py docs
+docs: $(STAMP)  ## the site in _docs (plain HTML pages where Quarto is missing), its links and pictures checked
+	$(BIN)/python scripts/docs.py
 
 gpu: $(STAMP)  ## on a CUDA machine: the tests that need a device, then the benchmark into nbs/explanations/bench_gpu.json
 	$(BIN)/pytest tests -m cuda -v

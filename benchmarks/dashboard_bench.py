@@ -1,7 +1,7 @@
 """What an open dashboard costs, and whether anything grows meanwhile.
 
-    python benchmarks/dashboard_bench.py grow 600   # a dashboard for ten minutes: memory of page and kernel
-    python benchmarks/dashboard_bench.py cost 6 20  # six rounds of 20 s each way: the same run without and with a dashboard
+    python -m benchmarks.dashboard_bench grow 600  # a dashboard for ten minutes: memory of page and kernel
+    python -m benchmarks.dashboard_bench cost 6 20 # six rounds of 20 s each way: a run without and with a dashboard
 
 Each starts a JupyterLab and a headless Chromium of its own and writes what it measured into
 nbs/tutorials/images/watch.json, from which the pages print it. Processor times come from /proc, so this needs Linux.
@@ -147,7 +147,8 @@ def grow(seconds=20, every=15, warm=None, shot=None):
             devtools.send("Performance.enable")
             def state(): return json.loads((tmp/"nbs/grow.json").read_text())
             begun = time.time()
-            while warm is None and not state()["full"] or warm is not None and time.time() - begun < warm: time.sleep(.5)
+            def warming(): return not state()["full"] if warm is None else time.time() - begun < warm
+            while warming(): time.sleep(.5)
             print(f"stores of fixed size are full after {time.time() - begun:.0f} s" if warm is None
                   else f"{warm} s to warm up", flush=True)
             begun = time.time()

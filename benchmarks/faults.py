@@ -24,7 +24,7 @@ from esper_nb.train.faults import Fault, disturb_at, list_faults
 from esper_nb.train.tasks import Task, create_model, get_task
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import run_epoch
-from esper_nb.train.worth import evaluate
+from esper_nb.train.ablation import evaluate
 
 class FaultWorld(NamedTuple):
     "What is trained, and when it is ruined."

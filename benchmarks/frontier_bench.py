@@ -24,7 +24,7 @@ from esper_nb.grow.hosts import CNNConfig, GPTConfig
 from esper_nb.grow.lifecycle import SHORT_LIFE
 from esper_nb.train.data import ImageData, TextData
 from esper_nb.train.datasets import balanced_order, load_digits_data, load_prose
-from esper_nb.train.worth import evaluate
+from esper_nb.train.ablation import evaluate
 from esper_nb.train.population import SIGNALS, FitConfig, new_population
 from esper_nb.train.tasks import get_task
 from esper_nb.train.trainer import run_epoch

@@ -28,7 +28,7 @@ from esper_nb.grow.models import Growing, GrowingModel
 from esper_nb.train.tasks import get_task
 from esper_nb.train.population import FitConfig, Population, grown_plan, lane_bytes, new_population
 from esper_nb.train.trainer import run_epoch
-from esper_nb.train.worth import evaluate, for_all_lanes, measure_worth
+from esper_nb.train.ablation import evaluate, for_all_lanes, measure_ablation
 
 AGREED = ("conv_light", "conv_heavy", "attention")
 ALPHA = .5 # of every seed
@@ -82,7 +82,7 @@ class PlainGrown(nn.Module):
         super().__init__()
         slots = [model.slot(k) for k in model.names]
         self.host = model.host
-        self.at = {model.host.point(k) - 1: j for j, k in enumerate(model.names)}
+        self.at = {i: model.names.index(s.name) for i, s in enumerate(model.host.sites) if s.name in model.names}
         self.seeds = nn.ModuleList(s.banks[s.blueprints[s.state(0).blueprint or 0]] for s in slots)
 
     def forward(self, x: Tensor, on: int = -1) -> Tensor: # bit j of `on`: seed j takes part
@@ -159,7 +159,7 @@ def grown_validation(case: GrowthCase, kind: str) -> Callable[[int], list[Tensor
     def run(net: Growing) -> Tensor: # (combinations, n), pp
         if kind == "factorial":
             batches = [(for_all_lanes(x, net.lanes), y) for x, y in pop.data.evaluate("heldout", 256)]
-            return measure_worth(net, pop.task, batches).accuracy_pp
+            return measure_ablation(net, pop.task, batches).accuracy_pp
         out = []
         for on in range(8) if kind == "separate" else [7]:
             with net.disable_seeds([k for j, k in enumerate(net.names) if not on >> j & 1]):

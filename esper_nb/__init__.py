@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from esper_nb.train.population import (FitConfig as FitConfig, Population as Population,
         new_population as new_population)
     from esper_nb.train.trainer import fit as fit, run_epoch as run_epoch
-    from esper_nb.train.worth import evaluate as evaluate
+    from esper_nb.train.ablation import evaluate as evaluate
     from esper_nb.train.faults import Fault as Fault
     from esper_nb.control.gym import GrowEnv as GrowEnv
     from esper_nb.control.envs import GrowVecEnv as GrowVecEnv
@@ -83,7 +83,7 @@ _NAMES = {
     "train.stepper": "Stepper",
     "train.population": "FitConfig Population new_population",
     "train.trainer": "fit run_epoch",
-    "train.worth": "evaluate",
+    "train.ablation": "evaluate",
     "train.faults": "Fault",
     "control.gym": "GrowEnv",
     "control.envs": "GrowVecEnv",

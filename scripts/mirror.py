@@ -1,8 +1,9 @@
-"""How the code reads, in numbers: mirror.py [PACKAGE ...] [--check] [--beside]
+"""How the code reads, in numbers: mirror.py [PACKAGE ...] [--beside]
 
-          one line a page: size, width, cells, prose, demonstrations
---check   the limits that `make test` holds; says what breaks them
---beside  the library's modules beside fastcore's and Stable-Baselines3's, counted alike
+          one line a page: size, width, cells, prose, demonstrations; then how the library holds together
+--beside  the library's modules beside those of libraries that read well, counted alike
+
+Nothing here is a limit. `tests/test_mirror.py` holds the two things that are: `tricks`, and how far code is scattered.
 """
 import ast
 import importlib.util
@@ -11,6 +12,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -18,291 +20,216 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
 HIDDEN = re.compile(r"^#\|\s*(hide|default_exp)\b", re.M)
 WIDTH = 120      # columns of a line
-BYTES = 16_384      # exported by a page
-P90 = 25      # lines of an exported cell that holds no class, nine in ten
-CELL, CLASS = 40, 60      # lines of any exported cell; of one that holds a single class
-RUN = 3      # exported cells in a row before one that shows or checks something
-WORDS, DEMO = 3.5, .5      # of prose, and lines that use it, for each exported line: aims for the whole library
-FEWEST_WORDS, FEWEST_DEMO = 2., .2      # and what no page may fall below
+ANCHORS = ("fastcore", "gymnasium", "stable_baselines3")
 
 
 def code_lines(source):
-    "Lines that are neither empty nor directives."
+    "Return the lines that are neither empty nor directives."
     return [line for line in source.splitlines() if line.strip() and not line.startswith("#|")]
 
 
 def tree_of(source):
-    "Syntax tree of a cell, its magics left out."
+    "Return the syntax tree of a cell without its magics."
     return ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))
 
 
-def wide(source):
-    "Lines over 120 columns; what a picture shows is one line, however long."
-    return [line for line in source.splitlines() if len(line) > WIDTH and not line.startswith("#| fig-alt")]
+def ninth(values):
+    "Return the ninth decile."
+    values = sorted(values) or [0]
+    return values[min(len(values) - 1, int(.9 * len(values)))]
 
 
-def unrelated(tree):
-    "Tuple assignments of four targets or more from as many values."
+# --- tricks: ways to write less that cost the reader more
+
+def tuple_assignments(tree):
+    "Return assignments of four values or more to as many names at once."
     return [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Tuple)
             and len(n.targets[0].elts) >= 4 and isinstance(n.value, ast.Tuple)]
 
 
-def bound_lambdas(tree):
-    "Lambdas that are given a name."
+def named_lambdas(tree):
+    "Return assignments of a lambda to a name."
+    def values(n): return n.value.elts if isinstance(n.value, ast.Tuple) else [n.value]
     return [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and
-            any(isinstance(v, ast.Lambda) for v in ([n.value] if not isinstance(n.value, ast.Tuple) else n.value.elts))]
+            any(isinstance(v, ast.Lambda) for v in values(n))]
 
 
-def attached(tree):
-    "Methods that are given to a class from outside its body."
+def attached_methods(tree):
+    "Return assignments to an attribute of a class from outside its body."
     def on_class(t): return isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name) and t.value.id[:1].isupper()
-    found = []
-    for n in tree.body:
-        if isinstance(n, ast.Assign):
-            targets = [e for t in n.targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
-            found += [n] * any(on_class(t) for t in targets)
-    return found
+    def targets(n): return [e for t in n.targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
+    return [n for n in tree.body if isinstance(n, ast.Assign) and any(map(on_class, targets(n)))]
 
 
-def long_positional(tree):
-    "Records of more than six fields that are built by position."
+def positional_records(tree):
+    "Return calls of a class with more than six arguments by position."
     return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and len(n.args) > 6
             and isinstance(n.func, ast.Name) and n.func.id.lstrip("_")[:1].isupper()]
 
 
 def numbered_columns(tree):
-    "Columns of a table that are picked by a number above 2: `a[:, 7]`, `a[..., 3]`."
+    "Return columns of a table that are picked by a number above 2: `a[:, 7]`, `a[..., 3]`."
     def number(e): return isinstance(e, ast.Constant) and isinstance(e.value, int) and e.value > 2
     return [n for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Tuple)
             and any(number(e) for e in n.slice.elts)]
 
 
-def statement_sizes(tree):
-    "Syntax nodes of every statement, those of statements inside it left out."
-    def size(node): return 1 + sum(size(c) for c in ast.iter_child_nodes(node) if not isinstance(c, ast.stmt))
-    return [size(n) for n in ast.walk(tree) if isinstance(n, ast.stmt)]
+TRICKS = {
+    "a tuple assignment of four names or more": tuple_assignments,
+    "a lambda with a name": named_lambdas,
+    "a method given to a class from outside": attached_methods,
+    "a record of more than six fields built by position": positional_records,
+    "a column picked by a number": numbered_columns}
 
 
-def cell_length(source):
-    "Lines of an exported cell."
-    return len(code_lines(source))
+def tricks(path):
+    "Return 'package/page: trick: code' for each trick on a page."
+    return [f"{path.parent.name}/{path.name}: {what}: {ast.unparse(node)[:80]}"
+            for source in page_sources(path) for what, find in TRICKS.items() for node in find(tree_of(source))]
 
 
-@cache
-def page_numbers(path):
-    "What there is to count on a page."
-    cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
-    code = [("".join(c["source"]), c) for c in cells if c["cell_type"] == "code"]
-    exported = [s for s, _ in code if EXPORTED.search(s)]
-    body = [s for s in exported if not only_imports(s)]
-    demo = [s for s, _ in code if not EXPORTED.search(s) and not HIDDEN.search(s) and "nbdev_export(" not in s]
-    words = sum(len("".join(c["source"]).split()) for c in cells if c["cell_type"] == "markdown")
-    lines = sum(map(cell_length, exported))
-    lengths = sorted(map(cell_length, body)) or [0]
-    plain = [cell_length(s) for s in body if not holds_a_class(s)]
-    over = [n for s in body if (n := cell_length(s)) > (CLASS if only_a_class(s) else CELL)]
-    trees = [tree_of(s) for s, _ in code]
-    def count(f): return sum(len(f(t)) for t in trees)
-    return dict(
-        kb=sum(len("\n".join(code_lines(s)).encode()) for s in exported) / 1024,
-        lines=lines,
-        wide=sum(len(wide(s)) for s, _ in code),
-        p90=ninth(plain),
-        longest=lengths[-1],
-        over=len(over),
-        words=words / max(1, lines),
-        demo=sum(map(cell_length, demo)) / max(1, lines),
-        run=longest_run(cells),
-        shown=sum(bool(c.get("outputs")) for _, c in code) / max(1, len(code)),
-        tuples=count(unrelated), lambdas=count(bound_lambdas), attached=count(attached),
-        positional=count(long_positional), columns=count(numbered_columns))
+# --- pages
+
+def page_cells(path): return json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
 
 
-def ninth(lengths):
-    "What nine in ten are not above."
-    lengths = sorted(lengths) or [0]
-    return lengths[int(.9 * (len(lengths) - 1) + .5)]
-
-
-def only_imports(source):
-    "A cell of imports only."
-    return all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in tree_of(source).body)
-
-
-def only_a_class(source):
-    "A cell that holds one class and nothing else."
-    body = tree_of(source).body
-    return len(body) == 1 and isinstance(body[0], ast.ClassDef)
-
-
-def holds_a_class(source):
-    "A cell that holds a class, alone or among other things: a class stands whole, so it has a limit of its own."
-    return any(isinstance(n, ast.ClassDef) for n in ast.walk(tree_of(source)))
-
-
-def longest_run(cells):
-    "Exported cells in a row, imports aside, before one that shows or checks something."
-    best = now = 0
-    for c in cells:
-        if c["cell_type"] != "code": continue
-        source = "".join(c["source"])
-        if EXPORTED.search(source): now += not only_imports(source)
-        elif not HIDDEN.search(source) or re.search(r"\b(assert|test_\w+\()", source): now = 0
-        best = max(best, now)
-    return best
+def page_sources(path):
+    "Return the code cells of a page."
+    return ["".join(c["source"]) for c in page_cells(path) if c["cell_type"] == "code"]
 
 
 def pages(packages=()):
-    "Pages of the library, all or those of some packages."
+    "Return the pages of the library, all or those of some packages."
     found = sorted(p for p in (ROOT/"nbs").glob("*/*.ipynb") if re.match(r"\d\d[a-z]?_", p.name))
     return [p for p in found if not packages or p.parent.name in packages]
 
 
-def exported_cells(paths):
-    "Sources of the exported cells of pages, those of imports left out."
-    cells = [c for p in paths for c in json.loads(p.read_text(encoding="utf-8"))["cells"]]
-    sources = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
-    return [s for s in sources if EXPORTED.search(s) and not only_imports(s)]
-
-
-def ninth_decile(paths):
-    "Lines that nine in ten exported cells without a class are not above."
-    return ninth([cell_length(s) for s in exported_cells(paths) if not holds_a_class(s)])
-
-
-def broken(page, n):
-    "Which limits a page breaks."
-    limits = [
-        ("wide", "lines over 120 columns", 0),
-        ("over", f"exported cells over {CELL} lines, {CLASS} for a class", 0),
-        ("run", "exported cells in a row without a result", RUN),
-        ("tuples", "tuple assignments of unrelated names", 0),
-        ("lambdas", "lambdas with a name", 0),
-        ("attached", "methods given to a class from outside", 0),
-        ("positional", "records of more than six fields built by position", 0),
-        ("columns", "columns picked by a number", 0)]
-    found = [f"{n[k]} {what} (at most {top})" for k, what, top in limits if n[k] > top]
-    if n["kb"] * 1024 > BYTES: found.append(f"exports {n['kb']:.1f} KB (at most {BYTES / 1024:.0f})")
-    fewest = [("words", "words", FEWEST_WORDS), ("demo", "demo lines", FEWEST_DEMO)]
-    found += [f"{n[k]:.2f} {what} for each exported line (at least {low})" for k, what, low in fewest if n[k] < low]
-    return [f"{page.parent.name}/{page.name}: {f}" for f in found]
-
-
-def totals(packages):
-    "The whole of some packages, or of the library."
-    paths = pages(packages)
-    numbers = [page_numbers(p) for p in paths]
-    lengths = [cell_length(s) for s in exported_cells(paths)]
-    lines = sum(n["lines"] for n in numbers)
-    words, demo = (sum(n[k] * n["lines"] for n in numbers) / lines for k in ("words", "demo"))
-    return dict(pages=len(paths), lines=lines, p90=ninth_decile(paths), longest=max(lengths), words=words, demo=demo)
-
-
-def totals_text(packages):
-    "The same in words, with what is aimed at."
-    t = totals(packages)
-    return (f"{t['pages']} pages, {t['lines']} exported lines; a cell without a class has {t['p90']} lines at "
-            f"the ninth decile (at most {P90}), the longest cell {t['longest']}; for each exported line "
-            f"{t['words']:.1f} words of prose (aim {WORDS}) and {t['demo']:.2f} lines that use it (aim {DEMO})")
+@cache
+def page_numbers(path):
+    "Return what there is to count on a page."
+    sources = page_sources(path)
+    exported = [s for s in sources if EXPORTED.search(s)]
+    demo = [s for s in sources if not EXPORTED.search(s) and not HIDDEN.search(s) and "nbdev_export(" not in s]
+    words = sum(len("".join(c["source"]).split()) for c in page_cells(path) if c["cell_type"] == "markdown")
+    lengths = [len(code_lines(s)) for s in exported]
+    return dict(
+        kb=sum(len("\n".join(code_lines(s)).encode()) for s in exported) / 1024,
+        lines=sum(lengths), cells=len(exported), p90=ninth(lengths), longest=max(lengths, default=0),
+        wide=sum(len(line) > WIDTH for s in sources for line in code_lines(s)),
+        words=words / max(1, sum(lengths)), demo=sum(len(code_lines(s)) for s in demo) / max(1, sum(lengths)))
 
 
 def print_pages(packages):
-    "One line a page, and all together."
-    names = list(page_numbers(pages()[0]))
-    print(f"{'':34}" + "".join(f"{k:>11}" for k in names))
-    for p in pages(packages):
-        values = [f"{v:>11.2f}" if isinstance(v, float) else f"{v:>11}" for v in page_numbers(p).values()]
-        print(f"{p.parent.name + '/' + p.stem:34}" + "".join(values))
-    print(totals_text(packages))
+    "Print one line a page, all pages together, and how the library holds together."
+    numbers = {p: page_numbers(p) for p in pages(packages)}
+    print(f"{'':34}" + "".join(f"{k:>9}" for k in next(iter(numbers.values()))))
+    for p, found in numbers.items():
+        values = "".join(f"{v:>9.2f}" if isinstance(v, float) else f"{v:>9}" for v in found.values())
+        print(f"{p.parent.name + '/' + p.stem:34}{values}")
+    lines = sum(n["lines"] for n in numbers.values())
+    words, demo = (sum(n[k] * n["lines"] for n in numbers.values()) / lines for k in ("words", "demo"))
+    print(f"{len(numbers)} pages, {lines} exported lines; for each of them {words:.1f} words of prose and {demo:.2f} "
+          f"lines that use it")
+    library = Library(ROOT/"esper_nb")
+    for what, found in dict(writers=library.writers(), lone_bases=library.lone_bases()).items():
+        print(f"{what.replace('_', ' ')}: {', '.join(found) or 'none'}")
 
 
-def breaches(packages=()):
-    "Every limit that is broken, in words."
-    found = [line for p in pages(packages) for line in broken(p, page_numbers(p))]
-    p90 = ninth_decile(pages(packages))
-    return found + [f"a cell without a class has {p90} lines at the ninth decile (at most {P90})"] * (p90 > P90)
+# --- modules, of this library and of others
 
+class Library:
+    "The modules of a package as syntax trees, and counts over them."
+    def __init__(self, root):      # folder of the package
+        self.root, self.sources, self.trees = Path(root), {}, {}
+        for path in sorted(self.root.rglob("*.py")):
+            parts = path.relative_to(self.root).parts
+            if path.name == "_modidx.py" or any(p.startswith("test") for p in parts): continue
+            self.sources[path] = path.read_text(encoding="utf-8", errors="replace")
+            self.trees[path] = ast.parse(self.sources[path])
+        self.nodes = [n for tree in self.trees.values() for n in ast.walk(tree)]
+        self.classes = [n for n in self.nodes if isinstance(n, ast.ClassDef)]
+        self.names = {c.name for c in self.classes}
 
-def check(packages):
-    "Say which pages break a limit."
-    found = breaches(packages)
-    print("\n".join([*found, totals_text(packages)]))
-    sys.exit(bool(found))
+    def lines_of(self, path):
+        "Return the lines of a module that are neither empty nor comments."
+        return [x for x in self.sources[path].splitlines() if x.strip() and not x.lstrip().startswith("#")]
 
+    def modules(self):
+        "Return the modules without short `__init__.py` files, which only pass names on."
+        return [p for p in self.trees if p.name != "__init__.py" or len(self.lines_of(p)) >= 40]
 
-# --- beside other libraries
+    def writers(self):
+        "Return functions of modules that write into an object of the library that is passed to them first."
+        found = []
+        for path in self.modules():
+            for f in (n for n in self.trees[path].body if isinstance(n, ast.FunctionDef)):
+                first = next(iter([*f.args.posonlyargs, *f.args.args]), None)
+                if first is None: continue
+                own = first.annotation is not None and \
+                    self.names & set(re.findall(r"\w+", ast.unparse(first.annotation)))
+                writes = any(isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+                             and isinstance(n.value, ast.Name) and n.value.id == first.arg for n in ast.walk(f))
+                if writes and (own or first.arg == "self"):
+                    found.append(f"{path.relative_to(self.root).as_posix()}:{f.name}")
+        return found
 
-def public_names(tree):
-    "What a module lists in `__all__`, or else its functions and classes without an underscore."
-    listed = [n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"]
-    if listed and isinstance(listed[0], (ast.List, ast.Tuple)):
-        return {e.value for e in listed[0].elts if isinstance(e, ast.Constant)}
-    made = [n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-    return {name for name in made if name[0] != "_"}
+    def lone_bases(self):
+        "Return 'Base < Child' of classes that have one child and are never instantiated."
+        children = defaultdict(set)
+        for c in self.classes:
+            for b in c.bases: children[ast.unparse(b).split("[")[0].split(".")[-1]].add(c.name)
+        calls = [n.func for n in self.nodes if isinstance(n, ast.Call)]
+        made = {getattr(f, "id", getattr(f, "attr", "")) for f in calls}
+        lone = {b: min(c) for b, c in children.items() if b in self.names and len(c) == 1 and b not in made}
+        return [f"{base} < {child}" for base, child in sorted(lone.items())]
 
+    def imports(self, path):
+        "Return the modules of its own library that a module imports from, inside functions too."
+        return {(n.level, n.module) for n in ast.walk(self.trees[path]) if isinstance(n, ast.ImportFrom)
+                and (n.level or (n.module or "").split(".")[0] == self.root.name)}
 
-def module_numbers(files):
-    "The same counts over a library's modules."
-    sources = [p.read_text(encoding="utf-8") for p in files]
-    trees = [ast.parse(s) for s in sources]
-    lines = [line for s in sources for line in s.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    sizes = sorted(n for t in trees for n in statement_sizes(t))
-    per = 1000 / len(lines)
-    return {
-        "lines of code": len(lines),
-        "public names": len(set().union(*map(public_names, trees))),
-        "lines over 120 columns, in 1000": per * sum(len(x) > WIDTH for x in lines),
-        "tuple assignments of 4 or more, in 1000": per * sum(len(unrelated(t)) for t in trees),
-        "lambdas with a name, in 1000": per * sum(len(bound_lambdas(t)) for t in trees),
-        "syntax nodes of a statement, mean": statistics.fmean(sizes),
-        "syntax nodes of a statement, ninth decile": float(ninth(sizes)),
-        "characters of a line, mean": statistics.fmean(map(len, lines))}
-
-
-def module_files(name):
-    "Modules of an installed library, or of this one; nothing where it is missing."
-    if name == "esper_nb": root = ROOT/name
-    else:
-        spec = importlib.util.find_spec(name)
-        if spec is None: return []
-        root = Path(spec.origin).parent
-    return [p for p in sorted(root.rglob("*.py")) if p.name not in ("_modidx.py", "__init__.py")]
-
-
-def used_in_tutorials(names):
-    "Those of some names that stand in the code of a tutorial or of the index."
-    paths = [ROOT/"nbs/index.ipynb", *(ROOT/"nbs/tutorials").glob("*.ipynb")]
-    cells = [c for p in paths for c in json.loads(p.read_text(encoding="utf-8"))["cells"]]
-    code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
-    return names & set(re.findall(r"\w+", code))
+    def numbers(self):
+        "Return the counts by what they count."
+        lines = [line for path in self.sources for line in self.lines_of(path)]
+        def size(node): return 1 + sum(size(c) for c in ast.iter_child_nodes(node) if not isinstance(c, ast.stmt))
+        sizes = [size(n) for n in self.nodes if isinstance(n, ast.stmt)]
+        imports = [len(self.imports(p)) for p in self.modules()]
+        return {
+            "lines of code": len(lines),
+            "modules": len(self.modules()),
+            "lines over 120 columns, in 1000": 1000 / len(lines) * sum(len(x) > WIDTH for x in lines),
+            "characters of a line, mean": statistics.fmean(map(len, lines)),
+            "syntax nodes of a statement, mean": statistics.fmean(sizes),
+            "syntax nodes of a statement, ninth decile": ninth(sizes),
+            "lines of a class, median": statistics.median(c.end_lineno - c.lineno + 1 for c in self.classes),
+            "functions that write into an own object": len(self.writers()),
+            "bases with one child, never instantiated": len(self.lone_bases()),
+            "own imports of a module, mean": statistics.fmean(imports),
+            "own imports of a module, ninth decile": ninth(imports)}
 
 
 def tool_counts():
-    "How much mypy and ruff have to say about this project."
+    "Return how much mypy and ruff have to say about this project."
     tools = Path(sys.executable).parent
-    types = subprocess.run([tools/"mypy", "esper_nb"], cwd=ROOT, capture_output=True, text=True).stdout
-    command = [tools/"ruff", "check", "--output-format", "concise"]
-    rules = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    found = len(re.findall(r": error:", types)), len(re.findall(r"^\S+:\d+:\d+: ", rules, re.M))
-    return dict(zip(("mypy, errors in the package", "ruff, in pages, package, tests and scripts"), found))
+    def said(*command): return subprocess.run([tools/command[0], *command[1:]], cwd=ROOT, capture_output=True,
+                                              text=True).stdout
+    return {"mypy, errors in the package": len(re.findall(": error:", said("mypy", "esper_nb"))),
+            "ruff, all files": len(re.findall(r"^\S+:\d+:\d+: ", said("ruff", "check", "--output-format", "concise"),
+                                              re.M))}
 
 
-def beside():
-    "This library beside two that read well."
-    files = {name: module_files(name) for name in ("esper_nb", "fastcore", "stable_baselines3")}
-    numbers = {name: module_numbers(found) for name, found in files.items() if found}
+def print_beside():
+    "Print the library's numbers beside those of others."
+    found = {name: importlib.util.find_spec(name) for name in ANCHORS}
+    roots = {"esper_nb": ROOT/"esper_nb"} | {name: Path(s.origin).parent for name, s in found.items() if s is not None}
+    numbers = {name: Library(root).numbers() for name, root in roots.items()}
     print(f"{'':44}" + "".join(f"{name:>20}" for name in numbers))
     for what in numbers["esper_nb"]:
         values = [n[what] for n in numbers.values()]
         print(f"{what:44}" + "".join(f"{v:>20.1f}" if isinstance(v, float) else f"{v:>20}" for v in values))
-    trees = [ast.parse(p.read_text(encoding="utf-8")) for p in files["esper_nb"]]
-    names = set().union(*map(public_names, trees))
-    for what, n in {"of the names, in a tutorial or the index": len(used_in_tutorials(names)), **tool_counts()}.items():
-        print(f"{what:44}{n:>20}")
+    for what, n in tool_counts().items(): print(f"{what:44}{n:>20}")
 
 
 if __name__ == "__main__":
-    args, packages = sys.argv[1:], [a for a in sys.argv[1:] if not a.startswith("-")]
-    if "--beside" in args: beside()
-    elif "--check" in args: check(packages)
-    else: print_pages(packages)
+    if "--beside" in sys.argv: print_beside()
+    else: print_pages([a for a in sys.argv[1:] if not a.startswith("-")])

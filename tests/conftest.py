@@ -1,7 +1,9 @@
 "Markers, a visible reason where a test cannot run, and fixtures that several files share."
+import re
 import signal
 
 import pytest
+from scripts.notebooks import ROOT, changed_files
 
 
 def pytest_configure(config):
@@ -10,7 +12,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "real(why): even a marked test cannot run on a pretended device, and why")
     browser = "browser: drives a headless Chromium; skipped with the reason where there is none"
     config.addinivalue_line("markers", browser)
-    config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
+    config.addinivalue_line("markers", "slow: a matrix, or more than a few seconds; left to `make test-all`")
 
 
 def pytest_generate_tests(metafunc):
@@ -19,7 +21,18 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("machine", ["real", "pretended"], indirect=True)
 
 
+def changed_first(items):
+    "Put the tests of files that have changed, and of modules that have, before all others."
+    changed = changed_files()
+    words = [n.removesuffix(".py").replace("/", ".") for n in changed if n.startswith("esper_nb/")]
+    words = re.compile("|".join(rf"\b{re.escape(w)}\b" for w in words) or r"\Z.")
+    late = {p: p.relative_to(ROOT).as_posix() not in changed and not words.search(p.read_text(encoding="utf-8"))
+            for p in {item.path for item in items}}
+    items.sort(key=lambda item: late[item.path])
+
+
 def pytest_collection_modifyitems(config, items):
+    changed_first(items)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked: return
     import torch

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from esper_nb.record.alarms import (
-    ALARM_RULES, LEVELS, MEASURES, METRICS, AlarmRule, AlarmWatch, alarm_rows, alarm_rules_markdown, find_alarms,
+    ALARM_RULES, LEVELS, STATISTICS, METRICS, AlarmRule, AlarmWatch, alarm_rows, alarm_rules_markdown, find_alarms,
     find_metric)
-from esper_nb.record.rows import record_rows
+from esper_nb.record.rows import make_rows
 
 CASES = [(rule, i) for rule in ALARM_RULES for i, at in enumerate(rule.at) if at is not None]
 WORDS, NUMBERS = ([c for c in CASES if (c[0].side == "is") == words] for words in (True, False))
@@ -22,12 +22,12 @@ def named(rule): return rule.name + rule.metric
 def name_of(rule): return rule.metric.replace("*", "speed")
 
 def build(rule, values, **others):
-    "Rows with one metric, and what its measure wants beside it."
+    "Rows with one metric, and what its statistic needs beside it."
     return [{"kind": "update", "lane": 0, "update": t, name_of(rule): v, **others} for t, v in enumerate(values)]
 
 def rows_with(rule, x):
-    "Rows at whose end the measure of this rule is x."
-    n, m = rule.rows, rule.measure
+    "Rows at whose end the statistic of this rule is x."
+    n, m = rule.rows, rule.statistic
     if m == "value": return build(rule, [x] * n)
     if m == "jump": return build(rule, [1.] * 5 + [x])
     if m == "pace": return build(rule, [10.] * 20 + [10. * x] * n)
@@ -50,13 +50,13 @@ def rows_with(rule, x):
     if m == "of_chance": return build(rule, [2.3 * x] * n, **{"limit.chance": 2.3})
     if m == "of_phases": return build(rule, [x] * n, **{"phase_s.train": 1 - x})
     if m == "of_terms": return build(rule, [x] * n, **{"reward.rent": x - 1})
-    raise AssertionError(f"no rows for measure {m}: add them here")
+    raise AssertionError(f"no rows for statistic {m}: add them here")
 
 def levels(rule, rows): return [a.level for a in find_alarms(rows) if a.name == rule.name]
 
 def step(rule):
     "What lies just beyond a limit: a little, or one of the 50 steps that a share is made of."
-    return .02 if rule.measure in ("waits", "refusals") else 1e-6
+    return .02 if rule.statistic in ("waits", "refusals") else 1e-6
 
 @pytest.mark.parametrize("rule, i", WORDS, ids=case_name)
 def test_each_word_fires_and_others_are_silent(rule, i):
@@ -85,24 +85,24 @@ def test_a_limit_waits_for_its_rows(rule):
     rows = rows_with(rule, at + sign * 1e-6 * max(1., abs(at)))
     assert levels(rule, rows) and not levels(rule, rows[:-1])
 
-@pytest.mark.parametrize("rule", [r for r in ALARM_RULES if r.measure == "value" and r.side != "is"], ids=named)
+@pytest.mark.parametrize("rule", [r for r in ALARM_RULES if r.statistic == "value" and r.side != "is"], ids=named)
 def test_not_finite_is_beyond_at_once_and_not_measured_is_nothing(rule):
     worst = [LEVELS[i] for i, at in enumerate(rule.at) if at is not None][-1]
     assert levels(rule, build(rule, [math.nan])) == [worst]
     assert levels(rule, build(rule, [None] * 10)) == []
 
-def test_every_measure_is_used_and_explained():
-    assert {r.measure for r in ALARM_RULES} == set(MEASURES) and all(f.__doc__ for f in MEASURES.values())
+def test_every_statistic_is_used_and_explained():
+    assert {r.statistic for r in ALARM_RULES} == set(STATISTICS) and all(f.__doc__ for f in STATISTICS.values())
 
 @pytest.mark.parametrize("rule", ALARM_RULES, ids=named)
 def test_limits_watch_what_is_written(rule):
     metric = find_metric(name_of(rule))
-    assert metric.writer and (metric.unit == "text") == (rule.side == "is" or rule.measure == "waits")
+    assert metric.kind and (metric.unit == "text") == (rule.side == "is" or rule.statistic == "waits")
     assert alarm_rules_markdown([rule]).count("\n") == 2
 
 def test_alarms_differ_by_lane_slot_and_seed():
     def slot(lane, name, birth, share):
-        return record_rows("slot", {"slot": dict(birth=[birth], exploding=[share])}, lanes=[lane], slot=name, epoch=0)
+        return make_rows("slot", {"slot": dict(birth=[birth], exploding=[share])}, lanes=[lane], slot=name, epoch=0)
     rows = slot(0, "a", 1, .2) + slot(1, "a", 1, .2) + slot(0, "b", 1, .2)
     rows += slot(0, "a", 1, .2) + slot(0, "a", 2, .2) + slot(0, "a", 1, .9)
     found = [(a.lane, a.slot, a.level) for a in find_alarms(rows)]
@@ -118,7 +118,7 @@ def test_a_standing_alarm_goes_out():
 
 def test_own_limits():
     mine = AlarmRule(
-        name="mine", family="own", metric="lr", measure="value", side="above", at=(None, .5, None),
+        name="mine", family="own", metric="lr", statistic="value", side="above", at=(None, .5, None),
         meaning="a", advice="b")
     found = find_alarms([dict(kind="epoch", lane=1, epoch=4, lr=.6)], [mine])
     assert [(a.name, a.lane, a.by, a.at, a.limit) for a in found] == [("mine", 1, "epoch", 4, .5)]
@@ -150,19 +150,18 @@ def test_rows_of_a_long_run_are_checked_fast_enough_to_do_it_live():
 
 # --- episodes
 
-@pytest.mark.parametrize("end", ["truncated", "terminated", "episode", None])
+@pytest.mark.parametrize("end", ["episode", None])
 def test_a_new_episode_raises_nothing_but_a_fall_within_one_does(end):
     rows = []
     for t in range(48):
         accuracy, loss = 10 + 6 * (t % 12), 2.3 - .18 * (t % 12)
-        rows += record_rows("epoch", dict(heldout=dict(accuracy_pp=[accuracy]), train=dict(loss=[loss])), epoch=t)
+        rows += make_rows("epoch", dict(heldout=dict(accuracy_pp=[accuracy]), train=dict(loss=[loss])), epoch=t)
         if t % 12 < 11 or end is None: continue
-        if end == "episode": rows += record_rows("episode", dict(episode=dict(total=[5.])), epoch=t)
-        else: rows += record_rows("step", dict(step={end: [True]}), epoch=t)
+        rows += make_rows("episode", dict(episode=dict(total=[5.])), epoch=t)
     assert bool(find_alarms(rows)) == (end is None)
     for t in range(48, 58):     # and one that breaks down in its second half
         heldout = dict(accuracy_pp=[80. if t < 53 else 40.])
-        rows += record_rows("epoch", dict(heldout=heldout), epoch=t)
+        rows += make_rows("epoch", dict(heldout=heldout), epoch=t)
     assert ("accuracy falls", "critical") in {(a.name, a.level) for a in find_alarms(rows)}
 
 def test_a_controller_that_plants_once_an_episode_is_not_one_that_only_waits():

@@ -84,7 +84,7 @@ def test_the_growing_loop_does_the_lanes_work(mix):
     case = GrowthCase(lanes=3, batch_size=320, mix=mix)
     (loss, table), record = growth.grown_loop(case)(0), growth.grown_lanes(case)(0)
     close(record.train.loss, loss, 1e-5)
-    close(record.worth.accuracy_pp, table, .5) # one image of 256 may lie on the edge of two classes
+    close(record.ablation.accuracy_pp, table, .5) # one image of 256 may lie on the edge of two classes
     by_side = [torch.cat(growth.grown_validation(case, k)(0), 1) for k in ("factorial", "separate", "plain")]
     assert torch.equal(by_side[0], by_side[1]) and torch.equal(by_side[0][-1:], by_side[2])
 

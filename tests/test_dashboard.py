@@ -9,9 +9,11 @@ from hypothesis import given, settings, strategies as st
 
 import esper_nb.show.dashboard as dashboard_module
 from esper_nb.record.writers import read_rows
-from esper_nb.show.dashboard import ControlBar, Dashboard, RowsSource, not_now, seed_needs, watch, watch_text
-from esper_nb.show.theme import THRESHOLDS, Maker
-from esper_nb.show.views import Stored, log_html, plot_session, session_text, status_html, stored_html, time_words
+from esper_nb.show.dashboard import (
+    ControlBar, Dashboard, RowsSource, disabled_reasons, seed_disabled_reasons, watch, watch_text)
+from esper_nb.show.theme import THRESHOLDS, WidgetFactory
+from esper_nb.show.views import (
+    NotebookOutput, duration_text, log_html, notebook_html, plot_session, session_text, status_html)
 from esper_nb.show.plot_runs import plot_slots
 from esper_nb.show.live import Feed, Pacer, live_front_end, session_packet
 from esper_nb.guard.detector import loss_limits
@@ -19,7 +21,7 @@ from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 from esper_nb.core.lanes import lane_state
 from esper_nb.core.layers import by_lane
-from esper_nb.show.history import CONTROLLER_CURVES, DownsampledSeries, decode_slots, lane_limits
+from esper_nb.show.history import DownsampledSeries, decode_slots, lane_limits
 from esper_nb.show.session import Session
 from esper_nb.show.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
 from esper_nb.train.faults import parse_fault
@@ -107,7 +109,7 @@ def test_steps_are_called_by_their_name(run, unit, units):
     s = run(FrameSource(fake(2), 2, 2, unit))
     count = "" if unit == "batch" else f" ({unit} 0)"
     assert s.step(2).wait().message == f"2 {units} at batch 0{count}"
-    assert f"4 {units} a second" in [t for t, _ in ControlBar(Maker(), s, s.ask, int).pace.options]
+    assert f"4 {units} a second" in [t for t, _ in ControlBar(WidgetFactory(), s, s.ask, int).pace.options]
     s.wait()
     assert s.step().wait().message == f"1 {unit} at batch 4" + ("" if unit == "batch" else f" ({unit} 2)")
 
@@ -211,6 +213,7 @@ def test_a_provoked_nan_is_rolled_back_and_drawn_where_it_was(run):
     bad = table[~np.isfinite(table[:, 3]), 0]
     assert i.x == bad[0] and np.isfinite(table[:, [1, 2, 4]]).all()
 
+@pytest.mark.slow
 def test_the_place_of_a_second_rollback_counts_from_its_own_snapshot(run):
     s = run(population(3, 60))
     steps(s, 6)
@@ -221,6 +224,7 @@ def test_the_place_of_a_second_rollback_counts_from_its_own_snapshot(run):
     assert [b[0] for b in backs] == [1, 0, 1]
     for _, back, x, end in backs: assert end - back <= 3 * (s.history.x // s.steps) and back < x <= end
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", PopulationSource(population(1)).faults())
 def test_every_fault_can_be_provoked(run, fault):
     s = run(population(2, 30))
@@ -256,16 +260,18 @@ def test_seeds_by_hand(run):
     assert now.stage == 3 and now.blueprint == pop.model.slot("r0c1").blueprints.index("conv_light")
     assert s.seed("prune", 1, "r0c1").wait().ok and pop.model.slot("r0c1").state(1).stage.name == "PRUNED"
 
-@pytest.mark.parametrize("name", THRESHOLDS)
-def test_every_threshold_moves_while_running(run, name):
-    pop = population(1, 500)
+@pytest.mark.slow
+def test_every_threshold_moves_while_running(run):
+    pop = population(1, 5000)
     s = run(pop)
     s.start()
-    low, high, step, _ = THRESHOLDS[name]
-    old = getattr(pop.governor.config, name)
-    value = type(old)(min(high, max(low, (old or low) + step))) if old is not None else high / 2
-    r = s.adjust(**{name: value}).wait()
-    assert r.ok and getattr(pop.governor.config, name) == value and name.replace("_", " ") in r.message
+    for name, (low, high, step, _) in THRESHOLDS.items():
+        old = getattr(pop.governor.config, name)
+        value = type(old)(min(high, max(low, (old or low) + step))) if old is not None else high / 2
+        r = s.adjust(**{name: value}).wait()
+        assert r.ok and getattr(pop.governor.config, name) == value and name.replace("_", " ") in r.message
+        assert s.adjust(**{name: old}).wait().ok
+    assert s.state == "running"
     s.pause().wait()
 
 def test_saving_and_loading_goes_on_exactly(run, tmp_path):
@@ -428,6 +434,7 @@ def test_a_folder_that_is_written_is_followed_and_tells_what_the_run_told(run, t
     assert d.panel.bar.box not in d.panel.box.children and "Button" not in str(d.panel.box.children[1:])
     d.close(); seen.close()
 
+@pytest.mark.slow
 def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
     from esper_nb import get_recipe
     from esper_nb.run.runs import begin_run
@@ -439,7 +446,7 @@ def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
     s = watch(r.folder.path).session
     assert s.wait() == "done", s.error
     assert (s.steps, s.history.x, s.source.total) == (16, 16, 16)
-    curves = dict(zip(CONTROLLER_CURVES, s.history.curves.rows[:, 1:].T))
+    curves = dict(zip(s.history.curve_names, s.history.curves.rows[:, 1:].T))
     entropy = [np.mean([h for h in u.head_entropy if h is not None]) for u in updates]
     assert np.allclose(curves["entropy"][~np.isnan(curves["entropy"])], entropy, rtol=1e-5)
     returns = [x for u in updates for x in u.returns]
@@ -485,6 +492,7 @@ class Browser:
         if self.keep: self.table = news if m["whole"][0] or self.table is None else np.concatenate([self.table, news])
         if self.answers and m["answer"]: self.hear(self, dict(kind="answer", number=m["number"]))
 
+@pytest.mark.slow
 def test_no_growth_of_memory_or_traffic_over_a_long_run(run):
     s, browser = run(FrameSource((Frame(np.random.rand(4, 2), np.zeros(2)) for _ in range(10**9)), 2),
                      capacity=256), Browser()
@@ -551,8 +559,8 @@ def test_words_go_with_the_packet_and_only_when_they_changed(board):
     feed, canvas = board.panel.feed, board.panel.canvas
     canvas.send = lambda m, buffers: sent.append(m)
     feed.close(); feed.thread.join()
-    feed.hear(canvas, dict(kind="hello"))
-    assert set(sent[0]["html"]) == {"status", "log", "grow", "odds"} and "head" in sent[0]
+    feed.on_message(canvas, dict(kind="hello"))
+    assert set(sent[0]["html"]) == {"status", "log", "grow", "policy"} and "head" in sent[0]
     steps(board.session, 1)
     feed.pacer.last = -1e9; feed.update()
     assert "epoch 1 of" in sent[1]["html"]["status"] and "1 epoch at batch 0 (epoch 0)" in sent[1]["html"]["log"]
@@ -600,7 +608,7 @@ def test_every_button_works(board):
     assert s.incidents[-1].reason == "asked"
     board.panel.bar.buttons["start"].click(); press(board, "❙❙ Pause"); s.wait()
     press(board, "■ Stop"); s.ask("pause").wait()
-    board.panel.show(False)
+    board.panel.update(False)
     words = {k: w.value for k, w in board.panel.words.items()}
     assert "rolled back lane 1" in words["log"] and "non-finite" in words["log"] and "epoch" in words["status"]
 
@@ -645,7 +653,7 @@ def test_two_panels_on_one_session_agree(run):
         one.panel.bar.pace.value = .5; s.pause().wait()
         steps(s, 1)
         asked = len(s.notes)
-        for d in (one, two): d.panel.show(False)
+        for d in (one, two): d.panel.update(False)
         sliders = two.panel.thresholds.sliders
         assert sliders["sigma"].value == 9 and sliders["huge"].disabled and two.panel.bar.pace.value == .5
         assert len(s.notes) == asked                                    # to follow is not to ask
@@ -656,16 +664,17 @@ def test_two_panels_on_one_session_agree(run):
 
 def test_buttons_that_cannot_work_are_off_and_say_why(run):
     s = run(FrameSource(fake(3), 2, 3))
-    why = not_now(s)
+    why = disabled_reasons(s)
     assert not why["start"] and "nothing runs" in why["pause"] and "no parts" in why["save"]
     assert "no Governor watches" in why["rollback"]
     s.start(); s.wait()
-    assert not_now(s)["start"] == not_now(s)["step"] == not_now(s)["provoke"] == "the run is over"
-    d = Dashboard(s); d.widget(); d.panel.show(False)
+    assert {disabled_reasons(s)[name] for name in ("start", "step", "provoke")} == {"the run is over"}
+    d = Dashboard(s); d.widget(); d.panel.update(False)
     save = d.panel.bar.buttons["save"]
     assert save.disabled and save.tooltip == "Not now: this run cannot be saved: its source has no parts"
     d.close()
 
+@pytest.mark.slow
 def test_a_grow_button_is_on_exactly_when_the_move_would_be_done(run):
     from copy import deepcopy
     from esper_nb.grow.models import Decision, apply_decision
@@ -674,7 +683,7 @@ def test_a_grow_button_is_on_exactly_when_the_move_would_be_done(run):
     slot = pop.model.slot("r0c0")
     plan = slot.blueprints[0]
     def agree():
-        needs = seed_needs(slot, 1)
+        needs = seed_disabled_reasons(slot, 1)
         for verb, why in needs.items():
             done = apply_decision(deepcopy(pop.model), 1, Decision(verb, "r0c0", plan if verb == "germinate" else None))
             assert done.ok == (why == ""), (slot.state(1), verb, why, done.message)
@@ -682,24 +691,24 @@ def test_a_grow_button_is_on_exactly_when_the_move_would_be_done(run):
     agree()
     s.seed("germinate", 1, "r0c0", plan).wait(); agree()
     for _ in range(34):
-        left = seed_needs(slot, 1)["advance"]
+        left = seed_disabled_reasons(slot, 1)["advance"]
         if left == "": s.seed("advance", 1, "r0c0").wait(); agree()
         steps(s, 1); agree()
     assert {"DORMANT", "GERMINATED", "TRAINING", "BLENDING", "HOLDING"} <= seen, seen
     s.seed("prune", 1, "r0c0").wait(); agree()
-    text = seed_needs(slot, 1)["germinate"]
+    text = seed_disabled_reasons(slot, 1)["germinate"]
     epochs = int(re.search(r"in (\d+) more epochs", text)[1])
     steps(s, epochs - 1); agree()
-    assert seed_needs(slot, 1)["germinate"]
+    assert seed_disabled_reasons(slot, 1)["germinate"]
     steps(s, 1); agree()
-    assert not seed_needs(slot, 1)["germinate"]                         # on the epoch that it had named
+    assert not seed_disabled_reasons(slot, 1)["germinate"]                         # on the epoch that it had named
 
 def test_the_grow_box_counts_down_to_the_gate(board):
     board.widget()
     s = board.session
     s.seed("germinate", 1, "r0c0", "norm").wait(); s.seed("advance", 1, "r0c0").wait()
     for left in ("10 more epochs", "9 more epochs"):
-        board.panel.show(False)
+        board.panel.update(False)
         said = board.panel.words["grow"].value
         assert "TRAINING" in said and f"Advance: in {left}" in said
         assert board.panel.seeds.buttons["advance"].disabled and left in board.panel.seeds.buttons["advance"].tooltip
@@ -709,7 +718,7 @@ def test_a_cell_that_runs_twice_leaves_no_run_unseen(run, monkeypatch):
     cell = "a"
     monkeypatch.setattr(dashboard_module, "live_front_end", lambda: True)
     monkeypatch.setattr(dashboard_module, "running_cell", lambda: cell)
-    monkeypatch.setattr(dashboard_module.Stored, "publish", lambda self, lane: None)
+    monkeypatch.setattr(dashboard_module.NotebookOutput, "publish", lambda self, lane: None)
     first, second, third = (run(FrameSource(fake(10**9), 2), pace=.01) for _ in range(3))
     def show(s):
         d = Dashboard(s)
@@ -728,17 +737,17 @@ def test_a_cell_that_runs_twice_leaves_no_run_unseen(run, monkeypatch):
     second.set_pace(.01).wait()
     assert second.state == "running"                                    # another cell shows it still
     for d in made: d.close()
-    dashboard_module.SHOWN.clear()
+    dashboard_module.DASHBOARDS.clear()
 
 def test_what_a_notebook_keeps_is_text_and_picture_and_the_way_back(run):
     s = run(population(2, 20))
-    first = stored_html(s)
+    first = notebook_html(s)
     assert "ready: epoch 0 of 20" in first and "run this cell again" in first and "<img" not in first
     steps(s, 2)
     s.history.note("control", "<script>alert(1)</script>")
-    kept = stored_html(s, 1)
+    kept = notebook_html(s, 1)
     assert 'src="data:image/png;base64,' in kept and "epoch 2 of 20" in kept and "<script>" not in kept
-    stored, told = Stored(s), []
+    stored, told = NotebookOutput(s), []
     stored.handles.append(SimpleNamespace(update=lambda bundle, raw: told.append(bundle)))
     stored.refresh(0); stored.refresh(0)
     assert len(told) == 1 and set(told[0]) == {"text/html", "text/plain"}
@@ -749,11 +758,12 @@ def test_what_a_notebook_keeps_is_text_and_picture_and_the_way_back(run):
 
 def test_lane_and_slot_follow_the_pickers_and_the_canvas(board):
     board.widget()
-    board.panel.focus.lane.value = 3
+    board.panel.selector.lane.value = 3
     assert board.lane == 3 and board.panel.canvas.lane == 3
     board.panel.canvas.lane = 2                                                # a click in the picture
-    assert board.lane == 2 and board.panel.focus.lane.value == 2 and "lane 2" in board.panel.focus.titles[0][0].value
-    board.panel.focus.slot.value = "r0c2"
+    selector = board.panel.selector
+    assert board.lane == 2 and selector.lane.value == 2 and "lane 2" in selector.titles[0][0].value
+    board.panel.selector.slot.value = "r0c2"
     press(board, "Germinate"); board.session.ask("pause").wait()
     assert board.session.source.model.slot("r0c2").state(2).stage.name == "GERMINATED"
 
@@ -816,12 +826,12 @@ def test_plain_images_stand_in_where_the_canvas_cannot_be(run, monkeypatch):
 def test_plain_images_come_when_no_page_answers(board):
     board.widget()
     panel = board.panel
-    panel.show(False)
+    panel.update(False)
     assert panel.plain.layout.display == "none"
     panel.shown -= 10
-    panel.show(False)
+    panel.update(False)
     assert panel.plain.layout.display == "block"
-    panel.show(True)                                                     # the canvas answered after all
+    panel.update(True)                                                     # the canvas answered after all
     assert panel.plain.layout.display == "none"
 
 def test_a_session_without_lanes_slots_or_guard_has_a_panel_too(run):
@@ -840,7 +850,8 @@ def test_text_from_a_run_is_escaped_in_html(run):
     assert "<script>" not in log_html(s) and "<b>" not in status_html(s)
 
 def test_durations_read_well():
-    assert [time_words(x) for x in (None, 3.2, 65, 3725, float("nan"))] == ["", "3 s", "1 min 05 s", "1 h 02 min", ""]
+    durations = [duration_text(x) for x in (None, 3.2, 65, 3725, float("nan"))]
+    assert durations == ["", "3 s", "1 min 05 s", "1 h 02 min", ""]
 
 
 # --- a network of one's own
@@ -861,7 +872,7 @@ def test_the_panel_takes_a_network_of_ones_own(run):
     assert s.error == "" and s.steps == 2
     stages = s.source.pop.model.status(1)
     assert "GERMINATED" in str(stages) or "TRAINING" in str(stages)
-    html, packet = stored_html(s, 1), session_packet(s)
+    html, packet = notebook_html(s, 1), session_packet(s)
     assert "<img" in html and "own_network" in html and packet.size < 60_000
     assert len(plot_session(s, 1).axes) >= 2
     board.close()

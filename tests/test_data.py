@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import functional as TF
 
-from esper_nb.train.data import Epoch, ImageData, TextData, image_reader
+from esper_nb.train.data import Epoch, ImageData, TextData
 from esper_nb.train.datasets import (
     balanced_order, load_cifar10, load_digits_data, load_prose, load_text_file, synthetic_cifar10)
 
@@ -62,7 +62,7 @@ def test_long_addresses_agree_with_short_ones():
     short = data.epoch(0, range(3), 0, 8)
     order, dy, dx, mirror = (short.draws[k].long() for k in ("order", "dy", "dx", "mirror"))
     assert short.draws["order"].dtype == torch.int32
-    long = Epoch(dict(order=order), image_reader(data, order, (dy, dx), mirror))
+    long = Epoch(dict(order=order), data.reader(order, (dy, dx), mirror))
     for a, b in zip(short, long, strict=True): assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 

@@ -82,9 +82,9 @@ def test_lanes_at_different_stages_are_separate_networks(kw):
         for k, t in lane_state(pop.model).items():
             mine, alone_ = by_lane(t, 4)[i], by_lane(lane_state(one.model)[k], 1)[0]
             if not k.endswith((".table", ".stream")): torch.testing.assert_close(mine, alone_, rtol=1e-4, atol=1e-5)
-        if r.worth is not None:
-            mine = [result.worth.slots.index(k) for k in r.worth.slots]
-            worth, single_worth = result.worth.contribution[mine, i], r.worth.contribution[:, 0]
+        if r.ablation is not None:
+            mine = [result.ablation.slots.index(k) for k in r.ablation.slots]
+            worth, single_worth = result.ablation.contribution[mine, i], r.ablation.contribution[:, 0]
             torch.testing.assert_close(worth, single_worth, equal_nan=True, rtol=0, atol=.6)
 
 
@@ -109,7 +109,7 @@ def test_an_empty_growing_model_trains_as_its_host():
     for k in range(len(batches)):
         x, y = batches[k]
         stepper.backward(TASK.loss(host(x), y, 4)); stepper.step()
-    assert run_epoch(pop).worth is None
+    assert run_epoch(pop).ablation is None
     for k, t in lane_state(host).items(): assert torch.equal(t, lane_state(pop.model.host)[k]), k
 
 
@@ -185,7 +185,7 @@ def test_measurements_reach_the_seeds():
     assert s.contribution is None # in training: not heard
     for slot in ("r0c0", "r0c1", "r0c2"): assert pop.model.slot(slot).state(3).contribution is not None
     assert pop.model.slot("r0c0").state(2).health is None
-    assert torch.equal(r.worth.accuracy_pp[-1], r.heldout.accuracy_pp)
+    assert torch.equal(r.ablation.accuracy_pp[-1], r.heldout.accuracy_pp)
 
 
 def test_an_interrupted_epoch_has_not_happened():

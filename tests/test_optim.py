@@ -8,7 +8,7 @@ from torch import nn
 
 from esper_nb.core.layers import by_lane
 from esper_nb.train.optim import LaneOptimizer, check_owners
-from esper_nb.train.stepper import LaneScaler, Stepper, train_step
+from esper_nb.train.stepper import LaneScaler, Stepper
 
 # odd sizes: every lane has a tail
 SHAPES = dict(conv=(3, 3, 3, 3), bias=(5,), weight=(7, 3), scale=(1,), wide=(10, 17))
@@ -413,7 +413,7 @@ def test_loss_stays_visible_and_accumulates():
     assert info.skipped["w"].tolist() == [False, True, False] and torch.allclose(w, torch.tensor([.9, 1., .9]))
     stepper.backward(w * 1.); stepper.zero_grad()
     with pytest.raises(RuntimeError, match="call backward"): stepper.step()
-    info = train_step(w.square(), stepper.owners)
+    stepper.backward(w.square()); info = stepper.step()
     assert info.loss.isfinite().all() and info.scale.tolist() == [1, 1, 1]
 
 

@@ -18,7 +18,7 @@ from esper_nb.run.cli import main
 from esper_nb.run.exports import export_run
 from esper_nb.run.recipes import get_recipe
 from esper_nb.run.report import write_report
-from esper_nb.train.worth import evaluate, judge_lanes
+from esper_nb.train.ablation import evaluate, judge_lanes
 from esper_nb.train.faults import Fault
 from esper_nb.train.datasets import read_table_file
 from esper_nb.train.population import FitConfig, new_population

@@ -11,14 +11,14 @@ import torch
 from matplotlib.colors import to_hex, to_rgba
 
 from esper_nb.show import plot_runs as runs_page
-from esper_nb.record.analytics import seed_lives, stage_spells
+from esper_nb.record.analytics import seed_lives, stage_spans
 from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
 from esper_nb.train.faults import Fault, disturb_at
 from esper_nb.record.alarms import find_metric
-from esper_nb.record.rows import decode_row, encode_row, population_rows, run_rows, step_rows
+from esper_nb.record.rows import decode_row, encode_row, make_rows, population_rows, run_rows
 from esper_nb.show.plot_runs import (
     plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards, plot_run, plot_slots)
-from esper_nb.show.theme import COLORS, HATCHES, MARKERS, STAGE_LOOKS, THEMES, theme
+from esper_nb.show.theme import COLORS, HATCHES, MARKERS, STAGE_STYLES, THEMES, theme
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit
 
@@ -34,7 +34,8 @@ def run():
     for r in fit(pop, controller=as_controller(Heuristic(QUICK)), disturb=disturb):
         rent = -torch.rand(4, generator=torch.Generator().manual_seed(r.epoch))
         rows += population_rows(pop, r)
-        rows += step_rows(dict(gain=r.heldout.accuracy_pp / 10 - 2, rent=rent), epoch=r.epoch)
+        gain = r.heldout.accuracy_pp / 10 - 2
+        rows += make_rows("step", {"reward": dict(total=gain + rent, gain=gain, rent=rent)}, epoch=r.epoch)
     return [decode_row(encode_row(row)) for row in rows]
 
 @pytest.fixture(scope="module")
@@ -175,15 +176,15 @@ def test_plots_leave_settings_alone(run):
 def test_every_spell_is_a_bar_at_its_place(run):
     ax = plot_slots(run)
     bars = sorted((round(p.get_x(), 6), round(p.get_width(), 6)) for p in ax.patches)
-    assert bars == sorted((s.start, s.end - s.start + 1) for s in stage_spells(run))
+    assert bars == sorted((s.start, s.end - s.start + 1) for s in stage_spans(run))
     crosses = [l for l in ax.lines if l.get_marker() == "X"]
-    cooled = {(s.lane, s.slot, s.birth) for s in stage_spells(run) if s.stage not in STAGE_LOOKS}
+    cooled = {(s.lane, s.slot, s.birth) for s in stage_spans(run) if s.stage not in STAGE_STYLES}
     assert len(crosses) == len(cooled)
     assert {k[:2] for k in cooled} >= {(s.lane, s.slot) for s in seed_lives(run) if s.end == "pruned"}
 
 def test_nothing_is_told_by_colour_alone():
     assert len(set(MARKERS)) == len(COLORS) == len(set(HATCHES)) == 8
-    assert len({(look.hatch, look.letter) for look in STAGE_LOOKS.values()}) == len(STAGE_LOOKS)
+    assert len({(look.hatch, look.letter) for look in STAGE_STYLES.values()}) == len(STAGE_STYLES)
 
 def test_compare_sorts_and_says_its_numbers(run):
     ax = plot_compare(SCORES)
@@ -208,7 +209,7 @@ def lab(colors, vision):
     return np.stack([116 * f[:, 1] - 16, 500 * (f[:, 0] - f[:, 1]), 200 * (f[:, 1] - f[:, 2])], 1)
 
 @pytest.mark.parametrize("vision", MACHADO)
-@pytest.mark.parametrize("colors", [COLORS, [look.color for look in STAGE_LOOKS.values()]], ids=["palette", "stages"])
+@pytest.mark.parametrize("colors", [COLORS, [look.color for look in STAGE_STYLES.values()]], ids=["palette", "stages"])
 def test_colours_stay_apart(vision, colors):
     x = lab(colors, vision)
     apart = np.linalg.norm(x[:, None] - x[None], axis=-1)[np.triu_indices(len(x), 1)]

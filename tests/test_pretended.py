@@ -20,9 +20,9 @@ from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig
 from esper_nb.run.cli import main
 from esper_nb.train import trainer
-from esper_nb.train.worth import evaluate
-from esper_nb.train.graphs import Graphs
-from esper_nb.train.population import FitConfig, grown_plan, new_population
+from esper_nb.train.ablation import evaluate
+from esper_nb.train.graphs import Graphs, Group
+from esper_nb.train.population import FitConfig, Population, grown_plan, new_population
 from esper_nb.train.tasks import get_task
 from esper_nb.train.trainer import fit, run_epoch
 
@@ -224,14 +224,14 @@ def counted_epoch(gpu, pop):
     "Launches and waits of the batches, and waits of the whole epoch."
     gpu.reset()
     batches = []
-    real = trainer.train_batch
-    def batch(*args):
+    real = Group.step
+    def batch(*args, **kw):
         before = gpu.num_launches, gpu.num_waits
-        out = real(*args)
+        out = real(*args, **kw)
         batches.append((gpu.num_launches - before[0], gpu.num_waits - before[1]))
         return out
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train_batch", batch)
+        patch.setattr(Group, "step", batch)
         run_epoch(pop, None)
     taken = sum(n for (_, where), n in gpu.waits.items() if where.split(".")[0] in ("snapshots", "banks", "devices"))
     return sorted(batches)[(len(batches) - 1) // 2], gpu.num_waits - taken # the lower median: first and last do more
@@ -258,8 +258,8 @@ def test_an_epoch_that_was_trusted_in_vain_is_done_again_with_care(gpu, monkeypa
         by_lane(next(pop.model.host.parameters()).data, 4)[2] = math.nan
         return pop, run_epoch(pop, None)
     calls = []
-    again = trainer.copy_again
-    monkeypatch.setattr(trainer, "copy_again", lambda *a: (calls.append(1), again(*a)))
+    again = Population.copy_again
+    monkeypatch.setattr(Population, "copy_again", lambda *a: (calls.append(1), again(*a)))
     one, a = ruined()
     monkeypatch.setattr(trainer, "may_trust", lambda *a: False)
     two, b = ruined()

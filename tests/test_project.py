@@ -1,7 +1,5 @@
-"The rules of the project that no single page can check: order, names, metadata, types, the wheel and the sdist."
+"The rules of the project that no single page can check, each over all files at once: what fails is listed together."
 import ast
-import builtins
-import importlib
 import importlib.metadata
 import json
 import re
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from scripts.notebooks import GENERATED, LAYERS, LIB, ROOT
-from scripts.notebooks import compare, find_modules, find_notebooks, out_of_step, render_readme
+from scripts.notebooks import cells, compare, find_modules, find_notebooks, out_of_step, render_readme
 
 CFG = ConfigParser(delimiters=["="])
 CFG.read(ROOT/"settings.ini", encoding="utf-8")
@@ -26,217 +24,143 @@ CFG = CFG["DEFAULT"]
 
 NOTEBOOKS = find_notebooks()
 PAGES = [p for p in NOTEBOOKS if p.parent.name in LAYERS]
-MODULES = find_modules()
-NUMBER = {f"{p.parent.name}.{p.stem.partition('_')[2]}": p.stem.partition("_")[0] for p in PAGES}  # "29" < "29a" < "30"
+TREES = {m.relative_to(LIB).with_suffix("").as_posix().replace("/", "."): ast.parse(m.read_text(encoding="utf-8"))
+         for m in find_modules()}
 ALONE = ("guard", "learn")      # these need nothing but core
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
 DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn"}      # import name -> name on PyPI, where they differ
+TORCH_PRIVATE = {"torch._foreach_copy_", "torch._foreach_norm", "torch._dynamo"}
+HANDED_OVER = {"keep_later"}      # called by a library that passes more than it needs
 
 
-def ids(path): return path.name
+def name_of(path): return path.relative_to(ROOT).as_posix()
 
-def cells(path, kind="code"):
-    "Source of every cell of a kind."
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    return ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == kind]
+def module_of(page): return f"{page.parent.name}.{page.stem.partition('_')[2]}"
 
-def outputs(path):
-    "Every stored output."
-    nb = json.loads(path.read_text(encoding="utf-8"))
-    return [o for c in nb["cells"] if c["cell_type"] == "code" for o in c["outputs"]]
-
-def python(source):
-    "Syntax tree of a cell, its magics and shell lines left out."
-    return ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))
+def number_of(page): return page.stem.partition("_")[0]
 
 def imports(tree):
-    "Absolute dotted names that a tree imports; relative ones are the package's own."
+    "Yield the dotted names that a tree imports; relative ones are the package's own."
     for node in ast.walk(tree):
         if isinstance(node, ast.Import): yield from (a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(filter(None, ["esper_nb" if node.level else "", node.module]))
             yield from ([f"{base}.{a.name}" for a in node.names] if base == "esper_nb" else [base])
 
-def own_modules(names):
-    "Modules of the library among dotted names, without its name in front."
-    return {n.removeprefix("esper_nb.") for n in names if n.startswith("esper_nb.") and n.count(".") > 1}
-
-def module_of(page): return f"{page.parent.name}.{page.stem.partition('_')[2]}"
-
-def public_names(module):
-    "What a module lists in `__all__`."
-    for node in ast.parse(module.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            return ast.literal_eval(node.value)
-    return []
+def imported_modules(source):
+    "Return the modules of the library that a cell imports from, without the library's name."
+    tree = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))
+    return {n.removeprefix("esper_nb.") for n in imports(tree) if n.startswith("esper_nb.") and n.count(".") > 1}
 
 def requirement_name(text): return re.match(r"[\w.-]+", text)[0].lower().replace("_", "-")
 
+def said(failures): return "\n".join(["", *failures])
 
-# --- notebooks
 
-def test_there_is_something_to_check():
-    assert PAGES and MODULES
+# --- pages
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_page_imports_lower_numbers_only(page):
-    here = page.stem.partition("_")[0]
+def faults_of_a_page(page, numbers):
+    "Yield what is wrong with a page of the library: its name, its imports."
+    here, package = number_of(page), page.parent.name
+    targets = re.findall(r"^#\|\s*default_exp\s+(\S+)", "\n".join(cells(page)), re.M)
+    if targets != [module_of(page)]: yield f"exports to {targets}, not to {module_of(page)}"
+    if re.search(r"^#\|[ \t]*exports?[ \t]+\w", "\n".join(cells(page)), re.M): yield "exports into another module"
     for source in cells(page):
-        for name in own_modules(imports(python(source))) - {module_of(page)}:
-            assert name in NUMBER, f"{page.name} imports esper_nb.{name}, which no page defines"
-            assert NUMBER[name] < here, \
-                f"{page.name} imports esper_nb.{name} from page {NUMBER[name]}: imports point down only"
+        for name in imported_modules(source) - {module_of(page)}:
+            if name not in numbers: yield f"imports {name}, which no page defines"
+            elif numbers[name] >= here: yield f"imports {name}, page {numbers[name]}: imports point down only"
+            there = name.split(".")[0]
+            if not EXPORTED.search(source) or there == package: continue
+            if LAYERS.index(there) > LAYERS.index(package): yield f"imports {name} from a package above its own"
+            if package in ALONE and there != "core": yield f"imports {name}, but {package} needs core alone"
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_package_imports_lower_packages_only(page):
-    "The library's own imports: a package needs only packages below it, the Governor and PPO nothing but the core."
-    order, here = list(LAYERS), page.parent.name
-    for source in cells(page):
-        if not EXPORTED.search(source): continue
-        for there in {name.split(".")[0] for name in own_modules(imports(python(source)))} - {here}:
-            assert order.index(there) < order.index(here), \
-                f"{page.name}: {here} imports from {there}, which is above it"
-            assert here not in ALONE or there == "core", \
-                f"{page.name}: {here} imports from {there}, but needs core alone"
+def faults_of_a_notebook(path):
+    "Yield what is wrong with what any notebook shows."
+    found = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    if not re.match(r"# \S.*\n\s*\n?> \S", "".join(found[0]["source"])): yield "wants '# title' and '> one line'"
+    outputs = [o for c in found for o in c.get("outputs", ())]
+    if path in PAGES and not outputs: yield "shows no result"
+    for o in outputs:
+        if o["output_type"] == "error": yield f"stores {o['ename']}: {o['evalue']}"
+        if str(ROOT) in json.dumps(o): yield "stores a path of this machine"
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_page_is_named_like_its_module(page):
-    targets = [m[1] for source in cells(page) for m in re.finditer(r"^#\|\s*default_exp\s+(\S+)", source, re.M)]
-    assert targets == [module_of(page)]
-    elsewhere = [source for source in cells(page) if re.search(r"^#\|[ \t]*exports?[ \t]+\w", source, re.M)]
-    assert not elsewhere, f"{page.name} exports into another module"
-
-def bound(tree):
-    "Names that a cell makes, wherever in it."
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load): yield node.id
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)): yield node.name
-        elif isinstance(node, ast.arg): yield node.arg
-        elif isinstance(node, ast.ExceptHandler) and node.name: yield node.name
-        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            yield from vars(importlib.import_module(node.module))
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from ((a.asname or a.name).split(".")[0] for a in node.names)
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=ids)
-def test_the_site_can_run_the_cells_it_runs(notebook):
-    "Building the site runs exported cells and cells with an import, no others: these must not build on one left out."
-    known = set(dir(builtins)) | {"__file__", "get_ipython", "display"}
-    for source in cells(notebook):
-        tree = python(source)
-        exported = EXPORTED.search(source)
-        importing = any(isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.walk(tree))
-        if "nbdev_export(" in source or not (exported or importing): continue
-        known |= set(bound(tree))
-        used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        why = f"{notebook.name}: {sorted(used - known)} come from cells that the site does not run"
-        assert exported or used <= known, f"{why}; give this import a cell of its own:\n{source}"
-
-def test_page_numbers_are_unique():
-    assert len(set(NUMBER.values())) == len(PAGES)
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=ids)
-def test_notebook_opens_with_title_and_subtitle(notebook):
-    first = json.loads(notebook.read_text(encoding="utf-8"))["cells"][0]
-    assert first["cell_type"] == "markdown"
-    assert re.match(r"# \S.*\n\s*\n?> \S", "".join(first["source"])), \
-        f"{notebook.name}: wants '# title' and '> one line'"
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=ids)
-def test_notebook_is_small(notebook):
-    size = notebook.stat().st_size
-    assert size <= 400_000, f"{notebook.name} has {size} bytes: make its figures smaller"
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=ids)
-def test_stored_outputs_are_healthy(notebook):
-    for output in outputs(notebook):
-        failed = f"{output.get('ename')}: {output.get('evalue')}"
-        assert output["output_type"] != "error", f"{notebook.name} stores {failed}"
-        assert str(ROOT) not in json.dumps(output), f"{notebook.name} stores a path of this machine"
-
-@pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_page_stores_results(page):
-    assert outputs(page), f"{page.name} shows no result: make refresh NB=nbs/{page.name}"
-
-
-# --- modules
-
-def test_the_check_of_the_library_can_fail(tmp_path):
-    "A module edited by hand, one whose notebook is gone, a notebook with execution counts: all are found, no others."
-    for name in ("nbs", "esper_nb"):
-        left_out = shutil.ignore_patterns("__pycache__", "*.ipynb")
-        shutil.copytree(ROOT/name, tmp_path/name, symlinks=True, ignore=left_out)
-    for name in ("settings.ini", "pyproject.toml", "_quarto.yml"): shutil.copy(ROOT/name, tmp_path)
-    some = [p for p in PAGES if p.parent.name == "core"][:2]
-    for page in some: shutil.copy(page, tmp_path/"nbs"/page.parent.name)
-    kept = {f"esper_nb/{page.parent.name}/{page.stem.partition('_')[2]}.py" for page in some}
-    orphans = {m.relative_to(ROOT).as_posix() for m in MODULES} - kept
-    assert set(out_of_step(tmp_path)) == orphans | {"esper_nb/_modidx.py"}      # the other pages are not in the copy
-    for name in orphans: (tmp_path/name).unlink()
-    subprocess.run([Path(sys.executable).parent/"nbdev_export"], cwd=tmp_path, check=True)
-    assert out_of_step(tmp_path) == []
-
-    edited = tmp_path/f"esper_nb/core/{some[0].stem.partition('_')[2]}.py"
-    edited.write_text(edited.read_text(encoding="utf-8") + "x = 1\n", encoding="utf-8")
-    (tmp_path/"esper_nb/orphan.py").write_text(GENERATED[0] + "\n", encoding="utf-8")
-    page = tmp_path/"nbs/core"/some[1].name
-    nb = json.loads(page.read_text(encoding="utf-8"))
-    next(c for c in nb["cells"] if c["cell_type"] == "code")["execution_count"] = 7
-    page.write_text(json.dumps(nb), encoding="utf-8")
-    assert out_of_step(tmp_path) == sorted([f"esper_nb/core/{edited.name}", "esper_nb/orphan.py",
-                                            f"nbs/core/{page.name}"])
-
-def test_every_module_comes_from_a_page():
-    assert {m.relative_to(LIB).with_suffix("").as_posix().replace("/", ".") for m in MODULES} == set(NUMBER)
-    for m in MODULES: assert GENERATED[0] in m.read_text(encoding="utf-8")
-
-@pytest.mark.parametrize("module", MODULES, ids=ids)
-def test_no_function_over_40_lines(module):
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = node.end_lineno - node.lineno + 1
-            assert length <= 40, f"{module.name}: {node.name} has {length} lines"
-
-def test_public_names_are_unique():
+def test_pages_are_named_numbered_and_import_downwards():
+    numbers = {module_of(p): number_of(p) for p in PAGES}
+    wrong = [f"{name_of(p)}: {fault}" for p in PAGES for fault in faults_of_a_page(p, numbers)]
+    wrong += [f"{name_of(p)}: {fault}" for p in NOTEBOOKS for fault in faults_of_a_notebook(p)]
+    pages = defaultdict(list)
+    for p in PAGES: pages[number_of(p)].append(p.name)
+    wrong += [f"number {n}: {names}" for n, names in pages.items() if len(names) > 1 or not re.fullmatch(r"\d\d", n)]
+    wrong += [f"no page makes esper_nb.{m}" for m in TREES.keys() - numbers.keys()]
     owners = defaultdict(list)
-    for module in MODULES:
-        for name in public_names(module): owners[name].append(module.name)
-    assert {name: where for name, where in owners.items() if len(where) > 1} == {}
+    for m, tree in TREES.items():
+        for n in tree.body:
+            if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__":
+                for name in ast.literal_eval(n.value): owners[name].append(m)
+    wrong += [f"{name} is made by {where}" for name, where in owners.items() if len(where) > 1]
+    assert PAGES and not wrong, said(wrong)
 
-def test_version_is_the_one_in_settings():
-    import esper_nb
-    assert esper_nb.__version__ == CFG["version"]
-    assert importlib.metadata.version("esper_nb") == CFG["version"], \
-        "reinstall: make install after a change of settings.ini"
 
-def test_readme_is_what_the_index_renders_to():
-    text, images = render_readme()
-    assert (ROOT/"README.md").read_text(encoding="utf-8") == text, "run: make readme"
-    for name, data in images.items(): assert (ROOT/name).read_bytes() == data, f"{name}: run make readme"
+# --- sources
+
+def faults_of_a_function(f):
+    "Yield parameters of a public function that it does not use."
+    used = {n.id for n in ast.walk(f) if isinstance(n, ast.Name)} | {"self"}
+    args = (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)
+    yield from (f"{f.name} does nothing with {a.arg}" for a in args if a.arg not in used and f.name not in HANDED_OVER)
+
+def faults_of_a_module(tree, text):
+    "Yield errors that are swallowed, parameters without use, missing words, private parts of torch."
+    if not ast.get_docstring(tree): yield "has no docstring"
+    for n in ast.walk(tree):
+        if isinstance(n, ast.ExceptHandler):
+            broad = n.type is None or {"Exception", "BaseException"} & {x.id for x in ast.walk(n.type)
+                                                                       if isinstance(x, ast.Name)}
+            if broad and (n.type is None or all(isinstance(s, (ast.Pass, ast.Continue)) for s in n.body)):
+                yield f"line {n.lineno}: any error at all is dropped"
+        if isinstance(n, ast.Attribute):
+            name = ast.unparse(n)
+            if re.fullmatch(r"torch\._[a-z]\w*", name) and name not in TORCH_PRIVATE: yield f"uses {name}"
+            if n.attr in ("empty_cache", "record_stream"): yield f"line {n.lineno}: {n.attr} takes a lifetime for order"
+    for f in (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"):
+        yield from faults_of_a_function(f)
+    for line in re.findall(r"# type: ignore.*", text):
+        if not re.match(r"# type: ignore\[[\w, -]+\]  # \w", line): yield f"{line}: which error, and why?"
+
+def test_sources_hide_no_errors_and_say_what_they_are():
+    wrong = []
+    for path, (name, tree) in zip(find_modules(), TREES.items()):
+        text = path.read_text(encoding="utf-8")
+        wrong += [f"{name}: {fault}" for fault in faults_of_a_module(tree, text)]
+        if GENERATED[0] not in text: wrong.append(f"{name}: is not what a notebook exports")
+    mypy = tomllib.loads((ROOT/"pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
+    switched_off = {"disable_error_code", "ignore_errors", "exclude"} & mypy.keys()
+    wrong += [f"pyproject.toml: {key} hides type errors" for key in switched_off]
+    assert [o["module"] for o in mypy["overrides"]] == [["torch.*", "torchvision.*"]]
+    assert not wrong, said(wrong)
 
 
 # --- what a user installs
 
-def runtime_requirements(): return {requirement_name(r) for r in CFG["requirements"].split()}
+def requirements(*keys): return {requirement_name(r) for k in keys for r in CFG[k].split()}
 
-def extra_requirements():
-    "What the extras for users bring; what developers need is not among it."
-    keys = [k for k in CFG if k.endswith("_requirements") and k != "dev_requirements"]
-    return {requirement_name(r) for k in keys for r in CFG[k].split()}
+EXTRAS = [k for k in CFG if k.endswith("_requirements")]
 
 def third_party(names):
-    "Distributions behind import names."
+    "Return the distributions behind import names."
     tops = {n.split(".")[0] for n in names} - set(sys.stdlib_module_names) - {"esper_nb"}
     return {DISTRIBUTION.get(t, t).lower().replace("_", "-") for t in tops}
 
-@pytest.mark.parametrize("module", MODULES, ids=ids)
-def test_imports_are_covered_by_requirements(module):
-    tree = ast.parse(module.read_text(encoding="utf-8"))
-    top = ast.Module([n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))], [])
-    assert third_party(imports(top)) <= runtime_requirements(), \
-        "an import at the top of a module wants a line in `requirements`"
-    assert third_party(imports(tree)) <= runtime_requirements() | extra_requirements(), \
-        "an import wants an extra in settings.ini"
+def test_imports_are_covered_by_requirements():
+    needed, optional = requirements("requirements"), requirements(*(k for k in EXTRAS if k != "dev_requirements"))
+    wrong = []
+    for name, tree in TREES.items():
+        top = ast.Module([n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))], [])
+        wrong += [f"{name}: {d} wants a line in requirements" for d in third_party(imports(top)) - needed]
+        wrong += [f"{name}: {d} wants an extra" for d in third_party(imports(tree)) - needed - optional]
+    assert not wrong, said(wrong)
+    assert not needed & {"fastcore", "nbdev", "ipython", "ipywidgets", "jupyterlab", "pytest", "nbval", "hypothesis",
+                         "tensorboard"}
 
 def test_package_imports_without_notebook_and_test_tools():
     absent = ["IPython", "ipywidgets", "jupyterlab", "ipykernel", "anywidget", "traitlets", "fastcore", "nbdev",
@@ -246,101 +170,107 @@ import sys, importlib
 for name in {absent}: sys.modules[name] = None      # importing it now raises
 import esper_nb
 for name in esper_nb.__all__: getattr(esper_nb, name)
-for name in {sorted(NUMBER)}: importlib.import_module("esper_nb." + name)
+for name in {sorted(TREES)}: importlib.import_module("esper_nb." + name)
 print("fine")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "fine", done.stderr
 
-def package_files():
-    "What the package is made of: modules, and data beside them."
-    return {p.relative_to(ROOT).as_posix() for p in LIB.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
-
 def copy_of_the_tree(target):
-    "What git knows, and what is new beside it."
+    "Copy what git knows, and what is new beside it."
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in filter(None, names):
         source = ROOT/name
-        if not source.is_file(): continue
+        if not source.is_file() or name.startswith(("nbs/", "tests/")): continue
         (target/name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target/name)
+    for name in ("nbs", "tests"):      # in the way, to see that they stay out
+        (target/name).mkdir()
+        (target/name/"__init__.py").touch()
     return target
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory): return copy_of_the_tree(tmp_path_factory.mktemp("tree"))
-
-@pytest.fixture(scope="module")
-def wheel(tree, tmp_path_factory):
-    "The wheel of this tree, built in a copy."
-    tmp = tmp_path_factory.mktemp("wheel")
-    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, "-w", tmp, tree], capture_output=True,
-                          text=True)
+def run_python(*words, cwd):
+    done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    built, = tmp.glob("*.whl")
-    return zipfile.ZipFile(built)
 
-@pytest.fixture(scope="module")
-def sdist(tree, tmp_path_factory):
-    "Names of what is in the source distribution."
-    tmp = tmp_path_factory.mktemp("sdist")
-    build = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", build, tmp], cwd=tree, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    built, = tmp.glob("*.tar.gz")
-    with tarfile.open(built) as archive: return {name.partition("/")[2] for name in archive.getnames()}
+def test_wheel_and_sdist_hold_the_package_and_what_settings_say(tmp_path):
+    tree, out = copy_of_the_tree(tmp_path/"tree"), tmp_path/"out"
+    run_python("-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation",
+               "-w", str(out), str(tree), cwd=tree)
+    run_python("-c", "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])", str(out), cwd=tree)
+    package = {name_of(p) for p in LIB.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
 
-def test_wheel_holds_the_package_and_nothing_else(wheel):
-    files = {n for n in wheel.namelist() if ".dist-info/" not in n}
-    assert files == package_files(), "a data file wants a line in setup.py's package_data"
-
-def test_sdist_holds_the_package_and_what_it_is_built_from(sdist):
-    assert package_files() | {"settings.ini", "setup.py", "pyproject.toml", "README.md", "LICENSE"} <= sdist
-
-def test_sdist_carries_no_half_of_the_tests(sdist):
-    "Tests need their conftest, the notebooks and the scripts: all of these are in, or none."
-    assert not [n for n in sdist if n.startswith(("tests", "nbs", "scripts", "conftest"))]
-
-def test_wheel_metadata_comes_from_settings(wheel):
-    name, = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
-    meta = Parser().parsestr(wheel.read(name).decode("utf-8"))
+    wheel = zipfile.ZipFile(next(out.glob("*.whl")))
+    names = wheel.namelist()
+    assert {n for n in names if ".dist-info/" not in n} == package, "a data file wants a line in setup.py"
+    assert any(n.endswith("LICENSE") for n in names)
+    info = next(n for n in names if n.endswith(".dist-info/METADATA"))
+    meta = Parser().parsestr(wheel.read(info).decode("utf-8"))
     assert meta["Version"] == CFG["version"] and meta["Requires-Python"] == f">={CFG['min_python']}"
-    extras = {k.removesuffix("_requirements") for k in CFG if k.endswith("_requirements")}
-    assert set(meta.get_all("Provides-Extra")) == extras
+    assert set(meta.get_all("Provides-Extra")) == {k.removesuffix("_requirements") for k in EXTRAS}
     plain = {requirement_name(r) for r in meta.get_all("Requires-Dist") if "extra ==" not in r}
-    assert plain == runtime_requirements()
-    scripts = wheel.read(name.replace("METADATA", "entry_points.txt")).decode("utf-8").replace(" ", "")
-    for script in CFG["console_scripts"].split(): assert script in scripts
+    assert plain == requirements("requirements")
+    scripts = wheel.read(info.replace("METADATA", "entry_points.txt")).decode("utf-8").replace(" ", "")
+    assert all(script in scripts for script in CFG["console_scripts"].split())
 
-def test_notebook_and_test_tools_are_no_runtime_requirement():
-    assert not runtime_requirements() & {"fastcore", "nbdev", "ipython", "ipywidgets", "jupyterlab", "pytest", "nbval",
-                                         "hypothesis", "tensorboard"}
+    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
+        sdist = {name.partition("/")[2] for name in archive.getnames()}
+    assert package | {"settings.ini", "setup.py", "pyproject.toml", "README.md", "LICENSE"} <= sdist
+    assert not [n for n in sdist if n.startswith(("tests", "nbs", "scripts", "benchmarks", "conftest"))]
 
-def test_license_travels(wheel):
-    assert any(n.endswith("LICENSE") for n in wheel.namelist())
+def test_version_is_the_one_in_settings():
+    import esper_nb
+    assert esper_nb.__version__ == CFG["version"]
+    assert importlib.metadata.version("esper_nb") == CFG["version"], "settings.ini has changed: make install"
 
 
-# --- rails
+# --- the chores
 
-def pyproject(): return tomllib.loads((ROOT/"pyproject.toml").read_text(encoding="utf-8"))
+def test_readme_is_what_the_index_renders_to():
+    text, images = render_readme()
+    assert (ROOT/"README.md").read_text(encoding="utf-8") == text, "run: make readme"
+    assert not [name for name, data in images.items() if (ROOT/name).read_bytes() != data], "run: make readme"
 
-def test_no_kind_of_type_error_is_switched_off():
-    mypy = pyproject()["tool"]["mypy"]
-    assert not {"disable_error_code", "ignore_errors", "exclude"} & mypy.keys()
-    assert [o["module"] for o in mypy["overrides"]] == [["torch.*", "torchvision.*"]]
+def test_every_push_runs_the_tests_and_every_night_all_of_them():
+    flows = {p.stem: p.read_text(encoding="utf-8") for p in (ROOT/".github/workflows").glob("*.yml")}
+    assert re.search(r"^\s*- run: make test$", flows["test"], re.M) and "pull_request" in flows["test"]
+    assert re.search(r"^\s*- run: make test-all$", flows["nightly"], re.M) and "schedule:" in flows["nightly"]
+    make = (ROOT/"Makefile").read_text(encoding="utf-8")
+    def stages(name): return set(re.search(rf"^{name}:([^#\n]*)", make, re.M)[1].split())
+    assert stages("test") == {"sync", "lint", "types", "pages", "unit"}
+    assert stages("test-all") == {"notebooks", "docs", "rest"}
+    marks = re.findall(r"/pytest tests -n 2 .*-m \"([^\"]+)\"", make)
+    assert marks == ["not slow and not browser", "slow or browser"], "together they are all tests"
 
-@pytest.mark.parametrize("path", [*MODULES, *PAGES], ids=ids)
-def test_an_error_that_is_ignored_says_which_and_why(path):
-    for line in re.findall(r"# type: ignore.*", path.read_text(encoding="utf-8")):
-        assert re.match(r"# type: ignore\[[\w, -]+\]  # \w", line), f"{path.name}: {line}"
+@pytest.mark.slow
+def test_the_check_of_the_library_can_fail(tmp_path):
+    "A module edited by hand, one whose notebook is gone, a notebook with execution counts: all are found, no others."
+    for name in ("nbs", "esper_nb"):
+        left_out = shutil.ignore_patterns("__pycache__", "*.ipynb")
+        shutil.copytree(ROOT/name, tmp_path/name, symlinks=True, ignore=left_out)
+    for name in ("settings.ini", "pyproject.toml", "_quarto.yml"): shutil.copy(ROOT/name, tmp_path)
+    some = [p for p in PAGES if p.parent.name == "core"][:2]
+    for page in some: shutil.copy(page, tmp_path/"nbs"/page.parent.name)
+    kept = {f"esper_nb/{module_of(page).replace('.', '/')}.py" for page in some}
+    orphans = {name_of(m) for m in find_modules()} - kept
+    assert set(out_of_step(tmp_path)) == orphans | {"esper_nb/_modidx.py"}      # the other pages are not in the copy
+    for name in orphans: (tmp_path/name).unlink()
+    subprocess.run([Path(sys.executable).parent/"nbdev_export"], cwd=tmp_path, check=True)
+    assert out_of_step(tmp_path) == []
 
-def test_developers_have_the_tools():
-    wanted = {requirement_name(r) for r in CFG["dev_requirements"].split()}
-    assert {"ruff", "mypy", "basedpyright", "jedi", "nbval", "pytest"} <= wanted
+    edited = tmp_path/"esper_nb"/f"{module_of(some[0]).replace('.', '/')}.py"
+    edited.write_text(edited.read_text(encoding="utf-8") + "x = 1\n", encoding="utf-8")
+    (tmp_path/"esper_nb/orphan.py").write_text(GENERATED[0] + "\n", encoding="utf-8")
+    page = tmp_path/"nbs/core"/some[1].name
+    nb = json.loads(page.read_text(encoding="utf-8"))
+    next(c for c in nb["cells"] if c["cell_type"] == "code")["execution_count"] = 7
+    page.write_text(json.dumps(nb), encoding="utf-8")
+    assert out_of_step(tmp_path) == sorted([f"esper_nb/core/{edited.name}", "esper_nb/orphan.py",
+                                            f"nbs/core/{page.name}"])
 
-def notebook_of(path, source, shown):
-    "A notebook with one cell and what it is said to have printed."
+def notebook_of(path, source, shown=""):
+    "Write a notebook with one cell and what it is said to have printed."
     printed = dict(output_type="stream", name="stdout", text=shown)
     cell = dict(cell_type="code", id="a", metadata={}, execution_count=1, source=source, outputs=[printed])
     kernel = dict(display_name="python3", language="python", name="python3")
@@ -352,4 +282,19 @@ def test_a_stored_output_that_is_old_is_found_and_a_page_that_hangs_ends(tmp_pat
     wrong = compare(notebook_of(tmp_path/"old.ipynb", "print(1 + 1)", "3\n"), 5)[2]
     assert "Cell outputs differ" in wrong
     assert compare(notebook_of(tmp_path/"true.ipynb", "print(1 + 1)", "2\n"), 5)[2] == ""
-    assert "it hangs" in compare(notebook_of(tmp_path/"long.ipynb", "while True: pass", ""), .2)[2]
+    assert "it hangs" in compare(notebook_of(tmp_path/"long.ipynb", "while True: pass"), .2)[2]
+
+@pytest.mark.slow
+def test_the_quick_run_finds_a_page_that_fails_or_hangs(tmp_path):
+    sources = dict(fine="x = 1", wrong="assert 1 == 2, 'not so'", long="while True: pass",
+                   child="import subprocess; p = subprocess.Popen(['sleep', '99'])")
+    code = f"""
+from pathlib import Path
+from scripts.notebooks import execute_all
+for path, _, why in execute_all(sorted(Path({str(tmp_path)!r}).glob("*.ipynb")), .2): print(path.stem, repr(why[-300:]))
+"""
+    for name, source in sources.items(): notebook_of(tmp_path/f"{name}.ipynb", source)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    told = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ")[0] in sources)
+    assert told["fine"] == told["child"] == "''", done
+    assert "not so" in told["wrong"] and "it hangs" in told["long"]

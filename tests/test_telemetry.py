@@ -14,19 +14,18 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import Choice, draw_actions
+from esper_nb.control.actions import draw_actions
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
 from esper_nb.core.clock import PhaseClock
-from esper_nb.grow.models import DecisionResult
 from esper_nb.guard.governor import Governor
 from esper_nb.record.analytics import (
-    blueprint_stats, episode_outcomes, lane_scores, pick_rows, rollbacks, seed_lives, stage_spells)
+    blueprint_stats, lane_scores, pick_rows, rollbacks, seed_lives, stage_spans)
 from esper_nb.record.writers import BackgroundWriter, JSONLWriter, Recorder, RunFolder, new_run, read_rows
 from esper_nb.record.alarms import KINDS, METRICS, Metric, find_metric, metric_table, metrics_markdown, read_table
 from esper_nb.record.rows import (
-    EnvRows, decode_row, encode_row, governor_rows, limit_rows, measured_names, population_rows, record_leaves,
-    record_rows, run_rows, series, step_rows)
+    EnvRows, decode_row, encode_row, flatten, governor_rows, limit_rows, make_rows, metric_names, population_rows,
+    run_rows, series)
 from esper_nb.record.trackers import TensorBoardWriter
 from esper_nb.train.faults import Fault, disturb_at
 from esper_nb.train.population import FitConfig, new_population
@@ -134,7 +133,7 @@ LANES = [
 
 @pytest.mark.parametrize("leaf", LANES, ids=lambda v: type(v).__name__ + str(getattr(v, "dtype", "")))
 def test_lane_values_of_any_kind(leaf):
-    first, second = record_rows("epoch", Record(Pair(leaf, leaf), {"loss": leaf}), epoch=1)
+    first, second = make_rows("epoch", Record(Pair(leaf, leaf), {"loss": leaf}), epoch=1)
     assert first == {"kind": "epoch", "epoch": 1, "lane": 0, "train.loss": 1, "train.lr": 1, "heldout.loss": 1}
     assert second["lane"] == 1 and all(type(v) in (int, float) for v in list(second.values())[3:])
 
@@ -142,32 +141,32 @@ def test_lane_values_of_any_kind(leaf):
     (torch.tensor(3), 3), (np.float64(.5), .5), (np.array(2.), 2.), (Verdict.PANIC, "PANIC"), (True, True),
     (None, None), ("text", "text"), (torch.tensor(True), True)])
 def test_single_values(leaf, plain):
-    row, = record_rows("epoch", {"a": {"b": leaf}})
+    row, = make_rows("epoch", {"a": {"b": leaf}})
     assert row == {"kind": "epoch", "lane": None, "a.b": plain}
     assert type(row["a.b"]) is type(plain) or isinstance(leaf, np.float64)
     strict(encode_row(row))
 
 @pytest.mark.parametrize("leaf", [torch.zeros(2, 2), [[1], [2]], object(), 1j, {1, 2}, torch.device("cpu"), [object()]])
 def test_other_values_are_refused_by_name(leaf):
-    with pytest.raises(ValueError, match="a.b holds"): record_rows("epoch", {"a": {"b": leaf}})
+    with pytest.raises(ValueError, match="a.b holds"): make_rows("epoch", {"a": {"b": leaf}})
 
 @pytest.mark.parametrize("name", ["kind", "lane", "nonfinite", "epoch"])
 def test_keys_are_no_metrics(name):
-    with pytest.raises(ValueError, match="by keyword"): record_rows("epoch", {name: 1.})
+    with pytest.raises(ValueError, match="by keyword"): make_rows("epoch", {name: 1.})
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.dictionaries(st.sampled_from(["a", "b.c", "d"]), st.floats(allow_nan=False)), st.data())
 def test_every_number_lands_in_one_row(n, once, data):
     each = st.lists(st.floats(allow_nan=False), min_size=n, max_size=n)
     lanes = {f"lanes.{k}": data.draw(each) for k in data.draw(st.sets(st.sampled_from("xyz")))}
-    made = record_rows("epoch", {**once, **lanes}, epoch=0)
+    made = make_rows("epoch", {**once, **lanes}, epoch=0)
     assert len(made) == bool(once) + (n if lanes else 0)
     for name, value in once.items(): assert [r[name] for r in made if name in r] == [value]
     for name, value in lanes.items(): assert series(made, name) == {i: ([0], [v]) for i, v in enumerate(value)}
 
 def test_leaves_do_not_copy_tensors():
     t = torch.zeros(2)
-    assert next(record_leaves(Record(Pair(t, 1), {})))[1] is t
+    assert next(flatten(Record(Pair(t, 1), {})))[1] is t
 
 
 # --- metrics
@@ -352,7 +351,7 @@ def test_phases_on_the_device_see_the_kernels():
 
 @pytest.mark.cuda
 def test_rows_from_device_tensors():
-    row, = record_rows("epoch", {"train.loss": torch.tensor([1.5], device="cuda")})
+    row, = make_rows("epoch", {"train.loss": torch.tensor([1.5], device="cuda")})
     assert row["train.loss"] == 1.5
 
 
@@ -374,16 +373,16 @@ def grown():
 
 def test_every_row_is_of_a_known_kind_with_names_of_its_own(grown):
     for row in grown[2]:
-        assert row["kind"] in KINDS and measured_names(row)
-        assert {find_metric(k).writer for k in measured_names(row)} == {row["kind"] + "_rows"}
+        assert row["kind"] in KINDS and metric_names(row)
+        assert {find_metric(k).kind for k in metric_names(row)} == {row["kind"]}
 
 def test_every_metric_of_a_population_is_written_and_in_its_range(grown):
     _, _, rows = grown
     kinds = {row["kind"] for row in rows}
     assert kinds == {"run", "epoch", "batch", "limit", "governor", "slot", "seed"}
-    written = {k for row in rows for k in measured_names(row)}
-    assert written == {m.name for m in METRICS.values() if m.writer.removesuffix("_rows") in kinds}
-    def odd(row): return any(not find_metric(k).covers(row[k]) for k in measured_names(row))
+    written = {k for row in rows for k in metric_names(row)}
+    assert written == {m.name for m in METRICS.values() if m.kind in kinds}
+    def odd(row): return any(not find_metric(k).covers(row[k]) for k in metric_names(row))
     assert {(row["lane"], row["epoch"]) for row in rows if odd(row)} == {(1, 7)}
 
 def test_rows_say_what_the_results_say(grown):
@@ -413,7 +412,7 @@ def test_rows_survive_a_file_and_analytics_see_the_same(grown, tmp_path):
     with Recorder([JSONLWriter(tmp_path/"rows.jsonl")]) as rec: rec.add(rows)
     back = read_rows(tmp_path/"rows.jsonl")
     assert all(map(same, back, rows)) and len(back) == len(rows)
-    for f in (rollbacks, seed_lives, stage_spells, blueprint_stats, lane_scores):
+    for f in (rollbacks, seed_lives, stage_spans, blueprint_stats, lane_scores):
         assert repr(f(back)) == repr(f(rows))
 
 def test_rollback_is_told_with_its_cost_and_recovery(grown):
@@ -440,28 +439,6 @@ def test_limits_before_any_loss_are_not_measured():
     row, = limit_rows(Governor(torch.nn.Linear(2, 1), chance=2.3), epoch=0)
     assert row["limit.value"] is None and row["limit.mean"] is None
     assert row["limit.collapse_low"] == pytest.approx(2.3 * (1 - .065))
-
-def test_a_refused_action_says_why():
-    refusal = DecisionResult(1, None, False, "too young")
-    rows = step_rows({"rent": [0., -1.]}, [Choice(), Choice("prune", "r0c0")], [refusal], step=3)
-    told = [(r["action.ok"], r["action.refused"], r["reward.total"]) for r in rows]
-    assert told == [(True, None, 0.), (False, "too young", -1.)]
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 2), st.floats(-5, 5), st.booleans()), max_size=60))
-def test_episodes_split_rewards_without_loss(steps):
-    rows = [
-        {"kind": "step", "lane": lane, "step": t, "reward.total": x, "step.terminated": end, "step.truncated": False}
-        for t, (lane, x, end) in enumerate(steps)]
-    outcomes = episode_outcomes(rows)
-    assert len(outcomes) == sum(end for *_, end in steps)
-    for lane in range(3):
-        mine = [o for o in outcomes if o.lane == lane]
-        ends = [i for i, (of, _, end) in enumerate(steps) if of == lane and end]
-        closed = [x for i, (of, x, _) in enumerate(steps) if of == lane and ends and i <= ends[-1]]
-        assert [o.number for o in mine] == list(range(len(mine))) and sum(o.length for o in mine) == len(closed)
-        assert sum(o.total for o in mine) == pytest.approx(math.fsum(closed), abs=1e-9)
-        assert all(0 < o.stability <= 1 for o in mine)
 
 def test_the_table_as_text_has_a_line_for_every_metric():
     text = metrics_markdown(METRICS.values()).splitlines()
@@ -510,9 +487,11 @@ def play(mode, steps=14, growth=True):
 
 def test_rows_of_an_environment_tell_every_seed_once():
     env, rows = play("NextStep")
+    for row in rows: assert {find_metric(k).kind for k in metric_names(row)} <= {row["kind"]}
+    assert all(row["action.refused"] is None or not row["action.ok"] for row in pick_rows(rows, "step"))
     events = [row["seed.event"] for row in pick_rows(rows, "seed")]
     for event, counted in (("germinate", "germinated"), ("prune", "pruned")):
-        told = sum(getattr(r, counted) for r in env.records) + int(getattr(env.tallies, counted).sum())
+        told = sum(getattr(r, counted) for r in env.records) + int(getattr(env.sums, counted).sum())
         assert events.count(event) == told > 0
     back, = pick_rows(rows, "governor")
     by = {row["seed.by"] for row in pick_rows(rows, "seed", lane=1, epoch=back["epoch"])}

@@ -5,15 +5,15 @@ import sys
 
 import pytest
 
-from esper_nb.record.rows import record_rows
-from esper_nb.record.trackers import MLflowWriter, TrackioWriter, WandbWriter, gather_rows
+from esper_nb.record.rows import make_rows
+from esper_nb.record.trackers import MLflowWriter, TrackioWriter, WandbWriter, metrics_by_step
 from esper_nb.run.cli import main
 from esper_nb.run.runs import open_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = [w for s in ("env.num_envs=2", "env.horizon=3", "ppo.num_steps=3", "ppo.num_minibatches=1", "env.limit=64",
                      "env.workers=1", "save_every=1") for w in ("--set", s)]
-ROWS = [row for t in range(3) for row in record_rows("epoch", {"train.loss": [1. / (t + 1), .5], "lr": .1}, epoch=t)]
+ROWS = [row for t in range(3) for row in make_rows("epoch", {"train.loss": [1. / (t + 1), .5], "lr": .1}, epoch=t)]
 
 
 def need(name):
@@ -21,7 +21,7 @@ def need(name):
 
 
 def test_one_message_a_step():
-    told = gather_rows(ROWS)
+    told = metrics_by_step(ROWS)
     assert list(told) == [0, 1, 2] and told[1].numbers == {"train.loss/lane0": .5, "train.loss/lane1": .5, "lr": .1}
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from esper_nb.core.devices import repeatable
-from esper_nb.train import trainer
 from esper_nb.train.faults import Fault, list_faults
 from esper_nb.guard.reports import GovernorConfig
 from esper_nb.grow.hosts import GPTConfig
@@ -15,10 +14,10 @@ from esper_nb.core.lanes import lane, lane_state
 from esper_nb.core.layers import by_lane
 from esper_nb.core.workers import Workers, plan, use_threads
 from esper_nb.train.graphs import Graphs
-from esper_nb.train.population import LOOKED_AT, FitConfig, check_out, new_population, site_signals, traced
+from esper_nb.train.population import LOOKED_AT, FitConfig, Population, new_population, site_signals, traced
 from esper_nb.train.tasks import get_task
 from esper_nb.train.trainer import fit, run_epoch
-from esper_nb.train.worth import evaluate
+from esper_nb.train.ablation import evaluate
 
 # A small learning rate: at 0.02 one ReLU that rounding tips over grows to 2e-3 within 17 steps,
 # in plain PyTorch with one and two threads too.
@@ -158,8 +157,8 @@ def test_plan_is_pure_and_workers_keep_the_threads_of_the_caller():
 
 
 def test_operations_use_one_core_beside_working_threads_and_in_a_small_group_and_else_all(monkeypatch):
-    seen, really = [], trainer.check_out
-    monkeypatch.setattr(trainer, "check_out", lambda *a: (seen.append(torch.get_num_threads()), really(*a))[1])
+    seen, really = [], Population.check_out
+    monkeypatch.setattr(Population, "check_out", lambda *a: (seen.append(torch.get_num_threads()), really(*a))[1])
     with use_threads(3):
         large = dict(batch_size=640)   # an activation of 0.6 MB for each lane
         for kw in (dict(workers=2), dict(workers=2, lanes=1), dict(workers=1, width=2),
@@ -185,7 +184,7 @@ def test_signals_of_a_large_batch_are_those_of_its_first_examples():
     pop = new_population(TASKS["digits"], FitConfig(lanes=3, epochs=3, precision="fp32"), data=DATA["digits"])
     x, y = pop.data.epoch(0, range(3), 0, LOOKED_AT)[0]
     def signals(times):
-        g = check_out(pop, [(0, 1, 2)])[0]
+        g = pop.check_out([(0, 1, 2)])[0]
         g.stepper.zero_grad()
         g.net.train()
         with traced(g.net):

@@ -7,8 +7,8 @@ __all__ = ['FAMILIES', 'SEED_LAYOUTS', 'Blueprint', 'blueprint', 'forget_bluepri
            'make_blueprint', 'open_relu', 'Residual', 'norm_groups', 'Noop', 'NormSeed', 'SqueezeExcite', 'norm_seed',
            'depthwise', 'bottleneck', 'conv_small', 'conv_light', 'conv_heavy', 'LaneMLP', 'LaneFlexAttention',
            'layer_norm_seed', 'lora', 'lora_large', 'causal_attention', 'flex_causal_attention', 'mlp_small', 'mlp',
-           'blueprint_size', 'probe', 'smoke_test', 'PlainSeed', 'seed_ports', 'turned', 'out_of_place',
-           'plain_blueprint']
+           'blueprint_size', 'probe', 'smoke_test', 'plain_blueprint', 'PlainSeed', 'seed_ports', 'turned',
+           'out_of_place']
 
 # %% ../../nbs/grow/20_blueprints.ipynb #32f24c32
 import difflib
@@ -35,7 +35,7 @@ from ..core.random import seeded
 FAMILIES = {"cnn": 64, "transformer": 384} # family -> channels at which sizes are declared
 
 class Blueprint(NamedTuple):
-    "How to make one kind of seed."
+    "One kind of seed, and how to make it."
     name: str
     family: str # "cnn" or "transformer"
     declared: int # parameters at the reference width of the family
@@ -43,6 +43,63 @@ class Blueprint(NamedTuple):
     options: tuple[str, ...] # names of its options
 
 _blueprints: dict[tuple[str, str], Blueprint] = {}
+
+def blueprint(
+    name: str, # unique within the family
+    family: str, # "cnn" or "transformer"
+    declared: int, # parameters at the reference width
+):
+    """
+    Register the function below as a blueprint: `build(channels, lanes, **options)` makes a shape-keeping module.
+
+    The module must be built from lane layers, so that lanes never mix; `plain_blueprint` takes any module.
+
+    Raises
+    ------
+    ValueError
+        The name is taken, the family unknown, or the function needs more than channels and lanes.
+
+    Examples
+    --------
+    >>> from esper_nb.core.layers import conv2d
+    >>> from esper_nb.grow.blueprints import blueprint, forget_blueprint, list_blueprints
+    >>> @blueprint("pixelwise", "cnn", 4_096)
+    ... def pixelwise(channels, lanes): return conv2d(channels, channels, 1, lanes, bias=False)
+    >>> "pixelwise" in list_blueprints(family="cnn")
+    True
+    >>> forget_blueprint("pixelwise", "cnn").declared
+    4096
+    """
+    check(family in FAMILIES, "family", family, " or ".join(map(repr, FAMILIES)))
+    check(isinstance(name, str) and name.isidentifier(), "blueprint", name, "a name such as 'conv_tiny'")
+    check_count(f"declared size of {name}", declared, 0)
+    def register(build):
+        check((family, name) not in _blueprints, "blueprint", name, f"a name that {family} does not have yet")
+        _blueprints[family, name] = Blueprint(name, family, declared, build, _options(name, build))
+        return build
+    return register
+
+def forget_blueprint(
+    name: str, # as listed
+    family: str, # "cnn" or "transformer"
+) -> Blueprint: # the one that was removed
+    """
+    Take a blueprint out of the registry; slots that were made with it keep theirs.
+
+    Raises
+    ------
+    ValueError
+        The family has no blueprint of that name.
+
+    Examples
+    --------
+    >>> from esper_nb.grow.blueprints import forget_blueprint, plain_blueprint
+    >>> plain_blueprint("dense", "BC")(lambda channels: nn.Linear(channels, channels))(4)
+    Linear(in_features=4, out_features=4, bias=True)
+    >>> forget_blueprint("dense", "transformer").name
+    'dense'
+    """
+    return _blueprints.pop((family, get_blueprint(name, family).name))
 
 def _options(name: str, build: Callable[..., nn.Module]) -> tuple[str, ...]:
     "Names of the options of a function that makes seeds; it must take channels and lanes, and need nothing else."
@@ -55,38 +112,36 @@ def _options(name: str, build: Callable[..., nn.Module]) -> tuple[str, ...]:
           "channels, lanes, and options that all have a default")
     return tuple(p.name for p in rest[1:])
 
-def blueprint(
-    name: str, # unique within the family
-    family: str, # "cnn" or "transformer"
-    declared: int, # parameters at the reference width
-):
-    "Register the function below as a blueprint: `build(channels, lanes, **options)` makes a shape-keeping module."
-    check(family in FAMILIES, "family", family, " or ".join(map(repr, FAMILIES)))
-    check(isinstance(name, str) and name.isidentifier(), "blueprint", name, "a name such as 'conv_tiny'")
-    check_count(f"declared size of {name}", declared, 0)
-    def register(build):
-        check((family, name) not in _blueprints, "blueprint", name, f"a name that {family} does not have yet")
-        _blueprints[family, name] = Blueprint(name, family, declared, build, _options(name, build))
-        return build
-    return register
-
-def forget_blueprint(name: str, family: str) -> Blueprint: # the one that is gone
-    "Take a blueprint out of the registry; slots that were made with it keep theirs."
-    return _blueprints.pop((family, get_blueprint(name, family).name))
-
 # %% ../../nbs/grow/20_blueprints.ipynb #9da97364
 def list_blueprints(
     pattern: str = "*", # shell-style: "conv*"
     family: str | None = None, # one family, default all
 ) -> list[str]: # each name once, small ones first
-    "Names of the blueprints that match."
+    """
+    Return the names of the blueprints that match, each once.
+
+    The order is that of the declared sizes and then of the names, in which a slot numbers what may grow in it.
+
+    Raises
+    ------
+    ValueError
+        There is no such family.
+
+    Examples
+    --------
+    >>> from esper_nb import list_blueprints
+    >>> list_blueprints("conv*", "cnn")
+    ['conv_small', 'conv_light', 'conv_heavy']
+    >>> list_blueprints("lora*")
+    ['lora', 'lora_large']
+    """
     expected = f"{' or '.join(map(repr, FAMILIES))}, or None for all"
     check(family is None or family in FAMILIES, "family", family, expected)
     found = [b for b in _blueprints.values() if family in (None, b.family) and fnmatch.fnmatch(b.name, pattern)]
     return list(dict.fromkeys(b.name for b in sorted(found, key=lambda b: (b.declared, b.name))))
 
 def get_blueprint(name: str, family: str) -> Blueprint:
-    "Look a blueprint up; an unknown name is answered with the nearest known one."
+    "Look a blueprint up; the error for an unknown name suggests the nearest one."
     known = list_blueprints(family=family)
     near = difflib.get_close_matches(str(name), known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -101,7 +156,7 @@ def make_blueprint(
     lanes: int = 1, # n
     **options, # of this blueprint
 ) -> nn.Module: # drawn from torch's global stream; see `lanes.reset_lanes` for one stream per lane
-    "Make a seed module."
+    "Make a seed module, and check that it has the lanes."
     b = get_blueprint(name, family)
     known = f"one of {', '.join(b.options)}" if b.options else "none: it has no options"
     for k in options: check(k in b.options, f"option of {name}", k, known)
@@ -118,7 +173,7 @@ def make_blueprint(
 
 # %% ../../nbs/grow/20_blueprints.ipynb #91ccbd5d
 def open_relu(x: Tensor) -> Tensor: # (...)
-    "ReLU whose slope at exactly 0 is 1, so that a branch that starts at zero can learn."
+    "Return the ReLU, whose slope at exactly 0 is 1 here, so that a branch that starts at zero can learn."
     return F.threshold(x, -torch.finfo(x.dtype).tiny, 0.)
 
 class Residual(nn.Module):
@@ -130,7 +185,7 @@ class Residual(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        "Start as the identity, where that is asked for."
+        "Start as the identity, if `zero` is set."
         if self.zero: self.zero_last()
 
     def zero_last(self):
@@ -143,7 +198,7 @@ class Residual(nn.Module):
 
 # %% ../../nbs/grow/20_blueprints.ipynb #c2bfcd2e
 def norm_groups(channels: int) -> int:
-    "Groups of a norm: the most, out of powers of two up to 32, that leave 16 channels in each."
+    "Return the groups of a norm: the most, out of powers of two up to 32, that leave 16 channels in each."
     return next((g for g in (32, 16, 8, 4, 2) if channels % g == 0 and channels // g >= 16), 1)
 
 def _norm(c, n): return group_norm(norm_groups(c), c, n)
@@ -184,7 +239,7 @@ class SqueezeExcite(nn.Module):
         nn.init.constant_(self.fc2.bias, 3.)
 
     def rest(self, x: Tensor) -> Tensor:
-        "What it returns at birth; a blend that multiplies compares it with this, and begins as the identity."
+        "Return the output at birth; a blend that multiplies compares the seed with it, and begins as the identity."
         return x * torch.tensor(3.).sigmoid().item()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -302,7 +357,7 @@ def blueprint_size(
     channels: int, # features of one lane
     **options, # of this blueprint
 ) -> int: # trainable parameters of one lane
-    "The true size at a width; nothing is allocated."
+    "Count the parameters at a width; nothing is allocated."
     with torch.device("meta"): module = make_blueprint(name, family, channels, **options)
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
@@ -312,7 +367,7 @@ def probe(
     family: str, # "cnn" or "transformer"
     channels: int, # features of all lanes together
 ) -> Tensor: # (1, channels, 8, 8) or (2, 8, channels), values in [-1, 1]
-    "Fixed features to try a module on."
+    "Return fixed features to try a module on."
     shape = (1, 8, 8, channels) if family == "cnn" else (2, 8, channels)
     x = torch.arange(float(torch.Size(shape).numel())).mul_(.7).sin_().view(shape)
     return x.permute(0, 3, 1, 2) if family == "cnn" else x
@@ -337,8 +392,40 @@ def smoke_test(
         raise RuntimeError(f"{name} returned numbers that are not finite on a probe between -1 and 1; "
                            "check its initial values")
 
-# %% ../../nbs/grow/20_blueprints.ipynb #f3c8ae06
+# %% ../../nbs/grow/20_blueprints.ipynb #7ed20520
 SEED_LAYOUTS = dict(BCHW="cnn", BLD="transformer", BCL="transformer", BC="transformer") # shape -> family of slots
+
+def plain_blueprint(
+    name: str, # unique within the family
+    layout: str, # one of SEED_LAYOUTS: the shape that the module takes and keeps
+):
+    """
+    Register the function below, `channels -> module`, as a blueprint; further arguments with defaults are its options.
+
+    The module may be any that keeps the shape of its input. It is made once, run on a probe and counted.
+
+    Raises
+    ------
+    ValueError
+        The name is taken, or the module changes the shape, writes into its input or returns what is not finite.
+
+    Examples
+    --------
+    >>> from esper_nb.grow.blueprints import blueprint_size, forget_blueprint, plain_blueprint
+    >>> @plain_blueprint("blur", "BCHW")
+    ... def blur(channels): return nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
+    >>> blueprint_size("blur", "cnn", channels=8)
+    80
+    >>> forget_blueprint("blur", "cnn").declared # at 64 channels
+    640
+    """
+    check(layout in SEED_LAYOUTS, "layout", layout, f"one of {', '.join(SEED_LAYOUTS)}")
+    def register(factory: Callable[..., nn.Module]):
+        @wraps(factory)
+        def safe(*args, **options): return out_of_place(factory(*args, **options))
+        blueprint(name, SEED_LAYOUTS[layout], _trial(name, safe, layout))(_builder(safe, layout))
+        return factory
+    return register
 
 class PlainSeed(LaneModule):
     "n copies of an ordinary module in a slot; made by `make_blueprint`."
@@ -353,11 +440,40 @@ class PlainSeed(LaneModule):
 def seed_ports(layout: str) -> Ports: return Ports(-1, -1) if layout == "BLD" else Ports(1, 1)
 
 def turned(f: Callable[[Tensor], Tensor], x: Tensor, layout: str) -> Tensor: # x as a slot has it
-    "Run a function on features in the shape that it takes."
+    "Run a function on features of a slot in the shape that it takes."
     if layout == "BCL": return f(x.transpose(1, 2)).transpose(1, 2)
     return f(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if layout == "BC" else f(x)
 
-# %% ../../nbs/grow/20_blueprints.ipynb #3da38863
+def out_of_place(
+    module: nn.Module, # changed, if it has such layers; anything else is handed back as it is
+) -> nn.Module: # the same
+    "Set `inplace=False` in every layer, since what a seed reads is what the host goes on with."
+    for m in module.modules() if isinstance(module, nn.Module) else ():
+        if getattr(m, "inplace", False): setattr(m, "inplace", False)
+    return module
+
+def _trial(name: str, factory: Callable[..., nn.Module], layout: str) -> int: # parameters
+    "Make a seed at the width at which sizes are declared, and try it; a `ValueError` names what is wrong."
+    family = SEED_LAYOUTS[layout]
+    width = FAMILIES[family]
+    try:
+        with seeded(0, "trial"): module = factory(width)
+        check(isinstance(module, nn.Module), f"what {name} makes", type(module).__name__, "a module")
+        lazy = [k for k, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+        check(not lazy, f"parameters of {name}", lazy, "sizes that are known from the channels")
+        x = probe(family, width)
+        given = torch.cat([x, x])
+        with torch.no_grad(): y = turned(module.eval(), given, layout)
+        check(torch.equal(given, torch.cat([x, x])), f"what {name} does to its input", "written over",
+              "an operation that leaves it alone, such as x.relu() for x.relu_(): the host reads it, too")
+        got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        check(got == (2 * len(x), *x.shape[1:]), f"what comes out of {name}", got, "the shape that went in")
+        check(bool(y.isfinite().all()), f"what comes out of {name}", "not finite", "finite numbers between -1 and 1")
+        with seeded(0, "trial"): _form(factory, width, (), layout)
+    except Exception as e:
+        raise ValueError(f"blueprint {name} cannot be registered for {layout} ({type(e).__name__}: {e})") from e
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
 @lru_cache(256)
 def _form(factory: Callable[..., nn.Module], channels: int, options: tuple[tuple[str, object], ...],
           layout: str) -> LaneForm:
@@ -381,48 +497,3 @@ def _builder(factory: Callable[..., nn.Module], layout: str) -> Callable[..., nn
     place = first.replace(name="channels", kind=first.POSITIONAL_OR_KEYWORD)
     setattr(build, "__signature__", inspect.Signature([place, lanes, *own]))
     return build
-
-# %% ../../nbs/grow/20_blueprints.ipynb #d0840f36
-def out_of_place(
-    module: nn.Module, # changed, if it has such layers; anything else is handed back as it is
-) -> nn.Module: # the same
-    "Set `inplace=False` in every layer, since what a seed reads is what the host goes on with."
-    for m in module.modules() if isinstance(module, nn.Module) else ():
-        if getattr(m, "inplace", False): setattr(m, "inplace", False)
-    return module
-
-# %% ../../nbs/grow/20_blueprints.ipynb #7ed20520
-def _trial(name: str, factory: Callable[..., nn.Module], layout: str) -> int: # parameters
-    "Make a seed at the width at which sizes are declared, and try it; a ValueError says what is wrong."
-    family = SEED_LAYOUTS[layout]
-    width = FAMILIES[family]
-    try:
-        with seeded(0, "trial"): module = factory(width)
-        check(isinstance(module, nn.Module), f"what {name} makes", type(module).__name__, "a module")
-        lazy = [k for k, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-        check(not lazy, f"parameters of {name}", lazy, "sizes that are known from the channels")
-        x = probe(family, width)
-        given = torch.cat([x, x])
-        with torch.no_grad(): y = turned(module.eval(), given, layout)
-        check(torch.equal(given, torch.cat([x, x])), f"what {name} does to its input", "written over",
-              "an operation that leaves it alone, such as x.relu() for x.relu_(): the host reads it, too")
-        got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        check(got == (2 * len(x), *x.shape[1:]), f"what comes out of {name}", got, "the shape that went in")
-        check(bool(y.isfinite().all()), f"what comes out of {name}", "not finite", "finite numbers between -1 and 1")
-        with seeded(0, "trial"): _form(factory, width, (), layout)
-    except Exception as e:
-        raise ValueError(f"blueprint {name} cannot be registered for {layout} ({type(e).__name__}: {e})") from e
-    return sum(p.numel() for p in module.parameters() if p.requires_grad)
-
-def plain_blueprint(
-    name: str, # unique within the family
-    layout: str, # one of SEED_LAYOUTS: the shape that the module takes and keeps
-):
-    "Register the function below, `channels -> module`, as a blueprint."
-    check(layout in SEED_LAYOUTS, "layout", layout, f"one of {', '.join(SEED_LAYOUTS)}")
-    def register(factory: Callable[..., nn.Module]):
-        @wraps(factory)
-        def safe(*args, **options): return out_of_place(factory(*args, **options))
-        blueprint(name, SEED_LAYOUTS[layout], _trial(name, safe, layout))(_builder(safe, layout))
-        return factory
-    return register

@@ -137,13 +137,13 @@ class Growing(nn.Module):
 
     def factorial(self,
         x: Tensor, # a batch
-        slots: Sequence[str] | None = None, # slots to switch; default those with a seed that is heard in any lane
+        slots: Sequence[str] | None = None, # slots to switch; default those with a seed that changes any lane's output
         stacked: bool | None = None, # one large batch, equal to rounding; default for a walk on a GPU
     ) -> tuple[Tensor, list[tuple[str, ...]]]: # logits (2^k, B, ...), and for each entry the slots that are on
         "Return the logits of every on/off combination of the slots' seeds, as separate evaluations would give them."
         for k in slots or (): self.slot(k)
         with evaluating(self):
-            names = [k for k in self.names if (self.is_heard(k) if slots is None else k in slots)]
+            names = [k for k in self.names if (self.changes_output(k) if slots is None else k in slots)]
             expected = f"at most {MAX_BRANCHES} slots for all combinations; name fewer, or sample them"
             check(len(names) <= MAX_BRANCHES, "slots", names, expected)
             on = combinations_of(names)
@@ -158,7 +158,7 @@ class Growing(nn.Module):
             with self.disable_seeds([k for k in names if k not in on]): out.append(self(x))
         return out
 
-    def is_heard(self, slot: str) -> bool:
+    def changes_output(self, slot: str) -> bool:
         "Tell whether a slot changes the features of any lane, in the present mode."
         return self.slot(slot).enabled and bool(self.slot(slot).roles())
 
@@ -234,7 +234,30 @@ def combinations_of(names: Sequence[str]) -> list[tuple[str, ...]]: # 2^k, the f
 
 # %% ../../nbs/grow/25_models.ipynb #695d19da
 class GrowingModel(Growing):
-    "A host with slots at some of its sites."
+    """
+    A host with slots at some of its sites, in n lanes.
+
+    It computes what the host does until a seed is blended; lanes are independent networks. Call the verbs between
+    epochs and `tick()` after every epoch; `take_fresh` and `active` tell an optimizer what to start afresh and step.
+
+    Raises
+    ------
+    ValueError
+        `slots` names no site of the host, or `blueprints` no blueprint of its family.
+
+    Examples
+    --------
+    >>> from esper_nb.grow.hosts import CNNConfig, new_host
+    >>> host = new_host(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=3)
+    >>> model = GrowingModel(host, ["r0c1"], blueprints=["conv_light", "norm"])
+    >>> model.germinate("r0c1", "conv_light", lanes=[0, 2])
+    >>> [s.stage.name for s in model.slot("r0c1").states()]
+    ['GERMINATED', 'DORMANT', 'GERMINATED']
+    >>> model.advance("r0c1", 0)[0].message
+    'G1 to TRAINING: passed stage is GERMINATED'
+    >>> model(torch.zeros(5, 3, 8, 8)).shape # pictures of three lanes, and their ten logits each
+    torch.Size([5, 30])
+    """
     walks = True
 
     def __init__(self,
@@ -247,9 +270,10 @@ class GrowingModel(Growing):
         options: Mapping[str, Mapping] | None = None, # blueprint -> its options
     ):
         super().__init__()
-        sites = f"a list of sites, each once: some of {', '.join(s.name for s in host.sites)}"
-        check(not isinstance(slots, str) and 0 < len(slots) == len(set(slots)), "slots", slots, sites)
-        for k in slots: host.point(k)  # raises for an unknown site
+        sites = [s.name for s in host.sites]
+        good = not isinstance(slots, str) and 0 < len(slots) == len(set(slots))
+        check(good, "slots", slots, f"a list of sites, each once: some of {', '.join(sites)}")
+        for k in slots: check(k in sites, "site", k, f"one of {', '.join(sites)}")
         self.host, self.lanes = host, host.lanes
         family = family or ("transformer" if isinstance(host, GPTHost) else "cnn")
         may_grow = {k: slots[k] if isinstance(slots, Mapping) else blueprints for k in slots}
@@ -309,7 +333,22 @@ class Status(NamedTuple):
 DECISION_VERBS = ("wait", "germinate", "advance", "set_alpha", "prune", "schedule_prune", "fossilize")
 
 class Decision(NamedTuple):
-    "What to do with one lane before an epoch."
+    """
+    An operation on one lane: a verb, the slot, and for a germination the blueprint.
+
+    Controllers return decisions, and `apply_decision` carries them out: a misspelt verb, slot or blueprint raises, a
+    move that is illegal or that a gate stops comes back as a `DecisionResult` with `ok=False` and the reason.
+
+    Examples
+    --------
+    >>> from esper_nb.grow.hosts import CNNConfig, new_host
+    >>> from esper_nb.grow.models import apply_decision
+    >>> model = GrowingModel(new_host(CNNConfig(in_channels=1, size=8, base=4, blocks=1)), ["r0c0"])
+    >>> apply_decision(model, 0, Decision("germinate", "r0c0", "norm", settings=dict(tempo=3))).ok
+    True
+    >>> apply_decision(model, 0, Decision("germinate", "r0c0", "norm")).message
+    'slot r0c0, lane 0: the slot is not empty but GERMINATED; prune the seed first'
+    """
     verb: str = "wait" # one of DECISION_VERBS
     slot: str | None = None # where
     blueprint: str | None = None # what to germinate
@@ -318,11 +357,11 @@ class Decision(NamedTuple):
     settings: Mapping = {} # passed to the verb: blend, tempo, steps, target, force ...
 
 class DecisionResult(NamedTuple):
-    "A decision, and what became of it."
+    "A decision, whether the model carried it out, and why not."
     lane: int
     decision: Decision
-    ok: bool # the model did it
-    message: str # what a gate said, or why it was refused
+    ok: bool # carried out
+    message: str # the verdict of a gate, or the reason of a refusal
 
 # %% ../../nbs/grow/25_models.ipynb #643c6a3a
 def apply_decision(model: Growing, lane: int, d: Decision) -> DecisionResult:

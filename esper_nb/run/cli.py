@@ -17,7 +17,7 @@ from .. import __version__
 from ..core.config import check, parse_settings
 from ..core.devices import keep_freed_memory
 from ..learn.learner import exit_on_signal
-from ..record.files import check_target
+from ..record.files import check_output
 from ..record.trackers import TRACKERS
 from .compare import comparison_text
 from .exports import export_run
@@ -80,8 +80,8 @@ def _compare(args: argparse.Namespace) -> None:
     config = _chosen_recipe(args)
     check(args.seeds >= 1, "--seeds", args.seeds, "at least 1")
     check_faults(config)
-    target = check_target(args.out or f"compare_{config.name}.json", [".json"])
-    picture = check_target(target.with_suffix(".png"))
+    target = check_output(args.out or f"compare_{config.name}.json", [".json"])
+    picture = check_output(target.with_suffix(".png"))
     first = 0 if args.seed is None else args.seed
     store = RepeatStore(target.with_suffix(".seeds"), config)
     with tqdm(total=args.seeds * config.ppo.num_updates, unit="update", disable=None) as bar:

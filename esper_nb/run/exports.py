@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from ..core.config import check
 from ..grow.export import check_same, export_model
-from ..record.files import check_target, new_file, save_tensors
+from ..record.files import check_output, new_file, save_tensors
 from ..record.writers import RunFolder
 from .compare import PolicyPlayer, compare_controllers
 from .recipes import fair_env
 from .runs import open_run
 from ..train.datasets import is_own, read_own
-from ..train.worth import evaluate
+from ..train.ablation import evaluate
 from ..train.population import FitConfig, Population, new_population
 from ..train.data import TargetData, TextData
 from ..train.tasks import Task
@@ -42,7 +42,7 @@ def _played_again(path: Path) -> GrownLanes: # of `esper-nb train`
     play, = compare_controllers(env, {"PPO": lambda seed: PolicyPlayer(run.learner, run.config.sampled, seed)},
                                 [run.config.seed]).plays
     env.close()
-    return GrownLanes(env.parts, list(play.heldout_accuracy_pp), list(play.test_accuracy_pp))
+    return GrownLanes(list(env.parts), list(play.heldout_accuracy_pp), list(play.test_accuracy_pp))
 
 def _read_again(path: Path, config: dict[str, Any]) -> GrownLanes: # of `esper-nb fit`
     "The population that was trained."
@@ -137,7 +137,7 @@ def export_run(
     lane: int | None = None, # None: the best on the held-out split
 ) -> Exported:
     "One network of a run as a file, and beside it what it must be fed."
-    target = check_target(Path(path)/"network.onnx" if out is None else out, SUFFIXES)
+    target = check_output(Path(path)/"network.onnx" if out is None else out, SUFFIXES)
     if target.suffix == ".onnx": _need_onnx()
     grown = regrow(path)
     scores, count = torch.tensor(grown.heldout_accuracy_pp), len(grown.heldout_accuracy_pp)

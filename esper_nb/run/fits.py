@@ -24,7 +24,7 @@ from ..train.faults import Fault, disturb_at
 from ..train.population import FitConfig, Population, new_population
 from ..train.tasks import Task, get_task
 from ..train.trainer import run_epoch
-from ..train.worth import evaluate
+from ..train.ablation import evaluate
 
 # %% ../../nbs/run/86_fits.ipynb #c58319ee
 def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom

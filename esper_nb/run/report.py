@@ -18,11 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ..control.observations import observation_help
 from ..record.alarms import alarm_kinds, find_metric
-from esper_nb.record.analytics import (
-    action_mix, blueprint_stats, changed_settings, conclusion_text, lane_scores, option_text, phase_shares, pick_rows,
-    reward_mix, rollbacks)
-from ..record.files import check_target, new_file
+from ..record.analytics import (
+    action_mix, blueprint_stats, changed_settings, conclusion_text, lane_scores, observation_ranges, option_text,
+    phase_shares, pick_rows, reward_mix, rollbacks)
+from ..record.files import check_output, new_file
 from ..record.rows import Row
 from ..record.writers import RunFolder, read_rows
 from .compare import Comparison, comparison_text
@@ -59,7 +60,7 @@ def write_report(
     """
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(p) for p in path]
     place = paths[0] if len(paths) == 1 else paths[0].resolve().parent
-    target = place/"report.html" if out is None else check_target(out, [".html", ".htm"])
+    target = place/"report.html" if out is None else check_output(out, [".html", ".htm"])
     page = report_html(*map(RunFolder, paths))
     with new_file(target if out is None else target.resolve()) as part: part.write_text(page, encoding="utf-8")
     return target
@@ -269,8 +270,10 @@ def _choices_section(rows: list[Row]) -> str:
     if not pick_rows(rows, "step"): return ""
     ops = [[k.replace("_", " "), f"{share:.1%}", f"{refused:.1%}"] for k, (share, refused) in action_mix(rows).items()]
     paid = [(k.replace("_", " "), v) for k, v in reward_mix(rows).items()]
+    seen = [(k, *v, observation_help(k)) for k, v in observation_ranges(rows).items()]
     return (table_html(["operation", "share of steps", "refused"], ops)
             + table_html(["paid for", "mean of a step"], paid)
+            + table_html(["observed", "lowest", "mean", "highest", "what it is"], seen)
             + f"<p>{doc_link('control/actions', 'What the operations do')}, "
               f"{doc_link('control/rewards', 'what is paid for')}.</p>")
 

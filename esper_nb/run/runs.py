@@ -27,7 +27,7 @@ from ..record.alarms import AlarmWatch, alarm_rows
 from ..record.analytics import run_origin, time_text
 from ..record.checkpoints import EnvState, load_checkpoint, previous_checkpoint, save_checkpoint
 from ..record.files import FolderLock, new_file, refuse_link, save_tensors
-from ..record.rows import EnvRows, Row, record_rows, run_rows, update_rows
+from ..record.rows import EnvRows, Row, make_rows, run_rows, update_rows
 from ..record.trackers import check_trackers, open_trackers
 from ..record.writers import JSONLWriter, Recorder, RunFolder, count_rows, cut_rows, new_run
 from .compare import (
@@ -394,7 +394,7 @@ class Run:
         result = compare_controllers(env, controllers, [self.config.seed], say, note)
         env.close()
         mine, *rest = result.plays
-        rows += record_rows("test", {"test": dict(accuracy_pp=list(mine.test_accuracy_pp))}, epoch=env.horizon)
+        rows += make_rows("test", {"test": dict(accuracy_pp=list(mine.test_accuracy_pp))}, epoch=env.horizon)
         mine = mine._replace(practice_seconds=self.seconds, practice_cpu_s=self.cpu_s)
         return result._replace(plays=(mine, *rest)), rows
 

@@ -1,10 +1,10 @@
 // The live picture of a session: losses inside their limits, every lane at a glance, one lane's slots.
 //
-// Names used throughout: `ctx` is the drawing context; `look` holds colours and font; `run` is what the page knows;
-// `box` is a rectangle {x, y, w, h} of the canvas; `X` and `Y` turn a batch and a loss into pixels. An incident has `x`
-// (batch of the panic), `end` (batch at which training went on), `back` (batch of the state put back, or null) and
-// `recovered` (batch of the first loss as good as before, or null). A loss of Infinity was not finite, NaN was not
-// measured.
+// Names used throughout: `ctx` is the drawing context; `look` holds colours and font; `run` is the page's copy of the
+// session; `box` is a rectangle {x, y, w, h} of the canvas; `X` and `Y` turn a batch and a loss into pixels. An
+// incident has `x` (batch of the anomaly), `end` (batch at which training resumed), `back` (batch of the restored
+// snapshot, or null) and `recovered` (batch of the first loss as good as before, or null). A loss of Infinity was not
+// finite, NaN was not measured.
 
 const DASH = {limit: [], absolute: [7, 4], rise: [1.5, 4]};
 const RAIL = 15; // pixels above the loss axis where losses stand that are not finite
@@ -18,7 +18,7 @@ const TAKEN_OUT = 8; // lowest stage of a seed that was taken out
 
 const floats = view => new Float32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 
-// ---------------------------------------------------------------- what a page knows
+// ---------------------------------------------------------------- the page's copy of a session
 
 // Rows of numbers that grow at their end.
 class Table {
@@ -58,7 +58,7 @@ class Table {
   }
 }
 
-// What this page knows of a session; one for all views of a widget.
+// The page's copy of a session; one for all views of a widget.
 class Run {
   constructor(model) {
     this.model = model;
@@ -68,28 +68,28 @@ class Run {
     this.incidents = new Map();
     this.recent = false; // whether only the newest batches are shown
     this.number = 0; // of the newest packet
-    this.html = {}; // words around the picture
-    this.asked = null; // the newest button that no packet has answered yet
+    this.html = {}; // text around the picture
+    this.requested = null; // the newest button that no packet has answered yet
     this.until = [0, 0]; // end of the axis for the whole run and for the newest batches
-    model.on("msg:custom", (message, buffers) => this.take(message, buffers));
+    model.on("msg:custom", (message, buffers) => this.receive(message, buffers));
     model.on("change:lane", () => this.changed());
     globalThis.document?.addEventListener("visibilitychange", () => this.answer());
     this.hello(100);
   }
 
-  // A page that reloads may speak before the kernel hears it, so it says hello again until it is heard.
+  // A page that reloads may send before the kernel listens, so it repeats hello until the first packet arrives.
   hello(wait) {
     if (this.head || wait > 60000) return;
     this.model.send({kind: "hello"});
     setTimeout(() => this.hello(1.5 * wait), wait);
   }
 
-  // A page that nobody sees is silent.
+  // A hidden page does not answer.
   answer() {
     if (this.number && !globalThis.document?.hidden) this.model.send({kind: "answer", number: this.number});
   }
 
-  take(message, buffers) {
+  receive(message, buffers) {
     if (message.kind !== "packet") return;
     if (message.head) this.begin(message.head);
     if (!this.head) {
@@ -97,12 +97,12 @@ class Run {
       return;
     }
     this.loss.add(floats(buffers[0]), message.whole[0]);
-    this.edge.add(floats(buffers[1]), message.whole[1]);
+    this.states.add(floats(buffers[1]), message.whole[1]);
     this.curve.add(floats(buffers[2]), message.whole[2]);
     this.ends = this.ends.concat(message.ends).slice(-2000);
     this.status = message.status;
     this.age = message.age ?? this.age; // seconds since a cell left the panel on its page
-    if (this.asked && message.status.answered > this.asked.answered) this.asked = null;
+    if (this.requested && message.status.answered > this.requested.answered) this.requested = null;
     Object.assign(this.html, message.html);
     for (const incident of message.incidents) this.incidents.set(incident.number, incident);
     while (this.incidents.size > MOST_INCIDENTS) this.incidents.delete(this.incidents.keys().next().value);
@@ -114,11 +114,11 @@ class Run {
   begin(head) {
     this.head = head;
     this.incidents.clear();
-    this.ends = []; // place and lane of episodes that ended
+    this.ends = []; // x and lane of episodes that ended
     this.until = [0, 0];
     this.loss = new Table(1 + head.lanes); // batch, loss of every lane
-    this.edge = new Table(1 + head.lanes * (6 + head.slots.length)); // batch, limits, accuracies, slots
-    this.curve = new Table(1 + head.curves.length); // place, what a controller does
+    this.states = new Table(1 + head.lanes * (6 + head.slots.length)); // batch, limits, accuracies, slots
+    this.curve = new Table(1 + head.curves.length); // x, a controller's curves
   }
 
   pick(lane) {
@@ -135,8 +135,8 @@ class Run {
   get now() { return this.loss.rows ? this.loss.at(this.loss.rows - 1, 0) : 0; }
 
   lossOf(row, lane) { return this.loss.at(row, 1 + lane); }
-  limit(row, lane, kind) { return this.edge.at(row, 1 + lane * 5 + kind); } // effective, absolute, σ, multiple, rise
-  slot(row, slot, lane) { return decode(this.edge.at(row, 1 + this.head.lanes * 6 + slot * this.head.lanes + lane)); }
+  limit(row, lane, kind) { return this.states.at(row, 1 + lane * 5 + kind); } // effective, absolute, σ, multiple, rise
+  slot(row, slot, lane) { return decode(this.states.at(row, 1 + this.head.lanes * 6 + slot * this.head.lanes + lane)); }
   incidentsOf(lane) { return [...this.incidents.values()].filter(i => i.lane === lane); }
 
   // Batches shown; the end moves in leaps, so that most updates find the axis as it was.
@@ -327,7 +327,7 @@ class Layer {
 
 // Lowest and highest loss of the axis: room for limit and chance loss, but not for a ruined network.
 function lossRange(run, found, chance) {
-  const limit = run.limit(run.edge.rows - 1, run.lane, 0);
+  const limit = run.limit(run.states.rows - 1, run.lane, 0);
   const {low, high} = found.high > 0 ? found : {low: 0.1, high: 3};
   const cap = Math.max(limit > 0 ? limit * 1.9 : 0, chance > 0 ? chance * 1.6 : 0, low * 4);
   const even = (value, round) => 10 ** (round(Math.log10(value) * 8) / 8); // steps of a third: the axis seldom changes
@@ -374,9 +374,9 @@ function chanceBand(ctx, look, box, Y, chance, band) {
   hatch(ctx, box.x, top, box.w, height, faded(look.chance, 0.35));
 }
 
-// The path of one limit of the lane in focus, a step per edge; with a `ceiling` closed to an area below that.
+// The path of one limit of the selected lane, a step per row of states; with a `ceiling` closed to an area below that.
 function limitPath(ctx, run, kind, X, Y, ceiling) {
-  const {edge, lane} = run, closed = ceiling !== null;
+  const {states, lane} = run, closed = ceiling !== null;
   let open = false, x = 0, y = 0;
   const end = () => {
     if (open) {
@@ -389,8 +389,8 @@ function limitPath(ctx, run, kind, X, Y, ceiling) {
     open = false;
   };
   ctx.beginPath();
-  for (let row = 0; row < edge.rows; row++) {
-    const value = run.limit(row, lane, kind), here = X(edge.at(row, 0)), now = Y(value);
+  for (let row = 0; row < states.rows; row++) {
+    const value = run.limit(row, lane, kind), here = X(states.at(row, 0)), now = Y(value);
     if (!Number.isFinite(value)) {
       end();
       continue;
@@ -405,7 +405,7 @@ function limitPath(ctx, run, kind, X, Y, ceiling) {
       ctx.lineTo(here, now);
       y = now;
     }
-    x = X(row + 1 < edge.rows ? edge.at(row + 1, 0) : run.range()[1]);
+    x = X(row + 1 < states.rows ? states.at(row + 1, 0) : run.range()[1]);
   }
   end();
 }
@@ -426,7 +426,7 @@ function limits(ctx, look, run, X, Y, ceiling) {
   }
 }
 
-// All lanes; only rows that are new are drawn, unless the axes, the lane in focus or the past have changed.
+// All lanes; only rows that are new are drawn, unless the axes, the selected lane or the past have changed.
 function curves(ctx, look, run, layer, box, X, Y, first, axes) {
   const {loss, head, lane} = run, dpr = window.devicePixelRatio || 1;
   const undone = [...run.incidents.values()].filter(i => i.back !== null).length;
@@ -448,7 +448,7 @@ function curve(layer, run, lane, X, Y, {colour, width, from, newest}) {
   const {loss} = run, {ctx, pens} = layer, id = `${lane},${width}`;
   const back = run.incidentsOf(lane).filter(i => i.back !== null);
   const ends = new Set(back.map(i => loss.find(i.end) + 1));
-  const ruined = x => width > 2 && back.some(i => x > i.x && x <= i.end); // there only the thin curve tells
+  const ruined = x => width > 2 && back.some(i => x > i.x && x <= i.end); // there only the thin curve is drawn
   let {open, mean, x, y} = pens.get(id) ?? {open: false, mean: 0, x: 0, y: 0};
   ctx.strokeStyle = colour;
   ctx.lineWidth = width;
@@ -476,7 +476,7 @@ function curve(layer, run, lane, X, Y, {colour, width, from, newest}) {
 
 // Names of the lines, at their right ends, kept apart.
 function labels(ctx, look, run, box, Y, chance) {
-  const value = kind => run.limit(run.edge.rows - 1, run.lane, kind);
+  const value = kind => run.limit(run.states.rows - 1, run.lane, kind);
   const highest = [1, 2, 3].reduce((a, b) => ((value(b) || 0) > (value(a) || 0) ? b : a));
   const winner = ["", "absolute", "σ", "multiple"][highest], all = [];
   if (value(0) > 0) {
@@ -517,7 +517,7 @@ function lostStretch(ctx, look, incident, box, X) {
   hatch(ctx, x, box.y, width, box.h, faded(look.limit, 0.16));
 }
 
-// The newest incidents of the lane in focus; names only where they do not run into each other.
+// The newest incidents of the selected lane; names only where they do not run into each other.
 function rollbacks(ctx, look, run, box, X, Y, from) {
   const shown = run.incidentsOf(run.lane).filter(i => i.end > from).slice(-8).reverse();
   let free = Infinity;
@@ -540,12 +540,12 @@ function rollback(ctx, look, run, incident, box, X, Y, named) {
     if (named) snapshotTag(ctx, look, run, incident, back, box);
   }
   clearCross(ctx, look, x, y, [6, 5.5], [2.8, 5]);
-  if (named) panicTag(ctx, look, run, incident, x, y, box, X);
+  if (named) incidentTag(ctx, look, run, incident, x, y, box, X);
   const recovered = incident.recovered === null ? null : height(incident.recovered);
   if (recovered !== null) check(ctx, look, X(incident.recovered), recovered);
 }
 
-// A dashed arrow from the panic to a diamond at the state that was put back.
+// A dashed arrow from the anomaly to a diamond at the restored snapshot.
 function wayBack(ctx, look, [x, y], [backX, backY], top) {
   const peak = Math.max(top + 8, Math.min(y, backY) - 34);
   for (const [colour, width, dash] of [[faded(look.back, 0.8), 4.5, []], [look.good, 1.8, [4, 3]]]) {
@@ -577,7 +577,7 @@ function snapshotTag(ctx, look, run, incident, [x, y], box) {
   tag(ctx, look, text, at, Math.min(y + 16, box.y + box.h - 9), look.good, side);
 }
 
-function panicTag(ctx, look, run, incident, x, y, box, X) {
+function incidentTag(ctx, look, run, incident, x, y, box, X) {
   const side = x > box.x + box.w * 0.6 ? "right" : "left", top = Math.min(y, box.y + 8) + 4;
   const leftmost = Math.min(x, incident.back === null ? x : X(incident.back));
   const at = side === "left" ? Math.max(x, X(incident.end)) + 8 : leftmost - 10;
@@ -692,19 +692,18 @@ function episodes(ctx, look, run, box, X) {
   }
 }
 
-// ---------------------------------------------------------------- what a controller does
+// ---------------------------------------------------------------- the curves of a controller
 
-const CHART = [ // title, columns of the table of curves with their colours and letters
-  ["return of an episode", [[1, "focus", ""]]],
-  ["accuracy, pp", [[2, "focus", ""]]],
-  ["entropy of the policy, share", [[3, "focus", ""]]],
-  ["operations, share", [[4, "good", "germinate"], [5, "chance", "set alpha"], [6, "limit", "prune"],
-    [7, "ink", "fossilize"], [8, "focus", "advance"]]],
-];
+const TITLES = ["return of an episode", "accuracy, pp", "entropy of the policy, share"]; // columns 1 to 3 of the curves
+const COLOURS = ["good", "chance", "limit", "ink", "focus"]; // of the operations, the columns behind them
 
 function charts(ctx, look, run, box) {
-  const gap = 46, width = (box.w - CHART.length * gap) / CHART.length;
-  CHART.forEach(([title, lines], number) => {
+  const all = TITLES.map((title, number) => [title, [[number + 1, "focus", ""]]]);
+  const operations = run.head.curves.slice(TITLES.length).map((name, number) =>
+    [TITLES.length + 1 + number, COLOURS[number % COLOURS.length], name.replaceAll("_", " ")]);
+  all.push(["operations, share", operations]);
+  const gap = 46, width = (box.w - all.length * gap) / all.length;
+  all.forEach(([title, lines], number) => {
     chart(ctx, look, run, {x: gap + number * (width + gap), y: box.y, w: width, h: box.h}, title, lines);
   });
 }
@@ -751,31 +750,31 @@ function chart(ctx, look, run, box, title, lines) {
       const value = curve.at(row, column);
       if (!Number.isNaN(value)) points.push([X(curve.at(row, 0)), Y(value)]);
     }
-    stroke(ctx, look[colour], 1.6, points, [[], [6, 3], [2, 2], [8, 2, 2, 2], [1, 3]][number]);
+    stroke(ctx, look[colour], 1.6, points, [[], [6, 3], [2, 2], [8, 2, 2, 2], [1, 3]][number % 5]);
   });
 }
 
 // ---------------------------------------------------------------- the slots of one lane
 
-function swim(ctx, look, run, box, X) {
-  const {edge, head} = run, height = box.h / head.slots.length;
+function slots(ctx, look, run, box, X) {
+  const {states, head} = run, height = box.h / head.slots.length;
   head.slots.forEach((slot, number) => {
     const row = {x: box.x, y: box.y + number * height + 2, w: box.w, h: height - 5};
     ctx.fillStyle = faded(look.focus, 0.05);
     ctx.fillRect(row.x, row.y, row.w, row.h);
     write(ctx, look, slot.name, row.x - 6, row.y + row.h / 2, look.muted, {align: "right"});
-    for (let from = 0, until; from < edge.rows; from = until) {
-      until = endOfSpell(run, number, from);
-      spell(ctx, look, run, number, from, until, row, X);
+    for (let from = 0, until; from < states.rows; from = until) {
+      until = endOfStage(run, number, from);
+      stageBar(ctx, look, run, number, from, until, row, X);
     }
   });
 }
 
-// First edge after `from` at which a slot holds another plan or stage.
-function endOfSpell(run, slot, from) {
+// First row after `from` at which a slot holds another blueprint or stage.
+function endOfStage(run, slot, from) {
   const first = run.slot(from, slot, run.lane);
   let row = from + 1;
-  for (; row < run.edge.rows; row++) {
+  for (; row < run.states.rows; row++) {
     const here = run.slot(row, slot, run.lane);
     if (here.stage !== first.stage || here.blueprint !== first.blueprint) break;
   }
@@ -783,11 +782,11 @@ function endOfSpell(run, slot, from) {
 }
 
 // One stage of a seed: a bar with its name, or its letter where there is no room, filled up to alpha.
-function spell(ctx, look, run, slot, from, until, box, X) {
-  const {edge, head, lane} = run, {stage, blueprint} = run.slot(from, slot, lane);
-  const place = row => Math.max(box.x, X(edge.at(row, 0)));
-  const last = Math.max(box.x, X(Math.max(run.now, edge.at(edge.rows - 1, 0))));
-  const left = place(from), right = Math.max(left, until < edge.rows ? place(until) : last), bottom = box.y + box.h;
+function stageBar(ctx, look, run, slot, from, until, box, X) {
+  const {states, head, lane} = run, {stage, blueprint} = run.slot(from, slot, lane);
+  const place = row => Math.max(box.x, X(states.at(row, 0)));
+  const last = Math.max(box.x, X(Math.max(run.now, states.at(states.rows - 1, 0))));
+  const left = place(from), right = Math.max(left, until < states.rows ? place(until) : last), bottom = box.y + box.h;
   if (stage <= EMPTY || right <= box.x) return;
   const {word, letter, colour, ink: inkOnIt} = head.stages[stage];
   ctx.fillStyle = faded(colour, 0.28);
@@ -807,8 +806,8 @@ function spell(ctx, look, run, slot, from, until, box, X) {
   ctx.lineWidth = 1;
   ctx.strokeRect(left + 0.5, box.y + 0.5, Math.max(0, right - left - 1), box.h - 1);
 
-  const planned = blueprint >= 0 && stage < TAKEN_OUT;
-  const long = planned ? `${word} · ${head.slots[slot].blueprints[blueprint]}` : word;
+  const named = blueprint >= 0 && stage < TAKEN_OUT;
+  const long = named ? `${word} · ${head.slots[slot].blueprints[blueprint]}` : word;
   ctx.font = `600 11px ${look.font}`;
   const text = [long, word, letter].find(words => ctx.measureText(words).width < right - left - 8);
   const ink = run.slot(until - 1, slot, lane).alpha > 0.5 ? inkOnIt : look.ink;
@@ -840,16 +839,16 @@ const KEY = [ // colour, text, sign
   ["other", "other lanes", "thin"],
   ["limit", "limit", "line"],
   ["rise", "rise, of the smoothed loss", "dots"],
-  ["chance", "chance", "band"],
-  ["limit", "✕ panic", ""],
-  ["limit", "trained in vain", "veil"],
+  ["chance", "chance loss", "band"],
+  ["limit", "✕ anomaly", ""],
+  ["limit", "discarded", "veil"],
   ["good", "◇ snapshot", ""],
   ["good", "✓ recovered", ""],
 ];
 
 const FRAME = `<div class="esper-key"></div>
 <div class="esper-range"><button data-recent="0">whole run</button><button data-recent="1">last 240</button></div>
-<canvas role="img"></canvas><div class="esper-tip" hidden></div><div class="esper-asked" role="status"></div>`;
+<canvas role="img"></canvas><div class="esper-tip" hidden></div><div class="esper-pending" role="status"></div>`;
 
 // One place on one page that shows a run.
 class View {
@@ -860,7 +859,7 @@ class View {
     element.innerHTML = FRAME.replaceAll("\n", "");
     this.canvas = element.querySelector("canvas");
     this.tip = element.querySelector(".esper-tip");
-    this.waits = element.querySelector(".esper-asked");
+    this.pendingText = element.querySelector(".esper-pending");
     this.key = element.querySelector(".esper-key");
     this.buttons = element.querySelectorAll(".esper-range button");
     this.curves = new Layer();
@@ -912,42 +911,42 @@ class View {
     this.observers = [size, sight, theme];
   }
 
-  // The panel around the picture, as soon as it is on the page: what is pressed there is answered here at once.
-  join() {
+  // Listen to the buttons of the panel around the picture, as soon as it is on the page.
+  attach() {
     const panel = this.element.closest(".esper");
     if (!panel || this.panel === panel) return;
     this.panel = panel;
     this.onpress = event => {
       const button = event.target.closest("button.widget-button");
-      if (button && !button.disabled) this.press(button.innerText.trim());
+      if (button && !button.disabled) this.request(button.innerText.trim());
     };
     panel.addEventListener("click", this.onpress, true);
   }
 
-  // A page that has just run all its cells shows the last one, but not what that one leaves: the panel.
-  come() {
+  // A page that has just run all its cells shows the last cell, but not its output: scroll to the panel, once.
+  scrollToPanel() {
     if (this.fresh && this.run.age < 20) (this.panel ?? this.element).scrollIntoView({block: "nearest"});
     this.fresh = false;
   }
 
-  // The kernel may be busy with another cell: say at once that a button was heard, and what it waits for.
-  press(text) {
+  // The kernel may be busy with another cell: show at once that a click has arrived, and what it waits for.
+  request(text) {
     const {run} = this;
-    run.asked = {text, answered: run.status?.answered ?? 0, at: performance.now()};
+    run.requested = {text, answered: run.status?.answered ?? 0, at: performance.now()};
     clearInterval(this.clock);
-    this.clock = setInterval(() => this.wait(), 500);
-    this.wait();
+    this.clock = setInterval(() => this.showPending(), 500);
+    this.showPending();
   }
 
-  wait() {
-    const {asked} = this.run, seconds = asked ? (performance.now() - asked.at) / 1000 : 0;
-    if (!asked || seconds > 120) clearInterval(this.clock);
+  showPending() {
+    const {requested} = this.run, seconds = requested ? (performance.now() - requested.at) / 1000 : 0;
+    if (!requested || seconds > 120) clearInterval(this.clock);
     const late = seconds > 2 ? ` ${Math.round(seconds)} s ago; the kernel is busy, perhaps with another cell` : "";
-    const text = asked ? `${asked.text}: asked${late || ", waits for the run"} …` : "";
-    if (this.waits.textContent !== text) this.waits.textContent = text;
+    const text = requested ? `${requested.text}: requested${late || ", takes effect after the present step"} …` : "";
+    if (this.pendingText.textContent !== text) this.pendingText.textContent = text;
   }
 
-  // Names for those who hear the controls instead of seeing them. Arrow keys belong to a list or a slider that has
+  // Names for screen readers. Arrow keys belong to a list or a slider that has
   // the focus, and not to the notebook around it.
   name() {
     for (const e of this.panel?.querySelectorAll("select, .noUi-handle, .widget-readout") ?? []) {
@@ -981,14 +980,14 @@ class View {
     return Math.floor(((y - box.y) / box.h) * this.run.head.lanes);
   }
 
-  // Words around the picture change in the same frame as the picture.
-  tell() {
+  // The text around the picture changes in the same frame as the picture.
+  updateText() {
     for (const [name, text] of Object.entries(this.run.html)) {
       const place = this.element.closest(".esper")?.querySelector(`.esper-says-${name} .widget-html-content`);
-      if (!place || place.told === text) continue;
+      if (!place || place.shown === text) continue;
       const template = document.createElement("template");
       template.innerHTML = text;
-      place.told = text;
+      place.shown = text;
       const now = template.content;
       if (place.childNodes.length !== now.childNodes.length) place.replaceChildren(now);
       else [...now.childNodes].forEach((node, k) => patch(place.childNodes[k], node));
@@ -1005,7 +1004,7 @@ class View {
     const loss = box(16, rest), strip = many ? box(loss.y + rest + GAP, lanes) : null;
     const after = strip ? strip.y + strip.h : loss.y + rest, bottom = some ? after + GAP + slots : after;
     const learn = charts ? {x: 0, y: bottom + GAP + GAP, w: width, h: CHARTS - GAP} : null;
-    return {loss, strip, swim: some ? box(after + GAP, slots) : null, bottom, learn};
+    return {loss, strip, slots: some ? box(after + GAP, slots) : null, bottom, learn};
   }
 
   draw() {
@@ -1016,14 +1015,14 @@ class View {
       canvas.style.height = `${run.height}px`;
     }
     if (!width || !ready) return;
-    this.join();
+    this.attach();
     this.name();
-    this.wait();
-    this.tell();
-    this.come();
+    this.showPending();
+    this.updateText();
+    this.scrollToPanel();
     const what = `Training loss of every ${run.head.axis[0]}`;
     setOnce(canvas, "aria-label", `${what}, ${run.status.state}, lane ${run.lane}, ${run.incidents.size} incidents`);
-    if (!this.inSight) return; // the words may still be in sight, the picture is not
+    if (!this.inSight) return; // the text may still be in sight, the picture is not
     this.look ||= lookOf(this.element);
     this.boxes = this.layout(width);
     const ctx = this.clear(width), {loss} = this.boxes, [from, until] = run.range();
@@ -1058,14 +1057,14 @@ class View {
     title(`${what}, nats`, boxes.loss);
     losses(ctx, look, run, boxes.loss, X, this.curves);
     if (boxes.strip) {
-      title("All lanes: the stronger, the higher the loss; click one to put it into focus", boxes.strip,
+      title("All lanes: the stronger, the higher the loss; click one to select it", boxes.strip,
         "All lanes: strong means a high loss; click one");
       strip(ctx, look, run, boxes.strip, X, this.heat);
     }
     if (boxes.learn) charts(ctx, look, run, boxes.learn);
-    if (boxes.swim) {
-      title(`Slots of lane ${run.lane}: stage, filled up to alpha`, boxes.swim);
-      swim(ctx, look, run, boxes.swim, X);
+    if (boxes.slots) {
+      title(`Slots of lane ${run.lane}: stage, filled up to alpha`, boxes.slots);
+      slots(ctx, look, run, boxes.slots, X);
     }
   }
 
@@ -1091,17 +1090,17 @@ class View {
   }
 
   wordsAt(row, batch, lane) {
-    const {run} = this, {head} = run, edge = run.edge.find(batch);
-    const value = run.lossOf(row, lane), limit = run.limit(edge, lane, 0);
+    const {run} = this, {head} = run, state = run.states.find(batch);
+    const value = run.lossOf(row, lane), limit = run.limit(state, lane, 0);
     const lines = [`${head.axis[0]} ${batch}, lane ${lane}`];
     if (Number.isNaN(value)) lines.push("loss not measured");
     else lines.push(`loss ${Number.isFinite(value) ? short(value) : "not finite"}`);
     if (limit > 0) lines.push(`limit ${short(limit)}`);
     head.slots.forEach((slot, number) => {
-      const {stage, blueprint, alpha} = run.slot(edge, number, lane);
+      const {stage, blueprint, alpha} = run.slot(state, number, lane);
       if (stage <= EMPTY) return;
-      const plan = slot.blueprints[blueprint] ?? "";
-      lines.push(`${slot.name}: ${head.stages[stage].word} ${plan}, alpha ${alpha.toFixed(2)}`);
+      const name = slot.blueprints[blueprint] ?? "";
+      lines.push(`${slot.name}: ${head.stages[stage].word} ${name}, alpha ${alpha.toFixed(2)}`);
     });
     return lines;
   }

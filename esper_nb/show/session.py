@@ -87,13 +87,13 @@ class Session:
     Examples
     --------
     >>> from esper_nb import FitConfig, Session, new_population
-    >>> session = Session(new_population("digits", FitConfig(lanes=2, epochs=3, limit=100)))
+    >>> session = Session(new_population("digits", FitConfig(lanes=2, epochs=3)))
     >>> print(session.step(2).wait())
     2 epochs at batch 0 (epoch 0)
     >>> session.wait()
     'paused'
     >>> print(session.pause().wait())
-    paused at batch 4 (epoch 2)
+    paused at batch 40 (epoch 2)
     >>> session.close()
     """
     def __init__(self,

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['AHEAD', 'check_images', 'default_peak', 'check_labels', 'check_alike', 'Epoch', 'lane_epochs', 'whole_batches',
            'draw_images', 'window_index', 'label_frequencies', 'own_seed_key', 'Measure', 'Splits', 'check_scale',
-           'image_reader', 'ImageData', 'is_target', 'count_answers', 'target_lanes', 'lane_target_loss',
-           'target_counts', 'share_pp', 'standardised', 'TargetData', 'check_tokens', 'draw_windows', 'decode_text',
-           'encode_text', 'text_reader', 'TextData']
+           'ImageData', 'is_target', 'count_answers', 'target_lanes', 'lane_target_loss', 'target_counts', 'share_pp',
+           'standardised', 'TargetData', 'check_tokens', 'draw_windows', 'TextData']
 
 # %% ../../nbs/train/33_data.ipynb #826dac73
 import copy
@@ -227,8 +226,10 @@ def check_scale(
     return given["mean"].expand(channels), given["std"].expand(channels)
 
 # %% ../../nbs/train/33_data.ipynb #4cfd2a95
-class _StoredImages(Splits):
-    "Images of three splits on a device, checked, padded and with their normalisation."
+AHEAD = 2**18 # numbers; batches up to this size together are fetched in one gather
+
+class ImageData(Splits):
+    "Images of three splits on a device, checked, padded and normalised, and batches of them for many lanes."
     fewest = 2 # classes
 
     def __init__(self, # noqa: PLR0913  # six arrays and what is known about them
@@ -259,45 +260,6 @@ class _StoredImages(Splits):
         self.x = {s: v.contiguous().to(self.device) for s, v in x.items()}
         self.y = {s: v.to(self.device) for s, v in y.items()}
 
-    def check_answers(self, split: str, y, count: int) -> Tensor: # (N,) int64; count: images in the split
-        "The labels of a split, fit to be used."
-        return check_labels(split, y, count, self.classes)
-
-    def prior(self, y: Tensor) -> Tensor: # (classes,) float64; y: of the training split
-        "The answer that fits best if nothing is known of an example."
-        return label_frequencies(y, self.classes)
-
-    def __repr__(self):
-        sizes = ", ".join(f"{len(y)} {s}" for s, y in self.y.items())
-        return (f"ImageData({sizes}; shape {self.shape}, {self.classes} classes, "
-                f"chance loss {self.chance_loss:.3f}, {self.device})")
-
-# %% ../../nbs/train/33_data.ipynb #0245744f
-def image_reader(
-    data: _StoredImages, # its training split is read
-    order: Tensor, # (batches, B, n) numbers of images
-    corner: tuple[Tensor, Tensor], # top and left edge of each window, each (batches, B, n)
-    mirror: Tensor, # (batches, B, n) 1 where the window is mirrored
-) -> Callable[[slice], Iterable[tuple[Tensor, Tensor]]]: # batch numbers to their `(x, y)`
-    "A function that gathers some batches at once."
-    flat, labels, (dy, dx) = data.x["train"].view(-1), data.y["train"], corner
-    (c, height, width), (h, w), (_, batch_size, n) = data.shape, data.x["train"].shape[1:3], order.shape
-    start, step = (order * h + dy) * w + dx + mirror * (width - 1), 1 - 2 * mirror
-    cols, chans, lines = (torch.arange(k, dtype=order.dtype, device=order.device) for k in (width, c, height))
-    cols, lines = cols[:, None], lines[:, None] * (w * c)
-    scale, shift = data.scale.repeat(width * n), data.shift.repeat(width * n)
-    def fetch(b):
-        index = window_index(start[b].flatten(0, 1), step[b].flatten(0, 1), cols, chans, lines)
-        x = flat.index_select(0, index.view(-1)).float().view(-1, width * n * c).mul_(scale).add_(shift)
-        x = x.view(-1, batch_size, height, width, n * c).permute(0, 1, 4, 2, 3)
-        return zip(x, labels[order[b]])
-    return fetch
-
-# %% ../../nbs/train/33_data.ipynb #2384f174
-AHEAD = 2**18 # numbers; batches up to this size together are fetched in one gather
-
-class ImageData(_StoredImages):
-    "Images of three splits on a device, and batches of them for many lanes."
     def epoch(self,
         seed: int, # the run's seed
         lanes: Sequence[int], # lane numbers, the order of the channels
@@ -310,7 +272,7 @@ class ImageData(_StoredImages):
         address = torch.int32 if self.x["train"].numel() < 2**31 else torch.int64
         order, dy, dx, mirror = whole_batches(draws.to(address), batch_size, self.device)
         size = batch_size * order.shape[-1] * self.shape[0] * self.shape[1] * self.shape[2]
-        reader = image_reader(self, order, (dy, dx), mirror)
+        reader = self.reader(order, (dy, dx), mirror)
         return Epoch(dict(order=order, dy=dy, dx=dx, mirror=mirror), reader, max(1, AHEAD // size))
 
     def evaluate(self,
@@ -327,6 +289,38 @@ class ImageData(_StoredImages):
             return values.unflatten(2, (w, c)).permute(0, 3, 1, 2)
         starts = range(0, len(y), check_count("batch_size", batch_size))
         return ((clean(x[i:i + batch_size]), y[i:i + batch_size]) for i in starts)
+
+    def reader(self,
+        order: Tensor, # (batches, B, n) numbers of images
+        corner: tuple[Tensor, Tensor], # top and left edge of each window, each (batches, B, n)
+        mirror: Tensor, # (batches, B, n) 1 where the window is mirrored
+    ) -> Callable[[slice], Iterable[tuple[Tensor, Tensor]]]: # batch numbers to their `(x, y)`
+        "Return a function that gathers some training batches at once."
+        flat, labels, (dy, dx) = self.x["train"].view(-1), self.y["train"], corner
+        (c, height, width), (h, w), (_, batch_size, n) = self.shape, self.x["train"].shape[1:3], order.shape
+        start, step = (order * h + dy) * w + dx + mirror * (width - 1), 1 - 2 * mirror
+        cols, chans, lines = (torch.arange(k, dtype=order.dtype, device=order.device) for k in (width, c, height))
+        cols, lines = cols[:, None], lines[:, None] * (w * c)
+        scale, shift = self.scale.repeat(width * n), self.shift.repeat(width * n)
+        def fetch(b):
+            index = window_index(start[b].flatten(0, 1), step[b].flatten(0, 1), cols, chans, lines)
+            x = flat.index_select(0, index.view(-1)).float().view(-1, width * n * c).mul_(scale).add_(shift)
+            x = x.view(-1, batch_size, height, width, n * c).permute(0, 1, 4, 2, 3)
+            return zip(x, labels[order[b]])
+        return fetch
+
+    def check_answers(self, split: str, y, count: int) -> Tensor: # (N,) int64; count: images in the split
+        "The labels of a split, fit to be used."
+        return check_labels(split, y, count, self.classes)
+
+    def prior(self, y: Tensor) -> Tensor: # (classes,) float64; y: of the training split
+        "The answer that fits best if nothing is known of an example."
+        return label_frequencies(y, self.classes)
+
+    def __repr__(self):
+        sizes = ", ".join(f"{len(y)} {s}" for s, y in self.y.items())
+        return (f"ImageData({sizes}; shape {self.shape}, {self.classes} classes, "
+                f"chance loss {self.chance_loss:.3f}, {self.device})")
 
 # %% ../../nbs/train/33_data.ipynb #a0ff33ac
 def is_target(y: Tensor) -> bool: # False: class numbers or tokens
@@ -483,29 +477,9 @@ def draw_windows(
     order = torch.randperm(count, generator=g)
     return torch.stack([order, order * block + offset])
 
-# %% ../../nbs/train/33_data.ipynb #4cf4ccea
-def decode_text(
-    tokens: Tensor, # any integer tensor, read in order
-    vocab: Sequence[str] | Sequence[bytes], # the characters, or the 256 bytes
-) -> str:
-    "Tokens to text."
-    parts = [vocab[i] for i in tokens.flatten().tolist()]
-    return b"".join(parts).decode("utf-8", "replace") if isinstance(vocab[0], bytes) else "".join(parts)
-
-def encode_text(
-    text: str, # any
-    vocab: Sequence[object], # the characters, or the 256 bytes
-) -> Tensor: # 1-D int64 tokens
-    "Text to tokens; a character outside the vocabulary is an error."
-    number = {v: i for i, v in enumerate(vocab)}
-    parts = [bytes([b]) for b in text.encode()] if isinstance(vocab[0], bytes) else list(text)
-    unknown = sorted({p for p in parts if p not in number})
-    check(not unknown, "characters", unknown, f"characters of the vocabulary: {''.join(map(str, vocab))!r}")
-    return torch.tensor([number[p] for p in parts], dtype=torch.int64)
-
 # %% ../../nbs/train/33_data.ipynb #0c02ed77
-class _StoredText(Splits):
-    "Token streams of three splits on a device, checked, and their vocabulary."
+class TextData(Splits):
+    "Token streams of three splits on a device, and windows of them for many lanes."
     def __init__(self,
         train: Tensor, heldout: Tensor, test: Tensor, # 1-D integer tokens below `len(vocab)`
         vocab: Sequence[str] | Sequence[bytes], # the characters, or the 256 bytes
@@ -523,34 +497,6 @@ class _StoredText(Splits):
         check(self.num_train > 0, "len(train)", len(train),
               f"at least {2 * block} tokens; use more text or a smaller block")
 
-    def __repr__(self):
-        sizes = ", ".join(f"{len(t)} {s}" for s, t in self.tokens.items())
-        return (f"TextData({sizes} tokens; {self.num_train} windows of {self.block}, vocabulary {self.classes}, "
-                f"chance loss {self.chance_loss:.3f}, {self.device})")
-
-    def encode(self, text: str) -> Tensor: # 1-D int64 tokens
-        "Text to tokens; a character outside the vocabulary is an error."
-        return encode_text(text, self.vocab)
-
-    def decode(self, tokens: Tensor) -> str: # tokens: any integer tensor, read in order
-        "Tokens to text."
-        return decode_text(tokens, self.vocab)
-
-# %% ../../nbs/train/33_data.ipynb #114502d7
-def text_reader(
-    data: _StoredText, # its training split is read
-    start: Tensor, # (batches, B, n) first token of each window
-) -> Callable[[slice], Iterable[tuple[Tensor, Tensor]]]: # batch numbers to their `(x, y)`
-    "A function that reads batches: windows, and the same windows one token further."
-    flat, offset = data.tokens["train"], torch.arange(data.block, device=data.device)[:, None]
-    def read(first):
-        index = first[:, None] + offset
-        return flat.index_select(0, index.view(-1)).long().view(index.shape)
-    return lambda b: ((read(one), read(one + 1)) for one in start[b])
-
-# %% ../../nbs/train/33_data.ipynb #67fbfdc9
-class TextData(_StoredText):
-    "Token streams of three splits on a device, and windows of them for many lanes."
     def epoch(self,
         seed: int, # the run's seed
         lanes: Sequence[int], # lane numbers, in the order of the last axis
@@ -562,7 +508,7 @@ class TextData(_StoredText):
         def own(lane, e): return draw_windows(self.seed_key(seed, lane), e, self.num_train, self.block, tokens)
         draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)], -1)
         order, start = whole_batches(draws, batch_size, self.device)
-        return Epoch(dict(order=order, start=start), text_reader(self, start))
+        return Epoch(dict(order=order, start=start), self.reader(start))
 
     def evaluate(self,
         split: str, # "train", "heldout" or "test"
@@ -574,3 +520,37 @@ class TextData(_StoredText):
         x, y = t[:count * size].view(count, size), t[1:count * size + 1].view(count, size)
         starts = range(0, count, check_count("batch_size", batch_size))
         return ((x[i:i + batch_size].long(), y[i:i + batch_size].long()) for i in starts)
+
+    def reader(self,
+        start: Tensor, # (batches, B, n) first token of each window
+    ) -> Callable[[slice], Iterable[tuple[Tensor, Tensor]]]: # batch numbers to their `(x, y)`
+        "Return a function that reads training batches: windows, and the same windows one token further."
+        flat, offset = self.tokens["train"], torch.arange(self.block, device=self.device)[:, None]
+        def read(first):
+            index = first[:, None] + offset
+            return flat.index_select(0, index.view(-1)).long().view(index.shape)
+        return lambda b: ((read(one), read(one + 1)) for one in start[b])
+
+    def encode(self, text: str) -> Tensor: # 1-D int64 tokens
+        """Return the tokens of a text.
+
+        Raises
+        ------
+        ValueError
+            If a character is not in the vocabulary.
+        """
+        number = {v: i for i, v in enumerate(self.vocab)}
+        parts = [bytes([b]) for b in text.encode()] if isinstance(self.vocab[0], bytes) else list(text)
+        unknown = sorted({p for p in parts if p not in number})
+        check(not unknown, "characters", unknown, f"characters of the vocabulary: {''.join(map(str, self.vocab))!r}")
+        return torch.tensor([number[p] for p in parts], dtype=torch.int64)
+
+    def decode(self, tokens: Tensor) -> str: # tokens: any integer tensor, read in order
+        "Return the text of some tokens."
+        parts = [self.vocab[i] for i in tokens.flatten().tolist()]
+        return b"".join(parts).decode("utf-8", "replace") if isinstance(self.vocab[0], bytes) else "".join(parts)
+
+    def __repr__(self):
+        sizes = ", ".join(f"{len(t)} {s}" for s, t in self.tokens.items())
+        return (f"TextData({sizes} tokens; {self.num_train} windows of {self.block}, vocabulary {self.classes}, "
+                f"chance loss {self.chance_loss:.3f}, {self.device})")

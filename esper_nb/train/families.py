@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.config import Config, check
 from ..core.random import generator
 from ..grow.hosts import CNNHost
-from .data import Epoch, ImageData, TargetData, image_reader
+from .data import Epoch, ImageData, TargetData
 from .population import Population
 
 # %% ../../nbs/train/41_families.ipynb #bb93fd49
@@ -139,7 +139,7 @@ class FamilyData(ImageData):
         plain = super().epoch(seed, lanes, epoch, batch_size)
         order = plain.draws["order"] % self.table("used", lanes).to(plain.draws["order"])
         corner, labels = (plain.draws["dy"], plain.draws["dx"]), self.table("labels", lanes).T.contiguous() # (N, n)
-        read, pixels = image_reader(self, order, corner, plain.draws["mirror"]), self.pixel_order(lanes)
+        read, pixels = self.reader(order, corner, plain.draws["mirror"]), self.pixel_order(lanes)
         def fetch(b): # batch numbers to their (x, y)
             for (x, _), numbers in zip(read(b), order[b].long()):
                 yield self.reorder(x, pixels), labels.gather(0, numbers)

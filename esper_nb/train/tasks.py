@@ -103,32 +103,6 @@ def check_settings(task): # raises a ValueError that names the setting
     check(_number(task.weight_decay) and task.weight_decay >= 0, "weight_decay", task.weight_decay,
           "a finite number of at least 0")
 
-# %% ../../nbs/train/35_tasks.ipynb #5ff3a3de
-@dataclass(frozen=True)
-class _Settings(Config):
-    "What a task is, without what it does."
-    name: str
-    data: str # one of `SOURCES`, or a text from `own_source`
-    host: CNNConfig | GPTConfig | ModuleHostConfig
-    slots: tuple[str, ...] # slots used unless others are asked for
-    batch_size: int # examples per lane and batch step
-    epochs: int # horizon of a run
-    target_loss: float # held-out loss worth reaching, nats
-    delta_std: float # typical change of the held-out loss in an epoch, nats
-    optimizer: str = "sgd" # "sgd", "adam" or "adamw"
-    lr: float = .01 # for host and seeds alike
-    momentum: float = .9 # of SGD
-    weight_decay: float = 5e-4
-
-    @classmethod
-    def from_dict(cls, d: dict):
-        "The inverse of `to_dict`; the host's kind is told by its settings."
-        host = d.get("host")
-        if isinstance(host, dict):
-            kind = ModuleHostConfig if "factory" in host else GPTConfig if "vocab" in host else CNNConfig
-            d = {**d, "host": kind.from_dict(host)}
-        return super().from_dict(d)
-
 # %% ../../nbs/train/35_tasks.ipynb #4380ddd7
 def check_fit(task, data: ImageData | TextData): # raises a ValueError that says what to change
     "Refuse data of another shape than the host reads."
@@ -143,29 +117,59 @@ def check_fit(task, data: ImageData | TextData): # raises a ValueError that says
 
 # %% ../../nbs/train/35_tasks.ipynb #53ccf0ca
 @dataclass(frozen=True)
-class Task(_Settings):
-    "Data, host, optimizer settings and the scale of the losses."
+class Task(Config):
+    """Data, host, optimizer settings and the scale of the losses, as one value under one name.
+
+    `replace` returns a task with other settings, `to_dict` and `from_dict` write and read it as JSON.
+
+    Raises
+    ------
+    ValueError
+        If a setting is impossible; the message names it and says what is expected.
+
+    Examples
+    --------
+    >>> from esper_nb import get_task
+    >>> task = get_task("digits").replace(name="slower", lr=.02)
+    >>> task.lr, task.slots, task.classes
+    (0.02, ('r0c0', 'r0c1', 'r0c2'), 10)
+    >>> task.load(limit=128).num_train
+    128
+    """
+    name: str
+    data: str # one of `SOURCES`, or a text from `own_source`
+    host: CNNConfig | GPTConfig | ModuleHostConfig
+    slots: tuple[str, ...] # slots used unless others are asked for
+    batch_size: int # examples per lane and batch step
+    epochs: int # horizon of a run
+    target_loss: float # held-out loss worth reaching, nats
+    delta_std: float # typical change of the held-out loss in an epoch, nats
+    optimizer: str = "sgd" # "sgd", "adam" or "adamw"
+    lr: float = .01 # for host and seeds alike
+    momentum: float = .9 # of SGD
+    weight_decay: float = 5e-4
+
     def __post_init__(self):
         check_settings(self)
         object.__setattr__(self, "slots", check_slots(self.slots, host_sites(self.host)))
 
     @property
     def classes(self) -> int:
-        "Classes to tell apart; for text, the size of the vocabulary."
+        "Return the number of classes; for text, the size of the vocabulary."
         return self.host.vocab if isinstance(self.host, GPTConfig) else self.host.classes or 0
 
     @property
     def optimizer_options(self) -> dict:
-        "Keyword arguments of the optimizer."
+        "Return the keyword arguments of the optimizer."
         options = dict(lr=self.lr, weight_decay=self.weight_decay)
         return options | dict(momentum=self.momentum) if self.optimizer == "sgd" else options
 
     def loss(self, logits: Tensor, y: Tensor, lanes: int = 1) -> Tensor: # (n,) nats; of values: variances
-        "The loss of each lane; add them up and call `backward`."
+        "Return the loss of each lane; add them up and call `backward`."
         return (lane_target_loss if is_target(y) else lane_cross_entropy)(logits, y, lanes)
 
     def metric(self, logits: Tensor, y: Tensor, lanes: int = 1) -> Tensor: # (n,) percentage points
-        "The accuracy of each lane; for text, of the next token; of values R² in units of the training part."
+        "Return the accuracy of each lane; for text, of the next token; of values R² in units of the training part."
         return accuracy_pp(logits, y, lanes)
 
     def load(self,
@@ -174,10 +178,27 @@ class Task(_Settings):
         limit: int | None = None, # most training examples, for a quick run
         synthetic: bool = False, # made-up images in place of CIFAR-10
     ) -> ImageData | TextData:
-        "The task's data; they must fit its host and hold a batch."
+        """Load the task's data; they must fit its host and hold a batch.
+
+        Raises
+        ------
+        ValueError
+            If the data do not fit the host, or hold no batch; the message says which setting to change.
+        FileNotFoundError
+            If the files are missing; the message says how to get them.
+        """
         data = load_source(self, check_device(device), Path(root or "data"), limit, synthetic)
         check_fit(self, data)
         return data
+
+    @classmethod
+    def from_dict(cls, d: dict):
+        "Return the task of a saved dict, the inverse of `to_dict`; its settings tell which kind of host it is."
+        host = d.get("host")
+        if isinstance(host, dict):
+            kind = ModuleHostConfig if "factory" in host else GPTConfig if "vocab" in host else CNNConfig
+            d = {**d, "host": kind.from_dict(host)}
+        return super().from_dict(d)
 
 # %% ../../nbs/train/35_tasks.ipynb #45df010a
 _tasks: dict[str, Task] = {}

@@ -310,14 +310,14 @@ session._changed.acquire(); time.sleep(5); session._changed.release()"""      # 
         kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
         page.evaluate(f"code => {{ {kernel}.requestExecute({{code}}) }}", hold)
         time.sleep(.7)
-        asked = panel.root.locator(".esper-asked")
+        pending = panel.root.locator(".esper-pending")
         begun = time.time()
         panel.press("▶ Start")
-        panel.expect(asked).to_contain_text("▶ Start: asked", timeout=1500)
+        panel.expect(pending).to_contain_text("▶ Start: requested", timeout=1500)
         print(f"\nanswered {time.time() - begun:.2f} s after the click")
-        panel.expect(asked).to_contain_text("the kernel is busy", timeout=5000)
-        browser.shot("lab-9-asked")
-        panel.state("running"); panel.expect(asked).to_be_empty(timeout=10_000)
+        panel.expect(pending).to_contain_text("the kernel is busy", timeout=5000)
+        browser.shot("lab-9-pending")
+        panel.state("running"); panel.expect(pending).to_be_empty(timeout=10_000)
 
 CUT = """root => {
   const page = root.getBoundingClientRect(), bad = [];
@@ -367,7 +367,7 @@ def test_every_control_has_a_name_and_works_by_keyboard(lab, folder, tmp_path):
         assert all(re.match(r' "\S', rest) for _, rest in controls), [c for c in controls if '"' not in c[1]]
         confirm = panel.root.get_by_role("slider", name="confirm", exact=True)
         confirm.focus(); page.keyboard.press("ArrowRight"); panel.sees("confirm = 4 at batch")
-        lanes = panel.root.get_by_role("combobox", name="lane in focus")
+        lanes = panel.root.get_by_role("combobox", name="selected lane")
         lanes.focus(); page.keyboard.press("ArrowDown")
         panel.expect(panel.root).to_contain_text("in lane 1")
         more.focus() if more.count() else panel.root.get_by_role("button", name="▾ 27 more thresholds").focus()

@@ -1,4 +1,4 @@
-"What seeds are worth: the table against separate evaluations, an unmoved model, exact values, nothing invented."
+"Contributions of seeds: the table against separate evaluations, an unmoved model, exact values, nothing invented."
 import itertools
 import math
 import random
@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.train.worth import Worth, contributions, evaluate, heard_slots, measure_worth, pair_interactions, shapley
+from esper_nb.train.ablation import (
+    Ablation, contributions, evaluate, heard_slots, measure_ablation, pair_interactions, shapley)
 from esper_nb.grow.blending import Blend
 from esper_nb.grow.hosts import CNNConfig, GPTConfig
 from esper_nb.core.lanes import lane_state, take_lanes
@@ -86,13 +87,13 @@ def separate(model, task, data, on):
 @pytest.mark.parametrize("live", [1, 2, 3])
 def test_the_table_holds_separate_evaluations_bit_for_bit(kind, blend, live):
     model, data = grown(kind, live, blend), batches(kind, 7)
-    worth = measure_worth(model, TASKS[kind], data)
-    assert worth.slots == NAMES[kind][:live] == heard_slots(model)
-    for c, on in enumerate(combinations_of(worth.slots)):
+    table = measure_ablation(model, TASKS[kind], data)
+    assert table.slots == NAMES[kind][:live] == heard_slots(model)
+    for c, on in enumerate(combinations_of(table.slots)):
         loss, accuracy = separate(model, TASKS[kind], data, on)
-        assert torch.equal(worth.loss[c], loss) and torch.equal(worth.accuracy_pp[c], accuracy), on
-        assert torch.equal(worth.value(on), accuracy)
-    assert worth.loss[0].ne(worth.loss[-1]).any(), "the seeds make a difference"
+        assert torch.equal(table.loss[c], loss) and torch.equal(table.accuracy_pp[c], accuracy), on
+        assert torch.equal(table.value(on), accuracy)
+    assert table.loss[0].ne(table.loss[-1]).any(), "the seeds make a difference"
 
 
 @pytest.mark.parametrize("kind", list(TASKS))
@@ -101,13 +102,13 @@ def test_the_table_holds_separate_evaluations_bit_for_bit(kind, blend, live):
 def test_other_groupings_agree_to_rounding(kind, blend, groups):
     "Bits of a table belong to slots that the whole population hears; a group may hear fewer."
     model, data = grown(kind, 3, blend), batches(kind, 7)
-    whole = measure_worth(model, TASKS[kind], data)
+    whole = measure_ablation(model, TASKS[kind], data)
     for g in groups:
         part, lanes = take_lanes(model, g), list(g)
         own = [(unfold(x, 7)[:, lanes].flatten(1, 2) if kind == "cnn" else x[..., lanes], y[..., lanes]) for x,
                y in data]
-        few = measure_worth(part, TASKS[kind], own)
-        every = measure_worth(part, TASKS[kind], own, whole.slots)
+        few = measure_ablation(part, TASKS[kind], own)
+        every = measure_ablation(part, TASKS[kind], own, whole.slots)
         torch.testing.assert_close(every.loss, whole.loss[:, lanes], rtol=1e-6, atol=1e-6)
         assert torch.equal(every.heard, whole.heard[:, lanes]) and torch.equal(every.fossil, whole.fossil[:, lanes])
         for c, on in enumerate(combinations_of(few.slots)):
@@ -125,7 +126,7 @@ def test_one_stacked_batch_agrees_to_rounding(kind):
 def test_labels_that_all_lanes_share(kind):
     model, data = grown(kind, 2), [(x, y[..., 0]) for x, y in batches(kind, 7)]
     spread = [(x, y[..., None].expand(*y.shape, 7)) for x, y in data]
-    a, b = measure_worth(model, TASKS[kind], data), measure_worth(model, TASKS[kind], spread)
+    a, b = measure_ablation(model, TASKS[kind], data), measure_ablation(model, TASKS[kind], spread)
     assert torch.equal(a.accuracy_pp, b.accuracy_pp) and torch.equal(a.loss, b.loss)
 
 
@@ -149,8 +150,8 @@ def test_the_model_does_not_notice(kind, blend, stacked, fails, monkeypatch):
     if fails:
         with pytest.raises(IndexError), monkeypatch.context() as broken:
             broken.setattr(slots[-1].banks[slots[-1].roles()[0].blueprint], "forward", lambda x: [][1])
-            measure_worth(model, TASKS[kind], data)
-    else: measure_worth(model, TASKS[kind], data)
+            measure_ablation(model, TASKS[kind], data)
+    else: measure_ablation(model, TASKS[kind], data)
     assert any(k.endswith("running_mean") for k in before) == (kind == "cnn")
     assert any(k.endswith(".table") for k in before)
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
@@ -164,7 +165,7 @@ def test_a_lane_whose_seed_is_nan_is_alone_with_it():
     model, ill = grown("cnn", 3), grown("cnn", 3)
     slot = ill.slot("r0c0")
     for p in slot.banks[slot.blueprints[slot.state(0).blueprint]].parameters(): by_lane(p.data, 7)[0] = math.nan
-    a, b = measure_worth(model, TASKS["cnn"], batches("cnn", 7)), measure_worth(ill, TASKS["cnn"], batches("cnn", 7))
+    a, b = (measure_ablation(m, TASKS["cnn"], batches("cnn", 7)) for m in (model, ill))
     assert torch.equal(a.loss[:, 1:], b.loss[:, 1:]) and torch.equal(a.accuracy_pp[:, 1:], b.accuracy_pp[:, 1:])
     assert b.loss[1::2, 0].isnan().all() and torch.equal(a.loss[::2, 0],
                                                          b.loss[::2, 0]), "wrong exactly where it takes part"
@@ -188,17 +189,18 @@ def population(slots=("r0c0", "r0c1", "r0c2"), **kw):
 def test_the_record_of_an_epoch_holds_separate_evaluations(kw):
     pop = population(**kw)
     r = run_epoch(pop)
-    assert r.worth.slots == ("r0c0", "r0c1", "r0c2") and torch.equal(r.worth.accuracy_pp[-1], r.heldout.accuracy_pp)
-    assert torch.equal(r.worth.loss[-1], r.heldout.loss)
-    for c, on in enumerate(combinations_of(r.worth.slots)):
+    assert r.ablation.slots == ("r0c0", "r0c1", "r0c2")
+    assert torch.equal(r.ablation.accuracy_pp[-1], r.heldout.accuracy_pp)
+    assert torch.equal(r.ablation.loss[-1], r.heldout.loss)
+    for c, on in enumerate(combinations_of(r.ablation.slots)):
         with pop.model.disable_seeds([k for k in pop.model.names if k not in on]):
             alone = evaluate(pop.model, DIGITS, DATA)
-        torch.testing.assert_close(r.worth.loss[c], alone.loss, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(r.ablation.loss[c], alone.loss, rtol=1e-6, atol=1e-6)
         # one image on the edge of two classes
-        torch.testing.assert_close(r.worth.accuracy_pp[c], alone.accuracy_pp, rtol=0, atol=.4)
-    for j, k in enumerate(r.worth.slots):
+        torch.testing.assert_close(r.ablation.accuracy_pp[c], alone.accuracy_pp, rtol=0, atol=.4)
+    for j, k in enumerate(r.ablation.slots):
         for i, s in enumerate(pop.model.slot(k).states()):
-            want = float(r.worth.contribution[j, i])
+            want = float(r.ablation.contribution[j, i])
             assert s.contribution == (None if math.isnan(want) else pytest.approx(want, abs=1e-4))
 
 
@@ -207,7 +209,7 @@ def test_with_five_slots_only_what_was_measured_is_reported():
     pop = population(slots, workers=1)
     for k in slots: put_in(pop.model, k, 0, "norm", "blending", goal=.5)
     r = run_epoch(pop)
-    assert r.worth is None
+    assert r.ablation is None
     full = evaluate(pop.model, DIGITS, DATA).accuracy_pp
     for k in slots:
         with pop.model.disable_seeds(k): off = evaluate(pop.model, DIGITS, DATA).accuracy_pp
@@ -227,7 +229,7 @@ def tables(draw):
     for j in range(k):  # a seed that a lane does not have makes no difference to it
         for c in range(2**k):
             if c >> j & 1: f[c] = torch.where(heard[j], f[c], f[c ^ 1 << j])
-    return Worth(tuple(f"s{j}" for j in range(k)), f, f / 10, heard, heard & (torch.rand(k, n, generator=g) < .4))
+    return Ablation(tuple(f"s{j}" for j in range(k)), f, f / 10, heard, heard & (torch.rand(k, n, generator=g) < .4))
 
 @settings(deadline=None, max_examples=150)
 @given(tables())
@@ -258,7 +260,7 @@ def test_every_reading_is_a_look_up(w):
 
 def test_what_was_not_measured_is_nan():
     model, data = grown("cnn", 3), batches("cnn", 7)
-    w = measure_worth(model, TASKS["cnn"], data)
+    w = measure_ablation(model, TASKS["cnn"], data)
     for j, slot in enumerate(w.slots):
         for i in range(7):
             life = LIVES[(i + j) % 7]
@@ -267,22 +269,22 @@ def test_what_was_not_measured_is_nan():
     for reading in (w.contribution, w.shapley): assert torch.equal(reading.isnan(), ~w.heard)
     pairs = w.heard[:, None] & w.heard[None] & ~torch.eye(3, dtype=torch.bool)[..., None]
     assert torch.equal(w.interactions.isnan(), ~pairs)
-    one = measure_worth(model, TASKS["cnn"], data, ["r1c0"])
+    one = measure_ablation(model, TASKS["cnn"], data, ["r1c0"])
     assert one.slots == ("r1c0",) and one.interactions.isnan().all()
     with pytest.raises(ValueError, match="measured slots: r1c0"): one.value(["r0c0"])
-    empty = measure_worth(create_model(TASKS["cnn"], NAMES["cnn"], num_lanes=7), TASKS["cnn"], data)
+    empty = measure_ablation(create_model(TASKS["cnn"], NAMES["cnn"], num_lanes=7), TASKS["cnn"], data)
     assert empty.slots == () and empty.accuracy_pp.shape == (1, 7)
     assert empty.contribution.shape == empty.shapley.shape == (0, 7) and (empty.total == 0).all()
     assert torch.equal(empty.committed, empty.accuracy_pp[0])
-    with pytest.raises(ValueError, match="at least one example"): measure_worth(model, TASKS["cnn"], [])
-    with pytest.raises(ValueError, match="r9c9"): measure_worth(model, TASKS["cnn"], data, ["r9c9"])
+    with pytest.raises(ValueError, match="at least one example"): measure_ablation(model, TASKS["cnn"], [])
+    with pytest.raises(ValueError, match="r9c9"): measure_ablation(model, TASKS["cnn"], data, ["r9c9"])
 
 
 def test_a_slot_that_is_switched_off_is_not_measured():
     model, data = grown("cnn", 3), batches("cnn", 7)
-    whole = measure_worth(model, TASKS["cnn"], data)
+    whole = measure_ablation(model, TASKS["cnn"], data)
     with model.disable_seeds("r1c0"):
-        w = measure_worth(model, TASKS["cnn"], data)
+        w = measure_ablation(model, TASKS["cnn"], data)
         assert w.slots == ("r0c0", "r0c2") and not model.slot("r1c0").enabled
     assert torch.equal(w.loss, whole.loss[[0, 1, 4, 5]])
 

@@ -1,18 +1,14 @@
-"Checks behind findings that no page's own tests make: faults that a system of this kind can have and must not grow."
-import ast, importlib.util
+"What must hold whatever else changes: faults that a system of this kind can have and must not grow."
 import gc
 import math
-import re
 import threading
 import weakref
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from scripts.notebooks import ROOT, find_modules
 from test_vector_conformance import TASK, tiny_data
 from torch import nn
 
@@ -32,22 +28,13 @@ from esper_nb.guard.snapshots import Snapshot
 from esper_nb.train.tasks import create_model, get_task
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit, run_epoch
-from esper_nb.train.worth import evaluate
+from esper_nb.train.ablation import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODULES = {p.stem: ast.parse(p.read_text(encoding="utf-8")) for p in find_modules()}
-
 
 def population(lanes=2, **kw):
     return new_population(TASK, FitConfig(lanes=lanes, workers=1, **kw), data=tiny_data(),
                           blueprints=("norm", "conv_small"))
-
-def _tests_in(path):
-    "Test functions of a file."
-    return [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n,
-            ast.FunctionDef) and n.name.startswith("test_")]
-
 
 # --- snapshots and rollback
 
@@ -276,92 +263,3 @@ def test_groups_on_streams_are_ordered_by_two_joins_and_nothing_else(monkeypatch
     assert w.map(lambda x: x * x, [1, 2, 3]) == [1, 4, 9]
     assert told == ["a waits for caller", "b waits for caller", "on a", "on b", "on a", "caller waits for a",
                     "caller waits for b"]
-
-
-# --- the source
-
-def attributes(tree):
-    "Dotted names that a module uses or imports."
-    imported = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level]
-    return {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)} | \
-           {f"{n.module}.{a.name}" for n in imported for a in n.names}
-
-def test_private_functions_of_torch_are_these():
-    found = {(m, a) for m, tree in MODULES.items() for a in attributes(tree) if re.fullmatch(r"torch\._[a-z]\w*", a)}
-    assert found == {("banks", "torch._foreach_copy_"), ("snapshots", "torch._foreach_norm"),
-                     ("loss", "torch._dynamo")}
-    assert all(hasattr(torch, a.split(".")[1]) for _, a in found)
-
-
-def test_no_cache_is_emptied_and_no_lifetime_is_taken_for_an_order():
-    used = {a.rsplit(".", 1)[-1] for tree in MODULES.values() for a in attributes(tree)}
-    assert not used & {"empty_cache", "record_stream"}
-
-
-def test_a_step_asks_no_tensor_where_it_lives():
-    for m in ("lanes", "hosts", "slots", "optim", "gradients", "trainer", "tasks", "data"):
-        assert not any(a.endswith(".is_cuda") for a in attributes(MODULES[m])), m
-
-
-def test_no_error_is_swallowed():
-    for m, tree in MODULES.items():
-        for h in (n for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler)):
-            assert h.type is not None, f"{m}, line {h.lineno}: a bare except"
-            broad = {"Exception", "BaseException"} & {n.id for n in ast.walk(h.type) if isinstance(n, ast.Name)}
-            idle = all(isinstance(s, (ast.Pass, ast.Continue)) for s in h.body)
-            assert not (broad and idle), f"{m}, line {h.lineno}: any error at all is dropped"
-
-
-PLUGGED = {("tracks", "fold_latest")}      # called by somebody else, who hands over more than it needs
-
-def test_every_parameter_of_a_public_function_is_used():
-    for m, tree in MODULES.items():
-        for f in (n for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")):
-            if (m, f.name) in PLUGGED: continue
-            used = {n.id for n in ast.walk(f) if isinstance(n, ast.Name)}
-            idle = [a.arg for a in (*f.args.posonlyargs, *f.args.args,
-                                    *f.args.kwonlyargs) if a.arg not in used | {"self"}]
-            assert not idle, f"{m}.{f.name} does nothing with {idle}"
-
-
-def test_everything_public_says_what_it_is():
-    for m, tree in MODULES.items():
-        assigned = [n for n in tree.body if isinstance(n, ast.Assign)]
-        listed = [n.value for n in assigned if getattr(n.targets[0], "id", "") == "__all__"]
-        names = set(ast.literal_eval(listed[0])) if listed else set()
-        assert ast.get_docstring(tree), m
-        for n in tree.body:
-            if not isinstance(n, (ast.FunctionDef, ast.ClassDef)) or n.name not in names: continue
-            simple = isinstance(n, ast.FunctionDef) and len(n.body) == 1
-            planned = any(ast.unparse(d).startswith("blueprint(") for d in n.decorator_list)      # its table says it
-            assert ast.get_docstring(n) or simple or planned, f"{m}.{n.name}"
-
-
-# --- what is run
-
-def test_types_notebooks_and_tests_are_run_on_every_change():
-    flow = (ROOT/".github/workflows/test.yml").read_text(encoding="utf-8")
-    make = (ROOT/"Makefile").read_text(encoding="utf-8")
-    assert re.search(r"^\s*- run: make test$", flow, re.M) and "pull_request" in flow
-    assert '["3.11", "3.12", "3.13"]' in flow
-    assert {"sync", "lint", "types", "notebooks", "unit"} <= set(re.search(r"^test:([^#\n]*)", make, re.M)[1].split())
-    assert re.search(r"^types:.*\n(\t.*\n)*\t.*mypy esper_nb", make, re.M)
-
-
-def test_gpu_tests_are_left_out_only_where_there_is_no_gpu(monkeypatch):
-    own = ROOT/"tests"/"conftest.py"      # `import conftest` may find a subfolder's
-    spec = importlib.util.spec_from_file_location("conftest_of_all_tests", own)
-    conftest = importlib.util.module_from_spec(spec); spec.loader.exec_module(conftest)
-    tests = [n for p in sorted((ROOT/"tests").glob("test_*.py")) for n in _tests_in(p)]
-    marked = {n.name: n for n in tests if "pytest.mark.cuda" in map(ast.unparse, n.decorator_list)}
-    assert len(marked) >= 12
-    assert {"test_cuda_rollback_with_work_in_flight_on_two_streams",
-            "test_cuda_rollback_with_two_streams_at_work"} <= marked.keys()
-    for n in marked.values(): assert not any("skip" in ast.unparse(d) for d in n.decorator_list), n.name
-    def skipped(there):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-        told = []
-        item = SimpleNamespace(get_closest_marker=lambda m: m == "cuda", add_marker=told.append)
-        conftest.pytest_collection_modifyitems(None, [item])
-        return len(told)
-    assert (skipped(True), skipped(False)) == (0, 1)
