@@ -26,7 +26,6 @@ from ..control.actions import HEADS
 from ..core.config import check
 from ..grow.lifecycle import Stage
 from ..learn.distributions import MaskedHeads
-from ..learn.learner import Learner
 from .history import Incident
 from .session import Session
 from .sources import EnvSource, Source
@@ -60,8 +59,8 @@ def session_header(
     s = session.source
     slots = []
     if s.model is not None: slots = [dict(name=k, blueprints=list(s.model.slot(k).blueprints)) for k in s.model.names]
-    chance = s.chance
-    if s.governor is not None and s.governor.chance_loss is not None: chance = [float(c) for c in s.governor.chance_loss]
+    chance, governor = s.chance_loss, s.governor
+    if governor is not None and governor.chance_loss is not None: chance = [float(c) for c in governor.chance_loss]
     return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance=chance, network=s.network, axis=list(s.axis),
                 curves=list(session.history.curve_names) if s.axis[0] == "step" else [], # a controller learns
                 stages={int(stage): stage_entry(stage) for stage in Stage})
