@@ -215,7 +215,7 @@ def epoch_rows(
     train = {k: getattr(r.train, k) for k in ("loss", "accuracy_pp", "grad_norm", "skipped")}
     metrics: dict[str, Any] = dict(train=train, lr=r.lr)
     if r.heldout is not None: metrics["heldout"] = dict(loss=r.heldout.loss, accuracy_pp=r.heldout.accuracy_pp)
-    if r.ablation is not None: metrics["worth"] = dict(total_pp=r.ablation.total, committed_pp=r.ablation.committed)
+    if r.ablation is not None: metrics["ablation"] = dict(total_pp=r.ablation.total, committed_pp=r.ablation.committed)
     if model is not None: metrics["size"] = size_metrics(model)
     shared = dict(seconds=r.seconds, images_per_s=r.images_per_s)
     return make_rows("epoch", metrics | shared, lanes=None, epoch=r.epoch, step=(r.epoch + 1) * len(r.train.losses))
