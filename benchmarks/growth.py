@@ -82,7 +82,7 @@ class PlainGrown(nn.Module):
         super().__init__()
         slots = [model.slot(k) for k in model.names]
         self.host = model.host
-        self.at = {model.host.point(k) - 1: j for j, k in enumerate(model.names)}
+        self.at = {i: model.names.index(s.name) for i, s in enumerate(model.host.sites) if s.name in model.names}
         self.seeds = nn.ModuleList(s.banks[s.blueprints[s.state(0).blueprint or 0]] for s in slots)
 
     def forward(self, x: Tensor, on: int = -1) -> Tensor: # bit j of `on`: seed j takes part

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from esper_nb.control.actions import (
-    HEADS, MIN_PRUNE_AGE, OPS, Choice, GrowthActions, apply_action, as_decision, choice_of, draw_actions, in_stage,
-    legal_operations, read_slots)
+    HEADS, MIN_PRUNE_AGE, OPERATIONS, OPS, Choice, GrowthActions, SlotView, choice_of, draw_actions, in_stage,
+    read_slots)
 from esper_nb.grow.hosts import CNNConfig, CNNHost
 from esper_nb.grow.models import GrowingModel
 from esper_nb.grow.lifecycle import (
@@ -42,7 +42,7 @@ def test_no_masked_draw_is_refused(rules, bound):
         mask = space.mask(model)
         acts = draw_actions(space, mask, g)
         for i, a in enumerate(acts):
-            result = apply_action(space, model, i, a, mask[i])
+            result = space.apply(model, i, a, mask[i])
             assert result.ok, result
             done[choice_of(a, "op")] += 1
         epoch(model, g)
@@ -66,7 +66,7 @@ def test_a_million_draws_are_legal_by_every_account():
         ops = space.facts(many)[0]
         assert ops[torch.arange(1600)[:, None], torch.arange(16), choice_of(acts, "op"), choice_of(acts, "slot")].all()
         assert (space.canonical(acts) == acts).all() # a legal draw is canonical
-        for i, a in enumerate(acts[0]): assert apply_action(space, model, i, a, mask[i]).ok
+        for i, a in enumerate(acts[0]): assert space.apply(model, i, a, mask[i]).ok
         epoch(model, g)
 
 
@@ -77,7 +77,7 @@ def test_draws_without_masks_are_refused_with_a_reason_and_change_nothing():
         acts = torch.stack([torch.randint(s, (20 * model.lanes,), generator=g) for s in space.sizes], -1)
         for j, a in enumerate(acts): # 7,200 in all
             i, before, mask = j % model.lanes, read_slots(model), space.mask(model)
-            result = apply_action(space, model, i, a, mask[i])
+            result = space.apply(model, i, a, mask[i])
             chosen = space.legal(mask[i], a).gather(-1, a[:, None]).squeeze(-1)
             legal = bool(chosen[space.relevant(a)].all())
             assert result.ok == legal
@@ -102,32 +102,32 @@ def test_gates_for_all_lanes_equal_the_gate_of_one(seed, strict):
     table, rules = torch.tensor([[encode_seed(s)]]).double(), Rules(gates=Gates(strict=strict))
     s = decode_seed(torch.tensor(encode_seed(s)).tolist()) # as the table holds it
     to, op = (Stage.FOSSILIZED, "fossilize") if stage == Stage.HOLDING else (next_stage(stage), "advance")
-    assert bool(legal_operations(table, [rules])[0, OPS.index(op), 0]) == check_gate(s, to, rules.gates).passed
+    assert bool(OPERATIONS[op].legal(SlotView(table, [rules]))[0, 0]) == check_gate(s, to, rules.gates).passed
 
 
 def test_rules_beyond_the_slots():
     model, space = world(lanes=1)
-    assert apply_action(space, model, 0, space.encode(Choice("germinate", "r0c0", "norm"))).ok
-    second = apply_action(space, model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
+    assert space.apply(model, 0, space.encode(Choice("germinate", "r0c0", "norm"))).ok
+    second = space.apply(model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
     assert not second.ok and "one immature seed" in second.message
     for age in range(MIN_PRUNE_AGE):
-        young = apply_action(space, model, 0, space.encode(Choice("prune", "r0c0", speed=0)))
+        young = space.apply(model, 0, space.encode(Choice("prune", "r0c0", speed=0)))
         assert not young.ok and f"{age} epochs old" in young.message
         model.tick()
-    assert apply_action(space, model, 0, space.encode(Choice("prune", "r0c0", speed=0))).ok
+    assert space.apply(model, 0, space.encode(Choice("prune", "r0c0", speed=0))).ok
     assert model.slot("r0c0").state(0).stage in COOLING
-    cool = apply_action(space, model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
+    cool = space.apply(model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
     assert not cool.ok and "r0c0 is PRUNED" in cool.message
     wrong = space.encode(Choice("germinate", "r0c1", "norm"))
     wrong[HEADS.index("blueprint")] = space.blueprints.index("conv_small") # not offered in r0c1
-    assert not apply_action(space, model, 0, wrong).ok
+    assert not space.apply(model, 0, wrong).ok
 
 
 def test_bound_on_seeds_counts_fossils():
     model, space = world(lanes=1, max_seeds=1)
     slot = model.slot("r0c0")
     slot.table[0] = torch.tensor(encode_seed(SeedState(stage=Stage.FOSSILIZED, blueprint=0, births=1, alpha=1.)))
-    done = apply_action(space, model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
+    done = space.apply(model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
     assert not done.ok and "1 seeds is the bound" in done.message
     unbound = GrowthActions(model)
     assert unbound.facts(unbound.mask(model))[0][0, OPS.index("germinate"), 1]
@@ -157,7 +157,7 @@ def test_codes_round_trip(data):
     model, space = world(lanes=1)
     a = torch.tensor([data.draw(st.integers(0, s - 1)) for s in space.sizes])
     assert torch.equal(space.encode(space.decode(a)), space.canonical(a))
-    as_decision(space.decode(a))
+    OPERATIONS[space.decode(a).op].decide(space.decode(a))
     assert space.count == len(HEADS) and dataclasses.is_dataclass(Rules)
 
 

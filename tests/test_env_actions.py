@@ -59,7 +59,7 @@ def test_a_hundred_thousand_unmasked_draws_are_waits_with_a_reason_where_illegal
 
 
 def test_a_refused_action_is_a_wait_and_costs_nothing_else():
-    a, b = make(1, reward="simple"), make(1, reward="simple")
+    a, b = make(1, price=1.), make(1, price=1.)
     a.reset(seed=0); b.reset(seed=0)
     illegal = a.actions.encode(Choice("fossilize", "r0c1"))[None].numpy()
     ra, rb = a.step(illegal), b.step(np.zeros((1, 8), int))
@@ -68,4 +68,4 @@ def test_a_refused_action_is_a_wait_and_costs_nothing_else():
     assert info["refused"][0].startswith("fossilize: slot r0c1 is DORMANT")
     names = [f.name for f, x, y in zip(a.observer.features, obs[0], rb[0][0]) if x != y]
     assert names == ["done"] and obs[0, a.observer.index("op_wait")] == 1 # seen as a wait that was not what was asked
-    assert equal(weights(a, 0), weights(b, 0)) and a.last_result.refused[0] and a.tallies.refused.item() == 1
+    assert equal(weights(a, 0), weights(b, 0)) and a.last_result.refused[0] and a.sums.refused.item() == 1

@@ -16,7 +16,6 @@ from test_vector_conformance import TASK, same, tiny_data
 from esper_nb.control.actions import Choice, column, draw_actions
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.rewards import PRESETS
 from esper_nb.control.gym import GrowEnv, register_envs
 from esper_nb.control.rules import QUICK, QUICK_RULES, Fixed, Heuristic, RandomLegal, WaitOnly
 from esper_nb.core.random import generator
@@ -28,7 +27,7 @@ from esper_nb.learn.learner import Learner, train_ppo
 from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig
 from esper_nb.record.checkpoints import EnvState, read_checkpoint, write_checkpoint
-from esper_nb.record.rows import make_rows
+from esper_nb.record.rows import EnvRows
 from esper_nb.run.compare import RulePlayer
 from esper_nb.train.faults import Fault
 
@@ -83,7 +82,7 @@ def test_gymnasium_finds_nothing_wrong():
         warnings.simplefilter("error")
         check_env(env.unwrapped)
     env.close()
-    same_step = dict(reward="sparse", autoreset_mode=AutoresetMode.SAME_STEP)
+    same_step = dict(autoreset_mode=AutoresetMode.SAME_STEP)
     envs = gym.make_vec("esper_nb/Grow-v0", num_envs=2, task="digits", limit=64, horizon=3, **same_step)
     assert isinstance(envs, GrowVecEnv) and envs.num_envs == 2 and envs.config.task == "digits"
     assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
@@ -176,7 +175,7 @@ def test_plans_agree_at_first():
     runs = [roll(make(4, width=w, horizon=5), 3, actions=np.zeros((3, 4, 8), int)) for w in (1, 2, 4, None)]
     for other in runs[1:]:
         for a, b in zip(runs[0][1:], other[1:]):
-            for k in (0, 1): np.testing.assert_allclose(a[k], b[k], atol=1e-5) # observations, rewards
+            for k in (0, 1): np.testing.assert_allclose(a[k], b[k], atol=5e-5) # observations, rewards
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -287,37 +286,32 @@ def test_a_lane_that_cannot_be_saved_begins_afresh():
     assert [r.outcome for r in env.records if r.lane == 1] == ["horizon"] * 2
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
-def test_the_horizon_ends_an_episode_whatever_is_paid(preset):
-    env = make(2, reward=preset)
+def test_the_horizon_ends_an_episode():
+    env = make(2)
     for _, reward, term, trunc, _ in roll(env, 4)[1:]: last = term, trunc, reward
     assert last[0].all() and not last[1].any()
-    if preset == "sparse": assert (last[2] > 0).all()
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
-def test_the_reward_is_the_sum_of_its_terms_and_telemetry_takes_the_step(preset):
-    env = make(4, reward=preset, faults=(Fault("nan", 1, 2),))
+def test_the_reward_is_the_sum_of_its_terms_and_telemetry_takes_the_step():
+    env = make(4, price=5., faults=(Fault("nan", 1, 2),))
     env.reset(seed=1)
     for t in range(9):
         reward = env.step(act(env, 1, t))[1]
         s = env.last_result
         np.testing.assert_allclose(sum(s.terms.values()).numpy(), s.reward.numpy(), atol=1e-9)
-        if s.active.all(): assert np.array_equal(reward, s.reward.numpy())
-        assert len(make_rows("step", s, step=t)) == 4
+        assert np.array_equal(reward, s.reward.numpy())
+        rows = EnvRows(growth=False)(env, step=t)
+        assert [row["kind"] for row in rows].count("step") == int(s.active.sum())
 
 
-def test_fossils_are_not_paid_again_after_a_rollback():
+def test_fossils_are_kept_in_the_episode_after_a_rollback():
     env = make(1, width=1, horizon=30, autoreset_mode="SameStep", faults=(Fault("nan", 0, 12),))
     env.reset(seed=0)
     plan = dict.fromkeys((1, 3, 7), Choice("advance", "r0c0")) | {8: Choice("fossilize", "r0c0")}
     plan[0] = Choice("germinate", "r0c0", "conv_small", style="linear_add", tempo=3, target=1.)
     for t in range(13): result = env.step(env.actions.encode(plan.get(t, Choice()))[None].numpy())
     assert result[2][0] and env.records[-1].fossils == 1 and column(env.table, "stage")[0, 0] == Stage.FOSSILIZED
-    assert env.ledger.potential.item() == 8 and env.ledger.alpha[0].tolist() == [1, 0] and env.epochs.epoch.item() == 0
-    env.step(wait(1))
-    terms = env.last_result.terms
-    assert terms["shaping"].item() == pytest.approx(.3 * (.99 * 8 - 8)) and terms["shock"].item() == 0
+    assert env.history.epoch.item() == 0 and not env.fresh[0]
 
 
 def test_only_heldout_data_are_read():

@@ -13,20 +13,17 @@ import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv
 from hypothesis import given, settings, strategies as st
-import test_rewards as rewards
 from test_vector_conformance import TASK, tiny_data
 
 from esper_nb.control.actions import draw_actions
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.rewards import PRESETS, TERMS, RewardConfig, make_scene, new_ledger
 from esper_nb.control.gym import GrowEnv
 from esper_nb.control.rules import (
     QUICK, QUICK_RULES, Fixed, Heuristic, HeuristicConfig, RandomLegal, Replay, WaitOnly, as_controller)
 from esper_nb.core.config import Config
 from esper_nb.core.random import generator
 from esper_nb.grow.models import Decision
-from esper_nb.grow.lifecycle import SeedState, Stage
 from esper_nb.learn.learner import Learner
 from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig
@@ -292,16 +289,7 @@ def test_spaces_that_are_not_served_say_what_is():
         Learner(SyncVectorEnv([lambda: Named(9)]), PPOConfig(num_minibatches=1))
 
 
-# --- rewards
-
-@pytest.mark.parametrize("worth, paid", [(-5., 0.), (None, 0.), (1., .0462), (50., .1)])
-def test_a_seed_is_paid_no_more_synergy_than_it_contributes(worth, paid):
-    kept = [rewards.seed(Stage.FOSSILIZED, worth, interaction=40.), SeedState()]
-    r = rewards.play("shaped", [(kept, "wait", {})])[-1] if "synergy" in PRESETS["shaped"] else None
-    scene = make_scene(RewardConfig("shaped"), rewards.facts(kept, kept, gain=10.), new_ledger(1, 2))
-    assert float(TERMS["synergy"](scene)) == pytest.approx(paid, abs=1e-3)
-    assert r is None or math.isfinite(float(r.total))
-
+# --- saved
 
 def test_saving_an_environment_needs_no_file_of_ours():
     env = vector()

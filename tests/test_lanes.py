@@ -12,8 +12,8 @@ from esper_nb.grow.hosts import CNNConfig, GPTConfig, new_host
 from esper_nb.core.lanes import (
     lane, lane_state, num_lanes, per_lane, put_lanes, reset_lanes, take_lanes, with_lanes)
 from esper_nb.core.layers import (
-    attention, batch_norm2d, conv2d, embedding, group_norm, layer_norm, lane_noise, linear, LaneDropout, by_lane,
-    Scale, unfold)
+    LaneAttention, LaneDropout, LaneEmbedding, batch_norm2d, by_lane, conv2d, group_norm, lane_noise, layer_norm,
+    linear, Scale, unfold)
 from esper_nb.train.tasks import lane_cross_entropy
 
 N = 4
@@ -89,7 +89,7 @@ LAYERS = dict(
 SEQUENCES = dict(
     linear=lambda n: linear(4, 6, n),
     layer_norm=lambda n: layer_norm(4, n),
-    attention=lambda n: attention(4, 2, n),
+    attention=lambda n: LaneAttention(4, 2, n),
     scale=lambda n: Scale(0.5, n, -1),
     drop=lambda n: LaneDropout(0.3, n, -1),
 )
@@ -203,7 +203,7 @@ def test_masks_are_those_of_independent_coins(p):
 
 
 def test_embedding_and_with_lanes_keep_settings():
-    e = with_lanes(embedding(7, 3, 4), 2)
+    e = with_lanes(LaneEmbedding(7, 3, 4), 2)
     assert (e.num_embeddings, e.vocab, e.weight.shape) == (14, 7, (14, 3))
     c = with_lanes(conv2d(2, 6, 3, 4, stride=2, padding=1, bias=False, groups=2), 1)
     assert (c.groups, c.in_channels, c.out_channels, c.stride, c.padding, c.bias) == (2, 2, 6, (2, 2), (1, 1), None)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.core.lanes import lane, reset_lanes
 from esper_nb.core.layers import by_lane
-from esper_nb.core.modules import find_form, lane_form, lane_module, look
+from esper_nb.core.modules import find_form, lane_form, lane_module, run_on_trial
 from esper_nb.core.random import seeded
 from esper_nb.grow.blueprints import (
     FAMILIES, SEED_LAYOUTS, blueprint_size, forget_blueprint, get_blueprint, list_blueprints, make_blueprint,
@@ -265,7 +265,7 @@ def test_a_form_that_is_not_equal_is_not_used():
     assert find_form(Mixing, x, 1, -1).whole
     assert "does not keep lanes apart" in find_form(Mixing, x, 1, -1).why
     assert "of its own" in find_form(Noisy, x, 1, -1).why
-    assert look(Noisy(False), x).layers["drop"].draws and not look(Noisy(False), x).draws
+    assert run_on_trial(Noisy(False), x).layers["drop"].draws and not run_on_trial(Noisy(False), x).draws
 
 def test_a_large_network_runs_lane_by_lane_unless_asked():
     config = TABLE["mobilenet"][0]().replace(side_by_side=None)

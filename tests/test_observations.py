@@ -4,10 +4,11 @@ import math
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import GrowthActions, read_slots
+from esper_nb.control.actions import HEADS, GrowthActions, read_slots
+from esper_nb.control.episodes import EnvStep
 from esper_nb.grow.hosts import CNNConfig, CNNHost
 from esper_nb.grow.models import GrowingModel
-from esper_nb.control.observations import HISTORY, Observer, Records, forget, new_records, push_epoch, symlog
+from esper_nb.control.observations import HISTORY, LaneHistory, Observer, symlog
 from esper_nb.grow.lifecycle import COLUMNS, UNMEASURED, SeedState, Stage, encode_seed
 
 MODEL = GrowingModel(CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=1),
@@ -37,6 +38,13 @@ def a_seed(draw):
 def table(*lanes): return torch.tensor([[encode_seed(s) for s in lane] for lane in lanes]).double()
 
 
+def step(loss, accuracy, op, ok, signals):
+    idle = EnvStep.idle(len(loss), slots=2, heads=len(HEADS))
+    action = idle.action.clone()
+    action[:, HEADS.index("op")] = op
+    return idle._replace(action=action, loss=loss, accuracy_pp=accuracy, ok=ok, signals=signals)
+
+
 def in_range(obs):
     for i, f in enumerate(OBSERVER.features):
         x, known = obs[:, i], (obs[:, i] >= f.low - 1e-6) & (obs[:, i] <= f.high + 1e-6)
@@ -48,24 +56,24 @@ def in_range(obs):
 @given(st.lists(st.tuples(a_seed(), a_seed()), min_size=1, max_size=4), st.integers(0, 10**6))
 def test_finite_in_range_and_pure(lanes, seed):
     g, n, t = torch.Generator().manual_seed(seed), len(lanes), table(*lanes)
-    r = new_records(n, 2)
+    r = LaneHistory.start(n, 2)
     for e in range(seed % 8):
         loss = torch.randn(n, generator=g).exp() * 10.**(seed % 5)
         loss[torch.rand(n, generator=g) < .2] = math.nan
         accuracy, op = 100 * torch.rand(n, generator=g), torch.randint(0, 6, (n,), generator=g)
-        r = push_epoch(r, loss, accuracy, op, torch.rand(n, generator=g) < .5,
-                       torch.randn(n, 2, 4, generator=g, dtype=torch.float64).exp())
+        r = r.add(step(loss, accuracy, op, torch.rand(n, generator=g) < .5,
+                       torch.randn(n, 2, 4, generator=g, dtype=torch.float64).exp()))
     kept = t.clone()
     obs = OBSERVER(t, r)
     assert obs.shape == (n, OBSERVER.size) and obs.dtype == torch.float32 and obs.isfinite().all()
     in_range(obs)
     assert torch.equal(t, kept) and torch.equal(obs, OBSERVER(t, r))
-    for i in range(n): assert torch.equal(OBSERVER(t[i:i + 1], Records(*(x[i:i + 1] for x in r)))[0], obs[i])
+    for i in range(n): assert torch.equal(OBSERVER(t[i:i + 1], LaneHistory(*(x[i:i + 1] for x in r)))[0], obs[i])
 
 
 def test_every_unmeasured_quantity_is_unknown():
     bare = SeedState(stage=Stage.TRAINING, blueprint=0, births=1)
-    obs = OBSERVER(table((bare, SeedState())), new_records(1, 2))[0]
+    obs = OBSERVER(table((bare, SeedState())), LaneHistory.start(1, 2))[0]
     for i, f in enumerate(OBSERVER.features):
         if f.unknown is None: continue
         applies = f.name in ("r0c0.tempo", "r0c0.goal")
@@ -74,20 +82,20 @@ def test_every_unmeasured_quantity_is_unknown():
     for k in (*MEASURED, *SHARES, "gradient_norm", "gradient_ratio"):
         assert k in unmeasured
         at = OBSERVER.index(f"r0c0.{k}")
-        zero = OBSERVER(table((bare._replace(**{k: 0.}), SeedState())), new_records(1, 2))[0]
+        zero = OBSERVER(table((bare._replace(**{k: 0.}), SeedState())), LaneHistory.start(1, 2))[0]
         assert zero[at] == 0 and (zero != obs).sum() == 1 # a measured zero shows, and shows here alone
 
 
 def test_a_ruined_loss_reads_as_the_worst_and_a_new_episode_as_unknown():
     empty = table((SeedState(), SeedState()), (SeedState(), SeedState()))
     losses, accuracies = torch.tensor([math.nan, 1.]), torch.tensor([10., 20.])
-    r = push_epoch(new_records(2, 2), losses, accuracies, torch.tensor([0, 1]), torch.tensor([True, False]),
-                   torch.full((2, 2, 4), math.nan))
+    r = LaneHistory.start(2, 2).add(step(
+        losses, accuracies, torch.tensor([0, 1]), torch.tensor([True, False]), torch.full((2, 2, 4), math.nan)))
     obs = OBSERVER(empty, r)
     last, earlier, done = OBSERVER.index("loss_0"), OBSERVER.index("loss_1"), OBSERVER.index("done")
     assert obs[0, last] == 2 and obs[0, earlier] == -1 and obs[0, done] == 1 and obs[1, done] == 0
     torch.testing.assert_close(obs[1, last], symlog(torch.tensor(1.)) / 7)
-    again = OBSERVER(empty, forget(r, torch.tensor([True, False])))
+    again = OBSERVER(empty, r.forget(torch.tensor([True, False])))
     assert (again[0, 1:1 + 2 * HISTORY] == -1).all() and again[0, done] == -1 and torch.equal(again[1], obs[1])
 
 
@@ -96,13 +104,13 @@ def test_blueprints_are_named_alike_in_every_slot():
     for slot, own in (("r0c0", MODEL.slot("r0c0").blueprints), ("r0c1", MODEL.slot("r0c1").blueprints)):
         for b, name in enumerate(own):
             pair = (s(b), SeedState()) if slot == "r0c0" else (SeedState(), s(b))
-            obs = OBSERVER(table(pair), new_records(1, 2))[0]
+            obs = OBSERVER(table(pair), LaneHistory.start(1, 2))[0]
             on = {k for k in OBSERVER.space.blueprints if obs[OBSERVER.index(f"{slot}.blueprint_{k}")] == 1}
             assert on == {name}
 
 
 def test_the_model_and_its_table_say_the_same():
-    obs = OBSERVER(MODEL, new_records(1, 2))
-    assert torch.equal(obs, OBSERVER(read_slots(MODEL), new_records(1, 2)))
+    obs = OBSERVER(MODEL, LaneHistory.start(1, 2))
+    assert torch.equal(obs, OBSERVER(read_slots(MODEL), LaneHistory.start(1, 2)))
     assert len({f.name for f in OBSERVER.features}) == OBSERVER.size
     assert UNMEASURED not in obs and len(COLUMNS) == read_slots(MODEL).shape[-1]

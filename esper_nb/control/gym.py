@@ -89,7 +89,7 @@ class GrowEnv(gym.Env):
 def _copied(*parts) -> GrowEnv: # of the vector environment, as for `copied_env`
     "A single environment around a copy of another one's lane."
     vector = copied_env(*parts)
-    env = GrowEnv(vector.config, *vector.given)
+    env = GrowEnv(vector.config, *vector.made_of)
     env.vector.close()
     env.vector, env.actions = vector, vector.actions
     return env

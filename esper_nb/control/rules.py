@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .actions import GrowthActions, as_choice, fit_choice
+from .actions import GrowthActions, as_choice
 from ..core.config import Config, check, check_count
 from ..core.random import generator
 from ..grow.blending import RampMode
@@ -315,4 +315,4 @@ def encode_decision(
     expected = "one for each lane and step: the environment carries out one operation at a time"
     check(len(each) <= 1, "decisions", len(each), expected)
     one = each[0] if each else Decision()
-    return one, env.actions.encode(fit_choice(as_choice(one), env.actions.repertoire))
+    return one, env.actions.encode(env.actions.repertoire.nearest(as_choice(one)))

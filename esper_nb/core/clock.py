@@ -35,13 +35,13 @@ class PhaseClock:
         self.start()
 
     def start(self) -> None:
-        "The next phase begins here."
+        "Begin the next phase."
         self.last = _mark(self.device) if self.on_device else _now(self.device)
 
     def __call__(self,
         phase: str, # one word or a few; the last part of `phase_s.*` in rows
     ) -> None:
-        "A phase ends here, and the next one begins."
+        "End a phase, and begin the next one."
         now = _mark(self.device) if self.on_device else _now(self.device)
         if self.on_device:
             self.pending.append((phase, self.last, now))
@@ -61,7 +61,7 @@ class PhaseClock:
     def seconds(self,
         reset: bool = True, # begin again at zero, for the next epoch
     ) -> dict[str, float]: # phase -> seconds
-        "What every phase took; on CUDA this waits for the device."
+        "Return the seconds of every phase; on CUDA this waits for the device."
         self.settle()
         found = dict(self.sums)
         if reset: self.sums.clear()

@@ -29,7 +29,7 @@ class Precision(NamedTuple):
         self,
         device: str | torch.device = "cpu", # the device of the forward pass
     ) -> AbstractContextManager:
-        "A context for the forward pass: autocast to `dtype`, or nothing in fp32."
+        "Return the context of the forward pass: autocast to `dtype`, or nothing in fp32."
         if self.dtype == torch.float32: return nullcontext()
         return torch.autocast(torch.device(device).type, self.dtype)
 
@@ -49,7 +49,7 @@ def choose_precision(
     name: str = "auto", # "auto", "fp32", "bf16" or "fp16"
     device: str | torch.device = "cpu", # where the forward pass runs
 ) -> Precision:
-    "The precision called `name`; `auto` is bf16 on a GPU that has it, fp16 on an older one, and fp32 on a CPU."
+    "Return a precision by name; `auto` is bf16 on a GPU that has it, fp16 on an older one, and fp32 on a CPU."
     reason = "asked for"
     if name == "auto": name, reason = _automatic(torch.device(device))
     if name not in _dtypes:
@@ -82,7 +82,7 @@ def check_device(
     device: str | torch.device, # `"cpu"`, `"cuda"`, `"cuda:1"`, `"mps"`, or a `torch.device`
     need_index: bool = False, # demand an explicit CUDA index, for runs over several GPUs
 ) -> torch.device: # the device, present on this machine
-    "Validate a device before anything is allocated on it."
+    "Check a device before anything is allocated on it."
     dev = _parse_device(device)
     if need_index and dev.type == "cuda" and dev.index is None:
         raise ValueError(f"device={str(device)!r} has no index, expected one as in 'cuda:0'")
@@ -97,7 +97,7 @@ def check_device(
 def check_devices(
     devices: Sequence[str | torch.device], # where the parts of a run go
 ) -> tuple[torch.device, ...]: # all present; with an index each, where there are several
-    "Validate the devices of a run that is spread over them."
+    "Check the devices of a run that is spread over them."
     if not devices: raise ValueError("devices=(): expected at least one, such as 'cpu'")
     return tuple(check_device(d, need_index=len(devices) > 1) for d in devices)
 
@@ -107,7 +107,7 @@ NO_FLOAT64 = ("mps",) # kinds of device whose numbers have 32 bits at most
 def as_double(
     t: Tensor, # anywhere
 ) -> Tensor: # float64, on the same device, or on the CPU where the device has none
-    "The same numbers in double precision."
+    "Return the same numbers in double precision."
     return (t.cpu() if t.device.type in NO_FLOAT64 else t).double()
 
 def wait_for(
@@ -119,17 +119,17 @@ def wait_for(
     return bool(found)
 
 def send(
-    t: Tensor, # made on the host just now, and changed by nobody
+    t: Tensor, # made on the host just now, and not changed later
     device: torch.device, # where it is needed
 ) -> Tensor: # there
-    "A tensor on a device; the host does not wait until a GPU has taken it."
+    "Copy a tensor to a device; the host does not wait until a GPU has taken it."
     if device.type != "cuda" or t.is_cuda: return t.to(device)
     return t.pin_memory().to(device, non_blocking=True)
 
 def activation_room(
     device: str | torch.device, # where a training step runs
 ) -> int | None: # bytes; None: a CPU, where a cache decides and not the memory
-    "How large the largest activation of a training step may be, by the memory that the device says it has."
+    "Return how large the largest activation of a training step may be, by the memory of the device."
     dev = torch.device(device)
     if dev.type == "cuda": return torch.cuda.mem_get_info(dev)[1] // 128
     return torch.mps.recommended_max_memory() // 128 if dev.type == "mps" else None
@@ -166,7 +166,7 @@ class _Sums(NamedTuple):
 # %% ../../nbs/core/02_devices.ipynb #56fc5851
 @contextmanager
 def repeatable() -> Iterator[None]:
-    "Inside the block a GPU adds in the same order in every run; after it everything is as it was."
+    "Let a GPU add in the same order in every run inside the block; after it everything is as it was."
     before = _Sums.now()
     _Sums(tf32_products=False, tf32_windows=False, trials=False, fixed=True, kernels=True, lenient=True,
           workspace=before.workspace or ":4096:8").set()

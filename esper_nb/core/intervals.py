@@ -17,14 +17,14 @@ from .config import check
 def middle_weights(
     n: int, # scores
 ) -> np.ndarray: # (n,) 0 to 1
-    "How much each of n sorted scores counts in the mean of their middle half."
+    "Return the weight of each of n sorted scores in the mean of their middle half."
     above, below = np.arange(1, n + 1) - n / 4, 3 * n / 4 - np.arange(n)
     return np.clip(np.minimum(above, below), 0, 1)
 
 def interquartile_mean(
     x: np.ndarray | Sequence[float], # (..., n) scores
 ) -> np.ndarray: # (...)
-    "Mean of the middle half."
+    "Return the mean of the middle half."
     x = np.sort(np.asarray(x, float), -1)
     check(x.shape[-1] > 0, "scores", x.shape[-1], "at least one")
     weight = middle_weights(x.shape[-1])
@@ -32,8 +32,8 @@ def interquartile_mean(
 
 # %% ../../nbs/core/07_intervals.ipynb #4418e962
 class Interval(NamedTuple):
-    "A statistic, and where it lies."
-    mean: float # interquartile, where nothing else is said
+    "A statistic and its confidence interval."
+    mean: float # interquartile, unless another statistic was asked for
     low: float # 95 %, bootstrap percentiles
     high: float
 
@@ -43,7 +43,7 @@ def bootstrap_interval(
     seed: int = 0, # the draws are always the same
     statistic: Callable[[np.ndarray], np.ndarray] = interquartile_mean, # (draws, n) -> (draws,)
 ) -> Interval: # NaN ends where a single run leaves nothing to draw
-    "A statistic over runs and tasks with its 95 % stratified bootstrap interval."
+    "Return a statistic over runs and tasks with its 95 % stratified bootstrap interval."
     x = np.asarray(scores, float)
     x = x.reshape(len(x), -1)
     runs, tasks = x.shape

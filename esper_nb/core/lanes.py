@@ -30,14 +30,14 @@ def _lane_layers(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children(): yield from _lane_layers(child)
 
 def num_lanes(module: nn.Module) -> int: # the lanes of its layers
-    "How many lanes a module has; all its lane layers must agree."
+    "Return how many lanes a module has; all its lane layers must agree."
     found = {m.lanes for m in _lane_layers(module) if hasattr(m, "lanes")}
     check(len(found) == 1, "lanes", sorted(found), "one number of lanes in all layers of {}; "
           "build it from lane layers or wrap it with per_lane", type(module).__name__)
     return found.pop()
 
 def lane_state(module: nn.Module) -> dict[str, Tensor]: # name -> (n*k, ...)
-    "Every parameter and buffer by name, the tensors themselves."
+    "Return every parameter and buffer by name, the tensors themselves."
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 # %% ../../nbs/core/04_lanes.ipynb #cfc4a026
@@ -68,7 +68,7 @@ def with_lanes(
     module: nn.Module, # a module of lane layers
     m: int, # lanes of the new one
 ) -> nn.Module: # same structure and settings, m lanes, values undefined
-    "A module like this one with another number of lanes; fill it with `put_lanes` or `reset_lanes`."
+    "Make a module like this one with another number of lanes; fill it with `put_lanes` or `reset_lanes`."
     n = num_lanes(module)
     check_count("lanes", m)
     memo = {id(t): _resized(t, n, m) for t in lane_state(module).values()}  # deepcopy takes these for the copies
@@ -81,7 +81,7 @@ def with_lanes(
 def lane_index(
     lanes: Sequence[int], # lane numbers
 ) -> slice | list[int]: # indexes those lanes in an axis of lanes
-    "Lane numbers as an index: neighbours as a slice, which costs no look-up."
+    "Return lane numbers as an index: neighbours as a slice, which costs no look-up."
     idx = list(lanes)
     if idx and idx == list(range(idx[0], idx[0] + len(idx))): return slice(idx[0], idx[0] + len(idx))
     return idx
@@ -93,13 +93,13 @@ def index_for(
     idx: slice | list[int], # from `lane_index`
     t: Tensor, # to be indexed
 ) -> slice | list[int] | Tensor:
-    "The same index where the tensor is: a list goes to a GPU once, and is kept there."
+    "Return the same index where the tensor is: a list goes to a GPU once, and is kept there."
     return idx if isinstance(idx, slice) or t.device.type != "cuda" else _index_there(tuple(idx), t.device)
 
 def lane_runs(
     lanes: Sequence[int], # lane numbers, in any order
 ) -> list[slice]: # in ascending order
-    "Lane numbers as slices of neighbours, so that one copy serves several lanes."
+    "Return lane numbers as slices of neighbours, so that one copy serves several lanes."
     out: list[slice] = []
     for i in sorted(lanes):
         if out and out[-1].stop == i: out[-1] = slice(out[-1].start, i + 1)
@@ -136,7 +136,7 @@ def lane(
     module: nn.Module, # n lanes
     i: int, # which to copy
 ) -> nn.Module: # one lane
-    "Lane i as an ordinary one-lane network."
+    "Return lane i as an ordinary one-lane network."
     return take_lanes(module, [i])
 
 # %% ../../nbs/core/04_lanes.ipynb #aa27847d
@@ -164,12 +164,12 @@ def repeated(
     t: Tensor, # of one lane, (k, ...) or a single number
     n: int, # lanes
 ) -> Tensor: # (n*k, ...), or (n,)
-    "A tensor n times over, still a parameter if it was one."
+    "Repeat a tensor n times; a parameter stays one."
     wide = t.detach().reshape(-1, *t.shape[1:]).repeat(n, *[1] * max(0, t.ndim - 1))
     return nn.Parameter(wide, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else wide
 
 def own_tensors(part: nn.Module) -> list[tuple[str, Tensor]]: # names and tensors
-    "Parameters and buffers of a module, without those of the modules in it."
+    "Return the parameters and buffers of a module, without those of the modules in it."
     return [*part.named_parameters(recurse=False, remove_duplicate=False),
             *part.named_buffers(recurse=False, remove_duplicate=False)]
 
@@ -203,7 +203,7 @@ def drawing(
     seed: int, # of the lane
     *key: int | str, # which draws these are
 ) -> Iterator[None]:
-    "Inside the block, whatever draws draws from the stream `(seed, *key)`; the global streams come back after it."
+    "Draw from the stream `(seed, *key)` inside the block; torch's global streams come back after it."
     with _borrowed, seeded(seed, *key):
         if device.type != "cuda":
             yield
@@ -264,7 +264,7 @@ class PerLane(nn.Module):
         self.reset_streams()
 
     def reset_streams(self):
-        "Let what draws begin anew, from the random state of the moment."
+        "Begin the streams of what draws anew, from the random state of the moment."
         if self.draws:
             self.count.zero_()
             self.stream.random_()
@@ -279,7 +279,7 @@ class PerLane(nn.Module):
         return self.template
 
     def cut(self, x: Tensor) -> tuple[Tensor, ...]: # of every lane
-        "One input as the n lanes see it."
+        "Cut an input into those of the n lanes."
         return x.unbind(-1) if self.dim is None else x.chunk(self.lanes, self.dim)
 
     def forward(self, *args, **kwargs): # tensors with lanes folded into `dim`; out with lanes folded into `out`

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['unfold', 'fold', 'by_lane', 'spatial_mean', 'MaskedConv2d', 'conv2d', 'group_norm', 'LaneBatchNorm2d', 'batch_norm2d',
-           'lane_linear', 'LaneLinear', 'linear', 'LaneEmbedding', 'embedding', 'LaneLayerNorm', 'layer_norm', 'Scale',
-           'LaneAttention', 'attention', 'lane_noise', 'LaneDropout']
+           'lane_linear', 'LaneLinear', 'linear', 'LaneEmbedding', 'LaneLayerNorm', 'layer_norm', 'Scale',
+           'LaneAttention', 'lane_noise', 'LaneDropout']
 
 # %% ../../nbs/core/03_layers.ipynb #6cff8c1f
 import math
@@ -40,14 +40,14 @@ def by_lane(
     t: Tensor, # (n*k, ...) a parameter, buffer or gradient of n lanes
     n: int, # lanes
 ) -> Tensor: # (n, k, ...), a view: entry i is lane i's
-    "A parameter with its lanes in an axis of their own."
+    "Return a parameter with its lanes in an axis of their own."
     return t.unflatten(0, (n, -1))
 
 # %% ../../nbs/core/03_layers.ipynb #1bc363e6
 def spatial_mean(
     x: Tensor, # (B, C, H, W), best in channels_last
 ) -> Tensor: # (B, C)
-    "The mean over the picture; its gradient is channels_last, which that of `x.mean((2, 3))` is not."
+    "Return the mean over the picture; its gradient is channels_last, which that of `x.mean((2, 3))` is not."
     return x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
 
 # %% ../../nbs/core/03_layers.ipynb #5ebcc753
@@ -79,7 +79,7 @@ def conv2d(
     masked: bool = False, # windows that can be narrowed, lane by lane
     **kwargs, # as for `nn.Conv2d`: stride, padding, bias ...
 ) -> nn.Conv2d: # (B, n*c_in, H, W) -> (B, n*c_out, H', W')
-    "n convolutions side by side."
+    "Make n convolutions side by side."
     check_count("lanes", n)
     kind = MaskedConv2d if masked else nn.Conv2d
     return _laned(kind(n * c_in, n * c_out, kernel_size, groups=n * groups, **kwargs), n)
@@ -90,7 +90,7 @@ def group_norm(
     n: int = 1, # lanes
     **kwargs, # as for `nn.GroupNorm`
 ) -> nn.GroupNorm: # (B, n*channels, ...) -> the same shape
-    "n group norms side by side."
+    "Make n group norms side by side."
     check_count("lanes", n)
     return _laned(nn.GroupNorm(n * groups, n * channels, **kwargs), n)
 
@@ -116,7 +116,7 @@ def batch_norm2d(
     n: int = 1, # lanes
     **kwargs, # as for `nn.BatchNorm2d`; `momentum` must be a number
 ) -> LaneBatchNorm2d: # (B, n*channels, H, W) -> the same shape
-    "n batch norms side by side."
+    "Make n batch norms side by side."
     check(kwargs.get("momentum", 0.1) is not None, "momentum", None,
           "a number: a cumulative average needs a batch count that lanes would share")
     return LaneBatchNorm2d(channels, n, **kwargs)
@@ -128,7 +128,7 @@ def lane_linear(
     bias: Tensor | None, # (n*d_out,)
     n: int, # lanes
 ) -> Tensor: # (..., n*d_out)
-    "n linear maps side by side, each lane with its own matrix."
+    "Apply n linear maps side by side, each lane with its own matrix."
     if n == 1: return F.linear(x, weight, bias)
     h = unfold(x, n, -1).flatten(0, -3).transpose(0, 1)  # (n, M, d_in)
     w = by_lane(weight, n).transpose(1, 2)  # (n, d_in, d_out)
@@ -150,7 +150,7 @@ def linear(
     n: int = 1, # lanes
     bias: bool = True, # add a vector per lane
 ) -> LaneLinear: # (..., n*d_in) -> (..., n*d_out)
-    "n linear layers side by side."
+    "Make n linear layers side by side."
     return LaneLinear(d_in, d_out, n, bias)
 
 # %% ../../nbs/core/03_layers.ipynb #0c0b3e46
@@ -167,14 +167,6 @@ class LaneEmbedding(nn.Embedding):
             raise ValueError(f"tokens.shape={tuple(tokens.shape)}, expected {self.lanes} lanes in the last axis")
         shift = torch.arange(self.lanes, device=tokens.device) * self.vocab
         return super().forward(tokens + shift).flatten(-2)
-
-def embedding(
-    vocab: int, # tokens that each lane knows
-    d: int, # features of one lane
-    n: int = 1, # lanes
-) -> LaneEmbedding: # (..., n) tokens -> (..., n*d)
-    "n embedding tables side by side."
-    return LaneEmbedding(vocab, d, n)
 
 # %% ../../nbs/core/03_layers.ipynb #9400ee64
 class LaneLayerNorm(nn.Module):
@@ -200,7 +192,7 @@ def layer_norm(
     d: int, # features of one lane
     n: int = 1, # lanes
 ) -> LaneLayerNorm: # (..., n*d) -> the same shape
-    "n layer norms side by side."
+    "Make n layer norms side by side."
     return LaneLayerNorm(d, n)
 
 # %% ../../nbs/core/03_layers.ipynb #38e50947
@@ -239,14 +231,6 @@ class LaneAttention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
-def attention(
-    d: int, # features of one lane
-    heads: int, # heads of one lane, a divisor of d
-    n: int = 1, # lanes
-) -> LaneAttention: # (B, L, n*d) -> the same shape
-    "n causal self-attentions side by side."
-    return LaneAttention(d, heads, n)
-
 # %% ../../nbs/core/03_layers.ipynb #dcf70dde
 _WEYL = -7046029254386353131 # 2**64 divided by the golden ratio: equal steps that never meet
 
@@ -262,7 +246,7 @@ def lane_noise(
     shape: Sequence[int], # of one lane
     axis: int, # where the lanes go
 ) -> Tensor: # int32, uniform over all of them; `shape` with n at `axis`
-    "Random numbers of n lanes, each a function of its lane's seed key and its own position."
+    "Return random numbers of n lanes, each a function of its lane's seed key and its own position."
     words = (stream + count * _WEYL).view(torch.int32).view(-1, 2)
     low, high = (w.view([-1 if i == axis else 1 for i in range(len(shape) + 1)]) for w in words.unbind(1))
     place = torch.arange(math.prod(shape), dtype=torch.int32, device=stream.device).view(*shape).unsqueeze(axis)

@@ -53,7 +53,7 @@ def unpack_tree(
     tree, # of `pack_tree`
     get: Callable[[Leaf], object], # what to put in the place of a leaf
 ): # the tree as it was
-    "The inverse of `pack_tree`."
+    "Put tensors back into a packed tree; the inverse of `pack_tree`."
     if type(tree) in _plain: return tree
     if isinstance(tree, Leaf): return get(tree)
     if isinstance(tree, dict): return {k: unpack_tree(v, get) for k, v in tree.items()}
@@ -62,7 +62,7 @@ def unpack_tree(
 
 # %% ../../nbs/core/09_parts.ipynb #9e9cb300
 def portable_tree(tree): # of `pack_tree`
-    "A packed tree as numbers, texts, tensors and tuples with a word for what they were."
+    "Return a packed tree as numbers, texts, tensors and tagged tuples, which a file can hold."
     if type(tree) in _plain: return tree
     if isinstance(tree, Leaf): return ("leaf", tree.path, str(tree.device))
     if isinstance(tree, dict): return ("dict", [(k, portable_tree(v)) for k, v in tree.items()])
@@ -74,7 +74,7 @@ def revive_tree(
     saved, # of `portable_tree`
     live, # a packed tree of the same thing, for what could not be saved
 ):
-    "The packed tree that a portable one was made from."
+    "Return the packed tree that a portable one was made from."
     if type(saved) in _plain: return saved
     kind, *content = saved
     if kind == "leaf": return Leaf(content[0], torch.device(content[1]))
@@ -157,7 +157,7 @@ class ModulePart:
         return named | {f"{k}<grad>": p.grad for k, p in self.obj.named_parameters() if p.grad is not None}
 
     def read(self, out: dict[str, Tensor]): # takes the live tensors by name
-        "The rest of the state; its tensors go to `out`."
+        "Return the rest of the state; its tensors go to `out`."
         named = self._tensors()
         out.update({k: t.detach() for k, t in named.items()})
         tree = [(m, [dict(t) for t in _tables(m)], m.training) for m in self.obj.modules()]
@@ -177,12 +177,12 @@ class ModulePart:
                 for s in lane_runs(lanes): by_lane(p.grad, n)[s].zero_()
 
     def portable(self, rest):
-        "What a file can hold of the rest."
+        "Return the rest as a file can hold it."
         return dict(training=[t for *_, t in rest["tree"]], frozen=[flag for _, flag in rest["frozen"]],
                     extra=[portable_tree(packed) for _, packed in rest["extra"]])
 
     def revive(self, saved, live):
-        "The inverse of `portable`, with the structure of what is there now."
+        "Return the rest from its portable form, with the present structure."
         return live | dict(
             tree=[(m, tables, t) for (m, tables, _), t in zip(live["tree"], saved["training"])],
             frozen=[(p, flag) for (p, _), flag in zip(live["frozen"], saved["frozen"])],
@@ -230,7 +230,7 @@ class OptimizerPart:
     def _params(self): return [p for g in self.obj.param_groups for p in g["params"]]
 
     def read(self, out: dict[str, Tensor]): # takes the live tensors by path
-        "The rest of the state; its tensors go to `out`."
+        "Return the rest of the state; its tensors go to `out`."
         groups = []
         for i, g in enumerate(self.obj.param_groups):
             settings = {k: v for k, v in g.items() if k != "params"}
@@ -257,13 +257,13 @@ class OptimizerPart:
         for p, packed in rest["state"]: self.obj.state[p] = _fill(old.get(p, {}), packed, get)
 
     def portable(self, rest):
-        "What a file can hold of the rest."
+        "Return the rest as a file can hold it."
         place = {id(p): i for i, p in enumerate(p for _, params, _ in rest["groups"] for p in params)}
         return dict(groups=[portable_tree(packed) for *_, packed in rest["groups"]],
                     state=[(place[id(p)], portable_tree(packed)) for p, packed in rest["state"]])
 
     def revive(self, saved, live):
-        "The inverse of `portable`, with the groups and parameters of now."
+        "Return the rest from its portable form, with the present groups and parameters."
         params, now = self._params(), {id(p): packed for p, packed in live["state"]}
         pairs = zip(live["groups"], saved["groups"])
         return dict(groups=[(g, ps, revive_tree(s, packed)) for (g, ps, packed), s in pairs],
@@ -277,7 +277,7 @@ class StatePart:
         self.laned = laned
 
     def read(self, out: dict[str, Tensor]): # takes the live tensors by path
-        "The rest of the state; its tensors go to `out`."
+        "Return the rest of the state; its tensors go to `out`."
         return pack_tree(self.obj.state_dict(), out)
 
     def write(self, rest, get: _Get, n: int, lanes: Sequence[int] | None):
@@ -286,11 +286,11 @@ class StatePart:
         if isinstance(self.obj, torch.amp.GradScaler): vars(self.obj)["_per_optimizer_states"].clear()
 
     def portable(self, rest):
-        "What a file can hold of the rest."
+        "Return the rest as a file can hold it."
         return portable_tree(rest)
 
     def revive(self, saved, live):
-        "The inverse of `portable`."
+        "Return the rest from its portable form."
         return revive_tree(saved, live)
 
 # %% ../../nbs/core/09_parts.ipynb #0c1f22d3
@@ -308,7 +308,7 @@ def _refill(container, new):
 def as_stateful(
     obj, # with `state_dict` and `load_state_dict`; a dict, a list, a random generator, a pair of functions
 ): # something with `state_dict` and `load_state_dict`, `obj` itself where it has them
-    "Make anything that has state speak the same two words."
+    "Wrap anything that has state, so that it has `state_dict` and `load_state_dict`."
     if isinstance(obj, (dict, list)): return _Pair(lambda: obj, lambda new: _refill(obj, new))
     if isinstance(obj, tuple) and len(obj) == 2 and all(map(callable, obj)): return _Pair(*obj)
     if isinstance(obj, torch.Generator): return _Pair(obj.get_state, obj.set_state)
@@ -328,7 +328,7 @@ def as_part(
     n: int, # lanes
     grads: bool = False, # keep gradients of modules, too
 ) -> AnyPart:
-    "The kind of part that an object is."
+    "Make the part that fits an object."
     laned = n > 1 and (isinstance(obj, (nn.Module, torch.optim.Optimizer)) or getattr(obj, "lanes", None) == n)
     if isinstance(obj, nn.Module): return ModulePart(obj, laned, grads)
     if isinstance(obj, torch.optim.Optimizer) and type(obj).state_dict is torch.optim.Optimizer.state_dict:
@@ -339,7 +339,7 @@ def as_part(
 class RandomStreams:
     "The global random streams of Python, NumPy and torch, as one object with state."
     def state_dict(self) -> dict:
-        "The state of every stream in use."
+        "Return the state of every stream in use."
         version, words, gauss = random.getstate()
         python = (version, np.array(words, np.uint32), gauss)
         state = dict(python=python, numpy=np.random.get_state(), torch=torch.get_rng_state())

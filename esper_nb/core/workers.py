@@ -55,7 +55,7 @@ def plan(
 def default_workers(
     device: str | torch.device = "cpu", # where the groups run
 ) -> int: # workers that a device can use
-    "One worker per core this process may use on a CPU; one on a GPU."
+    "Return one worker per core that this process may use on a CPU, and one on a GPU."
     if torch.device(device).type != "cpu": return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -64,7 +64,7 @@ def default_workers(
 def use_threads(
     count: int | None, # cores inside one operation; None: as set before
 ) -> Iterator[None]:
-    "PyTorch's operations that this thread starts inside the block use `count` cores of a CPU."
+    "Let PyTorch use `count` cores of a CPU for operations that this thread starts inside the block."
     before = torch.get_num_threads()
     if count is not None: torch.set_num_threads(check_count("threads", count))
     try: yield

@@ -29,7 +29,7 @@ def progress(
     curve: Curve | int = Curve.LINEAR,
     steepness: float = 12., # of the sigmoid, at least 0.1; 6 is gentle, 24 sharp
 ) -> float: # share of the way, 0 to 1
-    "How far along a ramp is."
+    "Return how far along a ramp is."
     if t <= 0 or t >= 1: return float(t >= 1)
     if curve == Curve.COSINE: return .5 * (1 - math.cos(math.pi * t))
     if curve == Curve.SIGMOID: return .5 * (1 + math.tanh(steepness * (t - .5) / 2) / math.tanh(steepness / 4))
@@ -37,7 +37,7 @@ def progress(
 
 # %% ../../nbs/grow/21_blending.ipynb #840a041e
 class RampMode(IntEnum):
-    "What a ramp is doing."
+    "The direction of a ramp."
     HOLD = 0
     UP = 1
     DOWN = 2
@@ -72,11 +72,11 @@ class Ramp(NamedTuple):
         return new if steps and target != self.alpha else new.arrive()
 
     def arrive(self) -> "Ramp":
-        "The ramp at its end: alpha on the target, exactly."
+        "Return the ramp at its end: alpha on the target, exactly."
         return self._replace(alpha=self.target, mode=RampMode.HOLD, done=self.total)
 
     def within(self, share: float) -> float: # share of the present step that has passed, 0 to 1
-        "Alpha in the middle of a step: never past the target, and never back."
+        "Return alpha in the middle of a step: never past the target, and never back."
         if self.mode == RampMode.HOLD or share == 0: return self.alpha
         if self.done + share >= self.total: return self.target
         way = progress((self.done + share) / self.total, self.curve, self.steepness)
@@ -84,7 +84,7 @@ class Ramp(NamedTuple):
         return min(max(self.start + (self.target - self.start) * way, low), high)
 
     def step(self) -> "Ramp":
-        "One step on, and exactly on the target at the end."
+        "Return the ramp one step on, and exactly on the target at the end."
         if self.mode == RampMode.HOLD: return self
         if self.done + 1 >= self.total: return self.arrive()
         return self._replace(alpha=self.within(1), done=self.done + 1)
@@ -116,7 +116,7 @@ def combine(
     r: Tensor, # what the seed read: h, or h cut from the graph
     blend_gate: Tensor | None = None, # from `spread`, in (0, 1); for GATE
 ) -> Tensor: # h where alpha is 0, exactly
-    "The slot's output."
+    "Return the slot's output."
     s = s.to(h.dtype)
     if blend == Blend.MULTIPLY: return h * (1 + alpha * torch.tanh(s - r))
     return torch.lerp(h, s, alpha * blend_gate if blend == Blend.GATE else alpha)
@@ -126,7 +126,7 @@ def straight_through(
     h: Tensor, # the slot's input
     s: Tensor, # the seed's output
 ) -> Tensor: # h, exactly, as long as s is finite
-    "The host's features with the seed's gradient: the seed learns from the loss without being heard."
+    "Return the host's features with the seed's gradient: the seed learns from the loss, and changes no output."
     s = s.to(h.dtype)
     return h + (s - s.detach())
 
@@ -139,7 +139,7 @@ class BlendGate(nn.Module):
         self.fc1, self.fc2 = linear(channels, inner, lanes), linear(inner, 1, lanes)
 
     def pool(self, h: Tensor) -> Tensor: # features -> (B, n*C) or (B, L, n*D)
-        "The mean over the picture, or over the tokens so far."
+        "Return the mean over the picture, or over the tokens so far."
         if h.ndim == 4: return spatial_mean(h)
         return h.cumsum(1) / torch.arange(1, h.shape[1] + 1, device=h.device, dtype=h.dtype)[:, None]
 

@@ -173,7 +173,7 @@ def make_blueprint(
 
 # %% ../../nbs/grow/20_blueprints.ipynb #91ccbd5d
 def open_relu(x: Tensor) -> Tensor: # (...)
-    "ReLU whose slope at exactly 0 is 1, so that a branch that starts at zero can learn."
+    "Return the ReLU, whose slope at exactly 0 is 1 here, so that a branch that starts at zero can learn."
     return F.threshold(x, -torch.finfo(x.dtype).tiny, 0.)
 
 class Residual(nn.Module):
@@ -198,7 +198,7 @@ class Residual(nn.Module):
 
 # %% ../../nbs/grow/20_blueprints.ipynb #c2bfcd2e
 def norm_groups(channels: int) -> int:
-    "Groups of a norm: the most, out of powers of two up to 32, that leave 16 channels in each."
+    "Return the groups of a norm: the most, out of powers of two up to 32, that leave 16 channels in each."
     return next((g for g in (32, 16, 8, 4, 2) if channels % g == 0 and channels // g >= 16), 1)
 
 def _norm(c, n): return group_norm(norm_groups(c), c, n)
@@ -453,7 +453,7 @@ def out_of_place(
     return module
 
 def _trial(name: str, factory: Callable[..., nn.Module], layout: str) -> int: # parameters
-    "Make a seed at the width at which sizes are declared, and try it; a ValueError says what is wrong."
+    "Make a seed at the width at which sizes are declared, and try it; a `ValueError` names what is wrong."
     family = SEED_LAYOUTS[layout]
     width = FAMILIES[family]
     try:

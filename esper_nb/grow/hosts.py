@@ -30,7 +30,7 @@ class Site(NamedTuple):
 
 # %% ../../nbs/grow/24_hosts.ipynb #423b086b
 class Host(nn.Module):
-    "A network that runs in parts: piece i leads from point i to point i + 1, and the points between are its sites."
+    "A network that runs piece by piece; between two pieces lies a site."
     sites: tuple[Site, ...]
     lanes: int
     before: dict[str, tuple[str, ...]] # site -> prefixes of the parameters between it and the site before
@@ -42,24 +42,6 @@ class Host(nn.Module):
     def forward(self, x: Tensor) -> Tensor: # the whole way, input to logits
         for i in range(len(self.sites) + 1): x = self.piece(i, x)
         return x
-
-    def point(self, site: str) -> int: # pieces before it
-        "How many pieces lie before a site."
-        names = [s.name for s in self.sites]
-        check(site in names, "site", site, f"one of {', '.join(names)}")
-        return names.index(site) + 1
-
-    def forward_to(self, site: str, x: Tensor, start: str | None = None) -> Tensor:
-        "Run to `site` from the input, or from the site `start`."
-        a, b = 0 if start is None else self.point(start), self.point(site)
-        check(a <= b, "site", site, f"a site at or after start={start!r}: a host does not run backwards")
-        for i in range(a, b): x = self.piece(i, x)
-        return x
-
-    def forward_from(self, site: str, h: Tensor) -> Tensor:
-        "Run from a site to the logits."
-        for i in range(self.point(site), len(self.sites) + 1): h = self.piece(i, h)
-        return h
 
 # %% ../../nbs/grow/24_hosts.ipynb #4bf24a9c
 @dataclass(frozen=True)
@@ -211,7 +193,22 @@ def new_host(
     seed: int = 0, # the run's seed; lane i is born from the stream (seed, "init", i)
     device: str | torch.device = "cpu", # where it lives
 ) -> Host:
-    "A host with every lane initialised from its own stream, on `device`."
+    """
+    Make a host on `device`, every lane initialised from its own stream.
+
+    Raises
+    ------
+    ValueError
+        The config is of no built-in host; `module_model` makes hosts of other networks.
+
+    Examples
+    --------
+    >>> host = new_host(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=3)
+    >>> host(torch.zeros(5, 3, 8, 8)).shape
+    torch.Size([5, 30])
+    >>> [s.name for s in host.sites]
+    ['r0c0', 'r1c0', 'r0c1', 'r1c1']
+    """
     kinds: dict[type, type[Host]] = {CNNConfig: CNNHost, GPTConfig: GPTHost}
     dev = check_device(device)
     check(type(config) in kinds, "config", config, "a CNNConfig or a GPTConfig")
@@ -222,5 +219,5 @@ def new_host(
 def count_parameters(
     module: nn.Module, # a module with lanes
 ) -> int: # parameters of one lane; a tied weight counts once
-    "Trainable parameters per lane."
+    "Count the trainable parameters of one lane."
     return sum(p.numel() for p in module.parameters() if p.requires_grad) // module.lanes

@@ -234,8 +234,8 @@ class SeedState(NamedTuple):
         rules: Rules = Rules(),
     ) -> "SeedState":
         "Fade the seed out, frozen, and prune it on arrival; at once where there is nothing to fade."
-        heard = self.stage in (Stage.BLENDING, Stage.HOLDING) and self.alpha > 0
-        if check_count("steps", steps, 0) == 0 or not heard: return self.prune(reason)
+        blended = self.stage in (Stage.BLENDING, Stage.HOLDING) and self.alpha > 0
+        if check_count("steps", steps, 0) == 0 or not blended: return self.prune(reason)
         self._check_steerable("schedule a prune")
         ramp = self.ramp.retarget(0., steps, curve, steepness)
         s = self.enter(Stage.BLENDING, rules) if self.stage == Stage.HOLDING else self

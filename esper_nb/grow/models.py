@@ -137,13 +137,13 @@ class Growing(nn.Module):
 
     def factorial(self,
         x: Tensor, # a batch
-        slots: Sequence[str] | None = None, # slots to switch; default those with a seed that is heard in any lane
+        slots: Sequence[str] | None = None, # slots to switch; default those with a seed that changes any lane's output
         stacked: bool | None = None, # one large batch, equal to rounding; default for a walk on a GPU
     ) -> tuple[Tensor, list[tuple[str, ...]]]: # logits (2^k, B, ...), and for each entry the slots that are on
         "Return the logits of every on/off combination of the slots' seeds, as separate evaluations would give them."
         for k in slots or (): self.slot(k)
         with evaluating(self):
-            names = [k for k in self.names if (self.is_heard(k) if slots is None else k in slots)]
+            names = [k for k in self.names if (self.changes_output(k) if slots is None else k in slots)]
             expected = f"at most {MAX_BRANCHES} slots for all combinations; name fewer, or sample them"
             check(len(names) <= MAX_BRANCHES, "slots", names, expected)
             on = combinations_of(names)
@@ -158,7 +158,7 @@ class Growing(nn.Module):
             with self.disable_seeds([k for k in names if k not in on]): out.append(self(x))
         return out
 
-    def is_heard(self, slot: str) -> bool:
+    def changes_output(self, slot: str) -> bool:
         "Tell whether a slot changes the features of any lane, in the present mode."
         return self.slot(slot).enabled and bool(self.slot(slot).roles())
 
@@ -270,9 +270,10 @@ class GrowingModel(Growing):
         options: Mapping[str, Mapping] | None = None, # blueprint -> its options
     ):
         super().__init__()
-        sites = f"a list of sites, each once: some of {', '.join(s.name for s in host.sites)}"
-        check(not isinstance(slots, str) and 0 < len(slots) == len(set(slots)), "slots", slots, sites)
-        for k in slots: host.point(k)  # raises for an unknown site
+        sites = [s.name for s in host.sites]
+        good = not isinstance(slots, str) and 0 < len(slots) == len(set(slots))
+        check(good, "slots", slots, f"a list of sites, each once: some of {', '.join(sites)}")
+        for k in slots: check(k in sites, "site", k, f"one of {', '.join(sites)}")
         self.host, self.lanes = host, host.lanes
         family = family or ("transformer" if isinstance(host, GPTHost) else "cnn")
         may_grow = {k: slots[k] if isinstance(slots, Mapping) else blueprints for k in slots}

@@ -65,9 +65,9 @@ class AttachedModel(Growing):
 
     def detach_slots(self, drop: bool = False) -> nn.Module: # your network; drop: lose what has grown
         "Take the hooks out of the network again; seeds that change its output are lost only if `drop` is set."
-        with evaluating(self): heard = [k for k in self.names if self.slot(k).roles()] # switched off or not
-        if heard and not drop:
-            raise RuntimeError(f"slots {', '.join(heard)} change the output and would be lost: take `export_model`, "
+        with evaluating(self): grown = [k for k in self.names if self.slot(k).roles()] # switched off or not
+        if grown and not drop:
+            raise RuntimeError(f"slots {', '.join(grown)} change the output and would be lost: take `export_model`, "
                                "which keeps them, or detach_slots(drop=True)")
         return self.take_hooks_off()
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['pick_rows', 'lane_numbers', 'Rollback', 'rollbacks', 'loss_curve', 'SeedLife', 'seed_lives', 'StageSpan',
-           'stage_spans', 'BlueprintStats', 'blueprint_stats', 'LaneScore', 'lane_scores', 'reward_mix', 'action_mix',
-           'phase_shares', 'conclusion_text', 'align_columns', 'run_origin', 'changed_settings', 'option_text',
-           'about_time', 'time_text']
+           'stage_spans', 'BlueprintStats', 'blueprint_stats', 'LaneScore', 'lane_scores', 'reward_mix',
+           'observation_ranges', 'action_mix', 'phase_shares', 'conclusion_text', 'align_columns', 'run_origin',
+           'changed_settings', 'option_text', 'about_time', 'time_text']
 
 # %% ../../nbs/record/73_analytics.ipynb #b6ab28eb
 import json
@@ -327,6 +327,23 @@ def reward_mix(
     steps = pick_rows(rows, "step")
     names = {k for r in steps for k in r if k.startswith("reward.") and k != "reward.total"}
     return _by_size({k.removeprefix("reward."): math.fsum(r.get(k) or 0. for r in steps) / len(steps) for k in names})
+
+def observation_ranges(
+    rows: Iterable[Row], # of one run
+) -> dict[str, tuple[float, float, float]]: # recorded observation -> lowest, mean, highest
+    """Return the range of every recorded observation over all steps, as the policy saw it.
+
+    Examples
+    --------
+    >>> step = {"kind": "step", "lane": 0, "observation.share_kept": 0.}
+    >>> observation_ranges([step, step | {"observation.share_kept": .5}])
+    {'share_kept': (0.0, 0.25, 0.5)}
+    """
+    seen: dict[str, list[float]] = {}
+    for r in pick_rows(rows, "step"):
+        for k in r:
+            if k.startswith("observation."): seen.setdefault(k.removeprefix("observation."), []).append(r[k])
+    return {k: (min(v), math.fsum(v) / len(v), max(v)) for k, v in seen.items()}
 
 def action_mix(
     rows: Iterable[Row], # of one run

@@ -42,7 +42,7 @@ def _played_again(path: Path) -> GrownLanes: # of `esper-nb train`
     play, = compare_controllers(env, {"PPO": lambda seed: PolicyPlayer(run.learner, run.config.sampled, seed)},
                                 [run.config.seed]).plays
     env.close()
-    return GrownLanes(env.parts, list(play.heldout_accuracy_pp), list(play.test_accuracy_pp))
+    return GrownLanes(list(env.parts), list(play.heldout_accuracy_pp), list(play.test_accuracy_pp))
 
 def _read_again(path: Path, config: dict[str, Any]) -> GrownLanes: # of `esper-nb fit`
     "The population that was trained."

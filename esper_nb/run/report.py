@@ -18,10 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ..control.observations import observation_help
 from ..record.alarms import alarm_kinds, find_metric
-from esper_nb.record.analytics import (
-    action_mix, blueprint_stats, changed_settings, conclusion_text, lane_scores, option_text, phase_shares, pick_rows,
-    reward_mix, rollbacks)
+from ..record.analytics import (
+    action_mix, blueprint_stats, changed_settings, conclusion_text, lane_scores, observation_ranges, option_text,
+    phase_shares, pick_rows, reward_mix, rollbacks)
 from ..record.files import check_output, new_file
 from ..record.rows import Row
 from ..record.writers import RunFolder, read_rows
@@ -50,10 +51,12 @@ def write_report(
 
     Examples
     --------
-    The page `nbs/run/94_report.ipynb` writes one, and shows two of its pictures:
-
-    >>> write_report("runs/digits_impaired") # doctest: +SKIP
-    PosixPath('runs/digits_impaired/report.html')
+    >>> import tempfile
+    >>> from esper_nb import begin_run, get_recipe
+    >>> small = {"env.num_envs": 2, "env.horizon": 2, "env.limit": 64, "ppo.num_steps": 2, "ppo.num_minibatches": 1}
+    >>> run = begin_run(get_recipe("digits_impaired", small), tempfile.mkdtemp())
+    >>> write_report(run.folder.path).name
+    'report.html'
     """
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(p) for p in path]
     place = paths[0] if len(paths) == 1 else paths[0].resolve().parent
@@ -267,8 +270,10 @@ def _choices_section(rows: list[Row]) -> str:
     if not pick_rows(rows, "step"): return ""
     ops = [[k.replace("_", " "), f"{share:.1%}", f"{refused:.1%}"] for k, (share, refused) in action_mix(rows).items()]
     paid = [(k.replace("_", " "), v) for k, v in reward_mix(rows).items()]
+    seen = [(k, *v, observation_help(k)) for k, v in observation_ranges(rows).items()]
     return (table_html(["operation", "share of steps", "refused"], ops)
             + table_html(["paid for", "mean of a step"], paid)
+            + table_html(["observed", "lowest", "mean", "highest", "what it is"], seen)
             + f"<p>{doc_link('control/actions', 'What the operations do')}, "
               f"{doc_link('control/rewards', 'what is paid for')}.</p>")
 
