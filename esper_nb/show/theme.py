@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['THEMES', 'COLORS', 'BLUE', 'RED', 'GREEN', 'LILAC', 'WINE', 'BROWN', 'STEEL', 'GREY', 'MARKERS', 'HATCHES',
-           'STAGE_STYLES', 'THRESHOLDS', 'CONTINUOUS', 'MAIN_THRESHOLDS', 'theme_settings', 'theme', 'StageStyle',
-           'stage_style', 'new_axes', 'axes_or_new', 'text_color', 'draw_empty', 'add_legend', 'log_ticks',
-           'integer_ticks', 'x_label', 'WidgetFactory', 'is_count', 'can_be_off', 'threshold_help']
+           'STAGE_STYLES', 'THRESHOLDS', 'MAIN_THRESHOLDS', 'theme_settings', 'theme', 'StageStyle', 'stage_style',
+           'new_axes', 'axes_or_new', 'text_color', 'draw_empty', 'add_legend', 'log_ticks', 'integer_ticks', 'x_label',
+           'WidgetFactory', 'is_count', 'can_be_off', 'threshold_help', 'rules_help']
 
 # %% ../../nbs/show/77_theme.ipynb #2effa6a7
 import dataclasses
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from ..guard.detector import Threshold, list_thresholds
+from ..guard.detector import RULES, list_thresholds
 from ..guard.reports import GovernorConfig
 
 # %% ../../nbs/show/77_theme.ipynb #7498af65
@@ -199,23 +200,26 @@ class WidgetFactory:
         return self.box([title, *children], "esper-panel", "VBox")
 
 # %% ../../nbs/show/77_theme.ipynb #4c75c4ea
-THRESHOLDS: dict[str, Threshold] = list_thresholds(GovernorConfig) # that the panel offers
+THRESHOLDS = list_thresholds(GovernorConfig) # range of each on its slider, and its meaning
 
 # %% ../../nbs/show/77_theme.ipynb #ed4393c0
-CONTINUOUS = ("huge", "cold", "grad_multiplier") # factors, though a slider moves them in whole steps
-
 def is_count(
     name: str, # of a threshold
     value: float | None, # what it is now
 ) -> bool:
     "Tell whether a threshold is a count."
-    return THRESHOLDS[name].step >= 1 and not isinstance(value, float) and name not in CONTINUOUS
+    return not isinstance(value, float) and _type_of(name).startswith("int")
 
 def can_be_off(
     name: str, # of a threshold
 ) -> bool:
     "Tell whether a threshold may be None, which turns it off."
-    return "None" in str({f.name: f.type for f in dataclasses.fields(GovernorConfig)}[name])
+    return "None" in _type_of(name)
+
+def _type_of(name: str) -> str:
+    "Return the type hint of a setting, as text."
+    hint = typing.get_type_hints(GovernorConfig)[name]
+    return getattr(hint, "__name__", str(hint))
 
 # %% ../../nbs/show/77_theme.ipynb #a7a8d415
 MAIN_THRESHOLDS: dict[str, str] = dict( # that the picture shows
@@ -231,3 +235,7 @@ def threshold_help(
     default = getattr(GovernorConfig(), name)
     said = "off" if default is None else f"{default:g}"
     return f'<small>{MAIN_THRESHOLDS.get(name, THRESHOLDS[name].meaning).rstrip(".")}. Default {said}.</small>'
+
+def rules_help() -> str: # HTML
+    "Return what the Governor looks for, a line for each rule."
+    return "<br>".join(f"<small><b>{rule.name}</b>: {rule.help}</small>" for rule in RULES.values())
