@@ -15,7 +15,7 @@ import numpy as np
 from healthy_losses import HEALTHY
 from torch import nn
 
-from esper_nb.guard.detector import REASONS, DetectorConfig, LossStats, judge
+from esper_nb.guard.detector import RULES, DetectorConfig, LossStats, judge
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 
@@ -77,7 +77,7 @@ def broken(name, noise=.08):
 
 def governor(x):
     "Ours, the counts cleared after an alarm as the Governor does: codes of the reasons."
-    stats, out = LossStats.new(x.shape[1]), np.zeros(x.shape, np.int8)
+    stats, out = LossStats(x.shape[1]), np.zeros(x.shape, np.int8)
     for t, losses in enumerate(x):
         stats, verdict = judge(stats, losses, DetectorConfig(), np.full(x.shape[1], CHANCE))
         out[t] = verdict.code
@@ -166,7 +166,8 @@ def reasons(name):
     "{reason: lanes that gave it first} of ours."
     codes = governor(broken(name))[FAULT_AT:]
     first = codes[(codes > 0).argmax(0), np.arange(SEEDS)]
-    return {REASONS[c]: int(k) for c, k in zip(*np.unique(first, return_counts=True))}
+    names = ("healthy", *RULES)
+    return {names[c]: int(k) for c, k in zip(*np.unique(first, return_counts=True))}
 
 
 def noticed(rule, stored, world):
@@ -179,7 +180,7 @@ def noticed(rule, stored, world):
 
 def acts(losses, chance):
     "What a Governor of one run does about these losses, and what it only looks at: (reports, notes)."
-    gov = Governor(nn.Linear(1, 1), chance=chance, config=GovernorConfig(stop_raises=False))
+    gov = Governor(nn.Linear(1, 1), chance_loss=chance, config=GovernorConfig(stop_raises=False))
     for loss in losses: gov.watch(float(loss))
     return list(gov.reports), list(gov.notes)
 

@@ -218,7 +218,7 @@ def run(name, seed, guarded=True, steps=STEPS):
             mine = out.setdefault(key, dict(losses=[], acts=0, looks=0, weights=None, parts=parts))
             if guarded and key not in governors:
                 quiet = GovernorConfig(stop_raises=False)
-                governors[key] = Governor(*parts, chance=CHANCE.get(key), config=quiet)
+                governors[key] = Governor(*parts, chance_loss=CHANCE.get(key), config=quiet)
             mine["losses"].append(loss.item())
             if guarded: governors[key].watch(loss)
     for key, mine in out.items():

@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks.measure import machine
 from esper_nb.core.devices import keep_freed_memory
-from esper_nb.guard.snapshots import Background
+from esper_nb.guard.snapshots import BackgroundWriter
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 
@@ -56,7 +56,7 @@ def watching(params, device, watches):
     "Seconds of one `watch`, no snapshot due: the median of some rounds."
     net, _ = network(params, device)
     rare = GovernorConfig(snapshot_every=10**9, sync_every=None)
-    gov = Governor(net, torch.optim.AdamW(net.parameters()), chance=math.log(10), config=rare)
+    gov = Governor(net, torch.optim.AdamW(net.parameters()), chance_loss=math.log(10), config=rare)
     losses = [(.5 + .05 * x) for x in torch.randn(watches).tolist()]
     tensors = [torch.tensor(x, device=device) for x in losses]
     rounds = []
@@ -81,13 +81,13 @@ def price(params, device, turns):
         opt.step()
 
     step()
-    both = Governor(net, opt, chance=None, config=GovernorConfig())
+    both = Governor(net, opt, chance_loss=None, config=GovernorConfig())
     snap = both.snapshot
     for _ in range(2): snap.take()      # both banks are there
     state = [*net.state_dict().values(), *(v for s in opt.state.values() for v in s.values())]
     size = sum(t.nbytes for t in state)
     target = [torch.zeros_like(t, device="cpu", pin_memory=t.is_cuda) for t in state]
-    late, figures = Background([opt]), {k: [] for k in ("copy", "take", "restore", "step", "background", "late")}
+    late, figures = BackgroundWriter([opt]), {k: [] for k in ("copy", "take", "restore", "step", "background", "late")}
 
     def copy():
         for to, t in zip(target, state): to.copy_(t, non_blocking=True)
@@ -98,19 +98,19 @@ def price(params, device, turns):
         figures["take"].append(seconds(lambda: snap.take(hold=True), device))
         figures["restore"].append(seconds(snap.restore, device))
         figures["step"].append(seconds(step, device))
-        snap.later = late
+        snap.background = late
         start = time.perf_counter()      # the pause is what it takes to begin, and by how much the step is longer
         snap.take(hold=True)
         figures["background"].append(time.perf_counter() - start)
         figures["late"].append(seconds(step, device))
         snap.find_late(wait=True)
-        snap.later = None
+        snap.background = None
     out = {k: statistics.median(v) for k, v in figures.items()}
     out["background"] += max(0., out.pop("late") - out["step"])
     two, few = snap.nbytes, GovernorConfig(copies=1, probation=0)
     target.clear()
     for bank in snap.banks: bank.clear()      # room for the next
-    one = Governor(net, opt, chance=None, config=few).snapshot
+    one = Governor(net, opt, chance_loss=None, config=few).snapshot
     one.take()
     return dict(params=sum(p.numel() for p in net.parameters()), state=size, two=two, one=one.nbytes, **out)
 

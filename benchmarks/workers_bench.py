@@ -50,20 +50,18 @@ def step_times(config: EnvConfig, shards: int, engine: str, steps: int) -> list[
 
 
 def sizes_of(config: EnvConfig) -> dict[str, float]:
-    "Bytes of a step and of a snapshot for one lane, and how fast one is taken."
+    "Bytes of a step and of a snapshot for one lane."
     env = SplitVecEnv(config, 1, tolerance=FaultTolerance(every=10**6))
     env.reset(seed=0)
     for t in range(4):
         actions = draw_actions(env.actions, env.mask, generator(0, t)).numpy()
         env.step(actions)
-    begun = time.perf_counter()
     env.save_shards()
-    seconds = time.perf_counter() - begun
     size = sum(len(s.snapshot or b"") for s in env.shards)
     rows = pickle.dumps(env.rows(step=0))
     told, n = len(pickle.dumps(env.latest[0])) + len(rows), config.num_envs
     env.close()
-    return dict(sent=len(pickle.dumps(actions)) / n, told=told / n, snapshot=size / n, snapshot_s=seconds / n)
+    return dict(sent=len(pickle.dumps(actions)) / n, told=told / n, snapshot=size / n)
 
 
 def call_times(workers: int, calls: int = 300) -> list[float]:

@@ -110,7 +110,7 @@ def test_a_bar_says_what_was_done():
                          (None, "Governor: non-finite -> rollback at batch 30")):
         out = Lines()
         bar = tqdm(range(60), desc=title, file=out, ncols=120, mininterval=0)
-        gov = Governor(network(), chance=None, config=QUICK, callbacks=[bar_note(bar)])
+        gov = Governor(network(), chance_loss=None, config=QUICK, callbacks=[bar_note(bar)])
         for t in bar: gov.watch(math.nan if t == 30 else 1.)
         assert "Governor" not in out.said().split("29/60")[0] and bar.desc == f"{shown}: "
         assert shown in out.said().splitlines()[-1], "it stays there"
@@ -118,7 +118,7 @@ def test_a_bar_says_what_was_done():
 def test_bars_of_healthy_runs_say_nothing():
     from tqdm import tqdm
     bar = tqdm(range(60), desc="train", file=Lines())
-    gov = Governor(network(), chance=None, config=QUICK, callbacks=[bar_note(bar)])
+    gov = Governor(network(), chance_loss=None, config=QUICK, callbacks=[bar_note(bar)])
     for _ in bar: gov.watch(1.)
     assert bar.desc in ("train", "train: ")
 
@@ -257,7 +257,7 @@ def accelerate_loop(tmp_path, start=0, stop=120, resume=None, spoil=()):
     opt = torch.optim.AdamW(net.parameters(), lr=3e-3)
     sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 200)
     model, opt, sched = accelerator.prepare(net, opt, sched)
-    gov = guard_accelerator(accelerator, model, opt, sched, chance=math.log(10), config=QUICK)
+    gov = guard_accelerator(accelerator, model, opt, sched, chance_loss=math.log(10), config=QUICK)
     if resume: accelerator.load_state(str(resume))
     x, y = examples(32 * 120)
     for t in range(start, stop):
@@ -293,7 +293,7 @@ def accelerate_on_ranks(folder, resume):
     sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 200)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*examples(64 * 120)), batch_size=32)
     model, opt, sched, data = accelerator.prepare(net, opt, sched, data)
-    gov = guard_accelerator(accelerator, model, opt, sched, chance=math.log(10), config=QUICK)
+    gov = guard_accelerator(accelerator, model, opt, sched, chance_loss=math.log(10), config=QUICK)
     if resume: accelerator.load_state(f"{folder}/half")
     losses = []
     for t, (x, y) in enumerate(data):

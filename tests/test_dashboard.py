@@ -318,12 +318,12 @@ def test_limits_are_the_governors(run):
 def test_the_rise_line_stands_on_either_scale():
     net = torch.nn.Linear(2, 2)
     for signed in (False, True):
-        g = Governor(net, torch.optim.SGD(net.parameters(), lr=.1), chance=None)
+        g = Governor(net, torch.optim.SGD(net.parameters(), lr=.1), chance_loss=None)
         noise = np.random.default_rng(0)
         for _ in range(200): g.watch(float(noise.normal(-5, 1) if signed else noise.lognormal(0, .1)))
         assert bool(g.stats.linear[0]) == signed
         rise = lane_limits(g, 1)[0, -1]
-        assert rise == loss_limits(g.stats, g.config, g.chance).rise[0]
+        assert rise == loss_limits(g.stats, g.config, g.chance_loss).rise[0]
         assert (-5 < rise < 0) if signed else (1 < rise < 2), rise
 
 
@@ -341,7 +341,8 @@ def loop_source(total=200, **kw):
             loss = torch.nn.functional.cross_entropy(net(a), b)
             opt.zero_grad(); loss.backward(); opt.step()
             yield loss
-    return LoopSource(loop, Governor(net, opt, chance=1.0986, config=GovernorConfig(snapshot_every=10, probation=10)),
+    rhythm = GovernorConfig(snapshot_every=10, probation=10)
+    return LoopSource(loop, Governor(net, opt, chance_loss=1.0986, config=rhythm),
                       net, opt, total, **kw)
 
 @pytest.mark.parametrize("fault", ["nan", "explode", "corrupt-batch", "poison-optimizer"])

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def settled(steps=60, config=QUICK, net=None, **options):
     "A Governor that has seen healthy losses around 0.9."
-    gov = Governor(net or nn.Linear(2, 2), chance=CHANCE, config=config, **options)
+    gov = Governor(net or nn.Linear(2, 2), chance_loss=CHANCE, config=config, **options)
     for x in .9 * np.exp(.05 * np.random.default_rng(0).standard_normal(steps)): assert gov.watch(float(x)) == ()
     return gov
 
@@ -52,7 +52,7 @@ class Loop:
         self.data, self.accumulate = torch.Generator().manual_seed(1), accumulate
         self.cursor = dict(t=0)
         self.gov = Governor(
-            self.net, *self.opts, self.sched, chance=CHANCE, config=config, cursor=self.cursor, data=self.data
+            self.net, *self.opts, self.sched, chance_loss=CHANCE, config=config, cursor=self.cursor, data=self.data
         )
         self.losses = {}
 
@@ -95,7 +95,7 @@ def test_a_replayed_run_equals_one_that_never_failed(fault, reason, at):
     assert saved.losses == clean.losses
     for a, b in zip(saved.net.state_dict().values(), clean.net.state_dict().values()): assert torch.equal(a, b)
     for a, b in zip(saved.opts, clean.opts): assert str(a.state_dict()) == str(b.state_dict())
-    for k, v in vars(clean.gov.stats).items(): assert np.array_equal(v, getattr(saved.gov.stats, k)), k
+    for k, v in clean.gov.stats.arrays.items(): assert np.array_equal(v, saved.gov.stats.arrays[k]), k
 
 def test_going_on_past_the_batches_keeps_cursor_and_streams():
     loop = Loop(QUICK).run(180, (100, poison))
@@ -107,7 +107,7 @@ def test_going_on_past_the_batches_keeps_cursor_and_streams():
 def test_a_bad_batch_is_left_out_before_the_step():
     torch.manual_seed(0)
     net = nn.Linear(16, 10); opt = torch.optim.SGD(net.parameters(), lr=.1); g = torch.Generator().manual_seed(0)
-    gov = Governor(net, opt, chance=CHANCE, config=QUICK)
+    gov = Governor(net, opt, chance_loss=CHANCE, config=QUICK)
     for t in range(100):
         with gov.step():
             x, y = batch(g)
@@ -125,7 +125,7 @@ def test_a_torchvision_resnet_with_a_batch_norm_that_went_bad_unnoticed():
     import torchvision
     torch.manual_seed(0)
     net = torchvision.models.resnet18(num_classes=10); opt = torch.optim.SGD(net.parameters(), lr=.01, momentum=.9)
-    gov = Governor(net, opt, chance=CHANCE, config=GovernorConfig(snapshot_every=2, probation=2))
+    gov = Governor(net, opt, chance_loss=CHANCE, config=GovernorConfig(snapshot_every=2, probation=2))
     for t in range(8):
         x, y = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
         loss = F.cross_entropy(net(x), y)
@@ -148,7 +148,7 @@ def test_gathering_losses_changes_only_the_delay(every):
     x = .9 * np.exp(.3 * np.random.default_rng(1).standard_normal(400)); x[200] = np.nan; x[300:] *= 9
     gov = Governor(
         nn.Linear(2, 2),
-        chance=CHANCE,
+        chance_loss=CHANCE,
         config=QUICK.replace(sync_every=every, snapshot_every=10**6, rollbacks=100, max_rollbacks=100),
     )
     seen = [(t, r.reason, r.count) for t, v in enumerate(x[:303]) for r in gov.watch(torch.tensor(v))]
@@ -158,16 +158,17 @@ def test_gathering_losses_changes_only_the_delay(every):
 def test_presets_round_trip(preset):
     c = GOVERNOR_PRESETS[preset]
     assert GovernorConfig.from_dict(json.loads(json.dumps(c.to_dict(), allow_nan=False))) == c
-    Governor(nn.Linear(1, 1), chance=1., config=preset).watch(1.)
+    Governor(nn.Linear(1, 1), chance_loss=1., config=preset).watch(1.)
 
 def test_arguments():
     with pytest.raises(TypeError, match="chance"): Governor(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="batch, epoch, classic"):
-        Governor(nn.Linear(1, 1), chance=None, config="batches")
-    with pytest.raises(ValueError, match="positive"): Governor(nn.Linear(1, 1), chance=-1.)
-    with pytest.raises(ValueError, match="one per lane"): Governor(nn.Linear(1, 1), chance=None).watch(torch.ones(3))
+        Governor(nn.Linear(1, 1), chance_loss=None, config="batches")
+    with pytest.raises(ValueError, match="positive"): Governor(nn.Linear(1, 1), chance_loss=-1.)
+    alone = Governor(nn.Linear(1, 1), chance_loss=None)
+    with pytest.raises(ValueError, match="one per lane"): alone.watch(torch.ones(3))
     with pytest.raises(ValueError, match="lr_factor"): GovernorConfig(lr_factor=2.)
-    with pytest.raises(ValueError, match="did you mean 'sigma'"): Governor(nn.Linear(1, 1), chance=None).adjust(sigmo=3)
+    with pytest.raises(ValueError, match="did you mean 'sigma'"): alone.adjust(sigmo=3)
 
 
 # --- reports
@@ -189,8 +190,8 @@ def test_reports_hold_no_nan_and_the_values_of_the_panic():
     asked = gov.rollback()[0]
     assert (asked.reason, asked.loss, asked.limit, asked.shown) == ("asked", None, None, "none")
     for r in gov.reports: assert no_nan(r.to_dict()); json.dumps(r.to_dict(), allow_nan=False); str(r)
-    fresh = Governor(nn.Linear(1, 1), chance=None).rollback()[0]
-    assert no_nan(fresh.to_dict()) and fresh.mean is None and fresh.chance is None
+    fresh = Governor(nn.Linear(1, 1), chance_loss=None).rollback()[0]
+    assert no_nan(fresh.to_dict()) and fresh.mean is None and fresh.chance_loss is None
 
 def test_a_callback_that_raises_stops_nothing():
     net, told = nn.Linear(2, 2), []
@@ -207,7 +208,7 @@ def lr_of(gov): return gov.snapshot.parts["optimizer"].obj.param_groups[0]["lr"]
 
 def test_a_rise_lowers_the_learning_rate_first_then_rolls_back():
     net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=1.)
-    gov = Governor(net, opt, chance=CHANCE, config=QUICK)
+    gov = Governor(net, opt, chance_loss=CHANCE, config=QUICK)
     rng, x, actions = np.random.default_rng(0), .9, []
     for t in range(400):
         if t > 150: x *= 1.01
@@ -279,7 +280,7 @@ def test_snapshots_wait_while_there_is_suspicion():
 def test_a_snapshot_of_the_first_ruined_step_is_never_published():
     for ruin in range(95, 116):
         net = nn.Linear(1, 1, bias=False); net.weight.data.fill_(1.)
-        gov = Governor(net, chance=CHANCE, config=QUICK)
+        gov = Governor(net, chance_loss=CHANCE, config=QUICK)
         for t in range(300):
             if t >= ruin:
                 net.weight.data.fill_(666.0)  # the loss of this step is still fine
@@ -289,7 +290,7 @@ def test_a_snapshot_of_the_first_ruined_step_is_never_published():
 
 def test_state_round_trip_in_mid_panic():
     for cut in range(1, 4):
-        a, b = settled(), Governor(nn.Linear(2, 2), chance=CHANCE, config=QUICK)
+        a, b = settled(), Governor(nn.Linear(2, 2), chance_loss=CHANCE, config=QUICK)
         trail = [7., 8., 7.5, .9, .9]
         for x in trail[:cut]: a.watch(x)
         b.load_state_dict(torch.load(_saved(a.state_dict()), weights_only=True))
@@ -308,7 +309,7 @@ def test_a_state_holds_the_snapshots_and_brings_a_ruined_model_back():
     gov = settled(net=net)
     good, state = net.weight.detach().clone(), gov.state_dict()
     other = nn.Linear(2, 2)
-    again = Governor(other, chance=None)
+    again = Governor(other, chance_loss=None)
     again.load_state_dict(torch.load(_saved(state), weights_only=True))
     other.weight.data.fill_(math.nan)
     report, = again.rollback()
@@ -317,23 +318,23 @@ def test_a_state_holds_the_snapshots_and_brings_a_ruined_model_back():
 def test_a_state_in_probation_goes_on_as_the_run_it_was_taken_from():
     nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
     a = settled(75, net=nets[0])                                   # a snapshot is held since step 70
-    b = Governor(nets[1], chance=CHANCE, config=QUICK)
+    b = Governor(nets[1], chance_loss=CHANCE, config=QUICK)
     b.load_state_dict(a.state_dict())
     nets[1].load_state_dict(nets[0].state_dict())
     for loss in [.9] * 12 + [math.nan]: reports = [gov.watch(loss) for gov in (a, b)]
     assert [r.restored_step for r, in reports] == [70, 70]
 
-def test_lanes_begin_anew_and_sleep():
+def test_lanes_are_reset_and_inactive_ones_not_judged():
     loop = LaneLoop()
     for _ in range(45): loop.step()
-    loop.gov.begin([1, 3])
+    loop.gov.reset_lanes([1, 3])
     assert loop.gov.stats.judged.tolist() == [45, 0, 45, 0] and loop.gov.snapshot.steps[:4] == [30, 0, 30, 0]
     ruined = torch.tensor([.9, math.nan, .9, math.inf])
-    assert loop.gov.watch(ruined, asleep=[1, 3]) == () and loop.gov.stats.judged.tolist() == [46, 0, 46, 0]
-    assert [r.lane for r in loop.gov.watch(ruined, asleep=[1])] == [3]
+    assert loop.gov.watch(ruined, inactive=[1, 3]) == () and loop.gov.stats.judged.tolist() == [46, 0, 46, 0]
+    assert [r.lane for r in loop.gov.watch(ruined, inactive=[1])] == [3]
 
 def test_the_class_shows_what_it_can():
-    for name in ("watch", "step", "flush", "rollback", "adjust", "state_dict", "load_state_dict", "begin"):
+    for name in ("watch", "step", "flush", "rollback", "adjust", "state_dict", "load_state_dict", "reset_lanes"):
         method = vars(Governor)[name]
         assert method.__qualname__ == f"Governor.{name}" and method.__doc__
 
@@ -384,7 +385,7 @@ class LaneLoop:
         with torch.random.fork_rng():
             torch.manual_seed(3); self.net = nn.Sequential(linear(16, 24, n=n), nn.Tanh(), linear(24, 10, n=n))
         self.stepper = Stepper({"host": LaneOptimizer(self.net.named_parameters(), n, "adam", 5e-3)}, LaneScaler(n))
-        self.gov = Governor(self.net, self.stepper, chance=CHANCE, lanes=n, config=QUICK.replace(**changes))
+        self.gov = Governor(self.net, self.stepper, chance_loss=CHANCE, lanes=n, config=QUICK.replace(**changes))
         self.n, self.t = n, 0
 
     def step(self, hurt=lambda loop: None):
@@ -443,7 +444,7 @@ def test_a_lane_whose_state_is_bad_is_found_before_its_loss_is():
 
 @pytest.mark.cuda
 def test_cuda_healthy_losses_wait_for_the_device_once_in_eight_steps():
-    net = nn.Linear(4, 4).cuda(); gov = Governor(net, chance=CHANCE)
+    net = nn.Linear(4, 4).cuda(); gov = Governor(net, chance_loss=CHANCE)
     losses = torch.full((80,), .9, device="cuda")
     torch.cuda.synchronize()
     for t in range(80):
@@ -457,7 +458,7 @@ def test_cuda_rollback_with_two_streams_at_work():
     for i in range(2):
         net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
         runs.append((torch.cuda.Stream(), net, torch.optim.SGD(net.parameters(), lr=.01, momentum=.9)))
-    governors = [Governor(net, opt, chance=CHANCE, config=QUICK.replace(sync_every=4)) for _, net, opt in runs]
+    governors = [Governor(net, opt, chance_loss=CHANCE, config=QUICK.replace(sync_every=4)) for _, net, opt in runs]
     for s, *_ in runs: s.wait_stream(torch.cuda.current_stream())
     for t in range(80):
         for i, (s, net, opt) in enumerate(runs):
@@ -475,7 +476,8 @@ def test_cuda_rollback_with_two_streams_at_work():
 
 def test_restored_step_is_the_lane_s_own():
     net = linear(2, 2, n=2)
-    governor = Governor(net, lanes=2, chance=2.3, config=GovernorConfig(snapshot_every=4, probation=0, sync_every=1))
+    config = GovernorConfig(snapshot_every=4, probation=0, sync_every=1)
+    governor = Governor(net, lanes=2, chance_loss=2.3, config=config)
     governor.stats.judged[1] = 100   # a lane that has begun at another time
     for _ in range(5): governor.watch(torch.tensor([1., 1.]))
     reports = [r for _ in range(3) for r in governor.watch(torch.tensor([1., math.nan]))]
@@ -490,8 +492,8 @@ def spoilt_run(config, spoil=(180,), kind="huge", steps=260):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
     opt, g = torch.optim.AdamW(net.parameters(), lr=2e-3), torch.Generator().manual_seed(1)
-    gov = Governor(net, opt, chance=CHANCE, config=config)
-    if gov.snapshot.later: gov.snapshot.later.least = 0
+    gov = Governor(net, opt, chance_loss=CHANCE, config=config)
+    if gov.snapshot.background: gov.snapshot.background.least = 0
     for t in range(steps):
         x, y = batch(g)
         loss = F.cross_entropy(net(x), y)
@@ -506,7 +508,7 @@ def spoilt_run(config, spoil=(180,), kind="huge", steps=260):
 def test_a_run_with_snapshots_in_the_background_is_the_same_run(kind):
     weights, acts, gov = spoilt_run(QUICK, kind=kind)
     other, same, late = spoilt_run(QUICK.replace(background=True), kind=kind)
-    assert late.snapshot.later is not None and acts and same == acts and torch.equal(weights, other)
+    assert late.snapshot.background is not None and acts and same == acts and torch.equal(weights, other)
     assert late.snapshot.taken == gov.snapshot.taken
 
 def test_a_state_found_bad_in_the_background_is_rolled_back():
@@ -515,8 +517,8 @@ def test_a_state_found_bad_in_the_background_is_rolled_back():
     net, idle = nn.Linear(4, 4), nn.Linear(4, 4)
     both = nn.ModuleList([net, idle])
     opt = torch.optim.SGD(both.parameters(), lr=.1)
-    gov = Governor(both, opt, chance=None, config=QUICK.replace(background=True))
-    gov.snapshot.later.least = 0
+    gov = Governor(both, opt, chance_loss=None, config=QUICK.replace(background=True))
+    gov.snapshot.background.least = 0
     for t in range(60):
         opt.step()
         if t == 33: idle.weight.data[0, 0] = math.nan
@@ -535,7 +537,7 @@ def test_how_snapshots_are_kept_belongs_to_the_governor_not_to_the_state():
     one, two = QUICK.replace(copies=1, probation=0), QUICK
     for a, b in ((one, two), (two, one), (two.replace(background=True), one), (one, two.replace(background=True))):
         state = spoilt_run(a, steps=150)[2].state_dict()
-        gov = Governor(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10)), chance=CHANCE, config=b)
+        gov = Governor(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10)), chance_loss=CHANCE, config=b)
         state["snapshot"] = gov.snapshot.state_dict() # its parts are others
         gov.load_state_dict(state)
         assert (gov.config.copies, gov.config.background, gov.config.probation) == (b.copies, b.background, b.probation)

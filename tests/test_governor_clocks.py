@@ -45,7 +45,7 @@ def rates(make, nan_at=(), config=AT_ONCE, cut_at=None, steps=60):
     net = nn.Linear(2, 2)
     opt = torch.optim.SGD(net.parameters(), lr=1., momentum=.9)
     sched = make(opt)
-    gov, out = Governor(net, opt, sched, chance=2.3, config=config), []
+    gov, out = Governor(net, opt, sched, chance_loss=2.3, config=config), []
     for t in range(steps):
         if t == cut_at: scale_lr(opt, .5); scale_lr(sched, .5)
         out.append(opt.param_groups[0]["lr"])
@@ -79,7 +79,7 @@ def test_replay_puts_the_schedule_back(make):
 def test_a_rate_set_by_hand_goes_on():
     def schedule(t): return .1 * (1 + math.cos(math.pi * t / 100))
     net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=.1)
-    gov, used = Governor(net, opt, chance=2.3, config=AT_ONCE), []
+    gov, used = Governor(net, opt, chance_loss=2.3, config=AT_ONCE), []
     for t in range(100):
         opt.param_groups[0]["lr"] = schedule(t) * gov.lr_factor
         used.append(opt.param_groups[0]["lr"])
@@ -89,7 +89,7 @@ def test_a_rate_set_by_hand_goes_on():
 def test_a_rate_forty_times_too_high_does_not_outlive_a_rollback():
     for make in (None, SCHEDULERS["CosineAnnealingLR"]):
         net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=.1); sched = make and make(opt)
-        gov = Governor(net, opt, *([sched] if make else []), chance=2.3, config=AT_ONCE)
+        gov = Governor(net, opt, *([sched] if make else []), chance_loss=2.3, config=AT_ONCE)
         for _ in range(50): gov.watch(.9)
         opt.param_groups[0]["lr"] *= 40
         gov.watch(math.nan)
@@ -98,7 +98,7 @@ def test_a_rate_forty_times_too_high_does_not_outlive_a_rollback():
 
 def test_cuts_are_capped_over_a_run_and_given_back_when_the_loss_is_back():
     net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=1.)
-    gov = Governor(net, opt, chance=2.3, config=AT_ONCE.replace(rollbacks=50, max_rollbacks=50, cooldown=40))
+    gov = Governor(net, opt, chance_loss=2.3, config=AT_ONCE.replace(rollbacks=50, max_rollbacks=50, cooldown=40))
     for _ in range(60): gov.watch(.9)
     for _ in range(12): gov.watch(math.nan)
     assert gov.lr_factor == opt.param_groups[0]["lr"] == .0625
@@ -111,7 +111,7 @@ def test_cuts_are_capped_over_a_run_and_given_back_when_the_loss_is_back():
 def test_after_two_rollbacks_a_checkpoint_holds_plain_numbers():
     net = nn.Linear(2, 2); opt = torch.optim.AdamW(net.parameters(), lr=.1)
     sched = S.OneCycleLR(opt, .1, total_steps=500)
-    gov = Governor(net, opt, sched, chance=2.3, config=AT_ONCE)
+    gov = Governor(net, opt, sched, chance_loss=2.3, config=AT_ONCE)
     for _ in range(60): gov.watch(.9)
     for _ in range(3): gov.watch(math.nan)
     f = io.BytesIO()
@@ -124,7 +124,7 @@ def test_what_was_decided_since_the_snapshot_stays_and_is_named():
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(.5), nn.Linear(4, 2))
     for p in net[0].parameters(): p.requires_grad_(False)
     opt = torch.optim.AdamW(net[2].parameters(), lr=1e-3)
-    gov = Governor(net, opt, chance=None, config=AT_ONCE)
+    gov = Governor(net, opt, chance_loss=None, config=AT_ONCE)
     good = [p.detach().clone() for p in net.parameters()]
     for p in net[0].parameters(): p.requires_grad_(True)                  # the body is unfrozen
     opt.add_param_group(dict(params=list(net[0].parameters()), lr=1e-4))
@@ -142,11 +142,11 @@ def test_what_was_decided_since_the_snapshot_stays_and_is_named():
 def test_a_hint_where_the_scheduler_was_not_passed(caplog):
     net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=1.); sched = S.StepLR(opt, 3)
     with caplog.at_level(logging.INFO, "esper_nb.governor"):
-        Governor(net, opt, chance=None)
+        Governor(net, opt, chance_loss=None)
         assert "a scheduler drives the optimizer" in caplog.text
-        caplog.clear(); Governor(net, opt, sched, chance=None)
+        caplog.clear(); Governor(net, opt, sched, chance_loss=None)
         assert "scheduler" not in caplog.text
-        Governor(net, chance=None)
+        Governor(net, chance_loss=None)
         assert "no optimizer among the parts" in caplog.text
 
 def fp16_loop(skip_at, zero_at_end, form):
@@ -154,7 +154,7 @@ def fp16_loop(skip_at, zero_at_end, form):
     torch.manual_seed(0)
     net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.)
-    gov, done = Governor(net, opt, scaler, chance=math.log(3)), 0
+    gov, done = Governor(net, opt, scaler, chance_loss=math.log(3)), 0
     for t in range(60):
         x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
         if t in skip_at: x = x * math.nan
@@ -184,7 +184,7 @@ def test_fp16_loops_survive_a_skip(zero_at_end, form):
 
 def test_small_things():
     net = nn.Linear(2, 2)
-    gov = Governor(net, chance=None, config=AT_ONCE)
+    gov = Governor(net, chance_loss=None, config=AT_ONCE)
     for _ in range(60): gov.watch(np.array([.9], np.float32))               # one number is one number
     for _ in range(6): gov.rollback()
     assert not gov.stopped[0] and gov.budget.ever[0] == 0, "what is asked for costs nothing"
@@ -197,7 +197,7 @@ def test_nan_in_complex_weights_is_seen():
             super().__init__()
             self.w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     net = Net()
-    gov = Governor(net, chance=None, config=AT_ONCE.replace(snapshot_every=1, probation=0))
+    gov = Governor(net, chance_loss=None, config=AT_ONCE.replace(snapshot_every=1, probation=0))
     gov.watch(1.)
     net.w.data[1] = complex(math.nan, 0.)
     gov.watch(1.)
@@ -205,14 +205,14 @@ def test_nan_in_complex_weights_is_seen():
 
 def test_sparse_momentum_is_kept():
     net = nn.Embedding(10, 3, sparse=True); opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)
-    gov = Governor(net, opt, chance=None)
+    gov = Governor(net, opt, chance_loss=None)
     def step(rows):
         opt.zero_grad(); net(torch.tensor(rows)).sum().backward(); opt.step()
     step([1, 2]); gov.take_snapshot()
     buffer = opt.state[net.weight]["momentum_buffer"].to_dense().clone(); weight = net.weight.detach().clone()
     step([5, 6, 7]); gov.rollback()
     assert torch.equal(net.weight, weight) and torch.equal(opt.state[net.weight]["momentum_buffer"].to_dense(), buffer)
-    other = Governor(net, opt, chance=None)
+    other = Governor(net, opt, chance_loss=None)
     other.load_state_dict(gov.state_dict())
     step([5, 6, 7]); other.rollback()
     assert torch.equal(opt.state[net.weight]["momentum_buffer"].to_dense(), buffer)
@@ -227,7 +227,7 @@ class Twice(torch.optim.Optimizer):
 
 def test_an_optimizer_inside_another_is_put_back():
     net = nn.Linear(2, 2); opt = Twice(net.parameters(), torch.optim.SGD, lr=.1, momentum=.9)
-    gov = Governor(net, opt, chance=None)
+    gov = Governor(net, opt, chance_loss=None)
     def step():
         for p in net.parameters(): p.grad = torch.ones_like(p)
         opt.step()
@@ -241,7 +241,7 @@ def test_an_optimizer_inside_another_is_put_back():
 
 def test_every_report_is_a_line_in_the_log(caplog):
     with caplog.at_level(logging.INFO, "esper_nb.governor"):
-        gov = Governor(nn.Linear(1, 1), chance=2.3, config=AT_ONCE.replace(rollbacks=1, stop_raises=False))
+        gov = Governor(nn.Linear(1, 1), chance_loss=2.3, config=AT_ONCE.replace(rollbacks=1, stop_raises=False))
         for _ in range(60): gov.watch(.5)
         for _ in range(2): gov.watch(math.nan)
     said = [(r.levelname, r.getMessage()) for r in caplog.records if "lane 0" in r.getMessage()]
@@ -249,7 +249,7 @@ def test_every_report_is_a_line_in_the_log(caplog):
     assert [s[1] for s in said] == [f"Governor: {r}" for r in gov.reports]
 
 def test_a_summary_names_the_batches_that_left_no_trace():
-    gov = Governor(nn.Linear(1, 1), chance=2.3, config=AT_ONCE)
+    gov = Governor(nn.Linear(1, 1), chance_loss=2.3, config=AT_ONCE)
     for t in range(100):
         with gov.step(): gov.watch(math.nan if t == 42 else .5)
     for t in range(100, 160): gov.watch(math.nan if t == 150 else .5)

@@ -15,7 +15,7 @@ from esper_nb.guard.reports import GovernorConfig, GovernorStop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 def governed(losses, chance, **watch):
-    gov = Governor(nn.Linear(1, 1), chance=chance)
+    gov = Governor(nn.Linear(1, 1), chance_loss=chance)
     for loss in losses: gov.watch(float(loss), **watch)
     return gov
 
@@ -32,7 +32,7 @@ def test_healthy_losses_are_left_alone(kind):
 def test_a_signed_ruin_is_seen_in_both_directions(scale):
     rng = np.random.default_rng(5)
     for bad in (-1e12, 1e12, 300.):
-        s = LossStats.new()
+        s = LossStats()
         for x in rng.normal(-5., 1., 200): s, v = judge(s, scale * x)
         assert v.scale() == "linear" and v.reason() == "healthy"
         answers = []
@@ -44,7 +44,7 @@ def test_a_signed_ruin_is_seen_in_both_directions(scale):
 def test_the_scale_follows_the_losses_or_the_setting():
     rng = np.random.default_rng(0)
     def scale(x, **c):
-        s = LossStats.new()
+        s = LossStats()
         s.add(np.zeros(len(x), int), x, DetectorConfig(**c))
         return s.scale(0)
     positive = np.exp(rng.standard_normal(200))
@@ -55,14 +55,14 @@ def test_the_scale_follows_the_losses_or_the_setting():
     with pytest.raises(ValueError, match="expected one of auto, log, linear"): DetectorConfig(scale="cubic")
 
 def test_the_scale_changes_when_a_loss_crosses_zero_and_the_smoothed_loss_with_it():
-    s = LossStats.new()
+    s = LossStats()
     for k in range(400): s, v = judge(s, 2. - .01 * k)
     assert v.scale() == "linear" and abs(s.smooth[0] - (-1.97)) < .2
 
 def test_losses_on_two_scales_are_judged_side_by_side_as_if_alone():
     rng = np.random.default_rng(3)
     x = np.stack([np.exp(.3 * rng.standard_normal(300)), rng.standard_normal(300)], 1); x[250:] += 40.
-    both, alone = LossStats.new(2), [LossStats.new(), LossStats.new()]
+    both, alone = LossStats(2), [LossStats(), LossStats()]
     for row in x:
         both, v = judge(both, row)
         for i in range(2):
@@ -70,7 +70,7 @@ def test_losses_on_two_scales_are_judged_side_by_side_as_if_alone():
             assert v.code[i] == w.code[0] and np.isclose(v.limit[i], w.limit[0])
 
 def test_limits_name_the_loss_at_which_a_rise_begins():
-    s = LossStats.new(2)
+    s = LossStats(2)
     s.add(np.tile([0, 1], 100), np.random.default_rng(0).normal([.9, -3.], .05, (100, 2)).ravel(), DetectorConfig())
     by = loss_limits(s, DetectorConfig(), None)
     assert s.linear.tolist() == [0, 1] and 1.1 < by.rise[0] < 1.25 and -2.95 < by.rise[1] < -2.7
@@ -85,14 +85,15 @@ def test_a_rise_is_looked_at_and_its_end_is_noted():
     assert [r.action for r in gov.notes] == ["wait", "passed"] and not gov.reports and gov.trial is None
 
 def test_no_snapshot_is_published_during_a_trial():
-    gov = Governor(nn.Linear(1, 1), chance=CHANCE, config=GovernorConfig(snapshot_every=5, probation=5, patience=100))
+    gov = Governor(nn.Linear(1, 1), chance_loss=CHANCE,
+                   config=GovernorConfig(snapshot_every=5, probation=5, patience=100))
     for k in range(100): gov.watch(.5 + .01 * (k % 3))
     step = gov.snapshot.steps[0]
     for _ in range(63): gov.watch(2.2)
     assert gov.trial is not None and gov.snapshot.steps[0] <= step + 5
 
 def test_a_trial_goes_into_a_state_and_comes_back():
-    a, b = [Governor(nn.Linear(1, 1), chance=CHANCE) for _ in range(2)]
+    a, b = [Governor(nn.Linear(1, 1), chance_loss=CHANCE) for _ in range(2)]
     for k in range(100): a.watch(.5 + .01 * (k % 3))
     for _ in range(15): a.watch(2.2)
     b.load_state_dict(a.state_dict())
@@ -128,7 +129,7 @@ def test_a_verdict_is_right_in_nearly_all_cases(noise):
 
 def test_accept_learns_the_new_level_and_saves():
     net = nn.Linear(1, 1)
-    gov = Governor(net, chance=None)
+    gov = Governor(net, chance_loss=None)
     for k in range(100): gov.watch(.1 + .005 * (k % 3))
     net.weight.data.fill_(5.)
     gov.accept()
@@ -146,7 +147,7 @@ def test_accept_ends_a_trial():
 
 def test_a_snapshot_can_be_taken_at_once():
     net = nn.Linear(1, 1)
-    gov = Governor(net, chance=None)
+    gov = Governor(net, chance_loss=None)
     for _ in range(7): gov.watch(1.)
     net.weight.data.fill_(3.)
     gov.take_snapshot()
@@ -159,7 +160,7 @@ def test_a_burst_does_not_use_up_the_budget(bad):
     "Batches with inputs that are not numbers: each ruins the weights, and all of them are one trouble or two."
     torch.manual_seed(0)
     net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=.1)
-    gov = Governor(net, opt, chance=math.log(3))
+    gov = Governor(net, opt, chance_loss=math.log(3))
     for k in range(400):
         x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
         if 200 <= k < 200 + bad: x = x * math.nan
@@ -171,7 +172,7 @@ def test_a_burst_does_not_use_up_the_budget(bad):
 
 def test_a_burst_of_bad_batches_is_left_out_batch_by_batch():
     net = nn.Linear(1, 1)
-    gov = Governor(net, chance=CHANCE)
+    gov = Governor(net, chance_loss=CHANCE)
     for k in range(160):
         with gov.step(): gov.watch(math.nan if 100 <= k < 130 else .5)
     assert [r.action for r in gov.reports] == ["skip"] * 30 and gov.budget.skips[0] == 1
@@ -181,7 +182,7 @@ def test_wrong_labels_for_a_while_do_not_stop_a_run():
     torch.manual_seed(0)
     centers = torch.randn(10, 16)
     net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10)); opt = torch.optim.Adam(net.parameters(), 2e-3)
-    gov = Governor(net, opt, chance=CHANCE)
+    gov = Governor(net, opt, chance_loss=CHANCE)
     for k in range(500):
         y = torch.randint(0, 10, (64,)); x = centers[y] + .5 * torch.randn(64, 16)
         if 300 <= k < 360: y = y[torch.randperm(64)]
@@ -191,7 +192,7 @@ def test_wrong_labels_for_a_while_do_not_stop_a_run():
     assert not gov.stopped[0] and loss.item() < .5, str(gov.summary())
 
 def test_a_trouble_without_end_still_ends():
-    gov = Governor(nn.Linear(1, 1), chance=CHANCE)
+    gov = Governor(nn.Linear(1, 1), chance_loss=CHANCE)
     for k in range(60): gov.watch(.5)
     with pytest.raises(GovernorStop):
         for k in range(10_000): gov.watch(math.nan)
@@ -216,7 +217,7 @@ def test_a_healthy_loop_is_the_loop_alone_to_the_bit(name):
 
 def test_accept_of_one_lane_leaves_the_others_alone():
     net = nn.Linear(1, 2) # a weight for each of two lanes
-    gov = Governor(net, chance=None, lanes=2)
+    gov = Governor(net, chance_loss=None, lanes=2)
     for k in range(100): gov.watch(torch.tensor([.1 + .005 * (k % 3)] * 2))
     gov.accept([0])
     reports = [r for k in range(20) for r in gov.watch(torch.tensor([3. + .1 * (k % 3)] * 2))]

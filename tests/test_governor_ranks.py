@@ -48,7 +48,7 @@ def train(rank, world, folder, out, fault, bad_rank, form, kind, steps=120):  # 
         fully_shard(net)
     model = nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
     opt = torch.optim.AdamW(net.parameters(), lr=3e-3)
-    gov = Governor(model, opt, chance=math.log(10), config=CONFIG)
+    gov = Governor(model, opt, chance_loss=math.log(10), config=CONFIG)
     try:
         for step in range(steps):
             x, y = batch(step, rank)
@@ -110,7 +110,7 @@ def ruined_run(rank, fault, bad_rank, steps=150, begin=50, last=70):
     net = Headed()
     model = nn.parallel.DistributedDataParallel(net)
     opt = torch.optim.SGD(net.parameters(), lr=.05, momentum=.9)
-    gov = Governor(model, opt, chance=math.log(10), config=CONFIG.replace(patience=48))
+    gov = Governor(model, opt, chance_loss=math.log(10), config=CONFIG.replace(patience=48))
     stepper = PlainStepper(dict(host=PlainState(opt, net)))
     strike = Fault(fault, lane=0, epoch=0, batch=begin, seed=bad_rank).at(0)
     try:
@@ -164,7 +164,7 @@ def test_a_healthy_run_on_two_ranks_is_the_run_alone_to_the_bit(tmp_path):
 def stays_away(rank, world, folder, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
-    gov = Governor(network(), chance=math.log(10), config=CONFIG, timeout=20.)
+    gov = Governor(network(), chance_loss=math.log(10), config=CONFIG, timeout=20.)
     start = time.monotonic()
     try:
         for step in range(50):
@@ -182,7 +182,7 @@ def test_a_rank_that_is_gone_is_named_and_nobody_hangs(tmp_path, world):
 
 def sleeps(rank, world, folder, out):
     dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
-    gov = Governor(network(), chance=math.log(10), config=CONFIG, timeout=2.)
+    gov = Governor(network(), chance_loss=math.log(10), config=CONFIG, timeout=2.)
     try:
         for step in range(10):
             if rank == 1 and step == 5: time.sleep(15)
@@ -195,6 +195,6 @@ def test_a_rank_that_hangs_is_given_up(tmp_path):
     assert said and "rank 1 of 2 is gone" in said[0]
 
 def test_one_process_stays_off_the_network():
-    gov = Governor(network(), chance=math.log(10))
+    gov = Governor(network(), chance_loss=math.log(10))
     for _ in range(100): gov.watch(.9)
     assert not gov.ranks and gov.ranks.asked == 0

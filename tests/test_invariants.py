@@ -63,14 +63,14 @@ def test_weights_loaded_alone_are_moved_again_by_old_momentum(make):
 
 
 def test_a_model_without_parameters_is_guarded():
-    gov = Governor(nn.ReLU(), chance=None)
+    gov = Governor(nn.ReLU(), chance_loss=None)
     report, = gov.watch(math.nan)
     assert (report.reason, report.action) == ("non-finite", "rollback") and "model" in report.restored
 
 
 def test_a_good_state_is_held_from_the_first_moment():
     net = nn.Linear(2, 2); good = net.weight.detach().clone()
-    gov = Governor(net, chance=None)
+    gov = Governor(net, chance_loss=None)
     net.weight.data.fill_(math.nan)
     report, = gov.watch(math.nan)
     assert torch.equal(net.weight, good) and report.restored_step == 0
@@ -94,7 +94,7 @@ def test_two_governors_in_two_threads_do_not_meet():
         net = nn.Linear(4, 4)
         with torch.no_grad():
             for p in net.parameters(): p.copy_(torch.randn(p.shape, generator=g))
-        gov = Governor(net, chance=None, config=GovernorConfig(snapshot_every=5, probation=5))
+        gov = Governor(net, chance_loss=None, config=GovernorConfig(snapshot_every=5, probation=5))
         for t in range(120):
             net.weight.data.add_(.01 * torch.randn(4, 4, generator=g))
             gov.watch(math.nan if t == 40 + seed else float(torch.rand((), generator=g)) * .1 + 1)
@@ -121,7 +121,7 @@ def test_weights_are_back_before_seeds_are_pruned(monkeypatch):
 
 
 def test_anomalies_are_told_before_any_rollback():
-    gov = Governor(nn.Linear(1, 1), chance=math.log(10))
+    gov = Governor(nn.Linear(1, 1), chance_loss=math.log(10))
     for x in .9 * np.exp(.05 * np.random.default_rng(0).standard_normal(60)): assert gov.watch(float(x)) == ()
     told = []
     for x in (7., 7.5):

@@ -177,7 +177,7 @@ def test_a_batch_is_left_out_before_the_optimizer_steps_on_every_device(gpu, dev
     torch.manual_seed(0)
     net = nn.Linear(4, 4).to(device)
     opt = torch.optim.SGD(net.parameters(), lr=.1)
-    gov = Governor(net, opt, chance=2.3)
+    gov = Governor(net, opt, chance_loss=2.3)
     for t in range(40):
         with gov.step():
             x = torch.ones(8, 4, device=device) * (math.nan if t == 33 else 1.)

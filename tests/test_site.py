@@ -156,7 +156,7 @@ def test_the_reference_has_every_public_method(site):
         assert re.search(rf"^#### Governor\.{name}$", said[0], re.M), name
     assert re.search(r"loss:.*# \(\) or \(n,\) loss of this step", said[0])
     assert 'id="governor.watch"' in page and "show_doc(" not in page
-    assert "label_entropy</code></a>" in page, "names lead to their entries"
+    assert re.search(r'href="[^"]+\.html#\w+"[^>]*><code>\w+</code></a>', page), "names in prose lead to their entries"
 
 
 def test_entries_show_what_a_docstring_raises_and_its_examples():

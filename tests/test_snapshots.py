@@ -606,10 +606,10 @@ def test_a_state_goes_between_one_copy_and_two(first, then):
     assert b.steps == [3]
 
 def in_background(net, opt, **kw):
-    from esper_nb.guard.snapshots import Background
+    from esper_nb.guard.snapshots import BackgroundWriter
     snap = Snapshot(net, opt, streams=False, **kw)
     snap.take(step=0)
-    snap.later = Background(snap.objects.values(), least=0)
+    snap.background = BackgroundWriter(snap.objects.values(), least=0)
     return snap
 
 @pytest.mark.parametrize("seed", range(5))
@@ -620,25 +620,25 @@ def test_a_snapshot_in_the_background_is_the_state_at_its_beginning(seed):
         snap.take(step=t, hold=True)
         before = everything(net, opt)
         for _ in range(4): step()
-        assert snap.find_late(wait=True) == () and snap.later is not None
+        assert snap.find_late(wait=True) == () and snap.background is not None
         snap.confirm()
         snap.restore()
         assert same(everything(net, opt), before) and snap.steps == [t]
 
 def test_a_step_waits_for_a_copy_that_is_not_whole(monkeypatch):
     import threading
-    from esper_nb.guard import snapshots as background
+    from esper_nb.guard.snapshots import BackgroundWriter
     net, opt, step = small_run()
-    snap, gate, inner = in_background(net, opt), threading.Event(), background._copy_quiet # noqa: SLF001
+    snap, gate, inner = in_background(net, opt), threading.Event(), BackgroundWriter._copy # noqa: SLF001
     def slow(*args):
         gate.wait(10)
         return inner(*args)
-    monkeypatch.setattr(background, "_copy_quiet", slow)
+    monkeypatch.setattr(BackgroundWriter, "_copy", slow)
     snap.take(step=1, hold=True)
     before = everything(net, opt)
     threading.Timer(.3, gate.set).start()
     step()
-    assert snap.later.waited > .1
+    assert snap.background.waited > .1
     assert snap.find_late(wait=True) == ()
     snap.confirm(); snap.restore()
     assert same(everything(net, opt), before)
@@ -646,9 +646,9 @@ def test_a_step_waits_for_a_copy_that_is_not_whole(monkeypatch):
 def test_a_small_state_is_copied_at_once():
     net, opt, step = small_run()
     snap = in_background(net, opt)
-    snap.later.least = 10**9
+    snap.background.least = 10**9
     snap.take(step=1, hold=True)
-    assert snap.later.job is None and snap.later.copied.is_set()
+    assert snap.background.job is None and snap.background.copied.is_set()
     with torch.no_grad(): net[0].weight[1, 2] = torch.nan
     assert snap.take(hold=True).bad == ("model.0.weight",), "and looked at"
 
@@ -668,7 +668,7 @@ def test_a_torn_copy_is_dropped_and_later_ones_are_made_at_once():
     snap.take(step=1, hold=True)
     with torch.no_grad(): net[0].weight.mul_(2)
     step()
-    assert snap.find_late(wait=True) == () and snap.later is None and snap.confirm() == () and snap.steps == [0]
+    assert snap.find_late(wait=True) == () and snap.background is None and snap.confirm() == () and snap.steps == [0]
     snap.take(step=2, hold=True)
     assert snap.confirm() == (0,)
 
@@ -687,6 +687,6 @@ def test_cuda_background_is_the_state_at_its_beginning():
         snap.take(step=t, hold=True)
         before = everything(net, opt)
         for _ in range(4): step()
-        assert snap.find_late(wait=True) == () and snap.later is not None
+        assert snap.find_late(wait=True) == () and snap.background is not None
         snap.confirm(); snap.restore()
         assert same(everything(net, opt), before) and snap.steps == [t]

@@ -424,7 +424,7 @@ def test_rollback_is_told_with_its_cost_and_recovery(grown):
 
 def test_limits_and_verdicts_of_a_plain_loop():
     net = torch.nn.Linear(4, 1)
-    governor = Governor(net, chance=None)
+    governor = Governor(net, chance_loss=None)
     for _ in range(60): governor.watch(torch.tensor(1.))
     row, = limit_rows(governor, step=60)
     assert row["limit.value"] == pytest.approx(3.) and row["limit.judged"] == 60
@@ -436,7 +436,7 @@ def test_limits_and_verdicts_of_a_plain_loop():
     assert all(find_metric(k).covers(v) for k, v in row.items() if "." in k)
 
 def test_limits_before_any_loss_are_not_measured():
-    row, = limit_rows(Governor(torch.nn.Linear(2, 1), chance=2.3), epoch=0)
+    row, = limit_rows(Governor(torch.nn.Linear(2, 1), chance_loss=2.3), epoch=0)
     assert row["limit.value"] is None and row["limit.mean"] is None
     assert row["limit.collapse_low"] == pytest.approx(2.3 * (1 - .065))
 

@@ -185,7 +185,7 @@ def test_any_number_of_workers_find_room(engine):
     n = 6 if engine == "ray" else 2
     workers = [new_worker(engine, Adder, n) for _ in range(n)]
     for w in workers: w.start("pid")
-    assert len({w.finish(60) for w in workers}) == n
+    assert len({w.finish(300) for w in workers}) == n
     for w in workers: w.close()
 
 

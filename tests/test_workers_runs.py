@@ -192,8 +192,9 @@ def test_a_worker_that_is_lost_costs_the_seed_it_was_at(compared):
     assert result.plays[0].test_accuracy_pp == compared.plays[0].test_accuracy_pp
     class Gone(LocalWorker):
         def finish(self, timeout=None): raise WorkerLost("gone")
+    def idle(tell): return SimpleNamespace(play=lambda task: None, close=lambda: None)
     with pytest.raises(WorkerLost, match="gone"):
-        list(work_off([1], lambda: Gone(lambda tell: []), "append", 1, losses=1))
+        list(work_off([1], lambda: Gone(idle), "play", 1, losses=1))
 
 
 @needs_ray

@@ -62,7 +62,7 @@ class DevicePart(NamedTuple):
         pop.rates.set_lr(1., lanes)
         pop.epoch[lanes] = 0
         begin_lessons(pop, lanes, seed_keys)
-        if pop.governor is not None: pop.governor.begin(lanes)
+        if pop.governor is not None: pop.governor.reset_lanes(lanes)
 
     def disturbance(self,
         faults: Sequence[Fault], # of the whole environment

@@ -49,7 +49,7 @@ def _named_acts(reports: Sequence[Report]) -> dict[str, float]: # metrics for a 
     "The acts of a step, as a framework's log takes them: which batch it was."
     return {f"governor_{r.action}": float(-1 if r.batch is None else r.batch) for r in reports}
 
-def _lightning_callback(chance, config, metric: str, options: Mapping[str, Any]):
+def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, Any]):
     "The class of `lightning_governor`, made when Lightning is there."
     base: Any = _need("lightning.pytorch", "lightning").Callback
 
@@ -61,7 +61,7 @@ def _lightning_callback(chance, config, metric: str, options: Mapping[str, Any])
             schedulers = [c.scheduler for c in trainer.lr_scheduler_configs]
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             parts = [pl_module, *trainer.optimizers, *schedulers, *([] if scaler is None else [scaler])]
-            self.governor = Governor(*parts, chance=chance, config=config, **options)
+            self.governor = Governor(*parts, chance_loss=chance_loss, config=config, **options)
             if self.loaded is not None: self.governor.load_state_dict(self.loaded)
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -82,13 +82,13 @@ def _lightning_callback(chance, config, metric: str, options: Mapping[str, Any])
 
 # %% ../../nbs/guard/17_adapters.ipynb #87b11fd5
 def lightning_governor(
-    chance: float | Sequence[float] | None, # chance loss, nats; None: no absolute limit, no collapse
+    chance_loss: float | Sequence[float] | None, # chance loss, nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     metric: str = "loss", # under which a manual training step logs its loss, if it returns none
     **options, # as for `Governor`: callbacks, more parts by name
 ):
     "A `lightning.pytorch` callback that rolls a ruined run back; its Governor is `.governor`."
-    return _lightning_callback(chance, config, metric, options)()
+    return _lightning_callback(chance_loss, config, metric, options)()
 
 # %% ../../nbs/guard/17_adapters.ipynb #7efd961d
 def _checkpoint_of(trainer, asked) -> Path | None: # as given to `train`: a path, True, or nothing
@@ -106,7 +106,7 @@ def _bars_of(trainer) -> list: # at most one, and none where bars are switched o
     bars = [getattr(c, "training_bar", None) for c in trainer.callback_handler.callbacks]
     return [bar for bar in bars if hasattr(bar, "set_description")]
 
-def _trainer_callback(owner, chance, config, options: Mapping[str, Any]):
+def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
     "The class of `guard_trainer`, made when transformers is there; `owner()` is the Trainer."
     base: Any = _need("transformers", "transformers").TrainerCallback
 
@@ -118,7 +118,7 @@ def _trainer_callback(owner, chance, config, options: Mapping[str, Any]):
         def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
             scaler = getattr(owner().accelerator, "scaler", None)
             parts = [p for p in (model, optimizer, lr_scheduler, scaler) if p is not None]
-            self.governor = Governor(*parts, chance=chance, config=config, **options)
+            self.governor = Governor(*parts, chance_loss=chance_loss, config=config, **options)
             file = self.resumed and _state_file(self.resumed, self.governor)
             if file and file.exists(): self.governor.load_state_dict(torch.load(file, weights_only=True))
 
@@ -142,13 +142,13 @@ def _trainer_callback(owner, chance, config, options: Mapping[str, Any]):
 # %% ../../nbs/guard/17_adapters.ipynb #7fc9b185
 def guard_trainer(
     trainer, # a `transformers.Trainer`, before `train()`
-    chance: float | Sequence[float] | None, # chance loss, nats
+    chance_loss: float | Sequence[float] | None, # chance loss, nats
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ):
     "Put a `transformers.Trainer` under a Governor; returns the callback, whose Governor is `.governor`."
     inner, train, owner = trainer.training_step, trainer.train, weakref.ref(trainer)
-    callback = _trainer_callback(owner, chance, config, options)()
+    callback = _trainer_callback(owner, chance_loss, config, options)()
 
     def training_step(*args, **kwargs) -> Tensor:
         loss = inner(*args, **kwargs)
@@ -167,19 +167,20 @@ def guard_trainer(
 def guard_accelerator(
     accelerator, # an `accelerate.Accelerator`
     *parts, # what `accelerator.prepare` returned: model, optimizers, schedulers
-    chance: float | Sequence[float] | None, # chance loss, nats
+    chance_loss: float | Sequence[float] | None, # chance loss, nats
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ) -> Governor:
     "A Governor for a loop of accelerate, in whose checkpoints it is."
     scaler = getattr(accelerator, "scaler", None)
-    governor = Governor(*parts, *([] if scaler is None else [scaler]), chance=chance, config=config, **options)
+    scalers = [] if scaler is None else [scaler]
+    governor = Governor(*parts, *scalers, chance_loss=chance_loss, config=config, **options)
     accelerator.register_for_checkpointing(governor)
     return governor
 
 # %% ../../nbs/guard/17_adapters.ipynb #949a13a6
 def fastai_governor(
-    chance: float | Sequence[float] | None, # chance loss, nats
+    chance_loss: float | Sequence[float] | None, # chance loss, nats
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ):
@@ -198,7 +199,8 @@ def fastai_governor(
             if not self.due: return
             scaler = getattr(getattr(self.learn, "mixed_precision", None), "scaler", None)
             parts = [self.learn.model, *([] if scaler is None else [scaler])]
-            self.governor = Governor(*parts, optimizer=self.learn.opt, chance=chance, config=config, **options)
+            learner = dict(optimizer=self.learn.opt) | options
+            self.governor = Governor(*parts, chance_loss=chance_loss, config=config, **learner)
             if self.loaded is not None: self.governor.load_state_dict(self.loaded)
             self.due, self.loaded = False, None
 

@@ -199,7 +199,7 @@ def run_rows(
         train_examples=data.num_train,
         parameters=int(pop.model.parameter_counts().host[0]),
         chance_loss=float(data.chance_loss),
-        guarded=guard is not None and guard.chance is not None)}, lanes=None, **keys)
+        guarded=guard is not None and guard.chance_loss is not None)}, lanes=None, **keys)
 
 # %% ../../nbs/record/71_rows.ipynb #6d0859a7
 def size_metrics(model: Growing) -> dict[str, Tensor]: # name -> (n,)
@@ -234,9 +234,9 @@ def limit_rows(
 ) -> list[Row]:
     "Return the Governor's limits as they stand now, one row a lane."
     s, c = governor.stats, governor.config
-    limits = loss_limits(s, c, governor.chance)
+    limits = loss_limits(s, c, governor.chance_loss)
     seen, ready, absolute = s.seen > 0, limits.ready & (s.seen > 0), np.asarray(limits.absolute, np.float64)
-    chance = [None] * governor.n if governor.chance is None else [float(x) for x in governor.chance]
+    chance = [None] * governor.n if governor.chance_loss is None else [float(x) for x in governor.chance_loss]
     low, high = ([None if x is None or c.band is None else x * (1 + sign * c.band) for x in chance] for sign in (-1, 1))
     return make_rows("limit", {"limit": dict(
         value=_per_lane(limits.limit, seen),

@@ -36,18 +36,18 @@ from ..train.data import Measure
 
 # %% ../../nbs/run/93_compare.ipynb #551785b2
 class Player(Protocol):
-    "Whoever decides for all lanes."
-    def begin(self, env: GrowVecEnv) -> None: "All lanes have fresh weights."
-    def act(self, env: GrowVecEnv) -> Tensor: "(n, K) int64, one action per lane."
+    "Decide for all lanes."
+    def begin(self, env: GrowVecEnv) -> None: "Forget the play before: all lanes have fresh weights."
+    def act(self, env: GrowVecEnv) -> Tensor: "Return one action per lane, (n, K) int64."
 
 def latest_step(env: GrowVecEnv) -> EnvStep: # of an environment that has done one
-    "What the latest step of an environment did."
+    "Return what the latest step of an environment did."
     if env.last_result is None: raise RuntimeError("env has not done a step: call env.step before its result is read")
     return env.last_result
 
 # %% ../../nbs/run/93_compare.ipynb #f130d873
 class RulePlayer:
-    "A rule for every lane, or one for each."
+    "Play one rule in every lane, or a rule of its own in each."
     def __init__(
         self,
         *rules: Rule, # one, or as many as lanes
@@ -59,11 +59,11 @@ class RulePlayer:
         self.decisions: list[Decision] = [] # the latest ones; empty: there was no step yet
 
     def rule(self, lane: int) -> Rule:
-        "The rule that decides for a lane."
+        "Return the rule that decides for a lane."
         return self.rules[lane % len(self.rules)]
 
     def begin(self, env: GrowVecEnv) -> None:
-        "All lanes have fresh weights: forget what was seen."
+        "Forget what was seen: all lanes have fresh weights."
         n = env.num_envs
         check(len(self.rules) in (1, n), "rules", len(self.rules), f"1, or {n}: one for each lane")
         for rule in self.rules: reset_rule(rule)
@@ -71,7 +71,7 @@ class RulePlayer:
         self.decisions = []
 
     def act(self, env: GrowVecEnv) -> Tensor: # (n, K) int64
-        "What each lane's rule decides; a lane that has ended waits."
+        "Return what each lane's rule decides; a lane that has ended waits."
         if self.decisions: self._see(latest_step(env))
         chosen = [encode_decision(env, None if env.ended[i] else self._ask(env, i)) for i in range(env.num_envs)]
         self.decisions = [decision for decision, _ in chosen]
@@ -82,7 +82,7 @@ class RulePlayer:
         return self.rule(i).act(view(model, lane, self.signals[i], self.results[i])._replace(lane=i))
 
     def _see(self, s: EnvStep) -> None:
-        "What became of the latest decisions."
+        "Note what became of the latest decisions."
         for i in s.active.nonzero().flatten().tolist():
             self.signals[i].update(float(s.loss[i]), float(s.accuracy_pp[i]))
             d = self.decisions[i]
@@ -90,21 +90,46 @@ class RulePlayer:
 
 # %% ../../nbs/run/93_compare.ipynb #c32ff299
 class RandomPlayer:
-    "One of all legal actions, each head uniform over what is legal after the heads before it."
-    def __init__(self, seed: int = 0): self.seed, self.t = seed, 0
+    """Play a random legal action in every lane, each head uniform over what is legal after the heads before it.
+
+    Examples
+    --------
+    >>> from esper_nb import GrowVecEnv
+    >>> env = GrowVecEnv(task="digits", num_envs=2, horizon=2, limit=64)
+    >>> play_lanes(env, RandomPlayer(seed=3), seed=1)["refused"]
+    0
+    """
+    def __init__(self,
+        seed: int = 0, # of the choices; every play draws the same ones
+    ):
+        self.seed, self.t = seed, 0
 
     def begin(self, env: GrowVecEnv) -> None:
         "Draw the same actions again."
         self.t = 0
 
     def act(self, env: GrowVecEnv) -> Tensor: # (n, K) int64
-        "Draw a legal action for every lane."
+        "Return a legal action for every lane."
         self.t += 1
         return draw_actions(env.actions, env.mask, generator(self.seed, "random-legal", self.t))
 
 # %% ../../nbs/run/93_compare.ipynb #00fbf37d
 class PolicyPlayer:
-    "A trained policy; its weights and statistics are only read."
+    """Play a trained policy; its weights and statistics are only read.
+
+    Raises
+    ------
+    ValueError
+        When a play begins, if the policy was trained for other actions than those of the environment.
+
+    Examples
+    --------
+    >>> from esper_nb import GrowVecEnv, Learner, PPOConfig
+    >>> env = GrowVecEnv(task="digits", num_envs=2, horizon=2, limit=64)
+    >>> learner = Learner(env, PPOConfig(num_steps=2, num_minibatches=1), heads=env.actions)
+    >>> len(play_lanes(env, PolicyPlayer(learner, sampled=False), seed=1)["total"])
+    2
+    """
     def __init__(
         self,
         learner: Learner, # that trained it
@@ -117,7 +142,7 @@ class PolicyPlayer:
         self.practice_epochs = learner.env_steps if practice_epochs is None else practice_epochs
 
     def begin(self, env: GrowVecEnv) -> None:
-        "Empty memory, and the noise of a play."
+        "Empty the memory, and draw the noise of a play."
         p, n = self.learner.policy, env.num_envs
         env.actions.check_names(getattr(p.heads, "names", {}))
         have, want = tuple(p.heads.sizes), tuple(env.actions.sizes)
@@ -126,7 +151,7 @@ class PolicyPlayer:
         self.noise = acting_noise(self.seed, 0, env.horizon, n, p.heads) if self.sampled else None
 
     def act(self, env: GrowVecEnv) -> Tensor: # (n, K) int64
-        "What the policy chooses in every lane."
+        "Return what the policy chooses in every lane."
         learner, noise = self.learner, None
         if self.t: self.start = ~latest_step(env).active # the lane has just begun an episode
         if self.noise is not None: noise = self.noise[self.t % len(self.noise)].to(learner.device)
@@ -155,8 +180,22 @@ def play_lanes(
     player: Player,
     seed: int, # of the environment
     note: Callable[[GrowVecEnv, int], Any] | None = None, # called after every step, with the step's number
-) -> PlayScores:
-    "Play one horizon in every lane, from fresh weights to the test split."
+) -> PlayScores: # a dict: every score as a tuple with one entry a lane
+    """Play one horizon in every lane, from fresh weights to the test split.
+
+    Raises
+    ------
+    ValueError
+        If the environment is not in NextStep mode: its lanes would begin anew before the test split was read.
+
+    Examples
+    --------
+    >>> from esper_nb import GrowVecEnv
+    >>> env = GrowVecEnv(task="digits", num_envs=2, horizon=2, limit=64)
+    >>> played = play_lanes(env, RandomPlayer(), seed=1)
+    >>> played["epochs"], len(played["test_accuracy_pp"])
+    ((2, 2), 2)
+    """
     check(env.mode == AutoresetMode.NEXT_STEP, "autoreset_mode", env.mode.value,
           "'NextStep': lanes must not begin anew before the test split was read")
     env.reset(seed=seed, options=dict(fresh=True))
@@ -214,7 +253,26 @@ class PracticeUpdate(NamedTuple):
 
 # %% ../../nbs/run/93_compare.ipynb #24f09558
 class Comparison(NamedTuple):
-    "Plays of several controllers on the same seeds."
+    """Plays of several controllers on the same seeds.
+
+    Raises
+    ------
+    ValueError
+        By `scores`, if there is no such metric; by `join`, if comparisons do not belong together.
+
+    References
+    ----------
+    Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice", NeurIPS 2021: intervals are
+    bootstrapped around interquartile means.
+
+    Examples
+    --------
+    >>> from esper_nb import GrowVecEnv, simple_controllers
+    >>> c = compare_controllers(
+    ...     GrowVecEnv(task="digits", num_envs=2, horizon=2, limit=64), simple_controllers(), seeds=[0])
+    >>> c.names, {k: len(v) for k, v in c.scores("total").items()}
+    (['heuristic', 'random-legal', 'wait-only'], {'heuristic': 1, 'random-legal': 1, 'wait-only': 1})
+    """
     task: str
     lanes: int
     horizon: int # epochs, of every play
@@ -227,50 +285,50 @@ class Comparison(NamedTuple):
     def names(self) -> list[str]: return list(dict.fromkeys(p.controller for p in self.plays)) # of the controllers
 
     def scores(self, metric: str = "test_accuracy_pp") -> dict[str, list[float]]: # name -> a mean over lanes a seed
-        "One number per seed."
+        "Return one number per seed."
         check(metric in METERS, "metric", metric, f"one of {', '.join(METERS)}")
         return {k: [float(np.mean(getattr(p, metric))) for p in self.plays if p.controller == k] for k in self.names}
 
     def intervals(self, metric: str = "test_accuracy_pp") -> dict[str, Interval]:
-        "Interquartile mean over seeds with its interval."
+        "Return interquartile means over seeds, with their intervals."
         return {k: bootstrap_interval(v) for k, v in self.scores(metric).items()}
 
     def difference(self, one: str, other: str, metric: str = "test_accuracy_pp") -> Interval:
-        "How much better one controller is, seed by seed."
+        "Return how much better one controller is, seed by seed."
         s = self.scores(metric)
         return bootstrap_interval(np.subtract(s[one], s[other]))
 
     def op_shares(self) -> dict[str, dict[str, float]]: # controller -> operation -> share of all steps
-        "What the controllers did."
+        "Return what the controllers did."
         sums = {k: sum((Counter(p.ops) for p in self.plays if p.controller == k), Counter()) for k in self.names}
         return {k: {op: c / s.total() for op, c in s.most_common()} for k, s in sums.items()}
 
     def to_dict(self) -> dict:
-        "Plain values, as JSON has them."
+        "Return plain values, as JSON has them."
         plays, learned = [p._asdict() for p in self.plays], [list(u) for u in self.learned]
         return self._asdict() | dict(plays=plays, learned=learned)
 
     @classmethod
     def from_dict(cls, d: Mapping) -> "Comparison":
-        "The inverse of `to_dict`, also after a journey through JSON."
+        "Return the comparison of `to_dict`, also after a journey through JSON."
         def play(p): return PlayResult(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()})
         learned = tuple(PracticeUpdate(*u) for u in d.get("learned", ()))
         plays, measure = tuple(map(play, d["plays"])), Measure(*map(str, d.get("measure", Measure())))
         return cls(**dict(d) | dict(plays=plays, learned=learned, measure=measure))
 
     @classmethod
-    def join(cls, parts: Iterable["Comparison"]) -> "Comparison": # of the same controllers, on different seeds
-        "Seeds that were played apart, as one comparison."
-        parts = list(parts)
-        kinds = {(p.task, p.lanes, p.horizon, *sorted(p.names)) for p in parts}
+    def join(cls, comparisons: Iterable["Comparison"]) -> "Comparison": # of the same controllers
+        "Return seeds that were played apart as one comparison."
+        all_of = list(comparisons)
+        kinds = {(p.task, p.lanes, p.horizon, *sorted(p.names)) for p in all_of}
         check(len(kinds) == 1, "comparisons", sorted(map(str, kinds)),
               "one task, number of lanes, horizon and set of controllers")
-        seeds = [p.seed for c in parts for p in c.plays if p.controller == c.names[0]]
+        seeds = [p.seed for c in all_of for p in c.plays if p.controller == c.names[0]]
         check(len(seeds) == len(set(seeds)), "seeds", seeds, "each of them once")
-        ordered = sorted(parts, key=lambda c: c.plays[0].seed)
-        return parts[0]._replace(
+        ordered = sorted(all_of, key=lambda c: c.plays[0].seed)
+        return all_of[0]._replace(
             plays=tuple(p for c in ordered for p in c.plays), learned=tuple(u for c in ordered for u in c.learned),
-            notes={k: v for c in parts for k, v in c.notes.items()})
+            notes={k: v for c in all_of for k, v in c.notes.items()})
 
     def save(self, path: str | Path) -> None:
         "Write it as JSON."
@@ -284,10 +342,24 @@ def compare_controllers(
     env: GrowVecEnv | EnvConfig | str, # or settings of one, or the name of a task
     controllers: Mapping[str, Callable[[int], Player]], # name -> seed -> player
     seeds: Iterable[int] = (0, 1, 2),
-    say: Callable[[str], Any] = lambda text: None, # told of every play
+    say: Callable[[str], Any] = lambda text: None, # called with a line for every play
     note: Callable[[str, int, GrowVecEnv, int], Any] | None = None, # after every step: name, seed, environment, step
 ) -> Comparison:
-    "Let every controller play every seed."
+    """Let every controller play every seed, each from the same fresh weights.
+
+    Raises
+    ------
+    ValueError
+        If the environment is not in NextStep mode.
+
+    Examples
+    --------
+    >>> from esper_nb import EnvConfig, simple_controllers
+    >>> small = EnvConfig(task="digits", num_envs=2, horizon=2, limit=64)
+    >>> c = compare_controllers(small, simple_controllers(), seeds=[0, 1])
+    >>> len(c.plays), c.horizon
+    (6, 2)
+    """
     if not isinstance(env, GrowVecEnv): env = GrowVecEnv(env if isinstance(env, EnvConfig) else EnvConfig(task=env))
     plays, measure = [], env.parts[0][1].data.measure
     for seed in seeds:
@@ -304,13 +376,19 @@ def compare_controllers(
     return Comparison(env.task.name, env.num_envs, env.horizon, tuple(plays), measure=measure)
 
 def simple_controllers() -> dict[str, Callable[[int], Player]]: # name -> seed -> player
-    "Those that need no practice."
+    """Return the controllers that need no practice: the heuristic, random legal actions, and waiting.
+
+    Examples
+    --------
+    >>> list(simple_controllers())
+    ['heuristic', 'random-legal', 'wait-only']
+    """
     return {"heuristic": lambda seed: RulePlayer(Heuristic(QUICK)), "random-legal": lambda seed: RandomPlayer(seed),
             "wait-only": lambda seed: RulePlayer(WaitOnly())}
 
 # %% ../../nbs/run/93_compare.ipynb #4431e2ae
 def _interval_text(i: Interval, form: str) -> str:
-    "A mean, and its interval if there is one."
+    "Return a mean, and its interval if there is one."
     return f"{i.mean:{form}}" + ("" if math.isnan(i.low) else f" [{i.low:{form}}, {i.high:{form}}]")
 
 # %% ../../nbs/run/93_compare.ipynb #86729ae2
@@ -319,8 +397,18 @@ _columns = dict( # mean per lane -> title, form
     epochs=("epochs", ".1f"), seconds=("play, s", ".0f"), practice_epochs=("practice: epochs", ",.0f"),
     practice_cpu_s=("CPU s", ".0f"))
 
-def comparison_text(c: Comparison) -> str:
-    "A comparison as a table, best networks first."
+def comparison_text(
+    c: Comparison, # of any controllers
+) -> str: # lines
+    """Return a comparison as a table, best networks first.
+
+    Examples
+    --------
+    >>> from esper_nb import EnvConfig, simple_controllers
+    >>> c = compare_controllers(EnvConfig(task="digits", num_envs=2, horizon=2, limit=64), simple_controllers(), [0])
+    >>> print(comparison_text(c).splitlines()[0])
+    digits: 2 epochs in 2 lanes, 1 seed; interquartile mean
+    """
     test, total = c.intervals(), c.intervals("total")
     def mean(k, field): return float(np.mean([np.mean(getattr(p, field)) for p in c.plays if p.controller == k]))
     score = f"test {c.measure.name}, {c.measure.unit}"

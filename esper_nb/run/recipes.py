@@ -32,7 +32,7 @@ from ..train.tasks import Task, get_task, list_tasks
 # %% ../../nbs/run/92_recipes.ipynb #3fa192a6
 @dataclass(frozen=True)
 class RunConfig(Config):
-    "One run: what is grown, who learns, and for how long."
+    "Say everything about one run: what is grown, who learns, and for how long."
     name: str # of the recipe; the run's folder is called like this
     env: EnvConfig = field(default_factory=EnvConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
@@ -42,7 +42,7 @@ class RunConfig(Config):
     save_every: int = 5 # updates between checkpoints
     sampled: bool = False # final play: choices drawn as in training; False: always the likeliest
     plugins: tuple[str, ...] = () # loaded before anything else, wherever the run goes on
-    log: tuple[str, ...] = () # trackers that are told what the run's rows say
+    log: tuple[str, ...] = () # trackers that get the run's rows, too
     engine: str = "local" # where lanes are trained, and seeds of a comparison played: "local", "process" or "ray"
     shards: int = 1 # that lanes are cut into, each in a worker of its own
 
@@ -73,13 +73,13 @@ def register_recipe(make: Callable[[], RunConfig]) -> Callable[[], RunConfig]: #
     return make
 
 def _ppo(horizon: int, updates: int) -> PPOConfig:
-    "Settings of PPO that the recipes share."
+    "Return the settings of PPO that the recipes share."
     return PPOConfig(
         num_steps=horizon, num_updates=updates, gamma=.99, learning_rate=2.5e-3, lr_final=.1, update_epochs=8,
         num_minibatches=4, target_kl=.05, ent_coef=.02, ent_final=.1, norm_obs=True, norm_reward=True)
 
 def _hosts(task: str | Task, lanes: int, horizon: int | None = None, **settings) -> EnvConfig: # None: as the task says
-    "The environments that the recipes share: short lives, paid by what comes out."
+    "Return the environments that the recipes share: short lives, paid by what comes out."
     return EnvConfig(
         task, num_envs=lanes, horizon=horizon, gamma=.99, reward="outcome", rules=SHORT_LIFE, repertoire=SHORT,
         schedule="cosine", autoreset_mode="SameStep", **settings)
@@ -136,11 +136,17 @@ def change_settings(
 
 # %% ../../nbs/run/92_recipes.ipynb #bfd3b251
 def list_recipes() -> list[str]:
-    "Names of the recipes; every task's name is one, too."
+    """Return the names of the recipes; every task's name is one, too.
+
+    Examples
+    --------
+    >>> list_recipes()
+    ['cifar_baseline', 'digits', 'digits_family', 'digits_impaired']
+    """
     return sorted(_recipes)
 
 def task_recipe(task: Task) -> RunConfig:
-    "What a task of one's own is trained with: few lanes and short episodes, for minutes on a small machine."
+    "Return what a task of your own is trained with: few lanes and short episodes, for minutes on a small machine."
     horizon = min(task.epochs, 12)
     return RunConfig(task.name, _hosts(task, 8, horizon), _ppo(horizon, 20))
 
@@ -156,8 +162,20 @@ def _named_recipe(name: str) -> RunConfig: # of a recipe, or of a task
 def get_recipe(
     name: str | Task, # of a recipe, or of a task; or a task itself
     settings: Mapping[str, Any] | None = None, # dotted name -> value, such as {"ppo.learning_rate": 1e-3, "seed": 3}
-) -> RunConfig:
-    "A recipe, with some settings changed."
+) -> RunConfig: # frozen; `begin_run` trains it
+    """Return a recipe, with some settings changed.
+
+    Raises
+    ------
+    ValueError
+        If there is no such recipe or setting (the message names the nearest one), or a value is out of range.
+
+    Examples
+    --------
+    >>> config = get_recipe("digits", {"env.num_envs": 4, "seed": 3})
+    >>> config.env.num_envs, config.ppo.seed
+    (4, 3)
+    """
     config = task_recipe(name) if isinstance(name, Task) else _named_recipe(name)
     config = change_settings(config, settings or {})
     if isinstance(config.env.task, str): seek_in_plugins(config.env.task, lambda task: task in list_tasks())
@@ -171,7 +189,7 @@ def plan_text(
     updates: int = 0, # done before
     seconds: float = 0., # of training before
 ) -> str:
-    "What is ahead, and where to look."
+    "Describe what is ahead, and where to look."
     n = config.ppo.num_updates - updates
     left = f"{n} update{'s' * (n != 1)} of {config.ppo.num_steps} steps"
     what = left if config.minutes is None else f"{max(0., config.minutes - seconds / 60):.3g} minutes of training"
@@ -183,7 +201,7 @@ def plan_text(
 def command_words(
     config: Mapping[str, Any], # of a run's folder
 ) -> list[str] | None: # None: no command has made it
-    "The words of the command that makes a run once more."
+    "Return the words of the command that makes a run once more."
     learns = "run" in config
     try:
         name = config["run" if learns else "task"]["name"]
@@ -206,5 +224,5 @@ def fair_env(
     data: ImageData | TextData | None = None, # None: the task's own, loaded now
     judged: bool = True, # of a family: instances that no practice has seen
 ) -> GrowVecEnv:
-    "The recipe's environment for a judgement: nothing is ruined on purpose."
+    "Return the recipe's environment for a judgement: nothing is ruined on purpose."
     return GrowVecEnv(config.env.replace(faults=(), autoreset_mode="NextStep", judged=judged), data)

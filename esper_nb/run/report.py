@@ -51,10 +51,12 @@ def write_report(
 
     Examples
     --------
-    The page `nbs/run/94_report.ipynb` writes one, and shows two of its pictures:
-
-    >>> write_report("runs/digits_impaired") # doctest: +SKIP
-    PosixPath('runs/digits_impaired/report.html')
+    >>> import tempfile
+    >>> from esper_nb import begin_run, get_recipe
+    >>> small = {"env.num_envs": 2, "env.horizon": 2, "env.limit": 64, "ppo.num_steps": 2, "ppo.num_minibatches": 1}
+    >>> run = begin_run(get_recipe("digits_impaired", small), tempfile.mkdtemp())
+    >>> write_report(run.folder.path).name
+    'report.html'
     """
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(p) for p in path]
     place = paths[0] if len(paths) == 1 else paths[0].resolve().parent

@@ -176,8 +176,10 @@ class Run:
     >>> from esper_nb import begin_run, get_recipe
     >>> small = {"env.num_envs": 2, "env.horizon": 2, "env.limit": 64, "ppo.num_steps": 2, "ppo.num_minibatches": 1}
     >>> run = begin_run(get_recipe("digits_impaired", small | {"ppo.num_updates": 1}), tempfile.mkdtemp())
-    >>> run.drive(progress=False, say=lambda text: None).names
-    ['PPO', 'heuristic', 'random-legal', 'wait-only']
+    >>> for update in run.updates(): print(update.env_steps, "lane-epochs")
+    4 lane-epochs
+    >>> run.over, run.checkpoint.name
+    (True, 'checkpoint.safetensors')
     """
     def __init__(
         self,

@@ -284,7 +284,7 @@ def lane_limits(
     "Return the limits that each lane's next loss will be compared with."
     if governor is None: return np.full((lanes, len(LIMITS)), np.nan)
     stats, config = governor.stats, governor.config
-    bounds = loss_limits(stats, config, governor.chance)
+    bounds = loss_limits(stats, config, governor.chance_loss)
     absolute, known = np.asarray(bounds.absolute), stats.seen > 0
     columns = dict(
         limit=bounds.limit,

@@ -223,7 +223,7 @@ class LoopSource(Source):
     ...         loss = ((net(inputs) - targets) ** 2).mean()
     ...         optimizer.zero_grad(); loss.backward(); optimizer.step()
     ...         yield loss
-    >>> session = Session(LoopSource(loop, Governor(net, optimizer, chance=None), net, optimizer, total=20))
+    >>> session = Session(LoopSource(loop, Governor(net, optimizer, chance_loss=None), net, optimizer, total=20))
     >>> request = session.start()
     >>> session.wait()
     'done'

@@ -220,8 +220,8 @@ def _limit_lines(ax: Any, session: Session, lane: int) -> np.ndarray: # (k,) the
     smoothed = dict(color=WINE, ls=":", lw=1., alpha=.8, label="rise, of the smoothed loss")
     if np.isfinite(rise).any(): ax.step(x, rise, where="post", **smoothed)
     governor = session.source.governor
-    if governor is not None and governor.chance is not None and governor.config.band:
-        chance, band = governor.chance[lane], governor.config.band
+    if governor is not None and governor.chance_loss is not None and governor.config.band:
+        chance, band = governor.chance_loss[lane], governor.config.band
         pattern = dict(color=BROWN, alpha=.25, hatch="///", lw=0, label="chance loss")
         ax.axhspan(chance * (1 - band), chance * (1 + band), **pattern)
     return limit

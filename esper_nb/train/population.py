@@ -289,7 +289,7 @@ class Population:
         "Let the Governor judge an epoch's losses, and settle the seeds of the lanes that it rolled back."
         if self.governor is None: return ()
         before = self.slot_tables()
-        reports = tuple(r for loss in losses for r in self.governor.watch(loss, asleep=inactive))
+        reports = tuple(r for loss in losses for r in self.governor.watch(loss, inactive=inactive))
         self.settle_seeds(before, sorted({r.lane for r in reports if r.rolled_back}))
         return reports
 
@@ -376,7 +376,7 @@ def new_governor(
     every = pop.data.num_train // pop.batch_size
     config = config.replace(sync_every=every, snapshot_every=every, probation=every if config.probation else 0)
     return Governor(model=nn.ModuleDict(dict(net=pop.model)), stepper=pop.stepper, rates=pop.rates,
-                    lanes=pop.lanes, chance=pop.data.chance_loss, config=config)
+                    lanes=pop.lanes, chance_loss=pop.data.chance_loss, config=config)
 
 # %% ../../nbs/train/38_population.ipynb #a78efc73
 def new_stepper(
