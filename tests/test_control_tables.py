@@ -1,4 +1,4 @@
-"One row in one file: a new observation, a new operation and a new blueprint, seen where they should be and nowhere else."
+"One row in one file: a new observation, operation and blueprint, seen where they should be and nowhere else."
 import pytest
 import torch
 from test_vector_conformance import TASK, tiny_data
