@@ -33,7 +33,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
     """Train the lanes of a `GrowVecEnv` in shards, each in a worker of its own.
 
     Rewards, flags, masks and records are those of one environment to the bit, however the lanes are cut and whatever
-    is lost; observations that sum over a wide pass may differ in their last bit between shards of different width.
+    is lost; observations that sum over a wide pass may differ in their last digits between shards of different width.
 
     Raises
     ------

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..control.actions import OPS
+from ..control.actions import OPERATIONS
 from ..core.config import check, check_count
 from ..grow.lifecycle import COLUMNS, Stage
 from ..grow.models import Growing
@@ -351,7 +351,7 @@ CURVE_COLUMNS = { # curve -> column of rows whose mean it is
 
 def controller_curves() -> tuple[str, ...]: # columns of `History.curves` behind x
     "Return the names of a controller's curves, among them every operation but `wait`."
-    return (*CURVE_COLUMNS, *(op for op in OPS if op != "wait"))
+    return (*CURVE_COLUMNS, *(op for op in OPERATIONS if op != "wait"))
 
 def controller_point(
     rows: Iterable[Row], # of a step

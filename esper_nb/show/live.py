@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..control.actions import HEADS, OPS
+from ..control.actions import HEADS
 from ..core.config import check
 from ..grow.lifecycle import Stage
 from ..learn.distributions import MaskedHeads
@@ -128,23 +128,24 @@ def session_packet(
 @torch.no_grad()
 def operation_probabilities(
     learner: Learner, # of growing networks
-) -> np.ndarray: # (n, 6) by OPS; empty before the first step
+) -> np.ndarray: # (n, O) in the order of the head `op`; empty before the first step
     "Return the probability of each operation in every lane."
     s, policy = learner.stream, learner.policy
-    if learner.rollout is None: return np.zeros((0, len(OPS)))
+    if learner.rollout is None: return np.zeros((0, 0))
     features, _, _ = policy.read(learner.view(s.obs)[None], learner.state, s.start[None])
     no_action = torch.zeros(learner.n, learner.heads.count, dtype=torch.int64)
     heads = MaskedHeads(policy.logits(features[0]), learner.heads.legal(s.mask, no_action), policy.config.floor)
-    return heads.logp.exp()[:, HEADS.index("op"), :len(OPS)].numpy()
+    at = HEADS.index("op")
+    return heads.logp.exp()[:, at, :learner.heads.sizes[at]].numpy()
 
 def probabilities_html(
     source: Source,
     lane: int,
 ) -> str: # empty where no controller decides
     "Return the probabilities of the next operation in a lane, as HTML."
-    probabilities = operation_probabilities(source.learner) if isinstance(source, EnvSource) else []
-    if not len(probabilities): return ""
-    shares = [f"{op.replace('_', ' ')} {100 * p:.0f} %" for op, p in zip(OPS, probabilities[lane]) if p > 0]
+    if not isinstance(source, EnvSource) or not len(probabilities := operation_probabilities(source.learner)): return ""
+    ops = source.envs.actions.ops
+    shares = [f"{op.replace('_', ' ')} {100 * p:.0f} %" for op, p in zip(ops, probabilities[lane]) if p > 0]
     spans = "".join(f"<span>{share}</span>" for share in shares)
     return f'<div class="esper-status esper-numbers"><span>next in lane {lane}:</span>{spans}</div>'
 
