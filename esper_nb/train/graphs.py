@@ -44,7 +44,7 @@ class Group:
 
     @cached_property
     def partly(self) -> dict[str, Tensor]: # owner -> (m,) bool
-        "Owners that only some of their lanes train."
+        "Return the owners that only some of their lanes train."
         return {k: on for k, on in self.active.items() if not on[list(self.stepper.lanes_of(k))].all()}
 
     def step(self,
