@@ -1,5 +1,6 @@
 "The judge: eleven faults on fresh seeds, false alarms, count rules, purity."
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -7,7 +8,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from esper_nb.guard.detector import (
-    RULES, DetectorConfig, LossStats, judge, label_entropy)
+    RULES, DetectorConfig, LossStats, Rule, judge, label_entropy, list_thresholds, threshold)
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.reports import GovernorConfig
+from esper_nb.record.rows import governor_rows
+from esper_nb.show.plot_runs import plot_incidents
+from esper_nb.show.theme import rules_help
 
 REASONS = ("healthy", *RULES)
 
@@ -258,3 +264,42 @@ def test_a_first_loss_near_zero_says_nothing_about_the_size_of_signed_losses():
         assert verdict.code[0] == 0
     stats, verdict = judge(stats, np.array([1e6]), DetectorConfig(), chance)
     assert REASONS[verdict.code[0]] == "explosion"
+
+
+# --- a rule more
+
+@dataclass(frozen=True)
+class StallConfig(GovernorConfig):
+    stall: int = threshold(100, 2, 1000, 1) # equal losses in a row that make a stall
+
+def find_stall(look, c, same, last):
+    "As many equal losses in a row as the config allows."
+    same = look.ops.where(look.ok, look.ops.where(look.loss == last, same + 1, 1), same)
+    return look.ok & (same >= c.stall), look.ok & False, same, look.ops.where(look.ok, look.loss, last)
+
+def test_a_rule_is_one_row_and_everybody_knows_it(monkeypatch):
+    "One row and one field: found in full and in plain numbers, reported, recorded, drawn, and explained in the panel."
+    row = Rule("stall", "the loss does not move at all", "*", find_stall, dict(same=int, last=float), counts=("same",),
+               calm=lambda c, same, last: same < c.stall / 2)
+    monkeypatch.setitem(RULES, "stall", row)
+    reports = []
+    for lanes in (1, 2):
+        gov = Governor(torch.nn.Linear(1, 2), chance_loss=None, lanes=lanes, config=StallConfig())
+        found = [(t, r.lane, r.reason, r.action) for t in range(105) for r in gov.watch(torch.full((lanes,), .5))]
+        assert found == [(99, lane, "stall", "rollback") for lane in range(lanes)]
+        reports += gov.reports
+    rows = governor_rows(reports[:1], step=99)
+    assert rows[0]["governor.reason"] == "stall"
+    assert "*" in [line.get_marker() for line in plot_incidents(rows).lines]
+    assert "<b>stall</b>: the loss does not move at all" in rules_help()
+    assert list_thresholds(StallConfig)["stall"] == (2, 1000, 1, "equal losses in a row that make a stall")
+    assert "stall" not in list_thresholds(GovernorConfig)
+
+def test_every_rule_is_asked_in_plain_numbers_as_in_full():
+    "What one rule finds in arrays, it finds in plain numbers: healthy losses pass, each other one is declined."
+    for bad in (math.nan, math.inf, 60., CHANCE):
+        s, config = learnt(), DetectorConfig(collapse_confirm=1, confirm=1)
+        assert s.pass_healthy(.9, config, CHANCE) and not s.pass_healthy(bad, config, CHANCE)
+        before = s.copy()
+        assert not s.pass_healthy(bad, config, CHANCE)
+        assert all(np.array_equal(x, s.arrays[k]) for k, x in before.arrays.items()), "declined, so nothing has changed"

@@ -47,13 +47,13 @@ class DetectorConfig(Config):
     "Every threshold of `judge`; the defaults suit losses of single batches."
     scale: str = "auto" # that losses are judged on: "log", "linear", or "auto": what the losses themselves suggest
     absolute: float | None = threshold(2., .2, 10, .1) # limit: multiple of the chance loss, or else k·σ in log space
-    absolute_loss: float | None = threshold(None, .1, 30, .1) # the same limit in units of the loss, for `absolute`
+    absolute_loss: float | None = threshold(None, .1, 30, .1) # the same limit in units of the loss, in place of absolute
     sigma: float = threshold(6., 1, 20, .5) # limit: mean + sigma × population σ
     multiplier: float = threshold(3., 1.1, 20, .1) # limit: multiple of the mean
     confirm: int = threshold(3, 1, 20, 1) # losses above all limits in a row that make an explosion
     huge: float | None = threshold(20., 2, 100, 1) # multiple of the mean at which one loss is enough; None: never
     low: float | None = 50.0 # ranges below the mean at which a loss is an anomaly too, on the linear scale; None: never
-    cold: float | None = threshold(10., 2, 50, 1) # multiple of chance loss and mean: the limit before `min_samples`
+    cold: float | None = threshold(10., 2, 50, 1) # multiple of chance loss and mean: the limit before min_samples
     window: int = threshold(128, 10, 512, 1) # healthy losses that the statistics look back on
     min_samples: int = threshold(20, 2, 128, 1) # healthy losses before the statistics are believed
     refresh: int = threshold(16, 1, 64, 1) # healthy losses between two computations of the statistics

@@ -295,9 +295,12 @@ def join_infos(
 
 def join_steps(steps: Sequence[EnvStep]) -> EnvStep:
     "Return the step of all lanes."
-    names = dict.fromkeys(k for s in steps for k in s.terms)
+    blank = dict(terms=0., observed=torch.nan) # where a shard has nothing to say
     def joined(field: str) -> Any:
         found = [getattr(s, field) for s in steps]
-        return sum(found, ()) if isinstance(found[0], tuple) else torch.cat(found)
-    def term(k: str) -> Tensor: return torch.cat([s.terms.get(k, torch.zeros_like(s.reward)) for s in steps])
-    return EnvStep(terms={k: term(k) for k in names}, **{f: joined(f) for f in EnvStep._fields if f != "terms"})
+        if isinstance(found[0], tuple): return sum(found, ())
+        if isinstance(found[0], Tensor): return torch.cat(found)
+        names = dict.fromkeys(k for d in found for k in d)
+        def piece(k: str, d: dict, s: EnvStep) -> Tensor: return d.get(k, torch.full_like(s.reward, blank[field]))
+        return {k: torch.cat([piece(k, d, s) for d, s in zip(found, steps)]) for k in names}
+    return EnvStep(**{field: joined(field) for field in EnvStep._fields})

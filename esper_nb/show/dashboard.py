@@ -27,7 +27,8 @@ from .history import Incident
 from .live import Feed, asset_path, canvas_class, live_front_end, probabilities_html, running_cell
 from .session import Request, Session
 from .sources import WAITING, EnvSource, Frame, Source, operations_line, frame_losses, update_numbers
-from .theme import MAIN_THRESHOLDS, THRESHOLDS, WidgetFactory, is_count, can_be_off, threshold_help
+from .theme import (
+    MAIN_THRESHOLDS, THRESHOLDS, WidgetFactory, can_be_off, is_count, rules_help, threshold_help)
 from esper_nb.show.views import (
     REOPEN_HINT, WIDGET_MIME, NotebookOutput, figure_png, follow_session, log_html, plot_session, session_text,
     status_html)
@@ -596,7 +597,8 @@ class ThresholdsPanel:
     def unfold(self, shown: bool) -> None:
         "Show the other thresholds, or fold them away."
         if shown and not self.rest.children:
-            self.rest.children = [self.row(name) for name in THRESHOLDS if name not in MAIN_THRESHOLDS]
+            rows = [self.row(name) for name in THRESHOLDS if name not in MAIN_THRESHOLDS]
+            self.rest.children = [self.make.W.HTML(rules_help()), *rows]
         self.rest.layout.display = "" if shown else "none"
         self.more.description = self.more.description.replace(*("▸▾" if shown else "▾▸"))
 

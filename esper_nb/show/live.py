@@ -61,7 +61,8 @@ def session_header(
     slots = []
     if s.model is not None: slots = [dict(name=k, blueprints=list(s.model.slot(k).blueprints)) for k in s.model.names]
     chance = s.chance
-    if s.governor is not None and s.governor.chance_loss is not None: chance = [float(c) for c in s.governor.chance_loss]
+    guard = s.governor
+    if guard is not None and guard.chance_loss is not None: chance = [float(c) for c in guard.chance_loss]
     return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance=chance, network=s.network, axis=list(s.axis),
                 curves=list(session.history.curve_names) if s.axis[0] == "step" else [], # a controller learns
                 stages={int(stage): stage_entry(stage) for stage in Stage})

@@ -4,17 +4,19 @@
 
 # %% auto #0
 __all__ = ['THEMES', 'COLORS', 'BLUE', 'RED', 'GREEN', 'LILAC', 'WINE', 'BROWN', 'STEEL', 'GREY', 'MARKERS', 'HATCHES',
-           'STAGE_STYLES', 'THRESHOLDS', 'CONTINUOUS', 'MAIN_THRESHOLDS', 'theme_settings', 'theme', 'StageStyle',
-           'stage_style', 'new_axes', 'axes_or_new', 'text_color', 'draw_empty', 'add_legend', 'log_ticks',
-           'integer_ticks', 'x_label', 'WidgetFactory', 'Threshold', 'is_count', 'can_be_off', 'threshold_help']
+           'STAGE_STYLES', 'THRESHOLDS', 'MAIN_THRESHOLDS', 'theme_settings', 'theme', 'StageStyle', 'stage_style',
+           'new_axes', 'axes_or_new', 'text_color', 'draw_empty', 'add_legend', 'log_ticks', 'integer_ticks', 'x_label',
+           'WidgetFactory', 'is_count', 'can_be_off', 'threshold_help', 'rules_help']
 
 # %% ../../nbs/show/77_theme.ipynb #2effa6a7
 import dataclasses
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from ..guard.detector import RULES, list_thresholds
 from ..guard.reports import GovernorConfig
 
 # %% ../../nbs/show/77_theme.ipynb #7498af65
@@ -197,63 +199,27 @@ class WidgetFactory:
         if isinstance(title, str): title = self.W.HTML(f'<div class="esper-title">{title}</div>')
         return self.box([title, *children], "esper-panel", "VBox")
 
-# %% ../../nbs/show/77_theme.ipynb #c7f68828
-class Threshold(NamedTuple):
-    "Range of a threshold on its slider, and its meaning."
-    low: float
-    high: float
-    step: float
-    meaning: str
-
 # %% ../../nbs/show/77_theme.ipynb #4c75c4ea
-THRESHOLDS: dict[str, Threshold] = dict(
-    absolute=Threshold(.2, 10, .1, "limit: this multiple of the chance loss"),
-    absolute_loss=Threshold(.1, 30, .1, "the same limit in units of the loss, instead of absolute"),
-    sigma=Threshold(1, 20, .5, "limit: mean + sigma × population σ"),
-    multiplier=Threshold(1.1, 20, .1, "limit: this multiple of the mean"),
-    confirm=Threshold(1, 20, 1, "losses above all limits in a row that make an explosion"),
-    huge=Threshold(2, 100, 1, "multiple of the mean at which one loss above the limits is enough"),
-    cold=Threshold(2, 50, 1, "multiple of chance loss and mean that is the only limit before min samples"),
-    window=Threshold(10, 512, 1, "healthy losses that the statistics look back on"),
-    min_samples=Threshold(2, 128, 1, "healthy losses before the statistics are believed"),
-    refresh=Threshold(1, 64, 1, "healthy losses between two computations of the statistics"),
-    rise=Threshold(1, 60, .5, "sum of excess z (CUSUM) that makes a rise"),
-    slack=Threshold(0, 4, .1, "z that the sum forgives at every step"),
-    clip=Threshold(1, 12, .5, "largest z of one loss, so that one wild batch proves nothing"),
-    rise_ratio=Threshold(1.05, 5, .05, "smallest rise of the smoothed loss over its median that matters"),
-    rise_floor=Threshold(0, 1, .01, "smallest smoothed loss that matters, in multiples of the chance loss"),
-    blend=Threshold(.05, 1, .05, "weight of the newest loss in the smoothed loss"),
-    min_spread=Threshold(.01, .5, .01, "smallest log-noise assumed, for losses with almost none"),
-    band=Threshold(.005, .5, .005, "half width of the collapse band around the chance loss, relative"),
-    learnt=Threshold(.1, 1, .05, "collapse is possible once the mean is below this multiple of the chance loss"),
-    collapse_confirm=Threshold(1, 20, 1, "losses in the band in a row that make a collapse"),
-    collapse_z=Threshold(0, 10, .5, "smallest z of a loss in the band, since noise may visit the band, too"),
-    grad_multiplier=Threshold(2, 1000, 1, "gradient norm above this multiple of its usual size"),
-    grad_confirm=Threshold(1, 20, 1, "such norms, or non-finite ones, in a row that make a panic"),
-    snapshot_every=Threshold(1, 1000, 1, "losses between snapshots"),
-    probation=Threshold(0, 1000, 1, "losses that must be fine before a snapshot counts as good; 0: none"),
-    skips=Threshold(0, 20, 1, "batches to skip, before the next rung of the ladder"),
-    lowers=Threshold(0, 10, 1, "learning rate cuts for a rise, before the next rung"),
-    rollbacks=Threshold(0, 20, 1, "rollbacks, before the run is stopped"),
-    max_rollbacks=Threshold(0, 200, 1, "the same, over the whole run"),
-    lr_factor=Threshold(.05, .95, .05, "one learning rate cut; also made at every rollback after the first in a row"),
-    cooldown=Threshold(0, 1000, 10, "losses past the place of the panic that refill the budget"))
+THRESHOLDS = list_thresholds(GovernorConfig) # range of each on its slider, and its meaning
 
 # %% ../../nbs/show/77_theme.ipynb #ed4393c0
-CONTINUOUS = ("huge", "cold", "grad_multiplier") # factors, though a slider moves them in whole steps
-
 def is_count(
     name: str, # of a threshold
     value: float | None, # what it is now
 ) -> bool:
     "Tell whether a threshold is a count."
-    return THRESHOLDS[name].step >= 1 and not isinstance(value, float) and name not in CONTINUOUS
+    return not isinstance(value, float) and _type_of(name).startswith("int")
 
 def can_be_off(
     name: str, # of a threshold
 ) -> bool:
     "Tell whether a threshold may be None, which turns it off."
-    return "None" in str({f.name: f.type for f in dataclasses.fields(GovernorConfig)}[name])
+    return "None" in _type_of(name)
+
+def _type_of(name: str) -> str:
+    "Return the type hint of a setting, as text."
+    hint = typing.get_type_hints(GovernorConfig)[name]
+    return getattr(hint, "__name__", str(hint))
 
 # %% ../../nbs/show/77_theme.ipynb #a7a8d415
 MAIN_THRESHOLDS: dict[str, str] = dict( # that the picture shows
@@ -269,3 +235,7 @@ def threshold_help(
     default = getattr(GovernorConfig(), name)
     said = "off" if default is None else f"{default:g}"
     return f'<small>{MAIN_THRESHOLDS.get(name, THRESHOLDS[name].meaning).rstrip(".")}. Default {said}.</small>'
+
+def rules_help() -> str: # HTML
+    "Return what the Governor looks for, a line for each rule."
+    return "<br>".join(f"<small><b>{rule.name}</b>: {rule.help}</small>" for rule in RULES.values())

@@ -75,12 +75,12 @@ class Tally:
 
     @property
     def mean_loss(self) -> Tensor: # (n,) nats, on the CPU
-        "The mean loss of an answer."
+        "Return the mean loss of an answer."
         return torch.as_tensor(self.loss / self.seen).float().cpu()
 
     @property
     def accuracy_pp(self) -> Tensor: # (n,) percentage points, on the CPU
-        "The share of right answers; of values R²."
+        "Return the share of right answers; of values R²."
         right = torch.as_tensor(self.right).cpu()
         return share_pp(right if right.ndim == 1 else right.sum(1), self.seen)
 
@@ -95,21 +95,35 @@ def tally_result(
     tally: Tally, # of `class_counts`
     of_class: Tensor, # (classes,) answers to be given in each class, or (n, classes)
 ) -> EvalResult:
-    "What the counts of a pass amount to."
+    "Return the result of a pass from its counts."
     in_class = (100 * torch.as_tensor(tally.right).cpu() / of_class.cpu()).clamp(min=0).float()
     return EvalResult(tally.mean_loss, tally.accuracy_pp, in_class)
 
 # %% ../../nbs/train/36_ablation.ipynb #905e29f8
 @torch.no_grad()
 def evaluate(
-    net: nn.Module, # n lanes
+    net: nn.Module, # n lanes; its mode and weights stay as they are
     task: Task, # for the loss
     data: ImageData | TextData, # where the split is
     split: str = "heldout", # "train", "heldout" or "test"
     batch_size: int = 256, # examples per batch
     precision: Precision = choose_precision("fp32"), # type of the forward pass
-) -> EvalResult:
-    "Loss and accuracy of every lane on a split, in evaluation mode; nothing of the network changes."
+) -> EvalResult: # loss, accuracy, accuracy in each class: per lane, on the CPU
+    """Return loss and accuracy of every lane on a split, in evaluation mode; nothing of the network changes.
+
+    Raises
+    ------
+    ValueError
+        If there is no split of that name.
+
+    Examples
+    --------
+    >>> from esper_nb import create_model, evaluate, get_task
+    >>> task = get_task("digits")
+    >>> result = evaluate(create_model(task, task.slots, num_lanes=4), task, task.load())
+    >>> tuple(result.accuracy_pp.shape), tuple(result.class_pp.shape)
+    ((4,), (4, 10))
+    """
     n, was_training = net.lanes if isinstance(net, Growing) else num_lanes(net), net.training
     tally, of_class = Tally(data.counter(class_counts, split)), torch.zeros((), dtype=torch.int64, device=data.device)
     net.eval()

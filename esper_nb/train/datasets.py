@@ -313,7 +313,25 @@ def load_digits_data(
     device: str | torch.device = "cpu", # where the data lives
     limit: int | None = None, # most training images, for a quick run
 ) -> ImageData: # 1280 train, 256 held-out, 261 test images of (1, 8, 8)
-    "Handwritten digits that come with scikit-learn: small enough for a CPU, and always there."
+    """Load the handwritten digits that come with scikit-learn: small enough for a CPU, and always there.
+
+    Raises
+    ------
+    ValueError
+        If the device does not exist, or `limit` is no whole number above 0.
+
+    References
+    ----------
+    Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
+
+    Examples
+    --------
+    >>> from esper_nb import load_digits_data
+    >>> data = load_digits_data(limit=256)
+    >>> x, y = data.epoch(seed=0, lanes=range(4), epoch=0, batch_size=64)[0]
+    >>> tuple(x.shape), tuple(y.shape) # four lanes side by side in the channels
+    ((64, 4, 8, 8), (64, 4))
+    """
     from sklearn.datasets import load_digits
     raw = load_digits()
     y = torch.from_numpy(raw.target).long()

@@ -31,11 +31,11 @@ class Strike:
     g: Generator # of its own
 
     def weights(self) -> list[Tensor]: # views, each (k, ...)
-        "The lane's weights."
+        "Return the lane's weights."
         return [by_lane(p.data, self.stepper.lanes)[self.place] for p in self.net.parameters()]
 
     def head(self) -> Tensor: # (classes, features), a view
-        "The weights of the lane's output layer."
+        "Return the weights of the lane's output layer."
         named = [(name, p) for name, p in self.net.named_parameters() if p.ndim > 1]
         heads = [p for name, p in named if {"head", "tokens"} & set(name.split(".")[:2])]
         if hasattr(self.net, "factory"): heads = [p for _, p in named[-1:]] # of your own network
@@ -81,13 +81,28 @@ _faults: dict[str, Callable[[Strike], None]] = {
     "corrupt-batch": _corrupt_batch, "poison-optimizer": _poison_optimizer}
 
 def list_faults() -> list[str]:
-    "Names of the faults."
+    "Return the names of the faults."
     return list(_faults)
 
 # %% ../../nbs/train/40_faults.ipynb #e4158d1b
 @dataclass(frozen=True)
 class Fault(Config):
-    "One way to ruin one lane at one time; `fault.at(epoch)` is what `run_epoch` takes as `disturb`."
+    """One way to ruin one lane at one time; `fault.at(epoch)` is what `run_epoch` takes as `disturb`.
+
+    Raises
+    ------
+    ValueError
+        If there is no fault of that kind, or a number is negative.
+
+    Examples
+    --------
+    >>> from esper_nb import Fault, FitConfig, new_population, run_epoch
+    >>> pop = new_population("digits", FitConfig(lanes=2, epochs=3, workers=1))
+    >>> fault = Fault("nan", lane=1, epoch=0, batch=5)
+    >>> result = run_epoch(pop, disturb=fault.at(0))
+    >>> [(r.lane, r.reason, r.action) for r in result.reports]
+    [(1, 'non-finite', 'rollback')]
+    """
     kind: str # one of `list_faults()`
     lane: int = 0 # which lane
     epoch: int = 5 # in which epoch it begins
@@ -99,7 +114,7 @@ class Fault(Config):
         for k in ("lane", "epoch", "batch"): check_count(k, getattr(self, k), 0)
 
     def at(self, epoch: int) -> Disturb | None:
-        "The disturbance of that epoch; None in every other."
+        "Return the disturbance of that epoch; None in every other."
         if epoch != self.epoch: return None
         def disturb(net, stepper, lanes, b, x, y):
             age = b - self.batch
@@ -116,7 +131,7 @@ def disturb_at(
     faults: Sequence[Fault], # of different lanes
     epoch: int, # about to begin
 ) -> Disturb | None: # what `run_epoch` takes as `disturb`; None if nothing is due
-    "The disturbance of an epoch in which one or several faults are due."
+    "Return the disturbance of an epoch in which one or several faults are due."
     due = [d for f in faults if (d := f.at(epoch))]
     def disturb(net, stepper, lanes, b, x, y):
         for d in due: x, y = d(net, stepper, lanes, b, x, y)
@@ -126,8 +141,8 @@ def disturb_at(
 # %% ../../nbs/train/40_faults.ipynb #07daff48
 def parse_fault(
     text: str, # "kind", "kind:lane" or "kind:lane:epoch"
-) -> Fault:
-    "A fault from the command line's spelling."
+) -> Fault: # in epoch 5 unless the text says otherwise
+    "Return a fault from the command line's spelling."
     kind, *rest = text.split(":")
     check(len(rest) <= 2 and all(p.isdigit() for p in rest), "inject", text,
           "kind, kind:lane or kind:lane:epoch, for example nan:2:5")

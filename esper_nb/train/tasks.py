@@ -35,7 +35,7 @@ def split_lanes(
     y: Tensor, # (B, n) or (B, L, n); (B,) or (B, L) when the lanes share labels
     n: int, # lanes
 ) -> tuple[Tensor, Tensor]: # logits (M, n, K), labels (M, n): M is B, or B*L
-    "Logits and labels with the lane axis apart and all examples in one axis."
+    "Return logits and labels with the lane axis apart and all examples in one axis."
     check(logits.shape[-1] % n == 0, "logits.shape", tuple(logits.shape), f"a last axis that {n} lanes can share")
     shared = y.dim() == logits.dim() - 1
     y = y[..., None].expand(*y.shape, n) if shared else y
@@ -51,7 +51,7 @@ def lane_cross_entropy(
     y: Tensor, # (B, n) or (B, L, n); (B,) or (B, L) when the lanes share labels
     n: int = 1, # lanes
 ) -> Tensor: # (n,) mean loss in nats, fp32
-    "Cross entropy of each lane, in fp32 under autocast too."
+    "Return the cross entropy of each lane, in fp32 under autocast too."
     z, y = split_lanes(logits, y, n)
     if n > 1 and z.shape[-1] <= FEW_CLASSES:
         return torch.nn.functional.cross_entropy(z.float().movedim(-1, 1), y, reduction="none").mean(0)
@@ -65,7 +65,7 @@ def class_counts(
     n: int = 1, # lanes
     spread: Tensor | float = 1., # of values: as for `target_counts`
 ) -> Tensor: # (n, K) int64; float64 of values
-    "Right answers of each lane in each class, or column of targets; add them up over batches."
+    "Count the right answers of each lane in each class, or column of targets; add them up over batches."
     if is_target(y): return target_counts(logits, y, n, spread)
     z, y = split_lanes(logits, y, n)
     k = z.shape[-1]
@@ -74,13 +74,13 @@ def class_counts(
     return y.new_zeros(n * k).scatter_add_(0, cell.flatten(), right.flatten()).view(n, k)
 
 def correct_counts(logits: Tensor, y: Tensor, n: int = 1, spread: Tensor | float = 1.) -> Tensor: # (n,)
-    "Right answers of each lane; add them up over batches."
+    "Count the right answers of each lane; add them up over batches."
     if is_target(y): return target_counts(logits, y, n, spread).sum(1)
     z, y = split_lanes(logits, y, n)
     return (z.argmax(-1) == y).sum(0)
 
 def accuracy_pp(logits: Tensor, y: Tensor, n: int = 1) -> Tensor: # (n,) float32
-    "Right answers of each lane in percentage points."
+    "Return the right answers of each lane in percentage points."
     return share_pp(correct_counts(logits, y, n), count_answers(logits, y, n))
 
 # %% ../../nbs/train/35_tasks.ipynb #7e9e8698
@@ -205,8 +205,21 @@ _tasks: dict[str, Task] = {}
 
 def register_task(
     task: Task, # its name must be new
-) -> Task:
-    "Make a task known by its name."
+) -> Task: # the same
+    """Make a task known by its name, for `get_task` and for every call that takes a name.
+
+    Raises
+    ------
+    ValueError
+        If it is no `Task`, or if its name is taken.
+
+    Examples
+    --------
+    >>> from esper_nb import get_task, register_task
+    >>> task = register_task(get_task("digits").replace(name="digits_slow", lr=.01))
+    >>> get_task("digits_slow") is task
+    True
+    """
     check(isinstance(task, Task), "task", task, "a Task")
     check(task.name not in _tasks, "task.name", task.name, "a new name; use task.replace(name=...) for a variant")
     _tasks[task.name] = task
@@ -215,13 +228,32 @@ def register_task(
 def list_tasks(
     pattern: str = "*", # shell-style, such as "cifar*"
 ) -> list[str]: # sorted
-    "Names of the known tasks."
+    """Return the names of the known tasks.
+
+    Examples
+    --------
+    >>> from esper_nb import list_tasks
+    >>> list_tasks("digits_*")[:2]
+    ['digits_impaired', 'digits_masked']
+    """
     return sorted(fnmatch.filter(_tasks, pattern))
 
 def get_task(
     name: str, # see `list_tasks`
-) -> Task:
-    "The task of that name."
+) -> Task: # a value: `replace` returns a changed one
+    """Return the task of a name.
+
+    Raises
+    ------
+    ValueError
+        If there is no task of that name; the message suggests the nearest one.
+
+    Examples
+    --------
+    >>> from esper_nb import get_task
+    >>> get_task("digits").batch_size
+    64
+    """
     near = difflib.get_close_matches(str(name), _tasks, 1, 0)
     check(isinstance(name, str) and name in _tasks, "task", name,
           f"{near[0]!r} perhaps, or another of {', '.join(list_tasks())}")
@@ -285,35 +317,144 @@ def _example_task(name: str, source: str, settings: dict) -> Task:
     return _new_task(name, source, load_own(source), settings)
 
 # %% ../../nbs/train/35_tasks.ipynb #7d2b4b63
-def task_from_folder(path: str | Path, size: int | None = None, pad: int = 0, flip: bool = False, # as `read_folder`
-                     **settings) -> Task: # of the task, such as lr=.02 or name="mine"
-    "A task of pictures, one folder for each class; `pad` and `flip` augment them."
+def task_from_folder(
+    path: str | Path, # with one folder of pictures for each class
+    size: int | None = None, # side in pixels to which all are cut and scaled; None: all have one size already
+    pad: int = 0, # border of the random crop, pixels
+    flip: bool = False, # mirror half of the training pictures
+    **settings, # of the task, such as lr=.02 or name="mine"
+) -> Task: # with a host as deep as the pictures are large
+    """Make a task of pictures, one folder for each class; `pad` and `flip` augment them.
+
+    Raises
+    ------
+    ValueError
+        If a picture cannot be read or has another size, or if a class is too small; the message names the file.
+    FileNotFoundError
+        If the folder does not exist.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> from PIL import Image
+    >>> from esper_nb import task_from_folder
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for i in range(12): # shades of grey, two classes
+    ...     (folder/"ab"[i % 2]).mkdir(exist_ok=True)
+    ...     Image.fromarray(np.full((8, 8), 20 * i, "uint8")).save(folder/"ab"[i % 2]/f"{i}.png")
+    >>> task_from_folder(folder, name="shades").load().shape
+    (1, 8, 8)
+    """
     source = keep_read("folder", path, read_folder(path, size), size=size, pad=pad, flip=int(flip))
     return _example_task(settings.pop("name", Path(path).resolve().name), source, settings)
 
-def task_from_table(path: str | Path, label: str | Sequence[str] | None = None, columns: Sequence[str] | None = None,
-                    target: str = "classes", **settings) -> Task: # as for `read_table_file`, and settings of the task
-    "A task of the rows of a table."
+def task_from_table(
+    path: str | Path, # a CSV file with a header, or a Parquet file
+    label: str | Sequence[str] | None = None, # column of classes, or columns of other targets; default the last
+    columns: Sequence[str] | None = None, # columns of numbers; default all others
+    target: str = "classes", # "classes", "values" or "labels"
+    **settings, # of the task, such as lr=.02 or name="mine"
+) -> Task: # whose host is a multilayer perceptron
+    """Make a task of the rows of a table.
+
+    Raises
+    ------
+    ValueError
+        If a cell is no number or a column does not exist; the message names line and column.
+    FileNotFoundError
+        If the file does not exist.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from esper_nb import task_from_table
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".csv", delete=False) as f:
+    ...     _ = f.write("width,kind" + "".join(f"\\n{i},{'ab'[i % 2]}" for i in range(20)))
+    >>> task_from_table(f.name, name="rows").load().num_train
+    12
+    """
     kind = None if target == "classes" else target
     source = keep_read("table", path, read_table_file(path, label, columns, target), label=label, columns=columns,
                        target=kind)
     return _example_task(settings.pop("name", Path(path).stem), source, settings)
 
-def task_from_arrays(x, y, name: str = "arrays", target: str = "classes", **settings) -> Task: # as `from_arrays`
-    "A task of arrays or tensors, which lives as long as the process."
+def task_from_arrays(
+    x, # (N, C) rows, (N, H, W), (N, H, W, C) or (N, C, H, W) pictures: bytes, or floats of any range
+    y, # (N,) labels of any kind; of other targets (N,) or (N, K) numbers
+    name: str = "arrays", # of the task; the same name later stands for the new arrays
+    target: str = "classes", # "classes", "values" or "labels"
+    **settings, # of the task, such as lr=.02
+) -> Task: # which lives as long as the process
+    """Make a task of arrays or tensors.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, a number is not finite, or a class has fewer than three examples.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from esper_nb import task_from_arrays
+    >>> x = np.random.default_rng(0).normal(size=(60, 5))
+    >>> task = task_from_arrays(x, x[:, 0] > 0, name="signs")
+    >>> task.classes, task.load().shape # a row is a picture of one pixel with five channels
+    (2, (5, 1, 1))
+    """
     return _example_task(name, keep_arrays(name, from_arrays(x, y, name, target)), settings)
 
-def task_from_dataset(dataset, name: str = "dataset", target: str = "classes", **settings) -> Task: # `from_dataset`
-    "A task of a map-style dataset, read into memory once."
+def task_from_dataset(
+    dataset, # `len(dataset)`, and `dataset[i]` is (picture or numbers, label), or K numbers in place of the label
+    name: str = "dataset", # of the task
+    target: str = "classes", # "classes", "values" or "labels"
+    **settings, # of the task, such as lr=.02
+) -> Task: # which lives as long as the process
+    """Make a task of a map-style dataset, read into memory once.
+
+    Raises
+    ------
+    ValueError
+        If an example cannot be read, or differs in shape from the first; the message names its number.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from esper_nb import task_from_dataset
+    >>> pictures = [(torch.full((1, 8, 8), float(i)), i % 2) for i in range(20)]
+    >>> task_from_dataset(pictures, name="bright").load().shape
+    (1, 8, 8)
+    """
     return _example_task(name, keep_arrays(name, from_dataset(dataset, name, target)), settings)
 
-def task_from_text(path: str | Path, block: int = 64, **settings) -> Task: # block: window length in bytes
-    "A task of a text: to say its next byte."
+def task_from_text(
+    path: str | Path, # a text in UTF-8
+    block: int = 64, # window length in bytes
+    **settings, # of the task, such as lr=.02 or name="mine"
+) -> Task: # whose host is a small transformer
+    """Make a task of a text: to predict its next byte.
+
+    Raises
+    ------
+    ValueError
+        If the file is not UTF-8, or shorter than twenty windows.
+    FileNotFoundError
+        If the file does not exist.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from esper_nb import task_from_text
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as f: _ = f.write("to be or not " * 60)
+    >>> task_from_text(f.name, block=16, name="rhyme").classes # bytes
+    256
+    """
     source, name = own_source("text", path, digest=text_digest(path, block)), settings.pop("name", Path(path).stem)
     return _new_task(name, source, load_own(source, block=block), settings)
 
 def task_from_path(path: str | Path, **settings) -> Task: # what a command line is given
-    "A task of a folder of pictures (32 pixels unless `size` says otherwise), of a table or of a text."
+    "Make a task of a folder of pictures (32 pixels unless `size` says otherwise), of a table or of a text."
     kind = Path(path).suffix.lower()
     if Path(path).is_dir(): return task_from_folder(path, settings.pop("size", 32), **settings)
     return (task_from_table if kind in (".csv", ".tsv", ".parquet") else task_from_text)(path, **settings)
@@ -328,7 +469,21 @@ def create_model(
     blueprints: Sequence[str] | None = None, # what may grow, each takes memory in every slot; None: the host's family
     rules: Rules = Rules(), # gates and cool-down of the seeds
 ) -> Growing: # on `device`
-    "The task's host with n lanes, each initialised on its own, and empty slots where they were asked for."
+    """Return the task's host with n lanes, each initialised on its own, and empty slots where they were asked for.
+
+    Raises
+    ------
+    ValueError
+        If a slot, blueprint, device or number of lanes is impossible; nothing is allocated then.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from esper_nb import create_model
+    >>> model = create_model("digits", ["r0c1"], num_lanes=4)
+    >>> tuple(model(torch.zeros(2, 4, 8, 8)).shape) # a batch of two, four lanes: four images in, four times ten logits out
+    (2, 40)
+    """
     dev = check_device(device)
     task = task if isinstance(task, Task) else get_task(task)
     chosen = check_slots(slots, host_sites(task.host))
