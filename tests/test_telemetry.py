@@ -95,6 +95,7 @@ os._exit(1)
     assert subprocess.run([sys.executable, "-c", code]).returncode == 1
     assert len(read_rows(path)) == 100
 
+@pytest.mark.slow
 def test_forgotten_close_keeps_the_last_rows(tmp_path):
     path = tmp_path/"rows.jsonl"
     code = f"""

@@ -21,7 +21,7 @@ from ..train.trainer import Disturb
 def first_lane_info(
     info: Mapping[str, Any], # of a vector environment
 ) -> dict[str, Any]:
-    "The first lane's entries of a vector info."
+    "Return the first lane's entries of a vector info."
     out: dict[str, Any] = {}
     for k, v in info.items():
         if k.startswith("_") or not info[f"_{k}"][0]: continue
@@ -31,7 +31,21 @@ def first_lane_info(
 
 # %% ../../nbs/control/54_gym.ipynb #18f85b05
 class GrowEnv(gym.Env):
-    "One network in training as a Gymnasium environment."
+    """One network in training as a Gymnasium environment: one lane of a `GrowVecEnv`, and the same numbers to the bit.
+
+    Raises
+    ------
+    ValueError
+        If a setting or the render mode is not one that exists, or `num_envs` is not 1.
+
+    Examples
+    --------
+    >>> env = GrowEnv(task="digits_impaired", horizon=2, limit=64, workers=1)
+    >>> obs, info = env.reset(seed=0)
+    >>> obs, reward, terminated, truncated, info = env.step([0] * 8) # wait
+    >>> terminated, truncated
+    (False, False)
+    """
     metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
     def __init__(self,
         config: EnvConfig | None = None,
@@ -48,19 +62,27 @@ class GrowEnv(gym.Env):
         self.actions = self.vector.actions
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None): # `fresh`: with fresh weights
-        "Begin an episode: after a rollback from the restored state, else from fresh weights."
+        "Begin an episode: after a rollback from the restored state, otherwise from fresh weights."
         super().reset(seed=seed)
         kept = {k: v for k, v in (options or {}).items() if k == "fresh"}
         obs, info = self.vector.reset(seed=seed, options=kept)
         return obs[0], first_lane_info(info)
 
     def step(self, action): # (K,) integers
-        "One operation and one epoch."
+        """Carry out one operation and train for one epoch.
+
+        Raises
+        ------
+        RuntimeError
+            Before the first reset, and where the episode has ended.
+        ValueError
+            If the action is not a number of its head; the network has not changed then.
+        """
         obs, reward, terminated, truncated, info = self.vector.step(np.asarray(action)[None])
         return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), first_lane_info(info)
 
     def render(self) -> np.ndarray | None: # (H, W, 3) uint8
-        "The network as a picture."
+        "Draw the network."
         frames = self.vector.render()
         return None if frames is None else frames[0]
 
@@ -68,15 +90,15 @@ class GrowEnv(gym.Env):
         return _copied, self.vector.__reduce__()[1]
 
     def action_masks(self) -> np.ndarray: # (sum of the heads' sizes,) bool
-        "What each head may choose under some legal action."
+        "Return what each head may choose under some legal action."
         return self.vector.action_masks()[0]
 
     def test_accuracy(self) -> float:
-        "Accuracy on the test split, percentage points."
+        "Return the accuracy on the test split, percentage points."
         return self.vector.test_accuracy().item()
 
     def state_dict(self) -> dict[str, Any]:
-        "Everything that a step depends on: tensors and plain values."
+        "Return everything that a step depends on: tensors and plain values."
         return self.vector.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]): # of `state_dict`
@@ -87,7 +109,7 @@ class GrowEnv(gym.Env):
 
 # %% ../../nbs/control/54_gym.ipynb #55a29ef2
 def _copied(*parts) -> GrowEnv: # of the vector environment, as for `copied_env`
-    "A single environment around a copy of another one's lane."
+    "Return a single environment around a copy of another one's lane."
     vector = copied_env(*parts)
     env = GrowEnv(vector.config, *vector.made_of)
     env.vector.close()

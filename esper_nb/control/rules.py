@@ -196,7 +196,20 @@ def begin_seed(
 
 # %% ../../nbs/control/50_rules.ipynb #debf5e47
 class Heuristic:
-    "Germinate when the host stands still, keep what is worth something."
+    """Germinate when the host stands still, keep what is worth something.
+
+    The rule decides for one lane at a time, from the stages of its seeds and how its training goes. `as_controller`
+    makes a controller of a training from it; the environment plays it through a `RulePlayer`.
+
+    Examples
+    --------
+    >>> from esper_nb import Heuristic, as_controller
+    >>> rule = Heuristic()
+    >>> rule.signals().patience
+    3
+    >>> callable(as_controller(rule))
+    True
+    """
     def __init__(self, config: HeuristicConfig = HeuristicConfig()):
         self.config = config
         self.memory: dict[int, HeuristicMemory] = {} # of each lane
@@ -286,7 +299,16 @@ class Replay(Memoryless):
 def as_controller(
     rule: Rule, # one of this page, or one of your own with `signals()` and `act(view)`
 ) -> Callable[[Population, EpochResult | None], list[Decision | Sequence[Decision]]]: # for `fit(..., controller=...)`
-    "A controller for every lane of a population."
+    """Return a controller that lets a rule decide for every lane of a population before each epoch.
+
+    Examples
+    --------
+    >>> from esper_nb import FitConfig, Heuristic, as_controller, fit, new_population
+    >>> pop = new_population("digits_impaired", FitConfig(lanes=2, epochs=1, workers=1))
+    >>> result, = fit(pop, 1, controller=as_controller(Heuristic()))
+    >>> [d.decision.verb for d in result.decided] # a heuristic waits until the host stands still
+    []
+    """
     signals: dict[int, Signals] = {}
     def controller(pop: Population, last: EpochResult | None) -> list[Decision | Sequence[Decision]]:
         out = []

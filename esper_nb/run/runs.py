@@ -40,9 +40,20 @@ from ..show.plot_runs import plot_learning
 from ..train.data import ImageData, TextData
 
 # %% ../../nbs/run/95_runs.ipynb #f18d621b
+_names = ("blueprints", "operations", "observations") # settings of the environment that its spaces depend on
+
 def _described(config: RunConfig) -> dict:
     "Return what `config.json` says."
     return dict(run=config.to_dict(), version=__version__, torch=torch.__version__, origin=run_origin())
+
+def _named(config: RunConfig) -> dict[str, list[str]]: # of a `Run`
+    "Return the blueprints, operations and observations that a policy is trained with."
+    return {k: list(v) for k in _names if (v := getattr(config.env, k)) is not None}
+
+def _with_names(config: RunConfig, names: Mapping[str, Sequence[str]]) -> RunConfig: # names: of `_named`
+    "Return a recipe with the names that its policy was trained with, where it leaves them open."
+    return config.replace(env=config.env.replace(
+        **{k: tuple(v) for k, v in names.items() if getattr(config.env, k) is None}))
 
 def check_faults(config: RunConfig) -> None:
     "Refuse faults that would never come."
@@ -77,7 +88,7 @@ def begin_run(
     check_trackers(config.log)
     load_plugins(config.plugins)
     run = Run(config, RunFolder(Path(out)), data)
-    run.folder = new_run(out, config.name, _described(config))
+    run.folder = new_run(out, config.name, _described(config) | dict(names=_named(run.config)))
     return run
 
 def _saved_recipe(folder: RunFolder, plugins: Sequence[str] | None) -> RunConfig: # None: those that it names
@@ -126,7 +137,7 @@ def open_run(
     config = change_settings(_saved_recipe(folder, given.get("plugins")), given)
     check_trackers(config.log)
     with FolderLock(folder.path):
-        run = Run(config, folder, data)
+        run = Run(_with_names(config, folder.config().get("names", {})), folder, data)
         if run.checkpoint.exists() or previous_checkpoint(run.checkpoint).exists(): run.load()
         else: cut_rows(folder.rows_path, 0) # it was killed before its first checkpoint
         if given: folder.write_config(folder.config() | dict(run=config.to_dict())) # of the torch that it began with
@@ -176,8 +187,9 @@ class Run:
         folder: RunFolder, # where everything goes
         data: ImageData | TextData | None = None, # None: the task's own, loaded now
     ):
-        self.config, self.folder, self.given = config, folder, data
         self.env = training_env(config, data)
+        self.config = config.replace(env=config.env.named(self.env.actions)) # what a row added later must not change
+        self.folder, self.given = folder, data
         self.learner = Learner(self.env, config.ppo, config.policy, heads=self.env.actions)
         self.watch, self.tell = AlarmWatch(), EnvRows(growth=False)
         self.recorders: list[Recorder] = [] # while it trains: of the file of rows, and of the trackers
