@@ -3,8 +3,8 @@
     python benchmarks/ruined_loops.py                      # writes nbs/explanations/bench_ruined.json
     python benchmarks/ruined_loops.py gpt vae --seeds 1 --arms alone,governor
 
-A rule of another tool only sounds an alarm; here it gets what its users build around it at best: a checkpoint of
-everything every 50 steps while no alarm sounds, and a return to the latest one, batches going on, as long as it has five
+A rule of another tool only sounds an alarm; here it gets what its users build around it at best: a checkpoint of all
+there is, every 50 steps while no alarm sounds, and a return to the latest one, batches going on, as long as it has five
 returns left. What counts is the score at the end, on data that are never trained on:
 
     harmless   alone, the run ends as good as a clean one (within `slack`)
@@ -134,8 +134,8 @@ def main():
         for r in mine:
             if r["verdict"] in ("harmful", "worse", "in part") or r["fault"] is None and r["acts"]:
                 scores = " ".join(f"{k} {r[k]:.4g}" for k in ("clean", "alone", "guarded"))
-                print(f"    {r['verdict']:8s} {r['loop']:9s} {r['fault']!s:24s}", scores, len(r["acts"]), *r["acts"][:2],
-                      sep=" | ")
+                where = f"    {r['verdict']:8s} {r['loop']:9s} {r['fault']!s:24s}"
+                print(where, scores, len(r["acts"]), *r["acts"][:2], sep=" | ")
     print(f"{time.time() - start:.0f} s")
     if names == list(LOOPS) and seeds == SEEDS and arms == list(ARMS):
         (ROOT/"nbs/explanations/bench_ruined.json").write_text(
