@@ -16,7 +16,7 @@ from test_vector_conformance import TASK, same, tiny_data
 from esper_nb.control.actions import Choice, column, draw_actions
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.gym import GrowEnv, register_envs
+from esper_nb.control.gym import GrowEnv
 from esper_nb.control.rules import QUICK, QUICK_RULES, Fixed, Heuristic, RandomLegal, WaitOnly
 from esper_nb.core.random import generator
 from esper_nb.core.lanes import lane_state
@@ -87,14 +87,6 @@ def test_gymnasium_finds_nothing_wrong():
     assert isinstance(envs, GrowVecEnv) and envs.num_envs == 2 and envs.config.task == "digits"
     assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
     with pytest.raises(ValueError, match="horizon"): gym.make("esper_nb/Grow-v0", horizn=3)
-
-
-def test_registering_twice_changes_nothing():
-    before = gym.registry["esper_nb/Grow-v0"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        register_envs()
-    assert gym.registry["esper_nb/Grow-v0"] is before
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -67,6 +67,7 @@ def run_epoch(
     >>> result.epoch, tuple(result.train.losses.shape), pop.epoch.tolist() # 20 batches of two lanes
     (0, (20, 2), [1, 1])
     """
+    if pop.graphs is not None: pop.graphs.sweep()
     start, plan, number = time.perf_counter(), pop.plan(), int(pop.epoch.max())
     lanes = None if active is None else active.nonzero().flatten().tolist()
     inactive = () if active is None else (~active).nonzero().flatten().tolist()
