@@ -1,5 +1,6 @@
 "What the environment makes of actions: a million legal ones, a hundred thousand of any kind."
 import numpy as np
+import pytest
 import torch
 from test_envs import equal, make, weights
 
@@ -21,6 +22,7 @@ def lives(env, epochs, seed=0):
         yield g
 
 
+@pytest.mark.slow
 def test_a_million_masked_draws_are_legal():
     env = make(64)
     env.reset(seed=0)
@@ -36,6 +38,7 @@ def test_a_million_masked_draws_are_legal():
     assert len(column(read_slots(env.parts[0][1].model), "stage").unique()) >= 5 # stages of every kind
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_unmasked_draws_are_waits_with_a_reason_where_illegal():
     env, refused, done, total = make(64), 0, 0, 0
     env.reset(seed=0)
