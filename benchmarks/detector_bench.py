@@ -120,8 +120,8 @@ def megatron(x, first=100, factor=10.):
 def not_finite(x): return ~np.isfinite(x)
 
 
-RULES = {"esper_nb": governor, "Lightning": lightning, "llm-foundry": llm_foundry, "Megatron-LM": megatron,
-         "Keras": not_finite, "Composer": np.isnan}
+GUARDS = {"esper_nb": governor, "Lightning": lightning, "llm-foundry": llm_foundry, "Megatron-LM": megatron,
+          "Keras": not_finite, "Composer": np.isnan}
 
 
 def compare_with_lightning():
@@ -192,7 +192,7 @@ def healthy(runs=10):
         x = np.stack([make(np.random.default_rng(REPORTED + 900 + i)) for i in range(runs)], 1)
         mine = [acts(trace, chance) for trace in x.T]
         out[name] = {"acts": sum(len(r) for r, _ in mine), "looks": sum(r.action == "wait" for _, n in mine for r in n)}
-        out[name] |= {rule: int(np.count_nonzero(f(x))) for rule, f in RULES.items() if f != governor}
+        out[name] |= {rule: int(np.count_nonzero(f(x))) for rule, f in GUARDS.items() if f != governor}
     return out
 
 
@@ -217,12 +217,12 @@ def main():
         seeds=SEEDS, fault_at=FAULT_AT, noises=NOISES, levels=LEVELS,
         examples={name: [round(v, 4) if math.isfinite(v) else None for v in broken(name)[1100:1300, 0].tolist()]
                   for name in FAULTS},
-        caught={name: {rule: caught(f(broken(name))) for rule, f in RULES.items()} for name in FAULTS},
-        false_alarms={rule: false_alarms(f) for rule, f in RULES.items()},
+        caught={name: {rule: caught(f(broken(name))) for rule, f in GUARDS.items()} for name in FAULTS},
+        false_alarms={rule: false_alarms(f) for rule, f in GUARDS.items()},
         noisy={name: [caught(governor(broken(name, noise))) for noise in LEVELS] for name in hard},
         reasons={name: reasons(name) for name in FAULTS}, healthy=healthy(),
         governed={name: acted(name, 0.) for name in FAULTS}, signed={name: acted(name, -2.) for name in FAULTS},
-        real={rule: {w: noticed(f, real, w) for w in real["traces"]} for rule, f in RULES.items() if f != governor})
+        real={rule: {w: noticed(f, real, w) for w in real["traces"]} for rule, f in GUARDS.items() if f != governor})
     (FOLDER/"bench_detectors.json").write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
     for key in ("caught", "healthy", "governed", "signed"): print(json.dumps(result[key], ensure_ascii=False, indent=1))
 

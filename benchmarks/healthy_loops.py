@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 for folder in (ROOT, ROOT/"benchmarks"):
     if str(folder) not in sys.path: sys.path.insert(0, str(folder))
 
-from detector_bench import RULES, governor
+from detector_bench import GUARDS, governor
 
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
@@ -247,7 +247,7 @@ def main():
             result[key] = dict(
                 runs=seeds, steps=len(x), acts=acts, looks=looks, scale=sorted({m["scale"] for m in mine}),
                 first=float(np.median(x[:20])), last=float(np.median(x[-20:])),
-                **{rule: int(np.count_nonzero(f(x))) for rule, f in RULES.items() if f is not governor})
+                **{rule: int(np.count_nonzero(f(x))) for rule, f in GUARDS.items() if f is not governor})
             print(key, result[key], *[a for m in mine for a in m["acts"]], sep="\n  ")
         print(f"  ({time.perf_counter() - start:.0f} s)", flush=True)
     if names == list(LOOPS) and seeds == SEEDS:

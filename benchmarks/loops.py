@@ -1,7 +1,7 @@
-"""Seven small training loops and ten ways to ruin them: what ruined_loops.py and causes_bench.py train.
+"""Seven small training loops and ten ways to ruin them: what ruined_loops.py trains.
 
-A loop draws batch number `i` from its own stream, so that any batch can be had again; `step(batch)` trains on it and gives
-the loss, `score()` is what counts at the end (lower is better), measured on data that are never trained on.
+A loop draws batch number `i` from its own stream, so that any batch can be had again; `step(batch)` trains on it and
+gives the loss, `score()` is what counts at the end (lower is better), measured on data that are never trained on.
 """
 import math
 from collections.abc import Callable
@@ -109,7 +109,8 @@ class SmallGPT(Loop):
         class Block(nn.Module):
             def __init__(self, d):
                 super().__init__()
-                self.a, self.b, self.qkv, self.out = nn.LayerNorm(d), nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
+                self.a, self.b = nn.LayerNorm(d), nn.LayerNorm(d)
+                self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
                 self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d))
             def forward(self, x):
                 q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.a(x)).chunk(3, -1))
@@ -119,8 +120,11 @@ class SmallGPT(Loop):
             def __init__(self, letters, length, d=48):
                 super().__init__()
                 self.tokens, self.places = nn.Embedding(letters, d), nn.Embedding(length, d)
-                self.blocks, self.norm, self.head = nn.Sequential(Block(d), Block(d)), nn.LayerNorm(d), nn.Linear(d, letters)
-            def forward(self, x): return self.head(self.norm(self.blocks(self.tokens(x) + self.places.weight[:x.shape[1]])))
+                self.blocks, self.norm = nn.Sequential(Block(d), Block(d)), nn.LayerNorm(d)
+                self.head = nn.Linear(d, letters)
+            def forward(self, x):
+                x = self.tokens(x) + self.places.weight[:x.shape[1]]
+                return self.head(self.norm(self.blocks(x)))
         self.net = Net(self.letters, self.length)
         self.opt = torch.optim.AdamW(self.net.parameters(), 3e-3, weight_decay=.01)
         g = stream(11) # the language: after two letters come a few others, some more often
@@ -171,7 +175,8 @@ class VAE(Loop):
     def loss(self, batch):
         x, noise, target = batch
         mean, log_var = self.coder(x).chunk(2, 1)
-        off = (self.decoder(mean + (log_var / 2).exp() * noise) - target).square().sum(1) / (2 * .2**2) + 64 * math.log(.2)
+        made = self.decoder(mean + (log_var / 2).exp() * noise)
+        off = (made - target).square().sum(1) / (2 * .2**2) + 64 * math.log(.2)
         return (off + (mean.square() + log_var.exp() - 1 - log_var).sum(1) / 2).mean()
 
     def wrong_targets(self, batch, g): return *batch[:2], batch[2][torch.randperm(len(batch[2]), generator=g)]

@@ -3,8 +3,8 @@
     python benchmarks/ruined_loops.py                      # writes nbs/explanations/bench_ruined.json
     python benchmarks/ruined_loops.py gpt vae --seeds 1 --arms alone,governor
 
-A rule of another tool only sounds an alarm; here it gets what its users build around it at best: a checkpoint of
-everything every 50 steps while no alarm sounds, and a return to the latest one, batches going on, as long as it has five
+A rule of another tool only sounds an alarm; here it gets what its users build around it at best: a checkpoint of all
+there is, every 50 steps while no alarm sounds, and a return to the latest one, batches going on, as long as it has five
 returns left. What counts is the score at the end, on data that are never trained on:
 
     harmless   alone, the run ends as good as a clean one (within `slack`)
@@ -50,10 +50,9 @@ class AtAlarm:
 
     def watch(self, loss):
         self.losses.append(float(loss))
-        if not len(self.losses) % 5 and self.rule is llm_foundry or self.rule is lightning or not math.isfinite(float(loss)):
-            x = np.array(self.losses[-400:])[:, None]
-            alarm = bool(self.rule(x)[-5:].any())
-        else: alarm = False
+        # llm-foundry's rule looks back over five losses: asking it every fifth time finds all
+        due = self.rule is lightning or not math.isfinite(float(loss)) or len(self.losses) % 5 == 0
+        alarm = due and bool(self.rule(np.array(self.losses[-400:])[:, None])[-5:].any())
         if alarm and self.left:
             self.left -= 1
             self.acts.append(len(self.losses))
@@ -130,11 +129,13 @@ def main():
         mine = [r for r in rows if r["arm"] == arm]
         found = Counter(r["verdict"] for r in mine if r["fault"] and r["fault"] not in BEYOND)
         healthy = [r for r in mine if r["fault"] is None]
-        print(f"{arm:12s}", dict(found), "healthy runs acted on:", sum(bool(r["acts"]) for r in healthy), "of", len(healthy))
+        calm = f"healthy runs acted on: {sum(bool(r['acts']) for r in healthy)} of {len(healthy)}"
+        print(f"{arm:12s}", dict(found), calm)
         for r in mine:
             if r["verdict"] in ("harmful", "worse", "in part") or r["fault"] is None and r["acts"]:
-                print(f"    {r['verdict']:8s} {r['loop']:9s} {r['fault']!s:24s} clean {r['clean']:.4g} alone {r['alone']:.4g} "
-                      f"guarded {r['guarded']:.4g} acts {len(r['acts'])}", *r["acts"][:2], sep=" | ")
+                scores = " ".join(f"{k} {r[k]:.4g}" for k in ("clean", "alone", "guarded"))
+                where = f"    {r['verdict']:8s} {r['loop']:9s} {r['fault']!s:24s}"
+                print(where, scores, len(r["acts"]), *r["acts"][:2], sep=" | ")
     print(f"{time.time() - start:.0f} s")
     if names == list(LOOPS) and seeds == SEEDS and arms == list(ARMS):
         (ROOT/"nbs/explanations/bench_ruined.json").write_text(

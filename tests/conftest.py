@@ -1,6 +1,7 @@
 "Markers, a visible reason where a test cannot run, and fixtures that several files share."
 import re
 import signal
+from collections import defaultdict
 
 import pytest
 from scripts.notebooks import ROOT, changed_files
@@ -31,7 +32,21 @@ def changed_first(items):
     items.sort(key=lambda item: late[item.path])
 
 
+def thin_matrices(items):
+    "Mark cases of a matrix slow, but for the first, the last and one between: the short run keeps what they promise."
+    matrices = defaultdict(list)
+    for item in items:
+        if not hasattr(item, "callspec"): continue
+        matrices[item.path, item.cls, item.originalname, item.callspec.params.get("machine")].append(item)
+    for cases in (m for m in matrices.values() if len(m) > 3):
+        last = len(cases) - 1
+        for i, case in enumerate(cases):
+            if i not in (0, last // 2, last): case.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)      # before `-m` looks at the marks
 def pytest_collection_modifyitems(config, items):
+    thin_matrices(items)
     changed_first(items)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked: return

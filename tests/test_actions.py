@@ -74,9 +74,9 @@ def test_a_million_draws_are_legal_by_every_account():
 def test_draws_without_masks_are_refused_with_a_reason_and_change_nothing():
     model, space = world()
     g, refused = torch.Generator().manual_seed(2), 0
-    for t in range(60):
-        acts = torch.stack([torch.randint(s, (20 * model.lanes,), generator=g) for s in space.sizes], -1)
-        for j, a in enumerate(acts): # 7,200 in all
+    for t in range(30):
+        acts = torch.stack([torch.randint(s, (6 * model.lanes,), generator=g) for s in space.sizes], -1)
+        for j, a in enumerate(acts): # 1,080 in all
             i, before, mask = j % model.lanes, read_slots(model), space.mask(model)
             result = space.apply(model, i, a, mask[i])
             chosen = space.legal(mask[i], a).gather(-1, a[:, None]).squeeze(-1)
@@ -86,7 +86,7 @@ def test_draws_without_masks_are_refused_with_a_reason_and_change_nothing():
                 refused += 1
                 assert result.message and torch.equal(read_slots(model), before)
         epoch(model, g)
-    assert refused > 3000
+    assert refused > 500
 
 
 @settings(deadline=None, max_examples=200)

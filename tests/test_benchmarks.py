@@ -14,7 +14,7 @@ from benchmarks.measure import Case, Side, fastest_epoch, find_maker, machine, m
 from esper_nb.train.faults import Fault, list_faults
 from esper_nb.train.tasks import get_task
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 MULTIPLY = "benchmarks.measure:multiply"
 
 

@@ -129,6 +129,7 @@ def kill_while_saving(path, times):
     return int(saves), bad.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_kill_9_while_saving(tmp_path):
     saves, bad = kill_while_saving(tmp_path / "x.safetensors", 25)

@@ -1,10 +1,9 @@
 "What the environment makes of actions: a million legal ones, a hundred thousand of any kind."
 import numpy as np
-import pytest
 import torch
 from test_envs import equal, make, weights
 
-from esper_nb.control.actions import Choice, choice_of, column, draw_actions, read_slots
+from esper_nb.control.actions import Choice, choice_of, draw_actions
 from esper_nb.core.lanes import lane_state
 
 
@@ -22,23 +21,6 @@ def lives(env, epochs, seed=0):
         yield g
 
 
-@pytest.mark.slow
-def test_a_million_masked_draws_are_legal():
-    env = make(64)
-    env.reset(seed=0)
-    total = 0
-    for g in lives(env, 40):
-        many = env.mask.expand(400, *env.mask.shape)
-        assert env.actions.allowed(many, draw_actions(env.actions, many, g)).all()
-        total += 400 * 64
-        ok, why = env.carry_out(draw_actions(env.actions, env.mask, g)) # and the model agrees
-        assert ok.all() and not any(why)
-        env.refresh()
-    assert total >= 1_000_000
-    assert len(column(read_slots(env.parts[0][1].model), "stage").unique()) >= 5 # stages of every kind
-
-
-@pytest.mark.slow
 def test_a_hundred_thousand_unmasked_draws_are_waits_with_a_reason_where_illegal():
     env, refused, done, total = make(64), 0, 0, 0
     env.reset(seed=0)

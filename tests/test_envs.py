@@ -16,7 +16,7 @@ from test_vector_conformance import TASK, same, tiny_data
 from esper_nb.control.actions import Choice, column, draw_actions
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.gym import GrowEnv, register_envs
+from esper_nb.control.gym import GrowEnv
 from esper_nb.control.rules import QUICK, QUICK_RULES, Fixed, Heuristic, RandomLegal, WaitOnly
 from esper_nb.core.random import generator
 from esper_nb.core.lanes import lane_state
@@ -32,7 +32,6 @@ from esper_nb.run.compare import RulePlayer
 from esper_nb.train.faults import Fault
 
 MODES = [m.value for m in AutoresetMode]
-SOME_MODES = [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])] # one in a quick run
 QUICKLY = Rules(gates=Gates(training_epochs=1, health=0.), embargo=1)
 
 
@@ -90,15 +89,7 @@ def test_gymnasium_finds_nothing_wrong():
     with pytest.raises(ValueError, match="horizon"): gym.make("esper_nb/Grow-v0", horizn=3)
 
 
-def test_registering_twice_changes_nothing():
-    before = gym.registry["esper_nb/Grow-v0"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        register_envs()
-    assert gym.registry["esper_nb/Grow-v0"] is before
-
-
-@pytest.mark.parametrize("mode", SOME_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_episode_statistics_of_gymnasium(mode):
     env = gym.wrappers.vector.RecordEpisodeStatistics(make(autoreset_mode=mode, width=1, faults=(Fault("nan", 1, 1),)))
     env.reset(seed=0)
@@ -154,8 +145,8 @@ def test_one_lane_is_the_single_environment_bit_for_bit():
     assert one.test_accuracy() == many.test_accuracy().item()
 
 
-@pytest.mark.parametrize("mode", SOME_MODES)
-@pytest.mark.parametrize("width", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("width", [1, 3])
 def test_a_lane_does_not_notice_its_neighbours(mode, width):
     "The neighbour is rolled back, later sleeps for a step, and acts; under a fixed plan not a bit changes."
     actions = None if width == 1 else np.zeros((12, 3, 8), int)
@@ -179,7 +170,7 @@ def test_plans_agree_at_first():
             for k in (0, 1): np.testing.assert_allclose(a[k], b[k], atol=5e-5) # observations, rewards
 
 
-@pytest.mark.parametrize("mode", SOME_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_parts_on_several_devices(mode):
     kw = dict(width=1, autoreset_mode=mode, faults=(Fault("nan", 2, 1), Fault("nan", 4, 1)))
     one, two = make(5, **kw), make(5, devices=("cpu", "cpu"), **kw)
@@ -228,8 +219,8 @@ def test_a_lane_is_its_seed_its_number_and_its_episode():
 
 # --- episodes
 
-@pytest.mark.parametrize("mode", SOME_MODES)
-@pytest.mark.parametrize("at", [2, *(pytest.param(t, marks=pytest.mark.slow) for t in (0, 1, 3))])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("at", range(4))
 def test_a_panic_at_any_step_is_one_terminal_transition(mode, at):
     env, calm = (make(autoreset_mode=mode, width=1, faults=f) for f in ((Fault("nan", 1, at),), ()))
     env.reset(seed=0); calm.reset(seed=0)
@@ -325,8 +316,8 @@ def test_only_heldout_data_are_read():
 
 # --- saved and loaded
 
-@pytest.mark.parametrize("mode", SOME_MODES)
-@pytest.mark.parametrize("n", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [1, 3])
 def test_a_loaded_environment_goes_on_bit_for_bit(tmp_path, mode, n):
     kw = dict(autoreset_mode=mode, width=1, faults=(Fault("nan", 0, 2), Fault("explode", n - 1, 6)))
     for split in (2, 3) if n > 1 else (2, 4): # before a rollback and right after it, where a lane may sleep

@@ -326,10 +326,6 @@ def test_a_network_with_attached_slots_is_traced_and_copied():
     same(run(traced, x), run(model, x))
     same(run(copy.deepcopy(model), x), run(model, x))
 
-def test_the_front_door_offers_it():
-    import esper_nb
-    assert esper_nb.export_model is export_model
-
 def test_what_is_switched_off_is_not_dropped_either():
     model = attach_slots(Residual(), ["path"], torch.randn(2, 3, 8, 8), blueprints=["conv_light"])
     make_fossil(model, "path", "conv_light")

@@ -487,8 +487,6 @@ def test_a_slip_is_one_clear_line(argv, tmp_path, monkeypatch, capsys):
     assert said.startswith("usage: ") or "\n" not in said
     assert not list(tmp_path.iterdir()), "nothing was made"
 
-def test_there_are_two_hundred_slips(): assert len(set(slips)) >= 200
-
 taken = {"env.num_envs=1_000": 1000, "ppo.learning_rate=.9": .9, "ppo.gamma=1.": 1., "sampled=False": False,
          "sampled=TRUE": True, "env.root=2024": "2024", "env.lr=None": None, "policy.features=[]": (),
          "policy.features=32,16": (32, 16),

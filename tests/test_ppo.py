@@ -166,6 +166,7 @@ def cue_return(core, masked):
     return np.mean(play(learner.policy, SyncVectorEnv([lambda: Cue(masked)] * 16), 160, view=learner.view))
 
 
+@pytest.mark.slow
 def test_a_masked_memory_task_needs_both():
     assert cue_return("lstm", True) > 0.9
     assert cue_return("none", True) < 0.6
@@ -195,6 +196,7 @@ def two_targets(autoregressive, updates=40):
     return np.mean([u.reward for u in ups[-5:]]), max(u.first_gap for u in ups)
 
 
+@pytest.mark.slow
 def test_a_head_that_knows_the_operation_finds_its_place():
     (blind, gap_blind), (seeing, gap_seeing) = (two_targets(flag) for flag in (False, True))
     assert blind < 0.75 and seeing > 0.95
@@ -297,6 +299,7 @@ def test_a_second_signal_interrupts_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 def test_the_stop_button_of_jupyter():
     "An interrupted training cell ends without a traceback, and the next one goes on exactly."
     manager = pytest.importorskip("jupyter_client.manager")

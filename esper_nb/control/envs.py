@@ -23,7 +23,7 @@ from torch import Tensor
 from .actions import GrowthActions, choice_of, in_stage, read_actions, read_slots
 from .env_config import Data, EnvConfig
 from .episodes import (
-    DevicePart, EnvStep, EpisodeRecord, EpisodeSums, clone_all, lane_info, merge_lanes, part_finals, read_reset_mask)
+    DevicePart, EnvStep, EpisodeSummary, EpisodeSums, clone_all, lane_info, merge_lanes, part_finals, read_reset_mask)
 from .frames import LaneLook, draw_lane, slot_looks
 from .observations import LaneHistory, Observer, feature_bounds
 from .rewards import (
@@ -104,7 +104,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.reward_state: RewardState = {}
         self.last_result: EnvStep | None = None # of the latest step
         self.reports: tuple[Report, ...] = () # what the Governor did in it
-        self.records: deque[EpisodeRecord] = deque(maxlen=10_000) # of the episodes that ended
+        self.records: deque[EpisodeSummary] = deque(maxlen=10_000) # of the episodes that ended
         self.phases, self.steps = PhaseClock(), 0 # CPU seconds, and the steps they were spent on
         for part in self.parts: part.draw_data(self.seed_key)
 
@@ -345,12 +345,12 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.phases("record")
         return obs, s.reward.numpy().copy(), done.numpy(), np.zeros(self.num_envs, bool), info
 
-    def _record(self, lane: int, s: EnvStep) -> EpisodeRecord:
+    def _record(self, lane: int, s: EnvStep) -> EpisodeSummary:
         "Return what became of the episode that ended in a lane."
         sums = {k: v[lane].item() for k, v in self.sums._asdict().items()}
         counts = {k: int(sums[k]) for k in ("epochs", "germinated", "pruned", "refused")}
         loss, table = s.loss[lane].item(), self.table[lane:lane + 1]
-        return EpisodeRecord(
+        return EpisodeSummary(
             lane=lane, episode=int(self.episode[lane]), fresh=bool(self.fresh[lane]),
             outcome="rollback" if s.rolled_back[lane] else "horizon", reward=sums["reward"],
             accuracy_pp=s.accuracy_pp[lane].item(), best_pp=sums["best"], loss=loss if math.isfinite(loss) else None,

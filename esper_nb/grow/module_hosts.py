@@ -230,6 +230,8 @@ def explore_host(
     """
     Run a network once on made-up data, and find its lane form and the shapes behind its slots.
 
+    `form.why` explains a network that runs lane by lane; `places` tells a slot's layout and channels.
+
     Raises
     ------
     ValueError

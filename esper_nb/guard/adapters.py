@@ -29,12 +29,22 @@ def _need(module: str, package: str):
 def bar_note(
     bar, # a `tqdm` bar
 ) -> Callable[[Report], None]: # one of the `callbacks` of a Governor
-    "Say in front of a progress bar what was done last."
+    """Return a callback that writes the latest action of a Governor in front of a progress bar.
+
+    Examples
+    --------
+    >>> from tqdm import tqdm
+    >>> bar = tqdm(total=2, desc="train", file=__import__("io").StringIO())
+    >>> governor = Governor(torch.nn.Linear(1, 1), chance_loss=None, callbacks=[bar_note(bar)])
+    >>> reports = governor.watch(float("nan"))
+    >>> bar.desc
+    'train, Governor: non-finite -> rollback at batch 0: '
+    """
     before = (bar.desc or "").removesuffix(": ")
-    def say(report):
+    def write(report):
         note = f"Governor: {report.reason} -> {report.action} at batch {report.batch}"
         bar.set_description(f"{before}, {note}" if before else note)
-    return say
+    return write
 
 # %% ../../nbs/guard/17_adapters.ipynb #54216e94
 _NO_LOSS = "Governor: no loss to judge: return it from training_step, or log it with self.log(%r, loss)"
@@ -45,8 +55,8 @@ def _loss_of(outputs, metrics: Mapping[str, Any], name: str):
     if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor): return outputs["loss"]
     return metrics.get(name)
 
-def _named_acts(reports: Sequence[Report]) -> dict[str, float]: # metrics for a logger
-    "The acts of a step, as a framework's log takes them: which batch it was."
+def _action_metrics(reports: Sequence[Report]) -> dict[str, float]: # metrics for a logger
+    "Return the actions of a step as metrics for a framework's log: name of the action, number of the batch."
     return {f"governor_{r.action}": float(-1 if r.batch is None else r.batch) for r in reports}
 
 def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, Any]):
@@ -71,8 +81,8 @@ def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, 
             try: reports = self.governor.watch(loss)
             except GovernorStop as e: trainer.should_stop, reports = True, (e.report,)
             for log in trainer.loggers if reports else ():
-                log.log_metrics(_named_acts(reports), step=trainer.global_step)
-            for name, at in _named_acts(reports).items(): self.log(name, at, prog_bar=True, logger=False)
+                log.log_metrics(_action_metrics(reports), step=trainer.global_step)
+            for name, at in _action_metrics(reports).items(): self.log(name, at, prog_bar=True, logger=False)
 
         def state_dict(self): return {} if self.governor is None else self.governor.state_dict()
 
@@ -82,12 +92,28 @@ def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, 
 
 # %% ../../nbs/guard/17_adapters.ipynb #87b11fd5
 def lightning_governor(
-    chance_loss: float | Sequence[float] | None, # chance loss, nats; None: no absolute limit, no collapse
+    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     metric: str = "loss", # under which a manual training step logs its loss, if it returns none
     **options, # as for `Governor`: callbacks, more parts by name
 ):
-    "A `lightning.pytorch` callback that rolls a ruined run back; its Governor is `.governor`."
+    """Return a `lightning.pytorch` callback that rolls a ruined run back; its Governor is `.governor`.
+
+    It judges after each batch, writes what was done into the trainer's loggers and bar, stops the trainer when the
+    budget is used up, and keeps the Governor in Lightning's checkpoints.
+
+    Raises
+    ------
+    RuntimeError
+        If Lightning is not installed.
+
+    Examples
+    --------
+    >>> callback = lightning_governor(chance_loss=2.3) # doctest: +SKIP
+    >>> Trainer(callbacks=[callback]).fit(model, loader) # doctest: +SKIP
+
+    The tutorial `guard_your_trainer` runs it.
+    """
     return _lightning_callback(chance_loss, config, metric, options)()
 
 # %% ../../nbs/guard/17_adapters.ipynb #7efd961d
@@ -127,7 +153,7 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
             if loss is None or self.governor is None: return
             try: reports = self.governor.watch(loss)
             except GovernorStop as e: control.should_training_stop, reports = True, (e.report,)
-            if reports: owner().log(_named_acts(reports))
+            if reports: owner().log(_action_metrics(reports))
             for r in reports:
                 state.log_history.append(dict(step=state.global_step, governor=str(r)))
                 for say in map(bar_note, _bars_of(owner())): say(r)
@@ -142,11 +168,28 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
 # %% ../../nbs/guard/17_adapters.ipynb #7fc9b185
 def guard_trainer(
     trainer, # a `transformers.Trainer`, before `train()`
-    chance_loss: float | Sequence[float] | None, # chance loss, nats
+    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ):
-    "Put a `transformers.Trainer` under a Governor; returns the callback, whose Governor is `.governor`."
+    """Put a `transformers.Trainer` under a Governor; return the callback, whose Governor is `.governor`.
+
+    `training_step` and `train` of this trainer are wrapped. The Governor acts at the end of an optimizer step; what it
+    did is a metric in the log, a sentence in `trainer.state.log_history` and a note on the bar, and its state is a
+    file in every checkpoint.
+
+    Raises
+    ------
+    RuntimeError
+        If transformers is not installed.
+
+    Examples
+    --------
+    >>> guard = guard_trainer(trainer, chance_loss=2.3) # doctest: +SKIP
+    >>> trainer.train(); guard.governor.summary() # doctest: +SKIP
+
+    The tutorial `guard_your_trainer` runs it.
+    """
     inner, train, owner = trainer.training_step, trainer.train, weakref.ref(trainer)
     callback = _trainer_callback(owner, chance_loss, config, options)()
 
@@ -167,11 +210,24 @@ def guard_trainer(
 def guard_accelerator(
     accelerator, # an `accelerate.Accelerator`
     *parts, # what `accelerator.prepare` returned: model, optimizers, schedulers
-    chance_loss: float | Sequence[float] | None, # chance loss, nats
+    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ) -> Governor:
-    "A Governor for a loop of accelerate, in whose checkpoints it is."
+    """Return a Governor for a loop of accelerate; `accelerator.save_state` and `load_state` keep it.
+
+    Raises
+    ------
+    ValueError
+        If there is no part with state.
+
+    Examples
+    --------
+    >>> governor = guard_accelerator(accelerator, model, optimizer, chance_loss=2.3) # doctest: +SKIP
+    >>> governor.watch(loss) # doctest: +SKIP
+
+    The tutorial `guard_your_trainer` runs it.
+    """
     scaler = getattr(accelerator, "scaler", None)
     scalers = [] if scaler is None else [scaler]
     governor = Governor(*parts, *scalers, chance_loss=chance_loss, config=config, **options)
@@ -180,11 +236,27 @@ def guard_accelerator(
 
 # %% ../../nbs/guard/17_adapters.ipynb #949a13a6
 def fastai_governor(
-    chance_loss: float | Sequence[float] | None, # chance loss, nats
+    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ):
-    "A fastai callback that rolls a ruined run back; its Governor is `.governor`."
+    """Return a fastai callback that rolls a ruined run back; its Governor is `.governor`.
+
+    Every fit gets a Governor of its own; validation keeps that of the last fit, and the search for a learning rate is
+    left alone.
+
+    Raises
+    ------
+    RuntimeError
+        If fastai is not installed.
+
+    Examples
+    --------
+    >>> learn = Learner(data, model, cbs=fastai_governor(chance_loss=2.3)) # doctest: +SKIP
+    >>> learn.fit_one_cycle(3) # doctest: +SKIP
+
+    The tutorial `guard_your_trainer` runs it.
+    """
     core: Any = _need("fastai.callback.core", "fastai")
     base: Any = core.Callback
 

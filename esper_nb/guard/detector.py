@@ -47,7 +47,7 @@ class DetectorConfig(Config):
     "Every threshold of `judge`; the defaults suit losses of single batches."
     scale: str = "auto" # that losses are judged on: "log", "linear", or "auto": what the losses themselves suggest
     absolute: float | None = threshold(2., .2, 10, .1) # limit: multiple of the chance loss, or else k·σ in log space
-    absolute_loss: float | None = threshold(None, .1, 30, .1) # the same limit in units of the loss, in place of absolute
+    absolute_loss: float | None = threshold(None, .1, 30, .1) # the same limit in units of the loss
     sigma: float = threshold(6., 1, 20, .5) # limit: mean + sigma × population σ
     multiplier: float = threshold(3., 1.1, 20, .1) # limit: multiple of the mean
     confirm: int = threshold(3, 1, 20, 1) # losses above all limits in a row that make an explosion
@@ -100,16 +100,16 @@ def label_entropy(
 
     It is the Shannon entropy of the label frequencies: ln k for k equally frequent classes, less for uneven ones.
 
+    References
+    ----------
+    C. E. Shannon, "A Mathematical Theory of Communication", Bell System Technical Journal 27, 1948.
+
     Examples
     --------
     >>> round(label_entropy(torch.arange(10).repeat(7)), 4)
     2.3026
     >>> round(label_entropy(torch.tensor([0] * 80 + [1] * 20)), 4)
     0.5004
-
-    References
-    ----------
-    C. E. Shannon, "A Mathematical Theory of Communication", Bell System Technical Journal 27, 1948.
     """
     p = torch.bincount(labels[labels >= 0].flatten()).cpu().double()
     p = p[p > 0] / p.sum()

@@ -189,11 +189,27 @@ class Governor:
         return self._judge_waiting(before_step) if self.waiting else ()
 
     def rollback(self, lanes: Sequence[int] | None = None) -> tuple[Report, ...]: # which lanes; None: all
-        "Restore the last good state because the caller asks for it; that costs nothing of the budget."
+        """Restore the last good state because the caller asks for it; that costs nothing of the budget.
+
+        Examples
+        --------
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> governor = Governor(net, chance_loss=None)
+        >>> good = net.weight.item()
+        >>> net.weight.data.zero_().item()
+        0.0
+        >>> reports = governor.rollback()
+        >>> net.weight.item() == good
+        True
+        """
         return self._respond(dict.fromkeys(range(self.n) if lanes is None else lanes, "asked"))
 
     def accept(self, lanes: Sequence[int] | None = None): # lanes whose loss changes; None: all
-        "Learn the level of the loss anew from now on: a change that has come or is about to come is meant."
+        """Learn the level of the loss anew from now on: a change that has come or is about to come is meant.
+
+        A running trial ends, the old level is forgotten, and a snapshot is taken, so that no later rollback goes
+        behind the change.
+        """
         self.flush()
         if lanes is None or self.n == 1: self.trial = self.probe = None
         self.stats.forget(range(self.n) if lanes is None else lanes)
@@ -213,6 +229,13 @@ class Governor:
         ------
         ValueError
             If there is no such setting, or its value does not fit.
+
+        Examples
+        --------
+        >>> governor = Governor(torch.nn.Linear(1, 1), chance_loss=None)
+        >>> governor.adjust(rollbacks=2)
+        >>> governor.config.rollbacks
+        2
         """
         self.config = self.config.replace(**changes)
 

@@ -28,6 +28,10 @@ class GovernorConfig(DetectorConfig):
     ValueError
         If a value is out of its range, or settings do not fit together: one copy leaves no room for probation.
 
+    References
+    ----------
+    E. S. Page, "Continuous Inspection Schemes", Biometrika 41, 1954: the cumulative sum behind `rise`.
+
     Examples
     --------
     >>> config = GovernorConfig(snapshot_every=200)
@@ -37,10 +41,6 @@ class GovernorConfig(DetectorConfig):
     Traceback (most recent call last):
         ...
     ValueError: lr_factor=2.0, expected a number between 0 and 1
-
-    References
-    ----------
-    E. S. Page, "Continuous Inspection Schemes", Biometrika 41, 1954: the cumulative sum behind `rise`.
     """
     snapshot_every: int = threshold(50, 1, 1000, 1) # losses between snapshots
     probation: int = threshold(50, 0, 1000, 1) # losses that must be fine before a snapshot counts as good; 0: none

@@ -268,7 +268,8 @@ class Learner:
     def contract(self) -> dict:
         "Return what a saved state must agree with: heads, lanes, observation, settings."
         return dict(heads=list(self.heads.sizes), names=dict(getattr(self.heads, "names", {})),
-                    stages=[list(s) for s in self.heads.stages], lanes=self.n, observation=[type(self.stream.space).__name__, self.stream.width],
+                    stages=[list(s) for s in self.heads.stages], lanes=self.n,
+                    observation=[type(self.stream.space).__name__, self.stream.width],
                     policy=self.policy.config.to_dict(), config=self.config.to_dict())
 
     def state_dict(self) -> dict:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..control.envs import GrowVecEnv
-from ..control.episodes import EnvStep, EpisodeRecord
+from ..control.episodes import EnvStep, EpisodeSummary
 from ..grow.lifecycle import COOLING, LIVE, Reason, SeedState, Stage
 from ..grow.models import DecisionResult, Growing
 from ..grow.slots import Slot
@@ -429,7 +429,7 @@ class EnvRows:
         self.growth = growth
         self.states: dict[tuple[int, str], SeedState] = {} # (lane, slot) -> after the latest step
         self.episodes: list[int] = [] # (n,) number of every lane's episode then
-        self.last: EpisodeRecord | None = None # newest finished episode that has a row
+        self.last: EpisodeSummary | None = None # newest finished episode that has a row
 
     def __call__(
         self,

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..control.actions import read_actions
 from ..control.env_config import Data, EnvConfig
 from ..control.envs import GrowVecEnv, first_seeds, lane_seeds, pack_state, unpack_state
-from ..control.episodes import EnvStep, EpisodeRecord, read_reset_mask
+from ..control.episodes import EnvStep, EpisodeSummary, read_reset_mask
 from ..core.config import check, check_count
 from ..record.rows import EnvRows, Row, run_rows
 from .engines import Engine, FaultTolerance, Supervisor, Tell, check_engine, new_worker
@@ -33,7 +33,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
     """Train the lanes of a `GrowVecEnv` in shards, each in a worker of its own.
 
     Rewards, flags, masks and records are those of one environment to the bit, however the lanes are cut and whatever
-    is lost; observations that sum over a wide pass may differ in their last bit between shards of different width.
+    is lost; observations that sum over a wide pass may differ in their last digits between shards of different width.
 
     Raises
     ------
@@ -79,7 +79,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
         self.single_observation_space, self.single_action_space = facts.observation_space, facts.action_space
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
-        self.records: deque[EpisodeRecord] = deque(maxlen=10_000) # of the episodes that ended
+        self.records: deque[EpisodeSummary] = deque(maxlen=10_000) # of the episodes that ended
         self.steps, self.away_s = 0, 0. # CPU seconds that steps took in other processes
         self.latest: list[ShardStep] = [] # of every shard
         self.last_result: EnvStep | None = None
@@ -204,7 +204,7 @@ class ShardStep(NamedTuple):
     mask: Tensor # (k, M) bool
     ended: Tensor # (k,) bool
     result: EnvStep | None # None: it was a reset
-    records: tuple[EpisodeRecord, ...] = () # of the episodes that ended
+    records: tuple[EpisodeSummary, ...] = () # of the episodes that ended
     cpu_s: float = 0. # CPU time that the step took
     pid: int = 0 # of the process that took it
 

@@ -226,7 +226,7 @@ class RowsSource(Source):
         run, fit = config.get("run", {}), config.get("fit", {})
         self.lanes = run["env"]["num_envs"] if run else fit.get("lanes") or config["lanes"]
         self.batches: int = first.get("run.batches", 1) # of an epoch
-        if "run.chance_loss" in first: self.chance = [first["run.chance_loss"]] * self.lanes
+        if "run.chance_loss" in first: self.chance_loss = [first["run.chance_loss"]] * self.lanes
         self.learns = bool(run) # a controller
         self.unit = "step" if run else "epoch"
         if run: self.axis = ("step", "steps")

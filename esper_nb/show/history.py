@@ -271,8 +271,10 @@ class History:
             incident.recovered = recovered_at(incident, xs, loss[:, incident.lane])
             if incident.recovered is None: continue
             self._unrecovered.remove(incident)
-            after = f"{incident.axis} {incident.recovered - incident.end} after its rollback"
-            self.note("verdict", f"lane {incident.lane}: recovered, {after} has the loss from before")
+            after = incident.recovered - incident.end
+            unit = self.source.axis[after != 1]
+            text = f"recovered, as good as before {after} {unit} after its rollback"
+            self.note("verdict", f"lane {incident.lane}: {text}")
 
 # %% ../../nbs/show/80_history.ipynb #691b3d29
 LIMITS = ("limit", "absolute", "sigma", "multiple", "rise") # columns of `lane_limits`
@@ -351,7 +353,7 @@ CURVE_COLUMNS = { # curve -> column of rows whose mean it is
 
 def controller_curves() -> tuple[str, ...]: # columns of `History.curves` behind x
     "Return the names of a controller's curves, among them every operation but `wait`."
-    return (*CURVE_COLUMNS, *(op for op in OPERATIONS if op != "wait"))
+    return (*CURVE_COLUMNS, *(name for name in OPERATIONS if name != "wait"))
 
 def controller_point(
     rows: Iterable[Row], # of a step

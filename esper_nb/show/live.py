@@ -26,7 +26,6 @@ from ..control.actions import HEADS
 from ..core.config import check
 from ..grow.lifecycle import Stage
 from ..learn.distributions import MaskedHeads
-from ..learn.learner import Learner
 from .history import Incident
 from .session import Session
 from .sources import EnvSource, Source
@@ -60,9 +59,8 @@ def session_header(
     s = session.source
     slots = []
     if s.model is not None: slots = [dict(name=k, blueprints=list(s.model.slot(k).blueprints)) for k in s.model.names]
-    chance = s.chance
-    guard = s.governor
-    if guard is not None and guard.chance_loss is not None: chance = [float(c) for c in guard.chance_loss]
+    chance, governor = s.chance_loss, s.governor
+    if governor is not None and governor.chance_loss is not None: chance = [float(c) for c in governor.chance_loss]
     return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance=chance, network=s.network, axis=list(s.axis),
                 curves=list(session.history.curve_names) if s.axis[0] == "step" else [], # a controller learns
                 stages={int(stage): stage_entry(stage) for stage in Stage})
@@ -127,25 +125,24 @@ def session_packet(
 # %% ../../nbs/show/82_live.ipynb #cc1ae619
 @torch.no_grad()
 def operation_probabilities(
-    learner: Learner, # of growing networks
-) -> np.ndarray: # (n, O) in the order of the head `op`; empty before the first step
+    source: EnvSource, # a controller in training
+) -> dict[str, np.ndarray]: # operation -> (n,); empty before the first step
     "Return the probability of each operation in every lane."
-    s, policy = learner.stream, learner.policy
-    if learner.rollout is None: return np.zeros((0, 0))
-    features, _, _ = policy.read(learner.view(s.obs)[None], learner.state, s.start[None])
+    learner, stream, policy = source.learner, source.learner.stream, source.learner.policy
+    if learner.rollout is None: return {}
+    features, _, _ = policy.read(learner.view(stream.obs)[None], learner.state, stream.start[None])
     no_action = torch.zeros(learner.n, learner.heads.count, dtype=torch.int64)
-    heads = MaskedHeads(policy.logits(features[0]), learner.heads.legal(s.mask, no_action), policy.config.floor)
-    at = HEADS.index("op")
-    return heads.logp.exp()[:, at, :learner.heads.sizes[at]].numpy()
+    heads = MaskedHeads(policy.logits(features[0]), learner.heads.legal(stream.mask, no_action), policy.config.floor)
+    return dict(zip(source.envs.actions.ops, heads.logp.exp()[:, HEADS.index("op")].T.numpy()))
 
 def probabilities_html(
     source: Source,
     lane: int,
 ) -> str: # empty where no controller decides
     "Return the probabilities of the next operation in a lane, as HTML."
-    if not isinstance(source, EnvSource) or not len(probabilities := operation_probabilities(source.learner)): return ""
-    ops = source.envs.actions.ops
-    shares = [f"{op.replace('_', ' ')} {100 * p:.0f} %" for op, p in zip(ops, probabilities[lane]) if p > 0]
+    probabilities = operation_probabilities(source) if isinstance(source, EnvSource) else {}
+    if not probabilities: return ""
+    shares = [f"{op.replace('_', ' ')} {100 * p[lane]:.0f} %" for op, p in probabilities.items() if p[lane] > 0]
     spans = "".join(f"<span>{share}</span>" for share in shares)
     return f'<div class="esper-status esper-numbers"><span>next in lane {lane}:</span>{spans}</div>'
 

@@ -84,6 +84,11 @@ class Session:
     Every method that acts on the run returns a `Request` at once and takes effect between two steps. What the run has
     shown so far is in `history`.
 
+    Raises
+    ------
+    ValueError
+        If `capacity` is no multiple of 4, or below 8.
+
     Examples
     --------
     >>> from esper_nb import FitConfig, Session, new_population

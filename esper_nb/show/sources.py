@@ -62,7 +62,7 @@ class Source:
     axis: tuple[str, str] = ("batch", "batches") # what one loss belongs to, and the plural
     governor: Governor | None = None
     model: Growing | None = None
-    chance: list[float] | None = None # (n,) losses of a guess
+    chance_loss: list[float] | None = None # (n,) nats
     steered = True # whether a session controls it, or only reads along
     has_faults = False # whether the library's faults can be provoked
     network: str = "" # what is trained, in words

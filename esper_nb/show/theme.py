@@ -9,7 +9,6 @@ __all__ = ['THEMES', 'COLORS', 'BLUE', 'RED', 'GREEN', 'LILAC', 'WINE', 'BROWN',
            'WidgetFactory', 'is_count', 'can_be_off', 'threshold_help', 'rules_help']
 
 # %% ../../nbs/show/77_theme.ipynb #2effa6a7
-import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -39,7 +39,7 @@ def lane_inputs(
     y: Tensor, # its labels; those of images are (B, n) where each lane has its own; targets are (B, 1, K)
     n: int, # lanes
 ) -> tuple[Tensor, bool]: # inputs of n lanes, and whether each has its own with labels of its own
-    "A batch as n lanes see it."
+    "Return a batch as n lanes see it."
     own = y.ndim == x.ndim - 2
     return (x if own else for_all_lanes(x, n)), own
 
@@ -48,7 +48,7 @@ def label_counts(
     classes: int, # K
     own: bool = False, # whether each lane has labels of its own
 ) -> Tensor: # (K,) int64, or (n, K)
-    "How often each class is the right answer, or each column of targets asks for one."
+    "Count how often each class is the right answer, or each column of targets asks for one."
     if is_target(y): return torch.full((classes,), len(y), device=y.device)
     if own: return torch.nn.functional.one_hot(y, classes).sum(0)
     return y.new_zeros(classes).scatter_add_(0, y.flatten(), torch.ones_like(y).flatten())
@@ -139,7 +139,7 @@ def evaluate(
 def count_players(
     f: Tensor, # (2^k, ...) value of every subset
 ) -> int: # k
-    "How many players a table of all their subsets has."
+    "Return the number of players of a game given by all its subsets."
     k = max(0, len(f).bit_length() - 1)
     check(len(f) == 1 << k, "subsets", len(f), "2^k values, one per subset of k players: some were not measured")
     return k
@@ -147,14 +147,14 @@ def count_players(
 def contributions(
     f: Tensor, # (2^k, ...) value of every subset; bit j of the index: player j takes part
 ) -> Tensor: # (k, ...)
-    "What each player adds to all the others."
+    "Return what each player adds to all the others."
     k, full = count_players(f), len(f) - 1
     return torch.stack([f[-1] - f[full ^ (1 << j)] for j in range(k)]) if k else f[:0]
 
 def pair_interactions(
     f: Tensor, # (2^k, ...) as above
 ) -> Tensor: # (k, k, ...) NaN on the diagonal
-    "How much two players add beyond what each adds alone."
+    "Return how much two players add beyond what each adds alone."
     k = count_players(f)
     out = f.new_full((k, k, *f.shape[1:]), math.nan)
     for i, j in combinations(range(k), 2):
@@ -165,7 +165,7 @@ def pair_interactions(
 def shapley(
     f: Tensor, # (2^k, ...) value of every subset; bit j of the index: player j takes part
 ) -> Tensor: # (k, ...) float64
-    "Exact Shapley values of a game given by all its subsets."
+    "Return the exact Shapley values of a game given by all its subsets (Shapley 1953)."
     k, c = count_players(f), torch.arange(len(f))
     size = sum((c >> j & 1 for j in range(k)), torch.zeros_like(c))
     orders = [math.factorial(s) * math.factorial(k - s - 1) if s < k else 0 for s in size.tolist()]
@@ -186,7 +186,7 @@ class Ablation(NamedTuple):
     fossil: Tensor # (k, n) bool
 
     def value(self, on: Sequence[str] | Tensor) -> Tensor: # names of slots that are on, or (k, n) bool -> (n,)
-        "Accuracy with some slots on and the others off; slots that were not measured are an error."
+        "Return the accuracy with some slots on and the others off; slots that were not measured are an error."
         if not isinstance(on, Tensor):
             missing = [s for s in on if s not in self.slots]
             check(not missing, "on", missing, f"measured slots: {', '.join(self.slots) or 'none'}")
@@ -196,39 +196,39 @@ class Ablation(NamedTuple):
 
     @property
     def contribution(self) -> Tensor: # (k, n) percentage points
-        "What each seed adds to all the others; NaN where a lane has none."
+        "Return what each seed adds to all the others; NaN where a lane has none."
         return contributions(self.accuracy_pp).masked_fill(~self.heard, math.nan)
 
     @property
     def interactions(self) -> Tensor: # (k, k, n) percentage points
-        "How much each pair of seeds helps (above 0) or hinders each other; NaN where a lane lacks one of the two."
+        "Return how much each pair of seeds helps (above 0) or hinders each other; NaN where a lane lacks one."
         return pair_interactions(self.accuracy_pp).masked_fill(~(self.heard[:, None] & self.heard), math.nan)
 
     @property
     def shapley(self) -> Tensor: # (k, n) percentage points
-        "Each seed's mean contribution over all orders of arrival, exact; NaN where a lane has none."
+        "Return each seed's mean contribution over all orders of arrival, exact; NaN where a lane has none."
         return shapley(self.accuracy_pp).masked_fill(~self.heard, math.nan).float()
 
     @property
     def total(self) -> Tensor: # (n,) percentage points
-        "All seeds together, against the host alone."
+        "Return what all seeds together add to the host alone."
         return self.accuracy_pp[-1] - self.accuracy_pp[0]
 
     @property
     def committed(self) -> Tensor: # (n,) percentage points
-        "Accuracy with the fossils only."
+        "Return the accuracy with the fossils only."
         return self.value(self.fossil)
 
 # %% ../../nbs/train/36_ablation.ipynb #bcc9a946
 def heard_slots(model: Growing) -> tuple[str, ...]:
-    "Slots in which some lane's seed has an alpha above 0."
+    "Return the slots in which some lane's seed has an alpha above 0."
     with evaluating(model): return tuple(k for k in model.names if model.slot(k).enabled and model.slot(k).roles())
 
 def seed_tables(
     model: Growing, # n lanes
     slots: Sequence[str], # k names
 ) -> tuple[Tensor, Tensor]: # heard, fossil: each (k, n) bool
-    "Which lanes have a seed that is heard, and which a fossil, in some slots."
+    "Return which lanes have a seed that is heard, and which a fossil, in some slots."
     n, shape = range(model.lanes), (len(slots), model.lanes)
     with evaluating(model): lanes = [{i for r in model.slot(k).roles() for i in r.lanes} for k in slots]
     heard = [[i in on for i in n] for on in lanes]
@@ -268,7 +268,7 @@ def evaluate_combinations(
     precision: Precision, # type of the forward pass
     slots: tuple[str, ...], # slots to switch, at most 4
 ) -> tuple[EvalResult, Ablation]:
-    "One pass over a split with everything on, and every on/off combination of some slots beside it."
+    "Evaluate a split with everything on, and with every on/off combination of some slots, in one pass."
     n, was_training = net.lanes, net.training
     whole = Tally(data.counter(class_counts, split))
     parts = [Tally(data.counter(correct_counts, split)) for _ in range(2**len(slots))]
@@ -293,7 +293,7 @@ def judge_lanes(
     batch_size: int = 256, # examples per batch
     precision: Precision = choose_precision("fp32"), # type of the forward pass
 ) -> tuple[EvalResult, Ablation | None, dict[str, Tensor]]: # as it is, every combination, slot -> (n,) contribution
-    "Validation, with the ablation of every seed that is heard; from five slots on only what each adds to the rest."
+    "Validate, and ablate every seed that is heard; from five slots on only what each adds to the rest."
     slots, args = heard_slots(net), (task, data, split, batch_size, precision)
     if not slots: return evaluate(net, *args), None, {}
     if len(slots) <= MAX_BRANCHES:

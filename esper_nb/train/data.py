@@ -27,7 +27,7 @@ def check_images(
     x, # (N, H, W, C) uint8 in 0..peak, or float in 0..peak
     peak: float | None = None, # value that stands for 1.0; None: 255 for bytes, 1 for floats
 ) -> Tensor: # (N, H, W, C) uint8 or float32
-    "The images of a split, fit to be used."
+    "Return the images of a split, checked."
     x = torch.as_tensor(x)
     check(x.dtype == torch.uint8 or x.is_floating_point(), f"{split}_x.dtype", x.dtype,
           "torch.uint8 or a float type; convert with .astype('uint8')")
@@ -44,7 +44,7 @@ def check_images(
     return x
 
 def default_peak(x: Tensor) -> int:
-    "The value that stands for full brightness: 255 in bytes, 1 in floats."
+    "Return the value that stands for full brightness: 255 in bytes, 1 in floats."
     return 255 if x.dtype == torch.uint8 else 1
 
 # %% ../../nbs/train/33_data.ipynb #d287228d
@@ -54,7 +54,7 @@ def check_labels(
     count: int, # images in the split
     classes: int, # number of classes
 ) -> Tensor: # (N,) int64
-    "The labels of a split, fit to be used."
+    "Return the labels of a split, checked."
     y = torch.as_tensor(y)
     check(not y.is_floating_point() and y.dtype != torch.bool, f"{split}_y.dtype", y.dtype,
           "an integer type; convert with .astype('int64')")
@@ -100,7 +100,7 @@ def lane_epochs(
     lanes: Sequence[int], # lane numbers
     epoch: int | Sequence[int], # one number, or one for each lane
 ) -> list[tuple[int, int]]:
-    "The lane and the epoch whose stream each lane draws from."
+    "Return the lane and the epoch whose stream each lane draws from."
     lanes = list(lanes)
     check(len(lanes) > 0, "lanes", lanes, "at least one lane number, as in range(4)")
     epochs = [epoch] * len(lanes) if isinstance(epoch, int) else list(epoch)
@@ -127,7 +127,7 @@ def draw_images(
     pad: int, # border in pixels
     flip: bool, # whether half of the images are mirrored
 ) -> Tensor: # (4, N) int64: order, top and left edge of the window, mirrored or not
-    "What one lane draws for an epoch of images."
+    "Draw order, windows and mirroring of one lane for an epoch of images."
     seed, lane = seed_key
     g = generator(seed, "data", lane, epoch)
     order = torch.randperm(count, generator=g)
@@ -143,7 +143,7 @@ def window_index(
     chans: Tensor, # (C,) channel numbers
     lines: Tensor, # (H, 1) address of the first value of each line of pixels, counted from the window's
 ) -> Tensor: # (B, H, W*n*C) flat address of every value of the batch
-    "Where each value of a batch for n lanes lies in the flat padded split."
+    "Return where each value of a batch for n lanes lies in the flat padded split."
     x_BWn = (start[:, None] + step[:, None] * cols) * len(chans)
     return (x_BWn[..., None] + chans).flatten(1)[:, None] + lines
 
@@ -152,23 +152,23 @@ def label_frequencies(
     labels: Tensor, # any shape, integers in 0..classes-1
     classes: int, # number of classes
 ) -> Tensor: # (classes,) float64, they sum to 1
-    "Relative frequency of each class."
+    "Return the relative frequency of each class."
     count = torch.bincount(labels.flatten().long().cpu(), minlength=classes).double()
     return count / count.sum()
 
 def own_seed_key(seed: int, lane: int) -> tuple[int, int]:
-    "Every lane draws from its own stream."
+    "Return the seed key of a lane that draws from its own stream."
     return seed, lane
 
 # %% ../../nbs/train/33_data.ipynb #cc630757
 class Measure(NamedTuple):
-    "What right answers are told in."
+    "How right answers are reported: name and unit of the score, unit of the loss."
     name: str = "accuracy"
     unit: str = "pp" # of a score
     of_loss: str = "nats" # unit of the loss
 
     def text(self, score: float) -> str:
-        "A score within a sentence."
+        "Return a score for a sentence."
         return f"{'' if self.name == 'accuracy' else f'{self.name} '}{score:.1f} {self.unit}"
 
     def label(self, split: str = "test") -> str: return f"{split} {self.name} ({self.unit})" # of an axis
@@ -184,11 +184,11 @@ class Splits:
 
     @property
     def chance_loss(self) -> float:
-        "Cross entropy in nats of always answering with the training label frequencies."
+        "Return the cross entropy in nats of always answering with the training label frequencies."
         return float(torch.special.entr(self.label_prior).sum())
 
     def to(self, device: str | torch.device) -> Self:
-        "The same data on another device; what is there already is shared."
+        "Return the same data on another device; what is there already is shared."
         new = copy.copy(self)
         new.device = check_device(device)
         for k, v in vars(self).items():
@@ -197,15 +197,15 @@ class Splits:
         return new
 
     def for_lanes(self, lanes: Sequence[int]) -> Self: # lane numbers
-        "The data as some lanes are shown them: here the same for all."
+        "Return the data as some lanes are shown them: here the same for all."
         return self
 
     def counter(self, count: Callable[..., Tensor], split: str) -> Callable[..., Tensor]: # `class_counts`, ...
-        "How right answers of a split are counted: here as anywhere."
+        "Return how right answers of a split are counted: here as anywhere."
         return count
 
     def check_split(self, split: str) -> str: # one of the three, or an error
-        "The name of a split, if there is one of that name."
+        "Return the name of a split, or refuse it."
         check(split in ("train", "heldout", "test"), "split", split, "'train', 'heldout' or 'test'")
         return split
 
@@ -215,7 +215,7 @@ def check_scale(
     std: Sequence[float], # per channel or one for all, in units of 0..1
     channels: int, # C
 ) -> tuple[Tensor, Tensor]: # each (C,) float64
-    "Mean and standard deviation of every channel, fit to divide by."
+    "Return mean and standard deviation of every channel, checked."
     given = dict(mean=torch.as_tensor(mean, dtype=torch.float64).flatten(),
                  std=torch.as_tensor(std, dtype=torch.float64).flatten())
     for name, v in given.items():
@@ -266,7 +266,7 @@ class ImageData(Splits):
         epoch: int | Sequence[int], # epoch number, the same for all or one for each lane
         batch_size: int, # images per lane and batch
     ) -> Epoch: # x (B, n*C, H, W) float32 channels_last, y (B, n) int64
-        "Shuffled and augmented training batches for n lanes."
+        "Return shuffled and augmented training batches for n lanes."
         def own(lane, e): return draw_images(self.seed_key(seed, lane), e, self.num_train, self.pad, self.flip)
         draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)], -1)
         address = torch.int32 if self.x["train"].numel() < 2**31 else torch.int64
@@ -279,7 +279,7 @@ class ImageData(Splits):
         split: str, # "train", "heldout" or "test"
         batch_size: int, # images per batch; the last batch may be smaller
     ) -> Iterator[tuple[Tensor, Tensor]]: # x (B, C, H, W) float32 channels_last, y (B,) int64
-        "Every image of a split once, in order and without augmentation, the same for all lanes."
+        "Return every image of a split once, in order and without augmentation, the same for all lanes."
         x, y = self.x[self.check_split(split)], self.y[split]
         edge, (c, _, w) = self.pad if split == "train" else 0, self.shape
         x = x[:, edge:x.shape[1] - edge, edge:x.shape[2] - edge]
@@ -310,11 +310,11 @@ class ImageData(Splits):
         return fetch
 
     def check_answers(self, split: str, y, count: int) -> Tensor: # (N,) int64; count: images in the split
-        "The labels of a split, fit to be used."
+        "Return the labels of a split, checked."
         return check_labels(split, y, count, self.classes)
 
     def prior(self, y: Tensor) -> Tensor: # (classes,) float64; y: of the training split
-        "The answer that fits best if nothing is known of an example."
+        "Return the answer that fits best if nothing is known of an example."
         return label_frequencies(y, self.classes)
 
     def __repr__(self):
@@ -332,7 +332,7 @@ def count_answers(
     y: Tensor, # what was to be said, of one lane or of all
     n: int, # lanes
 ) -> int: # of one lane: one for each example, token, value or label
-    "How many answers a batch asks for."
+    "Return how many answers a batch asks for."
     return y.numel() // (y.shape[1] if is_target(y) else n if y.ndim == outputs.ndim else 1)
 
 # %% ../../nbs/train/33_data.ipynb #5666b611
@@ -341,7 +341,7 @@ def target_lanes(
     y: Tensor, # (B, n, K), or (B, 1, K) when the lanes share targets
     n: int, # lanes
 ) -> tuple[Tensor, Tensor]: # both (B, n, K), outputs in fp32
-    "Outputs and targets with the lane axis apart."
+    "Return outputs and targets with the lane axis apart."
     width = outputs.shape[-1] // n
     check(outputs.ndim == 2 and outputs.shape[1] == n * width, "outputs.shape", tuple(outputs.shape),
           f"(B, n*K) with {n} lanes")
@@ -355,7 +355,7 @@ def lane_target_loss(
     y: Tensor, # (B, n, K) or (B, 1, K): bool labels, or standardised values
     n: int = 1, # lanes
 ) -> Tensor: # (n,) mean loss, fp32: nats of labels, squared standard deviations of values
-    "Binary cross entropy or squared error of each lane, in fp32 under autocast too."
+    "Return binary cross entropy or squared error of each lane, in fp32 under autocast too."
     z, y = target_lanes(outputs, y, n)
     if y.dtype != torch.bool: return (z - y).square().mean(-1).mean(0)
     return torch.nn.functional.binary_cross_entropy_with_logits(z, y.float(), reduction="none").mean(-1).mean(0)
@@ -367,7 +367,7 @@ def target_counts(
     n: int = 1, # lanes
     spread: Tensor | float = 1., # (K,) variance of the values in the part that is judged
 ) -> Tensor: # (n, K) int64 of labels, float64 of values
-    "Right labels, or what squared errors leave of 1, of each lane and column; add them up over batches."
+    "Count right labels, or what squared errors leave of 1, of each lane and column; add them up over batches."
     z, y = target_lanes(outputs, y, n)
     if y.dtype == torch.bool: return ((z > 0) == y).sum(0)
     error = as_double(z - y).square()
@@ -377,7 +377,7 @@ def share_pp(
     right: Tensor, # right answers, a sum of `target_counts` or of whole answers
     answers: int, # how many were asked for
 ) -> Tensor: # float32
-    "Right answers in percentage points; an R² below 0, or of what is not a number, is 0."
+    "Return right answers in percentage points; an R² below 0, or of what is not a number, is 0."
     pp = 100 * right / answers
     return torch.where(pp > 0, pp, 0).float()
 
@@ -385,8 +385,8 @@ def share_pp(
 def standardised(
     y: Tensor, # (N,) class numbers, (N, K) float64 values or bool labels
     train: Tensor, # numbers of the training examples
-) -> tuple[Tensor, dict[str, Any]]: # what a network is told, and the units for `TargetData`
-    "Values with mean 0 and standard deviation 1 in the training part; all else as it is."
+) -> tuple[Tensor, dict[str, Any]]: # targets for a network, and the units for `TargetData`
+    "Return values with mean 0 and standard deviation 1 in the training part; classes and labels as they are."
     if not y.is_floating_point(): return y, {}
     center, unit = y[train].mean(0), y[train].std(0, correction=0)
     check(bool((unit > 0).all() and unit.isfinite().all()), "standard deviation of the targets in the training part",
@@ -424,16 +424,16 @@ class TargetData(ImageData):
 
     @property
     def chance_loss(self) -> float:
-        "Loss of always saying the same, the best that fits the training part."
+        "Return the loss of the best constant answer."
         if self.target == "values": return float(self.spread["train"].mean())
         return float((torch.special.entr(self.label_prior) + torch.special.entr(1 - self.label_prior)).mean())
 
     def counter(self, count: Callable[..., Tensor], split: str) -> Callable[..., Tensor]:
-        "How right answers of a split are counted: values in units of its own variance."
+        "Return how right answers of a split are counted: values in units of its own variance."
         return count if self.target == "labels" else partial(count, spread=self.spread[self.check_split(split)])
 
     def in_units(self, outputs: Tensor) -> Tensor: # both (B, K); of labels their probabilities
-        "What one network says, as the data put it."
+        "Return the outputs of one network in the units of the data."
         if self.target == "labels": return outputs.sigmoid()
         unit, center = (torch.tensor(v, dtype=torch.float64) for v in (self.unit, self.center))
         return outputs.cpu() * unit + center
@@ -451,7 +451,7 @@ def check_tokens(
     classes: int, # size of the vocabulary
     block: int, # L, window length in tokens
 ) -> Tensor: # 1-D, uint8 if the vocabulary allows it
-    "The tokens of a split, fit to be used."
+    "Return the tokens of a split, checked."
     t = torch.as_tensor(tokens)
     check(t.dim() == 1 and not t.is_floating_point() and t.dtype != torch.bool, split, (t.dtype, tuple(t.shape)),
           "a 1-D tensor of integer tokens")
@@ -469,7 +469,7 @@ def draw_windows(
     block: int, # L, window length in tokens
     tokens: int, # in the split
 ) -> Tensor: # (2, N) int64: order, and first token of each window in that order
-    "What one lane draws for an epoch of text."
+    "Draw order and offset of one lane's windows for an epoch of text."
     seed, lane = seed_key
     g = generator(seed, "data", lane, epoch)
     slack = tokens - 1 - count * block
@@ -503,7 +503,7 @@ class TextData(Splits):
         epoch: int | Sequence[int], # epoch number, the same for all or one for each lane
         batch_size: int, # windows per lane and batch
     ) -> Epoch: # x (B, L, n), y (B, L, n) int64
-        "Shuffled training windows for n lanes."
+        "Return shuffled training windows for n lanes."
         tokens = len(self.tokens["train"])
         def own(lane, e): return draw_windows(self.seed_key(seed, lane), e, self.num_train, self.block, tokens)
         draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)], -1)
@@ -514,7 +514,7 @@ class TextData(Splits):
         split: str, # "train", "heldout" or "test"
         batch_size: int, # windows per batch; the last batch may be smaller
     ) -> Iterator[tuple[Tensor, Tensor]]: # x (B, L), y (B, L) int64
-        "Every whole window of a split once, in order; the last few tokens that fill none are left out."
+        "Return every whole window of a split once, in order; the last few tokens that fill none are left out."
         t, size = self.tokens[self.check_split(split)], self.block
         count = (len(t) - 1) // size
         x, y = t[:count * size].view(count, size), t[1:count * size + 1].view(count, size)

@@ -39,7 +39,7 @@ class Examples(NamedTuple):
     classes: tuple[str, ...] # names by number; of other targets those of the K columns
 
 def number_labels(labels: Iterable) -> tuple[Tensor, tuple[str, ...]]: # (N,) int64, and the names in order
-    "Labels of any kind as class numbers: numbers by size, words by the alphabet."
+    "Return labels of any kind as class numbers: numbers by size, words by the alphabet."
     given = [v.item() if hasattr(v, "item") else v for v in labels]
     names = sorted(set(given), key=lambda v: (isinstance(v, str), v))
     number = {v: i for i, v in enumerate(names)}
@@ -63,7 +63,7 @@ def check_kind(target: str, columns: int = 1):
           "target='labels' or 'values'")
 
 def as_targets(y, source: str = "y") -> Tensor: # (N, K) float64
-    "Numbers of any kind, `(N,)` or `(N, K)`, as one column for each target."
+    "Return numbers of any kind, `(N,)` or `(N, K)`, as one column for each target."
     try: values = np.asarray(y.detach().cpu().double() if isinstance(y, Tensor) else y, dtype=np.float64)
     except (TypeError, ValueError) as e:
         raise ValueError(f"targets of {source} cannot be read as numbers ({e}); give (N,) or (N, K) numbers") from e
@@ -78,7 +78,7 @@ def check_targets(
     names: Sequence[str], # of the K columns
     target: str, # "values" or "labels"
 ) -> Tensor: # (N, K) float64 values, or bool labels
-    "Targets that can be learnt, or an error that names the column."
+    "Return targets that can be learnt; refuse others by the name of their column."
     check(len(y) >= 12, f"examples of {source}", len(y), "at least 12, to be cut into three parts")
     for name, column in zip(names, y.T):
         where = f"target {name} of {source}"
@@ -122,7 +122,7 @@ MOST_STRATA = 100 # groups by value
 def target_strata(
     y: Tensor, # (N,) class numbers, or (N, K) float64 values or bool labels
 ) -> Tensor: # (N,) int64; of other targets than classes, at least 3 examples of each
-    "Groups of which every part gets its share: a class, one combination of labels, or neighbours by value."
+    "Return the groups of which every part gets its share: classes, combinations of labels, or neighbours by value."
     if y.ndim == 1: return y
     if y.dtype != torch.bool:
         rank = ((y - y.mean(0)) / y.std(0)).mean(1).argsort(stable=True).argsort()
@@ -137,7 +137,7 @@ def target_strata(
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 def picture_files(path: str | Path) -> list[tuple[Path, str]]: # (file, class), sorted
-    "The pictures of a folder with one folder for each class."
+    "List the pictures of a folder with one folder for each class."
     root = Path(path)
     if not root.is_dir(): raise FileNotFoundError(f"{root} is not a folder, expected one with a folder for each class")
     folders = sorted(d for d in root.iterdir() if d.is_dir() and not d.name.startswith("."))
@@ -152,7 +152,7 @@ def picture_files(path: str | Path) -> list[tuple[Path, str]]: # (file, class), 
     return found
 
 def read_picture(file: Path, size: int | None = None) -> np.ndarray: # (H, W, 3) uint8
-    "A picture with three channels, cut and scaled to a square of `size` pixels, or as it is."
+    "Read a picture with three channels, cut and scaled to a square of `size` pixels, or as it is."
     from PIL import Image, ImageOps
     try:
         with Image.open(file) as raw: picture = ImageOps.exif_transpose(raw) # which also reads it to its end
@@ -168,7 +168,7 @@ def read_folder(
     path: str | Path, # with one folder of pictures for each class
     size: int | None = None, # side in pixels to which all are cut and scaled; None: all have one size already
 ) -> Examples:
-    "Pictures with the names of their folders as labels."
+    "Read pictures, with the names of their folders as labels."
     files, x = picture_files(path), []
     for f, _ in files:
         x.append(read_picture(f, size))
@@ -183,7 +183,7 @@ def read_folder(
 
 # %% ../../nbs/train/34_datasets.ipynb #447dda18
 def _cells(path: Path) -> tuple[list[str], list[list[str]]]: # header, rows
-    "A table as text."
+    "Read a table as text."
     if not path.is_file(): raise FileNotFoundError(f"{path} is not a file, expected a CSV table with a header")
     if path.suffix == ".parquet":
         import pandas # the extra `tables`
@@ -196,7 +196,7 @@ def _cells(path: Path) -> tuple[list[str], list[list[str]]]: # header, rows
     return rows[0], rows[1:]
 
 def _number(path: Path, line: int, column: str, text: str) -> float:
-    "A cell as a number; true and false are 1 and 0."
+    "Return a cell as a number; true and false are 1 and 0."
     try: value = float(dict(true=1, false=0).get(text.strip().lower(), text))
     except ValueError: value = math.nan
     way = "a finite number; mend it, drop its row, or name the columns to use with columns=[...]"
@@ -210,34 +210,34 @@ def read_table_file(
     columns: Sequence[str] | None = None, # columns of numbers; default all others
     target: str = "classes", # one of `ANSWERS`
 ) -> Examples: # (N, 1, 1, columns) float32
-    "Rows of numbers with a class each, or with other targets."
+    "Read rows of numbers with a class each, or with other targets."
     path = Path(path)
     header, rows = _cells(path)
-    told = [label] if isinstance(label, str) else list(label or header[-1:]) # the columns that are to be told
-    check_kind(target, len(told))
-    used = [k for k in header if k not in told] if columns is None else list(columns)
-    for k in (*told, *used):
+    asked = [label] if isinstance(label, str) else list(label or header[-1:]) # the columns of targets
+    check_kind(target, len(asked))
+    used = [k for k in header if k not in asked] if columns is None else list(columns)
+    for k in (*asked, *used):
         near = difflib.get_close_matches(k, header, 1, 0)
         check(k in header, f"column of {path}", k, f"{near[0]!r} perhaps, or another of {', '.join(header)}")
-    spare = bool(used) and not set(used) & set(told)
-    check(spare, f"columns of {path} to learn from", used, "at least one, and none of those that are to be told")
+    spare = bool(used) and not set(used) & set(asked)
+    check(spare, f"columns of {path} to learn from", used, "at least one, and none of the targets")
     ragged = [i for i, r in enumerate(rows, 2) if len(r) != len(header)]
     check(not ragged, f"{path}, lines of another length", ragged[:3], f"{len(header)} cells as in the header")
-    place = {k: header.index(k) for k in (*told, *used)}
+    place = {k: header.index(k) for k in (*asked, *used)}
     def numbers(chosen): return [[_number(path, i, k, r[place[k]]) for k in chosen] for i, r in enumerate(rows, 2)]
     x = torch.tensor(numbers(used))[:, None, None]
     if target != "classes":
-        y = check_targets(str(path), torch.tensor(numbers(told), dtype=torch.float64), told, target)
-        return Examples(x, y, tuple(told))
-    names = [r[place[told[0]]].strip() for r in rows]
+        y = check_targets(str(path), torch.tensor(numbers(asked), dtype=torch.float64), asked, target)
+        return Examples(x, y, tuple(asked))
+    names = [r[place[asked[0]]].strip() for r in rows]
     few = "a few classes; name their column by label=, or say target='values' if these are numbers"
-    check(len(set(names)) <= max(2, len(names) // 3), f"different values of {told[0]} in {path}", len(set(names)), few)
+    check(len(set(names)) <= max(2, len(names) // 3), f"different values of {asked[0]} in {path}", len(set(names)), few)
     y, classes = number_labels(int(v) for v in names) if all(map(str.isdecimal, names)) else number_labels(names)
     return check_classes(str(path), Examples(x, y, classes))
 
 # %% ../../nbs/train/34_datasets.ipynb #ee0dd9a3
 def as_pixels(x, source: str = "x") -> Tensor: # (N, H, W, C) uint8 or float32
-    "An array of pictures or of rows in the one order of axes."
+    "Return an array of pictures or of rows in the one order of axes."
     x = torch.as_tensor(np.asarray(x) if not isinstance(x, Tensor) else x).detach().cpu()
     x = x if x.dtype == torch.uint8 else x.float()
     check(x.ndim in (2, 3, 4), f"{source}.shape", tuple(x.shape), "(N, C), (N, H, W), (N, H, W, C) or (N, C, H, W)")
@@ -257,7 +257,7 @@ def from_arrays(
     source: str = "arrays", # for messages
     target: str = "classes", # one of `ANSWERS`
 ) -> Examples:
-    "Arrays as examples."
+    "Return arrays as examples."
     check_kind(target)
     pixels = as_pixels(x, f"{source}: x")
     labels, names = number_labels(y) if target == "classes" else (as_targets(y, source), ())
@@ -272,7 +272,7 @@ def from_dataset(
     source: str = "dataset", # for messages
     target: str = "classes", # one of `ANSWERS`
 ) -> Examples:
-    "The examples of a map-style dataset, each asked for once."
+    "Return the examples of a map-style dataset, each read once."
     check(hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"), source, type(dataset).__name__,
           "a dataset with a length and items by number; list(...) makes one of an iterable")
     xs, ys = [], []
@@ -288,7 +288,7 @@ def from_dataset(
 
 # %% ../../nbs/train/34_datasets.ipynb #8ebe716f
 def digest_of(e: Examples) -> str: # eight letters
-    "A fingerprint of examples, to notice that they have changed."
+    "Return a fingerprint of examples, to notice that they have changed."
     content = hashlib.blake2b(e.x.contiguous().numpy().tobytes(), digest_size=4)
     content.update(e.y.numpy().tobytes())
     return content.hexdigest()
@@ -298,14 +298,14 @@ def balanced_order(
     labels: Tensor, # (N,) class numbers
     name: str, # the data set, the seed key of its fixed shuffle
 ) -> Tensor: # (N,) a permutation; every stretch of it has nearly the class proportions of the whole
-    "A fixed shuffle that spreads each class evenly."
+    "Return a fixed shuffle that spreads each class evenly."
     order = torch.randperm(len(labels), generator=generator(0, "split", name))
     member = torch.nn.functional.one_hot(labels[order].long())
     rank = (member.cumsum(0) * member).sum(1) - 1
     return order[((rank + .5) / member.sum(0)[labels[order]]).argsort(stable=True)]
 
 def first(limit: int | None, x: Tensor) -> Tensor:
-    "The first `limit` entries; all of them if there is no limit."
+    "Return the first `limit` entries; all of them if there is no limit."
     return x if limit is None else x[:check_count("limit", limit)]
 
 # %% ../../nbs/train/34_datasets.ipynb #e526155a
@@ -347,7 +347,7 @@ def load_digits_data(
 Split = tuple[Tensor | np.ndarray, Tensor | Sequence[int]] # images (N, 32, 32, 3) uint8, and labels
 
 def _cifar10_images(train: Split, heldout: Split, test: Split, device: str | torch.device) -> ImageData:
-    "Three splits with CIFAR-10's normalisation and augmentation."
+    "Return three splits with CIFAR-10's normalisation and augmentation."
     return ImageData(
         train_x=train[0], train_y=train[1], heldout_x=heldout[0], heldout_y=heldout[1], test_x=test[0], test_y=test[1],
         classes=10, mean=(.4914, .4822, .4465), std=(.2470, .2435, .2616), pad=4, flip=True, device=device)
@@ -373,7 +373,7 @@ def load_cifar10(
     limit: int | None = None, # most training images, for a quick run
     heldout: int = 5000, # images kept out of the training split
 ) -> ImageData: # images of (3, 32, 32) with random crop and flip
-    "CIFAR-10 from local files, with a balanced held-out part of its training split."
+    "Load CIFAR-10 from local files, with a balanced held-out part of its training split."
     dev, (train, test) = check_device(device), _cifar10_files(root)
     y = torch.tensor(train.targets)
     check(check_count("heldout", heldout) < len(y), "heldout", heldout, f"fewer than the {len(y)} training images")
@@ -387,7 +387,7 @@ def synthetic_cifar10(
     seed: int = 0, # of patterns and noise
     device: str | torch.device = "cpu", # where the data lives
 ) -> ImageData: # same shapes, classes and augmentation as CIFAR-10
-    "Made-up images that can be learned: each class is a coarse colour pattern, mirrored or not, under noise."
+    "Make up images that can be learned: each class is a coarse colour pattern, mirrored or not, under noise."
     g = generator(seed, "synthetic_cifar10")
     part = max(10, check_count("n", n, 10) // 5)
     y = torch.arange(n + 2 * part) % 10
@@ -401,7 +401,7 @@ def synthetic_cifar10(
 
 # %% ../../nbs/train/34_datasets.ipynb #76ad7310
 def _cut_text(tokens: Tensor, vocab, block: int, device, limit: int | None) -> TextData:
-    "The first 80 % to train, then 10 % held out and 10 % test; `limit` counts training windows."
+    "Cut a text: 80 % to train, then 10 % held out and 10 % test; `limit` counts training windows."
     a, b = int(len(tokens) * .8), int(len(tokens) * .9)
     train = tokens[:a] if limit is None else tokens[:a][:(check_count("limit", limit) + 1) * block]
     return TextData(train, tokens[a:b], tokens[b:], vocab, block, device)
@@ -411,7 +411,7 @@ def load_prose(
     block: int = 64, # window length in characters
     limit: int | None = None, # most training windows, for a quick run
 ) -> TextData: # characters, a vocabulary of 96
-    "Characters of the English reference manual inside Python."
+    "Load the characters of the English reference manual inside Python."
     from pydoc_data.topics import topics
     text = "\n\n".join(topics[k] for k in sorted(topics))
     text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
@@ -428,7 +428,7 @@ def load_text_file(
     block: int = 256, # window length in bytes
     limit: int | None = None, # most training windows, for a quick run
 ) -> TextData: # bytes, a vocabulary of 256
-    "Bytes of a local text file."
+    "Load the bytes of a local text file."
     if not Path(path).is_file():
         raise FileNotFoundError(f"path={str(path)!r} is not a file, expected a UTF-8 text; for TinyStories save "
                                 "TinyStoriesV2-GPT4-train.txt from huggingface.co/datasets/roneneldan/TinyStories "
@@ -444,7 +444,7 @@ def example_data(
     pad: int = 0, # border of the random crop in pixels
     flip: bool = False, # mirror half of the training pictures
 ) -> ImageData:
-    "Examples as data for training: three parts, normalised by the training part."
+    "Return examples as data for training: three parts, normalised by the training part."
     strata, x, top = target_strata(e.y), e.x, 255
     parts = stratified_split(strata)
     train = parts.train[balanced_order(strata[parts.train], "yours")]
@@ -465,7 +465,7 @@ _arrays: dict[str, Examples] = {} # in memory, by name
 _latest: dict[str, Examples] = {} # the files read last, so that a task and its data do not read them twice
 
 def own_source(kind: str, place: str | Path, **options) -> str: # kind: one of `OWN`
-    "A source as a text, such as `folder:/home/me/pics?size=32&digest=0a1b2c3d`."
+    "Return a source as a text, such as `folder:/home/me/pics?size=32&digest=0a1b2c3d`."
     place = place if kind == "arrays" else Path(place).resolve()
     return f"{kind}:{place}?{urlencode({k: v for k, v in options.items() if v is not None}, doseq=True)}"
 
@@ -488,7 +488,7 @@ def _remember(source: str, e: Examples) -> Examples: # the same
     return e
 
 def read_own(source: str) -> Examples: # from `own_source`, any kind but text
-    "The examples that a source names."
+    "Read the examples that a source names."
     if source in _latest: return _latest[source]
     kind, place, options = _taken_apart(source)
     size = options.get("size")
@@ -514,7 +514,7 @@ def keep_arrays(name: str, e: Examples) -> str: # its source
 
 # %% ../../nbs/train/34_datasets.ipynb #b42a3ab7
 def text_digest(path: str | Path, block: int) -> str: # block: window length in bytes
-    "A fingerprint of a text that is long enough to be cut; it must be UTF-8."
+    "Return the fingerprint of a text, which must be UTF-8 and long enough to be cut."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path} is not a file, expected a text in UTF-8")
     content = Path(path).read_bytes()
     try: content.decode("utf-8")
@@ -529,7 +529,7 @@ def load_own(
     block: int = 64, # window length of a text, bytes
     limit: int | None = None, # most training examples, for a quick run
 ) -> ImageData | TextData:
-    "The data that a source names."
+    "Load the data that a source names."
     kind, place, options = _taken_apart(source)
     if kind == "text":
         _check_digest(place, options.get("digest"), text_digest(place, block))
@@ -545,7 +545,7 @@ def load_source(
     limit: int | None, # most training examples
     synthetic: bool, # made-up images in place of CIFAR-10
 ) -> ImageData | TextData:
-    "The data that a task names."
+    "Load the data that a task names."
     check(not synthetic or task.data == "cifar10", "synthetic", synthetic,
           f"False for data={task.data!r}: only cifar10 has made-up images")
     if task.data == "digits": return load_digits_data(device, limit)
@@ -558,7 +558,7 @@ def load_source(
 
 # %% ../../nbs/train/34_datasets.ipynb #73f934a9
 def host_for(shape: Sequence[int], classes: int) -> CNNConfig: # shape: (C, H, W)
-    "A small host for pictures of some size, or, for one pixel, a multilayer perceptron."
+    "Return a small host for pictures of some size, or, for one pixel, a multilayer perceptron."
     channels, height, width = shape
     check(height == width, "pictures", (height, width), "squares; pad or cut them")
     if height == 1: return CNNConfig(classes, channels, 1, base=32, widen=False, blocks=3, kernel=1, pools=0)

@@ -52,7 +52,7 @@ TASK_FAMILIES: dict[str, tuple[Instance, ...]] = { # name -> kinds, drawn evenly
 }
 
 def groupings(classes: int) -> list[tuple[int, ...]]: # each the members of one half; the other half has the rest
-    "Every way to put classes into two halves, in an order that is no order."
+    "Return every way to put classes into two halves, shuffled once and for all."
     halves = [h for h in itertools.combinations(range(classes), classes // 2) if 0 in h]
     order = torch.randperm(len(halves), generator=generator(0, "groupings", classes)).tolist()
     return [halves[i] for i in order]
@@ -67,7 +67,7 @@ class Lesson(NamedTuple):
     used: int # training examples, at least 1
 
 def draw_classes(groups: int, classes: int, judged: bool, g: torch.Generator) -> Tensor: # (classes,) int64
-    "New names for the classes; two groups come from that part of the groupings that is meant for the purpose."
+    "Draw new names for the classes; practice and judgement draw two groups from different groupings."
     if groups == 0: return torch.arange(classes)
     if groups > 2: return torch.randperm(classes, generator=g) % groups
     known = groupings(classes)
@@ -80,9 +80,9 @@ def draw_lesson(
     data: ImageData, # whose labels and pictures
     kinds: Sequence[Instance], # of the family
     seed_key: int, # of the lane's episode
-    judged: bool = False, # drawn for a judgement: from what nobody practises on
+    judged: bool = False, # drawn for a judgement: from what is never practised on
 ) -> Lesson:
-    "One instance, a function of its seed key."
+    "Draw one instance, a function of its seed key."
     g = generator(seed_key, "judged" if judged else "practice")
     k = int(torch.randint(len(kinds), (), generator=g))
     instance, y = kinds[k], data.y["train"].cpu()
@@ -110,7 +110,7 @@ class FamilyData(ImageData):
         self.seed_keys, self.lessons = self.seed_keys | dict(zip(lanes, seed_keys)), self.lessons | new
 
     def instance(self, lane: int) -> Instance:
-        "What a lane has before it."
+        "Return the instance of a lane."
         return self.kinds[self.lessons[lane].kind]
 
     def for_lanes(self, lanes: Sequence[int]) -> Self:
@@ -119,13 +119,13 @@ class FamilyData(ImageData):
         return new
 
     def table(self, name: str, lanes: Sequence[int]) -> Tensor: # (lanes, ...)
-        "One field of some lanes' lessons."
+        "Return one field of some lanes' lessons."
         missing = [i for i in lanes if i not in self.lessons]
         check(not missing, "lanes", missing, "lanes whose lessons have begun: call begin(lanes, seed_keys) first")
         return torch.stack([torch.as_tensor(getattr(self.lessons[i], name)) for i in lanes]).to(self.device)
 
     def pixel_order(self, lanes: Sequence[int]) -> Tensor | None: # (n, H*W); None: no lane's pixels are shuffled
-        "Where the pixels of each lane come from."
+        "Return where the pixels of each lane come from."
         return self.table("pixels", lanes) if any(self.instance(i).shuffled for i in lanes) else None
 
     def reorder(self, x: Tensor, pixels: Tensor | None) -> Tensor: # (B, n*C, H, W), the same shape

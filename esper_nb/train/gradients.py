@@ -28,7 +28,7 @@ def flat_lanes(
     t: Tensor, # (n*k, ...) a parameter or gradient of n lanes, contiguous or channels_last
     lanes: int, # n
 ) -> Tensor: # (n, elements of a lane), a view; a lane's elements are in memory order
-    "A tensor as a matrix with one line per lane, without a copy."
+    "Return a tensor as a matrix with one line per lane, without a copy."
     if (t.shape[0] if t.ndim else 1) % lanes:
         raise ValueError(f"shape {tuple(t.shape)} does not hold {lanes} lanes: "
                          f"dimension 0 must be a multiple of {lanes}")
@@ -42,7 +42,7 @@ def lane_grads(
     params: Iterable[Tensor], # parameters of one owner, each (n*k, ...)
     lanes: int, # n
 ) -> list[Tensor]: # (n, elements) views of the gradients that exist
-    "The gradients of some parameters, lane by lane; parameters without a gradient are left out."
+    "Return the gradients of some parameters, lane by lane; parameters without a gradient are left out."
     out = []
     for p in params:
         if (g := p.grad) is None: continue
@@ -55,7 +55,7 @@ def lane_grads(
 def tensor_norms(
     grads: Sequence[Tensor], # each (n, elements), from `lane_grads`
 ) -> Tensor: # (tensors, n) L2 norms, >= 0; inf where the gradient is not finite
-    "The norm of every gradient tensor, lane by lane."
+    "Return the norm of every gradient tensor, lane by lane."
     norms = torch.stack([torch.linalg.vector_norm(g, dim=1) for g in grads])
     return norms.masked_fill_(norms.isnan(), math.inf)
 
@@ -63,7 +63,7 @@ def owner_norms(
     grads: Sequence[Tensor], # each (n, elements), from `lane_grads`; at least one
     *more: Sequence[Tensor], # the same of further owners, with lanes of their own
 ) -> Tensor: # (n,) L2 norms over all tensors of an owner, (n + ...,) for several; inf where a gradient is not finite
-    "The norm of every lane over all its gradients, owner after owner."
+    "Return the norm of every lane over all its gradients, owner after owner."
     parts = [torch.stack([torch.linalg.vector_norm(g, dim=1) for g in owner]) for owner in (grads, *more)]
     norms = torch.cat([torch.linalg.vector_norm(part, dim=0) for part in parts])
     return norms.masked_fill_(norms.isnan(), math.inf)
@@ -74,7 +74,7 @@ def lane_grad_norms(
     lanes: int, # n
     active: Sequence[bool] | Tensor | None = None, # (n,) lanes that took part, default all
 ) -> Tensor: # (n,) L2 norms; inf: not finite; NaN: not measured
-    "The gradient norm of every lane of one owner."
+    "Return the gradient norm of every lane of one owner."
     params = list(params)
     grads = lane_grads(params, lanes)
     if not grads: return torch.full((lanes,), math.nan, device=params[0].device if params else None)
@@ -91,7 +91,7 @@ def where_active(
 def measured(
     x: Tensor, # measurements of this page
 ) -> Tensor: # same shape, bool
-    "Where a value was measured at all. An infinite one was."
+    "Return where a value was measured; an infinite one was."
     return ~torch.isnan(x)
 
 # %% ../../nbs/train/30_gradients.ipynb #ea3ad272
@@ -100,7 +100,7 @@ def health_score(
     low: float = 1e-3, # l: norm at which a gradient counts as half vanished; three decades below a clip of 1
     high: float = 1e2, # u: norm at which it counts as half exploded; two decades above a clip of 1
 ) -> Tensor: # same shape, in [0, 1]; NaN stays NaN
-    "A smooth score of a gradient norm's order of magnitude."
+    "Return a smooth score of a gradient norm's order of magnitude."
     if not 0 < low < high: raise ValueError(f"low={low}, high={high}: expected 0 < low < high")
     return 1 / (1 + low / norm) / (1 + norm / high)
 
@@ -142,7 +142,7 @@ def norm_ratio(
     host_size: int, # parameters of one lane's host
     limit: float = 10., # largest ratio reported, so a frozen host gives a number too
 ) -> Tensor: # (n,) in [0, limit]; NaN where either is unmeasured or both are zero or infinite
-    "Gradient per weight of the seed relative to the host."
+    "Return the gradient per weight of the seed relative to the host."
     if seed_size < 1 or host_size < 1:
         raise ValueError(f"sizes {seed_size} and {host_size}: expected at least one parameter each")
     return (seed / host * math.sqrt(host_size / seed_size)).clamp(max=limit)
@@ -161,7 +161,7 @@ def growth_signals(
     lanes: int, # n
     window: int = 3, # side of the seed's window, odd
 ) -> GrowthSignals:
-    "The gradient of a seed that is not there yet, as three numbers a lane."
+    "Return the gradient of a seed that is not there yet, as three numbers a lane."
     if h.ndim == 3: h, g, window = h.mT[..., None], g.mT[..., None], 1 # a sequence is a picture of width 1
     h, g = (t.float().contiguous(memory_format=torch.channels_last) for t in (h, g)) # which convolutions like
     half, channels = window // 2, h.shape[1] // lanes

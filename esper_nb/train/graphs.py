@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TrainStep', 'Group', 'pack_step', 'Moving', 'move_sgd', 'move_adam', 'Resident', 'unfit_rule', 'unfit_net',
-           'unfit_group', 'topology', 'Recorded', 'Graphs', 'GroupSteps', 'record_steps']
+           'unfit_group', 'topology', 'Recorded', 'Graphs', 'GroupSteps', 'capture_steps']
 
 # %% ../../nbs/train/37_graphs.ipynb #5e828320
 import threading, warnings
@@ -44,7 +44,7 @@ class Group:
 
     @cached_property
     def partly(self) -> dict[str, Tensor]: # owner -> (m,) bool
-        "Owners that only some of their lanes train."
+        "Return the owners that only some of their lanes train."
         return {k: on for k, on in self.active.items() if not on[list(self.stepper.lanes_of(k))].all()}
 
     def step(self,
@@ -312,7 +312,7 @@ class GroupSteps:
         self.resident.settle(len(steps))
 
 # %% ../../nbs/train/37_graphs.ipynb #31e0b83e
-def record_steps(
+def capture_steps(
     graphs: Graphs | None, # None: not asked for
     g: Group, # about to be trained
     careful: bool, # the host judges every batch

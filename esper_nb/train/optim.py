@@ -296,12 +296,12 @@ class LaneViews:
         return self.at == self.memory() and len(self.views) <= 4 * self.owner.lanes
 
     def cut(self, t: Tensor, a: int, b: int) -> Tensor: # (n*k, ...) -> ((b - a)*k, ...)
-        "Lanes a to b of a tensor."
+        "Return lanes a to b of a tensor."
         k = t.shape[0] // self.owner.lanes
         return t.detach()[a * k:b * k]
 
     def view(self, a: int, b: int) -> list[Tensor]: # one leaf for each parameter
-        "Lanes a to b of every parameter."
+        "Return lanes a to b of every parameter."
         if (a, b) in self.views: return self.views[a, b]
         self.views[a, b] = [self.cut(p, a, b) for p in self.owner.params.values()]
         for p, leaf in zip(self.owner.params.values(), self.views[a, b]):

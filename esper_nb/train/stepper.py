@@ -169,7 +169,7 @@ class Stepper(LaneState):
         return {f"{who}.{k}": t for who, part in parts for k, t in part.state_dict().items()}
 
     def _layout(self, owners: Sequence[str], like: Tensor) -> "Layout": # like: whose device and type the limits have
-        "The places of some owners, laid out once."
+        "Return the places of some owners, laid out once."
         key = (tuple(owners), like.device, like.dtype)
         if key not in self._layouts:
             lanes = [self.lanes_of(k) for k in owners]
@@ -183,7 +183,7 @@ class Stepper(LaneState):
         grads: Mapping[str, Sequence[Tensor]], # owner -> its gradients, each (places of the owner, elements)
         trust: bool, # leave everything on the device
     ) -> "Measurement":
-        "Norm and coefficient of every place, in one copy from the device to the CPU."
+        "Measure norm and coefficient of every place, in one copy from the device to the CPU."
         norms = owner_norms(*grads.values())
         places = self._layout(tuple(grads), norms)
         scaled = self.scaler.enabled
@@ -212,7 +212,7 @@ class Stepper(LaneState):
         norms: Tensor, # (places,)
         on: Tensor, # (places,) bool: took part
     ) -> tuple[list[str], Tensor, Tensor, Tensor]: # owners; norms, skipped or not, took part or not: each (owners, n)
-        "What happened at each place, by owner and lane."
+        "Return what happened at each place, by owner and lane."
         places, order = self._layout(names, norms), [*names, *(k for k in self.owners if k not in names)]
         skipped = on & ~(norms < math.inf)
         table = torch.stack([norms.masked_fill(~on, math.nan), skipped.to(norms), on.to(norms)])

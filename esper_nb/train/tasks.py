@@ -298,7 +298,7 @@ register_task(Task(
 _TEXT_HOST = GPTConfig(vocab=256, d=64, heads=2, layers=3)
 
 def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict) -> Task:
-    "A task with settings that suit small data, and those that were given."
+    "Return a task with settings that suit small data, and those that were given."
     text, host = isinstance(data, TextData), settings.get("host")
     examples, classes = data.num_train, data.classes
     if isinstance(host, ModuleHostConfig): settings = settings | dict(host=host.fitted(data.shape, classes))
@@ -481,7 +481,7 @@ def create_model(
     >>> import torch
     >>> from esper_nb import create_model
     >>> model = create_model("digits", ["r0c1"], num_lanes=4)
-    >>> tuple(model(torch.zeros(2, 4, 8, 8)).shape) # a batch of two, four lanes: four images in, four times ten logits out
+    >>> tuple(model(torch.zeros(2, 4, 8, 8)).shape) # four images in, four times ten logits out
     (2, 40)
     """
     dev = check_device(device)

@@ -19,7 +19,7 @@ from ..core.workers import use_threads
 from ..grow.models import Decision, apply_decisions
 from .ablation import judge_lanes
 from .data import share_pp
-from .graphs import Group, GroupSteps, TrainStep, record_steps
+from .graphs import Group, GroupSteps, TrainStep, capture_steps
 from .population import (
     EpochResult, GroupResult, Population, TrainResult, join_groups, seed_health, site_signals, spread_lanes, traced)
 
@@ -67,6 +67,7 @@ def run_epoch(
     >>> result.epoch, tuple(result.train.losses.shape), pop.epoch.tolist() # 20 batches of two lanes
     (0, (20, 2), [1, 1])
     """
+    if pop.graphs is not None: pop.graphs.sweep()
     start, plan, number = time.perf_counter(), pop.plan(), int(pop.epoch.max())
     lanes = None if active is None else active.nonzero().flatten().tolist()
     inactive = () if active is None else (~active).nonzero().flatten().tolist()
@@ -192,7 +193,7 @@ def group_epoch(
     disturb: Disturb | None = None, # called before every batch
 ) -> GroupResult | None: # None if told to stop
     "Train some lanes, and evaluate them on a split."
-    recorded = record_steps(pop.graphs, g, careful := not may_trust(pop, g, disturb))
+    recorded = capture_steps(pop.graphs, g, careful := not may_trust(pop, g, disturb))
     with nullcontext() if recorded is None else recorded.beside():
         trained = train_group(pop, g, disturb, careful, recorded)
     if trained is not None and not careful and trained.result.skipped.any():
