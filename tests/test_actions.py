@@ -53,6 +53,7 @@ def test_no_masked_draw_is_refused(rules, bound):
     assert (done[[0, 1, 3]] > 0).all()
 
 
+@pytest.mark.slow
 def test_a_million_draws_are_legal_by_every_account():
     model, space = world(lanes=16)
     g = torch.Generator().manual_seed(1)

@@ -141,8 +141,12 @@ def check_data_is_the_callers(envs):
     assert all(np.array_equal(a, b) for a, b in zip((obs, reward, term, trunc), kept))
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-@pytest.mark.parametrize("make", [grow, grow_sync, cartpole_sync])
+SOME_MODES = [AutoresetMode.SAME_STEP, *(
+    pytest.param(mode, marks=pytest.mark.slow) for mode in AutoresetMode if mode != AutoresetMode.SAME_STEP)]
+
+
+@pytest.mark.parametrize("mode", SOME_MODES)
+@pytest.mark.parametrize("make", [grow, pytest.param(grow_sync, marks=pytest.mark.slow), cartpole_sync])
 def test_vector_environment(make, mode):
     envs = make(mode)
     for check in (check_spaces, check_seeds, check_ends, check_reset_masks, check_data_is_the_callers): check(envs)

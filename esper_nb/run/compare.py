@@ -144,6 +144,7 @@ class PolicyPlayer:
     def begin(self, env: GrowVecEnv) -> None:
         "Empty the memory, and draw the noise of a play."
         p, n = self.learner.policy, env.num_envs
+        env.actions.check_names(getattr(p.heads, "names", {}))
         have, want = tuple(p.heads.sizes), tuple(env.actions.sizes)
         check(have == want, "heads", have, f"{want}, those of this environment")
         self.t, self.state, self.start = 0, p.initial_state(n), torch.ones(n, dtype=torch.bool)
