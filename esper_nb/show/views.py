@@ -69,7 +69,7 @@ def session_text(
     Examples
     --------
     >>> from esper_nb import FitConfig, Session, new_population, session_text
-    >>> session = Session(new_population("digits", FitConfig(lanes=2, epochs=3, limit=100)))
+    >>> session = Session(new_population("digits", FitConfig(lanes=2, epochs=3)))
     >>> print(session_text(session))
     2 networks on digits, 20 batches an epoch
     ○ ready: epoch 0 of 3, batch 0, no incidents
