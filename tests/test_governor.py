@@ -87,7 +87,7 @@ def forget(loop):
     loop.net[4].requires_grad_(False)
 
 @pytest.mark.parametrize("fault,reason", [(poison, "non-finite"), (blow_up, "explosion"), (forget, "collapse")])
-@pytest.mark.parametrize("at", [95, 100, 101, 117])
+@pytest.mark.parametrize("at", [95, *(pytest.param(t, marks=pytest.mark.slow) for t in (100, 101, 117))])
 def test_a_replayed_run_equals_one_that_never_failed(fault, reason, at):
     clean, saved = Loop().run(180), Loop().run(180, (at, fault))
     assert {r.reason for r in saved.gov.reports} == {reason}
@@ -121,6 +121,7 @@ def test_a_bad_batch_is_left_out_before_the_step():
         if t in (70, 80): assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
     assert [(r.reason, r.action) for r in gov.reports] == [("explosion", "skip"), ("non-finite", "skip")]
 
+@pytest.mark.slow
 def test_a_torchvision_resnet_with_a_batch_norm_that_went_bad_unnoticed():
     import torchvision
     torch.manual_seed(0)

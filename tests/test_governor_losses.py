@@ -19,7 +19,9 @@ def governed(losses, chance, **watch):
     for loss in losses: gov.watch(float(loss), **watch)
     return gov
 
-@pytest.mark.parametrize("kind", HEALTHY)
+QUICK = list(HEALTHY)[::5] # of the kinds; the others are slow
+
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in HEALTHY])
 def test_healthy_losses_are_left_alone(kind):
     chance, make = HEALTHY[kind]
     for seed in range(3): # ten fresh seeds of each kind are in the benchmark
