@@ -1,7 +1,7 @@
 """Chores around the notebooks: notebooks.py CHORE [NAME ...]
 
 check    the library is what the notebooks export, the notebooks are clean, the README is what the index renders to
-quick    every notebook (or those named) without comparing outputs, in forks of one warm process, changed ones first
+quick    notebooks that have changed (or those named) without comparing outputs, in forks of one warm process
 run      every notebook (or those named) in a fresh kernel: its text outputs are those that are stored
 door     the names that esper_nb/__init__.py offers, with the modules they live in now; NAME adds one, no:NAME drops it
 readme   README.md (and its images) from nbs/index.ipynb
@@ -277,10 +277,10 @@ def execute_all(notebooks, minutes, side_by_side=2):
 
 
 def quick(*names, minutes=3):
-    "Run every notebook once, changed ones first, without looking at outputs."
+    "Run the notebooks that have changed, or those named, without looking at outputs; `run` runs and compares all."
     changed = changed_files()
-    def place(path): return path.relative_to(ROOT).as_posix() not in changed, -path.stat().st_size
-    found = [Path(n).resolve() for n in names] or sorted(find_notebooks(), key=place)
+    found = [Path(n).resolve() for n in names]
+    found = found or [p for p in find_notebooks() if p.relative_to(ROOT).as_posix() in changed]
     report(execute_all([p for p in found if runs(p)], minutes), "they ran to their ends")
 
 
