@@ -2,6 +2,7 @@
 import json, re, shlex, shutil
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from statistics import median
 
 import pytest
@@ -15,7 +16,7 @@ from esper_nb.run.compare import Comparison
 from esper_nb.run.repeats import add_schedule
 from esper_nb.run.recipes import RunConfig, get_recipe, command_words
 from esper_nb.run.report import report_html, write_report
-from esper_nb.run.runs import Run, begin_run
+from esper_nb.run.runs import begin_run
 from esper_nb.record.writers import RunFolder
 from esper_nb.train.population import FitConfig
 
@@ -66,8 +67,8 @@ def test_seed_date_machine_and_versions_stand_above_everything_else(made, page):
 def chosen(monkeypatch):
     "What the command line makes of a command."
     made = []
-    monkeypatch.setattr(cli, "begin_run", lambda config, *args, **kwargs: made.append(config))
-    monkeypatch.setattr(Run, "drive", lambda *args, **kwargs: True) # None: interrupted
+    done = SimpleNamespace(drive=lambda *args, **kwargs: True) # None: interrupted
+    monkeypatch.setattr(cli, "begin_run", lambda config, *args, **kwargs: made.append(config) or done)
     monkeypatch.setattr(cli, "fit_run", lambda task, config, *args, **kwargs: made.append(config))
     def choose(words):
         assert cli.main(words[1:]) in (0, None)

@@ -270,7 +270,7 @@ def _choices_section(rows: list[Row]) -> str:
     if not pick_rows(rows, "step"): return ""
     ops = [[k.replace("_", " "), f"{share:.1%}", f"{refused:.1%}"] for k, (share, refused) in action_mix(rows).items()]
     paid = [(k.replace("_", " "), v) for k, v in reward_mix(rows).items()]
-    seen = [(k, *v, observation_help(k)) for k, v in observation_ranges(rows).items()]
+    seen = [(k.replace("_", " "), *v, observation_help(k)) for k, v in observation_ranges(rows).items()]
     return (table_html(["operation", "share of steps", "refused"], ops)
             + table_html(["paid for", "mean of a step"], paid)
             + table_html(["observed", "lowest", "mean", "highest", "what it is"], seen)
