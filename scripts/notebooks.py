@@ -232,6 +232,17 @@ def changed_files():
     return {*git("diff", "--name-only", *base), *git("ls-files", "--others", "--exclude-standard")}
 
 
+def changed_first(paths):
+    "Return paths in their order, but those that have changed first, and then those that name a changed module."
+    changed = changed_files()
+    modules = [n.removesuffix(".py").replace("/", ".") for n in changed if n.startswith("esper_nb/")]
+    naming = re.compile("|".join(rf"\b{re.escape(m)}\b" for m in modules) or r"\Z.")
+    def rank(path):
+        if path.relative_to(ROOT).as_posix() in changed: return 0
+        return 1 if naming.search(path.read_text(encoding="utf-8")) else 2
+    return sorted(paths, key=rank)
+
+
 def execute(notebook, log):
     "Run a notebook's cells with nbdev's own runner; the work of a forked process."
     os.setsid()      # what it starts ends with it
@@ -276,11 +287,10 @@ def execute_all(notebooks, minutes, side_by_side=2):
         for child, *_ in running: end_group(child.pid)
 
 
-def quick(*names, minutes=3):
-    "Run every notebook once, changed ones first, without looking at outputs."
-    changed = changed_files()
-    def place(path): return path.relative_to(ROOT).as_posix() not in changed, -path.stat().st_size
-    found = [Path(n).resolve() for n in names] or sorted(find_notebooks(), key=place)
+def quick(*names, minutes=4):
+    "Run every notebook once without looking at outputs: changed ones first, then those that need what has changed."
+    every = sorted(find_notebooks(), key=lambda p: p.stat().st_size)
+    found = [Path(n).resolve() for n in names] or changed_first(every)
     report(execute_all([p for p in found if runs(p)], minutes), "they ran to their ends")
 
 
