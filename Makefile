@@ -27,7 +27,7 @@ $(STAMP): settings.ini setup.py
 train: $(STAMP)  ## train a controller that grows networks on the bundled digits (two or three minutes)
 	$(BIN)/esper-nb train digits_impaired
 
-test: sync lint types pages unit  ## what a change can break, in ten minutes: library in step, lint, types, every page, tests
+test: sync lint types pages unit  ## what a change can break: library in step, lint, types, changed pages, tests
 
 test-all: notebooks docs rest  ## what `make test` leaves out: outputs of every page, the site, matrices, browsers
 
@@ -44,8 +44,8 @@ types: $(STAMP)  ## static types
 	@echo "== types"
 	@$(BIN)/mypy esper_nb
 
-pages: $(STAMP)  ## run every notebook to its end, those that have changed first (or NB="nbs/index.ipynb")
-	@echo "== every notebook runs"
+pages: $(STAMP)  ## run the notebooks that have changed to their ends (or NB="nbs/index.ipynb")
+	@echo "== notebooks that have changed run"
 	@$(BIN)/python scripts/notebooks.py quick $(NB)
 
 unit: $(STAMP)  ## pytest over tests/ without matrices and browsers, two files at a time, those of what has changed first

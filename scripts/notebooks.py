@@ -1,7 +1,7 @@
 """Chores around the notebooks: notebooks.py CHORE [NAME ...]
 
 check    the library is what the notebooks export, the notebooks are clean, the README is what the index renders to
-quick    every notebook (or those named) without comparing outputs, in forks of one warm process, changed ones first
+quick    notebooks that have changed (or those named) without comparing outputs, in forks of one warm process
 run      every notebook (or those named) in a fresh kernel: its text outputs are those that are stored
 door     the names that esper_nb/__init__.py offers, with the modules they live in now; NAME adds one, no:NAME drops it
 readme   README.md (and its images) from nbs/index.ipynb
@@ -263,15 +263,16 @@ def execute_all(notebooks, minutes, side_by_side=2):
     "Run notebooks in forks of this process, which has imported what they need: (path, seconds, what is wrong)."
     os.environ["OMP_NUM_THREADS"] = "1"      # pages run side by side: one core each
     for name in WARM: importlib.import_module(name)
-    fork, waiting, running = multiprocessing.get_context("fork"), list(notebooks), []
+    fork, waiting, running = multiprocessing.get_context("fork"), iter(notebooks), []
     try:
-        while waiting or running:
-            if waiting and len(running) < side_by_side:
-                log, notebook = tempfile.TemporaryFile("w+"), waiting.pop(0)
+        while True:
+            if len(running) < side_by_side and (notebook := next(waiting, None)) is not None:
+                log = tempfile.TemporaryFile("w+")
                 child = fork.Process(target=execute, args=(notebook, log))
                 child.start()
                 running.append((child, notebook, log, time.time()))
                 continue
+            if not running: break
             time.sleep(.05)
             for one in running[:]:
                 child, notebook, log, begun = one
@@ -287,11 +288,19 @@ def execute_all(notebooks, minutes, side_by_side=2):
         for child, *_ in running: end_group(child.pid)
 
 
-def quick(*names, minutes=4):
-    "Run every notebook once without looking at outputs: changed ones first, then those that need what has changed."
-    every = sorted(find_notebooks(), key=lambda p: p.stat().st_size)
-    found = [Path(n).resolve() for n in names] or changed_first(every)
-    report(execute_all([p for p in found if runs(p)], minutes), "they ran to their ends")
+def quick(*names, minutes=4, budget=150):
+    "Run the notebooks that have changed, or those named, without looking at outputs; `run` runs and compares all."
+    changed, begun, left = changed_files(), time.time(), []
+    def small_first(path): return path.stat().st_size
+    found = [Path(n).resolve() for n in names] or \
+        [p for p in sorted(find_notebooks(), key=small_first) if p.relative_to(ROOT).as_posix() in changed]
+    if not found: return print("no notebook has changed")
+    def within_budget():
+        for p in filter(runs, found):
+            if names or time.time() - begun < budget: yield p
+            else: left.append(p)
+    report(execute_all(within_budget(), minutes), "they ran to their ends")
+    if left: print(f"{len(left)} changed notebooks are left to `make notebooks`: {budget} seconds are over")
 
 
 # --- the README
