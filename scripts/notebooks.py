@@ -232,6 +232,17 @@ def changed_files():
     return {*git("diff", "--name-only", *base), *git("ls-files", "--others", "--exclude-standard")}
 
 
+def changed_first(paths):
+    "Return paths in their order, but those that have changed first, and then those that name a changed module."
+    changed = changed_files()
+    modules = [n.removesuffix(".py").replace("/", ".") for n in changed if n.startswith("esper_nb/")]
+    naming = re.compile("|".join(rf"\b{re.escape(m)}\b" for m in modules) or r"\Z.")
+    def rank(path):
+        if path.relative_to(ROOT).as_posix() in changed: return 0
+        return 1 if naming.search(path.read_text(encoding="utf-8")) else 2
+    return sorted(paths, key=rank)
+
+
 def execute(notebook, log):
     "Run a notebook's cells with nbdev's own runner; the work of a forked process."
     os.setsid()      # what it starts ends with it
@@ -252,15 +263,16 @@ def execute_all(notebooks, minutes, side_by_side=2):
     "Run notebooks in forks of this process, which has imported what they need: (path, seconds, what is wrong)."
     os.environ["OMP_NUM_THREADS"] = "1"      # pages run side by side: one core each
     for name in WARM: importlib.import_module(name)
-    fork, waiting, running = multiprocessing.get_context("fork"), list(notebooks), []
+    fork, waiting, running = multiprocessing.get_context("fork"), iter(notebooks), []
     try:
-        while waiting or running:
-            if waiting and len(running) < side_by_side:
-                log, notebook = tempfile.TemporaryFile("w+"), waiting.pop(0)
+        while True:
+            if len(running) < side_by_side and (notebook := next(waiting, None)) is not None:
+                log = tempfile.TemporaryFile("w+")
                 child = fork.Process(target=execute, args=(notebook, log))
                 child.start()
                 running.append((child, notebook, log, time.time()))
                 continue
+            if not running: break
             time.sleep(.05)
             for one in running[:]:
                 child, notebook, log, begun = one
@@ -276,12 +288,19 @@ def execute_all(notebooks, minutes, side_by_side=2):
         for child, *_ in running: end_group(child.pid)
 
 
-def quick(*names, minutes=3):
+def quick(*names, minutes=4, budget=150):
     "Run the notebooks that have changed, or those named, without looking at outputs; `run` runs and compares all."
-    changed = changed_files()
-    found = [Path(n).resolve() for n in names]
-    found = found or [p for p in find_notebooks() if p.relative_to(ROOT).as_posix() in changed]
-    report(execute_all([p for p in found if runs(p)], minutes), "they ran to their ends")
+    changed, begun, left = changed_files(), time.time(), []
+    def small_first(path): return path.stat().st_size
+    found = [Path(n).resolve() for n in names] or \
+        [p for p in sorted(find_notebooks(), key=small_first) if p.relative_to(ROOT).as_posix() in changed]
+    if not found: return print("no notebook has changed")
+    def within_budget():
+        for p in filter(runs, found):
+            if names or time.time() - begun < budget: yield p
+            else: left.append(p)
+    report(execute_all(within_budget(), minutes), "they ran to their ends")
+    if left: print(f"{len(left)} changed notebooks are left to `make notebooks`: {budget} seconds are over")
 
 
 # --- the README

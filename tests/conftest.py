@@ -1,10 +1,9 @@
 "Markers, a visible reason where a test cannot run, and fixtures that several files share."
-import re
 import signal
 from collections import defaultdict
 
 import pytest
-from scripts.notebooks import ROOT, changed_files
+from scripts.notebooks import changed_first
 
 
 def pytest_configure(config):
@@ -22,16 +21,6 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("machine", ["real", "pretended"], indirect=True)
 
 
-def changed_first(items):
-    "Put the tests of files that have changed, and of modules that have, before all others."
-    changed = changed_files()
-    words = [n.removesuffix(".py").replace("/", ".") for n in changed if n.startswith("esper_nb/")]
-    words = re.compile("|".join(rf"\b{re.escape(w)}\b" for w in words) or r"\Z.")
-    late = {p: p.relative_to(ROOT).as_posix() not in changed and not words.search(p.read_text(encoding="utf-8"))
-            for p in {item.path for item in items}}
-    items.sort(key=lambda item: late[item.path])
-
-
 def thin_matrices(items):
     "Mark cases of a matrix slow, but for the first, the last and one between: the short run keeps what they promise."
     matrices = defaultdict(list)
@@ -47,7 +36,8 @@ def thin_matrices(items):
 @pytest.hookimpl(tryfirst=True)      # before `-m` looks at the marks
 def pytest_collection_modifyitems(config, items):
     thin_matrices(items)
-    changed_first(items)
+    files = changed_first(dict.fromkeys(item.path for item in items))
+    items.sort(key=lambda item: files.index(item.path))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked: return
     import torch

@@ -54,18 +54,18 @@ def test_no_masked_draw_is_refused(rules, bound):
 
 
 @pytest.mark.slow
-def test_a_million_draws_are_legal_by_every_account():
+def test_a_quarter_of_a_million_draws_are_legal_by_every_account():
     model, space = world(lanes=16)
     g = torch.Generator().manual_seed(1)
     for t in range(40):
         mask = space.mask(model)
-        many = mask.expand(1600, *mask.shape)
+        many = mask.expand(400, *mask.shape)
         acts = draw_actions(space, many, g)
-        assert space.legal(many, acts).gather(-1, acts[..., None]).all() # 1,024,000 draws
+        assert space.legal(many, acts).gather(-1, acts[..., None]).all() # 256,000 draws
         used = space.relevant(acts)
         assert (space.available(many).gather(-1, acts[..., None]).squeeze(-1) | ~used).all()
         ops = space.facts(many)[0]
-        assert ops[torch.arange(1600)[:, None], torch.arange(16), choice_of(acts, "op"), choice_of(acts, "slot")].all()
+        assert ops[torch.arange(400)[:, None], torch.arange(16), choice_of(acts, "op"), choice_of(acts, "slot")].all()
         assert (space.canonical(acts) == acts).all() # a legal draw is canonical
         for i, a in enumerate(acts[0]): assert space.apply(model, i, a, mask[i]).ok
         epoch(model, g)

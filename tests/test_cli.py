@@ -57,9 +57,10 @@ def whole(tmp_path_factory):
     assert "return" in done.stderr and "rollback" in done.stderr # the bar
     return folder/"digits_impaired"
 
-stops = [(2, 13), (15, 12), (1, 21), (9, 20)]
+STOPS = {"interrupt": (2, 13), "terminate": (15, 12), "hang up": (1, 21)}
 
-@pytest.mark.parametrize("number, at", stops, ids=["interrupt", "terminate", "hang up", "kill"])
+@pytest.mark.parametrize("number, at", [pytest.param(9, 20, id="kill"), *(
+    pytest.param(*stop, id=name, marks=pytest.mark.slow) for name, stop in STOPS.items())])
 def test_resume_in_a_new_process_is_exact(whole, tmp_path, number, at):
     run = tmp_path/"digits_impaired"
     options = ("--updates", 3, "--inject", "nan:1:4", *SMALL, "--out", tmp_path)
@@ -117,11 +118,13 @@ def test_an_interrupt_in_front_of_the_first_step(tmp_path):
     assert first.returncode == 130 and "Traceback" not in first.stderr
     assert open_run(tmp_path/"digits_impaired").steps == 1      # the step that was begun is finished first
 
+@pytest.mark.slow
 def test_minutes_end_a_run(tmp_path, capsys):
     assert main(["train", "digits_impaired", "--minutes", "0.0001", *SMALL, "--out", str(tmp_path)]) == 0
     assert "1 update," in capsys.readouterr().out
     assert open_run(tmp_path/"digits_impaired").over
 
+@pytest.mark.slow
 def test_compare(tmp_path, capsys):
     out = tmp_path/"c.json"
     small = [*SMALL, "--set", 'env.blueprints=["conv_light"]']

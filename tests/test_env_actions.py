@@ -1,4 +1,4 @@
-"What the environment makes of actions: a million legal ones, a hundred thousand of any kind."
+"What the environment makes of actions of any kind, most of them illegal."
 import numpy as np
 import torch
 from test_envs import equal, make, weights
@@ -21,12 +21,12 @@ def lives(env, epochs, seed=0):
         yield g
 
 
-def test_a_hundred_thousand_unmasked_draws_are_waits_with_a_reason_where_illegal():
+def test_unmasked_draws_are_waits_with_a_reason_where_illegal():
     env, refused, done, total = make(64), 0, 0, 0
     env.reset(seed=0)
     model = env.parts[0][1].model
     for t, g in enumerate(lives(env, 40)):
-        for k in range(40):
+        for k in range(6):
             a = torch.stack([torch.randint(s, (64,), generator=g) for s in env.actions.sizes], -1)
             # the legal ones are carried out once an epoch, so that seeds grow old enough for every kind of refusal
             if k: a = a.where(~env.actions.allowed(env.mask, a)[:, None], 0)
@@ -40,7 +40,7 @@ def test_a_hundred_thousand_unmasked_draws_are_waits_with_a_reason_where_illegal
             refused += int((~ok).sum())
             done += int((ok & (choice_of(a, "op") != 0)).sum())
             total += 64
-    assert total >= 100_000 and refused > 70_000 and done > 50
+    assert total >= 15_000 and refused > 10_000 and done > 50
 
 
 def test_a_refused_action_is_a_wait_and_costs_nothing_else():
