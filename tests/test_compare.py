@@ -141,7 +141,8 @@ def test_a_policy_plays_as_it_acts_in_training():
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
     one, two = (fields(play_lanes(env, PolicyPlayer(learner, seed=s), 1)) for s in (0, 0))
     assert one == two and one["refused"] == 0
-    with pytest.raises(ValueError, match="slots of the policy"): play_lanes(make(slots=("r0c0",)), PolicyPlayer(learner), 1)
+    with pytest.raises(ValueError, match="slots of the policy"):
+        play_lanes(make(slots=("r0c0",)), PolicyPlayer(learner), 1)
 
 
 def test_the_best_schedule_is_the_one_with_the_best_return(env):
