@@ -175,22 +175,28 @@ def _blueprint(v: LaneView) -> Tensor: # (n, S, B): each slot's own number -> th
     return _one_hot(own, range(len(number))) & _seeded(v)
 
 # %% ../../nbs/control/48_observations.ipynb #6cf85d99
-_flag, _share_of, _points, _epochs = (0., 1., None), (0., 1., -1.), (-1., 1., -2.), (0., 2., None) # ranges
+# ranges: least, largest, not measured
+_flag = (0., 1., None)
+_share_of = (0., 1., -1.)
+_points = (-1., 1., -2.)
+_epochs = (0., 2., None)
 _decades = (-2., 1., -2.5)
 _ago = tuple(str(i) for i in reversed(range(HISTORY)))
 
 for _row in (
     # name, unit, range, help, read from, divided by
-    Observation("epoch", "horizon", _flag, "time in the episode", lambda v: v.history.epoch, "horizon", "lane"),
+    Observation("epoch", "horizon", _flag, "time in the episode", lambda v: v.history.epoch,
+                divisor="horizon", per="lane"),
     Observation("loss", "symlog / 7", (0., 2., -1.), "held out, so many epochs ago",
-                lambda v: symlog(v.history.losses), 7, "lane", _ago),
+                lambda v: symlog(v.history.losses), divisor=7, per="lane", parts=_ago),
     Observation("accuracy", "100 pp", _share_of, "held out, so many epochs ago",
-                lambda v: v.history.accuracies, 100, "lane", _ago),
-    Observation("share", "slots", _flag, "slots in these stages", _shares, 1, "lane",
-                ("training", "blending", "kept"), record=True),
-    Observation("done", "flag", _share_of, "the latest operation was done", lambda v: v.history.ok, 1, "lane"),
+                lambda v: v.history.accuracies, divisor=100, per="lane", parts=_ago),
+    Observation("share", "slots", _flag, "slots in these stages", _shares, per="lane",
+                parts=("training", "blending", "kept"), record=True),
+    Observation("done", "flag", _share_of, "the latest operation was done", lambda v: v.history.ok,
+                per="lane"),
     Observation("op", "flag", _flag, "the latest operation", lambda v: _one_hot(v.history.op, range(len(v.space.ops))),
-                1, "lane", lambda space: space.ops),
+                per="lane", parts=lambda space: space.ops),
     Observation("alpha", "1", _flag, "weight of the seed", "alpha"),
     Observation("target", "1", _flag, "alpha that the ramp leads to", "target"),
     Observation("mode", "1", (-1., 1., None), "alpha falls, holds, rises", _ramp_direction),

@@ -53,7 +53,11 @@ class Slot(nn.Module):
         options: Mapping[str, Mapping] | None = None, # blueprint -> its options
     ):
         super().__init__()
-        self.name, self.family, self.channels, self.lanes, self.rules = name, family, channels, lanes, rules
+        self.name = name
+        self.family = family
+        self.channels = channels
+        self.lanes = lanes
+        self.rules = rules
         self.options = {k: dict(v) for k, v in (options or {}).items()}
         names = fitting_blueprints(family, channels, self.options) if blueprints is None else blueprints
         check(not isinstance(names, str) and len(names) > 0, "blueprints", names, "a list with at least one name")

@@ -256,7 +256,8 @@ def find_collapse(look: Look, c: DetectorConfig, at_chance):
 # %% ../../nbs/guard/12_detector.ipynb #4ff4f8fb
 def find_rise(look: Look, c: DetectorConfig, cusum, smooth):
     "A loss that is persistently above its level, however little: a cumulative sum of excess z (Page, 1954)."
-    where, least, most, live = look.ops.where, look.ops.minimum, look.ops.maximum, look.live
+    ops, live = look.ops, look.live
+    where, least, most = ops.where, ops.minimum, ops.maximum
     smooth, never = where(look.ok ^ live, look.x, smooth), look.ok & False
     if c.rise is None: return never, never, cusum, smooth
     z = least(most(look.z, -c.clip), c.clip)
