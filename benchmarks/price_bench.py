@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks.measure import machine
 from esper_nb.core.devices import keep_freed_memory
-from esper_nb.guard.snapshots import BackgroundWriter
+from esper_nb.guard.snapshots import BackgroundCopy
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 
@@ -87,7 +87,7 @@ def price(params, device, turns):
     state = [*net.state_dict().values(), *(v for s in opt.state.values() for v in s.values())]
     size = sum(t.nbytes for t in state)
     target = [torch.zeros_like(t, device="cpu", pin_memory=t.is_cuda) for t in state]
-    late, figures = BackgroundWriter([opt]), {k: [] for k in ("copy", "take", "restore", "step", "background", "late")}
+    late, figures = BackgroundCopy([opt]), {k: [] for k in ("copy", "take", "restore", "step", "background", "late")}
 
     def copy():
         for to, t in zip(target, state): to.copy_(t, non_blocking=True)

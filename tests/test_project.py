@@ -30,7 +30,8 @@ ALONE = ("guard", "learn")      # these need nothing but core
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
 DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn"}      # import name -> name on PyPI, where they differ
 TORCH_PRIVATE = {"torch._foreach_copy_", "torch._foreach_norm", "torch._dynamo"}
-HANDED_OVER = {"keep_later"}      # called by a library that passes more than it needs
+# called by a library, or by a table of rules, that passes more than they need
+HANDED_OVER = {"keep_later", "find_nonfinite", "calm_rise"}
 
 
 def name_of(path): return path.relative_to(ROOT).as_posix()

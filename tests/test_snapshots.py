@@ -606,10 +606,10 @@ def test_a_state_goes_between_one_copy_and_two(first, then):
     assert b.steps == [3]
 
 def in_background(net, opt, **kw):
-    from esper_nb.guard.snapshots import BackgroundWriter
+    from esper_nb.guard.snapshots import BackgroundCopy
     snap = Snapshot(net, opt, streams=False, **kw)
     snap.take(step=0)
-    snap.background = BackgroundWriter(snap.objects.values(), least=0)
+    snap.background = BackgroundCopy(snap.objects.values(), least=0)
     return snap
 
 @pytest.mark.parametrize("seed", range(5))
@@ -627,13 +627,13 @@ def test_a_snapshot_in_the_background_is_the_state_at_its_beginning(seed):
 
 def test_a_step_waits_for_a_copy_that_is_not_whole(monkeypatch):
     import threading
-    from esper_nb.guard.snapshots import BackgroundWriter
+    from esper_nb.guard.snapshots import BackgroundCopy
     net, opt, step = small_run()
-    snap, gate, inner = in_background(net, opt), threading.Event(), BackgroundWriter._copy # noqa: SLF001
+    snap, gate, inner = in_background(net, opt), threading.Event(), BackgroundCopy._copy # noqa: SLF001
     def slow(*args):
         gate.wait(10)
         return inner(*args)
-    monkeypatch.setattr(BackgroundWriter, "_copy", slow)
+    monkeypatch.setattr(BackgroundCopy, "_copy", slow)
     snap.take(step=1, hold=True)
     before = everything(net, opt)
     threading.Timer(.3, gate.set).start()

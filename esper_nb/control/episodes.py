@@ -160,7 +160,9 @@ def merge_lanes(
     "Return the values of `new` in the lanes where the mask is set, and those of `old` in the others."
     if mask.all(): return new
     def joined(b: Tensor, a: Tensor) -> Tensor: return torch.where(mask.reshape(-1, *[1] * (a.ndim - 1)), b, a)
-    if isinstance(old, Mapping): return type(old)({k: joined(new[k], a) for k, a in old.items()}) # type: ignore
+    if isinstance(old, Mapping):
+        pairs = {k: joined(new[k], a) for k, a in old.items()} # type: ignore[call-overload]  # as old, so new
+        return type(old)(pairs) # type: ignore[call-arg]  # a mapping is made of pairs
     return type(old)(*(joined(b, a) for a, b in zip(old, new)))
 
 # %% ../../nbs/control/47_episodes.ipynb #88945d8f

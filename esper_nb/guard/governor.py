@@ -29,7 +29,7 @@ from .detector import (
 from .ranks import Ranks, SameWeights
 from .reports import (
     GovernorConfig, GovernorStop, Report, Summary, as_chance_losses, as_governor_config, describe_panic)
-from .snapshots import BackgroundWriter, Snapshot, TakeResult
+from .snapshots import BackgroundCopy, Snapshot, TakeResult
 
 # %% ../../nbs/guard/16_governor.ipynb #77500f84
 logger = logging.getLogger("esper_nb.governor")
@@ -106,7 +106,7 @@ class Governor:
         self.snapshot = Snapshot(*parts, lanes=lanes, copies=self.config.copies, **named, governor_stats=self.stats)
         if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
         elif self.config.background and lanes == 1:
-            self.snapshot.background = BackgroundWriter(self.snapshot.objects.values())
+            self.snapshot.background = BackgroundCopy(self.snapshot.objects.values())
         self.snapshot.take(step=0)
         self._note_saved()
         self._warn_about_parts()

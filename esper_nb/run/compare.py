@@ -23,7 +23,7 @@ from ..control.actions import draw_actions, in_stage
 from ..control.env_config import EnvConfig
 from ..control.envs import GrowVecEnv
 from ..control.episodes import EnvStep
-from ..control.rules import QUICK, Heuristic, Rule, Signals, WaitOnly, encode_decision, reset_rule, view
+from ..control.rules import QUICK, GrowthRule, Heuristic, Signals, WaitOnly, encode_decision, reset_rule, view
 from ..core.intervals import Interval, bootstrap_interval
 from ..core.config import check
 from ..core.random import generator
@@ -50,7 +50,7 @@ class RulePlayer:
     "Play one rule in every lane, or a rule of its own in each."
     def __init__(
         self,
-        *rules: Rule, # one, or as many as lanes
+        *rules: GrowthRule, # one, or as many as lanes
         practice_epochs: int = 0, # lane-epochs that choosing the rule has cost
     ):
         self.rules, self.practice_epochs = rules, practice_epochs
@@ -58,7 +58,7 @@ class RulePlayer:
         self.results: list[tuple[DecisionResult, ...]] = [] # what became of each lane's latest decision
         self.decisions: list[Decision] = [] # the latest ones; empty: there was no step yet
 
-    def rule(self, lane: int) -> Rule:
+    def rule(self, lane: int) -> GrowthRule:
         "Return the rule that decides for a lane."
         return self.rules[lane % len(self.rules)]
 
