@@ -273,7 +273,8 @@ json.dump(rows, open(path + ".json", "w"))
 """
 
 
-@pytest.mark.parametrize("core, mode, more", [("lstm", "sync", 13), ("none", "vector_entry_point", 0)])
+@pytest.mark.parametrize("core, mode, more", [
+    ("lstm", "sync", 13), pytest.param("none", "vector_entry_point", 0, marks=pytest.mark.slow)])
 def test_resume_in_a_new_process_is_exact(core, mode, more, tmp_path, monkeypatch):
     def run(path, updates, resume=0, more=0, new_process=False):
         argv = [str(path), str(updates), str(resume), str(more), core, mode]

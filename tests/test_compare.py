@@ -68,6 +68,7 @@ def test_a_timetable_has_one_operation_an_epoch(k, start):
         assert verbs == ["germinate", "advance", "advance", "advance", "fossilize"]
 
 
+@pytest.mark.slow
 def test_the_gates_agree_to_a_timetable():
     env = make(num_envs=3, horizon=19, limit=512)
     p = play_lanes(env, RulePlayer(timetable(dict.fromkeys(env.actions.slots, "conv_heavy"))), 1)
@@ -107,6 +108,7 @@ def test_all_controllers_get_the_same_networks_whatever_came_before(env):
     assert any(not torch.equal(first.weights[k], other.weights[k]) for k in first.weights)
 
 
+@pytest.mark.slow
 def test_order_does_not_matter(env):
     c = simple_controllers()
     a, b = compare_controllers(env, c, [0, 1]), compare_controllers(env, dict(reversed(c.items())), [1, 0])

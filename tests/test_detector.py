@@ -103,6 +103,7 @@ def healthy_runs(draw):
     for drop in steps: fall = fall * np.where(t > drop, draw(st.floats(.3, 1)), 1)
     return fall * unit * np.exp(noise * rng.standard_normal(500)), unit
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(healthy_runs(), st.booleans())
 def test_a_healthy_run_never_panics(run, with_chance):

@@ -193,6 +193,7 @@ def digest(workers):
     return h.hexdigest()
 
 
+@pytest.mark.slow
 def test_the_same_seed_in_two_processes_with_other_workers():
     other = subprocess.run([sys.executable, "-c", SCRIPT, "2"], capture_output=True, text=True, check=True)
     assert other.stdout.split()[-1] == digest(1)

@@ -232,7 +232,7 @@ def test_lanes_that_are_not_there():
 
 # ---- where it goes
 
-@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+@pytest.mark.parametrize("kind", ["cnn", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_it_lives_without_this_package(kind, tmp_path):
     "Pickled whole, and as a program of `torch.export`: read by a process that cannot import us."
     names = ["conv_heavy", "attention"] if kind == "cnn" else ["mlp_small", "attention"]

@@ -13,7 +13,8 @@ from esper_nb.run.cli import main
 from esper_nb.run.recipes import RunConfig, get_recipe
 from esper_nb.run.runs import begin_run
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(os.name == "nt", reason="needs mount")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"),
+              pytest.mark.skipif(os.name == "nt", reason="needs mount")]
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ("env.num_envs=2", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",
             "ppo.update_epochs=2", "save_every=1", "env.workers=1")

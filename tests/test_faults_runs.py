@@ -247,6 +247,7 @@ def test_a_file_of_rows_that_is_deleted_while_it_is_written_is_noticed(tmp_path)
 LIMITED = """ulimit -f {}
 exec {} -c 'import sys; from esper_nb.run.cli import main; sys.exit(main(sys.argv[1:]))' "$@" """
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs ulimit")
 @pytest.mark.parametrize("argv", [("train", "digits_impaired", "--updates", "1", *SMALL),
                                   ("fit", "digits", "--set", "lanes=2", "--set", "epochs=1")], ids=["train", "fit"])
@@ -315,6 +316,7 @@ def test_nothing_is_written_through_a_link(short, tmp_path, name):
 
 # --- small ones
 
+@pytest.mark.slow
 def test_all_files_have_the_mode_that_the_mask_says(short):
     old = os.umask(0o027)
     try:
@@ -357,6 +359,7 @@ def test_a_forged_file_is_one_line_that_names_it(tmp_path, monkeypatch, capsys, 
         if status and command == "report": assert name in said, said
     assert not (folder/"report.html").exists() or "<html" in (folder/"report.html").read_text()
 
+@pytest.mark.slow
 def test_another_torch_is_told_of(short, capsys):
     config = json.loads(short.folder.config_path.read_text())
     short.folder.config_path.write_text(json.dumps(config | dict(torch="1.0")))

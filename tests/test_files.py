@@ -58,6 +58,7 @@ def test_parts_are_disjoint_whole_stratified_and_the_same_again(counts, heldout,
     torch.manual_seed(seed)
     for a, b in zip(parts, stratified_split(y, heldout, test)): assert torch.equal(a, b)
 
+@pytest.mark.slow
 def test_another_process_cuts_the_same(tmp_path):
     pictures(tmp_path/"pics")
     task = task_from_folder(tmp_path/"pics")

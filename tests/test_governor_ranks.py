@@ -173,7 +173,7 @@ def stays_away(rank, world, folder, out):
     except RuntimeError as e: out[rank] = (str(e), time.monotonic() - start)
     os._exit(0)
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_that_is_gone_is_named_and_nobody_hangs(tmp_path, world):
     said = run(world, tmp_path, target=stays_away)
     assert len(said) == world - 1
@@ -190,6 +190,7 @@ def sleeps(rank, world, folder, out):
     except RuntimeError as e: out[rank] = str(e)
     os._exit(0)
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_given_up(tmp_path):
     said = run(2, tmp_path, target=sleeps)
     assert said and "rank 1 of 2 is gone" in said[0]

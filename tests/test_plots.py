@@ -233,6 +233,7 @@ def seen_as(image, vision): # (h, w, 3) uint8
     c = np.clip(np.where(c <= .04045, c / 12.92, ((c + .055) / 1.055)**2.4) @ np.array(MACHADO[vision]).T, 0, 1)
     return np.round(255 * np.where(c <= .0031308, 12.92 * c, 1.055 * c**(1 / 2.4) - .055)).astype(np.uint8)
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", ["light", "dark"])
 def test_a_sheet_to_look_at(look, run, policy):
     "Every plot at 1280 x 800, as most see it and with each deficiency, on one sheet for people to look at."
