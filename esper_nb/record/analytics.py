@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['pick_rows', 'lane_numbers', 'Rollback', 'rollbacks', 'loss_curve', 'SeedLife', 'seed_lives', 'StageSpan',
            'stage_spans', 'BlueprintStats', 'blueprint_stats', 'LaneScore', 'lane_scores', 'reward_mix',
-           'observation_ranges', 'action_mix', 'phase_shares', 'conclusion_text', 'align_columns', 'run_origin',
-           'changed_settings', 'option_text', 'about_time', 'time_text']
+           'observation_ranges', 'action_mix', 'phase_shares', 'align_columns', 'run_origin', 'changed_settings',
+           'option_text', 'about_time', 'time_text']
 
 # %% ../../nbs/record/73_analytics.ipynb #b6ab28eb
 import json
@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from ..grow import LIVE
-from ..train import Measure
 from .rows import Row
 
 # %% ../../nbs/record/73_analytics.ipynb #cfa35fb6
@@ -376,26 +375,6 @@ def phase_shares(rows: Iterable[Row]) -> dict[str, float]: # phase -> share of a
 def _by_size(shares: dict[str, float]) -> dict[str, float]:
     "Sort by size, largest first."
     return dict(sorted(shares.items(), key=lambda kv: -abs(kv[1])))
-
-# %% ../../nbs/record/73_analytics.ipynb #3809ec43
-_names = {"random-legal": "random actions", "wait-only": "waiting", "heuristic": "the heuristic",
-           "fixed schedule": "the best fixed schedule", "oracle": "the oracle"}
-
-def conclusion_text(
-    accuracy: Mapping[str, float], # controller -> score on the test split, percentage points; `PPO` among them
-    paid: Mapping[str, float], # controller -> return
-    measure: Measure = Measure(), # of `accuracy`
-) -> str:
-    "Return the result of a comparison of controllers in one sentence."
-    others = sorted((k for k in accuracy if k != "PPO"), key=lambda k: -accuracy[k])
-    def gets(k: str) -> str: return f"{_names.get(k, k)} gets {accuracy[k]:.1f}".replace("actions gets", "actions get")
-    where = f" where {gets('wait-only')}" if "wait-only" in others else ""
-    rest = ", ".join(gets(k) for k in others if k != "wait-only")
-    best = max(others, key=lambda k: paid[k])
-    rank = "above all others" if paid["PPO"] > paid[best] else "not above all others"
-    return (f"The controller grew networks to {measure.text(accuracy['PPO'])} on the test split{where}"
-            f"{'; ' if rest else ''}{rest}; in return it is {rank}, {paid['PPO']:.2f} against {paid[best]:.2f} of "
-            f"{_names.get(best, best)}.")
 
 # %% ../../nbs/record/73_analytics.ipynb #23fbd88b
 def align_columns(
