@@ -418,7 +418,9 @@ class GrowthActions:
         for k, (head, used) in enumerate(zip(HEADS, self.uses[self.ops.index(choice.op)])):
             value, known = getattr(choice, head), self.values[head]
             if not used: check(value is None, head, value, f"None: {choice.op} does not read it"); continue
-            if value is None and head not in ("slot", "blueprint"): continue
+            if value is None and head not in ("slot", "blueprint"): # unsaid: the usual one, or the first on offer
+                if not self.offered[k, code[k]]: code[k] = self.offered[k].int().argmax()
+                continue
             check(value in known, head, value, f"one of {', '.join(map(str, known))}")
             code[k] = known.index(value)
         return code
