@@ -158,7 +158,8 @@ def recipe_marks(name): return () if name == "digits_family" else pytest.mark.sl
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=recipe_marks(name)) for name in list_recipes()])
 def test_every_recipe_runs_to_its_closing_table(name, tmp_path, capsys):
-    settings = [*SMALLEST, *(["env.synthetic=true", "env.batch_size=16", "env.slots=r0c0"] if name.startswith("cifar") else [])]
+    few = ["env.synthetic=true", "env.batch_size=16", "env.slots=r0c0"] if name.startswith("cifar") else []
+    settings = [*SMALLEST, *few]
     words = [word for setting in settings for word in ("--set", setting)]
     assert main(["train", name, *words, "--out", str(tmp_path), "--seed", "0"]) == 0
     said = capsys.readouterr().out

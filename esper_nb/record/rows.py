@@ -502,7 +502,8 @@ def _change(
     new: SeedState, # and after it
 ) -> str | None: # germinate, fossilize, prune, undone; None: nothing of these
     "Return the event between two states of a slot."
-    if new.births > (old.births if old is not None else 0): return "undone" if new.stage == Stage.DORMANT else "germinate"
+    born = new.births > (old.births if old is not None else 0)
+    if born: return "undone" if new.stage == Stage.DORMANT else "germinate"
     if old is None or old.stage not in LIVE or new.births < old.births: return None # fewer births: another network
     if new.stage == Stage.FOSSILIZED: return "fossilize"
     if new.stage == Stage.DORMANT: return "undone" # which no other event leads to at once

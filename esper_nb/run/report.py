@@ -135,8 +135,8 @@ class RunSummary(NamedTuple):
         if self.comparison is not None:
             for k, interval in self.comparison.intervals("total").items(): out[f"return of {k}"] = interval.mean
         undone = sum(s.end == "undone" for s in seed_lives(self.rows))
-        return out | {"rollbacks": len(rollbacks(self.rows)), "births undone": undone, "critical alarms": alarms("critical"),
-                      "warnings": alarms("warning")} | self.facts()
+        out |= {"rollbacks": len(rollbacks(self.rows)), "births undone": undone}
+        return out | {"critical alarms": alarms("critical"), "warnings": alarms("warning")} | self.facts()
 
     def commands(self) -> dict[str, list[str]]: # what for -> the words of a command
         "Return how to do it again, and how to go on."
@@ -232,7 +232,7 @@ def _trouble_section(rows: list[Row]) -> str:
     "Return alarms, then rollbacks."
     back, kinds = rollbacks(rows), alarm_kinds(rows)
     undone = sum(s.end == "undone" for s in seed_lives(rows))
-    births = f" {undone} birth{'s' * (undone != 1)} of seeds {'were' if undone != 1 else 'was'} undone by them." * (undone > 0)
+    births = f" Births of seeds that they undid: {undone}." if undone else ""
     loud, notes = ([k for k in kinds if (k.level == "note") == quiet] for quiet in (False, True))
     count = sum(k.times for k in loud)
     folded = (f"<details><summary>{len(notes)} kind{'s' * (len(notes) != 1)} of notes, which ask for nothing</summary>"
@@ -278,7 +278,8 @@ def _choices_section(rows: list[Row]) -> str:
 # %% ../../nbs/run/94_report.ipynb #fd994106
 _blueprint_head = dict(blueprint="blueprint", germinated="germinated", fossilized="kept for good", pruned="taken out",
                        undone="births undone", alive="alive at the end", contribution_pp="contribution, pp")
-_lane_head = dict(growth="size, of the host's", fossils="seeds kept", undone="births undone", rollbacks="rollbacks")
+_lane_head = dict(
+    growth="size, of the host's", fossils="seeds kept", undone="births undone", rollbacks="rollbacks")
 
 def _play_section(final: list[Row], measure: Measure) -> str:
     "Return what the controller grew when it was judged."

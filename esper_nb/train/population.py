@@ -312,7 +312,7 @@ class Population:
                 if grown and young: undone.append((slot, i, was))
                 self._settle(slot, i, was)
         if lanes: self.model.prune_live(lanes, Reason.ROLLBACK)
-        for slot, i, was in undone: slot.change(i, lambda _: SeedState(births=was.births)) # noqa: B023  # called at once
+        for slot, i, was in undone: slot.change(i, lambda _: SeedState(births=was.births))
         return tuple(undone_birth(slot, i, was) for slot, i, was in undone)
 
     def retry_births(self) -> tuple[DecisionResult, ...]: # what was done, or why not
