@@ -71,12 +71,8 @@ def test_lightning_healthy_run_is_untouched(pl, tmp_path):
 def test_lightning_stops_at_the_end_of_the_ladder(pl, tmp_path):
     callback = lightning_governor(math.log(10), QUICK.replace(rollbacks=1))
     model, fit = lightning_run(pl, tmp_path, callback, poison, at=range(90, 1000))
-    assert (
-        fit.should_stop
-        and model.calls < 100
-        and callback.governor.reports[-1].action == "stop"
-        and all(p.isfinite().all() for p in model.parameters())
-    )
+    assert (fit.should_stop and model.calls < 100 and callback.governor.reports[-1].action == "stop"
+            and all(p.isfinite().all() for p in model.parameters()))
 
 def test_lightning_checkpoints_hold_the_governor(pl, tmp_path):
     callback = lightning_governor(math.log(10), QUICK)
@@ -143,17 +139,9 @@ def hf_run(tmp_path, model, governor=True, steps=150, config=QUICK, resume=None,
     pytest.importorskip("accelerate", reason="needs accelerate")
     transformers.logging.set_verbosity_error()
     data = [dict(x=x, labels=y) for x, y in zip(*examples(32 * 60))]
-    args = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=steps,
-        per_device_train_batch_size=32,
-        learning_rate=3e-3,
-        report_to=[],
-        logging_strategy="no",
-        use_cpu=True,
-        seed=0,
-        **dict(save_strategy="no", disable_tqdm=True) | options,
-    )
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=32,
+                                          learning_rate=3e-3, report_to=[], logging_strategy="no", use_cpu=True, seed=0,
+                                          **dict(save_strategy="no", disable_tqdm=True) | options)
     trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
     callback = guard_trainer(trainer, math.log(10), config) if governor else None
     with warnings.catch_warnings():
@@ -174,11 +162,8 @@ def test_hugging_face_goes_on_after_a_nan(tmp_path):
 def test_hugging_face_healthy_run_is_untouched(tmp_path):
     _, callback = hf_run(tmp_path, guarded := new(), gradient_accumulation_steps=2)
     hf_run(tmp_path, alone := new(), governor=False, gradient_accumulation_steps=2)
-    assert (
-        guarded.losses == alone.losses
-        and not callback.governor.reports
-        and int(callback.governor.stats.judged[0]) == 150
-    )
+    assert (guarded.losses == alone.losses and not callback.governor.reports
+            and int(callback.governor.stats.judged[0]) == 150)
     assert abs(callback.governor.stats.ring[0, 0] - sum(guarded.losses[:2]) / 2) < 1e-5, "micro-batches are one loss"
 
 def test_hugging_face_stops_at_the_end_of_the_ladder(tmp_path):

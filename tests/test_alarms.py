@@ -6,9 +6,8 @@ import random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.record.alarms import (
-    ALARM_RULES, LEVELS, STATISTICS, METRICS, AlarmRule, AlarmWatch, alarm_rows, alarm_rules_markdown, find_alarms,
-    find_metric)
+from esper_nb.record.alarms import (ALARM_RULES, LEVELS, STATISTICS, METRICS, AlarmRule, AlarmWatch, alarm_rows,
+                                    alarm_rules_markdown, find_alarms, find_metric)
 from esper_nb.record.rows import make_rows
 
 CASES = [(rule, i) for rule in ALARM_RULES for i, at in enumerate(rule.at) if at is not None]
@@ -117,9 +116,8 @@ def test_a_standing_alarm_goes_out():
     assert watch.standing == []
 
 def test_own_limits():
-    mine = AlarmRule(
-        name="mine", family="own", metric="lr", statistic="value", side="above", at=(None, .5, None),
-        meaning="a", advice="b")
+    mine = AlarmRule(name="mine", family="own", metric="lr", statistic="value", side="above", at=(None, .5, None),
+                     meaning="a", advice="b")
     found = find_alarms([dict(kind="epoch", lane=1, epoch=4, lr=.6)], [mine])
     assert [(a.name, a.lane, a.by, a.at, a.limit) for a in found] == [("mine", 1, "epoch", 4, .5)]
     assert str(found[0]) == "warning, lane 1, epoch 4: mine (lr 0.6, limit 0.5). A. B."

@@ -18,18 +18,8 @@ from esper_nb.show.theme import rules_help
 REASONS = ("healthy", *RULES)
 
 CHANCE = math.log(10)
-CLASSIC = DetectorConfig(
-    absolute=None,
-    absolute_loss=12.0,
-    huge=None,
-    cold=None,
-    window=20,
-    min_samples=10,
-    refresh=1,
-    rise=None,
-    collapse_confirm=1,
-    collapse_z=None,
-)
+CLASSIC = DetectorConfig(absolute=None, absolute_loss=12.0, huge=None, cold=None, window=20, min_samples=10, refresh=1,
+                         rise=None, collapse_confirm=1, collapse_z=None)
 
 
 # --- the bench; thresholds were chosen on other seeds
@@ -41,19 +31,12 @@ def trace(rng, lanes, steps=2000, noise=.08, floor=.9):
 AT = 1200
 def level(x, value, rng): x[AT:] = value * np.exp(.02 * rng.standard_normal(x[AT:].shape))
 def scale(x, factor): x[AT:] *= factor
-FAULTS = {
-    "nan": lambda x, r: x.__setitem__(AT, np.nan),
-    "+inf": lambda x, r: x.__setitem__(AT, np.inf),
-    "-inf": lambda x, r: x.__setitem__(AT, -np.inf),
-    "x50 once": lambda x, r: x.__setitem__(AT, 50 * x[AT]),
-    "x50": lambda x, r: scale(x, 50),
-    "x8": lambda x, r: scale(x, 8),
-    "x3": lambda x, r: scale(x, 3),
-    "collapse": lambda x, r: level(x, CHANCE, r),
-    "collapse from 1.3": lambda x, r: level(x, CHANCE, r),
-    "collapse to 1.12 chance": lambda x, r: level(x, 1.12 * CHANCE, r),
-    "drift": lambda x, r: scale(x, 1.01 ** np.arange(1, len(x) - AT + 1)[:, None]),
-}
+FAULTS = {"nan": lambda x, r: x.__setitem__(AT, np.nan), "+inf": lambda x, r: x.__setitem__(AT, np.inf),
+          "-inf": lambda x, r: x.__setitem__(AT, -np.inf), "x50 once": lambda x, r: x.__setitem__(AT, 50 * x[AT]),
+          "x50": lambda x, r: scale(x, 50), "x8": lambda x, r: scale(x, 8), "x3": lambda x, r: scale(x, 3),
+          "collapse": lambda x, r: level(x, CHANCE, r), "collapse from 1.3": lambda x, r: level(x, CHANCE, r),
+          "collapse to 1.12 chance": lambda x, r: level(x, 1.12 * CHANCE, r), "drift": lambda x,
+          r: scale(x, 1.01 ** np.arange(1, len(x) - AT + 1)[:, None])}
 
 def first_panic(x, limits=DetectorConfig(), chance=CHANCE):
     "(n,) step of the first panic, -1 if none, and its reason."
@@ -135,13 +118,8 @@ def test_count_rules(kinds, confirm):
         assert v.reason() == ("non-finite" if kind == "nan" else exploded)
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.lists(
-        st.one_of(st.floats(5.0, 1e30), st.sampled_from([math.nan, math.inf, -math.inf, CHANCE])),
-        min_size=1,
-        max_size=20,
-    )
-)
+@given(st.lists(st.one_of(st.floats(5.0, 1e30), st.sampled_from([math.nan, math.inf, -math.inf, CHANCE])), min_size=1,
+                max_size=20))
 def test_statistics_are_unchanged_by_anomalies(losses):
     s = before = learnt()
     for x in losses: s, _ = judge(s, x, chance_loss=CHANCE)

@@ -17,8 +17,7 @@ from esper_nb.control.actions import draw_actions
 from esper_nb.control.env_config import EnvConfig
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.control.gym import GrowEnv
-from esper_nb.control.rules import (
-    QUICK, QUICK_RULES, Heuristic, HeuristicConfig, as_controller)
+from esper_nb.control.rules import (QUICK, QUICK_RULES, Heuristic, HeuristicConfig, as_controller)
 from esper_nb.core.config import Config
 from esper_nb.core.random import generator
 from esper_nb.learn.learner import Learner

@@ -51,9 +51,8 @@ class Loop:
         self.sched = torch.optim.lr_scheduler.CosineAnnealingLR(self.opts[0], 300)
         self.data, self.accumulate = torch.Generator().manual_seed(1), accumulate
         self.cursor = dict(t=0)
-        self.gov = Governor(
-            self.net, *self.opts, self.sched, chance_loss=CHANCE, config=config, cursor=self.cursor, data=self.data
-        )
+        self.gov = Governor(self.net, *self.opts, self.sched, chance_loss=CHANCE, config=config, cursor=self.cursor,
+                            data=self.data)
         self.losses = {}
 
     def run(self, steps, fault=None):
@@ -180,12 +179,8 @@ def test_reports_hold_no_nan_and_the_values_of_the_panic():
     r = out[0]
     assert (r.reason, r.count, r.loss, r.step) == ("explosion", 3, 8., 63)
     assert r.limit == max(r.absolute, r.by_sigma, r.by_multiple)
-    assert (
-        r.recent == pytest.approx([0.9] * 16, rel=0.2)
-        and [x for _, x in r.anomalies] == [7.0, 7.5, 8.0]
-        and r.samples == 60
-        and r.seconds > 0
-    )
+    assert (r.recent == pytest.approx([0.9] * 16, rel=0.2) and [x for _, x in r.anomalies] == [7.0, 7.5, 8.0]
+            and r.samples == 60 and r.seconds > 0)
     out = gov.watch(float("nan"))[0]
     assert out.loss is None and out.shown == "nan" and gov.stats.count[0] == 0
     asked = gov.rollback()[0]
@@ -220,23 +215,15 @@ def test_a_rise_lowers_the_learning_rate_first_then_rolls_back():
     assert lr_of(gov) == gov.lr_factor == .5, "a cut outlives a rollback"
 
 @settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.sampled_from([0.9, 0.9, 0.9, 8.0, 60.0, math.nan, math.inf, CHANCE]), min_size=1, max_size=200),
-    st.integers(0, 3),
-    st.integers(0, 3),
-    st.integers(0, 6),
-    st.integers(0, 30),
-)
+@given(st.lists(st.sampled_from([0.9, 0.9, 0.9, 8.0, 60.0, math.nan, math.inf, CHANCE]), min_size=1, max_size=200),
+       st.integers(0, 3), st.integers(0, 3), st.integers(0, 6), st.integers(0, 30))
 def test_no_chain_of_panics_is_endless(losses, skips, rollbacks, total, cooldown):
     config = QUICK.replace(skips=skips, rollbacks=rollbacks, max_rollbacks=total, cooldown=cooldown, stop_raises=False)
     gov = settled(40, config)
     for x in losses: gov.watch(x, before_step=True)
     actions = [r.action for r in gov.reports]
-    assert (
-        actions.count("rollback") <= total
-        and actions.count("stop") <= 1
-        and (actions.count("stop") == 1) == bool(gov.stopped[0])
-    )
+    assert (actions.count("rollback") <= total and actions.count("stop") <= 1
+            and (actions.count("stop") == 1) == bool(gov.stopped[0]))
     if gov.stopped[0]: assert actions[-1] == "stop" and gov.watch(math.nan) == ()
     for r in gov.reports: assert no_nan(r.to_dict())
 
@@ -246,9 +233,8 @@ def test_the_end_of_the_ladder_leaves_good_weights_and_a_report():
     for _ in range(2): net.weight.data.fill_(math.nan); gov.watch(math.nan)
     net.weight.data.fill_(math.nan)
     with pytest.raises(GovernorStop) as stop: gov.watch(math.nan)
-    assert (
-        torch.equal(net.weight, good) and stop.value.report.action == "stop" and stop.value.report.rollbacks_left == 0
-    )
+    assert (torch.equal(net.weight, good) and stop.value.report.action == "stop"
+            and stop.value.report.rollbacks_left == 0)
 
 def test_a_deterministic_fault_under_replay_ends_too():
     loop = Loop(QUICK.replace(replay=True, rollbacks=3, cooldown=0, max_rollbacks=7, skips=0))
@@ -392,9 +378,8 @@ class LaneLoop:
     def step(self, hurt=lambda loop: None):
         g = torch.Generator().manual_seed(self.t); self.t += 1
         y = torch.randint(0, 10, (32, self.n), generator=g); x = CENTERS[y] + torch.randn(32, self.n, 16, generator=g)
-        loss = F.cross_entropy(
-            self.net(x.flatten(1)).unflatten(1, (self.n, 10)).transpose(1, 2), y, reduction="none"
-        ).mean(0)
+        loss = F.cross_entropy(self.net(x.flatten(1)).unflatten(1, (self.n, 10)).transpose(1, 2), y,
+                               reduction="none").mean(0)
         self.stepper.backward(loss); info = self.stepper.step()
         hurt(self)
         return self.gov.watch(loss, info.norms["host"])

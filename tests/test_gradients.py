@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.train.gradients import (
-    flat_lanes, gradient_health, health_score, lane_grad_norms, lane_grads, measured, norm_ratio, owner_norms,
-    tensor_norms)
+from esper_nb.train.gradients import (flat_lanes, gradient_health, health_score, lane_grad_norms, lane_grads, measured,
+                                      norm_ratio, owner_norms, tensor_norms)
 
 SHAPES = [(3, 2, 3, 3), (5,), (4, 7), (1,), (2, 3, 4)]
 

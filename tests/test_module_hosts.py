@@ -17,9 +17,8 @@ from esper_nb.core.lanes import lane, reset_lanes
 from esper_nb.core.layers import by_lane
 from esper_nb.core.modules import find_form, lane_form, lane_module, run_on_trial
 from esper_nb.core.random import seeded
-from esper_nb.grow.blueprints import (
-    FAMILIES, SEED_LAYOUTS, blueprint_size, forget_blueprint, get_blueprint, list_blueprints, make_blueprint,
-    plain_blueprint)
+from esper_nb.grow.blueprints import (FAMILIES, SEED_LAYOUTS, blueprint_size, forget_blueprint, get_blueprint,
+                                      list_blueprints, make_blueprint, plain_blueprint)
 from esper_nb.grow.export import export_model
 from esper_nb.grow.models import Decision
 from esper_nb.grow.module_hosts import ModuleHostConfig, explore_host, module_model

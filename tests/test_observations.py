@@ -29,10 +29,9 @@ def a_seed(draw):
     shares = ("accuracy", "accuracy_stage", "accuracy_born", *SHARES)
     values = {k: draw(share) for k in shares} | {k: draw(some) for k in MEASURED}
     values |= {k: draw(positive) for k in ("gradient_norm", "gradient_ratio")}
-    return SeedState(
-        stage=stage, blueprint=draw(st.integers(0, 1)), births=1, alpha=draw(st.floats(0, 1)),
-        target=draw(st.floats(0, 1)), epochs=draw(st.integers(0, 500)), age=draw(st.integers(0, 500)),
-        total=draw(st.integers(0, 50)), **values)
+    return SeedState(stage=stage, blueprint=draw(st.integers(0, 1)), births=1, alpha=draw(st.floats(0, 1)),
+                     target=draw(st.floats(0, 1)), epochs=draw(st.integers(0, 500)), age=draw(st.integers(0, 500)),
+                     total=draw(st.integers(0, 50)), **values)
 
 
 def table(*lanes): return torch.tensor([[encode_seed(s) for s in lane] for lane in lanes]).double()

@@ -227,12 +227,10 @@ def test_every_kind_of_the_family_trains_in_one_population():
     assert torch.allclose(run_epoch(small).train.losses[:, 0], r.train.losses[:, 0], atol=1e-4)
 
 
-@pytest.mark.parametrize("wrong, says", [
-    (dict(family="letters"), "family='letters', expected one of digits"),
-    (dict(family="digits", task="digits"), "a family takes sight away"),
-    (dict(price=-1.), "price=-1.0, expected a finite number of at least 0"),
-    (dict(schedule="linear"), "'cosine' or 'constant'"),
-])
+@pytest.mark.parametrize("wrong, says", [(dict(family="letters"), "family='letters', expected one of digits"),
+                                         (dict(family="digits", task="digits"), "a family takes sight away"),
+                                         (dict(price=-1.), "price=-1.0, expected a finite number of at least 0"),
+                                         (dict(schedule="linear"), "'cosine' or 'constant'")])
 def test_bad_settings_are_refused_with_the_reason(wrong, says):
     with pytest.raises(ValueError, match=says):
         env = GrowVecEnv(EnvConfig(**dict(task="digits_masked", num_envs=1, horizon=2, reward="outcome") | wrong))

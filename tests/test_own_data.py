@@ -156,13 +156,11 @@ def test_a_report_of_numbers_speaks_of_r2_alone(trained, tmp_path):
 
 def cut_parquet(path): path.write_bytes(path.read_bytes()[:200])
 
-bad = dict(
-    folder=(lambda p: (p/"light"/"03.png").write_bytes(b"no picture"), "03.png"),
-    csv=(lambda p: p.write_text(p.read_text() + "1,nan,x\n"), "column"),
-    parquet=(cut_parquet, "rows.parquet"),
-    values=(lambda p: p.write_text(p.read_text() + "1,2,nan,0,1\n"), "line 42, column price='nan'"),
-    labels=(lambda p: p.write_text(p.read_text() + "1,2,3,0,2\n"), "target more"),
-    text=(lambda p: p.write_bytes(b"\xff" * 5000), "no text in UTF-8"))
+bad = dict(folder=(lambda p: (p/"light"/"03.png").write_bytes(b"no picture"), "03.png"),
+           csv=(lambda p: p.write_text(p.read_text() + "1,nan,x\n"), "column"), parquet=(cut_parquet, "rows.parquet"),
+           values=(lambda p: p.write_text(p.read_text() + "1,2,nan,0,1\n"), "line 42, column price='nan'"),
+           labels=(lambda p: p.write_text(p.read_text() + "1,2,3,0,2\n"), "target more"),
+           text=(lambda p: p.write_bytes(b"\xff" * 5000), "no text in UTF-8"))
 
 
 @pytest.mark.parametrize("kind", bad)

@@ -7,9 +7,8 @@ from hypothesis import given, settings, strategies as st
 
 from esper_nb.control.actions import OPS, GrowthActions, choice_of, draw_actions, in_stage, read_slots
 from esper_nb.control.episodes import EnvStep
-from esper_nb.control.rewards import (
-    PRESETS, TERMS, RewardConfig, RewardPreset, Transition, compute_reward, explain_reward, occupied_size, reward_term,
-    seed_sizes, start_rewards)
+from esper_nb.control.rewards import (PRESETS, TERMS, RewardConfig, RewardPreset, Transition, compute_reward,
+                                      explain_reward, occupied_size, reward_term, seed_sizes, start_rewards)
 from esper_nb.grow.hosts import CNNConfig, CNNHost
 from esper_nb.grow.models import GrowingModel
 from esper_nb.grow.lifecycle import LIVE, Gates, Rules, SeedState, Stage, encode_seed

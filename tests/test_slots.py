@@ -271,11 +271,10 @@ def test_verbs_change_all_lanes_or_none():
     slot = made("cnn", [(5, None), (5, "training"), (5, "fossil")])
     before = slot.state_dict()
     before = {k: v.clone() for k, v in before.items()}
-    refused = [
-        lambda: slot.germinate("norm"), lambda: slot.prune([1, 2]), lambda: slot.advance([1, 0]),
-        lambda: slot.set_alpha(.5), lambda: slot.fossilize([1]), lambda: slot.schedule_prune(3, 2),
-        lambda: slot.germinate("norm", 0, goal=0.), lambda: slot.germinate("norm", 0, steepness=0.),
-        lambda: slot.advance([1, 1]), lambda: slot.prune(-1)]
+    refused = [lambda: slot.germinate("norm"), lambda: slot.prune([1, 2]), lambda: slot.advance([1, 0]),
+               lambda: slot.set_alpha(.5), lambda: slot.fossilize([1]), lambda: slot.schedule_prune(3, 2),
+               lambda: slot.germinate("norm", 0, goal=0.), lambda: slot.germinate("norm", 0, steepness=0.),
+               lambda: slot.advance([1, 1]), lambda: slot.prune(-1)]
     for call in refused:
         with pytest.raises((RuntimeError, ValueError)): call()
     for k, v in slot.state_dict().items(): assert torch.equal(v, before[k]), k

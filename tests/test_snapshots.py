@@ -25,14 +25,8 @@ class Run:
     def __init__(self, kind, device="cpu"):
         torch.manual_seed(0); random.seed(0); np.random.seed(0)
         self.device, self.kind = device, kind
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 6, 3, padding=1),
-            nn.BatchNorm2d(6),
-            nn.ReLU(),
-            nn.Dropout(0.2),
-            nn.Flatten(),
-            nn.Linear(6 * 36, 3),
-        ).to(device, memory_format=torch.channels_last)
+        self.net = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2),
+                                 nn.Flatten(), nn.Linear(6 * 36, 3)).to(device, memory_format=torch.channels_last)
         heads, body = list(self.net[5].parameters()), list(self.net[0].parameters()) + list(self.net[1].parameters())
         make = dict(
             sgd=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -171,18 +165,10 @@ def test_growth_pruning_and_replaced_tensors_are_undone():
     net[0].register_buffer("scratch", torch.ones(2)); net[0].weight.data = torch.ones(5, 4)
     net[2] = nn.Identity(); net[0].bias.requires_grad_(False); net.eval()
     snap.restore()
-    assert (
-        net[2] is last
-        and list(dict(net.named_parameters())) == names
-        and len(opt.param_groups) == 1
-        and len(opt.state) == 4
-    )
-    assert (
-        net[0].weight.shape == (4, 4)
-        and net.training
-        and all(p.requires_grad for p in net.parameters())
-        and "scratch" not in dict(net[0].named_buffers())
-    )
+    assert (net[2] is last and list(dict(net.named_parameters())) == names and len(opt.param_groups) == 1
+            and len(opt.state) == 4)
+    assert (net[0].weight.shape == (4, 4) and net.training and all(p.requires_grad for p in net.parameters())
+            and "scratch" not in dict(net[0].named_buffers()))
     assert snap.difference() == {}
     step()
 
@@ -231,30 +217,18 @@ def test_odd_modules():
     net.a.weight.data.zero_()
     assert len(snap.difference()) >= 3
     snap.restore()
-    assert (
-        net.seen == 0
-        and net.table["stage"] == [1, 2]
-        and net.table["alpha"].tolist() == [0, 0]
-        and net.b.weight is net.a.weight
-    )
+    assert (net.seen == 0 and net.table["stage"] == [1, 2] and net.table["alpha"].tolist() == [0, 0]
+            and net.b.weight is net.a.weight)
     assert snap.take().published, "a mask of infinities is not a ruin"
     net.mask[0, 0] = float("nan")
     assert snap.take().bad == ("model.mask",)
 
-@pytest.mark.parametrize(
-    "part",
-    [nn.Flatten(), torch.Generator(), np.random.default_rng(0), random.Random(0), {"a": [1, torch.ones(2)]}, [1, 2]],
-    ids=lambda p: type(p).__name__,
-)
+@pytest.mark.parametrize("part", [nn.Flatten(), torch.Generator(), np.random.default_rng(0), random.Random(0),
+                                  {"a": [1, torch.ones(2)]}, [1, 2]], ids=lambda p: type(p).__name__)
 def test_all_kinds_of_parts(part):
-    draw = {
-        torch.Generator: lambda g: torch.rand(3, generator=g).tolist(),
-        np.random.Generator: lambda g: g.normal(),
-        random.Random: lambda r: r.gauss(0, 1),
-        dict: lambda d: (d.update(b=3), d["a"][1].add_(1).tolist())[1],
-        list: lambda x: x.append(3) or len(x),
-        nn.Flatten: lambda m: 0,
-    }[type(part)]
+    draw = {torch.Generator: lambda g: torch.rand(3, generator=g).tolist(), np.random.Generator: lambda g: g.normal(),
+            random.Random: lambda r: r.gauss(0, 1), dict: lambda d: (d.update(b=3), d["a"][1].add_(1).tolist())[1],
+            list: lambda x: x.append(3) or len(x), nn.Flatten: lambda m: 0}[type(part)]
     snap = Snapshot(thing=part, streams=False); snap.take()
     first = [draw(part) for _ in range(3)]
     snap.restore()
@@ -382,9 +356,8 @@ class LaneRun:
             torch.manual_seed(3)
             self.net = nn.Sequential(linear(5, 8, n=n), nn.Tanh(), linear(8, 3, n=n))
         options = dict(momentum=.9) if kind == "sgd" else {}
-        self.stepper = Stepper(
-            {"host": LaneOptimizer(self.net.named_parameters(), n, kind, 0.05, **options)}, LaneScaler(n)
-        )
+        self.stepper = Stepper({"host": LaneOptimizer(self.net.named_parameters(), n, kind, 0.05, **options)},
+                               LaneScaler(n))
         self.n, self.t = n, 0
 
     def snapshot(self): return Snapshot(self.net, self.stepper, lanes=self.n)
@@ -422,15 +395,8 @@ def test_rows_go_back_and_the_others_go_on(kind, lanes):
     for i in lanes: assert equal(run.lane(i), never.lane(i)), "50 steps after the rollback"
 
 @settings(deadline=None, max_examples=25)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]),
-            st.sets(st.integers(0, N - 1), min_size=1),
-        ),
-        max_size=25,
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]),
+                          st.sets(st.integers(0, N - 1), min_size=1)), max_size=25))
 def test_any_order_of_operations_keeps_each_lane_s_own_version(ops):
     run = LaneRun(); snap = run.snapshot(); snap.take(step=0)
     good, held = [run.lane(i) for i in range(N)], [None] * N

@@ -12,9 +12,8 @@ from esper_nb.train.data import ImageData
 from esper_nb.grow.hosts import CNNConfig, count_parameters
 from esper_nb.core.lanes import lane, lane_state
 from esper_nb.core.layers import by_lane
-from esper_nb.train.tasks import (
-    Task, accuracy_pp, check_slots, class_counts, correct_counts, create_model, get_task, host_sites,
-    lane_cross_entropy, list_tasks, register_task)
+from esper_nb.train.tasks import (Task, accuracy_pp, check_slots, class_counts, correct_counts, create_model, get_task,
+                                  host_sites, lane_cross_entropy, list_tasks, register_task)
 
 shapes = st.tuples(st.integers(1, 9), st.sampled_from([(), (1,), (4,)]), st.integers(1, 5), st.integers(2, 7),
                    st.integers(0, 99))

@@ -19,13 +19,11 @@ from esper_nb.control.envs import GrowVecEnv
 from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
 from esper_nb.core.clock import PhaseClock
 from esper_nb.guard.governor import Governor
-from esper_nb.record.analytics import (
-    blueprint_stats, lane_scores, pick_rows, rollbacks, seed_lives, stage_spans)
+from esper_nb.record.analytics import (blueprint_stats, lane_scores, pick_rows, rollbacks, seed_lives, stage_spans)
 from esper_nb.record.writers import BackgroundWriter, JSONLWriter, Recorder, RunFolder, new_run, read_rows
 from esper_nb.record.alarms import KINDS, METRICS, Metric, find_metric, metric_table, metrics_markdown
-from esper_nb.record.rows import (
-    EnvRows, decode_row, encode_row, flatten, governor_rows, limit_rows, make_rows, metric_names, population_rows,
-    run_rows, series)
+from esper_nb.record.rows import (EnvRows, decode_row, encode_row, flatten, governor_rows, limit_rows, make_rows,
+                                  metric_names, population_rows, run_rows, series)
 from esper_nb.record.trackers import TensorBoardWriter
 from esper_nb.train.faults import Fault, disturb_at
 from esper_nb.train.population import FitConfig, new_population
