@@ -367,8 +367,3 @@ def test_stable_baselines_train_on_it_unmodified(kind):
     agent = algorithm("MlpPolicy", env, n_steps=8, batch_size=8, n_epochs=1, seed=0)
     agent.learn(16)
     assert agent.num_timesteps == 16 and [e["l"] for e in agent.ep_info_buffer] == [3] * 5
-
-
-def test_no_pickle():
-    modules = [sys.modules[f"esper_nb.control.{k}"] for k in ("envs", "episodes", "env_config")]
-    assert all("pickle" not in open(m.__file__).read() for m in modules)

@@ -3,8 +3,6 @@ import csv
 import importlib.util
 import json
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -55,21 +53,6 @@ def test_parts_are_disjoint_whole_stratified_and_the_same_again(counts, heldout,
         assert min(of) >= 1 and abs(of[1] - n * heldout) <= 1 and abs(of[2] - n * test) <= 1
     torch.manual_seed(seed)
     for a, b in zip(parts, stratified_split(y, heldout, test)): assert torch.equal(a, b)
-
-@pytest.mark.slow
-def test_another_process_cuts_the_same(tmp_path):
-    pictures(tmp_path/"pics")
-    task = task_from_folder(tmp_path/"pics")
-    code = """
-import json, sys, torch
-from esper_nb.train.tasks import Task
-d = Task.from_dict(json.loads(sys.argv[1])).load()
-print(int(d.x["test"].long().sum()), d.y["test"].tolist(), int(d.x["train"].long().sum()))
-"""
-    said = subprocess.run([sys.executable, "-c", code, json.dumps(task.to_dict())], capture_output=True, text=True)
-    d = task.load()
-    test, train = (int(d.x[k].long().sum()) for k in ("test", "train"))
-    assert said.stdout.strip() == f"{test} {d.y['test'].tolist()} {train}"
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 4), st.floats(-1e5, 1e5), st.floats(1e-3, 1e5), st.integers(0, 5))

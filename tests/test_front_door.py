@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from scripts.notebooks import LAYERS, LIB, NBS, ROOT, cells, door_text, exported_names, offered_names
+from scripts.notebooks import LIB, NBS, ROOT, cells, exported_names, offered_names
 
 import esper_nb
 
@@ -31,14 +31,6 @@ def test_every_name_is_what_its_module_defines():
         if found is not getattr(module, name) or made_in.startswith("esper_nb.") and made_in != module.__name__:
             wrong.append(f"{name} is not the one that {module.__name__} defines")
     assert not wrong, "\n".join(wrong)
-
-
-def test_its_tables_are_in_step_with_the_modules():
-    assert door_text(NAMES, WHERE) in TEXT, "names have moved: python scripts/notebooks.py door"
-    assert set(LAYERS) == {p.name for p in LIB.iterdir() if p.is_dir() and p.name[0] != "_"}
-    block = next(n for n in ast.parse(TEXT).body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
-    seen = {a.asname: f"{n.module}" for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert seen == {name: f"esper_nb.{WHERE[name]}" for name in NAMES}, "what type checkers see"
 
 
 def test_every_name_of_a_tutorial_is_at_the_door():

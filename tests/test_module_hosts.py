@@ -248,15 +248,6 @@ def test_what_a_lane_draws_depends_on_no_neighbour(own):
     model(x)
     assert torch.equal(state, torch.get_rng_state()), "nobody else's luck is used up"
 
-def test_a_lane_is_born_as_the_factory_bears_it():
-    config = TABLE["own reshape"][0]()
-    wide, narrow = module_model(config, lanes=4, seed=7).host, module_model(config, lanes=2, seed=7).host
-    with seeded(7, "init", 1): alone = Mixing()
-    for net in (wide, narrow):
-        for k, p in alone.named_parameters():
-            assert torch.equal(by_lane(net.inside.get_parameter(k), net.lanes)[1].view_as(p), p)
-
-
 # ---- forms
 
 def test_a_form_that_is_not_equal_is_not_used():

@@ -336,13 +336,6 @@ def test_a_ruined_lane_is_rolled_back_and_its_measure_stays_within_bounds(kind):
     assert not torch.equal(done.train.losses[:, 2], calm.train.losses[:, 2])
 
 
-def test_a_population_trains_on_it_too(tmp_path, capsys):
-    place = write_pictures(tmp_path/"pics")
-    asked = ["fit", "--data", place, "--size", 8, "--set", "lanes=2", "--set", "epochs=2", "--out", tmp_path]
-    assert main([*map(str, asked)]) == 0
-    assert (tmp_path/"pics-2"/"weights.safetensors").exists() or (tmp_path/"pics"/"weights.safetensors").exists()
-
-
 def test_a_task_is_a_recipe(tmp_path):
     config = get_recipe(task_from_path(write_pictures(tmp_path/"pics"), size=8), {"env.num_envs": 3})
     assert (config.name, config.env.num_envs, config.ppo.num_steps) == ("pics", 3, 12)

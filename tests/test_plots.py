@@ -51,8 +51,6 @@ def policy():
         return dict(kind="update", lane=None, update=u) | {f"update.{k}": v for k, v in values.items()} | heads
     return [update(u) for u in range(20)]
 
-ARTEFACTS = Path(__file__).parent/"browser/artefacts"      # not in git; for people, and for a CI that keeps pictures
-
 SCORES = {"heuristic": np.linspace(30, 50, 16), "wait only": [18.] * 16, "ppo": [60., 55., math.nan, 58.], "one": [45.]}
 PLOTS = {f.__name__: (lambda rows, f=f: f(rows))
          for f in (plot_incidents, plot_slots, plot_blueprints, plot_rewards, plot_run, plot_learning)}
@@ -226,30 +224,6 @@ def test_lines_of_the_panel_stay_apart(vision, page):
     assert apart.min() >= 15
     ground = {"LIGHT": "#ffffff", "DARK": "#1e1e1e"}[page]
     assert min(contrast(found[k], ground) for k in ("focus", "limit", "rise", "chance", "good")) >= 3
-
-def seen_as(image, vision): # (h, w, 3) uint8
-    "A picture in the eyes of others."
-    c = image / 255.
-    c = np.clip(np.where(c <= .04045, c / 12.92, ((c + .055) / 1.055)**2.4) @ np.array(MACHADO[vision]).T, 0, 1)
-    return np.round(255 * np.where(c <= .0031308, 12.92 * c, 1.055 * c**(1 / 2.4) - .055)).astype(np.uint8)
-
-@pytest.mark.slow
-@pytest.mark.parametrize("look", ["light", "dark"])
-def test_a_sheet_to_look_at(look, run, policy):
-    "Every plot at 1280 x 800, as most see it and with each deficiency, on one sheet for people to look at."
-    from PIL import Image
-    sheet, visions = [], ("none", "protanopia", "deuteranopia", "tritanopia")
-    for name in PLOTS:
-        with theme(look):
-            fig = figure(PLOTS[name](run + policy))
-            fig.set_size_inches(12.8, 8); fig.set_dpi(100)
-            image = pixels(fig)[..., :3].astype(np.uint8)
-        assert image.shape == (800, 1280, 3)
-        half = np.asarray(Image.fromarray(image).resize((640, 400), Image.Resampling.LANCZOS))
-        sheet.append(np.hstack([seen_as(half, v) for v in visions]))
-        plt.close("all")
-    ARTEFACTS.mkdir(exist_ok=True)
-    Image.fromarray(np.vstack(sheet)).save(ARTEFACTS/f"plots-{look}.png", optimize=True)
 
 @pytest.mark.parametrize("page", ["#ffffff", "#1e1e1e"])
 def test_colours_stand_out_from_the_page(page):

@@ -42,16 +42,6 @@ def test_gradients_of_a_sequence_equal_those_of_its_steps():
     for a, b in zip(*grads): torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
 
-def test_nothing_crosses_an_episode_start():
-    policy = ActorCritic(Heads((3,)), 5, PolicyConfig(hidden=16))
-    obs = torch.randn(20, 2, 5)
-    start = torch.zeros(20, 2).bool(); start[11, 0] = True
-    before = policy(obs, policy.initial_state(2), start)
-    obs2 = obs.clone(); obs2[:11] += 1
-    after = policy(obs2, policy.initial_state(2), start)
-    assert torch.equal(before[0][11:, 0], after[0][11:, 0]) and not torch.equal(before[0][11:, 1], after[0][11:, 1])
-
-
 def test_lanes_do_not_depend_on_each_other():
     policy = ActorCritic(Heads((3,)), 5, PolicyConfig(hidden=16))
     obs, start = torch.randn(9, 4, 5), torch.zeros(9, 4).bool()

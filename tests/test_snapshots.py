@@ -112,25 +112,6 @@ def test_fifty_steps_after_a_rollback_are_bit_equal(kind, warm):
     assert_same_state(whole_state(run), before)
     assert [run.step() for _ in range(50)] == expected
 
-def test_torch_optimizers_alias_what_they_load_and_ours_do_not():
-    run = Run("sgd")
-    for _ in range(3): run.step()
-    saved = copy.deepcopy(run.opts[0].state_dict())
-    run.opts[0].load_state_dict(saved)
-    mine = saved["state"][0]["momentum_buffer"].clone()
-    run.step()
-    assert not torch.equal(saved["state"][0]["momentum_buffer"], mine), "torch copies now: say so in the page"
-    snap = run.snapshot()
-    snap.take()
-    live = (
-        {t.data_ptr() for t in whole_state(run).values()}
-        | {t.data_ptr() for o in run.opts for s in o.state.values() for t in s.values()}
-        | {p.data_ptr() for p in run.net.parameters()}
-    )
-    for _ in range(2): snap.restore()
-    live |= {t.data_ptr() for o in run.opts for s in o.state.values() for t in s.values()}
-    assert not live & {t.data_ptr() for bank in snap.banks for t in bank.values()}
-
 def test_a_scaler_interrupted_in_the_middle_of_a_step_can_step_again():
     run = Run("fp16")
     for _ in range(3): run.step()

@@ -89,9 +89,10 @@ def test_a_tracker_that_fails_costs_its_rows_and_no_training(tmp_path, monkeypat
     assert (tmp_path/"digits_impaired"/"checkpoint.safetensors").exists()
 
 
-def test_a_missing_package_is_told_before_the_run_has_a_folder(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["train", "fit"])
+def test_a_missing_package_is_told_before_the_run_has_a_folder(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main(["train", "digits", "--log", "wandb", "--out", str(tmp_path/"runs")]) == 2
+    assert main([command, "digits", "--log", "wandb", "--out", str(tmp_path/"runs")]) == 2
     assert "pip install 'esper_nb[wandb]'" in capsys.readouterr().err and not (tmp_path/"runs").exists()
     assert importlib.import_module("esper_nb.record.trackers").TRACKERS.keys() == {
         "tensorboard", "wandb", "mlflow", "trackio"}
@@ -106,9 +107,3 @@ def test_a_fit_tells_its_tracker_too(tmp_path, capsys):
     events.Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("heldout.accuracy_pp")]
     assert tags and all(len(events.Scalars(tag)) == 2 for tag in tags)
-
-
-def test_a_fit_refuses_a_tracker_before_it_has_a_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main(["fit", "digits", "--log", "wandb", "--out", str(tmp_path/"runs")]) == 2
-    assert "pip install 'esper_nb[wandb]'" in capsys.readouterr().err and not (tmp_path/"runs").exists()
