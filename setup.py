@@ -23,7 +23,7 @@ setup(
     url=cfg["git_url"], project_urls={"Documentation": cfg["doc_host"] + cfg["doc_baseurl"] + "/"},
     long_description=(here/"README.md").read_text(encoding="utf-8"), long_description_content_type="text/markdown",
     packages=find_packages(include=[lib, f"{lib}.*"]), include_package_data=True,
-    package_data={"": ["py.typed", "*.js", "*.css", "*.csv"]},      # beside the modules that read them
+    package_data={"": ["py.typed", "*.js", "*.css", "*.csv", "*.pyi"]},      # beside the modules that read them
     python_requires=f">={cfg['min_python']}", install_requires=cfg["requirements"].split(), extras_require=extras,
     entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": [f"{lib}={lib}._modidx:d"]},
     classifiers=[f"Development Status :: {statuses[cfg.getint('status')]}", "Intended Audience :: Science/Research",

@@ -3,7 +3,7 @@
 check    the library is what the notebooks export, the notebooks are clean, the README is what the index renders to
 quick    notebooks that have changed (or those named) without comparing outputs, in forks of one warm process
 run      every notebook (or those named) in a fresh kernel: its text outputs are those that are stored
-door     the names that esper_nb/__init__.py offers, with the modules they live in now; NAME adds one, no:NAME drops it
+door     stubs of the names that esper_nb and its packages offer; NAME adds one to the front door, no:NAME drops it
 readme   README.md (and its images) from nbs/index.ipynb
 refresh  run notebooks in a kernel and store their outputs
 """
@@ -86,7 +86,7 @@ def check():
     readme = ROOT/"README.md"
     if not readme.exists() or readme.read_text(encoding="utf-8") != text: stale.append("README.md")
     stale += [name for name, data in images.items() if not (ROOT/name).exists() or (ROOT/name).read_bytes() != data]
-    if door_out_of_step(): stale.append("esper_nb/__init__.py")
+    stale += [p.relative_to(ROOT).as_posix() for p in stale_stubs()]
     if stale:
         sys.exit("\n".join(["Out of step:", *(f"  {name}" for name in stale),
                             "Mend with: .venv/bin/nbdev_export && .venv/bin/nbdev_clean && make door readme",
@@ -94,10 +94,7 @@ def check():
     print(f"{len(find_notebooks())} notebooks, {len(find_modules())} modules: in step and clean")
 
 
-# --- the front door
-
-MARKS = re.compile(r"(# names \(written by [^\n]*\n)(.*?)(# end of names\n)", re.S)
-
+# --- the front door, and the front of each package
 
 def exported_names(lib=LIB):
     "{public name: 'package.module'} of the library."
@@ -111,64 +108,61 @@ def exported_names(lib=LIB):
 
 
 def offered_names(text):
-    "Names in the table of a front door, in their order."
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_NAMES":
-            return " ".join(ast.literal_eval(node.value).values()).split()
-    return []
+    "Names that a stub re-exports, in their order."
+    return [a.asname for n in ast.parse(text).body if isinstance(n, ast.ImportFrom) for a in n.names]
 
 
 def _import_lines(module, names):
     "An import that re-exports, as type checkers want it said; no line over 120 columns."
-    line, lines = f"    from esper_nb.{module} import (", []
+    line, lines = f"from .{module} import (", []
     for name in names:
         piece = f"{name} as {name}, "
         if len(line + piece) > 119:
             lines.append(line.rstrip())
-            line = " " * 8
+            line = " " * 4
         line += piece
     whole = "\n".join([*lines, line.rstrip(", ") + ")"])
     return whole.replace("(", "").replace(")", "") if not lines else whole
 
 
-def _table_line(module, names):
-    "A module and its names as an entry of a dictionary; no line over 120 columns."
-    text = " ".join(names)
-    cut = len(text) if len(module) + len(text) <= 106 else text.rindex(" ", 0, 100 - len(module)) + 1
-    parts = [f'"{part}"' for part in (text[:cut], text[cut:]) if part]
-    return f'    "{module}": ' + "\n        ".join(parts) + ","
-
-
-def door_text(names, where):
-    "The block of a front door: imports for type checkers, and the table it loads from."
+def stub_text(about, where, more=()):
+    "The stub of a front: `where` is {name: module}; lazy_loader reads it at run time, type checkers and editors too."
     modules = {}
-    for name in names: modules.setdefault(where[name], []).append(name)
-    order = sorted(modules, key=lambda m: LAYERS.index(m.split(".")[0]))
-    imports = [_import_lines(module, modules[module]) for module in order]
-    table = [_table_line(module, modules[module]) for module in order]
-    return "\n".join(["if TYPE_CHECKING:", *imports, "_NAMES = {", *table, "}",
-                      "_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}", ""])
+    for name, module in where.items(): modules.setdefault(module, []).append(name)
+    imports = [_import_lines(module, names) for module, names in modules.items()]
+    return "\n".join([f"# {about}; written by `python scripts/notebooks.py door`", *imports, *more, ""])
+
+
+def front_stubs(names):
+    "{path: text} of the stub of the front door, which offers `names`, and of those of the packages, which offer all."
+    where = exported_names()
+    named = {n: where[n] for n in sorted(names, key=lambda n: LAYERS.index(where[n].split(".")[0]))}
+    more = ("", "__version__: str", "__all__: list[str]", "def __dir__() -> list[str]: ...")
+    stubs = {LIB/"__init__.pyi": stub_text("What a user needs, from one place", named, more)}
+    for package in LAYERS:
+        own = {n: m.removeprefix(f"{package}.") for n, m in where.items() if m.startswith(f"{package}.")}
+        stubs[LIB/package/"__init__.pyi"] = stub_text(f"What {package} offers to other packages", own)
+    return stubs
 
 
 def door(*changes):
-    "Write the table of esper_nb/__init__.py anew; a name that no module makes any more is an error."
-    path, where = LIB/"__init__.py", exported_names()
-    text = path.read_text(encoding="utf-8")
+    "Write the stubs anew; a name of the front door that no module makes any more is an error."
+    where = exported_names()
     gone = {c.removeprefix("no:") for c in changes if c.startswith("no:")}
-    names = dict.fromkeys([*offered_names(text), *(c for c in changes if not c.startswith("no:"))])
+    old = offered_names((LIB/"__init__.pyi").read_text(encoding="utf-8"))
+    names = dict.fromkeys([*old, *(c for c in changes if not c.startswith("no:"))])
     names = [n for n in names if n not in gone]
     if unknown := [n for n in names if n not in where]:
         sys.exit(f"No module makes {', '.join(unknown)}: rename them (door NEW no:OLD) or take them out (door no:OLD)")
-    block = door_text(names, where)
-    path.write_text(MARKS.sub(lambda m: m[1] + block + m[3], text), encoding="utf-8")
-    print(f"esper_nb/__init__.py offers {len(names)} names")
+    for path, text in front_stubs(names).items(): path.write_text(text, encoding="utf-8")
+    print(f"esper_nb offers {len(names)} names, its packages {len(where)}")
 
 
-def door_out_of_step():
-    "Whether the table says something else than the library."
-    text, where = (LIB/"__init__.py").read_text(encoding="utf-8"), exported_names()
-    names = offered_names(text)
-    return not all(n in where for n in names) or MARKS.search(text)[2] != door_text(names, where)
+def stale_stubs():
+    "Stubs that say something else than the library."
+    where, names = exported_names(), offered_names((LIB/"__init__.pyi").read_text(encoding="utf-8"))
+    texts = front_stubs([n for n in names if n in where])
+    return [p for p, text in texts.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
 
 
 # --- every notebook, once

@@ -6,12 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from scripts.notebooks import LIB, NBS, ROOT, cells, exported_names, offered_names
+from scripts.notebooks import LAYERS, LIB, NBS, ROOT, cells, exported_names, offered_names, stale_stubs
 
 import esper_nb
 
-TEXT = (LIB/"__init__.py").read_text(encoding="utf-8")
-NAMES, WHERE = offered_names(TEXT), exported_names()
+NAMES, WHERE = offered_names((LIB/"__init__.pyi").read_text(encoding="utf-8")), exported_names()
 
 
 def run_python(code):
@@ -31,6 +30,22 @@ def test_every_name_is_what_its_module_defines():
         if found is not getattr(module, name) or made_in.startswith("esper_nb.") and made_in != module.__name__:
             wrong.append(f"{name} is not the one that {module.__name__} defines")
     assert not wrong, "\n".join(wrong)
+
+
+def test_stubs_are_in_step_with_the_modules():
+    assert not stale_stubs(), "names have moved: python scripts/notebooks.py door"
+    assert set(LAYERS) == {p.name for p in LIB.iterdir() if p.is_dir() and p.name[0] != "_"}
+
+
+def test_a_package_offers_every_public_name_of_its_modules():
+    wrong = []
+    for package in LAYERS:
+        front = importlib.import_module(f"esper_nb.{package}")
+        modules = {n: m for n, m in WHERE.items() if m.startswith(f"{package}.")}
+        assert sorted(front.__all__) == sorted(modules)
+        wrong += [n for n, m in modules.items()
+                  if getattr(front, n) is not getattr(importlib.import_module(f"esper_nb.{m}"), n)]
+    assert not wrong, wrong
 
 
 def test_every_name_of_a_tutorial_is_at_the_door():

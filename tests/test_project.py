@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from scripts.notebooks import GENERATED, LAYERS, LIB, ROOT
-from scripts.notebooks import cells, compare, find_modules, find_notebooks, out_of_step
+from scripts.notebooks import cells, compare, exported_names, find_modules, find_notebooks, out_of_step
 
 CFG = ConfigParser(delimiters=["="])
 CFG.read(ROOT/"settings.ini", encoding="utf-8")
@@ -26,6 +26,7 @@ NOTEBOOKS = find_notebooks()
 PAGES = [p for p in NOTEBOOKS if p.parent.name in LAYERS]
 TREES = {m.relative_to(LIB).with_suffix("").as_posix().replace("/", "."): ast.parse(m.read_text(encoding="utf-8"))
          for m in find_modules()}
+WHERE = exported_names()
 ALONE = ("guard", "learn")      # these need nothing but core
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
 DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn"}      # import name -> name on PyPI, where they differ
@@ -46,7 +47,9 @@ def imports(tree):
         if isinstance(node, ast.Import): yield from (a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(filter(None, ["esper_nb" if node.level else "", node.module]))
-            yield from ([f"{base}.{a.name}" for a in node.names] if base == "esper_nb" else [base])
+            package = base.removeprefix("esper_nb.")
+            if package in LAYERS: yield from (f"esper_nb.{WHERE.get(a.name, package)}" for a in node.names)
+            else: yield from ([f"{base}.{a.name}" for a in node.names] if base == "esper_nb" else [base])
 
 def imported_modules(source):
     "Return the modules of the library that a cell imports from, without the library's name."

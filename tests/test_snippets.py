@@ -24,6 +24,7 @@ model = nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=.1)
 batches = [(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long))]
 loss = torch.tensor(1.)
+def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor: return nn.functional.cross_entropy(model(x), y)
 """
 
 MYPY = """[mypy]

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.config import Config, check, check_count
-from ..grow.blending import Blend, Curve, RampMode
-from ..grow.lifecycle import COLUMNS, COOLING, LIVE, UNMEASURED, Reason, Rules, Stage
-from ..grow.models import Decision, DecisionResult, Growing, apply_decision
+from ..core import Config, check, check_count
+from ..grow import (
+    COLUMNS, COOLING, LIVE, UNMEASURED, Blend, Curve, Decision, DecisionResult, Growing, RampMode, Reason, Rules,
+    Stage, apply_decision)
 
 # %% ../../nbs/control/46_actions.ipynb #d17640bc
 HEADS = ("slot", "blueprint", "style", "tempo", "target", "speed", "curve", "op")

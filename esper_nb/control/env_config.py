@@ -12,19 +12,14 @@ from dataclasses import dataclass
 
 from gymnasium.vector import AutoresetMode
 
+from ..core import Config, check, check_count, check_devices
+from ..guard import GovernorConfig
+from ..grow import Gates, Rules
+from ..train import TASK_FAMILIES, FamilyData, Fault, FitConfig, ImageData, Task, TextData, new_population
 from .actions import GrowthActions, Repertoire
 from .episodes import DevicePart
 from .observations import OBSERVATIONS
 from .rewards import RewardConfig
-from ..core.config import Config, check, check_count
-from ..core.devices import check_devices
-from ..grow.lifecycle import Gates, Rules
-from ..guard.reports import GovernorConfig
-from ..train.data import ImageData, TextData
-from ..train.families import TASK_FAMILIES, FamilyData
-from ..train.faults import Fault
-from ..train.tasks import Task
-from ..train.population import FitConfig, new_population
 
 # %% ../../nbs/control/51_env_config.ipynb #e38c99c8
 Data = ImageData | TextData

@@ -20,6 +20,10 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
+from ..core import PhaseClock, check, generator
+from ..guard import Report
+from ..grow import Growing, Stage
+from ..train import Disturb, Task, evaluate, get_task
 from .actions import GrowthActions, choice_of, in_stage, read_actions, read_slots
 from .env_config import Data, EnvConfig
 from .episodes import (
@@ -28,15 +32,6 @@ from .frames import LaneLook, draw_lane, slot_looks
 from .observations import LaneHistory, Observer, feature_bounds
 from .rewards import (
     RewardConfig, RewardState, Transition, compute_reward, occupied_size, seed_sizes, start_rewards)
-from ..core.clock import PhaseClock
-from ..core.config import check
-from ..core.random import generator
-from ..grow.lifecycle import Stage
-from ..grow.models import Growing
-from ..guard.reports import Report
-from ..train.tasks import Task, get_task
-from ..train.trainer import Disturb
-from ..train.ablation import evaluate
 
 # %% ../../nbs/control/53_envs.ipynb #dca864ac
 _LANE_STATE = ("episode", "trained", "rollbacks", "fresh", "ended", "goes_on") # (n,) each

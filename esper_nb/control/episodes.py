@@ -15,14 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core import check
+from ..guard import Report
+from ..grow import LIVE, Stage
+from ..train import SIGNALS, Disturb, FamilyData, Fault, Population, begin_lessons, run_epoch
 from .actions import in_stage
-from ..core.config import check
-from ..grow.lifecycle import LIVE, Stage
-from ..guard.reports import Report
-from ..train.families import FamilyData, begin_lessons
-from ..train.faults import Fault
-from ..train.population import SIGNALS, Population
-from ..train.trainer import Disturb, run_epoch
 
 # %% ../../nbs/control/47_episodes.ipynb #6ae91d5c
 def clone_all(d: Mapping[str, Tensor]) -> dict[str, Tensor]:

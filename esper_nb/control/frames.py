@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from ..grow import COOLING, Stage
 from .actions import GrowthActions, column
-from ..grow.lifecycle import COOLING, Stage
 
 # %% ../../nbs/control/52_frames.ipynb #d0db5b56
 class SlotLook(NamedTuple):

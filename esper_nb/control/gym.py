@@ -12,10 +12,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from ..core import check
+from ..train import Disturb
 from .env_config import Data, EnvConfig
 from .envs import GrowVecEnv, copied_env
-from ..core.config import check
-from ..train.trainer import Disturb
 
 # %% ../../nbs/control/54_gym.ipynb #27624721
 def first_lane_info(

@@ -15,13 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core import check, check_count
+from ..grow import UNMEASURED, Blend, Growing, RampMode, Stage
+from ..train import SIGNALS
 from .actions import GrowthActions, choice_of, column, in_stage, read_slots
 from .episodes import EnvStep, merge_lanes
-from ..core.config import check, check_count
-from ..grow.blending import Blend, RampMode
-from ..grow.lifecycle import UNMEASURED, Stage
-from ..grow.models import Growing
-from ..train.population import SIGNALS
 
 # %% ../../nbs/control/48_observations.ipynb #0d0ffabe
 HISTORY = 5 # epochs of loss and accuracy

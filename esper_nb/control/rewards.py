@@ -16,12 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..core import Config, check
+from ..grow import LIVE, Blend, Growing, Stage
 from .actions import GrowthActions, column, in_stage
 from .episodes import EnvStep, merge_lanes
-from ..core.config import Config, check
-from ..grow.blending import Blend
-from ..grow.lifecycle import LIVE, Stage
-from ..grow.models import Growing
 
 # %% ../../nbs/control/49_rewards.ipynb #4e51f045
 @dataclass(frozen=True)

@@ -16,13 +16,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..core import Config, check, check_count, generator
+from ..grow import LIVE, Decision, DecisionResult, Gates, Growing, RampMode, Rules, SeedState, Stage
+from ..train import EpochResult, Population
 from .actions import GrowthActions, as_choice
-from ..core.config import Config, check, check_count
-from ..core.random import generator
-from ..grow.blending import RampMode
-from ..grow.models import Decision, DecisionResult, Growing
-from ..grow.lifecycle import LIVE, Gates, Rules, SeedState, Stage
-from ..train.population import EpochResult, Population
 
 # %% ../../nbs/control/50_rules.ipynb #d7dd1e84
 @dataclass

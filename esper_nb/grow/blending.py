@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.config import check, check_count
-from ..core.layers import linear, spatial_mean
+from ..core import check, check_count, linear, spatial_mean
 
 # %% ../../nbs/grow/21_blending.ipynb #74151432
 class Curve(IntEnum):

@@ -23,13 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as rerun_in_backward
 
-from ..core.config import check, check_count
-from ..core.devices import wait_for
-from ..core.lanes import num_lanes
-from ..core.layers import (
-    LaneAttention, Scale, conv2d, fold, group_norm, lane_linear, layer_norm, linear, spatial_mean, unfold)
-from ..core.modules import LaneForm, LaneModule, Ports, find_form
-from ..core.random import seeded
+from ..core import (
+    LaneAttention, LaneForm, LaneModule, Ports, Scale, check, check_count, conv2d, find_form, fold, group_norm,
+    lane_linear, layer_norm, linear, num_lanes, seeded, spatial_mean, unfold, wait_for)
 
 # %% ../../nbs/grow/20_blueprints.ipynb #f0e984ec
 FAMILIES = {"cnn": 64, "transformer": 384} # family -> channels at which sizes are declared

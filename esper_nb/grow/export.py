@@ -15,12 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from ..core.config import check
-from ..core.lanes import PerLane
-from esper_nb.core.layers import (
-    LaneAttention, LaneBatchNorm2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, MaskedConv2d, Scale,
-    by_lane)
-from ..core.modules import LaneModule
+from ..core import (
+    LaneAttention, LaneBatchNorm2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneModule, MaskedConv2d,
+    PerLane, Scale, by_lane, check)
 from .blending import Blend, BlendGate, spread
 from .blueprints import (
     LaneFlexAttention, LaneMLP, Noop, NormSeed, PlainSeed, Residual, SqueezeExcite, probe, turned)

@@ -13,12 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.config import Config, check, check_count
-from ..core.devices import check_device
-from ..core.lanes import reset_lanes
-from esper_nb.core.layers import (
-    LaneAttention, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, batch_norm2d, by_lane, conv2d, lane_linear,
-    spatial_mean)
+from ..core import (
+    Config, LaneAttention, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, batch_norm2d, by_lane, check,
+    check_count, check_device, conv2d, lane_linear, reset_lanes, spatial_mean)
 
 # %% ../../nbs/grow/24_hosts.ipynb #e80b48ca
 class Site(NamedTuple):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.config import Config, check, check_count
+from ..core import Config, check, check_count
 from .blending import Blend, Curve, Ramp, RampMode
 
 # %% ../../nbs/grow/22_lifecycle.ipynb #bb492c57

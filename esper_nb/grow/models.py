@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.config import check
-from ..core.lanes import reset_lanes, take_lanes
+from ..core import check, reset_lanes, take_lanes
 from .hosts import GPTHost, Host
 from .lifecycle import LIVE, Event, GateResult, Reason, Rules, SeedState, Stage
 from .slots import Lanes, Numbers, Slot, as_lanes, evaluating

@@ -23,11 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.config import Config, check, check_count
-from ..core.devices import check_device
-from ..core.lanes import PerLane, reset_lanes
-from ..core.modules import LaneForm, LaneModule, Ports, find_form, layers_of
-from ..core.random import seeded
+from esper_nb.core import (
+    Config, LaneForm, LaneModule, PerLane, Ports, check, check_count, check_device, find_form, layers_of, reset_lanes,
+    seeded)
 from .blueprints import list_blueprints, out_of_place
 from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost
 from .lifecycle import Rules

@@ -18,10 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core.config import check
-from ..core.lanes import lane_state, num_lanes, put_lanes, with_lanes
-from ..core.layers import by_lane
-from ..core.random import generator, seeded
+from ..core import by_lane, check, generator, lane_state, num_lanes, put_lanes, seeded, with_lanes
 from .blending import Blend, BlendGate, Curve, RampMode, combine, spread, straight_through
 from .blueprints import get_blueprint, list_blueprints, make_blueprint, probe, smoke_test
 from esper_nb.grow.lifecycle import (

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.config import Config, check, check_count
+from ..core import Config, check, check_count
 
 # %% ../../nbs/guard/12_detector.ipynb #b159cfe8
 WINDOW_LIMIT = 512

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.config import check_count
-from ..core.parts import ModulePart
+from ..core import ModulePart, check_count
 from .detector import (
     RULES, WINDOW_LIMIT, DetectorConfig, LossStats, Verdict, loss_limits, off_scale, on_scale)
 from .ranks import Ranks, SameWeights

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 
 import numpy as np
-from ..core.config import check, check_count
+from ..core import check, check_count
 from .detector import DetectorConfig, LossStats, Verdict, threshold
 
 # %% ../../nbs/guard/14_reports.ipynb #9ec54706

@@ -19,11 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, _foreach_copy_, _foreach_norm, nn
 
-from ..core.config import check, check_count
-from ..core.devices import wait_for
-from ..core.lanes import lane_runs
-from ..core.layers import by_lane
-from ..core.parts import AnyPart, Leaf, ModulePart, OptimizerPart, RandomStreams, as_part, has_lanes, same_layout
+from ..core import (
+    AnyPart, Leaf, ModulePart, OptimizerPart, RandomStreams, as_part, by_lane, check, check_count, has_lanes,
+    lane_runs, same_layout, wait_for)
 
 # %% ../../nbs/guard/13_snapshots.ipynb #87328e7e
 @dataclass(frozen=True)

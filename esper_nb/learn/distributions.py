@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.config import check
-from ..core.random import generator
+from ..core import check, generator
 
 # %% ../../nbs/learn/60_distributions.ipynb #c055060f
 class ActionHeads(Protocol):

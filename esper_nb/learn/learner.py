@@ -20,10 +20,7 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from ..core.config import check, check_count
-from ..core.devices import check_device, choose_precision, send
-from ..core.random import generator
-from ..core.workers import use_threads
+from ..core import check, check_count, check_device, choose_precision, generator, send, use_threads
 from .distributions import ActionHeads, acting_noise, heads_of
 from .loss import (
     Coefficients, Compiled, PPOConfig, StepLog, average_steps, collect_returns, explained_variance, finite_or_none,

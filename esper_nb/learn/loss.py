@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.config import Config, check, check_count
-from ..core.devices import choose_precision
+from ..core import Config, check, check_count, choose_precision
 from .distributions import MaskedHeads
 from .normalizers import standardize
 from .policies import ActorCritic

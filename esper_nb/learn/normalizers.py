@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core.config import check
+from ..core import check
 
 # %% ../../nbs/learn/63_normalizers.ipynb #8ed28036
 class Moments:

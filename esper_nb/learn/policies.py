@@ -16,10 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.config import Config, check, check_count
-from ..core.devices import Precision, choose_precision, send
-from ..core.random import seeded
-from ..core.workers import use_threads
+from ..core import Config, Precision, check, check_count, choose_precision, seeded, send, use_threads
 from .distributions import ActionHeads, choose
 
 # %% ../../nbs/learn/61_policies.ipynb #8da3bb78

@@ -16,8 +16,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from ..core.config import check
-from ..core.devices import send
+from ..core import check, send
 from .distributions import ActionHeads, acting_noise, to_env
 
 # %% ../../nbs/learn/62_rollouts.ipynb #131193c6

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..grow.lifecycle import LIVE
+from ..grow import LIVE
+from ..train import Measure
 from .rows import Row
-from ..train.data import Measure
 
 # %% ../../nbs/record/73_analytics.ipynb #cfa35fb6
 def pick_rows(

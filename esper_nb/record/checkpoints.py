@@ -21,8 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ..core.config import check
-from ..core.parts import as_stateful
+from ..core import as_stateful, check
 from .files import save_tensors
 
 # %% ../../nbs/record/70_checkpoints.ipynb #43dcefa6

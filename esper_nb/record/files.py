@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..core.config import check
+from ..core import check
 
 try: import fcntl
 except ImportError: fcntl = None # type: ignore[assignment]  # Windows has none

@@ -21,18 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..control.envs import GrowVecEnv
-from ..control.episodes import EnvStep, EpisodeSummary
-from ..grow.lifecycle import COOLING, LIVE, Reason, SeedState, Stage
-from ..grow.models import DecisionResult, Growing
-from ..grow.slots import Slot
-from ..guard.detector import loss_limits
-from ..guard.governor import Governor
-from ..guard.reports import Report
-from ..learn.learner import Update
-from ..learn.loss import finite_or_none
-from ..train.population import EpochResult, Population
-from ..train.ablation import EvalResult
+from ..guard import Governor, Report, loss_limits
+from ..grow import COOLING, LIVE, DecisionResult, Growing, Reason, SeedState, Slot, Stage
+from ..train import EpochResult, EvalResult, Population
+from ..control import EnvStep, EpisodeSummary, GrowVecEnv
+from ..learn import Update, finite_or_none
 
 # %% ../../nbs/record/71_rows.ipynb #b3ee0eb5
 Value = float | int | bool | str | None

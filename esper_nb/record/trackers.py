@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.config import check
+from ..core import check
 from .rows import Row, metric_names
 
 # %% ../../nbs/record/75_trackers.ipynb #e10914c6

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from .. import __version__
-from ..core.config import check, parse_settings
-from ..core.devices import keep_freed_memory
-from ..learn.learner import exit_on_signal
-from ..record.files import check_output
-from ..record.trackers import TRACKERS
+from ..core import check, keep_freed_memory, parse_settings
+from ..train import ANSWERS, FitConfig, Task, get_task, list_faults, list_tasks, parse_fault, task_from_path
+from ..learn import exit_on_signal
+from ..record import TRACKERS, check_output
 from .compare import comparison_text
 from .exports import export_run
 from .runs import begin_run, check_faults, open_run
@@ -28,10 +27,6 @@ from .plugins import load_all_installed, load_plugin, load_plugins, seek_in_plug
 from .recipes import RunConfig, get_recipe, list_recipes
 from .report import write_report
 from .repeats import RepeatStore, add_schedule, compare_recipe
-from ..train.faults import list_faults, parse_fault
-from ..train.datasets import ANSWERS
-from ..train.population import FitConfig
-from ..train.tasks import Task, get_task, list_tasks, task_from_path
 
 # %% ../../nbs/run/98_cli.ipynb #470d6cb9
 def _own_task(args: argparse.Namespace) -> Task | None: # None: a name says what is trained

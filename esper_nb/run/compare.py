@@ -19,20 +19,14 @@ import torch
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from ..control.actions import draw_actions, in_stage
-from ..control.env_config import EnvConfig
-from ..control.envs import GrowVecEnv
-from ..control.episodes import EnvStep
-from ..control.rules import QUICK, GrowthRule, Heuristic, Signals, WaitOnly, encode_decision, reset_rule, view
-from ..core.intervals import Interval, bootstrap_interval
-from ..core.config import check
-from ..core.random import generator
-from ..grow.models import Decision, DecisionResult
-from ..grow.lifecycle import Stage
-from ..learn.distributions import acting_noise
-from ..learn.learner import Learner
-from ..record.analytics import align_columns
-from ..train.data import Measure
+from ..core import Interval, bootstrap_interval, check, generator
+from ..grow import Decision, DecisionResult, Stage
+from ..train import Measure
+from ..control import (
+    QUICK, EnvConfig, EnvStep, GrowVecEnv, GrowthRule, Heuristic, Signals, WaitOnly, draw_actions, encode_decision,
+    in_stage, reset_rule, view)
+from ..learn import Learner, acting_noise
+from ..record import align_columns
 
 # %% ../../nbs/run/93_compare.ipynb #551785b2
 class Player(Protocol):

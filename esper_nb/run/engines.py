@@ -21,8 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..core.config import check
-from ..core.devices import keep_freed_memory
+from ..core import check, keep_freed_memory
 from .plugins import load_plugins, loaded_plugins
 
 # %% ../../nbs/run/88_engines.ipynb #43c0a793

@@ -15,18 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..core.config import check
-from ..grow.export import check_same, export_model
-from ..record.files import check_output, new_file, save_tensors
-from ..record.writers import RunFolder
+from ..core import check
+from ..grow import check_same, export_model
+from ..train import FitConfig, Population, TargetData, Task, TextData, evaluate, is_own, new_population, read_own
+from ..record import RunFolder, check_output, new_file, save_tensors
 from .compare import PolicyPlayer, compare_controllers
 from .recipes import fair_env
 from .runs import open_run
-from ..train.datasets import is_own, read_own
-from ..train.ablation import evaluate
-from ..train.population import FitConfig, Population, new_population
-from ..train.data import TargetData, TextData
-from ..train.tasks import Task
 
 # %% ../../nbs/run/97_exports.ipynb #92266954
 class GrownLanes(NamedTuple):

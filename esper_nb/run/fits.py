@@ -14,17 +14,11 @@ import torch
 from tqdm.auto import tqdm
 
 from .. import __version__
-from ..core.config import check
-from ..record.analytics import run_origin
-from ..record.files import new_file, save_tensors
-from ..record.rows import closing_table, population_rows, run_rows
-from ..record.trackers import check_trackers, open_trackers
-from ..record.writers import JSONLWriter, Recorder, RunFolder, new_run
-from ..train.faults import Fault, disturb_at
-from ..train.population import FitConfig, Population, new_population
-from ..train.tasks import Task, get_task
-from ..train.trainer import run_epoch
-from ..train.ablation import evaluate
+from ..core import check
+from ..train import Fault, FitConfig, Population, Task, disturb_at, evaluate, get_task, new_population, run_epoch
+from ..record import (
+    JSONLWriter, Recorder, RunFolder, check_trackers, closing_table, new_file, new_run, open_trackers, population_rows,
+    run_origin, run_rows, save_tensors)
 
 # %% ../../nbs/run/86_fits.ipynb #c58319ee
 def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom

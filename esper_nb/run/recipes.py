@@ -13,21 +13,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..control.actions import SHORT
-from ..control.env_config import EnvConfig
-from ..control.envs import GrowVecEnv
-from ..core.config import Config, check, check_count
-from ..grow.blueprints import list_blueprints
-from ..grow.lifecycle import SHORT_LIFE
-from ..learn.loss import PPOConfig
-from ..learn.policies import PolicyConfig
-from ..record.analytics import changed_settings, option_text
-from ..record.trackers import TRACKERS
+from ..core import Config, check, check_count
+from ..grow import SHORT_LIFE, list_blueprints
+from ..train import FitConfig, ImageData, Task, TextData, get_task, list_tasks
+from ..control import SHORT, EnvConfig, GrowVecEnv
+from ..learn import PPOConfig, PolicyConfig
+from ..record import TRACKERS, changed_settings, option_text
 from .engines import ENGINES
 from .plugins import loaded_plugins, seek_in_plugins
-from ..train.data import ImageData, TextData
-from ..train.population import FitConfig
-from ..train.tasks import Task, get_task, list_tasks
 
 # %% ../../nbs/run/92_recipes.ipynb #3fa192a6
 @dataclass(frozen=True)

@@ -21,20 +21,17 @@ import numpy as np
 import torch
 
 from .. import __version__
-from ..control.envs import GrowVecEnv
-from ..control.rules import Fixed
-from ..core.config import check, check_count
-from ..core.workers import default_workers
-from ..grow.models import Decision
-from ..learn.learner import Learner, StopFlag, Update
-from ..record.files import new_file
+from ..core import check, check_count, default_workers
+from ..grow import Decision
+from ..train import FamilyData, ImageData, TextData
+from ..control import Fixed, GrowVecEnv
+from ..learn import Learner, StopFlag, Update
+from ..record import new_file
 from .compare import (
     Comparison, Player, PolicyPlayer, PracticeUpdate, RulePlayer, compare_controllers, play_lanes, simple_controllers)
 from .engines import Tell, check_engine, new_worker, start_ray, work_off
 from .recipes import RunConfig, fair_env
 from .runs import Run, training_env
-from ..train.data import ImageData, TextData
-from ..train.families import FamilyData
 
 # %% ../../nbs/run/96_repeats.ipynb #8c6b9408
 def compare_recipe(

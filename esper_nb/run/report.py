@@ -18,22 +18,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..control.observations import observation_help
-from ..record.alarms import alarm_kinds, find_metric
-from ..record.analytics import (
-    action_mix, blueprint_stats, changed_settings, conclusion_text, lane_scores, observation_ranges, option_text,
-    phase_shares, pick_rows, reward_mix, rollbacks)
-from ..record.files import check_output, new_file
-from ..record.rows import Row
-from ..record.writers import RunFolder, read_rows
+from ..train import Measure
+from ..control import observation_help
+from ..record import (
+    Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, changed_settings, check_output, conclusion_text,
+    find_metric, lane_scores, new_file, observation_ranges, option_text, phase_shares, pick_rows, read_rows,
+    reward_mix, rollbacks)
+from ..show import (
+    asset_path, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards, plot_run,
+    plot_side_by_side, plot_slots, theme)
 from .compare import Comparison, comparison_text
 from .recipes import command_words
-from ..show.live import asset_path
-from ..show.plot_runs import (
-    plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards, plot_run,
-    plot_side_by_side, plot_slots)
-from ..show.theme import theme
-from ..train.data import Measure
 
 # %% ../../nbs/run/94_report.ipynb #484c3574
 def write_report(

@@ -19,25 +19,21 @@ import torch
 from tqdm.auto import tqdm
 
 from .. import __version__
-from ..control.actions import HEADS
-from ..control.envs import GrowVecEnv
-from ..core.config import check
-from ..learn.learner import END_SIGNALS, Learner, StopFlag, Update
-from ..record.alarms import AlarmWatch, alarm_rows
-from ..record.analytics import run_origin, time_text
-from ..record.checkpoints import EnvState, load_checkpoint, previous_checkpoint, save_checkpoint
-from ..record.files import FolderLock, new_file, refuse_link, save_tensors
-from ..record.rows import EnvRows, Row, make_rows, run_rows, update_rows
-from ..record.trackers import check_trackers, open_trackers
-from ..record.writers import JSONLWriter, Recorder, RunFolder, count_rows, cut_rows, new_run
+from ..core import check
+from ..train import ImageData, TextData
+from ..control import HEADS, GrowVecEnv
+from ..learn import END_SIGNALS, Learner, StopFlag, Update
+from ..record import (
+    AlarmWatch, EnvRows, EnvState, FolderLock, JSONLWriter, Recorder, Row, RunFolder, alarm_rows, check_trackers,
+    count_rows, cut_rows, load_checkpoint, make_rows, new_file, new_run, open_trackers, previous_checkpoint,
+    refuse_link, run_origin, run_rows, save_checkpoint, save_tensors, time_text, update_rows)
+from ..show import plot_learning
 from .compare import (
     Comparison, Player, PolicyPlayer, compare_controllers, comparison_text, simple_controllers)
 from .plugins import load_plugins
 from .recipes import RunConfig, change_settings, fair_env, plan_text
 from .report import conclusion
 from .split import SplitVecEnv
-from ..show.plot_runs import plot_learning
-from ..train.data import ImageData, TextData
 
 # %% ../../nbs/run/95_runs.ipynb #f18d621b
 _names = ("blueprints", "operations", "observations") # settings of the environment that its spaces depend on

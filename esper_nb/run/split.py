@@ -20,12 +20,11 @@ import torch
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from ..control.actions import read_actions
-from ..control.env_config import Data, EnvConfig
-from ..control.envs import GrowVecEnv, first_seeds, lane_seeds, pack_state, unpack_state
-from ..control.episodes import EnvStep, EpisodeSummary, read_reset_mask
-from ..core.config import check, check_count
-from ..record.rows import EnvRows, Row, run_rows
+from ..core import check, check_count
+from ..control import (
+    Data, EnvConfig, EnvStep, EpisodeSummary, GrowVecEnv, first_seeds, lane_seeds, pack_state, read_actions,
+    read_reset_mask, unpack_state)
+from ..record import EnvRows, Row, run_rows
 from .engines import Engine, FaultTolerance, Supervisor, Tell, check_engine, new_worker
 
 # %% ../../nbs/run/91_split.ipynb #5b084788

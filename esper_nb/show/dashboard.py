@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from ..core.config import check
-from ..grow.lifecycle import COOLING, LIVE, Gates, Rules, SeedState, Stage, check_gate, next_stage
-from ..grow.slots import Slot
-from ..guard.reports import GovernorConfig
-from ..record.rows import Row, decode_row
-from ..record.writers import RunFolder
+from ..core import check
+from ..guard import GovernorConfig
+from ..grow import COOLING, LIVE, Gates, Rules, SeedState, Slot, Stage, check_gate, next_stage
+from ..train import Population
+from ..record import Row, RunFolder, decode_row
 from .history import Incident
 from .live import Feed, asset_path, canvas_class, live_front_end, probabilities_html, running_cell
 from .session import Request, Session
@@ -32,7 +31,6 @@ from .theme import (
 from esper_nb.show.views import (
     REOPEN_HINT, WIDGET_MIME, NotebookOutput, figure_png, follow_session, log_html, plot_session, session_text,
     status_html)
-from ..train.population import Population
 
 # %% ../../nbs/show/84_dashboard.ipynb #82df32ac
 DASHBOARDS: dict[str, Any] = {} # cell -> its dashboard

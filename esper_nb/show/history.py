@@ -16,15 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..control.actions import OPERATIONS
-from ..core.config import check, check_count
-from ..grow.lifecycle import COLUMNS, Stage
-from ..grow.models import Growing
-from ..guard.detector import loss_limits
-from ..guard.governor import Governor
-from ..guard.reports import Report
-from ..record.rows import Row
-from ..record.writers import Recorder
+from ..core import check, check_count
+from ..guard import Governor, Report, loss_limits
+from ..grow import COLUMNS, Growing, Stage
+from ..control import OPERATIONS
+from ..record import Recorder, Row
 from .sources import Frame, Source
 
 # %% ../../nbs/show/80_history.ipynb #e9de7458

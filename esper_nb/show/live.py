@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..control.actions import HEADS
-from ..core.config import check
-from ..grow.lifecycle import Stage
-from ..learn.distributions import MaskedHeads
+from ..core import check
+from ..grow import Stage
+from ..control import HEADS
+from ..learn import MaskedHeads
 from .history import Incident
 from .session import Session
 from .sources import EnvSource, Source

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ..core.intervals import bootstrap_interval, interquartile_mean
-from ..guard.detector import RULES
-from ..record.alarms import ALARM_RULES, axis_label, find_metric
-from ..record.analytics import (
-    Rollback, StageSpan, blueprint_stats, lane_numbers, pick_rows, rollbacks, stage_spans)
-from ..record.rows import Row, series
+from ..core import bootstrap_interval, interquartile_mean
+from ..guard import RULES
+from ..record import (
+    ALARM_RULES, Rollback, Row, StageSpan, axis_label, blueprint_stats, find_metric, lane_numbers, pick_rows,
+    rollbacks, series, stage_spans)
 from .theme import (
     BLUE, COLORS, GREEN, GREY, HATCHES, LILAC, MARKERS, RED, STAGE_STYLES, WINE, StageStyle, add_legend, axes_or_new,
     text_color, stage_style, new_axes, x_label, log_ticks, draw_empty, integer_ticks)

@@ -18,16 +18,13 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
-from ..core.config import check, check_count
-from ..grow.models import Decision
-from ..guard.governor import Governor
-from ..guard.reports import GovernorStop
-from ..record.checkpoints import load_checkpoint, save_checkpoint
-from ..record.writers import JSONLWriter, RunFolder, new_run
-from ..record.analytics import run_origin
+from ..core import check, check_count
+from ..guard import Governor, GovernorStop
+from ..grow import Decision
+from ..train import Population
+from ..record import JSONLWriter, RunFolder, load_checkpoint, new_run, run_origin, save_checkpoint
 from .history import History, Incident, Note
 from .sources import WAITING, PopulationSource, Source
-from ..train.population import Population
 
 # %% ../../nbs/show/81_session.ipynb #216493eb
 @dataclass

@@ -15,18 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..control.actions import HEADS
-from ..control.envs import GrowVecEnv
-from ..grow.models import Decision, DecisionResult, Growing, apply_decision
-from ..grow.lifecycle import Event
-from ..guard.governor import Governor
-from ..guard.reports import Report
-from ..learn.learner import Learner
-from ..record.checkpoints import EnvState
-from ..record.rows import EnvRows, Row, governor_rows, population_rows, run_rows, slot_rows, update_rows
-from ..train.faults import Fault, disturb_at, list_faults
-from ..train.population import Population
-from ..train.trainer import Controller, fit
+from ..guard import Governor, Report
+from ..grow import Decision, DecisionResult, Event, Growing, apply_decision
+from ..train import Controller, Fault, Population, disturb_at, fit, list_faults
+from ..control import HEADS, GrowVecEnv
+from ..learn import Learner
+from ..record import EnvRows, EnvState, Row, governor_rows, population_rows, run_rows, slot_rows, update_rows
 
 # %% ../../nbs/show/79_sources.ipynb #317e11c1
 class Frame(NamedTuple):

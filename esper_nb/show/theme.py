@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from ..guard.detector import RULES, list_thresholds
-from ..guard.reports import GovernorConfig
+from ..guard import RULES, GovernorConfig, list_thresholds
 
 # %% ../../nbs/show/77_theme.ipynb #7498af65
 THEMES: Mapping[str, Mapping[str, str]] = {

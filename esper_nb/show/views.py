@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..grow.lifecycle import COOLING, Stage
+from ..grow import COOLING, Stage
 from .history import LIMITS, Incident, Note, decode_slots
 from .live import session_status
 from .plot_runs import draw_controller, stage_bar, stage_text

@@ -16,12 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.config import check
-from ..core.devices import Precision, as_double, choose_precision
-from ..core.lanes import num_lanes
-from ..grow.lifecycle import Stage
-from ..grow.models import MAX_BRANCHES, Growing
-from ..grow.slots import evaluating
+from ..core import Precision, as_double, check, choose_precision, num_lanes
+from ..grow import MAX_BRANCHES, Growing, Stage, evaluating
 from .data import ImageData, TextData, count_answers, is_target, share_pp
 from .tasks import Task, class_counts, correct_counts
 

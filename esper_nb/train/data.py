@@ -17,9 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..core.config import check, check_count
-from ..core.devices import as_double, check_device, send
-from ..core.random import generator
+from ..core import as_double, check, check_count, check_device, generator, send
 
 # %% ../../nbs/train/33_data.ipynb #4e516912
 def check_images(

@@ -25,10 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.config import check, check_count
-from ..core.devices import check_device
-from ..core.random import generator
-from ..grow.hosts import CNNConfig
+from ..core import check, check_count, check_device, generator
+from ..grow import CNNConfig
 from .data import ImageData, TargetData, TextData, standardised
 
 # %% ../../nbs/train/34_datasets.ipynb #b9a03b8e

@@ -15,9 +15,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..core.config import Config, check
-from ..core.random import generator
-from ..grow.hosts import CNNHost
+from ..core import Config, check, generator
+from ..grow import CNNHost
 from .data import Epoch, ImageData, TargetData
 from .population import Population
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor, nn
 
-from ..core.config import Config, check, check_count
-from ..core.random import generator
-from ..core.layers import by_lane
+from ..core import Config, by_lane, check, check_count, generator
 from .data import is_target
 from .trainer import Disturb, StepState
 

@@ -18,10 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.devices import Precision, send
-from ..core.layers import by_lane
-from ..grow.blending import RampMode
-from ..grow.models import Growing
+from ..core import Precision, by_lane, send
+from ..grow import Growing, RampMode
 from .optim import LaneOptimizer
 from .stepper import Stepper
 from .tasks import Task, correct_counts

@@ -13,9 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..core.config import check_count
-from ..core.lanes import index_for, lane_index
-from ..core.layers import by_lane
+from ..core import by_lane, check_count, index_for, lane_index
 
 # %% ../../nbs/train/31_optim.ipynb #4e55a007
 def check_state(

@@ -19,18 +19,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core.config import Config, check, check_count
-from ..core.devices import Precision, activation_room, check_device, choose_precision
-from ..core.lanes import put_lanes, take_lanes, with_lanes
-from ..core.workers import BUDGET, Plan, Workers, plan
-from ..grow.blending import Blend
-from ..grow.hosts import CNNConfig
-from ..grow.lifecycle import ACTIVE, LIVE, Event, Reason, Rules, SeedState, Stage, decode_seed
-from ..grow.models import MAX_BRANCHES, DecisionResult, Growing
-from ..grow.module_hosts import ModuleHostConfig, explore_host
-from ..grow.slots import Slot
-from ..guard.governor import Governor
-from ..guard.reports import GovernorConfig, Report
+from ..core import (
+    BUDGET, Config, Plan, Precision, Workers, activation_room, check, check_count, check_device, choose_precision,
+    plan, put_lanes, take_lanes, with_lanes)
+from ..guard import Governor, GovernorConfig, Report
+from ..grow import (
+    ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, DecisionResult, Event, Growing, ModuleHostConfig, Reason, Rules,
+    SeedState, Slot, Stage, decode_seed, explore_host)
 from .ablation import Ablation, EvalResult, seed_tables
 from .data import ImageData, TextData
 from .gradients import gradient_health, growth_signals, norm_ratio

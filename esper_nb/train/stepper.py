@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.config import check_count
-from ..core.devices import send
+from ..core import check_count, send
 from .gradients import lane_grads, owner_norms
 from .optim import LaneOptimizer, LaneState, copy_lanes
 

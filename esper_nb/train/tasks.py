@@ -17,17 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..core.config import Config, check, check_count
-from ..core.devices import check_device
+from ..core import Config, check, check_count, check_device
+from ..grow import (
+    CNNConfig, GPTConfig, Growing, GrowingModel, HostConfig, ModuleHostConfig, Rules, check_slots, host_sites,
+    module_model, new_host)
 from .data import (
     ImageData, TargetData, TextData, count_answers, is_target, lane_target_loss, share_pp, target_counts)
 from .datasets import (
     from_arrays, from_dataset, host_for, is_own, keep_arrays, keep_read, load_own, load_source, own_source,
     read_folder, read_table_file, text_digest)
-from ..grow.hosts import CNNConfig, GPTConfig, new_host
-from ..grow.models import Growing, GrowingModel
-from ..grow.module_hosts import HostConfig, ModuleHostConfig, check_slots, host_sites, module_model
-from ..grow.lifecycle import Rules
 
 # %% ../../nbs/train/35_tasks.ipynb #9bef2c95
 def split_lanes(

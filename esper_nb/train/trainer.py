@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core.workers import use_threads
-from ..grow.models import Decision, apply_decisions
+from ..core import use_threads
+from ..grow import Decision, apply_decisions
 from .ablation import judge_lanes
 from .data import share_pp
 from .graphs import Group, GroupSteps, TrainStep, capture_steps

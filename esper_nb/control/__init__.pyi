@@ -1,0 +1,30 @@
+# What control offers to other packages; written by `python scripts/notebooks.py door`
+from .actions import (HEADS as HEADS, STYLES as STYLES, TEMPOS as TEMPOS, TARGETS as TARGETS, SPEEDS as SPEEDS,
+    CURVES as CURVES, PLACEHOLDERS as PLACEHOLDERS, MIN_PRUNE_AGE as MIN_PRUNE_AGE, OPERATIONS as OPERATIONS,
+    OPS as OPS, SHORT as SHORT, Choice as Choice, Operation as Operation, register_operation as register_operation,
+    Repertoire as Repertoire, read_slots as read_slots, column as column, in_stage as in_stage,
+    choice_of as choice_of, open_gates as open_gates, SlotView as SlotView, GrowthActions as GrowthActions,
+    read_actions as read_actions, draw_actions as draw_actions, as_choice as as_choice)
+from .env_config import Data as Data, EnvConfig as EnvConfig
+from .envs import (GrowVecEnv as GrowVecEnv, sb3_env as sb3_env, lane_seeds as lane_seeds, first_seeds as first_seeds,
+    pack_state as pack_state, unpack_state as unpack_state, copied_env as copied_env)
+from .episodes import (clone_all as clone_all, DevicePart as DevicePart, EnvStep as EnvStep,
+    merge_lanes as merge_lanes, EpisodeSums as EpisodeSums, EpisodeSummary as EpisodeSummary, lane_info as lane_info,
+    part_finals as part_finals, read_reset_mask as read_reset_mask)
+from .frames import (WIDTH as WIDTH, HEIGHT as HEIGHT, SlotLook as SlotLook, LaneLook as LaneLook,
+    draw_lane as draw_lane, slot_looks as slot_looks)
+from .gym import first_lane_info as first_lane_info, GrowEnv as GrowEnv, register_envs as register_envs
+from .observations import (HISTORY as HISTORY, OBSERVATIONS as OBSERVATIONS, LaneHistory as LaneHistory,
+    symlog as symlog, Feature as Feature, LaneView as LaneView, Observation as Observation,
+    known_column as known_column, register_observation as register_observation, feature_bounds as feature_bounds,
+    observation_help as observation_help, Observer as Observer)
+from .rewards import (RewardState as RewardState, TERMS as TERMS, PRESETS as PRESETS, RewardConfig as RewardConfig,
+    Transition as Transition, RewardInputs as RewardInputs, reward_term as reward_term, RewardPreset as RewardPreset,
+    Reward as Reward, start_rewards as start_rewards, compute_reward as compute_reward,
+    RewardBreakdown as RewardBreakdown, explain_reward as explain_reward, seed_sizes as seed_sizes,
+    occupied_size as occupied_size)
+from .rules import (QUICK as QUICK, QUICK_RULES as QUICK_RULES, Signals as Signals, View as View, view as view,
+    GrowthRule as GrowthRule, reset_rule as reset_rule, Memoryless as Memoryless, HeuristicConfig as HeuristicConfig,
+    judge_seed as judge_seed, tend_seed as tend_seed, HeuristicMemory as HeuristicMemory, begin_seed as begin_seed,
+    Heuristic as Heuristic, WaitOnly as WaitOnly, legal_decisions as legal_decisions, RandomLegal as RandomLegal,
+    Fixed as Fixed, Replay as Replay, as_controller as as_controller, encode_decision as encode_decision)

@@ -1,0 +1,32 @@
+# What core offers to other packages; written by `python scripts/notebooks.py door`
+from .clock import PhaseClock as PhaseClock
+from .config import (check as check, check_count as check_count, check_type as check_type, Config as Config,
+    parse_settings as parse_settings)
+from .devices import (NO_FLOAT64 as NO_FLOAT64, Precision as Precision, choose_precision as choose_precision,
+    check_device as check_device, check_devices as check_devices, as_double as as_double, wait_for as wait_for,
+    send as send, activation_room as activation_room, repeatable as repeatable,
+    keep_freed_memory as keep_freed_memory)
+from .intervals import (middle_weights as middle_weights, interquartile_mean as interquartile_mean,
+    Interval as Interval, bootstrap_interval as bootstrap_interval)
+from .lanes import (num_lanes as num_lanes, lane_state as lane_state, rewiden as rewiden, with_lanes as with_lanes,
+    lane_index as lane_index, index_for as index_for, lane_runs as lane_runs, put_lanes as put_lanes,
+    take_lanes as take_lanes, lane as lane, reset_lanes as reset_lanes, repeated as repeated,
+    own_tensors as own_tensors, widen_module as widen_module, map_tensors as map_tensors, drawing as drawing,
+    PerLane as PerLane, per_lane as per_lane)
+from .layers import (unfold as unfold, fold as fold, by_lane as by_lane, spatial_mean as spatial_mean,
+    MaskedConv2d as MaskedConv2d, conv2d as conv2d, group_norm as group_norm, LaneBatchNorm2d as LaneBatchNorm2d,
+    batch_norm2d as batch_norm2d, lane_linear as lane_linear, LaneLinear as LaneLinear, linear as linear,
+    LaneEmbedding as LaneEmbedding, LaneLayerNorm as LaneLayerNorm, layer_norm as layer_norm, Scale as Scale,
+    LaneAttention as LaneAttention, lane_noise as lane_noise, LaneDropout as LaneDropout)
+from .modules import (LARGE as LARGE, TOLERANCE as TOLERANCE, WIDER as WIDER, SAME as SAME, ATOMS as ATOMS,
+    LaneModule as LaneModule, lane_module as lane_module, LaneForm as LaneForm, Ports as Ports,
+    find_form as find_form, compare_with_copies as compare_with_copies, lane_form as lane_form,
+    LayerSeen as LayerSeen, TrialRun as TrialRun, run_on_trial as run_on_trial, layers_of as layers_of,
+    exchange_layers as exchange_layers, write_lane as write_lane)
+from .parts import (AnyPart as AnyPart, Leaf as Leaf, pack_tree as pack_tree, unpack_tree as unpack_tree,
+    portable_tree as portable_tree, revive_tree as revive_tree, has_lanes as has_lanes, same_layout as same_layout,
+    ModulePart as ModulePart, OptimizerPart as OptimizerPart, StatePart as StatePart, as_stateful as as_stateful,
+    as_part as as_part, RandomStreams as RandomStreams)
+from .random import generator as generator, seeded as seeded
+from .workers import (T as T, R as R, Plan as Plan, BUDGET as BUDGET, plan as plan,
+    default_workers as default_workers, use_threads as use_threads, Workers as Workers)

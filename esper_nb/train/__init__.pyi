@@ -1,0 +1,64 @@
+# What train offers to other packages; written by `python scripts/notebooks.py door`
+from .ablation import (for_all_lanes as for_all_lanes, lane_inputs as lane_inputs, label_counts as label_counts,
+    Tally as Tally, EvalResult as EvalResult, tally_result as tally_result, evaluate as evaluate,
+    count_players as count_players, contributions as contributions, pair_interactions as pair_interactions,
+    shapley as shapley, Ablation as Ablation, heard_slots as heard_slots, seed_tables as seed_tables,
+    measure_ablation as measure_ablation, evaluate_combinations as evaluate_combinations, judge_lanes as judge_lanes)
+from .data import (AHEAD as AHEAD, check_images as check_images, default_peak as default_peak,
+    check_labels as check_labels, check_alike as check_alike, Epoch as Epoch, lane_epochs as lane_epochs,
+    whole_batches as whole_batches, draw_images as draw_images, window_index as window_index,
+    label_frequencies as label_frequencies, own_seed_key as own_seed_key, Measure as Measure, Splits as Splits,
+    check_scale as check_scale, ImageData as ImageData, is_target as is_target, count_answers as count_answers,
+    target_lanes as target_lanes, lane_target_loss as lane_target_loss, target_counts as target_counts,
+    share_pp as share_pp, standardised as standardised, TargetData as TargetData, check_tokens as check_tokens,
+    draw_windows as draw_windows, TextData as TextData)
+from .datasets import (ANSWERS as ANSWERS, MOST_STRATA as MOST_STRATA, PICTURES as PICTURES, Split as Split,
+    OWN as OWN, Examples as Examples, number_labels as number_labels, check_classes as check_classes,
+    check_kind as check_kind, as_targets as as_targets, check_targets as check_targets, Parts as Parts,
+    stratified_split as stratified_split, target_strata as target_strata, picture_files as picture_files,
+    read_picture as read_picture, read_folder as read_folder, read_table_file as read_table_file,
+    as_pixels as as_pixels, from_arrays as from_arrays, from_dataset as from_dataset, digest_of as digest_of,
+    balanced_order as balanced_order, first as first, load_digits_data as load_digits_data,
+    load_cifar10 as load_cifar10, synthetic_cifar10 as synthetic_cifar10, load_prose as load_prose,
+    load_text_file as load_text_file, example_data as example_data, own_source as own_source, is_own as is_own,
+    read_own as read_own, keep_read as keep_read, keep_arrays as keep_arrays, text_digest as text_digest,
+    load_own as load_own, load_source as load_source, host_for as host_for)
+from .families import (TASK_FAMILIES as TASK_FAMILIES, Instance as Instance, groupings as groupings, Lesson as Lesson,
+    draw_classes as draw_classes, draw_lesson as draw_lesson, FamilyData as FamilyData,
+    begin_lessons as begin_lessons)
+from .faults import (Strike as Strike, list_faults as list_faults, Fault as Fault, disturb_at as disturb_at,
+    parse_fault as parse_fault)
+from .gradients import (flat_lanes as flat_lanes, lane_grads as lane_grads, tensor_norms as tensor_norms,
+    owner_norms as owner_norms, lane_grad_norms as lane_grad_norms, where_active as where_active,
+    measured as measured, health_score as health_score, GradientHealth as GradientHealth,
+    gradient_health as gradient_health, norm_ratio as norm_ratio, GrowthSignals as GrowthSignals,
+    growth_signals as growth_signals)
+from .graphs import (TrainStep as TrainStep, Group as Group, pack_step as pack_step, Moving as Moving,
+    move_sgd as move_sgd, move_adam as move_adam, Resident as Resident, unfit_rule as unfit_rule,
+    unfit_net as unfit_net, unfit_group as unfit_group, topology as topology, Recorded as Recorded, Graphs as Graphs,
+    GroupSteps as GroupSteps, capture_steps as capture_steps)
+from .optim import (check_state as check_state, LaneState as LaneState, lanes_apart as lanes_apart,
+    copy_lanes as copy_lanes, LaneOptimizer as LaneOptimizer, check_owners as check_owners,
+    optimizer_class as optimizer_class, check_options as check_options, fill_state as fill_state,
+    state_names as state_names, equal_stretches as equal_stretches, LaneViews as LaneViews)
+from .population import (SMALL_GROUP as SMALL_GROUP, MIXED_BYTES as MIXED_BYTES, SIGNALS as SIGNALS,
+    LOOKED_AT as LOOKED_AT, check_fit_config as check_fit_config, FitConfig as FitConfig, TrainResult as TrainResult,
+    GroupResult as GroupResult, EpochResult as EpochResult, LaneRates as LaneRates, Spare as Spare,
+    Population as Population, new_governor as new_governor, new_stepper as new_stepper,
+    new_population as new_population, owners_in_use as owners_in_use, part_of as part_of, lane_bytes as lane_bytes,
+    grown_plan as grown_plan, seed_health as seed_health, traced as traced, latest_pass as latest_pass,
+    site_signals as site_signals, join_results as join_results, spread_lanes as spread_lanes,
+    join_ablations as join_ablations, total_gain as total_gain, join_groups as join_groups,
+    sum_and_best as sum_and_best, kept_history as kept_history)
+from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
+    check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
+from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
+    lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
+    accuracy_pp as accuracy_pp, check_settings as check_settings, check_fit as check_fit, Task as Task,
+    register_task as register_task, list_tasks as list_tasks, get_task as get_task,
+    task_from_folder as task_from_folder, task_from_table as task_from_table, task_from_arrays as task_from_arrays,
+    task_from_dataset as task_from_dataset, task_from_text as task_from_text, task_from_path as task_from_path,
+    create_model as create_model)
+from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
+    StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
+    train_group as train_group, may_trust as may_trust, group_epoch as group_epoch)
