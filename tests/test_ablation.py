@@ -8,17 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.train.ablation import (
-    Ablation, contributions, evaluate, heard_slots, measure_ablation, pair_interactions, shapley)
-from esper_nb.grow.blending import Blend
-from esper_nb.grow.hosts import CNNConfig, GPTConfig
-from esper_nb.core.lanes import lane_state, take_lanes
-from esper_nb.core.layers import unfold
-from esper_nb.grow.slots import evaluating
-from esper_nb.grow.lifecycle import COOLING, Stage
-from esper_nb.train.tasks import correct_counts, create_model, get_task
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.trainer import run_epoch
+from esper_nb.core import lane_state, take_lanes, unfold
+from esper_nb.grow import COOLING, Blend, CNNConfig, GPTConfig, Stage, evaluating
+from esper_nb.train import (
+    Ablation, FitConfig, contributions, correct_counts, create_model, evaluate, get_task, heard_slots, measure_ablation,
+    new_population, pair_interactions, run_epoch, shapley)
 
 CNN = CNNConfig(classes=4, in_channels=1, size=8, base=4, blocks=3, pools=2)
 TASKS = dict(cnn=get_task("digits").replace(host=CNN),

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esper_nb.guard.adapters import bar_note, fastai_governor, guard_accelerator, guard_trainer, lightning_governor
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorConfig
+from esper_nb.guard import (
+    Governor, GovernorConfig, bar_note, fastai_governor, guard_accelerator, guard_trainer, lightning_governor)
 
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
 QUICK = GovernorConfig(snapshot_every=20, probation=20, patience=0)

@@ -7,15 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from esper_nb.run import cli
-from esper_nb.core.config import parse_settings
-from esper_nb.run.cli import lab_command, main
-from esper_nb.run.compare import Comparison
-from esper_nb.run.recipes import get_recipe, list_recipes, register_recipe
-from esper_nb.record.rows import encode_row
-from esper_nb.run.runs import open_run
-from esper_nb.record.writers import cut_rows, read_rows
-from esper_nb.train.population import FitConfig
+from esper_nb.core import parse_settings
+from esper_nb.record import cut_rows, encode_row, read_rows
+from esper_nb.run import Comparison, cli, get_recipe, lab_command, list_recipes, main, open_run, register_recipe
+from esper_nb.train import FitConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=4", "env.horizon=8", "env.limit=256", "ppo.num_steps=8", "ppo.num_minibatches=2",

@@ -7,17 +7,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from scipy.stats import trim_mean
 
-from esper_nb.control.actions import Choice
-from esper_nb.run.compare import (Comparison, PolicyPlayer, RandomPlayer, RulePlayer, compare_controllers,
-                                  comparison_text, play_lanes, simple_controllers)
-from esper_nb.run.repeats import best_schedule, list_schedules, timetable
-from esper_nb.control.rules import QUICK, Fixed, Heuristic, WaitOnly
-from esper_nb.core.intervals import bootstrap_interval, interquartile_mean
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.train.faults import Fault
-from esper_nb.learn.learner import Learner, train_ppo
-from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.rollouts import play
+from esper_nb.control import QUICK, Choice, Fixed, GrowVecEnv, Heuristic, WaitOnly
+from esper_nb.core import bootstrap_interval, interquartile_mean
+from esper_nb.learn import Learner, PPOConfig, play, train_ppo
+from esper_nb.run import (
+    Comparison, PolicyPlayer, RandomPlayer, RulePlayer, best_schedule, compare_controllers, comparison_text,
+    list_schedules, play_lanes, simple_controllers, timetable)
+from esper_nb.train import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 numbers = st.floats(-1e6, 1e6)

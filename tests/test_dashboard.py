@@ -8,27 +8,16 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import esper_nb.show.dashboard as dashboard_module
-from esper_nb.record.writers import read_rows
-from esper_nb.show.dashboard import (
-    ControlBar, Dashboard, RowsSource, disabled_reasons, seed_disabled_reasons, watch, watch_text)
-from esper_nb.show.theme import THRESHOLDS, WidgetFactory
-from esper_nb.show.views import (
-    NotebookOutput, duration_text, log_html, notebook_html, plot_session, session_text, status_html)
-from esper_nb.show.plot_runs import plot_slots
-from esper_nb.show.live import Feed, Pacer, live_front_end, session_packet
-from esper_nb.guard.detector import loss_limits
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorConfig
-from esper_nb.core.lanes import lane_state
-from esper_nb.core.layers import by_lane
-from esper_nb.show.history import DownsampledSeries, decode_slots, lane_limits
-from esper_nb.show.session import Session
-from esper_nb.show.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
-from esper_nb.train.faults import parse_fault
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.tasks import get_task, task_from_arrays
-from esper_nb.train.trainer import fit
-from esper_nb.grow.module_hosts import ModuleHostConfig
+from esper_nb.core import by_lane, lane_state
+from esper_nb.grow import ModuleHostConfig
+from esper_nb.guard import Governor, GovernorConfig, loss_limits
+from esper_nb.record import read_rows
+from esper_nb.show import (
+    THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, LoopSource,
+    NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots, disabled_reasons,
+    duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
+    seed_disabled_reasons, session_packet, session_text, status_html, watch, watch_text)
+from esper_nb.train import FitConfig, fit, get_task, new_population, parse_fault, task_from_arrays
 
 torch.set_num_threads(1)
 

@@ -7,13 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.guard.detector import (
-    RULES, DetectorConfig, LossStats, Rule, judge, label_entropy, list_thresholds, threshold)
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorConfig
-from esper_nb.record.rows import governor_rows
-from esper_nb.show.plot_runs import plot_incidents
-from esper_nb.show.theme import rules_help
+from esper_nb.guard import (
+    RULES, DetectorConfig, Governor, GovernorConfig, LossStats, Rule, judge, label_entropy, list_thresholds, threshold)
+from esper_nb.record import governor_rows
+from esper_nb.show import plot_incidents, rules_help
 
 REASONS = ("healthy", *RULES)
 

@@ -10,14 +10,10 @@ import torch
 import torchvision
 from torch import nn
 
-from esper_nb.core.lanes import per_lane
-from esper_nb.core.layers import conv2d, unfold
-from esper_nb.grow.module_hosts import attach_slots
-from esper_nb.grow.blending import Blend
-from esper_nb.grow.blueprints import blueprint, forget_blueprint, list_blueprints
-from esper_nb.grow.export import export_model
-from esper_nb.grow.hosts import CNNConfig, GPTConfig, Host, Site, new_host
-from esper_nb.grow.models import GrowingModel
+from esper_nb.core import conv2d, per_lane, unfold
+from esper_nb.grow import (
+    Blend, CNNConfig, GPTConfig, GrowingModel, Host, Site, attach_slots, blueprint, export_model, forget_blueprint,
+    list_blueprints, new_host)
 
 torch.set_num_threads(1)
 CONFIGS = dict(cnn=CNNConfig(in_channels=1, size=8, base=8, blocks=2, classes=4),

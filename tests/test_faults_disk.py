@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from esper_nb.core.config import parse_settings
-from esper_nb.run.cli import main
-from esper_nb.run.recipes import RunConfig, get_recipe
-from esper_nb.run.runs import begin_run
+from esper_nb.core import parse_settings
+from esper_nb.run import RunConfig, begin_run, get_recipe, main
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"),
               pytest.mark.skipif(os.name == "nt", reason="needs mount")]

@@ -11,22 +11,13 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 
-from esper_nb.control.env_config import EnvConfig
-from esper_nb.control.rules import Heuristic, Signals, View
-from esper_nb.core.config import parse_settings
-from esper_nb.grow.lifecycle import SeedState, Stage
-from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.policies import PolicyConfig
-from esper_nb.record import files
-from esper_nb.record.checkpoints import read_checkpoint, save_checkpoint
-from esper_nb.record.files import FolderLock
-from esper_nb.record.writers import JSONLWriter, new_run
-from esper_nb.record.rows import encode_row
-from esper_nb.run import cli, fits, runs
-from esper_nb.run.cli import main
-from esper_nb.train.faults import Fault
-from esper_nb.run.recipes import RunConfig, get_recipe
-from esper_nb.run.runs import Run, begin_run, open_run
+from esper_nb.control import EnvConfig, Heuristic, Signals, View
+from esper_nb.core import parse_settings
+from esper_nb.grow import SeedState, Stage
+from esper_nb.learn import PPOConfig, PolicyConfig
+from esper_nb.record import FolderLock, JSONLWriter, encode_row, files, new_run, read_checkpoint, save_checkpoint
+from esper_nb.run import Run, RunConfig, begin_run, cli, fits, get_recipe, main, open_run, runs
+from esper_nb.train import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=2", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",

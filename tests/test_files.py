@@ -10,14 +10,11 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 from PIL import Image
 
-from esper_nb.grow.export import export_model
-from esper_nb.train.datasets import (Examples, example_data, from_arrays, from_dataset, load_own, own_source,
-                                     read_folder, read_own, read_table_file, stratified_split)
-from esper_nb.train.ablation import evaluate
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.tasks import (Task, create_model, get_task, register_task, task_from_arrays, task_from_dataset,
-                                  task_from_folder, task_from_path, task_from_table, task_from_text)
-from esper_nb.train.trainer import run_epoch
+from esper_nb.grow import export_model
+from esper_nb.train import (
+    Examples, FitConfig, Task, create_model, evaluate, example_data, from_arrays, from_dataset, get_task, load_own,
+    new_population, own_source, read_folder, read_own, read_table_file, register_task, run_epoch, stratified_split,
+    task_from_arrays, task_from_dataset, task_from_folder, task_from_path, task_from_table, task_from_text)
 
 torch.set_num_threads(1)
 

@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.guard.governor import Governor, scale_lr
-from esper_nb.guard.reports import GOVERNOR_PRESETS, GovernorConfig, GovernorStop
-from esper_nb.core.layers import linear, by_lane
-from esper_nb.train.optim import LaneOptimizer
-from esper_nb.train.stepper import LaneScaler, Stepper
+from esper_nb.core import by_lane, linear
+from esper_nb.guard import GOVERNOR_PRESETS, Governor, GovernorConfig, GovernorStop, scale_lr
+from esper_nb.train import LaneOptimizer, LaneScaler, Stepper
 
 CHANCE = math.log(10)
 QUICK = GovernorConfig(snapshot_every=10, probation=10, patience=0) # what is wrong is acted on at once

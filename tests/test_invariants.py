@@ -12,23 +12,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from test_vector_conformance import TASK, tiny_data
 from torch import nn
 
-from esper_nb.core.devices import check_device
-from esper_nb.control.env_config import EnvConfig
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorConfig
-from esper_nb.core.lanes import lane_state
-from esper_nb.core.layers import by_lane
-from esper_nb.core.workers import Workers
-from esper_nb.learn.policies import PolicyConfig
-from esper_nb.learn.learner import Learner
-from esper_nb.learn.loss import PPOConfig
-from esper_nb.record.rows import limit_rows, run_rows
-from esper_nb.guard.snapshots import Snapshot
-from esper_nb.train.tasks import create_model, get_task
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.trainer import fit, run_epoch
-from esper_nb.train.ablation import evaluate
+from esper_nb.control import EnvConfig, GrowVecEnv
+from esper_nb.core import Workers, by_lane, check_device, lane_state
+from esper_nb.guard import Governor, GovernorConfig, Snapshot
+from esper_nb.learn import Learner, PPOConfig, PolicyConfig
+from esper_nb.record import limit_rows, run_rows
+from esper_nb.train import FitConfig, create_model, evaluate, fit, get_task, new_population, run_epoch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,18 +9,12 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
-from esper_nb.grow.blending import Blend, Curve, RampMode
-from esper_nb.grow.blueprints import list_blueprints
-from esper_nb.grow.export import export_model, serve_optimizer
-from esper_nb.grow.hosts import CNNConfig, GPTConfig, new_host
-from esper_nb.core.lanes import take_lanes
-from esper_nb.core.layers import by_lane, unfold
-from esper_nb.grow.module_hosts import attach_slots
-from esper_nb.grow.models import GrowingModel
-from esper_nb.train.optim import LaneOptimizer, check_owners
-from esper_nb.train.stepper import Stepper
-from esper_nb.grow.lifecycle import COOLING, LIVE, MOVES, Gates, Rules, Stage
-from esper_nb.guard.snapshots import Snapshot
+from esper_nb.core import by_lane, take_lanes, unfold
+from esper_nb.grow import (
+    COOLING, LIVE, MOVES, Blend, CNNConfig, Curve, GPTConfig, Gates, GrowingModel, RampMode, Rules, Stage, attach_slots,
+    export_model, list_blueprints, new_host, serve_optimizer)
+from esper_nb.guard import Snapshot
+from esper_nb.train import LaneOptimizer, Stepper, check_owners
 
 torch.set_num_threads(1)
 CONFIGS = dict(cnn=CNNConfig(in_channels=1, size=8, base=8, blocks=2, classes=4),

@@ -4,12 +4,8 @@ import math
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import HEADS, GrowthActions, read_slots
-from esper_nb.control.episodes import EnvStep
-from esper_nb.grow.hosts import CNNConfig, CNNHost
-from esper_nb.grow.models import GrowingModel
-from esper_nb.control.observations import HISTORY, LaneHistory, Observer, symlog
-from esper_nb.grow.lifecycle import COLUMNS, UNMEASURED, SeedState, Stage, encode_seed
+from esper_nb.control import HEADS, HISTORY, EnvStep, GrowthActions, LaneHistory, Observer, read_slots, symlog
+from esper_nb.grow import COLUMNS, UNMEASURED, CNNConfig, CNNHost, GrowingModel, SeedState, Stage, encode_seed
 
 MODEL = GrowingModel(CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=1),
                      {"r0c0": ["norm", "conv_small"], "r0c1": ["depthwise", "norm"]})

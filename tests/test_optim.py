@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core.layers import by_lane
-from esper_nb.train.optim import LaneOptimizer, check_owners
-from esper_nb.train.stepper import LaneScaler, Stepper
+from esper_nb.core import by_lane
+from esper_nb.train import LaneOptimizer, LaneScaler, Stepper, check_owners
 
 # odd sizes: every lane has a tail
 SHAPES = dict(conv=(3, 3, 3, 3), bias=(5,), weight=(7, 3), scale=(1,), wide=(10, 17))

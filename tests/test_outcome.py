@@ -6,16 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import OPS, SHORT, Choice, choice_of, draw_actions
-from esper_nb.control.env_config import EnvConfig
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.rewards import RewardConfig, compute_reward, start_rewards
-from esper_nb.core.layers import by_lane
-from esper_nb.grow.lifecycle import SHORT_LIFE, SeedState, Stage
-from esper_nb.train.families import TASK_FAMILIES, FamilyData, Instance, begin_lessons
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.tasks import get_task
-from esper_nb.train.trainer import run_epoch
+from esper_nb.control import (
+    OPS, SHORT, Choice, EnvConfig, GrowVecEnv, RewardConfig, choice_of, compute_reward, draw_actions, start_rewards)
+from esper_nb.core import by_lane
+from esper_nb.grow import SHORT_LIFE, SeedState, Stage
+from esper_nb.train import (
+    TASK_FAMILIES, FamilyData, FitConfig, Instance, begin_lessons, get_task, new_population, run_epoch)
 from tests.test_rewards import fresh, transition
 
 DATA = get_task("digits_impaired").load(limit=256)

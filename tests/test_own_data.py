@@ -13,19 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from esper_nb.record.rows import encode_row
-from esper_nb.record.writers import read_rows
-from esper_nb.run import plugins
-from esper_nb.run.cli import main
-from esper_nb.run.exports import export_run
-from esper_nb.run.recipes import get_recipe
-from esper_nb.run.report import write_report
-from esper_nb.train.ablation import evaluate, judge_lanes
-from esper_nb.train.faults import Fault
-from esper_nb.train.datasets import read_table_file
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.tasks import Task, task_from_arrays, task_from_path
-from esper_nb.train.trainer import run_epoch
+from esper_nb.record import encode_row, read_rows
+from esper_nb.run import export_run, get_recipe, main, plugins, write_report
+from esper_nb.train import (
+    Fault, FitConfig, Task, evaluate, judge_lanes, new_population, read_table_file, run_epoch, task_from_arrays,
+    task_from_path)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=2", "env.horizon=3", "ppo.num_steps=3", "ppo.num_minibatches=1", "ppo.update_epochs=1",

@@ -10,17 +10,13 @@ import pytest
 import torch
 from matplotlib.colors import to_hex, to_rgba
 
-from esper_nb.show import plot_runs as runs_page
-from esper_nb.record.analytics import seed_lives, stage_spans
-from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
-from esper_nb.train.faults import Fault, disturb_at
-from esper_nb.record.alarms import find_metric
-from esper_nb.record.rows import decode_row, encode_row, make_rows, population_rows, run_rows
-from esper_nb.show.plot_runs import (
-    plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards, plot_run, plot_slots)
-from esper_nb.show.theme import COLORS, HATCHES, MARKERS, STAGE_STYLES, THEMES, theme
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.trainer import fit
+from esper_nb.control import QUICK, QUICK_RULES, Heuristic, as_controller
+from esper_nb.record import (
+    decode_row, encode_row, find_metric, make_rows, population_rows, run_rows, seed_lives, stage_spans)
+from esper_nb.show import (
+    COLORS, HATCHES, MARKERS, STAGE_STYLES, THEMES, plot_blueprints, plot_compare, plot_incidents, plot_lanes,
+    plot_learning, plot_rewards, plot_run, plot_runs as runs_page, plot_slots, theme)
+from esper_nb.train import Fault, FitConfig, disturb_at, fit, new_population
 
 
 @pytest.fixture(scope="module")

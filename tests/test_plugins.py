@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from esper_nb.record.writers import read_rows
-from esper_nb.run import plugins
-from esper_nb.run.plugins import load_plugin, seek_in_plugins
+from esper_nb.record import read_rows
+from esper_nb.run import load_plugin, plugins, seek_in_plugins
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ("env.num_envs=2", "env.horizon=4", "ppo.num_steps=4", "ppo.num_minibatches=1", "ppo.update_epochs=1",

@@ -3,8 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.learn.distributions import Heads, MaskedHeads, choose
-from esper_nb.learn.policies import ActorCritic, PolicyConfig
+from esper_nb.learn import ActorCritic, Heads, MaskedHeads, PolicyConfig, choose
 
 
 def scan(policy, obs, state, start):

@@ -9,13 +9,10 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper_nb.core.workers import use_threads
-from esper_nb.learn.distributions import Heads
-from esper_nb.learn.learner import Learner, StopFlag, train_ppo
-from esper_nb.learn.loss import Compiled, PPOConfig, collect_returns, explained_variance
-from esper_nb.learn.normalizers import standardize
-from esper_nb.learn.policies import ActorCritic, PolicyConfig
-from esper_nb.learn.rollouts import play
+from esper_nb.core import use_threads
+from esper_nb.learn import (
+    ActorCritic, Compiled, Heads, Learner, PPOConfig, PolicyConfig, StopFlag, collect_returns, explained_variance, play,
+    standardize, train_ppo)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,21 +10,12 @@ from pretend import PretendedCuda, Race
 from benchmarks import gpu_bench
 from torch import nn
 
-from esper_nb.core import devices
-from esper_nb.core.lanes import lane_state, reset_lanes
-from esper_nb.core.layers import LaneDropout, by_lane, conv2d
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.snapshots import Snapshot
-from esper_nb.learn.learner import Learner
-from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.policies import PolicyConfig
-from esper_nb.run.cli import main
-from esper_nb.train import trainer
-from esper_nb.train.ablation import evaluate
-from esper_nb.train.graphs import Graphs, Group
-from esper_nb.train.population import FitConfig, Population, grown_plan, new_population
-from esper_nb.train.tasks import get_task
-from esper_nb.train.trainer import fit, run_epoch
+from esper_nb.core import LaneDropout, by_lane, conv2d, devices, lane_state, reset_lanes
+from esper_nb.guard import Governor, Snapshot
+from esper_nb.learn import Learner, PPOConfig, PolicyConfig
+from esper_nb.run import main
+from esper_nb.train import (
+    FitConfig, Graphs, Group, Population, evaluate, fit, get_task, grown_plan, new_population, run_epoch, trainer)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

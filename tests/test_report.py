@@ -8,17 +8,10 @@ from statistics import median
 import pytest
 import torch
 
-from esper_nb.record.files import new_file
-from esper_nb.record.rows import encode_row
-from esper_nb.record.analytics import about_time, conclusion_text
-from esper_nb.run import cli
-from esper_nb.run.compare import Comparison
-from esper_nb.run.repeats import add_schedule
-from esper_nb.run.recipes import RunConfig, get_recipe, command_words
-from esper_nb.run.report import report_html, write_report
-from esper_nb.run.runs import begin_run
-from esper_nb.record.writers import RunFolder
-from esper_nb.train.population import FitConfig
+from esper_nb.record import RunFolder, about_time, conclusion_text, encode_row, new_file
+from esper_nb.run import (
+    Comparison, RunConfig, add_schedule, begin_run, cli, command_words, get_recipe, report_html, write_report)
+from esper_nb.train import FitConfig
 
 ROOT = Path(__file__).parents[1]
 TINY = {"env.num_envs": 4, "env.horizon": 8, "env.limit": 256, "ppo.num_steps": 8, "ppo.num_updates": 3,

@@ -5,13 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import OPS, GrowthActions, choice_of, draw_actions, in_stage, read_slots
-from esper_nb.control.episodes import EnvStep
-from esper_nb.control.rewards import (PRESETS, TERMS, RewardConfig, RewardPreset, Transition, compute_reward,
-                                      explain_reward, occupied_size, reward_term, seed_sizes, start_rewards)
-from esper_nb.grow.hosts import CNNConfig, CNNHost
-from esper_nb.grow.models import GrowingModel
-from esper_nb.grow.lifecycle import LIVE, Gates, Rules, SeedState, Stage, encode_seed
+from esper_nb.control import (
+    OPS, PRESETS, TERMS, EnvStep, GrowthActions, RewardConfig, RewardPreset, Transition, choice_of, compute_reward,
+    draw_actions, explain_reward, in_stage, occupied_size, read_slots, reward_term, seed_sizes, start_rewards)
+from esper_nb.grow import LIVE, CNNConfig, CNNHost, Gates, GrowingModel, Rules, SeedState, Stage, encode_seed
 
 D = torch.float64
 DEFAULTS = dict(accuracy=50., loss=1., gain=math.nan, epoch=20., last=False, size=100., active=True, rolled_back=False)

@@ -6,9 +6,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.learn.distributions import Heads, acting_noise
-from esper_nb.learn.policies import ActorCritic, PolicyConfig
-from esper_nb.learn.rollouts import EnvStream, Rollout, play
+from esper_nb.learn import ActorCritic, EnvStream, Heads, PolicyConfig, Rollout, acting_noise, play
 
 
 def random_rollout(T, n, seed, share=0.15):

@@ -9,13 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.grow.blending import Blend, Curve, Ramp, RampMode, combine, progress, spread, straight_through
-from esper_nb.grow.blueprints import blueprint, forget_blueprint, list_blueprints
-from esper_nb.core.lanes import lane_state, take_lanes
-from esper_nb.core.layers import batch_norm2d, by_lane, unfold
-from esper_nb.grow.lifecycle import (
-    COLUMNS, Gates, Reason, Rules, SeedState, Stage, decode_seed, encode_seed)
-from esper_nb.grow.slots import Cut, Slot, evaluating
+from esper_nb.core import batch_norm2d, by_lane, lane_state, take_lanes, unfold
+from esper_nb.grow import (
+    COLUMNS, Blend, Curve, Cut, Gates, Ramp, RampMode, Reason, Rules, SeedState, Slot, Stage, blueprint, combine,
+    decode_seed, encode_seed, evaluating, forget_blueprint, list_blueprints, progress, spread, straight_through)
 
 torch.set_num_threads(1)
 LIKE = dict(cnn=(6, 4, 4), transformer=(6, 5))

@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core.layers import linear, by_lane
-from esper_nb.train.optim import LaneOptimizer
-from esper_nb.train.stepper import LaneScaler, Stepper
-from esper_nb.core.parts import RandomStreams, pack_tree, unpack_tree
-from esper_nb.guard.snapshots import Snapshot
+from esper_nb.core import RandomStreams, by_lane, linear, pack_tree, unpack_tree
+from esper_nb.guard import Snapshot
+from esper_nb.train import LaneOptimizer, LaneScaler, Stepper
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn import functional as F
 
-from esper_nb.train import tasks
-from esper_nb.train.data import ImageData
-from esper_nb.grow.hosts import CNNConfig, count_parameters
-from esper_nb.core.lanes import lane, lane_state
-from esper_nb.core.layers import by_lane
-from esper_nb.train.tasks import (Task, accuracy_pp, check_slots, class_counts, correct_counts, create_model, get_task,
-                                  host_sites, lane_cross_entropy, list_tasks, register_task)
+from esper_nb.core import by_lane, lane, lane_state
+from esper_nb.grow import CNNConfig, count_parameters
+from esper_nb.train import (
+    ImageData, Task, accuracy_pp, class_counts, correct_counts, create_model, get_task, lane_cross_entropy, list_tasks,
+    register_task, tasks)
+from esper_nb.train.tasks import check_slots, host_sites
 
 shapes = st.tuples(st.integers(1, 9), st.sampled_from([(), (1,), (4,)]), st.integers(1, 5), st.integers(2, 7),
                    st.integers(0, 99))

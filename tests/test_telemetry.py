@@ -14,20 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import draw_actions
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
-from esper_nb.core.clock import PhaseClock
-from esper_nb.guard.governor import Governor
-from esper_nb.record.analytics import (blueprint_stats, lane_scores, pick_rows, rollbacks, seed_lives, stage_spans)
-from esper_nb.record.writers import BackgroundWriter, JSONLWriter, Recorder, RunFolder, new_run, read_rows
-from esper_nb.record.alarms import KINDS, METRICS, Metric, find_metric, metric_table, metrics_markdown
-from esper_nb.record.rows import (EnvRows, decode_row, encode_row, flatten, governor_rows, limit_rows, make_rows,
-                                  metric_names, population_rows, run_rows, series)
-from esper_nb.record.trackers import TensorBoardWriter
-from esper_nb.train.faults import Fault, disturb_at
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.trainer import fit
+from esper_nb.control import QUICK, QUICK_RULES, GrowVecEnv, Heuristic, as_controller, draw_actions
+from esper_nb.core import PhaseClock
+from esper_nb.guard import Governor
+from esper_nb.record import (
+    KINDS, METRICS, BackgroundWriter, EnvRows, JSONLWriter, Metric, Recorder, RunFolder, TensorBoardWriter,
+    blueprint_stats, decode_row, encode_row, find_metric, flatten, governor_rows, lane_scores, limit_rows, make_rows,
+    metric_names, metric_table, metrics_markdown, new_run, pick_rows, population_rows, read_rows, rollbacks, run_rows,
+    seed_lives, series, stage_spans)
+from esper_nb.train import Fault, FitConfig, disturb_at, fit, new_population
 
 values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=True, allow_infinity=True), st.text())
 rows = st.dictionaries(st.text().filter(lambda k: k != "nonfinite"), values)

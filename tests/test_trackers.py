@@ -5,10 +5,8 @@ import sys
 
 import pytest
 
-from esper_nb.record.rows import make_rows
-from esper_nb.record.trackers import MLflowWriter, TrackioWriter, WandbWriter, metrics_by_step
-from esper_nb.run.cli import main
-from esper_nb.run.runs import open_run
+from esper_nb.record import MLflowWriter, TrackioWriter, WandbWriter, make_rows, metrics_by_step
+from esper_nb.run import main, open_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = [w for s in ("env.num_envs=2", "env.horizon=3", "ppo.num_steps=3", "ppo.num_minibatches=1", "env.limit=64",

@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from esper_nb.control.actions import draw_actions
-from esper_nb.control.env_config import EnvConfig
-from esper_nb.core.random import generator
-from esper_nb.record.rows import encode_row
-from esper_nb.run.engines import FaultTolerance, LocalWorker, WorkerLost, new_worker, start_ray
-from esper_nb.run.split import SplitVecEnv
-from esper_nb.train.faults import Fault
+from esper_nb.control import EnvConfig, draw_actions
+from esper_nb.core import generator
+from esper_nb.record import encode_row
+from esper_nb.run import FaultTolerance, LocalWorker, SplitVecEnv, WorkerLost, new_worker, start_ray
+from esper_nb.train import Fault
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0") # as `start_ray` has it, before anybody imports Ray
 try: import ray

@@ -10,17 +10,11 @@ import torch
 from test_cli import timeless
 from test_workers import needs_ray, still_there
 
-from esper_nb.record.checkpoints import read_checkpoint
-from esper_nb.run import repeats
-from esper_nb.run.cli import main
-from esper_nb.run.compare import Comparison
-from esper_nb.run.engines import LocalWorker, WorkerLost, work_off
-from esper_nb.run.split import SplitVecEnv
-from esper_nb.run.recipes import RunConfig, get_recipe, command_words
-from esper_nb.run.runs import begin_run, open_run
-from esper_nb.run.repeats import Repeat, RepeatPlayer, RepeatStore, compare_recipe
-from esper_nb.show.dashboard import watch
-from esper_nb.show.sources import EnvSource
+from esper_nb.record import read_checkpoint
+from esper_nb.run import (
+    Comparison, LocalWorker, Repeat, RepeatPlayer, RepeatStore, RunConfig, SplitVecEnv, WorkerLost, begin_run,
+    command_words, compare_recipe, get_recipe, main, open_run, repeats, work_off)
+from esper_nb.show import EnvSource, watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=4", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",
