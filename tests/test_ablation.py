@@ -207,7 +207,7 @@ def tables(draw):
             if c >> j & 1: f[c] = torch.where(heard[j], f[c], f[c ^ 1 << j])
     return Ablation(tuple(f"s{j}" for j in range(k)), f, f / 10, heard, heard & (torch.rand(k, n, generator=g) < .4))
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(tables())
 def test_every_reading_is_a_look_up(w):
     k, n = len(w.slots), w.accuracy_pp.shape[1]
@@ -275,7 +275,7 @@ def by_orders(f, k):
         for j in order: out[j] += f[c | 1 << j] - f[c]; c |= 1 << j
     return out / len(orders)
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 5), st.integers(0, 10_000))
 def test_exact_values_are_the_mean_over_all_orders(k, seed):
     f = torch.randn(2**k, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

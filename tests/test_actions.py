@@ -88,7 +88,7 @@ def test_draws_without_masks_are_refused_with_a_reason_and_change_nothing():
     assert refused > 500
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.booleans())
 def test_gates_for_all_lanes_equal_the_gate_of_one(seed, strict):
     g = torch.Generator().manual_seed(seed)
@@ -150,7 +150,7 @@ def test_unused_heads_cost_nothing_and_masks_are_never_empty():
     MaskedHeads(logits, space.legal(mask, action)) # validates
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_codes_round_trip(data):
     model, space = world(lanes=1)

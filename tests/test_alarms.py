@@ -125,7 +125,7 @@ def test_own_limits():
 WATCHED = ["update.approx_kl", "update.entropy_mean", "heldout.accuracy_pp", "train.loss", "slot.health"]
 numbers = st.one_of(st.none(), st.floats(0, 100), st.just(math.nan))
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(WATCHED), numbers), max_size=40),
        st.lists(st.integers(0, 40), max_size=4))
 def test_feeding_in_pieces_changes_nothing(events, cuts):

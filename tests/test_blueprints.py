@@ -115,7 +115,7 @@ def test_sizes_are_close_to_the_declared_ones():
 
 
 @given(st.integers(1, 600))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 def test_norm_groups(c):
     g = norm_groups(c)
     assert c % g == 0 and (g == 1 or c // g >= 16)

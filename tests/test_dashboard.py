@@ -23,7 +23,8 @@ torch.set_num_threads(1)
 
 
 def population(lanes=4, epochs=12, **kw):
-    return new_population("digits_impaired", FitConfig(lanes=lanes, epochs=epochs, batch_size=256, workers=1, **kw))
+    config = FitConfig(lanes=lanes, epochs=epochs, batch_size=256, workers=1, **kw)
+    return new_population("digits_impaired", config, blueprints=["norm", "conv_light"])
 
 def weights(pop): return {k: t.clone() for k, t in lane_state(pop.model).items()}
 
@@ -50,7 +51,7 @@ def fake(n=3, lanes=2, loss=1., batches=2):
 
 # --- tracks
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(1, 400), st.sampled_from((4, 8, 32)), st.integers(0, 2**31), st.integers(1, 9))
 def test_a_track_is_bounded_and_loses_no_peak(count, capacity, seed, chunk):
     values = np.random.default_rng(seed).normal(size=count).astype(np.float32)
@@ -63,7 +64,7 @@ def test_a_track_is_bounded_and_loses_no_peak(count, capacity, seed, chunk):
     assert np.max(track.rows[:, 1], initial=-np.inf) == np.max(values[:covered], initial=-np.inf)
     assert (np.diff(track.rows[:, 0]) == track.stride).all()
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40))
 def test_a_reader_of_news_has_the_whole_track(parts):
     track, seen, have, at = DownsampledSeries(1, 16), None, np.empty((0, 1), np.float32), 0
@@ -353,7 +354,8 @@ def test_ppo_over_lanes_runs_in_a_session(run):
     from esper_nb.learn.loss import PPOConfig
     from esper_nb.learn.learner import train_ppo
     def learner():
-        envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=5, gamma=.99, limit=320, workers=1)
+        envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=5, gamma=.99, limit=320, workers=1,
+                          blueprints=("norm", "conv_light"))
         return Learner(envs, PPOConfig(num_steps=4, num_updates=2, gamma=.99, num_minibatches=1),
                        PolicyConfig(hidden=16), heads=envs.actions)
     a, b = learner(), learner()
@@ -371,7 +373,8 @@ def test_a_fault_in_a_controllers_lane_is_an_incident(run):
     from esper_nb.learn.policies import PolicyConfig
     from esper_nb.learn.learner import Learner
     from esper_nb.learn.loss import PPOConfig
-    envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=30, gamma=.99, limit=320, workers=1)
+    envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=30, gamma=.99, limit=320, workers=1,
+                      blueprints=("norm", "conv_light"))
     s = run(EnvSource(Learner(envs, PPOConfig(num_steps=8, num_updates=2, gamma=.99, num_minibatches=1),
                               PolicyConfig(hidden=16), heads=envs.actions)))
     steps(s, 5)

@@ -84,7 +84,7 @@ def healthy_runs(draw):
     return fall * unit * np.exp(noise * rng.standard_normal(500)), unit
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(healthy_runs(), st.booleans())
 def test_a_healthy_run_never_panics(run, with_chance):
     x, chance = run
@@ -102,7 +102,7 @@ def learnt(noise=.05, n=1, steps=60, seed=0):
         s, _ = judge(s, row, chance_loss=CHANCE)
     return s
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.sampled_from(["fine", "above", "nan"]), min_size=1, max_size=30), st.integers(1, 5))
 def test_count_rules(kinds, confirm):
     "An explosion is `confirm` anomalies in a row; a healthy loss ends the row, a NaN neither adds to it nor ends it."
@@ -114,7 +114,7 @@ def test_count_rules(kinds, confirm):
         exploded = "explosion" if kind == "above" and row >= confirm else "healthy"
         assert v.reason() == ("non-finite" if kind == "nan" else exploded)
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.one_of(st.floats(5.0, 1e30), st.sampled_from([math.nan, math.inf, -math.inf, CHANCE])), min_size=1,
                 max_size=20))
 def test_statistics_are_unchanged_by_anomalies(losses):
@@ -124,7 +124,7 @@ def test_statistics_are_unchanged_by_anomalies(losses):
         assert np.array_equal(getattr(s, k), getattr(before, k)), k
     assert [t for t, _ in s.anomalies(0)] == list(range(60, 60 + len(losses)))[-8:]
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.floats(1e-3, 20.) | st.just(math.nan), min_size=1, max_size=60), st.integers(0, 59))
 def test_a_round_trip_at_any_point_changes_nothing(losses, cut):
     a = b = learnt()
@@ -136,7 +136,7 @@ def test_a_round_trip_at_any_point_changes_nothing(losses, cut):
         assert v.code == w.code and np.array_equal(v.limit, w.limit)
     for k, x in a.arrays.items(): assert np.array_equal(x, b.arrays[k], equal_nan=True), k
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 5), st.integers(0, 10**6))
 def test_lanes_are_judged_as_if_alone(n, seed):
     rng = np.random.default_rng(seed)
@@ -162,7 +162,7 @@ def test_inactive_lanes_stay_as_they_are():
     t, v = judge(s, [math.nan, 50., .9], chance_loss=CHANCE, active=[False, False, True])
     assert v.code.tolist() == [0, 0, 0] and t.judged.tolist() == [60, 60, 61] and np.array_equal(t.count, [0, 0, 0])
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10**6), st.floats(.01, .8))
 def test_plain_numbers_and_arrays_give_the_same_statistics(seed, noise):
     rng = np.random.default_rng(seed); limits = DetectorConfig()

@@ -143,8 +143,8 @@ class Residual(nn.Module):
         return self.head(h.mean((2, 3)))
 
 @pytest.mark.parametrize("make, slots", [
-    (lambda: torchvision.models.resnet18(num_classes=4),
-     {"layer2": "conv_light", "layer1": "norm", "layer2.0": "attention"}),
+    pytest.param(lambda: torchvision.models.resnet18(num_classes=4),
+                 {"layer2": "conv_light", "layer1": "norm", "layer2.0": "attention"}, marks=pytest.mark.slow),
     (lambda: torchvision.models.mobilenet_v3_small(num_classes=4), {"features.3": "depthwise"}),
     (Residual, {"path": "conv_heavy", "path.0": "bottleneck"})])
 def test_a_network_of_your_own_keeps_what_has_grown(make, slots):
@@ -251,7 +251,7 @@ with torch.no_grad():
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
-@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+@pytest.mark.parametrize("kind", ["cnn", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_it_compiles(kind):
     net, x = export_model(grown(kind, ["norm", "attention"], Blend.GATE, .5)), batch(kind)
     x = x if kind == "cnn" else x[..., 0]
@@ -261,7 +261,7 @@ def test_it_compiles(kind):
 @pytest.mark.skipif(not ONNX, reason="onnx, onnxscript and onnxruntime are not installed: pip install esper_nb[export]")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("blend", list(Blend))
-@pytest.mark.parametrize("kind", ["cnn", "gpt", "attached"])
+@pytest.mark.parametrize("kind", ["cnn", "gpt", pytest.param("attached", marks=pytest.mark.slow)])
 def test_onnx_says_the_same(kind, blend, tmp_path):
     import onnxruntime
     if kind == "attached":
@@ -283,7 +283,8 @@ def test_onnx_says_the_same(kind, blend, tmp_path):
 
 # ---- with its slots alive
 
-@pytest.mark.parametrize("kind, lanes", [("cnn", 1), ("cnn", 3), ("gpt", 1), ("gpt", 3)])
+@pytest.mark.parametrize("kind, lanes", [("cnn", 3), ("cnn", 1), ("gpt", 1),
+                                         pytest.param("gpt", 3, marks=pytest.mark.slow)])
 def test_a_model_with_live_slots_is_traced_and_copied(kind, lanes):
     names = ["norm", "attention"]
     model, x = GrowingModel(new_host(CONFIGS[kind], lanes), SITES[kind], names), batch(kind, lanes)

@@ -224,7 +224,7 @@ def test_every_word_is_checked_against_its_list(kind, name):
     with pytest.raises(ValueError, match=f"{name}|nonsense"): kind(**{name: "nonsense"})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from([PPOConfig, PolicyConfig, FitConfig, HeuristicConfig]), st.data())
 def test_what_is_accepted_survives_a_journey_through_text(kind, data):
     name, hint = data.draw(st.sampled_from(list(plain_fields(kind))))

@@ -21,7 +21,7 @@ from esper_nb.train import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=2", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",
-            "ppo.update_epochs=2", "save_every=1", "env.workers=1")
+            "ppo.update_epochs=2", "save_every=1", "env.workers=1", 'env.blueprints=["conv_light"]')
 SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
 RECIPE = get_recipe("digits_impaired", parse_settings(SETTINGS, RunConfig) | {"ppo.num_updates": 3})
 
@@ -68,7 +68,7 @@ def test_an_interrupt_inside_an_update_is_gone_on_with_exactly(whole, tmp_path, 
     assert same(resumed, whole)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_process_that_is_told_to_end_saves_first(whole, tmp_path, number):
+def test_a_process_that_is_told_to_end_saves_first(whole, tmp_path, number, plain_signals):
     run, calls = begin_run(RECIPE, tmp_path), 0
     step = run.learner.step_envs
     def told():

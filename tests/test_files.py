@@ -38,7 +38,7 @@ def table(path, rows=40, sep=","):
 
 # ---- parts
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(3, 40), min_size=2, max_size=6), st.floats(.05, .3), st.floats(.05, .3), st.integers(0, 9))
 def test_parts_are_disjoint_whole_stratified_and_the_same_again(counts, heldout, test, seed):
     y = torch.cat([torch.full((n,), c) for c, n in enumerate(counts)])
@@ -51,7 +51,7 @@ def test_parts_are_disjoint_whole_stratified_and_the_same_again(counts, heldout,
     torch.manual_seed(seed)
     for a, b in zip(parts, stratified_split(y, heldout, test)): assert torch.equal(a, b)
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(1, 4), st.floats(-1e5, 1e5), st.floats(1e-3, 1e5), st.integers(0, 5))
 def test_columns_are_standardised_by_the_training_part_alone(columns, middle, width, seed):
     g = torch.Generator().manual_seed(seed)

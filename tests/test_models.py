@@ -535,7 +535,7 @@ class Lives(RuleBasedStateMachine):
                 if silent: assert torch.equal(unfold(z, 2)[:, i], unfold(self.model.host(self.x), 2)[:, i])
 
 
-Lives.TestCase.settings = settings(deadline=None, max_examples=30, stateful_step_count=40,
+Lives.TestCase.settings = settings(deadline=None, max_examples=15, stateful_step_count=30,
                                    suppress_health_check=list(HealthCheck))
 test_lives = Lives.TestCase
 

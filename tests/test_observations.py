@@ -47,7 +47,7 @@ def in_range(obs):
         assert f.unknown is None or not f.low <= f.unknown <= f.high, f
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(a_seed(), a_seed()), min_size=1, max_size=4), st.integers(0, 10**6))
 def test_finite_in_range_and_pure(lanes, seed):
     g, n, t = torch.Generator().manual_seed(seed), len(lanes), table(*lanes)

@@ -147,7 +147,7 @@ def test_useless_fossils_cost_their_room_and_earn_nothing():
     assert (paid < gain).all(), "three seeds that do nothing have cost their room"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=8), st.floats(.9, 1.))
 def test_a_circle_of_accuracy_pays_nothing(way, gamma):
     empty, config, total = [SeedState()] * 3, RewardConfig("outcome", gamma), 0.

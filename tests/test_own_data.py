@@ -21,7 +21,7 @@ from esper_nb.train import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=2", "env.horizon=3", "ppo.num_steps=3", "ppo.num_minibatches=1", "ppo.update_epochs=1",
-            "save_every=1", "env.workers=1", "env.limit=32")
+            "save_every=1", "env.workers=1", "env.limit=32", 'env.blueprints=["norm"]')
 SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
 
 
@@ -190,10 +190,10 @@ def test_data_that_changed_or_went_away_are_an_error(tmp_path, capsys):
     assert main(["resume", str(run), "--updates", "2", "--quiet"]) == 0
     capsys.readouterr()
     shutil.rmtree(tmp_path/"data"/"pics")
-    code = "import sys; from esper_nb.run.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, "resume", str(run), "--updates", "3"], capture_output=True,
-                          text=True)
-    assert done.returncode == 2 and "is not a folder" in done.stderr and "Traceback" not in done.stderr
+    task_from_path(write_pictures(tmp_path/"others"), size=8) # what was read is kept no longer
+    assert main(["resume", str(run), "--updates", "3"]) == 2
+    told = capsys.readouterr().err
+    assert "is not a folder" in told and "Traceback" not in told
 
 
 def test_what_is_asked_for_must_fit_the_data(tmp_path, capsys):

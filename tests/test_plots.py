@@ -23,7 +23,8 @@ from esper_nb.train import Fault, FitConfig, disturb_at, fit, new_population
 def run():
     "Rows of a guarded run with seeds, a NaN and an explosion, as they come back from a file."
     torch.set_num_threads(1)
-    pop = new_population("digits_impaired", FitConfig(lanes=4, epochs=16), rules=QUICK_RULES)
+    config = FitConfig(lanes=4, epochs=16)
+    pop = new_population("digits_impaired", config, rules=QUICK_RULES, blueprints=["norm", "conv_light"])
     faults = [Fault("nan", 1, 8, 6), Fault("explode", 3, 11, 3)]
     rows = run_rows(pop)
     def disturb(*args): return args[-2:] if (d := disturb_at(faults, int(pop.epoch.max()))) is None else d(*args)

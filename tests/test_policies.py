@@ -15,7 +15,7 @@ def scan(policy, obs, state, start):
     return torch.cat(logits), torch.cat(values), state
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.sampled_from(["lstm", "gru", "none"]), st.integers(1, 3), st.tuples(st.booleans(), st.booleans()),
        st.integers(1, 25), st.integers(1, 5), st.floats(0, 1), st.integers(0, 10**6))
 def test_a_sequence_equals_its_steps(core, layers, flags, T, n, share, seed):

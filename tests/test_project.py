@@ -198,6 +198,7 @@ def run_python(*words, cwd):
     done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
+@pytest.mark.slow
 def test_wheel_and_sdist_hold_the_package_and_what_settings_say(tmp_path):
     tree, out = copy_of_the_tree(tmp_path/"tree"), tmp_path/"out"
     run_python("-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation",

@@ -51,7 +51,7 @@ some = st.fixed_dictionaries(dict(
     size=st.floats(0, 1e6), active=st.booleans()))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(three, some), min_size=1, max_size=6), st.floats(0, 100))
 def test_finite_bounded_and_the_sum_of_its_terms(steps, price):
     config = RewardConfig(price=price)
@@ -64,7 +64,7 @@ def test_finite_bounded_and_the_sum_of_its_terms(steps, price):
         assert all(x.isfinite().all() for x in r.state.values())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(three, some), min_size=1, max_size=8), st.floats(0, 50))
 def test_growing_and_pruning_in_a_circle_pays_nothing(way, price):
     "Back where the episode began, nothing has been earned on the way."

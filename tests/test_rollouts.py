@@ -41,7 +41,7 @@ def reference(roll, last, gamma, lam):
     return torch.where(roll.valid, out, 0.)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(1, 24), st.integers(1, 4), st.floats(0, 1), st.floats(0.5, 1), st.floats(0, 1),
        st.integers(0, 10**6))
 def test_gae_equals_the_definition(T, n, share, gamma, lam, seed):
@@ -162,7 +162,7 @@ def test_a_rollback_turns_a_truncation_into_a_termination(mode):
     assert found > 3
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 8), st.integers(1, 9), st.integers(1, 8), st.booleans(), st.integers(0, 1000))
 def test_minibatches_cover_everything_once(T, n, count, memory, seed):
     roll, _ = random_rollout(T, n, seed)

@@ -62,7 +62,7 @@ def run(slot, x, training=True):
 mixtures = st.lists(st.tuples(st.integers(0, 6), st.sampled_from(STATES)), min_size=1, max_size=6)
 
 @given(FAMILY, mixtures, st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_a_mixture_is_its_lanes_one_by_one(family, plan, training):
     n, slot = len(plan), made(family, plan)
     x = features(family, n)
@@ -80,7 +80,7 @@ def test_a_mixture_is_its_lanes_one_by_one(family, plan, training):
 
 
 @given(FAMILY, mixtures, st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_lanes_that_only_pass_are_untouched(family, plan, training):
     n, slot = len(plan), made(family, plan)
     x = features(family, n)
@@ -93,7 +93,7 @@ def test_lanes_that_only_pass_are_untouched(family, plan, training):
 
 @given(FAMILY, st.lists(st.tuples(st.integers(0, 6), st.sampled_from(STATES)), min_size=2, max_size=5),
        st.integers(0, 4), st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_a_poisoned_lane_stays_alone(family, plan, which, training):
     n = len(plan); bad = which % n; well = [i for i in range(n) if i != bad]
     slot, sick, x = made(family, plan), made(family, plan), features(family, n)
@@ -107,7 +107,7 @@ def test_a_poisoned_lane_stays_alone(family, plan, which, training):
 
 
 @given(FAMILY, mixtures, st.integers(0, 6))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_alpha_zero_is_the_host_exactly(family, plan, b):
     "Blended by any operator, at alpha 0, in training: output and the host's gradient are what they are without a slot."
     n = len(plan)

@@ -301,7 +301,7 @@ TENSORS = st.lists(st.integers(-5, 5), max_size=4).map(torch.tensor)
 LEAVES = st.none() | st.integers() | st.floats(allow_nan=False) | st.text() | TENSORS
 KEYS = st.text(max_size=4) | st.integers()
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.recursive(LEAVES, lambda s: st.lists(s, max_size=4) | st.dictionaries(KEYS, s, max_size=4) | st.tuples(s, s),
                     max_leaves=12))
 def test_trees_come_back_as_they_were(tree):
@@ -373,7 +373,7 @@ def test_rows_go_back_and_the_others_go_on(kind, lanes):
     for _ in range(50): run.step(); never.step()
     for i in lanes: assert equal(run.lane(i), never.lane(i)), "50 steps after the rollback"
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.lists(st.tuples(st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]),
                           st.sets(st.integers(0, N - 1), min_size=1)), max_size=25))
 def test_any_order_of_operations_keeps_each_lane_s_own_version(ops):

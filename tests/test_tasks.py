@@ -23,7 +23,7 @@ def problem(b, length, n, k, seed):
     return torch.randn(b, *length, n * k, generator=g) * 3, torch.randint(0, k, (b, *length, n), generator=g)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(shapes)
 def test_loss_and_counts_equal_a_loop_over_lanes(s):
     (logits, y), n, k = problem(*s), s[2], s[3]
@@ -46,7 +46,7 @@ def test_loss_and_counts_equal_a_loop_over_lanes(s):
         torch.testing.assert_close(pp[i], 100 * right.float().mean())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(shapes)
 def test_shared_labels_are_the_same_labels_for_all(s):
     (logits, y), n = problem(*s), s[2]
@@ -286,7 +286,7 @@ def test_bad_input_names_value_expectation_and_fix(case):
     for w in words: assert w in str(e.value), str(e.value)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=8, unique=True))
 def test_slots_come_back_row_major(places):
     names = [f"r{r}c{c}" for r, c in places]

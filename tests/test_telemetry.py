@@ -41,14 +41,14 @@ def strict(text):
 
 # --- rows and files
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(rows)
 def test_row_survives_json(row):
     line = encode_row(row)
     assert "\n" not in line and isinstance(strict(line), dict)
     assert same(decode_row(line), row)
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(rows, max_size=6), st.integers(0, 400))
 def test_file_cut_anywhere_keeps_its_whole_lines(tmp_path_factory, batch, cut):
     path = tmp_path_factory.mktemp("cut")/"rows.jsonl"
@@ -336,7 +336,8 @@ def test_rows_from_device_tensors():
 def grown():
     "A guarded run with seeds and a NaN: (population, results, rows)."
     torch.set_num_threads(1)
-    pop = new_population("digits_impaired", FitConfig(lanes=3, epochs=14), rules=QUICK_RULES)
+    config = FitConfig(lanes=3, epochs=14)
+    pop = new_population("digits_impaired", config, rules=QUICK_RULES, blueprints=["norm", "conv_light"])
     rows, results = run_rows(pop), []
     def disturb(*args):
         due = disturb_at([Fault("nan", 1, 7, 6)], int(pop.epoch.max()))
@@ -445,7 +446,8 @@ def test_drops_are_counted_while_the_run_goes_on():
 def play(mode, steps=14, growth=True):
     "Random actions in three lanes of horizon 6, one of them ruined: (environment, rows)."
     fault, dice, rows = Fault("nan", lane=1, epoch=3, batch=2), torch.Generator().manual_seed(1), []
-    settings = dict(task="digits_impaired", num_envs=3, horizon=6, limit=300, workers=1)
+    settings = dict(task="digits_impaired", num_envs=3, horizon=6, limit=300, workers=1,
+                    blueprints=("norm", "conv_light"))
     env = GrowVecEnv(**settings, faults=(fault,), autoreset_mode=mode)
     env.reset(seed=2)
     note = EnvRows(growth)

@@ -10,7 +10,7 @@ from esper_nb.run import main, open_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = [w for s in ("env.num_envs=2", "env.horizon=3", "ppo.num_steps=3", "ppo.num_minibatches=1", "env.limit=64",
-                     "env.workers=1", "save_every=1") for w in ("--set", s)]
+                     "env.workers=1", "save_every=1", 'env.blueprints=["norm"]') for w in ("--set", s)]
 ROWS = [row for t in range(3) for row in make_rows("epoch", {"train.loss": [1. / (t + 1), .5], "lr": .1}, epoch=t)]
 
 

@@ -22,7 +22,8 @@ DATA = {k: t.load(limit=20 * t.batch_size) for k, t in TASKS.items()}
 
 
 def population(kind, lanes=4, **kw):
-    return new_population(TASKS[kind], FitConfig(lanes=lanes, epochs=4, governor=None, **kw), data=DATA[kind])
+    return new_population(TASKS[kind], FitConfig(lanes=lanes, epochs=4, governor=None, **kw), data=DATA[kind],
+                          blueprints=["norm"])
 
 
 def separate(kind, i, steps, seed=0):
@@ -203,7 +204,9 @@ def test_cuda_runs_are_the_same_to_the_bit_by_replays_and_by_plain_calls(machine
     assert torch.equal(a, b) and all(torch.equal(t, theirs[k]) for k, t in ours.items())
 
 
-def guarded(**kw): return new_population(TASKS["digits"], FitConfig(lanes=4, epochs=8, **kw), data=DATA["digits"])
+def guarded(**kw):
+    config = FitConfig(lanes=4, epochs=8, **kw)
+    return new_population(TASKS["digits"], config, data=DATA["digits"], blueprints=["norm"])
 
 
 def test_the_governor_does_not_touch_a_healthy_run():

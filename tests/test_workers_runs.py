@@ -156,7 +156,7 @@ def interrupted(config, monkeypatch, folder, **kw):
     return result, told
 
 
-@pytest.mark.parametrize("jobs", [None, 2])
+@pytest.mark.parametrize("jobs", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_seed_that_was_played_is_not_played_again(compared, tmp_path, monkeypatch, jobs):
     result, told = interrupted(get_recipe("digits_impaired", TINY), monkeypatch, tmp_path, jobs=jobs)
     assert plays(result) == plays(compared)
@@ -203,7 +203,8 @@ def test_seeds_on_ray_are_kept_and_not_repeated(compared, tmp_path, monkeypatch)
 
 # ---- real processes
 
-@pytest.mark.parametrize("engine", ["process", pytest.param("ray", marks=[needs_ray, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["process", pytest.param("ray", marks=needs_ray)])
 def test_a_killed_worker_changes_nothing(here, tmp_path, engine):
     done = child(tmp_path, *TRAIN, "--engine", engine, "--out", tmp_path, what="worker", at=6)
     assert done.returncode == 0, done.stderr
