@@ -115,7 +115,8 @@ def timeless(path):
     return [encode_row({k: v for k, v in r.items() if not k.endswith("seconds")}) for r in read_rows(path)]
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_and_goes_on_in_a_fresh_process_exactly(kind, trained, tmp_path):
     run, said = trained(kind)
     assert [r["update"] for r in read_rows(run/"rows.jsonl") if r["kind"] == "update"] == [1]
@@ -176,7 +177,7 @@ def test_bad_arrays_are_refused_with_the_line_that_made_them(kind, tmp_path, cap
     assert f"plugin {asked[-1]} cannot be loaded" in told and "at least two" in told and "line " in told
 
 
-def test_data_that_changed_or_went_away_are_an_error(tmp_path, capsys):
+def test_data_that_changed_or_went_away_are_an_error(no_plays, tmp_path, capsys):
     status, name = train("folder", tmp_path, "--quiet")
     assert status == 0
     run, picture = tmp_path/"runs"/name, tmp_path/"data"/"pics"/"light"/"00.png"

@@ -62,7 +62,7 @@ def test_trackio_holds_what_was_logged(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
-def test_a_run_tells_its_tracker_and_still_does_when_it_goes_on(name, tmp_path, monkeypatch, capsys):
+def test_a_run_tells_its_tracker_and_still_does_when_it_goes_on(name, no_plays, tmp_path, monkeypatch, capsys):
     need(name)
     for k in ("MLFLOW_TRACKING_URI", "WANDB_MODE"): monkeypatch.delenv(k, raising=False)
     asked = ["train", "digits_impaired", "--updates", "1", *SMALL, "--log", name, "--quiet", "--out", str(tmp_path)]
@@ -75,7 +75,7 @@ def test_a_run_tells_its_tracker_and_still_does_when_it_goes_on(name, tmp_path, 
     assert size() > before and open_run(run).config.log == (name,)
 
 
-def test_a_tracker_that_fails_costs_its_rows_and_no_training(tmp_path, monkeypatch, recwarn):
+def test_a_tracker_that_fails_costs_its_rows_and_no_training(no_plays, tmp_path, monkeypatch, recwarn):
     from esper_nb.record import trackers
     class Dead(trackers.Tracker):
         def __init__(self, folder): pass
