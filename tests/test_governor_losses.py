@@ -9,9 +9,7 @@ from torch import nn
 
 from benchmarks.healthy_loops import LOOPS, run as run_loop
 from benchmarks.healthy_losses import CHANCE, HEALTHY
-from esper_nb.guard.detector import DetectorConfig, LossStats, judge, loss_limits
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorConfig, GovernorStop
+from esper_nb.guard import DetectorConfig, Governor, GovernorConfig, GovernorStop, LossStats, judge, loss_limits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 def governed(losses, chance, **watch):
