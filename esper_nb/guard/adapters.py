@@ -84,7 +84,7 @@ def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, 
                 log.log_metrics(_action_metrics(reports), step=trainer.global_step)
             for name, at in _action_metrics(reports).items(): self.log(name, at, prog_bar=True, logger=False)
 
-        def state_dict(self): return {} if self.governor is None else self.governor.state_dict()
+        def state_dict(self): return {} if self.governor is None else self.governor.state_dict(banks=False)
 
         def load_state_dict(self, state): self.loaded = state or None
 
@@ -161,7 +161,7 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
         def on_save(self, args, state, control, **kwargs):
             folder = Path(args.output_dir)/f"checkpoint-{state.global_step}"
             if self.governor is not None and folder.exists():
-                torch.save(self.governor.state_dict(), _state_file(folder, self.governor))
+                torch.save(self.governor.state_dict(banks=False), _state_file(folder, self.governor))
 
     return GovernorCallback
 

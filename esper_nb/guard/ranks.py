@@ -71,7 +71,7 @@ class Ranks:
         self,
         losses: np.ndarray, # (k, n) of this rank
         norms: np.ndarray | None = None, # (k, n), gradient norms
-    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]: # the same everywhere; and (k, n) the rank of the worst loss
+    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]: # the same everywhere; and (k, n) the worst rank, or -1
         "Return the mean over ranks of what is about to be judged; NaN or infinite where it is on any rank."
         if not self: return losses, norms, np.zeros(losses.shape, np.int64)
         both = losses if norms is None else np.concatenate([losses, norms], 1)
@@ -84,7 +84,8 @@ class Ranks:
         mean = each.mean(0) # in the same order everywhere, so the same to the bit
         n = losses.shape[1]
         badness = np.where(np.isfinite(each[:, :, :n]), each[:, :, :n], math.inf)
-        return mean[:, :n], None if norms is None else mean[:, n:], badness.argmax(0)
+        worst = np.where(np.isinf(badness).all(0), -1, badness.argmax(0)) # where all of them fail, none is to blame
+        return mean[:, :n], None if norms is None else mean[:, n:], worst
 
     def any(self, flags: Sequence[bool]) -> list[bool]: # as many on every rank
         "Return what is true on any rank."

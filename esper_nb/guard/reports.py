@@ -8,9 +8,10 @@ __all__ = ['GOVERNOR_PRESETS', 'GovernorConfig', 'as_governor_config', 'as_chanc
 
 # %% ../../nbs/guard/14_reports.ipynb #edf8c5e4
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
+from typing import Any, Self
 
 import numpy as np
 from ..core import check, check_count
@@ -88,7 +89,8 @@ def as_governor_config(
 ) -> GovernorConfig:
     "Return a config as it is, or the preset of that name."
     if isinstance(config, GovernorConfig): return config
-    check(config in GOVERNOR_PRESETS, "config", config, "one of {}, or a GovernorConfig", ", ".join(GOVERNOR_PRESETS))
+    known = isinstance(config, str) and config in GOVERNOR_PRESETS
+    check(known, "config", config, "one of {}, or a GovernorConfig", ", ".join(GOVERNOR_PRESETS))
     return GOVERNOR_PRESETS[config]
 
 def as_chance_losses(
@@ -184,6 +186,7 @@ class Report:
 
     def __str__(self):
         limit = "" if self.limit is None else f", limit {self.limit:.3g}"
+        if self.reason == "rise": limit = "" if self.mean is None else f", mean {self.mean:.4g}"
         seen = f"loss {self.shown if self.loss is None else format(self.loss, '.4g')}{limit}"
         back = "" if self.restored_step is None else f", back at step {self.restored_step}"
         rate = f", lr × {self.lr_factor:g}" if self.lr_factor else ""
@@ -197,6 +200,11 @@ class Report:
     def to_dict(self) -> dict:
         "Plain values, ready for JSON."
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self: # of `to_dict`
+        "Return the report of these values."
+        return cls(**{**values, "evidence": tuple(Evidence(**e) for e in values["evidence"])})
 
 # %% ../../nbs/guard/14_reports.ipynb #0ad2a79e
 def _number(x, lane: int) -> float | None:

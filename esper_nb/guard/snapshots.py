@@ -255,7 +255,7 @@ class Snapshot:
                 then = settings.get("lr", group["lr"])
                 yield group, float(bank[name, then.path]) if isinstance(then, Leaf) else then
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict: # as much memory as the banks
         "Return everything a file can hold: all banks, what is published, and what is on probation."
         self.find_late(wait=True)
         versions = {v.number: v for v in (*self.published, *self.held) if v is not None}
@@ -291,13 +291,17 @@ class Snapshot:
         if few: self.front, self.held = [0], [None]
         self.taken, self.masks = state["taken"], {_key(text) for text in state["masks"]}
 
-    def portable(self, state: "SavedState") -> dict: # of `set_aside` or `replace_by_live`
+    def portable(
+        self,
+        state: "SavedState", # of `set_aside` or `replace_by_live`
+        copy: bool = True, # the tensors, which are overwritten sooner or later
+    ) -> dict:
         "Return a state as tensors and plain values, ready for a file."
         v = state.version
         return dict(number=v.number, step=v.step,
                     rest={name: self.parts[name].portable(x) for name, x in v.rest.items()},
                     sparse={"|".join(k): t for k, t in v.sparse.items()},
-                    bank={"|".join(k): t.clone() for k, t in state.bank.items()})
+                    bank={"|".join(k): t.clone() if copy else t for k, t in state.bank.items()})
 
     def revive(self, saved: Mapping[str, Any]) -> "SavedState": # of `portable`
         "Return a state that was in a file."
@@ -570,6 +574,22 @@ def _unwrapped(obj):
     inner = getattr(obj, "optimizer" if isinstance(obj, torch.optim.Optimizer) else "scheduler", None)
     return inner if isinstance(inner, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler) else obj
 
+def _has_state(obj) -> bool: return hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")
+
+def _spread_out(parts: Sequence, named: Mapping[str, object]) -> tuple[list, dict[str, object]]:
+    "Return parts and named parts, those inside of lists and dictionaries one by one."
+    flat: list = []
+    for obj in parts:
+        inside = list(obj.values() if isinstance(obj, dict) else obj) if isinstance(obj, (dict, list, tuple)) else []
+        if not any(map(_has_state, inside)): flat.append(obj)
+        elif isinstance(obj, dict): named = {**named, **obj}
+        else: flat += inside
+    for name, obj in named.items():
+        inside = list(obj.values() if isinstance(obj, dict) else obj) if isinstance(obj, (dict, list, tuple)) else []
+        held = [type(x).__name__ for x in inside if _has_state(x)]
+        check(not held, name, f"a {type(obj).__name__} of {', '.join(held)}", "one part a name, or parts without names")
+    return flat, dict(named)
+
 def _with_inner(parts: Sequence) -> list:
     "Return parts, wrappers taken off, and the optimizers that live inside other optimizers."
     out = [_unwrapped(obj) for obj in parts]
@@ -581,12 +601,19 @@ def _with_inner(parts: Sequence) -> list:
 
 def _name_parts(parts: Sequence, named: Mapping[str, object], streams: bool) -> dict[str, object]:
     "Return all objects by name: `model`, `model2`, ... by kind, then the named ones, then the random streams."
+    parts, named = _spread_out(parts, named)
     objects: dict[str, object] = {}
     for obj in _with_inner(parts):
         name, k = _kind(obj), 2
         while name in objects or name in named: name, k = f"{_kind(obj)}{k}", k + 1
         objects[name] = obj
     objects |= {name: _unwrapped(obj) for name, obj in named.items()}
+    for name, obj in objects.items():
+        twin = next((other for other, x in objects.items() if x is obj and other != name), None)
+        check(twin is None or not _has_state(obj), name, type(obj).__name__, f"a part once; it is `{twin}`, too")
+        tensors = obj.state_dict() if isinstance(obj, nn.Module) else {}
+        away = [k for k, t in tensors.items() if getattr(t, "is_meta", False)]
+        check(not away, name, f"{away[:1]} on the meta device", "weights that exist: use to_empty(), and load them")
     if streams: objects.setdefault("streams", RandomStreams())
     check(len(objects) > 0, "parts", parts, "at least one object with state")
     return objects

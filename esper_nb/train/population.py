@@ -26,7 +26,7 @@ from ..guard import Governor, GovernorConfig, Report
 from ..grow import (
     ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, Decision, DecisionResult, Event, Growing, ModuleHostConfig, Reason,
     Rules, SeedState, Slot, Stage, apply_decision, decode_seed, explore_host)
-from .ablation import Ablation, EvalResult, seed_tables
+from .ablation import Ablation, EvalResult, evaluate, seed_tables
 from .data import ImageData, TextData
 from .gradients import gradient_health, growth_signals, norm_ratio
 from .graphs import Graphs, Group
@@ -391,11 +391,15 @@ def new_governor(
     pop: Population, # watched from now on
     config: GovernorConfig, # thresholds and budget
 ) -> Governor:
-    "Return a Governor that judges an epoch's losses together, lane by lane, and restores what a lane has learnt."
+    """Return a Governor that judges an epoch's losses together, lane by lane, and restores what a lane has learnt.
+
+    Where the loss of a lane has risen, its old weights are asked on the held-out data.
+    """
+    def held_out(): return evaluate(pop.model, pop.task, pop.data, precision=pop.precision).loss
     every = pop.data.num_train // pop.batch_size
     config = config.replace(sync_every=every, snapshot_every=every, probation=every if config.probation else 0)
     return Governor(model=nn.ModuleDict(dict(net=pop.model)), stepper=pop.stepper, rates=pop.rates,
-                    lanes=pop.lanes, chance_loss=pop.data.chance_loss, config=config)
+                    lanes=pop.lanes, chance_loss=pop.data.chance_loss, config=config, ask=held_out)
 
 # %% ../../nbs/train/38_population.ipynb #a78efc73
 def new_stepper(

@@ -1,0 +1,91 @@
+"A Governor never seems to protect what it does not: what is passed wrongly is unpacked, refused or named at once."
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from esper_nb.guard import Governor, GovernorConfig, GovernorStop
+
+
+def parts():
+    net = nn.Linear(2, 2)
+    return net, torch.optim.Adam(net.parameters())
+
+
+@pytest.mark.parametrize("pack", [list, tuple, lambda p: dict(zip(("net", "adam"), p))])
+def test_parts_in_a_list_or_dictionary_are_guarded_one_by_one(pack):
+    net, opt = parts()
+    governor = Governor(pack((net, opt)), chance_loss=None)
+    good = net.weight.clone()
+    net.weight.data.fill_(math.nan)
+    report, = governor.watch(math.nan)
+    assert report.rolled_back and torch.equal(net.weight, good)
+    assert sum(isinstance(o, (nn.Module, torch.optim.Optimizer)) for o in governor.snapshot.objects.values()) == 2
+
+
+@pytest.mark.parametrize("make, says", [
+    (lambda n, o: Governor(n, nets=[n], chance_loss=None), "nets=a list of Linear, expected one part a name"),
+    (lambda n, o: Governor(n, o, n, chance_loss=None), "model2=Linear, expected a part once; it is `model`, too"),
+    (lambda n, o: Governor(n, o, config={}, chance_loss=None), "config={}, expected one of batch, epoch, classic"),
+    (lambda n, o: Governor(n, o, snapshot_every=5, chance_loss=None), r"config=GovernorConfig\(snapshot_every=...\)"),
+    (lambda n, o: Governor(nn.Linear(2, 2, device="meta"), chance_loss=None), "on the meta device, expected weights"),
+    (lambda n, o: Governor(n, o, chance_loss=None).watch(None), "loss=None, expected a number or a tensor"),
+    (lambda n, o: Governor(n, o, chance_loss=None).watch({"loss": 1.}), "expected a number or a tensor"),
+    (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.tensor(1j)), "complex, expected real numbers"),
+    (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.tensor(1., device="meta")), "meta device"),
+    (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.ones(3)), "expected 1 numbers, one per lane")])
+def test_what_is_passed_wrongly_is_named(make, says):
+    with pytest.raises(ValueError, match=says): make(*parts())
+
+
+@pytest.mark.parametrize("make, says", [
+    (lambda n, o: Governor(o, chance_loss=None), "no model among the parts (optimizer)"),
+    (lambda n, o: Governor(chance_loss=2.3), "no model among the parts (there are none)"),
+    (lambda n, o: Governor(n, chance_loss=None), "no optimizer among the parts, so a NaN in its moments")])
+def test_what_is_missing_is_a_warning_at_once(make, says, caplog):
+    make(*parts())
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and says in caplog.text
+
+
+def test_a_loss_that_is_never_a_number_is_said_once(caplog):
+    governor = Governor(*parts(), chance_loss=None)
+    with pytest.raises(GovernorStop, match="give nan, too: look at batch, loss and code"):
+        for _ in range(400): governor.watch(math.nan)
+    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warnings) <= 3 and "nan, too" in warnings[1].message and len(governor.reports) > 20
+
+
+def test_who_goes_on_after_the_stop_is_told_once(caplog):
+    governor = Governor(*parts(), chance_loss=None, config=GovernorConfig(rollbacks=0, stop_raises=False))
+    for _ in range(20): governor.watch(math.nan)
+    assert len(governor.reports) == 1 and caplog.text.count("nothing is watched any more") == 1
+
+
+def test_a_run_that_cannot_be_saved_for_long_says_so(caplog):
+    governor = Governor(*parts(), chance_loss=None, config=GovernorConfig(snapshot_every=10, probation=0))
+    for t in range(300): governor.watch(1.02**max(0, t - 60) if t < 250 else 1.02**190)
+    assert not governor.stopped[0]
+    governor = Governor(*parts(), chance_loss=None, config=GovernorConfig(snapshot_every=10, probation=0, patience=400))
+    for t in range(300): governor.watch(1. if t < 60 else 2.)
+    assert "no snapshot for 100 losses" in caplog.text
+
+
+def test_a_state_without_banks_is_small_and_remembers_what_was_done():
+    net = nn.Linear(256, 256)
+    opt = torch.optim.Adam(net.parameters())
+    governor = Governor(net, opt, chance_loss=None)
+    for _ in range(30): governor.watch(.5)
+    governor.watch(math.nan)
+    small, whole = governor.state_dict(banks=False), governor.state_dict()
+    def size(x):
+        if isinstance(x, torch.Tensor): return x.nbytes
+        return sum(map(size, x.values() if isinstance(x, dict) else x)) if isinstance(x, (dict, list, tuple)) else 0
+    assert size(small) < 40_000 < size(whole)
+    other = Governor(net, opt, chance_loss=None)
+    other.load_state_dict(small)
+    assert other.reports == governor.reports and other.summary().lost == governor.summary().lost
+    net.weight.data.fill_(math.nan)
+    report, = other.watch(math.inf)
+    assert report.rolled_back and net.weight.isfinite().all()
