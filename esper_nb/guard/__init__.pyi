@@ -14,8 +14,8 @@ from .governor import (logger as logger, Governor as Governor, Waiting as Waitin
     Budget as Budget, blames_batch as blames_batch, scale_lr as scale_lr)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, GovernorConfig as GovernorConfig,
-    as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Report as Report,
-    describe_panic as describe_panic, GovernorStop as GovernorStop, Summary as Summary)
+    as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Evidence as Evidence,
+    Report as Report, describe_panic as describe_panic, GovernorStop as GovernorStop, Summary as Summary)
 from .snapshots import (StateKey as StateKey, Agree as Agree, TakeResult as TakeResult,
     RestoreResult as RestoreResult, Snapshot as Snapshot, owned_by as owned_by, BackgroundCopy as BackgroundCopy,
     StateVersion as StateVersion, LiveState as LiveState, read_parts as read_parts)
