@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from esper_nb.run import cli
 from esper_nb.core.config import parse_settings
 from esper_nb.run.cli import lab_command, main
-from esper_nb.run.compare import Comparison
+from esper_nb.run.comparison import Comparison
 from esper_nb.run.recipes import get_recipe, list_recipes, register_recipe
 from esper_nb.record.rows import encode_row
 from esper_nb.run.runs import open_run
@@ -98,7 +98,7 @@ def test_report(whole, capsys):
     assert main(["report", str(whole), "--out", str(out)]) == 0 and capsys.readouterr().out.strip() == str(out)
     page = out.read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in page and "1 rollback" in page
-    assert page.count("<img") >= 6 and page.count("http") == page.count("https://esper-nb.github.io/esper_nb/")
+    assert page.count("<img") >= 6 and page.count("https:") == page.count("https://esper-nb.github.io/esper_nb/")
 
 def test_resume_refuses_what_does_not_fit(whole, tmp_path, capsys):
     assert main(["resume", str(tmp_path)]) == 2 and "no config.json" in capsys.readouterr().err

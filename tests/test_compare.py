@@ -9,8 +9,8 @@ from scipy.stats import trim_mean
 
 from esper_nb.control.actions import Choice
 from esper_nb.run.compare import (
-    Comparison, PolicyPlayer, RandomPlayer, RulePlayer, compare_controllers, comparison_text, play_lanes,
-    simple_controllers)
+    PolicyPlayer, RandomPlayer, RulePlayer, compare_controllers, play_lanes, simple_controllers)
+from esper_nb.run.comparison import Comparison, comparison_text
 from esper_nb.run.repeats import best_schedule, list_schedules, timetable
 from esper_nb.control.rules import QUICK, Fixed, Heuristic, WaitOnly
 from esper_nb.core.intervals import bootstrap_interval, interquartile_mean

@@ -1,5 +1,5 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
-import json, re, sys, threading, time, tracemalloc
+import re, sys, threading, time, tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +10,9 @@ from hypothesis import given, settings, strategies as st
 import esper_nb.show.dashboard as dashboard_module
 from esper_nb.record.writers import read_rows
 from esper_nb.show.dashboard import (
-    ControlBar, Dashboard, RowsSource, disabled_reasons, seed_disabled_reasons, watch, watch_text)
+    ControlBar, Dashboard, RowsSource, disabled_reasons, seed_disabled_reasons, watch)
+from esper_nb.record.rows import encode_row
+from esper_nb.run.follow import watch_text
 from esper_nb.show.theme import THRESHOLDS, WidgetFactory
 from esper_nb.show.views import (
     NotebookOutput, duration_text, log_html, notebook_html, plot_session, session_text, status_html)
@@ -461,13 +463,13 @@ def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
     assert session_packet(s, first.seen).meta["ends"] == []
     told = []
     watch_text(r.folder.path, .05, told.append)
-    assert any("non-finite" in line for line in told) and told[-1].startswith("✓ done: step 16 of 16")
+    assert any("non-finite" in line for line in told) and told[-1].startswith("✓ update 2 of 2")
     s.close()
 
 def test_a_run_that_is_taken_back_is_followed_on(tmp_path):
     (tmp_path/"config.json").write_text('{"fit": {"lanes": 1}}')
     def row(e): return dict(kind="batch", lane=0, epoch=e, batch=0, step=e + 1) | {"batch.loss": 1 / (e + 1)}
-    def rows(epochs): return "".join(json.dumps(row(e)) + "\n" for e in epochs)
+    def rows(epochs): return "".join(encode_row(row(e)) + "\n" for e in epochs)
     path = tmp_path/"rows.jsonl"
     path.write_text(rows(range(6)))
     source = RowsSource(tmp_path, every=.01)

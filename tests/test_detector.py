@@ -11,7 +11,7 @@ from esper_nb.guard.detector import (
     RULES, DetectorConfig, LossStats, Rule, judge, label_entropy, list_thresholds, threshold)
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
-from esper_nb.record.rows import governor_rows
+from esper_nb.record.training_rows import governor_rows
 from esper_nb.show.plot_runs import plot_incidents
 from esper_nb.show.theme import rules_help
 

@@ -27,7 +27,7 @@ from esper_nb.learn.learner import Learner, train_ppo
 from esper_nb.learn.loss import PPOConfig
 from esper_nb.learn.policies import PolicyConfig
 from esper_nb.record.checkpoints import EnvState, read_checkpoint, write_checkpoint
-from esper_nb.record.rows import EnvRows
+from esper_nb.record.training_rows import EnvRows
 from esper_nb.run.compare import RulePlayer
 from esper_nb.train.faults import Fault
 

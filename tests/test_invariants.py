@@ -23,7 +23,7 @@ from esper_nb.core.workers import Workers
 from esper_nb.learn.policies import PolicyConfig
 from esper_nb.learn.learner import Learner
 from esper_nb.learn.loss import PPOConfig
-from esper_nb.record.rows import limit_rows, run_rows
+from esper_nb.record.training_rows import limit_rows, run_rows
 from esper_nb.guard.snapshots import Snapshot
 from esper_nb.train.tasks import create_model, get_task
 from esper_nb.train.population import FitConfig, new_population

@@ -15,7 +15,8 @@ from esper_nb.record.analytics import seed_lives, stage_spans
 from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
 from esper_nb.train.faults import Fault, disturb_at
 from esper_nb.record.alarms import find_metric
-from esper_nb.record.rows import decode_row, encode_row, make_rows, population_rows, run_rows
+from esper_nb.record.rows import decode_row, encode_row, make_rows
+from esper_nb.record.training_rows import population_rows, run_rows
 from esper_nb.show.plot_runs import (
     plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards, plot_run, plot_slots)
 from esper_nb.show.theme import COLORS, HATCHES, MARKERS, STAGE_STYLES, THEMES, theme

@@ -23,16 +23,18 @@ from esper_nb.record.analytics import (
     blueprint_stats, lane_scores, pick_rows, rollbacks, seed_lives, stage_spans)
 from esper_nb.record.writers import BackgroundWriter, JSONLWriter, Recorder, RunFolder, new_run, read_rows
 from esper_nb.record.alarms import KINDS, METRICS, Metric, find_metric, metric_table, metrics_markdown
-from esper_nb.record.rows import (
-    EnvRows, decode_row, encode_row, flatten, governor_rows, limit_rows, make_rows, metric_names, population_rows,
-    run_rows, series)
+from esper_nb.record.rows import ROW_KEYS, decode_row, encode_row, flatten, make_rows, metric_names, series
+from esper_nb.record.training_rows import EnvRows, governor_rows, limit_rows, population_rows, run_rows
 from esper_nb.record.trackers import TensorBoardWriter
 from esper_nb.train.faults import Fault, disturb_at
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import fit
 
-values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=True, allow_infinity=True), st.text())
-rows = st.dictionaries(st.text().filter(lambda k: k != "nonfinite"), values)
+values = st.one_of(st.none(), st.booleans(), st.integers(-2**63 + 1, 2**63 - 1),
+                   st.floats(allow_nan=True, allow_infinity=True), st.text())
+names = st.text().filter(lambda k: k not in ("nonfinite", "digest", "kind", "lane", *ROW_KEYS))
+rows = st.builds(lambda lane, row: dict(kind="test", lane=lane) | row, st.none() | st.integers(0, 99),
+                 st.dictionaries(names, values))
 
 
 def same(a, b):
@@ -109,8 +111,17 @@ for epoch in range(200): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
 
 def test_damage_in_the_middle_is_reported(tmp_path):
     path = tmp_path/"rows.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"a": \xff}\n{"a": 3}\n')
-    with pytest.raises(ValueError, match="line 2"): read_rows(path)
+    lines = [encode_row(dict(kind="test", lane=None, a=a)).encode() + b"\n" for a in (1., 2., 3.)]
+    for damaged in (lines[1].replace(b"2.0", b"\xff"), lines[1].replace(b"2.0", b"4.0"), lines[1].replace(b"a", b"b")):
+        path.write_bytes(lines[0] + damaged + lines[2])
+        with pytest.raises(ValueError, match="line 2"): read_rows(path)
+
+@pytest.mark.parametrize("forged", [{"update.loss": "<b>"}, {"run.task": 3}, {"epoch": "3"}, {"lane": 1.5}, {"a": [1]},
+                                    {"update.loss": {"a": 1}}, {"kind": None}, {"a": 2**63}, {"slot": 7}])
+def test_a_value_of_another_type_is_refused(tmp_path, forged):
+    path = tmp_path/"rows.jsonl"
+    path.write_text(encode_row(dict(kind="update", lane=None) | forged) + "\n")
+    with pytest.raises(ValueError, match="line 1 is no row"): read_rows(path)
 
 
 # --- flattening

@@ -13,7 +13,7 @@ from test_workers import needs_ray, still_there
 from esper_nb.record.checkpoints import read_checkpoint
 from esper_nb.run import repeats
 from esper_nb.run.cli import main
-from esper_nb.run.compare import Comparison
+from esper_nb.run.comparison import Comparison
 from esper_nb.run.engines import LocalWorker, WorkerLost, work_off
 from esper_nb.run.split import SplitVecEnv
 from esper_nb.run.recipes import RunConfig, get_recipe, command_words
