@@ -155,7 +155,7 @@ class SeedLife(NamedTuple):
     blueprint: str | None
     born: int # epoch
     epochs: int # lived
-    end: str # "fossilized", "pruned" or "alive"
+    end: str # "fossilized", "pruned", "undone" (its birth, by a rollback) or "alive"
     by: str | None # who ended it: controller, time or governor
     change_pp: float | None # accuracy of the lane since the seed's first epoch: at its end, or so far
     contribution_pp: float | None # measured last
@@ -187,7 +187,7 @@ def seed_lives(
     return sorted((s for s in lives.values() if s.birth), key=lambda s: (s.born, s.lane))
 
 _grown = {"GERMINATED", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED"} # stages of a seed that is there
-_ends = {"prune": "pruned", "fossilize": "fossilized"}
+_ends = {"prune": "pruned", "fossilize": "fossilized", "undone": "undone"}
 
 def _advance(s: SeedLife, r: Row) -> SeedLife: # r: of the kind slot or seed
     "Return a life after one more row."
@@ -233,6 +233,7 @@ class BlueprintStats(NamedTuple):
     germinated: int
     fossilized: int
     pruned: int
+    undone: int # births, by rollbacks
     alive: int
     fossil_rate: float | None # of those that ended
     prune_rate: float | None # of those that ended
@@ -249,11 +250,12 @@ def blueprint_stats(rows: Iterable[Row]) -> list[BlueprintStats]: # most often t
 
 def _blueprint_stat(name: str, lives: Sequence[SeedLife]) -> BlueprintStats:
     "Return the statistics of one blueprint's seeds."
-    of = {end: [s for s in lives if s.end == end] for end in ("fossilized", "pruned", "alive")}
+    of = {end: [s for s in lives if s.end == end] for end in ("fossilized", "pruned", "undone", "alive")}
     kept, pruned = of["fossilized"], of["pruned"]
     ended = len(kept) + len(pruned)
     return BlueprintStats(
-        blueprint=name, germinated=len(lives), fossilized=len(kept), pruned=len(pruned), alive=len(of["alive"]),
+        blueprint=name, germinated=len(lives), fossilized=len(kept), pruned=len(pruned),
+        undone=len(of["undone"]), alive=len(of["alive"]),
         fossil_rate=_ratio(len(kept), ended), prune_rate=_ratio(len(pruned), ended),
         change_pp=_mean(s.change_pp for s in kept), lost_pp=_mean(s.change_pp for s in pruned),
         contribution_pp=_mean(s.contribution_pp for s in lives),
@@ -278,6 +280,7 @@ class LaneScore(NamedTuple):
     growth: float | None # parameters in use, as a multiple of the host's
     fossils: int
     prunes: int
+    undone: int # births, by rollbacks
     rollbacks: int
     lost: int # batch steps that rollbacks threw away
     blocked: int # decisions that were refused
@@ -294,7 +297,8 @@ def _lane_score(lane: int, rows: Sequence[Row]) -> LaneScore: # rows of this lan
     return LaneScore(
         lane=lane, accuracy_pp=_last(accuracy), best_pp=max(accuracy, default=None),
         loss=_last(_measured(rows, "heldout.loss")), growth=_last(_measured(rows, "size.growth")),
-        fossils=ends.count("fossilized"), prunes=ends.count("pruned"), rollbacks=len(back),
+        fossils=ends.count("fossilized"), prunes=ends.count("pruned"), undone=ends.count("undone"),
+        rollbacks=len(back),
         lost=sum(r.get("governor.lost") or 0 for r in back),
         blocked=sum(r.get("seed.event") == "blocked" for r in rows))
 

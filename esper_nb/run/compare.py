@@ -44,8 +44,9 @@ class RulePlayer:
         self,
         *rules: GrowthRule, # one, or as many as lanes
         practice_epochs: int = 0, # lane-epochs that choosing the rule has cost
+        note: str = "", # which rule it is, where the controller's name does not tell
     ):
-        self.rules, self.practice_epochs = rules, practice_epochs
+        self.rules, self.practice_epochs, self.note = rules, practice_epochs, note
         self.signals: list[Signals] = [] # of each lane
         self.results: list[tuple[DecisionResult, ...]] = [] # what became of each lane's latest decision
         self.decisions: list[Decision] = [] # the latest ones; empty: there was no step yet
@@ -237,11 +238,12 @@ def compare_controllers(
     (6, 2)
     """
     if not isinstance(env, GrowVecEnv): env = GrowVecEnv(env if isinstance(env, EnvConfig) else EnvConfig(task=env))
-    plays, measure = [], env.parts[0][1].data.measure
+    plays, notes, measure = [], {}, env.parts[0][1].data.measure
     for seed in seeds:
         for name, make in controllers.items():
             begun, cpu = time.perf_counter(), time.process_time()
             player = make(seed)
+            if note_of := getattr(player, "note", ""): notes[name] = note_of
             practice, practice_cpu = time.perf_counter() - begun, time.process_time() - cpu
             played = play_lanes(env, player, 1_000_000 + seed, None if note is None else partial(note, name, seed))
             plays.append(PlayResult(
@@ -249,7 +251,8 @@ def compare_controllers(
                 practice_seconds=practice, practice_cpu_s=practice_cpu, **played))
             say(f"seed {seed}, {name}: test {measure.name} {np.mean(played['test_accuracy_pp']):.1f} {measure.unit}, "
                 f"return {np.mean(played['total']):.2f}, {played['seconds']:.0f} s")
-    return Comparison(env.task.name, env.num_envs, env.horizon, tuple(plays), measure=measure)
+    return Comparison(
+        env.task.name, env.num_envs, env.horizon, tuple(plays), notes, measure=measure, price=env.config.price)
 
 def simple_controllers() -> dict[str, Callable[[int], Player]]: # name -> seed -> player
     """Return the controllers that need no practice: the heuristic, random legal actions, and waiting.

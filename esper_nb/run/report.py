@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ..core import Measure, changed_settings, option_text
 from ..record import (
     Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, check_output, find_metric, lane_scores, new_file,
-    observation_ranges, phase_shares, pick_rows, read_rows, reward_mix, rollbacks)
+    observation_ranges, phase_shares, pick_rows, read_rows, reward_mix, rollbacks, seed_lives)
 from ..show import (
     asset_path, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards, plot_run,
     plot_side_by_side, plot_slots, theme)
@@ -131,8 +131,9 @@ class RunSummary(NamedTuple):
                                f"test {name}, lowest lane, {unit}": test[0] if test else None}
         if self.comparison is not None:
             for k, interval in self.comparison.intervals("total").items(): out[f"return of {k}"] = interval.mean
-        return out | {"rollbacks": len(rollbacks(self.rows)), "critical alarms": alarms("critical"),
-                      "warnings": alarms("warning")} | self.facts()
+        undone = sum(s.end == "undone" for s in seed_lives(self.rows))
+        out |= {"rollbacks": len(rollbacks(self.rows)), "births undone": undone}
+        return out | {"critical alarms": alarms("critical"), "warnings": alarms("warning")} | self.facts()
 
     def made_by(self) -> list[str] | None: # None: no command has made it
         "Return the words of the command that makes the run once more, as it wrote them down."
@@ -226,13 +227,15 @@ _rollback_head = dict(lane="lane", at="at batch step", reason="why", action="wha
 def _trouble_section(rows: list[Row]) -> str:
     "Return alarms, then rollbacks."
     back, kinds = rollbacks(rows), alarm_kinds(rows)
+    undone = sum(s.end == "undone" for s in seed_lives(rows))
+    births = f" Births of seeds that they undid: {undone}." if undone else ""
     loud, notes = ([k for k in kinds if (k.level == "note") == quiet] for quiet in (False, True))
     count = sum(k.times for k in loud)
     folded = (f"<details><summary>{len(notes)} kind{'s' * (len(notes) != 1)} of notes, which ask for nothing</summary>"
               f"{records_html(_alarm_head, notes)}</details>")
     return "".join([
         f"<p>{count or 'No'} alarm{'s' * (count != 1)} ({doc_link('record/alarms', 'all rules')}) and {len(back)} "
-        f"rollback{'s' * (len(back) != 1)} ({doc_link('guard/governor', 'what the Governor does')}).</p>",
+        f"rollback{'s' * (len(back) != 1)} ({doc_link('guard/governor', 'what the Governor does')}).{births}</p>",
         records_html(_alarm_head, loud) if loud else "", folded if notes else "",
         picture_html(lambda: plot_incidents(rows), "rollbacks of every lane") if back else "",
         records_html(_rollback_head, back[:25]) if back else ""])
@@ -275,8 +278,9 @@ def _choices_section(
 
 # %% ../../nbs/run/94_report.ipynb #fd994106
 _blueprint_head = dict(blueprint="blueprint", germinated="germinated", fossilized="kept for good", pruned="taken out",
-                       alive="alive at the end", contribution_pp="contribution, pp")
-_lane_head = dict(growth="size, of the host's", fossils="seeds kept", rollbacks="rollbacks")
+                       undone="births undone", alive="alive at the end", contribution_pp="contribution, pp")
+_lane_head = dict(
+    growth="size, of the host's", fossils="seeds kept", undone="births undone", rollbacks="rollbacks")
 
 def _play_section(final: list[Row], measure: Measure) -> str:
     "Return what the controller grew when it was judged."

@@ -447,7 +447,8 @@ class Run:
     def _comparison_text(self) -> str:
         "Return what the final comparison will take at most."
         steps, pace = self.env.horizon + min(self.budget, 8 * self.env.horizon), self.seconds / max(1, self.steps)
-        others = "the controller and those it is compared with play" if self.budget else "the controller plays alone"
+        alone = not self.config.comparison
+        others = "the controller plays alone" if alone else "the controller and those it is compared with play"
         return (f"{'comparison':>14}  {others}, {about_time(pace * steps)} at most "
                 f"(--comparison {self.config.comparison:.2g})")
 
@@ -468,8 +469,10 @@ class Run:
         controllers = {k: controllers[k] for k in dict.fromkeys(order) if k in controllers}
         result = compare_controllers(env, controllers, [seed], say, note)
         env.close()
-        lanes = int(left * env.num_envs / play) if "wait-only" in left_out else 0
-        if lanes: # waiting alone, in as many lanes as there is time for: a verdict needs it
+        lanes = 0
+        if "wait-only" in left_out and self.config.comparison: # in as many lanes as there is time for: a verdict needs two
+            lanes = min(env.num_envs, max(2, int(left * env.num_envs / play)))
+        if lanes:
             few = fair_env(self.config, self.data, lanes=lanes)
             waited = compare_controllers(few, {"wait-only": simple["wait-only"]}, [seed], say)
             few.close()
