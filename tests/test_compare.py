@@ -205,7 +205,8 @@ def test_json(env, tmp_path):
 @pytest.mark.parametrize("name", [pytest.param(k, marks=[pytest.mark.slow] * ("cifar" in k)) for k in list_recipes()])
 def test_a_recipe_reaches_its_closing_table(name, tmp_path):
     small = {"env.num_envs": 2, "env.horizon": 4, "env.limit": 64, "env.synthetic": name.startswith("cifar"),
-             "env.slots": ("r0c0",), "ppo.num_steps": 4, "ppo.num_updates": 1, "ppo.num_minibatches": 1, "comparison": 8.}
+             "env.slots": ("r0c0",), "ppo.num_steps": 4, "ppo.num_updates": 1, "ppo.num_minibatches": 1,
+             "comparison": 8.}
     said = []
     begin_run(get_recipe(name, small), tmp_path).drive(progress=False, say=said.append, more=add_schedule)
     closing = "\n".join(said)

@@ -147,7 +147,7 @@ class Comparison(NamedTuple):
         where = f" where {gets('wait-only')}" if "wait-only" in others else ""
         rest = "".join(f"{', ' if i else '; '}{gets(k)}" for i, k in enumerate(k for k in others if k != "wait-only"))
         best = next((k for k in others if k != "oracle"), "oracle") # an oracle is told what nobody else knows
-        ahead = self.ahead("PPO", best)
+        ahead, n = self.ahead("PPO", best), min(n, self.networks()[best].size)
         return (f"The controller grew networks to {self.measure.text(pp['PPO'])}{self.priced} on the test split"
                 f"{where}{rest}. It is {_beside(ahead)} the strongest of them, "
                 f"{_called.get(best, best)}{self._about(best)}: {_interval_text(ahead, '+.1f')} {self.measure.unit} "
@@ -288,7 +288,7 @@ def comparison_text(
 
 def _standings(c: Comparison) -> list[str]: # none where nobody has learned
     "Return what may be said of the learned controller beside each of the others."
-    if "PPO" not in c.names: return []
+    if "PPO" not in c.names or len(c.names) < 2: return []
     n = c.networks()["PPO"].size
     lines = [[f"PPO, {n} paired network{'s' * (n != 1)}", f"ahead by {c.measure.unit}{c.priced}"]]
     for k in (k for k in c.names if k != "PPO"):

@@ -168,9 +168,9 @@ def open_run(
     config = change_settings(_saved_recipe(folder, given.get("plugins"), trust), given)
     check_trackers(config.log)
     with FolderLock(folder.path):
-        config = _with_names(config, _saved_names(folder))
-        _check_contract(folder.path/"checkpoint.safetensors", config)
-        run = Run(config, folder, data)
+        named = _with_names(config, _saved_names(folder))
+        _check_contract(folder.path/"checkpoint.safetensors", named)
+        run = Run(named, folder, data)
         if run.checkpoint.exists() or previous_checkpoint(run.checkpoint).exists(): run.load()
         else: cut_rows(folder.rows_path, 0) # it was killed before its first checkpoint
         if given: # of the torch that it began with
@@ -470,7 +470,7 @@ class Run:
         result = compare_controllers(env, controllers, [seed], say, note)
         env.close()
         lanes = 0
-        if "wait-only" in left_out and self.config.comparison: # in as many lanes as there is time for: a verdict needs two
+        if "wait-only" in left_out and self.config.comparison: # as many as there is time for; a verdict needs two
             lanes = min(env.num_envs, max(2, int(left * env.num_envs / play)))
         if lanes:
             few = fair_env(self.config, self.data, lanes=lanes)
@@ -479,7 +479,7 @@ class Run:
             result = result._replace(plays=result.plays + waited.plays,
                                      notes={"wait-only": f"played in {lanes} of {env.num_envs} lanes"})
             left_out.remove("wait-only")
-        if left_out:
+        if left_out and self.config.comparison:
             result.notes["not played"] = (f"{', '.join(left_out)}, for want of time: --comparison 1 gives them as much "
                                           "as the training, `esper-nb compare` as much as they need")
         mine, *rest = result.plays
