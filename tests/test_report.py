@@ -17,7 +17,7 @@ from esper_nb.train import FitConfig
 
 ROOT = Path(__file__).parents[1]
 TINY = {"env.num_envs": 4, "env.horizon": 8, "env.limit": 256, "ppo.num_steps": 8, "ppo.num_updates": 3,
-        "ppo.num_minibatches": 2, "env.blueprints": ["norm"]}
+        "ppo.num_minibatches": 2, "env.blueprints": ["norm"], "comparison": 4.}
 
 
 @pytest.fixture(scope="module")
