@@ -1,5 +1,7 @@
 "Scores and their intervals, plays on equal terms, schedules that keep time."
 import math
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,24 +9,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 from scipy.stats import trim_mean
 
-from esper_nb.control.actions import Choice
-from esper_nb.run.compare import (
-    Comparison, PolicyPlayer, RandomPlayer, RulePlayer, compare_controllers, comparison_text, play_lanes,
-    simple_controllers)
-from esper_nb.run.repeats import best_schedule, list_schedules, timetable
-from esper_nb.control.rules import QUICK, Fixed, Heuristic, WaitOnly
-from esper_nb.core.intervals import bootstrap_interval, interquartile_mean
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.train.faults import Fault
-from esper_nb.learn.learner import Learner, train_ppo
-from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.rollouts import play
+from esper_nb.control import QUICK, Choice, Fixed, GrowVecEnv, Heuristic, WaitOnly
+from esper_nb.core import bootstrap_interval, interquartile_mean
+from esper_nb.learn import Learner, PPOConfig, play, train_ppo
+from esper_nb.run import (
+    Comparison, PolicyPlayer, RandomPlayer, RulePlayer, add_schedule, begin_run, best_schedule, compare_controllers,
+    comparison_text, get_recipe, list_recipes, list_schedules, play_lanes, repeats, simple_controllers, timetable)
+from esper_nb.train import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 numbers = st.floats(-1e6, 1e6)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(numbers, min_size=1, max_size=30), st.randoms())
 def test_interquartile_mean(xs, rng):
     m = float(interquartile_mean(xs))
@@ -76,7 +73,8 @@ def test_the_gates_agree_to_a_timetable():
     assert p["refused"] <= 4 and sum(p["fossils"]) >= 6, p # a gate may say no to a seed that does harm
 
 
-def make(**kw): return GrowVecEnv(**(dict(task="digits_impaired", num_envs=4, horizon=6, limit=256) | kw))
+def make(**kw): return GrowVecEnv(**(dict(task="digits_impaired", num_envs=4, horizon=6, limit=256, workers=1,
+                                        blueprints=("conv_light", "conv_heavy")) | kw))
 
 @pytest.fixture(scope="module")
 def env():
@@ -157,9 +155,51 @@ def test_the_best_schedule_is_the_one_with_the_best_return(env):
     with pytest.raises(ValueError, match="one for each lane"): play_lanes(env, RulePlayer(bad, bad), 0)
 
 
+def test_a_search_spends_all_its_plays_and_its_finalists_meet_the_same_networks(monkeypatch):
+    worth, met = {f"s{k}": Fixed({k: []}) for k in range(57)}, []
+    def play(env, player, seed):
+        lanes = np.random.default_rng(seed).normal(size=16)     # what is easy in a network is easy for all
+        names = [next(k for k, f in worth.items() if f is player.rule(i)) for i in range(16)]
+        met.append((seed, names))
+        return dict(total=[int(k[1:]) / 10 + x for k, x in zip(names, lanes)], epochs=[1] * 16)
+    monkeypatch.setattr(repeats, "play_lanes", play)
+    monkeypatch.setattr(repeats, "kinds_of", lambda env: [0] * 16)
+    found = best_schedule(SimpleNamespace(num_envs=16), range(20), worth)
+    assert found.name == "s56" and found.epochs == 20 * 16 and len(found.scores) == 57
+    assert [len({k for _, names in met[a:b] for k in names}) for a, b in ((0, 6), (6, 13), (13, 20))] == [57, 15, 4]
+    square = met[13:17]
+    assert len({seed for seed, _ in square}) == 1 and all(len(set(lane)) == 4 for lane in zip(*(n for _, n in square)))
+    whole = best_schedule(SimpleNamespace(num_envs=16), range(20), worth, halve=False)
+    assert whole.epochs == found.epochs and len({k for _, names in met[20:] for k in names}) == 57
+
+
+def test_nothing_is_better_whose_interval_holds_0(env):
+    two = {k: RulePlayer(WaitOnly(), note=note) for k, note in (("PPO", ""), ("same", "to wait"))}
+    c = compare_controllers(env, {"PPO": lambda seed: two["PPO"], "same": lambda seed: two["same"]}, [0])
+    assert c.ahead("PPO", "same") == (0, 0, 0) and c.notes == dict(same="to wait")
+    assert "It is level with the strongest of them, same (to wait): +0.0 [+0.0, +0.0] pp over 4" in c.conclusion()
+    assert "level with same" in comparison_text(c) and " above" not in comparison_text(c) + c.conclusion()
+    p = c.plays[0]
+    better = c._replace(plays=(p._replace(test_accuracy_pp=tuple(x + 2 for x in p.test_accuracy_pp)), c.plays[1]))
+    assert "It is above the strongest of them" in better.conclusion()
+    dear = better._replace(price=36., plays=(better.plays[0]._replace(parameters=tuple(2 * x for x in p.parameters)),
+                                             c.plays[1]))
+    assert "It is below the strongest of them" in dear.conclusion() and "less the price of room" in dear.conclusion()
+
+
 def test_json(env, tmp_path):
     c = compare_controllers(env, {"wait-only": lambda seed: RulePlayer(WaitOnly())}, [3])
     c.save(tmp_path/"c.json")
     assert Comparison.load(tmp_path/"c.json") == c
     assert "1 seed;" in comparison_text(c) and "[" not in comparison_text(c)
     with pytest.raises(ValueError, match="test_accuracy_pp"): c.scores("accuracy")
+
+
+@pytest.mark.parametrize("name", [pytest.param(k, marks=[pytest.mark.slow] * ("cifar" in k)) for k in list_recipes()])
+def test_a_recipe_reaches_its_closing_table(name, tmp_path):
+    small = {"env.num_envs": 2, "env.horizon": 4, "env.limit": 64, "env.synthetic": name.startswith("cifar"),
+             "env.slots": ("r0c0",), "ppo.num_steps": 4, "ppo.num_updates": 1, "ppo.num_minibatches": 1}
+    said = []
+    begin_run(get_recipe(name, small), tmp_path).drive(progress=False, say=said.append, more=add_schedule)
+    closing = "\n".join(said)
+    assert re.search("It is (above|below|level with) the strongest of them", closing), closing

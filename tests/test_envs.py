@@ -13,23 +13,15 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 from test_vector_conformance import TASK, same, tiny_data
 
-from esper_nb.control.actions import Choice, column, draw_actions
-from esper_nb.control.env_config import EnvConfig
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.gym import GrowEnv
-from esper_nb.control.rules import QUICK, QUICK_RULES, Fixed, Heuristic, RandomLegal, WaitOnly
-from esper_nb.core.random import generator
-from esper_nb.core.lanes import lane_state
-from esper_nb.core.layers import by_lane
-from esper_nb.grow.models import Decision
-from esper_nb.grow.lifecycle import Gates, Rules, Stage
-from esper_nb.learn.learner import Learner, train_ppo
-from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.policies import PolicyConfig
-from esper_nb.record.checkpoints import EnvState, read_checkpoint, write_checkpoint
-from esper_nb.record.rows import EnvRows
-from esper_nb.run.compare import RulePlayer
-from esper_nb.train.faults import Fault
+from esper_nb.control import (
+    QUICK, QUICK_RULES, Choice, EnvConfig, Fixed, GrowEnv, GrowVecEnv, Heuristic, RandomLegal, WaitOnly, column,
+    draw_actions)
+from esper_nb.core import by_lane, generator, lane_state
+from esper_nb.grow import Decision, Gates, Rules, Stage
+from esper_nb.learn import Learner, PPOConfig, PolicyConfig, train_ppo
+from esper_nb.record import EnvRows, EnvState, read_checkpoint, write_checkpoint
+from esper_nb.run import RulePlayer
+from esper_nb.train import Fault
 
 MODES = [m.value for m in AutoresetMode]
 QUICKLY = Rules(gates=Gates(training_epochs=1, health=0.), embargo=1)
@@ -297,6 +289,19 @@ def test_the_reward_is_the_sum_of_its_terms_and_telemetry_takes_the_step():
         assert [row["kind"] for row in rows].count("step") == int(s.active.sum())
 
 
+def test_a_birth_in_a_step_that_is_undone_is_paid_for():
+    env = make(1, width=1, horizon=3, price=1000., faults=(Fault("nan", 0, 1),))
+    env.reset(seed=0)
+    birth = env.actions.encode(Choice("germinate", "r0c0", "conv_small", style="linear_add", tempo=3, target=1.))
+    env.step(env.actions.placeholder[None].numpy())
+    before = env.last_result.accuracy_pp.item()
+    undone = env.step(birth[None].numpy())
+    assert undone[2][0] and env.last_result.rolled_back[0]
+    rise = env.last_result.accuracy_pp.item() - before
+    size = env.sizes[0][0, env.parts[0][1].model.slot("r0c0").blueprints.index("conv_small")] / env.host_size[0]
+    assert 100 * size > 10 and undone[1][0] == pytest.approx(-100 * float(size) + .1 * rise, abs=1e-6)
+
+
 def test_fossils_are_kept_in_the_episode_after_a_rollback():
     env = make(1, width=1, horizon=30, autoreset_mode="SameStep", faults=(Fault("nan", 0, 12),))
     env.reset(seed=0)
@@ -367,8 +372,3 @@ def test_stable_baselines_train_on_it_unmodified(kind):
     agent = algorithm("MlpPolicy", env, n_steps=8, batch_size=8, n_epochs=1, seed=0)
     agent.learn(16)
     assert agent.num_timesteps == 16 and [e["l"] for e in agent.ep_info_buffer] == [3] * 5
-
-
-def test_no_pickle():
-    modules = [sys.modules[f"esper_nb.control.{k}"] for k in ("envs", "episodes", "env_config")]
-    assert all("pickle" not in open(m.__file__).read() for m in modules)

@@ -10,12 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from esper_nb.run.exports import export_run
-from esper_nb.run.fits import fit_run
-from esper_nb.train.datasets import from_arrays, read_picture, read_table_file, split_examples
-from esper_nb.train.population import FitConfig
-from esper_nb.train.tables import Column, Preparation
-from esper_nb.train.tasks import task_from_arrays, task_from_path, task_from_table
+from esper_nb.run import export_run, fit_run
+from esper_nb.train import (
+    Column, FitConfig, Preparation, from_arrays, read_picture, read_table_file, split_examples, task_from_arrays,
+    task_from_path, task_from_table)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ONNX = all(importlib.util.find_spec(k) for k in ("onnx", "onnxscript", "onnxruntime"))

@@ -1,8 +1,4 @@
 # What train offers to other packages; written by `python scripts/notebooks.py door`
-from .tables import (read_table as read_table, GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST,
-    DAYS as DAYS, FENCE as FENCE, MIDDLES as MIDDLES, MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES,
-    Table as Table, Column as Column, columns_of as columns_of, as_numbers as as_numbers, as_days as as_days,
-    Preparation as Preparation)
 from .ablation import (for_all_lanes as for_all_lanes, lane_inputs as lane_inputs, label_counts as label_counts,
     Tally as Tally, EvalResult as EvalResult, tally_result as tally_result, evaluate as evaluate,
     count_players as count_players, contributions as contributions, pair_interactions as pair_interactions,
@@ -55,9 +51,13 @@ from .population import (SMALL_GROUP as SMALL_GROUP, MIXED_BYTES as MIXED_BYTES,
     grown_plan as grown_plan, seed_health as seed_health, traced as traced, latest_pass as latest_pass,
     site_signals as site_signals, join_results as join_results, spread_lanes as spread_lanes,
     join_ablations as join_ablations, total_gain as total_gain, join_groups as join_groups,
-    sum_and_best as sum_and_best, kept_history as kept_history)
+    sum_and_best as sum_and_best, undone_birth as undone_birth, kept_history as kept_history)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
+from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, FENCE as FENCE,
+    MIDDLES as MIDDLES, MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES, Table as Table, read_frame as read_frame,
+    Column as Column, columns_of as columns_of, as_numbers as as_numbers, as_days as as_days,
+    Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
     accuracy_pp as accuracy_pp, check_settings as check_settings, check_fit as check_fit, Task as Task,

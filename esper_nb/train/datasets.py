@@ -28,7 +28,7 @@ from torch import Tensor
 from ..core import check, check_count, check_device, generator
 from ..grow import CNNConfig
 from .data import ImageData, TargetData, TextData, standardised
-from .tables import Column, Preparation, as_numbers, columns_of, read_table
+from .tables import Column, Preparation, as_numbers, columns_of, read_frame
 
 if TYPE_CHECKING: import pandas
 
@@ -233,7 +233,7 @@ def read_table_file(
     groups: str | None = None, # column whose equal cells stay in one part, such as a patient's number
 ) -> Examples:
     "Read the rows of a table with a class each, or with other targets."
-    table = read_table(path)
+    table = read_frame(path)
     e = from_frame(table.frame, str(path), label, columns, target, groups)
     return e._replace(notes=table.notes + e.notes, reading=table.options)
 
