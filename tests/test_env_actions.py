@@ -3,7 +3,7 @@ import numpy as np
 import torch
 from test_envs import equal, make, weights
 
-from esper_nb.control.actions import Choice, choice_of, draw_actions
+from esper_nb.control.actions import SHORT, Choice, choice_of, draw_actions
 from esper_nb.core.lanes import lane_state
 
 
@@ -41,6 +41,20 @@ def test_unmasked_draws_are_waits_with_a_reason_where_illegal():
             done += int((ok & (choice_of(a, "op") != 0)).sum())
             total += 64
     assert total >= 15_000 and refused > 10_000 and done > 50
+
+
+def test_what_a_repertoire_leaves_out_is_refused_by_the_mask_and_by_the_environment():
+    env = make(3, repertoire=SHORT)
+    env.reset(seed=0)
+    asked = Choice("germinate", "r0c1", "conv_small")
+    each = [asked._replace(style="gated", tempo=8), asked._replace(tempo=5), asked] # the last says nothing but where
+    actions = torch.stack([env.actions.encode(c) for c in each])
+    assert env.actions.allowed(env.mask, actions).tolist() == [False, False, True]
+    ok, why = env.carry_out(actions)
+    assert ok.tolist() == [False, False, True] and why[2] == ""
+    assert why[0] == "germinate: style gated is not on offer here, but linear_add"
+    stages = [s.stage.name for s in env.parts[0][1].model.slot("r0c1").states()]
+    assert stages == ["DORMANT", "DORMANT", "GERMINATED"]
 
 
 def test_a_refused_action_is_a_wait_and_costs_nothing_else():

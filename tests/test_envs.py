@@ -297,6 +297,19 @@ def test_the_reward_is_the_sum_of_its_terms_and_telemetry_takes_the_step():
         assert [row["kind"] for row in rows].count("step") == int(s.active.sum())
 
 
+def test_a_birth_in_a_step_that_is_undone_is_paid_for():
+    env = make(1, width=1, horizon=3, price=1000., faults=(Fault("nan", 0, 1),))
+    env.reset(seed=0)
+    birth = env.actions.encode(Choice("germinate", "r0c0", "conv_small", style="linear_add", tempo=3, target=1.))
+    env.step(env.actions.placeholder[None].numpy())
+    before = env.last_result.accuracy_pp.item()
+    undone = env.step(birth[None].numpy())
+    assert undone[2][0] and env.last_result.rolled_back[0]
+    rise = env.last_result.accuracy_pp.item() - before
+    size = env.sizes[0][0, env.parts[0][1].model.slot("r0c0").blueprints.index("conv_small")] / env.host_size[0]
+    assert 100 * size > 10 and undone[1][0] == pytest.approx(-100 * float(size) + .1 * rise, abs=1e-6)
+
+
 def test_fossils_are_kept_in_the_episode_after_a_rollback():
     env = make(1, width=1, horizon=30, autoreset_mode="SameStep", faults=(Fault("nan", 0, 12),))
     env.reset(seed=0)

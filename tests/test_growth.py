@@ -12,7 +12,9 @@ from esper_nb.core.lanes import lane_state, take_lanes
 from esper_nb.core.layers import by_lane
 from esper_nb.train.optim import LaneOptimizer
 from esper_nb.train.stepper import LaneScaler, Stepper
-from esper_nb.grow.lifecycle import COOLING, Gates, Reason, Rules, Stage
+from esper_nb.grow.lifecycle import COOLING, LIVE, Gates, Reason, Rules, SeedState, Stage
+from esper_nb.record import lane_scores, pick_rows, population_rows, seed_lives
+from esper_nb.train.faults import Fault
 from esper_nb.train.tasks import create_model, get_task
 from esper_nb.train.population import FitConfig, grown_plan, new_population
 from esper_nb.train.trainer import fit, run_epoch
@@ -23,7 +25,8 @@ KINDS = ["norm", "depthwise", "conv_light"]
 
 
 def population(lanes=4, governor=None, **kw):
-    return new_population(TASK, FitConfig(lanes=lanes, epochs=20, governor=governor, **kw), data=DATA, blueprints=KINDS)
+    config = FitConfig(**dict(lanes=lanes, epochs=20, governor=governor) | kw)
+    return new_population(TASK, config, data=DATA, blueprints=KINDS)
 
 
 def grow(model, lanes, slot, kind, stage, blend=Blend.ADD):
@@ -132,6 +135,38 @@ def test_rollback_prunes_what_lives_and_restores_fossils():
     assert not any(by_lane(t, 4)[3].any() for t in pruned.values()) # the pruned lane is empty
     for i in (0, 1, 2): assert pop.model.slot("r0c0").state(i).stage != Stage.PRUNED
     assert run_epoch(pop).train.losses[:, 3].isfinite().all()
+
+
+def test_a_birth_that_the_governor_undid_is_told_and_tried_again():
+    def timetable(pop, last): # lane 1 gets a seed before epoch 1, and nobody asks again
+        born = int(pop.epoch.max()) == 1
+        return [None, Decision("germinate", "r0c1", "norm", settings=dict(tempo=0)) if born else None]
+    pop = population(2, governor=GovernorConfig(lowers=0), workers=1, epochs=4)
+    ruin, results, rows = Fault("nan", 1, 1), [], []
+    def epoch(number):
+        results.append(next(fit(pop, 1, ruin.at(number), timetable)))
+        rows.extend(population_rows(pop, results[-1]))
+    for e in range(2): epoch(e)
+    assert [(d.lane, d.decision.slot, d.decision.blueprint) for d in results[1].undone] == [(1, "r0c1", "norm")]
+    assert pop.model.slot("r0c1").state(1) == SeedState(births=1), "the slot is empty at once"
+    epoch(2)
+    again, = results[2].decided
+    assert again.ok and again.decision.settings["tempo"] == 0 and results[2].undone == ()
+    assert pop.model.slot("r0c1").state(1).stage in LIVE and pop.model.slot("r0c1").state(1).births == 2
+    events = [(row["epoch"], row["seed.event"], row["seed.by"]) for row in pick_rows(rows, "seed", 1)]
+    assert events[:3] == [(1, "germinate", "controller"), (1, "undone", "governor"), (2, "germinate", "controller")]
+    assert [s.end for s in seed_lives(rows)] == ["undone", "alive"] and lane_scores(rows)[-1].prunes == 0
+
+
+def test_a_birth_is_not_tried_again_for_ever():
+    pop = population(2, governor=GovernorConfig(lowers=0), workers=1, epochs=4)
+    run_epoch(pop)
+    pop.model.germinate("r0c1", "norm", [1])
+    undone, tried = [], []
+    for e in range(1, 4):
+        r = next(fit(pop, 1, Fault("nan", 1, e).at(e)))
+        undone.append(len(r.undone)); tried.append(len(r.decided))
+    assert (undone, tried) == ([1, 1, 0], [0, 1, 0])
 
 
 def test_a_grown_population_goes_on_exactly_after_saving():

@@ -84,6 +84,15 @@ def test_a_rollback_pays_the_penalty_and_nothing_else():
     assert float(r.total) == -7 and [k for k, v in r.terms.items() if float(v)] == ["rollback"]
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(three, some), min_size=1, max_size=6), st.floats(0, 100), st.floats(0, 20))
+def test_a_rollback_is_never_worth_more_than_the_same_step_without_one(steps, price, penalty):
+    config, steps = RewardConfig(price=price, penalty=penalty), [(s, k | dict(active=True)) for s, k in steps]
+    ordinary, (states, facts) = play(config, steps)[-1], steps[-1]
+    undone = play(config, [*steps[:-1], (states, facts | dict(rolled_back=True))])[-1]
+    assert float(undone.total) <= min(float(ordinary.total), -penalty) and set(undone.terms) == set(ordinary.terms)
+
+
 def test_real_lives_of_many_lanes_as_of_one():
     host = CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=4)
     rules = Rules(gates=Gates(training_epochs=2), embargo=1)

@@ -418,7 +418,9 @@ class GrowthActions:
         for k, (head, used) in enumerate(zip(HEADS, self.uses[self.ops.index(choice.op)])):
             value, known = getattr(choice, head), self.values[head]
             if not used: check(value is None, head, value, f"None: {choice.op} does not read it"); continue
-            if value is None and head not in ("slot", "blueprint"): continue
+            if value is None and head not in ("slot", "blueprint"): # unsaid: the usual one, or the first on offer
+                if not self.offered[k, code[k]]: code[k] = self.offered[k].int().argmax()
+                continue
             check(value in known, head, value, f"one of {', '.join(map(str, known))}")
             code[k] = known.index(value)
         return code
@@ -437,19 +439,20 @@ class GrowthActions:
         mask: Tensor | None = None, # (M,) of this lane; None: worked out now
     ) -> DecisionResult: # whether it was done, and why not
         "Carry an action out in one lane; an illegal one changes nothing, and the result says why."
-        choice = self.decode(action)
+        choice, mask = self.decode(action), self.mask(model)[lane] if mask is None else mask
         decision = OPERATIONS[choice.op].decide(choice)
-        if choice.slot is not None:
-            ops, offers = self.facts(self.mask(model)[lane] if mask is None else mask)
-            at = self.slots.index(choice.slot)
-            legal = bool(ops[self.ops.index(choice.op), at])
-            if choice.blueprint is not None: legal = legal and bool(offers[at, self.blueprints.index(choice.blueprint)])
-            if not legal: return DecisionResult(lane, decision, False, self.refusal(model, lane, choice))
-        return apply_decision(model, lane, decision)
+        if self.allowed(mask, torch.as_tensor(action)): return apply_decision(model, lane, decision)
+        return DecisionResult(lane, decision, False, self.refusal(model, lane, choice))
 
     def refusal(self, model: Growing, lane: int, c: Choice) -> str: # c: not legal there now
         "Say why an action is refused."
-        slot = model.slot(str(c.slot))
+        r = self.repertoire
+        for head, offered in dict(op=r.operations, style=r.styles, tempo=r.tempos, target=r.targets).items():
+            mine = getattr(c, head)
+            if mine is None or mine in offered: continue
+            return f"{c.op}: {head} {mine} is not on offer here, but {', '.join(map(str, offered))}"
+        if c.slot is None: return f"{c.op}: not now"
+        slot = model.slot(c.slot)
         s, here = slot.state(lane), f"{c.op}: slot {c.slot} is {slot.state(lane).stage.name}"
         others = [(k, model.slot(k).state(lane).stage) for k in self.slots]
         busy = [f"{k} is {x.name}" for k, x in others if x in COOLING or x in (Stage.GERMINATED, Stage.TRAINING)]
@@ -457,7 +460,6 @@ class GrowthActions:
         if c.op == "germinate":
             if busy: return f"germinate: one immature seed at a time, and {busy[0]}"
             if c.blueprint not in slot.blueprints: return f"germinate: {c.blueprint} does not grow in {c.slot}"
-            r = self.repertoire
             season = f", or the epoch is not in {r.earliest}..{'' if r.latest is None else r.latest}"
             return f"germinate: {self.max_seeds} seeds is the bound, fossils included{season}"
         if c.op == "prune" and s.stage in LIVE and s.age < MIN_PRUNE_AGE:

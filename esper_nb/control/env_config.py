@@ -50,7 +50,7 @@ class EnvConfig(Config):
     reward: str = "outcome" # preset of the rewards page
     price: float = 0. # percentage points that as many parameters as the host has must be worth
     gamma: float = .99 # discount of the learner
-    penalty: float = 10. # reward of a step that the Governor had to undo is minus this
+    penalty: float = 10. # reward of a step that the Governor had to undo is minus this, or less where it was worth less
     slots: tuple[str, ...] | None = None # where seeds may grow
     blueprints: tuple[str, ...] | None = None # what may grow; None: all of the host's family
     max_seeds: int = 0 # live seeds and fossils of a lane; 0: no bound

@@ -152,6 +152,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.steps += 1
 
         ok, refused = self.carry_out(asked, active)
+        held = self._read_table() # a rollback prunes what was born in this step, and it is paid for
         self.phases("act")
         columns, rolled_back = self._train(active)
         self.phases("train and evaluate" if self.pool else "join")
@@ -166,8 +167,9 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.phases("observe")
 
         last = (self.history.epoch >= self.horizon) | rolled_back
+        paid_for = torch.where(rolled_back[:, None, None], held, self.table)
         transition = Transition(
-            step=s, before=before, after=self.table, size=occupied_size(self.table, self.sizes), host=self.host_size,
+            step=s, before=before, after=self.table, size=occupied_size(paid_for, self.sizes), host=self.host_size,
             epoch=self.history.epoch, last=last)
         paid = compute_reward(self.rewards, transition, self.reward_state)
         self.reward_state = paid.state
@@ -238,8 +240,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
 
     def refresh(self):
         "Read the records of all seeds, and what follows from them: table (n, S, C), mask (n, M), obs (n, D)."
-        tables = [read_slots(part.population.model, self.actions.slots) for part in self.parts]
-        self.table = torch.cat(tables) if len(tables) > 1 else tables[0]
+        self.table = self._read_table()
         self.mask = self.actions.mask(self.table, self.history.epoch)
         self.obs = self.observer(self.table, self.history)
 
@@ -277,6 +278,10 @@ class GrowVecEnv(gym.vector.VectorEnv):
     def __reduce__(self): # a copy is made anew, and goes on where this one is
         state = pack_state((self.state_dict(), self.last_result, list(self.records))) if self.seeds else None
         return copied_env, (type(self), self.config, self.made_of, state)
+
+    def _read_table(self) -> Tensor: # (n, S, C)
+        tables = [read_slots(part.population.model, self.actions.slots) for part in self.parts]
+        return torch.cat(tables) if len(tables) > 1 else tables[0]
 
     def _check_begun(self, what: str) -> None:
         if not self.seeds: raise RuntimeError(f"{what} before reset: call reset(seed=...) first")

@@ -28,7 +28,7 @@ class RewardConfig(Config):
     preset: str = "outcome" # one of PRESETS
     gamma: float = .99 # discount, the learner's
     price: float = 0. # percentage points that as many parameters as the host has must be worth
-    penalty: float = 10. # a step that the Governor had to undo pays minus this
+    penalty: float = 10. # a step that the Governor had to undo pays minus this, or less where it was worth less
     chance_loss: float = 2.302585 # nats; of the task
 
     def __post_init__(self):
@@ -45,7 +45,7 @@ class Transition(NamedTuple):
     step: EnvStep
     before: Tensor # (n, S, C) records just before the operation
     after: Tensor # (n, S, C) records after the epoch and its tick
-    size: Tensor # (n, S) parameters of each seed, with the gate of its blend; 0 where there is none
+    size: Tensor # (n, S) parameters of each seed with the gate of its blend; those that a rollback pruned included
     host: Tensor # (n,) parameters
     epoch: Tensor # (n,) epochs behind the lane
     last: Tensor # (n,) bool: the episode's last step
@@ -130,9 +130,10 @@ def compute_reward(
     inputs, preset, s = RewardInputs(config, transition, state), PRESETS[config.preset], transition.step
     terms = {k: weight * TERMS[k](inputs).double() for k, weight in preset.weights.items()}
     total = torch.stack(list(terms.values())).sum(0)
+    undone = total.clamp(max=-config.penalty) # never worth more than the same step without a rollback
     terms = {k: torch.where(s.active & ~s.rolled_back, v, 0.) for k, v in terms.items()}
-    terms["rollback"] = torch.where(s.rolled_back, -config.penalty, 0.).double()
-    total = torch.where(s.rolled_back, -config.penalty, torch.where(s.active, total, 0.))
+    terms["rollback"] = torch.where(s.rolled_back, undone, 0.)
+    total = torch.where(s.rolled_back, undone, torch.where(s.active, total, 0.))
     return Reward(total, terms, merge_lanes(s.active, preset.remember(inputs), state))
 
 # %% ../../nbs/control/49_rewards.ipynb #56439ff6

@@ -10,9 +10,8 @@ from .analytics import (pick_rows as pick_rows, lane_numbers as lane_numbers, Ro
     StageSpan as StageSpan, stage_spans as stage_spans, BlueprintStats as BlueprintStats,
     blueprint_stats as blueprint_stats, LaneScore as LaneScore, lane_scores as lane_scores, reward_mix as reward_mix,
     observation_ranges as observation_ranges, action_mix as action_mix, phase_shares as phase_shares,
-    conclusion_text as conclusion_text, align_columns as align_columns, run_origin as run_origin,
-    changed_settings as changed_settings, option_text as option_text, about_time as about_time,
-    time_text as time_text)
+    align_columns as align_columns, run_origin as run_origin, changed_settings as changed_settings,
+    option_text as option_text, about_time as about_time, time_text as time_text)
 from .checkpoints import (CheckpointError as CheckpointError, LoadResult as LoadResult,
     save_checkpoint as save_checkpoint, load_checkpoint as load_checkpoint,
     contract_difference as contract_difference, EnvState as EnvState, write_checkpoint as write_checkpoint,

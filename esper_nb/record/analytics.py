@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['pick_rows', 'lane_numbers', 'Rollback', 'rollbacks', 'loss_curve', 'SeedLife', 'seed_lives', 'StageSpan',
            'stage_spans', 'BlueprintStats', 'blueprint_stats', 'LaneScore', 'lane_scores', 'reward_mix',
-           'observation_ranges', 'action_mix', 'phase_shares', 'conclusion_text', 'align_columns', 'run_origin',
-           'changed_settings', 'option_text', 'about_time', 'time_text']
+           'observation_ranges', 'action_mix', 'phase_shares', 'align_columns', 'run_origin', 'changed_settings',
+           'option_text', 'about_time', 'time_text']
 
 # %% ../../nbs/record/73_analytics.ipynb #b6ab28eb
 import json
@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from ..grow import LIVE
-from ..train import Measure
 from .rows import Row
 
 # %% ../../nbs/record/73_analytics.ipynb #cfa35fb6
@@ -160,7 +159,7 @@ class SeedLife(NamedTuple):
     blueprint: str | None
     born: int # epoch
     epochs: int # lived
-    end: str # "fossilized", "pruned" or "alive"
+    end: str # "fossilized", "pruned", "undone" (its birth, by a rollback) or "alive"
     by: str | None # who ended it: controller, time or governor
     change_pp: float | None # accuracy of the lane since the seed's first epoch: at its end, or so far
     contribution_pp: float | None # measured last
@@ -192,7 +191,7 @@ def seed_lives(
     return sorted((s for s in lives.values() if s.birth), key=lambda s: (s.born, s.lane))
 
 _grown = {s.name for s in LIVE} | {"FOSSILIZED"}
-_ends = {"prune": "pruned", "fossilize": "fossilized"}
+_ends = {"prune": "pruned", "fossilize": "fossilized", "undone": "undone"}
 
 def _advance(s: SeedLife, r: Row) -> SeedLife: # r: of the kind slot or seed
     "Return a life after one more row."
@@ -238,6 +237,7 @@ class BlueprintStats(NamedTuple):
     germinated: int
     fossilized: int
     pruned: int
+    undone: int # births, by rollbacks
     alive: int
     fossil_rate: float | None # of those that ended
     prune_rate: float | None # of those that ended
@@ -254,11 +254,12 @@ def blueprint_stats(rows: Iterable[Row]) -> list[BlueprintStats]: # most often t
 
 def _blueprint_stat(name: str, lives: Sequence[SeedLife]) -> BlueprintStats:
     "Return the statistics of one blueprint's seeds."
-    of = {end: [s for s in lives if s.end == end] for end in ("fossilized", "pruned", "alive")}
+    of = {end: [s for s in lives if s.end == end] for end in ("fossilized", "pruned", "undone", "alive")}
     kept, pruned = of["fossilized"], of["pruned"]
     ended = len(kept) + len(pruned)
     return BlueprintStats(
-        blueprint=name, germinated=len(lives), fossilized=len(kept), pruned=len(pruned), alive=len(of["alive"]),
+        blueprint=name, germinated=len(lives), fossilized=len(kept), pruned=len(pruned),
+        undone=len(of["undone"]), alive=len(of["alive"]),
         fossil_rate=_ratio(len(kept), ended), prune_rate=_ratio(len(pruned), ended),
         change_pp=_mean(s.change_pp for s in kept), lost_pp=_mean(s.change_pp for s in pruned),
         contribution_pp=_mean(s.contribution_pp for s in lives),
@@ -283,6 +284,7 @@ class LaneScore(NamedTuple):
     growth: float | None # parameters in use, as a multiple of the host's
     fossils: int
     prunes: int
+    undone: int # births, by rollbacks
     rollbacks: int
     lost: int # batch steps that rollbacks threw away
     blocked: int # decisions that were refused
@@ -299,7 +301,8 @@ def _lane_score(lane: int, rows: Sequence[Row]) -> LaneScore: # rows of this lan
     return LaneScore(
         lane=lane, accuracy_pp=_last(accuracy), best_pp=max(accuracy, default=None),
         loss=_last(_measured(rows, "heldout.loss")), growth=_last(_measured(rows, "size.growth")),
-        fossils=ends.count("fossilized"), prunes=ends.count("pruned"), rollbacks=len(back),
+        fossils=ends.count("fossilized"), prunes=ends.count("pruned"), undone=ends.count("undone"),
+        rollbacks=len(back),
         lost=sum(r.get("governor.lost") or 0 for r in back),
         blocked=sum(r.get("seed.event") == "blocked" for r in rows))
 
@@ -376,26 +379,6 @@ def phase_shares(rows: Iterable[Row]) -> dict[str, float]: # phase -> share of a
 def _by_size(shares: dict[str, float]) -> dict[str, float]:
     "Sort by size, largest first."
     return dict(sorted(shares.items(), key=lambda kv: -abs(kv[1])))
-
-# %% ../../nbs/record/73_analytics.ipynb #3809ec43
-_names = {"random-legal": "random actions", "wait-only": "waiting", "heuristic": "the heuristic",
-           "fixed schedule": "the best fixed schedule", "oracle": "the oracle"}
-
-def conclusion_text(
-    accuracy: Mapping[str, float], # controller -> score on the test split, percentage points; `PPO` among them
-    paid: Mapping[str, float], # controller -> return
-    measure: Measure = Measure(), # of `accuracy`
-) -> str:
-    "Return the result of a comparison of controllers in one sentence."
-    others = sorted((k for k in accuracy if k != "PPO"), key=lambda k: -accuracy[k])
-    def gets(k: str) -> str: return f"{_names.get(k, k)} gets {accuracy[k]:.1f}".replace("actions gets", "actions get")
-    where = f" where {gets('wait-only')}" if "wait-only" in others else ""
-    rest = ", ".join(gets(k) for k in others if k != "wait-only")
-    best = max(others, key=lambda k: paid[k])
-    rank = "above all others" if paid["PPO"] > paid[best] else "not above all others"
-    return (f"The controller grew networks to {measure.text(accuracy['PPO'])} on the test split{where}"
-            f"{'; ' if rest else ''}{rest}; in return it is {rank}, {paid['PPO']:.2f} against {paid[best]:.2f} of "
-            f"{_names.get(best, best)}.")
 
 # %% ../../nbs/record/73_analytics.ipynb #23fbd88b
 def align_columns(

@@ -341,6 +341,9 @@ def seed_rows(
         rows.extend(seed_event_rows(slot, lane, slot.state(lane), event, epoch=r.epoch, **keys))
     for d in r.decided:
         if d.decision.verb != "wait" and d.decision.slot is not None: add(d.lane, d.decision.slot, _asked_event(d))
+    for d in r.undone:
+        facts = dict(event="undone", by="governor", after=Stage.DORMANT, why="rollback", blueprint=d.decision.blueprint)
+        add(d.lane, str(d.decision.slot), facts)
     for name, lane, e in r.events:
         if e.before == Stage.PRUNED and lane in rolled and model.slot(name).state(lane).reason == Reason.ROLLBACK:
             add(lane, name, dict(event="prune", by="governor", after=Stage.PRUNED, why="rollback"))
@@ -497,11 +500,13 @@ class EnvRows:
 def _change(
     old: SeedState | None, # of the slot before the step; None: it was never seen
     new: SeedState, # and after it
-) -> str | None: # germinate, fossilize, prune; None: nothing of these
+) -> str | None: # germinate, fossilize, prune, undone; None: nothing of these
     "Return the event between two states of a slot."
-    if new.births > (old.births if old is not None else 0): return "germinate"
+    born = new.births > (old.births if old is not None else 0)
+    if born: return "undone" if new.stage == Stage.DORMANT else "germinate"
     if old is None or old.stage not in LIVE or new.births < old.births: return None # fewer births: another network
     if new.stage == Stage.FOSSILIZED: return "fossilize"
+    if new.stage == Stage.DORMANT: return "undone" # which no other event leads to at once
     return None if new.stage in LIVE else "prune"
 
 def _as_list(x: Any) -> list: # of a tensor, an array or any sequence

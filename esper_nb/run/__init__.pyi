@@ -2,9 +2,9 @@
 from .cli import lab_command as lab_command, main as main
 from .compare import (METERS as METERS, Player as Player, latest_step as latest_step, RulePlayer as RulePlayer,
     RandomPlayer as RandomPlayer, PolicyPlayer as PolicyPlayer, PlayScores as PlayScores, play_lanes as play_lanes,
-    PlayResult as PlayResult, PracticeUpdate as PracticeUpdate, Comparison as Comparison,
-    compare_controllers as compare_controllers, simple_controllers as simple_controllers,
-    comparison_text as comparison_text)
+    PlayResult as PlayResult, PracticeUpdate as PracticeUpdate, paired_interval as paired_interval,
+    standing as standing, Comparison as Comparison, compare_controllers as compare_controllers,
+    simple_controllers as simple_controllers, comparison_text as comparison_text)
 from .engines import (Tell as Tell, Make as Make, ENGINES as ENGINES, Engine as Engine, WorkerLost as WorkerLost,
     Worker as Worker, LocalWorker as LocalWorker, ProcessWorker as ProcessWorker, start_ray as start_ray,
     RayWorker as RayWorker, check_engine as check_engine, new_worker as new_worker, work_off as work_off,
@@ -19,15 +19,15 @@ from .plugins import (GROUP as GROUP, plugin_name as plugin_name, installed_plug
 from .recipes import (RunConfig as RunConfig, register_recipe as register_recipe, change_settings as change_settings,
     list_recipes as list_recipes, task_recipe as task_recipe, get_recipe as get_recipe, plan_text as plan_text,
     command_words as command_words, fair_env as fair_env)
-from .repeats import (compare_recipe as compare_recipe, RepeatStore as RepeatStore, timetable as timetable,
-    list_schedules as list_schedules, kinds_of as kinds_of, ScheduleSearch as ScheduleSearch,
-    best_schedule as best_schedule, OraclePlayer as OraclePlayer, search_seeds as search_seeds,
-    add_schedule as add_schedule, net_accuracy as net_accuracy, Repeat as Repeat, train_player as train_player,
-    practice_update as practice_update, RepeatPlayer as RepeatPlayer)
+from .repeats import (FINALISTS as FINALISTS, SEARCH_PLAYS as SEARCH_PLAYS, compare_recipe as compare_recipe,
+    RepeatStore as RepeatStore, timetable as timetable, list_schedules as list_schedules, kinds_of as kinds_of,
+    ScheduleSearch as ScheduleSearch, best_schedule as best_schedule, OraclePlayer as OraclePlayer,
+    search_seeds as search_seeds, add_schedule as add_schedule, net_accuracy as net_accuracy, Repeat as Repeat,
+    train_player as train_player, practice_update as practice_update, RepeatPlayer as RepeatPlayer)
 from .report import (DOCS as DOCS, write_report as write_report, report_html as report_html, RunSummary as RunSummary,
-    reading as reading, read_run as read_run, conclusion as conclusion, best_text as best_text,
-    picture_html as picture_html, table_html as table_html, records_html as records_html, doc_link as doc_link,
-    settings_html as settings_html, beside_html as beside_html, page_html as page_html)
+    reading as reading, read_run as read_run, best_text as best_text, picture_html as picture_html,
+    table_html as table_html, records_html as records_html, doc_link as doc_link, settings_html as settings_html,
+    beside_html as beside_html, page_html as page_html)
 from .runs import (Makers as Makers, check_faults as check_faults, begin_run as begin_run, open_run as open_run,
     training_env as training_env, Run as Run)
 from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs, ShardFacts as ShardFacts,

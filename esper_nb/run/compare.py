@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['METERS', 'Player', 'latest_step', 'RulePlayer', 'RandomPlayer', 'PolicyPlayer', 'PlayScores', 'play_lanes',
-           'PlayResult', 'PracticeUpdate', 'Comparison', 'compare_controllers', 'simple_controllers', 'comparison_text']
+           'PlayResult', 'PracticeUpdate', 'paired_interval', 'standing', 'Comparison', 'compare_controllers',
+           'simple_controllers', 'comparison_text']
 
 # %% ../../nbs/run/93_compare.ipynb #48781008
 import json, math, time
@@ -46,8 +47,9 @@ class RulePlayer:
         self,
         *rules: GrowthRule, # one, or as many as lanes
         practice_epochs: int = 0, # lane-epochs that choosing the rule has cost
+        note: str = "", # which rule it is, where the controller's name does not tell
     ):
-        self.rules, self.practice_epochs = rules, practice_epochs
+        self.rules, self.practice_epochs, self.note = rules, practice_epochs, note
         self.signals: list[Signals] = [] # of each lane
         self.results: list[tuple[DecisionResult, ...]] = [] # what became of each lane's latest decision
         self.decisions: list[Decision] = [] # the latest ones; empty: there was no step yet
@@ -245,6 +247,34 @@ class PracticeUpdate(NamedTuple):
     explained_variance: float | None # of the returns by the critic's values
     entropy: float | None # normalised, summed over heads
 
+# %% ../../nbs/run/93_compare.ipynb #05b395f2
+def paired_interval(
+    ahead: np.ndarray, # (seeds, networks) differences
+    draws: int = 2000, # resamples, the same ones always
+) -> Interval: # around the mean; NaN ends for a single network
+    "Return a mean over networks with its 95 % bootstrap interval, seeds drawn first and networks in each of them."
+    x = np.asarray(ahead, float)
+    seeds, n = x.shape
+    g = np.random.default_rng(0)
+    of, at = g.integers(seeds, size=(draws, seeds, 1)), g.integers(n, size=(draws, seeds, n))
+    low, high = np.quantile(x[of, at].mean((1, 2)), (.025, .975)) if x.size > 1 else (np.nan, np.nan)
+    return Interval(float(x.mean()), float(low), float(high))
+
+def standing(
+    ahead: Interval,
+) -> str:
+    "Return what an interval of a difference allows to say: above, below, or level where it holds 0."
+    return "above" if ahead.low > 0 else "below" if ahead.high < 0 else "level"
+
+def _interval_text(i: Interval, form: str) -> str:
+    "Return a mean, and its interval if there is one."
+    return f"{i.mean:{form}}" + ("" if math.isnan(i.low) else f" [{i.low:{form}}, {i.high:{form}}]")
+
+def _beside(ahead: Interval) -> str: return standing(ahead).replace("level", "level with")
+
+_called = {"random-legal": "random actions", "wait-only": "waiting", "heuristic": "the heuristic",
+           "fixed schedule": "the best fixed schedule", "oracle": "the oracle"}
+
 # %% ../../nbs/run/93_compare.ipynb #24f09558
 class Comparison(NamedTuple):
     """Plays of several controllers on the same seeds.
@@ -274,6 +304,7 @@ class Comparison(NamedTuple):
     notes: dict[str, str] = {} # controller -> anything to say about it
     learned: tuple[PracticeUpdate, ...] = () # how training went, seed after seed
     measure: Measure = Measure() # of the networks' scores
+    price: float = 0. # pp that as many parameters as the host has must be worth: `EnvConfig.price`
 
     @property
     def names(self) -> list[str]: return list(dict.fromkeys(p.controller for p in self.plays)) # of the controllers
@@ -291,6 +322,41 @@ class Comparison(NamedTuple):
         "Return how much better one controller is, seed by seed."
         s = self.scores(metric)
         return bootstrap_interval(np.subtract(s[one], s[other]))
+
+    @property
+    def priced(self) -> str: return " (less the price of room)" if self.price else "" # as `networks` are
+
+    def networks(self) -> dict[str, np.ndarray]: # name -> (seeds, lanes) pp
+        "Return the test accuracy of every network less the price of what was grown; in some play nothing was."
+        host = min(min(p.parameters) for p in self.plays)
+        def net(p: PlayResult): return np.array(p.test_accuracy_pp) - self.price * (np.array(p.parameters) / host - 1)
+        return {k: np.array([net(p) for p in self.plays if p.controller == k]) for k in self.names}
+
+    def ahead(self, one: str, other: str) -> Interval:
+        "Return by how much one controller's networks are better, paired; see `networks`."
+        pp = self.networks()
+        return paired_interval(pp[one] - pp[other])
+
+    def conclusion(self) -> str:
+        "Say in two sentences what came of `PPO` beside the others; nothing is better or worse whose interval holds 0."
+        pp, n = {k: float(v.mean()) for k, v in self.networks().items()}, self.networks()["PPO"].size
+        others = sorted((k for k in pp if k != "PPO"), key=lambda k: -pp[k])
+        def gets(k: str) -> str: return f"{_called.get(k, k)} gets {pp[k]:.1f}".replace("actions gets", "actions get")
+        where = f" where {gets('wait-only')}" if "wait-only" in others else ""
+        rest = "".join(f"{', ' if i else '; '}{gets(k)}" for i, k in enumerate(k for k in others if k != "wait-only"))
+        best = next((k for k in others if k != "oracle"), "oracle") # an oracle is told what nobody else knows
+        ahead = self.ahead("PPO", best)
+        return (f"The controller grew networks to {self.measure.text(pp['PPO'])}{self.priced} on the test split"
+                f"{where}{rest}. It is {_beside(ahead)} the strongest of them, "
+                f"{_called.get(best, best)}{self._about(best)}: {_interval_text(ahead, '+.1f')} {self.measure.unit} "
+                f"over {n} paired network{'s' * (n != 1)}.")
+
+    def _about(self, name: str) -> str: # empty for a rule that was written down
+        "Return which rule a name stands for, and what finding it has cost beside the controller's practice."
+        def spent(k: str) -> float: return float(np.mean([p.practice_epochs for p in self.plays if p.controller == k]))
+        found = f"found in {spent(name):,.0f} lane-epochs, of practice the controller had {spent('PPO'):,.0f}"
+        said = [self.notes.get(name, ""), found if spent(name) else ""]
+        return f" ({'; '.join(filter(None, said))})" if any(said) else ""
 
     def op_shares(self) -> dict[str, dict[str, float]]: # controller -> operation -> share of all steps
         "Return what the controllers did."
@@ -355,11 +421,12 @@ def compare_controllers(
     (6, 2)
     """
     if not isinstance(env, GrowVecEnv): env = GrowVecEnv(env if isinstance(env, EnvConfig) else EnvConfig(task=env))
-    plays, measure = [], env.parts[0][1].data.measure
+    plays, notes, measure = [], {}, env.parts[0][1].data.measure
     for seed in seeds:
         for name, make in controllers.items():
             begun, cpu = time.perf_counter(), time.process_time()
             player = make(seed)
+            if note_of := getattr(player, "note", ""): notes[name] = note_of
             practice, practice_cpu = time.perf_counter() - begun, time.process_time() - cpu
             played = play_lanes(env, player, 1_000_000 + seed, None if note is None else partial(note, name, seed))
             plays.append(PlayResult(
@@ -367,7 +434,8 @@ def compare_controllers(
                 practice_seconds=practice, practice_cpu_s=practice_cpu, **played))
             say(f"seed {seed}, {name}: test {measure.name} {np.mean(played['test_accuracy_pp']):.1f} {measure.unit}, "
                 f"return {np.mean(played['total']):.2f}, {played['seconds']:.0f} s")
-    return Comparison(env.task.name, env.num_envs, env.horizon, tuple(plays), measure=measure)
+    return Comparison(
+        env.task.name, env.num_envs, env.horizon, tuple(plays), notes, measure=measure, price=env.config.price)
 
 def simple_controllers() -> dict[str, Callable[[int], Player]]: # name -> seed -> player
     """Return the controllers that need no practice: the heuristic, random legal actions, and waiting.
@@ -379,11 +447,6 @@ def simple_controllers() -> dict[str, Callable[[int], Player]]: # name -> seed -
     """
     return {"heuristic": lambda seed: RulePlayer(Heuristic(QUICK)), "random-legal": lambda seed: RandomPlayer(seed),
             "wait-only": lambda seed: RulePlayer(WaitOnly())}
-
-# %% ../../nbs/run/93_compare.ipynb #4431e2ae
-def _interval_text(i: Interval, form: str) -> str:
-    "Return a mean, and its interval if there is one."
-    return f"{i.mean:{form}}" + ("" if math.isnan(i.low) else f" [{i.low:{form}}, {i.high:{form}}]")
 
 # %% ../../nbs/run/93_compare.ipynb #86729ae2
 _columns = dict( # mean per lane -> title, form
@@ -413,4 +476,14 @@ def comparison_text(
     seeds = len({p.seed for p in c.plays})
     title = f"{c.task}: {c.horizon} epochs in {c.lanes} lanes, {seeds} seed{'s' * (seeds != 1)}; interquartile mean"
     head = title + (" [95 % interval]" if seeds > 1 else "")
-    return "\n".join([head, *align_columns(lines), *(f"{k}: {v}" for k, v in c.notes.items())])
+    return "\n".join([head, *align_columns(lines), *(f"{k}: {v}" for k, v in c.notes.items()), *_standings(c)])
+
+def _standings(c: Comparison) -> list[str]: # none where nobody has learned
+    "Return what may be said of the learned controller beside each of the others."
+    if "PPO" not in c.names: return []
+    n = c.networks()["PPO"].size
+    lines = [[f"PPO, {n} paired network{'s' * (n != 1)}", f"ahead by {c.measure.unit}{c.priced}"]]
+    for k in (k for k in c.names if k != "PPO"):
+        ahead = c.ahead("PPO", k)
+        lines.append([f"{_beside(ahead)} {k}", _interval_text(ahead, "+.1f")])
+    return ["", *align_columns(lines)]

@@ -32,7 +32,6 @@ from .compare import (
     Comparison, Player, PolicyPlayer, compare_controllers, comparison_text, simple_controllers)
 from .plugins import load_plugins
 from .recipes import RunConfig, change_settings, fair_env, plan_text
-from .report import conclusion
 from .split import SplitVecEnv
 
 # %% ../../nbs/run/95_runs.ipynb #f18d621b
@@ -309,7 +308,7 @@ class Run:
                               f"{self.seconds:.0f} s"),
                  ("folder", str(self.folder.path)),
                  ("report", f"esper-nb report {self.folder.path}")]
-        return "\n".join([conclusion(result), *(f"{k:>14}  {v}" for k, v in lines)])
+        return "\n".join([result.conclusion(), *(f"{k:>14}  {v}" for k, v in lines)])
 
     # ---- one step
 

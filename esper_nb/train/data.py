@@ -190,7 +190,7 @@ class Splits:
         new = copy.copy(self)
         new.device = check_device(device)
         for k, v in vars(self).items():
-            if isinstance(v, dict): setattr(new, k, {s: t.to(new.device) for s, t in v.items()})
+            if isinstance(v, dict) and "train" in v: setattr(new, k, {s: t.to(new.device) for s, t in v.items()})
             elif isinstance(v, Tensor) and k != "label_prior": setattr(new, k, v.to(new.device))
         return new
 

@@ -7,7 +7,7 @@ __all__ = ['SMALL_GROUP', 'MIXED_BYTES', 'SIGNALS', 'LOOKED_AT', 'check_fit_conf
            'EpochResult', 'LaneRates', 'Spare', 'Population', 'new_governor', 'new_stepper', 'new_population',
            'owners_in_use', 'part_of', 'lane_bytes', 'grown_plan', 'seed_health', 'traced', 'latest_pass',
            'site_signals', 'join_results', 'spread_lanes', 'join_ablations', 'total_gain', 'join_groups',
-           'sum_and_best', 'kept_history']
+           'sum_and_best', 'undone_birth', 'kept_history']
 
 # %% ../../nbs/train/38_population.ipynb #56a20ba1
 import math
@@ -24,8 +24,8 @@ from ..core import (
     plan, put_lanes, take_lanes, with_lanes)
 from ..guard import Governor, GovernorConfig, Report
 from ..grow import (
-    ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, DecisionResult, Event, Growing, ModuleHostConfig, Reason, Rules,
-    SeedState, Slot, Stage, decode_seed, explore_host)
+    ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, Decision, DecisionResult, Event, Growing, ModuleHostConfig, Reason,
+    Rules, SeedState, Slot, Stage, apply_decision, decode_seed, explore_host)
 from .ablation import Ablation, EvalResult, seed_tables
 from .data import ImageData, TextData
 from .gradients import gradient_health, growth_signals, norm_ratio
@@ -37,7 +37,7 @@ from .tasks import Task, create_model, get_task
 # %% ../../nbs/train/38_population.ipynb #cfec178d
 def check_fit_config(c: "FitConfig"): # raises a ValueError that names the setting
     "Refuse settings that nothing can be trained with."
-    check_count("lanes", c.lanes); check_count("eval_batch", c.eval_batch)
+    check_count("lanes", c.lanes); check_count("eval_batch", c.eval_batch); check_count("retries", c.retries, 0)
     for k in ("epochs", "batch_size", "workers", "width"):
         if getattr(c, k) is not None: check_count(k, getattr(c, k))
     check(c.lr is None or 0 < c.lr < math.inf, "lr", c.lr, "a finite number above 0, or None for the task's")
@@ -79,6 +79,7 @@ class FitConfig(Config):
     width: int | None = None # lanes per group; None: by the rule of the plans page
     eval_batch: int = 256 # images per evaluation batch
     governor: GovernorConfig | None = GovernorConfig(lowers=0) # thresholds and budget; None: no Governor
+    retries: int = 1 # times that `fit` tries a birth again which the Governor undid, in each slot of a lane
     graph: bool = False # on a GPU, one launch a batch where that can be: see the graphs page
 
     def __post_init__(self):
@@ -126,6 +127,7 @@ class EpochResult(NamedTuple):
     events: tuple[tuple[str, int, Event], ...] = () # slot, lane and move of every seed that changed its stage
     gain: Tensor | None = None # (n,) pp, all seeds together; 0: none heard, NaN: not measured, None: not evaluated
     signals: Mapping[str, Tensor] = {} # slot -> (4, n), rows as in SIGNALS: what a seed would find there
+    undone: tuple[DecisionResult, ...] = () # births that the Governor undid: their slots are empty again
 
 # %% ../../nbs/train/38_population.ipynb #e7043fd8
 class LaneRates:
@@ -183,6 +185,7 @@ class Population:
     last: EpochResult | None = field(default=None, repr=False) # the latest epoch, for a controller
     spare: dict[tuple[int, int], Spare] = field(default_factory=dict, repr=False) # (lanes, number) -> its network
     fixed_plan: Plan | None = None # groups of lanes, instead of the rule
+    retried: dict[tuple[int, str], int] = field(default_factory=dict) # lane, slot -> births that were tried again
     graphs: Graphs | None = field(default=None, repr=False) # recorded steps; None: none are wanted
 
     @property
@@ -280,13 +283,12 @@ class Population:
     def govern(self,
         losses: Tensor, # (batches, n) of an epoch
         inactive: Sequence[int] = (), # lanes that the Governor must not look at
-    ) -> tuple[Report, ...]: # one for each lane in trouble
+    ) -> tuple[tuple[Report, ...], tuple[DecisionResult, ...]]: # one for each lane in trouble; births that are undone
         "Let the Governor judge an epoch's losses, and settle the seeds of the lanes that it rolled back."
-        if self.governor is None: return ()
+        if self.governor is None: return (), ()
         before = self.slot_tables()
         reports = tuple(r for loss in losses for r in self.governor.watch(loss, inactive=inactive))
-        self.settle_seeds(before, sorted({r.lane for r in reports if r.rolled_back}))
-        return reports
+        return reports, self.settle_seeds(before, sorted({r.lane for r in reports if r.rolled_back}))
 
     def slot_tables(self) -> dict[str, Tensor]: # slot -> its table, a copy
         "Return the states of all seeds, as `settle_seeds` wants them."
@@ -295,11 +297,33 @@ class Population:
     def settle_seeds(self,
         before: Mapping[str, Tensor], # `slot_tables` before the rollback
         lanes: Sequence[int], # that were rolled back
-    ):
-        "Keep what the seeds of rolled back lanes went through, and prune those that live."
-        for k, table in before.items():
-            for i in lanes: self._settle(self.model.slot(k), i, decode_seed(table[i].tolist()))
+    ) -> tuple[DecisionResult, ...]: # births that are undone, as decisions that can be carried out again
+        """Keep what the seeds of rolled back lanes went through, and prune those that live.
+
+        A seed that was born in this epoch, or after the restored state, is as if it had never been: its birth is
+        undone, and its slot is empty again at once.
+        """
+        undone: list[tuple[Slot, int, SeedState]] = []
+        for slot in map(self.model.slot, before):
+            for i in lanes:
+                was = decode_seed(before[slot.name][i].tolist())
+                grown = was.stage in LIVE or was.stage == Stage.FOSSILIZED
+                young = was.age == 0 or slot.state(i).births < was.births
+                if grown and young: undone.append((slot, i, was))
+                self._settle(slot, i, was)
         if lanes: self.model.prune_live(lanes, Reason.ROLLBACK)
+        for slot, i, was in undone: slot.change(i, lambda _: SeedState(births=was.births))
+        return tuple(undone_birth(slot, i, was) for slot, i, was in undone)
+
+    def retry_births(self) -> tuple[DecisionResult, ...]: # what was done, or why not
+        "Carry out again the births that were undone in the latest epoch, in each slot as often as the settings allow."
+        out = []
+        for d in () if self.last is None else self.last.undone:
+            key = d.lane, str(d.decision.slot)
+            if self.retried.get(key, 0) == self.config.retries: continue
+            self.retried[key] = self.retried.get(key, 0) + 1
+            out.append(apply_decision(self.model, d.lane, d.decision))
+        return tuple(out)
 
     def keep_result(self, result: EpochResult) -> EpochResult: # the same
         "Keep the result of the latest epoch, for a controller's next decision."
@@ -619,6 +643,12 @@ def sum_and_best(
     "Return a seed's interactions as two numbers."
     both = torch.stack([pairs.nansum(0), pairs.nan_to_num(-math.inf).amax(0)])
     return both.masked_fill(pairs.isnan().all(0), math.nan)
+
+def undone_birth(slot: Slot, lane: int, seed: SeedState) -> DecisionResult: # seed: as it was before the rollback
+    "Return the decision that would give birth once more to a seed that a rollback took away."
+    settings = {k: getattr(seed, k) for k in ("blend", "tempo", "goal", "curve", "steepness")}
+    again = Decision("germinate", slot.name, slot.blueprints[seed.blueprint or 0], "its birth was undone", 1., settings)
+    return DecisionResult(lane, again, False, "the Governor rolled the lane back")
 
 def kept_history(
     now: SeedState, # as a rollback restored it

@@ -83,7 +83,7 @@ def run_epoch(
         pop.note_measurements(groups, results, heldout, lanes)
         clock("note")
         seconds, lr = time.perf_counter() - start, pop.stepper.owners["host"].lr.clone()
-        reports = pop.govern(train.losses, inactive)
+        reports, undone = pop.govern(train.losses, inactive)
         clock("govern")
         events = tuple(pop.model.tick(lanes))
         clock("tick")
@@ -91,7 +91,7 @@ def run_epoch(
     images_per_s = len(train.losses) * pop.batch_size * pop.lanes / seconds
     return pop.keep_result(EpochResult(
         epoch=number, train=train, heldout=heldout, lr=lr, seconds=seconds, images_per_s=images_per_s,
-        reports=reports, ablation=ablation, events=events, gain=gain, signals=signals))
+        reports=reports, ablation=ablation, events=events, gain=gain, signals=signals, undone=undone))
 
 # %% ../../nbs/train/39_trainer.ipynb #aa033cbd
 Decisions = Sequence[Decision | Sequence[Decision] | None] # one entry per lane
@@ -105,7 +105,8 @@ def fit(
 ) -> Iterator[EpochResult]: # one result per epoch
     """Train epoch by epoch under the Governor; stop whenever you like and go on exactly.
 
-    A generator: nothing is trained before its results are asked for, and `break` stops.
+    A generator: nothing is trained before its results are asked for, and `break` stops. A birth that the Governor
+    undid is tried again before the next epoch, as often as `FitConfig.retries` says.
 
     Raises
     ------
@@ -123,7 +124,8 @@ def fit(
     """
     left = pop.epochs - int(pop.epoch.max()) if epochs is None else epochs
     for _ in range(left):
-        decided = () if controller is None else apply_decisions(pop.model, controller(pop, pop.last))
+        decided = pop.retry_births()
+        if controller is not None: decided += apply_decisions(pop.model, controller(pop, pop.last))
         yield pop.keep_result(run_epoch(pop, disturb=disturb)._replace(decided=decided))
 
 # %% ../../nbs/train/39_trainer.ipynb #83bfd612
