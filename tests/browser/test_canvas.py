@@ -11,7 +11,8 @@ from esper_nb.show.sources import Frame, FrameSource
 
 # What the picture is given by anywidget; `dead` is a kernel that is gone.
 PAGE = """async ({script, packet}) => {
-  document.body.innerHTML = `<div class="esper"><button class="widget-button">Advance</button><div id="el"></div></div>`;
+  document.body.innerHTML =
+    `<div class="esper"><button class="widget-button">Advance</button><div id="el"></div></div>`;
   const heard = {}, state = {lane: 0, height: 452};
   window.texts = [];
   window.sent = [];
@@ -152,7 +153,7 @@ def test_a_panel_whose_kernel_is_gone_says_so_under_a_veil(tmp_path, told):
         else: page.mouse.move(300, 300)                             # whoever comes to the panel finds out
         page.locator(".esper-gone").wait_for(timeout=5000)
         assert "The kernel is gone: run this cell again" in page.locator(".esper-gone").inner_text()
-        page.screenshot(path=SHOTS/f"canvas-gone.png")
+        page.screenshot(path=SHOTS/"canvas-gone.png")
         page.evaluate("() => { window.dead = false; window.tell('comm_live_update') }")
         page.locator(".esper-gone").wait_for(state="detached", timeout=5000)
     session.close()
