@@ -8,33 +8,23 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import esper_nb.show.dashboard as dashboard_module
-from esper_nb.record.writers import read_rows
-from esper_nb.show.dashboard import (
-    ControlBar, Dashboard, RowsSource, disabled_reasons, seed_disabled_reasons, watch, watch_text)
-from esper_nb.show.theme import THRESHOLDS, WidgetFactory
-from esper_nb.show.views import (
-    NotebookOutput, duration_text, log_html, notebook_html, plot_session, session_text, status_html)
-from esper_nb.show.plot_runs import plot_slots
-from esper_nb.show.live import Feed, Pacer, live_front_end, session_packet
-from esper_nb.guard.detector import loss_limits
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorConfig
-from esper_nb.core.lanes import lane_state
-from esper_nb.core.layers import by_lane
-from esper_nb.show.history import DownsampledSeries, Incident, decode_slots, lane_limits
-from esper_nb.show.session import Session
-from esper_nb.show.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
-from esper_nb.train.faults import parse_fault
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.tasks import get_task, task_from_arrays
-from esper_nb.train.trainer import fit
-from esper_nb.grow.module_hosts import ModuleHostConfig
+from esper_nb.core import by_lane, lane_state
+from esper_nb.grow import ModuleHostConfig
+from esper_nb.guard import Governor, GovernorConfig, loss_limits
+from esper_nb.record import read_rows
+from esper_nb.show import (
+    THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident,
+    LoopSource, NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots, disabled_reasons,
+    duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
+    seed_disabled_reasons, session_packet, session_text, status_html, watch, watch_text)
+from esper_nb.train import FitConfig, fit, get_task, new_population, parse_fault, task_from_arrays
 
 torch.set_num_threads(1)
 
 
 def population(lanes=4, epochs=12, **kw):
-    return new_population("digits_impaired", FitConfig(lanes=lanes, epochs=epochs, batch_size=256, workers=1, **kw))
+    config = FitConfig(lanes=lanes, epochs=epochs, batch_size=256, workers=1, **kw)
+    return new_population("digits_impaired", config, blueprints=["norm", "conv_light"])
 
 def weights(pop): return {k: t.clone() for k, t in lane_state(pop.model).items()}
 
@@ -61,7 +51,7 @@ def fake(n=3, lanes=2, loss=1., batches=2):
 
 # --- tracks
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(1, 400), st.sampled_from((4, 8, 32)), st.integers(0, 2**31), st.integers(1, 9))
 def test_a_track_is_bounded_and_loses_no_peak(count, capacity, seed, chunk):
     values = np.random.default_rng(seed).normal(size=count).astype(np.float32)
@@ -74,7 +64,7 @@ def test_a_track_is_bounded_and_loses_no_peak(count, capacity, seed, chunk):
     assert np.max(track.rows[:, 1], initial=-np.inf) == np.max(values[:covered], initial=-np.inf)
     assert (np.diff(track.rows[:, 0]) == track.stride).all()
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40))
 def test_a_reader_of_news_has_the_whole_track(parts):
     track, seen, have, at = DownsampledSeries(1, 16), None, np.empty((0, 1), np.float32), 0
@@ -364,7 +354,8 @@ def test_ppo_over_lanes_runs_in_a_session(run):
     from esper_nb.learn.loss import PPOConfig
     from esper_nb.learn.learner import train_ppo
     def learner():
-        envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=5, gamma=.99, limit=320, workers=1)
+        envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=5, gamma=.99, limit=320, workers=1,
+                          blueprints=("norm", "conv_light"))
         return Learner(envs, PPOConfig(num_steps=4, num_updates=2, gamma=.99, num_minibatches=1),
                        PolicyConfig(hidden=16), heads=envs.actions)
     a, b = learner(), learner()
@@ -382,7 +373,8 @@ def test_a_fault_in_a_controllers_lane_is_an_incident(run):
     from esper_nb.learn.policies import PolicyConfig
     from esper_nb.learn.learner import Learner
     from esper_nb.learn.loss import PPOConfig
-    envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=30, gamma=.99, limit=320, workers=1)
+    envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=30, gamma=.99, limit=320, workers=1,
+                      blueprints=("norm", "conv_light"))
     s = run(EnvSource(Learner(envs, PPOConfig(num_steps=8, num_updates=2, gamma=.99, num_minibatches=1),
                               PolicyConfig(hidden=16), heads=envs.actions)))
     steps(s, 5)
