@@ -14,8 +14,8 @@ from esper_nb.guard import Governor, GovernorConfig, loss_limits
 from esper_nb.record import read_rows
 from esper_nb.show import (
     THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident,
-    LoopSource, NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots, disabled_reasons,
-    duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
+    LoopSource, NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots,
+    disabled_reasons, duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
     seed_disabled_reasons, session_packet, session_text, status_html, watch, watch_text)
 from esper_nb.train import FitConfig, fit, get_task, new_population, parse_fault, task_from_arrays
 

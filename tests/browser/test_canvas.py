@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 
 from conftest import SHOTS, open_browser
-from esper_nb.show.live import asset_path, session_packet
-from esper_nb.show.session import Session
-from esper_nb.show.sources import Frame, FrameSource
+from esper_nb.show import Frame, FrameSource, Incident, Session, asset_path, session_packet
 
 # What the picture is given by anywidget; `dead` is a kernel that is gone.
 PAGE = """async ({script, packet}) => {
@@ -114,7 +112,6 @@ def test_the_key_shows_what_occurs(tmp_path):
     session.close()
 
 def test_names_are_not_written_over_each_other(tmp_path):
-    from esper_nb.show.history import Incident
     frames = [Frame(np.full((4, 2), .5), limits=limits(2, limit=3.)) for _ in range(60)]
     session = stepped(frames)
     for number, x in enumerate((60, 66, 80, 100, 104), 1):
