@@ -12,8 +12,8 @@ from esper_nb.control import QUICK, Choice, Fixed, GrowVecEnv, Heuristic, WaitOn
 from esper_nb.core import bootstrap_interval, interquartile_mean
 from esper_nb.learn import Learner, PPOConfig, play, train_ppo
 from esper_nb.run import (
-    Comparison, PolicyPlayer, RandomPlayer, RulePlayer, add_schedule, begin_run, best_schedule, compare_controllers,
-    comparison_text, get_recipe, list_recipes, list_schedules, play_lanes, repeats, simple_controllers, timetable)
+    Comparison, PolicyPlayer, RandomPlayer, RulePlayer, best_schedule, compare_controllers,
+    comparison_text, list_schedules, play_lanes, repeats, simple_controllers, timetable)
 from esper_nb.train import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
