@@ -45,6 +45,7 @@ def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom
     described: dict[str, Any] = dict(task=task.to_dict(), fit=config.to_dict(), device=str(device))
     described |= dict(measure=pop.data.measure, command=command_words(described))
     run = new_run(out, task.name, described | dict(version=__version__, torch=torch.__version__, origin=run_origin()))
+    if task.notes: print(task.notes_text())
     with Recorder([JSONLWriter(run.rows_path), *open_trackers(log, run.path)]) as rec:
         rec.add(run_rows(pop))
         rates = _fit_epochs(pop, rec, faults, progress)
