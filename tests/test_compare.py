@@ -1,6 +1,5 @@
 "Scores and their intervals, plays on equal terms, schedules that keep time."
 import math
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -193,13 +192,3 @@ def test_json(env, tmp_path):
     assert Comparison.load(tmp_path/"c.json") == c
     assert "1 seed;" in comparison_text(c) and "[" not in comparison_text(c)
     with pytest.raises(ValueError, match="test_accuracy_pp"): c.scores("accuracy")
-
-
-@pytest.mark.parametrize("name", [pytest.param(k, marks=[pytest.mark.slow] * ("cifar" in k)) for k in list_recipes()])
-def test_a_recipe_reaches_its_closing_table(name, tmp_path):
-    small = {"env.num_envs": 2, "env.horizon": 4, "env.limit": 64, "env.synthetic": name.startswith("cifar"),
-             "env.slots": ("r0c0",), "ppo.num_steps": 4, "ppo.num_updates": 1, "ppo.num_minibatches": 1}
-    said = []
-    begin_run(get_recipe(name, small), tmp_path).drive(progress=False, say=said.append, more=add_schedule)
-    closing = "\n".join(said)
-    assert re.search("It is (above|below|level with) the strongest of them", closing), closing
