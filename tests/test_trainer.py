@@ -113,6 +113,7 @@ print(json.dumps([losses, hashlib.sha256(weights).hexdigest()]))
 """
 
 
+@pytest.mark.slow
 def test_same_seed_is_the_same_run_in_two_processes(capsys):
     there = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout
     exec(SCRIPT, {})
