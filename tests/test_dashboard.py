@@ -13,9 +13,9 @@ from esper_nb.grow import ModuleHostConfig
 from esper_nb.guard import Governor, GovernorConfig, loss_limits
 from esper_nb.record import read_rows
 from esper_nb.show import (
-    THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, LoopSource,
-    NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots, disabled_reasons,
-    duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
+    THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident,
+    LoopSource, NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots,
+    disabled_reasons, duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
     seed_disabled_reasons, session_packet, session_text, status_html, watch, watch_text)
 from esper_nb.train import FitConfig, fit, get_task, new_population, parse_fault, task_from_arrays
 
@@ -472,6 +472,31 @@ def test_a_run_that_is_taken_back_is_followed_on(tmp_path):
     assert got[:5] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5] and got[-5:] == [1 / 4, 1 / 5, 1 / 6, 1 / 7, 1 / 8]
     with pytest.raises(ValueError, match="rows.jsonl"): RowsSource(tmp_path/"nowhere")
 
+def test_a_run_that_is_resumed_for_longer_shows_its_new_end(tmp_path):
+    def settings(updates):
+        run = dict(env=dict(num_envs=1), ppo=dict(num_updates=updates, num_steps=2))
+        (tmp_path/"config.json").write_text(json.dumps(dict(run=run)))
+    def row(e): return dict(kind="epoch", lane=0, epoch=e, step=e + 1) | {"train.loss": 1 / (e + 1)}
+    settings(2)
+    path = tmp_path/"rows.jsonl"
+    path.write_text("".join(json.dumps(row(e)) + "\n" for e in range(5)))
+    session = Session(RowsSource(tmp_path, every=.01))
+    assert session.source.total == 4
+    session.step(3).wait()
+    settings(8)
+    with open(path, "a") as file: file.write("".join(json.dumps(row(e)) + "\n" for e in range(5, 7)))
+    (tmp_path/"final.jsonl").touch()
+    session.start().wait(); session.wait()
+    assert "step 7 of 16" in session_text(session)
+    session.close()
+
+@pytest.mark.parametrize("reason, said", [("non-finite", "(loss 0.7)"), ("collapse", "(loss 0.7)"),
+                                          ("explosion", "(loss 0.7, limit 4.6)"), ("rise", "(loss 0.7, usual 0.03)")])
+def test_an_incident_names_no_limit_that_its_loss_was_below(reason, said):
+    incident = Incident(number=1, lane=2, reason=reason, action="rollback", x=9, end=9, back=4, loss="0.7", limit=4.6,
+                        target=.03, rollbacks_left=3)
+    assert f"{reason} {said} → rollback" in str(incident)
+
 
 # --- feeds: traffic and memory
 
@@ -620,9 +645,10 @@ def test_a_threshold_can_be_moved_switched_off_and_on(board):
     assert governor.config.huge == 20.
 
 def texts(w):
-    "Everything that a widget and what it holds say."
+    "Everything that a widget and what it holds say, explanations of words left out."
     own = [getattr(w, "value", "") if type(w).__name__ in ("HTML", "Label") else getattr(w, "description", "")]
-    return " ".join([*filter(None, own), *map(texts, getattr(w, "children", ()))])
+    said = " ".join([*filter(None, own), *map(texts, getattr(w, "children", ()))])
+    return re.sub(r"</?abbr[^>]*>", "", said)
 
 def test_thresholds_say_what_they_do_and_their_default(board):
     board.widget()
@@ -666,6 +692,23 @@ def test_buttons_that_cannot_work_are_off_and_say_why(run):
     save = d.panel.bar.buttons["save"]
     assert save.disabled and save.tooltip == "Not now: this run cannot be saved: its source has no parts"
     d.close()
+
+def test_a_refused_move_says_what_is_missing_and_names_no_gate(run):
+    s = run(population(2, 60))
+    s.seed("germinate", 1, "r0c0", "norm").wait(); s.seed("advance", 1, "r0c0").wait()
+    said = s.seed("advance", 1, "r0c0").wait()
+    assert not said.ok and said.message.startswith("seed refused: cannot advance r0c0 of lane 1 now: in 10 more epochs")
+    assert s.seed("prune", 0, "r0c0").wait().message.endswith("cannot prune r0c0 of lane 0 now: nothing grows here")
+
+def test_a_fault_is_marked_where_it_begins(run):
+    s = run(population(2, 60))
+    steps(s, 6); s.provoke("nan", 1).wait()
+    before = session_packet(s)
+    steps(s, 1)
+    fault, = s.history.faults
+    assert (fault.lane, fault.kind, fault.x) == (1, "nan", s.incidents[0].x)
+    assert [tuple(mark[1:]) for mark in before.meta["faults"]] == [(fault.x, 1, "nan")]
+    assert session_packet(s, before.seen).meta["faults"] == []
 
 @pytest.mark.slow
 def test_a_grow_button_is_on_exactly_when_the_move_would_be_done(run):
@@ -755,7 +798,7 @@ def test_lane_and_slot_follow_the_pickers_and_the_canvas(board):
     assert board.lane == 3 and board.panel.canvas.lane == 3
     board.panel.canvas.lane = 2                                                # a click in the picture
     selector = board.panel.selector
-    assert board.lane == 2 and selector.lane.value == 2 and "lane 2" in selector.titles[0][0].value
+    assert board.lane == 2 and selector.lane.value == 2 and "lane 2" in texts(selector.titles[0][0])
     board.panel.selector.slot.value = "r0c2"
     press(board, "Germinate"); board.session.ask("pause").wait()
     assert board.session.source.model.slot("r0c2").state(2).stage.name == "GERMINATED"
