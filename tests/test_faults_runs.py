@@ -374,7 +374,7 @@ def test_a_fault_that_can_never_come_is_refused(tmp_path, capsys):
     assert "an epoch below 4" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 heuristic = [dict(plateau=0), dict(plateau=1.5), dict(min_epoch=-1), dict(rest=-1), dict(stage_epochs=-1),
-             dict(fall=0.), dict(fall=float("nan")), dict(worth=float("nan")), dict(ransom=float("inf")),
+             dict(fall=0.), dict(fall=float("nan")), dict(contribution=float("nan")), dict(ransom=float("inf")),
              dict(penalty=-1.),
              dict(penalty=float("inf")), dict(decay=1.5), dict(decay=-.1), dict(skip=float("nan")), dict(patience=-1)]
 

@@ -12,7 +12,7 @@ from torch import nn
 from esper_nb.grow.blending import Blend, Curve, Ramp, RampMode, combine, progress, spread, straight_through
 from esper_nb.grow.blueprints import blueprint, forget_blueprint, list_blueprints
 from esper_nb.core.lanes import lane_state, take_lanes
-from esper_nb.core.layers import batch_norm2d, by_lane, unfold
+from esper_nb.core.layers import LaneBatchNorm2d, by_lane, unfold
 from esper_nb.grow.lifecycle import (
     ACTIVE, COLUMNS, COOLING, LIVE, Gates, Reason, Rules, SeedState, Stage, decode_seed, encode_seed)
 from esper_nb.grow.slots import Cut, Slot, evaluating
@@ -247,7 +247,7 @@ def test_germination_belongs_to_the_lane_not_to_its_company():
 def test_running_statistics_of_narrowed_banks_are_kept():
     "A blueprint with buffers: rows that took part are written back, others are not touched."
     @blueprint("with_bn", "cnn", 1)
-    def with_bn(channels, lanes): return nn.Sequential(batch_norm2d(channels, lanes))
+    def with_bn(channels, lanes): return nn.Sequential(LaneBatchNorm2d(channels, lanes))
     try:
         slot = Slot("r0c0", "cnn", 8, 3, ["with_bn", "norm"])
         slot.germinate("with_bn", [0, 2]); slot.advance([0, 2])

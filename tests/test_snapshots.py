@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core.layers import linear, by_lane
+from esper_nb.core.layers import LaneLinear, by_lane
 from esper_nb.train.optim import LaneOptimizer
 from esper_nb.train.stepper import LaneScaler, Stepper
 from esper_nb.core.parts import RandomStreams, pack_tree, unpack_tree
@@ -380,7 +380,7 @@ class LaneRun:
     def __init__(self, kind="sgd", n=N):
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            self.net = nn.Sequential(linear(5, 8, n=n), nn.Tanh(), linear(8, 3, n=n))
+            self.net = nn.Sequential(LaneLinear(5, 8, n=n), nn.Tanh(), LaneLinear(8, 3, n=n))
         options = dict(momentum=.9) if kind == "sgd" else {}
         self.stepper = Stepper(
             {"host": LaneOptimizer(self.net.named_parameters(), n, kind, 0.05, **options)}, LaneScaler(n)
@@ -467,7 +467,7 @@ def test_a_bad_lane_is_refused_alone():
     assert snap.restore().steps == (1, 0, 1, 1) and all(p.isfinite().all() for p in run.net.parameters())
 
 def test_new_state_of_a_restored_lane_starts_at_zero():
-    net = linear(3, 2, n=N); opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)
+    net = LaneLinear(3, 2, n=N); opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)
     snap = Snapshot(net, opt, lanes=N); snap.take()
     net(torch.ones(2, 3 * N)).sum().backward(); opt.step()
     snap.restore(lanes=[1])

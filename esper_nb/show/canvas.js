@@ -337,7 +337,7 @@ function lossRange(run, found, chance) {
 
 function losses(ctx, look, run, box, X, layer) {
   const {lane, head} = run, [from, until] = run.range(), first = run.loss.find(from);
-  const chance = head.chance ? head.chance[lane] : NaN, found = run.extremes(first);
+  const chance = head.chance_loss ? head.chance_loss[lane] : NaN, found = run.extremes(first);
   const [low, high] = lossRange(run, found, chance), top = box.y + RAIL;
   const share = value => Math.log(Math.min(Math.max(value, low), high) / low) / Math.log(high / low);
   const Y = value => top + (box.h - RAIL) * (1 - share(value));
@@ -635,7 +635,7 @@ function heat(look, run, layer, first, columns, low, high) {
 
 function strip(ctx, look, run, box, X, layer) {
   const {loss, head} = run, first = loss.find(run.range()[0]), found = run.extremes(first);
-  const high = Math.min(found.high, (head.chance ? head.chance[0] : found.high) * 2);
+  const high = Math.min(found.high, (head.chance_loss ? head.chance_loss[0] : found.high) * 2);
   if (first < loss.rows) {
     const x = X(first ? loss.at(first - 1, 0) : 0), columns = Math.min(loss.rows - first, Math.floor(box.w / 4));
     const image = heat(look, run, layer, first, columns, found.low, high);
