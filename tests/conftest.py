@@ -88,6 +88,24 @@ def one_thread():
 
 
 @pytest.fixture
+def no_plays(monkeypatch):
+    "Runs end when they are trained: nothing is played against other controllers."
+    from esper_nb.run import runs
+    monkeypatch.setattr(runs.Run, "finish", lambda run, **more: run)
+    monkeypatch.setattr(runs, "comparison_text", lambda result: "")
+    monkeypatch.setattr(runs.Run, "summary_text", lambda run, result: "")
+
+
+@pytest.fixture
+def plain_signals():
+    "Signals as a process in the foreground has them; one started by nohup, or in the background, ignores some."
+    plain = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in plain.items()}
+    yield
+    for number, handler in before.items(): signal.signal(number, handler)
+
+
+@pytest.fixture
 def stop_at():
     "`count = stop_at(learner, edge)`: a SIGINT before the learner's step number `edge`; `count()`: how many it began."
     def stop(learner, edge):

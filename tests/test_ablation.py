@@ -8,17 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.train.ablation import (
-    Ablation, contributions, evaluate, heard_slots, measure_ablation, pair_interactions, shapley)
-from esper_nb.grow.blending import Blend
-from esper_nb.grow.hosts import CNNConfig, GPTConfig
-from esper_nb.core.lanes import lane_state, take_lanes
-from esper_nb.core.layers import by_lane, unfold
-from esper_nb.grow.slots import evaluating
-from esper_nb.grow.lifecycle import COOLING, Stage
-from esper_nb.train.tasks import correct_counts, create_model, get_task
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.trainer import run_epoch
+from esper_nb.core import lane_state, take_lanes, unfold
+from esper_nb.grow import COOLING, Blend, CNNConfig, GPTConfig, Stage, evaluating
+from esper_nb.train import (
+    Ablation, FitConfig, contributions, correct_counts, create_model, evaluate, get_task, heard_slots, measure_ablation,
+    new_population, pair_interactions, run_epoch, shapley)
 
 CNN = CNNConfig(classes=4, in_channels=1, size=8, base=4, blocks=3, pools=2)
 TASKS = dict(cnn=get_task("digits").replace(host=CNN),
@@ -122,14 +116,6 @@ def test_one_stacked_batch_agrees_to_rounding(kind):
     torch.testing.assert_close(model.factorial(x, stacked=True)[0], model.factorial(x)[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", list(TASKS))
-def test_labels_that_all_lanes_share(kind):
-    model, data = grown(kind, 2), [(x, y[..., 0]) for x, y in batches(kind, 7)]
-    spread = [(x, y[..., None].expand(*y.shape, 7)) for x, y in data]
-    a, b = measure_ablation(model, TASKS[kind], data), measure_ablation(model, TASKS[kind], spread)
-    assert torch.equal(a.accuracy_pp, b.accuracy_pp) and torch.equal(a.loss, b.loss)
-
-
 # --- nobody notices
 
 @pytest.mark.parametrize("kind", list(TASKS))
@@ -159,16 +145,6 @@ def test_the_model_does_not_notice(kind, blend, stacked, fails, monkeypatch):
     assert torch.equal(torch.get_rng_state(), streams[0]) and np.random.get_state()[1].tolist() == streams[1]
     assert random.getstate() == streams[2]
     assert all((p.grad == .5).all() and p.requires_grad for p in model.parameters()) and torch.is_grad_enabled()
-
-
-def test_a_lane_whose_seed_is_nan_is_alone_with_it():
-    model, ill = grown("cnn", 3), grown("cnn", 3)
-    slot = ill.slot("r0c0")
-    for p in slot.banks[slot.blueprints[slot.state(0).blueprint]].parameters(): by_lane(p.data, 7)[0] = math.nan
-    a, b = (measure_ablation(m, TASKS["cnn"], batches("cnn", 7)) for m in (model, ill))
-    assert torch.equal(a.loss[:, 1:], b.loss[:, 1:]) and torch.equal(a.accuracy_pp[:, 1:], b.accuracy_pp[:, 1:])
-    assert b.loss[1::2, 0].isnan().all() and torch.equal(a.loss[::2, 0],
-                                                         b.loss[::2, 0]), "wrong exactly where it takes part"
 
 
 # --- in training
@@ -231,7 +207,7 @@ def tables(draw):
             if c >> j & 1: f[c] = torch.where(heard[j], f[c], f[c ^ 1 << j])
     return Ablation(tuple(f"s{j}" for j in range(k)), f, f / 10, heard, heard & (torch.rand(k, n, generator=g) < .4))
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(tables())
 def test_every_reading_is_a_look_up(w):
     k, n = len(w.slots), w.accuracy_pp.shape[1]
@@ -299,33 +275,13 @@ def by_orders(f, k):
         for j in order: out[j] += f[c | 1 << j] - f[c]; c |= 1 << j
     return out / len(orders)
 
-numbers = st.floats(-100, 100, allow_nan=False)
-
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 5), st.integers(0, 10_000))
 def test_exact_values_are_the_mean_over_all_orders(k, seed):
     f = torch.randn(2**k, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     v = shapley(f)
     torch.testing.assert_close(v, by_orders(f, k), rtol=0, atol=1e-12)
     torch.testing.assert_close(v.sum(0), f[-1] - f[0], rtol=0, atol=1e-12)
-
-@settings(deadline=None, max_examples=100)
-@given(st.lists(numbers, min_size=1, max_size=6), numbers)
-def test_additive_games_are_exact(bring, base):
-    k, v = len(bring), torch.tensor(bring, dtype=torch.float64)
-    on = torch.tensor([[c >> j & 1 for j in range(k)] for c in range(2**k)], dtype=torch.float64)
-    torch.testing.assert_close(shapley(base + on @ v), v, rtol=1e-12, atol=1e-10)
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(0, 10_000))
-def test_equal_players_get_equal_shares_and_idle_ones_nothing(seed):
-    g = torch.Generator().manual_seed(seed)
-    by_size = torch.randn(4, generator=g, dtype=torch.float64)
-    f = torch.stack([by_size[(c & 7).bit_count()] for c in range(16)])  # players 0 to 2 alike, player 3 changes nothing
-    v = shapley(f)
-    torch.testing.assert_close(v[:3], v[:1].expand(3), rtol=0, atol=1e-12)
-    assert abs(float(v[3])) < 1e-12
-
 
 @pytest.mark.parametrize("reading", [contributions, pair_interactions, shapley])
 def test_an_incomplete_table_is_refused_by_name(reading):

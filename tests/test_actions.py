@@ -5,9 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import (
-    HEADS, MIN_PRUNE_AGE, OPERATIONS, OPS, Choice, GrowthActions, SlotView, choice_of, draw_actions, in_stage,
-    read_slots)
+from esper_nb.control.actions import (HEADS, MIN_PRUNE_AGE, OPERATIONS, OPS, Choice, GrowthActions, SlotView, choice_of,
+                                      draw_actions, in_stage, read_slots)
 from esper_nb.grow.hosts import CNNConfig, CNNHost
 from esper_nb.grow.models import GrowingModel
 from esper_nb.grow.lifecycle import (
@@ -89,17 +88,16 @@ def test_draws_without_masks_are_refused_with_a_reason_and_change_nothing():
     assert refused > 500
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.booleans())
 def test_gates_for_all_lanes_equal_the_gate_of_one(seed, strict):
     g = torch.Generator().manual_seed(seed)
     def pick(*v): return v[int(torch.randint(len(v), (), generator=g))]
     stage = pick(Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
-    s = SeedState(
-        stage=stage, blueprint=0, births=1, epochs=pick(0, 1, 9, 10, 11), health=pick(None, .69, .7, .75, 1.),
-        exploding=pick(None, 0., .1), accuracy=pick(None, 50.5, 50.), accuracy_stage=pick(None, 50., 49.9),
-        gradient_ratio=pick(None, .1, .05, .2), target=pick(.5, 1.), alpha=pick(.5, 1.),
-        contribution=pick(None, -1., .99, 1., 2.))
+    s = SeedState(stage=stage, blueprint=0, births=1, epochs=pick(0, 1, 9, 10, 11), health=pick(None, .69, .7, .75, 1.),
+                  exploding=pick(None, 0., .1), accuracy=pick(None, 50.5, 50.), accuracy_stage=pick(None, 50., 49.9),
+                  gradient_ratio=pick(None, .1, .05, .2), target=pick(.5, 1.), alpha=pick(.5, 1.),
+                  contribution=pick(None, -1., .99, 1., 2.))
     table, rules = torch.tensor([[encode_seed(s)]]).double(), Rules(gates=Gates(strict=strict))
     s = decode_seed(torch.tensor(encode_seed(s)).tolist()) # as the table holds it
     to, op = (Stage.FOSSILIZED, "fossilize") if stage == Stage.HOLDING else (next_stage(stage), "advance")
@@ -152,7 +150,7 @@ def test_unused_heads_cost_nothing_and_masks_are_never_empty():
     MaskedHeads(logits, space.legal(mask, action)) # validates
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_codes_round_trip(data):
     model, space = world(lanes=1)

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esper_nb.guard.adapters import bar_note, fastai_governor, guard_accelerator, guard_trainer, lightning_governor
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorConfig
+from esper_nb.guard import (
+    Governor, GovernorConfig, bar_note, fastai_governor, guard_accelerator, guard_trainer, lightning_governor)
 
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
 QUICK = GovernorConfig(snapshot_every=20, probation=20, patience=0)
@@ -68,16 +67,14 @@ def test_lightning_healthy_run_is_untouched(pl, tmp_path):
     guarded, alone = lightning_run(pl, tmp_path, callback)[0], lightning_run(pl, tmp_path, None)[0]
     assert guarded.losses == alone.losses and not callback.governor.reports
 
+@pytest.mark.slow
 def test_lightning_stops_at_the_end_of_the_ladder(pl, tmp_path):
     callback = lightning_governor(math.log(10), QUICK.replace(rollbacks=1))
     model, fit = lightning_run(pl, tmp_path, callback, poison, at=range(90, 1000))
-    assert (
-        fit.should_stop
-        and model.calls < 100
-        and callback.governor.reports[-1].action == "stop"
-        and all(p.isfinite().all() for p in model.parameters())
-    )
+    assert (fit.should_stop and model.calls < 100 and callback.governor.reports[-1].action == "stop"
+            and all(p.isfinite().all() for p in model.parameters()))
 
+@pytest.mark.slow
 def test_lightning_checkpoints_hold_the_governor(pl, tmp_path):
     callback = lightning_governor(math.log(10), QUICK)
     _, fit = lightning_run(pl, tmp_path, callback, batches=50)
@@ -122,6 +119,7 @@ def test_bars_of_healthy_runs_say_nothing():
     for _ in bar: gov.watch(1.)
     assert bar.desc in ("train", "train: ")
 
+@pytest.mark.slow
 def test_the_bar_of_lightning_says_what_was_done(pl, tmp_path, capsys):
     from lightning.pytorch.callbacks import TQDMProgressBar
     callback = lightning_governor(math.log(10), QUICK)
@@ -143,17 +141,9 @@ def hf_run(tmp_path, model, governor=True, steps=150, config=QUICK, resume=None,
     pytest.importorskip("accelerate", reason="needs accelerate")
     transformers.logging.set_verbosity_error()
     data = [dict(x=x, labels=y) for x, y in zip(*examples(32 * 60))]
-    args = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=steps,
-        per_device_train_batch_size=32,
-        learning_rate=3e-3,
-        report_to=[],
-        logging_strategy="no",
-        use_cpu=True,
-        seed=0,
-        **dict(save_strategy="no", disable_tqdm=True) | options,
-    )
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=32,
+                                          learning_rate=3e-3, report_to=[], logging_strategy="no", use_cpu=True, seed=0,
+                                          **dict(save_strategy="no", disable_tqdm=True) | options)
     trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
     callback = guard_trainer(trainer, math.log(10), config) if governor else None
     with warnings.catch_warnings():
@@ -174,17 +164,16 @@ def test_hugging_face_goes_on_after_a_nan(tmp_path):
 def test_hugging_face_healthy_run_is_untouched(tmp_path):
     _, callback = hf_run(tmp_path, guarded := new(), gradient_accumulation_steps=2)
     hf_run(tmp_path, alone := new(), governor=False, gradient_accumulation_steps=2)
-    assert (
-        guarded.losses == alone.losses
-        and not callback.governor.reports
-        and int(callback.governor.stats.judged[0]) == 150
-    )
+    assert (guarded.losses == alone.losses and not callback.governor.reports
+            and int(callback.governor.stats.judged[0]) == 150)
     assert abs(callback.governor.stats.ring[0, 0] - sum(guarded.losses[:2]) / 2) < 1e-5, "micro-batches are one loss"
 
+@pytest.mark.slow
 def test_hugging_face_stops_at_the_end_of_the_ladder(tmp_path):
     trainer, callback = hf_run(tmp_path, new(fault=poison, at=range(90, 1000)), config=QUICK.replace(rollbacks=1))
     assert trainer.state.global_step < 100 and callback.governor.reports[-1].action == "stop"
 
+@pytest.mark.slow
 def test_lightning_manual_optimization(pl, tmp_path):
     class Manual(pl.LightningModule):
         def __init__(self, how):
@@ -210,6 +199,7 @@ def test_lightning_manual_optimization(pl, tmp_path):
         assert len(callback.governor.reports) == seen, how
         if seen: assert all(p.isfinite().all() for p in model.parameters())
 
+@pytest.mark.slow
 def test_lightning_ranks_act_together(pl, tmp_path):
     from lightning.pytorch.callbacks import Callback
     class Poison(Callback):
@@ -237,6 +227,7 @@ def test_hugging_face_resumes_exactly(tmp_path):
     assert a.watched == b.watched == 120 and (a.stats.ring == b.stats.ring).all()
     assert a.snapshot.steps == b.snapshot.steps
 
+@pytest.mark.slow
 def test_hugging_face_logs_what_was_done(tmp_path):
     trainer, callback = hf_run(tmp_path, new(fault=poison))
     assert [x["governor_rollback"] for x in trainer.state.log_history if "governor_rollback" in x] == [
@@ -244,6 +235,7 @@ def test_hugging_face_logs_what_was_done(tmp_path):
     said, = [x["governor"] for x in trainer.state.log_history if "governor" in x]
     assert said == str(callback.governor.reports[0]) and "non-finite" in said and "rollback" in said
 
+@pytest.mark.slow
 def test_the_bar_of_hugging_face_says_what_was_done(tmp_path, capsys):
     _, callback = hf_run(tmp_path, new(fault=poison), steps=120, disable_tqdm=False)
     note = f"Governor: non-finite -> rollback at batch {callback.governor.reports[0].batch}"
@@ -364,6 +356,7 @@ def test_fastai():
     learn.validate()
     assert callback.governor is first, "validation is no training"
 
+@pytest.mark.slow
 def test_fastai_says_above_its_bar_what_was_done(capsys):
     pytest.importorskip("fastai.learner", reason="needs fastai")
     pytest.importorskip("fastai.callback.progress") # it registers itself
@@ -373,6 +366,7 @@ def test_fastai_says_above_its_bar_what_was_done(capsys):
     assert learn.guard is callback
     assert f"Governor: {callback.governor.reports[0]}" in capsys.readouterr().out
 
+@pytest.mark.slow
 def test_fastai_stops_at_the_end_of_the_ladder():
     pytest.importorskip("fastai.learner", reason="needs fastai")
     calls = []
@@ -383,6 +377,7 @@ def test_fastai_stops_at_the_end_of_the_ladder():
     assert callback.governor.reports[-1].action == "stop" and len(calls) == 1
     assert all(p.isfinite().all() for p in learn.model.parameters())
 
+@pytest.mark.slow
 def test_fastai_goes_on_from_a_state(tmp_path):
     pytest.importorskip("fastai.learner", reason="needs fastai")
     first = fastai_governor(math.log(10), QUICK)
@@ -395,6 +390,7 @@ def test_fastai_goes_on_from_a_state(tmp_path):
     with other.no_logging(): other.fit(1, 3e-3)
     assert again.governor.watched == 2 * first.governor.watched == 200
 
+@pytest.mark.slow
 def test_fastai_searches_a_rate_without_a_governor():
     pytest.importorskip("fastai.learner", reason="needs fastai")
     pytest.importorskip("fastai.callback.schedule") # it adds the search to the learner

@@ -11,8 +11,7 @@ import torch
 from benchmarks import faults, growth, lanes
 from benchmarks.growth import GROWTH_CASES, GROWTH_PLANS, GrowthCase, PlainGrown, arithmetic_share, growth_text
 from benchmarks.measure import Case, Side, fastest_epoch, find_maker, machine, machine_text, take_turns
-from esper_nb.train.faults import Fault, list_faults
-from esper_nb.train.tasks import get_task
+from esper_nb.train import Fault, get_task, list_faults
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 MULTIPLY = "benchmarks.measure:multiply"

@@ -13,10 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.learn.learner import Learner, train_ppo
-from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.policies import PolicyConfig
-from esper_nb.record.checkpoints import (
+from esper_nb.learn import Learner, PPOConfig, PolicyConfig, train_ppo
+from esper_nb.record import (
     CheckpointError, EnvState, checkpoint_digest, contract_difference, decode_tree, encode_tree, load_checkpoint,
     read_checkpoint, save_checkpoint, write_checkpoint)
 
@@ -45,7 +43,7 @@ def tensors_of(tree):
     return tensors
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(trees)
 def test_any_tree_survives_json(tree):
     tensors = {}

@@ -1,25 +1,24 @@
 "The command in processes of its own: stop, kill, resume, report, compare, mistakes."
+import io
 import json
+import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from esper_nb.run import cli
-from esper_nb.core.config import parse_settings
-from esper_nb.run.cli import lab_command, main
-from esper_nb.run.compare import Comparison
-from esper_nb.run.recipes import get_recipe, list_recipes, register_recipe
-from esper_nb.record.rows import encode_row
-from esper_nb.run.runs import open_run
-from esper_nb.record.writers import cut_rows, read_rows
-from esper_nb.train.population import FitConfig
+from esper_nb.control import GrowVecEnv
+from esper_nb.core import parse_settings
+from esper_nb.record import cut_rows, encode_row, read_rows
+from esper_nb.run import Comparison, cli, get_recipe, lab_command, list_recipes, main, open_run, register_recipe
+from esper_nb.train import FitConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=4", "env.horizon=8", "env.limit=256", "ppo.num_steps=8", "ppo.num_minibatches=2",
-            "save_every=1", "env.workers=1")
+            "save_every=1", "env.workers=1", 'env.blueprints=["conv_light"]')
 SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
 
 CHILD = """
@@ -50,11 +49,12 @@ def timeless(path):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     "A run that nobody stopped."
-    folder = tmp_path_factory.mktemp("whole")
-    done = child("train", "digits_impaired", "--updates", 3, "--inject", "nan:1:4", *SMALL, "--out", folder)
-    assert done.returncode == 0, done.stderr
-    assert "wait-only" in done.stdout and "median" in done.stdout # the table
-    assert "return" in done.stderr and "rollback" in done.stderr # the bar
+    folder, said, bar = tmp_path_factory.mktemp("whole"), io.StringIO(), io.StringIO()
+    with redirect_stdout(said), redirect_stderr(bar):
+        asked = ["train", "digits_impaired", "--updates", "3", "--inject", "nan:1:4", *SMALL, "--out", str(folder)]
+        assert main(asked) == 0
+    assert "wait-only" in said.getvalue() and "median" in said.getvalue() # the table
+    assert "return" in bar.getvalue() and "rollback" in bar.getvalue()
     return folder/"digits_impaired"
 
 @pytest.mark.slow
@@ -112,9 +112,14 @@ def test_resume_refuses_what_does_not_fit(whole, tmp_path, capsys):
     (other/"checkpoint.safetensors").write_bytes(b"\x00" * 100)
     assert main(["resume", str(other)]) == 2 and "cannot be read as a checkpoint" in capsys.readouterr().err
 
-def test_an_interrupt_in_front_of_the_first_step(tmp_path):
-    first = child("train", "digits_impaired", "--updates", 1, *SMALL, "--out", tmp_path, at=1)
-    assert first.returncode == 130 and "Traceback" not in first.stderr
+def test_an_interrupt_in_front_of_the_first_step(tmp_path, monkeypatch, capsys, plain_signals):
+    step = GrowVecEnv.step
+    def interrupted(env, actions):
+        signal.raise_signal(signal.SIGINT)
+        return step(env, actions)
+    monkeypatch.setattr(GrowVecEnv, "step", interrupted)
+    assert main(["train", "digits_impaired", "--updates", "1", *SMALL, "--out", str(tmp_path)]) == 130
+    assert "Traceback" not in capsys.readouterr().err
     assert open_run(tmp_path/"digits_impaired").steps == 1      # the step that was begun is finished first
 
 @pytest.mark.slow
@@ -143,7 +148,7 @@ def test_compare(tmp_path, capsys):
     assert "jobs" in capsys.readouterr().err
 
 def test_fit(tmp_path, capsys):
-    options = ["--set", "lanes=3", "--set", "epochs=3", "--inject", "nan:1:1"]
+    options = ["--set", "lanes=2", "--set", "epochs=2", "--inject", "nan:1:1"]
     assert main(["fit", "digits", *options, "--out", str(tmp_path)]) == 0
     rows = read_rows(tmp_path/"digits/rows.jsonl")
     assert "test accuracy" in capsys.readouterr().out

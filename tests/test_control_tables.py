@@ -4,19 +4,16 @@ import torch
 from test_vector_conformance import TASK, tiny_data
 
 from esper_nb import PPOConfig, PolicyConfig, begin_run, get_recipe, open_run
-from esper_nb.control.actions import OPERATIONS, OPS, Choice, Operation, Repertoire, register_operation
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.observations import OBSERVATIONS, Observation, register_observation
-from esper_nb.core.layers import conv2d
-from esper_nb.grow.blueprints import blueprint, forget_blueprint
-from esper_nb.grow.lifecycle import Stage
-from esper_nb.grow.models import Decision
-from esper_nb.learn.learner import Learner
-from esper_nb.record.analytics import action_mix, observation_ranges
-from esper_nb.record.rows import EnvRows
-from esper_nb.run.compare import PolicyPlayer
+from esper_nb.control import (
+    OBSERVATIONS, OPERATIONS, OPS, Choice, GrowVecEnv, Observation, Operation, Repertoire, register_observation,
+    register_operation)
+from esper_nb.core import conv2d
+from esper_nb.grow import Decision, Stage, blueprint, forget_blueprint
+from esper_nb.learn import Learner
+from esper_nb.record import EnvRows, action_mix, observation_ranges
+from esper_nb.run import PolicyPlayer
+from esper_nb.show import controller_curves
 from esper_nb.run.report import _choices_section
-from esper_nb.show.history import controller_curves
 
 SMALL = dict(task=TASK, workers=1, horizon=3, num_envs=2)
 

@@ -8,33 +8,23 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import esper_nb.show.dashboard as dashboard_module
-from esper_nb.record.writers import read_rows
-from esper_nb.show.dashboard import (
-    ControlBar, Dashboard, RowsSource, disabled_reasons, seed_disabled_reasons, watch, watch_text)
-from esper_nb.show.theme import THRESHOLDS, WidgetFactory
-from esper_nb.show.views import (
-    NotebookOutput, duration_text, log_html, notebook_html, plot_session, session_text, status_html)
-from esper_nb.show.plot_runs import plot_slots
-from esper_nb.show.live import Feed, Pacer, live_front_end, session_packet
-from esper_nb.guard.detector import loss_limits
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorConfig
-from esper_nb.core.lanes import lane_state
-from esper_nb.core.layers import by_lane
-from esper_nb.show.history import DownsampledSeries, decode_slots, lane_limits
-from esper_nb.show.session import Session
-from esper_nb.show.sources import EnvSource, Frame, FrameSource, LoopSource, PopulationSource
-from esper_nb.train.faults import parse_fault
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.tasks import get_task, task_from_arrays
-from esper_nb.train.trainer import fit
-from esper_nb.grow.module_hosts import ModuleHostConfig
+from esper_nb.core import by_lane, lane_state
+from esper_nb.grow import ModuleHostConfig
+from esper_nb.guard import Governor, GovernorConfig, loss_limits
+from esper_nb.record import read_rows
+from esper_nb.show import (
+    THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident,
+    LoopSource, NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots,
+    disabled_reasons, duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
+    seed_disabled_reasons, session_packet, session_text, status_html, watch, watch_text)
+from esper_nb.train import FitConfig, fit, get_task, new_population, parse_fault, task_from_arrays
 
 torch.set_num_threads(1)
 
 
 def population(lanes=4, epochs=12, **kw):
-    return new_population("digits_impaired", FitConfig(lanes=lanes, epochs=epochs, batch_size=256, workers=1, **kw))
+    config = FitConfig(lanes=lanes, epochs=epochs, batch_size=256, workers=1, **kw)
+    return new_population("digits_impaired", config, blueprints=["norm", "conv_light"])
 
 def weights(pop): return {k: t.clone() for k, t in lane_state(pop.model).items()}
 
@@ -61,7 +51,7 @@ def fake(n=3, lanes=2, loss=1., batches=2):
 
 # --- tracks
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(1, 400), st.sampled_from((4, 8, 32)), st.integers(0, 2**31), st.integers(1, 9))
 def test_a_track_is_bounded_and_loses_no_peak(count, capacity, seed, chunk):
     values = np.random.default_rng(seed).normal(size=count).astype(np.float32)
@@ -74,7 +64,7 @@ def test_a_track_is_bounded_and_loses_no_peak(count, capacity, seed, chunk):
     assert np.max(track.rows[:, 1], initial=-np.inf) == np.max(values[:covered], initial=-np.inf)
     assert (np.diff(track.rows[:, 0]) == track.stride).all()
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40))
 def test_a_reader_of_news_has_the_whole_track(parts):
     track, seen, have, at = DownsampledSeries(1, 16), None, np.empty((0, 1), np.float32), 0
@@ -364,7 +354,8 @@ def test_ppo_over_lanes_runs_in_a_session(run):
     from esper_nb.learn.loss import PPOConfig
     from esper_nb.learn.learner import train_ppo
     def learner():
-        envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=5, gamma=.99, limit=320, workers=1)
+        envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=5, gamma=.99, limit=320, workers=1,
+                          blueprints=("norm", "conv_light"))
         return Learner(envs, PPOConfig(num_steps=4, num_updates=2, gamma=.99, num_minibatches=1),
                        PolicyConfig(hidden=16), heads=envs.actions)
     a, b = learner(), learner()
@@ -382,7 +373,8 @@ def test_a_fault_in_a_controllers_lane_is_an_incident(run):
     from esper_nb.learn.policies import PolicyConfig
     from esper_nb.learn.learner import Learner
     from esper_nb.learn.loss import PPOConfig
-    envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=30, gamma=.99, limit=320, workers=1)
+    envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=30, gamma=.99, limit=320, workers=1,
+                      blueprints=("norm", "conv_light"))
     s = run(EnvSource(Learner(envs, PPOConfig(num_steps=8, num_updates=2, gamma=.99, num_minibatches=1),
                               PolicyConfig(hidden=16), heads=envs.actions)))
     steps(s, 5)
@@ -479,6 +471,31 @@ def test_a_run_that_is_taken_back_is_followed_on(tmp_path):
     while (f := source.step()) is not None: got += list(f.loss[:, 0])
     assert got[:5] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5] and got[-5:] == [1 / 4, 1 / 5, 1 / 6, 1 / 7, 1 / 8]
     with pytest.raises(ValueError, match="rows.jsonl"): RowsSource(tmp_path/"nowhere")
+
+def test_a_run_that_is_resumed_for_longer_shows_its_new_end(tmp_path):
+    def settings(updates):
+        run = dict(env=dict(num_envs=1), ppo=dict(num_updates=updates, num_steps=2))
+        (tmp_path/"config.json").write_text(json.dumps(dict(run=run)))
+    def row(e): return dict(kind="epoch", lane=0, epoch=e, step=e + 1) | {"train.loss": 1 / (e + 1)}
+    settings(2)
+    path = tmp_path/"rows.jsonl"
+    path.write_text("".join(json.dumps(row(e)) + "\n" for e in range(5)))
+    session = Session(RowsSource(tmp_path, every=.01))
+    assert session.source.total == 4
+    session.step(3).wait()
+    settings(8)
+    with open(path, "a") as file: file.write("".join(json.dumps(row(e)) + "\n" for e in range(5, 7)))
+    (tmp_path/"final.jsonl").touch()
+    session.start().wait(); session.wait()
+    assert "step 7 of 16" in session_text(session)
+    session.close()
+
+@pytest.mark.parametrize("reason, said", [("non-finite", "(loss 0.7)"), ("collapse", "(loss 0.7)"),
+                                          ("explosion", "(loss 0.7, limit 4.6)"), ("rise", "(loss 0.7, usual 0.03)")])
+def test_an_incident_names_no_limit_that_its_loss_was_below(reason, said):
+    incident = Incident(number=1, lane=2, reason=reason, action="rollback", x=9, end=9, back=4, loss="0.7", limit=4.6,
+                        target=.03, rollbacks_left=3)
+    assert f"{reason} {said} → rollback" in str(incident)
 
 
 # --- feeds: traffic and memory
@@ -628,9 +645,10 @@ def test_a_threshold_can_be_moved_switched_off_and_on(board):
     assert governor.config.huge == 20.
 
 def texts(w):
-    "Everything that a widget and what it holds say."
+    "Everything that a widget and what it holds say, explanations of words left out."
     own = [getattr(w, "value", "") if type(w).__name__ in ("HTML", "Label") else getattr(w, "description", "")]
-    return " ".join([*filter(None, own), *map(texts, getattr(w, "children", ()))])
+    said = " ".join([*filter(None, own), *map(texts, getattr(w, "children", ()))])
+    return re.sub(r"</?abbr[^>]*>", "", said)
 
 def test_thresholds_say_what_they_do_and_their_default(board):
     board.widget()
@@ -674,6 +692,23 @@ def test_buttons_that_cannot_work_are_off_and_say_why(run):
     save = d.panel.bar.buttons["save"]
     assert save.disabled and save.tooltip == "Not now: this run cannot be saved: its source has no parts"
     d.close()
+
+def test_a_refused_move_says_what_is_missing_and_names_no_gate(run):
+    s = run(population(2, 60))
+    s.seed("germinate", 1, "r0c0", "norm").wait(); s.seed("advance", 1, "r0c0").wait()
+    said = s.seed("advance", 1, "r0c0").wait()
+    assert not said.ok and said.message.startswith("seed refused: cannot advance r0c0 of lane 1 now: in 10 more epochs")
+    assert s.seed("prune", 0, "r0c0").wait().message.endswith("cannot prune r0c0 of lane 0 now: nothing grows here")
+
+def test_a_fault_is_marked_where_it_begins(run):
+    s = run(population(2, 60))
+    steps(s, 6); s.provoke("nan", 1).wait()
+    before = session_packet(s)
+    steps(s, 1)
+    fault, = s.history.faults
+    assert (fault.lane, fault.kind, fault.x) == (1, "nan", s.incidents[0].x)
+    assert [tuple(mark[1:]) for mark in before.meta["faults"]] == [(fault.x, 1, "nan")]
+    assert session_packet(s, before.seen).meta["faults"] == []
 
 @pytest.mark.slow
 def test_a_grow_button_is_on_exactly_when_the_move_would_be_done(run):
@@ -763,7 +798,7 @@ def test_lane_and_slot_follow_the_pickers_and_the_canvas(board):
     assert board.lane == 3 and board.panel.canvas.lane == 3
     board.panel.canvas.lane = 2                                                # a click in the picture
     selector = board.panel.selector
-    assert board.lane == 2 and selector.lane.value == 2 and "lane 2" in selector.titles[0][0].value
+    assert board.lane == 2 and selector.lane.value == 2 and "lane 2" in texts(selector.titles[0][0])
     board.panel.selector.slot.value = "r0c2"
     press(board, "Germinate"); board.session.ask("pause").wait()
     assert board.session.source.model.slot("r0c2").state(2).stage.name == "GERMINATED"

@@ -35,7 +35,7 @@ def plain(data, x, draws, b, lane):
     return torch.stack(out)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(shape=st.tuples(st.integers(1, 7), st.integers(1, 7), st.integers(1, 4)), pad=st.integers(0, 3),
        flip=st.booleans(), lanes=st.integers(1, 5), batch=st.integers(1, 24),
        dtype=st.sampled_from(["uint8", "float"]), epoch=st.integers(0, 3))
@@ -213,7 +213,7 @@ def test_digits_are_all_there_once():
     assert abs(data.chance_loss - math.log(10)) < .001 and torch.equal(load_digits_data().y["test"], data.y["test"])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(counts=st.lists(st.integers(1, 60), min_size=2, max_size=6))
 def test_balanced_order_is_a_permutation_with_even_stretches(counts):
     y = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -286,7 +286,7 @@ def letters(n=107, block=10):
     return TextData(*(torch.arange(k) % 26 for k in (n, 60, 60)), vocab="abcdefghijklmnopqrstuvwxyz", block=block)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(n=st.integers(20, 200), block=st.integers(1, 10), lanes=st.integers(1, 4), batch=st.integers(1, 5))
 def test_windows_are_whole_and_do_not_overlap(n, block, lanes, batch):
     tokens = torch.randint(0, 7, (n,), generator=torch.Generator().manual_seed(n))

@@ -7,29 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.guard.detector import (
-    RULES, DetectorConfig, LossStats, Rule, judge, label_entropy, list_thresholds, threshold)
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorConfig
-from esper_nb.record.rows import governor_rows
-from esper_nb.show.plot_runs import plot_incidents
-from esper_nb.show.theme import rules_help
+from esper_nb.guard import (
+    RULES, DetectorConfig, Governor, GovernorConfig, LossStats, Rule, judge, label_entropy, list_thresholds, threshold)
+from esper_nb.record import governor_rows
+from esper_nb.show import plot_incidents, rules_help
 
 REASONS = ("healthy", *RULES)
 
 CHANCE = math.log(10)
-CLASSIC = DetectorConfig(
-    absolute=None,
-    absolute_loss=12.0,
-    huge=None,
-    cold=None,
-    window=20,
-    min_samples=10,
-    refresh=1,
-    rise=None,
-    collapse_confirm=1,
-    collapse_z=None,
-)
+CLASSIC = DetectorConfig(absolute=None, absolute_loss=12.0, huge=None, cold=None, window=20, min_samples=10, refresh=1,
+                         rise=None, collapse_confirm=1, collapse_z=None)
 
 
 # --- the bench; thresholds were chosen on other seeds
@@ -41,19 +28,12 @@ def trace(rng, lanes, steps=2000, noise=.08, floor=.9):
 AT = 1200
 def level(x, value, rng): x[AT:] = value * np.exp(.02 * rng.standard_normal(x[AT:].shape))
 def scale(x, factor): x[AT:] *= factor
-FAULTS = {
-    "nan": lambda x, r: x.__setitem__(AT, np.nan),
-    "+inf": lambda x, r: x.__setitem__(AT, np.inf),
-    "-inf": lambda x, r: x.__setitem__(AT, -np.inf),
-    "x50 once": lambda x, r: x.__setitem__(AT, 50 * x[AT]),
-    "x50": lambda x, r: scale(x, 50),
-    "x8": lambda x, r: scale(x, 8),
-    "x3": lambda x, r: scale(x, 3),
-    "collapse": lambda x, r: level(x, CHANCE, r),
-    "collapse from 1.3": lambda x, r: level(x, CHANCE, r),
-    "collapse to 1.12 chance": lambda x, r: level(x, 1.12 * CHANCE, r),
-    "drift": lambda x, r: scale(x, 1.01 ** np.arange(1, len(x) - AT + 1)[:, None]),
-}
+FAULTS = {"nan": lambda x, r: x.__setitem__(AT, np.nan), "+inf": lambda x, r: x.__setitem__(AT, np.inf),
+          "-inf": lambda x, r: x.__setitem__(AT, -np.inf), "x50 once": lambda x, r: x.__setitem__(AT, 50 * x[AT]),
+          "x50": lambda x, r: scale(x, 50), "x8": lambda x, r: scale(x, 8), "x3": lambda x, r: scale(x, 3),
+          "collapse": lambda x, r: level(x, CHANCE, r), "collapse from 1.3": lambda x, r: level(x, CHANCE, r),
+          "collapse to 1.12 chance": lambda x, r: level(x, 1.12 * CHANCE, r), "drift": lambda x,
+          r: scale(x, 1.01 ** np.arange(1, len(x) - AT + 1)[:, None])}
 
 def first_panic(x, limits=DetectorConfig(), chance=CHANCE):
     "(n,) step of the first panic, -1 if none, and its reason."
@@ -104,7 +84,7 @@ def healthy_runs(draw):
     return fall * unit * np.exp(noise * rng.standard_normal(500)), unit
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(healthy_runs(), st.booleans())
 def test_a_healthy_run_never_panics(run, with_chance):
     x, chance = run
@@ -122,7 +102,7 @@ def learnt(noise=.05, n=1, steps=60, seed=0):
         s, _ = judge(s, row, chance_loss=CHANCE)
     return s
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.sampled_from(["fine", "above", "nan"]), min_size=1, max_size=30), st.integers(1, 5))
 def test_count_rules(kinds, confirm):
     "An explosion is `confirm` anomalies in a row; a healthy loss ends the row, a NaN neither adds to it nor ends it."
@@ -134,14 +114,9 @@ def test_count_rules(kinds, confirm):
         exploded = "explosion" if kind == "above" and row >= confirm else "healthy"
         assert v.reason() == ("non-finite" if kind == "nan" else exploded)
 
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(
-        st.one_of(st.floats(5.0, 1e30), st.sampled_from([math.nan, math.inf, -math.inf, CHANCE])),
-        min_size=1,
-        max_size=20,
-    )
-)
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.one_of(st.floats(5.0, 1e30), st.sampled_from([math.nan, math.inf, -math.inf, CHANCE])), min_size=1,
+                max_size=20))
 def test_statistics_are_unchanged_by_anomalies(losses):
     s = before = learnt()
     for x in losses: s, _ = judge(s, x, chance_loss=CHANCE)
@@ -149,7 +124,7 @@ def test_statistics_are_unchanged_by_anomalies(losses):
         assert np.array_equal(getattr(s, k), getattr(before, k)), k
     assert [t for t, _ in s.anomalies(0)] == list(range(60, 60 + len(losses)))[-8:]
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.floats(1e-3, 20.) | st.just(math.nan), min_size=1, max_size=60), st.integers(0, 59))
 def test_a_round_trip_at_any_point_changes_nothing(losses, cut):
     a = b = learnt()
@@ -161,7 +136,7 @@ def test_a_round_trip_at_any_point_changes_nothing(losses, cut):
         assert v.code == w.code and np.array_equal(v.limit, w.limit)
     for k, x in a.arrays.items(): assert np.array_equal(x, b.arrays[k], equal_nan=True), k
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 5), st.integers(0, 10**6))
 def test_lanes_are_judged_as_if_alone(n, seed):
     rng = np.random.default_rng(seed)
@@ -187,7 +162,7 @@ def test_inactive_lanes_stay_as_they_are():
     t, v = judge(s, [math.nan, 50., .9], chance_loss=CHANCE, active=[False, False, True])
     assert v.code.tolist() == [0, 0, 0] and t.judged.tolist() == [60, 60, 61] and np.array_equal(t.count, [0, 0, 0])
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10**6), st.floats(.01, .8))
 def test_plain_numbers_and_arrays_give_the_same_statistics(seed, noise):
     rng = np.random.default_rng(seed); limits = DetectorConfig()

@@ -24,7 +24,7 @@ def world(sizes, seed, rows=7):
     return heads, logits, flat, heads.legal(flat, torch.zeros(rows, heads.count).long()), g
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(sizes, st.integers(0, 10**6), st.floats(0, 0.5))
 def test_sums_to_one_with_an_exact_floor(sizes, seed, floor):
     heads, logits, flat, legal, g = world(sizes, seed)
@@ -35,7 +35,7 @@ def test_sums_to_one_with_an_exact_floor(sizes, seed, floor):
     assert (p[legal] >= least[legal] - 1e-6).all() and (p[~legal] == 0).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(sizes, st.integers(0, 10**6))
 def test_equals_one_categorical_per_head(sizes, seed):
     heads, logits, flat, legal, g = world(sizes, seed)
@@ -48,7 +48,7 @@ def test_equals_one_categorical_per_head(sizes, seed):
     assert legal.gather(-1, action.unsqueeze(-1)).all(), "only legal choices are drawn"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(1, 9), st.integers(0, 8), st.floats(-50, 50))
 def test_equal_logits_give_k_choices(k, more, level):
     legal = torch.arange(k + more)[None, None] < k
@@ -57,7 +57,7 @@ def test_equal_logits_give_k_choices(k, more, level):
     assert abs(dist.normalized_entropy().item() - (k > 1)) < 1e-5
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(sizes, st.integers(0, 10**6), st.sampled_from([0., 0.01, 0.2]))
 def test_gradients_are_finite_and_zero_where_illegal(sizes, seed, floor):
     heads, logits, flat, legal, g = world(sizes, seed)

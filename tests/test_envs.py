@@ -13,23 +13,15 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 from test_vector_conformance import TASK, same, tiny_data
 
-from esper_nb.control.actions import Choice, column, draw_actions
-from esper_nb.control.env_config import EnvConfig
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.gym import GrowEnv
-from esper_nb.control.rules import QUICK, QUICK_RULES, Fixed, Heuristic, WaitOnly
-from esper_nb.core.random import generator
-from esper_nb.core.lanes import lane_state
-from esper_nb.core.layers import by_lane
-from esper_nb.grow.models import Decision
-from esper_nb.grow.lifecycle import Gates, Rules, Stage
-from esper_nb.learn.learner import Learner, train_ppo
-from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.policies import PolicyConfig
-from esper_nb.record.checkpoints import EnvState, read_checkpoint, write_checkpoint
-from esper_nb.record.rows import EnvRows
-from esper_nb.run.compare import RulePlayer
-from esper_nb.train.faults import Fault
+from esper_nb.control import (
+    QUICK, QUICK_RULES, Choice, EnvConfig, Fixed, GrowEnv, GrowVecEnv, Heuristic, WaitOnly, column,
+    draw_actions)
+from esper_nb.core import by_lane, generator, lane_state
+from esper_nb.grow import Decision, Gates, Rules, Stage
+from esper_nb.learn import Learner, PPOConfig, PolicyConfig, train_ppo
+from esper_nb.record import EnvRows, EnvState, read_checkpoint, write_checkpoint
+from esper_nb.run import RulePlayer
+from esper_nb.train import Fault
 
 MODES = [m.value for m in AutoresetMode]
 QUICKLY = Rules(gates=Gates(training_epochs=1, health=0.), embargo=1)
@@ -380,8 +372,3 @@ def test_stable_baselines_train_on_it_unmodified(kind):
     agent = algorithm("MlpPolicy", env, n_steps=8, batch_size=8, n_epochs=1, seed=0)
     agent.learn(16)
     assert agent.num_timesteps == 16 and [e["l"] for e in agent.ep_info_buffer] == [3] * 5
-
-
-def test_no_pickle():
-    modules = [sys.modules[f"esper_nb.control.{k}"] for k in ("envs", "episodes", "env_config")]
-    assert all("pickle" not in open(m.__file__).read() for m in modules)

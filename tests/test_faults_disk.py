@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from esper_nb.core.config import parse_settings
-from esper_nb.run.cli import main
-from esper_nb.run.recipes import RunConfig, get_recipe
-from esper_nb.run.runs import begin_run
+from esper_nb.core import parse_settings
+from esper_nb.run import RunConfig, begin_run, get_recipe, main
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"),
               pytest.mark.skipif(os.name == "nt", reason="needs mount")]
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ("env.num_envs=2", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",
-            "ppo.update_epochs=2", "save_every=1", "env.workers=1")
+            "ppo.update_epochs=2", "save_every=1", "env.workers=1", 'env.blueprints=["conv_light"]')
 SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
 
 @pytest.fixture(scope="module")

@@ -13,20 +13,12 @@ from gymnasium.vector import SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 from test_vector_conformance import TASK, tiny_data
 
-from esper_nb.control.actions import draw_actions
-from esper_nb.control.env_config import EnvConfig
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.gym import GrowEnv
-from esper_nb.control.rules import (
-    QUICK, QUICK_RULES, Heuristic, HeuristicConfig, as_controller)
-from esper_nb.core.config import Config
-from esper_nb.core.random import generator
-from esper_nb.learn.learner import Learner
-from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.policies import PolicyConfig
-from esper_nb.run.compare import RulePlayer
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.trainer import fit
+from esper_nb.control import (
+    QUICK, QUICK_RULES, EnvConfig, GrowEnv, GrowVecEnv, Heuristic, HeuristicConfig, as_controller, draw_actions)
+from esper_nb.core import Config, generator
+from esper_nb.learn import Learner, PPOConfig, PolicyConfig
+from esper_nb.run import RulePlayer
+from esper_nb.train import FitConfig, fit, new_population
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = dict(task=TASK, blueprints=("norm", "conv_small"), workers=1, horizon=3)
@@ -232,7 +224,7 @@ def test_every_word_is_checked_against_its_list(kind, name):
     with pytest.raises(ValueError, match=f"{name}|nonsense"): kind(**{name: "nonsense"})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from([PPOConfig, PolicyConfig, FitConfig, HeuristicConfig]), st.data())
 def test_what_is_accepted_survives_a_journey_through_text(kind, data):
     name, hint = data.draw(st.sampled_from(list(plain_fields(kind))))

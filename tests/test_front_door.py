@@ -99,7 +99,7 @@ for make, kw in ((gymnasium.make, {}), (gymnasium.make_vec, dict(num_envs=2))):
 
 
 @pytest.mark.parametrize("imports", ["import gymnasium, esper_nb", "import esper_nb, gymnasium",
-                                     "import esper_nb.control.envs, gymnasium"])
+                                     pytest.param("import esper_nb.control.envs, gymnasium", marks=pytest.mark.slow)])
 def test_the_environment_is_registered_once_in_every_order(imports):
     said = run_python(f"""
 import warnings

@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.guard.governor import Governor, scale_lr
-from esper_nb.guard.reports import GOVERNOR_PRESETS, GovernorConfig, GovernorStop
-from esper_nb.core.layers import LaneLinear, by_lane
-from esper_nb.train.optim import LaneOptimizer
-from esper_nb.train.stepper import LaneScaler, Stepper
+from esper_nb.core import by_lane, LaneLinear
+from esper_nb.guard import GOVERNOR_PRESETS, Governor, GovernorConfig, GovernorStop, scale_lr
+from esper_nb.train import LaneOptimizer, LaneScaler, Stepper
 
 CHANCE = math.log(10)
 QUICK = GovernorConfig(snapshot_every=10, probation=10, patience=0) # what is wrong is acted on at once
@@ -51,9 +49,8 @@ class Loop:
         self.sched = torch.optim.lr_scheduler.CosineAnnealingLR(self.opts[0], 300)
         self.data, self.accumulate = torch.Generator().manual_seed(1), accumulate
         self.cursor = dict(t=0)
-        self.gov = Governor(
-            self.net, *self.opts, self.sched, chance_loss=CHANCE, config=config, cursor=self.cursor, data=self.data
-        )
+        self.gov = Governor(self.net, *self.opts, self.sched, chance_loss=CHANCE, config=config, cursor=self.cursor,
+                            data=self.data)
         self.losses = {}
 
     def run(self, steps, fault=None):
@@ -121,21 +118,6 @@ def test_a_bad_batch_is_left_out_before_the_step():
         if t in (70, 80): assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
     assert [(r.reason, r.action) for r in gov.reports] == [("explosion", "skip"), ("non-finite", "skip")]
 
-@pytest.mark.slow
-def test_a_torchvision_resnet_with_a_batch_norm_that_went_bad_unnoticed():
-    import torchvision
-    torch.manual_seed(0)
-    net = torchvision.models.resnet18(num_classes=10); opt = torch.optim.SGD(net.parameters(), lr=.01, momentum=.9)
-    gov = Governor(net, opt, chance_loss=CHANCE, config=GovernorConfig(snapshot_every=2, probation=2))
-    for t in range(8):
-        x, y = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
-        loss = F.cross_entropy(net(x), y)
-        opt.zero_grad(); loss.backward(); opt.step()
-        if t == 5: net.bn1.running_mean[0] = float("nan")                     # training mode does not see this
-        gov.watch(loss)
-    assert [r.reason for r in gov.reports] == ["state"] and gov.reports[0].bad_state == ("model.bn1.running_mean",)
-    assert net.bn1.running_mean.isfinite().all()
-
 def test_two_governors_are_independent():
     a, b = settled(), settled()
     a.watch(math.nan)
@@ -180,12 +162,8 @@ def test_reports_hold_no_nan_and_the_values_of_the_panic():
     r = out[0]
     assert (r.reason, r.count, r.loss, r.step) == ("explosion", 3, 8., 63)
     assert r.limit == max(r.absolute, r.by_sigma, r.by_multiple)
-    assert (
-        r.recent == pytest.approx([0.9] * 16, rel=0.2)
-        and [x for _, x in r.anomalies] == [7.0, 7.5, 8.0]
-        and r.samples == 60
-        and r.seconds > 0
-    )
+    assert (r.recent == pytest.approx([0.9] * 16, rel=0.2) and [x for _, x in r.anomalies] == [7.0, 7.5, 8.0]
+            and r.samples == 60 and r.seconds > 0)
     out = gov.watch(float("nan"))[0]
     assert out.loss is None and out.shown == "nan" and gov.stats.count[0] == 0
     asked = gov.rollback()[0]
@@ -207,7 +185,7 @@ def test_a_callback_that_raises_stops_nothing():
 
 def lr_of(gov): return gov.snapshot.parts["optimizer"].obj.param_groups[0]["lr"]
 
-def test_a_rise_lowers_the_learning_rate_first_then_rolls_back():
+def test_without_patience_a_rise_rolls_back_and_from_the_second_time_cuts_the_rate():
     net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=1.)
     gov = Governor(net, opt, chance_loss=CHANCE, config=QUICK)
     rng, x, actions = np.random.default_rng(0), .9, []
@@ -216,27 +194,19 @@ def test_a_rise_lowers_the_learning_rate_first_then_rolls_back():
         out = gov.watch(float(x * np.exp(.05 * rng.standard_normal())))
         actions += [(r.reason, r.action, r.lr_factor) for r in out]
         if len(actions) == 2: break
-    assert actions == [("rise", "lower", 0.5), ("rise", "rollback", None)]
+    assert actions == [("rise", "rollback", None), ("rise", "rollback", .5)]
     assert lr_of(gov) == gov.lr_factor == .5, "a cut outlives a rollback"
 
-@settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.sampled_from([0.9, 0.9, 0.9, 8.0, 60.0, math.nan, math.inf, CHANCE]), min_size=1, max_size=200),
-    st.integers(0, 3),
-    st.integers(0, 3),
-    st.integers(0, 6),
-    st.integers(0, 30),
-)
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.sampled_from([0.9, 0.9, 0.9, 8.0, 60.0, math.nan, math.inf, CHANCE]), min_size=1, max_size=200),
+       st.integers(0, 3), st.integers(0, 3), st.integers(0, 6), st.integers(0, 30))
 def test_no_chain_of_panics_is_endless(losses, skips, rollbacks, total, cooldown):
     config = QUICK.replace(skips=skips, rollbacks=rollbacks, max_rollbacks=total, cooldown=cooldown, stop_raises=False)
     gov = settled(40, config)
     for x in losses: gov.watch(x, before_step=True)
     actions = [r.action for r in gov.reports]
-    assert (
-        actions.count("rollback") <= total
-        and actions.count("stop") <= 1
-        and (actions.count("stop") == 1) == bool(gov.stopped[0])
-    )
+    assert (actions.count("rollback") <= total and actions.count("stop") <= 1
+            and (actions.count("stop") == 1) == bool(gov.stopped[0]))
     if gov.stopped[0]: assert actions[-1] == "stop" and gov.watch(math.nan) == ()
     for r in gov.reports: assert no_nan(r.to_dict())
 
@@ -246,9 +216,8 @@ def test_the_end_of_the_ladder_leaves_good_weights_and_a_report():
     for _ in range(2): net.weight.data.fill_(math.nan); gov.watch(math.nan)
     net.weight.data.fill_(math.nan)
     with pytest.raises(GovernorStop) as stop: gov.watch(math.nan)
-    assert (
-        torch.equal(net.weight, good) and stop.value.report.action == "stop" and stop.value.report.rollbacks_left == 0
-    )
+    assert (torch.equal(net.weight, good) and stop.value.report.action == "stop"
+            and stop.value.report.rollbacks_left == 0)
 
 def test_a_deterministic_fault_under_replay_ends_too():
     loop = Loop(QUICK.replace(replay=True, rollbacks=3, cooldown=0, max_rollbacks=7, skips=0))
@@ -334,11 +303,6 @@ def test_lanes_are_reset_and_inactive_ones_not_judged():
     assert loop.gov.watch(ruined, inactive=[1, 3]) == () and loop.gov.stats.judged.tolist() == [46, 0, 46, 0]
     assert [r.lane for r in loop.gov.watch(ruined, inactive=[1])] == [3]
 
-def test_the_class_shows_what_it_can():
-    for name in ("watch", "step", "flush", "rollback", "adjust", "state_dict", "load_state_dict", "reset_lanes"):
-        method = vars(Governor)[name]
-        assert method.__qualname__ == f"Governor.{name}" and method.__doc__
-
 def test_settings_change_while_it_runs():
     gov = settled(config=QUICK.replace(rise=None))
     gov.adjust(confirm=1); assert gov.watch(7.)[0].reason == "explosion"
@@ -349,28 +313,6 @@ def test_settings_change_while_it_runs():
 
 
 # --- learning rates
-
-SCHED = torch.optim.lr_scheduler
-SCHEDULERS = dict(
-    by_function=lambda o: SCHED.LambdaLR(o, lambda t: .9**t),
-    in_steps=lambda o: SCHED.StepLR(o, 3),
-    cosine=lambda o: SCHED.CosineAnnealingLR(o, 20),
-    one_cycle=lambda o: SCHED.OneCycleLR(o, 1., total_steps=30),
-    plateau=lambda o: SCHED.ReduceLROnPlateau(o, patience=1),
-    in_sequence=lambda o: SCHED.SequentialLR(o, [SCHED.ConstantLR(o, .5, 3), SCHED.ExponentialLR(o, .9)], [3]))
-
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_a_lowered_rate_stays_lowered_under_every_scheduler(make):
-    rates = []
-    for factor in (1., .5):
-        opt = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.); sched = make(opt); out = []
-        for t in range(12):
-            if t == 5: scale_lr(opt, factor); scale_lr(sched, factor)
-            opt.step()
-            sched.step(*([1.0] if isinstance(sched, torch.optim.lr_scheduler.ReduceLROnPlateau) else []))
-            out.append(opt.param_groups[0]["lr"])
-        rates.append(out)
-    assert rates[0][:5] == rates[1][:5] and np.allclose(np.array(rates[1][5:]), .5 * np.array(rates[0][5:]), rtol=.02)
 
 def test_rates_of_single_lanes():
     net = LaneLinear(2, 2, n=3)
@@ -393,9 +335,8 @@ class LaneLoop:
     def step(self, hurt=lambda loop: None):
         g = torch.Generator().manual_seed(self.t); self.t += 1
         y = torch.randint(0, 10, (32, self.n), generator=g); x = CENTERS[y] + torch.randn(32, self.n, 16, generator=g)
-        loss = F.cross_entropy(
-            self.net(x.flatten(1)).unflatten(1, (self.n, 10)).transpose(1, 2), y, reduction="none"
-        ).mean(0)
+        loss = F.cross_entropy(self.net(x.flatten(1)).unflatten(1, (self.n, 10)).transpose(1, 2), y,
+                               reduction="none").mean(0)
         self.stepper.backward(loss); info = self.stepper.step()
         hurt(self)
         return self.gov.watch(loss, info.norms["host"])

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler as S
 
-from esper_nb.guard.governor import Governor, scale_lr
-from esper_nb.guard.reports import GovernorConfig
+from esper_nb.guard import Governor, GovernorConfig, scale_lr
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 AT_ONCE = GovernorConfig(snapshot_every=10, probation=10, patience=0)

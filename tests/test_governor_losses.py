@@ -9,9 +9,7 @@ from torch import nn
 
 from benchmarks.healthy_loops import LOOPS, run as run_loop
 from benchmarks.healthy_losses import CHANCE, HEALTHY
-from esper_nb.guard.detector import DetectorConfig, LossStats, judge, loss_limits
-from esper_nb.guard.governor import Governor, Trial, weigh_trial
-from esper_nb.guard.reports import GovernorConfig, GovernorStop
+from esper_nb.guard import DetectorConfig, Governor, GovernorConfig, GovernorStop, LossStats, judge, loss_limits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 def governed(losses, chance, **watch):
@@ -99,32 +97,13 @@ def test_a_trial_goes_into_a_state_and_comes_back():
     for k in range(100): a.watch(.5 + .01 * (k % 3))
     for _ in range(15): a.watch(2.2)
     b.load_state_dict(a.state_dict())
-    trails = [[bool(g.watch(2.2)) for _ in range(60)] for g in (a, b)]
-    assert trails[0] == trails[1] and sum(trails[0]) >= 1
-    assert a.reports[-1].lost == b.reports[-1].lost
-
-def test_a_rise_that_stays_is_a_ruin_and_one_below_the_bar_a_new_level():
-    for height, action in ((2.2, "rollback"), (1.0, None)):
-        gov = governed([.5 + .01 * (k % 3) for k in range(200)] + [height] * 110, CHANCE)
-        assert [r.action for r in gov.reports][:1] == ([action] if action else [])
+    trails = [[[r.action for r in g.watch(2.2)] for _ in range(60)] for g in (a, b)]
+    assert trails[0] == trails[1] and ["ask"] in trails[0] and ["meant"] in trails[0]
+    assert a.notes[-1].lost == b.notes[-1].lost
 
 def test_nan_is_never_waited_for():
     gov = governed([.5] * 100 + [2.2] * 8 + [math.nan], CHANCE)
     assert [r.reason for r in gov.reports] == ["non-finite"] and gov.trial is None
-
-@pytest.mark.parametrize("noise", [.05, .3])
-def test_a_verdict_is_right_in_nearly_all_cases(noise):
-    rng, right = np.random.default_rng(0), 0
-    for k in range(200):
-        ruin = k % 2
-        trial = Trial(level=0., near=.15 + noise, bar=1.)
-        said, i = "wait", 0
-        while said == "wait" and i < 500:
-            x = (1.5 if ruin else 1.5 * math.exp(-i / 60)) + noise * rng.standard_normal()
-            trial.add(x, x); i += 1
-            said = weigh_trial(trial, 48)
-        right += said == ("ruined" if ruin else "passed") or not ruin and said == "meant"
-    assert right >= 195
 
 
 # --- changes that are meant, bursts
@@ -199,13 +178,6 @@ def test_a_trouble_without_end_still_ends():
     with pytest.raises(GovernorStop):
         for k in range(10_000): gov.watch(math.nan)
     assert k < 4 * 56 + 10
-
-def test_where_good_weights_do_no_better_the_data_have_changed():
-    "A task that turns hard for good, without falling again: one rollback at most, no end of the run."
-    gov = governed([.3 + .01 * (k % 3) for k in range(200)] + [2.2 + .02 * (k % 3) for k in range(400)], CHANCE)
-    assert [r.action for r in gov.reports] == ["rollback"] and gov.notes[-1].action == "meant"
-    assert not gov.stopped[0] and gov.lr_factor == 1.
-
 
 # --- healthy loops: the whole is `python benchmarks/healthy_loops.py`, here a seed of its own each, shortened
 

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.faults import PlainState, PlainStepper
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorConfig, GovernorStop
-from esper_nb.train.faults import Fault, list_faults
+from esper_nb.guard import Governor, GovernorConfig, GovernorStop
+from esper_nb.train import Fault, list_faults
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.train.gradients import (
-    flat_lanes, gradient_health, health_score, lane_grad_norms, lane_grads, measured, norm_ratio, owner_norms,
-    tensor_norms)
+from esper_nb.train.gradients import (flat_lanes, gradient_health, health_score, lane_grad_norms, lane_grads, measured,
+                                      norm_ratio, owner_norms, tensor_norms)
 
 SHAPES = [(3, 2, 3, 3), (5,), (4, 7), (1,), (2, 3, 4)]
 
@@ -23,7 +22,7 @@ def with_grads(lanes, seed=0, shapes=SHAPES, exponent=0.):
     return params
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(lanes=st.integers(1, 6), seed=st.integers(0, 1000), exponent=st.floats(-15, 15))
 def test_norms_equal_torch_per_lane(lanes, seed, exponent):
     params = with_grads(lanes, seed, exponent=exponent)
@@ -34,7 +33,7 @@ def test_norms_equal_torch_per_lane(lanes, seed, exponent):
     if lanes == 1: assert torch.equal(norms[0], nn.utils.get_total_norm([p.grad for p in params]))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(lanes=st.integers(2, 6), seed=st.integers(0, 1000), poison=st.sampled_from([math.nan, math.inf, -math.inf]),
        data=st.data())
 def test_a_poisoned_lane_is_seen_alone(lanes, seed, poison, data):
@@ -108,7 +107,7 @@ def test_the_number_of_tensors_does_not_divide_the_norm():
     assert torch.equal(tensor_norms(lane_grads(whole, 2))[0], owner_norms(lane_grads(whole, 2)))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(x=st.floats(-12, 12), step=st.floats(0, .01))
 def test_health_has_no_jumps(x, step):
     a, b = (health_score(torch.tensor(10.**v, dtype=torch.float64)) for v in (x, x + step))

@@ -5,19 +5,13 @@ import math
 import pytest
 import torch
 
-from esper_nb.grow.blending import Blend
-from esper_nb.grow.models import Decision, apply_decisions
-from esper_nb.guard.reports import GovernorConfig
-from esper_nb.core.lanes import lane_state, take_lanes
-from esper_nb.core.layers import by_lane
-from esper_nb.train.optim import LaneOptimizer
-from esper_nb.train.stepper import LaneScaler, Stepper
-from esper_nb.grow.lifecycle import COOLING, LIVE, Gates, Reason, Rules, SeedState, Stage
+from esper_nb.core import by_lane, lane_state, take_lanes
+from esper_nb.grow import COOLING, LIVE, Blend, Decision, Gates, Reason, Rules, SeedState, Stage, apply_decisions
+from esper_nb.guard import GovernorConfig
 from esper_nb.record import lane_scores, pick_rows, population_rows, seed_lives
-from esper_nb.train.faults import Fault
-from esper_nb.train.tasks import create_model, get_task
-from esper_nb.train.population import FitConfig, grown_plan, new_population
-from esper_nb.train.trainer import fit, run_epoch
+from esper_nb.train import (
+    Fault, FitConfig, LaneOptimizer, LaneScaler, Stepper, create_model, fit, get_task, grown_plan, new_population,
+    run_epoch)
 
 TASK = get_task("digits").replace(host=get_task("digits").host.replace(base=4), lr=.002)
 DATA = TASK.load(limit=8 * TASK.batch_size)

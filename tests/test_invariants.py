@@ -12,23 +12,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from test_vector_conformance import TASK, tiny_data
 from torch import nn
 
-from esper_nb.core.devices import check_device
-from esper_nb.control.env_config import EnvConfig
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorConfig
-from esper_nb.core.lanes import lane_state
-from esper_nb.core.layers import by_lane
-from esper_nb.core.workers import Workers
-from esper_nb.learn.policies import PolicyConfig
-from esper_nb.learn.learner import Learner
-from esper_nb.learn.loss import PPOConfig
-from esper_nb.record.rows import limit_rows, run_rows
-from esper_nb.guard.snapshots import Snapshot
-from esper_nb.train.tasks import create_model, get_task
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.trainer import fit, run_epoch
-from esper_nb.train.ablation import evaluate
+from esper_nb.control import EnvConfig, GrowVecEnv
+from esper_nb.core import Workers, by_lane, check_device, lane_state
+from esper_nb.guard import Governor, GovernorConfig, Snapshot
+from esper_nb.learn import Learner, PPOConfig, PolicyConfig
+from esper_nb.record import limit_rows, run_rows
+from esper_nb.train import FitConfig, create_model, evaluate, fit, get_task, new_population, run_epoch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,30 +26,6 @@ def population(lanes=2, **kw):
                           blueprints=("norm", "conv_small"))
 
 # --- snapshots and rollback
-
-@pytest.mark.parametrize("make", [
-    lambda p: torch.optim.SGD(p, lr=.1, momentum=.9), lambda p: torch.optim.Adam(p, lr=.1)], ids=["momentum", "adam"])
-def test_weights_loaded_alone_are_moved_again_by_old_momentum(make):
-    net = nn.Linear(3, 3); opt = make(net.parameters())
-    snap, saved, ids = Snapshot(net, opt), {k: t.clone() for k,
-                                            t in net.state_dict().items()}, [(id(p),
-                                                    p.data_ptr()) for p in net.parameters()]
-    snap.take()
-    def step(scale):
-        opt.zero_grad(); (net(torch.ones(2, 3)).sum() * scale).backward(); opt.step()
-    def moved(): return any(not torch.equal(t, saved[k]) for k, t in net.state_dict().items())
-    for _ in range(3): step(1.)
-    net.load_state_dict(saved)
-    assert [(id(p), p.data_ptr()) for p in net.parameters()] == ids, \
-        "loading copies into place, so the optimizer still knows these weights"
-    step(0.)
-    assert moved(), "torch moves them without any gradient: the reason why optimizers are part of a snapshot"
-    for _ in range(3): step(1.)
-    snap.restore()
-    assert [(id(p), p.data_ptr()) for p in net.parameters()] == ids
-    step(0.)
-    assert not moved()
-
 
 def test_a_model_without_parameters_is_guarded():
     gov = Governor(nn.ReLU(), chance_loss=None)
@@ -186,11 +151,6 @@ def test_lengths_of_nothing_are_refused():
                  lambda k: GovernorConfig(snapshot_every=k)):
         for k in (0, -1):
             with pytest.raises(ValueError, match=f"={k}"): make(k)
-
-
-@pytest.mark.parametrize("slots", [None, [], "r0c1", ["r0c1", "r0c1"], ["r9c9"]], ids=str)
-def test_slots_must_be_named_once_and_exist(slots):
-    with pytest.raises(ValueError, match="slots"): create_model("digits", slots)
 
 
 def test_a_device_may_be_a_name_or_a_torch_device():

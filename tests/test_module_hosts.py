@@ -12,21 +12,14 @@ import torchvision
 from torch import nn
 from torch.nn import functional as F
 
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.core.lanes import lane, reset_lanes
-from esper_nb.core.layers import by_lane
-from esper_nb.core.modules import find_form, lane_form, lane_module, run_on_trial
-from esper_nb.core.random import seeded
-from esper_nb.grow.blueprints import (
-    FAMILIES, SEED_LAYOUTS, blueprint_size, forget_blueprint, get_blueprint, list_blueprints, make_blueprint,
-    plain_blueprint)
-from esper_nb.grow.export import export_model
-from esper_nb.grow.models import Decision
-from esper_nb.grow.module_hosts import ModuleHostConfig, explore_host, module_model
-from esper_nb.record.checkpoints import load_checkpoint, save_checkpoint
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.tasks import Task, create_model, get_task, host_sites, task_from_arrays
-from esper_nb.train.trainer import fit
+from esper_nb.control import GrowVecEnv
+from esper_nb.core import by_lane, find_form, lane, lane_form, lane_module, reset_lanes, run_on_trial, seeded
+from esper_nb.grow import (
+    FAMILIES, SEED_LAYOUTS, Decision, ModuleHostConfig, blueprint_size, explore_host, export_model, forget_blueprint,
+    get_blueprint, list_blueprints, make_blueprint, module_model, plain_blueprint)
+from esper_nb.record import load_checkpoint, save_checkpoint
+from esper_nb.train import FitConfig, Task, create_model, fit, get_task, new_population, task_from_arrays
+from esper_nb.train.tasks import host_sites
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).resolve().parents[1]
@@ -248,15 +241,6 @@ def test_what_a_lane_draws_depends_on_no_neighbour(own):
     state = torch.get_rng_state()
     model(x)
     assert torch.equal(state, torch.get_rng_state()), "nobody else's luck is used up"
-
-def test_a_lane_is_born_as_the_factory_bears_it():
-    config = TABLE["own reshape"][0]()
-    wide, narrow = module_model(config, lanes=4, seed=7).host, module_model(config, lanes=2, seed=7).host
-    with seeded(7, "init", 1): alone = Mixing()
-    for net in (wide, narrow):
-        for k, p in alone.named_parameters():
-            assert torch.equal(by_lane(net.inside.get_parameter(k), net.lanes)[1].view_as(p), p)
-
 
 # ---- forms
 

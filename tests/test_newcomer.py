@@ -8,12 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
-from esper_nb.run.cli import main
-from esper_nb.run.exports import export_run
+from esper_nb.run import export_run, main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=2", "env.horizon=4", "ppo.num_steps=4", "ppo.num_minibatches=1", "ppo.update_epochs=1",
-            "env.workers=1")
+            "env.workers=1", 'env.blueprints=["conv_light"]')
 SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
 ELSEWHERE = """
 import json, sys

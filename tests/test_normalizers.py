@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from esper_nb.learn.normalizers import Moments, ObsNormalizer, RewardNormalizer, ValueNormalizer
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.floats(-1e6, 1e6), st.floats(1e-3, 1e3),
        st.integers(0, 10**6))
 def test_any_split_gives_the_same_moments(parts, shift, scale, seed):

@@ -4,12 +4,8 @@ import math
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import HEADS, GrowthActions, read_slots
-from esper_nb.control.episodes import EnvStep
-from esper_nb.grow.hosts import CNNConfig, CNNHost
-from esper_nb.grow.models import GrowingModel
-from esper_nb.control.observations import HISTORY, LaneHistory, Observer, symlog
-from esper_nb.grow.lifecycle import COLUMNS, UNMEASURED, SeedState, Stage, encode_seed
+from esper_nb.control import HEADS, HISTORY, EnvStep, GrowthActions, LaneHistory, Observer, read_slots, symlog
+from esper_nb.grow import COLUMNS, UNMEASURED, CNNConfig, CNNHost, GrowingModel, SeedState, Stage, encode_seed
 
 MODEL = GrowingModel(CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=1),
                      {"r0c0": ["norm", "conv_small"], "r0c1": ["depthwise", "norm"]})
@@ -29,10 +25,9 @@ def a_seed(draw):
     shares = ("accuracy", "accuracy_stage", "accuracy_born", *SHARES)
     values = {k: draw(share) for k in shares} | {k: draw(some) for k in MEASURED}
     values |= {k: draw(positive) for k in ("gradient_norm", "gradient_ratio")}
-    return SeedState(
-        stage=stage, blueprint=draw(st.integers(0, 1)), births=1, alpha=draw(st.floats(0, 1)),
-        target=draw(st.floats(0, 1)), epochs=draw(st.integers(0, 500)), age=draw(st.integers(0, 500)),
-        total=draw(st.integers(0, 50)), **values)
+    return SeedState(stage=stage, blueprint=draw(st.integers(0, 1)), births=1, alpha=draw(st.floats(0, 1)),
+                     target=draw(st.floats(0, 1)), epochs=draw(st.integers(0, 500)), age=draw(st.integers(0, 500)),
+                     total=draw(st.integers(0, 50)), **values)
 
 
 def table(*lanes): return torch.tensor([[encode_seed(s) for s in lane] for lane in lanes]).double()
@@ -52,7 +47,7 @@ def in_range(obs):
         assert f.unknown is None or not f.low <= f.unknown <= f.high, f
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(a_seed(), a_seed()), min_size=1, max_size=4), st.integers(0, 10**6))
 def test_finite_in_range_and_pure(lanes, seed):
     g, n, t = torch.Generator().manual_seed(seed), len(lanes), table(*lanes)

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core.layers import by_lane
-from esper_nb.train.optim import LaneOptimizer, check_owners
-from esper_nb.train.stepper import LaneScaler, Stepper
+from esper_nb.core import by_lane
+from esper_nb.train import LaneOptimizer, LaneScaler, Stepper, check_owners
 
 # odd sizes: every lane has a tail
 SHAPES = dict(conv=(3, 3, 3, 3), bias=(5,), weight=(7, 3), scale=(1,), wide=(10, 17))
@@ -88,7 +87,7 @@ def test_one_lane_is_torch(kind):
             elif value is not None: assert torch.equal(ours.state_dict()[f"{name}.{k}"], value)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(kind=st.sampled_from(FEW + ["nesterov", "amsgrad"]), n=st.integers(1, 5),
        masks=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=5))
 def test_a_skip_moves_nothing_and_nobody_notices(kind, n, masks):
@@ -112,7 +111,7 @@ def test_a_skip_moves_nothing_and_nobody_notices(kind, n, masks):
             assert torch.equal(by_lane(t, n)[i], by_lane(alone[k], 1)[0]), (k, i)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(kind=st.sampled_from(FEW), n=st.integers(1, 5), data=st.data())
 def test_lanes_travel(kind, n, data):
     lanes = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
@@ -234,7 +233,7 @@ def test_errors_say_what_is_wrong():
 
 # ---------------------------------------------------------------- the scale
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(overflows=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=25),
        interval=st.integers(1, 4), growth=st.sampled_from([2., 4.]),
        start=st.sampled_from([1., 2.**16, 2.**126]))
@@ -337,7 +336,7 @@ def test_a_poisoned_lane_leaves_the_others_bit_equal(kind, scaled, poison):
     assert all(t.isfinite().all() for t in results[1].values())
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(data=st.data(), n=st.integers(1, 4), limit=st.sampled_from([None, .5, 3.]))
 def test_each_owner_has_its_own_fate(data, n, limit):
     def bits(): return data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
@@ -415,20 +414,6 @@ def test_loss_stays_visible_and_accumulates():
     with pytest.raises(RuntimeError, match="call backward"): stepper.step()
     stepper.backward(w.square()); info = stepper.step()
     assert info.loss.isfinite().all() and info.scale.tolist() == [1, 1, 1]
-
-
-def test_two_runs_are_equal_and_learn():
-    ends = []
-    for _ in range(2):
-        params = params_of(3); stepper = Stepper(dict(host=optimizer("adam", params, 3)), LaneScaler(3), max_norm=1.)
-        first = None
-        for t in range(60):
-            loss = sum(by_lane(p, 3).square().flatten(1).mean(1) for p in params.values())
-            stepper.backward(loss); info = stepper.step()
-            first = info.loss if first is None else first
-        assert (info.loss < .2 * first).all()
-        ends.append(copied({k: p.detach() for k, p in params.items()}))
-    for k in ends[0]: assert torch.equal(ends[0][k], ends[1][k])
 
 
 @pytest.mark.cuda

@@ -117,6 +117,7 @@ def test_torchrl_takes_what_gymnasium_makes():
     assert played["next", "observation"].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_loop_of_torchrl_is_the_same_twice():
     pytest.importorskip("torchrl", reason="TorchRL is not installed: pip install torchrl")

@@ -6,16 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import OPS, SHORT, Choice, choice_of, draw_actions
-from esper_nb.control.env_config import EnvConfig
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.rewards import RewardConfig, compute_reward, start_rewards
-from esper_nb.core.layers import by_lane
-from esper_nb.grow.lifecycle import SHORT_LIFE, SeedState, Stage
-from esper_nb.train.families import TASK_FAMILIES, FamilyData, Instance, begin_lessons
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.tasks import get_task
-from esper_nb.train.trainer import run_epoch
+from esper_nb.control import (
+    OPS, SHORT, Choice, EnvConfig, GrowVecEnv, RewardConfig, choice_of, compute_reward, draw_actions, start_rewards)
+from esper_nb.core import by_lane
+from esper_nb.grow import SHORT_LIFE, SeedState, Stage
+from esper_nb.train import (
+    TASK_FAMILIES, FamilyData, FitConfig, Instance, begin_lessons, get_task, new_population, run_epoch)
 from tests.test_rewards import fresh, transition
 
 DATA = get_task("digits_impaired").load(limit=256)
@@ -151,7 +147,7 @@ def test_useless_fossils_cost_their_room_and_earn_nothing():
     assert (paid < gain).all(), "three seeds that do nothing have cost their room"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=8), st.floats(.9, 1.))
 def test_a_circle_of_accuracy_pays_nothing(way, gamma):
     empty, config, total = [SeedState()] * 3, RewardConfig("outcome", gamma), 0.
@@ -227,12 +223,10 @@ def test_every_kind_of_the_family_trains_in_one_population():
     assert torch.allclose(run_epoch(small).train.losses[:, 0], r.train.losses[:, 0], atol=1e-4)
 
 
-@pytest.mark.parametrize("wrong, says", [
-    (dict(family="letters"), "family='letters', expected one of digits"),
-    (dict(family="digits", task="digits"), "a family takes sight away"),
-    (dict(price=-1.), "price=-1.0, expected a finite number of at least 0"),
-    (dict(schedule="linear"), "'cosine' or 'constant'"),
-])
+@pytest.mark.parametrize("wrong, says", [(dict(family="letters"), "family='letters', expected one of digits"),
+                                         (dict(family="digits", task="digits"), "a family takes sight away"),
+                                         (dict(price=-1.), "price=-1.0, expected a finite number of at least 0"),
+                                         (dict(schedule="linear"), "'cosine' or 'constant'")])
 def test_bad_settings_are_refused_with_the_reason(wrong, says):
     with pytest.raises(ValueError, match=says):
         env = GrowVecEnv(EnvConfig(**dict(task="digits_masked", num_envs=1, horizon=2, reward="outcome") | wrong))

@@ -10,24 +10,21 @@ import pytest
 import torch
 from matplotlib.colors import to_hex, to_rgba
 
-from esper_nb.show import plot_runs as runs_page
-from esper_nb.record.analytics import seed_lives, stage_spans
-from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
-from esper_nb.train.faults import Fault, disturb_at
-from esper_nb.record.alarms import find_metric
-from esper_nb.record.rows import decode_row, encode_row, make_rows, population_rows, run_rows
-from esper_nb.show.plot_runs import (
-    plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards, plot_run, plot_slots)
-from esper_nb.show.theme import COLORS, HATCHES, MARKERS, STAGE_STYLES, THEMES, theme
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.trainer import fit
+from esper_nb.control import QUICK, QUICK_RULES, Heuristic, as_controller
+from esper_nb.record import (
+    decode_row, encode_row, find_metric, make_rows, population_rows, run_rows, seed_lives, stage_spans)
+from esper_nb.show import (
+    COLORS, HATCHES, MARKERS, STAGE_STYLES, THEMES, plot_blueprints, plot_compare, plot_incidents, plot_lanes,
+    plot_learning, plot_rewards, plot_run, plot_runs as runs_page, plot_slots, theme)
+from esper_nb.train import Fault, FitConfig, disturb_at, fit, new_population
 
 
 @pytest.fixture(scope="module")
 def run():
     "Rows of a guarded run with seeds, a NaN and an explosion, as they come back from a file."
     torch.set_num_threads(1)
-    pop = new_population("digits_impaired", FitConfig(lanes=4, epochs=16), rules=QUICK_RULES)
+    config = FitConfig(lanes=4, epochs=16)
+    pop = new_population("digits_impaired", config, rules=QUICK_RULES, blueprints=["norm", "conv_light"])
     faults = [Fault("nan", 1, 8, 6), Fault("explode", 3, 11, 3)]
     rows = run_rows(pop)
     def disturb(*args): return args[-2:] if (d := disturb_at(faults, int(pop.epoch.max()))) is None else d(*args)
@@ -50,8 +47,6 @@ def policy():
         heads = {"update.head_entropy.op": .9 - .03 * u, "update.head_entropy.slot": .8}
         return dict(kind="update", lane=None, update=u) | {f"update.{k}": v for k, v in values.items()} | heads
     return [update(u) for u in range(20)]
-
-ARTEFACTS = Path(__file__).parent/"browser/artefacts"      # not in git; for people, and for a CI that keeps pictures
 
 SCORES = {"heuristic": np.linspace(30, 50, 16), "wait only": [18.] * 16, "ppo": [60., 55., math.nan, 58.], "one": [45.]}
 PLOTS = {f.__name__: (lambda rows, f=f: f(rows))
@@ -226,30 +221,6 @@ def test_lines_of_the_panel_stay_apart(vision, page):
     assert apart.min() >= 15
     ground = {"LIGHT": "#ffffff", "DARK": "#1e1e1e"}[page]
     assert min(contrast(found[k], ground) for k in ("focus", "limit", "rise", "chance", "good")) >= 3
-
-def seen_as(image, vision): # (h, w, 3) uint8
-    "A picture in the eyes of others."
-    c = image / 255.
-    c = np.clip(np.where(c <= .04045, c / 12.92, ((c + .055) / 1.055)**2.4) @ np.array(MACHADO[vision]).T, 0, 1)
-    return np.round(255 * np.where(c <= .0031308, 12.92 * c, 1.055 * c**(1 / 2.4) - .055)).astype(np.uint8)
-
-@pytest.mark.slow
-@pytest.mark.parametrize("look", ["light", "dark"])
-def test_a_sheet_to_look_at(look, run, policy):
-    "Every plot at 1280 x 800, as most see it and with each deficiency, on one sheet for people to look at."
-    from PIL import Image
-    sheet, visions = [], ("none", "protanopia", "deuteranopia", "tritanopia")
-    for name in PLOTS:
-        with theme(look):
-            fig = figure(PLOTS[name](run + policy))
-            fig.set_size_inches(12.8, 8); fig.set_dpi(100)
-            image = pixels(fig)[..., :3].astype(np.uint8)
-        assert image.shape == (800, 1280, 3)
-        half = np.asarray(Image.fromarray(image).resize((640, 400), Image.Resampling.LANCZOS))
-        sheet.append(np.hstack([seen_as(half, v) for v in visions]))
-        plt.close("all")
-    ARTEFACTS.mkdir(exist_ok=True)
-    Image.fromarray(np.vstack(sheet)).save(ARTEFACTS/f"plots-{look}.png", optimize=True)
 
 @pytest.mark.parametrize("page", ["#ffffff", "#1e1e1e"])
 def test_colours_stand_out_from_the_page(page):

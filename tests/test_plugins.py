@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from esper_nb.record.writers import read_rows
-from esper_nb.run import plugins
-from esper_nb.run.plugins import load_plugin, seek_in_plugins
+from esper_nb.record import read_rows
+from esper_nb.run import load_plugin, main, plugins, seek_in_plugins
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ("env.num_envs=2", "env.horizon=4", "ppo.num_steps=4", "ppo.num_minibatches=1", "ppo.update_epochs=1",
@@ -94,12 +93,12 @@ py-modules = ["garden_of_seeds"]
 """
 
 
-def install(folder, more="", module=None):
+def install(folder, more):
     "A real distribution, built and installed into a folder of its own."
     source, target = folder/"source", folder/"site"
     source.mkdir()
     (source/"pyproject.toml").write_text(PROJECT.format(more=more))
-    (source/"garden_of_seeds.py").write_text(PLUGIN.format(name="garden") if module is None else module)
+    (source/"garden_of_seeds.py").write_text(PLUGIN.format(name="garden"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
            "--disable-pip-version-check", "--target", str(target), str(source)]
     done = subprocess.run(pip, capture_output=True, text=True)
@@ -126,14 +125,19 @@ def test_an_installed_package_is_found_by_the_names_it_brings(tmp_path):
     assert lost.returncode == 2 and "no installed package offers it" in lost.stderr and "Traceback" not in lost.stderr
 
 
-def test_a_broken_package_breaks_no_command(tmp_path):
-    site = install(tmp_path, module="raise SystemExit('not for you')\n")
-    done = command("fit", "digits", "--set", "lanes=1", "--set", "epochs=1", "--out", tmp_path/"runs", path=[site])
-    assert done.returncode == 0 and "garden" not in done.stderr, done.stderr
-    wrong = command("train", "digit", "--out", tmp_path/"runs", path=[site])
-    assert wrong.returncode == 2 and "'digits' perhaps" in wrong.stderr and "Traceback" not in wrong.stderr
-    assert "plugin esper_nb.plugins:garden cannot be loaded: SystemExit: not for you" in wrong.stderr
-    assert "garden_of_seeds.py, line 1" in wrong.stderr
+def test_a_broken_package_breaks_no_command(tmp_path, monkeypatch, capsys):
+    info = tmp_path/"site"/"garden_of_seeds-1.0.dist-info" # what pip leaves of an installed package
+    info.mkdir(parents=True)
+    (info/"METADATA").write_text("Metadata-Version: 2.1\nName: garden-of-seeds\nVersion: 1.0\n")
+    (info/"entry_points.txt").write_text("[esper_nb.plugins]\ngarden = garden_of_seeds\n")
+    (tmp_path/"site"/"garden_of_seeds.py").write_text("raise SystemExit('not for you')\n")
+    monkeypatch.syspath_prepend(tmp_path/"site")
+    assert main(["fit", "digits", "--set", "lanes=1", "--set", "epochs=1", "--out", str(tmp_path/"runs")]) == 0
+    assert "garden" not in capsys.readouterr().err
+    assert main(["train", "digit", "--out", str(tmp_path/"runs")]) == 2
+    said = capsys.readouterr().err
+    assert "'digits' perhaps" in said and "Traceback" not in said and "garden_of_seeds.py, line 1" in said
+    assert "plugin esper_nb.plugins:garden cannot be loaded: SystemExit: not for you" in said
 
 
 def test_a_plugin_is_imported_once_whatever_it_is_called(tmp_path, monkeypatch):

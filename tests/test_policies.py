@@ -3,8 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.learn.distributions import Heads, MaskedHeads, choose
-from esper_nb.learn.policies import ActorCritic, PolicyConfig
+from esper_nb.learn import ActorCritic, Heads, MaskedHeads, PolicyConfig, choose
 
 
 def scan(policy, obs, state, start):
@@ -16,7 +15,7 @@ def scan(policy, obs, state, start):
     return torch.cat(logits), torch.cat(values), state
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.sampled_from(["lstm", "gru", "none"]), st.integers(1, 3), st.tuples(st.booleans(), st.booleans()),
        st.integers(1, 25), st.integers(1, 5), st.floats(0, 1), st.integers(0, 10**6))
 def test_a_sequence_equals_its_steps(core, layers, flags, T, n, share, seed):
@@ -40,16 +39,6 @@ def test_gradients_of_a_sequence_equal_those_of_its_steps():
         (logits.square().sum() + values.sin().sum()).backward()
         grads.append([p.grad.clone() for p in policy.parameters()])
     for a, b in zip(*grads): torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
-
-
-def test_nothing_crosses_an_episode_start():
-    policy = ActorCritic(Heads((3,)), 5, PolicyConfig(hidden=16))
-    obs = torch.randn(20, 2, 5)
-    start = torch.zeros(20, 2).bool(); start[11, 0] = True
-    before = policy(obs, policy.initial_state(2), start)
-    obs2 = obs.clone(); obs2[:11] += 1
-    after = policy(obs2, policy.initial_state(2), start)
-    assert torch.equal(before[0][11:, 0], after[0][11:, 0]) and not torch.equal(before[0][11:, 1], after[0][11:, 1])
 
 
 def test_lanes_do_not_depend_on_each_other():

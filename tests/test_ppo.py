@@ -9,13 +9,10 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper_nb.core.workers import use_threads
-from esper_nb.learn.distributions import Heads
-from esper_nb.learn.learner import Learner, StopFlag, train_ppo
-from esper_nb.learn.loss import Compiled, PPOConfig, collect_returns, explained_variance
-from esper_nb.learn.normalizers import standardize
-from esper_nb.learn.policies import ActorCritic, PolicyConfig
-from esper_nb.learn.rollouts import play
+from esper_nb.core import use_threads
+from esper_nb.learn import (
+    ActorCritic, Compiled, Heads, Learner, PPOConfig, PolicyConfig, StopFlag, collect_returns, explained_variance, play,
+    standardize, train_ppo)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -345,18 +342,6 @@ learner = make()""")
     finally: kc.stop_channels(); km.shutdown_kernel(now=True)
 
 
-def test_nothing_changes_after_a_gradient_that_is_not_finite():
-    learner = Learner(cartpole(2), PPOConfig(num_steps=8, num_minibatches=2), small)
-    next(train_ppo(learner, 1))
-    def moments_now(): return [v.clone() for s in learner.optimizer.state.values() for v in s.values()]
-    before, moments = weights(learner), moments_now()
-    learner.policy.value_out.weight.register_hook(lambda g: g * math.nan)
-    u = next(train_ppo(learner, 1))
-    assert u.stopped == "nonfinite" and u.gradient_steps == 0 and u.loss is None
-    assert torch.equal(before, weights(learner))
-    assert all(torch.equal(a, b) for a, b in zip(moments, moments_now()))
-
-
 def test_a_ruined_policy_is_an_error_when_acting():
     learner = Learner(cartpole(2), PPOConfig(num_steps=8, num_minibatches=2), small)
     torch.nn.init.constant_(learner.policy.logits_bias, math.nan)
@@ -423,8 +408,9 @@ def test_records_of_a_run_hold_no_unmeasured_zeros():
 
 def test_dict_of_wrong_settings():
     for wrong in (dict(norm_adv="batch"), dict(ratio="all"), dict(num_steps=0), dict(gamma=1.5), dict(target_kl=-1.),
-                  dict(learning_rate=0.)):
-        with pytest.raises(ValueError): PPOConfig(**wrong)
+                  dict(learning_rate=0.), dict(max_grad_norm=0.), dict(clip_coef=0.), dict(clip_coef="0.2"),
+                  dict(lr_final=-.5), dict(ent_floor=1.5), dict(ent_floor=(.5, math.nan)), dict(ent_floor_coef=-1.)):
+        with pytest.raises(ValueError, match=next(iter(wrong))): PPOConfig(**wrong)
     with pytest.raises(ValueError, match="one for each of 1 heads"):
         Learner(cartpole(), PPOConfig(ent_floor=(0.1, 0.2)))
     with pytest.raises(ValueError, match="did you mean 'clip_coef'"): PPOConfig.from_dict(dict(clip_coeff=0.1))
@@ -441,20 +427,6 @@ def test_a_run_on_cuda(machine):
 
 
 # --- settings, schedules and refusals
-
-wrong_settings = [dict(max_grad_norm=-0.5), dict(max_grad_norm=0.), dict(max_grad_norm=math.nan), dict(clip_coef=-0.2),
-                  dict(clip_coef=math.nan), dict(clip_coef=0.), dict(clip_final=-1.), dict(ent_coef=math.nan),
-                  dict(ent_coef=-0.1), dict(ent_final=math.inf), dict(vf_coef=-1), dict(vf_coef=math.nan),
-                  dict(learning_rate=math.inf), dict(learning_rate=math.nan), dict(lr_final=-0.5),
-                  dict(lr_final=math.nan), dict(ent_floor=1.5), dict(ent_floor=(0.5, math.nan)),
-                  dict(ent_floor_coef=-1.), dict(clip_coef="0.2"), dict(gamma=math.nan), dict(gae_lambda=math.nan),
-                  dict(target_kl=math.nan)]
-
-@pytest.mark.parametrize("wrong", wrong_settings, ids=str)
-def test_a_setting_that_would_spoil_learning_is_refused_by_name(wrong):
-    name = next(iter(wrong))
-    with pytest.raises(ValueError, match=f"{name}.*expected"): PPOConfig(**wrong)
-
 
 def test_settings_at_the_edge_are_taken():
     PPOConfig(max_grad_norm=math.inf, clip_final=0., lr_final=1, ent_coef=0, vf_coef=0, ent_floor=(0, 1), clip_coef=1)

@@ -10,21 +10,12 @@ from pretend import PretendedCuda, Race
 from benchmarks import gpu_bench
 from torch import nn
 
-from esper_nb.core import devices
-from esper_nb.core.lanes import lane_state, reset_lanes
-from esper_nb.core.layers import LaneDropout, by_lane, conv2d
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.snapshots import Snapshot
-from esper_nb.learn.learner import Learner
-from esper_nb.learn.loss import PPOConfig
-from esper_nb.learn.policies import PolicyConfig
-from esper_nb.run.cli import main
-from esper_nb.train import trainer
-from esper_nb.train.ablation import evaluate
-from esper_nb.train.graphs import Graphs, Group
-from esper_nb.train.population import FitConfig, Population, grown_plan, new_population
-from esper_nb.train.tasks import get_task
-from esper_nb.train.trainer import fit, run_epoch
+from esper_nb.core import LaneDropout, by_lane, conv2d, devices, lane_state, reset_lanes
+from esper_nb.guard import Governor, Snapshot
+from esper_nb.learn import Learner, PPOConfig, PolicyConfig
+from esper_nb.run import main
+from esper_nb.train import (
+    FitConfig, Graphs, Group, Population, evaluate, fit, get_task, grown_plan, new_population, run_epoch, trainer)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -124,21 +115,23 @@ def test_memory_that_another_stream_may_still_use_must_not_be_freed():
 @pytest.mark.parametrize("graph", ["false", "true"])
 def test_the_main_job_runs_on_two_devices(gpu, tmp_path, capsys, graph):
     small = ["env.num_envs=2", "env.limit=192", f"env.graph={graph}", "env.batch_size=32",
-             "ppo.num_steps=4", "env.horizon=4",
+             "ppo.num_steps=2", "env.horizon=2", 'env.blueprints=["conv_light"]',
              "ppo.num_updates=1", "ppo.update_epochs=1", "ppo.num_minibatches=2", "env.precision=fp32"]
     sets = [w for s in small for w in ("--set", s)]
     main(["train", "digits_impaired", "--device", "cuda:0,cuda:1", "--quiet", "--out", str(tmp_path), *sets])
-    assert "1 update, 8 lane-epochs" in capsys.readouterr().out and gpu.num_launches > 1000
+    assert "1 update, 4 lane-epochs" in capsys.readouterr().out and gpu.num_launches > 1000
     assert (gpu.launches["graph"] > 0) == (graph == "true")
     assert not gpu.draws   # whatever is drawn has a seed key, and is drawn on the host
 
 
 # --- what it has shown
 
+FEW = ("norm", "conv_small", "attention", "conv_light")
+
 def small(device, lanes=4, **kw):
     data = get_task("digits").load(device, limit=128)
     config = FitConfig(lanes=lanes, epochs=4, batch_size=32, precision="fp32", **kw)
-    return new_population(get_task("digits"), config, data=data, device=device)
+    return new_population(get_task("digits"), config, data=data, device=device, blueprints=FEW)
 
 def weights(pop): return {k: t.cpu() for k, t in lane_state(pop.model).items()}
 
@@ -383,7 +376,7 @@ def grown(kind, optimizer=None, **kw):
     task = get_task("digits") if optimizer is None else get_task("digits").replace(optimizer=optimizer, lr=.002)
     data = get_task("digits").load("cuda", limit=320)
     config = FitConfig(**dict(lanes=6, epochs=6, batch_size=32, precision="fp32") | kw)
-    pop = new_population(task, config, data=data, device="cuda")
+    pop = new_population(task, config, data=data, device="cuda", blueprints=FEW)
     if kind == "mixed":
         slot = pop.model.names[0]
         for i in range(5): pop.model.germinate(slot, ("norm", "conv_light")[i % 2], [i])
@@ -506,6 +499,7 @@ class InHere:
     def __exit__(self, *error): pass
     def epoch(self): return [f(0) for f in self.sides]
 
+@pytest.mark.slow
 def test_the_benchmark_runs_in_miniature(gpu, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_bench, "OnePerCore", InHere)
     gpu_bench.main(["--small", "--out", str(tmp_path/"gpu.json")])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from scripts.notebooks import GENERATED, LAYERS, LIB, ROOT
-from scripts.notebooks import cells, compare, exported_names, find_modules, find_notebooks, out_of_step, render_readme
+from scripts.notebooks import cells, compare, exported_names, find_modules, find_notebooks, out_of_step
 
 CFG = ConfigParser(delimiters=["="])
 CFG.read(ROOT/"settings.ini", encoding="utf-8")
@@ -198,6 +198,7 @@ def run_python(*words, cwd):
     done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
+@pytest.mark.slow
 def test_wheel_and_sdist_hold_the_package_and_what_settings_say(tmp_path):
     tree, out = copy_of_the_tree(tmp_path/"tree"), tmp_path/"out"
     run_python("-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation",
@@ -230,22 +231,6 @@ def test_version_is_the_one_in_settings():
 
 
 # --- the chores
-
-def test_readme_is_what_the_index_renders_to():
-    text, images = render_readme()
-    assert (ROOT/"README.md").read_text(encoding="utf-8") == text, "run: make readme"
-    assert not [name for name, data in images.items() if (ROOT/name).read_bytes() != data], "run: make readme"
-
-def test_every_push_runs_the_tests_and_every_night_all_of_them():
-    flows = {p.stem: p.read_text(encoding="utf-8") for p in (ROOT/".github/workflows").glob("*.yml")}
-    assert re.search(r"^\s*- run: make test$", flows["test"], re.M) and "pull_request" in flows["test"]
-    assert re.search(r"^\s*- run: make test-all$", flows["nightly"], re.M) and "schedule:" in flows["nightly"]
-    make = (ROOT/"Makefile").read_text(encoding="utf-8")
-    def stages(name): return set(re.search(rf"^{name}:([^#\n]*)", make, re.M)[1].split())
-    assert stages("test") == {"sync", "lint", "types", "pages", "unit"}
-    assert stages("test-all") == {"notebooks", "docs", "rest"}
-    marks = re.findall(r"/pytest tests -n 2 .*-m \"([^\"]+)\"", make)
-    assert marks == ["not slow and not browser", "slow or browser"], "together they are all tests"
 
 @pytest.mark.slow
 def test_the_check_of_the_library_can_fail(tmp_path):

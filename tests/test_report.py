@@ -8,22 +8,15 @@ from statistics import median
 import pytest
 import torch
 
-from esper_nb.grow.blueprints import list_blueprints
-from esper_nb.record.files import new_file
-from esper_nb.record.rows import encode_row
-from esper_nb.record.analytics import about_time
-from esper_nb.run import cli
-from esper_nb.run.compare import Comparison
-from esper_nb.run.repeats import add_schedule
-from esper_nb.run.recipes import RunConfig, get_recipe, command_words
-from esper_nb.run.report import report_html, write_report
-from esper_nb.run.runs import begin_run
-from esper_nb.record.writers import RunFolder
-from esper_nb.train.population import FitConfig
+from esper_nb.grow import list_blueprints
+from esper_nb.record import RunFolder, about_time, encode_row, new_file
+from esper_nb.run import (
+    Comparison, RunConfig, add_schedule, begin_run, cli, command_words, get_recipe, report_html, write_report)
+from esper_nb.train import FitConfig
 
 ROOT = Path(__file__).parents[1]
 TINY = {"env.num_envs": 4, "env.horizon": 8, "env.limit": 256, "ppo.num_steps": 8, "ppo.num_updates": 3,
-        "ppo.num_minibatches": 2}
+        "ppo.num_minibatches": 2, "env.blueprints": ["norm"]}
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +30,11 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(made): return write_report(made[0].folder.path).read_text(encoding="utf-8")
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    "Reports without their plots, which take most of the time."
+    monkeypatch.setattr("esper_nb.run.report.picture_html", lambda draw, alt: "")
 
 def words_of(text):
     "What a reader sees."
@@ -92,7 +90,7 @@ def test_a_population_has_a_command_too_and_a_recipe_of_ones_own_has_none(chosen
     assert chosen(words) == FitConfig(lanes=4, epochs=2)
     assert command_words({"run": RunConfig("of my own").to_dict()}) is None and command_words({}) is None
 
-def test_a_run_in_its_midst_says_how_far_it_is_and_how_to_go_on(tmp_path):
+def test_a_run_in_its_midst_says_how_far_it_is_and_how_to_go_on(no_pictures, tmp_path):
     run = begin_run(get_recipe("digits_impaired", TINY), tmp_path)
     assert "has not come to its end" in report_html(run.folder)
     for u in run.updates(): break
@@ -103,7 +101,7 @@ def test_a_run_in_its_midst_says_how_far_it_is_and_how_to_go_on(tmp_path):
 
 # --- what it tells, and in which words
 
-def test_true_alarms_first_and_notes_folded(made, tmp_path):
+def test_true_alarms_first_and_notes_folded(no_pictures, made, tmp_path):
     copy = tmp_path/"run"
     shutil.copytree(made[0].folder.path, copy)
     (copy/"rows.jsonl").unlink()
@@ -138,7 +136,7 @@ def test_links_lead_to_pages_that_there_are(page):
     assert len(set(links)) >= 8 and set(links) <= pages, set(links) - pages
     assert page.count("http") == len(links)
 
-def test_what_is_in_the_files_stays_text(made, tmp_path):
+def test_what_is_in_the_files_stays_text(no_pictures, made, tmp_path):
     copy, evil = tmp_path/"a<b>", "<script>alert(1)</script>"
     shutil.copytree(made[0].folder.path, copy)
     config = json.loads((copy/"config.json").read_text())
@@ -148,23 +146,16 @@ def test_what_is_in_the_files_stays_text(made, tmp_path):
     for text in (report_html(RunFolder(copy)), report_html(RunFolder(copy), made[0].folder)):
         assert "<script" not in text and "&lt;script&gt;" in text and "a<b>" not in text
 
-@pytest.mark.parametrize("origin", [[], "x", 3, {"begun": {"a": 1}}, None])
-def test_a_forged_origin_ends_in_a_page_or_in_a_sentence(made, tmp_path, origin):
-    copy = tmp_path/"run"
-    shutil.copytree(made[0].folder.path, copy)
-    config = json.loads((copy/"config.json").read_text()) | dict(origin=origin)
-    (copy/"config.json").unlink()
-    with new_file(copy/"config.json") as part: part.write_text(json.dumps(config))
-    try: assert "<h1>" in report_html(RunFolder(copy))
-    except ValueError as e: assert "config.json is not as a run writes it" in str(e)
+FORGED = [*(("origin", v) for v in ([], "x", 3, {"begun": {"a": 1}}, None)),
+          *(("measure", v) for v in (3, [], "x", [1, 2, 3], ["a", "b", "c", "d"], {"name": "x"}))]
 
-@pytest.mark.parametrize("measure", [3, [], "x", [1, 2, 3], ["a", "b", "c", "d"], {"name": "x"}])
-def test_a_forged_measure_ends_in_a_page_or_names_the_file(made, tmp_path, measure):
+@pytest.mark.parametrize("field, value", FORGED)
+def test_a_forged_field_ends_in_a_page_or_names_the_file(no_pictures, made, tmp_path, field, value):
     copy = tmp_path/"run"
     shutil.copytree(made[0].folder.path, copy)
-    config = json.loads((copy/"config.json").read_text()) | dict(measure=measure)
+    config = json.loads((copy/"config.json").read_text()) | {field: value}
     (copy/"config.json").unlink()
-    (copy/"comparison.json").unlink()
+    if field == "measure": (copy/"comparison.json").unlink()
     with new_file(copy/"config.json") as part: part.write_text(json.dumps(config))
     try: assert "<h1>" in report_html(RunFolder(copy)) and "<h1>" in report_html(RunFolder(copy), made[0].folder)
     except ValueError as e: assert "config.json is not as a run writes it" in str(e)
@@ -192,13 +183,13 @@ def test_several_runs_side_by_side(two, capsys):
     assert sorted(re.findall(r"<tr><td>([\w.]+)</td>", different)) == ["ppo.learning_rate", "ppo.seed", "seed"]
     assert "--set ppo.learning_rate=0.001" in words_of(text) and "alt=" in text
 
-def test_the_order_of_runs_changes_no_sentence_and_equal_names_get_their_places(two, tmp_path):
+def test_the_order_of_runs_changes_no_sentence_and_equal_names_get_their_places(no_pictures, two, tmp_path):
     def lead(*folders): return re.search('<p class="lead">(.*?)</p>', report_html(*folders))[1]
     assert lead(*two) == lead(*two[::-1])
     shutil.copytree(two[0].path, tmp_path/two[0].path.name)
     assert str(tmp_path) in lead(two[0], RunFolder(tmp_path/two[0].path.name))
 
-def test_a_run_that_was_not_tested_can_be_compared(two, tmp_path):
+def test_a_run_that_was_not_tested_can_be_compared(no_pictures, two, tmp_path):
     begun = begin_run(get_recipe("digits_impaired", TINY), tmp_path)
     text = words_of(report_html(two[0], begun.folder))
     assert "Of 2 runs, 1 has come to its test" in text and "has not come to its end" in text
@@ -217,7 +208,7 @@ def test_a_training_says_first_what_is_ahead_and_last_what_came_out(made):
     assert "The controller grew networks to" in end and end.splitlines()[-1].split() == [
         "report", "esper-nb", "report", str(path)]
 
-def test_a_training_limited_by_time_says_so(tmp_path):
+def test_a_training_limited_by_time_says_so(no_plays, tmp_path):
     said = []
     run = begin_run(get_recipe("digits_impaired", TINY | {"minutes": 1e-4, "ppo.num_updates": 50}), tmp_path)
     run.drive(progress=False, say=said.append)

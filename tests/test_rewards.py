@@ -5,14 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import OPS, GrowthActions, choice_of, draw_actions, in_stage, read_slots
-from esper_nb.control.episodes import EnvStep
-from esper_nb.control.rewards import (
-    PRESETS, TERMS, RewardConfig, RewardPreset, Transition, compute_reward, explain_reward, occupied_size, reward_term,
-    seed_sizes, start_rewards)
-from esper_nb.grow.hosts import CNNConfig, CNNHost
-from esper_nb.grow.models import GrowingModel
-from esper_nb.grow.lifecycle import LIVE, Gates, Rules, SeedState, Stage, encode_seed
+from esper_nb.control import (
+    OPS, PRESETS, TERMS, EnvStep, GrowthActions, RewardConfig, RewardPreset, Transition, choice_of, compute_reward,
+    draw_actions, explain_reward, in_stage, occupied_size, read_slots, reward_term, seed_sizes, start_rewards)
+from esper_nb.grow import LIVE, CNNConfig, CNNHost, Gates, GrowingModel, Rules, SeedState, Stage, encode_seed
 
 D = torch.float64
 DEFAULTS = dict(accuracy=50., loss=1., gain=math.nan, epoch=20., last=False, size=100., active=True, rolled_back=False)
@@ -55,7 +51,7 @@ some = st.fixed_dictionaries(dict(
     size=st.floats(0, 1e6), active=st.booleans()))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(three, some), min_size=1, max_size=6), st.floats(0, 100))
 def test_finite_bounded_and_the_sum_of_its_terms(steps, price):
     config = RewardConfig(price=price)
@@ -68,7 +64,7 @@ def test_finite_bounded_and_the_sum_of_its_terms(steps, price):
         assert all(x.isfinite().all() for x in r.state.values())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(three, some), min_size=1, max_size=8), st.floats(0, 50))
 def test_growing_and_pruning_in_a_circle_pays_nothing(way, price):
     "Back where the episode began, nothing has been earned on the way."

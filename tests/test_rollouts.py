@@ -6,9 +6,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.learn.distributions import Heads, acting_noise
-from esper_nb.learn.policies import ActorCritic, PolicyConfig
-from esper_nb.learn.rollouts import EnvStream, Rollout, play
+from esper_nb.learn import ActorCritic, EnvStream, Heads, PolicyConfig, Rollout, acting_noise, play
 
 
 def random_rollout(T, n, seed, share=0.15):
@@ -43,7 +41,7 @@ def reference(roll, last, gamma, lam):
     return torch.where(roll.valid, out, 0.)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(1, 24), st.integers(1, 4), st.floats(0, 1), st.floats(0.5, 1), st.floats(0, 1),
        st.integers(0, 10**6))
 def test_gae_equals_the_definition(T, n, share, gamma, lam, seed):
@@ -51,28 +49,6 @@ def test_gae_equals_the_definition(T, n, share, gamma, lam, seed):
     ref = reference(roll, last, gamma, lam)
     roll.finish(last, gamma, lam)
     assert (roll.advantage - ref).abs().max() <= 1e-6 * max(1., ref.abs().max().item())
-
-
-@pytest.mark.parametrize("lam", [0., 0.9, 1.])
-@pytest.mark.parametrize("seed", range(4))
-def test_gae_equals_stable_baselines3(lam, seed):
-    sb3 = pytest.importorskip("stable_baselines3.common.buffers")
-    T, n, gamma = 40, 3, 0.97
-    roll, last = random_rollout(T, n, seed)
-    roll.valid.fill_(True)
-    unknown = roll.truncated & roll.final_value.isnan() # its vector environments reset in the same step
-    roll.final_value = torch.where(unknown, torch.randn(T, n), roll.final_value)
-    box = gym.spaces.Box(-1, 1, (1,))
-    buffer = sb3.RolloutBuffer(T, box, gym.spaces.Discrete(2), gamma=gamma, gae_lambda=lam, n_envs=n)
-    for t in range(T):
-        starts = roll.done[t - 1] if t else torch.ones(n)
-        limits = torch.where(roll.truncated[t], gamma * roll.final_value[t], 0.) # how it accounts for time limits
-        buffer.add(np.zeros((n, 1)), np.zeros((n, 1)), (roll.reward[t] + limits).numpy(), starts.float().numpy(),
-                   roll.value[t], torch.zeros(n))
-    buffer.compute_returns_and_advantage(last, roll.done[-1].numpy())
-    roll.finish(last, gamma, lam)
-    assert np.abs(buffer.advantages - roll.advantage.numpy()).max() <= 1e-6 * max(1, np.abs(buffer.advantages).max())
-    assert np.abs(buffer.returns - roll.returns.numpy()).max() <= 2e-6 * max(1, np.abs(buffer.returns).max())
 
 
 COUNT, LENGTH = 2, 3 # columns of an observation of `Clock`
@@ -163,16 +139,6 @@ def test_a_rollback_begins_an_episode_at_once():
     assert starts and all(a and b for a, b in starts)
 
 
-def test_a_rollback_reaches_its_own_lane_only():
-    roll, last = random_rollout(12, 3, 0, share=0.)
-    roll.finish(last, 0.9, 0.9)
-    before = roll.advantage.clone()
-    roll.reward[9, 1], roll.terminated[9, 1], roll.valid[9, 1] = -10., True, True
-    roll.finish(last, 0.9, 0.9)
-    assert abs(roll.advantage[9, 1].item() - (-10 - roll.value[9, 1].item())) < 1e-5, "in full, nothing follows"
-    assert torch.equal(before[:, [0, 2]], roll.advantage[:, [0, 2]])
-
-
 class Cut(Clock):
     "A rollback in the very step that a time limit cuts off."
     def step(self, action):
@@ -196,7 +162,7 @@ def test_a_rollback_turns_a_truncation_into_a_termination(mode):
     assert found > 3
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 8), st.integers(1, 9), st.integers(1, 8), st.booleans(), st.integers(0, 1000))
 def test_minibatches_cover_everything_once(T, n, count, memory, seed):
     roll, _ = random_rollout(T, n, seed)

@@ -9,13 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.grow.blending import Blend, Curve, Ramp, RampMode, combine, progress, spread, straight_through
-from esper_nb.grow.blueprints import blueprint, forget_blueprint, list_blueprints
-from esper_nb.core.lanes import lane_state, take_lanes
-from esper_nb.core.layers import LaneBatchNorm2d, by_lane, unfold
-from esper_nb.grow.lifecycle import (
-    ACTIVE, COLUMNS, COOLING, LIVE, Gates, Reason, Rules, SeedState, Stage, decode_seed, encode_seed)
-from esper_nb.grow.slots import Cut, Slot, evaluating
+from esper_nb.core import LaneBatchNorm2d, by_lane, lane_state, take_lanes, unfold
+from esper_nb.grow import (
+    COLUMNS, Blend, Curve, Cut, Gates, Ramp, RampMode, Reason, Rules, SeedState, Slot, Stage, blueprint, combine,
+    decode_seed, encode_seed, evaluating, forget_blueprint, list_blueprints, progress, spread, straight_through)
 
 torch.set_num_threads(1)
 LIKE = dict(cnn=(6, 4, 4), transformer=(6, 5))
@@ -65,7 +62,7 @@ def run(slot, x, training=True):
 mixtures = st.lists(st.tuples(st.integers(0, 6), st.sampled_from(STATES)), min_size=1, max_size=6)
 
 @given(FAMILY, mixtures, st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_a_mixture_is_its_lanes_one_by_one(family, plan, training):
     n, slot = len(plan), made(family, plan)
     x = features(family, n)
@@ -83,7 +80,7 @@ def test_a_mixture_is_its_lanes_one_by_one(family, plan, training):
 
 
 @given(FAMILY, mixtures, st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_lanes_that_only_pass_are_untouched(family, plan, training):
     n, slot = len(plan), made(family, plan)
     x = features(family, n)
@@ -96,7 +93,7 @@ def test_lanes_that_only_pass_are_untouched(family, plan, training):
 
 @given(FAMILY, st.lists(st.tuples(st.integers(0, 6), st.sampled_from(STATES)), min_size=2, max_size=5),
        st.integers(0, 4), st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_a_poisoned_lane_stays_alone(family, plan, which, training):
     n = len(plan); bad = which % n; well = [i for i in range(n) if i != bad]
     slot, sick, x = made(family, plan), made(family, plan), features(family, n)
@@ -110,7 +107,7 @@ def test_a_poisoned_lane_stays_alone(family, plan, which, training):
 
 
 @given(FAMILY, mixtures, st.integers(0, 6))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_alpha_zero_is_the_host_exactly(family, plan, b):
     "Blended by any operator, at alpha 0, in training: output and the host's gradient are what they are without a slot."
     n = len(plan)
@@ -121,37 +118,6 @@ def test_alpha_zero_is_the_host_exactly(family, plan, b):
     assert torch.equal(y, x)
     if all(not isinstance(s, tuple) or s[0] != Blend.GATE for _, s in plan): assert torch.equal(gx, torch.cos(x))
     slot.eval(); assert slot(x) is x and slot.roles() == ()
-
-
-@given(FAMILY, mixtures, st.integers(0, 6), st.booleans())
-@settings(deadline=None, max_examples=40)
-def test_germinating_and_cooling_change_no_output(family, plan, b, training):
-    slot, x = made(family, plan), features(family, len(plan))
-    slot.train(training)
-    before, names = slot(x), slot.blueprints
-    empty = [i for i, s in enumerate(slot.states()) if s.stage == Stage.DORMANT]
-    slot.germinate(names[b % len(names)], empty)
-    assert torch.equal(slot(x), before)
-    cooling = [i for i, s in enumerate(slot.states()) if s.stage in COOLING]
-    for _ in range(8): slot.tick(cooling)
-    assert torch.equal(slot(x), before)
-    slot.prune(empty); slot.eval()
-    training_only = [i for i, s in enumerate(slot.states()) if s.stage == Stage.TRAINING]
-    before = slot(x); slot.prune(training_only)
-    assert torch.equal(slot(x), before)
-
-
-@pytest.mark.parametrize("family", ["cnn", "transformer"])
-def test_pruning_a_blended_seed_leaves_the_others(family):
-    "The lanes left over may run in a narrower bank: equal to rounding, and exactly when their own role is the same."
-    plan = [(5, (Blend.ADD, .4)), (5, (Blend.ADD, .4)), (2, (Blend.MULTIPLY, .4)), (3, "fossil")]
-    slot, x = made(family, plan), features(family, 4)
-    before = slot(x)
-    slot.prune(1)
-    after = slot(x)
-    assert torch.equal(part(after, 4, [2, 3]), part(before, 4, [2, 3]))
-    assert torch.equal(part(after, 4, 1), part(x, 4, 1))
-    torch.testing.assert_close(part(slot(x), 4, 0), part(before, 4, 0), rtol=1e-6, atol=1e-6)
 
 
 @given(st.permutations(range(6)), st.lists(st.integers(1, 5), max_size=3), st.booleans())
@@ -271,11 +237,10 @@ def test_verbs_change_all_lanes_or_none():
     slot = made("cnn", [(5, None), (5, "training"), (5, "fossil")])
     before = slot.state_dict()
     before = {k: v.clone() for k, v in before.items()}
-    refused = [
-        lambda: slot.germinate("norm"), lambda: slot.prune([1, 2]), lambda: slot.advance([1, 0]),
-        lambda: slot.set_alpha(.5), lambda: slot.fossilize([1]), lambda: slot.schedule_prune(3, 2),
-        lambda: slot.germinate("norm", 0, goal=0.), lambda: slot.germinate("norm", 0, steepness=0.),
-        lambda: slot.advance([1, 1]), lambda: slot.prune(-1)]
+    refused = [lambda: slot.germinate("norm"), lambda: slot.prune([1, 2]), lambda: slot.advance([1, 0]),
+               lambda: slot.set_alpha(.5), lambda: slot.fossilize([1]), lambda: slot.schedule_prune(3, 2),
+               lambda: slot.germinate("norm", 0, goal=0.), lambda: slot.germinate("norm", 0, steepness=0.),
+               lambda: slot.advance([1, 1]), lambda: slot.prune(-1)]
     for call in refused:
         with pytest.raises((RuntimeError, ValueError)): call()
     for k, v in slot.state_dict().items(): assert torch.equal(v, before[k]), k
@@ -371,7 +336,3 @@ def test_multiplier_is_bounded_and_estimator_is_straight():
     ratio = unfold(combine(Blend.MULTIPLY, h, s, spread(a, h, 3), h) / h, 3)
     assert ((ratio - 1).abs() <= a.view(3, 1, 1, 1) + 1e-5).all()
     assert torch.equal(straight_through(h, s), h)
-
-
-def test_moves():
-    assert not ACTIVE & COOLING and LIVE & ACTIVE == ACTIVE - {Stage.FOSSILIZED}

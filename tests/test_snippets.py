@@ -80,6 +80,7 @@ def test_basedpyright_finds_nothing(snippets):
     assert status == 0, said
 
 
+@pytest.mark.slow
 def test_the_checks_can_fail(tmp_path):
     (tmp_path/"mypy.ini").write_text(MYPY, encoding="utf-8")
     wrong = "from esper_nb import Governor, Governer\ngovernor = Governor()\ngovernor.wach(1.)\n"

@@ -7,14 +7,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn import functional as F
 
-from esper_nb.train import tasks
-from esper_nb.train.data import ImageData
-from esper_nb.grow.hosts import CNNConfig, count_parameters
-from esper_nb.core.lanes import lane, lane_state
-from esper_nb.core.layers import by_lane
-from esper_nb.train.tasks import (
-    Task, accuracy_pp, check_slots, class_counts, correct_counts, create_model, get_task, host_sites,
-    lane_cross_entropy, list_tasks, register_task)
+from esper_nb.core import by_lane, lane, lane_state
+from esper_nb.grow import CNNConfig, count_parameters
+from esper_nb.train import (
+    ImageData, Task, accuracy_pp, class_counts, correct_counts, create_model, get_task, lane_cross_entropy, list_tasks,
+    register_task, tasks)
+from esper_nb.train.tasks import check_slots, host_sites
 
 shapes = st.tuples(st.integers(1, 9), st.sampled_from([(), (1,), (4,)]), st.integers(1, 5), st.integers(2, 7),
                    st.integers(0, 99))
@@ -25,7 +23,7 @@ def problem(b, length, n, k, seed):
     return torch.randn(b, *length, n * k, generator=g) * 3, torch.randint(0, k, (b, *length, n), generator=g)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(shapes)
 def test_loss_and_counts_equal_a_loop_over_lanes(s):
     (logits, y), n, k = problem(*s), s[2], s[3]
@@ -48,7 +46,7 @@ def test_loss_and_counts_equal_a_loop_over_lanes(s):
         torch.testing.assert_close(pp[i], 100 * right.float().mean())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(shapes)
 def test_shared_labels_are_the_same_labels_for_all(s):
     (logits, y), n = problem(*s), s[2]
@@ -288,7 +286,7 @@ def test_bad_input_names_value_expectation_and_fix(case):
     for w in words: assert w in str(e.value), str(e.value)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=8, unique=True))
 def test_slots_come_back_row_major(places):
     names = [f"r{r}c{c}" for r, c in places]

@@ -14,22 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control.actions import draw_actions
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.rules import QUICK, QUICK_RULES, Heuristic, as_controller
-from esper_nb.core.clock import PhaseClock
-from esper_nb.guard.governor import Governor
-from esper_nb.record.analytics import (
-    blueprint_stats, lane_scores, pick_rows, rollbacks, seed_lives, stage_spans)
-from esper_nb.record.writers import BackgroundWriter, JSONLWriter, Recorder, RunFolder, new_run, read_rows
-from esper_nb.record.alarms import KINDS, METRICS, Metric, find_metric, metric_table, metrics_markdown
-from esper_nb.record.rows import (
-    EnvRows, decode_row, encode_row, flatten, governor_rows, limit_rows, make_rows, metric_names, population_rows,
-    run_rows, series)
-from esper_nb.record.trackers import TensorBoardWriter
-from esper_nb.train.faults import Fault, disturb_at
-from esper_nb.train.population import FitConfig, new_population
-from esper_nb.train.trainer import fit
+from esper_nb.control import QUICK, QUICK_RULES, GrowVecEnv, Heuristic, as_controller, draw_actions
+from esper_nb.core import PhaseClock
+from esper_nb.guard import Governor
+from esper_nb.record import (
+    KINDS, METRICS, BackgroundWriter, EnvRows, JSONLWriter, Metric, Recorder, RunFolder, TensorBoardWriter,
+    blueprint_stats, decode_row, encode_row, find_metric, flatten, governor_rows, lane_scores, limit_rows, make_rows,
+    metric_names, metric_table, metrics_markdown, new_run, pick_rows, population_rows, read_rows, rollbacks, run_rows,
+    seed_lives, series, stage_spans)
+from esper_nb.train import Fault, FitConfig, disturb_at, fit, new_population
 
 values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=True, allow_infinity=True), st.text())
 rows = st.dictionaries(st.text().filter(lambda k: k != "nonfinite"), values)
@@ -48,14 +41,14 @@ def strict(text):
 
 # --- rows and files
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(rows)
 def test_row_survives_json(row):
     line = encode_row(row)
     assert "\n" not in line and isinstance(strict(line), dict)
     assert same(decode_row(line), row)
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(rows, max_size=6), st.integers(0, 400))
 def test_file_cut_anywhere_keeps_its_whole_lines(tmp_path_factory, batch, cut):
     path = tmp_path_factory.mktemp("cut")/"rows.jsonl"
@@ -81,31 +74,18 @@ def test_long_torn_tail_is_cut(tmp_path, tail):
     JSONLWriter(path).close()
     assert path.read_bytes() == b""
 
-def test_killed_process_loses_at_most_the_line_it_was_in(tmp_path):
+@pytest.mark.parametrize("end, status", [("rec.flush(); os._exit(1)", 1), ("", 0)], ids=["killed", "never closed"])
+def test_a_process_that_ends_without_closing_keeps_its_rows(tmp_path, end, status):
     path = tmp_path/"rows.jsonl"
     code = f"""
 import os
-from esper_nb.record.writers import Recorder
-from esper_nb.record.writers import JSONLWriter
+from esper_nb.record.writers import JSONLWriter, Recorder
 rec = Recorder([JSONLWriter({str(path)!r})])
 for epoch in range(50): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
-rec.flush()
-os._exit(1)
+{end}
 """
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 1
+    assert subprocess.run([sys.executable, "-c", code]).returncode == status
     assert len(read_rows(path)) == 100
-
-@pytest.mark.slow
-def test_forgotten_close_keeps_the_last_rows(tmp_path):
-    path = tmp_path/"rows.jsonl"
-    code = f"""
-from esper_nb.record.writers import Recorder
-from esper_nb.record.writers import JSONLWriter
-rec = Recorder([JSONLWriter({str(path)!r})])
-for epoch in range(200): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert len(read_rows(path)) == 400
 
 def test_damage_in_the_middle_is_reported(tmp_path):
     path = tmp_path/"rows.jsonl"
@@ -171,9 +151,6 @@ def test_leaves_do_not_copy_tensors():
 
 
 # --- metrics
-
-EXPECTED = ["train.loss", "train.accuracy_pp", "train.grad_norm", "train.skipped", "heldout.loss",
-            "heldout.accuracy_pp", "lr", "images_per_s", "seconds", "test.accuracy_pp", "test.loss"]
 
 @pytest.mark.parametrize("name", ["", ".", "train", "train.", "phase_s.", "Train.loss", "train.loss.x"])
 def test_unknown_metrics_are_refused(name):
@@ -359,7 +336,8 @@ def test_rows_from_device_tensors():
 def grown():
     "A guarded run with seeds and a NaN: (population, results, rows)."
     torch.set_num_threads(1)
-    pop = new_population("digits_impaired", FitConfig(lanes=3, epochs=14), rules=QUICK_RULES)
+    config = FitConfig(lanes=3, epochs=14)
+    pop = new_population("digits_impaired", config, rules=QUICK_RULES, blueprints=["norm", "conv_light"])
     rows, results = run_rows(pop), []
     def disturb(*args):
         due = disturb_at([Fault("nan", 1, 7, 6)], int(pop.epoch.max()))
@@ -468,7 +446,8 @@ def test_drops_are_counted_while_the_run_goes_on():
 def play(mode, steps=14, growth=True):
     "Random actions in three lanes of horizon 6, one of them ruined: (environment, rows)."
     fault, dice, rows = Fault("nan", lane=1, epoch=3, batch=2), torch.Generator().manual_seed(1), []
-    settings = dict(task="digits_impaired", num_envs=3, horizon=6, limit=300, workers=1)
+    settings = dict(task="digits_impaired", num_envs=3, horizon=6, limit=300, workers=1,
+                    blueprints=("norm", "conv_light"))
     env = GrowVecEnv(**settings, faults=(fault,), autoreset_mode=mode)
     env.reset(seed=2)
     note = EnvRows(growth)

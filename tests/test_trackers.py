@@ -5,14 +5,12 @@ import sys
 
 import pytest
 
-from esper_nb.record.rows import make_rows
-from esper_nb.record.trackers import MLflowWriter, TrackioWriter, WandbWriter, metrics_by_step
-from esper_nb.run.cli import main
-from esper_nb.run.runs import open_run
+from esper_nb.record import MLflowWriter, TrackioWriter, WandbWriter, make_rows, metrics_by_step
+from esper_nb.run import main, open_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = [w for s in ("env.num_envs=2", "env.horizon=3", "ppo.num_steps=3", "ppo.num_minibatches=1", "env.limit=64",
-                     "env.workers=1", "save_every=1") for w in ("--set", s)]
+                     "env.workers=1", "save_every=1", 'env.blueprints=["norm"]') for w in ("--set", s)]
 ROWS = [row for t in range(3) for row in make_rows("epoch", {"train.loss": [1. / (t + 1), .5], "lr": .1}, epoch=t)]
 
 
@@ -64,7 +62,7 @@ def test_trackio_holds_what_was_logged(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
-def test_a_run_tells_its_tracker_and_still_does_when_it_goes_on(name, tmp_path, monkeypatch, capsys):
+def test_a_run_tells_its_tracker_and_still_does_when_it_goes_on(name, no_plays, tmp_path, monkeypatch, capsys):
     need(name)
     for k in ("MLFLOW_TRACKING_URI", "WANDB_MODE"): monkeypatch.delenv(k, raising=False)
     asked = ["train", "digits_impaired", "--updates", "1", *SMALL, "--log", name, "--quiet", "--out", str(tmp_path)]
@@ -77,7 +75,7 @@ def test_a_run_tells_its_tracker_and_still_does_when_it_goes_on(name, tmp_path, 
     assert size() > before and open_run(run).config.log == (name,)
 
 
-def test_a_tracker_that_fails_costs_its_rows_and_no_training(tmp_path, monkeypatch, recwarn):
+def test_a_tracker_that_fails_costs_its_rows_and_no_training(no_plays, tmp_path, monkeypatch, recwarn):
     from esper_nb.record import trackers
     class Dead(trackers.Tracker):
         def __init__(self, folder): pass
@@ -89,9 +87,10 @@ def test_a_tracker_that_fails_costs_its_rows_and_no_training(tmp_path, monkeypat
     assert (tmp_path/"digits_impaired"/"checkpoint.safetensors").exists()
 
 
-def test_a_missing_package_is_told_before_the_run_has_a_folder(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["train", "fit"])
+def test_a_missing_package_is_told_before_the_run_has_a_folder(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main(["train", "digits", "--log", "wandb", "--out", str(tmp_path/"runs")]) == 2
+    assert main([command, "digits", "--log", "wandb", "--out", str(tmp_path/"runs")]) == 2
     assert "pip install 'esper_nb[wandb]'" in capsys.readouterr().err and not (tmp_path/"runs").exists()
     assert importlib.import_module("esper_nb.record.trackers").TRACKERS.keys() == {
         "tensorboard", "wandb", "mlflow", "trackio"}
@@ -106,9 +105,3 @@ def test_a_fit_tells_its_tracker_too(tmp_path, capsys):
     events.Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("heldout.accuracy_pp")]
     assert tags and all(len(events.Scalars(tag)) == 2 for tag in tags)
-
-
-def test_a_fit_refuses_a_tracker_before_it_has_a_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main(["fit", "digits", "--log", "wandb", "--out", str(tmp_path/"runs")]) == 2
-    assert "pip install 'esper_nb[wandb]'" in capsys.readouterr().err and not (tmp_path/"runs").exists()

@@ -6,18 +6,12 @@ import sys
 import pytest
 import torch
 
-from esper_nb.core.devices import repeatable
-from esper_nb.train.faults import Fault, list_faults
-from esper_nb.guard.reports import GovernorConfig
-from esper_nb.grow.hosts import GPTConfig
-from esper_nb.core.lanes import lane, lane_state
-from esper_nb.core.layers import by_lane
-from esper_nb.core.workers import Workers, plan, use_threads
-from esper_nb.train.graphs import Graphs
-from esper_nb.train.population import LOOKED_AT, FitConfig, Population, new_population, site_signals, traced
-from esper_nb.train.tasks import get_task
-from esper_nb.train.trainer import fit, run_epoch
-from esper_nb.train.ablation import evaluate
+from esper_nb.core import Workers, by_lane, lane, lane_state, plan, repeatable, use_threads
+from esper_nb.grow import GPTConfig
+from esper_nb.guard import GovernorConfig
+from esper_nb.train import (
+    LOOKED_AT, Fault, FitConfig, Graphs, Population, evaluate, fit, get_task, list_faults, new_population, run_epoch,
+    site_signals, traced)
 
 # A small learning rate: at 0.02 one ReLU that rounding tips over grows to 2e-3 within 17 steps,
 # in plain PyTorch with one and two threads too.
@@ -28,7 +22,8 @@ DATA = {k: t.load(limit=20 * t.batch_size) for k, t in TASKS.items()}
 
 
 def population(kind, lanes=4, **kw):
-    return new_population(TASKS[kind], FitConfig(lanes=lanes, epochs=4, governor=None, **kw), data=DATA[kind])
+    return new_population(TASKS[kind], FitConfig(lanes=lanes, epochs=4, governor=None, **kw), data=DATA[kind],
+                          blueprints=["norm"])
 
 
 def separate(kind, i, steps, seed=0):
@@ -209,7 +204,9 @@ def test_cuda_runs_are_the_same_to_the_bit_by_replays_and_by_plain_calls(machine
     assert torch.equal(a, b) and all(torch.equal(t, theirs[k]) for k, t in ours.items())
 
 
-def guarded(**kw): return new_population(TASKS["digits"], FitConfig(lanes=4, epochs=8, **kw), data=DATA["digits"])
+def guarded(**kw):
+    config = FitConfig(lanes=4, epochs=8, **kw)
+    return new_population(TASKS["digits"], config, data=DATA["digits"], blueprints=["norm"])
 
 
 def test_the_governor_does_not_touch_a_healthy_run():

@@ -40,6 +40,7 @@ def test_a_trial_that_falls_behind_is_ended_with_what_it_had():
     assert trial.state == optuna.trial.TrialState.PRUNED and len(trial.intermediate_values) == 1
 
 
+@pytest.mark.slow
 def test_a_study_in_a_file_is_spread_over_workers_and_goes_on_after_an_interruption(tmp_path):
     ray = pytest.importorskip("ray", reason="workers need the extra: pip install 'esper_nb[ray]'")
     page, journal = definitions(), tmp_path/"grown.journal"

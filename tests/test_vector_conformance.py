@@ -5,11 +5,9 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from esper_nb.train.data import ImageData
-from esper_nb.control.envs import GrowVecEnv
-from esper_nb.control.gym import GrowEnv
-from esper_nb.grow.hosts import CNNConfig
-from esper_nb.train.tasks import Task
+from esper_nb.control import GrowEnv, GrowVecEnv
+from esper_nb.grow import CNNConfig
+from esper_nb.train import ImageData, Task
 
 HOST = CNNConfig(classes=4, in_channels=1, size=4, blocks=2, base=2, kernel=1, pools=1)
 TASK = Task("tiny", "digits", HOST, ("r0c0", "r0c1"), batch_size=16, epochs=3, target_loss=.05, delta_std=.05, lr=.02)

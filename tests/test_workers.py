@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from esper_nb.control.actions import draw_actions
-from esper_nb.control.env_config import EnvConfig
-from esper_nb.core.random import generator
-from esper_nb.record.rows import encode_row
-from esper_nb.run.engines import FaultTolerance, LocalWorker, WorkerLost, new_worker, start_ray
-from esper_nb.run.split import SplitVecEnv
-from esper_nb.train.faults import Fault
+from esper_nb.control import EnvConfig, draw_actions
+from esper_nb.core import generator
+from esper_nb.record import encode_row
+from esper_nb.run import FaultTolerance, LocalWorker, SplitVecEnv, WorkerLost, new_worker, start_ray
+from esper_nb.train import Fault
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0") # as `start_ray` has it, before anybody imports Ray
 try: import ray
 except ImportError: ray = None
 needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: pip install 'esper_nb[ray]'")
-CONFIG = EnvConfig(task="digits", num_envs=8, horizon=4, limit=256, workers=1, faults=(Fault("nan", lane=5, epoch=2),))
+CONFIG = EnvConfig(task="digits", num_envs=8, horizon=4, limit=256, workers=1, faults=(Fault("nan", lane=5, epoch=2),),
+                   blueprints=("norm", "conv_light"))
 
 
 class Adder:
@@ -159,7 +158,7 @@ def test_without_ray_the_error_says_what_to_install():
 
 # ---- real processes
 
-ELSEWHERE = ["process", pytest.param("ray", marks=needs_ray)]
+ELSEWHERE = ["process", pytest.param("ray", marks=[needs_ray, pytest.mark.slow])]
 
 
 @pytest.fixture(params=ELSEWHERE)
@@ -181,6 +180,7 @@ def test_a_call_elsewhere_is_answered_and_an_error_there_is_an_error_here(engine
     worker.close()
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_find_room(engine):
     n = 6 if engine == "ray" else 2
     workers = [new_worker(engine, Adder, n) for _ in range(n)]
@@ -277,6 +277,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine, number", [
     ("process", signal.SIGINT), ("process", signal.SIGKILL),
     pytest.param("ray", signal.SIGINT, marks=[needs_ray, pytest.mark.slow])])
@@ -294,6 +295,7 @@ def test_no_process_is_left_behind(engine, number):
     finally: begun.kill()
 
 
+@pytest.mark.slow
 @needs_ray
 def test_nothing_listens_on_an_outside_address(cluster):
     mine = set(descendants(os.getpid())) | {os.getpid()}

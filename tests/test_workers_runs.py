@@ -10,17 +10,11 @@ import torch
 from test_cli import timeless
 from test_workers import needs_ray, still_there
 
-from esper_nb.record.checkpoints import read_checkpoint
-from esper_nb.run import repeats
-from esper_nb.run.cli import main
-from esper_nb.run.compare import Comparison
-from esper_nb.run.engines import LocalWorker, WorkerLost, work_off
-from esper_nb.run.split import SplitVecEnv
-from esper_nb.run.recipes import RunConfig, get_recipe, command_words
-from esper_nb.run.runs import begin_run, open_run
-from esper_nb.run.repeats import Repeat, RepeatPlayer, RepeatStore, compare_recipe
-from esper_nb.show.dashboard import watch
-from esper_nb.show.sources import EnvSource
+from esper_nb.record import read_checkpoint
+from esper_nb.run import (
+    Comparison, LocalWorker, Repeat, RepeatPlayer, RepeatStore, RunConfig, SplitVecEnv, WorkerLost, begin_run,
+    command_words, compare_recipe, get_recipe, main, open_run, repeats, work_off)
+from esper_nb.show import EnvSource, watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = ("env.num_envs=4", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",
@@ -162,7 +156,7 @@ def interrupted(config, monkeypatch, folder, **kw):
     return result, told
 
 
-@pytest.mark.parametrize("jobs", [None, 2])
+@pytest.mark.parametrize("jobs", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_seed_that_was_played_is_not_played_again(compared, tmp_path, monkeypatch, jobs):
     result, told = interrupted(get_recipe("digits_impaired", TINY), monkeypatch, tmp_path, jobs=jobs)
     assert plays(result) == plays(compared)
@@ -209,7 +203,8 @@ def test_seeds_on_ray_are_kept_and_not_repeated(compared, tmp_path, monkeypatch)
 
 # ---- real processes
 
-@pytest.mark.parametrize("engine", ["process", pytest.param("ray", marks=[needs_ray, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["process", pytest.param("ray", marks=needs_ray)])
 def test_a_killed_worker_changes_nothing(here, tmp_path, engine):
     done = child(tmp_path, *TRAIN, "--engine", engine, "--out", tmp_path, what="worker", at=6)
     assert done.returncode == 0, done.stderr

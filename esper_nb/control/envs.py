@@ -40,7 +40,7 @@ _SETTINGS = ("task", "family", "judged", "num_envs", "first_lane", "horizon", "r
              "restart", "batch_size", "lr", "precision", "devices") # that a saved state must agree with
 
 class GrowVecEnv(gym.vector.VectorEnv):
-    """n networks in training as a Gymnasium vector environment.
+    """Networks in training, n side by side, as a Gymnasium vector environment.
 
     A step carries one operation out in each lane, trains each for an epoch under the Governor, and returns what a
     Gymnasium vector environment returns. `obs`, `mask` and `table` are those of the present state; `last_result`

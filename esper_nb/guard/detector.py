@@ -254,23 +254,28 @@ def find_collapse(look: Look, c: DetectorConfig, at_chance):
     return fallen & (at_chance >= c.collapse_confirm) | inside & look.found["rise"], fallen, at_chance
 
 # %% ../../nbs/guard/12_detector.ipynb #4ff4f8fb
-def find_rise(look: Look, c: DetectorConfig, cusum, smooth):
+_HELD, _SLOW = 64, 512 # losses: how long a suspicion keeps the statistics still; how slowly the base follows the level
+
+def find_rise(look: Look, c: DetectorConfig, cusum, smooth, base, held):
     "A loss that is persistently above its level, however little: a cumulative sum of excess z (Page, 1954)."
     ops, live = look.ops, look.live
     where, least, most = ops.where, ops.minimum, ops.maximum
     smooth, never = where(look.ok ^ live, look.x, smooth), look.ok & False
-    if c.rise is None: return never, never, cusum, smooth
+    if c.rise is None: return never, never, cusum, smooth, base, held
     z = least(most(look.z, -c.clip), c.clip)
-    cusum = where(live, most(0., cusum + z - c.slack), cusum)
+    cusum = where(live, least(most(0., cusum + z - c.slack), 2. * c.rise), cusum)
     bounded = least(look.x, look.level + most(c.clip * look.spread, where(look.linear, 0., 1.4)))
     smooth = where(live, smooth + c.blend * (bounded - smooth), smooth)
-    up = live & (cusum >= c.rise)
-    if not look.ops.any(up): return up, never, cusum, smooth
-    up = up & (smooth - look.level >= where(look.linear, 3. * look.spread, math.log(c.rise_ratio)))
+    base = where(live, least(look.level, base + most(look.level - base, 0.) / _SLOW), where(look.ok, math.inf, base))
+    held = where(cusum >= c.rise, held + live, where(cusum >= c.rise / 2, held, 0))
+    suspect = live & (cusum >= c.rise)
+    if not ops.any(suspect): return never, never, cusum, smooth, base, held
+    least_rise = where(look.linear, 3. * look.spread, math.log(c.rise_ratio))
+    up = suspect & ((smooth >= look.level + least_rise) | (smooth >= base + 2 * least_rise))
     if look.chance_loss is not None: up = up & (smooth >= on_scale(c.rise_floor * look.chance_loss, look.linear))
-    return up, never, cusum, smooth
+    return up, suspect & (held <= _HELD), cusum, smooth, base, held
 
-def calm_rise(c: DetectorConfig, cusum, smooth):
+def calm_rise(c: DetectorConfig, cusum, smooth, base, held):
     "The sum of excess is in its lower half."
     return cusum >= 0 if c.rise is None else cusum < c.rise / 2
 
@@ -295,7 +300,8 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in (
     Rule("gradient", "gradient norms are not finite, or far above their usual size", "P", find_gradient,
          state=dict(grad_level=float, grad_seen=int, grad_count=int), counts=("grad_count",), of_norm=True),
     Rule("rise", "the loss has been above its level for too long", "D", find_rise,
-         state=dict(cusum=float, smooth=float), counts=("cusum",), calm=calm_rise, waits=True, cuts=True),
+         state=dict(cusum=float, smooth=float, base=float, held=int), counts=("cusum", "held"),
+         calm=calm_rise, waits=True, cuts=True),
     Rule("state", "weights or other state are not finite, though the loss is", "s"),
     Rule("asked", "a rollback that the caller asked for", "o"))}
 
@@ -348,12 +354,12 @@ class LossStats:
     highest: np.ndarray # (n,) greatest healthy loss in the ring
     level: np.ndarray # (n,) of the loss on its scale: median of the logarithm, or mean
     spread: np.ndarray # (n,) on that scale, about one standard deviation
-    start: np.ndarray # (n,) mean of the first losses of all
-    wander: np.ndarray # (n,) largest rise that turned out to be meant, on its scale
     count: np.ndarray # (n,) of rule `explosion`: losses above all limits, in a row
     at_chance: np.ndarray # (n,) of rule `collapse`: losses in the collapse band, in a row
     cusum: np.ndarray # (n,) of rule `rise`: sum of excess z
     smooth: np.ndarray # (n,) of rule `rise`: moving average on the scale
+    base: np.ndarray # (n,) of rule `rise`: lowest level of late, which follows a rising one slowly
+    held: np.ndarray # (n,) of rule `rise`: losses that a suspicion has kept out of the statistics
     grad_count: np.ndarray # (n,) of rule `gradient`: bad gradient norms in a row
 
     def __init__(self, lanes: int = 1): # n
@@ -461,7 +467,7 @@ class LossStats:
         "Forget the counts of all rules, and keep the statistics."
         for rule in RULES.values():
             for k in rule.counts: self.arrays[k][lanes] = 0
-        self.smooth[lanes] = self.level[lanes]
+        self.smooth[lanes] = self.base[lanes] = self.level[lanes]
 
     def forget(self, lanes: Sequence[int]): # lanes whose losses have a new level that is meant
         "Forget the healthy losses, and keep the count of all that were judged."
@@ -516,7 +522,6 @@ class LossStats:
         k = there.sum(1)
         mean = self.mean[lanes] = known(loss, 0.).sum(1) / k
         sigma = self.sigma[lanes] = np.sqrt((known(loss - mean[:, None], 0.)**2).sum(1) / k)
-        self.start[lanes] = np.where(self.judged[lanes] <= c.min_samples, mean, self.start[lanes])
         linear = self._choose_scale(c, lanes, loss, there)
         x = known(log_of(loss), 0.) # of those that are not there no use is made
         level = _median(known(x, np.inf), k)
@@ -540,6 +545,7 @@ class LossStats:
         if moved.any():
             carried = on_scale(off_scale(self.smooth[lanes], 1 - linear), linear)
             self.smooth[lanes] = np.where(moved, carried, self.smooth[lanes])
+            self.base[lanes] = np.where(moved, np.inf, self.base[lanes])
         self.linear[lanes] = linear
         return linear
 

@@ -46,7 +46,7 @@ class GovernorConfig(DetectorConfig):
     probation: int = threshold(50, 0, 1000, 1) # losses that must be fine before a snapshot counts as good; 0: none
     sync_every: int | None = None # losses gathered on the device and judged together; None: 1 on CPU, 8 on a GPU
     skips: int = threshold(3, 0, 20, 1) # batches to skip, before the next rung of the ladder
-    lowers: int = threshold(1, 0, 10, 1) # learning rate cuts for a rise, before the next rung
+    lowers: int = threshold(1, 0, 10, 1) # learning rate cuts of a lane for a rise, before the next rung
     rollbacks: int = threshold(4, 0, 20, 1) # rollbacks, before the run is stopped
     max_rollbacks: int = threshold(20, 0, 200, 1) # the same, over the whole run
     lr_factor: float = threshold(.5, .05, .95, .05) # one learning rate cut; also made at every later rollback in a row
@@ -54,14 +54,19 @@ class GovernorConfig(DetectorConfig):
     copies: int = 2 # of the state in host memory; 1: half of it, which needs `probation=0`
     background: bool = False # copy weights while the next batch is computed: they change in `optimizer.step()` alone
     replay: bool = False # a first rollback puts everything back, data and schedule too, and replays exactly
-    patience: int | None = None # losses that a rise is looked at before anything is done; None: 48, or 0 on lanes
+    patience: int | None = None # losses that a rise is looked at before old weights are asked; None: 48, or 0 on lanes
     cooldown: int = threshold(100, 0, 1000, 10) # losses past the place of the panic that refill the budget
+    explain_steps: int = 1000 # that looking for the cause may take after an incident of `run`; 0: only when asked
+    leave_out: bool = True # batches that are to blame, when they come again
+    skip_window: int = 0 # batches that are left out after every rollback
+    rewarm: int = 20 # steps over which a learning rate comes back that was to blame; 0: at once
     stop_raises: bool = True # at the end of the ladder raise `GovernorStop` (True) or only mark the lanes (False)
 
     def __post_init__(self):
         super().__post_init__()
         check_count("snapshot_every", self.snapshot_every)
-        for k in ("probation", "skips", "lowers", "rollbacks", "max_rollbacks", "cooldown"):
+        for k in ("probation", "skips", "lowers", "rollbacks", "max_rollbacks", "cooldown", "explain_steps",
+                  "skip_window", "rewarm"):
             check_count(k, getattr(self, k), 0)
         if self.sync_every is not None: check_count("sync_every", self.sync_every)
         if self.patience is not None: check_count("patience", self.patience, 0)
@@ -134,7 +139,7 @@ class Report:
     lane: int # which lane
     step: int # losses judged in this lane up to the panic, replayed ones counted once
     reason: str # name of a rule, see `RULES`
-    action: str # "wait", "skip", "lower", "rollback", "replay", "stop", or how a wait ended: "passed", "meant"
+    action: str # "skip", "lower", "rollback", "replay", "stop"; of a rise also "wait", "ask", "passed", "meant"
     loss: float | None # the loss that decided; None if it was not finite or there was none
     shown: str # the same as text: "nan" and "inf" stay visible
     norm: float | None # gradient norm, if it was watched
@@ -163,6 +168,8 @@ class Report:
     rank: int | None = None # the process that the trouble came from, where there are several
     kept: tuple[str, ...] = () # what a rollback left as it is although it has changed since the snapshot
     bad_state: tuple[str, ...] = () # tensors that are not finite, for reason "state"
+    asked: float | None = None # loss of the last good weights when they were asked, to be held against `loss`
+    kept_step: int | None = None # `rollback(to=kept_step)` restores the state from before a change taken as meant
     errors: tuple[str, ...] = () # callbacks that failed
     seconds: float = 0. # from the verdict to the end of the action
     cause: str | None = None # what an explanation has proved, a name in `CAUSES`; None: nobody has asked
@@ -172,7 +179,7 @@ class Report:
     @property
     def severity(self) -> str:
         "How bad it is: note, warning or critical."
-        if self.action in ("wait", "passed", "meant"): return "note"
+        if self.action in ("wait", "ask", "passed", "meant"): return "note"
         return "critical" if self.action == "stop" else "warning"
 
     @property
@@ -185,9 +192,12 @@ class Report:
         seen = f"loss {self.shown if self.loss is None else format(self.loss, '.4g')}{limit}"
         back = "" if self.restored_step is None else f", back at step {self.restored_step}"
         rate = f", lr × {self.lr_factor:g}" if self.lr_factor else ""
+        asked = "" if self.asked is None else f", old weights {self.asked:.4g}"
+        undo = "" if self.kept_step is None else f"; rollback(to={self.kept_step}) undoes it"
         rank = "" if self.rank is None else f", from rank {self.rank}"
         why = f"; {self.why}" if self.why else ""
-        return f"step {self.step}, lane {self.lane}: {self.reason} ({seen}{rank}) -> {self.action}{back}{rate}{why}"
+        found = f"step {self.step}, lane {self.lane}: {self.reason} ({seen}{asked}{rank})"
+        return f"{found} -> {self.action}{back}{rate}{undo}{why}"
 
     def to_dict(self) -> dict:
         "Plain values, ready for JSON."

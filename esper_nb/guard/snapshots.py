@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['StateKey', 'Agree', 'TakeResult', 'RestoreResult', 'Snapshot', 'owned_by', 'BackgroundCopy', 'StateVersion',
-           'LiveState', 'read_parts']
+           'SavedState', 'LiveState', 'read_parts']
 
 # %% ../../nbs/guard/13_snapshots.ipynb #1ee11488
 import threading
@@ -12,7 +12,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,27 +129,57 @@ class Snapshot:
         check(set(skip) <= known, "skip", tuple(skip), "names of parts: {}", ", ".join(self.parts))
         wanted = _lane_numbers(lanes, self.n)
         self.drop(lanes)
-        devices = {t.device for t in self._settled().tensors.values()}
-        if torch.cuda.is_initialized(): torch.cuda.synchronize() # streams may be writing what is about to be written
-        for part in self.parts.values():
-            for m in part.obj.modules() if isinstance(part, ModulePart) else ():
-                if hasattr(m, "reshard") and hasattr(m, "unshard"): m.reshard() # gathered for a forward pass
         names: list[str] = []
         kept: list[str] = []
-        for mine, u in _together(wanted, self.n, self.front, self.version):
-            for name in sorted(self.parts, key="streams".__eq__):
+        with self._quiet():
+            for mine, u in _together(wanted, self.n, self.front, self.version):
                 version = self.published[u]
                 if version is None: raise RuntimeError("nothing to restore: call take() once before")
-                if name in skip or name not in version.rest: continue
-                if mine is not None and not self.parts[name].laned: continue
-                kept += self._write_part(name, u, version, mine, stay and mine is None)
-                names.append(name)
-        if torch.cuda.is_initialized(): torch.cuda.synchronize()
-        wait_for(devices)
+                state = SavedState(version, self.banks[self.front[u]], self.shards)
+                written, differs = self._write_parts(state, mine, skip, stay and mine is None)
+                names += written
+                kept += differs
         return RestoreResult(
             lanes=tuple(wanted), steps=tuple(self.steps[min(i, len(self.steps) - 1)] for i in wanted),
             parts=tuple(dict.fromkeys(names)), left=tuple(p for p in self.parts if p not in names),
             kept=tuple(dict.fromkeys(kept)), seconds=time.perf_counter() - start)
+
+    def set_aside(self) -> "SavedState":
+        "Return a copy of the live state, good or not: for a look at another state, after which `bring_back` undoes it."
+        live = self._settled()
+        bank = {k: self._new_buffer(k, t).copy_(t) for k, t in live.tensors.items()}
+        for device in {t.device for t in live.tensors.values() if t.is_cuda}: torch.cuda.synchronize(device)
+        return SavedState(StateVersion(0, None, live.rest, live.sparse), bank, live.shards)
+
+    @torch.no_grad()
+    def bring_back(
+        self,
+        state: "SavedState", # of `set_aside` or `replace_by_live`
+        lanes: Sequence[int] | None = None, # only these lanes; None: all of them
+        skip: Sequence[str] = (), # parts to leave as they are
+        stay: bool = False, # also leave modes, frozen weights, optimizer groups and learning rates as they are now
+    ) -> tuple[str, ...]: # names of the parts that were written
+        "Put a state back that was set aside, in place and bit for bit; what is published stays as it is."
+        mine = None if lanes is None or self.n == 1 else _lane_numbers(lanes, self.n)
+        with self._quiet(): return tuple(self._write_parts(state, mine, skip, stay and mine is None)[0])
+
+    def replace_by_live(
+        self,
+        step: int | Sequence[int] | None = None, # the caller's step number
+        spare: "SavedState | None" = None, # a state that nobody needs any more: its memory is used again
+    ) -> "SavedState | None": # the state that was published until now; None: the live state is not finite
+        "Publish the live state of a single lane, and hand out the state that it replaces, which is not overwritten."
+        check(self.n == 1, "lanes", self.n, "1: the states of lanes lie in common memory")
+        version, number = self.published[0], self.front[0]
+        old = None if version is None else SavedState(version, self.banks[number], self.shards)
+        fresh: _Bank = {} if spare is None else spare.bank
+        if self.copies == 1: self.banks = (fresh, fresh)
+        taken = self.take(step)
+        if not taken.published:
+            if self.copies == 1 and old is not None: self.banks, self.published = (old.bank, old.bank), [old.version]
+            return None
+        if self.copies == 2: self.banks = (fresh, self.banks[1]) if number == 0 else (self.banks[0], fresh)
+        return old
 
     def confirm(
         self,
@@ -259,6 +291,22 @@ class Snapshot:
         if few: self.front, self.held = [0], [None]
         self.taken, self.masks = state["taken"], {_key(text) for text in state["masks"]}
 
+    def portable(self, state: "SavedState") -> dict: # of `set_aside` or `replace_by_live`
+        "Return a state as tensors and plain values, ready for a file."
+        v = state.version
+        return dict(number=v.number, step=v.step,
+                    rest={name: self.parts[name].portable(x) for name, x in v.rest.items()},
+                    sparse={"|".join(k): t for k, t in v.sparse.items()},
+                    bank={"|".join(k): t.clone() for k, t in state.bank.items()})
+
+    def revive(self, saved: Mapping[str, Any]) -> "SavedState": # of `portable`
+        "Return a state that was in a file."
+        live = read_parts(self.parts, self.n)
+        rest = {name: self.parts[name].revive(x, live.rest[name]) for name, x in saved["rest"].items()}
+        sparse = {_key(text): t for text, t in saved["sparse"].items()}
+        return SavedState(StateVersion(saved["number"], saved["step"], rest, sparse),
+                          {_key(text): t.clone() for text, t in saved["bank"].items()}, live.shards)
+
     def __repr__(self):
         size = f"{self.nbytes / 2**20:.1f} MiB"
         return f"Snapshot({', '.join(self.parts)}; {size}, steps {self.steps[:self.n]})"
@@ -309,23 +357,41 @@ class Snapshot:
             if old is not None and not alone:
                 raise ValueError(f"shape of {'.'.join(key)}={tuple(t.shape)}, expected {tuple(old.shape)} as before, "
                                  "since other lanes have state in this buffer; take all lanes twice first")
-            bank[key] = torch.empty_like(t, device="cpu", memory_format=torch.preserve_format,
-                                         pin_memory=t.is_cuda, requires_grad=False).zero_()
+            bank[key] = self._new_buffer(key, t).zero_()
         return bank[key]
 
-    def _write_part(self, name: str, u: int, version: "StateVersion", lanes: Sequence[int] | None,
-                    stay: bool) -> list[str]: # what was left as it is although it differs, as `part: what`
-        "Write a version of one part back into it, in place."
-        bank = self.banks[self.front[u]]
-        def saved(leaf):
-            key = (name, leaf.path)
-            if key in version.sparse: return version.sparse[key]
-            return _spread(bank[key], self.shards[key]) if key in self.shards and key in bank else bank.get(key)
-        rest: Any = version.rest[name]
-        get, differs = saved, list[str]()
-        if stay: rest, get, differs = _stay(self.parts[name], rest, saved)
-        self.parts[name].write(rest, get, self.n, lanes)
-        return [f"{name}: {what}" for what in differs]
+    def _new_buffer(self, key: "StateKey", t: Tensor) -> Tensor:
+        "Return host memory that is laid out like a live tensor."
+        return torch.empty_like(t, device="cpu", memory_format=torch.preserve_format, pin_memory=t.is_cuda,
+                                requires_grad=False)
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        "While nothing else reads or writes the live state: no stream of a device, no gathered shard."
+        devices = {t.device for t in self._settled().tensors.values()}
+        if torch.cuda.is_initialized(): torch.cuda.synchronize() # streams may be writing what is about to be written
+        for part in self.parts.values():
+            for m in part.obj.modules() if isinstance(part, ModulePart) else ():
+                if hasattr(m, "reshard") and hasattr(m, "unshard"): m.reshard() # gathered for a forward pass
+        yield
+        if torch.cuda.is_initialized(): torch.cuda.synchronize()
+        wait_for(devices)
+
+    def _write_parts(self, state: "SavedState", lanes: Sequence[int] | None, skip: Sequence[str],
+                     stay: bool) -> tuple[list[str], list[str]]: # parts; what was left although it differs
+        "Write a state into its parts, in place; random streams last."
+        names: list[str] = []
+        kept: list[str] = []
+        for name in sorted(self.parts, key="streams".__eq__):
+            part = self.parts[name]
+            if name in skip or name not in state.version.rest or lanes is not None and not part.laned: continue
+            rest: Any = state.version.rest[name]
+            get, differs = partial(state.tensor, name), list[str]()
+            if stay: rest, get, differs = _stay(part, rest, get)
+            part.write(rest, get, self.n, lanes)
+            names.append(name)
+            kept += [f"{name}: {what}" for what in differs]
+        return names, kept
 
 # %% ../../nbs/guard/13_snapshots.ipynb #9df4eb4d
 def owned_by(
@@ -442,6 +508,19 @@ class StateVersion(NamedTuple):
     step: int | None # the caller's
     rest: dict[str, Any] # as in `LiveState`
     sparse: Mapping[StateKey, Tensor] = {} # as in `LiveState`
+
+class SavedState(NamedTuple):
+    "A version with the memory that its tensors lie in."
+    version: StateVersion
+    bank: _Bank
+    shards: dict[StateKey, Tensor] # as in `LiveState`
+
+    def tensor(self, part: str, leaf: Leaf) -> Tensor | None: # None: it did not exist
+        "Return a tensor of a part; one that is spread over processes as such."
+        key = (part, leaf.path)
+        if key in self.version.sparse: return self.version.sparse[key]
+        if key in self.shards and key in self.bank: return _spread(self.bank[key], self.shards[key])
+        return self.bank.get(key)
 
 class LiveState(NamedTuple):
     "What all parts consist of at this moment."

@@ -203,15 +203,15 @@ class ShardStep(NamedTuple):
     mask: Tensor # (k, M) bool
     ended: Tensor # (k,) bool
     result: EnvStep | None # None: it was a reset
-    records: tuple[EpisodeSummary, ...] = () # of the episodes that ended
+    summaries: tuple[EpisodeSummary, ...] = () # of the episodes that ended
     cpu_s: float = 0. # CPU time that the step took
     pid: int = 0 # of the process that took it
 
 def number_lanes(info: Mapping[str, Any], first: int) -> dict[str, Any]:
-    "Return the info with records that name lanes of the whole."
+    "Return the info with summaries that name lanes of the whole."
     out = dict(info)
     for k, v in info.items():
-        if k == "record": out[k] = v | dict(lane=v["lane"] + first)
+        if k == "summary": out[k] = v | dict(lane=v["lane"] + first)
         elif isinstance(v, Mapping): out[k] = number_lanes(v, first)
     return out
 
@@ -251,7 +251,7 @@ class LaneShard:
         return ShardStep(
             obs=obs.copy(), reward=reward, terminated=terminated, truncated=truncated,
             info=number_lanes(info, self.first), mask=env.mask, ended=env.ended, result=env.last_result,
-            records=tuple(new), cpu_s=time.process_time() - cpu, pid=os.getpid())
+            summaries=tuple(new), cpu_s=time.process_time() - cpu, pid=os.getpid())
 
     def rows(self, keys: Mapping[str, Any]) -> list[Row]:
         "Return the rows of the latest step."

@@ -4,14 +4,13 @@
 
 # %% auto #0
 __all__ = ['DASHBOARDS', 'Ask', 'FAULT_TIPS', 'SEED_TIPS', 'Dashboard', 'watch', 'watch_text', 'row_values', 'row_incident',
-           'RowsSource', 'Panel', 'disabled_reasons', 'ControlBar', 'LaneSelector', 'faults_panel',
-           'unmet_requirements', 'epochs_until_empty', 'seed_disabled_reasons', 'SeedsPanel', 'threshold_slider',
-           'ThresholdsPanel']
+           'RowsSource', 'Panel', 'disabled_reasons', 'ControlBar', 'LaneSelector', 'fault_buttons', 'SeedsPanel',
+           'threshold_slider', 'ThresholdsPanel']
 
 # %% ../../nbs/show/84_dashboard.ipynb #fe4aea4f
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,15 @@ import numpy as np
 
 from ..core import check
 from ..guard import GovernorConfig
-from ..grow import COOLING, LIVE, Gates, Rules, SeedState, Slot, Stage, check_gate, next_stage
+from ..grow import LIVE, Stage
 from ..train import Population
 from ..record import Row, RunFolder, decode_row
 from .history import Incident
 from .live import Feed, asset_path, canvas_class, live_front_end, probabilities_html, running_cell
-from .session import Request, Session
+from .session import Request, Session, seed_disabled_reasons
 from .sources import WAITING, EnvSource, Frame, Source, operations_line, frame_losses, update_numbers
 from .theme import (
-    MAIN_THRESHOLDS, THRESHOLDS, WidgetFactory, can_be_off, is_count, rules_help, threshold_help)
+    MAIN_THRESHOLDS, THRESHOLDS, WidgetFactory, can_be_off, explain, is_count, rules_help, threshold_help)
 from esper_nb.show.views import (
     REOPEN_HINT, WIDGET_MIME, NotebookOutput, figure_png, follow_session, log_html, plot_session, session_text,
     status_html)
@@ -201,7 +200,8 @@ def row_incident(
     back = max(0, end - lost) if g["action"] in ("rollback", "replay") else None
     return Incident(number=0, lane=row["lane"], reason=g["reason"], action=g["action"], back=back, end=end,
                     x=row["step"] if batches == 1 else end, loss=g["shown"], limit=g["limit"], target=g["mean"],
-                    rollbacks_left=g["rollbacks_left"], axis="batch" if batches == 1 else "step")
+                    rollbacks_left=g["rollbacks_left"], axis="batch" if batches == 1 else "step",
+                    cause=g.get("cause"), why=g.get("why") or "")
 
 # %% ../../nbs/show/84_dashboard.ipynb #e1a7d032
 class RowsSource(Source):
@@ -213,7 +213,6 @@ class RowsSource(Source):
     ):
         self.folder = RunFolder(Path(path))
         check(self.folder.rows_path.exists(), "path", str(path), "a run's folder, with a rows.jsonl in it")
-        config = self.folder.config() if self.folder.config_path.exists() else {}
         self.every = every
         self.offset = 0 # bytes read
         self.complete: deque[list[Row]] = deque() # steps whose rows are all there
@@ -221,6 +220,7 @@ class RowsSource(Source):
         self.epoch = -1 # of the newest rows
         self.over = False
         first = self.folder.first("run")
+        config = self._read_config(first)
         run, fit = config.get("run", {}), config.get("fit", {})
         self.lanes = run["env"]["num_envs"] if run else fit.get("lanes") or config["lanes"]
         self.batches: int = first.get("run.batches", 1) # of an epoch
@@ -228,7 +228,6 @@ class RowsSource(Source):
         self.learns = bool(run) # a controller
         self.unit = "step" if run else "epoch"
         if run: self.axis = ("step", "steps")
-        self.total = run["ppo"]["num_updates"] * run["ppo"]["num_steps"] if run else first.get("run.epochs")
         self.network = f"{self.folder.path.name}: {self.lanes} lanes on {first.get('run.task', 'a task')}"
 
     def step(self) -> Frame | None: # None: the run is over
@@ -243,9 +242,20 @@ class RowsSource(Source):
         time.sleep(self.every)
         return WAITING
 
+    def _read_config(self, first: Row | None = None) -> dict[str, Any]: # first: row of the run
+        "Read the settings, which change when a run is resumed for longer, and from them the steps there will be."
+        path = self.folder.config_path
+        self._written = path.stat().st_mtime_ns if path.exists() else 0
+        config = self.folder.config() if self._written else {}
+        ppo = config.get("run", {}).get("ppo")
+        if ppo: self.total = ppo["num_updates"] * ppo["num_steps"]
+        elif first is not None: self.total = first.get("run.epochs")
+        return config
+
     def read(self) -> bool: # whether there was anything new
         "Read what was written since the last look, and divide it into steps."
-        path = self.folder.rows_path
+        path, settings = self.folder.rows_path, self.folder.config_path
+        if settings.exists() and settings.stat().st_mtime_ns != self._written: self._read_config()
         self.offset = min(self.offset, path.stat().st_size) # the run was taken back to a checkpoint
         with open(path, "rb") as file:
             file.seek(self.offset)
@@ -299,24 +309,29 @@ class Panel:
         self.session = session
         self.canvas = None if canvas is None else canvas(lane=lane, height=height)
         self.selector = LaneSelector(make, session, lane, picked)
-        self.bar = ControlBar(make, session, ask, lambda: self.selector.lane.value)
         self.seeds = SeedsPanel(make, session, ask, self.selector) if session.history.slots else None
         self.thresholds = None
         if source.governor is not None: self.thresholds = ThresholdsPanel(make, source.governor.config, ask)
+        grow = make.fold("❀ Grow", "Plant a seed, and lead it through its stages", "grow")
+        limits = make.fold("⚖ Thresholds", "Change what the Governor allows", "limits")
+        folds = [fold for fold, panel in ((grow, self.seeds), (limits, self.thresholds)) if panel is not None]
+        self.bar = ControlBar(make, session, ask, lambda: self.selector.lane.value, folds)
         self.words = {name: W.HTML() for name in ("status", "policy", "log")} # text around the picture
         for name, element in self.words.items(): element.add_class(f"esper-says-{name}")
         if self.seeds is not None: self.words["grow"] = self.seeds.says
         self.plain = W.Image(format="png", layout=W.Layout(width="100%", display="none"))
         if self.canvas is not None: self.canvas.observe(lambda change: picked(change["new"]), "lane")
-        faults = [faults_panel(make, session, ask, self.selector)] if source.faults() else []
-        side = [self.selector.box, *faults, *(p.box for p in (self.seeds, self.thresholds) if p is not None)]
+        undo = [self.bar.buttons["rollback"]] if "rollback" in self.bar.buttons else []
+        lane_bar = make.box([*fault_buttons(make, session, ask, self.selector), *undo], "esper-bar", "HBox")
+        side = [p.box for p in (self.seeds, self.thresholds) if p is not None]
         picture = [*([] if self.canvas is None else [self.canvas]), self.plain]
         text = self.words
         middle = make.box([text["status"], *picture, text["policy"], text["log"]], "esper-main", "VBox")
         css = asset_path("panel.css").read_text(encoding="utf-8")
         style = W.HTML(f"<style>{css}</style>", layout=W.Layout(display="none"))
         columns = make.box([middle, make.box(side, "esper-side", "VBox")], "esper-columns")
-        shown = [self.bar.box, columns] if source.steered else [self.selector.box, middle]
+        watched = make.box([self.selector.lane], "esper-bar", "HBox")
+        shown = [self.bar.box, lane_bar, columns] if source.steered else [watched, middle]
         self.box = make.box([style, *shown], "esper", "VBox")
         self.output = NotebookOutput(session)
         self.shown = time.perf_counter() # when a cell left the panel on its page
@@ -374,7 +389,13 @@ def disabled_reasons(
 # %% ../../nbs/show/84_dashboard.ipynb #3d129d5d
 class ControlBar:
     "The buttons that act on the run as a whole, or roll back the selected lane."
-    def __init__(self, make: WidgetFactory, session: Session, ask: Ask, lane: Callable[[], int]):
+    def __init__(self,
+        make: WidgetFactory,
+        session: Session,
+        ask: Ask,
+        lane: Callable[[], int], # that is selected
+        folds: Sequence[Any] = (), # buttons of the panels beside the picture
+    ):
         self.session = session
         unit, guarded = session.source.unit, session.source.governor is not None
         table = dict( # request -> text, tip
@@ -392,10 +413,8 @@ class ControlBar:
         self.buttons = {name: make.button(text, tip, press(name)) for name, (text, tip) in table.items()}
         self.buttons["start"].add_class("esper-go")
         self.pace = self._pace(make, ask)
-        gap = make.W.HTML()
-        gap.add_class("esper-gap")
-        row = list(self.buttons.values())
-        self.box = make.box([*row[:4], gap, *row[4:], self.pace], "esper-bar", "HBox")
+        row = [b for name, b in self.buttons.items() if name != "rollback"] # that stands beside the lane it is for
+        self.box = make.box([*row[:4], self.pace, make.gap(), *row[4:], *folds], "esper-bar", "HBox")
 
     def _pace(self, make: WidgetFactory, ask: Ask) -> Any: # a widget
         session, unit, units = self.session, self.session.source.unit, self.session.source.units
@@ -425,11 +444,12 @@ class LaneSelector:
         self.make = make
         self.titles: list[tuple[Any, str]] = [] # widgets that name the lane, and their text
         lanes = [(f"lane {i}", i) for i in range(session.source.lanes)]
+        width = make.W.Layout(width="104px")
         slots = [(f"slot {k}", k) for k in session.history.slots] or [("no slots", "no slots")]
-        self.lane = make.dropdown(lanes, "selected lane", "What the buttons act on, and the picture shows", value=lane)
+        tip = "What the buttons act on, and the picture shows"
+        self.lane = make.dropdown(lanes, "selected lane", tip, value=lane, layout=width)
         self.slot = make.dropdown(slots, "slot", "Slot that the seed buttons act on")
         self.lane.observe(lambda change: picked(change["new"]), "value")
-        self.box = make.box([self.lane, self.slot] if session.history.slots else [self.lane], "esper-grid")
 
     def title(self, text: str) -> Any: # a widget
         "Return a title that always names the selected lane."
@@ -443,10 +463,10 @@ class LaneSelector:
         for title, text in self.titles: title.value = self._words(text)
 
     def _words(self, text: str) -> str:
-        return f'<div class="esper-title">{text} <small>in lane {self.lane.value}</small></div>'
+        return f'<div class="esper-title">{text} <small>in {explain(f"lane {self.lane.value}")}</small></div>'
 
 # %% ../../nbs/show/84_dashboard.ipynb #fc05dbc4
-FAULT_TIPS = {"nan": "One weight becomes NaN", "explode": "The output layer grows 300-fold",
+FAULT_TIPS = {"nan": "One weight becomes NaN", "explode": "The output layer becomes noise, 300 times its size",
               "lobotomy": "The network forgets everything", "drift": "Noise that grows from batch to batch",
               "corrupt-batch": "Ten batches of noise with shuffled labels",
               "poison-optimizer": "The optimizer's momentum becomes noise"}
@@ -454,68 +474,18 @@ SEED_TIPS = dict(germinate="Plant a seed of this blueprint", advance="One stage 
                  prune="Take the seed out", fossilize="Make the seed permanent, if its gate agrees")
 
 # %% ../../nbs/show/84_dashboard.ipynb #934e8091
-def faults_panel(
+def fault_buttons(
     make: WidgetFactory,
     session: Session,
     ask: Ask,
     selector: LaneSelector,
-) -> Any: # a widget
-    "Return a button for every fault."
+) -> list[Any]: # widgets
+    "Return the list of lanes, and a button for every fault that can be provoked there."
     def press(fault: str) -> Callable[[], Any]: return lambda: ask("provoke", fault=fault, lane=selector.lane.value)
     faults = [make.button(k, FAULT_TIPS.get(k, k), press(k), "esper-fault") for k in session.source.faults()]
-    return make.panel(selector.title("⚡ Provoke"), make.box(faults, "esper-grid"))
-
-# %% ../../nbs/show/84_dashboard.ipynb #d526ceb8
-def unmet_requirements(
-    s: SeedState,
-    to: Stage, # where it would go
-    gates: Gates,
-) -> str: # empty: the gate is open
-    "Return what a seed still needs to pass a gate, in words."
-    missing, left = check_gate(s, to, gates).failed_checks, s.total - s.done
-    health = "is not measured yet" if s.health is None else f"is {s.health:.2f} of {gates.health:g}"
-    known = {"gradients measured": "when its gradients are measured", "not exploding": "when they explode no more",
-             "alpha is": f"in {left} more epoch{'s' * (left != 1)}, when alpha is 1",
-             "health": f"its health {health}", "seed healthy": f"its health {health}",
-             "contribution measured": "when its contribution is measured"}
-    words = []
-    for name in missing:
-        count = name.removesuffix(" epochs in stage")
-        more = int(count) - s.epochs if count != name else 0
-        key = "alpha is" if "alpha" in name or "ramp" in name else "health" if name.startswith("health") else name
-        words.append(f"in {more} more epoch{'s' * (more != 1)}" if more > 0 else known.get(key, f"it needs {name}"))
-    return "; ".join(dict.fromkeys(words))
-
-# %% ../../nbs/show/84_dashboard.ipynb #7e2899c5
-def epochs_until_empty(
-    s: SeedState, # of a slot that cools down
-    rules: Rules,
-) -> int:
-    "Return the epochs until the slot is empty, by letting its record age."
-    epochs = 0
-    while s.stage in COOLING:
-        s = s.tick(rules)[0]
-        epochs += 1
-    return epochs
-
-# %% ../../nbs/show/84_dashboard.ipynb #9bb79024
-def seed_disabled_reasons(
-    slot: Slot,
-    lane: int,
-) -> dict[str, str]: # action -> empty: it can be taken now; else why not, or when it can
-    "Return why each seed action cannot be taken now in a slot of a lane."
-    s, rules, leaving = slot.state(lane), slot.rules, ""
-    if s.frozen: leaving = f"it is on its way out: {s.total - s.done} epochs to go"
-    grows, fossil = s.stage in LIVE, "never: a fossil stays for ever" if s.stage == Stage.FOSSILIZED else ""
-    empty = "" if grows or fossil else "germinate first"
-    if s.stage in COOLING: empty = f"the slot is empty in {epochs_until_empty(s, rules)} more epochs"
-    holds = s.stage == Stage.HOLDING
-    advance = "Fossilize ends HOLDING" if holds else leaving or fossil or empty
-    if not advance: advance = unmet_requirements(s, next_stage(s.stage), rules.gates)
-    fossilize = leaving or fossil or empty or "from HOLDING on"
-    if holds: fossilize = unmet_requirements(s, Stage.FOSSILIZED, rules.gates)
-    return dict(germinate=leaving or fossil or ("prune first" if grows else empty if s.stage in COOLING else ""),
-                advance=advance, prune="" if grows else fossil or empty and "nothing grows here", fossilize=fossilize)
+    if not faults: return [selector.lane]
+    title = make.W.HTML('<div class="esper-title">⚡ Provoke in</div>')
+    return [title, selector.lane, *faults, make.gap()]
 
 # %% ../../nbs/show/84_dashboard.ipynb #feb3cf20
 class SeedsPanel:
@@ -537,8 +507,9 @@ class SeedsPanel:
         def offer(change: dict[str, Any]) -> None: self.blueprint.options = list(model.slot(change["new"]).blueprints)
         selector.slot.observe(offer, "value")
         for chosen in (selector.slot, selector.lane): chosen.observe(lambda change: self.refresh(), "value")
-        grid = make.box(list(self.buttons.values()), "esper-grid")
-        self.box = make.panel(selector.title("❀ Grow"), self.says, self.blueprint, grid)
+        grid = make.box([selector.slot, self.blueprint, *self.buttons.values()], "esper-grid")
+        self.box = make.panel(selector.title("❀ Grow"), self.says, grid)
+        self.box.add_class("esper-grow")
         self.refresh()
 
     def update(self) -> str: # HTML
@@ -554,7 +525,8 @@ class SeedsPanel:
         move = "fossilize" if s.stage == Stage.HOLDING else "advance" if s.stage in LIVE else "germinate"
         ready = f"{move.capitalize()}: {needs[move] or 'now'}"
         what = "empty" if s.stage == Stage.DORMANT else s.stage.name
-        return f'<div class="esper-next">{name}:{blueprint} <b>{what}</b>{age}<br>{ready}</div>'
+        ready = explain(f"Slot {name}:{blueprint} <b>{what}</b>{age}<br>{ready}")
+        return f'<div class="esper-next">{ready}</div>'
 
     def refresh(self) -> None:
         "Bring buttons and sentence up to date at once."
@@ -590,7 +562,9 @@ class ThresholdsPanel:
                                         tooltip="Show all thresholds and budgets", **make.styled(make.W.ToggleButton))
         self.more.observe(lambda change: self.unfold(change["new"]), "value")
         rows = [self.row(name) for name in MAIN_THRESHOLDS]
-        self.box = make.panel("⚖ Thresholds <small>of the Governor, all lanes</small>", *rows, self.more, self.rest)
+        title = explain("⚖ Thresholds <small>of the Governor, all lanes</small>")
+        self.box = make.panel(title, *rows, self.more, self.rest)
+        self.box.add_class("esper-limits")
 
     def unfold(self, shown: bool) -> None:
         "Show the other thresholds, or fold them away."

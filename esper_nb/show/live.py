@@ -29,7 +29,7 @@ from ..learn import MaskedHeads
 from .history import Incident
 from .session import Session
 from .sources import EnvSource, Source
-from .theme import stage_style
+from .theme import WORDS, stage_style
 
 # %% ../../nbs/show/82_live.ipynb #8b7db7f0
 def session_status(
@@ -63,7 +63,7 @@ def session_header(
     if governor is not None and governor.chance_loss is not None: chance = [float(c) for c in governor.chance_loss]
     return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance_loss=chance, network=s.network, axis=list(s.axis),
                 curves=list(session.history.curve_names) if s.axis[0] == "step" else [], # a controller learns
-                stages={int(stage): stage_entry(stage) for stage in Stage})
+                stages={int(stage): stage_entry(stage) for stage in Stage}, words=WORDS)
 
 def stage_entry(
     stage: Stage,
@@ -77,7 +77,7 @@ def incident_entry(
 ) -> dict[str, Any]: # plain values, ready for JSON
     "Return what the script needs to draw an incident."
     return dict(number=i.number, lane=i.lane, reason=i.reason, action=i.action, x=i.x, end=i.end, back=i.back,
-                loss=i.loss, lost=i.lost, recovered=i.recovered)
+                loss=i.loss, lost=i.lost, recovered=i.recovered, cause=i.cause)
 
 # %% ../../nbs/show/82_live.ipynb #8a002f1f
 class ReaderPosition(NamedTuple):
@@ -88,6 +88,7 @@ class ReaderPosition(NamedTuple):
     incidents: tuple[tuple[int, int | None], ...] # number and recovery of those that were sent
     version: int # of the session
     x: int # batches or steps done
+    fault: int # number of the newest fault
 
 class Packet(NamedTuple):
     "What is new in a session."
@@ -117,9 +118,11 @@ def session_packet(
         whole = [all_losses, all_states, all_curves]
         meta: dict[str, Any] = dict(whole=whole, status=session_status(session), incidents=news)
         meta["ends"] = [end for end in history.episode_ends if seen is None or end[0] > seen.x]
+        meta["faults"] = [mark for mark in history.faults if seen is None or mark.number > seen.fault]
         if seen is None: meta["head"] = session_header(session)
         now = ReaderPosition(losses=history.losses.position, states=history.states.position,
-                             curves=history.curves.position, incidents=marks, version=history.version, x=history.x)
+                             curves=history.curves.position, incidents=marks, version=history.version, x=history.x,
+                             fault=history.faults[-1].number if history.faults else 0)
         return Packet(meta, [losses.tobytes(), states.tobytes(), curves.tobytes()], now)
 
 # %% ../../nbs/show/82_live.ipynb #cc1ae619

@@ -24,7 +24,7 @@ from .history import LIMITS, Incident, Note, decode_slots
 from .live import session_status
 from .plot_runs import draw_controller, stage_bar, stage_text
 from .session import Session
-from .theme import BLUE, BROWN, GREEN, RED, WINE, stage_style
+from .theme import BLUE, BROWN, GREEN, RED, WINE, explain, stage_style
 
 # %% ../../nbs/show/83_views.ipynb #a0e0d3be
 def duration_text(
@@ -32,9 +32,10 @@ def duration_text(
 ) -> str: # empty if unknown
     "Return a duration in words."
     if seconds is None or not math.isfinite(seconds): return ""
-    if seconds < 60: return f"{seconds:.0f} s"
-    if seconds < 3600: return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
-    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
+    whole = round(seconds)
+    if whole < 60: return f"{whole} s"
+    if whole < 3600: return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 # %% ../../nbs/show/83_views.ipynb #45069631
 STATE_SYMBOLS = dict(ready="○", running="▶", paused="❙❙", stopped="■", done="✓", failed="✕") # state -> sign
@@ -115,7 +116,7 @@ def status_html(
     "Return the status line as HTML."
     s = session_status(session)
     state = f'<span class="esper-pill {s["state"]}">{STATE_SYMBOLS[s["state"]]} {s["state"]}</span>'
-    facts = "".join(f"<span>{html.escape(f)}</span>" for f in status_parts(s))
+    facts = explain("".join(f"<span>{html.escape(f)}</span>" for f in status_parts(s)))
     share = 100 * s["steps"] / s["total"] if s["total"] else 0
     values = {k: "–" if v is None else f"{v:.3g}" for k, v in session.history.numbers.items()} # –: not known yet
     numbers = "".join(f"<span>{html.escape(k)} {v}</span>" for k, v in values.items())

@@ -3,9 +3,7 @@ import pytest
 import torch
 
 from conftest import open_browser
-from esper_nb.run.recipes import get_recipe
-from esper_nb.run.report import write_report
-from esper_nb.run.runs import begin_run
+from esper_nb.run import begin_run, get_recipe, write_report
 
 TINY = {"env.num_envs": 4, "env.horizon": 8, "env.limit": 256, "ppo.num_steps": 8, "ppo.num_updates": 2,
         "ppo.num_minibatches": 2, "env.faults": [dict(kind="nan", lane=2, epoch=3)]}

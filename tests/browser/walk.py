@@ -107,10 +107,10 @@ def walk(browser, address, folder):
     panel.press("❙❙ Pause"); panel.state("paused")
     panel.show(); time.sleep(1.)
     yield "walk-4-rollback", "nan: verdict, rollback, recovery"
-    hand(); panel.root.locator("select").nth(0).evaluate("e => e.scrollIntoView({block: 'nearest'})")
+    hand(); panel.fold("grow")
     grow(panel, hand)
     panel.show(); time.sleep(1.)
-    yield "walk-5-grown", "❀ Grow: germinate, advance as soon as the button lets you"
+    yield "walk-5-grown", "❀ Grow ▸, germinate, advance as soon as the button lets you"
     hand(); panel.press("⤓ Save"); panel.sees("checkpoint.safetensors")
     hand(); page.keyboard.press("Control+s"); time.sleep(2.)
     epoch = panel.epoch()
@@ -132,7 +132,7 @@ def walk(browser, address, folder):
 
 def grow(panel, hand, within=120):
     "Plant a seed in the lane in focus and lead it as far as its gates let it, as a person would: a look, a click."
-    box = panel.root.locator(".esper-panel").filter(has_text="❀ Grow")
+    box = panel.root.locator(".esper-grow")
     def stage(): return box.locator(".esper-next b").inner_text()
     hand(); panel.press("Germinate"); hand(); panel.press("▶ Go on")
     end = time.time() + within

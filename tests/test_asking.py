@@ -1,0 +1,242 @@
+"A rise that lasts: the old weights are asked, and the run is as it was wherever they do no better."
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esper_nb.guard import DetectorConfig, Governor, GovernorConfig, LossStats, Trial, judge
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+QUICK = GovernorConfig(patience=12, snapshot_every=10, probation=10)
+
+
+class Stub:
+    "A run of one weight: while it is 0 the loss is 3; other weights, or from `harder` on other data, make it 7."
+    def __init__(self, harder=None, **options):
+        self.net = nn.Linear(1, 1)
+        with torch.no_grad(): self.net.weight.zero_()
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=.1)
+        self.harder, self.t, self.noise = harder, 0, np.random.default_rng(0)
+        self.governor = Governor(self.net, self.opt, **(dict(chance_loss=None, config=QUICK) | options))
+
+    def loss(self):
+        data = self.harder is not None and self.t >= self.harder
+        return 7. if data or self.net.weight.item() else 3.
+
+    def run(self, steps, spoil=None):
+        "[action] of each step."
+        out = []
+        for _ in range(steps):
+            if self.t == spoil: self.net.weight.data.fill_(1.)
+            loss = self.loss() * math.exp(.05 * self.noise.standard_normal())
+            out.append([r.action for r in self.governor.watch(loss)])
+            self.t += 1
+        return out
+
+
+def test_weights_that_are_to_blame_do_not_come_back():
+    run = Stub()
+    said = run.run(140, spoil=100)
+    report, = run.governor.reports
+    assert [x for x in said if x] == [["ask"], ["rollback"]] and report.reason == "rise" and report.rolled_back
+    assert 2.5 < report.asked < 3.5 and report.loss > 6 and run.net.weight.item() == 0
+    assert said.index(["rollback"]) <= 100 + 5 + 2 * QUICK.patience + 16, "the bound of a trial"
+    assert report.lost[1] < 100 + 5 + 2 * QUICK.patience and run.governor.kept is None
+
+
+def test_a_change_that_is_meant_costs_the_batches_of_the_question_and_nothing_else(caplog):
+    run = Stub(harder=100)
+    said = run.run(140)
+    run.net.weight.data.fill_(0.)
+    assert [x for x in said if x] == [["ask"], ["meant"]] and not run.governor.reports
+    note = run.governor.notes[-1]
+    assert note.asked > 6 and note.lost is not None and note.lost[1] - note.lost[0] < 16
+    warning, = [r for r in caplog.records if "meant" in r.message]
+    assert warning.levelname == "WARNING" and f"rollback(to={note.kept_step}) undoes it" in warning.message
+    assert not [x for x in run.run(200) if x], "the new level is learnt"
+
+
+class Real:
+    "Adam with a schedule and dropout on points around ten centres, which move far away at `moved`."
+    def __init__(self, moved, steps=160, **options):
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
+        self.opt = torch.optim.Adam(self.net.parameters(), 5e-3)
+        self.clock = torch.optim.lr_scheduler.ExponentialLR(self.opt, .999)
+        self.moved, self.steps = moved, steps
+        guarded = options.pop("guarded", True)
+        self.governor = Governor(self.net, self.opt, self.clock, config=QUICK,
+                                 **(dict(chance_loss=None) | options)) if guarded else None
+        self.states = []
+
+    def batch(self, t):
+        g = torch.Generator().manual_seed(t)
+        y = torch.randint(10, (64,), generator=g)
+        centers = 2 * torch.randn(10, 16, generator=torch.Generator().manual_seed(1))
+        x = centers[y] + .3 * torch.randn(64, 16, generator=g)
+        return x, y if t < self.moved else torch.randint(10, (64,), generator=g)
+
+    def state(self):
+        rates = [g["lr"] for g in self.opt.param_groups]
+        return copy.deepcopy((self.net.state_dict(), self.opt.state_dict()["state"], rates))
+
+    def run(self, skip=()):
+        "Train, but for some batches."
+        said = []
+        for t in range(self.steps):
+            if t in skip: continue
+            x, y = self.batch(t)
+            loss = F.cross_entropy(self.net(x), y)
+            self.opt.zero_grad(); loss.backward(); self.opt.step(); self.clock.step()
+            self.states.append(self.state())
+            if self.governor is not None: said.append([r.action for r in self.governor.watch(loss)])
+        return said
+
+
+def equal(a, b):
+    "Equality of trees, tensors bit for bit."
+    if isinstance(a, torch.Tensor): return torch.equal(a, b)
+    if isinstance(a, dict): return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def test_the_live_state_comes_back_to_the_bit():
+    run = Real(moved=100)
+    said = run.run()
+    asked, meant = said.index(["ask"]), said.index(["meant"])
+    run.governor.watch(3.)
+    one = Real(moved=100)
+    for t in range(meant + 1):
+        x, y = one.batch(t)
+        loss = F.cross_entropy(one.net(x), y)
+        one.opt.zero_grad(); loss.backward(); one.opt.step(); one.clock.step()
+        if t == asked: before = one.state()
+        one.governor.watch(loss)
+    weights, moments, rates = one.state()
+    assert equal((weights, moments), before[:2]), "weights and moments are those from before the question"
+    assert abs(rates[0] - 5e-3 * .999**(meant + 1)) < 1e-12, "the schedule went on"
+    step = one.governor.notes[-1].kept_step
+    back, = one.governor.rollback(to=step)
+    assert back.restored_step == step and equal(one.state()[0], run.states[step - 1][0])
+    with pytest.raises(ValueError, match=f"to=3, expected a step that is kept: {step}"): one.governor.rollback(to=3)
+
+
+def test_asked_on_the_same_batches_a_meant_change_leaves_no_trace():
+    held = torch.randn(32, 16), torch.randint(10, (32,))
+    alone = Real(moved=100, guarded=False)
+    alone.run()
+    run = Real(moved=100)
+    def ask():
+        with torch.no_grad(): return F.cross_entropy(run.net(held[0]), held[1]) * 0 + 1 # no better, and dropout draws
+    run.governor.ask = ask
+    said = run.run()
+    assert [x for x in said if x] == [["meant"]] and run.governor.notes[-1].lost is None
+    assert equal(run.states, alone.states)
+
+
+def test_asked_on_the_same_batches_weights_are_found_at_once():
+    run = Stub()
+    run.governor.ask = run.loss
+    assert [x for x in run.run(140, spoil=100) if x] == [["rollback"]] and run.net.weight.item() == 0
+    assert run.governor.reports[0].asked == 3.
+
+
+def test_a_loss_that_falls_back_is_given_time_and_the_time_has_an_end():
+    def trial(shape, patience=48):
+        t = Trial(level=0., near=.15, spread=.1)
+        for k in range(500):
+            t.add(shape(k), shape(k))
+            if t.is_over(): return "passed", k
+            if t.is_due(patience): return "ask", k
+    assert trial(lambda k: 1.) == ("ask", 47)
+    assert trial(lambda k: math.exp(-k / 30))[0] == "passed" and trial(lambda k: 2 * math.exp(-k / 25))[0] == "passed"
+    assert trial(lambda k: 3 - .01 * k) == ("ask", 47), "it would take far longer to be back"
+    assert trial(lambda k: .3 + max(0., 2 - .03 * k))[1] <= 95
+
+
+def test_a_question_goes_into_a_state_and_comes_back(tmp_path):
+    for options in (dict(harder=100), {}):
+        a = Stub(**options)
+        spoil = None if options else 100
+        while a.governor.question is None: a.run(1, spoil)
+        torch.save(a.governor.state_dict(), tmp_path/"governor.pt")
+        b = Stub(**options)
+        b.run(1)
+        b.net.load_state_dict(a.net.state_dict())
+        b.governor.load_state_dict(torch.load(tmp_path/"governor.pt", weights_only=True))
+        b.t, b.noise = a.t, copy.deepcopy(a.noise)
+        assert a.run(60) == b.run(60) and torch.equal(a.net.weight, b.net.weight)
+        assert (a.governor.kept is None) == (b.governor.kept is None)
+
+
+def test_inside_a_step_the_batch_of_a_question_is_left_out():
+    run, stepped = Stub(harder=100), []
+    for t in range(140):
+        with run.governor.step():
+            run.governor.watch(run.loss() * math.exp(.05 * run.noise.standard_normal()))
+            stepped.append(t)
+        run.t += 1
+    left_out = sorted(set(range(140)) - set(stepped))
+    assert len(left_out) == 2, "as weights were put in, and as they came back"
+
+
+@pytest.mark.parametrize("config", [QUICK.replace(copies=1, probation=0), QUICK.replace(background=True),
+                                    QUICK.replace(sync_every=4), QUICK.replace(replay=True)])
+def test_every_way_to_keep_snapshots(config):
+    ruined, harder = Stub(config=config), Stub(harder=100, config=config)
+    assert ["rollback"] in ruined.run(160, spoil=100) or config.replay
+    assert ruined.net.weight.item() == 0
+    assert [x for x in harder.run(160) if x] == [["ask"], ["meant"]]
+    harder.net.weight.data.fill_(5.)
+    harder.governor.rollback(to=harder.governor.notes[-1].kept_step)
+    assert harder.net.weight.item() == 0 and not harder.governor.stopped[0]
+
+
+def test_lanes_ask_on_what_they_evaluate_anyway():
+    "Lane 0 is ruined, lane 1 gets harder data, lane 2 both noise and peace."
+    weights = torch.zeros(3, 1)
+    net = nn.Module()
+    net.weight = nn.Parameter(weights)
+    def held_out(): return torch.where(net.weight[:, 0] != 0, 2., .5)
+    gov = Governor(net, chance_loss=None, lanes=3, config="epoch", ask=held_out)
+    rng, actions = np.random.default_rng(0), []
+    for t in range(60):
+        if t == 40: net.weight.data[0] = 1.
+        loss = np.where(net.weight.detach()[:, 0] != 0, 2., .5)
+        if t >= 40: loss[1] = 2.
+        actions += [(r.lane, r.action) for r in gov.watch(torch.tensor(loss * np.exp(.03 * rng.standard_normal(3))))]
+    assert actions == [(0, "rollback")] and net.weight[:, 0].tolist() == [0., 0., 0.]
+    assert {(n.lane, n.action) for n in gov.notes} == {(1, "meant")}
+
+
+# --- noticing
+
+def test_a_small_rise_does_not_silence_the_detector_for_ever():
+    s, rng = LossStats(), np.random.default_rng(0)
+    for t in range(1500):
+        level = 2.8 * (1.1 if t > 300 else 1.)
+        s, v = judge(s, level * math.exp(.01 * rng.standard_normal()))
+        assert v.reason() == "healthy" and v.cusum[0] <= 2 * DetectorConfig().rise
+    assert s.calm(DetectorConfig()).all() and abs(s.level[0] - math.log(2.8 * 1.1)) < .02
+
+
+def test_a_slow_drift_is_noticed():
+    s, rng = LossStats(), np.random.default_rng(0)
+    for t in range(1200):
+        s, v = judge(s, 2.8 * 1.002**max(0, t - 300) * math.exp(.02 * rng.standard_normal()))
+        if v.panic[0]: break
+    assert v.reason() == "rise" and t < 300 + 350
+
+
+def test_a_jump_of_a_signed_loss_does_not_become_the_normal_case():
+    s, rng = LossStats(), np.random.default_rng(0)
+    for t in range(400):
+        x = 60 * math.exp(-t / 40) - 17 + 3 * rng.standard_normal() if t < 300 else 306 + 40 * rng.standard_normal()
+        s, v = judge(s, x)
+        if v.panic[0]: break
+    assert v.reason() in ("rise", "explosion") and t < 312
