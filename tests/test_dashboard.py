@@ -839,6 +839,18 @@ def test_a_pictures_legend_covers_no_curve_and_its_rise_is_no_limit(run):
     looks = {line.get_label(): line for line in ax.lines}
     assert looks["rise, of the smoothed loss"].get_linestyle() == ":" != looks["limit"].get_linestyle()
 
+def test_names_of_rollbacks_in_a_picture_are_apart(run):
+    s = run(FrameSource(fake(200, 1), 1))
+    s.start(); s.wait()
+    for x in (150, 160, 170, 300):
+        s.history.incidents.append(Incident(
+            number=x, lane=0, reason="non-finite", action="rollback", x=x, end=x + 5, back=x - 10, loss="nan", limit=None,
+            target=None, rollbacks_left=3))
+    fig = plot_session(s, 0)
+    fig.draw_without_rendering()
+    boxes = [t.get_window_extent() for t in fig.axes[0].texts if "lost" in t.get_text()]
+    assert len(boxes) == 4 and not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
 def test_a_live_page_is_told_from_an_executor(monkeypatch):
     monkeypatch.setenv("SERVER_SOFTWARE", "voila/0.5")
     assert live_front_end()

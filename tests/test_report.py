@@ -120,6 +120,20 @@ def test_true_alarms_first_and_notes_folded(no_pictures, made, tmp_path):
                       ("note", "critic explains little", "1")]
     assert "3 alarms" in words_of(text) and text.index("<details>") < text.index("critic explains little")
 
+def test_a_run_that_beat_all_others_has_notes_and_no_alarms(no_pictures, made, tmp_path):
+    copy, comparison = tmp_path/"run", Comparison.load(made[0].folder.path/"comparison.json")
+    shutil.copytree(made[0].folder.path, copy)
+    far = dict(kind="update", lane=None, update=1, **{"update.approx_kl": .9})
+    with open(copy/"rows.jsonl", "a") as file: file.write(encode_row(far) + "\n")
+    for better, loud in ((0, True), (90, False)):
+        plays = [p._replace(test_accuracy_pp=tuple(better + k / 100 for k, _ in enumerate(p.test_accuracy_pp)))
+                 if p.controller == "PPO" else p._replace(test_accuracy_pp=(5.,) * len(p.test_accuracy_pp))
+                 for p in comparison.plays]
+        comparison._replace(plays=tuple(plays), price=0.).save(copy/"comparison.json")
+        text = report_html(RunFolder(copy))
+        assert ("<td>critical</td><td>policy moved far</td>" in text) == loud
+        assert ("<td>note</td><td>policy moved far</td>" in text) != loud
+
 def test_fields_have_the_names_that_people_give_them(page):
     shown = words_of(page[:page.index("<h2>Settings</h2>")])
     commands = re.sub(r"esper-nb \S+ .*? (?=train on|against|recipe )", "", shown)

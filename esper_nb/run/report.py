@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ..train import Measure
 from ..control import observation_help
 from ..record import (
-    Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, changed_settings, check_output,
+    AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, changed_settings, check_output,
     find_metric, lane_scores, new_file, observation_ranges, option_text, phase_shares, pick_rows, read_rows,
     reward_mix, rollbacks, seed_lives)
 from ..show import (
@@ -82,6 +82,19 @@ class RunSummary(NamedTuple):
     measure: Measure # what its networks are scored by
 
     @property
+    def won(self) -> bool:
+        "Whether the controller's networks are better than all others, by intervals that do not hold 0."
+        c = self.comparison
+        others = [k for k in c.names if k not in ("PPO", "oracle")] if c is not None and "PPO" in c.names else []
+        return c is not None and bool(others) and all(c.ahead("PPO", k).low > 0 for k in others)
+
+    @property
+    def alarms(self) -> list[AlarmKind]: # worst first
+        "Return the alarms of the run, by kind; where it was better than all others, none is more than a note."
+        kinds = alarm_kinds(self.rows)
+        return [kind._replace(level="note") for kind in kinds] if self.won else kinds
+
+    @property
     def tested(self) -> list[float]: # percentage points, sorted
         "Return the test score of every lane, as far as it is known."
         return sorted(r["test.accuracy_pp"] for r in pick_rows([*self.rows, *self.final], "test"))
@@ -127,7 +140,7 @@ class RunSummary(NamedTuple):
 
     def scores(self) -> dict[str, Any]:
         "Return what several runs are compared by, and the facts."
-        test, kinds = self.tested, alarm_kinds(self.rows)
+        test, kinds = self.tested, self.alarms
         def alarms(level: str) -> int: return sum(k.times for k in kinds if k.level == level)
         name, unit, _ = self.measure
         out: dict[str, Any] = {f"test {name}, median lane, {unit}": median(test) if test else None,
@@ -221,9 +234,10 @@ _alarm_head = dict(level="level", name="alarm", times="times", lanes="lanes", at
 _rollback_head = dict(lane="lane", at="at batch step", reason="why", action="what was done", shown="loss",
                       lost="batches lost")
 
-def _trouble_section(rows: list[Row]) -> str:
+def _trouble_section(run: RunSummary) -> str:
     "Return alarms, then rollbacks."
-    back, kinds = rollbacks(rows), alarm_kinds(rows)
+    rows, kinds = run.rows, run.alarms
+    back = rollbacks(rows)
     undone = sum(s.end == "undone" for s in seed_lives(rows))
     births = f" Births of seeds that they undid: {undone}." if undone else ""
     loud, notes = ([k for k in kinds if (k.level == "note") == quiet] for quiet in (False, True))
@@ -296,7 +310,7 @@ def _run_html(run: RunSummary) -> str:
     with reading(run.folder.path/"comparison.json"):
         if run.comparison is not None: sections["Result"] = _result_section(run.comparison)
     with reading(run.folder.rows_path):
-        sections["Trouble"] = _trouble_section(rows)
+        sections["Trouble"] = _trouble_section(run)
         sections["Learning"] = _learning_section(rows)
         sections["What was chosen in training"] = _choices_section(rows)
     with reading(run.folder.path/"final.jsonl"):

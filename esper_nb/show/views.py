@@ -228,7 +228,8 @@ def _limit_lines(ax: Any, session: Session, lane: int) -> np.ndarray: # (k,) the
     return limit
 
 # %% ../../nbs/show/83_views.ipynb #70dc8876
-def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident) -> None: # `loss` of its lane
+def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident, row: int) -> None: # `loss` of its lane;
+    # `row` of its name, from the top
     def at(batch: float) -> float: return loss[min(int(np.searchsorted(x, batch)), len(x) - 1)] if len(x) else np.nan
     assert i.back is not None  # only rollbacks are drawn
     panic, back = at(i.x), at(i.back)
@@ -239,8 +240,8 @@ def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident) -> Non
     ax.annotate("", (i.back, back), (i.x, panic), arrowprops=arrow)
     ax.plot([i.x], [panic], "x", color=RED, ms=8, mew=2.4)
     ax.plot([i.back], [back], "D", mfc="white", mec=GREEN, ms=7, mew=1.8, zorder=6)
-    ax.annotate(f"{i.reason} → {i.action}\n{i.lost} lost", (i.end, .96), (10, 0), xycoords=ax.get_xaxis_transform(),
-                textcoords="offset points", fontsize=8, va="top", color=WINE, zorder=6,
+    ax.annotate(f"{i.reason} → {i.action}\n{i.lost} lost", (i.end, .96), (10, -26 * row), fontsize=8, va="top",
+                xycoords=ax.get_xaxis_transform(), textcoords="offset points", color=WINE, zorder=6,
                 bbox=dict(fc="white", alpha=.8, lw=0, pad=1))
     if i.recovered is None: return
     ax.plot([i.recovered], [at(i.recovered)], "o", color="white", ms=13, alpha=.8, zorder=5)
@@ -263,7 +264,11 @@ def draw_losses(
     bounds = loss_bounds(loss, _limit_lines(ax, session, lane))
     if bounds: ax.set_ylim(*bounds)
     rollbacks = [i for i in session.incidents if i.lane == lane and i.back is not None]
-    for incident in rollbacks[-4:]: _draw_rollback(ax, x, mine, incident)
+    ends: list[float] = [] # of the newest name in each row
+    for incident in rollbacks[-4:]:
+        row = next((k for k, end in enumerate(ends) if end <= incident.end), len(ends))
+        ends[row:row + 1] = [incident.end + .26 * x[-1]] # no name is longer
+        _draw_rollback(ax, x, mine, incident, row)
     ax.set_ylabel("training loss (nats)")
     ax.legend(fontsize=7, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=.2, frameon=False)
 
