@@ -146,10 +146,10 @@ def test_a_policy_plays_as_it_acts_in_training():
 
 def test_the_best_schedule_is_the_one_with_the_best_return(env):
     bad = Fixed({})
-    trial = make(num_envs=6, horizon=16, limit=512, reward="outcome")
+    trial = make(num_envs=6, horizon=19, limit=512, reward="outcome")
     found = best_schedule(trial, [1], {"wait": bad, "grow": timetable({"r0c0": "conv_heavy"})})
     assert found.name == "grow" and found.scores["grow"] > found.scores["wait"]
-    assert found.epochs == 6 * 16 and found.schedule is not bad
+    assert found.epochs == 6 * 19 and found.schedule is not bad
     assert all(set(f.table) <= set(range(40)) for f in list_schedules(trial).values())
     with pytest.raises(ValueError, match="one for each lane"): play_lanes(env, RulePlayer(bad, bad), 0)
 

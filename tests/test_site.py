@@ -162,6 +162,7 @@ def site(tmp_path_factory):
             for p in pages]
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_method(site):
     "Heading, signature with the comment of each parameter, words, what is raised; in nbdev's cells and in HTML."
     from esper_nb import Governor
@@ -195,6 +196,7 @@ def test_entries_show_what_a_docstring_raises_and_its_examples():
     assert shown.startswith("### ") and "double" in shown
 
 
+@pytest.mark.slow
 def test_plain_pages_have_pictures_with_words_and_the_way_on(site):
     for cells, page in site:
         assert not re.search(r"#\| |\{target=|^:::", page, re.M)

@@ -74,7 +74,9 @@ def test_long_torn_tail_is_cut(tmp_path, tail):
     JSONLWriter(path).close()
     assert path.read_bytes() == b""
 
-@pytest.mark.parametrize("end, status", [("rec.flush(); os._exit(1)", 1), ("", 0)], ids=["killed", "never closed"])
+@pytest.mark.parametrize("end, status", [
+    pytest.param("rec.flush(); os._exit(1)", 1, id="killed"),
+    pytest.param("", 0, id="never closed", marks=pytest.mark.slow)])
 def test_a_process_that_ends_without_closing_keeps_its_rows(tmp_path, end, status):
     path = tmp_path/"rows.jsonl"
     code = f"""

@@ -10,7 +10,8 @@ from .engines import (Tell as Tell, Make as Make, ENGINES as ENGINES, Engine as 
     RayWorker as RayWorker, check_engine as check_engine, new_worker as new_worker, work_off as work_off,
     FaultTolerance as FaultTolerance, Supervisor as Supervisor)
 from .exports import (SUFFIXES as SUFFIXES, GrownLanes as GrownLanes, regrow as regrow, lane_example as lane_example,
-    input_facts as input_facts, onnx_answers as onnx_answers, write_network as write_network, Exported as Exported,
+    raw_example as raw_example, RawInput as RawInput, input_facts as input_facts, used_columns as used_columns,
+    onnx_answers as onnx_answers, write_network as write_network, Exported as Exported, usage as usage,
     export_run as export_run)
 from .fits import fit_run as fit_run
 from .plugins import (GROUP as GROUP, plugin_name as plugin_name, installed_plugins as installed_plugins,

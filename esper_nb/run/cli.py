@@ -6,7 +6,7 @@
 __all__ = ['lab_command', 'main']
 
 # %% ../../nbs/run/98_cli.ipynb #c00f647d
-import argparse, contextlib, importlib.util, math, subprocess, sys, warnings
+import argparse, contextlib, csv, importlib.util, math, subprocess, sys, warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,14 +34,20 @@ def _own_task(args: argparse.Namespace) -> Task | None: # None: a name says what
     if (args.task if args.command == "fit" else args.recipe) is not None: return None
     check(args.data is not None, args.command, "", "a name, or --data with a folder of pictures, a table or a text")
     place = Path(args.data)
-    given = {k: v for k in ("size", "label", "target") if (v := getattr(args, k)) is not None}
+    asked = ("size", "label", "target", "columns", "groups")
+    given = {k: v for k in asked if (v := getattr(args, k)) is not None}
     if not place.exists(): raise FileNotFoundError(f"--data {args.data}: no such folder or file")
     table = place.suffix.lower() in (".csv", ".tsv", ".parquet")
     for k, value in given.items():
         fits, of = (place.is_dir(), "folder of pictures") if k == "size" else (table, "table")
         check(fits, f"--{k}", value, f"none: it is for a {of}")
-    if given.keys() >= {"label", "target"}: given["label"] = args.label.split(",")
+    if given.keys() >= {"label", "target"}: given["label"] = _names(args.label)
+    if "columns" in given: given["columns"] = _names(args.columns)
     return task_from_path(place, **given)
+
+def _names(text: str) -> list[str]:
+    "Return names between commas; a name that holds one is quoted, as in a table."
+    return next(csv.reader([text], skipinitialspace=True))
 
 def _chosen_recipe(args: argparse.Namespace) -> RunConfig:
     "Return the recipe that the options describe."
@@ -144,6 +150,10 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> h
         label=option("--label", metavar="COLUMN", help="of a table: what to predict (default: the last)"),
         target=option("--target", choices=ANSWERS, help="of a table: --label names a class, or columns (with commas) "
                       "of numbers or of 0 and 1"),
+        columns=option("--columns", metavar="COLUMNS", help="of a table: what to learn from, with commas (default: all "
+                       "others)"),
+        groups=option("--groups", metavar="COLUMN", help="of a table: rows with the same entry stay together when it "
+                      "is cut into training, held-out and test rows"),
         size=option("--size", type=int, metavar="PIXELS", help="of pictures (default: 32)"),
         synthetic=flag("--synthetic", help="made-up images in place of CIFAR-10"),
         inject=many("--inject", metavar="FAULT[:LANE[:EPOCH]]",
@@ -194,7 +204,8 @@ class _Command(NamedTuple):
     options: str # names in `_options`
     help: str
 
-_trains = "imports device data label target size synthetic inject unguarded allocator" # of all that trains
+_trains = ("imports device data label target columns groups size synthetic inject unguarded "
+           "allocator") # of all that trains
 _learns = f"recipe updates minutes seed set engine {_trains}"
 
 _commands = dict(

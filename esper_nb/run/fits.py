@@ -42,6 +42,7 @@ def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom
     pop = new_population(task, config, device=device, root=root, synthetic=synthetic)
     described = dict(task=task.to_dict(), fit=config.to_dict(), device=str(device), measure=pop.data.measure)
     run = new_run(out, task.name, described | dict(version=__version__, torch=torch.__version__, origin=run_origin()))
+    if task.notes: print(task.notes_text())
     with Recorder([JSONLWriter(run.rows_path), *open_trackers(log, run.path)]) as rec:
         rec.add(run_rows(pop))
         rates = _fit_epochs(pop, rec, faults, progress)

@@ -187,9 +187,11 @@ def plan_text(
     left = f"{n} update{'s' * (n != 1)} of {config.ppo.num_steps} steps"
     what = left if config.minutes is None else f"{max(0., config.minutes - seconds / 60):.3g} minutes of training"
     shards = f" in {config.shards} shard{'s' * (config.shards != 1)} ({config.engine})" if config.split else ""
+    task = config.env.task
+    told = "" if isinstance(task, str) or not task.notes else f"\n{task.notes_text()}"
     return (f"{config.name}: {what} in {config.env.num_envs} lanes{shards}, "
             f"then the controller plays against simpler ones.\n"
-            f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}")
+            f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}{told}")
 
 def command_words(
     config: Mapping[str, Any], # of a run's folder

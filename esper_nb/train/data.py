@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core import as_double, check, check_count, check_device, generator, send
+from .tables import Preparation
 
 # %% ../../nbs/train/33_data.ipynb #4e516912
 def check_images(
@@ -241,7 +242,10 @@ class ImageData(Splits):
         flip: bool = False, # mirror half of the training images
         device: str | torch.device = "cpu", # where the data lives
         peak: float | None = None, # value that stands for 1.0: 255 for bytes and 1 for floats unless given
+        preparation: Preparation | None = None, # what has made these 0..1 of rows, or of pictures of any range
+        notes: Sequence[str] = (), # what was done with the data
     ):
+        self.preparation, self.notes = preparation, tuple(notes)
         self.device, self.flip = check_device(device), flip
         self.pad, self.classes = check_count("pad", pad, 0), check_count("classes", classes, self.fewest)
         given = dict(train=(train_x, train_y), heldout=(heldout_x, heldout_y), test=(test_x, test_y))
@@ -250,9 +254,10 @@ class ImageData(Splits):
         check_alike(x)
         self.num_train, (height, width, channels) = len(x["train"]), x["train"].shape[1:]
         self.shape, self.label_prior = (channels, height, width), self.prior(y["train"])
+        self.peak = peak or default_peak(x["train"])
         middle, spread = check_scale(mean, std, channels)
         self.mean, self.std = middle.float(), spread.float()
-        self.scale = (1 / ((peak or default_peak(x["train"])) * spread)).float().to(self.device)
+        self.scale = (1 / (self.peak * spread)).float().to(self.device)
         self.shift = (-middle / spread).float().to(self.device)
         x["train"] = torch.nn.functional.pad(x["train"], (0, 0, pad, pad, pad, pad))
         self.x = {s: v.contiguous().to(self.device) for s, v in x.items()}
