@@ -1,5 +1,6 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
-import json, re, sys, threading, time, tracemalloc
+import json
+import re, sys, threading, time, tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +12,13 @@ import esper_nb.show.dashboard as dashboard_module
 from esper_nb.core import by_lane, lane_state
 from esper_nb.grow import ModuleHostConfig
 from esper_nb.guard import Governor, GovernorConfig, loss_limits
-from esper_nb.record import read_rows
+from esper_nb.record import encode_row, read_rows
+from esper_nb.run import watch_text
 from esper_nb.show import (
     THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident,
     LoopSource, NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots,
     disabled_reasons, duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
-    seed_disabled_reasons, session_packet, session_text, status_html, watch, watch_text)
+    seed_disabled_reasons, session_packet, session_text, status_html, watch)
 from esper_nb.train import FitConfig, fit, get_task, new_population, parse_fault, task_from_arrays
 
 torch.set_num_threads(1)
@@ -453,13 +455,13 @@ def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
     assert session_packet(s, first.seen).meta["ends"] == []
     told = []
     watch_text(r.folder.path, .05, told.append)
-    assert any("non-finite" in line for line in told) and told[-1].startswith("✓ done: step 16 of 16")
+    assert any("non-finite" in line for line in told) and told[-1].startswith("✓ update 2 of 2")
     s.close()
 
 def test_a_run_that_is_taken_back_is_followed_on(tmp_path):
     (tmp_path/"config.json").write_text('{"fit": {"lanes": 1}}')
     def row(e): return dict(kind="batch", lane=0, epoch=e, batch=0, step=e + 1) | {"batch.loss": 1 / (e + 1)}
-    def rows(epochs): return "".join(json.dumps(row(e)) + "\n" for e in epochs)
+    def rows(epochs): return "".join(encode_row(row(e)) + "\n" for e in epochs)
     path = tmp_path/"rows.jsonl"
     path.write_text(rows(range(6)))
     source = RowsSource(tmp_path, every=.01)
@@ -838,6 +840,18 @@ def test_a_pictures_legend_covers_no_curve_and_its_rise_is_no_limit(run):
     assert legend.y0 >= ax.get_window_extent().y1 - 1
     looks = {line.get_label(): line for line in ax.lines}
     assert looks["rise, of the smoothed loss"].get_linestyle() == ":" != looks["limit"].get_linestyle()
+
+def test_names_of_rollbacks_in_a_picture_are_apart(run):
+    s = run(FrameSource(fake(200, 1), 1))
+    s.start(); s.wait()
+    for x in (150, 160, 170, 300):
+        s.history.incidents.append(Incident(
+            number=x, lane=0, reason="non-finite", action="rollback", x=x, end=x + 5, back=x - 10, loss="nan", limit=None,
+            target=None, rollbacks_left=3))
+    fig = plot_session(s, 0)
+    fig.draw_without_rendering()
+    boxes = [t.get_window_extent() for t in fig.axes[0].texts if "lost" in t.get_text()]
+    assert len(boxes) == 4 and not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 def test_a_live_page_is_told_from_an_executor(monkeypatch):
     monkeypatch.setenv("SERVER_SOFTWARE", "voila/0.5")
