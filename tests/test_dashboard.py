@@ -1,5 +1,6 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
 import json, re, sys, threading, time, tracemalloc
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -585,6 +586,18 @@ def test_words_go_with_the_packet_and_only_when_they_changed(board):
     with board.session.history.lock: board.session.history.version += 1
     feed.pacer.last = -1e9; feed.update()
     assert sent[2]["html"] == {}
+
+def test_a_cause_that_was_found_stands_in_the_log_and_in_the_picture(run):
+    s = run(population(2, 40))
+    steps(s, 6); s.provoke("nan", 1).wait(); steps(s, 1)
+    before, reports = session_packet(s), s.source.governor.reports
+    assert s.incidents[0].cause is None and before.meta["incidents"][0]["cause"] is None
+    reports[-1] = replace(reports[-1], cause="data", why="without batch 6 the loss stays finite")   # as `explain` does
+    steps(s, 1)
+    assert str(s.incidents[0]).endswith(", cause: data")
+    assert any(n.text == "lane 1: the cause was data: without batch 6 the loss stays finite" for n in s.notes)
+    sent, = session_packet(s, before.seen).meta["incidents"]
+    assert sent["cause"] == "data"
 
 def test_changed_incidents_are_sent_again(run):
     s = run(population(2, 40))
