@@ -857,8 +857,8 @@ def test_names_of_rollbacks_in_a_picture_are_apart(run):
     s.start(); s.wait()
     for x in (150, 160, 170, 300):
         s.history.incidents.append(Incident(
-            number=x, lane=0, reason="non-finite", action="rollback", x=x, end=x + 5, back=x - 10, loss="nan", limit=None,
-            target=None, rollbacks_left=3))
+            number=x, lane=0, reason="non-finite", action="rollback", x=x, end=x + 5, back=x - 10, loss="nan",
+            limit=None, target=None, rollbacks_left=3))
     fig = plot_session(s, 0)
     fig.draw_without_rendering()
     boxes = [t.get_window_extent() for t in fig.axes[0].texts if "lost" in t.get_text()]
