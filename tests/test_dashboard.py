@@ -1,6 +1,11 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
+<<<<<<< HEAD
 import json, re, sys, threading, time, tracemalloc
 from dataclasses import replace
+=======
+import json
+import re, sys, threading, time, tracemalloc
+>>>>>>> main
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,12 +17,13 @@ import esper_nb.show.dashboard as dashboard_module
 from esper_nb.core import by_lane, lane_state
 from esper_nb.grow import ModuleHostConfig
 from esper_nb.guard import Governor, GovernorConfig, loss_limits
-from esper_nb.record import read_rows
+from esper_nb.record import encode_row, read_rows
+from esper_nb.run import watch_text
 from esper_nb.show import (
     THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident,
     LoopSource, NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots,
     disabled_reasons, duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
-    seed_disabled_reasons, session_packet, session_text, status_html, watch, watch_text)
+    seed_disabled_reasons, session_packet, session_text, status_html, watch)
 from esper_nb.train import FitConfig, fit, get_task, new_population, parse_fault, task_from_arrays
 
 torch.set_num_threads(1)
@@ -454,13 +460,13 @@ def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
     assert session_packet(s, first.seen).meta["ends"] == []
     told = []
     watch_text(r.folder.path, .05, told.append)
-    assert any("non-finite" in line for line in told) and told[-1].startswith("✓ done: step 16 of 16")
+    assert any("non-finite" in line for line in told) and told[-1].startswith("✓ update 2 of 2")
     s.close()
 
 def test_a_run_that_is_taken_back_is_followed_on(tmp_path):
     (tmp_path/"config.json").write_text('{"fit": {"lanes": 1}}')
     def row(e): return dict(kind="batch", lane=0, epoch=e, batch=0, step=e + 1) | {"batch.loss": 1 / (e + 1)}
-    def rows(epochs): return "".join(json.dumps(row(e)) + "\n" for e in epochs)
+    def rows(epochs): return "".join(encode_row(row(e)) + "\n" for e in epochs)
     path = tmp_path/"rows.jsonl"
     path.write_text(rows(range(6)))
     source = RowsSource(tmp_path, every=.01)

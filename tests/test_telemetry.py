@@ -18,14 +18,17 @@ from esper_nb.control import QUICK, QUICK_RULES, GrowVecEnv, Heuristic, as_contr
 from esper_nb.core import PhaseClock
 from esper_nb.guard import Governor
 from esper_nb.record import (
-    KINDS, METRICS, BackgroundWriter, EnvRows, JSONLWriter, Metric, Recorder, RunFolder, TensorBoardWriter,
+    KINDS, METRICS, ROW_KEYS, BackgroundWriter, EnvRows, JSONLWriter, Metric, Recorder, RunFolder, TensorBoardWriter,
     blueprint_stats, decode_row, encode_row, find_metric, flatten, governor_rows, lane_scores, limit_rows, make_rows,
     metric_names, metric_table, metrics_markdown, new_run, pick_rows, population_rows, read_rows, rollbacks, run_rows,
     seed_lives, series, stage_spans)
 from esper_nb.train import Fault, FitConfig, disturb_at, fit, new_population
 
-values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=True, allow_infinity=True), st.text())
-rows = st.dictionaries(st.text().filter(lambda k: k != "nonfinite"), values)
+values = st.one_of(st.none(), st.booleans(), st.integers(-2**63 + 1, 2**63 - 1),
+                   st.floats(allow_nan=True, allow_infinity=True), st.text())
+names = st.text().filter(lambda k: k not in ("nonfinite", "digest", "kind", "lane", *ROW_KEYS))
+rows = st.builds(lambda lane, row: dict(kind="test", lane=lane) | row, st.none() | st.integers(0, 99),
+                 st.dictionaries(names, values))
 
 
 def same(a, b):
@@ -91,8 +94,17 @@ for epoch in range(50): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
 
 def test_damage_in_the_middle_is_reported(tmp_path):
     path = tmp_path/"rows.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"a": \xff}\n{"a": 3}\n')
-    with pytest.raises(ValueError, match="line 2"): read_rows(path)
+    lines = [encode_row(dict(kind="test", lane=None, a=a)).encode() + b"\n" for a in (1., 2., 3.)]
+    for damaged in (lines[1].replace(b"2.0", b"\xff"), lines[1].replace(b"2.0", b"4.0"), lines[1].replace(b"a", b"b")):
+        path.write_bytes(lines[0] + damaged + lines[2])
+        with pytest.raises(ValueError, match="line 2"): read_rows(path)
+
+@pytest.mark.parametrize("forged", [{"update.loss": "<b>"}, {"run.task": 3}, {"epoch": "3"}, {"lane": 1.5}, {"a": [1]},
+                                    {"update.loss": {"a": 1}}, {"kind": None}, {"a": 2**63}, {"slot": 7}])
+def test_a_value_of_another_type_is_refused(tmp_path, forged):
+    path = tmp_path/"rows.jsonl"
+    path.write_text(encode_row(dict(kind="update", lane=None) | forged) + "\n")
+    with pytest.raises(ValueError, match="line 1 is no row"): read_rows(path)
 
 
 # --- flattening

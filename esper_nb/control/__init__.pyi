@@ -17,7 +17,7 @@ from .gym import first_lane_info as first_lane_info, GrowEnv as GrowEnv, registe
 from .observations import (HISTORY as HISTORY, OBSERVATIONS as OBSERVATIONS, LaneHistory as LaneHistory,
     symlog as symlog, Feature as Feature, LaneView as LaneView, Observation as Observation,
     known_column as known_column, register_observation as register_observation, feature_bounds as feature_bounds,
-    observation_help as observation_help, Observer as Observer)
+    Observer as Observer)
 from .rewards import (RewardState as RewardState, TERMS as TERMS, PRESETS as PRESETS, RewardConfig as RewardConfig,
     Transition as Transition, RewardInputs as RewardInputs, reward_term as reward_term, RewardPreset as RewardPreset,
     Reward as Reward, start_rewards as start_rewards, compute_reward as compute_reward,

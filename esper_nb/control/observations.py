@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HISTORY', 'OBSERVATIONS', 'LaneHistory', 'symlog', 'Feature', 'LaneView', 'Observation', 'known_column',
-           'register_observation', 'feature_bounds', 'observation_help', 'Observer']
+           'register_observation', 'feature_bounds', 'Observer']
 
 # %% ../../nbs/control/48_observations.ipynb #82db553d
 import math
@@ -244,13 +244,6 @@ def feature_bounds(
     low = [f.low if f.unknown is None else min(f.low, f.unknown) for f in features]
     high = [f.high if f.unknown is None else max(f.high, f.unknown) for f in features]
     return np.array(low, np.float32), np.array(high, np.float32)
-
-def observation_help(
-    name: str, # of a column
-) -> str: # empty if no row of the table makes it
-    "Return what a column of a lane or a slot is, in words."
-    row = OBSERVATIONS.get(name) or OBSERVATIONS.get(name.rpartition("_")[0])
-    return "" if row is None else row.help
 
 class Observer:
     "Makes the observations of a model's slots; `features` are their columns."

@@ -20,10 +20,11 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from ..core import check, check_count, check_device, choose_precision, generator, send, use_threads
+from ..core import (
+    check, check_count, check_device, choose_precision, finite_or_none, generator, send, use_threads)
 from .distributions import ActionHeads, acting_noise, heads_of
 from .loss import (
-    Coefficients, Compiled, PPOConfig, StepLog, average_steps, collect_returns, explained_variance, finite_or_none,
+    Coefficients, Compiled, PPOConfig, StepLog, average_steps, collect_returns, explained_variance,
     minibatch_loss, ppo_loss, read_stats)
 from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer, standardize
 from .policies import ActorCritic, PolicyConfig

@@ -18,7 +18,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..learn import finite_or_none
+from ..core import finite_or_none
 from .rows import Row
 
 # %% ../../nbs/record/72_alarms.ipynb #e08b4552

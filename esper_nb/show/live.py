@@ -4,19 +4,17 @@
 
 # %% auto #0
 __all__ = ['session_status', 'session_header', 'stage_entry', 'incident_entry', 'ReaderPosition', 'Packet', 'session_packet',
-           'operation_probabilities', 'probabilities_html', 'Pacer', 'Canvas', 'Feed', 'asset_path', 'canvas_class',
-           'running_cell', 'live_front_end']
+           'operation_probabilities', 'probabilities_html', 'Pacer', 'Canvas', 'Feed', 'canvas_class', 'running_cell',
+           'live_front_end']
 
 # %% ../../nbs/show/82_live.ipynb #b81cc239
 import functools
-import importlib.resources
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +27,7 @@ from ..learn import MaskedHeads
 from .history import Incident
 from .session import Session
 from .sources import EnvSource, Source
-from .theme import WORDS, stage_style
+from .theme import WORDS, asset_path, stage_style
 
 # %% ../../nbs/show/82_live.ipynb #8b7db7f0
 def session_status(
@@ -264,14 +262,6 @@ class Feed:
         self._end.set()
 
 # %% ../../nbs/show/82_live.ipynb #28f791d0
-def asset_path(
-    name: str, # "canvas.js"
-) -> Path:
-    "Return the path of a file beside the modules of this package."
-    path = Path(str(importlib.resources.files("esper_nb.show")/name))
-    if path.exists(): return path
-    raise FileNotFoundError(f"{name!r} is missing beside esper_nb.show: install the package again")
-
 @functools.cache
 def canvas_class() -> Any: # None where anywidget is not installed
     "Return the widget class of the live picture, which shares the selected lane and the height with the page."

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['STATE_SYMBOLS', 'NOTE_SYMBOLS', 'REOPEN_HINT', 'WIDGET_MIME', 'HIDE_LOST_PANEL', 'duration_text', 'status_parts',
-           'last_line', 'session_text', 'follow_session', 'error_html', 'status_html', 'log_html', 'plot_session',
-           'figure_png', 'has_learned', 'measured_losses', 'discarded_batches', 'loss_bounds', 'draw_losses',
-           'draw_lanes', 'has_grown', 'draw_slots', 'slot_blueprints', 'notebook_html', 'NotebookOutput']
+           'last_line', 'session_text', 'error_html', 'status_html', 'log_html', 'plot_session', 'figure_png',
+           'has_learned', 'measured_losses', 'discarded_batches', 'loss_bounds', 'draw_losses', 'draw_lanes',
+           'has_grown', 'draw_slots', 'slot_blueprints', 'notebook_html', 'NotebookOutput']
 
 # %% ../../nbs/show/83_views.ipynb #ef6bbb96
 import base64
@@ -14,7 +14,6 @@ import html
 import io
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -81,24 +80,6 @@ def session_text(
     lines += [f"  {n.x:4d} {NOTE_SYMBOLS[n.kind]} {n.text}" for n in list(session.notes)[-notes:]]
     if s["error"]: lines.append(last_line(s["error"]))
     return "\n".join(lines)
-
-# %% ../../nbs/show/83_views.ipynb #facd666b
-def follow_session(
-    session: Session, # running
-    every: float = 2., # seconds between two looks
-    say: Callable[[str], Any] = print, # writes a line
-) -> None:
-    "Print what happens in a session, and its status, until it comes to rest."
-    printed, status = 0, ""
-    while True:
-        over = session.state != "running"
-        for n in list(session.notes):
-            if n.number > printed and n.kind != "control": say(f"{n.x:6d} {NOTE_SYMBOLS[n.kind]} {n.text}")
-            printed = max(printed, n.number)
-        now = session_text(session).splitlines()[1]
-        if now != status: say(status := now)
-        if over: return
-        time.sleep(every)
 
 # %% ../../nbs/show/83_views.ipynb #888b3c0b
 def error_html(
