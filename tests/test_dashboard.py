@@ -1,11 +1,6 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
-<<<<<<< HEAD
 import json, re, sys, threading, time, tracemalloc
 from dataclasses import replace
-=======
-import json
-import re, sys, threading, time, tracemalloc
->>>>>>> main
 from types import SimpleNamespace
 
 import numpy as np
