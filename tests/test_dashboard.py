@@ -481,12 +481,12 @@ def test_a_run_that_is_resumed_for_longer_shows_its_new_end(tmp_path):
     def row(e): return dict(kind="epoch", lane=0, epoch=e, step=e + 1) | {"train.loss": 1 / (e + 1)}
     settings(2)
     path = tmp_path/"rows.jsonl"
-    path.write_text("".join(json.dumps(row(e)) + "\n" for e in range(5)))
+    path.write_text("".join(encode_row(row(e)) + "\n" for e in range(5)))
     session = Session(RowsSource(tmp_path, every=.01))
     assert session.source.total == 4
     session.step(3).wait()
     settings(8)
-    with open(path, "a") as file: file.write("".join(json.dumps(row(e)) + "\n" for e in range(5, 7)))
+    with open(path, "a") as file: file.write("".join(encode_row(row(e)) + "\n" for e in range(5, 7)))
     (tmp_path/"final.jsonl").touch()
     session.start().wait(); session.wait()
     assert "step 7 of 16" in session_text(session)
