@@ -59,7 +59,7 @@ def session_header(
     if s.model is not None: slots = [dict(name=k, blueprints=list(s.model.slot(k).blueprints)) for k in s.model.names]
     chance, governor = s.chance_loss, s.governor
     if governor is not None and governor.chance_loss is not None: chance = [float(c) for c in governor.chance_loss]
-    return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance=chance, network=s.network, axis=list(s.axis),
+    return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance_loss=chance, network=s.network, axis=list(s.axis),
                 curves=list(session.history.curve_names) if s.axis[0] == "step" else [], # a controller learns
                 stages={int(stage): stage_entry(stage) for stage in Stage}, words=WORDS)
 
