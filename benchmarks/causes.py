@@ -1,15 +1,16 @@
 """Twelve kinds of cause × three loops: does the Governor name what ruined a run, and the batch?
 
-    python benchmarks/causes.py                     # writes nbs/explanations/bench_causes.json
+    python benchmarks/causes.py --write             # nbs/explanations/bench_causes.json
     python benchmarks/causes.py vae --seeds 1 --kinds "one bad batch"
 
 A run is trained by `governor.run(step, batch)`; at step `AT` a fault begins. Where the Governor has not rolled back
 `WAIT` steps later, it is rolled back by hand, as by a person who sees the loss, and then asked to explain. A fault
 counts if it did harm: a held-out loss at that place above that of a clean run. In the clean run `governor.explain()` is
-asked for at the same place: nothing was wrong. Beside it stands what `trainscope` says of the same run, one seed of it,
-where it is installed: which of its signals was first, and when.
+asked for at the same place: nothing was wrong. With `--trainscope`, what that says of the first seed's runs stands
+beside it: which of its signals was first, and when.
 """
 import asyncio
+import functools
 import json
 import logging
 import math
@@ -34,7 +35,9 @@ from loops import ConvNet, SmallGPT, VAE, exponent_flip, garbage_momentum, nan_w
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 
-AT, WAIT, FIRST = 160, 40, 60_000
+AT, WAIT, FIRST = 140, 40, 60_000
+
+CONFIG = GovernorConfig(snapshot_every=25, probation=25, explain_steps=0, stop_raises=False)
 
 class TinyGPT(SmallGPT): length = 24
 
@@ -146,25 +149,33 @@ def counted(loop):
     return lambda: dict(taken=loop.taken), write
 
 
+@functools.cache
+def clean_run(name, seed):
+    "What is said of a run without a fault; its held-out loss, and that before training."
+    clean = LOOPS[name](seed)
+    start = held_out(clean)
+    governor = Governor(*clean.parts(), chance_loss=clean.chance, config=CONFIG, count=counted(clean))
+    train(clean, None, governor)
+    good = held_out(clean)
+    before = {k: v.clone() for k, v in clean.net.state_dict().items()}
+    begun = time.process_time()
+    e = governor.explain()
+    seconds = time.process_time() - begun
+    same = all(torch.equal(v, before[k]) for k, v in clean.net.state_dict().items())
+    said = dict(loop=name, kind=None, seed=seed, cause=e.cause, right=e.cause == "healthy", exact=None, harm=0.,
+                same=same, steps=e.steps, seconds=seconds, why=e.why, acted=bool(governor.reports),
+                incident=e.last - e.first + 1, evidence=[str(x) for x in e.evidence])
+    return said, good, start
+
+
 def one(name, kind, seed):
     "One incident: what was said of it, and what it cost."
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    clean = LOOPS[name](seed)
-    start = held_out(clean)
-    config = GovernorConfig(explain_steps=0, stop_raises=False)
-    governor = Governor(*clean.parts(), chance_loss=clean.chance, config=config, count=counted(clean))
-    train(clean, None, governor)
-    good = held_out(clean)
-    if kind is None:
-        before = {k: v.clone() for k, v in clean.net.state_dict().items()}
-        e = governor.explain()
-        same = all(torch.equal(v, before[k]) for k, v in clean.net.state_dict().items())
-        return dict(loop=name, kind=kind, seed=seed, cause=e.cause, right=e.cause == "healthy", exact=None, harm=0.,
-                    same=same, steps=e.steps, seconds=e.seconds, why=e.why, acted=bool(governor.reports),
-                    evidence=[str(x) for x in e.evidence])
+    healthy, good, start = clean_run(name, seed)
+    if kind is None: return healthy
     loop = LOOPS[name](seed)
-    governor = Governor(*loop.parts(), chance_loss=loop.chance, config=config, count=counted(loop))
+    governor = Governor(*loop.parts(), chance_loss=loop.chance, config=CONFIG, count=counted(loop))
     ruined = []
     restore = governor.snapshot.restore
     def seen(*args, **options): # how bad the weights are before a rollback
@@ -212,6 +223,12 @@ def trainscope_says(name, kind, seed):
                 spikes=told["spike_steps"], seconds=seconds)
 
 
+def write(rows):
+    "Store the rows beside the results of the other benchmarks."
+    text = "[" + ",\n".join(json.dumps(r, separators=(",", ":"), ensure_ascii=False) for r in rows) + "]\n"
+    (ROOT/"nbs/explanations/bench_causes.json").write_text(text, encoding="utf-8")
+
+
 def main():
     "Every loop, kind and seed."
     args = sys.argv[1:]
@@ -226,8 +243,10 @@ def main():
                 if (n, k) != ("gpt", "sorted examples")] # text has no classes
         for j in jobs:
             r = j.result()
-            if r["seed"] == first: r["trainscope"] = trainscope_says(r["loop"], r["kind"], r["seed"])
+            if r["seed"] == first and "--trainscope" in args:
+                r["trainscope"] = trainscope_says(r["loop"], r["kind"], r["seed"])
             rows.append(r)
+            if "--write" in args: write(rows)
             if not r["right"] or r["exact"] is False or "-v" in args:
                 shown = "loop kind seed cause right exact harm acted steps seconds why evidence trainscope".split()
                 print(*(f"{k}={r.get(k)}" for k in shown), sep=" | ", flush=True)
@@ -240,9 +259,6 @@ def main():
               f"{len(mine) - len(harmful)} steps {steps:.0f} seconds {seconds:.2f}",
               dict(Counter(r["cause"] for r in mine)))
     print(f"{time.time() - start:.0f} s")
-    if "--write" in args:
-        (ROOT/"nbs/explanations/bench_causes.json").write_text(
-            json.dumps(rows, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__": main()

@@ -29,7 +29,8 @@ from scripts.notebooks import LAYERS, NBS, alt_text, find_notebooks
 DOCS, PROC = ROOT/"_docs", ROOT/"_proc"
 TASKS = { # section of the sidebar -> its pages, what a newcomer reads first first
     "Start": "tutorials/first_rollback tutorials/dashboard explanations/look_first explanations/glossary",
-    "Guard": "tutorials/guard_your_trainer tutorials/bring_your_own tutorials/survive_a_bad_learning_rate",
+    "Guard": "tutorials/guard_your_trainer tutorials/bring_your_own tutorials/survive_a_bad_learning_rate "
+             "tutorials/why_did_my_run_blow_up",
     "Grow": "tutorials/grow_by_hand tutorials/own_network tutorials/own_pictures tutorials/resnet_slots "
             "tutorials/export_a_network",
     "Train a controller": "tutorials/train_a_controller tutorials/watch_a_controller tutorials/read_a_run "

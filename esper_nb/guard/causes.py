@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['CAUSES', 'LOW', 'EXPERIMENTS', 'SLOWER', 'UPHILL', 'Explanation', 'RecordedStep', 'StepRecorder', 'keys_of',
            'tensors_of', 'read_streams', 'write_streams', 'same_stream', 'RecordedIncident', 'copy_published', 'Replay',
-           'idle', 'set_setting', 'Experiment', 'leave_out_odd', 'hold_rate', 'hold_settings', 'without_autocast',
-           'full_precision', 'drop_gradients', 'mix_examples', 'can_mix', 'with_tensors', 'forget_moments',
-           'clip_gradients', 'usual_norms', 'lower_rate', 'scale_rate', 'most_changed', 'other_settings', 'rate_rose',
-           'name_batches', 'odd_ones', 'LayerWatch', 'center_spread', 'level_spread', 'find_onset', 'find_odd',
-           'find_cause', 'Inquiry', 'same_number']
+           'gradient_norm', 'idle', 'set_setting', 'Experiment', 'leave_out_odd', 'hold_rate', 'hold_settings',
+           'without_autocast', 'full_precision', 'drop_gradients', 'mix_examples', 'can_mix', 'with_tensors',
+           'forget_moments', 'clip_gradients', 'usual_norms', 'lower_rate', 'scale_rate', 'most_changed',
+           'other_settings', 'is_near', 'rate_rose', 'name_batches', 'odd_ones', 'LayerWatch', 'center_spread',
+           'level_spread', 'find_onset', 'find_odd', 'find_cause', 'Inquiry', 'same_number']
 
 # %% ../../nbs/guard/18_causes.ipynb #imports
 import math
@@ -80,6 +80,9 @@ class Explanation:
         at = np.arange(self.first, self.last + 1)
         ax.plot(at, self.recorded, "k.-", lw=.8, ms=3, label="the run")
         ax.plot(at[:len(self.replayed)], self.replayed, "C0-", lw=1.2, alpha=.7, label="again, nothing changed")
+        highest = max((x for x in self.recorded if math.isfinite(x)), default=1.)
+        lost = [k for k, x in zip(at, self.recorded) if not math.isfinite(x)]
+        if lost: ax.plot(lost, [highest] * len(lost), "C3x", label="the run: not finite")
         for k in self.batches: ax.axvspan(k - .5, k + .5, color="C3", alpha=.25, lw=0)
         if self.begin is not None: ax.axvline(self.begin, color="C3", ls=":", lw=1)
         ax.set(xlabel="batch", ylabel="loss", title=textwrap.fill(self.why.split(";")[0], 90))
@@ -351,6 +354,7 @@ class Replay:
         self.again: list[float] = [] # losses of the replay with nothing changed
         self.good_losses: dict[int, float] = {} # by number of step, of the good state
         self.onset = 0 # place of the step at which the trouble shows in the losses
+        self.good_norms: dict[int, float] = {} # their gradient norms
         self.odd: set[int] = set() # steps whose batches are unlike the others
         self.norms: dict[int, float] = {} # gradient norms of the replay with nothing changed
         self.low: set[torch.dtype] = set() # types of few bits that it has computed with
@@ -421,7 +425,10 @@ class Replay:
             number = self.steps[i].number
             if number in self.good_losses: continue
             self.begin()
+            norms: list[float] = []
+            self.before_update.append(lambda o, norms=norms: norms.append(gradient_norm(o)))
             self.good_losses[number] = self._step(i)
+            self.good_norms[number] = self._agreed([math.hypot(*norms)])[0]
 
     def _step(self, i: int, anyway: bool = False) -> float:
         s = self.steps[i]
@@ -449,6 +456,12 @@ class Replay:
     def _agreed(self, losses: list[float]) -> list[float]:
         if not self.ranks or not losses: return losses
         return self.ranks.agree_on(np.array(losses)[:, None])[0][:, 0].tolist()
+
+@torch.no_grad()
+def gradient_norm(optimizer: torch.optim.Optimizer) -> float:
+    "Return the norm of all gradients of an optimizer."
+    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    return float(nn.utils.get_total_norm(grads)) if grads else 0.
 
 @contextmanager
 def idle(optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -590,13 +603,19 @@ def most_changed(replay: Replay, name: str) -> tuple[int, float, float] | None: 
     return None if best is None or best[0] < 1.2 else best[1:]
 
 def other_settings(replay: Replay) -> str:
-    "Return which settings other than the rate have changed, as text."
+    "Return which settings other than the rate have changed at once, as text."
     said: dict[str, str] = {}
-    for s in replay.steps:
-        for a, b in zip(replay.steps[0].before, s.before):
+    for last, s in zip(replay.steps, replay.steps[1:]):
+        for a, b in zip(last.before, s.before):
             said |= {k: f"{k} from {v} to {dict(b)[k]} at batch {s.number}" for k, v in a
-                     if k != "lr" and k not in said and dict(b).get(k) != v}
+                     if k not in ("lr", *said) and k in dict(b) and not is_near(v, dict(b)[k])}
     return ", ".join(said.values())
+
+def is_near(a, b) -> bool:
+    "Whether a setting has hardly changed: by a schedule, from one step to the next."
+    if isinstance(a, tuple) and isinstance(b, tuple): return len(a) == len(b) and all(map(is_near, a, b))
+    if isinstance(a, float | int) and isinstance(b, float | int): return abs(a - b) <= .2 * max(abs(a), abs(b))
+    return bool(a == b)
 
 def rate_rose(replay: Replay) -> str:
     at, before, after = most_changed(replay, "lr") or (0, 0., 0.)
@@ -847,7 +866,7 @@ class Inquiry:
         r.before_step.clear(); r.before_update.clear(); r.after_update.clear()
         ended = len(r.again) < len(r.steps) or not math.isfinite(r.again[-1])
         self.harm, loss = (math.inf, math.inf) if ended else self._worse()
-        well = self.harm <= 2 * self.spread
+        well = self.harm <= self.spread
         self._file("nothing", well, loss, r.taken - before)
         apart = next((i for i, (a, b) in enumerate(zip(r.losses, r.again)) if not same_number(a, b)), None)
         if (out := watch.first_out(min(r.onset, apart if apart is not None else r.onset))) is not None and not well:
@@ -855,29 +874,34 @@ class Inquiry:
         if not well: return None
         if apart is None: return self._healthy()
         tail = [a - b for a, b in zip(r.losses[apart:], r.again[apart:])][-8:]
-        if all(map(math.isfinite, tail)) and statistics.median(tail) <= 2 * self.spread: return self._healthy()
+        harmless = all(map(math.isfinite, tail)) and statistics.median(tail) <= self.spread
         r.begin()
-        more = r.run(apart + 1)
-        if not same_number(more[-1], r.again[apart]):
-            return self._said("unknown", "the replay does well, but two replays differ: something that the step reads "
-                              "is no part of the Governor (a generator, a counter), or the device does not repeat sums")
-        k = r.steps[apart].number
-        return self._said("outside", f"something outside of the step changed the run: up to batch {k - 1} a replay has "
-                          f"the same losses to the bit, from batch {k} on it does not, and it stays well", begin=k)
+        k, repeats = r.steps[apart].number, same_number(r.run(apart + 1)[-1], r.again[apart])
+        if repeats:
+            what = "it did no lasting harm" if harmless else "it stays well"
+            return self._said("outside", f"something outside of the step changed the run: up to batch {k - 1} a replay "
+                              f"has the same losses to the bit, from batch {k} on it does not, and {what}", begin=k)
+        if harmless: return self._healthy()
+        return self._said("unknown", "the replay does well, but two replays differ: something the step reads is no "
+                          "part of the Governor (a generator, a counter), or the device does not repeat sums")
 
     def _healthy(self) -> Explanation:
         r = self.replay
         if r.incident.report is not None:
             self._look_for_odd()
             if r.odd: return self._said("data", f"{name_batches(sorted(r.odd))} unlike the others; the weights have "
-                                        "recovered by themselves", batches=r.odd)
+                                        "recovered by themselves", begin=min(r.odd), batches=r.odd)
         return self._said("healthy", "nothing was wrong: the weights at the end are as good as those at the beginning")
 
     def _look_for_odd(self):
         r = self.replay
         r.look_from_good(range(max(0, r.onset - 10), len(r.steps)) if r.onset < len(r.steps) else range(len(r.steps)))
-        usual = [x for i, s in enumerate(r.steps) if i < r.onset - 1 and (x := r.good_losses.get(s.number)) is not None]
-        r.odd = find_odd(r.good_losses, usual)
+        calm = [s.number for s in r.steps[:max(0, r.onset - 1)]]
+        def usual(of): return [of[k] for k in calm if k in of]
+        r.odd = find_odd(r.good_losses, usual(r.good_losses))
+        norms = [x for x in usual(r.good_norms) or list(r.good_norms.values()) if math.isfinite(x)]
+        most = 20 * statistics.median(norms) if norms else math.inf
+        r.odd |= {k for k, x in r.good_norms.items() if 0 < most < x}
 
     def _affordable(self, replays: int = 1) -> bool:
         r = self.replay

@@ -24,7 +24,9 @@ from ..train import (
     new_population, read_own, split_examples)
 from ..record import RunFolder, check_output, new_file, save_tensors
 from .compare import PolicyPlayer, compare_controllers
+from .plugins import check_trust
 from .recipes import fair_env
+from .report import reading
 from .runs import open_run
 
 # %% ../../nbs/run/97_exports.ipynb #92266954
@@ -34,9 +36,9 @@ class GrownLanes(NamedTuple):
     heldout_accuracy_pp: list[float]
     test_accuracy_pp: list[float]
 
-def _played_again(path: Path) -> GrownLanes: # of `esper-nb train`
+def _played_again(path: Path, plugins: Sequence[str], trust: bool) -> GrownLanes: # of `esper-nb train`
     "The networks that the controller grows in the run's last play."
-    run = open_run(path)
+    run = open_run(path, dict(plugins=tuple(plugins)) if plugins else None, trust=trust)
     env = fair_env(run.config, run.data)
     play, = compare_controllers(env, {"PPO": lambda seed: PolicyPlayer(run.learner, run.config.sampled, seed)},
                                 [run.config.seed]).plays
@@ -55,11 +57,15 @@ def _read_again(path: Path, config: dict[str, Any]) -> GrownLanes: # of `esper-n
 
 def regrow(
     path: str | Path, # folder of a run
+    plugins: Sequence[str] = (), # to load instead of those that the folder names
+    trust: bool = False, # whether code that the folder names may run
 ) -> GrownLanes:
     "The networks of a finished run."
     config = RunFolder(Path(path)).config()
     check("run" in config or "fit" in config, "run", str(path), "a folder that `esper-nb train` or `fit` has left")
-    return _played_again(Path(path)) if "run" in config else _read_again(Path(path), config)
+    if "run" in config: return _played_again(Path(path), plugins, trust)
+    check_trust(config, path, trust)
+    with reading(RunFolder(Path(path)).config_path): return _read_again(Path(path), config)
 
 # %% ../../nbs/run/97_exports.ipynb #3f27359e
 def lane_example(
@@ -263,11 +269,13 @@ def export_run(
     path: str | Path, # folder of a finished run
     out: str | Path | None = None, # file, which ends in one of `SUFFIXES`; None: network.onnx in that folder
     lane: int | None = None, # None: the best on the held-out split
+    plugins: Sequence[str] = (), # to load instead of those that the folder names
+    trust: bool = False, # whether code that the folder names may run
 ) -> Exported:
     "Write one network of a run to a file that takes raw data, and beside it what goes in and comes out."
     target = check_output(Path(path)/"network.onnx" if out is None else out, SUFFIXES)
     if target.suffix == ".onnx": _need_onnx()
-    grown = regrow(path)
+    grown = regrow(path, plugins, trust)
     scores, count = torch.tensor(grown.heldout_accuracy_pp), len(grown.heldout_accuracy_pp)
     lane = int(scores.nan_to_num(-1).argmax()) if lane is None else lane
     check(0 <= lane < count, "lane", lane, f"a lane below {count}")

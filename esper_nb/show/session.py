@@ -398,7 +398,8 @@ def seed_disabled_reasons(
     if s.frozen: leaving = f"it is on its way out: {s.total - s.done} epochs to go"
     grows, fossil = s.stage in LIVE, "a fossil stays for ever" if s.stage == Stage.FOSSILIZED else ""
     empty = "" if grows or fossil else "germinate first"
-    if s.stage in COOLING: empty = f"the slot is empty in {epochs_until_empty(s, rules)} more epochs"
+    left = epochs_until_empty(s, rules)
+    if left: empty = f"the slot is empty in {left} more epoch{'s' * (left != 1)}"
     holds = s.stage == Stage.HOLDING
     advance = "Fossilize ends HOLDING" if holds else leaving or fossil or empty
     if not advance: advance = unmet_requirements(s, next_stage(s.stage), rules.gates)

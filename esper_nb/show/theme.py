@@ -4,18 +4,20 @@
 
 # %% auto #0
 __all__ = ['THEMES', 'COLORS', 'BLUE', 'RED', 'GREEN', 'LILAC', 'WINE', 'BROWN', 'STEEL', 'GREY', 'MARKERS', 'HATCHES',
-           'STAGE_STYLES', 'WORDS', 'THRESHOLDS', 'MAIN_THRESHOLDS', 'theme_settings', 'theme', 'StageStyle',
-           'stage_style', 'new_axes', 'axes_or_new', 'text_color', 'draw_empty', 'add_legend', 'log_ticks',
-           'integer_ticks', 'x_label', 'explain', 'WidgetFactory', 'is_count', 'can_be_off', 'threshold_help',
-           'rules_help']
+           'STAGE_STYLES', 'WORDS', 'THRESHOLDS', 'MAIN_THRESHOLDS', 'theme_settings', 'asset_path', 'theme',
+           'StageStyle', 'stage_style', 'new_axes', 'axes_or_new', 'text_color', 'draw_empty', 'add_legend',
+           'log_ticks', 'integer_ticks', 'x_label', 'explain', 'WidgetFactory', 'is_count', 'can_be_off',
+           'threshold_help', 'rules_help']
 
 # %% ../../nbs/show/77_theme.ipynb #2effa6a7
 import html
+import importlib.resources
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..guard import RULES, GovernorConfig, list_thresholds
@@ -39,6 +41,15 @@ def theme_settings(
     "Return the settings of matplotlib for new figures."
     if name not in THEMES: raise ValueError(f"theme={name!r}: expected one of {', '.join(THEMES)}")
     return dict.fromkeys(_INKED, THEMES[name]["ink"]) | dict.fromkeys(_GROUNDED, THEMES[name]["ground"]) | _PLAIN
+
+# %% ../../nbs/show/77_theme.ipynb #5b2b86b7
+def asset_path(
+    name: str, # "canvas.js"
+) -> Path:
+    "Return the path of a file beside the modules of this package."
+    path = Path(str(importlib.resources.files("esper_nb.show")/name))
+    if path.exists(): return path
+    raise FileNotFoundError(f"{name!r} is missing beside esper_nb.show: install the package again")
 
 # %% ../../nbs/show/77_theme.ipynb #31342647
 @contextmanager

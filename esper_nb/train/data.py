@@ -4,20 +4,20 @@
 
 # %% auto #0
 __all__ = ['AHEAD', 'check_images', 'default_peak', 'check_labels', 'check_alike', 'Epoch', 'lane_epochs', 'whole_batches',
-           'draw_images', 'window_index', 'label_frequencies', 'own_seed_key', 'Measure', 'Splits', 'check_scale',
-           'ImageData', 'is_target', 'count_answers', 'target_lanes', 'lane_target_loss', 'target_counts', 'share_pp',
+           'draw_images', 'window_index', 'label_frequencies', 'own_seed_key', 'Splits', 'check_scale', 'ImageData',
+           'is_target', 'count_answers', 'target_lanes', 'lane_target_loss', 'target_counts', 'share_pp',
            'standardised', 'TargetData', 'check_tokens', 'draw_windows', 'TextData']
 
 # %% ../../nbs/train/33_data.ipynb #826dac73
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ..core import as_double, check, check_count, check_device, generator, send
+from ..core import Measure, as_double, check, check_count, check_device, generator, send
 from .tables import Preparation
 
 # %% ../../nbs/train/33_data.ipynb #4e516912
@@ -158,19 +158,6 @@ def label_frequencies(
 def own_seed_key(seed: int, lane: int) -> tuple[int, int]:
     "Return the seed key of a lane that draws from its own stream."
     return seed, lane
-
-# %% ../../nbs/train/33_data.ipynb #cc630757
-class Measure(NamedTuple):
-    "How right answers are reported: name and unit of the score, unit of the loss."
-    name: str = "accuracy"
-    unit: str = "pp" # of a score
-    of_loss: str = "nats" # unit of the loss
-
-    def text(self, score: float) -> str:
-        "Return a score for a sentence."
-        return f"{'' if self.name == 'accuracy' else f'{self.name} '}{score:.1f} {self.unit}"
-
-    def label(self, split: str = "test") -> str: return f"{split} {self.name} ({self.unit})" # of an axis
 
 # %% ../../nbs/train/33_data.ipynb #dd3ed5bb
 class Splits:
