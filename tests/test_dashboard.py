@@ -1,6 +1,6 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
-import json
-import re, sys, threading, time, tracemalloc
+import json, re, sys, threading, time, tracemalloc
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -481,12 +481,12 @@ def test_a_run_that_is_resumed_for_longer_shows_its_new_end(tmp_path):
     def row(e): return dict(kind="epoch", lane=0, epoch=e, step=e + 1) | {"train.loss": 1 / (e + 1)}
     settings(2)
     path = tmp_path/"rows.jsonl"
-    path.write_text("".join(json.dumps(row(e)) + "\n" for e in range(5)))
+    path.write_text("".join(encode_row(row(e)) + "\n" for e in range(5)))
     session = Session(RowsSource(tmp_path, every=.01))
     assert session.source.total == 4
     session.step(3).wait()
     settings(8)
-    with open(path, "a") as file: file.write("".join(json.dumps(row(e)) + "\n" for e in range(5, 7)))
+    with open(path, "a") as file: file.write("".join(encode_row(row(e)) + "\n" for e in range(5, 7)))
     (tmp_path/"final.jsonl").touch()
     session.start().wait(); session.wait()
     assert "step 7 of 16" in session_text(session)
@@ -587,6 +587,18 @@ def test_words_go_with_the_packet_and_only_when_they_changed(board):
     with board.session.history.lock: board.session.history.version += 1
     feed.pacer.last = -1e9; feed.update()
     assert sent[2]["html"] == {}
+
+def test_a_cause_that_was_found_stands_in_the_log_and_in_the_picture(run):
+    s = run(population(2, 40))
+    steps(s, 6); s.provoke("nan", 1).wait(); steps(s, 1)
+    before, reports = session_packet(s), s.source.governor.reports
+    assert s.incidents[0].cause is None and before.meta["incidents"][0]["cause"] is None
+    reports[-1] = replace(reports[-1], cause="data", why="without batch 6 the loss stays finite")   # as `explain` does
+    steps(s, 1)
+    assert str(s.incidents[0]).endswith(", cause: data")
+    assert any(n.text == "lane 1: the cause was data: without batch 6 the loss stays finite" for n in s.notes)
+    sent, = session_packet(s, before.seen).meta["incidents"]
+    assert sent["cause"] == "data"
 
 def test_changed_incidents_are_sent_again(run):
     s = run(population(2, 40))
@@ -846,8 +858,8 @@ def test_names_of_rollbacks_in_a_picture_are_apart(run):
     s.start(); s.wait()
     for x in (150, 160, 170, 300):
         s.history.incidents.append(Incident(
-            number=x, lane=0, reason="non-finite", action="rollback", x=x, end=x + 5, back=x - 10, loss="nan", limit=None,
-            target=None, rollbacks_left=3))
+            number=x, lane=0, reason="non-finite", action="rollback", x=x, end=x + 5, back=x - 10, loss="nan",
+            limit=None, target=None, rollbacks_left=3))
     fig = plot_session(s, 0)
     fig.draw_without_rendering()
     boxes = [t.get_window_extent() for t in fig.axes[0].texts if "lost" in t.get_text()]

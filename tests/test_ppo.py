@@ -241,7 +241,7 @@ def test_the_penalty_is_not_scaled_and_reaches_one_transition(scaled):
     assert torch.allclose(change[begin:], expected, atol=1e-4), "earlier steps learn of it through the advantages only"
 
 
-def test_a_rollback_is_an_end_in_the_books():
+def test_a_rollback_is_an_end_in_the_statistics():
     learner = Learner(Punished(5), PPOConfig(num_steps=12, num_minibatches=1), small)
     u = next(train_ppo(learner, 1))
     assert u.rollbacks == 1 and u.first_gap < 1e-5 and (4 - 10., 5) in zip(u.returns, u.lengths)

@@ -418,7 +418,7 @@ def test_limits_and_verdicts_of_a_plain_loop():
     for _ in range(60): governor.watch(torch.tensor(1.))
     row, = limit_rows(governor, step=60)
     assert row["limit.value"] == pytest.approx(3.) and row["limit.judged"] == 60
-    assert row["limit.chance"] is None and row["limit.collapse_low"] is None
+    assert row["limit.chance_loss"] is None and row["limit.collapse_low"] is None
     report, = governor.watch(torch.tensor(math.nan))
     row, = governor_rows([report], step=61)
     assert (row["step"], row["governor.shown"], row["governor.batch"]) == (61, "nan", None)
@@ -477,7 +477,7 @@ def test_rows_of_an_environment_tell_every_seed_once():
     assert all(row["action.refused"] is None or not row["action.ok"] for row in pick_rows(rows, "step"))
     events = [row["seed.event"] for row in pick_rows(rows, "seed")]
     for event, counted in (("germinate", "germinated"), ("prune", "pruned")):
-        told = sum(getattr(r, counted) for r in env.records) + int(getattr(env.sums, counted).sum())
+        told = sum(getattr(r, counted) for r in env.summaries) + int(getattr(env.sums, counted).sum())
         assert events.count(event) == told > 0
     back, = pick_rows(rows, "governor")
     by = {row["seed.by"] for row in pick_rows(rows, "seed", lane=1, epoch=back["epoch"])}
@@ -485,7 +485,7 @@ def test_rows_of_an_environment_tell_every_seed_once():
 
 def test_a_new_episode_is_no_prune():
     env, rows = play("SameStep")
-    assert len(pick_rows(rows, "seed")) > 0 and len(env.records) >= 4
+    assert len(pick_rows(rows, "seed")) > 0 and len(env.summaries) >= 4
     ends = {(row["lane"], row["epoch"]) for row in pick_rows(rows, "episode") if not row["episode.rollbacks"]}
     assert not [row for row in pick_rows(rows, "seed") if (row["lane"], row["epoch"]) in ends]
 
@@ -493,7 +493,7 @@ def test_a_new_episode_is_no_prune():
 def test_rows_of_an_environment_hold_each_episode_once(mode):
     env, rows = play(mode)
     told = [(row["lane"], row["episode"], row["episode.length"]) for row in pick_rows(rows, "episode")]
-    assert told == [(r.lane, r.episode, r.epochs) for r in env.records] and len(told) >= 4
+    assert told == [(r.lane, r.episode, r.epochs) for r in env.summaries] and len(told) >= 4
 
 def test_rows_without_growth_are_the_others():
     _, every = play("NextStep", steps=5)

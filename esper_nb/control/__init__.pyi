@@ -25,6 +25,5 @@ from .rewards import (RewardState as RewardState, TERMS as TERMS, PRESETS as PRE
     occupied_size as occupied_size)
 from .rules import (QUICK as QUICK, QUICK_RULES as QUICK_RULES, Signals as Signals, View as View, view as view,
     GrowthRule as GrowthRule, reset_rule as reset_rule, Memoryless as Memoryless, HeuristicConfig as HeuristicConfig,
-    judge_seed as judge_seed, tend_seed as tend_seed, HeuristicMemory as HeuristicMemory, begin_seed as begin_seed,
-    Heuristic as Heuristic, WaitOnly as WaitOnly, legal_decisions as legal_decisions, RandomLegal as RandomLegal,
-    Fixed as Fixed, as_controller as as_controller, encode_decision as encode_decision)
+    HeuristicMemory as HeuristicMemory, Heuristic as Heuristic, WaitOnly as WaitOnly, Fixed as Fixed,
+    as_controller as as_controller, encode_decision as encode_decision)

@@ -104,7 +104,7 @@ def limit_rows(
         by_sigma=_per_lane(limits.by_sigma, ready),
         by_multiple=_per_lane(limits.by_multiple, ready),
         mean=_per_lane(s.mean, seen),
-        chance=chance,
+        chance_loss=chance,
         collapse_low=low,
         collapse_high=high,
         judged=s.judged,
@@ -323,7 +323,7 @@ class EnvRows:
 
     def _episode_rows(self, env: GrowVecEnv, **keys: Value) -> list[Row]:
         "Return a row for each episode that ended since the call before."
-        ended = list(itertools.takewhile(lambda e: e is not self.last, reversed(env.records)))[::-1]
+        ended = list(itertools.takewhile(lambda e: e is not self.last, reversed(env.summaries)))[::-1]
         if ended: self.last = ended[-1]
         rows: list[Row] = []
         for e in ended:

@@ -416,7 +416,7 @@ function lossRange(run, found, chance) {
 
 function losses(ctx, look, run, box, X, layer) {
   const {lane, head} = run, [from, until] = run.range(), first = run.loss.find(from);
-  const chance = head.chance ? head.chance[lane] : NaN, found = run.extremes(first);
+  const chance = head.chance_loss ? head.chance_loss[lane] : NaN, found = run.extremes(first);
   const [low, high] = lossRange(run, found, chance), top = box.y + RAIL;
   const share = value => Math.log(Math.min(Math.max(value, low), high) / low) / Math.log(high / low);
   const Y = value => top + (box.h - RAIL) * (1 - share(value));
@@ -741,7 +741,7 @@ function strip(ctx, look, run, box, X, layer) {
   const even = value => 10 ** (Math.round(Math.log10(value) * 8) / 8); // so that old pixels seldom change
   ctx.fillStyle = faded(look.focus, 0.04);
   ctx.fillRect(box.x, box.y, box.w, box.h);
-  const [low, most] = found.usual.map(even), high = Math.max(Math.min(most, (head.chance?.[0] ?? most) * 2), low * 1.3);
+  const [low, most] = found.usual.map(even), high = Math.max(Math.min(most, (head.chance_loss?.[0] ?? most) * 2), low * 1.3);
   if (first < loss.rows) {
     const x = X(first ? loss.at(first - 1, 0) : 0), columns = Math.min(loss.rows - first, Math.floor(box.w / 4));
     const image = heat(look, run, layer, first, columns, low, high);
@@ -947,7 +947,7 @@ const KEY = [ // colour, text, sign, and when it is in the picture: of the run, 
   ["muted", "other lanes", "thin", run => run.head.lanes > 1],
   ["limit", "{limit}", "line", (run, has) => has(0) || has(1)],
   ["rise", "rise limit, of the smoothed loss", "dots", (run, has) => has(4)],
-  ["chance", "{chance loss}", "band", run => run.status.band && run.head.chance?.[run.lane] > 0],
+  ["chance", "{chance loss}", "band", run => run.status.band && run.head.chance_loss?.[run.lane] > 0],
   ["limit", "⚡\ufe0e fault", "", run => run.faults.length],
   ["limit", "✕ anomaly", "", (run, has, all) => all.length],
   ["limit", "discarded", "veil", (run, has, all) => all.some(i => i.back !== null)],

@@ -129,9 +129,9 @@ class Incident:
     def __str__(self) -> str:
         back = "" if self.back is None else f", back to {self.axis} {self.back}, {self.lost} lost"
         recovered = "" if self.recovered is None else f", recovered in {self.recovered - self.end}"
-        why = f"; {self.why}" if self.why else ""
+        cause = "" if self.cause is None else f", cause: {self.cause}"
         seen = f"{self.reason} (loss {self.loss}{self._compared})"
-        return f"lane {self.lane}: {seen} → {self.action}{back}{recovered}{why}"
+        return f"lane {self.lane}: {seen} → {self.action}{back}{recovered}{cause}"
 
     @property
     def _compared(self) -> str: # what the loss was above, for the rules that compare it with something
@@ -193,6 +193,7 @@ class History:
         self._lines = 0 # written into the log
         self._reports: list[tuple[Report, Any]] = [] # not filed yet, with the version of the state restored
         self._unrecovered: list[Incident] = []
+        self._unexplained: dict[tuple[int, int], Incident] = {} # by lane and step of the report
         self._snapshots: dict[Any, int] = {} # version -> batch at which it was taken
         self._judged: np.ndarray | None = None # losses that the Governor had judged when the step began
         if source.governor is not None: source.governor.callbacks.append(self._on_report)
@@ -260,7 +261,11 @@ class History:
             if back is None and report.restored_step: # the snapshot was taken within this step
                 back = first if self._judged is None else first + report.restored_step - int(self._judged[report.lane])
             number, axis = self._lines + 1, self.source.axis[0]
-            self._add_incident(incident_from_report(report, number, x, first + batches, back, axis))
+            incident = incident_from_report(report, number, x, first + batches, back, axis)
+            self._add_incident(incident)
+            self._unexplained[report.lane, report.step] = incident
+        while len(self._unexplained) > 50: self._unexplained.pop(next(iter(self._unexplained)))
+        self._add_causes()
 
     def record_state(self,
         limits: np.ndarray | None = None, # (n, 5) by LIMITS; default: the Governor's
@@ -290,6 +295,16 @@ class History:
         self.incidents.append(incident)
         if incident.back is not None: self._unrecovered.append(incident)
         self.note("verdict", str(incident))
+
+    def _add_causes(self) -> None: # to incidents that the Governor has explained since
+        if self.source.governor is None: return
+        for report in list(self.source.governor.reports)[-20:]:
+            if not report.cause: continue
+            incident = self._unexplained.pop((report.lane, report.step), None)
+            if incident is None: continue
+            incident.cause = report.cause
+            incident.why = report.why
+            self.note("verdict", f"lane {report.lane}: the cause was {report.cause}: {report.why}")
 
     def _mark_recoveries(self, xs: np.ndarray, loss: np.ndarray) -> None: # (k,) and (k, n) of a step
         for incident in list(self._unrecovered):

@@ -59,7 +59,7 @@ def session_header(
     if s.model is not None: slots = [dict(name=k, blueprints=list(s.model.slot(k).blueprints)) for k in s.model.names]
     chance, governor = s.chance_loss, s.governor
     if governor is not None and governor.chance_loss is not None: chance = [float(c) for c in governor.chance_loss]
-    return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance=chance, network=s.network, axis=list(s.axis),
+    return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance_loss=chance, network=s.network, axis=list(s.axis),
                 curves=list(session.history.curve_names) if s.axis[0] == "step" else [], # a controller learns
                 stages={int(stage): stage_entry(stage) for stage in Stage}, words=WORDS)
 
@@ -83,7 +83,7 @@ class ReaderPosition(NamedTuple):
     losses: tuple[int, int] # how often the series was merged, points
     states: tuple[int, int]
     curves: tuple[int, int]
-    incidents: tuple[tuple[int, int | None], ...] # number and recovery of those that were sent
+    incidents: tuple[tuple[int, int | None, str | None], ...] # number, recovery and cause of those that were sent
     version: int # of the session
     x: int # batches or steps done
     fault: int # number of the newest fault
@@ -110,7 +110,7 @@ def session_packet(
         losses, all_losses = history.losses.delta_since(seen and seen.losses)
         states, all_states = history.states.delta_since(seen and seen.states)
         curves, all_curves = history.curves.delta_since(seen and seen.curves)
-        marks = tuple((i.number, i.recovered) for i in history.incidents)
+        marks = tuple((i.number, i.recovered, i.cause) for i in history.incidents)
         known = set(seen.incidents) if seen else set()
         news = [incident_entry(i) for i, mark in zip(history.incidents, marks) if mark not in known]
         whole = [all_losses, all_states, all_curves]
