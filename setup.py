@@ -1,8 +1,10 @@
 "Build metadata, all of it read from `settings.ini`."
+import json
 from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
 parser = ConfigParser(delimiters=["="], inline_comment_prefixes=None)
@@ -17,7 +19,20 @@ extras = {key.removesuffix(suffix): cfg[key].split() for key in cfg if key.endsw
 # nbdev's numbering of the development status, which counts from 0.
 statuses = ["1 - Planning", "2 - Pre-Alpha", "3 - Alpha", "4 - Beta", "5 - Production/Stable", "6 - Mature", "7 - Inactive"]
 
+class BuildPages(build_py):
+    "Build the modules, and put the page that `esper-nb lab` opens beside them, without its outputs."
+    def run(self):
+        super().run()
+        page = json.loads((here/"nbs/tutorials/dashboard.ipynb").read_text(encoding="utf-8"))
+        for cell in page["cells"]:
+            if cell["cell_type"] == "code": cell["outputs"] = []
+        target = Path(self.build_lib, lib, "pages", "dashboard.ipynb")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(page, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 setup(
+    cmdclass={"build_py": BuildPages},
     name=lib, version=cfg["version"], description=cfg["description"], keywords=cfg["keywords"].split(),
     author=cfg["author"], author_email=cfg["author_email"], license="Apache-2.0", license_files=["LICENSE"],
     url=cfg["git_url"], project_urls={"Documentation": cfg["doc_host"] + cfg["doc_baseurl"] + "/"},

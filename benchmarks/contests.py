@@ -29,7 +29,8 @@ from esper_nb.control.envs import GrowVecEnv
 from esper_nb.core.random import generator
 from esper_nb.grow.models import Decision
 from esper_nb.record.files import new_file
-from esper_nb.run.compare import Comparison, RulePlayer, play_lanes
+from esper_nb.run.compare import RulePlayer, play_lanes
+from esper_nb.run.comparison import Comparison
 from esper_nb.run.repeats import best_schedule, kinds_of, list_schedules, search_seeds
 from esper_nb.run.recipes import fair_env, get_recipe
 

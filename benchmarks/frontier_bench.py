@@ -73,7 +73,7 @@ FIELDS = {
     "digits": Field("digits", load_digits_data, partial(picture_host, side=8, pools=2), (2, 3, 4, 6), "base",
                     "conv_light", 24, ((8, 4, 4), (8, 8, 5), (16, 16, 5))),
     "digits28": Field("digits", load_digits28, partial(picture_host, side=28, pools=3), (2, 3, 4, 6), "base",
-                      "conv_light", 16, ((4, 2, 4), (8, 4, 5), (16, 8, 5)), (5, 8)),
+                      "conv_light", 16, ((4, 2, 4), (8, 4, 5), (16, 8, 5)), (5,)),
     "prose": Field("prose", partial(load_prose, limit=1000), text_host, (16, 24), "width", "mlp", 9),
 }
 
@@ -218,7 +218,8 @@ def main() -> None:
             print(f"{name} {way} {size}: {mean['test_pp']:.1f} pp, {mean['parameters']:,.0f} parameters, "
                   f"{mean['flops'] / 1e9:.2f} GFLOP, {mean['seconds']:.1f} s", flush=True)
             found.append(dict(way=way, size=size, networks=records))
-            args.out.write_text(json.dumps(stored | {name: dict(epochs=field.epochs, seeds=args.seeds, ways=found)}))
+            seeds = max(len(e["networks"]) for e in found)
+            args.out.write_text(json.dumps(stored | {name: dict(epochs=field.epochs, seeds=seeds, ways=found)}))
         for way, how in WAYS.items():
             for n in (field.wider if way == "static, wider" else field.sizes) if way in args.ways else ():
                 keep(way, f"{field.measure} {n}", grow(field, data, n, how, args.seeds))

@@ -28,7 +28,7 @@ from .control.actions import HEADS as HEADS, OPS as OPS
 from .learn.learner import Learner as Learner, train_ppo as train_ppo
 from .learn.loss import PPOConfig as PPOConfig
 from .learn.policies import PolicyConfig as PolicyConfig
-from .record.rows import update_rows as update_rows, EnvRows as EnvRows
+from .record.training_rows import update_rows as update_rows, EnvRows as EnvRows
 from .record.writers import Recorder as Recorder, read_rows as read_rows
 from .record.analytics import (pick_rows as pick_rows, rollbacks as rollbacks, seed_lives as seed_lives,
     action_mix as action_mix, reward_mix as reward_mix)
@@ -43,9 +43,9 @@ from .show.views import session_text as session_text
 from .run.recipes import get_recipe as get_recipe, list_recipes as list_recipes
 from .run.runs import begin_run as begin_run, open_run as open_run, Run as Run
 from .run.report import write_report as write_report
-from .run.compare import (Comparison as Comparison, compare_controllers as compare_controllers,
-    comparison_text as comparison_text, simple_controllers as simple_controllers, PolicyPlayer as PolicyPlayer,
-    RandomPlayer as RandomPlayer, play_lanes as play_lanes)
+from .run.comparison import Comparison as Comparison, comparison_text as comparison_text
+from .run.compare import (compare_controllers as compare_controllers, simple_controllers as simple_controllers,
+    PolicyPlayer as PolicyPlayer, RandomPlayer as RandomPlayer, play_lanes as play_lanes)
 from .run.split import SplitVecEnv as SplitVecEnv
 from .run.engines import new_worker as new_worker
 

@@ -27,9 +27,17 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))      # when this fil
 from scripts.notebooks import LAYERS, NBS, alt_text, find_notebooks
 
 DOCS, PROC = ROOT/"_docs", ROOT/"_proc"
-FIRST = ("first_rollback", "dashboard", "bring_your_own", "survive_a_bad_learning_rate", "grow_by_hand",
-         "resnet_slots", "train_a_controller", "watch_a_controller", "read_a_run", "results", "look_first", "design",
-         "glossary")      # of their section, then by name
+TASKS = { # section of the sidebar -> its pages, what a newcomer reads first first
+    "Start": "tutorials/first_rollback tutorials/dashboard explanations/look_first explanations/glossary",
+    "Guard": "tutorials/guard_your_trainer tutorials/bring_your_own tutorials/survive_a_bad_learning_rate "
+             "tutorials/why_did_my_run_blow_up",
+    "Grow": "tutorials/grow_by_hand tutorials/own_network tutorials/own_pictures tutorials/resnet_slots "
+            "tutorials/export_a_network",
+    "Train a controller": "tutorials/train_a_controller tutorials/watch_a_controller tutorials/read_a_run "
+                          "tutorials/laptop_to_cluster explanations/many_machines tutorials/train_sb3 "
+                          "tutorials/tune_with_optuna",
+    "Compare": "explanations/results explanations/growing_pays explanations/frontier explanations/negative_results "
+               "explanations/benchmarks explanations/numbers"}
 OPERATORS = ("__call__", "__iter__", "__len__", "__getitem__", "__contains__")      # have entries, if documented
 NO_QUARTO = "Quarto is not on PATH: plain pages, without search. To get it: https://quarto.org/docs/get-started"
 
@@ -37,16 +45,21 @@ NO_QUARTO = "Quarto is not on PATH: plain pages, without search. To get it: http
 # --- the sidebar
 
 def sections():
-    "Return [(title, [paths below nbs])]: tutorials, the packages from the lowest up, explanations."
-    def order(path): return FIRST.index(path.stem) if path.stem in FIRST else len(FIRST), path.name
-    found = [(name.capitalize(), sorted((NBS/name).glob("*.ipynb"), key=order))
-             for name in ("tutorials", *LAYERS, "explanations")]
-    return [(title, [p.relative_to(NBS).as_posix() for p in paths]) for title, paths in found if paths]
+    "Return [(title, [paths below nbs])]: the tasks, other pages of prose, the packages from the lowest up."
+    found = {p.relative_to(NBS).with_suffix("").as_posix(): p.relative_to(NBS).as_posix() for p in find_notebooks()}
+    by_task = {title: [found[name] for name in names.split() if name in found] for title, names in TASKS.items()}
+    listed = {path for paths in by_task.values() for path in paths}
+    prose = [p for p in sorted(found.values()) if p.split("/")[0] in ("tutorials", "explanations") and p not in listed]
+    packages = {name: sorted(p for p in found.values() if p.startswith(f"{name}/")) for name in LAYERS}
+    return [(title, paths) for title, paths in (by_task | {"Background": prose} | packages).items() if paths]
 
 
 def sidebar():
-    "Write nbs/sidebar.yml, which is JSON and so YAML too."
-    contents = ["index.ipynb", *(dict(section=title, contents=paths) for title, paths in sections())]
+    "Write nbs/sidebar.yml, which is JSON and so YAML too; the packages stand together under Reference."
+    parts = [dict(section=title, contents=paths) for title, paths in sections()]
+    packages = [part for part in parts if part["section"] in LAYERS]
+    tasks = [part for part in parts if part not in packages]
+    contents = ["index.ipynb", *tasks, dict(section="Reference", contents=packages)]
     text = json.dumps({"website": {"sidebar": {"contents": contents}}}, indent=1) + "\n"
     (NBS/"sidebar.yml").write_text(text, encoding="utf-8")
 
@@ -181,6 +194,29 @@ def quarto():
     if done.returncode: sys.exit("quarto render failed: see above")
     shutil.rmtree(DOCS, ignore_errors=True)
     shutil.move(PROC/"_docs", DOCS)
+    index = DOCS/"search.json"
+    index.write_text(json.dumps(search_index(json.loads(index.read_text(encoding="utf-8")), DOCS)), encoding="utf-8")
+
+
+def search_index(found, docs):
+    """Return Quarto's index of the search with every entry of the reference, and prose before it.
+
+    Quarto makes one entry of a heading of the second level and what is below it, and lists the first of equal matches
+    first.
+    """
+    heading = re.compile(r'<h([34])[^>]*data-anchor-id="([^"]+)"[^>]*>(.*?)</h\1>(.*?)(?=<h\d|</main>)', re.S)
+    def words(html): return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
+    entries = []
+    for page in {entry["href"].split("#")[0]: entry for entry in found}.values():
+        href = page["href"].split("#")[0]
+        if href.split("/")[0] not in LAYERS or not (docs/href).exists(): continue
+        for _, name, title, rest in heading.findall((docs/href).read_text(encoding="utf-8")):
+            entries.append(page | dict(objectID=f"{href}#{name}", href=f"{href}#{name}", section=words(title),
+                                       text=words(rest)[:300]))
+    order = ("tutorials", "explanations")
+    known = {entry["href"] for entry in found}
+    every = found + [entry for entry in entries if entry["href"] not in known]
+    return sorted(every, key=lambda e: order.index(k) if (k := e["href"].split("/")[0]) in order else len(order))
 
 
 def page_name(notebook):

@@ -161,6 +161,7 @@ def test_hugging_face_goes_on_after_a_nan(tmp_path):
     assert report.reason == "non-finite" and "model" in report.restored
     assert trainer.state.global_step == 150 and all(p.isfinite().all() for p in model.parameters())
 
+@pytest.mark.slow
 def test_hugging_face_healthy_run_is_untouched(tmp_path):
     _, callback = hf_run(tmp_path, guarded := new(), gradient_accumulation_steps=2)
     hf_run(tmp_path, alone := new(), governor=False, gradient_accumulation_steps=2)

@@ -98,7 +98,7 @@ def test_report(whole, capsys):
     assert main(["report", str(whole), "--out", str(out)]) == 0 and capsys.readouterr().out.strip() == str(out)
     page = out.read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in page and "1 rollback" in page
-    assert page.count("<img") >= 6 and page.count("http") == page.count("https://esper-nb.github.io/esper_nb/")
+    assert page.count("<img") >= 6 and page.count("https:") == page.count("https://esper-nb.github.io/esper_nb/")
 
 def test_resume_refuses_what_does_not_fit(whole, tmp_path, capsys):
     assert main(["resume", str(tmp_path)]) == 2 and "no config.json" in capsys.readouterr().err

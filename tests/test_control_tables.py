@@ -43,7 +43,9 @@ def test_an_observation_is_one_row(learning_rate):
         env.step([[0] * 8] * 2)
         rows += note(env, step=t)
     assert torch.allclose(env.obs[:, at].double(), env.last_result.lr / .1)
-    assert observation_ranges(rows)["lr"][0] == -1 and "learning rate of the latest epoch" in _choices_section(rows)
+    words = dict(lr=OBSERVATIONS["lr"].help)
+    assert observation_ranges(rows)["lr"][0] == -1
+    assert "learning rate of the latest epoch" in _choices_section(rows, words)
     old = GrowVecEnv(data=tiny_data(), **SMALL, observations=tuple(k for k in OBSERVATIONS if k != "lr"))
     assert old.observer.size == env.observer.size - 1 and "lr" not in old.config.observations
 
@@ -61,7 +63,7 @@ def test_an_operation_is_one_row(drop_young):
     env.step(torch.stack([drop, env.actions.encode(Choice())]).numpy())
     assert env.last_result.op == ("drop_young", "wait") and env.last_result.ok.all()
     rows = EnvRows(growth=False)(env, step=0)
-    assert action_mix(rows)["drop_young"] == (.5, 0.) and "drop young" in _choices_section(rows)
+    assert action_mix(rows)["drop_young"] == (.5, 0.) and "drop young" in _choices_section(rows, {})
     assert "drop_young" in controller_curves() and "op_drop_young" in [f.name for f in env.observer.features]
 
 

@@ -1,5 +1,6 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
 import json, re, sys, threading, time, tracemalloc
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +12,13 @@ import esper_nb.show.dashboard as dashboard_module
 from esper_nb.core import by_lane, lane_state
 from esper_nb.grow import ModuleHostConfig
 from esper_nb.guard import Governor, GovernorConfig, loss_limits
-from esper_nb.record import read_rows
+from esper_nb.record import encode_row, read_rows
+from esper_nb.run import watch_text
 from esper_nb.show import (
-    THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, LoopSource,
-    NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots, disabled_reasons,
-    duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
-    seed_disabled_reasons, session_packet, session_text, status_html, watch, watch_text)
+    THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident,
+    LoopSource, NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots,
+    disabled_reasons, duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
+    seed_disabled_reasons, session_packet, session_text, status_html, watch)
 from esper_nb.train import FitConfig, fit, get_task, new_population, parse_fault, task_from_arrays
 
 torch.set_num_threads(1)
@@ -453,13 +455,13 @@ def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
     assert session_packet(s, first.seen).meta["ends"] == []
     told = []
     watch_text(r.folder.path, .05, told.append)
-    assert any("non-finite" in line for line in told) and told[-1].startswith("✓ done: step 16 of 16")
+    assert any("non-finite" in line for line in told) and told[-1].startswith("✓ update 2 of 2")
     s.close()
 
 def test_a_run_that_is_taken_back_is_followed_on(tmp_path):
     (tmp_path/"config.json").write_text('{"fit": {"lanes": 1}}')
     def row(e): return dict(kind="batch", lane=0, epoch=e, batch=0, step=e + 1) | {"batch.loss": 1 / (e + 1)}
-    def rows(epochs): return "".join(json.dumps(row(e)) + "\n" for e in epochs)
+    def rows(epochs): return "".join(encode_row(row(e)) + "\n" for e in epochs)
     path = tmp_path/"rows.jsonl"
     path.write_text(rows(range(6)))
     source = RowsSource(tmp_path, every=.01)
@@ -471,6 +473,31 @@ def test_a_run_that_is_taken_back_is_followed_on(tmp_path):
     while (f := source.step()) is not None: got += list(f.loss[:, 0])
     assert got[:5] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5] and got[-5:] == [1 / 4, 1 / 5, 1 / 6, 1 / 7, 1 / 8]
     with pytest.raises(ValueError, match="rows.jsonl"): RowsSource(tmp_path/"nowhere")
+
+def test_a_run_that_is_resumed_for_longer_shows_its_new_end(tmp_path):
+    def settings(updates):
+        run = dict(env=dict(num_envs=1), ppo=dict(num_updates=updates, num_steps=2))
+        (tmp_path/"config.json").write_text(json.dumps(dict(run=run)))
+    def row(e): return dict(kind="epoch", lane=0, epoch=e, step=e + 1) | {"train.loss": 1 / (e + 1)}
+    settings(2)
+    path = tmp_path/"rows.jsonl"
+    path.write_text("".join(encode_row(row(e)) + "\n" for e in range(5)))
+    session = Session(RowsSource(tmp_path, every=.01))
+    assert session.source.total == 4
+    session.step(3).wait()
+    settings(8)
+    with open(path, "a") as file: file.write("".join(encode_row(row(e)) + "\n" for e in range(5, 7)))
+    (tmp_path/"final.jsonl").touch()
+    session.start().wait(); session.wait()
+    assert "step 7 of 16" in session_text(session)
+    session.close()
+
+@pytest.mark.parametrize("reason, said", [("non-finite", "(loss 0.7)"), ("collapse", "(loss 0.7)"),
+                                          ("explosion", "(loss 0.7, limit 4.6)"), ("rise", "(loss 0.7, usual 0.03)")])
+def test_an_incident_names_no_limit_that_its_loss_was_below(reason, said):
+    incident = Incident(number=1, lane=2, reason=reason, action="rollback", x=9, end=9, back=4, loss="0.7", limit=4.6,
+                        target=.03, rollbacks_left=3)
+    assert f"{reason} {said} → rollback" in str(incident)
 
 
 # --- feeds: traffic and memory
@@ -561,6 +588,18 @@ def test_words_go_with_the_packet_and_only_when_they_changed(board):
     feed.pacer.last = -1e9; feed.update()
     assert sent[2]["html"] == {}
 
+def test_a_cause_that_was_found_stands_in_the_log_and_in_the_picture(run):
+    s = run(population(2, 40))
+    steps(s, 6); s.provoke("nan", 1).wait(); steps(s, 1)
+    before, reports = session_packet(s), s.source.governor.reports
+    assert s.incidents[0].cause is None and before.meta["incidents"][0]["cause"] is None
+    reports[-1] = replace(reports[-1], cause="data", why="without batch 6 the loss stays finite")   # as `explain` does
+    steps(s, 1)
+    assert str(s.incidents[0]).endswith(", cause: data")
+    assert any(n.text == "lane 1: the cause was data: without batch 6 the loss stays finite" for n in s.notes)
+    sent, = session_packet(s, before.seen).meta["incidents"]
+    assert sent["cause"] == "data"
+
 def test_changed_incidents_are_sent_again(run):
     s = run(population(2, 40))
     steps(s, 6); s.provoke("nan", 1).wait(); steps(s, 1)
@@ -620,9 +659,10 @@ def test_a_threshold_can_be_moved_switched_off_and_on(board):
     assert governor.config.huge == 20.
 
 def texts(w):
-    "Everything that a widget and what it holds say."
+    "Everything that a widget and what it holds say, explanations of words left out."
     own = [getattr(w, "value", "") if type(w).__name__ in ("HTML", "Label") else getattr(w, "description", "")]
-    return " ".join([*filter(None, own), *map(texts, getattr(w, "children", ()))])
+    said = " ".join([*filter(None, own), *map(texts, getattr(w, "children", ()))])
+    return re.sub(r"</?abbr[^>]*>", "", said)
 
 def test_thresholds_say_what_they_do_and_their_default(board):
     board.widget()
@@ -666,6 +706,23 @@ def test_buttons_that_cannot_work_are_off_and_say_why(run):
     save = d.panel.bar.buttons["save"]
     assert save.disabled and save.tooltip == "Not now: this run cannot be saved: its source has no parts"
     d.close()
+
+def test_a_refused_move_says_what_is_missing_and_names_no_gate(run):
+    s = run(population(2, 60))
+    s.seed("germinate", 1, "r0c0", "norm").wait(); s.seed("advance", 1, "r0c0").wait()
+    said = s.seed("advance", 1, "r0c0").wait()
+    assert not said.ok and said.message.startswith("seed refused: cannot advance r0c0 of lane 1 now: in 10 more epochs")
+    assert s.seed("prune", 0, "r0c0").wait().message.endswith("cannot prune r0c0 of lane 0 now: nothing grows here")
+
+def test_a_fault_is_marked_where_it_begins(run):
+    s = run(population(2, 60))
+    steps(s, 6); s.provoke("nan", 1).wait()
+    before = session_packet(s)
+    steps(s, 1)
+    fault, = s.history.faults
+    assert (fault.lane, fault.kind, fault.x) == (1, "nan", s.incidents[0].x)
+    assert [tuple(mark[1:]) for mark in before.meta["faults"]] == [(fault.x, 1, "nan")]
+    assert session_packet(s, before.seen).meta["faults"] == []
 
 @pytest.mark.slow
 def test_a_grow_button_is_on_exactly_when_the_move_would_be_done(run):
@@ -755,7 +812,7 @@ def test_lane_and_slot_follow_the_pickers_and_the_canvas(board):
     assert board.lane == 3 and board.panel.canvas.lane == 3
     board.panel.canvas.lane = 2                                                # a click in the picture
     selector = board.panel.selector
-    assert board.lane == 2 and selector.lane.value == 2 and "lane 2" in selector.titles[0][0].value
+    assert board.lane == 2 and selector.lane.value == 2 and "lane 2" in texts(selector.titles[0][0])
     board.panel.selector.slot.value = "r0c2"
     press(board, "Germinate"); board.session.ask("pause").wait()
     assert board.session.source.model.slot("r0c2").state(2).stage.name == "GERMINATED"
@@ -795,6 +852,18 @@ def test_a_pictures_legend_covers_no_curve_and_its_rise_is_no_limit(run):
     assert legend.y0 >= ax.get_window_extent().y1 - 1
     looks = {line.get_label(): line for line in ax.lines}
     assert looks["rise, of the smoothed loss"].get_linestyle() == ":" != looks["limit"].get_linestyle()
+
+def test_names_of_rollbacks_in_a_picture_are_apart(run):
+    s = run(FrameSource(fake(200, 1), 1))
+    s.start(); s.wait()
+    for x in (150, 160, 170, 300):
+        s.history.incidents.append(Incident(
+            number=x, lane=0, reason="non-finite", action="rollback", x=x, end=x + 5, back=x - 10, loss="nan",
+            limit=None, target=None, rollbacks_left=3))
+    fig = plot_session(s, 0)
+    fig.draw_without_rendering()
+    boxes = [t.get_window_extent() for t in fig.axes[0].texts if "lost" in t.get_text()]
+    assert len(boxes) == 4 and not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 def test_a_live_page_is_told_from_an_executor(monkeypatch):
     monkeypatch.setenv("SERVER_SOFTWARE", "voila/0.5")

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 from test_vector_conformance import TASK, same, tiny_data
 
 from esper_nb.control import (
-    QUICK, QUICK_RULES, Choice, EnvConfig, Fixed, GrowEnv, GrowVecEnv, Heuristic, RandomLegal, WaitOnly, column,
+    QUICK, QUICK_RULES, Choice, EnvConfig, Fixed, GrowEnv, GrowVecEnv, Heuristic, WaitOnly, column,
     draw_actions)
 from esper_nb.core import by_lane, generator, lane_state
 from esper_nb.grow import Decision, Gates, Rules, Stage
@@ -91,7 +91,7 @@ def test_episode_statistics_of_gymnasium(mode):
         told = info.get("episode")
         if told: seen += [(i, told["r"][i], told["l"][i]) for i in np.flatnonzero(info["_episode"])]
         if mode == "Disabled" and (term | trunc).any(): env.reset(options={"reset_mask": term | trunc})
-    ours = [(r.lane, r.reward, r.epochs) for r in env.unwrapped.records]
+    ours = [(r.lane, r.reward, r.epochs) for r in env.unwrapped.summaries]
     assert [s[0] for s in seen] == [r[0] for r in ours] and len(ours) >= 5
     np.testing.assert_allclose([s[1:] for s in seen], [r[1:] for r in ours], rtol=1e-6, atol=1e-6)
 
@@ -101,8 +101,8 @@ def test_episode_statistics_of_one():
     env = gym.wrappers.RecordEpisodeStatistics(plain)
     env.reset(seed=0)
     for _ in range(3): _, _, terminated, _, info = env.step(env.action_space.sample())
-    assert terminated and info["episode"]["l"] == 3 == info["record"]["epochs"]
-    assert info["episode"]["r"] == pytest.approx(info["record"]["reward"], abs=1e-6)
+    assert terminated and info["episode"]["l"] == 3 == info["summary"]["epochs"]
+    assert info["episode"]["r"] == pytest.approx(info["summary"]["reward"], abs=1e-6)
 
 
 def test_settings_survive_json_and_misspelt_ones_are_refused():
@@ -132,8 +132,8 @@ def test_one_lane_is_the_single_environment_bit_for_bit():
         if here[2] or here[3]:
             one.reset()
             many.reset()
-    assert list(one.vector.records) == list(many.records)
-    assert [r.outcome for r in many.records] == ["horizon", "rollback", "horizon"]
+    assert list(one.vector.summaries) == list(many.summaries)
+    assert [r.outcome for r in many.summaries] == ["horizon", "rollback", "horizon"]
     assert one.test_accuracy() == many.test_accuracy().item()
 
 
@@ -150,8 +150,8 @@ def test_a_lane_does_not_notice_its_neighbours(mode, width):
     for i in (0, 2):
         assert alike(lane_of(there, i), lane_of(here, i))
         assert equal(weights(calm, i), weights(hit, i))
-        assert [r for r in calm.records if r.lane == i] == [r for r in hit.records if r.lane == i]
-    assert [r.outcome for r in hit.records if r.lane == 1].count("rollback") == 2
+        assert [r for r in calm.summaries if r.lane == i] == [r for r in hit.summaries if r.lane == i]
+    assert [r.outcome for r in hit.summaries if r.lane == 1].count("rollback") == 2
     if width == 1: assert alike(lane_of(steps(make(1, autoreset_mode=mode, width=1), 9), 0), lane_of(there, 0))
 
 
@@ -168,7 +168,7 @@ def test_parts_on_several_devices(mode):
     one, two = make(5, **kw), make(5, devices=("cpu", "cpu"), **kw)
     assert [(first, p.lanes) for first, p in two.parts] == [(0, 3), (3, 2)]
     for a, b in zip(roll(one, 7), roll(two, 7)): assert all(same(x, y) for x, y in zip(a, b))
-    assert list(one.records) == list(two.records) and torch.equal(one.test_accuracy(), two.test_accuracy())
+    assert list(one.summaries) == list(two.summaries) and torch.equal(one.test_accuracy(), two.test_accuracy())
 
 
 SCRIPT = """
@@ -233,13 +233,13 @@ def test_a_panic_at_any_step_is_one_terminal_transition(mode, at):
         if mode == "Disabled":
             for e, done in ((env, term | trunc), (calm, calm_result[2] | calm_result[3])):
                 if done.any(): e.reset(options={"reset_mask": done})
-    first = next(r for r in env.records if r.lane == 1)
+    first = next(r for r in env.summaries if r.lane == 1)
     def told(r): return r.outcome, r.epochs, r.episode, r.fresh, r.rollbacks
     assert told(first) == ("rollback", at + 1, 0, True, 1)
     assert first.reward == pytest.approx(paid[1] - 10, abs=1e-9)
     assert ends[0] == (at, -10., True, False) and sum(e[1] == -10 for e in ends) == 1
-    assert told([r for r in env.records if r.lane == 1][1]) == ("horizon", 4, 1, False, 1)
-    def others(e): return [r for r in e.records if r.lane != 1]
+    assert told([r for r in env.summaries if r.lane == 1][1]) == ("horizon", 4, 1, False, 1)
+    def others(e): return [r for r in e.summaries if r.lane != 1]
     assert others(env) == others(calm) and len(others(env)) >= 2
 
 
@@ -264,11 +264,11 @@ def test_a_lane_that_cannot_be_saved_begins_afresh():
     def ruin(net, stepper, lanes, b, x, y): return (x * torch.nan if 0 in lanes else x), y
     env = make(2, width=1, autoreset_mode="SameStep", disturb=ruin)
     roll(env, 8)
-    mine = [r for r in env.records if r.lane == 0]
+    mine = [r for r in env.summaries if r.lane == 0]
     assert [r.outcome for r in mine] == ["rollback"] * 8
     assert [r.fresh for r in mine] == [True] + [False] * 4 + [True] + [False] * 2
     assert [r.rollbacks for r in mine] == [1, 2, 3, 4, 5, 1, 2, 3]
-    assert [r.outcome for r in env.records if r.lane == 1] == ["horizon"] * 2
+    assert [r.outcome for r in env.summaries if r.lane == 1] == ["horizon"] * 2
 
 
 def test_the_horizon_ends_an_episode():
@@ -308,7 +308,7 @@ def test_fossils_are_kept_in_the_episode_after_a_rollback():
     plan = dict.fromkeys((1, 3, 7), Choice("advance", "r0c0")) | {8: Choice("fossilize", "r0c0")}
     plan[0] = Choice("germinate", "r0c0", "conv_small", style="linear_add", tempo=3, target=1.)
     for t in range(13): result = env.step(env.actions.encode(plan.get(t, Choice()))[None].numpy())
-    assert result[2][0] and env.records[-1].fossils == 1 and column(env.table, "stage")[0, 0] == Stage.FOSSILIZED
+    assert result[2][0] and env.summaries[-1].fossils == 1 and column(env.table, "stage")[0, 0] == Stage.FOSSILIZED
     assert env.history.epoch.item() == 0 and not env.fresh[0]
 
 
@@ -347,21 +347,21 @@ def test_ppo_blames_the_transition_that_was_rolled_back():
         learner = Learner(env, ppo, PolicyConfig(hidden=8, features=(8,)), heads=env.actions)
         updates = list(train_ppo(learner))
         assert [u.rollbacks for u in updates] == [1, 1] and all(u.stopped == "" and u.first_gap < 1e-5 for u in updates)
-        assert [r for u in updates for r in u.returns] == pytest.approx([r.reward for r in env.records], abs=1e-4)
-        assert sum(r.refused for r in env.records) == 0 # the policy knows what is legal
+        assert [r for u in updates for r in u.returns] == pytest.approx([r.reward for r in env.summaries], abs=1e-4)
+        assert sum(r.refused for r in env.summaries) == 0 # the policy knows what is legal
 
 
 def test_rules_play():
     env = make(3, horizon=10, rules=QUICK_RULES, faults=(Fault("nan", 1, 3),))
-    for rule in (WaitOnly(), RandomLegal(1), Heuristic(QUICK), Fixed({2: Decision("germinate", "r0c1", "norm")})):
+    for rule in (WaitOnly(), Heuristic(QUICK), Fixed({2: Decision("germinate", "r0c1", "norm")})):
         env.reset(seed=0, options=dict(fresh=True))
-        env.records.clear()
+        env.summaries.clear()
         player = RulePlayer(rule)
         player.begin(env)
         for _ in range(10): env.step(player.act(env).numpy())
-        ends = {r.lane: (r.epochs, r.outcome) for r in env.records}
+        ends = {r.lane: (r.epochs, r.outcome) for r in env.summaries}
         assert ends == {0: (10, "horizon"), 1: (4, "rollback"), 2: (10, "horizon")}
-    assert [r.germinated for r in env.records] == [1, 1, 1]
+    assert [r.germinated for r in env.summaries] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["PPO", "MaskablePPO"])

@@ -401,7 +401,7 @@ def test_a_target_is_looked_at_before_the_work(tmp_path, monkeypatch, capsys, co
     assert says in said and said.count("\n") == 1
 
 def test_a_comparison_is_shown_even_if_it_cannot_be_kept(tmp_path, monkeypatch, capsys):
-    from esper_nb.run.compare import Comparison, PlayResult
+    from esper_nb.run.comparison import Comparison, PlayResult
     play = PlayResult("PPO", 0, (50.,), (50.,), (1.,), (4,), (0,), (0,), (9,), {}, 0, 1.)
     monkeypatch.setattr(cli, "compare_recipe", lambda *args, **kwargs: Comparison("digits", 1, 4, (play,)))
     def full(self, *args, **kwargs): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core import by_lane, linear
+from esper_nb.core import by_lane, LaneLinear
 from esper_nb.guard import GOVERNOR_PRESETS, Governor, GovernorConfig, GovernorStop, scale_lr
 from esper_nb.train import LaneOptimizer, LaneScaler, Stepper
 
@@ -315,7 +315,8 @@ def test_settings_change_while_it_runs():
 # --- learning rates
 
 def test_rates_of_single_lanes():
-    net = linear(2, 2, n=3); opt = LaneOptimizer(net.named_parameters(), 3, "sgd", .4); stepper = Stepper({"host": opt})
+    net = LaneLinear(2, 2, n=3)
+    opt = LaneOptimizer(net.named_parameters(), 3, "sgd", .4); stepper = Stepper({"host": opt})
     assert scale_lr(stepper, .5, [1]) and opt.lr.tolist() == [.4, .2, .4]
     assert scale_lr(opt, .5) and opt.lr.tolist() == [.2, .1, .2]
     assert not scale_lr(torch.optim.SGD(net.parameters(), lr=1.), .5, [1]) and not scale_lr(net, .5)
@@ -326,7 +327,7 @@ def test_rates_of_single_lanes():
 class LaneLoop:
     def __init__(self, n=4, **changes):
         with torch.random.fork_rng():
-            torch.manual_seed(3); self.net = nn.Sequential(linear(16, 24, n=n), nn.Tanh(), linear(24, 10, n=n))
+            torch.manual_seed(3); self.net = nn.Sequential(LaneLinear(16, 24, n=n), nn.Tanh(), LaneLinear(24, 10, n=n))
         self.stepper = Stepper({"host": LaneOptimizer(self.net.named_parameters(), n, "adam", 5e-3)}, LaneScaler(n))
         self.gov = Governor(self.net, self.stepper, chance_loss=CHANCE, lanes=n, config=QUICK.replace(**changes))
         self.n, self.t = n, 0
@@ -417,7 +418,7 @@ def test_cuda_rollback_with_two_streams_at_work():
 
 
 def test_restored_step_is_the_lane_s_own():
-    net = linear(2, 2, n=2)
+    net = LaneLinear(2, 2, n=2)
     config = GovernorConfig(snapshot_every=4, probation=0, sync_every=1)
     governor = Governor(net, lanes=2, chance_loss=2.3, config=config)
     governor.stats.judged[1] = 100   # a lane that has begun at another time

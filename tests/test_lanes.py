@@ -10,8 +10,8 @@ from torch import nn
 from esper_nb.core.random import generator
 from esper_nb.grow.hosts import CNNConfig, GPTConfig, new_host
 from esper_nb.core.lanes import (lane, lane_state, num_lanes, per_lane, put_lanes, reset_lanes, take_lanes, with_lanes)
-from esper_nb.core.layers import (LaneAttention, LaneDropout, LaneEmbedding, batch_norm2d, by_lane, conv2d, group_norm,
-                                  lane_noise, layer_norm, linear, Scale, unfold)
+from esper_nb.core.layers import (LaneAttention, LaneBatchNorm2d, LaneDropout, LaneEmbedding, LaneLayerNorm,
+                                  LaneLinear, Scale, by_lane, conv2d, group_norm, lane_noise, unfold)
 from esper_nb.train.tasks import lane_cross_entropy
 
 N = 4
@@ -75,11 +75,11 @@ def test_poisoned_lane_leaves_the_others_bit_equal(kind, poison, value):
         for i in others: assert torch.equal(by_lane(p, N)[i], by_lane(q, N)[i])
 
 
-LAYERS = dict(conv=lambda n: conv2d(4, 8, 3, n, padding=1, groups=2), norm=lambda n: batch_norm2d(4, n),
+LAYERS = dict(conv=lambda n: conv2d(4, 8, 3, n, padding=1, groups=2), norm=lambda n: LaneBatchNorm2d(4, n),
               group=lambda n: group_norm(2, 4, n), scale=lambda n: Scale(0.5, n), drop=lambda n: LaneDropout(0.3, n, 1),
-              stack=lambda n: nn.Sequential(conv2d(4, 6, 1, n), nn.ReLU(), batch_norm2d(6, n)),
+              stack=lambda n: nn.Sequential(conv2d(4, 6, 1, n), nn.ReLU(), LaneBatchNorm2d(6, n)),
               foreign=lambda n: per_lane(lambda: nn.Sequential(nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.PReLU()), n))
-SEQUENCES = dict(linear=lambda n: linear(4, 6, n), layer_norm=lambda n: layer_norm(4, n),
+SEQUENCES = dict(linear=lambda n: LaneLinear(4, 6, n), layer_norm=lambda n: LaneLayerNorm(4, n),
                  attention=lambda n: LaneAttention(4, 2, n), scale=lambda n: Scale(0.5, n, -1),
                  drop=lambda n: LaneDropout(0.3, n, -1))
 

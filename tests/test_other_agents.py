@@ -104,6 +104,7 @@ def test_a_loop_of_one_file_learns_where_there_is_something_to_learn():
     assert paid[0] < .6 and np.mean(paid[-3:]) > .9
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_torchrl_takes_what_gymnasium_makes():
     pytest.importorskip("torchrl", reason="TorchRL is not installed: pip install torchrl")

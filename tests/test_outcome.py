@@ -122,7 +122,7 @@ def play(env, plan, seed=0):
     env.reset(seed=seed)
     for t in range(env.horizon):
         env.step(torch.stack([env.actions.encode(SHORT.nearest(plan.get(t, Choice())))] * env.num_envs).numpy())
-    return torch.tensor([r.reward for r in list(env.records)[-env.num_envs:]]), env
+    return torch.tensor([r.reward for r in list(env.summaries)[-env.num_envs:]]), env
 
 
 @pytest.mark.parametrize("price", [0., 30.])
@@ -132,7 +132,7 @@ def test_the_return_is_the_outcome_whatever_the_way(price):
              2: Choice("germinate", "r0c2", "conv_light")}
     for plan in ({}, every, {3: every[0]}):
         paid, env = play(GrowVecEnv(**SETTINGS, price=price, data=DATA), plan)
-        ends = list(env.records)[-4:]
+        ends = list(env.summaries)[-4:]
         host = env.host_size[0].item()
         room = torch.tensor([r.parameters / host - 1 for r in ends])
         accuracy = torch.tensor([r.accuracy_pp for r in ends])
@@ -143,7 +143,7 @@ def test_useless_fossils_cost_their_room_and_earn_nothing():
     config = SETTINGS | dict(blueprints=("norm",), price=20.)
     env = GrowVecEnv(**config, data=DATA)
     paid, _ = play(env, {t: Choice("germinate", k, "norm") for t, k in enumerate(env.actions.slots)})
-    gain = torch.tensor([r.accuracy_pp for r in env.records]) / 10
+    gain = torch.tensor([r.accuracy_pp for r in env.summaries]) / 10
     assert (paid < gain).all(), "three seeds that do nothing have cost their room"
 
 

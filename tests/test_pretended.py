@@ -112,7 +112,7 @@ def test_memory_that_another_stream_may_still_use_must_not_be_freed():
 # --- the main job
 
 @pytest.mark.filterwarnings("ignore:graph.*alpha")
-@pytest.mark.parametrize("graph", ["false", "true"])
+@pytest.mark.parametrize("graph", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_the_main_job_runs_on_two_devices(gpu, tmp_path, capsys, graph):
     small = ["env.num_envs=2", "env.limit=192", f"env.graph={graph}", "env.batch_size=32",
              "ppo.num_steps=2", "env.horizon=2", 'env.blueprints=["conv_light"]',
@@ -425,6 +425,7 @@ def test_a_replay_is_one_launch_a_batch(gpu, kind):
         run_epoch(pop)
     assert set(batches) == {(4, 0)} and len(batches) == 9   # two inputs in, the graph, its record out
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:graph.*alpha")
 def test_what_grows_is_recorded_anew(gpu):
     def live(pop, e):
@@ -448,6 +449,7 @@ def test_dropout_waits_for_nothing(gpu):
     assert gpu.num_waits == before
     for o in out: assert torch.equal(o.cpu(), here(x))   # the same masks on every device
 
+@pytest.mark.slow
 def test_dropout_is_recorded(gpu):
     def dropping():
         pop = grown("alike")
@@ -460,6 +462,7 @@ def test_dropout_is_recorded(gpu):
     assert graphs.replays > 20 and not graphs.said and any(not torch.equal(t, c[k]) for k, t in b.items() if k in c)
     for k, t in a.items(): assert torch.equal(t, b[k]), k
 
+@pytest.mark.slow
 def test_an_epoch_of_replays_in_vain_is_done_again(gpu):
     def ruin(pop, e): by_lane(next(pop.model.host.parameters()).data, 6)[2] = math.nan
     runs = [trained(grown("alike", governor=None), warm, 3, ruin) for warm in (2, PLAIN)]

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from esper_nb.grow import list_blueprints
-from esper_nb.record import RunFolder, about_time, encode_row, new_file
+from esper_nb.record import RunFolder, encode_row, new_file
 from esper_nb.run import (
-    Comparison, RunConfig, add_schedule, begin_run, cli, command_words, get_recipe, report_html, write_report)
+    Comparison, RunConfig, about_time, add_schedule, begin_run, cli, command_words, get_recipe, report_html,
+    write_report)
 from esper_nb.train import FitConfig
 
 ROOT = Path(__file__).parents[1]
 TINY = {"env.num_envs": 4, "env.horizon": 8, "env.limit": 256, "ppo.num_steps": 8, "ppo.num_updates": 3,
-        "ppo.num_minibatches": 2, "env.blueprints": ["norm"]}
+        "ppo.num_minibatches": 2, "env.blueprints": ["norm"], "comparison": 4.}
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,7 @@ def words_of(text):
 def test_the_first_sentence_says_what_came_out(made, page):
     c = Comparison.load(made[0].folder.path/"comparison.json")
     first = words_of(page[:page.index("<h2>")])
+    assert c.verdict() in first and c.verdict().startswith("Growing ")
     accuracy, said = {k: v.mean for k, v in c.intervals().items()}, c.conclusion()
     assert said in first and first.index(said) < first.index("esper-nb train")
     for part in (f"to {accuracy['PPO']:.1f} pp", f"where waiting gets {accuracy['wait-only']:.1f}",
@@ -66,8 +68,8 @@ def chosen(monkeypatch):
     "What the command line makes of a command."
     made = []
     done = SimpleNamespace(drive=lambda *args, **kwargs: True) # None: interrupted
-    monkeypatch.setattr(cli, "begin_run", lambda config, *args, **kwargs: made.append(config) or done)
-    monkeypatch.setattr(cli, "fit_run", lambda task, config, *args, **kwargs: made.append(config))
+    monkeypatch.setattr("esper_nb.run.begin_run", lambda config, *args, **kwargs: made.append(config) or done)
+    monkeypatch.setattr("esper_nb.run.fit_run", lambda task, config, *args, **kwargs: made.append(config))
     def choose(words):
         assert cli.main(words[1:]) in (0, None)
         return made.pop()
@@ -120,6 +122,20 @@ def test_true_alarms_first_and_notes_folded(no_pictures, made, tmp_path):
                       ("note", "critic explains little", "1")]
     assert "3 alarms" in words_of(text) and text.index("<details>") < text.index("critic explains little")
 
+def test_a_run_that_beat_all_others_has_notes_and_no_alarms(no_pictures, made, tmp_path):
+    copy, comparison = tmp_path/"run", Comparison.load(made[0].folder.path/"comparison.json")
+    shutil.copytree(made[0].folder.path, copy)
+    far = dict(kind="update", lane=None, update=1, **{"update.approx_kl": .9})
+    with open(copy/"rows.jsonl", "a") as file: file.write(encode_row(far) + "\n")
+    for better, loud in ((0, True), (90, False)):
+        plays = [p._replace(test_accuracy_pp=tuple(better + k / 100 for k, _ in enumerate(p.test_accuracy_pp)))
+                 if p.controller == "PPO" else p._replace(test_accuracy_pp=(5.,) * len(p.test_accuracy_pp))
+                 for p in comparison.plays]
+        comparison._replace(plays=tuple(plays), price=0.).save(copy/"comparison.json")
+        text = report_html(RunFolder(copy))
+        assert ("<td>critical</td><td>policy moved far</td>" in text) == loud
+        assert ("<td>note</td><td>policy moved far</td>" in text) != loud
+
 def test_fields_have_the_names_that_people_give_them(page):
     shown = words_of(page[:page.index("<h2>Settings</h2>")])
     commands = re.sub(r"esper-nb \S+ .*? (?=train on|against|recipe )", "", shown)
@@ -134,7 +150,7 @@ def test_links_lead_to_pages_that_there_are(page):
     pages = {re.sub(r"/\d\d_", "/", p.relative_to(ROOT/"nbs").as_posix()).removesuffix(".ipynb")
              for p in (ROOT/"nbs").glob("*/*.ipynb")}
     assert len(set(links)) >= 8 and set(links) <= pages, set(links) - pages
-    assert page.count("http") == len(links)
+    assert page.count("https:") == len(links) and page.count("http:") == 0
 
 def test_what_is_in_the_files_stays_text(no_pictures, made, tmp_path):
     copy, evil = tmp_path/"a<b>", "<script>alert(1)</script>"
@@ -199,12 +215,13 @@ def test_a_run_that_was_not_tested_can_be_compared(no_pictures, two, tmp_path):
 
 def test_a_training_says_first_what_is_ahead_and_last_what_came_out(made):
     run, said = made
-    plan, time, end = said
+    plan, time, comparison, end = said
     path = run.folder.path
     assert plan.splitlines()[0].startswith("digits_impaired: 3 updates of 8 steps in 4 lanes")
     assert f"esper-nb watch {path}" in plan and str(path) in plan
     pace = float(re.search(r"at ([\d.]+) s a step as it began", time)[1])
     assert re.search(r"time  about [\d.]+ (seconds|minutes|hours),", time) and 0 < pace < 60
+    assert "the controller and those it is compared with play, about" in comparison and "Growing " in end
     assert "The controller grew networks to" in end and end.splitlines()[-1].split() == [
         "report", "esper-nb", "report", str(path)]
 

@@ -124,10 +124,27 @@ def test_the_sidebar_has_every_page_once_and_begins_where_a_newcomer_does():
     assert listed[1] == "tutorials/first_rollback.ipynb"
     docs.sidebar()
     contents = yaml.safe_load((NBS/"sidebar.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
-    assert contents[0] == "index.ipynb" and [c["section"] for c in contents[1:]] == [title for title, _ in sections()]
+    titles = [c["section"] for c in contents[1:]]
+    assert contents[0] == "index.ipynb" and titles[:5] == ["Start", "Guard", "Grow", "Train a controller", "Compare"]
+    packages = [c["section"] for c in contents[-1]["contents"]]
+    assert titles[-1] == "Reference" and [*titles[:-1], *packages] == [title for title, _ in sections()]
     quarto = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
     assert "sidebar.yml" in quarto["metadata-files"] and quarto["project"]["output-dir"] == DOCS.name
     assert "custom_sidebar = True" in (ROOT/"settings.ini").read_text(encoding="utf-8"), "or nbdev writes another"
+
+
+def test_the_search_finds_methods_and_lists_tutorials_first(tmp_path):
+    (tmp_path/"guard").mkdir()
+    (tmp_path/"guard/governor.html").write_text(
+        '<main><h2 data-anchor-id="the-loop">The loop</h2><p>Words.</p><h4 data-anchor-id="governor.watch" class="x">'
+        '<code>Governor.watch</code></h4><p>Judge a &lt;loss&gt;.</p></main>')
+    found = [dict(objectID=href, href=href, title="t", section="", text="") for href in (
+        "guard/governor.html#the-loop", "index.html", "explanations/results.html", "tutorials/dashboard.html")]
+    index = docs.search_index(found, tmp_path)
+    assert [e["href"] for e in index] == ["tutorials/dashboard.html", "explanations/results.html",
+                                          "guard/governor.html#the-loop", "index.html",
+                                          "guard/governor.html#governor.watch"]
+    assert (index[-1]["section"], index[-1]["text"], index[-1]["title"]) == ("Governor.watch", "Judge a <loss>.", "t")
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +162,7 @@ def site(tmp_path_factory):
             for p in pages]
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_method(site):
     "Heading, signature with the comment of each parameter, words, what is raised; in nbdev's cells and in HTML."
     from esper_nb import Governor
@@ -178,6 +196,7 @@ def test_entries_show_what_a_docstring_raises_and_its_examples():
     assert shown.startswith("### ") and "double" in shown
 
 
+@pytest.mark.slow
 def test_plain_pages_have_pictures_with_words_and_the_way_on(site):
     for cells, page in site:
         assert not re.search(r"#\| |\{target=|^:::", page, re.M)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core import batch_norm2d, by_lane, lane_state, take_lanes, unfold
+from esper_nb.core import LaneBatchNorm2d, by_lane, lane_state, take_lanes, unfold
 from esper_nb.grow import (
     COLUMNS, Blend, Curve, Cut, Gates, Ramp, RampMode, Reason, Rules, SeedState, Slot, Stage, blueprint, combine,
     decode_seed, encode_seed, evaluating, forget_blueprint, list_blueprints, progress, spread, straight_through)
@@ -213,7 +213,7 @@ def test_germination_belongs_to_the_lane_not_to_its_company():
 def test_running_statistics_of_narrowed_banks_are_kept():
     "A blueprint with buffers: rows that took part are written back, others are not touched."
     @blueprint("with_bn", "cnn", 1)
-    def with_bn(channels, lanes): return nn.Sequential(batch_norm2d(channels, lanes))
+    def with_bn(channels, lanes): return nn.Sequential(LaneBatchNorm2d(channels, lanes))
     try:
         slot = Slot("r0c0", "cnn", 8, 3, ["with_bn", "norm"])
         slot.germinate("with_bn", [0, 2]); slot.advance([0, 2])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core import RandomStreams, by_lane, linear, pack_tree, unpack_tree
+from esper_nb.core import RandomStreams, by_lane, LaneLinear, pack_tree, unpack_tree
 from esper_nb.guard import Snapshot
 from esper_nb.train import LaneOptimizer, LaneScaler, Stepper
 
@@ -333,7 +333,7 @@ class LaneRun:
     def __init__(self, kind="sgd", n=N):
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            self.net = nn.Sequential(linear(5, 8, n=n), nn.Tanh(), linear(8, 3, n=n))
+            self.net = nn.Sequential(LaneLinear(5, 8, n=n), nn.Tanh(), LaneLinear(8, 3, n=n))
         options = dict(momentum=.9) if kind == "sgd" else {}
         self.stepper = Stepper({"host": LaneOptimizer(self.net.named_parameters(), n, kind, 0.05, **options)},
                                LaneScaler(n))
@@ -412,7 +412,7 @@ def test_a_bad_lane_is_refused_alone():
     assert snap.restore().steps == (1, 0, 1, 1) and all(p.isfinite().all() for p in run.net.parameters())
 
 def test_new_state_of_a_restored_lane_starts_at_zero():
-    net = linear(3, 2, n=N); opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)
+    net = LaneLinear(3, 2, n=N); opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)
     snap = Snapshot(net, opt, lanes=N); snap.take()
     net(torch.ones(2, 3 * N)).sum().backward(); opt.step()
     snap.restore(lanes=[1])

@@ -94,6 +94,7 @@ VERBS = {
     "Session": (["new_population('digits')"], ["start", "step", "pause", "rollback", "provoke", "save"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VERBS)
 def test_editors_offer_the_verbs(name):
     made_of, verbs = VERBS[name]

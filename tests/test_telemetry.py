@@ -18,14 +18,17 @@ from esper_nb.control import QUICK, QUICK_RULES, GrowVecEnv, Heuristic, as_contr
 from esper_nb.core import PhaseClock
 from esper_nb.guard import Governor
 from esper_nb.record import (
-    KINDS, METRICS, BackgroundWriter, EnvRows, JSONLWriter, Metric, Recorder, RunFolder, TensorBoardWriter,
+    KINDS, METRICS, ROW_KEYS, BackgroundWriter, EnvRows, JSONLWriter, Metric, Recorder, RunFolder, TensorBoardWriter,
     blueprint_stats, decode_row, encode_row, find_metric, flatten, governor_rows, lane_scores, limit_rows, make_rows,
     metric_names, metric_table, metrics_markdown, new_run, pick_rows, population_rows, read_rows, rollbacks, run_rows,
     seed_lives, series, stage_spans)
 from esper_nb.train import Fault, FitConfig, disturb_at, fit, new_population
 
-values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=True, allow_infinity=True), st.text())
-rows = st.dictionaries(st.text().filter(lambda k: k != "nonfinite"), values)
+values = st.one_of(st.none(), st.booleans(), st.integers(-2**63 + 1, 2**63 - 1),
+                   st.floats(allow_nan=True, allow_infinity=True), st.text())
+names = st.text().filter(lambda k: k not in ("nonfinite", "digest", "kind", "lane", *ROW_KEYS))
+rows = st.builds(lambda lane, row: dict(kind="test", lane=lane) | row, st.none() | st.integers(0, 99),
+                 st.dictionaries(names, values))
 
 
 def same(a, b):
@@ -74,7 +77,9 @@ def test_long_torn_tail_is_cut(tmp_path, tail):
     JSONLWriter(path).close()
     assert path.read_bytes() == b""
 
-@pytest.mark.parametrize("end, status", [("rec.flush(); os._exit(1)", 1), ("", 0)], ids=["killed", "never closed"])
+@pytest.mark.parametrize("end, status", [
+    pytest.param("rec.flush(); os._exit(1)", 1, id="killed"),
+    pytest.param("", 0, id="never closed", marks=pytest.mark.slow)])
 def test_a_process_that_ends_without_closing_keeps_its_rows(tmp_path, end, status):
     path = tmp_path/"rows.jsonl"
     code = f"""
@@ -89,8 +94,17 @@ for epoch in range(50): rec.log("epoch", {{"lr": [.1, .2]}}, epoch=epoch)
 
 def test_damage_in_the_middle_is_reported(tmp_path):
     path = tmp_path/"rows.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"a": \xff}\n{"a": 3}\n')
-    with pytest.raises(ValueError, match="line 2"): read_rows(path)
+    lines = [encode_row(dict(kind="test", lane=None, a=a)).encode() + b"\n" for a in (1., 2., 3.)]
+    for damaged in (lines[1].replace(b"2.0", b"\xff"), lines[1].replace(b"2.0", b"4.0"), lines[1].replace(b"a", b"b")):
+        path.write_bytes(lines[0] + damaged + lines[2])
+        with pytest.raises(ValueError, match="line 2"): read_rows(path)
+
+@pytest.mark.parametrize("forged", [{"update.loss": "<b>"}, {"run.task": 3}, {"epoch": "3"}, {"lane": 1.5}, {"a": [1]},
+                                    {"update.loss": {"a": 1}}, {"kind": None}, {"a": 2**63}, {"slot": 7}])
+def test_a_value_of_another_type_is_refused(tmp_path, forged):
+    path = tmp_path/"rows.jsonl"
+    path.write_text(encode_row(dict(kind="update", lane=None) | forged) + "\n")
+    with pytest.raises(ValueError, match="line 1 is no row"): read_rows(path)
 
 
 # --- flattening
@@ -404,7 +418,7 @@ def test_limits_and_verdicts_of_a_plain_loop():
     for _ in range(60): governor.watch(torch.tensor(1.))
     row, = limit_rows(governor, step=60)
     assert row["limit.value"] == pytest.approx(3.) and row["limit.judged"] == 60
-    assert row["limit.chance"] is None and row["limit.collapse_low"] is None
+    assert row["limit.chance_loss"] is None and row["limit.collapse_low"] is None
     report, = governor.watch(torch.tensor(math.nan))
     row, = governor_rows([report], step=61)
     assert (row["step"], row["governor.shown"], row["governor.batch"]) == (61, "nan", None)
@@ -463,7 +477,7 @@ def test_rows_of_an_environment_tell_every_seed_once():
     assert all(row["action.refused"] is None or not row["action.ok"] for row in pick_rows(rows, "step"))
     events = [row["seed.event"] for row in pick_rows(rows, "seed")]
     for event, counted in (("germinate", "germinated"), ("prune", "pruned")):
-        told = sum(getattr(r, counted) for r in env.records) + int(getattr(env.sums, counted).sum())
+        told = sum(getattr(r, counted) for r in env.summaries) + int(getattr(env.sums, counted).sum())
         assert events.count(event) == told > 0
     back, = pick_rows(rows, "governor")
     by = {row["seed.by"] for row in pick_rows(rows, "seed", lane=1, epoch=back["epoch"])}
@@ -471,7 +485,7 @@ def test_rows_of_an_environment_tell_every_seed_once():
 
 def test_a_new_episode_is_no_prune():
     env, rows = play("SameStep")
-    assert len(pick_rows(rows, "seed")) > 0 and len(env.records) >= 4
+    assert len(pick_rows(rows, "seed")) > 0 and len(env.summaries) >= 4
     ends = {(row["lane"], row["epoch"]) for row in pick_rows(rows, "episode") if not row["episode.rollbacks"]}
     assert not [row for row in pick_rows(rows, "seed") if (row["lane"], row["epoch"]) in ends]
 
@@ -479,7 +493,7 @@ def test_a_new_episode_is_no_prune():
 def test_rows_of_an_environment_hold_each_episode_once(mode):
     env, rows = play(mode)
     told = [(row["lane"], row["episode"], row["episode.length"]) for row in pick_rows(rows, "episode")]
-    assert told == [(r.lane, r.episode, r.epochs) for r in env.records] and len(told) >= 4
+    assert told == [(r.lane, r.episode, r.epochs) for r in env.summaries] and len(told) >= 4
 
 def test_rows_without_growth_are_the_others():
     _, every = play("NextStep", steps=5)

@@ -21,6 +21,7 @@ def definitions():
 def trials_of(study): return [(t.state.name, t.params, list(t.intermediate_values.values())) for t in study.trials]
 
 
+@pytest.mark.slow
 def test_two_studies_are_one():
     page = definitions()
     page["EPOCHS"] = 5

@@ -213,9 +213,10 @@ def test_a_killed_worker_changes_nothing(here, tmp_path, engine):
     assert not still_there(json.loads((tmp_path/"family.json").read_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what, status, engine", [
     ("driver", -9, "process"), ("ctrl-c", 130, "process"),
-    *(pytest.param(*case, "ray", marks=[needs_ray, pytest.mark.slow])
+    *(pytest.param(*case, "ray", marks=needs_ray)
       for case in (("driver", -9), ("ctrl-c", 130), ("terminate", 143)))])
 def test_a_driver_that_ends_leaves_nothing_and_is_resumed(here, tmp_path, what, status, engine):
     run = tmp_path/"digits_impaired"

@@ -17,7 +17,7 @@ from .gym import first_lane_info as first_lane_info, GrowEnv as GrowEnv, registe
 from .observations import (HISTORY as HISTORY, OBSERVATIONS as OBSERVATIONS, LaneHistory as LaneHistory,
     symlog as symlog, Feature as Feature, LaneView as LaneView, Observation as Observation,
     known_column as known_column, register_observation as register_observation, feature_bounds as feature_bounds,
-    observation_help as observation_help, Observer as Observer)
+    Observer as Observer)
 from .rewards import (RewardState as RewardState, TERMS as TERMS, PRESETS as PRESETS, RewardConfig as RewardConfig,
     Transition as Transition, RewardInputs as RewardInputs, reward_term as reward_term, RewardPreset as RewardPreset,
     Reward as Reward, start_rewards as start_rewards, compute_reward as compute_reward,
@@ -25,6 +25,5 @@ from .rewards import (RewardState as RewardState, TERMS as TERMS, PRESETS as PRE
     occupied_size as occupied_size)
 from .rules import (QUICK as QUICK, QUICK_RULES as QUICK_RULES, Signals as Signals, View as View, view as view,
     GrowthRule as GrowthRule, reset_rule as reset_rule, Memoryless as Memoryless, HeuristicConfig as HeuristicConfig,
-    judge_seed as judge_seed, tend_seed as tend_seed, HeuristicMemory as HeuristicMemory, begin_seed as begin_seed,
-    Heuristic as Heuristic, WaitOnly as WaitOnly, legal_decisions as legal_decisions, RandomLegal as RandomLegal,
-    Fixed as Fixed, Replay as Replay, as_controller as as_controller, encode_decision as encode_decision)
+    HeuristicMemory as HeuristicMemory, Heuristic as Heuristic, WaitOnly as WaitOnly, Fixed as Fixed,
+    as_controller as as_controller, encode_decision as encode_decision)

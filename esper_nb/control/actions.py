@@ -157,15 +157,15 @@ SHORT = Repertoire(("wait", "germinate"), styles=("linear_add",), tempos=(1,), t
 def read_slots(
     model: Growing,
     slots: Sequence[str] | None = None, # default all, in the order of depth
-) -> Tensor: # (n, S, C) float64, a copy; the columns are those of a seed's record
-    "Return the records of all seeds of all lanes."
+) -> Tensor: # (n, S, C) float64, a copy; the columns are those of a seed's state
+    "Return the states of all seeds of all lanes."
     return torch.stack([model.slot(k).table for k in slots or model.names], 1).double()
 
 def column(
     table: Tensor, # (n, S, C)
-    name: str, # field of a seed's record
+    name: str, # field of a seed's state
 ) -> Tensor: # (n, S), a view
-    "Return one field of every record."
+    "Return one field of every seed's state."
     return table[..., COLUMNS.index(name)]
 
 def in_stage(
@@ -187,7 +187,7 @@ def _per_slot(values: Sequence) -> Tensor: # (S,) float64, one number for each s
     return torch.tensor([float(v) for v in values], dtype=torch.float64)
 
 def open_gates(
-    table: Tensor, # (n, S, C) records
+    table: Tensor, # (n, S, C) seed states
     rules: Sequence[Rules], # of each slot
 ) -> dict[Stage, Tensor]: # stage to leave -> (n, S) bool
     "Tell which seeds the gate of their stage would let through."
@@ -217,7 +217,7 @@ _automatic = {Stage.GERMINATED: "G1", Stage.TRAINING: "G2", Stage.BLENDING: "G3"
 class SlotView:
     "All slots of all lanes, as the table of operations reads them; every answer is (n, S) bool, or broadcasts to it."
     def __init__(self,
-        table: Tensor, # (n, S, C) records
+        table: Tensor, # (n, S, C) seed states
         rules: Sequence[Rules], # of each slot: its gates and what happens by itself
         max_seeds: int = 0, # live seeds and fossils of a lane; 0: no bound
         repertoire: Repertoire = Repertoire(), # what is offered
@@ -227,7 +227,7 @@ class SlotView:
         self.repertoire, self.epoch = repertoire, epoch
 
     def column(self, name: str) -> Tensor: # (n, S)
-        "Return one field of every record."
+        "Return one field of every seed's state."
         return column(self.table, name)
 
     def in_stage(self, *stages: Stage) -> Tensor:
@@ -348,7 +348,7 @@ class GrowthActions:
                   f"those of this environment, {', '.join(mine)}; make it with {setting}={tuple(theirs)}")
 
     def mask(self,
-        table: Tensor | Growing, # (n, S, C) records, or the model that holds them
+        table: Tensor | Growing, # (n, S, C) seed states, or the model that holds them
         epoch: Tensor | None = None, # (n,) of the lanes' episodes; None: one in which anything may germinate
     ) -> Tensor: # (n, M) bool
         "Return what is legal in all lanes now."

@@ -44,7 +44,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
 
     A step carries one operation out in each lane, trains each for an epoch under the Governor, and returns what a
     Gymnasium vector environment returns. `obs`, `mask` and `table` are those of the present state; `last_result`
-    is the `EnvStep` of the latest step, `reports` what the Governor did in it, `records` the episodes that ended.
+    is the `EnvStep` of the latest step, `reports` what the Governor did in it, `summaries` the episodes that ended.
 
     Raises
     ------
@@ -99,7 +99,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.reward_state: RewardState = {}
         self.last_result: EnvStep | None = None # of the latest step
         self.reports: tuple[Report, ...] = () # what the Governor did in it
-        self.records: deque[EpisodeSummary] = deque(maxlen=10_000) # of the episodes that ended
+        self.summaries: deque[EpisodeSummary] = deque(maxlen=10_000) # of the episodes that ended
         self.phases, self.steps = PhaseClock(), 0 # CPU seconds, and the steps they were spent on
         for part in self.parts: part.draw_data(self.seed_key)
 
@@ -239,7 +239,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         return generator(self.seeds[lane], "lane", whole, int(self.episode[lane])).initial_seed()
 
     def refresh(self):
-        "Read the records of all seeds, and what follows from them: table (n, S, C), mask (n, M), obs (n, D)."
+        "Read the states of all seeds, and what follows from them: table (n, S, C), mask (n, M), obs (n, D)."
         self.table = self._read_table()
         self.mask = self.actions.mask(self.table, self.history.epoch)
         self.obs = self.observer(self.table, self.history)
@@ -276,7 +276,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         if self.pool: self.pool.shutdown()
 
     def __reduce__(self): # a copy is made anew, and goes on where this one is
-        state = pack_state((self.state_dict(), self.last_result, list(self.records))) if self.seeds else None
+        state = pack_state((self.state_dict(), self.last_result, list(self.summaries))) if self.seeds else None
         return copied_env, (type(self), self.config, self.made_of, state)
 
     def _read_table(self) -> Tensor: # (n, S, C)
@@ -325,15 +325,15 @@ class GrowVecEnv(gym.vector.VectorEnv):
         return self.obs.numpy(), np.zeros(self.num_envs), no, no.copy(), info | self._mask_info()
 
     def _finish(self, s: EnvStep, done: Tensor):
-        "Write records and info, and begin new episodes where the mode wants them at once."
+        "Write summaries and info, and begin new episodes where the mode wants them at once."
         info: dict[str, Any] = lane_info(
             dict(ok=s.ok, accuracy_pp=s.accuracy_pp, loss=s.loss, rolled_back=s.rolled_back), s.active)
         for i, why in enumerate(s.refused):
             if why: self._add_info(info, dict(refused=why), i)
         for i in done.nonzero().flatten().tolist():
-            self.records.append(record := self._record(i, s))
-            entry = record._asdict() | dict(loss=np.nan if record.loss is None else record.loss)
-            self._add_info(info, dict(record=entry), i)
+            self.summaries.append(summary := self._summary(i, s))
+            entry = summary._asdict() | dict(loss=np.nan if summary.loss is None else summary.loss)
+            self._add_info(info, dict(summary=entry), i)
         stopped = torch.cat([part.stopped for part in self.parts])
         self.ended, self.goes_on = done, s.rolled_back & ~stopped
         obs = self.obs.numpy()
@@ -345,7 +345,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.phases("record")
         return obs, s.reward.numpy().copy(), done.numpy(), np.zeros(self.num_envs, bool), info
 
-    def _record(self, lane: int, s: EnvStep) -> EpisodeSummary:
+    def _summary(self, lane: int, s: EnvStep) -> EpisodeSummary:
         "Return what became of the episode that ended in a lane."
         sums = {k: v[lane].item() for k, v in self.sums._asdict().items()}
         counts = {k: int(sums[k]) for k in ("epochs", "germinated", "pruned", "refused")}
@@ -361,6 +361,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         return lane_info(dict(action_mask=self.mask.clone()), torch.ones(self.num_envs, dtype=torch.bool))
 
 # %% ../../nbs/control/53_envs.ipynb #b690f104
+#| code-fold: true
 def _need_sb3() -> Any: # their module of vector environments
     try: from stable_baselines3.common import vec_env
     except ImportError as e:
@@ -387,6 +388,7 @@ def sb3_env(
     return vec_env.VecMonitor(lanes) if monitor else lanes
 
 # %% ../../nbs/control/53_envs.ipynb #e110f261
+#| code-fold: true
 @cache
 def _sb3_class() -> Any:
     "The class of `sb3_env`, made when Stable-Baselines3 is there."
@@ -430,6 +432,7 @@ def _sb3_class() -> Any:
     return Lanes
 
 # %% ../../nbs/control/53_envs.ipynb #23ec0a17
+#| code-fold: true
 def lane_seeds(
     seed: int | Sequence[int | None] | None, # of `reset`
     lanes: int,
@@ -451,6 +454,7 @@ def first_seeds(
     return [drawn if k is None else k for k in given]
 
 # %% ../../nbs/control/53_envs.ipynb #f5e121f8
+#| code-fold: true
 def pack_state(state: Any) -> bytes: # tensors and plain values
     "Return a state as bytes, whatever kinds of numbers are in it."
     buffer = io.BytesIO()
@@ -465,12 +469,12 @@ def copied_env(
     kind: type, # of the environment
     config: EnvConfig,
     made_of: tuple[Data | None, Disturb | None, str | None], # data, disturbance and render mode
-    packed: bytes | None, # its state, latest result and records; None: it was never reset
+    packed: bytes | None, # its state, latest result and summaries; None: it was never reset
 ) -> Any:
     "Return an environment like another one, where that one is."
     env = kind(config, *made_of)
     if packed is None: return env
-    state, env.last_result, records = unpack_state(packed)
+    state, env.last_result, summaries = unpack_state(packed)
     env.load_state_dict(state)
-    env.records.extend(records)
+    env.summaries.extend(summaries)
     return env

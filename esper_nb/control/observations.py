@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HISTORY', 'OBSERVATIONS', 'LaneHistory', 'symlog', 'Feature', 'LaneView', 'Observation', 'known_column',
-           'register_observation', 'feature_bounds', 'observation_help', 'Observer']
+           'register_observation', 'feature_bounds', 'Observer']
 
 # %% ../../nbs/control/48_observations.ipynb #82db553d
 import math
@@ -77,7 +77,7 @@ class Feature(NamedTuple):
 
 class LaneView(NamedTuple):
     "What an observation is read from."
-    table: Tensor # (n, S, C) records of all seeds
+    table: Tensor # (n, S, C) states of all seeds
     history: LaneHistory
     space: GrowthActions # slots, blueprints and operations
     horizon: int # epochs of an episode
@@ -88,7 +88,7 @@ class Observation(NamedTuple):
     unit: str # what 1 stands for
     range: tuple[float, float, float | None] # least, largest, and what stands for not measured; None: always known
     help: str
-    read: str | Callable[[LaneView], Tensor] # field of a seed's record; or (n,) of a lane, (n, S) of slots
+    read: str | Callable[[LaneView], Tensor] # field of a seed's state; or (n,) of a lane, (n, S) of slots
     divisor: float | str = 1. # number, "horizon" or "slots"
     per: str = "slot" # "lane" or "slot"
     parts: tuple[str, ...] | Callable[[GrowthActions], tuple[str, ...]] = () # of several columns, appended to the name
@@ -112,8 +112,8 @@ class Observation(NamedTuple):
         check(x.shape[-1] == len(names), f"columns of {self.name}", x.shape[-1], f"one for each of {', '.join(names)}")
         return x.clamp(low, high) if unknown is None else torch.where(x.isnan(), unknown, x.clamp(low, high))
 
-def known_column(table: Tensor, name: str) -> Tensor: # (n, S, C) records -> (n, S), NaN where not measured
-    "Return a field of every record; an infinite norm is a very large one."
+def known_column(table: Tensor, name: str) -> Tensor: # (n, S, C) seed states -> (n, S), NaN where not measured
+    "Return a field of every seed's state; an infinite norm is a very large one."
     c = column(table, name)
     return torch.where(c > UNMEASURED, c, math.nan)
 
@@ -245,13 +245,6 @@ def feature_bounds(
     high = [f.high if f.unknown is None else max(f.high, f.unknown) for f in features]
     return np.array(low, np.float32), np.array(high, np.float32)
 
-def observation_help(
-    name: str, # of a column
-) -> str: # empty if no row of the table makes it
-    "Return what a column of a lane or a slot is, in words."
-    row = OBSERVATIONS.get(name) or OBSERVATIONS.get(name.rpartition("_")[0])
-    return "" if row is None else row.help
-
 class Observer:
     "Makes the observations of a model's slots; `features` are their columns."
     def __init__(self,
@@ -283,7 +276,7 @@ class Observer:
         return {name: obs[:, i] for i, name in self._recorded}
 
     def __call__(self,
-        table: Tensor | Growing, # (n, S, C) records, or the model that holds them
+        table: Tensor | Growing, # (n, S, C) seed states, or the model that holds them
         history: LaneHistory, # of its lanes
     ) -> Tensor: # (n, D) float32, finite
         "Return what a controller sees; a pure function of both arguments."

@@ -43,8 +43,8 @@ class RewardConfig(Config):
 class Transition(NamedTuple):
     "What one step did to n lanes with S slots."
     step: EnvStep
-    before: Tensor # (n, S, C) records just before the operation
-    after: Tensor # (n, S, C) records after the epoch and its tick
+    before: Tensor # (n, S, C) seed states just before the operation
+    after: Tensor # (n, S, C) seed states after the epoch and its tick
     size: Tensor # (n, S) parameters of each seed with the gate of its blend; those that a rollback pruned included
     host: Tensor # (n,) parameters
     epoch: Tensor # (n,) epochs behind the lane
@@ -93,7 +93,7 @@ def _price(i: RewardInputs) -> Tensor:
 class RewardPreset(NamedTuple):
     "One row of the table of presets."
     weights: Mapping[str, float] # term -> weight
-    start: Callable[[Tensor], RewardState] # what its terms remember when an episode begins with these seed records
+    start: Callable[[Tensor], RewardState] # what its terms remember when an episode begins with these seed states
     remember: Callable[[RewardInputs], RewardState] # and after a step
 
 def _start_outcome(table: Tensor) -> RewardState: # (n, S, C)
@@ -116,7 +116,7 @@ class Reward(NamedTuple):
 
 def start_rewards(
     config: RewardConfig,
-    table: Tensor, # (n, S, C) seed records as the episodes begin
+    table: Tensor, # (n, S, C) seed states as the episodes begin
 ) -> RewardState:
     "Return what the terms remember when an episode begins in every lane."
     return PRESETS[config.preset].start(table)

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['QUICK', 'QUICK_RULES', 'Signals', 'View', 'view', 'GrowthRule', 'reset_rule', 'Memoryless', 'HeuristicConfig',
-           'judge_seed', 'tend_seed', 'HeuristicMemory', 'begin_seed', 'Heuristic', 'WaitOnly', 'legal_decisions',
-           'RandomLegal', 'Fixed', 'Replay', 'as_controller', 'encode_decision']
+           'HeuristicMemory', 'Heuristic', 'WaitOnly', 'Fixed', 'as_controller', 'encode_decision']
 
 # %% ../../nbs/control/50_rules.ipynb #f2f45e20
 import math
@@ -13,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from ..core import Config, check, check_count, generator
+from ..core import Config, check, check_count
 from ..grow import LIVE, Decision, DecisionResult, Gates, Growing, RampMode, Rules, SeedState, Stage
 from ..train import EpochResult, Population
 from .actions import GrowthActions, as_choice
@@ -72,8 +70,8 @@ def view(
 
 class GrowthRule(Protocol):
     "Whatever decides for one lane at a time."
-    def signals(self) -> Signals: "New signals for one lane, with the rule's own patience."
-    def act(self, v: View, /) -> Decision | Sequence[Decision]: "What to do with the lane before its next epoch."
+    def signals(self) -> Signals: "Return new signals for one lane, with the rule's own patience."
+    def act(self, v: View, /) -> Decision | Sequence[Decision]: "Decide about the lane before its next epoch."
 
 def reset_rule(rule: GrowthRule) -> None: # one of your own need not have `reset`
     "Let a rule forget every lane, as a new one would."
@@ -98,9 +96,9 @@ class HeuristicConfig(Config):
     rest: int = 5 # epochs after a prune
     plateau: int = 3 # epochs
     stage_epochs: int = 5 # in TRAINING or BLENDING before a seed is judged
-    fall: float = 2. # pp of accuracy in the stage that cost a seed its life
-    worth: float = .5 # pp that make a fossil
-    ransom: float = .1 # pp of worth above which a loss of accuracy looks like ransom
+    fall: float = 2. # pp of accuracy lost in the stage, above which a seed is pruned
+    contribution: float = .5 # pp above which a held seed becomes a fossil
+    ransom: float = .1 # pp of contribution above which a loss of accuracy means that the host depends on the seed
     penalty: float = 2. # of a blueprint, per prune
     decay: float = .5 # of the penalty, per epoch
     skip: float = 3. # penalty from which on a blueprint is passed over
@@ -112,7 +110,7 @@ class HeuristicConfig(Config):
         for k in ("min_epoch", "rest", "stage_epochs", "patience"): check_count(k, getattr(self, k), 0)
         check_count("plateau", self.plateau)
         check(0 < self.fall < math.inf, "fall", self.fall, "a finite number of percentage points above 0")
-        for k in ("worth", "ransom"):
+        for k in ("contribution", "ransom"):
             check(math.isfinite(getattr(self, k)), k, getattr(self, k), "a finite number of percentage points")
         check(0 <= self.penalty < math.inf, "penalty", self.penalty, "a finite number of at least 0")
         check(self.skip >= 0, "skip", self.skip, "a number of at least 0; math.inf passes over none")
@@ -120,41 +118,6 @@ class HeuristicConfig(Config):
 
 QUICK = HeuristicConfig(min_epoch=2, plateau=1, patience=1, settings=dict(tempo=3)) # for a few dozen epochs
 QUICK_RULES = Rules(gates=Gates(training_epochs=3))
-
-# %% ../../nbs/control/50_rules.ipynb #9c511bea
-def judge_seed(
-    c: HeuristicConfig,
-    slot: str,
-    s: SeedState, # in HOLDING
-) -> Decision:
-    "Keep a seed that is worth something, take out any other; wait while its worth is unknown."
-    worth = s.contribution
-    if worth is None: return Decision(slot=slot, reason="worth unknown", confidence=0.)
-    gained = None if s.accuracy is None or s.accuracy_born is None else s.accuracy - s.accuracy_born
-    if worth > c.ransom and gained is not None and gained < 0:
-        why = f"worth {worth:.1f} pp, but accuracy fell by {-gained:.1f} since it was born"
-        return Decision("prune", slot, reason=why, confidence=min(1., -gained / 5))
-    if worth > c.worth:
-        return Decision("fossilize", slot, reason=f"worth {worth:.1f} pp", confidence=min(1., worth / 10))
-    return Decision("prune", slot, reason=f"worth {worth:.1f} pp only", confidence=min(1., abs(c.worth - worth) / 5))
-
-# %% ../../nbs/control/50_rules.ipynb #b3aa4a5e
-def tend_seed(
-    c: HeuristicConfig,
-    slot: str,
-    s: SeedState, # live
-) -> Decision:
-    "What to do with the seed that is there."
-    change = s.improvement
-    if s.stage == Stage.GERMINATED: return Decision("advance", slot, reason="germinated", confidence=1.)
-    if s.stage == Stage.HOLDING: return judge_seed(c, slot, s)
-    if s.epochs >= c.stage_epochs and change is not None and change < -c.fall:
-        why = f"{s.stage.name} cost {-change:.1f} pp in {s.epochs} epochs"
-        return Decision("prune", slot, reason=why, confidence=min(1., -change / (2 * c.fall)))
-    if s.stage == Stage.BLENDING and (s.mode != RampMode.HOLD or s.alpha < 1):
-        return Decision(reason=f"alpha is at {s.alpha:.2f}", slot=slot)
-    sure = .5 if change is None else min(1., max(.5, .5 + change / 10))
-    return Decision("advance", slot, reason=f"{s.stage.name} goes well", confidence=sure)
 
 # %% ../../nbs/control/50_rules.ipynb #6b8481fb
 @dataclass
@@ -165,31 +128,6 @@ class HeuristicMemory:
     penalties: dict[str, float] = field(default_factory=dict) # of blueprints
     asked: tuple[int, dict[str, SeedState]] | None = None # epoch and slots of the latest question
     answer: Decision = Decision() # to it
-
-# %% ../../nbs/control/50_rules.ipynb #0c874514
-def begin_seed(
-    c: HeuristicConfig,
-    v: View,
-    m: HeuristicMemory, # its turn is moved on
-) -> Decision:
-    "Germinate the next blueprint in the first free slot, or say what there is to wait for."
-    g = v.signals
-    free = [k for k, s in v.slots.items() if s.stage == Stage.DORMANT]
-    waits = {
-        "the host has not stabilised": not g.stabilised,
-        f"before epoch {c.min_epoch}": g.epoch < c.min_epoch,
-        "no free slot": not free,
-        "soon after a prune": m.pruned_at is not None and g.epoch - m.pruned_at < c.rest,
-        "accuracy still rises": g.plateau < c.plateau,
-    }
-    if any(waits.values()): return Decision(reason="; ".join(k for k, w in waits.items() if w))
-    order = [b for b in c.blueprints if b in v.blueprints[free[0]]] or list(v.blueprints[free[0]])
-    turn = [order[(m.turn + i) % len(order)] for i in range(len(order))]
-    def cost(b): return m.penalties.get(b, 0)
-    pick = next((b for b in turn if cost(b) < c.skip), None) or min(turn, key=cost)
-    m.turn += 1 + turn.index(pick) if cost(pick) < c.skip else 1
-    sure = min(1., g.plateau / (2 * c.plateau))
-    return Decision("germinate", free[0], pick, f"plateau of {g.plateau} epochs", sure, dict(c.settings))
 
 # %% ../../nbs/control/50_rules.ipynb #debf5e47
 class Heuristic:
@@ -232,12 +170,55 @@ class Heuristic:
         c = self.config
         m.penalties = {k: p for k, q in m.penalties.items() if (p := q * c.decay) >= .1}
         live = [(k, s) for k, s in v.slots.items() if s.stage in LIVE and not s.frozen]
-        d = tend_seed(c, *live[0]) if live else begin_seed(c, v, m)
+        d = self._look_after(*live[0]) if live else self._begin(v, m)
         if d.verb == "prune" and d.slot is not None:
             kind = v.blueprints[d.slot][v.slots[d.slot].blueprint or 0]
             m.penalties[kind] = m.penalties.get(kind, 0) + c.penalty
             m.pruned_at = v.signals.epoch
         return d
+
+    def _look_after(self, slot: str, s: SeedState) -> Decision: # s: live
+        c, change = self.config, s.improvement
+        if s.stage == Stage.GERMINATED: return Decision("advance", slot, reason="germinated", confidence=1.)
+        if s.stage == Stage.HOLDING: return self._judge(slot, s)
+        if s.epochs >= c.stage_epochs and change is not None and change < -c.fall:
+            why = f"{s.stage.name} cost {-change:.1f} pp in {s.epochs} epochs"
+            return Decision("prune", slot, reason=why, confidence=min(1., -change / (2 * c.fall)))
+        if s.stage == Stage.BLENDING and (s.mode != RampMode.HOLD or s.alpha < 1):
+            return Decision(reason=f"alpha is at {s.alpha:.2f}", slot=slot)
+        sure = .5 if change is None else min(1., max(.5, .5 + change / 10))
+        return Decision("advance", slot, reason=f"{s.stage.name} goes well", confidence=sure)
+
+    def _judge(self, slot: str, s: SeedState) -> Decision: # s: in HOLDING
+        c, brings = self.config, s.contribution
+        if brings is None: return Decision(slot=slot, reason="contribution not measured", confidence=0.)
+        gained = None if s.accuracy is None or s.accuracy_born is None else s.accuracy - s.accuracy_born
+        if brings > c.ransom and gained is not None and gained < 0:
+            why = f"contributes {brings:.1f} pp, but accuracy fell by {-gained:.1f} since it was born"
+            return Decision("prune", slot, reason=why, confidence=min(1., -gained / 5))
+        why = f"contributes {brings:.1f} pp"
+        if brings > c.contribution: return Decision("fossilize", slot, reason=why, confidence=min(1., brings / 10))
+        return Decision("prune", slot, reason=f"{why} only", confidence=min(1., abs(c.contribution - brings) / 5))
+
+    def _begin(self, v: View, m: HeuristicMemory) -> Decision:
+        "Germinate the next blueprint in the first free slot, or name what is waited for."
+        c, g = self.config, v.signals
+        free = [k for k, s in v.slots.items() if s.stage == Stage.DORMANT]
+        waits = {
+            "the host has not stabilised": not g.stabilised,
+            f"before epoch {c.min_epoch}": g.epoch < c.min_epoch,
+            "no free slot": not free,
+            "soon after a prune": m.pruned_at is not None and g.epoch - m.pruned_at < c.rest,
+            "accuracy still rises": g.plateau < c.plateau,
+        }
+        if any(waits.values()): return Decision(reason="; ".join(k for k, w in waits.items() if w))
+        order = [b for b in c.blueprints if b in v.blueprints[free[0]]] or list(v.blueprints[free[0]])
+        turn = [order[(m.turn + i) % len(order)] for i in range(len(order))]
+        def cost(b): return m.penalties.get(b, 0)
+        pick = next((b for b in turn if cost(b) < c.skip), None) or min(turn, key=cost)
+        m.turn += 1 + turn.index(pick) if cost(pick) < c.skip else 1
+        sure = min(1., g.plateau / (2 * c.plateau))
+        return Decision("germinate", free[0], pick, f"plateau of {g.plateau} epochs", sure, dict(c.settings))
 
 # %% ../../nbs/control/50_rules.ipynb #fd6732c9
 class WaitOnly(Memoryless):
@@ -245,30 +226,6 @@ class WaitOnly(Memoryless):
     def act(self, v: View) -> Decision:
         "Wait."
         return Decision(reason="always")
-
-# %% ../../nbs/control/50_rules.ipynb #4e174834
-def legal_decisions(v: View) -> list[Decision]: # wait first
-    "Every move that the stages allow one lane; whether a gate agrees is for the gate to say."
-    out = [Decision()]
-    for k, s in v.slots.items():
-        if s.stage == Stage.DORMANT: out += [Decision("germinate", k, b) for b in v.blueprints[k]]
-        if s.frozen: continue
-        if s.stage in LIVE: out.append(Decision("prune", k))
-        if s.stage in (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING): out.append(Decision("advance", k))
-        if s.stage == Stage.HOLDING: out.append(Decision("fossilize", k))
-    return out
-
-# %% ../../nbs/control/50_rules.ipynb #f203a7c4
-class RandomLegal(Memoryless):
-    "One legal move at random, from a stream of each lane and epoch."
-    def __init__(self, seed: int = 0): self.seed = seed
-
-    def act(self, v: View) -> Decision:
-        "One of all legal moves, evenly."
-        options = legal_decisions(v)
-        g = generator(self.seed, "random-legal", v.lane, v.signals.epoch)
-        at = int(torch.randint(len(options), (), generator=g))
-        return options[at]._replace(reason=f"1 of {len(options)} legal moves", confidence=1 / len(options))
 
 # %% ../../nbs/control/50_rules.ipynb #c0ffbdf0
 class Fixed(Memoryless):
@@ -279,18 +236,6 @@ class Fixed(Memoryless):
     def act(self, v: View) -> Decision | Sequence[Decision]:
         "What the timetable says for this epoch."
         return self.table.get(v.signals.epoch, Decision(reason="nothing scheduled"))
-
-# %% ../../nbs/control/50_rules.ipynb #6731f5df
-class Replay(Memoryless):
-    "What records say was done, lane by lane."
-    def __init__(self, records: Sequence[EpochResult]):
-        self.table: dict[tuple[int, int], list[Decision]] = {}
-        for r in records:
-            for d in r.decided: self.table.setdefault((r.epoch, d.lane), []).append(d.decision)
-
-    def act(self, v: View) -> Decision | Sequence[Decision]:
-        "What was done with this lane in this epoch."
-        return self.table.get((v.signals.epoch, v.lane), Decision(reason="nothing recorded"))
 
 # %% ../../nbs/control/50_rules.ipynb #6eff5096
 def as_controller(
@@ -329,7 +274,7 @@ def encode_decision(
     env: _Playable, # a `GrowVecEnv`
     decision: Decision | Sequence[Decision] | None, # of a rule for one lane; None: wait
 ) -> tuple[Decision, Tensor]: # and (K,) int64
-    "The one decision of a rule, and the action that stands for it."
+    "Return the one decision of a rule, and the action that stands for it."
     each = [decision] if isinstance(decision, Decision) else list(decision or ())
     expected = "one for each lane and step: the environment carries out one operation at a time"
     check(len(each) <= 1, "decisions", len(each), expected)

@@ -1,13 +1,14 @@
 # What core offers to other packages; written by `python scripts/notebooks.py door`
 from .clock import PhaseClock as PhaseClock
 from .config import (check as check, check_count as check_count, check_type as check_type, Config as Config,
-    parse_settings as parse_settings)
+    parse_settings as parse_settings, changed_settings as changed_settings, option_text as option_text)
 from .devices import (NO_FLOAT64 as NO_FLOAT64, Precision as Precision, choose_precision as choose_precision,
     check_device as check_device, check_devices as check_devices, as_double as as_double, wait_for as wait_for,
     send as send, activation_room as activation_room, repeatable as repeatable,
     keep_freed_memory as keep_freed_memory)
 from .intervals import (middle_weights as middle_weights, interquartile_mean as interquartile_mean,
-    Interval as Interval, bootstrap_interval as bootstrap_interval)
+    Interval as Interval, bootstrap_interval as bootstrap_interval, finite_or_none as finite_or_none,
+    Measure as Measure)
 from .lanes import (num_lanes as num_lanes, lane_state as lane_state, rewiden as rewiden, with_lanes as with_lanes,
     lane_index as lane_index, index_for as index_for, lane_runs as lane_runs, put_lanes as put_lanes,
     take_lanes as take_lanes, lane as lane, reset_lanes as reset_lanes, repeated as repeated,
@@ -15,9 +16,9 @@ from .lanes import (num_lanes as num_lanes, lane_state as lane_state, rewiden as
     PerLane as PerLane, per_lane as per_lane)
 from .layers import (unfold as unfold, fold as fold, by_lane as by_lane, spatial_mean as spatial_mean,
     MaskedConv2d as MaskedConv2d, conv2d as conv2d, group_norm as group_norm, LaneBatchNorm2d as LaneBatchNorm2d,
-    batch_norm2d as batch_norm2d, lane_linear as lane_linear, LaneLinear as LaneLinear, linear as linear,
-    LaneEmbedding as LaneEmbedding, LaneLayerNorm as LaneLayerNorm, layer_norm as layer_norm, Scale as Scale,
-    LaneAttention as LaneAttention, lane_noise as lane_noise, LaneDropout as LaneDropout)
+    lane_linear as lane_linear, LaneLinear as LaneLinear, LaneEmbedding as LaneEmbedding,
+    LaneLayerNorm as LaneLayerNorm, Scale as Scale, LaneAttention as LaneAttention, lane_noise as lane_noise,
+    LaneDropout as LaneDropout)
 from .modules import (LARGE as LARGE, TOLERANCE as TOLERANCE, WIDER as WIDER, SAME as SAME, ATOMS as ATOMS,
     LaneModule as LaneModule, lane_module as lane_module, LaneForm as LaneForm, Ports as Ports,
     find_form as find_form, compare_with_copies as compare_with_copies, lane_form as lane_form,

@@ -134,44 +134,26 @@ def activation_room(
     if dev.type == "cuda": return torch.cuda.mem_get_info(dev)[1] // 128
     return torch.mps.recommended_max_memory() // 128 if dev.type == "mps" else None
 
-# %% ../../nbs/core/02_devices.ipynb #58aca4db
+# %% ../../nbs/core/02_devices.ipynb #56fc5851
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
-class _Sums(NamedTuple):
-    "What decides how a GPU adds up; read from torch, or to be set."
-    tf32_products: bool # matrix products round fp32 to TF32
-    tf32_windows: bool # convolutions do
-    trials: bool # cuDNN tries its algorithms
-    fixed: bool # cuDNN takes deterministic algorithms only
-    kernels: bool # torch takes deterministic kernels
-    lenient: bool # and only warns where there are none
-    workspace: str | None # of cuBLAS; None: its own choice
-
-    @classmethod
-    def now(cls) -> "_Sums":
-        products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        return cls(tf32_products=products.allow_tf32, tf32_windows=cudnn.allow_tf32, trials=cudnn.benchmark,
-                   fixed=cudnn.deterministic, kernels=torch.are_deterministic_algorithms_enabled(),
-                   lenient=torch.is_deterministic_algorithms_warn_only_enabled(), workspace=os.environ.get(_WORKSPACE))
-
-    def set(self):
-        "Put these settings in force."
-        products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        products.allow_tf32, cudnn.allow_tf32 = self.tf32_products, self.tf32_windows
-        cudnn.benchmark, cudnn.deterministic = self.trials, self.fixed
-        torch.use_deterministic_algorithms(self.kernels, warn_only=self.lenient)
-        if self.workspace is None: os.environ.pop(_WORKSPACE, None)
-        else: os.environ[_WORKSPACE] = self.workspace
-
-# %% ../../nbs/core/02_devices.ipynb #56fc5851
 @contextmanager
 def repeatable() -> Iterator[None]:
     "Let a GPU add in the same order in every run inside the block; after it everything is as it was."
-    before = _Sums.now()
-    _Sums(tf32_products=False, tf32_windows=False, trials=False, fixed=True, kernels=True, lenient=True,
-          workspace=before.workspace or ":4096:8").set()
+    products, cudnn, workspace = torch.backends.cuda.matmul, torch.backends.cudnn, os.environ.get(_WORKSPACE)
+    fixed, lenient = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = products.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic
+    def put(product_tf32: bool, window_tf32: bool, trials: bool, deterministic: bool) -> None:
+        products.allow_tf32, cudnn.allow_tf32 = product_tf32, window_tf32
+        cudnn.benchmark, cudnn.deterministic = trials, deterministic
+    put(product_tf32=False, window_tf32=False, trials=False, deterministic=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
     try: yield
-    finally: before.set()
+    finally:
+        put(*before)
+        torch.use_deterministic_algorithms(fixed, warn_only=lenient)
+        if workspace is None: os.environ.pop(_WORKSPACE, None)
 
 # %% ../../nbs/core/02_devices.ipynb #38f04cff
 def keep_freed_memory() -> bool: # whether the allocator took the settings

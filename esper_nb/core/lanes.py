@@ -183,15 +183,16 @@ def widen_module(module: nn.Module, n: int, made: dict[int, Tensor] | None = Non
 
 # %% ../../nbs/core/04_lanes.ipynb #002bfb10
 def map_tensors(
-    f: Callable[[tuple[Tensor, ...]], Any], # of the tensors at one place of all the trees
+    f: Callable[[tuple[Any, ...]], Any], # of the tensors at one place of all the trees
     *trees: Any, # tuples, lists and dicts of one structure
+    kind: type = Tensor, # what stands in the places
 ): # a tree of what `f` made; what is no tensor comes from the first
     "Apply a function to tensors, place by place."
     first = trees[0]
-    if isinstance(first, Tensor): return f(trees)
-    if isinstance(first, dict): return {k: map_tensors(f, *(t[k] for t in trees)) for k in first}
+    if isinstance(first, kind): return f(trees)
+    if isinstance(first, dict): return {k: map_tensors(f, *(t[k] for t in trees), kind=kind) for k in first}
     if not isinstance(first, (tuple, list)): return first
-    made = [map_tensors(f, *parts) for parts in zip(*trees)]
+    made = [map_tensors(f, *parts, kind=kind) for parts in zip(*trees)]
     return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
 
 # %% ../../nbs/core/04_lanes.ipynb #5145b739
@@ -217,14 +218,6 @@ def drawing(
 # %% ../../nbs/core/04_lanes.ipynb #1987853c
 class _Pieces(tuple):
     "One tensor, cut."
-
-def _pick(tree, i):
-    "A tree of cut tensors, as one lane sees it."
-    if isinstance(tree, _Pieces): return tree[i]
-    if isinstance(tree, dict): return {k: _pick(v, i) for k, v in tree.items()}
-    if not isinstance(tree, (tuple, list)): return tree
-    made = [_pick(v, i) for v in tree]
-    return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
 
 # %% ../../nbs/core/04_lanes.ipynb #58fdb6b2
 class PerLane(nn.Module):
@@ -292,7 +285,7 @@ class PerLane(nn.Module):
     def _run(self, i, state, inputs):
         "The module as lane i is."
         self.turn = i
-        args, kwargs = _pick(inputs, i)
+        args, kwargs = map_tensors(lambda cut: cut[0][i], inputs, kind=_Pieces)
         if not self.draws: return torch.func.functional_call(self.template, state, args, kwargs)
         device = next(iter(state.values()), self.stream).device
         with drawing(device, int(self.stream[i]), "draw", int(self.count[i])):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core import check, check_count, linear, spatial_mean
+from ..core import check, check_count, LaneLinear, spatial_mean
 
 # %% ../../nbs/grow/21_blending.ipynb #74151432
 class Curve(IntEnum):
@@ -135,7 +135,7 @@ class BlendGate(nn.Module):
     def __init__(self, channels: int, lanes: int = 1):
         super().__init__()
         self.lanes, inner = check_count("lanes", lanes), max(8, channels // 4)
-        self.fc1, self.fc2 = linear(channels, inner, lanes), linear(inner, 1, lanes)
+        self.fc1, self.fc2 = LaneLinear(channels, inner, lanes), LaneLinear(inner, 1, lanes)
 
     def pool(self, h: Tensor) -> Tensor: # features -> (B, n*C) or (B, L, n*D)
         "Return the mean over the picture, or over the tokens so far."

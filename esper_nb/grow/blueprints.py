@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint as rerun_in_backward
 
 from ..core import (
     LaneAttention, LaneForm, LaneModule, Ports, Scale, check, check_count, conv2d, find_form, fold, group_norm,
-    lane_linear, layer_norm, linear, num_lanes, seeded, spatial_mean, unfold, wait_for)
+    lane_linear, LaneLayerNorm, LaneLinear, num_lanes, seeded, spatial_mean, unfold, wait_for)
 
 # %% ../../nbs/grow/20_blueprints.ipynb #f0e984ec
 FAMILIES = {"cnn": 64, "transformer": 384} # family -> channels at which sizes are declared
@@ -226,7 +226,7 @@ class SqueezeExcite(nn.Module):
     def __init__(self, channels: int, lanes: int, reduction: int = 4):
         super().__init__()
         self.lanes, inner = lanes, max(1, channels // check_count("reduction", reduction))
-        self.fc1, self.fc2 = linear(channels, inner, lanes), linear(inner, channels, lanes)
+        self.fc1, self.fc2 = LaneLinear(channels, inner, lanes), LaneLinear(inner, channels, lanes)
         self.reset_parameters()
 
     def reset_parameters(self):
@@ -288,7 +288,7 @@ class LaneMLP(nn.Module):
     def __init__(self, d: int, factor: int, lanes: int, checkpoint: bool = False):
         super().__init__()
         self.lanes, self.checkpoint = lanes, checkpoint
-        self.up, self.down = linear(d, factor * d, lanes), linear(factor * d, d, lanes)
+        self.up, self.down = LaneLinear(d, factor * d, lanes), LaneLinear(factor * d, d, lanes)
 
     def forward(self, x: Tensor) -> Tensor:
         args = (x, self.up.weight, self.up.bias, self.down.weight, self.down.bias, self.lanes)
@@ -319,11 +319,11 @@ class LaneFlexAttention(LaneAttention):
 blueprint("noop", "transformer", 0)(Noop)
 
 @blueprint("norm", "transformer", 800)
-def layer_norm_seed(channels, lanes): return NormSeed(layer_norm(channels, lanes), lanes, -1)
+def layer_norm_seed(channels, lanes): return NormSeed(LaneLayerNorm(channels, lanes), lanes, -1)
 
 @blueprint("lora", "transformer", 6_000)
 def lora(channels, lanes, rank=8): # Hu et al. 2021, as a layer of its own
-    pair = linear(channels, rank, lanes, bias=False), linear(rank, channels, lanes, bias=False)
+    pair = LaneLinear(channels, rank, lanes, bias=False), LaneLinear(rank, channels, lanes, bias=False)
     return Residual(nn.Sequential(*pair), "1", lanes, zero=True)
 
 @blueprint("lora_large", "transformer", 25_000)

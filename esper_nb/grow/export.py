@@ -9,8 +9,8 @@ __all__ = ['export_model', 'check_finite', 'check_same', 'grown_forms', 'plain_m
 # %% ../../nbs/grow/27_export.ipynb #ec548894
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -77,17 +77,24 @@ def check_finite(net: nn.Module):
 
 def check_same(
     name: str, # what is compared
-    plain: Callable[..., Tensor],
-    kept: Callable[..., Tensor], # what it must be equal to
+    plain: Callable[..., Any], # to a tensor, or to tensors in dictionaries, lists and tuples
+    kept: Callable[..., Any], # what it must be equal to
     example: Sequence[Tensor], # arguments for both
     tolerance: float = 1e-5, # largest difference, relative to the largest output
 ):
     "Raise a `RuntimeError` unless two networks give the same outputs."
-    with torch.no_grad(): mine, theirs = plain(*example), kept(*example)
-    off = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-12))
+    with torch.no_grad(): mine, theirs = _outputs(plain(*example)), _outputs(kept(*example))
+    check(len(mine) == len(theirs), f"{name}: outputs", len(mine), f"{len(theirs)}, as many as before")
+    off = max((float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in zip(mine, theirs)), default=0.)
     if not off <= tolerance:
         raise RuntimeError(f"{name}: its plain form is off by {off:.2g} (relative), allowed is {tolerance:g}; "
                            "a module in it asks more of its layers than torch's own layers do")
+
+def _outputs(y: Any) -> list[Tensor]:
+    "Return the tensors in what a network says."
+    if isinstance(y, Tensor): return [y]
+    inner = y.values() if isinstance(y, Mapping) else y if isinstance(y, (list, tuple)) else ()
+    return [t for v in inner for t in _outputs(v)]
 
 def grown_forms(
     slots: Sequence[Slot], # of one lane

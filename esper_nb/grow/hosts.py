@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import (
-    Config, LaneAttention, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, batch_norm2d, by_lane, check,
+    Config, LaneAttention, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneBatchNorm2d, by_lane, check,
     check_count, check_device, conv2d, lane_linear, reset_lanes, spatial_mean)
 
 # %% ../../nbs/grow/24_hosts.ipynb #e80b48ca
@@ -91,7 +91,7 @@ class CNNHost(Host):
     def _block(self, c_in, c_out):
         n, k, masked = self.lanes, self.config.kernel, self.config.masked
         window = conv2d(c_in, c_out, k, n, masked=masked, padding=k // 2, bias=False)
-        return nn.Sequential(window, batch_norm2d(c_out, n), nn.ReLU())
+        return nn.Sequential(window, LaneBatchNorm2d(c_out, n), nn.ReLU())
 
     @torch.no_grad()
     def blind(self, lane: int, blocks: Sequence[int]): # numbers of blocks; the others see

@@ -162,7 +162,7 @@ class Growing(nn.Module):
         return self.slot(slot).enabled and bool(self.slot(slot).roles())
 
     def record_accuracy(self, accuracy: Numbers, lanes: Lanes = None): # held out, percentage points
-        "Add an epoch's accuracy to the record of every seed, with the alphas of the seeds before and behind it."
+        "Add an epoch's accuracy to the state of every seed, with the alphas of the seeds before and behind it."
         alphas = torch.tensor([[s.alpha for s in self.slot(k).states()] for k in self.names], dtype=torch.float64)
         def write(s: SeedState, up: float, down: float, accuracy: float | None = None) -> SeedState:
             if accuracy is not None: s = s.record_accuracy(accuracy)
@@ -172,13 +172,13 @@ class Growing(nn.Module):
 
     def record_contribution(self, slot: str, contribution: Numbers, lanes: Lanes = None,
                             interaction: Numbers | None = None, boost: Numbers | None = None): # percentage points
-        "Add measured contributions to the records of a slot's seeds."
+        "Add measured contributions to the states of a slot's seeds."
         self.slot(slot).note(SeedState.record_contribution, lanes, contribution=contribution, interaction=interaction,
                              boost=boost)
 
     def record_gradients(self, slot: str, norm: Numbers, health: Numbers, lanes: Lanes = None,
                          **others: Numbers): # ratio, vanishing, exploding
-        "Add the gradient health of a slot's seeds to their records."
+        "Add the gradient health of a slot's seeds to their states."
         self.slot(slot).note(SeedState.record_gradients, lanes, health=health, norm=norm, **others)
 
     def owners(self) -> dict[str, dict[str, nn.Parameter]]: # owner -> trainable parameters by name

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['HostConfig', 'READS', 'LAYOUTS', 'FIRST_AXIS', 'LAST_AXIS', 'AttachedModel', 'attach_slots', 'ModuleHostConfig',
            'Place', 'Explored', 'explore_host', 'module_model', 'ModuleHost', 'host_sites', 'check_slots',
-           'import_path', 'get_factory', 'Reading', 'read_as', 'FeatureLayout', 'to_slot', 'from_slot', 'choose_layout',
-           'FeatureSeen', 'find_features', 'draw_afresh']
+           'import_path', 'given_factories', 'get_factory', 'Reading', 'read_as', 'FeatureLayout', 'to_slot',
+           'from_slot', 'choose_layout', 'FeatureSeen', 'find_features', 'draw_afresh']
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #c143ca17
 import copy
@@ -376,6 +376,10 @@ def import_path(factory: Callable[..., nn.Module]) -> str: # "package.module:fun
     name = f"{factory.__module__}:{getattr(factory, '__qualname__', type(factory).__name__)}"
     _given[name] = factory
     return name
+
+def given_factories() -> frozenset[str]:
+    "Return the import paths of the functions that were handed over in this process."
+    return frozenset(_given)
 
 def get_factory(path: str) -> Callable[..., nn.Module]: # path: "package.module:function"
     "Return the function at an import path."

@@ -32,7 +32,7 @@ Move = Callable[[SeedState], tuple[SeedState, GateResult]] # of a seed, with the
 
 class Slot(nn.Module):
     "A shape-keeping module that holds, at one place of a host, each lane's own seed or none."
-    table: Tensor # (n, columns) fp32, in host memory: the record of each lane's seed
+    table: Tensor # (n, columns) fp32, in host memory: the state of each lane's seed
     stream: Tensor # (n,) int64, in host memory: the seed from which a lane's seeds are drawn
     enabled = True # False: return the features as they come
     branch = False # True: return the features without seeds and then those with them, as one batch twice as large
@@ -156,11 +156,11 @@ class Slot(nn.Module):
             self.stream[i] = generator(seed, "growth", name).initial_seed()
 
     def states(self) -> list[SeedState]: # one per lane
-        "Return the records of all lanes."
+        "Return the states of all lanes."
         return [decode_seed(r) for r in self.rows().tolist()]
 
     def state(self, lane: int) -> SeedState:
-        "Return the record of one lane."
+        "Return the state of one lane."
         return decode_seed(self.table[lane].tolist())
 
     def change(self, lanes: Lanes, change: Callable[[SeedState], SeedState]):
@@ -172,7 +172,7 @@ class Slot(nn.Module):
         self._write(new)
 
     def note(self, write: Callable[..., SeedState], lanes: Lanes, **values: Numbers | None):
-        "Renew the records of seeds by `write(state, **values)`, where the first value is a number; NaN is none."
+        "Renew the states of seeds by `write(state, **values)`, where the first value is a number; NaN is none."
         n, states = self.lanes, self.states()
         known = {k: torch.as_tensor(v, dtype=torch.float64).expand(n).tolist()
                  for k, v in values.items() if v is not None}
@@ -234,7 +234,7 @@ class Slot(nn.Module):
         return count
 
     def readable(self, lanes: Iterable[int]) -> Iterator[tuple[int, SeedState]]:
-        "Yield the lanes whose numbers in the table stand for a record, with that record."
+        "Yield the lanes whose numbers in the table stand for a state, with that state."
         for i in lanes:
             try: yield i, self.state(i)
             except ValueError: pass
@@ -249,7 +249,7 @@ class Slot(nn.Module):
             epochs=str(s.epochs), contribution_pp=number(s.contribution), health=number(s.health))
 
     def problems(self, lane: int) -> Iterator[str]: # one sentence each; none: consistent
-        "Yield what is wrong with a lane: its record, its blueprint, or weights in use that are not finite."
+        "Yield what is wrong with a lane: its state, its blueprint, or weights in use that are not finite."
         try: s = self.state(lane)
         except ValueError as e:
             yield str(e)
@@ -322,7 +322,7 @@ class Slot(nn.Module):
 
     @torch.no_grad()
     def _write(self, new: Mapping[int, tuple[SeedState, SeedState]]): # lane -> state before, state after
-        "Write records, and zero the weights of pruned seeds."
+        "Write states, and zero the weights of pruned seeds."
         if not new: return
         self.table[list(new)] = torch.tensor([encode_seed(s) for _, s in new.values()])
         for i, (old, s) in new.items():

@@ -14,13 +14,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..core import Config, check, check_count
+
+if TYPE_CHECKING: from torch import Tensor # the limits are NumPy's: pictures of a run need no torch
 
 # %% ../../nbs/guard/12_detector.ipynb #b159cfe8
 WINDOW_LIMIT = 512
@@ -94,7 +94,7 @@ def list_thresholds(
 
 # %% ../../nbs/guard/12_detector.ipynb #d0b89cce
 def label_entropy(
-    labels: Tensor, # any shape, labels or tokens of the training set; negative ones are ignored
+    labels: "Tensor", # any shape, labels or tokens of the training set; negative ones are ignored
 ) -> float: # nats
     """Return the chance loss of a classifier or language model: that of a guess from the frequencies of the labels.
 
@@ -111,6 +111,7 @@ def label_entropy(
     >>> round(label_entropy(torch.tensor([0] * 80 + [1] * 20)), 4)
     0.5004
     """
+    import torch
     p = torch.bincount(labels[labels >= 0].flatten()).cpu().double()
     p = p[p > 0] / p.sum()
     return -(p * p.log()).sum().item()
@@ -501,11 +502,12 @@ class LossStats:
         out.load_state_dict(self.state_dict())
         return out
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> "dict[str, Tensor]":
         "Return every array as a tensor that shares its memory."
+        import torch
         return {k: torch.from_numpy(v) for k, v in self.arrays.items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]): # a state of `state_dict` with as many lanes
+    def load_state_dict(self, state: "Mapping[str, Tensor]"): # a state of `state_dict` with as many lanes
         "Copy a state into the arrays; what a rule remembers that is newer than the state stays."
         for k, v in self.arrays.items():
             if k not in state: continue

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..core import ModulePart, check, check_count
+from .causes import Explanation, StepRecorder, find_cause
 from .detector import (
     RULES, DetectorConfig, LossStats, Verdict, loss_limits, off_scale, on_scale)
 from .ranks import Ranks, SameWeights
@@ -114,6 +115,7 @@ class Governor:
         self.given_at = -1 # call of `watch` at which cuts were last given back; -1: never
         self.keep_cuts = False # giving them back has brought the trouble back
         self.saved: dict[int, SavedAt] = {} # by number of a snapshot
+        self.recorder: StepRecorder | None = None # of the steps of `run`
         self.snapshot = Snapshot(*parts, lanes=lanes, copies=self.config.copies, **named, governor_stats=self.stats)
         if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
         elif self.config.background and lanes == 1:
@@ -229,6 +231,110 @@ class Governor:
         except _RejectedBatch: pass
         finally: self.inside = False
 
+    def run(
+        self,
+        step: Callable[[Any], Any], # trains on a batch and returns its loss
+        batch, # what `step` is given, or what `fetch` makes that from
+        fetch: Callable[[Any], Any] | None = None, # makes the batch, so that only e.g. its indices are kept
+    ): # the loss; None for a batch that is left out
+        """Run one training step, watch its loss, and keep what an explanation needs.
+
+        The batches since the last good state are kept by reference, so a step should not change them in place. After
+        an incident the cause is looked for at once, within `config.explain_steps`, and what it suggests is done:
+        blamed batches are left out when they come again, a learning rate that was to blame is warmed up again.
+
+        Raises
+        ------
+        ValueError
+            If the Governor has several lanes.
+        GovernorStop
+            As in `watch`; the cause is looked for before.
+
+        Examples
+        --------
+        >>> net = torch.nn.Linear(1, 1)
+        >>> opt = torch.optim.SGD(net.parameters(), lr=.1)
+        >>> governor = Governor(net, opt, chance_loss=None)
+        >>> def step(x):
+        ...     loss = net(x).square().mean()
+        ...     opt.zero_grad(); loss.backward(); opt.step()
+        ...     return loss
+        >>> for k in range(20): loss = governor.run(step, torch.ones(8, 1) * (k != 12 or math.inf))
+        >>> governor.reports[0].cause, governor.explain().batches
+        ('data', (12,))
+        """
+        if self.n > 1: raise ValueError(f"lanes={self.n}, expected 1: `run` is for a single run")
+        if self.recorder is None: self.recorder = StepRecorder(self.snapshot.objects.values())
+        keeper = self.recorder
+        if self.ask is None: self.ask = keeper.ask # old and live weights on the same batches, none of them lost
+        if (wanted := keeper.wanted(batch, fetch)) is None: return None
+        ways_back = [*self.saved.values(), *(() if self.kept is None else [self.kept[1]])]
+        keeper.forget(min(s.batch for s in ways_back))
+        loss = keeper.run(step, wanted, self.watched, fetch, asked=self.question is not None)
+        try: reports = self.watch(loss.detach() if isinstance(loss, Tensor) else loss)
+        except GovernorStop as stop:
+            self._look_into([stop.report])
+            raise GovernorStop(self.reports[-1]) from None
+        if reports: self._look_into(reports)
+        return loss
+
+    def explain(
+        self,
+        now: bool = False, # the steps since the last good state, although there was an incident before
+        all_of_them: bool = False, # make all experiments, even after one has cured the run
+        budget: int | None = None, # steps that it may take; None: as many as it needs
+    ) -> Explanation:
+        """Replay the latest incident from its good state, change one thing at a time, and return what cures it.
+
+        The live state, random streams included, is as it was afterwards, bit for bit. Without an incident the steps
+        since the last good state are replayed; if nothing was wrong, that is what it says.
+
+        Raises
+        ------
+        RuntimeError
+            If no step was recorded: only what is trained by `run` can be replayed.
+
+        Examples
+        --------
+        >>> net = torch.nn.Linear(1, 1)
+        >>> opt = torch.optim.SGD(net.parameters(), lr=.1)
+        >>> governor = Governor(net, opt, chance_loss=None)
+        >>> def step(x):
+        ...     loss = net(x).square().mean()
+        ...     opt.zero_grad(); loss.backward(); opt.step()
+        ...     return loss
+        >>> for k in range(20): loss = governor.run(step, torch.ones(8, 1))
+        >>> governor.explain().cause
+        'healthy'
+        """
+        if self.recorder is None: raise RuntimeError("no step was recorded: train with `governor.run(step, batch)`")
+        incident = None if now else self.recorder.incident
+        if incident is None:
+            saved = self.saved[self.snapshot.version[0] or 0]
+            incident = self.recorder.incident_from(saved.batch, self.snapshot)
+        if self.snapshot.background is not None: self.snapshot.background.hold_step()
+        found = find_cause(incident, self.ranks, budget, all_of_them)
+        if incident.report is not None:
+            told = replace(incident.report, cause=found.cause, why=found.why, evidence=found.evidence)
+            for i, r in enumerate(self.reports):
+                if r is incident.report: self.reports[i] = incident.report = told
+        return found
+
+    def _look_into(self, reports: Sequence[Report]):
+        "After a rollback: keep the incident, find its cause, and do what that suggests."
+        report = next((r for r in reports if r.lost and r.action in ("rollback", "replay", "stop")), None)
+        if report is None or report.lost is None or self.recorder is None: return
+        keeper, config = self.recorder, self.config
+        keeper.incident = keeper.incident_from(report.lost[0], self.snapshot, report)
+        if report.action == "replay" and keeper.incident.steps: keeper.position = keeper.incident.steps[0].position
+        keeper.skip_left = 0 if report.action == "replay" else config.skip_window
+        if not config.explain_steps: return
+        found = self.explain(budget=config.explain_steps)
+        level = logging.INFO if self.ranks.rank else logging.WARNING
+        logger.log(level, "Governor: batch %s: cause %s: %s", report.batch, found.cause, found.why)
+        if config.leave_out: keeper.leave_out(found, keeper.incident)
+        if config.rewarm and found.cause in ("rate", "fast", "steep", "moments"): keeper.rewarm(config.rewarm)
+
     def flush(self, before_step: bool = False) -> tuple[Report, ...]: # as in `watch`
         "Judge the losses that were gathered so far."
         return self._judge_waiting(before_step) if self.waiting else ()
@@ -267,7 +373,9 @@ class Governor:
             self.snapshot.replace_by_live(step=to)
             self._note_saved(at)
             self.kept = None
-        return self._respond(dict.fromkeys(range(self.n) if lanes is None else lanes, "asked"))
+        reports = self._respond(dict.fromkeys(range(self.n) if lanes is None else lanes, "asked"))
+        self._look_into(reports)
+        return reports
 
     def accept(self, lanes: Sequence[int] | None = None): # lanes whose loss changes; None: all
         """Learn the level of the loss anew from now on: a change that has come or is about to come is meant.
@@ -338,6 +446,7 @@ class Governor:
         trial = self.trial if banks or self.question is None else None
         return {k: getattr(self, k) for k in _PLAIN_STATE} | dict(
             trial=None if trial is None else asdict(trial),
+            recorder=None if self.recorder is None else self.recorder.state_dict(),
             question=None if q is None else dict(
                 live=saved(q.live), report=q.report.to_dict(), back=q.back, rates=q.rates),
             kept=None if kept is None else (saved(kept[0]), tuple(kept[1])),
@@ -351,6 +460,9 @@ class Governor:
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
         "Go on where another Governor was; the model and everything else are loaded on their own."
         self.stats.load_state_dict(state["stats"])
+        if state.get("recorder"):
+            self.recorder = StepRecorder(self.snapshot.objects.values())
+            self.recorder.load_state_dict(state["recorder"])
         self.budget.load_state_dict(state["budget"])
         if state["snapshot"] is not None: self.snapshot.load_state_dict(state["snapshot"])
         config, own = GovernorConfig.from_dict(state["config"]), self.config

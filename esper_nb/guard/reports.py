@@ -57,12 +57,17 @@ class GovernorConfig(DetectorConfig):
     replay: bool = False # a first rollback puts everything back, data and schedule too, and replays exactly
     patience: int | None = None # losses that a rise is looked at before old weights are asked; None: 48, or 0 on lanes
     cooldown: int = threshold(100, 0, 1000, 10) # losses past the place of the panic that refill the budget
+    explain_steps: int = 1000 # that looking for the cause may take after an incident of `run`; 0: only when asked
+    leave_out: bool = True # batches that are to blame, when they come again
+    skip_window: int = 0 # batches that are left out after every rollback
+    rewarm: int = 20 # steps over which a learning rate comes back that was to blame; 0: at once
     stop_raises: bool = True # at the end of the ladder raise `GovernorStop` (True) or only mark the lanes (False)
 
     def __post_init__(self):
         super().__post_init__()
         check_count("snapshot_every", self.snapshot_every)
-        for k in ("probation", "skips", "lowers", "rollbacks", "max_rollbacks", "cooldown"):
+        for k in ("probation", "skips", "lowers", "rollbacks", "max_rollbacks", "cooldown", "explain_steps",
+                  "skip_window", "rewarm"):
             check_count(k, getattr(self, k), 0)
         if self.sync_every is not None: check_count("sync_every", self.sync_every)
         if self.patience is not None: check_count("patience", self.patience, 0)

@@ -3,11 +3,10 @@ from .distributions import (ActionHeads as ActionHeads, Heads as Heads, heads_of
     MaskedHeads as MaskedHeads, mix_floor as mix_floor, choose as choose, acting_noise as acting_noise)
 from .learner import (END_SIGNALS as END_SIGNALS, Update as Update, StopRequest as StopRequest, Learner as Learner,
     train_ppo as train_ppo, StopFlag as StopFlag, exit_on_signal as exit_on_signal)
-from .loss import (PPOConfig as PPOConfig, PPOStats as PPOStats, StepLog as StepLog, read_stats as read_stats,
-    finite_or_none as finite_or_none, average_steps as average_steps, ChoiceMasks as ChoiceMasks,
-    Coefficients as Coefficients, ppo_loss as ppo_loss, minibatch_loss as minibatch_loss,
-    explained_variance as explained_variance, Collected as Collected, collect_returns as collect_returns,
-    Compiled as Compiled)
+from .loss import (PPOConfig as PPOConfig, PPOStats as PPOStats, read_stats as read_stats,
+    average_steps as average_steps, ChoiceMasks as ChoiceMasks, Coefficients as Coefficients, ppo_loss as ppo_loss,
+    minibatch_loss as minibatch_loss, explained_variance as explained_variance, Collected as Collected,
+    collect_returns as collect_returns, Compiled as Compiled)
 from .normalizers import (Moments as Moments, ObsNormalizer as ObsNormalizer, discounted_sums as discounted_sums,
     RewardNormalizer as RewardNormalizer, ValueNormalizer as ValueNormalizer, standardize as standardize)
 from .policies import PolicyConfig as PolicyConfig, Act as Act, ActorCritic as ActorCritic, Trunk as Trunk

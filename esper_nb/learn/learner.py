@@ -20,10 +20,11 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from ..core import check, check_count, check_device, choose_precision, generator, send, use_threads
+from ..core import (
+    check, check_count, check_device, choose_precision, finite_or_none, generator, send, use_threads)
 from .distributions import ActionHeads, acting_noise, heads_of
 from .loss import (
-    Coefficients, Compiled, PPOConfig, StepLog, average_steps, collect_returns, explained_variance, finite_or_none,
+    Coefficients, Compiled, PPOConfig, average_steps, collect_returns, explained_variance,
     minibatch_loss, ppo_loss, read_stats)
 from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer, standardize
 from .policies import ActorCritic, PolicyConfig
@@ -130,7 +131,7 @@ class Learner:
         self.stop_reason, self.seconds = "", 0. # of this update
         self.state = self.policy.initial_state(self.n) # (S, n, H) memory before the next step
         self.returns, self.lengths = self._no_episodes() # (n,) each, of the episodes so far
-        self.logs: list[StepLog] = [] # of this update
+        self.logs: list[dict[str, Any]] = [] # of this update, as from `read_stats`
         self.ended: list[EpisodeEnd] = [] # in this rollout
         self.variance: float | None = None # explained variance of the returns
         self.rollout: Rollout | None = None # None: the environments have not been reset
@@ -192,7 +193,7 @@ class Learner:
             if self.stop_reason == "nonfinite": # take back the steps that this update has taken
                 self.policy.load_state_dict(self.before["policy"])
                 self.optimizer.load_state_dict(self.before["optimizer"])
-                self.gradient_step, self.logs = 0, [log._replace(grad_norm=None) for log in self.logs]
+                self.gradient_step, self.logs = 0, [log | dict(grad_norm=None) for log in self.logs]
         return True
 
     @torch.no_grad()
@@ -236,10 +237,10 @@ class Learner:
         stats.loss.backward()
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), c.max_grad_norm)
         log = read_stats(stats, norm) # the only wait for the device
-        self.logs.append(log._replace(grad_norm=None))
-        if not math.isfinite(log.loss): return "nonfinite"
-        if c.target_kl is not None and log.approx_kl > c.target_kl: return "kl"
-        if not math.isfinite(log.grad_norm or 0.): return "nonfinite"
+        self.logs.append(log | dict(grad_norm=None))
+        if not math.isfinite(log["loss"]): return "nonfinite"
+        if c.target_kl is not None and log["approx_kl"] > c.target_kl: return "kl"
+        if not math.isfinite(log["grad_norm"] or 0.): return "nonfinite"
         for group in self.optimizer.param_groups: group["lr"] = lr
         self.optimizer.step()
         self.logs[-1] = log
@@ -273,7 +274,7 @@ class Learner:
         "Return the whole state except for the environments themselves."
         r, s = self.rollout or self.reset(), self.stream
         progress = {k: getattr(self, k) for k in self._counters}
-        progress |= dict(logs=[log._asdict() for log in self.logs], ended=[list(e) for e in self.ended])
+        progress |= dict(logs=list(self.logs), ended=[list(e) for e in self.ended])
         if self.before: progress["before"] = self.before
         return {k: getattr(self, k).state_dict() for k in self._modules} | dict(
             state=self.state.clone(), returns=self.returns.clone(), lengths=self.lengths.clone(),
@@ -289,7 +290,7 @@ class Learner:
         for k, v in state["stream"].items():
             setattr(self.stream, k, None if v is None else v.to("cpu", copy=True))
         for k in self._counters: setattr(self, k, progress[k])
-        self.logs, self.ended = [StepLog(**d) for d in progress["logs"]], [EpisodeEnd(*e) for e in progress["ended"]]
+        self.logs, self.ended = list(progress["logs"]), [EpisodeEnd(*e) for e in progress["ended"]]
         self.before = progress.get("before")
         r.load_state_dict(state["rollout"])
         self.variance, self.noise = state["rollout"].get("variance"), None

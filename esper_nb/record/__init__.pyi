@@ -10,26 +10,27 @@ from .analytics import (pick_rows as pick_rows, lane_numbers as lane_numbers, Ro
     StageSpan as StageSpan, stage_spans as stage_spans, BlueprintStats as BlueprintStats,
     blueprint_stats as blueprint_stats, LaneScore as LaneScore, lane_scores as lane_scores, reward_mix as reward_mix,
     observation_ranges as observation_ranges, action_mix as action_mix, phase_shares as phase_shares,
-    align_columns as align_columns, run_origin as run_origin, changed_settings as changed_settings,
-    option_text as option_text, about_time as about_time, time_text as time_text)
+    run_origin as run_origin)
 from .checkpoints import (CheckpointError as CheckpointError, LoadResult as LoadResult,
     save_checkpoint as save_checkpoint, load_checkpoint as load_checkpoint,
     contract_difference as contract_difference, EnvState as EnvState, write_checkpoint as write_checkpoint,
-    read_checkpoint as read_checkpoint, previous_checkpoint as previous_checkpoint,
-    checkpoint_digest as checkpoint_digest, encode_tree as encode_tree, decode_tree as decode_tree)
-from .files import (check_folder as check_folder, check_output as check_output, new_file as new_file,
-    refuse_link as refuse_link, save_tensors as save_tensors, FolderLock as FolderLock)
+    read_checkpoint as read_checkpoint, read_contract as read_contract, previous_checkpoint as previous_checkpoint,
+    checkpoint_digest as checkpoint_digest, save_tensors as save_tensors, encode_tree as encode_tree,
+    decode_tree as decode_tree)
+from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
+    new_file as new_file, refuse_link as refuse_link, json_digest as json_digest, write_json as write_json,
+    read_json as read_json, FolderLock as FolderLock, Lease as Lease)
 from .rows import (Value as Value, Row as Row, ROW_KEYS as ROW_KEYS, make_rows as make_rows,
     metric_names as metric_names, named_fields as named_fields, flatten as flatten, series as series,
-    encode_row as encode_row, decode_row as decode_row, population_rows as population_rows, run_rows as run_rows,
-    size_metrics as size_metrics, epoch_rows as epoch_rows, batch_rows as batch_rows, limit_rows as limit_rows,
-    governor_rows as governor_rows, slot_rows as slot_rows, seed_metrics as seed_metrics, seed_rows as seed_rows,
-    seed_event_rows as seed_event_rows, closing_table as closing_table, EnvRows as EnvRows,
-    update_rows as update_rows)
+    encode_row as encode_row, decode_row as decode_row)
 from .trackers import (TRACKERS as TRACKERS, StepMetrics as StepMetrics, metrics_by_step as metrics_by_step,
     Tracker as Tracker, TensorBoardWriter as TensorBoardWriter, WandbWriter as WandbWriter,
     MLflowWriter as MLflowWriter, TrackioWriter as TrackioWriter, check_trackers as check_trackers,
     open_trackers as open_trackers)
+from .training_rows import (population_rows as population_rows, run_rows as run_rows, size_metrics as size_metrics,
+    epoch_rows as epoch_rows, batch_rows as batch_rows, limit_rows as limit_rows, governor_rows as governor_rows,
+    slot_rows as slot_rows, seed_metrics as seed_metrics, seed_rows as seed_rows, seed_event_rows as seed_event_rows,
+    closing_table as closing_table, EnvRows as EnvRows, update_rows as update_rows)
 from .writers import (Writer as Writer, WriterReport as WriterReport, Recorder as Recorder,
-    JSONLWriter as JSONLWriter, read_rows as read_rows, count_rows as count_rows, cut_rows as cut_rows,
-    RunFolder as RunFolder, new_run as new_run, BackgroundWriter as BackgroundWriter)
+    JSONLWriter as JSONLWriter, read_rows as read_rows, RowReader as RowReader, count_rows as count_rows,
+    cut_rows as cut_rows, RunFolder as RunFolder, new_run as new_run, BackgroundWriter as BackgroundWriter)

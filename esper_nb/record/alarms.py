@@ -18,7 +18,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..learn import finite_or_none
+from ..core import finite_or_none
 from .rows import Row
 
 # %% ../../nbs/record/72_alarms.ipynb #e08b4552
@@ -411,7 +411,7 @@ def _gap(past: Sequence[Any], row: Row) -> Statistic:
 
 def _of_chance(past: Sequence[Any], row: Row) -> Statistic:
     "as a share of the chance loss"
-    return past[-1] / row["limit.chance"] if row.get("limit.chance") else None
+    return past[-1] / row["limit.chance_loss"] if row.get("limit.chance_loss") else None
 
 def _of_phases(past: Sequence[Any], row: Row) -> Statistic:
     "as a share of all phases of the row"

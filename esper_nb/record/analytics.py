@@ -5,24 +5,20 @@
 # %% auto #0
 __all__ = ['pick_rows', 'lane_numbers', 'Rollback', 'rollbacks', 'loss_curve', 'SeedLife', 'seed_lives', 'StageSpan',
            'stage_spans', 'BlueprintStats', 'blueprint_stats', 'LaneScore', 'lane_scores', 'reward_mix',
-           'observation_ranges', 'action_mix', 'phase_shares', 'align_columns', 'run_origin', 'changed_settings',
-           'option_text', 'about_time', 'time_text']
+           'observation_ranges', 'action_mix', 'phase_shares', 'run_origin']
 
 # %% ../../nbs/record/73_analytics.ipynb #b6ab28eb
-import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from ..grow import LIVE
 from .rows import Row
 
 # %% ../../nbs/record/73_analytics.ipynb #cfa35fb6
@@ -190,7 +186,7 @@ def seed_lives(
         lives[key] = _advance(lives.get(key, newborn), r)
     return sorted((s for s in lives.values() if s.birth), key=lambda s: (s.born, s.lane))
 
-_grown = {s.name for s in LIVE} | {"FOSSILIZED"}
+_grown = {"GERMINATED", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED"} # stages of a seed that is there
 _ends = {"prune": "pruned", "fossilize": "fossilized", "undone": "undone"}
 
 def _advance(s: SeedLife, r: Row) -> SeedLife: # r: of the kind slot or seed
@@ -380,18 +376,10 @@ def _by_size(shares: dict[str, float]) -> dict[str, float]:
     "Sort by size, largest first."
     return dict(sorted(shares.items(), key=lambda kv: -abs(kv[1])))
 
-# %% ../../nbs/record/73_analytics.ipynb #23fbd88b
-def align_columns(
-    lines: Sequence[Sequence[str]], # cells
-) -> list[str]: # a text for each line
-    "Align the columns of a text table: the first to the left, the others to the right."
-    wide = [max(map(len, column)) for column in zip(*lines)]
-    return ["  ".join([line[0].ljust(wide[0]), *(v.rjust(w) for v, w in zip(line[1:], wide[1:]))]).rstrip()
-            for line in lines]
-
 # %% ../../nbs/record/73_analytics.ipynb #cd2320d4
 def run_origin() -> dict[str, Any]: # ready for JSON
     "Return time, system, processor, threads and versions of this process."
+    import torch
     return dict(
         begun=datetime.now().astimezone().isoformat(timespec="seconds"),
         system=f"{platform.system()} on {platform.machine()}", processor=_processor(), cores=os.cpu_count(),
@@ -403,39 +391,3 @@ def _processor() -> str:
     lines = about.read_text(encoding="utf-8", errors="replace").splitlines() if about.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor()) or platform.machine()
-
-# %% ../../nbs/record/73_analytics.ipynb #9c5f62c8
-def changed_settings(
-    now: Mapping[str, Any], # nested, as JSON has them
-    before: Mapping[str, Any], # likewise
-    prefix: str = "", # of the dotted names
-) -> dict[str, Any]: # dotted name -> value now
-    "Return the settings that have another value now, by dotted name."
-    out: dict[str, Any] = {}
-    for k, v in now.items():
-        was = before.get(k, {})
-        if v and isinstance(v, Mapping) and isinstance(was, Mapping): out |= changed_settings(v, was, f"{prefix}{k}.")
-        elif k not in before or v != was: out[prefix + k] = v
-    return out
-
-def option_text(value: Any) -> str: # of a leaf
-    "Return a value as `--set NAME=VALUE` reads it."
-    if value is None or isinstance(value, bool): return str(value).lower()
-    return value if isinstance(value, str) else json.dumps(value)
-
-# %% ../../nbs/record/73_analytics.ipynb #dd15faf7
-def about_time(
-    seconds: float, # estimated
-) -> str:
-    "Return an estimated duration, rounded."
-    if seconds < 75: return f"about {max(10, 10 * round(seconds / 10))} seconds"
-    if seconds < 10 * 60: return f"about {round(seconds / 30) / 2:g} minutes"
-    if seconds < 90 * 60: return f"about {5 * round(seconds / 300)} minutes"
-    return f"about {round(seconds / 1800) / 2:g} hours"
-
-def time_text(
-    pace: float, # seconds a step
-    steps: float, # ahead
-) -> str:
-    "Return how long the steps ahead will take, and the pace that this is estimated from."
-    return f"{'time':>14}  {about_time(pace * steps)}, at {pace:.2f} s a step as it began"

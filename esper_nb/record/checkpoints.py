@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CheckpointError', 'LoadResult', 'save_checkpoint', 'load_checkpoint', 'contract_difference', 'EnvState',
-           'write_checkpoint', 'read_checkpoint', 'previous_checkpoint', 'checkpoint_digest', 'encode_tree',
-           'decode_tree']
+           'write_checkpoint', 'read_checkpoint', 'read_contract', 'previous_checkpoint', 'checkpoint_digest',
+           'save_tensors', 'encode_tree', 'decode_tree']
 
 # %% ../../nbs/record/70_checkpoints.ipynb #c1648759
 import copy, hashlib, json, math, os, shutil, warnings
@@ -18,11 +18,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core import as_stateful, check
-from .files import save_tensors
 
 # %% ../../nbs/record/70_checkpoints.ipynb #43dcefa6
 class CheckpointError(ValueError):
@@ -173,10 +173,14 @@ def _read_layer(layer: Any) -> dict[str, Any]:
     rng = vars(layer).get("_np_random")
     return dict(kind=type(layer).__name__, data=data, rng=None if rng is None else rng.bit_generator.state)
 
+_bit_generators = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+
 def _write_layer(layer: Any, state: dict[str, Any]) -> None:
     "Restore plain data and random stream of one layer."
     if state["rng"] is not None:
-        layer.np_random = np.random.Generator(getattr(np.random, state["rng"]["bit_generator"])())
+        name = state["rng"]["bit_generator"]
+        check(name in _bit_generators, "bit_generator", name, f"one of {', '.join(_bit_generators)}")
+        layer.np_random = np.random.Generator(getattr(np.random, name)())
         layer.np_random.bit_generator.state = state["rng"]
     for k, v in state["data"].items():
         old = vars(layer).get(k)
@@ -219,6 +223,14 @@ def read_checkpoint(
     except Exception as e:
         why, older = f"{type(e).__name__}: {str(e)[:200]}", previous_checkpoint(path).name
         raise CheckpointError(f"{path} cannot be read as a checkpoint ({why}); use {older} or an earlier file") from e
+
+def read_contract(
+    path: str | Path, # of the newest checkpoint
+) -> Any: # None: it cannot be read
+    "Return what a checkpoint asks of its reader, before anything of it is verified or built."
+    try:
+        with safe_open(path, framework="pt") as f: return json.loads((f.metadata() or {})["contract"])
+    except Exception: return None
 
 def previous_checkpoint(
     path: str | Path, # of the newest checkpoint
@@ -271,6 +283,15 @@ def _publish(temp: Path, path: Path) -> None:
             os.replace(path, previous_checkpoint(path))
     os.replace(temp, path)
     _flush(path.parent)
+
+def save_tensors(
+    tensors: Mapping[str, Tensor], # by name
+    path: str | Path, # of the file
+    about: dict[str, str] | None = None, # metadata
+) -> None:
+    "Write a safetensors file; a full disk is an `OSError` that names the file."
+    try: save_file({k: t.contiguous() for k, t in tensors.items()}, path, about)
+    except SafetensorError as e: raise OSError(f"{path} could not be written: {e}") from e
 
 # %% ../../nbs/record/70_checkpoints.ipynb #7b81a814
 def encode_tree(

@@ -4,35 +4,23 @@
 
 # %% auto #0
 __all__ = ['Value', 'Row', 'ROW_KEYS', 'make_rows', 'metric_names', 'named_fields', 'flatten', 'series', 'encode_row',
-           'decode_row', 'population_rows', 'run_rows', 'size_metrics', 'epoch_rows', 'batch_rows', 'limit_rows',
-           'governor_rows', 'slot_rows', 'seed_metrics', 'seed_rows', 'seed_event_rows', 'closing_table', 'EnvRows',
-           'update_rows']
+           'decode_row']
 
 # %% ../../nbs/record/71_rows.ipynb #43ed28a1
 import dataclasses
-import itertools
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from ..guard import Governor, Report, loss_limits
-from ..grow import COOLING, LIVE, DecisionResult, Growing, Reason, SeedState, Slot, Stage
-from ..train import EpochResult, EvalResult, Population
-from ..control import EnvStep, EpisodeSummary, GrowVecEnv
-from ..learn import Update, finite_or_none
-
 # %% ../../nbs/record/71_rows.ipynb #b3ee0eb5
 Value = float | int | bool | str | None
 Row = dict[str, Any] # kind, lane, keys such as epoch, then dotted names with values; made once, then only read
 # When and where a row was made.
 ROW_KEYS = ("run", "task", "seed", "update", "rollout", "episode", "epoch", "step", "batch", "slot", "time")
-_reserved = frozenset({"kind", "lane", "nonfinite", *ROW_KEYS}) # columns that are no metric
+_reserved = frozenset({"kind", "lane", "nonfinite", "digest", *ROW_KEYS}) # columns that are no metric
 
 def make_rows(
     kind: str, # of event: "epoch", "test", ...
@@ -113,13 +101,13 @@ def _columns(metrics: Any) -> tuple[Row, dict[str, list[Value]]]:
 
 def _values(name: str, leaf: Any) -> Value | list[Value]:
     "Return a leaf as one plain value, or as a list of one a lane."
-    if isinstance(leaf, (torch.Tensor, np.ndarray)): leaf = leaf.tolist()
+    if hasattr(leaf, "tolist"): leaf = leaf.tolist() # a tensor, an array, or a scalar of one
     return [_value(name, v) for v in leaf] if isinstance(leaf, (list, tuple)) else _value(name, leaf)
 
 def _value(name: str, leaf: Any) -> Value:
     "Return one leaf as a plain Python value."
     if isinstance(leaf, Enum): return leaf.name
-    if isinstance(leaf, (np.generic, torch.Tensor)) and np.ndim(leaf) == 0: leaf = leaf.item()
+    if hasattr(leaf, "tolist"): leaf = leaf.tolist()
     if leaf is None or isinstance(leaf, (bool, int, float, str)): return leaf
     raise ValueError(
         f"{name} holds a {type(leaf).__name__}: a metric is a number, text, None, or one of these a lane, "
@@ -144,411 +132,34 @@ def series(
 def encode_row(
     row: Row, # a flat row
 ) -> str:
-    "Encode a row as one line of strict JSON; values that JSON cannot hold go into `nonfinite` as text."
+    "Encode a row as one line of strict JSON with its digest; values that JSON cannot hold go into `nonfinite` as text."
     lost = {k: str(v) for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-    return json.dumps({**row, **dict.fromkeys(lost), "nonfinite": lost} if lost else row, allow_nan=False)
+    text = json.dumps({**row, **dict.fromkeys(lost), "nonfinite": lost} if lost else row, allow_nan=False)
+    return f'{text[:-1]}, "digest": "{_row_digest(text.encode())}"}}'
 
 def decode_row(
     line: str | bytes, # one line as `encode_row` made it
 ) -> Row:
-    "Decode the row that `encode_row` was given."
-    row = json.loads(line)
+    "Decode the row that `encode_row` was given; `ValueError` for another line, or one that was changed."
+    text = line if isinstance(line, bytes) else line.encode()
+    body, _, digest = text.rstrip().rpartition(b', "digest": "')
+    if digest != _row_digest(body + b"}").encode() + b'"}':
+        raise ValueError("its digest does not fit: it was changed, or a run has not written it")
+    row = json.loads(body + b"}")
     if not isinstance(row, dict): raise ValueError(f"a row is a JSON object, not {line!r}")
-    return row | {k: float(v) for k, v in row.pop("nonfinite", {}).items()}
+    row |= {k: _nonfinite[v] for k, v in row.pop("nonfinite", {}).items()}
+    for name, value in row.items():
+        if type(value) not in _types.get(name, _plain): raise ValueError(f"{name}={value!r}, expected another type")
+        if type(value) is int and abs(value) > _largest: raise ValueError(f"{name} is a number beyond 64 bits")
+    if not {"kind", "lane"} <= row.keys(): raise ValueError("it has no kind, or no lane")
+    return row
 
-# %% ../../nbs/record/71_rows.ipynb #ec81f14f
-def population_rows(
-    pop: Population, # just after the epoch
-    r: EpochResult, # what the epoch yielded
-    batches: bool = True, # also a row for every batch of every lane: most of the rows of a run
-) -> list[Row]:
-    "Return all rows of one epoch of a population."
-    step = (r.epoch + 1) * len(r.train.losses)
-    rows = epoch_rows(r, pop.model)
-    if batches: rows += batch_rows(r)
-    rows += seed_rows(r, pop.model, step=step)
-    rows += slot_rows(pop.model, r, epoch=r.epoch, step=step)
-    if pop.governor is not None: rows += limit_rows(pop.governor, epoch=r.epoch, step=step)
-    return rows + governor_rows(r.reports, r.train.losses, epoch=r.epoch)
+def _row_digest(text: bytes) -> str: return hashlib.blake2b(text, digest_size=6).hexdigest()
 
-# %% ../../nbs/record/71_rows.ipynb #c05f8a0e
-def run_rows(
-    pop: Population, # of the run
-    event: str = "started", # started, resumed, saved, stopped or finished
-    **keys: Value, # `epoch=3` for a later event
-) -> list[Row]:
-    "Return the row of an event of the run as a whole, with its task and sizes."
-    data, guard = pop.data, pop.governor
-    return make_rows("run", {"run": dict(
-        event=event,
-        task=pop.task.name,
-        slots=" ".join(pop.model.names),
-        device=str(next(pop.model.parameters()).device),
-        precision=repr(pop.precision),
-        lanes=pop.lanes,
-        epochs=pop.epochs,
-        batch_size=pop.batch_size,
-        batches=data.num_train // pop.batch_size,
-        train_examples=data.num_train,
-        parameters=int(pop.model.parameter_counts().host[0]),
-        chance_loss=float(data.chance_loss),
-        guarded=guard is not None and guard.chance_loss is not None)}, lanes=None, **keys)
-
-# %% ../../nbs/record/71_rows.ipynb #6d0859a7
-def size_metrics(model: Growing) -> dict[str, Tensor]: # name -> (n,)
-    "Return the parameters in use, beside the host's and as a multiple of them."
-    count = model.parameter_counts()
-    return dict(seeds=count.seed, fossils=count.fossil, growth=count.total / count.host)
-
-def epoch_rows(
-    r: EpochResult, # result of the epoch
-    model: Growing | None = None, # for the sizes; None: without
-) -> list[Row]:
-    "Return losses, accuracies and sizes of every lane in an epoch, and the time of it."
-    train = {k: getattr(r.train, k) for k in ("loss", "accuracy_pp", "grad_norm", "skipped")}
-    metrics: dict[str, Any] = dict(train=train, lr=r.lr)
-    if r.heldout is not None: metrics["heldout"] = dict(loss=r.heldout.loss, accuracy_pp=r.heldout.accuracy_pp)
-    if r.ablation is not None: metrics["ablation"] = dict(total_pp=r.ablation.total, committed_pp=r.ablation.committed)
-    if model is not None: metrics["size"] = size_metrics(model)
-    shared = dict(seconds=r.seconds, images_per_s=r.images_per_s)
-    return make_rows("epoch", metrics | shared, lanes=None, epoch=r.epoch, step=(r.epoch + 1) * len(r.train.losses))
-
-def batch_rows(r: EpochResult) -> list[Row]:
-    "Return the loss of every batch step of every lane in an epoch."
-    rows, first = [], r.epoch * len(r.train.losses)
-    for b, loss in enumerate(r.train.losses):
-        rows += make_rows("batch", {"batch": {"loss": loss}}, lanes=None, epoch=r.epoch, step=first + b + 1, batch=b)
-    return rows
-
-# %% ../../nbs/record/71_rows.ipynb #21ea9282
-def limit_rows(
-    governor: Governor, # of any training loop
-    **keys: Value, # `epoch=3`, `step=200`
-) -> list[Row]:
-    "Return the Governor's limits as they stand now, one row a lane."
-    s, c = governor.stats, governor.config
-    limits = loss_limits(s, c, governor.chance_loss)
-    seen, ready, absolute = s.seen > 0, limits.ready & (s.seen > 0), np.asarray(limits.absolute, np.float64)
-    chance = [None] * governor.n if governor.chance_loss is None else [float(x) for x in governor.chance_loss]
-    low, high = ([None if x is None or c.band is None else x * (1 + sign * c.band) for x in chance] for sign in (-1, 1))
-    return make_rows("limit", {"limit": dict(
-        value=_per_lane(limits.limit, seen),
-        absolute=_per_lane(np.where(absolute > 0, absolute, np.nan), ready),
-        by_sigma=_per_lane(limits.by_sigma, ready),
-        by_multiple=_per_lane(limits.by_multiple, ready),
-        mean=_per_lane(s.mean, seen),
-        chance=chance,
-        collapse_low=low,
-        collapse_high=high,
-        judged=s.judged,
-        anomalies=s.count,
-        cusum_share=[None] * governor.n if c.rise is None else s.cusum / c.rise,
-        rise=_per_lane(limits.rise, ready))}, lanes=None, **keys)
-
-def _per_lane(
-    x: Any, # a number, or (n,)
-    known: np.ndarray, # (n,) bool
-) -> list[float | None]:
-    "Return a value for each lane, None where it is not known."
-    values = np.broadcast_to(np.asarray(x, np.float64), len(known))
-    return [finite_or_none(v) if k else None for v, k in zip(values, known)]
-
-# %% ../../nbs/record/71_rows.ipynb #3a99c244
-def governor_rows(
-    reports: Sequence[Report], # of the Governor
-    losses: Tensor | None = None, # (batches, n) of the epoch, to find the batch
-    **keys: Value, # `epoch=3`; `step=200` for a loop that counts its own
-) -> list[Row]:
-    "Return one row for each report of the Governor."
-    rows, total = [], 0 if losses is None else len(losses)
-    for g in reports:
-        batch = None if losses is None else _batch_of(g, losses)
-        at = total if batch is None else batch + 1 # steps of the epoch up to the decision
-        step: dict[str, Value] = {} if losses is None else dict(step=int(keys.get("epoch") or 0) * total + at)
-        metrics = _report_metrics(g, batch, rest=total - at)
-        rows += make_rows("governor", {"governor": metrics}, lanes=[g.lane], **(keys | step))
-    return rows
-
-_reported = ("reason", "action", "step", "loss", "shown", "norm", "limit", "mean", "sigma", "count", "restored_step",
-             "lr_factor", "rollbacks_left", "seconds") # fields of a report that are columns of its row
-
-def _batch_of(report: Report, losses: Tensor) -> int | None: # (batches, n) -> the batch that decided
-    "Return the batch whose loss decided; None: no loss did."
-    if report.shown == "none": return None
-    for b, x in enumerate(losses[:, report.lane].double().tolist()):
-        if (x == report.loss if report.loss is not None else not math.isfinite(x)): return b
-    return None
-
-def _report_metrics(g: Report, batch: int | None, rest: int) -> dict[str, list]:
-    "Return the metrics of a report; `rest`: steps of the epoch after the one that decided."
-    lost = None if g.restored_step is None else g.step - g.restored_step + rest
-    text = dict(restored=" ".join(g.restored) or None, errors=" ".join(g.errors) or None)
-    return {k: [v] for k, v in ({k: getattr(g, k) for k in _reported} | text | dict(batch=batch, lost=lost)).items()}
-
-# %% ../../nbs/record/71_rows.ipynb #e4c5c525
-def slot_rows(
-    model: Growing, # n lanes
-    r: EpochResult | None = None, # for the Shapley values and the gain
-    **keys: Value, # `epoch=3`
-) -> list[Row]:
-    "Return a row for every seed and every cooling slot; an empty slot has none."
-    rows, ablation = [], None if r is None else r.ablation
-    gain = [] if ablation is None else ablation.total.tolist()
-    for k in model.names:
-        slot = model.slot(k)
-        filled = {i: _slot_metrics(slot, s) for i, s in enumerate(slot.states()) if s.stage != Stage.DORMANT}
-        if not filled: continue
-        columns: dict[str, list] = {}
-        for name in next(iter(filled.values())): columns[name] = [s[name] for s in filled.values()]
-        shares: list[float | None] = [None] * model.lanes
-        if ablation is not None and k in ablation.slots: shares = ablation.shapley[ablation.slots.index(k)].tolist()
-        columns["shapley_pp"] = [finite_or_none(shares[i]) for i in filled]
-        measured = [ablation is not None and s["contribution_pp"] is not None for s in filled.values()]
-        columns["gain_pp"] = [gain[i] if m else None for i, m in zip(filled, measured)]
-        rows += make_rows("slot", {"slot": columns}, lanes=list(filled), slot=k, **keys)
-    return rows
-
-def seed_metrics(
-    slot: Slot,
-    s: SeedState, # of one lane
-) -> dict[str, Any]: # metrics that all rows about a seed share
-    "Return which seed it is, and what it has contributed so far."
-    born = s.accuracy_born
-    return dict(
-        blueprint=None if s.blueprint is None else slot.blueprints[s.blueprint], birth=s.births, age=s.age,
-        change_pp=None if s.accuracy is None or born is None else s.accuracy - born, contribution_pp=s.contribution)
-
-def _slot_metrics(slot: Slot, s: SeedState) -> dict[str, Any]:
-    "Return the metrics of one slot of one lane."
-    if s.stage in COOLING: # contributions were those of the seed that is gone
-        s = SeedState(s.stage, s.blueprint, s.blend, epochs=s.epochs, age=s.age, births=s.births)
-    return seed_metrics(slot, s) | dict(
-        stage=s.stage, blend=s.blend, epochs=s.epochs, alpha=s.alpha, target=s.target, velocity_pp=s.velocity,
-        interaction_pp=s.interaction, gradient_norm=s.gradient_norm, gradient_ratio=s.gradient_ratio,
-        health=s.health, vanishing=s.vanishing, exploding=s.exploding)
-
-# %% ../../nbs/record/71_rows.ipynb #985dc954
-def seed_rows(
-    r: EpochResult, # with the decisions before the epoch, and the moves at its end
-    model: Growing, # as it is after the epoch
-    **keys: Value, # `step=200`; the epoch is the result's own
-) -> list[Row]:
-    "Return the events of seeds in an epoch."
-    rows: list[Row] = []
-    rolled = {g.lane for g in r.reports if g.restored}
-    def add(lane, name, event):
-        slot = model.slot(name)
-        rows.extend(seed_event_rows(slot, lane, slot.state(lane), event, epoch=r.epoch, **keys))
-    for d in r.decided:
-        if d.decision.verb != "wait" and d.decision.slot is not None: add(d.lane, d.decision.slot, _asked_event(d))
-    for d in r.undone:
-        facts = dict(event="undone", by="governor", after=Stage.DORMANT, why="rollback", blueprint=d.decision.blueprint)
-        add(d.lane, str(d.decision.slot), facts)
-    for name, lane, e in r.events:
-        if e.before == Stage.PRUNED and lane in rolled and model.slot(name).state(lane).reason == Reason.ROLLBACK:
-            add(lane, name, dict(event="prune", by="governor", after=Stage.PRUNED, why="rollback"))
-        kind = "prune" if e.after == Stage.PRUNED else "stage"
-        add(lane, name, dict(event=kind, by="time", before=e.before, after=e.after, why=e.why))
-    return rows
-
-_event_columns = ("event", "asked", "by", "before", "after", "why", "reason", "confidence")
-_verb_ends = dict(germinate=Stage.GERMINATED, prune=Stage.PRUNED, fossilize=Stage.FOSSILIZED)
-
-def seed_event_rows(
-    slot: Slot,
-    lane: int,
-    s: SeedState, # of the seed
-    event: dict[str, Any], # some of `_event_columns`; overrides the seed's metrics
-    **keys: Value, # `epoch=3`, `step=200`
-) -> list[Row]: # one row
-    "Return one event of a seed, with the seed's metrics."
-    columns = dict.fromkeys(_event_columns) | seed_metrics(slot, s) | event
-    return make_rows("seed", {"seed": {k: [v] for k, v in columns.items()}}, lanes=[lane], slot=slot.name, **keys)
-
-def _asked_event(d: DecisionResult) -> dict[str, Any]:
-    "Return the event of a decision; an advance names the stage it led to in its message."
-    verb, after = d.decision.verb, None
-    if d.ok and verb == "advance": after = d.message.partition(":")[0].rpartition(" ")[2] or None
-    elif d.ok and verb in _verb_ends: after = _verb_ends[verb].name
-    event = dict(event=verb if d.ok else "blocked", asked=verb, by="controller", after=after, why=d.message or None,
-                 reason=d.decision.reason or None, confidence=float(d.decision.confidence))
-    return event if d.decision.blueprint is None else event | dict(blueprint=d.decision.blueprint)
-
-# %% ../../nbs/record/71_rows.ipynb #cf36add1
-def closing_table(
-    pop: Population, # trained
-    test: EvalResult, # its result on the test split
-    rates: list[float], # training examples per second of each epoch
-) -> str:
-    "Return accuracy over the lanes, speed and size of a trained population as text."
-    if test.accuracy_pp is None: raise ValueError("the result has no accuracy: it must be one of a split with labels")
-    accuracy, size = test.accuracy_pp, pop.model.parameter_counts()
-    score = pop.data.measure
-    grown = (size.seed + size.fossil).tolist()
-    seeds = f", and {min(grown):,} to {max(grown):,} in seeds" if any(grown) else ""
-    spread = f"median {accuracy.median():.1f}, min {accuracy.min():.1f}, max {accuracy.max():.1f} {score.unit}"
-    lines = [("lanes", f"{pop.lanes}, each {int(size.host[0]):,} parameters{seeds}"),
-             (f"test {score.name}", spread),
-             ("test loss", f"median {test.loss.median():.3f} {score.of_loss} (chance {pop.data.chance_loss:.3f})"),
-             ("epochs", f"{int(pop.epoch.max())} on {pop.data.num_train:,} examples each"),
-             ("precision", repr(pop.precision)),
-             ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} examples per second, all lanes together")]
-    return "\n".join(f"{k:>14}  {v}" for k, v in lines)
-
-# %% ../../nbs/record/71_rows.ipynb #f4f9257a
-class EnvRows:
-    """Make the rows of each step of an environment: call it after every step, one object for one run.
-
-    A step makes rows of the kinds epoch and step for every active lane, one for each report of the Governor and each
-    episode that ended, and, with `growth`, rows of sizes, slots and events of seeds.
-
-    Raises
-    ------
-    ValueError
-        If the environment has not done a step yet.
-
-    Examples
-    --------
-    >>> from esper_nb import EnvRows, GrowVecEnv
-    >>> env = GrowVecEnv(task="digits", num_envs=2, horizon=2, limit=64)
-    >>> _, _ = env.reset(seed=0)
-    >>> _ = env.step([[0] * len(env.single_action_space.nvec)] * 2) # two waits
-    >>> rows = EnvRows(growth=False)(env, epoch=0)
-    >>> [(row["kind"], row["lane"]) for row in rows]
-    [('epoch', 0), ('epoch', 1), ('step', 0), ('step', 1)]
-    >>> env.close()
-    """
-    def __init__(
-        self,
-        growth: bool = True, # also rows of sizes, slots and seeds
-    ):
-        self.growth = growth
-        self.states: dict[tuple[int, str], SeedState] = {} # (lane, slot) -> after the latest step
-        self.episodes: list[int] = [] # (n,) number of every lane's episode then
-        self.last: EpisodeSummary | None = None # newest finished episode that has a row
-
-    def __call__(
-        self,
-        env: GrowVecEnv, # just after `step`
-        **keys: Value, # when: `epoch=17`, `step=340`, `update=2`
-    ) -> list[Row]: # of the kinds epoch, step, governor, episode, slot and seed
-        "Return the rows of the latest step."
-        s = env.last_result
-        if s is None: raise ValueError("env has not done a step: call env.step before its rows are made")
-        rows = self._step_rows(s, **keys) + governor_rows(env.reports, None, **keys) + self._episode_rows(env, **keys)
-        return rows + self._slot_rows(env, s, **keys) + self._seed_rows(env, s, **keys) if self.growth else rows
-
-    def _step_rows(self, s: EnvStep, **keys: Value) -> list[Row]:
-        "Return the step and the epoch that it was, a row of each kind for every active lane."
-        lanes = [i for i, on in enumerate(s.active.tolist()) if on]
-        if not lanes: return []
-        def pick(x): values = _as_list(x); return [values[i] for i in lanes]
-        def known(x): return [None if math.isnan(v) else v for v in pick(x)]
-        epoch = dict(
-            train=dict(loss=pick(s.train_loss)),
-            heldout=dict(loss=pick(s.loss), accuracy_pp=known(s.accuracy_pp)),
-            ablation=dict(total_pp=known(s.gain_pp)))
-        step = dict(
-            reward=dict(total=pick(s.reward)) | {k: pick(v) for k, v in s.terms.items()},
-            action=dict(op=pick(s.op), ok=pick(s.ok), refused=[x or None for x in pick(s.refused)]),
-            observation={k: pick(v) for k, v in s.observed.items()})
-        return make_rows("epoch", epoch, lanes=lanes, **keys) + make_rows("step", step, lanes=lanes, **keys)
-
-    def _episode_rows(self, env: GrowVecEnv, **keys: Value) -> list[Row]:
-        "Return a row for each episode that ended since the call before."
-        ended = list(itertools.takewhile(lambda e: e is not self.last, reversed(env.records)))[::-1]
-        if ended: self.last = ended[-1]
-        rows: list[Row] = []
-        for e in ended:
-            metrics = dict(
-                total=e.reward, length=e.epochs, accuracy_pp=finite_or_none(e.accuracy_pp),
-                growth=e.parameters / float(env.host_size[0]), fossils=e.fossils, prunes=e.pruned,
-                rollbacks=e.rollbacks)
-            episode = {"episode": {k: [v] for k, v in metrics.items()}}
-            rows += make_rows("episode", episode, lanes=[e.lane], **(keys | dict(episode=e.episode)))
-        return rows
-
-    def _slot_rows(self, env: GrowVecEnv, s: EnvStep, **keys: Value) -> list[Row]:
-        "Return sizes and slots of every active lane."
-        active, rows = s.active.tolist(), []
-        for first, pop in env.parts:
-            made = make_rows("epoch", {"size": size_metrics(pop.model)}, lanes=None, **keys)
-            made += slot_rows(pop.model, None, **keys)
-            rows += [row | dict(lane=first + row["lane"]) for row in made if active[first + row["lane"]]]
-        return rows
-
-    def _seed_rows(self, env: GrowVecEnv, s: EnvStep, **keys: Value) -> list[Row]:
-        "Return the events of seeds in the step, from what changed in their tables."
-        rows: list[Row] = []
-        episodes, rolled, active = env.episode.tolist(), s.rolled_back.tolist(), s.active.tolist()
-        begun = [bool(self.episodes) and now != was for now, was in zip(episodes, self.episodes or episodes)]
-        for first, pop in env.parts:
-            for slot in map(pop.model.slot, pop.model.names):
-                for lane, new in enumerate(slot.states(), first):
-                    old = self.states.get((lane, slot.name))
-                    self.states[lane, slot.name] = new
-                    event = _change(old, new)
-                    if event is None or not active[lane] or (begun[lane] and not rolled[lane]): continue
-                    last = new if new.blueprint is not None or old is None else old
-                    facts = dict(
-                        event=event, by="governor" if rolled[lane] else "controller", after=new.stage, birth=new.births,
-                        before=None if event == "germinate" or old is None else old.stage)
-                    rows += seed_event_rows(slot, lane, last, facts, **keys)
-        self.episodes = episodes
-        return rows
-
-def _change(
-    old: SeedState | None, # of the slot before the step; None: it was never seen
-    new: SeedState, # and after it
-) -> str | None: # germinate, fossilize, prune, undone; None: nothing of these
-    "Return the event between two states of a slot."
-    born = new.births > (old.births if old is not None else 0)
-    if born: return "undone" if new.stage == Stage.DORMANT else "germinate"
-    if old is None or old.stage not in LIVE or new.births < old.births: return None # fewer births: another network
-    if new.stage == Stage.FOSSILIZED: return "fossilize"
-    if new.stage == Stage.DORMANT: return "undone" # which no other event leads to at once
-    return None if new.stage in LIVE else "prune"
-
-def _as_list(x: Any) -> list: # of a tensor, an array or any sequence
-    "Return plain values, one a lane."
-    return x.tolist() if isinstance(x, (Tensor, np.ndarray)) else list(x)
-
-# %% ../../nbs/record/71_rows.ipynb #24feab3b
-# Fields of an update that are columns of its row.
-_update_columns = (
-    "env_steps", "reward", "loss", "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "first_gap",
-    "ratio_gap", "grad_norm", "explained_variance", "learning_rate", "value_scale", "reward_scale", "gradient_steps",
-    "rollbacks", "seconds")
-
-def update_rows(
-    u: Update, # of `train_ppo`
-    heads: Sequence[str] | None = None, # names of the K heads; None: their numbers
-    **keys: Value, # when; the number of the update is its own
-) -> list[Row]: # one, of the kind update
-    """Return the row of one PPO update.
-
-    Returns and lengths of episodes are averaged; entropies of heads stand under the names of the heads. A value that
-    the update did not measure is None.
-
-    Examples
-    --------
-    >>> import gymnasium as gym
-    >>> from esper_nb import Learner, PPOConfig, train_ppo, update_rows
-    >>> settings = PPOConfig(num_steps=4, num_minibatches=2)
-    >>> update = next(train_ppo(Learner(gym.make_vec("CartPole-v1", num_envs=2), settings)))
-    >>> row, = update_rows(update, heads=["direction"])
-    >>> row["kind"], row["update"], row["update.env_steps"], "update.head_entropy.direction" in row
-    ('update', 1, 8, True)
-    """
-    known = [h for h in u.head_entropy if h is not None]
-    names = heads or [str(k) for k in range(len(u.head_entropy))]
-    metrics = {k: getattr(u, k) for k in _update_columns} | dict(
-        episodes=len(u.returns),
-        return_mean=sum(u.returns) / len(u.returns) if u.returns else None,
-        return_low=min(u.returns, default=None),
-        return_high=max(u.returns, default=None),
-        length_mean=sum(u.lengths) / len(u.lengths) if u.lengths else None,
-        entropy_mean=sum(known) / len(known) if known else None,
-        head_entropy=dict(zip(names, u.head_entropy)),
-        stopped=u.stopped or None)
-    return make_rows("update", {"update": metrics}, lanes=None, **(keys | dict(update=u.update)))
+_nonfinite = dict(nan=math.nan, inf=math.inf) | {"-inf": -math.inf}
+_plain = (float, int, bool, str, type(None))
+_largest = 2**63 - 1
+_types: Mapping[str, tuple[type, ...]] = ( # of the columns that are no metric
+    dict.fromkeys(("seed", "update", "rollout", "episode", "epoch", "step", "batch", "lane"), (int, type(None)))
+    | dict.fromkeys(("kind",), (str,)) | dict.fromkeys(("run", "task", "slot"), (str, type(None)))
+    | dict.fromkeys(("time",), (float, int, type(None))))

@@ -1,21 +1,25 @@
 # What run offers to other packages; written by `python scripts/notebooks.py door`
 from .cli import lab_command as lab_command, main as main
-from .compare import (METERS as METERS, Player as Player, latest_step as latest_step, RulePlayer as RulePlayer,
+from .compare import (Player as Player, latest_step as latest_step, RulePlayer as RulePlayer,
     RandomPlayer as RandomPlayer, PolicyPlayer as PolicyPlayer, PlayScores as PlayScores, play_lanes as play_lanes,
-    PlayResult as PlayResult, PracticeUpdate as PracticeUpdate, paired_interval as paired_interval,
-    standing as standing, Comparison as Comparison, compare_controllers as compare_controllers,
-    simple_controllers as simple_controllers, comparison_text as comparison_text)
+    compare_controllers as compare_controllers, simple_controllers as simple_controllers)
+from .comparison import (METERS as METERS, PlayResult as PlayResult, PracticeUpdate as PracticeUpdate,
+    paired_interval as paired_interval, standing as standing, Comparison as Comparison,
+    comparison_text as comparison_text, align_columns as align_columns)
 from .engines import (Tell as Tell, Make as Make, ENGINES as ENGINES, Engine as Engine, WorkerLost as WorkerLost,
     Worker as Worker, LocalWorker as LocalWorker, ProcessWorker as ProcessWorker, start_ray as start_ray,
     RayWorker as RayWorker, check_engine as check_engine, new_worker as new_worker, work_off as work_off,
     FaultTolerance as FaultTolerance, Supervisor as Supervisor)
 from .exports import (SUFFIXES as SUFFIXES, GrownLanes as GrownLanes, regrow as regrow, lane_example as lane_example,
-    input_facts as input_facts, onnx_answers as onnx_answers, write_network as write_network, Exported as Exported,
+    raw_example as raw_example, RawInput as RawInput, input_facts as input_facts, used_columns as used_columns,
+    onnx_answers as onnx_answers, write_network as write_network, Exported as Exported, usage as usage,
     export_run as export_run)
 from .fits import fit_run as fit_run
+from .follow import about_time as about_time, watch_text as watch_text, RunStatus as RunStatus
 from .plugins import (GROUP as GROUP, plugin_name as plugin_name, installed_plugins as installed_plugins,
     loaded_plugins as loaded_plugins, load_plugin as load_plugin, load_plugins as load_plugins,
-    seek_in_plugins as seek_in_plugins, load_all_installed as load_all_installed)
+    strange_code as strange_code, check_trust as check_trust, seek_in_plugins as seek_in_plugins,
+    load_all_installed as load_all_installed)
 from .recipes import (RunConfig as RunConfig, register_recipe as register_recipe, change_settings as change_settings,
     list_recipes as list_recipes, task_recipe as task_recipe, get_recipe as get_recipe, plan_text as plan_text,
     command_words as command_words, fair_env as fair_env)
@@ -28,8 +32,8 @@ from .report import (DOCS as DOCS, write_report as write_report, report_html as 
     reading as reading, read_run as read_run, best_text as best_text, picture_html as picture_html,
     table_html as table_html, records_html as records_html, doc_link as doc_link, settings_html as settings_html,
     beside_html as beside_html, page_html as page_html)
-from .runs import (Makers as Makers, check_faults as check_faults, begin_run as begin_run, open_run as open_run,
-    training_env as training_env, Run as Run)
+from .runs import (Makers as Makers, More as More, check_faults as check_faults, begin_run as begin_run,
+    open_run as open_run, training_env as training_env, Run as Run)
 from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs, ShardFacts as ShardFacts,
     ShardStep as ShardStep, number_lanes as number_lanes, LaneShard as LaneShard, join_infos as join_infos,
     join_steps as join_steps)

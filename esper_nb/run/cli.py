@@ -6,45 +6,52 @@
 __all__ = ['lab_command', 'main']
 
 # %% ../../nbs/run/98_cli.ipynb #c00f647d
-import argparse, contextlib, importlib.util, math, subprocess, sys, warnings
+import argparse, contextlib, csv, importlib.util, math, subprocess, sys, warnings
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from tqdm.auto import tqdm
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import __version__
-from ..core import check, keep_freed_memory, parse_settings
-from ..train import ANSWERS, FitConfig, Task, get_task, list_faults, list_tasks, parse_fault, task_from_path
-from ..learn import exit_on_signal
-from ..record import TRACKERS, check_output
-from .compare import comparison_text
-from .exports import export_run
-from .runs import begin_run, check_faults, open_run
-from .engines import ENGINES
-from .fits import fit_run
-from .plugins import load_all_installed, load_plugin, load_plugins, seek_in_plugins
-from .recipes import RunConfig, get_recipe, list_recipes
-from .report import write_report
-from .repeats import RepeatStore, add_schedule, compare_recipe
+from ..core import check, parse_settings
+
+if TYPE_CHECKING:
+    from esper_nb.train import Task
+    from esper_nb.run.recipes import RunConfig
 
 # %% ../../nbs/run/98_cli.ipynb #470d6cb9
-def _own_task(args: argparse.Namespace) -> Task | None: # None: a name says what is trained
+def _own_task(args: argparse.Namespace) -> "Task | None": # None: a name says what is trained
     "Return the task that `--data` is, where it stands alone."
+    from esper_nb.train import task_from_path
     if (args.task if args.command == "fit" else args.recipe) is not None: return None
     check(args.data is not None, args.command, "", "a name, or --data with a folder of pictures, a table or a text")
     place = Path(args.data)
-    given = {k: v for k in ("size", "label", "target") if (v := getattr(args, k)) is not None}
+    asked = ("size", "label", "target", "columns", "groups")
+    given = {k: v for k in asked if (v := getattr(args, k)) is not None}
     if not place.exists(): raise FileNotFoundError(f"--data {args.data}: no such folder or file")
     table = place.suffix.lower() in (".csv", ".tsv", ".parquet")
     for k, value in given.items():
         fits, of = (place.is_dir(), "folder of pictures") if k == "size" else (table, "table")
         check(fits, f"--{k}", value, f"none: it is for a {of}")
-    if given.keys() >= {"label", "target"}: given["label"] = args.label.split(",")
+    if given.keys() >= {"label", "target"}: given["label"] = _names(args.label)
+    if "columns" in given: given["columns"] = _names(args.columns)
     return task_from_path(place, **given)
 
-def _chosen_recipe(args: argparse.Namespace) -> RunConfig:
+def _names(text: str) -> list[str]:
+    "Return names between commas; a name that holds one is quoted, as in a table."
+    return next(csv.reader([text], skipinitialspace=True))
+
+def _check_files(task: "Task | str", data: str | None) -> None: # data: `--data` beside a name
+    "Refuse a folder of files for a task that reads none."
+    from esper_nb.train import get_task
+    task = get_task(task) if isinstance(task, str) else task
+    none = data is not None and task.data in ("digits", "prose")
+    check(not none, "--data", data, "none: {} brings its own data; leave the name out to train on yours", task.name)
+
+def _chosen_recipe(args: argparse.Namespace) -> "RunConfig":
     "Return the recipe that the options describe."
+    from esper_nb.run import RunConfig, get_recipe, load_plugins
+    from esper_nb.train import parse_fault
     load_plugins(args.imports)
     s, own = parse_settings(args.set, RunConfig), _own_task(args)
     check("ppo.seed" not in s, "ppo.seed", s.get("ppo.seed"), "--seed: the run's seed is that of its learner, too")
@@ -57,36 +64,42 @@ def _chosen_recipe(args: argparse.Namespace) -> RunConfig:
     if args.unguarded: s["env.governor"] = None
     if args.inject: s["env.faults"] = tuple(parse_fault(f) for f in args.inject)
     if getattr(args, "log", ()): s["log"] = tuple(args.log)
-    s |= {k: v for k in ("engine", "shards") if (v := getattr(args, k, None)) is not None}
-    return get_recipe(own or args.recipe, s)
+    s |= {k: v for k in ("engine", "shards", "comparison") if (v := getattr(args, k, None)) is not None}
+    config = get_recipe(own or args.recipe, s)
+    _check_files(config.env.task, root)
+    return config
 
 def _longer(args: argparse.Namespace) -> dict[str, Any]:
     "Return the settings that a run may be prolonged with, and what stands beside it."
-    given: dict[str, Any] = {"ppo.num_updates": args.updates, "minutes": args.minutes, "engine": args.engine}
+    given: dict[str, Any] = {"ppo.num_updates": args.updates, "minutes": args.minutes, "engine": args.engine,
+                             "comparison": args.comparison}
     if args.log: given["log"] = tuple(args.log)
-    if args.imports: given["plugins"] = tuple(map(load_plugin, args.imports))
+    if args.imports: given["plugins"] = tuple(args.imports)
     return {k: v for k, v in given.items() if v is not None}
 
 # %% ../../nbs/run/98_cli.ipynb #6f910780
 def _compare(args: argparse.Namespace) -> None:
     "Print the table, and write files of its numbers and its picture."
     import matplotlib.pyplot as plt
-    from esper_nb.show.plot_runs import plot_compare
+    from tqdm.auto import tqdm
+    from esper_nb.record import check_output
+    from esper_nb.run import RepeatStore, check_faults, compare_recipe, comparison_text
+    from esper_nb.show import plot_compare
     config = _chosen_recipe(args)
     check(args.seeds >= 1, "--seeds", args.seeds, "at least 1")
     check_faults(config)
     target = check_output(args.out or f"compare_{config.name}.json", [".json"])
     picture = check_output(target.with_suffix(".png"))
     first = 0 if args.seed is None else args.seed
-    store = RepeatStore(target.with_suffix(".seeds"), config)
-    with tqdm(total=args.seeds * config.ppo.num_updates, unit="update", disable=None) as bar:
+    with (RepeatStore(target.with_suffix(".seeds"), config) as store,
+          tqdm(total=args.seeds * config.ppo.num_updates, unit="update", disable=None) as bar):
         def say(text): bar.write(text, file=sys.stderr)
         def watch(update): bar.update()
         result = compare_recipe(
             config, range(first, first + args.seeds), say=say, watch=watch, jobs=args.jobs, store=store)
-    print(comparison_text(result), flush=True)
-    result.save(target)
-    store.clear()
+        print(comparison_text(result), flush=True)
+        result.save(target)
+        store.clear()
     fig = plot_compare(result.scores(), result.measure.label()).figure
     fig.savefig(picture, dpi=110)
     plt.close(fig)
@@ -96,14 +109,15 @@ def _compare(args: argparse.Namespace) -> None:
 def lab_command(
     page: str = "tutorials/dashboard.ipynb", # below nbs
 ) -> list[str]:
-    "Return the command that opens a notebook of the repository in JupyterLab."
+    "Return the command that opens a page in JupyterLab: the repository's, or a copy of the package's in this folder."
     if importlib.util.find_spec("jupyterlab") is None:
         raise RuntimeError("JupyterLab is not installed: pip install 'esper_nb[notebook]'")
     places = [base/"nbs"/page for base in (Path.cwd(), Path(__file__).resolve().parents[2])]
-    found = next((p for p in places if p.exists()), None)
+    found = next((p for p in [*places, Path(Path(page).name)] if p.exists()), None)
     if found is None:
-        raise FileNotFoundError(f"nbs/{page} is neither here nor beside the package: "
-                                "go to the repository's folder first")
+        shipped, found = files("esper_nb")/"pages"/Path(page).name, Path(Path(page).name)
+        if not shipped.is_file(): raise FileNotFoundError(f"{page} is neither in the repository nor in the package")
+        found.write_text(shipped.read_text(encoding="utf-8"), encoding="utf-8")
     return [sys.executable, "-m", "jupyter", "lab", str(found)]
 
 # %% ../../nbs/run/98_cli.ipynb #749b61ca
@@ -112,77 +126,106 @@ def _positive(text: str) -> float:
     if 0 < float(text) < math.inf: return float(text)
     raise argparse.ArgumentTypeError(f"{text}, expected a finite number above 0")
 
-def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> how it is written, how argparse reads it
-    "Return every option of every command."
-    def option(*written: str, **how: Any): return written, how
-    def many(*written: str, **how: Any): return written, dict(how, action="append", default=[])
-    def flag(*written: str, **how: Any): return written, dict(how, action="store_true")
-    changes = "override a setting, e.g. {}"
-    return dict(
-        recipe=option("recipe", nargs="?", help=f"one of: {', '.join(list_recipes())}; or any task"),
-        task=option("task", nargs="?", help=f"one of: {', '.join(list_tasks())}"),
-        run=option("run", help="folder of a run; to `watch` it, another process may still write there"),
-        runs=option("run", nargs="+", help="folder of a run; several are compared"),
-        updates=option("--updates", type=int, help="updates of the policy, in all"),
-        minutes=option("--minutes", type=_positive, help="training ends with the update in which they end"),
-        seed=option("--seed", type=int, help="of everything that is random; the first one of a comparison"),
-        seeds=option("--seeds", type=int, default=3, help="each trains a controller (default: 3)"),
-        jobs=option("--jobs", type=int, help="seeds at a time, each in a process with its part of the cores (default: "
-                    "1, or an engine's cores)"),
-        set=many("--set", metavar="NAME=VALUE", help=changes.format("env.num_envs=4 or ppo.learning_rate=0.001")),
-        set_fit=many("--set", metavar="NAME=VALUE", help=changes.format(f"lanes=4: {', '.join(_fit_settings)}")),
-        imports=many("--import", dest="imports", metavar="PLUGIN",
-                     help="a file or module that registers tasks, blueprints or recipes"),
-        log=many("--log", choices=tuple(TRACKERS), help="send the rows to a tracker, too"),
-        engine=option("--engine", metavar="ENGINE", help=f"where lanes are trained, or seeds played: "
-                      f"{', '.join(ENGINES)} (default: that of the recipe or run)"),
-        shards=option("--shards", "--parts", type=int, help="cut the lanes into so many, each in a worker of its own "
-                      "(default: 1)"),
-        device=option("--device", default="cpu", help="cpu, cuda, cuda:1, mps"),
-        data=option("--data", metavar="PLACE", help="without a name: a folder of pictures, a table or a text to train "
-                    "on; with one: where its files are (default: data)"),
-        label=option("--label", metavar="COLUMN", help="of a table: what to predict (default: the last)"),
-        target=option("--target", choices=ANSWERS, help="of a table: --label names a class, or columns (with commas) "
-                      "of numbers or of 0 and 1"),
-        size=option("--size", type=int, metavar="PIXELS", help="of pictures (default: 32)"),
-        synthetic=flag("--synthetic", help="made-up images in place of CIFAR-10"),
-        inject=many("--inject", metavar="FAULT[:LANE[:EPOCH]]",
-                    help=f"ruin a lane on purpose: {', '.join(list_faults())}"),
-        unguarded=flag("--unguarded", help="run without the Governor"),
-        allocator=flag("--keep-default-allocator", help="let glibc give freed memory back at every step (slower)"),
-        quiet=flag("--quiet", help="no progress bar"),
-        every=option("--every", type=_positive, default=2., help="seconds between two looks (default: %(default)g)"),
-        lane=option("--lane", type=int, help="which network (default: the best on the held-out split)"),
-        folder=option("--out", default="runs", help="where the run's folder goes"),
-        page=option("--out", help="file (default: report.html in the folder, or beside the first one)"),
-        network=option("--out", help="file, in .onnx, .pt2 or .safetensors (default: network.onnx there)"),
-        figures=option("--out", help="where the figures go (default: compare_RECIPE.json)"))
+def _option(*written: str, **how: Any): return written, how
+def _many(*written: str, **how: Any): return written, dict(how, action="append", default=[])
+def _flag(*written: str, **how: Any): return written, dict(how, action="store_true")
+_changes = "override a setting, e.g. {}"
 
-_fit_settings = tuple(FitConfig.__dataclass_fields__)
+def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> how it is written, how argparse reads it
+    "Return the options that list nothing, and so need no torch."
+    return dict(
+        run=_option("run", help="folder of a run; to `watch` it, another process may still write there"),
+        runs=_option("run", nargs="+", help="folder of a run; several are compared"),
+        updates=_option("--updates", type=int, help="updates of the policy, in all"),
+        minutes=_option("--minutes", type=_positive, help="training ends with the update in which they end"),
+        seed=_option("--seed", type=int, help="of everything that is random; the first one of a comparison"),
+        seeds=_option("--seeds", type=int, default=3, help="each trains a controller (default: 3)"),
+        jobs=_option("--jobs", type=int, help="seeds at a time, each in a process with its part of the cores (default: "
+                     "1, or an engine's cores)"),
+        comparison=_option("--comparison", type=float, metavar="SHARE", help="steps that simpler controllers may play "
+                           "at the end, of those of training (default: 0.33; 0: the controller alone)"),
+        set=_many("--set", metavar="NAME=VALUE", help=_changes.format("env.num_envs=4 or ppo.learning_rate=0.001")),
+        imports=_many("--import", dest="imports", metavar="PLUGIN",
+                      help="a file or module that registers tasks, blueprints or recipes"),
+        trust=_flag("--trust", help="run code that the folder names: plugins, and factories of networks"),
+        shards=_option("--shards", "--parts", type=int, help="cut the lanes into so many, each in a worker of its own "
+                       "(default: 1)"),
+        device=_option("--device", default="cpu", help="cpu, cuda, cuda:1, mps"),
+        data=_option("--data", metavar="PLACE", help="without a name: a folder of pictures, a table or a text to train "
+                     "on; with one: where its files are (default: data)"),
+        label=_option("--label", metavar="COLUMN", help="of a table: what to predict (default: the last)"),
+        columns=_option("--columns", metavar="COLUMNS", help="of a table: what to learn from, with commas (default: "
+                        "all others)"),
+        groups=_option("--groups", metavar="COLUMN", help="of a table: rows with the same entry stay together when it "
+                       "is cut into training, held-out and test rows"),
+        size=_option("--size", type=int, metavar="PIXELS", help="of pictures (default: 32)"),
+        synthetic=_flag("--synthetic", help="made-up images in place of CIFAR-10"),
+        unguarded=_flag("--unguarded", help="run without the Governor"),
+        allocator=_flag("--keep-default-allocator", help="let glibc give freed memory back at every step (slower)"),
+        quiet=_flag("--quiet", help="no progress bar"),
+        every=_option("--every", type=_positive, default=2., help="seconds between two looks (default: %(default)g)"),
+        lane=_option("--lane", type=int, help="which network (default: the best on the held-out split)"),
+        folder=_option("--out", default="runs", help="where the run's folder goes"),
+        page=_option("--out", help="file (default: report.html in the folder, or beside the first one)"),
+        network=_option("--out", help="file, in .onnx, .pt2 or .safetensors (default: network.onnx there)"),
+        figures=_option("--out", help="where the figures go (default: compare_RECIPE.json)"))
+
+def _listing_options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
+    "Return the options that list what there is, from where it is defined."
+    from esper_nb.record import TRACKERS
+    from esper_nb.run import ENGINES, list_recipes
+    from esper_nb.train import ANSWERS, FitConfig, list_faults, list_tasks
+    return dict(
+        recipe=_option("recipe", nargs="?", help=f"one of: {', '.join(list_recipes())}; or any task"),
+        task=_option("task", nargs="?", help=f"one of: {', '.join(list_tasks())}"),
+        set_fit=_many("--set", metavar="NAME=VALUE",
+                      help=_changes.format(f"lanes=4: {', '.join(FitConfig.__dataclass_fields__)}")),
+        log=_many("--log", choices=tuple(TRACKERS), help="send the rows to a tracker, too"),
+        engine=_option("--engine", metavar="ENGINE", help=f"where lanes are trained, or seeds played: "
+                       f"{', '.join(ENGINES)} (default: that of the recipe or run)"),
+        target=_option("--target", choices=ANSWERS, help="of a table: --label names a class, or columns (with commas) "
+                       "of numbers or of 0 and 1"),
+        inject=_many("--inject", metavar="FAULT[:LANE[:EPOCH]]",
+                     help=f"ruin a lane on purpose: {', '.join(list_faults())}"))
 
 # %% ../../nbs/run/98_cli.ipynb #9076e858
-def _train(args): return begin_run(_chosen_recipe(args), args.out).drive(not args.quiet, more=add_schedule)
-def _resume(args): return open_run(args.run, _longer(args)).drive(not args.quiet, more=add_schedule)
-def _report(args): print(write_report(args.run, args.out))
+def _train(args):
+    from esper_nb.run import add_schedule, begin_run
+    return begin_run(_chosen_recipe(args), args.out).drive(not args.quiet, more=add_schedule)
+
+def _resume(args):
+    from esper_nb.run import add_schedule, open_run
+    return open_run(args.run, _longer(args), trust=args.trust).drive(not args.quiet, more=add_schedule)
+
+def _report(args):
+    from esper_nb.run import write_report
+    print(write_report(args.run, args.out))
+
 def _lab(args): return subprocess.call(lab_command())
 
 def _export(args):
-    load_plugins(args.imports)
-    print(export_run(args.run, args.out, args.lane))
+    from esper_nb.run import export_run
+    print(export_run(args.run, args.out, args.lane, args.imports, args.trust))
 
 def _watch(args):
-    from esper_nb.show.dashboard import watch_text
+    from esper_nb.run import watch_text
     watch_text(args.run, args.every)
 
 def _tasks(args):
+    from esper_nb.run import load_all_installed, load_plugins
+    from esper_nb.train import get_task, list_tasks
     load_plugins(args.imports)
     load_all_installed()
     print("\n".join(f"{n:24} {get_task(n).data:12} {get_task(n).host}" for n in list_tasks()))
 
 def _fit(args):
+    from esper_nb.run import fit_run, load_plugins, seek_in_plugins
+    from esper_nb.train import FitConfig, list_tasks, parse_fault
     load_plugins(args.imports)
     own = _own_task(args)
-    if own is None: seek_in_plugins(args.task, lambda task: task in list_tasks())
+    if own is None:
+        seek_in_plugins(args.task, lambda task: task in list_tasks())
+        _check_files(args.task, args.data)
     settings = parse_settings(args.set, FitConfig) | (dict(governor=None) if args.unguarded else {})
     fit_run(own or args.task, FitConfig.from_dict(settings), args.device, None if own else args.data, args.out,
             args.synthetic, faults=[parse_fault(f) for f in args.inject], log=args.log)
@@ -191,34 +234,39 @@ def _fit(args):
 class _Command(NamedTuple):
     "A command of the command line."
     run: Callable[[argparse.Namespace], Any]
-    options: str # names in `_options`
+    options: str # names in `_options` and `_listing_options`
     help: str
 
-_trains = "imports device data label target size synthetic inject unguarded allocator" # of all that trains
+_trains = ("imports device data label target columns groups size synthetic inject unguarded "
+           "allocator") # of all that trains
 _learns = f"recipe updates minutes seed set engine {_trains}"
 
 _commands = dict(
-    train=_Command(_train, f"{_learns} shards log folder quiet", "train a controller that grows networks"),
-    resume=_Command(_resume, "run updates minutes engine imports log quiet",
+    train=_Command(_train, f"{_learns} shards log comparison folder quiet", "train a controller that grows networks"),
+    resume=_Command(_resume, "run updates minutes engine imports trust log comparison quiet",
                     "go on with a run, exactly where it stopped"),
     watch=_Command(_watch, "run every", "follow a run in a terminal while it is written"),
     report=_Command(_report, "runs page", "write one self-contained HTML page about a run, or about several"),
-    export=_Command(_export, "run lane network imports", "write one network that a run has grown as ONNX or for torch"),
+    export=_Command(_export, "run lane network imports trust",
+                    "write one network that a run has grown as ONNX or for torch"),
     compare=_Command(_compare, f"{_learns} seeds jobs figures", "a recipe's controller against the heuristic, random "
                      "actions, waiting and the best fixed schedule"),
     fit=_Command(_fit, f"task set_fit {_trains} log folder", "train a population of networks without a controller"),
     lab=_Command(_lab, "", "open the dashboard in JupyterLab"),
     tasks=_Command(_tasks, "imports", "list the tasks"))
 
-def _parser() -> argparse.ArgumentParser:
-    "Return a parser of all commands with their options."
-    about, options = "Neural networks that grow while they train, and cannot be ruined while they do.", _options()
+def _parser(chosen: str | None) -> argparse.ArgumentParser: # chosen: the command, of the first argument
+    "Return a parser of all commands; the chosen one has its options, which may take seconds to list."
+    about = "Neural networks that grow while they train, and cannot be ruined while they do."
+    mine, options = (_commands[chosen].options.split() if chosen in _commands else []), _options()
+    if not options.keys() >= set(mine): options |= _listing_options()
     p = argparse.ArgumentParser("esper-nb", description=about)
     p.add_argument("--version", action="version", version=__version__)
     sub = p.add_subparsers(dest="command", required=True)
     for name, command in _commands.items():
-        mine = sub.add_parser(name, help=command.help)
-        for written, how in map(options.__getitem__, command.options.split()): mine.add_argument(*written, **how)
+        of_command = sub.add_parser(name, help=command.help)
+        if name != chosen: continue
+        for written, how in map(options.__getitem__, mine): of_command.add_argument(*written, **how)
     return p
 
 # %% ../../nbs/run/98_cli.ipynb #df32d1c3
@@ -235,16 +283,25 @@ def _warnings_as_lines() -> Iterator[None]:
         yield
 
 # %% ../../nbs/run/98_cli.ipynb #57280c3c
+def _train_with_signals(args: argparse.Namespace) -> Any:
+    "Run a command that needs torch, so that signals end it in order."
+    from esper_nb.core import keep_freed_memory
+    from esper_nb.learn import exit_on_signal
+    trains = args.command in ("train", "resume", "compare", "fit")
+    if trains and not getattr(args, "keep_default_allocator", False): keep_freed_memory()
+    with exit_on_signal(): return _commands[args.command].run(args)
+
 def main(
     argv: list[str] | None = None, # arguments; None: those of the process
 ) -> int: # 0 done, 1 the machine refused, 2 a mistake, 130 interrupted
     "Run the `esper-nb` command."
-    args = _parser().parse_args(argv)
-    trains = args.command in ("train", "resume", "compare", "fit")
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parser(next((word for word in argv if not word.startswith("-")), None)).parse_args(argv)
     try:
-        with exit_on_signal(), _warnings_as_lines():
-            if trains and not getattr(args, "keep_default_allocator", False): keep_freed_memory()
-            result = _commands[args.command].run(args)
+        with _warnings_as_lines():
+            for name in ("out", "data"): check(getattr(args, name, None) != "", f"--{name}", "", "a name")
+            if args.command in ("watch", "report", "lab"): result = _commands[args.command].run(args) # without torch
+            else: result = _train_with_signals(args)
         if args.command == "lab": return result
         return 130 if args.command in ("train", "resume") and result is None else 0
     except KeyboardInterrupt: text, status = "interrupted", 130

@@ -9,6 +9,7 @@ __all__ = ['fit_run']
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -19,6 +20,7 @@ from ..train import Fault, FitConfig, Population, Task, disturb_at, evaluate, ge
 from ..record import (
     JSONLWriter, Recorder, RunFolder, check_trackers, closing_table, new_file, new_run, open_trackers, population_rows,
     run_origin, run_rows, save_tensors)
+from .recipes import command_words
 
 # %% ../../nbs/run/86_fits.ipynb #c58319ee
 def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom
@@ -40,8 +42,10 @@ def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom
         there = f.lane < config.lanes and f.epoch < epochs
         check(there, "inject", f, f"a lane below {config.lanes} and an epoch below {epochs}")
     pop = new_population(task, config, device=device, root=root, synthetic=synthetic)
-    described = dict(task=task.to_dict(), fit=config.to_dict(), device=str(device), measure=pop.data.measure)
+    described: dict[str, Any] = dict(task=task.to_dict(), fit=config.to_dict(), device=str(device))
+    described |= dict(measure=pop.data.measure, command=command_words(described))
     run = new_run(out, task.name, described | dict(version=__version__, torch=torch.__version__, origin=run_origin()))
+    if task.notes: print(task.notes_text())
     with Recorder([JSONLWriter(run.rows_path), *open_trackers(log, run.path)]) as rec:
         rec.add(run_rows(pop))
         rates = _fit_epochs(pop, rec, faults, progress)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core import Config, check, check_count
+from ..core import Config, changed_settings, check, check_count, option_text
 from ..grow import SHORT_LIFE, list_blueprints
 from ..train import FitConfig, ImageData, Task, TextData, get_task, list_tasks
 from ..control import SHORT, EnvConfig, GrowVecEnv
 from ..learn import PPOConfig, PolicyConfig
-from ..record import TRACKERS, changed_settings, option_text
+from ..record import TRACKERS
 from .engines import ENGINES
 from .plugins import loaded_plugins, seek_in_plugins
 
@@ -36,6 +36,7 @@ class RunConfig(Config):
     sampled: bool = False # final play: choices drawn as in training; False: always the likeliest
     plugins: tuple[str, ...] = () # loaded before anything else, wherever the run goes on
     log: tuple[str, ...] = () # trackers that get the run's rows, too
+    comparison: float = .33 # others may play so many steps at the end, of those of training; 0: the controller alone
     engine: str = "local" # where lanes are trained, and seeds of a comparison played: "local", "process" or "ray"
     shards: int = 1 # that lanes are cut into, each in a worker of its own
 
@@ -47,7 +48,11 @@ class RunConfig(Config):
         discounts = (self.env.gamma, self.ppo.gamma)
         check(self.env.gamma == self.ppo.gamma, "env.gamma, ppo.gamma", discounts,
               "the same number: the reward's shaping and the learner discount alike")
-        check(self.minutes is None or self.minutes > 0, "minutes", self.minutes, "a number above 0, or None")
+        check(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2**63 - 1")
+        check(self.ppo.num_updates < 10**9, "ppo.num_updates", self.ppo.num_updates, "below a billion")
+        years = self.minutes is None or 0 < self.minutes <= 1e7 # nineteen of them
+        check(years, "minutes", self.minutes, "a number above 0 and up to 10 million, or None")
+        check(0 <= self.comparison <= 100, "comparison", self.comparison, "a share from 0 to 100")
         check_count("save_every", self.save_every)
         check(all(k in TRACKERS for k in self.log), "log", self.log, f"some of {', '.join(TRACKERS)}")
         check(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
@@ -187,9 +192,11 @@ def plan_text(
     left = f"{n} update{'s' * (n != 1)} of {config.ppo.num_steps} steps"
     what = left if config.minutes is None else f"{max(0., config.minutes - seconds / 60):.3g} minutes of training"
     shards = f" in {config.shards} shard{'s' * (config.shards != 1)} ({config.engine})" if config.split else ""
+    task = config.env.task
+    told = "" if isinstance(task, str) or not task.notes else f"\n{task.notes_text()}"
     return (f"{config.name}: {what} in {config.env.num_envs} lanes{shards}, "
             f"then the controller plays against simpler ones.\n"
-            f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}")
+            f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}{told}")
 
 def command_words(
     config: Mapping[str, Any], # of a run's folder
@@ -202,7 +209,7 @@ def command_words(
     except (KeyError, ValueError): return None
     words = ["esper-nb", "train" if learns else "fit", name]
     options = {"seed": "--seed", "minutes": "--minutes", "ppo.num_updates": "--updates", "engine": "--engine",
-               "shards": "--shards"} if learns else {}
+               "shards": "--shards", "comparison": "--comparison"} if learns else {}
     now = config["run" if learns else "fit"]
     changed = changed_settings(now, usual.to_dict())
     if changed.get("minutes"): changed["ppo.num_updates"] = now["ppo"]["num_updates"] # or the command takes very many
@@ -216,6 +223,9 @@ def fair_env(
     config: RunConfig,
     data: ImageData | TextData | None = None, # None: the task's own, loaded now
     judged: bool = True, # of a family: instances that no practice has seen
+    lanes: int | None = None, # the first ones alone; None: all
 ) -> GrowVecEnv:
-    "Return the recipe's environment for a judgement: nothing is ruined on purpose."
-    return GrowVecEnv(config.env.replace(faults=(), autoreset_mode="NextStep", judged=judged), data)
+    "Return the recipe's environment for a judgement: nothing is ruined on purpose, and a family loads its own data."
+    settings = config.env.replace(faults=(), autoreset_mode="NextStep", judged=judged)
+    if lanes is not None: settings = settings.replace(num_envs=lanes)
+    return GrowVecEnv(settings, data if config.env.family is None else None)

@@ -8,11 +8,10 @@ __all__ = ['FINALISTS', 'SEARCH_PLAYS', 'compare_recipe', 'RepeatStore', 'timeta
            'train_player', 'practice_update', 'RepeatPlayer']
 
 # %% ../../nbs/run/96_repeats.ipynb #d40bc029
+import contextlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +25,9 @@ from ..grow import Decision
 from ..train import FamilyData, ImageData, TextData
 from ..control import Fixed, GrowVecEnv
 from ..learn import Learner, StopFlag, Update
-from ..record import new_file
-from .compare import (
-    Comparison, Player, PolicyPlayer, PracticeUpdate, RulePlayer, compare_controllers, play_lanes, simple_controllers)
+from ..record import FolderLock, read_json, write_json
+from .compare import Player, PolicyPlayer, RulePlayer, compare_controllers, play_lanes, simple_controllers
+from .comparison import Comparison, PracticeUpdate
 from .engines import Tell, check_engine, new_worker, start_ray, work_off
 from .recipes import RunConfig, fair_env
 from .runs import Run, training_env
@@ -59,7 +58,7 @@ def compare_recipe(
     there = {c.plays[0].seed for c in kept}
     missing = [r for r in repeats if r.seed not in there]
     def tell(what: str | PracticeUpdate) -> None: say(what) if isinstance(what, str) else watch(what)
-    with closing(_play_apart(missing, config.engine, jobs, tell)) as played:
+    with contextlib.closing(_play_apart(missing, config.engine, jobs, tell)) as played:
         for c in played:
             store.write(f"seed-{c.plays[0].seed}", c.to_dict())
             kept.append(c)
@@ -69,7 +68,7 @@ def compare_recipe(
 _no_matter = ("plugins", "log", "save_every", "engine", "seed") # settings that no number of a comparison depends on
 
 class RepeatStore:
-    "Keep what a comparison has so far."
+    "Keep what a comparison has so far; as a context, in a folder that no other process uses meanwhile."
     def __init__(self,
         folder: str | Path | None, # None: nothing is kept
         config: RunConfig, # of the comparison
@@ -77,25 +76,40 @@ class RepeatStore:
         self.folder = None if folder is None else Path(folder)
         of = {k: v for k, v in config.replace(seed=0).to_dict().items() if k not in _no_matter}
         self.of = json.loads(json.dumps(dict(config=of, torch=torch.__version__, version=__version__)))
+        self.mine: set[Path] = set() # files of this comparison, by this process or one before
+
+    def __enter__(self) -> "RepeatStore":
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FolderLock(self.folder).__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.folder is None: return
+        self.lock.__exit__(*error)
+        with contextlib.suppress(OSError): self.folder.rmdir() # only an empty one
 
     def read(self, name: str) -> Any: # None: it is not there, or of another comparison
         "Return what was kept by a name."
         path = None if self.folder is None else self.folder/f"{name}.json"
         if path is None or not path.exists(): return None
-        try: found = json.loads(path.read_text("utf-8"))
+        try: found = read_json(path)
         except ValueError: return None # it is not ours
-        return found["value"] if found.get("of") == self.of else None
+        if found.get("of") != self.of: return None
+        self.mine.add(path)
+        return found["value"]
 
     def write(self, name: str, value: Any) -> None: # value: as JSON has it
         "Keep a value by a name."
         if self.folder is None: return
         self.folder.mkdir(parents=True, exist_ok=True)
-        with new_file(self.folder/f"{name}.json") as part:
-            part.write_text(json.dumps(dict(of=self.of, value=value)), encoding="utf-8")
+        self.mine.add(self.folder/f"{name}.json")
+        write_json(self.folder/f"{name}.json", dict(of=self.of, value=value))
 
     def clear(self) -> None:
-        "Delete what was kept: the whole is written."
-        if self.folder is not None: shutil.rmtree(self.folder, ignore_errors=True)
+        "Delete what was kept, and nothing else: the whole is written."
+        for path in self.mine: path.unlink(missing_ok=True)
+        self.mine = set()
 
 # %% ../../nbs/run/96_repeats.ipynb #068c8427
 def timetable(
@@ -202,12 +216,17 @@ def search_seeds(config: RunConfig) -> list[int]: # one for each play of all lan
 # %% ../../nbs/run/96_repeats.ipynb #49ee826a
 SEARCH_PLAYS = 40 # at most, at the end of a run
 
-def add_schedule(run: Run) -> dict[str, Callable[[int], Player]]: # name -> what makes the player, as `Run.finish` asks
-    "Search the best timetable, for as many plays as the run has updates."
-    env = fair_env(run.config, None if run.config.env.family else run.data, judged=False)
+def add_schedule(
+    run: Run,
+    steps: int, # of all lanes, that search and play may take
+) -> dict[str, Callable[[int], Player]]: # name -> what makes the player, as `Run.finish` asks; empty: no time for it
+    "Search the best timetable, for as many plays as the run has updates or the steps allow."
+    env = fair_env(run.config, run.data, judged=False)
+    plays = min(SEARCH_PLAYS, max(1, run.learner.update), steps // env.horizon - 1)
+    if plays < 1: return {}
     table = list_schedules(env)
     first = sorted(table, key=lambda name: " in " in name) # a short search tries those of all slots
-    found = best_schedule(env, range(101, 101 + min(SEARCH_PLAYS, max(1, run.learner.update))),
+    found = best_schedule(env, range(101, 101 + plays),
                           {name: table[name] for name in first})
     env.close()
     return {"fixed schedule": lambda seed: RulePlayer(found.schedule, practice_epochs=found.epochs, note=found.name)}

@@ -18,17 +18,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..train import Measure
-from ..control import observation_help
+from ..core import Measure, changed_settings, option_text
 from ..record import (
-    Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, changed_settings, check_output,
-    find_metric, lane_scores, new_file, observation_ranges, option_text, phase_shares, pick_rows, read_rows,
-    reward_mix, rollbacks, seed_lives)
+    AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, check_output, find_metric, lane_scores,
+    new_file, observation_ranges, phase_shares, pick_rows, read_rows, reward_mix, rollbacks, seed_lives)
 from ..show import (
     asset_path, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards, plot_run,
     plot_side_by_side, plot_slots, theme)
-from .compare import Comparison, comparison_text
-from .recipes import command_words
+from .comparison import Comparison, comparison_text
 
 # %% ../../nbs/run/94_report.ipynb #484c3574
 def write_report(
@@ -82,6 +79,19 @@ class RunSummary(NamedTuple):
     measure: Measure # what its networks are scored by
 
     @property
+    def won(self) -> bool:
+        "Whether the controller's networks are better than all others, by intervals that do not hold 0."
+        c = self.comparison
+        others = [k for k in c.names if k not in ("PPO", "oracle")] if c is not None and "PPO" in c.names else []
+        return c is not None and bool(others) and all(c.ahead("PPO", k).low > 0 for k in others)
+
+    @property
+    def alarms(self) -> list[AlarmKind]: # worst first
+        "Return the alarms of the run, by kind; where it was better than all others, none is more than a note."
+        kinds = alarm_kinds(self.rows)
+        return [kind._replace(level="note") for kind in kinds] if self.won else kinds
+
+    @property
     def tested(self) -> list[float]: # percentage points, sorted
         "Return the test score of every lane, as far as it is known."
         return sorted(r["test.accuracy_pp"] for r in pick_rows([*self.rows, *self.final], "test"))
@@ -95,7 +105,7 @@ class RunSummary(NamedTuple):
         "Say in one sentence what came out."
         c, updates, tested = self.comparison, pick_rows(self.rows, "update"), self.tested
         if c is not None and "PPO" in c.names and len(c.names) > 1:
-            return c.conclusion()
+            return " ".join(filter(None, (c.verdict(), c.conclusion())))
         if tested:
             low, middle, high = (self.measure.text(v) for v in (tested[0], median(tested), tested[-1]))
             return (f"{len(tested)} network{'s' * (len(tested) != 1)} reached {middle} in the median on the test "
@@ -127,7 +137,7 @@ class RunSummary(NamedTuple):
 
     def scores(self) -> dict[str, Any]:
         "Return what several runs are compared by, and the facts."
-        test, kinds = self.tested, alarm_kinds(self.rows)
+        test, kinds = self.tested, self.alarms
         def alarms(level: str) -> int: return sum(k.times for k in kinds if k.level == level)
         name, unit, _ = self.measure
         out: dict[str, Any] = {f"test {name}, median lane, {unit}": median(test) if test else None,
@@ -138,9 +148,15 @@ class RunSummary(NamedTuple):
         out |= {"rollbacks": len(rollbacks(self.rows)), "births undone": undone}
         return out | {"critical alarms": alarms("critical"), "warnings": alarms("warning")} | self.facts()
 
+    def made_by(self) -> list[str] | None: # None: no command has made it
+        "Return the words of the command that makes the run once more, as it wrote them down."
+        words = self.config.get("command")
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words): return None
+        return words if words[:2] in (["esper-nb", "train"], ["esper-nb", "fit"]) else None
+
     def commands(self) -> dict[str, list[str]]: # what for -> the words of a command
         "Return how to do it again, and how to go on."
-        again, path, out = command_words(self.config), str(self.folder.path), {}
+        again, path, out = self.made_by(), str(self.folder.path), {}
         if again is not None: out["once more"] = again
         if "run" not in self.config: return out
         if self.comparison is None:
@@ -206,7 +222,7 @@ def _first_lines(run: RunSummary) -> str:
 # %% ../../nbs/run/94_report.ipynb #aefa6211
 def _result_section(c: Comparison) -> str:
     "Return the table of the final plays, every controller's spread, and with several seeds a picture."
-    text = (f"<p>Every controller grew the same {c.lanes} networks for {c.horizon} epochs; the test split was read "
+    text = (f"<p>Every controller grew the same {c.lanes:d} networks for {c.horizon:d} epochs; the test split was read "
             f"once, at the end ({doc_link('run/compare', 'how controllers are compared')}).</p>"
             f"<pre>{html.escape(comparison_text(c))}</pre>")
     sorted_pp = {p.controller: sorted(p.test_accuracy_pp) for p in c.plays}
@@ -221,9 +237,10 @@ _alarm_head = dict(level="level", name="alarm", times="times", lanes="lanes", at
 _rollback_head = dict(lane="lane", at="at batch step", reason="why", action="what was done", shown="loss",
                       lost="batches lost")
 
-def _trouble_section(rows: list[Row]) -> str:
+def _trouble_section(run: RunSummary) -> str:
     "Return alarms, then rollbacks."
-    back, kinds = rollbacks(rows), alarm_kinds(rows)
+    rows, kinds = run.rows, run.alarms
+    back = rollbacks(rows)
     undone = sum(s.end == "undone" for s in seed_lives(rows))
     births = f" Births of seeds that they undid: {undone}." if undone else ""
     loud, notes = ([k for k in kinds if (k.level == "note") == quiet] for quiet in (False, True))
@@ -250,18 +267,23 @@ def _learning_section(rows: list[Row]) -> str:
     if updates:
         lines = [(name, updates[-1].get(f"update.{k}"), find_metric(f"update.{k}").meaning)
                  for k, name in _learning.items()]
-        which = f"Update {updates[-1]['update']}, the latest ({doc_link('explanations/metrics', 'all metrics')}):"
+        number, metrics = html.escape(str(updates[-1]["update"])), doc_link("explanations/metrics", "all metrics")
+        which = f"Update {number}, the latest ({metrics}):"
         return (picture_html(lambda: plot_learning(rows), "health of policy and critic")
                 + f"<p>{which}</p>" + table_html(["what", "value", "that is"], lines))
     if not pick_rows(rows, "epoch"): return ""
     return picture_html(lambda: plot_run(rows), "accuracy, loss and gradient norm of every lane")
 
-def _choices_section(rows: list[Row]) -> str:
-    "Return the operations, and what the steps were paid for."
+def _choices_section(
+    rows: list[Row],
+    observed: Mapping[str, Any], # name of an observation -> what it is
+) -> str:
+    "Return the operations, what the steps were paid for, and what was observed."
     if not pick_rows(rows, "step"): return ""
     ops = [[k.replace("_", " "), f"{share:.1%}", f"{refused:.1%}"] for k, (share, refused) in action_mix(rows).items()]
     paid = [(k.replace("_", " "), v) for k, v in reward_mix(rows).items()]
-    seen = [(k.replace("_", " "), *v, observation_help(k)) for k, v in observation_ranges(rows).items()]
+    def meaning(name: str) -> str: return str(observed.get(name) or observed.get(name.rpartition("_")[0], ""))
+    seen = [(k.replace("_", " "), *v, meaning(k)) for k, v in observation_ranges(rows).items()]
     return (table_html(["operation", "share of steps", "refused"], ops)
             + table_html(["paid for", "mean of a step"], paid)
             + table_html(["observed", "lowest", "mean", "highest", "what it is"], seen)
@@ -278,7 +300,7 @@ def _play_section(final: list[Row], measure: Measure) -> str:
     "Return what the controller grew when it was judged."
     if not final: return ""
     lanes = sorted({r["lane"] for r in pick_rows(final, "slot")})[:8]
-    which = f", lanes {lanes[0]} to {lanes[-1]}" if lanes else ""
+    which = f", lanes {lanes[0]:d} to {lanes[-1]:d}" if lanes else ""
     return "".join([
         picture_html(lambda: plot_lanes(final, "heldout.accuracy_pp"), f"held-out {measure.name} of every lane"),
         f"<p>The life of every slot{which} ({doc_link('grow/lifecycle', 'the stages of a seed')}):</p>",
@@ -296,9 +318,9 @@ def _run_html(run: RunSummary) -> str:
     with reading(run.folder.path/"comparison.json"):
         if run.comparison is not None: sections["Result"] = _result_section(run.comparison)
     with reading(run.folder.rows_path):
-        sections["Trouble"] = _trouble_section(rows)
+        sections["Trouble"] = _trouble_section(run)
         sections["Learning"] = _learning_section(rows)
-        sections["What was chosen in training"] = _choices_section(rows)
+        sections["What was chosen in training"] = _choices_section(rows, dict(run.config.get("observed", {})))
     with reading(run.folder.path/"final.jsonl"):
         sections["The controller's last play"] = _play_section(run.final, run.measure)
     with reading(run.folder.rows_path):
@@ -318,7 +340,7 @@ def _side_by_side_html(several: Sequence[RunSummary]) -> str:
     each = "".join(f"<li><b>{html.escape(k)}</b>: {html.escape(run.outcome())}</li>\n" for k, run in runs.items())
     first = f'<p class="lead">{html.escape(best_text(runs))}</p>\n<ul>{each}</ul>'
     flat = {k: {s: option_text(v) for s, v in changed_settings(run.settings, {}).items()} for k, run in runs.items()}
-    again = [(k, shlex.join(command_words(run.config) or ["made in Python"])) for k, run in runs.items()]
+    again = [(k, shlex.join(run.made_by() or ["made in Python"])) for k, run in runs.items()]
     return page_html("Runs side by side", ", ".join(names), first, {
         "How they went": picture_html(lambda: plot_side_by_side({k: run.rows for k, run in runs.items()}),
                                       "one curve a run"),
@@ -377,7 +399,7 @@ def doc_link(
     text: str,
 ) -> str:
     "Return a link into the documentation."
-    return f'<a href="{DOCS}/{page}.html">{text}</a>'
+    return f'<a href="{DOCS}/{html.escape(page)}.html">{html.escape(text)}</a>'
 
 # %% ../../nbs/run/94_report.ipynb #604ca7f1
 def settings_html(
@@ -401,6 +423,8 @@ def beside_html(
 # %% ../../nbs/run/94_report.ipynb #1fdee61f
 _page = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; \
+base-uri 'none'; form-action 'none'">
 <title>{name}: report</title><style>{css}</style></head>
 <body><h1>{name}</h1><p>{about}</p>
 {body}

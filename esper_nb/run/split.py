@@ -78,7 +78,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
         self.single_observation_space, self.single_action_space = facts.observation_space, facts.action_space
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
-        self.records: deque[EpisodeSummary] = deque(maxlen=10_000) # of the episodes that ended
+        self.summaries: deque[EpisodeSummary] = deque(maxlen=10_000) # of the episodes that ended
         self.steps, self.away_s = 0, 0. # CPU seconds that steps took in other processes
         self.latest: list[ShardStep] = [] # of every shard
         self.last_result: EnvStep | None = None
@@ -119,7 +119,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
         self.steps += 1
         self.away_s += sum(s.cpu_s for s in self.latest if s.pid != os.getpid())
         self.last_result = join_steps([s.result for s in self.latest if s.result is not None])
-        self.records.extend(r for s in self.latest for r in s.records)
+        self.summaries.extend(r for s in self.latest for r in s.summaries)
         joined = (np.concatenate([getattr(s, f) for s in self.latest]) for f in ("reward", "terminated", "truncated"))
         return self.obs.numpy(), *joined, join_infos([s.info for s in self.latest], self.sizes)
 
@@ -203,15 +203,15 @@ class ShardStep(NamedTuple):
     mask: Tensor # (k, M) bool
     ended: Tensor # (k,) bool
     result: EnvStep | None # None: it was a reset
-    records: tuple[EpisodeSummary, ...] = () # of the episodes that ended
+    summaries: tuple[EpisodeSummary, ...] = () # of the episodes that ended
     cpu_s: float = 0. # CPU time that the step took
     pid: int = 0 # of the process that took it
 
 def number_lanes(info: Mapping[str, Any], first: int) -> dict[str, Any]:
-    "Return the info with records that name lanes of the whole."
+    "Return the info with summaries that name lanes of the whole."
     out = dict(info)
     for k, v in info.items():
-        if k == "record": out[k] = v | dict(lane=v["lane"] + first)
+        if k == "summary": out[k] = v | dict(lane=v["lane"] + first)
         elif isinstance(v, Mapping): out[k] = number_lanes(v, first)
     return out
 
@@ -247,11 +247,11 @@ class LaneShard:
         env, cpu = self.env, time.process_time()
         obs, reward, terminated, truncated, info = env.step(actions)
         count = int(terminated.sum())
-        new = [r._replace(lane=r.lane + self.first) for r in list(env.records)[len(env.records) - count:]]
+        new = [r._replace(lane=r.lane + self.first) for r in list(env.summaries)[len(env.summaries) - count:]]
         return ShardStep(
             obs=obs.copy(), reward=reward, terminated=terminated, truncated=truncated,
             info=number_lanes(info, self.first), mask=env.mask, ended=env.ended, result=env.last_result,
-            records=tuple(new), cpu_s=time.process_time() - cpu, pid=os.getpid())
+            summaries=tuple(new), cpu_s=time.process_time() - cpu, pid=os.getpid())
 
     def rows(self, keys: Mapping[str, Any]) -> list[Row]:
         "Return the rows of the latest step."

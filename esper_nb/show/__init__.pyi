@@ -1,46 +1,45 @@
 # What show offers to other packages; written by `python scripts/notebooks.py door`
 from .dashboard import (DASHBOARDS as DASHBOARDS, Ask as Ask, FAULT_TIPS as FAULT_TIPS, SEED_TIPS as SEED_TIPS,
-    Dashboard as Dashboard, watch as watch, watch_text as watch_text, row_values as row_values,
-    row_incident as row_incident, RowsSource as RowsSource, Panel as Panel, disabled_reasons as disabled_reasons,
-    ControlBar as ControlBar, LaneSelector as LaneSelector, faults_panel as faults_panel,
-    unmet_requirements as unmet_requirements, epochs_until_empty as epochs_until_empty,
-    seed_disabled_reasons as seed_disabled_reasons, SeedsPanel as SeedsPanel, threshold_slider as threshold_slider,
-    ThresholdsPanel as ThresholdsPanel)
+    Dashboard as Dashboard, watch as watch, row_values as row_values, row_incident as row_incident,
+    RowsSource as RowsSource, Panel as Panel, disabled_reasons as disabled_reasons, ControlBar as ControlBar,
+    LaneSelector as LaneSelector, fault_buttons as fault_buttons, SeedsPanel as SeedsPanel,
+    threshold_slider as threshold_slider, ThresholdsPanel as ThresholdsPanel)
 from .history import (LIMITS as LIMITS, CURVE_COLUMNS as CURVE_COLUMNS, DownsampledSeries as DownsampledSeries,
-    keep_later as keep_later, keep_last_known as keep_last_known, Note as Note, Incident as Incident,
-    incident_from_report as incident_from_report, recovered_at as recovered_at, History as History,
-    lane_limits as lane_limits, SlotState as SlotState, slot_codes as slot_codes, decode_slots as decode_slots,
-    StateLayout as StateLayout, controller_curves as controller_curves, controller_point as controller_point,
-    seed_lines as seed_lines)
+    keep_later as keep_later, keep_last_known as keep_last_known, Note as Note, FaultMark as FaultMark,
+    Incident as Incident, incident_from_report as incident_from_report, recovered_at as recovered_at,
+    History as History, lane_limits as lane_limits, SlotState as SlotState, slot_codes as slot_codes,
+    decode_slots as decode_slots, StateLayout as StateLayout, controller_curves as controller_curves,
+    controller_point as controller_point, seed_lines as seed_lines)
 from .live import (session_status as session_status, session_header as session_header, stage_entry as stage_entry,
     incident_entry as incident_entry, ReaderPosition as ReaderPosition, Packet as Packet,
     session_packet as session_packet, operation_probabilities as operation_probabilities,
     probabilities_html as probabilities_html, Pacer as Pacer, Canvas as Canvas, Feed as Feed,
-    asset_path as asset_path, canvas_class as canvas_class, running_cell as running_cell,
-    live_front_end as live_front_end)
+    canvas_class as canvas_class, running_cell as running_cell, live_front_end as live_front_end)
 from .plot_runs import (HEALTH as HEALTH, lane_median as lane_median, plot_lanes as plot_lanes, plot_run as plot_run,
     plot_incidents as plot_incidents, stage_bar as stage_bar, stage_text as stage_text, plot_slots as plot_slots,
     plot_blueprints as plot_blueprints, alarm_limits as alarm_limits, plot_learning as plot_learning,
     reward_terms as reward_terms, plot_rewards as plot_rewards, plot_compare as plot_compare,
     plot_side_by_side as plot_side_by_side, draw_controller as draw_controller)
-from .session import P as P, REQUESTS as REQUESTS, Request as Request, request as request, Session as Session
+from .session import (P as P, REQUESTS as REQUESTS, Request as Request, request as request, Session as Session,
+    unmet_requirements as unmet_requirements, epochs_until_empty as epochs_until_empty,
+    seed_disabled_reasons as seed_disabled_reasons)
 from .sources import (WAITING as WAITING, UPDATE_NUMBERS as UPDATE_NUMBERS, Frame as Frame,
     frame_losses as frame_losses, Source as Source, FrameSource as FrameSource, PopulationSource as PopulationSource,
     LoopSource as LoopSource, update_numbers as update_numbers, operations_line as operations_line,
     EnvSource as EnvSource)
 from .theme import (THEMES as THEMES, COLORS as COLORS, BLUE as BLUE, RED as RED, GREEN as GREEN, LILAC as LILAC,
     WINE as WINE, BROWN as BROWN, STEEL as STEEL, GREY as GREY, MARKERS as MARKERS, HATCHES as HATCHES,
-    STAGE_STYLES as STAGE_STYLES, THRESHOLDS as THRESHOLDS, MAIN_THRESHOLDS as MAIN_THRESHOLDS,
-    theme_settings as theme_settings, theme as theme, StageStyle as StageStyle, stage_style as stage_style,
-    new_axes as new_axes, axes_or_new as axes_or_new, text_color as text_color, draw_empty as draw_empty,
-    add_legend as add_legend, log_ticks as log_ticks, integer_ticks as integer_ticks, x_label as x_label,
-    WidgetFactory as WidgetFactory, is_count as is_count, can_be_off as can_be_off, threshold_help as threshold_help,
-    rules_help as rules_help)
+    STAGE_STYLES as STAGE_STYLES, WORDS as WORDS, THRESHOLDS as THRESHOLDS, MAIN_THRESHOLDS as MAIN_THRESHOLDS,
+    theme_settings as theme_settings, asset_path as asset_path, theme as theme, StageStyle as StageStyle,
+    stage_style as stage_style, new_axes as new_axes, axes_or_new as axes_or_new, text_color as text_color,
+    draw_empty as draw_empty, add_legend as add_legend, log_ticks as log_ticks, integer_ticks as integer_ticks,
+    x_label as x_label, explain as explain, WidgetFactory as WidgetFactory, is_count as is_count,
+    can_be_off as can_be_off, threshold_help as threshold_help, rules_help as rules_help)
 from .views import (STATE_SYMBOLS as STATE_SYMBOLS, NOTE_SYMBOLS as NOTE_SYMBOLS, REOPEN_HINT as REOPEN_HINT,
     WIDGET_MIME as WIDGET_MIME, HIDE_LOST_PANEL as HIDE_LOST_PANEL, duration_text as duration_text,
-    status_parts as status_parts, last_line as last_line, session_text as session_text,
-    follow_session as follow_session, error_html as error_html, status_html as status_html, log_html as log_html,
-    plot_session as plot_session, figure_png as figure_png, has_learned as has_learned,
-    measured_losses as measured_losses, discarded_batches as discarded_batches, loss_bounds as loss_bounds,
-    draw_losses as draw_losses, draw_lanes as draw_lanes, has_grown as has_grown, draw_slots as draw_slots,
-    slot_blueprints as slot_blueprints, notebook_html as notebook_html, NotebookOutput as NotebookOutput)
+    status_parts as status_parts, last_line as last_line, session_text as session_text, error_html as error_html,
+    status_html as status_html, log_html as log_html, plot_session as plot_session, figure_png as figure_png,
+    has_learned as has_learned, measured_losses as measured_losses, discarded_batches as discarded_batches,
+    loss_bounds as loss_bounds, draw_losses as draw_losses, draw_lanes as draw_lanes, has_grown as has_grown,
+    draw_slots as draw_slots, slot_blueprints as slot_blueprints, notebook_html as notebook_html,
+    NotebookOutput as NotebookOutput)

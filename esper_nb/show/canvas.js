@@ -8,10 +8,16 @@
 
 const DASH = {limit: [], absolute: [7, 4], rise: [1.5, 4]};
 const RAIL = 15; // pixels above the loss axis where losses stand that are not finite
+const LEFT = 62; // pixels beside the picture, for numbers and names of lanes
+const RIGHT = 112; // for the names of limits
+const LINE = 13; // height of a line of text
 const SLOT = 21; // height of a slot
 const GAP = 20; // between panels, for a title
 const TITLE = 5; // of a title above its panel
+const SILENCE = [6000, 15000]; // milliseconds without news after which a page asks whether there is a kernel: in a run
+  // or while a button waits, and at rest
 const CHARTS = 96; // height of a controller's curves
+const FLASH = [[1.5, -8], [-4.5, 1.5], [-0.8, 1.5], [-2, 8], [4.5, -2], [0.6, -2]]; // corners, pixels from its middle
 const MOST_INCIDENTS = 200;
 const EMPTY = 1; // highest stage of a slot that holds nothing
 const TAKEN_OUT = 8; // lowest stage of a seed that was taken out
@@ -66,44 +72,71 @@ class Run {
     this.head = null; // what never changes: lanes, slots, stages, names
     this.status = null;
     this.incidents = new Map();
+    this.faults = []; // number, x, lane and kind of those that were provoked
+    this.grown = false; // whether any slot has ever held a seed
+    this.gone = false; // whether the kernel no longer listens
     this.recent = false; // whether only the newest batches are shown
     this.number = 0; // of the newest packet
     this.html = {}; // text around the picture
-    this.requested = null; // the newest button that no packet has answered yet
+    this.requests = []; // buttons that no packet has answered yet
+    this.heard = performance.now(); // when the newest packet came, or the page asked for a sign of life
     this.until = [0, 0]; // end of the axis for the whole run and for the newest batches
     model.on("msg:custom", (message, buffers) => this.receive(message, buffers));
     model.on("change:lane", () => this.changed());
+    model.on("comm_live_update", () => this.ask());
     globalThis.document?.addEventListener("visibilitychange", () => this.answer());
     this.hello(100);
+  }
+
+  // A kernel that was shut down or started anew cannot be sent to.
+  send(message) {
+    const before = this.gone;
+    try {
+      this.model.send(message);
+      this.gone = false;
+    } catch {
+      this.gone = true;
+    }
+    if (this.gone !== before) this.changed();
+  }
+
+  // Find out whether the kernel listens; the message itself means nothing to it.
+  ask() {
+    this.heard = performance.now();
+    if (this.head) this.send({kind: "ping"});
   }
 
   // A page that reloads may send before the kernel listens, so it repeats hello until the first packet arrives.
   hello(wait) {
     if (this.head || wait > 60000) return;
-    this.model.send({kind: "hello"});
+    this.send({kind: "hello"});
     setTimeout(() => this.hello(1.5 * wait), wait);
   }
 
   // A hidden page does not answer.
   answer() {
-    if (this.number && !globalThis.document?.hidden) this.model.send({kind: "answer", number: this.number});
+    if (this.number && !globalThis.document?.hidden) this.send({kind: "answer", number: this.number});
   }
 
   receive(message, buffers) {
     if (message.kind !== "packet") return;
+    this.heard = performance.now();
     if (message.head) this.begin(message.head);
     if (!this.head) {
-      this.model.send({kind: "hello"});
+      this.send({kind: "hello"});
       return;
     }
     this.loss.add(floats(buffers[0]), message.whole[0]);
+    const first = message.whole[1] ? 0 : this.states.rows;
     this.states.add(floats(buffers[1]), message.whole[1]);
+    this.grown ||= this.holdsSeed(first);
     this.curve.add(floats(buffers[2]), message.whole[2]);
     this.ends = this.ends.concat(message.ends).slice(-2000);
     this.status = message.status;
     this.age = message.age ?? this.age; // seconds since a cell left the panel on its page
-    if (this.requested && message.status.answered > this.requested.answered) this.requested = null;
+    this.requests = this.requests.filter(request => message.status.answered < request.answer);
     Object.assign(this.html, message.html);
+    this.faults = this.faults.concat(message.faults ?? []).slice(-MOST_INCIDENTS);
     for (const incident of message.incidents) this.incidents.set(incident.number, incident);
     while (this.incidents.size > MOST_INCIDENTS) this.incidents.delete(this.incidents.keys().next().value);
     this.number = message.number;
@@ -114,6 +147,8 @@ class Run {
   begin(head) {
     this.head = head;
     this.incidents.clear();
+    this.faults = [];
+    this.grown = false;
     this.ends = []; // x and lane of episodes that ended
     this.until = [0, 0];
     this.loss = new Table(1 + head.lanes); // batch, loss of every lane
@@ -139,6 +174,17 @@ class Run {
   slot(row, slot, lane) { return decode(this.states.at(row, 1 + this.head.lanes * 6 + slot * this.head.lanes + lane)); }
   incidentsOf(lane) { return [...this.incidents.values()].filter(i => i.lane === lane); }
 
+  // Whether any slot of any lane holds a seed in the states from a row on.
+  holdsSeed(first) {
+    const {head, states} = this, begin = 1 + head.lanes * 6, end = begin + head.lanes * head.slots.length;
+    for (let row = first; row < states.rows; row++) {
+      for (let column = begin; column < end; column++) {
+        if (decode(states.at(row, column)).stage > EMPTY) return true;
+      }
+    }
+    return false;
+  }
+
   // Batches shown; the end moves in leaps, so that most updates find the axis as it was.
   range() {
     const view = +this.recent, room = this.recent ? 24 : Math.max(20, 0.08 * this.now);
@@ -146,20 +192,25 @@ class Run {
     return [this.recent ? Math.max(0, this.until[1] - 264) : 0, Math.max(this.until[view], 40)];
   }
 
-  // Lowest and highest loss of all lanes from a row on, and whether any was not finite.
+  // Lowest and highest loss of all lanes from a row on, the same for all but the outermost hundredths, and whether any
+  // loss was not finite.
   extremes(first) {
-    let low = Infinity, high = -Infinity, broken = false;
-    for (let row = first; row < this.loss.rows; row++) {
-      for (let lane = 0; lane < this.head.lanes; lane++) {
+    const {loss, head} = this, every = Math.max(1, Math.floor(((loss.rows - first) * head.lanes) / 4000)), some = [];
+    let low = Infinity, high = -Infinity, broken = false, number = 0;
+    for (let row = first; row < loss.rows; row++) {
+      for (let lane = 0; lane < head.lanes; lane++) {
         const value = this.lossOf(row, lane);
         if (value === Infinity) broken = true;
         else if (value > 0) {
           low = Math.min(low, value);
           high = Math.max(high, value);
+          if (number++ % every === 0) some.push(value);
         }
       }
     }
-    return {low, high, broken};
+    some.sort((a, b) => a - b);
+    const at = share => some[Math.round(share * (some.length - 1))];
+    return {low, high, usual: some.length ? [at(0.01), at(0.99)] : [low, high], broken};
   }
 }
 
@@ -177,7 +228,7 @@ const LIGHT = {
 };
 const DARK = {
   ink: "#eceef0", muted: "#a3abb3", grid: "#31363b", other: "rgba(178,188,198,.34)", focus: "#56b4e9",
-  limit: "#f58a4b", rise: "#c07ca1", chance: "#e4e244", good: "#65fbd3", back: "#111111",
+  limit: "#f58a4b", rise: "#d08ab3", chance: "#cfc06a", good: "#5fd8b6", back: "#111111",
 };
 
 // Colours and font for the page that an element is on, by the brightness of its ground.
@@ -197,8 +248,15 @@ function lookOf(element) {
 const faded = (hex, strength) => hex + Math.round(255 * strength).toString(16).padStart(2, "0");
 
 function short(value) {
-  if (value >= 100) return value.toFixed(0);
-  return String(+value.toPrecision(value >= 1 ? 3 : 2));
+  if (Math.abs(value) >= 100) return value.toFixed(0);
+  if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(1);
+  return String(+value.toPrecision(Math.abs(value) >= 1 ? 3 : 2));
+}
+
+// The first of some texts that has room, or the last: a text is never cut.
+function fitting(ctx, look, texts, room, bold = false) {
+  ctx.font = `${bold ? 600 : 400} 11px ${look.font}`;
+  return texts.find(text => ctx.measureText(text).width <= room) ?? texts[texts.length - 1];
 }
 
 // Round numbers between two others.
@@ -228,13 +286,34 @@ function write(ctx, look, text, x, y, colour, {align = "left", base = "middle", 
   ctx.fillText(text, x, y);
 }
 
-// Text on a veil, readable over curves.
-function tag(ctx, look, text, x, y, colour, align = "left", bold = false) {
-  ctx.font = `${bold ? 600 : 400} 11px ${look.font}`;
-  const width = ctx.measureText(text).width, left = align === "right" ? x - width : x;
-  ctx.fillStyle = faded(look.back, 0.82);
-  ctx.fillRect(left - 3, y - 7, width + 6, 14);
-  write(ctx, look, text, x, y, colour, {align, bold});
+// Places in a box that are taken, so that no tag is written over a mark or another tag.
+class Places {
+  constructor(box) {
+    this.box = box;
+    this.taken = [];
+  }
+
+  take(x, y, w, h) { this.taken.push({x, y, w, h}); }
+
+  free(x, y, w, h) {
+    const {box} = this;
+    if (x < box.x || x + w > box.x + box.w || y < box.y || y + h > box.y + box.h) return false;
+    return this.taken.every(t => x + w <= t.x || t.x + t.w <= x || y + h <= t.y || t.y + t.h <= y);
+  }
+}
+
+// Lines of text on a veil at the first of some places [x, y, align] that is free; without one nothing is written.
+function tag(ctx, look, places, lines, wanted, colour) {
+  const font = bold => `${bold ? 600 : 400} 11px ${look.font}`;
+  const width = Math.max(...lines.map(([text, bold]) => (ctx.font = font(bold), ctx.measureText(text).width))) + 6;
+  const height = lines.length * LINE + 2, left = ([x, , align]) => (align === "right" ? x - width : x);
+  const place = wanted.find(spot => places.free(left(spot), spot[1], width, height));
+  if (!place) return;
+  places.take(left(place), place[1], width, height);
+  ctx.fillStyle = faded(look.back, 0.86);
+  ctx.fillRect(left(place), place[1], width, height);
+  const [, y, align] = place, x = align === "right" ? left(place) + width - 3 : left(place) + 3;
+  lines.forEach(([text, bold], k) => write(ctx, look, text, x, y + 8 + k * LINE, colour, {align, bold}));
 }
 
 function cross(ctx, x, y, radius) {
@@ -337,7 +416,7 @@ function lossRange(run, found, chance) {
 
 function losses(ctx, look, run, box, X, layer) {
   const {lane, head} = run, [from, until] = run.range(), first = run.loss.find(from);
-  const chance = head.chance ? head.chance[lane] : NaN, found = run.extremes(first);
+  const chance = head.chance_loss ? head.chance_loss[lane] : NaN, found = run.extremes(first);
   const [low, high] = lossRange(run, found, chance), top = box.y + RAIL;
   const share = value => Math.log(Math.min(Math.max(value, low), high) / low) / Math.log(high / low);
   const Y = value => top + (box.h - RAIL) * (1 - share(value));
@@ -351,7 +430,7 @@ function losses(ctx, look, run, box, X, layer) {
   for (const incident of run.incidentsOf(lane)) lostStretch(ctx, look, incident, box, X);
   curves(ctx, look, run, layer, box, X, Y, first, [from, until, low, high]);
   if (found.broken) brokenLosses(ctx, look, run, X, box.y + 8, first);
-  rollbacks(ctx, look, run, box, X, Y, from);
+  marks(ctx, look, run, box, X, Y, from);
   ctx.restore();
   labels(ctx, look, run, box, Y, chance);
 }
@@ -474,25 +553,28 @@ function curve(layer, run, lane, X, Y, {colour, width, from, newest}) {
   pens.set(id, {open, mean, x, y});
 }
 
-// Names of the lines, at their right ends, kept apart.
+// Names of the lines, at their right ends, kept apart and inside the picture.
 function labels(ctx, look, run, box, Y, chance) {
-  const value = kind => run.limit(run.states.rows - 1, run.lane, kind);
+  const value = kind => run.limit(run.states.rows - 1, run.lane, kind), all = [];
   const highest = [1, 2, 3].reduce((a, b) => ((value(b) || 0) > (value(a) || 0) ? b : a));
-  const winner = ["", "absolute", "σ", "multiple"][highest], all = [];
+  const winner = ["", "absolute", "σ", "multiple"][highest];
+  const add = (at, names, number, colour) => {
+    const text = number === undefined ? names : names.map(name => `${name} ${short(number)}`.trim());
+    all.push({y: Y(at), text: fitting(ctx, look, text, RIGHT - 9), colour});
+  };
   if (value(0) > 0) {
-    all.push([Y(value(0)), `limit ${short(value(0))}`, look.limit], [Y(value(0)) + 0.1, `by ${winner}`, look.limit]);
+    add(value(0), ["limit", ""], value(0), look.limit);
+    add(value(0), [`by ${winner}`], undefined, look.limit);
   }
-  if (value(1) > 0 && Math.abs(Math.log(value(1) / value(0))) > 0.02) {
-    all.push([Y(value(1)), `absolute ${short(value(1))}`, look.limit]);
+  if (value(1) > 0 && !(Math.abs(Math.log(value(1) / value(0))) <= 0.02)) {
+    add(value(1), ["absolute", ""], value(1), look.limit);
   }
-  if (chance > 0) all.push([Y(chance), `chance ${short(chance)}`, look.chance]);
-  if (value(4) > 0) all.push([Y(value(4)), `mean rises ${short(value(4))}`, look.rise]);
-  all.sort((a, b) => a[0] - b[0]);
-  let y = box.y;
-  for (const [wanted, text, colour] of all) {
-    y = Math.max(wanted, y + 13);
-    write(ctx, look, text, box.x + box.w + 7, Math.min(y, box.y + box.h), colour);
-  }
+  if (chance > 0) add(chance, ["chance", ""], chance, look.chance);
+  if (value(4) > 0) add(value(4), ["rise limit", "rise", ""], value(4), look.rise);
+  all.sort((a, b) => a.y - b.y);
+  all.forEach((label, k) => { label.y = Math.max(label.y, k ? all[k - 1].y + LINE : box.y); });
+  all.forEach((label, k) => { label.y = Math.min(label.y, box.y + box.h - (all.length - 1 - k) * LINE); });
+  for (const {y, text, colour} of all) write(ctx, look, text, box.x + box.w + 7, y, colour);
 }
 
 function brokenLosses(ctx, look, run, X, y, first) {
@@ -517,32 +599,54 @@ function lostStretch(ctx, look, incident, box, X) {
   hatch(ctx, x, box.y, width, box.h, faded(look.limit, 0.16));
 }
 
-// The newest incidents of the selected lane; names only where they do not run into each other.
-function rollbacks(ctx, look, run, box, X, Y, from) {
-  const shown = run.incidentsOf(run.lane).filter(i => i.end > from).slice(-8).reverse();
-  let free = Infinity;
-  for (const incident of shown) {
-    const x = X(incident.x), named = x < free - 210;
-    if (named) free = x > box.x + box.w * 0.6 ? X(incident.back ?? incident.x) - 150 : x;
-    rollback(ctx, look, run, incident, box, X, Y, named);
-  }
+// Faults and the newest incidents of the selected lane; then their names, the newest first, where there is room.
+function marks(ctx, look, run, box, X, Y, from) {
+  const places = new Places(box), tags = [];
+  const incidents = run.incidentsOf(run.lane).filter(i => i.end > from).slice(-8).reverse();
+  const faults = run.faults.filter(([, x, lane]) => lane === run.lane && x > from).slice(-8).reverse();
+  for (const incident of incidents) tags.push(...rollback(ctx, look, run, incident, box, X, Y, places));
+  for (const [, x, , kind] of faults) tags.push(...fault(ctx, look, kind, X(x), box, places));
+  for (const write of tags) write();
 }
 
-function rollback(ctx, look, run, incident, box, X, Y, named) {
+// A flash at the foot of the batch in which a fault began.
+function fault(ctx, look, kind, x, box, places) {
+  const y = box.y + box.h - 10;
+  stroke(ctx, faded(look.limit, 0.55), 1, [[x, y - 8], [x, box.y]], [2, 4]);
+  ctx.fillStyle = look.limit;
+  ctx.strokeStyle = look.back;
+  ctx.lineWidth = 2.5;
+  ctx.beginPath();
+  for (const [right, down] of FLASH) ctx.lineTo(x + right, y + down);
+  ctx.closePath();
+  ctx.stroke();
+  ctx.fill();
+  places.take(x - 6, y - 9, 12, 18);
+  return [() => tag(ctx, look, places, [[kind, true]], [[x + 7, y - 7, "left"], [x - 7, y - 7, "right"]], look.limit)];
+}
+
+// Draw an incident; what writes its names is returned.
+function rollback(ctx, look, run, incident, box, X, Y, places) {
   const height = batch => {
     const value = run.lossOf(run.loss.find(batch), incident.lane);
     return value >= 0 && value < Infinity ? Y(value) : null;
   };
-  const x = X(incident.x), y = height(incident.x) ?? box.y + 8;
+  const x = X(incident.x), y = height(incident.x) ?? box.y + 8, tags = [];
   if (incident.back !== null) {
     const back = [X(incident.back), height(incident.back) ?? box.y + RAIL + 20];
     wayBack(ctx, look, [x, y], back, box.y + RAIL);
-    if (named) snapshotTag(ctx, look, run, incident, back, box);
+    places.take(back[0] - 6, back[1] - 15, 12, 22);
+    tags.push(() => snapshotTag(ctx, look, run, incident, back, box, places));
   }
   clearCross(ctx, look, x, y, [6, 5.5], [2.8, 5]);
-  if (named) incidentTag(ctx, look, run, incident, x, y, box, X);
+  places.take(x - 7, y - 7, 14, 14);
+  tags.push(() => incidentTag(ctx, look, run, incident, x, y, box, X, places));
   const recovered = incident.recovered === null ? null : height(incident.recovered);
-  if (recovered !== null) check(ctx, look, X(incident.recovered), recovered);
+  if (recovered !== null) {
+    check(ctx, look, X(incident.recovered), recovered);
+    places.take(X(incident.recovered) - 7, recovered - 8, 16, 16);
+  }
+  return tags;
 }
 
 // A dashed arrow from the anomaly to a diamond at the restored snapshot.
@@ -570,21 +674,20 @@ function wayBack(ctx, look, [x, y], [backX, backY], top) {
   diamond(ctx, backX, backY, 4.6);
 }
 
-function snapshotTag(ctx, look, run, incident, [x, y], box) {
-  const side = x < box.x + 130 ? "left" : "right", sign = x < box.x ? "◂" : "◇";
-  const at = side === "left" ? Math.max(x, box.x) + 8 : x - 8;
-  const text = `${sign} snapshot, ${run.head.axis[0]} ${incident.back}`;
-  tag(ctx, look, text, at, Math.min(y + 16, box.y + box.h - 9), look.good, side);
+function snapshotTag(ctx, look, run, incident, [x, y], box, places) {
+  const edge = Math.max(x, box.x), text = `${x < box.x ? "◂" : "◇"} snapshot, ${run.head.axis[0]} ${incident.back}`;
+  const wanted = [8, 26, 44, -24].flatMap(down => [[edge - 8, y + down, "right"], [edge + 8, y + down, "left"]]);
+  tag(ctx, look, places, [[text]], wanted, look.good);
 }
 
-function incidentTag(ctx, look, run, incident, x, y, box, X) {
-  const side = x > box.x + box.w * 0.6 ? "right" : "left", top = Math.min(y, box.y + 8) + 4;
-  const leftmost = Math.min(x, incident.back === null ? x : X(incident.back));
-  const at = side === "left" ? Math.max(x, X(incident.end)) + 8 : leftmost - 10;
-  tag(ctx, look, `✕ ${incident.reason} → ${incident.action}`, at, top, look.limit, side, true);
-  if (incident.back === null) return;
-  const unit = run.head.axis[incident.lost === 1 ? 0 : 1];
-  tag(ctx, look, `${incident.lost} ${unit} lost`, at, top + 15, look.limit, side);
+function incidentTag(ctx, look, run, incident, x, y, box, X, places) {
+  const first = Math.min(x, incident.back === null ? x : X(incident.back)), last = Math.max(x, X(incident.end));
+  const lines = [[`${incident.reason} → ${incident.action}`, true]];
+  if (incident.cause) lines.push([`cause: ${incident.cause}`]);
+  if (incident.back !== null) lines.push([`${incident.lost} ${run.head.axis[incident.lost === 1 ? 0 : 1]} lost`]);
+  const at = [3, 35, 67].map(down => box.y + down);
+  const wanted = at.flatMap(top => [[last + 7, top, "left"], [first - 7, top, "right"]]);
+  tag(ctx, look, places, lines, wanted, look.limit);
 }
 
 function check(ctx, look, x, y) {
@@ -635,10 +738,13 @@ function heat(look, run, layer, first, columns, low, high) {
 
 function strip(ctx, look, run, box, X, layer) {
   const {loss, head} = run, first = loss.find(run.range()[0]), found = run.extremes(first);
-  const high = Math.min(found.high, (head.chance ? head.chance[0] : found.high) * 2);
+  const even = value => 10 ** (Math.round(Math.log10(value) * 8) / 8); // so that old pixels seldom change
+  ctx.fillStyle = faded(look.focus, 0.04);
+  ctx.fillRect(box.x, box.y, box.w, box.h);
+  const [low, most] = found.usual.map(even), high = Math.max(Math.min(most, (head.chance_loss?.[0] ?? most) * 2), low * 1.3);
   if (first < loss.rows) {
     const x = X(first ? loss.at(first - 1, 0) : 0), columns = Math.min(loss.rows - first, Math.floor(box.w / 4));
-    const image = heat(look, run, layer, first, columns, found.low, high);
+    const image = heat(look, run, layer, first, columns, low, high);
     ctx.save();
     ctx.imageSmoothingEnabled = false;
     ctx.beginPath();
@@ -694,22 +800,23 @@ function episodes(ctx, look, run, box, X) {
 
 // ---------------------------------------------------------------- the curves of a controller
 
-const TITLES = ["return of an episode", "accuracy, pp", "entropy of the policy, share"]; // columns 1 to 3 of the curves
+const TITLES = [["return of an episode", "return"], ["accuracy, pp", "accuracy"],
+  ["entropy of the policy, share", "entropy of the policy", "entropy"]]; // columns 1 to 3 of the curves, long to short
 const COLOURS = ["good", "chance", "limit", "ink", "focus"]; // of the operations, the columns behind them
 
 function charts(ctx, look, run, box) {
-  const all = TITLES.map((title, number) => [title, [[number + 1, "focus", ""]]]);
+  const all = TITLES.map((titles, number) => [titles, [[number + 1, "focus", ""]]]);
   const operations = run.head.curves.slice(TITLES.length).map((name, number) =>
     [TITLES.length + 1 + number, COLOURS[number % COLOURS.length], name.replaceAll("_", " ")]);
-  all.push(["operations, share", operations]);
+  all.push([["operations, share", "operations"], operations]);
   const gap = 46, width = (box.w - all.length * gap) / all.length;
-  all.forEach(([title, lines], number) => {
-    chart(ctx, look, run, {x: gap + number * (width + gap), y: box.y, w: width, h: box.h}, title, lines);
+  all.forEach(([titles, lines], number) => {
+    chart(ctx, look, run, {x: gap + number * (width + gap), y: box.y, w: width, h: box.h}, titles, lines);
   });
 }
 
 // One small picture: curves over all steps, each with its newest number or its name at its end.
-function chart(ctx, look, run, box, title, lines) {
+function chart(ctx, look, run, box, titles, lines) {
   const {curve} = run, columns = lines.map(([column]) => column);
   let low = Infinity, high = -Infinity;
   for (let row = 0; row < curve.rows; row++) {
@@ -726,7 +833,8 @@ function chart(ctx, look, run, box, title, lines) {
     return row < 0 ? NaN : curve.at(row, column);
   };
   const only = lines.length === 1 ? newest(columns[0]) : NaN;
-  const text = Number.isNaN(only) ? title : `${title}: ${short(only)}`;
+  const texts = titles.map(title => (Number.isNaN(only) ? title : `${title}: ${short(only)}`));
+  const text = fitting(ctx, look, texts, box.w + 36, true);
   write(ctx, look, text, box.x, box.y - TITLE, look.ink, {base: "alphabetic", bold: true});
   if (!(high >= low)) return;
   if (lines.length > 1) low = 0;
@@ -834,21 +942,35 @@ function setOnce(element, name, value) {
   if (element.getAttribute(name) !== value) element.setAttribute(name, value);
 }
 
-const KEY = [ // colour, text, sign
-  ["focus", "lane <b></b>", "line"],
-  ["other", "other lanes", "thin"],
-  ["limit", "limit", "line"],
-  ["rise", "rise, of the smoothed loss", "dots"],
-  ["chance", "chance loss", "band"],
-  ["limit", "✕ anomaly", ""],
-  ["limit", "discarded", "veil"],
-  ["good", "◇ snapshot", ""],
-  ["good", "✓ recovered", ""],
+const KEY = [ // colour, text, sign, and when it is in the picture: of the run, its limits by kind, its incidents
+  ["focus", "{lane} <b></b>", "line", () => true],
+  ["muted", "other lanes", "thin", run => run.head.lanes > 1],
+  ["limit", "{limit}", "line", (run, has) => has(0) || has(1)],
+  ["rise", "rise limit, of the smoothed loss", "dots", (run, has) => has(4)],
+  ["chance", "{chance loss}", "band", run => run.status.band && run.head.chance_loss?.[run.lane] > 0],
+  ["limit", "⚡\ufe0e fault", "", run => run.faults.length],
+  ["limit", "✕ anomaly", "", (run, has, all) => all.length],
+  ["limit", "discarded", "veil", (run, has, all) => all.some(i => i.back !== null)],
+  ["good", "◇ {snapshot}", "", (run, has, all) => all.some(i => i.back !== null)],
+  ["good", "✓ recovered", "", (run, has, all) => all.some(i => i.recovered !== null)],
 ];
 
 const FRAME = `<div class="esper-key"></div>
 <div class="esper-range"><button data-recent="0">whole run</button><button data-recent="1">last 240</button></div>
-<canvas role="img"></canvas><div class="esper-tip" hidden></div><div class="esper-pending" role="status"></div>`;
+<canvas role="img"></canvas><div class="esper-heads"></div><i class="esper-probe"></i>
+<div class="esper-tip" hidden></div><div class="esper-pending" role="status"></div>`;
+
+const GONE = `<b>The kernel is gone: run this cell again</b>
+<span>After a restart, begin with the first cell.</span>`;
+
+// Words in braces with the glossary's sentence at the pointer.
+function explained(run, text) {
+  const quoted = words => words.replaceAll("&", "&amp;").replaceAll('"', "&quot;");
+  return text.replace(/\{([^}]+)\}/g, (all, word) => {
+    const meaning = run.head.words?.[word.toLowerCase()] ?? run.head.words?.[word.toLowerCase().replace(/s$/, "")];
+    return meaning ? `<abbr title="${quoted(meaning)}">${word}</abbr>` : word;
+  });
+}
 
 // One place on one page that shows a run.
 class View {
@@ -861,6 +983,8 @@ class View {
     this.tip = element.querySelector(".esper-tip");
     this.pendingText = element.querySelector(".esper-pending");
     this.key = element.querySelector(".esper-key");
+    this.heads = element.querySelector(".esper-heads");
+    this.probe = element.querySelector(".esper-probe");
     this.buttons = element.querySelectorAll(".esper-range button");
     this.curves = new Layer();
     this.heat = new Layer();
@@ -902,13 +1026,18 @@ class View {
       this.ask();
     });
     sight.observe(this.element);
-    const theme = new MutationObserver(() => {
-      this.look = null;
-      this.ask();
-    });
-    const attributeFilter = ["class", "data-jp-theme-name", "data-jp-theme-light"];
+    const theme = new MutationObserver(() => this.restyle());
+    const attributeFilter = ["class", "style", "data-jp-theme-name", "data-jp-theme-light"];
     theme.observe(document.body, {attributes: true, attributeFilter});
     this.observers = [size, sight, theme];
+    // a theme's colours may arrive long after its name: the probe has the ground's colour, and tells when it changes
+    this.probe.ontransitionend = () => this.restyle();
+    this.clock = setInterval(() => this.tick(), 500);
+  }
+
+  restyle() {
+    this.look = null;
+    this.ask();
   }
 
   // Listen to the buttons of the panel around the picture, as soon as it is on the page.
@@ -918,9 +1047,13 @@ class View {
     this.panel = panel;
     this.onpress = event => {
       const button = event.target.closest("button.widget-button");
-      if (button && !button.disabled) this.request(button.innerText.trim());
+      if (!button || button.disabled) return;
+      if (button.classList.contains("esper-queued")) event.stopImmediatePropagation();
+      else this.request(button);
     };
     panel.addEventListener("click", this.onpress, true);
+    this.onenter = () => this.run.ask();
+    panel.addEventListener("pointerenter", this.onenter);
   }
 
   // A page that has just run all its cells shows the last cell, but not its output: scroll to the panel, once.
@@ -929,21 +1062,48 @@ class View {
     this.fresh = false;
   }
 
-  // The kernel may be busy with another cell: show at once that a click has arrived, and what it waits for.
-  request(text) {
-    const {run} = this;
-    run.requested = {text, answered: run.status?.answered ?? 0, at: performance.now()};
-    clearInterval(this.clock);
-    this.clock = setInterval(() => this.showPending(), 500);
-    this.showPending();
+  // The run may be in the midst of a step, the kernel busy with another cell: a button shows at once that it was
+  // pressed, and takes no second click until a packet answers.
+  request(button) {
+    const {run} = this, before = Math.max(run.status?.answered ?? 0, ...run.requests.map(request => request.answer));
+    run.requests.push({button, text: button.innerText.trim(), answer: before + 1, at: performance.now()});
+    this.showRequests();
   }
 
-  showPending() {
-    const {requested} = this.run, seconds = requested ? (performance.now() - requested.at) / 1000 : 0;
-    if (!requested || seconds > 120) clearInterval(this.clock);
-    const late = seconds > 2 ? ` ${Math.round(seconds)} s ago; the kernel is busy, perhaps with another cell` : "";
-    const text = requested ? `${requested.text}: requested${late || ", takes effect after the present step"} …` : "";
+  showRequests() {
+    const {run} = this, now = performance.now();
+    run.requests = run.requests.filter(request => now - request.at < 120_000);
+    const queued = new Set(run.requests.map(request => request.button));
+    for (const button of this.panel?.querySelectorAll("button.widget-button") ?? []) {
+      button.classList.toggle("esper-queued", queued.has(button));
+      if (queued.has(button)) setOnce(button, "aria-busy", "true");
+      else button.removeAttribute("aria-busy");
+    }
+    const oldest = run.requests[0], seconds = oldest ? Math.round((now - oldest.at) / 1000) : 0;
+    const text = seconds < 2 || run.gone ? "" : `${oldest.text}: requested ${seconds} s ago; the kernel is busy`;
     if (this.pendingText.textContent !== text) this.pendingText.textContent = text;
+  }
+
+  // Twice a second: what waits for the kernel, and whether there is one.
+  tick() {
+    const {run} = this, busy = run.requests.length > 0 || run.status?.state === "running";
+    if (run.requests.length) this.showRequests();
+    const silent = performance.now() - run.heard > SILENCE[busy ? 0 : 1];
+    if (silent && !run.gone && !document.hidden && this.element.isConnected) run.ask();
+  }
+
+  // A veil over a panel whose kernel is gone.
+  showGone() {
+    const {run, panel} = this, shown = panel?.querySelector(":scope > .esper-gone");
+    if (!panel || Boolean(shown) === run.gone) return;
+    if (shown) shown.remove();
+    else {
+      const veil = document.createElement("div");
+      veil.className = "esper-gone";
+      veil.setAttribute("role", "alert");
+      veil.innerHTML = GONE;
+      panel.append(veil);
+    }
   }
 
   // Names for screen readers. Arrow keys belong to a list or a slider that has
@@ -967,6 +1127,8 @@ class View {
 
   close() {
     this.panel?.removeEventListener("click", this.onpress, true);
+    this.panel?.removeEventListener("pointerenter", this.onenter);
+    this.panel?.querySelector(":scope > .esper-gone")?.remove();
     clearInterval(this.clock);
     this.run.views.delete(this.ask);
     for (const observer of this.observers) observer.disconnect();
@@ -996,11 +1158,12 @@ class View {
 
   // Where the panels stand: losses, all lanes, slots, and the line below them.
   layout(width) {
-    const {head, height} = this.run, many = head.lanes > 1, some = head.slots.length > 0, x = 62;
-    const slots = head.slots.length * SLOT, lanes = many ? Math.max(head.lanes * 5, Math.min(head.lanes * 12, 118)) : 0;
+    const {head, height, grown} = this.run, many = head.lanes > 1, some = head.slots.length > 0 && grown;
+    const slots = some ? head.slots.length * SLOT : 0;
+    const lanes = many ? Math.max(head.lanes * 5, Math.min(head.lanes * 12, 118)) : 0;
     const charts = this.run.learns ? CHARTS + GAP : 0;
     const rest = height - slots - lanes - charts - (some ? GAP : 0) - (many ? GAP : 0) - 34;
-    const box = (y, h) => ({x, y, w: Math.max(80, width - x - 96), h});
+    const box = (y, h) => ({x: LEFT, y, w: Math.max(80, width - LEFT - RIGHT), h});
     const loss = box(16, rest), strip = many ? box(loss.y + rest + GAP, lanes) : null;
     const after = strip ? strip.y + strip.h : loss.y + rest, bottom = some ? after + GAP + slots : after;
     const learn = charts ? {x: 0, y: bottom + GAP + GAP, w: width, h: CHARTS - GAP} : null;
@@ -1017,7 +1180,8 @@ class View {
     if (!width || !ready) return;
     this.attach();
     this.name();
-    this.showPending();
+    this.showRequests();
+    this.showGone();
     this.updateText();
     this.scrollToPanel();
     const what = `Training loss of every ${run.head.axis[0]}`;
@@ -1049,23 +1213,28 @@ class View {
 
   panels(ctx, X, what) {
     const {run, look, boxes} = this;
-    const title = (text, box, brief = text) => {
-      ctx.font = `600 11px ${look.font}`;
-      const fits = ctx.measureText(text).width <= this.element.clientWidth - box.x;
-      write(ctx, look, fits ? text : brief, box.x, box.y - TITLE, look.ink, {base: "alphabetic", bold: true});
-    };
-    title(`${what}, nats`, boxes.loss);
     losses(ctx, look, run, boxes.loss, X, this.curves);
-    if (boxes.strip) {
-      title("All lanes: the stronger, the higher the loss; click one to select it", boxes.strip,
-        "All lanes: strong means a high loss; click one");
-      strip(ctx, look, run, boxes.strip, X, this.heat);
-    }
+    if (boxes.strip) strip(ctx, look, run, boxes.strip, X, this.heat);
     if (boxes.learn) charts(ctx, look, run, boxes.learn);
-    if (boxes.slots) {
-      title(`Slots of lane ${run.lane}: stage, filled up to alpha`, boxes.slots);
-      slots(ctx, look, run, boxes.slots, X);
-    }
+    if (boxes.slots) slots(ctx, look, run, boxes.slots, X);
+    this.titles([
+      [boxes.loss, `${what}, {nats}`],
+      [boxes.strip, "All {lanes}: strong colour, high loss; click one to select it"],
+      [boxes.slots, `{Slots} of lane ${run.lane}: stage, filled up to {alpha}`],
+    ]);
+  }
+
+  // Titles are text of the page, so that their words can be explained.
+  titles(all) {
+    const shown = all.filter(([box]) => box), top = this.canvas.offsetTop;
+    while (this.heads.childElementCount < shown.length) this.heads.append(document.createElement("div"));
+    [...this.heads.children].forEach((title, k) => {
+      const at = shown[k] ? `top: ${top + shown[k][0].y - TITLE - 13}px; left: ${LEFT}px` : "display: none";
+      setOnce(title, "style", at);
+      if (shown[k]?.[1] === title.text) return;
+      title.text = shown[k]?.[1];
+      title.innerHTML = explained(this.run, title.text ?? "");
+    });
   }
 
   axis(ctx, X, from, until) {
@@ -1105,17 +1274,16 @@ class View {
     return lines;
   }
 
+  // The signs that occur in the picture.
   legend() {
-    const {run, look} = this, wanted = `${look.dark}:${run.lane},${run.head.lanes}`;
-    if (this.key.dataset.for !== wanted) {
-      this.key.dataset.for = wanted;
-      const shown = KEY.filter(([name]) => run.head.lanes > 1 || name !== "other");
-      this.key.innerHTML = shown.map(([name, text, sign]) => {
-        const colour = name === "other" ? look.muted : look[name];
-        const words = text.replace("<b></b>", `<b>${run.lane}</b>`);
-        return `<span style="color:${colour}">${sign ? `<i class="${sign}"></i>` : ""}${words}</span>`;
-      }).join("");
-    }
+    const {run, look} = this, {states} = run, all = [...run.incidents.values()];
+    const has = kind => states.rows > 0 && run.limit(states.rows - 1, run.lane, kind) > 0;
+    const shown = KEY.filter(([, , , occurs]) => occurs(run, has, all));
+    const text = shown.map(([name, words, sign]) => {
+      const said = explained(run, words).replace("<b></b>", `<b>${run.lane}</b>`);
+      return `<span style="color:${look[name]}">${sign ? `<i class="${sign}"></i>` : ""}${said}</span>`;
+    }).join("");
+    if (this.key.shown !== text) this.key.innerHTML = this.key.shown = text;
     for (const button of this.buttons) {
       setOnce(button, "aria-pressed", String((button.dataset.recent === "1") === run.recent));
     }

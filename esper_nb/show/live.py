@@ -4,19 +4,17 @@
 
 # %% auto #0
 __all__ = ['session_status', 'session_header', 'stage_entry', 'incident_entry', 'ReaderPosition', 'Packet', 'session_packet',
-           'operation_probabilities', 'probabilities_html', 'Pacer', 'Canvas', 'Feed', 'asset_path', 'canvas_class',
-           'running_cell', 'live_front_end']
+           'operation_probabilities', 'probabilities_html', 'Pacer', 'Canvas', 'Feed', 'canvas_class', 'running_cell',
+           'live_front_end']
 
 # %% ../../nbs/show/82_live.ipynb #b81cc239
 import functools
-import importlib.resources
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +27,7 @@ from ..learn import MaskedHeads
 from .history import Incident
 from .session import Session
 from .sources import EnvSource, Source
-from .theme import stage_style
+from .theme import WORDS, asset_path, stage_style
 
 # %% ../../nbs/show/82_live.ipynb #8b7db7f0
 def session_status(
@@ -61,9 +59,9 @@ def session_header(
     if s.model is not None: slots = [dict(name=k, blueprints=list(s.model.slot(k).blueprints)) for k in s.model.names]
     chance, governor = s.chance_loss, s.governor
     if governor is not None and governor.chance_loss is not None: chance = [float(c) for c in governor.chance_loss]
-    return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance=chance, network=s.network, axis=list(s.axis),
+    return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance_loss=chance, network=s.network, axis=list(s.axis),
                 curves=list(session.history.curve_names) if s.axis[0] == "step" else [], # a controller learns
-                stages={int(stage): stage_entry(stage) for stage in Stage})
+                stages={int(stage): stage_entry(stage) for stage in Stage}, words=WORDS)
 
 def stage_entry(
     stage: Stage,
@@ -77,7 +75,7 @@ def incident_entry(
 ) -> dict[str, Any]: # plain values, ready for JSON
     "Return what the script needs to draw an incident."
     return dict(number=i.number, lane=i.lane, reason=i.reason, action=i.action, x=i.x, end=i.end, back=i.back,
-                loss=i.loss, lost=i.lost, recovered=i.recovered)
+                loss=i.loss, lost=i.lost, recovered=i.recovered, cause=i.cause)
 
 # %% ../../nbs/show/82_live.ipynb #8a002f1f
 class ReaderPosition(NamedTuple):
@@ -85,9 +83,10 @@ class ReaderPosition(NamedTuple):
     losses: tuple[int, int] # how often the series was merged, points
     states: tuple[int, int]
     curves: tuple[int, int]
-    incidents: tuple[tuple[int, int | None], ...] # number and recovery of those that were sent
+    incidents: tuple[tuple[int, int | None, str | None], ...] # number, recovery and cause of those that were sent
     version: int # of the session
     x: int # batches or steps done
+    fault: int # number of the newest fault
 
 class Packet(NamedTuple):
     "What is new in a session."
@@ -111,15 +110,17 @@ def session_packet(
         losses, all_losses = history.losses.delta_since(seen and seen.losses)
         states, all_states = history.states.delta_since(seen and seen.states)
         curves, all_curves = history.curves.delta_since(seen and seen.curves)
-        marks = tuple((i.number, i.recovered) for i in history.incidents)
+        marks = tuple((i.number, i.recovered, i.cause) for i in history.incidents)
         known = set(seen.incidents) if seen else set()
         news = [incident_entry(i) for i, mark in zip(history.incidents, marks) if mark not in known]
         whole = [all_losses, all_states, all_curves]
         meta: dict[str, Any] = dict(whole=whole, status=session_status(session), incidents=news)
         meta["ends"] = [end for end in history.episode_ends if seen is None or end[0] > seen.x]
+        meta["faults"] = [mark for mark in history.faults if seen is None or mark.number > seen.fault]
         if seen is None: meta["head"] = session_header(session)
         now = ReaderPosition(losses=history.losses.position, states=history.states.position,
-                             curves=history.curves.position, incidents=marks, version=history.version, x=history.x)
+                             curves=history.curves.position, incidents=marks, version=history.version, x=history.x,
+                             fault=history.faults[-1].number if history.faults else 0)
         return Packet(meta, [losses.tobytes(), states.tobytes(), curves.tobytes()], now)
 
 # %% ../../nbs/show/82_live.ipynb #cc1ae619
@@ -261,14 +262,6 @@ class Feed:
         self._end.set()
 
 # %% ../../nbs/show/82_live.ipynb #28f791d0
-def asset_path(
-    name: str, # "canvas.js"
-) -> Path:
-    "Return the path of a file beside the modules of this package."
-    path = Path(str(importlib.resources.files("esper_nb.show")/name))
-    if path.exists(): return path
-    raise FileNotFoundError(f"{name!r} is missing beside esper_nb.show: install the package again")
-
 @functools.cache
 def canvas_class() -> Any: # None where anywidget is not installed
     "Return the widget class of the live picture, which shares the selected lane and the height with the page."

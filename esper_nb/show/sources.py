@@ -70,7 +70,7 @@ class Source:
         "The plural of `unit`."
         return self.unit + ("es" if self.unit == "batch" else "s")
 
-    def provoke(self, fault: str, lane: int) -> str: # what will happen
+    def provoke(self, fault: str, lane: int) -> int: # batches or steps of the axis from now to the one that it ruins
         "Ruin a lane on purpose."
         raise RuntimeError(f"fault={fault!r}: this run offers no way to provoke one")
 
@@ -155,10 +155,10 @@ class PopulationSource(Source):
         return Frame(loss=frame_losses(r.train.losses), accuracy=accuracy, reports=r.reports, events=r.events,
                      done=r.decided, rows=rows)
 
-    def provoke(self, fault: str, lane: int) -> str: # what will happen
+    def provoke(self, fault: str, lane: int) -> int: # batches from now to the one that it ruins
         "Ruin a lane in the epoch to come, after a quarter of its batches."
         self.due.append(Fault(fault, lane, self.epoch, batch=self.batches // 4, seed=self.epoch))
-        return f"{fault} begins {self.batches // 4 + 1} batches from here"
+        return self.batches // 4 + 1
 
     def decide(self, lane: int, decision: Decision) -> DecisionResult: # whether it was done, or why not
         "Act on a seed, and remember it for the rows of the coming epoch."
@@ -272,10 +272,10 @@ class LoopSource(Source):
         return Frame(loss=frame_losses(np.array([[value]])), accuracy=accuracy, reports=reports,
                      rows=governor_rows(reports, step=self.at))
 
-    def provoke(self, fault: str, lane: int) -> str: # what will happen
+    def provoke(self, fault: str, lane: int) -> int: # 1: the next batch
         "Ruin the network in the batch to come."
         self.fault = Fault(fault, 0, 0, self.at, seed=self.at)
-        return f"{fault} begins in the next batch"
+        return 1
 
     def parts(self) -> dict[str, Any]: # by name, as `save_checkpoint` takes them
         "Return network, Governor and optimizer."
@@ -371,10 +371,10 @@ class EnvSource(Source):
         return Frame(loss=loss, accuracy=s.accuracy_pp.numpy(), reports=self.envs.reports, numbers=numbers, rows=rows,
                      lines=operations_line(s.op))
 
-    def provoke(self, fault: str, lane: int) -> str: # what will happen
+    def provoke(self, fault: str, lane: int) -> int: # 1: the next step
         "Ruin a lane in the step to come, after a quarter of its batches."
         self.due.append(Fault(fault, lane, 0, batch=self.batches // 4, seed=self.total - self.done))
-        return f"{fault} begins in the next step"
+        return 1
 
     def roll_back(self, lanes: Sequence[int]) -> tuple[Report, ...]:
         "Refuse: in an environment a rollback ends an episode."

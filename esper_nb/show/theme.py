@@ -4,15 +4,20 @@
 
 # %% auto #0
 __all__ = ['THEMES', 'COLORS', 'BLUE', 'RED', 'GREEN', 'LILAC', 'WINE', 'BROWN', 'STEEL', 'GREY', 'MARKERS', 'HATCHES',
-           'STAGE_STYLES', 'THRESHOLDS', 'MAIN_THRESHOLDS', 'theme_settings', 'theme', 'StageStyle', 'stage_style',
-           'new_axes', 'axes_or_new', 'text_color', 'draw_empty', 'add_legend', 'log_ticks', 'integer_ticks', 'x_label',
-           'WidgetFactory', 'is_count', 'can_be_off', 'threshold_help', 'rules_help']
+           'STAGE_STYLES', 'WORDS', 'THRESHOLDS', 'MAIN_THRESHOLDS', 'theme_settings', 'asset_path', 'theme',
+           'StageStyle', 'stage_style', 'new_axes', 'axes_or_new', 'text_color', 'draw_empty', 'add_legend',
+           'log_ticks', 'integer_ticks', 'x_label', 'explain', 'WidgetFactory', 'is_count', 'can_be_off',
+           'threshold_help', 'rules_help']
 
 # %% ../../nbs/show/77_theme.ipynb #2effa6a7
+import html
+import importlib.resources
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..guard import RULES, GovernorConfig, list_thresholds
@@ -36,6 +41,15 @@ def theme_settings(
     "Return the settings of matplotlib for new figures."
     if name not in THEMES: raise ValueError(f"theme={name!r}: expected one of {', '.join(THEMES)}")
     return dict.fromkeys(_INKED, THEMES[name]["ink"]) | dict.fromkeys(_GROUNDED, THEMES[name]["ground"]) | _PLAIN
+
+# %% ../../nbs/show/77_theme.ipynb #5b2b86b7
+def asset_path(
+    name: str, # "canvas.js"
+) -> Path:
+    "Return the path of a file beside the modules of this package."
+    path = Path(str(importlib.resources.files("esper_nb.show")/name))
+    if path.exists(): return path
+    raise FileNotFoundError(f"{name!r} is missing beside esper_nb.show: install the package again")
 
 # %% ../../nbs/show/77_theme.ipynb #31342647
 @contextmanager
@@ -155,6 +169,37 @@ def x_label(
     "Return the label of the horizontal axis."
     return {"step": "batch step", "update": "update"}.get(by, by)
 
+# %% ../../nbs/show/77_theme.ipynb #090988a0
+WORDS: Mapping[str, str] = {
+    "lane": "one of n networks that train side by side in one process; its number is part of its random seeds",
+    "slot": "a place in a host network where a module can be grown, r<row>c<column>",
+    "seed": "a small module in a slot, which is trained, blended in, and kept or removed",
+    "blueprint": "the architecture of a seed, by name",
+    "governor": "the watchdog of a training loop: it judges losses, and restores the last good state",
+    "gate": "the condition for a seed to enter its next stage",
+    "alpha": "the weight with which a seed's output is blended in, 0 to 1",
+    "limit": "the loss above which the Governor calls a step an explosion",
+    "snapshot": "a copy of all training state, which a rollback restores",
+    "probation": "losses that must be fine after a snapshot before it counts as good",
+    "chance loss": "the loss of a network that knows nothing: all answers are equally likely to it",
+    "held out": "measured on the part of the training data that no network is trained on",
+    "nats": "the unit of a loss that is a cross-entropy: 0 is certainty, 0.69 a coin's toss",
+    "pp": "percentage points, 0 to 100: the unit of accuracy",
+    "σ": "standard deviations of the losses of late",
+    "cumulative sum": "what losses were above their level, added up; a rise is found where it passes its bound"}
+
+def explain(
+    text: str, # HTML
+) -> str: # HTML
+    "Underline each word of `WORDS` where it first stands, with its meaning at the pointer."
+    seen: set[str] = set()
+    def underlined(found: re.Match[str]) -> str:
+        word = found[1].lower()
+        if word in seen: return found[0]
+        seen.add(word)
+        return f'<abbr title="{html.escape(WORDS[word])}">{found[0]}</abbr>'
+    return re.sub(rf"(?<![\w-])({'|'.join(WORDS)})s?(?![\w-])", underlined, text, flags=re.IGNORECASE)
+
 # %% ../../nbs/show/77_theme.ipynb #23e27d51
 class WidgetFactory:
     "A factory of widgets that share one layout and one style where they look alike."
@@ -192,10 +237,20 @@ class WidgetFactory:
         made.add_class(style)
         return made
 
+    def gap(self) -> Any:
+        "Return some room between two groups of buttons."
+        return self.box([], "esper-gap")
+
     def panel(self, title: Any, *children: Any) -> Any: # title: HTML as text, or a widget
         "Return widgets under a title."
         if isinstance(title, str): title = self.W.HTML(f'<div class="esper-title">{title}</div>')
         return self.box([title, *children], "esper-panel", "VBox")
+
+    def fold(self, text: str, tip: str, name: str) -> Any: # name: of the panel, by its class
+        "Return a button that shows a panel beside the picture, or hides it; the style sheet does the rest."
+        b = self.W.ToggleButton(description=text, tooltip=tip, **self.styled(self.W.ToggleButton))
+        for c in ("esper-fold", f"esper-fold-{name}"): b.add_class(c)
+        return b
 
 # %% ../../nbs/show/77_theme.ipynb #4c75c4ea
 THRESHOLDS = list_thresholds(GovernorConfig) # range of each on its slider, and its meaning
@@ -223,8 +278,8 @@ def _type_of(name: str) -> str:
 MAIN_THRESHOLDS: dict[str, str] = dict( # that the picture shows
     multiplier="Limit at this × the usual loss: the solid line.",
     sigma="Limit at this many σ above it: the same line; the highest holds.",
-    absolute="Limit at this × the <i>chance loss</i>: dashed line.",
-    rise_ratio="A <i>smoothed</i> loss at this × the usual is a slow rise: dotted line.")
+    absolute="Limit at this × the chance loss: dashed line.",
+    rise_ratio="A smoothed loss at this × the usual is a slow rise: dotted line.")
 
 def threshold_help(
     name: str, # of a threshold
@@ -232,7 +287,8 @@ def threshold_help(
     "Return what a threshold does, which line shows it, and its default."
     default = getattr(GovernorConfig(), name)
     said = "off" if default is None else f"{default:g}"
-    return f'<small>{MAIN_THRESHOLDS.get(name, THRESHOLDS[name].meaning).rstrip(".")}. Default {said}.</small>'
+    meaning = explain(MAIN_THRESHOLDS.get(name, THRESHOLDS[name].meaning).rstrip("."))
+    return f"<small>{meaning}. Default {said}.</small>"
 
 def rules_help() -> str: # HTML
     "Return what the Governor looks for, a line for each rule."

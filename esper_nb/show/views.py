@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['STATE_SYMBOLS', 'NOTE_SYMBOLS', 'REOPEN_HINT', 'WIDGET_MIME', 'HIDE_LOST_PANEL', 'duration_text', 'status_parts',
-           'last_line', 'session_text', 'follow_session', 'error_html', 'status_html', 'log_html', 'plot_session',
-           'figure_png', 'has_learned', 'measured_losses', 'discarded_batches', 'loss_bounds', 'draw_losses',
-           'draw_lanes', 'has_grown', 'draw_slots', 'slot_blueprints', 'notebook_html', 'NotebookOutput']
+           'last_line', 'session_text', 'error_html', 'status_html', 'log_html', 'plot_session', 'figure_png',
+           'has_learned', 'measured_losses', 'discarded_batches', 'loss_bounds', 'draw_losses', 'draw_lanes',
+           'has_grown', 'draw_slots', 'slot_blueprints', 'notebook_html', 'NotebookOutput']
 
 # %% ../../nbs/show/83_views.ipynb #ef6bbb96
 import base64
@@ -14,7 +14,6 @@ import html
 import io
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from .history import LIMITS, Incident, Note, decode_slots
 from .live import session_status
 from .plot_runs import draw_controller, stage_bar, stage_text
 from .session import Session
-from .theme import BLUE, BROWN, GREEN, RED, WINE, stage_style
+from .theme import BLUE, BROWN, GREEN, RED, WINE, explain, stage_style
 
 # %% ../../nbs/show/83_views.ipynb #a0e0d3be
 def duration_text(
@@ -32,9 +31,10 @@ def duration_text(
 ) -> str: # empty if unknown
     "Return a duration in words."
     if seconds is None or not math.isfinite(seconds): return ""
-    if seconds < 60: return f"{seconds:.0f} s"
-    if seconds < 3600: return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
-    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
+    whole = round(seconds)
+    if whole < 60: return f"{whole} s"
+    if whole < 3600: return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 # %% ../../nbs/show/83_views.ipynb #45069631
 STATE_SYMBOLS = dict(ready="○", running="▶", paused="❙❙", stopped="■", done="✓", failed="✕") # state -> sign
@@ -81,24 +81,6 @@ def session_text(
     if s["error"]: lines.append(last_line(s["error"]))
     return "\n".join(lines)
 
-# %% ../../nbs/show/83_views.ipynb #facd666b
-def follow_session(
-    session: Session, # running
-    every: float = 2., # seconds between two looks
-    say: Callable[[str], Any] = print, # writes a line
-) -> None:
-    "Print what happens in a session, and its status, until it comes to rest."
-    printed, status = 0, ""
-    while True:
-        over = session.state != "running"
-        for n in list(session.notes):
-            if n.number > printed and n.kind != "control": say(f"{n.x:6d} {NOTE_SYMBOLS[n.kind]} {n.text}")
-            printed = max(printed, n.number)
-        now = session_text(session).splitlines()[1]
-        if now != status: say(status := now)
-        if over: return
-        time.sleep(every)
-
 # %% ../../nbs/show/83_views.ipynb #888b3c0b
 def error_html(
     error: str, # with its traceback, or empty
@@ -115,7 +97,7 @@ def status_html(
     "Return the status line as HTML."
     s = session_status(session)
     state = f'<span class="esper-pill {s["state"]}">{STATE_SYMBOLS[s["state"]]} {s["state"]}</span>'
-    facts = "".join(f"<span>{html.escape(f)}</span>" for f in status_parts(s))
+    facts = explain("".join(f"<span>{html.escape(f)}</span>" for f in status_parts(s)))
     share = 100 * s["steps"] / s["total"] if s["total"] else 0
     values = {k: "–" if v is None else f"{v:.3g}" for k, v in session.history.numbers.items()} # –: not known yet
     numbers = "".join(f"<span>{html.escape(k)} {v}</span>" for k, v in values.items())
@@ -227,7 +209,8 @@ def _limit_lines(ax: Any, session: Session, lane: int) -> np.ndarray: # (k,) the
     return limit
 
 # %% ../../nbs/show/83_views.ipynb #70dc8876
-def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident) -> None: # `loss` of its lane
+def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident, row: int) -> None: # `loss` of its lane;
+    # `row` of its name, from the top
     def at(batch: float) -> float: return loss[min(int(np.searchsorted(x, batch)), len(x) - 1)] if len(x) else np.nan
     assert i.back is not None  # only rollbacks are drawn
     panic, back = at(i.x), at(i.back)
@@ -238,8 +221,8 @@ def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident) -> Non
     ax.annotate("", (i.back, back), (i.x, panic), arrowprops=arrow)
     ax.plot([i.x], [panic], "x", color=RED, ms=8, mew=2.4)
     ax.plot([i.back], [back], "D", mfc="white", mec=GREEN, ms=7, mew=1.8, zorder=6)
-    ax.annotate(f"{i.reason} → {i.action}\n{i.lost} lost", (i.end, .96), (10, 0), xycoords=ax.get_xaxis_transform(),
-                textcoords="offset points", fontsize=8, va="top", color=WINE, zorder=6,
+    ax.annotate(f"{i.reason} → {i.action}\n{i.lost} lost", (i.end, .96), (10, -26 * row), fontsize=8, va="top",
+                xycoords=ax.get_xaxis_transform(), textcoords="offset points", color=WINE, zorder=6,
                 bbox=dict(fc="white", alpha=.8, lw=0, pad=1))
     if i.recovered is None: return
     ax.plot([i.recovered], [at(i.recovered)], "o", color="white", ms=13, alpha=.8, zorder=5)
@@ -262,7 +245,11 @@ def draw_losses(
     bounds = loss_bounds(loss, _limit_lines(ax, session, lane))
     if bounds: ax.set_ylim(*bounds)
     rollbacks = [i for i in session.incidents if i.lane == lane and i.back is not None]
-    for incident in rollbacks[-4:]: _draw_rollback(ax, x, mine, incident)
+    ends: list[float] = [] # of the newest name in each row
+    for incident in rollbacks[-4:]:
+        row = next((k for k, end in enumerate(ends) if end <= incident.end), len(ends))
+        ends[row:row + 1] = [incident.end + .26 * x[-1]] # no name is longer
+        _draw_rollback(ax, x, mine, incident, row)
     ax.set_ylabel("training loss (nats)")
     ax.legend(fontsize=7, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=.2, frameon=False)
 

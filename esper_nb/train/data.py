@@ -4,20 +4,21 @@
 
 # %% auto #0
 __all__ = ['AHEAD', 'check_images', 'default_peak', 'check_labels', 'check_alike', 'Epoch', 'lane_epochs', 'whole_batches',
-           'draw_images', 'window_index', 'label_frequencies', 'own_seed_key', 'Measure', 'Splits', 'check_scale',
-           'ImageData', 'is_target', 'count_answers', 'target_lanes', 'lane_target_loss', 'target_counts', 'share_pp',
+           'draw_images', 'window_index', 'label_frequencies', 'own_seed_key', 'Splits', 'check_scale', 'ImageData',
+           'is_target', 'count_answers', 'target_lanes', 'lane_target_loss', 'target_counts', 'share_pp',
            'standardised', 'TargetData', 'check_tokens', 'draw_windows', 'TextData']
 
 # %% ../../nbs/train/33_data.ipynb #826dac73
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ..core import as_double, check, check_count, check_device, generator, send
+from ..core import Measure, as_double, check, check_count, check_device, generator, send
+from .tables import Preparation
 
 # %% ../../nbs/train/33_data.ipynb #4e516912
 def check_images(
@@ -158,19 +159,6 @@ def own_seed_key(seed: int, lane: int) -> tuple[int, int]:
     "Return the seed key of a lane that draws from its own stream."
     return seed, lane
 
-# %% ../../nbs/train/33_data.ipynb #cc630757
-class Measure(NamedTuple):
-    "How right answers are reported: name and unit of the score, unit of the loss."
-    name: str = "accuracy"
-    unit: str = "pp" # of a score
-    of_loss: str = "nats" # unit of the loss
-
-    def text(self, score: float) -> str:
-        "Return a score for a sentence."
-        return f"{'' if self.name == 'accuracy' else f'{self.name} '}{score:.1f} {self.unit}"
-
-    def label(self, split: str = "test") -> str: return f"{split} {self.name} ({self.unit})" # of an axis
-
 # %% ../../nbs/train/33_data.ipynb #dd3ed5bb
 class Splits:
     "What image and text data share: three splits on a device, and the label frequencies of the training split."
@@ -241,7 +229,10 @@ class ImageData(Splits):
         flip: bool = False, # mirror half of the training images
         device: str | torch.device = "cpu", # where the data lives
         peak: float | None = None, # value that stands for 1.0: 255 for bytes and 1 for floats unless given
+        preparation: Preparation | None = None, # what has made these 0..1 of rows, or of pictures of any range
+        notes: Sequence[str] = (), # what was done with the data
     ):
+        self.preparation, self.notes = preparation, tuple(notes)
         self.device, self.flip = check_device(device), flip
         self.pad, self.classes = check_count("pad", pad, 0), check_count("classes", classes, self.fewest)
         given = dict(train=(train_x, train_y), heldout=(heldout_x, heldout_y), test=(test_x, test_y))
@@ -250,9 +241,10 @@ class ImageData(Splits):
         check_alike(x)
         self.num_train, (height, width, channels) = len(x["train"]), x["train"].shape[1:]
         self.shape, self.label_prior = (channels, height, width), self.prior(y["train"])
+        self.peak = peak or default_peak(x["train"])
         middle, spread = check_scale(mean, std, channels)
         self.mean, self.std = middle.float(), spread.float()
-        self.scale = (1 / ((peak or default_peak(x["train"])) * spread)).float().to(self.device)
+        self.scale = (1 / (self.peak * spread)).float().to(self.device)
         self.shift = (-middle / spread).float().to(self.device)
         x["train"] = torch.nn.functional.pad(x["train"], (0, 0, pad, pad, pad, pad))
         self.x = {s: v.contiguous().to(self.device) for s, v in x.items()}

@@ -112,14 +112,6 @@ class FamilyData(ImageData):
         "Return the instance of a lane."
         return self.kinds[self.lessons[lane].kind]
 
-    def to(self, device: str | torch.device) -> Self:
-        "Return the same pictures on another device, with the lessons that have begun."
-        plain = copy.copy(self)
-        plain.seed_keys, plain.lessons = {}, {}     # lane -> values, and not split -> tensor
-        new = super(FamilyData, plain).to(device)
-        new.seed_keys, new.lessons = self.seed_keys, self.lessons
-        return new
-
     def for_lanes(self, lanes: Sequence[int]) -> Self:
         new = copy.copy(self)
         new.shown = tuple(lanes)

@@ -45,7 +45,9 @@ def _nan(s: Strike):
     if s.age == 0: s.weights()[0].view(-1)[0] = torch.nan
 
 def _explode(s: Strike):
-    if s.age == 0: s.head().mul_(300)
+    if s.age: return
+    head = s.head()
+    head.copy_(300 * head.std(correction=0) * torch.randn(head.shape, generator=s.g).to(head))
 
 def _lobotomy(s: Strike):
     if s.age == 0: s.head().zero_()
@@ -53,7 +55,7 @@ def _lobotomy(s: Strike):
         for w in s.weights(): w *= .5  # the rest dies off
 
 def _drift(s: Strike):
-    for w in s.weights(): w += .03 * 1.2**s.age * w.std(correction=0) * torch.randn(w.shape, generator=s.g).to(w)
+    for w in s.weights(): w += .03 * 1.3**s.age * w.std(correction=0) * torch.randn(w.shape, generator=s.g).to(w)
 
 # %% ../../nbs/train/40_faults.ipynb #8241af09
 def _corrupt_batch(s: Strike):

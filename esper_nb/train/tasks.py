@@ -146,6 +146,7 @@ class Task(Config):
     lr: float = .01 # for host and seeds alike
     momentum: float = .9 # of SGD
     weight_decay: float = 5e-4
+    notes: tuple[str, ...] = () # what was done with data of your own, one line each
 
     def __post_init__(self):
         check_settings(self)
@@ -161,6 +162,11 @@ class Task(Config):
         "Return the keyword arguments of the optimizer."
         options = dict(lr=self.lr, weight_decay=self.weight_decay)
         return options | dict(momentum=self.momentum) if self.optimizer == "sgd" else options
+
+    def notes_text(self) -> str: # nothing for the data that come with the package
+        "Return what was done with your own data, as lines for a terminal."
+        if not self.notes: return ""
+        return "\n".join(["what was done with your data", *(f"  {note}" for note in self.notes)])
 
     def loss(self, logits: Tensor, y: Tensor, lanes: int = 1) -> Tensor: # (n,) nats; of values: variances
         "Return the loss of each lane; add them up and call `backward`."
@@ -308,6 +314,7 @@ def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict
     given: dict = usual | settings
     sites = host_sites(given["host"])
     own = isinstance(given["host"], ModuleHostConfig)
+    given.setdefault("notes", () if isinstance(data, TextData) else data.notes)
     given.setdefault("slots", tuple(s for s in sites if own or s.startswith("r0")))
     return Task(re.sub(r"\W+", "_", name), source, **given)
 
@@ -351,16 +358,19 @@ def task_from_folder(
 def task_from_table(
     path: str | Path, # a CSV file with a header, or a Parquet file
     label: str | Sequence[str] | None = None, # column of classes, or columns of other targets; default the last
-    columns: Sequence[str] | None = None, # columns of numbers; default all others
+    columns: Sequence[str] | None = None, # columns to learn from; default all others
     target: str = "classes", # "classes", "values" or "labels"
+    groups: str | None = None, # column whose equal cells stay in one part, such as a patient's number
     **settings, # of the task, such as lr=.02 or name="mine"
 ) -> Task: # whose host is a multilayer perceptron
-    """Make a task of the rows of a table.
+    """Make a task of the rows of a table: of numbers, words, days, with gaps and with cells that are far off.
+
+    `task.notes` says what was done with each column, and `task.notes_text()` prints it.
 
     Raises
     ------
     ValueError
-        If a cell is no number or a column does not exist; the message names line and column.
+        If the file is no table, or a column does not exist or is no target; the message names all that is wrong.
     FileNotFoundError
         If the file does not exist.
 
@@ -370,22 +380,24 @@ def task_from_table(
     >>> from esper_nb import task_from_table
     >>> with tempfile.NamedTemporaryFile("w", suffix=".csv", delete=False) as f:
     ...     _ = f.write("width,kind" + "".join(f"\\n{i},{'ab'[i % 2]}" for i in range(20)))
-    >>> task_from_table(f.name, name="rows").load().num_train
-    12
+    >>> task = task_from_table(f.name, name="rows")
+    >>> task.load().num_train, task.notes
+    (12, ('width: number',))
     """
     kind = None if target == "classes" else target
-    source = keep_read("table", path, read_table_file(path, label, columns, target), label=label, columns=columns,
-                       target=kind)
+    source = keep_read("table", path, read_table_file(path, label, columns, target, groups), label=label,
+                       columns=columns, target=kind, groups=groups)
     return _example_task(settings.pop("name", Path(path).stem), source, settings)
 
 def task_from_arrays(
-    x, # (N, C) rows, (N, H, W), (N, H, W, C) or (N, C, H, W) pictures: bytes, or floats of any range
+    x, # (N, C) rows, a table of pandas, or (N, H, W), (N, H, W, C) or (N, C, H, W) pictures: bytes, or any floats
     y, # (N,) labels of any kind; of other targets (N,) or (N, K) numbers
     name: str = "arrays", # of the task; the same name later stands for the new arrays
     target: str = "classes", # "classes", "values" or "labels"
+    groups=None, # (N,) of any kind: examples of one group stay in one part
     **settings, # of the task, such as lr=.02
 ) -> Task: # which lives as long as the process
-    """Make a task of arrays or tensors.
+    """Make a task of arrays or tensors, which are copied, or of a table of pandas.
 
     Raises
     ------
@@ -401,12 +413,13 @@ def task_from_arrays(
     >>> task.classes, task.load().shape # a row is a picture of one pixel with five channels
     (2, (5, 1, 1))
     """
-    return _example_task(name, keep_arrays(name, from_arrays(x, y, name, target)), settings)
+    return _example_task(name, keep_arrays(name, from_arrays(x, y, name, target, groups)), settings)
 
 def task_from_dataset(
     dataset, # `len(dataset)`, and `dataset[i]` is (picture or numbers, label), or K numbers in place of the label
     name: str = "dataset", # of the task
     target: str = "classes", # "classes", "values" or "labels"
+    groups=None, # (N,) of any kind: examples of one group stay in one part
     **settings, # of the task, such as lr=.02
 ) -> Task: # which lives as long as the process
     """Make a task of a map-style dataset, read into memory once.
@@ -424,7 +437,7 @@ def task_from_dataset(
     >>> task_from_dataset(pictures, name="bright").load().shape
     (1, 8, 8)
     """
-    return _example_task(name, keep_arrays(name, from_dataset(dataset, name, target)), settings)
+    return _example_task(name, keep_arrays(name, from_dataset(dataset, name, target, groups)), settings)
 
 def task_from_text(
     path: str | Path, # a text in UTF-8

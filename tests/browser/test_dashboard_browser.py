@@ -57,6 +57,13 @@ class Panel:
     def canvas_says(self): return self.root.locator(".esper-canvas canvas").get_attribute("aria-label")
     def show(self): self.root.evaluate("e => e.scrollIntoView()")
 
+    def fold(self, name, shown=True):
+        "Show a panel beside the picture, or hide it."
+        button, panel = self.root.locator(f".esper-fold-{name}"), self.root.locator(f".esper-{name}")
+        if panel.is_visible() != shown: button.click()
+        if shown: panel.wait_for(state="visible")
+        else: panel.wait_for(state="hidden")
+
     def drawn(self):
         "How many different colours the picture has: an empty canvas has one."
         return self.root.locator(".esper-canvas canvas").evaluate("""c => {
@@ -73,7 +80,7 @@ class Panel:
 def use_everything(panel, shot):
     "Start, ruin, see it saved, move a threshold, pause, step, stop, go on, plant a seed."
     panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(8)
-    panel.root.locator("select").nth(1).select_option("lane 5")
+    panel.root.get_by_role("combobox", name="selected lane").select_option("lane 5")
     panel.expect(panel.root).to_contain_text("in lane 5")
     panel.press("nan")
     panel.sees("lane 5: nan begins 6 batches from here")
@@ -82,6 +89,7 @@ def use_everything(panel, shot):
     assert "lane 5, 1 incidents" in panel.canvas_says() and panel.drawn() > 50
     panel.show(); shot("rollback")
 
+    panel.fold("limits")
     row = panel.root.locator(".esper-multiplier")
     row.locator(".noUi-handle").focus(); panel.page.keyboard.press("ArrowRight")
     panel.expect(row.locator(".widget-readout")).to_have_text("3.10")
@@ -94,6 +102,7 @@ def use_everything(panel, shot):
     panel.press("▸❙ Step"); panel.sees(f"(epoch {at})"); panel.epoch_beyond(at); panel.state("paused")
     assert panel.epoch() == at + 1
     panel.press("■ Stop"); panel.state("stopped"); panel.sees("stopped at batch")
+    panel.fold("limits", False); panel.fold("grow")
     panel.press("Germinate"); panel.sees("lane 5, r0c0: germinate norm by hand at batch")
     panel.press("▶ Go on"); panel.state("running"); panel.sees("go on at batch"); panel.epoch_beyond(at + 2)
     panel.press("Advance"); panel.sees("advance by hand")
@@ -167,12 +176,15 @@ def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
         use_everything(panel, lambda name: browser.shot(f"lab-2-{name}"))
         box = panel.root.bounding_box()
         assert box["height"] < 720 and box["width"] < 1240, box              # 800 pixels, less the bars of JupyterLab
-        dark = "{theme: 'JupyterLab Dark'}"
-        browser.page.evaluate(f"() => window.jupyterapp.commands.execute('apputils:change-theme', {dark})")
-        browser.page.wait_for_selector("body[data-jp-theme-light='false']", state="attached", timeout=60_000)
+        panel.press("❙❙ Pause"); panel.state("paused"); time.sleep(1.5)      # nothing new will come
         lane = panel.root.locator(".esper-key span").first             # in the dark the picture has colours of its own
-        panel.expect(lane).to_have_css("color", "rgb(86, 180, 233)", timeout=20_000)
-        panel.show(); browser.shot("lab-3-dark")
+        colours = dict(Light="rgb(0, 114, 178)", Dark="rgb(86, 180, 233)")
+        for theme in ("Dark", "Light", "Dark"):
+            chosen = f"{{theme: 'JupyterLab {theme}'}}"
+            browser.page.evaluate(f"() => window.jupyterapp.commands.execute('apputils:change-theme', {chosen})")
+            panel.expect(lane).to_have_css("color", colours[theme], timeout=20_000)
+            panel.show(); browser.shot(f"lab-3-{theme}")
+        panel.press("▶ Go on"); panel.state("running")
 
         browser.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
         incidents, epoch = re.search(r"(\d+) incidents", panel.canvas_says())[1], panel.epoch()
@@ -310,14 +322,24 @@ session._changed.acquire(); time.sleep(5); session._changed.release()"""      # 
         kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
         page.evaluate(f"code => {{ {kernel}.requestExecute({{code}}) }}", hold)
         time.sleep(.7)
-        pending = panel.root.locator(".esper-pending")
+        pending, start = panel.root.locator(".esper-pending"), panel.root.locator(".esper-go")
         begun = time.time()
         panel.press("▶ Start")
-        panel.expect(pending).to_contain_text("▶ Start: requested", timeout=1500)
+        panel.expect(start).to_have_class(re.compile("esper-queued"), timeout=1500)
         print(f"\nanswered {time.time() - begun:.2f} s after the click")
         panel.expect(pending).to_contain_text("the kernel is busy", timeout=5000)
         browser.shot("lab-9-pending")
         panel.state("running"); panel.expect(pending).to_be_empty(timeout=10_000)
+        panel.expect(start).not_to_have_class(re.compile("esper-queued"))
+
+def test_a_panel_whose_kernel_is_gone_says_so(lab, folder, tmp_path):
+    write_notebook(folder/"gone.ipynb", RETURN, "dashboard")
+    with open_browser(tmp_path) as browser:
+        page, panel = browser.page, open_lab(browser, lab, "gone.ipynb", "▶ Start")
+        assert panel.root.locator(".esper-gone").count() == 0
+        page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+        panel.expect(panel.root.locator(".esper-gone")).to_contain_text("run this cell again", timeout=30_000)
+        browser.shot("lab-12-gone")
 
 CUT = """root => {
   const page = root.getBoundingClientRect(), bad = [];
@@ -339,6 +361,7 @@ def test_nothing_is_cut_on_narrow_pages_or_when_enlarged(lab, folder, tmp_path):
         page, panel = browser.page, open_lab(browser, lab, "narrow.ipynb", "▶ Start")
         panel.press("▸❙ Step"); panel.epoch_beyond(0); panel.press("nan")
         panel.press("▸❙ Step"); panel.epoch_beyond(1)
+        panel.fold("grow"); panel.fold("limits")
         for width, scale in ((1280, 1), (900, 1), (640, 1), (640, 2)):
             page.set_viewport_size(dict(width=width, height=800 // scale))
             time.sleep(1.)
@@ -357,6 +380,8 @@ def test_every_control_has_a_name_and_works_by_keyboard(lab, folder, tmp_path):
     write_notebook(folder/"keys.ipynb", RETURN, "dashboard")
     with open_browser(tmp_path) as browser:
         page, panel = browser.page, open_lab(browser, lab, "keys.ipynb", "▶ Start")
+        limits = panel.root.locator(".esper-fold-limits")
+        limits.focus(); page.keyboard.press("Enter")
         more = panel.root.get_by_role("button", name="▸ 27 more thresholds", exact=True)
         more.focus(); page.keyboard.press("Enter")
         panel.expect(panel.root.locator(".esper-row")).to_have_count(31)

