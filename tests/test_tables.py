@@ -11,7 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+from esper_nb.grow import check_same
 from esper_nb.run import export_run, fit_run
+from esper_nb.run.cli import main
 from esper_nb.train import (
     Column, FitConfig, Preparation, from_arrays, read_picture, read_table_file, split_examples, task_from_arrays,
     task_from_path, task_from_table)
@@ -156,6 +158,23 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
     with pytest.raises(ValueError, match="light=0"): task_from_path(tmp_path/"pics")
     Image.new("RGB", (8, 8)).save(tmp_path/"pics"/"light"/"a.png")
     with pytest.raises(ValueError, match=r"0.png cannot be read.*1.png cannot be read"): task_from_path(tmp_path/"pics")
+
+
+def test_the_command_line_names_columns_and_groups_as_python_does(tmp_path, capsys):
+    place = written(tmp_path/"t.csv", frame().assign(patient=1))
+    asked = ["--label", "kind", "--columns", "a,zz", "--groups", "patiant", "--out", str(tmp_path/"runs")]
+    assert main(["fit", "--data", str(place), *asked]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "'zz'" in told and "'patient' perhaps" in told
+    (tmp_path/"words.txt").write_text("to be or not to be " * 200)
+    assert main(["fit", "--data", str(tmp_path/"words.txt"), "--groups", "a"]) == 2
+    assert "it is for a table" in capsys.readouterr().err
+
+def test_outputs_in_a_dictionary_are_compared():
+    def said(x): return dict(a=x, more=[x + 1, (2 * x,)])
+    check_same("it", said, said, [torch.ones(3)])
+    with pytest.raises(RuntimeError, match="off by"):
+        check_same("it", said, lambda x: dict(a=x, more=[x + 2, (2 * x,)]), [torch.ones(3)])
 
 
 # ---- hostile tables: a clear line, or a right answer
