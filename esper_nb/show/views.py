@@ -213,8 +213,8 @@ def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident, row: i
     # `row` of its name, from the top
     def at(batch: float) -> float: return loss[min(int(np.searchsorted(x, batch)), len(x) - 1)] if len(x) else np.nan
     assert i.back is not None  # only rollbacks are drawn
-    panic, back = at(i.x), at(i.back)
-    if not np.isfinite(panic): panic = ax.get_ylim()[1] / 1.6
+    top, back = ax.get_ylim()[1] / 1.6, at(i.back)
+    panic = float(np.fmin(at(i.x), top)) # inside the axes, also where the loss was not finite
     if not np.isfinite(back): back = 1.
     ax.axvspan(i.back, i.end, facecolor=RED, alpha=.12, lw=0)
     arrow = dict(arrowstyle="-|>", color=GREEN, ls="--", connectionstyle="arc3,rad=.35", lw=1.5)
