@@ -216,13 +216,13 @@ def test_lanes_ask_on_what_they_evaluate_anyway():
 
 # --- noticing
 
-def test_a_small_rise_does_not_silence_the_detector_for_ever():
-    s, rng = LossStats(), np.random.default_rng(0)
-    for t in range(1500):
-        level = 2.8 * (1.1 if t > 300 else 1.)
-        s, v = judge(s, level * math.exp(.01 * rng.standard_normal()))
-        assert v.reason() == "healthy" and v.cusum[0] <= 2 * DetectorConfig().rise
-    assert s.calm(DetectorConfig()).all() and abs(s.level[0] - math.log(2.8 * 1.1)) < .02
+def test_a_small_rise_that_lasts_is_asked_about_and_learnt():
+    governor, rng = Governor(nn.Linear(1, 1), chance_loss=None), np.random.default_rng(0)
+    for t in range(1000):
+        governor.watch(2.8 * (1.1 if t > 300 else 1.) * math.exp(.01 * rng.standard_normal()))
+        assert governor.stats.cusum[0] <= 2 * governor.config.rise
+    assert not governor.reports and [n.action for n in governor.notes] == ["wait", "ask", "meant"]
+    assert abs(governor.stats.level[0] - math.log(2.8 * 1.1)) < .02 and governor.snapshot.steps[0] > 850
 
 
 def test_a_slow_drift_is_noticed():

@@ -26,11 +26,11 @@ def test_parts_in_a_list_or_dictionary_are_guarded_one_by_one(pack):
 
 
 @pytest.mark.parametrize("make, says", [
-    (lambda n, o: Governor(n, nets=[n], chance_loss=None), "nets=a list of Linear, expected one part a name"),
-    (lambda n, o: Governor(n, o, n, chance_loss=None), "model2=Linear, expected a part once; it is `model`, too"),
+    (lambda n, o: Governor(n, nets=[n], chance_loss=None), "nets='a list of Linear', expected one part a name"),
+    (lambda n, o: Governor(n, o, n, chance_loss=None), "model2='Linear', expected a part once; it is `model`, too"),
     (lambda n, o: Governor(n, o, config={}, chance_loss=None), "config={}, expected one of batch, epoch, classic"),
     (lambda n, o: Governor(n, o, snapshot_every=5, chance_loss=None), r"config=GovernorConfig\(snapshot_every=...\)"),
-    (lambda n, o: Governor(nn.Linear(2, 2, device="meta"), chance_loss=None), "on the meta device, expected weights"),
+    (lambda n, o: Governor(nn.Linear(2, 2, device="meta"), chance_loss=None), "on the meta device"),
     (lambda n, o: Governor(n, o, chance_loss=None).watch(None), "loss=None, expected a number or a tensor"),
     (lambda n, o: Governor(n, o, chance_loss=None).watch({"loss": 1.}), "expected a number or a tensor"),
     (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.tensor(1j)), "complex, expected real numbers"),

@@ -273,6 +273,7 @@ def find_rise(look: Look, c: DetectorConfig, cusum, smooth, base, held):
     if not ops.any(suspect): return never, never, cusum, smooth, base, held
     least_rise = where(look.linear, 3. * look.spread, math.log(c.rise_ratio))
     up = suspect & ((smooth >= look.level + least_rise) | (smooth >= base + 2 * least_rise))
+    up = up | suspect & (held > _HELD) & (smooth >= look.level + look.spread) # small, and it lasts
     if look.chance_loss is not None: up = up & (smooth >= on_scale(c.rise_floor * look.chance_loss, look.linear))
     return up, suspect & (held <= _HELD), cusum, smooth, base, held
 

@@ -997,7 +997,7 @@ class SavedAt(NamedTuple):
 def _as_loss(loss: Any, lanes: int) -> Tensor | float:
     "Return a loss as a tensor with a number a lane, or as a number of a single lane."
     if not isinstance(loss, Tensor):
-        try: values = np.asarray(loss, np.float64)
+        try: values = np.asarray(0. + loss, np.float64)
         except (TypeError, ValueError): raise ValueError(f"loss={loss!r}, expected a number or a tensor") from None
         if lanes == 1 and values.size == 1: return float(values.reshape(()))
         loss = torch.as_tensor(values)
@@ -1058,13 +1058,21 @@ class Trial:
         "How far the latest losses are above the level."
         return statistics.median(self.x[-8:]) - self.level
 
+    @property
+    def noise(self) -> float:
+        "About one standard deviation of the losses, before the rise or of late, whichever is more."
+        late = self.x[-16:]
+        middle = statistics.median(late)
+        return max(self.spread, 1.4826 * statistics.median(abs(x - middle) for x in late))
+
     def blames_weights(self) -> bool | None: # None: not known yet
         "Whether the old weights do so much better that the live ones are to blame."
-        wanted = min(16, max(3, math.ceil((2.5 * self.spread / max(self.rise, 1e-30))**2)))
-        if self.rise > 5 * self.spread and self.old[0] <= self.level + self.near: return True
-        if len(self.old) < wanted: return None
-        middle = statistics.median(self.old)
-        return middle <= self.level + self.near or middle < self.level + self.rise / 2
+        rise, noise, k = max(self.rise, 1e-30), self.noise, len(self.old)
+        apart = rise > 5 * noise and min(self.x[-8:]) > self.level + self.near # so one loss tells them from each other
+        if apart and self.old[0] <= self.level + self.near: return True
+        if k < min(16, max(3, math.ceil((2.5 * noise / rise)**2))): return None
+        gain = self.level + rise - statistics.median(self.old)
+        return gain > rise / 2 and gain > 3 * noise / k**.5
 
 def fall_of(x: Sequence[float]) -> tuple[float, float]: # and its standard error
     "Return by how much a straight line through some losses falls from end to end."
@@ -1084,6 +1092,7 @@ def open_trial(
     level, spread = float(s.level[0]), float(s.spread[0])
     if c.rise is not None: level = min(level, float(s.base[0]))
     near = spread if s.linear[0] else max(math.log(c.rise_ratio) / 2, spread)
+    if c.rise is not None: near = min(near, max(float(s.smooth[0]) - level, spread) / 2)
     return Trial(level=level, near=near, spread=spread, reason=reason, at=int(s.judged[0]))
 
 # %% ../../nbs/guard/16_governor.ipynb #091f622b

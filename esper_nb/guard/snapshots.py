@@ -609,8 +609,8 @@ def _name_parts(parts: Sequence, named: Mapping[str, object], streams: bool) -> 
         objects[name] = obj
     objects |= {name: _unwrapped(obj) for name, obj in named.items()}
     for name, obj in objects.items():
-        twin = next((other for other, x in objects.items() if x is obj and other != name), None)
-        check(twin is None or not _has_state(obj), name, type(obj).__name__, f"a part once; it is `{twin}`, too")
+        first = next(other for other, x in objects.items() if x is obj)
+        check(first == name or not _has_state(obj), name, type(obj).__name__, f"a part once; it is `{first}`, too")
         tensors = obj.state_dict() if isinstance(obj, nn.Module) else {}
         away = [k for k, t in tensors.items() if getattr(t, "is_meta", False)]
         check(not away, name, f"{away[:1]} on the meta device", "weights that exist: use to_empty(), and load them")
