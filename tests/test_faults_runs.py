@@ -11,11 +11,12 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 
+import esper_nb.run
 from esper_nb.control import EnvConfig, Heuristic, Signals, View
 from esper_nb.core import parse_settings
 from esper_nb.grow import SeedState, Stage
 from esper_nb.learn import PPOConfig, PolicyConfig
-from esper_nb.record import FolderLock, JSONLWriter, encode_row, files, new_run, read_checkpoint, save_checkpoint
+from esper_nb.record import FolderLock, JSONLWriter, checkpoints, encode_row, files, new_run, read_checkpoint, save_checkpoint
 from esper_nb.run import Run, RunConfig, begin_run, cli, fits, get_recipe, main, open_run
 from esper_nb.train import Fault
 
@@ -199,11 +200,11 @@ def test_a_disk_that_stays_full_ends_in_one_line_and_damages_nothing(tmp_path, m
 
 def test_a_checkpoint_that_finds_no_room_is_tried_again(whole, tmp_path, monkeypatch):
     run, full = begin_run(RECIPE, tmp_path), True
-    saved = files.save_file
+    saved = checkpoints.save_file
     def save_file(*args):
-        if full: raise files.SafetensorError("Error while serializing: I/O error: No space left on device")
+        if full: raise checkpoints.SafetensorError("Error while serializing: I/O error: No space left on device")
         return saved(*args)
-    monkeypatch.setattr(files, "save_file", save_file)
+    monkeypatch.setattr(checkpoints, "save_file", save_file)
     with pytest.warns(UserWarning, match="update 1 has no checkpoint .*No space left on device"):
         for u in run.updates(): full = u.update < 2
     assert same(open_run(run.folder.path), whole)
@@ -272,8 +273,8 @@ def test_a_result_that_finds_no_room_leaves_the_old_one(short, monkeypatch):
     run = open_run(short.folder.path)
     run.finish()
     before = {p.name: p.read_bytes() for p in run.folder.path.iterdir()}
-    def full(*args): raise files.SafetensorError("No space left on device")
-    monkeypatch.setattr(files, "save_file", full)
+    def full(*args): raise checkpoints.SafetensorError("No space left on device")
+    monkeypatch.setattr(checkpoints, "save_file", full)
     with pytest.raises(OSError, match="controller.safetensors could not be written: No space left"): run.finish()
     after = {p.name: p.read_bytes() for p in run.folder.path.iterdir()}
     assert after.keys() == before.keys() and after["controller.safetensors"] == before["controller.safetensors"]
@@ -392,7 +393,7 @@ def test_a_target_is_looked_at_before_the_work(tmp_path, monkeypatch, capsys, co
     (tmp_path/"taken.png").mkdir()
     run = new_run(tmp_path, "digits", get_recipe("digits").to_dict() and {"run": get_recipe("digits").to_dict()})
     def work(*args, **kwargs): raise AssertionError("the work has begun")
-    monkeypatch.setattr(cli, "compare_recipe", work)
+    monkeypatch.setattr(esper_nb.run, "compare_recipe", work)
     monkeypatch.setattr("esper_nb.run.report.report_html", work)
     what = dict(compare=["digits"], report=[str(run.path)])[command]
     argv = [command, *what, "--out", out.format(tmp_path)]
@@ -403,7 +404,7 @@ def test_a_target_is_looked_at_before_the_work(tmp_path, monkeypatch, capsys, co
 def test_a_comparison_is_shown_even_if_it_cannot_be_kept(tmp_path, monkeypatch, capsys):
     from esper_nb.run.comparison import Comparison, PlayResult
     play = PlayResult("PPO", 0, (50.,), (50.,), (1.,), (4,), (0,), (0,), (9,), {}, 0, 1.)
-    monkeypatch.setattr(cli, "compare_recipe", lambda *args, **kwargs: Comparison("digits", 1, 4, (play,)))
+    monkeypatch.setattr(esper_nb.run, "compare_recipe", lambda *args, **kwargs: Comparison("digits", 1, 4, (play,)))
     def full(self, *args, **kwargs): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
     monkeypatch.setattr(Path, "write_text", full)
     assert main(["compare", "digits", "--out", str(tmp_path/"c.json")]) == 1
@@ -455,7 +456,7 @@ slips += [("train", "digits", "--device", d) for d in ("", "cpu,")] + [("train",
 @pytest.mark.parametrize("argv", slips, ids=" ".join)
 def test_a_slip_is_one_clear_line(argv, tmp_path, monkeypatch, capsys):
     def work(*args, **kwargs): raise AssertionError("accepted")
-    monkeypatch.setattr(cli, "compare_recipe", work)
+    monkeypatch.setattr(esper_nb.run, "compare_recipe", work)
     monkeypatch.setattr(Run, "drive", work)
     monkeypatch.setattr(fits, "_fit_epochs", work)
     monkeypatch.chdir(tmp_path)

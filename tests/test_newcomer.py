@@ -107,7 +107,7 @@ def test_a_network_and_pictures_of_ones_own_go_the_same_way(run, tmp_path, monke
     host = ModuleHostConfig("newcomers_net:mlp", {"1": "BD"})
     task = task_from_folder(run.parents[1]/"pics", size=8, host=host, name="ours")
     pop, folder = fit_run(task, FitConfig(lanes=2, epochs=2), out=tmp_path, progress=False)
-    left = export_run(folder.path, tmp_path/"ours.pt2", lane=1)
+    left = export_run(folder.path, tmp_path/"ours.pt2", lane=1, trust=True)
     x, _ = next(iter(pop.data.evaluate("test", 32)))
     with torch.no_grad():
         torch.testing.assert_close(left.net(left.example), pop.model.lane(1).eval()(x), rtol=1e-4, atol=1e-5)

@@ -153,12 +153,16 @@ def test_settings_that_are_not_the_checkpoints_build_nothing(gift):
     rewrite(gift/"config.json", lambda config: config["run"]["env"].update(num_envs=10**12))
     with pytest.raises(CheckpointError, match="run.env.num_envs: saved 2, here 1000000000000"): open_run(gift)
 
+def values_of(text): return [json.loads(line) for line in text.splitlines()] if "\n{" in text else json.loads(text)
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "final.jsonl", "comparison.json"])
 def test_a_changed_digit_is_noticed(gift, name, without_pictures):
     text = (gift/name).read_text()
     at = [m.start() for m in re.finditer(r"(?<=[\d.])\d", text)]
     for i in random.Random(0).sample(at, 10):
-        (gift/name).write_text(text[:i] + str((int(text[i]) + 1) % 10) + text[i + 1:])
+        changed = text[:i] + str((int(text[i]) + 1) % 10) + text[i + 1:]
+        if values_of(changed) == values_of(text): continue # a digit behind what a float holds
+        (gift/name).write_text(changed)
         with pytest.raises(ValueError, match=f"{name}.*digest"): report_html(RunFolder(gift))
 
 

@@ -106,6 +106,7 @@ def label_entropy(
 
     Examples
     --------
+    >>> import torch
     >>> round(label_entropy(torch.arange(10).repeat(7)), 4)
     2.3026
     >>> round(label_entropy(torch.tensor([0] * 80 + [1] * 20)), 4)
