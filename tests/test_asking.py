@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esper_nb.guard import DetectorConfig, Governor, GovernorConfig, LossStats, Trial, judge
+from esper_nb.guard import Governor, GovernorConfig, LossStats, Trial, judge
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = GovernorConfig(patience=12, snapshot_every=10, probation=10)

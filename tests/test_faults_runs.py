@@ -16,8 +16,8 @@ from esper_nb.control import EnvConfig, Heuristic, Signals, View
 from esper_nb.core import parse_settings
 from esper_nb.grow import SeedState, Stage
 from esper_nb.learn import PPOConfig, PolicyConfig
-from esper_nb.record import FolderLock, JSONLWriter, checkpoints, encode_row, files, new_run, read_checkpoint, save_checkpoint
-from esper_nb.run import Run, RunConfig, begin_run, cli, fits, get_recipe, main, open_run
+from esper_nb.record import FolderLock, JSONLWriter, checkpoints, encode_row, new_run, read_checkpoint, save_checkpoint
+from esper_nb.run import Run, RunConfig, begin_run, fits, get_recipe, main, open_run
 from esper_nb.train import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
