@@ -124,7 +124,7 @@ def main():
             clean = cleans[s]
             alone = clean if fault is None else done[name, fault, "alone", s][0]
             rows.append(dict(loop=name, fault=fault, arm=arm, seed=FIRST + s, clean=clean, alone=alone, guarded=score,
-                             slack=slack, verdict=verdict(clean, slack, alone, score), acts=acts, notes=notes))
+                             slack=slack, verdict=verdict(clean, slack, alone, score), acts=acts))
     for arm in arms[1:]:
         mine = [r for r in rows if r["arm"] == arm]
         found = Counter(r["verdict"] for r in mine if r["fault"] and r["fault"] not in BEYOND)

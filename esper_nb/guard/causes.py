@@ -398,6 +398,10 @@ class Replay:
         for p, grad in self.grads: p.grad = grad
         del self.live
 
+    def leave_out(self, steps: set[int]):
+        "Replay without some steps."
+        self.without = set(steps)
+
     def begin(self):
         "Restore the good state, and forget what an experiment has changed."
         self._clear()
@@ -492,7 +496,7 @@ class Experiment(NamedTuple):
 
 def leave_out_odd(replay: Replay):
     "Leave out the batches on which the good weights do unusually badly."
-    replay.without = set(replay.odd)
+    replay.leave_out(replay.odd)
 
 def hold_rate(replay: Replay):
     "Keep the learning rate of the good state."

@@ -1072,7 +1072,8 @@ class Trial:
         if apart and self.old[0] <= self.level + self.near: return True
         if k < min(16, max(3, math.ceil((2.5 * noise / rise)**2))): return None
         gain = self.level + rise - statistics.median(self.old)
-        return gain > rise / 2 and gain > 3 * noise / k**.5
+        if gain > rise / 2 and gain > 3 * noise / k**.5: return True
+        return False if gain < rise / 4 or k >= 16 else None
 
 def fall_of(x: Sequence[float]) -> tuple[float, float]: # and its standard error
     "Return by how much a straight line through some losses falls from end to end."
