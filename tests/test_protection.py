@@ -35,7 +35,8 @@ def test_parts_in_a_list_or_dictionary_are_guarded_one_by_one(pack):
     (lambda n, o: Governor(n, o, chance_loss=None).watch({"loss": 1.}), "expected a number or a tensor"),
     (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.tensor(1j)), "complex, expected real numbers"),
     (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.tensor(1., device="meta")), "meta device"),
-    (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.ones(3)), "expected 1 numbers, one per lane")])
+    (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.ones(3)), "expected 1 numbers, one per lane"),
+    (lambda n, o: Governor(n, o, chance_loss=None, lanes=2, folder="x"), "folder='x', expected None: lanes have")])
 def test_what_is_passed_wrongly_is_named(make, says):
     with pytest.raises(ValueError, match=says): make(*parts())
 
@@ -89,3 +90,24 @@ def test_a_state_without_banks_is_small_and_remembers_what_was_done():
     net.weight.data.fill_(math.nan)
     report, = other.watch(math.inf)
     assert report.rolled_back and net.weight.isfinite().all()
+
+
+def test_losses_of_lanes_may_come_as_a_list():
+    governor = Governor(nn.Linear(1, 2), chance_loss=None, lanes=2)
+    for _ in range(3): assert governor.watch([.5, .6]) == ()
+    assert governor.stats.judged.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("config", [GovernorConfig(), GovernorConfig(copies=1, probation=0)])
+def test_every_good_state_goes_to_the_folder_and_none_is_overwritten_while_it_is_written(config, tmp_path):
+    net, opt = parts()
+    governor = Governor(net, opt, chance_loss=None, folder=tmp_path, config=config)
+    for k in range(5):
+        net.weight.data.fill_(float(k))
+        for _ in range(3): governor.watch(.5)
+        governor.accept()
+    net.weight.data.fill_(99.)
+    governor.files.wait()
+    again, adam = parts()
+    assert Governor.recover(tmp_path, again, adam) == 15 and (again.weight == 4).all()
+    assert len(list(tmp_path.glob("*.pt"))) == 2

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['CAUSES', 'LOW', 'EXPERIMENTS', 'SLOWER', 'UPHILL', 'Explanation', 'RecordedStep', 'StepRecorder', 'keys_of',
            'tensors_of', 'read_streams', 'write_streams', 'same_stream', 'RecordedIncident', 'copy_published', 'Replay',
-           'gradient_norm', 'idle', 'set_setting', 'Experiment', 'leave_out_odd', 'hold_rate', 'hold_settings',
-           'without_autocast', 'full_precision', 'drop_gradients', 'mix_examples', 'can_mix', 'with_tensors',
-           'forget_moments', 'clip_gradients', 'usual_norms', 'lower_rate', 'scale_rate', 'most_changed',
-           'other_settings', 'is_near', 'rate_rose', 'name_batches', 'odd_ones', 'LayerWatch', 'center_spread',
-           'level_spread', 'find_onset', 'find_odd', 'find_cause', 'Inquiry', 'same_number']
+           'gradient_norm', 'idle', 'share_of_rate', 'set_setting', 'Experiment', 'leave_out_odd', 'hold_rate',
+           'hold_settings', 'without_autocast', 'full_precision', 'drop_gradients', 'mix_examples', 'can_mix',
+           'with_tensors', 'forget_moments', 'clip_gradients', 'usual_norms', 'lower_rate', 'scale_rate',
+           'most_changed', 'other_settings', 'is_near', 'rate_rose', 'name_batches', 'odd_ones', 'LayerWatch',
+           'center_spread', 'level_spread', 'find_onset', 'find_odd', 'find_cause', 'Inquiry', 'same_number']
 
 # %% ../../nbs/guard/15_causes.ipynb #imports
 import math
@@ -228,13 +228,7 @@ class StepRecorder:
         "Let the learning rates come back slowly."
         for h in self.handles: h.remove()
         self.handles, self.warm_left, self.warm_over = [], steps, steps
-        kept: dict[int, list] = {}
-        def lower(o, *_):
-            kept[id(o)] = [(g, g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"]) for g in o.param_groups]
-            share = 1 - self.warm_left / (self.warm_over + 1)
-            for g, lr in kept[id(o)]: set_setting(g, "lr", lr * share)
-        def back(o, *_):
-            for g, lr in kept.pop(id(o)): set_setting(g, "lr", lr)
+        lower, back = share_of_rate(lambda: 1 - self.warm_left / (self.warm_over + 1))
         for o in self.optimizers: self.handles += [o.register_step_pre_hook(lower), o.register_step_post_hook(back)]
 
     def state_dict(self) -> dict:
@@ -324,10 +318,9 @@ def copy_published(
     snapshot: Snapshot, # of a single lane
 ) -> SavedState:
     "Return a copy of what is published, which later snapshots do not overwrite."
-    version = snapshot.published[0]
-    if version is None: raise RuntimeError("there is no good state: call take() once before")
-    bank = {k: t.clone() for k, t in snapshot.banks[snapshot.front[0]].items()}
-    return SavedState(version, bank, dict(snapshot.shards))
+    good = snapshot.good_state()
+    if good is None: raise RuntimeError("there is no good state: call take() once before")
+    return good._replace(bank={k: t.clone() for k, t in good.bank.items()}, shards=dict(good.shards))
 
 class Replay:
     """The steps of an incident again, from its good state; an experiment changes one thing before they run.
@@ -480,6 +473,18 @@ def idle(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         if before is None: del own["step"]
         else: own["step"] = before
 
+def share_of_rate(
+    share: Callable[[], float], # asked before every step
+) -> tuple[Callable, Callable]: # to call with an optimizer before its step, and after it
+    "Return hooks that let an optimizer step at a share of its learning rate."
+    kept: dict[int, list] = {}
+    def lower(o, *_):
+        kept[id(o)] = [(g, g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"]) for g in o.param_groups]
+        for g, lr in kept[id(o)]: set_setting(g, "lr", lr * share())
+    def back(o, *_):
+        for g, lr in kept.pop(id(o)): set_setting(g, "lr", lr)
+    return lower, back
+
 def set_setting(group: dict, name: str, value):
     "Set a setting of a parameter group, in place where it is a tensor."
     if isinstance(group[name], Tensor): group[name].fill_(value)
@@ -586,12 +591,7 @@ def lower_rate(replay: Replay):
 
 def scale_rate(replay: Replay, factor: float):
     "Train at a share of the learning rate."
-    kept: list = []
-    def lower(o):
-        kept[:] = [(g, g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"]) for g in o.param_groups]
-        for g, lr in kept: set_setting(g, "lr", lr * factor)
-    def back(_):
-        for g, lr in kept: set_setting(g, "lr", lr)
+    lower, back = share_of_rate(lambda: factor)
     replay.before_update.append(lower)
     replay.after_update.append(back)
 

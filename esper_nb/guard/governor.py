@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..core import ModulePart, check, check_count
-from .causes import Explanation, StepRecorder, find_cause
+from .causes import Explanation, StepRecorder, find_cause, set_setting
 from .detector import (
     RULES, DetectorConfig, LossStats, Verdict, loss_limits, off_scale, on_scale)
 from .ranks import Ranks, SameWeights
@@ -91,6 +91,7 @@ class Governor:
         check(not settings, ", ".join(settings), [named[k] for k in settings],
               "parts by name; settings go into config=GovernorConfig({}=...)", settings and settings[0])
         self.n = check_count("lanes", lanes)
+        check(folder is None or lanes == 1, "folder", folder, "None: lanes have good states of different steps")
         self.chance_loss = as_chance_losses(chance_loss, lanes)
         self.stats = LossStats(lanes)
         self.budget = Budget(lanes)
@@ -634,7 +635,7 @@ class Governor:
 
     def _take_as_meant(self, t: "Trial", report: Report, live: SavedState) -> Report: # `live`: a copy to reuse
         "Learn the new level, publish the live state, and keep the one from before."
-        at = self.saved.get(self.snapshot.version[0] or 0, SavedAt(self.watched, self.lr_factor))
+        at = self._saved_at(0)
         self.trial, losses = None, np.array(t.losses[len(t.losses) // 2:])
         self.stats.forget([0])
         self.stats.add(np.zeros(len(losses), np.int64), losses, self.config)
@@ -686,8 +687,7 @@ class Governor:
             now = float(group["lr"])
             if before == capped: continue
             rate = before if now == capped else now * before / capped
-            if isinstance(group["lr"], Tensor): group["lr"].fill_(rate)
-            else: group["lr"] = rate
+            set_setting(group, "lr", rate)
         self.stats.judged += len(self.trial.old)
         self.question = None
 
@@ -780,7 +780,7 @@ class Governor:
             self.trial = self.question = None
         fields: dict[int, dict] = {}
         for i, step in zip(back.lanes, back.steps):
-            saved = self.saved.get(self.snapshot.version[i] or 0, SavedAt(self.watched, self.lr_factor))
+            saved = self._saved_at(i)
             lost = (saved.batch, self.watched - 1) if saved.batch < self.watched else None
             fields[i] = dict(restored=back.parts, left=back.left, kept=back.kept, restored_step=step, lost=lost)
             if onward: self._cap_lr(saved.lr_factor, again[i])
@@ -897,11 +897,9 @@ class Governor:
             self.held = False
             self._write_file()
             if self.since < c.snapshot_every: return
-        if self.files is not None: self.files.wait() # the bank that it reads is about to be overwritten
         taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes, hold=c.probation > 0)
         self.since, self.held = 0, c.probation > 0 and bool(taken.lanes)
         if taken.lanes: self._note_saved()
-        if taken.published: self._write_file()
         if taken.refused: self._respond(dict.fromkeys(taken.refused, "state"), bad_state=taken.bad)
 
     def _note_saved(self, at: "SavedAt | None" = None): # None: now
@@ -909,13 +907,18 @@ class Governor:
         kept = {v.number for v in (*self.snapshot.published, *self.snapshot.held) if v is not None}
         self.saved = {k: v for k, v in self.saved.items() if k in kept}
         self.saved[self.snapshot.taken] = at or SavedAt(self.watched, self.lr_factor)
+        self._write_file()
+
+    def _saved_at(self, lane: int) -> "SavedAt":
+        "Return where the run was when the good state of a lane was taken."
+        return self.saved.get(self.snapshot.version[lane] or 0, SavedAt(self.watched, self.lr_factor))
 
     def _write_file(self):
         "Write the published state to disk, if it is a new one, while the next batches are computed."
-        version = self.snapshot.published[-1]
-        if self.files is None or version is None or version.number == self.files.number: return
-        state = SavedState(version, self.snapshot.banks[self.snapshot.front[-1]], self.snapshot.shards)
-        self.files.write(version.number, self.snapshot.portable(state, copy=False))
+        good = self.snapshot.good_state()
+        if self.files is None or good is None or good.version.number == self.files.number: return
+        self.files.write(good.version.number, self.snapshot.portable(good, copy=False)) # ends the one before it first
+        if self.config.copies == 1: self.files.wait() # there is no other memory for the next snapshot
 
     def _warn_about_parts(self):
         "Log a hint if a part seems to be missing."
@@ -997,8 +1000,9 @@ class SavedAt(NamedTuple):
 def _as_loss(loss: Any, lanes: int) -> Tensor | float:
     "Return a loss as a tensor with a number a lane, or as a number of a single lane."
     if not isinstance(loss, Tensor):
-        try: values = np.asarray(0. + loss, np.float64)
-        except (TypeError, ValueError): raise ValueError(f"loss={loss!r}, expected a number or a tensor") from None
+        try: values = np.asarray(math.nan if loss is None else loss, np.float64)
+        except (TypeError, ValueError): values = None
+        if loss is None or values is None: raise ValueError(f"loss={loss!r}, expected a number or a tensor")
         if lanes == 1 and values.size == 1: return float(values.reshape(()))
         loss = torch.as_tensor(values)
     if loss.numel() != lanes: raise ValueError(f"loss={tuple(loss.shape)}, expected {lanes} numbers, one per lane")

@@ -133,9 +133,8 @@ class Snapshot:
         kept: list[str] = []
         with self._quiet():
             for mine, u in _together(wanted, self.n, self.front, self.version):
-                version = self.published[u]
-                if version is None: raise RuntimeError("nothing to restore: call take() once before")
-                state = SavedState(version, self.banks[self.front[u]], self.shards)
+                state = self.good_state(u)
+                if state is None: raise RuntimeError("nothing to restore: call take() once before")
                 written, differs = self._write_parts(state, mine, skip, stay and mine is None)
                 names += written
                 kept += differs
@@ -143,6 +142,14 @@ class Snapshot:
             lanes=tuple(wanted), steps=tuple(self.steps[min(i, len(self.steps) - 1)] for i in wanted),
             parts=tuple(dict.fromkeys(names)), left=tuple(p for p in self.parts if p not in names),
             kept=tuple(dict.fromkeys(kept)), seconds=time.perf_counter() - start)
+
+    def good_state(
+        self,
+        pointer: int = -1, # a lane; -1: all of a single lane, or what lanes share
+    ) -> "SavedState | None": # None: nothing was taken yet
+        "Return the published state where it lies: a later `take` overwrites its memory."
+        version = self.published[pointer]
+        return None if version is None else SavedState(version, self.banks[self.front[pointer]], self.shards)
 
     def set_aside(self) -> "SavedState":
         "Return a copy of the live state, good or not: for a look at another state, after which `bring_back` undoes it."
@@ -170,8 +177,7 @@ class Snapshot:
     ) -> "SavedState | None": # the state that was published until now; None: the live state is not finite
         "Publish the live state of a single lane, and hand out the state that it replaces, which is not overwritten."
         check(self.n == 1, "lanes", self.n, "1: the states of lanes lie in common memory")
-        version, number = self.published[0], self.front[0]
-        old = None if version is None else SavedState(version, self.banks[number], self.shards)
+        old, number = self.good_state(), self.front[0]
         fresh: _Bank = {} if spare is None else spare.bank
         if self.copies == 1: self.banks = (fresh, fresh)
         taken = self.take(step)
@@ -576,17 +582,21 @@ def _unwrapped(obj):
 
 def _has_state(obj) -> bool: return hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")
 
+def _members(obj) -> list:
+    "Return what is in a list, a tuple or a dictionary."
+    if isinstance(obj, dict): return list(obj.values())
+    return list(obj) if isinstance(obj, (list, tuple)) else []
+
 def _spread_out(parts: Sequence, named: Mapping[str, object]) -> tuple[list, dict[str, object]]:
     "Return parts and named parts, those inside of lists and dictionaries one by one."
     flat: list = []
     for obj in parts:
-        inside = list(obj.values() if isinstance(obj, dict) else obj) if isinstance(obj, (dict, list, tuple)) else []
+        inside = _members(obj)
         if not any(map(_has_state, inside)): flat.append(obj)
         elif isinstance(obj, dict): named = {**named, **obj}
         else: flat += inside
     for name, obj in named.items():
-        inside = list(obj.values() if isinstance(obj, dict) else obj) if isinstance(obj, (dict, list, tuple)) else []
-        held = [type(x).__name__ for x in inside if _has_state(x)]
+        held = [type(x).__name__ for x in _members(obj) if _has_state(x)]
         check(not held, name, f"a {type(obj).__name__} of {', '.join(held)}", "one part a name, or parts without names")
     return flat, dict(named)
 
@@ -611,8 +621,8 @@ def _name_parts(parts: Sequence, named: Mapping[str, object], streams: bool) -> 
     for name, obj in objects.items():
         first = next(other for other, x in objects.items() if x is obj)
         check(first == name or not _has_state(obj), name, type(obj).__name__, f"a part once; it is `{first}`, too")
-        tensors = obj.state_dict() if isinstance(obj, nn.Module) else {}
-        away = [k for k, t in tensors.items() if getattr(t, "is_meta", False)]
+        tensors = (*obj.named_parameters(), *obj.named_buffers()) if isinstance(obj, nn.Module) else ()
+        away = [k for k, t in tensors if t.is_meta]
         check(not away, name, f"{away[:1]} on the meta device", "weights that exist: use to_empty(), and load them")
     if streams: objects.setdefault("streams", RandomStreams())
     check(len(objects) > 0, "parts", parts, "at least one object with state")
