@@ -9,8 +9,9 @@ __all__ = ['AnyPart', 'Leaf', 'pack_tree', 'unpack_tree', 'portable_tree', 'revi
 # %% ../../nbs/core/09_parts.ipynb #852aacb4
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -338,17 +339,25 @@ def as_part(
 # %% ../../nbs/core/09_parts.ipynb #df76a392
 class RandomStreams:
     "The global random streams of Python, NumPy and torch, as one object with state."
+    def __init__(self, names: Collection[str] = ("python", "numpy", "torch")): # torch's with those of all GPUs in use
+        self.names = names
+
     def state_dict(self) -> dict:
         "Return the state of every stream in use."
-        version, words, gauss = random.getstate()
-        python = (version, np.array(words, np.uint32), gauss)
-        state = dict(python=python, numpy=np.random.get_state(), torch=torch.get_rng_state())
+        state: dict[str, Any] = {}
+        if "python" in self.names:
+            version, words, gauss = random.getstate()
+            state["python"] = (version, np.array(words, np.uint32), gauss)
+        if "numpy" in self.names: state["numpy"] = np.random.get_state()
+        if "torch" not in self.names: return state
+        state["torch"] = torch.get_rng_state()
         return state | (dict(cuda=torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else {})
 
-    def load_state_dict(self, state: dict): # a state of `state_dict`
-        "Put every stream back."
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-        np.random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"].cpu())
+    def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`, of any of the names
+        "Put the streams of a state back."
+        if "python" in state:
+            version, words, gauss = state["python"]
+            random.setstate((version, tuple(words.tolist()), gauss))
+        if "numpy" in state: np.random.set_state(state["numpy"])
+        if "torch" in state: torch.set_rng_state(state["torch"].cpu())
         if "cuda" in state: torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])

@@ -4,16 +4,15 @@
 
 # %% auto #0
 __all__ = ['CAUSES', 'LOW', 'EXPERIMENTS', 'SLOWER', 'UPHILL', 'Explanation', 'RecordedStep', 'StepRecorder', 'keys_of',
-           'tensors_of', 'read_streams', 'write_streams', 'same_stream', 'RecordedIncident', 'copy_published', 'Replay',
-           'gradient_norm', 'idle', 'share_of_rate', 'set_setting', 'Experiment', 'leave_out_odd', 'hold_rate',
-           'hold_settings', 'without_autocast', 'full_precision', 'drop_gradients', 'mix_examples', 'can_mix',
-           'with_tensors', 'forget_moments', 'clip_gradients', 'usual_norms', 'lower_rate', 'scale_rate',
-           'most_changed', 'other_settings', 'is_near', 'rate_rose', 'name_batches', 'odd_ones', 'LayerWatch',
-           'center_spread', 'level_spread', 'find_onset', 'find_odd', 'find_cause', 'Inquiry', 'same_number']
+           'tensors_of', 'same_stream', 'RecordedIncident', 'copy_published', 'Replay', 'gradient_norm', 'idle',
+           'share_of_rate', 'set_setting', 'Experiment', 'leave_out_odd', 'hold_rate', 'hold_settings',
+           'without_autocast', 'full_precision', 'drop_gradients', 'mix_examples', 'can_mix', 'with_tensors',
+           'forget_moments', 'clip_gradients', 'usual_norms', 'lower_rate', 'scale_rate', 'most_changed',
+           'other_settings', 'is_near', 'rate_rose', 'name_batches', 'odd_ones', 'LayerWatch', 'center_spread',
+           'level_spread', 'find_onset', 'find_odd', 'find_cause', 'Inquiry', 'same_number']
 
 # %% ../../nbs/guard/15_causes.ipynb #imports
 import math
-import random
 import statistics
 import textwrap
 import time
@@ -115,7 +114,7 @@ class RecordedStep:
 
     def again(self, other=None): # a batch in place of its own; the loss
         "Run it once more, on the weights as they are, with the random numbers that it had."
-        write_streams(self.streams)
+        RandomStreams().load_state_dict(self.streams)
         if other is None: other = self.batch if self.fetch is None else self.fetch(self.batch)
         loss = self.step(other)
         return float(loss.detach() if isinstance(loss, Tensor) else loss)
@@ -162,12 +161,13 @@ class StepRecorder:
         versions = () if fetch else tuple([t._version for t in tensors_of(batch)]) # noqa: SLF001
         noted = RecordedStep(
             number=number, step=step, batch=batch, fetch=fetch, position=self.position - 1, versions=versions,
-            streams=read_streams(self.streams), before=self._settings(),
+            streams=RandomStreams(self.streams).state_dict(), before=self._settings(),
             asked=asked)
         look = self.runs < 16 or self.runs % 64 == 0
-        others = read_streams({"numpy", "python"} - self.streams) if look else {}
+        others = RandomStreams({"numpy", "python"} - self.streams if look else ())
+        untouched = others.state_dict()
         loss = step(batch if fetch is None else fetch(batch))
-        if look: self.streams |= {k for k, v in read_streams(set(others)).items() if not same_stream(v, others[k])}
+        self.streams |= {k for k, v in others.state_dict().items() if not same_stream(v, untouched[k])}
         noted.after = self._settings()
         noted.loss = loss.detach() if isinstance(loss, Tensor) else loss
         self.runs += 1
@@ -278,27 +278,6 @@ def tensors_of(
     if isinstance(batch, Mapping): return [t for v in batch.values() for t in tensors_of(v)]
     if isinstance(batch, (list, tuple)): return [t for v in batch for t in tensors_of(v)]
     return []
-
-def read_streams(
-    names: set[str], # of "torch", "numpy", "python"
-) -> dict[str, Any]:
-    "Return the states of global random streams; with torch's those of all GPUs in use."
-    out: dict[str, Any] = {}
-    if "torch" in names:
-        out["torch"] = torch.get_rng_state()
-        if torch.cuda.is_initialized(): out["cuda"] = torch.cuda.get_rng_state_all()
-    if "numpy" in names: out["numpy"] = np.random.get_state()
-    if "python" in names: out["python"] = random.getstate()
-    return out
-
-def write_streams(
-    states: Mapping[str, Any], # of `read_streams`
-):
-    "Set global random streams to states that they had."
-    if "torch" in states: torch.set_rng_state(states["torch"])
-    if "cuda" in states: torch.cuda.set_rng_state_all(states["cuda"])
-    if "numpy" in states: np.random.set_state(states["numpy"])
-    if "python" in states: random.setstate(states["python"])
 
 def same_stream(a, b) -> bool:
     "Whether two states of a random stream are the same."
