@@ -78,7 +78,7 @@ def contest_impaired(store: Store) -> None:
     recipe, played = get_recipe("digits_impaired"), Comparison.load(STORED/"bench_controllers.json")
     def search() -> dict[str, Any]:
         env = fair_env(recipe, judged=False)
-        found = best_schedule(env, search_seeds(recipe))
+        found = best_schedule(env, search_seeds(recipe.ppo.num_updates))
         env.close()
         return dict(name=found.name, scores=found.scores, epochs=found.epochs)
     found = store.get("impaired/search", search)

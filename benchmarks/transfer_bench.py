@@ -50,7 +50,7 @@ def main() -> None:
     recipe = get_recipe("digits_family", {"env.workers": 1})
     data, parts = load_mnist8(), []
     env = fair_env(recipe, data, judged=False)
-    best = best_schedule(env, search_seeds(recipe), halve=False)
+    best = best_schedule(env, search_seeds(recipe.ppo.num_updates), halve=False)
     env.close()
     print(f"best fixed schedule: {best.name}", flush=True)
     for seed in range(FRESH, FRESH + args.seeds):

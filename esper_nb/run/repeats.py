@@ -48,7 +48,7 @@ def compare_recipe(
     if jobs is not None: check_count("jobs", jobs)
     check(len(seeds) > 0, "seeds", seeds, "at least one")
     check_engine(config.engine)
-    search = search_seeds(config) if search is None else list(search)
+    search = search_seeds(config.ppo.num_updates) if search is None else list(search)
     repeats = _plan_repeats(config.replace(engine="local"), seeds, search, store)
     say(f"best fixed schedule: {repeats[0].schedule}")
     kept = [Comparison.from_dict(d) for d in (store.read(f"seed-{seed}") for seed in seeds) if d is not None]
@@ -209,9 +209,9 @@ class OraclePlayer(RulePlayer):
         self.rules = tuple(self.schedules[self.by_kind[k]] if k in self.by_kind else Fixed({}) for k in kinds_of(env))
         super().begin(env)
 
-def search_seeds(config: RunConfig) -> list[int]: # one for each play of all lanes
-    "Return seeds of a search that costs as many lane-epochs as the controller's practice; none of them is reported."
-    return list(range(101, 101 + config.ppo.num_updates))
+def search_seeds(plays: int) -> list[int]: # plays: of all lanes; as many as a controller has updates cost what they do
+    "Return the seeds of a search, one for each play; none of them is reported."
+    return list(range(101, 101 + plays))
 
 # %% ../../nbs/run/96_repeats.ipynb #49ee826a
 SEARCH_PLAYS = 40 # at most, at the end of a run
@@ -226,8 +226,7 @@ def add_schedule(
     if plays < 1: return {}
     table = list_schedules(env)
     first = sorted(table, key=lambda name: " in " in name) # a short search tries those of all slots
-    found = best_schedule(env, range(101, 101 + plays),
-                          {name: table[name] for name in first})
+    found = best_schedule(env, search_seeds(plays), {name: table[name] for name in first})
     env.close()
     return {"fixed schedule": lambda seed: RulePlayer(found.schedule, practice_epochs=found.epochs, note=found.name)}
 

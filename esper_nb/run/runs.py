@@ -446,7 +446,7 @@ class Run:
 
     def _comparison_text(self) -> str:
         "Return what the final comparison will take at most."
-        steps, pace = self.env.horizon + min(self.budget, 8 * self.env.horizon), self.seconds / max(1, self.steps)
+        steps, pace = self.env.horizon + self.budget, self.seconds / max(1, self.steps)
         alone = not self.config.comparison
         others = "the controller plays alone" if alone else "the controller and those it is compared with play"
         return (f"{'comparison':>14}  {others}, {about_time(pace * steps)} at most "
