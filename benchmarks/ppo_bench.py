@@ -439,7 +439,7 @@ SECTIONS = {
                         both=of_seeds(ours_cue, "lstm", True), memory=of_seeds(ours_cue, "lstm", False),
                         masks=of_seeds(ours_cue, "none", True), sb3_memory=of_seeds(sb3_cue, False),
                         sb3_masks=of_seeds(sb3_cue, True)),
-    "speed": speed, "acting": acting, "kills": kills, "split": sb3_split}
+    "speed": speed, "pace": pace, "acting": acting, "kills": kills, "split": sb3_split}
 SLOW = tuple(name for name in SECTIONS if name.startswith("hidden_sb3")) # run by name only
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import gymnasium as gym
 import torch
-from torch import Tensor
+from torch import Tensor, _foreach_mul_, _foreach_norm
 
 from ..core import (
     check, check_count, check_device, choose_precision, finite_or_none, generator, send, use_threads)
@@ -65,8 +65,8 @@ def clip_gradients(
 ) -> Tensor: # scalar, the norm before clipping
     "Clip the gradients of some weights by the norm of all together: numbers of `clip_grad_norm_`, in half its time."
     grads = [w.grad for w in weights if w.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))  # noqa: SLF001
-    torch._foreach_mul_(grads, (most / (norm + 1e-6)).clamp(max=1.))  # noqa: SLF001
+    norm = torch.linalg.vector_norm(torch.stack(_foreach_norm(grads)))
+    _foreach_mul_(grads, (most / (norm + 1e-6)).clamp(max=1.))
     return norm
 
 class StopRequest(Protocol):
@@ -320,7 +320,7 @@ class Learner:
         "Return the critic's values of one observation a lane."
         return self.policy(send(obs, self.device)[None], state, start[None])[1][0]
 
-    def _final_values(self, out: Outcome, state: Tensor) -> Tensor | None: # (n,), NaN in other lanes; None: no such lane
+    def _final_values(self, out: Outcome, state: Tensor) -> Tensor | None: # (n,), NaN in other lanes
         "Return the values of final observations, with the memory after the step."
         if out.final_obs is None: return None
         value = self._values(self.view(out.final_obs), state, torch.zeros_like(out.has_final))

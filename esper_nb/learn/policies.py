@@ -204,7 +204,7 @@ class ActorCritic(nn.Module):
         later = len(self.heads.stages) - 1 if self.config.autoregressive else 0
         self.modulation = nn.Parameter(torch.zeros(later, 2 * width, K * A)) if later else None
 
-    def _read_rows(self, obs: Tensor) -> tuple[Tensor, Tensor]: # (rows, D) -> actor's features (rows, width), values (rows,)
+    def _read_rows(self, obs: Tensor) -> tuple[Tensor, Tensor]: # (m, D) -> actor's features (m, width), values (m,)
         "Run trunks and critic of a policy without memory, to which steps are rows of one matrix."
         with self._cast():
             x = self._embedded(obs)

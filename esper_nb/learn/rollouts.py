@@ -153,8 +153,8 @@ class EnvStream:
         given, lanes = info["action_mask"], lanes & self.valid.cpu().numpy()
         if not lanes.any(): return
         whole = isinstance(given, np.ndarray) and given.dtype != object
-        new = given.reshape(self.n, -1)[lanes] if whole else np.stack([np.ravel(given[i]) for i in np.flatnonzero(lanes)])
-        masks = self._to(new.astype(bool))
+        new = [given.reshape(self.n, -1)[lanes]] if whole else [np.ravel(given[i])[None] for i in np.flatnonzero(lanes)]
+        masks = self._to(np.concatenate(new).astype(bool))
         if lanes.all():
             self.mask = masks
             return
@@ -262,7 +262,7 @@ class Rollout:
         for name, values in fields.items():
             if values is None: continue
             rows = getattr(self, name)
-            if rows.is_cpu and values.is_cpu: rows.numpy()[self.t] = values.numpy() # a tenth of what a tensor's row takes
+            if rows.is_cpu and values.is_cpu: rows.numpy()[self.t] = values.numpy() # quicker than copy_
             else: rows[self.t].copy_(send(values, rows.device))
         self.t += 1
 
