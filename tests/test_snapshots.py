@@ -635,3 +635,19 @@ def test_cuda_background_is_the_state_at_its_beginning():
         assert snap.find_late(wait=True) == () and snap.background is not None
         snap.confirm(); snap.restore()
         assert same(everything(net, opt), before) and snap.steps == [t]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("where", [0, -1])
+def test_a_large_tensor_is_checked_piece_by_piece(dtype, where):
+    "A NaN in the first or the last piece is refused and harms no good state; numbers whose sum overflows are not."
+    large = dict(x=torch.ones(2_500_000, dtype=dtype), few=torch.ones(3), count=torch.tensor(1))
+    snap = Snapshot(large, streams=False)
+    for k in range(3): assert snap.take(k).published
+    large["x"][where] = torch.nan
+    result = snap.take(3)
+    assert result.refused == (0,) and not result.published and len(result.bad) == 1
+    snap.restore()
+    assert (large["x"] == 1).all() and snap.steps == [2]
+    large["x"].fill_(torch.finfo(dtype).max)
+    assert snap.take(4).published
