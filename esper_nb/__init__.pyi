@@ -48,6 +48,7 @@ from .run.compare import (compare_controllers as compare_controllers, simple_con
     PolicyPlayer as PolicyPlayer, RandomPlayer as RandomPlayer, play_lanes as play_lanes)
 from .run.split import SplitVecEnv as SplitVecEnv
 from .run.engines import new_worker as new_worker
+from .run.fits import begin_fit as begin_fit, open_fit as open_fit, FitRun as FitRun, fit_run as fit_run
 
 __version__: str
 __all__: list[str]
