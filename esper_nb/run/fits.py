@@ -44,7 +44,26 @@ def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom
     faults: Sequence[Fault] = (), # ways to ruin the run, to watch the Governor at work
     log: Sequence[str] = (), # trackers that get the rows, too
 ) -> tuple[Population, RunFolder]:
-    "Train a population with a progress bar, and leave a folder with settings, rows, weights and a plot."
+    """Train a population with a progress bar, and leave a folder with settings, rows, weights and a plot.
+
+    Ctrl-C leaves a checkpoint, and `open_fit(folder.path).drive()` goes on with it.
+
+    Raises
+    ------
+    ValueError
+        If a task, a setting or a fault does not fit; no folder is left then.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from esper_nb import FitConfig, fit_run
+    >>> config = FitConfig(lanes=2, epochs=1, workers=1)
+    >>> pop, folder = fit_run("digits", config, out=tempfile.mkdtemp(), progress=False)
+              lanes  2, each ... parameters
+    ...
+    >>> folder.path.name, pop.epoch.tolist()
+    ('digits', [1, 1])
+    """
     check_trackers(log)
     task = get_task(task) if isinstance(task, str) else task
     _check_faults(faults, config.lanes, config.epochs or task.epochs)

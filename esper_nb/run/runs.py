@@ -35,6 +35,8 @@ from .recipes import RunConfig, change_settings, command_words, fair_env, plan_t
 from .split import SplitVecEnv
 
 # %% ../../nbs/run/95_runs.ipynb #f18d621b
+_may_change = ("run.ppo.num_updates", "run.minutes", "run.save_every", "run.sampled", "learner.config.num_updates")
+_beside = ("plugins", "log", "engine", "shards", "comparison") # settings that no number of the run depends on
 _names = ("blueprints", "operations", "observations") # settings of the environment that its spaces depend on
 
 def _described(config: RunConfig) -> dict:
@@ -179,8 +181,6 @@ def open_run(
 Makers = Mapping[str, Callable[[int], Player]] # name -> what makes the player for a seed
 More = Callable[["Run", int], Makers] # run, steps of all lanes that choosing and playing may take -> who else plays
 
-_may_change = ("run.ppo.num_updates", "run.minutes", "run.save_every", "run.sampled", "learner.config.num_updates")
-_beside = ("plugins", "log", "engine", "shards", "comparison") # settings that no number of the run depends on
 _numbers = ("steps", "seconds", "cpu_s") # of a run, that a checkpoint holds
 
 def training_env(
