@@ -703,6 +703,19 @@ def test_a_served_optimizer_moves_only_who_trains(make):
     before = rows(); step()
     assert not torch.equal(rows()[1], before[1])
 
+@pytest.mark.parametrize("served", [True, False])
+def test_an_optimizer_that_does_not_know_of_births_is_noticed_once(served, recwarn):
+    model, x = new("cnn", 1, slots=["r0c1"], blueprints=["conv_light"]), batch("cnn", 1)[0]
+    put_in(model, "r0c1", 0, "conv_light", "training")
+    opt = torch.optim.SGD(model.parameters(), .1)
+    if served: serve_optimizer(model, opt)
+    for _ in range(4):
+        model(x).square().mean().backward()
+        opt.step()
+        model.tick()
+    said = [str(w.message) for w in recwarn if "serve_optimizer" in str(w.message)]
+    assert len(said) == (not served) and all("slot r0c1" in text for text in said)
+
 def test_acting_in_inference_mode_and_learning_after_it():
     for kind in ("cnn", "gpt"):
         model, x = mixed(kind), batch(kind, 6)[0]

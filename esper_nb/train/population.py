@@ -38,6 +38,7 @@ from .tasks import Task, create_model, get_task
 def check_fit_config(c: "FitConfig"): # raises a ValueError that names the setting
     "Refuse settings that nothing can be trained with."
     check_count("lanes", c.lanes); check_count("eval_batch", c.eval_batch); check_count("retries", c.retries, 0)
+    check(0 <= c.seed < 2**63, "seed", c.seed, "a whole number from 0 to 2**63 - 1")
     for k in ("epochs", "batch_size", "workers", "width"):
         if getattr(c, k) is not None: check_count(k, getattr(c, k))
     check(c.lr is None or 0 < c.lr < math.inf, "lr", c.lr, "a finite number above 0, or None for the task's")
