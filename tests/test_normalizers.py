@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.learn.normalizers import Moments, ObsNormalizer, RewardNormalizer, ValueNormalizer, _standardize_there, standardize
+from esper_nb.learn.normalizers import (
+    Moments, ObsNormalizer, RewardNormalizer, ValueNormalizer, _standardize_there, standardize)
 
 
 @settings(deadline=None, max_examples=25)

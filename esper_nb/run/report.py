@@ -232,6 +232,16 @@ def _result_section(c: Comparison) -> str:
     return text + lanes + picture_html(lambda: plot_compare(c.scores(), c.measure.label()), "controllers compared")
 
 # %% ../../nbs/run/94_report.ipynb #2201e941
+def _class_section(rows: Sequence[Row]) -> str: # those of the kind "test", one a lane
+    "Return the accuracy in each class, the weakest one first."
+    names = [k for k in (rows[0] if rows else ()) if k.startswith("test.class_pp.")]
+    found = sorted(((k.removeprefix("test.class_pp."), sorted(r[k] for r in rows)) for k in names),
+                   key=lambda of_class: median(of_class[1]))
+    lines = [[name, values[0], median(values), values[-1]] for name, values in found]
+    if not lines: return ""
+    told = f"<p>The {len(lines[:20])} weakest of {len(lines)}, on the test split:</p>" if len(lines) > 20 else ""
+    return told + table_html(["class or column", "lowest lane", "median", "highest lane"], lines[:20])
+
 _alarm_head = dict(level="level", name="alarm", times="times", lanes="lanes", at="updates or epochs",
                    shown="latest value", meaning="what it means", advice="what to do")
 _rollback_head = dict(lane="lane", at="at batch step", reason="why", action="what was done", shown="loss",
@@ -317,6 +327,8 @@ def _run_html(run: RunSummary) -> str:
     rows, sections = run.rows, {}
     with reading(run.folder.path/"comparison.json"):
         if run.comparison is not None: sections["Result"] = _result_section(run.comparison)
+    with reading(run.folder.path/"final.jsonl" if run.final else run.folder.rows_path):
+        sections["Class by class"] = _class_section(pick_rows(run.final or rows, "test"))
     with reading(run.folder.rows_path):
         sections["Trouble"] = _trouble_section(run)
         sections["Learning"] = _learning_section(rows)
