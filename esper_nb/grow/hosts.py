@@ -62,7 +62,8 @@ class CNNConfig(Config):
         check(self.size >> pools >= 1, "size", self.size, f"at least {1 << pools} pixels for {pools} pools")
 
     @property
-    def num_pools(self) -> int: # how many there are
+    def num_pools(self) -> int:
+        "How many poolings there are."
         return self.blocks if self.pools is None else self.pools
 
 # %% ../../nbs/grow/24_hosts.ipynb #aab8e571
@@ -165,7 +166,9 @@ class GPTHost(Host):
         self.before = {s.name: tuple(f"blocks.{j}." for j in range(i * per, i * per + per))
                        for i, s in enumerate(self.sites)}
 
-    def reset_parameters(self): _draw_like_gpt2(self)
+    def reset_parameters(self):
+        "Draw fresh weights, as GPT-2 does."
+        _draw_like_gpt2(self)
 
     def embed(self, tokens: Tensor) -> Tensor: # (B, L, n) -> (B, L, n*d)
         "Tokens and their positions as features."

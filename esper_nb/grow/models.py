@@ -319,7 +319,9 @@ class ParameterCounts(NamedTuple):
     fossil: Tensor
 
     @property
-    def total(self) -> Tensor: return self.host + self.seed + self.fossil # (n,)
+    def total(self) -> Tensor: # (n,)
+        "All parameters of each lane."
+        return self.host + self.seed + self.fossil
 
 class Status(NamedTuple):
     "A model's slots as a table, and what is wrong with them."

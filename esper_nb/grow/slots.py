@@ -463,7 +463,9 @@ class Role(NamedTuple):
     alphas: tuple[float, ...] # one per lane, now
 
     @property
-    def kind(self) -> tuple[str, Blend, str]: return self.blueprint, self.blend, self.mode
+    def kind(self) -> tuple[str, Blend, str]:
+        "What lanes must share to be computed together."
+        return self.blueprint, self.blend, self.mode
 
 def find_roles(
     states: Sequence[SeedState], # one per lane

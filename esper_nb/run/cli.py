@@ -214,9 +214,9 @@ def _export(args):
 
 def _watch(args):
     from esper_nb.run import watch_text, watch_web
-    if not args.web: return watch_text(args.run, 2. if args.every is None else args.every)
-    every = 10. if args.every is None else args.every
-    return watch_web(args.run, every, args.port, args.address, "" if args.no_token else None)
+    every = args.every or (10. if args.web else 2.)
+    if not args.web: return watch_text(args.run, every)
+    watch_web(args.run, every, args.port, args.address, "" if args.no_token else None)
 
 def _tasks(args):
     from esper_nb.run import load_all_installed, load_plugins
@@ -252,7 +252,8 @@ _commands = dict(
     train=_Command(_train, f"{_learns} shards log comparison folder quiet", "train a controller that grows networks"),
     resume=_Command(_resume, "run updates minutes engine imports trust log comparison quiet",
                     "go on with a run, exactly where it stopped"),
-    watch=_Command(_watch, "run every web port address no_token", "follow a run in a terminal or a browser while it is written"),
+    watch=_Command(_watch, "run every web port address no_token",
+                   "follow a run in a terminal or a browser while it is written"),
     report=_Command(_report, "runs page", "write one self-contained HTML page about a run, or about several"),
     export=_Command(_export, "run lane network imports trust",
                     "write one network that a run has grown as ONNX or for torch"),

@@ -63,7 +63,7 @@ def report_html(
 ) -> str:
     "Return the page as text."
     runs = [read_run(folder.path) for folder in folders]
-    return _run_html(*runs, now) if len(runs) == 1 else _side_by_side_html(runs)
+    return _run_html(runs[0], now) if len(runs) == 1 else _side_by_side_html(runs)
 
 # %% ../../nbs/run/94_report.ipynb #bd1dae1b
 _facts = dict(begun="begun", processor="processor", cores="cores", threads="threads of torch", system="system",
@@ -341,7 +341,8 @@ def _run_html(run: RunSummary, now: str = "") -> str:
         sections["Time"] = table_html(["phase", "share"], shares) if shares else ""
     with reading(run.folder.config_path): sections["Settings"] = settings_html(run.settings)
     with reading(run.folder.path/"final.jsonl"): [r["test.accuracy_pp"] for r in pick_rows(run.final, "test")]
-    with reading(run.folder.rows_path): first = (f'<p class="now">{html.escape(now)}</p>' if now else "") + _first_lines(run)
+    with reading(run.folder.rows_path): first = _first_lines(run)
+    if now: first = f'<p class="now">{html.escape(now)}</p>\n{first}'
     return page_html(run.name, f"The folder {run.folder.path.name}", first, sections)
 
 # %% ../../nbs/run/94_report.ipynb #b9cfd452

@@ -33,7 +33,8 @@ class RunPage:
     ):
         self.folder, self.every = RunFolder(Path(path)), every
         self.folder.config()
-        check(self.folder.rows_path.exists(), "run", str(path), "a folder with a rows.jsonl in it: this run has not begun")
+        begun = self.folder.rows_path.exists()
+        check(begun, "run", str(path), "a folder with a rows.jsonl in it: this run has not begun")
         self.html, self.over = "", False # the latest report; nothing follows it
         self.seen: list[tuple[int, int]] = [] # size and time of the files that it is of
         self.due = -math.inf # when the next one may be made
@@ -44,8 +45,8 @@ class RunPage:
         now = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
         begun = time.monotonic()
         if now == self.seen or begun < self.due: return self.html
-        status, lines = RunStatus(self.folder.config()), []
-        for row in self.folder.rows(): lines += status.lines(row)
+        status = RunStatus(self.folder.config())
+        lines = [line for row in self.folder.rows() for line in status.lines(row)]
         self.over = len(now) == 3 or status.ended
         last = next((line for line in reversed(lines) if line.startswith("▶")), "")
         self.html = report_html(self.folder, now="" if self.over else last)

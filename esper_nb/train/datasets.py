@@ -601,7 +601,9 @@ def own_source(kind: str, place: str | Path, **options) -> str: # kind: one of `
     place = place if kind == "arrays" else Path(place).resolve()
     return f"{kind}:{place}?{urlencode({k: v for k, v in options.items() if v is not None}, doseq=True)}"
 
-def is_own(source: str) -> bool: return source.partition(":")[0] in OWN and "?" in source
+def is_own(source: str) -> bool:
+    "Whether a source is data of the user's own."
+    return source.partition(":")[0] in OWN and "?" in source
 
 def _taken_apart(source: str) -> tuple[str, str, dict[str, list[str]]]: # kind, place, options
     kind, _, rest = source.partition(":")

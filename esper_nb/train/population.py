@@ -190,11 +190,17 @@ class Population:
     graphs: Graphs | None = field(default=None, repr=False) # recorded steps; None: none are wanted
 
     @property
-    def lanes(self) -> int: return self.config.lanes
+    def lanes(self) -> int:
+        "Number of networks."
+        return self.config.lanes
     @property
-    def epochs(self) -> int: return self.config.epochs or self.task.epochs
+    def epochs(self) -> int:
+        "Horizon of the run."
+        return self.config.epochs or self.task.epochs
     @property
-    def batch_size(self) -> int: return self.config.batch_size or self.task.batch_size
+    def batch_size(self) -> int:
+        "Examples of a lane in a batch."
+        return self.config.batch_size or self.task.batch_size
 
     def plan(self) -> Plan: # groups of lanes that are trained together
         "Return the lanes that run together in an epoch: by what grows where, unless `fixed_plan` is set."
