@@ -23,8 +23,8 @@ from ..train import (
     Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, disturb_at,
     evaluate, fit, get_task, new_population)
 from ..record import (
-    FolderLock, ResumableRun, RunFolder, check_trackers, closing_table, cut_rows, make_rows, new_file, new_run,
-    population_rows, previous_checkpoint, run_origin, run_rows, save_tensors, warn_of_torch)
+    FolderLock, ResumableRun, RunFolder, check_trackers, closing_table, cut_rows, new_file, new_run,
+    population_rows, previous_checkpoint, run_origin, run_rows, save_tensors, test_rows, warn_of_torch)
 from .plugins import check_trust, load_plugins, loaded_plugins
 from .recipes import command_words
 
@@ -285,8 +285,7 @@ class FitRun(ResumableRun):
         pop, path, epoch = self.population, self.folder.path, int(self.population.epoch.max())
         self.torn = True
         self.test = test = evaluate(pop.model, pop.task, pop.data, "test", pop.config.eval_batch, pop.precision)
-        self.record([*run_rows(pop, "finished"),
-                     *make_rows("test", dict(test=dict(loss=test.loss, accuracy_pp=test.accuracy_pp)), epoch=epoch)])
+        self.record([*run_rows(pop, "finished"), *test_rows(test, pop.data, epoch=epoch)])
         with new_file(path/"weights.safetensors") as part: save_tensors(pop.model.state_dict(), part)
         self.recorders[0].flush()
         fig = plot_run(self.folder.rows())

@@ -24,8 +24,8 @@ from ..control import HEADS, OBSERVATIONS, GrowVecEnv
 from ..learn import Learner, StopFlag, Update
 from ..record import (
     AlarmWatch, CheckpointError, EnvRows, EnvState, FolderLock, JSONLWriter, Recorder, ResumableRun, Row, RunFolder,
-    alarm_rows, check_trackers, contract_difference, cut_rows, make_rows, new_file, new_run, previous_checkpoint,
-    read_contract, run_origin, run_rows, save_tensors, update_rows, warn_of_torch)
+    alarm_rows, check_trackers, contract_difference, cut_rows, new_file, new_run, previous_checkpoint,
+    read_contract, run_origin, run_rows, save_tensors, test_rows, update_rows, warn_of_torch)
 from ..show import plot_learning
 from .compare import Player, PolicyPlayer, compare_controllers, simple_controllers
 from .comparison import Comparison, comparison_text
@@ -397,8 +397,11 @@ class Run(ResumableRun):
         "Play the controller, and others within the budget; return the comparison, and rows of the controller's play."
         env, tell, seed = fair_env(self.config, self.data), EnvRows(), self.config.seed
         rows, play, left = run_rows(env.parts[0][1]), env.horizon, self.budget
+        tested: list[Row] = []
         def note(name: str, seed: int, env: GrowVecEnv, t: int) -> None:
-            if name == "PPO": rows.extend(tell(env, epoch=t, step=(t + 1) * self.batches))
+            if name != "PPO": return
+            rows.extend(tell(env, epoch=t, step=(t + 1) * self.batches))
+            if t + 1 == play: tested.extend(test_rows(env.test(), env.parts[0][1].data, epoch=play))
         controllers: dict[str, Callable[[int], Player]] = {
             "PPO": lambda seed: PolicyPlayer(self.learner, self.config.sampled, seed)}
         simple, left_out = simple_controllers(), []
@@ -424,9 +427,8 @@ class Run(ResumableRun):
             result.notes["not played"] = (f"{', '.join(left_out)}, for want of time: --comparison 1 gives them as much "
                                           "as the training, `esper-nb compare` as much as they need")
         mine, *rest = result.plays
-        rows += make_rows("test", {"test": dict(accuracy_pp=list(mine.test_accuracy_pp))}, epoch=env.horizon)
         mine = mine._replace(practice_seconds=self.seconds, practice_cpu_s=self.cpu_s)
-        return result._replace(plays=(mine, *rest)), rows
+        return result._replace(plays=(mine, *rest)), [*rows, *tested]
 
     def _train_with_bar(self, progress: bool, say: Callable[[str], Any]) -> None:
         "Train every update that is left, with a bar of updates or of seconds."
