@@ -52,7 +52,7 @@ def test_the_first_sentence_says_what_came_out(made, page):
     accuracy, said = {k: v.mean for k, v in c.intervals().items()}, c.conclusion()
     assert said in first and first.index(said) < first.index("esper-nb train")
     for part in (f"to {accuracy['PPO']:.1f} pp", f"where waiting gets {accuracy['wait-only']:.1f}",
-                 f"the best fixed schedule gets {accuracy['fixed schedule']:.1f}"): assert part in said
+                 f"the best constant timetable gets {accuracy['constant']:.1f}"): assert part in said
 
 def test_seed_date_machine_and_versions_stand_above_everything_else(made, page):
     first, config = words_of(page[:page.index("<h2>")]), made[0].folder.config()

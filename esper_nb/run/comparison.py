@@ -74,7 +74,8 @@ def _interval_text(i: Interval, form: str) -> str:
 def _beside(ahead: Interval) -> str: return standing(ahead).replace("level", "level with")
 
 _called = {"random-legal": "random actions", "wait-only": "waiting", "heuristic": "the heuristic",
-           "fixed schedule": "the best fixed schedule", "oracle": "the oracle"}
+           "constant": "the best constant timetable", "fixed schedule": "the best fixed schedule",
+           "oracle": "the oracle"}
 
 # %% ../../nbs/run/88_comparison.ipynb #24f09558
 class Comparison(NamedTuple):
@@ -138,6 +139,13 @@ class Comparison(NamedTuple):
         pp = self.networks()
         lanes = min(pp[one].shape[1], pp[other].shape[1]) # one of them may have played in the first ones alone
         return paired_interval(pp[one][:, :lanes] - pp[other][:, :lanes])
+
+    @property
+    def subject(self) -> str: # the controller that is held against the others
+        "Return `PPO` if it played, else the strongest but for an oracle, which is told what nobody else knows."
+        if "PPO" in self.names: return "PPO"
+        pp = {k: float(v.mean()) for k, v in self.networks().items()}
+        return max([k for k in pp if k != "oracle"] or [*pp], key=lambda k: pp[k])
 
     def conclusion(self) -> str:
         "Say in two sentences what came of `PPO` beside the others; nothing is better or worse whose interval holds 0."
@@ -286,13 +294,14 @@ def comparison_text(
     head = title + (" [95 % interval]" if seeds > 1 else "")
     return "\n".join([head, *align_columns(lines), *(f"{k}: {v}" for k, v in c.notes.items()), *_standings(c)])
 
-def _standings(c: Comparison) -> list[str]: # none where nobody has learned
-    "Return what may be said of the learned controller beside each of the others."
-    if "PPO" not in c.names or len(c.names) < 2: return []
-    n = c.networks()["PPO"].size
-    lines = [[f"PPO, {n} paired network{'s' * (n != 1)}", f"ahead by {c.measure.unit}{c.priced}"]]
-    for k in (k for k in c.names if k != "PPO"):
-        ahead = c.ahead("PPO", k)
+def _standings(c: Comparison) -> list[str]: # none where one played alone
+    "Return what may be said of the learned controller, or else of the strongest, beside each of the others."
+    if len(c.names) < 2: return []
+    one = c.subject
+    n = c.networks()[one].size
+    lines = [[f"{one}, {n} paired network{'s' * (n != 1)}", f"ahead by {c.measure.unit}{c.priced}"]]
+    for k in (k for k in c.names if k != one):
+        ahead = c.ahead(one, k)
         lines.append([f"{_beside(ahead)} {k}", _interval_text(ahead, "+.1f")])
     return ["", *align_columns(lines)]
 

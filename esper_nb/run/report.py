@@ -165,7 +165,7 @@ class RunSummary(NamedTuple):
             updates = str(2 * self.settings["ppo"]["num_updates"])
             out["train on"] = ["esper-nb", "resume", path, "--updates", updates]
         if again is not None:
-            out["against the best fixed schedule, several seeds"] = ["esper-nb", "compare", *again[2:]]
+            out["against other growth rules, several seeds"] = ["esper-nb", "compare", *again[2:]]
         return out
 
 @contextlib.contextmanager
