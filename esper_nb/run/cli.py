@@ -164,7 +164,12 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> h
         unguarded=_flag("--unguarded", help="run without the Governor"),
         allocator=_flag("--keep-default-allocator", help="let glibc give freed memory back at every step (slower)"),
         quiet=_flag("--quiet", help="no progress bar"),
-        every=_option("--every", type=_positive, default=2., help="seconds between two looks (default: %(default)g)"),
+        every=_option("--every", type=_positive, help="seconds between two looks (default: 2; with --web 10)"),
+        web=_flag("--web", help="show the report in a browser instead, made anew while the run goes on"),
+        port=_option("--port", type=int, default=0, help="of --web (default: a free one)"),
+        address=_option("--address", default="127.0.0.1", help="of --web: the interface (default: %(default)s, which "
+                        "only this machine reaches)"),
+        no_token=_flag("--no-token", help="of --web: whoever reaches the address sees the page"),
         lane=_option("--lane", type=int, help="which network (default: the best on the held-out split)"),
         folder=_option("--out", default="runs", help="where the run's folder goes"),
         page=_option("--out", help="file (default: report.html in the folder, or beside the first one)"),
@@ -211,8 +216,10 @@ def _export(args):
     print(export_run(args.run, args.out, args.lane, args.imports, args.trust))
 
 def _watch(args):
-    from esper_nb.run import watch_text
-    watch_text(args.run, args.every)
+    from esper_nb.run import watch_text, watch_web
+    every = args.every or (10. if args.web else 2.)
+    if not args.web: return watch_text(args.run, every)
+    watch_web(args.run, every, args.port, args.address, "" if args.no_token else None)
 
 def _tasks(args):
     from esper_nb.run import load_all_installed, load_plugins
@@ -248,7 +255,8 @@ _commands = dict(
     train=_Command(_train, f"{_learns} shards log comparison folder quiet", "train a controller that grows networks"),
     resume=_Command(_resume, "run updates minutes engine imports trust log comparison quiet",
                     "go on with a run, exactly where it stopped"),
-    watch=_Command(_watch, "run every", "follow a run in a terminal while it is written"),
+    watch=_Command(_watch, "run every web port address no_token",
+                   "follow a run in a terminal or a browser while it is written"),
     report=_Command(_report, "runs page", "write one self-contained HTML page about a run, or about several"),
     export=_Command(_export, "run lane network imports trust",
                     "write one network that a run has grown as ONNX or for torch"),
