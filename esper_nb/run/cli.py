@@ -83,20 +83,21 @@ def _compare(args: argparse.Namespace) -> None:
     import matplotlib.pyplot as plt
     from tqdm.auto import tqdm
     from esper_nb.record import check_output
-    from esper_nb.run import RepeatStore, check_faults, compare_recipe, comparison_text
+    from esper_nb.run import RepeatStore, check_faults, chosen_rules, compare_recipe, comparison_text
     from esper_nb.show import plot_compare
     config = _chosen_recipe(args)
     check(args.seeds >= 1, "--seeds", args.seeds, "at least 1")
     check_faults(config)
+    rules = chosen_rules(None if args.rules is None else _names(args.rules), config.env.family is not None)
     target = check_output(args.out or f"compare_{config.name}.json", [".json"])
     picture = check_output(target.with_suffix(".png"))
     first = 0 if args.seed is None else args.seed
     with (RepeatStore(target.with_suffix(".seeds"), config) as store,
-          tqdm(total=args.seeds * config.ppo.num_updates, unit="update", disable=None) as bar):
+          tqdm(total=args.seeds * config.ppo.num_updates * ("PPO" in rules), unit="update", disable=None) as bar):
         def say(text): bar.write(text, file=sys.stderr)
         def watch(update): bar.update()
         result = compare_recipe(
-            config, range(first, first + args.seeds), say=say, watch=watch, jobs=args.jobs, store=store)
+            config, range(first, first + args.seeds), say=say, watch=watch, jobs=args.jobs, rules=rules, store=store)
         print(comparison_text(result), flush=True)
         result.save(target)
         store.clear()
@@ -178,11 +179,13 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> h
 def _listing_options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
     "Return the options that list what there is, from where it is defined."
     from esper_nb.record import TRACKERS
-    from esper_nb.run import ENGINES, list_recipes
+    from esper_nb.run import ENGINES, GROWTH_RULES, list_recipes
     from esper_nb.train import ANSWERS, FitConfig, list_faults, list_tasks
     return dict(
         recipe=_option("recipe", nargs="?", help=f"one of: {', '.join(list_recipes())}; or any task"),
         task=_option("task", nargs="?", help=f"one of: {', '.join(list_tasks())}"),
+        rules=_option("--rules", metavar="RULES", help=f"growth rules that play, with commas, by name or how it "
+                      f"begins: {', '.join(GROWTH_RULES)} (default: the first five, and of a family the oracle)"),
         set_fit=_many("--set", metavar="NAME=VALUE",
                       help=_changes.format(f"lanes=4: {', '.join(FitConfig.__dataclass_fields__)}")),
         log=_many("--log", choices=tuple(TRACKERS), help="send the rows to a tracker, too"),
@@ -266,8 +269,8 @@ _commands = dict(
     report=_Command(_report, "runs page", "write one self-contained HTML page about a run, or about several"),
     export=_Command(_export, "run lane network imports trust",
                     "write one network that a run has grown as ONNX or for torch"),
-    compare=_Command(_compare, f"{_learns} seeds jobs figures", "a recipe's controller against the heuristic, random "
-                     "actions, waiting and the best fixed schedule"),
+    compare=_Command(_compare, f"{_learns} rules seeds jobs figures", "a recipe's controller against other growth "
+                     "rules: the heuristic, random actions, waiting, the best constant timetable, or those of --rules"),
     fit=_Command(_fit, f"task set_fit {_trains} log folder quiet", "train a population of networks without a "
                  "controller"),
     lab=_Command(_lab, "", "open the dashboard in JupyterLab"),
