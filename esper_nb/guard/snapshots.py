@@ -400,6 +400,9 @@ class Snapshot:
             if stay: rest, get, differs = _stay(part, rest, get)
             part.write(rest, get, self.n, lanes)
             names.append(name)
+            if lanes is not None and isinstance(part, ModulePart): # of a lane alone a tensor cannot be made again
+                there = part.tensors()
+                differs += [k for k in rest["named"] if k not in there and not k.endswith("<grad>")]
             kept += [f"{name}: {what}" for what in differs]
         return names, kept
 
