@@ -40,8 +40,8 @@ def no_pictures(monkeypatch):
 def words_of(text):
     "What a reader sees."
     import html
-    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", re.sub("</?abbr[^>]*>", "", text),
-                                                    flags=re.DOTALL)))
+    text = re.sub("</?abbr[^>]*>", "", text) # within a sentence
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", text, flags=re.DOTALL)))
 
 
 # --- the first lines
