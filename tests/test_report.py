@@ -53,7 +53,7 @@ def test_the_first_sentence_says_what_came_out(made, page):
     accuracy, said = {k: v.mean for k, v in c.intervals().items()}, c.conclusion()
     assert said in first and first.index(said) < first.index("esper-nb train")
     for part in (f"to {accuracy['PPO']:.1f} pp", f"where waiting gets {accuracy['wait-only']:.1f}",
-                 f"the best fixed schedule gets {accuracy['fixed schedule']:.1f}"): assert part in said
+                 f"the best constant timetable gets {accuracy['constant']:.1f}"): assert part in said
 
 def test_each_class_has_its_accuracy_the_weakest_first(made, page):
     tests = [r for r in read_rows(made[0].folder.path/"final.jsonl") if r["kind"] == "test"]
