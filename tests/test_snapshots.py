@@ -373,6 +373,15 @@ def test_rows_go_back_and_the_others_go_on(kind, lanes):
     for _ in range(50): run.step(); never.step()
     for i in lanes: assert equal(run.lane(i), never.lane(i)), "50 steps after the rollback"
 
+def test_what_a_lane_cannot_get_back_alone_is_named():
+    net = torch.nn.Linear(3, N)
+    net.register_buffer("seen", torch.zeros(N))
+    snap = Snapshot(lanes=N, model=net)
+    snap.take()
+    del net.seen
+    assert snap.restore(lanes=[1]).kept == ("model: seen",)
+    assert snap.restore().kept == () and net.seen.shape == (N,)
+
 @settings(deadline=None, max_examples=12)
 @given(st.lists(st.tuples(st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]),
                           st.sets(st.integers(0, N - 1), min_size=1)), max_size=25))

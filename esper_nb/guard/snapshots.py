@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, _foreach_copy_, _foreach_norm, nn
+from torch import Tensor, _foreach_copy_, nn
+from torch.nn.utils import get_total_norm
 
 from ..core import (
     AnyPart, Leaf, ModulePart, OptimizerPart, RandomStreams, as_part, by_lane, check, check_count, has_lanes,
@@ -408,6 +409,9 @@ class Snapshot:
             if stay: rest, get, differs = _stay(part, rest, get)
             part.write(rest, get, self.n, lanes)
             names.append(name)
+            if lanes is not None and isinstance(part, ModulePart): # of a lane alone a tensor cannot be made again
+                there = part.tensors()
+                differs += [k for k in rest["named"] if k not in there and not k.endswith("<grad>")]
             kept += [f"{name}: {what}" for what in differs]
         return names, kept
 
@@ -727,12 +731,11 @@ def _pieces(to: Tensor, t: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 
 def _finite(tensors: Sequence[Tensor]) -> list[bool]:
     "One flag per tensor: no NaN and no infinity in it."
-    sure: dict[int, bool] = {}
+    sure: dict[torch.device, bool] = {}
     for device in {t.device for t in tensors}:
         here = [t for t in tensors if t.device == device]
-        norms = torch.stack([x.float() for x in _foreach_norm([_real(t) for t in here])]).isfinite().tolist()
-        sure |= dict(zip(map(id, here), norms))
-    return [sure[id(t)] or t.isfinite().all().item() for t in tensors]   # a norm may also overflow
+        sure[device] = get_total_norm([_real(t) for t in here]).isfinite().item()
+    return [sure[t.device] or t.isfinite().all().item() for t in tensors]   # a norm may also overflow
 
 def _masks(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
     "Buffers of modules that are infinite by design."
