@@ -50,6 +50,7 @@ from .run.compare import (compare_controllers as compare_controllers, simple_con
 from .run.split import SplitVecEnv as SplitVecEnv
 from .run.engines import new_worker as new_worker
 from .run.growth_rules import register_rule as register_rule, RuleRow as RuleRow
+from .run.fits import begin_fit as begin_fit, open_fit as open_fit, FitRun as FitRun, fit_run as fit_run
 
 __version__: str
 __all__: list[str]

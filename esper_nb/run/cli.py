@@ -202,8 +202,16 @@ def _train(args):
     return begin_run(_chosen_recipe(args), args.out).drive(not args.quiet, more=add_schedule)
 
 def _resume(args):
-    from esper_nb.run import add_schedule, open_run
-    return open_run(args.run, _longer(args), trust=args.trust).drive(not args.quiet, more=add_schedule)
+    from esper_nb.record import RunFolder
+    from esper_nb.run import add_schedule, open_fit, open_run
+    given = _longer(args)
+    if "fit" not in RunFolder(Path(args.run)).config():
+        return open_run(args.run, given, trust=args.trust).drive(not args.quiet, more=add_schedule)
+    unfit = [k for k in given if k not in ("log", "plugins")]
+    check(not unfit, "resume", ", ".join(unfit), "--log or --import: a fit ends with the epochs that it began with")
+    run = open_fit(args.run, log=given.get("log"), plugins=given.get("plugins"), trust=args.trust)
+    run.drive(not args.quiet)
+    return run if run.finished else None
 
 def _report(args):
     from esper_nb.run import write_report
@@ -237,8 +245,9 @@ def _fit(args):
         seek_in_plugins(args.task, lambda task: task in list_tasks())
         _check_files(args.task, args.data)
     settings = parse_settings(args.set, FitConfig) | (dict(governor=None) if args.unguarded else {})
-    fit_run(own or args.task, FitConfig.from_dict(settings), args.device, None if own else args.data, args.out,
-            args.synthetic, faults=[parse_fault(f) for f in args.inject], log=args.log)
+    pop, _ = fit_run(own or args.task, FitConfig.from_dict(settings), args.device, None if own else args.data, args.out,
+            args.synthetic, not args.quiet, [parse_fault(f) for f in args.inject], log=args.log)
+    return pop if int(pop.epoch.max()) >= pop.epochs else None
 
 # %% ../../nbs/run/99_cli.ipynb #5fa40301
 class _Command(NamedTuple):
@@ -254,7 +263,7 @@ _learns = f"recipe updates minutes seed set engine {_trains}"
 _commands = dict(
     train=_Command(_train, f"{_learns} shards log comparison folder quiet", "train a controller that grows networks"),
     resume=_Command(_resume, "run updates minutes engine imports trust log comparison quiet",
-                    "go on with a run, exactly where it stopped"),
+                    "go on with a run of train or fit, exactly where it stopped"),
     watch=_Command(_watch, "run every web port address no_token",
                    "follow a run in a terminal or a browser while it is written"),
     report=_Command(_report, "runs page", "write one self-contained HTML page about a run, or about several"),
@@ -262,7 +271,8 @@ _commands = dict(
                     "write one network that a run has grown as ONNX or for torch"),
     compare=_Command(_compare, f"{_learns} rules seeds jobs figures", "a recipe's controller against other growth "
                      "rules: the heuristic, random actions, waiting, the best constant timetable, or those of --rules"),
-    fit=_Command(_fit, f"task set_fit {_trains} log folder", "train a population of networks without a controller"),
+    fit=_Command(_fit, f"task set_fit {_trains} log folder quiet", "train a population of networks without a "
+                 "controller"),
     lab=_Command(_lab, "", "open the dashboard in JupyterLab"),
     tasks=_Command(_tasks, "imports", "list the tasks"))
 
@@ -314,7 +324,7 @@ def main(
             if args.command in ("watch", "report", "lab"): result = _commands[args.command].run(args) # without torch
             else: result = _train_with_signals(args)
         if args.command == "lab": return result
-        return 130 if args.command in ("train", "resume") and result is None else 0
+        return 130 if args.command in ("train", "resume", "fit") and result is None else 0
     except KeyboardInterrupt: text, status = "interrupted", 130
     except (ValueError, RuntimeError, FileNotFoundError, ImportError) as e: text, status = str(e), 2
     except (OSError, MemoryError) as e: text, status = str(e) or "not enough memory", 1

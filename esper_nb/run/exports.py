@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from ..core import check
 from ..grow import HostConfig, ModuleHostConfig, check_same, export_model, read_as
 from ..train import (
-    MISSING, UNSEEN, Column, Examples, FitConfig, ImageData, Population, TargetData, Task, TextData, evaluate, is_own,
-    new_population, read_own, split_examples)
-from ..record import RunFolder, check_output, new_file, save_tensors
+    MISSING, UNSEEN, Column, Examples, ImageData, Population, TargetData, TextData, evaluate, is_own,
+    read_own, split_examples)
+from ..record import RunFolder, check_output, new_file, read_checkpoint, save_tensors
 from .compare import PolicyPlayer, compare_controllers
+from .fits import saved_population
 from .plugins import check_trust
 from .recipes import fair_env
 from .report import reading
@@ -47,10 +48,12 @@ def _played_again(path: Path, plugins: Sequence[str], trust: bool) -> GrownLanes
 
 def _read_again(path: Path, config: dict[str, Any]) -> GrownLanes: # of `esper-nb fit`
     "The population that was trained."
-    weights = path/"weights.safetensors"
-    if not weights.exists(): raise FileNotFoundError(f"{weights} is not there: the run was stopped in its first epoch")
-    pop = new_population(Task.from_dict(config["task"]), FitConfig.from_dict(config["fit"]))
-    pop.model.load_state_dict(load_file(weights))
+    weights, checkpoint = path/"weights.safetensors", path/"checkpoint.safetensors"
+    if not weights.exists() and not checkpoint.exists():
+        raise FileNotFoundError(f"{checkpoint} is not there: the run was stopped in its first epoch")
+    pop = saved_population(config)
+    stopped = not weights.exists() # before its last epoch
+    pop.model.load_state_dict(read_checkpoint(checkpoint)[0]["population"]["model"] if stopped else load_file(weights))
     seen = {split: evaluate(pop.model, pop.task, pop.data, split, pop.config.eval_batch, pop.precision)
             for split in ("heldout", "test")}
     return GrownLanes([(0, pop)], *(s.accuracy_pp.tolist() for s in seen.values()))

@@ -23,8 +23,8 @@ from ..record import (
     AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, check_output, find_metric, lane_scores,
     new_file, observation_ranges, phase_shares, pick_rows, read_rows, reward_mix, rollbacks, seed_lives)
 from ..show import (
-    asset_path, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards, plot_run,
-    plot_side_by_side, plot_slots, theme)
+    asset_path, explain, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards,
+    plot_run, plot_side_by_side, plot_slots, theme)
 from .comparison import Comparison, comparison_text
 
 # %% ../../nbs/run/88_report.ipynb #484c3574
@@ -215,7 +215,7 @@ def _first_lines(run: RunSummary) -> str:
     lines = "".join(f"<tr><td>{what}</td><td><code>{html.escape(shlex.join(words))}</code></td></tr>\n"
                     for what, words in run.commands().items())
     commands = f'<div class="wide"><table><tbody>{lines}</tbody></table></div>' if lines else ""
-    return (f'<p class="lead">{html.escape(run.outcome())}</p>\n<p>How to read this page: '
+    return (f'<p class="lead">{explain(html.escape(run.outcome()))}</p>\n<p>How to read this page: '
             f'{doc_link("tutorials/read_a_run", "what a run leaves behind")}, '
             f'{doc_link("explanations/glossary", "the words")}.</p>\n{commands}'
             f'{table_html(["what", "value"], list(run.facts().items()))}')
