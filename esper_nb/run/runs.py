@@ -38,6 +38,8 @@ from .split import SplitVecEnv
 
 # %% ../../nbs/run/95_runs.ipynb #f18d621b
 _names = ("blueprints", "operations", "observations") # settings of the environment that its spaces depend on
+_may_change = ("run.ppo.num_updates", "run.minutes", "run.save_every", "run.sampled", "learner.config.num_updates")
+_beside = ("plugins", "log", "engine", "shards", "comparison") # settings that no number of the run depends on
 
 def _described(config: RunConfig) -> dict:
     "Return what `config.json` says."
@@ -182,8 +184,6 @@ def open_run(
 Makers = Mapping[str, Callable[[int], Player]] # name -> what makes the player for a seed
 More = Callable[["Run", int], Makers] # run, steps of all lanes that choosing and playing may take -> who else plays
 
-_may_change = ("run.ppo.num_updates", "run.minutes", "run.save_every", "run.sampled", "learner.config.num_updates")
-_beside = ("plugins", "log", "engine", "shards", "comparison") # settings that no number of the run depends on
 _attempts = 3 # failed checkpoints in a row after which a run that has none stops
 _numbers = ("written", "steps", "seconds", "cpu_s") # of a run, that a checkpoint holds
 
