@@ -14,7 +14,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from .tasks import Task, create_model, get_task
 def check_fit_config(c: "FitConfig"): # raises a ValueError that names the setting
     "Refuse settings that nothing can be trained with."
     check_count("lanes", c.lanes); check_count("eval_batch", c.eval_batch); check_count("retries", c.retries, 0)
+    check(0 <= c.seed < 2**63, "seed", c.seed, "a whole number from 0 to 2**63 - 1")
     for k in ("epochs", "batch_size", "workers", "width"):
         if getattr(c, k) is not None: check_count(k, getattr(c, k))
     check(c.lr is None or 0 < c.lr < math.inf, "lr", c.lr, "a finite number above 0, or None for the task's")
@@ -157,6 +158,8 @@ class Spare:
 # %% ../../nbs/train/38_population.ipynb #be920c53
 SMALL_GROUP = BUDGET // 32 # bytes of a group's largest activation; up to here one core does all of an operation
 
+_CHANGES = ("model", "stepper", "rates") # parts of a population with a state of their own
+
 @dataclass
 class Population:
     """Networks in training: what changes (`model`, `stepper`, `epoch`) and what does not.
@@ -189,11 +192,17 @@ class Population:
     graphs: Graphs | None = field(default=None, repr=False) # recorded steps; None: none are wanted
 
     @property
-    def lanes(self) -> int: return self.config.lanes
+    def lanes(self) -> int:
+        "Number of networks."
+        return self.config.lanes
     @property
-    def epochs(self) -> int: return self.config.epochs or self.task.epochs
+    def epochs(self) -> int:
+        "Horizon of the run."
+        return self.config.epochs or self.task.epochs
     @property
-    def batch_size(self) -> int: return self.config.batch_size or self.task.batch_size
+    def batch_size(self) -> int:
+        "Examples of a lane in a batch."
+        return self.config.batch_size or self.task.batch_size
 
     def plan(self) -> Plan: # groups of lanes that are trained together
         "Return the lanes that run together in an epoch: by what grows where, unless `fixed_plan` is set."
@@ -329,6 +338,27 @@ class Population:
         "Keep the result of the latest epoch, for a controller's next decision."
         self.last = result
         return result
+
+    def state_dict(self) -> dict[str, Any]: # tensors and plain values
+        "Return everything that the next epoch depends on, and the states that the Governor may have to restore."
+        parts = {k: {name: t.clone() for name, t in getattr(self, k).state_dict().items()} for k in _CHANGES}
+        governor = None if self.governor is None else self.governor.state_dict()
+        return dict(**parts, epoch=self.epoch.clone(), governor=governor, retried=dict(self.retried))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: # of a population with the same settings
+        """Go on where another population was, bit for bit.
+
+        Raises
+        ------
+        ValueError
+            If only one of the two has a Governor.
+        """
+        known = (self.governor is None) == (state["governor"] is None)
+        check(known, "governor", self.governor, "a Governor here and in the saved state, or in neither")
+        for k in _CHANGES: getattr(self, k).load_state_dict(state[k])
+        self.epoch.copy_(state["epoch"])
+        self.retried = dict(state["retried"])
+        if self.governor is not None: self.governor.load_state_dict(state["governor"])
 
     def _settle(self, slot: Slot, lane: int, was: SeedState):
         "Put what a seed went through back over what was restored."
