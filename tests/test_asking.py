@@ -264,6 +264,7 @@ def test_a_lane_that_died_of_an_explosion_is_rolled_back_though_its_loss_has_fal
 def test_lanes_are_blamed_by_paired_losses():
     old = np.array([[1., 1., 1., 1.], [2., 2., 2., 2.]])
     live = old + np.array([[.3, .3, .001, np.nan], [.301, .301, -.001, .1]])
-    assert blames_lanes(live, old, rise=np.array([.2, .9, .0, .1]), spread=np.ones(4)).tolist() == [True, False, False, True]
+    blamed = blames_lanes(live, old, rise=np.array([.2, .9, .0, .1]), spread=np.ones(4))
+    assert blamed.tolist() == [True, False, False, True]
     one = live[:1], old[:1] # a single loss says nothing about its error
     assert not blames_lanes(*one, rise=np.zeros(4), spread=np.ones(4))[:3].any()
