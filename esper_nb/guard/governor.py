@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ..core import ModulePart, check, check_count
-from .causes import Explanation, StepRecorder, find_cause, set_setting
+from .causes import (
+    Explanation, RecordedIncident, StepRecorder, find_cause, redo, redo_disturbed, set_setting)
 from .detector import (
     RULES, DetectorConfig, LossStats, Verdict, loss_limits, off_scale, on_scale)
 from .ranks import Ranks, SameWeights
@@ -117,6 +118,7 @@ class Governor:
         self.keep_cuts = False # giving them back has brought the trouble back
         self.saved: dict[int, SavedAt] = {} # by number of a snapshot
         self.recorder: StepRecorder | None = None # of the steps of `run`
+        self.replayed = 0 # steps that were trained on only to see whether the run was disturbed
         self.snapshot = Snapshot(*parts, lanes=lanes, copies=self.config.copies, **named, governor_stats=self.stats)
         if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
         elif self.config.background and lanes == 1:
@@ -272,11 +274,13 @@ class Governor:
         ways_back = [*self.saved.values(), *(() if self.kept is None else [self.kept[1]])]
         keeper.forget(min(s.batch for s in ways_back))
         loss = keeper.run(step, wanted, self.watched, fetch, asked=self.question is not None)
-        try: reports = self.watch(loss.detach() if isinstance(loss, Tensor) else loss)
+        latest = self.reports[-1] if self.reports else None
+        try: self.watch(loss.detach() if isinstance(loss, Tensor) else loss)
         except GovernorStop as stop:
             self._look_into([stop.report])
             raise GovernorStop(self.reports[-1]) from None
-        if reports: self._look_into(reports)
+        if self.reports and self.reports[-1] is not latest: self._look_into([self.reports[-1]])
+        elif self.trial is None and self.stats.held[0] == 8: self._redo_disturbed("rise", keeper.steps[-1].loss)
         return loss
 
     def explain(
@@ -316,9 +320,7 @@ class Governor:
         if self.snapshot.background is not None: self.snapshot.background.hold_step()
         found = find_cause(incident, self.ranks, budget, all_of_them)
         if incident.report is not None:
-            told = replace(incident.report, cause=found.cause, why=found.why, evidence=found.evidence)
-            for i, r in enumerate(self.reports):
-                if r is incident.report: self.reports[i] = incident.report = told
+            self._rewrite(incident, cause=found.cause, why=found.why, evidence=found.evidence)
         return found
 
     def _look_into(self, reports: Sequence[Report]):
@@ -329,12 +331,63 @@ class Governor:
         keeper.incident = keeper.incident_from(report.lost[0], self.snapshot, report)
         if report.action == "replay" and keeper.incident.steps: keeper.position = keeper.incident.steps[0].position
         keeper.skip_left = 0 if report.action == "replay" else config.skip_window
-        if not config.explain_steps: return
+        if not config.explain_steps: return self._redo(keeper.incident, None)
         found = self.explain(budget=config.explain_steps)
         level = logging.INFO if self.ranks.rank else logging.WARNING
         logger.log(level, "Governor: batch %s: cause %s: %s", report.batch, found.cause, found.why)
         if config.leave_out: keeper.leave_out(found, keeper.incident)
+        self._redo(keeper.incident, found)
         if config.rewarm and found.cause in ("rate", "fast", "steep", "moments"): keeper.rewarm(config.rewarm)
+
+    def _redo(self, incident: RecordedIncident, found: Explanation | None): # None: nobody has asked for the cause
+        "After a rollback: train on the lost batches again, without those that were to blame, or forget them."
+        keeper, report, steps = self.recorder, incident.report, incident.steps
+        assert keeper is not None and report is not None
+        wanted = self.config.redo and steps and report.action == "rollback" and report.reason != "asked"
+        losses = redo(incident, found, self._clocks(), self.ranks) if wanted and found is not None else None
+        if not losses:
+            keeper.drop(report.lost[0] if report.lost else 0)
+            number = self.snapshot.version[0] or 0 # from here on a rollback undoes what comes now
+            if number in self.saved: self.saved[number] = self.saved[number]._replace(batch=self.watched)
+            return
+        keeper.note_redone(losses)
+        left_out = [s.number for s, x in zip(steps, losses) if math.isnan(x)]
+        trained = np.array([x for x in losses if not math.isnan(x)])
+        self.stats.add(np.zeros(len(trained), np.int64), trained, self.config)
+        self.stats.judged += len(losses)
+        self.since += len(losses)
+        lost = (left_out[0], left_out[-1]) if left_out else None
+        self._rewrite(incident, redone=len(trained), lost=lost)
+
+    def _rewrite(self, incident: RecordedIncident, **fields): # of its report
+        "Say more in a report that was filed before."
+        for i, r in enumerate(self.reports):
+            if r is incident.report: self.reports[i] = incident.report = replace(r, **fields)
+
+    def _redo_disturbed(self, reason: str, loss: Tensor | float) -> tuple[Report, ...]: # empty: it was not disturbed
+        "Look whether something outside of the steps has changed the run to its harm; if so, train on them again."
+        keeper, c = self.recorder, self.config
+        if keeper is None or not (c.redo and c.explain_steps): return ()
+        saved = self._saved_at(0)
+        incident = keeper.incident_from(saved.batch, self.snapshot)
+        n = len(incident.steps)
+        if not n or self.replayed + n > 200 + .1 * self.watched: return ()
+        if any(s.changed() for s in incident.steps): return ()
+        if self.snapshot.background is not None: self.snapshot.background.hold_step()
+        self.replayed += n
+        found = redo_disturbed(incident, self._clocks(), self.ranks)
+        if found is None: return ()
+        self.trial, keeper.incident = None, incident
+        keeper.note_redone(found.replayed)
+        self.snapshot.drop()
+        self.stats.calm_down([0])
+        self.since, self.held = n, False
+        incident.report = replace(
+            self._describe(reason, float(loss)), action="rollback", restored=tuple(self.snapshot.parts), redone=n,
+            restored_step=self.snapshot.steps[0], cause=found.cause, why=found.why, evidence=found.evidence,
+            rollbacks_left=self.budget.rollbacks_left(c, 0))
+        incident.report = self._file(incident.report)
+        return (incident.report,)
 
     def flush(self, before_step: bool = False) -> tuple[Report, ...]: # as in `watch`
         "Judge the losses that were gathered so far."
@@ -565,11 +618,13 @@ class Governor:
         assert t is not None
         self._count_loss()
         t.add(float(on_scale(loss, self.stats.linear[0])), loss)
-        if t.is_over():
+        over, due = t.is_over(), t.is_due(self._patience)
+        if (over or due or len(t.x) == 8) and (done := self._redo_disturbed(t.reason, loss)): return done
+        if over:
             self._close_trial(t)
             self._note("passed", t.reason, loss)
             return ()
-        if not t.is_due(self._patience): return ()
+        if not due: return ()
         report = self._describe(t.reason, loss)
         live, before = self.snapshot.set_aside(), self._rates()
         if self.ask is not None: return self._ask_at_once(t, live, report, fields)
@@ -627,8 +682,9 @@ class Governor:
         "Return the losses of the live state and of the last good one; the live state is in place again."
         assert self.ask is not None
         def numbers(x): return torch.as_tensor(x, dtype=torch.float64).detach().cpu().reshape(self.n).numpy()
-        now = numbers(self.ask())
-        self.snapshot.restore(None if self.n == 1 else lanes, skip=self._clocks(), stay=self.n == 1)
+        now, skip = numbers(self.ask()), self._clocks()
+        if self.recorder is not None and self.ask == self.recorder.ask: skip += self._untrained()
+        self.snapshot.restore(None if self.n == 1 else lanes, skip=skip, stay=self.n == 1)
         before = numbers(self.ask())
         self.snapshot.bring_back(live, None if self.n == 1 else lanes)
         return self.ranks.gather(now).mean(0), self.ranks.gather(before).mean(0)
@@ -668,6 +724,12 @@ class Governor:
     def _clocks(self) -> tuple[str, ...]: # names of parts
         "Return which parts go on when the run goes back: schedules, random streams, and the place in the data."
         return tuple(name for name, obj in self.snapshot.objects.items() if goes_on(name, obj))
+
+    def _untrained(self) -> tuple[str, ...]: # names of parts
+        "Return the networks that no optimizer trains: targets, by which old and live weights are measured alike."
+        trained = {id(p) for g in self._groups() for p in g["params"]}
+        return tuple(name for name, obj in self.snapshot.objects.items() if isinstance(obj, torch.nn.Module)
+                     and not any(id(p) in trained for p in obj.parameters()))
 
     def _groups(self) -> list[dict[str, Any]]:
         "Return the parameter groups of all torch optimizers."
@@ -900,7 +962,17 @@ class Governor:
         taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes, hold=c.probation > 0)
         self.since, self.held = 0, c.probation > 0 and bool(taken.lanes)
         if taken.lanes: self._note_saved()
-        if taken.refused: self._respond(dict.fromkeys(taken.refused, "state"), bad_state=taken.bad)
+        if taken.refused and not self._mend_moments(taken.bad):
+            self._respond(dict.fromkeys(taken.refused, "state"), bad_state=taken.bad)
+
+    def _mend_moments(self, bad: tuple[str, ...]) -> bool: # tensors that are not finite
+        "Where only moments of an optimizer are spoilt, put these back and leave the weights, so that no batch is lost."
+        if self.n > 1 or self.ranks or self.recorder is not None or not self.snapshot.mend(bad): return False
+        report = describe_panic(self.stats, self.config, None, self.chance_loss, 0, "state")
+        self._file(replace(report, action="rollback", batch=self.watched - 1, bad_state=bad, restored=bad,
+                           restored_step=self.snapshot.steps[0],
+                           rollbacks_left=self.budget.rollbacks_left(self.config, 0)))
+        return True
 
     def _note_saved(self, at: "SavedAt | None" = None): # None: now
         "Remember at which batch the latest snapshot was taken."
@@ -1059,8 +1131,8 @@ class Trial:
 
     @property
     def rise(self) -> float:
-        "How far the latest losses are above the level."
-        return statistics.median(self.x[-8:]) - self.level
+        "How far the latest losses are above the level; losses that swing count by their middle."
+        return min(statistics.median(self.x[-8:]), statistics.median(self.x[-24:])) - self.level
 
     @property
     def noise(self) -> float:
