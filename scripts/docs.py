@@ -145,6 +145,18 @@ class SayPictures(Processor):
             cell.source = f'#| fig-alt: "{words}"\n{cell.source}'
 
 
+class HoldHTML(Processor):
+    "Make Markdown of HTML in outputs: for plain HTML, too, Quarto loads scripts of widgets from a foreign server."
+    def cell(self, cell):
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "text/html" not in data: continue
+            html = "".join(data.pop("text/html"))
+            if "<script" in html: raise ValueError(f"an output with a script: {html[:80]}")
+            lines = [line for line in html.splitlines(keepends=True) if line.strip()]
+            data["text/markdown"] = ["```{=html}\n", *lines, "\n```\n"]
+
+
 class KeepPromise(Processor):
     "Put back what stands below title and subtitle in the first cell: nbdev makes metadata of them and drops the rest."
     def begin(self):
@@ -157,7 +169,7 @@ class Processors(FilterDefaults):
     "nbdev's processors of a page, with ours in the place of the one that runs the page."
     def base_procs(self):
         ours = dict(exec_show_docs=[ShowEntries], FrontmatterProc=[super().base_procs()[0], KeepPromise])
-        return [p for q in super().base_procs() for p in ours.get(q.__name__, [q])] + [SayPictures]
+        return [p for q in super().base_procs() for p in ours.get(q.__name__, [q])] + [SayPictures, HoldHTML]
 
 
 @cache
@@ -233,7 +245,7 @@ def slug(title):
 def plain_cell(cell):
     "Turn what only Quarto reads in a cell into what nbconvert and the template `plain.html.j2` read."
     def mend(text):
-        text = re.sub(r"\{target=[^}\n]*\}|^:::.*$", "", "".join(text), flags=re.M)
+        text = re.sub(r"\{target=[^}\n]*\}|^:::.*$|^```\{=html\}\n((?s:.*?))^```$", r"\1", "".join(text), flags=re.M)
         return re.sub(r"(\]\()(?![a-z]+:)([^)\s#]+\.ipynb)", lambda m: m[1] + page_name(m[2]).as_posix(), text)
     for output in cell.get("outputs", ()):
         for data in (d for k, d in output.items() if k == "data" and "text/markdown" in d):
@@ -302,7 +314,7 @@ class Targets(HTMLParser):
 
 def broken_targets(docs):
     "Return 'page: target' of links and pictures of built pages that lead to no file, or to no heading of a page."
-    docs, pages, bad = Path(docs).resolve(), {}, []
+    docs, pages, bad, base = Path(docs).resolve(), {}, [], get_config().doc_baseurl
     for page in sorted(docs.rglob("*.html")):
         pages[page] = seen = Targets()
         seen.feed(page.read_text(encoding="utf-8"))
@@ -310,7 +322,7 @@ def broken_targets(docs):
         for target in dict.fromkeys(seen.found):
             if re.match(r"[a-z]+:|//", target): continue
             file, _, name = target.partition("#")
-            file = file.split("?")[0]
+            file = file.split("?")[0].removeprefix(base) # the page of what is missing knows no other
             at = (docs/file.lstrip("/") if file.startswith("/") else page.parent/file).resolve() if file else page
             if not at.exists() or at in pages and name not in pages[at].names:
                 bad.append(f"{page.relative_to(docs)}: {target}")

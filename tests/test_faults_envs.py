@@ -195,8 +195,8 @@ def wrong_numbers(hint, name):
     return [*never, -1., -math.inf]
 
 
-MAY_BE_NEGATIVE = {"seed"} # the seed of random streams; any whole number
-MAY_BE_ANY_NUMBER = {"worth", "ransom"} # percentage points, either way
+MAY_BE_NEGATIVE = {"seed"} # of a heuristic: any whole number
+MAY_BE_ANY_NUMBER = {"contribution", "ransom"} # percentage points, either way
 
 def plain_fields(kind):
     for name, hint in typing.get_type_hints(kind).items():
@@ -222,6 +222,14 @@ texts = [(PPOConfig, "norm_adv"), (PPOConfig, "ratio"), (PPOConfig, "precision")
 @pytest.mark.parametrize("kind, name", texts, ids=[f"{k.__name__}.{n}" for k, n in texts])
 def test_every_word_is_checked_against_its_list(kind, name):
     with pytest.raises(ValueError, match=f"{name}|nonsense"): kind(**{name: "nonsense"})
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: EnvConfig(task="digit"), "'digits'"), (lambda: EnvConfig(seed=-1), "seed=-1"),
+    (lambda: PPOConfig(precision="fp16"), "precision='fp16'"), (lambda: PPOConfig(seed=-1), "seed=-1"),
+    (lambda: FitConfig(seed=-1), "seed=-1"), (lambda: FitConfig(seed=2**70), "seed=")])
+def test_what_would_be_refused_later_is_refused_when_it_is_set(make, words):
+    with pytest.raises(ValueError, match=words): make()
 
 
 @settings(max_examples=25, deadline=None)

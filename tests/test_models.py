@@ -703,6 +703,36 @@ def test_a_served_optimizer_moves_only_who_trains(make):
     before = rows(); step()
     assert not torch.equal(rows()[1], before[1])
 
+@pytest.mark.parametrize("served", [True, False])
+def test_an_optimizer_that_does_not_know_of_births_is_noticed_once(served, recwarn):
+    model, x = new("cnn", 1, slots=["r0c1"], blueprints=["conv_light"]), batch("cnn", 1)[0]
+    put_in(model, "r0c1", 0, "conv_light", "training")
+    opt = torch.optim.SGD(model.parameters(), .1)
+    if served: serve_optimizer(model, opt)
+    for _ in range(4):
+        model(x).square().mean().backward()
+        opt.step()
+        model.tick()
+    said = [str(w.message) for w in recwarn if "serve_optimizer" in str(w.message)]
+    assert len(said) == (not served) and all("slot r0c1" in text for text in said)
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_host_that_runs_again_in_backward_has_the_same_bits_and_keeps_less(kind):
+    more = {} if kind == "cnn" else dict(dropout=.2)
+    both, (x, y) = [], batch(kind, 3)
+    for again in (False, True):
+        config, kept = CONFIGS[kind].replace(checkpoint=again, **more), {}
+        def pack(t):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+        host = new_host(config, 3).train()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            losses = [loss_of(host, x, y) for _ in range(2)]
+        sum(losses).sum().backward() # two batches are forwarded before the first one comes back
+        both.append((sum(kept.values()), losses + [p.grad for p in host.parameters()] + list(host.buffers())))
+    assert both[1][0] < .8 * both[0][0]
+    for a, b in zip(both[0][1], both[1][1], strict=True): assert torch.equal(a, b)
+
 def test_acting_in_inference_mode_and_learning_after_it():
     for kind in ("cnn", "gpt"):
         model, x = mixed(kind), batch(kind, 6)[0]

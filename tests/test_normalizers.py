@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.learn.normalizers import Moments, ObsNormalizer, RewardNormalizer, ValueNormalizer
+from esper_nb.learn.normalizers import (
+    Moments, ObsNormalizer, RewardNormalizer, ValueNormalizer, _standardize_there, standardize)
 
 
 @settings(deadline=None, max_examples=25)
@@ -84,3 +85,12 @@ def test_sign_of_rewards_is_kept():
 @pytest.mark.parametrize("keep", [(3,), (-1,)])
 def test_columns_that_are_not_there_cannot_be_kept(keep):
     with pytest.raises(ValueError, match="keep=.*expected columns of an observation of width 3"): ObsNormalizer(3, keep)
+
+
+@pytest.mark.parametrize("f", [standardize, _standardize_there])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_advantage_that_is_not_finite_stays_in_sight(f, bad):
+    adv, valid = torch.tensor([1., bad, 3., bad]), torch.tensor([True, True, True, False])
+    assert not f(adv, valid)[:3].isfinite().all()
+    seen = valid & adv.isfinite()
+    assert f(adv, seen).tolist() == pytest.approx([-2**-.5, 0, 2**-.5, 0], abs=1e-6)

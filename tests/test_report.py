@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from esper_nb.grow import list_blueprints
-from esper_nb.record import RunFolder, encode_row, new_file
+from esper_nb.record import RunFolder, encode_row, new_file, read_rows
 from esper_nb.run import (
     Comparison, RunConfig, about_time, add_schedule, begin_run, cli, command_words, get_recipe, report_html,
     write_report)
@@ -53,6 +53,15 @@ def test_the_first_sentence_says_what_came_out(made, page):
     assert said in first and first.index(said) < first.index("esper-nb train")
     for part in (f"to {accuracy['PPO']:.1f} pp", f"where waiting gets {accuracy['wait-only']:.1f}",
                  f"the best fixed schedule gets {accuracy['fixed schedule']:.1f}"): assert part in said
+
+def test_each_class_has_its_accuracy_the_weakest_first(made, page):
+    tests = [r for r in read_rows(made[0].folder.path/"final.jsonl") if r["kind"] == "test"]
+    of_class = {str(k): median(r[f"test.class_pp.{k}"] for r in tests) for k in range(10)}
+    shown = re.search(r"<h2>Class by class</h2>(.*?)</table>", page, re.DOTALL)[1]
+    order = re.findall(r"<tr><td>(\d)</td>", shown)
+    assert len(tests) == 4 and len(order) == 10 and [of_class[k] for k in order] == sorted(of_class.values())
+    for r in tests: # ten classes of about the same size
+        assert abs(r["test.accuracy_pp"] - sum(r[f"test.class_pp.{k}"] for k in of_class) / 10) < 3
 
 def test_seed_date_machine_and_versions_stand_above_everything_else(made, page):
     first, config = words_of(page[:page.index("<h2>")]), made[0].folder.config()

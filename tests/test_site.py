@@ -114,6 +114,7 @@ def test_broken_links_are_noticed(tmp_path):
     to = [f'<a href="{to}">a</a>' for to in ("../two.html#x", "https://jsonlines.org", "#y", "#")]
     (built/"a/one.html").write_text(" ".join(['<h2 id="y">Y</h2>', *to, '<img src="gone.png"><a href="3.html">3</a>']))
     (built/"two.html").write_text('<a href="a/one.html?v=1#y">1</a><a href="/two.html">2</a><link href="gone.css">')
+    (built/"404.html").write_text('<a href="/esper_nb/two.html">2</a>') # on the site, whatever was asked for
     assert broken_targets(built) == ["a/one.html: ../two.html#x", "a/one.html: gone.png", "a/one.html: 3.html",
                                      "two.html: gone.css"]
 
@@ -194,6 +195,14 @@ def test_entries_show_what_a_docstring_raises_and_its_examples():
     shown = docs.Entry(f)._repr_markdown_()
     assert "- `ValueError`: If `x` is odd." in shown and "```python\n>>> f(2)\n4\n```" in shown
     assert shown.startswith("### ") and "double" in shown
+
+
+@pytest.mark.slow
+def test_html_in_outputs_asks_for_no_scripts(site):
+    cells, page = site[0]
+    data = [o["data"] for c in cells for o in c.get("outputs", ()) if "data" in o]
+    assert any("```{=html}" in text(d.get("text/markdown", "")) for d in data) and "{=html}" not in page
+    assert not any("text/html" in d for d in data)
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from gymnasium.vector import AutoresetMode
 from ..core import Config, check, check_count, check_devices
 from ..guard import GovernorConfig
 from ..grow import Gates, Rules
-from ..train import TASK_FAMILIES, FamilyData, Fault, FitConfig, ImageData, Task, TextData, new_population
+from ..train import (
+    TASK_FAMILIES, FamilyData, Fault, FitConfig, ImageData, Task, TextData, get_task, new_population)
 from .actions import GrowthActions, Repertoire
 from .episodes import DevicePart
 from .observations import OBSERVATIONS
@@ -87,6 +88,8 @@ class EnvConfig(Config):
             if getattr(self, k) is not None: check_count(k, getattr(self, k))
         check_count("first_lane", self.first_lane, least=0)
         check_count("max_seeds", self.max_seeds, 0)
+        if self.seed is not None: check_count("seed", self.seed, 0)
+        if isinstance(self.task, str): get_task(self.task)
         RewardConfig(self.reward, self.gamma, self.price, self.penalty)
         self.fit(1) # which looks at the settings of a population
         check(0 < len(devices) <= n, "devices", devices, f"at least one, and no more than the {n} lanes")

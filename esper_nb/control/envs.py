@@ -23,7 +23,7 @@ from torch import Tensor
 from ..core import PhaseClock, check, generator
 from ..guard import Report
 from ..grow import Growing, Stage
-from ..train import Disturb, Task, evaluate, get_task
+from ..train import Disturb, EvalResult, Task, evaluate, get_task
 from .actions import GrowthActions, choice_of, in_stage, read_actions, read_slots
 from .env_config import Data, EnvConfig
 from .episodes import (
@@ -216,12 +216,15 @@ class GrowVecEnv(gym.vector.VectorEnv):
         "Return these lanes as one environment of Stable-Baselines3, which wants the mode SameStep."
         return sb3_env(self, monitor)
 
-    def test_accuracy(self) -> Tensor: # (n,) percentage points
-        "Return the accuracy of every lane, as it is now, on the test split, which is read here and nowhere else."
+    def test(self) -> EvalResult:
+        "Return the result of every lane, as it is now, on the test split, which is read here and nowhere else."
         def test(p): return evaluate(
             p.model, p.task, p.data.for_lanes(range(p.lanes)), "test", p.config.eval_batch, p.precision)
-        each = [test(part.population) for part in self.parts]
-        return torch.cat([e.accuracy_pp.cpu() for e in each])
+        return EvalResult(*map(torch.cat, zip(*[test(part.population) for part in self.parts])))
+
+    def test_accuracy(self) -> Tensor: # (n,) percentage points
+        "Return the accuracy of every lane, as it is now, on the test split."
+        return self.test().accuracy_pp
 
     def cpu_by_phase(self) -> dict[str, tuple[float, float]]: # phase -> CPU ms per step, share of all
         "Return where the processor time of the steps so far went, all threads together."

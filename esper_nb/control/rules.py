@@ -36,7 +36,9 @@ class Signals:
     latched: bool = False
 
     @property
-    def stabilised(self) -> bool: return self.latched or self.patience == 0
+    def stabilised(self) -> bool:
+        "Whether the host has calmed down, so that a seed may be judged."
+        return self.latched or self.patience == 0
 
     def update(self, loss: float, accuracy: float) -> "Signals":
         "One finished epoch; the first one is neither calm nor a plateau."

@@ -70,4 +70,6 @@ class Measure(NamedTuple):
         "Return a score for a sentence."
         return f"{'' if self.name == 'accuracy' else f'{self.name} '}{score:.1f} {self.unit}"
 
-    def label(self, split: str = "test") -> str: return f"{split} {self.name} ({self.unit})" # of an axis
+    def label(self, split: str = "test") -> str:
+        "Return the label of an axis."
+        return f"{split} {self.name} ({self.unit})"

@@ -64,6 +64,7 @@ class MaskedConv2d(nn.Conv2d):
         self.register_buffer("mask", torch.ones(self.out_channels, 1, *self.kernel_size))
 
     def reset_parameters(self):
+        "Draw fresh weights, and let every one of them be seen."
         super().reset_parameters()
         if hasattr(self, "mask"): self.mask.fill_(1.)
 

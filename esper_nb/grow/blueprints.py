@@ -248,15 +248,19 @@ blueprint("noop", "cnn", 0)(Noop)
 blueprint("attention", "cnn", 2_000)(SqueezeExcite)
 
 @blueprint("norm", "cnn", 130)
-def norm_seed(channels, lanes): return NormSeed(_norm(channels, lanes), lanes, 1)
+def norm_seed(channels, lanes):
+    "Return a batch norm that is mixed in."
+    return NormSeed(_norm(channels, lanes), lanes, 1)
 
 @blueprint("depthwise", "cnn", 4_800)
 def depthwise(channels, lanes):
+    "Return a convolution channel by channel, and one across them."
     c, n = channels, lanes
     return Residual(nn.Sequential(_conv(c, c, n, 3, groups=c), _conv(c, c, n), _norm(c, n)), "2", n, relu=True)
 
 @blueprint("bottleneck", "cnn", 4_500)
 def bottleneck(channels, lanes):
+    "Return three convolutions through a quarter of the channels."
     c, n, inner = channels, lanes, max(8, channels // 4)
     body = nn.Sequential(
         _conv(c, inner, n), nn.ReLU(), _conv(inner, inner, n, 3), nn.ReLU(), _conv(inner, c, n), _norm(c, n))
@@ -265,16 +269,19 @@ def bottleneck(channels, lanes):
 # %% ../../nbs/grow/20_blueprints.ipynb #c4c23e56
 @blueprint("conv_small", "cnn", 4_200)
 def conv_small(channels, lanes):
+    "Return a convolution that sees single pixels."
     c, n = channels, lanes
     return Residual(nn.Sequential(_conv(c, c, n), _norm(c, n)), "1", n, zero=True, relu=True)
 
 @blueprint("conv_light", "cnn", 37_000)
 def conv_light(channels, lanes):
+    "Return a convolution that sees three by three pixels."
     c, n = channels, lanes
     return Residual(nn.Sequential(_conv(c, c, n, 3), _norm(c, n)), "1", n, relu=True)
 
 @blueprint("conv_heavy", "cnn", 74_000)
 def conv_heavy(channels, lanes):
+    "Return two convolutions, one after the other."
     c, n = channels, lanes
     body = nn.Sequential(_conv(c, c, n, 3), _norm(c, n), nn.ReLU(), _conv(c, c, n, 3), _norm(c, n))
     return Residual(body, "4", n, relu=True)
@@ -319,31 +326,40 @@ class LaneFlexAttention(LaneAttention):
 blueprint("noop", "transformer", 0)(Noop)
 
 @blueprint("norm", "transformer", 800)
-def layer_norm_seed(channels, lanes): return NormSeed(LaneLayerNorm(channels, lanes), lanes, -1)
+def layer_norm_seed(channels, lanes):
+    "Return a layer norm that is mixed in."
+    return NormSeed(LaneLayerNorm(channels, lanes), lanes, -1)
 
 @blueprint("lora", "transformer", 6_000)
 def lora(channels, lanes, rank=8): # Hu et al. 2021, as a layer of its own
+    "Return a linear map of low rank."
     pair = LaneLinear(channels, rank, lanes, bias=False), LaneLinear(rank, channels, lanes, bias=False)
     return Residual(nn.Sequential(*pair), "1", lanes, zero=True)
 
 @blueprint("lora_large", "transformer", 25_000)
-def lora_large(channels, lanes, rank=32): return lora(channels, lanes, rank)
+def lora_large(channels, lanes, rank=32):
+    "Return a linear map of a larger rank."
+    return lora(channels, lanes, rank)
 
 @blueprint("attention", "transformer", 591_000)
 def causal_attention(channels, lanes, heads=4):
+    "Return causal attention."
     return Residual(LaneAttention(channels, heads, lanes), "out", lanes, zero=True)
 
 # %% ../../nbs/grow/20_blueprints.ipynb #68e8ebc4
 @blueprint("flex_attention", "transformer", 591_000)
 def flex_causal_attention(channels, lanes, heads=4):
+    "Return causal attention by torch's flex attention."
     return Residual(LaneFlexAttention(channels, heads, lanes), "out", lanes, zero=True)
 
 @blueprint("mlp_small", "transformer", 591_000)
 def mlp_small(channels, lanes, checkpoint=False):
+    "Return a perceptron that is twice as wide inside; `checkpoint` computes its activations again in the backward."
     return Residual(LaneMLP(channels, 2, lanes, checkpoint), "down", lanes, zero=True)
 
 @blueprint("mlp", "transformer", 1_200_000)
 def mlp(channels, lanes, checkpoint=False):
+    "Return a perceptron that is four times as wide inside."
     return Residual(LaneMLP(channels, 4, lanes, checkpoint), "down", lanes, zero=True)
 
 # %% ../../nbs/grow/20_blueprints.ipynb #d8264e30
@@ -433,7 +449,9 @@ class PlainSeed(LaneModule):
     def forward(self, x: Tensor) -> Tensor: # (B, n*C, H, W) or (B, L, n*D), the same shape
         return turned(super().forward, x, self.layout)
 
-def seed_ports(layout: str) -> Ports: return Ports(-1, -1) if layout == "BLD" else Ports(1, 1)
+def seed_ports(layout: str) -> Ports:
+    "Return the axes of a seed's channels, in and out."
+    return Ports(-1, -1) if layout == "BLD" else Ports(1, 1)
 
 def turned(f: Callable[[Tensor], Tensor], x: Tensor, layout: str) -> Tensor: # x as a slot has it
     "Run a function on features of a slot in the shape that it takes."

@@ -305,11 +305,13 @@ class SeedState(NamedTuple):
 
     @property
     def improvement(self) -> float | None: # percentage points since the stage began
+        "What held-out accuracy has gained in this stage."
         if self.accuracy is None or self.accuracy_stage is None: return None
         return self.accuracy - self.accuracy_stage
 
     @property
     def ramp(self) -> Ramp: # eight of the fields, as the value that moves alpha
+        "The ramp that moves alpha."
         return Ramp(**{k: getattr(self, k) for k in Ramp._fields})
 
     def with_ramp(self, r: Ramp) -> "SeedState":

@@ -8,6 +8,7 @@ __all__ = ['MAX_BRANCHES', 'DECISION_VERBS', 'Growing', 'combinations_of', 'Grow
 
 # %% ../../nbs/grow/25_models.ipynb #f59bbfd0
 import itertools
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -29,6 +30,7 @@ class Growing(nn.Module):
     lanes: int
     names: tuple[str, ...] # of the slots, in the order of depth
     walks = False # whether `branches` shares what the combinations have in common
+    warned = False # of an optimizer that is not served
 
     def add_slots(self, slots: Sequence[Slot]): # in the order of depth
         "Take the slots over, and put them where the host is."
@@ -82,7 +84,11 @@ class Growing(nn.Module):
         return found
 
     def tick(self, lanes: Lanes = None) -> list[tuple[str, int, Event]]: # (slot, lane, what happened)
-        "Finish an epoch: ramps move, slots cool down, automatic gates open; the next epoch begins."
+        """Finish an epoch: ramps move, slots cool down, automatic gates open; the next epoch begins.
+
+        Warns of seeds that an optimizer trains which does not know of them.
+        """
+        self._ask_for_service()
         return [(k, i, e) for k in self.names for i, e in self.slot(k).tick(lanes)]
 
     @property
@@ -209,6 +215,15 @@ class Growing(nn.Module):
         "Return the lanes initialised since the last call: reset the optimizer's state there before the next step."
         return {f"{k}.{part}": lanes for k in self.names for part, lanes in self.slot(k).take_fresh().items()}
 
+    def _ask_for_service(self):
+        "Warn once where seeds of an earlier epoch have gradients, and nobody has asked who was born."
+        trained = [k for k in self.names if self.slot(k).trains_unserved()]
+        if not trained or self.warned: return
+        self.warned = True
+        warnings.warn(f"slot {trained[0]}: a seed is trained by an optimizer that does not know when seeds are born, "
+                      "fade and are frozen, so their weights move when they must not, and a new seed inherits the "
+                      "momentum of a dead one: call serve_optimizer(model, optimizer)", stacklevel=3)
+
     def kinds(self) -> list[Hashable]: # one key per lane
         "Return what each lane does in each slot; lanes with equal keys run together without a single copy."
         return list(zip(*(self.slot(k).kinds() for k in self.names)))
@@ -304,7 +319,9 @@ class ParameterCounts(NamedTuple):
     fossil: Tensor
 
     @property
-    def total(self) -> Tensor: return self.host + self.seed + self.fossil # (n,)
+    def total(self) -> Tensor: # (n,)
+        "All parameters of each lane."
+        return self.host + self.seed + self.fossil
 
 class Status(NamedTuple):
     "A model's slots as a table, and what is wrong with them."

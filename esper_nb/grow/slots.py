@@ -196,6 +196,11 @@ class Slot(nn.Module):
         self._write({i: (s, s._replace(fresh=False, fresh_gate=False)) for i, s in fresh.items()})
         return out
 
+    def trains_unserved(self) -> bool:
+        "Tell whether a seed that is older than an epoch has gradients, but is still new to whoever steps it."
+        old = {s.blueprint for s in self.states() if s.fresh and s.age and s.blueprint is not None}
+        return any(p.grad is not None for b in old for p in self.part(self.blueprints[b]).parameters())
+
     def roles(self) -> tuple["Role", ...]:
         "Return who does what in the forward pass, in the present mode; empty where features only pass."
         return self.route().roles
@@ -458,7 +463,9 @@ class Role(NamedTuple):
     alphas: tuple[float, ...] # one per lane, now
 
     @property
-    def kind(self) -> tuple[str, Blend, str]: return self.blueprint, self.blend, self.mode
+    def kind(self) -> tuple[str, Blend, str]:
+        "What lanes must share to be computed together."
+        return self.blueprint, self.blend, self.mode
 
 def find_roles(
     states: Sequence[SeedState], # one per lane

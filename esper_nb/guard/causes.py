@@ -627,6 +627,7 @@ def is_near(a, b) -> bool:
     return bool(a == b)
 
 def rate_rose(replay: Replay) -> str:
+    "Say where the learning rate rose most."
     at, before, after = most_changed(replay, "lr") or (0, 0., 0.)
     return f"the learning rate rose from {before:.3g} to {after:.3g}, most of all at batch {at}"
 
@@ -640,6 +641,7 @@ def name_batches(numbers: Sequence[int]) -> str:
     return f"batch {said}" if len(numbers) == 1 else f"batches {said}"
 
 def odd_ones(replay: Replay) -> str:
+    "Say which batches are unlike the others."
     one = len(replay.odd) == 1
     return (f"{name_batches(sorted(replay.odd))} {'is' if one else 'are'} unlike the others: even the good weights "
             f"have a bad loss there, and without {'it' if one else 'them'} the run stays well")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import Config, check, check_count, choose_precision, finite_or_none
+from ..core import Config, check, check_count, finite_or_none
 from .distributions import MaskedHeads
 from .normalizers import standardize
 from .policies import ActorCritic
@@ -109,7 +109,9 @@ class PPOConfig(Config):
         check(inside, "gamma, gae_lambda", (self.gamma, self.gae_lambda), "0 < gamma <= 1 and 0 <= gae_lambda <= 1")
         limit = self.target_kl is None or self.target_kl > 0
         check(limit, "target_kl", self.target_kl, "a positive number, or None for no limit")
-        choose_precision(self.precision)
+        known = self.precision in ("auto", "fp32", "bf16")
+        check(known, "precision", self.precision, "'auto', 'fp32' or 'bf16': fp16 would need its losses scaled")
+        check(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2**63 - 1")
 
     def at(self, update: int) -> tuple[float, float, float]: # learning rate, clip_coef, ent_coef of this update
         "Return the annealed values of one update."

@@ -200,7 +200,7 @@ def _standardize_there(adv, valid):
     count, x = valid.sum(), adv.masked_fill(~valid, 0.)
     off = adv - x.sum() / count
     spread = (off.masked_fill(~valid, 0.).square().sum() / (count - 1)).sqrt()
-    differ = valid & (spread > 1e-6 * x.abs().max())
+    differ = valid & ~(spread <= 1e-6 * x.abs().max()) # not finite: differs
     return torch.where(count < 2, adv, torch.where(differ, off / (spread + 1e-8), 0.))
 
 def standardize(
@@ -212,5 +212,5 @@ def standardize(
     x = adv[valid]
     if len(x) < 2: return adv
     spread = x.std()
-    differ = valid & (spread > 1e-6 * x.abs().max()) # fp32 holds seven digits
+    differ = valid & ~(spread <= 1e-6 * x.abs().max()) # fp32 holds seven digits; what is not finite shows
     return torch.where(differ, (adv - x.mean()) / (spread + 1e-8), 0.)

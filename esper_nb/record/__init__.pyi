@@ -30,7 +30,7 @@ from .trackers import (TRACKERS as TRACKERS, StepMetrics as StepMetrics, metrics
 from .training_rows import (population_rows as population_rows, run_rows as run_rows, size_metrics as size_metrics,
     epoch_rows as epoch_rows, batch_rows as batch_rows, limit_rows as limit_rows, governor_rows as governor_rows,
     slot_rows as slot_rows, seed_metrics as seed_metrics, seed_rows as seed_rows, seed_event_rows as seed_event_rows,
-    closing_table as closing_table, EnvRows as EnvRows, update_rows as update_rows)
+    test_rows as test_rows, closing_table as closing_table, EnvRows as EnvRows, update_rows as update_rows)
 from .writers import (Writer as Writer, WriterReport as WriterReport, Recorder as Recorder,
     JSONLWriter as JSONLWriter, read_rows as read_rows, RowReader as RowReader, count_rows as count_rows,
     cut_rows as cut_rows, RunFolder as RunFolder, new_run as new_run, BackgroundWriter as BackgroundWriter)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['population_rows', 'run_rows', 'size_metrics', 'epoch_rows', 'batch_rows', 'limit_rows', 'governor_rows', 'slot_rows',
-           'seed_metrics', 'seed_rows', 'seed_event_rows', 'closing_table', 'EnvRows', 'update_rows']
+           'seed_metrics', 'seed_rows', 'seed_event_rows', 'test_rows', 'closing_table', 'EnvRows', 'update_rows']
 
 # %% ../../nbs/record/71_training_rows.ipynb #b49d99b9
 import itertools
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core import finite_or_none
 from ..guard import Governor, Report, loss_limits
 from ..grow import COOLING, LIVE, DecisionResult, Growing, Reason, SeedState, Slot, Stage
-from ..train import EpochResult, EvalResult, Population
+from ..train import EpochResult, EvalResult, ImageData, Population, TextData
 from ..control import EnvStep, EpisodeSummary, GrowVecEnv
 from ..learn import Update
 from .rows import Row, Value, make_rows
@@ -242,6 +242,19 @@ def _asked_event(d: DecisionResult) -> dict[str, Any]:
     return event if d.decision.blueprint is None else event | dict(blueprint=d.decision.blueprint)
 
 # %% ../../nbs/record/71_training_rows.ipynb #cf36add1
+def test_rows(
+    test: EvalResult, # its result on the test split
+    data: ImageData | TextData, # that have the split
+    epoch: int, # that have been trained
+) -> list[Row]: # one a lane
+    "Return the result on the test split: loss, accuracy, and where classes or columns have names, that of each."
+    names = [name.replace(".", "_") for name in data.names]
+    if len(set(names)) < len(names): names = [f"{k} {name}" for k, name in enumerate(names)]
+    each = {k: v for k, v in zip(names, test.class_pp.T) if not v.isnan().any()} # of those that the split has
+    metrics = dict(loss=test.loss, accuracy_pp=test.accuracy_pp) | (dict(class_pp=each) if len(each) > 1 else {})
+    return make_rows("test", dict(test=metrics), epoch=epoch)
+
+# %% ../../nbs/record/71_training_rows.ipynb #9a75675d
 def closing_table(
     pop: Population, # trained
     test: EvalResult, # its result on the test split
@@ -260,6 +273,10 @@ def closing_table(
              ("epochs", f"{int(pop.epoch.max())} on {pop.data.num_train:,} examples each"),
              ("precision", repr(pop.precision)),
              ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} examples per second, all lanes together")]
+    of_class = dict(zip(pop.data.names, test.class_pp.nanmedian(0).values.tolist()))
+    if len(of_class) > 1:
+        weakest = min(of_class, key=lambda name: (math.isnan(of_class[name]), of_class[name]))
+        lines.insert(2, ("weakest", f"{weakest}: median {of_class[weakest]:.1f} {score.unit}"))
     return "\n".join(f"{k:>14}  {v}" for k, v in lines)
 
 # %% ../../nbs/record/71_training_rows.ipynb #f4f9257a

@@ -37,3 +37,4 @@ from .runs import (Makers as Makers, More as More, check_faults as check_faults,
 from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs, ShardFacts as ShardFacts,
     ShardStep as ShardStep, number_lanes as number_lanes, LaneShard as LaneShard, join_infos as join_infos,
     join_steps as join_steps)
+from .web import RunPage as RunPage, watch_web as watch_web

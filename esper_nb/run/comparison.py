@@ -108,7 +108,9 @@ class Comparison(NamedTuple):
     price: float = 0. # pp that as many parameters as the host has must be worth: `EnvConfig.price`
 
     @property
-    def names(self) -> list[str]: return list(dict.fromkeys(p.controller for p in self.plays)) # of the controllers
+    def names(self) -> list[str]:
+        "Names of the controllers."
+        return list(dict.fromkeys(p.controller for p in self.plays))
 
     def scores(self, metric: str = "test_accuracy_pp") -> dict[str, list[float]]: # name -> a mean over lanes a seed
         "Return one number per seed."
@@ -125,7 +127,9 @@ class Comparison(NamedTuple):
         return bootstrap_interval(np.subtract(s[one], s[other]))
 
     @property
-    def priced(self) -> str: return " (less the price of room)" if self.price else "" # as `networks` are
+    def priced(self) -> str:
+        "Words for what `networks` have paid."
+        return " (less the price of room)" if self.price else ""
 
     def networks(self) -> dict[str, np.ndarray]: # name -> (seeds, lanes) pp
         "Return the test accuracy of every network less the price of what was grown; in some play nothing was."
@@ -224,7 +228,9 @@ class Comparison(NamedTuple):
         write_json(path, self.to_dict())
 
     @classmethod
-    def load(cls, path: str | Path) -> "Comparison": return cls.from_dict(read_json(path))
+    def load(cls, path: str | Path) -> "Comparison":
+        "Read what `save` has written."
+        return cls.from_dict(read_json(path))
 
 def _plain(value: Any) -> Any:
     "Return a value with lists for tuples, and None for numbers that are not finite."

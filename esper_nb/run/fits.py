@@ -19,7 +19,7 @@ from ..core import check
 from ..train import Fault, FitConfig, Population, Task, disturb_at, evaluate, get_task, new_population, run_epoch
 from ..record import (
     JSONLWriter, Recorder, RunFolder, check_trackers, closing_table, new_file, new_run, open_trackers, population_rows,
-    run_origin, run_rows, save_tensors)
+    run_origin, run_rows, save_tensors, test_rows)
 from .recipes import command_words
 
 # %% ../../nbs/run/92_fits.ipynb #c58319ee
@@ -79,7 +79,7 @@ def _finish(pop: Population, run: RunFolder, rec: Recorder, rates: list[float]) 
     import matplotlib.pyplot as plt
     from esper_nb.show.plot_runs import plot_run
     test = evaluate(pop.model, pop.task, pop.data, "test", pop.config.eval_batch, pop.precision)
-    rec.log("test", dict(test=dict(loss=test.loss, accuracy_pp=test.accuracy_pp)), epoch=int(pop.epoch.max()))
+    rec.add(test_rows(test, pop.data, epoch=int(pop.epoch.max())))
     print(closing_table(pop, test, rates), f"{'folder':>14}  {run.path}", sep="\n")
     with new_file(run.path/"weights.safetensors") as part: save_tensors(pop.model.state_dict(), part)
     fig = plot_run(rec.rows)

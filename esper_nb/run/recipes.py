@@ -41,7 +41,9 @@ class RunConfig(Config):
     shards: int = 1 # that lanes are cut into, each in a worker of its own
 
     @property
-    def split(self) -> bool: return self.engine != "local" or self.shards > 1 # lanes are in shards
+    def split(self) -> bool:
+        "Whether lanes are in shards."
+        return self.engine != "local" or self.shards > 1
 
     def __post_init__(self):
         object.__setattr__(self, "ppo", self.ppo.replace(seed=self.seed))

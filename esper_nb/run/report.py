@@ -59,10 +59,11 @@ def write_report(
 
 def report_html(
     *folders: RunFolder, # one run, or several to be compared
+    now: str = "", # where a run that goes on stands, in one line
 ) -> str:
     "Return the page as text."
     runs = [read_run(folder.path) for folder in folders]
-    return _run_html(*runs) if len(runs) == 1 else _side_by_side_html(runs)
+    return _run_html(runs[0], now) if len(runs) == 1 else _side_by_side_html(runs)
 
 # %% ../../nbs/run/94_report.ipynb #bd1dae1b
 _facts = dict(begun="begun", processor="processor", cores="cores", threads="threads of torch", system="system",
@@ -232,6 +233,16 @@ def _result_section(c: Comparison) -> str:
     return text + lanes + picture_html(lambda: plot_compare(c.scores(), c.measure.label()), "controllers compared")
 
 # %% ../../nbs/run/94_report.ipynb #2201e941
+def _class_section(rows: Sequence[Row]) -> str: # those of the kind "test", one a lane
+    "Return the accuracy in each class, the weakest one first."
+    names = [k for k in (rows[0] if rows else ()) if k.startswith("test.class_pp.")]
+    found = sorted(((k.removeprefix("test.class_pp."), sorted(r[k] for r in rows)) for k in names),
+                   key=lambda of_class: median(of_class[1]))
+    lines = [[name, values[0], median(values), values[-1]] for name, values in found]
+    if not lines: return ""
+    told = f"<p>The {len(lines[:20])} weakest of {len(lines)}, on the test split:</p>" if len(lines) > 20 else ""
+    return told + table_html(["class or column", "lowest lane", "median", "highest lane"], lines[:20])
+
 _alarm_head = dict(level="level", name="alarm", times="times", lanes="lanes", at="updates or epochs",
                    shown="latest value", meaning="what it means", advice="what to do")
 _rollback_head = dict(lane="lane", at="at batch step", reason="why", action="what was done", shown="loss",
@@ -312,11 +323,13 @@ def _play_section(final: list[Row], measure: Measure) -> str:
                      lane_scores(final))])
 
 # %% ../../nbs/run/94_report.ipynb #3033a44e
-def _run_html(run: RunSummary) -> str:
+def _run_html(run: RunSummary, now: str = "") -> str:
     "Return the page about a run."
     rows, sections = run.rows, {}
     with reading(run.folder.path/"comparison.json"):
         if run.comparison is not None: sections["Result"] = _result_section(run.comparison)
+    with reading(run.folder.path/"final.jsonl" if run.final else run.folder.rows_path):
+        sections["Class by class"] = _class_section(pick_rows(run.final or rows, "test"))
     with reading(run.folder.rows_path):
         sections["Trouble"] = _trouble_section(run)
         sections["Learning"] = _learning_section(rows)
@@ -329,6 +342,7 @@ def _run_html(run: RunSummary) -> str:
     with reading(run.folder.config_path): sections["Settings"] = settings_html(run.settings)
     with reading(run.folder.path/"final.jsonl"): [r["test.accuracy_pp"] for r in pick_rows(run.final, "test")]
     with reading(run.folder.rows_path): first = _first_lines(run)
+    if now: first = f'<p class="now">{html.escape(now)}</p>\n{first}'
     return page_html(run.name, f"The folder {run.folder.path.name}", first, sections)
 
 # %% ../../nbs/run/94_report.ipynb #b9cfd452

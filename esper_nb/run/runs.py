@@ -23,11 +23,11 @@ from ..core import check
 from ..train import ImageData, TextData
 from ..control import HEADS, OBSERVATIONS, GrowVecEnv
 from ..learn import END_SIGNALS, Learner, StopFlag, Update
-from ..record import (
+from esper_nb.record import (
     AlarmWatch, CheckpointError, EnvRows, EnvState, FolderLock, JSONLWriter, Recorder, Row, RunFolder, alarm_rows,
-    check_trackers, contract_difference, count_rows, cut_rows, load_checkpoint, make_rows, new_file, new_run,
-    open_trackers, previous_checkpoint, read_contract, refuse_link, run_origin, run_rows, save_checkpoint,
-    save_tensors, update_rows)
+    check_trackers, contract_difference, count_rows, cut_rows, load_checkpoint, new_file, new_run, open_trackers,
+    previous_checkpoint, read_contract, refuse_link, run_origin, run_rows, save_checkpoint, save_tensors, test_rows,
+    update_rows)
 from ..show import plot_learning
 from .compare import Player, PolicyPlayer, compare_controllers, simple_controllers
 from .comparison import Comparison, comparison_text
@@ -456,8 +456,11 @@ class Run:
         "Play the controller, and others within the budget; return the comparison, and rows of the controller's play."
         env, tell, seed = fair_env(self.config, self.data), EnvRows(), self.config.seed
         rows, play, left = run_rows(env.parts[0][1]), env.horizon, self.budget
+        tested: list[Row] = []
         def note(name: str, seed: int, env: GrowVecEnv, t: int) -> None:
-            if name == "PPO": rows.extend(tell(env, epoch=t, step=(t + 1) * self.batches))
+            if name != "PPO": return
+            rows.extend(tell(env, epoch=t, step=(t + 1) * self.batches))
+            if t + 1 == play: tested.extend(test_rows(env.test(), env.parts[0][1].data, epoch=play))
         controllers: dict[str, Callable[[int], Player]] = {
             "PPO": lambda seed: PolicyPlayer(self.learner, self.config.sampled, seed)}
         simple, left_out = simple_controllers(), []
@@ -483,9 +486,8 @@ class Run:
             result.notes["not played"] = (f"{', '.join(left_out)}, for want of time: --comparison 1 gives them as much "
                                           "as the training, `esper-nb compare` as much as they need")
         mine, *rest = result.plays
-        rows += make_rows("test", {"test": dict(accuracy_pp=list(mine.test_accuracy_pp))}, epoch=env.horizon)
         mine = mine._replace(practice_seconds=self.seconds, practice_cpu_s=self.cpu_s)
-        return result._replace(plays=(mine, *rest)), rows
+        return result._replace(plays=(mine, *rest)), [*rows, *tested]
 
     def _train_with_bar(self, progress: bool, say: Callable[[str], Any]) -> None:
         "Train every update that is left, with a bar of updates or of seconds."

@@ -195,8 +195,8 @@ class Pacer:
 # %% ../../nbs/show/82_live.ipynb #c5fa3c36
 class Canvas(Protocol):
     "A widget, as a feed sees it."
-    def send(self, content: dict[str, Any], buffers: list[bytes]) -> Any: ...
-    def on_msg(self, callback: Callable[..., None]) -> Any: ...
+    def send(self, content: dict[str, Any], buffers: list[bytes]) -> Any: "Send a message to the page."
+    def on_msg(self, callback: Callable[..., None]) -> Any: "Call a function with every message from the page."
 
 # %% ../../nbs/show/82_live.ipynb #24ab0a97
 class Feed:

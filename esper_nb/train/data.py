@@ -166,6 +166,7 @@ class Splits:
     label_prior: Tensor # (classes,) float64, on the CPU
     answers: int = 1 # that an example asks for: of a text one for each token
     measure = Measure()
+    names: tuple[str, ...] = () # of the classes or columns, by number; (): they have none of their own
     seed_key: Callable[[int, int], tuple[int, int]] = staticmethod(own_seed_key) # (seed, lane) -> the one drawn from
 
     @property
@@ -231,8 +232,9 @@ class ImageData(Splits):
         peak: float | None = None, # value that stands for 1.0: 255 for bytes and 1 for floats unless given
         preparation: Preparation | None = None, # what has made these 0..1 of rows, or of pictures of any range
         notes: Sequence[str] = (), # what was done with the data
+        names: Sequence[str] = (), # of the classes or columns, by number
     ):
-        self.preparation, self.notes = preparation, tuple(notes)
+        self.preparation, self.notes, self.names = preparation, tuple(notes), tuple(names)
         self.device, self.flip = check_device(device), flip
         self.pad, self.classes = check_count("pad", pad, 0), check_count("classes", classes, self.fewest)
         given = dict(train=(train_x, train_y), heldout=(heldout_x, heldout_y), test=(test_x, test_y))

@@ -430,7 +430,7 @@ def load_digits_data(
     return ImageData(
         train_x=first(limit, x[:1280]), train_y=first(limit, y[:1280]),
         heldout_x=x[1280:1536], heldout_y=y[1280:1536], test_x=x[1536:], test_y=y[1536:],
-        classes=10, mean=(mean,), std=(std,), pad=1, device=device, peak=16)
+        classes=10, mean=(mean,), std=(std,), pad=1, device=device, peak=16, names=tuple("0123456789"))
 
 # %% ../../nbs/train/34_datasets.ipynb #53bfcd41
 Split = tuple[Tensor | np.ndarray, Tensor | Sequence[int]] # images (N, 32, 32, 3) uint8, and labels
@@ -439,7 +439,8 @@ def _cifar10_images(train: Split, heldout: Split, test: Split, device: str | tor
     "Return three splits with CIFAR-10's normalisation and augmentation."
     return ImageData(
         train_x=train[0], train_y=train[1], heldout_x=heldout[0], heldout_y=heldout[1], test_x=test[0], test_y=test[1],
-        classes=10, mean=(.4914, .4822, .4465), std=(.2470, .2435, .2616), pad=4, flip=True, device=device)
+        classes=10, mean=(.4914, .4822, .4465), std=(.2470, .2435, .2616), pad=4, flip=True, device=device,
+        names="airplane automobile bird cat deer dog frog horse ship truck".split())
 
 def _cifar10_files(root: str | Path):
     "Training and test split as torchvision reads them, or an error that says how to get them."
@@ -578,7 +579,7 @@ def example_data(
         train_x=first(limit, x[train]), train_y=first(limit, y[train]), heldout_x=x[parts.heldout],
         heldout_y=y[parts.heldout], test_x=x[parts.test], test_y=y[parts.test], classes=len(e.classes),
         mean=seen.mean((0, 1, 2)), std=torch.where(std > 1e-9, std, 1.), pad=pad, flip=flip, device=device,
-        preparation=prepare, notes=(*e.notes, *said, *wild_targets(e)), **units)
+        preparation=prepare, notes=(*e.notes, *said, *wild_targets(e)), names=e.classes, **units)
 
 def wild_targets(e: Examples) -> list[str]:
     "Say which values lie so far from the others that they rule the loss."
@@ -600,7 +601,9 @@ def own_source(kind: str, place: str | Path, **options) -> str: # kind: one of `
     place = place if kind == "arrays" else Path(place).resolve()
     return f"{kind}:{place}?{urlencode({k: v for k, v in options.items() if v is not None}, doseq=True)}"
 
-def is_own(source: str) -> bool: return source.partition(":")[0] in OWN and "?" in source
+def is_own(source: str) -> bool:
+    "Whether a source is data of the user's own."
+    return source.partition(":")[0] in OWN and "?" in source
 
 def _taken_apart(source: str) -> tuple[str, str, dict[str, list[str]]]: # kind, place, options
     kind, _, rest = source.partition(":")

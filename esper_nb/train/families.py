@@ -99,6 +99,7 @@ class FamilyData(ImageData):
         check(not isinstance(data, TargetData), "data", data, "classes: a family gives them other names")
         self.__dict__.update(vars(data)) # those of another family's data begin with no lessons either
         self.kinds, self.judged = tuple(kinds), judged
+        self.names = () # a class stands for another one in each lane
         self.seed_keys: dict[int, int] = {} # lane -> of its episode
         self.lessons: dict[int, Lesson] = {} # lane -> what was drawn from it
         self.shown: tuple[int, ...] = () # lanes that evaluation is for

@@ -38,6 +38,7 @@ from .tasks import Task, create_model, get_task
 def check_fit_config(c: "FitConfig"): # raises a ValueError that names the setting
     "Refuse settings that nothing can be trained with."
     check_count("lanes", c.lanes); check_count("eval_batch", c.eval_batch); check_count("retries", c.retries, 0)
+    check(0 <= c.seed < 2**63, "seed", c.seed, "a whole number from 0 to 2**63 - 1")
     for k in ("epochs", "batch_size", "workers", "width"):
         if getattr(c, k) is not None: check_count(k, getattr(c, k))
     check(c.lr is None or 0 < c.lr < math.inf, "lr", c.lr, "a finite number above 0, or None for the task's")
@@ -189,11 +190,17 @@ class Population:
     graphs: Graphs | None = field(default=None, repr=False) # recorded steps; None: none are wanted
 
     @property
-    def lanes(self) -> int: return self.config.lanes
+    def lanes(self) -> int:
+        "Number of networks."
+        return self.config.lanes
     @property
-    def epochs(self) -> int: return self.config.epochs or self.task.epochs
+    def epochs(self) -> int:
+        "Horizon of the run."
+        return self.config.epochs or self.task.epochs
     @property
-    def batch_size(self) -> int: return self.config.batch_size or self.task.batch_size
+    def batch_size(self) -> int:
+        "Examples of a lane in a batch."
+        return self.config.batch_size or self.task.batch_size
 
     def plan(self) -> Plan: # groups of lanes that are trained together
         "Return the lanes that run together in an epoch: by what grows where, unless `fixed_plan` is set."
