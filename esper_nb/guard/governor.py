@@ -1131,8 +1131,8 @@ class Trial:
 
     @property
     def rise(self) -> float:
-        "How far the latest losses are above the level; losses that swing count by their middle."
-        return min(statistics.median(self.x[-8:]), statistics.median(self.x[-24:])) - self.level
+        "How far the latest losses are above the level."
+        return statistics.median(self.x[-8:]) - self.level
 
     @property
     def noise(self) -> float:
@@ -1147,6 +1147,7 @@ class Trial:
         apart = rise > 5 * noise and min(self.x[-8:]) > self.level + self.near # so one loss tells them from each other
         if apart and self.old[0] <= self.level + self.near: return True
         if k < min(16, max(3, math.ceil((2.5 * noise / rise)**2))): return None
+        if statistics.median(self.x[-24:]) <= self.level + self.near: return False # it only swings
         gain = self.level + rise - statistics.median(self.old)
         if gain > rise / 2 and gain > 3 * noise / k**.5: return True
         return False if gain < rise / 4 or k >= 16 else None
