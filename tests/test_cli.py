@@ -134,7 +134,7 @@ def test_compare(tmp_path, capsys):
     small = [*SMALL, "--set", 'env.blueprints=["conv_light"]']
     assert main(["compare", "digits_impaired", "--updates", "1", "--seeds", "2", "--out", str(out), *small]) == 0
     c, text = Comparison.load(out), capsys.readouterr().out
-    assert c.names == ["PPO", "heuristic", "random-legal", "wait-only", "fixed schedule"]
+    assert c.names == ["PPO", "heuristic", "random-legal", "wait-only", "constant"]
     assert {p.seed for p in c.plays} == {0, 1}
     assert all(k in text for k in c.names) and (tmp_path/"c.png").stat().st_size > 5000
     assert {(u.seed, u.update) for u in c.learned} == {(0, 1), (1, 1)}
@@ -168,7 +168,7 @@ def test_every_recipe_runs_to_its_closing_table(name, tmp_path, capsys):
     words = [word for setting in settings for word in ("--set", setting)]
     assert main(["train", name, *words, "--out", str(tmp_path), "--seed", "0"]) == 0
     said = capsys.readouterr().out
-    for player in ("PPO", "heuristic", "random-legal", "wait-only", "fixed schedule"): assert player in said, said
+    for player in ("PPO", "heuristic", "random-legal", "wait-only", "constant"): assert player in said, said
     assert (tmp_path/name/"comparison.json").exists()
 
 def test_lab(monkeypatch, capsys):

@@ -13,7 +13,7 @@ from esper_nb.core import bootstrap_interval, interquartile_mean
 from esper_nb.learn import Learner, PPOConfig, play, train_ppo
 from esper_nb.run import (
     Comparison, PolicyPlayer, RandomPlayer, RulePlayer, best_schedule, compare_controllers,
-    comparison_text, list_schedules, play_lanes, repeats, simple_controllers, timetable)
+    comparison_text, list_schedules, play_lanes, growth_rules, simple_controllers, timetable)
 from esper_nb.train import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -161,8 +161,8 @@ def test_a_search_spends_all_its_plays_and_its_finalists_meet_the_same_networks(
         names = [next(k for k, f in worth.items() if f is player.rule(i)) for i in range(16)]
         met.append((seed, names))
         return dict(total=[int(k[1:]) / 10 + x for k, x in zip(names, lanes)], epochs=[1] * 16)
-    monkeypatch.setattr(repeats, "play_lanes", play)
-    monkeypatch.setattr(repeats, "kinds_of", lambda env: [0] * 16)
+    monkeypatch.setattr(growth_rules, "play_lanes", play)
+    monkeypatch.setattr(growth_rules, "kinds_of", lambda env: [0] * 16)
     found = best_schedule(SimpleNamespace(num_envs=16), range(20), worth)
     assert found.name == "s56" and found.epochs == 20 * 16 and len(found.scores) == 57
     assert [len({k for _, names in met[a:b] for k in names}) for a, b in ((0, 6), (6, 13), (13, 20))] == [57, 15, 4]

@@ -17,7 +17,7 @@ from esper_nb.core import parse_settings
 from esper_nb.grow import SeedState, Stage
 from esper_nb.learn import PPOConfig, PolicyConfig
 from esper_nb.record import FolderLock, JSONLWriter, checkpoints, encode_row, new_run, read_checkpoint, save_checkpoint
-from esper_nb.run import Run, RunConfig, begin_run, fits, get_recipe, main, open_run
+from esper_nb.run import FitRun, Run, RunConfig, begin_run, get_recipe, main, open_run
 from esper_nb.train import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -458,7 +458,7 @@ def test_a_slip_is_one_clear_line(argv, tmp_path, monkeypatch, capsys):
     def work(*args, **kwargs): raise AssertionError("accepted")
     monkeypatch.setattr(esper_nb.run, "compare_recipe", work)
     monkeypatch.setattr(Run, "drive", work)
-    monkeypatch.setattr(fits, "_fit_epochs", work)
+    monkeypatch.setattr(FitRun, "drive", work)
     monkeypatch.chdir(tmp_path)
     try: status = main(list(argv))
     except SystemExit as e: status = e.code # of the parser

@@ -40,6 +40,7 @@ def no_pictures(monkeypatch):
 def words_of(text):
     "What a reader sees."
     import html
+    text = re.sub("</?abbr[^>]*>", "", text) # within a sentence
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", text, flags=re.DOTALL)))
 
 
@@ -52,7 +53,7 @@ def test_the_first_sentence_says_what_came_out(made, page):
     accuracy, said = {k: v.mean for k, v in c.intervals().items()}, c.conclusion()
     assert said in first and first.index(said) < first.index("esper-nb train")
     for part in (f"to {accuracy['PPO']:.1f} pp", f"where waiting gets {accuracy['wait-only']:.1f}",
-                 f"the best fixed schedule gets {accuracy['fixed schedule']:.1f}"): assert part in said
+                 f"the best constant timetable gets {accuracy['constant']:.1f}"): assert part in said
 
 def test_each_class_has_its_accuracy_the_weakest_first(made, page):
     tests = [r for r in read_rows(made[0].folder.path/"final.jsonl") if r["kind"] == "test"]
@@ -62,6 +63,9 @@ def test_each_class_has_its_accuracy_the_weakest_first(made, page):
     assert len(tests) == 4 and len(order) == 10 and [of_class[k] for k in order] == sorted(of_class.values())
     for r in tests: # ten classes of about the same size
         assert abs(r["test.accuracy_pp"] - sum(r[f"test.class_pp.{k}"] for k in of_class) / 10) < 3
+
+def test_the_reports_first_sentence_explains_its_words(page):
+    assert re.search(r'class="lead">[^\n]*<abbr title="percentage points[^"]*">pp</abbr>', page)
 
 def test_seed_date_machine_and_versions_stand_above_everything_else(made, page):
     first, config = words_of(page[:page.index("<h2>")]), made[0].folder.config()

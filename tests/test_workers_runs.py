@@ -13,7 +13,7 @@ from test_workers import needs_ray, still_there
 from esper_nb.record import read_checkpoint
 from esper_nb.run import (
     Comparison, LocalWorker, Repeat, RepeatPlayer, RepeatStore, RunConfig, SplitVecEnv, WorkerLost, begin_run,
-    command_words, compare_recipe, get_recipe, main, open_run, repeats, work_off)
+    command_words, compare_recipe, get_recipe, growth_rules, main, open_run, work_off)
 from esper_nb.show import EnvSource, watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -151,7 +151,7 @@ def interrupted(config, monkeypatch, folder, **kw):
     with pytest.raises(KeyboardInterrupt): compare_recipe(config, (0, 1), (101,), store=Stopped(folder, config), **kw)
     assert len(list(folder.glob("seed-*.json"))) == 1
     told = []
-    monkeypatch.setattr(repeats, "best_schedule", None) # the search is not repeated either
+    monkeypatch.setattr(growth_rules, "best_schedule", None) # the search is not repeated either
     result = compare_recipe(config, (0, 1), (101,), say=told.append, store=RepeatStore(folder, config), **kw)
     return result, told
 
@@ -180,7 +180,8 @@ def test_a_worker_that_is_lost_costs_the_seed_it_was_at(compared):
             Lost.losses += 1
             if Lost.losses == 1: raise WorkerLost("on purpose")
             return super().finish(timeout)
-    repeat, told = Repeat(get_recipe("digits_impaired", TINY), 0, compared.notes["fixed schedule"], 0), []
+    found = dict(search_constant=dict(name=compared.notes["constant"], epochs=0))
+    repeat, told = Repeat(get_recipe("digits_impaired", TINY), 0, tuple(compared.names), found=found), []
     result, = work_off([repeat], lambda: Lost(RepeatPlayer, told.append), "play", 1)
     assert Lost.losses == 2 and len(told) == 2 * (len(result.names) + 1) # every play and one update, twice
     assert result.plays[0].test_accuracy_pp == compared.plays[0].test_accuracy_pp

@@ -11,6 +11,9 @@ from .envs import (GrowVecEnv as GrowVecEnv, sb3_env as sb3_env, lane_seeds as l
 from .episodes import (clone_all as clone_all, DevicePart as DevicePart, EnvStep as EnvStep,
     merge_lanes as merge_lanes, EpisodeSums as EpisodeSums, EpisodeSummary as EpisodeSummary, lane_info as lane_info,
     part_finals as part_finals, read_reset_mask as read_reset_mask)
+from .forecast import (PENALTIES as PENALTIES, look_columns as look_columns, read_look as read_look,
+    fit_ridge as fit_ridge, Forecast as Forecast, ColumnCut as ColumnCut, best_threshold as best_threshold,
+    LookOnce as LookOnce)
 from .frames import (WIDTH as WIDTH, HEIGHT as HEIGHT, SlotLook as SlotLook, LaneLook as LaneLook,
     draw_lane as draw_lane, slot_looks as slot_looks)
 from .gym import first_lane_info as first_lane_info, GrowEnv as GrowEnv, register_envs as register_envs
@@ -26,4 +29,4 @@ from .rewards import (RewardState as RewardState, TERMS as TERMS, PRESETS as PRE
 from .rules import (QUICK as QUICK, QUICK_RULES as QUICK_RULES, Signals as Signals, View as View, view as view,
     GrowthRule as GrowthRule, reset_rule as reset_rule, Memoryless as Memoryless, HeuristicConfig as HeuristicConfig,
     HeuristicMemory as HeuristicMemory, Heuristic as Heuristic, WaitOnly as WaitOnly, Fixed as Fixed,
-    as_controller as as_controller, encode_decision as encode_decision)
+    BirthRule as BirthRule, as_controller as as_controller, encode_decision as encode_decision)

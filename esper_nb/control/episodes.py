@@ -96,10 +96,8 @@ class DevicePart(NamedTuple):
     def state_dict(self) -> dict[str, Any]: # tensors and plain values
         "Return everything that the next epoch depends on, and the states that the Governor may have to restore."
         pop = self.population
-        parts = {k: clone_all(getattr(pop, k).state_dict()) for k in ("model", "stepper", "rates")}
-        governor = None if pop.governor is None else pop.governor.state_dict()
         lessons = dict(pop.data.seed_keys) if isinstance(pop.data, FamilyData) else {}
-        return dict(**parts, epoch=pop.epoch.clone(), governor=governor, lessons=lessons)
+        return pop.state_dict() | dict(lessons=lessons)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: # of a part with the same settings
         """Go on where another part was, bit for bit.
@@ -110,12 +108,8 @@ class DevicePart(NamedTuple):
             If only one of the two has a Governor.
         """
         pop, lessons = self.population, state["lessons"]
-        known = (pop.governor is None) == (state["governor"] is None)
-        check(known, "governor", pop.governor, "a Governor here and in the saved state, or in neither")
-        for k in ("model", "stepper", "rates"): getattr(pop, k).load_state_dict(state[k])
-        pop.epoch.copy_(state["epoch"])
+        pop.load_state_dict(state)
         if lessons and isinstance(pop.data, FamilyData): pop.data.begin([*lessons], [*lessons.values()])
-        if pop.governor is not None: pop.governor.load_state_dict(state["governor"])
 
 # %% ../../nbs/control/47_episodes.ipynb #e819559a
 class EnvStep(NamedTuple):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['QUICK', 'QUICK_RULES', 'Signals', 'View', 'view', 'GrowthRule', 'reset_rule', 'Memoryless', 'HeuristicConfig',
-           'HeuristicMemory', 'Heuristic', 'WaitOnly', 'Fixed', 'as_controller', 'encode_decision']
+           'HeuristicMemory', 'Heuristic', 'WaitOnly', 'Fixed', 'BirthRule', 'as_controller', 'encode_decision']
 
 # %% ../../nbs/control/50_rules.ipynb #f2f45e20
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core import Config, check, check_count
 from ..grow import LIVE, Decision, DecisionResult, Gates, Growing, RampMode, Rules, SeedState, Stage
-from ..train import EpochResult, Population
+from ..train import SIGNALS, EpochResult, Population
 from .actions import GrowthActions, as_choice
 
 # %% ../../nbs/control/50_rules.ipynb #d7dd1e84
@@ -59,16 +59,22 @@ class View(NamedTuple):
     blueprints: dict[str, tuple[str, ...]] # slot -> what may grow there
     signals: Signals
     results: tuple[DecisionResult, ...] = () # what became of the latest decisions
+    births: Mapping[str, tuple[str, ...]] = {} # slot -> what may be born there now
+    growth: Mapping[str, Mapping[str, float]] = {} # slot -> SIGNALS by name; empty or NaN: not measured
 
 def view(
     model: Growing,
     lane: int,
     signals: Signals, # of this lane
     results: Sequence[DecisionResult] = (), # what became of its latest decisions
+    growth: Mapping[str, Sequence[float]] | None = None, # slot -> as in SIGNALS; None: not measured
 ) -> View:
-    "The state of one lane's slots, with its signals."
+    "The state of one lane's slots, with its signals; whatever grows in an empty slot may be born there."
     slots = {k: model.slot(k).state(lane) for k in model.names}
-    return View(lane, slots, {k: model.slot(k).blueprints for k in model.names}, signals, tuple(results))
+    blueprints = {k: model.slot(k).blueprints for k in model.names}
+    births = {k: tuple(b for b in blueprints[k] if b != "noop") for k, s in slots.items() if s.stage == Stage.DORMANT}
+    measured = {k: dict(zip(SIGNALS, map(float, found))) for k, found in (growth or {}).items()}
+    return View(lane, slots, blueprints, signals, tuple(results), births, measured)
 
 class GrowthRule(Protocol):
     "Whatever decides for one lane at a time."
@@ -239,6 +245,30 @@ class Fixed(Memoryless):
         "What the timetable says for this epoch."
         return self.table.get(v.signals.epoch, Decision(reason="nothing scheduled"))
 
+# %% ../../nbs/control/50_rules.ipynb #546bb8b6
+class BirthRule(Memoryless):
+    """Let a function say what is born; seeds advance as soon as they may, and all of them stay.
+
+    Examples
+    --------
+    >>> from esper_nb import BirthRule, Decision, FitConfig, as_controller, fit, new_population
+    >>> rule = BirthRule(lambda v: Decision("germinate", next(iter(v.births)), "norm") if v.births else None)
+    >>> pop = new_population("digits_impaired", FitConfig(lanes=1, epochs=2, workers=1))
+    >>> [d.decision.slot for r in fit(pop, controller=as_controller(rule)) for d in r.decided]
+    ['r0c0', 'r0c1']
+    """
+    def __init__(self, born: Callable[[View], Decision | None]): # None: nothing
+        self.born = born
+
+    def act(self, v: View) -> Decision:
+        "Return the birth, or the next move of the first seed that has one."
+        birth = self.born(v)
+        if birth is not None and birth.verb != "wait": return birth
+        for slot, s in v.slots.items():
+            if s.stage not in LIVE or s.frozen or s.mode != RampMode.HOLD: continue
+            return Decision("fossilize" if s.stage == Stage.HOLDING else "advance", slot)
+        return Decision(reason="nothing is born" if birth is None else birth.reason)
+
 # %% ../../nbs/control/50_rules.ipynb #6eff5096
 def as_controller(
     rule: GrowthRule, # one of this page, or one of your own with `signals()` and `act(view)`
@@ -264,7 +294,8 @@ def as_controller(
             if last is not None and last.heldout is not None and last.epoch >= g.epoch:
                 g.update(float(last.heldout.loss[i]), float(last.heldout.accuracy_pp[i]))
             results = () if last is None else [d for d in last.decided if d.lane == i]
-            out.append(rule.act(view(pop.model, i, g, results)))
+            growth = None if last is None else {k: found[:, i].tolist() for k, found in last.signals.items()}
+            out.append(rule.act(view(pop.model, i, g, results, growth)))
         return out
     return controller
 

@@ -20,6 +20,7 @@ from .checkpoints import (CheckpointError as CheckpointError, LoadResult as Load
 from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
     new_file as new_file, refuse_link as refuse_link, json_digest as json_digest, write_json as write_json,
     read_json as read_json, FolderLock as FolderLock, Lease as Lease)
+from .resumable import warn_of_torch as warn_of_torch, ResumableRun as ResumableRun
 from .rows import (Value as Value, Row as Row, ROW_KEYS as ROW_KEYS, make_rows as make_rows,
     metric_names as metric_names, named_fields as named_fields, flatten as flatten, series as series,
     encode_row as encode_row, decode_row as decode_row)

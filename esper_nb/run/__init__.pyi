@@ -1,8 +1,8 @@
 # What run offers to other packages; written by `python scripts/notebooks.py door`
 from .cli import lab_command as lab_command, main as main
-from .compare import (Player as Player, latest_step as latest_step, RulePlayer as RulePlayer,
-    RandomPlayer as RandomPlayer, PolicyPlayer as PolicyPlayer, PlayScores as PlayScores, play_lanes as play_lanes,
-    compare_controllers as compare_controllers, simple_controllers as simple_controllers)
+from .compare import (Player as Player, latest_step as latest_step, open_births as open_births,
+    RulePlayer as RulePlayer, RandomPlayer as RandomPlayer, PolicyPlayer as PolicyPlayer, PlayScores as PlayScores,
+    play_lanes as play_lanes, compare_controllers as compare_controllers, simple_controllers as simple_controllers)
 from .comparison import (METERS as METERS, PlayResult as PlayResult, PracticeUpdate as PracticeUpdate,
     paired_interval as paired_interval, standing as standing, Comparison as Comparison,
     comparison_text as comparison_text, align_columns as align_columns)
@@ -14,8 +14,22 @@ from .exports import (SUFFIXES as SUFFIXES, GrownLanes as GrownLanes, regrow as 
     raw_example as raw_example, RawInput as RawInput, input_facts as input_facts, used_columns as used_columns,
     onnx_answers as onnx_answers, write_network as write_network, Exported as Exported, usage as usage,
     export_run as export_run)
-from .fits import fit_run as fit_run
+from .fits import (fit_run as fit_run, begin_fit as begin_fit, open_fit as open_fit,
+    saved_population as saved_population, FitRun as FitRun, pack_record as pack_record,
+    unpack_record as unpack_record)
 from .follow import about_time as about_time, watch_text as watch_text, RunStatus as RunStatus
+from .growth_rules import (Made as Made, GROWTH_RULES as GROWTH_RULES, FINALISTS as FINALISTS, ARMS as ARMS,
+    TRIED as TRIED, Practice as Practice, RuleRow as RuleRow, register_rule as register_rule,
+    growth_rule as growth_rule, as_player as as_player, liked_blueprint as liked_blueprint,
+    plateau_rule as plateau_rule, gradient_norm_rule as gradient_norm_rule,
+    natural_expansion_rule as natural_expansion_rule, timetable as timetable, list_schedules as list_schedules,
+    kinds_of as kinds_of, ScheduleSearch as ScheduleSearch, best_schedule as best_schedule,
+    OraclePlayer as OraclePlayer, search_seeds as search_seeds, first_look as first_look, shifted as shifted,
+    look_arms as look_arms, search_arms as search_arms, try_arms as try_arms, tried_arms as tried_arms,
+    fit_forecast as fit_forecast, ridge_rule as ridge_rule, forecast_rule as forecast_rule,
+    threshold_rule as threshold_rule, Lookahead as Lookahead, train_player as train_player,
+    constant_rule as constant_rule, oracle_rule as oracle_rule, search_constant as search_constant,
+    search_kinds as search_kinds)
 from .plugins import (GROUP as GROUP, plugin_name as plugin_name, installed_plugins as installed_plugins,
     loaded_plugins as loaded_plugins, load_plugin as load_plugin, load_plugins as load_plugins,
     strange_code as strange_code, check_trust as check_trust, seek_in_plugins as seek_in_plugins,
@@ -23,11 +37,9 @@ from .plugins import (GROUP as GROUP, plugin_name as plugin_name, installed_plug
 from .recipes import (RunConfig as RunConfig, register_recipe as register_recipe, change_settings as change_settings,
     list_recipes as list_recipes, task_recipe as task_recipe, get_recipe as get_recipe, plan_text as plan_text,
     command_words as command_words, fair_env as fair_env)
-from .repeats import (FINALISTS as FINALISTS, SEARCH_PLAYS as SEARCH_PLAYS, compare_recipe as compare_recipe,
-    RepeatStore as RepeatStore, timetable as timetable, list_schedules as list_schedules, kinds_of as kinds_of,
-    ScheduleSearch as ScheduleSearch, best_schedule as best_schedule, OraclePlayer as OraclePlayer,
-    search_seeds as search_seeds, add_schedule as add_schedule, net_accuracy as net_accuracy, Repeat as Repeat,
-    train_player as train_player, practice_update as practice_update, RepeatPlayer as RepeatPlayer)
+from .repeats import (SEARCH_PLAYS as SEARCH_PLAYS, chosen_rules as chosen_rules, compare_recipe as compare_recipe,
+    RepeatStore as RepeatStore, add_schedule as add_schedule, Repeat as Repeat, practice_update as practice_update,
+    RepeatPlayer as RepeatPlayer)
 from .report import (DOCS as DOCS, write_report as write_report, report_html as report_html, RunSummary as RunSummary,
     reading as reading, read_run as read_run, best_text as best_text, picture_html as picture_html,
     table_html as table_html, records_html as records_html, doc_link as doc_link, settings_html as settings_html,

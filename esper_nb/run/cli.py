@@ -83,20 +83,21 @@ def _compare(args: argparse.Namespace) -> None:
     import matplotlib.pyplot as plt
     from tqdm.auto import tqdm
     from esper_nb.record import check_output
-    from esper_nb.run import RepeatStore, check_faults, compare_recipe, comparison_text
+    from esper_nb.run import RepeatStore, check_faults, chosen_rules, compare_recipe, comparison_text
     from esper_nb.show import plot_compare
     config = _chosen_recipe(args)
     check(args.seeds >= 1, "--seeds", args.seeds, "at least 1")
     check_faults(config)
+    rules = chosen_rules(None if args.rules is None else _names(args.rules), config.env.family is not None)
     target = check_output(args.out or f"compare_{config.name}.json", [".json"])
     picture = check_output(target.with_suffix(".png"))
     first = 0 if args.seed is None else args.seed
     with (RepeatStore(target.with_suffix(".seeds"), config) as store,
-          tqdm(total=args.seeds * config.ppo.num_updates, unit="update", disable=None) as bar):
+          tqdm(total=args.seeds * config.ppo.num_updates * ("PPO" in rules), unit="update", disable=None) as bar):
         def say(text): bar.write(text, file=sys.stderr)
         def watch(update): bar.update()
         result = compare_recipe(
-            config, range(first, first + args.seeds), say=say, watch=watch, jobs=args.jobs, store=store)
+            config, range(first, first + args.seeds), say=say, watch=watch, jobs=args.jobs, rules=rules, store=store)
         print(comparison_text(result), flush=True)
         result.save(target)
         store.clear()
@@ -178,11 +179,13 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> h
 def _listing_options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
     "Return the options that list what there is, from where it is defined."
     from esper_nb.record import TRACKERS
-    from esper_nb.run import ENGINES, list_recipes
+    from esper_nb.run import ENGINES, GROWTH_RULES, list_recipes
     from esper_nb.train import ANSWERS, FitConfig, list_faults, list_tasks
     return dict(
         recipe=_option("recipe", nargs="?", help=f"one of: {', '.join(list_recipes())}; or any task"),
         task=_option("task", nargs="?", help=f"one of: {', '.join(list_tasks())}"),
+        rules=_option("--rules", metavar="RULES", help=f"growth rules that play, with commas, by name or how it "
+                      f"begins: {', '.join(GROWTH_RULES)} (default: the first five, and of a family the oracle)"),
         set_fit=_many("--set", metavar="NAME=VALUE",
                       help=_changes.format(f"lanes=4: {', '.join(FitConfig.__dataclass_fields__)}")),
         log=_many("--log", choices=tuple(TRACKERS), help="send the rows to a tracker, too"),
@@ -199,8 +202,16 @@ def _train(args):
     return begin_run(_chosen_recipe(args), args.out).drive(not args.quiet, more=add_schedule)
 
 def _resume(args):
-    from esper_nb.run import add_schedule, open_run
-    return open_run(args.run, _longer(args), trust=args.trust).drive(not args.quiet, more=add_schedule)
+    from esper_nb.record import RunFolder
+    from esper_nb.run import add_schedule, open_fit, open_run
+    given = _longer(args)
+    if "fit" not in RunFolder(Path(args.run)).config():
+        return open_run(args.run, given, trust=args.trust).drive(not args.quiet, more=add_schedule)
+    unfit = [k for k in given if k not in ("log", "plugins")]
+    check(not unfit, "resume", ", ".join(unfit), "--log or --import: a fit ends with the epochs that it began with")
+    run = open_fit(args.run, log=given.get("log"), plugins=given.get("plugins"), trust=args.trust)
+    run.drive(not args.quiet)
+    return run if run.finished else None
 
 def _report(args):
     from esper_nb.run import write_report
@@ -234,8 +245,9 @@ def _fit(args):
         seek_in_plugins(args.task, lambda task: task in list_tasks())
         _check_files(args.task, args.data)
     settings = parse_settings(args.set, FitConfig) | (dict(governor=None) if args.unguarded else {})
-    fit_run(own or args.task, FitConfig.from_dict(settings), args.device, None if own else args.data, args.out,
-            args.synthetic, faults=[parse_fault(f) for f in args.inject], log=args.log)
+    pop, _ = fit_run(own or args.task, FitConfig.from_dict(settings), args.device, None if own else args.data, args.out,
+            args.synthetic, not args.quiet, [parse_fault(f) for f in args.inject], log=args.log)
+    return pop if int(pop.epoch.max()) >= pop.epochs else None
 
 # %% ../../nbs/run/99_cli.ipynb #5fa40301
 class _Command(NamedTuple):
@@ -251,15 +263,16 @@ _learns = f"recipe updates minutes seed set engine {_trains}"
 _commands = dict(
     train=_Command(_train, f"{_learns} shards log comparison folder quiet", "train a controller that grows networks"),
     resume=_Command(_resume, "run updates minutes engine imports trust log comparison quiet",
-                    "go on with a run, exactly where it stopped"),
+                    "go on with a run of train or fit, exactly where it stopped"),
     watch=_Command(_watch, "run every web port address no_token",
                    "follow a run in a terminal or a browser while it is written"),
     report=_Command(_report, "runs page", "write one self-contained HTML page about a run, or about several"),
     export=_Command(_export, "run lane network imports trust",
                     "write one network that a run has grown as ONNX or for torch"),
-    compare=_Command(_compare, f"{_learns} seeds jobs figures", "a recipe's controller against the heuristic, random "
-                     "actions, waiting and the best fixed schedule"),
-    fit=_Command(_fit, f"task set_fit {_trains} log folder", "train a population of networks without a controller"),
+    compare=_Command(_compare, f"{_learns} rules seeds jobs figures", "a recipe's controller against other growth "
+                     "rules: the heuristic, random actions, waiting, the best constant timetable, or those of --rules"),
+    fit=_Command(_fit, f"task set_fit {_trains} log folder quiet", "train a population of networks without a "
+                 "controller"),
     lab=_Command(_lab, "", "open the dashboard in JupyterLab"),
     tasks=_Command(_tasks, "imports", "list the tasks"))
 
@@ -311,7 +324,7 @@ def main(
             if args.command in ("watch", "report", "lab"): result = _commands[args.command].run(args) # without torch
             else: result = _train_with_signals(args)
         if args.command == "lab": return result
-        return 130 if args.command in ("train", "resume") and result is None else 0
+        return 130 if args.command in ("train", "resume", "fit") and result is None else 0
     except KeyboardInterrupt: text, status = "interrupted", 130
     except (ValueError, RuntimeError, FileNotFoundError, ImportError) as e: text, status = str(e), 2
     except (OSError, MemoryError) as e: text, status = str(e) or "not enough memory", 1

@@ -10,7 +10,6 @@ import contextlib
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from .. import __version__
 from ..core import check
 from ..train import ImageData, TextData
 from ..control import HEADS, OBSERVATIONS, GrowVecEnv
-from ..learn import END_SIGNALS, Learner, StopFlag, Update
-from esper_nb.record import (
-    AlarmWatch, CheckpointError, EnvRows, EnvState, FolderLock, JSONLWriter, Recorder, Row, RunFolder, alarm_rows,
-    check_trackers, contract_difference, count_rows, cut_rows, load_checkpoint, new_file, new_run, open_trackers,
-    previous_checkpoint, read_contract, refuse_link, run_origin, run_rows, save_checkpoint, save_tensors, test_rows,
-    update_rows)
+from ..learn import Learner, StopFlag, Update
+from ..record import (
+    AlarmWatch, CheckpointError, EnvRows, EnvState, FolderLock, JSONLWriter, Recorder, ResumableRun, Row, RunFolder,
+    alarm_rows, check_trackers, contract_difference, cut_rows, new_file, new_run, previous_checkpoint,
+    read_contract, run_origin, run_rows, save_tensors, test_rows, update_rows, warn_of_torch)
 from ..show import plot_learning
 from .compare import Player, PolicyPlayer, compare_controllers, simple_controllers
 from .comparison import Comparison, comparison_text
@@ -37,6 +35,8 @@ from .recipes import RunConfig, change_settings, command_words, fair_env, plan_t
 from .split import SplitVecEnv
 
 # %% ../../nbs/run/95_runs.ipynb #f18d621b
+_may_change = ("run.ppo.num_updates", "run.minutes", "run.save_every", "run.sampled", "learner.config.num_updates")
+_beside = ("plugins", "log", "engine", "shards", "comparison") # settings that no number of the run depends on
 _names = ("blueprints", "operations", "observations") # settings of the environment that its spaces depend on
 
 def _described(config: RunConfig) -> dict:
@@ -120,10 +120,9 @@ def _saved_recipe(
     "Return the recipe of a folder, with a warning if it was trained with another torch."
     saved = folder.config()
     if "run" not in saved:
-        raise ValueError(f"{folder.path} holds no controller: only a run of `esper-nb train` can be gone on with")
-    if saved.get("torch", torch.__version__) != torch.__version__:
-        warnings.warn(f"{folder.path} was trained with torch {saved['torch']}, here is {torch.__version__}: "
-                      "numbers may differ in their last digits from those of a run that was not stopped")
+        raise ValueError(f"{folder.path} holds no controller: `open_run` goes on with what `esper-nb train` has begun, "
+                         "`open_fit` with a fit")
+    warn_of_torch(folder)
     run = saved["run"]
     check(isinstance(run, dict), f"{folder.config_path}: run", run, "settings by name")
     if plugins is not None: run = run | dict(plugins=load_plugins(plugins))
@@ -182,10 +181,7 @@ def open_run(
 Makers = Mapping[str, Callable[[int], Player]] # name -> what makes the player for a seed
 More = Callable[["Run", int], Makers] # run, steps of all lanes that choosing and playing may take -> who else plays
 
-_may_change = ("run.ppo.num_updates", "run.minutes", "run.save_every", "run.sampled", "learner.config.num_updates")
-_beside = ("plugins", "log", "engine", "shards", "comparison") # settings that no number of the run depends on
-_attempts = 3 # failed checkpoints in a row after which a run that has none stops
-_numbers = ("written", "steps", "seconds", "cpu_s") # of a run, that a checkpoint holds
+_numbers = ("steps", "seconds", "cpu_s") # of a run, that a checkpoint holds
 
 def training_env(
     config: RunConfig,
@@ -195,7 +191,7 @@ def training_env(
     if not config.split: return GrowVecEnv(config.env, data)
     return SplitVecEnv(config.env, config.shards, config.engine, data)
 
-class Run:
+class Run(ResumableRun):
     """Train a recipe's controller in a folder; `begin_run` and `open_run` make one.
 
     Raises
@@ -218,44 +214,28 @@ class Run:
     >>> run.over, run.checkpoint.name
     (True, 'checkpoint.safetensors')
     """
+    may_change = _may_change
+
     def __init__(
         self,
         config: RunConfig,
         folder: RunFolder, # where everything goes
         data: ImageData | TextData | None = None, # None: the task's own, loaded now
     ):
+        super().__init__(folder, config.log)
         self.env = training_env(config, data)
         self.config = config.replace(env=config.env.named(self.env.actions)) # what a row added later must not change
-        self.folder, self.given = folder, data
+        self.given = data
         self.learner = Learner(self.env, config.ppo, config.policy, heads=self.env.actions)
         self.watch, self.tell = AlarmWatch(), EnvRows(growth=False)
-        self.recorders: list[Recorder] = [] # while it trains: of the file of rows, and of the trackers
-        self.lock: FolderLock | None = None # while it trains
-        self.torn = False # a step has begun that has not been recorded
-        self.failed: int | None = 0 # checkpoints that could not be written so far; None: one was
-        self.written, self.steps = 0, 0 # rows in the file, steps of the environment
+        self.steps = 0 # of the environment
         self.seconds, self.cpu_s = 0., 0. # wall-clock and CPU time of training
 
     def updates(self,
         stepped: Callable[[], Any] = lambda: None, # called after every step
     ) -> Iterator[Update]:
         "Train up to the run's limits or to a signal; yield every update."
-        path, stop = self.folder.rows_path, StopFlag(*END_SIGNALS)
-        refuse_link(path)
-        with FolderLock(self.folder.path) as self.lock:
-            self._check_rows()
-            with (Recorder(open_trackers(self.config.log, self.folder.path), keep=1) as trackers,
-                  Recorder([JSONLWriter(path)], keep=1, queue_size=0) as file): # rows wait for the disk, however many
-                self.recorders = [file, trackers]
-                if not self.written: self._record(self._trained_rows())
-                try:
-                    yield from self._updates(stop, stepped)
-                    self.save()
-                except (KeyboardInterrupt, GeneratorExit, SystemExit):
-                    if not self.torn: self.save()
-                    raise
-                finally: self.recorders, self.lock = [], None
-        if stop.exit_status is not None: raise SystemExit(stop.exit_status)
+        with self.working(self._trained_rows) as stop: yield from self._updates(stop, stepped)
 
     def finish(self,
         say: Callable[[str], Any] = lambda text: None, # called with a line for every play
@@ -305,11 +285,6 @@ class Run:
         return late or self.learner.update >= self.config.ppo.num_updates
 
     @property
-    def checkpoint(self) -> Path:
-        "Return the file of the latest checkpoint."
-        return self.folder.path/"checkpoint.safetensors"
-
-    @property
     def data(self) -> ImageData | TextData | None: # None: workers have loaded them
         "Return what is trained on, as far as this process has it."
         return self.given if isinstance(self.env, SplitVecEnv) else self.env.parts[0][1].data
@@ -321,27 +296,15 @@ class Run:
         pop = self.env.parts[0][1]
         return pop.data.num_train // pop.batch_size
 
-    def save(self) -> int: # bytes
-        "Write a checkpoint, atomically, which knows of no row that the disk does not; the one before it is kept."
-        gone = self.lock is not None and not self.lock.held
-        if gone or not self.folder.config_path.exists():
-            raise OSError(f"{self.folder.path} was moved or deleted while the run went on: "
-                          "move it back, and resume it")
-        if self.recorders and not self.recorders[0].flush():
-            raise OSError(f"rows could not be written ({self.recorders[0].reports[0].error or 'the disk is slow'}): "
-                          "free some space, then resume from the checkpoint before")
-        return save_checkpoint(self.checkpoint, self._contract(), **self._stateful())
-
     def load(self) -> None:
         "Go on from the checkpoint, and feed the alarms with what was recorded before it."
-        load_checkpoint(self.checkpoint, self._contract(), _may_change, **self._stateful())
-        kept, path = cut_rows(self.folder.rows_path, self.written), self.folder.rows_path
-        if kept < self.written:
-            warnings.warn(f"{path} holds {kept} of the {self.written} rows that the checkpoint knows of: the others "
-                          "are lost, and reports will lack them; the run itself goes on exactly")
-        self.written = kept
+        super().load()
         self.watch = AlarmWatch()
         self.watch.feed(r for r in self.folder.rows() if r["kind"] != "alarm")
+
+    def record(self, rows: Sequence[Row]) -> None:
+        "Write rows, and the alarms that they raise."
+        super().record([*rows, *alarm_rows(self.watch.feed(rows))])
 
     def summary_text(self, result: Comparison) -> str: # result: of `finish`
         "Describe the run in a few lines."
@@ -367,7 +330,7 @@ class Run:
                     update = self._step(stop)
                     stepped()
             if update is None: return
-            if not saved or update.update % self.config.save_every == 0: saved = self._try_save()
+            if not saved or update.update % self.config.save_every == 0: saved = self.try_save()
             yield update
 
     def _step(self, stop: StopFlag) -> Update | None:
@@ -380,7 +343,7 @@ class Run:
             rows += self._step_rows(update=number, epoch=self.steps, step=(self.steps + 1) * self.batches)
             self.steps += 1
         if update is not None: rows += update_rows(update, HEADS)
-        self._record(rows)
+        self.record(rows)
         self.seconds += time.perf_counter() - begun
         self.cpu_s += self._cpu() - cpu
         self.torn = False
@@ -398,44 +361,22 @@ class Run:
         "Return the rows that say what is trained."
         return self.env.run_rows if isinstance(self.env, SplitVecEnv) else run_rows(self.env.parts[0][1])
 
-    def _record(self, rows: list[Row]) -> None:
-        "Write rows, and the alarms that they raise."
-        rows = [*rows, *alarm_rows(self.watch.feed(rows))]
-        for recorder in self.recorders: recorder.add(rows)
-        self.written += len(rows)
-
-    def _try_save(self) -> bool:
-        "Write a checkpoint in the midst of training, where a disk that is full may have room later."
-        try: self.save()
-        except OSError as e:
-            if self.lock is None or not self.lock.held: raise
-            if self.failed is not None: self.failed += 1
-            if self.failed == _attempts:
-                raise OSError(f"the run stops in update {self.learner.update}: none of its {_attempts} checkpoints "
-                              f"could be written ({e})") from e
-            warnings.warn(f"update {self.learner.update} has no checkpoint ({e}); the next update tries again")
-            return False
-        self.failed = None
-        return True
-
-    def _check_rows(self) -> None:
-        "Refuse a file of rows that was changed since this run was opened."
-        found, path = count_rows(self.folder.rows_path), self.folder.rows_path
-        check(found == self.written, "rows", found, "{} in {}: it was changed since this run was opened; open it again",
-              self.written, path)
-
     # ---- checkpoints
 
-    def _stateful(self) -> dict[str, Any]:
-        "Name everything that a checkpoint holds."
+    def stateful(self) -> dict[str, Any]:
+        "Name what a checkpoint holds: the learner, the environment, and how far the run is."
         def numbers() -> dict: return {k: getattr(self, k) for k in _numbers}
         def go_on(saved: dict) -> None:
             for k in _numbers: setattr(self, k, saved[k])
         return dict(learner=self.learner, envs=EnvState(self.env), progress=(numbers, go_on))
 
-    def _contract(self) -> dict[str, Any]:
+    def contract(self) -> dict[str, Any]:
         "Return what must agree between a checkpoint and the run that loads it."
         return dict(run=_run_contract(self.config), learner=self.learner.contract())
+
+    def where(self) -> str:
+        "Return the number of the update."
+        return f"update {self.learner.update}"
 
     # ---- the end, and the bar
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -157,6 +157,8 @@ class Spare:
 
 # %% ../../nbs/train/38_population.ipynb #be920c53
 SMALL_GROUP = BUDGET // 32 # bytes of a group's largest activation; up to here one core does all of an operation
+
+_CHANGES = ("model", "stepper", "rates") # parts of a population with a state of their own
 
 @dataclass
 class Population:
@@ -336,6 +338,27 @@ class Population:
         "Keep the result of the latest epoch, for a controller's next decision."
         self.last = result
         return result
+
+    def state_dict(self) -> dict[str, Any]: # tensors and plain values
+        "Return everything that the next epoch depends on, and the states that the Governor may have to restore."
+        parts = {k: {name: t.clone() for name, t in getattr(self, k).state_dict().items()} for k in _CHANGES}
+        governor = None if self.governor is None else self.governor.state_dict()
+        return dict(**parts, epoch=self.epoch.clone(), governor=governor, retried=dict(self.retried))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: # of a population with the same settings
+        """Go on where another population was, bit for bit.
+
+        Raises
+        ------
+        ValueError
+            If only one of the two has a Governor.
+        """
+        known = (self.governor is None) == (state["governor"] is None)
+        check(known, "governor", self.governor, "a Governor here and in the saved state, or in neither")
+        for k in _CHANGES: getattr(self, k).load_state_dict(state[k])
+        self.epoch.copy_(state["epoch"])
+        self.retried = dict(state["retried"])
+        if self.governor is not None: self.governor.load_state_dict(state["governor"])
 
     def _settle(self, slot: Slot, lane: int, was: SeedState):
         "Put what a seed went through back over what was restored."

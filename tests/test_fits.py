@@ -1,0 +1,165 @@
+"A fit that is stopped, by a signal or a kill, goes on with the numbers of one that was never stopped."
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from esper_nb.grow import Decision
+from esper_nb.record import RunFolder, encode_row, read_checkpoint
+from esper_nb.run import begin_fit, fit_run, main, open_fit
+from esper_nb.train import Fault, FitConfig, get_task, new_population
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = FitConfig(lanes=2, epochs=5, workers=1)
+# the second fault's rollback goes back to a state that was taken before the stop
+FAULTS = (Fault("nan", lane=0, epoch=1, batch=1), Fault("nan", lane=1, epoch=3))
+CLOCK = ("seconds", "_per_s")
+
+
+class Gardener:
+    "Germinate at one epoch, advance when the gate opens, and count the calls: a controller with a state."
+    def __init__(self, number=0): self.calls, self.number = 0, number # of a signal that comes in the second epoch
+    def state_dict(self): return dict(calls=self.calls)
+    def load_state_dict(self, state): self.calls = state["calls"]
+    def __call__(self, pop, last):
+        self.calls += 1
+        if self.calls == 2 and self.number: signal.raise_signal(self.number)
+        assert (last is None) == (self.calls == 1), "the latest result is there, after a stop, too"
+        if self.calls == 2: return [Decision("germinate", pop.model.names[0], "conv_light")] * pop.lanes
+        return [Decision("advance", pop.model.names[0])] * pop.lanes if self.calls > 2 else [None] * pop.lanes
+
+
+def small(**changes): return new_population("digits", SMALL.replace(**changes), data=few())
+
+@cache
+def few(): return get_task("digits").load("cpu", None, 256)
+
+def begun(path, number=0): return begin_fit(small(), path, FAULTS, Gardener(number))
+
+def timeless(rows): return [encode_row({k: v for k, v in r.items() if not k.endswith(CLOCK)}) for r in rows]
+
+def same(a, b):
+    x, y = (run.population.model.state_dict() for run in (a, b))
+    return timeless(a.folder.rows()) == timeless(b.folder.rows()) and all(torch.equal(x[k], y[k]) for k in x)
+
+def again(run): return open_fit(run.folder.path, small(), Gardener())
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    "Drawing takes longer than all epochs."
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.write_bytes(b""))
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    "A fit that nothing happened to."
+    run = begun(tmp_path_factory.mktemp("whole"))
+    reports = [report for result in run.epochs() for report in result.reports]
+    assert sum(report.rolled_back for report in reports) >= 2
+    return run
+
+
+@pytest.mark.parametrize("edge", [1, 2, 3, 4])
+def test_a_fit_that_is_left_goes_on_exactly(whole, tmp_path, edge):
+    "Between any two epochs: before a birth and after, before a fault and after the rollback."
+    run = begun(tmp_path)
+    for result in run.epochs():
+        if result.epoch + 1 == edge: break
+    resumed = again(run)
+    assert len([*resumed.epochs()]) == SMALL.epochs - edge
+    assert same(resumed, whole) and resumed.finished
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_waits_for_the_end_of_the_epoch(whole, tmp_path, number, plain_signals):
+    run, status = begun(tmp_path, number), None
+    try: done = len([*run.epochs()])
+    except SystemExit as e: status, done = e.code, len(run.rates)
+    assert (status, done) == (128 + number if number == signal.SIGTERM else None, 2)
+    resumed = again(run)
+    assert len([*resumed.epochs()]) == 3 and same(resumed, whole)
+
+def test_an_epoch_that_was_cut_off_is_trained_anew(whole, tmp_path):
+    "A second Ctrl-C, or an error: the checkpoint before the epoch stands."
+    run = begun(tmp_path)
+    record = run.record
+    def cut(rows):
+        record(rows)
+        if len(run.rates) == 2: raise KeyboardInterrupt
+    run.record = cut
+    with pytest.raises(KeyboardInterrupt): list(run.epochs())
+    resumed = again(run)
+    list(resumed.epochs())
+    assert same(resumed, whole)
+
+def test_only_the_folder_of_a_fit_and_its_own_population_are_opened(whole, tmp_path):
+    folder = whole.folder.path
+    with pytest.raises(ValueError, match="made in Python"): open_fit(folder)
+    other = small(seed=1)
+    with pytest.raises(ValueError, match="fit.seed: saved 0, here 1"): open_fit(folder, other, Gardener())
+    assert read_checkpoint(folder/"checkpoint.safetensors")[0]["progress"]["finished"]
+
+def test_the_command_goes_on_and_says_what_it_cannot_change(tmp_path, capsys):
+    settings = SMALL.replace(epochs=2, lanes=1)
+    pop, folder = fit_run("digits", settings, out=tmp_path/"a", progress=False)
+    capsys.readouterr()
+    assert main(["resume", str(folder.path), "--quiet"]) == 0
+    assert "all 2 epochs are trained" in capsys.readouterr().out
+    assert main(["resume", str(folder.path), "--updates", "9"]) == 2
+    assert "a fit ends with the epochs that it began with" in capsys.readouterr().err
+    run = begin_fit(new_population("digits", settings), tmp_path/"b", made={})
+    for _ in run.epochs(): break
+    assert main(["resume", str(run.folder.path), "--quiet"]) == 0
+    assert "1, each" in capsys.readouterr().out
+    resumed = open_fit(run.folder.path)
+    whole = open_fit(folder.path)
+    assert same(resumed, whole)
+
+
+# --- real kills
+
+COMMAND = ["fit", "digits", "--set", "lanes=3", "--set", "epochs=12", "--set", "workers=1", "--inject", "nan:0:3",
+           "--inject", "lobotomy:1:6", "--inject", "explode:2:9", "--quiet"]
+
+def started(*argv, out=None):
+    "Start the command in a process of its own."
+    env = os.environ | dict(OMP_NUM_THREADS="1", MPLBACKEND="Agg")
+    words = [sys.executable, "-c", "import sys; from esper_nb.run.cli import main; sys.exit(main())", *argv]
+    words += ["--out", str(out)] if out else []
+    return subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+def end_of(folder):
+    "Return the rows without the clock, and the weights, of a finished fit."
+    return timeless(RunFolder(folder).rows()), load_file(folder/"weights.safetensors")
+
+@pytest.mark.slow
+def test_kills_at_any_moment_change_nothing(tmp_path):
+    "The number of kills is that of KILLS in the environment, or four."
+    kills, chance = int(os.environ.get("KILLS", "4")), random.Random(0)
+    assert started(*COMMAND, out=tmp_path/"whole").wait() == 0
+    expected, done, runs, seen = end_of(tmp_path/"whole"/"digits"), 0, 0, []
+    while done < kills:
+        folder, runs = tmp_path/f"{runs}"/"digits", runs + 1
+        process = started(*COMMAND, out=folder.parent)
+        rows = folder/"rows.jsonl"
+        def size(): return rows.stat().st_size if rows.exists() else 0
+        while done < kills:
+            before, early = size(), chance.random() < .2 # now and then before it has begun to train
+            while process.poll() is None and not rows.exists(): time.sleep(.02)
+            while process.poll() is None and size() in (0, before) and not early: time.sleep(.02)
+            time.sleep(chance.uniform(0, 1.2))
+            if process.poll() is not None: break
+            process.kill() # -9, at any moment: in an epoch, in a checkpoint, in the rows
+            process.wait()
+            done += 1
+            seen.append(len(rows.read_bytes().splitlines()))
+            process = started("resume", str(folder), "--quiet")
+        if process.wait() != 0: raise AssertionError(f"a resume ended with {process.returncode}")
+        ours, weights = end_of(folder)
+        assert ours == expected[0] and all(torch.equal(weights[k], t) for k, t in expected[1].items())
+    print(f"{done} kills in {runs} runs, after {seen} rows: all ends equal")
