@@ -1147,7 +1147,6 @@ class Trial:
         apart = rise > 5 * noise and min(self.x[-8:]) > self.level + self.near # so one loss tells them from each other
         if apart and self.old[0] <= self.level + self.near: return True
         if k < min(16, max(3, math.ceil((2.5 * noise / rise)**2))): return None
-        if statistics.median(self.x[-24:]) <= self.level + self.near: return False # it only swings
         gain = self.level + rise - statistics.median(self.old)
         if gain > rise / 2 and gain > 3 * noise / k**.5: return True
         return False if gain < rise / 4 or k >= 16 else None
