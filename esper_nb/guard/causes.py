@@ -1008,7 +1008,7 @@ def redo_disturbed(
     incident: RecordedIncident,
     clocks: Sequence[str] = (), # parts that go on as they are
     ranks: Ranks | None = None, # processes that do it together
-) -> Explanation | None: # None: the run was not disturbed from outside, or is none the worse for it; nothing was changed
+) -> Explanation | None: # None: the run was not disturbed, or is none the worse for it; nothing was changed
     "Train on the steps again; if they come to other losses and to clearly better weights, stay there."
     start = time.perf_counter()
     with Replay(incident, ranks, clocks) as r:
@@ -1030,8 +1030,8 @@ def redo_disturbed(
         if not same_number(r.run(apart + 1)[-1], again[apart]): return None # each replay is another one
         r.kept = mine
         k = r.steps[apart].number
-        why = (f"something outside of the step changed the run: up to batch {k - 1} a replay has the same losses to the "
-               f"bit, from batch {k} on it does not, and it does better")
+        why = (f"something outside of the step changed the run: up to batch {k - 1} a replay has the same losses to "
+               f"the bit, from batch {k} on it does not, and it does better")
         if spell: why = f"{rate_rose(r)}, and was put back; without that the run does better"
     return Explanation(
         cause="rate" if spell else "outside", why=why, first=r.steps[0].number,

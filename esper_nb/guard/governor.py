@@ -46,7 +46,7 @@ class Governor:
     """Watch the loss of a run, and bring the run back when it is ruined.
 
     The parts are copied to host memory at once and then every `config.snapshot_every` losses. `watch` judges a loss
-    by the rules of `guard.detector`; what it does about trouble is the mildest that can help, within a budget: skip
+    by the rules of `guard.detector`; what it does about an incident is the mildest that can help, within a budget: skip
     the batch, restore the last good state, and in the end stop. A rise may be meant, so the old weights are asked: the
     last good state is put in for a few losses, and only where it does better it stays. With several processes all of
     them judge the same numbers and act together; with lanes each lane is judged and restored on its own.
@@ -115,7 +115,7 @@ class Governor:
         self.lr_factor = 1. # all cuts of the learning rate that are in force
         self.calm_loss = 0. # level of the loss before the first of them
         self.given_at = -1 # call of `watch` at which cuts were last given back; -1: never
-        self.keep_cuts = False # giving them back has brought the trouble back
+        self.keep_cuts = False # giving them back has brought the incident back
         self.saved: dict[int, SavedAt] = {} # by number of a snapshot
         self.recorder: StepRecorder | None = None # of the steps of `run`
         self.replayed = 0 # steps that were trained on only to see whether the run was disturbed
@@ -175,7 +175,7 @@ class Governor:
         norm: Tensor | float | None = None, # () or (n,) gradient norm, as measured for clipping (unscaled)
         before_step: bool = False, # the optimizer has not stepped on this batch yet, so it can still be skipped
         inactive: Sequence[int] = (), # lanes that do not take part: neither judged nor saved
-    ) -> tuple[Report, ...]: # what was done, one report per lane in trouble; empty if all is well
+    ) -> tuple[Report, ...]: # what was done, one report per lane with an incident; empty if all is well
         """Judge the loss of this step, and act on it if the run is ruined.
 
         Raises
@@ -753,7 +753,7 @@ class Governor:
         self.stats.judged += len(self.trial.old)
         self.question = None
 
-    # --- what is done about trouble
+    # --- what is done about an incident
 
     def _respond(
         self,
@@ -787,7 +787,7 @@ class Governor:
         return out
 
     def _choose(self, lane: int, reason: str, verdict: Verdict | None, before_step: bool) -> tuple[str, bool]:
-        "Return the action for a lane, and whether it is free: while one trouble lasts, NaN costs nothing more."
+        "Return the action for a lane, and whether it is free: while one incident lasts, NaN costs nothing more."
         if reason == "asked": return ("replay" if self.config.replay and self.n == 1 else "rollback"), True
         patient, budget = self._patience > 0, self.budget
         same = patient and reason == "non-finite" and self.watched <= budget.same_until[lane]
@@ -802,7 +802,7 @@ class Governor:
 
     def _apply(self, action: str, lanes: list[int], free: bool,
                back: dict[str, Any] | None = None) -> dict[int, dict]: # fields of the report, by lane
-        "Carry out one action in some lanes; a free one belongs to a trouble that is paid for."
+        "Carry out one action in some lanes; a free one belongs to an incident that is paid for."
         again = {i: -1 if free else int(self.budget.rollbacks[i]) for i in lanes}
         if not free:
             self.budget.spend(action, lanes)
@@ -830,7 +830,7 @@ class Governor:
         self,
         lanes: list[int],
         action: str, # "rollback", "replay" or "stop"
-        again: Mapping[int, int], # by lane, rollbacks before this one in the same trouble; -1: no cut is due
+        again: Mapping[int, int], # by lane, rollbacks before this one in the same incident; -1: no cut is due
     ) -> dict[int, dict]: # fields of the report, by lane
         "Restore the last good state of lanes; from the second time on also lower their learning rate."
         onward = self.n == 1 and action != "replay" # data and schedule go on from where they are
@@ -877,7 +877,7 @@ class Governor:
         return self.lr_factor
 
     def _return_cuts(self):
-        "Take all cuts of the learning rate back, if the trouble is over and the loss is at its level again."
+        "Take all cuts of the learning rate back, if the incident is over and the loss is at its level again."
         s, c = self.stats, self.config
         over = not (self.budget.lowers[0] or self.budget.rollbacks[0]) and s.seen[0] >= c.min_samples
         if self.keep_cuts or self.trial is not None or not over: return
@@ -911,7 +911,7 @@ class Governor:
         if self.n > 1 or self.ranks.rank: level = logging.INFO
         before = self.reports[-1] if self.reports else None
         if before is not None and before.rolled_back and self._is_vain(before, report):
-            report = replace(report, why="the weights that were put back give nan, too: look at batch, loss and code")
+            report = replace(report, why="the restored weights give nan, too: look at batch, loss and code")
             if before.why and report.action != "stop": level = logging.DEBUG # it was said
         logger.log(level, "Governor: %s", report)
         if report.severity == "note":
@@ -998,7 +998,7 @@ class Governor:
         optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
         if not any(isinstance(p, ModulePart) or p.laned for p in self.snapshot.parts.values()):
             names = [k for k in self.snapshot.objects if k not in ("streams", "governor_stats")]
-            logger.warning("Governor: no model among the parts (%s), so no weights will be put back; pass it: "
+            logger.warning("Governor: no model among the parts (%s), so no weights will be restored; pass it: "
                            "Governor(model, optimizer, ...)", ", ".join(names) or "there are none")
             return
         scheduled = any(isinstance(o, torch.optim.lr_scheduler.LRScheduler) for o in objects)
@@ -1007,7 +1007,7 @@ class Governor:
                            "rate can last; pass it: Governor(model, optimizer, scheduler, ...)")
         if not optimizers and not hasattr(self.snapshot.objects.get("stepper"), "owners"):
             logger.warning("Governor: no optimizer among the parts, so a NaN in its moments would ruin every state "
-                           "that is put back; pass it: Governor(model, optimizer, ...)")
+                           "that is restored; pass it: Governor(model, optimizer, ...)")
 
 class GoodFiles:
     "The last two good states on a disk; a thread writes them, and a file is there as a whole or not at all."
@@ -1189,14 +1189,14 @@ def unheard_of(
 class Budget:
     "What a Governor has used up; every array has one entry per lane."
     def __init__(self, n: int): # lanes
-        self.skips = np.zeros(n, np.int64) # batches skipped in this trouble
-        self.lowers = np.zeros(n, np.int64) # learning rate cuts in this trouble
-        self.rollbacks = np.zeros(n, np.int64) # in this trouble
+        self.skips = np.zeros(n, np.int64) # batches skipped in this incident
+        self.lowers = np.zeros(n, np.int64) # learning rate cuts in this incident
+        self.rollbacks = np.zeros(n, np.int64) # in this incident
         self.ever = np.zeros(n, np.int64) # rollbacks over the whole run
         self.panic_at = np.full(n, -1) # losses judged at the latest panic, -1: there was none
         self.skipped_at = np.full(n, -9) # losses judged when a batch was last skipped, below -1: never
-        self.same_until = np.full(n, -1) # batch up to which NaN belongs to a trouble that is paid for
-        self.stopped = np.zeros(n, bool) # the ladder is used up
+        self.same_until = np.full(n, -1) # batch up to which NaN belongs to an incident that is paid for
+        self.stopped = np.zeros(n, bool) # all actions are used up
 
     def choose(
         self,
@@ -1223,7 +1223,7 @@ class Budget:
             self.ever[lanes] += 1
 
     def refill(self, judged: np.ndarray, cooldown: int): # (n,) losses judged; losses past the panic
-        "Forget the trouble that lies far enough behind."
+        "Forget the incident that lies far enough behind."
         past = judged >= self.panic_at + cooldown
         for used in (self.skips, self.lowers, self.rollbacks): used[past] = 0
 

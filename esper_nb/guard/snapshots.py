@@ -236,9 +236,8 @@ class Snapshot:
         "Put back what an optimizer remembers of the parameters where it is not finite, and nothing else."
         live, good = self._settled(), self.good_state()
         keys = [k for k in live.tensors if ".".join(k) in bad]
-        known = good is not None and len(keys) == len(bad) > 0
-        if not known or not all(isinstance(self.parts[k[0]], OptimizerPart) and k[1].startswith("state") for k in keys):
-            return False
+        if good is None or not keys or len(keys) < len(bad): return False
+        if not all(isinstance(self.parts[k[0]], OptimizerPart) and k[1].startswith("state") for k in keys): return False
         heads = {(part, path.split(".")[0]) for part, path in keys}
         mine = [k for k in live.tensors if (k[0], k[1].split(".")[0]) in heads]
         if not all(k in good.bank and same_layout(good.bank[k], live.tensors[k]) for k in mine): return False
