@@ -705,10 +705,11 @@ def _copy_and_check(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]: # tar
     "Copy tensors, and return of each whether it is finite: what was copied is looked at while it is in the cache."
     found: list[Tensor] = []
     owners: list[int] = []
+    fine = [True] * len(pairs)
     small = [i for i, (to, _) in enumerate(pairs) if to.nbytes < 2**16]
     if small: _foreach_copy_([pairs[i][0] for i in small], [pairs[i][1] for i in small])
     few = [i for i in small if _may_be_infinite(pairs[i][0])]
-    if few: found, owners = list(_foreach_norm([_real(pairs[i][0]) for i in few])), few
+    for i, ok in zip(few, _finite([pairs[i][0] for i in few])): fine[i] = ok
     for i, (to, t) in enumerate(pairs):
         if to.nbytes < 2**16: continue
         for a, b in _pieces(to, t):
@@ -716,7 +717,6 @@ def _copy_and_check(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]: # tar
             if not _may_be_infinite(a): continue
             found.append(_real(a).sum(dtype=torch.float32 if a.element_size() < 4 else None))
             owners.append(i)
-    fine = [True] * len(pairs)
     sums = torch.stack([x.float() for x in found]).isfinite().tolist() if found else ()
     for i, ok in zip(owners, sums): fine[i] &= ok
     return [ok or bool(to.isfinite().all()) for ok, (to, _) in zip(fine, pairs)]   # a sum may also overflow
