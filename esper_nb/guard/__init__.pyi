@@ -22,9 +22,9 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     find_gradient as find_gradient, log_of as log_of, on_scale as on_scale, off_scale as off_scale,
     LossStats as LossStats, loss_limits as loss_limits)
 from .governor import (logger as logger, Governor as Governor, GoodFiles as GoodFiles, Question as Question,
-    Waiting as Waiting, SavedAt as SavedAt, goes_on as goes_on, Trial as Trial, fall_of as fall_of,
-    open_trial as open_trial, unheard_of as unheard_of, Budget as Budget, blames_batch as blames_batch,
-    scale_lr as scale_lr)
+    Waiting as Waiting, SavedAt as SavedAt, goes_on as goes_on, Trial as Trial, blames_lanes as blames_lanes,
+    fall_of as fall_of, open_trial as open_trial, unheard_of as unheard_of, Budget as Budget,
+    blames_batch as blames_batch, scale_lr as scale_lr)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, GovernorConfig as GovernorConfig,
     as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Evidence as Evidence,

@@ -26,7 +26,7 @@ from ..guard import Governor, GovernorConfig, Report
 from ..grow import (
     ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, Decision, DecisionResult, Event, Growing, ModuleHostConfig, Reason,
     Rules, SeedState, Slot, Stage, apply_decision, decode_seed, explore_host)
-from .ablation import Ablation, EvalResult, evaluate, seed_tables
+from .ablation import Ablation, EvalResult, seed_tables
 from .data import ImageData, TextData
 from .gradients import gradient_health, growth_signals, norm_ratio
 from .graphs import Graphs, Group
@@ -423,13 +423,26 @@ def new_governor(
 ) -> Governor:
     """Return a Governor that judges an epoch's losses together, lane by lane, and restores what a lane has learnt.
 
-    Where the loss of a lane has risen, its old weights are asked on the held-out data.
+    Where the loss of a lane has risen, its old weights are asked on batches of training data, in training mode: that is
+    the loss which has risen. A held-out loss would not do, since a network that knows nothing is often better at that
+    than one which has learnt its training data by heart.
     """
-    def held_out(): return evaluate(pop.model, pop.task, pop.data, precision=pop.precision).loss
+    @torch.no_grad()
+    def ask() -> Tensor: # (k, n) losses of the next batches
+        was = pop.model.training
+        pop.model.train()
+        batches = pop.data.epoch(pop.config.seed, range(pop.lanes), pop.epoch.tolist(), pop.batch_size)
+        losses = []
+        for b in range(min(8, len(batches))):
+            x, y = batches[b]
+            with pop.precision.autocast(x.device): logits = pop.model(x)
+            losses.append(pop.task.loss(logits, y, pop.lanes))
+        pop.model.train(was)
+        return torch.stack(losses)
     every = pop.data.num_train // pop.batch_size
     config = config.replace(sync_every=every, snapshot_every=every, probation=every if config.probation else 0)
     return Governor(model=nn.ModuleDict(dict(net=pop.model)), stepper=pop.stepper, rates=pop.rates,
-                    lanes=pop.lanes, chance_loss=pop.data.chance_loss, config=config, ask=held_out)
+                    lanes=pop.lanes, chance_loss=pop.data.chance_loss, config=config, ask=ask)
 
 # %% ../../nbs/train/38_population.ipynb #a78efc73
 def new_stepper(
