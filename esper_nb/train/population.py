@@ -189,6 +189,7 @@ class Population:
     spare: dict[tuple[int, int], Spare] = field(default_factory=dict, repr=False) # (lanes, number) -> its network
     fixed_plan: Plan | None = None # groups of lanes, instead of the rule
     retried: dict[tuple[int, str], int] = field(default_factory=dict) # lane, slot -> births that were tried again
+    tables: dict[str, Tensor] = field(default_factory=dict) # slot -> its seeds in the epoch that the Governor judges
     graphs: Graphs | None = field(default=None, repr=False) # recorded steps; None: none are wanted
 
     @property
@@ -295,9 +296,9 @@ class Population:
     ) -> tuple[tuple[Report, ...], tuple[DecisionResult, ...]]: # one for each lane in trouble; births that are undone
         "Let the Governor judge an epoch's losses, and settle the seeds of the lanes that it rolled back."
         if self.governor is None: return (), ()
-        before = self.slot_tables()
+        self.tables = self.slot_tables()
         reports = tuple(r for loss in losses for r in self.governor.watch(loss, inactive=inactive))
-        return reports, self.settle_seeds(before, sorted({r.lane for r in reports if r.rolled_back}))
+        return reports, self.settle_seeds(self.tables, sorted({r.lane for r in reports if r.rolled_back}))
 
     def slot_tables(self) -> dict[str, Tensor]: # slot -> its table, a copy
         "Return the states of all seeds, as `settle_seeds` wants them."
@@ -428,7 +429,8 @@ def new_governor(
     than one which has learnt its training data by heart.
     """
     @torch.no_grad()
-    def ask() -> Tensor: # (k, n) losses of the next batches
+    def ask() -> Tensor: # (k, n) losses of the next batches; old weights with the seeds of today
+        for k, table in pop.tables.items(): pop.model.slot(k).table.copy_(table)
         was = pop.model.training
         pop.model.train()
         batches = pop.data.epoch(pop.config.seed, range(pop.lanes), pop.epoch.tolist(), pop.batch_size)
