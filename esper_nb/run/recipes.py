@@ -43,7 +43,7 @@ class RunConfig(Config):
     @property
     def split(self) -> bool:
         "Whether lanes are in shards."
-        return self.engine != "local" or self.shards > 1
+        return self.engine != "local" or self.shards > 1 or self.env.exact
 
     def __post_init__(self):
         object.__setattr__(self, "ppo", self.ppo.replace(seed=self.seed))

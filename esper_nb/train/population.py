@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..core import (
     BUDGET, Config, Plan, Precision, Workers, activation_room, check, check_count, check_device, choose_precision,
-    plan, put_lanes, take_lanes, with_lanes)
+    plan, put_lanes, take_lanes, use_threads, with_lanes)
 from ..guard import Governor, GovernorConfig, Report
 from ..grow import (
     ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, Decision, DecisionResult, Event, Growing, ModuleHostConfig, Reason,
@@ -78,6 +78,7 @@ class FitConfig(Config):
     seed: int = 0 # of weights, order and augmentation
     workers: int | None = None # groups at a time; None: one per core, one on a GPU
     width: int | None = None # lanes per group; None: by the rule of the plans page
+    exact: bool = False # a lane's numbers do not depend on the other lanes, to the bit: each is computed alone
     eval_batch: int = 256 # images per evaluation batch
     governor: GovernorConfig | None = GovernorConfig(lowers=0) # thresholds and budget; None: no Governor
     retries: int = 1 # times that `fit` tries a birth again which the Governor undid, in each slot of a lane
@@ -205,8 +206,9 @@ class Population:
         return self.config.batch_size or self.task.batch_size
 
     def plan(self) -> Plan: # groups of lanes that are trained together
-        "Return the lanes that run together in an epoch: by what grows where, unless `fixed_plan` is set."
+        "Return the lanes that run together in an epoch: by what grows where, unless `fixed_plan` or `exact` is set."
         if self.fixed_plan is not None: return self.fixed_plan
+        if self.config.exact: return tuple((i,) for i in range(self.lanes))
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize)
         room = activation_room(self.workers.device)
         return grown_plan(self.model.kinds(), self.workers.count, size, self.config.width, room)
@@ -214,6 +216,7 @@ class Population:
     def threads(self, plan: Plan) -> int | None: # None: as set before
         "Return the cores that one operation uses while a plan is carried out."
         if self.workers.pool and len(plan) > 1: return 1 # the cores belong to the workers
+        if self.config.exact and self.workers.device.type == "cpu": return 1 # whatever this machine has
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize) * max(map(len, plan))
         return 1 if self.workers.device.type == "cpu" and size <= SMALL_GROUP else None
 
@@ -298,6 +301,18 @@ class Population:
         before = self.slot_tables()
         reports = tuple(r for loss in losses for r in self.governor.watch(loss, inactive=inactive))
         return reports, self.settle_seeds(before, sorted({r.lane for r in reports if r.rolled_back}))
+
+    def evaluate(self,
+        split: str = "heldout", # "train", "heldout" or "test"
+    ) -> EvalResult:
+        "Evaluate every lane on a split: all in one pass, or each alone where the settings say `exact`."
+        def judged(net, lanes):
+            data = self.data.for_lanes(lanes)
+            return evaluate(net, self.task, data, split, self.config.eval_batch, self.precision)
+        if not self.config.exact: return judged(self.model, range(self.lanes))
+        groups = [(i,) for i in range(self.lanes)]
+        with use_threads(self.threads(tuple(groups))):
+            return join_results(groups, [judged(self.model.lane(i), [i]) for i in range(self.lanes)])
 
     def slot_tables(self) -> dict[str, Tensor]: # slot -> its table, a copy
         "Return the states of all seeds, as `settle_seeds` wants them."
@@ -425,7 +440,7 @@ def new_governor(
 
     Where the loss of a lane has risen, its old weights are asked on the held-out data.
     """
-    def held_out(): return evaluate(pop.model, pop.task, pop.data, precision=pop.precision).loss
+    def held_out(): return pop.evaluate().loss
     every = pop.data.num_train // pop.batch_size
     config = config.replace(sync_every=every, snapshot_every=every, probation=every if config.probation else 0)
     return Governor(model=nn.ModuleDict(dict(net=pop.model)), stepper=pop.stepper, rates=pop.rates,
