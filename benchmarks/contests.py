@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import machine
+from esper_nb.control.forecast import fit_ridge
 from esper_nb.control.rules import encode_decision
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.core.random import generator
@@ -31,14 +32,13 @@ from esper_nb.grow.models import Decision
 from esper_nb.record.files import new_file
 from esper_nb.run.compare import RulePlayer, play_lanes
 from esper_nb.run.comparison import Comparison
-from esper_nb.run.repeats import best_schedule, kinds_of, list_schedules, search_seeds
+from esper_nb.run.growth_rules import best_schedule, kinds_of, list_schedules, search_seeds
 from esper_nb.run.recipes import fair_env, get_recipe
 
 STORED = Path(__file__).resolve().parents[1]/"nbs/explanations"
 EPISODES = 256 # of practice for the rules of `digits_family`
 PRACTICE = 401 # first seed of it
 SEEN = ("demand", "fit", "reach", "host_gradient") # columns of a slot that a rule reads, beside loss and accuracy
-ALPHAS = (.1, 1., 10., 100., 1000.) # ridge penalties; leave-one-out chooses
 
 
 class Store:
@@ -116,19 +116,6 @@ class ArmPlayer:
         return torch.stack([encode_decision(env, d)[1] for d in what])
 
 
-def fit_ridge(x: np.ndarray, y: np.ndarray) -> np.ndarray: # (n, d), (n,) -> (d + 1,) weights, the constant last
-    "Fit a ridge regression; its penalty is the one with the least leave-one-out error."
-    centre, level = x.mean(0), y.mean()
-    u, s, v = np.linalg.svd(x - centre, full_matrices=False)
-    def leave_one_out(alpha: float) -> float:
-        keep = s**2 / (s**2 + alpha)
-        rest = (y - level) - u @ (keep * (u.T @ (y - level)))
-        return float(np.mean((rest / (1 - 1 / len(y) - (u**2) @ keep))**2))
-    alpha = min(ALPHAS, key=leave_one_out)
-    w = v.T @ (s / (s**2 + alpha) * (u.T @ (y - level)))
-    return np.append(w, level - centre @ w)
-
-
 def best_threshold(x: np.ndarray, arm: np.ndarray, paid: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
     "Return the column, the cut and the arms below and above it whose episodes were paid best in practice."
     few = sorted(set(arm.tolist()), key=lambda k: -paid[arm == k].mean())[:2] # the two best constants
@@ -150,7 +137,7 @@ def fit_rules(practice: Sequence[Mapping[str, Any]], names: Sequence[str]) -> di
     x = np.concatenate([p["seen"] for p in practice])
     arm, paid = (np.concatenate([p[k] for p in practice]) for k in ("arm", "total"))
     centre, scale = x.mean(0), x.std(0) + 1e-9
-    weights = [fit_ridge((x - centre)[arm == k] / scale, paid[arm == k]).tolist() for k in range(arm.max() + 1)]
+    weights = [fit_ridge((x - centre)[arm == k] / scale, paid[arm == k])[0].tolist() for k in range(arm.max() + 1)]
     gradients = [j for j, n in enumerate(names) if n.endswith("host_gradient")]
     return dict(centre=centre.tolist(), scale=scale.tolist(), weights=weights,
                 mean_paid=[float(paid[arm == k].mean()) for k in range(arm.max() + 1)], names=list(names),

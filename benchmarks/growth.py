@@ -150,7 +150,7 @@ def grown_lanes(case: GrowthCase, plan_name: str = "default") -> Callable[[int],
     "The same networks as lanes, with one factorial evaluation."
     pop = grown_population(case)
     pop.fixed_plan = GROWTH_PLANS[plan_name](pop)
-    return lambda e: run_epoch(pop)
+    return lambda e: run_epoch(pop, look=False) # the others do not look either
 
 def grown_validation(case: GrowthCase, kind: str) -> Callable[[int], list[Tensor]]: # evaluates
     "Validation by the default plan: 'factorial', 'separate' passes for every combination, or one 'plain' pass."

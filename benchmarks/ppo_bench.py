@@ -276,6 +276,89 @@ def speed(repeat=4):
     return out
 
 
+# --- steps a second on CartPole: acting and learning, three programs in turns in one process
+
+PACE = dict(num_steps=128, num_minibatches=4, update_epochs=4, learning_rate=2.5e-4, ent_coef=0.01)
+
+
+def our_pace(n):
+    "A function that plays and learns one rollout: sb3's networks, and nothing normalised."
+    config = PPOConfig(**PACE, num_updates=10**6, norm_obs=False, norm_reward=False)
+    policy = PolicyConfig(core="none", features=(64, 64), separate_critic=True)
+    learner = Learner(gym.make_vec("CartPole-v1", num_envs=n, vectorization_mode="sync"), config, policy)
+    def rollout():
+        while learner.step() is None: pass
+    return rollout
+
+
+def sb3_pace(n):
+    "The same with Stable-Baselines3's PPO: networks of 64 and 64 for actor and critic are its own choice."
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+    model = PPO("MlpPolicy", make_vec_env("CartPole-v1", n, seed=0), seed=0, n_steps=PACE["num_steps"], device="cpu",
+                batch_size=PACE["num_steps"] * n // PACE["num_minibatches"], n_epochs=PACE["update_epochs"],
+                learning_rate=PACE["learning_rate"], ent_coef=PACE["ent_coef"])
+    model.learn(PACE["num_steps"] * n)
+    return lambda: model.learn(PACE["num_steps"] * n, reset_num_timesteps=False)
+
+
+def plain_pace(n):
+    "The same as a loop in one piece, with no class and no check: what PPO costs if it is written for one task."
+    from torch.distributions import Categorical
+    T, parts = PACE["num_steps"], PACE["num_minibatches"]
+    def net(out, gain):
+        layers = [torch.nn.Linear(4, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, out)]
+        for layer, g in zip(layers, (2 ** 0.5, 2 ** 0.5, gain)):
+            torch.nn.init.orthogonal_(layer.weight, g)
+            torch.nn.init.zeros_(layer.bias)
+        return torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(gym.make_vec("CartPole-v1", num_envs=n,
+                                                                    vectorization_mode="sync"))
+    actor, critic = net(2, 0.01), net(1, 1.)
+    weights = [*actor.parameters(), *critic.parameters()]
+    optimizer = torch.optim.Adam(weights, lr=PACE["learning_rate"], eps=1e-5)
+    obs, action = torch.zeros(T, n, 4), torch.zeros(T, n)
+    logp, reward, done, value = (torch.zeros(T, n) for _ in range(4))
+    now, over = torch.Tensor(envs.reset(seed=0)[0]), torch.zeros(n)
+    def rollout():
+        nonlocal now, over
+        for t in range(T):
+            obs[t], done[t] = now, over
+            with torch.no_grad():
+                choice = Categorical(logits=actor(now))
+                action[t] = picked = choice.sample()
+                logp[t], value[t] = choice.log_prob(picked), critic(now).flatten()
+            found, gain, term, trunc, _ = envs.step(picked.numpy())
+            reward[t], now, over = torch.tensor(gain).view(-1), torch.Tensor(found), torch.Tensor(term | trunc)
+        with torch.no_grad():
+            adv, last, following, ends = torch.zeros(T, n), 0., critic(now).flatten(), over
+            for t in reversed(range(T)):
+                delta = reward[t] + 0.99 * following * (1 - ends) - value[t]
+                adv[t] = last = delta + 0.99 * 0.95 * (1 - ends) * last
+                following, ends = value[t], done[t]
+        flat = [x.reshape(T * n, *x.shape[2:]) for x in (obs, action, logp, adv, adv + value)]
+        for _ in range(PACE["update_epochs"]):
+            for part in torch.randperm(T * n).tensor_split(parts):
+                o, a, old, ad, target = (x[part] for x in flat)
+                choice = Categorical(logits=actor(o))
+                ratio, ad = (choice.log_prob(a) - old).exp(), (ad - ad.mean()) / (ad.std() + 1e-8)
+                gain = torch.minimum(ratio * ad, ratio.clamp(0.8, 1.2) * ad).mean()
+                error = 0.5 * (critic(o).flatten() - target).square().mean()
+                optimizer.zero_grad()
+                (0.5 * error - gain - PACE["ent_coef"] * choice.entropy().mean()).backward()
+                torch.nn.utils.clip_grad_norm_(weights, 0.5)
+                optimizer.step()
+    return rollout
+
+
+def pace(n=8, repeat=12):
+    "Steps a second of three learners with equal settings and networks, from the fastest rollout of each."
+    times = in_turns([our_pace(n), sb3_pace(n), plain_pace(n)], repeat)
+    ours, sb3, plain = (PACE["num_steps"] * n / t for t in times)
+    return dict(ours=round(ours), sb3=round(sb3), plain=round(plain), to_sb3=round(ours / sb3, 2),
+                to_plain=round(ours / plain, 2))
+
+
 def acting(repeat=300):
     "Microseconds of one decision: eight heads of 3 to 13 choices for 16 lanes, masked."
     heads, g = Heads((3, 13, 4, 3, 3, 4, 5, 6)), torch.Generator().manual_seed(0)
@@ -356,7 +439,7 @@ SECTIONS = {
                         both=of_seeds(ours_cue, "lstm", True), memory=of_seeds(ours_cue, "lstm", False),
                         masks=of_seeds(ours_cue, "none", True), sb3_memory=of_seeds(sb3_cue, False),
                         sb3_masks=of_seeds(sb3_cue, True)),
-    "speed": speed, "acting": acting, "kills": kills, "split": sb3_split}
+    "speed": speed, "pace": pace, "acting": acting, "kills": kills, "split": sb3_split}
 SLOW = tuple(name for name in SECTIONS if name.startswith("hidden_sb3")) # run by name only
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import avg_pool2d, pad
 
 from esper_nb.run.compare import RulePlayer, compare_controllers, simple_controllers
 from esper_nb.run.comparison import Comparison
-from esper_nb.run.repeats import OraclePlayer, best_schedule, list_schedules, search_seeds, train_player
+from esper_nb.run.growth_rules import OraclePlayer, best_schedule, list_schedules, search_seeds, train_player
 from esper_nb.run.recipes import get_recipe
 from esper_nb.run.recipes import fair_env
 from esper_nb.train.data import ImageData

@@ -36,8 +36,8 @@ TASKS = { # section of the sidebar -> its pages, what a newcomer reads first fir
     "Train a controller": "tutorials/train_a_controller tutorials/watch_a_controller tutorials/read_a_run "
                           "tutorials/laptop_to_cluster explanations/many_machines tutorials/train_sb3 "
                           "tutorials/tune_with_optuna",
-    "Compare": "explanations/results explanations/growing_pays explanations/frontier explanations/negative_results "
-               "explanations/benchmarks explanations/numbers"}
+    "Compare": "explanations/results explanations/leaderboard explanations/growing_pays explanations/frontier "
+               "explanations/negative_results explanations/benchmarks explanations/numbers"}
 OPERATORS = ("__call__", "__iter__", "__len__", "__getitem__", "__contains__")      # have entries, if documented
 NO_QUARTO = "Quarto is not on PATH: plain pages, without search. To get it: https://quarto.org/docs/get-started"
 

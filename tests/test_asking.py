@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper_nb.guard import Governor, GovernorConfig, LossStats, Trial, judge
+from esper_nb.guard.governor import blames_lanes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = GovernorConfig(patience=12, snapshot_every=10, probation=10)
@@ -240,3 +241,30 @@ def test_a_jump_of_a_signed_loss_does_not_become_the_normal_case():
         s, v = judge(s, x)
         if v.panic[0]: break
     assert v.reason() in ("rise", "explosion") and t < 312
+
+
+# --- lanes of a population
+
+def test_a_lane_that_died_of_an_explosion_is_rolled_back_though_its_loss_has_fallen_again():
+    "The loss jumps to 200, and falls to that of a network that knows nothing: the old weights are a little better."
+    net, noise = nn.Module(), np.random.default_rng(0)
+    net.weight = nn.Parameter(torch.zeros(2, 1))
+    def ask(): return torch.where(net.weight[:, 0] != 0, 2.31, 2.2) + .05 * torch.linspace(-1, 1, 8)[:, None]
+    gov = Governor(net, chance_loss=2.303, lanes=2, config="epoch", ask=ask)
+    gov.adjust(sync_every=20, snapshot_every=20, probation=0)
+    for t in range(200):
+        loss = 2.2 * np.exp(.01 * noise.standard_normal(2))
+        if t >= 183: loss[1] = max(2.31, 200 * math.exp((183 - t) / 4))
+        if t == 199: net.weight.data[1] = 1.
+        reports = gov.watch(torch.tensor(loss))
+    assert [(r.lane, r.reason, r.action) for r in reports] == [(1, "explosion", "rollback")] and not gov.notes
+    assert not net.weight.any()
+
+
+def test_lanes_are_blamed_by_paired_losses():
+    old = np.array([[1., 1., 1., 1.], [2., 2., 2., 2.]])
+    live = old + np.array([[.3, .3, .001, np.nan], [.301, .301, -.001, .1]])
+    blamed = blames_lanes(live, old, rise=np.array([.2, .9, .0, .1]), spread=np.ones(4))
+    assert blamed.tolist() == [True, False, False, True]
+    one = live[:1], old[:1] # a single loss says nothing about its error
+    assert not blames_lanes(*one, rise=np.zeros(4), spread=np.ones(4))[:3].any()

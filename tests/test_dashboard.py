@@ -15,9 +15,9 @@ from esper_nb.guard import Governor, GovernorConfig, loss_limits
 from esper_nb.record import encode_row, read_rows
 from esper_nb.run import watch_text
 from esper_nb.show import (
-    THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident,
-    LoopSource, NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots,
-    disabled_reasons, duration_text, lane_limits, live_front_end, log_html, notebook_html, plot_session, plot_slots,
+    THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident, LoopSource,
+    NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots, disabled_reasons,
+    duration_text, lane_limits, live_front_end, log_html, notebook_html, operations_line, plot_session, plot_slots,
     seed_disabled_reasons, session_packet, session_text, status_html, watch)
 from esper_nb.train import FitConfig, fit, get_task, new_population, parse_fault, task_from_arrays
 
@@ -713,6 +713,11 @@ def test_a_refused_move_says_what_is_missing_and_names_no_gate(run):
     said = s.seed("advance", 1, "r0c0").wait()
     assert not said.ok and said.message.startswith("seed refused: cannot advance r0c0 of lane 1 now: in 10 more epochs")
     assert s.seed("prune", 0, "r0c0").wait().message.endswith("cannot prune r0c0 of lane 0 now: nothing grows here")
+
+def test_the_log_counts_lanes_where_there_are_many():
+    said, = operations_line(["prune", "wait", "prune", *["germinate"] * 14])
+    assert said == "prune in lanes 0, 2, germinate in 14 lanes"
+
 
 def test_a_fault_is_marked_where_it_begins(run):
     s = run(population(2, 60))

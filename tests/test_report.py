@@ -40,6 +40,7 @@ def no_pictures(monkeypatch):
 def words_of(text):
     "What a reader sees."
     import html
+    text = re.sub("</?abbr[^>]*>", "", text) # within a sentence
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", text, flags=re.DOTALL)))
 
 
@@ -63,11 +64,15 @@ def test_each_class_has_its_accuracy_the_weakest_first(made, page):
     for r in tests: # ten classes of about the same size
         assert abs(r["test.accuracy_pp"] - sum(r[f"test.class_pp.{k}"] for k in of_class) / 10) < 3
 
+def test_the_reports_first_sentence_explains_its_words(page):
+    assert re.search(r'class="lead">[^\n]*<abbr title="percentage points[^"]*">pp</abbr>', page)
+
 def test_seed_date_machine_and_versions_stand_above_everything_else(made, page):
     first, config = words_of(page[:page.index("<h2>")]), made[0].folder.config()
     origin = config["origin"]
+    begun = origin["begun"][:16].replace("T", " ")
     assert abs((datetime.now().astimezone() - datetime.fromisoformat(origin["begun"])).total_seconds()) < 3600
-    for name, value in (("seed", 0), ("begun", origin["begun"]), ("processor", origin["processor"]),
+    for name, value in (("seed", 0), ("begun", begun), ("processor", origin["processor"]),
                         ("cores", origin["cores"]), ("Python", origin["python"]), ("NumPy", origin["numpy"]),
                         ("torch", torch.__version__), ("esper_nb", config["version"])):
         assert f"{name} {value}" in first, name

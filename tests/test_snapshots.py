@@ -373,6 +373,15 @@ def test_rows_go_back_and_the_others_go_on(kind, lanes):
     for _ in range(50): run.step(); never.step()
     for i in lanes: assert equal(run.lane(i), never.lane(i)), "50 steps after the rollback"
 
+def test_what_a_lane_cannot_get_back_alone_is_named():
+    net = torch.nn.Linear(3, N)
+    net.register_buffer("seen", torch.zeros(N))
+    snap = Snapshot(lanes=N, model=net)
+    snap.take()
+    del net.seen
+    assert snap.restore(lanes=[1]).kept == ("model: seen",)
+    assert snap.restore().kept == () and net.seen.shape == (N,)
+
 @settings(deadline=None, max_examples=12)
 @given(st.lists(st.tuples(st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]),
                           st.sets(st.integers(0, N - 1), min_size=1)), max_size=25))
@@ -635,3 +644,19 @@ def test_cuda_background_is_the_state_at_its_beginning():
         assert snap.find_late(wait=True) == () and snap.background is not None
         snap.confirm(); snap.restore()
         assert same(everything(net, opt), before) and snap.steps == [t]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("where", [0, -1])
+def test_a_large_tensor_is_checked_piece_by_piece(dtype, where):
+    "A NaN in the first or the last piece is refused and harms no good state; numbers whose sum overflows are not."
+    large = dict(x=torch.ones(2_500_000, dtype=dtype), few=torch.ones(3), count=torch.tensor(1))
+    snap = Snapshot(large, streams=False)
+    for k in range(3): assert snap.take(k).published
+    large["x"][where] = torch.nan
+    result = snap.take(3)
+    assert result.refused == (0,) and not result.published and len(result.bad) == 1
+    snap.restore()
+    assert (large["x"] == 1).all() and snap.steps == [2]
+    large["x"].fill_(torch.finfo(dtype).max)
+    assert snap.take(4).published

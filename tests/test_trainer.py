@@ -240,3 +240,15 @@ def test_a_lane_that_is_ruined_for_good_stops_and_the_rest_goes_on():
     assert [r.action for r in reports] == ["rollback", "rollback", "stop"]
     assert pop.governor.stopped.tolist() == [False, True, False, False]
     assert all(r.lane == 1 for r in reports)
+
+
+def test_looking_for_places_to_grow_changes_no_number():
+    "An epoch without the look trains the same weights to the bit, grown or not, and has no signals."
+    def train(look):
+        pop = new_population(TASKS["digits"], FitConfig(lanes=3, epochs=3, workers=1), data=DATA["digits"])
+        pop.model.germinate(pop.model.names[0], pop.model.slot(pop.model.names[0]).blueprints[0], lanes=[0, 2])
+        results = [run_epoch(pop, split=None, look=look) for _ in range(2)]
+        return [r.train.losses for r in results] + [*pop.model.state_dict().values()], results[-1].signals
+    (looked, found), (blind, nothing) = train(True), train(False)
+    assert all(torch.equal(a, b) for a, b in zip(looked, blind) if isinstance(a, torch.Tensor))
+    assert found and not nothing

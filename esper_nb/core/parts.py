@@ -152,14 +152,15 @@ class ModulePart:
         self.laned = laned
         self.grads = grads
 
-    def _tensors(self):
+    def tensors(self) -> dict[str, Tensor]: # by name
+        "Return parameters and buffers, and gradients where they count."
         named = dict(self.obj.named_parameters()) | dict(self.obj.named_buffers())
         if not self.grads: return named
         return named | {f"{k}<grad>": p.grad for k, p in self.obj.named_parameters() if p.grad is not None}
 
     def read(self, out: dict[str, Tensor]): # takes the live tensors by name
         "Return the rest of the state; its tensors go to `out`."
-        named = self._tensors()
+        named = self.tensors()
         out.update({k: t.detach() for k, t in named.items()})
         tree = [(m, [dict(t) for t in _tables(m)], m.training) for m in self.obj.modules()]
         extra = [(m, pack_tree(m.get_extra_state(), out, f"<extra{i}>"))
@@ -170,7 +171,7 @@ class ModulePart:
     def write(self, rest, get: _Get, n: int, lanes: Sequence[int] | None):
         "Put the structure back (whole), then the values, then the extra state; gradients are dropped."
         if lanes is None: _rebuild(rest["tree"], rest["frozen"])
-        _write_values(rest["named"] if lanes is None else self._tensors(), get, n, lanes)
+        _write_values(rest["named"] if lanes is None else self.tensors(), get, n, lanes)
         for m, packed in rest["extra"]: m.set_extra_state(_merged(m.get_extra_state, packed, get, n, lanes))
         for k, p in self.obj.named_parameters():
             if lanes is None: p.grad = rest["named"].get(f"{k}<grad>") if p.grad is not None else None

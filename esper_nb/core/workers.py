@@ -66,9 +66,10 @@ def use_threads(
 ) -> Iterator[None]:
     "Let PyTorch use `count` cores of a CPU for operations that this thread starts inside the block."
     before = torch.get_num_threads()
-    if count is not None: torch.set_num_threads(check_count("threads", count))
+    if count not in (None, before): torch.set_num_threads(check_count("threads", count))
     try: yield
-    finally: torch.set_num_threads(before)
+    finally:
+        if torch.get_num_threads() != before: torch.set_num_threads(before)
 
 # %% ../../nbs/core/06_workers.ipynb #a753e0c9
 def _make_threads(count: int) -> ThreadPoolExecutor:

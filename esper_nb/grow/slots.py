@@ -157,7 +157,10 @@ class Slot(nn.Module):
 
     def states(self) -> list[SeedState]: # one per lane
         "Return the states of all lanes."
-        return [decode_seed(r) for r in self.rows().tolist()]
+        rows = self.rows()
+        if self._view.get("key") != (key := rows.tobytes()): # read many times before it changes
+            self._view.update(key=key, states=[decode_seed(r) for r in rows.tolist()])
+        return list(self._view["states"])
 
     def state(self, lane: int) -> SeedState:
         "Return the state of one lane."
@@ -201,21 +204,22 @@ class Slot(nn.Module):
         old = {s.blueprint for s in self.states() if s.fresh and s.age and s.blueprint is not None}
         return any(p.grad is not None for b in old for p in self.part(self.blueprints[b]).parameters())
 
-    def roles(self) -> tuple["Role", ...]:
-        "Return who does what in the forward pass, in the present mode; empty where features only pass."
-        return self.route().roles
+    def roles(self, training: bool | None = None) -> tuple["Role", ...]: # in which mode; None: the present one
+        "Return who does what in the forward pass; empty where features only pass."
+        return self.route(training).roles
 
     def kinds(self) -> list[tuple[str, Blend, str] | None]: # one key per lane, None where the features pass
         "Return what each lane does in training; lanes with equal keys share every call of a bank."
         kind = {i: r.kind for r in find_roles(self.states(), self.blueprints) for i in r.lanes}
         return [kind.get(i) for i in range(self.lanes)]
 
-    def route(self) -> "Route":
-        "Return the route of the present table, mode and time; it is kept until one of them changes."
-        key = self.training, self.rows().tobytes() # bytes are cheaper than any column
+    def route(self, training: bool | None = None) -> "Route": # in which mode; None: the present one
+        "Return the route of the present table and time; it is kept until one of them or the mode changes."
+        if training is None: training = self.training
+        key = training, self.rows().tobytes() # bytes are cheaper than any column
         if self._route.get("key") != key or self._route["within"] not in (None, self.within):
             states = self.states()
-            route = Route(find_roles(states, self.blueprints, self.training, self.within), self.lanes)
+            route = Route(find_roles(states, self.blueprints, training, self.within), self.lanes)
             still = all(s.mode == RampMode.HOLD for s in states) # then the time does not matter
             self._route.update(key=key, route=route, within=None if still else self.within)
         return self._route["route"]
@@ -424,7 +428,7 @@ def evaluating(module: nn.Module) -> Iterator[nn.Module]:
     try:
         with torch.no_grad(): yield module
     finally:
-        for m, mode in modes.items(): m.training = mode
+        for m, mode in modes.items(): vars(m)["training"] = mode # a module's __setattr__ asks much, for one flag
 
 # %% ../../nbs/grow/23_slots.ipynb #090db851
 def fitting_blueprints(family: str, channels: int, options: Mapping[str, Mapping]) -> list[str]:

@@ -9,11 +9,11 @@ from .causes import (CAUSES as CAUSES, LOW as LOW, EXPERIMENTS as EXPERIMENTS, S
     leave_out_odd as leave_out_odd, hold_rate as hold_rate, hold_settings as hold_settings,
     without_autocast as without_autocast, full_precision as full_precision, drop_gradients as drop_gradients,
     mix_examples as mix_examples, can_mix as can_mix, with_tensors as with_tensors, forget_moments as forget_moments,
-    clip_gradients as clip_gradients, usual_norms as usual_norms, lower_rate as lower_rate, scale_rate as scale_rate,
-    most_changed as most_changed, other_settings as other_settings, is_near as is_near, rate_rose as rate_rose,
-    name_batches as name_batches, odd_ones as odd_ones, LayerWatch as LayerWatch, center_spread as center_spread,
-    level_spread as level_spread, find_onset as find_onset, find_odd as find_odd, find_cause as find_cause,
-    Inquiry as Inquiry, same_number as same_number)
+    usual_norms as usual_norms, lower_rate as lower_rate, scale_rate as scale_rate, most_changed as most_changed,
+    other_settings as other_settings, is_near as is_near, rate_rose as rate_rose, name_batches as name_batches,
+    odd_ones as odd_ones, LayerWatch as LayerWatch, center_spread as center_spread, level_spread as level_spread,
+    find_onset as find_onset, find_odd as find_odd, find_cause as find_cause, Inquiry as Inquiry,
+    same_number as same_number)
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
@@ -22,9 +22,9 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     find_gradient as find_gradient, log_of as log_of, on_scale as on_scale, off_scale as off_scale,
     LossStats as LossStats, loss_limits as loss_limits)
 from .governor import (logger as logger, Governor as Governor, GoodFiles as GoodFiles, Question as Question,
-    Waiting as Waiting, SavedAt as SavedAt, goes_on as goes_on, Trial as Trial, fall_of as fall_of,
-    open_trial as open_trial, unheard_of as unheard_of, Budget as Budget, blames_batch as blames_batch,
-    scale_lr as scale_lr)
+    Waiting as Waiting, SavedAt as SavedAt, goes_on as goes_on, Trial as Trial, blames_lanes as blames_lanes,
+    fall_of as fall_of, open_trial as open_trial, unheard_of as unheard_of, Budget as Budget,
+    blames_batch as blames_batch, scale_lr as scale_lr)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, GovernorConfig as GovernorConfig,
     as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Evidence as Evidence,

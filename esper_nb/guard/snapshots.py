@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, _foreach_copy_, _foreach_norm, nn
+from torch import Tensor, _foreach_copy_, nn
+from torch.nn.utils import get_total_norm
 
 from ..core import (
     AnyPart, Leaf, ModulePart, OptimizerPart, RandomStreams, as_part, by_lane, check, check_count, has_lanes,
@@ -94,7 +95,10 @@ class Snapshot:
         live = self._settled()
         if first: self.masks = _masks(live, self.parts)
         writer = self.background if hold and not first else None
-        bad, refused = _vet(live if writer is None else writer.rest_of(live), self.parts, self.n, self.masks)
+        copied = None # which tensors are finite, where the bank is free and a core copies: found on the way
+        free = whole and writer is None and not first and self._is_free(live)
+        if free: copied = _copy_and_check(self._pairs(live, wanted, True))
+        bad, refused = _vet(live if writer is None else writer.rest_of(live), self.parts, self.n, self.masks, copied)
         if self.agree:
             flags, apart = self.agree([i in refused for i in range(self.n)], [_weights_of(live)])
             refused = list(range(self.n)) if apart else [i for i, x in enumerate(flags) if x]
@@ -108,7 +112,7 @@ class Snapshot:
                 for k, t in live.tensors.items(): self._buffer(bank, k, t)
         good = [i for i in wanted if i not in refused]
         whole = whole and not refused
-        if good: self._write(live, good, whole, step, writer)
+        if good: self._write(live, good, whole, step, writer, copied is not None)
         if good and not hold: self.confirm(None if whole else good)
         return TakeResult(
             step=_step_of(step), lanes=tuple(good), published=bool(good) and not hold, bad=tuple(map(".".join, bad)),
@@ -329,14 +333,19 @@ class Snapshot:
         moved = wait_for({t.device for t in live.tensors.values()})
         return read_parts(self.parts, self.n) if moved and live.sparse else live   # sparse ones were copied too early
 
+    def _is_free(self, live: "LiveState") -> bool:
+        "Whether nothing is lost if the spare bank is written before it is known that the live state is good."
+        alone = self.copies == 2 and len(set(self.front)) == 1 and not any(self.held)
+        return alone and all(t.device.type == "cpu" for t in live.tensors.values())
+
     def _write(self, live: "LiveState", lanes: Sequence[int], whole: bool, step: int | Sequence[int] | None,
-               writer: "BackgroundCopy | None"):
+               writer: "BackgroundCopy | None", copied: bool):
         "Write a state into the spare bank; from then on it is held, and `confirm` publishes it."
         pointers = [*(lanes if self.n > 1 else ()), *([len(self.front) - 1] if whole else ())]
         for u in pointers: self.held[u] = None # its bank is about to be overwritten
         self.shards = live.shards
         if self.copies == 1: self.published[-1] = None # until the copy is whole
-        pairs = self._pairs(live, lanes, whole)
+        pairs = [] if copied else self._pairs(live, lanes, whole)
         if writer is None: _copy_all(pairs)
         else: writer.copy(pairs)
         if whole and len(set(self.front)) == 1:
@@ -400,6 +409,9 @@ class Snapshot:
             if stay: rest, get, differs = _stay(part, rest, get)
             part.write(rest, get, self.n, lanes)
             names.append(name)
+            if lanes is not None and isinstance(part, ModulePart): # of a lane alone a tensor cannot be made again
+                there = part.tensors()
+                differs += [k for k in rest["named"] if k not in there and not k.endswith("<grad>")]
             kept += [f"{name}: {what}" for what in differs]
         return names, kept
 
@@ -687,14 +699,43 @@ def _stay(part: AnyPart, rest: Any, get) -> tuple[Any, Any, list[str]]: # rest a
 #| code-summary: "Whether all of a state is finite"
 def _real(t: Tensor) -> Tensor: return torch.view_as_real(t) if t.is_complex() else t
 
+_PIECE = 2**22 # bytes that are still in a cache of the processor when they have been copied
+
+def _copy_and_check(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]: # target, source; both on the host
+    "Copy tensors, and return of each whether it is finite: what was copied is looked at while it is in the cache."
+    found: list[Tensor] = []
+    owners: list[int] = []
+    fine = [True] * len(pairs)
+    small = [i for i, (to, _) in enumerate(pairs) if to.nbytes < 2**16]
+    if small: _foreach_copy_([pairs[i][0] for i in small], [pairs[i][1] for i in small])
+    few = [i for i in small if _may_be_infinite(pairs[i][0])]
+    for i, ok in zip(few, _finite([pairs[i][0] for i in few])): fine[i] = ok
+    for i, (to, t) in enumerate(pairs):
+        if to.nbytes < 2**16: continue
+        for a, b in _pieces(to, t):
+            a.copy_(b)
+            if not _may_be_infinite(a): continue
+            found.append(_real(a).sum(dtype=torch.float32 if a.element_size() < 4 else None))
+            owners.append(i)
+    sums = torch.stack([x.float() for x in found]).isfinite().tolist() if found else ()
+    for i, ok in zip(owners, sums): fine[i] &= ok
+    return [ok or bool(to.isfinite().all()) for ok, (to, _) in zip(fine, pairs)]   # a sum may also overflow
+
+def _may_be_infinite(t: Tensor) -> bool: return (t.is_floating_point() or t.is_complex()) and t.numel() > 0
+
+def _pieces(to: Tensor, t: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    "Return parts of a target and of its source that fit into the cache."
+    if t.nbytes <= _PIECE or not (to.is_contiguous() and t.is_contiguous()): return [(to, t)]
+    count = _PIECE // t.element_size()
+    return zip(to.view(-1).split(count), t.view(-1).split(count))
+
 def _finite(tensors: Sequence[Tensor]) -> list[bool]:
     "One flag per tensor: no NaN and no infinity in it."
-    sure: dict[int, bool] = {}
+    sure: dict[torch.device, bool] = {}
     for device in {t.device for t in tensors}:
         here = [t for t in tensors if t.device == device]
-        norms = torch.stack([x.float() for x in _foreach_norm([_real(t) for t in here])]).isfinite().tolist()
-        sure |= dict(zip(map(id, here), norms))
-    return [sure[id(t)] or t.isfinite().all().item() for t in tensors]   # a norm may also overflow
+        sure[device] = get_total_norm([_real(t) for t in here]).isfinite().item()
+    return [sure[t.device] or t.isfinite().all().item() for t in tensors]   # a norm may also overflow
 
 def _masks(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
     "Buffers of modules that are infinite by design."
@@ -705,14 +746,15 @@ def _masks(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
         if torch.isinf(t).any() and not torch.isnan(t).any(): found.add(k)
     return found
 
-def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int,
-         masks: set[StateKey]) -> tuple[list[StateKey], list[int]]:
+def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[StateKey],
+         known: Sequence[bool] | None = None) -> tuple[list[StateKey], list[int]]: # known: of each tensor, finite
     "Non-finite tensors, and the lanes that own them; a shared one condemns every lane."
     bad_sparse = [k for k, t in live.sparse.items() if not t.coalesce().values().isfinite().all()]
     if bad_sparse: return bad_sparse, list(range(n))
-    keys = [k for k, t in live.tensors.items() if (t.is_floating_point() or t.is_complex()) and t.numel()
-            and k not in masks and getattr(parts[k[0]].obj, "vetted", True)]
-    bad = [k for k, ok in zip(keys, _finite([live.tensors[k] for k in keys])) if not ok]
+    keys = [k for k, t in live.tensors.items()
+            if _may_be_infinite(t) and k not in masks and getattr(parts[k[0]].obj, "vetted", True)]
+    sure = dict(zip(live.tensors, known)) if known else dict(zip(keys, _finite([live.tensors[k] for k in keys])))
+    bad = [k for k in keys if not sure[k]]
     bad += [k for k in masks & live.tensors.keys() if live.tensors[k].isnan().any()]
     lanes: set[int] = set()
     for k in bad:

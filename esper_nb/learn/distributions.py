@@ -8,6 +8,7 @@ __all__ = ['ActionHeads', 'Heads', 'heads_of', 'to_env', 'MaskedHeads', 'mix_flo
 # %% ../../nbs/learn/60_distributions.ipynb #6586dbc6
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -107,10 +108,15 @@ class MaskedHeads:
         validate: bool = True, # raise a `ValueError` for NaN and empty masks
     ):
         if validate: _check_choices(logits, legal)
-        self.legal, self.choices = legal, legal.sum(-1) # choices: (..., K), k of each head
+        self.legal = legal
         logp = logits.float().masked_fill(~legal, -math.inf).log_softmax(-1)
         if isinstance(floor, Tensor) or floor > 0: logp = mix_floor(logp, legal, floor)
         self.logp = logp # (..., K, A), minus infinity where illegal
+
+    @cached_property
+    def choices(self) -> Tensor: # (..., K)
+        "Number of legal choices of each head."
+        return self.legal.sum(-1)
 
     def log_prob(self, action: Tensor) -> Tensor: # (..., K) int64 -> (..., K)
         "Return the log-probability of each head's choice; minus infinity for an illegal one."
@@ -146,13 +152,9 @@ def mix_floor(
     return mixed.masked_fill(~legal, -math.inf)
 
 # %% ../../nbs/learn/60_distributions.ipynb #7290b1f5
-def _faults(logits: Tensor, legal: Tensor) -> tuple[Tensor, Tensor]: # (..., K, A) each -> (..., K, A), (..., K) bool
-    "Find legal logits that are not finite, and heads without a legal choice."
-    return ~torch.isfinite(logits) & legal, ~legal.any(-1)
-
 def _check_choices(logits: Tensor, legal: Tensor) -> None: # (..., K, A) each
     "Raise a `ValueError` for logits that are not finite, and for an empty mask."
-    bad, empty = _faults(logits, legal)
+    bad, empty = ~torch.isfinite(logits) & legal, ~legal.any(-1)
     if bad.any(): raise ValueError(f"logits are not finite at {bad.nonzero()[0].tolist()} (..., head, choice): "
                                    "the policy is ruined; restore an earlier state")
     if empty.any(): raise ValueError(f"mask is empty at {empty.nonzero()[0].tolist()} (..., head): "
@@ -168,19 +170,22 @@ def choose(
 ) -> tuple[Tensor, Tensor]: # action (..., K) int64 and its log-probability per head (..., K)
     "Choose every head, stage by stage; `ValueError` for logits that are not finite and for an empty mask."
     now, seen = logits(None) if callable(logits) else logits, []
+    found: Tensor | float = 0. # sum of log-probabilities, not finite where a logit is not, and where a mask is empty
     action = torch.zeros(now.shape[:-1], dtype=torch.int64, device=now.device)
     for i, stage in enumerate(heads.stages):
         if i and callable(logits): now = logits(action)
-        seen.append((now, heads.legal(mask, action)))
-        dist = MaskedHeads(*seen[-1], floor, validate=False)
+        legal = heads.legal(mask, action)
+        dist = MaskedHeads(now, legal, floor, validate=False)
+        seen.append((now, legal))
         picked = dist.mode() if noise is None else dist.sample(noise)
+        logp = dist.log_prob(picked)
+        found = found + logp.sum()
         if len(heads.stages) == 1: action = picked
         else:
             for head in stage: action[..., head] = picked[..., head]
-    faults = [flag for logit, legal in seen for flag in _faults(logit, legal)]
-    if torch.stack([flag.any() for flag in faults]).any(): # one copy to the host for all stages
+    if not math.isfinite(found): # one copy to the host for all stages
         for logit, legal in seen: _check_choices(logit, legal)
-    return action, dist.log_prob(action)
+    return action, logp if len(heads.stages) == 1 else dist.log_prob(action)
 
 # %% ../../nbs/learn/60_distributions.ipynb #7cfc1c01
 def acting_noise(

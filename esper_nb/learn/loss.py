@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -232,12 +233,13 @@ def ppo_loss(
     if c.ent_floor_coef: floor_loss = _floor_loss(logits, masks.available, valid, coefs.floors, prob_floor)
     loss = policy_loss + c.vf_coef * value_loss - coefs.entropy * ent + c.ent_floor_coef * floor_loss
     with torch.no_grad():
-        kl = ((log_ratio.exp() - 1 - log_ratio).sum(-1) * weight).sum()
+        change = log_ratio.exp() - 1
+        kl = ((change - log_ratio).sum(-1) * weight).sum()
         clipped = (((ratio - 1).abs() > clip).float().mean(-1) * weight).sum()
         chose = used * (dist.choices > 1)
         head = (entropy * chose).sum((0, 1)) / chose.sum((0, 1)) # 0/0 is NaN: nowhere measured
     return PPOStats(loss=loss, policy_loss=policy_loss, value_loss=value_loss, entropy=ent, floor_loss=floor_loss,
-                    approx_kl=kl, clipfrac=clipped, ratio_gap=(log_ratio.exp() - 1).abs().max(), head_entropy=head)
+                    approx_kl=kl, clipfrac=clipped, ratio_gap=change.abs().max(), head_entropy=head)
 
 # %% ../../nbs/learn/64_loss.ipynb #4b4fcc8b
 def minibatch_loss(
@@ -281,14 +283,16 @@ def collect_returns(
     gamma: float, # discount per step
 ) -> Collected:
     "Sum up discounted rewards to the end of each episode."
-    out = Collected(torch.empty_like(reward), torch.empty_like(reward), torch.empty_like(done))
-    total, rest, known = torch.zeros_like(reward[0]), torch.zeros_like(reward[0]), torch.zeros_like(done[0])
-    for t in range(len(reward) - 1, -1, -1):
-        end = done[t]
-        out.rewards[t] = total = reward[t] + gamma * torch.where(end, 0., total)
-        out.rest[t] = rest = gamma * torch.where(end, following[t], rest)
-        out.known[t] = known = end | known
-    return out
+    gains, ends, then = (x.cpu().numpy() for x in (reward, done, following)) # many small steps: on the host
+    out = np.empty_like(gains), np.empty_like(gains), np.empty_like(ends)
+    zero = np.zeros_like(gains[0])
+    total, rest, known = zero, zero, np.zeros_like(ends[0])
+    for t in range(len(gains) - 1, -1, -1):
+        end = ends[t]
+        out[0][t] = total = gains[t] + gamma * np.where(end, zero, total)
+        out[1][t] = rest = gamma * np.where(end, then[t], rest)
+        out[2][t] = known = end | known
+    return Collected(*(torch.from_numpy(x).to(reward.device) for x in out))
 
 # %% ../../nbs/learn/64_loss.ipynb #a1e60adb
 class Compiled:

@@ -9,6 +9,7 @@ __all__ = ['Moments', 'ObsNormalizer', 'discounted_sums', 'RewardNormalizer', 'V
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,10 +35,12 @@ class Moments:
         "Add a batch; `ValueError`, and no change, if a value is not finite."
         x = x.detach().reshape(-1, self.width).cpu().double()
         if not len(x): return
-        wrong = int((~torch.isfinite(x)).sum())
-        if wrong: raise ValueError(f"{wrong} of {x.numel()} values are not finite, expected numbers: "
-                                   "statistics would be ruined for ever")
-        self._pool(float(len(x)), x.mean(0), x.var(0, correction=0))
+        mean, var = x.mean(0), x.var(0, correction=0)
+        if not np.isfinite(var.numpy()).all():
+            wrong = int((~torch.isfinite(x)).sum())
+            raise ValueError(f"{wrong} of {x.numel()} values are not finite, expected numbers: "
+                             "statistics would be ruined for ever")
+        self._pool(float(len(x)), mean, var)
 
     def merge(self, other: "Moments") -> None: # statistics of other data
         "Add all that `other` has seen."
@@ -47,10 +50,12 @@ class Moments:
         "Add the statistics of other data by the pairwise formula."
         old = min(self.count, max(self.window - count, 0.))
         if old == 0: self.count, self.mean, self.var = count, mean.clone(), var.clone()
-        else:
-            total, delta = old + count, mean - self.mean
-            self.count, self.mean = total, self.mean + delta * (count / total)
-            self.var = (old * self.var + count * var + delta ** 2 * (old * count / total)) / total
+        else: # in NumPy: a few numbers, where calling PyTorch takes longer than the work
+            total, before, spread = old + count, self.mean.numpy(), self.var.numpy()
+            delta = mean.numpy() - before
+            pooled = (old * spread + count * var.numpy() + delta ** 2 * (old * count / total)) / total
+            self.count, self.mean = total, torch.from_numpy(before + delta * (count / total))
+            self.var = torch.from_numpy(pooled)
 
     def state_dict(self) -> dict:
         "Return copies of the three numbers."
@@ -113,11 +118,10 @@ def discounted_sums(
     running: Tensor, # (n,) fp64, the sums before the first step
 ) -> Tensor: # (T, n) fp64
     "Return in each step the discounted sum of the episode's rewards so far."
-    out = []
-    for t, r in enumerate(reward.cpu().double()):
-        running = running * gamma * ~start[t] + torch.where(counts[t], r, 0.)
-        out.append(running)
-    return torch.stack(out)
+    added = torch.where(counts, reward.cpu().double(), 0.).numpy()
+    total, goes_on, out = running.numpy(), ~start.numpy(), np.empty_like(added)
+    for t, r in enumerate(added): out[t] = total = total * gamma * goes_on[t] + r
+    return torch.from_numpy(out)
 
 # %% ../../nbs/learn/63_normalizers.ipynb #606abed1
 class RewardNormalizer:

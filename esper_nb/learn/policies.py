@@ -8,6 +8,7 @@ __all__ = ['PolicyConfig', 'Act', 'ActorCritic', 'Trunk']
 # %% ../../nbs/learn/61_policies.ipynb #a00e7f1a
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -140,10 +141,12 @@ class ActorCritic(nn.Module):
         noise: Tensor | None = None, # (n, K, A) exponential draws; None: deterministic, the likeliest choice
     ) -> Act:
         "Choose an action in every lane; uses one core, since a decision is too small to share."
-        y, value, state = self.read(obs[None], state, start[None])
-        logits = self.logits(y[0]) if self.modulation is None else partial(self.logits, y[0])
+        if self.states:
+            (y,), (value,), state = self.read(obs[None], state, start[None])
+        else: y, value = self._read_rows(obs)
+        logits = self.logits(y) if self.modulation is None else partial(self.logits, y)
         action, logp = choose(self.heads, logits, mask, noise, self.config.floor)
-        return Act(action, logp, value[0], state)
+        return Act(action, logp, value, state)
 
     def forward(
         self,
@@ -166,6 +169,9 @@ class ActorCritic(nn.Module):
         if obs.dim() != 3 or obs.shape[-1] != self.inputs:
             raise ValueError(f"obs has shape {tuple(obs.shape)}, expected (T, n, {self.inputs}); "
                              f"a single step is (1, n, {self.inputs})")
+        if not self.states:
+            y, value = self._read_rows(obs.flatten(0, 1))
+            return y.unflatten(0, start.shape), value.view(start.shape), state
         with self._cast():
             x = self._embedded(obs)
             states = state.split([t.states for t in self.trunks])
@@ -198,10 +204,18 @@ class ActorCritic(nn.Module):
         later = len(self.heads.stages) - 1 if self.config.autoregressive else 0
         self.modulation = nn.Parameter(torch.zeros(later, 2 * width, K * A)) if later else None
 
+    def _read_rows(self, obs: Tensor) -> tuple[Tensor, Tensor]: # (m, D) -> actor's features (m, width), values (m,)
+        "Run trunks and critic of a policy without memory, to which steps are rows of one matrix."
+        with self._cast():
+            x = self._embedded(obs)
+            outs = [trunk.features(x) for trunk in self.trunks]
+            return outs[0], self.value_out(self.value_features(outs[-1])).squeeze(-1).float()
+
     def _cast(self):
         "Return the autocast context of matrix products."
         low = self.precision.dtype != torch.float32
         where = self.logits_bias.device.type
+        if not low and not torch.is_autocast_enabled(where): return nullcontext()
         return torch.autocast(where, self.precision.dtype, enabled=low, cache_enabled=False)
 
     def _embedded(self, obs):

@@ -37,10 +37,10 @@ def gae(
     """
     delta = reward + gamma * next_value - value
     carry = gamma * gae_lambda * (~done).to(delta.dtype)
-    adv = torch.empty_like(delta)
-    last = torch.zeros_like(delta[0])
-    for t in range(len(delta) - 1, -1, -1): adv[t] = last = delta[t] + carry[t] * last
-    return adv
+    d, c = delta.cpu().numpy(), carry.cpu().numpy() # many small steps: on the host
+    adv, last = np.empty_like(d), np.zeros_like(d[0])
+    for t in range(len(d) - 1, -1, -1): adv[t] = last = d[t] + c[t] * last
+    return torch.from_numpy(adv).to(delta.device)
 
 # %% ../../nbs/learn/62_rollouts.ipynb #6a473052
 def next_values(
@@ -72,10 +72,11 @@ def flat_observations(
     "Flatten the observations of n lanes; those of a `Discrete` space become unit vectors."
     if isinstance(space, gym.spaces.Discrete):
         return torch.eye(int(space.n))[torch.as_tensor(np.asarray(obs, np.int64) - space.start)]
-    x = torch.as_tensor(np.asarray(obs, np.float32)).reshape(len(obs), -1)
-    bad = (~x.isfinite()).any(-1).nonzero().flatten().tolist()
-    check(not bad, "observations of lanes", bad, "finite numbers; the environment, not the policy, is at fault")
-    return x
+    x = np.asarray(obs, np.float32).reshape(len(obs), -1)
+    if not np.isfinite(x).all():
+        bad = np.flatnonzero(~np.isfinite(x).all(-1)).tolist()
+        check(False, "observations of lanes", bad, "finite numbers; the environment, not the policy, is at fault")
+    return torch.as_tensor(x)
 
 # %% ../../nbs/learn/62_rollouts.ipynb #d23d6cd0
 def rolled_lanes(
@@ -84,7 +85,7 @@ def rolled_lanes(
 ) -> np.ndarray: # (n,) bool
     "Return which lanes the environment reports as rolled back."
     rolled = np.zeros(n, bool)
-    for source in (info, info.get("final_info", {})):
+    for source in (info, info.get("final_info", ())):
         if "rolled_back" not in source: continue
         flags = np.asarray(source["rolled_back"], bool)
         rolled |= flags & np.asarray(source.get("_rolled_back", flags), bool)
@@ -112,6 +113,8 @@ class EnvStream:
         check(ok, "observation space", self.space,
               "Box, Discrete or MultiBinary; wrap the environment in gymnasium.wrappers.vector.FlattenObservation")
         self.width = gym.spaces.flatdim(self.space) # D
+        self.actions = envs.single_action_space
+        self.every, self.none = np.ones(self.n, bool), np.zeros(self.n, bool) # all lanes, no lane
 
     def reset(self, seed: int | None = None) -> None: # seed of the environments
         "Reset the environments: an episode begins in every lane."
@@ -125,40 +128,45 @@ class EnvStream:
         action: Tensor, # (n, K) int64, choices counted from 0
     ) -> Outcome:
         "Step every lane; afterwards `obs`, `mask`, `start` and `valid` are those of the next step."
-        ignored = ~self.valid
-        obs, reward, term, trunc, info = self.envs.step(to_env(action, self.envs.single_action_space))
+        obs, reward, term, trunc, info = self.envs.step(to_env(action, self.actions))
         term, trunc = np.array(term, bool), np.array(trunc, bool)
         done, hit = term | trunc, rolled_lanes(info, self.n)
-        has_final = trunc & ~hit & (self.mode != AutoresetMode.NEXT_STEP)
-        final = self._final(obs, info, has_final) if has_final.any() else None
-        if self.mode == AutoresetMode.DISABLED and done.any():
-            obs, more = self.envs.reset(options={"reset_mask": done.copy()})
-            self._read_mask(info, ~done)
-            info, fresh = more, done
-        else: fresh = np.ones(self.n, bool)
-        self._advance(obs, done, hit, ignored)
+        has_final, final, fresh = self.none, None, self.every
+        if self.mode != AutoresetMode.NEXT_STEP and done.any():
+            has_final = trunc & ~hit
+            if has_final.any(): final = self._final(obs, info, has_final)
+            if self.mode == AutoresetMode.DISABLED:
+                obs, more = self.envs.reset(options={"reset_mask": done.copy()})
+                self._read_mask(info, ~done)
+                info, fresh = more, done
+        self._advance(obs, done, hit)
         self._read_mask(info, fresh)
         return Outcome(self._to(np.array(reward, np.float32)), self._to(term | hit), self._to(trunc & ~term & ~hit),
                        final, self._to(has_final), self._to(hit))
 
     def _flags(self, value): return torch.full((self.n,), value, device=self.device)
-    def _to(self, x): return torch.as_tensor(x).to(self.device)
+    def _to(self, x): return (torch.from_numpy(x) if isinstance(x, np.ndarray) else x).to(self.device)
 
     def _read_mask(self, info, lanes):
         "Read the masks of `lanes`, (n,) bool, where the next action counts."
-        lanes = lanes & self.valid.cpu().numpy()
-        if "action_mask" not in info or not lanes.any(): return
-        new = [np.asarray(info["action_mask"][i], bool).ravel() for i in np.flatnonzero(lanes)]
-        masks = self._to(np.stack(new))
+        if "action_mask" not in info: return
+        given, lanes = info["action_mask"], lanes & self.valid.cpu().numpy()
+        if not lanes.any(): return
+        whole = isinstance(given, np.ndarray) and given.dtype != object
+        new = [given.reshape(self.n, -1)[lanes]] if whole else [np.ravel(given[i])[None] for i in np.flatnonzero(lanes)]
+        masks = self._to(np.concatenate(new).astype(bool))
+        if lanes.all():
+            self.mask = masks
+            return
         self.mask = masks.new_ones(self.n, masks.shape[1]) if self.mask is None else self.mask.clone()
         self.mask[self._to(lanes)] = masks
 
-    def _advance(self, obs, done, hit, ignored):
+    def _advance(self, obs, done, hit):
         "Set observations and flags for the next step."
         self.obs = self._to(flat_observations(obs, self.space))
-        if self.mode == AutoresetMode.NEXT_STEP:
-            self.start, self.valid = ignored | self._to(hit & ~done), self._to(~done)
-        else: self.start, self.valid = self._to(done | hit), self._flags(True)
+        if self.mode == AutoresetMode.NEXT_STEP: # a lane whose action was ignored has been reset
+            self.start, self.valid = ~self.valid | self._to(hit & ~done), self._to(~done)
+        else: self.start = self._to(done | hit) # and every action counts
 
     def _final(self, obs, info, lanes):
         "Return the final observations of the truncated lanes."
@@ -176,18 +184,21 @@ class EpisodeEnd(NamedTuple):
     length: int # steps that counted
 
 def count_episodes(
-    returns: Tensor, # (n,) fp64 raw return of each lane's episode so far
-    lengths: Tensor, # (n,) int64
-    start: Tensor, # (n,) bool: the step began an episode
-    valid: Tensor, # (n,) bool: it counted
-    out: Outcome, # of the step
+    returns: Tensor, # (n,) fp64 raw return of each lane's episode so far, on the host
+    lengths: Tensor, # (n,) int64, on the host
+    start: Tensor, # (T, n) bool: the step began an episode
+    valid: Tensor, # (T, n) bool: it counted
+    reward: Tensor, # (T, n)
+    done: Tensor, # (T, n) bool: the episode ended with it
 ) -> tuple[Tensor, Tensor, list[EpisodeEnd]]:
-    "Return returns and lengths after one more step, and the episodes that ended in it."
-    start, valid = start.cpu(), valid.cpu()
-    returns = torch.where(start, 0., returns) + torch.where(valid, out.reward.cpu().double(), 0.)
-    lengths = torch.where(start, 0, lengths) + valid.long()
-    over = (out.terminated | out.truncated).nonzero().flatten().tolist()
-    return returns, lengths, [EpisodeEnd(i, returns[i].item(), int(lengths[i])) for i in over]
+    "Return returns and lengths after T more steps, and the episodes that ended in them."
+    goes_on, counts, gain, over = ~start.cpu().numpy(), valid.cpu().numpy(), reward.cpu().numpy(), done.cpu().numpy()
+    total, steps, ended = returns.numpy(), lengths.numpy(), []
+    gain = np.where(counts, gain, 0.).astype(np.float64)
+    for t, some in enumerate(over.any(1).tolist()):
+        total, steps = np.where(goes_on[t], total, 0.) + gain[t], np.where(goes_on[t], steps, 0) + counts[t]
+        if some: ended += [EpisodeEnd(int(i), float(total[i]), int(steps[i])) for i in np.flatnonzero(over[t])]
+    return torch.from_numpy(total), torch.from_numpy(steps), ended
 
 # %% ../../nbs/learn/62_rollouts.ipynb #f406eb5a
 class Batch(NamedTuple):
@@ -250,8 +261,9 @@ class Rollout:
         if self.full: raise RuntimeError(f"the rollout has its {self.num_steps} steps: learn from it and clear() it")
         for name, values in fields.items():
             if values is None: continue
-            row = getattr(self, name)[self.t]
-            row.copy_(send(values, row.device))
+            rows = getattr(self, name)
+            if rows.is_cpu and values.is_cpu: rows.numpy()[self.t] = values.numpy() # quicker than copy_
+            else: rows[self.t].copy_(send(values, rows.device))
         self.t += 1
 
     def finish(
@@ -293,7 +305,12 @@ class Rollout:
         check(count <= total, "num_minibatches", count,
               f"at most {total}: a minibatch needs a whole {'lane' if whole else 'step'}")
         order = torch.randperm(total, generator=gen)
-        for part in order.tensor_split(count): yield self.batch(part) if whole else self.step_batch(part)
+        if whole:
+            for part in order.tensor_split(count): yield self.batch(part)
+            return
+        mixed = self.step_batch(order) # picked once, and cut into parts
+        cuts = {k: x.tensor_split(count, 1) for k, x in mixed._asdict().items() if x is not None}
+        for part in zip(*cuts.values()): yield Batch(**dict(mask=None) | dict(zip(cuts, part)))
 
     def state_dict(self) -> dict:
         "Return copies of all that is stored; of an empty rollout only the memory."
@@ -336,7 +353,9 @@ def play(
             noise = acting_noise(seed, t // block, block, s.n, policy.heads).to(s.device)
         a = policy.act(view(s.obs), s.mask, state, s.start, None if deterministic else noise[t % block])
         start, valid = s.start, s.valid
-        total, length, ended = count_episodes(total, length, start, valid, s.step(a.action))
+        out = s.step(a.action)
+        done = out.terminated | out.truncated
+        total, length, ended = count_episodes(total, length, start[None], valid[None], out.reward[None], done[None])
         for e in ended: returns[e.lane].append(e.total)
         state, t = a.state, t + 1
     return [r for turn in zip(*(lane[:quota] for lane in returns)) for r in turn][:episodes]

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -145,8 +146,9 @@ def decode_row(
     body, _, digest = text.rstrip().rpartition(b', "digest": "')
     if digest != _row_digest(body + b"}").encode() + b'"}':
         raise ValueError("its digest does not fit: it was changed, or a run has not written it")
-    row = json.loads(body + b"}")
-    if not isinstance(row, dict): raise ValueError(f"a row is a JSON object, not {line!r}")
+    found = json.loads(body + b"}")
+    if not isinstance(found, dict): raise ValueError(f"a row is a JSON object, not {line!r}")
+    row = {sys.intern(k): v for k, v in found.items()} # rows share their names: a million fit into memory
     row |= {k: _nonfinite[v] for k, v in row.pop("nonfinite", {}).items()}
     for name, value in row.items():
         if type(value) not in _types.get(name, _plain): raise ValueError(f"{name}={value!r}, expected another type")

@@ -7,6 +7,7 @@ __all__ = ['about_time', 'watch_text', 'RunStatus']
 
 # %% ../../nbs/run/89_follow.ipynb #cb06c6aa
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
@@ -39,8 +40,9 @@ def watch_text(
     try:
         while True:
             over = (folder.path/"final.jsonl").exists() # all rows were written before it
-            for row in reader.read():
-                for line in status.lines(row): say(line)
+            while rows := reader.read(2**22):
+                for row in rows:
+                    for line in status.lines(row): say(line)
             if over or status.ended: break
             time.sleep(every)
     except KeyboardInterrupt: return
@@ -59,7 +61,8 @@ class RunStatus:
         self.done, self.rollbacks, self.ended = 0, 0, False
         self.paid: float | None = None # mean return of the latest update
         self.heldout: dict[int, float] = {} # lane -> score of its latest epoch
-        self.seconds: list[float] = [] # of every update or epoch
+        self.spent = 0. # seconds of all updates or epochs
+        self.latest = deque[float](maxlen=10) # and of each of the latest
 
     def lines(self, row: Row) -> list[str]: # none: it only changes what is known
         "Take a row in, and return what is worth a line."
@@ -92,11 +95,13 @@ class RunStatus:
 
     def _step(self, done: int | None, seconds: float | None, paid: float | None = None) -> list[str]:
         self.done, self.paid = done or self.done, paid
-        if seconds is not None: self.seconds.append(seconds)
+        if seconds is not None:
+            self.spent += seconds
+            self.latest.append(seconds)
         left = self._left()
         return [f"▶ {self.text()}" + (f", {about_time(left)} left" if left else "")]
 
     def _left(self) -> float: # seconds; 0: unknown, or over
-        if not self.seconds: return 0.
-        if self.minutes is not None: return max(0., 60 * self.minutes - sum(self.seconds))
-        return max(0, (self.total or 0) - self.done) * mean(self.seconds[-10:])
+        if not self.latest: return 0.
+        if self.minutes is not None: return max(0., 60 * self.minutes - self.spent)
+        return max(0, (self.total or 0) - self.done) * mean(self.latest)

@@ -741,7 +741,8 @@ function strip(ctx, look, run, box, X, layer) {
   const even = value => 10 ** (Math.round(Math.log10(value) * 8) / 8); // so that old pixels seldom change
   ctx.fillStyle = faded(look.focus, 0.04);
   ctx.fillRect(box.x, box.y, box.w, box.h);
-  const [low, most] = found.usual.map(even), high = Math.max(Math.min(most, (head.chance_loss?.[0] ?? most) * 2), low * 1.3);
+  const [low, most] = found.usual.map(even), twice = (head.chance_loss?.[0] ?? most) * 2;
+  const high = Math.max(Math.min(most, twice), low * 1.3);
   if (first < loss.rows) {
     const x = X(first ? loss.at(first - 1, 0) : 0), columns = Math.min(loss.rows - first, Math.floor(box.w / 4));
     const image = heat(look, run, layer, first, columns, low, high);

@@ -206,6 +206,7 @@ class RowsSource(Source):
         self.complete: deque[list[Row]] = deque() # steps whose rows are all there
         self.partial: list[Row] = [] # rows of the step that is not complete yet
         self.epoch = -1 # of the newest rows
+        self.read_at = time.monotonic() # when there was something new
         self.over = False
         first = self.folder.first("run")
         config = self._read_config(first)
@@ -222,7 +223,7 @@ class RowsSource(Source):
         "Return the next step that was written, or `WAITING` if there is none yet."
         while not self.complete and self.read(): pass
         if not self.complete:
-            idle = time.time() - self.folder.rows_path.stat().st_mtime
+            idle = time.monotonic() - self.read_at # clocks of machines differ, and jump
             over = self.over or (self.folder.path/"final.jsonl").exists()
             if self.partial and (over or idle > 1): self._complete_step()
             elif over: return None
@@ -245,6 +246,7 @@ class RowsSource(Source):
         settings = self.folder.config_path
         if settings.exists() and settings.stat().st_mtime_ns != self._written: self._read_config()
         rows = self.reader.read(1 << 22)
+        if rows: self.read_at = time.monotonic()
         for row in rows:
             epoch = self.epoch if row.get("epoch") is None or row["kind"] in ("run", "test") else row["epoch"]
             if epoch != self.epoch: self._complete_step(epoch)

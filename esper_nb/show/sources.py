@@ -301,7 +301,8 @@ def operations_line(
     lanes: dict[str, list[int]] = {}
     for lane, op in enumerate(ops):
         if op != "wait": lanes.setdefault(op, []).append(lane)
-    words = [f"{op} in lane{'s' * (len(v) > 1)} {', '.join(map(str, v))}" for op, v in lanes.items()]
+    def which(v): return f"{len(v)} lanes" if len(v) > 6 else f"lane{'s' * (len(v) > 1)} {', '.join(map(str, v))}"
+    words = [f"{op} in {which(v)}" for op, v in lanes.items()]
     return (", ".join(words),) if words else ()
 
 # %% ../../nbs/show/79_sources.ipynb #3611b3b1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import Precision, as_double, check, choose_precision, num_lanes
-from ..grow import MAX_BRANCHES, Growing, Stage, evaluating
+from ..grow import MAX_BRANCHES, Growing, Stage
 from .data import ImageData, TextData, count_answers, is_target, share_pp
 from .tasks import Task, class_counts, correct_counts
 
@@ -218,7 +218,7 @@ class Ablation(NamedTuple):
 # %% ../../nbs/train/36_ablation.ipynb #bcc9a946
 def heard_slots(model: Growing) -> tuple[str, ...]:
     "Return the slots in which some lane's seed has an alpha above 0."
-    with evaluating(model): return tuple(k for k in model.names if model.slot(k).enabled and model.slot(k).roles())
+    return tuple(k for k in model.names if model.slot(k).enabled and model.slot(k).roles(training=False))
 
 def seed_tables(
     model: Growing, # n lanes
@@ -226,7 +226,7 @@ def seed_tables(
 ) -> tuple[Tensor, Tensor]: # heard, fossil: each (k, n) bool
     "Return which lanes have a seed that is heard, and which a fossil, in some slots."
     n, shape = range(model.lanes), (len(slots), model.lanes)
-    with evaluating(model): lanes = [{i for r in model.slot(k).roles() for i in r.lanes} for k in slots]
+    lanes = [{i for r in model.slot(k).roles(training=False) for i in r.lanes} for k in slots]
     heard = [[i in on for i in n] for on in lanes]
     fossil = [[s.stage == Stage.FOSSILIZED for s in model.slot(k).states()] for k in slots]
     return torch.tensor(heard, dtype=torch.bool).view(shape), torch.tensor(fossil, dtype=torch.bool).view(shape)

@@ -309,10 +309,14 @@ class Population:
         def judged(net, lanes):
             data = self.data.for_lanes(lanes)
             return evaluate(net, self.task, data, split, self.config.eval_batch, self.precision)
-        if not self.config.exact: return judged(self.model, range(self.lanes))
-        groups = [(i,) for i in range(self.lanes)]
-        with use_threads(self.threads(tuple(groups))):
-            return join_results(groups, [judged(self.model.lane(i), [i]) for i in range(self.lanes)])
+        with use_threads(1 if self.config.exact and self.workers.device.type == "cpu" else None):
+            each = [(lanes, judged(net, lanes)) for net, lanes in self.judged_together()]
+        return join_results(*zip(*each))
+
+    def judged_together(self) -> Iterator[tuple[Growing, Sequence[int]]]: # network, and its lanes
+        "Return what is evaluated in one pass: the whole model, or where the settings say `exact` a copy of each lane."
+        if not self.config.exact: yield self.model, range(self.lanes)
+        else: yield from ((self.model.lane(i), (i,)) for i in range(self.lanes))
 
     def slot_tables(self) -> dict[str, Tensor]: # slot -> its table, a copy
         "Return the states of all seeds, as `settle_seeds` wants them."
@@ -438,13 +442,27 @@ def new_governor(
 ) -> Governor:
     """Return a Governor that judges an epoch's losses together, lane by lane, and restores what a lane has learnt.
 
-    Where the loss of a lane has risen, its old weights are asked on the held-out data.
+    Where the loss of a lane has risen, its old weights are asked on batches of training data, in training mode: that is
+    the loss which has risen. A held-out loss would not do, since a network that knows nothing is often better at that
+    than one which has learnt its training data by heart.
     """
-    def held_out(): return pop.evaluate().loss
+    @torch.no_grad()
+    def asked(net: Growing, lanes: Sequence[int]) -> Tensor: # (k, m) losses of the next batches
+        was = net.training
+        net.train()
+        batches = pop.data.epoch(pop.config.seed, lanes, pop.epoch[list(lanes)].tolist(), pop.batch_size)
+        losses = []
+        for b in range(min(8, len(batches))):
+            x, y = batches[b]
+            with pop.precision.autocast(x.device): logits = net(x)
+            losses.append(pop.task.loss(logits, y, len(lanes)))
+        net.train(was)
+        return torch.stack(losses)
+    def ask() -> Tensor: return torch.cat([asked(net, lanes) for net, lanes in pop.judged_together()], 1)
     every = pop.data.num_train // pop.batch_size
     config = config.replace(sync_every=every, snapshot_every=every, probation=every if config.probation else 0)
     return Governor(model=nn.ModuleDict(dict(net=pop.model)), stepper=pop.stepper, rates=pop.rates,
-                    lanes=pop.lanes, chance_loss=pop.data.chance_loss, config=config, ask=held_out)
+                    lanes=pop.lanes, chance_loss=pop.data.chance_loss, config=config, ask=ask)
 
 # %% ../../nbs/train/38_population.ipynb #a78efc73
 def new_stepper(

@@ -48,6 +48,7 @@ def run_epoch(
     disturb: Disturb | None = None, # called before every batch of a group
     active: Tensor | None = None, # (n,) bool: lanes that live through this epoch, default all; others stay bit-equal
     clock: Callable[[str], None] = lambda phase: None, # called with its name at the end of every phase
+    look: bool = True, # look for places to grow, in the last batch; False: the result's `signals` are empty
 ) -> EpochResult: # also kept as `pop.last`
     """Train every lane for an epoch and evaluate it; interrupted, it leaves the population as it was.
 
@@ -74,7 +75,7 @@ def run_epoch(
     with use_threads(pop.threads(plan)):
         groups = pop.check_out(plan)
         clock("check out")
-        found = pop.workers.map(lambda g: group_epoch(pop, g, split, disturb), groups)
+        found = pop.workers.map(lambda g: group_epoch(pop, g, split, disturb, look), groups)
         results = [r for r in found if r is not None]   # a group that was told to stop raises before this line
         clock("train and evaluate")
         pop.give_back(groups, active)
@@ -101,7 +102,7 @@ def fit(
     pop: Population, # trained in place; call again to go on
     epochs: int | None = None, # how many more; default: up to the population's horizon
     disturb: Disturb | None = None, # as for `run_epoch`
-    controller: Controller | None = None, # decides before every epoch; default: nothing grows
+    controller: Controller | None = None, # decides before every epoch; default: nothing grows, and `signals` are empty
 ) -> Iterator[EpochResult]: # one result per epoch
     """Train epoch by epoch under the Governor; stop whenever you like and go on exactly.
 
@@ -126,7 +127,8 @@ def fit(
     for _ in range(left):
         decided = pop.retry_births()
         if controller is not None: decided += apply_decisions(pop.model, controller(pop, pop.last))
-        yield pop.keep_result(run_epoch(pop, disturb=disturb)._replace(decided=decided))
+        result = run_epoch(pop, disturb=disturb, look=controller is not None) # who decides may ask where to grow
+        yield pop.keep_result(result._replace(decided=decided))
 
 # %% ../../nbs/train/39_trainer.ipynb #83bfd612
 def sum_up(
@@ -156,14 +158,15 @@ def train_group(
     disturb: Disturb | None = None, # called before every batch
     careful: bool = True, # False: a GPU is asked for nothing before the last batch
     recorded: GroupSteps | None = None, # of a group that is trusted: steps that become replays
+    look: bool = True, # for places to grow
 ) -> GroupTraining | None: # None if told to stop
     "Train some lanes for an epoch, batch by batch; look at the gradients of the last one."
     batches = pop.data.epoch(pop.config.seed, g.lanes, pop.epoch[list(g.lanes)].tolist(), pop.batch_size)
     steps: list[TrainStep] = []
     health: dict[str, Tensor] = {}
     signals: dict[str, Tensor] = {}
-    def look():
-        signals.update(site_signals(g))
+    def read_gradients():
+        if look: signals.update(site_signals(g))
         if len(g.stepper.owners) > 1: health.update(seed_health(g))
     def one(x, y, between=None):
         return g.step(pop.task, (x, y), pop.precision, between, pop.workers.turn, trust=not careful)
@@ -173,7 +176,7 @@ def train_group(
         x, y = batches[b]
         if disturb is not None: x, y = disturb(g.net.host, g.stepper, g.lanes, b, x, y)
         if b == len(batches) - 1:
-            with traced(g.net): steps.append(one(x, y, look))
+            with traced(g.net) if look else nullcontext(): steps.append(one(x, y, read_gradients))
         else: steps.append(one(x, y) if recorded is None else recorded(one, x, y))
     if recorded is not None: recorded.settle(steps)
     return GroupTraining(sum_up(steps, pop.batch_size * pop.data.answers), health, signals)
@@ -193,14 +196,15 @@ def group_epoch(
     g: Group, # trained in place
     split: str | None, # what to evaluate on; None: train only
     disturb: Disturb | None = None, # called before every batch
+    look: bool = True, # for places to grow
 ) -> GroupResult | None: # None if told to stop
     "Train some lanes, and evaluate them on a split."
     recorded = capture_steps(pop.graphs, g, careful := not may_trust(pop, g, disturb))
     with nullcontext() if recorded is None else recorded.beside():
-        trained = train_group(pop, g, disturb, careful, recorded)
+        trained = train_group(pop, g, disturb, careful, recorded, look)
     if trained is not None and not careful and trained.result.skipped.any():
         pop.copy_again(g)
-        trained = train_group(pop, g, disturb)
+        trained = train_group(pop, g, disturb, look=look)
     if trained is None: return None
     train, health, signals = trained
     g.ramp_to(1.)

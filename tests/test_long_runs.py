@@ -1,0 +1,135 @@
+"Runs of many hours: rows, frames, clocks and memory."
+import gc
+import itertools
+import os
+import resource
+import subprocess
+import sys
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from esper_nb import FitConfig, Session, new_population
+from esper_nb.grow import CNNConfig
+from esper_nb.record.rows import decode_row, encode_row
+from esper_nb.record import RunFolder
+from esper_nb.run.follow import watch_text
+from esper_nb.train import get_task
+from esper_nb.show import Feed, Frame, FrameSource, PopulationSource, RowsSource
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def a_row(update, lane=0, **more):
+    place = dict(kind="step", update=update, epoch=update % 12, lane=lane)
+    return place | {"reward.total": .5, "action.op": "wait"} | more
+
+
+def test_rows_that_are_read_share_their_names():
+    one, other = (decode_row(encode_row(a_row(k))) for k in range(2))
+    assert all(a is b for a, b in zip(one, other))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_report_of_many_rows_needs_less_than_a_kilobyte_a_row(tmp_path):
+    folder = RunFolder(tmp_path/"run")
+    folder.path.mkdir()
+    folder.write_config(dict(run=dict(name="long", ppo=dict(num_updates=1500), env=dict(num_envs=16))))
+    more = {f"reward.term{k}": .25 * k for k in range(5)} | {f"observation.seen{k}": .5 * k for k in range(4)}
+    with open(folder.rows_path, "w") as file:
+        for update in range(1500):
+            for k in range(200): file.write(encode_row(a_row(update, k % 16, **more)) + "\n")
+    call = f"from esper_nb.run.report import write_report; write_report({str(folder.path)!r})"
+    peak = "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+    done = subprocess.run([sys.executable, "-c", f"{call}; {peak}"], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 520_000 # kB, of which torch and the rest of us take some 250,000
+    assert (folder.path/"report.html").stat().st_size > 1000
+
+
+class Page:
+    "A browser that answers slowly."
+    def __init__(self): self.packets = []
+    def on_msg(self, callback): self.callback = callback
+    def send(self, content, buffers): self.packets.append(sum(map(len, buffers)))
+
+
+def test_a_thousand_frames_a_second_drop_packets_and_not_the_run():
+    loss = np.full((1, 4), .5)
+    session = Session(FrameSource((Frame(loss) for _ in range(3000)), lanes=4, total=3000), capacity=256)
+    page = Page()
+    feed = Feed(session, page, interval=.25)
+    feed.start()
+    page.callback(page, dict(kind="hello"), None)
+    begun = time.perf_counter()
+    session.start()
+    session.wait()
+    took = time.perf_counter() - begun
+    feed.update()
+    feed.close()
+    assert session.history.steps == session.history.x == 3000 # every frame was filed
+    assert len(page.packets) <= took / .25 + 3 # however many frames there were
+    assert max(page.packets) <= 4 * (256 * 5 + 256 * session.history.layout.width + 256 * 16) # bytes
+    session.close()
+
+
+def memory_of(session, steps):
+    session.step(steps)
+    assert session.wait(600) == "paused"
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def test_a_session_of_thousands_of_frames_keeps_its_memory():
+    rows = ([a_row(k)] for k in itertools.count())
+    frames = (Frame(np.full((2, 4), .5), np.ones(4), rows=row) for row in rows)
+    session = Session(FrameSource(frames, lanes=4), capacity=64, rows=200)
+    tracemalloc.start()
+    memory_of(session, 1200)
+    first = memory_of(session, 400)
+    later = memory_of(session, 1200)
+    tracemalloc.stop()
+    session.close()
+    assert later - first < 20_000 # bytes
+
+
+@pytest.mark.slow
+def test_hundreds_of_epochs_keep_their_memory():
+    host = CNNConfig(classes=10, in_channels=1, size=8, blocks=2, base=2, kernel=1, pools=1)
+    task = get_task("digits").replace(host=host, slots=("r0c0",), batch_size=32)
+    pop = new_population(task, FitConfig(lanes=2, epochs=600), data=task.load(limit=32))
+    session = Session(PopulationSource(pop), capacity=64, rows=500)
+    tracemalloc.start()
+    memory_of(session, 100)
+    first, resident = memory_of(session, 50), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    later = memory_of(session, 350)
+    tracemalloc.stop()
+    session.close()
+    assert pop.epoch.tolist() == [500, 500]
+    assert later - first < 100_000 # bytes
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident < 30_000 # kB
+
+
+def test_ten_hours_and_clocks_that_jump_change_no_figure(tmp_path):
+    "Rows carry the clock of their machine; what is left is told by measured seconds, and nothing is sorted by time."
+    folder = RunFolder(tmp_path/"run")
+    folder.path.mkdir()
+    folder.write_config(dict(run=dict(name="long", ppo=dict(num_updates=600, num_steps=1), env=dict(num_envs=1))))
+    clock = [1e9 + 60 * k for k in range(300)] + [5e8 + 60 * k for k in range(300)] # back by sixteen years
+    with open(folder.rows_path, "w") as file:
+        for k, now in enumerate(clock, 1):
+            epoch = {"kind": "epoch", "lane": 0, "epoch": k, "heldout.accuracy_pp": 50., "train.loss": .5, "time": now}
+            update = {"kind": "update", "lane": None, "update": k, "update.seconds": 60., "time": now}
+            file.writelines(encode_row(row) + "\n" for row in (epoch, update))
+    os.utime(folder.rows_path, (4e9, 4e9)) # written in the future
+    source, frames = RowsSource(folder.path, every=.001), 0
+    begun = time.monotonic()
+    while frames < 600 and time.monotonic() - begun < 20: frames += len(source.step().loss)
+    assert frames == 600 # the last one too, though nothing follows it
+    (folder.path/"final.jsonl").touch()
+    lines = []
+    watch_text(folder.path, say=lines.append)
+    assert "update 1 of 600" in lines[0] and "about 10 hours left" in lines[0]
+    assert lines[-1].startswith("✓ update 600 of 600")
