@@ -127,7 +127,7 @@ def train(loop, kind, governor=None, each=None):
     "Run a loop until it is rolled back, or its time is over; (held-out loss before a rollback, steps)."
     own = loop.step
     def step(batch):
-        k = loop.taken - AT
+        k = loop.count["taken"] - AT
         loss = INSIDE[kind](loop, k, own, batch) if kind in INSIDE else own(batch)
         return loss
     losses = []
@@ -143,18 +143,12 @@ def train(loop, kind, governor=None, each=None):
     return losses
 
 
-def counted(loop):
-    "The number of steps as a part."
-    def write(state): loop.taken = state["taken"]
-    return lambda: dict(taken=loop.taken), write
-
-
 @functools.cache
 def clean_run(name, seed):
     "What is said of a run without a fault; its held-out loss, and that before training."
     clean = LOOPS[name](seed)
     start = held_out(clean)
-    governor = Governor(*clean.parts(), chance_loss=clean.chance, config=CONFIG, count=counted(clean))
+    governor = Governor(*clean.parts(), chance_loss=clean.chance, config=CONFIG, count=clean.count)
     train(clean, None, governor)
     good = held_out(clean)
     before = {k: v.clone() for k, v in clean.net.state_dict().items()}
@@ -175,7 +169,7 @@ def one(name, kind, seed):
     healthy, good, start = clean_run(name, seed)
     if kind is None: return healthy
     loop = LOOPS[name](seed)
-    governor = Governor(*loop.parts(), chance_loss=loop.chance, config=CONFIG, count=counted(loop))
+    governor = Governor(*loop.parts(), chance_loss=loop.chance, config=CONFIG, count=loop.count)
     ruined = []
     restore = governor.snapshot.restore
     def seen(*args, **options): # how bad the weights are before a rollback

@@ -36,7 +36,7 @@ class Loop:
 
     def __init__(self, seed: int):
         torch.manual_seed(seed)
-        self.seed, self.sign, self.taken = seed, 1., 0
+        self.seed, self.sign, self.count = seed, 1., dict(taken=0)
         self.build()
         self.clock: torch.optim.lr_scheduler.LRScheduler | None = self.schedule()
 
@@ -55,7 +55,7 @@ class Loop:
         (self.sign * loss).backward()
         self.opt.step()
         if self.clock is not None: self.clock.step()
-        self.taken += 1
+        self.count["taken"] += 1
         return loss.detach()
 
     def parts(self) -> list:
@@ -152,7 +152,7 @@ class SmallGPT(Loop):
         nn.utils.clip_grad_norm_(self.net.parameters(), 1.)
         self.opt.step()
         if self.clock is not None: self.clock.step()
-        self.taken += 1
+        self.count["taken"] += 1
         return loss.detach()
 
     @torch.no_grad()
@@ -299,7 +299,7 @@ class QLearning(Loop):
 
     def step(self, batch):
         loss = super().step(batch)
-        if self.taken % 20 == 0: self.old.load_state_dict(self.net.state_dict())
+        if self.count["taken"] % 20 == 0: self.old.load_state_dict(self.net.state_dict())
         return loss
 
     def scaled(self, batch, factor):

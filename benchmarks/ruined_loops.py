@@ -1,7 +1,9 @@
 """Seven real loops × ten faults under a Governor, beside other rules and beside no guard:
 
     python benchmarks/ruined_loops.py --write          # nbs/explanations/bench_ruined.json; half an hour on two cores
-    python benchmarks/ruined_loops.py gpt vae --seeds 1 --arms alone,governor
+    python benchmarks/ruined_loops.py gpt vae --seeds 1 --arms alone,governor --faults "NaN weight,dead layer"
+
+Two of the guards are a Governor: `governor` watches the losses, `governor.run` is handed the step and its batches.
 
 A rule of another tool only sounds an alarm; here it gets what its users build around it at best: a checkpoint of all
 there is, every 50 steps while no alarm sounds, and a return to the latest one, batches going on, as long as it has five
@@ -37,7 +39,7 @@ from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 
 FIRST, SEEDS = 50_000, 3 # seeds that no threshold was chosen on
-ARMS = ("alone", "governor", "Lightning", "llm-foundry")
+ARMS = ("alone", "governor", "governor.run", "Lightning", "llm-foundry")
 
 
 class AtAlarm:
@@ -64,9 +66,10 @@ class AtAlarm:
 def guard_of(arm, loop):
     "What watches the losses of a loop."
     if arm == "alone": return None
-    if arm == "governor":
-        return Governor(*loop.parts(), chance_loss=loop.chance, config=GovernorConfig(stop_raises=False))
-    return AtAlarm(loop, dict(zip(ARMS[2:], (lightning, llm_foundry)))[arm])
+    if arm.startswith("governor"):
+        quiet = GovernorConfig(stop_raises=False)
+        return Governor(*loop.parts(), chance_loss=loop.chance, config=quiet, count=loop.count)
+    return AtAlarm(loop, dict(zip(ARMS[3:], (lightning, llm_foundry)))[arm])
 
 
 def run(name, fault, arm, seed):
@@ -78,8 +81,10 @@ def run(name, fault, arm, seed):
     for i in range(STEPS):
         batch = loop.batch(i)
         if fault and i >= FAULT_AT: batch = FAULTS[fault](loop, i - FAULT_AT, batch, stream(seed, 3, i))
-        loss = loop.step(batch)
-        if guard is not None: guard.watch(loss)
+        if arm == "governor.run": guard.run(loop.step, batch)
+        else:
+            loss = loop.step(batch)
+            if guard is not None: guard.watch(loss)
     score = loop.score()
     if isinstance(guard, Governor):
         return score, [str(r) for r in guard.reports], [str(r) for r in guard.notes]

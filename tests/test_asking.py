@@ -160,6 +160,21 @@ def test_a_loss_that_falls_back_is_given_time_and_the_time_has_an_end():
     assert trial(lambda k: .3 + max(0., 2 - .03 * k))[1] <= 95
 
 
+def test_a_target_that_nobody_trains_stays_while_old_weights_are_asked():
+    "The old values fit the old target best, as in every healthy run of Q-learning."
+    net, target = nn.Linear(1, 1), nn.Linear(1, 1)
+    gov = Governor(net, torch.optim.SGD(net.parameters(), lr=0.), target=target, chance_loss=None, config=QUICK)
+    noise = np.random.default_rng(0)
+    def step(t):
+        if t == 100:
+            for m in (net, target): m.weight.data.fill_(3.)
+        with torch.no_grad():
+            gap = 1 + 5 * (net.weight - target.weight).abs().item() + 4 * (target.weight.item() == 3)
+        return gap * math.exp(.05 * noise.standard_normal())
+    with torch.no_grad(): net.weight.fill_(0.), target.weight.fill_(0.)
+    for t in range(130): gov.run(step, t)
+    assert not gov.reports and "meant" in [n.action for n in gov.notes] and net.weight.item() == 3.
+
 def test_a_question_goes_into_a_state_and_comes_back(tmp_path):
     for options in (dict(harder=100), {}):
         a = Stub(**options)

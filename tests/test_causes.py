@@ -175,6 +175,54 @@ def test_only_batches_since_the_oldest_good_state_are_kept():
     assert [s.number for s in small.steps] == [6, 7, 8]
     assert not small.incident_from(2, loop.gov.snapshot).steps # what is gone cannot be replayed
 
+def shrunk(loop, k, xy):
+    if k == AT: loop.net[0].weight.data.mul_(.01)
+    return xy
+
+def spell(loop, k, xy):
+    if k in (AT, AT + 4): loop.clock.base_lrs = [x * (100 if k == AT else .01) for x in loop.clock.base_lrs]
+    return xy
+
+def end_of(fault, **options):
+    "A run to its end, whatever happens."
+    loop = Loop(**options)
+    loop.train(fault=fault, until_reported=False)
+    return loop
+
+def test_a_run_that_was_disturbed_ends_as_the_one_that_was_not_to_the_bit():
+    "Whether the loss shows it at once (NaN, a flipped bit), or has come back by itself (weights almost gone)."
+    clean = end_of(None)
+    assert not clean.gov.reports
+    for fault in (nan, flip, shrunk):
+        loop = end_of(fault)
+        report, = loop.gov.reports
+        assert report.cause == "outside" and report.redone > 0 and report.lost is None, fault
+        assert same(loop.state()[:4], clean.state()[:4]), fault
+    assert end_of(shrunk, config=CONFIG.replace(redo=False)).gov.recorder is not None
+
+def test_batches_that_are_to_blame_are_all_that_is_lost():
+    report, = end_of(wrong).gov.reports
+    assert report.cause == "data" and report.lost == (AT, AT + 19)
+    assert report.redone == report.batch + 1 - 20 - report.restored_step
+
+def test_a_rate_that_rose_for_some_steps_costs_none_of_them():
+    loop = end_of(spell)
+    assert [r.cause for r in loop.gov.reports] == ["rate"] and loop.gov.reports[0].redone > 0
+    x, y = batch(10**6)
+    assert F.cross_entropy(loop.net.eval()(x), y) < 1
+
+def test_a_rollback_by_hand_is_not_redone():
+    loop = end_of(None)
+    good = loop.gov.snapshot.good_state().bank["model", "0.weight"].clone()
+    report, = loop.gov.rollback()
+    assert report.redone == 0 and torch.equal(loop.net[0].weight, good)
+
+def test_after_a_rollback_that_is_not_redone_its_steps_are_forgotten():
+    loop = end_of(nan, config=CONFIG.replace(explain_steps=0))
+    report, = loop.gov.reports
+    assert loop.gov.recorder.steps[0].number > report.batch
+    assert loop.gov.explain(now=True).cause == "healthy"
+
 def test_explanation_without_recorded_steps():
     loop = Loop()
     with pytest.raises(RuntimeError, match="train with `governor.run"): loop.gov.explain()

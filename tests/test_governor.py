@@ -492,3 +492,19 @@ def test_how_snapshots_are_kept_belongs_to_the_governor_not_to_the_state():
     (dict(background=True, copies=1), "probation=50, expected above 0")])
 def test_settings_of_snapshots_that_do_not_fit(wrong, says):
     with pytest.raises(ValueError, match=says): GovernorConfig(**wrong)
+
+def test_spoilt_moments_are_put_back_and_no_batch_is_lost():
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    opt = torch.optim.Adam(net.parameters(), lr=1e-2)
+    gov = Governor(net, opt, chance_loss=None, config=GovernorConfig(snapshot_every=10, probation=10))
+    for t in range(60):
+        if t == 35: opt.state[net.weight]["exp_avg_sq"][0, 0] = math.inf
+        loss = net(torch.randn(16, 4)).square().mean() + 1
+        opt.zero_grad(); loss.backward(); opt.step()
+        before = net.bias.detach().clone()
+        gov.watch(loss)
+        assert torch.equal(net.bias, before), "weights stay where they are"
+    report, = gov.reports
+    assert (report.reason, report.lost, report.restored) == ("state", None, ("optimizer.state0.exp_avg_sq",))
+    assert opt.state[net.weight]["exp_avg_sq"].isfinite().all() and gov.snapshot.steps[0] >= 40

@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from esper_nb import record
 from esper_nb.control import QUICK, QUICK_RULES, GrowVecEnv, Heuristic, as_controller, draw_actions
 from esper_nb.core import PhaseClock
 from esper_nb.guard import Governor
@@ -22,7 +24,7 @@ from esper_nb.record import (
     blueprint_stats, decode_row, encode_row, find_metric, flatten, governor_rows, lane_scores, limit_rows, make_rows,
     metric_names, metric_table, metrics_markdown, new_run, pick_rows, population_rows, read_rows, rollbacks, run_rows,
     seed_lives, series, stage_spans)
-from esper_nb.train import Fault, FitConfig, disturb_at, fit, new_population
+from esper_nb.train import EvalResult, Fault, FitConfig, disturb_at, fit, new_population
 
 values = st.one_of(st.none(), st.booleans(), st.integers(-2**63 + 1, 2**63 - 1),
                    st.floats(allow_nan=True, allow_infinity=True), st.text())
@@ -501,3 +503,16 @@ def test_rows_without_growth_are_the_others():
     def kept(row): return row["kind"] not in ("slot", "seed") and "size.growth" not in row
     def key(row): return [(k, repr(v)) for k, v in row.items() if k != "governor.seconds"]
     assert [key(row) for row in every if kept(row)] == [key(row) for row in fewer]
+
+
+@pytest.mark.parametrize("names, columns", [
+    (("no. 1", "1.5", "cat"), ["no_ 1", "1_5", "cat"]), (("a.b", "a_b", "c"), ["0 a_b", "1 a_b", "2 c"]), ((), [])])
+def test_every_class_has_a_column_that_a_metric_defines(names, columns):
+    data = SimpleNamespace(names=names)
+    found = EvalResult(torch.ones(2), torch.tensor([50., 60.]), torch.tensor([[1., 2., 3.], [4., 5., 6.]]))
+    first, second = record.test_rows(found, data, epoch=3)
+    assert [k for k in first if "class_pp" in k] == [f"test.class_pp.{name}" for name in columns]
+    assert all(find_metric(k).kind == "test" for k in first if k.startswith("test."))
+    assert (second["lane"], second["epoch"], second["test.accuracy_pp"]) == (1, 3, 60.)
+    gone = found._replace(class_pp=torch.tensor([[1., math.nan, 3.], [4., math.nan, 6.]])) # none of it in the split
+    assert len([k for k in record.test_rows(gone, data, epoch=3)[0] if "class_pp" in k]) == max(0, len(columns) - 1)

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ..core import ModulePart, check, check_count
-from .causes import Explanation, StepRecorder, find_cause, set_setting
+from .causes import (
+    Explanation, RecordedIncident, StepRecorder, find_cause, redo, redo_disturbed, set_setting)
 from .detector import (
     RULES, DetectorConfig, LossStats, Verdict, loss_limits, off_scale, on_scale)
 from .ranks import Ranks, SameWeights
@@ -45,7 +46,7 @@ class Governor:
     """Watch the loss of a run, and bring the run back when it is ruined.
 
     The parts are copied to host memory at once and then every `config.snapshot_every` losses. `watch` judges a loss
-    by the rules of `guard.detector`; what it does about trouble is the mildest that can help, within a budget: skip
+    by the rules of `guard.detector`; what it does about an incident is the mildest that can help, within a budget: skip
     the batch, restore the last good state, and in the end stop. A rise may be meant, so the old weights are asked: the
     last good state is put in for a few losses, and only where it does better it stays. With several processes all of
     them judge the same numbers and act together; with lanes each lane is judged and restored on its own.
@@ -117,9 +118,10 @@ class Governor:
         self.lr_factor = 1. # all cuts of the learning rate that are in force
         self.calm_loss = 0. # level of the loss before the first of them
         self.given_at = -1 # call of `watch` at which cuts were last given back; -1: never
-        self.keep_cuts = False # giving them back has brought the trouble back
+        self.keep_cuts = False # giving them back has brought the incident back
         self.saved: dict[int, SavedAt] = {} # by number of a snapshot
         self.recorder: StepRecorder | None = None # of the steps of `run`
+        self.replayed = 0 # steps that were trained on only to see whether the run was disturbed
         self.snapshot = Snapshot(*parts, lanes=lanes, copies=self.config.copies, **named, governor_stats=self.stats)
         if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
         elif self.config.background and lanes == 1:
@@ -176,7 +178,7 @@ class Governor:
         norm: Tensor | float | None = None, # () or (n,) gradient norm, as measured for clipping (unscaled)
         before_step: bool = False, # the optimizer has not stepped on this batch yet, so it can still be skipped
         inactive: Sequence[int] = (), # lanes that do not take part: neither judged nor saved
-    ) -> tuple[Report, ...]: # what was done, one report per lane in trouble; empty if all is well
+    ) -> tuple[Report, ...]: # what was done, one report per lane with an incident; empty if all is well
         """Judge the loss of this step, and act on it if the run is ruined.
 
         Raises
@@ -276,11 +278,13 @@ class Governor:
         ways_back = [*self.saved.values(), *(() if self.kept is None else [self.kept[1]])]
         keeper.forget(min(s.batch for s in ways_back))
         loss = keeper.run(step, wanted, self.watched, fetch, asked=self.question is not None)
-        try: reports = self.watch(loss.detach() if isinstance(loss, Tensor) else loss)
+        latest = self.reports[-1] if self.reports else None
+        try: self.watch(loss.detach() if isinstance(loss, Tensor) else loss)
         except GovernorStop as stop:
             self._look_into([stop.report])
             raise GovernorStop(self.reports[-1]) from None
-        if reports: self._look_into(reports)
+        if self.reports and self.reports[-1] is not latest: self._look_into([self.reports[-1]])
+        elif self.trial is None and self.stats.held[0] == 8: self._redo_disturbed("rise", keeper.steps[-1].loss)
         return loss
 
     def explain(
@@ -320,9 +324,7 @@ class Governor:
         if self.snapshot.background is not None: self.snapshot.background.hold_step()
         found = find_cause(incident, self.ranks, budget, all_of_them)
         if incident.report is not None:
-            told = replace(incident.report, cause=found.cause, why=found.why, evidence=found.evidence)
-            for i, r in enumerate(self.reports):
-                if r is incident.report: self.reports[i] = incident.report = told
+            self._rewrite(incident, cause=found.cause, why=found.why, evidence=found.evidence)
         return found
 
     def _look_into(self, reports: Sequence[Report]):
@@ -333,12 +335,63 @@ class Governor:
         keeper.incident = keeper.incident_from(report.lost[0], self.snapshot, report)
         if report.action == "replay" and keeper.incident.steps: keeper.position = keeper.incident.steps[0].position
         keeper.skip_left = 0 if report.action == "replay" else config.skip_window
-        if not config.explain_steps: return
+        if not config.explain_steps: return self._redo(keeper.incident, None)
         found = self.explain(budget=config.explain_steps)
         level = logging.INFO if self.ranks.rank else logging.WARNING
         logger.log(level, "Governor: batch %s: cause %s: %s", report.batch, found.cause, found.why)
         if config.leave_out: keeper.leave_out(found, keeper.incident)
+        self._redo(keeper.incident, found)
         if config.rewarm and found.cause in ("rate", "fast", "steep", "moments"): keeper.rewarm(config.rewarm)
+
+    def _redo(self, incident: RecordedIncident, found: Explanation | None): # None: nobody has asked for the cause
+        "After a rollback: train on the lost batches again, without those that were to blame, or forget them."
+        keeper, report, steps = self.recorder, incident.report, incident.steps
+        assert keeper is not None and report is not None
+        wanted = self.config.redo and steps and report.action == "rollback" and report.reason != "asked"
+        losses = redo(incident, found, self._clocks(), self.ranks) if wanted and found is not None else None
+        if not losses:
+            keeper.drop(report.lost[0] if report.lost else 0)
+            number = self.snapshot.version[0] or 0 # from here on a rollback undoes what comes now
+            if number in self.saved: self.saved[number] = self.saved[number]._replace(batch=self.watched)
+            return
+        keeper.note_redone(losses)
+        left_out = [s.number for s, x in zip(steps, losses) if math.isnan(x)]
+        trained = np.array([x for x in losses if not math.isnan(x)])
+        self.stats.add(np.zeros(len(trained), np.int64), trained, self.config)
+        self.stats.judged += len(losses)
+        self.since += len(losses)
+        lost = (left_out[0], left_out[-1]) if left_out else None
+        self._rewrite(incident, redone=len(trained), lost=lost)
+
+    def _rewrite(self, incident: RecordedIncident, **fields): # of its report
+        "Say more in a report that was filed before."
+        for i, r in enumerate(self.reports):
+            if r is incident.report: self.reports[i] = incident.report = replace(r, **fields)
+
+    def _redo_disturbed(self, reason: str, loss: Tensor | float) -> tuple[Report, ...]: # empty: it was not disturbed
+        "Look whether something outside of the steps has changed the run to its harm; if so, train on them again."
+        keeper, c = self.recorder, self.config
+        if keeper is None or not (c.redo and c.explain_steps): return ()
+        saved = self._saved_at(0)
+        incident = keeper.incident_from(saved.batch, self.snapshot)
+        n = len(incident.steps)
+        if not n or self.replayed + n > 200 + .1 * self.watched: return ()
+        if any(s.changed() for s in incident.steps): return ()
+        if self.snapshot.background is not None: self.snapshot.background.hold_step()
+        self.replayed += n
+        found = redo_disturbed(incident, self._clocks(), self.ranks)
+        if found is None: return ()
+        self.trial, keeper.incident = None, incident
+        keeper.note_redone(found.replayed)
+        self.snapshot.drop()
+        self.stats.calm_down([0])
+        self.since, self.held = n, False
+        incident.report = replace(
+            self._describe(reason, float(loss)), action="rollback", restored=tuple(self.snapshot.parts), redone=n,
+            restored_step=self.snapshot.steps[0], cause=found.cause, why=found.why, evidence=found.evidence,
+            rollbacks_left=self.budget.rollbacks_left(c, 0))
+        incident.report = self._file(incident.report)
+        return (incident.report,)
 
     def flush(self, before_step: bool = False) -> tuple[Report, ...]: # as in `watch`
         "Judge the losses that were gathered so far."
@@ -571,11 +624,13 @@ class Governor:
         assert t is not None
         self._count_loss()
         t.add(float(on_scale(loss, self.stats.linear[0])), loss)
-        if t.is_over():
+        over, due = t.is_over(), t.is_due(self._patience)
+        if (over or due or len(t.x) == 8) and (done := self._redo_disturbed(t.reason, loss)): return done
+        if over:
             self._close_trial(t)
             self._note("passed", t.reason, loss)
             return ()
-        if not t.is_due(self._patience): return ()
+        if not due: return ()
         report = self._describe(t.reason, loss)
         live, before = self.snapshot.set_aside(), self._rates()
         if self.ask is not None: return self._ask_at_once(t, live, report, fields)
@@ -634,8 +689,9 @@ class Governor:
         "Return the losses of the live state and of the last good one; the live state is in place again."
         assert self.ask is not None
         def numbers(x): return torch.as_tensor(x, dtype=torch.float64).detach().cpu().reshape(-1, self.n).numpy()
-        now = numbers(self.ask())
-        self.snapshot.restore(None if self.n == 1 else lanes, skip=self._clocks(), stay=self.single)
+        now, skip = numbers(self.ask()), self._clocks()
+        if self.recorder is not None and self.ask == self.recorder.ask: skip += self._untrained()
+        self.snapshot.restore(None if self.n == 1 else lanes, skip=skip, stay=self.single)
         before = numbers(self.ask())
         self.snapshot.bring_back(live)
         return self.ranks.gather(now).mean(0), self.ranks.gather(before).mean(0)
@@ -676,6 +732,12 @@ class Governor:
         "Return which parts go on when the run goes back: schedules, random streams, and the place in the data."
         return tuple(name for name, obj in self.snapshot.objects.items() if goes_on(name, obj))
 
+    def _untrained(self) -> tuple[str, ...]: # names of parts
+        "Return the networks that no optimizer trains: targets, by which old and live weights are measured alike."
+        trained = {id(p) for g in self._groups() for p in g["params"]}
+        return tuple(name for name, obj in self.snapshot.objects.items() if isinstance(obj, torch.nn.Module)
+                     and not any(id(p) in trained for p in obj.parameters()))
+
     def _groups(self) -> list[dict[str, Any]]:
         "Return the parameter groups of all torch optimizers."
         optimizers = [o for o in self.snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
@@ -698,7 +760,7 @@ class Governor:
         self.stats.judged += len(self.trial.old)
         self.question = None
 
-    # --- what is done about trouble
+    # --- what is done about an incident
 
     def _respond(
         self,
@@ -732,7 +794,7 @@ class Governor:
         return out
 
     def _choose(self, lane: int, reason: str, verdict: Verdict | None, before_step: bool) -> tuple[str, bool]:
-        "Return the action for a lane, and whether it is free: while one trouble lasts, NaN costs nothing more."
+        "Return the action for a lane, and whether it is free: while one incident lasts, NaN costs nothing more."
         if reason == "asked": return ("replay" if self.config.replay and self.single else "rollback"), True
         patient, budget = self._patience > 0, self.budget
         same = patient and reason == "non-finite" and self.watched <= budget.same_until[lane]
@@ -747,7 +809,7 @@ class Governor:
 
     def _apply(self, action: str, lanes: list[int], free: bool,
                back: dict[str, Any] | None = None) -> dict[int, dict]: # fields of the report, by lane
-        "Carry out one action in some lanes; a free one belongs to a trouble that is paid for."
+        "Carry out one action in some lanes; a free one belongs to an incident that is paid for."
         again = {i: -1 if free else int(self.budget.rollbacks[i]) for i in lanes}
         if not free:
             self.budget.spend(action, lanes)
@@ -775,7 +837,7 @@ class Governor:
         self,
         lanes: list[int],
         action: str, # "rollback", "replay" or "stop"
-        again: Mapping[int, int], # by lane, rollbacks before this one in the same trouble; -1: no cut is due
+        again: Mapping[int, int], # by lane, rollbacks before this one in the same incident; -1: no cut is due
     ) -> dict[int, dict]: # fields of the report, by lane
         "Restore the last good state of lanes; from the second time on also lower their learning rate."
         onward = self.single and action != "replay" # data and schedule go on from where they are
@@ -822,7 +884,7 @@ class Governor:
         return self.lr_factor
 
     def _return_cuts(self):
-        "Take all cuts of the learning rate back, if the trouble is over and the loss is at its level again."
+        "Take all cuts of the learning rate back, if the incident is over and the loss is at its level again."
         s, c = self.stats, self.config
         over = not (self.budget.lowers[0] or self.budget.rollbacks[0]) and s.seen[0] >= c.min_samples
         if self.keep_cuts or self.trial is not None or not over: return
@@ -856,7 +918,7 @@ class Governor:
         if not self.single or self.ranks.rank: level = logging.INFO
         before = self.reports[-1] if self.reports else None
         if before is not None and before.rolled_back and self._is_vain(before, report):
-            report = replace(report, why="the weights that were put back give nan, too: look at batch, loss and code")
+            report = replace(report, why="the restored weights give nan, too: look at batch, loss and code")
             if before.why and report.action != "stop": level = logging.DEBUG # it was said
         logger.log(level, "Governor: %s", report)
         if report.severity == "note":
@@ -910,7 +972,17 @@ class Governor:
         taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes, hold=c.probation > 0)
         self.since, self.held = 0, c.probation > 0 and bool(taken.lanes)
         if taken.lanes: self._note_saved()
-        if taken.refused: self._respond(dict.fromkeys(taken.refused, "state"), bad_state=taken.bad)
+        if taken.refused and not self._mend_moments(taken.bad):
+            self._respond(dict.fromkeys(taken.refused, "state"), bad_state=taken.bad)
+
+    def _mend_moments(self, bad: tuple[str, ...]) -> bool: # tensors that are not finite
+        "Where only moments of an optimizer are spoilt, put these back and leave the weights, so that no batch is lost."
+        if not self.single or self.ranks or self.recorder is not None or not self.snapshot.mend(bad): return False
+        report = describe_panic(self.stats, self.config, None, self.chance_loss, 0, "state")
+        self._file(replace(report, action="rollback", batch=self.watched - 1, bad_state=bad, restored=bad,
+                           restored_step=self.snapshot.steps[0],
+                           rollbacks_left=self.budget.rollbacks_left(self.config, 0)))
+        return True
 
     def _note_saved(self, at: "SavedAt | None" = None): # None: now
         "Remember at which batch the latest snapshot was taken."
@@ -936,7 +1008,7 @@ class Governor:
         optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
         if not any(isinstance(p, ModulePart) or p.laned for p in self.snapshot.parts.values()):
             names = [k for k in self.snapshot.objects if k not in ("streams", "governor_stats")]
-            logger.warning("Governor: no model among the parts (%s), so no weights will be put back; pass it: "
+            logger.warning("Governor: no model among the parts (%s), so no weights will be restored; pass it: "
                            "Governor(model, optimizer, ...)", ", ".join(names) or "there are none")
             return
         scheduled = any(isinstance(o, torch.optim.lr_scheduler.LRScheduler) for o in objects)
@@ -945,7 +1017,7 @@ class Governor:
                            "rate can last; pass it: Governor(model, optimizer, scheduler, ...)")
         if not optimizers and not hasattr(self.snapshot.objects.get("stepper"), "owners"):
             logger.warning("Governor: no optimizer among the parts, so a NaN in its moments would ruin every state "
-                           "that is put back; pass it: Governor(model, optimizer, ...)")
+                           "that is restored; pass it: Governor(model, optimizer, ...)")
 
 class GoodFiles:
     "The last two good states on a disk; a thread writes them, and a file is there as a whole or not at all."
@@ -1140,14 +1212,14 @@ def unheard_of(
 class Budget:
     "What a Governor has used up; every array has one entry per lane."
     def __init__(self, n: int): # lanes
-        self.skips = np.zeros(n, np.int64) # batches skipped in this trouble
-        self.lowers = np.zeros(n, np.int64) # learning rate cuts in this trouble
-        self.rollbacks = np.zeros(n, np.int64) # in this trouble
+        self.skips = np.zeros(n, np.int64) # batches skipped in this incident
+        self.lowers = np.zeros(n, np.int64) # learning rate cuts in this incident
+        self.rollbacks = np.zeros(n, np.int64) # in this incident
         self.ever = np.zeros(n, np.int64) # rollbacks over the whole run
         self.panic_at = np.full(n, -1) # losses judged at the latest panic, -1: there was none
         self.skipped_at = np.full(n, -9) # losses judged when a batch was last skipped, below -1: never
-        self.same_until = np.full(n, -1) # batch up to which NaN belongs to a trouble that is paid for
-        self.stopped = np.zeros(n, bool) # the ladder is used up
+        self.same_until = np.full(n, -1) # batch up to which NaN belongs to an incident that is paid for
+        self.stopped = np.zeros(n, bool) # all actions are used up
 
     def choose(
         self,
@@ -1174,7 +1246,7 @@ class Budget:
             self.ever[lanes] += 1
 
     def refill(self, judged: np.ndarray, cooldown: int): # (n,) losses judged; losses past the panic
-        "Forget the trouble that lies far enough behind."
+        "Forget the incident that lies far enough behind."
         past = judged >= self.panic_at + cooldown
         for used in (self.skips, self.lowers, self.rollbacks): used[past] = 0
 

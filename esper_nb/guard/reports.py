@@ -59,6 +59,7 @@ class GovernorConfig(DetectorConfig):
     cooldown: int = threshold(100, 0, 1000, 10) # losses past the place of the panic that refill the budget
     explain_steps: int = 1000 # that looking for the cause may take after an incident of `run`; 0: only when asked
     leave_out: bool = True # batches that are to blame, when they come again
+    redo: bool = True # after a rollback of `run`, train on the lost batches again without those that were to blame
     skip_window: int = 0 # batches that are left out after every rollback
     rewarm: int = 20 # steps over which a learning rate comes back that was to blame; 0: at once
     stop_raises: bool = True # at the end of the ladder raise `GovernorStop` (True) or only mark the lanes (False)
@@ -167,6 +168,7 @@ class Report:
     rollbacks_left: int = 0 # budget before the run is stopped
     batch: int | None = None # which call of `watch` it was, from 0, whatever was rolled back since
     lost: tuple[int, int] | None = None # first and last batch whose effect was undone or that was skipped
+    redone: int = 0 # batches that were trained on again at once after a rollback, so they are not lost
     rank: int | None = None # the process that the trouble came from, where there are several
     kept: tuple[str, ...] = () # what a rollback left as it is although it has changed since the snapshot
     bad_state: tuple[str, ...] = () # tensors that are not finite, for reason "state"
@@ -195,6 +197,7 @@ class Report:
         seen = f"loss {self.shown if self.loss is None else format(self.loss, '.4g')}{limit}"
         back = "" if self.restored_step is None else f", back at step {self.restored_step}"
         rate = f", lr × {self.lr_factor:g}" if self.lr_factor else ""
+        if self.redone: rate += f", {self.redone} batches redone"
         asked = "" if self.asked is None else f", old weights {self.asked:.4g}"
         undo = "" if self.kept_step is None else f"; rollback(to={self.kept_step}) undoes it"
         rank = "" if self.rank is None else f", from rank {self.rank}"

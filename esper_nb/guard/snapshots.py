@@ -231,6 +231,19 @@ class Snapshot:
         "Return what in the live state is not finite."
         return tuple(map(".".join, _vet(self._settled(), self.parts, self.n, self.masks)[0]))
 
+    @torch.no_grad()
+    def mend(self, bad: Sequence[str]) -> bool: # as of `find_bad`; False: there is more to it, and nothing was changed
+        "Put back what an optimizer remembers of the parameters where it is not finite, and nothing else."
+        live, good = self._settled(), self.good_state()
+        keys = [k for k in live.tensors if ".".join(k) in bad]
+        if good is None or not keys or len(keys) < len(bad): return False
+        if not all(isinstance(self.parts[k[0]], OptimizerPart) and k[1].startswith("state") for k in keys): return False
+        heads = {(part, path.split(".")[0]) for part, path in keys}
+        mine = [k for k in live.tensors if (k[0], k[1].split(".")[0]) in heads]
+        if not all(k in good.bank and same_layout(good.bank[k], live.tensors[k]) for k in mine): return False
+        for k in mine: live.tensors[k].copy_(good.bank[k])
+        return True
+
     def find_late(self, wait: bool) -> tuple[str, ...]: # whether to wait for it; names of tensors
         "Return what is not finite in the state on probation, where it is copied in the background."
         if self.background is None: return ()
