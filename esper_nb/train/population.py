@@ -190,6 +190,7 @@ class Population:
     spare: dict[tuple[int, int], Spare] = field(default_factory=dict, repr=False) # (lanes, number) -> its network
     fixed_plan: Plan | None = None # groups of lanes, instead of the rule
     retried: dict[tuple[int, str], int] = field(default_factory=dict) # lane, slot -> births that were tried again
+    tables: dict[str, Tensor] = field(default_factory=dict) # slot -> its seeds in the epoch that the Governor judges
     graphs: Graphs | None = field(default=None, repr=False) # recorded steps; None: none are wanted
 
     @property
@@ -298,9 +299,9 @@ class Population:
     ) -> tuple[tuple[Report, ...], tuple[DecisionResult, ...]]: # one for each lane in trouble; births that are undone
         "Let the Governor judge an epoch's losses, and settle the seeds of the lanes that it rolled back."
         if self.governor is None: return (), ()
-        before = self.slot_tables()
+        self.tables = self.slot_tables()
         reports = tuple(r for loss in losses for r in self.governor.watch(loss, inactive=inactive))
-        return reports, self.settle_seeds(before, sorted({r.lane for r in reports if r.rolled_back}))
+        return reports, self.settle_seeds(self.tables, sorted({r.lane for r in reports if r.rolled_back}))
 
     def evaluate(self,
         split: str = "heldout", # "train", "heldout" or "test"
@@ -458,7 +459,10 @@ def new_governor(
             losses.append(pop.task.loss(logits, y, len(lanes)))
         net.train(was)
         return torch.stack(losses)
-    def ask() -> Tensor: return torch.cat([asked(net, lanes) for net, lanes in pop.judged_together()], 1)
+    @torch.no_grad()
+    def ask() -> Tensor: # (k, n) of all lanes; old weights with the seeds of today
+        for k, table in pop.tables.items(): pop.model.slot(k).table.copy_(table)
+        return torch.cat([asked(net, lanes) for net, lanes in pop.judged_together()], 1)
     every = pop.data.num_train // pop.batch_size
     config = config.replace(sync_every=every, snapshot_every=every, probation=every if config.probation else 0)
     return Governor(model=nn.ModuleDict(dict(net=pop.model)), stepper=pop.stepper, rates=pop.rates,
