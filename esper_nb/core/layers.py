@@ -144,6 +144,10 @@ class LaneEmbedding(nn.Embedding):
         self.vocab = vocab
         self.lanes = n
 
+    def reset_parameters(self):
+        "Draw the weights; not on the meta device, where drawing makes PyTorch load its compiler, for seconds."
+        if not self.weight.is_meta: super().reset_parameters()
+
     def forward(self, tokens: Tensor) -> Tensor:
         if self.lanes == 1: return super().forward(tokens.squeeze(-1) if tokens.ndim > 2 else tokens)
         if tokens.shape[-1] != self.lanes:

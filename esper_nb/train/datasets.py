@@ -17,6 +17,7 @@ import hashlib
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs, urlencode
@@ -421,11 +422,12 @@ def load_digits_data(
     >>> tuple(x.shape), tuple(y.shape) # four lanes side by side in the channels
     ((64, 4, 8, 8), (64, 4))
     """
-    from sklearn.datasets import load_digits
-    raw = load_digits()
-    y = torch.from_numpy(raw.target).long()
+    package = find_spec("sklearn") # its file is read without it: importing all of scikit-learn takes a second
+    if package is None or package.origin is None: raise ImportError("scikit-learn, with the digits, is missing")
+    table = np.loadtxt(Path(package.origin).parent/"datasets/data/digits.csv.gz", delimiter=",") # (1797, 64 + label)
+    y = torch.from_numpy(table[:, -1]).long()
     order = balanced_order(y, "digits")
-    x, y = torch.from_numpy(raw.images).to(torch.uint8)[order, :, :, None], y[order]
+    x, y = torch.from_numpy(table[:, :-1]).to(torch.uint8).view(-1, 8, 8, 1)[order], y[order]
     mean, std = float(torch.mean(x[:1280] / 16.)), float(torch.std(x[:1280] / 16.))
     return ImageData(
         train_x=first(limit, x[:1280]), train_y=first(limit, y[:1280]),
