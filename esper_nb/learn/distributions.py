@@ -8,7 +8,6 @@ __all__ = ['ActionHeads', 'Heads', 'heads_of', 'to_env', 'MaskedHeads', 'mix_flo
 # %% ../../nbs/learn/60_distributions.ipynb #6586dbc6
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -113,7 +112,7 @@ class MaskedHeads:
         if isinstance(floor, Tensor) or floor > 0: logp = mix_floor(logp, legal, floor)
         self.logp = logp # (..., K, A), minus infinity where illegal
 
-    @cached_property
+    @property
     def choices(self) -> Tensor: # (..., K)
         "Number of legal choices of each head."
         return self.legal.sum(-1)
