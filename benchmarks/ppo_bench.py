@@ -351,7 +351,7 @@ def plain_pace(n):
     return rollout
 
 
-def pace(n=8, repeat=12):
+def pace(n=8, repeat=30):
     "Steps a second of three learners with equal settings and networks, from the fastest rollout of each."
     times = in_turns([our_pace(n), sb3_pace(n), plain_pace(n)], repeat)
     ours, sb3, plain = (PACE["num_steps"] * n / t for t in times)

@@ -2,10 +2,10 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from functools import cache
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -127,21 +127,28 @@ COMMAND = ["fit", "digits", "--set", "lanes=3", "--set", "epochs=12", "--set", "
            "--inject", "lobotomy:1:6", "--inject", "explode:2:9", "--quiet"]
 
 def started(*argv, out=None):
-    "Start the command in a process of its own."
-    env = os.environ | dict(OMP_NUM_THREADS="1", MPLBACKEND="Agg")
-    words = [sys.executable, "-c", "import sys; from esper_nb.run.cli import main; sys.exit(main())", *argv]
-    words += ["--out", str(out)] if out else []
-    return subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    "Start the command in a process of its own, which has imported what it needs."
+    words = [*argv, *(["--out", str(out)] if out else [])]
+    def work():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        sys.exit(main(words))
+    process = get_context("fork").Process(target=work)
+    process.start()
+    return process
 
 def end_of(folder):
     "Return the rows without the clock, and the weights, of a finished fit."
     return timeless(RunFolder(folder).rows()), load_file(folder/"weights.safetensors")
 
 @pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_kills_at_any_moment_change_nothing(tmp_path):
     "The number of kills is that of KILLS in the environment, or four."
     kills, chance = int(os.environ.get("KILLS", "4")), random.Random(0)
-    assert started(*COMMAND, out=tmp_path/"whole").wait() == 0
+    process = started(*COMMAND, out=tmp_path/"whole")
+    process.join()
+    assert process.exitcode == 0
     expected, done, runs, seen = end_of(tmp_path/"whole"/"digits"), 0, 0, []
     while done < kills:
         folder, runs = tmp_path/f"{runs}"/"digits", runs + 1
@@ -150,16 +157,17 @@ def test_kills_at_any_moment_change_nothing(tmp_path):
         def size(): return rows.stat().st_size if rows.exists() else 0
         while done < kills:
             before, early = size(), chance.random() < .2 # now and then before it has begun to train
-            while process.poll() is None and not rows.exists(): time.sleep(.02)
-            while process.poll() is None and size() in (0, before) and not early: time.sleep(.02)
-            time.sleep(chance.uniform(0, 1.2))
-            if process.poll() is not None: break
+            while process.is_alive() and not rows.exists(): time.sleep(.02)
+            while process.is_alive() and size() in (0, before) and not early: time.sleep(.02)
+            time.sleep(chance.uniform(0, 1.5))
+            if not process.is_alive(): break
             process.kill() # -9, at any moment: in an epoch, in a checkpoint, in the rows
-            process.wait()
+            process.join()
             done += 1
             seen.append(len(rows.read_bytes().splitlines()))
             process = started("resume", str(folder), "--quiet")
-        if process.wait() != 0: raise AssertionError(f"a resume ended with {process.returncode}")
+        process.join()
+        assert process.exitcode == 0
         ours, weights = end_of(folder)
         assert ours == expected[0] and all(torch.equal(weights[k], t) for k, t in expected[1].items())
     print(f"{done} kills in {runs} runs, after {seen} rows: all ends equal")

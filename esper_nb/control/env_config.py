@@ -71,6 +71,7 @@ class EnvConfig(Config):
     synthetic: bool = False # made-up images in place of CIFAR-10
     workers: int | None = None # groups of lanes at a time; None: one per core
     width: int | None = None # lanes per group; None: by the rule of the workers page
+    exact: bool = False # a lane's numbers do not depend on the other lanes, to the bit: each is computed alone
     graph: bool = False # on a GPU, one launch a batch where that can be: see the graphs page
     devices: tuple[str, ...] = ("cpu",) # lanes are split between them in contiguous parts
     # None: nobody watches, and no episode ends early
@@ -117,7 +118,7 @@ class EnvConfig(Config):
     def fit(self, lanes: int) -> FitConfig: # of one part
         "Return the settings of a population of so many lanes."
         names = ("batch_size", "lr", "schedule", "restart", "max_norm", "precision", "eval_batch", "workers", "width",
-                 "governor", "graph")
+                 "exact", "governor", "graph")
         return FitConfig(lanes=lanes, epochs=self.horizon, **{k: getattr(self, k) for k in names})
 
     def new_parts(self,

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..core import PhaseClock, check, generator
 from ..guard import Report
 from ..grow import Growing, Stage
-from ..train import Disturb, EvalResult, Task, evaluate, get_task
+from ..train import Disturb, EvalResult, Task, get_task
 from .actions import GrowthActions, choice_of, in_stage, read_actions, read_slots
 from .env_config import Data, EnvConfig
 from .episodes import (
@@ -37,7 +37,7 @@ from .rewards import (
 _LANE_STATE = ("episode", "trained", "rollbacks", "fresh", "ended", "goes_on") # (n,) each
 _SETTINGS = ("task", "family", "judged", "num_envs", "first_lane", "horizon", "reward", "price", "gamma", "penalty",
              "slots", "blueprints", "max_seeds", "rules", "repertoire", "operations", "observations", "schedule",
-             "restart", "batch_size", "lr", "precision", "devices") # that a saved state must agree with
+             "restart", "batch_size", "lr", "precision", "exact", "devices") # that a saved state must agree with
 
 class GrowVecEnv(gym.vector.VectorEnv):
     """Networks in training, n side by side, as a Gymnasium vector environment.
@@ -218,9 +218,8 @@ class GrowVecEnv(gym.vector.VectorEnv):
 
     def test(self) -> EvalResult:
         "Return the result of every lane, as it is now, on the test split, which is read here and nowhere else."
-        def test(p): return evaluate(
-            p.model, p.task, p.data.for_lanes(range(p.lanes)), "test", p.config.eval_batch, p.precision)
-        return EvalResult(*map(torch.cat, zip(*[test(part.population) for part in self.parts])))
+        each = [part.population.evaluate("test") for part in self.parts]
+        return EvalResult(*map(torch.cat, zip(*each)))
 
     def test_accuracy(self) -> Tensor: # (n,) percentage points
         "Return the accuracy of every lane, as it is now, on the test split."

@@ -79,7 +79,7 @@ class Governor:
         *parts, # model, optimizers, schedulers, scalers: everything with `state_dict`
         chance_loss: float | Sequence[float] | None, # nats, see `label_entropy`; None: no collapse is judged
         config: GovernorConfig | str = "batch", # thresholds and budget, or a preset: "batch", "epoch", "classic"
-        lanes: int = 1, # n
+        lanes: int | None = None, # n networks side by side, each judged alone; None: a single run
         callbacks: Sequence[Callable[[Report], None]] = (), # called with every report, which collects their failures
         ask: Callable[[], Tensor | float] | None = None, # () or (n,) losses of the parts as they are, without training,
             # always on the same data; or (batches, n)
@@ -92,8 +92,9 @@ class Governor:
         settings = [k for k in named if k in GovernorConfig.__dataclass_fields__]
         check(not settings, ", ".join(settings), [named[k] for k in settings],
               "parts by name; settings go into config=GovernorConfig({}=...)", settings and settings[0])
+        self.single, lanes = lanes is None, 1 if lanes is None else lanes # one lane is a lane: nothing waits for it
         self.n = check_count("lanes", lanes)
-        check(folder is None or lanes == 1, "folder", folder, "None: lanes have good states of different steps")
+        check(folder is None or self.single, "folder", folder, "None: lanes have good states of different steps")
         self.chance_loss = as_chance_losses(chance_loss, lanes)
         self.stats = LossStats(lanes)
         self.budget = Budget(lanes)
@@ -209,10 +210,10 @@ class Governor:
         together = self.config.sync_every or (8 if away and not before_step and not self.inside else 1)
         try:
             if len(self.waiting) < together: return ()
-            can_skip = together == 1 and (before_step or self.inside and self.n == 1)
+            can_skip = together == 1 and (before_step or self.inside and self.single)
             reports = self._judge_waiting(can_skip)
             if not self.inside: self._on_step_end()
-            elif reports and self.n == 1: raise _RejectedBatch
+            elif reports and self.single: raise _RejectedBatch
             return reports
         finally:
             if inactive: self.inactive = np.zeros(self.n, bool)
@@ -268,7 +269,8 @@ class Governor:
         >>> governor.reports[0].cause, governor.explain().batches
         ('data', (12,))
         """
-        if self.n > 1: raise ValueError(f"lanes={self.n}, expected 1: `run` is for a single run")
+        if not self.single:
+            raise ValueError(f"lanes={self.n}, expected None: `run` is for a single run")
         if self.recorder is None: self.recorder = StepRecorder(self.snapshot.objects.values())
         keeper = self.recorder
         if self.ask is None: self.ask = keeper.ask # old and live weights on the same batches, none of them lost
@@ -420,7 +422,7 @@ class Governor:
         """
         there = () if self.kept is None else (self.kept[0].version.step,)
         good = self.snapshot.steps[0]
-        if to is not None and self.n == 1 and to != good:
+        if to is not None and self.single and to != good:
             check(to in there, "to", to, "a step that is kept: {}", ", ".join(map(str, [*there, good])))
             self.question = None
             assert self.kept is not None
@@ -440,14 +442,14 @@ class Governor:
         behind the change.
         """
         self.flush()
-        if lanes is None or self.n == 1: self._end_trial(live=True)
+        if lanes is None or self.single: self._end_trial(live=True)
         self.stats.forget(range(self.n) if lanes is None else lanes)
         self.take_snapshot(lanes)
 
     def take_snapshot(self, lanes: Sequence[int] | None = None) -> TakeResult: # lanes: only these; None: all
         "Take a snapshot now and publish it at once: after a change of structure, or where the state is good."
         taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes)
-        if lanes is None or self.n == 1: self.since, self.held = 0, False
+        if lanes is None or self.single: self.since, self.held = 0, False
         if taken.lanes: self._note_saved()
         return taken
 
@@ -548,7 +550,8 @@ class Governor:
 
     def _passes(self, loss: Tensor | float) -> bool: # False: there is something to judge
         "Take in a loss of a single run that is certainly healthy."
-        if self.n > 1 or self.waiting or self.budget.stopped[0] or self.config.sync_every not in (None, 1): return False
+        if not self.single or self.waiting or self.budget.stopped[0]: return False
+        if self.config.sync_every not in (None, 1): return False
         if self.trial is not None or self.ranks.count > 1: return False
         if isinstance(loss, Tensor):
             if loss.device.type != "cpu": return False
@@ -594,8 +597,8 @@ class Governor:
         reasons = {i: v.reason(i) for i in np.flatnonzero(v.code).tolist()}
         if not reasons: return ()
         if reasons.get(0) != "non-finite" and (done := self._rejoin_ranks(fields)): return done
-        if self.n == 1 and self._begin_trial(reasons[0], float(loss[0]), before_step): return ()
-        if self.ask is not None and self.n > 1: reasons = self._ask_lanes(reasons, v)
+        if self.single and self._begin_trial(reasons[0], float(loss[0]), before_step): return ()
+        if self.ask is not None and not self.single: reasons = self._ask_lanes(reasons, v)
         return self._respond(reasons, v, before_step, **fields) if reasons else ()
 
     # --- trials of a rise
@@ -603,7 +606,7 @@ class Governor:
     @property
     def _patience(self) -> int: # losses
         "How long a rise is looked at before anything is done."
-        if self.n > 1: return 0 # an epoch of lanes is judged at once, when it is over
+        if not self.single: return 0 # an epoch of lanes is judged at once, when it is over
         return 48 if self.config.patience is None else self.config.patience
 
     def _begin_trial(self, reason: str, loss: float, before_step: bool) -> bool: # False: it is not one to wait for
@@ -622,6 +625,7 @@ class Governor:
         self._count_loss()
         t.add(float(on_scale(loss, self.stats.linear[0])), loss)
         over, due = t.is_over(), t.is_due(self._patience)
+        due &= not t.old or len(t.x) >= 2 * self._patience # asked before
         if (over or due or len(t.x) == 8) and (done := self._redo_disturbed(t.reason, loss)): return done
         if over:
             self._close_trial(t)
@@ -657,10 +661,12 @@ class Governor:
         "Hold the old weights against the live ones on the same batches, and leave no trace of that."
         now, before = self._asked([0], live)
         linear = self.stats.linear[0]
-        asked, self.trial = float(np.median(before)), None
+        asked = float(np.median(before))
         t.old = [float(on_scale(asked, linear))]
         if t.old[0] < float(on_scale(np.median(now), linear)) - t.rise / 2:
+            self.trial = None
             return self._respond({0: t.reason}, told={0: report}, asked=asked, **fields)
+        if self.recorder is not None and len(t.x) < 2 * self._patience: return () # bad batches may end: ask once more
         return (self._take_as_meant(t, replace(report, asked=asked, **fields), live),)
 
     def _ask_lanes(self, reasons: dict[int, str], v: Verdict) -> dict[int, str]: # what is left of the reasons
@@ -688,7 +694,7 @@ class Governor:
         def numbers(x): return torch.as_tensor(x, dtype=torch.float64).detach().cpu().reshape(-1, self.n).numpy()
         now, skip = numbers(self.ask()), self._clocks()
         if self.recorder is not None and self.ask == self.recorder.ask: skip += self._untrained()
-        self.snapshot.restore(None if self.n == 1 else lanes, skip=skip, stay=self.n == 1)
+        self.snapshot.restore(None if self.n == 1 else lanes, skip=skip, stay=self.single)
         before = numbers(self.ask())
         self.snapshot.bring_back(live)
         return self.ranks.gather(now).mean(0), self.ranks.gather(before).mean(0)
@@ -792,7 +798,7 @@ class Governor:
 
     def _choose(self, lane: int, reason: str, verdict: Verdict | None, before_step: bool) -> tuple[str, bool]:
         "Return the action for a lane, and whether it is free: while one incident lasts, NaN costs nothing more."
-        if reason == "asked": return ("replay" if self.config.replay and self.n == 1 else "rollback"), True
+        if reason == "asked": return ("replay" if self.config.replay and self.single else "rollback"), True
         patient, budget = self._patience > 0, self.budget
         same = patient and reason == "non-finite" and self.watched <= budget.same_until[lane]
         since_skip = 9 if patient else self.stats.judged[lane] - budget.skipped_at[lane]
@@ -801,8 +807,8 @@ class Governor:
             can_skip = unheard_of(self.stats, float(verdict.loss[lane]))
         if can_skip: can_skip = not self.ranks.any([bool(self.snapshot.find_bad())])[0] # or the state is spoilt
         if same: return ("skip" if can_skip else "rollback"), True
-        def can_lower(): return self.n > 1 and self.ask is None and self._scale_lr(1., [lane])
-        return budget.choose(self.config, lane, reason, can_skip, can_lower, can_replay=self.n == 1), False
+        def can_lower(): return not self.single and self.ask is None and self._scale_lr(1., [lane])
+        return budget.choose(self.config, lane, reason, can_skip, can_lower, can_replay=self.single), False
 
     def _apply(self, action: str, lanes: list[int], free: bool,
                back: dict[str, Any] | None = None) -> dict[int, dict]: # fields of the report, by lane
@@ -823,7 +829,7 @@ class Governor:
         "Forget the batch at hand: its gradients, and what a loss scaler has noted about them."
         self.stats.count[lanes] = 0
         self.budget.skipped_at[lanes] = self.stats.judged[lanes]
-        if self.n > 1: return {}
+        if not self.single: return {}
         for part in self.snapshot.parts.values():
             if isinstance(part.obj, torch.amp.GradScaler): vars(part.obj)["_per_optimizer_states"].clear()
             if isinstance(part, ModulePart):
@@ -837,11 +843,11 @@ class Governor:
         again: Mapping[int, int], # by lane, rollbacks before this one in the same incident; -1: no cut is due
     ) -> dict[int, dict]: # fields of the report, by lane
         "Restore the last good state of lanes; from the second time on also lower their learning rate."
-        onward = self.n == 1 and action != "replay" # data and schedule go on from where they are
+        onward = self.single and action != "replay" # data and schedule go on from where they are
         skip: tuple[str, ...] = () if action == "replay" else ("streams", "cursor")
         if onward: skip = tuple(name for name, obj in self.snapshot.objects.items() if goes_on(name, obj))
         back = self.snapshot.restore(None if self.n == 1 else lanes, skip=skip, stay=onward)
-        if self.n == 1:
+        if self.single:
             self.since, self.held = 0, False
             self.trial = self.question = None
         fields: dict[int, dict] = {}
@@ -850,10 +856,10 @@ class Governor:
             lost = (saved.batch, self.watched - 1) if saved.batch < self.watched else None
             fields[i] = dict(restored=back.parts, left=back.left, kept=back.kept, restored_step=step, lost=lost)
             if onward: self._cap_lr(saved.lr_factor, again[i])
-            elif self.n == 1: self.lr_factor = saved.lr_factor
+            elif self.single: self.lr_factor = saved.lr_factor
             if again[i] < 1 or action == "stop": continue
             factor = float(self.config.lr_factor**again[i])
-            if self.n == 1: fields[i]["lr_factor"] = self._cut_lr()
+            if self.single: fields[i]["lr_factor"] = self._cut_lr()
             elif self._scale_lr(factor, [i]): fields[i]["lr_factor"] = factor
         return fields
 
@@ -894,7 +900,7 @@ class Governor:
 
     def _rejoin_ranks(self, fields: Mapping[str, Any]) -> tuple[Report, ...]: # of the report
         "Bring ranks together again whose weights have come to differ."
-        if self.n > 1 or not self.snapshot.is_apart(): return ()
+        if not self.single or not self.snapshot.is_apart(): return ()
         return self._respond({0: "state"}, bad_state=("ranks.their weights differ",), **fields)
 
     # --- what is said
@@ -912,7 +918,7 @@ class Governor:
     def _file(self, report: Report) -> Report: # with the failures of callbacks
         "Keep a report, log it and hand it to the callbacks; notes are only kept and logged."
         level = _LEVELS["warning" if report.action == "meant" else report.severity]
-        if self.n > 1 or self.ranks.rank: level = logging.INFO
+        if not self.single or self.ranks.rank: level = logging.INFO
         before = self.reports[-1] if self.reports else None
         if before is not None and before.rolled_back and self._is_vain(before, report):
             report = replace(report, why="the restored weights give nan, too: look at batch, loss and code")
@@ -950,11 +956,14 @@ class Governor:
         calm = self.stats.calm(c) & ~self.budget.stopped & ~self.inactive
         calm &= self.budget.lowers == 0 # after a cut of the learning rate, wait until it has worked
         if self.trial is not None or not calm.any():
-            if self.since == 10 * c.snapshot_every and self.n == 1:
+            if self.since == 10 * c.snapshot_every and self.single:
                 logger.warning("Governor: no snapshot for %d losses, since the loss is above its level (%.4g); a "
                                "rollback would go that far back; `accept()` if all is well", self.since,
                                off_scale(self.stats.level[0], self.stats.linear[0]))
             if self.since % c.snapshot_every == 0: self._rejoin_ranks({}) # what a snapshot would have looked at
+            if not self.single and self.held: # as where another lane is calm
+                self.snapshot.drop()
+                self.held = False
             return
         lanes = None if calm.all() else np.flatnonzero(calm).tolist()
         if self.held:
@@ -971,7 +980,7 @@ class Governor:
 
     def _mend_moments(self, bad: tuple[str, ...]) -> bool: # tensors that are not finite
         "Where only moments of an optimizer are spoilt, put these back and leave the weights, so that no batch is lost."
-        if self.n > 1 or self.ranks or self.recorder is not None or not self.snapshot.mend(bad): return False
+        if not self.single or self.ranks or self.recorder is not None or not self.snapshot.mend(bad): return False
         report = describe_panic(self.stats, self.config, None, self.chance_loss, 0, "state")
         self._file(replace(report, action="rollback", batch=self.watched - 1, bad_state=bad, restored=bad,
                            restored_step=self.snapshot.steps[0],

@@ -61,6 +61,7 @@ def _chosen_recipe(args: argparse.Namespace) -> "RunConfig":
     if args.minutes is not None and "ppo.num_updates" not in s: s["ppo.num_updates"] = 10_000 # until they are over
     if args.device != "cpu": s["env.devices"] = args.device.split(",")
     if args.synthetic: s["env.synthetic"] = True
+    if args.exact: s["env.exact"] = True
     if args.unguarded: s["env.governor"] = None
     if args.inject: s["env.faults"] = tuple(parse_fault(f) for f in args.inject)
     if getattr(args, "log", ()): s["log"] = tuple(args.log)
@@ -72,7 +73,7 @@ def _chosen_recipe(args: argparse.Namespace) -> "RunConfig":
 def _longer(args: argparse.Namespace) -> dict[str, Any]:
     "Return the settings that a run may be prolonged with, and what stands beside it."
     given: dict[str, Any] = {"ppo.num_updates": args.updates, "minutes": args.minutes, "engine": args.engine,
-                             "comparison": args.comparison}
+                             "comparison": args.comparison, "shards": args.shards}
     if args.log: given["log"] = tuple(args.log)
     if args.imports: given["plugins"] = tuple(args.imports)
     return {k: v for k, v in given.items() if v is not None}
@@ -150,7 +151,9 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> h
                       help="a file or module that registers tasks, blueprints or recipes"),
         trust=_flag("--trust", help="run code that the folder names: plugins, and factories of networks"),
         shards=_option("--shards", "--parts", type=int, help="cut the lanes into so many, each in a worker of its own "
-                       "(default: 1)"),
+                       "(default: 1); `resume` takes another number where the run is --exact"),
+        exact=_flag("--exact", help="compute each lane alone, so that its numbers are the same to the bit with any "
+                    "neighbours, number of lanes, shards and workers (slower)"),
         device=_option("--device", default="cpu", help="cpu, cuda, cuda:1, mps"),
         data=_option("--data", metavar="PLACE", help="without a name: a folder of pictures, a table or a text to train "
                      "on; with one: where its files are (default: data)"),
@@ -244,7 +247,8 @@ def _fit(args):
     if own is None:
         seek_in_plugins(args.task, lambda task: task in list_tasks())
         _check_files(args.task, args.data)
-    settings = parse_settings(args.set, FitConfig) | (dict(governor=None) if args.unguarded else {})
+    settings = parse_settings(args.set, FitConfig) | (dict(governor=None) if args.unguarded else {}) \
+        | (dict(exact=True) if args.exact else {})
     pop, _ = fit_run(own or args.task, FitConfig.from_dict(settings), args.device, None if own else args.data, args.out,
             args.synthetic, not args.quiet, [parse_fault(f) for f in args.inject], log=args.log)
     return pop if int(pop.epoch.max()) >= pop.epochs else None
@@ -256,13 +260,14 @@ class _Command(NamedTuple):
     options: str # names in `_options` and `_listing_options`
     help: str
 
-_trains = ("imports device data label target columns groups size synthetic inject unguarded "
+_trains = ("imports exact device data label target columns groups size synthetic inject unguarded "
            "allocator") # of all that trains
 _learns = f"recipe updates minutes seed set engine {_trains}"
 
 _commands = dict(
     train=_Command(_train, f"{_learns} shards log comparison folder quiet", "train a controller that grows networks"),
-    resume=_Command(_resume, "run updates minutes engine imports trust log comparison quiet",
+    resume=_Command(_resume, "run updates minutes engine shards imports trust log comparison "
+                    "quiet",
                     "go on with a run of train or fit, exactly where it stopped"),
     watch=_Command(_watch, "run every web port address no_token",
                    "follow a run in a terminal or a browser while it is written"),

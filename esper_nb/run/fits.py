@@ -20,8 +20,8 @@ from ..core import check
 from ..guard import Report
 from ..grow import Blend, Curve, Decision, DecisionResult, Event, Stage
 from ..train import (
-    Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, disturb_at,
-    evaluate, fit, get_task, new_population)
+    Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, disturb_at, fit,
+    get_task, new_population)
 from ..record import (
     FolderLock, ResumableRun, RunFolder, check_trackers, closing_table, cut_rows, new_file, new_run,
     population_rows, previous_checkpoint, run_origin, run_rows, save_tensors, test_rows, warn_of_torch)
@@ -284,7 +284,7 @@ class FitRun(ResumableRun):
         from esper_nb.show.plot_runs import plot_run
         pop, path, epoch = self.population, self.folder.path, int(self.population.epoch.max())
         self.torn = True
-        self.test = test = evaluate(pop.model, pop.task, pop.data, "test", pop.config.eval_batch, pop.precision)
+        self.test = test = pop.evaluate("test")
         self.record([*run_rows(pop, "finished"), *test_rows(test, pop.data, epoch=epoch)])
         with new_file(path/"weights.safetensors") as part: save_tensors(pop.model.state_dict(), part)
         self.recorders[0].flush()

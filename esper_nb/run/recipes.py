@@ -43,7 +43,7 @@ class RunConfig(Config):
     @property
     def split(self) -> bool:
         "Whether lanes are in shards."
-        return self.engine != "local" or self.shards > 1
+        return self.engine != "local" or self.shards > 1 or self.env.exact
 
     def __post_init__(self):
         object.__setattr__(self, "ppo", self.ppo.replace(seed=self.seed))
@@ -196,9 +196,11 @@ def plan_text(
     shards = f" in {config.shards} shard{'s' * (config.shards != 1)} ({config.engine})" if config.split else ""
     task = config.env.task
     told = "" if isinstance(task, str) or not task.notes else f"\n{task.notes_text()}"
+    several = f"\n{'numbers':>14}  to the bit those of {config.shards} shards; with --exact of any number"
+    same = several if config.shards > 1 and not config.env.exact else ""
     return (f"{config.name}: {what} in {config.env.num_envs} lanes{shards}, "
             f"then the controller plays against simpler ones.\n"
-            f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}{told}")
+            f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}{told}{same}")
 
 def command_words(
     config: Mapping[str, Any], # of a run's folder

@@ -73,7 +73,7 @@ def _check_contract(path: Path, config: RunConfig) -> None:
 def _run_contract(config: RunConfig) -> dict[str, Any]:
     "Return the settings that a run's numbers depend on."
     run = {k: v for k, v in config.to_dict().items() if k not in _beside}
-    if config.split: run["shards"] = config.shards
+    if config.split and not config.env.exact: run["shards"] = config.shards
     return run
 
 def check_faults(config: RunConfig) -> None:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from ..core import (
     BUDGET, Config, Plan, Precision, Workers, activation_room, check, check_count, check_device, choose_precision,
-    plan, put_lanes, take_lanes, with_lanes)
+    plan, put_lanes, take_lanes, use_threads, with_lanes)
 from ..guard import Governor, GovernorConfig, Report
 from ..grow import (
     ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, Decision, DecisionResult, Event, Growing, ModuleHostConfig, Reason,
     Rules, SeedState, Slot, Stage, apply_decision, decode_seed, explore_host)
-from .ablation import Ablation, EvalResult, seed_tables
+from .ablation import Ablation, EvalResult, evaluate, seed_tables
 from .data import ImageData, TextData
 from .gradients import gradient_health, growth_signals, norm_ratio
 from .graphs import Graphs, Group
@@ -78,6 +78,7 @@ class FitConfig(Config):
     seed: int = 0 # of weights, order and augmentation
     workers: int | None = None # groups at a time; None: one per core, one on a GPU
     width: int | None = None # lanes per group; None: by the rule of the plans page
+    exact: bool = False # a lane's numbers do not depend on the other lanes, to the bit: each is computed alone
     eval_batch: int = 256 # images per evaluation batch
     governor: GovernorConfig | None = GovernorConfig(lowers=0) # thresholds and budget; None: no Governor
     retries: int = 1 # times that `fit` tries a birth again which the Governor undid, in each slot of a lane
@@ -206,8 +207,9 @@ class Population:
         return self.config.batch_size or self.task.batch_size
 
     def plan(self) -> Plan: # groups of lanes that are trained together
-        "Return the lanes that run together in an epoch: by what grows where, unless `fixed_plan` is set."
+        "Return the lanes that run together in an epoch: by what grows where, unless `fixed_plan` or `exact` is set."
         if self.fixed_plan is not None: return self.fixed_plan
+        if self.config.exact: return tuple((i,) for i in range(self.lanes))
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize)
         room = activation_room(self.workers.device)
         return grown_plan(self.model.kinds(), self.workers.count, size, self.config.width, room)
@@ -215,6 +217,7 @@ class Population:
     def threads(self, plan: Plan) -> int | None: # None: as set before
         "Return the cores that one operation uses while a plan is carried out."
         if self.workers.pool and len(plan) > 1: return 1 # the cores belong to the workers
+        if self.config.exact and self.workers.device.type == "cpu": return 1 # whatever this machine has
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize) * max(map(len, plan))
         return 1 if self.workers.device.type == "cpu" and size <= SMALL_GROUP else None
 
@@ -299,6 +302,22 @@ class Population:
         self.tables = self.slot_tables()
         reports = tuple(r for loss in losses for r in self.governor.watch(loss, inactive=inactive))
         return reports, self.settle_seeds(self.tables, sorted({r.lane for r in reports if r.rolled_back}))
+
+    def evaluate(self,
+        split: str = "heldout", # "train", "heldout" or "test"
+    ) -> EvalResult:
+        "Evaluate every lane on a split: all in one pass, or each alone where the settings say `exact`."
+        def judged(net, lanes):
+            data = self.data.for_lanes(lanes)
+            return evaluate(net, self.task, data, split, self.config.eval_batch, self.precision)
+        with use_threads(1 if self.config.exact and self.workers.device.type == "cpu" else None):
+            each = [(lanes, judged(net, lanes)) for net, lanes in self.judged_together()]
+        return join_results(*zip(*each))
+
+    def judged_together(self) -> Iterator[tuple[Growing, Sequence[int]]]: # network, and its lanes
+        "Return what is evaluated in one pass: the whole model, or where the settings say `exact` a copy of each lane."
+        if not self.config.exact: yield self.model, range(self.lanes)
+        else: yield from ((self.model.lane(i), (i,)) for i in range(self.lanes))
 
     def slot_tables(self) -> dict[str, Tensor]: # slot -> its table, a copy
         "Return the states of all seeds, as `settle_seeds` wants them."
@@ -429,18 +448,21 @@ def new_governor(
     than one which has learnt its training data by heart.
     """
     @torch.no_grad()
-    def ask() -> Tensor: # (k, n) losses of the next batches; old weights with the seeds of today
-        for k, table in pop.tables.items(): pop.model.slot(k).table.copy_(table)
-        was = pop.model.training
-        pop.model.train()
-        batches = pop.data.epoch(pop.config.seed, range(pop.lanes), pop.epoch.tolist(), pop.batch_size)
+    def asked(net: Growing, lanes: Sequence[int]) -> Tensor: # (k, m) losses of the next batches
+        was = net.training
+        net.train()
+        batches = pop.data.epoch(pop.config.seed, lanes, pop.epoch[list(lanes)].tolist(), pop.batch_size)
         losses = []
         for b in range(min(8, len(batches))):
             x, y = batches[b]
-            with pop.precision.autocast(x.device): logits = pop.model(x)
-            losses.append(pop.task.loss(logits, y, pop.lanes))
-        pop.model.train(was)
+            with pop.precision.autocast(x.device): logits = net(x)
+            losses.append(pop.task.loss(logits, y, len(lanes)))
+        net.train(was)
         return torch.stack(losses)
+    @torch.no_grad()
+    def ask() -> Tensor: # (k, n) of all lanes; old weights with the seeds of today
+        for k, table in pop.tables.items(): pop.model.slot(k).table.copy_(table)
+        return torch.cat([asked(net, lanes) for net, lanes in pop.judged_together()], 1)
     every = pop.data.num_train // pop.batch_size
     config = config.replace(sync_every=every, snapshot_every=every, probation=every if config.probation else 0)
     return Governor(model=nn.ModuleDict(dict(net=pop.model)), stepper=pop.stepper, rates=pop.rates,
