@@ -205,6 +205,11 @@ def test_batches_that_are_to_blame_are_all_that_is_lost():
     assert report.cause == "data" and report.lost == (AT, AT + 19)
     assert report.redone == report.batch + 1 - 20 - report.restored_step
 
+def test_bad_labels_that_outlast_the_first_question_are_found_by_the_second():
+    last = AT + CONFIG.patience + 3
+    report, = end_of(lambda loop, k, xy: (xy[0], (xy[1] + 1) % 10) if AT <= k <= last else xy).gov.reports
+    assert report.cause == "data" and report.lost == (AT, last) and report.batch > last
+
 def test_a_rate_that_rose_for_some_steps_costs_none_of_them():
     loop = end_of(spell)
     assert [r.cause for r in loop.gov.reports] == ["rate"] and loop.gov.reports[0].redone > 0

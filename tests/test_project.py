@@ -180,17 +180,19 @@ print("fine")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "fine", done.stderr
 
+DASHBOARD = "nbs/tutorials/dashboard.ipynb"     # `esper-nb lab` opens it, so the wheel carries it
+
 def copy_of_the_tree(target):
     "Copy what git knows, and what is new beside it."
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in filter(None, names):
         source = ROOT/name
-        if not source.is_file() or name.startswith(("nbs/", "tests/")): continue
+        if not source.is_file() or name.startswith(("nbs/", "tests/")) and name != DASHBOARD: continue
         (target/name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target/name)
     for name in ("nbs", "tests"):      # in the way, to see that they stay out
-        (target/name).mkdir()
+        (target/name).mkdir(exist_ok=True)
         (target/name/"__init__.py").touch()
     return target
 
@@ -208,7 +210,8 @@ def test_wheel_and_sdist_hold_the_package_and_what_settings_say(tmp_path):
 
     wheel = zipfile.ZipFile(next(out.glob("*.whl")))
     names = wheel.namelist()
-    assert {n for n in names if ".dist-info/" not in n} == package, "a data file wants a line in setup.py"
+    held = package | {"esper_nb/pages/dashboard.ipynb"}
+    assert {n for n in names if ".dist-info/" not in n} == held, "a data file wants a line in setup.py"
     assert any(n.endswith("LICENSE") for n in names)
     info = next(n for n in names if n.endswith(".dist-info/METADATA"))
     meta = Parser().parsestr(wheel.read(info).decode("utf-8"))
@@ -222,7 +225,8 @@ def test_wheel_and_sdist_hold_the_package_and_what_settings_say(tmp_path):
     with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
         sdist = {name.partition("/")[2] for name in archive.getnames()}
     assert package | {"settings.ini", "setup.py", "pyproject.toml", "README.md", "LICENSE"} <= sdist
-    assert not [n for n in sdist if n.startswith(("tests", "nbs", "scripts", "benchmarks", "conftest"))]
+    assert DASHBOARD in sdist and "nbs/__init__.py" not in sdist
+    assert not [n for n in sdist if n.startswith(("tests", "scripts", "benchmarks", "conftest"))]
 
 def test_version_is_the_one_in_settings():
     import esper_nb

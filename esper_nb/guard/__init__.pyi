@@ -9,11 +9,12 @@ from .causes import (CAUSES as CAUSES, LOW as LOW, EXPERIMENTS as EXPERIMENTS, S
     leave_out_odd as leave_out_odd, hold_rate as hold_rate, hold_settings as hold_settings,
     without_autocast as without_autocast, full_precision as full_precision, drop_gradients as drop_gradients,
     mix_examples as mix_examples, can_mix as can_mix, with_tensors as with_tensors, forget_moments as forget_moments,
-    usual_norms as usual_norms, lower_rate as lower_rate, scale_rate as scale_rate, most_changed as most_changed,
-    had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near, rate_rose as rate_rose,
-    name_batches as name_batches, odd_ones as odd_ones, LayerWatch as LayerWatch, center_spread as center_spread,
-    level_spread as level_spread, find_onset as find_onset, find_odd as find_odd, find_cause as find_cause,
-    Inquiry as Inquiry, same_number as same_number, redo as redo, redo_disturbed as redo_disturbed)
+    clip_as_usual as clip_as_usual, usual_norms as usual_norms, lower_rate as lower_rate, scale_rate as scale_rate,
+    most_changed as most_changed, had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near,
+    rate_rose as rate_rose, name_batches as name_batches, odd_ones as odd_ones, LayerWatch as LayerWatch,
+    center_spread as center_spread, level_spread as level_spread, find_onset as find_onset, find_odd as find_odd,
+    find_cause as find_cause, Inquiry as Inquiry, same_number as same_number, redo as redo,
+    redo_disturbed as redo_disturbed)
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,

@@ -7,7 +7,7 @@ __all__ = ['CAUSES', 'LOW', 'EXPERIMENTS', 'SLOWER', 'UPHILL', 'REDONE', 'Explan
            'tensors_of', 'same_stream', 'RecordedIncident', 'copy_published', 'Replay', 'gradient_norm', 'idle',
            'share_of_rate', 'set_setting', 'Experiment', 'leave_out_odd', 'hold_rate', 'hold_settings',
            'without_autocast', 'full_precision', 'drop_gradients', 'mix_examples', 'can_mix', 'with_tensors',
-           'forget_moments', 'clip_gradients', 'usual_norms', 'lower_rate', 'scale_rate', 'most_changed', 'had_a_spell',
+           'forget_moments', 'clip_as_usual', 'usual_norms', 'lower_rate', 'scale_rate', 'most_changed', 'had_a_spell',
            'other_settings', 'is_near', 'rate_rose', 'name_batches', 'odd_ones', 'LayerWatch', 'center_spread',
            'level_spread', 'find_onset', 'find_odd', 'find_cause', 'Inquiry', 'same_number', 'redo', 'redo_disturbed']
 
@@ -570,7 +570,7 @@ def forget_moments(replay: Replay):
     "Begin with an empty optimizer state."
     for o in replay.optimizers: o.state.clear()
 
-def clip_gradients(replay: Replay):
+def clip_as_usual(replay: Replay):
     "Clip gradients at their usual norm."
     limit = statistics.median(usual_norms(replay))
     def clip(o): nn.utils.clip_grad_norm_([p for g in o.param_groups for p in g["params"]], limit)
@@ -669,7 +669,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         forget_moments, "moments", lambda r: "what the optimizer remembers from before does the harm",
         lambda r: any(o.state for o in r.optimizers), "moments that no longer fit"),
     "clipped gradients": Experiment(
-        clip_gradients, "steep", lambda r: f"gradients far larger than before; clip them, at {_usual(r):.3g}, say",
+        clip_as_usual, "steep", lambda r: f"gradients far larger than before; clip them, at {_usual(r):.3g}, say",
         lambda r: bool(r.optimizers) and len(usual_norms(r)) > 0, "rare gradients out of all proportion"),
     "a quarter of the learning rate": Experiment(
         lower_rate, "fast", lambda r: "the learning rate is too high here: at a quarter of it the run stays well",

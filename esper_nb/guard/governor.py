@@ -625,6 +625,7 @@ class Governor:
         self._count_loss()
         t.add(float(on_scale(loss, self.stats.linear[0])), loss)
         over, due = t.is_over(), t.is_due(self._patience)
+        due &= not t.old or len(t.x) >= 2 * self._patience # asked before
         if (over or due or len(t.x) == 8) and (done := self._redo_disturbed(t.reason, loss)): return done
         if over:
             self._close_trial(t)
@@ -660,10 +661,12 @@ class Governor:
         "Hold the old weights against the live ones on the same batches, and leave no trace of that."
         now, before = self._asked([0], live)
         linear = self.stats.linear[0]
-        asked, self.trial = float(np.median(before)), None
+        asked = float(np.median(before))
         t.old = [float(on_scale(asked, linear))]
         if t.old[0] < float(on_scale(np.median(now), linear)) - t.rise / 2:
+            self.trial = None
             return self._respond({0: t.reason}, told={0: report}, asked=asked, **fields)
+        if self.recorder is not None and len(t.x) < 2 * self._patience: return () # bad batches may end: ask once more
         return (self._take_as_meant(t, replace(report, asked=asked, **fields), live),)
 
     def _ask_lanes(self, reasons: dict[int, str], v: Verdict) -> dict[int, str]: # what is left of the reasons
