@@ -84,7 +84,8 @@ def chosen(monkeypatch):
     done = SimpleNamespace(drive=lambda *args, **kwargs: True) # None: interrupted
     monkeypatch.setattr("esper_nb.run.begin_run", lambda config, *args, **kwargs: made.append(config) or done)
     over = SimpleNamespace(epoch=torch.zeros(1), epochs=0)
-    monkeypatch.setattr("esper_nb.run.fit_run", lambda task, config, *args, **kwargs: made.append(config) or (over, None))
+    def fit_run(task, config, *args, **kwargs): return made.append(config) or (over, None)
+    monkeypatch.setattr("esper_nb.run.fit_run", fit_run)
     def choose(words):
         assert cli.main(words[1:]) in (0, None)
         return made.pop()
