@@ -197,6 +197,7 @@ def test_a_run_that_was_disturbed_ends_as_the_one_that_was_not_to_the_bit():
         loop = end_of(fault)
         report, = loop.gov.reports
         assert report.cause == "outside" and report.redone > 0 and report.lost is None, fault
+        assert loop.gov.explain().cause == "outside" # asked again: what was redone is not what happened
         assert same(loop.state()[:4], clean.state()[:4]), fault
     assert end_of(shrunk, config=CONFIG.replace(redo=False)).gov.recorder is not None
 

@@ -12,6 +12,7 @@ __all__ = ['CAUSES', 'LOW', 'EXPERIMENTS', 'SLOWER', 'UPHILL', 'REDONE', 'Explan
            'level_spread', 'find_onset', 'find_odd', 'find_cause', 'Inquiry', 'same_number', 'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/15_causes.ipynb #imports
+import copy
 import math
 import statistics
 import textwrap
@@ -194,7 +195,7 @@ class StepRecorder:
         steps = [s for s in self.steps if s.number >= number]
         older = [*self.older, *(s.loss for s in self.steps if s.number < number and not s.asked)]
         if steps and steps[0].number > number: steps = [] # batches were let go
-        steps = [s for s in steps if not s.asked]
+        steps = [copy.copy(s) for s in steps if not s.asked] # their losses stay, though they may be trained on again
         return RecordedIncident(steps, snapshot, copy_published(snapshot), [float(x) for x in older], report)
 
     def ask(self, count: int = 4) -> float: # of the latest batches
