@@ -200,7 +200,7 @@ def test_a_disk_without_locks_has_leases(tmp_path, monkeypatch):
 def test_a_disk_that_is_full_from_the_start_ends_the_run(tmp_path, monkeypatch):
     run = begin_run(get_recipe("digits_impaired", TINY | {"ppo.num_updates": 9}), tmp_path)
     def full(*args, **kwargs): raise OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("esper_nb.run.runs.save_checkpoint", full)
+    monkeypatch.setattr("esper_nb.record.resumable.save_checkpoint", full)
     with warnings.catch_warnings(action="ignore"), pytest.raises(OSError, match="none of its 3 checkpoints.*No space"):
         for _ in run.updates(): pass
     assert run.learner.update == 3

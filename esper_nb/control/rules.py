@@ -74,7 +74,8 @@ def view(
     blueprints = {k: model.slot(k).blueprints for k in model.names}
     births = {k: tuple(b for b in blueprints[k] if b != "noop") for k, s in slots.items() if s.stage == Stage.DORMANT}
     measured = {k: dict(zip(SIGNALS, map(float, found))) for k, found in (growth or {}).items()}
-    return View(lane, slots, blueprints, signals, tuple(results), births, measured)
+    return View(lane=lane, slots=slots, blueprints=blueprints, signals=signals, results=tuple(results), births=births,
+                growth=measured)
 
 class GrowthRule(Protocol):
     "Whatever decides for one lane at a time."

@@ -192,7 +192,8 @@ def count_episodes(
     done: Tensor, # (T, n) bool: the episode ended with it
 ) -> tuple[Tensor, Tensor, list[EpisodeEnd]]:
     "Return returns and lengths after T more steps, and the episodes that ended in them."
-    goes_on, counts, gain, over = ~start.cpu().numpy(), valid.cpu().numpy(), reward.cpu().numpy(), done.cpu().numpy()
+    goes_on, counts = ~start.cpu().numpy(), valid.cpu().numpy()
+    gain, over = reward.cpu().numpy(), done.cpu().numpy()
     total, steps, ended = returns.numpy(), lengths.numpy(), []
     gain = np.where(counts, gain, 0.).astype(np.float64)
     for t, some in enumerate(over.any(1).tolist()):

@@ -308,7 +308,8 @@ def search_arms(p: Practice) -> dict:
 def try_arms(p: Practice) -> dict:
     "Play new networks to the end with every arm; return what they showed at the look, and what each arm came to."
     env, names = p.env(), p.found["search_arms"]["names"]
-    arms, looks, paid, spent = look_arms(env, names), [], [], 0
+    arms, spent = look_arms(env, names), 0
+    looks, paid = [], []
     for seed in range(TRIED, TRIED + max(1, len(p.search) // 2 // len(arms))):
         columns = []
         for k in range(len(arms)):
@@ -392,7 +393,8 @@ class Lookahead:
 
     def _try(self, env: GrowVecEnv, actions: Tensor) -> Tensor: # (n,) rewards
         "Return what an epoch pays, and bring the environment back to where it was."
-        state, last, reports, summaries = env.state_dict(), env.last_result, env.reports, list(env.summaries)
+        state, last = env.state_dict(), env.last_result
+        reports, summaries = env.reports, list(env.summaries)
         env.step(actions.numpy())
         step = latest_step(env)
         self.practice_epochs += int(step.active.sum())
