@@ -215,7 +215,7 @@ def test_every_way_to_keep_snapshots(config):
     assert harder.net.weight.item() == 0 and not harder.governor.stopped[0]
 
 
-def test_lanes_ask_on_what_they_evaluate_anyway():
+def test_each_lane_is_asked_on_its_own():
     "Lane 0 is ruined, lane 1 gets harder data, lane 2 both noise and peace."
     weights = torch.zeros(3, 1)
     net = nn.Module()
