@@ -76,9 +76,9 @@ readme: $(STAMP)  ## README.md from nbs/index.ipynb
 docs: $(STAMP)  ## the site in _docs (plain HTML pages where Quarto is missing), its links and pictures checked
 	$(BIN)/python scripts/docs.py
 
-gpu: $(STAMP)  ## on a CUDA machine: the tests that need a device, then the benchmark into nbs/explanations/bench_gpu.json
-	$(BIN)/pytest tests -m cuda -v
-	$(BIN)/python -m benchmarks.gpu_bench
+gpu: $(STAMP)  ## on a CUDA machine, in 9 minutes: the tests that need it, then its table into bench_gpu.json; again goes on
+	$(BIN)/pytest tests -m "cuda and not slow" -q
+	$(BIN)/python -m benchmarks.gpu_bench --minutes 6
 
 CUDA_TESTS = tests/test_pretended.py $(shell grep -l "^@pytest.mark.cuda" tests/test_*.py)
 pretended: $(STAMP)  ## the same tests and the main job on a pretended CUDA device, on any machine (part of `make unit`)

@@ -27,7 +27,7 @@ from benchmarks.measure import machine
 from esper_nb.control.forecast import fit_ridge
 from esper_nb.control.rules import encode_decision
 from esper_nb.control.envs import GrowVecEnv
-from esper_nb.core.random import generator
+from esper_nb.core.devices import generator
 from esper_nb.grow.models import Decision
 from esper_nb.record.files import new_file
 from esper_nb.run.compare import RulePlayer, play_lanes

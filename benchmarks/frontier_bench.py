@@ -3,6 +3,7 @@
     python -m benchmarks.frontier_bench                    # every data set, ten seeds: half an hour on one core
     python -m benchmarks.frontier_bench digits --seeds 3   # one of them, quickly
     python -m benchmarks.frontier_bench digits28 --ways "static, wider" # one way; those stored before stay
+    python -m benchmarks.frontier_bench digits digits28 --ways "successive halving" # the size searched for, not known
 
 Writes nbs/explanations/frontier.json; nbs/explanations/frontier.ipynb draws it. All ways see the same pictures in the
 same order for as many epochs. A birth that the Governor undoes is tried again before the next epoch, as `fit` does it;
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper_nb.core.random import generator
+from esper_nb.core.devices import generator
 from esper_nb.grow.hosts import CNNConfig, GPTConfig
 from esper_nb.grow.lifecycle import SHORT_LIFE
 from esper_nb.train.data import ImageData, TextData
@@ -100,6 +101,8 @@ WAYS = {
     "grown at a third, one slot": Way(1 / 3, "one", 1),
 }
 
+HALVING = "successive halving" # a way, too
+
 
 def batch_flops(model: nn.Module, x: torch.Tensor) -> int:
     "Floating-point operations of one step of training."
@@ -118,6 +121,12 @@ def choose_slots(pop, signals, way: Way) -> dict[str, list[int]]:
 
 def grow(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: int) -> list[dict]:
     "One way for all seeds; a record for each network."
+    return grown_with_curve(field, data, size, way, seeds)[0]
+
+
+def grown_with_curve(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: int) \
+        -> tuple[list[dict], torch.Tensor]: # (epochs, seeds) held-out pp
+    "One way for all seeds: a record for each network, and how they came there."
     task = get_task(field.task).replace(host=field.host(size))
     epochs = round(way.run * field.epochs)
     config = FitConfig(lanes=seeds, epochs=epochs, seed=FRESH, restart=True, workers=1)
@@ -125,6 +134,7 @@ def grow(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: i
     x, _ = next(iter(data.evaluate("test", task.batch_size)))
     def flops() -> list[int]: return [batch_flops(pop.model.lane(i), x) for i in range(pop.lanes)]
     batches, spent, now, signals, counting = data.num_train // task.batch_size, [0] * seeds, None, None, 0.
+    curve = []
     undone, retried = [0] * seeds, [0] * seeds # births of each lane that the Governor undid; that were tried again
     born, begun = round(way.start * epochs), time.process_time()
     for epoch in range(epochs):
@@ -140,14 +150,36 @@ def grow(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: i
             now = flops()
             counting += time.process_time() - at
         result = run_epoch(pop)
+        assert result.heldout is not None
+        curve.append(result.heldout.accuracy_pp)
         for d in result.undone:
             undone[d.lane] += 1
             now = None
         signals, spent = result.signals, [s + batches * f for s, f in zip(spent, now)]
     seconds = (time.process_time() - begun - counting) / seeds
     test, counts = evaluate(pop.model, task, data, "test").accuracy_pp.tolist(), pop.model.parameter_counts()
-    return [dict(test_pp=test[i], parameters=int(counts.total[i]), flops=spent[i],
-                 seconds=seconds, undone=undone[i], retried=retried[i]) for i in range(seeds)]
+    return [dict(test_pp=test[i], parameters=int(counts.total[i]), flops=spent[i], seconds=seconds,
+                 undone=undone[i], retried=retried[i]) for i in range(seeds)], torch.stack(curve)
+
+
+def halve(field: Field, data: ImageData | TextData, seeds: int) -> list[dict]:
+    """Search the size of the host by successive halving: all sizes for a quarter of the epochs, the better half to
+    the middle, the best of them to the end. A record for each seed; whatever was trained on the way counts.
+    """
+    sizes, rungs = sorted({*field.sizes, *field.wider}), (field.epochs // 4, field.epochs // 2, field.epochs)
+    every = {n: grown_with_curve(field, data, n, WAYS["static"], seeds) for n in sizes}
+    out = []
+    for i in range(seeds):
+        left, done, flops, seconds = sizes, 0, 0., 0.
+        for until in rungs:
+            share = (until - done) / field.epochs
+            flops += share * sum(every[n][0][i]["flops"] for n in left)
+            seconds += share * sum(every[n][0][i]["seconds"] for n in left)
+            done = until
+            better = sorted(left, key=lambda n: -float(every[n][1][until - 1, i]))
+            left = better[:max(1, len(left) // 2)]
+        out.append(every[left[0]][0][i] | dict(flops=flops, seconds=seconds, chosen=left[0]))
+    return out
 
 
 # --- gromo: neurons for a perceptron of two hidden layers, where the first-order gain is largest
@@ -213,7 +245,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("fields", nargs="*", default=list(FIELDS), help=f"some of {', '.join(FIELDS)}")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--ways", nargs="*", default=[*WAYS, "gromo"], help=f"some of {', '.join(WAYS)}, gromo")
+    parser.add_argument("--ways", nargs="*", default=[*WAYS, HALVING, "gromo"],
+                        help=f"some of {', '.join(WAYS)}, {HALVING}, gromo")
     parser.add_argument("--out", type=Path, default=STORED)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -231,6 +264,7 @@ def main() -> None:
         for way, how in WAYS.items():
             for n in (field.wider if way == "static, wider" else field.sizes) if way in args.ways else ():
                 keep(way, f"{field.measure} {n}", grow(field, data, n, how, args.seeds))
+        if HALVING in args.ways: keep(HALVING, f"{field.measure} searched", halve(field, data, args.seeds))
         for growth in field.growth if "gromo" in args.ways else ():
             size = f"{growth[0]} + {growth[2]} x {growth[1]} neurons"
             keep("gromo", size, [grow_gromo(field, data, growth, FRESH + i) for i in range(args.seeds)])

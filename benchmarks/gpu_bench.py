@@ -1,15 +1,18 @@
 """What lanes, PPO, snapshots and graphs are worth on a GPU, in one run on one machine:
 
     python -m benchmarks.gpu_bench                      # writes nbs/explanations/bench_gpu.json; needs a CUDA device
-    python -m benchmarks.gpu_bench graph snapshots      # some sections, beside those that the file has already
+    python -m benchmarks.gpu_bench --minutes 6          # no section begins later; the same command again goes on there
+    python -m benchmarks.gpu_bench graph snapshots      # some sections anew, beside those that the file has already
     python -m benchmarks.gpu_bench --small --out FILE   # everything in miniature: does it run? No figures to keep
 
 Both sides of a comparison are measured in turns, after both have been warmed up; a figure is the median of the turns,
-and every time ends when the device has done its work. The pictures of CIFAR-10 are made up.
+and every time ends when the device has done its work. The pictures of CIFAR-10 are made up. A section that the file has
+of this device, this torch and this code is not measured again, unless it is named; those of others are dropped.
 """
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -20,9 +23,9 @@ import gymnasium as gym
 import torch
 from torch import nn
 
+from benchmarks.growth import GrowthCase
 from benchmarks.lanes import OnePerCore
-from benchmarks.measure import Case, machine
-from esper_nb.core.devices import choose_precision
+from benchmarks.measure import ROOT, STORED, Case, machine
 from esper_nb.guard.snapshots import Snapshot
 from esper_nb.learn.learner import Learner
 from esper_nb.learn.loss import PPOConfig
@@ -31,12 +34,15 @@ from esper_nb.train.graphs import Graphs
 from esper_nb.train.population import FitConfig, new_population
 from esper_nb.train.trainer import run_epoch
 
-STORED = Path(__file__).resolve().parents[1]/"nbs/explanations/bench_gpu.json"
+FILE = STORED/"bench_gpu.json"
+ENOUGH = 20. # seconds of turns, from the third one on
 
 
 class Size(NamedTuple):
     "How much is measured."
     cases: tuple[Case, ...]
+    grown: tuple[GrowthCase, ...]
+    lanes: tuple[int, ...] # networks side by side, one number after the other
     turns: int # of both sides, after the warm-up
     envs: int # of PPO
     steps: int # of an environment in a rollout
@@ -44,8 +50,11 @@ class Size(NamedTuple):
 
 
 CASES = Case(), Case(lanes=64), Case(precision="bf16"), Case("cifar_baseline", 128, precision="bf16")
-FULL = Size(cases=CASES, turns=7, envs=64, steps=128, numbers=(10**6, 10**8, 10**9))
-SMALL = Size(cases=(Case(batch_size=32, lanes=2, images=64),), turns=2, envs=2, steps=4, numbers=(1000,))
+GROWN = tuple(GrowthCase(t, b, mix=m) for t, b in (("digits", 64), ("cifar_baseline", 128)) for m in ("agree", "mixed"))
+FULL = Size(cases=CASES, grown=GROWN, lanes=tuple(4**k for k in range(7)), turns=7, envs=64, steps=128,
+            numbers=(10**6, 10**8, 10**9))
+SMALL = Size(cases=(Case(batch_size=32, lanes=2, images=64),), grown=(GrowthCase(batch_size=32, lanes=2, mix="mixed"),),
+             lanes=(1, 2), turns=2, envs=2, steps=4, numbers=(1000,))
 
 
 def wait(): torch.cuda.synchronize()
@@ -55,6 +64,7 @@ def in_turns(sides, turns, warm=2):
     "Median seconds of each side; name -> a function that is done when its work on the device is."
     times = {k: [] for k in sides}
     for t in range(warm + turns):
+        if t > warm + 2 and sum(map(sum, times.values())) > ENOUGH: break
         for name, f in sides.items():
             wait()
             start = time.perf_counter()
@@ -73,15 +83,19 @@ def loaded(case, limit):
 
 # --- lanes, against a loop and against one process for each network
 
-def loop_side(case, part=(0, 1), limit=None):
+def loop_side(case, part=(0, 1), limit=None, layout="channels_last"):
     "Ordinary networks on the device, one after the other; what `benchmarks.measure` runs in a process, too."
     case = Case.from_dict(case)
-    task, data = loaded(case, limit)
-    precision = choose_precision(case.precision, "cuda")
-    model = new_population(task, FitConfig(lanes=case.lanes, governor=None), data=data, device="cuda").model
-    nets = {i: model.lane(i).host.train().to(memory_format=torch.channels_last)
-            for i in range(part[0], case.lanes, part[1])}
-    opts = {i: torch.optim.SGD(net.parameters(), **task.optimizer_options) for i, net in nets.items()}
+    pop = population(case, limit)
+    nets = {i: pop.model.lane(i).host for i in range(part[0], case.lanes, part[1])}
+    return loop_over(nets, case, pop, getattr(torch, layout))
+
+
+def loop_over(nets, case, pop, layout=torch.channels_last):
+    "Plain training of some networks by their lanes; a function that runs epoch e."
+    data, precision, options = pop.data, pop.precision, pop.task.optimizer_options
+    for net in nets.values(): net.train().to(memory_format=layout)
+    opts = {i: torch.optim.SGD(net.parameters(), **options) for i, net in nets.items()}
     def train(i, e):
         batches, losses = data.epoch(0, [i], e, case.batch_size), []
         for b in range(len(batches)):
@@ -97,12 +111,12 @@ def loop_side(case, part=(0, 1), limit=None):
     return lambda e: [train(i, e) for i in nets]
 
 
-def population(case, limit, seeds=False):
+def population(case, limit, seeds=False, device="cuda"):
     "The networks of a case as lanes; with seeds: of two kinds in the first slot, trained and not yet heard."
     task, data = loaded(case, limit)
     config = FitConfig(lanes=case.lanes, epochs=10**6, batch_size=case.batch_size, governor=None)
     config = config.replace(precision=case.precision)
-    pop = new_population(task, config, data=data, device="cuda")
+    pop = new_population(task, config, data=data.to(device), device=device)
     if not seeds: return pop
     slot = pop.model.names[0]
     kinds = [b for b in ("conv_light", "norm") if b in pop.model.slot(slot).blueprints]
@@ -121,12 +135,80 @@ def lanes(size, limit):
     "Seconds of an epoch of all networks of a case."
     rows = []
     for case in size.cases:
-        pop, loop, epoch = population(case, limit), loop_side(case.to_dict(), limit=limit), iter(range(10**6))
+        pop, epoch = population(case, limit), iter(range(10**6))
+        loops = {k: loop_side(case.to_dict(), limit=limit, layout=k) for k in ("channels_last", "contiguous_format")}
         with ExitStack() as stack:
-            apart = stack.enter_context(each_in_a_process(case, limit))
-            sides = dict(lanes=lambda p=pop: run_epoch(p, split=None), loop=lambda f=loop: f(next(epoch)),
-                         processes=apart.epoch)
+            sides = dict(lanes=lambda p=pop: run_epoch(p, split=None))
+            sides |= {f"loop, {k}": lambda f=f: f(next(epoch)) for k, f in loops.items()}
+            if case.lanes <= 16: sides["processes"] = stack.enter_context(each_in_a_process(case, limit)).epoch
             rows.append(dict(case=case.name, networks=case.lanes, seconds=in_turns(sides, size.turns)))
+    return rows
+
+
+# --- first of all: are the numbers right
+
+def correct(size, limit):
+    "The largest gaps between an epoch's losses on the device, in fp32, and the same on the CPU, alone, and as a graph."
+    rows = []
+    for case in size.cases[:1]:
+        case = case.replace(lanes=4)
+        for seeds in (False, True):
+            here, there, again = (population(case, limit, seeds, d) for d in ("cpu", "cuda", "cuda"))
+            alone = population(case, limit, seeds)
+            again.graphs, alone.fixed_plan = Graphs(1), tuple((i,) for i in range(case.lanes))
+            on_cpu, *others = (run_epoch(p, split=None).train.losses for p in (here, there, again, alone))
+            gaps = {k: (t - on_cpu).abs().max().item() for k, t in zip(("device", "graph", "alone"), others)}
+            rows.append(dict(case=case.name, seeds=seeds, loss=on_cpu.max().item(), gaps=gaps,
+                             replays=again.graphs.replays))
+    return rows
+
+
+# --- networks that grow: three live seeds in each, the same ones or each its own
+
+def grown(case, limit):
+    "The networks of a case with their seeds, at rest half blended in."
+    pop = population(case, limit)
+    for i, kinds in enumerate(case.kinds()):
+        for slot, kind in zip(pop.model.names, kinds):
+            pop.model.germinate(slot, kind, i, tempo=0, goal=.5)
+            for _ in range(2): pop.model.advance(slot, i, force=True)
+    return pop
+
+
+def growth(size, limit):
+    "Seconds of an epoch: as lanes, as lanes with graphs, and as single networks one after the other."
+    rows = []
+    for case in size.grown:
+        pop, graphed, epoch = grown(case, limit), grown(case, limit), iter(range(10**6))
+        graphed.graphs = Graphs()
+        loop = loop_over({i: pop.model.lane(i) for i in range(case.lanes)}, case, pop)
+        sides = dict(lanes=lambda p=pop: run_epoch(p, split=None), graph=lambda p=graphed: run_epoch(p, split=None),
+                     loop=lambda f=loop: f(next(epoch)))
+        rows.append(dict(case=case.name, networks=case.lanes, seconds=in_turns(sides, size.turns),
+                         replays=graphed.graphs.replays, why_not=sorted(graphed.graphs.said)))
+    return rows
+
+
+# --- how many networks a device takes
+
+def scale(size, limit):
+    "Images a second and memory of a lane, by the number of lanes; where memory ends, the row says so."
+    rows = []
+    for precision in ("fp32", "bf16"):
+        for n in size.lanes:
+            case = Case(lanes=n, precision=precision)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            try:
+                pop = population(case, limit)
+                seconds = in_turns(dict(lanes=lambda p=pop: run_epoch(p, split=None)), size.turns, warm=1)
+            except torch.cuda.OutOfMemoryError as e:
+                rows.append(dict(precision=precision, networks=n, stopped=str(e).splitlines()[0]))
+                break
+            images = n * case.batch_size * (pop.data.num_train // case.batch_size)
+            rows.append(dict(precision=precision, networks=n, seconds=seconds, images_per_s=images / seconds["lanes"],
+                             bytes_per_lane=(torch.cuda.max_memory_allocated() - before) / n))
+            del pop
     return rows
 
 
@@ -195,7 +277,7 @@ def snapshots(size, limit):
     return rows
 
 
-SECTIONS = dict(lanes=lanes, graph=graph, ppo=ppo, snapshots=snapshots)
+SECTIONS = dict(correct=correct, lanes=lanes, growth=growth, graph=graph, ppo=ppo, snapshots=snapshots, scale=scale)
 
 
 def device_text():
@@ -205,25 +287,39 @@ def device_text():
                             compute=f"{major}.{minor}", cuda=torch.version.cuda)
 
 
+def revision():
+    "What git calls the package as it is, with a mark where something has changed since; None outside of git."
+    def git(*args): return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    changed = git("status", "--porcelain", "--", "esper_nb")
+    known = git("rev-parse", "--short", "HEAD:esper_nb")
+    return f"{known}, changed" if known and changed else known or None
+
+
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("sections", nargs="*", help=f"some of {', '.join(SECTIONS)}; default all")
     p.add_argument("--small", action="store_true", help="in miniature: whether it runs, no figures")
-    p.add_argument("--out", type=Path, default=STORED)
+    p.add_argument("--minutes", type=float, default=float("inf"), help="no section begins later than that")
+    p.add_argument("--out", type=Path, default=FILE)
     given = p.parse_args(args)
     odd = sorted(set(given.sections) - set(SECTIONS))
     if odd: p.error(f"sections {odd}: expected some of {', '.join(SECTIONS)}")
     if not torch.cuda.is_available():
         sys.exit(f"gpu_bench: needs a CUDA device, and torch {torch.__version__} sees none; nothing was measured")
-    if given.small and given.out == STORED: p.error("--small wants an --out of its own: its figures mean nothing")
+    if given.small and given.out == FILE: p.error("--small wants an --out of its own: its figures mean nothing")
+    begun, about = time.monotonic(), device_text() | dict(code=revision())
     out = json.loads(given.out.read_text()) if given.out.exists() else {}
-    if out and out["machine"]["device"] != torch.cuda.get_device_name(): out = {} # figures of two devices never meet
-    out["machine"] = device_text()
+    same = all(out.get("machine", {}).get(k) == about[k] for k in ("device", "torch", "code"))
+    if not same: out = {} # figures of two devices, or of two states of the code, never meet
+    out["machine"] = about
     size, limit = (SMALL, 128) if given.small else (FULL, None)
-    for name in given.sections or SECTIONS:
+    left = given.sections or [name for name in SECTIONS if name not in out]
+    while left and time.monotonic() - begun < 60 * given.minutes:
+        name = left.pop(0)
         out[name] = SECTIONS[name](size, limit)
         print(name, json.dumps(out[name], indent=1), flush=True)
         given.out.write_text(json.dumps(out, indent=1) + "\n")
+    print(f"{', '.join(left)} left: the same command goes on there" if left else f"all of it is in {given.out}")
 
 
 if __name__ == "__main__": main()

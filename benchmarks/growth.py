@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from benchmarks.lanes import LOOPS, open_side, way_text
 from benchmarks.measure import Case, Side, machine, machine_text, run_from_command, take_turns
 from esper_nb.core.config import check
-from esper_nb.core.random import generator
+from esper_nb.core.devices import generator
 from esper_nb.core.lanes import take_lanes
 from esper_nb.core.workers import Plan, plan, use_threads
 from esper_nb.grow.blueprints import list_blueprints

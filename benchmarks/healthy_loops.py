@@ -210,17 +210,23 @@ CHANCE = {"contrastive": math.log(64), "RNN with bursts": math.log(8)}
 
 
 def run(name, seed, guarded=True, steps=STEPS):
-    "{loss: its values, a number that differs if a bit of its weights does, acts, looks} of one run."
+    """{loss: its values, its weights at the end, acts, looks} of one run.
+
+    `untouched` losses come before old weights are asked for the first time, in this loss or another one of the loop.
+    """
     torch.manual_seed(seed)
     loop, out, governors = LOOPS[name](), {}, {}
     for _, losses in zip(range(steps), loop):
         for key, (loss, parts) in losses.items():
-            mine = out.setdefault(key, dict(losses=[], acts=0, looks=0, weights=None, parts=parts))
+            mine = out.setdefault(key, dict(losses=[], acts=0, looks=0, weights=None, parts=parts, untouched=steps))
             if guarded and key not in governors:
                 quiet = GovernorConfig(stop_raises=False)
                 governors[key] = Governor(*parts, chance_loss=CHANCE.get(key), config=quiet)
             mine["losses"].append(loss.item())
-            if guarded: governors[key].watch(loss)
+            if not guarded: continue
+            governors[key].watch(loss)
+            if governors[key].question is None: continue
+            for m in out.values(): m["untouched"] = min(m["untouched"], len(m["losses"]))
     for key, mine in out.items():
         net = mine.pop("parts")[0]
         mine["weights"] = torch.cat([p.detach().flatten() for p in net.parameters()])

@@ -1,4 +1,4 @@
-"""Healthy losses of twenty-five kinds, on which no guard has any business: used by tests and by detector_bench.py"""
+"""Healthy losses of thirty-one kinds, on which no guard has any business: used by tests and by detector_bench.py"""
 import math
 
 import numpy as np
@@ -40,6 +40,13 @@ HEALTHY = {      # kind: (chance loss, losses from a random generator)
         -np.maximum(t - 1000, 0) / 120))),
     "another task": (CHANCE, lambda r: (.15 + 2.2 * np.exp(-(t % 700) / 90)) * np.exp(.15 * r.standard_normal(STEPS))),
     "bursts ×10": (CHANCE, bursts),
+    "summed loss, twice the batch": (None, lambda r: 64 * falling(r, .1) * np.where(t >= 1200, 2, 1)),
+    "mixup switched on": (CHANCE, lambda r: np.where(t < 1000, falling(r, .15, .3), .9 + .5 * r.random(STEPS))),
+    "slow cycle ×3": (CHANCE, lambda r: falling(r, .1, .3) * np.exp(np.log(3) / 2 * np.sin(t / 80))),
+    "curriculum of four jumps": (CHANCE, lambda r: falling(r, .15, .2) * (1 + t // 400) ** .7),
+    "penalty of a KL that grows": (None, lambda r: .05 * (1 + t / 400) ** 2 + wandering(r, .9, .1) - .5),
+    "double descent": (CHANCE, lambda r: (falling(r, 0., .3) + np.exp(-((t - 1000) / 200) ** 2)) * np.exp(
+        .1 * r.standard_normal(STEPS))),
     "normal, around zero": (None, lambda r: r.standard_normal(STEPS)),
     "Student's t, df 3": (None, lambda r: r.standard_t(3, STEPS)),
     "−0.01 ± 0.02": (None, lambda r: -.01 + .02 * r.standard_normal(STEPS)),

@@ -1,7 +1,7 @@
 """Growth rules against each other on networks of `digits_family` that nothing was chosen with.
 
     python -m benchmarks.leaderboard --seeds 2          # a few minutes a seed on one quiet core
-    python -m benchmarks.leaderboard --rules PPO,ridge  # other rules, by name
+    python -m benchmarks.leaderboard --rules PPO  # a rule more; stored ones of the same seeds stay
 
 Writes nbs/explanations/leaderboard.json; nbs/explanations/leaderboard.ipynb shows it. Practice is not done again: the
 constant is that of the stored comparison (digits_family.json), and the networks of that comparison, looked at once by
@@ -40,6 +40,14 @@ def stored_practice() -> dict:
                 try_arms=dict(columns=columns, looks=looks, paid=paid.tolist(), epochs=paid.size * plays.horizon))
 
 
+def keep_others(before: Comparison, found: Comparison) -> Comparison:
+    "Return what was found, after stored plays of rules that were not played now; of other seeds nothing is kept."
+    if {p.seed for p in before.plays} != {p.seed for p in found.plays}: return found
+    others = tuple(p for p in before.plays if p.controller not in found.names)
+    learned = found.learned or before.learned
+    return found._replace(plays=others + found.plays, notes=before.notes | found.notes, learned=learned)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2)
@@ -53,6 +61,7 @@ def main() -> None:
         store.write("search", dict(seeds=search, found=stored_practice()))
         seeds = range(FRESH, FRESH + args.seeds)
         found = compare_recipe(config, seeds, search, print, rules=args.rules.split(","), store=store)
+        if args.out.exists(): found = keep_others(Comparison.load(args.out), found)
         found.save(args.out)
         store.clear()
     print(comparison_text(found))

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from gymnasium.vector import SyncVectorEnv
 
-from esper_nb.core.random import generator
+from esper_nb.core.devices import generator
 from esper_nb.learn.distributions import Heads, choose
 from esper_nb.learn.learner import Learner, train_ppo
 from esper_nb.learn.loss import PPOConfig

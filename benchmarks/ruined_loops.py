@@ -110,6 +110,7 @@ def main():
     names = [a for a in args if a in LOOPS] or list(LOOPS)
     seeds = int(args[args.index("--seeds") + 1]) if "--seeds" in args else SEEDS
     arms = args[args.index("--arms") + 1].split(",") if "--arms" in args else list(ARMS)
+    faults = args[args.index("--faults") + 1].split(",") if "--faults" in args else list(FAULTS)
     start, rows = time.time(), []
     with ProcessPoolExecutor(2) as pool:
         jobs = {}
@@ -117,7 +118,7 @@ def main():
             for s in range(seeds):
                 jobs[name, None, "alone", s] = pool.submit(run, name, None, "alone", FIRST + s)
                 for arm in arms[1:]: jobs[name, None, arm, s] = pool.submit(run, name, None, arm, FIRST + s)
-                for fault in FAULTS:
+                for fault in faults:
                     for arm in arms: jobs[name, fault, arm, s] = pool.submit(run, name, fault, arm, FIRST + s)
         done = {k: f.result() for k, f in jobs.items()}
     for name in names:

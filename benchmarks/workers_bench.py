@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from esper_nb.control.actions import draw_actions
-from esper_nb.control.env_config import EnvConfig
-from esper_nb.core.random import generator
+from esper_nb.control.envs import EnvConfig
+from esper_nb.core.devices import generator
 from esper_nb.learn.learner import Learner
 from esper_nb.learn.loss import PPOConfig
 from esper_nb.run.engines import FaultTolerance, new_worker, start_ray

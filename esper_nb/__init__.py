@@ -27,5 +27,5 @@ def __dir__():
 
 
 if "esper_nb/Grow-v0" not in gymnasium.registry:
-    gymnasium.register("esper_nb/Grow-v0", entry_point="esper_nb.control.gym:GrowEnv",
+    gymnasium.register("esper_nb/Grow-v0", entry_point="esper_nb.control.envs:GrowEnv",
                        vector_entry_point="esper_nb.control.envs:GrowVecEnv")

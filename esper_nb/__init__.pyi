@@ -16,16 +16,15 @@ from .train.tasks import (Task as Task, get_task as get_task, list_tasks as list
 from .train.datasets import load_digits_data as load_digits_data
 from .train.optim import LaneOptimizer as LaneOptimizer
 from .train.stepper import Stepper as Stepper
-from .train.population import FitConfig as FitConfig, Population as Population, new_population as new_population
+from .train.population import (FitConfig as FitConfig, Population as Population, new_population as new_population,
+    SeedWorth as SeedWorth)
 from .train.trainer import fit as fit, run_epoch as run_epoch
 from .train.ablation import evaluate as evaluate
 from .train.faults import Fault as Fault
-from .control.gym import GrowEnv as GrowEnv
-from .control.envs import GrowVecEnv as GrowVecEnv
-from .control.env_config import EnvConfig as EnvConfig
+from .control.envs import GrowEnv as GrowEnv, GrowVecEnv as GrowVecEnv, EnvConfig as EnvConfig
 from .control.rules import Heuristic as Heuristic, as_controller as as_controller, BirthRule as BirthRule
 from .control.actions import HEADS as HEADS, OPS as OPS
-from .control.forecast import Forecast as Forecast
+from .control.forecast import Forecast as Forecast, SeedForecast as SeedForecast, play_seeds as play_seeds
 from .learn.learner import Learner as Learner, train_ppo as train_ppo
 from .learn.loss import PPOConfig as PPOConfig
 from .learn.policies import PolicyConfig as PolicyConfig

@@ -2,6 +2,7 @@
 
 Without Quarto the pages have no search. Either way every link and picture is looked up in what was built.
 """
+import ast
 import inspect
 import json
 import re
@@ -36,8 +37,8 @@ TASKS = { # section of the sidebar -> its pages, what a newcomer reads first fir
     "Train a controller": "tutorials/train_a_controller tutorials/watch_a_controller tutorials/read_a_run "
                           "tutorials/laptop_to_cluster explanations/many_machines tutorials/train_sb3 "
                           "tutorials/tune_with_optuna",
-    "Compare": "explanations/results explanations/leaderboard explanations/growing_pays explanations/frontier "
-               "explanations/negative_results explanations/benchmarks explanations/numbers"}
+    "Compare": "explanations/results explanations/leaderboard explanations/fleets explanations/growing_pays "
+               "explanations/frontier explanations/negative_results explanations/benchmarks explanations/numbers"}
 OPERATORS = ("__call__", "__iter__", "__len__", "__getitem__", "__contains__")      # have entries, if documented
 NO_QUARTO = "Quarto is not on PATH: plain pages, without search. To get it: https://quarto.org/docs/get-started"
 
@@ -68,6 +69,7 @@ def sidebar():
 
 def source_link(sym):
     "Return the address of the source of a function or class, or nothing."
+    sym = inspect.unwrap(sym)
     try: path, (_, line) = Path(inspect.getsourcefile(sym)), inspect.getsourcelines(sym)
     except (TypeError, OSError): return ""
     cfg = get_config()
@@ -99,6 +101,13 @@ def public_methods(cls):
     return found
 
 
+def bind_annotations(module):
+    "Import into a module what it imports for annotations only."
+    for n in ast.parse(inspect.getsource(module)).body:
+        if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING":
+            exec(compile(ast.Module(n.body, []), module.__file__, "exec"), vars(module))
+
+
 def entries(name, module):
     "Return the entry of a name of a module, and those of its methods, as Markdown."
     sym = getattr(module, name)
@@ -120,6 +129,7 @@ class ShowEntries(Processor):
         name = re.search(r"^#\|\s*default_exp\s+(\S+)", Path(self.nb.path_).read_text(encoding="utf-8")
                          .replace('"', "\n").replace("\\n", "\n"), re.M)
         self.module = import_module(f"esper_nb.{name[1]}") if name and "show_doc(" in sources else None
+        if self.module: bind_annotations(self.module)
 
     def cell(self, cell):
         "Answer `show_doc(name)`."

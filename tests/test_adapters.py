@@ -68,7 +68,7 @@ def test_lightning_healthy_run_is_untouched(pl, tmp_path):
     assert guarded.losses == alone.losses and not callback.governor.reports
 
 @pytest.mark.slow
-def test_lightning_stops_at_the_end_of_the_ladder(pl, tmp_path):
+def test_lightning_stops_at_the_end_of_the_budget(pl, tmp_path):
     callback = lightning_governor(math.log(10), QUICK.replace(rollbacks=1))
     model, fit = lightning_run(pl, tmp_path, callback, poison, at=range(90, 1000))
     assert (fit.should_stop and model.calls < 100 and callback.governor.reports[-1].action == "stop"
@@ -170,7 +170,7 @@ def test_hugging_face_healthy_run_is_untouched(tmp_path):
     assert abs(callback.governor.stats.ring[0, 0] - sum(guarded.losses[:2]) / 2) < 1e-5, "micro-batches are one loss"
 
 @pytest.mark.slow
-def test_hugging_face_stops_at_the_end_of_the_ladder(tmp_path):
+def test_hugging_face_stops_at_the_end_of_the_budget(tmp_path):
     trainer, callback = hf_run(tmp_path, new(fault=poison, at=range(90, 1000)), config=QUICK.replace(rollbacks=1))
     assert trainer.state.global_step < 100 and callback.governor.reports[-1].action == "stop"
 
@@ -368,7 +368,7 @@ def test_fastai_says_above_its_bar_what_was_done(capsys):
     assert f"Governor: {callback.governor.reports[0]}" in capsys.readouterr().out
 
 @pytest.mark.slow
-def test_fastai_stops_at_the_end_of_the_ladder():
+def test_fastai_stops_at_the_end_of_the_budget():
     pytest.importorskip("fastai.learner", reason="needs fastai")
     calls = []
     def again(net): calls.append(1); poison(net)

@@ -223,6 +223,24 @@ def test_a_rollback_by_hand_is_not_redone():
     report, = loop.gov.rollback()
     assert report.redone == 0 and torch.equal(loop.net[0].weight, good)
 
+def test_callbacks_hear_of_an_incident_once_and_with_its_cause():
+    for fault in (nan, shrunk, wrong): # at once, when the loss is back, when old weights are asked
+        loop, heard = Loop(), []
+        loop.gov.callbacks.append(heard.append)
+        loop.train(fault=fault, until_reported=False)
+        assert heard == list(loop.gov.reports) and heard[0].cause and heard[0].redone > 0, fault
+    report, = loop.gov.rollback()
+    assert report == heard[-1] == loop.gov.reports[-1] and report.cause == "healthy"
+
+def test_callbacks_that_fail_are_noted_beside_the_cause():
+    loop = Loop()
+    loop.gov.callbacks.append(lambda report: 1 / 0)
+    loop.train(fault=none)
+    report, = loop.gov.reports
+    assert report.cause == "data" and report.errors == ("ZeroDivisionError: division by zero",)
+    loop.gov.explain()
+    assert loop.gov.reports[-1].errors == report.errors and loop.gov.recorder.incident.report is loop.gov.reports[-1]
+
 def test_after_a_rollback_that_is_not_redone_its_steps_are_forgotten():
     loop = end_of(nan, config=CONFIG.replace(explain_steps=0))
     report, = loop.gov.reports
@@ -289,6 +307,53 @@ def test_a_stop_says_its_cause():
     loop = Loop(CONFIG.replace(rollbacks=0))
     with pytest.raises(GovernorStop) as stop: loop.train(fault=nan)
     assert stop.value.report.cause == "outside"
+
+@pytest.mark.parametrize("steps", [100, 101, 102, 103])
+def test_a_run_that_accumulates_gradients_is_replayed_to_the_bit(steps):
+    loop = Loop(CONFIG.replace(snapshot_every=25, probation=10))
+    def step(xy):
+        loss = F.cross_entropy(loop.net(xy[0]), xy[1])
+        (loss / 4).backward()
+        loop.count["k"] += 1
+        if loop.count["k"] % 4 == 0:
+            loop.opt.step()
+            loop.opt.zero_grad()
+        return loss
+    loop.step = step
+    loop.train(steps)
+    found = loop.gov.explain()
+    assert found.cause == "healthy" and found.replayed == found.recorded
+
+def test_gradients_from_before_the_good_state_are_not_taken_for_interference():
+    loop = Loop(CONFIG.replace(explain_steps=0))
+    loop.opt.zero_grad = lambda: None
+    loop.train(50)
+    assert loop.gov.saved[loop.gov.snapshot.version[0]].batch == 20
+    assert loop.gov.explain(now=True).cause in ("healthy", "gradients")
+    loop.gov.rollback()
+    assert loop.gov.explain().cause == "gradients"
+
+def test_a_rate_that_the_step_itself_raises_is_seen():
+    loop = Loop(CONFIG.replace(explain_steps=0))
+    own = loop.step
+    def step(xy):
+        k = loop.count["k"] - AT
+        if k >= 0: loop.opt.param_groups[0]["lr"] *= 1.3**k # its schedule sets it anew after every step
+        return own(xy)
+    loop.step = step
+    loop.train(AT + AFTER)
+    if not loop.gov.recorder.incident: loop.gov.rollback()
+    found = loop.gov.explain()
+    assert found.cause == "rate" and f"{3e-3:.3g}" not in found.why.split(" to ")[1], found.why
+
+def test_a_failure_from_before_the_good_state_is_said_to_be_older():
+    loop = Loop(CONFIG.replace(explain_steps=0, patience=200))
+    loop.train(AT + 50, fault=lambda loop, k, xy: (xy[0] * 1e3, xy[1]) if k == AT else xy, until_reported=False)
+    loop.gov.accept()
+    loop.train(20)
+    loop.gov.rollback()
+    found = loop.gov.explain()
+    assert found.cause == "before" and found.begin == AT
 
 def test_a_user_can_add_an_experiment(monkeypatch):
     def more_noise(replay): replay.around.append(lambda: torch.random.fork_rng())

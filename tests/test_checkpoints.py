@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from esper_nb.learn import Learner, PPOConfig, PolicyConfig, train_ppo
+from esper_nb.core import decode_tree, encode_tree
 from esper_nb.record import (
-    CheckpointError, EnvState, checkpoint_digest, contract_difference, decode_tree, encode_tree, load_checkpoint,
-    read_checkpoint, save_checkpoint, write_checkpoint)
+    CheckpointError, EnvState, checkpoint_digest, contract_difference, load_checkpoint, read_checkpoint,
+    save_checkpoint, write_checkpoint)
 
 keys = st.one_of(st.text(max_size=5), st.integers(-5, 5))
 large = st.integers(min_value=2**100, max_value=2**130)
@@ -102,10 +103,12 @@ rng = random.Random(0)
 tree = lambda k: dict(k=k, t=[torch.full((300_000,), float(k)) for _ in range(5)])
 write_checkpoint(path, tree(0))
 for i in range(times):
+    before = os.stat(path).st_ino
     child = os.fork()
     if not child:
         while True: k += 1; write_checkpoint(path, tree(k))
-    time.sleep(0.01 + rng.random() * 0.15)
+    while os.stat(path).st_ino == before: time.sleep(.001)      # it has saved once: kill it in one of the next saves
+    time.sleep(rng.random() * 0.15)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     try:
@@ -131,7 +134,7 @@ def kill_while_saving(path, times):
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_kill_9_while_saving(tmp_path):
     saves, bad = kill_while_saving(tmp_path / "x.safetensors", 25)
-    assert bad == "[]" and saves > 25
+    assert bad == "[]" and saves >= 25
     write_checkpoint(tmp_path / "x.safetensors", dict(k=0))
     assert len(list(tmp_path.iterdir())) == 2, "temporary files of killed processes are cleared"
 

@@ -155,7 +155,7 @@ def test_a_frame_that_cannot_be_filed_is_an_error_too(run):
     s.start()
     assert s.wait() == "failed" and s.error
 
-def test_the_end_of_the_ladder_is_shown_with_its_report(run):
+def test_the_end_of_the_budget_is_shown_with_its_report(run):
     s = run(population(1, 30, governor=GovernorConfig(lowers=0, rollbacks=0, max_rollbacks=0)))
     steps(s, 4)
     s.provoke("nan", 0).wait()
@@ -599,6 +599,33 @@ def test_a_cause_that_was_found_stands_in_the_log_and_in_the_picture(run):
     assert any(n.text == "lane 1: the cause was data: without batch 6 the loss stays finite" for n in s.notes)
     sent, = session_packet(s, before.seen).meta["incidents"]
     assert sent["cause"] == "data"
+
+def test_a_loop_that_hands_over_its_batches_shows_cause_and_what_was_redone(run):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 3)
+    opt = torch.optim.Adam(net.parameters(), lr=.02)
+    governor = Governor(net, opt, chance_loss=1.0986, config=GovernorConfig(snapshot_every=10, probation=10))
+    x, y = torch.randn(64, 8), torch.randint(3, (64,))
+    def step(batch):
+        loss = torch.nn.functional.cross_entropy(net(batch[0]), batch[1])
+        opt.zero_grad(); loss.backward(); opt.step()
+        return loss
+    def loop(disturb):
+        while True: yield governor.run(step, disturb(x, y))
+    s = run(LoopSource(loop, governor, net, opt, 100))
+    steps(s, 45)
+    assert governor.watched == 45
+    s.provoke("nan", 0).wait()
+    steps(s, 10)
+    incident, = s.incidents
+    assert incident.cause == "outside" and incident.redone > 0 and incident.lost <= 1
+    assert "trained on again" in str(incident)
+    assert [n.text for n in s.notes if n.kind == "verdict"][0] == str(replace(incident, recovered=None))
+    row, = [r for r in s.history.recorder.rows if r["kind"] == "governor"]
+    assert (row["governor.cause"], row["governor.redone"]) == ("outside", incident.redone)
+    assert row["governor.lost"] <= 1 and row["governor.why"] == incident.why
+    again = dashboard_module.row_incident(row, end=row["step"], batches=1)
+    assert (again.cause, again.redone, again.lost) == (incident.cause, incident.redone, row["governor.lost"])
 
 def test_changed_incidents_are_sent_again(run):
     s = run(population(2, 40))

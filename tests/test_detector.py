@@ -35,8 +35,8 @@ FAULTS = {"nan": lambda x, r: x.__setitem__(AT, np.nan), "+inf": lambda x, r: x.
           "collapse to 1.12 chance": lambda x, r: level(x, 1.12 * CHANCE, r), "drift": lambda x,
           r: scale(x, 1.01 ** np.arange(1, len(x) - AT + 1)[:, None])}
 
-def first_panic(x, limits=DetectorConfig(), chance=CHANCE):
-    "(n,) step of the first panic, -1 if none, and its reason."
+def first_failure(x, limits=DetectorConfig(), chance=CHANCE):
+    "(n,) step of the first failure, -1 if none, and its reason."
     s, at, why = LossStats(x.shape[1]), np.full(x.shape[1], -1), np.zeros(x.shape[1], int)
     for t, row in enumerate(x):
         v = s.judge(row, limits, np.full(len(row), chance))
@@ -49,7 +49,7 @@ def test_eleven_faults_on_forty_fresh_seeds(name):
     rng = np.random.default_rng(777_000 + list(FAULTS).index(name))
     x = trace(rng, 40, AT + 100, floor=1.3 if name.endswith("1.3") else .9)
     FAULTS[name](x, rng)
-    at, why = first_panic(x)
+    at, why = first_failure(x)
     assert (at >= AT).sum() >= 39 and not ((at >= 0) & (at < AT)).any()
     delay = np.median(at[at >= AT] - AT)
     assert delay <= (0 if "nan" in name or "inf" in name else 50 if name == "drift" else 3)
@@ -86,9 +86,9 @@ def healthy_runs(draw):
 @pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(healthy_runs(), st.booleans())
-def test_a_healthy_run_never_panics(run, with_chance):
+def test_a_healthy_run_never_fails(run, with_chance):
     x, chance = run
-    assert (first_panic(x[:, None], DetectorConfig(), chance)[0] < 0).all() if with_chance else (first_none(x) < 0)
+    assert (first_failure(x[:, None], DetectorConfig(), chance)[0] < 0).all() if with_chance else (first_none(x) < 0)
 
 def first_none(x):
     s = LossStats()

@@ -214,7 +214,7 @@ def test_a_lane_is_its_seed_its_number_and_its_episode():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("at", range(4))
-def test_a_panic_at_any_step_is_one_terminal_transition(mode, at):
+def test_a_failure_at_any_step_is_one_terminal_transition(mode, at):
     env, calm = (make(autoreset_mode=mode, width=1, faults=f) for f in ((Fault("nan", 1, at),), ()))
     env.reset(seed=0); calm.reset(seed=0)
     ends, paid = [], np.zeros(3)
@@ -260,7 +260,7 @@ def test_after_a_rollback_the_restored_state_goes_on_and_after_the_horizon_a_fre
 
 
 def test_a_lane_that_cannot_be_saved_begins_afresh():
-    "Ruined in every epoch, it uses up the Governor's ladder."
+    "Ruined in every epoch, it uses up the Governor's budget."
     def ruin(net, stepper, lanes, b, x, y): return (x * torch.nan if 0 in lanes else x), y
     env = make(2, width=1, autoreset_mode="SameStep", disturb=ruin)
     roll(env, 8)

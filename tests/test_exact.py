@@ -1,27 +1,38 @@
 """What may change, and what stays equal to the bit: with `exact` a lane's numbers are its own.
 
-    what may change                        observation  reward  losses  reports  weights
-    neighbours act and are ruined otherwise     =          =       =       =        =
-    1, 2, 3, 5 (and 16) lanes                   =          =       =       =        =
-    1, 2, 4 parts                               =          =       =       =        =
-    1, 2 workers                                =          =       =       =        =
-    resumed on another number of parts          =          =       =       =        =
+    what may change                             observation  reward  losses  reports  weights
+    neighbours act and are ruined otherwise          =          =       =       =        =
+    1, 2, 3, 5, 16 lanes                             =          =       =       =        =
+    1, 2 workers                                     =          =       =       =        =
+    1, 2, 4 shards                                   =          =       =       =        =
+    resumed in another number of shards              =          =       =       =        =
+    1, 2 processes                                   =          =       =       =        =
+    resumed in another number of processes           =          =       =       =        =
+    1, 2, 3 actors of Ray                            =          =       =       =        =
+    resumed in another number of actors              =          =       =       =        =
+    1, 2 workers in each of 2 shards                 =          =       =       =        =
+
+They hold for a network with masks and for a GPT, too, and in bf16. The quick run has a cell of each kind in this
+process; all others are slow.
 """
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from test_workers import cluster, needs_ray # noqa: F401 (a fixture)
 
 from esper_nb.control import EnvConfig, GrowVecEnv
-from esper_nb.record import encode_row
+from esper_nb.record import EnvRows, encode_row
 from esper_nb.run import SplitVecEnv, begin_run, get_recipe, open_run
 from esper_nb.train import Fault, FitConfig, fit, get_task, new_population
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-STEPS, SEEDS = 8, (11, 12) # of what lane 0 does, and of what the others do
+STEPS, SEEDS = 6, (11, 12) # of what lane 0 does, and of what the others do
 # lane 0 is ruined, too: what its Governor does is part of its numbers
-OWN = Fault("nan", lane=0, epoch=3), Fault("explode", lane=0, epoch=6)
-OTHERS = Fault("nan", lane=1, epoch=2, batch=1), Fault("lobotomy", lane=1, epoch=5)
-CONFIG = EnvConfig("digits", num_envs=3, horizon=STEPS, limit=192, workers=1, exact=True, faults=OWN,
+OWN = Fault("nan", lane=0, epoch=2), Fault("explode", lane=0, epoch=4)
+OTHERS = Fault("nan", lane=1, epoch=1, batch=1), Fault("lobotomy", lane=1, epoch=3)
+CONFIG = EnvConfig("digits", num_envs=2, horizon=STEPS, limit=128, workers=1, exact=True, faults=OWN,
                    blueprints=("conv_light", "norm"))
 
 
@@ -52,66 +63,88 @@ def go_on(env, steps, others=None):
                  bool(s.rolled_back[0])]
     return seen
 
-def weights(env): return env.parts[0].population.model.lane(0).state_dict()
+def weights(env):
+    "Return the weights of lane 0."
+    if not isinstance(env, SplitVecEnv): return env.parts[0].population.model.lane(0).state_dict()
+    return env.state_dict()["shards"][0]["parts"][0]["model"] # each lane has a population of its own
 
 def equal(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
-def shown(config, others=None):
-    "Return what lane 0 shows in an episode, what its Governor says, and its weights at the end."
-    env = begun(GrowVecEnv(config))
-    seen, reports = [], []
+def reports(env, tell, k):
+    "Return what the Governor of lane 0 says of a step."
+    rows = env.rows(epoch=k) if isinstance(env, SplitVecEnv) else tell(env, epoch=k)
+    said = [row | {"governor.seconds": 0.} for row in rows if row["kind"] == "governor" and row["lane"] == 0]
+    return list(map(encode_row, said))
+
+def shown(env, others=None, at=None, resumed=None):
+    "Return what lane 0 shows in an episode, what its Governor says, and its weights; from step `at` on in another one."
+    begun(env)
+    seen, said, tell = [], [], EnvRows(growth=False)
     for k in range(STEPS):
+        if k == at:
+            state = env.state_dict()
+            env.close()
+            env = begun(resumed(), seed=99)
+            env.load_state_dict(state)
         seen += go_on(env, range(k, k + 1), others if others is None else others + k)
-        reports += [str(r) for r in env.reports if r.lane == 0]
+        said += reports(env, tell, k)
+    w = weights(env)
     env.close()
-    return seen, reports, weights(env)
+    return repr(seen), said, w
 
 @pytest.fixture(scope="module")
 def alone():
-    "Lane 0 among three, the others wait."
-    out = shown(CONFIG)
+    "Lane 0 of two, the other one waits."
+    out = shown(GrowVecEnv(CONFIG))
     assert any("rollback" in r for r in out[1]) and "germinate" in out[0]
     return out
 
 def same(found, alone):
-    seen, reports, w = found
-    return repr(seen) == repr(alone[0]) and reports == alone[1] and equal(w, alone[2])
+    return found[:2] == alone[:2] and equal(found[2], alone[2])
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 def test_neighbours_that_act_and_are_ruined_otherwise_change_nothing(alone):
-    assert same(shown(CONFIG.replace(faults=(*OWN, *OTHERS)), others=SEEDS[1]), alone)
+    assert same(shown(GrowVecEnv(CONFIG.replace(faults=(*OWN, *OTHERS))), SEEDS[1]), alone)
 
-@pytest.mark.parametrize("lanes", [1, 2, pytest.param(16, marks=pytest.mark.slow), 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [1, 3, 5, 16])
 def test_the_number_of_lanes_changes_nothing(alone, lanes):
     faults = (*OWN, *OTHERS) if lanes > 1 else OWN
-    assert same(shown(CONFIG.replace(num_envs=lanes, faults=faults), others=SEEDS[1] + lanes), alone)
+    assert same(shown(GrowVecEnv(CONFIG.replace(num_envs=lanes, faults=faults)), SEEDS[1] + lanes), alone)
 
+@pytest.mark.slow
 def test_the_number_of_workers_changes_nothing(alone):
-    assert same(shown(CONFIG.replace(workers=2, faults=(*OWN, *OTHERS)), others=SEEDS[1]), alone)
+    assert same(shown(GrowVecEnv(CONFIG.replace(workers=2, faults=(*OWN, *OTHERS))), SEEDS[1]), alone)
 
 
-# --- shards, which hold their lanes one by one
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [dict(task="digits_masked", blueprints=None), dict(precision="bf16"),
+                                   dict(task="prose", blueprints=None, limit=64, batch_size=16)])
+def test_other_networks_and_numbers_of_another_precision_have_no_neighbours_either(other):
+    config = CONFIG.replace(**other)
+    others = config.replace(num_envs=3, faults=(*OWN, *OTHERS))
+    lone = shown(GrowVecEnv(config))
+    assert same(shown(GrowVecEnv(others), SEEDS[1]), lone) and same(shown(SplitVecEnv(others, 2), SEEDS[1]), lone)
+
+
+# --- shards, which hold their lanes one by one, here and in other processes
 
 PARTS = CONFIG.replace(num_envs=4, faults=(*OWN, *OTHERS))
 
-def lane_of(env): return [s["parts"][0]["model"] for s in env.state_dict()["shards"]][0]
+@pytest.mark.parametrize("engine, shards, resumed", [
+    ("local", 1, 2), *(slow("local", *case) for case in ((2, None), (4, None), (2, 4), (4, 1), (1, 4))),
+    *(slow("process", *case) for case in ((1, None), (2, None), (1, 2), (2, 1))),
+    *(pytest.param("ray", *case, marks=[needs_ray, pytest.mark.slow])
+      for case in ((1, None), (2, None), (3, None), (1, 3), (3, 2)))])
+def test_shards_and_a_resume_in_others_change_nothing(alone, engine, shards, resumed, request):
+    if engine == "ray": request.getfixturevalue("cluster")
+    def made(n): return SplitVecEnv(PARTS, n, engine) # one after the other: there may be two cores
+    assert same(shown(made(shards), SEEDS[1], resumed and STEPS // 2, partial(made, resumed)), alone)
 
-def shown_in(shards, resumed=None, at=5):
-    "Return what lane 0 shows in shards, and its weights; from a step on in another number of them."
-    env, seen = begun(SplitVecEnv(PARTS, shards)), []
-    for k in range(STEPS):
-        if k == at and resumed is not None:
-            state = env.state_dict()
-            env.close()
-            env = begun(SplitVecEnv(PARTS, resumed), seed=99)
-            env.load_state_dict(state)
-        seen += go_on(env, range(k, k + 1), SEEDS[1] + k)
-    env.close()
-    return seen, lane_of(env)
-
-@pytest.mark.parametrize("shards, resumed", [(1, None), (2, 4), (4, None), (2, None), (4, 1), (1, 4)])
-def test_shards_and_a_resume_in_others_change_nothing(alone, shards, resumed):
-    seen, w = shown_in(shards, resumed)
-    assert repr(seen) == repr(alone[0]) and equal(w, alone[2])
+@pytest.mark.slow
+def test_shards_of_two_workers_change_nothing(alone):
+    assert same(shown(SplitVecEnv(PARTS.replace(workers=2)), SEEDS[1]), alone)
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_other_shards_with_the_same_numbers(tmp_path):
@@ -133,11 +166,11 @@ def test_a_run_goes_on_in_other_shards_with_the_same_numbers(tmp_path):
 
 # --- fits
 
-@pytest.mark.parametrize("lanes", [1, 5])
+@pytest.mark.parametrize("lanes", [2, slow(1), slow(5), slow(16)])
 def test_a_fit_of_any_number_of_lanes_and_workers_is_the_same(lanes):
+    few = get_task("digits").load("cpu", None, 128)
     def trained(lanes, workers):
-        pop = new_population("digits", FitConfig(lanes=lanes, epochs=2, workers=workers, exact=True),
-                             data=get_task("digits").load("cpu", None, 256))
+        pop = new_population("digits", FitConfig(lanes=lanes, epochs=2, workers=workers, exact=True), data=few)
         losses = [r.train.losses[:, 0] for r in fit(pop)]
         return dict(enumerate(losses)) | pop.model.lane(0).state_dict() | dict(test=pop.evaluate("test").loss[:1])
     assert equal(trained(lanes, 2), trained(3, 1))

@@ -4,7 +4,7 @@ import random
 import signal
 import sys
 import time
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 
 import pytest
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from esper_nb.grow import Decision
 from esper_nb.record import RunFolder, encode_row, read_checkpoint
-from esper_nb.run import begin_fit, fit_run, main, open_fit
+from esper_nb.run import Comparison, begin_fit, fit_run, main, open_fit
 from esper_nb.train import Fault, FitConfig, get_task, new_population
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,7 +65,9 @@ def whole(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("edge", [1, 2, 3, 4])
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+@pytest.mark.parametrize("edge", [2, slow(1), slow(3), slow(4)])
 def test_a_fit_that_is_left_goes_on_exactly(whole, tmp_path, edge):
     "Between any two epochs: before a birth and after, before a fault and after the rollback."
     run = begun(tmp_path)
@@ -75,7 +77,7 @@ def test_a_fit_that_is_left_goes_on_exactly(whole, tmp_path, edge):
     assert len([*resumed.epochs()]) == SMALL.epochs - edge
     assert same(resumed, whole) and resumed.finished
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_a_signal_waits_for_the_end_of_the_epoch(whole, tmp_path, number, plain_signals):
     run, status = begun(tmp_path, number), None
     try: done = len([*run.epochs()])
@@ -116,19 +118,27 @@ def test_the_command_goes_on_and_says_what_it_cannot_change(tmp_path, capsys):
     for _ in run.epochs(): break
     assert main(["resume", str(run.folder.path), "--quiet"]) == 0
     assert "1, each" in capsys.readouterr().out
-    resumed = open_fit(run.folder.path)
-    whole = open_fit(folder.path)
-    assert same(resumed, whole)
+    (ours, weights), (rows, expected) = map(end_of, (run.folder.path, folder.path))
+    assert ours == rows and all(torch.equal(weights[k], v) for k, v in expected.items())
 
 
 # --- real kills
 
-COMMAND = ["fit", "digits", "--set", "lanes=3", "--set", "epochs=12", "--set", "workers=1", "--inject", "nan:0:3",
-           "--inject", "lobotomy:1:6", "--inject", "explode:2:9", "--quiet"]
+SIZES = [word for s in ("env.num_envs=4", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=1",
+                        "env.blueprints=[\"conv_light\"]") for word in ("--set", s)]
+RESUME = ["resume", "{}", "--quiet"]
+COMMANDS = { # what is killed, what goes on with it, and the file that grows while it works
+    "fit": (["fit", "digits", "--set", "lanes=3", "--set", "epochs=12", "--set", "workers=1", "--inject", "nan:0:3",
+             "--inject", "lobotomy:1:6", "--inject", "explode:2:9", "--quiet"], RESUME, "rows.jsonl"),
+    "train": (["train", "digits_family", *SIZES, "--set", "save_every=1", "--updates", "8", "--inject", "nan:1:5",
+               "--comparison", "0", "--quiet"], RESUME, "rows.jsonl"),
+    "compare": (["compare", "digits_impaired", *SIZES, "--updates", "1", "--rules", "wait,random", "--seeds", "6"],
+                None, "x.seeds")}
 
-def started(*argv, out=None):
+def started(words, folder):
     "Start the command in a process of its own, which has imported what it needs."
-    words = [*argv, *(["--out", str(out)] if out else [])]
+    out = {"compare": folder/"x.json", "resume": None}.get(words[0], folder.parent)
+    words = [word.format(folder) for word in words] + ([] if out is None else ["--out", str(out)])
     def work():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
@@ -138,36 +148,49 @@ def started(*argv, out=None):
     return process
 
 def end_of(folder):
-    "Return the rows without the clock, and the weights, of a finished fit."
-    return timeless(RunFolder(folder).rows()), load_file(folder/"weights.safetensors")
+    "Return rows without the clock and weights, or plays without it."
+    if (folder/"x.json").exists():
+        plays = Comparison.load(folder/"x.json").plays
+        return [p._replace(seconds=0, practice_seconds=0, practice_cpu_s=0) for p in plays], {}
+    weights = next(folder.glob("weights.safetensors"), folder/"controller.safetensors")
+    return timeless(RunFolder(folder).rows()), load_file(weights)
+
+def written(path):
+    "Count the bytes of a file, or the files of a folder."
+    if path.is_dir(): return len([*path.glob("*.json")])
+    return path.stat().st_size if path.exists() else 0
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_kills_at_any_moment_change_nothing(tmp_path):
-    "The number of kills is that of KILLS in the environment, or four."
-    kills, chance = int(os.environ.get("KILLS", "4")), random.Random(0)
-    process = started(*COMMAND, out=tmp_path/"whole")
+@pytest.mark.parametrize("what", COMMANDS)
+def test_kills_at_any_moment_change_nothing(tmp_path, what):
+    "The number of kills is that of ESPER_NB_KILLS in the environment, or four."
+    kills, chance = int(os.environ.get("ESPER_NB_KILLS", 4)), random.Random(0)
+    begin, go_on, growing = COMMANDS[what]
+    def folder(run):
+        path = tmp_path/str(run)/begin[1]
+        (path if what == "compare" else path.parent).mkdir(parents=True)
+        return path
+    process, whole = started(begin, at := folder("whole")), at
     process.join()
     assert process.exitcode == 0
-    expected, done, runs, seen = end_of(tmp_path/"whole"/"digits"), 0, 0, []
+    expected, done, runs, seen = end_of(whole), 0, 0, []
     while done < kills:
-        folder, runs = tmp_path/f"{runs}"/"digits", runs + 1
-        process = started(*COMMAND, out=folder.parent)
-        rows = folder/"rows.jsonl"
-        def size(): return rows.stat().st_size if rows.exists() else 0
+        at, runs = folder(runs), runs + 1
+        process, grown = started(begin, at), at/growing
         while done < kills:
-            before, early = size(), chance.random() < .2 # now and then before it has begun to train
-            while process.is_alive() and not rows.exists(): time.sleep(.02)
-            while process.is_alive() and size() in (0, before) and not early: time.sleep(.02)
+            before, early = written(grown), chance.random() < .2 # now and then before it has begun to train
+            while process.is_alive() and not grown.exists(): time.sleep(.02)
+            while process.is_alive() and written(grown) in (0, before) and not early: time.sleep(.02)
             time.sleep(chance.uniform(0, 1.5))
             if not process.is_alive(): break
             process.kill() # -9, at any moment: in an epoch, in a checkpoint, in the rows
             process.join()
             done += 1
-            seen.append(len(rows.read_bytes().splitlines()))
-            process = started("resume", str(folder), "--quiet")
+            seen.append(written(grown))
+            process = started(go_on or begin, at)
         process.join()
         assert process.exitcode == 0
-        ours, weights = end_of(folder)
+        ours, weights = end_of(at)
         assert ours == expected[0] and all(torch.equal(weights[k], t) for k, t in expected[1].items())
-    print(f"{done} kills in {runs} runs, after {seen} rows: all ends equal")
+    print(f"{done} kills of {what} in {runs} runs, when {seen} bytes or files were written: all ends equal")

@@ -1,4 +1,4 @@
-"The Governor: any loop, exact replays, a ladder that ends, reports without NaN."
+"The Governor: any loop, exact replays, a budget that ends, reports without NaN."
 import json, math
 
 import numpy as np
@@ -156,7 +156,7 @@ def test_arguments():
 
 # --- reports
 
-def test_reports_hold_no_nan_and_the_values_of_the_panic():
+def test_reports_hold_no_nan_and_the_values_of_the_failure():
     gov = settled()
     for x in (7., 7.5, 8.): out = gov.watch(x)
     r = out[0]
@@ -181,7 +181,7 @@ def test_a_callback_that_raises_stops_nothing():
     assert net.weight.isfinite().all() and r.errors == ("ValueError: no",) * 2 and len(told) == 1
 
 
-# --- the ladder
+# --- the budget
 
 def lr_of(gov): return gov.snapshot.parts["optimizer"].obj.param_groups[0]["lr"]
 
@@ -200,7 +200,7 @@ def test_without_patience_a_rise_rolls_back_and_from_the_second_time_cuts_the_ra
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.sampled_from([0.9, 0.9, 0.9, 8.0, 60.0, math.nan, math.inf, CHANCE]), min_size=1, max_size=200),
        st.integers(0, 3), st.integers(0, 3), st.integers(0, 6), st.integers(0, 30))
-def test_no_chain_of_panics_is_endless(losses, skips, rollbacks, total, cooldown):
+def test_no_chain_of_failures_is_endless(losses, skips, rollbacks, total, cooldown):
     config = QUICK.replace(skips=skips, rollbacks=rollbacks, max_rollbacks=total, cooldown=cooldown, stop_raises=False)
     gov = settled(40, config)
     for x in losses: gov.watch(x, before_step=True)
@@ -210,7 +210,7 @@ def test_no_chain_of_panics_is_endless(losses, skips, rollbacks, total, cooldown
     if gov.stopped[0]: assert actions[-1] == "stop" and gov.watch(math.nan) == ()
     for r in gov.reports: assert no_nan(r.to_dict())
 
-def test_the_end_of_the_ladder_leaves_good_weights_and_a_report():
+def test_the_end_of_the_budget_leaves_good_weights_and_a_report():
     net = nn.Linear(2, 2); gov = settled(net=net, config=QUICK.replace(rollbacks=2))
     good = net.weight.detach().clone()
     for _ in range(2): net.weight.data.fill_(math.nan); gov.watch(math.nan)
@@ -229,7 +229,7 @@ def test_a_deterministic_fault_under_replay_ends_too():
                 loop.gov.watch(math.nan if bug(t) or t > 60 else .9)
             assert len(loop.gov.reports) < 20
 
-def test_budget_refills_only_past_the_panic():
+def test_budget_refills_only_past_the_failure():
     gov = settled(60, QUICK.replace(cooldown=20))
     gov.watch(math.nan)
     def used(): return gov.budget.skips[0], gov.budget.lowers[0], gov.budget.rollbacks[0], gov.budget.ever[0]
@@ -244,7 +244,7 @@ def test_snapshots_wait_while_there_is_suspicion():
     steps = gov.snapshot.steps[0]
     for _ in range(30):
         gov.watch(7.0)
-        gov.stats.count[:] = 1  # suspicious all the time, never a panic
+        gov.stats.count[:] = 1  # suspicious all the time, never a failure
     assert gov.snapshot.steps[0] == steps
 
 def test_a_snapshot_of_the_first_ruined_step_is_never_published():
@@ -258,7 +258,7 @@ def test_a_snapshot_of_the_first_ruined_step_is_never_published():
             if reports: break
         assert net.weight.item() == 1. and reports[0].restored_step <= ruin
 
-def test_state_round_trip_in_mid_panic():
+def test_state_round_trip_in_mid_failure():
     for cut in range(1, 4):
         a, b = settled(), Governor(nn.Linear(2, 2), chance_loss=CHANCE, config=QUICK)
         trail = [7., 8., 7.5, .9, .9]

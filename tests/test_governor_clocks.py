@@ -103,7 +103,7 @@ def test_cuts_are_capped_over_a_run_and_given_back_when_the_loss_is_back():
     assert gov.lr_factor == opt.param_groups[0]["lr"] == .0625
     for _ in range(120): gov.watch(.9)
     assert gov.lr_factor == opt.param_groups[0]["lr"] == 1.
-    for _ in range(12): gov.watch(math.nan)                       # it has brought the trouble back
+    for _ in range(12): gov.watch(math.nan)                       # it has brought the failure back
     for _ in range(300): gov.watch(.9)
     assert gov.lr_factor == .0625, "the second time the cut stays"
 

@@ -180,6 +180,56 @@ def test_a_rank_that_is_gone_is_named_and_nobody_hangs(tmp_path, world):
     for text, seconds in said:
         assert f"rank {world - 1} of {world} is gone" in text and seconds < 40, (text, seconds)
 
+def fails_inside_a_step(rank, world, folder, out, how, form):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+    net = network()
+    model = nn.parallel.DistributedDataParallel(net)
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    gov = Governor(model, opt, chance_loss=math.log(10), config=CONFIG, timeout=20.)
+    def step(xy):
+        if rank == 1 and gov.watched == 5:
+            if how == "dies": os._exit(1)
+            raise ValueError("shard 7 cannot be read")
+        loss = F.cross_entropy(model(xy[0]), xy[1])
+        opt.zero_grad(); loss.backward()
+        if form == "step": gov.watch(loss)
+        opt.step()
+        return loss
+    try:
+        for k in range(10):
+            if form == "run": gov.run(step, batch(k, rank))
+            else:
+                with gov.step(): step(batch(k, rank))
+    except Exception as e: out[rank] = f"{type(e).__name__}: {e}"
+    os._exit(0)
+
+@pytest.mark.parametrize("how,form", [
+    ("dies", "run"), ("raises", "run"), pytest.param("dies", "step", marks=pytest.mark.slow)])
+def test_a_rank_that_fails_inside_a_step_is_named(tmp_path, how, form):
+    said = mp.Manager().dict()
+    context = mp.get_context("fork")
+    given = str(tmp_path), said, how, form
+    processes = [context.Process(target=fails_inside_a_step, args=(r, 2, *given)) for r in range(2)]
+    for p in processes: p.start()
+    for p in processes: p.join(60)
+    assert not any(p.is_alive() for p in processes)
+    wanted = "rank 1 of 2 is gone: rank 0 cannot end step 5" if how == "dies" else \
+        "rank 1 of 2 raised ValueError: shard 7 cannot be read: rank 0 cannot end step 5"
+    assert wanted in said[0], said[0]
+    if how == "raises": assert said[1] == "ValueError: shard 7 cannot be read" # its own error stays as it is
+
+def all_see_nan(rank, world, folder, out):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+    gov = Governor(network(), chance_loss=math.log(10), config=CONFIG)
+    for k in range(30): gov.watch(math.nan if k == 20 else .9)
+    out[rank] = [(r.reason, r.rank) for r in gov.reports]
+    dist.barrier()
+    dist.destroy_process_group()
+
+def test_where_all_ranks_see_nan_none_is_blamed(tmp_path):
+    assert run(2, tmp_path, target=all_see_nan) == [[("non-finite", None)]] * 2
+
 def sleeps(rank, world, folder, out):
     dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
     gov = Governor(network(), chance_loss=math.log(10), config=CONFIG, timeout=2.)

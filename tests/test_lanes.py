@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core.random import generator
+from esper_nb.core.devices import generator
 from esper_nb.grow.hosts import CNNConfig, GPTConfig, new_host
 from esper_nb.core.lanes import (lane, lane_state, num_lanes, per_lane, put_lanes, reset_lanes, take_lanes, with_lanes)
 from esper_nb.core.layers import (LaneAttention, LaneBatchNorm2d, LaneDropout, LaneEmbedding, LaneLayerNorm,

@@ -448,7 +448,7 @@ def make_net(width=12):
 BEGIN = """
     import torch
     import my_nets
-    from esper_nb.control.env_config import EnvConfig
+    from esper_nb.control.envs import EnvConfig
     from esper_nb.grow.module_hosts import ModuleHostConfig
     from esper_nb.learn.learner import PPOConfig
     from esper_nb.run.recipes import RunConfig
@@ -466,9 +466,9 @@ BEGIN = """
 RESUME = """
     import sys
     from esper_nb.run.runs import open_run
-    run = open_run(sys.argv[1])
+    run = open_run(sys.argv[1], trust=True)
     print(run.env.task.host.factory, run.env.parts[0][1].model.names)
-    try: open_run(sys.argv[2])
+    try: open_run(sys.argv[2], trust=True)
     except ValueError as e: print(e)
 """
 

@@ -241,7 +241,7 @@ def test_an_epoch_is_queued_without_a_wait_between_its_batches(gpu, seeds, launc
     batch, epoch = counted_epoch(gpu, pop)
     assert batch[0] <= launches and batch[1] == 0 and epoch <= 3
 
-def test_an_epoch_that_was_trusted_in_vain_is_done_again_with_care(gpu, monkeypatch):
+def test_an_epoch_with_a_gradient_that_is_not_finite_is_trained_again_with_checks(gpu, monkeypatch):
     def ruined():
         pop = small("cuda", 4, governor=None)
         slot = pop.model.names[0]
@@ -254,7 +254,7 @@ def test_an_epoch_that_was_trusted_in_vain_is_done_again_with_care(gpu, monkeypa
     again = Population.copy_again
     monkeypatch.setattr(Population, "copy_again", lambda *a: (calls.append(1), again(*a)))
     one, a = ruined()
-    monkeypatch.setattr(trainer, "may_trust", lambda *a: False)
+    monkeypatch.setattr(trainer, "may_defer", lambda *a: False)
     two, b = ruined()
     assert calls == [1] and a.train.skipped.tolist() == b.train.skipped.tolist() and a.train.skipped[2] > 0
     for x, y in zip(a.train, b.train): assert torch.equal(x.nan_to_num(9.), y.nan_to_num(9.))
@@ -489,7 +489,7 @@ def test_fit_records_where_it_is_asked_to(gpu, monkeypatch):
     monkeypatch.setattr(Graphs, "sweep", lambda self: (seen.append(self.replays), real(self)))
     assert len(list(fit(grown("alike", graph=True), 2))) == 2 and seen == [0, 6]
     pop = small("cpu", graph=True)
-    with pytest.warns(UserWarning, match="the host judges every batch"): next(fit(pop))
+    with pytest.warns(UserWarning, match="the host checks every batch"): next(fit(pop))
 
 
 # --- the benchmark of a GPU
@@ -508,11 +508,22 @@ def test_the_benchmark_runs_in_miniature(gpu, tmp_path, monkeypatch, capsys):
     gpu_bench.main(["--small", "--out", str(tmp_path/"gpu.json")])
     found = json.loads((tmp_path/"gpu.json").read_text())
     assert found["machine"]["device"] == "pretended" and set(gpu_bench.SECTIONS) < set(found)
-    assert all(s > 0 for name in gpu_bench.SECTIONS for row in found[name] for s in row["seconds"].values())
-    assert set(found["lanes"][0]["seconds"]) == {"lanes", "loop", "processes"}
+    timed = [row["seconds"] for name in gpu_bench.SECTIONS if name != "correct" for row in found[name]]
+    assert all(s > 0 for row in timed for s in row.values())
+    loops = {"loop, channels_last", "loop, contiguous_format"}
+    assert set(found["lanes"][0]["seconds"]) == {"lanes", "processes"} | loops
+    assert all(gap < 1e-3 for row in found["correct"] for gap in row["gaps"].values())
+    assert [row["networks"] for row in found["scale"]] == [1, 2, 1, 2] and found["growth"][0]["replays"] > 0
     assert [row["replays"] for row in found["graph"]] == [row["batches"] - 1 for row in found["graph"]]
     gpu_bench.main(["--small", "snapshots", "--out", str(tmp_path/"gpu.json")])
     assert json.loads((tmp_path/"gpu.json").read_text())["lanes"] == found["lanes"]
+    cut = {k: v for k, v in found.items() if k not in ("ppo", "scale")}   # cut off there
+    (tmp_path/"gpu.json").write_text(json.dumps(cut))
+    gpu_bench.main(["--small", "--minutes", "0", "--out", str(tmp_path/"gpu.json")])
+    assert "ppo, scale left" in capsys.readouterr().out
+    gpu_bench.main(["--small", "--out", str(tmp_path/"gpu.json")])
+    again = json.loads((tmp_path/"gpu.json").read_text())
+    assert set(again) == set(found) and again["lanes"] == found["lanes"] and again["ppo"] != found["ppo"]
     with pytest.raises(SystemExit): gpu_bench.main(["--small"])   # would overwrite what is stored
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")

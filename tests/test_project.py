@@ -30,7 +30,7 @@ WHERE = exported_names()
 ALONE = ("guard", "learn")      # these need nothing but core
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
 DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn"}      # import name -> name on PyPI, where they differ
-TORCH_PRIVATE = {"torch._foreach_copy_", "torch._foreach_norm", "torch._dynamo"}
+TORCH_PRIVATE = {"torch._dynamo"}     # PyTorch documents its `lookup_backend` for backends that wrap others
 # called by a library, or by a table of rules, that passes more than they need
 HANDED_OVER = {"keep_later", "find_nonfinite", "calm_rise"}
 

@@ -5,6 +5,7 @@ import json
 import re
 import struct
 from functools import cache
+from importlib import import_module
 
 import pytest
 import yaml
@@ -195,6 +196,17 @@ def test_entries_show_what_a_docstring_raises_and_its_examples():
     shown = docs.Entry(f)._repr_markdown_()
     assert "- `ValueError`: If `x` is odd." in shown and "```python\n>>> f(2)\n4\n```" in shown
     assert shown.startswith("### ") and "double" in shown
+
+
+def test_every_name_that_a_page_shows_has_an_entry():
+    failed = []
+    for page in sorted(NBS.glob("[a-z]*/[0-9]*.ipynb")):
+        text = page.read_text(encoding="utf-8")
+        module = import_module("esper_nb." + re.search(r"default_exp (\w+\.\w+)", text)[1])
+        docs.bind_annotations(module)
+        for name in re.findall(r"show_doc\((\w+)", text):
+            if name not in docs.entries(name, module): failed.append(f"{page.name}: {name}")
+    assert not failed
 
 
 @pytest.mark.slow

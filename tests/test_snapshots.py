@@ -261,10 +261,10 @@ def test_a_snapshot_that_fails_half_way_leaves_the_previous_one(where, monkeypat
         run.net.add_module("grown", nn.Linear(3, 3))
         monkeypatch.setattr(torch, "empty_like", lambda *a, **k: (_ for _ in ()).throw(MemoryError("no room")))
     if where == "copy":
-        def half(target, source):
-            for to, t in zip(target[:3], source[:3]): to.copy_(t)
+        def half(pairs):
+            for to, t in pairs[:3]: to.copy_(t)
             raise KeyboardInterrupt
-        monkeypatch.setattr("esper_nb.guard.snapshots._foreach_copy_", half)
+        monkeypatch.setattr("esper_nb.guard.snapshots._copy_and_check", half)
     with pytest.raises((KeyboardInterrupt, MemoryError)): snap.take(step=2)
     monkeypatch.undo()
     assert snap.restore().steps == (1,)

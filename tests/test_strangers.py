@@ -1,28 +1,37 @@
 "Folders that came from elsewhere: code that is not run, values that are refused or shown as text, digits that changed."
 import errno
 import json
+import os
 import random
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
+from collections import Counter
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from esper_nb.record import CheckpointError, FolderLock, RunFolder, encode_row, read_rows
+from esper_nb.record import CheckpointError, FolderLock, RunFolder, checkpoint_digest, encode_row, read_rows
 from esper_nb.record import files as files_module
 from esper_nb.run import (
-    RepeatStore, begin_run, check_trust, export_run, get_recipe, main, open_run, report_html, simple_controllers,
-    watch_text)
+    RepeatStore, begin_fit, begin_run, check_trust, export_run, get_recipe, main, open_fit, open_run, report_html,
+    simple_controllers, watch_text)
+from esper_nb.show import log_html, status_html, watch
+from esper_nb.train import FitConfig, get_task, new_population
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"env.num_envs": 2, "env.horizon": 2, "env.limit": 64, "env.slots": ["r0c0"], "ppo.num_steps": 2,
         "ppo.num_updates": 1, "ppo.num_minibatches": 1, "save_every": 1, "comparison": 1.}
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
-VALUES = (EVIL, 1e308, 10**30, -1, [], {}, {"a": {"b": [EVIL]}}, [[EVIL]], True, None, "x" * 5000, "../../etc",
-          "$\\frac{$")
+VALUES = ["code", EVIL, 1e308, 2**62, 10**30, -1, [], {}, {"a": {"b": [EVIL]}}, [[EVIL]], True, None, "x" * 5000,
+          "../../etc", "$\\frac{$", "\x1b[2J\x1b]0;evil\x07"]
+MARK = Path(tempfile.gettempdir(), f"mark-{os.getpid()}") # there, if a value was run
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +55,18 @@ def rewrite(path, change):
 
 # ---- code
 
+def name_factory(config, factory, mark):
+    "Let a run train a network that a function makes; `mark` is its argument."
+    host = dict(factory=factory, kwargs=dict(path=str(mark)), shape=[1, 8, 8], classes=10, slots={"0": "BCHW"})
+    config["run"]["env"].update(slots=None, task=dict(
+        name="x", data="digits", host=host, slots=["0"], batch_size=32, epochs=1, target_loss=.1, delta_std=.1))
+
 @pytest.mark.parametrize("named", ["plugin", "factory", "module"])
 def test_code_that_a_folder_names_is_not_run(gift, tmp_path, capsys, named):
     mark, evil = tmp_path/"mark", tmp_path/"evil.py"
     evil.write_text(f"open({str(mark)!r}, 'w').close()")
-    host = dict(factory="os:mkdir", kwargs=dict(path=str(mark)), shape=[1, 8, 8], classes=10)
     def change(config):
-        if named == "factory": config["run"]["env"]["task"] = dict(name="x", data="digits", host=host)
+        if named == "factory": name_factory(config, "os:mkdir", mark)
         else: config["run"]["plugins"] = [str(evil) if named == "plugin" else "antigravity"]
     rewrite(gift/"config.json", change)
     for argv in (["resume", gift], ["export", gift, "--out", tmp_path/"n.pt2"]):
@@ -63,6 +77,19 @@ def test_code_that_a_folder_names_is_not_run(gift, tmp_path, capsys, named):
     with pytest.warns(UserWarning, match="is trusted"): open_run(gift, trust=True)
     assert mark.exists()
     check_trust(RunFolder(gift).config(), gift) # this process knows it now
+
+
+@pytest.mark.parametrize("factory, ours", [("helper:os.mkdir", False), ("helper:mkdir", False), ("helper:make", True)])
+def test_a_plugin_that_one_names_lends_a_folder_only_what_it_defines(gift, tmp_path, monkeypatch, factory, ours):
+    "And not what it has imported, with arguments of the folder's choice."
+    mark = tmp_path/"mark"
+    (tmp_path/"helper.py").write_text("import os\nfrom os import mkdir\ndef make(path): os.mkdir(path)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "helper", raising=False)
+    rewrite(gift/"config.json", lambda config: name_factory(config, factory, mark))
+    with pytest.raises(ValueError, match="makes|names code that would run here: 'helper"):
+        open_run(gift, dict(plugins=("helper",)))
+    assert mark.exists() == ours
 
 
 # ---- values
@@ -79,16 +106,27 @@ def put(tree, path, value, as_key):
     if as_key and isinstance(tree, dict): tree[str(value)] = tree.pop(path[-1])
     else: tree[path[-1]] = value
 
-def cases(folder):
-    "Every change of a field or a name of every file: (file, line, path, value, whether it is the name)."
-    for name in ("config.json", "comparison.json"):
-        for path in places(json.loads((folder/name).read_text())):
-            yield from ((name, 0, path, value, key) for value in VALUES for key in (False, True))
-    for name in ("rows.jsonl", "final.jsonl"):
-        kinds = {}
-        for i, row in enumerate(read_rows(folder/name)): kinds.setdefault(row["kind"], (i, row))
-        for i, row in kinds.values():
-            yield from ((name, i, (k,), value, key) for k in row for value in VALUES for key in (False, True))
+def trees(folder):
+    "Every file of a folder as a tree of JSON, and which rows of it are of a kind that no earlier row is of."
+    for name in ("config.json", "comparison.json", "rows.jsonl", "final.jsonl"):
+        path = folder/name
+        if not path.exists(): continue
+        if name.endswith(".json"): yield name, [(0, json.loads(path.read_text()))]
+        else: yield name, list({row["kind"]: (i, row) for i, row in [*enumerate(read_rows(path))][::-1]}.values())
+    texts = checkpoint_texts(folder)[0]
+    yield "checkpoint.safetensors", [(name, json.loads(texts[name])) for name in ("contract", "tree")]
+
+def cases(folder, chance):
+    "Every field and name of every file, with every value: (file, line, path, value, whether it is the name)."
+    for name, parts in trees(folder):
+        for line, tree in parts:
+            found = list(places(tree)) if line != "tree" else chance.sample(list(places(tree)), 100)
+            for path in found:
+                yield from ((name, line, path, value, key) for value in VALUES for key in (False, True))
+
+def checkpoint_texts(folder):
+    with safe_open(folder/"checkpoint.safetensors", framework="pt") as f:
+        return f.metadata(), {k: f.get_tensor(k).clone() for k in f.keys()}
 
 def forge(folder, name, line, path, value, as_key):
     "Write the change, with a digest that fits."
@@ -96,6 +134,13 @@ def forge(folder, name, line, path, value, as_key):
         rows = read_rows(folder/name)
         put(rows[line], path, value, as_key)
         return (folder/name).write_text("".join(encode_row(row) + "\n" for row in rows))
+    if name.endswith(".safetensors"):
+        texts, tensors = checkpoint_texts(folder)
+        tree = json.loads(texts[line])
+        put(tree, path, value, as_key)
+        texts[line] = json.dumps(tree)
+        texts["sha256"] = checkpoint_digest([texts["tree"], texts["contract"]], tensors)
+        return save_file(tensors, folder/name, texts)
     found = json.loads((folder/name).read_text())
     put(found, path, value, as_key)
     if name == "comparison.json":
@@ -103,51 +148,111 @@ def forge(folder, name, line, path, value, as_key):
         files_module.write_json(folder/name, found)
     else: (folder/name).write_text(json.dumps(found))
 
-def outcome(folder):
-    "What report and watch make of a folder: refused, or shown as text."
-    kinds = []
-    for read in (lambda: report_html(RunFolder(folder)), lambda: watch_text(folder, say=lambda text: None)):
-        try: page = read()
-        except (ValueError, OSError) as e:
-            assert len(str(e)) < 20_000
-            kinds.append("refused")
-            continue
-        kinds.append("escaped")
-        if page is None: continue
-        assert "<script" not in page and "<img src=x" not in page, "injected"
-        assert "default-src 'none'" in page
-    return kinds
+def watched(folder):
+    "What the panel shows of a folder."
+    session = watch(folder, image=True).session
+    session.source.every = .01
+    try:
+        session.wait(20)
+        return status_html(session) + log_html(session)
+    finally: session.close()
+
+def followed(folder):
+    "What a terminal shows of a folder."
+    lines = []
+    watch_text(folder, say=lines.append)
+    return "\n".join(lines)
+
+def opened(folder): return open_fit(folder) if "fit" in RunFolder(folder).config() else open_run(folder)
+
+COMMANDS = dict(
+    report=lambda folder: report_html(RunFolder(folder)), watch=followed, panel=watched, resume=opened,
+    export=lambda folder: export_run(folder, folder.parent/"n.pt2"))
+
+def outcome(folder, command):
+    "What a command makes of a folder: refused in a line, or shown as text."
+    try: page = COMMANDS[command](folder)
+    except (ValueError, RuntimeError, OSError) as e:
+        assert len(str(e)) < 20_000
+        return "refused"
+    if isinstance(page, str):
+        assert command == "watch" or "<script" not in page and "<img src=x" not in page, "injected"
+        assert command != "report" or "default-src 'none'" in page
+        assert command != "watch" or "\x1b" not in page, "injected: a terminal's command"
+    return "escaped" if isinstance(page, str) else "opened"
+
+def fuzz(folder, chosen, commands):
+    "Forge one value after the other in a folder, and open it; count what came of it, and list what is wrong."
+    kept, count, wrong = {p: p.read_bytes() for p in folder.iterdir()}, Counter(), []
+    for case in chosen:
+        forge(folder, *case)
+        for command in commands(case):
+            with warnings.catch_warnings(action="ignore"):
+                try: count[outcome(folder, command)] += 1
+                except Exception as e: wrong.append((command, *case, f"{type(e).__name__}: {e}"[:300]))
+        count["values"] += 1
+        for path, content in kept.items():
+            if path.read_bytes() != content: path.write_bytes(content)
+    count["executed"] = MARK.exists()
+    count["injected"] = sum("injected" in w[-1] for w in wrong)
+    return count, wrong
 
 @pytest.fixture
-def without_pictures(monkeypatch): monkeypatch.setattr("esper_nb.run.report.picture_html", lambda draw, alt: "")
+def without_pictures(monkeypatch):
+    monkeypatch.setattr("esper_nb.run.report.picture_html", lambda draw, alt: "")
 
-def test_some_forged_values_are_refused_or_text(made, tmp_path, without_pictures):
-    chosen = random.Random(0).sample(list(cases(made)), 120)
-    for i, case in enumerate(chosen):
-        folder = shutil.copytree(made, tmp_path/str(i))
-        forge(folder, *case)
-        outcome(folder)
+@pytest.fixture
+def code(tmp_path):
+    "A value that names code, which leaves a mark where it runs."
+    MARK.unlink(missing_ok=True)
+    (tmp_path/"evil.py").write_text(f"open({str(MARK)!r}, 'w').close()")
+    VALUES[0] = str(tmp_path/"evil.py")
+    yield
+    MARK.unlink(missing_ok=True)
+
+def test_some_forged_values_are_refused_or_text(made, tmp_path, without_pictures, code):
+    chance = random.Random(0)
+    folder = shutil.copytree(made, tmp_path/"gift")
+    chosen = [c for c in cases(folder, chance) if not c[0].endswith(".safetensors")]
+    count, wrong = fuzz(folder, chance.sample(chosen, 100), lambda case: ("report", "watch"))
+    assert not wrong and not count["executed"]
 
 @pytest.mark.slow
-def test_every_forged_value_is_refused_or_text(made, tmp_path, without_pictures):
-    count = dict(values=0, refused=0, escaped=0)
-    for case in cases(made):
-        folder = shutil.copytree(made, tmp_path/"gift")
-        forge(folder, *case)
-        for kind in outcome(folder): count[kind] += 1
-        count["values"] += 1
-        shutil.rmtree(folder)
-    print(count, "injected 0, executed 0")
+@pytest.mark.parametrize("kind", ["run", "fit"])
+def test_every_forged_value_is_refused_or_text(made, tmp_path, without_pictures, code, kind):
+    """Every value in every place by `report` and `watch`, and a tenth of them by every command.
 
-@pytest.mark.slow
-def test_forged_settings_end_a_resume_and_an_export_in_a_line(made, tmp_path):
-    chosen = [c for c in cases(made) if c[0] == "config.json"]
-    for i, case in enumerate(random.Random(1).sample(chosen, 200)):
-        folder = shutil.copytree(made, tmp_path/str(i))
-        forge(folder, *case)
-        for act in (lambda: open_run(folder), lambda: export_run(folder, tmp_path/"n.pt2")):
-            try: act()
-            except (ValueError, RuntimeError, OSError): pass
+    ESPER_NB_FUZZ in the environment is the share of the values.
+    """
+    if kind == "run": folder = shutil.copytree(made, tmp_path/"gift")
+    else:
+        data = get_task("digits").load("cpu", None, 64)
+        run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1), data=data), tmp_path, made={})
+        for _ in run.epochs(): pass
+        folder = run.folder.path
+    chance, share = random.Random(0), float(os.environ.get("ESPER_NB_FUZZ", 1))
+    def commands(case):
+        if case[0] == "checkpoint.safetensors": return ["resume"]
+        return [*COMMANDS] if chance.random() < .1 else ["report", "watch"]
+    count, wrong = fuzz(folder, [c for c in cases(folder, chance) if chance.random() < share], commands)
+    print(kind, dict(count), f"{len(wrong)} wrong", *wrong, sep="\n")
+    assert not wrong and not count["executed"]
+
+def test_a_row_of_a_far_epoch_ends_the_panel_in_a_line(gift):
+    "And not in as many empty steps."
+    row = next(i for i, row in enumerate(read_rows(gift/"rows.jsonl")) if row["kind"] == "epoch")
+    forge(gift, "rows.jsonl", row, ("epoch",), 2**62, False)
+    assert "one that follows on epoch" in watched(gift)
+    rewrite(gift/"config.json", lambda config: config["run"]["env"].update(num_envs=10**9))
+    with pytest.raises(ValueError, match="as many as a panel can show"): watched(gift)
+
+def test_settings_that_no_run_writes_are_a_line_or_passed_over(gift):
+    rewrite(gift/"config.json", lambda config: config["run"].update(minutes=1e308))
+    assert followed(gift)
+    rewrite(gift/"config.json", lambda config: config["run"]["ppo"].pop("num_steps"))
+    with pytest.raises(ValueError, match="not as a run writes it .KeyError: 'num_steps'"): watched(gift)
+    rewrite(gift/"config.json", lambda config: config["run"]["ppo"].update(num_steps=2, num_updates=EVIL))
+    with pytest.raises(ValueError, match="num_updates"): watched(gift)
 
 def test_settings_that_are_not_the_checkpoints_build_nothing(gift):
     rewrite(gift/"config.json", lambda config: config["run"]["env"].update(num_envs=10**12))
@@ -200,7 +305,7 @@ def test_a_disk_without_locks_has_leases(tmp_path, monkeypatch):
 def test_a_disk_that_is_full_from_the_start_ends_the_run(tmp_path, monkeypatch):
     run = begin_run(get_recipe("digits_impaired", TINY | {"ppo.num_updates": 9}), tmp_path)
     def full(*args, **kwargs): raise OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("esper_nb.record.resumable.save_checkpoint", full)
+    monkeypatch.setattr("esper_nb.record.checkpoints.save_checkpoint", full)
     with warnings.catch_warnings(action="ignore"), pytest.raises(OSError, match="none of its 3 checkpoints.*No space"):
         for _ in run.updates(): pass
     assert run.learner.update == 3

@@ -76,11 +76,11 @@ def test_a_run_tells_its_tracker_and_still_does_when_it_goes_on(name, no_plays, 
 
 
 def test_a_tracker_that_fails_costs_its_rows_and_no_training(no_plays, tmp_path, monkeypatch, recwarn):
-    from esper_nb.record import trackers
-    class Dead(trackers.Tracker):
+    from esper_nb.record import writers
+    class Dead(writers.Tracker):
         def __init__(self, folder): pass
         def log(self, step, told): raise OSError("the network is gone")
-    monkeypatch.setattr(trackers, "TRACKERS", {"tensorboard": Dead})
+    monkeypatch.setattr(writers, "TRACKERS", {"tensorboard": Dead})
     need("tensorboard")
     asked = ["train", "digits_impaired", "--updates", "1", *SMALL, "--log", "tensorboard", "--quiet"]
     assert main([*asked, "--out", str(tmp_path)]) == 0
@@ -92,7 +92,7 @@ def test_a_missing_package_is_told_before_the_run_has_a_folder(command, tmp_path
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main([command, "digits", "--log", "wandb", "--out", str(tmp_path/"runs")]) == 2
     assert "pip install 'esper_nb[wandb]'" in capsys.readouterr().err and not (tmp_path/"runs").exists()
-    assert importlib.import_module("esper_nb.record.trackers").TRACKERS.keys() == {
+    assert importlib.import_module("esper_nb.record.writers").TRACKERS.keys() == {
         "tensorboard", "wandb", "mlflow", "trackio"}
 
 

@@ -1,4 +1,4 @@
-"Any plan trains the same networks; a lane's trouble is its own; the same seed is the same run."
+"Any plan trains the same networks; a lane's failure is its own; the same seed is the same run."
 import json
 import subprocess
 import sys

@@ -267,7 +267,7 @@ def test_a_frozen_process_is_named_and_replaced(engine, here, caplog):
 PROGRAM = """
     import signal, sys, time
     signal.signal(signal.SIGINT, signal.default_int_handler) # whoever started the tests in the background ignores it
-    from esper_nb.control.env_config import EnvConfig
+    from esper_nb.control.envs import EnvConfig
     from esper_nb.run.split import SplitVecEnv
     import numpy as np
     env = SplitVecEnv(EnvConfig(task="digits", num_envs=4, horizon=4, limit=256, workers=1), engine=sys.argv[1])

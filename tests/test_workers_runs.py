@@ -1,14 +1,18 @@
 "The command with lanes in shards: the same run in one process and elsewhere, whatever dies, and nothing left."
 import json
+import os
+import random
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_cli import timeless
-from test_workers import needs_ray, still_there
+from test_workers import cluster, descendants, needs_ray, still_there # noqa: F401 (a fixture)
 
 from esper_nb.record import read_checkpoint
 from esper_nb.run import (
@@ -203,6 +207,33 @@ def test_seeds_on_ray_are_kept_and_not_repeated(compared, tmp_path, monkeypatch)
 
 
 # ---- real processes
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["process", pytest.param("ray", marks=needs_ray)])
+def test_a_comparison_whose_workers_are_killed_is_the_same(compared, engine, request):
+    "At random moments, until ESPER_NB_KILLS have died; one comparison stands five losses."
+    if engine == "ray": request.getfixturevalue("cluster")
+    kills, luck, killed = int(os.environ.get("ESPER_NB_KILLS", 2)), random.Random(0), set()
+    def works(pid):
+        try: words = Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError: return False
+        return words.startswith("ray::_Actor") or "spawn_main" in words
+    def kill(over, most):
+        while len(killed) < most and not over.wait(luck.uniform(2, 8)):
+            there = [pid for pid in descendants(os.getpid()) if works(pid) and pid not in killed]
+            if not there: continue
+            killed.add(pid := luck.choice(there))
+            os.kill(pid, signal.SIGKILL)
+    while len(killed) < kills:
+        over = threading.Event()
+        killer = threading.Thread(target=kill, args=(over, min(kills, len(killed) + 5)))
+        killer.start()
+        try: result = compare_recipe(get_recipe("digits_impaired", TINY).replace(engine=engine), (0, 1), (101,), jobs=2)
+        finally:
+            over.set()
+            killer.join()
+        assert plays(result) == plays(compared)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["process", pytest.param("ray", marks=needs_ray)])

@@ -5,22 +5,20 @@ from .actions import (HEADS as HEADS, STYLES as STYLES, TEMPOS as TEMPOS, TARGET
     Repertoire as Repertoire, read_slots as read_slots, column as column, in_stage as in_stage,
     choice_of as choice_of, open_gates as open_gates, SlotView as SlotView, GrowthActions as GrowthActions,
     read_actions as read_actions, draw_actions as draw_actions, as_choice as as_choice)
-from .env_config import Data as Data, EnvConfig as EnvConfig
-from .envs import (GrowVecEnv as GrowVecEnv, sb3_env as sb3_env, lane_seeds as lane_seeds, first_seeds as first_seeds,
-    pack_state as pack_state, unpack_state as unpack_state, copied_env as copied_env)
+from .envs import (Data as Data, EnvConfig as EnvConfig, GrowVecEnv as GrowVecEnv, sb3_env as sb3_env,
+    lane_seeds as lane_seeds, first_seeds as first_seeds, copied_env as copied_env,
+    first_lane_info as first_lane_info, GrowEnv as GrowEnv)
 from .episodes import (clone_all as clone_all, DevicePart as DevicePart, EnvStep as EnvStep,
     merge_lanes as merge_lanes, EpisodeSums as EpisodeSums, EpisodeSummary as EpisodeSummary, lane_info as lane_info,
     part_finals as part_finals, read_reset_mask as read_reset_mask)
 from .forecast import (PENALTIES as PENALTIES, look_columns as look_columns, read_look as read_look,
-    fit_ridge as fit_ridge, Forecast as Forecast, ColumnCut as ColumnCut, best_threshold as best_threshold,
-    LookOnce as LookOnce)
-from .frames import (WIDTH as WIDTH, HEIGHT as HEIGHT, SlotLook as SlotLook, LaneLook as LaneLook,
+    fit_ridge as fit_ridge, Forecast as Forecast, lane_looks as lane_looks, SeedForecast as SeedForecast,
+    play_seeds as play_seeds, ColumnCut as ColumnCut, best_threshold as best_threshold, LookOnce as LookOnce)
+from .observations import (HISTORY as HISTORY, OBSERVATIONS as OBSERVATIONS, WIDTH as WIDTH, HEIGHT as HEIGHT,
+    LaneHistory as LaneHistory, symlog as symlog, Feature as Feature, LaneView as LaneView,
+    Observation as Observation, known_column as known_column, register_observation as register_observation,
+    feature_bounds as feature_bounds, Observer as Observer, SlotLook as SlotLook, LaneLook as LaneLook,
     draw_lane as draw_lane, slot_looks as slot_looks)
-from .gym import first_lane_info as first_lane_info, GrowEnv as GrowEnv, register_envs as register_envs
-from .observations import (HISTORY as HISTORY, OBSERVATIONS as OBSERVATIONS, LaneHistory as LaneHistory,
-    symlog as symlog, Feature as Feature, LaneView as LaneView, Observation as Observation,
-    known_column as known_column, register_observation as register_observation, feature_bounds as feature_bounds,
-    Observer as Observer)
 from .rewards import (RewardState as RewardState, TERMS as TERMS, PRESETS as PRESETS, RewardConfig as RewardConfig,
     Transition as Transition, RewardInputs as RewardInputs, reward_term as reward_term, RewardPreset as RewardPreset,
     Reward as Reward, start_rewards as start_rewards, compute_reward as compute_reward,

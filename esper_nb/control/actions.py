@@ -401,10 +401,6 @@ class GrowthActions:
         chosen = self.legal(mask, action).gather(-1, action[..., None]).squeeze(-1)
         return (chosen | ~self.relevant(action)).all(-1)
 
-    def canonical(self, action: Tensor) -> Tensor: # (..., K) int64
-        "Return the one code of an act: heads that its operation does not read hold their placeholder."
-        return torch.where(self.relevant(action), action, self.placeholder.to(action.device))
-
     def encode(self, choice: Choice) -> Tensor: # (K,) int64
         """Turn an action in words into numbers.
 

@@ -38,7 +38,7 @@ class DevicePart(NamedTuple):
 
     @property
     def stopped(self) -> Tensor: # (lanes of the part,) bool
-        "Lanes for which the Governor has used up its ladder."
+        "Lanes for which the Governor has used up its budget."
         pop = self.population
         return torch.from_numpy(np.zeros(pop.lanes, bool) if pop.governor is None else pop.governor.stopped)
 

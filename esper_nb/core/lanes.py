@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .config import check, check_count
 from .layers import LaneEmbedding, LaneLinear, by_lane
-from .random import generator, seeded
+from .devices import generator, seeded
 
 # %% ../../nbs/core/04_lanes.ipynb #d8ca92ca
 def _lane_layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -38,7 +38,13 @@ def num_lanes(module: nn.Module) -> int: # the lanes of its layers
 
 def lane_state(module: nn.Module) -> dict[str, Tensor]: # name -> (n*k, ...)
     "Return every parameter and buffer by name, the tensors themselves."
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    found: dict[int, tuple[str, Tensor]] = {} # by identity: a shared tensor has its first name
+    parts = [*module.named_modules()]
+    for kind in ("_parameters", "_buffers"):
+        for path, part in parts:
+            for k, t in vars(part)[kind].items():
+                if t is not None: found.setdefault(id(t), (f"{path}.{k}" if path else k, t))
+    return dict(found.values())
 
 # %% ../../nbs/core/04_lanes.ipynb #cfc4a026
 _convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

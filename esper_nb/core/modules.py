@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .config import check_count
 from .lanes import PerLane, lane_state, own_tensors, repeated, rewiden
 from .layers import LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, by_lane
-from .random import seeded
+from .devices import seeded
 
 # %% ../../nbs/core/05_modules.ipynb #610f8dd3
 class LaneModule(nn.Module):

@@ -140,9 +140,7 @@ def _rebuild(tree, frozen):
         m.training = training
     for p, flag in frozen: p.requires_grad_(flag)
 
-def _with_extra_state(module: nn.Module) -> list[nn.Module]:
-    "The modules inside that have state beside their tensors."
-    return [m for m in module.modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+
 
 # %% ../../nbs/core/09_parts.ipynb #7f6e8248
 class ModulePart:
@@ -163,9 +161,9 @@ class ModulePart:
         named = self.tensors()
         out.update({k: t.detach() for k, t in named.items()})
         tree = [(m, [dict(t) for t in _tables(m)], m.training) for m in self.obj.modules()]
-        extra = [(m, pack_tree(m.get_extra_state(), out, f"<extra{i}>"))
-                 for i, m in enumerate(_with_extra_state(self.obj))]
-        frozen = [(p, p.requires_grad) for p in self.obj.parameters()]
+        beside = [m for m, *_ in tree if type(m).get_extra_state is not nn.Module.get_extra_state]
+        extra = [(m, pack_tree(m.get_extra_state(), out, f"<extra{i}>")) for i, m in enumerate(beside)]
+        frozen = [(p, p.requires_grad) for p in named.values() if isinstance(p, nn.Parameter)]
         return dict(tree=tree, named=named, frozen=frozen, extra=extra)
 
     def write(self, rest, get: _Get, n: int, lanes: Sequence[int] | None):

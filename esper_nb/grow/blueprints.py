@@ -139,7 +139,7 @@ def list_blueprints(
 def get_blueprint(name: str, family: str) -> Blueprint:
     "Look a blueprint up; the error for an unknown name suggests the nearest one."
     known = list_blueprints(family=family)
-    near = difflib.get_close_matches(str(name), known, 1)
+    near = [] if name in known else difflib.get_close_matches(str(name), known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     check(name in known, "blueprint", name, f"one of {', '.join(known)} for {family}{hint}")
     return _blueprints[family, name]

@@ -328,16 +328,18 @@ class Status(NamedTuple):
     table: list[dict[str, str]] # one entry per occupied slot and lane
     problems: list[str] # empty: consistent
     summary: str
+    forecasts: Sequence[str] = () # what would help, where somebody has foretold it
 
     def __repr__(self):
         lines = ["  ".join(cells) for cells in self._padded()]
-        return "\n".join([*lines, self.summary, *(f"inconsistent: {p}" for p in self.problems)])
+        return "\n".join([*lines, self.summary, *self.forecasts, *(f"inconsistent: {p}" for p in self.problems)])
 
     def _repr_markdown_(self):
         cells = self._padded()
         if cells: cells.insert(1, ["-" * len(head) for head in cells[0]])
         lines = [f"| {' | '.join(c)} |" for c in cells]
-        return "\n".join([*lines, "", self.summary, *(f"\n**{p}**" for p in self.problems)])
+        rest = (*self.forecasts, *(f"**{p}**" for p in self.problems))
+        return "\n".join([*lines, "", self.summary, *(f"\n{text}" for text in rest)])
 
     def _padded(self) -> list[list[str]]: # heads and entries, each column of one width
         heads = list(self.table[0]) if self.table else []

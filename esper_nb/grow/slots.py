@@ -277,7 +277,7 @@ class Slot(nn.Module):
         if name == "gate": self.blend_gate = bank
         else: self.banks[name] = bank
         self.held[name] = tuple(lanes)
-        self._forget()
+        self._route.clear()
 
     def rows(self) -> np.ndarray: # (n, columns), a view
         "Return the table as numbers; a tracer's stand-in has none, and is passed over."
@@ -308,7 +308,7 @@ class Slot(nn.Module):
         bank, lanes = self.part(part), route.roles[k].lanes
         held = self.held.get(part) or route.everyone
         if lanes == held: return bank(x)
-        key = part, len(lanes)
+        key = bank, len(lanes)
         if key not in self._narrowed: self._narrowed[key] = LanesOf(bank, len(held), len(lanes))
         at, index = route.places(k, part, held, x.device)
         return self._narrowed[key](x, at, index, self.training)
@@ -423,12 +423,12 @@ def as_lanes(lanes: Lanes, n: int) -> list[int]:
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[nn.Module]:
     "Evaluate a module inside the block, without gradients; every part's own mode comes back after it."
-    modes = {m: m.training for m in module.modules()}
-    module.eval()
+    training = [m for m in module.modules() if m.training]
+    if training: module.eval()
     try:
         with torch.no_grad(): yield module
     finally:
-        for m, mode in modes.items(): vars(m)["training"] = mode # a module's __setattr__ asks much, for one flag
+        for m in training: vars(m)["training"] = True # a module's __setattr__ asks much, for one flag
 
 # %% ../../nbs/grow/23_slots.ipynb #090db851
 def fitting_blueprints(family: str, channels: int, options: Mapping[str, Mapping]) -> list[str]:

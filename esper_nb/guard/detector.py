@@ -69,7 +69,7 @@ class DetectorConfig(Config):
     collapse_confirm: int = threshold(3, 1, 20, 1) # losses in the band in a row that make a collapse
     collapse_z: float | None = threshold(3., 0, 10, .5) # smallest z of a loss in the band; None: any
     grad_multiplier: float = threshold(100., 2, 1000, 1) # gradient norm above this multiple of its usual size
-    grad_confirm: int = threshold(5, 1, 20, 1) # such norms, or non-finite ones, in a row that make a panic
+    grad_confirm: int = threshold(5, 1, 20, 1) # such norms, or non-finite ones, in a row that make a failure
 
     def __post_init__(self):
         for k in ("confirm", "window", "min_samples", "refresh", "collapse_confirm", "grad_confirm"):
@@ -136,7 +136,7 @@ class Verdict:
     linear: np.ndarray # (n,) 1: judged on the linear scale
 
     @property
-    def panic(self) -> np.ndarray: # (n,) bool
+    def failed(self) -> np.ndarray: # (n,) bool
         "Lanes that need help."
         return self.code > 0
 
@@ -211,20 +211,20 @@ class Look:
 # %% ../../nbs/guard/11_detector.ipynb #d5551c14
 @dataclass(frozen=True)
 class Rule:
-    "One kind of trouble: how it is found, what it is called, how it is drawn and what helps."
+    "One kind of failure: how it is found, what it is called, how it is drawn and what helps."
     name: str # the reason in reports
     help: str # what it means, for people
     mark: str = "o" # of matplotlib, in pictures of incidents
-    judge: Callable[..., tuple] | None = None # (look, config, *state) -> trouble, anomaly, *state; None: judges nothing
+    judge: Callable[..., tuple] | None = None # (look, config, *state) -> failed, anomaly, *state; None: judges nothing
     state: Mapping[str, type] = field(default_factory=dict) # what it remembers, in `LossStats`: name -> int or float
     counts: tuple[str, ...] = () # of the state, what is forgotten when a lane has been helped
-    calm: Callable | None = None # (config, *state) -> no sign of trouble; None: all counts are zero
+    calm: Callable | None = None # (config, *state) -> no sign of failure; None: all counts are zero
     of_norm: bool = False # it judges gradient norms, and is asked only where they are given
     waits: bool = False # many healthy runs look like this for a while, so the Governor waits before it acts
     cuts: bool = False # a lower learning rate may help
 
     def is_calm(self, config: DetectorConfig, *state): # -> bool, or an array of them
-        "Whether nothing that the rule remembers is a sign of trouble."
+        "Whether nothing that the rule remembers is a sign of failure."
         if self.calm is not None: return self.calm(config, *state)
         calm: Any = True
         for name, now in zip(self.state, state):
@@ -400,10 +400,10 @@ class LossStats:
         code, anomaly = np.zeros(len(loss), np.int64), np.zeros(len(loss), bool)
         for number, rule in reversed([*enumerate(RULES.values(), 1)]):
             if rule.judge is None or rule.of_norm and norm is None: continue
-            trouble, kept_out, *moved = rule.judge(look, c, *(self.arrays[k] for k in rule.state))
+            failed, kept_out, *moved = rule.judge(look, c, *(self.arrays[k] for k in rule.state))
             for k, now in zip(rule.state, moved): self.arrays[k][...] = now
-            look.found[rule.name] = trouble
-            code[trouble] = number
+            look.found[rule.name] = failed
+            code[failed] = number
             anomaly |= kept_out
         if anomaly.any():
             i = np.flatnonzero(anomaly)
@@ -435,8 +435,8 @@ class LossStats:
         look.z = (x - look.level) / look.spread
         after = []
         for name, judge, state in known.rules:
-            trouble, anomaly, *moved = judge(look, c, *[now.item() for now in state])
-            if trouble or anomaly: return False
+            failed, anomaly, *moved = judge(look, c, *[now.item() for now in state])
+            if failed or anomaly: return False
             look.found[name] = False
             after.append(moved)
         for (_, _, state), moved in zip(known.rules, after):
@@ -461,18 +461,18 @@ class LossStats:
         if len(due): self.refresh(c, due)
 
     def calm(self, c: DetectorConfig) -> np.ndarray: # (n,) bool
-        "Return which lanes show no sign of trouble to any rule."
+        "Return which lanes show no sign of failure to any rule."
         calm = np.ones(self.lanes, bool)
         for rule in RULES.values(): calm &= rule.is_calm(c, *(self.arrays[k] for k in rule.state))
         return calm
 
-    def calm_down(self, lanes: Sequence[int]): # lanes whose trouble was dealt with
+    def calm_down(self, lanes: Sequence[int]): # lanes whose failure was dealt with
         "Forget the counts of all rules, and keep the statistics."
         for rule in RULES.values():
             for k in rule.counts: self.arrays[k][lanes] = 0
         self.smooth[lanes] = self.base[lanes] = self.level[lanes]
 
-    def forget(self, lanes: Sequence[int]): # lanes whose losses have a new level that is meant
+    def forget(self, lanes: Sequence[int]): # lanes whose losses have a new level that was accepted
         "Forget the healthy losses, and keep the count of all that were judged."
         for known in (self.seen, self.stale): known[lanes] = 0
         self.calm_down(lanes)

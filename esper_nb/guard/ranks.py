@@ -8,7 +8,8 @@ __all__ = ['Ranks', 'SameWeights']
 # %% ../../nbs/guard/14_ranks.ipynb #e6397f92
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,11 @@ def _find_missing(own: int, size: int, key: str, seconds: float = 5.) -> list[in
     except Exception: return [0] # the rank that keeps the store
     return missing
 
+def _lost_others(error: Exception) -> bool:
+    "Whether a step broke off because another process did not answer."
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or any(k in said for k in ("gloo", "nccl", "connection closed", "by peer"))
+
 # %% ../../nbs/guard/14_ranks.ipynb #077911b7
 class Ranks:
     "The processes of a run, and how they come to the same numbers."
@@ -51,6 +57,26 @@ class Ranks:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def __bool__(self): return self.count > 1
+
+    @contextmanager
+    def naming_the_failed(self, number: int) -> Iterator[None]: # of the step, the same on all ranks
+        "Where a step breaks off because another rank has failed in it, say which, and what that rank has said."
+        try: yield
+        except Exception as e:
+            if not self: raise
+            key = f"governor/step/{number}"
+            if not _lost_others(e):
+                with suppress(Exception): _store().set(f"{key}/raised/{self.rank}", f"{type(e).__name__}: {e}")
+                raise
+            said = []
+            with suppress(Exception):
+                keys = {r: f"{key}/raised/{r}" for r in range(self.count)}
+                said = [f"rank {r} of {self.count} raised {_store().get(k).decode()}" for r, k in keys.items()
+                        if _store().check([k])]
+            if not said: said = [f"rank {r} of {self.count} is gone" for r in _find_missing(self.rank, self.count, key)]
+            if not said: raise
+            raise RuntimeError(f"{'; '.join(said)}: rank {self.rank} cannot end step {number} alone; restart from the "
+                               f"last checkpoint ({type(e).__name__})") from e
 
     def gather(self, numbers: np.ndarray) -> np.ndarray: # float64, as many on every rank -> (ranks, ...)
         "The numbers of every rank; every rank gets the same."

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, _foreach_copy_, nn
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from ..core import (
@@ -230,6 +230,17 @@ class Snapshot:
     def find_bad(self) -> tuple[str, ...]: # names of tensors
         "Return what in the live state is not finite."
         return tuple(map(".".join, _vet(self._settled(), self.parts, self.n, self.masks)[0]))
+
+    @torch.no_grad()
+    def lane_sizes(self) -> np.ndarray: # (n,) float64
+        "Return the norm of all weights of every lane, without scales and biases."
+        parts = [part.obj for part in self.parts.values() if isinstance(part, ModulePart) and part.laned]
+        found = [p for obj in parts for p in obj.parameters() if p.is_floating_point() and has_lanes(p, self.n)]
+        wait_for({p.device for p in found})
+        rows = [by_lane(p, self.n).flatten(1).float() for p in found if by_lane(p, self.n).dim() > 2]
+        norms = [torch.linalg.vector_norm(t, dim=1) for t in rows]
+        together = [torch.stack([x for x in norms if x.device == d]).cpu() for d in {x.device for x in norms}]
+        return torch.cat([torch.zeros(1, self.n), *together]).double().norm(dim=0).numpy()
 
     @torch.no_grad()
     def mend(self, bad: Sequence[str]) -> bool: # as of `find_bad`; False: there is more to it, and nothing was changed
@@ -670,10 +681,7 @@ def _key(text: str) -> StateKey:
 
 def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]): # target on the host, source anywhere
     "Copy many tensors, and wait for those that come from a GPU."
-    host = [(to, t) for to, t in pairs if t.device.type == "cpu"]
-    if host: _foreach_copy_([to for to, _ in host], [t for _, t in host])
-    for to, t in pairs:
-        if t.device.type != "cpu": to.copy_(t, non_blocking=True)
+    for to, t in pairs: to.copy_(t, non_blocking=True)
     for device in {t.device for _, t in pairs if t.is_cuda}: torch.cuda.current_stream(device).synchronize()
 
 # %% ../../nbs/guard/12_snapshots.ipynb #abdb35d3
@@ -720,7 +728,7 @@ def _copy_and_check(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]: # tar
     owners: list[int] = []
     fine = [True] * len(pairs)
     small = [i for i, (to, _) in enumerate(pairs) if to.nbytes < 2**16]
-    if small: _foreach_copy_([pairs[i][0] for i in small], [pairs[i][1] for i in small])
+    for i in small: pairs[i][0].copy_(pairs[i][1])
     few = [i for i in small if _may_be_infinite(pairs[i][0])]
     for i, ok in zip(few, _finite([pairs[i][0] for i in few])): fine[i] = ok
     for i, (to, t) in enumerate(pairs):
@@ -776,10 +784,14 @@ def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[State
         lanes |= set((~fine).nonzero().flatten().tolist())
     return bad, sorted(lanes)
 
+def _weights(live: LiveState) -> list[tuple[StateKey, Tensor]]:
+    "Return the parameters of all modules."
+    return [(k, t) for k, t in live.tensors.items() if isinstance(
+        live.rest[k[0]].get("named", {}).get(k[1]) if isinstance(live.rest[k[0]], dict) else None, nn.Parameter)]
+
 def _weights_of(live: LiveState) -> float:
     "Return a number that differs if a bit of a weight does: the sum of all weights, read as whole numbers."
-    params = [t for k, t in live.tensors.items() if isinstance(
-        live.rest[k[0]].get("named", {}).get(k[1]) if isinstance(live.rest[k[0]], dict) else None, nn.Parameter)]
+    params = [t for _, t in _weights(live)]
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [t.contiguous().view(words[t.element_size()]).sum(dtype=torch.int64) for t in params if not t.is_complex()]
     return float(sum(int(s) * (2 * i + 1) for i, s in enumerate(sums)) % 2**52)

@@ -14,24 +14,23 @@ from .analytics import (pick_rows as pick_rows, lane_numbers as lane_numbers, Ro
 from .checkpoints import (CheckpointError as CheckpointError, LoadResult as LoadResult,
     save_checkpoint as save_checkpoint, load_checkpoint as load_checkpoint,
     contract_difference as contract_difference, EnvState as EnvState, write_checkpoint as write_checkpoint,
-    read_checkpoint as read_checkpoint, read_contract as read_contract, previous_checkpoint as previous_checkpoint,
-    checkpoint_digest as checkpoint_digest, save_tensors as save_tensors, encode_tree as encode_tree,
-    decode_tree as decode_tree)
+    read_checkpoint as read_checkpoint, check_contract as check_contract, previous_checkpoint as previous_checkpoint,
+    checkpoint_digest as checkpoint_digest, save_tensors as save_tensors, load_tensors as load_tensors,
+    ResumableRun as ResumableRun)
 from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
     new_file as new_file, refuse_link as refuse_link, json_digest as json_digest, write_json as write_json,
     read_json as read_json, FolderLock as FolderLock, Lease as Lease)
-from .resumable import warn_of_torch as warn_of_torch, ResumableRun as ResumableRun
 from .rows import (Value as Value, Row as Row, ROW_KEYS as ROW_KEYS, make_rows as make_rows,
     metric_names as metric_names, named_fields as named_fields, flatten as flatten, series as series,
     encode_row as encode_row, decode_row as decode_row)
-from .trackers import (TRACKERS as TRACKERS, StepMetrics as StepMetrics, metrics_by_step as metrics_by_step,
-    Tracker as Tracker, TensorBoardWriter as TensorBoardWriter, WandbWriter as WandbWriter,
-    MLflowWriter as MLflowWriter, TrackioWriter as TrackioWriter, check_trackers as check_trackers,
-    open_trackers as open_trackers)
 from .training_rows import (population_rows as population_rows, run_rows as run_rows, size_metrics as size_metrics,
     epoch_rows as epoch_rows, batch_rows as batch_rows, limit_rows as limit_rows, governor_rows as governor_rows,
-    slot_rows as slot_rows, seed_metrics as seed_metrics, seed_rows as seed_rows, seed_event_rows as seed_event_rows,
-    test_rows as test_rows, closing_table as closing_table, EnvRows as EnvRows, update_rows as update_rows)
-from .writers import (Writer as Writer, WriterReport as WriterReport, Recorder as Recorder,
+    slot_rows as slot_rows, forecast_rows as forecast_rows, seed_metrics as seed_metrics, seed_rows as seed_rows,
+    seed_event_rows as seed_event_rows, test_rows as test_rows, closing_table as closing_table, EnvRows as EnvRows,
+    update_rows as update_rows)
+from .writers import (TRACKERS as TRACKERS, Writer as Writer, WriterReport as WriterReport, Recorder as Recorder,
     JSONLWriter as JSONLWriter, read_rows as read_rows, RowReader as RowReader, count_rows as count_rows,
-    cut_rows as cut_rows, RunFolder as RunFolder, new_run as new_run, BackgroundWriter as BackgroundWriter)
+    cut_rows as cut_rows, RunFolder as RunFolder, new_run as new_run, BackgroundWriter as BackgroundWriter,
+    StepMetrics as StepMetrics, metrics_by_step as metrics_by_step, Tracker as Tracker,
+    TensorBoardWriter as TensorBoardWriter, WandbWriter as WandbWriter, MLflowWriter as MLflowWriter,
+    TrackioWriter as TrackioWriter, check_trackers as check_trackers, open_trackers as open_trackers)

@@ -148,13 +148,15 @@ def decode_row(
         raise ValueError("its digest does not fit: it was changed, or a run has not written it")
     found = json.loads(body + b"}")
     if not isinstance(found, dict): raise ValueError(f"a row is a JSON object, not {line!r}")
-    row = {sys.intern(k): v for k, v in found.items()} # rows share their names: a million fit into memory
+    row = {sys.intern(k): _share(v) for k, v in found.items()} # rows share names and words: a million fit into 1 GB
     row |= {k: _nonfinite[v] for k, v in row.pop("nonfinite", {}).items()}
     for name, value in row.items():
         if type(value) not in _types.get(name, _plain): raise ValueError(f"{name}={value!r}, expected another type")
         if type(value) is int and abs(value) > _largest: raise ValueError(f"{name} is a number beyond 64 bits")
     if not {"kind", "lane"} <= row.keys(): raise ValueError("it has no kind, or no lane")
     return row
+
+def _share(value: Any) -> Any: return sys.intern(value) if isinstance(value, str) else value
 
 def _row_digest(text: bytes) -> str: return hashlib.blake2b(text, digest_size=6).hexdigest()
 

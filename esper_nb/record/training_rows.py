@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['population_rows', 'run_rows', 'size_metrics', 'epoch_rows', 'batch_rows', 'limit_rows', 'governor_rows', 'slot_rows',
-           'seed_metrics', 'seed_rows', 'seed_event_rows', 'test_rows', 'closing_table', 'EnvRows', 'update_rows']
+           'forecast_rows', 'seed_metrics', 'seed_rows', 'seed_event_rows', 'test_rows', 'closing_table', 'EnvRows',
+           'update_rows']
 
 # %% ../../nbs/record/71_training_rows.ipynb #b49d99b9
 import itertools
@@ -34,7 +35,7 @@ def population_rows(
     rows = epoch_rows(r, pop.model)
     if batches: rows += batch_rows(r)
     rows += seed_rows(r, pop.model, step=step)
-    rows += slot_rows(pop.model, r, epoch=r.epoch, step=step)
+    rows += slot_rows(pop.model, r, epoch=r.epoch, step=step) + forecast_rows(r, step=step)
     if pop.governor is not None: rows += limit_rows(pop.governor, epoch=r.epoch, step=step)
     return rows + governor_rows(r.reports, r.train.losses, epoch=r.epoch)
 
@@ -137,7 +138,7 @@ def governor_rows(
     return rows
 
 _reported = ("reason", "action", "step", "loss", "shown", "norm", "limit", "mean", "sigma", "count", "restored_step",
-             "lr_factor", "rollbacks_left", "seconds") # fields of a report that are columns of its row
+             "redone", "lr_factor", "rollbacks_left", "cause", "seconds") # fields of a report, columns of its row
 
 def _batch_of(report: Report, losses: Tensor) -> int | None: # (batches, n) -> the batch that decided
     "Return the batch whose loss decided; None: no loss did."
@@ -148,8 +149,8 @@ def _batch_of(report: Report, losses: Tensor) -> int | None: # (batches, n) -> t
 
 def _report_metrics(g: Report, batch: int | None, rest: int) -> dict[str, list]:
     "Return the metrics of a report; `rest`: steps of the epoch after the one that decided."
-    lost = None if g.restored_step is None else g.step - g.restored_step + rest
-    text = dict(restored=" ".join(g.restored) or None, errors=" ".join(g.errors) or None)
+    lost = None if g.restored_step is None else max(0, g.step - g.restored_step + rest - g.redone)
+    text = dict(restored=" ".join(g.restored) or None, why=g.why or None, errors=" ".join(g.errors) or None)
     return {k: [v] for k, v in ({k: getattr(g, k) for k in _reported} | text | dict(batch=batch, lost=lost)).items()}
 
 # %% ../../nbs/record/71_training_rows.ipynb #e4c5c525
@@ -173,6 +174,18 @@ def slot_rows(
         measured = [ablation is not None and s["contribution_pp"] is not None for s in filled.values()]
         columns["gain_pp"] = [gain[i] if m else None for i, m in zip(filled, measured)]
         rows += make_rows("slot", {"slot": columns}, lanes=list(filled), slot=k, **keys)
+    return rows
+
+def forecast_rows(
+    r: EpochResult,
+    **keys: Value, # `step=200`; the epoch is the result's own
+) -> list[Row]: # one for each lane and seed
+    "Return what seeds were forecast to be worth after an epoch."
+    rows: list[Row] = []
+    for w in r.forecast:
+        said = dict(blueprint=w.blueprint, worth_pp=w.worth_pp, within_pp=w.within_pp, parameters=w.parameters)
+        columns = {k: [v] for k, v in said.items()}
+        rows += make_rows("forecast", dict(forecast=columns), lanes=[w.lane], slot=w.slot, epoch=r.epoch, **keys)
     return rows
 
 def seed_metrics(
@@ -326,7 +339,9 @@ class EnvRows:
         "Return the step and the epoch that it was, a row of each kind for every active lane."
         lanes = [i for i, on in enumerate(s.active.tolist()) if on]
         if not lanes: return []
-        def pick(x): values = _as_list(x); return [values[i] for i in lanes]
+        def pick(x):
+            values = x.tolist() if isinstance(x, (Tensor, np.ndarray)) else list(x)
+            return [values[i] for i in lanes]
         def known(x): return [None if math.isnan(v) else v for v in pick(x)]
         epoch = dict(
             train=dict(loss=pick(s.train_loss)),
@@ -392,10 +407,6 @@ def _change(
     if new.stage == Stage.FOSSILIZED: return "fossilize"
     if new.stage == Stage.DORMANT: return "undone" # which no other event leads to at once
     return None if new.stage in LIVE else "prune"
-
-def _as_list(x: Any) -> list: # of a tensor, an array or any sequence
-    "Return plain values, one a lane."
-    return x.tolist() if isinstance(x, (Tensor, np.ndarray)) else list(x)
 
 # %% ../../nbs/record/71_training_rows.ipynb #24feab3b
 # Fields of an update that are columns of its row.

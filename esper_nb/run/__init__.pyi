@@ -8,8 +8,8 @@ from .comparison import (METERS as METERS, PlayResult as PlayResult, PracticeUpd
     comparison_text as comparison_text, align_columns as align_columns)
 from .engines import (Tell as Tell, Make as Make, ENGINES as ENGINES, Engine as Engine, WorkerLost as WorkerLost,
     Worker as Worker, LocalWorker as LocalWorker, ProcessWorker as ProcessWorker, start_ray as start_ray,
-    RayWorker as RayWorker, check_engine as check_engine, new_worker as new_worker, work_off as work_off,
-    FaultTolerance as FaultTolerance, Supervisor as Supervisor)
+    core_share as core_share, RayWorker as RayWorker, check_engine as check_engine, new_worker as new_worker,
+    work_off as work_off, FaultTolerance as FaultTolerance, Supervisor as Supervisor)
 from .exports import (SUFFIXES as SUFFIXES, GrownLanes as GrownLanes, regrow as regrow, lane_example as lane_example,
     raw_example as raw_example, RawInput as RawInput, input_facts as input_facts, used_columns as used_columns,
     onnx_answers as onnx_answers, write_network as write_network, Exported as Exported, usage as usage,
@@ -31,9 +31,9 @@ from .growth_rules import (Made as Made, GROWTH_RULES as GROWTH_RULES, FINALISTS
     constant_rule as constant_rule, oracle_rule as oracle_rule, search_constant as search_constant,
     search_kinds as search_kinds)
 from .plugins import (GROUP as GROUP, plugin_name as plugin_name, installed_plugins as installed_plugins,
-    loaded_plugins as loaded_plugins, load_plugin as load_plugin, load_plugins as load_plugins,
-    strange_code as strange_code, check_trust as check_trust, seek_in_plugins as seek_in_plugins,
-    load_all_installed as load_all_installed)
+    loaded_plugins as loaded_plugins, packed_plugins as packed_plugins, load_plugin as load_plugin,
+    load_plugins as load_plugins, strange_code as strange_code, check_trust as check_trust,
+    open_settings as open_settings, seek_in_plugins as seek_in_plugins, load_all_installed as load_all_installed)
 from .recipes import (RunConfig as RunConfig, register_recipe as register_recipe, change_settings as change_settings,
     list_recipes as list_recipes, task_recipe as task_recipe, get_recipe as get_recipe, plan_text as plan_text,
     command_words as command_words, fair_env as fair_env)
@@ -43,10 +43,10 @@ from .repeats import (SEARCH_PLAYS as SEARCH_PLAYS, chosen_rules as chosen_rules
 from .report import (DOCS as DOCS, write_report as write_report, report_html as report_html, RunSummary as RunSummary,
     moment_text as moment_text, reading as reading, read_run as read_run, best_text as best_text,
     picture_html as picture_html, table_html as table_html, records_html as records_html, doc_link as doc_link,
-    settings_html as settings_html, beside_html as beside_html, page_html as page_html)
+    settings_html as settings_html, beside_html as beside_html, page_html as page_html, RunPage as RunPage,
+    watch_web as watch_web)
 from .runs import (Makers as Makers, More as More, check_faults as check_faults, begin_run as begin_run,
     open_run as open_run, training_env as training_env, Run as Run)
 from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs, ShardFacts as ShardFacts,
     ShardStep as ShardStep, number_lanes as number_lanes, LaneShard as LaneShard, LaneUnits as LaneUnits,
     join_infos as join_infos, join_steps as join_steps, join_shards as join_shards)
-from .web import RunPage as RunPage, watch_web as watch_web

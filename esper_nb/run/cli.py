@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import __version__
-from ..core import check, parse_settings
+from ..core import check, parse_settings, printable
 
 if TYPE_CHECKING:
     from esper_nb.train import Task
-    from esper_nb.run.recipes import RunConfig
+    from esper_nb.run import RunConfig
 
 # %% ../../nbs/run/99_cli.ipynb #470d6cb9
 def _own_task(args: argparse.Namespace) -> "Task | None": # None: a name says what is trained
@@ -188,7 +188,8 @@ def _listing_options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
         recipe=_option("recipe", nargs="?", help=f"one of: {', '.join(list_recipes())}; or any task"),
         task=_option("task", nargs="?", help=f"one of: {', '.join(list_tasks())}"),
         rules=_option("--rules", metavar="RULES", help=f"growth rules that play, with commas, by name or how it "
-                      f"begins: {', '.join(GROWTH_RULES)} (default: the first five, and of a family the oracle)"),
+                      f"begins: {', '.join(GROWTH_RULES)} (default: the first five, and of a family the oracle "
+                      "and the threshold)"),
         set_fit=_many("--set", metavar="NAME=VALUE",
                       help=_changes.format(f"lanes=4: {', '.join(FitConfig.__dataclass_fields__)}")),
         log=_many("--log", choices=tuple(TRACKERS), help="send the rows to a tracker, too"),
@@ -298,7 +299,8 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser: # chosen: the comman
 # %% ../../nbs/run/99_cli.ipynb #df32d1c3
 def _say(text: object) -> None:
     "Print one line to the terminal, if it is still there."
-    with contextlib.suppress(OSError): print("esper-nb:", *map(str.strip, str(text).splitlines()), file=sys.stderr)
+    lines = [printable(line.strip()) for line in str(text).splitlines()]
+    with contextlib.suppress(OSError): print("esper-nb:", *lines, file=sys.stderr)
 
 @contextlib.contextmanager
 def _warnings_as_lines() -> Iterator[None]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..core import check
@@ -22,10 +21,10 @@ from ..grow import HostConfig, ModuleHostConfig, check_same, export_model, read_
 from ..train import (
     MISSING, UNSEEN, Column, Examples, ImageData, Population, TargetData, TextData, evaluate, is_own,
     read_own, split_examples)
-from ..record import RunFolder, check_output, new_file, read_checkpoint, save_tensors
+from ..record import RunFolder, check_output, load_tensors, new_file, read_checkpoint, save_tensors
 from .compare import PolicyPlayer, compare_controllers
 from .fits import saved_population
-from .plugins import check_trust
+from .plugins import open_settings
 from .recipes import fair_env
 from .report import reading
 from .runs import open_run
@@ -46,14 +45,16 @@ def _played_again(path: Path, plugins: Sequence[str], trust: bool) -> GrownLanes
     env.close()
     return GrownLanes(list(env.parts), list(play.heldout_accuracy_pp), list(play.test_accuracy_pp))
 
-def _read_again(path: Path, config: dict[str, Any]) -> GrownLanes: # of `esper-nb fit`
+def _read_again(path: Path, plugins: Sequence[str], trust: bool) -> GrownLanes: # of `esper-nb fit`
     "The population that was trained."
     weights, checkpoint = path/"weights.safetensors", path/"checkpoint.safetensors"
     if not weights.exists() and not checkpoint.exists():
         raise FileNotFoundError(f"{checkpoint} is not there: the run was stopped in its first epoch")
-    pop = saved_population(config)
-    stopped = not weights.exists() # before its last epoch
-    pop.model.load_state_dict(read_checkpoint(checkpoint)[0]["population"]["model"] if stopped else load_file(weights))
+    folder = RunFolder(path)
+    pop = open_settings(folder, "fit", lambda saved: saved_population(saved, folder), plugins or None, trust)
+    with reading(weights if weights.exists() else checkpoint): # or stopped before its last epoch
+        pop.model.load_state_dict(
+            load_tensors(weights) if weights.exists() else read_checkpoint(checkpoint)[0]["population"]["model"])
     seen = {split: evaluate(pop.model, pop.task, pop.data, split, pop.config.eval_batch, pop.precision)
             for split in ("heldout", "test")}
     return GrownLanes([(0, pop)], *(s.accuracy_pp.tolist() for s in seen.values()))
@@ -64,11 +65,8 @@ def regrow(
     trust: bool = False, # whether code that the folder names may run
 ) -> GrownLanes:
     "The networks of a finished run."
-    config = RunFolder(Path(path)).config()
-    check("run" in config or "fit" in config, "run", str(path), "a folder that `esper-nb train` or `fit` has left")
-    if "run" in config: return _played_again(Path(path), plugins, trust)
-    check_trust(config, path, trust)
-    with reading(RunFolder(Path(path)).config_path): return _read_again(Path(path), config)
+    again = _read_again if "fit" in RunFolder(Path(path)).config() else _played_again
+    return again(Path(path), plugins, trust)
 
 # %% ../../nbs/run/98_exports.ipynb #3f27359e
 def lane_example(

@@ -23,9 +23,9 @@ from ..train import (
     Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, disturb_at, fit,
     get_task, new_population)
 from ..record import (
-    FolderLock, ResumableRun, RunFolder, check_trackers, closing_table, cut_rows, new_file, new_run,
-    population_rows, previous_checkpoint, run_origin, run_rows, save_tensors, test_rows, warn_of_torch)
-from .plugins import check_trust, load_plugins, loaded_plugins
+    FolderLock, ResumableRun, RunFolder, check_contract, check_trackers, closing_table, cut_rows, new_file, new_run,
+    population_rows, previous_checkpoint, run_origin, run_rows, save_tensors, test_rows)
+from .plugins import loaded_plugins, open_settings
 from .recipes import command_words
 
 # %% ../../nbs/run/92_fits.ipynb #3dabe60a
@@ -140,35 +140,29 @@ def open_fit(
     [1]
     """
     folder = RunFolder(Path(path))
-    saved = folder.config()
-    check("fit" in saved, "run", str(path), "a folder that `begin_fit` or `esper-nb fit` has made")
-    warn_of_torch(folder)
-    if plugins is not None: saved = saved | dict(plugins=load_plugins(plugins))
-    check_trust(saved, folder.path, trust)
-    if pop is None and saved.get("made") is None:
-        raise ValueError(f"{folder.path} was begun with a population that was made in Python: "
-                         "open_fit(path, pop) goes on with one like it")
-    try:
-        load_plugins(saved["plugins"])
+    def begun(saved: dict[str, Any]) -> tuple[Population, list[Fault], Sequence[str]]:
         faults = [Fault.from_dict(f) for f in saved["faults"]]
-        if pop is None: pop = saved_population(saved)
-        log = saved["log"] if log is None else log
-    except (KeyError, ValueError, TypeError, AttributeError) as e:
-        raise ValueError(f"{folder.config_path} does not describe a fit: {e}") from e
-    check_trackers(log)
+        check_trackers(named := saved["log"] if log is None else log)
+        if pop is not None: return pop, faults, named
+        check(saved["made"] is not None, "pop", pop,
+              "one like that which it began with, and which was made in Python: open_fit(path, pop)")
+        return saved_population(saved, folder), faults, named
+    made, faults, named = open_settings(folder, "fit", begun, plugins, trust)
     with FolderLock(folder.path):
-        run = FitRun(pop, folder, faults, controller, log)
+        run = FitRun(made, folder, faults, controller, named)
         if run.checkpoint.exists() or previous_checkpoint(run.checkpoint).exists(): run.load()
         else: cut_rows(folder.rows_path, 0) # it was killed before its first checkpoint
     return run
 
 def saved_population(
     saved: Mapping[str, Any], # settings of a fit's folder
+    folder: RunFolder,
 ) -> Population: # nothing trained yet
     "Return the population that a fit began with, in as many groups at a time, however many cores are here."
-    made = saved.get("made") or {}
-    config = FitConfig.from_dict(saved["fit"]).replace(workers=saved.get("workers"))
-    return new_population(Task.from_dict(saved["task"]), config, device=saved["device"], root=made.get("root"),
+    task, config = Task.from_dict(saved["task"]), FitConfig.from_dict(saved["fit"]).replace(workers=saved["workers"])
+    check_contract(folder.path/"checkpoint.safetensors", dict(task=task.to_dict(), fit=config.to_dict()))
+    made = saved["made"] or {}
+    return new_population(task, config, device=saved["device"], root=made.get("root"),
                           synthetic=bool(made.get("synthetic")))
 
 # %% ../../nbs/run/92_fits.ipynb #2a853420

@@ -33,7 +33,7 @@ def chosen_rules(
     family: bool = False, # every lane is another instance
 ) -> tuple[str, ...]: # as the table has them, each once
     "Return the rules that play; waiting is always one of them."
-    usual = ("PPO", "heuristic", "random-legal", "wait-only", "constant", *(["oracle"] if family else []))
+    usual = ("PPO", "heuristic", "random-legal", "wait-only", "constant", *(["oracle", "threshold"] if family else []))
     names = list(usual if rules is None else rules)
     check(len(names) > 0, "rules", names, "at least one")
     names = [growth_rule(name).name for name in names]

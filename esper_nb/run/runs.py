@@ -23,14 +23,14 @@ from ..train import ImageData, TextData
 from ..control import HEADS, OBSERVATIONS, GrowVecEnv
 from ..learn import Learner, StopFlag, Update
 from ..record import (
-    AlarmWatch, CheckpointError, EnvRows, EnvState, FolderLock, JSONLWriter, Recorder, ResumableRun, Row, RunFolder,
-    alarm_rows, check_trackers, contract_difference, cut_rows, new_file, new_run, previous_checkpoint,
-    read_contract, run_origin, run_rows, save_tensors, test_rows, update_rows, warn_of_torch)
+    AlarmWatch, EnvRows, EnvState, FolderLock, JSONLWriter, Recorder, ResumableRun, Row, RunFolder,
+    alarm_rows, check_contract, check_trackers, cut_rows, new_file, new_run, previous_checkpoint, run_origin,
+    run_rows, save_tensors, test_rows, update_rows)
 from ..show import plot_learning
 from .compare import Player, PolicyPlayer, compare_controllers, simple_controllers
 from .comparison import Comparison, comparison_text
 from .follow import about_time
-from .plugins import check_trust, load_plugins
+from .plugins import load_plugins, open_settings
 from .recipes import RunConfig, change_settings, command_words, fair_env, plan_text
 from .split import SplitVecEnv
 
@@ -62,13 +62,6 @@ def _saved_names(folder: RunFolder) -> dict[str, list[str]]: # as `_named` gave 
     check(fits and all(isinstance(k, str) for v in names.values() for k in v), f"{folder.config_path}: names", names,
           "lists of names")
     return names
-
-def _check_contract(path: Path, config: RunConfig) -> None:
-    "Refuse settings that are not those of a checkpoint, before anything is built from them."
-    saved = read_contract(path)
-    wrong = contract_difference(saved.get("run"), _run_contract(config)) if isinstance(saved, dict) else []
-    wrong = [line for line in wrong if not f"run.{line}".split(":")[0].startswith(_may_change)]
-    if wrong: raise CheckpointError(f"{path} does not fit:\n  " + "\n  ".join(f"run.{line}" for line in wrong[:20]))
 
 def _run_contract(config: RunConfig) -> dict[str, Any]:
     "Return the settings that a run's numbers depend on."
@@ -112,27 +105,6 @@ def begin_run(
     run.folder = new_run(out, config.name, _described(config) | dict(names=_named(run.config)))
     return run
 
-def _saved_recipe(
-    folder: RunFolder,
-    plugins: Sequence[str] | None, # instead of those that it names, if not None
-    trust: bool, # whether code that it names may run
-) -> RunConfig:
-    "Return the recipe of a folder, with a warning if it was trained with another torch."
-    saved = folder.config()
-    if "run" not in saved:
-        raise ValueError(f"{folder.path} holds no controller: `open_run` goes on with what `esper-nb train` has begun, "
-                         "`open_fit` with a fit")
-    warn_of_torch(folder)
-    run = saved["run"]
-    check(isinstance(run, dict), f"{folder.config_path}: run", run, "settings by name")
-    if plugins is not None: run = run | dict(plugins=load_plugins(plugins))
-    check_trust(run, folder.path, trust)
-    try:
-        load_plugins(run.get("plugins", ()))
-        return RunConfig.from_dict(run)
-    except (ValueError, TypeError, AttributeError) as e: # TypeError: a name is missing
-        raise ValueError(f"{folder.config_path} does not describe a run: {e}") from e
-
 def open_run(
     path: str | Path, # folder of the run
     settings: dict[str, Any] | None = None, # to train longer: {"ppo.num_updates": 100}, {"minutes": 5.}
@@ -164,11 +136,12 @@ def open_run(
     """
     folder = RunFolder(Path(path))
     given = settings or {}
-    config = change_settings(_saved_recipe(folder, given.get("plugins"), trust), given)
+    saved = open_settings(folder, "run", RunConfig.from_dict, given.get("plugins"), trust)
+    config = change_settings(saved, given)
     check_trackers(config.log)
     with FolderLock(folder.path):
         named = _with_names(config, _saved_names(folder))
-        _check_contract(folder.path/"checkpoint.safetensors", named)
+        check_contract(folder.path/"checkpoint.safetensors", dict(run=_run_contract(named)), _may_change)
         run = Run(named, folder, data)
         if run.checkpoint.exists() or previous_checkpoint(run.checkpoint).exists(): run.load()
         else: cut_rows(folder.rows_path, 0) # it was killed before its first checkpoint

@@ -21,10 +21,9 @@ import torch
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from ..core import check, check_count
+from ..core import check, check_count, tree_from_bytes, tree_to_bytes
 from ..control import (
-    Data, EnvConfig, EnvStep, EpisodeSummary, GrowVecEnv, first_seeds, lane_seeds, pack_state, read_actions,
-    read_reset_mask, unpack_state)
+    Data, EnvConfig, EnvStep, EpisodeSummary, GrowVecEnv, first_seeds, lane_seeds, read_actions, read_reset_mask)
 from ..record import EnvRows, Row, run_rows
 from .engines import Engine, FaultTolerance, Supervisor, Tell, check_engine, new_worker
 
@@ -144,7 +143,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
 
     def state_dict(self) -> dict[str, Any]:
         "Return everything that a step depends on."
-        states = [unpack_state(state) for state in self._each("pack")]
+        states = [tree_from_bytes(state) for state in self._each("pack")]
         return dict(shards=sum(states, []) if self.config.exact else states, steps=self.steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: # with `exact` of any number of shards, else of as many
@@ -153,7 +152,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
         need, what = (self.num_envs, "lanes") if self.config.exact else (len(self.shards), "shards")
         check(len(saved) == need, f"{what} (saved)", len(saved), f"{need}, those of this environment")
         each = [saved[a:b] for a, b in pairwise(cuts)] if self.config.exact else saved
-        for s, mine in zip(self.shards, each): s.load(pack_state(mine))
+        for s, mine in zip(self.shards, each): s.load(tree_to_bytes(mine))
         self.steps = state["steps"]
         self._join(self._each("view"))
 
@@ -269,11 +268,11 @@ class LaneShard:
 
     def pack(self) -> bytes:
         "Return everything that a step depends on."
-        return pack_state(self.env.state_dict())
+        return tree_to_bytes(self.env.state_dict())
 
     def unpack(self, state: bytes) -> None: # of `pack`
         "Go on where another shard was."
-        self.env.load_state_dict(unpack_state(state))
+        self.env.load_state_dict(tree_from_bytes(state))
 
     def close(self) -> None:
         "Let the networks go."
@@ -319,11 +318,11 @@ class LaneUnits:
 
     def pack(self) -> bytes:
         "Return everything that a step depends on, lane by lane."
-        return pack_state([u.env.state_dict() for u in self.units])
+        return tree_to_bytes([u.env.state_dict() for u in self.units])
 
     def unpack(self, state: bytes) -> None: # of `pack`, of as many lanes
         "Go on where others were."
-        for u, mine in zip(self.units, unpack_state(state), strict=True): u.env.load_state_dict(mine)
+        for u, mine in zip(self.units, tree_from_bytes(state), strict=True): u.env.load_state_dict(mine)
 
     def close(self) -> None:
         "Let the networks go."

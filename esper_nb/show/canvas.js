@@ -227,8 +227,8 @@ const LIGHT = {
   limit: "#c04f00", rise: "#8a1475", chance: "#725f37", good: "#0c5547", back: "#ffffff",
 };
 const DARK = {
-  ink: "#eceef0", muted: "#a3abb3", grid: "#31363b", other: "rgba(178,188,198,.34)", focus: "#56b4e9",
-  limit: "#f58a4b", rise: "#d08ab3", chance: "#cfc06a", good: "#5fd8b6", back: "#111111",
+  ink: "#eceef0", muted: "#a3abb3", grid: "#31363b", other: "rgba(178,188,198,.34)", focus: "#6ea2e6",
+  limit: "#ef7440", rise: "#c985ae", chance: "#cdce81", good: "#5fe8bc", back: "#111111",
 };
 
 // Colours and font for the page that an element is on, by the brightness of its ground.

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import check
+from ..core import check, check_count
 from ..guard import GovernorConfig
 from ..grow import LIVE, Stage
 from ..train import Population
@@ -184,12 +184,14 @@ def row_incident(
 ) -> Incident:
     "Return the incident that a row of another process's Governor describes."
     g = {k.removeprefix("governor."): v for k, v in row.items()}
-    lost = -(-(g.get("lost") or row["governor.step"] - (g["restored_step"] or 0)) // batches)
-    back = max(0, end - lost) if g["action"] in ("rollback", "replay") else None
+    redone = g.get("redone") or 0
+    lost = g.get("lost")
+    if lost is None: lost = row["governor.step"] - (g["restored_step"] or 0)
+    back = max(0, end - -(-(lost + redone) // batches)) if g["action"] in ("rollback", "replay") else None
     return Incident(number=0, lane=row["lane"], reason=g["reason"], action=g["action"], back=back, end=end,
                     x=row["step"] if batches == 1 else end, loss=g["shown"], limit=g["limit"], target=g["mean"],
-                    rollbacks_left=g["rollbacks_left"], axis="batch" if batches == 1 else "step",
-                    cause=g.get("cause"), why=g.get("why") or "")
+                    rollbacks_left=g["rollbacks_left"], redone=redone // batches,
+                    axis="batch" if batches == 1 else "step", cause=g.get("cause"), why=g.get("why") or "")
 
 # %% ../../nbs/show/84_dashboard.ipynb #e1a7d032
 class RowsSource(Source):
@@ -209,9 +211,13 @@ class RowsSource(Source):
         self.read_at = time.monotonic() # when there was something new
         self.over = False
         first = self.folder.first("run")
-        config = self._read_config(first)
-        run, fit = config.get("run", {}), config.get("fit", {})
-        self.lanes = run["env"]["num_envs"] if run else fit.get("lanes") or config["lanes"]
+        try:
+            config = self._read_config(first)
+            run, fit = config.get("run", {}), config.get("fit", {})
+            self.lanes = check_count("lanes", run["env"]["num_envs"] if run else fit.get("lanes") or config["lanes"])
+        except (LookupError, TypeError, AttributeError) as e:
+            raise ValueError(f"{self.folder.config_path} is not as a run writes it ({type(e).__name__}: {e})") from e
+        check(self.lanes <= 2**16, "lanes", self.lanes, "as many as a panel can show")
         self.batches: int = first.get("run.batches", 1) # of an epoch
         if "run.chance_loss" in first: self.chance_loss = [first["run.chance_loss"]] * self.lanes
         self.learns = bool(run) # a controller
@@ -237,7 +243,7 @@ class RowsSource(Source):
         self._written = path.stat().st_mtime_ns if path.exists() else 0
         config = self.folder.config() if self._written else {}
         ppo = config.get("run", {}).get("ppo")
-        if ppo: self.total = ppo["num_updates"] * ppo["num_steps"]
+        if ppo: self.total = check_count("num_updates", ppo["num_updates"]) * check_count("num_steps", ppo["num_steps"])
         elif first is not None: self.total = first.get("run.epochs")
         return config
 
@@ -258,7 +264,9 @@ class RowsSource(Source):
         if any(row["kind"] in ("epoch", "batch") for row in self.partial): self.complete.append(self.partial)
         self.partial = []
         if epoch is None: return
-        if self.learns: self.complete.extend([] for _ in range(epoch - self.epoch - 1)) # every lane began an episode
+        if self.learns: # what is left out are epochs in which every lane began an episode
+            check(epoch - self.epoch < 10_000, "epoch", epoch, "one that follows on epoch {}", self.epoch)
+            self.complete.extend([] for _ in range(epoch - self.epoch - 1))
         self.epoch = epoch
 
     def _losses(self, rows: list[Row]) -> np.ndarray: # (k, n) as a frame holds them
@@ -478,6 +486,7 @@ class SeedsPanel:
     def __init__(self, make: WidgetFactory, session: Session, ask: Ask, selector: LaneSelector):
         model = session.source.model
         assert model is not None  # there are slots
+        self.session = session
         self.model = model
         self.selector = selector
         self.blueprint = make.dropdown(list(model.slot(model.names[0]).blueprints), "blueprint", "What to germinate")
@@ -511,6 +520,8 @@ class SeedsPanel:
         ready = f"{move.capitalize()}: {needs[move] or 'now'}"
         what = "empty" if s.stage == Stage.DORMANT else s.stage.name
         ready = explain(f"Slot {name}:{blueprint} <b>{what}</b>{age}<br>{ready}")
+        helps = [w.text for w in self.session.source.would_help(lane)]
+        if helps: ready += "<br>Where would it help? " + "; ".join(helps)
         return f'<div class="esper-next">{ready}</div>'
 
     def refresh(self) -> None:

@@ -104,7 +104,7 @@ class FaultMark(NamedTuple):
 
 @dataclass
 class Incident:
-    "A lane in trouble, and how the Governor responded."
+    "A failed lane, and how the Governor responded."
     number: int
     lane: int
     reason: str # name of the detector rule, or "asked"
@@ -114,9 +114,10 @@ class Incident:
     back: int | None # batch of the snapshot that was restored; None: no rollback
     loss: str # as text: "nan" stays visible
     limit: float | None # limit that the loss was compared with
-    target: float | None # mean loss before the trouble
+    target: float | None # mean loss before the failure
     rollbacks_left: int
     recovered: int | None = None # batch of the first loss at that mean
+    redone: int = 0 # batches that were trained on again at once
     axis: str = "batch" # unit of the axis
     cause: str | None = None # what an explanation has proved, in a word
     why: str = "" # the same as a sentence
@@ -124,10 +125,11 @@ class Incident:
     @property
     def lost(self) -> int: # batches
         "Batches of training that the rollback discarded."
-        return 0 if self.back is None else self.end - self.back
+        return 0 if self.back is None else max(0, self.end - self.back - self.redone)
 
     def __str__(self) -> str:
         back = "" if self.back is None else f", back to {self.axis} {self.back}, {self.lost} lost"
+        if self.redone: back += f", {self.redone} trained on again"
         recovered = "" if self.recovered is None else f", recovered in {self.recovered - self.end}"
         cause = "" if self.cause is None else f", cause: {self.cause}"
         seen = f"{self.reason} (loss {self.loss}{self._compared})"
@@ -152,14 +154,15 @@ def incident_from_report(
     loss = report.shown if report.loss is None else f"{report.loss:.4g}"
     return Incident(number=number, lane=report.lane, reason=report.reason, action=report.action, x=x, end=end,
                     back=back, loss=loss, limit=report.limit, target=report.mean,
-                    rollbacks_left=report.rollbacks_left, axis=axis, cause=report.cause, why=report.why)
+                    rollbacks_left=report.rollbacks_left, redone=report.redone, axis=axis, cause=report.cause,
+                    why=report.why)
 
 def recovered_at(
     incident: Incident, # a rollback
     batches: np.ndarray, # (k,) after it
     losses: np.ndarray, # (k,) of its lane
 ) -> int | None: # batch of the first loss at the mean from before; None: not yet
-    "Return when a lane was as good as before its trouble."
+    "Return when a lane was as good as before its failure."
     target = np.inf if incident.target is None else incident.target
     good = np.flatnonzero(np.isfinite(losses) & (losses <= target))
     return int(batches[good[0]]) if len(good) else None

@@ -7,6 +7,7 @@ __all__ = ['WAITING', 'UPDATE_NUMBERS', 'Frame', 'frame_losses', 'Source', 'Fram
            'update_numbers', 'operations_line', 'EnvSource']
 
 # %% ../../nbs/show/79_sources.ipynb #cb680042
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..guard import Governor, Report
 from ..grow import Decision, DecisionResult, Event, Growing, apply_decision
-from ..train import Controller, Fault, Population, disturb_at, fit, list_faults
+from ..train import Controller, Fault, Population, SeedWorth, disturb_at, fit, list_faults
 from ..control import HEADS, GrowVecEnv
 from ..learn import Learner
 from ..record import EnvRows, EnvState, Row, governor_rows, population_rows, run_rows, slot_rows, update_rows
@@ -82,6 +83,10 @@ class Source:
         "Germinate, advance, prune or fossilize a seed by hand."
         if self.model is None: raise RuntimeError("nothing can grow here: the run's network has no slots")
         return apply_decision(self.model, lane, decision)
+
+    def would_help(self, lane: int) -> list[SeedWorth]: # best first
+        "Return what seeds would be worth in a lane, if anybody has foretold it."
+        return []
 
     def roll_back(self, lanes: Sequence[int]) -> tuple[Report, ...]:
         "Restore the last good state of lanes."
@@ -166,6 +171,10 @@ class PopulationSource(Source):
         self.by_hand.append(done)
         return done
 
+    def would_help(self, lane: int) -> list[SeedWorth]: # best first
+        "Return what the population's forecaster has said of a lane's empty slots."
+        return self.pop.would_help(lane)
+
     def roll_back(self, lanes: Sequence[int]) -> tuple[Report, ...]:
         "Restore lanes; the seeds that live there are pruned, their rows stay."
         before = self.pop.slot_tables()
@@ -202,7 +211,8 @@ class _Flat:
 class LoopSource(Source):
     """A training loop of one network, watched by a Governor; one step is one batch.
 
-    The Governor must hold the same model and optimizer as the loop, since it restores the weights where they are.
+    The Governor must hold the same model and optimizer as the loop, since it restores the weights where they are. A
+    loop that trains by `governor.run`, or calls `watch` itself, yields what that returns, None for a batch left out.
 
     Examples
     --------
@@ -237,6 +247,8 @@ class LoopSource(Source):
         self.net = model
         self.losses = loop(self.disturb)
         self.watcher = self.governor = governor
+        self.reports: deque[Report] = deque(maxlen=100) # that are in no frame yet
+        governor.callbacks.append(self.reports.append)
         self.model = model if isinstance(model, Growing) else None
         self.optimizer = optimizer
         self.total = total
@@ -261,16 +273,19 @@ class LoopSource(Source):
     def step(self) -> Frame | None: # None: the loop is at its end
         "Train one batch, and let the Governor judge its loss."
         if self.total is not None and self.at >= self.total: return None
-        loss = next(self.losses, None)
-        if loss is None: return None
-        reports = self.watcher.watch(loss)
+        watched = self.watcher.watched
+        try: loss = next(self.losses)
+        except StopIteration: return None
+        if loss is not None and self.watcher.watched == watched: self.watcher.watch(loss)
+        reports = tuple(self.reports)
+        self.reports.clear()
         self.at += 1
         if reports: self.fault = None
         measure = self.accuracy is not None and self.at % self.every == 0
         accuracy = np.array([self.accuracy()]) if measure and self.accuracy is not None else None
-        value = loss.item() if torch.is_tensor(loss) else float(loss)
-        return Frame(loss=frame_losses(np.array([[value]])), accuracy=accuracy, reports=reports,
-                     rows=governor_rows(reports, step=self.at))
+        value = np.nan if loss is None else loss.item() if torch.is_tensor(loss) else float(loss)
+        return Frame(loss=frame_losses(np.array([[value]]), np.array([loss is not None])), accuracy=accuracy,
+                     reports=reports, rows=governor_rows(reports, step=self.at))
 
     def provoke(self, fault: str, lane: int) -> int: # 1: the next batch
         "Ruin the network in the batch to come."

@@ -214,12 +214,12 @@ def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident, row: i
     def at(batch: float) -> float: return loss[min(int(np.searchsorted(x, batch)), len(x) - 1)] if len(x) else np.nan
     assert i.back is not None  # only rollbacks are drawn
     top, back = ax.get_ylim()[1] / 1.6, at(i.back)
-    panic = float(np.fmin(at(i.x), top)) # inside the axes, also where the loss was not finite
+    failure = float(np.fmin(at(i.x), top)) # inside the axes, also where the loss was not finite
     if not np.isfinite(back): back = 1.
     ax.axvspan(i.back, i.end, facecolor=RED, alpha=.12, lw=0)
     arrow = dict(arrowstyle="-|>", color=GREEN, ls="--", connectionstyle="arc3,rad=.35", lw=1.5)
-    ax.annotate("", (i.back, back), (i.x, panic), arrowprops=arrow)
-    ax.plot([i.x], [panic], "x", color=RED, ms=8, mew=2.4)
+    ax.annotate("", (i.back, back), (i.x, failure), arrowprops=arrow)
+    ax.plot([i.x], [failure], "x", color=RED, ms=8, mew=2.4)
     ax.plot([i.back], [back], "D", mfc="white", mec=GREEN, ms=7, mew=1.8, zorder=6)
     ax.annotate(f"{i.reason} → {i.action}\n{i.lost} lost", (i.end, .96), (10, -26 * row), fontsize=8, va="top",
                 xycoords=ax.get_xaxis_transform(), textcoords="offset points", color=WINE, zorder=6,

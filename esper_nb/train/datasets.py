@@ -15,6 +15,7 @@ __all__ = ['ANSWERS', 'MOST_STRATA', 'PICTURES', 'Split', 'FEWEST', 'OWN', 'Exam
 import difflib
 import hashlib
 import unicodedata
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -184,7 +185,7 @@ def picture_files(path: str | Path) -> list[tuple[Path, str]]: # (file, class), 
     check(len(folders) > 1, f"folders in {root}", [d.name for d in folders], "one for each class, and at least two")
     found = [(f, d.name) for d in folders for f in sorted(d.iterdir()) if not f.name.startswith(".")]
     empty = [d for d in folders if d.name not in {k for _, k in found}]
-    strange = [str(f.relative_to(root)) for f, _ in found if f.suffix.lower() not in PICTURES]
+    strange = [str(f.relative_to(root)) for f, _ in found if f.suffix.lower() not in PICTURES or not f.is_file()]
     refuse([*(f"pictures in {d}=0, expected some; put pictures there or delete the folder" for d in empty),
             *([f"files in {root}={strange[:3]!r}, expected pictures only ({', '.join(PICTURES)}); move others away"]
               if strange else [])])
@@ -194,8 +195,9 @@ def read_picture(file: Path, size: int | None = None) -> np.ndarray: # (H, W, 3)
     "Read a picture with three channels, on white where nothing is drawn, cut and scaled to `size` pixels, or as it is."
     from PIL import Image, ImageOps
     try:
-        with Image.open(file) as raw: picture = ImageOps.exif_transpose(raw) # which also reads it to its end
-    except (OSError, SyntaxError, ValueError) as e:
+        with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning), Image.open(file) as raw:
+            picture = ImageOps.exif_transpose(raw) # which also reads it to its end
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise ValueError(f"{file} cannot be read as a picture ({e}); repair it or take it away") from e
     deep = picture.mode.startswith(("I", "F"))
     check(not deep, f"pixels of {file}", picture.mode, "8 bits each; save it again that way")

@@ -27,10 +27,10 @@ from .tasks import Task, correct_counts
 # %% ../../nbs/train/37_graphs.ipynb #de9b8990
 class TrainStep(NamedTuple):
     "What one training batch of n lanes did."
-    loss: Tensor # (n,) on the CPU, as all but `correct`; of a step that trusts on the device
+    loss: Tensor # (n,) on the CPU, as all but `correct`; of a deferred step on the device
     correct: Tensor # (n,) right answers, on the device
     norm: Tensor # (n,) gradient norm of the host before clipping; inf: not finite
-    skipped: Tensor # (n,) bool: some owner's update was left out; of a step that trusts: a place for each owner
+    skipped: Tensor # (n,) bool: some owner's update was left out; of a deferred step: a place for each owner
 
 @dataclass
 class Group:
@@ -51,7 +51,7 @@ class Group:
         precision: Precision, # type of the forward pass
         between: Callable[[], None] | None = None, # called between backward and step, to look at gradients
         turn: AbstractContextManager = nullcontext(), # held where Python is busy: `Workers.turn`
-        trust: bool = False, # as for `Stepper.step`
+        defer: bool = False, # as for `Stepper.step`
     ) -> TrainStep:
         "Run forward, backward and one clipped step, per lane."
         x, y = batch
@@ -61,8 +61,8 @@ class Group:
         self.stepper.backward(loss)
         with turn:
             if between is not None: between()
-            info = self.stepper.step(self.partly, trust=trust)
-            skipped = info.skipped["any"] if trust else torch.stack([*info.skipped.values()]).any(0)
+            info = self.stepper.step(self.partly, defer=defer)
+            skipped = info.skipped["any"] if defer else torch.stack([*info.skipped.values()]).any(0)
             correct = correct_counts(logits.detach(), y, self.stepper.lanes)
             return TrainStep(info.loss, correct, info.norms["host"], skipped)
 
@@ -72,7 +72,7 @@ class Group:
 
 # %% ../../nbs/train/37_graphs.ipynb #cceb60f5
 def pack_step(
-    step: TrainStep, # of a step that trusts
+    step: TrainStep, # of a deferred step
 ) -> Tensor: # (4, n), rows as in `TrainStep`; a step that was skipped anywhere is marked everywhere
     "Return a step as one tensor."
     loss = step.loss
@@ -190,7 +190,7 @@ def unfit_net(
     return f"an alpha is on its way in slot {moving[0]}" if moving else None
 
 def unfit_group(
-    g: Group, # trusted for the epoch
+    g: Group, # of an epoch that is checked at its end
 ) -> str | None: # None: it can be
     "Return why the step of a group cannot be recorded."
     if g.partly: return f"some lanes of {next(iter(g.partly))} are frozen"
@@ -313,11 +313,11 @@ class GroupSteps:
 def capture_steps(
     graphs: Graphs | None, # None: not asked for
     g: Group, # about to be trained
-    careful: bool, # the host judges every batch
+    defer: bool, # gradients are checked when the epoch is over, not batch by batch
 ) -> GroupSteps | None: # None: the steps are plain calls
     "Return the recorded steps of a group for an epoch, or warn why there are none."
     if graphs is None: return None
-    why = "the host judges every batch: no GPU, loss scales, a disturbance, or a host that rests"
-    found = why if careful else unfit_group(g)
+    why = "the host checks every batch: no GPU, loss scales, a disturbance, or a host that rests"
+    found = unfit_group(g) if defer else why
     if found: graphs.say(found)
     return None if found else GroupSteps(graphs, g)

@@ -20,7 +20,7 @@ from .optim import LaneOptimizer, LaneState, copy_lanes
 
 # %% ../../nbs/train/32_stepper.ipynb #6effdd80
 class StepInfo(NamedTuple):
-    "What one step did; everything on the CPU, but for a step that trusts."
+    "What one step did; everything on the CPU, but for a deferred one."
     loss: Tensor # (n,) sum of the losses given to `backward` since the last step
     norms: dict[str, Tensor] # owner -> (n,) unscaled norms before clipping; inf: not finite, NaN: not measured
     skipped: dict[str, Tensor] # owner -> (n,) bool: this owner's update was left out
@@ -74,7 +74,7 @@ class Stepper(LaneState):
             raise ValueError(f"max_norm is given for {sorted(given)}, expected one for each owner: {sorted(owners)}")
         self.max_norm = {k: math.inf if v is None or v <= 0 else float(v) for k, v in given.items()}
         self.loss: Tensor | None = None # (n,) given to `backward` since the last step
-        self.resident: Callable[[], object] | None = None # steps all lanes of all owners where a step trusts
+        self.resident: Callable[[], object] | None = None # steps all lanes of all owners where a step is deferred
         self.shared: dict[tuple[str, ...], SharedStep] = {} # calls for owners that have stepped together
         self._layouts: dict[tuple, Layout] = {}
 
@@ -99,7 +99,7 @@ class Stepper(LaneState):
     def step(self,
         active: Mapping[str, Sequence[bool] | Tensor] | None = None, # owner -> (n,) its lanes, on the CPU; default all
         zero_grad: bool = True, # clear the gradients afterwards; if not, they stay unscaled and clipped
-        trust: bool = False, # take every gradient for finite, and leave norms and losses on their device
+        defer: bool = False, # take every gradient for finite; norms and losses stay on their device
     ) -> StepInfo:
         """Unscale, clip, step or skip, for every lane and owner on its own; then update the scales.
 
@@ -114,8 +114,8 @@ class Stepper(LaneState):
         if active and (unknown := active.keys() - self.owners.keys()):
             raise ValueError(f"active names {sorted(unknown)}, expected some of {sorted(self.owners)}")
         if not grads: raise RuntimeError("no owner has a gradient: call backward(loss) before step()")
-        coef, host_coef, norms, loss = found = self._measure(grads, trust)
-        if trust: return self._step_trusting(grads, found, active or {})
+        coef, host_coef, norms, loss = found = self._measure(grads, defer)
+        if defer: return self._step_deferred(grads, found, active or {})
         sizes, on = self._layout(tuple(grads), coef).sizes, torch.ones(len(norms), dtype=torch.bool)
         for k, part in zip(grads, on.split(sizes)):
             if active and active.get(k) is not None:
@@ -180,7 +180,7 @@ class Stepper(LaneState):
 
     def _measure(self,
         grads: Mapping[str, Sequence[Tensor]], # owner -> its gradients, each (places of the owner, elements)
-        trust: bool, # leave everything on the device
+        defer: bool, # leave everything on the device
     ) -> "Measurement":
         "Measure norm and coefficient of every place, in one copy from the device to the CPU."
         norms = owner_norms(*grads.values())
@@ -191,7 +191,7 @@ class Stepper(LaneState):
         coef = ((norms + 1e-6).reciprocal() * places.limit).clamp(max=1.)   # torch's clip_grad_norm_, rounded as there
         if inverse is not None: coef = coef * inverse
         loss = norms.new_full((self.lanes,), math.nan) if self.loss is None else self.loss.to(norms)
-        if trust: return Measurement(coef, coef, norms, loss)
+        if defer: return Measurement(coef, coef, norms, loss)
         host_norms, host_coef, loss = torch.cat([norms, coef, loss]).cpu().split([len(norms), len(norms), self.lanes])
         return Measurement(coef, host_coef, host_norms, loss)
 
@@ -221,7 +221,7 @@ class Stepper(LaneState):
             table = empty.index_put((torch.arange(3)[:, None], places.owner, places.lane), table)
         return order, table[0], table[1].bool(), table[2].bool()
 
-    def _step_trusting(self,
+    def _step_deferred(self,
         grads: Mapping[str, Sequence[Tensor]], # owner -> its gradients
         found: "Measurement", # on the device
         active: Mapping[str, Sequence[bool] | Tensor], # owner -> (n,) its lanes; default all
@@ -322,7 +322,7 @@ class Layout(NamedTuple):
     sizes: list[int] # places of each owner
 
 class Measurement(NamedTuple):
-    "Norms and clip coefficients of every place, and the losses; on the CPU, but for a step that trusts."
+    "Norms and clip coefficients of every place, and the losses; on the CPU, but for a deferred one."
     coef: Tensor # (places,) what the gradients are to be multiplied with, on their device
     host_coef: Tensor # (places,) the same
     norms: Tensor # (places,) unscaled gradient norms; inf: not finite

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Disturb', 'Decisions', 'Controller', 'OwnerState', 'StepState', 'run_epoch', 'fit', 'sum_up', 'GroupTraining',
-           'train_group', 'may_trust', 'group_epoch']
+           'train_group', 'may_defer', 'group_epoch']
 
 # %% ../../nbs/train/39_trainer.ipynb #ef4c9ccb
 import time
@@ -90,9 +90,9 @@ def run_epoch(
         clock("tick")
     signals = spread_lanes([g.lanes for g in groups], [r.signals for r in results], pop.lanes)
     images_per_s = len(train.losses) * pop.batch_size * pop.lanes / seconds
-    return pop.keep_result(EpochResult(
+    return pop.keep_result(pop.foretell(EpochResult(
         epoch=number, train=train, heldout=heldout, lr=lr, seconds=seconds, images_per_s=images_per_s,
-        reports=reports, ablation=ablation, events=events, gain=gain, signals=signals, undone=undone))
+        reports=reports, ablation=ablation, events=events, gain=gain, signals=signals, undone=undone)))
 
 # %% ../../nbs/train/39_trainer.ipynb #aa033cbd
 Decisions = Sequence[Decision | Sequence[Decision] | None] # one entry per lane
@@ -102,7 +102,8 @@ def fit(
     pop: Population, # trained in place; call again to go on
     epochs: int | None = None, # how many more; default: up to the population's horizon
     disturb: Disturb | None = None, # as for `run_epoch`
-    controller: Controller | None = None, # decides before every epoch; default: nothing grows, and `signals` are empty
+    controller: Controller | None = None, # decides before every epoch; default: nothing grows, and without a forecaster
+        # `signals` are empty
 ) -> Iterator[EpochResult]: # one result per epoch
     """Train epoch by epoch under the Governor; stop whenever you like and go on exactly.
 
@@ -127,7 +128,8 @@ def fit(
     for _ in range(left):
         decided = pop.retry_births()
         if controller is not None: decided += apply_decisions(pop.model, controller(pop, pop.last))
-        result = run_epoch(pop, disturb=disturb, look=controller is not None) # who decides may ask where to grow
+        look = controller is not None or pop.forecaster is not None # who decides may ask where to grow
+        result = run_epoch(pop, disturb=disturb, look=look)
         yield pop.keep_result(result._replace(decided=decided))
 
 # %% ../../nbs/train/39_trainer.ipynb #83bfd612
@@ -137,7 +139,7 @@ def sum_up(
 ) -> TrainResult:
     "Return one epoch's steps as one result; a norm that was not finite counts as skipped, not as large."
     loss, correct, norm, skipped = (torch.stack(t) for t in zip(*steps))
-    if loss.device.type == "cuda":   # of steps that trust: all in one copy
+    if loss.device.type == "cuda":   # of deferred steps: all in one copy
         skipped = skipped.any(1, keepdim=True).expand_as(norm)
         loss, correct, norm, skipped = torch.stack([t.to(norm) for t in (loss, correct, norm, skipped)]).cpu()
     finite = norm.isfinite()
@@ -156,8 +158,8 @@ def train_group(
     pop: Population, # whose data and settings
     g: Group, # trained in place
     disturb: Disturb | None = None, # called before every batch
-    careful: bool = True, # False: a GPU is asked for nothing before the last batch
-    recorded: GroupSteps | None = None, # of a group that is trusted: steps that become replays
+    defer: bool = False, # a GPU is asked for nothing before the last batch
+    recorded: GroupSteps | None = None, # where checks are deferred: steps that become replays
     look: bool = True, # for places to grow
 ) -> GroupTraining | None: # None if told to stop
     "Train some lanes for an epoch, batch by batch; look at the gradients of the last one."
@@ -169,7 +171,7 @@ def train_group(
         if look: signals.update(site_signals(g))
         if len(g.stepper.owners) > 1: health.update(seed_health(g))
     def one(x, y, between=None):
-        return g.step(pop.task, (x, y), pop.precision, between, pop.workers.turn, trust=not careful)
+        return g.step(pop.task, (x, y), pop.precision, between, pop.workers.turn, defer=defer)
     for b in range(len(batches)):
         if pop.workers.stopping.is_set(): return None
         g.ramp_to((b + .5) / len(batches))
@@ -182,12 +184,12 @@ def train_group(
     return GroupTraining(sum_up(steps, pop.batch_size * pop.data.answers), health, signals)
 
 # %% ../../nbs/train/39_trainer.ipynb #9c229f91
-def may_trust(
+def may_defer(
     pop: Population, # where it is, and its precision
     g: Group, # whose host's lanes must all be active
     disturb: Disturb | None, # called before every batch
 ) -> bool:
-    "Whether an epoch can be done without asking the device, and again if need be."
+    "Whether gradients can be checked when the epoch is over, and the epoch trained again if need be."
     away, on = pop.workers.device.type == "cuda", g.active.get("host")
     return away and disturb is None and not g.stepper.scaler.enabled and (on is None or bool(on.all()))
 
@@ -199,10 +201,10 @@ def group_epoch(
     look: bool = True, # for places to grow
 ) -> GroupResult | None: # None if told to stop
     "Train some lanes, and evaluate them on a split."
-    recorded = capture_steps(pop.graphs, g, careful := not may_trust(pop, g, disturb))
+    recorded = capture_steps(pop.graphs, g, defer := may_defer(pop, g, disturb))
     with nullcontext() if recorded is None else recorded.beside():
-        trained = train_group(pop, g, disturb, careful, recorded, look)
-    if trained is not None and not careful and trained.result.skipped.any():
+        trained = train_group(pop, g, disturb, defer, recorded, look)
+    if trained is not None and defer and trained.result.skipped.any():
         pop.copy_again(g)
         trained = train_group(pop, g, disturb, look=look)
     if trained is None: return None

@@ -154,7 +154,8 @@ def _of_cuda(m):
         stream=m.use_stream, Stream=with_machine(Stream), Event=with_machine(Event), synchronize=m.synchronize,
         is_bf16_supported=lambda including_emulation=True: m.bf16, get_device_capability=lambda d=None: (9, 0),
         get_device_name=lambda d=None: "pretended", mem_get_info=lambda d=None: m.memory,
-        memory_allocated=lambda d=None: 0, memory_reserved=lambda d=None: 0, set_sync_debug_mode=set_mode,
+        memory_allocated=lambda d=None: 0, max_memory_allocated=lambda d=None: 0,
+        reset_peak_memory_stats=lambda d=None: None, memory_reserved=lambda d=None: 0, set_sync_debug_mode=set_mode,
         is_current_stream_capturing=lambda: m.current_stream().is_capturing(), CUDAGraph=CUDAGraph, graph=graph,
         graph_pool_handle=lambda: (0, 0), empty_cache=lambda: None, manual_seed=lambda s: seed(s, [m.place_of(None)]),
         manual_seed_all=lambda s: seed(s, range(m.devices)), get_rng_state_all=lambda: [s.clone() for s in m.random],
@@ -189,8 +190,10 @@ def in_place(m):
                   _attention, torch.nn.functional.scaled_dot_product_attention))),
               (torch.Tensor, dict(is_pinned=lambda t, device=None: m.is_pinned(t))),
               (torch.backends.cudnn, dict(is_acceptable=lambda t: False)),
-              (sys.modules["torch.optim.optimizer"], dict(
-                  _foreach_supported_types=[torch.Tensor, torch.nn.Parameter, DeviceTensor])),
+              *((sys.modules[k], dict(_foreach_supported_types=[torch.Tensor, torch.nn.Parameter, DeviceTensor]))
+                for k in ("torch.optim.optimizer", "torch.utils._foreach_utils")),
+              (sys.modules["torch.utils._foreach_utils"], dict(
+                  _get_foreach_kernels_supported_devices=lambda: ["cuda", hidden(0).type])),
               (slots, dict(_kept=_kept)), (ThreadPoolExecutor, dict(submit=_in_threads(m)))]
     swap = torch.__future__.get_swap_module_params_on_conversion()
     with contextlib.ExitStack() as stack:

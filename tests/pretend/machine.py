@@ -355,6 +355,7 @@ class PretendedCuda:
 
     def _new(self, t, own, place, stream, what):
         if not isinstance(t, torch.Tensor) or isinstance(t, DeviceTensor): return t
+        if t.dtype == torch.float64 and not self.float64: raise TypeError(f"{what}: this device has no float64")
         return own[id(t)] if id(t) in own else DeviceTensor(t, place, self._piece(t, stream, what))
 
     # --- copies between the host and devices
