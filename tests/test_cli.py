@@ -166,7 +166,7 @@ def test_every_recipe_runs_to_its_closing_table(name, tmp_path, capsys):
     few = ["env.synthetic=true", "env.batch_size=16", "env.slots=r0c0"] if name.startswith("cifar") else []
     settings = [*SMALLEST, *few]
     words = [word for setting in settings for word in ("--set", setting)]
-    assert main(["train", name, *words, "--out", str(tmp_path), "--seed", "0"]) == 0
+    assert main(["train", name, *words, "--comparison", "60", "--out", str(tmp_path), "--seed", "0"]) == 0
     said = capsys.readouterr().out
     for player in ("PPO", "heuristic", "random-legal", "wait-only", "constant"): assert player in said, said
     assert (tmp_path/name/"comparison.json").exists()

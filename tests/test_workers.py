@@ -101,7 +101,7 @@ def assert_same(one, other):
 
 
 @pytest.fixture(scope="module")
-def here():
+def here(one_thread):
     "The same lanes in two and four shards of this process."
     found = {}
     for shards in (2, 4):
@@ -254,7 +254,7 @@ def test_kills_at_random_moments_change_nothing(engine):
 
 @pytest.mark.slow
 def test_a_frozen_process_is_named_and_replaced(engine, here, caplog):
-    tolerance = FaultTolerance(every=3, patience=1., timeout=10.)
+    tolerance = FaultTolerance(every=3, patience=1., timeout=40.)
     env = SplitVecEnv(CONFIG, shards=2, engine=engine, tolerance=tolerance)
     def freeze(env, t):
         if t == 4: os.kill(pid_of(env, 1), signal.SIGSTOP)

@@ -179,6 +179,11 @@ class Governor:
         "Lanes whose budget is used up."
         return self.budget.stopped
 
+    @property
+    def left_keys(self) -> set: # empty before `run` has found any
+        "Keys of the examples that ruined a run, which `run` leaves out wherever they come again."
+        return set() if self.recorder is None else set(self.recorder.left_keys)
+
     def watch(
         self,
         loss: Tensor | float, # () or (n,) loss of this step

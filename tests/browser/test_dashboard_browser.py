@@ -178,7 +178,7 @@ def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
         assert box["height"] < 720 and box["width"] < 1240, box              # 800 pixels, less the bars of JupyterLab
         panel.press("❙❙ Pause"); panel.state("paused"); time.sleep(1.5)      # nothing new will come
         lane = panel.root.locator(".esper-key span").first             # in the dark the picture has colours of its own
-        colours = dict(Light="rgb(0, 114, 178)", Dark="rgb(86, 180, 233)")
+        colours = dict(Light="rgb(0, 114, 178)", Dark="rgb(110, 162, 230)")
         for theme in ("Dark", "Light", "Dark"):
             chosen = f"{{theme: 'JupyterLab {theme}'}}"
             browser.page.evaluate(f"() => window.jupyterapp.commands.execute('apputils:change-theme', {chosen})")
