@@ -105,7 +105,7 @@ class Headed(nn.Module):
         self.body, self.head = nn.Linear(16, 32), nn.Linear(32, 10)
     def forward(self, x): return self.head(self.body(x).relu())
 
-def ruined_run(rank, fault, bad_rank, steps=250, begin=50, last=70):
+def ruined_run(rank, fault, bad_rank, steps=150, begin=50, last=70):
     "One run with one fault of the page of faults on one rank: its losses go on after the fault has ended."
     net = Headed()
     model = nn.parallel.DistributedDataParallel(net)
@@ -130,24 +130,22 @@ def ruined_run(rank, fault, bad_rank, steps=250, begin=50, last=70):
 def every_fault(rank, world, folder, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
-    out[rank] = {(fault, bad): ruined_run(rank, fault, bad) for fault in list_faults() for bad in (0, world - 1)}
+    out[rank] = {(fault, bad): ruined_run(rank, fault, bad) for fault in list_faults() for bad in range(world)}
     dist.barrier()
     dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_fault_on_the_first_and_the_last_rank_leaves_equal_ranks(tmp_path, world):
-    done = run(world, tmp_path, target=every_fault, seconds=300)
-    assert len(done) == world and len(done[0]) == 6 * 2
+def test_every_fault_on_every_rank_leaves_equal_ranks(tmp_path, world):
+    done = run(world, tmp_path, target=every_fault, seconds=900)
+    assert len(done) == world and len(done[0]) == 6 * world
     for case, first in done[0].items():
         for other in done[1:]:
             assert other[case]["reports"] == first["reports"], case
             assert torch.equal(other[case]["weights"], first["weights"]), case
             assert torch.equal(other[case]["momentum"], first["momentum"]), case
             assert other[case]["watched"] == first["watched"]
-        assert first["weights"].isfinite().all()
-        healed_by_half = (world, *case) == (4, "corrupt-batch", 3) # the median of 16 noisy losses is back: no question
-        assert healed_by_half or first["loss"] < 1., (case, first["loss"], first["reports"])
+        assert first["weights"].isfinite().all() and first["loss"] < 1., (case, first["loss"], first["reports"])
         print(*case, first["watched"], f"{first['loss']:.3f}", first["reports"])
 
 @pytest.mark.parametrize("fault,bad_rank,form", [("nan batch", 1, "watch"), ("nan weight", 0, "watch"),
