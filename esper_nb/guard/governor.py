@@ -38,7 +38,8 @@ from .snapshots import BackgroundCopy, SavedState, Snapshot, TakeResult
 # %% ../../nbs/guard/17_governor.ipynb #77500f84
 logger = logging.getLogger("esper_nb.governor")
 _LEVELS = dict(note=logging.INFO, warning=logging.WARNING, critical=logging.ERROR)
-_PLAIN_STATE = ("since", "held", "watched", "failed", "lr_factor", "calm_loss", "given_at", "keep_cuts")
+_EARLY_AGAIN = 1000 # losses after a rise at which early questions were vain
+_PLAIN_STATE = ("early_from", "since", "held", "watched", "failed", "lr_factor", "calm_loss", "given_at", "keep_cuts")
 
 class _RejectedBatch(Exception): "Ends the block of `with governor.step()`."
 
@@ -107,6 +108,7 @@ class Governor:
         self.ask = ask
         self.rise: RiseMonitor | None = None # a rise that is being looked at
         self.question: Question | None = None # what was put aside for it while the old weights are asked
+        self.early_from = 0 # losses judged; a rise that begins later may be asked about before its time is up
         self.kept: tuple[SavedState, SavedAt] | None = None # from before the latest change that was accepted
         self.waiting: list[Waiting] = [] # losses gathered on a device
         self.latest = np.zeros((0, self.n)) # the latest of them that were judged, at most eight
@@ -667,7 +669,10 @@ class Governor:
             self._close_rise(t)
             self._note("passed", t.reason, loss)
             return ()
-        if not due: return ()
+        may_be_early = not self.budget.rollbacks[0] and (t.tried > 0 or t.at >= self.early_from)
+        t.early = not due and may_be_early and t.is_far()
+        if t.early: t.tried = len(t.x)
+        elif not due: return ()
         report = self._describe(t.reason, loss)
         if self.ask is not None: return self._ask_at_once(t, report, fields)
         self._put_old_in(report)
@@ -694,6 +699,12 @@ class Governor:
             self._put_old_in(q.report)
             return told
         if blamed: return self._respond({0: t.reason}, told={0: q.report}, asked=t.asked, **fields)
+        if t.early:
+            self._file(replace(self._describe(t.reason, loss), action="wait", asked=t.asked, lost=(
+                self.watched - spent, self.watched - 1 - len(t.turns[-1]))))
+            self.question, self.early_from = None, t.at + _EARLY_AGAIN
+            t.postpone()
+            return ()
         self.question, lost = None, (self.watched - spent, self.watched - 1 - len(t.turns[-1]))
         return (self._accept(t, replace(q.report, asked=t.asked, lost=lost, **fields), q.live),)
 
@@ -705,8 +716,10 @@ class Governor:
         if self._blames(now, before, np.array([t.rise]))[0]:
             self.rise = None
             return self._respond({0: t.reason}, told={0: report}, asked=t.asked, **fields)
-        if self.recorder is not None and len(t.x) < 2 * self._patience: return () # bad batches may end: ask once more
-        return (self._accept(t, replace(report, asked=t.asked, **fields), live),)
+        bad_batches_may_end = t.early or self.recorder is not None and len(t.x) < 2 * self._patience
+        if not bad_batches_may_end: return (self._accept(t, replace(report, asked=t.asked, **fields), live),)
+        if t.early: t.postpone()
+        return ()
 
     def _ask_lanes(self, reasons: dict[int, str], v: Verdict) -> dict[int, str]: # what is left of the reasons
         "Ask the old weights of lanes whose loss has risen; where they do no better, the new level is accepted."
@@ -782,7 +795,8 @@ class Governor:
 
     def _unasked(self) -> tuple[str, ...]: # names of parts
         """Return what stays as it is while old weights are asked: clocks, statistics, and networks that no optimizer
-        trains, such as targets, by which old and live weights are measured alike."""
+        trains, such as targets, by which old and live weights are measured alike, unless they seem spoilt, too."""
+        if self.rise is not None and self.rise.is_absurd(): return (*self._clocks(), "governor_stats")
         trained = {id(p) for g in self._groups() for p in g["params"]}
         judges = [name for name, obj in self.snapshot.objects.items() if trained and isinstance(obj, torch.nn.Module)
                   and not any(id(p) in trained for p in obj.parameters())]
