@@ -19,6 +19,8 @@ import copy
 import json
 import logging
 import math
+import os
+import pickle
 import sys
 import time
 from collections import Counter
@@ -72,23 +74,39 @@ def guard_of(arm, loop):
     return AtAlarm(loop, dict(zip(ARMS[3:], (lightning, llm_foundry)))[arm])
 
 
-def run(name, fault, arm, seed):
-    "(score, acts, notes) of one run; `fault` None: nothing happens."
+def in_a_copy(f):
+    "What a function returns, computed in a copy of this process, so that nothing of it stays."
+    ours, theirs = os.pipe()
+    if not (child := os.fork()):
+        try:
+            with os.fdopen(theirs, "wb") as out: pickle.dump(f(), out)
+        finally: os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as said: told = said.read()
+    os.waitpid(child, 0)
+    return pickle.loads(told)
+
+
+def runs(name, arm, seed, faults):
+    "{fault: (score, acts, notes)}; None is a fault, too: nothing happens. What comes before the faults is run once."
     torch.set_num_threads(1)
     logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
     loop = LOOPS[name](seed)
-    guard = guard_of(arm, loop)
-    for i in range(STEPS):
-        batch = loop.batch(i)
-        if fault and i >= FAULT_AT: batch = FAULTS[fault](loop, i - FAULT_AT, batch, stream(seed, 3, i))
-        if arm == "governor.run": guard.run(loop.step, batch)
-        else:
-            loss = loop.step(batch)
-            if guard is not None: guard.watch(loss)
-    score = loop.score()
-    if isinstance(guard, Governor):
-        return score, [str(r) for r in guard.reports], [str(r) for r in guard.notes]
-    return score, [] if guard is None else guard.acts, []
+    guard, batches = guard_of(arm, loop), [loop.batch(i) for i in range(STEPS)]
+
+    def go_on(begin, end, fault=None):
+        for i in range(begin, end):
+            batch = batches[i]
+            if fault: batch = FAULTS[fault](loop, i - FAULT_AT, batch, stream(seed, 3, i))
+            if arm == "governor.run": guard.run(loop.step, batch)
+            else:
+                loss = loop.step(batch)
+                if guard is not None: guard.watch(loss)
+        if isinstance(guard, Governor): return loop.score(), [str(r) for r in guard.reports], [*map(str, guard.notes)]
+        return loop.score(), [] if guard is None else guard.acts, []
+
+    go_on(0, FAULT_AT)
+    return {fault: in_a_copy(lambda: go_on(FAULT_AT, STEPS, fault)) for fault in faults}
 
 
 def untrained(name, seed): return LOOPS[name](seed).score()
@@ -116,11 +134,9 @@ def main():
         jobs = {}
         for name in names:
             for s in range(seeds):
-                jobs[name, None, "alone", s] = pool.submit(run, name, None, "alone", FIRST + s)
-                for arm in arms[1:]: jobs[name, None, arm, s] = pool.submit(run, name, None, arm, FIRST + s)
-                for fault in faults:
-                    for arm in arms: jobs[name, fault, arm, s] = pool.submit(run, name, fault, arm, FIRST + s)
-        done = {k: f.result() for k, f in jobs.items()}
+                for arm in arms: jobs[name, arm, s] = pool.submit(runs, name, arm, FIRST + s, (None, *faults))
+        done = {(name, fault, arm, s): found for (name, arm, s), job in jobs.items()
+                for fault, found in job.result().items()}
     for name in names:
         cleans = [done[name, None, "alone", s][0] for s in range(seeds)]
         start_score = untrained(name, FIRST)

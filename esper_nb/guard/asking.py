@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .detector import DetectorConfig, LossStats
+from .detector import DetectorConfig, LossStats, on_scale
 
 # %% ../../nbs/guard/15_asking.ipynb #3046399a
 TURN = 2 # losses between two exchanges of weights
@@ -134,6 +134,8 @@ def monitor_rise(
     "Return the observation of a rise that begins now."
     level, spread = float(s.level[0]), float(s.spread[0])
     if c.rise is not None: level = min(level, float(s.base[0]))
+    late = on_scale(np.array(s.recent(0, BACK)), s.linear[0])
+    if len(late) == BACK: level = min(level, float(np.median(late)) + spread / 2) # of a falling loss the window is old
     near = spread / 2 if s.linear[0] else max(math.log(c.rise_ratio) / 2, spread / 2)
     if c.rise is not None: near = min(near, max(float(s.smooth[0]) - level, spread) / 2)
     absurd = 1000 * spread if s.linear[0] else math.log(1000)
