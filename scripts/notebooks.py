@@ -228,7 +228,7 @@ def serve_kernel(asked):
     os.environ.update(env)
     sys.path[:] = [p for p in sys.path if p != str(ROOT/"scripts")]
     from ipykernel.kernelapp import IPKernelApp
-    IPKernelApp.launch_instance(argv=command[command.index("-f"):])
+    IPKernelApp.launch_instance(argv=[*command[command.index("-f"):], f"--IPKernelApp.parent_handle={os.getppid()}"])
     os._exit(0)
 
 
