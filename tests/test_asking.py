@@ -11,6 +11,7 @@ from torch import nn
 
 from esper_nb.control.rules import QUICK as QUICK_GROWTH, QUICK_RULES, Heuristic, as_controller
 from esper_nb.guard import Governor, GovernorConfig, LossStats, RiseMonitor, blames_weights, judge
+from esper_nb.guard.asking import monitor_rise
 from esper_nb.train import Fault, FitConfig, disturb_at, fit, get_task, new_population, run_epoch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,6 +165,18 @@ def test_asked_on_the_same_batches_weights_are_found_at_once():
     assert run.governor.reports[0].asked == pytest.approx(3.)
 
 
+def test_a_rise_of_a_falling_loss_is_held_against_the_latest_losses():
+    "Half of the window is from when the network knew little."
+    x = np.linspace(math.log(2.3), math.log(.55), 50)
+    s = LossStats()
+    s.add(np.zeros(50, int), np.exp(x + .05 * np.random.default_rng(0).standard_normal(50)), GovernorConfig())
+    assert s.level[0] > math.log(1.)
+    t = monitor_rise(s, GovernorConfig(), "explosion")
+    assert t.level < math.log(.75)
+    for _ in range(60): t.add(0., 1.) # lower than the window's middle, and far above where the loss was
+    assert not t.is_over() and t.is_due(48)
+
+
 def test_a_loss_that_falls_back_is_given_time_and_the_time_has_an_end():
     def trial(shape, patience=48):
         t = RiseMonitor(level=0., near=.15, spread=.1)
@@ -191,6 +204,24 @@ def test_a_target_that_nobody_trains_stays_while_old_weights_are_asked():
     with torch.no_grad(): net.weight.fill_(0.), target.weight.fill_(0.)
     for t in range(130): gov.run(step, t)
     assert not gov.reports and "accepted" in [n.action for n in gov.notes] and net.weight.item() == 3.
+
+def test_weights_that_did_well_when_they_were_trained_are_not_blamed_for_a_target_that_has_just_moved():
+    net, target = nn.Linear(1, 1), nn.Linear(1, 1)
+    with torch.no_grad(): net.weight.fill_(0.), target.weight.fill_(0.)
+    gov = Governor(net, torch.optim.SGD(net.parameters(), lr=0.), target=target, chance_loss=None, config=QUICK)
+    noise = np.random.default_rng(0)
+    def loss(t):
+        gap = 1 + target.weight.item() * (1 + net.weight.item()) # live weights are farther from the new target
+        return (1.4 if t >= 100 else 1.) * gap * math.exp(.05 * noise.standard_normal())
+    def step(t):
+        if t < gov.watched: return loss(t) # only asked
+        if t == 100: net.weight.data.fill_(1.)
+        target.weight.data.fill_(0.)
+        now = loss(t)
+        target.weight.data.fill_(1.)
+        return now
+    for t in range(140): gov.run(step, t)
+    assert not gov.reports and "accepted" in [n.action for n in gov.notes] and net.weight.item() == 1.
 
 def test_a_target_is_asked_with_the_weights_where_the_loss_is_beyond_all_reason():
     "A ruined target makes the loss of every weight absurd."
