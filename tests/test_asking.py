@@ -64,24 +64,6 @@ def test_a_change_that_is_meant_costs_the_batches_of_the_question_and_nothing_el
     assert not [x for x in run.run(200) if x], "the new level is learnt"
 
 
-def test_far_beyond_noise_old_weights_are_asked_early_and_can_only_be_found_better():
-    patient = QUICK.replace(patience=48)
-    ruined, harder = Stub(config=patient), Stub(harder=100, config=patient)
-    said = ruined.run(130, spoil=100)
-    assert [x for x in said if x] == [["ask"], ["rollback"]] and said.index(["ask"]) < 100 + 4 + 16
-    said = harder.run(240)
-    assert said.index(["accepted"]) > 100 + 48, "an early answer accepts nothing"
-    assert 3 <= sum(x == ["ask"] for x in said) <= 4 and [n.action for n in harder.governor.notes][:3] == [
-        "wait", "ask", "wait"]
-    early = harder.governor.notes[2]
-    assert early.asked > 6 and early.lost is not None and early.lost[1] - early.lost[0] < 8
-    harder.harder = None # the loss falls, and rises again, soon after a question that was asked in vain
-    harder.run(100)
-    harder.harder = harder.t
-    again = harder.run(48)
-    assert sum(x == ["ask"] for x in again) == 0 and not harder.governor.reports
-
-
 class Real:
     "Adam with a schedule and dropout on points around ten centres, which move far away at `moved`."
     def __init__(self, moved, steps=160, **options):

@@ -38,8 +38,7 @@ from .snapshots import BackgroundCopy, SavedState, Snapshot, TakeResult
 # %% ../../nbs/guard/17_governor.ipynb #77500f84
 logger = logging.getLogger("esper_nb.governor")
 _LEVELS = dict(note=logging.INFO, warning=logging.WARNING, critical=logging.ERROR)
-_EARLY_AGAIN = 1000 # losses after a rise at which early questions were vain
-_PLAIN_STATE = ("early_from", "since", "held", "watched", "failed", "lr_factor", "calm_loss", "given_at", "keep_cuts")
+_PLAIN_STATE = ("since", "held", "watched", "failed", "lr_factor", "calm_loss", "given_at", "keep_cuts")
 
 class _RejectedBatch(Exception): "Ends the block of `with governor.step()`."
 
@@ -107,8 +106,7 @@ class Governor:
         self.verdict: Verdict | None = None # the latest that was judged in full
         self.ask = ask
         self.rise: RiseMonitor | None = None # a rise that is being looked at
-        self.question: Question | None = None # what was put aside for it while the old weights are asked
-        self.early_from = 0 # losses judged; a rise that begins later may be asked about before its time is up
+        self.question: Question | None = None # what is set aside for it while the old weights are asked
         self.kept: tuple[SavedState, SavedAt] | None = None # from before the latest change that was accepted
         self.waiting: list[Waiting] = [] # losses gathered on a device
         self.latest = np.zeros((0, self.n)) # the latest of them that were judged, at most eight
@@ -116,7 +114,7 @@ class Governor:
         self.inactive = np.zeros(lanes, bool) # lanes that do not take part in this `watch`
         self.inside = False # of `with step()`
         self.failed = False # so there may be something to refill in the budget
-        self.told_of_stop = False # whoever goes on after the run was stopped
+        self.stop_logged = False # whoever goes on after the run was stopped
         self.since, self.held = 0, False # losses since the latest snapshot; it is on probation
         self.lr_factor = 1. # all cuts of the learning rate that are in force
         self.calm_loss = 0. # level of the loss before the first of them
@@ -124,7 +122,7 @@ class Governor:
         self.keep_cuts = False # giving them back has brought the incident back
         self.saved: dict[int, SavedAt] = {} # by number of a snapshot
         self.recorder: StepRecorder | None = None # of the steps of `run`
-        self.untold: list[Report] | None = None # while their cause is looked for; None: callbacks are called at once
+        self.unreported: list[Report] | None = None # while their cause is looked for; None: callbacks are called at once
         self.replayed = 0 # steps that were trained on only to see whether the run was disturbed
         self.snapshot = Snapshot(*parts, lanes=lanes, copies=self.config.copies, **named, governor_stats=self.stats)
         if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
@@ -295,7 +293,7 @@ class Governor:
         keeper.forget(min(s.batch for s in ways_back))
         with self.ranks.naming_the_failed(self.watched):
             loss = keeper.run(step, wanted, self.watched, fetch, asked=self._old_in_place)
-        with self._told_at_the_end() as new:
+        with self._report_at_the_end() as new:
             try: self.watch(loss.detach() if isinstance(loss, Tensor) else loss)
             except GovernorStop as stop:
                 self._look_into([stop.report])
@@ -384,7 +382,7 @@ class Governor:
     def _amend(self, report: Report, **fields) -> Report: # of the report
         "Say more in a report that was filed before."
         more = replace(report, **fields)
-        for filed in (self.reports, self.untold or []):
+        for filed in (self.reports, self.unreported or []):
             for i, r in enumerate(filed):
                 if r is report: filed[i] = more
         incident = None if self.recorder is None else self.recorder.incident
@@ -392,15 +390,15 @@ class Governor:
         return more
 
     @contextmanager
-    def _told_at_the_end(self) -> Iterator[list[Report]]: # that are filed meanwhile
+    def _report_at_the_end(self) -> Iterator[list[Report]]: # that are filed meanwhile
         "Call the callbacks when all is known of an incident."
-        new = self.untold = list[Report]()
+        new = self.unreported = list[Report]()
         try: yield new
         finally:
-            self.untold = None
-            for i, r in enumerate(new): new[i] = self._tell(r)
+            self.unreported = None
+            for i, r in enumerate(new): new[i] = self._call_back(r)
 
-    def _tell(self, report: Report) -> Report: # with their failures
+    def _call_back(self, report: Report) -> Report: # with their failures
         "Hand a report to the callbacks."
         errors = []
         for f in self.callbacks:
@@ -409,7 +407,7 @@ class Governor:
         return self._amend(report, errors=tuple(errors)) if errors else report
 
     def _redo_disturbed(self, reason: str, loss: Tensor | float) -> tuple[Report, ...]: # empty: it was not disturbed
-        "Look whether something outside of the steps has changed the run to its harm; if so, train on them again."
+        "Look whether something outside of the steps has made the run worse; if so, train on them again."
         keeper, c = self.recorder, self.config
         if keeper is None or not (c.redo and c.explain_steps): return ()
         saved = self._saved_at(0)
@@ -471,7 +469,7 @@ class Governor:
             self.snapshot.replace_by_live(step=to)
             self._note_saved(at)
             self.kept = None
-        with self._told_at_the_end() as new:
+        with self._report_at_the_end() as new:
             self._look_into(self._respond(dict.fromkeys(range(self.n) if lanes is None else lanes, "asked")))
         return tuple(new)
 
@@ -612,8 +610,8 @@ class Governor:
         self.latest = losses[-8:]
         for k, w in enumerate(waiting):
             active = ~(self.budget.stopped | w.inactive | undone)
-            if self.budget.stopped.all() and not self.told_of_stop:
-                self.told_of_stop = True
+            if self.budget.stopped.all() and not self.stop_logged:
+                self.stop_logged = True
                 logger.warning("Governor: the run was stopped, so nothing is watched any more; "
                                "`reset_lanes` begins anew")
             if not active.any(): continue
@@ -669,10 +667,7 @@ class Governor:
             self._close_rise(t)
             self._note("passed", t.reason, loss)
             return ()
-        may_be_early = not self.budget.rollbacks[0] and (t.tried > 0 or t.at >= self.early_from)
-        t.early = not due and may_be_early and t.is_far()
-        if t.early: t.tried = len(t.x)
-        elif not due: return ()
+        if not due: return ()
         report = self._describe(t.reason, loss)
         if self.ask is not None: return self._ask_at_once(t, report, fields)
         self._put_old_in(report)
@@ -684,10 +679,10 @@ class Governor:
         assert t is not None and q is not None
         self._count_loss()
         if not t.answer(float(on_scale(loss, self.stats.linear[0])), loss): return ()
-        told = (q.report,) if before_step else () # the gradients belong to weights that are not in place any more
+        undone = (q.report,) if before_step else () # the gradients belong to weights that are not in place any more
         if t.old_in_place:
             self._bring_back_live()
-            return told
+            return undone
         old, spent = [x for turn in t.turns[1::2] for x in turn], sum(map(len, t.turns[1:]))
         t.asked = float(off_scale(np.median(old), self.stats.linear[0]))
         if t.is_over():
@@ -697,14 +692,8 @@ class Governor:
         blamed = t.blames_weights(self._patience)
         if blamed is None:
             self._put_old_in(q.report)
-            return told
-        if blamed: return self._respond({0: t.reason}, told={0: q.report}, asked=t.asked, **fields)
-        if t.early:
-            self._file(replace(self._describe(t.reason, loss), action="wait", asked=t.asked, lost=(
-                self.watched - spent, self.watched - 1 - len(t.turns[-1]))))
-            self.question, self.early_from = None, t.at + _EARLY_AGAIN
-            t.postpone()
-            return ()
+            return undone
+        if blamed: return self._respond({0: t.reason}, begun={0: q.report}, asked=t.asked, **fields)
         self.question, lost = None, (self.watched - spent, self.watched - 1 - len(t.turns[-1]))
         return (self._accept(t, replace(q.report, asked=t.asked, lost=lost, **fields), q.live),)
 
@@ -718,11 +707,9 @@ class Governor:
         t.asked = float(off_scale(np.median(before), self.stats.linear[0]))
         if self._blames(now, before, np.array([t.rise]))[0]:
             self.rise = None
-            return self._respond({0: t.reason}, told={0: report}, asked=t.asked, **fields)
-        bad_batches_may_end = t.early or self.recorder is not None and len(t.x) < 2 * self._patience
-        if not bad_batches_may_end: return (self._accept(t, replace(report, asked=t.asked, **fields), live),)
-        if t.early: t.postpone()
-        return ()
+            return self._respond({0: t.reason}, begun={0: report}, asked=t.asked, **fields)
+        if self.recorder is not None and len(t.x) < 2 * self._patience: return () # bad batches may end: ask once more
+        return (self._accept(t, replace(report, asked=t.asked, **fields), live),)
 
     def _ask_lanes(self, reasons: dict[int, str], v: Verdict) -> dict[int, str]: # what is left of the reasons
         "Ask the old weights of lanes whose loss has risen; where they do no better, the new level is accepted."
@@ -798,7 +785,7 @@ class Governor:
 
     def _unasked(self) -> tuple[str, ...]: # names of parts
         """Return what stays as it is while old weights are asked: clocks, statistics, and networks that no optimizer
-        trains, such as targets, by which old and live weights are measured alike, unless they seem spoilt, too."""
+        trains, such as targets, by which old and live weights are measured alike, unless they seem ruined, too."""
         if self.rise is not None and self.rise.is_absurd(): return (*self._clocks(), "governor_stats")
         trained = {id(p) for g in self._groups() for p in g["params"]}
         judges = [name for name, obj in self.snapshot.objects.items() if trained and isinstance(obj, torch.nn.Module)
@@ -848,25 +835,25 @@ class Governor:
         reasons: Mapping[int, str], # names of rules, by lane
         verdict: Verdict | None = None, # None: no loss asked for it
         before_step: bool = False, # the batch can still be skipped
-        told: Mapping[int, Report] | None = None, # reports that were begun before, by lane
+        begun: Mapping[int, Report] | None = None, # reports that were begun before, by lane
         **fields, # of the reports
     ) -> tuple[Report, ...]:
         "Choose an action for each of these lanes, apply it and report it."
-        start, told = time.perf_counter(), dict(told or {})
+        start, begun = time.perf_counter(), dict(begun or {})
         self.failed = True
         for i, reason in reasons.items():
-            if i in told: continue
-            told[i] = describe_failure(self.stats, self.config, verdict, self.chance_loss, i, reason)
+            if i in begun: continue
+            begun[i] = describe_failure(self.stats, self.config, verdict, self.chance_loss, i, reason)
         actions = {i: self._choose(i, reason, verdict, before_step) for i, reason in reasons.items()}
         for action, free in dict.fromkeys(actions.values()):
             mine = [i for i, chosen in actions.items() if chosen == (action, free)]
             done = self._apply(action, mine, free)
-            self.budget.failed_at[mine] = np.maximum(self.budget.failed_at[mine], [told[i].step for i in mine])
+            self.budget.failed_at[mine] = np.maximum(self.budget.failed_at[mine], [begun[i].step for i in mine])
             for i in mine:
-                told[i] = replace(told[i], **(dict(
+                begun[i] = replace(begun[i], **(dict(
                     action=action, batch=self.watched - 1 if self.watched else None,
                     rollbacks_left=self.budget.rollbacks_left(self.config, i)) | fields | done.get(i, {})))
-        out = tuple(self._file(replace(r, seconds=time.perf_counter() - start)) for r in told.values())
+        out = tuple(self._file(replace(r, seconds=time.perf_counter() - start)) for r in begun.values())
         ended = [r.lane for r in out if r.action == "stop"]
         self.budget.stopped[ended] = True
         over = (self.budget.stopped | self.inactive).all()
@@ -882,7 +869,7 @@ class Governor:
         can_skip = before_step and verdict is not None and blames_batch(self.config, verdict, lane, since_skip)
         if can_skip and verdict and patient and reason == "explosion":
             can_skip = unheard_of(self.stats, float(verdict.loss[lane]))
-        if can_skip: can_skip = not self.ranks.any([bool(self.snapshot.find_bad())])[0] # or the state is spoilt
+        if can_skip: can_skip = not self.ranks.any([bool(self.snapshot.find_bad())])[0] # or the state is bad
         if same: return ("skip" if can_skip else "rollback"), True
         def can_lower(): return not self.single and self.ask is None and self._scale_lr(1., [lane])
         return budget.choose(self.config, lane, reason, can_skip, can_lower, can_replay=self.single), False
@@ -901,7 +888,7 @@ class Governor:
         return {i: dict(lr_factor=factor) for i in lanes}
 
     def _skip_batch(self, lanes: list[int]) -> dict[int, dict]: # fields of the report, by lane
-        "Forget the batch at hand: its gradients, and what a loss scaler has noted about them."
+        "Forget this batch: its gradients, and what a loss scaler has noted about them."
         self.stats.count[lanes] = 0
         self.budget.skipped_at[lanes] = self.stats.judged[lanes]
         if not self.single: return {}
@@ -939,7 +926,7 @@ class Governor:
         return fields
 
     def _cap_lr(self, then_factor: float, again: int): # cuts in force at the snapshot; rollbacks before this one
-        "Put learning rates back that are out of all proportion to those of the snapshot."
+        "Put learning rates back that are far above those of the snapshot."
         objects = self.snapshot.objects.values()
         scheduled = any(isinstance(o, torch.optim.lr_scheduler.LRScheduler) for o in objects)
         if scheduled and not again: return
@@ -995,7 +982,7 @@ class Governor:
         level = _LEVELS["warning" if report.action == "accepted" else report.severity]
         if not self.single or self.ranks.rank: level = logging.INFO
         before = self.reports[-1] if self.reports else None
-        if before is not None and before.rolled_back and self._is_vain(before, report):
+        if before is not None and before.rolled_back and self._is_nan_again(before, report):
             report = replace(report, why="the restored weights give nan, too: look at batch, loss and code")
             if before.why and report.action != "stop": level = logging.DEBUG # it was said
         logger.log(level, "Governor: %s", report)
@@ -1003,11 +990,11 @@ class Governor:
             self.notes.append(report)
             return report
         self.reports.append(report)
-        if self.untold is None: return self._tell(report)
-        self.untold.append(report)
+        if self.unreported is None: return self._call_back(report)
+        self.unreported.append(report)
         return report
 
-    def _is_vain(self, before: Report, report: Report) -> bool:
+    def _is_nan_again(self, before: Report, report: Report) -> bool:
         "Whether the very next loss after a rollback is not a number either."
         if (report.reason, before.reason) != ("non-finite", "non-finite") or report.lane != before.lane: return False
         return report.batch == (before.batch or 0) + 1
@@ -1056,12 +1043,12 @@ class Governor:
         return out
 
     def _shrunken(self, sizes: np.ndarray) -> list[int]: # norms of the lanes' weights now; lanes
-        "Return whose weights have all but gone since their snapshot: a healthy epoch leaves more than a tenth."
+        "Return whose weights have shrunk to less than a tenth since their snapshot: a healthy epoch leaves more."
         gone = sizes < .1 * self.sizes
         return np.flatnonzero(gone & ~self.budget.stopped & ~self.inactive).tolist()
 
     def _mend_moments(self, bad: tuple[str, ...]) -> bool: # tensors that are not finite
-        "Where only moments of an optimizer are spoilt, put these back and leave the weights, so that no batch is lost."
+        "Where only moments of an optimizer are not finite, restore these alone, so that no batch is lost."
         if not self.single or self.ranks or self.recorder is not None or not self.snapshot.mend(bad): return False
         report = describe_failure(self.stats, self.config, None, self.chance_loss, 0, "state")
         self._file(replace(report, action="rollback", batch=self.watched - 1, bad_state=bad, restored=bad,
@@ -1153,7 +1140,7 @@ class GoodFiles:
         for old in self._paths()[:-2]: old.unlink(missing_ok=True)
 
 class Question(NamedTuple):
-    "What was put aside while old weights are being asked, two losses at a time."
+    "What is set aside while old weights are being asked, two losses at a time."
     live: SavedState # the state in which the loss had risen
     report: Report # of the rise, before anything was done
     rates: list[tuple[float, float]] # learning rates, one a parameter group: as they were, and beside old weights
