@@ -60,7 +60,7 @@ def name_factory(config, factory, mark):
     "Let a run train a network that a function makes; `mark` is its argument."
     host = dict(factory=factory, kwargs=dict(path=str(mark)), shape=[1, 8, 8], classes=10, slots={"0": "BCHW"})
     config["run"]["env"].update(slots=None, task=dict(
-        name="x", data="digits", host=host, slots=["0"], batch_size=32, epochs=1, target_loss=.1, delta_std=.1))
+        name="x", data="digits", host=host, slots=["0"], batch_size=32, epochs=1))
 
 @pytest.mark.parametrize("named", ["plugin", "factory", "module"])
 def test_code_that_a_folder_names_is_not_run(gift, tmp_path, capsys, named):
