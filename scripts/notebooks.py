@@ -324,7 +324,7 @@ def in_forks(how, notebooks, minutes, side_by_side=2):
         for child, *_ in running: end_group(child.pid)
 
 
-def run(*names, minutes=6):
+def run(*names, minutes=15):
     "Run every notebook once, in a kernel of its own, and compare its outputs with those stored; the largest first."
     found = [Path(n).resolve() for n in names] or sorted(find_notebooks(), key=lambda p: -p.stat().st_size)
     report(in_forks(compare, filter(runs, found), minutes),
