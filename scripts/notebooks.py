@@ -417,7 +417,8 @@ def refresh(*names):
 
     for path in [Path(n).resolve() for n in names] or find_notebooks():
         nb = nbformat.read(path, as_version=4)
-        Client(nb, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+        Client(nb, timeout=600, kernel_name="python3", coalesce_streams=True,
+               resources={"metadata": {"path": str(path.parent)}}).execute()
         nbformat.write(nb, path)
         print(path.relative_to(ROOT))
 
