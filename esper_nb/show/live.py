@@ -41,7 +41,6 @@ def session_status(
         state=session.state, error=session.error,
         steps=session.steps, total=s.total, unit=s.unit, x=session.history.x, axis=s.axis[0],
         left=left, # seconds; None: unknown
-        seconds=session.seconds, pace=session.pace,
         accuracy=float(np.median(finite)) if len(finite) else None, # percentage points
         incidents=len(session.incidents),
         answered=session.answered, # requests so far
