@@ -81,7 +81,8 @@ def out_of_step(root=ROOT):
 
 def lacks_pictures(path):
     "Whether a cell of a page describes a picture for those who cannot see it, and has stored none."
-    described = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if "#| fig-alt" in "".join(c["source"])]
+    all_cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    described = [c for c in all_cells if "#| fig-alt" in "".join(c["source"])]
     def stored(cell): return any(k.startswith("image/") for out in cell["outputs"] for k in out.get("data", {}))
     return not all(map(stored, described))
 

@@ -141,7 +141,7 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> h
         updates=_option("--updates", type=int, help="policy updates in total"),
         minutes=_option("--minutes", type=_positive, help="stop training after the update in which this time is up"),
         seed=_option("--seed", type=int, help="random seed; the first one of a comparison"),
-        seeds=_option("--seeds", type=int, default=3, help="number of seeds, each of which trains a controller (default: 3)"),
+        seeds=_option("--seeds", type=int, default=3, help="seeds, each of which trains a controller (default: 3)"),
         jobs=_option("--jobs", type=int, help="seeds to run in parallel, each in a process with its share of the cores "
                      "(default: 1, or an engine's cores)"),
         comparison=_option("--comparison", type=float, metavar="SHARE", help="budget of the comparison with simpler "
@@ -150,8 +150,8 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> h
         imports=_many("--import", dest="imports", metavar="PLUGIN",
                       help="a file or module that registers tasks, blueprints or recipes"),
         trust=_flag("--trust", help="run code that the folder names: plugins, and factories of networks"),
-        shards=_option("--shards", "--parts", type=int, help="split the lanes into this many shards, each in a worker of "
-                       "its own (default: 1); `resume` accepts another number if the run is --exact"),
+        shards=_option("--shards", "--parts", type=int, help="split the lanes into this many shards, each in a "
+                       "worker of its own (default: 1); `resume` accepts another number if the run is --exact"),
         exact=_flag("--exact", help="compute each lane alone, so that its numbers are the same to the bit with any "
                     "neighbours, number of lanes, shards and workers (slower)"),
         device=_option("--device", default="cpu", help="cpu, cuda, cuda:1, mps"),
@@ -160,9 +160,9 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> h
         label=_option("--label", metavar="COLUMN", help="table: the column to predict (default: the last)"),
         columns=_option("--columns", metavar="COLUMNS", help="table: columns to learn from, comma-separated (default: "
                         "all others)"),
-        groups=_option("--groups", metavar="COLUMN", help="table: rows with the same value in this column stay together "
-                       "in the training, held-out or test split"),
-        size=_option("--size", type=int, metavar="PIXELS", help="pictures: scaled to squares of this size (default: 32)"),
+        groups=_option("--groups", metavar="COLUMN", help="table: rows with the same value in this column stay "
+                       "together in the training, held-out or test split"),
+        size=_option("--size", type=int, metavar="PIXELS", help="pictures: scaled to this size (default: 32)"),
         synthetic=_flag("--synthetic", help="made-up images in place of CIFAR-10"),
         unguarded=_flag("--unguarded", help="run without the Governor"),
         allocator=_flag("--keep-default-allocator", help="let glibc give freed memory back at every step (slower)"),

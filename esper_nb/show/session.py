@@ -57,7 +57,7 @@ class Request:
         self.message = message
         self.answered.set()
 
-    def __str__(self) -> str: return self.message if self.ok is not None else f"{self.what}: waits for the end of the step"
+    def __str__(self) -> str: return self.message if self.ok is not None else f"{self.what}: waits for the step's end"
 
 # %% ../../nbs/show/81_session.ipynb #01d41748
 P = ParamSpec("P")
