@@ -62,7 +62,7 @@ def whole(tmp_path_factory):
                          ids=["interrupt", "terminate", "hang up", "kill"])
 def test_resume_in_a_new_process_is_exact(whole, tmp_path, number, at):
     run = tmp_path/"digits_impaired"
-    options = ("--updates", 3, "--inject", "nan:1:4", *SMALL, "--comparison", 0, "--out", tmp_path)
+    options = ("--updates", 3, "--inject", "nan:1:4", *SMALL, "--out", tmp_path)
     first = child("train", "digits_impaired", *options, at=at, number=number)
     assert "Traceback" not in first.stderr and not (run/"comparison.json").exists()
     if number == 9: assert first.returncode == -9
@@ -75,8 +75,8 @@ def test_resume_in_a_new_process_is_exact(whole, tmp_path, number, at):
     ended, other = open_run(run), open_run(whole)
     def kept(r): return tensors([r.env.parts[0][1].model.state_dict(), r.learner.optimizer.state_dict()])
     assert all(torch.equal(x, y) for x, y in zip(kept(ended), kept(other), strict=True))
-    ours, theirs = (Comparison.load(f/"comparison.json").plays[0] for f in (run, whole))
-    assert ours.controller == theirs.controller == "PPO" and ours.test_accuracy_pp == theirs.test_accuracy_pp
+    test = [[p.test_accuracy_pp for p in Comparison.load(f/"comparison.json").plays] for f in (run, whole)]
+    assert test[0] == test[1]
 
 def tensors(tree):
     if isinstance(tree, torch.Tensor): yield tree
