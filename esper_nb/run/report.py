@@ -138,7 +138,8 @@ class RunSummary(NamedTuple):
         seconds, epochs = sum(r.get("update.seconds") or 0 for r in updates), pick_rows(self.rows, "epoch")
         if updates:
             steps = updates[-1].get("update.env_steps") or 0
-            about["trained"] = f"{updates[-1]['update']} updates, {steps:,} epochs of a lane, {seconds:,.0f} s"
+            done = updates[-1]["update"]
+            about["trained"] = f"{done} update{'s' * (done != 1)}, {steps:,} epochs of a lane, {seconds:,.0f} s"
         elif epochs: about["trained"] = f"{max(r['epoch'] for r in epochs) + 1} epochs"
         origin = self.config.get("origin", {})
         about |= {name: str(origin[k]) for k, name in _facts.items() if k in origin}
