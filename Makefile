@@ -50,15 +50,15 @@ pages: $(STAMP)  ## run the notebooks that have changed to their ends (or NB="nb
 
 unit: $(STAMP)  ## pytest over tests/ without matrices and browsers, two files at a time, those of what has changed first
 	@echo "== tests"
-	@$(BIN)/pytest tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not browser"
+	@$(BIN)/pytest tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not browser" --durations=10
 
-notebooks: $(STAMP)  ## run every notebook in a fresh kernel and compare its text with what is stored (or NB=...)
+notebooks: $(STAMP)  ## run every notebook in a kernel of its own and compare its text with what is stored (or NB=...)
 	@echo "== every notebook shows what is stored"
 	@$(BIN)/python scripts/notebooks.py run $(NB)
 
 rest: $(STAMP)  ## the tests that `make unit` leaves out
 	@echo "== matrices and browsers"
-	@$(BIN)/pytest tests -n 2 --dist loadfile -m "slow or browser"
+	@$(BIN)/pytest tests -n 2 --dist loadfile -m "slow or browser" --durations=10
 
 lab: $(STAMP)  ## JupyterLab on the notebooks
 	cd nbs && ../$(BIN)/jupyter lab

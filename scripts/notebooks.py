@@ -2,7 +2,7 @@
 
 check    the library is what the notebooks export, the notebooks are clean, the README is what the index renders to
 quick    notebooks that have changed (or those named) without comparing outputs, in forks of one warm process
-run      every notebook (or those named) in a fresh kernel: its text outputs are those that are stored
+run      every notebook (or those named) in a kernel of its own: its text outputs are those that are stored
 door     stubs of the names that esper_nb and its packages offer; NAME adds one to the front door, no:NAME drops it
 readme   README.md (and its images) from nbs/index.ipynb
 refresh  run notebooks in a kernel and store their outputs
@@ -14,13 +14,13 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,57 +165,32 @@ def stale_stubs():
     return [p for p, text in texts.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
 
 
-# --- every notebook, once
+# --- every notebook, in forks of one warm process
 
 def runs(notebook):
     "Whether a notebook has code that the tests run: some pages are prose alone."
     return any(s.strip() and not NOT_RUN.search(s) for s in cells(notebook))
 
 
-def compare(notebook, minutes):
-    "Run a notebook in a kernel beside its stored text outputs: (path, seconds, what is wrong or nothing)."
-    options = ["--nbval", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, notebook]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}      # pages run side by side: one core each
-    begun = time.time()
-    with tempfile.TemporaryFile("w+") as said:
-        tests = subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True)
-        try: failed = tests.wait(timeout=60 * minutes)
-        except subprocess.TimeoutExpired: failed = f"not done after {minutes} minutes: it hangs"
-        finally:
-            if tests.poll() is None:      # its kernel too, also after Ctrl-C
-                os.killpg(tests.pid, signal.SIGKILL)
-                tests.wait()
-        said.seek(0)
-        report = said.read()
-    return notebook, time.time() - begun, f"{report}\n{failed if isinstance(failed, str) else ''}" if failed else ""
-
-
 def report(results, praise, mend=""):
-    "Print what ran and how long it took; exit with the names of those that failed."
-    wrong, count = [], 0
-    for path, seconds, why in results:
-        count += 1
-        print(f"{'FAILED' if why else 'ok':6} {seconds:6.1f} s  {path.relative_to(ROOT)}", flush=True)
+    "Print what ran and how long it took, the slowest ten at the end; exit with the names of those that failed."
+    wrong, took = [], {}
+    for path, seconds, core, why in results:
+        name = path.relative_to(ROOT).as_posix()
+        took[name] = core
+        print(f"{'FAILED' if why else 'ok':6} {seconds:6.1f} s, of a core {core:6.1f} s  {name}", flush=True)
         if why:
-            wrong.append(path.relative_to(ROOT).as_posix())
+            wrong.append(name)
             print(why, flush=True)
-    if wrong: sys.exit("\n".join([f"{len(wrong)} of {count} notebooks failed:", *(f"  {w}" for w in wrong), mend]))
-    print(f"{count} notebooks: {praise}")
+    slowest = [f"  {took[n]:4.0f}  {n}" for n in sorted(took, key=took.get, reverse=True)[:10]]
+    if len(took) > 10: print("\n".join(["the slowest ten, in seconds of a core:", *slowest]))
+    if wrong: sys.exit("\n".join([f"{len(wrong)} of {len(took)} notebooks failed:", *(f"  {w}" for w in wrong), mend]))
+    print(f"{len(took)} notebooks: {praise}")
 
 
-def run(*names, minutes=6, side_by_side=2):
-    "Run every notebook once in a fresh kernel, two at a time, and compare its outputs; the largest first."
-    found = [Path(n).resolve() for n in names] or sorted(find_notebooks(), key=lambda p: -p.stat().st_size)
-    with ThreadPoolExecutor(side_by_side) as pool:
-        report(pool.map(lambda p: compare(p, minutes), [p for p in found if runs(p)]),
-               "their outputs are those that are stored", "if the code is right: make refresh NB=\"...\" with these")
-
-
-# --- every notebook, quickly
-
-WARM = ("torch", "torchvision", "matplotlib.pyplot", "sklearn.datasets", "gymnasium", "nbdev.test", "esper_nb.run.cli",
-        "esper_nb.show.dashboard")
+FORK = multiprocessing.get_context("fork")
+WARM = ("torch", "torchvision", "matplotlib.pyplot", "sklearn.datasets", "gymnasium", "ipykernel.kernelapp",
+        "nbval.plugin", "esper_nb.run.cli", "esper_nb.show.dashboard")
 
 
 def changed_files():
@@ -237,12 +212,69 @@ def changed_first(paths):
     return sorted(paths, key=rank)
 
 
-def execute(notebook, log):
-    "Run a notebook's cells with nbdev's own runner; the work of a forked process."
-    os.setsid()      # what it starts ends with it
-    for stream in (1, 2): os.dup2(log.fileno(), stream)
+def execute(notebook):
+    "Run a notebook's cells with nbdev's own runner: whether they all ran."
     from nbdev.test import test_nb
-    done, _ = test_nb(notebook, skip_flags=["notest", "gpu"], basepath=ROOT)
+    return test_nb(notebook, skip_flags=["notest", "gpu"], basepath=ROOT)[0]
+
+
+def serve_kernel(asked):
+    "Wait for the command of a kernel, then be that kernel, in a group that can be ended alone."
+    os.setsid()
+    asked.send("ready")
+    command, env, cwd = asked.recv()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:] = [p for p in sys.path if p != str(ROOT/"scripts")]
+    from ipykernel.kernelapp import IPKernelApp
+    IPKernelApp.launch_instance(argv=[*command[command.index("-f"):], f"--IPKernelApp.parent_handle={os.getppid()}"])
+    os._exit(0)
+
+
+class ForkedKernel:
+    "A kernel that is a fork, as jupyter_client wants a process."
+    stdin = stdout = stderr = None
+
+    def __init__(self):
+        asked, self.ask = multiprocessing.Pipe()
+        self.process = FORK.Process(target=serve_kernel, args=(asked,))
+        self.process.start()
+        self.pid = self.process.pid
+        self.kill, self.terminate = self.process.kill, self.process.terminate
+
+    def launch(self, command, env=None, cwd=None, **streams):
+        "Stand in for `jupyter_client.launch_kernel`."
+        self.ask.recv()
+        self.ask.send((command, dict(env or os.environ), cwd or os.getcwd()))
+        return self
+
+    def poll(self): return self.process.exitcode
+    def send_signal(self, number): os.kill(self.pid, number)
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        return self.poll()
+
+
+def compare(notebook):
+    "Run a notebook in a kernel beside its stored text outputs: whether they are equal."
+    from jupyter_client.provisioning import local_provisioner
+    import pytest
+    kernel = ForkedKernel()
+    local_provisioner.launch_kernel = kernel.launch
+    try: return not pytest.main(["--nbval", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider", str(notebook)])
+    finally:
+        end_group(kernel.pid)
+        kernel.wait()
+
+
+def work(how, notebook, log):
+    "What a forked process does: run a notebook, with all that it says in `log`."
+    os.setsid()      # what it starts ends with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for stream in (1, 2): os.dup2(log.fileno(), stream)
+    done = how(notebook)
     sys.stdout.flush()
     os._exit(not done)
 
@@ -253,16 +285,25 @@ def end_group(leader):
     except ProcessLookupError: pass
 
 
-def execute_all(notebooks, minutes, side_by_side=2):
-    "Run notebooks in forks of this process, which has imported what they need: (path, seconds, what is wrong)."
-    os.environ["OMP_NUM_THREADS"] = "1"      # pages run side by side: one core each
+def used():
+    "Return the seconds of a core that ended child processes have taken."
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
+def in_forks(how, notebooks, minutes, side_by_side=2):
+    """Run notebooks in forks of this process, which has imported what they need.
+
+    Yields (path, seconds by the clock, seconds of a core, what is wrong or nothing).
+    """
+    os.environ |= dict(OMP_NUM_THREADS="1", MPLBACKEND="module://matplotlib_inline.backend_inline")      # a core each
     for name in WARM: importlib.import_module(name)
-    fork, waiting, running = multiprocessing.get_context("fork"), iter(notebooks), []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))      # forks end with this process
+    waiting, running = iter(notebooks), []
     try:
         while True:
             if len(running) < side_by_side and (notebook := next(waiting, None)) is not None:
                 log = tempfile.TemporaryFile("w+")
-                child = fork.Process(target=execute, args=(notebook, log))
+                child = FORK.Process(target=work, args=(how, notebook, log))
                 child.start()
                 running.append((child, notebook, log, time.time()))
                 continue
@@ -270,6 +311,7 @@ def execute_all(notebooks, minutes, side_by_side=2):
             time.sleep(.05)
             for one in running[:]:
                 child, notebook, log, begun = one
+                before = used()
                 late = time.time() - begun > 60 * minutes
                 if child.exitcode is None and not late: continue
                 end_group(child.pid)
@@ -277,9 +319,16 @@ def execute_all(notebooks, minutes, side_by_side=2):
                 running.remove(one)
                 log.seek(0)
                 why = log.read() + f"\nnot done after {minutes} minutes: it hangs" * late
-                yield notebook, time.time() - begun, why if child.exitcode else ""
+                yield notebook, time.time() - begun, used() - before, why if child.exitcode else ""
     finally:
         for child, *_ in running: end_group(child.pid)
+
+
+def run(*names, minutes=6):
+    "Run every notebook once, in a kernel of its own, and compare its outputs with those stored; the largest first."
+    found = [Path(n).resolve() for n in names] or sorted(find_notebooks(), key=lambda p: -p.stat().st_size)
+    report(in_forks(compare, filter(runs, found), minutes),
+           "their outputs are those that are stored", "if the code is right: make refresh NB=\"...\" with these")
 
 
 def quick(*names, minutes=4, budget=150):
@@ -293,7 +342,7 @@ def quick(*names, minutes=4, budget=150):
         for p in filter(runs, found):
             if names or time.time() - begun < budget: yield p
             else: left.append(p)
-    report(execute_all(within_budget(), minutes), "they ran to their ends")
+    report(in_forks(execute, within_budget(), minutes), "they ran to their ends")
     if left: print(f"{len(left)} changed notebooks are left to `make notebooks`: {budget} seconds are over")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from scripts.notebooks import GENERATED, LAYERS, LIB, ROOT
-from scripts.notebooks import cells, compare, exported_names, find_modules, find_notebooks, out_of_step
+from scripts.notebooks import cells, exported_names, find_modules, find_notebooks, out_of_step
 
 CFG = ConfigParser(delimiters=["="])
 CFG.read(ROOT/"settings.ini", encoding="utf-8")
@@ -270,24 +270,26 @@ def notebook_of(path, source, shown=""):
     path.write_text(json.dumps(dict(cells=[cell], metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)))
     return path
 
-@pytest.mark.slow
-def test_a_stored_output_that_is_old_is_found_and_a_page_that_hangs_ends(tmp_path):
-    wrong = compare(notebook_of(tmp_path/"old.ipynb", "print(1 + 1)", "3\n"), 5)[2]
-    assert "Cell outputs differ" in wrong
-    assert compare(notebook_of(tmp_path/"true.ipynb", "print(1 + 1)", "2\n"), 5)[2] == ""
-    assert "it hangs" in compare(notebook_of(tmp_path/"long.ipynb", "while True: pass"), .2)[2]
+PAGES = { # name: source, what is stored
+    "true": ("print(1 + 1)", "2\n"), "old": ("print(1 + 1)", "3\n"), "wrong": ("assert 1 == 2, 'not so'", ""),
+    "long": ("import time; time.sleep(999)", ""),
+    "child": ("import subprocess; p = subprocess.Popen(['sleep', '99'])\nprint(p.returncode)", "None\n")}
 
 @pytest.mark.slow
-def test_the_quick_run_finds_a_page_that_fails_or_hangs(tmp_path):
-    sources = dict(fine="x = 1", wrong="assert 1 == 2, 'not so'", long="while True: pass",
-                   child="import subprocess; p = subprocess.Popen(['sleep', '99'])")
+def test_a_page_that_is_old_fails_or_hangs_is_found(tmp_path):
+    "By the run that compares, in kernels, and by the quick one, which does not look at outputs."
     code = f"""
 from pathlib import Path
-from scripts.notebooks import execute_all
-for path, _, why in execute_all(sorted(Path({str(tmp_path)!r}).glob("*.ipynb")), .2): print(path.stem, repr(why[-300:]))
+from scripts.notebooks import compare, execute, in_forks
+for how in (compare, execute):
+    for name, limit in {dict.fromkeys(PAGES, 3.) | dict(long=.05)}.items():
+        [(path, *_, why)] = in_forks(how, [Path({str(tmp_path)!r})/f"{{name}}.ipynb"], limit)
+        print("told", how.__name__, name, repr(why[-1500:]))
 """
-    for name, source in sources.items(): notebook_of(tmp_path/f"{name}.ipynb", source)
+    for name, page in PAGES.items(): notebook_of(tmp_path/f"{name}.ipynb", *page)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    told = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ")[0] in sources)
-    assert told["fine"] == told["child"] == "''", done
-    assert "not so" in told["wrong"] and "it hangs" in told["long"]
+    told = {tuple(w[1:3]): w[3] for line in done.stdout.splitlines() if (w := line.split(" ", 3))[0] == "told"}
+    for how in ("compare", "execute"):
+        assert told[how, "true"] == told[how, "child"] == "''", done
+        assert "not so" in told[how, "wrong"] and "it hangs" in told[how, "long"], done
+    assert "Cell outputs differ" in told["compare", "old"] and told["execute", "old"] == "''", done
