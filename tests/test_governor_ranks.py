@@ -130,15 +130,15 @@ def ruined_run(rank, fault, bad_rank, steps=150, begin=50, last=70):
 def every_fault(rank, world, folder, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
-    out[rank] = {(fault, bad): ruined_run(rank, fault, bad) for fault in list_faults() for bad in range(world)}
+    out[rank] = {(fault, bad): ruined_run(rank, fault, bad) for fault in list_faults() for bad in (0, world - 1)}
     dist.barrier()
     dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_fault_on_every_rank_leaves_equal_ranks(tmp_path, world):
+def test_every_fault_on_the_first_and_the_last_rank_leaves_equal_ranks(tmp_path, world):
     done = run(world, tmp_path, target=every_fault, seconds=900)
-    assert len(done) == world and len(done[0]) == 6 * world
+    assert len(done) == world and len(done[0]) == 12
     for case, first in done[0].items():
         for other in done[1:]:
             assert other[case]["reports"] == first["reports"], case

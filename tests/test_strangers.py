@@ -340,7 +340,7 @@ def test_the_comparison_keeps_to_its_budget(tmp_path, monkeypatch):
         run = begin_run(get_recipe("digits_impaired", TINY | {"comparison": float(share)}), tmp_path)
         for _ in run.updates(): pass
         c = run.finish()
-        assert c.names == names and c.verdict().startswith("Growing ") == (share > 0)
+        assert c.names == names and bool(c.verdict()) == (share > 0)
 
 @pytest.mark.slow
 def test_report_and_watch_need_no_torch(made, tmp_path):

@@ -282,7 +282,8 @@ def alarm_rows(alarms: Iterable[Alarm]) -> list[Row]:
         where = {"slot": a.slot} | ({a.by: a.at} if a.by else {})
         def number(x): return None if isinstance(x, str) else finite_or_none(x)
         metrics = dict(
-            name=a.name, metric=a.metric, level=a.level, value=number(a.value), shown=str(a.value),
+            name=a.name, metric=a.metric, level=a.level, value=number(a.value),
+            shown=a.value if isinstance(a.value, str) else f"{a.value:.4g}",
             limit=number(a.limit), meaning=a.meaning, advice=a.advice)
         row: Row = {"kind": "alarm", **{k: v for k, v in where.items() if v is not None}, "lane": a.lane}
         rows.append(row | {f"alarm.{k}": v for k, v in metrics.items()})
