@@ -1,7 +1,8 @@
 """Growth rules against each other on networks of `digits_family` that nothing was chosen with.
 
-    python -m benchmarks.leaderboard --seeds 2          # a few minutes a seed on one quiet core
-    python -m benchmarks.leaderboard --rules PPO  # a rule more; stored ones of the same seeds stay
+    python -m benchmarks.leaderboard --seeds 10                 # two minutes a seed on one quiet core
+    python -m benchmarks.leaderboard --seeds 2 --rules PPO      # six minutes a seed; what else is stored stays
+    python -m benchmarks.leaderboard --first 62 --seeds 1       # a seed more
 
 Writes nbs/explanations/leaderboard.json; nbs/explanations/leaderboard.ipynb shows it. Practice is not done again: the
 constant is that of the stored comparison (digits_family.json), and the networks of that comparison, looked at once by
@@ -41,16 +42,18 @@ def stored_practice() -> dict:
 
 
 def keep_others(before: Comparison, found: Comparison) -> Comparison:
-    "Return what was found, after stored plays of rules that were not played now; of other seeds nothing is kept."
-    if {p.seed for p in before.plays} != {p.seed for p in found.plays}: return found
-    others = tuple(p for p in before.plays if p.controller not in found.names)
-    learned = found.learned or before.learned
-    return found._replace(plays=others + found.plays, notes=before.notes | found.notes, learned=learned)
+    "Return what was found, and the stored plays of other rules or seeds."
+    now = {(p.controller, p.seed) for p in found.plays}
+    plays = [*found.plays, *(p for p in before.plays if (p.controller, p.seed) not in now)]
+    learned = [*found.learned, *(u for u in before.learned if ("PPO", u.seed) not in now)]
+    return found._replace(plays=tuple(sorted(plays, key=lambda p: p.seed)), notes=before.notes | found.notes,
+                          learned=tuple(sorted(learned, key=lambda u: u.seed)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=FRESH)
     parser.add_argument("--rules", default=RULES)
     parser.add_argument("--out", type=Path, default=STORED/"leaderboard.json")
     args = parser.parse_args()
@@ -59,7 +62,7 @@ def main() -> None:
     search = search_seeds(config.ppo.num_updates)
     with RepeatStore(args.out.with_suffix(".seeds"), config) as store:
         store.write("search", dict(seeds=search, found=stored_practice()))
-        seeds = range(FRESH, FRESH + args.seeds)
+        seeds = range(args.first, args.first + args.seeds)
         found = compare_recipe(config, seeds, search, print, rules=args.rules.split(","), store=store)
         if args.out.exists(): found = keep_others(Comparison.load(args.out), found)
         found.save(args.out)

@@ -228,13 +228,18 @@ def our_update(width, share, parts):
     "A function that runs one update, without the acting."
     envs = SyncVectorEnv([lambda: Noise(share)] * 8, autoreset_mode="SameStep")
     config = PPOConfig(num_steps=150, num_minibatches=parts, update_epochs=4, max_grad_norm=0.5)
-    learner = Learner(envs, config, PolicyConfig(features=(), hidden=width, actor=64, critic=(64, 64)))
+    return sweeps(Learner(envs, config, PolicyConfig(features=(), hidden=width, actor=64, critic=(64, 64))))
+
+
+def sweeps(learner):
+    "A function that learns from one and the same rollout as an update does."
     learner.reset()
     while not learner.rollout.full: learner.step_envs()
     learner.compute_targets()
     def update():
-        for sweep in range(4):
-            for b in learner.rollout.minibatches(parts, generator(0, "sweep", sweep)): learner.learn(b)
+        for sweep in range(learner.config.update_epochs):
+            for b in learner.rollout.minibatches(learner.config.num_minibatches, generator(0, "sweep", sweep)):
+                learner.learn(b)
     return update
 
 
@@ -252,15 +257,27 @@ def sb3_update(width, share, parts):
     return model.train
 
 
-def in_turns(functions, repeat):
-    "Fastest of some calls of each, in seconds."
+def seconds_in_turns(functions, repeat):
+    "CPU seconds of some calls of each, taken in turns: what other programs do meanwhile counts little."
     times = [[] for _ in functions]
     for _ in range(repeat):
         for f, seconds in zip(functions, times):
-            begun = time.perf_counter()
+            begun = time.process_time()
             f()
-            seconds.append(time.perf_counter() - begun)
-    return [min(seconds) for seconds in times]
+            seconds.append(time.process_time() - begun)
+    return times
+
+
+def in_turns(functions, repeat):
+    "Fastest of some calls of each, in CPU seconds."
+    return [min(seconds) for seconds in seconds_in_turns(functions, repeat)]
+
+
+def times_ours(ours, theirs):
+    "How many times our seconds theirs are: median over the turns, and the 95 % interval of that median."
+    ratios, n = sorted(t / o for o, t in zip(ours, theirs)), len(ours)
+    outside = max(0, int((n - 1.96 * n ** 0.5) / 2)) # ranks that the interval leaves out at each end
+    return [round(ratios[i], 2) for i in (n // 2, outside, n - 1 - outside)]
 
 
 def speed(repeat=4):
@@ -281,25 +298,44 @@ def speed(repeat=4):
 PACE = dict(num_steps=128, num_minibatches=4, update_epochs=4, learning_rate=2.5e-4, ent_coef=0.01)
 
 
-def our_pace(n):
-    "A function that plays and learns one rollout: sb3's networks, and nothing normalised."
+def our_learner(n):
+    "Sb3's networks, and nothing normalised."
     config = PPOConfig(**PACE, num_updates=10**6, norm_obs=False, norm_reward=False)
     policy = PolicyConfig(core="none", features=(64, 64), separate_critic=True)
-    learner = Learner(gym.make_vec("CartPole-v1", num_envs=n, vectorization_mode="sync"), config, policy)
+    return Learner(gym.make_vec("CartPole-v1", num_envs=n, vectorization_mode="sync"), config, policy)
+
+
+def our_pace(n):
+    "A function that plays and learns one rollout."
+    learner = our_learner(n)
     def rollout():
         while learner.step() is None: pass
     return rollout
 
 
-def sb3_pace(n):
-    "The same with Stable-Baselines3's PPO: networks of 64 and 64 for actor and critic are its own choice."
+def sb3_learner(n):
+    "Stable-Baselines3's PPO after one rollout: networks of 64 and 64 for actor and critic are its own choice."
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
     model = PPO("MlpPolicy", make_vec_env("CartPole-v1", n, seed=0), seed=0, n_steps=PACE["num_steps"], device="cpu",
                 batch_size=PACE["num_steps"] * n // PACE["num_minibatches"], n_epochs=PACE["update_epochs"],
                 learning_rate=PACE["learning_rate"], ent_coef=PACE["ent_coef"])
     model.learn(PACE["num_steps"] * n)
+    return model
+
+
+def sb3_pace(n):
+    "The same with Stable-Baselines3."
+    model = sb3_learner(n)
     return lambda: model.learn(PACE["num_steps"] * n, reset_num_timesteps=False)
+
+
+def sb3_sweeps(n):
+    "What `sweeps` does, with Stable-Baselines3."
+    from stable_baselines3.common.logger import Logger
+    model = sb3_learner(n)
+    model.set_logger(Logger(None, []))
+    return model.train
 
 
 def plain_pace(n):
@@ -351,12 +387,13 @@ def plain_pace(n):
     return rollout
 
 
-def pace(n=8, repeat=30):
-    "Steps a second of three learners with equal settings and networks, from the fastest rollout of each."
-    times = in_turns([our_pace(n), sb3_pace(n), plain_pace(n)], repeat)
-    ours, sb3, plain = (PACE["num_steps"] * n / t for t in times)
-    return dict(ours=round(ours), sb3=round(sb3), plain=round(plain), to_sb3=round(ours / sb3, 2),
-                to_plain=round(ours / plain, 2))
+def pace(n=8, repeat=40):
+    "Steps a CPU second of three learners with equal settings and networks; how many times theirs ours are; an update."
+    ours, *others = seconds_in_turns([our_pace(n), sb3_pace(n), plain_pace(n)], repeat)
+    mine, theirs = seconds_in_turns([sweeps(our_learner(n)), sb3_sweeps(n)], repeat)
+    steps = {k: round(PACE["num_steps"] * n / min(t)) for k, t in zip(("ours", "sb3", "plain"), (ours, *others))}
+    return steps | dict(to_sb3=times_ours(ours, others[0]), to_plain=times_ours(ours, others[1]),
+                        update_to_sb3=times_ours(mine, theirs))
 
 
 def acting(repeat=300):

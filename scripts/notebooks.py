@@ -79,6 +79,14 @@ def out_of_step(root=ROOT):
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
+def lacks_pictures(path):
+    "Whether a cell of a page describes a picture for those who cannot see it, and has stored none."
+    all_cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    described = [c for c in all_cells if "#| fig-alt" in "".join(c["source"])]
+    def stored(cell): return any(k.startswith("image/") for out in cell["outputs"] for k in out.get("data", {}))
+    return not all(map(stored, described))
+
+
 def check():
     "Say which files are out of step, and what mends them."
     stale = out_of_step()
@@ -91,6 +99,8 @@ def check():
         sys.exit("\n".join(["Out of step:", *(f"  {name}" for name in stale),
                             "Mend with: .venv/bin/nbdev_export && .venv/bin/nbdev_clean && make door readme",
                             "(and delete a module in esper_nb/ whose notebook is gone)"]))
+    if blank := [p.relative_to(ROOT).as_posix() for p in find_notebooks() if lacks_pictures(p)]:
+        sys.exit(f"Pictures are described and not stored in {' '.join(blank)}: make refresh NB=\"...\" with these")
     print(f"{len(find_notebooks())} notebooks, {len(find_modules())} modules: in step and clean")
 
 
@@ -324,7 +334,7 @@ def in_forks(how, notebooks, minutes, side_by_side=2):
         for child, *_ in running: end_group(child.pid)
 
 
-def run(*names, minutes=6):
+def run(*names, minutes=15):
     "Run every notebook once, in a kernel of its own, and compare its outputs with those stored; the largest first."
     found = [Path(n).resolve() for n in names] or sorted(find_notebooks(), key=lambda p: -p.stat().st_size)
     report(in_forks(compare, filter(runs, found), minutes),
@@ -415,9 +425,11 @@ def refresh(*names):
             if NOT_RUN.search(cell.source): return cell
             return await super().async_execute_cell(cell, cell_index, **kwargs)
 
+    os.environ.pop("MPLBACKEND", None)      # with one, kernels show no pictures
     for path in [Path(n).resolve() for n in names] or find_notebooks():
         nb = nbformat.read(path, as_version=4)
-        Client(nb, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+        Client(nb, timeout=600, kernel_name="python3", coalesce_streams=True,
+               resources={"metadata": {"path": str(path.parent)}}).execute()
         nbformat.write(nb, path)
         print(path.relative_to(ROOT))
 

@@ -187,6 +187,9 @@ def test_mistakes(tmp_path, capsys):
         assert words in capsys.readouterr().err
     assert not (tmp_path/"runs").exists()
     assert main(["train"]) == 2
+    assert main(["export", str(tmp_path/"none")]) == 2 and "no folder of a run" in capsys.readouterr().err
+    with pytest.raises(SystemExit): main(["train", "digits", "--set", "minutes=1", "seed=2"])
+    assert "unknown: seed=2;" in (said := capsys.readouterr().err) and "a --set of its own" in said
     with pytest.raises(ValueError, match="new name"): register_recipe(named("digits"))
     assert {"digits", "digits_impaired", "cifar_baseline"} <= set(list_recipes())
     pairs = ["lr=.9", "epochs=none", "schedule=1_000", "restart=False"]

@@ -126,7 +126,7 @@ def test_a_request_that_nobody_answers_times_out(run):
         yield from fake(1)
     s = run(FrameSource(hangs(), 2))
     s.start(); entered.wait(10)
-    with pytest.raises(TimeoutError, match="no step edge"): s.pause().wait(.05)
+    with pytest.raises(TimeoutError, match="no answer within"): s.pause().wait(.05)
     gate.set()
 
 def test_wrong_requests_are_refused_and_change_nothing(run):
@@ -224,6 +224,19 @@ def test_every_fault_can_be_provoked(run, fault):
     assert s.provoke(fault, 1).wait().ok
     steps(s, 4)
     assert s.state == "paused" and all(i.lane == 1 for i in s.incidents) and any(n.kind == "fault" for n in s.notes)
+
+def test_a_fault_that_no_incident_follows_gets_a_verdict(run):
+    class Unwatched(FrameSource):
+        def provoke(self, fault, lane): return 1
+    s = run(Unwatched((Frame(np.tile([1., 1. if t < 5 else 9.], (20, 1))) for t in range(30)), 2))
+    steps(s, 5)
+    for lane in (0, 1): assert s.provoke("drift", lane).wait().ok
+    steps(s, 9)
+    assert not [n for n in s.notes if n.kind == "verdict"]
+    steps(s, 6)
+    assert [n.text for n in s.notes if n.kind == "verdict"] == [
+        "lane 0: drift harmless: in 200 batches no alarm, loss 1, before 1",
+        "lane 1: drift no alarm in 200 batches, loss 9, before 1"]
 
 def test_a_rollback_by_hand_restores_one_lane_and_leaves_the_others(run):
     pop = population(3, 30)

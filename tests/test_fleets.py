@@ -54,5 +54,6 @@ def test_a_rule_more_leaves_the_leaderboards_others():
     assert sorted(again.names) == sorted(whole.names) and len(again.plays) == len(whole.plays)
     assert again.notes == whole.notes | dict(ridge="new")
     assert all((again.networks()[k] == pp).all() for k, pp in whole.networks().items())
-    fewer = ridge._replace(plays=ridge.plays[:1])
-    assert keep_others(whole, fewer) == fewer # other seeds
+    more = keep_others(whole, ridge._replace(plays=(ridge.plays[0]._replace(seed=99),)))
+    assert len(more.plays) == len(whole.plays) + 1 and more.plays[-1].seed == 99
+    assert more.ahead("ridge", "constant") == whole.ahead("ridge", "constant") # paired over what both have played

@@ -55,15 +55,15 @@ def test_a_file_is_remembered_by_its_run_and_may_move(tmp_path):
     done = command("train", "mine_recipe", "--import", plugin, "--updates", 1, *SMALL, "--out", tmp_path/"runs")
     assert done.returncode == 0, done.stderr
     assert saved_plugins(run) == [str(plugin)]
-    done = command("resume", run, "--updates", 2)
+    done = command("resume", run, "--trust", "--updates", 2)
     assert done.returncode == 0 and updates(run) == [1, 2], done.stderr
     assert command("report", run).returncode == 0
     moved = tmp_path/"elsewhere.py"
     plugin.rename(moved)
-    lost = command("resume", run, "--updates", 3)
+    lost = command("resume", run, "--trust", "--updates", 3)
     assert lost.returncode == 2 and "Traceback" not in lost.stderr
     assert f"plugin {plugin} cannot be loaded" in lost.stderr and "with --import" in lost.stderr
-    done = command("resume", run, "--updates", 3, "--import", moved)
+    done = command("resume", run, "--trust", "--updates", 3, "--import", moved)
     assert done.returncode == 0 and updates(run) == [1, 2, 3], done.stderr
     assert saved_plugins(run) == [str(moved)]
 
@@ -115,13 +115,13 @@ def test_an_installed_package_is_found_by_the_names_it_brings(tmp_path):
     done = command("train", "garden_recipe", "--updates", 1, *SMALL, "--out", tmp_path/"runs", path=[site])
     assert done.returncode == 0, done.stderr
     assert saved_plugins(run) == ["esper_nb.plugins:garden"]
-    done = command("resume", run, "--updates", 2, path=[site])
+    done = command("resume", run, "--trust", "--updates", 2, path=[site])
     assert done.returncode == 0 and updates(run) == [1, 2], done.stderr
     listed = command("tasks", path=[site])
     assert listed.returncode == 0 and "garden_task" in listed.stdout
     assert "plugin esper_nb.plugins:withered cannot be loaded: ModuleNotFoundError" in listed.stderr
     shutil.rmtree(site)
-    lost = command("resume", run, "--updates", 3)
+    lost = command("resume", run, "--trust", "--updates", 3)
     assert lost.returncode == 2 and "no installed package offers it" in lost.stderr and "Traceback" not in lost.stderr
 
 

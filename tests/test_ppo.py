@@ -11,8 +11,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from esper_nb.core import use_threads
 from esper_nb.learn import (
-    ActorCritic, Compiled, Heads, Learner, PPOConfig, PolicyConfig, StopFlag, collect_returns, explained_variance, play,
-    standardize, train_ppo)
+    ActorCritic, Batch, ChoiceMasks, Coefficients, Compiled, Heads, Learner, MaskedHeads, PPOConfig, PolicyConfig,
+    StopFlag, collect_returns, explained_variance, play, ppo_loss, standardize, train_ppo)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,6 +87,33 @@ def test_every_option_in_every_mode_begins_at_ratio_one(option, mode):
     assert max(u.first_gap for u in ups) < limit
     assert all(u.gradient_steps > 0 and math.isfinite(u.loss) for u in ups) and sum(u.rollbacks for u in ups) > 0
     assert torch.isfinite(weights(learner)).all()
+
+
+@pytest.mark.parametrize("ratio", ["heads", "joint"])
+@pytest.mark.parametrize("prob_floor", [0., .02])
+def test_slopes_are_those_that_autograd_finds(ratio, prob_floor):
+    g, heads, c = torch.Generator().manual_seed(0), Heads((3, 4)), PPOConfig(vf_coef=0., ent_coef=.1, ratio=ratio)
+    def draw(*shape): return torch.randn(5, 7, *shape, generator=g)
+    then, legal, adv, valid = draw(2, 4), (draw(2, 4) < .3) & heads.real, draw(), draw() < 1
+    legal[..., 0] = True
+    relevant = draw(2) < .5
+    action = MaskedHeads(then, legal).mode()
+    batch = Batch(draw(1), None, action, MaskedHeads(then, legal, prob_floor).log_prob(action), draw(), adv, draw(),
+                  valid, valid, torch.zeros(0, 7, 1))
+    now = then + draw(2, 4)
+    now[0, 0] += 60. * (torch.arange(4) == action[0, 0, :, None]) # beyond what a ratio is limited to
+    x, y = (now.clone().requires_grad_() for _ in range(2))
+    masks, coefs = ChoiceMasks(legal, relevant, legal), Coefficients(torch.tensor(.2), torch.tensor(.1), torch.zeros(2))
+    ppo_loss(x, batch.value, batch, masks, adv, coefs, c, prob_floor).loss.backward()
+    dist, used = MaskedHeads(y, legal, prob_floor), (relevant & valid[..., None]).float()
+    change = torch.where(used > 0, dist.log_prob(action) - batch.logp, 0.)
+    change = ((change * used).sum(-1, keepdim=True) if ratio == "joint" else change).clamp(-20, 20)
+    gain = torch.minimum(change.exp() * adv[..., None], change.exp().clamp(.8, 1.2) * adv[..., None])
+    if ratio == "heads": gain = gain * used
+    steps = (gain.sum(-1) + .1 * (dist.normalized_entropy() * used).sum(-1))[valid]
+    (-steps.mean()).backward()
+    assert y.grad.abs().max() > 0
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-7)
 
 
 class Garden(Heads):

@@ -270,7 +270,7 @@ def notebook_of(path, source, shown=""):
     path.write_text(json.dumps(dict(cells=[cell], metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)))
     return path
 
-PAGES = { # name: source, what is stored
+RUN_PAGES = { # name: source, what is stored
     "true": ("print(1 + 1)", "2\n"), "old": ("print(1 + 1)", "3\n"), "wrong": ("assert 1 == 2, 'not so'", ""),
     "long": ("import time; time.sleep(999)", ""),
     "child": ("import subprocess; p = subprocess.Popen(['sleep', '99'])\nprint(p.returncode)", "None\n")}
@@ -282,11 +282,11 @@ def test_a_page_that_is_old_fails_or_hangs_is_found(tmp_path):
 from pathlib import Path
 from scripts.notebooks import compare, execute, in_forks
 for how in (compare, execute):
-    for name, limit in {dict.fromkeys(PAGES, 3.) | dict(long=.05)}.items():
+    for name, limit in {dict.fromkeys(RUN_PAGES, 3.) | dict(long=.05)}.items():
         [(path, *_, why)] = in_forks(how, [Path({str(tmp_path)!r})/f"{{name}}.ipynb"], limit)
         print("told", how.__name__, name, repr(why[-1500:]))
 """
-    for name, page in PAGES.items(): notebook_of(tmp_path/f"{name}.ipynb", *page)
+    for name, page in RUN_PAGES.items(): notebook_of(tmp_path/f"{name}.ipynb", *page)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     told = {tuple(w[1:3]): w[3] for line in done.stdout.splitlines() if (w := line.split(" ", 3))[0] == "told"}
     for how in ("compare", "execute"):

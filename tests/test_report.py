@@ -1,5 +1,5 @@
 "What a report says first, how it lets one do it again, what it leaves out; what a training says first and last."
-import json, re, shlex, shutil
+import html, json, re, shlex, shutil
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +39,6 @@ def no_pictures(monkeypatch):
 
 def words_of(text):
     "What a reader sees."
-    import html
     text = re.sub("</?abbr[^>]*>", "", text) # within a sentence
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<style>.*?</style>|<[^>]+>", " ", text, flags=re.DOTALL)))
 
@@ -103,6 +102,14 @@ def test_the_command_makes_the_same_run_again(settings, chosen):
     assert words is not None and chosen(shlex.split(shlex.join(words))) == config
     assert len(words) <= 3 + 2 * len(settings) + 2 * ("minutes" in settings)
 
+def test_a_report_offers_a_comparison_that_the_command_line_takes(page, made, monkeypatch, capsys):
+    def begin(config): raise RuntimeError(f"{config.name} is compared")
+    monkeypatch.setattr("esper_nb.run.check_faults", begin)
+    offered = re.search(r"esper-nb compare [^<]*", page)[0]
+    words = shlex.split(html.unescape(offered))
+    assert "--comparison" in made[0].folder.config()["command"] and "--comparison" not in words
+    assert cli.main(words[1:]) == 2 and "digits_impaired is compared" in capsys.readouterr().err
+
 def test_a_population_has_a_command_too_and_a_recipe_of_ones_own_has_none(chosen):
     words = command_words({"task": {"name": "digits"}, "fit": FitConfig(lanes=4, epochs=2).to_dict()})
     assert chosen(words) == FitConfig(lanes=4, epochs=2)
@@ -154,7 +161,7 @@ def test_a_run_that_beat_all_others_has_notes_and_no_alarms(no_pictures, made, t
 
 def test_fields_have_the_names_that_people_give_them(page):
     shown = words_of(page[:page.index("<h2>Settings</h2>")])
-    commands = re.sub(r"esper-nb \S+ .*? (?=train on|against|recipe )", "", shown)
+    commands = re.sub(r"esper-nb \S+ .*? (?=train longer|against|recipe )", "", shown)
     commands = re.sub(r"--set \S+", "", commands)
     found = set(re.findall(r"\b[a-z]+_[a-z_]+\b", commands)) - {"digits_impaired", "esper_nb"}
     advice = {"learning_rate", "update_epochs", "target_kl", "ent_coef", "norm_value"}      # settings, to be set

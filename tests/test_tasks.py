@@ -259,9 +259,9 @@ bad = {
     "negative weight decay": (
         lambda: get_task("digits").replace(weight_decay=-1),
         ValueError, ["weight_decay=-1", "expected a finite number of at least 0"]),
-    "NaN target": (
-        lambda: get_task("digits").replace(target_loss=float("nan")),
-        ValueError, ["target_loss=nan", "expected a finite number above 0"]),
+    "NaN learning rate": (
+        lambda: get_task("digits").replace(lr=float("nan")),
+        ValueError, ["lr=nan", "expected a finite number above 0"]),
     "slots of another host": (
         lambda: get_task("digits").replace(slots=("r0c8",)),
         ValueError, ["slots=['r0c8']", "expected sites of this host", "r0c0"]),

@@ -22,7 +22,7 @@ from esper_nb.guard import Governor
 from esper_nb.record import (
     KINDS, METRICS, ROW_KEYS, BackgroundWriter, EnvRows, JSONLWriter, Metric, Recorder, RunFolder, TensorBoardWriter,
     blueprint_stats, decode_row, encode_row, find_metric, flatten, governor_rows, lane_scores, limit_rows, make_rows,
-    metric_names, metric_table, metrics_markdown, new_run, pick_rows, population_rows, read_rows, rollbacks, run_rows,
+    metric_names, metric_table, new_run, pick_rows, population_rows, read_rows, rollbacks, run_rows,
     seed_lives, series, stage_spans)
 from esper_nb.train import EvalResult, Fault, FitConfig, disturb_at, fit, new_population
 
@@ -431,10 +431,6 @@ def test_limits_before_any_loss_are_not_measured():
     row, = limit_rows(Governor(torch.nn.Linear(2, 1), chance_loss=2.3), epoch=0)
     assert row["limit.value"] is None and row["limit.mean"] is None
     assert row["limit.collapse_low"] == pytest.approx(2.3 * (1 - .065))
-
-def test_the_table_as_text_has_a_line_for_every_metric():
-    text = metrics_markdown(METRICS.values()).splitlines()
-    assert len(text) == len(METRICS) + 2 and all(line.replace(r"\|", "").count("|") == 6 for line in text)
 
 def test_a_clock_puts_the_time_on_rows():
     rec = Recorder(clock=iter([1.5, 2.5]).__next__)

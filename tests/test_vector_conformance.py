@@ -10,7 +10,7 @@ from esper_nb.grow import CNNConfig
 from esper_nb.train import ImageData, Task
 
 HOST = CNNConfig(classes=4, in_channels=1, size=4, blocks=2, base=2, kernel=1, pools=1)
-TASK = Task("tiny", "digits", HOST, ("r0c0", "r0c1"), batch_size=16, epochs=3, target_loss=.05, delta_std=.05, lr=.02)
+TASK = Task("tiny", "digits", HOST, ("r0c0", "r0c1"), batch_size=16, epochs=3, lr=.02)
 SMALL = dict(task=TASK, blueprints=("norm", "conv_small"), workers=1)
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -154,6 +155,21 @@ def test_a_shard_that_never_comes_back_ends_the_run():
 @pytest.mark.skipif(ray is not None, reason="Ray is installed")
 def test_without_ray_the_error_says_what_to_install():
     with pytest.raises(ImportError, match=r"pip install 'esper_nb\[ray\]'"): SplitVecEnv(CONFIG, engine="ray")
+
+
+def test_ray_is_started_again_where_a_busy_machine_was_too_slow(monkeypatch, caplog):
+    tries, why = [], "The current node timed out during startup."
+    def init(**how):
+        tries.append(how)
+        if len(tries) < 3: raise OSError(why)
+    busy = SimpleNamespace(init=init, is_initialized=lambda: False, shutdown=lambda: None,
+                           cluster_resources=lambda: dict(CPU=2))
+    monkeypatch.setitem(sys.modules, "ray", busy)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert start_ray() == 2 and len(tries) == 3 and caplog.text.count("is started again") == 2
+    tries, why = [], "no such address"
+    with pytest.raises(RuntimeError, match="Ray does not start here: no such address"): start_ray()
+    assert len(tries) == 1
 
 
 # ---- real processes

@@ -11,9 +11,10 @@ from .envs import (Data as Data, EnvConfig as EnvConfig, GrowVecEnv as GrowVecEn
 from .episodes import (clone_all as clone_all, DevicePart as DevicePart, EnvStep as EnvStep,
     merge_lanes as merge_lanes, EpisodeSums as EpisodeSums, EpisodeSummary as EpisodeSummary, lane_info as lane_info,
     part_finals as part_finals, read_reset_mask as read_reset_mask)
-from .forecast import (PENALTIES as PENALTIES, look_columns as look_columns, read_look as read_look,
-    fit_ridge as fit_ridge, Forecast as Forecast, lane_looks as lane_looks, SeedForecast as SeedForecast,
-    play_seeds as play_seeds, ColumnCut as ColumnCut, best_threshold as best_threshold, LookOnce as LookOnce)
+from .forecast import (PENALTIES as PENALTIES, LEAST_ERROR as LEAST_ERROR, SURE as SURE, look_columns as look_columns,
+    read_look as read_look, fit_ridge as fit_ridge, Forecast as Forecast, lane_looks as lane_looks,
+    SeedForecast as SeedForecast, play_seeds as play_seeds, ColumnCut as ColumnCut, best_threshold as best_threshold,
+    LookOnce as LookOnce)
 from .observations import (HISTORY as HISTORY, OBSERVATIONS as OBSERVATIONS, WIDTH as WIDTH, HEIGHT as HEIGHT,
     LaneHistory as LaneHistory, symlog as symlog, Feature as Feature, LaneView as LaneView,
     Observation as Observation, known_column as known_column, register_observation as register_observation,

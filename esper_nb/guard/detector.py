@@ -328,8 +328,8 @@ def off_scale(
     return np.where(linear, x, np.exp(np.minimum(np.where(linear, 0., x), 700.)))
 
 def _median(x, k):
-    "Median of the k smallest entries of each line of x."
-    x, i = np.sort(x, 1), np.arange(len(x))
+    "Median of the k smallest entries of each line of x; k is a number of each line, or of all."
+    x, i = np.sort(x, 1), np.arange(len(x)) if isinstance(k, np.ndarray) else slice(None)
     return (x[i, (k - 1) // 2] + x[i, k // 2]) / 2
 
 def _spread_of(x, there, level, k):
@@ -523,10 +523,10 @@ class LossStats:
         there, whole = back < seen, bool((seen >= c.window).all())
         def known(x, other): return x if whole else np.where(there, x, other)
         loss = self.ring[lanes[:, None], (seen - 1 - back) % WINDOW_LIMIT]  # newest first
-        k = there.sum(1)
+        k = c.window if whole else there.sum(1)
         mean = self.mean[lanes] = known(loss, 0.).sum(1) / k
         sigma = self.sigma[lanes] = np.sqrt((known(loss - mean[:, None], 0.)**2).sum(1) / k)
-        linear = self._choose_scale(c, lanes, loss, there)
+        linear = self._choose_scale(c, lanes, loss, there, k)
         x = known(log_of(loss), 0.) # of those that are not there no use is made
         level = _median(known(x, np.inf), k)
         spread = np.maximum(_spread_of(x, there, level, k), c.min_spread)
@@ -536,14 +536,14 @@ class LossStats:
             spread = np.where(linear, np.maximum(np.maximum(sigma, least), 1e-30), spread)
         self.level[lanes], self.spread[lanes], self.stale[lanes] = level, spread, 0
 
-    def _choose_scale(self, c, lanes, loss, there) -> np.ndarray: # (k,) 1: linear
+    def _choose_scale(self, c, lanes, loss, there, k) -> np.ndarray: # (k,) 1: linear
         "Note the range of the ring, and carry the smoothed loss over where the scale changes."
         ring, seen = self.ring[lanes], self.seen[lanes, None]
         empty = np.arange(WINDOW_LIMIT) >= seen if (seen < WINDOW_LIMIT).any() else None
         self.lowest[lanes] = (ring if empty is None else np.where(empty, np.inf, ring)).min(1)
         self.highest[lanes] = (ring if empty is None else np.where(empty, -np.inf, ring)).max(1)
         zeros = (there & (loss == 0)).sum(1)
-        linear = ((self.lowest[lanes] < 0) | (zeros >= np.maximum(2, there.sum(1) / 10))).astype(np.int64)
+        linear = ((self.lowest[lanes] < 0) | (zeros >= np.maximum(2, k / 10))).astype(np.int64)
         if c.scale != "auto": linear[:] = c.scale == "linear"
         moved = linear != self.linear[lanes]
         if moved.any():
@@ -564,7 +564,7 @@ class _SingleLane(NamedTuple):
     def of(cls, s: LossStats, c: DetectorConfig, chance_loss: float | None) -> Self:
         "Read the numbers of the only lane of some statistics."
         guess = None if chance_loss is None else np.array([chance_loss])
-        by = LossLimits._make(np.ravel(v)[0].item() for v in loss_limits(s, c, guess))
+        by = LossLimits._make(v.item() for v in loss_limits(s, c, guess))
         look = Look(
             ops=NUMBERS, loss=1., x=0., z=0., on=True, ok=True, live=by.ready, limits=by, mean=s.mean.item(),
             level=s.level.item(), spread=s.spread.item(), linear=s.linear.item(), chance_loss=chance_loss)

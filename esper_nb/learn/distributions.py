@@ -178,7 +178,7 @@ def choose(
         seen.append((now, legal))
         picked = dist.mode() if noise is None else dist.sample(noise)
         logp = dist.log_prob(picked)
-        found = found + logp.sum()
+        found = found + logp.detach().sum()
         if len(heads.stages) == 1: action = picked
         else:
             for head in stage: action[..., head] = picked[..., head]

@@ -122,12 +122,31 @@ class PPOConfig(Config):
                 mix(self.ent_coef, self.ent_final))
 
 # %% ../../nbs/learn/64_loss.ipynb #d2b20450
-def _surrogate(log_ratio, adv, used, clip, joint): # (t, m, K), (t, m), (t, m, K), scalar, bool
-    "Return the clipped surrogate per step (t, m), and the ratios."
+class _Sloped(torch.autograd.Function):
+    "A number whose slope along a tensor is known: going back is one product."
+    @staticmethod
+    def forward(ctx, x, number, slope):
+        ctx.save_for_backward(slope)
+        return number.view_as(number)
+
+    @staticmethod
+    def backward(ctx, grad): return grad * ctx.saved_tensors[0], None, None
+
+def _surrogate(log_ratio, adv, used, weight, clip, joint): # (t, m, K), (t, m), (t, m, K), (t, m), scalar, bool
+    "Return the clipped surrogate of each head, the slope of its weighted sum along the log-ratios, and the ratios."
     if joint: log_ratio = (log_ratio * used).sum(-1, keepdim=True)
-    ratio, a = log_ratio.clamp(-20, 20).exp(), adv.unsqueeze(-1)
-    gain = torch.minimum(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
-    return (gain if joint else gain * used).sum(-1), ratio
+    near, a = log_ratio.clamp(-20, 20), adv.unsqueeze(-1)
+    ratio = near.exp()
+    free, bound = ratio * a, ratio.clamp(1 - clip, 1 + clip) * a
+    gain = torch.minimum(free, bound)
+    moves = (gain == free) & (near == log_ratio)
+    return gain if joint else gain * used, weight.unsqueeze(-1) * a * ratio * (used * moves), ratio
+
+def _entropy(dist, choices, cost): # MaskedHeads, (t, m, K) int64, (t, m, K)
+    "Return each head's normalised entropy, and the slope along the log-probabilities of their sum weighted by `cost`."
+    most, p, logp = choices.clamp_min(2).float().log(), dist.logp.exp(), dist.logp.masked_fill(~dist.legal, 0.)
+    share = (cost / -most).unsqueeze(-1)
+    return (p * logp).sum(-1) / -most, share * p + share * logp * p
 
 def _value_loss(value, b, target, clip):
     "Return half the squared error per step; with `clip`, of the worse of the plain and the clipped prediction."
@@ -224,20 +243,23 @@ def ppo_loss(
     dist = MaskedHeads(logits, masks.legal, prob_floor, validate=False)
     weight = valid.float() / valid.sum().clamp_min(1) # (t, m), sums to 1
     used = (masks.relevant & valid.unsqueeze(-1)).float()
-    log_ratio = torch.where(used > 0, dist.log_prob(b.action) - b.logp, 0.)
-    gain, ratio = _surrogate(log_ratio, adv, used, clip, c.ratio == "joint")
-    entropy = dist.normalized_entropy()
-    policy_loss, ent = -(gain * weight).sum(), ((entropy * used).sum(-1) * weight).sum()
+    logp = dist.log_prob(b.action)
+    with torch.no_grad():
+        log_ratio = (logp - b.logp).masked_fill(used == 0, 0.)
+        gain, steeper, ratio = _surrogate(log_ratio, adv, used, weight, clip, c.ratio == "joint")
+        choices = dist.choices
+        entropy, flatter = _entropy(dist, choices, (coefs.entropy * weight).unsqueeze(-1) * used)
+        change = log_ratio.exp() - 1
+        sums = [gain.sum(-1), (entropy * used).sum(-1), (change - log_ratio).sum(-1),
+                ((ratio - 1).abs() > clip).float().mean(-1)]
+        gain, ent, kl, clipped = (torch.stack(sums) * weight).flatten(1).sum(1)
+        chose = used * (choices > 1)
+        head = (entropy * chose).sum((0, 1)) / chose.sum((0, 1)) # 0/0 is NaN: nowhere measured
+    policy_loss, bonus = -_Sloped.apply(logp, gain, steeper), _Sloped.apply(dist.logp, coefs.entropy * ent, flatter)
     value_loss = (_value_loss(value, b, b.returns, clip if c.clip_vloss else None) * weight).sum()
     floor_loss = torch.zeros_like(ent)
     if c.ent_floor_coef: floor_loss = _floor_loss(logits, masks.available, valid, coefs.floors, prob_floor)
-    loss = policy_loss + c.vf_coef * value_loss - coefs.entropy * ent + c.ent_floor_coef * floor_loss
-    with torch.no_grad():
-        change = log_ratio.exp() - 1
-        kl = ((change - log_ratio).sum(-1) * weight).sum()
-        clipped = (((ratio - 1).abs() > clip).float().mean(-1) * weight).sum()
-        chose = used * (dist.choices > 1)
-        head = (entropy * chose).sum((0, 1)) / chose.sum((0, 1)) # 0/0 is NaN: nowhere measured
+    loss = policy_loss + c.vf_coef * value_loss - bonus + c.ent_floor_coef * floor_loss
     return PPOStats(loss=loss, policy_loss=policy_loss, value_loss=value_loss, entropy=ent, floor_loss=floor_loss,
                     approx_kl=kl, clipfrac=clipped, ratio_gap=change.abs().max(), head_entropy=head)
 

@@ -145,7 +145,9 @@ class EnvStream:
                        final, self._to(has_final), self._to(hit))
 
     def _flags(self, value): return torch.full((self.n,), value, device=self.device)
-    def _to(self, x): return (torch.from_numpy(x) if isinstance(x, np.ndarray) else x).to(self.device)
+    def _to(self, x):
+        there = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+        return there if self.device.type == "cpu" else there.to(self.device)
 
     def _read_mask(self, info, lanes):
         "Read the masks of `lanes`, (n,) bool, where the next action counts."
@@ -165,7 +167,7 @@ class EnvStream:
         "Set observations and flags for the next step."
         self.obs = self._to(flat_observations(obs, self.space))
         if self.mode == AutoresetMode.NEXT_STEP: # a lane whose action was ignored has been reset
-            self.start, self.valid = ~self.valid | self._to(hit & ~done), self._to(~done)
+            self.start, self.valid = self._to(~self.valid.cpu().numpy() | (hit & ~done)), self._to(~done)
         else: self.start = self._to(done | hit) # and every action counts
 
     def _final(self, obs, info, lanes):
@@ -240,6 +242,7 @@ class Rollout:
         self.advantage, self.returns = new(), new()
         self.state = torch.zeros(0, n, 1, device=device) # (S, n, H) memory before the first step
         self.last_value: Tensor | None = None # (n,) of what follows the last step; None: no targets yet
+        self._find_rows()
 
     @property
     def done(self) -> Tensor: # (T, n) bool
@@ -262,9 +265,8 @@ class Rollout:
         if self.full: raise RuntimeError(f"the rollout has its {self.num_steps} steps: learn from it and clear() it")
         for name, values in fields.items():
             if values is None: continue
-            rows = getattr(self, name)
-            if rows.is_cpu and values.is_cpu: rows.numpy()[self.t] = values.numpy() # quicker than copy_
-            else: rows[self.t].copy_(send(values, rows.device))
+            if name in self._rows and values.is_cpu: self._rows[name][self.t] = values.numpy()
+            else: getattr(self, name)[self.t].copy_(send(values, self.obs.device))
         self.t += 1
 
     def finish(
@@ -325,6 +327,11 @@ class Rollout:
         known = {k for k, v in vars(self).items() if isinstance(v, Tensor)} | {"last_value"}
         for k in known & state.keys():
             setattr(self, k, state[k].to("cpu" if k == "start" else self.obs.device, copy=True))
+        self._find_rows()
+
+    def _find_rows(self) -> None:
+        "Look at what lies on the host as arrays, into which a row is written in a third of the time."
+        self._rows = {k: v.numpy() for k, v in vars(self).items() if isinstance(v, Tensor) and v.is_cpu}
 
     def _picked(self, pick: Callable[[Tensor], Tensor], state: Tensor) -> Batch:
         return Batch(obs=pick(self.obs), mask=None if self.mask is None else pick(self.mask),

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'KINDS', 'LEVELS', 'Limit', 'ALARM_RULES', 'Statistic', 'STATISTICS', 'KEEP', 'Metric', 'metric_table',
-           'read_table', 'find_metric', 'axis_label', 'metrics_markdown', 'AlarmRule', 'Alarm', 'find_alarms',
-           'AlarmWatch', 'alarm_rows', 'AlarmKind', 'alarm_kinds', 'alarm_rules_markdown']
+           'read_table', 'find_metric', 'axis_label', 'AlarmRule', 'Alarm', 'find_alarms', 'AlarmWatch', 'alarm_rows',
+           'AlarmKind', 'alarm_kinds']
 
 # %% ../../nbs/record/72_alarms.ipynb #4c45b40a
 import csv
@@ -137,25 +137,6 @@ def axis_label(
     words = name.removesuffix("_pp").replace("heldout", "held-out").replace("phase_s", "time in")
     unit = {"1": "", "text": "", "flag": "", "loss": "nats"}.get(m.unit, m.unit)
     return words.replace(".", " ").replace("_", " ") + (f" ({unit})" if unit else "")
-
-def _end(x: float) -> str:
-    "Return one end of a range as text."
-    if not math.isinf(x): return f"{x:g}"
-    return "∞" if x > 0 else "-∞"
-
-def _metric_line(m: Metric) -> str:
-    "Return a definition as a line of a Markdown table."
-    unit = "" if m.unit in ("text", "flag", "1") else m.unit
-    span = {"text": "text", "flag": "yes, no"}.get(m.unit) or f"{_end(m.low)} … {_end(m.high)}"
-    meaning = m.meaning.replace("|", r"\|")
-    return f"| `{m.name}` | {unit} | {span} | `{m.kind}` | {meaning} |"
-
-def metrics_markdown(
-    metrics: Iterable[Metric], # lines of the table, in order
-) -> str:
-    "Return definitions as a Markdown table."
-    head = ["| metric | unit | range | kind of row | meaning |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *map(_metric_line, metrics)])
 
 # %% ../../nbs/record/72_alarms.ipynb #bc2defb7
 LEVELS = ("note", "warning", "critical")
@@ -301,7 +282,8 @@ def alarm_rows(alarms: Iterable[Alarm]) -> list[Row]:
         where = {"slot": a.slot} | ({a.by: a.at} if a.by else {})
         def number(x): return None if isinstance(x, str) else finite_or_none(x)
         metrics = dict(
-            name=a.name, metric=a.metric, level=a.level, value=number(a.value), shown=str(a.value),
+            name=a.name, metric=a.metric, level=a.level, value=number(a.value),
+            shown=a.value if isinstance(a.value, str) else f"{a.value:.4g}",
             limit=number(a.limit), meaning=a.meaning, advice=a.advice)
         row: Row = {"kind": "alarm", **{k: v for k, v in where.items() if v is not None}, "lane": a.lane}
         rows.append(row | {f"alarm.{k}": v for k, v in metrics.items()})
@@ -461,25 +443,3 @@ def _alarm(rule: AlarmRule, metric: str, rank: int, x: Any, row: Row) -> Alarm:
         name=rule.name, metric=metric, level=LEVELS[rank - 1], value=x,
         limit=x if limit is None or rule.side == "is" else limit, meaning=rule.meaning, advice=rule.advice,
         lane=row["lane"], slot=row.get("slot"), by=by, at=row[by] if by else None)
-
-# %% ../../nbs/record/72_alarms.ipynb #f832c143
-def _limit_text(x: Limit) -> str:
-    "Return a limit as a cell of the table."
-    if x is None: return ""
-    if isinstance(x, str): return x.replace(" ", ", ").replace("*", "any")
-    return "not finite" if math.isinf(x) else f"{x:g}"
-
-def _rule_line(rule: AlarmRule) -> str:
-    "Return a rule as a line of a Markdown table."
-    watched = f"`{rule.metric}`"
-    if rule.statistic != "value": watched += f": {STATISTICS[rule.statistic].__doc__}"
-    if rule.rows > 1: watched += f", {rule.rows} rows in a row"
-    cells = [rule.name, watched, {"above": ">", "below": "<", "is": "is"}[rule.side], *map(_limit_text, rule.at)]
-    return f"| {' | '.join(cells)} | {rule.meaning}; {rule.advice} |"
-
-def alarm_rules_markdown(
-    rules: Iterable[AlarmRule], # lines of the table
-) -> str:
-    "Return rules as a Markdown table."
-    head = "| alarm | watches | | note | warning | critical | what it means; what to do |"
-    return "\n".join([head, "|---|---|---|---|---|---|---|", *map(_rule_line, rules)])

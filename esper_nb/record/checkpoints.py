@@ -417,6 +417,11 @@ class ResumableRun:
                           "are lost, and reports will lack them; the run itself goes on exactly")
         self.written = kept
 
+    def go_on(self) -> None:
+        "Load the checkpoint; a run that was killed before its first one begins anew."
+        if self.checkpoint.exists() or previous_checkpoint(self.checkpoint).exists(): self.load()
+        else: cut_rows(self.folder.rows_path, 0)
+
     def _parts(self) -> dict[str, Any]:
         def count(saved: dict) -> None: self.written = saved["written"]
         return dict(rows=(lambda: dict(written=self.written), count), **self.stateful())

@@ -48,5 +48,5 @@ from .report import (DOCS as DOCS, write_report as write_report, report_html as 
 from .runs import (Makers as Makers, More as More, check_faults as check_faults, begin_run as begin_run,
     open_run as open_run, training_env as training_env, Run as Run)
 from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs, ShardFacts as ShardFacts,
-    ShardStep as ShardStep, number_lanes as number_lanes, LaneShard as LaneShard, LaneUnits as LaneUnits,
-    join_infos as join_infos, join_steps as join_steps, join_shards as join_shards)
+    ShardStep as ShardStep, number_lanes as number_lanes, LaneShard as LaneShard, join_infos as join_infos,
+    join_steps as join_steps, join_shards as join_shards)

@@ -136,45 +136,45 @@ _changes = "override a setting, e.g. {}"
 def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> how it is written, how argparse reads it
     "Return the options that list nothing, and so need no torch."
     return dict(
-        run=_option("run", help="folder of a run; to `watch` it, another process may still write there"),
+        run=_option("run", help="folder of a run; `watch` follows one that another process still writes"),
         runs=_option("run", nargs="+", help="folder of a run; several are compared"),
-        updates=_option("--updates", type=int, help="updates of the policy, in all"),
-        minutes=_option("--minutes", type=_positive, help="training ends with the update in which they end"),
-        seed=_option("--seed", type=int, help="of everything that is random; the first one of a comparison"),
-        seeds=_option("--seeds", type=int, default=3, help="each trains a controller (default: 3)"),
-        jobs=_option("--jobs", type=int, help="seeds at a time, each in a process with its part of the cores (default: "
-                     "1, or an engine's cores)"),
-        comparison=_option("--comparison", type=float, metavar="SHARE", help="steps that simpler controllers may play "
-                           "at the end, of those of training (default: 0.33; 0: the controller alone)"),
+        updates=_option("--updates", type=int, help="policy updates in total"),
+        minutes=_option("--minutes", type=_positive, help="stop training after the update in which this time is up"),
+        seed=_option("--seed", type=int, help="random seed; the first one of a comparison"),
+        seeds=_option("--seeds", type=int, default=3, help="seeds, each of which trains a controller (default: 3)"),
+        jobs=_option("--jobs", type=int, help="seeds to run in parallel, each in a process with its share of the cores "
+                     "(default: 1, or an engine's cores)"),
+        comparison=_option("--comparison", type=float, metavar="SHARE", help="budget of the comparison with simpler "
+                           "controllers at the end, as a share of the training steps (default: 0.33; 0: none)"),
         set=_many("--set", metavar="NAME=VALUE", help=_changes.format("env.num_envs=4 or ppo.learning_rate=0.001")),
         imports=_many("--import", dest="imports", metavar="PLUGIN",
                       help="a file or module that registers tasks, blueprints or recipes"),
         trust=_flag("--trust", help="run code that the folder names: plugins, and factories of networks"),
-        shards=_option("--shards", "--parts", type=int, help="cut the lanes into so many, each in a worker of its own "
-                       "(default: 1); `resume` takes another number where the run is --exact"),
+        shards=_option("--shards", "--parts", type=int, help="split the lanes into this many shards, each in a "
+                       "worker of its own (default: 1); `resume` accepts another number if the run is --exact"),
         exact=_flag("--exact", help="compute each lane alone, so that its numbers are the same to the bit with any "
                     "neighbours, number of lanes, shards and workers (slower)"),
         device=_option("--device", default="cpu", help="cpu, cuda, cuda:1, mps"),
         data=_option("--data", metavar="PLACE", help="without a name: a folder of pictures, a table or a text to train "
                      "on; with one: where its files are (default: data)"),
-        label=_option("--label", metavar="COLUMN", help="of a table: what to predict (default: the last)"),
-        columns=_option("--columns", metavar="COLUMNS", help="of a table: what to learn from, with commas (default: "
+        label=_option("--label", metavar="COLUMN", help="table: the column to predict (default: the last)"),
+        columns=_option("--columns", metavar="COLUMNS", help="table: columns to learn from, comma-separated (default: "
                         "all others)"),
-        groups=_option("--groups", metavar="COLUMN", help="of a table: rows with the same entry stay together when it "
-                       "is cut into training, held-out and test rows"),
-        size=_option("--size", type=int, metavar="PIXELS", help="of pictures (default: 32)"),
+        groups=_option("--groups", metavar="COLUMN", help="table: rows with the same value in this column stay "
+                       "together in the training, held-out or test split"),
+        size=_option("--size", type=int, metavar="PIXELS", help="pictures: scaled to this size (default: 32)"),
         synthetic=_flag("--synthetic", help="made-up images in place of CIFAR-10"),
         unguarded=_flag("--unguarded", help="run without the Governor"),
         allocator=_flag("--keep-default-allocator", help="let glibc give freed memory back at every step (slower)"),
         quiet=_flag("--quiet", help="no progress bar"),
-        every=_option("--every", type=_positive, help="seconds between two looks (default: 2; with --web 10)"),
-        web=_flag("--web", help="show the report in a browser instead, made anew while the run goes on"),
-        port=_option("--port", type=int, default=0, help="of --web (default: a free one)"),
-        address=_option("--address", default="127.0.0.1", help="of --web: the interface (default: %(default)s, which "
-                        "only this machine reaches)"),
-        no_token=_flag("--no-token", help="of --web: whoever reaches the address sees the page"),
+        every=_option("--every", type=_positive, help="seconds between two updates (default: 2; with --web 10)"),
+        web=_flag("--web", help="serve the report to a browser instead, updated while the run goes on"),
+        port=_option("--port", type=int, default=0, help="port of --web (default: a free one)"),
+        address=_option("--address", default="127.0.0.1", help="address of --web (default: %(default)s, reachable "
+                        "from this machine only)"),
+        no_token=_flag("--no-token", help="of --web: anybody who can reach the address sees the page"),
         lane=_option("--lane", type=int, help="which network (default: the best on the held-out split)"),
-        folder=_option("--out", default="runs", help="where the run's folder goes"),
+        folder=_option("--out", default="runs", help="folder in which the run's folder is made (default: %(default)s)"),
         page=_option("--out", help="file (default: report.html in the folder, or beside the first one)"),
         network=_option("--out", help="file, in .onnx, .pt2 or .safetensors (default: network.onnx there)"),
         figures=_option("--out", help="where the figures go (default: compare_RECIPE.json)"))
@@ -187,16 +187,16 @@ def _listing_options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
     return dict(
         recipe=_option("recipe", nargs="?", help=f"one of: {', '.join(list_recipes())}; or any task"),
         task=_option("task", nargs="?", help=f"one of: {', '.join(list_tasks())}"),
-        rules=_option("--rules", metavar="RULES", help=f"growth rules that play, with commas, by name or how it "
-                      f"begins: {', '.join(GROWTH_RULES)} (default: the first five, and of a family the oracle "
+        rules=_option("--rules", metavar="RULES", help=f"growth rules to compare, comma-separated, by name or "
+                      f"prefix: {', '.join(GROWTH_RULES)} (default: the first five, and of a family the oracle "
                       "and the threshold)"),
         set_fit=_many("--set", metavar="NAME=VALUE",
                       help=_changes.format(f"lanes=4: {', '.join(FitConfig.__dataclass_fields__)}")),
-        log=_many("--log", choices=tuple(TRACKERS), help="send the rows to a tracker, too"),
-        engine=_option("--engine", metavar="ENGINE", help=f"where lanes are trained, or seeds played: "
+        log=_many("--log", choices=tuple(TRACKERS), help="also send the rows to a tracker"),
+        engine=_option("--engine", metavar="ENGINE", help=f"where lanes are trained, or seeds run: "
                        f"{', '.join(ENGINES)} (default: that of the recipe or run)"),
-        target=_option("--target", choices=ANSWERS, help="of a table: --label names a class, or columns (with commas) "
-                       "of numbers or of 0 and 1"),
+        target=_option("--target", choices=ANSWERS, help="table: --label names a column of classes, or comma-separated "
+                       "columns of numbers or of 0 and 1"),
         inject=_many("--inject", metavar="FAULT[:LANE[:EPOCH]]",
                      help=f"ruin a lane on purpose: {', '.join(list_faults())}"))
 
@@ -269,12 +269,12 @@ _commands = dict(
     train=_Command(_train, f"{_learns} shards log comparison folder quiet", "train a controller that grows networks"),
     resume=_Command(_resume, "run updates minutes engine shards imports trust log comparison "
                     "quiet",
-                    "go on with a run of train or fit, exactly where it stopped"),
+                    "continue a run of train or fit exactly where it stopped"),
     watch=_Command(_watch, "run every web port address no_token",
-                   "follow a run in a terminal or a browser while it is written"),
+                   "follow a run in a terminal or a browser"),
     report=_Command(_report, "runs page", "write one self-contained HTML page about a run, or about several"),
     export=_Command(_export, "run lane network imports trust",
-                    "write one network that a run has grown as ONNX or for torch"),
+                    "write one network of a run as ONNX or for torch"),
     compare=_Command(_compare, f"{_learns} rules seeds jobs figures", "a recipe's controller against other growth "
                      "rules: the heuristic, random actions, waiting, the best constant timetable, or those of --rules"),
     fit=_Command(_fit, f"task set_fit {_trains} log folder quiet", "train a population of networks without a "
@@ -324,7 +324,10 @@ def main(
 ) -> int: # 0 done, 1 the machine refused, 2 a mistake, 130 interrupted
     "Run the `esper-nb` command."
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser(next((word for word in argv if not word.startswith("-")), None)).parse_args(argv)
+    parser = _parser(next((word for word in argv if not word.startswith("-")), None))
+    args, unknown = parser.parse_known_args(argv)
+    if unknown: parser.error(f"unknown: {' '.join(unknown)}; `esper-nb {args.command} --help` lists what it takes"
+                             + ", and each setting needs a --set of its own" * any("=" in word for word in unknown))
     try:
         with _warnings_as_lines():
             for name in ("out", "data"): check(getattr(args, name, None) != "", f"--{name}", "", "a name")

@@ -139,10 +139,12 @@ class Comparison(NamedTuple):
         return {k: np.array([net(p) for p in self.plays if p.controller == k]) for k in self.names}
 
     def ahead(self, one: str, other: str) -> Interval:
-        "Return by how much one controller's networks are better, paired; see `networks`."
-        pp = self.networks()
-        lanes = min(pp[one].shape[1], pp[other].shape[1]) # one of them may have played in the first ones alone
-        return paired_interval(pp[one][:, :lanes] - pp[other][:, :lanes])
+        "Return by how much one controller's networks are better, paired over what both have played; see `networks`."
+        pp, played = self.networks(), {k: [p.seed for p in self.plays if p.controller == k] for k in (one, other)}
+        both = [seed for seed in played[one] if seed in played[other]]
+        mine, theirs = (pp[k][[played[k].index(seed) for seed in both]] for k in (one, other))
+        lanes = min(mine.shape[1], theirs.shape[1]) # one of them may have played in the first ones alone
+        return paired_interval(mine[:, :lanes] - theirs[:, :lanes])
 
     @property
     def subject(self) -> str: # the controller that is held against the others
@@ -189,7 +191,8 @@ class Comparison(NamedTuple):
             if sure.mean < 0: return f"Growing did harm: waiting reached {text(plain)}, the grown networks {grown:.1f}."
             return (f"Growing was worth it: {text(grown)}{self.priced}, where the same network without growth reaches "
                     f"{plain:.1f}, for {self._size('PPO') / self._size('wait-only'):.2f} times its parameters.")
-        found = f"waiting reached {text(plain)}, the grown networks {grown:.1f}"
+        kept = self._size("PPO") > self._size("wait-only")
+        found = f"waiting reached {text(plain)}, the {'grown' if kept else 'controlled'} networks {grown:.1f}"
         if plain >= 95:
             return (f"Growing was not worth it: {found}; these data need no growth, a plain network of this size "
                     "does.")
@@ -197,6 +200,7 @@ class Comparison(NamedTuple):
         if score[best] - plain >= least and best not in ("PPO", "wait-only"):
             return (f"Growing can pay here, and the controller has not learned it: {found}, but "
                     f"{_called.get(best, best)} {score[best]:.1f}; train it longer.")
+        if not kept: return f"No seed was left at the end: {found}; whether growing pays here, this run does not tell."
         return f"Growing was not worth it: {found}; what these networks lack, they do not grow."
 
     def _size(self, name: str) -> float: # mean parameters in use

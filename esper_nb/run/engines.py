@@ -151,6 +151,15 @@ def _ray():
     return ray
 
 def _init_ray(**how: Any) -> None:
+    "Start Ray, again if this machine is too busy for the 30 seconds that Ray gives itself."
+    for last in (False, False, True):
+        try: return _try_ray(**how)
+        except RuntimeError as e:
+            if last or "timed out during startup" not in str(e): raise
+            _logger.warning("Ray has not started in time: it is started again")
+            _ray().shutdown()
+
+def _try_ray(**how: Any) -> None:
     "Start Ray; an error has the last line that Ray printed, for what it raises does not name the cause."
     with tempfile.TemporaryFile("w+") as printed:
         stderr = os.dup(2)

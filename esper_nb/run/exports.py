@@ -240,7 +240,8 @@ def usage(
     "Return the few lines that use an exported network on raw data."
     if path.suffix == ".safetensors": return ["weights alone, for `load_state_dict`; .onnx and .pt2 take raw data"]
     onnx = path.suffix == ".onnx"
-    first = "import json, numpy, pandas, " + ("onnxruntime" if onnx else "torch")
+    first = ("import numpy, " if facts.keys() & {"shape", "tokens"} else "import json, pandas, ") + \
+        ("onnxruntime" if onnx else "torch")
     def ask(x: str) -> str:
         if not onnx: return f'answers = torch.export.load("{path}").module()(torch.tensor({x}))'
         return f'answers, = onnxruntime.InferenceSession("{path}").run(None, {x})'
@@ -274,6 +275,7 @@ def export_run(
     trust: bool = False, # whether code that the folder names may run
 ) -> Exported:
     "Write one network of a run to a file that takes raw data, and beside it what goes in and comes out."
+    RunFolder(Path(path)).config() # refuses a folder of no run, before anything takes time
     target = check_output(Path(path)/"network.onnx" if out is None else out, SUFFIXES)
     if target.suffix == ".onnx": _need_onnx()
     grown = regrow(path, plugins, trust)

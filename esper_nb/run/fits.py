@@ -23,8 +23,8 @@ from ..train import (
     Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, disturb_at, fit,
     get_task, new_population)
 from ..record import (
-    FolderLock, ResumableRun, RunFolder, check_contract, check_trackers, closing_table, cut_rows, new_file, new_run,
-    population_rows, previous_checkpoint, run_origin, run_rows, save_tensors, test_rows)
+    FolderLock, ResumableRun, RunFolder, check_contract, check_trackers, closing_table, new_file, new_run,
+    population_rows, run_origin, run_rows, save_tensors, test_rows)
 from .plugins import loaded_plugins, open_settings
 from .recipes import command_words
 
@@ -150,8 +150,7 @@ def open_fit(
     made, faults, named = open_settings(folder, "fit", begun, plugins, trust)
     with FolderLock(folder.path):
         run = FitRun(made, folder, faults, controller, named)
-        if run.checkpoint.exists() or previous_checkpoint(run.checkpoint).exists(): run.load()
-        else: cut_rows(folder.rows_path, 0) # it was killed before its first checkpoint
+        run.go_on()
     return run
 
 def saved_population(

@@ -25,8 +25,8 @@ from ..core import check
 from ..grow import Decision
 from ..train import FamilyData, ImageData, TextData
 from ..control import (
-    QUICK, BirthRule, ColumnCut, Fixed, Forecast, GrowVecEnv, GrowthRule, Heuristic, HeuristicConfig, LookOnce, View,
-    WaitOnly, best_threshold, encode_decision, look_columns)
+    QUICK, SURE, BirthRule, ColumnCut, Fixed, Forecast, GrowVecEnv, GrowthRule, Heuristic, HeuristicConfig, LookOnce,
+    View, WaitOnly, best_threshold, encode_decision, look_columns)
 from ..learn import Learner, StopFlag, Update
 from .compare import Player, PolicyPlayer, RandomPlayer, RulePlayer, latest_step, open_births, play_lanes
 from .plugins import seek_in_plugins
@@ -349,7 +349,7 @@ def ridge_rule(p: Practice) -> RulePlayer:
     return _looking(p, choose, f"wait, or {', or '.join(f.arms)}")
 
 def forecast_rule(p: Practice) -> RulePlayer:
-    """Look once, and take the arm whose interval of 80 % lies highest, if the whole of it lies above 0.
+    """Look once, and take the arm whose interval of 50 % lies highest, if the whole of it lies above 0.
 
     References
     ----------
@@ -357,9 +357,9 @@ def forecast_rule(p: Practice) -> RulePlayer:
     """
     f = fit_forecast(p)
     def choose(x: Sequence[float]) -> int:
-        worth, within = f(np.array([x], float))
-        return int(np.append(0., worth[0] - within).argmax())
-    within = f(tried_arms(p)[0][:1])[1]
+        worth, within = f(np.array([x], float), SURE)
+        return int(np.append(0., worth[0] - within[0]).argmax())
+    within = f(tried_arms(p)[0])[1].mean(0)
     return _looking(p, choose, "; ".join(f"{k} ± {half:.1f} pp" for k, half in zip(f.arms, within)))
 
 def threshold_rule(p: Practice) -> RulePlayer:
@@ -471,6 +471,6 @@ for _row in (
     RuleRow("natural-expansion", lambda p: natural_expansion_rule, "where it doubles the squared gradient (SENN)"),
     RuleRow("threshold", threshold_rule, "one column, one cut, after one look", _looks),
     RuleRow("ridge", ridge_rule, "what a regression expects most of, after one look", _looks),
-    RuleRow("forecast", forecast_rule, "what it is sure of at 80 %, after one look", _looks),
+    RuleRow("forecast", forecast_rule, "the arm whose interval of 50 % lies above 0, after one look", _looks),
     RuleRow("lookahead", lambda p: Lookahead(), "try each birth for an epoch, and take it back"),
 ): register_rule(_row)

@@ -199,7 +199,7 @@ def plan_text(
     several = f"\n{'numbers':>14}  to the bit those of {config.shards} shards; with --exact of any number"
     same = several if config.shards > 1 and not config.env.exact else ""
     return (f"{config.name}: {what} in {config.env.num_envs} lanes{shards}, "
-            f"then the controller plays against simpler ones.\n"
+            f"then the controller plays{' against simpler ones' if config.comparison else ''}.\n"
             f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}{told}{same}")
 
 def command_words(

@@ -138,7 +138,8 @@ class RunSummary(NamedTuple):
         seconds, epochs = sum(r.get("update.seconds") or 0 for r in updates), pick_rows(self.rows, "epoch")
         if updates:
             steps = updates[-1].get("update.env_steps") or 0
-            about["trained"] = f"{updates[-1]['update']} updates, {steps:,} epochs of a lane, {seconds:,.0f} s"
+            done = updates[-1]["update"]
+            about["trained"] = f"{done} update{'s' * (done != 1)}, {steps:,} epochs of a lane, {seconds:,.0f} s"
         elif epochs: about["trained"] = f"{max(r['epoch'] for r in epochs) + 1} epochs"
         origin = self.config.get("origin", {})
         about |= {name: str(origin[k]) for k, name in _facts.items() if k in origin}
@@ -160,7 +161,7 @@ class RunSummary(NamedTuple):
         return out | {"critical alarms": alarms("critical"), "warnings": alarms("warning")} | self.facts()
 
     def made_by(self) -> list[str] | None: # None: no command has made it
-        "Return the words of the command that makes the run once more, as it wrote them down."
+        "Return the words of the command that makes the run again, as it wrote them down."
         words = self.config.get("command")
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words): return None
         return words if words[:2] in (["esper-nb", "train"], ["esper-nb", "fit"]) else None
@@ -168,15 +169,17 @@ class RunSummary(NamedTuple):
     def commands(self) -> dict[str, list[str]]: # what for -> the words of a command
         "Return how to do it again, and how to go on."
         again, path, out = self.made_by(), str(self.folder.path), {}
-        if again is not None: out["once more"] = again
+        if again is not None: out["run again"] = again
         if "run" not in self.config: return out
         if self.comparison is None:
-            out |= {"go on": ["esper-nb", "resume", path], "watch it": ["esper-nb", "watch", path]}
+            out |= {"continue": ["esper-nb", "resume", path], "watch it": ["esper-nb", "watch", path]}
         else:
             updates = str(2 * self.settings["ppo"]["num_updates"])
-            out["train on"] = ["esper-nb", "resume", path, "--updates", updates]
+            out["train longer"] = ["esper-nb", "resume", path, "--updates", updates]
         if again is not None:
-            out["against other growth rules, several seeds"] = ["esper-nb", "compare", *again[2:]]
+            of_train = [i for i, word in enumerate(again) if word in ("--comparison", "--shards")] # and their values
+            words = [word for i, word in enumerate(again[2:], 2) if i not in of_train and i - 1 not in of_train]
+            out["against other growth rules, several seeds"] = ["esper-nb", "compare", *words]
         return out
 
 def moment_text(

@@ -24,7 +24,7 @@ from ..control import HEADS, OBSERVATIONS, GrowVecEnv
 from ..learn import Learner, StopFlag, Update
 from ..record import (
     AlarmWatch, EnvRows, EnvState, FolderLock, JSONLWriter, Recorder, ResumableRun, Row, RunFolder,
-    alarm_rows, check_contract, check_trackers, cut_rows, new_file, new_run, previous_checkpoint, run_origin,
+    alarm_rows, check_contract, check_trackers, new_file, new_run, run_origin,
     run_rows, save_tensors, test_rows, update_rows)
 from ..show import plot_learning
 from .compare import Player, PolicyPlayer, compare_controllers, simple_controllers
@@ -143,8 +143,7 @@ def open_run(
         named = _with_names(config, _saved_names(folder))
         check_contract(folder.path/"checkpoint.safetensors", dict(run=_run_contract(named)), _may_change)
         run = Run(named, folder, data)
-        if run.checkpoint.exists() or previous_checkpoint(run.checkpoint).exists(): run.load()
-        else: cut_rows(folder.rows_path, 0) # it was killed before its first checkpoint
+        run.go_on()
         if given: # of the torch that it began with
             now = _described(config)
             folder.write_config(folder.config() | {k: now[k] for k in ("run", "command")})

@@ -196,6 +196,7 @@ class History:
         self._lines = 0 # written into the log
         self._reports: list[tuple[Report, Any]] = [] # not filed yet, with the version of the state restored
         self._unrecovered: list[Incident] = []
+        self._unanswered: list[FaultMark] = [] # faults that no incident has followed yet
         self._unexplained: dict[tuple[int, int], Incident] = {} # by lane and step of the report
         self._snapshots: dict[Any, int] = {} # version -> batch at which it was taken
         self._judged: np.ndarray | None = None # losses that the Governor had judged when the step began
@@ -224,6 +225,7 @@ class History:
             self._mark_recoveries(xs, frame.loss)
             self.file_reports(first, batches)
             for incident in frame.incidents: self._add_incident(incident)
+            self._judge_faults()
             self.record_state(frame.limits)
         if frame.rows: self.recorder.add(frame.rows)
         for line in seed_lines(frame): self.note("seed", line)
@@ -249,6 +251,7 @@ class History:
         with self.lock:
             self.note("fault", f"lane {lane}: {kind} begins {when}")
             self.faults.append(FaultMark(self._lines, self.x + ahead, lane, kind))
+            self._unanswered.append(self.faults[-1])
 
     def file_reports(self,
         first: int, # batches done before the step
@@ -318,6 +321,19 @@ class History:
             unit = self.source.axis[after != 1]
             text = f"recovered, as good as before {after} {unit} after its rollback"
             self.note("verdict", f"lane {incident.lane}: {text}")
+
+    def _judge_faults(self) -> None: # says what became of faults that the Governor did not respond to
+        one, many = self.source.axis
+        wait = 200 if one == "batch" else 10
+        for mark in list(self._unanswered):
+            answered = any(i.lane == mark.lane and i.x >= mark.x for i in self.incidents)
+            if not answered and self.x < mark.x + wait: continue
+            self._unanswered.remove(mark)
+            if answered: continue
+            x, loss = self.losses.rows[:, 0], self.losses.rows[:, 1 + mark.lane]
+            before, now = (float(np.median(part[-20:])) if len(part) else np.nan for part in (loss[x < mark.x], loss))
+            became = f"harmless: in {wait} {many} no alarm" if now <= 2 * before else f"no alarm in {wait} {many}"
+            self.note("verdict", f"lane {mark.lane}: {mark.kind} {became}, loss {now:.2g}, before {before:.2g}")
 
 # %% ../../nbs/show/80_history.ipynb #691b3d29
 LIMITS = ("limit", "absolute", "sigma", "multiple", "rise") # columns of `lane_limits`

@@ -41,7 +41,6 @@ def session_status(
         state=session.state, error=session.error,
         steps=session.steps, total=s.total, unit=s.unit, x=session.history.x, axis=s.axis[0],
         left=left, # seconds; None: unknown
-        seconds=session.seconds, pace=session.pace,
         accuracy=float(np.median(finite)) if len(finite) else None, # percentage points
         incidents=len(session.incidents),
         answered=session.answered, # requests so far
@@ -78,7 +77,6 @@ class ReaderPosition(NamedTuple):
     states: tuple[int, int]
     curves: tuple[int, int]
     incidents: tuple[tuple[int, int | None, str | None], ...] # number, recovery and cause of those that were sent
-    version: int # of the session
     x: int # batches or steps done
     fault: int # number of the newest fault
 
@@ -113,7 +111,7 @@ def session_packet(
         meta["faults"] = [mark for mark in history.faults if seen is None or mark.number > seen.fault]
         if seen is None: meta["head"] = session_header(session)
         now = ReaderPosition(losses=history.losses.position, states=history.states.position,
-                             curves=history.curves.position, incidents=marks, version=history.version, x=history.x,
+                             curves=history.curves.position, incidents=marks, x=history.x,
                              fault=history.faults[-1].number if history.faults else 0)
         return Packet(meta, [losses.tobytes(), states.tobytes(), curves.tobytes()], now)
 
@@ -266,7 +264,7 @@ def canvas_class() -> Any: # None where anywidget is not installed
         _esm = asset_path("canvas.js")
         _css = asset_path("canvas.css")
         lane = traitlets.Int(0).tag(sync=True) # selected
-        height = traitlets.Int(470).tag(sync=True) # pixels
+        height = traitlets.Int(452).tag(sync=True) # pixels
     return RunCanvas
 
 # %% ../../nbs/show/82_live.ipynb #2b970ef9

@@ -44,7 +44,7 @@ class Request:
     ) -> "Request": # itself, answered
         "Wait until the request is answered."
         if self.answered.wait(timeout): return self
-        raise TimeoutError(f"{self.what}: no step edge within {timeout} s; the step is long, or the run's thread hangs")
+        raise TimeoutError(f"{self.what}: no answer within {timeout} s; the step is long, or the run's thread hangs")
 
     def answer(self,
         effect: int, # steps done
@@ -57,7 +57,7 @@ class Request:
         self.message = message
         self.answered.set()
 
-    def __str__(self) -> str: return self.message if self.ok is not None else f"{self.what}: waits for the next edge"
+    def __str__(self) -> str: return self.message if self.ok is not None else f"{self.what}: waits for the step's end"
 
 # %% ../../nbs/show/81_session.ipynb #01d41748
 P = ParamSpec("P")

@@ -28,7 +28,6 @@ class Frame(NamedTuple):
     "The result of one step of a run."
     loss: np.ndarray # (k, n) one row per batch of the step; infinite: not finite, NaN: not measured
     accuracy: np.ndarray | None = None # (n,) held out, percentage points
-    reports: tuple[Report, ...] = () # of the Governor
     events: tuple[tuple[str, int, Event], ...] = () # slot, lane and move of every seed that changed its stage
     done: tuple[DecisionResult, ...] = () # what a controller did
     numbers: Mapping[str, float | None] = {} # further numbers of the step by name, such as a controller's health
@@ -157,8 +156,8 @@ class PopulationSource(Source):
         rows = population_rows(self.pop, r._replace(decided=(*self.by_hand, *r.decided)))
         self.by_hand = []
         accuracy = None if r.heldout is None else r.heldout.accuracy_pp.numpy()
-        return Frame(loss=frame_losses(r.train.losses), accuracy=accuracy, reports=r.reports, events=r.events,
-                     done=r.decided, rows=rows)
+        return Frame(loss=frame_losses(r.train.losses), accuracy=accuracy, events=r.events, done=r.decided,
+                     rows=rows)
 
     def provoke(self, fault: str, lane: int) -> int: # batches from now to the one that it ruins
         "Ruin a lane in the epoch to come, after a quarter of its batches."
@@ -285,7 +284,7 @@ class LoopSource(Source):
         accuracy = np.array([self.accuracy()]) if measure and self.accuracy is not None else None
         value = np.nan if loss is None else loss.item() if torch.is_tensor(loss) else float(loss)
         return Frame(loss=frame_losses(np.array([[value]]), np.array([loss is not None])), accuracy=accuracy,
-                     reports=reports, rows=governor_rows(reports, step=self.at))
+                     rows=governor_rows(reports, step=self.at))
 
     def provoke(self, fault: str, lane: int) -> int: # 1: the next batch
         "Ruin the network in the batch to come."
@@ -384,7 +383,7 @@ class EnvSource(Source):
         if update is not None: rows += update_rows(update, HEADS)
         loss = frame_losses(s.train_loss[None], s.active.numpy()) # who only began an episode trained nothing
         numbers = update_numbers(rows) | {"reward now": s.reward.mean().item()}
-        return Frame(loss=loss, accuracy=s.accuracy_pp.numpy(), reports=self.envs.reports, numbers=numbers, rows=rows,
+        return Frame(loss=loss, accuracy=s.accuracy_pp.numpy(), numbers=numbers, rows=rows,
                      lines=operations_line(s.op))
 
     def provoke(self, fault: str, lane: int) -> int: # 1: the next step

@@ -180,13 +180,13 @@ WORDS: Mapping[str, str] = {
     "alpha": "the weight with which a seed's output is blended in, 0 to 1",
     "limit": "the loss above which the Governor calls a step an explosion",
     "snapshot": "a copy of all training state, which a rollback restores",
-    "probation": "losses that must be fine after a snapshot before it counts as good",
-    "chance loss": "the loss of a network that knows nothing: all answers are equally likely to it",
+    "probation": "how many losses after a snapshot must be normal before it counts as good",
+    "chance loss": "the loss of an untrained network, which gives every answer the same probability",
     "held out": "measured on the part of the training data that no network is trained on",
-    "nats": "the unit of a loss that is a cross-entropy: 0 is certainty, 0.69 a coin's toss",
+    "nats": "the unit of a loss that is a cross-entropy: 0 is certainty, 0.69 a coin toss",
     "pp": "percentage points, 0 to 100: the unit of accuracy",
-    "σ": "standard deviations of the losses of late",
-    "cumulative sum": "what losses were above their level, added up; a rise is found where it passes its bound"}
+    "σ": "standard deviations of recent losses",
+    "cumulative sum": "how far losses were above their usual level, added up; past a bound, it is a rise"}
 
 def explain(
     text: str, # HTML

@@ -22,7 +22,7 @@ from ..grow import (
     CNNConfig, GPTConfig, Growing, GrowingModel, HostConfig, ModuleHostConfig, Rules, check_slots, host_sites,
     module_model, new_host)
 from .data import (
-    ImageData, TargetData, TextData, count_answers, is_target, lane_target_loss, share_pp, target_counts)
+    ImageData, TextData, count_answers, is_target, lane_target_loss, share_pp, target_counts)
 from .datasets import (
     from_arrays, from_dataset, host_for, is_own, keep_arrays, keep_read, load_own, load_source, own_source,
     read_folder, read_table_file, text_digest)
@@ -95,8 +95,7 @@ def check_settings(task): # raises a ValueError that names the setting
     check_slots(task.slots, host_sites(task.host))
     for k in ("batch_size", "epochs"): check_count(k, getattr(task, k))
     check(task.optimizer in ("sgd", "adam", "adamw"), "optimizer", task.optimizer, "'sgd', 'adam' or 'adamw'")
-    for k in ("lr", "target_loss", "delta_std"):
-        check(_number(getattr(task, k)) and getattr(task, k) > 0, k, getattr(task, k), "a finite number above 0")
+    check(_number(task.lr) and task.lr > 0, "lr", task.lr, "a finite number above 0")
     check(_number(task.momentum) and 0 <= task.momentum < 1, "momentum", task.momentum, "a number in [0, 1)")
     check(_number(task.weight_decay) and task.weight_decay >= 0, "weight_decay", task.weight_decay,
           "a finite number of at least 0")
@@ -116,7 +115,7 @@ def check_fit(task, data: ImageData | TextData): # raises a ValueError that says
 # %% ../../nbs/train/35_tasks.ipynb #53ccf0ca
 @dataclass(frozen=True)
 class Task(Config):
-    """Data, host, optimizer settings and the scale of the losses, as one value under one name.
+    """Data, host and optimizer settings under one name.
 
     `replace` returns a task with other settings, `to_dict` and `from_dict` write and read it as JSON.
 
@@ -140,8 +139,6 @@ class Task(Config):
     slots: tuple[str, ...] # slots used unless others are asked for
     batch_size: int # examples per lane and batch step
     epochs: int # horizon of a run
-    target_loss: float # held-out loss worth reaching, nats
-    delta_std: float # typical change of the held-out loss in an epoch, nats
     optimizer: str = "sgd" # "sgd", "adam" or "adamw"
     lr: float = .01 # for host and seeds alike
     momentum: float = .9 # of SGD
@@ -269,12 +266,11 @@ def _grid(*rows: int) -> tuple[str, ...]: # number of slots in each row
 
 def _digits(name, **host):
     host = CNNConfig(classes=10, in_channels=1, size=8, blocks=3, pools=2, **host)
-    register_task(Task(name=name, data="digits", host=host, slots=_grid(3), batch_size=64, epochs=25,
-                       target_loss=.05, delta_std=.05, lr=.08))
+    register_task(Task(name=name, data="digits", host=host, slots=_grid(3), batch_size=64, epochs=25, lr=.08))
 
 def _cifar(name, slots, blocks=3, **host):
     register_task(Task(name=f"cifar_{name}", data="cifar10", host=CNNConfig(blocks=blocks, **host), slots=slots,
-                       batch_size=128, epochs=25, target_loss=.3, delta_std=.05))
+                       batch_size=128, epochs=25))
 
 _digits("digits", base=8, kernel=5)
 _digits("digits_impaired", base=2, kernel=1)
@@ -292,11 +288,11 @@ _cifar("deep_impaired", _grid(5, 5), blocks=5, base=2, kernel=1)  # many slots, 
 # %% ../../nbs/train/35_tasks.ipynb #924dfcec
 register_task(Task(
     name="prose", data="prose", host=GPTConfig(vocab=96, d=64, heads=2, layers=3, block=64), slots=_grid(3),
-    batch_size=16, epochs=10, target_loss=1.8, delta_std=.1, optimizer="adamw", lr=2e-3, weight_decay=.01))
+    batch_size=16, epochs=10, optimizer="adamw", lr=2e-3, weight_decay=.01))
 register_task(Task(
     name="tinystories", data="tinystories",
     host=GPTConfig(vocab=256, d=384, heads=6, layers=6, block=256, dropout=.1), slots=_grid(3),
-    batch_size=32, epochs=50, target_loss=1., delta_std=.15, optimizer="adamw", lr=3e-4, weight_decay=.01));
+    batch_size=32, epochs=50, optimizer="adamw", lr=3e-4, weight_decay=.01));
 
 # %% ../../nbs/train/35_tasks.ipynb #6fecc5cc
 _TEXT_HOST = GPTConfig(vocab=256, d=64, heads=2, layers=3)
@@ -307,10 +303,8 @@ def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict
     examples, classes = data.num_train, data.classes
     if isinstance(host, ModuleHostConfig): settings = settings | dict(host=host.fitted(data.shape, classes))
     elif host is None: host = _TEXT_HOST.replace(block=data.shape[0]) if text else host_for(data.shape, classes)
-    chance = data.chance_loss if isinstance(data, TargetData) else math.log(classes)
     usual = dict(host=host, batch_size=max(1, min(16 if text else 64, examples // 4)), epochs=10 if text else 25,
-                 target_loss=.2 * chance, delta_std=.05, lr=2e-3 if text else .05,
-                 optimizer="adamw" if text else "sgd")
+                 lr=2e-3 if text else .05, optimizer="adamw" if text else "sgd")
     given: dict = usual | settings
     sites = host_sites(given["host"])
     own = isinstance(given["host"], ModuleHostConfig)
