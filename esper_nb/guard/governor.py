@@ -122,7 +122,7 @@ class Governor:
         self.keep_cuts = False # giving them back has brought the incident back
         self.saved: dict[int, SavedAt] = {} # by number of a snapshot
         self.recorder: StepRecorder | None = None # of the steps of `run`
-        self.unreported: list[Report] | None = None # while their cause is looked for; None: callbacks are called at once
+        self.unreported: list[Report] | None = None # held back until their cause is known; None: reported at once
         self.replayed = 0 # steps that were trained on only to see whether the run was disturbed
         self.snapshot = Snapshot(*parts, lanes=lanes, copies=self.config.copies, **named, governor_stats=self.stats)
         if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
