@@ -110,7 +110,7 @@ def started():
     net = Headed()
     model = nn.parallel.DistributedDataParallel(net)
     opt = torch.optim.SGD(net.parameters(), lr=.05, momentum=.9)
-    return net, model, opt, Governor(model, opt, chance_loss=math.log(10), config=CONFIG.replace(patience=16))
+    return net, model, opt, Governor(model, opt, chance_loss=math.log(10), config=CONFIG.replace(patience=48))
 
 def trained(rank, run, steps, disturb=lambda step, x, y: (x, y)):
     net, model, opt, gov = run
@@ -123,7 +123,7 @@ def trained(rank, run, steps, disturb=lambda step, x, y: (x, y)):
     except GovernorStop: pass
     return run
 
-def ruined_run(rank, fault, bad_rank, healthy, begin=50, last=70, steps=110):
+def ruined_run(rank, fault, bad_rank, healthy, begin=50, last=70, steps=150):
     "A healthy run goes on with one fault of the page of faults on one rank: its losses go on after it has ended."
     net, model, opt, gov = run = started()
     for part, state in zip((net, opt, gov), healthy): part.load_state_dict(state)
@@ -150,7 +150,7 @@ def every_fault(rank, world, folder, out):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_fault_on_every_rank_leaves_equal_ranks(tmp_path, world):
-    done = run(world, tmp_path, target=every_fault, seconds=300)
+    done = run(world, tmp_path, target=every_fault, seconds=600)
     assert len(done) == world and len(done[0]) == 6 * world
     for case, first in done[0].items():
         for other in done[1:]:
