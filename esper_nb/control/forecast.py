@@ -9,6 +9,7 @@ __all__ = ['PENALTIES', 'LEAST_ERROR', 'SURE', 'look_columns', 'read_look', 'fit
 # %% ../../nbs/control/55_forecast.ipynb #cfcb75e1
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,6 +134,15 @@ class Forecast(NamedTuple):
         worth, off = (z @ w[:, :-1].T + w[:, -1] for w in (np.array(self.weights), np.array(self.spread)))
         return worth, np.maximum(off, self.least) * np.array(self.errors)[:, rank - 1]
 
+    def surest(self,
+        x: Sequence[float], # (d,) a look
+        level: float, # share of networks that the interval is to hold
+        least: float = 0., # pp that the whole interval must lie above
+    ) -> int: # 0: none, else one more than the arm's number
+        "Return the arm whose interval lies highest, if it lies above `least`."
+        worth, within = self(np.asarray(x, float)[None], level)
+        return int(np.append(least, worth[0] - within[0]).argmax())
+
     def text(self,
         x: Sequence[float], # (d,) a look
         level: float = .8,
@@ -209,10 +219,7 @@ class SeedForecast(NamedTuple):
         "Return the rule that grows, after the look, the seed whose interval lies highest, if it lies above `least`."
         arms = [Fixed({}), *(Fixed({self.look: Decision("germinate", k, b, settings=dict(tempo=1))})
                              for k, b in self.seeds)]
-        def choose(x: Sequence[float]) -> int:
-            worth, within = self.forecast(np.array([x], float), level)
-            return int(np.append(least, worth[0] - within[0]).argmax())
-        return LookOnce(arms, choose, self.look)
+        return LookOnce(arms, partial(self.forecast.surest, level=level, least=least), self.look)
 
 def play_seeds(
     task: Task | str,

@@ -15,6 +15,7 @@ import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -356,11 +357,9 @@ def forecast_rule(p: Practice) -> RulePlayer:
     Barber et al., "Predictive Inference with the Jackknife+", Annals of Statistics 2021.
     """
     f = fit_forecast(p)
-    def choose(x: Sequence[float]) -> int:
-        worth, within = f(np.array([x], float), SURE)
-        return int(np.append(0., worth[0] - within[0]).argmax())
     within = f(tried_arms(p)[0])[1].mean(0)
-    return _looking(p, choose, "; ".join(f"{k} ± {half:.1f} pp" for k, half in zip(f.arms, within)))
+    note = "; ".join(f"{k} ± {half:.1f} pp" for k, half in zip(f.arms, within))
+    return _looking(p, partial(f.surest, level=SURE), note)
 
 def threshold_rule(p: Practice) -> RulePlayer:
     "Look once, at one column: one arm below a cut, another one above."
