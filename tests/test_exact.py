@@ -2,7 +2,7 @@
 
     what may change                             observation  reward  losses  reports  weights
     neighbours act and are ruined otherwise          =          =       =       =        =
-    1, 2, 5, 16 lanes                                =          =       =       =        =
+    1, 2, 3, 5, 16 lanes                             =          =       =       =        =
     1, 2 workers                                     =          =       =       =        =
     1, 2, 4 shards                                   =          =       =       =        =
     resumed in another number of shards              =          =       =       =        =
@@ -108,7 +108,7 @@ def test_neighbours_that_act_and_are_ruined_otherwise_change_nothing(alone):
     assert same(shown(GrowVecEnv(CONFIG.replace(faults=(*OWN, *OTHERS))), SEEDS[1]), alone)
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lanes", [1, 5, 16])
+@pytest.mark.parametrize("lanes", [1, 3, 5, 16])
 def test_the_number_of_lanes_changes_nothing(alone, lanes):
     faults = (*OWN, *OTHERS) if lanes > 1 else OWN
     assert same(shown(GrowVecEnv(CONFIG.replace(num_envs=lanes, faults=faults)), SEEDS[1] + lanes), alone)
@@ -124,7 +124,8 @@ def test_the_number_of_workers_changes_nothing(alone):
 def test_other_networks_and_numbers_of_another_precision_have_no_neighbours_either(other):
     config = CONFIG.replace(**other)
     others = config.replace(num_envs=3, faults=(*OWN, *OTHERS))
-    assert same(shown(SplitVecEnv(others, 2), SEEDS[1]), shown(GrowVecEnv(config))) # two of the three share a shard
+    lone = shown(GrowVecEnv(config))
+    assert same(shown(GrowVecEnv(others), SEEDS[1]), lone) and same(shown(SplitVecEnv(others, 2), SEEDS[1]), lone)
 
 
 # --- shards, which hold their lanes one by one, here and in other processes
@@ -163,7 +164,7 @@ def test_a_run_goes_on_in_other_shards_with_the_same_numbers(tmp_path):
 
 # --- fits
 
-@pytest.mark.parametrize("lanes", [2, slow(1), slow(16)])
+@pytest.mark.parametrize("lanes", [2, slow(1), slow(5), slow(16)])
 def test_a_fit_of_any_number_of_lanes_and_workers_is_the_same(lanes):
     few = get_task("digits").load("cpu", None, 128)
     def trained(lanes, workers):
