@@ -242,7 +242,6 @@ class Rollout:
         self.advantage, self.returns = new(), new()
         self.state = torch.zeros(0, n, 1, device=device) # (S, n, H) memory before the first step
         self.last_value: Tensor | None = None # (n,) of what follows the last step; None: no targets yet
-        self._find_rows()
 
     @property
     def done(self) -> Tensor: # (T, n) bool
@@ -265,8 +264,9 @@ class Rollout:
         if self.full: raise RuntimeError(f"the rollout has its {self.num_steps} steps: learn from it and clear() it")
         for name, values in fields.items():
             if values is None: continue
-            if name in self._rows and values.is_cpu: self._rows[name][self.t] = values.numpy()
-            else: getattr(self, name)[self.t].copy_(send(values, self.obs.device))
+            rows = getattr(self, name)
+            if rows.is_cpu and values.is_cpu: rows.numpy()[self.t] = values.numpy() # quicker than copy_
+            else: rows[self.t].copy_(send(values, rows.device))
         self.t += 1
 
     def finish(
@@ -327,11 +327,6 @@ class Rollout:
         known = {k for k, v in vars(self).items() if isinstance(v, Tensor)} | {"last_value"}
         for k in known & state.keys():
             setattr(self, k, state[k].to("cpu" if k == "start" else self.obs.device, copy=True))
-        self._find_rows()
-
-    def _find_rows(self) -> None:
-        "Look at what lies on the host as arrays, into which a row is written in a third of the time."
-        self._rows = {k: v.numpy() for k, v in vars(self).items() if isinstance(v, Tensor) and v.is_cpu}
 
     def _picked(self, pick: Callable[[Tensor], Tensor], state: Tensor) -> Batch:
         return Batch(obs=pick(self.obs), mask=None if self.mask is None else pick(self.mask),
