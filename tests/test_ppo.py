@@ -91,7 +91,7 @@ def test_every_option_in_every_mode_begins_at_ratio_one(option, mode):
 
 @pytest.mark.parametrize("ratio", ["heads", "joint"])
 @pytest.mark.parametrize("prob_floor", [0., .02])
-def test_slopes_are_those_that_autograd_finds(ratio, prob_floor):
+def test_gradients_are_those_that_autograd_finds(ratio, prob_floor):
     g, heads, c = torch.Generator().manual_seed(0), Heads((3, 4)), PPOConfig(vf_coef=0., ent_coef=.1, ratio=ratio)
     def draw(*shape): return torch.randn(5, 7, *shape, generator=g)
     then, legal, adv, valid = draw(2, 4), (draw(2, 4) < .3) & heads.real, draw(), draw() < 1
@@ -104,8 +104,10 @@ def test_slopes_are_those_that_autograd_finds(ratio, prob_floor):
     now[0, 0] += 60. * (torch.arange(4) == action[0, 0, :, None]) # beyond what a ratio is limited to
     x, y = (now.clone().requires_grad_() for _ in range(2))
     masks, coefs = ChoiceMasks(legal, relevant, legal), Coefficients(torch.tensor(.2), torch.tensor(.1), torch.zeros(2))
-    ppo_loss(x, batch.value, batch, masks, adv, coefs, c, prob_floor).loss.backward()
+    stats = ppo_loss(x, batch.value, batch, masks, adv, coefs, c, prob_floor)
+    stats.loss.backward()
     dist, used = MaskedHeads(y, legal, prob_floor), (relevant & valid[..., None]).float()
+    torch.testing.assert_close(stats.entropy, (dist.normalized_entropy() * used).sum(-1)[valid].mean())
     change = torch.where(used > 0, dist.log_prob(action) - batch.logp, 0.)
     change = ((change * used).sum(-1, keepdim=True) if ratio == "joint" else change).clamp(-20, 20)
     gain = torch.minimum(change.exp() * adv[..., None], change.exp().clamp(.8, 1.2) * adv[..., None])

@@ -122,18 +122,18 @@ class PPOConfig(Config):
                 mix(self.ent_coef, self.ent_final))
 
 # %% ../../nbs/learn/64_loss.ipynb #d2b20450
-class _Sloped(torch.autograd.Function):
-    "A number whose slope along a tensor is known: going back is one product."
+class _KnownGradient(torch.autograd.Function):
+    "A scalar whose gradient with respect to `x` is known: its backward is one product."
     @staticmethod
-    def forward(ctx, x, number, slope):
-        ctx.save_for_backward(slope)
-        return number.view_as(number)
+    def forward(ctx, x, scalar, gradient):
+        ctx.save_for_backward(gradient)
+        return scalar.view_as(scalar)
 
     @staticmethod
     def backward(ctx, grad): return grad * ctx.saved_tensors[0], None, None
 
 def _surrogate(log_ratio, adv, used, weight, clip, joint): # (t, m, K), (t, m), (t, m, K), (t, m), scalar, bool
-    "Return the clipped surrogate of each head, the slope of its weighted sum along the log-ratios, and the ratios."
+    "Return the clipped surrogate of each head, the gradient of its weighted sum by the log-ratios, the ratios."
     if joint: log_ratio = (log_ratio * used).sum(-1, keepdim=True)
     near, a = log_ratio.clamp(-20, 20), adv.unsqueeze(-1)
     ratio = near.exp()
@@ -142,10 +142,10 @@ def _surrogate(log_ratio, adv, used, weight, clip, joint): # (t, m, K), (t, m), 
     moves = (gain == free) & (near == log_ratio)
     return gain if joint else gain * used, weight.unsqueeze(-1) * a * ratio * (used * moves), ratio
 
-def _entropy(dist, choices, cost): # MaskedHeads, (t, m, K) int64, (t, m, K)
-    "Return each head's normalised entropy, and the slope along the log-probabilities of their sum weighted by `cost`."
+def _entropy(dist, choices, weight): # MaskedHeads, (t, m, K) int64, (t, m, K)
+    "Return `dist.normalized_entropy()`, and the gradient of its weighted sum by the log-probabilities."
     most, p, logp = choices.clamp_min(2).float().log(), dist.logp.exp(), dist.logp.masked_fill(~dist.legal, 0.)
-    share = (cost / -most).unsqueeze(-1)
+    share = (weight / -most).unsqueeze(-1)
     return (p * logp).sum(-1) / -most, share * p + share * logp * p
 
 def _value_loss(value, b, target, clip):
@@ -246,16 +246,17 @@ def ppo_loss(
     logp = dist.log_prob(b.action)
     with torch.no_grad():
         log_ratio = (logp - b.logp).masked_fill(used == 0, 0.)
-        gain, steeper, ratio = _surrogate(log_ratio, adv, used, weight, clip, c.ratio == "joint")
+        gain, gain_gradient, ratio = _surrogate(log_ratio, adv, used, weight, clip, c.ratio == "joint")
         choices = dist.choices
-        entropy, flatter = _entropy(dist, choices, (coefs.entropy * weight).unsqueeze(-1) * used)
+        entropy, entropy_gradient = _entropy(dist, choices, (coefs.entropy * weight).unsqueeze(-1) * used)
         change = log_ratio.exp() - 1
         sums = [gain.sum(-1), (entropy * used).sum(-1), (change - log_ratio).sum(-1),
                 ((ratio - 1).abs() > clip).float().mean(-1)]
         gain, ent, kl, clipped = (torch.stack(sums) * weight).flatten(1).sum(1)
         chose = used * (choices > 1)
         head = (entropy * chose).sum((0, 1)) / chose.sum((0, 1)) # 0/0 is NaN: nowhere measured
-    policy_loss, bonus = -_Sloped.apply(logp, gain, steeper), _Sloped.apply(dist.logp, coefs.entropy * ent, flatter)
+    policy_loss = -_KnownGradient.apply(logp, gain, gain_gradient)
+    bonus = _KnownGradient.apply(dist.logp, coefs.entropy * ent, entropy_gradient)
     value_loss = (_value_loss(value, b, b.returns, clip if c.clip_vloss else None) * weight).sum()
     floor_loss = torch.zeros_like(ent)
     if c.ent_floor_coef: floor_loss = _floor_loss(logits, masks.available, valid, coefs.floors, prob_floor)

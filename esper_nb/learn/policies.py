@@ -279,7 +279,7 @@ def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
     return layer
 
 class _Layers(nn.Sequential):
-    "Layers one after the other, without the price of a module's call for each: a third of the time of small ones."
+    "Layers one after the other, each by its `forward`: quicker for small ones, and hooks of single layers do not fire."
     def forward(self, x: Tensor) -> Tensor:
         for layer in self: x = layer.forward(x)
         return x
