@@ -235,6 +235,17 @@ def test_a_question_goes_into_a_state_and_comes_back(tmp_path):
         assert (a.governor.kept is None) == (b.governor.kept is None)
 
 
+def test_a_run_that_ends_while_old_weights_are_in_place_ends_with_its_own():
+    with Stub().governor as governor: pass # nothing to do
+    stub = Stub()
+    with stub.governor as governor:
+        while not governor._old_in_place: stub.run(1, spoil=60)
+        assert stub.net.weight.item() == 0
+    assert stub.net.weight.item() == 1 and governor.rise is None
+    stub.run(40) # a loop that goes on is guarded as before
+    assert [r.action for r in governor.reports] == ["rollback"] and stub.net.weight.item() == 0
+
+
 def test_inside_a_step_the_batch_of_a_question_is_left_out():
     run, stepped = Stub(harder=100), []
     for t in range(140):

@@ -211,6 +211,49 @@ def test_bad_labels_that_outlast_the_first_question_are_found_by_the_second():
     report, = end_of(lambda loop, k, xy: (xy[0], (xy[1] + 1) % 10) if AT <= k <= last else xy).gov.reports
     assert report.cause == "data" and report.lost == (AT, last) and report.batch > last
 
+class Denoiser:
+    "A regression whose loss is mostly noise, so that it is soon back at its level whatever the weights have lost."
+    def __init__(self, config=CONFIG):
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 1))
+        self.opt = torch.optim.AdamW(self.net.parameters(), lr=4e-3)
+        self.gov = Governor(self.net, self.opt, chance_loss=None, config=config)
+
+    def batch(self, k, n=64):
+        g = torch.Generator().manual_seed(k)
+        x = torch.randn(n, 16, generator=g)
+        return x, 1.5 * x[:, :6].sin().sum(1, keepdim=True) + .7 * torch.randn(n, 1, generator=g)
+
+    def step(self, xy):
+        loss = F.mse_loss(self.net(xy[0]), xy[1])
+        self.opt.zero_grad()
+        loss.backward()
+        self.opt.step()
+        return loss
+
+    def score(self, fault=None):
+        "Held-out loss after 300 batches."
+        for k in range(300): self.gov.run(self.step, self.batch(k) if fault is None else fault(self, k, self.batch(k)))
+        x, y = self.batch(10**6, 4000)
+        return F.mse_loss(self.net(x), y).item()
+
+def test_weights_are_compared_even_where_the_loss_is_back():
+    "A learning rate of 60 times for five batches harms for good; ten noisy batches do not."
+    def fast(loop, k, xy):
+        if k in (200, 205): loop.opt.param_groups[0]["lr"] *= 60 if k == 200 else 1 / 60
+        return xy
+    def noisy(loop, k, xy):
+        if not 200 <= k < 210: return xy
+        return xy[0], xy[1] + 2 * torch.randn(xy[1].shape, generator=torch.Generator().manual_seed(k))
+    clean = Denoiser().score()
+    harmed = Denoiser()
+    assert harmed.score(fast) < clean + .002
+    report, = harmed.gov.reports
+    assert report.cause == "rate" and report.redone > 0 and report.loss < 1.1 * report.mean
+    calm = Denoiser()
+    calm.score(noisy)
+    assert [r.action for r in calm.gov.notes] == ["wait", "passed"] and not calm.gov.reports
+
 def test_a_rate_that_rose_for_some_steps_costs_none_of_them():
     loop = end_of(spell)
     assert [r.cause for r in loop.gov.reports] == ["rate"] and loop.gov.reports[0].redone > 0

@@ -85,6 +85,9 @@ def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, 
                 log.log_metrics(_action_metrics(reports), step=trainer.global_step)
             for name, at in _action_metrics(reports).items(): self.log(name, at, prog_bar=True, logger=False)
 
+        def on_train_end(self, trainer, pl_module):
+            if self.governor is not None: self.governor.close()
+
         def state_dict(self): return {} if self.governor is None else self.governor.state_dict(banks=False)
 
         def load_state_dict(self, state): self.loaded = state or None
@@ -158,6 +161,9 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
             for r in reports:
                 state.log_history.append(dict(step=state.global_step, governor=str(r)))
                 for say in map(bar_note, _bars_of(owner())): say(r)
+
+        def on_train_end(self, args, state, control, **kwargs):
+            if self.governor is not None: self.governor.close()
 
         def on_save(self, args, state, control, **kwargs):
             folder = Path(args.output_dir)/f"checkpoint-{state.global_step}"
@@ -285,6 +291,9 @@ def fastai_governor(
             finally:
                 bar = getattr(getattr(self.learn, "progress", None), "mbar", None)
                 for r in list(self.governor.reports)[before:] if bar else (): bar.write(f"Governor: {r}")
+
+        def after_fit(self):
+            if self.governor is not None: self.governor.close()
 
         def state_dict(self): return {} if self.governor is None else self.governor.state_dict()
 

@@ -867,6 +867,7 @@ class Inquiry:
         self.uphill: bool | None = None # the smallest steps make the loss worse; None: not asked
         self.harm = 0. # that the replay with nothing changed has done
         self.spread = 0. # of healthy losses
+        self.sure = 0. # what the comparison of two states on the same batches can tell from noise
 
     def run(self, experiments: Mapping[str, Experiment]) -> Explanation:
         "Make them."
@@ -910,6 +911,7 @@ class Inquiry:
         losses = r.look(self.yard)
         if not all(map(math.isfinite, losses)): return math.inf, math.inf
         by = [x - self.best[r.steps[i].number] for i, x in zip(self.yard, losses)]
+        self.sure = 3 * center_spread(by)[1] / len(by)**.5
         return statistics.median(by), statistics.median(losses)
 
     def _worse_than_before(self) -> tuple[float, float]: # by how much, the loss
@@ -937,6 +939,8 @@ class Inquiry:
         self.harm, loss = (math.inf, math.inf) if ended else self._worse()
         if self.harm <= self.spread and r.incident.report is not None:
             self.harm, loss = self._worse_than_before() # good weights of long ago are easily reached
+        if r.incident.report is not None and r.incident.report.asked is not None and self.harm > self.sure:
+            self.spread = min(self.spread, self.sure) # the old weights were found better on the same batches
         well = self.harm <= self.spread
         self._file("nothing", well, loss, r.taken - before)
         apart = next((i for i, (a, b) in enumerate(zip(r.losses, r.again)) if not same_number(a, b)), None)

@@ -435,6 +435,26 @@ class Governor:
         "Judge the losses that were gathered so far."
         return self._judge_waiting(before_step) if self.waiting else ()
 
+    def close(self) -> tuple[Report, ...]: # as in `watch`
+        """Judge the losses that wait, and put the live weights back if old ones are in place for a comparison.
+
+        Call it when training ends, or write `with governor:` around the loop. Watching may go on afterwards.
+
+        Examples
+        --------
+        >>> net = torch.nn.Linear(1, 1)
+        >>> with Governor(net, chance_loss=None) as governor:
+        ...     reports = governor.watch(.5)
+        """
+        reports = self.flush()
+        self._end_rise(live=True)
+        if self.files is not None: self.files.wait()
+        return reports
+
+    def __enter__(self): return self
+
+    def __exit__(self, *_): self.close()
+
     def rollback(
         self,
         lanes: Sequence[int] | None = None, # which lanes; None: all
@@ -663,11 +683,8 @@ class Governor:
         over, due = t.is_over(), t.is_due(self._patience)
         due &= t.asked is None or len(t.x) >= 2 * self._patience
         if (over or due or len(t.x) == 8) and (done := self._redo_disturbed(t.reason, loss)): return done
-        if over:
-            self._close_rise(t)
-            self._note("passed", t.reason, loss)
-            return ()
-        if not due: return ()
+        if over and not self._asks_recorder: return self._let_pass(t)
+        if not (over or due): return ()
         report = self._describe(t.reason, loss)
         if self.ask is not None: return self._ask_at_once(t, report, fields)
         self._put_old_in(report)
@@ -685,10 +702,7 @@ class Governor:
             return undone
         old, spent = [x for turn in t.turns[1::2] for x in turn], sum(map(len, t.turns[1:]))
         t.asked = float(off_scale(np.median(old), self.stats.linear[0]))
-        if t.is_over():
-            self._close_rise(t)
-            self._note("passed", t.reason, loss)
-            return ()
+        if t.is_over(): return self._let_pass(t)
         blamed = t.blames_weights(self._patience)
         if blamed is None:
             self._put_old_in(q.report)
@@ -701,13 +715,16 @@ class Governor:
         "Hold the old weights against the live ones on the same batches, and leave no trace of that."
         live = self.snapshot.set_aside()
         now, before = self._asked([0], live)
-        if self.recorder is not None and self.ask == self.recorder.ask:
+        if self.recorder is not None and self._asks_recorder:
             k = min(len(now), len(t.x)) # of the same batches, before a target moved, say
             now[-k:] = np.minimum(now[-k:], np.array(t.x[-k:])[:, None])
         t.asked = float(off_scale(np.median(before), self.stats.linear[0]))
-        if self._blames(now, before, np.array([t.rise]))[0]:
+        over = t.is_over()
+        rise = t.rise / 2 if self._asks_recorder else t.rise # on the very same batches a smaller gain is sure
+        if self._blames(now, before, np.array([0. if over else rise]))[0]:
             self.rise = None
             return self._respond({0: t.reason}, begun={0: report}, asked=t.asked, **fields)
+        if over: return self._let_pass(t)
         if self.recorder is not None and len(t.x) < 2 * self._patience: return () # bad batches may end: ask once more
         return (self._accept(t, replace(report, asked=t.asked, **fields), live),)
 
@@ -730,6 +747,11 @@ class Governor:
             self.stats.add(np.array(accepted), v.loss[accepted], self.config)
             self.take_snapshot(accepted)
         return {i: reason for i, reason in reasons.items() if i not in accepted}
+
+    @property
+    def _asks_recorder(self) -> bool:
+        "Whether the old weights are asked on the batches that the live ones have just trained on."
+        return self.recorder is not None and self.ask == self.recorder.ask
 
     def _asked(self, lanes: list[int], live: SavedState) -> tuple[np.ndarray, np.ndarray]: # (k, n) live, last good
         "Return losses of the live state and of the last good one, on their scale; the live state is in place again."
@@ -766,13 +788,15 @@ class Governor:
         self.stats.judged += 1
         self.since += 1
 
-    def _close_rise(self, t: "RiseMonitor"):
-        "Learn from a rise that has passed."
+    def _let_pass(self, t: "RiseMonitor") -> tuple[Report, ...]: # none
+        "Learn from a rise that is over, and note it."
         s, losses = self.stats, np.array(t.losses)
         by = loss_limits(s, self.config, self.chance_loss)
         self._end_rise()
         s.calm_down([0])
         s.add(np.zeros(len(losses), np.int64), np.clip(losses, by.low[0], by.huge[0]), self.config)
+        self._note("passed", t.reason, t.losses[-1])
+        return ()
 
     def _end_rise(self, live: bool = False): # whether a live state that was set aside comes back
         "Give up a rise under observation."

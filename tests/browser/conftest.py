@@ -37,6 +37,7 @@ def pytest_collection_modifyitems(items):
         why = "needs a Chromium: apt install chromium, or playwright install chromium, or set CHROMIUM to its path"
     for item in here:
         item.add_marker(pytest.mark.browser)
+        item.add_marker(pytest.mark.flaky(reruns=1)) # a busy machine can be too slow; the summary counts it
         if why: item.add_marker(pytest.mark.skip(reason=why))
 
 
