@@ -1,8 +1,10 @@
 "A cluster by the tutorial's own commands: nodes that die and join change nothing, and nodes get the code they lack."
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,6 +33,8 @@ class Cluster:
     "Nodes of one core each on this machine, where a local run of Ray has left its token."
     def __init__(self, folder):
         self.folder, self.nodes = folder, []
+        self.ray = Path(tempfile.mkdtemp(prefix="ray-")) # a short path, for sockets
+        self.told, self.head = self.ray/"session_latest/node_ip_address.json", "" # the newest Ray has no such file
         with socket.socket() as free:
             free.bind(("", 0))
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -44,8 +48,12 @@ class Cluster:
         self.bare = self.env | dict(PYTHONPATH=os.pathsep.join(paths)) # of nodes
 
     def join(self):
-        "Start the head, or another node, each at an address of its own: a driver is served by the node at its own."
-        number, head = len(self.nodes), ("--head", f"--port={self.address.split(':')[1]}", "--include-dashboard=false")
+        """Start the head, or another node, each at an address of its own.
+
+        All share the head's folder here, where Ray looks up which node serves a driver: it has to stay the head.
+        """
+        number, port = len(self.nodes), self.address.split(":")[1]
+        head = "--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self.ray}"
         where = f"--node-ip-address=127.0.0.{number + 1}", *((f"--address={self.address}",) if number else head)
         log = self.folder/f"node-{number}.log"
         words = [sys.executable, "-m", "ray.scripts.scripts", "start", *where]
@@ -55,7 +63,10 @@ class Cluster:
                 begun = subprocess.Popen([*words, *small], env=self.bare, cwd=self.folder, stdout=out, stderr=out)
             self.nodes[number:] = [begun]
             eventually(lambda begun=begun: "Ray runtime started" in log.read_text() or begun.poll() is not None)
-            if begun.poll() is None: return
+            if begun.poll() is not None: continue
+            if self.told.exists(): self.head = self.head or self.told.read_text()
+            if self.head: self.told.write_text(self.head)
+            return
         raise AssertionError(log.read_text()[-2000:])
 
     def lose(self, number):
@@ -75,6 +86,7 @@ def nodes(tmp_path_factory):
         yield cluster
     finally:
         for k in range(len(cluster.nodes)): cluster.lose(k)
+        shutil.rmtree(cluster.ray, ignore_errors=True)
 
 
 LOOK = """
