@@ -15,6 +15,7 @@ from typing import Any
 
 from ..core import check, printable
 from ..record import Row, RowReader, RunFolder
+from .comparison import Comparison
 
 # %% ../../nbs/run/88_follow.ipynb #dd15faf7
 def about_time(
@@ -36,7 +37,9 @@ def watch_text(
     folder = RunFolder(Path(path))
     config = folder.config()
     check(folder.rows_path.exists(), "run", str(path), "a folder with a rows.jsonl in it: this run has not begun")
+    compared = folder.path/"comparison.json"
     status, reader = RunStatus(config), RowReader(folder.rows_path)
+    status.won = compared.exists() and Comparison.load(compared).won
     try:
         while True:
             over = (folder.path/"final.jsonl").exists() # all rows were written before it
@@ -59,6 +62,7 @@ class RunStatus:
         minutes = run.get("minutes") if isinstance(run, dict) else None
         self.minutes = minutes if isinstance(minutes, int | float) and 0 < minutes < 1e9 else None
         self.done, self.rollbacks, self.ended = 0, 0, False
+        self.won = False # known to be better than all others: its alarms are no more than notes
         self.paid: float | None = None # mean return of the latest update
         self.heldout: dict[int, float] = {} # lane -> score of its latest epoch
         self.spent = 0. # seconds of all updates or epochs
@@ -75,9 +79,9 @@ class RunStatus:
             self.rollbacks += row.get("governor.action") in ("rollback", "replay", "stop")
             return [f"✕ {where}: {row.get('governor.reason')} (loss {row.get('governor.shown')}), "
                     f"{row.get('governor.action')}"]
-        if kind == "alarm" and row.get("alarm.level") != "note":
+        if kind == "alarm" and row.get("alarm.level") != "note" and not self.won:
             return [f"! {row.get('alarm.level')}: {row.get('alarm.name')} ({row.get('alarm.metric')} "
-                    f"{row.get('alarm.shown')})"]
+                    f"{row.get('alarm.shown')}), {row.get('alarm.meaning')}"]
         if kind == "update":
             return self._step(row.get("update"), row.get("update.seconds"), row.get("update.return_mean"))
         if kind == "epoch" and row["lane"] is None and not self.learns and row.get("epoch") is not None:

@@ -89,17 +89,10 @@ class RunSummary(NamedTuple):
     measure: Measure # what its networks are scored by
 
     @property
-    def won(self) -> bool:
-        "Whether the controller's networks are better than all others, by intervals that do not hold 0."
-        c = self.comparison
-        others = [k for k in c.names if k not in ("PPO", "oracle")] if c is not None and "PPO" in c.names else []
-        return c is not None and bool(others) and all(c.ahead("PPO", k).low > 0 for k in others)
-
-    @property
     def alarms(self) -> list[AlarmKind]: # worst first
         "Return the alarms of the run, by kind; where it was better than all others, none is more than a note."
         kinds = alarm_kinds(self.rows)
-        return [kind._replace(level="note") for kind in kinds] if self.won else kinds
+        return [kind._replace(level="note") for kind in kinds] if self.comparison and self.comparison.won else kinds
 
     @property
     def tested(self) -> list[float]: # percentage points, sorted
