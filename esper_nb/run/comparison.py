@@ -148,9 +148,9 @@ class Comparison(NamedTuple):
 
     @property
     def won(self) -> bool:
-        "Whether `PPO` is better than all others but an oracle, by intervals that do not hold 0."
-        others = [k for k in self.names if k not in ("PPO", "oracle")] if "PPO" in self.names else []
-        return bool(others) and all(self.ahead("PPO", k).low > 0 for k in others)
+        "Whether PPO's networks are better than all others but an oracle's, by intervals that do not hold 0."
+        others = [k for k in self.names if k not in ("PPO", "oracle")]
+        return "PPO" in self.names and bool(others) and all(self.ahead("PPO", k).low > 0 for k in others)
 
     @property
     def subject(self) -> str: # the controller that is held against the others

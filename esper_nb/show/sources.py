@@ -299,8 +299,8 @@ class LoopSource(Source):
 # %% ../../nbs/show/79_sources.ipynb #025bbde4
 UPDATE_NUMBERS = dict(
     reward="reward", policy_loss="policy loss", value_loss="value loss", entropy="entropy",
-    approx_kl="policy's change (KL)", clipfrac="share of ratios clipped", grad_norm="gradient norm",
-    explained_variance="explained variance") # of an update -> in words
+    approx_kl="change of the policy (KL)", clipfrac="ratios clipped (share)", grad_norm="gradient norm",
+    explained_variance="explained variance") # of an update -> as people are shown it
 
 def update_numbers(
     rows: Sequence[Row], # of a step
