@@ -239,7 +239,7 @@ def test_a_run_that_ends_while_old_weights_are_in_place_ends_with_its_own():
     with Stub().governor as governor: pass # nothing to do
     stub = Stub()
     with stub.governor as governor:
-        while not governor._old_in_place: stub.run(1, spoil=60)
+        while not (governor.rise and governor.rise.old_in_place): stub.run(1, spoil=60)
         assert stub.net.weight.item() == 0
     assert stub.net.weight.item() == 1 and governor.rise is None
     stub.run(40) # a loop that goes on is guarded as before
