@@ -34,7 +34,7 @@ def interquartile_mean(
 # %% ../../nbs/core/07_intervals.ipynb #4418e962
 class Interval(NamedTuple):
     "A statistic and its confidence interval."
-    mean: float # interquartile, unless another statistic was asked for
+    mean: float # interquartile mean, unless another statistic was chosen
     low: float # 95 %, bootstrap percentiles
     high: float
 
@@ -61,7 +61,7 @@ def finite_or_none(
     return None if x is None or not math.isfinite(x) else float(x)
 
 class Measure(NamedTuple):
-    "How right answers are reported: name and unit of the score, unit of the loss."
+    "Name and unit of a task's score, and unit of its loss."
     name: str = "accuracy"
     unit: str = "pp" # of a score
     of_loss: str = "nats" # unit of the loss

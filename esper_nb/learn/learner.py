@@ -24,8 +24,8 @@ from ..core import (
     check, check_count, check_device, choose_precision, finite_or_none, generator, send, use_threads)
 from .distributions import ActionHeads, acting_noise, heads_of
 from .loss import (
-    Coefficients, Compiled, PPOConfig, average_steps, collect_returns, explained_variance,
-    minibatch_loss, ppo_loss, read_stats)
+    Coefficients, PPOConfig, average_steps, collect_returns, explained_variance,
+    minibatch_loss, read_stats)
 from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer, standardize
 from .policies import ActorCritic, PolicyConfig
 from .rollouts import Batch, EnvStream, EpisodeEnd, Outcome, Rollout, count_episodes
@@ -43,7 +43,7 @@ class Update:
     policy_loss: float | None
     value_loss: float | None
     entropy: float | None # normalised, summed over heads
-    head_entropy: tuple[float | None, ...] # normalised, where relevant and free; None: nowhere
+    head_entropy: tuple[float | None, ...] # normalised, over steps with a choice; None: no such step
     approx_kl: float | None # of the last minibatch that was looked at
     clipfrac: float | None # share of clipped ratios
     first_gap: float | None # largest |ratio - 1| before the first step: 0 but for rounding
@@ -138,7 +138,6 @@ class Learner:
         self.optimizer = torch.optim.Adam(self.weights, lr=config.learning_rate, eps=1e-5, fused=True)
         self.obs_norm = ObsNormalizer(self.stream.width, sorted({*config.obs_keep, *policy.embed_columns}))
         self.reward_norm, self.value_norm = RewardNormalizer(self.n, config.gamma), ValueNormalizer()
-        self.loss = Compiled(ppo_loss, config.compile)
         floors = config.ent_floor if isinstance(config.ent_floor, tuple) else (config.ent_floor,) * self.heads.count
         check(len(floors) == self.heads.count, "ent_floor", config.ent_floor,
               f"one number, or one for each of {self.heads.count} heads")
@@ -193,7 +192,7 @@ class Learner:
     def update_policy(
         self,
         stop: StopRequest | None = None, # checked after every gradient step
-    ) -> bool: # False: stopped on the way; the next call goes on there
+    ) -> bool: # False: stopped on the way; the next call continues there
         "Learn from the full rollout: targets first, then one gradient step a minibatch."
         with use_threads(self.config.threads):
             if self._full_rollout().last_value is None: self.compute_targets()
@@ -249,7 +248,7 @@ class Learner:
         c = self.config
         lr, *now = c.at(self.update)
         clip, entropy = send(torch.tensor(now), self.device)
-        stats = minibatch_loss(self.policy, batch, Coefficients(clip, entropy, self.floors), c, self.loss)
+        stats = minibatch_loss(self.policy, batch, Coefficients(clip, entropy, self.floors), c)
         for w in self.weights: w.grad = None
         stats.loss.backward()
         norm = clip_gradients(self.weights, c.max_grad_norm)
@@ -333,7 +332,7 @@ class Learner:
         return torch.where(send(out.has_final, self.device), value, torch.nan)
 
     def _summary(self, r: Rollout) -> Update: # r: the rollout of this update
-        "Return what this update saw and did."
+        "Return the statistics of this update."
         return Update(
             update=self.update + 1, env_steps=self.env_steps,
             returns=tuple(e.total for e in self.ended), lengths=tuple(e.length for e in self.ended),
@@ -362,13 +361,13 @@ class Learner:
 
 # %% ../../nbs/learn/65_learner.ipynb #b38faacb
 def train_ppo(
-    learner: Learner, # trained in place, from where it is
+    learner: Learner, # trained in place, from its current state
     updates: int | None = None, # how many; None: up to `config.num_updates`
 ) -> Iterator[Update]: # one item an update
     """Train a learner, and yield one `Update` after the other.
 
     A keyboard interrupt ends the generator between two steps, without a traceback; another `train_ppo` on the same
-    learner goes on exactly there.
+    learner continues exactly there.
 
     Raises
     ------
@@ -415,7 +414,7 @@ class StopFlag:
 
     @property
     def exit_status(self) -> int | None: # None: no signal, or a keyboard interrupt
-        "Return 128 + the number of the signal: the status with which a process that was asked to end should exit."
+        "Return 128 + the number of the signal, the exit status of a process that a signal has ended."
         return None if self.number in (0, signal.SIGINT) else 128 + self.number
 
     def __enter__(self):
@@ -435,7 +434,7 @@ class StopFlag:
 # %% ../../nbs/learn/65_learner.ipynb #cde1c8b2
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    "Raise `SystemExit(128 + number)` on SIGTERM and SIGHUP; signals that are ignored or handled already stay so."
+    "Raise `SystemExit(128 + number)` on SIGTERM and SIGHUP; signals already ignored or handled do not change."
     def leave(number, frame): raise SystemExit(128 + number)
     main = threading.current_thread() is threading.main_thread() # the only one that can catch signals
     mine = [n for n in END_SIGNALS if main and signal.getsignal(n) == signal.SIG_DFL]
