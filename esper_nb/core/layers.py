@@ -25,7 +25,7 @@ def unfold(
     n: int, # lanes
     dim: int = 1, # the folded axis: 1 for images, -1 for sequences
 ) -> Tensor: # (..., n, C, ...), a view
-    "Take the lane axis apart."
+    "Unfold the lane axis."
     return x.unflatten(dim, (n, -1))
 
 def fold(
@@ -39,7 +39,7 @@ def by_lane(
     t: Tensor, # (n*k, ...) a parameter, buffer or gradient of n lanes
     n: int, # lanes
 ) -> Tensor: # (n, k, ...), a view: entry i is lane i's
-    "Return a parameter with its lanes in an axis of their own."
+    "Return a parameter with a separate lane axis."
     return t.unflatten(0, (n, -1))
 
 # %% ../../nbs/core/03_layers.ipynb #1bc363e6
@@ -51,12 +51,12 @@ def spatial_mean(
 
 # %% ../../nbs/core/03_layers.ipynb #5ebcc753
 def _laned(module: _M, n: int) -> _M:
-    "Write on a layer how many lanes it has."
+    "Store the number of lanes on a layer."
     module.lanes = n
     return module
 
 class MaskedConv2d(nn.Conv2d):
-    "A convolution with a mask on its windows: where it is 0, the window does not see and its weight does not learn."
+    "A convolution with a mask on its windows: where it is 0, the weight ignores its input and does not train."
     mask: Tensor # (n*c_out, 1, k, k)
 
     def __init__(self, *args, **kwargs): # as for `nn.Conv2d`
@@ -64,7 +64,7 @@ class MaskedConv2d(nn.Conv2d):
         self.register_buffer("mask", torch.ones(self.out_channels, 1, *self.kernel_size))
 
     def reset_parameters(self):
-        "Draw fresh weights, and let every one of them be seen."
+        "Draw new weights, and unmask all of them."
         super().reset_parameters()
         if hasattr(self, "mask"): self.mask.fill_(1.)
 
@@ -246,7 +246,7 @@ class LaneDropout(nn.Module):
         self.register_buffer("count", torch.zeros(n, dtype=torch.int64))
 
     def reset_parameters(self):
-        "A fresh stream for every lane, from the random state of the moment, and a count of 0."
+        "Draw a new stream for every lane from the current random state, and reset the counts."
         self.count.zero_()
         self.stream.random_()
 

@@ -41,7 +41,7 @@ class LaneModule(nn.Module):
 
     @torch.no_grad()
     def ordinary(self, i: int = 0) -> nn.Module:
-        "Return lane i as the module that the factory makes, with tensors of its own."
+        "Return lane i as the factory's module, with copied tensors."
         with seeded(0, "ordinary"): module = self.factory()
         module = module.to(next(iter(lane_state(self.net).values()), torch.zeros(())).device)
         if self.form.last: module = module.to(memory_format=torch.channels_last)
@@ -92,7 +92,7 @@ def lane_module(
     return LaneModule(factory, form, n, Ports(axis, (axis or 1) if out is None else out))
 
 # %% ../../nbs/core/05_modules.ipynb #5d4a2369
-LARGE = 1_000_000 # parameters: a network of this size keeps a core busy by itself, and side by side gains nothing
+LARGE = 1_000_000 # parameters: one network of this size saturates a core, and running lanes side by side gains nothing
 
 class LaneForm(NamedTuple):
     "How a module runs as n lanes."
@@ -154,7 +154,7 @@ def _takes_channels_last(factory: Callable[[], nn.Module], example: Tensor) -> b
     return True
 
 def _candidates(trial: "TrialRun", module: nn.Module, last: bool) -> Iterator[LaneForm]: # module: maybe without values
-    "The forms that could do: with three axes read either way, and unknown layers without weights let be or run alone."
+    "Yield candidate forms: either reading of three axes, and unknown weightless layers kept or run lane by lane."
     axes = {k: v.axes for k, v in trial.layers.items()}
     draws = tuple(k for k, v in trial.layers.items() if v.draws)
     base = LaneForm(whole=False, alone={}, axis=1, last=last, draws=draws, why="", seen=axes)
@@ -175,7 +175,7 @@ def _check_shapes(factory: Callable[[], nn.Module], example: Tensor, form: LaneF
         with torch.device("meta"):
             like = torch.empty_like(example, device="meta")
             expected = factory().eval()(like).shape
-    except Exception: return # its values matter: the check proper will tell
+    except Exception: return # it depends on values; the full check decides
     with torch.device("meta"):
         y = exchange_layers(factory(), 2, form._replace(draws=())).eval()(ports.join([like, like]))
     if y.numel() != 2 * expected.numel(): raise ValueError(f"outputs have another shape: {tuple(y.shape)}")
@@ -241,7 +241,7 @@ def _must_agree(what: str, mine: Tensor, other: Tensor, floor: float = 1e-9):
     if not off <= TOLERANCE: raise ValueError(f"{what} differ by {off:.2g} (relative)")
 
 def _shake(module: nn.Module) -> nn.Module:
-    "Move every weight, so that none is special."
+    "Perturb every weight, so that no value is special."
     with torch.no_grad():
         for p in module.parameters(): p.add_(torch.randn_like(p) * max(.05, .1 * float(p.abs().mean())))
     return module
@@ -260,10 +260,10 @@ ATOMS = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.TransformerEncode
          nn.Transformer) # use the weights of their parts themselves: taken as one layer, features in the last axis
 
 def lane_form(
-    layer: nn.Module, # an ordinary one; its widths are changed where that is enough
+    layer: nn.Module, # an ordinary layer; only its widths are changed where that is enough
     n: int, # lanes
     axis: int = 1, # the axis of features in which lanes are folded
-) -> nn.Module | None: # without the values; None: there is none
+) -> nn.Module | None: # without the values; None: no lane form exists
     "Return the lane form of a layer."
     if vars(layer)["_forward_hooks"] or vars(layer)["_forward_pre_hooks"]: return None
     if type(layer) in SAME or (type(layer) is nn.Flatten and layer.start_dim == 1): return layer
@@ -350,7 +350,7 @@ def exchange_layers(
     return module
 
 def _exchanged(layer: nn.Module, name: str, n: int, form: LaneForm, made: dict[int, Tensor]) -> nn.Module:
-    "The lane form of a layer with its values n times; lane by lane where there is none."
+    "Return the lane form of a layer with its values repeated n times, or a lane-by-lane loop if it has no lane form."
     axis = form.axis_of(name, layer)
     if name in form.alone:
         return PerLane(type(layer), n, axis, draws=name in form.draws, template=layer)

@@ -230,7 +230,7 @@ class SqueezeExcite(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        "Let nearly everything through: sigmoid(3) is 0.953."
+        "Open the gate almost fully: sigmoid(3) is 0.953."
         nn.init.zeros_(self.fc2.weight)
         nn.init.constant_(self.fc2.bias, 3.)
 
@@ -254,7 +254,7 @@ def norm_seed(channels, lanes):
 
 @blueprint("depthwise", "cnn", 4_800)
 def depthwise(channels, lanes):
-    "Return a convolution channel by channel, and one across them."
+    "Return a depthwise separable convolution."
     c, n = channels, lanes
     return Residual(nn.Sequential(_conv(c, c, n, 3, groups=c), _conv(c, c, n), _norm(c, n)), "2", n, relu=True)
 
@@ -269,13 +269,13 @@ def bottleneck(channels, lanes):
 # %% ../../nbs/grow/20_blueprints.ipynb #c4c23e56
 @blueprint("conv_small", "cnn", 4_200)
 def conv_small(channels, lanes):
-    "Return a convolution that sees single pixels."
+    "Return a 1×1 convolution."
     c, n = channels, lanes
     return Residual(nn.Sequential(_conv(c, c, n), _norm(c, n)), "1", n, zero=True, relu=True)
 
 @blueprint("conv_light", "cnn", 37_000)
 def conv_light(channels, lanes):
-    "Return a convolution that sees three by three pixels."
+    "Return a 3×3 convolution."
     c, n = channels, lanes
     return Residual(nn.Sequential(_conv(c, c, n, 3), _norm(c, n)), "1", n, relu=True)
 
@@ -331,7 +331,7 @@ def layer_norm_seed(channels, lanes):
     return NormSeed(LaneLayerNorm(channels, lanes), lanes, -1)
 
 @blueprint("lora", "transformer", 6_000)
-def lora(channels, lanes, rank=8): # Hu et al. 2021, as a layer of its own
+def lora(channels, lanes, rank=8): # Hu et al. 2021, as a separate layer
     "Return a linear map of low rank."
     pair = LaneLinear(channels, rank, lanes, bias=False), LaneLinear(rank, channels, lanes, bias=False)
     return Residual(nn.Sequential(*pair), "1", lanes, zero=True)
@@ -461,7 +461,7 @@ def turned(f: Callable[[Tensor], Tensor], x: Tensor, layout: str) -> Tensor: # x
 def out_of_place(
     module: nn.Module, # changed, if it has such layers; anything else is handed back as it is
 ) -> nn.Module: # the same
-    "Set `inplace=False` in every layer, since what a seed reads is what the host goes on with."
+    "Set `inplace=False` in every layer, because the host also uses the seed's input."
     for m in module.modules() if isinstance(module, nn.Module) else ():
         if getattr(m, "inplace", False): setattr(m, "inplace", False)
     return module
@@ -501,7 +501,7 @@ def _form(factory: Callable[..., nn.Module], channels: int, options: tuple[tuple
         return find_form(partial(factory, channels, **dict(options)), taken[0], *seed_ports(layout))
 
 def _builder(factory: Callable[..., nn.Module], layout: str) -> Callable[..., nn.Module]: # build(channels, lanes, ...)
-    "What the registry asks for, with the factory's own options."
+    "Build function for the registry, with the factory's own options."
     def build(channels: int, lanes: int, **options) -> PlainSeed:
         form = _form(factory, channels, tuple(sorted(options.items())), layout)
         return PlainSeed(partial(factory, channels, **options), form, lanes, layout)

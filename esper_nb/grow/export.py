@@ -91,7 +91,7 @@ def check_same(
                            "a module in it asks more of its layers than torch's own layers do")
 
 def _outputs(y: Any) -> list[Tensor]:
-    "Return the tensors in what a network says."
+    "Return the tensors in a network's output."
     if isinstance(y, Tensor): return [y]
     inner = y.values() if isinstance(y, Mapping) else y if isinstance(y, (list, tuple)) else ()
     return [t for v in inner for t in _outputs(v)]
@@ -265,7 +265,7 @@ def _traced(form: nn.Module) -> fx.GraphModule: # in evaluation mode
     return fx.GraphModule(form, graph, "Grown").eval()
 
 def _pair_up(net: nn.Module, k: str, form: Form):
-    "Put a pair in the place of a submodule, wherever the network keeps it."
+    "Replace a submodule by a pair, at every place in the network."
     part = net.get_submodule(k)
     pair = nn.Sequential(OrderedDict(host=part, grown=_traced(form)))
     for owner in [m for m in net.modules() if m is not part]:
@@ -278,9 +278,9 @@ def serve_optimizer(
     optimizer: torch.optim.Optimizer, # of torch, over all parameters of the model
 ) -> "ServedOptimizer": # `remove()` ends it
     """
-    Let a plain optimizer step only what trains, and start its state afresh where a seed is born.
+    Make a plain optimizer step only training lanes, and reset its state where a seed is planted.
 
-    Hooks around `optimizer.step` put back every lane whose owner does not train: frozen seeds, empty slots.
+    Hooks around `optimizer.step` restore every lane whose owner does not train: frozen seeds, empty slots.
 
     Raises
     ------
@@ -312,12 +312,12 @@ class ServedOptimizer:
         self.handles = optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
 
     def remove(self):
-        "Take the hooks off again."
+        "Remove the hooks."
         for h in self.handles: h.remove()
 
     @torch.no_grad()
     def before(self, optimizer, args, kwargs):
-        "Start newborn lanes afresh, and copy what must not move."
+        "Reset the state of newly planted lanes, and copy the values that must not change."
         self.start_afresh()
         self.still, active = [], self.model.active()
         for owner, params in self.model.owners().items():
@@ -328,13 +328,13 @@ class ServedOptimizer:
 
     @torch.no_grad()
     def after(self, optimizer, args, kwargs):
-        "Put back what must not move."
+        "Restore the values that must not change."
         for s in self.still: s.tensor[s.rows] = s.values
         self.still = []
 
     @torch.no_grad()
     def start_afresh(self):
-        "Clear the optimizer's state of lanes that were just born."
+        "Clear the optimizer's state of newly planted lanes."
         owners, n = self.model.owners(), self.model.lanes
         for owner, lanes in self.model.take_fresh().items():
             for p in owners.get(owner, {}).values():
@@ -348,7 +348,7 @@ class ServedOptimizer:
                 t.shape == p.shape]
 
 class _Still(NamedTuple):
-    "Rows of a tensor that must be after a step what they were before it."
+    "Rows of a tensor that a step must not change."
     tensor: Tensor # (n, k, ...), a view
     rows: Tensor # (m,) lanes
     values: Tensor # (m, k, ...)

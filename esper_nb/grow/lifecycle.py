@@ -25,7 +25,7 @@ from .blending import Blend, Curve, Ramp, RampMode
 # %% ../../nbs/grow/22_lifecycle.ipynb #bb492c57
 class Stage(IntEnum):
     "Where a seed is in its life."
-    UNKNOWN = 0 # nothing is known about the slot yet
+    UNKNOWN = 0 # state of the slot unknown
     DORMANT = 1 # empty: a seed may germinate here
     GERMINATED = 2 # has weights, not yet in the forward pass
     TRAINING = 3 # learns behind the straight-through estimator; the host's output is unchanged
@@ -70,7 +70,7 @@ def check_move(a: Stage | int, b: Stage | int) -> Stage: # where it is, where it
     return b
 
 def next_stage(a: Stage | int) -> Stage: # the stage that `advance` leads to
-    "Return the next stage of a seed that goes well; raise where there is none to advance to."
+    "Return the stage after a passed gate; raise if there is none."
     expected = ("GERMINATED, TRAINING or BLENDING to advance from "
                 "(germinate fills an empty slot, fossilize ends HOLDING)")
     check(Stage(a) in UPWARD and a != Stage.HOLDING, "stage", Stage(a).name, expected)
@@ -92,7 +92,7 @@ class Gates(Config):
 class Rules(Config):
     "The rules by which seeds live in a slot."
     gates: Gates = dataclasses.field(default_factory=Gates)
-    auto: tuple[str, ...] = () # gates that a seed goes through by itself: "G1", "G2", "G3", "G5"
+    auto: tuple[str, ...] = () # gates that open automatically: "G1", "G2", "G3", "G5"
     embargo: int = 5 # epochs a slot rests after a prune
     isolate_blending: bool = False # a seed reads detached features while it is blended
 
@@ -217,7 +217,7 @@ class SeedState(NamedTuple):
         return s.with_ramp(ramp)
 
     def prune(self, reason: Reason | int = Reason.ASKED) -> "SeedState":
-        "Take the seed out at once; the slot begins to cool down."
+        "Remove the seed immediately; the slot starts to cool down."
         if self.stage not in LIVE:
             final = "; a fossil stays for ever" if self.stage == Stage.FOSSILIZED else ""
             raise RuntimeError(f"nothing to prune: the slot is {self.stage.name}{final}")
@@ -231,7 +231,7 @@ class SeedState(NamedTuple):
         reason: Reason | int = Reason.ASKED,
         rules: Rules = Rules(),
     ) -> "SeedState":
-        "Fade the seed out, frozen, and prune it on arrival; at once where there is nothing to fade."
+        "Freeze the seed, fade it out and prune it at the end; immediately if it is not blended."
         blended = self.stage in (Stage.BLENDING, Stage.HOLDING) and self.alpha > 0
         if check_count("steps", steps, 0) == 0 or not blended: return self.prune(reason)
         self._check_steerable("schedule a prune")
@@ -372,7 +372,7 @@ def check_gate(
     verdict = f"failed {', '.join(bad)}" if bad else f"passed {', '.join(checks)}"
     return GateResult(name, not bad, bad, f"{name} to {to.name}: {verdict}")
 
-_Checks = dict[str, bool] # what a gate asks, in words
+_Checks = dict[str, bool] # condition of a gate, as text
 
 def _before_germinated(s: SeedState, g: Gates) -> _Checks:
     return {"a seed was born": s.births > 0, "blueprint known": s.blueprint is not None}
@@ -405,7 +405,7 @@ def _before_fossilized(s: SeedState, g: Gates) -> _Checks:
 
 def _at_least(value: float | None, least: float) -> bool: return value is not None and value >= least
 
-_gates: dict[Stage, tuple[str, Callable[[SeedState, Gates], _Checks]]] = { # stage -> name of its gate, what it asks
+_gates: dict[Stage, tuple[str, Callable[[SeedState, Gates], _Checks]]] = { # stage -> name and condition of its gate
     Stage.GERMINATED: ("G0", _before_germinated),
     Stage.TRAINING: ("G1", _before_training),
     Stage.BLENDING: ("G2", _before_blending),
@@ -425,7 +425,7 @@ def encode_seed(s: SeedState) -> list[float]: # one finite number per column
     return [UNMEASURED if v is None else min(float(v), -UNMEASURED) for v in s]
 
 def decode_seed(row: list[float]) -> SeedState: # row: one number per column
-    "Return the state that a row of numbers stands for."
+    "Decode a state from a row of numbers."
     return _decode(tuple(row))
 
 def empty_table(n: int) -> Tensor: # (n, columns) fp32

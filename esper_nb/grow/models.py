@@ -58,7 +58,7 @@ class Growing(nn.Module):
         self.slot(slot).set_alpha(target, lanes, **settings)
 
     def prune(self, slot: str, lanes: Lanes = None, reason: Reason | int = Reason.ASKED):
-        "Take seeds out at once; a fossil is refused."
+        "Remove seeds immediately; fossils cannot be removed."
         self.slot(slot).prune(lanes, reason)
 
     def schedule_prune(self, slot: str, steps: int, lanes: Lanes = None, **settings): # curve, steepness, reason
@@ -86,7 +86,7 @@ class Growing(nn.Module):
     def tick(self, lanes: Lanes = None) -> list[tuple[str, int, Event]]: # (slot, lane, what happened)
         """Finish an epoch: ramps move, slots cool down, automatic gates open; the next epoch begins.
 
-        Warns of seeds that an optimizer trains which does not know of them.
+        Warns if an optimizer trains seeds without following their growth.
         """
         self._ask_for_service()
         return [(k, i, e) for k in self.names for i, e in self.slot(k).tick(lanes)]
@@ -107,7 +107,7 @@ class Growing(nn.Module):
         for k in self.names: self.slot(k).clear(lanes, seed, names)
 
     def lane(self, i: int) -> "Growing":
-        "Return lane i as a one-lane model of its own."
+        "Return lane i as a separate one-lane model."
         return take_lanes(self, as_lanes(i, self.lanes))
 
     def status(self, lanes: Lanes = None) -> "Status":
@@ -157,7 +157,7 @@ class Growing(nn.Module):
             return torch.stack(self.branches(x, names)), on
 
     def branches(self, x: Tensor, names: Sequence[str]) -> list[Tensor]: # logits of each of `combinations_of(names)`
-        "Run every combination of the slots' seeds, in passes of their own."
+        "Run every combination of the slots' seeds, each in a separate pass."
         out = []
         for on in combinations_of(names):
             with self.disable_seeds([k for k in names if k not in on]): out.append(self(x))
@@ -216,7 +216,7 @@ class Growing(nn.Module):
         return {f"{k}.{part}": lanes for k in self.names for part, lanes in self.slot(k).take_fresh().items()}
 
     def _ask_for_service(self):
-        "Warn once where seeds of an earlier epoch have gradients, and nobody has asked who was born."
+        "Warn once if seeds of an earlier epoch have gradients and no optimizer has called `take_fresh`."
         trained = [k for k in self.names if self.slot(k).trains_unserved()]
         if not trained or self.warned: return
         self.warned = True
@@ -251,8 +251,8 @@ class GrowingModel(Growing):
     """
     A host with slots at some of its sites, in n lanes.
 
-    It computes what the host does until a seed is blended; lanes are independent networks. Call the verbs between
-    epochs and `tick()` after every epoch; `take_fresh` and `active` tell an optimizer what to start afresh and step.
+    Its outputs equal the host's until a seed is blended; lanes are independent networks. Call the operations between
+    epochs and `tick()` after every epoch; `take_fresh` and `active` give an optimizer the lanes to reset and to step.
 
     Raises
     ------
@@ -302,7 +302,7 @@ class GrowingModel(Growing):
         return x
 
     def branches(self, x: Tensor, names: Sequence[str]) -> list[Tensor]: # logits of each of `combinations_of(names)`
-        "Walk through the host once; at each of the slots every branch goes on without and with it."
+        "Run the host once; at each slot every branch splits into one without and one with the seed."
         found = [x]
         for i in range(len(self.host.sites) + 1):
             found = [self.host.piece(i, h) for h in found]
@@ -328,7 +328,7 @@ class Status(NamedTuple):
     table: list[dict[str, str]] # one entry per occupied slot and lane
     problems: list[str] # empty: consistent
     summary: str
-    forecasts: Sequence[str] = () # what would help, where somebody has foretold it
+    forecasts: Sequence[str] = () # forecasts of useful seeds, if a forecaster has run
 
     def __repr__(self):
         lines = ["  ".join(cells) for cells in self._padded()]
@@ -352,10 +352,10 @@ DECISION_VERBS = ("wait", "germinate", "advance", "set_alpha", "prune", "schedul
 
 class Decision(NamedTuple):
     """
-    An operation on one lane: a verb, the slot, and for a germination the blueprint.
+    An operation on one slot of one lane, with the blueprint for a germination.
 
-    Controllers return decisions, and `apply_decision` carries them out: a misspelt verb, slot or blueprint raises, a
-    move that is illegal or that a gate stops comes back as a `DecisionResult` with `ok=False` and the reason.
+    Controllers return decisions, and `apply_decision` executes them: an unknown operation, slot or blueprint raises;
+    an operation that is illegal or blocked by a gate returns a `DecisionResult` with `ok=False` and the reason.
 
     Examples
     --------

@@ -46,7 +46,7 @@ class AttachedModel(Growing):
     def forward(self, *args, **kwargs): return self.host(*args, **kwargs)
 
     def lane(self, i: int = 0) -> Growing:
-        "Return lane i as a one-lane model of its own; a copy where there is one lane."
+        "Return lane i as a separate one-lane model; a copy if the model has one lane."
         as_lanes(i, self.lanes)
         return copy.deepcopy(self) if self.lanes == 1 else super().lane(i)
 
@@ -70,7 +70,7 @@ class AttachedModel(Growing):
         return self.take_hooks_off()
 
     def take_hooks_off(self) -> nn.Module: # your network
-        "Return the network without its slots, whatever they do."
+        "Return the network's output without its slots."
         for h in self.handles: h.remove()
         return self.host
 
@@ -81,7 +81,7 @@ class AttachedModel(Growing):
         self.handles = [inside.get_submodule(k).register_forward_hook(h) for k, h in hooks.items()]
 
 class _SlotHook:
-    "Passes a submodule's output through a slot; `loop` runs the network lane by lane, and knows whose turn it is."
+    "Passes a submodule's output through a slot; `loop` runs the network lane by lane, and holds the current lane."
     def __init__(self, slot: Slot, layout: str, loop: PerLane | None):
         self.slot, self.layout, self.loop = slot, layout, loop
 
@@ -226,9 +226,9 @@ def explore_host(
     config: ModuleHostConfig, # with its shape and classes
 ) -> Explored: # kept: exploring the same network again costs nothing
     """
-    Run a network once on made-up data, and find its lane form and the shapes behind its slots.
+    Run a network once on random data to find its lane form and the feature shapes at its slots.
 
-    `form.why` explains a network that runs lane by lane; `places` tells a slot's layout and channels.
+    `form.why` gives the reason if the network runs lane by lane; `places` holds each slot's layout and channels.
 
     Raises
     ------
@@ -297,7 +297,7 @@ def module_model(
     config: ModuleHostConfig, # with its shape and classes
     slots: Sequence[str] | None = None, # some of the host's; default all
     lanes: int = 1, # networks side by side
-    seed: int = 0, # the run's seed; lane i is made anew from the stream (seed, "init", i)
+    seed: int = 0, # the run's seed; lane i is initialised from the stream (seed, "init", i)
     device: str | torch.device = "cpu", # where the model lives
     blueprints: Sequence[str] | None = None, # what may grow; default all of the family of each slot
     rules: Rules = Rules(), # gates and cool-down of the seeds
@@ -369,7 +369,7 @@ def check_slots(
     return tuple(sorted(slots, key=lambda s: tuple(map(int, s[1:].split("c")))))
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #ce5a507f
-_given: dict[str, Callable[..., nn.Module]] = {} # functions that were handed over as objects, by import path
+_given: dict[str, Callable[..., nn.Module]] = {} # functions that were passed as objects, by import path
 
 def import_path(factory: Callable[..., nn.Module]) -> str: # "package.module:function"
     "Return the import path of a function, under which this process finds it from now on."
@@ -378,7 +378,7 @@ def import_path(factory: Callable[..., nn.Module]) -> str: # "package.module:fun
     return name
 
 def given_factories() -> frozenset[str]:
-    "Return the import paths of the functions that were handed over in this process."
+    "Return the import paths of the functions that were passed as objects in this process."
     return frozenset(_given)
 
 def get_factory(path: str) -> Callable[..., nn.Module]: # path: "package.module:function"

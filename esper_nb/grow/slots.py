@@ -46,7 +46,7 @@ class Slot(nn.Module):
         lanes: int = 1, # n
         blueprints: Sequence[str] | None = None, # what may grow; default all of the family but noop
         rules: Rules = Rules(),
-        seed: int = 0, # the run's seed; lane i germinates from streams of its own
+        seed: int = 0, # the run's seed; each lane draws its seeds from separate streams
         options: Mapping[str, Mapping] | None = None, # blueprint -> its options
     ):
         super().__init__()
@@ -62,7 +62,7 @@ class Slot(nn.Module):
         self.register_buffer("stream", torch.zeros(lanes, dtype=torch.int64))
         self.banks, self.blend_gate = empty_banks(family, channels, lanes, names, self.options)
         self.blueprints = tuple(self.banks)
-        self.held: dict[str, tuple[int, ...]] = {} # bank or "gate" -> the lanes it stands for, if not all
+        self.held: dict[str, tuple[int, ...]] = {} # bank or "gate" -> the lanes that it holds, if not all
         self._route, self._narrowed, self._view = Scratch(), Scratch(), Scratch()
         self.rows()
         self.clear(range(lanes), seed)
@@ -79,7 +79,7 @@ class Slot(nn.Module):
         return self._hand_on(h, route.cut.join([*played, *pieces[len(played):]]))
 
     def play_lane(self, h: Tensor, i: int) -> Tensor: # h: features of lane i alone
-        "Do for one lane what `forward` does for all, as a network that runs lane by lane asks for it."
+        "Run `forward` for one lane, for a network that runs lane by lane."
         route = self.route().single(i) if self.enabled else None
         return self._hand_on(h, h if route is None else self._play(route, 0, h))
 
@@ -115,7 +115,7 @@ class Slot(nn.Module):
         self._renew_gates(new)
 
     def prune(self, lanes: Lanes = None, reason: Reason | int = Reason.ASKED):
-        "Take seeds out at once."
+        "Remove seeds immediately."
         self.change(lanes, lambda s: s.prune(reason))
 
     def schedule_prune(self, steps: int, lanes: Lanes = None, curve: Curve | int = Curve.LINEAR,
@@ -190,7 +190,7 @@ class Slot(nn.Module):
         return torch.tensor([self._trains(s, part) for s in states or self.states()])
 
     def take_fresh(self) -> dict[str, list[int]]: # bank or "gate" -> lanes
-        "Return the lanes that were initialised since the last call; their optimizer state must start anew."
+        "Return the lanes that were initialised since the last call; reset their optimizer state."
         out: dict[str, list[int]] = {}
         fresh = {i: s for i, s in enumerate(self.states()) if s.fresh or s.fresh_gate}
         for i, s in fresh.items():
@@ -200,7 +200,7 @@ class Slot(nn.Module):
         return out
 
     def trains_unserved(self) -> bool:
-        "Tell whether a seed that is older than an epoch has gradients, but is still new to whoever steps it."
+        "Return whether a seed older than an epoch has gradients although no optimizer has called `take_fresh`."
         old = {s.blueprint for s in self.states() if s.fresh and s.age and s.blueprint is not None}
         return any(p.grad is not None for b in old for p in self.part(self.blueprints[b]).parameters())
 
@@ -243,7 +243,7 @@ class Slot(nn.Module):
         return count
 
     def readable(self, lanes: Iterable[int]) -> Iterator[tuple[int, SeedState]]:
-        "Yield the lanes whose numbers in the table stand for a state, with that state."
+        "Yield each lane that the table has a state for, with that state."
         for i in lanes:
             try: yield i, self.state(i)
             except ValueError: pass
@@ -272,7 +272,7 @@ class Slot(nn.Module):
         if not all(t.isfinite().all() for t in used): yield "weights that are not finite"
 
     def hold(self, name: str, bank: nn.Module, lanes: Sequence[int]): # lanes: neighbours and gaps as they come
-        "Run a bank that stands only for some lanes; no other lane may use it."
+        "Run a bank that holds only some lanes; other lanes must not use it."
         check(num_lanes(bank) == len(lanes), "bank", num_lanes(bank), f"one lane for each of {list(lanes)}")
         if name == "gate": self.blend_gate = bank
         else: self.banks[name] = bank
@@ -280,7 +280,7 @@ class Slot(nn.Module):
         self._route.clear()
 
     def rows(self) -> np.ndarray: # (n, columns), a view
-        "Return the table as numbers; a tracer's stand-in has none, and is passed over."
+        "Return the table as numbers, or nothing under tracing, where it has no values."
         table = self._buffers["table"] # a module's dict is cheaper than its attribute
         if type(table) is Tensor and not table.is_meta and self._view.get("at") != table.data_ptr():
             self._view.update(at=table.data_ptr(), rows=table.numpy())
@@ -422,13 +422,13 @@ def as_lanes(lanes: Lanes, n: int) -> list[int]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[nn.Module]:
-    "Evaluate a module inside the block, without gradients; every part's own mode comes back after it."
+    "Evaluate a module inside the block, without gradients; restore the mode of every submodule after it."
     training = [m for m in module.modules() if m.training]
     if training: module.eval()
     try:
         with torch.no_grad(): yield module
     finally:
-        for m in training: vars(m)["training"] = True # a module's __setattr__ asks much, for one flag
+        for m in training: vars(m)["training"] = True # a module's __setattr__ is slow for one flag
 
 # %% ../../nbs/grow/23_slots.ipynb #090db851
 def fitting_blueprints(family: str, channels: int, options: Mapping[str, Mapping]) -> list[str]:
@@ -527,7 +527,7 @@ def _kept(made: dict[tuple, Tensor], key: tuple, make: Callable[[], Tensor]) -> 
     found = made.get(key)
     if found is None:
         with torch.inference_mode(False): found = make()
-        if type(found) is Tensor: made[key] = found # a tracer's stand-in has no numbers
+        if type(found) is Tensor: made[key] = found # no values under tracing
     return found
 
 # %% ../../nbs/grow/23_slots.ipynb #f66f1b62

@@ -44,7 +44,7 @@ class Update:
     value_loss: float | None
     entropy: float | None # normalised, summed over heads
     head_entropy: tuple[float | None, ...] # normalised, where relevant and free; None: nowhere
-    approx_kl: float | None # of the last minibatch that was looked at
+    approx_kl: float | None # of the last evaluated minibatch
     clipfrac: float | None # share of clipped ratios
     first_gap: float | None # largest |ratio - 1| before the first step: 0 but for rounding
     ratio_gap: float | None # largest |ratio - 1| of the update
@@ -76,7 +76,7 @@ def clone_state(state: Any) -> Any: # of `state_dict`
     return type(state)(map(clone_state, state)) if isinstance(state, (list, tuple)) else state
 
 class StopRequest(Protocol):
-    "Anything that can ask a learner to stop, such as a `StopFlag`."
+    "An object that can request a learner to stop, such as a `StopFlag`."
     @property
     def requested(self) -> bool: "Whether to stop at the next chance."
 
@@ -193,7 +193,7 @@ class Learner:
     def update_policy(
         self,
         stop: StopRequest | None = None, # checked after every gradient step
-    ) -> bool: # False: stopped on the way; the next call goes on there
+    ) -> bool: # False: interrupted; the next call continues there
         "Learn from the full rollout: targets first, then one gradient step a minibatch."
         with use_threads(self.config.threads):
             if self._full_rollout().last_value is None: self.compute_targets()
@@ -365,10 +365,10 @@ def train_ppo(
     learner: Learner, # trained in place, from where it is
     updates: int | None = None, # how many; None: up to `config.num_updates`
 ) -> Iterator[Update]: # one item an update
-    """Train a learner, and yield one `Update` after the other.
+    """Train a learner, and yield an `Update` after each PPO update.
 
     A keyboard interrupt ends the generator between two steps, without a traceback; another `train_ppo` on the same
-    learner goes on exactly there.
+    learner continues there, bit-exactly.
 
     Raises
     ------
@@ -415,7 +415,7 @@ class StopFlag:
 
     @property
     def exit_status(self) -> int | None: # None: no signal, or a keyboard interrupt
-        "Return 128 + the number of the signal: the status with which a process that was asked to end should exit."
+        "Return 128 + the number of the signal: the exit status of a process that ends on a signal."
         return None if self.number in (0, signal.SIGINT) else 128 + self.number
 
     def __enter__(self):

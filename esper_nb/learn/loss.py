@@ -87,7 +87,7 @@ class PPOConfig(Config):
     norm_value: bool = False # the critic's scale, by the deviation of its targets; for rewards as they are
     obs_keep: tuple[int, ...] = () # observation columns that norm_obs leaves alone
     precision: str = "fp32" # "fp32", "bf16" or "auto", for acting and learning alike
-    threads: int | None = 1 # cores inside one operation of learning; more pay from about 256 units; None: as torch has
+    threads: int | None = 1 # threads inside one operation of learning; more help from about 256 units; None: torch's
     compile: str = "" # backend of torch.compile for the loss, e.g. "inductor"; "" is off
 
     def __post_init__(self):

@@ -27,7 +27,7 @@ class Moments:
         self.reset()
 
     def reset(self) -> None:
-        "Forget everything; mean 0 and variance 1 stand in until data come."
+        "Reset the statistics to mean 0 and variance 1."
         one = torch.ones(self.width, dtype=torch.float64)
         self.count, self.mean, self.var = 0., torch.zeros_like(one), one
 
@@ -156,7 +156,7 @@ class RewardNormalizer:
         return torch.where(rolled_back, reward, (reward / self.scale).clamp(-self.clip, self.clip))
 
     def state_dict(self) -> dict:
-        "Return the statistics, and the sums that the next rollout goes on from."
+        "Return the statistics, and the running sums for the next rollout."
         return dict(moments=self.moments.state_dict(), running=self.running.clone())
 
     def load_state_dict(self, state: dict) -> None: # a state of `state_dict`

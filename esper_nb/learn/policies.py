@@ -53,7 +53,7 @@ class PolicyConfig(Config):
     residual: bool = False # each recurrent layer adds its normalised output to its input; needs features[-1] == hidden
     actor: int = 0 # width of one hidden layer per head, 0: none
     critic: tuple[int, ...] = () # widths of hidden layers of the value
-    separate_critic: bool = False # a trunk of its own for the value
+    separate_critic: bool = False # a separate trunk for the value
     embed_columns: tuple[int, ...] = () # observation columns that hold a category number
     embed_size: int = 0 # number of categories
     embed_dim: int = 4 # numbers per embedded category

@@ -34,17 +34,17 @@ def lane_inputs(
     x: Tensor, # of a batch that data give for evaluation: the same for all lanes, or for all of them
     y: Tensor, # its labels; those of images are (B, n) where each lane has its own; targets are (B, 1, K)
     n: int, # lanes
-) -> tuple[Tensor, bool]: # inputs of n lanes, and whether each has its own with labels of its own
+) -> tuple[Tensor, bool]: # inputs of n lanes, and whether each lane has separate inputs and labels
     "Return a batch as n lanes see it."
     own = y.ndim == x.ndim - 2
     return (x if own else for_all_lanes(x, n)), own
 
 def label_counts(
-    y: Tensor, # (B,), (B, L) of text, (B, 1, K) targets, or (B, n) where each lane has labels of its own
+    y: Tensor, # (B,), (B, L) of text, (B, 1, K) targets, or (B, n) with separate labels per lane
     classes: int, # K
-    own: bool = False, # whether each lane has labels of its own
+    own: bool = False, # whether each lane has separate labels
 ) -> Tensor: # (K,) int64, or (n, K)
-    "Count how often each class is the right answer, or each column of targets asks for one."
+    "Count the targets of each class or column."
     if is_target(y): return torch.full((classes,), len(y), device=y.device)
     if own: return torch.nn.functional.one_hot(y, classes).sum(0)
     return y.new_zeros(classes).scatter_add_(0, y.flatten(), torch.ones_like(y).flatten())
@@ -105,7 +105,7 @@ def evaluate(
     batch_size: int = 256, # examples per batch
     precision: Precision = choose_precision("fp32"), # type of the forward pass
 ) -> EvalResult: # loss, accuracy, accuracy in each class: per lane, on the CPU
-    """Return loss and accuracy of every lane on a split, in evaluation mode; nothing of the network changes.
+    """Return loss and accuracy of every lane on a split, in evaluation mode; the network is not changed.
 
     Raises
     ------
@@ -223,8 +223,8 @@ def heard_slots(model: Growing) -> tuple[str, ...]:
 def seed_tables(
     model: Growing, # n lanes
     slots: Sequence[str], # k names
-) -> tuple[Tensor, Tensor]: # heard, fossil: each (k, n) bool
-    "Return which lanes have a seed that is heard, and which a fossil, in some slots."
+) -> tuple[Tensor, Tensor]: # active (alpha above 0), fossil: each (k, n) bool
+    "Return which lanes have an active seed (alpha above 0), and which a fossil, in some slots."
     n, shape = range(model.lanes), (len(slots), model.lanes)
     lanes = [{i for r in model.slot(k).roles(training=False) for i in r.lanes} for k in slots]
     heard = [[i in on for i in n] for on in lanes]
@@ -236,9 +236,9 @@ def measure_ablation(
     model: Growing, # n lanes
     task: Task, # for the loss
     batches: Sequence[tuple[Tensor, Tensor]], # inputs for all lanes, and labels (B,) or (B, n), or (B, 1, K) targets
-    slots: Sequence[str] | None = None, # slots to switch, at most 4; default those with a seed that is heard
+    slots: Sequence[str] | None = None, # slots to switch, at most 4; default those with an active seed
 ) -> Ablation:
-    "Evaluate every on/off combination of the seeds; nothing of the model changes."
+    "Evaluate every on/off combination of the seeds; the model is not changed."
     missing = [k for k in slots or () if k not in model.names]
     check(not missing, "slots", missing, f"slots of the model: {', '.join(model.names)}")
     names, n = tuple(k for k in model.names if k in (heard_slots(model) if slots is None else slots)), model.lanes
@@ -289,7 +289,7 @@ def judge_lanes(
     batch_size: int = 256, # examples per batch
     precision: Precision = choose_precision("fp32"), # type of the forward pass
 ) -> tuple[EvalResult, Ablation | None, dict[str, Tensor]]: # as it is, every combination, slot -> (n,) contribution
-    "Validate, and ablate every seed that is heard; from five slots on only what each adds to the rest."
+    "Evaluate, and ablate every active seed; with five or more slots only each seed's own contribution."
     slots, args = heard_slots(net), (task, data, split, batch_size, precision)
     if not slots: return evaluate(net, *args), None, {}
     if len(slots) <= MAX_BRANCHES:

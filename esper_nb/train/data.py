@@ -24,7 +24,7 @@ from .tables import Preparation
 def check_images(
     split: str, # its name, for messages
     x, # (N, H, W, C) uint8 in 0..peak, or float in 0..peak
-    peak: float | None = None, # value that stands for 1.0; None: 255 for bytes, 1 for floats
+    peak: float | None = None, # value of full brightness (1.0); None: 255 for bytes, 1 for floats
 ) -> Tensor: # (N, H, W, C) uint8 or float32
     "Return the images of a split, checked."
     x = torch.as_tensor(x)
@@ -43,7 +43,7 @@ def check_images(
     return x
 
 def default_peak(x: Tensor) -> int:
-    "Return the value that stands for full brightness: 255 in bytes, 1 in floats."
+    "Return the value of full brightness: 255 in bytes, 1 in floats."
     return 255 if x.dtype == torch.uint8 else 1
 
 # %% ../../nbs/train/33_data.ipynb #d287228d
@@ -142,7 +142,7 @@ def window_index(
     chans: Tensor, # (C,) channel numbers
     lines: Tensor, # (H, 1) address of the first value of each line of pixels, counted from the window's
 ) -> Tensor: # (B, H, W*n*C) flat address of every value of the batch
-    "Return where each value of a batch for n lanes lies in the flat padded split."
+    "Return the index of each value of a batch for n lanes in the flat padded split."
     x_BWn = (start[:, None] + step[:, None] * cols) * len(chans)
     return (x_BWn[..., None] + chans).flatten(1)[:, None] + lines
 
@@ -164,9 +164,9 @@ class Splits:
     "What image and text data share: three splits on a device, and the label frequencies of the training split."
     device: torch.device
     label_prior: Tensor # (classes,) float64, on the CPU
-    answers: int = 1 # that an example asks for: of a text one for each token
+    answers: int = 1 # targets per example; of a text one per token
     measure = Measure()
-    names: tuple[str, ...] = () # of the classes or columns, by number; (): they have none of their own
+    names: tuple[str, ...] = () # of the classes or columns, by number; (): no names
     seed_key: Callable[[int, int], tuple[int, int]] = staticmethod(own_seed_key) # (seed, lane) -> the one drawn from
 
     @property
@@ -188,7 +188,7 @@ class Splits:
         return self
 
     def counter(self, count: Callable[..., Tensor], split: str) -> Callable[..., Tensor]: # `class_counts`, ...
-        "Return how right answers of a split are counted: here as anywhere."
+        "Return the metric of a split; here the same for every split."
         return count
 
     def check_split(self, split: str) -> str: # one of the three, or an error
@@ -219,7 +219,7 @@ class ImageData(Splits):
     "Images of three splits on a device, checked, padded and normalised, and batches of them for many lanes."
     fewest = 2 # classes
 
-    def __init__(self, # noqa: PLR0913  # six arrays and what is known about them
+    def __init__(self, # noqa: PLR0913  # six arrays and their metadata
         train_x, train_y, # (N, H, W, C) uint8 or float in 0..1, (N,) integers
         heldout_x, heldout_y, # a part of the training data kept for the Governor, rewards and gates
         test_x, test_y, # read once, for the report
@@ -229,7 +229,7 @@ class ImageData(Splits):
         pad: int = 0, # black border of the random crop in pixels
         flip: bool = False, # mirror half of the training images
         device: str | torch.device = "cpu", # where the data lives
-        peak: float | None = None, # value that stands for 1.0: 255 for bytes and 1 for floats unless given
+        peak: float | None = None, # value of full brightness (1.0), by default 255 for bytes and 1 for floats
         preparation: Preparation | None = None, # what has made these 0..1 of rows, or of pictures of any range
         notes: Sequence[str] = (), # what was done with the data
         names: Sequence[str] = (), # of the classes or columns, by number
@@ -287,7 +287,7 @@ class ImageData(Splits):
         corner: tuple[Tensor, Tensor], # top and left edge of each window, each (batches, B, n)
         mirror: Tensor, # (batches, B, n) 1 where the window is mirrored
     ) -> Callable[[slice], Iterable[tuple[Tensor, Tensor]]]: # batch numbers to their `(x, y)`
-        "Return a function that gathers some training batches at once."
+        "Return a function that gathers several training batches at once."
         flat, labels, (dy, dx) = self.x["train"].view(-1), self.y["train"], corner
         (c, height, width), (h, w), (_, batch_size, n) = self.shape, self.x["train"].shape[1:3], order.shape
         start, step = (order * h + dy) * w + dx + mirror * (width - 1), 1 - 2 * mirror
@@ -306,7 +306,7 @@ class ImageData(Splits):
         return check_labels(split, y, count, self.classes)
 
     def prior(self, y: Tensor) -> Tensor: # (classes,) float64; y: of the training split
-        "Return the answer that fits best if nothing is known of an example."
+        "Return the best constant prediction."
         return label_frequencies(y, self.classes)
 
     def __repr__(self):
@@ -321,10 +321,10 @@ def is_target(y: Tensor) -> bool: # False: class numbers or tokens
 
 def count_answers(
     outputs: Tensor, # (B, n*K), or (B, L, n*K) for text
-    y: Tensor, # what was to be said, of one lane or of all
+    y: Tensor, # targets, per lane or shared
     n: int, # lanes
 ) -> int: # of one lane: one for each example, token, value or label
-    "Return how many answers a batch asks for."
+    "Return the number of targets in a batch."
     return y.numel() // (y.shape[1] if is_target(y) else n if y.ndim == outputs.ndim else 1)
 
 # %% ../../nbs/train/33_data.ipynb #5666b611
@@ -367,7 +367,7 @@ def target_counts(
 
 def share_pp(
     right: Tensor, # right answers, a sum of `target_counts` or of whole answers
-    answers: int, # how many were asked for
+    answers: int, # number of targets
 ) -> Tensor: # float32
     "Return right answers in percentage points; an R² below 0, or of what is not a number, is 0."
     pp = 100 * right / answers
@@ -421,7 +421,7 @@ class TargetData(ImageData):
         return float((torch.special.entr(self.label_prior) + torch.special.entr(1 - self.label_prior)).mean())
 
     def counter(self, count: Callable[..., Tensor], split: str) -> Callable[..., Tensor]:
-        "Return how right answers of a split are counted: values in units of its own variance."
+        "Return the metric of a split; values are scored in units of its variance."
         return count if self.target == "labels" else partial(count, spread=self.spread[self.check_split(split)])
 
     def in_units(self, outputs: Tensor) -> Tensor: # both (B, K); of labels their probabilities

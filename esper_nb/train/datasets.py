@@ -36,7 +36,7 @@ if TYPE_CHECKING: import pandas
 
 # %% ../../nbs/train/34_datasets.ipynb #b9a03b8e
 class Examples(NamedTuple):
-    "Examples with what is to be said of them, from anywhere."
+    "Examples with their targets, from any source."
     x: Tensor # (N, H, W, C) uint8 or float32; rows of C cells are (N, 1, 1, C) float64 as `columns_of` has them
     y: Tensor # (N,) int64 class numbers; of other targets (N, K), float64 values or bool labels
     classes: tuple[str, ...] # names by number; of other targets those of the K columns
@@ -53,7 +53,7 @@ def number_labels(labels: Iterable) -> tuple[Tensor, tuple[str, ...]]: # (N,) in
     return torch.tensor([number[v] for v in given], dtype=torch.int64), tuple(map(str, names))
 
 def check_classes(source: str, e: Examples, least: int = 3) -> Examples: # least: one for each split
-    "Refuse examples that cannot be told apart, or not be split."
+    "Raise unless there are two or more classes, each with at least `least` examples."
     check(len(e.classes) > 1, f"classes of {source}", list(e.classes), "at least two: of one nothing can be learnt")
     few = {k: int(n) for k, n in zip(e.classes, torch.bincount(e.y, minlength=len(e.classes))) if n < least}
     check(not few, f"small classes of {source}", few, f"at least {least} examples of each; add some or leave "
@@ -201,7 +201,7 @@ def read_picture(file: Path, size: int | None = None) -> np.ndarray: # (H, W, 3)
         raise ValueError(f"{file} cannot be read as a picture ({e}); repair it or take it away") from e
     deep = picture.mode.startswith(("I", "F"))
     check(not deep, f"pixels of {file}", picture.mode, "8 bits each; save it again that way")
-    if "A" in picture.getbands() or "transparency" in picture.info: # colours that nobody sees teach nothing
+    if "A" in picture.getbands() or "transparency" in picture.info: # colours of transparent pixels carry no information
         seen = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
     if size is not None: picture = ImageOps.fit(picture, (size, size), Image.Resampling.BILINEAR)
@@ -310,7 +310,7 @@ def _classes_of(
     return y, classes, kept
 
 def group_numbers(groups: Any) -> Tensor: # (N,) of any kind; to (N,) int64
-    "Return the number of each example's group; what is missing is a group of its own."
+    "Return the number of each example's group; an example without a group forms its own."
     import pandas
     code, names = pandas.factorize(pandas.Series(groups.tolist() if isinstance(groups, Tensor) else groups))
     return torch.from_numpy(np.where(code < 0, len(names) + np.arange(len(code)), code).astype("int64"))
@@ -397,7 +397,7 @@ def balanced_order(
     return order[((rank + .5) / member.sum(0)[labels[order]]).argsort(stable=True)]
 
 def first(limit: int | None, x: Tensor) -> Tensor:
-    "Return the first `limit` entries; all of them if there is no limit."
+    "Return the first `limit` entries, or all without a limit."
     return x if limit is None else x[:check_count("limit", limit)]
 
 # %% ../../nbs/train/34_datasets.ipynb #e526155a
@@ -533,7 +533,7 @@ def load_text_file(
 # %% ../../nbs/train/34_datasets.ipynb #b4aee8f5
 def split_examples(
     e: Examples,
-) -> tuple[Parts, list[str]]: # the parts, and what is to be said of the cut
+) -> tuple[Parts, list[str]]: # the splits, and notes on them
     "Cut examples into three parts, so that neither a group nor equal examples are in two of them."
     strata, seen = target_strata(e.y), np.ascontiguousarray(e.x.numpy() + 0) # -0 is 0
     known: dict[bytes, int] = {}
@@ -586,7 +586,7 @@ def example_data(
         preparation=prepare, notes=(*e.notes, *said, *wild_targets(e)), names=e.classes, **units)
 
 def wild_targets(e: Examples) -> list[str]:
-    "Say which values lie so far from the others that they rule the loss."
+    "Report outliers that dominate the loss."
     if e.y.ndim == 1 or e.y.dtype == torch.bool: return []
     out = []
     for k, v, (a, b) in zip(e.classes, e.y.T.tolist(), np.quantile(e.y.numpy(), [.25, .75], axis=0).T.tolist()):
@@ -648,7 +648,7 @@ def keep_read(kind: str, path: str | Path, e: Examples, **options) -> str: # its
     return source
 
 def keep_arrays(name: str, e: Examples) -> str: # its source
-    "Put arrays under a name; the same name later stands for the new ones."
+    "Register arrays under a name; registering the name again replaces them."
     _arrays[name] = e
     return own_source("arrays", name, digest=digest_of(e))
 

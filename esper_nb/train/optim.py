@@ -156,7 +156,7 @@ class LaneOptimizer(LaneState):
     def take_lanes(self,
         lanes: Sequence[int], # which lanes to copy out
         params: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]], # same names, with `len(lanes)` lanes
-    ) -> "LaneOptimizer": # an optimizer of its own over `params`
+    ) -> "LaneOptimizer": # a separate optimizer over `params`
         "Copy the state of some lanes into an optimizer for a network of those lanes."
         new = type(self)(params, len(lanes), self.cls, 0., **self.options)
         copy_lanes(new, range(new.lanes), self, lanes)
@@ -286,7 +286,7 @@ class LaneViews:
         self.at = self.memory()
 
     def memory(self) -> list[int]:
-        "Return where the parameters lie in memory."
+        "Return the memory addresses of the parameters."
         return [p.data_ptr() for p in self.owner.params.values()]
 
     def fit(self) -> bool:

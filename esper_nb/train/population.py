@@ -49,7 +49,7 @@ def check_fit_config(c: "FitConfig"): # raises a ValueError that names the setti
 # %% ../../nbs/train/38_population.ipynb #fee68363
 @dataclass(frozen=True)
 class FitConfig(Config):
-    """How a population is trained; None means: as the task says.
+    """Settings for training a population; None uses the task's setting.
 
     Raises
     ------
@@ -72,7 +72,7 @@ class FitConfig(Config):
     batch_size: int | None = None # examples per lane and batch; None: the task's
     lr: float | None = None # learning rate, above 0; None: the task's
     schedule: str = "cosine" # "cosine" falls to 0 over the epochs, "constant" stays
-    restart: bool = True # a birth starts the lane's schedule anew, from there to the end of the run
+    restart: bool = True # planting a seed restarts the lane's schedule, which then ends with the run
     max_norm: float | None = 1. # gradient norm limit per lane and owner; None: no clipping
     precision: str = "auto" # "fp32", "bf16", "fp16", or "auto": what suits the device
     seed: int = 0 # of weights, order and augmentation
@@ -110,13 +110,13 @@ class GroupResult(NamedTuple):
     "One epoch of a group, for its m lanes."
     train: TrainResult
     heldout: EvalResult | None # None: not evaluated
-    ablation: Ablation | None # None: no seed is heard, more than four slots, or not evaluated
+    ablation: Ablation | None # None: no active seed, more than four slots, or not evaluated
     contribution: dict[str, Tensor] # slot -> (m,) percentage points
     health: dict[str, Tensor] # slot -> (5, m), from `seed_health`
     signals: dict[str, Tensor] # slot -> (4, m), from `site_signals`
 
 class SeedWorth(NamedTuple):
-    """What a seed in one lane is forecast to be worth at the end, and what room it takes.
+    """Forecast of a seed's final accuracy gain in one lane, and its parameter cost.
 
     Examples
     --------
@@ -146,15 +146,15 @@ class EpochResult(NamedTuple):
     seconds: float # wall clock
     images_per_s: float # training examples of all lanes per second
     reports: tuple[Report, ...] # what the Governor did, one report per failed lane
-    ablation: Ablation | None = None # every on/off combination of the seeds; None: none heard, over four, not evaluated
+    ablation: Ablation | None = None # on/off combinations of the seeds; None: none active, over four, not evaluated
     decided: tuple[DecisionResult, ...] = () # what a controller did before the epoch
     events: tuple[tuple[str, int, Event], ...] = () # slot, lane and move of every seed that changed its stage
-    gain: Tensor | None = None # (n,) pp, all seeds together; 0: none heard, NaN: not measured, None: not evaluated
+    gain: Tensor | None = None # (n,) pp, all seeds together; 0: none active, NaN: not measured, None: not evaluated
     signals: Mapping[str, Tensor] = {} # slot -> (4, n), rows as in SIGNALS: what a seed would find there
     undone: tuple[DecisionResult, ...] = () # births that the Governor undid: their slots are empty again
-    forecast: tuple[SeedWorth, ...] = () # what seeds would be worth, of lanes that were looked at after this epoch
+    forecast: tuple[SeedWorth, ...] = () # forecast gains, for the lanes that the forecaster ran on after this epoch
 
-Forecaster = Callable[["Population", EpochResult], Sequence[SeedWorth]] # what it can say of some lanes, after an epoch
+Forecaster = Callable[["Population", EpochResult], Sequence[SeedWorth]] # forecasts for some lanes, after an epoch
 
 # %% ../../nbs/train/38_population.ipynb #e7043fd8
 class LaneRates:
@@ -184,7 +184,7 @@ class Spare:
 # %% ../../nbs/train/38_population.ipynb #be920c53
 SMALL_GROUP = BUDGET // 32 # bytes of a group's largest activation; up to here one core does all of an operation
 
-_CHANGES = ("model", "stepper", "rates") # parts of a population with a state of their own
+_CHANGES = ("model", "stepper", "rates") # stateful parts of a population
 
 @dataclass
 class Population:
@@ -217,8 +217,8 @@ class Population:
     retried: dict[tuple[int, str], int] = field(default_factory=dict) # lane, slot -> births that were tried again
     tables: dict[str, Tensor] = field(default_factory=dict) # slot -> its seeds in the epoch that the Governor judges
     graphs: Graphs | None = field(default=None, repr=False) # recorded steps; None: none are wanted
-    forecaster: Forecaster | None = field(default=None, repr=False) # says what seeds would be worth; None: nobody does
-    forecast: tuple[SeedWorth, ...] = field(default=(), repr=False) # what it said last, lane by lane
+    forecaster: Forecaster | None = field(default=None, repr=False) # forecasts the gain of seeds; None: no forecasts
+    forecast: tuple[SeedWorth, ...] = field(default=(), repr=False) # its last forecast, by lane
 
     @property
     def lanes(self) -> int:
@@ -244,11 +244,11 @@ class Population:
     def threads(self, plan: Plan) -> int | None: # None: as set before
         "Return the cores that one operation uses while a plan is carried out."
         if self.workers.pool and len(plan) > 1: return 1 # the cores belong to the workers
-        if self.config.exact and self.workers.device.type == "cpu": return 1 # whatever this machine has
+        if self.config.exact and self.workers.device.type == "cpu": return 1 # independent of this machine
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize) * max(map(len, plan))
         return 1 if self.workers.device.type == "cpu" and size <= SMALL_GROUP else None
 
-    def check_out(self, plan: Plan) -> list[Group]: # networks and optimizers of their own
+    def check_out(self, plan: Plan) -> list[Group]: # separate networks and optimizers
         "Set the epoch's learning rates, clear the state of seeds that are new, and copy out every group of the plan."
         fresh = self.model.take_fresh()
         for k, new in fresh.items(): self.stepper.owners[k].reset_lanes(new)
@@ -265,7 +265,7 @@ class Population:
             out.append(self._copy_group(lanes, self.spare[key], used, active))
         return out
 
-    def copy_again(self, g: Group): # from `check_out`, trained in vain
+    def copy_again(self, g: Group): # from `check_out`, whose training is discarded
         "Make a group what it was when it was copied out."
         for k, opt in g.stepper.owners.items():
             at = [g.lanes[j] for j in g.stepper.lanes_of(k)]
@@ -285,8 +285,8 @@ class Population:
         self.epoch += 1 if active is None else torch.as_tensor(active)
         self.model.within = 1. # until the tick, with which the next epoch begins
 
-    def births(self) -> list[int]: # (n,) epochs; 0: nothing has been born that is still there
-        "Return the epoch in which each lane's youngest seed was born."
+    def births(self) -> list[int]: # (n,) epochs; 0: no living seed
+        "Return the epoch in which each lane's youngest seed was planted."
         lived, births = self.epoch.tolist(), [0] * self.lanes
         for k in self.model.names:
             for i, s in enumerate(self.model.slot(k).states()):
@@ -322,7 +322,7 @@ class Population:
 
     def govern(self,
         losses: Tensor, # (batches, n) of an epoch
-        inactive: Sequence[int] = (), # lanes that the Governor must not look at
+        inactive: Sequence[int] = (), # lanes that the Governor must not judge
     ) -> tuple[tuple[Report, ...], tuple[DecisionResult, ...]]: # one for each failed lane; births that are undone
         "Let the Governor judge an epoch's losses, and settle the seeds of the lanes that it rolled back."
         if self.governor is None: return (), ()
@@ -333,7 +333,7 @@ class Population:
     def evaluate(self,
         split: str = "heldout", # "train", "heldout" or "test"
     ) -> EvalResult:
-        "Evaluate every lane on a split: all in one pass, or each alone where the settings say `exact`."
+        "Evaluate every lane on a split, in one pass or, with `exact`, each lane separately."
         def judged(net, lanes):
             data = self.data.for_lanes(lanes)
             return evaluate(net, self.task, data, split, self.config.eval_batch, self.precision)
@@ -342,7 +342,7 @@ class Population:
         return join_results(*zip(*each))
 
     def judged_together(self) -> Iterator[tuple[Growing, Sequence[int]]]: # network, and its lanes
-        "Return what is evaluated in one pass: the whole model, or where the settings say `exact` a copy of each lane."
+        "Yield the models to evaluate: the whole model or, with `exact`, a copy of each lane."
         if not self.config.exact: yield self.model, range(self.lanes)
         else: yield from ((self.model.lane(i), (i,)) for i in range(self.lanes))
 
@@ -354,10 +354,10 @@ class Population:
         before: Mapping[str, Tensor], # `slot_tables` before the rollback
         lanes: Sequence[int], # that were rolled back
     ) -> tuple[DecisionResult, ...]: # births that are undone, as decisions that can be carried out again
-        """Keep what the seeds of rolled back lanes went through, and prune those that live.
+        """Keep the history of the seeds in rolled back lanes, and prune those that are alive.
 
-        A seed that was born in this epoch, or after the restored state, is as if it had never been: its birth is
-        undone, and its slot is empty again at once.
+        A seed that was planted in this epoch, or after the restored state, is undone: its slot is empty again
+        immediately.
         """
         undone: list[tuple[Slot, int, SeedState]] = []
         for slot in map(self.model.slot, before):
@@ -381,8 +381,8 @@ class Population:
             out.append(apply_decision(self.model, d.lane, d.decision))
         return tuple(out)
 
-    def foretell(self, result: EpochResult) -> EpochResult: # with what seeds would be worth
-        "Ask the forecaster after an epoch, and keep what it says of a lane until it says something else."
+    def foretell(self, result: EpochResult) -> EpochResult: # with forecast gains of seeds
+        "Run the forecaster after an epoch, and keep each lane's forecast until the next one."
         said = () if self.forecaster is None else tuple(self.forecaster(self, result))
         told = {w.lane for w in said}
         self.forecast = tuple(w for w in self.forecast if w.lane not in told) + said
@@ -436,7 +436,7 @@ class Population:
         if kept != slot.state(lane): slot.change(lane, lambda _: kept)
 
     def _accept_births(self, born: Sequence[int]): # lanes with seeds that are new
-        "Tell the Governor of lanes whose schedule begins anew in the midst of a run."
+        "Notify the Governor of lanes whose schedule restarts during a run."
         again = [i for i in born if self.epoch[i] > 0]
         if self.governor is None or not again or not self.config.restart or self.config.schedule == "constant": return
         self.governor.accept(again)
@@ -447,7 +447,7 @@ class Population:
         used: Mapping[str, set[int]], # owner -> lanes that use it
         active: Mapping[str, Tensor], # owner -> (n,) bool, lanes that train it
     ) -> Group:
-        "Copy what some lanes use into a network and a stepper of their own."
+        "Copy the state of some lanes into a separate network and stepper."
         for k in self.model.names:
             here, there = self.model.slot(k), spare.net.slot(k)
             there.table.copy_(here.table[list(lanes)]); there.stream.copy_(here.stream[list(lanes)])
@@ -491,11 +491,11 @@ def new_governor(
     pop: Population, # watched from now on
     config: GovernorConfig, # thresholds and budget
 ) -> Governor:
-    """Return a Governor that judges an epoch's losses together, lane by lane, and restores what a lane has learnt.
+    """Return a Governor that judges an epoch's losses together, lane by lane, and restores a lane's learned state.
 
-    Where the loss of a lane has risen, its old weights are asked on batches of training data, in training mode: that is
-    the loss which has risen. A held-out loss would not do, since a network that knows nothing is often better at that
-    than one which has memorised its training data.
+    If a lane's loss has risen, the Governor evaluates the old weights on training batches in training mode, because the
+    training loss is the one that has risen. A held-out loss would not do: an untrained network often has a lower one
+    than a network that has memorised its training data.
     """
     @torch.no_grad()
     def asked(net: Growing, lanes: Sequence[int]) -> Tensor: # (k, m) losses of the next batches
@@ -659,7 +659,7 @@ def traced(net: Growing) -> Iterator[None]: # one forward and backward pass insi
     finally:
         for k in net.names: net.slot(k).trace = None
 
-def latest_pass(slot: Slot) -> tuple[Tensor, Tensor]: # features of all lanes, and the gradient of what was handed on
+def latest_pass(slot: Slot) -> tuple[Tensor, Tensor]: # features of all lanes, and the gradient of the slot's output
     "Return what a trace kept of some examples of the latest pass, as if they were all; passes lane by lane are joined."
     kept = slot.trace or []
     if len(kept) < slot.lanes: kept = kept[-1:]
@@ -701,7 +701,7 @@ def spread_lanes(
     groups: Sequence[Sequence[int]], # lanes of each group
     values: Sequence[Mapping[str, Tensor]], # of each group: slot -> (..., m)
     n: int, # lanes of the population
-) -> dict[str, Tensor]: # slot -> (..., n); NaN where there is none
+) -> dict[str, Tensor]: # slot -> (..., n); NaN where a lane has none
     "Return the numbers of all groups per slot and lane."
     out: dict[str, Tensor] = {}
     for lanes, of_group in zip(groups, values):
@@ -714,7 +714,7 @@ def join_ablations(
     model: Growing, # n lanes
     groups: Sequence[Sequence[int]], # lanes of each group
     results: Sequence[GroupResult], # of each group, evaluated
-) -> Ablation | None: # None: no seed is heard, or more than four slots
+) -> Ablation | None: # None: no active seed, or more than four slots
     "Return the groups' tables as one."
     names = tuple(k for k in model.names if any(r.ablation and k in r.ablation.slots for r in results))
     too_many = any(len(r.contribution) > MAX_BRANCHES for r in results)
@@ -733,7 +733,7 @@ def total_gain(
     groups: Sequence[Sequence[int]], # lanes of each group
     results: Sequence[GroupResult], # of each group, evaluated
     n: int, # lanes of the population
-) -> Tensor: # (n,) percentage points; 0 where no seed is heard, NaN where only single seeds were measured
+) -> Tensor: # (n,) percentage points; 0 without an active seed, NaN if only single seeds were measured
     "Return what all seeds of a lane add together."
     gain = torch.zeros(n)
     for lanes, r in zip(groups, results):
@@ -760,7 +760,7 @@ def join_groups(
 # %% ../../nbs/train/38_population.ipynb #071b843c
 def sum_and_best(
     pairs: Tensor, # (k, m) interactions of a slot's seeds with those of k slots; NaN: no such pair
-) -> Tensor: # (2, m) their sum and the strongest; NaN where there is no pair
+) -> Tensor: # (2, m) their sum and the strongest; NaN without a pair
     "Return a seed's interactions as two numbers."
     both = torch.stack([pairs.nansum(0), pairs.nan_to_num(-math.inf).amax(0)])
     return both.masked_fill(pairs.isnan().all(0), math.nan)

@@ -282,7 +282,7 @@ class LaneScaler(LaneState):
         self.scale[list(lanes)], self.growth[list(lanes)] = self.init_scale, 0
 
     def take_lanes(self, lanes: Sequence[int]) -> "LaneScaler": # which lanes to copy out
-        "Copy some lanes into a scaler of their own."
+        "Copy some lanes into a separate scaler."
         new = LaneScaler(len(lanes), self.init_scale, self.growth_factor, self.backoff_factor, self.growth_interval,
                          self.enabled)
         copy_lanes(new, range(new.lanes), self, lanes)

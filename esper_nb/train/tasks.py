@@ -42,7 +42,7 @@ def split_lanes(
     return logits.flatten(0, -2).unflatten(-1, (n, -1)), y.reshape(-1, n)
 
 # %% ../../nbs/train/35_tasks.ipynb #d4cf17d2
-FEW_CLASSES = 32 # up to here the kernel that works on many lanes at once is the faster one
+FEW_CLASSES = 32 # up to here the kernel over many lanes is faster
 
 def lane_cross_entropy(
     logits: Tensor, # (B, n*K), or (B, L, n*K) for text
@@ -101,7 +101,7 @@ def check_settings(task): # raises a ValueError that names the setting
           "a finite number of at least 0")
 
 # %% ../../nbs/train/35_tasks.ipynb #4380ddd7
-def check_fit(task, data: ImageData | TextData): # raises a ValueError that says what to change
+def check_fit(task, data: ImageData | TextData): # raises a ValueError that names the fix
     "Refuse data of another shape than the host reads."
     h = task.host
     check(data.classes == task.classes, "classes of the host", task.classes,
@@ -136,7 +136,7 @@ class Task(Config):
     name: str
     data: str # one of `SOURCES`, or a text from `own_source`
     host: CNNConfig | GPTConfig | ModuleHostConfig
-    slots: tuple[str, ...] # slots used unless others are asked for
+    slots: tuple[str, ...] # default slots
     batch_size: int # examples per lane and batch step
     epochs: int # horizon of a run
     optimizer: str = "sgd" # "sgd", "adam" or "adamw"
@@ -194,7 +194,7 @@ class Task(Config):
 
     @classmethod
     def from_dict(cls, d: dict):
-        "Return the task of a saved dict, the inverse of `to_dict`; its settings tell which kind of host it is."
+        "Return the task of a saved dict, the inverse of `to_dict`; the settings determine the kind of host."
         host = d.get("host")
         if isinstance(host, dict):
             kind = ModuleHostConfig if "factory" in host else GPTConfig if "vocab" in host else CNNConfig
@@ -207,7 +207,7 @@ _tasks: dict[str, Task] = {}
 def register_task(
     task: Task, # its name must be new
 ) -> Task: # the same
-    """Make a task known by its name, for `get_task` and for every call that takes a name.
+    """Register a task by its name, for `get_task` and for every call that takes a name.
 
     Raises
     ------
@@ -229,7 +229,7 @@ def register_task(
 def list_tasks(
     pattern: str = "*", # shell-style, such as "cifar*"
 ) -> list[str]: # sorted
-    """Return the names of the known tasks.
+    """Return the names of the registered tasks.
 
     Examples
     --------
@@ -242,7 +242,7 @@ def list_tasks(
 def get_task(
     name: str, # see `list_tasks`
 ) -> Task: # a value: `replace` returns a changed one
-    """Return the task of a name.
+    """Return the task with a name.
 
     Raises
     ------
@@ -357,9 +357,9 @@ def task_from_table(
     groups: str | None = None, # column whose equal cells stay in one part, such as a patient's number
     **settings, # of the task, such as lr=.02 or name="mine"
 ) -> Task: # whose host is a multilayer perceptron
-    """Make a task of the rows of a table: of numbers, words, days, with gaps and with cells that are far off.
+    """Make a task from the rows of a table of numbers, words and dates, with missing values and outliers.
 
-    `task.notes` says what was done with each column, and `task.notes_text()` prints it.
+    `task.notes` lists the treatment of each column, and `task.notes_text()` formats it.
 
     Raises
     ------
@@ -386,7 +386,7 @@ def task_from_table(
 def task_from_arrays(
     x, # (N, C) rows, a table of pandas, or (N, H, W), (N, H, W, C) or (N, C, H, W) pictures: bytes, or any floats
     y, # (N,) labels of any kind; of other targets (N,) or (N, K) numbers
-    name: str = "arrays", # of the task; the same name later stands for the new arrays
+    name: str = "arrays", # of the task; using the name again replaces the arrays
     target: str = "classes", # "classes", "values" or "labels"
     groups=None, # (N,) of any kind: examples of one group stay in one part
     **settings, # of the task, such as lr=.02
@@ -459,7 +459,7 @@ def task_from_text(
     return _new_task(name, source, load_own(source, block=block), settings)
 
 def task_from_path(path: str | Path, **settings) -> Task: # what a command line is given
-    "Make a task of a folder of pictures (32 pixels unless `size` says otherwise), of a table or of a text."
+    "Make a task from a folder of images (`size` 32 by default), a table or a text."
     kind = Path(path).suffix.lower()
     if Path(path).is_dir(): return task_from_folder(path, settings.pop("size", 32), **settings)
     return (task_from_table if kind in (".csv", ".tsv", ".parquet") else task_from_text)(path, **settings)
@@ -470,11 +470,11 @@ def create_model(
     slots: Sequence[str], # where seeds may grow: names of the host's sites, each once
     device: str | torch.device = "cpu", # where the model lives
     num_lanes: int = 1, # networks side by side
-    seed: int = 0, # lane i is born from the stream (seed, "init", i)
+    seed: int = 0, # lane i is initialised from the stream (seed, "init", i)
     blueprints: Sequence[str] | None = None, # what may grow, each takes memory in every slot; None: the host's family
     rules: Rules = Rules(), # gates and cool-down of the seeds
 ) -> Growing: # on `device`
-    """Return the task's host with n lanes, each initialised on its own, and empty slots where they were asked for.
+    """Return the task's host with n independently initialised lanes, and empty slots at the given sites.
 
     Raises
     ------
