@@ -180,6 +180,7 @@ def test_lab(monkeypatch, capsys):
 
 def test_mistakes(tmp_path, capsys):
     wrong = {("train", "digits", "--set", "ppo.clip_cof=1"): "did you mean 'clip_coef'",
+             ("train", "digits", "--set", "lanes=2"): "did you mean 'env.num_envs'",
              ("train", "cifar_basline"): "'cifar_baseline' perhaps",
              ("compare", "digits", "--seeds", "0"): "at least 1"}
     for argv, words in wrong.items():

@@ -250,7 +250,7 @@ def test_a_rollback_by_hand_restores_one_lane_and_leaves_the_others(run):
     after = weights(pop)
     assert equal(saved, after, 1, 3) and equal(before, after, 0, 3) and equal(before, after, 2, 3)
     assert not equal(before, after, 1, 3)
-    assert s.incidents[-1].reason == "asked" and s.incidents[-1].lost == len(pop.last.train.losses)
+    assert s.incidents[-1].reason == "by hand" and s.incidents[-1].lost == len(pop.last.train.losses)
 
 def test_seeds_by_hand(run):
     pop = population(2, 60)
@@ -677,7 +677,7 @@ def test_every_button_works(board):
     press(board, "Germinate"); press(board, "nan"); press(board, "▸❙ Step"); s.wait()
     assert s.incidents[0].lane == 1
     press(board, "◇ Snapshot"); press(board, "↶ Roll back lane"); s.ask("pause").wait()
-    assert s.incidents[-1].reason == "asked"
+    assert s.incidents[-1].reason == "by hand"
     board.panel.bar.buttons["start"].click(); press(board, "❙❙ Pause"); s.wait()
     press(board, "■ Stop"); s.ask("pause").wait()
     board.panel.update(False)

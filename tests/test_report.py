@@ -12,7 +12,7 @@ from esper_nb.grow import list_blueprints
 from esper_nb.record import RunFolder, encode_row, new_file, read_rows
 from esper_nb.run import (
     Comparison, RunConfig, about_time, add_schedule, begin_run, cli, command_words, get_recipe, report_html,
-    write_report)
+    watch_text, write_report)
 from esper_nb.train import FitConfig
 
 ROOT = Path(__file__).parents[1]
@@ -149,7 +149,11 @@ def test_a_run_that_beat_all_others_has_notes_and_no_alarms(no_pictures, made, t
     copy, comparison = tmp_path/"run", Comparison.load(made[0].folder.path/"comparison.json")
     shutil.copytree(made[0].folder.path, copy)
     far = dict(kind="update", lane=None, update=1, **{"update.approx_kl": .9})
-    with open(copy/"rows.jsonl", "a") as file: file.write(encode_row(far) + "\n")
+    def alarm(level, name, metric): return dict(kind="alarm", lane=None, update=1) | {
+        f"alarm.{k}": v for k, v in dict(name=name, metric=metric, level=level, value=.9, shown="0.9").items()}
+    told = [alarm("critical", "policy moved far", "update.approx_kl"),
+            alarm("warning", "accuracy falls", "heldout.accuracy_pp")]
+    with open(copy/"rows.jsonl", "a") as file: file.write("".join(encode_row(r) + "\n" for r in (far, *told)))
     for better, loud in ((0, True), (90, False)):
         plays = [p._replace(test_accuracy_pp=tuple(better + k / 100 for k, _ in enumerate(p.test_accuracy_pp)))
                  if p.controller == "PPO" else p._replace(test_accuracy_pp=(5.,) * len(p.test_accuracy_pp))
@@ -158,6 +162,10 @@ def test_a_run_that_beat_all_others_has_notes_and_no_alarms(no_pictures, made, t
         text = report_html(RunFolder(copy))
         assert ("<td>critical</td><td>policy moved far</td>" in text) == loud
         assert ("<td>note</td><td>policy moved far</td>" in text) != loud
+        told = []
+        watch_text(copy, say=told.append)
+        assert any("! warning: accuracy falls" in line for line in told) == loud
+        assert not any("policy moved far" in line for line in told) # returns that fall have an alarm of their own
 
 def test_fields_have_the_names_that_people_give_them(page):
     shown = words_of(page[:page.index("<h2>Settings</h2>")])

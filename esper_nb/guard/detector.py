@@ -306,7 +306,7 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in (
          state=dict(cusum=float, smooth=float, base=float, held=int), counts=("cusum", "held"),
          calm=calm_rise, waits=True, cuts=True),
     Rule("state", "weights or other state are not finite, though the loss is", "s"),
-    Rule("asked", "a rollback that the caller asked for", "o"))}
+    Rule("by hand", "a rollback that the caller asked for", "o"))}
 
 # %% ../../nbs/guard/11_detector.ipynb #32c42328
 def log_of(x): # losses or norms

@@ -362,7 +362,7 @@ class Governor:
         "After a rollback: train on the lost batches again, without those that were to blame, or forget them."
         keeper, report, steps = self.recorder, incident.report, incident.steps
         assert keeper is not None and report is not None
-        wanted = self.config.redo and steps and report.action == "rollback" and report.reason != "asked"
+        wanted = self.config.redo and steps and report.action == "rollback" and report.reason != "by hand"
         losses = redo(incident, found, self._clocks(), self.ranks) if wanted and found is not None else None
         if not losses:
             keeper.drop(report.lost[0] if report.lost else 0)
@@ -470,7 +470,7 @@ class Governor:
             self._note_saved(at)
             self.kept = None
         with self._report_at_the_end() as new:
-            self._look_into(self._respond(dict.fromkeys(range(self.n) if lanes is None else lanes, "asked")))
+            self._look_into(self._respond(dict.fromkeys(range(self.n) if lanes is None else lanes, "by hand")))
         return tuple(new)
 
     def accept(self, lanes: Sequence[int] | None = None): # lanes whose loss changes; None: all
@@ -862,7 +862,7 @@ class Governor:
 
     def _choose(self, lane: int, reason: str, verdict: Verdict | None, before_step: bool) -> tuple[str, bool]:
         "Return the action for a lane, and whether it is free: while one incident lasts, NaN costs nothing more."
-        if reason == "asked": return ("replay" if self.config.replay and self.single else "rollback"), True
+        if reason == "by hand": return ("replay" if self.config.replay and self.single else "rollback"), True
         patient, budget = self._patience > 0, self.budget
         same = patient and reason == "non-finite" and self.watched <= budget.same_until[lane]
         since_skip = 9 if patient else self.stats.judged[lane] - budget.skipped_at[lane]

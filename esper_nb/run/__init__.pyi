@@ -17,7 +17,7 @@ from .exports import (SUFFIXES as SUFFIXES, GrownLanes as GrownLanes, regrow as 
 from .fits import (fit_run as fit_run, begin_fit as begin_fit, open_fit as open_fit,
     saved_population as saved_population, FitRun as FitRun, pack_record as pack_record,
     unpack_record as unpack_record)
-from .follow import about_time as about_time, watch_text as watch_text, RunStatus as RunStatus
+from .follow import about_time as about_time, watch_text as watch_text, reading as reading, RunStatus as RunStatus
 from .growth_rules import (Made as Made, GROWTH_RULES as GROWTH_RULES, FINALISTS as FINALISTS, ARMS as ARMS,
     TRIED as TRIED, Practice as Practice, RuleRow as RuleRow, register_rule as register_rule,
     growth_rule as growth_rule, as_player as as_player, liked_blueprint as liked_blueprint,
@@ -41,10 +41,9 @@ from .repeats import (SEARCH_PLAYS as SEARCH_PLAYS, chosen_rules as chosen_rules
     RepeatStore as RepeatStore, add_schedule as add_schedule, Repeat as Repeat, practice_update as practice_update,
     RepeatPlayer as RepeatPlayer)
 from .report import (DOCS as DOCS, write_report as write_report, report_html as report_html, RunSummary as RunSummary,
-    moment_text as moment_text, reading as reading, read_run as read_run, best_text as best_text,
-    picture_html as picture_html, table_html as table_html, records_html as records_html, doc_link as doc_link,
-    settings_html as settings_html, beside_html as beside_html, page_html as page_html, RunPage as RunPage,
-    watch_web as watch_web)
+    moment_text as moment_text, read_run as read_run, best_text as best_text, picture_html as picture_html,
+    table_html as table_html, records_html as records_html, doc_link as doc_link, settings_html as settings_html,
+    beside_html as beside_html, page_html as page_html, RunPage as RunPage, watch_web as watch_web)
 from .runs import (Makers as Makers, More as More, check_faults as check_faults, begin_run as begin_run,
     open_run as open_run, training_env as training_env, Run as Run)
 from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs, ShardFacts as ShardFacts,

@@ -147,6 +147,12 @@ class Comparison(NamedTuple):
         return paired_interval(mine[:, :lanes] - theirs[:, :lanes])
 
     @property
+    def won(self) -> bool:
+        "Whether PPO's networks are better than all others but an oracle's, by intervals that do not hold 0."
+        others = [k for k in self.names if k not in ("PPO", "oracle")]
+        return "PPO" in self.names and bool(others) and all(self.ahead("PPO", k).low > 0 for k in others)
+
+    @property
     def subject(self) -> str: # the controller that is held against the others
         "Return `PPO` if it played, else the strongest but for an oracle, which is told what nobody else knows."
         if "PPO" in self.names: return "PPO"

@@ -106,6 +106,7 @@ def _cifar_baseline() -> RunConfig: # hours on a CPU
 
 # %% ../../nbs/run/91_recipes.ipynb #aef2710d
 _AnyConfig = TypeVar("_AnyConfig", bound=Config)
+_known_as = dict(lanes="num_envs", epochs="horizon", updates="num_updates", lr="learning_rate") # elsewhere -> here
 
 def _check_setting(config: Config, name: str) -> None:
     "Refuse a part or setting that does not exist, and say where the nearest one is."
@@ -114,7 +115,8 @@ def _check_setting(config: Config, name: str) -> None:
     parts = {k: getattr(config, k) for k in known}
     deep = [f"{k}.{f.name}" for k, part in parts.items() if isinstance(part, Config) for f in fields(part)]
     places = [*known, *deep, *(p.partition(".")[2] for p in deep)]
-    near = [p for p in deep if p.endswith(f".{name}")] or difflib.get_close_matches(name, places, 1)
+    same = (name, _known_as.get(name))
+    near = [p for p in (*known, *deep) if p.rpartition(".")[2] in same] or difflib.get_close_matches(name, places, 1)
     hint = f", did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"{type(config).__name__} has no setting {name!r}{hint} Known: {', '.join(known)}")
 

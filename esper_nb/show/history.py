@@ -107,7 +107,7 @@ class Incident:
     "A failed lane, and how the Governor responded."
     number: int
     lane: int
-    reason: str # name of the detector rule, or "asked"
+    reason: str # name of the detector rule, "by hand" among them
     action: str # "skip", "lower", "rollback", "replay" or "stop"
     x: int # batch of the verdict
     end: int # batch at which training resumed

@@ -297,15 +297,17 @@ class LoopSource(Source):
         return parts if self.optimizer is None else parts | dict(optimizer=self.optimizer)
 
 # %% ../../nbs/show/79_sources.ipynb #025bbde4
-UPDATE_NUMBERS = ("reward", "policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm",
-                  "explained_variance") # of an update
+UPDATE_NUMBERS = dict(
+    reward="reward", policy_loss="policy loss", value_loss="value loss", entropy="entropy",
+    approx_kl="change of the policy (KL)", clipfrac="ratios clipped (share)", grad_norm="gradient norm",
+    explained_variance="explained variance") # of an update -> as people are shown it
 
 def update_numbers(
     rows: Sequence[Row], # of a step
 ) -> dict[str, float | None]: # empty before the rollout is full
     "Return the figures of the updates in a step, by name."
     updates = [row for row in rows if row["kind"] == "update"]
-    health = {name.replace("_", " "): row.get(f"update.{name}") for row in updates for name in UPDATE_NUMBERS}
+    health = {words: row.get(f"update.{name}") for row in updates for name, words in UPDATE_NUMBERS.items()}
     return health | {"update": float(row["update"]) for row in updates}
 
 def operations_line(
