@@ -38,26 +38,26 @@ def check_count(
 def printable(
     text: str, # from a file, of one line
 ) -> str:
-    "Return a text without terminal control characters."
+    "Escape unprintable characters, such as the control codes of a terminal."
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 # %% ../../nbs/core/00_config.ipynb #0070f5fc
 def _refuse(cls, unknown: str) -> ValueError: # to be raised
-    "Return the error for an unknown setting, which suggests the nearest valid name."
+    "Return the error for an unknown setting, with the nearest known name."
     known = [f.name for f in dataclasses.fields(cls)]
     near = difflib.get_close_matches(unknown, known, 1)
     hint = f", did you mean {near[0]!r}?" if near else ""
     return ValueError(f"{cls.__name__} has no setting {unknown!r}{hint} Known: {', '.join(known)}")
 
 def _options(hint) -> tuple:
-    "The alternatives of a type hint; of `None` the type."
+    "Return the alternatives of a type hint, with `None` as its type."
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if is_union else (hint,)
 
 def _is_config(t) -> bool: return isinstance(t, type) and issubclass(t, Config)
 
 def _decode(hint, value):
-    "Convert a JSON value to the type of the hint, including nested configs and tuples."
+    "Convert a JSON value to the type of the hint, nested configs and tuples included."
     for t in _options(hint):
         if _is_config(t) and isinstance(value, dict): return t.from_dict(value)
         if (typing.get_origin(t) or t) is tuple and isinstance(value, list):
@@ -65,7 +65,7 @@ def _decode(hint, value):
     return value
 
 def _encode(value):
-    "A setting as plain JSON."
+    "Convert a setting to plain JSON."
     if isinstance(value, Config): return value.to_dict()
     if isinstance(value, dict): return {k: _encode(v) for k, v in value.items()}
     return [_encode(v) for v in value] if isinstance(value, (tuple, list)) else value
@@ -75,14 +75,14 @@ _words = {int: "a whole number", float: "a number", bool: "true or false", str: 
           dict: "settings by name"}
 
 def _in_words(hint) -> str:
-    "A type hint in words."
+    "Describe a type hint in words."
     def word(t):
         if typing.get_origin(t) is tuple: return f"a list, each item {_in_words(typing.get_args(t)[0])}"
         return _words.get(t) or f"settings of {t.__name__}"
     return " or ".join(map(word, _options(hint)))
 
 def _fits(hint, value) -> bool:
-    "Whether a value, or the value of an enumeration, fits a type hint."
+    "Return whether a value, or an enumeration's value, fits a type hint."
     if isinstance(value, enum.Enum): value = value.value
     def fits(t):
         if typing.get_origin(t) is tuple:
@@ -112,7 +112,7 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def check_types(self) -> None:
-        "Raise for a setting that does not match its type hint; a list is accepted for a tuple."
+        "Raise for a setting that does not fit its type hint; a tuple may be given as a list."
         for k, hint in typing.get_type_hints(type(self)).items():
             value, listed = getattr(self, k), any(typing.get_origin(t) is tuple for t in _options(hint))
             check_type(k, tuple(value) if listed and isinstance(value, list) else value, hint)
@@ -152,7 +152,7 @@ def _read_text(hint, text: str) -> typing.Any: # of the hint's type, or the text
     return tuple(_read_text(listed, part.strip()) for part in text.split(",")) if text else text
 
 def _find_hint(cls, path: str):
-    "Return the type hint of the setting with a dotted name, or None if the setting does not exist."
+    "Return the type hint of the setting with a dotted name; None if it does not exist."
     name, _, rest = path.partition(".")
     hint = typing.get_type_hints(cls).get(name)
     if not rest: return hint
@@ -164,7 +164,7 @@ def parse_settings(
     pairs: typing.Sequence[str], # "name=value" each, names with dots for settings inside settings
     kind: type[Config], # whose settings they are
 ) -> dict[str, typing.Any]: # name -> value
-    "Parse settings from text; an invalid value raises, an unknown name is left to the caller."
+    "Read settings from text; raise for an invalid value, and leave unknown names to the caller."
     out: dict[str, typing.Any] = {}
     for pair in pairs:
         name, sep, text = pair.partition("=")
@@ -180,7 +180,7 @@ def parse_settings(
 # %% ../../nbs/core/00_config.ipynb #9c5f62c8
 def changed_settings(
     now: typing.Mapping[str, typing.Any], # nested, as JSON has them
-    before: typing.Mapping[str, typing.Any], # likewise
+    before: typing.Mapping[str, typing.Any], # settings by dotted name
     prefix: str = "", # of the dotted names
 ) -> dict[str, typing.Any]: # dotted name -> value now
     "Return the settings whose values differ, by dotted name."
@@ -193,6 +193,6 @@ def changed_settings(
     return out
 
 def option_text(value: typing.Any) -> str: # of a leaf
-    "Return a value as `--set NAME=VALUE` reads it."
+    "Format a value for `--set NAME=VALUE`."
     if value is None or isinstance(value, bool): return str(value).lower()
     return value if isinstance(value, str) else json.dumps(value)

@@ -42,7 +42,7 @@ _dtypes = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)
 
 # %% ../../nbs/core/02_devices.ipynb #ea02d4ab
 def _automatic(dev) -> tuple[str, str]:
-    "Name of the precision that suits a device, and why."
+    "Return the name of the precision that suits a device, and the reason."
     if dev.type != "cuda": return "fp32", f"auto: {dev.type} runs fp32 everywhere"
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16", "auto: this GPU multiplies bf16, no loss scale needed"
@@ -63,13 +63,13 @@ def choose_precision(
 _devices = ("cpu", "cuda", "mps")
 
 def _device_count(kind: str) -> int:
-    "How many devices of a kind this machine has."
+    "Count the devices of a type on this machine."
     if kind == "cuda": return torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "mps": return int(torch.backends.mps.is_available())
     return 1
 
 def _parse_device(device) -> torch.device:
-    "Return a device of a supported kind, whether or not it is present."
+    "Parse a device of a type that this package supports, available or not."
     if not isinstance(device, (str, torch.device)):
         raise ValueError(f"device={device!r} is a {type(device).__name__}, "
                          "expected a str such as 'cuda:0' or a torch.device")
@@ -105,7 +105,7 @@ def check_devices(
     return tuple(check_device(d, need_index=len(devices) > 1) for d in devices)
 
 # %% ../../nbs/core/02_devices.ipynb #5a059358
-NO_FLOAT64 = ("mps",) # kinds of device whose numbers have 32 bits at most
+NO_FLOAT64 = ("mps",) # device types without float64
 
 def as_double(
     t: Tensor, # anywhere
@@ -125,14 +125,14 @@ def send(
     t: Tensor, # made on the host just now, and not changed later
     device: torch.device, # where it is needed
 ) -> Tensor: # there
-    "Copy a tensor to a device; the host does not wait until a GPU has taken it."
+    "Copy a tensor to a device, asynchronously if it is a GPU."
     if device.type != "cuda" or t.is_cuda: return t.to(device)
     return t.pin_memory().to(device, non_blocking=True)
 
 def activation_room(
     device: str | torch.device, # where a training step runs
-) -> int | None: # bytes; None: a CPU, where a cache decides and not the memory
-    "Return how large the largest activation of a training step may be, by the memory of the device."
+) -> int | None: # bytes; None: a CPU, where the cache matters and not the memory
+    "Return the limit on the largest activation of a training step, from the memory of the device."
     dev = torch.device(device)
     if dev.type == "cuda": return torch.cuda.mem_get_info(dev)[1] // 128
     return torch.mps.recommended_max_memory() // 128 if dev.type == "mps" else None
@@ -142,7 +142,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    "Use deterministic algorithms on a GPU inside the block; restore the settings after it."
+    "Use deterministic kernels inside the block, where they exist; restore the settings after it."
     products, cudnn, workspace = torch.backends.cuda.matmul, torch.backends.cudnn, os.environ.get(_WORKSPACE)
     fixed, lenient = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     before = products.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic
@@ -172,7 +172,7 @@ def generator(
     seed: int, # the run's seed
     *key: int | str, # what the stream is for, e.g. `"data", lane, epoch`
 ) -> torch.Generator: # a CPU generator: the same on every machine and in every process
-    "Return the random stream of the seed key `(seed, *key)`: equal keys, equal streams; any other, an unrelated one."
+    "Return the random stream of the seed key `(seed, *key)`: equal keys give equal streams, others independent ones."
     for k in (seed, *key):
         if isinstance(k, int | str) and not isinstance(k, bool): continue
         raise ValueError(f"seed key {(seed, *key)!r}: {k!r} is a {type(k).__name__}, "
@@ -193,7 +193,7 @@ def seeded(
 
 # %% ../../nbs/core/02_devices.ipynb #895e048b
 def _now(device: torch.device | None) -> float:
-    "Return seconds of CPU time or of wall-clock time since an arbitrary origin."
+    "Return a clock's seconds: processor time or wall time."
     return time.process_time() if device is None else time.perf_counter()
 
 def _mark(device: torch.device) -> torch.cuda.Event:

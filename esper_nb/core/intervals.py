@@ -34,7 +34,7 @@ def interquartile_mean(
 # %% ../../nbs/core/07_intervals.ipynb #4418e962
 class Interval(NamedTuple):
     "A statistic and its confidence interval."
-    mean: float # interquartile by default
+    mean: float # interquartile mean, unless another statistic was chosen
     low: float # 95 %, bootstrap percentiles
     high: float
 
@@ -61,7 +61,7 @@ def finite_or_none(
     return None if x is None or not math.isfinite(x) else float(x)
 
 class Measure(NamedTuple):
-    "Names and units of a score and its loss."
+    "Name and unit of a task's score, and unit of its loss."
     name: str = "accuracy"
     unit: str = "pp" # of a score
     of_loss: str = "nats" # unit of the loss

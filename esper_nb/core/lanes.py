@@ -24,7 +24,7 @@ from .devices import generator, seeded
 
 # %% ../../nbs/core/04_lanes.ipynb #d8ca92ca
 def _lane_layers(module: nn.Module) -> Iterator[nn.Module]:
-    "The module and all below it, but not the template inside a `PerLane`, whose layers have one lane each."
+    "Yield the module and its submodules, except the template of a `PerLane`, whose layers have one lane each."
     yield module
     if not hasattr(module, "template"):
         for child in module.children(): yield from _lane_layers(child)
@@ -57,13 +57,13 @@ _widths: dict[type | tuple[type, ...], tuple[str, ...]] = { # attributes in whic
     LaneEmbedding: ("num_embeddings",)}
 
 def rewiden(layer: nn.Module, n: int, m: int):
-    "Correct the attributes of a layer that has m lanes from now on, and had n."
+    "Update the attributes of a layer whose number of lanes has changed from n to m."
     names = next((v for kind, v in _widths.items() if isinstance(layer, kind)), ())
     for name in names: setattr(layer, name, getattr(layer, name) // n * m)
     layer.lanes = m
 
 def _resized(t, n, m):
-    "An empty tensor like `t`, with m lanes instead of n."
+    "Return an empty tensor like `t`, with m lanes instead of n."
     last = t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
     layout = torch.channels_last if last else torch.contiguous_format
     shape = (t.shape[0] // n * m, *t.shape[1:])
@@ -87,7 +87,7 @@ def with_lanes(
 def lane_index(
     lanes: Sequence[int], # lane numbers
 ) -> slice | list[int]: # indexes those lanes in an axis of lanes
-    "Return lane numbers as an index: neighbours as a slice, which costs no look-up."
+    "Return lane numbers as an index; consecutive lanes become a slice, which needs no gather."
     idx = list(lanes)
     if idx and idx == list(range(idx[0], idx[0] + len(idx))): return slice(idx[0], idx[0] + len(idx))
     return idx
@@ -99,13 +99,13 @@ def index_for(
     idx: slice | list[int], # from `lane_index`
     t: Tensor, # to be indexed
 ) -> slice | list[int] | Tensor:
-    "Return the same index where the tensor is: a list goes to a GPU once, and is kept there."
+    "Return the index on the tensor's device; a list is copied to a GPU once and cached."
     return idx if isinstance(idx, slice) or t.device.type != "cuda" else _index_there(tuple(idx), t.device)
 
 def lane_runs(
     lanes: Sequence[int], # lane numbers, in any order
 ) -> list[slice]: # in ascending order
-    "Return lane numbers as slices of neighbours, so that one copy serves several lanes."
+    "Return lane numbers as slices of consecutive lanes, so that one copy moves several lanes."
     out: list[slice] = []
     for i in sorted(lanes):
         if out and out[-1].stop == i: out[-1] = slice(out[-1].start, i + 1)
@@ -119,7 +119,7 @@ def put_lanes(
     lanes: Sequence[int], # which of its lanes to overwrite
     source: nn.Module | dict[str, Tensor], # as many lanes as `lanes`, in that order
 ):
-    "Overwrite some lanes with the lanes of another module; nothing else is touched, no parameter is replaced."
+    "Overwrite some lanes in place with the lanes of another module; the parameters stay the same objects."
     m, idx, n = len(lanes), lane_index(lanes), num_lanes(module)
     state = source if isinstance(source, dict) else lane_state(source)
     for name, t in lane_state(module).items(): by_lane(t, n)[index_for(idx, t)] = by_lane(state[name], m).to(t)
@@ -131,7 +131,7 @@ def take_lanes(
     lanes: Sequence[int], # which to copy
     out: nn.Module | None = None, # a module with as many lanes to reuse
 ) -> nn.Module: # a separate module with those lanes
-    "Copy some lanes into a separate module."
+    "Copy some lanes out into a module of their own."
     m, idx, n = len(lanes), lane_index(lanes), num_lanes(module)
     out = with_lanes(module, m) if out is None else out
     target = lane_state(out)
@@ -147,14 +147,14 @@ def lane(
 
 # %% ../../nbs/core/04_lanes.ipynb #aa27847d
 def _reset_layers(module: nn.Module):
-    "Reinitialise every submodule that can be, inner ones first; a `PerLane` or similar module rebuilds its parts."
+    "Call `reset_parameters` of all submodules, innermost first; a `PerLane` creates new copies."
     if not hasattr(module, "factory"):
         for child in module.children(): _reset_layers(child)
     if hasattr(module, "reset_parameters"): module.reset_parameters()
 
 def reset_lanes(
     module: nn.Module, # the population, n lanes
-    lanes: Sequence[int], # which of its lanes to initialise afresh
+    lanes: Sequence[int], # lanes to initialise
     seed: int, # the run's seed
     *key: int | str, # rest of the seed key, default `"init"`
     names: Sequence[int] | None = None, # what each lane is called in the seed key, default its number
@@ -170,7 +170,7 @@ def repeated(
     t: Tensor, # of one lane, (k, ...) or a single number
     n: int, # lanes
 ) -> Tensor: # (n*k, ...), or (n,)
-    "Repeat a tensor n times; a parameter stays one."
+    "Repeat a tensor n times; a parameter gives a parameter."
     wide = t.detach().reshape(-1, *t.shape[1:]).repeat(n, *[1] * max(0, t.ndim - 1))
     return nn.Parameter(wide, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else wide
 
@@ -180,7 +180,7 @@ def own_tensors(part: nn.Module) -> list[tuple[str, Tensor]]: # names and tensor
             *part.named_buffers(recurse=False, remove_duplicate=False)]
 
 def widen_module(module: nn.Module, n: int, made: dict[int, Tensor] | None = None): # made: by id, kept up to date
-    "Exchange every parameter and buffer of an ordinary module for one of n lanes."
+    "Replace every parameter and buffer of a plain module by one with n lanes."
     made = {} if made is None else made
     for part in module.modules():
         for name, t in own_tensors(part):
@@ -206,7 +206,7 @@ _borrowed = Lock() # held while torch's global streams are a lane's
 
 @contextmanager
 def drawing(
-    device: torch.device, # whose stream is borrowed, beside the CPU's
+    device: torch.device, # its global stream is used, and the CPU's
     seed: int, # of the lane
     *key: int | str, # which draws these are
 ) -> Iterator[None]:
@@ -223,19 +223,19 @@ def drawing(
 
 # %% ../../nbs/core/04_lanes.ipynb #1987853c
 class _Pieces(tuple):
-    "One tensor, cut."
+    "The pieces of one tensor."
 
 # %% ../../nbs/core/04_lanes.ipynb #58fdb6b2
 class PerLane(nn.Module):
-    "n copies of an ordinary module behind the lane interface, run one after another."
+    "Run n copies of a plain module one after another, with the interface of a lane layer."
     turn = 0 # the lane that is running
 
     def __init__(self,
-        factory: Callable[[], nn.Module], # makes one ordinary module
+        factory: Callable[[], nn.Module], # creates one plain module
         n: int, # how many to hold
         dim: int | None = 1, # the axis that carries lanes in; None: they are the entries of the last one
         out: int | None = None, # the axis that carries them out; default: as in
-        draws: bool = False, # the module draws, each lane from a stream of its own
+        draws: bool = False, # the module draws random numbers, each lane from its own stream
         template: nn.Module | None = None, # the first module; then all lanes begin as this one
     ):
         super().__init__()
@@ -252,24 +252,24 @@ class PerLane(nn.Module):
             for k in ("stream", "count"): self.register_buffer(k, torch.zeros(n, dtype=torch.int64))
 
     def _fresh(self, n):
-        "The state of a new ordinary module, n times over, under the names that it has in here."
+        "Return the state of n new plain modules, under the names of this module's tensors."
         return {f"template.{k}": repeated(t, n) for k, t in lane_state(self.factory()).items()}
 
     def reset_parameters(self):
-        "Make the ordinary module anew, for all lanes alike."
+        "Initialise a new module; all lanes get its values."
         here = lane_state(self)
         with torch.no_grad():
             for k, t in self._fresh(self.lanes).items(): here[k].copy_(t)
         self.reset_streams()
 
     def reset_streams(self):
-        "Reseed the random streams of the layers from the current random state."
+        "Restart the random streams of layers that draw, from the current random state."
         if self.draws:
             self.count.zero_()
             self.stream.random_()
 
     def ordinary(self) -> nn.Module: # the template itself
-        "Return the ordinary module of a `PerLane` with one lane, which takes over its tensors."
+        "Return the plain module of a `PerLane` with one lane; it shares the tensors."
         for name, shape in self.shapes.items():
             path, _, k = name.rpartition(".")
             part = self.template.get_submodule(path)
@@ -278,7 +278,7 @@ class PerLane(nn.Module):
         return self.template
 
     def cut(self, x: Tensor) -> tuple[Tensor, ...]: # of every lane
-        "Cut an input into those of the n lanes."
+        "Split an input into those of the n lanes."
         return x.unbind(-1) if self.dim is None else x.chunk(self.lanes, self.dim)
 
     def forward(self, *args, **kwargs): # tensors with lanes folded into `dim`; out with lanes folded into `out`
@@ -289,7 +289,7 @@ class PerLane(nn.Module):
         return map_tensors(lambda ts: torch.cat(ts, self.out), *outputs)
 
     def _run(self, i, state, inputs):
-        "The module as lane i is."
+        "Run the module with the tensors of lane i."
         self.turn = i
         args, kwargs = map_tensors(lambda cut: cut[0][i], inputs, kind=_Pieces)
         if not self.draws: return torch.func.functional_call(self.template, state, args, kwargs)
@@ -299,16 +299,16 @@ class PerLane(nn.Module):
 
 # %% ../../nbs/core/04_lanes.ipynb #9ede5c05
 def per_lane(
-    factory: Callable[[], nn.Module], # makes one ordinary module
+    factory: Callable[[], nn.Module], # creates one plain module
     n: int, # how many to hold
     dim: int = 1, # the axis that carries lanes in and out: 1 for images, -1 for sequences
-    draws: bool = False, # the module draws, each lane from a stream of its own
+    draws: bool = False, # the module draws random numbers, each lane from its own stream
 ) -> PerLane:
     """
-    Repeat an ordinary module n times behind the interface of a lane layer, and run the copies one after another.
+    Repeat a plain module n times with the interface of a lane layer, and run the copies one after another.
 
-    Values start as the factory draws them, one lane after the other. It is the simplest way to lanes, and slower than
-    lane layers; `core.modules.lane_module` finds these where it can.
+    The factory initialises one lane after another. This is the simplest way to get lanes, and slower than lane layers;
+    `core.modules.lane_module` uses lane layers if it can.
 
     Examples
     --------

@@ -25,7 +25,7 @@ def unfold(
     n: int, # lanes
     dim: int = 1, # the folded axis: 1 for images, -1 for sequences
 ) -> Tensor: # (..., n, C, ...), a view
-    "Unfold the lane axis."
+    "Split the lane axis off."
     return x.unflatten(dim, (n, -1))
 
 def fold(
@@ -46,17 +46,17 @@ def by_lane(
 def spatial_mean(
     x: Tensor, # (B, C, H, W), best in channels_last
 ) -> Tensor: # (B, C)
-    "Return the mean over the picture; its gradient is channels_last, which that of `x.mean((2, 3))` is not."
+    "Return the mean over height and width; its gradient is channels_last, unlike that of `x.mean((2, 3))`."
     return x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
 
 # %% ../../nbs/core/03_layers.ipynb #5ebcc753
 def _laned(module: _M, n: int) -> _M:
-    "Store the number of lanes on a layer."
+    "Set a layer's number of lanes."
     module.lanes = n
     return module
 
 class MaskedConv2d(nn.Conv2d):
-    "A convolution with a mask on its windows: where it is 0, the weight ignores its input and does not train."
+    "A convolution with a mask on its kernel: weights where it is 0 neither contribute nor learn."
     mask: Tensor # (n*c_out, 1, k, k)
 
     def __init__(self, *args, **kwargs): # as for `nn.Conv2d`
@@ -64,7 +64,7 @@ class MaskedConv2d(nn.Conv2d):
         self.register_buffer("mask", torch.ones(self.out_channels, 1, *self.kernel_size))
 
     def reset_parameters(self):
-        "Draw new weights, and unmask all of them."
+        "Initialise the weights, and unmask all of them."
         super().reset_parameters()
         if hasattr(self, "mask"): self.mask.fill_(1.)
 
@@ -79,7 +79,7 @@ def conv2d(
     masked: bool = False, # windows that can be narrowed, lane by lane
     **kwargs, # as for `nn.Conv2d`: stride, padding, bias ...
 ) -> nn.Conv2d: # (B, n*c_in, H, W) -> (B, n*c_out, H', W')
-    "Make n convolutions side by side."
+    "Create n convolutions side by side."
     check_count("lanes", n)
     kind = MaskedConv2d if masked else nn.Conv2d
     return _laned(kind(n * c_in, n * c_out, kernel_size, groups=n * groups, **kwargs), n)
@@ -90,7 +90,7 @@ def group_norm(
     n: int = 1, # lanes
     **kwargs, # as for `nn.GroupNorm`
 ) -> nn.GroupNorm: # (B, n*channels, ...) -> the same shape
-    "Make n group norms side by side."
+    "Create n group norms side by side."
     check_count("lanes", n)
     return _laned(nn.GroupNorm(n * groups, n * channels, **kwargs), n)
 
@@ -105,7 +105,7 @@ class LaneBatchNorm2d(nn.BatchNorm2d):
         self.register_buffer("num_batches_tracked", None)
 
     def reset_running_stats(self):
-        "Means of 0 and variances of 1, as at birth."
+        "Reset means to 0 and variances to 1."
         self.running_mean.zero_()
         self.running_var.fill_(1)
 
@@ -138,14 +138,14 @@ class LaneLinear(nn.Linear):
 
 # %% ../../nbs/core/03_layers.ipynb #0c0b3e46
 class LaneEmbedding(nn.Embedding):
-    "n tables side by side: tokens `(..., n)` to `(..., n*d)`; with one lane also `(...)` to `(..., d)`."
+    "n embedding tables side by side: tokens `(..., n)` to `(..., n*d)`; with one lane also `(...)` to `(..., d)`."
     def __init__(self, vocab: int, d: int, n: int = 1):
         super().__init__(check_count("lanes", n) * vocab, d)
         self.vocab = vocab
         self.lanes = n
 
     def reset_parameters(self):
-        "Draw the weights; not on the meta device, where drawing makes PyTorch load its compiler, for seconds."
+        "Initialise the weights, except on the meta device, where this would load PyTorch's compiler for seconds."
         if not self.weight.is_meta: super().reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class LaneLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(n * d))
 
     def reset_parameters(self):
-        "Weights of 1 and biases of 0."
+        "Reset weights to 1 and biases to 0."
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 
@@ -186,7 +186,7 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.full((n,), float(value)))
 
     def reset_parameters(self):
-        "The number that the layer was made with."
+        "Reset to the initial value."
         nn.init.constant_(self.weight, self.value)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class LaneAttention(nn.Module):
 _WEYL = -7046029254386353131 # 2**64 divided by the golden ratio: equal steps that never meet
 
 def _scramble(x: Tensor) -> Tensor: # int32, changed in place
-    "The finaliser of MurmurHash3 (Appleby 2011)."
+    "Apply the finaliser of MurmurHash3 (Appleby 2011)."
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(-2048144789)
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(-1028477387)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
@@ -246,7 +246,7 @@ class LaneDropout(nn.Module):
         self.register_buffer("count", torch.zeros(n, dtype=torch.int64))
 
     def reset_parameters(self):
-        "Draw a new stream for every lane from the current random state, and reset the counts."
+        "Draw a new stream for every lane from the current random state, and reset the count to 0."
         self.count.zero_()
         self.stream.random_()
 

@@ -22,7 +22,7 @@ from .devices import seeded
 
 # %% ../../nbs/core/05_modules.ipynb #610f8dd3
 class LaneModule(nn.Module):
-    "n copies of an ordinary module; made by `lane_module`."
+    "n copies of a plain module; created by `lane_module`."
     def __init__(self, factory: Callable[[], nn.Module], form: "LaneForm", n: int, ports: "Ports"):
         super().__init__()
         self.factory, self.form, self.ports = factory, form, ports
@@ -41,7 +41,7 @@ class LaneModule(nn.Module):
 
     @torch.no_grad()
     def ordinary(self, i: int = 0) -> nn.Module:
-        "Return lane i as the factory's module, with copied tensors."
+        "Return lane i as the factory's module, with its own tensors."
         with seeded(0, "ordinary"): module = self.factory()
         module = module.to(next(iter(lane_state(self.net).values()), torch.zeros(())).device)
         if self.form.last: module = module.to(memory_format=torch.channels_last)
@@ -51,7 +51,7 @@ class LaneModule(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self):
-        "Make the ordinary module anew, for all lanes alike."
+        "Initialise a new module; all lanes get its values."
         module = self.factory()
         for i in range(self.lanes): write_lane(self.net, i, self.lanes, module)
         for part in self.net.modules():
@@ -60,25 +60,25 @@ class LaneModule(nn.Module):
 
     @property
     def loop(self) -> PerLane | None: # None: side by side
-        "The module that runs the whole lane by lane."
+        "The module that runs everything lane by lane."
         return self.net if isinstance(self.net, PerLane) else None
 
     @property
     def inside(self) -> nn.Module: # with the names that the factory's module has
-        "The network as the factory makes it, with tensors of n lanes."
+        "The factory's network, with tensors of n lanes."
         return self.net.template if isinstance(self.net, PerLane) else self.net
 
 def lane_module(
-    factory: Callable[[], nn.Module], # makes one ordinary module
+    factory: Callable[[], nn.Module], # creates one plain module
     example: Tensor, # a batch that it takes, two examples or more
     n: int, # lanes
     axis: int | None = 1, # where lanes are folded in the input; None: entries of the last axis, as in tokens (B, L, n)
     out: int | None = None, # and in the output; default as in the input
 ) -> LaneModule: # all lanes alike; see `lanes.reset_lanes`
     """
-    Repeat a module n times, side by side where that is the same, lane by lane where it is not.
+    Repeat a module n times: as lane layers where these are equivalent, lane by lane otherwise.
 
-    The form is found with the example: outputs, gradients and buffers of two lanes are compared with two copies.
+    The example input decides: outputs, gradients and buffers of two lanes must equal those of two copies.
 
     Examples
     --------
@@ -95,7 +95,7 @@ def lane_module(
 LARGE = 1_000_000 # parameters: one network of this size saturates a core, and running lanes side by side gains nothing
 
 class LaneForm(NamedTuple):
-    "How a module runs as n lanes."
+    "The way in which a module runs as n lanes."
     whole: bool # lane by lane, all of it
     alone: dict[str, str] # layers that run lane by lane, and why; empty for the whole
     axis: int # the axis of features where there are three: 1 or -1
@@ -105,27 +105,27 @@ class LaneForm(NamedTuple):
     seen: dict[str, int] # axes of the features of every layer
 
     def axis_of(self, name: str, layer: nn.Module) -> int:
-        "Return the axis in which the lanes of a layer are folded."
+        "Return the axis into which the lanes of a layer are folded."
         if isinstance(layer, ATOMS): return -1
         return self.axis if self.seen[name] == 3 else 1 if self.seen[name] in (2, 4, 5) else -1
 
 class Ports(NamedTuple):
-    "The axes in which lanes are folded."
+    "The axes into which the lanes are folded."
     axis: int | None # of the input; None: lanes are the entries of the last axis, as in tokens (B, L, n)
     out: int # of the output
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        "Return the inputs of all lanes as one."
+        "Fold the inputs of all lanes into one."
         return torch.stack(list(parts), -1) if self.axis is None else torch.cat(list(parts), self.axis)
 
 def find_form(
-    factory: Callable[[], nn.Module], # makes an ordinary module
+    factory: Callable[[], nn.Module], # creates a plain module
     example: Tensor, # a batch that it takes; two examples do
     axis: int | None = 1, # where lanes are folded in the input; None: entries of the last axis
     out: int | None = None, # and in the output; default as in the input
-    side: bool | None = None, # False: lane by lane; True: side by side where that is equal; None: as is faster
+    side: bool | None = None, # False: lane by lane; True: side by side if equivalent; None: whichever is faster
 ) -> LaneForm:
-    "Find how a module runs as n lanes, by trying it out."
+    "Find the way to run a module as n lanes, by running candidates."
     with seeded(0, "trial"):
         ports, trial = Ports(axis, (axis or 1) if out is None else out), run_on_trial(factory(), example)
         last = _takes_channels_last(factory, example)
@@ -147,14 +147,14 @@ def find_form(
         return whole
 
 def _takes_channels_last(factory: Callable[[], nn.Module], example: Tensor) -> bool:
-    "Whether a module of pictures can be trained with its memory in the order of channels_last."
+    "Return whether an image module can be trained in channels_last memory format."
     if example.ndim != 4: return False
     try: factory().to(memory_format=torch.channels_last)(example.to(memory_format=torch.channels_last)).sum().backward()
     except RuntimeError: return False # such as `view`, where only `reshape` would do
     return True
 
 def _candidates(trial: "TrialRun", module: nn.Module, last: bool) -> Iterator[LaneForm]: # module: maybe without values
-    "Yield candidate forms: either reading of three axes, and unknown weightless layers kept or run lane by lane."
+    "Yield candidate forms: both layouts of three axes; unknown layers without weights run as one or lane by lane."
     axes = {k: v.axes for k, v in trial.layers.items()}
     draws = tuple(k for k, v in trial.layers.items() if v.draws)
     base = LaneForm(whole=False, alone={}, axis=1, last=last, draws=draws, why="", seen=axes)
@@ -170,12 +170,12 @@ def _candidates(trial: "TrialRun", module: nn.Module, last: bool) -> Iterator[La
 
 @torch.no_grad()
 def _check_shapes(factory: Callable[[], nn.Module], example: Tensor, form: LaneForm, ports: Ports):
-    "Raise where the shapes of two lanes do not fit together; nothing is computed, if the module lets that be."
+    "Raise if the shapes of two lanes do not match; uses meta tensors if the module allows it."
     try:
         with torch.device("meta"):
             like = torch.empty_like(example, device="meta")
             expected = factory().eval()(like).shape
-    except Exception: return # it depends on values; the full check decides
+    except Exception: return # its values matter: the full check decides
     with torch.device("meta"):
         y = exchange_layers(factory(), 2, form._replace(draws=())).eval()(ports.join([like, like]))
     if y.numel() != 2 * expected.numel(): raise ValueError(f"outputs have another shape: {tuple(y.shape)}")
@@ -184,12 +184,12 @@ def _check_shapes(factory: Callable[[], nn.Module], example: Tensor, form: LaneF
 TOLERANCE = 1e-5 # of the largest value of a tensor
 
 def compare_with_copies(
-    factory: Callable[[], nn.Module], # makes an ordinary module
+    factory: Callable[[], nn.Module], # creates a plain module
     example: Tensor, # a batch that it takes
     form: LaneForm,
     ports: Ports,
 ):
-    "Raise a `ValueError` unless two lanes are two copies."
+    "Raise a `ValueError` unless two lanes compute the same as two copies."
     copies = [_shake(factory().double()) for _ in range(2)]
     net = exchange_layers(factory().double(), 2, form)
     if form.last: net = net.to(memory_format=torch.channels_last)
@@ -203,7 +203,7 @@ def compare_with_copies(
 
 def _compare_steps(net: nn.Module, copies: Sequence[nn.Module], xs: Sequence[Tensor], ports: Ports,
                    draws: Sequence[str]):
-    "Raise unless a training step of all lanes is that of the copies."
+    "Raise unless a training step of all lanes equals the steps of the copies."
     w = [torch.randn_like(c.eval()(x)) for c, x in zip(copies, xs)]
     y, g = _step(net, ports.join(xs), draws, torch.cat(w, ports.out))
     ys, gs = zip(*(_step(c, x, draws, wi) for c, x, wi in zip(copies, xs, w)))
@@ -216,7 +216,7 @@ def _compare_steps(net: nn.Module, copies: Sequence[nn.Module], xs: Sequence[Ten
     _all_agree("buffer", dict(net.named_buffers()), [dict(c.named_buffers()) for c in copies])
 
 def _step(net: nn.Module, x: Tensor, draws: Sequence[str], weights: Tensor) -> tuple[Tensor, Tensor]: # of training
-    "Output of a training step, whose gradients are left in the weights, and the gradient of the input."
+    "Run a training step; return its output and the gradient of the input, and keep the weights' gradients."
     x = x.detach().clone().requires_grad_(x.is_floating_point())
     net.train()
     for k in draws: net.get_submodule(k).eval()
@@ -225,7 +225,7 @@ def _step(net: nn.Module, x: Tensor, draws: Sequence[str], weights: Tensor) -> t
     return y, x.grad if x.grad is not None else y.new_zeros(())
 
 def _all_agree(what: str, mine: Mapping[str, Tensor], theirs: Sequence[Mapping[str, Tensor]], floor: float = 1e-9):
-    "Raise where tensors of n lanes are not those of the copies, by name."
+    "Raise, with its name, for a tensor of n lanes that differs from those of the copies."
     for k, t in mine.items():
         for i, tensors in enumerate(theirs):
             other = tensors.get(k, tensors.get(k.replace("template.", "")))
@@ -233,7 +233,7 @@ def _all_agree(what: str, mine: Mapping[str, Tensor], theirs: Sequence[Mapping[s
             _must_agree(f"{what} {k}", by_lane(t, len(theirs))[i].view_as(other).double(), other.double(), floor)
 
 def _must_agree(what: str, mine: Tensor, other: Tensor, floor: float = 1e-9):
-    "Raise where two tensors differ."
+    "Raise if two tensors differ."
     shapes = f"{tuple(mine.shape)} instead of {tuple(other.shape)}"
     if mine.shape != other.shape: raise ValueError(f"{what} have another shape: {shapes}")
     size = max(float(other.detach().abs().max()) if other.numel() else 0., floor)
@@ -241,7 +241,7 @@ def _must_agree(what: str, mine: Tensor, other: Tensor, floor: float = 1e-9):
     if not off <= TOLERANCE: raise ValueError(f"{what} differ by {off:.2g} (relative)")
 
 def _shake(module: nn.Module) -> nn.Module:
-    "Perturb every weight, so that no value is special."
+    "Perturb every weight, so that none has a special value."
     with torch.no_grad():
         for p in module.parameters(): p.add_(torch.randn_like(p) * max(.05, .1 * float(p.abs().mean())))
     return module
@@ -260,7 +260,7 @@ ATOMS = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.TransformerEncode
          nn.Transformer) # use the weights of their parts themselves: taken as one layer, features in the last axis
 
 def lane_form(
-    layer: nn.Module, # an ordinary layer; only its widths are changed where that is enough
+    layer: nn.Module, # a plain one; its widths are changed if that suffices
     n: int, # lanes
     axis: int = 1, # the axis of features in which lanes are folded
 ) -> nn.Module | None: # without the values; None: no lane form exists
@@ -273,7 +273,7 @@ def lane_form(
     return layer
 
 def _lane_layer(layer: nn.Module, n: int, axis: int) -> nn.Module | None:
-    "The lane layer of the same function; None where a setting of the layer has no counterpart."
+    "Return the equivalent lane layer; None if a setting of the layer is not supported."
     if type(layer) is nn.Linear: return LaneLinear(layer.in_features, layer.out_features, n, layer.bias is not None)
     if type(layer) is nn.Dropout and layer.p < 1: return LaneDropout(layer.p, n, axis)
     if type(layer) is nn.LayerNorm:
@@ -285,20 +285,20 @@ def _lane_layer(layer: nn.Module, n: int, axis: int) -> nn.Module | None:
 
 # %% ../../nbs/core/05_modules.ipynb #7cbfb82f
 class LayerSeen(NamedTuple):
-    "A layer in a trial run."
+    "What a trial run recorded of one layer."
     axes: int # of its first output; 0: it did not run
     draws: bool # takes random numbers
 
 class TrialRun(NamedTuple):
-    "A module in a trial run."
+    "What a trial run recorded of a module."
     layers: dict[str, LayerSeen]
     draws: bool # the module itself takes random numbers, between its layers
 
 def run_on_trial(
-    module: nn.Module, # an ordinary one, used up
+    module: nn.Module, # a plain one; it is consumed
     example: Tensor, # a batch that it takes
 ) -> TrialRun:
-    "Run a module once in training mode, and once more without the layers that draw."
+    "Run a module once in training mode, and a second time without the layers that draw random numbers."
     found = {k: LayerSeen(0, False) for k, _ in layers_of(module)}
     start: dict[str, Tensor] = {}
     handles = []
@@ -317,7 +317,7 @@ def run_on_trial(
         return TrialRun(found, not torch.equal(state, torch.get_rng_state()))
 
 def layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]: # names and layers
-    "Yield the layers of a module: modules without parts, and those that are taken as one."
+    "Yield the layers of a module: modules without submodules, and those that are treated as one layer."
     parts = [] if isinstance(module, ATOMS) else list(module.named_children())
     if not parts: yield prefix, module
     for k, child in parts: yield from layers_of(child, f"{prefix}.{k}" if prefix else k)
@@ -329,11 +329,11 @@ def _first_tensor(out) -> Tensor | None:
 
 # %% ../../nbs/core/05_modules.ipynb #8151b2ed
 def exchange_layers(
-    module: nn.Module, # an ordinary one, used up
+    module: nn.Module, # a plain one; it is consumed
     n: int, # lanes
     form: LaneForm,
 ) -> nn.Module: # all lanes alike
-    "Put lane forms in the place of a module's layers."
+    "Replace a module's layers by their lane forms."
     made: dict[int, Tensor] = {} # by id of the tensors of one lane
     kept = list(lane_state(module).values()) # so that no id is used twice
     done: dict[nn.Module, nn.Module] = {}
@@ -350,7 +350,7 @@ def exchange_layers(
     return module
 
 def _exchanged(layer: nn.Module, name: str, n: int, form: LaneForm, made: dict[int, Tensor]) -> nn.Module:
-    "Return the lane form of a layer with its values repeated n times, or a lane-by-lane loop if it has no lane form."
+    "Return the lane form of a layer with its values repeated n times, or `PerLane` if it has none."
     axis = form.axis_of(name, layer)
     if name in form.alone:
         return PerLane(type(layer), n, axis, draws=name in form.draws, template=layer)
@@ -362,7 +362,7 @@ def _exchanged(layer: nn.Module, name: str, n: int, form: LaneForm, made: dict[i
 
 @torch.no_grad()
 def write_lane(net: nn.Module, i: int, n: int, module: nn.Module):
-    "Write the values of an ordinary module into lane i of a network of n lanes with the same names."
+    "Write the values of a plain module into lane i of a network of n lanes with the same names."
     state = lane_state(module)
     for k, t in lane_state(net).items():
         source = state.get(k, state.get(k.replace("template.", "")))

@@ -23,15 +23,15 @@ from .layers import by_lane
 # %% ../../nbs/core/09_parts.ipynb #96442b67
 @dataclass(frozen=True)
 class Leaf:
-    "The place of a tensor in a packed tree."
+    "Placeholder for a tensor in a packed tree."
     path: str # its key among the tensors
     device: torch.device # where it was
 
-_Get = Callable[[Leaf], Tensor | None] # looks up the tensor that belongs in the place of a leaf
+_Get = Callable[[Leaf], Tensor | None] # returns the tensor of a leaf
 _plain = {int, float, bool, str, type(None)}
 
 def _like(tree, items):
-    "A list, tuple or named tuple like `tree`, of other items."
+    "Return a list, tuple or named tuple of `tree`'s type with other items."
     return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
 
 def pack_tree(
@@ -39,7 +39,7 @@ def pack_tree(
     out: dict[str, Tensor], # takes the tensors by path, detached but not copied
     path: str = "", # of this tree
 ): # the tree with a `Leaf` for every tensor, and all other data copied
-    "Take the tensors out of a tree."
+    "Replace the tensors of a tree by placeholders."
     def inner(k, v): return pack_tree(v, out, f"{path}.{k}" if path else str(k))
     if type(tree) in _plain: return tree
     if isinstance(tree, Tensor):
@@ -63,7 +63,7 @@ def unpack_tree(
 
 # %% ../../nbs/core/09_parts.ipynb #9e9cb300
 def portable_tree(tree): # of `pack_tree`
-    "Return a packed tree as numbers, texts, tensors and tagged tuples, which a file can hold."
+    "Convert a packed tree to numbers, strings, tensors and tagged tuples, which a file can store."
     if type(tree) in _plain: return tree
     if isinstance(tree, Leaf): return ("leaf", tree.path, str(tree.device))
     if isinstance(tree, dict): return ("dict", [(k, portable_tree(v)) for k, v in tree.items()])
@@ -75,7 +75,7 @@ def revive_tree(
     saved, # of `portable_tree`
     live, # a packed tree of the same thing, for what could not be saved
 ):
-    "Return the packed tree that a portable one was made from."
+    "Convert a portable tree back to the packed tree."
     if type(saved) in _plain: return saved
     kind, *content = saved
     if kind == "leaf": return Leaf(content[0], torch.device(content[1]))
@@ -94,15 +94,15 @@ def has_lanes(
     t: Tensor,
     n: int, # lanes
 ) -> bool:
-    "Whether a tensor can be cut into n lanes along axis 0."
+    "Return whether axis 0 of a tensor can be split into n lanes."
     return t.dim() > 0 and t.shape[0] % n == 0 and t.numel() > 0
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    "Whether two tensors have the same shape and type."
+    "Return whether two tensors have the same shape and dtype."
     return a.shape == b.shape and a.dtype == b.dtype
 
 def _put(live, saved, device, n, lanes):
-    "The tensor to use from now on: `live` with the saved values in it, where that is possible."
+    "Return `live` with the saved values copied into it, if possible, or a new tensor."
     if lanes is None:
         in_place = isinstance(live, Tensor) and same_layout(live, saved) and live.device == device
         return live.copy_(saved) if in_place else saved.to(device, copy=True)
@@ -111,7 +111,7 @@ def _put(live, saved, device, n, lanes):
 
 # %% ../../nbs/core/09_parts.ipynb #7af6c4e6
 def _mix(live, saved, get, n, lanes):
-    "A tree like `live`, with some lanes from `saved`: of tensors, and of lists with one entry per lane."
+    "Return a tree like `live` with some lanes from `saved`, in tensors and in lists with one entry per lane."
     if isinstance(live, Tensor):
         if not has_lanes(live, n): return live
         new = live.clone()
@@ -127,11 +127,11 @@ def _mix(live, saved, get, n, lanes):
 
 # %% ../../nbs/core/09_parts.ipynb #7c2a294e
 def _tables(module: nn.Module) -> list[dict]:
-    "The tables behind a module's attributes: its submodules, parameters and buffers."
+    "Return a module's dicts of submodules, parameters and buffers."
     return [vars(module)[k] for k in ("_modules", "_parameters", "_buffers")]
 
 def _rebuild(tree, frozen):
-    "Restore submodules, parameters, buffers and flags of all modules."
+    "Restore the submodules, parameters, buffers and flags of all modules."
     for m, tables, training in tree:
         for live, saved in zip(_tables(m), tables):
             if live.keys() == saved.keys() and all(live[k] is v for k, v in saved.items()): continue
@@ -151,7 +151,7 @@ class ModulePart:
         self.grads = grads
 
     def tensors(self) -> dict[str, Tensor]: # by name
-        "Return parameters and buffers, and gradients where they count."
+        "Return parameters and buffers, and gradients if they are part of the state."
         named = dict(self.obj.named_parameters()) | dict(self.obj.named_buffers())
         if not self.grads: return named
         return named | {f"{k}<grad>": p.grad for k, p in self.obj.named_parameters() if p.grad is not None}
@@ -167,7 +167,7 @@ class ModulePart:
         return dict(tree=tree, named=named, frozen=frozen, extra=extra)
 
     def write(self, rest, get: _Get, n: int, lanes: Sequence[int] | None):
-        "Put the structure back (whole), then the values, then the extra state; gradients are dropped."
+        "Restore the structure (if whole), the values, then the extra state; discard gradients."
         if lanes is None: _rebuild(rest["tree"], rest["frozen"])
         _write_values(rest["named"] if lanes is None else self.tensors(), get, n, lanes)
         for m, packed in rest["extra"]: m.set_extra_state(_merged(m.get_extra_state, packed, get, n, lanes))
@@ -182,7 +182,7 @@ class ModulePart:
                     extra=[portable_tree(packed) for _, packed in rest["extra"]])
 
     def revive(self, saved, live):
-        "Return the rest from its portable form, with the present structure."
+        "Return the rest from its portable form, for the current structure."
         return live | dict(
             tree=[(m, tables, t) for (m, tables, _), t in zip(live["tree"], saved["training"])],
             frozen=[(p, flag) for (p, _), flag in zip(live["frozen"], saved["frozen"])],
@@ -190,7 +190,7 @@ class ModulePart:
 
 # %% ../../nbs/core/09_parts.ipynb #8adf4ba4
 def _write_values(live, get, n, lanes):
-    "Saved values into live tensors, in place where the shape is still the same."
+    "Write saved values into live tensors, in place if the shape is unchanged."
     for k, t in live.items():
         saved = get(Leaf(k, t.device))
         if lanes is not None:
@@ -199,13 +199,13 @@ def _write_values(live, get, n, lanes):
         else: t.data = saved.to(t.device, copy=True)
 
 def _merged(read, packed, get, n, lanes):
-    "A saved tree with private copies of its tensors, or the live one with some lanes from it."
+    "Return a saved tree with copies of its tensors, or the live tree with some lanes from it."
     if lanes is not None: return _mix(read(), packed, get, n, lanes)
     return unpack_tree(packed, lambda leaf: get(leaf).to(leaf.device, copy=True))
 
 # %% ../../nbs/core/09_parts.ipynb #f89cad77
 def _into(live, new, device=None):
-    "`new` with every tensor that `live` already has kept as the same object."
+    "Return `new`, with the tensor objects of `live` where they exist."
     def pick(tree, k):
         if isinstance(tree, dict): return tree.get(k)
         return tree[k] if isinstance(tree, (list, tuple)) and k < len(tree) else None
@@ -217,7 +217,7 @@ def _into(live, new, device=None):
     return new
 
 def _fill(live, packed, get):
-    "A saved tree, each tensor on its own device, and in the memory it has now."
+    "Unpack a saved tree, each tensor on its original device and, if possible, in its present memory."
     return _into(live, unpack_tree(packed, get), unpack_tree(packed, lambda leaf: leaf.device))
 
 # %% ../../nbs/core/09_parts.ipynb #756df3b4
@@ -295,19 +295,19 @@ class StatePart:
 
 # %% ../../nbs/core/09_parts.ipynb #0c1f22d3
 class _Pair:
-    "Two functions as an object with state."
+    "An object with state, from two functions."
     def __init__(self, read, write):
         self.state_dict = read
         self.load_state_dict = write
 
 def _refill(container, new):
-    "Other contents for the same dict or list."
+    "Replace the contents of a dict or list in place."
     container.clear()
     container.update(new) if isinstance(container, dict) else container.extend(new)
 
 def as_stateful(
     obj, # with `state_dict` and `load_state_dict`; a dict, a list, a random generator, a pair of functions
-): # something with `state_dict` and `load_state_dict`, `obj` itself where it has them
+): # an object with `state_dict` and `load_state_dict`; `obj` itself if it has them
     "Wrap anything that has state, so that it has `state_dict` and `load_state_dict`."
     if isinstance(obj, (dict, list)): return _Pair(lambda: obj, lambda new: _refill(obj, new))
     if isinstance(obj, tuple) and len(obj) == 2 and all(map(callable, obj)): return _Pair(*obj)

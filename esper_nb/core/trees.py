@@ -110,6 +110,6 @@ def read_saved(
             codes = (code for n in names if n.endswith("data.pkl") for code in pickletools.genops(archive.read(n)))
             large = sorted({str(arg) for code, arg, _ in codes if code.name == "GLOBAL" and _LARGE.fullmatch(str(arg))})
         check(not large, "entries", large, "tensors and plain values")
-        return torch.load(path, weights_only=True) # loads no code; the sizes were checked above
+        return torch.load(path, weights_only=True) # runs no code; the sizes were checked above
     except (ValueError, RuntimeError, LookupError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as e:
         raise ValueError(f"{path} cannot be read: {str(e)[:300]}") from e

@@ -25,7 +25,7 @@ Plan = tuple[tuple[int, ...], ...]  # groups of lane numbers, every lane in exac
 BUDGET = 8 * 2**20  # bytes of the largest activation in a group
 
 def _split(lanes: Sequence[int], parts: int) -> list[tuple[int, ...]]:
-    "Cut a sequence into `parts` runs whose lengths differ by one at most."
+    "Split a sequence into `parts` runs whose lengths differ by at most one."
     q, r = divmod(len(lanes), parts)
     cuts = [i * q + min(i, r) for i in range(parts + 1)]
     return [tuple(lanes[a:b]) for a, b in zip(cuts, cuts[1:])]
@@ -38,7 +38,7 @@ def plan(
     width: int | None = None, # lanes per group, instead of the budget
     budget: int = BUDGET, # bytes that the largest activation of a group may have
 ) -> Plan:
-    "Split lanes into groups: equal kinds together, wide enough to be efficient, with work for every worker."
+    "Split lanes into groups of equal kinds, wide enough to be efficient, and enough groups for all workers."
     check_count("workers", workers)
     kinds = [0] * check_count("lanes", kinds) if isinstance(kinds, int) else list(kinds)
     by_kind: dict[Hashable, list[int]] = {}
@@ -64,7 +64,7 @@ def default_workers(
 def use_threads(
     count: int | None, # cores inside one operation; None: as set before
 ) -> Iterator[None]:
-    "Let PyTorch use `count` cores of a CPU for operations that this thread starts inside the block."
+    "Use `count` CPU cores for PyTorch operations that this thread starts inside the block."
     before = torch.get_num_threads()
     if count not in (None, before): torch.set_num_threads(check_count("threads", count))
     try: yield
@@ -73,7 +73,7 @@ def use_threads(
 
 # %% ../../nbs/core/06_workers.ipynb #a753e0c9
 def _make_threads(count: int) -> ThreadPoolExecutor:
-    "A pool of threads, each of which runs PyTorch on one core."
+    "Create a pool of threads that run PyTorch on one core each."
     ours = torch.get_num_threads()
     ready = Barrier(count)
     pool = ThreadPoolExecutor(count, "lanes")
@@ -87,7 +87,7 @@ def _make_threads(count: int) -> ThreadPoolExecutor:
 
 # %% ../../nbs/core/06_workers.ipynb #a5780184
 def _run_on_threads(pool: ThreadPoolExecutor, stopping: Event, f: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    "Results in order; the first error or interrupt sets `stopping`, and is raised when all groups are through."
+    "Return results in order; the first error or interrupt sets `stopping`, and is raised when all groups are done."
     futures: list[Future[R]] = [pool.submit(f, i) for i in items]
     try:
         wait(futures, return_when=FIRST_EXCEPTION)
@@ -102,7 +102,7 @@ def _run_on_threads(pool: ThreadPoolExecutor, stopping: Event, f: Callable[[T], 
 
 # %% ../../nbs/core/06_workers.ipynb #991ec562
 def _run_on_streams(streams: Sequence, device: torch.device, f: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    "Results in order, while the work behind them is still on its way."
+    "Return results in order, while the device may still be computing them."
     here, out = torch.cuda.current_stream(device), []
     for s in streams: s.wait_stream(here)
     try:
@@ -135,14 +135,14 @@ class Workers:
         f: Callable[[T], R], # work on one group; must not write what another group reads
         items: Sequence[T], # the groups
     ) -> list[R]: # results in the order of `items`
-        "Run `f` on every item; an error or an interrupt stops the others at their next step edge and is raised here."
+        "Run `f` on every item; an error or an interrupt stops the others after their current step and is raised here."
         self.stopping.clear()
         if self.pool and len(items) > 1: return _run_on_threads(self.pool, self.stopping, f, items)
         if self.streams: return _run_on_streams(self.streams, self.device, f, items)
-        return [f(i) for i in items]  # one piece alone gets all cores, inside its operations
+        return [f(i) for i in items]  # a single item uses all cores inside its operations
 
     def close(self):
-        "Stop the threads after their queued work."
+        "Stop the threads when their pending work is done."
         if self.pool: self.pool.shutdown()
 
     def __enter__(self): return self

@@ -28,7 +28,7 @@ def progress(
     curve: Curve | int = Curve.LINEAR,
     steepness: float = 12., # of the sigmoid, at least 0.1; 6 is gentle, 24 sharp
 ) -> float: # share of the way, 0 to 1
-    "Return how far along a ramp is."
+    "Return the progress of a ramp."
     if t <= 0 or t >= 1: return float(t >= 1)
     if curve == Curve.COSINE: return .5 * (1 - math.cos(math.pi * t))
     if curve == Curve.SIGMOID: return .5 * (1 + math.tanh(steepness * (t - .5) / 2) / math.tanh(steepness / 4))
@@ -43,7 +43,7 @@ class RampMode(IntEnum):
 
 # %% ../../nbs/grow/21_blending.ipynb #f053d9cd
 class Ramp(NamedTuple):
-    "An alpha on its way."
+    "The course of an alpha to its target."
     alpha: float = 0. # now, 0 to 1
     start: float = 0. # alpha when the ramp began
     target: float = 0.
@@ -59,7 +59,7 @@ class Ramp(NamedTuple):
         curve: Curve | int = Curve.LINEAR,
         steepness: float = 12., # at least 0.1
     ) -> "Ramp":
-        "Start a new ramp; raises unless the current one has finished."
+        "Start a new ramp; the current one must be at rest."
         if self.mode != RampMode.HOLD:
             raise RuntimeError(f"the ramp is at {self.done} of {self.total} steps {self.mode.name} to {self.target:g}; "
                                "wait until it holds")
@@ -71,11 +71,11 @@ class Ramp(NamedTuple):
         return new if steps and target != self.alpha else new.arrive()
 
     def arrive(self) -> "Ramp":
-        "Return the ramp at its end: alpha on the target, exactly."
+        "Return the ramp at its end: alpha equals the target exactly."
         return self._replace(alpha=self.target, mode=RampMode.HOLD, done=self.total)
 
     def within(self, share: float) -> float: # share of the present step that has passed, 0 to 1
-        "Return alpha in the middle of a step: never past the target, and never back."
+        "Return alpha within a step: monotonic, and never past the target."
         if self.mode == RampMode.HOLD or share == 0: return self.alpha
         if self.done + share >= self.total: return self.target
         way = progress((self.done + share) / self.total, self.curve, self.steepness)
@@ -83,7 +83,7 @@ class Ramp(NamedTuple):
         return min(max(self.start + (self.target - self.start) * way, low), high)
 
     def step(self) -> "Ramp":
-        "Return the ramp one step on, and exactly on the target at the end."
+        "Return the ramp after one more step; at the end alpha equals the target exactly."
         if self.mode == RampMode.HOLD: return self
         if self.done + 1 >= self.total: return self.arrive()
         return self._replace(alpha=self.within(1), done=self.done + 1)
@@ -138,7 +138,7 @@ class BlendGate(nn.Module):
         self.fc1, self.fc2 = LaneLinear(channels, inner, lanes), LaneLinear(inner, 1, lanes)
 
     def pool(self, h: Tensor) -> Tensor: # features -> (B, n*C) or (B, L, n*D)
-        "Return the mean over the picture, or over the tokens so far."
+        "Return the mean over height and width, or over the tokens so far."
         if h.ndim == 4: return spatial_mean(h)
         return h.cumsum(1) / torch.arange(1, h.shape[1] + 1, device=h.device, dtype=h.dtype)[:, None]
 

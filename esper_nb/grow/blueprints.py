@@ -31,7 +31,7 @@ from ..core import (
 FAMILIES = {"cnn": 64, "transformer": 384} # family -> channels at which sizes are declared
 
 class Blueprint(NamedTuple):
-    "One kind of seed, and how to make it."
+    "One type of seed, and the function that creates it."
     name: str
     family: str # "cnn" or "transformer"
     declared: int # parameters at the reference width of the family
@@ -80,7 +80,7 @@ def forget_blueprint(
     family: str, # "cnn" or "transformer"
 ) -> Blueprint: # the one that was removed
     """
-    Take a blueprint out of the registry; slots that were made with it keep theirs.
+    Remove a blueprint from the registry; existing slots keep it.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def forget_blueprint(
     return _blueprints.pop((family, get_blueprint(name, family).name))
 
 def _options(name: str, build: Callable[..., nn.Module]) -> tuple[str, ...]:
-    "Names of the options of a function that makes seeds; it must take channels and lanes, and need nothing else."
+    "Return the names of a builder's options; it must take channels and lanes, and require nothing else."
     check(callable(build), f"blueprint {name}", build, "a function or class: build(channels, lanes, **options)")
     first, *rest = inspect.signature(build).parameters.values()
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -116,7 +116,7 @@ def list_blueprints(
     """
     Return the names of the blueprints that match, each once.
 
-    The order is that of the declared sizes and then of the names, in which a slot numbers what may grow in it.
+    They are sorted by declared size, then by name; a slot numbers its blueprints in this order.
 
     Raises
     ------
@@ -137,7 +137,7 @@ def list_blueprints(
     return list(dict.fromkeys(b.name for b in sorted(found, key=lambda b: (b.declared, b.name))))
 
 def get_blueprint(name: str, family: str) -> Blueprint:
-    "Look a blueprint up; the error for an unknown name suggests the nearest one."
+    "Return the blueprint of a name; the error for an unknown name suggests the nearest one."
     known = list_blueprints(family=family)
     near = [] if name in known else difflib.get_close_matches(str(name), known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -152,7 +152,7 @@ def make_blueprint(
     lanes: int = 1, # n
     **options, # of this blueprint
 ) -> nn.Module: # drawn from torch's global stream; see `lanes.reset_lanes` for one stream per lane
-    "Make a seed module, and check that it has the lanes."
+    "Create a seed module, and check its number of lanes."
     b = get_blueprint(name, family)
     known = f"one of {', '.join(b.options)}" if b.options else "none: it has no options"
     for k in options: check(k in b.options, f"option of {name}", k, known)
@@ -169,7 +169,7 @@ def make_blueprint(
 
 # %% ../../nbs/grow/20_blueprints.ipynb #91ccbd5d
 def open_relu(x: Tensor) -> Tensor: # (...)
-    "Return the ReLU, whose slope at exactly 0 is 1 here, so that a branch that starts at zero can learn."
+    "Return the ReLU with slope 1 at exactly 0, so that a branch initialised to zero can learn."
     return F.threshold(x, -torch.finfo(x.dtype).tiny, 0.)
 
 class Residual(nn.Module):
@@ -185,7 +185,7 @@ class Residual(nn.Module):
         if self.zero: self.zero_last()
 
     def zero_last(self):
-        "Make the module the identity by zeroing the last affine layer of the branch."
+        "Turn the module into the identity by zeroing the last affine layer of the branch."
         for p in self.body.get_submodule(self.last).parameters(): nn.init.zeros_(p)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class Residual(nn.Module):
 
 # %% ../../nbs/grow/20_blueprints.ipynb #c2bfcd2e
 def norm_groups(channels: int) -> int:
-    "Return the groups of a norm: the most, out of powers of two up to 32, that leave 16 channels in each."
+    "Return the number of groups of a norm: the largest power of two up to 32 with at least 16 channels each."
     return next((g for g in (32, 16, 8, 4, 2) if channels % g == 0 and channels // g >= 16), 1)
 
 def _norm(c, n): return group_norm(norm_groups(c), c, n)
@@ -230,12 +230,12 @@ class SqueezeExcite(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        "Open the gate almost fully: sigmoid(3) is 0.953."
+        "Initialise the gate to sigmoid(3) = 0.953, close to the identity."
         nn.init.zeros_(self.fc2.weight)
         nn.init.constant_(self.fc2.bias, 3.)
 
     def rest(self, x: Tensor) -> Tensor:
-        "Return the output at birth; a blend that multiplies compares the seed with it, and begins as the identity."
+        "Return the initial output; a multiplicative blend measures the seed against it, and so starts as the identity."
         return x * torch.tensor(3.).sigmoid().item()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ blueprint("attention", "cnn", 2_000)(SqueezeExcite)
 
 @blueprint("norm", "cnn", 130)
 def norm_seed(channels, lanes):
-    "Return a batch norm that is mixed in."
+    "Return a batch norm that is blended with the identity."
     return NormSeed(_norm(channels, lanes), lanes, 1)
 
 @blueprint("depthwise", "cnn", 4_800)
@@ -260,7 +260,7 @@ def depthwise(channels, lanes):
 
 @blueprint("bottleneck", "cnn", 4_500)
 def bottleneck(channels, lanes):
-    "Return three convolutions through a quarter of the channels."
+    "Return a bottleneck of three convolutions with a quarter of the channels."
     c, n, inner = channels, lanes, max(8, channels // 4)
     body = nn.Sequential(
         _conv(c, inner, n), nn.ReLU(), _conv(inner, inner, n, 3), nn.ReLU(), _conv(inner, c, n), _norm(c, n))
@@ -281,7 +281,7 @@ def conv_light(channels, lanes):
 
 @blueprint("conv_heavy", "cnn", 74_000)
 def conv_heavy(channels, lanes):
-    "Return two convolutions, one after the other."
+    "Return two successive convolutions."
     c, n = channels, lanes
     body = nn.Sequential(_conv(c, c, n, 3), _norm(c, n), nn.ReLU(), _conv(c, c, n, 3), _norm(c, n))
     return Residual(body, "4", n, relu=True)
@@ -291,7 +291,7 @@ def _mlp(x, w1, b1, w2, b2, n):
     return lane_linear(F.gelu(lane_linear(x, w1, b1, n)), w2, b2, n)
 
 class LaneMLP(nn.Module):
-    "Two linear layers and a GELU; with `checkpoint` the hidden layer is computed again in backward instead of kept."
+    "Two linear layers and a GELU; `checkpoint` recomputes the hidden layer in the backward pass."
     def __init__(self, d: int, factor: int, lanes: int, checkpoint: bool = False):
         super().__init__()
         self.lanes, self.checkpoint = lanes, checkpoint
@@ -316,7 +316,7 @@ def _flex():
     return torch.compile(flex_attention)
 
 class LaneFlexAttention(LaneAttention):
-    "`LaneAttention` on the flex kernel where that is the better one: on CUDA."
+    "`LaneAttention` that uses the flex kernel on CUDA, where it is faster."
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_cuda: return super().forward(x)
         q, k, v = self.qkv(x).unflatten(-1, (self.lanes, 3, self.heads, -1)).permute(3, 0, 2, 4, 1, 5).flatten(2, 3)
@@ -327,18 +327,18 @@ blueprint("noop", "transformer", 0)(Noop)
 
 @blueprint("norm", "transformer", 800)
 def layer_norm_seed(channels, lanes):
-    "Return a layer norm that is mixed in."
+    "Return a layer norm that is blended with the identity."
     return NormSeed(LaneLayerNorm(channels, lanes), lanes, -1)
 
 @blueprint("lora", "transformer", 6_000)
-def lora(channels, lanes, rank=8): # Hu et al. 2021, as a separate layer
-    "Return a linear map of low rank."
+def lora(channels, lanes, rank=8): # Hu et al. 2021, as a layer of its own
+    "Return a low-rank linear map."
     pair = LaneLinear(channels, rank, lanes, bias=False), LaneLinear(rank, channels, lanes, bias=False)
     return Residual(nn.Sequential(*pair), "1", lanes, zero=True)
 
 @blueprint("lora_large", "transformer", 25_000)
 def lora_large(channels, lanes, rank=32):
-    "Return a linear map of a larger rank."
+    "Return a linear map of larger rank."
     return lora(channels, lanes, rank)
 
 @blueprint("attention", "transformer", 591_000)
@@ -354,12 +354,12 @@ def flex_causal_attention(channels, lanes, heads=4):
 
 @blueprint("mlp_small", "transformer", 591_000)
 def mlp_small(channels, lanes, checkpoint=False):
-    "Return a perceptron that is twice as wide inside; `checkpoint` computes its activations again in the backward."
+    "Return an MLP whose hidden layer is twice as wide; `checkpoint` recomputes its activations in backward."
     return Residual(LaneMLP(channels, 2, lanes, checkpoint), "down", lanes, zero=True)
 
 @blueprint("mlp", "transformer", 1_200_000)
 def mlp(channels, lanes, checkpoint=False):
-    "Return a perceptron that is four times as wide inside."
+    "Return an MLP whose hidden layer is four times as wide."
     return Residual(LaneMLP(channels, 4, lanes, checkpoint), "down", lanes, zero=True)
 
 # %% ../../nbs/grow/20_blueprints.ipynb #d8264e30
@@ -369,7 +369,7 @@ def blueprint_size(
     channels: int, # features of one lane
     **options, # of this blueprint
 ) -> int: # trainable parameters of one lane
-    "Count the parameters at a width; nothing is allocated."
+    "Count the parameters at a width, without allocating memory."
     with torch.device("meta"): module = make_blueprint(name, family, channels, **options)
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
@@ -379,7 +379,7 @@ def probe(
     family: str, # "cnn" or "transformer"
     channels: int, # features of all lanes together
 ) -> Tensor: # (1, channels, 8, 8) or (2, 8, channels), values in [-1, 1]
-    "Return fixed features to try a module on."
+    "Return fixed features for testing a module."
     shape = (1, 8, 8, channels) if family == "cnn" else (2, 8, channels)
     x = torch.arange(float(torch.Size(shape).numel())).mul_(.7).sin_().view(shape)
     return x.permute(0, 3, 1, 2) if family == "cnn" else x
@@ -391,7 +391,7 @@ def smoke_test(
     family: str, # "cnn" or "transformer"
     channels: int, # features of all its lanes together
 ):
-    "Raise unless the module keeps the shape of its input and returns finite numbers; its mode stays as it is."
+    "Raise unless the module keeps its input's shape and returns finite numbers; its mode does not change."
     first, was = next(iter(module.parameters()), torch.zeros(())), module.training
     x = probe(family, channels).to(first.device)
     try: y = module.eval()(x)
@@ -414,7 +414,7 @@ def plain_blueprint(
     """
     Register the function below, `channels -> module`, as a blueprint; further arguments with defaults are its options.
 
-    The module may be any that keeps the shape of its input. It is made once, run on a probe and counted.
+    Any module that keeps the shape of its input will do. It is created once to run a probe and count its parameters.
 
     Raises
     ------
@@ -440,7 +440,7 @@ def plain_blueprint(
     return register
 
 class PlainSeed(LaneModule):
-    "n copies of an ordinary module in a slot; made by `make_blueprint`."
+    "n copies of a plain module in a slot; created by `make_blueprint`."
     def __init__(self, factory: Callable[[], nn.Module], form: LaneForm, lanes: int, layout: str):
         super().__init__(factory, form, lanes, seed_ports(layout))
         self.layout = layout
@@ -454,20 +454,20 @@ def seed_ports(layout: str) -> Ports:
     return Ports(-1, -1) if layout == "BLD" else Ports(1, 1)
 
 def turned(f: Callable[[Tensor], Tensor], x: Tensor, layout: str) -> Tensor: # x as a slot has it
-    "Run a function on features of a slot in the shape that it takes."
+    "Run a function on a slot's features, converted to the function's layout."
     if layout == "BCL": return f(x.transpose(1, 2)).transpose(1, 2)
     return f(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if layout == "BC" else f(x)
 
 def out_of_place(
-    module: nn.Module, # changed, if it has such layers; anything else is handed back as it is
+    module: nn.Module, # changed in place, if it has such layers
 ) -> nn.Module: # the same
-    "Set `inplace=False` in every layer, because the host also uses the seed's input."
+    "Set `inplace=False` in every layer, because the host also uses a seed's input."
     for m in module.modules() if isinstance(module, nn.Module) else ():
         if getattr(m, "inplace", False): setattr(m, "inplace", False)
     return module
 
 def _trial(name: str, factory: Callable[..., nn.Module], layout: str) -> int: # parameters
-    "Make a seed at the width at which sizes are declared, and try it; a `ValueError` names what is wrong."
+    "Create and test a seed at the width of the declared sizes; a `ValueError` names the problem."
     family = SEED_LAYOUTS[layout]
     width = FAMILIES[family]
     try:
@@ -491,7 +491,7 @@ def _trial(name: str, factory: Callable[..., nn.Module], layout: str) -> int: # 
 @lru_cache(256)
 def _form(factory: Callable[..., nn.Module], channels: int, options: tuple[tuple[str, object], ...],
           layout: str) -> LaneForm:
-    "The lane form of a seed at one width, found once."
+    "Return the lane form of a seed at one width; cached."
     family, taken = SEED_LAYOUTS[layout], []
     def note(h: Tensor) -> Tensor:
         taken.append(h)
@@ -501,7 +501,7 @@ def _form(factory: Callable[..., nn.Module], channels: int, options: tuple[tuple
         return find_form(partial(factory, channels, **dict(options)), taken[0], *seed_ports(layout))
 
 def _builder(factory: Callable[..., nn.Module], layout: str) -> Callable[..., nn.Module]: # build(channels, lanes, ...)
-    "Build function for the registry, with the factory's own options."
+    "Return the builder for the registry, with the factory's options."
     def build(channels: int, lanes: int, **options) -> PlainSeed:
         form = _form(factory, channels, tuple(sorted(options.items())), layout)
         return PlainSeed(partial(factory, channels, **options), form, lanes, layout)

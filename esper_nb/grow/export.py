@@ -29,10 +29,10 @@ from .slots import Role, Slot, as_lanes, evaluating, find_roles
 
 # %% ../../nbs/grow/27_export.ipynb #84c02d2d
 def export_model(
-    model: Growing, # stays as it is
+    model: Growing, # not changed
     lane: int = 0, # which of its lanes
     *example: Tensor, # arguments for one forward pass of that lane, to compare the two
-    bake: bool = False, # take living seeds as they are now, instead of refusing them
+    bake: bool = False, # export unfinished seeds with their current alpha, instead of refusing them
 ) -> nn.Module: # in evaluation mode, on the model's device
     """
     Export one lane as a plain module with the bits of `model.lane(lane)`, without slots, hooks or our classes.
@@ -98,9 +98,9 @@ def _outputs(y: Any) -> list[Tensor]:
 
 def grown_forms(
     slots: Sequence[Slot], # of one lane
-    bake: bool = False, # take living seeds as they are now
+    bake: bool = False, # export unfinished seeds with their current alpha
 ) -> "dict[str, Form]": # by the name of the slot
-    "Return what the slots of one lane do in evaluation, without those that do nothing; checked on a probe."
+    "Return the function of each slot of one lane in evaluation, identities left out; checked on a probe."
     found: dict[str, Form] = {}
     for slot in slots:
         state, = slot.states()
@@ -130,7 +130,7 @@ def plain_module(
     return new
 
 def _with(layer: nn.Module, **tensors: Tensor | None) -> nn.Module:
-    "A layer that takes over tensors."
+    "Return a layer with the given tensors."
     for k, t in tensors.items(): setattr(layer, k, t)
     return layer
 
@@ -159,7 +159,7 @@ def _mlp(m: LaneMLP) -> nn.Module:
     return nn.Sequential(OrderedDict(up=plain_module(m.up), gelu=nn.GELU(), down=plain_module(m.down)))
 
 class Form(nn.Module):
-    "A module that tracing takes apart; its operations stay, its class does not."
+    "A module that tracing replaces by its operations."
 
 class _Residual(Form):
     def __init__(self, m: Residual):
@@ -209,7 +209,7 @@ _forms: dict[type[nn.Module], Callable[..., nn.Module]] = {
     Noop: lambda m: nn.Identity()}
 
 class _Grown(Form):
-    "The seed of a slot with one lane, and how it joins."
+    "The seed of a slot with one lane, and its blending."
     def __init__(self, slot: Slot, role: Role):
         super().__init__()
         self.seed, self.blend = plain_module(copy.deepcopy(slot.part(role.blueprint))), role.blend
@@ -234,7 +234,7 @@ class _Grown(Form):
         return g[:, :, None, None] if self.pictures else g
 
 class _Walk(Form):
-    "A host, and what has grown at its sites."
+    "A host with the grown seeds at its sites."
     def __init__(self, host: Host, grown: dict[str, Form]):
         super().__init__()
         self.host, self.grown = host, nn.ModuleDict(grown)
@@ -247,7 +247,7 @@ class _Walk(Form):
         return x
 
 class _Turned(Form):
-    "What has grown, between features whose axes are in another order."
+    "A grown seed between two permutations of the features' axes."
     def __init__(self, form: Form, layout: str):
         super().__init__()
         self.form, self.layout = form, layout
@@ -259,13 +259,13 @@ class _Tracer(fx.Tracer):
         return not isinstance(m, (Form, Host, GPTBlock, SqueezeExcite, BlendGate))
 
 def _traced(form: nn.Module) -> fx.GraphModule: # in evaluation mode
-    "A form without its class."
+    "Return a form as traced operations."
     graph = fx.Graph() # a copy: the first one remembers its tracer
     graph.output(graph.graph_copy(_Tracer().trace(form), {}))
     return fx.GraphModule(form, graph, "Grown").eval()
 
 def _pair_up(net: nn.Module, k: str, form: Form):
-    "Replace a submodule by a pair, at every place in the network."
+    "Replace a submodule by a pair, in every place where the network holds it."
     part = net.get_submodule(k)
     pair = nn.Sequential(OrderedDict(host=part, grown=_traced(form)))
     for owner in [m for m in net.modules() if m is not part]:
@@ -274,13 +274,13 @@ def _pair_up(net: nn.Module, k: str, form: Form):
 
 # %% ../../nbs/grow/27_export.ipynb #978c04d2
 def serve_optimizer(
-    model: Growing, # whose seeds come and go
+    model: Growing, # with slots
     optimizer: torch.optim.Optimizer, # of torch, over all parameters of the model
 ) -> "ServedOptimizer": # `remove()` ends it
     """
-    Make a plain optimizer step only training lanes, and reset its state where a seed is planted.
+    Make a plain optimizer update only the lanes that train, and reset its state where a seed germinates.
 
-    Hooks around `optimizer.step` restore every lane whose owner does not train: frozen seeds, empty slots.
+    Hooks around `optimizer.step` restore every lane that must not change: frozen seeds, empty slots.
 
     Raises
     ------
@@ -305,7 +305,7 @@ def serve_optimizer(
     return ServedOptimizer(model, optimizer)
 
 class ServedOptimizer:
-    "Hooks around the steps of an optimizer; made by `serve_optimizer`."
+    "The hooks around the steps of an optimizer; created by `serve_optimizer`."
     def __init__(self, model: Growing, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
         self.still: list[_Still] = []
@@ -317,7 +317,7 @@ class ServedOptimizer:
 
     @torch.no_grad()
     def before(self, optimizer, args, kwargs):
-        "Reset the state of newly planted lanes, and copy the values that must not change."
+        "Reset the state of new seeds, and copy the rows that must not change."
         self.start_afresh()
         self.still, active = [], self.model.active()
         for owner, params in self.model.owners().items():
@@ -328,13 +328,13 @@ class ServedOptimizer:
 
     @torch.no_grad()
     def after(self, optimizer, args, kwargs):
-        "Restore the values that must not change."
+        "Restore the rows that must not change."
         for s in self.still: s.tensor[s.rows] = s.values
         self.still = []
 
     @torch.no_grad()
     def start_afresh(self):
-        "Clear the optimizer's state of newly planted lanes."
+        "Clear the optimizer's state of lanes with a new seed."
         owners, n = self.model.owners(), self.model.lanes
         for owner, lanes in self.model.take_fresh().items():
             for p in owners.get(owner, {}).values():
@@ -342,7 +342,7 @@ class ServedOptimizer:
                 for t in self._by_lane(p)[1:]: t[lanes] = 0
 
     def _by_lane(self, p: nn.Parameter) -> list[Tensor]: # each (n, k, ...)
-        "A parameter, and the optimizer's state of the same shape."
+        "Return a parameter and its optimizer states of the same shape, by lane."
         known = self.optimizer.state.get(p, {}).values()
         return [by_lane(t.detach(), self.model.lanes) for t in (p, *known) if isinstance(t, Tensor) and
                 t.shape == p.shape]

@@ -22,7 +22,7 @@ from ..core import (
 
 # %% ../../nbs/grow/24_hosts.ipynb #e80b48ca
 class Site(NamedTuple):
-    "A location in a host that accepts a module of the same shape."
+    "A position in a host for a module that keeps the shape."
     name: str # r<row>c<column>
     channels: int # features of one lane there
     depth: float # 0 at the input, 1 at the logits
@@ -30,7 +30,7 @@ class Site(NamedTuple):
 
 # %% ../../nbs/grow/24_hosts.ipynb #423b086b
 class Host(nn.Module):
-    "A network that runs in pieces, with a site between every two."
+    "A network that runs in pieces, with a site between two pieces."
     sites: tuple[Site, ...]
     lanes: int
     before: dict[str, tuple[str, ...]] # site -> prefixes of the parameters between it and the site before
@@ -44,7 +44,7 @@ class Host(nn.Module):
         return x
 
 def run_again_in_backward(part: nn.Module, x: Tensor) -> Tensor:
-    "Return what a part makes of features; in training it keeps only these, and runs again in the backward pass."
+    "Run a part with activation checkpointing: in training it stores only its inputs, and recomputes in backward."
     if not (part.training and torch.is_grad_enabled()): return part(x)
     before = {k: b.clone() for k, b in part.named_buffers()} # statistics, and which dropout comes next
     passes = 0
@@ -60,7 +60,7 @@ class CNNConfig(Config):
     "A convolutional host."
     classes: int = 10
     in_channels: int = 3
-    size: int = 32 # side of the picture, pixels
+    size: int = 32 # side of the image, pixels
     base: int = 32 # channels of the first block
     widen: bool = True # each further block has twice as many channels; False: as many
     blocks: int = 3
@@ -78,11 +78,11 @@ class CNNConfig(Config):
 
     @property
     def num_pools(self) -> int:
-        "How many poolings there are."
+        "Number of poolings."
         return self.blocks if self.pools is None else self.pools
 
 # %% ../../nbs/grow/24_hosts.ipynb #aab8e571
-def _site_kind(step: str, pooled: bool) -> str: # step: "block" or "pool"; pooled: the block has a pool behind it
+def _site_kind(step: str, pooled: bool) -> str: # step: "block" or "pool"; pooled: a pool follows the block
     if step == "pool": return "after pool"
     return "before pool" if pooled else "block end"
 
@@ -111,7 +111,7 @@ class CNNHost(Host):
 
     @torch.no_grad()
     def blind(self, lane: int, blocks: Sequence[int]): # numbers of blocks; the others see
-        "Let the windows of some blocks of a lane see their own pixel only."
+        "Mask the kernels of some blocks of a lane to their centre, which makes them 1×1 convolutions."
         check(self.config.masked, "masked", False, "True in the CNNConfig: these windows cannot be narrowed")
         k = self.config.kernel
         for i, block in enumerate(self.blocks):
@@ -158,7 +158,7 @@ class GPTBlock(nn.Module):
 
 # %% ../../nbs/grow/24_hosts.ipynb #25bf3198
 def _draw_like_gpt2(host: "GPTHost"):
-    "GPT-2's initial values: normal 0.02, residual outputs smaller with depth (Radford et al. 2019)."
+    "Initialise as GPT-2 does: normal 0.02, residual outputs smaller with depth (Radford et al. 2019)."
     residual = ("out.weight", "down.weight")
     for name, p in host.named_parameters():
         std = .02 / (2 * host.config.layers)**.5 if name.endswith(residual) else .02
@@ -184,11 +184,11 @@ class GPTHost(Host):
                        for i, s in enumerate(self.sites)}
 
     def reset_parameters(self):
-        "Draw fresh weights, as GPT-2 does."
+        "Initialise the weights as GPT-2 does."
         _draw_like_gpt2(self)
 
     def embed(self, tokens: Tensor) -> Tensor: # (B, L, n) -> (B, L, n*d)
-        "Tokens and their positions as features."
+        "Embed tokens and their positions."
         limit = self.config.block
         expected = f"at most block={limit} tokens in a sequence"
         if isinstance(tokens, Tensor): # under tracing, a placeholder of unknown length
@@ -209,7 +209,7 @@ def new_host(
     config: CNNConfig | GPTConfig, # which host
     lanes: int = 1, # networks side by side
     seed: int = 0, # the run's seed; lane i is initialised from the stream (seed, "init", i)
-    device: str | torch.device = "cpu", # where it lives
+    device: str | torch.device = "cpu", # device of the host
 ) -> Host:
     """
     Make a host on `device`, every lane initialised from its own stream.

@@ -24,11 +24,11 @@ from .blending import Blend, Curve, Ramp, RampMode
 
 # %% ../../nbs/grow/22_lifecycle.ipynb #bb492c57
 class Stage(IntEnum):
-    "Where a seed is in its life."
-    UNKNOWN = 0 # state of the slot unknown
+    "Stage of a seed's lifecycle."
+    UNKNOWN = 0 # nothing is known about the slot yet
     DORMANT = 1 # empty: a seed may germinate here
     GERMINATED = 2 # has weights, not yet in the forward pass
-    TRAINING = 3 # learns behind the straight-through estimator; the host's output is unchanged
+    TRAINING = 3 # learns through the straight-through estimator; the host's output is unchanged
     BLENDING = 4 # alpha ramps towards its target
     HOLDING = 6 # alpha is 1; waits to be judged
     FOSSILIZED = 7 # part of the network for ever
@@ -61,8 +61,8 @@ LIVE = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDIN
 COOLING = frozenset({Stage.PRUNED, Stage.EMBARGOED, Stage.RESETTING}) # occupied, but only by time
 
 # %% ../../nbs/grow/22_lifecycle.ipynb #50e877ae
-def check_move(a: Stage | int, b: Stage | int) -> Stage: # where it is, where it would go -> the stage moved to
-    "Raise unless `a` may be left for `b`; the message names the stages that are possible."
+def check_move(a: Stage | int, b: Stage | int) -> Stage: # current stage, next stage -> the next stage
+    "Raise unless a seed can move from `a` to `b`; the message names the possible stages."
     a, b = Stage(a), Stage(b)
     names = ", ".join(s.name for s in MOVES[a]) or "none: this stage is final"
     if b not in MOVES[a]:
@@ -70,7 +70,7 @@ def check_move(a: Stage | int, b: Stage | int) -> Stage: # where it is, where it
     return b
 
 def next_stage(a: Stage | int) -> Stage: # the stage that `advance` leads to
-    "Return the stage after a passed gate; raise if there is none."
+    "Return the stage to which a seed advances; raise if there is none."
     expected = ("GERMINATED, TRAINING or BLENDING to advance from "
                 "(germinate fills an empty slot, fossilize ends HOLDING)")
     check(Stage(a) in UPWARD and a != Stage.HOLDING, "stage", Stage(a).name, expected)
@@ -90,7 +90,7 @@ class Gates(Config):
 
 @dataclass(frozen=True)
 class Rules(Config):
-    "The rules by which seeds live in a slot."
+    "The rules of a slot's seeds."
     gates: Gates = dataclasses.field(default_factory=Gates)
     auto: tuple[str, ...] = () # gates that open automatically: "G1", "G2", "G3", "G5"
     embargo: int = 5 # epochs a slot rests after a prune
@@ -101,7 +101,7 @@ class Rules(Config):
             check(g in ("G1", "G2", "G3", "G5"), "auto", g, "G1, G2, G3 or G5: to germinate is always a decision")
         check_count("embargo", self.embargo)
 
-SHORT_LIFE = Rules(Gates(training_epochs=0), auto=("G1", "G2", "G3", "G5")) # blended from birth, kept once measured
+SHORT_LIFE = Rules(Gates(training_epochs=0), auto=("G1", "G2", "G3", "G5")) # blended from the start, kept once measured
 
 class GateResult(NamedTuple):
     "The verdict of a gate on one seed."
@@ -156,7 +156,7 @@ class SeedState(NamedTuple):
     interaction: float | None = None # sum over the other seeds
     boost: float | None = None # strongest single interaction
     alpha_up: float | None = None # sum of the alphas before this slot
-    alpha_down: float | None = None # and behind it
+    alpha_down: float | None = None # and after it
     gradient_norm: float | None = None
     gradient_ratio: float | None = None # seed to host, per parameter
     health: float | None = None # 0 to 1
@@ -188,7 +188,7 @@ class SeedState(NamedTuple):
         rules: Rules = Rules(),
         force: bool = False, # leave the gate out; the move must still be legal
     ) -> tuple["SeedState", GateResult]: # the next state, and the gate's verdict; it moved if passed or forced
-        "Move the seed one stage on, if the gate in front of that stage lets it pass."
+        "Move the seed to its next stage, if the gate of that stage is open."
         if self.frozen:
             left = self.total - self.done
             raise RuntimeError(f"the seed is on its way out: a prune is scheduled, {left} epochs to go")
@@ -207,7 +207,7 @@ class SeedState(NamedTuple):
         blend: Blend | int | None = None, # change the operator too; None keeps it
         rules: Rules = Rules(),
     ) -> "SeedState":
-        "Send alpha to another value."
+        "Start a ramp of alpha to another value."
         self._check_steerable("set alpha")
         check(0 < target <= 1, "target", target, "a number above 0 and up to 1; schedule_prune leads to 0")
         ramp = self.ramp.retarget(target, steps, curve, steepness)
@@ -217,7 +217,7 @@ class SeedState(NamedTuple):
         return s.with_ramp(ramp)
 
     def prune(self, reason: Reason | int = Reason.ASKED) -> "SeedState":
-        "Remove the seed immediately; the slot starts to cool down."
+        "Remove the seed at once; the slot starts to cool down."
         if self.stage not in LIVE:
             final = "; a fossil stays for ever" if self.stage == Stage.FOSSILIZED else ""
             raise RuntimeError(f"nothing to prune: the slot is {self.stage.name}{final}")
@@ -231,7 +231,7 @@ class SeedState(NamedTuple):
         reason: Reason | int = Reason.ASKED,
         rules: Rules = Rules(),
     ) -> "SeedState":
-        "Freeze the seed, fade it out and prune it at the end; immediately if it is not blended."
+        "Freeze the seed, fade it out, then prune it; prune at once if it is not blended in."
         blended = self.stage in (Stage.BLENDING, Stage.HOLDING) and self.alpha > 0
         if check_count("steps", steps, 0) == 0 or not blended: return self.prune(reason)
         self._check_steerable("schedule a prune")
@@ -243,13 +243,13 @@ class SeedState(NamedTuple):
         rules: Rules = Rules(),
         force: bool = False, # leave the gate out; the move must still be legal
     ) -> tuple["SeedState", GateResult]: # as for `advance`
-        "Make the seed permanent, if its gate lets it pass."
+        "Make the seed permanent, if the gate is open."
         check_move(self.stage, Stage.FOSSILIZED)
         result = check_gate(self, Stage.FOSSILIZED, rules.gates)
         return (self.enter(Stage.FOSSILIZED) if result.passed or force else self), result
 
     def tick(self, rules: Rules = Rules()) -> tuple["SeedState", tuple[Event, ...]]: # and the moves that it made
-        "Return the state after one finished epoch: older, alpha moved, the slot cooled, automatic gates passed."
+        "Return the state after an epoch: advance age, alpha, cooldown and automatic gates."
         if self.stage in (Stage.DORMANT, Stage.UNKNOWN): return self, ()
         before, s = self.stage, self._replace(epochs=self.epochs + 1, age=self.age + 1)
         if before in COOLING: s = s.cool_down(rules)
@@ -261,7 +261,7 @@ class SeedState(NamedTuple):
         return s.pass_gates(rules)
 
     def pass_gates(self, rules: Rules) -> tuple["SeedState", tuple[Event, ...]]: # and the moves that it made
-        "Go through automatic gates until one is closed."
+        "Pass automatic gates until one is closed."
         s, events = self, []
         while s.stage in UPWARD and not s.frozen and _gates[UPWARD[s.stage]][0] in rules.auto:
             before = s.stage
@@ -271,7 +271,7 @@ class SeedState(NamedTuple):
         return s, tuple(events)
 
     def record_accuracy(self, accuracy: float) -> "SeedState": # held out, percentage points
-        "Add the accuracy after an epoch; later ones are compared with the first one of the seed, and of the stage."
+        "Add the accuracy after an epoch; the first one of the seed and of the stage are the baselines of later ones."
         _check_finite(accuracy=accuracy)
         return self._replace(
             accuracy=accuracy,
@@ -284,7 +284,7 @@ class SeedState(NamedTuple):
         interaction: float | None = None, # sum of its interactions with other seeds
         boost: float | None = None, # the strongest of them
     ) -> "SeedState":
-        "Add a measured contribution, and how fast it changes."
+        "Add a measured contribution, and its rate of change."
         _check_finite(contribution=contribution)
         velocity, before = self.velocity, self.contribution
         if before is not None: velocity = .7 * (velocity or 0.) + .3 * (contribution - before)
@@ -305,7 +305,7 @@ class SeedState(NamedTuple):
 
     @property
     def improvement(self) -> float | None: # percentage points since the stage began
-        "What held-out accuracy has gained in this stage."
+        "Gain in held-out accuracy during this stage."
         if self.accuracy is None or self.accuracy_stage is None: return None
         return self.accuracy - self.accuracy_stage
 
@@ -319,7 +319,7 @@ class SeedState(NamedTuple):
         return self._replace(**r._asdict())
 
     def contradictions(self) -> Iterator[str]: # one sentence each
-        "Yield what cannot be true of a state; no verb leads to any of it."
+        "Yield the contradictions in a state; no method produces any."
         silent = COOLING | {Stage.DORMANT, Stage.GERMINATED, Stage.TRAINING}
         if not 0 <= self.alpha <= 1: yield f"alpha {self.alpha:g} is outside [0, 1]"
         if self.stage in silent and self.alpha != 0: yield f"alpha {self.alpha:g} in {self.stage.name}, where it is 0"
@@ -331,7 +331,7 @@ class SeedState(NamedTuple):
         if self.stage == Stage.DORMANT and self.blueprint is not None: yield "a blueprint in an empty slot"
 
     def enter(self, to: Stage, rules: Rules = Rules()) -> "SeedState":
-        "Go to a stage by a legal move, with everything that belongs to arriving there."
+        "Move to a stage legally, and update the fields that depend on it."
         s = self._replace(stage=check_move(self.stage, to), epochs=0, accuracy_stage=self.accuracy)
         if to == Stage.TRAINING: return s._replace(isolated=True)
         if to == Stage.BLENDING: return s._replace(isolated=rules.isolate_blending)
@@ -340,8 +340,8 @@ class SeedState(NamedTuple):
         if to == Stage.DORMANT: return SeedState(births=s.births)
         return s
 
-    def cool_down(self, rules: Rules) -> "SeedState": # of a slot whose seed was pruned
-        "Go one stage on towards an empty slot, if it is time."
+    def cool_down(self, rules: Rules) -> "SeedState": # of a slot with a pruned seed
+        "Move one stage towards an empty slot when the cooldown is over."
         if self.stage == Stage.PRUNED: return self.enter(Stage.EMBARGOED)
         if self.stage == Stage.EMBARGOED and self.epochs >= rules.embargo: return self.enter(Stage.RESETTING)
         return self.enter(Stage.DORMANT) if self.stage == Stage.RESETTING else self
@@ -360,7 +360,7 @@ def _check_finite(**values: float):
 # %% ../../nbs/grow/22_lifecycle.ipynb #535c764b
 def check_gate(
     s: SeedState,
-    to: Stage | int, # where the seed would go
+    to: Stage | int, # next stage
     gates: Gates = Gates(),
 ) -> GateResult:
     "Return the verdict of the gate in front of a stage."
@@ -372,7 +372,7 @@ def check_gate(
     verdict = f"failed {', '.join(bad)}" if bad else f"passed {', '.join(checks)}"
     return GateResult(name, not bad, bad, f"{name} to {to.name}: {verdict}")
 
-_Checks = dict[str, bool] # condition of a gate, as text
+_Checks = dict[str, bool] # description of a check -> whether it passes
 
 def _before_germinated(s: SeedState, g: Gates) -> _Checks:
     return {"a seed was born": s.births > 0, "blueprint known": s.blueprint is not None}
@@ -405,7 +405,7 @@ def _before_fossilized(s: SeedState, g: Gates) -> _Checks:
 
 def _at_least(value: float | None, least: float) -> bool: return value is not None and value >= least
 
-_gates: dict[Stage, tuple[str, Callable[[SeedState, Gates], _Checks]]] = { # stage -> name and condition of its gate
+_gates: dict[Stage, tuple[str, Callable[[SeedState, Gates], _Checks]]] = { # stage -> name of its gate, its checks
     Stage.GERMINATED: ("G0", _before_germinated),
     Stage.TRAINING: ("G1", _before_training),
     Stage.BLENDING: ("G2", _before_blending),
@@ -421,7 +421,7 @@ _casts = dict(
     done=int, tempo=int, epochs=int, age=int, births=int, fresh=bool, fresh_gate=bool, reason=Reason)
 
 def encode_seed(s: SeedState) -> list[float]: # one finite number per column
-    "Return a state as numbers."
+    "Encode a state as numbers."
     return [UNMEASURED if v is None else min(float(v), -UNMEASURED) for v in s]
 
 def decode_seed(row: list[float]) -> SeedState: # row: one number per column

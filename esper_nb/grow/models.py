@@ -25,7 +25,7 @@ from .slots import Lanes, Numbers, Slot, as_lanes, evaluating
 MAX_BRANCHES = 4 # slots in one factorial evaluation: 16 combinations
 
 class Growing(nn.Module):
-    "A network with slots, in n lanes; `GrowingModel` and `attach_slots` make one."
+    "A network with slots, in n lanes; created by `GrowingModel` and `attach_slots`."
     host: nn.Module
     lanes: int
     names: tuple[str, ...] # of the slots, in the order of depth
@@ -33,32 +33,32 @@ class Growing(nn.Module):
     warned = False # of an optimizer that is not served
 
     def add_slots(self, slots: Sequence[Slot]): # in the order of depth
-        "Take the slots over, and put them where the host is."
+        "Register the slots, and move them to the host's device."
         self.slots = nn.ModuleDict({s.name.replace(".", "/"): s for s in slots})
         self.names = tuple(s.name for s in slots)
         known = next(itertools.chain(self.host.parameters(), self.host.buffers()), None)
         if known is not None: self.to(known.device)
 
     def slot(self, name: str) -> Slot:
-        "Return the slot at a place."
+        "Return the slot of a name."
         check(name in self.names, "slot", name, f"one of {', '.join(self.names)}")
         return self.slots[name.replace(".", "/")]
 
     def germinate(self, slot: str, blueprint: str, lanes: Lanes = None,
                   **settings): # blend, tempo, goal, curve, steepness
-        "Put fresh seeds into empty slots."
+        "Plant new seeds in empty slots."
         self.slot(slot).germinate(blueprint, lanes, **settings)
 
     def advance(self, slot: str, lanes: Lanes = None, force: bool = False) -> dict[int, GateResult]: # by lane
-        "Move seeds one stage on where the gate agrees; `force` leaves the gate out."
+        "Move seeds to their next stage where the gate is open; `force` skips the gate."
         return self.slot(slot).advance(lanes, force)
 
     def set_alpha(self, slot: str, target: float, lanes: Lanes = None, **settings): # steps, curve, steepness, blend
-        "Send alpha to another value."
+        "Start a ramp of alpha to another value."
         self.slot(slot).set_alpha(target, lanes, **settings)
 
     def prune(self, slot: str, lanes: Lanes = None, reason: Reason | int = Reason.ASKED):
-        "Remove seeds immediately; fossils cannot be removed."
+        "Remove seeds at once; fossils are refused."
         self.slot(slot).prune(lanes, reason)
 
     def schedule_prune(self, slot: str, steps: int, lanes: Lanes = None, **settings): # curve, steepness, reason
@@ -93,7 +93,7 @@ class Growing(nn.Module):
 
     @property
     def within(self) -> float:
-        "Share of the present epoch that has passed, 0 to 1; set it before a batch, and alphas that move follow."
+        "Fraction of the current epoch that has passed, 0 to 1; set it before a batch to update alphas on a ramp."
         return self.slot(self.names[0]).within
 
     @within.setter
@@ -102,7 +102,7 @@ class Growing(nn.Module):
         for k in self.names: self.slot(k).within = share
 
     def reset(self, lanes: Sequence[int], seed: int, names: Sequence[int] | None = None): # names: in the seed keys
-        "Begin again: fresh host weights and empty slots for some lanes."
+        "Restart some lanes with new host weights and empty slots."
         reset_lanes(self.host, lanes, seed, names=names)
         for k in self.names: self.slot(k).clear(lanes, seed, names)
 
@@ -111,7 +111,7 @@ class Growing(nn.Module):
         return take_lanes(self, as_lanes(i, self.lanes))
 
     def status(self, lanes: Lanes = None) -> "Status":
-        "Return what every slot holds, as a table, with what is wrong with it."
+        "Return the contents of every slot as a table, with their problems."
         found, slots, counts = as_lanes(lanes, self.lanes), [self.slot(k) for k in self.names], self.parameter_counts()
         states = [(slot, i, s) for slot in slots for i, s in slot.readable(found)]
         table = [slot.describe(i, s) for slot, i, s in states if s.stage != Stage.DORMANT]
@@ -132,7 +132,7 @@ class Growing(nn.Module):
 
     @contextmanager
     def disable_seeds(self, slots: str | Sequence[str] | None = None): # one, several, or all
-        "Let slots return their features untouched inside the block."
+        "Make slots return their features unchanged inside the block."
         off = [self.slot(k) for k in (self.names if slots is None else [slots] if isinstance(slots, str) else slots)]
         was = [s.enabled for s in off]
         for s in off: s.enabled = False
@@ -164,11 +164,11 @@ class Growing(nn.Module):
         return out
 
     def changes_output(self, slot: str) -> bool:
-        "Tell whether a slot changes the features of any lane, in the present mode."
+        "Return whether a slot changes the features of any lane, in the current mode."
         return self.slot(slot).enabled and bool(self.slot(slot).roles())
 
     def record_accuracy(self, accuracy: Numbers, lanes: Lanes = None): # held out, percentage points
-        "Add an epoch's accuracy to the state of every seed, with the alphas of the seeds before and behind it."
+        "Add an epoch's accuracy to the state of every seed, with the alphas of the seeds before and after it."
         alphas = torch.tensor([[s.alpha for s in self.slot(k).states()] for k in self.names], dtype=torch.float64)
         def write(s: SeedState, up: float, down: float, accuracy: float | None = None) -> SeedState:
             if accuracy is not None: s = s.record_accuracy(accuracy)
@@ -198,12 +198,12 @@ class Growing(nn.Module):
         return {k: found for k, found in out.items() if found}
 
     def live_lanes(self, owner: str) -> Tensor: # (n,) bool, on the CPU
-        "Tell in which lanes an owner's parameters are in use and train."
+        "Return the lanes in which an owner's parameters are in use and train."
         name, _, part = owner.rpartition(".")
         return self.slot(name).in_use(part) if name else torch.ones(self.lanes, dtype=torch.bool)
 
     def active(self) -> dict[str, Tensor]: # owner -> (n,) bool
-        "Return `live_lanes` of every owner, as the step of the optimizers takes it; only verbs and ticks change it."
+        "Return `live_lanes` of every owner, for the optimizers' step; only operations and ticks change it."
         out = {"host": self.live_lanes("host")}
         for k in self.names:
             slot, states = self.slot(k), self.slot(k).states()
@@ -216,7 +216,7 @@ class Growing(nn.Module):
         return {f"{k}.{part}": lanes for k in self.names for part, lanes in self.slot(k).take_fresh().items()}
 
     def _ask_for_service(self):
-        "Warn once if seeds of an earlier epoch have gradients and no optimizer has called `take_fresh`."
+        "Warn once if seeds of an earlier epoch have gradients, and `take_fresh` was not called since."
         trained = [k for k in self.names if self.slot(k).trains_unserved()]
         if not trained or self.warned: return
         self.warned = True
@@ -225,7 +225,7 @@ class Growing(nn.Module):
                       "momentum of a dead one: call serve_optimizer(model, optimizer)", stacklevel=3)
 
     def kinds(self) -> list[Hashable]: # one key per lane
-        "Return what each lane does in each slot; lanes with equal keys run together without a single copy."
+        "Return a key of each lane's function in each slot; lanes with equal keys run together without copies."
         return list(zip(*(self.slot(k).kinds() for k in self.names)))
 
     def _stacked(self, x: Tensor, names: Sequence[str]) -> Tensor: # (2^k * B, ...)
@@ -243,7 +243,7 @@ class Growing(nn.Module):
         return z
 
 def combinations_of(names: Sequence[str]) -> list[tuple[str, ...]]: # 2^k, the first one empty, the last one all of them
-    "Return every choice among some slots, in the order in which branching ends in them."
+    "Return all on/off combinations of slots, in the order of the branches."
     return [tuple(k for j, k in enumerate(names) if c >> j & 1) for c in range(2**len(names))]
 
 # %% ../../nbs/grow/25_models.ipynb #695d19da
@@ -251,8 +251,8 @@ class GrowingModel(Growing):
     """
     A host with slots at some of its sites, in n lanes.
 
-    Its outputs equal the host's until a seed is blended; lanes are independent networks. Call the operations between
-    epochs and `tick()` after every epoch; `take_fresh` and `active` give an optimizer the lanes to reset and to step.
+    Its outputs equal the host's until a seed is blended in; lanes are independent networks. Change slots between
+    epochs and call `tick()` after every epoch; `take_fresh` and `active` give an optimizer the lanes to reset and step.
 
     Raises
     ------
@@ -302,7 +302,7 @@ class GrowingModel(Growing):
         return x
 
     def branches(self, x: Tensor, names: Sequence[str]) -> list[Tensor]: # logits of each of `combinations_of(names)`
-        "Run the host once; at each slot every branch splits into one without and one with the seed."
+        "Run the host once; at each of the slots every branch continues without and with its seed."
         found = [x]
         for i in range(len(self.host.sites) + 1):
             found = [self.host.piece(i, h) for h in found]
@@ -324,11 +324,11 @@ class ParameterCounts(NamedTuple):
         return self.host + self.seed + self.fossil
 
 class Status(NamedTuple):
-    "A model's slots as a table, and what is wrong with them."
+    "A model's slots as a table, with their problems."
     table: list[dict[str, str]] # one entry per occupied slot and lane
     problems: list[str] # empty: consistent
     summary: str
-    forecasts: Sequence[str] = () # forecasts of useful seeds, if a forecaster has run
+    forecasts: Sequence[str] = () # the best forecast of each lane; (): no forecasts
 
     def __repr__(self):
         lines = ["  ".join(cells) for cells in self._padded()]
@@ -352,10 +352,10 @@ DECISION_VERBS = ("wait", "germinate", "advance", "set_alpha", "prune", "schedul
 
 class Decision(NamedTuple):
     """
-    An operation on one slot of one lane, with the blueprint for a germination.
+    An operation on one lane: its name, the slot, and for a germination the blueprint.
 
-    Controllers return decisions, and `apply_decision` executes them: an unknown operation, slot or blueprint raises;
-    an operation that is illegal or blocked by a gate returns a `DecisionResult` with `ok=False` and the reason.
+    Controllers return decisions, and `apply_decision` applies them: an unknown operation, slot or blueprint raises; an
+    illegal move or a closed gate gives a `DecisionResult` with `ok=False` and the reason.
 
     Examples
     --------
@@ -375,7 +375,7 @@ class Decision(NamedTuple):
     settings: Mapping = {} # passed to the verb: blend, tempo, steps, target, force ...
 
 class DecisionResult(NamedTuple):
-    "A decision, whether the model carried it out, and why not."
+    "A decision, whether the model applied it, and the reason if not."
     lane: int
     decision: Decision
     ok: bool # carried out
@@ -383,7 +383,7 @@ class DecisionResult(NamedTuple):
 
 # %% ../../nbs/grow/25_models.ipynb #643c6a3a
 def apply_decision(model: Growing, lane: int, d: Decision) -> DecisionResult:
-    "Carry a decision out in one lane; an illegal move is refused with its reason, a misspelt one raises."
+    "Apply a decision in one lane; an illegal move is refused with its reason, an unknown name raises."
     check(d.verb in DECISION_VERBS, "verb", d.verb, f"one of {', '.join(DECISION_VERBS)}")
     if d.verb == "wait": return DecisionResult(lane, d, True, "")
     slot = model.slot(d.slot or "")
@@ -403,7 +403,7 @@ def apply_decisions(
     model: Growing, # n lanes
     decisions: Sequence[Decision | Sequence[Decision] | None], # one entry per lane; None waits
 ) -> tuple[DecisionResult, ...]: # what was done, without the waits
-    "Carry out the decisions of every lane."
+    "Apply the decisions of every lane."
     check(len(decisions) == model.lanes, "decisions", len(decisions), f"one entry for each of {model.lanes} lanes")
     results = []
     for i, given in enumerate(decisions):

@@ -34,7 +34,7 @@ from .slots import Slot, as_lanes, evaluating
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #129859a6
 class AttachedModel(Growing):
-    "Your own network with slots behind some of its submodules; made by `attach_slots` and `module_model`."
+    "Your own network with slots after some submodules; created by `attach_slots` and `module_model`."
     def __init__(self, host: nn.Module, slots: Sequence[Slot], layouts: Mapping[str, str] = MappingProxyType({})):
         super().__init__()
         self.host, self.lanes = host, getattr(host, "lanes", 1)
@@ -46,12 +46,12 @@ class AttachedModel(Growing):
     def forward(self, *args, **kwargs): return self.host(*args, **kwargs)
 
     def lane(self, i: int = 0) -> Growing:
-        "Return lane i as a separate one-lane model; a copy if the model has one lane."
+        "Return lane i as a separate one-lane model; with one lane, a copy."
         as_lanes(i, self.lanes)
         return copy.deepcopy(self) if self.lanes == 1 else super().lane(i)
 
     def reset(self, lanes: Sequence[int], seed: int, names: Sequence[int] | None = None): # names: in the seed keys
-        "Begin again: fresh weights of the network, as its layers draw them, and empty slots."
+        "Restart lanes with new weights, initialised by the network's layers, and empty slots."
         self.take_hooks_off() # what draws the weights makes a copy, which needs no slots
         try:
             if isinstance(self.host, LaneModule): reset_lanes(self.host, lanes, seed, names=names)
@@ -62,7 +62,7 @@ class AttachedModel(Growing):
         for k in self.names: self.slot(k).clear(lanes, seed, names)
 
     def detach_slots(self, drop: bool = False) -> nn.Module: # your network; drop: lose what has grown
-        "Take the hooks out of the network again; seeds that change its output are lost only if `drop` is set."
+        "Remove the hooks from the network; raises if this loses seeds that change its output, unless `drop` is set."
         with evaluating(self): grown = [k for k in self.names if self.slot(k).roles()] # switched off or not
         if grown and not drop:
             raise RuntimeError(f"slots {', '.join(grown)} change the output and would be lost: take `export_model`, "
@@ -70,7 +70,7 @@ class AttachedModel(Growing):
         return self.take_hooks_off()
 
     def take_hooks_off(self) -> nn.Module: # your network
-        "Return the network's output without its slots."
+        "Return the network without its slots, even if these change its output."
         for h in self.handles: h.remove()
         return self.host
 
@@ -81,7 +81,7 @@ class AttachedModel(Growing):
         self.handles = [inside.get_submodule(k).register_forward_hook(h) for k, h in hooks.items()]
 
 class _SlotHook:
-    "Passes a submodule's output through a slot; `loop` runs the network lane by lane, and holds the current lane."
+    "Passes a submodule's output through a slot; `loop` runs the network lane by lane, and gives the current lane."
     def __init__(self, slot: Slot, layout: str, loop: PerLane | None):
         self.slot, self.layout, self.loop = slot, layout, loop
 
@@ -92,18 +92,18 @@ class _SlotHook:
 # %% ../../nbs/grow/26_module_hosts.ipynb #a82559d4
 def attach_slots(
     module: nn.Module, # your network; it is not copied
-    slots: Sequence[str] | Mapping[str, Sequence[str]], # names of submodules, or for each what may grow behind it
+    slots: Sequence[str] | Mapping[str, Sequence[str]], # names of submodules, or for each the blueprints of its slot
     *example: Tensor, # arguments for one forward pass
     blueprints: Sequence[str] | None = None, # for all slots; default all of the family but noop
     rules: Rules = Rules(), # gates and cool-down of the seeds
     seed: int = 0, # the run's seed
-    layouts: Mapping[str, str] = MappingProxyType({}), # name -> one of `LAYOUTS`, where it cannot be taken for granted
+    layouts: Mapping[str, str] = MappingProxyType({}), # name -> one of `LAYOUTS`, where it is ambiguous
 ) -> AttachedModel: # of one lane; its output is the module's until a seed is blended
     """
-    Give a network slots behind some of its submodules.
+    Attach slots to the outputs of a network's submodules.
 
-    One forward pass of the example finds the shapes; the axes of each output follow from its shape and the layer
-    before it, and must be declared in `layouts` where they contradict each other.
+    One forward pass of the example determines the shapes. The axes of each output follow from its shape and the layer
+    before it; declare them in `layouts` if these contradict each other.
 
     Raises
     ------
@@ -139,7 +139,7 @@ class ModuleHostConfig(Config):
     """
     Settings of your own network as a host.
 
-    A task with such a host trains with `fit`, grows in an environment and is saved like any other.
+    A task with such a host works in `fit`, environments and checkpoints like any other.
 
     Raises
     ------
@@ -161,7 +161,7 @@ class ModuleHostConfig(Config):
     classes: int | None = None # outputs; None: as many as the data have
     reads: str = "BCHW" # one of READS
     kwargs: dict = field(default_factory=dict) # of the factory; plain JSON
-    side_by_side: bool | None = None # False: lane by lane; True: lane layers where that is equal; None: as is faster
+    side_by_side: bool | None = None # False: lane by lane; True: lane layers if equivalent; None: whichever is faster
 
     def __post_init__(self):
         if not isinstance(self.factory, str): object.__setattr__(self, "factory", import_path(self.factory))
@@ -180,11 +180,11 @@ class ModuleHostConfig(Config):
 
     @property
     def maker(self) -> Callable[[], nn.Module]: # of one network
-        "The factory with its arguments; it sets `inplace=False` in every layer, which would write over a slot's input."
+        "The factory with its arguments; it sets `inplace=False` in every layer, to protect a slot's input."
         return partial(_make, get_factory(str(self.factory)), self.kwargs)
 
     def example(self, batch: int = 2) -> Tensor: # (batch, *shape)
-        "Return a made-up batch, as the data would have it."
+        "Return a generated batch in the format of the data."
         check(self.shape is not None and self.classes is not None, "host", self.factory,
               "shape=... and classes=... of its data")
         shape = (batch, *(self.shape or ()))
@@ -192,12 +192,12 @@ class ModuleHostConfig(Config):
         return torch.rand(shape, generator=torch.Generator().manual_seed(0))
 
     def fitted(self, shape: Sequence[int], classes: int) -> "ModuleHostConfig": # of the data
-        "Return these settings with what they leave to the data."
+        "Return these settings completed from the data."
         return self.replace(shape=self.shape or tuple(shape), classes=self.classes or classes)
 
     @property
-    def layouts(self) -> dict[str, str]: # submodule -> layout of its output, "" where it can be taken for granted
-        "Submodules behind which a seed may grow."
+    def layouts(self) -> dict[str, str]: # submodule -> layout of its output, "" where it is unambiguous
+        "Submodules that can have a slot."
         return dict(self.slots) if isinstance(self.slots, Mapping) else dict.fromkeys(self.slots, "")
 
     @property
@@ -211,13 +211,13 @@ def _make(factory: Callable[..., nn.Module], kwargs: Mapping) -> nn.Module: retu
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #cfa78d7e
 class Place(NamedTuple):
-    "The output of a submodule, as a slot takes it."
+    "Shape and layout of a submodule's output, for a slot."
     layout: str # one of LAYOUTS
     channels: int
     before: tuple[str, ...] # layers with weights that ran since the place before it
 
 class Explored(NamedTuple):
-    "The lane form of a network, and its places."
+    "The lane form of a network, and its slot positions."
     form: LaneForm
     places: dict[str, Place] # by name, in the order in which they run
     activation: int # numbers in the largest output of a layer, for one example
@@ -226,9 +226,9 @@ def explore_host(
     config: ModuleHostConfig, # with its shape and classes
 ) -> Explored: # kept: exploring the same network again costs nothing
     """
-    Run a network once on random data to find its lane form and the feature shapes at its slots.
+    Run a network once on generated data, and find its lane form and the shapes at its slots.
 
-    `form.why` gives the reason if the network runs lane by lane; `places` holds each slot's layout and channels.
+    `form.why` explains why a network runs lane by lane; `places` gives a slot's layout and channels.
 
     Raises
     ------
@@ -298,11 +298,11 @@ def module_model(
     slots: Sequence[str] | None = None, # some of the host's; default all
     lanes: int = 1, # networks side by side
     seed: int = 0, # the run's seed; lane i is initialised from the stream (seed, "init", i)
-    device: str | torch.device = "cpu", # where the model lives
+    device: str | torch.device = "cpu", # device of the model
     blueprints: Sequence[str] | None = None, # what may grow; default all of the family of each slot
     rules: Rules = Rules(), # gates and cool-down of the seeds
 ) -> AttachedModel: # on `device`
-    "Make your network in n lanes, with empty slots."
+    "Create your network in n lanes, with empty slots."
     dev, places = check_device(device), explore_host(config).places
     chosen = list(places) if slots is None else list(slots)
     for k in chosen: check(k in places, "slot", k, f"one of {', '.join(places)}")
@@ -323,7 +323,7 @@ def _of_family(family: str, blueprints: Iterable[str] | None) -> list[str] | Non
     return [b for b in wanted if b in known[family] or b in unknown] # an unknown one is refused by the slot
 
 class ModuleHost(LaneModule):
-    "n copies of your network; made by `module_model`."
+    "n copies of your network; created by `module_model`."
     def __init__(self, config: ModuleHostConfig, lanes: int = 1):
         found = explore_host(config)
         super().__init__(config.maker, found.form, lanes, Ports(READS[config.reads].axis, -1))
@@ -334,7 +334,7 @@ class ModuleHost(LaneModule):
         return super().forward(read_as(x, self.config.reads))
 
     def read(self, x: Tensor) -> Tensor: # of one lane, as the data have it
-        "Return data as your own network takes them."
+        "Convert data to your network's input format."
         return x[..., 0] if self.config.reads == "BL" and x.ndim > 2 else read_as(x, self.config.reads)
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #b57e2927
@@ -344,7 +344,7 @@ HostConfig = CNNConfig | GPTConfig | ModuleHostConfig
 def host_sites(
     config: HostConfig, # which host
 ) -> tuple[str, ...]: # in execution order
-    "Return the names of a host's sites; nothing is allocated for a built-in one."
+    "Return the names of a host's sites; a built-in host is not allocated."
     if isinstance(config, ModuleHostConfig): return tuple(explore_host(config).places)
     with torch.device("meta"): host = CNNHost(config) if isinstance(config, CNNConfig) else GPTHost(config)
     return tuple(s.name for s in host.sites)
@@ -353,7 +353,7 @@ def check_slots(
     slots: Sequence[str], # site names, each once
     known: Sequence[str] | None = None, # the host's sites; None checks the form only
 ) -> tuple[str, ...]: # row-major; those of your own network in the order in which they run
-    "Check a list of slots, and put it in order."
+    "Check and sort a list of slots."
     check(not isinstance(slots, str), "slots", slots, f"a list of names; write [{slots!r}]")
     check(isinstance(slots, (list, tuple)) and len(slots) > 0, "slots", slots,
           "a list with at least one name such as 'r0c1'")
@@ -372,13 +372,13 @@ def check_slots(
 _given: dict[str, Callable[..., nn.Module]] = {} # functions that were passed as objects, by import path
 
 def import_path(factory: Callable[..., nn.Module]) -> str: # "package.module:function"
-    "Return the import path of a function, under which this process finds it from now on."
+    "Return the import path of a function, and register it in this process."
     name = f"{factory.__module__}:{getattr(factory, '__qualname__', type(factory).__name__)}"
     _given[name] = factory
     return name
 
 def given_factories() -> frozenset[str]:
-    "Return the import paths of the functions that were passed as objects in this process."
+    "Return the import paths of the functions registered in this process."
     return frozenset(_given)
 
 def get_factory(path: str) -> Callable[..., nn.Module]: # path: "package.module:function"
@@ -397,7 +397,7 @@ def get_factory(path: str) -> Callable[..., nn.Module]: # path: "package.module:
     return found
 
 class Reading(NamedTuple):
-    "How a network takes its input."
+    "The input format of a network."
     axis: int | None # in which lanes are folded; None: lanes are the entries of the last one
     shape: str # of an example, as the data have it
 
@@ -408,29 +408,29 @@ def read_as(
     x: Tensor, # (B, n*C, H, W), or tokens (B, L, n)
     reads: str, # one of READS
 ) -> Tensor: # as n networks take it
-    "Return data in the shape that a network takes."
+    "Reshape data to a network's input format."
     if reads == "BC": return x.flatten(1)
     if reads == "BCL": return x.flatten(1, 2)
     return x.permute(0, 2, 1, 3).flatten(2) if reads == "BLD" else x
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #de341b7e
 class FeatureLayout(NamedTuple):
-    "How features become those of a slot."
+    "The conversion of a network's features to a slot's layout."
     family: str # "cnn" or "transformer"
     turned: tuple[int, ...] | None = None # axes in the slot's order; the way back is the same way in reverse
 
 LAYOUTS = dict(BCHW=FeatureLayout("cnn"), BHWC=FeatureLayout("cnn", (0, 3, 1, 2)), BLD=FeatureLayout("transformer"),
                BDL=FeatureLayout("transformer", (0, 2, 1)), BD=FeatureLayout("transformer"))
-FIRST_AXIS = (nn.Conv1d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.ConvTranspose1d) # channels behind the batch axis
+FIRST_AXIS = (nn.Conv1d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.ConvTranspose1d) # channels follow the batch axis
 LAST_AXIS = (nn.Linear, nn.LayerNorm) # channels in the last axis
 
 def to_slot(x: Tensor, layout: str) -> Tensor: # (B, C, H, W) or (B, L, D)
-    "Return features as a slot takes them; a vector is a sequence of one."
+    "Convert features to a slot's layout; a vector becomes a sequence of length 1."
     turned = LAYOUTS[layout].turned
     return x[:, None] if layout == "BD" else x if turned is None else x.permute(turned)
 
 def from_slot(h: Tensor, layout: str) -> Tensor: # as the network has them
-    "Return a slot's features as the network has them; the inverse of `to_slot`."
+    "Convert a slot's features to the network's layout; the inverse of `to_slot`."
     turned = LAYOUTS[layout].turned
     if layout == "BD": return h[:, 0]
     return h if turned is None else h.permute([turned.index(i) for i in range(len(turned))])
@@ -441,7 +441,7 @@ def choose_layout(
     layer: nn.Module | None, # the last one with a width that ran before
     declared: str | None = None, # the layout, if it was declared
 ) -> str: # one of `LAYOUTS`
-    "Return the layout of some features; raise where it would be a guess."
+    "Return the layout of features; raise if it is ambiguous."
     expected = f"layouts={{{name!r}: ...}} with one of {', '.join(LAYOUTS)}"
     usual = {4: "BCHW", 3: "BLD"}.get(len(shape), "")
     if declared is not None:
@@ -457,7 +457,7 @@ def choose_layout(
     return usual
 
 def _width(layer: nn.Module | None) -> int | None:
-    "How many channels a layer leaves."
+    "Return the number of output channels of a layer."
     for k in ("out_features", "out_channels", "num_features"):
         if hasattr(layer, k): return getattr(layer, k)
     return layer.normalized_shape[-1] if isinstance(layer, nn.LayerNorm) else None
@@ -498,7 +498,7 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
     return seen
 
 def draw_afresh(module: nn.Module):
-    "Let every part of a network draw its own weights; where a part cannot, nothing changes, and the error names it."
+    "Initialise all modules of a network; if one cannot, change nothing and name it in the error."
     draw: dict[nn.Module, Callable] = {}
     for k, m in module.named_modules():
         own = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None) # torch's attention has this

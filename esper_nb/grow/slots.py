@@ -31,7 +31,7 @@ Numbers: TypeAlias = Sequence[float] | Tensor | float # one per lane, or one for
 Move = Callable[[SeedState], tuple[SeedState, GateResult]] # of a seed, with the verdict of its gate
 
 class Slot(nn.Module):
-    "A shape-keeping module that holds, at one place of a host, each lane's own seed or none."
+    "A shape-keeping module at one site of a host; it holds a seed, or none, for each lane."
     table: Tensor # (n, columns) fp32, in host memory: the state of each lane's seed
     stream: Tensor # (n,) int64, in host memory: the seed from which a lane's seeds are drawn
     enabled = True # False: return the features as they come
@@ -46,7 +46,7 @@ class Slot(nn.Module):
         lanes: int = 1, # n
         blueprints: Sequence[str] | None = None, # what may grow; default all of the family but noop
         rules: Rules = Rules(),
-        seed: int = 0, # the run's seed; each lane draws its seeds from separate streams
+        seed: int = 0, # the run's seed; lane i germinates from its own streams
         options: Mapping[str, Mapping] | None = None, # blueprint -> its options
     ):
         super().__init__()
@@ -70,7 +70,7 @@ class Slot(nn.Module):
     def forward(self,
         h: Tensor, # features of all lanes: (B, n*C, H, W) or (B, L, n*D)
     ) -> Tensor: # the same shape; twice the batch while `branch` is set
-        "Pass each lane's features through its seed; lanes without an active seed get theirs back, to the last bit."
+        "Pass each lane's features through its seed; lanes without an active seed keep theirs, bit for bit."
         route = self.route() if self.enabled else None
         if route is None or not route.roles: return self._hand_on(h, h)
         if route.cut is None: return self._hand_on(h, self._play(route, 0, h))
@@ -78,8 +78,8 @@ class Slot(nn.Module):
         played = [self._play(route, k, pieces[k]) for k in range(len(route.roles))]
         return self._hand_on(h, route.cut.join([*played, *pieces[len(played):]]))
 
-    def play_lane(self, h: Tensor, i: int) -> Tensor: # h: features of lane i alone
-        "Run `forward` for one lane, for a network that runs lane by lane."
+    def play_lane(self, h: Tensor, i: int) -> Tensor: # h: features of lane i only
+        "Run `forward` for one lane, for networks that run lane by lane."
         route = self.route().single(i) if self.enabled else None
         return self._hand_on(h, h if route is None else self._play(route, 0, h))
 
@@ -92,7 +92,7 @@ class Slot(nn.Module):
         curve: Curve | int = Curve.LINEAR,
         steepness: float = 12., # of a sigmoid ramp
     ):
-        "Put fresh seeds into empty slots, and through gates that open by themselves; each lane has its own stream."
+        "Plant new seeds in empty slots and pass automatic gates; each lane has its own random stream."
         known = f"one of {', '.join(self.blueprints)}: what slot {self.name} was made for"
         check(blueprint in self.blueprints, "blueprint", blueprint, known)
         found, which = as_lanes(lanes, self.lanes), self.blueprints.index(blueprint)
@@ -103,19 +103,19 @@ class Slot(nn.Module):
         if blend == Blend.GATE: self._renew_gates(found)
 
     def advance(self, lanes: Lanes = None, force: bool = False) -> dict[int, GateResult]: # lane -> its gate's verdict
-        "Move seeds one stage on where the gate agrees; `force` leaves the gate out."
+        "Move seeds to their next stage where the gate is open; `force` skips the gate."
         return self._gated(lanes, lambda s: s.advance(self.rules, force))
 
     def set_alpha(self, target: float, lanes: Lanes = None, steps: int = 0, curve: Curve | int = Curve.LINEAR,
                   steepness: float = 12., blend: Blend | int | None = None): # as for `SeedState.set_alpha`
-        "Send alpha to another value in `steps` epochs; `blend` changes the operator as well."
+        "Ramp alpha to another value in `steps` epochs; `blend` also changes the operator."
         found = as_lanes(lanes, self.lanes)
         new = [i for i in found if blend == Blend.GATE and self.state(i).blend != Blend.GATE]
         self.change(found, lambda s: s.set_alpha(target, steps, curve, steepness, blend, self.rules))
         self._renew_gates(new)
 
     def prune(self, lanes: Lanes = None, reason: Reason | int = Reason.ASKED):
-        "Remove seeds immediately."
+        "Remove seeds at once."
         self.change(lanes, lambda s: s.prune(reason))
 
     def schedule_prune(self, steps: int, lanes: Lanes = None, curve: Curve | int = Curve.LINEAR,
@@ -137,7 +137,7 @@ class Slot(nn.Module):
             return self._gated(found, lambda s: s.fossilize(self.rules, force))
 
     def tick(self, lanes: Lanes = None) -> list[tuple[int, Event]]: # (lane, what happened)
-        "Finish an epoch: ramps move, slots cool down, automatic gates open."
+        "Finish an epoch: update ramps, cooldowns and automatic gates."
         states, new, out = self.states(), {}, []
         self.within = 0.
         for i in as_lanes(lanes, self.lanes):
@@ -167,7 +167,7 @@ class Slot(nn.Module):
         return decode_seed(self.table[lane].tolist())
 
     def change(self, lanes: Lanes, change: Callable[[SeedState], SeedState]):
-        "Write `change(state)` for all the lanes, or for none of them."
+        "Apply `change(state)` to all the lanes, or to none if one raises."
         states, new = self.states(), {}
         for i in as_lanes(lanes, self.lanes):
             try: new[i] = states[i], change(states[i])
@@ -175,7 +175,7 @@ class Slot(nn.Module):
         self._write(new)
 
     def note(self, write: Callable[..., SeedState], lanes: Lanes, **values: Numbers | None):
-        "Renew the states of seeds by `write(state, **values)`, where the first value is a number; NaN is none."
+        "Update the states of seeds with `write(state, **values)`, where the first value is not NaN."
         n, states = self.lanes, self.states()
         known = {k: torch.as_tensor(v, dtype=torch.float64).expand(n).tolist()
                  for k, v in values.items() if v is not None}
@@ -186,11 +186,11 @@ class Slot(nn.Module):
         self.change(found, lambda s: write(s, **given[next(turn)]))
 
     def in_use(self, part: str, states: Sequence[SeedState] | None = None) -> Tensor: # (n,) bool
-        "Tell in which lanes a bank, or `gate`, is used and trains; `states` saves reading the table again."
+        "Return the lanes in which a bank, or `gate`, is used and trains; `states` saves reading the table again."
         return torch.tensor([self._trains(s, part) for s in states or self.states()])
 
     def take_fresh(self) -> dict[str, list[int]]: # bank or "gate" -> lanes
-        "Return the lanes that were initialised since the last call; reset their optimizer state."
+        "Return the lanes initialised since the last call; their optimizer state must be reset."
         out: dict[str, list[int]] = {}
         fresh = {i: s for i, s in enumerate(self.states()) if s.fresh or s.fresh_gate}
         for i, s in fresh.items():
@@ -200,21 +200,21 @@ class Slot(nn.Module):
         return out
 
     def trains_unserved(self) -> bool:
-        "Return whether a seed older than an epoch has gradients although no optimizer has called `take_fresh`."
+        "Return whether a seed older than an epoch has gradients, but its optimizer state was never reset."
         old = {s.blueprint for s in self.states() if s.fresh and s.age and s.blueprint is not None}
         return any(p.grad is not None for b in old for p in self.part(self.blueprints[b]).parameters())
 
     def roles(self, training: bool | None = None) -> tuple["Role", ...]: # in which mode; None: the present one
-        "Return who does what in the forward pass; empty where features only pass."
+        "Return the roles in the forward pass; empty if the slot is the identity."
         return self.route(training).roles
 
     def kinds(self) -> list[tuple[str, Blend, str] | None]: # one key per lane, None where the features pass
-        "Return what each lane does in training; lanes with equal keys share every call of a bank."
+        "Return a key of each lane's function in training; lanes with equal keys share every call of a bank."
         kind = {i: r.kind for r in find_roles(self.states(), self.blueprints) for i in r.lanes}
         return [kind.get(i) for i in range(self.lanes)]
 
     def route(self, training: bool | None = None) -> "Route": # in which mode; None: the present one
-        "Return the route of the present table and time; it is kept until one of them or the mode changes."
+        "Return the route of the current table and time; cached until one of them or the mode changes."
         if training is None: training = self.training
         key = training, self.rows().tobytes() # bytes are cheaper than any column
         if self._route.get("key") != key or self._route["within"] not in (None, self.within):
@@ -229,7 +229,7 @@ class Slot(nn.Module):
         return self.blend_gate if name == "gate" else self.banks[name]
 
     def parts_of(self, s: SeedState) -> list[nn.Module]: # empty: a blueprint that the slot does not have
-        "Return the modules that a seed has weights in."
+        "Return the modules with a seed's weights."
         if s.blueprint is None or not 0 <= s.blueprint < len(self.blueprints): return []
         return [self.banks[self.blueprints[s.blueprint]]] + [self.blend_gate] * (s.blend == Blend.GATE)
 
@@ -243,13 +243,13 @@ class Slot(nn.Module):
         return count
 
     def readable(self, lanes: Iterable[int]) -> Iterator[tuple[int, SeedState]]:
-        "Yield each lane that the table has a state for, with that state."
+        "Yield the lanes whose row of the table is a valid state, with that state."
         for i in lanes:
             try: yield i, self.state(i)
             except ValueError: pass
 
     def describe(self, lane: int, s: SeedState) -> dict[str, str]:
-        "Return an occupied slot of one lane as a line of `Status`."
+        "Return an occupied slot of one lane as a row of `Status`."
         def number(v): return "" if v is None else f"{v:.2f}"
         return dict(
             slot=self.name, lane=str(lane), stage=s.stage.name,
@@ -258,7 +258,7 @@ class Slot(nn.Module):
             epochs=str(s.epochs), contribution_pp=number(s.contribution), health=number(s.health))
 
     def problems(self, lane: int) -> Iterator[str]: # one sentence each; none: consistent
-        "Yield what is wrong with a lane: its state, its blueprint, or weights in use that are not finite."
+        "Yield the problems of a lane: its state, its blueprint, or weights in use that are not finite."
         try: s = self.state(lane)
         except ValueError as e:
             yield str(e)
@@ -272,7 +272,7 @@ class Slot(nn.Module):
         if not all(t.isfinite().all() for t in used): yield "weights that are not finite"
 
     def hold(self, name: str, bank: nn.Module, lanes: Sequence[int]): # lanes: neighbours and gaps as they come
-        "Run a bank that holds only some lanes; other lanes must not use it."
+        "Use a bank that holds weights only for some lanes; no other lane may use it."
         check(num_lanes(bank) == len(lanes), "bank", num_lanes(bank), f"one lane for each of {list(lanes)}")
         if name == "gate": self.blend_gate = bank
         else: self.banks[name] = bank
@@ -280,7 +280,7 @@ class Slot(nn.Module):
         self._route.clear()
 
     def rows(self) -> np.ndarray: # (n, columns), a view
-        "Return the table as numbers, or nothing under tracing, where it has no values."
+        "Return the table as numbers; a tracer's proxy has none, and is skipped."
         table = self._buffers["table"] # a module's dict is cheaper than its attribute
         if type(table) is Tensor and not table.is_meta and self._view.get("at") != table.data_ptr():
             self._view.update(at=table.data_ptr(), rows=table.numpy())
@@ -320,7 +320,7 @@ class Slot(nn.Module):
         return torch.cat([h, out]) if self.branch else out
 
     def _gated(self, lanes: Lanes, move: Move) -> dict[int, GateResult]:
-        "Let a move with a gate change lanes; return the verdicts."
+        "Apply a gated move to lanes; return the verdicts."
         results: list[GateResult] = []
         def keep(s: SeedState) -> SeedState:
             s, result = move(s)
@@ -344,7 +344,7 @@ class Slot(nn.Module):
             for t in lane_state(m).values(): by_lane(t, self.lanes)[i].zero_()
 
     def _new_seed(self, blueprint: str, blend: Blend | int, i: int) -> nn.Module:
-        "A freshly initialised seed for lane i, tried on a probe; nothing of the slot changes."
+        "Return a new seed for lane i, tested on a probe; the slot does not change."
         with seeded(int(self.stream[i]), "seed", self.name, blueprint, self.state(i).births):
             new = make_blueprint(blueprint, self.family, self.channels, **self.options.get(blueprint, {}))
         if blend == Blend.MULTIPLY and hasattr(new, "zero_last"): new.zero_last()
@@ -352,7 +352,7 @@ class Slot(nn.Module):
         return new
 
     def _renew_gates(self, lanes: Iterable[int]):
-        "Initialise the network of the blend gate for lanes whose seed has just begun to use it."
+        "Initialise the blend gate's network for lanes whose seed has started to use it."
         for i in lanes:
             with seeded(int(self.stream[i]), "gate", self.name, self.state(i).births):
                 put_lanes(self.blend_gate, [i], BlendGate(self.channels))
@@ -363,7 +363,7 @@ class Slot(nn.Module):
         return self.blueprints[s.blueprint] == part
 
     def _refuse_sick(self, lanes: Iterable[int]):
-        "Raise for a held seed with weights that are not finite."
+        "Raise if a seed in HOLDING has weights that are not finite."
         for i in lanes:
             s = self.state(i)
             if s.stage != Stage.HOLDING or s.blueprint is None: continue
@@ -375,7 +375,7 @@ class Slot(nn.Module):
 
     @contextmanager
     def _unchanged(self, lanes: list[int], tolerance: float, evaluate: Callable[[], Tensor] | None) -> Iterator[None]:
-        "Take back what the block does to the table where it changes an output, and raise."
+        "Undo the block's changes of the table if they change an output, and raise."
         kept, before = self.table.clone(), self._outputs(lanes, evaluate)
         yield
         size = before.abs().amax(1).clamp(min=1e-12)
@@ -387,7 +387,7 @@ class Slot(nn.Module):
                                f"allowed is {tolerance:g}; nothing was changed")
 
     def _outputs(self, lanes: list[int], evaluate: Callable[[], Tensor] | None) -> Tensor: # (lanes, features)
-        "Outputs of some lanes in evaluation: `evaluate()`, or those of the slot itself on a fixed probe."
+        "Return the outputs of some lanes in evaluation: of `evaluate()`, or of the slot on a fixed probe."
         with evaluating(self):
             if evaluate: y = evaluate()
             else: y = self(probe(self.family, self.lanes * self.channels).to(self.blend_gate.fc1.weight))
@@ -428,11 +428,11 @@ def evaluating(module: nn.Module) -> Iterator[nn.Module]:
     try:
         with torch.no_grad(): yield module
     finally:
-        for m in training: vars(m)["training"] = True # a module's __setattr__ is slow for one flag
+        for m in training: vars(m)["training"] = True # a module's __setattr__ is slow
 
 # %% ../../nbs/grow/23_slots.ipynb #090db851
 def fitting_blueprints(family: str, channels: int, options: Mapping[str, Mapping]) -> list[str]:
-    "Return all blueprints of a family but noop that can be made at this width, and warn of the others."
+    "Return all blueprints of a family, except noop, that support this width; warn of the others."
     found = [k for k in list_blueprints(family=family) if k != "noop"]
     for k in tuple(found):
         try:
@@ -449,7 +449,7 @@ def empty_banks(
     blueprints: Sequence[str], # in any order
     options: Mapping[str, Mapping], # blueprint -> its options
 ) -> tuple[nn.ModuleDict, BlendGate]: # all weights zero
-    "Make the banks by blueprint, small ones first, and the network of the blend gates."
+    "Create the banks of the blueprints, small ones first, and the network of the blend gates."
     order = sorted(set(blueprints), key=lambda k: (get_blueprint(k, family).declared, k))
     with seeded(0, "banks"): # zeroed below; the global stream stays where it is
         banks = nn.ModuleDict({k: make_blueprint(k, family, channels, lanes, **options.get(k, {})) for k in order})
@@ -459,7 +459,7 @@ def empty_banks(
 
 # %% ../../nbs/grow/23_slots.ipynb #9deece67
 class Role(NamedTuple):
-    "What some lanes of a slot do in the forward pass."
+    "The function of some lanes of a slot in the forward pass."
     blueprint: str
     blend: Blend
     mode: str # "through": straight-through; "isolated": the seed reads detached features; "open"
@@ -468,7 +468,7 @@ class Role(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, Blend, str]:
-        "What lanes must share to be computed together."
+        "Key that lanes must share to be computed together."
         return self.blueprint, self.blend, self.mode
 
 def find_roles(
@@ -477,7 +477,7 @@ def find_roles(
     training: bool = True, # of the slot
     within: float = 0., # share of the present epoch that has passed, 0 to 1
 ) -> list[Role]: # each lane with an active seed in one of them
-    "Sort lanes by what they do."
+    "Group lanes by their function."
     found: dict[tuple, list[tuple[int, float]]] = {}
     for i, s in enumerate(states):
         alpha = s.alpha if s.mode == RampMode.HOLD else s.ramp.within(within)
@@ -490,7 +490,7 @@ def find_roles(
 
 # %% ../../nbs/grow/23_slots.ipynb #bf9df509
 class Route:
-    "The roles of a slot, and what has been worked out for them."
+    "The roles of a slot, with cached indices."
     def __init__(self, roles: Sequence[Role], n: int): # n: lanes of the slot
         self.roles, self.n, self.everyone = tuple(roles), n, tuple(range(n))
         self._alphas: dict[tuple, Tensor] = {}
@@ -504,7 +504,7 @@ class Route:
         return Cut([r.lanes for r in self.roles] + ([rest] if rest else []))
 
     def single(self, i: int) -> "Route | None": # None: the lane has no role
-        "Return the route of one lane, whose features come alone."
+        "Return the route of a single lane."
         if i not in self._single:
             found = [(r, r.alphas[r.lanes.index(i)]) for r in self.roles if i in r.lanes]
             self._single[i] = Route([r._replace(lanes=(i,), alphas=(a,)) for r, a in found], self.n) if found else None
@@ -518,12 +518,12 @@ class Route:
 
     def places(self, k: int, part: str, held: tuple[int, ...],
                device: torch.device) -> tuple[tuple[int, ...], Tensor]: # as numbers, and as a tensor of them
-        "Return where the lanes of role `k` sit in a bank that has weights for the lanes `held`."
+        "Return the positions of the lanes of role `k` in a bank with weights for the lanes `held`."
         at = tuple(held.index(i) for i in self.roles[k].lanes)
         return at, _kept(self._places, (k, part, device), lambda: torch.tensor(at, device=device))
 
 def _kept(made: dict[tuple, Tensor], key: tuple, make: Callable[[], Tensor]) -> Tensor:
-    "A tensor that is made once and serves every later pass: those that want gradients, those that are traced."
+    "Return a tensor that is created once and valid in every later pass, with gradients or traced."
     found = made.get(key)
     if found is None:
         with torch.inference_mode(False): found = make()
@@ -532,7 +532,7 @@ def _kept(made: dict[tuple, Tensor], key: tuple, make: Callable[[], Tensor]) -> 
 
 # %% ../../nbs/grow/23_slots.ipynb #f66f1b62
 class Cut:
-    "How features are cut into groups of lanes, and put together again."
+    "The split of features into groups of lanes, and its inverse."
     def __init__(self, groups: Sequence[Sequence[int]]): # every lane in exactly one group
         self.n, self.sizes = sum(map(len, groups)), [len(g) for g in groups]
         self.picks = [merge_runs((0, i) for i in g) for g in groups] # slices of the lanes, for each group
@@ -540,21 +540,21 @@ class Cut:
         self.puts = merge_runs(at[i] for i in range(self.n)) # slices of the groups, in the order of the lanes
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]: # features of all lanes -> of each group
-        "Cut features into one piece for each group."
+        "Split features into one piece per group."
         return _Split.apply(self, x)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor: # features of each group -> of all lanes
-        "Put the pieces together in the order of the lanes."
+        "Join the pieces in the order of the lanes."
         return _Join.apply(self, *pieces)
 
     def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
-        "Do what `split` does, without a gradient; neighbours are a view."
+        "Run `split` without gradients; consecutive lanes become a view."
         v = lanes_inside(x, self.n)
         parts = [[v[..., a:b, :] for _, a, b in runs] for runs in self.picks]
         return tuple(lanes_folded(p[0] if len(p) == 1 else torch.cat(p, -2)) for p in parts)
 
     def whole(self, pieces: Sequence[Tensor]) -> Tensor:
-        "Do what `join` does, without a gradient."
+        "Run `join` without gradients."
         vs = [lanes_inside(x, m) for x, m in zip(pieces, self.sizes)]
         return lanes_folded(torch.cat([vs[k][..., a:b, :] for k, a, b in self.puts], -2))
 
@@ -577,16 +577,16 @@ class _Join(torch.autograd.Function):
     def backward(ctx, grad): return None, *ctx.cut.pieces(grad)
 
 def lanes_inside(x: Tensor, n: int) -> Tensor: # (B, n*C, H, W) or (B, L, n*D) -> (..., n, C)
-    "Return features with an axis of lanes, last but one: a view, in the order of memory."
+    "Return features with a lane axis before the last one: a view, in memory order."
     return (x.permute(0, 2, 3, 1) if x.ndim == 4 else x).unflatten(-1, (n, -1))
 
 def lanes_folded(v: Tensor) -> Tensor: # (..., n, C) -> (B, n*C, H, W) or (B, L, n*D)
-    "Return features as the layers take them; the inverse of `lanes_inside`."
+    "Return features in the layers' layout; the inverse of `lanes_inside`."
     v = v.flatten(-2)
     return v.permute(0, 3, 1, 2) if v.ndim == 4 else v
 
 def merge_runs(places: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    "Return places (k, j) as slices (k, first, end): places that follow each other in the same k become one."
+    "Merge positions (k, j) to slices (k, first, end); consecutive positions of one k become one slice."
     runs: list[tuple[int, int, int]] = []
     for k, j in places:
         if runs and runs[-1][0] == k and runs[-1][2] == j: runs[-1] = k, runs[-1][1], j + 1
@@ -626,6 +626,6 @@ class LanesOf:
         for home, k, bank in self.buffers: by_lane(bank[k], self.n)[index] = by_lane(home[k], len(index))
 
 class Scratch(dict):
-    "A dict that copies and pickles empty: what it holds can be made again."
+    "A cache: a dict that is empty after copying and pickling."
     def __deepcopy__(self, memo): return Scratch()
     def __reduce__(self): return Scratch, ()

@@ -43,8 +43,8 @@ class Update:
     policy_loss: float | None
     value_loss: float | None
     entropy: float | None # normalised, summed over heads
-    head_entropy: tuple[float | None, ...] # normalised, where relevant and free; None: nowhere
-    approx_kl: float | None # of the last evaluated minibatch
+    head_entropy: tuple[float | None, ...] # normalised, over steps with a choice; None: no such step
+    approx_kl: float | None # of the last minibatch that was looked at
     clipfrac: float | None # share of clipped ratios
     first_gap: float | None # largest |ratio - 1| before the first step: 0 but for rounding
     ratio_gap: float | None # largest |ratio - 1| of the update
@@ -193,7 +193,7 @@ class Learner:
     def update_policy(
         self,
         stop: StopRequest | None = None, # checked after every gradient step
-    ) -> bool: # False: interrupted; the next call continues there
+    ) -> bool: # False: stopped on the way; the next call continues there
         "Learn from the full rollout: targets first, then one gradient step a minibatch."
         with use_threads(self.config.threads):
             if self._full_rollout().last_value is None: self.compute_targets()
@@ -333,7 +333,7 @@ class Learner:
         return torch.where(send(out.has_final, self.device), value, torch.nan)
 
     def _summary(self, r: Rollout) -> Update: # r: the rollout of this update
-        "Return what this update saw and did."
+        "Return the statistics of this update."
         return Update(
             update=self.update + 1, env_steps=self.env_steps,
             returns=tuple(e.total for e in self.ended), lengths=tuple(e.length for e in self.ended),
@@ -362,13 +362,13 @@ class Learner:
 
 # %% ../../nbs/learn/65_learner.ipynb #b38faacb
 def train_ppo(
-    learner: Learner, # trained in place, from where it is
+    learner: Learner, # trained in place, from its current state
     updates: int | None = None, # how many; None: up to `config.num_updates`
 ) -> Iterator[Update]: # one item an update
     """Train a learner, and yield an `Update` after each PPO update.
 
     A keyboard interrupt ends the generator between two steps, without a traceback; another `train_ppo` on the same
-    learner continues there, bit-exactly.
+    learner continues exactly there.
 
     Raises
     ------
@@ -415,7 +415,7 @@ class StopFlag:
 
     @property
     def exit_status(self) -> int | None: # None: no signal, or a keyboard interrupt
-        "Return 128 + the number of the signal: the exit status of a process that ends on a signal."
+        "Return 128 + the number of the signal, the exit status of a process that a signal has ended."
         return None if self.number in (0, signal.SIGINT) else 128 + self.number
 
     def __enter__(self):
@@ -435,7 +435,7 @@ class StopFlag:
 # %% ../../nbs/learn/65_learner.ipynb #cde1c8b2
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    "Raise `SystemExit(128 + number)` on SIGTERM and SIGHUP; signals that are ignored or handled already stay so."
+    "Raise `SystemExit(128 + number)` on SIGTERM and SIGHUP; signals already ignored or handled do not change."
     def leave(number, frame): raise SystemExit(128 + number)
     main = threading.current_thread() is threading.main_thread() # the only one that can catch signals
     mine = [n for n in END_SIGNALS if main and signal.getsignal(n) == signal.SIG_DFL]

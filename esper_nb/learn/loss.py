@@ -84,7 +84,7 @@ class PPOConfig(Config):
     target_kl: float | None = None # no further step in this update once the KL divergence exceeds it
     norm_obs: bool = True # observations by their running mean and deviation
     norm_reward: bool = True # rewards by the deviation of their running discounted sum
-    norm_value: bool = False # the critic's scale, by the deviation of its targets; for rewards as they are
+    norm_value: bool = False # scale the critic by its targets' standard deviation; for unscaled rewards
     obs_keep: tuple[int, ...] = () # observation columns that norm_obs leaves alone
     precision: str = "fp32" # "fp32", "bf16" or "auto", for acting and learning alike
     threads: int | None = 1 # threads inside one operation of learning; more help from about 256 units; None: torch's

@@ -27,7 +27,7 @@ class Moments:
         self.reset()
 
     def reset(self) -> None:
-        "Reset the statistics to mean 0 and variance 1."
+        "Reset; mean 0 and variance 1 until data arrive."
         one = torch.ones(self.width, dtype=torch.float64)
         self.count, self.mean, self.var = 0., torch.zeros_like(one), one
 
@@ -43,7 +43,7 @@ class Moments:
         self._pool(float(len(x)), mean, var)
 
     def merge(self, other: "Moments") -> None: # statistics of other data
-        "Add all that `other` has seen."
+        "Add the data of `other`."
         if other.count: self._pool(other.count, other.mean, other.var)
 
     def _pool(self, count: float, mean: Tensor, var: Tensor) -> None:
@@ -125,7 +125,7 @@ def discounted_sums(
 
 # %% ../../nbs/learn/63_normalizers.ipynb #606abed1
 class RewardNormalizer:
-    "Divide rewards by the standard deviation of discounted returns; leave penalties of rollbacks as they are."
+    "Divide rewards by the standard deviation of discounted returns; do not scale penalties of rollbacks."
     def __init__(
         self,
         lanes: int, # n
@@ -151,7 +151,7 @@ class RewardNormalizer:
         self.running = seen[-1]
         self.moments.update(seen[counts.cpu()])
 
-    def __call__(self, reward: Tensor, rolled_back: Tensor) -> Tensor: # (T, n) raw; (T, n) bool: keep as it is
+    def __call__(self, reward: Tensor, rolled_back: Tensor) -> Tensor: # (T, n) raw; (T, n) bool: do not scale
         "Return scaled and clipped rewards."
         return torch.where(rolled_back, reward, (reward / self.scale).clamp(-self.clip, self.clip))
 
@@ -200,7 +200,7 @@ class ValueNormalizer:
 
 # %% ../../nbs/learn/63_normalizers.ipynb #067772fd
 def _standardize_there(adv, valid):
-    "Standardise without a copy to the host: how many steps count stays on the device."
+    "Standardise without a copy to the host: the number of valid steps stays on the device."
     count, x = valid.sum(), adv.masked_fill(~valid, 0.)
     off = adv - x.sum() / count
     spread = (off.masked_fill(~valid, 0.).square().sum() / (count - 1)).sqrt()
@@ -211,7 +211,7 @@ def standardize(
     adv: Tensor, # advantages
     valid: Tensor, # bool: the step counts; same shape
 ) -> Tensor: # mean 0 and deviation 1 where valid, 0 elsewhere; as they are where fewer than two steps count
-    "Standardise advantages over the steps that count; all 0 where they differ by rounding only."
+    "Standardise advantages over the steps that count; all 0 if they differ only by rounding."
     if adv.is_cuda: return _standardize_there(adv, valid)
     x = adv[valid]
     if len(x) < 2: return adv

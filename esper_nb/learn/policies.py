@@ -285,7 +285,7 @@ class _Layers(nn.Sequential):
         return x
 
 def _mlp(inputs: int, widths: Sequence[int], c: PolicyConfig) -> nn.Sequential:
-    "Return layers of these widths, each with the activation of the config."
+    "Return layers of these widths, each with the configured activation."
     layers: list[nn.Module] = []
     for a, b in pairwise((inputs, *widths)):
         layers.append(_linear(a, b, math.sqrt(2)))

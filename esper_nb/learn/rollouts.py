@@ -50,7 +50,7 @@ def next_values(
     truncated: Tensor, # (T, n) bool
     final_value: Tensor, # (T, n) values of final observations; NaN: the next step has it
 ) -> Tensor: # (T, n)
-    "Return the value of what follows each step."
+    "Return the value of the state after each step."
     following = torch.cat([value[1:], last_value[None]])
     final = torch.where(final_value.isnan(), following, final_value)
     return torch.where(terminated, 0., torch.where(truncated, final, following))
@@ -245,7 +245,7 @@ class Rollout:
 
     @property
     def done(self) -> Tensor: # (T, n) bool
-        "Where an episode ended with the step."
+        "Whether an episode ended with the step."
         return self.terminated | self.truncated
 
     @property

@@ -34,24 +34,24 @@ def lane_inputs(
     x: Tensor, # of a batch that data give for evaluation: the same for all lanes, or for all of them
     y: Tensor, # its labels; those of images are (B, n) where each lane has its own; targets are (B, 1, K)
     n: int, # lanes
-) -> tuple[Tensor, bool]: # inputs of n lanes, and whether each lane has separate inputs and labels
-    "Return a batch as n lanes see it."
+) -> tuple[Tensor, bool]: # inputs of n lanes, and whether each has its own inputs and labels
+    "Return a batch in the format of n lanes."
     own = y.ndim == x.ndim - 2
     return (x if own else for_all_lanes(x, n)), own
 
 def label_counts(
-    y: Tensor, # (B,), (B, L) of text, (B, 1, K) targets, or (B, n) with separate labels per lane
+    y: Tensor, # (B,), (B, L) of text, (B, 1, K) targets, or (B, n) if each lane has its own labels
     classes: int, # K
-    own: bool = False, # whether each lane has separate labels
+    own: bool = False, # whether each lane has its own labels
 ) -> Tensor: # (K,) int64, or (n, K)
-    "Count the targets of each class or column."
+    "Count the examples of each class, or the targets of each column."
     if is_target(y): return torch.full((classes,), len(y), device=y.device)
     if own: return torch.nn.functional.one_hot(y, classes).sum(0)
     return y.new_zeros(classes).scatter_add_(0, y.flatten(), torch.ones_like(y).flatten())
 
 # %% ../../nbs/train/36_ablation.ipynb #6629ef21
 class Tally:
-    "Losses and right answers of every lane, added up over batches."
+    "Sums of losses and correct predictions of every lane over batches."
     def __init__(self, count: Callable[..., Tensor]): # `correct_counts` or `class_counts`
         self.count, self.seen = count, 0 # answers of one lane
         self.loss: Tensor | float = 0. # (n,) float64 sum, nats
@@ -63,7 +63,7 @@ class Tally:
         y: Tensor, # (B,), (B, L) or (B, 1, K), the same for all lanes; (B, n) where each has its own
         n: int, # lanes
     ):
-        "Count one batch in."
+        "Add one batch."
         answers = count_answers(logits, y, n)
         self.loss = self.loss + as_double(task.loss(logits, y, n)) * answers
         self.right = self.right + self.count(logits, y, n)
@@ -71,12 +71,12 @@ class Tally:
 
     @property
     def mean_loss(self) -> Tensor: # (n,) nats, on the CPU
-        "Return the mean loss of an answer."
+        "Return the mean loss per target."
         return torch.as_tensor(self.loss / self.seen).float().cpu()
 
     @property
     def accuracy_pp(self) -> Tensor: # (n,) percentage points, on the CPU
-        "Return the share of right answers; of values R²."
+        "Return the percentage of correct predictions; for values R²."
         right = torch.as_tensor(self.right).cpu()
         return share_pp(right if right.ndim == 1 else right.sum(1), self.seen)
 
@@ -98,14 +98,14 @@ def tally_result(
 # %% ../../nbs/train/36_ablation.ipynb #905e29f8
 @torch.no_grad()
 def evaluate(
-    net: nn.Module, # n lanes; its mode and weights stay as they are
+    net: nn.Module, # n lanes; its mode and weights do not change
     task: Task, # for the loss
     data: ImageData | TextData, # where the split is
     split: str = "heldout", # "train", "heldout" or "test"
     batch_size: int = 256, # examples per batch
     precision: Precision = choose_precision("fp32"), # type of the forward pass
 ) -> EvalResult: # loss, accuracy, accuracy in each class: per lane, on the CPU
-    """Return loss and accuracy of every lane on a split, in evaluation mode; the network is not changed.
+    """Return loss and accuracy of every lane on a split, in evaluation mode; the network does not change.
 
     Raises
     ------
@@ -143,14 +143,14 @@ def count_players(
 def contributions(
     f: Tensor, # (2^k, ...) value of every subset; bit j of the index: player j takes part
 ) -> Tensor: # (k, ...)
-    "Return what each player adds to all the others."
+    "Return each player's marginal contribution to all the others."
     k, full = count_players(f), len(f) - 1
     return torch.stack([f[-1] - f[full ^ (1 << j)] for j in range(k)]) if k else f[:0]
 
 def pair_interactions(
     f: Tensor, # (2^k, ...) as above
 ) -> Tensor: # (k, k, ...) NaN on the diagonal
-    "Return how much two players add beyond what each adds alone."
+    "Return the interaction of each pair: its joint contribution minus the separate ones."
     k = count_players(f)
     out = f.new_full((k, k, *f.shape[1:]), math.nan)
     for i, j in combinations(range(k), 2):
@@ -192,7 +192,7 @@ class Ablation(NamedTuple):
 
     @property
     def contribution(self) -> Tensor: # (k, n) percentage points
-        "Return what each seed adds to all the others; NaN where a lane has none."
+        "Return each seed's marginal contribution to all the others; NaN where a lane has none."
         return contributions(self.accuracy_pp).masked_fill(~self.heard, math.nan)
 
     @property
@@ -207,24 +207,24 @@ class Ablation(NamedTuple):
 
     @property
     def total(self) -> Tensor: # (n,) percentage points
-        "Return what all seeds together add to the host alone."
+        "Return the contribution of all seeds together to the host."
         return self.accuracy_pp[-1] - self.accuracy_pp[0]
 
     @property
     def committed(self) -> Tensor: # (n,) percentage points
-        "Return the accuracy with the fossils only."
+        "Return the accuracy with only the fossils on."
         return self.value(self.fossil)
 
 # %% ../../nbs/train/36_ablation.ipynb #bcc9a946
 def heard_slots(model: Growing) -> tuple[str, ...]:
-    "Return the slots in which some lane's seed has an alpha above 0."
+    "Return the slots in which a seed of any lane has an alpha above 0."
     return tuple(k for k in model.names if model.slot(k).enabled and model.slot(k).roles(training=False))
 
 def seed_tables(
     model: Growing, # n lanes
     slots: Sequence[str], # k names
-) -> tuple[Tensor, Tensor]: # active (alpha above 0), fossil: each (k, n) bool
-    "Return which lanes have an active seed (alpha above 0), and which a fossil, in some slots."
+) -> tuple[Tensor, Tensor]: # heard, fossil: each (k, n) bool
+    "Return which lanes have an active seed, and which a fossil, in some slots."
     n, shape = range(model.lanes), (len(slots), model.lanes)
     lanes = [{i for r in model.slot(k).roles(training=False) for i in r.lanes} for k in slots]
     heard = [[i in on for i in n] for on in lanes]
@@ -238,7 +238,7 @@ def measure_ablation(
     batches: Sequence[tuple[Tensor, Tensor]], # inputs for all lanes, and labels (B,) or (B, n), or (B, 1, K) targets
     slots: Sequence[str] | None = None, # slots to switch, at most 4; default those with an active seed
 ) -> Ablation:
-    "Evaluate every on/off combination of the seeds; the model is not changed."
+    "Evaluate every on/off combination of the seeds; the model does not change."
     missing = [k for k in slots or () if k not in model.names]
     check(not missing, "slots", missing, f"slots of the model: {', '.join(model.names)}")
     names, n = tuple(k for k in model.names if k in (heard_slots(model) if slots is None else slots)), model.lanes
@@ -289,7 +289,7 @@ def judge_lanes(
     batch_size: int = 256, # examples per batch
     precision: Precision = choose_precision("fp32"), # type of the forward pass
 ) -> tuple[EvalResult, Ablation | None, dict[str, Tensor]]: # as it is, every combination, slot -> (n,) contribution
-    "Evaluate, and ablate every active seed; with five or more slots only each seed's own contribution."
+    "Evaluate, and ablate every active seed; with five or more slots only each seed against the rest."
     slots, args = heard_slots(net), (task, data, split, batch_size, precision)
     if not slots: return evaluate(net, *args), None, {}
     if len(slots) <= MAX_BRANCHES:

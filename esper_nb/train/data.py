@@ -43,7 +43,7 @@ def check_images(
     return x
 
 def default_peak(x: Tensor) -> int:
-    "Return the value of full brightness: 255 in bytes, 1 in floats."
+    "Return the value of full brightness: 255 for bytes, 1 for floats."
     return 255 if x.dtype == torch.uint8 else 1
 
 # %% ../../nbs/train/33_data.ipynb #d287228d
@@ -111,7 +111,7 @@ def whole_batches(
     batch_size: int, # B
     device: torch.device, # where they are needed
 ) -> Tensor: # (k, batches, B, n)
-    "Draws cut into whole batches; those that fill none are left out."
+    "Split draws into whole batches; discard the remainder."
     size = draws.shape[1]
     check(check_count("batch_size", batch_size) <= size, "batch_size", batch_size,
           f"at most {size}, the number of training examples; use a smaller batch or more data")
@@ -156,26 +156,26 @@ def label_frequencies(
     return count / count.sum()
 
 def own_seed_key(seed: int, lane: int) -> tuple[int, int]:
-    "Return the seed key of a lane that draws from its own stream."
+    "Return the seed key of a lane's own stream."
     return seed, lane
 
 # %% ../../nbs/train/33_data.ipynb #dd3ed5bb
 class Splits:
-    "What image and text data share: three splits on a device, and the label frequencies of the training split."
+    "Base of image and text data: three splits on a device, and the label frequencies of the training split."
     device: torch.device
     label_prior: Tensor # (classes,) float64, on the CPU
-    answers: int = 1 # targets per example; of a text one per token
+    answers: int = 1 # targets per example; for a text one per token
     measure = Measure()
-    names: tuple[str, ...] = () # of the classes or columns, by number; (): no names
+    names: tuple[str, ...] = () # of the classes or columns, by number; (): unnamed
     seed_key: Callable[[int, int], tuple[int, int]] = staticmethod(own_seed_key) # (seed, lane) -> the one drawn from
 
     @property
     def chance_loss(self) -> float:
-        "Return the cross entropy in nats of always answering with the training label frequencies."
+        "Return the cross entropy, in nats, of predicting the training label frequencies."
         return float(torch.special.entr(self.label_prior).sum())
 
     def to(self, device: str | torch.device) -> Self:
-        "Return the same data on another device; what is there already is shared."
+        "Return the same data on another device; tensors already on it are shared."
         new = copy.copy(self)
         new.device = check_device(device)
         for k, v in vars(self).items():
@@ -184,7 +184,7 @@ class Splits:
         return new
 
     def for_lanes(self, lanes: Sequence[int]) -> Self: # lane numbers
-        "Return the data as some lanes are shown them: here the same for all."
+        "Return the data of some lanes: here the same for all."
         return self
 
     def counter(self, count: Callable[..., Tensor], split: str) -> Callable[..., Tensor]: # `class_counts`, ...
@@ -192,7 +192,7 @@ class Splits:
         return count
 
     def check_split(self, split: str) -> str: # one of the three, or an error
-        "Return the name of a split, or refuse it."
+        "Return the name of a split, or raise."
         check(split in ("train", "heldout", "test"), "split", split, "'train', 'heldout' or 'test'")
         return split
 
@@ -216,20 +216,20 @@ def check_scale(
 AHEAD = 2**18 # numbers; batches up to this size together are fetched in one gather
 
 class ImageData(Splits):
-    "Images of three splits on a device, checked, padded and normalised, and batches of them for many lanes."
+    "Three splits of images on a device, checked, padded and normalised, with batches for many lanes."
     fewest = 2 # classes
 
     def __init__(self, # noqa: PLR0913  # six arrays and their metadata
         train_x, train_y, # (N, H, W, C) uint8 or float in 0..1, (N,) integers
         heldout_x, heldout_y, # a part of the training data kept for the Governor, rewards and gates
-        test_x, test_y, # read once, for the report
+        test_x, test_y, # used only for the report
         classes: int, # number of classes
         mean: Sequence[float] = (0.,), # per channel, in units of 0..1
         std: Sequence[float] = (1.,), # per channel, in units of 0..1
         pad: int = 0, # black border of the random crop in pixels
         flip: bool = False, # mirror half of the training images
-        device: str | torch.device = "cpu", # where the data lives
-        peak: float | None = None, # value of full brightness (1.0), by default 255 for bytes and 1 for floats
+        device: str | torch.device = "cpu", # device of the data
+        peak: float | None = None, # value that stands for 1.0: 255 for bytes and 1 for floats unless given
         preparation: Preparation | None = None, # what has made these 0..1 of rows, or of pictures of any range
         notes: Sequence[str] = (), # what was done with the data
         names: Sequence[str] = (), # of the classes or columns, by number
@@ -316,12 +316,12 @@ class ImageData(Splits):
 
 # %% ../../nbs/train/33_data.ipynb #a0ff33ac
 def is_target(y: Tensor) -> bool: # False: class numbers or tokens
-    "Whether these are values or labels."
+    "Return whether these are values or labels."
     return y.dtype == torch.bool or y.is_floating_point()
 
 def count_answers(
     outputs: Tensor, # (B, n*K), or (B, L, n*K) for text
-    y: Tensor, # targets, per lane or shared
+    y: Tensor, # targets, of one lane or of all
     n: int, # lanes
 ) -> int: # of one lane: one for each example, token, value or label
     "Return the number of targets in a batch."
@@ -333,7 +333,7 @@ def target_lanes(
     y: Tensor, # (B, n, K), or (B, 1, K) when the lanes share targets
     n: int, # lanes
 ) -> tuple[Tensor, Tensor]: # both (B, n, K), outputs in fp32
-    "Return outputs and targets with the lane axis apart."
+    "Return outputs and targets with a separate lane axis."
     width = outputs.shape[-1] // n
     check(outputs.ndim == 2 and outputs.shape[1] == n * width, "outputs.shape", tuple(outputs.shape),
           f"(B, n*K) with {n} lanes")
@@ -347,7 +347,7 @@ def lane_target_loss(
     y: Tensor, # (B, n, K) or (B, 1, K): bool labels, or standardised values
     n: int = 1, # lanes
 ) -> Tensor: # (n,) mean loss, fp32: nats of labels, squared standard deviations of values
-    "Return binary cross entropy or squared error of each lane, in fp32 under autocast too."
+    "Return binary cross entropy or squared error of each lane, in fp32 even under autocast."
     z, y = target_lanes(outputs, y, n)
     if y.dtype != torch.bool: return (z - y).square().mean(-1).mean(0)
     return torch.nn.functional.binary_cross_entropy_with_logits(z, y.float(), reduction="none").mean(-1).mean(0)
@@ -359,7 +359,7 @@ def target_counts(
     n: int = 1, # lanes
     spread: Tensor | float = 1., # (K,) variance of the values in the part that is judged
 ) -> Tensor: # (n, K) int64 of labels, float64 of values
-    "Count right labels, or what squared errors leave of 1, of each lane and column; add them up over batches."
+    "Return correct labels, or 1 minus squared errors, of each lane and column; sum them over batches."
     z, y = target_lanes(outputs, y, n)
     if y.dtype == torch.bool: return ((z > 0) == y).sum(0)
     error = as_double(z - y).square()
@@ -369,7 +369,7 @@ def share_pp(
     right: Tensor, # right answers, a sum of `target_counts` or of whole answers
     answers: int, # number of targets
 ) -> Tensor: # float32
-    "Return right answers in percentage points; an R² below 0, or of what is not a number, is 0."
+    "Return the score in percentage points; a negative or NaN R² becomes 0."
     pp = 100 * right / answers
     return torch.where(pp > 0, pp, 0).float()
 
@@ -378,7 +378,7 @@ def standardised(
     y: Tensor, # (N,) class numbers, (N, K) float64 values or bool labels
     train: Tensor, # numbers of the training examples
 ) -> tuple[Tensor, dict[str, Any]]: # targets for a network, and the units for `TargetData`
-    "Return values with mean 0 and standard deviation 1 in the training part; classes and labels as they are."
+    "Standardise values by the training split's mean and standard deviation; return classes and labels unchanged."
     if not y.is_floating_point(): return y, {}
     center, unit = y[train].mean(0), y[train].std(0, correction=0)
     check(bool((unit > 0).all() and unit.isfinite().all()), "standard deviation of the targets in the training part",
@@ -416,7 +416,7 @@ class TargetData(ImageData):
 
     @property
     def chance_loss(self) -> float:
-        "Return the loss of the best constant answer."
+        "Return the loss of the best constant prediction."
         if self.target == "values": return float(self.spread["train"].mean())
         return float((torch.special.entr(self.label_prior) + torch.special.entr(1 - self.label_prior)).mean())
 
@@ -476,7 +476,7 @@ class TextData(Splits):
         train: Tensor, heldout: Tensor, test: Tensor, # 1-D integer tokens below `len(vocab)`
         vocab: Sequence[str] | Sequence[bytes], # the characters, or the 256 bytes
         block: int, # window length L in tokens
-        device: str | torch.device = "cpu", # where the data lives
+        device: str | torch.device = "cpu", # device of the data
     ):
         self.device, self.block = check_device(device), check_count("block", block)
         self.answers = block
@@ -506,7 +506,7 @@ class TextData(Splits):
         split: str, # "train", "heldout" or "test"
         batch_size: int, # windows per batch; the last batch may be smaller
     ) -> Iterator[tuple[Tensor, Tensor]]: # x (B, L), y (B, L) int64
-        "Return every whole window of a split once, in order; the last few tokens that fill none are left out."
+        "Return every whole window of a split once, in order; the remaining tokens are left out."
         t, size = self.tokens[self.check_split(split)], self.block
         count = (len(t) - 1) // size
         x, y = t[:count * size].view(count, size), t[1:count * size + 1].view(count, size)
@@ -516,7 +516,7 @@ class TextData(Splits):
     def reader(self,
         start: Tensor, # (batches, B, n) first token of each window
     ) -> Callable[[slice], Iterable[tuple[Tensor, Tensor]]]: # batch numbers to their `(x, y)`
-        "Return a function that reads training batches: windows, and the same windows one token further."
+        "Return a function that reads training batches: windows, and the same windows shifted by one token."
         flat, offset = self.tokens["train"], torch.arange(self.block, device=self.device)[:, None]
         def read(first):
             index = first[:, None] + offset

@@ -42,18 +42,18 @@ class Examples(NamedTuple):
     classes: tuple[str, ...] # names by number; of other targets those of the K columns
     columns: tuple[Column, ...] = () # of rows
     groups: Tensor | None = None # (N,) int64: examples of one group stay in one part
-    notes: tuple[str, ...] = () # what was done with them so far
+    notes: tuple[str, ...] = () # notes on the preprocessing so far
     reading: dict[str, Any] = {} # options for `pandas.read_csv`
 
 def number_labels(labels: Iterable) -> tuple[Tensor, tuple[str, ...]]: # (N,) int64, and the names in order
-    "Return labels of any kind as class numbers: numbers by size, words by the alphabet."
+    "Convert labels of any type to class indices: numbers sorted by value, strings alphabetically."
     given = [v.item() if hasattr(v, "item") else v for v in labels]
     names = sorted(set(given), key=lambda v: (isinstance(v, str), v))
     number = {v: i for i, v in enumerate(names)}
     return torch.tensor([number[v] for v in given], dtype=torch.int64), tuple(map(str, names))
 
 def check_classes(source: str, e: Examples, least: int = 3) -> Examples: # least: one for each split
-    "Raise unless there are two or more classes, each with at least `least` examples."
+    "Raise for examples that cannot be classified or split."
     check(len(e.classes) > 1, f"classes of {source}", list(e.classes), "at least two: of one nothing can be learnt")
     few = {k: int(n) for k, n in zip(e.classes, torch.bincount(e.y, minlength=len(e.classes))) if n < least}
     check(not few, f"small classes of {source}", few, f"at least {least} examples of each; add some or leave "
@@ -61,7 +61,7 @@ def check_classes(source: str, e: Examples, least: int = 3) -> Examples: # least
     return e
 
 def refuse(complaints: Sequence[str], most: int = 5):
-    "Raise one `ValueError` for all that is wrong, if something is."
+    "Raise one `ValueError` that lists all problems, if there are any."
     more = [f"and {len(complaints) - most} more like these"] if len(complaints) > most else []
     if complaints: raise ValueError("; ".join([*complaints[:most], *more]))
 
@@ -69,13 +69,13 @@ def refuse(complaints: Sequence[str], most: int = 5):
 ANSWERS = ("classes", "values", "labels") # a class; K numbers; K labels, each 0 or 1
 
 def check_kind(target: str, columns: int = 1):
-    "Refuse a kind of target that there is not, and classes in several columns."
+    "Raise for an unknown kind of target, and for classes in several columns."
     check(target in ANSWERS, "target", target, f"one of {', '.join(ANSWERS)}")
     check(columns == 1 or target != "classes", "columns of classes", columns, "one; for several targets say "
           "target='labels' or 'values'")
 
 def as_targets(y, source: str = "y") -> Tensor: # (N, K) float64
-    "Return numbers of any kind, `(N,)` or `(N, K)`, as one column for each target."
+    "Return numbers of any type, `(N,)` or `(N, K)`, with one column per target."
     try: values = np.asarray(y.detach().cpu().double() if isinstance(y, Tensor) else y, dtype=np.float64)
     except (TypeError, ValueError) as e:
         raise ValueError(f"targets of {source} cannot be read as numbers ({e}); give (N,) or (N, K) numbers") from e
@@ -90,7 +90,7 @@ def check_targets(
     names: Sequence[str], # of the K columns
     target: str, # "values" or "labels"
 ) -> Tensor: # (N, K) float64 values, or bool labels
-    "Return targets that can be learnt; refuse others by the name of their column."
+    "Return valid targets; raise for others with the name of their column."
     check(len(y) >= 12, f"examples of {source}", len(y), "at least 12, to be cut into three parts")
     for name, column in zip(names, y.T):
         where = f"target {name} of {source}"
@@ -107,10 +107,10 @@ def check_targets(
 
 # %% ../../nbs/train/34_datasets.ipynb #d88867f4
 class Parts(NamedTuple):
-    "Numbers of examples; every example is in one part."
+    "Indices of the examples of each split; every example is in one."
     train: Tensor
     heldout: Tensor # for the Governor, rewards and gates
-    test: Tensor # read once, for the report
+    test: Tensor # used only for the report
 
 def stratified_split(
     y: Tensor, # (N,) class numbers
@@ -118,7 +118,7 @@ def stratified_split(
     test: float = .15, # share of each class
     groups: Tensor | None = None, # (N,) int64: examples of one group stay in one part; None: each is its own
 ) -> Parts:
-    "Cut examples into three parts, each class alike."
+    "Split examples into three parts, stratified by class."
     for k, share in dict(heldout=heldout, test=test).items():
         check(0 < share < .5, k, share, "a share above 0 and below 0.5")
     if groups is not None: return _grouped_split(y, (1 - heldout - test, heldout, test), groups)
@@ -131,7 +131,7 @@ def stratified_split(
     return Parts(*(torch.cat(p).sort().values for p in parts))
 
 def _grouped_split(y: Tensor, shares: Sequence[float], groups: Tensor) -> Parts:
-    "Cut whole groups into parts; a class is where most of a group is, and large groups are given away first."
+    "Split whole groups; a group counts for its most frequent class, and the largest groups are assigned first."
     _, member = groups.unique(return_inverse=True)
     size = torch.bincount(member)
     check(len(size) >= 3, "groups", len(size), "at least 3, one for each of the three parts")
@@ -145,7 +145,7 @@ def _grouped_split(y: Tensor, shares: Sequence[float], groups: Tensor) -> Parts:
     return Parts(*((part[member] == k).nonzero().flatten() for k in range(3)))
 
 def _give_away(size: Tensor, shares: Sequence[float]) -> Tensor: # (g,) sizes to (g,) parts
-    "Give each group, the largest first, to the part that lacks most; none is left empty if there are three."
+    "Assign each group, the largest first, to the part that lacks most; with three groups no part is empty."
     order = torch.randperm(len(size), generator=generator(0, "split", "groups", len(size)))
     order = order[size[order].argsort(descending=True, stable=True)]
     lack, out = torch.tensor(shares, dtype=torch.float64) * size.sum(), torch.empty_like(size)
@@ -163,7 +163,7 @@ MOST_STRATA = 100 # groups by value
 def target_strata(
     y: Tensor, # (N,) class numbers, or (N, K) float64 values or bool labels
 ) -> Tensor: # (N,) int64; of other targets than classes, at least 3 examples of each
-    "Return the groups of which every part gets its share: classes, combinations of labels, or neighbours by value."
+    "Return the strata of the split: classes, combinations of labels, or ranges of values."
     if y.ndim == 1: return y
     if y.dtype != torch.bool:
         rank = ((y - y.mean(0)) / y.std(0)).mean(1).argsort(stable=True).argsort()
@@ -192,7 +192,7 @@ def picture_files(path: str | Path) -> list[tuple[Path, str]]: # (file, class), 
     return found
 
 def read_picture(file: Path, size: int | None = None) -> np.ndarray: # (H, W, 3) uint8
-    "Read a picture with three channels, on white where nothing is drawn, cut and scaled to `size` pixels, or as it is."
+    "Read an image as RGB on a white background, cropped and scaled to `size` pixels if given."
     from PIL import Image, ImageOps
     try:
         with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning), Image.open(file) as raw:
@@ -201,7 +201,7 @@ def read_picture(file: Path, size: int | None = None) -> np.ndarray: # (H, W, 3)
         raise ValueError(f"{file} cannot be read as a picture ({e}); repair it or take it away") from e
     deep = picture.mode.startswith(("I", "F"))
     check(not deep, f"pixels of {file}", picture.mode, "8 bits each; save it again that way")
-    if "A" in picture.getbands() or "transparency" in picture.info: # colours of transparent pixels carry no information
+    if "A" in picture.getbands() or "transparency" in picture.info: # invisible colours carry no information
         seen = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
     if size is not None: picture = ImageOps.fit(picture, (size, size), Image.Resampling.BILINEAR)
@@ -235,7 +235,7 @@ def read_table_file(
     target: str = "classes", # one of `ANSWERS`
     groups: str | None = None, # column whose equal cells stay in one part, such as a patient's number
 ) -> Examples:
-    "Read the rows of a table with a class each, or with other targets."
+    "Read the rows of a table with their classes or other targets."
     table = read_frame(path)
     e = from_frame(table.frame, str(path), label, columns, target, groups)
     return e._replace(notes=table.notes + e.notes, reading=table.options)
@@ -248,7 +248,7 @@ def from_frame(
     target: str = "classes",
     groups: str | None = None,
 ) -> Examples:
-    "Return the rows of a table of pandas as examples; rows without a target are left out."
+    "Return the rows of a pandas DataFrame as examples; rows without a target are left out."
     header = list(map(str, frame.columns))
     asked = [label] if isinstance(label, str) else list(label or header[-1:]) # the columns of targets
     check_kind(target, len(asked))
@@ -294,7 +294,7 @@ def _numbers_of(source: str, answers: "pandas.DataFrame") -> Tensor: # (N, K) fl
 def _classes_of(
     source: str, answers: "pandas.Series", there: np.ndarray, # (N,) bool: has an answer
 ) -> tuple[Tensor, tuple[str, ...], np.ndarray]: # class numbers, names, and which rows are kept
-    "Return the classes of rows; rows of classes that cannot be in three parts are left out, if these are few."
+    "Return the classes of rows; leave out rows of classes too rare for three splits, if these are few."
     names = answers[there]
     if names.dtype == "float64" and (names % 1 == 0).all(): names = names.astype("int64")
     elif names.dtype == object: names = names.astype(str)
@@ -310,14 +310,14 @@ def _classes_of(
     return y, classes, kept
 
 def group_numbers(groups: Any) -> Tensor: # (N,) of any kind; to (N,) int64
-    "Return the number of each example's group; an example without a group forms its own."
+    "Return the group number of each example; a missing one is its own group."
     import pandas
     code, names = pandas.factorize(pandas.Series(groups.tolist() if isinstance(groups, Tensor) else groups))
     return torch.from_numpy(np.where(code < 0, len(names) + np.arange(len(code)), code).astype("int64"))
 
 # %% ../../nbs/train/34_datasets.ipynb #ee0dd9a3
 def as_pixels(x, source: str = "x") -> Tensor: # a copy, (N, H, W, C) uint8 or float32; of rows (N, 1, 1, C) float64
-    "Return an array of pictures or of rows in the one order of axes."
+    "Return an array of images or rows in the standard order of axes."
     x = torch.as_tensor(np.asarray(x) if not isinstance(x, Tensor) else x).detach().cpu()
     x = x.to(torch.float64 if x.ndim == 2 else torch.uint8 if x.dtype == torch.uint8 else torch.float32, copy=True)
     check(x.ndim in (2, 3, 4), f"{source}.shape", tuple(x.shape), "(N, C), (N, H, W), (N, H, W, C) or (N, C, H, W)")
@@ -378,7 +378,7 @@ def from_dataset(
 
 # %% ../../nbs/train/34_datasets.ipynb #8ebe716f
 def digest_of(e: Examples) -> str: # eight letters
-    "Return a fingerprint of examples, to notice that they have changed."
+    "Return a fingerprint of examples, to detect changes."
     content = hashlib.blake2b(e.x.contiguous().numpy().tobytes(), digest_size=4)
     content.update(e.y.numpy().tobytes())
     if e.groups is not None: content.update(e.groups.numpy().tobytes())
@@ -402,10 +402,10 @@ def first(limit: int | None, x: Tensor) -> Tensor:
 
 # %% ../../nbs/train/34_datasets.ipynb #e526155a
 def load_digits_data(
-    device: str | torch.device = "cpu", # where the data lives
+    device: str | torch.device = "cpu", # device of the data
     limit: int | None = None, # most training images, for a quick run
 ) -> ImageData: # 1280 train, 256 held-out, 261 test images of (1, 8, 8)
-    """Load the handwritten digits that come with scikit-learn: small enough for a CPU, and always there.
+    """Load the handwritten digits that come with scikit-learn: small enough for a CPU, and always available.
 
     Raises
     ------
@@ -447,7 +447,7 @@ def _cifar10_images(train: Split, heldout: Split, test: Split, device: str | tor
         names="airplane automobile bird cat deer dog frog horse ship truck".split())
 
 def _cifar10_files(root: str | Path):
-    "Training and test split as torchvision reads them, or an error that says how to get them."
+    "Return training and test split as torchvision reads them, or raise with instructions to get them."
     from torchvision.datasets import CIFAR10
     folder = Path(root) / CIFAR10.base_folder
     fetch = f"torchvision.datasets.CIFAR10({str(root)!r}, download=True)"
@@ -463,7 +463,7 @@ def _cifar10_files(root: str | Path):
 # %% ../../nbs/train/34_datasets.ipynb #ac8942e3
 def load_cifar10(
     root: str | Path = "data", # folder that holds `cifar-10-batches-py/`
-    device: str | torch.device = "cpu", # where the data lives
+    device: str | torch.device = "cpu", # device of the data
     limit: int | None = None, # most training images, for a quick run
     heldout: int = 5000, # images kept out of the training split
 ) -> ImageData: # images of (3, 32, 32) with random crop and flip
@@ -479,9 +479,9 @@ def load_cifar10(
 def synthetic_cifar10(
     n: int = 2000, # training images; held-out and test get a fifth of it each
     seed: int = 0, # of patterns and noise
-    device: str | torch.device = "cpu", # where the data lives
+    device: str | torch.device = "cpu", # device of the data
 ) -> ImageData: # same shapes, classes and augmentation as CIFAR-10
-    "Make up images that can be learned: each class is a coarse colour pattern, mirrored or not, under noise."
+    "Generate learnable images: each class is a coarse colour pattern, mirrored or not, with noise."
     g = generator(seed, "synthetic_cifar10")
     part = max(10, check_count("n", n, 10) // 5)
     y = torch.arange(n + 2 * part) % 10
@@ -495,13 +495,13 @@ def synthetic_cifar10(
 
 # %% ../../nbs/train/34_datasets.ipynb #76ad7310
 def _cut_text(tokens: Tensor, vocab, block: int, device, limit: int | None) -> TextData:
-    "Cut a text: 80 % to train, then 10 % held out and 10 % test; `limit` counts training windows."
+    "Split a text: 80 % to train, then 10 % held out and 10 % test; `limit` counts training windows."
     a, b = int(len(tokens) * .8), int(len(tokens) * .9)
     train = tokens[:a] if limit is None else tokens[:a][:(check_count("limit", limit) + 1) * block]
     return TextData(train, tokens[a:b], tokens[b:], vocab, block, device)
 
 def load_prose(
-    device: str | torch.device = "cpu", # where the data lives
+    device: str | torch.device = "cpu", # device of the data
     block: int = 64, # window length in characters
     limit: int | None = None, # most training windows, for a quick run
 ) -> TextData: # characters, a vocabulary of 96
@@ -518,7 +518,7 @@ def load_prose(
 # %% ../../nbs/train/34_datasets.ipynb #4fc2bb8c
 def load_text_file(
     path: str | Path, # a UTF-8 text file
-    device: str | torch.device = "cpu", # where the data lives
+    device: str | torch.device = "cpu", # device of the data
     block: int = 256, # window length in bytes
     limit: int | None = None, # most training windows, for a quick run
 ) -> TextData: # bytes, a vocabulary of 256
@@ -533,8 +533,8 @@ def load_text_file(
 # %% ../../nbs/train/34_datasets.ipynb #b4aee8f5
 def split_examples(
     e: Examples,
-) -> tuple[Parts, list[str]]: # the splits, and notes on them
-    "Cut examples into three parts, so that neither a group nor equal examples are in two of them."
+) -> tuple[Parts, list[str]]: # the splits, and notes about them
+    "Split examples into three parts; groups and equal examples stay in one part."
     strata, seen = target_strata(e.y), np.ascontiguousarray(e.x.numpy() + 0) # -0 is 0
     known: dict[bytes, int] = {}
     same = torch.tensor([known.setdefault(hashlib.blake2b(v.tobytes(), digest_size=16).digest(), i)
@@ -551,7 +551,7 @@ def split_examples(
 FEWEST = 20 # different examples, or equal ones cannot be kept in one part
 
 def _joined(*groups: Tensor) -> Tensor: # (N,) each; (N,) int64
-    "Return groups of all examples that are linked by any of some groupings."
+    "Return the connected groups of examples that share a group in any grouping."
     found = torch.arange(len(groups[0]))
     while True: # every example takes the least number in its groups, until none changes
         before = found
@@ -562,12 +562,12 @@ def _joined(*groups: Tensor) -> Tensor: # (N,) each; (N,) int64
 
 def example_data(
     e: Examples,
-    device: str | torch.device = "cpu", # where the data lives
+    device: str | torch.device = "cpu", # device of the data
     limit: int | None = None, # most training examples, for a quick run
     pad: int = 0, # border of the random crop in pixels
     flip: bool = False, # mirror half of the training pictures
 ) -> ImageData:
-    "Return examples as data for training: three parts, prepared and normalised by the training part."
+    "Return examples as data for training: three splits, normalised by the training split."
     parts, said = split_examples(e)
     strata, x, top = target_strata(e.y), e.x, 255
     train = parts.train[balanced_order(strata[parts.train], "yours")]
@@ -586,7 +586,7 @@ def example_data(
         preparation=prepare, notes=(*e.notes, *said, *wild_targets(e)), names=e.classes, **units)
 
 def wild_targets(e: Examples) -> list[str]:
-    "Report outliers that dominate the loss."
+    "Report outliers that would dominate the loss."
     if e.y.ndim == 1 or e.y.dtype == torch.bool: return []
     out = []
     for k, v, (a, b) in zip(e.classes, e.y.T.tolist(), np.quantile(e.y.numpy(), [.25, .75], axis=0).T.tolist()):
@@ -601,12 +601,12 @@ _arrays: dict[str, Examples] = {} # in memory, by name
 _latest: dict[str, Examples] = {} # the files read last, so that a task and its data do not read them twice
 
 def own_source(kind: str, place: str | Path, **options) -> str: # kind: one of `OWN`
-    "Return a source as a text, such as `folder:/home/me/pics?size=32&digest=0a1b2c3d`."
+    "Return a source as a string, such as `folder:/home/me/pics?size=32&digest=0a1b2c3d`."
     place = place if kind == "arrays" else Path(place).resolve()
     return f"{kind}:{place}?{urlencode({k: v for k, v in options.items() if v is not None}, doseq=True)}"
 
 def is_own(source: str) -> bool:
-    "Whether a source is data of the user's own."
+    "Return whether a source is the user's own data."
     return source.partition(":")[0] in OWN and "?" in source
 
 def _taken_apart(source: str) -> tuple[str, str, dict[str, list[str]]]: # kind, place, options
@@ -620,7 +620,7 @@ def _check_digest(place: str, known: list[str] | None, found: str):
 
 # %% ../../nbs/train/34_datasets.ipynb #cb4e2222
 def _remember(source: str, e: Examples) -> Examples: # the same
-    "Keep the examples of one source, the latest."
+    "Cache the examples of the latest source."
     _latest.clear()
     _latest[source] = e
     return e
@@ -642,19 +642,19 @@ def read_own(source: str) -> Examples: # from `own_source`, any kind but text
 
 # %% ../../nbs/train/34_datasets.ipynb #d9560b10
 def keep_read(kind: str, path: str | Path, e: Examples, **options) -> str: # its source
-    "Name examples that were just read from files, so that they are not read again."
+    "Name examples just read from files, and cache them."
     source = own_source(kind, path, **options, digest=digest_of(e))
     _remember(source, e)
     return source
 
 def keep_arrays(name: str, e: Examples) -> str: # its source
-    "Register arrays under a name; registering the name again replaces them."
+    "Store arrays under a name; storing the name again replaces them."
     _arrays[name] = e
     return own_source("arrays", name, digest=digest_of(e))
 
 # %% ../../nbs/train/34_datasets.ipynb #b42a3ab7
 def text_digest(path: str | Path, block: int) -> str: # block: window length in bytes
-    "Return the fingerprint of a text, which must be UTF-8 and long enough to be cut."
+    "Return the fingerprint of a text, which must be UTF-8 and long enough to split."
     if not Path(path).is_file(): raise FileNotFoundError(f"{path} is not a file, expected a text in UTF-8")
     content = Path(path).read_bytes()
     try: content.decode("utf-8")
@@ -665,7 +665,7 @@ def text_digest(path: str | Path, block: int) -> str: # block: window length in 
 
 def load_own(
     source: str, # from `own_source`
-    device: str | torch.device = "cpu", # where the data lives
+    device: str | torch.device = "cpu", # device of the data
     block: int = 64, # window length of a text, bytes
     limit: int | None = None, # most training examples, for a quick run
 ) -> ImageData | TextData:
@@ -680,7 +680,7 @@ def load_own(
 # %% ../../nbs/train/34_datasets.ipynb #bed5976a
 def load_source(
     task, # whose data
-    device: torch.device, # where they shall live
+    device: torch.device, # device of the data
     root: Path, # folder of local files
     limit: int | None, # most training examples
     synthetic: bool, # made-up images in place of CIFAR-10
@@ -698,7 +698,7 @@ def load_source(
 
 # %% ../../nbs/train/34_datasets.ipynb #73f934a9
 def host_for(shape: Sequence[int], classes: int) -> CNNConfig: # shape: (C, H, W)
-    "Return a small host for pictures of some size, or, for one pixel, a multilayer perceptron."
+    "Return a small host for images of a size, or, for one pixel, a multilayer perceptron."
     channels, height, width = shape
     check(height == width, "pictures", (height, width), "squares; pad or cut them")
     if height == 1: return CNNConfig(classes, channels, 1, base=32, widen=False, blocks=3, kernel=1, pools=0)

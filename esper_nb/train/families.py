@@ -23,7 +23,7 @@ from .population import Population
 # %% ../../nbs/train/41_families.ipynb #bb93fd49
 @dataclass(frozen=True)
 class Instance(Config):
-    "What the network of a lane lacks, and what its data are."
+    "The restrictions of a lane's network and of its data."
     blind: tuple[int, ...] = () # blocks whose windows see their own pixel only
     groups: int = 0 # classes that the given ones are put into; 0: left as they are
     noise: float = 0. # share of the training labels that are wrong, 0 to 1
@@ -51,14 +51,14 @@ TASK_FAMILIES: dict[str, tuple[Instance, ...]] = { # name -> kinds, drawn evenly
 }
 
 def groupings(classes: int) -> list[tuple[int, ...]]: # each the members of one half; the other half has the rest
-    "Return every way to put classes into two halves, shuffled once and for all."
+    "Return all splits of the classes into two halves, in a fixed random order."
     halves = [h for h in itertools.combinations(range(classes), classes // 2) if 0 in h]
     order = torch.randperm(len(halves), generator=generator(0, "groupings", classes)).tolist()
     return [halves[i] for i in order]
 
 # %% ../../nbs/train/41_families.ipynb #2a5a02d6
 class Lesson(NamedTuple):
-    "An instance with everything that was drawn for it."
+    "An instance with all its random draws."
     kind: int # place in the family
     labels: Tensor # (N,) int64 of the training split, wrong ones included
     classes: Tensor # (classes,) int64: what each class is called now
@@ -66,7 +66,7 @@ class Lesson(NamedTuple):
     used: int # training examples, at least 1
 
 def draw_classes(groups: int, classes: int, judged: bool, g: torch.Generator) -> Tensor: # (classes,) int64
-    "Draw new names for the classes; practice and judgement draw two groups from different groupings."
+    "Draw new names for the classes; training and evaluation draw two groups from different groupings."
     if groups == 0: return torch.arange(classes)
     if groups > 2: return torch.randperm(classes, generator=g) % groups
     known = groupings(classes)
@@ -76,7 +76,7 @@ def draw_classes(groups: int, classes: int, judged: bool, g: torch.Generator) ->
     return torch.tensor([int(c in half) for c in range(classes)])
 
 def draw_lesson(
-    data: ImageData, # whose labels and pictures
+    data: ImageData, # provides labels and images
     kinds: Sequence[Instance], # of the family
     seed_key: int, # of the lane's episode
     judged: bool = False, # drawn for a judgement: from what is never practised on
@@ -94,7 +94,7 @@ def draw_lesson(
 
 # %% ../../nbs/train/41_families.ipynb #3fe14fe9
 class FamilyData(ImageData):
-    "Images of which every lane is shown its own instance; the lessons begin with `begin`."
+    "Images of which every lane sees its own instance; `begin` draws the instances."
     def __init__(self, data: ImageData, kinds: Sequence[Instance], judged: bool = False):
         check(not isinstance(data, TargetData), "data", data, "classes: a family gives them other names")
         self.__dict__.update(vars(data)) # those of another family's data begin with no lessons either
@@ -125,11 +125,11 @@ class FamilyData(ImageData):
         return torch.stack([torch.as_tensor(getattr(self.lessons[i], name)) for i in lanes]).to(self.device)
 
     def pixel_order(self, lanes: Sequence[int]) -> Tensor | None: # (n, H*W); None: no lane's pixels are shuffled
-        "Return where the pixels of each lane come from."
+        "Return the source index of each lane's pixels."
         return self.table("pixels", lanes) if any(self.instance(i).shuffled for i in lanes) else None
 
     def reorder(self, x: Tensor, pixels: Tensor | None) -> Tensor: # (B, n*C, H, W), the same shape
-        "Put the pixels of every lane into its own order."
+        "Permute the pixels of every lane."
         if pixels is None: return x
         flat = x.unflatten(1, (len(pixels), -1)).flatten(3)
         found = flat.gather(3, pixels[None, :, None].expand(*flat.shape[:3], -1))
@@ -153,11 +153,11 @@ class FamilyData(ImageData):
 
 # %% ../../nbs/train/41_families.ipynb #ace48316
 def begin_lessons(
-    pop: Population, # whose data are a family's
+    pop: Population, # with data of a family
     lanes: Sequence[int], # with fresh weights
     seed_keys: Sequence[int], # of their episodes
 ):
-    "Draw an instance for some lanes, and take from their hosts what it lacks."
+    "Draw an instance for some lanes, and restrict their hosts accordingly."
     if not isinstance(pop.data, FamilyData): return
     host = pop.model.host
     check(isinstance(host, CNNHost) and host.config.masked, "task", pop.task.name,

@@ -87,7 +87,7 @@ def list_faults() -> list[str]:
 # %% ../../nbs/train/40_faults.ipynb #e4158d1b
 @dataclass(frozen=True)
 class Fault(Config):
-    """A fault in one lane at one time; pass `fault.at(epoch)` to `run_epoch` as `disturb`.
+    """A fault in one lane at one time; `fault.at(epoch)` is what `run_epoch` takes as `disturb`.
 
     Raises
     ------
@@ -114,7 +114,7 @@ class Fault(Config):
         for k in ("lane", "epoch", "batch"): check_count(k, getattr(self, k), 0)
 
     def at(self, epoch: int) -> Disturb | None:
-        "Return the disturbance of that epoch; None in every other."
+        "Return the disturbance if the fault is due in the epoch, else None."
         if epoch != self.epoch: return None
         def disturb(net, stepper, lanes, b, x, y):
             age = b - self.batch
@@ -130,8 +130,8 @@ class Fault(Config):
 def disturb_at(
     faults: Sequence[Fault], # of different lanes
     epoch: int, # about to begin
-) -> Disturb | None: # pass it to `run_epoch` as `disturb`; None if nothing is due
-    "Return the disturbance of an epoch in which one or several faults are due."
+) -> Disturb | None: # what `run_epoch` takes as `disturb`; None if nothing is due
+    "Return the disturbance of an epoch with one or several faults."
     due = [d for f in faults if (d := f.at(epoch))]
     def disturb(net, stepper, lanes, b, x, y):
         for d in due: x, y = d(net, stepper, lanes, b, x, y)
@@ -141,8 +141,8 @@ def disturb_at(
 # %% ../../nbs/train/40_faults.ipynb #07daff48
 def parse_fault(
     text: str, # "kind", "kind:lane" or "kind:lane:epoch"
-) -> Fault: # in epoch 5 unless the text says otherwise
-    "Parse a fault from its command-line syntax."
+) -> Fault: # in epoch 5 unless the text gives one
+    "Parse a fault from the command line."
     kind, *rest = text.split(":")
     check(len(rest) <= 2 and all(p.isdigit() for p in rest), "inject", text,
           "kind, kind:lane or kind:lane:epoch, for example nan:2:5")

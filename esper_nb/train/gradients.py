@@ -28,7 +28,7 @@ def flat_lanes(
     t: Tensor, # (n*k, ...) a parameter or gradient of n lanes, contiguous or channels_last
     lanes: int, # n
 ) -> Tensor: # (n, elements of a lane), a view; a lane's elements are in memory order
-    "Return a tensor as a matrix with one line per lane, without a copy."
+    "Return a tensor as a matrix with one row per lane, without a copy."
     if (t.shape[0] if t.ndim else 1) % lanes:
         raise ValueError(f"shape {tuple(t.shape)} does not hold {lanes} lanes: "
                          f"dimension 0 must be a multiple of {lanes}")
@@ -48,7 +48,7 @@ def lane_grads(
         if (g := p.grad) is None: continue
         if not _is_solid(g): p.grad = g = g.contiguous()
         misfit = lanes > 1 and (g.ndim == 0 or g.shape[0] % lanes)
-        out.append(flat_lanes(g, lanes) if misfit else _matrix(g, lanes))   # the former says what is wrong
+        out.append(flat_lanes(g, lanes) if misfit else _matrix(g, lanes))   # the former raises the error
     return out
 
 # %% ../../nbs/train/30_gradients.ipynb #02ecd024
@@ -61,9 +61,9 @@ def tensor_norms(
 
 def owner_norms(
     grads: Sequence[Tensor], # each (n, elements), from `lane_grads`; at least one
-    *more: Sequence[Tensor], # the same of further owners, with lanes of their own
+    *more: Sequence[Tensor], # the same for further owners, with their own lanes
 ) -> Tensor: # (n,) L2 norms over all tensors of an owner, (n + ...,) for several; inf where a gradient is not finite
-    "Return the norm of every lane over all its gradients, owner after owner."
+    "Return the norm of every lane over all its gradients, by owner."
     parts = [torch.stack([torch.linalg.vector_norm(g, dim=1) for g in owner]) for owner in (grads, *more)]
     norms = torch.cat([torch.linalg.vector_norm(part, dim=0) for part in parts])
     return norms.masked_fill_(norms.isnan(), math.inf)
@@ -106,7 +106,7 @@ def health_score(
 
 # %% ../../nbs/train/30_gradients.ipynb #1ed4fdfd
 class GradientHealth(NamedTuple):
-    "What one owner's gradients look like, lane by lane; NaN where nothing was measured."
+    "Statistics of one owner's gradients by lane; NaN where not measured."
     norm: Tensor # (n,) L2 norm over all tensors, inf if not finite
     vanishing: Tensor # (n,) fraction of tensors with a norm below `vanish`, in [0, 1]
     exploding: Tensor # (n,) fraction of tensors with a norm above `explode` or not finite, in [0, 1]
@@ -149,7 +149,7 @@ def norm_ratio(
 
 # %% ../../nbs/train/30_gradients.ipynb #1f3918f1
 class GrowthSignals(NamedTuple):
-    "What a seed would find at a place, for n lanes; see `growth_signals`."
+    "Predicted gradients of a new seed at a site, for n lanes; see `growth_signals`."
     demand: Tensor # (n,) size of the gradient that a linear seed would have
     fit: Tensor # (n,) its cosine with the gradient of the features, 0 to 1
     reach: Tensor # (n,) share of it, squared, that lies off the centre of the window; 0 for sequences
@@ -161,7 +161,7 @@ def growth_signals(
     lanes: int, # n
     window: int = 3, # side of the seed's window, odd
 ) -> GrowthSignals:
-    "Return the gradient of a seed that is not there yet, as three numbers a lane."
+    "Return three statistics per lane of the gradient that a new seed would have."
     if h.ndim == 3: h, g, window = h.mT[..., None], g.mT[..., None], 1 # a sequence is a picture of width 1
     h, g = (t.float().contiguous(memory_format=torch.channels_last) for t in (h, g)) # which convolutions like
     half, channels = window // 2, h.shape[1] // lanes

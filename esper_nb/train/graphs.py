@@ -26,7 +26,7 @@ from .tasks import Task, correct_counts
 
 # %% ../../nbs/train/37_graphs.ipynb #de9b8990
 class TrainStep(NamedTuple):
-    "What one training batch of n lanes did."
+    "The result of one training batch of n lanes."
     loss: Tensor # (n,) on the CPU, as all but `correct`; of a deferred step on the device
     correct: Tensor # (n,) right answers, on the device
     norm: Tensor # (n,) gradient norm of the host before clipping; inf: not finite
@@ -42,15 +42,15 @@ class Group:
 
     @cached_property
     def partly(self) -> dict[str, Tensor]: # owner -> (m,) bool
-        "Return the owners that only some of their lanes train."
+        "Return the owners that train in only some of their lanes."
         return {k: on for k, on in self.active.items() if not on[list(self.stepper.lanes_of(k))].all()}
 
     def step(self,
         task: Task, # for the loss
         batch: tuple[Tensor, Tensor], # x (B, m*C, H, W) or (B, L, m); y (B, m) or (B, L, m)
         precision: Precision, # type of the forward pass
-        between: Callable[[], None] | None = None, # called between backward and step, to look at gradients
-        turn: AbstractContextManager = nullcontext(), # held where Python is busy: `Workers.turn`
+        between: Callable[[], None] | None = None, # called between backward and step, to inspect gradients
+        turn: AbstractContextManager = nullcontext(), # held during Python work: `Workers.turn`
         defer: bool = False, # as for `Stepper.step`
     ) -> TrainStep:
         "Run forward, backward and one clipped step, per lane."
@@ -67,7 +67,7 @@ class Group:
             return TrainStep(info.loss, correct, info.norms["host"], skipped)
 
     def ramp_to(self, share: float): # of the epoch, 0 to 1
-        "Set how far the epoch has come: alphas on a ramp follow."
+        "Set the fraction of the epoch that has passed, and update alphas on a ramp."
         self.net.within = share
 
 # %% ../../nbs/train/37_graphs.ipynb #cceb60f5
@@ -90,13 +90,13 @@ class Moving:
     ages: list[Tensor] # (n,) float64, this step counted
 
     def state(self, name: str) -> list[Tensor]: # (n, k, ...) views
-        "Return what the optimizer keeps under a name."
+        "Return the optimizer's state of a name."
         o = self.owner
         used = [p for p in o.params.values() if p.grad is not None]
         return [by_lane(o.wide.state[p][name], o.lanes) for p in used]
 
     def spread(self, numbers: Sequence[Tensor]) -> list[Tensor]: # (n,) for each parameter -> (n, 1, ...)
-        "Return numbers of the lanes as factors of the weights."
+        "Broadcast numbers of the lanes over the weights."
         return [v.to(w.dtype).view(-1, *[1] * (w.ndim - 1)) for v, w in zip(numbers, self.weights)]
 
     def descend(self, updates: Sequence[Tensor], rates: Sequence[Tensor]): # rates: (n,) for each parameter
@@ -116,7 +116,7 @@ def move_sgd(m: Moving):
     m.descend(updates, [m.lr] * len(updates))
 
 def move_adam(m: Moving):
-    "Step by Adam, or by AdamW, whose weights decay by themselves."
+    "Step by Adam, or by AdamW, with decoupled weight decay."
     d, updates = m.owner.wide.defaults, m.grads
     (b1, b2), decay = d["betas"], d["weight_decay"]
     if decay and m.owner.cls is torch.optim.AdamW:
@@ -146,7 +146,7 @@ class Resident:
         self.ages = [torch.zeros(o.steps.T.shape, dtype=torch.float64, device=d) for o, d in zip(owners, places)]
 
     def begin(self):
-        "Copy learning rates and ages from the host to the device."
+        "Copy learning rates and step counts from the CPU to the device."
         for o, lr, ages in zip(self.owners, self.lr, self.ages):
             lr.copy_(send(o.lr, lr.device))
             ages.copy_(send(o.steps.T.double(), ages.device))
@@ -182,7 +182,7 @@ def unfit_rule(
 def unfit_net(
     net: Growing, # in training
 ) -> str | None: # None: it does
-    "Return why a network does not do the same in every batch."
+    "Return why a network's computation differs between batches."
     drawing = [m for m in net.modules() if getattr(m, "draws", False)]
     if drawing: return f"{type(drawing[0]).__name__} draws on the host"
     slots = {k: net.slot(k) for k in net.names}
@@ -201,16 +201,16 @@ def unfit_group(
 def topology(
     g: Group, # before an epoch
 ) -> Hashable: # equal: the same list of operations on the same memory
-    "Return what a graph of a group's step depends on, but for the shape of a batch."
+    "Return the key of a group's graph, without the shape of a batch."
     owners = tuple((k, o, tuple(g.stepper.lanes_of(k)), g.stepper.max_norm[k]) for k, o in g.stepper.owners.items())
     return g.net, owners, tuple((k, g.net.slot(k).enabled, g.net.slot(k).roles()) for k in g.net.names)
 
 _one_at_a_time = threading.Lock() # a recording begins by waiting for its device, which others must not record on
 
 class Recorded:
-    "A function of tensors as a graph: called once to be recorded, and then replayed."
+    "A function of tensors as a CUDA graph: the first call records it, later ones replay it."
     def __init__(self,
-        f: Callable[..., Tensor], # does not ask the device, and has run before
+        f: Callable[..., Tensor], # does not synchronise, and has run before
         inputs: Sequence[Tensor], # copies of them are what the graph reads
         keep: object, # whose memory the graph uses
     ):
@@ -221,14 +221,14 @@ class Recorded:
         with _one_at_a_time, recording: self.out = f(*self.inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        "Replay it for other inputs."
+        "Replay the graph for other inputs."
         for mine, t in zip(self.inputs, inputs): mine.copy_(t)
         self.graph.replay()
         return self.out.clone()
 
 # %% ../../nbs/train/37_graphs.ipynb #00a6817b
 class Graphs:
-    "Graphs by topology, from one epoch to the next."
+    "Graphs by topology, kept over epochs."
     def __init__(self, warm: int = 3): # batches of a topology before it is recorded
         self.warm, self.replays = warm, 0
         self.said, self.live = set[str](), set[Hashable]() # reasons given; what has been used since the last `sweep`
@@ -238,12 +238,12 @@ class Graphs:
         self.streams: dict[torch.device, torch.cuda.Stream] = {} # where to record
 
     def say(self, why: str):
-        "Warn of a reason, once."
+        "Warn of a reason once."
         if why not in self.said: warnings.warn(f"graph: {why}; trained without one", stacklevel=2)
         self.said.add(why)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream: # always the same
-        "Return the stream on which epochs run that may be recorded."
+        "Return the stream for epochs that can be recorded."
         if device not in self.streams: self.streams[device] = torch.cuda.Stream(device)
         return self.streams[device]
 
@@ -254,13 +254,13 @@ class Graphs:
         return self.residents[owners]
 
     def run(self, key: Hashable, f: Callable[..., Tensor], inputs: Sequence[Tensor], keep: object) -> Tensor:
-        "Return what `f` returns: by a replay, as soon as there is a graph."
-        again = key in self.live # what an epoch makes once has been made
+        "Return the result of `f`, by replay once there is a graph."
+        again = key in self.live # the epoch's one-time allocations are done
         self.live.add(key)
         self.seen[key] += 1
         if again and key not in self.made and self.seen[key] > self.warm:
             try: self.made[key] = Recorded(f, inputs, keep)
-            except RuntimeError as e: # which is how torch says that something cannot be in a graph
+            except RuntimeError as e: # torch raises it for operations that a graph cannot contain
                 self.made[key] = None
                 self.say(str(e).splitlines()[0])
         graph = self.made.get(key)
@@ -277,14 +277,14 @@ class Graphs:
 
 # %% ../../nbs/train/37_graphs.ipynb #b449450a
 class GroupSteps:
-    "The steps of one group for an epoch, recorded as soon as possible."
+    "The steps of one group for an epoch, recorded as early as possible."
     def __init__(self, graphs: Graphs, g: Group): # g: one that `unfit_group` has nothing against
         self.graphs, self.g, self.key = graphs, g, topology(g)
         self.resident = g.stepper.resident = graphs.resident(tuple(g.stepper.owners.values()))
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        "Queue the work of the block where it can be recorded: behind all that was queued, before all that will be."
+        "Run the block on the recording stream, after all earlier work and before all later work."
         device = self.resident.lr[0].device
         here = torch.cuda.current_stream(device)
         there = here if here != torch.cuda.default_stream(device) else self.graphs.stream(device)
@@ -296,9 +296,9 @@ class GroupSteps:
         finally: here.wait_stream(there)
 
     def __call__(self, train: Callable[[Tensor, Tensor], TrainStep], x: Tensor, y: Tensor) -> TrainStep:
-        "Train one batch; the step is packed, so that all of an epoch look alike."
+        "Train one batch; the returned step is packed, like all steps of an epoch."
         def packed(x: Tensor, y: Tensor) -> Tensor:
-            self.g.stepper.zero_grad() # what a recording that failed has left behind
+            self.g.stepper.zero_grad() # left over from a failed recording
             return pack_step(train(x, y))
         net, shapes = self.g.net, tuple((tuple(t.shape), t.stride(), t.dtype) for t in (x, y))
         routes = [net.slot(k).route() for k in net.names] # alphas and indices that the graph reads
@@ -311,11 +311,11 @@ class GroupSteps:
 
 # %% ../../nbs/train/37_graphs.ipynb #31e0b83e
 def capture_steps(
-    graphs: Graphs | None, # None: not requested
+    graphs: Graphs | None, # None: off
     g: Group, # about to be trained
     defer: bool, # gradients are checked when the epoch is over, not batch by batch
 ) -> GroupSteps | None: # None: the steps are plain calls
-    "Return the recorded steps of a group for an epoch, or warn why there are none."
+    "Return the recorded steps of a group for an epoch, or None with a warning."
     if graphs is None: return None
     why = "the host checks every batch: no GPU, loss scales, a disturbance, or a host that rests"
     found = unfit_group(g) if defer else why

@@ -21,7 +21,7 @@ def check_state(
     given: Mapping[str, Tensor], # what shall be loaded
     what: str, # the kind of object, for messages
 ):
-    "Refuse a state with other names or shapes, saying which."
+    "Raise for a state with different names or shapes, and list them."
     lines = [f"missing {k}" for k in own.keys() - given.keys()] + [f"unknown {k}" for k in given.keys() - own.keys()]
     for k in own.keys() & given.keys():
         if own[k].shape != given[k].shape:
@@ -55,7 +55,7 @@ class LaneState:
 def lanes_apart(
     state: LaneState,
 ) -> dict[str, Tensor]: # each (n, k, ...), a view; lane i is entry i
-    "Return every tensor of a state with its lane axis apart."
+    "Return every tensor of a state with a separate lane axis."
     return {k: by_lane(t if t.ndim else t.view(1), state.lanes) for k, t in state.state_dict().items()}
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def copy_lanes(
     source: LaneState, # the same kind of object
     at: Sequence[int], # the lanes they are overwritten with, as many
 ):
-    "Overwrite the state of some lanes with that of lanes elsewhere."
+    "Overwrite the state of some lanes with that of other lanes."
     own, given = lanes_apart(target), lanes_apart(source)
     if len(to) != len(at): raise ValueError(f"{len(to)} lanes to overwrite, but {len(at)} lanes given")
     check_state({k: t[0] for k, t in own.items()}, {k: t[0] for k, t in given.items()}, type(target).__name__)
@@ -76,9 +76,9 @@ def copy_lanes(
 class LaneOptimizer(LaneState):
     """A torch optimizer for one owner whose n lanes can step, skip, be reset and be copied on their own.
 
-    The update rules are those of `torch.optim`. While all lanes share a learning rate and an age, one call of the torch
-    optimizer steps them all; where they differ, the same class runs on views of neighbouring lanes that agree. Both
-    ways compute the same bits.
+    The update rules are those of `torch.optim`. While all lanes have the same learning rate and step count, one call of
+    the torch optimizer steps them all; otherwise it runs on views of consecutive lanes that agree. The results are
+    bitwise equal.
 
     Raises
     ------
@@ -121,7 +121,7 @@ class LaneOptimizer(LaneState):
 
     @torch.no_grad()
     def step(self, take: Sequence[bool] | None = None): # (n,) lanes that step, default all
-        "Step the lanes named, leave the others as they are, bit for bit."
+        "Step the given lanes; the others do not change, bit for bit."
         take = [True] * self.lanes if take is None else list(take)
         if len(take) != self.lanes: raise ValueError(f"take names {len(take)} lanes, expected {self.lanes}")
         used = [p.grad is not None for p in self.params.values()]
@@ -163,13 +163,13 @@ class LaneOptimizer(LaneState):
         return new
 
     def state_dict(self) -> dict[str, Tensor]: # live tensors: lr (n,), steps (n, parameters), and "state.parameter"
-        "Return every tensor of the state by name; a parameter's are shaped like the parameter."
+        "Return every tensor of the state by name, in its parameter's shape."
         kept = [k for k in self.names if k != _STEP]
         return {"lr": self.lr, "steps": self.steps} | {
             f"{k}.{name}": self.wide.state[p][k] for k in kept for name, p in self.params.items()}
 
     def alike(self) -> bool:
-        "Whether all lanes have one learning rate and age, and every parameter a gradient: one call steps them all."
+        "Whether one call can step all lanes: equal learning rates and step counts, and a gradient for each parameter."
         lrs, ages = self.lr.tolist(), self.steps.tolist()
         if min(lrs) != max(lrs) or not all(p.grad is not None for p in self.params.values()): return False
         return _STEP not in self.names or all(a == ages[0] for a in ages)
@@ -185,7 +185,7 @@ class LaneOptimizer(LaneState):
 # %% ../../nbs/train/31_optim.ipynb #4edf7135
 def check_owners(
     model: nn.Module, # the network that is trained
-    owners: Mapping[str, LaneOptimizer | Mapping[str, nn.Parameter]], # who trains what
+    owners: Mapping[str, LaneOptimizer | Mapping[str, nn.Parameter]], # owner -> its parameters
 ):
     "Raise unless every trainable parameter of the model has exactly one owner."
     held = defaultdict(list)
@@ -218,7 +218,7 @@ def _unfit(cls, options, why):
                       "Use SGD without dampening, Adam or AdamW, with the foreach or the plain implementation")
 
 def check_options(cls: type, options: dict):
-    "Refuse implementations that lanes cannot share."
+    "Raise for implementations that do not work with lanes."
     for bad in ("fused", "capturable", "differentiable"):
         why = "rounds by position in memory" if bad == "fused" else "is not supported"
         if options.get(bad): raise _unfit(cls, options, f"{bad}=True {why}")
@@ -237,7 +237,7 @@ def fill_state(
                         torch.zeros_like(p, memory_format=torch.preserve_format) for k in names}
 
 def _entries(cls, options, p, state) -> tuple[str, ...]:
-    "Names of a parameter's state, each of which must be one number per weight."
+    "Return the names of a parameter's state; each must have one number per weight."
     for k, v in state.items():
         if k == _STEP or v is None: continue
         if not torch.is_tensor(v) or v.shape != p.shape:
@@ -249,7 +249,7 @@ def state_names(
     cls: type, # a class of torch.optim
     options: dict, # as for the class
 ) -> tuple[str, ...]:
-    "Return the names of the state that an optimizer keeps for each weight; refuse one in which lanes meet."
+    "Return the names of the state that an optimizer keeps for each weight; raise if it mixes lanes."
     key = (cls, repr(sorted(options.items())))
     if key in _layouts: return _layouts[key]
     check_options(cls, options)
@@ -273,13 +273,13 @@ def state_names(
 
 # %% ../../nbs/train/31_optim.ipynb #bc6881a3
 def equal_stretches(keys: Sequence) -> list[tuple[int, int]]:
-    "Return the half-open ranges of neighbouring equal keys; None belongs to no range."
+    "Return the half-open ranges of consecutive equal keys; None is in no range."
     cuts = [0, *(i for i in range(1, len(keys)) if keys[i] != keys[i - 1]), len(keys)]
     return [(a, b) for a, b in zip(cuts, cuts[1:]) if keys[a] is not None]
 
 # %% ../../nbs/train/31_optim.ipynb #b3d7e51c
 class LaneViews:
-    "Stretches of neighbouring lanes as leaves of one torch optimizer; their state is a view of the whole state."
+    "Ranges of consecutive lanes as parameters of one torch optimizer; their state is a view of the whole state."
     def __init__(self, owner: LaneOptimizer):
         self.owner, self.opt = owner, owner.cls([torch.zeros(1)], lr=0., **owner.options)
         self.views: dict[tuple[int, int], list[Tensor]] = {}
@@ -290,7 +290,7 @@ class LaneViews:
         return [p.data_ptr() for p in self.owner.params.values()]
 
     def fit(self) -> bool:
-        "Whether the views are still those of the owner's parameters, and not too many."
+        "Return whether the views still match the owner's parameters, and are not too many."
         return self.at == self.memory() and len(self.views) <= 4 * self.owner.lanes
 
     def cut(self, t: Tensor, a: int, b: int) -> Tensor: # (n*k, ...) -> ((b - a)*k, ...)
@@ -308,7 +308,7 @@ class LaneViews:
         return self.views[a, b]
 
     def step(self, stretches: Sequence[tuple[int, int]], lrs: Sequence[float], ages: Sequence[Sequence[int]]):
-        "Step these stretches, each at its learning rate and age."
+        "Step these ranges, each with its learning rate and step count."
         by_lr, aging = defaultdict(list), _STEP in self.owner.names
         pieces = [self.view(a, b) for a, b in stretches]
         lanes, cuts = self.owner.lanes, sorted({0, self.owner.lanes, *(i for ab in stretches for i in ab)})

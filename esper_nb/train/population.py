@@ -36,7 +36,7 @@ from .tasks import Task, create_model, get_task
 
 # %% ../../nbs/train/38_population.ipynb #cfec178d
 def check_fit_config(c: "FitConfig"): # raises a ValueError that names the setting
-    "Refuse settings that nothing can be trained with."
+    "Raise for invalid training settings."
     check_count("lanes", c.lanes); check_count("eval_batch", c.eval_batch); check_count("retries", c.retries, 0)
     check(0 <= c.seed < 2**63, "seed", c.seed, "a whole number from 0 to 2**63 - 1")
     for k in ("epochs", "batch_size", "workers", "width"):
@@ -49,7 +49,7 @@ def check_fit_config(c: "FitConfig"): # raises a ValueError that names the setti
 # %% ../../nbs/train/38_population.ipynb #fee68363
 @dataclass(frozen=True)
 class FitConfig(Config):
-    """Settings for training a population; None uses the task's setting.
+    """Training settings of a population; None: the task's value.
 
     Raises
     ------
@@ -72,17 +72,17 @@ class FitConfig(Config):
     batch_size: int | None = None # examples per lane and batch; None: the task's
     lr: float | None = None # learning rate, above 0; None: the task's
     schedule: str = "cosine" # "cosine" falls to 0 over the epochs, "constant" stays
-    restart: bool = True # planting a seed restarts the lane's schedule, which then ends with the run
+    restart: bool = True # a germination restarts the lane's schedule, over the rest of the run
     max_norm: float | None = 1. # gradient norm limit per lane and owner; None: no clipping
     precision: str = "auto" # "fp32", "bf16", "fp16", or "auto": what suits the device
     seed: int = 0 # of weights, order and augmentation
     workers: int | None = None # groups at a time; None: one per core, one on a GPU
     width: int | None = None # lanes per group; None: by the rule of the plans page
-    exact: bool = False # a lane's numbers do not depend on the other lanes, to the bit: each is computed alone
+    exact: bool = False # a lane's numbers are bitwise independent of the other lanes: each is computed alone
     eval_batch: int = 256 # images per evaluation batch
     governor: GovernorConfig | None = GovernorConfig(lowers=0) # thresholds and budget; None: no Governor
     retries: int = 1 # times that `fit` tries a birth again which the Governor undid, in each slot of a lane
-    graph: bool = False # on a GPU, one launch a batch where that can be: see the graphs page
+    graph: bool = False # on a GPU, one CUDA graph launch per batch if possible: see the graphs page
 
     def __post_init__(self):
         self.check_types()
@@ -116,7 +116,7 @@ class GroupResult(NamedTuple):
     signals: dict[str, Tensor] # slot -> (4, m), from `site_signals`
 
 class SeedWorth(NamedTuple):
-    """Forecast of a seed's final accuracy gain in one lane, and its parameter cost.
+    """Forecast of a seed's contribution at the end of the run, and its parameter count.
 
     Examples
     --------
@@ -127,13 +127,13 @@ class SeedWorth(NamedTuple):
     lane: int
     slot: str
     blueprint: str
-    worth_pp: float # beside the same network without the seed
+    worth_pp: float # compared with the same network without the seed
     within_pp: float # half the width of the interval that is to hold 80 % of such networks
     parameters: int # that the lane gets
 
     @property
     def text(self) -> str:
-        "Return it in words."
+        "Format the forecast."
         return (f"{self.blueprint} in {self.slot}: worth {self.worth_pp:.0f} ± {self.within_pp:.0f} pp at the end, "
                 f"for {self.parameters:,} parameters")
 
@@ -154,11 +154,11 @@ class EpochResult(NamedTuple):
     undone: tuple[DecisionResult, ...] = () # births that the Governor undid: their slots are empty again
     forecast: tuple[SeedWorth, ...] = () # forecast gains, for the lanes that the forecaster ran on after this epoch
 
-Forecaster = Callable[["Population", EpochResult], Sequence[SeedWorth]] # forecasts for some lanes, after an epoch
+Forecaster = Callable[["Population", EpochResult], Sequence[SeedWorth]] # returns forecasts after an epoch
 
 # %% ../../nbs/train/38_population.ipynb #e7043fd8
 class LaneRates:
-    "A factor on every lane's learning rate, by which the Governor or a user slows a lane down."
+    "A factor on every lane's learning rate, which the Governor or a user can lower."
     def __init__(self, lanes: int): self.lanes, self.lr = lanes, torch.ones(lanes, dtype=torch.float64)
 
     def set_lr(self, lr: float | Tensor, lanes: Sequence[int] | None = None): # (lanes,) factors; lanes: default all
@@ -176,7 +176,7 @@ class LaneRates:
 # %% ../../nbs/train/38_population.ipynb #10c252f0
 @dataclass
 class Spare:
-    "A network for one group of lanes, with banks of seeds and optimizers of every width that was needed."
+    "A network for one group of lanes, with banks of seeds and optimizers for each width so far."
     net: Growing
     banks: dict[tuple[str, int], nn.Module] = field(default_factory=dict) # (owner, lanes) -> its module
     optimizers: dict[tuple[str, int], LaneOptimizer] = field(default_factory=dict) # (owner, lanes) -> its optimizer
@@ -184,15 +184,15 @@ class Spare:
 # %% ../../nbs/train/38_population.ipynb #be920c53
 SMALL_GROUP = BUDGET // 32 # bytes of a group's largest activation; up to here one core does all of an operation
 
-_CHANGES = ("model", "stepper", "rates") # stateful parts of a population
+_CHANGES = ("model", "stepper", "rates") # parts of a population that have state
 
 @dataclass
 class Population:
-    """Networks in training: what changes (`model`, `stepper`, `epoch`) and what does not.
+    """Networks in training: their state (`model`, `stepper`, `epoch`) and their settings.
 
-    `new_population` makes one, `fit` and `run_epoch` train it. An epoch copies groups of lanes out (`check_out`),
-    trains them, puts them back (`give_back`), notes what was measured (`note_measurements`) and shows every loss to the
-    Governor (`govern`).
+    `new_population` creates one, `fit` and `run_epoch` train it. An epoch copies groups of lanes out (`check_out`),
+    trains them, copies them back (`give_back`), records the measurements (`note_measurements`) and passes every loss to
+    the Governor (`govern`).
 
     Examples
     --------
@@ -206,7 +206,7 @@ class Population:
     data: ImageData | TextData # three splits on the device
     model: Growing # n lanes
     stepper: Stepper # optimizers and loss scales of the n lanes
-    epoch: Tensor # (n,) int64, epochs each lane has behind it
+    epoch: Tensor # (n,) int64, epochs that each lane has trained
     precision: Precision # type of the forward pass
     workers: Workers # threads that train groups
     rates: LaneRates # factor on each lane's learning rate
@@ -217,8 +217,8 @@ class Population:
     retried: dict[tuple[int, str], int] = field(default_factory=dict) # lane, slot -> births that were tried again
     tables: dict[str, Tensor] = field(default_factory=dict) # slot -> its seeds in the epoch that the Governor judges
     graphs: Graphs | None = field(default=None, repr=False) # recorded steps; None: none are wanted
-    forecaster: Forecaster | None = field(default=None, repr=False) # forecasts the gain of seeds; None: no forecasts
-    forecast: tuple[SeedWorth, ...] = field(default=(), repr=False) # its last forecast, by lane
+    forecaster: Forecaster | None = field(default=None, repr=False) # None: no forecasts
+    forecast: tuple[SeedWorth, ...] = field(default=(), repr=False) # its latest forecasts, by lane
 
     @property
     def lanes(self) -> int:
@@ -234,7 +234,7 @@ class Population:
         return self.config.batch_size or self.task.batch_size
 
     def plan(self) -> Plan: # groups of lanes that are trained together
-        "Return the lanes that run together in an epoch: by what grows where, unless `fixed_plan` or `exact` is set."
+        "Return the groups of an epoch: lanes with similar seeds, unless `fixed_plan` or `exact` is set."
         if self.fixed_plan is not None: return self.fixed_plan
         if self.config.exact: return tuple((i,) for i in range(self.lanes))
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize)
@@ -242,13 +242,13 @@ class Population:
         return grown_plan(self.model.kinds(), self.workers.count, size, self.config.width, room)
 
     def threads(self, plan: Plan) -> int | None: # None: as set before
-        "Return the cores that one operation uses while a plan is carried out."
+        "Return the number of cores that one operation uses under a plan."
         if self.workers.pool and len(plan) > 1: return 1 # the cores belong to the workers
         if self.config.exact and self.workers.device.type == "cpu": return 1 # independent of this machine
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize) * max(map(len, plan))
         return 1 if self.workers.device.type == "cpu" and size <= SMALL_GROUP else None
 
-    def check_out(self, plan: Plan) -> list[Group]: # separate networks and optimizers
+    def check_out(self, plan: Plan) -> list[Group]: # with separate networks and optimizers
         "Set the epoch's learning rates, clear the state of seeds that are new, and copy out every group of the plan."
         fresh = self.model.take_fresh()
         for k, new in fresh.items(): self.stepper.owners[k].reset_lanes(new)
@@ -265,8 +265,8 @@ class Population:
             out.append(self._copy_group(lanes, self.spare[key], used, active))
         return out
 
-    def copy_again(self, g: Group): # from `check_out`, whose training is discarded
-        "Make a group what it was when it was copied out."
+    def copy_again(self, g: Group): # from `check_out`, trained in vain
+        "Reset a group to its state after the copy."
         for k, opt in g.stepper.owners.items():
             at = [g.lanes[j] for j in g.stepper.lanes_of(k)]
             take_lanes(part_of(self.model, k), at, part_of(g.net, k))
@@ -278,15 +278,15 @@ class Population:
 
     def give_back(self,
         groups: Sequence[Group], # from `check_out`
-        active: Sequence[bool] | Tensor | None = None, # (n,) lanes that take what was learnt; default all, others stay
+        active: Sequence[bool] | Tensor | None = None, # (n,) lanes to update; default all; the others do not change
     ):
-        "Put weights and optimizer state of some groups where they came from, and count the epoch."
+        "Copy weights and optimizer state of some groups back, and count the epoch."
         for g in groups: self._put_back(g, active)
         self.epoch += 1 if active is None else torch.as_tensor(active)
         self.model.within = 1. # until the tick, with which the next epoch begins
 
-    def births(self) -> list[int]: # (n,) epochs; 0: no living seed
-        "Return the epoch in which each lane's youngest seed was planted."
+    def births(self) -> list[int]: # (n,) epochs; 0: no seed
+        "Return the epoch in which each lane's youngest seed germinated."
         lived, births = self.epoch.tolist(), [0] * self.lanes
         for k in self.model.names:
             for i, s in enumerate(self.model.slot(k).states()):
@@ -306,7 +306,7 @@ class Population:
         heldout: EvalResult | None, # of all lanes; None: not evaluated
         lanes: Sequence[int] | None, # that lived through the epoch; None: all
     ):
-        "Write an epoch's measurements into the seeds."
+        "Write an epoch's measurements to the seeds' states."
         model, of_group = self.model, [g.lanes for g in groups]
         health = spread_lanes(of_group, [r.health for r in results], self.lanes)
         for slot, (norm, vanishing, exploding, score, ratio) in health.items():
@@ -324,7 +324,7 @@ class Population:
         losses: Tensor, # (batches, n) of an epoch
         inactive: Sequence[int] = (), # lanes that the Governor must not judge
     ) -> tuple[tuple[Report, ...], tuple[DecisionResult, ...]]: # one for each failed lane; births that are undone
-        "Let the Governor judge an epoch's losses, and settle the seeds of the lanes that it rolled back."
+        "Pass an epoch's losses to the Governor, and update the seeds of the lanes that it rolled back."
         if self.governor is None: return (), ()
         self.tables = self.slot_tables()
         reports = tuple(r for loss in losses for r in self.governor.watch(loss, inactive=inactive))
@@ -333,7 +333,7 @@ class Population:
     def evaluate(self,
         split: str = "heldout", # "train", "heldout" or "test"
     ) -> EvalResult:
-        "Evaluate every lane on a split, in one pass or, with `exact`, each lane separately."
+        "Evaluate every lane on a split: all in one pass, or one by one if `exact` is set."
         def judged(net, lanes):
             data = self.data.for_lanes(lanes)
             return evaluate(net, self.task, data, split, self.config.eval_batch, self.precision)
@@ -342,22 +342,22 @@ class Population:
         return join_results(*zip(*each))
 
     def judged_together(self) -> Iterator[tuple[Growing, Sequence[int]]]: # network, and its lanes
-        "Yield the models to evaluate: the whole model or, with `exact`, a copy of each lane."
+        "Return the networks to evaluate in one pass: the whole model, or a copy of each lane if `exact` is set."
         if not self.config.exact: yield self.model, range(self.lanes)
         else: yield from ((self.model.lane(i), (i,)) for i in range(self.lanes))
 
     def slot_tables(self) -> dict[str, Tensor]: # slot -> its table, a copy
-        "Return the states of all seeds, as `settle_seeds` wants them."
+        "Return the states of all seeds, for `settle_seeds`."
         return {k: self.model.slot(k).table.clone() for k in self.model.names}
 
     def settle_seeds(self,
         before: Mapping[str, Tensor], # `slot_tables` before the rollback
         lanes: Sequence[int], # that were rolled back
     ) -> tuple[DecisionResult, ...]: # births that are undone, as decisions that can be carried out again
-        """Keep the history of the seeds in rolled back lanes, and prune those that are alive.
+        """Keep the histories of the seeds of lanes that were rolled back, and prune the live ones.
 
-        A seed that was planted in this epoch, or after the restored state, is undone: its slot is empty again
-        immediately.
+        A seed that germinated in this epoch, or after the restored snapshot, leaves no trace: its germination is
+        undone, and its slot is empty at once.
         """
         undone: list[tuple[Slot, int, SeedState]] = []
         for slot in map(self.model.slot, before):
@@ -372,7 +372,7 @@ class Population:
         return tuple(undone_birth(slot, i, was) for slot, i, was in undone)
 
     def retry_births(self) -> tuple[DecisionResult, ...]: # what was done, or why not
-        "Carry out again the births that were undone in the latest epoch, in each slot as often as the settings allow."
+        "Repeat the germinations that the latest epoch undid, in each slot as often as the settings allow."
         out = []
         for d in () if self.last is None else self.last.undone:
             key = d.lane, str(d.decision.slot)
@@ -381,8 +381,8 @@ class Population:
             out.append(apply_decision(self.model, d.lane, d.decision))
         return tuple(out)
 
-    def foretell(self, result: EpochResult) -> EpochResult: # with forecast gains of seeds
-        "Run the forecaster after an epoch, and keep each lane's forecast until the next one."
+    def foretell(self, result: EpochResult) -> EpochResult: # with what seeds would be worth
+        "Run the forecaster after an epoch, and keep each lane's latest forecast."
         said = () if self.forecaster is None else tuple(self.forecaster(self, result))
         told = {w.lane for w in said}
         self.forecast = tuple(w for w in self.forecast if w.lane not in told) + said
@@ -399,7 +399,7 @@ class Population:
     def status(self,
         lanes: int | Sequence[int] | None = None, # None: all
     ) -> Status:
-        "Return what every slot holds, and which seed is forecast to help most in each lane."
+        "Return the contents of every slot, and the best forecast of each lane."
         found = range(self.lanes) if lanes is None else [lanes] if isinstance(lanes, int) else lanes
         best = [(i, each[0]) for i in found if (each := self.would_help(i))]
         return self.model.status(lanes)._replace(forecasts=[f"lane {i}: {w.text}" for i, w in best])
@@ -410,13 +410,13 @@ class Population:
         return result
 
     def state_dict(self) -> dict[str, Any]: # tensors and plain values
-        "Return everything that the next epoch depends on, and the states that the Governor may have to restore."
+        "Return all state that the next epoch depends on, with the Governor's snapshots."
         parts = {k: {name: t.clone() for name, t in getattr(self, k).state_dict().items()} for k in _CHANGES}
         governor = None if self.governor is None else self.governor.state_dict()
         return dict(**parts, epoch=self.epoch.clone(), governor=governor, retried=dict(self.retried))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: # of a population with the same settings
-        """Go on where another population was, bit for bit.
+        """Restore the state of another population, bit for bit.
 
         Raises
         ------
@@ -431,12 +431,12 @@ class Population:
         if self.governor is not None: self.governor.load_state_dict(state["governor"])
 
     def _settle(self, slot: Slot, lane: int, was: SeedState):
-        "Put what a seed went through back over what was restored."
+        "Write a seed's history over its restored state."
         kept = kept_history(slot.state(lane), was)
         if kept != slot.state(lane): slot.change(lane, lambda _: kept)
 
     def _accept_births(self, born: Sequence[int]): # lanes with seeds that are new
-        "Notify the Governor of lanes whose schedule restarts during a run."
+        "Announce to the Governor the lanes whose schedule restarts during a run."
         again = [i for i in born if self.epoch[i] > 0]
         if self.governor is None or not again or not self.config.restart or self.config.schedule == "constant": return
         self.governor.accept(again)
@@ -447,7 +447,7 @@ class Population:
         used: Mapping[str, set[int]], # owner -> lanes that use it
         active: Mapping[str, Tensor], # owner -> (n,) bool, lanes that train it
     ) -> Group:
-        "Copy the state of some lanes into a separate network and stepper."
+        "Copy some lanes into a separate network and stepper."
         for k in self.model.names:
             here, there = self.model.slot(k), spare.net.slot(k)
             there.table.copy_(here.table[list(lanes)]); there.stream.copy_(here.stream[list(lanes)])
@@ -475,7 +475,7 @@ class Population:
         return spare.optimizers[key]
 
     def _put_back(self, g: Group, active: Sequence[bool] | Tensor | None):
-        "Put a group's weights and optimizer state where they came from."
+        "Copy a group's weights and optimizer state back."
         for k, state in (*g.stepper.owners.items(), ("scaler", g.stepper.scaler)):
             at = g.stepper.lanes_of(k)
             places = [j for j, i in enumerate(at) if active is None or active[g.lanes[i]]]
@@ -491,11 +491,11 @@ def new_governor(
     pop: Population, # watched from now on
     config: GovernorConfig, # thresholds and budget
 ) -> Governor:
-    """Return a Governor that judges an epoch's losses together, lane by lane, and restores a lane's learned state.
+    """Return a Governor that judges each lane's losses of an epoch together, and restores a lane's weights and state.
 
-    If a lane's loss has risen, the Governor evaluates the old weights on training batches in training mode, because the
-    training loss is the one that has risen. A held-out loss would not do: an untrained network often has a lower one
-    than a network that has memorised its training data.
+    If the loss of a lane has risen, its old weights are evaluated on training batches in training mode, because that is
+    the loss that rose. A held-out loss would not work: an untrained network often has a lower one than a network that
+    has memorised its training data.
     """
     @torch.no_grad()
     def asked(net: Growing, lanes: Sequence[int]) -> Tensor: # (k, m) losses of the next batches
@@ -532,7 +532,7 @@ def new_stepper(
     return Stepper(owners, LaneScaler(model.lanes, enabled=scaled), config.max_norm)
 
 # %% ../../nbs/train/38_population.ipynb #007bbde8
-def new_population( # noqa: PLR0913  # what to train, how, on what data, where, and what may grow
+def new_population( # noqa: PLR0913  # task, settings, data, device and blueprints
     task: Task | str, # a task, or the name of one
     config: FitConfig = FitConfig(), # lanes, epochs, schedule, precision, Governor
     slots: Sequence[str] | None = None, # default: the task's own
@@ -543,7 +543,7 @@ def new_population( # noqa: PLR0913  # what to train, how, on what data, where, 
     blueprints: Sequence[str] | None = None, # what may grow; default all of the host's family
     rules: Rules = Rules(), # gates and cool-down of seeds
 ) -> Population: # n lanes, nothing trained yet
-    """Return networks, optimizers and data, ready for `fit`; everything is checked before anything is allocated.
+    """Return networks, optimizers and data, ready for `fit`; all settings are checked before memory is allocated.
 
     Raises
     ------
@@ -594,7 +594,7 @@ def part_of(model: Growing, owner: str) -> nn.Module:
 MIXED_BYTES = 2**21 # of a lane's activation; below, calls cost more than copies
 
 def lane_bytes(
-    task: Task, # whose host
+    task: Task, # provides the host
     batch_size: int, # examples
     itemsize: int = 4, # bytes per number: 2 under bf16 and fp16
 ) -> int: # bytes
@@ -606,7 +606,7 @@ def lane_bytes(
 
 # %% ../../nbs/train/38_population.ipynb #87a5f224
 def _columns(kind: Hashable) -> list[tuple[int, Hashable]]:
-    "Return what a lane does in each slot, with the number of the slot."
+    "Return a lane's function in each slot, with the slot's number."
     return list(enumerate(kind if isinstance(kind, (tuple, str)) else (kind,)))
 
 def grown_plan(
@@ -616,7 +616,7 @@ def grown_plan(
     width: int | None = None, # lanes per group, instead of the rule
     room: int | None = None, # bytes that a GPU has for a group's largest activation; None: a CPU
 ) -> Plan:
-    "Return wide groups of like and unlike lanes where activations are small, of like lanes where they are large."
+    "Return wide groups of mixed lanes if activations are small, groups of equal lanes if they are large."
     if room is None and size >= MIXED_BYTES: return plan(kinds, workers, size, width)
     first: dict[tuple[int, Hashable], int] = {} # the lane in which each entry was met first
     for i, k in enumerate(kinds):
@@ -653,14 +653,14 @@ LOOKED_AT = 64 # examples of a batch at most: enough for three numbers a lane, a
 
 @contextmanager
 def traced(net: Growing) -> Iterator[None]: # one forward and backward pass inside
-    "Keep what comes into each slot and what goes out, with its gradient, inside the block."
+    "Record each slot's input and output, with its gradient, inside the block."
     for k in net.names: net.slot(k).trace = []
     try: yield
     finally:
         for k in net.names: net.slot(k).trace = None
 
-def latest_pass(slot: Slot) -> tuple[Tensor, Tensor]: # features of all lanes, and the gradient of the slot's output
-    "Return what a trace kept of some examples of the latest pass, as if they were all; passes lane by lane are joined."
+def latest_pass(slot: Slot) -> tuple[Tensor, Tensor]: # features of all lanes, and the gradient of what was handed on
+    "Return a trace's recordings for some examples of the latest pass; passes of single lanes are joined."
     kept = slot.trace or []
     if len(kept) < slot.lanes: kept = kept[-1:]
     both, axis = kept[-slot.lanes:], 1 if slot.family == "cnn" else -1
@@ -733,8 +733,8 @@ def total_gain(
     groups: Sequence[Sequence[int]], # lanes of each group
     results: Sequence[GroupResult], # of each group, evaluated
     n: int, # lanes of the population
-) -> Tensor: # (n,) percentage points; 0 without an active seed, NaN if only single seeds were measured
-    "Return what all seeds of a lane add together."
+) -> Tensor: # (n,) percentage points; 0 where no seed is active, NaN where only single seeds were measured
+    "Return the joint contribution of all seeds of a lane."
     gain = torch.zeros(n)
     for lanes, r in zip(groups, results):
         if r.ablation is not None: gain[list(lanes)] = r.ablation.total.cpu()
@@ -747,7 +747,7 @@ def total_gain(
 def join_groups(
     model: Growing, # n lanes
     groups: Sequence[Group], # that were trained
-    results: Sequence[GroupResult], # what they brought
+    results: Sequence[GroupResult], # their results
 ) -> tuple[TrainResult, EvalResult | None, Ablation | None, Tensor | None]: # the last is the gain; None: not evaluated
     "Return the results of all groups, in the order of the lanes."
     lanes = [g.lanes for g in groups]
@@ -766,7 +766,7 @@ def sum_and_best(
     return both.masked_fill(pairs.isnan().all(0), math.nan)
 
 def undone_birth(slot: Slot, lane: int, seed: SeedState) -> DecisionResult: # seed: as it was before the rollback
-    "Return the decision that would give birth once more to a seed that a rollback took away."
+    "Return the decision that repeats the germination of a seed removed by a rollback."
     settings = {k: getattr(seed, k) for k in ("blend", "tempo", "goal", "curve", "steepness")}
     again = Decision("germinate", slot.name, slot.blueprints[seed.blueprint or 0], "its birth was undone", 1., settings)
     return DecisionResult(lane, again, False, "the Governor rolled the lane back")
@@ -775,6 +775,6 @@ def kept_history(
     now: SeedState, # as a rollback restored it
     was: SeedState, # as it was before the rollback
 ) -> SeedState:
-    "Return the state of a seed after a rollback: what it went through, unless its weights are not in the snapshot."
+    "Return the state of a seed after a rollback: its history, unless its weights are not in the snapshot."
     same_seed = now.births == was.births and now.stage in ACTIVE
     return now if was.stage == Stage.FOSSILIZED and not same_seed else was

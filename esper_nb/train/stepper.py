@@ -20,7 +20,7 @@ from .optim import LaneOptimizer, LaneState, copy_lanes
 
 # %% ../../nbs/train/32_stepper.ipynb #6effdd80
 class StepInfo(NamedTuple):
-    "What one step did; everything on the CPU, but for a deferred one."
+    "The result of one step; on the CPU, except for a deferred one."
     loss: Tensor # (n,) sum of the losses given to `backward` since the last step
     norms: dict[str, Tensor] # owner -> (n,) unscaled norms before clipping; inf: not finite, NaN: not measured
     skipped: dict[str, Tensor] # owner -> (n,) bool: this owner's update was left out
@@ -30,9 +30,9 @@ class StepInfo(NamedTuple):
 class Stepper(LaneState):
     """The AMP-safe, clipped, lane-wise training step for several owners in one backward pass.
 
-    `backward(loss)` scales the loss of every lane and adds up gradients, once or several times. `step()` measures one
-    gradient norm per lane and owner, clips, steps or skips each of them on its own, and updates the loss scales. A skip
-    leaves weights, momentum and step counts as they were, in every precision.
+    `backward(loss)` scales the loss of every lane and accumulates gradients over one or more calls. `step()` measures
+    one gradient norm per lane and owner, clips, steps or skips each of them independently, and updates the loss scales.
+    A skip does not change weights, momentum or step counts, in any precision.
 
     Raises
     ------
@@ -101,7 +101,7 @@ class Stepper(LaneState):
         zero_grad: bool = True, # clear the gradients afterwards; if not, they stay unscaled and clipped
         defer: bool = False, # take every gradient for finite; norms and losses stay on their device
     ) -> StepInfo:
-        """Unscale, clip, step or skip, for every lane and owner on its own; then update the scales.
+        """Unscale, clip, step or skip each lane and owner independently; then update the scales.
 
         Raises
         ------
@@ -136,7 +136,7 @@ class Stepper(LaneState):
         return info
 
     def zero_grad(self):
-        "Clear gradients that were added up but not used."
+        "Clear accumulated gradients."
         self.loss = None
         for opt in self.owners.values():
             for p in opt.params.values(): p.grad = None
@@ -168,7 +168,7 @@ class Stepper(LaneState):
         return {f"{who}.{k}": t for who, part in parts for k, t in part.state_dict().items()}
 
     def _layout(self, owners: Sequence[str], like: Tensor) -> "Layout": # like: whose device and type the limits have
-        "Return the places of some owners, laid out once."
+        "Return the places of some owners; cached."
         key = (tuple(owners), like.device, like.dtype)
         if key not in self._layouts:
             lanes = [self.lanes_of(k) for k in owners]
@@ -182,7 +182,7 @@ class Stepper(LaneState):
         grads: Mapping[str, Sequence[Tensor]], # owner -> its gradients, each (places of the owner, elements)
         defer: bool, # leave everything on the device
     ) -> "Measurement":
-        "Measure norm and coefficient of every place, in one copy from the device to the CPU."
+        "Measure norm and coefficient of every place, with one copy from the device to the CPU."
         norms = owner_norms(*grads.values())
         places = self._layout(tuple(grads), norms)
         scaled = self.scaler.enabled
@@ -196,7 +196,7 @@ class Stepper(LaneState):
         return Measurement(coef, host_coef, host_norms, loss)
 
     def _step_owners(self, take: Mapping[str, Sequence[bool]]): # owner -> which of its places step
-        "Step each owner's places, as many owners as possible in one call."
+        "Step each owner's places, with as many owners as possible per call."
         together = defaultdict(list)
         for k, t in take.items():
             opt = self.owners[k]
@@ -211,7 +211,7 @@ class Stepper(LaneState):
         norms: Tensor, # (places,)
         on: Tensor, # (places,) bool: took part
     ) -> tuple[list[str], Tensor, Tensor, Tensor]: # owners; norms, skipped or not, took part or not: each (owners, n)
-        "Return what happened at each place, by owner and lane."
+        "Return the result at each place, by owner and lane."
         places, order = self._layout(names, norms), [*names, *(k for k in self.owners if k not in names)]
         skipped = on & ~(norms < math.inf)
         table = torch.stack([norms.masked_fill(~on, math.nan), skipped.to(norms), on.to(norms)])
@@ -226,7 +226,7 @@ class Stepper(LaneState):
         found: "Measurement", # on the device
         active: Mapping[str, Sequence[bool] | Tensor], # owner -> (n,) its lanes; default all
     ) -> StepInfo: # on the device; "any" is skipped at the places (not lanes) whose gradient was not finite
-        "Clip all and step all; the caller judges the norms."
+        "Clip and step all; the caller checks the norms."
         sizes = self._layout(tuple(grads), found.coef).sizes
         for (k, parts), c in zip(grads.items(), found.coef[:, None].split(sizes)):
             for g in parts if self.max_norm[k] < math.inf else (): g.mul_(c)
@@ -240,7 +240,7 @@ class Stepper(LaneState):
 
 # %% ../../nbs/train/32_stepper.ipynb #4774e39b
 class LaneScaler(LaneState):
-    "One dynamic loss scale per lane, by the rules of `torch.amp.GradScaler`."
+    "One dynamic loss scale per lane, updated by the rules of `torch.amp.GradScaler`."
     def __init__(self,
         lanes: int = 1, # n
         init_scale: float = 2.**16, # first scale; torch's default, as the next three
@@ -261,7 +261,7 @@ class LaneScaler(LaneState):
         bad: Tensor, # (n,) bool, on the CPU: some owner's gradients were not finite
         seen: Tensor | None = None, # (n,) bool: lanes that took part, default all
     ):
-        "Lower the scale of the lanes that overflowed; raise it where there was no overflow for long enough."
+        "Lower the scale of lanes that overflowed; raise it after enough steps without overflow."
         if not self.enabled: return
         seen = torch.ones_like(bad) if seen is None else seen
         bad, good = bad & seen, ~bad & seen
@@ -290,7 +290,7 @@ class LaneScaler(LaneState):
 
 # %% ../../nbs/train/32_stepper.ipynb #4e0bb7c0
 def check_power_of_two(**values: float): # by name
-    "Refuse numbers whose product would round."
+    "Raise unless the value is a power of two, for exact products."
     for k, v in values.items():
         usable = v > 0 and math.isfinite(v)
         if usable and math.frexp(v)[0] == .5: continue
@@ -298,7 +298,7 @@ def check_power_of_two(**values: float): # by name
 
 # %% ../../nbs/train/32_stepper.ipynb #cd5bf138
 class SharedStep:
-    "One call of a torch optimizer for several owners of one family, on the state that each of them keeps."
+    "One call of a torch optimizer for several owners of one family; each owner keeps its own state."
     def __init__(self,
         owners: Sequence[LaneOptimizer], # all of one `family`
     ):
@@ -315,14 +315,14 @@ class SharedStep:
 
 # %% ../../nbs/train/32_stepper.ipynb #42823a82
 class Layout(NamedTuple):
-    "The places of some owners, one after the other."
+    "The places of several owners in order."
     limit: Tensor # (places,) largest gradient norm, on the device of the gradients
     owner: Tensor # (places,) number of the owner
     lane: Tensor # (places,) lane that the place belongs to
     sizes: list[int] # places of each owner
 
 class Measurement(NamedTuple):
-    "Norms and clip coefficients of every place, and the losses; on the CPU, but for a deferred one."
+    "Norms and clip coefficients of every place, and the losses; on the CPU, except for a deferred step."
     coef: Tensor # (places,) what the gradients are to be multiplied with, on their device
     host_coef: Tensor # (places,) the same
     norms: Tensor # (places,) unscaled gradient norms; inf: not finite

@@ -24,10 +24,10 @@ from ..core import check
 if TYPE_CHECKING: import pandas
 
 # %% ../../nbs/train/29_tables.ipynb #037060fe
-GAPS = ("?", "<null>", ".") # that mark missing values, beside those of pandas
+GAPS = ("?", "<null>", ".") # marks of missing cells, in addition to those of pandas
 
 class Table(NamedTuple):
-    "A table as pandas has read it."
+    "A table read by pandas."
     frame: "pandas.DataFrame"
     options: dict[str, Any] # for `pandas.read_csv`; empty of a Parquet file
     notes: tuple[str, ...] # what was found on the way
@@ -35,7 +35,7 @@ class Table(NamedTuple):
 def read_frame(
     path: str | Path, # a CSV file with a header (commas, semicolons, tabs or bars), or a Parquet file
 ) -> Table:
-    "Read a table, or refuse it in one line that names the file."
+    "Read a table, or raise an error of one line that names the file."
     import pandas
     path = Path(path)
     if not path.is_file(): raise FileNotFoundError(f"{path} is not a file, expected a CSV table with a header")
@@ -53,7 +53,7 @@ def read_frame(
     return table._replace(notes=odd + table.notes)
 
 def _decoded(path: Path) -> tuple[str, str]: # the text, and its encoding
-    "Return the text of a file in UTF-8, UTF-16 or the encoding of Windows."
+    "Decode a file in UTF-8, UTF-16 or the Windows encoding."
     content = path.read_bytes()
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"): return content.decode("utf-16"), "utf-16"
     check(b"\0" not in content, "bytes", "NUL", "text; save the table as CSV in UTF-8")
@@ -63,7 +63,7 @@ def _decoded(path: Path) -> tuple[str, str]: # the text, and its encoding
     return content.decode("latin-1"), "latin-1"
 
 def _read_text(text: str, options: dict[str, Any]) -> Table:
-    "Read CSV with the delimiter that its header has most of, and with decimal commas if these make more numbers."
+    "Read CSV with the most frequent delimiter of its header, and decimal commas if these parse more numbers."
     import pandas
     head = text.lstrip().partition("\n")[0]
     outside = "".join(head.split('"')[::2]) # of quotes
@@ -81,7 +81,7 @@ def _read_text(text: str, options: dict[str, Any]) -> Table:
     return Table(frame.rename(columns=str), options, notes)
 
 def _check_header(names: Sequence[str]) -> tuple[str, ...]: # notes
-    "Raise if the header is a row of data; return notes on repeated names."
+    "Raise for a header that is data, and for names that occur twice."
     import pandas
     numbers = pandas.to_numeric(pandas.Series(list(names)), errors="coerce")
     twice = [k for k, n in Counter(names).items() if n > 1]
@@ -97,7 +97,7 @@ MOST = .9 # share of the cells that must be numbers, or days, if the column is t
 DAYS = ("ISO8601", "%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d", "%d.%m.%Y %H:%M", "%m/%d/%Y %H:%M", "%d-%b-%Y")
 
 class Column(NamedTuple):
-    "A column of a table, and how it becomes numbers."
+    "A column of a table, and its conversion to numbers."
     name: str
     kind: str # "number", "day", "word", or "count" for one that counts the rows
     words: tuple[str, ...] = () # by code
@@ -107,7 +107,7 @@ class Column(NamedTuple):
 def columns_of(
     frame: "pandas.DataFrame",
 ) -> tuple[list[Column], Tensor]: # the columns, and (N, C) float64
-    "Return what kind each column of a table is, and the table as numbers."
+    "Return the type of each column of a table, and the table as numbers."
     found = [_column(str(k), frame.iloc[:, i]) for i, k in enumerate(frame.columns)]
     matrix = np.stack([v for _, v in found], 1) if found else np.zeros((len(frame), 0))
     counting = [np.array_equal(v, np.arange(len(v)) + start) for _, v in found for start in v[:1].clip(0, 1)]
@@ -115,7 +115,7 @@ def columns_of(
     return columns, torch.from_numpy(np.ascontiguousarray(matrix))
 
 def as_numbers(values: "pandas.Series") -> np.ndarray: # float64
-    "Return cells as numbers, NaN where they are none."
+    "Convert cells to numbers, NaN where this fails."
     import pandas
     return pandas.to_numeric(values, errors="coerce").to_numpy("float64", na_value=np.nan)
 
@@ -139,13 +139,13 @@ def _column(name: str, values: "pandas.Series") -> tuple[Column, np.ndarray]:
     return Column(name, "word", words), codes
 
 def as_days(values: "pandas.Series", form: str) -> np.ndarray: # float64
-    "Return days, or times of days, as days since the beginning of 1970; NaN where they are none."
+    "Convert dates, or dates with times, to days since the start of 1970; NaN where this fails."
     import pandas
     since = pandas.to_datetime(values, format=form, errors="coerce", utc=True) - pandas.Timestamp(0, tz="UTC")
     return (since / pandas.Timedelta(days=1)).to_numpy("float64", na_value=np.nan)
 
 def _listed(names: Sequence[str], most: int = 4) -> str:
-    "Return some names for a sentence."
+    "Format names for a sentence."
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
 
@@ -155,7 +155,7 @@ MIDDLES = ((.25, .75), (.1, .9), (.05, .95), (.01, .99)) # tried in this order, 
 MOST_WORDS = 32 # columns that one column of words may become
 
 class Preparation(nn.Module):
-    "What makes input in 0..1 of raw rows, or of pictures with numbers of any range: rows in, floats out."
+    "Preprocessing of raw rows, or of images of any range, to inputs in 0..1."
     number: Tensor # (k,) places of the numbers that are used
     low: Tensor # (k,) float64 bounds
     high: Tensor # (k,)
@@ -165,7 +165,7 @@ class Preparation(nn.Module):
 
     def __init__(self,
         columns: Sequence[Column], # of the rows
-        rows: Tensor, # (M, C) float64, of the training part alone
+        rows: Tensor, # (M, C) float64, of the training split only
     ):
         super().__init__()
         self.columns = tuple(columns)
@@ -204,7 +204,7 @@ class Preparation(nn.Module):
         return torch.cat(parts, -1)
 
     def told(self, rows: Tensor) -> list[str]: # rows: (N, C) of all parts
-        "Return what is done with the columns, one line for all of which the same is true."
+        "Describe the preprocessing of the columns, one line for all with the same one."
         alike: dict[str, list[str]] = {}
         place, flagged = {k: j for j, k in enumerate(self.number.tolist())}, set(self.flagged.tolist())
         for i, c in enumerate(self.columns):
@@ -244,7 +244,7 @@ class Preparation(nn.Module):
 MOST_LINES = 60 # of `Preparation.told`
 
 def _bounds(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # (M, k); lower and upper bound, median
-    "Return between which bounds the numbers of each column are left as they are."
+    "Return the bounds within which each column's numbers are not clipped."
     if seen.shape[1] == 0: return (np.zeros(0),) * 3
     most = np.finfo("float64").max
     shares, at = [*(q for pair in MIDDLES for q in pair), 0, 1, .5], np.empty((2 * len(MIDDLES) + 3, seen.shape[1]))
@@ -260,7 +260,7 @@ def _bounds(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # (M
     return low, high, at[-1]
 
 def _places(codes: Tensor, words: int) -> tuple[int, ...]: # (M,); none: the column is left out
-    "Return to which of its columns each word goes, then what is missing, then what is unseen."
+    "Return the column of each category, then of missing, then of unseen ones."
     from sklearn.preprocessing import OneHotEncoder
     encoder = OneHotEncoder(handle_unknown="infrequent_if_exist", min_frequency=2, max_categories=MOST_WORDS,
                             sparse_output=False)

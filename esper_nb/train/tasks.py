@@ -33,7 +33,7 @@ def split_lanes(
     y: Tensor, # (B, n) or (B, L, n); (B,) or (B, L) when the lanes share labels
     n: int, # lanes
 ) -> tuple[Tensor, Tensor]: # logits (M, n, K), labels (M, n): M is B, or B*L
-    "Return logits and labels with the lane axis apart and all examples in one axis."
+    "Return logits and labels with a separate lane axis and all examples in one axis."
     check(logits.shape[-1] % n == 0, "logits.shape", tuple(logits.shape), f"a last axis that {n} lanes can share")
     shared = y.dim() == logits.dim() - 1
     y = y[..., None].expand(*y.shape, n) if shared else y
@@ -49,7 +49,7 @@ def lane_cross_entropy(
     y: Tensor, # (B, n) or (B, L, n); (B,) or (B, L) when the lanes share labels
     n: int = 1, # lanes
 ) -> Tensor: # (n,) mean loss in nats, fp32
-    "Return the cross entropy of each lane, in fp32 under autocast too."
+    "Return the cross entropy of each lane, in fp32 even under autocast."
     z, y = split_lanes(logits, y, n)
     if n > 1 and z.shape[-1] <= FEW_CLASSES:
         return torch.nn.functional.cross_entropy(z.float().movedim(-1, 1), y, reduction="none").mean(0)
@@ -63,7 +63,7 @@ def class_counts(
     n: int = 1, # lanes
     spread: Tensor | float = 1., # of values: as for `target_counts`
 ) -> Tensor: # (n, K) int64; float64 of values
-    "Count the right answers of each lane in each class, or column of targets; add them up over batches."
+    "Count the correct predictions of each lane per class or target column; sum the counts over batches."
     if is_target(y): return target_counts(logits, y, n, spread)
     z, y = split_lanes(logits, y, n)
     k = z.shape[-1]
@@ -72,22 +72,22 @@ def class_counts(
     return y.new_zeros(n * k).scatter_add_(0, cell.flatten(), right.flatten()).view(n, k)
 
 def correct_counts(logits: Tensor, y: Tensor, n: int = 1, spread: Tensor | float = 1.) -> Tensor: # (n,)
-    "Count the right answers of each lane; add them up over batches."
+    "Count the correct predictions of each lane; sum the counts over batches."
     if is_target(y): return target_counts(logits, y, n, spread).sum(1)
     z, y = split_lanes(logits, y, n)
     return (z.argmax(-1) == y).sum(0)
 
 def accuracy_pp(logits: Tensor, y: Tensor, n: int = 1) -> Tensor: # (n,) float32
-    "Return the right answers of each lane in percentage points."
+    "Return the correct predictions of each lane in percentage points."
     return share_pp(correct_counts(logits, y, n), count_answers(logits, y, n))
 
 # %% ../../nbs/train/35_tasks.ipynb #7e9e8698
-SOURCES = ("digits", "cifar10", "prose", "tinystories") # where the data of a task may come from
+SOURCES = ("digits", "cifar10", "prose", "tinystories") # sources of a task's data
 
 def _number(v) -> bool: return isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
 
 def check_settings(task): # raises a ValueError that names the setting
-    "Refuse a task that cannot be trained."
+    "Raise for a task that cannot be trained."
     check(isinstance(task.name, str) and task.name != "", "name", task.name, "a non-empty str")
     check(task.data in SOURCES or is_own(task.data), "data", task.data, f"one of {', '.join(SOURCES)}, or yours")
     check(isinstance(task.host, HostConfig), "host", task.host,
@@ -101,8 +101,8 @@ def check_settings(task): # raises a ValueError that names the setting
           "a finite number of at least 0")
 
 # %% ../../nbs/train/35_tasks.ipynb #4380ddd7
-def check_fit(task, data: ImageData | TextData): # raises a ValueError that names the fix
-    "Refuse data of another shape than the host reads."
+def check_fit(task, data: ImageData | TextData): # raises a ValueError that names what to change
+    "Raise for data whose shape does not fit the host."
     h = task.host
     check(data.classes == task.classes, "classes of the host", task.classes,
           f"{data.classes}, as many as the data have")
@@ -117,7 +117,7 @@ def check_fit(task, data: ImageData | TextData): # raises a ValueError that name
 class Task(Config):
     """Data, host and optimizer settings under one name.
 
-    `replace` returns a task with other settings, `to_dict` and `from_dict` write and read it as JSON.
+    `replace` returns a copy with changed settings; `to_dict` and `from_dict` convert it to and from JSON.
 
     Raises
     ------
@@ -161,25 +161,25 @@ class Task(Config):
         return options | dict(momentum=self.momentum) if self.optimizer == "sgd" else options
 
     def notes_text(self) -> str: # nothing for the data that come with the package
-        "Return what was done with your own data, as lines for a terminal."
+        "Return the notes on the preprocessing of your data, as lines of text."
         if not self.notes: return ""
         return "\n".join(["what was done with your data", *(f"  {note}" for note in self.notes)])
 
     def loss(self, logits: Tensor, y: Tensor, lanes: int = 1) -> Tensor: # (n,) nats; of values: variances
-        "Return the loss of each lane; add them up and call `backward`."
+        "Return the loss of each lane; sum them and call `backward`."
         return (lane_target_loss if is_target(y) else lane_cross_entropy)(logits, y, lanes)
 
     def metric(self, logits: Tensor, y: Tensor, lanes: int = 1) -> Tensor: # (n,) percentage points
-        "Return the accuracy of each lane; for text, of the next token; of values R² in units of the training part."
+        "Return the accuracy of each lane; for text, of the next token; of values R² in units of the training split."
         return accuracy_pp(logits, y, lanes)
 
     def load(self,
-        device: str | torch.device = "cpu", # where the data shall live
+        device: str | torch.device = "cpu", # device of the data
         root: str | Path | None = None, # folder of local files; None is `data`
         limit: int | None = None, # most training examples, for a quick run
         synthetic: bool = False, # made-up images in place of CIFAR-10
     ) -> ImageData | TextData:
-        """Load the task's data; they must fit its host and hold a batch.
+        """Load the task's data; raise if they do not fit its host or hold no full batch.
 
         Raises
         ------
@@ -194,7 +194,7 @@ class Task(Config):
 
     @classmethod
     def from_dict(cls, d: dict):
-        "Return the task of a saved dict, the inverse of `to_dict`; the settings determine the kind of host."
+        "Return the task of a saved dict, the inverse of `to_dict`; its settings determine the type of the host."
         host = d.get("host")
         if isinstance(host, dict):
             kind = ModuleHostConfig if "factory" in host else GPTConfig if "vocab" in host else CNNConfig
@@ -207,7 +207,7 @@ _tasks: dict[str, Task] = {}
 def register_task(
     task: Task, # its name must be new
 ) -> Task: # the same
-    """Register a task by its name, for `get_task` and for every call that takes a name.
+    """Register a task by its name, for `get_task` and every call that takes a name.
 
     Raises
     ------
@@ -298,7 +298,7 @@ register_task(Task(
 _TEXT_HOST = GPTConfig(vocab=256, d=64, heads=2, layers=3)
 
 def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict) -> Task:
-    "Return a task with settings that suit small data, and those that were given."
+    "Return a task with defaults for small data, and the given settings."
     text, host = isinstance(data, TextData), settings.get("host")
     examples, classes = data.num_train, data.classes
     if isinstance(host, ModuleHostConfig): settings = settings | dict(host=host.fitted(data.shape, classes))
@@ -322,8 +322,8 @@ def task_from_folder(
     pad: int = 0, # border of the random crop, pixels
     flip: bool = False, # mirror half of the training pictures
     **settings, # of the task, such as lr=.02 or name="mine"
-) -> Task: # with a host as deep as the pictures are large
-    """Make a task of pictures, one folder for each class; `pad` and `flip` augment them.
+) -> Task: # with a host whose depth depends on the image size
+    """Create a task from images in one folder per class; `pad` and `flip` augment them.
 
     Raises
     ------
@@ -357,9 +357,9 @@ def task_from_table(
     groups: str | None = None, # column whose equal cells stay in one part, such as a patient's number
     **settings, # of the task, such as lr=.02 or name="mine"
 ) -> Task: # whose host is a multilayer perceptron
-    """Make a task from the rows of a table of numbers, words and dates, with missing values and outliers.
+    """Create a task from a table with numbers, categories and dates; missing cells and outliers are handled.
 
-    `task.notes` lists the treatment of each column, and `task.notes_text()` formats it.
+    `task.notes` describes the preprocessing of each column, and `task.notes_text()` returns it as text.
 
     Raises
     ------
@@ -390,8 +390,8 @@ def task_from_arrays(
     target: str = "classes", # "classes", "values" or "labels"
     groups=None, # (N,) of any kind: examples of one group stay in one part
     **settings, # of the task, such as lr=.02
-) -> Task: # which lives as long as the process
-    """Make a task of arrays or tensors, which are copied, or of a table of pandas.
+) -> Task: # exists until the process ends
+    """Create a task from arrays or tensors, which are copied, or a pandas DataFrame.
 
     Raises
     ------
@@ -415,8 +415,8 @@ def task_from_dataset(
     target: str = "classes", # "classes", "values" or "labels"
     groups=None, # (N,) of any kind: examples of one group stay in one part
     **settings, # of the task, such as lr=.02
-) -> Task: # which lives as long as the process
-    """Make a task of a map-style dataset, read into memory once.
+) -> Task: # exists until the process ends
+    """Create a task from a map-style dataset, read into memory once.
 
     Raises
     ------
@@ -438,7 +438,7 @@ def task_from_text(
     block: int = 64, # window length in bytes
     **settings, # of the task, such as lr=.02 or name="mine"
 ) -> Task: # whose host is a small transformer
-    """Make a task of a text: to predict its next byte.
+    """Create a task from a text: predict its next byte.
 
     Raises
     ------
@@ -459,7 +459,7 @@ def task_from_text(
     return _new_task(name, source, load_own(source, block=block), settings)
 
 def task_from_path(path: str | Path, **settings) -> Task: # what a command line is given
-    "Make a task from a folder of images (`size` 32 by default), a table or a text."
+    "Create a task from a folder of images (32 pixels unless `size` is given), a table or a text."
     kind = Path(path).suffix.lower()
     if Path(path).is_dir(): return task_from_folder(path, settings.pop("size", 32), **settings)
     return (task_from_table if kind in (".csv", ".tsv", ".parquet") else task_from_text)(path, **settings)
@@ -467,8 +467,8 @@ def task_from_path(path: str | Path, **settings) -> Task: # what a command line 
 # %% ../../nbs/train/35_tasks.ipynb #42855cf5
 def create_model(
     task: Task | str, # a task, or the name of one
-    slots: Sequence[str], # where seeds may grow: names of the host's sites, each once
-    device: str | torch.device = "cpu", # where the model lives
+    slots: Sequence[str], # names of the host's sites, each once
+    device: str | torch.device = "cpu", # device of the model
     num_lanes: int = 1, # networks side by side
     seed: int = 0, # lane i is initialised from the stream (seed, "init", i)
     blueprints: Sequence[str] | None = None, # what may grow, each takes memory in every slot; None: the host's family

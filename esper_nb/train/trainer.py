@@ -25,13 +25,13 @@ from .population import (
 
 # %% ../../nbs/train/39_trainer.ipynb #03504431
 class OwnerState(Protocol):
-    "What a disturbance sees of one optimizer; a `LaneOptimizer` is one."
+    "Protocol of an optimizer for disturbances; `LaneOptimizer` implements it."
     @property
     def lanes(self) -> int: "Return the number of its places."
     def state_dict(self) -> Mapping[str, Tensor]: "Return live tensors by name, each (places * k, ...)."
 
 class StepState(Protocol):
-    "What a disturbance sees of a stepper; a `Stepper` is one."
+    "Protocol of a stepper for disturbances; `Stepper` implements it."
     @property
     def lanes(self) -> int: "Return the number of lanes of the group."
     @property
@@ -48,12 +48,12 @@ def run_epoch(
     disturb: Disturb | None = None, # called before every batch of a group
     active: Tensor | None = None, # (n,) bool: lanes that live through this epoch, default all; others stay bit-equal
     clock: Callable[[str], None] = lambda phase: None, # called with its name at the end of every phase
-    look: bool = True, # look for places to grow, in the last batch; False: the result's `signals` are empty
+    look: bool = True, # measure growth signals in the last batch; False: the result's `signals` are empty
 ) -> EpochResult: # also kept as `pop.last`
-    """Train every lane for an epoch and evaluate it; interrupted, it leaves the population as it was.
+    """Train every lane for an epoch and evaluate it; an interrupt leaves the population unchanged.
 
-    Workers train and evaluate copies of the groups of lanes, which are then written back. The seeds record the
-    measurements, the Governor judges the losses of every lane, and the seeds age by one epoch.
+    The groups of the plan are copied out, trained and evaluated on the workers, and copied back. Then the seeds record
+    the measurements, the Governor judges the losses of every lane, and the seeds' ages increase by one epoch.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def run_epoch(
         groups = pop.check_out(plan)
         clock("check out")
         found = pop.workers.map(lambda g: group_epoch(pop, g, split, disturb, look), groups)
-        results = [r for r in found if r is not None]   # a group that was stopped raises before this line
+        results = [r for r in found if r is not None]   # a stopped group raises before this line
         clock("train and evaluate")
         pop.give_back(groups, active)
         clock("give back")
@@ -105,10 +105,10 @@ def fit(
     controller: Controller | None = None, # decides before every epoch; default: nothing grows, and without a forecaster
         # `signals` are empty
 ) -> Iterator[EpochResult]: # one result per epoch
-    """Train epoch by epoch under the Governor; stop at any epoch and continue bit-exactly.
+    """Train epoch by epoch under the Governor; you can stop at any time and resume exactly.
 
-    This generator trains an epoch per iteration, and `break` stops it. It plants a seed that a rollback has removed
-    again before the next epoch, up to `FitConfig.retries` times.
+    This is a generator: it trains one epoch per iteration, and `break` stops it. A germination that the Governor undid
+    is repeated before the next epoch, at most `FitConfig.retries` times.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def fit(
     for _ in range(left):
         decided = pop.retry_births()
         if controller is not None: decided += apply_decisions(pop.model, controller(pop, pop.last))
-        look = controller is not None or pop.forecaster is not None # the caller may read where to grow
+        look = controller is not None or pop.forecaster is not None # controllers and forecasts may use the signals
         result = run_epoch(pop, disturb=disturb, look=look)
         yield pop.keep_result(result._replace(decided=decided))
 
@@ -137,7 +137,7 @@ def sum_up(
     steps: Sequence[TrainStep], # of every batch
     answers: int, # of one lane in a batch
 ) -> TrainResult:
-    "Return one epoch's steps as one result; a norm that was not finite counts as skipped, not as large."
+    "Summarise one epoch's steps; a norm that is not finite counts as a skip, not as large."
     loss, correct, norm, skipped = (torch.stack(t) for t in zip(*steps))
     if loss.device.type == "cuda":   # of deferred steps: all in one copy
         skipped = skipped.any(1, keepdim=True).expand_as(norm)
@@ -149,20 +149,20 @@ def sum_up(
 
 # %% ../../nbs/train/39_trainer.ipynb #0a899dc0
 class GroupTraining(NamedTuple):
-    "One epoch of training for the m lanes of a group; the last two are of its last batch."
+    "One epoch of training for the m lanes of a group; the last two fields are of its last batch."
     result: TrainResult
     health: dict[str, Tensor] # slot -> (5, m), from `seed_health`
     signals: dict[str, Tensor] # slot -> (4, m), from `site_signals`
 
 def train_group(
-    pop: Population, # whose data and settings
+    pop: Population, # provides data and settings
     g: Group, # trained in place
     disturb: Disturb | None = None, # called before every batch
-    defer: bool = False, # no synchronisation with a GPU before the last batch
+    defer: bool = False, # do not synchronise with a GPU before the last batch
     recorded: GroupSteps | None = None, # where checks are deferred: steps that become replays
     look: bool = True, # for places to grow
 ) -> GroupTraining | None: # None if stopped
-    "Train some lanes for an epoch, batch by batch; measure the gradients of the last batch."
+    "Train some lanes for an epoch, batch by batch; measure the gradients of the last one."
     batches = pop.data.epoch(pop.config.seed, g.lanes, pop.epoch[list(g.lanes)].tolist(), pop.batch_size)
     steps: list[TrainStep] = []
     health: dict[str, Tensor] = {}
@@ -185,16 +185,16 @@ def train_group(
 
 # %% ../../nbs/train/39_trainer.ipynb #9c229f91
 def may_defer(
-    pop: Population, # where it is, and its precision
-    g: Group, # whose host's lanes must all be active
+    pop: Population, # provides device and precision
+    g: Group, # all lanes of its host must be active
     disturb: Disturb | None, # called before every batch
 ) -> bool:
-    "Whether gradients can be checked when the epoch is over, and the epoch trained again if need be."
+    "Return whether gradients can be checked after the epoch, and the epoch repeated if necessary."
     away, on = pop.workers.device.type == "cuda", g.active.get("host")
     return away and disturb is None and not g.stepper.scaler.enabled and (on is None or bool(on.all()))
 
 def group_epoch(
-    pop: Population, # whose data and settings
+    pop: Population, # provides data and settings
     g: Group, # trained in place
     split: str | None, # what to evaluate on; None: train only
     disturb: Disturb | None = None, # called before every batch
