@@ -305,7 +305,7 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in (
     Rule("rise", "the loss has been above its level for too long", "D", find_rise,
          state=dict(cusum=float, smooth=float, base=float, held=int), counts=("cusum", "held"),
          calm=calm_rise, waits=True, cuts=True),
-    Rule("state", "weights or other state are not finite, though the loss is", "s"),
+    Rule("state", "weights or other state are not finite, or the weights all but gone", "s"),
     Rule("by hand", "a rollback that the caller asked for", "o"))}
 
 # %% ../../nbs/guard/11_detector.ipynb #32c42328

@@ -171,8 +171,8 @@ class Report:
     redone: int = 0 # batches that were retrained right after a rollback, so they are not lost
     rank: int | None = None # the process that the failure came from, where there are several
     kept: tuple[str, ...] = () # what a rollback left as it is although it has changed since the snapshot
-    bad_state: tuple[str, ...] = () # tensors that are not finite, for reason "state"
-    asked: float | None = None # loss of the last good weights in the comparison, beside `loss`
+    bad_state: tuple[str, ...] = () # tensors that are not finite, or what else is wrong, for reason "state"
+    asked: float | None = None # loss of the last good weights when they were asked, to be held against `loss`
     kept_step: int | None = None # `rollback(to=kept_step)` restores the state from before a change that was accepted
     errors: tuple[str, ...] = () # callbacks that failed
     seconds: float = 0. # from the verdict to the end of the action
@@ -202,7 +202,9 @@ class Report:
         undo = "" if self.kept_step is None else f"; rollback(to={self.kept_step}) undoes it"
         rank = "" if self.rank is None else f", from rank {self.rank}"
         why = f"; {self.why}" if self.why else ""
-        found = f"step {self.step}, lane {self.lane}: {self.reason} ({seen}{asked}{rank})"
+        if self.loss is None and self.shown == "none": seen = ", ".join(self.bad_state[:2])
+        seen = f"{seen}{asked}{rank}".removeprefix(", ")
+        found = f"step {self.step}, lane {self.lane}: {self.reason}" + f" ({seen})" * bool(seen)
         return f"{found} -> {self.action}{back}{rate}{undo}{why}"
 
     def to_dict(self) -> dict:
