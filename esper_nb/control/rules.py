@@ -59,7 +59,7 @@ class View(NamedTuple):
     blueprints: dict[str, tuple[str, ...]] # slot -> what may grow there
     signals: Signals
     results: tuple[DecisionResult, ...] = () # what became of the latest decisions
-    births: Mapping[str, tuple[str, ...]] = {} # slot -> what may be born there now
+    births: Mapping[str, tuple[str, ...]] = {} # slot -> blueprints that can germinate there now
     growth: Mapping[str, Mapping[str, float]] = {} # slot -> SIGNALS by name; empty or NaN: not measured
 
 def view(
@@ -87,7 +87,7 @@ def reset_rule(rule: GrowthRule) -> None: # one of your own need not have `reset
     getattr(rule, "reset", tuple)()
 
 class Memoryless:
-    "A rule that looks at the present only: it has nothing to forget."
+    "A stateless rule, which needs no reset."
     def signals(self) -> Signals:
         "New signals for one lane."
         return Signals()
@@ -140,7 +140,7 @@ class HeuristicMemory:
 
 # %% ../../nbs/control/50_rules.ipynb #debf5e47
 class Heuristic:
-    """Germinate when the host stands still, keep what is worth something.
+    """Germinate when the host's accuracy stagnates, and keep seeds that contribute.
 
     The rule decides for one lane at a time, from the stages of its seeds and how its training goes. `as_controller`
     makes a controller of a training from it; the environment plays it through a `RulePlayer`.
@@ -243,12 +243,12 @@ class Fixed(Memoryless):
         self.table = dict(table)
 
     def act(self, v: View) -> Decision | Sequence[Decision]:
-        "What the timetable says for this epoch."
+        "Return the timetable's decision for this epoch."
         return self.table.get(v.signals.epoch, Decision(reason="nothing scheduled"))
 
 # %% ../../nbs/control/50_rules.ipynb #546bb8b6
 class BirthRule(Memoryless):
-    """Let a function say what is born; seeds advance as soon as they may, and all of them stay.
+    """A function decides what germinates; seeds advance as soon as a gate allows, and all are kept.
 
     Examples
     --------
@@ -274,7 +274,7 @@ class BirthRule(Memoryless):
 def as_controller(
     rule: GrowthRule, # one of this page, or one of your own with `signals()` and `act(view)`
 ) -> Callable[[Population, EpochResult | None], list[Decision | Sequence[Decision]]]: # for `fit(..., controller=...)`
-    """Return a controller that lets a rule decide for every lane of a population before each epoch.
+    """Return a controller that applies a rule to every lane of a population before each epoch.
 
     Examples
     --------
