@@ -161,11 +161,11 @@ _SETTINGS = ("task", "family", "judged", "num_envs", "first_lane", "horizon", "r
              "restart", "batch_size", "lr", "precision", "exact", "devices") # that a saved state must agree with
 
 class GrowVecEnv(gym.vector.VectorEnv):
-    """n networks in training as a Gymnasium vector environment.
+    """Train n networks side by side as a Gymnasium vector environment.
 
     A step carries one operation out in each lane, trains each for an epoch under the Governor, and returns what a
-    Gymnasium vector environment returns. `obs`, `mask` and `table` are those of the present state; `last_result`
-    is the `EnvStep` of the latest step, `reports` what the Governor did in it, `summaries` the episodes that ended.
+    Gymnasium vector environment returns. `obs`, `mask` and `table` describe the current state; `last_result`
+    is the `EnvStep` of the latest step, `reports` are its Governor reports, `summaries` the finished episodes.
 
     Raises
     ------
