@@ -1,13 +1,15 @@
 "A cluster by the tutorial's own commands: nodes that die and join change nothing, and nodes get the code they lack."
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from test_workers import descendants, needs_ray
+from test_workers import descendants, needs_ray, ray
 from test_workers_runs import SMALL, assert_same_run
 
 from esper_nb.run import main
@@ -31,6 +33,8 @@ class Cluster:
     "Nodes of one core each on this machine, where a local run of Ray has left its token."
     def __init__(self, folder):
         self.folder, self.nodes = folder, []
+        self.ray = Path(tempfile.mkdtemp(prefix="ray-")) # a short path, for sockets
+        self.told, self.head = self.ray/"session_latest/node_ip_address.json", "" # the newest Ray has no such file
         with socket.socket() as free:
             free.bind(("", 0))
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -44,18 +48,26 @@ class Cluster:
         self.bare = self.env | dict(PYTHONPATH=os.pathsep.join(paths)) # of nodes
 
     def join(self):
-        "Start the head, or another node."
-        address, port = self.address.split(":")
-        head = "--head", f"--node-ip-address={address}", f"--port={port}", "--include-dashboard=false"
-        where = (f"--address={self.address}",) if self.nodes else head
-        log = self.folder/f"node-{len(self.nodes)}.log"
+        """Start the head, or another node, each at an address of its own.
+
+        All share the head's folder here, where Ray looks up which node serves a driver: it has to stay the head.
+        """
+        number, port = len(self.nodes), self.address.split(":")[1]
+        head = "--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self.ray}"
+        where = f"--node-ip-address=127.0.0.{number + 1}", *((f"--address={self.address}",) if number else head)
+        log = self.folder/f"node-{number}.log"
         words = [sys.executable, "-m", "ray.scripts.scripts", "start", *where]
         small = "--num-cpus=1", "--object-store-memory=80000000", "--block"
-        with open(log, "w") as out:
-            begun = subprocess.Popen([*words, *small], env=self.bare, cwd=self.folder, stdout=out, stderr=out)
-        self.nodes.append(begun)
-        eventually(lambda: "Ray runtime started" in log.read_text() or begun.poll() is not None)
-        assert begun.poll() is None, log.read_text()[-2000:]
+        for _ in range(3): # a busy machine may need longer than the 30 seconds that Ray gives a node
+            with open(log, "w") as out:
+                begun = subprocess.Popen([*words, *small], env=self.bare, cwd=self.folder, stdout=out, stderr=out)
+            self.nodes[number:] = [begun]
+            eventually(lambda begun=begun: "Ray runtime started" in log.read_text() or begun.poll() is not None)
+            if begun.poll() is not None: continue
+            if self.told.exists(): self.head = self.head or self.told.read_text()
+            if self.head: self.told.write_text(self.head)
+            return
+        raise AssertionError(log.read_text()[-2000:])
 
     def lose(self, number):
         "Kill all processes of a node at once."
@@ -74,6 +86,7 @@ def nodes(tmp_path_factory):
         yield cluster
     finally:
         for k in range(len(cluster.nodes)): cluster.lose(k)
+        shutil.rmtree(cluster.ray, ignore_errors=True)
 
 
 LOOK = """
@@ -118,11 +131,12 @@ def test_nodes_get_the_code_that_they_lack_and_name_what_is_missing(nodes, tmp_p
     assert refused.startswith("on machine ") and "/data/mine.csv" in refused
 
 
+@pytest.mark.skipif(ray is not None and tuple(map(int, ray.__version__.split(".")[:2])) < (2, 52),
+                    reason="this version of Ray knows no tokens")
 def test_a_shell_without_the_token_is_told_why_it_cannot_join(nodes):
     env = {k: v for k, v in nodes.env.items() if not k.startswith("RAY_AUTH")} | dict(RAY_ADDRESS=nodes.address)
     program = "from esper_nb.run import start_ray\ntry: start_ray()\nexcept RuntimeError as e: print(e)"
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
-    if "2.40" in __import__("ray").__version__: pytest.skip("this version of Ray knows no tokens")
     assert done.stdout.startswith("Ray does not start here: "), done.stderr
     assert "token is missing" in done.stdout and "RAY_AUTH_TOKEN" in done.stdout and len(done.stdout.splitlines()) == 1
 

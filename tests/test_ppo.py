@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from esper_nb.core import use_threads
 from esper_nb.learn import (
-    ActorCritic, Batch, ChoiceMasks, Coefficients, Compiled, Heads, Learner, MaskedHeads, PPOConfig, PolicyConfig,
+    ActorCritic, Batch, ChoiceMasks, Coefficients, Heads, Learner, MaskedHeads, PPOConfig, PolicyConfig,
     StopFlag, collect_returns, explained_variance, play, ppo_loss, standardize, train_ppo)
 
 
@@ -376,56 +376,6 @@ def test_a_ruined_policy_is_an_error_when_acting():
     learner = Learner(cartpole(2), PPOConfig(num_steps=8, num_minibatches=2), small)
     torch.nn.init.constant_(learner.policy.logits_bias, math.nan)
     with pytest.raises(ValueError, match="logits are not finite"): next(train_ppo(learner, 1))
-
-
-@pytest.mark.slow
-def test_inductor_compiles_the_loss_that_is_called():
-    runs = []
-    for backend in ("", "inductor"):
-        config = PPOConfig(num_steps=8, num_minibatches=2, compile=backend, target_kl=10.)
-        learner = Learner(cartpole(4), config, small)
-        ups = list(train_ppo(learner, 2))
-        runs.append((learner, ups))
-    loss = runs[1][0].loss
-    assert loss.reason == "" and loss.calls == 16 and 1 <= loss.compiles <= 2
-    assert (weights(runs[0][0]) - weights(runs[1][0])).abs().max() < 1e-4
-
-
-def test_a_broken_compiler_falls_back():
-    def broken(graph, inputs): raise RuntimeError("no compiler here")
-    torch._dynamo.register_backend(broken, name="broken_for_test")  # noqa: SLF001  # torch offers no public way
-    fn = Compiled(torch.sin, "broken_for_test")
-    with pytest.warns(UserWarning, match="without torch.compile"): out = fn(torch.ones(2))
-    assert torch.equal(out, torch.ones(2).sin()) and fn.calls == 0 and "no compiler here" in fn.reason
-
-
-def test_a_compiler_that_failed_is_tried_again_with_one_warning(recwarn):
-    tried = []
-    def late(graph, inputs):
-        tried.append(len(inputs))
-        if len(tried) < 3: raise RuntimeError("no room now")
-        return graph
-    torch._dynamo.register_backend(late, name="late_for_test")  # noqa: SLF001  # torch offers no public way
-    fn, x = Compiled(torch.sin, "late_for_test"), torch.linspace(0, 1, 5)
-    assert all(torch.equal(fn(x), x.sin()) for _ in range(60))
-    assert len(tried) == 3 and fn.failures == 2 and fn.reason == "" and fn.calls == 60 - 1 - 15 - 1 - 31
-    assert sum("without torch.compile" in str(w.message) for w in recwarn) == 1
-
-
-def test_a_compiler_that_always_fails_is_left_alone_in_the_end(recwarn):
-    tried = []
-    def never(graph, inputs): tried.append(1); raise RuntimeError("no compiler here")
-    torch._dynamo.register_backend(never, name="never_for_test")  # noqa: SLF001  # torch offers no public way
-    fn, x = Compiled(torch.sin, "never_for_test", limit=3), torch.ones(2)
-    assert all(torch.equal(fn(x), x.sin()) for _ in range(200))
-    assert len(tried) == 3 and fn.calls == 0 and fn.failures == 3
-    assert sum("without torch.compile" in str(w.message) for w in recwarn) == 2 # when it fails, when it is given up
-
-
-def test_a_wrong_call_does_not_take_the_compiled_function_away():
-    fn = Compiled(torch.matmul, "eager")
-    with pytest.raises(RuntimeError): fn(torch.ones(2), torch.ones(3))
-    assert fn(torch.ones(2), torch.ones(2)) == 2 and fn.reason == "" and fn.calls == 1
 
 
 def test_records_of_a_run_hold_no_unmeasured_zeros():

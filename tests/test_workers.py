@@ -170,6 +170,8 @@ def test_ray_is_started_again_where_a_busy_machine_was_too_slow(monkeypatch, cap
     tries, why = [], "no such address"
     with pytest.raises(RuntimeError, match="Ray does not start here: no such address"): start_ray()
     assert len(tries) == 1
+    with pytest.raises(RuntimeError, match="nobody answers at 127.0.0.1:1"): start_ray("127.0.0.1:1")
+    assert len(tries) == 1
 
 
 # ---- real processes

@@ -7,7 +7,7 @@ from .learner import (END_SIGNALS as END_SIGNALS, Update as Update, clip_gradien
 from .loss import (PPOConfig as PPOConfig, PPOStats as PPOStats, read_stats as read_stats,
     average_steps as average_steps, ChoiceMasks as ChoiceMasks, Coefficients as Coefficients, ppo_loss as ppo_loss,
     minibatch_loss as minibatch_loss, explained_variance as explained_variance, Collected as Collected,
-    collect_returns as collect_returns, Compiled as Compiled)
+    collect_returns as collect_returns)
 from .normalizers import (Moments as Moments, ObsNormalizer as ObsNormalizer, discounted_sums as discounted_sums,
     RewardNormalizer as RewardNormalizer, ValueNormalizer as ValueNormalizer, standardize as standardize)
 from .policies import PolicyConfig as PolicyConfig, Act as Act, ActorCritic as ActorCritic, Trunk as Trunk

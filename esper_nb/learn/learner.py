@@ -24,8 +24,8 @@ from ..core import (
     check, check_count, check_device, choose_precision, finite_or_none, generator, send, use_threads)
 from .distributions import ActionHeads, acting_noise, heads_of
 from .loss import (
-    Coefficients, Compiled, PPOConfig, average_steps, collect_returns, explained_variance,
-    minibatch_loss, ppo_loss, read_stats)
+    Coefficients, PPOConfig, average_steps, collect_returns, explained_variance,
+    minibatch_loss, read_stats)
 from .normalizers import ObsNormalizer, RewardNormalizer, ValueNormalizer, standardize
 from .policies import ActorCritic, PolicyConfig
 from .rollouts import Batch, EnvStream, EpisodeEnd, Outcome, Rollout, count_episodes
@@ -138,7 +138,6 @@ class Learner:
         self.optimizer = torch.optim.Adam(self.weights, lr=config.learning_rate, eps=1e-5, fused=True)
         self.obs_norm = ObsNormalizer(self.stream.width, sorted({*config.obs_keep, *policy.embed_columns}))
         self.reward_norm, self.value_norm = RewardNormalizer(self.n, config.gamma), ValueNormalizer()
-        self.loss = Compiled(ppo_loss, config.compile)
         floors = config.ent_floor if isinstance(config.ent_floor, tuple) else (config.ent_floor,) * self.heads.count
         check(len(floors) == self.heads.count, "ent_floor", config.ent_floor,
               f"one number, or one for each of {self.heads.count} heads")
@@ -249,7 +248,7 @@ class Learner:
         c = self.config
         lr, *now = c.at(self.update)
         clip, entropy = send(torch.tensor(now), self.device)
-        stats = minibatch_loss(self.policy, batch, Coefficients(clip, entropy, self.floors), c, self.loss)
+        stats = minibatch_loss(self.policy, batch, Coefficients(clip, entropy, self.floors), c)
         for w in self.weights: w.grad = None
         stats.loss.backward()
         norm = clip_gradients(self.weights, c.max_grad_norm)

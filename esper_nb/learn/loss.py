@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['PPOConfig', 'PPOStats', 'read_stats', 'average_steps', 'ChoiceMasks', 'Coefficients', 'ppo_loss', 'minibatch_loss',
-           'explained_variance', 'Collected', 'collect_returns', 'Compiled']
+           'explained_variance', 'Collected', 'collect_returns']
 
 # %% ../../nbs/learn/64_loss.ipynb #d9c45b33
-import math, warnings
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -88,7 +88,6 @@ class PPOConfig(Config):
     obs_keep: tuple[int, ...] = () # observation columns that norm_obs leaves alone
     precision: str = "fp32" # "fp32", "bf16" or "auto", for acting and learning alike
     threads: int | None = 1 # cores inside one operation of learning; more pay from about 256 units; None: as torch has
-    compile: str = "" # backend of torch.compile for the loss, e.g. "inductor"; "" is off
 
     def __post_init__(self):
         self.check_types()
@@ -270,7 +269,6 @@ def minibatch_loss(
     b: Batch,
     coefs: Coefficients, # of this update
     c: PPOConfig,
-    loss: Callable[..., PPOStats] = ppo_loss, # or a compiled one
 ) -> PPOStats:
     "Run the policy on one minibatch, and compute the loss."
     heads = policy.heads
@@ -279,7 +277,7 @@ def minibatch_loss(
     available = heads.available(b.mask, b.action) if c.ent_floor_coef else legal
     masks = ChoiceMasks(legal, heads.relevant(b.action), available)
     adv = standardize(b.advantage, b.valid) if c.norm_adv == "minibatch" else b.advantage
-    return loss(logits, value, b, masks, adv, coefs, c, policy.config.floor)
+    return ppo_loss(logits, value, b, masks, adv, coefs, c, policy.config.floor)
 
 # %% ../../nbs/learn/64_loss.ipynb #2d68928d
 def explained_variance(
@@ -316,41 +314,3 @@ def collect_returns(
         out[1][t] = rest = gamma * np.where(end, then[t], rest)
         out[2][t] = known = end | known
     return Collected(*(torch.from_numpy(x).to(reward.device) for x in out))
-
-# %% ../../nbs/learn/64_loss.ipynb #a1e60adb
-class Compiled:
-    "Call a function through `torch.compile`, and the plain function where that fails."
-    def __init__(
-        self,
-        fn: Callable, # of tensors
-        backend: str = "inductor", # as in torch.compile; "": none
-        limit: int = 8, # compilations, failures
-    ):
-        self.fn, self.limit = fn, limit
-        self.calls, self.compiles = 0, 0 # compiled calls, compilations
-        self.reason = "" if backend else "off" # why the plain function runs
-        self.failures, self.wait = 0, 0 if backend else -1 # calls until the next try
-        if not backend: return
-        inner = torch._dynamo.lookup_backend(backend)  # noqa: SLF001
-        def counted(graph, inputs, **kw):
-            self.compiles += 1
-            return inner(graph, inputs, **kw)
-        self.compiled = torch.compile(fn, backend=counted)
-
-    def __call__(self, *args, **kw):
-        "Call the compiled function, or the plain one."
-        self.wait -= bool(self.reason)
-        if self.wait: return self.fn(*args, **kw)
-        try: out = self.compiled(*args, **kw)
-        except Exception as e:
-            out, self.failures = self.fn(*args, **kw), self.failures + 1 # a wrong call raises here
-            self._stop(f"{type(e).__name__}: {e}", 8 << self.failures if self.failures < self.limit else -1)
-            return out
-        self.calls, self.reason = self.calls + 1, ""
-        if self.compiles > self.limit: self._stop(f"{self.compiles} compilations, more than {self.limit}")
-        return out
-
-    def _stop(self, reason, wait=-1):
-        self.reason, self.wait = reason[:300], wait
-        how = "from now on" if wait < 0 else "for a while" if self.failures == 1 else ""
-        if how: warnings.warn(f"{self.fn.__name__} runs without torch.compile {how}: {self.reason}")

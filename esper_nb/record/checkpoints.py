@@ -237,8 +237,7 @@ def read_checkpoint(
     try: return _read_verified(path)
     except (CheckpointError, FileNotFoundError): raise
     except Exception as e:
-        why, older = f"{type(e).__name__}: {str(e)[:200]}", previous_checkpoint(path).name
-        raise CheckpointError(f"{path} cannot be read as a checkpoint ({why}); use {older} or an earlier file") from e
+        raise CheckpointError(f"{path} cannot be read as a checkpoint ({type(e).__name__}: {str(e)[:200]})") from e
 
 def check_contract(
     path: str | Path, # of the newest checkpoint, which need not be there

@@ -150,6 +150,12 @@ def _ray():
         raise ImportError("engine='ray': expected 'local' or 'process', or Ray: pip install 'esper_nb[ray]'") from e
     return ray
 
+def _answers(host: str, port: int, seconds: float) -> bool:
+    "Return whether anybody listens there."
+    try: socket.create_connection((host, port), seconds).close()
+    except OSError: return False
+    return True
+
 def _init_ray(**how: Any) -> None:
     "Start Ray, again if this machine is too busy for the 30 seconds that Ray gives itself."
     for last in (False, False, True):
@@ -182,9 +188,13 @@ def start_ray(
     "Join a cluster or start one, unless that was done before."
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0") # 15 otherwise: on a busy machine an actor would hardly get on
+    os.environ.setdefault("RAY_agent_register_timeout_ms", "120000") # 30000 otherwise: a busy node would give up
     if address is not None: os.environ["RAY_ADDRESS"] = address
     ray, address = _ray(), os.environ.get("RAY_ADDRESS")
     if not ray.is_initialized():
+        host, _, port = (address or "").rpartition(":")
+        if host and port.isdigit() and "/" not in host and not _answers(host, int(port), 10):
+            raise RuntimeError(f"Ray does not start here: nobody answers at {address}") # Ray would try for minutes
         if address is None: os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32)) # or Ray writes one down
         own = dict(address="local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1")
         sent = dict(py_modules=[esper_nb, *packed_plugins()[1]])
@@ -209,11 +219,8 @@ def _count_waiting(share: float) -> int: # share: of a core, that each asks for
 
 def _silent_machines() -> list[str]: # addresses
     "Return the machines that nobody answers on, which the cluster still counts with for some 15 seconds."
-    def silent(node: Mapping[str, Any]) -> bool:
-        try: socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=1).close()
-        except OSError: return True
-        return False
-    return [n["NodeManagerAddress"] for n in _ray().nodes() if n["Alive"] and silent(n)]
+    alive = [(n["NodeManagerAddress"], n["NodeManagerPort"]) for n in _ray().nodes() if n["Alive"]]
+    return [host for host, port in alive if not _answers(host, port, 1)]
 
 class _Actor:
     "The object of an actor of Ray."
