@@ -40,6 +40,8 @@ TASKS = { # section of the sidebar -> its pages, what a newcomer reads first fir
     "Compare": "explanations/results explanations/leaderboard explanations/fleets explanations/growing_pays "
                "explanations/frontier explanations/negative_results explanations/benchmarks explanations/numbers"}
 OPERATORS = ("__call__", "__iter__", "__len__", "__getitem__", "__contains__")      # have entries, if documented
+COLAB = ("\n\n[Open in Colab](https://colab.research.google.com/github/esper-nb/esper_nb/blob/main/nbs/tutorials/{}), "
+         "and run `%pip install git+https://github.com/esper-nb/esper_nb` there first.")
 NO_QUARTO = "Quarto is not on PATH: plain pages, without search. To get it: https://quarto.org/docs/get-started"
 
 
@@ -168,10 +170,13 @@ class HoldHTML(Processor):
 
 
 class KeepPromise(Processor):
-    "Put back what stands below title and subtitle in the first cell: nbdev makes metadata of them and drops the rest."
+    """Put back what stands below title and subtitle in the first cell: nbdev makes metadata of them and drops the rest.
+    A tutorial has the way to Colab below."""
     def begin(self):
-        first = json.loads(Path(self.nb.path_).read_text(encoding="utf-8"))["cells"][0]["source"]
+        path = Path(self.nb.path_)
+        first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]
         rest = re.sub(r"\A\s*# [^\n]*\n+(> [^\n]*\n*)?", "", "".join(first) + "\n").strip()
+        if path.parent.name == "tutorials": rest += COLAB.format(path.name)
         if rest: self.nb.cells.insert(1, mk_cell(rest, "markdown"))
 
 

@@ -109,7 +109,7 @@ def test_alarms_differ_by_lane_slot_and_seed():
 
 def test_a_standing_alarm_goes_out():
     watch, rule = AlarmWatch(), next(r for r in ALARM_RULES if r.name == "policy moved far")
-    watch.feed(build(rule, [.02]))
+    watch.feed(build(rule, [.2]))
     assert watch.standing == [("warning", rule.name, rule.metric, 0, None)]
     watch.feed(build(rule, [.01]))
     assert watch.standing == []

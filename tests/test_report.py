@@ -137,7 +137,7 @@ def test_true_alarms_first_and_notes_folded(no_pictures, made, tmp_path):
     with new_file(copy/"rows.jsonl") as part: part.write_text("".join(encode_row(r) + "\n" for r in rows))
     assert "No alarms" in words_of(report_html(RunFolder(copy)))
     health = [dict(update=u, lane=None, kind="update", **{"update.explained_variance": .1, "update.approx_kl": kl})
-              for u, kl in enumerate((.001, .02, .001, .05, .001, .04), 1)]
+              for u, kl in enumerate((.001, .2, .001, .6, .001, .7), 1)]
     with new_file(copy/"rows.jsonl") as part: part.write_text("".join(encode_row(r) + "\n" for r in [*rows, *health]))
     text = report_html(RunFolder(copy))
     levels = re.findall(r"<tr><td>(critical|warning|note)</td><td>(.*?)</td><td class=\"n\">(\d+)</td>", text)

@@ -198,6 +198,16 @@ def test_entries_show_what_a_docstring_raises_and_its_examples():
     assert shown.startswith("### ") and "double" in shown
 
 
+def test_a_tutorial_opens_in_colab():
+    def begun(name):
+        path = NBS/f"{name}.ipynb"
+        nb = docs.read_nb(path)
+        docs.KeepPromise(nb).begin()
+        return nb.cells[1].source
+    link = "https://colab.research.google.com/github/esper-nb/esper_nb/blob/main/nbs/tutorials/first_rollback.ipynb"
+    assert f"[Open in Colab]({link})" in begun("tutorials/first_rollback")
+    assert "Colab" not in begun("guard/17_governor")
+
 def test_every_name_that_a_page_shows_has_an_entry():
     failed = []
     for page in sorted(NBS.glob("[a-z]*/[0-9]*.ipynb")):

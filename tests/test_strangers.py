@@ -267,6 +267,11 @@ def test_a_row_of_a_far_epoch_ends_the_panel_in_a_line(gift):
     rewrite(gift/"config.json", lambda config: config["run"]["env"].update(num_envs=10**9))
     with pytest.raises(ValueError, match="as many as a panel can show"): watched(gift)
 
+def test_a_checkpoint_that_counts_rows_without_end_is_told_of_at_once(gift):
+    forge(gift, "checkpoint.safetensors", "tree", ("rows", "written"), 2**62, False)
+    with pytest.warns(UserWarning, match=f"of the {2**62} rows"): run = opened(gift)
+    assert run.written == len(read_rows(gift/"rows.jsonl"))
+
 def test_settings_that_no_run_writes_are_a_line_or_passed_over(gift):
     rewrite(gift/"config.json", lambda config: config["run"].update(minutes=1e308))
     assert followed(gift)

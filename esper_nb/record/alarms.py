@@ -218,7 +218,7 @@ def find_alarms(
     --------
     >>> from esper_nb import find_alarms
     >>> row = {"kind": "update", "lane": None, "update": 0, "update.approx_kl": .01}
-    >>> rows = [row, row | {"update": 1, "update.approx_kl": .02}]
+    >>> rows = [row, row | {"update": 1, "update.approx_kl": .2}]
     >>> [(a.name, a.level, a.at) for a in find_alarms(rows)]
     [('policy moved far', 'warning', 1)]
     """

@@ -277,7 +277,7 @@ def cut_rows(
     refuse_link(path)
     if not Path(path).exists(): return 0
     with open(path, "r+b") as file:
-        kept = sum(file.readline().endswith(b"\n") for _ in range(count))
+        kept = sum(line.endswith(b"\n") for _, line in zip(range(count), iter(file.readline, b"")))
         file.truncate(file.tell())
     return kept
 
