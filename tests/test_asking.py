@@ -350,6 +350,7 @@ def test_a_lane_whose_weights_go_while_it_knows_nothing_is_brought_back():
     losses, reports, pop = trained([Fault("lobotomy", lane=e, seed=e, epoch=e, batch=5) for e in (0, 1)])
     assert none == [] and [(r.lane, r.action) for r in reports] == [(0, "rollback"), (1, "rollback")]
     assert reports[0].reason == "state" and "a tenth" in reports[0].bad_state[0]
+    assert ": state (weights: less than a tenth is left of their norm) -> " in str(reports[0])
     assert torch.equal(losses[:, 2], clean[:, 2]) and (losses[-10:].mean(0) < 1.6).all() # 2.3 is chance
     again = new_population(task, FitConfig(lanes=3, epochs=4), data=data)
     again.load_state_dict(pop.state_dict())

@@ -511,6 +511,8 @@ def test_an_incident_names_no_limit_that_its_loss_was_below(reason, said):
     incident = Incident(number=1, lane=2, reason=reason, action="rollback", x=9, end=9, back=4, loss="0.7", limit=4.6,
                         target=.03, rollbacks_left=3)
     assert f"{reason} {said} → rollback" in str(incident)
+    assert "lane 2: state (weights) → rollback" in str(replace(incident, reason="state", loss="none", why="weights"))
+    assert "lane 2: by hand → rollback" in str(replace(incident, reason="by hand", loss="none"))
 
 
 # --- feeds: traffic and memory

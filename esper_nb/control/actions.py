@@ -120,13 +120,13 @@ OPS = tuple(OPERATIONS) # the operations of the package
 # %% ../../nbs/control/46_actions.ipynb #55e3dd15
 @dataclass(frozen=True)
 class Repertoire(Config):
-    "The choices that an environment offers for the heads of an action."
+    "The actions that an environment offers."
     operations: tuple[str, ...] = OPS # wait among them
     styles: tuple[str, ...] = tuple(STYLES)
     tempos: tuple[int, ...] = TEMPOS # epochs
     targets: tuple[float, ...] = TARGETS # alpha
     several: bool = False # a seed may germinate while another one of the lane is young or a slot cools down
-    earliest: int = 0 # epoch before which nothing germinates: time to look at what the lane is
+    earliest: int = 0 # no germination before this epoch, so that the policy can first observe the lane
     latest: int | None = None # epoch after which nothing germinates: waiting is one short decision; None: no bound
 
     def __post_init__(self):
@@ -144,7 +144,7 @@ class Repertoire(Config):
         "Return whether germination is allowed in these epochs of an episode."
         return (epoch >= self.earliest) & (epoch <= (math.inf if self.latest is None else self.latest))
 
-    def nearest(self, choice: Choice) -> Choice: # choice: of a rule that does not know the repertoire
+    def nearest(self, choice: Choice) -> Choice: # choice: of a rule that ignores the repertoire
         "Return the choice on offer: a wait for an operation that is not, the only setting where just one is left."
         if choice.op not in self.operations: return Choice()
         def only(asked, offered): return offered[0] if asked is not None and len(offered) == 1 else asked
@@ -218,7 +218,7 @@ class SlotView:
     "All slots of all lanes, for the table of operations; every property is (n, S) bool, or broadcasts to it."
     def __init__(self,
         table: Tensor, # (n, S, C) seed states
-        rules: Sequence[Rules], # of each slot: its gates and what happens by itself
+        rules: Sequence[Rules], # rules of each slot: its gates and automatic stages
         max_seeds: int = 0, # live seeds and fossils of a lane; 0: no bound
         repertoire: Repertoire = Repertoire(), # what is offered
         epoch: Tensor | None = None, # (n,) of the lanes' episodes; None: one in which anything may germinate
@@ -293,7 +293,7 @@ class GrowthActions:
         model: Growing,
         slots: Sequence[str] | None = None, # where the controller may act; default everywhere
         max_seeds: int = 0, # live seeds and fossils of a lane; 0: no bound
-        repertoire: Repertoire = Repertoire(), # what is offered of all that an action can say
+        repertoire: Repertoire = Repertoire(), # the actions that the environment offers
         operations: Sequence[str] | None = None, # numbers of the head `op`; None: OPS, and what the repertoire adds
     ):
         self.repertoire = repertoire
@@ -308,7 +308,7 @@ class GrowthActions:
         self.rules = [model.slot(k).rules for k in self.slots]
         self.blueprints = tuple(sorted({b for own in self.slot_blueprints for b in own} - {"noop"}))
         check(len(self.blueprints) > 0, "blueprints", (), "a blueprint other than noop in at least one slot")
-        self.values: dict[str, tuple[Any, ...]] = dict( # what the numbers of every head stand for
+        self.values: dict[str, tuple[Any, ...]] = dict( # meaning of the numbers of every head
             slot=self.slots, blueprint=self.blueprints, style=tuple(STYLES), tempo=TEMPOS, target=TARGETS,
             speed=SPEEDS, curve=tuple(CURVES), op=self.ops)
         self.sizes = tuple(len(self.values[h]) for h in HEADS)
@@ -331,7 +331,7 @@ class GrowthActions:
 
     @property
     def names(self) -> dict[str, list[str]]:
-        "Names of the choices of the heads that differ between models."
+        "Meanings of the numbers of the heads that differ between models."
         return dict(slot=list(self.slots), blueprint=list(self.blueprints), op=list(self.ops))
 
     def check_names(self, trained: Mapping[str, Sequence[str]]) -> None: # `names` that a policy was trained with
@@ -434,7 +434,7 @@ class GrowthActions:
         action: Sequence[int] | Tensor, # (K,)
         mask: Tensor | None = None, # (M,) of this lane; None: worked out now
     ) -> DecisionResult: # whether it was done, and why not
-        "Apply an action in one lane; an illegal one changes nothing, and the result gives the reason."
+        "Apply an action to one lane; an illegal one changes nothing, and the result gives the reason."
         choice, mask = self.decode(action), self.mask(model)[lane] if mask is None else mask
         decision = OPERATIONS[choice.op].decide(choice)
         if self.allowed(mask, torch.as_tensor(action)): return apply_decision(model, lane, decision)
@@ -503,7 +503,7 @@ def draw_actions(
 
 # %% ../../nbs/control/46_actions.ipynb #937b28f9
 _K = TypeVar("_K")
-_settings_of: Mapping[str, tuple[str, ...]] = { # what an action can say about a verb
+_settings_of: Mapping[str, tuple[str, ...]] = { # settings of an operation in an action
     "germinate": ("blend", "curve", "tempo", "goal"),
     "set_alpha": ("target", "steps", "curve", "steepness", "blend"),
     "schedule_prune": ("steps", "curve", "steepness"),
@@ -518,7 +518,7 @@ def _name_of(table: Mapping[str, _K], what: str, value: _K) -> str:
 def as_choice(
     decision: Decision, # of a rule
 ) -> Choice:
-    """Return the action that a verb of the model stands for.
+    """Return the action of an operation of the model.
 
     Raises
     ------

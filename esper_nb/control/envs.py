@@ -71,7 +71,7 @@ class EnvConfig(Config):
     blueprints: tuple[str, ...] | None = None # blueprints on offer; None: all of the host's family
     max_seeds: int = 0 # live seeds and fossils of a lane; 0: no bound
     rules: Rules = Rules(gates=Gates(training_epochs=3)) # of seeds: gates fit for a horizon of a few dozen epochs
-    repertoire: Repertoire = Repertoire() # the choices on offer for an action's heads
+    repertoire: Repertoire = Repertoire() # the actions that the environment offers
     operations: tuple[str, ...] | None = None # numbers of the head `op`; None: the package's, and the repertoire's own
     observations: tuple[str, ...] | None = None # rows of the table of observations; None: all
     schedule: str = "constant" # of the learning rate: "cosine" falls to 0 over the horizon

@@ -117,7 +117,7 @@ class EnvStep(NamedTuple):
     active: Tensor # (n,) bool: the lane acted and trained
     action: Tensor # (n, K) int64, done; a refused one is a wait
     op: tuple[str, ...] # of the action, in words
-    ok: Tensor # (n,) bool: the action was done as asked
+    ok: Tensor # (n,) bool: the action was carried out
     refused: tuple[str, ...] # why not; "" where it was
     accuracy_pp: Tensor # (n,) held out
     loss: Tensor # (n,) held out, nats
@@ -132,7 +132,7 @@ class EnvStep(NamedTuple):
 
     @classmethod
     def idle(cls, lanes: int, slots: int, heads: int) -> "EnvStep":
-        "Return a step in which every lane only resets, without operations, training or reward."
+        "Return a step in which every lane only begins an episode: no action, no training, no reward."
         no, unknown = torch.zeros(lanes, dtype=torch.bool), torch.full((lanes,), torch.nan, dtype=torch.float64)
         return cls(
             active=no, action=torch.zeros(lanes, heads, dtype=torch.int64), op=("wait",) * lanes, ok=~no,
@@ -215,8 +215,8 @@ def part_finals(
     obs: np.ndarray, # (n, D) that the episodes ended with
     info: Mapping[str, Any], # of the step
     done: np.ndarray, # (n,) bool
-) -> tuple[dict[str, Any], dict[str, Any]]: # of lanes that go on; and final_obs, final_info of those that ended
-    "Split the info of a step in which finished lanes reset at once."
+) -> tuple[dict[str, Any], dict[str, Any]]: # of lanes that continue; and final_obs, final_info of those that ended
+    "Split the info of a step in which ended lanes restart immediately."
     def masked(flags): return {k: v & flags if k.startswith("_") else v for k, v in info.items()}
     last = np.full(len(obs), None, dtype=object)
     for i in np.flatnonzero(done): last[i] = obs[i]

@@ -46,7 +46,7 @@ def read_look(
 # %% ../../nbs/control/55_forecast.ipynb #7ba5930b
 PENALTIES = (.1, 1., 10., 100., 1000.) # of ridge regressions; the errors left out choose
 LEAST_ERROR = .5 # that a network is expected to have, as a share of the mean
-SURE = .5 # level of the interval that a rule grows by: surer, it leaves out seeds that would have paid
+SURE = .5 # level of the interval that a rule grows by: a higher one rejects seeds that would have helped
 
 def fit_ridge(
     x: np.ndarray, # (n, d)
@@ -64,7 +64,7 @@ def fit_ridge(
     return np.append(w, level - centre @ w), left_out(penalty)
 
 class Forecast(NamedTuple):
-    """Predicted gain of each arm over waiting at the end of a run, from one measurement of a network.
+    """Forecast of the final accuracy gain of each arm over waiting, from one observation of a network.
 
     Raises
     ------
@@ -128,7 +128,7 @@ class Forecast(NamedTuple):
         x: np.ndarray, # (n, d) looks
         level: float = .8, # share of networks that the interval is to hold
     ) -> tuple[np.ndarray, np.ndarray]: # (n, arms) pp, and half the intervals' widths
-        "Return the predicted gain of every arm, and half the width of its interval."
+        "Return the forecast gain of every arm, and the half-width of its interval."
         z, n = np.nan_to_num((np.asarray(x, float) - self.centre) / self.scale), len(self.errors[0])
         rank = min(n, math.ceil(level * (n + 1))) # of the error that so many are below
         worth, off = (z @ w[:, :-1].T + w[:, -1] for w in (np.array(self.weights), np.array(self.spread)))
@@ -137,7 +137,7 @@ class Forecast(NamedTuple):
     def surest(self,
         x: Sequence[float], # (d,) a look
         level: float, # share of networks that the interval is to hold
-        least: float = 0., # pp that the whole interval must lie above
+        least: float = 0., # pp; the lower end of the interval must be above it
     ) -> int: # 0: none, else one more than the arm's number
         "Return the arm with the highest interval, if this is above `least`."
         worth, within = self(np.asarray(x, float)[None], level)
@@ -199,7 +199,7 @@ class SeedForecast(NamedTuple):
         return cls(tuple((k, b) for k, b in seeds), forecast, look)
 
     def __call__(self, pop: Population, result: EpochResult) -> list[SeedWorth]:
-        "Return the forecasts of every seed in the lanes that are due."
+        "Return the forecast gain of every seed, in the lanes whose observation is due."
         if result.heldout is None or not result.signals: return []
         grown = {i for k in pop.model.names for i, s in enumerate(pop.model.slot(k).states())
                  if s.stage != Stage.DORMANT}
@@ -212,7 +212,7 @@ class SeedForecast(NamedTuple):
                 for (k, b), pp, half, room in zip(self.seeds, each, off, size)]
 
     def rule(self,
-        least: float = 0., # pp that the whole interval must lie above
+        least: float = 0., # pp; the lower end of the interval must be above it
         level: float = SURE, # share of networks that the interval is to hold
     ) -> "LookOnce":
         "Return the rule that grows the seed with the highest interval, if this is above `least`."
@@ -222,13 +222,13 @@ class SeedForecast(NamedTuple):
 
 def play_seeds(
     task: Task | str,
-    seeds: Sequence[tuple[str, str]], # slot and blueprint of what may be born
+    seeds: Sequence[tuple[str, str]], # slot and blueprint of the candidate seeds
     config: FitConfig = FitConfig(), # of every play; the seed is that of the first one
     plays: int = 4, # of all lanes, each with other weights
     look: int = 1, # epochs before a birth
     data: ImageData | TextData | None = None, # None: the task's own
 ) -> tuple[np.ndarray, np.ndarray]: # (plays * n, d) looks; (plays * n, seeds) held-out pp at the end beside waiting
-    """Train networks to the end, without a seed and with each of several.
+    """Train networks to the end, without a seed and with each candidate.
 
     Raises
     ------
@@ -307,7 +307,7 @@ class LookOnce(Memoryless):
         self.chosen: dict[int, int] = {} # the arm of each lane
 
     def act(self, v: View) -> Decision | Sequence[Decision]:
-        "Return the decision of the lane's schedule."
+        "Return the decision of the lane's timetable."
         if v.signals.epoch < self.look: return Decision(reason="too early to look")
         if v.lane not in self.chosen:
             self.seen[v.lane] = read_look(v)

@@ -33,7 +33,7 @@ class LaneHistory(NamedTuple):
     losses: Tensor # (n, 5) held out, nats, the latest last
     accuracies: Tensor # (n, 5) held out, percentage points
     op: Tensor # (n,) int64 latest operation done; -1: none yet
-    ok: Tensor # (n,) 1 it was done as asked, 0 refused; NaN: none yet
+    ok: Tensor # (n,) 1 carried out, 0 refused; NaN: no action yet
     train_loss: Tensor # (n,) of the latest epoch
     gain_pp: Tensor # (n,) accuracy that all seeds together bring, percentage points
     lr: Tensor # (n,) learning rate of the latest epoch
@@ -49,7 +49,7 @@ class LaneHistory(NamedTuple):
             lr=nan[:, 0].clone(), signals=torch.full((lanes, slots, len(SIGNALS)), math.nan, dtype=torch.float64))
 
     def add(self, s: EnvStep) -> "LaneHistory":
-        "Return the history with one more step; a loss that is not finite counts as the largest one."
+        "Return the history with one more step; a non-finite loss is observed as the worst value."
         def pushed(old: Tensor, new: Tensor) -> Tensor: return torch.cat([old[:, 1:], new.double()[:, None]], 1)
         return LaneHistory(
             epoch=self.epoch + 1, op=choice_of(s.action, "op"), ok=s.ok.double(), train_loss=s.train_loss.double(),
@@ -72,10 +72,10 @@ def symlog(
 class Feature(NamedTuple):
     "One column of an observation."
     name: str
-    unit: str # what 1 stands for
+    unit: str # unit of the value 1
     low: float # least measured value
     high: float # largest
-    unknown: float | None # stands for not measured, outside [low, high]; None: always known
+    unknown: float | None # value of "not measured", outside [low, high]; None: always measured
     meaning: str
 
 class LaneView(NamedTuple):
@@ -88,8 +88,8 @@ class LaneView(NamedTuple):
 class Observation(NamedTuple):
     "One row of the table of observations."
     name: str
-    unit: str # what 1 stands for
-    range: tuple[float, float, float | None] # least, largest, and what stands for not measured; None: always known
+    unit: str # unit of the value 1
+    range: tuple[float, float, float | None] # least, largest, value of "not measured"; None: always measured
     help: str
     read: str | Callable[[LaneView], Tensor] # field of a seed's state; or (n,) of a lane, (n, S) of slots
     divisor: float | str = 1. # number, "horizon" or "slots"
@@ -104,7 +104,7 @@ class Observation(NamedTuple):
         return [Feature(name, self.unit, *self.range, self.help) for name in names]
 
     def __call__(self, v: LaneView) -> Tensor: # (n, P) of a lane, (n, S, P) of slots
-        "Return its values, clipped to the range, and the value for *not measured* where missing."
+        "Return the values, clipped to the range; missing ones get the value for unmeasured."
         low, high, unknown = self.range
         if callable(self.read): x = self.read(v)
         else: x = column(v.table, self.read) if unknown is None else known_column(v.table, self.read)
@@ -126,7 +126,7 @@ OBSERVATIONS: dict[str, Observation] = {}
 def register_observation(
     row: Observation,
 ) -> Observation: # the row itself
-    """Add an observation to the table; new environments include it.
+    """Register an observation; environments created later include it.
 
     Raises
     ------

@@ -59,7 +59,7 @@ class View(NamedTuple):
     blueprints: dict[str, tuple[str, ...]] # slot -> what may grow there
     signals: Signals
     results: tuple[DecisionResult, ...] = () # what became of the latest decisions
-    births: Mapping[str, tuple[str, ...]] = {} # slot -> what may be born there now
+    births: Mapping[str, tuple[str, ...]] = {} # slot -> blueprints that can germinate there now
     growth: Mapping[str, Mapping[str, float]] = {} # slot -> SIGNALS by name; empty or NaN: not measured
 
 def view(
@@ -87,7 +87,7 @@ def reset_rule(rule: GrowthRule) -> None: # one of your own need not have `reset
     getattr(rule, "reset", tuple)()
 
 class Memoryless:
-    "A rule without memory."
+    "A stateless rule, which needs no reset."
     def signals(self) -> Signals:
         "New signals for one lane."
         return Signals()
@@ -140,7 +140,7 @@ class HeuristicMemory:
 
 # %% ../../nbs/control/50_rules.ipynb #debf5e47
 class Heuristic:
-    """Germinate when the host stagnates; keep seeds that contribute.
+    """Germinate when the host's accuracy stagnates, and keep seeds that contribute.
 
     The rule decides for one lane at a time, from the stages of its seeds and its training statistics. `as_controller`
     converts it to a controller for `fit`; an environment runs it through a `RulePlayer`.
@@ -243,12 +243,12 @@ class Fixed(Memoryless):
         self.table = dict(table)
 
     def act(self, v: View) -> Decision | Sequence[Decision]:
-        "Return the schedule's decision for this epoch."
+        "Return the timetable's decision for this epoch."
         return self.table.get(v.signals.epoch, Decision(reason="nothing scheduled"))
 
 # %% ../../nbs/control/50_rules.ipynb #546bb8b6
 class BirthRule(Memoryless):
-    """A function chooses what germinates; seeds advance as early as possible, and all become fossils.
+    """A function decides what germinates; seeds advance as soon as a gate allows, and all are kept.
 
     Examples
     --------

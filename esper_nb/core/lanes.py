@@ -159,7 +159,7 @@ def reset_lanes(
     *key: int | str, # rest of the seed key, default `"init"`
     names: Sequence[int] | None = None, # what each lane is called in the seed key, default its number
 ):
-    "Give some lanes fresh initial values, each from the stream `(seed, *key, lane)`."
+    "Reinitialise some lanes, each from the random stream `(seed, *key, lane)`."
     one = with_lanes(module, 1).to("cpu")   # where the stream is: the same values on every device
     for i, name in zip(lanes, lanes if names is None else names):
         with seeded(seed, *(key or ("init",)), name): _reset_layers(one)
@@ -191,7 +191,7 @@ def widen_module(module: nn.Module, n: int, made: dict[int, Tensor] | None = Non
 def map_tensors(
     f: Callable[[tuple[Any, ...]], Any], # of the tensors at one place of all the trees
     *trees: Any, # tuples, lists and dicts of one structure
-    kind: type = Tensor, # what stands in the places
+    kind: type = Tensor, # of the leaves
 ): # a tree of what `f` made; what is no tensor comes from the first
     "Apply a function to tensors, place by place."
     first = trees[0]
@@ -210,7 +210,7 @@ def drawing(
     seed: int, # of the lane
     *key: int | str, # which draws these are
 ) -> Iterator[None]:
-    "Draw from the stream `(seed, *key)` inside the block; torch's global streams come back after it."
+    "Draw from the stream `(seed, *key)` inside the block; restore torch's global streams after it."
     with _borrowed, seeded(seed, *key):
         if device.type != "cuda":
             yield

@@ -92,7 +92,7 @@ def lane_module(
     return LaneModule(factory, form, n, Ports(axis, (axis or 1) if out is None else out))
 
 # %% ../../nbs/core/05_modules.ipynb #5d4a2369
-LARGE = 1_000_000 # parameters: a network of this size keeps a core busy by itself, and side by side gains nothing
+LARGE = 1_000_000 # parameters: one network of this size saturates a core, and running lanes side by side gains nothing
 
 class LaneForm(NamedTuple):
     "The way in which a module runs as n lanes."
@@ -263,7 +263,7 @@ def lane_form(
     layer: nn.Module, # a plain one; its widths are changed if that suffices
     n: int, # lanes
     axis: int = 1, # the axis of features in which lanes are folded
-) -> nn.Module | None: # without the values; None: there is none
+) -> nn.Module | None: # without the values; None: no lane form exists
     "Return the lane form of a layer."
     if vars(layer)["_forward_hooks"] or vars(layer)["_forward_pre_hooks"]: return None
     if type(layer) in SAME or (type(layer) is nn.Flatten and layer.start_dim == 1): return layer

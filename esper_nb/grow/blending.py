@@ -17,7 +17,7 @@ from ..core import check, check_count, LaneLinear, spatial_mean
 
 # %% ../../nbs/grow/21_blending.ipynb #74151432
 class Curve(IntEnum):
-    "Shape of a ramp."
+    "The shape of a ramp."
     LINEAR = 0
     COSINE = 1
     SIGMOID = 2
@@ -112,7 +112,7 @@ def combine(
     h: Tensor, # the slot's input
     s: Tensor, # the seed's output
     alpha: Tensor, # from `spread`, in [0, 1]
-    r: Tensor, # what the seed read: h, or h cut from the graph
+    r: Tensor, # input of the seed: h, or h detached
     blend_gate: Tensor | None = None, # from `spread`, in (0, 1); for GATE
 ) -> Tensor: # h where alpha is 0, exactly
     "Return the slot's output."

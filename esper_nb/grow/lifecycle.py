@@ -92,7 +92,7 @@ class Gates(Config):
 class Rules(Config):
     "The rules of a slot's seeds."
     gates: Gates = dataclasses.field(default_factory=Gates)
-    auto: tuple[str, ...] = () # gates that a seed goes through by itself: "G1", "G2", "G3", "G5"
+    auto: tuple[str, ...] = () # gates that open automatically: "G1", "G2", "G3", "G5"
     embargo: int = 5 # epochs a slot rests after a prune
     isolate_blending: bool = False # a seed reads detached features while it is blended
 

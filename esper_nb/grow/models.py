@@ -86,7 +86,7 @@ class Growing(nn.Module):
     def tick(self, lanes: Lanes = None) -> list[tuple[str, int, Event]]: # (slot, lane, what happened)
         """Finish an epoch: ramps move, slots cool down, automatic gates open; the next epoch begins.
 
-        Warns of seeds that an optimizer trains which does not know of them.
+        Warns if an optimizer trains seeds without following their growth.
         """
         self._ask_for_service()
         return [(k, i, e) for k in self.names for i, e in self.slot(k).tick(lanes)]

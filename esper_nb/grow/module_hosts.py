@@ -369,7 +369,7 @@ def check_slots(
     return tuple(sorted(slots, key=lambda s: tuple(map(int, s[1:].split("c")))))
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #ce5a507f
-_given: dict[str, Callable[..., nn.Module]] = {} # functions that were handed over as objects, by import path
+_given: dict[str, Callable[..., nn.Module]] = {} # functions that were passed as objects, by import path
 
 def import_path(factory: Callable[..., nn.Module]) -> str: # "package.module:function"
     "Return the import path of a function, and register it in this process."

@@ -62,7 +62,7 @@ class Slot(nn.Module):
         self.register_buffer("stream", torch.zeros(lanes, dtype=torch.int64))
         self.banks, self.blend_gate = empty_banks(family, channels, lanes, names, self.options)
         self.blueprints = tuple(self.banks)
-        self.held: dict[str, tuple[int, ...]] = {} # bank or "gate" -> the lanes it stands for, if not all
+        self.held: dict[str, tuple[int, ...]] = {} # bank or "gate" -> the lanes that it holds, if not all
         self._route, self._narrowed, self._view = Scratch(), Scratch(), Scratch()
         self.rows()
         self.clear(range(lanes), seed)
@@ -527,7 +527,7 @@ def _kept(made: dict[tuple, Tensor], key: tuple, make: Callable[[], Tensor]) -> 
     found = made.get(key)
     if found is None:
         with torch.inference_mode(False): found = make()
-        if type(found) is Tensor: made[key] = found # a tracer's stand-in has no numbers
+        if type(found) is Tensor: made[key] = found # no values under tracing
     return found
 
 # %% ../../nbs/grow/23_slots.ipynb #f66f1b62

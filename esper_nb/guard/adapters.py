@@ -21,7 +21,7 @@ from .reports import GovernorConfig, GovernorStop, Report
 
 # %% ../../nbs/guard/18_adapters.ipynb #59d7c2e2
 def _need(module: str, package: str):
-    "A module that is imported only when it is asked for; an error with the way to get it if it is not there."
+    "Import an optional module; the error of a missing one says how to install it."
     try: return importlib.import_module(module)
     except ImportError:
         raise RuntimeError(f"{module} is not installed; install it with `pip install {package}`") from None
@@ -66,7 +66,7 @@ def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, 
 
     class GovernorCallback(base):
         governor: Governor | None = None
-        loaded: dict | None = None # from a checkpoint, until there is a Governor to take it
+        loaded: dict | None = None # from a checkpoint, until the Governor exists
 
         def on_train_start(self, trainer, pl_module):
             schedulers = [c.scheduler for c in trainer.lr_scheduler_configs]
@@ -140,7 +140,7 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
     class GovernorCallback(base):
         governor: Governor | None = None
         loss: Tensor | None = None # of the micro-batches of this step, so far
-        resumed: Path | None = None # checkpoint that training goes on from
+        resumed: Path | None = None # checkpoint that training resumes from
 
         def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
             scaler = getattr(owner().accelerator, "scaler", None)
@@ -241,7 +241,7 @@ def fastai_governor(
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ):
-    """Return a fastai callback that rolls a ruined run back; its Governor is `.governor`.
+    """Return a fastai callback that rolls back a diverged run; its Governor is `.governor`.
 
     Every fit gets a Governor of its own; validation keeps that of the last fit, and the search for a learning rate is
     left alone.
@@ -264,7 +264,7 @@ def fastai_governor(
     class GuardCallback(base): # in a learner it is `learn.guard`
         order = 70 # after the callbacks that train
         governor: Governor | None = None # of the latest fit
-        loaded: dict | None = None # a state, until there is a Governor to take it
+        loaded: dict | None = None # a state, until the Governor exists
 
         def before_fit(self): self.due = not hasattr(self.learn, "lr_finder") # which ruins a run on purpose
 

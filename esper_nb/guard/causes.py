@@ -63,7 +63,7 @@ class Explanation:
     last: int # batch of the last one
     begin: int | None # batch at which the failure began
     batches: tuple[int, ...] = () # that are to blame
-    keys: tuple = () # what these were fetched by, where a step was given `fetch`
+    keys: tuple = () # keys of the batches, if `fetch` is used
     layer: str | None = None # the layer that left its band first, and what of it
     evidence: tuple[Evidence, ...] = () # experiments
     recorded: tuple[float, ...] = () # losses of the run, one for each batch from `first` on
@@ -105,7 +105,7 @@ class RecordedStep:
     "A recorded step: what it was given, how the run stood when it began, and the loss that it came to."
     number: int # calls of `watch` before it
     step: Callable[[Any], Any] # of the loop
-    batch: Any # as the loop gave it, or what `fetch` makes it from
+    batch: Any # the batch, or the input of `fetch`
     fetch: Callable[[Any], Any] | None
     position: int # of the batch in the data
     versions: tuple[int, ...] # how often the tensors of the batch had been changed in place
@@ -113,7 +113,7 @@ class RecordedStep:
     before: tuple # settings of all groups of all optimizers when it began
     after: tuple = () # and when it was over
     loss: Any = math.nan
-    asked: bool = False # it has left no trace: other weights were in place, only to be asked, or it was left out
+    asked: bool = False # it did not update the weights: old weights were being compared, or it was skipped
 
     def again(self, other=None): # a batch in place of its own; the loss
         "Run it once more, on the weights as they are, with the random numbers that it had."
@@ -159,7 +159,7 @@ class StepRecorder:
         batch, # anything
         number: int, # calls of `watch` before this one
         fetch: Callable[[Any], Any] | None = None, # makes the batch from what is kept
-        asked: bool = False, # other weights are in place, only to be asked
+        asked: bool = False, # old weights are loaded for a comparison
     ): # the loss
         "Run a step and record it."
         versions = () if fetch else tuple([t._version for t in tensors_of(batch)]) # noqa: SLF001
@@ -245,8 +245,8 @@ class StepRecorder:
         "Forget all steps from this one on: they were undone."
         while self.steps and self.steps[-1].number >= number: self.held -= _nbytes(self.steps.pop())
 
-    def rewarm(self, steps: int): # over which it comes back
-        "Let the learning rates come back slowly."
+    def rewarm(self, steps: int): # length of the recovery
+        "Restore the learning rates gradually."
         for h in self.handles: h.remove()
         self.handles, self.warm_left, self.warm_over = [], steps, steps
         lower, back = share_of_rate(lambda: 1 - self.warm_left / (self.warm_over + 1))
@@ -321,7 +321,7 @@ class RecordedIncident:
     snapshot: Snapshot # of the live parts
     good: SavedState # the state before the first of them
     older: list[tuple[int, float]] # number and loss of those before them, oldest first
-    report: Report | None = None # of what the Governor did; None: asked for by hand
+    report: Report | None = None # of the Governor's response; None: requested by the caller
 
 def copy_published(
     snapshot: Snapshot, # of a single lane
@@ -332,7 +332,7 @@ def copy_published(
     return good._replace(bank={k: t.clone() for k, t in good.bank.items()}, shards=dict(good.shards))
 
 class Replay:
-    """The steps of an incident again, from its good state; an experiment changes one thing before they run.
+    """Replay of an incident's steps from the good state; an experiment changes one thing before they run.
 
     `with replay:` puts the live state aside, and back at the end, bit for bit. `begin` restores the good state; after
     that an experiment may change whatever it likes: `without` names steps to leave out, `batches` has other batches by
@@ -410,7 +410,7 @@ class Replay:
         del self.live, self.kept, self.grads
 
     def keep(self):
-        "Let the run go on from the state as it is now, at the end; clocks and learning rates stay as they were."
+        "Continue the run from the present state, once the replay ends; clocks and learning rates keep their values."
         self.kept = self.snapshot.set_aside(), [(p, p.grad) for p in self.params]
 
     def leave_out(self, steps: set[int]):
@@ -468,7 +468,7 @@ class Replay:
         for f in self.after_update: f(o)
 
     def _follow_settings(self, i: int):
-        "Give the optimizers the settings that they had in the run, whoever had changed them."
+        "Restore the optimizer settings of the run."
         for g, then in zip(self.groups, self.steps[i].before):
             for name, v in then:
                 if v is not None and name in g: set_setting(g, name, v)
@@ -496,7 +496,7 @@ def idle(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         else: own["step"] = before
 
 def share_of_rate(
-    share: Callable[[], float], # asked before every step
+    share: Callable[[], float], # evaluated before every step
 ) -> tuple[Callable, Callable]: # to call with an optimizer before its step, and after it
     "Return hooks that let an optimizer step at a share of its learning rate."
     kept: dict[int, list] = {}
@@ -542,7 +542,7 @@ def hold_settings(replay: Replay):
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    "Compute in full precision although a step asks for autocast."
+    "Compute in full precision even if a step uses autocast."
     kind: Any = torch.autocast
     enter = kind.__enter__
     def plain(self):
@@ -634,7 +634,7 @@ def most_changed(replay: Replay, name: str) -> tuple[int, float, float] | None: 
     return None if best is None or best[0] < 1.2 else best[1:]
 
 def had_a_spell(replay: Replay) -> bool:
-    "Whether the learning rate rose at once, and was soon put back at once."
+    "Return whether the learning rate jumped up and soon jumped back."
     rates = [[dict(g).get("lr") for g in s.before] for s in replay.steps]
     for row in zip(*rates):
         if not all(isinstance(x, float | int) and x > 0 for x in row) or not is_near(row[0], row[-1]): continue
@@ -643,7 +643,7 @@ def had_a_spell(replay: Replay) -> bool:
     return False
 
 def other_settings(replay: Replay) -> str:
-    "Return which settings other than the rate have changed at once, as text."
+    "Return as text the settings other than the learning rate that changed abruptly."
     said: dict[str, str] = {}
     for (_, last), (number, now) in zip(replay.settings, replay.settings[1:]):
         for a, b in zip(last, now):
@@ -805,7 +805,7 @@ def level_spread(
 def find_onset(
     losses: Sequence[float], # of a run, from a good state on
     older: Sequence[float], # before them
-) -> int: # place of the first loss that is out of all order; their number if there is none
+) -> int: # index of the first outlier; the number of losses if there is none
     "Return where the failure shows in the losses."
     base = [x for x in older if math.isfinite(x)][-64:]
     if len(base) < 8: base = [x for x in (*older, *losses[:16]) if math.isfinite(x)]
@@ -844,7 +844,7 @@ def find_cause(
     incident: RecordedIncident,
     ranks: Ranks | None = None, # processes that do it together
     budget: int | None = None, # steps that it may take; None: as many as it needs
-    all_of_them: bool = False, # go on after the first experiment that cures
+    all_of_them: bool = False, # continue after the first experiment that helps
     experiments: Mapping[str, Experiment] | None = None, # None: EXPERIMENTS
 ) -> Explanation:
     "Replay an incident, change one thing at a time, and return what cures it."
@@ -864,7 +864,7 @@ class Inquiry:
         self.yard: list[int] = [] # places of steps that weights are compared on
         self.best: dict[int, float] = {} # losses there that good weights have come to, by number of step
         self.layer: str | None = None
-        self.uphill: bool | None = None # the smallest steps make the loss worse; None: not asked
+        self.uphill: bool | None = None # the smallest steps make the loss worse; None: not tested
         self.harm = 0. # that the replay with nothing changed has done
         self.spread = 0. # of healthy losses
 
@@ -982,7 +982,7 @@ class Inquiry:
         r.odd |= {k for k, x in r.good_norms.items() if 0 < most < x}
 
     def _look_later(self):
-        "Look once more with the weights from shortly before the failure, since the good ones may know little as yet."
+        "Test again with the weights from shortly before the failure, because the good ones may be hardly trained."
         r, at = self.replay, self.replay.onset - 10
         calm = [x for x in r.losses[max(0, at - 32):max(0, at)] if math.isfinite(x)]
         if len(calm) < 8 or r.onset >= len(r.steps) or not self._affordable(): return
@@ -1076,7 +1076,7 @@ REDONE = ("healthy", "outside", "data", "rate") # causes after which the same st
 def redo(
     incident: RecordedIncident,
     found: Explanation, # of it
-    clocks: Sequence[str] = (), # parts that go on as they are
+    clocks: Sequence[str] = (), # parts that are not restored
     ranks: Ranks | None = None, # processes that do it together
 ) -> list[float] | None: # losses of the steps, NaN for what is left out; None: not done
     "Train on the steps of an incident again, from its good state and without what was to blame, and stay there."
@@ -1094,7 +1094,7 @@ def redo(
 @torch.enable_grad()
 def redo_disturbed(
     incident: RecordedIncident,
-    clocks: Sequence[str] = (), # parts that go on as they are
+    clocks: Sequence[str] = (), # parts that are not restored
     ranks: Ranks | None = None, # processes that do it together
 ) -> Explanation | None: # None: the run was not disturbed, or is none the worse for it; nothing was changed
     "Train on the steps again; if they come to other losses and to clearly better weights, stay there."

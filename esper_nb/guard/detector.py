@@ -79,7 +79,7 @@ class DetectorConfig(Config):
         check(self.min_samples <= self.window, "min_samples", self.min_samples, "at most the window, {}", self.window)
 
 def _source_of(kind: type) -> str:
-    "The source of a class, or nothing where there is none."
+    "Return the source of a class, or an empty text without one."
     try: return inspect.getsource(kind)
     except (OSError, TypeError): return ""
 
@@ -150,7 +150,7 @@ class Verdict:
 
 # %% ../../nbs/guard/11_detector.ipynb #a70550d3
 def judge(
-    stats: "LossStats", # what is known so far; not touched
+    stats: "LossStats", # statistics so far; not modified
     losses, # (n,) one loss per lane, or a number for one lane
     config: DetectorConfig = DetectorConfig(), # thresholds
     chance_loss: float | Sequence[float] | None = None, # nats; None: no absolute limit, no collapse
@@ -219,7 +219,7 @@ class Rule:
     state: Mapping[str, type] = field(default_factory=dict) # what it remembers, in `LossStats`: name -> int or float
     counts: tuple[str, ...] = () # of the state, what is forgotten when a lane has been helped
     calm: Callable | None = None # (config, *state) -> no sign of failure; None: all counts are zero
-    of_norm: bool = False # it judges gradient norms, and is asked only where they are given
+    of_norm: bool = False # it judges gradient norms, and runs only if they are given
     waits: bool = False # many healthy runs look like this for a while, so the Governor waits before it acts
     cuts: bool = False # a lower learning rate may help
 
@@ -305,7 +305,7 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in (
     Rule("rise", "the loss has been above its level for too long", "D", find_rise,
          state=dict(cusum=float, smooth=float, base=float, held=int), counts=("cusum", "held"),
          calm=calm_rise, waits=True, cuts=True),
-    Rule("state", "weights or other state are not finite, though the loss is", "s"),
+    Rule("state", "weights or other state are not finite, or the weights all but gone", "s"),
     Rule("by hand", "a rollback that the caller asked for", "o"))}
 
 # %% ../../nbs/guard/11_detector.ipynb #32c42328
@@ -342,7 +342,7 @@ def _spread_of(x, there, level, k):
 _REMEMBERED = 8 # anomalies
 
 class LossStats:
-    "What is known about the losses of n lanes; every array has one entry per lane."
+    "Loss statistics of n lanes; every array has one entry per lane."
     vetted = False # a snapshot may hold them although the anomalies include NaN
     ring: np.ndarray # (n, 512) healthy losses
     anomaly: np.ndarray # (n, 8, 2) recent anomalies: when, loss
@@ -478,7 +478,7 @@ class LossStats:
         self.calm_down(lanes)
         self._single = None
 
-    def reset(self, lanes: Sequence[int]): # lanes that begin anew
+    def reset(self, lanes: Sequence[int]): # lanes to reset
         "Forget everything about some lanes."
         for array in self.arrays.values(): array[lanes] = 0
         self._single = None
@@ -554,7 +554,7 @@ class LossStats:
         return linear
 
 class _SingleLane(NamedTuple):
-    "What `pass_healthy` knows of its lane in plain numbers, until the next refresh."
+    "State of `pass_healthy` for its lane in plain numbers, until the next refresh."
     config: DetectorConfig
     refreshed: int # healthy losses at the refresh that the numbers belong to
     look: Look # with the level and the limits of now
@@ -574,7 +574,7 @@ class _SingleLane(NamedTuple):
 
 # %% ../../nbs/guard/11_detector.ipynb #dfc57d76
 def loss_limits(
-    stats: LossStats, # what is known so far
+    stats: LossStats, # statistics so far
     config: DetectorConfig, # thresholds
     chance_loss: float | np.ndarray | None, # () or (n,) nats
 ) -> LossLimits: # for the next loss of every lane
@@ -586,7 +586,7 @@ def loss_limits(
     above = s.mean if c.huge is None else c.huge * s.mean
     if s.linear.any():
         reach = np.maximum(s.highest - s.mean, s.spread)
-        reach = np.where((s.highest == 0) & (s.lowest == 0), np.inf, reach) # nothing but zeros says nothing
+        reach = np.where((s.highest == 0) & (s.lowest == 0), np.inf, reach) # zeros only give no scale
         by_sigma = np.where(s.linear, s.mean + c.sigma * s.spread, by_sigma)
         by_multiple = np.where(s.linear, s.mean + c.multiplier * reach, by_multiple)
         above = np.where(s.linear, s.mean + (c.huge or 1.) * reach, above)
@@ -604,13 +604,13 @@ def loss_limits(
     return LossLimits(absolute, by_sigma, by_multiple, limit, huge, ready, low=low, rise=rise)
 
 def _cold_limit(s, c, chance_loss):
-    "(n,) the limit of lanes without statistics: a multiple of what little is known."
+    "(n,) the limit of lanes without statistics: a multiple of the few losses so far."
     if c.cold is None: return np.full_like(s.mean, np.inf)
     cold = c.cold * np.maximum(s.mean, 0. if chance_loss is None else chance_loss)
     if s.linear.any():
         size = np.maximum(np.maximum(np.abs(s.highest), np.abs(s.lowest)), s.highest - s.lowest)
         cold = np.where(s.linear, np.maximum(cold, s.mean + c.cold * size), cold)
-        silent = (size == 0) | (s.seen < 8) # nothing but zeros says nothing about size; nor does one loss near zero
+        silent = (size == 0) | (s.seen < 8) # zeros only give no scale; nor does one loss near zero
         cold = np.where((s.linear > 0) & silent, np.inf, cold)
     return np.where(s.seen > 0, cold, np.inf)
 

@@ -43,7 +43,7 @@ _PLAIN_STATE = ("since", "held", "watched", "failed", "lr_factor", "calm_loss", 
 class _RejectedBatch(Exception): "Ends the block of `with governor.step()`."
 
 class Governor:
-    """Watch the loss of a run, and bring the run back when it is ruined.
+    """Watch the loss of a run, and roll the run back when it diverges.
 
     The parts are copied to host memory at once and then every `config.snapshot_every` losses. `watch` judges a loss
     by the rules of `guard.detector`; what it does about an incident is the mildest that can help, within a budget: skip
@@ -81,7 +81,7 @@ class Governor:
         config: GovernorConfig | str = "batch", # thresholds and budget, or a preset: "batch", "epoch", "classic"
         lanes: int | None = None, # n networks side by side, each judged alone; None: a single run
         callbacks: Sequence[Callable[[Report], None]] = (), # called once with every report, which collects their
-            # failures; after an incident of `run` only when its cause is known, and what was trained on again
+            # failures; after an incident of `run` only once cause and retrained batches are known
         ask: Callable[[], Tensor | float] | None = None, # () or (n,) losses of the parts as they are, without training,
             # always on the same data; or (batches, n)
         folder: str | Path | None = None, # on a local disk: every good state is written there, for `recover`
@@ -102,11 +102,11 @@ class Governor:
         self.ranks = Ranks(group, timeout)
         self.callbacks = list(callbacks)
         self.reports: deque[Report] = deque(maxlen=1000) # the latest
-        self.notes: deque[Report] = deque(maxlen=1000) # rises that were only looked at, and how that ended
+        self.notes: deque[Report] = deque(maxlen=1000) # rises under observation, and their outcomes
         self.verdict: Verdict | None = None # the latest that was judged in full
         self.ask = ask
-        self.rise: RiseMonitor | None = None # a rise that is being looked at
-        self.question: Question | None = None # what is set aside for it while the old weights are asked
+        self.rise: RiseMonitor | None = None # a rise under observation
+        self.question: Question | None = None # live state during the comparison with old weights
         self.kept: tuple[SavedState, SavedAt] | None = None # from before the latest change that was accepted
         self.waiting: list[Waiting] = [] # losses gathered on a device
         self.latest = np.zeros((0, self.n)) # the latest of them that were judged, at most eight
@@ -122,7 +122,7 @@ class Governor:
         self.keep_cuts = False # giving them back has brought the incident back
         self.saved: dict[int, SavedAt] = {} # by number of a snapshot
         self.recorder: StepRecorder | None = None # of the steps of `run`
-        self.unreported: list[Report] | None = None # held back until their cause is known; None: reported at once
+        self.unreported: list[Report] | None = None # delayed until their cause is known; None: reported immediately
         self.replayed = 0 # steps that were trained on only to see whether the run was disturbed
         self.snapshot = Snapshot(*parts, lanes=lanes, copies=self.config.copies, **named, governor_stats=self.stats)
         if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
@@ -191,7 +191,7 @@ class Governor:
         before_step: bool = False, # the optimizer has not stepped on this batch yet, so it can still be skipped
         inactive: Sequence[int] = (), # lanes that do not take part: neither judged nor saved
     ) -> tuple[Report, ...]: # what was done, one report per lane with an incident; empty if all is well
-        """Judge the loss of this step, and act on it if the run is ruined.
+        """Judge the loss of this step, and respond if the run has failed.
 
         Raises
         ------
@@ -254,10 +254,10 @@ class Governor:
     def run(
         self,
         step: Callable[[Any], Any], # trains on a batch and returns its loss
-        batch, # what `step` is given, or what `fetch` makes that from
+        batch, # argument of `step`, or of `fetch`
         fetch: Callable[[Any], Any] | None = None, # makes the batch, so that only e.g. its indices are kept
     ): # the loss; None for a batch that is left out
-        """Run one training step, watch its loss, and keep what an explanation needs.
+        """Run one training step, watch its loss, and keep the data for an explanation.
 
         The batches since the last good state are kept by reference, so a step should not change them in place. After
         an incident the cause is looked for at once, within `config.explain_steps`, and what it suggests is done:
@@ -308,7 +308,7 @@ class Governor:
         all_of_them: bool = False, # make all experiments, even after one has cured the run
         budget: int | None = None, # steps that it may take; None: as many as it needs
     ) -> Explanation:
-        """Replay the latest incident from its good state, change one thing at a time, and return what cures it.
+        """Replay the latest incident from its good state, change one thing at a time, and return the fix.
 
         The live state, random streams included, is as it was afterwards, bit for bit. Without an incident the steps
         since the last good state are replayed; if nothing was wrong, that is what it says.
@@ -358,7 +358,7 @@ class Governor:
         self._redo(keeper.incident, found)
         if config.rewarm and found.cause in ("rate", "fast", "steep", "moments"): keeper.rewarm(config.rewarm)
 
-    def _redo(self, incident: RecordedIncident, found: Explanation | None): # None: nobody has asked for the cause
+    def _redo(self, incident: RecordedIncident, found: Explanation | None): # None: the cause was not searched for
         "After a rollback: train on the lost batches again, without those that were to blame, or forget them."
         keeper, report, steps = self.recorder, incident.report, incident.steps
         assert keeper is not None and report is not None
@@ -391,7 +391,7 @@ class Governor:
 
     @contextmanager
     def _report_at_the_end(self) -> Iterator[list[Report]]: # that are filed meanwhile
-        "Call the callbacks when all is known of an incident."
+        "Call the callbacks once an incident is fully explained."
         new = self.unreported = list[Report]()
         try: yield new
         finally:
@@ -440,7 +440,7 @@ class Governor:
         lanes: Sequence[int] | None = None, # which lanes; None: all
         to: int | None = None, # `kept_step` of a report: the state from before a change that was accepted
     ) -> tuple[Report, ...]:
-        """Restore the last good state because the caller asks for it; that costs nothing of the budget.
+        """Restore the last good state on the caller's request; this does not use the budget.
 
         Raises
         ------
@@ -474,7 +474,7 @@ class Governor:
         return tuple(new)
 
     def accept(self, lanes: Sequence[int] | None = None): # lanes whose loss changes; None: all
-        """Learn the level of the loss anew from now on: the change that came or comes now is intended.
+        """Relearn the level of the loss from now on, because its present change is intended.
 
         An observed rise is given up, the old level is forgotten and a snapshot is taken, so that no later rollback goes
         behind the change.
@@ -485,14 +485,14 @@ class Governor:
         self.take_snapshot(lanes)
 
     def take_snapshot(self, lanes: Sequence[int] | None = None) -> TakeResult: # lanes: only these; None: all
-        "Take a snapshot now and publish it at once: after a change of structure, or where the state is good."
+        "Take a snapshot now and publish it without probation: after a change of structure, or when the state is good."
         taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes)
         if lanes is None or self.single: self.since, self.held = 0, False
         if taken.lanes: self._note_saved(lanes=taken.lanes)
         return taken
 
     def adjust(self, **changes): # fields of GovernorConfig
-        """Change thresholds or budgets while the run goes on.
+        """Change thresholds or budgets during the run.
 
         Raises
         ------
@@ -585,7 +585,7 @@ class Governor:
 
     # --- what `watch` does with a loss
 
-    def _passes(self, loss: Tensor | float) -> bool: # False: there is something to judge
+    def _passes(self, loss: Tensor | float) -> bool: # False: the full judgement is needed
         "Take in a loss of a single run that is certainly healthy."
         if not self.single or self.waiting or self.budget.stopped[0]: return False
         if self.config.sync_every not in (None, 1): return False
@@ -641,12 +641,12 @@ class Governor:
 
     @property
     def _patience(self) -> int: # losses
-        "How long a rise is looked at before anything is done."
+        "Return how many losses a rise is observed before the Governor responds."
         if not self.single: return 0 # an epoch of lanes is judged at once, when it is over
         return 48 if self.config.patience is None else self.config.patience
 
     def _begin_rise(self, reason: str, loss: float, before_step: bool) -> bool: # False: it is not one to wait for
-        "Wait for what becomes of a rise, if it is one, and if there is no batch to skip instead."
+        "Start to observe a rise, unless its batch can be skipped."
         if not self._patience or not RULES[reason].waits: return False
         if before_step and self._choose(0, reason, self.verdict, True)[0] == "skip": return False
         self.rise = monitor_rise(self.stats, self.config, reason)
@@ -655,7 +655,7 @@ class Governor:
         return True
 
     def _follow_rise(self, loss: float, fields: dict[str, Any]) -> tuple[Report, ...]:
-        "Add a loss to the rise; when its time is up, ask the old weights."
+        "Add a loss to the rise; at the end of `patience` start the comparison with the old weights."
         t = self.rise
         assert t is not None
         self._count_loss()
@@ -674,7 +674,7 @@ class Governor:
         return (self._file(replace(report, action="ask", restored_step=self.snapshot.steps[0])),)
 
     def _follow_question(self, loss: float, fields: dict[str, Any], before_step: bool) -> tuple[Report, ...]:
-        "Add a loss of the weights whose turn it is, and exchange them until it is known which do better."
+        "Add a loss of the loaded weights, and alternate old and live weights until one is clearly better."
         t, q = self.rise, self.question
         assert t is not None and q is not None
         self._count_loss()
@@ -708,7 +708,7 @@ class Governor:
         if self._blames(now, before, np.array([t.rise]))[0]:
             self.rise = None
             return self._respond({0: t.reason}, begun={0: report}, asked=t.asked, **fields)
-        if self.recorder is not None and len(t.x) < 2 * self._patience: return () # bad batches may end: ask once more
+        if self.recorder is not None and len(t.x) < 2 * self._patience: return () # bad batches may end: compare again
         return (self._accept(t, replace(report, asked=t.asked, **fields), live),)
 
     def _ask_lanes(self, reasons: dict[int, str], v: Verdict) -> dict[int, str]: # what is left of the reasons
@@ -744,7 +744,7 @@ class Governor:
         return now, before
 
     def _blames(self, now: np.ndarray, before: np.ndarray, rise: np.ndarray) -> np.ndarray: # (n,) bool
-        "Whether old weights did better on the same batches; where there is one batch, its noise is that of the losses."
+        "Return whether old weights did better on the same batches; for one batch the noise is that of the losses."
         return blames_weights(now, before, rise, self.stats.spread * (len(now) == 1))
 
     def _accept(self, t: "RiseMonitor", report: Report, live: SavedState) -> Report: # `live`: a copy to reuse
@@ -774,13 +774,13 @@ class Governor:
         s.calm_down([0])
         s.add(np.zeros(len(losses), np.int64), np.clip(losses, by.low[0], by.huge[0]), self.config)
 
-    def _end_rise(self, live: bool = False): # whether a live state that was set aside comes back
+    def _end_rise(self, live: bool = False): # whether to restore the live state of a comparison
         "Give up a rise under observation."
         if live and self._old_in_place: self._bring_back_live()
         self.rise = self.question = None
 
     def _clocks(self) -> tuple[str, ...]: # names of parts
-        "Return which parts go on when the run goes back: schedules, random streams, and the place in the data."
+        "Return the parts that a rollback does not restore: schedules, random streams, position in the data."
         return tuple(name for name, obj in self.snapshot.objects.items() if goes_on(name, obj))
 
     def _unasked(self) -> tuple[str, ...]: # names of parts
@@ -803,7 +803,7 @@ class Governor:
 
     @property
     def _old_in_place(self) -> bool:
-        "Whether the weights are old ones that are only asked."
+        "Return whether old weights are loaded for a comparison."
         return self.rise is not None and self.rise.old_in_place
 
     def _put_old_in(self, report: Report):
@@ -875,7 +875,7 @@ class Governor:
         return budget.choose(self.config, lane, reason, can_skip, can_lower, can_replay=self.single), False
 
     def _apply(self, action: str, lanes: list[int], free: bool) -> dict[int, dict]: # fields of the report, by lane
-        "Carry out one action in some lanes; a free one belongs to an incident that is paid for."
+        "Carry out one action in some lanes; a free one belongs to an incident that is already counted."
         again = {i: -1 if free else int(self.budget.rollbacks[i]) for i in lanes}
         if not free:
             self.budget.spend(action, lanes)
@@ -905,7 +905,7 @@ class Governor:
         again: Mapping[int, int], # by lane, rollbacks before this one in the same incident; -1: no cut is due
     ) -> dict[int, dict]: # fields of the report, by lane
         "Restore the last good state of lanes; from the second time on also lower their learning rate."
-        onward = self.single and action != "replay" # data and schedule go on from where they are
+        onward = self.single and action != "replay" # data and schedule continue from their position
         skip: tuple[str, ...] = () if action == "replay" else ("streams", "cursor")
         if onward: skip = tuple(name for name, obj in self.snapshot.objects.items() if goes_on(name, obj))
         back = self.snapshot.restore(None if self.n == 1 else lanes, skip=skip, stay=onward)
@@ -935,11 +935,11 @@ class Governor:
             if float(group["lr"]) > (2 if scheduled else 1) * then * since: group["lr"] = type(then)(then * since)
 
     def _scale_lr(self, factor: float, lanes: Sequence[int]) -> bool: # whether there was a rate to scale
-        "Multiply the learning rates of some lanes, in whatever part they are."
+        "Multiply the learning rates of some lanes, in every part."
         which = None if len(lanes) == self.n else lanes
         return any([scale_lr(p.obj, factor, which) for p in self.snapshot.parts.values()])
 
-    def _cut_lr(self) -> float | None: # what all cuts come to; None: there is nothing (more) to cut
+    def _cut_lr(self) -> float | None: # product of all cuts; None: no further cut possible
         "Cut the learning rate of a single run once more, within its bound."
         factor = max(self.config.lr_factor, self.config.least_lr / self.lr_factor)
         if factor >= 1 or not self._scale_lr(factor, [0]): return None
@@ -965,7 +965,7 @@ class Governor:
         if not self.single or not self.snapshot.is_apart(): return ()
         return self._respond({0: "state"}, bad_state=("ranks.their weights differ",), **fields)
 
-    # --- what is said
+    # --- reporting
 
     def _describe(self, reason: str, loss: float) -> Report:
         "Begin a report about a rise of a single lane."
@@ -974,11 +974,11 @@ class Governor:
         return replace(report, batch=self.watched - 1)
 
     def _note(self, action: str, reason: str, loss: float):
-        "File a note about a rise that was only looked at."
+        "Log a note about a rise that was only observed."
         self._file(replace(self._describe(reason, loss), action=action))
 
     def _file(self, report: Report) -> Report:
-        "Keep a report, log it and hand it to the callbacks; notes are only kept and logged."
+        "Keep a report, log it and pass it to the callbacks; notes are only kept and logged."
         level = _LEVELS["warning" if report.action == "accepted" else report.severity]
         if not self.single or self.ranks.rank: level = logging.INFO
         before = self.reports[-1] if self.reports else None
@@ -1022,7 +1022,7 @@ class Governor:
                 logger.warning("Governor: no snapshot for %d losses, since the loss is above its level (%.4g); a "
                                "rollback would go that far back; `accept()` if all is well", self.since,
                                off_scale(self.stats.level[0], self.stats.linear[0]))
-            if self.since % c.snapshot_every == 0: self._rejoin_ranks({}) # what a snapshot would have looked at
+            if self.since % c.snapshot_every == 0: self._rejoin_ranks({}) # checks of a snapshot
             if not self.single and self.held: # as where another lane is calm
                 self.snapshot.drop()
                 self.held = False
@@ -1078,7 +1078,7 @@ class Governor:
         good = self.snapshot.good_state()
         if self.files is None or good is None or good.version.number == self.files.number: return
         self.files.write(good.version.number, self.snapshot.portable(good, copy=False)) # ends the one before it first
-        if self.config.copies == 1: self.files.wait() # there is no other memory for the next snapshot
+        if self.config.copies == 1: self.files.wait() # the next snapshot has no other memory
 
     def _warn_about_parts(self):
         "Log a hint if a part seems to be missing."
@@ -1112,7 +1112,7 @@ class GoodFiles:
         self.number, self.job = number, self.pool.submit(self._write, number, state)
 
     def wait(self):
-        "Return when the file is written; a failure is a warning, and the run goes on."
+        "Wait until the file is written; a failure only warns, and the run continues."
         job, self.job = self.job, None
         try:
             if job is not None: job.result()
@@ -1140,7 +1140,7 @@ class GoodFiles:
         for old in self._paths()[:-2]: old.unlink(missing_ok=True)
 
 class Question(NamedTuple):
-    "What is set aside while old weights are being asked, two losses at a time."
+    "State of a comparison with old weights, two losses at a time."
     live: SavedState # the state in which the loss had risen
     report: Report # of the rise, before anything was done
     rates: list[tuple[float, float]] # learning rates, one a parameter group: as they were, and beside old weights
@@ -1149,7 +1149,7 @@ class Waiting(NamedTuple):
     "A loss that has not been judged yet."
     loss: Tensor # (n,)
     norm: Tensor | None # (n,) gradient norm
-    inactive: np.ndarray # (n,) bool: lanes that it says nothing about
+    inactive: np.ndarray # (n,) bool: lanes that it does not cover
     batch: int = 0 # which call of `watch` it came with
 
 class SavedAt(NamedTuple):
@@ -1177,7 +1177,7 @@ def _to_host(tensors: Sequence[Tensor]) -> np.ndarray: # (k, n) float64
     return torch.stack([t.to(tensors[-1].device, non_blocking=True) for t in tensors]).cpu().double().numpy()
 
 def goes_on(name: str, obj) -> bool:
-    "Whether a part is a clock or a source of data, which goes on when the run goes back."
+    "Return whether a part is a clock or a data source, which a rollback does not restore."
     clocks = (torch.optim.lr_scheduler.LRScheduler, torch.Generator, random.Random, np.random.Generator,
               torch.utils.data.DataLoader, torch.utils.data.Sampler)
     return name in ("streams", "cursor") or isinstance(obj, clocks)
@@ -1205,7 +1205,7 @@ class Budget:
         self.ever = np.zeros(n, np.int64) # rollbacks over the whole run
         self.failed_at = np.full(n, -1) # losses judged at the latest failure, -1: there was none
         self.skipped_at = np.full(n, -9) # losses judged when a batch was last skipped, below -1: never
-        self.same_until = np.full(n, -1) # batch up to which NaN belongs to an incident that is paid for
+        self.same_until = np.full(n, -1) # batch up to which NaN belongs to an incident that is already counted
         self.stopped = np.zeros(n, bool) # all actions are used up
 
     def choose(
@@ -1214,7 +1214,7 @@ class Budget:
         lane: int, # which lane failed
         reason: str, # a name in RULES
         can_skip: bool, # the batch is to blame, and neither weights nor buffers have learnt from it
-        can_lower: Callable[[], bool], # whether there is a learning rate to cut; asked only where that may help
+        can_lower: Callable[[], bool], # whether a learning rate can be cut; called only if that may help
         can_replay: bool = False, # whether everything would be put back, so that a replay is exact
     ) -> str: # "skip", "lower", "rollback", "replay" or "stop"
         "Return the mildest action with budget left that can help."
@@ -1233,7 +1233,7 @@ class Budget:
             self.ever[lanes] += 1
 
     def refill(self, judged: np.ndarray, cooldown: int): # (n,) losses judged; losses past the failure
-        "Forget the incident that lies far enough behind."
+        "Close an incident that is far enough in the past."
         past = judged >= self.failed_at + cooldown
         for used in (self.skips, self.lowers, self.rollbacks): used[past] = 0
 
@@ -1241,7 +1241,7 @@ class Budget:
         "Return how many rollbacks there are before the run is stopped."
         return int(max(0, min(config.rollbacks - self.rollbacks[lane], config.max_rollbacks - self.ever[lane])))
 
-    def reset(self, lanes: Sequence[int]): # lanes that begin anew
+    def reset(self, lanes: Sequence[int]): # lanes to reset
         "Give some lanes everything back."
         for k, fresh in vars(Budget(1)).items(): getattr(self, k)[lanes] = fresh[0]
 

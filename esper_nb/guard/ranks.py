@@ -44,7 +44,7 @@ class Ranks:
     def __init__(
         self,
         group=None, # a process group; None: all processes
-        timeout: float = 300., # seconds after which a rank that says nothing is given up
+        timeout: float = 300., # timeout of a silent rank, in seconds
     ):
         self.group = group
         self.timeout = timeout
@@ -60,7 +60,7 @@ class Ranks:
 
     @contextmanager
     def naming_the_failed(self, number: int) -> Iterator[None]: # of the step, the same on all ranks
-        "Where a step breaks off because another rank has failed in it, say which, and what that rank has said."
+        "If a step fails because of another rank, name that rank and its error."
         try: yield
         except Exception as e:
             if not self: raise

@@ -55,13 +55,13 @@ class GovernorConfig(DetectorConfig):
     copies: int = 2 # of the state in host memory; 1: half of it, which needs `probation=0`
     background: bool = False # copy weights while the next batch is computed: they change in `optimizer.step()` alone
     replay: bool = False # a first rollback puts everything back, data and schedule too, and replays exactly
-    patience: int | None = None # losses that a rise is looked at before old weights are asked; None: 48, or 0 on lanes
+    patience: int | None = None # losses for which a rise is observed before the comparison; None: 48, or 0 on lanes
     cooldown: int = threshold(100, 0, 1000, 10) # losses past the place of the failure that refill the budget
     explain_steps: int = 1000 # that looking for the cause may take after an incident of `run`; 0: only when asked
     leave_out: bool = True # batches that are to blame, when they come again
     redo: bool = True # after a rollback of `run`, train on the lost batches again without those that were to blame
     skip_window: int = 0 # batches that are left out after every rollback
-    rewarm: int = 20 # steps over which a learning rate comes back that was to blame; 0: at once
+    rewarm: int = 20 # steps over which a learning rate that was the cause is restored; 0: immediately
     stop_raises: bool = True # when the budget is used up raise `GovernorStop` (True) or only mark the lanes (False)
 
     def __post_init__(self):
@@ -103,7 +103,7 @@ def as_chance_losses(
     chance_loss: float | Sequence[float] | None, # one for all lanes, or one for each, nats
     lanes: int, # n
 ) -> np.ndarray | None: # (n,) float64
-    "Return the chance loss of every lane; None if there is none."
+    "Return the chance loss of every lane, or None without one."
     if chance_loss is None: return None
     nats = np.broadcast_to(np.asarray(chance_loss, np.float64), lanes).copy()
     check(bool((nats > 0).all()), "chance_loss", chance_loss, "positive nats, or None")
@@ -168,15 +168,15 @@ class Report:
     rollbacks_left: int = 0 # budget before the run is stopped
     batch: int | None = None # which call of `watch` it was, from 0, whatever was rolled back since
     lost: tuple[int, int] | None = None # first and last batch whose effect was undone or that was skipped
-    redone: int = 0 # batches that were trained on again at once after a rollback, so they are not lost
+    redone: int = 0 # batches that were retrained right after a rollback, so they are not lost
     rank: int | None = None # the process that the failure came from, where there are several
     kept: tuple[str, ...] = () # what a rollback left as it is although it has changed since the snapshot
-    bad_state: tuple[str, ...] = () # tensors that are not finite, for reason "state"
+    bad_state: tuple[str, ...] = () # tensors that are not finite, or what else is wrong, for reason "state"
     asked: float | None = None # loss of the last good weights when they were asked, to be held against `loss`
     kept_step: int | None = None # `rollback(to=kept_step)` restores the state from before a change that was accepted
     errors: tuple[str, ...] = () # callbacks that failed
     seconds: float = 0. # from the verdict to the end of the action
-    cause: str | None = None # what an explanation has proved, a name in `CAUSES`; None: nobody has asked
+    cause: str | None = None # the proved cause, a name in `CAUSES`; None: not searched for
     why: str = "" # the same as a sentence
     evidence: tuple[Evidence, ...] = () # the experiments behind it
 
@@ -202,7 +202,9 @@ class Report:
         undo = "" if self.kept_step is None else f"; rollback(to={self.kept_step}) undoes it"
         rank = "" if self.rank is None else f", from rank {self.rank}"
         why = f"; {self.why}" if self.why else ""
-        found = f"step {self.step}, lane {self.lane}: {self.reason} ({seen}{asked}{rank})"
+        if self.loss is None and self.shown == "none": seen = ", ".join(self.bad_state[:2])
+        seen = f"{seen}{asked}{rank}".removeprefix(", ")
+        found = f"step {self.step}, lane {self.lane}: {self.reason}" + f" ({seen})" * bool(seen)
         return f"{found} -> {self.action}{back}{rate}{undo}{why}"
 
     def to_dict(self) -> dict:
@@ -216,7 +218,7 @@ class Report:
 
 # %% ../../nbs/guard/13_reports.ipynb #0ad2a79e
 def _number(x, lane: int) -> float | None:
-    "Entry of a lane as a Python float, or None where there is no number."
+    "Return a lane's entry as a Python float, or None if it has none."
     if x is None: return None
     value = float(x if np.ndim(x) == 0 else x[lane])
     return value if math.isfinite(value) else None
@@ -268,7 +270,7 @@ class Summary:
     judged: int # losses seen
     scale: str # that they are judged on now
     reports: tuple[Report, ...] # what was done
-    notes: tuple[Report, ...] # rises that were only looked at, and how that ended
+    notes: tuple[Report, ...] # rises under observation, and their outcomes
     lr_factor: float # all cuts of the learning rate that are in force
 
     @property

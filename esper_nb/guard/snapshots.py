@@ -177,9 +177,9 @@ class Snapshot:
     def replace_by_live(
         self,
         step: int | Sequence[int] | None = None, # the caller's step number
-        spare: "SavedState | None" = None, # a state that nobody needs any more: its memory is used again
+        spare: "SavedState | None" = None, # an unused state, whose memory is reused
     ) -> "SavedState | None": # the state that was published until now; None: the live state is not finite
-        "Publish the live state of a single lane, and hand out the state that it replaces, which is not overwritten."
+        "Publish the live state of a single lane, and return the state that it replaces, which is not overwritten."
         check(self.n == 1, "lanes", self.n, "1: the states of lanes lie in common memory")
         old, number = self.good_state(), self.front[0]
         fresh: _Bank = {} if spare is None else spare.bank
@@ -203,7 +203,7 @@ class Snapshot:
         return tuple(u for u in moved if u < self.n)
 
     def drop(self, lanes: Sequence[int] | None = None): # of these lanes; None: all
-        "Forget what was taken with `hold=True`: it may hold the beginning of a ruin."
+        "Discard snapshots taken with `hold=True`: they may contain the start of a failure."
         for u in self._pointers(lanes): self.held[u] = None
 
     def add(self, **named): # parts that came to life later, e.g. the optimizer of a grown module
@@ -243,7 +243,7 @@ class Snapshot:
         return torch.cat([torch.zeros(1, self.n), *together]).double().norm(dim=0).numpy()
 
     @torch.no_grad()
-    def mend(self, bad: Sequence[str]) -> bool: # as of `find_bad`; False: there is more to it, and nothing was changed
+    def mend(self, bad: Sequence[str]) -> bool: # as of `find_bad`; False: more is affected, and nothing was changed
         "Put back what an optimizer remembers of the parameters where it is not finite, and nothing else."
         live, good = self._settled(), self.good_state()
         keys = [k for k in live.tensors if ".".join(k) in bad]
@@ -259,13 +259,13 @@ class Snapshot:
         "Return what is not finite in the state on probation, where it is copied in the background."
         if self.background is None: return ()
         bad, torn = self.background.found(wait)
-        if torn: # weights have changed outside of the optimizer's step: from now on copy at once
+        if torn: # weights changed outside of the optimizer's step: from now on copy immediately
             self.drop()
             self.background = None
         return bad
 
     def is_apart(self) -> bool:
-        "Whether processes that began with equal weights have different ones now; all of them have to ask."
+        "Return whether processes that started with equal weights have diverged; every process must call it."
         return self.agree is not None and self.agree([], [_weights_of(read_parts(self.parts, self.n))])[1]
 
     def difference(
@@ -452,7 +452,7 @@ def owned_by(
 
 # %% ../../nbs/guard/12_snapshots.ipynb #c73592df
 class BackgroundCopy:
-    "Copies what only optimizers change while the next batch is computed, and lets their steps wait for it."
+    "Copies optimizer-only state during the next forward pass; optimizer steps wait for the copy."
     def __init__(
         self,
         parts: Iterable, # of a snapshot; the optimizers among them count
@@ -477,7 +477,7 @@ class BackgroundCopy:
         for opt in self.optimizers: opt.register_step_pre_hook(hold)
 
     def rest_of(self, live: "LiveState") -> "LiveState": # without what may wait
-        "Return what has to be looked at now, and note what may wait."
+        "Return the checks due now, and queue the others."
         owned = owned_by(self.optimizers)
         if sum(t.nbytes for t in owned) < self.least: owned = []
         mine = {t.data_ptr() for t in owned}
@@ -485,7 +485,7 @@ class BackgroundCopy:
         return live._replace(tensors={k: t for k, t in live.tensors.items() if t.data_ptr() not in mine})
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]): # target on the host, source
-        "Copy at once what anything may change, and begin to copy the rest."
+        "Copy state that anything may change now, and start to copy the rest in the background."
         self.found(wait=True)
         quiet = [(to, t) for to, t in pairs if t.data_ptr() in self.names]
         for to, t in pairs:
@@ -506,7 +506,7 @@ class BackgroundCopy:
         self.waited += time.perf_counter() - start
 
     def found(self, wait: bool) -> tuple[tuple[str, ...], bool]: # names of tensors that are not finite; it is torn
-        "Return what became of the latest copy, once; nothing if there is none or it is not known yet."
+        "Return the result of the latest copy, once; an empty one without a copy or while it is pending."
         if self.job is None or not (wait or self.job.done()): return (), False
         job, self.job = self.job, None
         bad = job.result()
@@ -519,7 +519,7 @@ class BackgroundCopy:
         self.versions = []
 
     def _queue(self, device: torch.device, quiet: Sequence[tuple[Tensor, Tensor]]):
-        "Queue the copies from a GPU on a stream of their own; return the event behind them."
+        "Queue the copies from a GPU on a separate stream; return the event after them."
         side = self.sides.setdefault(device, torch.cuda.Stream(device))
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
@@ -556,7 +556,7 @@ class StateVersion(NamedTuple):
     sparse: Mapping[StateKey, Tensor] = {} # as in `LiveState`
 
 class SavedState(NamedTuple):
-    "A version with the memory that its tensors lie in."
+    "A snapshot version with the memory of its tensors."
     version: StateVersion
     bank: _Bank
     shards: dict[StateKey, Tensor] # as in `LiveState`
@@ -723,7 +723,7 @@ def _real(t: Tensor) -> Tensor: return torch.view_as_real(t) if t.is_complex() e
 _PIECE = 2**22 # bytes that are still in a cache of the processor when they have been copied
 
 def _copy_and_check(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]: # target, source; both on the host
-    "Copy tensors, and return of each whether it is finite: what was copied is looked at while it is in the cache."
+    "Copy tensors, and return of each whether it is finite; the check reads the copy while it is in the cache."
     found: list[Tensor] = []
     owners: list[int] = []
     fine = [True] * len(pairs)

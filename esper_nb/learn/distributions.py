@@ -127,7 +127,7 @@ class MaskedHeads:
         return -(logp.exp() * logp).sum(-1)
 
     def normalized_entropy(self) -> Tensor: # (..., K) in 0..1
-        "Return the entropy as a share of its maximum over the legal choices; 0 where there is one choice."
+        "Return the entropy as a share of its maximum over the legal choices; 0 for a single choice."
         return self.entropy() / self.choices.clamp_min(2).float().log()
 
     def mode(self) -> Tensor: # (..., K)

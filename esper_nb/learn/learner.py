@@ -76,7 +76,7 @@ def clone_state(state: Any) -> Any: # of `state_dict`
     return type(state)(map(clone_state, state)) if isinstance(state, (list, tuple)) else state
 
 class StopRequest(Protocol):
-    "Anything that can ask a learner to stop, such as a `StopFlag`."
+    "An object that can request a learner to stop, such as a `StopFlag`."
     @property
     def requested(self) -> bool: "Whether to stop at the next chance."
 
@@ -364,7 +364,7 @@ def train_ppo(
     learner: Learner, # trained in place, from its current state
     updates: int | None = None, # how many; None: up to `config.num_updates`
 ) -> Iterator[Update]: # one item an update
-    """Train a learner, and yield one `Update` after the other.
+    """Train a learner, and yield an `Update` after each PPO update.
 
     A keyboard interrupt ends the generator between two steps, without a traceback; another `train_ppo` on the same
     learner continues exactly there.

@@ -59,8 +59,8 @@ def next_values(
 class Outcome(NamedTuple):
     "Result of one step of n environments."
     reward: Tensor # (n,) a penalty where the lane was rolled back
-    terminated: Tensor # (n,) bool: nothing follows
-    truncated: Tensor # (n,) bool: something would have followed
+    terminated: Tensor # (n,) bool: terminated
+    truncated: Tensor # (n,) bool: truncated
     final_obs: Tensor | None # (n, D) final observations of the lanes in `has_final`
     has_final: Tensor # (n,) bool
     rolled_back: Tensor # (n,) bool: the Governor restored the lane; the reward is a penalty of fixed scale
@@ -93,9 +93,9 @@ def rolled_lanes(
 
 # %% ../../nbs/learn/62_rollouts.ipynb #9911e5a3
 class EnvStream:
-    "Run a gymnasium vector environment as a stream of transitions, whatever its autoreset mode."
+    "Run a gymnasium vector environment in any autoreset mode as a stream of transitions."
     obs: Tensor # (n, D) fp32, raw
-    mask: Tensor | None # (n, M) bool; None: the environment has none
+    mask: Tensor | None # (n, M) bool; None: no masks
     start: Tensor # (n,) bool: this observation begins an episode
     valid: Tensor # (n,) bool: the action will count
 
@@ -345,7 +345,7 @@ def play(
     view: Callable[[Tensor], Tensor] = lambda obs: obs, # raw observation -> as the policy sees it
     device: str | torch.device = "cpu",
 ) -> list[float]: # their returns
-    "Play whole episodes without learning, and return their returns: the first few of every lane."
+    "Evaluate a policy on whole episodes without learning, and return their returns: the first few of every lane."
     s, block, t = EnvStream(envs, device), 256, 0
     s.reset(seed)
     quota, state = -(-episodes // s.n), policy.initial_state(s.n)

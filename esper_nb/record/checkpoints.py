@@ -422,7 +422,9 @@ class ResumableRun:
         else: cut_rows(self.folder.rows_path, 0)
 
     def _parts(self) -> dict[str, Any]:
-        def count(saved: dict) -> None: self.written = saved["written"]
+        def count(saved: dict) -> None:
+            check(type(saved["written"]) is int, "rows.written", saved["written"], "a whole number")
+            self.written = saved["written"]
         return dict(rows=(lambda: dict(written=self.written), count), **self.stateful())
 
     def _check_rows(self) -> None:

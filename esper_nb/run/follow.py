@@ -86,8 +86,9 @@ class RunStatus:
             self.heldout[row["lane"]] = row["heldout.accuracy_pp"]
         if kind == "governor":
             self.rollbacks += row.get("governor.action") in ("rollback", "replay", "stop")
-            return [f"✕ {where}: {row.get('governor.reason')} (loss {row.get('governor.shown')}), "
-                    f"{row.get('governor.action')}"]
+            loss = row.get("governor.shown")
+            seen = f" (loss {loss})" * (loss != "none")
+            return [f"✕ {where}: {row.get('governor.reason')}{seen}, {row.get('governor.action')}"]
         if kind == "alarm" and row.get("alarm.level") != "note" and not self.won:
             if row.get("alarm.metric") in _MOVES and row.get("alarm.value") is not None: return []
             return [f"! {row.get('alarm.level')}: {row.get('alarm.name')} ({row.get('alarm.metric')} "

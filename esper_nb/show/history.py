@@ -132,8 +132,8 @@ class Incident:
         if self.redone: back += f", {self.redone} trained on again"
         recovered = "" if self.recovered is None else f", recovered in {self.recovered - self.end}"
         cause = "" if self.cause is None else f", cause: {self.cause}"
-        seen = f"{self.reason} (loss {self.loss}{self._compared})"
-        return f"lane {self.lane}: {seen} → {self.action}{back}{recovered}{cause}"
+        seen = f" (loss {self.loss}{self._compared})" if self.loss != "none" else f" ({self.why})" * bool(self.why)
+        return f"lane {self.lane}: {self.reason}{seen} → {self.action}{back}{recovered}{cause}"
 
     @property
     def _compared(self) -> str: # what the loss was above, for the rules that compare it with something
@@ -155,7 +155,7 @@ def incident_from_report(
     return Incident(number=number, lane=report.lane, reason=report.reason, action=report.action, x=x, end=end,
                     back=back, loss=loss, limit=report.limit, target=report.mean,
                     rollbacks_left=report.rollbacks_left, redone=report.redone, axis=axis, cause=report.cause,
-                    why=report.why)
+                    why=report.why or ", ".join(report.bad_state[:2]))
 
 def recovered_at(
     incident: Incident, # a rollback

@@ -236,7 +236,7 @@ def measure_ablation(
     model: Growing, # n lanes
     task: Task, # for the loss
     batches: Sequence[tuple[Tensor, Tensor]], # inputs for all lanes, and labels (B,) or (B, n), or (B, 1, K) targets
-    slots: Sequence[str] | None = None, # slots to switch, at most 4; default those with a seed that is heard
+    slots: Sequence[str] | None = None, # slots to switch, at most 4; default those with an active seed
 ) -> Ablation:
     "Evaluate every on/off combination of the seeds; the model does not change."
     missing = [k for k in slots or () if k not in model.names]

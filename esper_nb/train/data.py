@@ -24,7 +24,7 @@ from .tables import Preparation
 def check_images(
     split: str, # its name, for messages
     x, # (N, H, W, C) uint8 in 0..peak, or float in 0..peak
-    peak: float | None = None, # value that stands for 1.0; None: 255 for bytes, 1 for floats
+    peak: float | None = None, # value of full brightness (1.0); None: 255 for bytes, 1 for floats
 ) -> Tensor: # (N, H, W, C) uint8 or float32
     "Return the images of a split, checked."
     x = torch.as_tensor(x)
@@ -188,7 +188,7 @@ class Splits:
         return self
 
     def counter(self, count: Callable[..., Tensor], split: str) -> Callable[..., Tensor]: # `class_counts`, ...
-        "Return how right answers of a split are counted: here as anywhere."
+        "Return the metric of a split; here the same for every split."
         return count
 
     def check_split(self, split: str) -> str: # one of the three, or an error
@@ -219,7 +219,7 @@ class ImageData(Splits):
     "Three splits of images on a device, checked, padded and normalised, with batches for many lanes."
     fewest = 2 # classes
 
-    def __init__(self, # noqa: PLR0913  # six arrays and what is known about them
+    def __init__(self, # noqa: PLR0913  # six arrays and their metadata
         train_x, train_y, # (N, H, W, C) uint8 or float in 0..1, (N,) integers
         heldout_x, heldout_y, # a part of the training data kept for the Governor, rewards and gates
         test_x, test_y, # used only for the report
@@ -421,7 +421,7 @@ class TargetData(ImageData):
         return float((torch.special.entr(self.label_prior) + torch.special.entr(1 - self.label_prior)).mean())
 
     def counter(self, count: Callable[..., Tensor], split: str) -> Callable[..., Tensor]:
-        "Return how right answers of a split are counted: values in units of its own variance."
+        "Return the metric of a split; values are scored in units of its variance."
         return count if self.target == "labels" else partial(count, spread=self.spread[self.check_split(split)])
 
     def in_units(self, outputs: Tensor) -> Tensor: # both (B, K); of labels their probabilities

@@ -397,7 +397,7 @@ def balanced_order(
     return order[((rank + .5) / member.sum(0)[labels[order]]).argsort(stable=True)]
 
 def first(limit: int | None, x: Tensor) -> Tensor:
-    "Return the first `limit` entries; all of them if there is no limit."
+    "Return the first `limit` entries, or all without a limit."
     return x if limit is None else x[:check_count("limit", limit)]
 
 # %% ../../nbs/train/34_datasets.ipynb #e526155a

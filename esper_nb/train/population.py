@@ -110,7 +110,7 @@ class GroupResult(NamedTuple):
     "One epoch of a group, for its m lanes."
     train: TrainResult
     heldout: EvalResult | None # None: not evaluated
-    ablation: Ablation | None # None: no seed is heard, more than four slots, or not evaluated
+    ablation: Ablation | None # None: no active seed, more than four slots, or not evaluated
     contribution: dict[str, Tensor] # slot -> (m,) percentage points
     health: dict[str, Tensor] # slot -> (5, m), from `seed_health`
     signals: dict[str, Tensor] # slot -> (4, m), from `site_signals`
@@ -146,13 +146,13 @@ class EpochResult(NamedTuple):
     seconds: float # wall clock
     images_per_s: float # training examples of all lanes per second
     reports: tuple[Report, ...] # what the Governor did, one report per failed lane
-    ablation: Ablation | None = None # every on/off combination of the seeds; None: none heard, over four, not evaluated
+    ablation: Ablation | None = None # on/off combinations of the seeds; None: none active, over four, not evaluated
     decided: tuple[DecisionResult, ...] = () # what a controller did before the epoch
     events: tuple[tuple[str, int, Event], ...] = () # slot, lane and move of every seed that changed its stage
-    gain: Tensor | None = None # (n,) pp, all seeds together; 0: none heard, NaN: not measured, None: not evaluated
+    gain: Tensor | None = None # (n,) pp, all seeds together; 0: none active, NaN: not measured, None: not evaluated
     signals: Mapping[str, Tensor] = {} # slot -> (4, n), rows as in SIGNALS: what a seed would find there
     undone: tuple[DecisionResult, ...] = () # births that the Governor undid: their slots are empty again
-    forecast: tuple[SeedWorth, ...] = () # what seeds would be worth, of lanes that were looked at after this epoch
+    forecast: tuple[SeedWorth, ...] = () # forecast gains, for the lanes that the forecaster ran on after this epoch
 
 Forecaster = Callable[["Population", EpochResult], Sequence[SeedWorth]] # returns forecasts after an epoch
 
@@ -244,7 +244,7 @@ class Population:
     def threads(self, plan: Plan) -> int | None: # None: as set before
         "Return the number of cores that one operation uses under a plan."
         if self.workers.pool and len(plan) > 1: return 1 # the cores belong to the workers
-        if self.config.exact and self.workers.device.type == "cpu": return 1 # whatever this machine has
+        if self.config.exact and self.workers.device.type == "cpu": return 1 # independent of this machine
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize) * max(map(len, plan))
         return 1 if self.workers.device.type == "cpu" and size <= SMALL_GROUP else None
 
@@ -701,7 +701,7 @@ def spread_lanes(
     groups: Sequence[Sequence[int]], # lanes of each group
     values: Sequence[Mapping[str, Tensor]], # of each group: slot -> (..., m)
     n: int, # lanes of the population
-) -> dict[str, Tensor]: # slot -> (..., n); NaN where there is none
+) -> dict[str, Tensor]: # slot -> (..., n); NaN where a lane has none
     "Return the numbers of all groups per slot and lane."
     out: dict[str, Tensor] = {}
     for lanes, of_group in zip(groups, values):
@@ -714,7 +714,7 @@ def join_ablations(
     model: Growing, # n lanes
     groups: Sequence[Sequence[int]], # lanes of each group
     results: Sequence[GroupResult], # of each group, evaluated
-) -> Ablation | None: # None: no seed is heard, or more than four slots
+) -> Ablation | None: # None: no active seed, or more than four slots
     "Return the groups' tables as one."
     names = tuple(k for k in model.names if any(r.ablation and k in r.ablation.slots for r in results))
     too_many = any(len(r.contribution) > MAX_BRANCHES for r in results)
@@ -760,7 +760,7 @@ def join_groups(
 # %% ../../nbs/train/38_population.ipynb #071b843c
 def sum_and_best(
     pairs: Tensor, # (k, m) interactions of a slot's seeds with those of k slots; NaN: no such pair
-) -> Tensor: # (2, m) their sum and the strongest; NaN where there is no pair
+) -> Tensor: # (2, m) their sum and the strongest; NaN without a pair
     "Return a seed's interactions as two numbers."
     both = torch.stack([pairs.nansum(0), pairs.nan_to_num(-math.inf).amax(0)])
     return both.masked_fill(pairs.isnan().all(0), math.nan)

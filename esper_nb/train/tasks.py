@@ -42,7 +42,7 @@ def split_lanes(
     return logits.flatten(0, -2).unflatten(-1, (n, -1)), y.reshape(-1, n)
 
 # %% ../../nbs/train/35_tasks.ipynb #d4cf17d2
-FEW_CLASSES = 32 # up to here the kernel that works on many lanes at once is the faster one
+FEW_CLASSES = 32 # up to here the kernel over many lanes is faster
 
 def lane_cross_entropy(
     logits: Tensor, # (B, n*K), or (B, L, n*K) for text
@@ -229,7 +229,7 @@ def register_task(
 def list_tasks(
     pattern: str = "*", # shell-style, such as "cifar*"
 ) -> list[str]: # sorted
-    """Return the names of the known tasks.
+    """Return the names of the registered tasks.
 
     Examples
     --------
@@ -242,7 +242,7 @@ def list_tasks(
 def get_task(
     name: str, # see `list_tasks`
 ) -> Task: # a value: `replace` returns a changed one
-    """Return the task of a name.
+    """Return the task with a name.
 
     Raises
     ------
@@ -386,7 +386,7 @@ def task_from_table(
 def task_from_arrays(
     x, # (N, C) rows, a table of pandas, or (N, H, W), (N, H, W, C) or (N, C, H, W) pictures: bytes, or any floats
     y, # (N,) labels of any kind; of other targets (N,) or (N, K) numbers
-    name: str = "arrays", # of the task; the same name later stands for the new arrays
+    name: str = "arrays", # of the task; using the name again replaces the arrays
     target: str = "classes", # "classes", "values" or "labels"
     groups=None, # (N,) of any kind: examples of one group stay in one part
     **settings, # of the task, such as lr=.02
