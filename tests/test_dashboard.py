@@ -225,6 +225,19 @@ def test_every_fault_can_be_provoked(run, fault):
     steps(s, 4)
     assert s.state == "paused" and all(i.lane == 1 for i in s.incidents) and any(n.kind == "fault" for n in s.notes)
 
+@pytest.mark.slow
+def test_late_in_a_run_every_fault_is_answered_or_told_harmless(run):
+    faults = PopulationSource(population(1)).faults()
+    s = run(population(len(faults), 180))
+    steps(s, 130)
+    for lane, fault in enumerate(faults): assert s.provoke(fault, lane).wait().ok
+    steps(s, 45) # a verdict takes 200 batches
+    answered = {i.lane: i.reason for i in s.incidents}
+    harmless = {int(re.match(r"lane (\d+)", n.text)[1]) for n in s.notes if " harmless: " in n.text}
+    assert {*answered, *harmless} == set(range(len(faults))) and not harmless & set(answered)
+    assert {faults[lane] for lane in answered} >= {"nan", "explode", "lobotomy"}, answered
+    assert all(i.recovered is not None for i in s.incidents)
+
 def test_a_fault_that_no_incident_follows_gets_a_verdict(run):
     class Unwatched(FrameSource):
         def provoke(self, fault, lane): return 1
