@@ -46,7 +46,7 @@ MIN_PRUNE_AGE = 5 # epochs before a seed may be pruned
 
 # %% ../../nbs/control/46_actions.ipynb #3ded4e9a
 class Choice(NamedTuple):
-    "An action in words; None: the operation does not read it."
+    "An action as names and values; None: the operation does not use it."
     op: str = "wait"
     slot: str | None = None
     blueprint: str | None = None
@@ -72,7 +72,7 @@ def register_operation(
 ) -> Operation: # the row itself
     """Add an operation to the table.
 
-    Environments offer it where their `Repertoire` names it; it shows in rows, reports and panels by its name.
+    Environments offer it if their `Repertoire` lists it; rows, reports and panels show its name.
 
     Raises
     ------
@@ -141,7 +141,7 @@ class Repertoire(Config):
         check("wait" in self.operations, "operations", self.operations, "wait among them: it is always possible")
 
     def in_season(self, epoch: Tensor) -> Tensor: # of any shape -> bool
-        "Tell whether something may germinate in these epochs of an episode."
+        "Return whether germination is allowed in these epochs of an episode."
         return (epoch >= self.earliest) & (epoch <= (math.inf if self.latest is None else self.latest))
 
     def nearest(self, choice: Choice) -> Choice: # choice: of a rule that ignores the repertoire
@@ -179,7 +179,7 @@ def choice_of(
     action: Tensor, # (..., K) int64
     head: str, # one of HEADS
 ) -> Tensor: # (...) int64, a view
-    "Return the number that every action holds in one head."
+    "Return every action's choice in one head."
     return action[..., HEADS.index(head)]
 
 # %% ../../nbs/control/46_actions.ipynb #ec555f86
@@ -190,7 +190,7 @@ def open_gates(
     table: Tensor, # (n, S, C) seed states
     rules: Sequence[Rules], # of each slot
 ) -> dict[Stage, Tensor]: # stage to leave -> (n, S) bool
-    "Tell which seeds the gate of their stage would let through."
+    "Return the seeds whose gate is open."
     def least(name): return _per_slot([getattr(r.gates, name) for r in rules])
     def at_least(name, x): return (column(table, name) > UNMEASURED) & (column(table, name) >= x)
 
@@ -215,7 +215,7 @@ def open_gates(
 _automatic = {Stage.GERMINATED: "G1", Stage.TRAINING: "G2", Stage.BLENDING: "G3"} # gates that may open by themselves
 
 class SlotView:
-    "All slots of all lanes, as the table of operations reads them; every answer is (n, S) bool, or broadcasts to it."
+    "All slots of all lanes, for the table of operations; every property is (n, S) bool, or broadcasts to it."
     def __init__(self,
         table: Tensor, # (n, S, C) seed states
         rules: Sequence[Rules], # rules of each slot: its gates and automatic stages
@@ -241,7 +241,7 @@ class SlotView:
 
     @cached_property
     def free(self) -> Tensor:
-        "Slots without a seed that is on its way out."
+        "Slots without a seed that is being removed."
         return self.column("frozen") == 0
 
     @cached_property
@@ -263,13 +263,13 @@ class SlotView:
 
     @cached_property
     def in_season(self) -> Tensor: # (n, 1)
-        "Lanes in an epoch in which something may germinate."
+        "Lanes in an epoch that allows germination."
         if self.epoch is None: return torch.ones(len(self.table), 1, dtype=torch.bool)
         return self.repertoire.in_season(self.epoch)[:, None]
 
     @cached_property
     def gates(self) -> dict[Stage, Tensor]:
-        "Seeds that the gate of their stage would let through, by the stage to leave."
+        "Seeds whose gate is open, by their current stage."
         return open_gates(self.table, self.rules)
 
     @cached_property
@@ -351,7 +351,7 @@ class GrowthActions:
         table: Tensor | Growing, # (n, S, C) seed states, or the model that holds them
         epoch: Tensor | None = None, # (n,) of the lanes' episodes; None: one in which anything may germinate
     ) -> Tensor: # (n, M) bool
-        "Return what is legal in all lanes now."
+        "Return the legal choices of all lanes."
         records = table if isinstance(table, Tensor) else read_slots(table, self.slots)
         view = SlotView(records, self.rules, self.max_seeds, self.repertoire, epoch)
         on_offer = torch.tensor([op in self.repertoire.operations for op in self.ops])[:, None]
@@ -363,7 +363,7 @@ class GrowthActions:
         return torch.cat([choices[:, self.real], ops.flatten(1), offers.flatten(1)], 1)
 
     def facts(self, mask: Tensor) -> tuple[Tensor, Tensor]: # (..., M) -> (..., O, S), (..., S, B) bool
-        "Return which operation is legal in which slot, and what may grow where."
+        "Return the legal operations, and blueprints, of each slot."
         cut = self.flat + len(self.ops) * len(self.slots)
         ops, offers = mask[..., self.flat:cut], mask[..., cut:]
         return ops.unflatten(-1, (len(self.ops), -1)), offers.unflatten(-1, (len(self.slots), -1))
@@ -382,7 +382,7 @@ class GrowthActions:
         return self._grid(*self.facts(mask))
 
     def legal(self, mask: Tensor, action: Tensor) -> Tensor: # (..., M), (..., K) -> (..., K, A) bool
-        "Return what each head may choose, given the operation and the slot; never nothing."
+        "Return the legal choices of each head, given the operation and the slot; at least one."
         (ops, offers), device = self.facts(mask), mask.device
         op, slot = choice_of(action, "op"), choice_of(action, "slot")
         used, resting = self.uses.to(device)[op], self.resting.to(device)
@@ -393,11 +393,11 @@ class GrowthActions:
         return out | (resting & ~out.any(-1, keepdim=True))
 
     def relevant(self, action: Tensor) -> Tensor: # (..., K) int64 -> (..., K) bool
-        "Return which heads the chosen operation read."
+        "Return the heads that the chosen operation uses."
         return self.uses.to(action.device)[choice_of(action, "op")]
 
     def allowed(self, mask: Tensor, action: Tensor) -> Tensor: # (..., M), (..., K) -> (...) bool
-        "Tell whether an action is legal as a whole; heads that its operation does not read do not matter."
+        "Return whether an action is legal; heads that its operation does not use are ignored."
         chosen = self.legal(mask, action).gather(-1, action[..., None]).squeeze(-1)
         return (chosen | ~self.relevant(action)).all(-1)
 
@@ -422,7 +422,7 @@ class GrowthActions:
         return code
 
     def decode(self, action: Sequence[int] | Tensor) -> Choice: # (K,) numbers
-        "Turn numbers into an action in words; what the operation does not read is left out."
+        "Decode an action from numbers; leave out the heads that the operation does not use."
         code = [int(a) for a in action]
         inside = len(code) == self.count and all(0 <= a < s for a, s in zip(code, self.sizes))
         check(inside, "action", code, f"{self.count} numbers from 0, below {self.sizes}")
@@ -441,7 +441,7 @@ class GrowthActions:
         return DecisionResult(lane, decision, False, self.refusal(model, lane, choice))
 
     def refusal(self, model: Growing, lane: int, c: Choice) -> str: # c: not legal there now
-        "Say why an action is refused."
+        "Return why an action is refused."
         r = self.repertoire
         for head, offered in dict(op=r.operations, style=r.styles, tempo=r.tempos, target=r.targets).items():
             mine = getattr(c, head)
@@ -493,7 +493,7 @@ def draw_actions(
     mask: Tensor, # (..., M)
     generator: torch.Generator | None = None, # on the CPU
 ) -> Tensor: # (..., K) int64
-    "Draw one legal action per line of the mask, each head uniform over what is legal after the heads before it."
+    "Draw one legal action per row of the mask, each head uniform over its legal choices given earlier heads."
     action = torch.zeros(*mask.shape[:-1], space.count, dtype=torch.int64)
     for stage in space.stages:
         legal = space.legal(mask, action)
@@ -510,7 +510,7 @@ _settings_of: Mapping[str, tuple[str, ...]] = { # settings of an operation in an
 }
 
 def _name_of(table: Mapping[str, _K], what: str, value: _K) -> str:
-    "Return the name under which a table has a value."
+    "Return the key of a value in a table."
     near = [k for k, v in table.items() if v == value]
     check(len(near) > 0, what, value, f"one of {', '.join(map(str, table.values()))}: what an action can say")
     return near[0]

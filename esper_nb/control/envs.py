@@ -42,7 +42,7 @@ Data = ImageData | TextData
 
 @dataclass(frozen=True)
 class EnvConfig(Config):
-    """What is trained in each lane, for how long, and what it earns; None means: as the task says.
+    """Settings of an environment: task, horizon, reward, actions and Governor; None: the task's value.
 
     Raises
     ------
@@ -58,24 +58,24 @@ class EnvConfig(Config):
     True
     """
     task: str | Task = "digits"
-    family: str | None = None # kinds that every lane and episode draws its instance from; None: all are the task
-    judged: bool = False # draw instances that no practice has seen
+    family: str | None = None # family from which each lane and episode draws an instance; None: all train the task
+    judged: bool = False # draw evaluation instances, which never occur in training
     num_envs: int = 16 # lanes
     first_lane: int = 0 # number of the first one, if these are a part of a larger environment's lanes
     horizon: int | None = None # epochs of an episode
     reward: str = "outcome" # preset of the rewards page
-    price: float = 0. # percentage points that as many parameters as the host has must be worth
+    price: float = 0. # percentage points charged for as many parameters as the host has
     gamma: float = .99 # discount of the learner
-    penalty: float = 10. # reward of a step that the Governor had to undo is minus this, or less where it was worth less
-    slots: tuple[str, ...] | None = None # where seeds may grow
-    blueprints: tuple[str, ...] | None = None # what may grow; None: all of the host's family
+    penalty: float = 10. # an undone step gets minus this as its reward, or less if it earned less
+    slots: tuple[str, ...] | None = None # slots in use; None: the task's
+    blueprints: tuple[str, ...] | None = None # blueprints on offer; None: all of the host's family
     max_seeds: int = 0 # live seeds and fossils of a lane; 0: no bound
     rules: Rules = Rules(gates=Gates(training_epochs=3)) # of seeds: gates fit for a horizon of a few dozen epochs
     repertoire: Repertoire = Repertoire() # the actions that the environment offers
     operations: tuple[str, ...] | None = None # numbers of the head `op`; None: the package's, and the repertoire's own
     observations: tuple[str, ...] | None = None # rows of the table of observations; None: all
     schedule: str = "constant" # of the learning rate: "cosine" falls to 0 over the horizon
-    restart: bool = False # a birth starts the lane's schedule anew; then lanes can no longer share every step
+    restart: bool = False # a germination restarts the lane's schedule; lanes then cannot share every step
     batch_size: int | None = None
     lr: float | None = None
     max_norm: float | None = 1. # gradient norm limit
@@ -86,14 +86,14 @@ class EnvConfig(Config):
     synthetic: bool = False # made-up images in place of CIFAR-10
     workers: int | None = None # groups of lanes at a time; None: one per core
     width: int | None = None # lanes per group; None: by the rule of the workers page
-    exact: bool = False # a lane's numbers do not depend on the other lanes, to the bit: each is computed alone
-    graph: bool = False # on a GPU, one launch a batch where that can be: see the graphs page
+    exact: bool = False # a lane's numbers are bitwise independent of the other lanes: each is computed alone
+    graph: bool = False # on a GPU, one CUDA graph launch per batch if possible: see the graphs page
     devices: tuple[str, ...] = ("cpu",) # lanes are split between them in contiguous parts
-    # None: nobody watches, and no episode ends early
+    # None: no Governor, and no episode ends early
     governor: GovernorConfig | None = GovernorConfig(lowers=0, stop_raises=False)
     # to provoke: the fault's epoch counts the epochs its lane has trained since it was seeded
     faults: tuple[Fault, ...] = ()
-    seed: int | None = None # used until `reset` is given one; None: drawn by chance
+    seed: int | None = None # used until `reset` gets one; None: random
     autoreset_mode: str = "NextStep" # "NextStep", "SameStep" or "Disabled"
 
     def __post_init__(self):
@@ -107,7 +107,7 @@ class EnvConfig(Config):
         if self.seed is not None: check_count("seed", self.seed, 0)
         if isinstance(self.task, str): get_task(self.task)
         RewardConfig(self.reward, self.gamma, self.price, self.penalty)
-        self.fit(1) # which looks at the settings of a population
+        self.fit(1) # checks the settings of a population
         check(0 < len(devices) <= n, "devices", devices, f"at least one, and no more than the {n} lanes")
         check(all(lane < n for lane in faulty), "faults", faulty, f"lanes below {n}")
         check_devices(devices)
@@ -115,7 +115,7 @@ class EnvConfig(Config):
               f"one of {', '.join(TASK_FAMILIES)}, or None")
 
     def _settle(self):
-        "Bring settings to one form: lists as tuples, enumerations as words, and a Governor that does not raise."
+        "Normalise settings: lists to tuples, enumerations to strings, and a Governor that does not raise."
         def settle(k, v): object.__setattr__(self, k, v)
         for k in ("slots", "blueprints", "operations", "observations", "devices"):
             if isinstance(getattr(self, k), list): settle(k, tuple(getattr(self, k)))
@@ -124,14 +124,14 @@ class EnvConfig(Config):
         if self.governor is not None: settle("governor", self.governor.replace(stop_raises=False))
 
     def named(self, actions: GrowthActions) -> "EnvConfig": # actions: of an environment with these settings
-        "Return these settings with all that the spaces depend on written out, so that a later row changes nothing."
+        "Return these settings with everything filled in that the spaces depend on."
         everywhere = {tuple(sorted(own)) for own in actions.slot_blueprints}
         blueprints = actions.blueprints if self.blueprints is None and len(everywhere) == 1 else self.blueprints
         return self.replace(blueprints=blueprints, operations=actions.ops,
                             observations=tuple(OBSERVATIONS) if self.observations is None else self.observations)
 
     def fit(self, lanes: int) -> FitConfig: # of one part
-        "Return the settings of a population of so many lanes."
+        "Return the settings of a population with this number of lanes."
         names = ("batch_size", "lr", "schedule", "restart", "max_norm", "precision", "eval_batch", "workers", "width",
                  "exact", "governor", "graph")
         return FitConfig(lanes=lanes, epochs=self.horizon, **{k: getattr(self, k) for k in names})
@@ -140,7 +140,7 @@ class EnvConfig(Config):
         task: Task,
         data: Data | None = None, # default the task's own, loaded now
     ) -> list[DevicePart]:
-        "Make the population of each device."
+        "Create the population of each device."
         n, k = self.num_envs, len(self.devices)
         loaded = task.load("cpu", self.root, self.limit, self.synthetic) if data is None else data
         out: list[DevicePart] = []
@@ -161,11 +161,11 @@ _SETTINGS = ("task", "family", "judged", "num_envs", "first_lane", "horizon", "r
              "restart", "batch_size", "lr", "precision", "exact", "devices") # that a saved state must agree with
 
 class GrowVecEnv(gym.vector.VectorEnv):
-    """Networks in training, n side by side, as a Gymnasium vector environment.
+    """Train n networks side by side as a Gymnasium vector environment.
 
     A step carries one operation out in each lane, trains each for an epoch under the Governor, and returns what a
-    Gymnasium vector environment returns. `obs`, `mask` and `table` are those of the present state; `last_result`
-    is the `EnvStep` of the latest step, `reports` what the Governor did in it, `summaries` the episodes that ended.
+    Gymnasium vector environment returns. `obs`, `mask` and `table` describe the current state; `last_result`
+    is the `EnvStep` of the latest step, `reports` are its Governor reports, `summaries` the finished episodes.
 
     Raises
     ------
@@ -215,7 +215,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.episode = torch.zeros(n, dtype=torch.int64) # number since the lane was seeded
         self.trained, self.rollbacks = self.episode.clone(), self.episode.clone() # epochs, and since fresh weights
         self.fresh = torch.ones(n, dtype=torch.bool) # the episode began with fresh weights
-        self.ended, self.goes_on = ~self.fresh, ~self.fresh # it is over; the next one goes on from this state
+        self.ended, self.goes_on = ~self.fresh, ~self.fresh # it has ended; the next one continues from this state
         self.history, self.sums = LaneHistory.start(n, len(self.actions.slots)), EpisodeSums.start(n)
         self.reward_state: RewardState = {}
         self.last_result: EnvStep | None = None # of the latest step
@@ -225,7 +225,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         for part in self.parts: part.draw_data(self.seed_key)
 
     def reset(self, *,
-        seed: int | Sequence[int | None] | None = None, # of all lanes, or one for each; None: the lane goes on
+        seed: int | Sequence[int | None] | None = None, # of all lanes, or one for each; None: the lane continues
         options: dict[str, Any] | None = None, # `reset_mask`, (n,) bool: lanes; `fresh`: with fresh weights in any case
     ):
         """Begin an episode in all lanes or some; with a seed the first one.
@@ -303,8 +303,8 @@ class GrowVecEnv(gym.vector.VectorEnv):
     def carry_out(self,
         actions: Tensor, # (n, K) int64
         active: Tensor | None = None, # (n,) bool: lanes that act; default all
-    ) -> tuple[Tensor, list[str]]: # (n,) bool: done as asked; and why not
-        "Carry out the actions that are legal; the others become waits. Nothing is trained."
+    ) -> tuple[Tensor, list[str]]: # (n,) bool: carried out; and the reasons if not
+        "Carry out the actions that are legal; the others become waits. No training."
         active = torch.ones(self.num_envs, dtype=torch.bool) if active is None else active
         ok, refused = self.actions.allowed(self.mask, actions) & active, [""] * self.num_envs
         waits = choice_of(actions, "op") == self.actions.ops.index("wait")
@@ -318,7 +318,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         return None if self.render_mode is None else tuple(draw_lane(self.look_at(i)) for i in range(self.num_envs))
 
     def look_at(self, lane: int) -> LaneLook:
-        "Return what a frame of a lane shows."
+        "Return the contents of a lane's frame."
         self._check_begun("render")
         s, epoch = self.last_result, int(self.history.epoch[lane])
         model, _ = self.model_of(lane)
@@ -329,25 +329,25 @@ class GrowVecEnv(gym.vector.VectorEnv):
         return LaneLook(lane, epoch, self.horizon, accuracy, slot_looks(self.table, lane, self.actions, offered), note)
 
     def action_masks(self) -> np.ndarray: # (n, sum of the heads' sizes) bool
-        "Return what each head may choose under some legal action, as sb3-contrib's MaskablePPO asks for it."
+        "Return each head's choices that occur in a legal action, for sb3-contrib's MaskablePPO."
         self._check_begun("action_masks")
         return self.mask[:, :self.actions.flat].numpy().copy()
 
     def for_sb3(self, monitor: bool = True): # monitor: note returns and lengths of episodes
-        "Return these lanes as one environment of Stable-Baselines3, which wants the mode SameStep."
+        "Wrap these lanes for Stable-Baselines3, which needs the mode SameStep."
         return sb3_env(self, monitor)
 
     def test(self) -> EvalResult:
-        "Return the result of every lane, as it is now, on the test split, which is read here and nowhere else."
+        "Return the current result of every lane on the test split, which is used only here."
         each = [part.population.evaluate("test") for part in self.parts]
         return EvalResult(*map(torch.cat, zip(*each)))
 
     def test_accuracy(self) -> Tensor: # (n,) percentage points
-        "Return the accuracy of every lane, as it is now, on the test split."
+        "Return the current accuracy of every lane on the test split."
         return self.test().accuracy_pp
 
     def cpu_by_phase(self) -> dict[str, tuple[float, float]]: # phase -> CPU ms per step, share of all
-        "Return where the processor time of the steps so far went, all threads together."
+        "Return the CPU time of the steps so far by phase, summed over threads."
         total = max(sum(self.phases.sums.values()), 1e-9)
         return {k: (1000 * v / max(1, self.steps), v / total) for k, v in self.phases.sums.items()}
 
@@ -357,12 +357,12 @@ class GrowVecEnv(gym.vector.VectorEnv):
         return part.population.model, lane - part.first
 
     def seed_key(self, lane: int) -> int:
-        "Return where the random streams of a lane's episode begin."
+        "Return the seed key of a lane's episode."
         whole = self.config.first_lane + lane
         return generator(self.seeds[lane], "lane", whole, int(self.episode[lane])).initial_seed()
 
     def refresh(self):
-        "Read the states of all seeds, and what follows from them: table (n, S, C), mask (n, M), obs (n, D)."
+        "Update the table (n, S, C), mask (n, M) and obs (n, D) from the seeds' states."
         self.table = self._read_table()
         self.mask = self.actions.mask(self.table, self.history.epoch)
         self.obs = self.observer(self.table, self.history)
@@ -377,7 +377,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
             parts=[part.state_dict() for part in self.parts])
 
     def load_state_dict(self, state: Mapping[str, Any]): # of an environment with these settings
-        """Go on where another environment was, bit for bit.
+        """Restore the state of another environment, bit for bit.
 
         Raises
         ------
@@ -441,14 +441,14 @@ class GrowVecEnv(gym.vector.VectorEnv):
         return {k: torch.cat([columns[k] for columns, _ in each]) for k in each[0][0]}, rolled_back
 
     def _idle_step(self):
-        "Return what a step returns in which every lane only began an episode."
+        "Return the result of a step in which every lane only reset."
         self.reports = ()
         self.last_result = s = EnvStep.idle(self.num_envs, len(self.actions.slots), self.actions.count)
         no, info = np.zeros(self.num_envs, bool), lane_info(dict(rolled_back=s.rolled_back), s.active)
         return self.obs.numpy(), np.zeros(self.num_envs), no, no.copy(), info | self._mask_info()
 
     def _finish(self, s: EnvStep, done: Tensor):
-        "Write summaries and info, and begin new episodes where the mode wants them at once."
+        "Write summaries and info, and start new episodes in mode SameStep."
         info: dict[str, Any] = lane_info(
             dict(ok=s.ok, accuracy_pp=s.accuracy_pp, loss=s.loss, rolled_back=s.rolled_back), s.active)
         for i, why in enumerate(s.refused):
@@ -469,7 +469,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         return obs, s.reward.numpy().copy(), done.numpy(), np.zeros(self.num_envs, bool), info
 
     def _summary(self, lane: int, s: EnvStep) -> EpisodeSummary:
-        "Return what became of the episode that ended in a lane."
+        "Return the summary of the episode that ended in a lane."
         sums = {k: v[lane].item() for k, v in self.sums._asdict().items()}
         counts = {k: int(sums[k]) for k in ("epochs", "germinated", "pruned", "refused")}
         loss, table = s.loss[lane].item(), self.table[lane:lane + 1]
@@ -495,7 +495,7 @@ def sb3_env(
     envs: VectorEnv, # in SameStep mode
     monitor: bool = True, # note returns and lengths of episodes, as `make_vec_env` of theirs does
 ) -> Any: # a `VecEnv` of theirs
-    """Return a vector environment as Stable-Baselines3 wants it.
+    """Wrap a vector environment for Stable-Baselines3.
 
     Raises
     ------
@@ -514,10 +514,10 @@ def sb3_env(
 #| code-fold: true
 @cache
 def _sb3_class() -> Any:
-    "The class of `sb3_env`, made when Stable-Baselines3 is there."
+    "Return the class of `sb3_env`, which needs Stable-Baselines3."
     base: Any = _need_sb3().VecEnv
     class Lanes(base):
-        "Lanes as Stable-Baselines3 wants them."
+        "Lanes with the vector interface of Stable-Baselines3."
         def __init__(self, envs: VectorEnv):
             self.envs, self.render_mode = envs, getattr(envs, "render_mode", None)
             super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
@@ -560,7 +560,7 @@ def lane_seeds(
     seed: int | Sequence[int | None] | None, # of `reset`
     lanes: int,
 ) -> list[int | None]:
-    "Return a seed for every lane, or None where it goes on."
+    "Return a seed for every lane, or None for a lane that continues."
     if seed is None or isinstance(seed, int | np.integer): return [None if seed is None else int(seed)] * lanes
     given = list(seed)
     check(len(given) == lanes, "seed", given, f"one number, or a list of {lanes}: one for each lane")
@@ -572,7 +572,7 @@ def first_seeds(
     given: Sequence[int | None], # of `lane_seeds`
     default: int | None, # of the settings
 ) -> list[int]:
-    "Return the seeds of an environment that begins; those that were not given are one number for all."
+    "Return the seeds of a first reset; missing ones share one number."
     drawn = int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1) if default is None else default
     return [drawn if k is None else k for k in given]
 
@@ -584,7 +584,7 @@ def copied_env(
     made_of: tuple[Data | None, Disturb | None, str | None], # data, disturbance and render mode
     begun: tuple[bytes, EnvStep | None, list[EpisodeSummary]] | None, # its state, latest result and summaries
 ) -> Any:
-    "Return an environment like another one, where that one is."
+    "Return a copy of an environment in its current state."
     env = kind(config, *made_of)
     if begun is None: return env # it was never reset
     state, env.last_result, summaries = begun
@@ -606,7 +606,7 @@ def first_lane_info(
 
 # %% ../../nbs/control/53_envs.ipynb #18f85b05
 class GrowEnv(gym.Env):
-    """One network in training as a Gymnasium environment: one lane of a `GrowVecEnv`, and the same numbers to the bit.
+    """One network in training as a Gymnasium environment: one lane of a `GrowVecEnv`, bitwise equal to it.
 
     Raises
     ------
@@ -677,14 +677,14 @@ class GrowEnv(gym.Env):
         return self.vector.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]): # of `state_dict`
-        "Go on where another environment was."
+        "Restore the state of another environment."
         self.vector.load_state_dict(state)
 
     def close(self): self.vector.close()
 
 # %% ../../nbs/control/53_envs.ipynb #55a29ef2
 def _copied(*parts) -> GrowEnv: # of the vector environment, as for `copied_env`
-    "Return a single environment around a copy of another one's lane."
+    "Return a single environment with a copy of another one's lane."
     vector = copied_env(*parts)
     env = GrowEnv(vector.config, *vector.made_of)
     env.vector.close()

@@ -43,7 +43,7 @@ class DevicePart(NamedTuple):
         return torch.from_numpy(np.zeros(pop.lanes, bool) if pop.governor is None else pop.governor.stopped)
 
     def draw_data(self, seed_key: Callable[[int], int]) -> None: # lane of the whole -> where its random streams begin
-        "Let each lane draw the order and augmentation of its data from its own streams."
+        "Set the random streams of each lane's data order and augmentation."
         def drawn_from(seed: int, lane: int) -> tuple[int, int]: return seed_key(self.first + lane), 0
         self.population.data.seed_key = drawn_from
 
@@ -51,7 +51,7 @@ class DevicePart(NamedTuple):
         lanes: Sequence[int], # counted from the first of this part
         seed_keys: Sequence[int], # of their random streams
     ) -> None:
-        "Give some lanes fresh weights, empty slots, and a fresh optimizer, loss scale, learning rate and Governor."
+        "Reset the weights, slots, optimizer, loss scale, learning rate and Governor of some lanes."
         pop, lanes = self.population, list(lanes)
         pop.model.reset(lanes, 0, seed_keys)
         for opt in pop.stepper.owners.values(): opt.reset_lanes(lanes)
@@ -94,13 +94,13 @@ class DevicePart(NamedTuple):
         return columns, tuple(replace(g, lane=self.first + g.lane) for g in r.reports)
 
     def state_dict(self) -> dict[str, Any]: # tensors and plain values
-        "Return everything that the next epoch depends on, and the states that the Governor may have to restore."
+        "Return all state that the next epoch depends on, with the Governor's snapshots."
         pop = self.population
         lessons = dict(pop.data.seed_keys) if isinstance(pop.data, FamilyData) else {}
         return pop.state_dict() | dict(lessons=lessons)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: # of a part with the same settings
-        """Go on where another part was, bit for bit.
+        """Restore the state of another part, bit for bit.
 
         Raises
         ------
@@ -113,7 +113,7 @@ class DevicePart(NamedTuple):
 
 # %% ../../nbs/control/47_episodes.ipynb #e819559a
 class EnvStep(NamedTuple):
-    "What one step did to every lane; a lane that was inactive only began an episode, and has NaN."
+    "Result of one step for every lane; inactive lanes only started an episode, and have NaN."
     active: Tensor # (n,) bool: the lane acted and trained
     action: Tensor # (n, K) int64, done; a refused one is a wait
     op: tuple[str, ...] # of the action, in words
@@ -158,7 +158,7 @@ def merge_lanes(
 
 # %% ../../nbs/control/47_episodes.ipynb #88945d8f
 class EpisodeSums(NamedTuple):
-    "Sums over the present episode of every lane, (n,) float64 each."
+    "Sums over the current episode of every lane, (n,) float64 each."
     epochs: Tensor
     reward: Tensor
     best: Tensor # accuracy, percentage points
@@ -185,7 +185,7 @@ class EpisodeSums(NamedTuple):
 
 # %% ../../nbs/control/47_episodes.ipynb #547fd4cd
 class EpisodeSummary(NamedTuple):
-    "What became of one episode of one lane."
+    "Summary of one episode of one lane."
     lane: int
     episode: int # number since the lane was seeded, from 0
     fresh: bool # began with fresh weights; False: from a state that the Governor had restored
@@ -228,7 +228,7 @@ def read_reset_mask(
     options: Mapping[str, Any] | None, # of `reset`
     lanes: int,
 ) -> Tensor | None: # (n,) bool; None: all lanes
-    "Return the lanes that the caller wants reset."
+    "Return the lanes to reset."
     if not options or "reset_mask" not in options: return None
     mask = options["reset_mask"]
     ok = isinstance(mask, np.ndarray) and mask.shape == (lanes,) and mask.dtype == np.bool_

@@ -24,7 +24,7 @@ from .rules import Fixed, Memoryless, Signals, View, as_controller, view
 def look_columns(
     slots: Sequence[str],
 ) -> tuple[str, ...]:
-    "Return the names of what `read_look` reads."
+    "Return the names of the columns of `read_look`."
     return ("loss", "accuracy", *(f"{k}.{name}" for k in slots for name in SIGNALS))
 
 _decades = ("demand", "host_gradient") # signals that are sizes of gradients
@@ -32,7 +32,7 @@ _decades = ("demand", "host_gradient") # signals that are sizes of gradients
 def read_look(
     v: View,
 ) -> list[float]: # as in `look_columns`; NaN: not measured
-    "Return what a lane shows after its latest epoch."
+    "Return the measurements of a lane after its latest epoch."
     s = v.signals
     if not s.losses: return [math.nan] * len(look_columns(tuple(v.slots)))
     found = [math.copysign(math.log1p(abs(s.losses[-1])), s.losses[-1]) / 7, s.accuracies[-1] / 100]
@@ -52,7 +52,7 @@ def fit_ridge(
     x: np.ndarray, # (n, d)
     y: np.ndarray, # (n,)
 ) -> tuple[np.ndarray, np.ndarray]: # (d + 1,) weights, the constant last; (n,) errors, each network left out
-    "Fit a ridge regression whose penalty has the least error of networks left out."
+    "Fit a ridge regression, with the penalty of least error on left-out networks."
     centre, level = x.mean(0), y.mean()
     u, s, v = np.linalg.svd(x - centre, full_matrices=False)
     def left_out(penalty: float) -> np.ndarray:
@@ -102,7 +102,7 @@ class Forecast(NamedTuple):
         columns: Sequence[str],
         arms: Sequence[str],
     ) -> "Forecast":
-        "Learn from networks that were played to the end with every arm."
+        "Fit to networks that were trained to the end with every arm."
         check(len(x) >= 4, "networks", len(x), "at least 4")
         known = ~np.isnan(x).all(0)
         centre = np.where(known, np.nanmean(np.where(known, x, 0.), 0), 0.)
@@ -120,7 +120,7 @@ class Forecast(NamedTuple):
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> "Forecast":
-        "Return the forecast whose `_asdict()` went through JSON."
+        "Restore a forecast from its `_asdict()`, read from JSON."
         def tuples(v): return tuple(map(tuples, v)) if isinstance(v, list | tuple) else v
         return cls(**{k: tuples(v) for k, v in d.items()})
 
@@ -139,7 +139,7 @@ class Forecast(NamedTuple):
         level: float, # share of networks that the interval is to hold
         least: float = 0., # pp; the lower end of the interval must be above it
     ) -> int: # 0: none, else one more than the arm's number
-        "Return the arm whose interval lies highest, if it lies above `least`."
+        "Return the arm with the highest interval, if this is above `least`."
         worth, within = self(np.asarray(x, float)[None], level)
         return int(np.append(least, worth[0] - within[0]).argmax())
 
@@ -147,7 +147,7 @@ class Forecast(NamedTuple):
         x: Sequence[float], # (d,) a look
         level: float = .8,
     ) -> str:
-        "Return the forecast of one network in words."
+        "Format the forecast of one network."
         worth, within = self(np.asarray(x, float)[None], level)
         each = zip(self.arms, worth[0], within[0])
         return "; ".join(f"{k}: worth {pp:.0f} ± {half:.0f} pp at the end" for k, pp, half in each)
@@ -157,7 +157,7 @@ def lane_looks(
     pop: Population,
     result: EpochResult, # of its latest epoch
 ) -> np.ndarray: # (n, d) as in `look_columns`
-    "Return what every lane of a population shows after an epoch."
+    "Return the measurements of every lane of a population after an epoch."
     rows = []
     for i in range(pop.lanes):
         growth = {k: found[:, i].tolist() for k, found in result.signals.items()}
@@ -168,10 +168,9 @@ def lane_looks(
     return np.array(rows)
 
 class SeedForecast(NamedTuple):
-    """What some seeds would be worth: the forecaster of a population.
+    """Forecasts the gain of seeds: the forecaster of a population.
 
-    It speaks of a lane once, after the epochs that the networks of practice had before their look, and only while
-    nothing has grown there.
+    It forecasts once per lane, after as many epochs as the training networks had, and only if nothing has grown yet.
 
     Examples
     --------
@@ -194,7 +193,7 @@ class SeedForecast(NamedTuple):
         seeds: Sequence[tuple[str, str]], # slot and blueprint
         look: int = 1,
     ) -> "SeedForecast":
-        "Learn from what `play_seeds` returns."
+        "Fit to the results of `play_seeds`."
         columns = [f"column {j}" for j in range(looks.shape[1])]
         forecast = Forecast.fit(looks, worth, columns, [f"{b} in {k}" for k, b in seeds])
         return cls(tuple((k, b) for k, b in seeds), forecast, look)
@@ -216,7 +215,7 @@ class SeedForecast(NamedTuple):
         least: float = 0., # pp; the lower end of the interval must be above it
         level: float = SURE, # share of networks that the interval is to hold
     ) -> "LookOnce":
-        "Return the rule that grows, after the look, the seed whose interval lies highest, if it lies above `least`."
+        "Return the rule that grows the seed with the highest interval, if this is above `least`."
         arms = [Fixed({}), *(Fixed({self.look: Decision("germinate", k, b, settings=dict(tempo=1))})
                              for k, b in self.seeds)]
         return LookOnce(arms, partial(self.forecast.surest, level=level, least=least), self.look)
@@ -262,7 +261,7 @@ def play_seeds(
 
 # %% ../../nbs/control/55_forecast.ipynb #548324eb
 class ColumnCut(NamedTuple):
-    "A rule of one column: which arm below a cut and which above."
+    "A threshold rule on one column: one arm below it, another above."
     column: str
     cut: float
     below: int # number of an arm
@@ -278,7 +277,7 @@ def best_threshold(
     paid: np.ndarray, # (n, arms) pp at the end; the first arm waits
     columns: Sequence[str],
 ) -> ColumnCut:
-    "Return the column, the cut and the two arms that would have got most in practice."
+    "Return the column, the threshold and the two arms with the highest gain on the training networks."
     best = ColumnCut(columns[0], -math.inf, 0, int(paid.mean(0).argmax()), float(paid.mean(0).max()))
     for j, name in enumerate(columns):
         if np.isnan(x[:, j]).all(): continue
@@ -293,7 +292,7 @@ def best_threshold(
 
 # %% ../../nbs/control/55_forecast.ipynb #1fd25af0
 class LookOnce(Memoryless):
-    "Choose a timetable for every lane after some epochs, and follow it."
+    "Choose a schedule for every lane after some epochs, and follow it."
     def __init__(self,
         arms: Sequence[Fixed], # timetables, from the epoch of the look on
         choose: Callable[[Sequence[float]], int], # a look -> number of an arm
@@ -303,7 +302,7 @@ class LookOnce(Memoryless):
         self.reset()
 
     def reset(self) -> None:
-        "Forget every lane."
+        "Reset all lanes."
         self.seen: dict[int, list[float]] = {} # what each lane showed
         self.chosen: dict[int, int] = {} # the arm of each lane
 

@@ -28,7 +28,7 @@ from .episodes import EnvStep, merge_lanes
 HISTORY = 5 # epochs of loss and accuracy
 
 class LaneHistory(NamedTuple):
-    "What n lanes with S slots remember besides their seeds; NaN where an epoch has not been."
+    "History of n lanes with S slots, besides their seeds; NaN for epochs before the first."
     epoch: Tensor # (n,) epochs behind the lane
     losses: Tensor # (n, 5) held out, nats, the latest last
     accuracies: Tensor # (n, 5) held out, percentage points
@@ -58,7 +58,7 @@ class LaneHistory(NamedTuple):
             signals=s.signals.double())
 
     def forget(self, lanes: Tensor) -> "LaneHistory": # lanes: (n,) bool
-        "Return the history in which some lanes begin a new episode."
+        "Return the history with some lanes reset for a new episode."
         return merge_lanes(lanes, LaneHistory.start(*self.signals.shape[:2]), self)
 
 # %% ../../nbs/control/48_observations.ipynb #29102100
@@ -79,7 +79,7 @@ class Feature(NamedTuple):
     meaning: str
 
 class LaneView(NamedTuple):
-    "What an observation is read from."
+    "Inputs of an observation."
     table: Tensor # (n, S, C) states of all seeds
     history: LaneHistory
     space: GrowthActions # slots, blueprints and operations
@@ -116,7 +116,7 @@ class Observation(NamedTuple):
         return x.clamp(low, high) if unknown is None else torch.where(x.isnan(), unknown, x.clamp(low, high))
 
 def known_column(table: Tensor, name: str) -> Tensor: # (n, S, C) seed states -> (n, S), NaN where not measured
-    "Return a field of every seed's state; an infinite norm is a very large one."
+    "Return a field of every seed's state; infinite norms become very large ones."
     c = column(table, name)
     return torch.where(c > UNMEASURED, c, math.nan)
 
@@ -243,13 +243,13 @@ for _row in (
 def feature_bounds(
     features: Sequence[Feature],
 ) -> tuple[np.ndarray, np.ndarray]: # (D,) float32 each
-    "Return the least and the largest value of every feature, the one for *not measured* included."
+    "Return the minimum and maximum of every feature, including its value for *not measured*."
     low = [f.low if f.unknown is None else min(f.low, f.unknown) for f in features]
     high = [f.high if f.unknown is None else max(f.high, f.unknown) for f in features]
     return np.array(low, np.float32), np.array(high, np.float32)
 
 class Observer:
-    "Makes the observations of a model's slots; `features` are their columns."
+    "Computes the observations of a model's slots; `features` are their columns."
     def __init__(self,
         space: GrowthActions, # slots, blueprints and operations
         horizon: int = 150, # epochs of an episode
@@ -282,7 +282,7 @@ class Observer:
         table: Tensor | Growing, # (n, S, C) seed states, or the model that holds them
         history: LaneHistory, # of its lanes
     ) -> Tensor: # (n, D) float32, finite
-        "Return what a controller sees; a pure function of both arguments."
+        "Return the observations; a pure function of both arguments."
         t = table if isinstance(table, Tensor) else read_slots(table, self.space.slots)
         view = LaneView(t, history, self.space, self.horizon)
         lane = torch.cat([row(view) for row in self.rows if row.per == "lane"], -1)
@@ -291,14 +291,14 @@ class Observer:
 
 # %% ../../nbs/control/48_observations.ipynb #d0db5b56
 class SlotLook(NamedTuple):
-    "A slot as it is drawn."
+    "The contents of a slot in a frame."
     name: str
     stage: Stage
     blueprint: str # "" where nothing grows
     alpha: float # of the blend, 0 to 1
 
 class LaneLook(NamedTuple):
-    "A lane as it is drawn."
+    "The contents of a lane in a frame."
     lane: int
     epoch: int
     horizon: int # epochs of an episode
@@ -318,7 +318,7 @@ _tints: Mapping[Stage, tuple[int, int, int]] = { # of a slot; every other stage 
 def _font(): return ImageFont.load_default(11)
 
 def _draw_slot(d: ImageDraw.ImageDraw, s: SlotLook, left: int, right: int) -> None:
-    "A box with what grows in it."
+    "Draw a slot as a box with its blueprint."
     top, foot = 24, 92
     full = 1. if s.stage == Stage.FOSSILIZED else min(1., max(0., s.alpha))
     tint = _tints.get(s.stage, _pale)
@@ -330,7 +330,7 @@ def _draw_slot(d: ImageDraw.ImageDraw, s: SlotLook, left: int, right: int) -> No
         d.text((left + 4, top + 4 + 14 * i), text[:letters], fill=_ink, font=_font())
 
 def draw_lane(look: LaneLook) -> np.ndarray: # (HEIGHT, WIDTH, 3) uint8
-    "A frame."
+    "Draw a lane as a frame."
     image = Image.new("RGB", (WIDTH, HEIGHT), _paper)
     d, known = ImageDraw.Draw(image), not math.isnan(look.accuracy_pp)
     accuracy = f"{look.accuracy_pp:.1f} pp" if known else "–"
@@ -352,7 +352,7 @@ def slot_looks(
     space: GrowthActions,
     offered: Sequence[Sequence[str]], # blueprints of each slot
 ) -> list[SlotLook]:
-    "The slots of one lane."
+    "Return the slots of one lane, for a frame."
     out = []
     for i, name in enumerate(space.slots):
         def value(field: str, i: int = i) -> float: return float(column(table, field)[lane, i])

@@ -24,7 +24,7 @@ from .episodes import EnvStep, merge_lanes
 # %% ../../nbs/control/49_rewards.ipynb #4e51f045
 @dataclass(frozen=True)
 class RewardConfig(Config):
-    "Which reward, and its few numbers."
+    "Preset and parameters of the reward."
     preset: str = "outcome" # one of PRESETS
     gamma: float = .99 # discount, the learner's
     price: float = 0. # percentage points that as many parameters as the host has must be worth
@@ -41,7 +41,7 @@ class RewardConfig(Config):
 
 # %% ../../nbs/control/49_rewards.ipynb #4ce04241
 class Transition(NamedTuple):
-    "What one step did to n lanes with S slots."
+    "Result of one step for n lanes with S slots."
     step: EnvStep
     before: Tensor # (n, S, C) seed states just before the operation
     after: Tensor # (n, S, C) seed states after the epoch and its tick
@@ -58,7 +58,7 @@ class Transition(NamedTuple):
 RewardState = Mapping[str, Tensor] # name -> (n, ...): what the terms remember of every lane
 
 class RewardInputs(NamedTuple):
-    "What a term of the reward is worked out from."
+    "Inputs of the terms of the reward."
     config: RewardConfig
     transition: Transition
     state: RewardState # after the step before
@@ -118,7 +118,7 @@ def start_rewards(
     config: RewardConfig,
     table: Tensor, # (n, S, C) seed states as the episodes begin
 ) -> RewardState:
-    "Return what the terms remember when an episode begins in every lane."
+    "Return the state of the terms at the start of an episode in every lane."
     return PRESETS[config.preset].start(table)
 
 def compute_reward(
@@ -138,7 +138,7 @@ def compute_reward(
 
 # %% ../../nbs/control/49_rewards.ipynb #56439ff6
 class RewardBreakdown(NamedTuple):
-    "One lane's reward in words."
+    "Breakdown of one lane's reward."
     total: float
     lines: tuple[tuple[str, float, str], ...] # term, amount, what for; large ones first
 
@@ -161,7 +161,7 @@ def seed_sizes(
     model: Growing,
     space: GrowthActions,
 ) -> tuple[Tensor, Tensor]: # (S, B) of the slot's own blueprints, and (S,) of the network of a gated blend
-    "Count the parameters of one lane of every bank; once is enough."
+    "Count the parameters of one lane of every bank."
     def size(module) -> float: return sum(p.numel() for p in module.parameters()) / model.lanes
     slots = [model.slot(k) for k in space.slots]
     banks = torch.zeros(len(slots), max(len(s.blueprints) for s in slots), dtype=torch.float64)
@@ -173,7 +173,7 @@ def occupied_size(
     table: Tensor, # (n, S, C)
     sizes: tuple[Tensor, Tensor], # of `seed_sizes`
 ) -> Tensor: # (n, S)
-    "Return the parameters of the seeds that are there."
+    "Return the number of parameters of the present seeds."
     banks, blend_gates = sizes
     which = column(table, "blueprint").clamp(0, banks.shape[1] - 1).long()
     found = banks.gather(1, which.T).T + blend_gates * (column(table, "blend") == Blend.GATE)

@@ -22,7 +22,7 @@ from .actions import GrowthActions, as_choice
 # %% ../../nbs/control/50_rules.ipynb #d7dd1e84
 @dataclass
 class Signals:
-    "How one lane's training goes; `update` once an epoch."
+    "Statistics of one lane's training; call `update` once per epoch."
     patience: int = 3 # calm epochs in a row that close the latch; 0: closed from the start
     calm: float = .03 # largest relative improvement of the loss in a calm epoch
     regress: float = .05 # and largest relative worsening
@@ -37,11 +37,11 @@ class Signals:
 
     @property
     def stabilised(self) -> bool:
-        "Whether the host has calmed down, so that a seed may be judged."
+        "Whether the host's loss has stabilised, so that a seed can be judged."
         return self.latched or self.patience == 0
 
     def update(self, loss: float, accuracy: float) -> "Signals":
-        "One finished epoch; the first one is neither calm nor a plateau."
+        "Add a finished epoch; the first one counts as neither stable nor a plateau."
         if self.losses:
             change = (self.losses[-1] - loss) / max(abs(self.losses[-1]), 1e-9) # above 0: better; NaN is never calm
             self.quiet = self.quiet + 1 if -self.regress <= change < self.calm else 0
@@ -53,7 +53,7 @@ class Signals:
 
 # %% ../../nbs/control/50_rules.ipynb #01824e0b
 class View(NamedTuple):
-    "One lane as a rule sees it."
+    "Inputs of a rule for one lane."
     lane: int
     slots: dict[str, SeedState]
     blueprints: dict[str, tuple[str, ...]] # slot -> what may grow there
@@ -69,7 +69,7 @@ def view(
     results: Sequence[DecisionResult] = (), # what became of its latest decisions
     growth: Mapping[str, Sequence[float]] | None = None, # slot -> as in SIGNALS; None: not measured
 ) -> View:
-    "The state of one lane's slots, with its signals; whatever grows in an empty slot may be born there."
+    "Return the state of one lane's slots and its signals; all blueprints of an empty slot are on offer."
     slots = {k: model.slot(k).state(lane) for k in model.names}
     blueprints = {k: model.slot(k).blueprints for k in model.names}
     births = {k: tuple(b for b in blueprints[k] if b != "noop") for k, s in slots.items() if s.stage == Stage.DORMANT}
@@ -78,12 +78,12 @@ def view(
                 growth=measured)
 
 class GrowthRule(Protocol):
-    "Whatever decides for one lane at a time."
+    "Protocol of a rule that decides for one lane at a time."
     def signals(self) -> Signals: "Return new signals for one lane, with the rule's own patience."
-    def act(self, v: View, /) -> Decision | Sequence[Decision]: "Decide about the lane before its next epoch."
+    def act(self, v: View, /) -> Decision | Sequence[Decision]: "Decide for the lane before its next epoch."
 
 def reset_rule(rule: GrowthRule) -> None: # one of your own need not have `reset`
-    "Let a rule forget every lane, as a new one would."
+    "Reset a rule's memory of all lanes."
     getattr(rule, "reset", tuple)()
 
 class Memoryless:
@@ -93,7 +93,7 @@ class Memoryless:
         return Signals()
 
     def reset(self) -> None:
-        "Nothing to forget."
+        "Do nothing."
 
 # %% ../../nbs/control/50_rules.ipynb #c876b64a
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ QUICK_RULES = Rules(gates=Gates(training_epochs=3))
 # %% ../../nbs/control/50_rules.ipynb #6b8481fb
 @dataclass
 class HeuristicMemory:
-    "What the heuristic keeps of one lane."
+    "The heuristic's memory of one lane."
     turn: int = 0 # place in the rotation
     pruned_at: int | None = None # epoch of the latest prune
     penalties: dict[str, float] = field(default_factory=dict) # of blueprints
@@ -142,8 +142,8 @@ class HeuristicMemory:
 class Heuristic:
     """Germinate when the host's accuracy stagnates, and keep seeds that contribute.
 
-    The rule decides for one lane at a time, from the stages of its seeds and how its training goes. `as_controller`
-    makes a controller of a training from it; the environment plays it through a `RulePlayer`.
+    The rule decides for one lane at a time, from the stages of its seeds and its training statistics. `as_controller`
+    converts it to a controller for `fit`; an environment runs it through a `RulePlayer`.
 
     Examples
     --------
@@ -163,11 +163,11 @@ class Heuristic:
         return Signals(patience=self.config.patience)
 
     def reset(self) -> None:
-        "Forget every lane, as a new one would."
+        "Reset the memory of all lanes."
         self.memory = {}
 
     def act(self, v: View) -> Decision:
-        "Decide for one lane; asked again about the same epoch it says the same, and an earlier epoch is a new episode."
+        "Decide for one lane; repeated calls for an epoch agree, and an earlier epoch starts a new episode."
         m = self.memory.get(v.lane)
         back = m is not None and m.asked is not None and v.signals.epoch < m.asked[0]
         if m is None or back: m = self.memory[v.lane] = HeuristicMemory()
@@ -210,7 +210,7 @@ class Heuristic:
         return Decision("prune", slot, reason=f"{why} only", confidence=min(1., abs(c.contribution - brings) / 5))
 
     def _begin(self, v: View, m: HeuristicMemory) -> Decision:
-        "Germinate the next blueprint in the first free slot, or name what is waited for."
+        "Germinate the next blueprint in the first free slot, or return the reason for waiting."
         c, g = self.config, v.signals
         free = [k for k, s in v.slots.items() if s.stage == Stage.DORMANT]
         waits = {
@@ -238,7 +238,7 @@ class WaitOnly(Memoryless):
 
 # %% ../../nbs/control/50_rules.ipynb #c0ffbdf0
 class Fixed(Memoryless):
-    "The same timetable for every lane."
+    "The same schedule for every lane."
     def __init__(self, table: Mapping[int, Decision | Sequence[Decision]]): # epoch -> decision, or several
         self.table = dict(table)
 
@@ -262,7 +262,7 @@ class BirthRule(Memoryless):
         self.born = born
 
     def act(self, v: View) -> Decision:
-        "Return the birth, or the next move of the first seed that has one."
+        "Return the germination, or the next move of the first seed that has one."
         birth = self.born(v)
         if birth is not None and birth.verb != "wait": return birth
         for slot, s in v.slots.items():
@@ -308,7 +308,7 @@ def encode_decision(
     env: _Playable, # a `GrowVecEnv`
     decision: Decision | Sequence[Decision] | None, # of a rule for one lane; None: wait
 ) -> tuple[Decision, Tensor]: # and (K,) int64
-    "Return the one decision of a rule, and the action that stands for it."
+    "Return a rule's decision, and the corresponding action."
     each = [decision] if isinstance(decision, Decision) else list(decision or ())
     expected = "one for each lane and step: the environment carries out one operation at a time"
     check(len(each) <= 1, "decisions", len(each), expected)
