@@ -1,6 +1,7 @@
 """Seven real loops × ten faults under a Governor, beside other rules and beside no guard:
 
     python benchmarks/ruined_loops.py --write          # nbs/explanations/bench_ruined.json; half an hour on two cores
+    python benchmarks/ruined_loops.py --first 50004 --arms alone,governor.run --write      # three seeds more
     python benchmarks/ruined_loops.py gpt vae --seeds 1 --arms alone,governor --faults "NaN weight,dead layer"
 
 Two of the guards are a Governor: `governor` watches the losses, `governor.run` is handed the step and its batches.
@@ -127,6 +128,7 @@ def main():
     args = sys.argv[1:]
     names = [a for a in args if a in LOOPS] or list(LOOPS)
     seeds = int(args[args.index("--seeds") + 1]) if "--seeds" in args else SEEDS
+    first = int(args[args.index("--first") + 1]) if "--first" in args else FIRST
     arms = args[args.index("--arms") + 1].split(",") if "--arms" in args else list(ARMS)
     faults = args[args.index("--faults") + 1].split(",") if "--faults" in args else list(FAULTS)
     start, rows = time.time(), []
@@ -134,18 +136,18 @@ def main():
         jobs = {}
         for name in names:
             for s in range(seeds):
-                for arm in arms: jobs[name, arm, s] = pool.submit(runs, name, arm, FIRST + s, (None, *faults))
+                for arm in arms: jobs[name, arm, s] = pool.submit(runs, name, arm, first + s, (None, *faults))
         done = {(name, fault, arm, s): found for (name, arm, s), job in jobs.items()
                 for fault, found in job.result().items()}
     for name in names:
         cleans = [done[name, None, "alone", s][0] for s in range(seeds)]
-        start_score = untrained(name, FIRST)
+        start_score = untrained(name, first)
         slack = max(.02 * abs(start_score - np.mean(cleans)), 3 * (np.std(cleans) if seeds > 1 else 0))
         for (n, fault, arm, s), (score, acts, notes) in done.items():
             if n != name or arm == "alone": continue
             clean = cleans[s]
             alone = clean if fault is None else done[name, fault, "alone", s][0]
-            rows.append(dict(loop=name, fault=fault, arm=arm, seed=FIRST + s, clean=clean, alone=alone, guarded=score,
+            rows.append(dict(loop=name, fault=fault, arm=arm, seed=first + s, clean=clean, alone=alone, guarded=score,
                              slack=slack, verdict=verdict(clean, slack, alone, score), acts=acts))
     for arm in arms[1:]:
         mine = [r for r in rows if r["arm"] == arm]
@@ -160,8 +162,10 @@ def main():
                 print(where, scores, len(r["acts"]), *r["acts"][:2], sep=" | ")
     print(f"{time.time() - start:.0f} s")
     if "--write" in args:
-        (ROOT/"nbs/explanations/bench_ruined.json").write_text(
-            json.dumps(rows, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
+        path = ROOT/"nbs/explanations/bench_ruined.json"
+        new = {(r["loop"], r["arm"], r["seed"]) for r in rows}
+        old = [r for r in json.loads(path.read_text(encoding="utf-8")) if (r["loop"], r["arm"], r["seed"]) not in new]
+        path.write_text(json.dumps(old + rows, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__": main()
