@@ -73,6 +73,14 @@ def server(kind, folder, tmp, theme="JupyterLab Light", threads="1"):
                    "--LabApp.expose_app_in_browser=True"]
         def address(name): return f"http://127.0.0.1:{port}/lab/tree/{name}?token={token}&reset"
         up = f"http://127.0.0.1:{port}/api/status?token={token}"
+        def stop_kernels():
+            "End what notebooks have begun: their runs have no end, and would slow down whatever comes next."
+            def ask(path, method):
+                url, headers = f"http://127.0.0.1:{port}/api/kernels{path}", dict(Authorization=f"token {token}")
+                with urllib.request.urlopen(urllib.request.Request(url, method=method, headers=headers)) as answer:
+                    return answer.read()
+            for kernel in json.loads(ask("", "GET")): ask(f"/{kernel['id']}", "DELETE")
+        address.stop_kernels = stop_kernels
     else:
         command = [python, "-m", "voila", str(folder), "--no-browser", "--Voila.ip=127.0.0.1", f"--port={port}"]
         def address(name): return f"http://127.0.0.1:{port}/voila/render/{name}"

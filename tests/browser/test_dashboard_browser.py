@@ -110,7 +110,7 @@ def use_everything(panel, shot):
     advance = panel.root.get_by_role("button", name="Advance", exact=True)
     assert advance.is_disabled() and advance.get_attribute("title").startswith("Not now: in ")
     panel.press("◇ Snapshot"); panel.sees("snapshot of 16 lanes")
-    panel.press("↶ Roll back lane"); panel.sees("lane 5: asked"); panel.sees("rolled back lane 5")
+    panel.press("↶ Roll back lane"); panel.sees("lane 5: by hand"); panel.sees("rolled back lane 5")
     panel.press("explode"); panel.sees("lane 5: explosion")
     panel.epoch_beyond(panel.epoch() + 3)
     panel.show(); shot("everything")
@@ -150,8 +150,13 @@ def folder(tmp_path_factory):
     return folder
 
 @pytest.fixture(scope="module")
-def lab(folder, tmp_path_factory):
+def lab_server(folder, tmp_path_factory):
     with server("lab", folder, tmp_path_factory.mktemp("lab")) as address: yield address
+
+@pytest.fixture
+def lab(lab_server):
+    yield lab_server
+    lab_server.stop_kernels()
 
 def open_lab(browser, address, name, done="every cell ran"):
     "Open a notebook, run all its cells, wait for the last."
