@@ -100,7 +100,7 @@ def test_every_plan_trains_every_lane():
 def test_the_limit_is_the_loop_over_the_convolutions_of_the_better_side():
     part = arithmetic_share(GrowthCase(lanes=2, batch_size=320))
     s, inside = part["seconds"], part["convolutions"]
-    assert s.keys() == inside.keys() and all(x > 0 for x in (*s.values(), *inside.values()))
+    assert all(0 < inside[k] < part["profiled"][k] and s[k] > 0 for k in s) # both of the same epoch, by the same clock
     assert part["ratio"] == s["loop"] / s["lanes"] and part["limit"] == s["loop"] / min(inside.values())
     text = growth_text(dict(machine=machine(), rows=[], validation=[], arithmetic=[part]))
     assert part["case"] in text and f"{part['limit']:.2f}x" in text

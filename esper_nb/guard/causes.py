@@ -939,7 +939,8 @@ class Inquiry:
         self.harm, loss = (math.inf, math.inf) if ended else self._worse()
         if self.harm <= self.spread and r.incident.report is not None:
             self.harm, loss = self._worse_than_before() # good weights of long ago are easily reached
-        if r.incident.report is not None and r.incident.report.asked is not None and self.harm > self.sure:
+        asked = r.incident.report is not None and r.incident.report.asked is not None
+        if asked and self.sure < self.harm < math.inf:
             self.spread = min(self.spread, self.sure) # the old weights were found better on the same batches
         well = self.harm <= self.spread
         self._file("nothing", well, loss, r.taken - before)

@@ -715,13 +715,13 @@ class Governor:
         "Hold the old weights against the live ones on the same batches, and leave no trace of that."
         live = self.snapshot.set_aside()
         now, before = self._asked([0], live)
-        if self.recorder is not None and self._asks_recorder:
+        if self._asks_recorder:
             k = min(len(now), len(t.x)) # of the same batches, before a target moved, say
             now[-k:] = np.minimum(now[-k:], np.array(t.x[-k:])[:, None])
         t.asked = float(off_scale(np.median(before), self.stats.linear[0]))
         over = t.is_over()
-        rise = t.rise / 2 if self._asks_recorder else t.rise # on the very same batches a smaller gain is sure
-        if self._blames(now, before, np.array([0. if over else rise]))[0]:
+        rise = 0. if over else t.rise / 2 if self._asks_recorder else t.rise # on the same batches less is sure
+        if self._blames(now, before, np.array([rise]))[0]:
             self.rise = None
             return self._respond({0: t.reason}, begun={0: report}, asked=t.asked, **fields)
         if over: return self._let_pass(t)

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core import as_stateful, check, decode_tree, encode_tree
+from ..core import as_stateful, check, check_count, decode_tree, encode_tree
 from ..learn import END_SIGNALS, StopFlag
 from .files import FolderLock, refuse_link
 from .rows import Row
@@ -423,8 +423,7 @@ class ResumableRun:
 
     def _parts(self) -> dict[str, Any]:
         def count(saved: dict) -> None:
-            check(type(saved["written"]) is int, "rows.written", saved["written"], "a whole number")
-            self.written = saved["written"]
+            self.written = check_count("rows.written", saved["written"], least=0)
         return dict(rows=(lambda: dict(written=self.written), count), **self.stateful())
 
     def _check_rows(self) -> None:
