@@ -16,6 +16,7 @@ const GAP = 20; // between panels, for a title
 const TITLE = 5; // of a title above its panel
 const SILENCE = [6000, 15000]; // milliseconds without news after which a page asks whether there is a kernel: in a run
   // or while a button waits, and at rest
+const SETTLING = 3000; // milliseconds in which a panel that is new on the page is kept in sight
 const CHARTS = 96; // height of a controller's curves
 const FLASH = [[1.5, -8], [-4.5, 1.5], [-0.8, 1.5], [-2, 8], [4.5, -2], [0.6, -2]]; // corners, pixels from its middle
 const MOST_INCIDENTS = 200;
@@ -1057,10 +1058,20 @@ class View {
     panel.addEventListener("pointerenter", this.onenter);
   }
 
-  // A page that has just run all its cells shows the last cell, but not its output: scroll to the panel, once.
-  scrollToPanel() {
-    if (this.fresh && this.run.age < 20) (this.panel ?? this.element).scrollIntoView({block: "nearest"});
-    this.fresh = false;
+  // A page that has just run all its cells shows the last cell, but not its output: keep the panel in sight until its
+  // buttons have their places and the page has done its own scrolling, or until the reader moves.
+  keepInSight() {
+    if (this.fresh) {
+      this.fresh = false;
+      this.settled = this.run.age < 20 ? performance.now() + SETTLING : 0;
+      const stop = () => {
+        this.settled = 0;
+      };
+      for (const move of ["wheel", "pointerdown", "keydown"]) {
+        document.addEventListener(move, stop, {once: true, capture: true});
+      }
+    }
+    if (performance.now() < this.settled) (this.panel ?? this.element).scrollIntoView({block: "nearest"});
   }
 
   // The run may be in the midst of a step, the kernel busy with another cell: a button shows at once that it was
@@ -1089,6 +1100,7 @@ class View {
   tick() {
     const {run} = this, busy = run.requests.length > 0 || run.status?.state === "running";
     if (run.requests.length) this.showRequests();
+    if (!this.fresh) this.keepInSight();
     const silent = performance.now() - run.heard > SILENCE[busy ? 0 : 1];
     if (silent && !run.gone && !document.hidden && this.element.isConnected) run.ask();
   }
@@ -1184,7 +1196,7 @@ class View {
     this.showRequests();
     this.showGone();
     this.updateText();
-    this.scrollToPanel();
+    this.keepInSight();
     const what = `Training loss of every ${run.head.axis[0]}`;
     setOnce(canvas, "aria-label", `${what}, ${run.status.state}, lane ${run.lane}, ${run.incidents.size} incidents`);
     if (!this.inSight) return; // the text may still be in sight, the picture is not
