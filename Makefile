@@ -25,7 +25,7 @@ $(STAMP): settings.ini setup.py
 	@echo "Installed in .venv. Next: make train, make test, make lab"
 
 train: $(STAMP)  ## train a controller that looks at networks before it grows them, on the bundled digits (minutes)
-	$(BIN)/esper-nb train digits_family --updates 20 --comparison 1.25
+	$(BIN)/esper-nb train digits_family --updates 20 --comparison 1.75
 
 test: sync lint types pages unit  ## what a change can break: library in step, lint, types, changed pages, tests
 

@@ -26,11 +26,10 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, ROOT/"benchmarks"):
-    if str(folder) not in sys.path: sys.path.insert(0, str(folder))
+if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
-import loops
-from loops import ConvNet, SmallGPT, VAE, exponent_flip, garbage_momentum, nan_weight, stream
+from benchmarks import loops
+from benchmarks.loops import ConvNet, SmallGPT, VAE, exponent_flip, garbage_momentum, nan_weight, stream
 
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig

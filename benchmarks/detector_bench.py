@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from healthy_losses import HEALTHY
 from torch import nn
 
+from benchmarks.healthy_losses import HEALTHY
 from esper_nb.guard.detector import RULES, DetectorConfig, LossStats, judge
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig

@@ -21,10 +21,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, ROOT/"benchmarks"):
-    if str(folder) not in sys.path: sys.path.insert(0, str(folder))
+if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
-from detector_bench import GUARDS, governor
+from benchmarks.detector_bench import GUARDS, governor
 
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig

@@ -24,7 +24,7 @@ import os
 import pickle
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -32,11 +32,10 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, ROOT/"benchmarks"):
-    if str(folder) not in sys.path: sys.path.insert(0, str(folder))
+if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
-from detector_bench import lightning, llm_foundry
-from loops import BEYOND, FAULT_AT, FAULTS, LOOPS, STEPS, stream
+from benchmarks.detector_bench import llm_foundry
+from benchmarks.loops import BEYOND, FAULT_AT, FAULTS, LOOPS, STEPS, stream
 
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
@@ -45,25 +44,48 @@ FIRST, SEEDS = 50_000, 3 # seeds that no threshold was chosen on
 ARMS = ("alone", "governor", "governor.run", "Lightning", "llm-foundry")
 
 
+class SpikeDetection:
+    "`detector_bench.lightning`, a loss at a time."
+    def __init__(self, window=10, rtol=2.): self.recent, self.rtol, self.last = deque(maxlen=window), rtol, math.nan
+
+    def __call__(self, loss):
+        mean = sum(self.recent) / max(1, len(self.recent))
+        spike = not math.isfinite(loss) or loss > self.last and abs(loss - mean) >= self.rtol * mean
+        if spike and not math.isnan(self.last): return True
+        self.recent.append(loss)
+        self.last = loss
+        return False
+
+
+class KillLossSpike:
+    "`detector_bench.llm_foundry`, a loss at a time."
+    def __init__(self): self.losses = []
+
+    def __call__(self, loss):
+        self.losses.append(loss)
+        # it looks back over five losses: asking it every fifth time finds all
+        if math.isfinite(loss) and len(self.losses) % 5: return False
+        alarm = bool(llm_foundry(np.array(self.losses[-400:])[:, None])[-5:].any())
+        if alarm: self.losses = self.losses[:-5]
+        return alarm
+
+
 class AtAlarm:
     "A rule over losses, with checkpoints around it."
     def __init__(self, loop, rule):
-        self.loop, self.rule, self.losses, self.left, self.acts = loop, rule, [], 5, []
+        self.loop, self.rule, self.seen, self.left, self.acts = loop, rule, 0, 5, []
         self.saved = self.copy()
 
     def copy(self): return [copy.deepcopy(p.state_dict()) for p in self.loop.parts()]
 
     def watch(self, loss):
-        self.losses.append(float(loss))
-        # llm-foundry's rule looks back over five losses: asking it every fifth time finds all
-        due = self.rule is lightning or not math.isfinite(float(loss)) or len(self.losses) % 5 == 0
-        alarm = due and bool(self.rule(np.array(self.losses[-400:])[:, None])[-5:].any())
+        self.seen += 1
+        alarm = self.rule(float(loss))
         if alarm and self.left:
             self.left -= 1
-            self.acts.append(len(self.losses))
+            self.acts.append(self.seen)
             for part, state in zip(self.loop.parts(), copy.deepcopy(self.saved)): part.load_state_dict(state)
-            self.losses = self.losses[:-5] if len(self.losses) > 5 else []
-        elif not alarm and len(self.losses) % 50 == 0: self.saved = self.copy()
+        elif not alarm and self.seen % 50 == 0: self.saved = self.copy()
 
 
 def guard_of(arm, loop):
@@ -72,7 +94,7 @@ def guard_of(arm, loop):
     if arm.startswith("governor"):
         quiet = GovernorConfig(stop_raises=False)
         return Governor(*loop.parts(), chance_loss=loop.chance, config=quiet, count=loop.count)
-    return AtAlarm(loop, dict(zip(ARMS[3:], (lightning, llm_foundry)))[arm])
+    return AtAlarm(loop, dict(zip(ARMS[3:], (SpikeDetection, KillLossSpike)))[arm]())
 
 
 def in_a_copy(f):

@@ -349,6 +349,19 @@ def test_lanes_are_blamed_by_paired_losses():
     one = live[:1], old[:1] # a single loss says nothing about its error
     assert not blames_weights(*one, rise=np.zeros(4), spread=np.ones(4))[:3].any()
 
+def test_few_pairs_must_agree():
+    "The median deviation of four pairs does not see the one that is far off: three against one prove nothing."
+    def compared(*gains): # of the old weights, wherever the two were exchanged
+        t = RiseMonitor(level=0., near=.1, spread=.1, x=[2.] * 20, losses=[2.] * 20)
+        t.turns = [[2.]]
+        for k, gain in enumerate(gains): # live, old, live ...: whatever comes next is set by the difference
+            last = t.turns[-1][-1]
+            t.turns.append([last + gain if k % 2 else last - gain])
+        return t.blames_weights(48)
+    assert compared(1.6, 1.5, 1.55, 1.4) is True
+    assert compared(-2.5, 1.6, 1.5, 1.4) is None # not known yet
+    assert compared(-2.5, *[1.5, 1.6] * 4) is True
+
 def test_a_lane_whose_weights_go_while_it_knows_nothing_is_brought_back():
     "At chance no loss can show it: what is left of the weights does. Healthy lanes beside it stay as they are."
     task = get_task("digits")

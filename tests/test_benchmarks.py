@@ -3,14 +3,20 @@ import contextlib
 import importlib.util
 import io
 import math
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import faults, growth, lanes
 from benchmarks.growth import GROWTH_CASES, GROWTH_PLANS, GrowthCase, PlainGrown, arithmetic_share, growth_text
+from benchmarks.detector_bench import lightning
 from benchmarks.measure import Case, Side, fastest_epoch, find_maker, machine, machine_text, take_turns
+from benchmarks.ruined_loops import SpikeDetection
 from esper_nb.train import Fault, get_task, list_faults
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
@@ -70,6 +76,23 @@ def test_a_tiny_case_goes_through_all_of_it(monkeypatch):
     tiny = lanes.compare_case(Case(lanes=2, batch_size=256), passes=1, rounds=1, least=.01)
     assert tiny["ratio"] > 0 and tiny["over_fp32"] is None
     assert tiny["loop_s"] == min(seconds for name, seconds in tiny["all"].items() if name.split(",")[0] in lanes.LOOPS)
+
+
+# --- rivals
+
+def test_every_benchmark_starts_by_the_command_that_is_told():
+    root = Path(__file__).parents[1]
+    names = [p.stem for p in (root/"benchmarks").glob("*.py")]
+    imports = "import importlib, sys; [importlib.import_module(f'benchmarks.{name}') for name in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", imports, *names], cwd=root, check=True)
+
+def test_a_rule_that_sees_one_loss_at_a_time_says_what_it_says_of_all():
+    draws = np.random.default_rng(0)
+    for k in range(50):
+        x = np.exp(.1 * draws.normal(size=300).cumsum() + .4 * draws.normal(size=300)) - .5 * (k % 3 == 0)
+        x[draws.integers(300, size=3)] *= draws.choice([5, 50, np.nan, np.inf], 3)
+        spike, one_by_one = lightning(x[:, None])[:, 0], SpikeDetection()
+        assert [one_by_one(float(v)) for v in x] == spike.tolist() and spike.any()
 
 
 # --- growth

@@ -11,7 +11,7 @@ import torch
 from esper_nb.grow import list_blueprints
 from esper_nb.record import RunFolder, encode_row, new_file, read_rows
 from esper_nb.run import (
-    Comparison, RunConfig, about_time, add_schedule, begin_run, cli, command_words, get_recipe, report_html,
+    Comparison, RunConfig, about_time, begin_run, cli, command_words, get_recipe, report_html, search_rivals,
     watch_text, write_report)
 from esper_nb.train import FitConfig
 
@@ -26,7 +26,7 @@ def made(tmp_path_factory):
     torch.set_num_threads(1)
     said = []
     run = begin_run(get_recipe("digits_impaired", TINY), tmp_path_factory.mktemp("runs"))
-    run.drive(progress=False, say=said.append, more=add_schedule)
+    run.drive(progress=False, say=said.append, more=search_rivals)
     return run, said
 
 @pytest.fixture(scope="module")

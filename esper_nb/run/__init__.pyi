@@ -25,8 +25,8 @@ from .growth_rules import (Made as Made, GROWTH_RULES as GROWTH_RULES, FINALISTS
     natural_expansion_rule as natural_expansion_rule, timetable as timetable, list_schedules as list_schedules,
     kinds_of as kinds_of, ScheduleSearch as ScheduleSearch, best_schedule as best_schedule,
     OraclePlayer as OraclePlayer, search_seeds as search_seeds, first_look as first_look, shifted as shifted,
-    look_arms as look_arms, search_arms as search_arms, try_arms as try_arms, tried_arms as tried_arms,
-    fit_forecast as fit_forecast, ridge_rule as ridge_rule, forecast_rule as forecast_rule,
+    look_arms as look_arms, best_arms as best_arms, search_arms as search_arms, try_arms as try_arms,
+    tried_arms as tried_arms, fit_forecast as fit_forecast, ridge_rule as ridge_rule, forecast_rule as forecast_rule,
     threshold_rule as threshold_rule, Lookahead as Lookahead, train_player as train_player,
     constant_rule as constant_rule, oracle_rule as oracle_rule, search_constant as search_constant,
     search_kinds as search_kinds)
@@ -38,7 +38,7 @@ from .recipes import (RunConfig as RunConfig, register_recipe as register_recipe
     list_recipes as list_recipes, task_recipe as task_recipe, get_recipe as get_recipe, plan_text as plan_text,
     command_words as command_words, fair_env as fair_env)
 from .repeats import (SEARCH_PLAYS as SEARCH_PLAYS, chosen_rules as chosen_rules, compare_recipe as compare_recipe,
-    RepeatStore as RepeatStore, add_schedule as add_schedule, Repeat as Repeat, practice_update as practice_update,
+    RepeatStore as RepeatStore, search_rivals as search_rivals, Repeat as Repeat, practice_update as practice_update,
     RepeatPlayer as RepeatPlayer)
 from .report import (DOCS as DOCS, write_report as write_report, report_html as report_html, RunSummary as RunSummary,
     moment_text as moment_text, read_run as read_run, best_text as best_text, picture_html as picture_html,

@@ -202,15 +202,15 @@ def _listing_options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
 
 # %% ../../nbs/run/99_cli.ipynb #9076e858
 def _train(args):
-    from esper_nb.run import add_schedule, begin_run
-    return begin_run(_chosen_recipe(args), args.out).drive(not args.quiet, more=add_schedule)
+    from esper_nb.run import search_rivals, begin_run
+    return begin_run(_chosen_recipe(args), args.out).drive(not args.quiet, more=search_rivals)
 
 def _resume(args):
     from esper_nb.record import RunFolder
-    from esper_nb.run import add_schedule, open_fit, open_run
+    from esper_nb.run import search_rivals, open_fit, open_run
     given = _longer(args)
     if "fit" not in RunFolder(Path(args.run)).config():
-        return open_run(args.run, given, trust=args.trust).drive(not args.quiet, more=add_schedule)
+        return open_run(args.run, given, trust=args.trust).drive(not args.quiet, more=search_rivals)
     unfit = [k for k in given if k not in ("log", "plugins")]
     check(not unfit, "resume", ", ".join(unfit), "--log or --import: a fit ends with the epochs that it began with")
     run = open_fit(args.run, log=given.get("log"), plugins=given.get("plugins"), trust=args.trust)

@@ -75,7 +75,7 @@ def _beside(ahead: Interval) -> str: return standing(ahead).replace("level", "le
 
 _called = {"random-legal": "random actions", "wait-only": "waiting", "heuristic": "the heuristic",
            "constant": "the best constant timetable", "fixed schedule": "the best fixed schedule",
-           "oracle": "the oracle"}
+           "oracle": "the oracle", "threshold": "one threshold"}
 
 # %% ../../nbs/run/85_comparison.ipynb #24f09558
 class Comparison(NamedTuple):

@@ -6,8 +6,8 @@
 __all__ = ['Made', 'GROWTH_RULES', 'FINALISTS', 'ARMS', 'TRIED', 'Practice', 'RuleRow', 'register_rule', 'growth_rule',
            'as_player', 'liked_blueprint', 'plateau_rule', 'gradient_norm_rule', 'natural_expansion_rule', 'timetable',
            'list_schedules', 'kinds_of', 'ScheduleSearch', 'best_schedule', 'OraclePlayer', 'search_seeds',
-           'first_look', 'shifted', 'look_arms', 'search_arms', 'try_arms', 'tried_arms', 'fit_forecast', 'ridge_rule',
-           'forecast_rule', 'threshold_rule', 'Lookahead', 'train_player', 'constant_rule', 'oracle_rule',
+           'first_look', 'shifted', 'look_arms', 'best_arms', 'search_arms', 'try_arms', 'tried_arms', 'fit_forecast',
+           'ridge_rule', 'forecast_rule', 'threshold_rule', 'Lookahead', 'train_player', 'constant_rule', 'oracle_rule',
            'search_constant', 'search_kinds']
 
 # %% ../../nbs/run/96_growth_rules.ipynb #acb4c3ba
@@ -296,15 +296,19 @@ def look_arms(env: GrowVecEnv, names: Sequence[str]) -> list[Fixed]: # names: of
     table, early = list_schedules(env), env.actions.repertoire.earliest
     return [Fixed({}), *(shifted(table[k], first_look(env) - early) for k in names)]
 
+def best_arms(env: GrowVecEnv, found: ScheduleSearch) -> dict:
+    "Return the best timetables of a search that begin as early as they may, and what the search has cost."
+    early, table = env.actions.repertoire.earliest, list_schedules(env)
+    best_first = sorted(found.scores, key=lambda k: -found.scores[k])
+    names = [k for k in best_first if min(table[k].table, default=-1) == early]
+    return dict(names=names[:ARMS], epochs=found.epochs)
+
 def search_arms(p: Practice) -> dict:
     "Search timetables for half of the practice; return the best that begin as early as they may."
     env = p.env()
     found = best_schedule(env, p.search[:max(1, len(p.search) // 2)])
-    early, table = env.actions.repertoire.earliest, list_schedules(env)
-    best_first = sorted(found.scores, key=lambda k: -found.scores[k])
-    names = [k for k in best_first if min(table[k].table, default=-1) == early]
     env.close()
-    return dict(names=names[:ARMS], epochs=found.epochs)
+    return best_arms(env, found)
 
 def try_arms(p: Practice) -> dict:
     "Play new networks to the end with every arm; return what they showed at the look, and what each arm came to."
