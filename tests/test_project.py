@@ -30,7 +30,6 @@ WHERE = exported_names()
 ALONE = ("guard", "learn")      # these need nothing but core
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
 DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn"}      # import name -> name on PyPI, where they differ
-TORCH_PRIVATE = {"torch._dynamo"}     # PyTorch documents its `lookup_backend` for backends that wrap others
 # called by a library, or by a table of rules, that passes more than they need
 HANDED_OVER = {"keep_later", "find_nonfinite", "calm_rise"}
 
@@ -122,9 +121,12 @@ def faults_of_a_module(tree, text):
                                                                        if isinstance(x, ast.Name)}
             if broad and (n.type is None or all(isinstance(s, (ast.Pass, ast.Continue)) for s in n.body)):
                 yield f"line {n.lineno}: any error at all is dropped"
+        if isinstance(n, ast.ImportFrom): # ruff's SLF001 looks at attributes only
+            yield from (f"imports {name}" for a in n.names
+                        if re.match(r"torch\b.*\._[a-z]", name := f"{n.module}.{a.name}"))
         if isinstance(n, ast.Attribute):
             name = ast.unparse(n)
-            if re.fullmatch(r"torch\._[a-z]\w*", name) and name not in TORCH_PRIVATE: yield f"uses {name}"
+            if re.fullmatch(r"torch\._[a-z]\w*", name): yield f"uses {name}"
             if n.attr in ("empty_cache", "record_stream"): yield f"line {n.lineno}: {n.attr} takes a lifetime for order"
     for f in (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"):
         yield from faults_of_a_function(f)

@@ -158,7 +158,7 @@ class Snapshot:
     def set_aside(self) -> "SavedState":
         "Return a copy of the live state, good or not: for a look at another state, after which `bring_back` undoes it."
         live = self._settled()
-        bank = {k: self._new_buffer(k, t).copy_(t) for k, t in live.tensors.items()}
+        bank = {k: self._new_buffer(t).copy_(t) for k, t in live.tensors.items()}
         for device in {t.device for t in live.tensors.values() if t.is_cuda}: torch.cuda.synchronize(device)
         return SavedState(StateVersion(0, None, live.rest, live.sparse), bank, live.shards)
 
@@ -400,10 +400,10 @@ class Snapshot:
             if old is not None and not alone:
                 raise ValueError(f"shape of {'.'.join(key)}={tuple(t.shape)}, expected {tuple(old.shape)} as before, "
                                  "since other lanes have state in this buffer; take all lanes twice first")
-            bank[key] = self._new_buffer(key, t).zero_()
+            bank[key] = self._new_buffer(t).zero_()
         return bank[key]
 
-    def _new_buffer(self, key: "StateKey", t: Tensor) -> Tensor:
+    def _new_buffer(self, t: Tensor) -> Tensor:
         "Return host memory that is laid out like a live tensor."
         return torch.empty_like(t, device="cpu", memory_format=torch.preserve_format, pin_memory=t.is_cuda,
                                 requires_grad=False)

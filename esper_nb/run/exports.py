@@ -131,8 +131,10 @@ def input_facts(pop: Population) -> dict[str, Any]:
         span = "0..1" if pop.data.preparation is None else "as in the data"
         return facts | dict(shape=list(pop.data.shape), range=span)
     used = used_columns(pop.data, e)
-    return facts | dict(numbers=[c.name for c in used if not c.words], words=[c.name for c in used if c.words],
-                        days={c.name: c.format for c in used if c.kind == "day"}, read_csv=e.reading)
+    words = [c.name for c in used if c.words]
+    as_words = dict(dtype=dict.fromkeys(words, "str")) # also where some rows hold only numbers, or true and false
+    return facts | dict(columns=[c.name for c in used], numbers=[c.name for c in used if not c.words], words=words,
+                        days={c.name: c.format for c in used if c.kind == "day"}, read_csv=e.reading | as_words)
 
 def used_columns(data: ImageData, e: Examples) -> list[Column]: # data: made of these examples
     "Return the table columns that are inputs of the network, in order."
@@ -144,7 +146,7 @@ SUFFIXES = (".onnx", ".pt2", ".safetensors") # that a network can be written as
 def _need_onnx() -> None:
     for k in ("onnx", "onnxscript"):
         if importlib.util.find_spec(k) is None:
-            raise ImportError(f"a file in ONNX needs the package {k}: pip install 'esper_nb[export]'")
+            raise ImportError(f"a file in ONNX needs the package {k}: pip install 'esper_nb[export]', or --out net.pt2")
 
 def onnx_answers(
     path: str | Path, # of a network in ONNX
@@ -261,11 +263,15 @@ def usage(
     days = f'for k, form in facts["days"].items(): rows[k] = ({since}) / pandas.Timedelta(days=1)'
     lines = [first, f'facts = json.load(open("{path.with_suffix(".json")}"))["input"]',
              'rows = pandas.read_csv("new.csv", **facts["read_csv"])', *([days] if facts["days"] else [])]
-    numbers = 'rows[facts["numbers"]].apply(pandas.to_numeric, errors="coerce").to_numpy(float)'
-    if not facts["words"]: return [*lines, f"x = {numbers}", alone]
-    if not onnx: return [*lines, "# a word is its place in facts['places']; -1 a gap, -2 one that no row had", alone]
-    lines += [f"numbers = {numbers}", 'words = rows[facts["words"]].fillna("").astype(str).to_numpy(object)']
-    return [*lines, ask('{"numbers": numbers, "words": words}' if facts["numbers"] else '{"words": words}')]
+    def numbers(which: str) -> str:
+        return f'{which} = rows[facts["{which}"]].apply(pandas.to_numeric, errors="coerce").to_numpy(float)'
+    named = [] if "target" in facts else ['names = [facts["classes"][i] for i in answers.argmax(1)]']
+    if not facts["words"] or not onnx:
+        code = f"rows[k].map({{w: i for i, w in enumerate(words)}}).fillna({UNSEEN}).where(rows[k].notna(), {MISSING})"
+        if facts["words"]: lines.append(f'for k, words in facts["places"].items(): rows[k] = {code}')
+        return [*lines, numbers("columns"), ask('{"input": columns}' if onnx else "columns"), *named]
+    lines += [numbers("numbers"), 'words = rows[facts["words"]].fillna("").astype(str).to_numpy(object)']
+    return [*lines, ask('{"numbers": numbers, "words": words}' if facts["numbers"] else '{"words": words}'), *named]
 
 def export_run(
     path: str | Path, # folder of a finished run
