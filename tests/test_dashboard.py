@@ -840,7 +840,7 @@ def test_a_cell_that_runs_twice_leaves_no_run_unseen(run, monkeypatch):
     assert first.state == "running"
     made.append(show(second))
     first.pause().wait()
-    assert first.state == "stopped" and "the run that this cell had shown before was stopped" in second.notes[-1].text
+    assert first.state == "stopped" and "the run that this cell showed before was stopped" in second.notes[-1].text
     second.start().wait()
     cell = "b"; made.append(show(second))
     cell = "a"; made.append(show(third))
