@@ -40,8 +40,8 @@ TASKS = { # section of the sidebar -> its pages, what a newcomer reads first fir
     "Compare": "explanations/results explanations/leaderboard explanations/fleets explanations/growing_pays "
                "explanations/frontier explanations/negative_results explanations/benchmarks explanations/numbers"}
 OPERATORS = ("__call__", "__iter__", "__len__", "__getitem__", "__contains__")      # have entries, if documented
-COLAB = ("\n\n[Open in Colab](https://colab.research.google.com/github/esper-nb/esper_nb/blob/main/nbs/tutorials/{}), "
-         "and run `%pip install git+https://github.com/esper-nb/esper_nb` there first.")
+COLAB = ("[Open in Colab](https://colab.research.google.com/github/esper-nb/esper_nb/blob/main/nbs/tutorials/{}), "
+         "and run `%pip install git+https://github.com/esper-nb/esper_nb` there first.\n\n")
 NO_QUARTO = "Quarto is not on PATH: plain pages, without search. To get it: https://quarto.org/docs/get-started"
 
 
@@ -171,20 +171,26 @@ class HoldHTML(Processor):
 
 class KeepPromise(Processor):
     """Put back what stands below title and subtitle in the first cell: nbdev makes metadata of them and drops the rest.
-    A tutorial has the way to Colab below."""
+    A tutorial has the way to Colab above."""
     def begin(self):
         path = Path(self.nb.path_)
         first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]
         rest = re.sub(r"\A\s*# [^\n]*\n+(> [^\n]*\n*)?", "", "".join(first) + "\n").strip()
-        if path.parent.name == "tutorials": rest += COLAB.format(path.name)
+        if path.parent.name == "tutorials": rest = COLAB.format(path.name) + rest
         if rest: self.nb.cells.insert(1, mk_cell(rest, "markdown"))
+
+
+def hide_marks(cell):
+    "Take out of code what only the comparison of outputs reads."
+    if cell.cell_type == "code": cell.source = re.sub(r"^# NBVAL_\w+\n", "", cell.source, flags=re.M)
 
 
 class Processors(FilterDefaults):
     "nbdev's processors of a page, with ours in the place of the one that runs the page."
     def base_procs(self):
         ours = dict(exec_show_docs=[ShowEntries], FrontmatterProc=[super().base_procs()[0], KeepPromise])
-        return [p for q in super().base_procs() for p in ours.get(q.__name__, [q])] + [SayPictures, HoldHTML]
+        found = [p for q in super().base_procs() for p in ours.get(q.__name__, [q])]
+        return [*found, SayPictures, HoldHTML, hide_marks]
 
 
 @cache
@@ -291,7 +297,7 @@ def heading_of(path):
 
 
 def plain():
-    "Render the site with nbconvert: JupyterLab's look, and all pages beside each."
+    "Render the site with nbconvert: JupyterLab's look, all pages beside each, the one before and the next at its foot."
     import nbformat
     from nbconvert import HTMLExporter
     exporter = HTMLExporter(template_name="lab", template_file=str(ROOT/"scripts/plain.html.j2"),
@@ -300,6 +306,8 @@ def plain():
     shutil.rmtree(DOCS, ignore_errors=True)
     menu = [(title, [(page_name(p).as_posix(), heading_of(p)[0]) for p in paths])
             for title, paths in [("esper_nb", ["index.ipynb"]), *sections()]]
+    order = [None, *(page for _, pages in menu for page in pages), None]
+    around = {page[0]: (before, after) for before, page, after in zip(order, order[1:], order[2:])}
     for path in sorted(p for p in PROC.rglob("*") if p.suffix in (".ipynb", ".png", ".svg", ".gif")):
         at = path.relative_to(PROC)
         out = DOCS/(page_name(at) if path.suffix == ".ipynb" else at)
@@ -309,9 +317,10 @@ def plain():
             continue
         nb = nbformat.read(path, as_version=4)
         for cell in nb.cells: plain_cell(cell)
-        up = "../" * at.as_posix().count("/")
-        page, _ = exporter.from_notebook_node(nb, dict(menu=menu, up=up, here=page_name(at).as_posix(),
-                                                       heading=heading_of(at)))
+        up, here, heading = "../" * at.as_posix().count("/"), page_name(at).as_posix(), heading_of(at)
+        nb.metadata.title = heading[0]
+        page, _ = exporter.from_notebook_node(nb, dict(menu=menu, up=up, here=here, heading=heading,
+                                                       around=around[here]))
         page = page.replace(f'href="{cfg.doc_host}{cfg.doc_baseurl}/', f'href="{up}')
         out.write_text(named_headings(page), encoding="utf-8")
 

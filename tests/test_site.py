@@ -230,8 +230,10 @@ def test_html_in_outputs_asks_for_no_scripts(site):
 @pytest.mark.slow
 def test_plain_pages_have_pictures_with_words_and_the_way_on(site):
     for cells, page in site:
-        assert not re.search(r"#\| |\{target=|^:::", page, re.M)
+        assert not re.search(r"#\| |# NBVAL|\{target=|^:::", page, re.M)
         assert page.count('aria-current="page"') == 1 and 'href="../index.html"' in page
+        assert re.findall(r'<a href="\.\./\w+/\w+\.html" rel="(prev|next)">\w', page) == ["prev", "next"]
+        assert page.count('button.ariaLabel = "Copy this code"') == 1 and ".highlight pre" in page
         pictures = re.findall(r'<img[^>]*src="data:image/png[^>]*>', page)
         assert all(re.search(r'alt="[^"]{15,}"', tag) for tag in pictures)
         assert len(pictures) == sum("image/png" in o.get("data", {}) for c in cells for o in c.get("outputs", ()))

