@@ -74,11 +74,11 @@ def test_what_may_be_born_is_what_the_mask_allows():
     assert open_births(env) == [{}, {}]
 
 
-def test_rules_that_look_choose_what_their_practice_paid():
+def test_rules_that_look_choose_by_the_scores_of_their_practice():
     p = Practice(get_recipe("digits_impaired", TINY), found=dict(
         search_arms=dict(names=["conv_light in r0c0 from 0"], epochs=5),
         try_arms=dict(columns=("loss", "accuracy"), epochs=7, looks=[[i / 40, None] for i in range(40)],
-                      paid=[[50., 60. if i >= 20 else 40.] for i in range(40)])))
+                      scores=[[50., 60. if i >= 20 else 40.] for i in range(40)])))
     for name in ("threshold", "ridge", "forecast"):
         player = GROWTH_RULES[name].make(p)
         assert player.practice_epochs == 12 and [player.rule(0).choose([x, np.nan]) for x in (.05, .95)] == [0, 1], name

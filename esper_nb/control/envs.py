@@ -155,7 +155,7 @@ class EnvConfig(Config):
         return out
 
 # %% ../../nbs/control/53_envs.ipynb #dca864ac
-_LANE_STATE = ("episode", "trained", "rollbacks", "fresh", "ended", "goes_on") # (n,) each
+_LANE_STATE = ("episode", "trained", "rollbacks", "fresh", "ended", "continues") # (n,) each
 _SETTINGS = ("task", "family", "judged", "num_envs", "first_lane", "horizon", "reward", "price", "gamma", "penalty",
              "slots", "blueprints", "max_seeds", "rules", "repertoire", "operations", "observations", "schedule",
              "restart", "batch_size", "lr", "precision", "exact", "devices") # that a saved state must agree with
@@ -215,7 +215,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.episode = torch.zeros(n, dtype=torch.int64) # number since the lane was seeded
         self.trained, self.rollbacks = self.episode.clone(), self.episode.clone() # epochs, and since fresh weights
         self.fresh = torch.ones(n, dtype=torch.bool) # the episode began with fresh weights
-        self.ended, self.goes_on = ~self.fresh, ~self.fresh # it has ended; the next one continues from this state
+        self.ended, self.continues = ~self.fresh, ~self.fresh # it has ended; the next one continues from this state
         self.history, self.sums = LaneHistory.start(n, len(self.actions.slots)), EpisodeSums.start(n)
         self.reward_state: RewardState = {}
         self.last_result: EnvStep | None = None # of the latest step
@@ -240,12 +240,12 @@ class GrowVecEnv(gym.vector.VectorEnv):
         lanes = read_reset_mask(options, n)
         check(lanes is None or not first, "options", options, "a reset of all lanes before one of some")
         lanes = torch.ones(n, dtype=torch.bool) if lanes is None else lanes
-        if options and options.get("fresh"): self.goes_on &= ~lanes
+        if options and options.get("fresh"): self.continues &= ~lanes
         if first: given = [*first_seeds(given, self.config.seed)]
         seeded = lanes & torch.tensor([k is not None for k in given])
         old = self.seeds or [0] * n # not kept: the first seeds are for all
         self.seeds = [old[i] if k is None or not seeded[i] else k for i, k in enumerate(given)]
-        self.episode[seeded], self.trained[seeded], self.goes_on = 0, 0, self.goes_on & ~seeded
+        self.episode[seeded], self.trained[seeded], self.continues = 0, 0, self.continues & ~seeded
         with torch.inference_mode(False), torch.enable_grad(): # whatever the caller acts in
             self._begin(lanes, again=lanes & ~seeded)
         return self.obs.numpy(), self._mask_info()
@@ -412,7 +412,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
     def _begin(self, lanes: Tensor, again: Tensor):
         "Start an episode in some lanes, (n,) bool; `again`: those that have had one."
         self.episode[again] += 1
-        fresh = lanes & ~self.goes_on
+        fresh = lanes & ~self.continues
         self.rollbacks[fresh] = 0
         self.fresh = torch.where(lanes, fresh, self.fresh)
         for part in self.parts:
@@ -424,7 +424,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.refresh()
         start = start_rewards(self.rewards, self.table)
         self.reward_state = merge_lanes(lanes, start, self.reward_state or start)
-        self.ended, self.goes_on = self.ended & ~lanes, self.goes_on & ~lanes
+        self.ended, self.continues = self.ended & ~lanes, self.continues & ~lanes
 
     def _train(self, active: Tensor) -> tuple[dict[str, Tensor], Tensor]: # fields of `EnvStep`; (n,) bool: rolled back
         "Train every part for an epoch."
@@ -458,7 +458,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
             entry = summary._asdict() | dict(loss=np.nan if summary.loss is None else summary.loss)
             self._add_info(info, dict(summary=entry), i)
         stopped = torch.cat([part.stopped for part in self.parts])
-        self.ended, self.goes_on = done, s.rolled_back & ~stopped
+        self.ended, self.continues = done, s.rolled_back & ~stopped
         obs = self.obs.numpy()
         if done.any() and self.mode == AutoresetMode.SAME_STEP:
             info, final = part_finals(obs, info, done.numpy())

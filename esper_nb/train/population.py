@@ -384,8 +384,8 @@ class Population:
     def foretell(self, result: EpochResult) -> EpochResult: # with what seeds would be worth
         "Run the forecaster after an epoch, and keep each lane's latest forecast."
         said = () if self.forecaster is None else tuple(self.forecaster(self, result))
-        told = {w.lane for w in said}
-        self.forecast = tuple(w for w in self.forecast if w.lane not in told) + said
+        updated = {w.lane for w in said}
+        self.forecast = tuple(w for w in self.forecast if w.lane not in updated) + said
         return result._replace(forecast=said)
 
     def would_help(self,
