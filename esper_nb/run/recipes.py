@@ -194,7 +194,7 @@ def plan_text(
     "Describe the remaining training, the run's folder and the command that follows it."
     n = config.ppo.num_updates - updates
     left = f"{n} update{'s' * (n != 1)} of {config.ppo.num_steps} steps"
-    what = left if config.minutes is None else f"{max(0., config.minutes - seconds / 60):.3g} minutes of training"
+    what = left if config.minutes is None else f"{max(0., config.minutes - seconds / 60):.3g} min of training"
     shards = f" in {config.shards} shard{'s' * (config.shards != 1)} ({config.engine})" if config.split else ""
     task = config.env.task
     notes = "" if isinstance(task, str) or not task.notes else f"\n{task.notes_text()}"

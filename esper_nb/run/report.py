@@ -116,8 +116,9 @@ class RunSummary(NamedTuple):
         if updates:
             mean = updates[-1].get("update.return_mean")
             earned = "" if mean is None else f"; its latest episodes earned {mean:.2f} on average"
-            return (f"The run has not come to its end: it stands at update {updates[-1]['update']} of "
-                    f"{self.settings['ppo']['num_updates']}{earned}, and nothing has been tested yet.")
+            total = "" if self.settings.get("minutes") else f" of {self.settings['ppo']['num_updates']}"
+            return (f"The run has not come to its end: it stands at update {updates[-1]['update']}{total}{earned}, "
+                    "and nothing has been tested yet.")
         seen = [s.accuracy_pp for s in lane_scores(self.rows) if s.accuracy_pp is not None]
         epochs = max((r["epoch"] for r in pick_rows(self.rows, "epoch")), default=-1) + 1
         held = self.measure.text(median(seen)) if seen else ""
