@@ -211,10 +211,10 @@ def trainscope_says(name, kind, seed):
         train(loop, kind, each=lambda i, loss: scope.step(loss, batch_index=i))
         seconds = time.process_time() - start
         scope.detach()
-        told = asyncio.run(build_run_report(next(p for p in Path(folder).iterdir() if p.is_dir())))
-    found = told["signal_signature"]
+        report = asyncio.run(build_run_report(next(p for p in Path(folder).iterdir() if p.is_dir())))
+    found = report["signal_signature"]
     return dict(first=found["first"], steps=found["first_steps"], explosion=found["explosion_step"],
-                spikes=told["spike_steps"], seconds=seconds)
+                spikes=report["spike_steps"], seconds=seconds)
 
 
 def write(rows):

@@ -33,12 +33,12 @@ def stored_practice() -> dict:
     mine = {k: [p for p in plays.plays if p.controller == k] for k in ("wait-only", "fixed schedule")}
     host = min(min(p.parameters) for p in mine["wait-only"])
     def net(p) -> np.ndarray: return np.array(p.heldout_accuracy_pp) - price * (np.array(p.parameters) / host - 1)
-    paid = np.stack([np.concatenate([net(p) for p in mine[k]]) for k in ("wait-only", "fixed schedule")], 1)
+    scores = np.stack([np.concatenate([net(p) for p in mine[k]]) for k in ("wait-only", "fixed schedule")], 1)
     looks = [x for p in mine["wait-only"] for x in contest[f"family/look/{p.seed}"]["seen"]]
     columns = [k.replace("loss_0", "loss").replace("accuracy_0", "accuracy") for k in contest["family/rules"]["names"]]
     search = mine["fixed schedule"][0].practice_epochs
     return dict(search_constant=dict(name=best, epochs=search), search_arms=dict(names=[best], epochs=search),
-                try_arms=dict(columns=columns, looks=looks, paid=paid.tolist(), epochs=paid.size * plays.horizon))
+                try_arms=dict(columns=columns, looks=looks, scores=scores.tolist(), epochs=scores.size * plays.horizon))
 
 
 def keep_others(before: Comparison, found: Comparison) -> Comparison:

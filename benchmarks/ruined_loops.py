@@ -83,9 +83,9 @@ def in_a_copy(f):
             with os.fdopen(theirs, "wb") as out: pickle.dump(f(), out)
         finally: os._exit(0)
     os.close(theirs)
-    with os.fdopen(ours, "rb") as said: told = said.read()
+    with os.fdopen(ours, "rb") as said: data = said.read()
     os.waitpid(child, 0)
-    return pickle.loads(told)
+    return pickle.loads(data)
 
 
 def runs(name, arm, seed, faults):

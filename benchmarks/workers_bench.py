@@ -66,7 +66,7 @@ def sizes_of(config: EnvConfig) -> dict[str, float]:
 
 def call_times(workers: int, calls: int = 300) -> list[float]:
     "Seconds of asking all workers to do nothing, and of all answers."
-    held, seconds = [new_worker("ray", lambda tell: Nothing(), workers) for _ in range(workers)], []
+    held, seconds = [new_worker("ray", lambda notify: Nothing(), workers) for _ in range(workers)], []
     for _ in range(calls + 20):
         begun = time.perf_counter()
         for p in held: p.start("call")

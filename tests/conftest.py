@@ -67,12 +67,12 @@ def pytest_terminal_summary(terminalreporter):
         names = {getattr(r, "nodeid", "") for r in terminalreporter.stats.get(how, [])}
         found = [n for n in names if f"[{kind}" in n or kind == "pretended" and "/test_pretended.py" in n]
         return f"{len(found)} {how}" if found else ""
-    told = {kind: ", ".join(filter(None, (count(kind, how) for how in ("passed", "failed", "error", "skipped"))))
+    counts = {kind: ", ".join(filter(None, (count(kind, how) for how in ("passed", "failed", "error", "skipped"))))
             for kind in ("pretended", "real")}
-    if not any(told.values()): return
+    if not any(counts.values()): return
     terminalreporter.section("CUDA")
-    for kind, text in told.items(): terminalreporter.write_line(f"{kind}: {text or 'none'}")
-    if told["pretended"]:
+    for kind, text in counts.items(): terminalreporter.write_line(f"{kind}: {text or 'none'}")
+    if counts["pretended"]:
         from pretend import limits
         terminalreporter.write_line(f"A pretended device has {limits}.")
 

@@ -243,7 +243,7 @@ def test_the_bar_of_hugging_face_says_what_was_done(tmp_path, capsys):
     shown = capsys.readouterr()
     assert note in (shown.out + shown.err).replace("\r", "\n")
 
-def accelerate_loop(tmp_path, start=0, stop=120, resume=None, spoil=()):
+def accelerate_loop(tmp_path, start=0, stop=120, resume=None, corrupt=()):
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
     torch.manual_seed(0)
     net, accelerator = network(), accelerate.Accelerator(cpu=True)
@@ -254,7 +254,7 @@ def accelerate_loop(tmp_path, start=0, stop=120, resume=None, spoil=()):
     if resume: accelerator.load_state(str(resume))
     x, y = examples(32 * 120)
     for t in range(start, stop):
-        if t in spoil: poison(net)
+        if t in corrupt: poison(net)
         loss = F.cross_entropy(model(x[32 * t:32 * t + 32]), y[32 * t:32 * t + 32])
         opt.zero_grad(); accelerator.backward(loss); opt.step(); sched.step()
         gov.watch(loss)
@@ -262,15 +262,15 @@ def accelerate_loop(tmp_path, start=0, stop=120, resume=None, spoil=()):
     return net, gov, sched
 
 def test_accelerate_rolls_back_and_resumes(tmp_path):
-    net, gov, sched = accelerate_loop(tmp_path, spoil=(90,))
+    net, gov, sched = accelerate_loop(tmp_path, corrupt=(90,))
     assert [r.batch for r in gov.reports] == [90] and all(p.isfinite().all() for p in net.parameters())
     assert "optimizer" in gov.reports[0].restored and "scheduler" in gov.reports[0].left
-    again, other, _ = accelerate_loop(tmp_path, start=60, resume=tmp_path/"half", spoil=(90,))
+    again, other, _ = accelerate_loop(tmp_path, start=60, resume=tmp_path/"half", corrupt=(90,))
     assert other.watched == 120 and [r.restored_step for r in other.reports] == [r.restored_step for r in gov.reports]
 
 # --- two processes: this file is what torchrun starts
 
-def told(governor, net, losses, folder, rank):
+def store_results(governor, net, losses, folder, rank):
     "What a rank did, for the test that started it."
     reports = [(r.batch, r.reason, r.action, r.rank) for r in governor.reports]
     weights = torch.cat([p.detach().flatten() for p in net.parameters()])
@@ -296,7 +296,7 @@ def accelerate_on_ranks(folder, resume):
         opt.zero_grad(); accelerator.backward(loss); opt.step(); sched.step()
         gov.watch(loss); losses.append(loss.item())
         if t == 59 and not resume: accelerator.save_state(f"{folder}/half")
-    told(gov, net, losses, f"{folder}/{'again' if resume else 'whole'}", rank)
+    store_results(gov, net, losses, f"{folder}/{'again' if resume else 'whole'}", rank)
 
 def hugging_face_on_ranks(folder, resume):
     class OneRank(Small):
@@ -308,7 +308,8 @@ def hugging_face_on_ranks(folder, resume):
     where = f"{folder}/hf"
     _, callback = hf_run(where, model, steps=120, ddp_backend="gloo", save_strategy="steps", save_steps=60,
                          resume=f"{where}/checkpoint-60" if resume else None)
-    told(callback.governor, model, model.losses, f"{folder}/{'again' if resume else 'whole'}", int(os.environ["RANK"]))
+    place = f"{folder}/{'again' if resume else 'whole'}"
+    store_results(callback.governor, model, model.losses, place, int(os.environ["RANK"]))
 
 def on_two_ranks(tmp_path, what):
     "What both ranks did, in a whole run and in one that is resumed at the middle."

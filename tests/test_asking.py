@@ -31,11 +31,11 @@ class Stub:
         data = self.harder is not None and self.t >= self.harder
         return 7. if data or self.net.weight.item() else 3.
 
-    def run(self, steps, spoil=None):
+    def run(self, steps, corrupt=None):
         "[action] of each step."
         out = []
         for _ in range(steps):
-            if self.t == spoil: self.net.weight.data.fill_(1.)
+            if self.t == corrupt: self.net.weight.data.fill_(1.)
             loss = self.loss() * math.exp(.05 * self.noise.standard_normal())
             out.append([r.action for r in self.governor.watch(loss)])
             self.t += 1
@@ -44,7 +44,7 @@ class Stub:
 
 def test_weights_that_are_to_blame_do_not_come_back():
     run = Stub()
-    said = run.run(140, spoil=100)
+    said = run.run(140, corrupt=100)
     report, = run.governor.reports
     assert [x for x in said if x] == [["ask"], ["rollback"]] and report.reason == "rise" and report.rolled_back
     assert 2.5 < report.asked < 3.5 and report.loss > 6 and run.net.weight.item() == 0
@@ -143,7 +143,7 @@ def test_asked_on_the_same_batches_a_meant_change_leaves_no_trace():
 def test_asked_on_the_same_batches_weights_are_found_at_once():
     run = Stub()
     run.governor.ask = run.loss
-    assert [x for x in run.run(140, spoil=100) if x] == [["rollback"]] and run.net.weight.item() == 0
+    assert [x for x in run.run(140, corrupt=100) if x] == [["rollback"]] and run.net.weight.item() == 0
     assert run.governor.reports[0].asked == pytest.approx(3.)
 
 
@@ -223,8 +223,8 @@ def test_a_target_is_asked_with_the_weights_where_the_loss_is_beyond_all_reason(
 def test_a_question_goes_into_a_state_and_comes_back(tmp_path):
     for options in (dict(harder=100), {}):
         a = Stub(**options)
-        spoil = None if options else 100
-        while a.governor.question is None: a.run(1, spoil)
+        corrupt = None if options else 100
+        while a.governor.question is None: a.run(1, corrupt)
         torch.save(a.governor.state_dict(), tmp_path/"governor.pt")
         b = Stub(**options)
         b.run(1)
@@ -239,7 +239,7 @@ def test_a_run_that_ends_while_old_weights_are_in_place_ends_with_its_own():
     with Stub().governor as governor: pass # nothing to do
     stub = Stub()
     with stub.governor as governor:
-        while not (governor.rise and governor.rise.old_in_place): stub.run(1, spoil=60)
+        while not (governor.rise and governor.rise.old_in_place): stub.run(1, corrupt=60)
         assert stub.net.weight.item() == 0
     assert stub.net.weight.item() == 1 and governor.rise is None
     stub.run(40) # a loop that goes on is guarded as before
@@ -261,7 +261,7 @@ def test_inside_a_step_the_batch_of_a_question_is_left_out():
                                     QUICK.replace(sync_every=4), QUICK.replace(replay=True)])
 def test_every_way_to_keep_snapshots(config):
     ruined, harder = Stub(config=config), Stub(harder=100, config=config)
-    assert ["rollback"] in ruined.run(160, spoil=100) or config.replay
+    assert ["rollback"] in ruined.run(160, corrupt=100) or config.replay
     assert ruined.net.weight.item() == 0
     assert [x for x in harder.run(160) if x] == [["ask"], ["accepted"]]
     harder.net.weight.data.fill_(5.)

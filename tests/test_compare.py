@@ -183,7 +183,7 @@ def test_nothing_is_better_whose_interval_holds_0(env):
     assert "It is above the strongest of them" in better.conclusion()
     dear = better._replace(price=36., plays=(better.plays[0]._replace(parameters=tuple(2 * x for x in p.parameters)),
                                              c.plays[1]))
-    assert "It is below the strongest of them" in dear.conclusion() and "less the price of room" in dear.conclusion()
+    assert "It is below the strongest of them" in dear.conclusion() and "net of parameter cost" in dear.conclusion()
 
 
 def test_json(env, tmp_path):

@@ -479,9 +479,9 @@ def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
     rows = [row for row in r.folder.rows() if row["kind"] == "episode"]
     assert first.meta["ends"] == [(row["epoch"] + 1, row["lane"]) for row in rows] and len(rows) >= 6
     assert session_packet(s, first.seen).meta["ends"] == []
-    told = []
-    watch_text(r.folder.path, .05, told.append)
-    assert any("non-finite" in line for line in told) and told[-1].startswith("✓ update 2 of 2")
+    shown = []
+    watch_text(r.folder.path, .05, shown.append)
+    assert any("non-finite" in line for line in shown) and shown[-1].startswith("✓ update 2 of 2")
     s.close()
 
 def test_a_run_that_is_taken_back_is_followed_on(tmp_path):
@@ -840,7 +840,7 @@ def test_a_cell_that_runs_twice_leaves_no_run_unseen(run, monkeypatch):
     assert first.state == "running"
     made.append(show(second))
     first.pause().wait()
-    assert first.state == "stopped" and "the run that this cell had shown before was stopped" in second.notes[-1].text
+    assert first.state == "stopped" and "the run that this cell showed before was stopped" in second.notes[-1].text
     second.start().wait()
     cell = "b"; made.append(show(second))
     cell = "a"; made.append(show(third))
@@ -857,14 +857,14 @@ def test_what_a_notebook_keeps_is_text_and_picture_and_the_way_back(run):
     s.history.note("control", "<script>alert(1)</script>")
     kept = notebook_html(s, 1)
     assert 'src="data:image/png;base64,' in kept and "epoch 2 of 20" in kept and "<script>" not in kept
-    stored, told = NotebookOutput(s), []
-    stored.handles.append(SimpleNamespace(update=lambda bundle, raw: told.append(bundle)))
+    stored, shown = NotebookOutput(s), []
+    stored.handles.append(SimpleNamespace(update=lambda bundle, raw: shown.append(bundle)))
     stored.refresh(0); stored.refresh(0)
-    assert len(told) == 1 and set(told[0]) == {"text/html", "text/plain"}
+    assert len(shown) == 1 and set(shown[0]) == {"text/html", "text/plain"}
     s.start(); s.set_pace(.01).wait(); stored.refresh(0)
-    assert len(told) == 1                                               # while it runs, once a minute
+    assert len(shown) == 1                                               # while it runs, once a minute
     s.pause().wait(); stored.refresh(0)
-    assert len(told) == 2
+    assert len(shown) == 2
 
 def test_lane_and_slot_follow_the_pickers_and_the_canvas(board):
     board.widget()

@@ -88,8 +88,8 @@ def test_episode_statistics_of_gymnasium(mode):
     seen = []
     for t in range(9):
         *_, term, trunc, info = env.step(act(env.unwrapped, 0, t))
-        told = info.get("episode")
-        if told: seen += [(i, told["r"][i], told["l"][i]) for i in np.flatnonzero(info["_episode"])]
+        ending = info.get("episode")
+        if ending: seen += [(i, ending["r"][i], ending["l"][i]) for i in np.flatnonzero(info["_episode"])]
         if mode == "Disabled" and (term | trunc).any(): env.reset(options={"reset_mask": term | trunc})
     ours = [(r.lane, r.reward, r.epochs) for r in env.unwrapped.summaries]
     assert [s[0] for s in seen] == [r[0] for r in ours] and len(ours) >= 5
@@ -234,11 +234,11 @@ def test_a_failure_at_any_step_is_one_terminal_transition(mode, at):
             for e, done in ((env, term | trunc), (calm, calm_result[2] | calm_result[3])):
                 if done.any(): e.reset(options={"reset_mask": done})
     first = next(r for r in env.summaries if r.lane == 1)
-    def told(r): return r.outcome, r.epochs, r.episode, r.fresh, r.rollbacks
-    assert told(first) == ("rollback", at + 1, 0, True, 1)
+    def ending(r): return r.outcome, r.epochs, r.episode, r.fresh, r.rollbacks
+    assert ending(first) == ("rollback", at + 1, 0, True, 1)
     assert first.reward == pytest.approx(paid[1] - 10, abs=1e-9)
     assert ends[0] == (at, -10., True, False) and sum(e[1] == -10 for e in ends) == 1
-    assert told([r for r in env.summaries if r.lane == 1][1]) == ("horizon", 4, 1, False, 1)
+    assert ending([r for r in env.summaries if r.lane == 1][1]) == ("horizon", 4, 1, False, 1)
     def others(e): return [r for r in e.summaries if r.lane != 1]
     assert others(env) == others(calm) and len(others(env)) >= 2
 

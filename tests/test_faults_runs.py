@@ -69,12 +69,12 @@ def test_an_interrupt_inside_an_update_is_gone_on_with_exactly(whole, tmp_path, 
 def test_a_process_that_is_told_to_end_saves_first(whole, tmp_path, number, plain_signals):
     run, calls = begin_run(RECIPE, tmp_path), 0
     step = run.learner.step_envs
-    def told():
+    def other():
         nonlocal calls
         calls += 1
         if calls == 7: signal.raise_signal(number)
         return step()
-    run.learner.step_envs = told
+    run.learner.step_envs = other
     with pytest.raises(SystemExit) as left: list(run.updates())
     assert left.value.code == 128 + number
     resumed = open_run(run.folder.path)
@@ -491,12 +491,12 @@ def seen(stage, epoch, **kw):
 def test_a_heuristic_plays_a_second_episode_like_a_new_one():
     episode = [seen(Stage.DORMANT, 0), seen(Stage.HOLDING, 9, contribution=0.), seen(Stage.DORMANT, 12),
                seen(Stage.DORMANT, 14)]
-    one, new, told = Heuristic(), Heuristic(), Heuristic()
+    one, new, other = Heuristic(), Heuristic(), Heuristic()
     expected = [new.act(v) for v in episode]
     assert [one.act(v) for v in episode] == [one.act(v) for v in episode] == expected
-    told.act(episode[1])
-    told.reset()
-    assert [told.act(v) for v in episode] == expected and told.memory == new.memory
+    other.act(episode[1])
+    other.reset()
+    assert [other.act(v) for v in episode] == expected and other.memory == new.memory
 
 def test_asking_a_heuristic_again_changes_nothing():
     once, thrice = Heuristic(), Heuristic()

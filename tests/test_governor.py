@@ -174,12 +174,12 @@ def test_reports_hold_no_nan_and_the_values_of_the_failure():
     assert no_nan(fresh.to_dict()) and fresh.mean is None and fresh.chance_loss is None
 
 def test_a_callback_that_raises_stops_nothing():
-    net, told = nn.Linear(2, 2), []
+    net, received = nn.Linear(2, 2), []
     def bad(r): raise ValueError("no")
-    gov = settled(net=net, callbacks=[bad, told.append, bad])
+    gov = settled(net=net, callbacks=[bad, received.append, bad])
     net.weight.data.fill_(math.nan)
     r, = gov.watch(math.nan)
-    assert net.weight.isfinite().all() and r.errors == ("ValueError: no",) * 2 and len(told) == 1
+    assert net.weight.isfinite().all() and r.errors == ("ValueError: no",) * 2 and len(received) == 1
 
 
 # --- the budget
@@ -431,7 +431,7 @@ def test_restored_step_is_the_lane_s_own():
 
 # --- one copy of the state, and copies in the background
 
-def spoilt_run(config, spoil=(180,), kind="huge", steps=260):
+def corrupted_run(config, corrupt=(180,), kind="huge", steps=260):
     "A loop that is ruined at some steps: its weights, what was done, and its Governor."
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
@@ -442,7 +442,7 @@ def spoilt_run(config, spoil=(180,), kind="huge", steps=260):
         x, y = batch(g)
         loss = F.cross_entropy(net(x), y)
         opt.zero_grad(); loss.backward(); opt.step()
-        if t in spoil:
+        if t in corrupt:
             with torch.no_grad(): net[2].weight[0, 0] = math.nan if kind == "nan" else 1e4
         gov.watch(loss)
     return torch.cat([p.detach().flatten() for p in net.parameters()]), [
@@ -450,8 +450,8 @@ def spoilt_run(config, spoil=(180,), kind="huge", steps=260):
 
 @pytest.mark.parametrize("kind", ["huge", "nan"])
 def test_a_run_with_snapshots_in_the_background_is_the_same_run(kind):
-    weights, acts, gov = spoilt_run(QUICK, kind=kind)
-    other, same, late = spoilt_run(QUICK.replace(background=True), kind=kind)
+    weights, acts, gov = corrupted_run(QUICK, kind=kind)
+    other, same, late = corrupted_run(QUICK.replace(background=True), kind=kind)
     assert late.snapshot.background is not None and acts and same == acts and torch.equal(weights, other)
     assert late.snapshot.taken == gov.snapshot.taken
 
@@ -473,14 +473,14 @@ def test_a_state_found_bad_in_the_background_is_rolled_back():
 
 def test_one_copy_brings_a_run_back():
     config = QUICK.replace(copies=1, probation=0)
-    weights, acts, gov = spoilt_run(config)
+    weights, acts, gov = corrupted_run(config)
     assert acts and acts[0][2] == "rollback" and weights.isfinite().all()
-    assert gov.snapshot.nbytes * 2 == spoilt_run(QUICK)[2].snapshot.nbytes
+    assert gov.snapshot.nbytes * 2 == corrupted_run(QUICK)[2].snapshot.nbytes
 
 def test_how_snapshots_are_kept_belongs_to_the_governor_not_to_the_state():
     one, two = QUICK.replace(copies=1, probation=0), QUICK
     for a, b in ((one, two), (two, one), (two.replace(background=True), one), (one, two.replace(background=True))):
-        state = spoilt_run(a, steps=150)[2].state_dict()
+        state = corrupted_run(a, steps=150)[2].state_dict()
         gov = Governor(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10)), chance_loss=CHANCE, config=b)
         state["snapshot"] = gov.snapshot.state_dict() # its parts are others
         gov.load_state_dict(state)

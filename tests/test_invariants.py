@@ -42,15 +42,15 @@ def test_a_good_state_is_held_from_the_first_moment():
 
 
 def test_a_restore_waits_for_the_device_before_and_after_it_writes(monkeypatch):
-    net, told = nn.Linear(2, 2), []
+    net, calls = nn.Linear(2, 2), []
     snap = Snapshot(net, streams=False)
     snap.take()
     write = snap.parts["model"].write
-    monkeypatch.setattr(snap.parts["model"], "write", lambda *a: (told.append("write"), write(*a)), raising=False)
+    monkeypatch.setattr(snap.parts["model"], "write", lambda *a: (calls.append("write"), write(*a)), raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: told.append("wait"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: calls.append("wait"))
     snap.restore()
-    assert told == ["wait", "write", "wait"]
+    assert calls == ["wait", "write", "wait"]
 
 
 def test_two_governors_in_two_threads_do_not_meet():
@@ -88,11 +88,11 @@ def test_weights_are_back_before_seeds_are_pruned(monkeypatch):
 def test_anomalies_are_told_before_any_rollback():
     gov = Governor(nn.Linear(1, 1), chance_loss=math.log(10))
     for x in .9 * np.exp(.05 * np.random.default_rng(0).standard_normal(60)): assert gov.watch(float(x)) == ()
-    told = []
+    calls = []
     for x in (7., 7.5):
         assert gov.watch(x) == ()
-        told.append(limit_rows(gov, step=int(gov.stats.judged[0]))[0]["limit.anomalies"])
-    assert told == [1, 2] and [x for _, x in gov.stats.anomalies(0)] == [7., 7.5]
+        calls.append(limit_rows(gov, step=int(gov.stats.judged[0]))[0]["limit.anomalies"])
+    assert calls == [1, 2] and [x for _, x in gov.stats.anomalies(0)] == [7., 7.5]
 
 
 # --- training
@@ -211,15 +211,15 @@ def test_a_rollout_that_is_cut_off_goes_on_with_its_memory():
 
 
 def test_groups_on_streams_are_ordered_by_two_joins_and_nothing_else(monkeypatch):
-    told = []
+    calls = []
     class Stream:
         def __init__(self, name): self.name = name
-        def wait_stream(self, other): told.append(f"{self.name} waits for {other.name}")
+        def wait_stream(self, other): calls.append(f"{self.name} waits for {other.name}")
     here = Stream("caller")
     w = Workers(1)
     w.count, w.streams, w.pool = 2, [Stream("a"), Stream("b")], None
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: here)
-    monkeypatch.setattr(torch.cuda, "stream", lambda s: (told.append(f"on {s.name}"), nullcontext())[1])
+    monkeypatch.setattr(torch.cuda, "stream", lambda s: (calls.append(f"on {s.name}"), nullcontext())[1])
     assert w.map(lambda x: x * x, [1, 2, 3]) == [1, 4, 9]
-    assert told == ["a waits for caller", "b waits for caller", "on a", "on b", "on a", "caller waits for a",
+    assert calls == ["a waits for caller", "b waits for caller", "on a", "on b", "on a", "caller waits for a",
                     "caller waits for b"]

@@ -403,12 +403,12 @@ def test_a_slot_before_a_layer_that_works_in_place_keeps_what_it_read(side, lane
         config = ModuleHostConfig(hasty, ["0", "2"], (1, 8, 8), 10, kwargs=dict(inplace=inplace), side_by_side=side)
         task = get_task("digits").replace(name="hasty", host=config, slots=("0", "2"))
         config = FitConfig(lanes=3, epochs=3, batch_size=32, width=3, workers=1)
-        pop, told = new_population(task, config, data=get_task("digits").load("cpu", limit=128)), []
+        pop, results = new_population(task, config, data=get_task("digits").load("cpu", limit=128)), []
         for k, name in zip(pop.model.names, ("conv_small", "norm")): pop.model.germinate(k, name, lanes)
         for r in fit(pop, controller=lambda pop, last: [None] * 3): # who decides is told where it may grow
-            told += [r.train.loss, *(r.signals[k] for k in pop.model.names)]
+            results += [r.train.loss, *(r.signals[k] for k in pop.model.names)]
             for k in pop.model.names: pop.model.advance(k, lanes, force=True)
-        return told
+        return results
     for one, other in zip(trained(True), trained(False), strict=True): assert torch.equal(one, other)
 
 @pytest.mark.parametrize("lanes", [[0, 1, 2, 3], [0, 1]], ids=["all lanes", "some lanes"])

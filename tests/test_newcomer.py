@@ -57,14 +57,14 @@ def test_pictures_become_a_file_that_knows_nothing_of_us(run, capsys):
     asked = [sys.executable, "-c", ELSEWHERE, *map(str, pictures)]
     done = subprocess.run(asked, cwd=run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    output = json.loads(done.stdout)
     left = export_run(run, run/"again.pt2") # the same play, the same network
     facts = json.loads((run/"network.json").read_text())
     assert facts == json.loads((run/"again.json").read_text()) and left.lane == facts["lane"]
     pixels = torch.tensor(np.stack([np.asarray(Image.open(p)) for p in pictures]), dtype=torch.float32)
     with torch.no_grad(): want = left.net(pixels.permute(0, 3, 1, 2) / 255)
-    torch.testing.assert_close(torch.tensor(told["logits"]), want, rtol=1e-4, atol=1e-4)
-    assert told["classes"] == [facts["input"]["classes"][k] for k in want.argmax(1)]
+    torch.testing.assert_close(torch.tensor(output["logits"]), want, rtol=1e-4, atol=1e-4)
+    assert output["classes"] == [facts["input"]["classes"][k] for k in want.argmax(1)]
 
 
 def test_the_exported_lane_is_the_one_that_was_reported(run):
@@ -82,8 +82,8 @@ def test_the_exported_lane_is_the_one_that_was_reported(run):
                                           (["--lane", "-1"], "a lane below 2")])
 def test_what_cannot_be_exported_is_said_in_one_line(run, given, words, capsys):
     assert main(["export", str(run), *given]) == 2
-    told = capsys.readouterr().err
-    assert words in told and told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert words in output and output.count("\n") == 1
 
 
 def test_a_missing_exporter_is_said_before_anything_is_played(run, monkeypatch, capsys):

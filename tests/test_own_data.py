@@ -162,11 +162,11 @@ bad = dict(folder=(lambda p: (p/"light"/"03.png").write_bytes(b"no picture"), "0
 @pytest.mark.parametrize("kind", bad)
 def test_bad_data_are_refused_in_one_line(kind, tmp_path, capsys):
     asked, _ = options(kind, tmp_path/"data")
-    spoil, words = bad[kind]
-    spoil(asked[1])
+    corrupt, words = bad[kind]
+    corrupt(asked[1])
     assert main([str(word) for word in ("train", *asked, *SMALL, "--out", tmp_path/"runs")]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and str(asked[1].name) in told and words in told and not (tmp_path/"runs").exists()
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and str(asked[1].name) in error and words in error and not (tmp_path/"runs").exists()
 
 
 def spoil_plugin(path): path.write_text(path.read_text().replace("np.arange(40) % 2", "np.zeros(40)"))
@@ -176,8 +176,8 @@ def test_bad_arrays_are_refused_with_the_line_that_made_them(kind, tmp_path, cap
     asked, _ = options(kind, tmp_path/"data")
     spoil_plugin(asked[-1])
     assert main([str(word) for word in ("train", *asked, *SMALL, "--out", tmp_path/"runs")]) == 2
-    told = capsys.readouterr().err
-    assert f"plugin {asked[-1]} cannot be loaded" in told and "at least two" in told and "line " in told
+    error = capsys.readouterr().err
+    assert f"plugin {asked[-1]} cannot be loaded" in error and "at least two" in error and "line " in error
 
 
 def test_data_that_changed_or_went_away_are_an_error(no_plays, tmp_path, capsys):
@@ -196,8 +196,8 @@ def test_data_that_changed_or_went_away_are_an_error(no_plays, tmp_path, capsys)
     shutil.rmtree(tmp_path/"data"/"pics")
     task_from_path(write_pictures(tmp_path/"others"), size=8) # what was read is kept no longer
     assert main(["resume", str(run), "--updates", "3"]) == 2
-    told = capsys.readouterr().err
-    assert "is not a folder" in told and "Traceback" not in told
+    error = capsys.readouterr().err
+    assert "is not a folder" in error and "Traceback" not in error
 
 
 def test_what_is_asked_for_must_fit_the_data(tmp_path, capsys):
@@ -223,8 +223,8 @@ def test_bad_targets_are_refused_by_name(words, line, found, tmp_path, capsys):
     place.write_text(place.read_text() + line)
     asked = ["train", "--data", place, *words.split(), *SMALL, "--out", tmp_path/"runs"]
     assert main([*map(str, asked)]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "prices.csv" in told and found in told and not (tmp_path/"runs").exists()
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "prices.csv" in error and found in error and not (tmp_path/"runs").exists()
 
 
 def test_a_table_may_say_true_and_false(tmp_path):

@@ -424,7 +424,7 @@ def test_updates_at_a_learning_rate_of_zero_are_refused():
     assert [u.learning_rate for u in train_ppo(kept, 4)][2:] == pytest.approx([1e-4, 1e-4])
 
 
-def spoil(learner, at):
+def corrupt(learner, at):
     "From now on, the gradients of minibatches with these numbers are not finite; the first is 0."
     count = -1
     def bad(grad):
@@ -445,7 +445,7 @@ def test_a_refused_update_leaves_no_trace_whichever_minibatch_was_bad(bad):
     config = PPOConfig(num_steps=8, num_minibatches=4)
     learner = Learner(cartpole(4), config, small)
     next(train_ppo(learner, 1))
-    before, hook = everything_learned(learner), spoil(learner, {bad})
+    before, hook = everything_learned(learner), corrupt(learner, {bad})
     u = next(train_ppo(learner, 1))
     assert u.stopped == "nonfinite" and u.gradient_steps == 0 and u.loss is None and u.first_gap < 1e-5
     assert all(torch.equal(a, b) for a, b in zip(before, everything_learned(learner)))
@@ -455,7 +455,7 @@ def test_a_refused_update_leaves_no_trace_whichever_minibatch_was_bad(bad):
 
 def test_three_refused_updates_in_a_row_stop_wherever_they_break():
     learner = Learner(cartpole(4), PPOConfig(num_steps=8, num_minibatches=4), small)
-    spoil(learner, {5, 8, 10}) # the first of 6 steps is refused, then 3, then 2
+    corrupt(learner, {5, 8, 10}) # the first of 6 steps is refused, then 3, then 2
     got = []
     with pytest.raises(RuntimeError, match="three updates in a row"): got += [u for u in train_ppo(learner, 4)]
     assert learner.failed == 3 and learner.update == 2
@@ -469,7 +469,7 @@ def test_a_refusal_after_stop_save_and_load_goes_back_just_as_far():
     for _ in range(8 + 3): assert one.step(Now) is None # the rollout is full; three gradient steps
     assert one.gradient_step == 3
     two.load_state_dict(one.state_dict())
-    spoil(two, {2})
+    corrupt(two, {2})
     u = two.step()
     assert u.stopped == "nonfinite" and u.gradient_steps == 0
     after = everything_learned(two)

@@ -286,12 +286,12 @@ from scripts.notebooks import compare, execute, in_forks
 for how in (compare, execute):
     for name, limit in {dict.fromkeys(RUN_PAGES, 3.) | dict(long=.05)}.items():
         [(path, *_, why)] = in_forks(how, [Path({str(tmp_path)!r})/f"{{name}}.ipynb"], limit)
-        print("told", how.__name__, name, repr(why[-1500:]))
+        print("outcome", how.__name__, name, repr(why[-1500:]))
 """
     for name, page in RUN_PAGES.items(): notebook_of(tmp_path/f"{name}.ipynb", *page)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    told = {tuple(w[1:3]): w[3] for line in done.stdout.splitlines() if (w := line.split(" ", 3))[0] == "told"}
+    output = {tuple(w[1:3]): w[3] for line in done.stdout.splitlines() if (w := line.split(" ", 3))[0] == "outcome"}
     for how in ("compare", "execute"):
-        assert told[how, "true"] == told[how, "child"] == "''", done
-        assert "not so" in told[how, "wrong"] and "it hangs" in told[how, "long"], done
-    assert "Cell outputs differ" in told["compare", "old"] and told["execute", "old"] == "''", done
+        assert output[how, "true"] == output[how, "child"] == "''", done
+        assert "not so" in output[how, "wrong"] and "it hangs" in output[how, "long"], done
+    assert "Cell outputs differ" in output["compare", "old"] and output["execute", "old"] == "''", done

@@ -53,7 +53,7 @@ class Run:
         parts = [self.net, *self.opts, *([self.scaler] if self.scaler else []), *([self.sched] if self.sched else [])]
         return Snapshot(*parts, cursor=self.cursor, order=self.generator, **kw)
 
-    def step(self, spoil=1.):
+    def step(self, corrupt=1.):
         i = torch.randint(0, 64, (16,), generator=self.generator)
         x = self.x[i].roll(random.randint(-1, 1), 3) + float(np.random.normal(0, .05)) + .1 * torch.randn(16, 1, 6, 6)
         x, y = x.to(self.device), self.y[i].to(self.device)
@@ -62,7 +62,7 @@ class Run:
             for o in self.opts: o.zero_grad()
             with torch.autocast(self.device, torch.float16, enabled=self.scaler is not None):
                 loss = F.cross_entropy(self.net(x).float(), y)
-            loss = loss * spoil
+            loss = loss * corrupt
             (self.scaler.scale(loss) if self.scaler else loss).backward()
             return loss
         if self.kind == "lbfgs": loss = self.opts[0].step(closure)
@@ -99,7 +99,7 @@ def test_fifty_steps_after_a_rollback_are_bit_equal(kind, warm):
     snap, ids = run.snapshot(), [id(p) for p in run.net.parameters()]
     snap.take(step=warm)
     before = whole_state(run)
-    for _ in range(5): run.step(spoil=1e4)
+    for _ in range(5): run.step(corrupt=1e4)
     if kind != "lbfgs": run.net[0].weight.data.fill_(float("nan"))
     snap.restore()
     assert snap.difference() == {}

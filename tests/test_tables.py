@@ -122,11 +122,11 @@ def test_words_days_gaps_and_truth_become_numbers(tmp_path):
     f.loc[[1, 2, 50], "b"], f.loc[[3, 4, 51], "city"] = np.nan, None
     place = written(tmp_path/"t.csv", f)
     task = task_from_table(place, label="kind")
-    told = "\n".join(task.notes)
+    text = "\n".join(task.notes)
     for words in ("b: number; 3 missing: filled with", "city: 3 categories (Bonn, Trier, Ulm); 3 missing: a category",
                   "when: day, as days since 1970", "a, ok: number", "same: never changes: left out",
                   "name: 90 different words in 90 rows, hardly one twice: left out"):
-        assert words in told
+        assert words in text
     assert task.load().shape == (9, 1, 1) # a, b, its gaps, four of the city, when, ok
     parquet = pytest.importorskip("pyarrow") and tmp_path/"t.parquet"
     f.assign(when=pandas.to_datetime(f.when, format="%d.%m.%Y")).to_parquet(parquet)
@@ -164,8 +164,8 @@ def test_the_command_line_names_columns_and_groups_as_python_does(tmp_path, caps
     place = written(tmp_path/"t.csv", frame().assign(patient=1))
     asked = ["--label", "kind", "--columns", "a,zz", "--groups", "patiant", "--out", str(tmp_path/"runs")]
     assert main(["fit", "--data", str(place), *asked]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "'zz'" in told and "'patient' perhaps" in told
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "'zz'" in text and "'patient' perhaps" in text
     (tmp_path/"words.txt").write_text("to be or not to be " * 200)
     assert main(["fit", "--data", str(tmp_path/"words.txt"), "--groups", "a"]) == 2
     assert "it is for a table" in capsys.readouterr().err

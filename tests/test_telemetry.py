@@ -475,8 +475,8 @@ def test_rows_of_an_environment_tell_every_seed_once():
     assert all(row["action.refused"] is None or not row["action.ok"] for row in pick_rows(rows, "step"))
     events = [row["seed.event"] for row in pick_rows(rows, "seed")]
     for kinds, counted in ((("germinate",), "germinated"), (("prune", "undone"), "pruned")):
-        told = sum(getattr(r, counted) for r in env.summaries) + int(getattr(env.sums, counted).sum())
-        assert sum(map(events.count, kinds)) == told > 0
+        counted_rows = sum(getattr(r, counted) for r in env.summaries) + int(getattr(env.sums, counted).sum())
+        assert sum(map(events.count, kinds)) == counted_rows > 0
     back, = pick_rows(rows, "governor")
     by = {row["seed.by"] for row in pick_rows(rows, "seed", lane=1, epoch=back["epoch"])}
     assert back["lane"] == 1 and by <= {"governor"}
@@ -490,8 +490,8 @@ def test_a_new_episode_is_no_prune():
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_rows_of_an_environment_hold_each_episode_once(mode):
     env, rows = play(mode)
-    told = [(row["lane"], row["episode"], row["episode.length"]) for row in pick_rows(rows, "episode")]
-    assert told == [(r.lane, r.episode, r.epochs) for r in env.summaries] and len(told) >= 4
+    counted_rows = [(row["lane"], row["episode"], row["episode.length"]) for row in pick_rows(rows, "episode")]
+    assert counted_rows == [(r.lane, r.episode, r.epochs) for r in env.summaries] and len(counted_rows) >= 4
 
 def test_rows_without_growth_are_the_others():
     _, every = play("NextStep", steps=5)

@@ -19,8 +19,8 @@ def need(name):
 
 
 def test_one_message_a_step():
-    told = metrics_by_step(ROWS)
-    assert list(told) == [0, 1, 2] and told[1].numbers == {"train.loss/lane0": .5, "train.loss/lane1": .5, "lr": .1}
+    steps = metrics_by_step(ROWS)
+    assert list(steps) == [0, 1, 2] and steps[1].numbers == {"train.loss/lane0": .5, "train.loss/lane1": .5, "lr": .1}
 
 
 def test_mlflow_holds_what_was_logged_and_goes_on(tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_a_tracker_that_fails_costs_its_rows_and_no_training(no_plays, tmp_path,
     from esper_nb.record import writers
     class Dead(writers.Tracker):
         def __init__(self, folder): pass
-        def log(self, step, told): raise OSError("the network is gone")
+        def log(self, step, steps): raise OSError("the network is gone")
     monkeypatch.setattr(writers, "TRACKERS", {"tensorboard": Dead})
     need("tensorboard")
     asked = ["train", "digits_impaired", "--updates", "1", *SMALL, "--log", "tensorboard", "--quiet"]

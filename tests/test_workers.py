@@ -31,10 +31,10 @@ CONFIG = EnvConfig(task="digits", num_envs=8, horizon=4, limit=256, workers=1, f
 
 class Adder:
     "What a worker can be asked."
-    def __init__(self, tell): self.n, self.tell = 0, tell
+    def __init__(self, notify): self.n, self.notify = 0, notify
     def add(self, more):
         self.n += more
-        self.tell("added", more)
+        self.notify("added", more)
         return self.n
     def pid(self): return os.getpid()
     def wrong(self): raise ValueError("three is not four")
@@ -186,12 +186,12 @@ def engine(request):
 
 
 def test_a_call_elsewhere_is_answered_and_an_error_there_is_an_error_here(engine):
-    told = []
-    worker = new_worker(engine, Adder, tell=lambda *what: told.append(what))
+    messages = []
+    worker = new_worker(engine, Adder, notify=lambda *message: messages.append(message))
     worker.start("wrong")
     with pytest.raises(ValueError, match="three is not four"): worker.finish()
     worker.start("add", 2)
-    assert worker.finish() == 2 and told == [("added", 2)]
+    assert worker.finish() == 2 and messages == [("added", 2)]
     worker.start("sleep", 60)
     assert not worker.ready(.2)
     with pytest.raises(WorkerLost, match="no answer within 0.2 s"): worker.finish(.2)
@@ -263,7 +263,7 @@ def test_kills_at_random_moments_change_nothing(engine):
         for timer in timers: timer.join()
         env.close()
         return seen, killed
-    def shared(make, tell, workers): return new_worker(engine, make, 4, tell) # two runs share the cores
+    def shared(make, notify, workers): return new_worker(engine, make, 4, notify) # two runs share the cores
     with ThreadPoolExecutor(2) as pool: ended = list(pool.map(lambda seed: run(seed, shared, each), range(4)))
     assert sum(len(killed) for _, killed in ended) == 4 * each > 0
     reference, _ = run(0)

@@ -154,18 +154,18 @@ def interrupted(config, monkeypatch, folder, **kw):
             if name.startswith("seed"): raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt): compare_recipe(config, (0, 1), (101,), store=Stopped(folder, config), **kw)
     assert len(list(folder.glob("seed-*.json"))) == 1
-    told = []
+    messages = []
     monkeypatch.setattr(growth_rules, "best_schedule", None) # the search is not repeated either
-    result = compare_recipe(config, (0, 1), (101,), say=told.append, store=RepeatStore(folder, config), **kw)
-    return result, told
+    result = compare_recipe(config, (0, 1), (101,), say=messages.append, store=RepeatStore(folder, config), **kw)
+    return result, messages
 
 
 @pytest.mark.parametrize("jobs", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_seed_that_was_played_is_not_played_again(compared, tmp_path, monkeypatch, jobs):
-    result, told = interrupted(get_recipe("digits_impaired", TINY), monkeypatch, tmp_path, jobs=jobs)
+    result, messages = interrupted(get_recipe("digits_impaired", TINY), monkeypatch, tmp_path, jobs=jobs)
     assert plays(result) == plays(compared)
-    assert sum("kept from before" in text for text in told) == 1
-    assert len({text.split(",")[0] for text in told if "test accuracy" in text}) == 1 # one seed was played
+    assert sum("kept from before" in text for text in messages) == 1
+    assert len({text.split(",")[0] for text in messages if "test accuracy" in text}) == 1 # one seed was played
 
 
 def test_what_was_kept_for_other_settings_is_not_used(tmp_path):
@@ -185,9 +185,9 @@ def test_a_worker_that_is_lost_costs_the_seed_it_was_at(compared):
             if Lost.losses == 1: raise WorkerLost("on purpose")
             return super().finish(timeout)
     found = dict(search_constant=dict(name=compared.notes["constant"], epochs=0))
-    repeat, told = Repeat(get_recipe("digits_impaired", TINY), 0, tuple(compared.names), found=found), []
-    result, = work_off([repeat], lambda: Lost(RepeatPlayer, told.append), "play", 1)
-    assert Lost.losses == 2 and len(told) == 2 * (len(result.names) + 1) # every play and one update, twice
+    repeat, messages = Repeat(get_recipe("digits_impaired", TINY), 0, tuple(compared.names), found=found), []
+    result, = work_off([repeat], lambda: Lost(RepeatPlayer, messages.append), "play", 1)
+    assert Lost.losses == 2 and len(messages) == 2 * (len(result.names) + 1) # every play and one update, twice
     assert result.plays[0].test_accuracy_pp == compared.plays[0].test_accuracy_pp
     class Gone(LocalWorker):
         def finish(self, timeout=None): raise WorkerLost("gone")
@@ -200,10 +200,11 @@ def test_a_worker_that_is_lost_costs_the_seed_it_was_at(compared):
 @pytest.mark.slow
 def test_seeds_on_ray_are_kept_and_not_repeated(compared, tmp_path, monkeypatch):
     import ray
-    try: result, told = interrupted(get_recipe("digits_impaired", TINY).replace(engine="ray"), monkeypatch, tmp_path)
+    config = get_recipe("digits_impaired", TINY).replace(engine="ray")
+    try: result, messages = interrupted(config, monkeypatch, tmp_path)
     finally: ray.shutdown()
     assert plays(result) == plays(compared)
-    assert sum("kept from before" in text for text in told) == 1
+    assert sum("kept from before" in text for text in messages) == 1
 
 
 # ---- real processes

@@ -83,7 +83,7 @@ class EnvConfig(Config):
     eval_batch: int = 256
     limit: int | None = None # most training examples, for quick runs
     root: str | None = None # folder of local data files
-    synthetic: bool = False # made-up images in place of CIFAR-10
+    synthetic: bool = False # synthetic images instead of CIFAR-10
     workers: int | None = None # groups of lanes at a time; None: one per core
     width: int | None = None # lanes per group; None: by the rule of the workers page
     exact: bool = False # a lane's numbers are bitwise independent of the other lanes: each is computed alone
@@ -91,7 +91,7 @@ class EnvConfig(Config):
     devices: tuple[str, ...] = ("cpu",) # lanes are split between them in contiguous parts
     # None: no Governor, and no episode ends early
     governor: GovernorConfig | None = GovernorConfig(lowers=0, stop_raises=False)
-    # to provoke: the fault's epoch counts the epochs its lane has trained since it was seeded
+    # to inject: the fault's epoch counts the epochs that its lane has trained since it was seeded
     faults: tuple[Fault, ...] = ()
     seed: int | None = None # used until `reset` gets one; None: random
     autoreset_mode: str = "NextStep" # "NextStep", "SameStep" or "Disabled"
@@ -155,7 +155,7 @@ class EnvConfig(Config):
         return out
 
 # %% ../../nbs/control/53_envs.ipynb #dca864ac
-_LANE_STATE = ("episode", "trained", "rollbacks", "fresh", "ended", "goes_on") # (n,) each
+_LANE_STATE = ("episode", "trained", "rollbacks", "fresh", "ended", "continues") # (n,) each
 _SETTINGS = ("task", "family", "judged", "num_envs", "first_lane", "horizon", "reward", "price", "gamma", "penalty",
              "slots", "blueprints", "max_seeds", "rules", "repertoire", "operations", "observations", "schedule",
              "restart", "batch_size", "lr", "precision", "exact", "devices") # that a saved state must agree with
@@ -215,7 +215,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.episode = torch.zeros(n, dtype=torch.int64) # number since the lane was seeded
         self.trained, self.rollbacks = self.episode.clone(), self.episode.clone() # epochs, and since fresh weights
         self.fresh = torch.ones(n, dtype=torch.bool) # the episode began with fresh weights
-        self.ended, self.goes_on = ~self.fresh, ~self.fresh # it has ended; the next one continues from this state
+        self.ended, self.continues = ~self.fresh, ~self.fresh # it has ended; the next one continues from this state
         self.history, self.sums = LaneHistory.start(n, len(self.actions.slots)), EpisodeSums.start(n)
         self.reward_state: RewardState = {}
         self.last_result: EnvStep | None = None # of the latest step
@@ -240,13 +240,13 @@ class GrowVecEnv(gym.vector.VectorEnv):
         lanes = read_reset_mask(options, n)
         check(lanes is None or not first, "options", options, "a reset of all lanes before one of some")
         lanes = torch.ones(n, dtype=torch.bool) if lanes is None else lanes
-        if options and options.get("fresh"): self.goes_on &= ~lanes
+        if options and options.get("fresh"): self.continues &= ~lanes
         if first: given = [*first_seeds(given, self.config.seed)]
         seeded = lanes & torch.tensor([k is not None for k in given])
         old = self.seeds or [0] * n # not kept: the first seeds are for all
         self.seeds = [old[i] if k is None or not seeded[i] else k for i, k in enumerate(given)]
-        self.episode[seeded], self.trained[seeded], self.goes_on = 0, 0, self.goes_on & ~seeded
-        with torch.inference_mode(False), torch.enable_grad(): # whatever the caller acts in
+        self.episode[seeded], self.trained[seeded], self.continues = 0, 0, self.continues & ~seeded
+        with torch.inference_mode(False), torch.enable_grad(): # also if the caller uses `inference_mode`
             self._begin(lanes, again=lanes & ~seeded)
         return self.obs.numpy(), self._mask_info()
 
@@ -273,7 +273,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.steps += 1
 
         ok, refused = self.carry_out(asked, active)
-        held = self._read_table() # a rollback prunes what was born in this step, and it is paid for
+        held = self._read_table() # before a rollback prunes seeds that germinated in this step, which the reward counts
         self.phases("act")
         columns, rolled_back = self._train(active)
         self.phases("train and evaluate" if self.pool else "join")
@@ -333,7 +333,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self._check_begun("action_masks")
         return self.mask[:, :self.actions.flat].numpy().copy()
 
-    def for_sb3(self, monitor: bool = True): # monitor: note returns and lengths of episodes
+    def for_sb3(self, monitor: bool = True): # monitor: record returns and lengths of episodes
         "Wrap these lanes for Stable-Baselines3, which needs the mode SameStep."
         return sb3_env(self, monitor)
 
@@ -398,7 +398,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         for part in self.parts: part.population.workers.close()
         if self.pool: self.pool.shutdown()
 
-    def __reduce__(self): # a copy is made anew, and goes on where this one is
+    def __reduce__(self): # a copy is constructed from the settings and loads this state
         state = (tree_to_bytes(self.state_dict()), self.last_result, list(self.summaries)) if self.seeds else None
         return copied_env, (type(self), self.config, self.made_of, state)
 
@@ -412,7 +412,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
     def _begin(self, lanes: Tensor, again: Tensor):
         "Start an episode in some lanes, (n,) bool; `again`: those that have had one."
         self.episode[again] += 1
-        fresh = lanes & ~self.goes_on
+        fresh = lanes & ~self.continues
         self.rollbacks[fresh] = 0
         self.fresh = torch.where(lanes, fresh, self.fresh)
         for part in self.parts:
@@ -424,13 +424,13 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.refresh()
         start = start_rewards(self.rewards, self.table)
         self.reward_state = merge_lanes(lanes, start, self.reward_state or start)
-        self.ended, self.goes_on = self.ended & ~lanes, self.goes_on & ~lanes
+        self.ended, self.continues = self.ended & ~lanes, self.continues & ~lanes
 
     def _train(self, active: Tensor) -> tuple[dict[str, Tensor], Tensor]: # fields of `EnvStep`; (n,) bool: rolled back
         "Train every part for an epoch."
         def train(part: DevicePart):
             disturb = part.disturbance(self.config.faults, self.trained, self.disturb)
-            with torch.inference_mode(False), torch.enable_grad(): # whatever the caller acts in
+            with torch.inference_mode(False), torch.enable_grad(): # also if the caller uses `inference_mode`
                 return part.train(active, disturb, (lambda phase: None) if self.pool else self.phases)
         each = list(self.pool.map(train, self.parts) if self.pool else map(train, self.parts))
         self.reports = tuple(r for _, reports in each for r in reports)
@@ -458,7 +458,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
             entry = summary._asdict() | dict(loss=np.nan if summary.loss is None else summary.loss)
             self._add_info(info, dict(summary=entry), i)
         stopped = torch.cat([part.stopped for part in self.parts])
-        self.ended, self.goes_on = done, s.rolled_back & ~stopped
+        self.ended, self.continues = done, s.rolled_back & ~stopped
         obs = self.obs.numpy()
         if done.any() and self.mode == AutoresetMode.SAME_STEP:
             info, final = part_finals(obs, info, done.numpy())
@@ -485,7 +485,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
 
 # %% ../../nbs/control/53_envs.ipynb #b690f104
 #| code-fold: true
-def _need_sb3() -> Any: # their module of vector environments
+def _need_sb3() -> Any: # Stable-Baselines3's module of vector environments
     try: from stable_baselines3.common import vec_env
     except ImportError as e:
         raise ImportError("this needs Stable-Baselines3: pip install stable-baselines3 sb3-contrib") from e
@@ -493,8 +493,8 @@ def _need_sb3() -> Any: # their module of vector environments
 
 def sb3_env(
     envs: VectorEnv, # in SameStep mode
-    monitor: bool = True, # note returns and lengths of episodes, as `make_vec_env` of theirs does
-) -> Any: # a `VecEnv` of theirs
+    monitor: bool = True, # record returns and lengths of episodes, like Stable-Baselines3's `make_vec_env`
+) -> Any: # a `VecEnv` of Stable-Baselines3
     """Wrap a vector environment for Stable-Baselines3.
 
     Raises
@@ -661,7 +661,7 @@ class GrowEnv(gym.Env):
         frames = self.vector.render()
         return None if frames is None else frames[0]
 
-    def __reduce__(self): # a copy is made anew, and goes on where this one is
+    def __reduce__(self): # a copy is constructed from the settings and loads this state
         return _copied, self.vector.__reduce__()[1]
 
     def action_masks(self) -> np.ndarray: # (sum of the heads' sizes,) bool

@@ -266,7 +266,7 @@ class ColumnCut(NamedTuple):
     cut: float
     below: int # number of an arm
     above: int
-    paid: float # what it got in practice, pp
+    score: float # mean net score on the training networks, pp
 
     def choose(self, value: float) -> int: # NaN: as below
         "Return the number of the arm for a value of the column."
@@ -274,20 +274,20 @@ class ColumnCut(NamedTuple):
 
 def best_threshold(
     x: np.ndarray, # (n, d) looks
-    paid: np.ndarray, # (n, arms) pp at the end; the first arm waits
+    scores: np.ndarray, # (n, arms) pp at the end; the first arm waits
     columns: Sequence[str],
 ) -> ColumnCut:
     "Return the column, the threshold and the two arms with the highest gain on the training networks."
-    best = ColumnCut(columns[0], -math.inf, 0, int(paid.mean(0).argmax()), float(paid.mean(0).max()))
+    best = ColumnCut(columns[0], -math.inf, 0, int(scores.mean(0).argmax()), float(scores.mean(0).max()))
     for j, name in enumerate(columns):
         if np.isnan(x[:, j]).all(): continue
         for cut in np.nanquantile(x[:, j], np.linspace(.05, .95, 19)):
             above = x[:, j] >= cut
             if not 0 < above.sum() < len(x): continue
-            low, high = (paid[side].mean(0) for side in (~above, above))
+            low, high = (scores[side].mean(0) for side in (~above, above))
             value = float((~above).mean() * low.max() + above.mean() * high.max())
-            if value <= best.paid + 1e-9: continue
-            best = ColumnCut(name, float(cut), below=int(low.argmax()), above=int(high.argmax()), paid=value)
+            if value <= best.score + 1e-9: continue
+            best = ColumnCut(name, float(cut), below=int(low.argmax()), above=int(high.argmax()), score=value)
     return best
 
 # %% ../../nbs/control/55_forecast.ipynb #1fd25af0

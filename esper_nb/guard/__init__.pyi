@@ -26,7 +26,7 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     find_gradient as find_gradient, log_of as log_of, on_scale as on_scale, off_scale as off_scale,
     LossStats as LossStats, loss_limits as loss_limits)
 from .governor import (logger as logger, Governor as Governor, GoodFiles as GoodFiles, Question as Question,
-    Waiting as Waiting, SavedAt as SavedAt, goes_on as goes_on, unheard_of as unheard_of, Budget as Budget,
+    Waiting as Waiting, SavedAt as SavedAt, is_clock as is_clock, unheard_of as unheard_of, Budget as Budget,
     blames_batch as blames_batch, scale_lr as scale_lr)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, GovernorConfig as GovernorConfig,

@@ -25,7 +25,7 @@ def blames_weights(
     rise: np.ndarray, # (n,) how far the live losses are above their level; 0: any difference that is sure will do
     spread: np.ndarray, # (n,) lower bound of the standard deviation of a difference; 0: unknown
 ) -> np.ndarray: # (n,) bool
-    "Tell in which lanes the old weights do so much better that the live ones are to blame."
+    "Return the lanes whose old weights are so much better that the live ones are the cause of the rise."
     with np.errstate(invalid="ignore"):
         gain = live - old
         middle = np.median(gain, 0)
@@ -104,7 +104,7 @@ class RiseMonitor:
         return len(self.turns[-1]) >= TURN
 
     def blames_weights(self, patience: int) -> bool | None: # most losses of a comparison; None: not known yet
-        "Whether the old weights do so much better, wherever the two were exchanged, that the live ones are to blame."
+        "Whether the old weights are so much better at every exchange that the live ones are the cause of the rise."
         live, old = pair_turns(self.turns)
         late = np.abs(np.diff(self.x[-17:]))
         spread = np.array([max(2**.5 * self.spread, 1.4826 * np.median(late))])

@@ -62,7 +62,7 @@ class Explanation:
     first: int # batch of the first replayed step: calls of `watch` before it
     last: int # batch of the last one
     begin: int | None # batch at which the failure began
-    batches: tuple[int, ...] = () # that are to blame
+    batches: tuple[int, ...] = () # that caused it
     keys: tuple = () # keys of the batches, if `fetch` is used
     layer: str | None = None # the layer that left its band first, and what of it
     evidence: tuple[Evidence, ...] = () # experiments
@@ -218,7 +218,7 @@ class StepRecorder:
     # --- what is done about a cause
 
     def wanted(self, batch, fetch): # None: leave it out
-        "Return a batch as it is to be trained on: blamed ones are left out."
+        "Return the batch to train on, without examples that caused an incident."
         self.position += 1
         if self.skip_left:
             self.skip_left -= 1
@@ -232,7 +232,7 @@ class StepRecorder:
         return batch[keep] if isinstance(batch, Tensor | np.ndarray) else type(batch)(batch[i] for i in keep)
 
     def leave_out(self, found: Explanation, incident: "RecordedIncident"):
-        "Leave the batches that are to blame out when they come again."
+        "Skip the batches that caused the incident when they recur."
         self.left_positions |= {s.position for s in incident.steps if s.number in found.batches}
         for batch in found.keys: self.left_keys.update(keys_of(batch))
 
@@ -1084,7 +1084,7 @@ def redo(
     clocks: Sequence[str] = (), # parts that are not restored
     ranks: Ranks | None = None, # processes that do it together
 ) -> list[float] | None: # losses of the steps, NaN for what is left out; None: not done
-    "Train on the steps of an incident again, from its good state and without what was to blame, and stay there."
+    "Repeat the steps of an incident from its good state, without the cause, and keep the result."
     if found.cause not in REDONE: return None
     with Replay(incident, ranks, clocks) as r:
         r.begin()

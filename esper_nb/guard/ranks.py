@@ -22,7 +22,7 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store() # noqa: SLF001
 
 def _find_missing(own: int, size: int, key: str, seconds: float = 5.) -> list[int]: # ranks that do not answer
-    "Ask the other processes, over the store, whether they are still there."
+    "Check, over the store, whether the other processes are alive."
     missing, end = [r for r in range(size) if r != own], time.monotonic() + seconds
     try:
         store = _store()
@@ -110,7 +110,7 @@ class Ranks:
         mean = each.mean(0) # in the same order everywhere, so the same to the bit
         n = losses.shape[1]
         badness = np.where(np.isfinite(each[:, :, :n]), each[:, :, :n], math.inf)
-        worst = np.where(np.isinf(badness).all(0), -1, badness.argmax(0)) # where all of them fail, none is to blame
+        worst = np.where(np.isinf(badness).all(0), -1, badness.argmax(0)) # if all fail, none is the cause
         return mean[:, :n], None if norms is None else mean[:, n:], worst
 
     def any(self, flags: Sequence[bool]) -> list[bool]: # as many on every rank

@@ -57,9 +57,9 @@ class GovernorConfig(DetectorConfig):
     replay: bool = False # a first rollback puts everything back, data and schedule too, and replays exactly
     patience: int | None = None # losses for which a rise is observed before the comparison; None: 48, or 0 on lanes
     cooldown: int = threshold(100, 0, 1000, 10) # losses past the place of the failure that refill the budget
-    explain_steps: int = 1000 # that looking for the cause may take after an incident of `run`; 0: only when asked
-    leave_out: bool = True # batches that are to blame, when they come again
-    redo: bool = True # after a rollback of `run`, train on the lost batches again without those that were to blame
+    explain_steps: int = 1000 # budget of the search for the cause after an incident of `run`; 0: only on request
+    leave_out: bool = True # skip batches that caused an incident when they recur
+    redo: bool = True # after a rollback of `run`, retrain on the lost batches without those that caused it
     skip_window: int = 0 # batches that are left out after every rollback
     rewarm: int = 20 # steps over which a learning rate that was the cause is restored; 0: immediately
     stop_raises: bool = True # when the budget is used up raise `GovernorStop` (True) or only mark the lanes (False)
@@ -172,7 +172,7 @@ class Report:
     rank: int | None = None # the process that the failure came from, where there are several
     kept: tuple[str, ...] = () # what a rollback left as it is although it has changed since the snapshot
     bad_state: tuple[str, ...] = () # tensors that are not finite, or what else is wrong, for reason "state"
-    asked: float | None = None # loss of the last good weights when they were asked, to be held against `loss`
+    asked: float | None = None # loss of the last good weights in the comparison, to be compared with `loss`
     kept_step: int | None = None # `rollback(to=kept_step)` restores the state from before a change that was accepted
     errors: tuple[str, ...] = () # callbacks that failed
     seconds: float = 0. # from the verdict to the end of the action
@@ -191,6 +191,11 @@ class Report:
         "Whether the lane is in an earlier state now."
         return bool(self.restored)
 
+    @property
+    def wrong(self) -> str:
+        "Return what is wrong with the state, for reason \"state\": the first two of `bad_state`."
+        return ", ".join(self.bad_state[:2])
+
     def __str__(self):
         limit = "" if self.limit is None else f", limit {self.limit:.3g}"
         if self.reason == "rise": limit = "" if self.mean is None else f", mean {self.mean:.4g}"
@@ -202,7 +207,7 @@ class Report:
         undo = "" if self.kept_step is None else f"; rollback(to={self.kept_step}) undoes it"
         rank = "" if self.rank is None else f", from rank {self.rank}"
         why = f"; {self.why}" if self.why else ""
-        if self.loss is None and self.shown == "none": seen = ", ".join(self.bad_state[:2])
+        if self.loss is None and self.shown == "none": seen = self.wrong
         seen = f"{seen}{asked}{rank}".removeprefix(", ")
         found = f"step {self.step}, lane {self.lane}: {self.reason}" + f" ({seen})" * bool(seen)
         return f"{found} -> {self.action}{back}{rate}{undo}{why}"
@@ -226,7 +231,7 @@ def _number(x, lane: int) -> float | None:
 def describe_failure(
     stats: LossStats, # after the loss in question
     config: DetectorConfig, # the window, and the bound of the cumulative sum
-    verdict: Verdict | None, # None: no loss asked for it
+    verdict: Verdict | None, # None: not triggered by a loss
     chance_loss: np.ndarray | None, # (n,) nats
     lane: int, # which lane
     reason: str, # name of a rule

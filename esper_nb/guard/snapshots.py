@@ -32,7 +32,7 @@ class TakeResult:
     "What `Snapshot.take` did."
     step: int | None # the caller's step number
     lanes: tuple[int, ...] # lanes whose state was taken
-    published: bool # False: on probation, or refused
+    published: bool # False: under observation, or refused
     bad: tuple[str, ...] # non-finite tensors, for which lanes were refused
     refused: tuple[int, ...] # lanes whose state is not finite
     nbytes: int # size of one copy of the state, bytes
@@ -170,7 +170,7 @@ class Snapshot:
         skip: Sequence[str] = (), # parts to leave as they are
         stay: bool = False, # also leave modes, frozen weights, optimizer groups and learning rates as they are now
     ) -> tuple[str, ...]: # names of the parts that were written
-        "Put a state back that was set aside, in place and bit for bit; what is published stays as it is."
+        "Restore a stored live state in place, bit for bit; the published state is not changed."
         mine = None if lanes is None or self.n == 1 else _lane_numbers(lanes, self.n)
         with self._quiet(): return tuple(self._write_parts(state, mine, skip, stay and mine is None)[0])
 
@@ -256,7 +256,7 @@ class Snapshot:
         return True
 
     def find_late(self, wait: bool) -> tuple[str, ...]: # whether to wait for it; names of tensors
-        "Return what is not finite in the state on probation, where it is copied in the background."
+        "Return non-finite entries of the state under observation, if it was copied in the background."
         if self.background is None: return ()
         bad, torn = self.background.found(wait)
         if torn: # weights changed outside of the optimizer's step: from now on copy immediately
@@ -290,7 +290,7 @@ class Snapshot:
                 yield group, float(bank[name, then.path]) if isinstance(then, Leaf) else then
 
     def state_dict(self) -> dict: # as much memory as the banks
-        "Return everything a file can hold: all banks, what is published, and what is on probation."
+        "Return the state for a file: all banks, the published and the observed state."
         self.find_late(wait=True)
         versions = {v.number: v for v in (*self.published, *self.held) if v is not None}
         def numbers(of): return [None if v is None else (v.number, v.step) for v in of]

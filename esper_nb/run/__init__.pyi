@@ -1,15 +1,15 @@
 # What run offers to other packages; written by `python scripts/notebooks.py door`
 from .cli import lab_command as lab_command, main as main
-from .compare import (Player as Player, latest_step as latest_step, open_births as open_births,
+from .compare import (Player as Player, latest_step as latest_step, open_offers as open_offers,
     RulePlayer as RulePlayer, RandomPlayer as RandomPlayer, PolicyPlayer as PolicyPlayer, PlayScores as PlayScores,
     play_lanes as play_lanes, compare_controllers as compare_controllers, simple_controllers as simple_controllers)
 from .comparison import (METERS as METERS, PlayResult as PlayResult, PracticeUpdate as PracticeUpdate,
     paired_interval as paired_interval, standing as standing, Comparison as Comparison,
     comparison_text as comparison_text, align_columns as align_columns)
-from .engines import (Tell as Tell, Make as Make, ENGINES as ENGINES, Engine as Engine, WorkerLost as WorkerLost,
-    Worker as Worker, LocalWorker as LocalWorker, ProcessWorker as ProcessWorker, start_ray as start_ray,
-    core_share as core_share, RayWorker as RayWorker, check_engine as check_engine, new_worker as new_worker,
-    work_off as work_off, FaultTolerance as FaultTolerance, Supervisor as Supervisor)
+from .engines import (Callback as Callback, Make as Make, ENGINES as ENGINES, Engine as Engine,
+    WorkerLost as WorkerLost, Worker as Worker, LocalWorker as LocalWorker, ProcessWorker as ProcessWorker,
+    start_ray as start_ray, core_share as core_share, RayWorker as RayWorker, check_engine as check_engine,
+    new_worker as new_worker, work_off as work_off, FaultTolerance as FaultTolerance, Supervisor as Supervisor)
 from .exports import (SUFFIXES as SUFFIXES, GrownLanes as GrownLanes, regrow as regrow, lane_example as lane_example,
     raw_example as raw_example, RawInput as RawInput, input_facts as input_facts, used_columns as used_columns,
     onnx_answers as onnx_answers, write_network as write_network, Exported as Exported, usage as usage,

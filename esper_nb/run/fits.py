@@ -33,25 +33,25 @@ def _check_faults(faults: Sequence[Fault], lanes: int, epochs: int) -> None:
     for f in faults:
         check(f.lane < lanes and f.epoch < epochs, "inject", f, f"a lane below {lanes} and an epoch below {epochs}")
 
-def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom
+def fit_run( # noqa: PLR0913  # optional settings, passed by name
     task: Task | str, # a task, or the name of one
     config: FitConfig = FitConfig(),
     device: str = "cpu",
     root: str | None = None, # folder of local data files
-    out: str | Path = "runs", # where the run's folder goes
-    synthetic: bool = False, # made-up images in place of CIFAR-10
+    out: str | Path = "runs", # in which the run's folder is created
+    synthetic: bool = False, # synthetic images instead of CIFAR-10
     progress: bool = True, # draw a progress bar
-    faults: Sequence[Fault] = (), # ways to ruin the run, to watch the Governor at work
-    log: Sequence[str] = (), # trackers that get the rows, too
+    faults: Sequence[Fault] = (), # to inject
+    log: Sequence[str] = (), # trackers that also receive the rows
 ) -> tuple[Population, RunFolder]:
-    """Train a population with a progress bar, and leave a folder with settings, rows, weights and a plot.
+    """Train a population with a progress bar, and write a folder with settings, rows, weights and a plot.
 
-    Ctrl-C leaves a checkpoint, and `open_fit(folder.path).drive()` goes on with it.
+    Ctrl-C writes a checkpoint, and `open_fit(folder.path).drive()` continues from it.
 
     Raises
     ------
     ValueError
-        If a task, a setting or a fault does not fit; no folder is left then.
+        If a task, setting or fault is invalid; no folder is created.
 
     Examples
     --------
@@ -75,21 +75,21 @@ def fit_run( # noqa: PLR0913  # what is asked for by name, most of it seldom
 
 # %% ../../nbs/run/92_fits.ipynb #1ada7058
 def begin_fit(
-    pop: Population, # that nothing has trained yet
-    out: str | Path = "runs", # where the run's folder goes
-    faults: Sequence[Fault] = (), # ways to ruin the run, to watch the Governor at work
+    pop: Population, # untrained
+    out: str | Path = "runs", # in which the run's folder is created
+    faults: Sequence[Fault] = (), # to inject
     controller: Controller | None = None, # decides before every epoch; None: nothing grows
-    log: Sequence[str] = (), # trackers that get the rows, too
-    made: Mapping[str, Any] | None = None, # `root` and `synthetic` of a population that its settings describe
+    log: Sequence[str] = (), # trackers that also receive the rows
+    made: Mapping[str, Any] | None = None, # `root` and `synthetic`, if the settings describe the population completely
 ) -> "FitRun":
-    """Begin to train a population in a new folder, so that it can be stopped and gone on with at any time.
+    """Begin training a population in a new folder, resumable at any time.
 
     Raises
     ------
     ValueError
-        If a fault hits no lane or no epoch, or a tracker is unknown.
+        If a fault has no valid lane or epoch, or a tracker is unknown.
     OSError
-        If the folder cannot be made.
+        If the folder cannot be created.
 
     Examples
     --------
@@ -111,22 +111,22 @@ def begin_fit(
 
 def open_fit(
     path: str | Path, # folder of the run
-    pop: Population | None = None, # made as the one that it began with; None: as the folder says
-    controller: Controller | None = None, # as it began with
-    log: Sequence[str] | None = None, # trackers; None: those that it began with
-    plugins: Sequence[str] | None = None, # instead of those that the folder names, if not None
-    trust: bool = False, # whether plugins and factories that the folder names may run
+    pop: Population | None = None, # constructed like the original one; None: rebuilt from the folder's settings
+    controller: Controller | None = None, # constructed like the original one
+    log: Sequence[str] | None = None, # trackers; None: the original ones
+    plugins: Sequence[str] | None = None, # replace those in the settings, if not None
+    trust: bool = False, # allow the folder to run its plugins and factories
 ) -> "FitRun":
-    """Open the fit of a folder where its checkpoint left it; the numbers go on as if it had never stopped.
+    """Open the fit in a folder and load its checkpoint; training continues with the same numbers as without a stop.
 
     Raises
     ------
     FileNotFoundError
-        If there is no run in the folder.
+        If the folder holds no run.
     ValueError
-        If the folder holds no fit, names code that nobody here has named, or does not fit the population.
+        If the folder holds no fit, names code that this process has not loaded, or does not match the population.
     RuntimeError
-        If another process works in the folder.
+        If another process uses the folder.
 
     Examples
     --------
@@ -156,8 +156,8 @@ def open_fit(
 def saved_population(
     saved: Mapping[str, Any], # settings of a fit's folder
     folder: RunFolder,
-) -> Population: # nothing trained yet
-    "Return the population that a fit began with, in as many groups at a time, however many cores are here."
+) -> Population: # untrained
+    "Rebuild the population of a fit from its settings, with the original number of workers."
     task, config = Task.from_dict(saved["task"]), FitConfig.from_dict(saved["fit"]).replace(workers=saved["workers"])
     check_contract(folder.path/"checkpoint.safetensors", dict(task=task.to_dict(), fit=config.to_dict()))
     made = saved["made"] or {}
@@ -165,19 +165,19 @@ def saved_population(
                           synthetic=bool(made.get("synthetic")))
 
 # %% ../../nbs/run/92_fits.ipynb #2a853420
-_spared = 20 # seconds of training for each second that a checkpoint takes
+_spared = 20 # seconds of training per second of checkpoint writing
 
 class FitRun(ResumableRun):
-    """Train a population in a folder; `begin_fit` and `open_fit` make one.
+    """Train a population in a folder; created by `begin_fit` and `open_fit`.
 
     Raises
     ------
     RuntimeError
-        By `epochs`, if another process works in the folder.
+        By `epochs`, if another process uses the folder.
     OSError
         By `epochs` and `save`, if rows or the last checkpoint cannot be written, or the folder was moved.
     ValueError
-        By `load`, if the checkpoint is of another population.
+        By `load`, if the checkpoint belongs to another population.
 
     Examples
     --------
@@ -191,20 +191,20 @@ class FitRun(ResumableRun):
     """
     def __init__(self,
         pop: Population, # trained in place
-        folder: RunFolder, # where everything goes
-        faults: Sequence[Fault] = (), # ways to ruin the run
+        folder: RunFolder, # for all files of the run
+        faults: Sequence[Fault] = (), # to inject
         controller: Controller | None = None, # decides before every epoch; None: nothing grows
-        log: Sequence[str] = (), # trackers that get the rows, too
+        log: Sequence[str] = (), # trackers that also receive the rows
     ):
         super().__init__(folder, log)
         self.population, self.faults, self.controller = pop, tuple(faults), controller
         self.rates: list[float] = [] # examples per second of each epoch
-        self.finished = False # the test split was read, and the weights are written
-        self.test: EvalResult | None = None # on the test split; None: not read in this process
-        self._trained_s, self._saving_s = 0., 0. # seconds since the last checkpoint, and those that it took
+        self.finished = False # the test split was evaluated, and the weights are written
+        self.test: EvalResult | None = None # on the test split; None: not evaluated in this process
+        self._trained_s, self._saving_s = 0., 0. # seconds of training since the last checkpoint, and of writing it
 
     def epochs(self) -> Iterator[EpochResult]:
-        "Train up to the last epoch or to a signal; yield every result. After the last one, read the test split."
+        "Train to the last epoch or until a signal, yielding every result; at the end, evaluate the test split."
         with self.working(lambda: run_rows(self.population)) as stop:
             while not self.over and not stop.requested:
                 with stop: result = self._epoch()
@@ -214,8 +214,8 @@ class FitRun(ResumableRun):
 
     def drive(self,
         progress: bool = True, # draw a progress bar
-    ) -> EvalResult | None: # on the test split; None: interrupted, or read before
-        "Train to the end, or stop with a checkpoint, and say what came of it."
+    ) -> EvalResult | None: # on the test split; None: interrupted, or evaluated by an earlier process
+        "Train to the end, or stop with a checkpoint, and print the result."
         ended: SystemExit | None = None # by a signal of another process
         try: self._train_with_bar(progress)
         except KeyboardInterrupt: pass
@@ -233,11 +233,11 @@ class FitRun(ResumableRun):
 
     @property
     def over(self) -> bool:
-        "Return whether every epoch is trained."
+        "Whether all epochs are trained."
         return int(self.population.epoch.max()) >= self.population.epochs
 
     def stateful(self) -> dict[str, Any]:
-        "Name what a checkpoint holds: the population, its latest result, the controller and how far the run is."
+        "Return the parts of a checkpoint: the population, its latest result, the controller and the progress."
         pop, own = self.population, self.controller
         def keep_last(saved: dict) -> None: pop.last = unpack_record(saved["result"])
         def go_on(saved: dict) -> None: self.rates, self.finished = list(saved["rates"]), saved["finished"]
@@ -246,13 +246,13 @@ class FitRun(ResumableRun):
                     **(dict(controller=own) if hasattr(own, "state_dict") else {}))
 
     def contract(self) -> dict[str, Any]:
-        "Return the settings that the numbers depend on."
+        "Return the settings that determine the results."
         pop = self.population
         return dict(task=pop.task.to_dict(), fit=pop.config.replace(workers=pop.workers.count).to_dict(),
                     slots=list(pop.model.names), faults=[f.to_dict() for f in self.faults])
 
     def where(self) -> str:
-        "Return the number of the epoch."
+        "Return the current epoch as text."
         return f"epoch {int(self.population.epoch.max())}"
 
     def _epoch(self) -> EpochResult:
@@ -272,7 +272,7 @@ class FitRun(ResumableRun):
         self._trained_s, self._saving_s = 0., time.perf_counter() - begun if saved else 0.
 
     def _finish(self) -> None:
-        "Read the test split; write its rows, the weights and the plot."
+        "Evaluate the test split; write its rows, the weights and the plot."
         import matplotlib.pyplot as plt
         from esper_nb.show.plot_runs import plot_run
         pop, path, epoch = self.population, self.folder.path, int(self.population.epoch.max())
@@ -287,7 +287,7 @@ class FitRun(ResumableRun):
         self.finished, self.torn = True, False
 
     def _train_with_bar(self, progress: bool) -> None:
-        "Train every epoch that is left, with a bar that shows what one asks first: how good, and how fast."
+        "Train the remaining epochs, with a progress bar that shows held-out score and speed."
         pop = self.population
         with tqdm(total=pop.epochs, initial=len(self.rates), unit="epoch", disable=not progress) as bar:
             for r in self.epochs():
@@ -302,9 +302,9 @@ _RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (
     EpochResult, TrainResult, EvalResult, Ablation, Report, DecisionResult, Decision, Event, Stage, Blend, Curve)}
 
 def pack_record(
-    x: Any, # an `EpochResult`, or what is in one
+    x: Any, # an `EpochResult`, or a value inside one
 ) -> Any:
-    "Return a result as dictionaries, tuples, tensors and plain values."
+    "Convert a result to dicts, tuples, tensors and plain values."
     kind = type(x).__name__
     if isinstance(x, IntEnum): return dict(record=kind, value=int(x))
     if _RECORDS.get(kind) is type(x):
@@ -316,7 +316,7 @@ def pack_record(
 def unpack_record(
     x: Any, # of `pack_record`
 ) -> Any:
-    "Return the result that `pack_record` was given."
+    "Restore the result from the output of `pack_record`."
     if isinstance(x, dict) and "record" in x:
         kind = _RECORDS[x["record"]]
         return kind(x["value"]) if "value" in x else kind(**{k: unpack_record(v) for k, v in x["fields"].items()})

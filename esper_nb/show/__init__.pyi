@@ -23,10 +23,9 @@ from .plot_runs import (HEALTH as HEALTH, lane_median as lane_median, plot_lanes
 from .session import (P as P, REQUESTS as REQUESTS, Request as Request, request as request, Session as Session,
     unmet_requirements as unmet_requirements, epochs_until_empty as epochs_until_empty,
     seed_disabled_reasons as seed_disabled_reasons)
-from .sources import (WAITING as WAITING, UPDATE_NUMBERS as UPDATE_NUMBERS, Frame as Frame,
-    frame_losses as frame_losses, Source as Source, FrameSource as FrameSource, PopulationSource as PopulationSource,
-    LoopSource as LoopSource, update_numbers as update_numbers, operations_line as operations_line,
-    EnvSource as EnvSource)
+from .sources import (WAITING as WAITING, Frame as Frame, frame_losses as frame_losses, Source as Source,
+    FrameSource as FrameSource, PopulationSource as PopulationSource, LoopSource as LoopSource,
+    update_numbers as update_numbers, operations_line as operations_line, EnvSource as EnvSource)
 from .theme import (THEMES as THEMES, COLORS as COLORS, BLUE as BLUE, RED as RED, GREEN as GREEN, LILAC as LILAC,
     WINE as WINE, BROWN as BROWN, STEEL as STEEL, GREY as GREY, MARKERS as MARKERS, HATCHES as HATCHES,
     STAGE_STYLES as STAGE_STYLES, WORDS as WORDS, THRESHOLDS as THRESHOLDS, MAIN_THRESHOLDS as MAIN_THRESHOLDS,

@@ -576,7 +576,7 @@ def example_data(
     if x.dtype != torch.uint8:
         columns = e.columns or [Column(f"channel {i}", "number") for i in range(x.shape[-1])]
         prepare, top = Preparation(columns, x[train].flatten(0, 2).double()), 1
-        said, x = [*prepare.told(x.flatten(0, 2).double()), *said], prepare(x)
+        said, x = [*prepare.describe(x.flatten(0, 2).double()), *said], prepare(x)
     seen = x[train].double() / top
     std = seen.std((0, 1, 2), correction=0)
     return (ImageData if e.y.ndim == 1 else TargetData)(

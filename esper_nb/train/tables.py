@@ -203,7 +203,7 @@ class Preparation(nn.Module):
             parts.append((where[..., None] == torch.arange(max(places) + 1, device=rows.device)).float())
         return torch.cat(parts, -1)
 
-    def told(self, rows: Tensor) -> list[str]: # rows: (N, C) of all parts
+    def describe(self, rows: Tensor) -> list[str]: # rows: (N, C) of all parts
         "Describe the preprocessing of the columns, one line for all with the same one."
         alike: dict[str, list[str]] = {}
         place, flagged = {k: j for j, k in enumerate(self.number.tolist())}, set(self.flagged.tolist())
@@ -241,7 +241,7 @@ class Preparation(nn.Module):
         if gaps: said.append(f"{gaps} missing: " + ("a category, too" if places[-2] >= 0 else "none of them"))
         return "; ".join(said)
 
-MOST_LINES = 60 # of `Preparation.told`
+MOST_LINES = 60 # of `Preparation.describe`
 
 def _bounds(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # (M, k); lower and upper bound, median
     "Return the bounds within which each column's numbers are not clipped."

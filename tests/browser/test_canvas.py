@@ -140,13 +140,13 @@ def test_a_pressed_button_waits_for_its_answer_and_takes_no_second_click(tmp_pat
         assert page.evaluate("window.clicks") == 2
     session.close()
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_panel_whose_kernel_is_gone_says_so_under_a_veil(tmp_path, told):
+@pytest.mark.parametrize("notified", [True, False])
+def test_a_panel_whose_kernel_is_gone_says_so_under_a_veil(tmp_path, notified):
     session = stepped(Frame(np.ones((1, 2))) for _ in range(3))
     with picture(session, tmp_path) as page:
         assert page.locator(".esper-gone").count() == 0
         page.evaluate("window.dead = true")
-        if told: page.evaluate("window.tell('comm_live_update')")
+        if notified: page.evaluate("window.tell('comm_live_update')")
         else: page.mouse.move(300, 300)                             # whoever comes to the panel finds out
         page.locator(".esper-gone").wait_for(timeout=5000)
         assert "The kernel is gone: run this cell again" in page.locator(".esper-gone").inner_text()

@@ -237,7 +237,7 @@ def test_ppo_over_lanes(lab, tmp_path):
     with open_browser(tmp_path) as browser:
         panel = open_lab(browser, lab, "ppo.ipynb")
         panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(9)
-        for number in ("update 1", "policy loss", "change of the policy (KL)", "explained variance", "reward now"):
+        for number in ("update 1", "policy loss", "KL divergence (nats)", "explained variance", "reward now"):
             panel.expect(panel.root.locator(".esper-main")).to_contain_text(number)
         panel.press("nan"); panel.sees("lane 1: nan begins in the next step")
         panel.sees("lane 1: non-finite (loss nan"); panel.sees("→ rollback")
