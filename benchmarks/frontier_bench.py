@@ -138,7 +138,7 @@ def grown_with_curve(field: Field, data: ImageData | TextData, size: int, way: W
     undone, retried = [0] * seeds, [0] * seeds # births of each lane that the Governor undid; that were tried again
     born, begun = round(way.start * epochs), time.process_time()
     for epoch in range(epochs):
-        for d in pop.retry_births():
+        for d in pop.retry_germinations():
             retried[d.lane] += d.ok
             now = None
         if way.slots != "none" and epoch == born:

@@ -6,7 +6,7 @@ import torch
 from esper_nb.control import Forecast, GrowVecEnv, encode_decision
 from esper_nb.run import (
     GROWTH_RULES, Comparison, Lookahead, Practice, as_player, begin_run, compare_recipe, get_recipe,
-    growth_rule, main, open_births, play_lanes, register_rule, report_html)
+    growth_rule, main, open_offers, play_lanes, register_rule, report_html)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"env.num_envs": 2, "env.horizon": 3, "env.limit": 128, "env.workers": 1, "ppo.num_steps": 3,
@@ -14,7 +14,7 @@ TINY = {"env.num_envs": 2, "env.horizon": 3, "env.limit": 128, "env.workers": 1,
 WORDS = [word for k, v in TINY.items() for word in ("--set", f"{k}={v}".replace("'", '"'))]
 PLUGIN = '''
 from esper_nb import Decision, RuleRow, register_rule
-def first_come(v): return next((Decision("germinate", k, offered[0]) for k, offered in v.births.items()), None)
+def first_come(v): return next((Decision("germinate", k, offered[0]) for k, offered in v.offers.items()), None)
 register_rule(RuleRow("first-come", lambda practice: first_come, "whatever is offered first"))
 '''
 
@@ -69,9 +69,9 @@ def test_what_may_be_born_is_what_the_mask_allows():
     config = get_recipe("digits_family", {"env.num_envs": 2, "env.horizon": 4, "env.workers": 1}).env
     env = GrowVecEnv(config.replace(autoreset_mode="NextStep"))
     seen = []
-    play_lanes(env, as_player(lambda v: seen.append((v.signals.epoch, bool(v.births), bool(v.growth)))), 3)
-    assert {(epoch, births) for epoch, births, _ in seen} == {(0, False), (1, True), (2, True), (3, False)}
-    assert open_births(env) == [{}, {}]
+    play_lanes(env, as_player(lambda v: seen.append((v.signals.epoch, bool(v.offers), bool(v.growth)))), 3)
+    assert {(epoch, offers) for epoch, offers, _ in seen} == {(0, False), (1, True), (2, True), (3, False)}
+    assert open_offers(env) == [{}, {}]
 
 
 def test_rules_that_look_choose_by_the_scores_of_their_practice():

@@ -115,12 +115,13 @@ def test_a_population_has_a_command_too_and_a_recipe_of_ones_own_has_none(chosen
     assert chosen(words) == FitConfig(lanes=4, epochs=2)
     assert command_words({"run": RunConfig("of my own").to_dict()}) is None and command_words({}) is None
 
-def test_a_run_in_its_midst_says_how_far_it_is_and_how_to_go_on(no_pictures, tmp_path):
-    run = begin_run(get_recipe("digits_impaired", TINY), tmp_path)
+@pytest.mark.parametrize("minutes, where", [(None, "update 1 of 3;"), (9., "update 1;")])
+def test_a_run_in_its_midst_says_how_far_it_is_and_how_to_go_on(no_pictures, tmp_path, minutes, where):
+    run = begin_run(get_recipe("digits_impaired", TINY | dict(minutes=minutes)), tmp_path)
     assert "has not come to its end" in report_html(run.folder)
     for u in run.updates(): break
     text = words_of(report_html(run.folder))
-    assert "stands at update 1 of 3" in text and "nothing has been tested yet" in text
+    assert f"stands at {where}" in text and "nothing has been tested yet" in text
     assert f"esper-nb resume {run.folder.path}" in text and f"esper-nb watch {run.folder.path}" in text
 
 
@@ -260,7 +261,7 @@ def test_a_training_limited_by_time_says_so(no_plays, tmp_path):
     said = []
     run = begin_run(get_recipe("digits_impaired", TINY | {"minutes": 1e-4, "ppo.num_updates": 50}), tmp_path)
     run.drive(progress=False, say=said.append)
-    assert "0.0001 minutes of training in 4 lanes" in said[0]
+    assert "0.0001 min of training in 4 lanes" in said[0]
 
 @pytest.mark.parametrize("seconds, said", [(0, "about 10 seconds"), (44, "about 40 seconds"), (80, "about 1.5 minutes"),
                                            (60 * 11, "about 10 minutes"), (7000, "about 2 hours")])

@@ -83,7 +83,7 @@ class EnvConfig(Config):
     eval_batch: int = 256
     limit: int | None = None # most training examples, for quick runs
     root: str | None = None # folder of local data files
-    synthetic: bool = False # made-up images in place of CIFAR-10
+    synthetic: bool = False # synthetic images instead of CIFAR-10
     workers: int | None = None # groups of lanes at a time; None: one per core
     width: int | None = None # lanes per group; None: by the rule of the workers page
     exact: bool = False # a lane's numbers are bitwise independent of the other lanes: each is computed alone
@@ -91,7 +91,7 @@ class EnvConfig(Config):
     devices: tuple[str, ...] = ("cpu",) # lanes are split between them in contiguous parts
     # None: no Governor, and no episode ends early
     governor: GovernorConfig | None = GovernorConfig(lowers=0, stop_raises=False)
-    # to provoke: the fault's epoch counts the epochs its lane has trained since it was seeded
+    # to inject: the fault's epoch counts the epochs that its lane has trained since it was seeded
     faults: tuple[Fault, ...] = ()
     seed: int | None = None # used until `reset` gets one; None: random
     autoreset_mode: str = "NextStep" # "NextStep", "SameStep" or "Disabled"
@@ -246,7 +246,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         old = self.seeds or [0] * n # not kept: the first seeds are for all
         self.seeds = [old[i] if k is None or not seeded[i] else k for i, k in enumerate(given)]
         self.episode[seeded], self.trained[seeded], self.continues = 0, 0, self.continues & ~seeded
-        with torch.inference_mode(False), torch.enable_grad(): # whatever the caller acts in
+        with torch.inference_mode(False), torch.enable_grad(): # also if the caller uses `inference_mode`
             self._begin(lanes, again=lanes & ~seeded)
         return self.obs.numpy(), self._mask_info()
 
@@ -273,7 +273,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.steps += 1
 
         ok, refused = self.carry_out(asked, active)
-        held = self._read_table() # a rollback prunes what was born in this step, and it is paid for
+        held = self._read_table() # before a rollback prunes seeds that germinated in this step, which the reward counts
         self.phases("act")
         columns, rolled_back = self._train(active)
         self.phases("train and evaluate" if self.pool else "join")
@@ -333,7 +333,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self._check_begun("action_masks")
         return self.mask[:, :self.actions.flat].numpy().copy()
 
-    def for_sb3(self, monitor: bool = True): # monitor: note returns and lengths of episodes
+    def for_sb3(self, monitor: bool = True): # monitor: record returns and lengths of episodes
         "Wrap these lanes for Stable-Baselines3, which needs the mode SameStep."
         return sb3_env(self, monitor)
 
@@ -398,7 +398,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         for part in self.parts: part.population.workers.close()
         if self.pool: self.pool.shutdown()
 
-    def __reduce__(self): # a copy is made anew, and goes on where this one is
+    def __reduce__(self): # a copy is constructed from the settings and loads this state
         state = (tree_to_bytes(self.state_dict()), self.last_result, list(self.summaries)) if self.seeds else None
         return copied_env, (type(self), self.config, self.made_of, state)
 
@@ -430,7 +430,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         "Train every part for an epoch."
         def train(part: DevicePart):
             disturb = part.disturbance(self.config.faults, self.trained, self.disturb)
-            with torch.inference_mode(False), torch.enable_grad(): # whatever the caller acts in
+            with torch.inference_mode(False), torch.enable_grad(): # also if the caller uses `inference_mode`
                 return part.train(active, disturb, (lambda phase: None) if self.pool else self.phases)
         each = list(self.pool.map(train, self.parts) if self.pool else map(train, self.parts))
         self.reports = tuple(r for _, reports in each for r in reports)
@@ -485,7 +485,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
 
 # %% ../../nbs/control/53_envs.ipynb #b690f104
 #| code-fold: true
-def _need_sb3() -> Any: # their module of vector environments
+def _need_sb3() -> Any: # Stable-Baselines3's module of vector environments
     try: from stable_baselines3.common import vec_env
     except ImportError as e:
         raise ImportError("this needs Stable-Baselines3: pip install stable-baselines3 sb3-contrib") from e
@@ -493,8 +493,8 @@ def _need_sb3() -> Any: # their module of vector environments
 
 def sb3_env(
     envs: VectorEnv, # in SameStep mode
-    monitor: bool = True, # note returns and lengths of episodes, as `make_vec_env` of theirs does
-) -> Any: # a `VecEnv` of theirs
+    monitor: bool = True, # record returns and lengths of episodes, like Stable-Baselines3's `make_vec_env`
+) -> Any: # a `VecEnv` of Stable-Baselines3
     """Wrap a vector environment for Stable-Baselines3.
 
     Raises
@@ -661,7 +661,7 @@ class GrowEnv(gym.Env):
         frames = self.vector.render()
         return None if frames is None else frames[0]
 
-    def __reduce__(self): # a copy is made anew, and goes on where this one is
+    def __reduce__(self): # a copy is constructed from the settings and loads this state
         return _copied, self.vector.__reduce__()[1]
 
     def action_masks(self) -> np.ndarray: # (sum of the heads' sizes,) bool

@@ -59,7 +59,7 @@ class View(NamedTuple):
     blueprints: dict[str, tuple[str, ...]] # slot -> what may grow there
     signals: Signals
     results: tuple[DecisionResult, ...] = () # what became of the latest decisions
-    births: Mapping[str, tuple[str, ...]] = {} # slot -> blueprints that can germinate there now
+    offers: Mapping[str, tuple[str, ...]] = {} # slot -> blueprints that can germinate there now
     growth: Mapping[str, Mapping[str, float]] = {} # slot -> SIGNALS by name; empty or NaN: not measured
 
 def view(
@@ -72,9 +72,9 @@ def view(
     "Return the state of one lane's slots and its signals; all blueprints of an empty slot are on offer."
     slots = {k: model.slot(k).state(lane) for k in model.names}
     blueprints = {k: model.slot(k).blueprints for k in model.names}
-    births = {k: tuple(b for b in blueprints[k] if b != "noop") for k, s in slots.items() if s.stage == Stage.DORMANT}
+    offers = {k: tuple(b for b in blueprints[k] if b != "noop") for k, s in slots.items() if s.stage == Stage.DORMANT}
     measured = {k: dict(zip(SIGNALS, map(float, found))) for k, found in (growth or {}).items()}
-    return View(lane=lane, slots=slots, blueprints=blueprints, signals=signals, results=tuple(results), births=births,
+    return View(lane=lane, slots=slots, blueprints=blueprints, signals=signals, results=tuple(results), offers=offers,
                 growth=measured)
 
 class GrowthRule(Protocol):
@@ -253,22 +253,22 @@ class BirthRule(Memoryless):
     Examples
     --------
     >>> from esper_nb import BirthRule, Decision, FitConfig, as_controller, fit, new_population
-    >>> rule = BirthRule(lambda v: Decision("germinate", next(iter(v.births)), "norm") if v.births else None)
+    >>> rule = BirthRule(lambda v: Decision("germinate", next(iter(v.offers)), "norm") if v.offers else None)
     >>> pop = new_population("digits_impaired", FitConfig(lanes=1, epochs=2, workers=1))
     >>> [d.decision.slot for r in fit(pop, controller=as_controller(rule)) for d in r.decided]
     ['r0c0', 'r0c1']
     """
-    def __init__(self, born: Callable[[View], Decision | None]): # None: nothing
-        self.born = born
+    def __init__(self, choose: Callable[[View], Decision | None]): # returns a germination, or None
+        self.choose = choose
 
     def act(self, v: View) -> Decision:
         "Return the germination, or the next move of the first seed that has one."
-        birth = self.born(v)
+        birth = self.choose(v)
         if birth is not None and birth.verb != "wait": return birth
         for slot, s in v.slots.items():
             if s.stage not in LIVE or s.frozen or s.mode != RampMode.HOLD: continue
             return Decision("fossilize" if s.stage == Stage.HOLDING else "advance", slot)
-        return Decision(reason="nothing is born" if birth is None else birth.reason)
+        return Decision(reason="no germination" if birth is None else birth.reason)
 
 # %% ../../nbs/control/50_rules.ipynb #6eff5096
 def as_controller(

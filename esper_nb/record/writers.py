@@ -301,7 +301,8 @@ class RunFolder(NamedTuple):
         for path in self.path.iterdir() if self.path.is_dir() else ():
             check(not path.exists() or path.is_file() or path.is_dir(), "file", str(path), "a plain one, not a device")
         if not self.config_path.exists():
-            inside = sorted(p.parent.name for p in self.path.glob("*/config.json"))
+            found = [p.parent for k in ("*", "*/*") for p in self.path.glob(f"{k}/config.json")]
+            inside = sorted(p.relative_to(self.path).as_posix() for p in found)
             which = f"; the runs in it: {', '.join(inside[:20])}" if inside else ""
             raise FileNotFoundError(f"{self.path} is no folder of a run: there is no config.json in it{which}")
         try: found = json.loads(self.config_path.read_text(encoding="utf-8"))

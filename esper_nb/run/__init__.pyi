@@ -1,6 +1,6 @@
 # What run offers to other packages; written by `python scripts/notebooks.py door`
 from .cli import lab_command as lab_command, main as main
-from .compare import (Player as Player, latest_step as latest_step, open_births as open_births,
+from .compare import (Player as Player, latest_step as latest_step, open_offers as open_offers,
     RulePlayer as RulePlayer, RandomPlayer as RandomPlayer, PolicyPlayer as PolicyPlayer, PlayScores as PlayScores,
     play_lanes as play_lanes, compare_controllers as compare_controllers, simple_controllers as simple_controllers)
 from .comparison import (METERS as METERS, PlayResult as PlayResult, PracticeUpdate as PracticeUpdate,

@@ -29,7 +29,7 @@ from ..control import (
     QUICK, SURE, BirthRule, ColumnCut, Fixed, Forecast, GrowVecEnv, GrowthRule, Heuristic, HeuristicConfig, LookOnce,
     View, WaitOnly, best_threshold, encode_decision, look_columns)
 from ..learn import Learner, StopFlag, Update
-from .compare import Player, PolicyPlayer, RandomPlayer, RulePlayer, latest_step, open_births, play_lanes
+from .compare import Player, PolicyPlayer, RandomPlayer, RulePlayer, latest_step, open_offers, play_lanes
 from .plugins import seek_in_plugins
 from .recipes import RunConfig, fair_env
 from .runs import training_env
@@ -63,8 +63,8 @@ class RuleRow(NamedTuple):
     --------
     >>> from esper_nb import Decision, RuleRow
     >>> def deepest(v):
-    ...     last = [*v.births][-1:]
-    ...     return Decision("germinate", last[0], v.births[last[0]][0]) if last else None
+    ...     last = [*v.offers][-1:]
+    ...     return Decision("germinate", last[0], v.offers[last[0]][0]) if last else None
     >>> RuleRow("deepest", lambda practice: deepest, "the last free slot").name
     'deepest'
     """
@@ -132,14 +132,14 @@ def as_player(
 # %% ../../nbs/run/96_growth_rules.ipynb #f0f40375
 def liked_blueprint(v: View, slot: str) -> str: # slot: one that offers a blueprint
     "Return the heuristic's preferred blueprint among those that a slot offers, or else the first offered one."
-    offered = v.births[slot]
+    offered = v.offers[slot]
     return next((b for b in HeuristicConfig().blueprints if b in offered), offered[0])
 
 def _birth(v: View, slot: str, why: str) -> Decision:
     return Decision("germinate", slot, liked_blueprint(v, slot), why)
 
 def _measured(v: View) -> dict[str, Mapping[str, float]]: # slots that offer a blueprint, after the first epoch
-    return {k: v.growth[k] for k in v.births if k in v.growth and v.growth[k]["demand"] == v.growth[k]["demand"]}
+    return {k: v.growth[k] for k in v.offers if k in v.growth and v.growth[k]["demand"] == v.growth[k]["demand"]}
 
 def plateau_rule(v: View) -> Decision | None:
     """Grow in the last slot when accuracy has reached a plateau.
@@ -149,8 +149,8 @@ def plateau_rule(v: View) -> Decision | None:
     Fahlman and Lebiere, "The Cascade-Correlation Learning Architecture", NeurIPS 1989: adds a unit at the end whenever
     the error stops decreasing.
     """
-    if not v.births or v.signals.plateau < 1: return None
-    return _birth(v, [*v.births][-1], f"plateau of {v.signals.plateau} epochs")
+    if not v.offers or v.signals.plateau < 1: return None
+    return _birth(v, [*v.offers][-1], f"plateau of {v.signals.plateau} epochs")
 
 def gradient_norm_rule(v: View) -> Decision | None:
     """Grow after the first epoch, in the slot where a seed initialized at zero would have the largest gradient norm.
@@ -384,7 +384,7 @@ class Lookahead:
 
     def act(self, env: GrowVecEnv) -> Tensor: # (n, K) int64
         "Return the action with the best reward in each lane."
-        offers = open_births(env)
+        offers = open_offers(env)
         arms = list(dict.fromkeys((k, b) for lane in offers for k, offered in lane.items() for b in offered))
         waits = torch.stack([encode_decision(env, None)[1]] * env.num_envs)
         if not arms: return waits

@@ -117,7 +117,7 @@ def _check_setting(config: Config, name: str) -> None:
     places = [*known, *deep, *(p.partition(".")[2] for p in deep)]
     same = (name, _known_as.get(name))
     near = [p for p in (*known, *deep) if p.rpartition(".")[2] in same] or difflib.get_close_matches(name, places, 1)
-    hint = f", did you mean {near[0]!r}?" if near else ""
+    hint = f", did you mean {near[0]!r}?" if near else "."
     raise ValueError(f"{type(config).__name__} has no setting {name!r}{hint} Known: {', '.join(known)}")
 
 def change_settings(
@@ -194,7 +194,7 @@ def plan_text(
     "Describe the remaining training, the run's folder and the command that follows it."
     n = config.ppo.num_updates - updates
     left = f"{n} update{'s' * (n != 1)} of {config.ppo.num_steps} steps"
-    what = left if config.minutes is None else f"{max(0., config.minutes - seconds / 60):.3g} minutes of training"
+    what = left if config.minutes is None else f"{max(0., config.minutes - seconds / 60):.3g} min of training"
     shards = f" in {config.shards} shard{'s' * (config.shards != 1)} ({config.engine})" if config.split else ""
     task = config.env.task
     notes = "" if isinstance(task, str) or not task.notes else f"\n{task.notes_text()}"

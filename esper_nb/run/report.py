@@ -116,8 +116,9 @@ class RunSummary(NamedTuple):
         if updates:
             mean = updates[-1].get("update.return_mean")
             earned = "" if mean is None else f"; its latest episodes earned {mean:.2f} on average"
-            return (f"The run has not come to its end: it stands at update {updates[-1]['update']} of "
-                    f"{self.settings['ppo']['num_updates']}{earned}, and nothing has been tested yet.")
+            total = "" if self.settings.get("minutes") else f" of {self.settings['ppo']['num_updates']}"
+            return (f"The run has not come to its end: it stands at update {updates[-1]['update']}{total}{earned}, "
+                    "and nothing has been tested yet.")
         seen = [s.accuracy_pp for s in lane_scores(self.rows) if s.accuracy_pp is not None]
         epochs = max((r["epoch"] for r in pick_rows(self.rows, "epoch")), default=-1) + 1
         held = self.measure.text(median(seen)) if seen else ""
@@ -150,7 +151,7 @@ class RunSummary(NamedTuple):
         if self.comparison is not None:
             for k, interval in self.comparison.intervals("total").items(): out[f"return of {k}"] = interval.mean
         undone = sum(s.end == "undone" for s in seed_lives(self.rows))
-        out |= {"rollbacks": len(rollbacks(self.rows)), "births undone": undone}
+        out |= {"rollbacks": len(rollbacks(self.rows)), "germinations undone": undone}
         return out | {"critical alarms": alarms("critical"), "warnings": alarms("warning")} | self.facts()
 
     def made_by(self) -> list[str] | None: # None: it was not started by a command
@@ -259,14 +260,14 @@ def _failure_section(run: RunSummary) -> str:
     rows, kinds = run.rows, run.alarms
     back = rollbacks(rows)
     undone = sum(s.end == "undone" for s in seed_lives(rows))
-    births = f" Births of seeds that they undid: {undone}." if undone else ""
+    reverted = f" Germinations undone: {undone}." if undone else ""
     loud, notes = ([k for k in kinds if (k.level == "note") == quiet] for quiet in (False, True))
     count = sum(k.times for k in loud)
     folded = (f"<details><summary>{len(notes)} kind{'s' * (len(notes) != 1)} of notes, which ask for nothing</summary>"
               f"{records_html(_alarm_head, notes)}</details>")
     return "".join([
         f"<p>{count or 'No'} alarm{'s' * (count != 1)} ({doc_link('record/alarms', 'all rules')}) and {len(back)} "
-        f"rollback{'s' * (len(back) != 1)} ({doc_link('guard/governor', 'what the Governor does')}).{births}</p>",
+        f"rollback{'s' * (len(back) != 1)} ({doc_link('guard/governor', 'what the Governor does')}).{reverted}</p>",
         records_html(_alarm_head, loud) if loud else "", folded if notes else "",
         picture_html(lambda: plot_incidents(rows), "rollbacks of every lane") if back else "",
         records_html(_rollback_head, back[:25]) if back else ""])
@@ -306,7 +307,7 @@ def _choices_section(
 
 # %% ../../nbs/run/89_report.ipynb #fd994106
 _blueprint_head = dict(blueprint="blueprint", germinated="germinated", fossilized="kept for good", pruned="taken out",
-                       undone="births undone", alive="alive at the end", contribution_pp="contribution, pp")
+                       undone="germinations undone", alive="alive at the end", contribution_pp="contribution, pp")
 def _forecast_section(rows: list[Row]) -> str:
     "Return the HTML of each lane's best forecast, and whether that seed was planted."
     last = {(r["lane"], r["slot"], r["forecast.blueprint"]): r for r in pick_rows(rows, "forecast")}
@@ -322,7 +323,7 @@ def _forecast_section(rows: list[Row]) -> str:
     return f"<p>The interval is to hold 80 % of such networks.</p>{table_html(head, lines)}"
 
 _lane_head = dict(
-    growth="size, of the host's", fossils="seeds kept", undone="births undone", rollbacks="rollbacks")
+    growth="size, of the host's", fossils="seeds kept", undone="germinations undone", rollbacks="rollbacks")
 
 def _play_section(final: list[Row], measure: Measure) -> str:
     "Return the HTML of the controller's final play."

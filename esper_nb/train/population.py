@@ -81,7 +81,7 @@ class FitConfig(Config):
     exact: bool = False # a lane's numbers are bitwise independent of the other lanes: each is computed alone
     eval_batch: int = 256 # images per evaluation batch
     governor: GovernorConfig | None = GovernorConfig(lowers=0) # thresholds and budget; None: no Governor
-    retries: int = 1 # times that `fit` tries a birth again which the Governor undid, in each slot of a lane
+    retries: int = 1 # number of times that `fit` retries a germination that a rollback reverted, per slot and lane
     graph: bool = False # on a GPU, one CUDA graph launch per batch if possible: see the graphs page
 
     def __post_init__(self):
@@ -91,11 +91,11 @@ class FitConfig(Config):
     def factor(self,
         epoch: int, # of the run, from 0
         epochs: int, # of the run
-        born: int = 0, # epoch in which the schedule began: 0, or that of the latest birth
+        start: int = 0, # epoch in which the schedule began: 0, or that of the latest germination
     ) -> float: # multiplies the learning rate
         "Return the schedule's factor: 1 at its start; cosine annealing without restarts."
         if self.schedule == "constant": return 1.
-        return (1 + math.cos(math.pi * min(1, (epoch - born) / max(1, epochs - born)))) / 2
+        return (1 + math.cos(math.pi * min(1, (epoch - start) / max(1, epochs - start)))) / 2
 
 # %% ../../nbs/train/38_population.ipynb #69136aea
 class TrainResult(NamedTuple):
@@ -151,7 +151,7 @@ class EpochResult(NamedTuple):
     events: tuple[tuple[str, int, Event], ...] = () # slot, lane and move of every seed that changed its stage
     gain: Tensor | None = None # (n,) pp, all seeds together; 0: none active, NaN: not measured, None: not evaluated
     signals: Mapping[str, Tensor] = {} # slot -> (4, n), rows as in SIGNALS: what a seed would find there
-    undone: tuple[DecisionResult, ...] = () # births that the Governor undid: their slots are empty again
+    undone: tuple[DecisionResult, ...] = () # germinations that a rollback reverted: their slots are empty again
     forecast: tuple[SeedWorth, ...] = () # forecast gains, for the lanes that the forecaster ran on after this epoch
 
 Forecaster = Callable[["Population", EpochResult], Sequence[SeedWorth]] # returns forecasts after an epoch
@@ -214,7 +214,7 @@ class Population:
     last: EpochResult | None = field(default=None, repr=False) # the latest epoch, for a controller
     spare: dict[tuple[int, int], Spare] = field(default_factory=dict, repr=False) # (lanes, number) -> its network
     fixed_plan: Plan | None = None # groups of lanes, instead of the rule
-    retried: dict[tuple[int, str], int] = field(default_factory=dict) # lane, slot -> births that were tried again
+    retried: dict[tuple[int, str], int] = field(default_factory=dict) # lane, slot -> number of retried germinations
     tables: dict[str, Tensor] = field(default_factory=dict) # slot -> its seeds in the epoch that the Governor judges
     graphs: Graphs | None = field(default=None, repr=False) # recorded steps; None: none are wanted
     forecaster: Forecaster | None = field(default=None, repr=False) # None: no forecasts
@@ -254,7 +254,7 @@ class Population:
         for k, new in fresh.items(): self.stepper.owners[k].reset_lanes(new)
         rates = self.learning_rates()
         for opt in self.stepper.owners.values(): opt.set_lr(rates)
-        self._accept_births(sorted({i for new in fresh.values() for i in new}))
+        self._accept_restarts(sorted({i for new in fresh.values() for i in new}))
         used, active, out = owners_in_use(self.model), self.model.active(), []
         taken: dict[int, int] = {} # groups of each width so far
         for lanes in plan:
@@ -285,19 +285,19 @@ class Population:
         self.epoch += 1 if active is None else torch.as_tensor(active)
         self.model.within = 1. # until the tick, with which the next epoch begins
 
-    def births(self) -> list[int]: # (n,) epochs; 0: no seed
+    def germination_epochs(self) -> list[int]: # (n,) epochs; 0: no seed
         "Return the epoch in which each lane's youngest seed germinated."
-        lived, births = self.epoch.tolist(), [0] * self.lanes
+        lived, found = self.epoch.tolist(), [0] * self.lanes
         for k in self.model.names:
             for i, s in enumerate(self.model.slot(k).states()):
-                if s.stage in LIVE or s.stage == Stage.FOSSILIZED: births[i] = max(births[i], lived[i] - s.age)
-        return births
+                if s.stage in LIVE or s.stage == Stage.FOSSILIZED: found[i] = max(found[i], lived[i] - s.age)
+        return found
 
     def learning_rates(self) -> Tensor: # (n,) float64
         "Return the learning rates of the coming epoch."
         base, lived = self.task.lr if self.config.lr is None else self.config.lr, self.epoch.tolist()
-        births = self.births() if self.config.restart else [0] * self.lanes
-        factors = [self.config.factor(e, self.epochs, born) for e, born in zip(lived, births)]
+        starts = self.germination_epochs() if self.config.restart else [0] * self.lanes
+        factors = [self.config.factor(e, self.epochs, start) for e, start in zip(lived, starts)]
         return base * torch.tensor(factors, dtype=torch.float64) * self.rates.lr
 
     def note_measurements(self,
@@ -323,7 +323,7 @@ class Population:
     def govern(self,
         losses: Tensor, # (batches, n) of an epoch
         inactive: Sequence[int] = (), # lanes that the Governor must not judge
-    ) -> tuple[tuple[Report, ...], tuple[DecisionResult, ...]]: # one for each failed lane; births that are undone
+    ) -> tuple[tuple[Report, ...], tuple[DecisionResult, ...]]: # one per failed lane; reverted germinations
         "Pass an epoch's losses to the Governor, and update the seeds of the lanes that it rolled back."
         if self.governor is None: return (), ()
         self.tables = self.slot_tables()
@@ -353,7 +353,7 @@ class Population:
     def settle_seeds(self,
         before: Mapping[str, Tensor], # `slot_tables` before the rollback
         lanes: Sequence[int], # that were rolled back
-    ) -> tuple[DecisionResult, ...]: # births that are undone, as decisions that can be carried out again
+    ) -> tuple[DecisionResult, ...]: # reverted germinations, as decisions that can be retried
         """Keep the histories of the seeds of lanes that were rolled back, and prune the live ones.
 
         A seed that germinated in this epoch, or after the restored snapshot, leaves no trace: its germination is
@@ -371,7 +371,7 @@ class Population:
         for slot, i, was in undone: slot.change(i, lambda _: SeedState(births=was.births))
         return tuple(undone_birth(slot, i, was) for slot, i, was in undone)
 
-    def retry_births(self) -> tuple[DecisionResult, ...]: # what was done, or why not
+    def retry_germinations(self) -> tuple[DecisionResult, ...]: # what was done, or why not
         "Repeat the germinations that the latest epoch undid, in each slot as often as the settings allow."
         out = []
         for d in () if self.last is None else self.last.undone:
@@ -435,9 +435,9 @@ class Population:
         kept = kept_history(slot.state(lane), was)
         if kept != slot.state(lane): slot.change(lane, lambda _: kept)
 
-    def _accept_births(self, born: Sequence[int]): # lanes with seeds that are new
+    def _accept_restarts(self, fresh: Sequence[int]): # lanes with new seeds
         "Announce to the Governor the lanes whose schedule restarts during a run."
-        again = [i for i in born if self.epoch[i] > 0]
+        again = [i for i in fresh if self.epoch[i] > 0]
         if self.governor is None or not again or not self.config.restart or self.config.schedule == "constant": return
         self.governor.accept(again)
 

@@ -126,7 +126,7 @@ def fit(
     """
     left = pop.epochs - int(pop.epoch.max()) if epochs is None else epochs
     for _ in range(left):
-        decided = pop.retry_births()
+        decided = pop.retry_germinations()
         if controller is not None: decided += apply_decisions(pop.model, controller(pop, pop.last))
         look = controller is not None or pop.forecaster is not None # controllers and forecasts may use the signals
         result = run_epoch(pop, disturb=disturb, look=look)
