@@ -46,7 +46,7 @@ def _refuse(cls, unknown: str) -> ValueError: # to be raised
     "Return the error for an unknown setting, with the nearest known name."
     known = [f.name for f in dataclasses.fields(cls)]
     near = difflib.get_close_matches(unknown, known, 1)
-    hint = f", did you mean {near[0]!r}?" if near else ""
+    hint = f", did you mean {near[0]!r}?" if near else "."
     return ValueError(f"{cls.__name__} has no setting {unknown!r}{hint} Known: {', '.join(known)}")
 
 def _options(hint) -> tuple:

@@ -117,7 +117,7 @@ def _check_setting(config: Config, name: str) -> None:
     places = [*known, *deep, *(p.partition(".")[2] for p in deep)]
     same = (name, _known_as.get(name))
     near = [p for p in (*known, *deep) if p.rpartition(".")[2] in same] or difflib.get_close_matches(name, places, 1)
-    hint = f", did you mean {near[0]!r}?" if near else ""
+    hint = f", did you mean {near[0]!r}?" if near else "."
     raise ValueError(f"{type(config).__name__} has no setting {name!r}{hint} Known: {', '.join(known)}")
 
 def change_settings(

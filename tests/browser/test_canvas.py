@@ -108,7 +108,8 @@ def test_the_key_shows_what_occurs(tmp_path):
         session.history.mark_fault("nan", 0, 1)
         page.evaluate("p => window.deliver(p)", packet(session))
         assert "fault" in key.inner_text() and "nan" in [t["text"] for t in page.evaluate("window.texts")]
-        assert page.locator(".esper-heads abbr").first.get_attribute("title").startswith("the unit of a cross-entropy loss")
+        title = page.locator(".esper-heads abbr").first.get_attribute("title")
+        assert title.startswith("the unit of a cross-entropy loss")
     session.close()
 
 def test_names_are_not_written_over_each_other(tmp_path):
