@@ -127,7 +127,7 @@ def play(env, plan, seed=0):
 
 @pytest.mark.parametrize("price", [0., 30.])
 def test_the_return_is_the_outcome_whatever_the_way(price):
-    "Accuracy less the price of room, 0.1 a percentage point: not one reward for growing, keeping, or going round."
+    "Accuracy net of the parameter cost, 0.1 a percentage point: not one reward for growing, keeping, or going round."
     every = {0: Choice("germinate", "r0c0", "conv_heavy"), 1: Choice("germinate", "r0c1", "conv_light"),
              2: Choice("germinate", "r0c2", "conv_light")}
     for plan in ({}, every, {3: every[0]}):

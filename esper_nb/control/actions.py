@@ -172,7 +172,7 @@ def in_stage(
     table: Tensor, # (n, S, C)
     *stages: Stage,
 ) -> Tensor: # (n, S) bool
-    "Tell which slots hold a seed in one of these stages."
+    "Return which slots hold a seed in one of these stages."
     return torch.isin(column(table, "stage"), torch.tensor([float(s) for s in stages], dtype=table.dtype))
 
 def choice_of(
@@ -231,7 +231,7 @@ class SlotView:
         return column(self.table, name)
 
     def in_stage(self, *stages: Stage) -> Tensor:
-        "Tell which slots hold a seed in one of these stages."
+        "Return which slots hold a seed in one of these stages."
         return in_stage(self.table, *stages)
 
     @cached_property

@@ -204,7 +204,8 @@ class Comparison(NamedTuple):
             return (f"Growing was not worth it: {found}; these data need no growth, a plain network of this size "
                     "does.")
         best = max(score, key=lambda k: score[k])
-        if score[best] - plain >= least and best not in ("PPO", "wait-only"):
+        more = best not in ("PPO", "wait-only") and score[best] - plain >= least
+        if more and standing(self.ahead(best, "wait-only")) == "above":
             return (f"Growing can pay here, and the controller has not learned it: {found}, but "
                     f"{_called.get(best, best)} {score[best]:.1f}; train it longer.")
         if not kept: return f"No seed was left at the end: {found}; whether growing pays here, this run does not tell."
