@@ -8,12 +8,14 @@ __all__ = ['ANSWERS', 'MOST_STRATA', 'PICTURES', 'Split', 'FEWEST', 'OWN', 'Exam
            'read_picture', 'read_folder', 'read_table_file', 'from_frame', 'group_numbers', 'as_pixels', 'from_arrays',
            'from_dataset', 'digest_of', 'balanced_order', 'first', 'load_digits_data', 'load_cifar10',
            'synthetic_cifar10', 'load_prose', 'load_text_file', 'split_examples', 'example_data', 'wild_targets',
-           'own_source', 'is_own', 'read_own', 'keep_read', 'keep_arrays', 'text_digest', 'load_own', 'load_source',
-           'host_for']
+           'own_source', 'is_own', 'source_words', 'read_own', 'keep_read', 'keep_arrays', 'text_digest', 'load_own',
+           'load_source', 'host_for']
 
 # %% ../../nbs/train/34_datasets.ipynb #f7dc16bf
+import csv
 import difflib
 import hashlib
+import io
 import unicodedata
 import warnings
 from collections import Counter
@@ -613,6 +615,19 @@ def _taken_apart(source: str) -> tuple[str, str, dict[str, list[str]]]: # kind, 
     kind, _, rest = source.partition(":")
     place, _, options = rest.rpartition("?")
     return kind, place, parse_qs(options)
+
+def source_words(source: str) -> list[str] | None: # source: from `own_source`; None: no command reads such data
+    "Return the options of the command line that read a source."
+    kind, place, options = _taken_apart(source)
+    augmented = any(options.get(k, ["0"]) != ["0"] for k in ("pad", "flip"))
+    if kind == "arrays" or augmented or (kind == "folder" and "size" not in options): return None
+    words = ["--data", place]
+    for k in ("size", "target", "label", "columns", "groups"):
+        if k not in options: continue
+        several, line = k == "columns" or k == "label" and "target" in options, io.StringIO()
+        csv.writer(line, lineterminator="").writerow(options[k])
+        words += [f"--{k}", line.getvalue() if several else options[k][0]]
+    return words
 
 def _check_digest(place: str, known: list[str] | None, found: str):
     check(known in (None, [found]), f"fingerprint of {place}", found, f"{known and known[0]}: the data have changed "
