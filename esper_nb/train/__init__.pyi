@@ -57,7 +57,7 @@ from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as La
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
 from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, FENCE as FENCE,
     MIDDLES as MIDDLES, MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES, Table as Table, read_frame as read_frame,
-    Column as Column, columns_of as columns_of, as_numbers as as_numbers, as_days as as_days,
+    Column as Column, columns_of as columns_of, as_numbers as as_numbers, as_days as as_days, listed as listed,
     Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,

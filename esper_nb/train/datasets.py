@@ -32,7 +32,7 @@ from torch import Tensor
 from ..core import check, check_count, check_device, generator
 from ..grow import CNNConfig
 from .data import ImageData, TargetData, TextData, standardised
-from .tables import Column, Preparation, as_numbers, columns_of, read_frame
+from .tables import Column, Preparation, as_numbers, columns_of, listed, read_frame
 
 if TYPE_CHECKING: import pandas
 
@@ -258,18 +258,19 @@ def from_frame(
     used = [k for k in header if k not in aside] if columns is None else list(columns)
     unknown = [k for k in dict.fromkeys((*asked, *used, *aside)) if k not in header]
     near = {k: difflib.get_close_matches(k, header, 1, 0)[0] for k in unknown}
-    wrong = [f"column of {source}={k!r}, expected {near[k]!r} perhaps, or another of {_shown(header)}" for k in unknown]
+    all_of = listed(header, 12)
+    wrong = [f"column of {source}={k!r}, expected {near[k]!r} perhaps, or another of {all_of}" for k in unknown]
     again = sorted(aside & set(used)) or [k for k, n in Counter(used).items() if n > 1]
     if again or not used: wrong.append(f"columns of {source} to learn from={again or used!r}, expected at least one, "
                                        "each once, and none of the targets or groups")
     refuse(wrong)
     answers, classes, notes = frame[asked], tuple(asked), []
     there = answers.notna().all(axis=1).to_numpy(copy=True)
-    if not there.all(): notes.append(f"{int((~there).sum())} rows without {_shown(asked)}: left out")
+    if not there.all(): notes.append(f"{int((~there).sum())} rows without {listed(asked, 12)}: left out")
     if target == "classes":
-        y, classes, kept = _classes_of(source, answers.iloc[:, 0], there)
+        y, classes, kept = _classes_of(" ".join([source, *(f"({note})" for note in notes)]), answers.iloc[:, 0], there)
         rare = there & ~kept
-        names = _shown(sorted(set(answers[rare].iloc[:, 0].astype(str))))
+        names = listed(sorted(set(answers[rare].iloc[:, 0].astype(str))), 12)
         if names: notes.append(f"{int(rare.sum())} rows of classes with fewer than three ({names}): left out")
         there = kept
     else: y = check_targets(source, _numbers_of(source, answers[there]), asked, target)
@@ -278,9 +279,6 @@ def from_frame(
     of = None if groups is None else group_numbers(frame[groups])[there]
     kept_rows = rows[torch.from_numpy(there)][:, None, None]
     return Examples(kept_rows, y, classes, tuple(kinds), of, tuple(notes))
-
-def _shown(names: Sequence[str], most: int = 12) -> str:
-    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 def _numbers_of(source: str, answers: "pandas.DataFrame") -> Tensor: # (N, K) float64
     "Return the cells of targets, which must be numbers."

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..core import Config, check, check_count, check_device
+from ..core import Config, check, check_count, check_device, printable
 from ..grow import (
     CNNConfig, GPTConfig, Growing, GrowingModel, HostConfig, ModuleHostConfig, Rules, check_slots, host_sites,
     module_model, new_host)
@@ -163,7 +163,7 @@ class Task(Config):
     def notes_text(self) -> str: # nothing for the data that come with the package
         "Return the notes on the preprocessing of your data, as lines of text."
         if not self.notes: return ""
-        return "\n".join(["what was done with your data", *(f"  {note}" for note in self.notes)])
+        return "\n".join(["what was done with your data", *(f"  {printable(note)}" for note in self.notes)])
 
     def loss(self, logits: Tensor, y: Tensor, lanes: int = 1) -> Tensor: # (n,) nats; of values: variances
         "Return the loss of each lane; sum them and call `backward`."
@@ -303,8 +303,8 @@ def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict
     examples, classes = data.num_train, data.classes
     if isinstance(host, ModuleHostConfig): settings = settings | dict(host=host.fitted(data.shape, classes))
     elif host is None: host = _TEXT_HOST.replace(block=data.shape[0]) if text else host_for(data.shape, classes)
-    usual = dict(host=host, batch_size=max(1, min(16 if text else 64, examples // 4)), epochs=10 if text else 25,
-                 lr=2e-3 if text else .05, optimizer="adamw" if text else "sgd")
+    usual = dict(host=host, batch_size=max(min(2, examples), min(16 if text else 64, examples // 4)),
+                 epochs=10 if text else 25, lr=2e-3 if text else .05, optimizer="adamw" if text else "sgd")
     given: dict = usual | settings
     sites = host_sites(given["host"])
     own = isinstance(given["host"], ModuleHostConfig)
