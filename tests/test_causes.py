@@ -433,36 +433,57 @@ def test_recording_a_step_is_cheap():
         best = min(best, (time.perf_counter() - start) / 50)
     assert best < 1e-3 # 20 µs on an idle machine
 
-def ranks_train(rank, world, folder, out):
+def ranks_train(rank, world, folder, out, kind, fault):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
-    loop = Loop(CONFIG.replace(explain_steps=0))
-    model = nn.parallel.DistributedDataParallel(loop.net)
-    opt = torch.optim.AdamW(loop.net.parameters(), lr=3e-3)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
+    if kind == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+        for part in (net[0], net[3], net): fully_shard(part)
+    model = nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
+    opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
     gov = Governor(model, opt, chance_loss=math.log(10), config=CONFIG)
     def step(xy):
         loss = F.cross_entropy(model(xy[0]), xy[1])
-        opt.zero_grad(); loss.backward(); opt.step()
+        opt.zero_grad()
+        (-loss if fault == "sign" and gov.watched >= AT else loss).backward()
+        opt.step()
         return loss
-    for k in range(AT + 30):
-        x, y = batch(k, rank)
-        if k == AT and rank == 1: x = x * math.nan
-        gov.run(step, (x, y))
-    out[rank] = dict(said=[(r.cause, r.why.split(";")[0]) for r in gov.reports], batches=gov.explain().batches,
-                     weights=torch.cat([p.detach().flatten() for p in loop.net.parameters()]))
+    try:
+        for k in range(AT + 60):
+            x, y = batch(k, rank)
+            if fault == "nan batch" and k == AT and rank == 1: x = x * math.nan
+            gov.run(step, (x, y))
+    except GovernorStop: pass
+    found = gov.explain()
+    whole = [p.full_tensor() if kind == "fsdp" else p for p in net.parameters()]
+    out[rank] = dict(said=[(r.batch, r.reason, r.action, r.cause, r.why.split(";")[0], r.asked) for r in gov.reports],
+                     found=(found.cause, found.batches, found.recorded, found.replayed),
+                     weights=torch.cat([p.detach().flatten() for p in whole]))
     dist.barrier()
     dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_explain_together_and_stay_equal(tmp_path, world):
+@pytest.mark.parametrize("kind, world", [("ddp", 2), ("ddp", 4), ("fsdp", 2)])
+@pytest.mark.parametrize("fault", ["nan batch", "sign"])
+def test_ranks_compare_weights_and_explain_together_and_stay_equal(tmp_path, kind, world, fault):
     out = mp.Manager().dict()
     context = mp.get_context("fork")
-    processes = [context.Process(target=ranks_train, args=(r, world, str(tmp_path), out)) for r in range(world)]
+    given = world, str(tmp_path), out, kind, fault
+    processes = [context.Process(target=ranks_train, args=(r, *given)) for r in range(world)]
     for p in processes: p.start()
     for p in processes: p.join(120)
     assert len(out) == world
-    assert all(out[r]["said"] == out[0]["said"] and out[r]["batches"] == (AT,) for r in range(world))
-    assert out[0]["said"][0][0] == "data"
-    assert all(torch.equal(out[r]["weights"], out[0]["weights"]) for r in range(world))
+    first = out[0]
+    print(first["said"][0], first["found"][:2])
+    for r in range(1, world):
+        assert repr(out[r]["said"]) == repr(first["said"])
+        assert repr(out[r]["found"]) == repr(first["found"]) # as text: NaN is equal to itself
+        assert torch.equal(out[r]["weights"], first["weights"])
+    assert first["weights"].isfinite().all()
+    if fault == "nan batch": assert first["said"][0][3] == first["found"][0] == "data" and first["found"][1] == (AT,)
+    else:
+        assert first["said"][0][2] == "rollback" and first["said"][0][5] is not None, "old weights were not compared"
+        assert first["said"][0][3] == "loop"

@@ -18,8 +18,8 @@ import zlib
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_strangers import TINY
 
+from benchmarks.strangers_bench import TINY
 from esper_nb.guard import Governor
 from esper_nb.record import RunFolder, checkpoint_digest
 from esper_nb.run import begin_fit, begin_run, export_run, get_recipe, main, open_fit, open_run, report_html, watch_text

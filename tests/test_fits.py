@@ -164,8 +164,8 @@ def written(path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("what", COMMANDS)
 def test_kills_at_any_moment_change_nothing(tmp_path, what):
-    "The number of kills is that of ESPER_NB_KILLS in the environment, or four."
-    kills, chance = int(os.environ.get("ESPER_NB_KILLS", 4)), random.Random(0)
+    "Four kills, or ESPER_NB_KILLS in the environment; ESPER_NB_SEED draws other moments."
+    kills, chance = int(os.environ.get("ESPER_NB_KILLS", 4)), random.Random(int(os.environ.get("ESPER_NB_SEED", 0)))
     begin, go_on, growing = COMMANDS[what]
     def folder(run):
         path = tmp_path/str(run)/begin[1]

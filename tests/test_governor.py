@@ -88,6 +88,7 @@ def forget(loop):
 def test_a_replayed_run_equals_one_that_never_failed(fault, reason, at):
     clean, saved = Loop().run(180), Loop().run(180, (at, fault))
     assert {r.reason for r in saved.gov.reports} == {reason}
+    assert all((", limit " in str(r)) == (reason != "collapse") for r in saved.gov.reports)
     assert "replay" in {r.action for r in saved.gov.reports} and not clean.gov.reports
     assert saved.losses == clean.losses
     for a, b in zip(saved.net.state_dict().values(), clean.net.state_dict().values()): assert torch.equal(a, b)

@@ -20,6 +20,7 @@ from esper_nb.train import get_task
 from esper_nb.show import Feed, Frame, FrameSource, PopulationSource, RowsSource
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+LONG = "ESPER_NB_LONG" in os.environ # in whole lengths: a million rows, 2,000 epochs
 
 
 def a_row(update, lane=0, **more):
@@ -36,17 +37,19 @@ def test_rows_that_are_read_share_their_names_and_words():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_report_of_many_rows_needs_less_than_a_kilobyte_a_row(tmp_path):
-    folder = RunFolder(tmp_path/"run")
+    folder, updates = RunFolder(tmp_path/"run"), 5000 if LONG else 1500
     folder.path.mkdir()
-    folder.write_config(dict(run=dict(name="long", ppo=dict(num_updates=1500), env=dict(num_envs=16))))
+    folder.write_config(dict(run=dict(name="long", ppo=dict(num_updates=updates), env=dict(num_envs=16))))
     more = {f"reward.term{k}": .25 * k for k in range(5)} | {f"observation.seen{k}": .5 * k for k in range(4)}
     with open(folder.rows_path, "w") as file:
-        for update in range(1500):
+        for update in range(updates):
             for k in range(200): file.write(encode_row(a_row(update, k % 16, **more)) + "\n")
     call = f"from esper_nb.run.report import write_report; write_report({str(folder.path)!r})"
     peak = "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
     done = subprocess.run([sys.executable, "-c", f"{call}; {peak}"], capture_output=True, text=True, check=True)
-    assert int(done.stdout.split()[-1]) < 420_000 # kB, of which matplotlib and the rest of us take some 100,000
+    needed = int(done.stdout.split()[-1])
+    print(f"{200 * updates:,} rows: {needed:,} kB")
+    assert needed < min(120_000 + 200 * updates, 10**6) # matplotlib and the rest of us take some 100,000
     assert (folder.path/"report.html").stat().st_size > 1000
 
 
@@ -78,7 +81,7 @@ def test_a_thousand_frames_a_second_drop_packets_and_not_the_run():
 
 def memory_of(session, steps):
     session.step(steps)
-    assert session.wait(600) == "paused"
+    assert session.wait(1800) == "paused"
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
 
@@ -99,18 +102,19 @@ def test_a_session_of_thousands_of_frames_keeps_its_memory():
 @pytest.mark.slow
 def test_hundreds_of_epochs_keep_their_memory():
     host = CNNConfig(classes=10, in_channels=1, size=8, blocks=2, base=2, kernel=1, pools=1)
-    task = get_task("digits").replace(host=host, slots=("r0c0",), batch_size=32)
-    pop = new_population(task, FitConfig(lanes=2, epochs=600), data=task.load(limit=32))
+    epochs, task = 2000 if LONG else 500, get_task("digits").replace(host=host, slots=("r0c0",), batch_size=32)
+    pop = new_population(task, FitConfig(lanes=2, epochs=epochs + 100), data=task.load(limit=32))
     session = Session(PopulationSource(pop), capacity=64, rows=500)
     tracemalloc.start()
     memory_of(session, 100)
     first, resident = memory_of(session, 50), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    later = memory_of(session, 350)
+    later = memory_of(session, epochs - 150)
     tracemalloc.stop()
     session.close()
-    assert pop.epoch.tolist() == [500, 500]
-    assert later - first < 100_000 # bytes
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident < 30_000 # kB
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
+    print(f"{epochs:,} epochs: after epoch 150 {later - first:,} bytes of Python and {grown:,} kB of the process more")
+    assert pop.epoch.tolist() == [epochs, epochs]
+    assert later - first < 100_000 and grown < 30_000
 
 
 def test_ten_hours_and_clocks_that_jump_change_no_figure(tmp_path):

@@ -13,7 +13,7 @@ from esper_nb.record import RunFolder, encode_row, new_file, read_rows
 from esper_nb.run import (
     Comparison, RunConfig, about_time, begin_run, cli, command_words, get_recipe, report_html, search_rivals,
     watch_text, write_report)
-from esper_nb.train import FitConfig
+from esper_nb.train import FitConfig, get_task, task_from_table
 
 ROOT = Path(__file__).parents[1]
 TINY = {"env.num_envs": 4, "env.horizon": 8, "env.limit": 256, "ppo.num_steps": 8, "ppo.num_updates": 3,
@@ -114,6 +114,20 @@ def test_a_population_has_a_command_too_and_a_recipe_of_ones_own_has_none(chosen
     words = command_words({"task": {"name": "digits"}, "fit": FitConfig(lanes=4, epochs=2).to_dict()})
     assert chosen(words) == FitConfig(lanes=4, epochs=2)
     assert command_words({"run": RunConfig("of my own").to_dict()}) is None and command_words({}) is None
+
+@pytest.mark.parametrize("options", [dict(label=["so, big", "odd"], target="labels"), dict(label="kind"),
+                                     dict(label="kind", columns=["a", "so, big"], groups="who")], ids=str)
+def test_a_run_of_a_table_has_the_command_that_makes_its_task(options, chosen, tmp_path):
+    place = tmp_path/"digits.csv" # and not the task of this name
+    rows = (f"{i % 7},{i % 3 % 2},{i % 2},p{i % 9},{'xy'[i % 2]}" for i in range(60))
+    place.write_text("\n".join(['a,"so, big",odd,who,kind', *rows]))
+    task = task_from_table(place, **options)
+    config, fit = get_recipe(task, {"seed": 3}), FitConfig(lanes=2)
+    assert chosen(command_words({"run": json.loads(json.dumps(config.to_dict()))})) == config
+    words = command_words({"task": task.to_dict(), "fit": fit.to_dict()})
+    assert words[:4] == ["esper-nb", "fit", "--data", str(place)] and chosen(words) == fit
+    assert command_words({"run": get_recipe(task.replace(lr=.3)).to_dict()}) is None
+    assert command_words({"task": get_task("digits").replace(lr=.3).to_dict(), "fit": fit.to_dict()}) is None
 
 @pytest.mark.parametrize("minutes, where", [(None, "update 1 of 3;"), (9., "update 1;")])
 def test_a_run_in_its_midst_says_how_far_it_is_and_how_to_go_on(no_pictures, tmp_path, minutes, where):

@@ -15,8 +15,8 @@ from esper_nb.grow import check_same
 from esper_nb.run import export_run, fit_run
 from esper_nb.run.cli import main
 from esper_nb.train import (
-    Column, FitConfig, Preparation, from_arrays, read_picture, read_table_file, split_examples, task_from_arrays,
-    task_from_path, task_from_table)
+    Column, FitConfig, Preparation, from_arrays, new_population, read_picture, read_table_file, run_epoch,
+    split_examples, task_from_arrays, task_from_path, task_from_table)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ONNX = all(importlib.util.find_spec(k) for k in ("onnx", "onnxscript", "onnxruntime"))
@@ -160,6 +160,17 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
     with pytest.raises(ValueError, match=r"0.png cannot be read.*1.png cannot be read"): task_from_path(tmp_path/"pics")
 
 
+def test_notes_are_short_and_hold_no_commands_of_a_terminal(tmp_path):
+    f = frame().assign(city=["w" * 10**6, "two\nlines", "\x1b[2Jred"] * 30)
+    task = task_from_table(written(tmp_path/"t.csv", f))
+    said = task.notes_text()
+    assert len(said) < 500 and all(line.isprintable() for line in said.split("\n")) and "two\\nlines" in said
+
+def test_six_rows_can_be_trained_on(tmp_path):
+    task = task_from_table(written(tmp_path/"t.csv", frame(6).assign(kind=["x", "y"] * 3)))
+    pop = new_population(task, FitConfig(lanes=2, epochs=1, workers=1))
+    assert bool(run_epoch(pop).train.loss.isfinite().all())
+
 def test_the_command_line_names_columns_and_groups_as_python_does(tmp_path, capsys):
     place = written(tmp_path/"t.csv", frame().assign(patient=1))
     asked = ["--label", "kind", "--columns", "a,zz", "--groups", "patiant", "--out", str(tmp_path/"runs")]
@@ -216,6 +227,11 @@ HOSTILE = { # content, and what is said: of an error, or in the notes
     "gaps among targets": (b"a,b,kind\n1,2,\n" + GOOD.encode(), "1 rows without kind: left out"),
     "values": (b"kind,a\n" + "".join(f"{i},{i / 7}\n" for i in range(60)).encode(), "target='values'"),
     "wide": (WIDE.encode(), "number"),
+    "a Mac's line ends": (("a,b,kind\n" + GOOD).replace("\n", "\r").encode(), "a, b: number"),
+    "UTF-32": (("a,b,kind\n" + GOOD).encode("utf-32"), "save the table as CSV in UTF-8"),
+    "far days": (b"a,when,kind\n" + "".join(f"{i * 37 % 89},{(1, 9999, 2024, 2023)[i * 7 % 4]:04}-01-0{i % 7 + 1},"
+                                            f"{'xy'[i % 2]}\n" for i in range(60)).encode(), "when: day"),
+    "a class called NA": (b"a,kind\n" + b"1,NA\n2,EU\n" * 20, "20 rows without kind: left out"),
 }
 
 @pytest.mark.parametrize("case", HOSTILE)

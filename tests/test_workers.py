@@ -22,6 +22,7 @@ from esper_nb.run import FaultTolerance, LocalWorker, SplitVecEnv, WorkerLost, n
 from esper_nb.train import Fault
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0") # as `start_ray` has it, before anybody imports Ray
+os.environ.setdefault("RAY_worker_niceness", "0") # with 15, its own, other programs keep workers from importing torch
 try: import ray
 except ImportError: ray = None
 needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: pip install 'esper_nb[ray]'")

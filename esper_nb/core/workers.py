@@ -43,7 +43,7 @@ def plan(
     kinds = [0] * check_count("lanes", kinds) if isinstance(kinds, int) else list(kinds)
     by_kind: dict[Hashable, list[int]] = {}
     for i, k in enumerate(kinds): by_kind.setdefault(k, []).append(i)
-    widest = check_count("width", width) if width else max(2, budget // max(1, lane_bytes))
+    widest = check_count("width", width) if width else max(1, budget // max(1, lane_bytes))
     fair = -(-len(kinds) // workers)  # no group larger than a worker's fair share
     groups = [g for lanes in by_kind.values() for g in _split(lanes, -(-len(lanes) // min(widest, fair)))]
     while len(groups) % workers and len(largest := max(groups, key=len)) > 1:  # as many for each worker

@@ -499,6 +499,7 @@ class Route:
 
     @cached_property
     def cut(self) -> "Cut | None": # the last group: lanes without a role. None where all lanes share one role
+        "Return the lanes of each role."
         if len(self.roles[0].lanes) == self.n: return None
         rest = sorted(set(self.everyone).difference(*(r.lanes for r in self.roles)))
         return Cut([r.lanes for r in self.roles] + ([rest] if rest else []))

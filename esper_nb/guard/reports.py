@@ -198,6 +198,7 @@ class Report:
 
     def __str__(self):
         limit = "" if self.limit is None else f", limit {self.limit:.3g}"
+        if self.reason in ("collapse", "gradient"): limit = "" # of explosions: neither loss was above it
         if self.reason == "rise": limit = "" if self.mean is None else f", mean {self.mean:.4g}"
         seen = f"loss {self.shown if self.loss is None else format(self.loss, '.4g')}{limit}"
         back = "" if self.restored_step is None else f", back at step {self.restored_step}"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..core import finite_or_none
+from ..core import finite_or_none, printable
 from ..guard import Governor, Report, loss_limits
 from ..grow import COOLING, LIVE, DecisionResult, Growing, Reason, SeedState, Slot, Stage
 from ..train import EpochResult, EvalResult, ImageData, Population, TextData
@@ -289,7 +289,7 @@ def closing_table(
     of_class = dict(zip(pop.data.names, test.class_pp.nanmedian(0).values.tolist()))
     if len(of_class) > 1:
         weakest = min(of_class, key=lambda name: (math.isnan(of_class[name]), of_class[name]))
-        lines.insert(2, ("weakest", f"{weakest}: median {of_class[weakest]:.1f} {score.unit}"))
+        lines.insert(2, ("weakest", f"{printable(weakest)}: median {of_class[weakest]:.1f} {score.unit}"))
     return "\n".join(f"{k:>14}  {v}" for k, v in lines)
 
 # %% ../../nbs/record/71_training_rows.ipynb #f4f9257a

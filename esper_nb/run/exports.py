@@ -259,7 +259,7 @@ def usage(
         turn = f'x = numpy.asarray(pixels, "float32").reshape(1, {h}, {w}, {c}).transpose(0, 3, 1, 2) / 255'
         made = ["from PIL import Image, ImageOps", fit, turn] if facts["range"] == "0..1" and c in (1, 3) else any_range
         return [first, *made, alone]
-    since = 'pandas.to_datetime(rows[k], format=form, utc=True, errors="coerce") - pandas.Timestamp(0, tz="UTC")'
+    since = 'pandas.to_datetime(rows[k], format=form, utc=True, errors="coerce") - pandas.Timestamp("1970", tz="UTC")'
     days = f'for k, form in facts["days"].items(): rows[k] = ({since}) / pandas.Timedelta(days=1)'
     lines = [first, f'facts = json.load(open("{path.with_suffix(".json")}"))["input"]',
              'rows = pandas.read_csv("new.csv", **facts["read_csv"])', *([days] if facts["days"] else [])]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..core import Config, changed_settings, check, check_count, option_text
 from ..grow import SHORT_LIFE, list_blueprints
-from ..train import FitConfig, ImageData, Task, TextData, get_task, list_tasks
+from ..train import FitConfig, ImageData, Task, TextData, get_task, is_own, list_tasks, task_words
 from ..control import SHORT, EnvConfig, GrowVecEnv
 from ..learn import PPOConfig, PolicyConfig
 from ..record import TRACKERS
@@ -193,7 +193,7 @@ def plan_text(
 ) -> str:
     "Describe the remaining training, the run's folder and the command that follows it."
     n = config.ppo.num_updates - updates
-    left = f"{n} update{'s' * (n != 1)} of {config.ppo.num_steps} steps"
+    left = f"{n} {'more ' * (updates > 0)}update{'s' * (n != 1)} of {config.ppo.num_steps} steps"
     what = left if config.minutes is None else f"{max(0., config.minutes - seconds / 60):.3g} min of training"
     shards = f" in {config.shards} shard{'s' * (config.shards != 1)} ({config.engine})" if config.split else ""
     task = config.env.task
@@ -211,9 +211,13 @@ def command_words(
     learns = "run" in config
     try:
         name = config["run" if learns else "task"]["name"]
-        usual: Config = get_recipe(name) if learns else FitConfig()
-    except (KeyError, ValueError): return None
-    words = ["esper-nb", "train" if learns else "fit", name]
+        task = config["run"]["env"]["task"] if learns else config["task"]
+        own = Task.from_dict(task) if isinstance(task, dict) and is_own(task.get("data", "")) else None
+        what = [name] if own is None else task_words(own)
+        if what is None or not (learns or own) and changed_settings(task, get_task(name).to_dict()): return None
+        usual: Config = get_recipe(own or name) if learns else FitConfig()
+    except (KeyError, ValueError, OSError): return None
+    words = ["esper-nb", "train" if learns else "fit", *what]
     options = {"seed": "--seed", "minutes": "--minutes", "ppo.num_updates": "--updates", "engine": "--engine",
                "shards": "--shards", "comparison": "--comparison"} if learns else {}
     now = config["run" if learns else "fit"]

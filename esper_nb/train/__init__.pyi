@@ -22,9 +22,9 @@ from .datasets import (ANSWERS as ANSWERS, MOST_STRATA as MOST_STRATA, PICTURES 
     digest_of as digest_of, balanced_order as balanced_order, first as first, load_digits_data as load_digits_data,
     load_cifar10 as load_cifar10, synthetic_cifar10 as synthetic_cifar10, load_prose as load_prose,
     load_text_file as load_text_file, split_examples as split_examples, example_data as example_data,
-    wild_targets as wild_targets, own_source as own_source, is_own as is_own, read_own as read_own,
-    keep_read as keep_read, keep_arrays as keep_arrays, text_digest as text_digest, load_own as load_own,
-    load_source as load_source, host_for as host_for)
+    wild_targets as wild_targets, own_source as own_source, is_own as is_own, source_words as source_words,
+    read_own as read_own, keep_read as keep_read, keep_arrays as keep_arrays, text_digest as text_digest,
+    load_own as load_own, load_source as load_source, host_for as host_for)
 from .families import (TASK_FAMILIES as TASK_FAMILIES, Instance as Instance, groupings as groupings, Lesson as Lesson,
     draw_classes as draw_classes, draw_lesson as draw_lesson, FamilyData as FamilyData,
     begin_lessons as begin_lessons)
@@ -57,15 +57,15 @@ from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as La
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
 from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, FENCE as FENCE,
     MIDDLES as MIDDLES, MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES, Table as Table, read_frame as read_frame,
-    Column as Column, columns_of as columns_of, as_numbers as as_numbers, as_days as as_days,
+    Column as Column, columns_of as columns_of, as_numbers as as_numbers, as_days as as_days, listed as listed,
     Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
     accuracy_pp as accuracy_pp, check_settings as check_settings, check_fit as check_fit, Task as Task,
     register_task as register_task, list_tasks as list_tasks, get_task as get_task,
     task_from_folder as task_from_folder, task_from_table as task_from_table, task_from_arrays as task_from_arrays,
-    task_from_dataset as task_from_dataset, task_from_text as task_from_text, task_from_path as task_from_path,
-    create_model as create_model)
+    task_from_dataset as task_from_dataset, task_from_text as task_from_text, task_words as task_words,
+    task_from_path as task_from_path, create_model as create_model)
 from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
     StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
     train_group as train_group, may_defer as may_defer, group_epoch as group_epoch)

@@ -8,12 +8,14 @@ __all__ = ['ANSWERS', 'MOST_STRATA', 'PICTURES', 'Split', 'FEWEST', 'OWN', 'Exam
            'read_picture', 'read_folder', 'read_table_file', 'from_frame', 'group_numbers', 'as_pixels', 'from_arrays',
            'from_dataset', 'digest_of', 'balanced_order', 'first', 'load_digits_data', 'load_cifar10',
            'synthetic_cifar10', 'load_prose', 'load_text_file', 'split_examples', 'example_data', 'wild_targets',
-           'own_source', 'is_own', 'read_own', 'keep_read', 'keep_arrays', 'text_digest', 'load_own', 'load_source',
-           'host_for']
+           'own_source', 'is_own', 'source_words', 'read_own', 'keep_read', 'keep_arrays', 'text_digest', 'load_own',
+           'load_source', 'host_for']
 
 # %% ../../nbs/train/34_datasets.ipynb #f7dc16bf
+import csv
 import difflib
 import hashlib
+import io
 import unicodedata
 import warnings
 from collections import Counter
@@ -30,7 +32,7 @@ from torch import Tensor
 from ..core import check, check_count, check_device, generator
 from ..grow import CNNConfig
 from .data import ImageData, TargetData, TextData, standardised
-from .tables import Column, Preparation, as_numbers, columns_of, read_frame
+from .tables import Column, Preparation, as_numbers, columns_of, listed, read_frame
 
 if TYPE_CHECKING: import pandas
 
@@ -256,18 +258,19 @@ def from_frame(
     used = [k for k in header if k not in aside] if columns is None else list(columns)
     unknown = [k for k in dict.fromkeys((*asked, *used, *aside)) if k not in header]
     near = {k: difflib.get_close_matches(k, header, 1, 0)[0] for k in unknown}
-    wrong = [f"column of {source}={k!r}, expected {near[k]!r} perhaps, or another of {_shown(header)}" for k in unknown]
+    all_of = listed(header, 12)
+    wrong = [f"column of {source}={k!r}, expected {near[k]!r} perhaps, or another of {all_of}" for k in unknown]
     again = sorted(aside & set(used)) or [k for k, n in Counter(used).items() if n > 1]
     if again or not used: wrong.append(f"columns of {source} to learn from={again or used!r}, expected at least one, "
                                        "each once, and none of the targets or groups")
     refuse(wrong)
     answers, classes, notes = frame[asked], tuple(asked), []
     there = answers.notna().all(axis=1).to_numpy(copy=True)
-    if not there.all(): notes.append(f"{int((~there).sum())} rows without {_shown(asked)}: left out")
+    if not there.all(): notes.append(f"{int((~there).sum())} rows without {listed(asked, 12)}: left out")
     if target == "classes":
-        y, classes, kept = _classes_of(source, answers.iloc[:, 0], there)
+        y, classes, kept = _classes_of(" ".join([source, *(f"({note})" for note in notes)]), answers.iloc[:, 0], there)
         rare = there & ~kept
-        names = _shown(sorted(set(answers[rare].iloc[:, 0].astype(str))))
+        names = listed(sorted(set(answers[rare].iloc[:, 0].astype(str))), 12)
         if names: notes.append(f"{int(rare.sum())} rows of classes with fewer than three ({names}): left out")
         there = kept
     else: y = check_targets(source, _numbers_of(source, answers[there]), asked, target)
@@ -276,9 +279,6 @@ def from_frame(
     of = None if groups is None else group_numbers(frame[groups])[there]
     kept_rows = rows[torch.from_numpy(there)][:, None, None]
     return Examples(kept_rows, y, classes, tuple(kinds), of, tuple(notes))
-
-def _shown(names: Sequence[str], most: int = 12) -> str:
-    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 def _numbers_of(source: str, answers: "pandas.DataFrame") -> Tensor: # (N, K) float64
     "Return the cells of targets, which must be numbers."
@@ -613,6 +613,19 @@ def _taken_apart(source: str) -> tuple[str, str, dict[str, list[str]]]: # kind, 
     kind, _, rest = source.partition(":")
     place, _, options = rest.rpartition("?")
     return kind, place, parse_qs(options)
+
+def source_words(source: str) -> list[str] | None: # source: from `own_source`; None: no command reads such data
+    "Return the options of the command line that read a source."
+    kind, place, options = _taken_apart(source)
+    augmented = any(options.get(k, ["0"]) != ["0"] for k in ("pad", "flip"))
+    if kind == "arrays" or augmented or (kind == "folder" and "size" not in options): return None
+    words = ["--data", place]
+    for k in ("size", "target", "label", "columns", "groups"):
+        if k not in options: continue
+        several, line = k == "columns" or k == "label" and "target" in options, io.StringIO()
+        csv.writer(line, lineterminator="").writerow(options[k])
+        words += [f"--{k}", line.getvalue() if several else options[k][0]]
+    return words
 
 def _check_digest(place: str, known: list[str] | None, found: str):
     check(known in (None, [found]), f"fingerprint of {place}", found, f"{known and known[0]}: the data have changed "

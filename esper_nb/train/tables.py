@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['GAPS', 'MISSING', 'UNSEEN', 'MOST', 'DAYS', 'FENCE', 'MIDDLES', 'MOST_WORDS', 'MOST_LINES', 'Table', 'read_frame',
-           'Column', 'columns_of', 'as_numbers', 'as_days', 'Preparation']
+           'Column', 'columns_of', 'as_numbers', 'as_days', 'listed', 'Preparation']
 
 # %% ../../nbs/train/29_tables.ipynb #5db5d8c6
 import csv
 import io
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -55,9 +56,10 @@ def read_frame(
 def _decoded(path: Path) -> tuple[str, str]: # the text, and its encoding
     "Decode a file in UTF-8, UTF-16 or the Windows encoding."
     content = path.read_bytes()
-    if content[:2] in (b"\xff\xfe", b"\xfe\xff"): return content.decode("utf-16"), "utf-16"
-    check(b"\0" not in content, "bytes", "NUL", "text; save the table as CSV in UTF-8")
-    for encoding in ("utf-8-sig", "cp1252"):
+    wide = content[:2] in (b"\xff\xfe", b"\xfe\xff")
+    zero = "\0" in content.decode("utf-16") if wide else b"\0" in content
+    check(not zero, "bytes", "NUL", "text; save the table as CSV in UTF-8")
+    for encoding in ("utf-16",) if wide else ("utf-8-sig", "cp1252"):
         try: return content.decode(encoding), encoding
         except UnicodeDecodeError: pass
     return content.decode("latin-1"), "latin-1"
@@ -65,7 +67,7 @@ def _decoded(path: Path) -> tuple[str, str]: # the text, and its encoding
 def _read_text(text: str, options: dict[str, Any]) -> Table:
     "Read CSV with the most frequent delimiter of its header, and decimal commas if these parse more numbers."
     import pandas
-    head = text.lstrip().partition("\n")[0]
+    head = re.split("[\r\n]", text.lstrip(), maxsplit=1)[0]
     outside = "".join(head.split('"')[::2]) # of quotes
     options |= dict(sep=max(",;\t|", key=outside.count), skipinitialspace=True, index_col=False, na_values=list(GAPS))
     def read(**more: Any) -> "pandas.DataFrame":
@@ -128,7 +130,7 @@ def _column(name: str, values: "pandas.Series") -> tuple[Column, np.ndarray]:
     least = max(1, MOST * there.sum())
     if there.any() and np.isfinite(numbers).sum() >= least:
         stray = sorted(set(map(str, values[there & np.isnan(numbers)])))
-        return Column(name, "number", note=f"{_listed(stray)} read as missing" if stray else ""), numbers
+        return Column(name, "number", note=f"{listed(stray)} read as missing" if stray else ""), numbers
     for form in DAYS if values[there].astype(str).str.contains(r"\d").mean() >= MOST else ():
         days = as_days(values, form)
         if there.any() and np.isfinite(days).sum() >= least: return Column(name, "day", format=form), days
@@ -141,13 +143,13 @@ def _column(name: str, values: "pandas.Series") -> tuple[Column, np.ndarray]:
 def as_days(values: "pandas.Series", form: str) -> np.ndarray: # float64
     "Convert dates, or dates with times, to days since the start of 1970; NaN where this fails."
     import pandas
-    since = pandas.to_datetime(values, format=form, errors="coerce", utc=True) - pandas.Timestamp(0, tz="UTC")
+    since = pandas.to_datetime(values, format=form, errors="coerce", utc=True) - pandas.Timestamp("1970", tz="UTC")
     return (since / pandas.Timedelta(days=1)).to_numpy("float64", na_value=np.nan)
 
-def _listed(names: Sequence[str], most: int = 4) -> str:
+def listed(names: Sequence[str], most: int = 4, width: int = 60) -> str: # width: of a name, characters
     "Format names for a sentence."
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
+    return ", ".join(k if len(k) <= width else f"{k[:width]}…" for k in map(str, names[:most])) + more
 
 # %% ../../nbs/train/29_tables.ipynb #668c3887
 FENCE = 10 # widths of the middle half beyond it: what is further away is put there
@@ -185,7 +187,7 @@ class Preparation(nn.Module):
         self.used = sorted({*used, *gaps, *self.places}) # places of the columns that matter
         of = {i: j for j, i in enumerate(self.used)}
         self.register_buffer("place", torch.tensor([of.get(i, 0) for i in range(len(columns))], dtype=torch.int64))
-        check(bool(used or gaps or self.places), "columns to learn from", _listed([c.name for c in columns]),
+        check(bool(used or gaps or self.places), "columns to learn from", listed([c.name for c in columns]),
               "at least one that changes from row to row, and not in every row")
 
     def forward(self, rows: Tensor) -> Tensor: # (..., C) to (..., F) float32 in 0..1
@@ -212,7 +214,7 @@ class Preparation(nn.Module):
             if c.kind == "word": what = self._word_told(i, cells)
             else: what = self._number_told(i, place.get(i), i in flagged, cells)
             alike.setdefault("; ".join(filter(None, [what, c.note])), []).append(c.name)
-        lines = [f"{_listed(names)}: {what}" for what, names in alike.items()]
+        lines = [f"{listed(names)}: {what}" for what, names in alike.items()]
         more = [f"and {len(lines) - MOST_LINES} more lines like these"] if len(lines) > MOST_LINES else []
         return lines[:MOST_LINES] + more
 
@@ -233,10 +235,10 @@ class Preparation(nn.Module):
         words, places, gaps = self.columns[i].words, self.places.get(i), int((v == MISSING).sum())
         if gaps == len(v): return "empty: left out"
         if places is None:
-            if len(words) == 1: return f"always {words[0]}: left out"
+            if len(words) == 1: return f"always {listed(words)}: left out"
             return f"{len(words):,} different words in {len(v):,} rows, hardly one twice: left out"
         shared = [w for w, p in zip(words, places) if p < 0 or p == places[-1]]
-        said = [f"{len(words)} categories ({_listed(words)})"]
+        said = [f"{len(words)} categories ({listed(words)})"]
         if shared: said.append(f"{len(shared)} seldom or unseen ones " + ("are one" if places[-1] >= 0 else "are none"))
         if gaps: said.append(f"{gaps} missing: " + ("a category, too" if places[-2] >= 0 else "none of them"))
         return "; ".join(said)

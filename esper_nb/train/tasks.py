@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FEW_CLASSES', 'SOURCES', 'split_lanes', 'lane_cross_entropy', 'class_counts', 'correct_counts', 'accuracy_pp',
            'check_settings', 'check_fit', 'Task', 'register_task', 'list_tasks', 'get_task', 'task_from_folder',
-           'task_from_table', 'task_from_arrays', 'task_from_dataset', 'task_from_text', 'task_from_path',
+           'task_from_table', 'task_from_arrays', 'task_from_dataset', 'task_from_text', 'task_words', 'task_from_path',
            'create_model']
 
 # %% ../../nbs/train/35_tasks.ipynb #61ee899e
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..core import Config, check, check_count, check_device
+from ..core import Config, check, check_count, check_device, printable
 from ..grow import (
     CNNConfig, GPTConfig, Growing, GrowingModel, HostConfig, ModuleHostConfig, Rules, check_slots, host_sites,
     module_model, new_host)
@@ -25,7 +25,7 @@ from .data import (
     ImageData, TextData, count_answers, is_target, lane_target_loss, share_pp, target_counts)
 from .datasets import (
     from_arrays, from_dataset, host_for, is_own, keep_arrays, keep_read, load_own, load_source, own_source,
-    read_folder, read_table_file, text_digest)
+    read_folder, read_table_file, source_words, text_digest)
 
 # %% ../../nbs/train/35_tasks.ipynb #9bef2c95
 def split_lanes(
@@ -163,7 +163,7 @@ class Task(Config):
     def notes_text(self) -> str: # nothing for the data that come with the package
         "Return the notes on the preprocessing of your data, as lines of text."
         if not self.notes: return ""
-        return "\n".join(["what was done with your data", *(f"  {note}" for note in self.notes)])
+        return "\n".join(["what was done with your data", *(f"  {printable(note)}" for note in self.notes)])
 
     def loss(self, logits: Tensor, y: Tensor, lanes: int = 1) -> Tensor: # (n,) nats; of values: variances
         "Return the loss of each lane; sum them and call `backward`."
@@ -303,8 +303,8 @@ def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict
     examples, classes = data.num_train, data.classes
     if isinstance(host, ModuleHostConfig): settings = settings | dict(host=host.fitted(data.shape, classes))
     elif host is None: host = _TEXT_HOST.replace(block=data.shape[0]) if text else host_for(data.shape, classes)
-    usual = dict(host=host, batch_size=max(1, min(16 if text else 64, examples // 4)), epochs=10 if text else 25,
-                 lr=2e-3 if text else .05, optimizer="adamw" if text else "sgd")
+    usual = dict(host=host, batch_size=max(min(2, examples), min(16 if text else 64, examples // 4)),
+                 epochs=10 if text else 25, lr=2e-3 if text else .05, optimizer="adamw" if text else "sgd")
     given: dict = usual | settings
     sites = host_sites(given["host"])
     own = isinstance(given["host"], ModuleHostConfig)
@@ -457,6 +457,14 @@ def task_from_text(
     """
     source, name = own_source("text", path, digest=text_digest(path, block)), settings.pop("name", Path(path).stem)
     return _new_task(name, source, load_own(source, block=block), settings)
+
+def task_words(task: Task) -> list[str] | None: # task: of your own data; None: no command makes it
+    "Return the options of the command line that make a task."
+    words = source_words(task.data)
+    if words is None: return None
+    place = Path(words[1])
+    made = _example_task(place.name if place.is_dir() else place.stem, task.data, {})
+    return words if made == task else None
 
 def task_from_path(path: str | Path, **settings) -> Task: # what a command line is given
     "Create a task from a folder of images (32 pixels unless `size` is given), a table or a text."
