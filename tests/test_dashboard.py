@@ -92,18 +92,18 @@ def test_the_life_of_a_session(run):
     s.start()
     assert s.wait() == "done" and s.steps == 5
     assert [n.text for n in s.notes] == [
-        "2 steps at batch 0 (step 0)", "stopped at batch 4 (step 2); go on picks up exactly here",
-        "1 step at batch 4 (step 2)", "go on at batch 6 (step 3)", "done after 5 steps"]
+        "step: 2 steps at batch 0 (step 0)", "stopped at batch 4 (step 2); the run can be continued exactly from here",
+        "step: 1 step at batch 4 (step 2)", "continued at batch 6 (step 3)", "done after 5 steps"]
     assert [n.x for n in s.notes] == [0, 4, 4, 6, 10]                   # the log's numbers are the axis's
 
 @pytest.mark.parametrize("unit, units", [("epoch", "epochs"), ("batch", "batches"), ("step", "steps")])
 def test_steps_are_called_by_their_name(run, unit, units):
     s = run(FrameSource(fake(2), 2, 2, unit))
     count = "" if unit == "batch" else f" ({unit} 0)"
-    assert s.step(2).wait().message == f"2 {units} at batch 0{count}"
+    assert s.step(2).wait().message == f"step: 2 {units} at batch 0{count}"
     assert f"4 {units} a second" in [t for t, _ in ControlBar(WidgetFactory(), s, s.ask, int).pace.options]
     s.wait()
-    assert s.step().wait().message == f"1 {unit} at batch 4" + ("" if unit == "batch" else f" ({unit} 2)")
+    assert s.step().wait().message == f"step: 1 {unit} at batch 4" + ("" if unit == "batch" else f" ({unit} 2)")
 
 def test_requests_take_effect_at_an_edge_and_say_which(run):
     gate, entered = threading.Event(), threading.Event()
@@ -248,8 +248,8 @@ def test_a_fault_that_no_incident_follows_gets_a_verdict(run):
     assert not [n for n in s.notes if n.kind == "verdict"]
     steps(s, 6)
     assert [n.text for n in s.notes if n.kind == "verdict"] == [
-        "lane 0: drift harmless: in 200 batches no alarm, loss 1, before 1",
-        "lane 1: drift no alarm in 200 batches, loss 9, before 1"]
+        "lane 0: drift was harmless: no alarm in 200 batches, loss 1, before 1",
+        "lane 1: drift raised no alarm in 200 batches, loss 9, before 1"]
 
 def test_a_rollback_by_hand_restores_one_lane_and_leaves_the_others(run):
     pop = population(3, 30)
@@ -601,6 +601,48 @@ def test_a_slow_page_is_waited_for_and_an_answer_ends_the_wait():
     p.answer(p.sent)
     assert p.wait == .25 and not p.ask and p.due(now + .25)
 
+@pytest.mark.slow
+def test_a_page_is_answered_after_another_has_deleted_its_subshell_and_while_a_cell_is_busy():
+    manager = pytest.importorskip("jupyter_client.manager")
+    pytest.importorskip("anywidget")
+    km, kc = manager.start_new_kernel(kernel_name="python3")
+    def control(kind, **content):
+        kc.control_channel.send(kc.session.msg(kind, content))
+        return kc.get_control_msg(timeout=60)["content"]
+    def hello(subshell):
+        "Whether a page that says hello gets the whole run within ten seconds."
+        said = dict(method="custom", content=dict(kind="hello"))
+        message = kc.session.msg("comm_msg", dict(comm_id=canvas, data=said))
+        message["header"]["subshell_id"] = subshell
+        kc.shell_channel.send(message)
+        return packet(lambda content: "head" in content)
+    def packet(wanted, within=10):
+        end = time.time() + within
+        while time.time() < end:
+            try: m = kc.get_iopub_msg(timeout=1)
+            except Exception: continue                              # queue.Empty
+            content = m["content"].get("data", {}).get("content", {}) if m["msg_type"] == "comm_msg" else {}
+            if content.get("kind") == "packet" and wanted(content): return True
+        return False
+    try:
+        kc.execute_interactive("""
+import itertools, numpy as np
+from esper_nb.show import Dashboard, Frame, FrameSource, Session
+session = Session(FrameSource((Frame(np.ones((4, 2))) for _ in itertools.count()), 2), pace=.3)
+dashboard = Dashboard(session, view="widgets")
+box = dashboard.widget()
+session.start()""", timeout=120)
+        reply = kc.execute_interactive("", user_expressions=dict(canvas="dashboard.panel.canvas.comm.comm_id"))
+        canvas = reply["content"]["user_expressions"]["canvas"]["data"]["text/plain"].strip("'")
+        if "subshell_id" not in (made := control("create_subshell_request")): pytest.skip("a kernel without subshells")
+        old, new = made["subshell_id"], control("create_subshell_request")["subshell_id"]
+        assert hello(old) and packet(lambda content: "head" not in content)
+        assert control("delete_subshell_request", subshell_id=old)["status"] == "ok"
+        assert hello(new)
+        kc.execute("import time; time.sleep(30)")
+        assert hello(new)
+    finally: kc.stop_channels(); km.shutdown_kernel(now=True)
+
 def test_words_go_with_the_packet_and_only_when_they_changed(board):
     board.widget()
     sent = []
@@ -753,7 +795,7 @@ def test_two_panels_on_one_session_agree(run):
 def test_buttons_that_cannot_work_are_off_and_say_why(run):
     s = run(FrameSource(fake(3), 2, 3))
     why = disabled_reasons(s)
-    assert not why["start"] and "nothing runs" in why["pause"] and "no parts" in why["save"]
+    assert not why["start"] and "in progress" in why["pause"] and "no parts" in why["save"]
     assert "no Governor watches" in why["rollback"]
     s.start(); s.wait()
     assert {disabled_reasons(s)[name] for name in ("start", "step", "provoke")} == {"the run is over"}

@@ -211,7 +211,8 @@ class Report:
         if self.loss is None and self.shown == "none": seen = self.wrong
         seen = f"{seen}{asked}{rank}".removeprefix(", ")
         found = f"step {self.step}, lane {self.lane}: {self.reason}" + f" ({seen})" * bool(seen)
-        return f"{found} -> {self.action}{back}{rate}{undo}{why}"
+        action = "try the old weights" if self.action == "ask" else self.action
+        return f"{found} -> {action}{back}{rate}{undo}{why}"
 
     def to_dict(self) -> dict:
         "Plain values, ready for JSON."

@@ -263,7 +263,7 @@ def _failure_section(run: RunSummary) -> str:
     reverted = f" Germinations undone: {undone}." if undone else ""
     loud, notes = ([k for k in kinds if (k.level == "note") == quiet] for quiet in (False, True))
     count = sum(k.times for k in loud)
-    folded = (f"<details><summary>{len(notes)} kind{'s' * (len(notes) != 1)} of notes, which ask for nothing</summary>"
+    folded = (f"<details><summary>{len(notes)} kind{'s' * (len(notes) != 1)} of notes, which need no action</summary>"
               f"{records_html(_alarm_head, notes)}</details>")
     return "".join([
         f"<p>{count or 'No'} alarm{'s' * (count != 1)} ({doc_link('record/alarms', 'all rules')}) and {len(back)} "

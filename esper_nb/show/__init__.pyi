@@ -13,8 +13,8 @@ from .history import (LIMITS as LIMITS, CURVE_COLUMNS as CURVE_COLUMNS, Downsamp
 from .live import (session_status as session_status, session_header as session_header, stage_entry as stage_entry,
     ReaderPosition as ReaderPosition, Packet as Packet, session_packet as session_packet,
     operation_probabilities as operation_probabilities, probabilities_html as probabilities_html, Pacer as Pacer,
-    Canvas as Canvas, Feed as Feed, canvas_class as canvas_class, running_cell as running_cell,
-    live_front_end as live_front_end)
+    Canvas as Canvas, outside_requests as outside_requests, Feed as Feed, canvas_class as canvas_class,
+    running_cell as running_cell, live_front_end as live_front_end)
 from .plot_runs import (HEALTH as HEALTH, lane_median as lane_median, plot_lanes as plot_lanes, plot_run as plot_run,
     plot_incidents as plot_incidents, stage_bar as stage_bar, stage_text as stage_text, plot_slots as plot_slots,
     plot_blueprints as plot_blueprints, alarm_limits as alarm_limits, plot_learning as plot_learning,

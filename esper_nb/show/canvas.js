@@ -16,6 +16,7 @@ const GAP = 20; // between panels, for a title
 const TITLE = 5; // of a title above its panel
 const SILENCE = [6000, 15000]; // milliseconds without news after which a page asks whether there is a kernel: in a run
   // or while a button waits, and at rest
+const LATE = 8000; // milliseconds without a first answer after which a page says what can be done
 const SETTLING = 3000; // milliseconds in which a panel that is new on the page is kept in sight
 const CHARTS = 96; // height of a controller's curves
 const FLASH = [[1.5, -8], [-4.5, 1.5], [-0.8, 1.5], [-2, 8], [4.5, -2], [0.6, -2]]; // corners, pixels from its middle
@@ -65,11 +66,11 @@ class Table {
   }
 }
 
-// The page's copy of a session; one for all views of a widget.
+// A view's copy of a session.
 class Run {
   constructor(model) {
     this.model = model;
-    this.views = new Set(); // functions that ask a view to draw
+    this.changed = () => {}; // asks the view to draw
     this.head = null; // what never changes: lanes, slots, stages, names
     this.status = null;
     this.incidents = new Map();
@@ -85,8 +86,16 @@ class Run {
     model.on("msg:custom", (message, buffers) => this.receive(message, buffers));
     model.on("change:lane", () => this.changed());
     model.on("comm_live_update", () => this.ask());
-    globalThis.document?.addEventListener("visibilitychange", () => this.answer());
+    this.seen = () => this.answer();
+    globalThis.document?.addEventListener("visibilitychange", this.seen);
+    this.began = performance.now();
     this.hello(100);
+  }
+
+  close() {
+    this.changed = () => {};
+    globalThis.document?.removeEventListener("visibilitychange", this.seen);
+    clearTimeout(this.again);
   }
 
   // A kernel that was shut down or started anew cannot be sent to.
@@ -109,9 +118,9 @@ class Run {
 
   // A page that reloads may send before the kernel listens, so it repeats hello until the first packet arrives.
   hello(wait) {
-    if (this.head || wait > 60000) return;
+    if (this.head) return;
     this.send({kind: "hello"});
-    setTimeout(() => this.hello(1.5 * wait), wait);
+    this.again = setTimeout(() => this.hello(Math.min(1.5 * wait, 15_000)), wait);
   }
 
   // A hidden page does not answer.
@@ -162,8 +171,6 @@ class Run {
     this.model.save_changes();
     this.changed();
   }
-
-  changed() { for (const ask of this.views) ask(); }
 
   get lane() { return this.head ? Math.min(this.model.get("lane"), this.head.lanes - 1) : 0; }
   get learns() { return this.head.curves.length > 0; } // a controller is at work
@@ -246,6 +253,7 @@ function lookOf(element) {
   return {...(dark ? DARK : LIGHT), dark, font};
 }
 
+const count = incidents => `${incidents} incident${incidents === 1 ? "" : "s"}`;
 const faded = (hex, strength) => hex + Math.round(255 * strength).toString(16).padStart(2, "0");
 
 function short(value) {
@@ -558,17 +566,17 @@ function curve(layer, run, lane, X, Y, {colour, width, from, newest}) {
 function labels(ctx, look, run, box, Y, chance) {
   const value = kind => run.limit(run.states.rows - 1, run.lane, kind), all = [];
   const highest = [1, 2, 3].reduce((a, b) => ((value(b) || 0) > (value(a) || 0) ? b : a));
-  const winner = ["", "absolute", "σ", "multiple"][highest];
+  const winner = ["", "absolute", "sigma", "multiplier"][highest];
   const add = (at, names, number, colour) => {
     const text = number === undefined ? names : names.map(name => `${name} ${short(number)}`.trim());
     all.push({y: Y(at), text: fitting(ctx, look, text, RIGHT - 9), colour});
   };
   if (value(0) > 0) {
     add(value(0), ["limit", ""], value(0), look.limit);
-    add(value(0), [`by ${winner}`], undefined, look.limit);
+    add(value(0), [`set by ${winner}`], undefined, look.limit);
   }
   if (value(1) > 0 && !(Math.abs(Math.log(value(1) / value(0))) <= 0.02)) {
-    add(value(1), ["absolute", ""], value(1), look.limit);
+    add(value(1), ["absolute limit", "absolute", ""], value(1), look.limit);
   }
   if (chance > 0) add(chance, ["chance", ""], chance, look.chance);
   if (value(4) > 0) add(value(4), ["rise limit", "rise", ""], value(4), look.rise);
@@ -676,6 +684,7 @@ function wayBack(ctx, look, [x, y], [backX, backY], top) {
 }
 
 function snapshotTag(ctx, look, run, incident, [x, y], box, places) {
+  if (run.incidentsOf(incident.lane).findLast(i => i.back === incident.back) !== incident) return; // named once
   const edge = Math.max(x, box.x), text = `${x < box.x ? "◂" : "◇"} snapshot, ${run.head.axis[0]} ${incident.back}`;
   const wanted = [8, 26, 44, -24].flatMap(down => [[edge - 8, y + down, "right"], [edge + 8, y + down, "left"]]);
   tag(ctx, look, places, [[text]], wanted, look.good);
@@ -962,8 +971,11 @@ const FRAME = `<div class="esper-key"></div>
 <canvas role="img"></canvas><div class="esper-heads"></div><i class="esper-probe"></i>
 <div class="esper-tip" hidden></div><div class="esper-pending" role="status"></div>`;
 
+const WAITING = "waiting for the kernel …", NO_ANSWER = "no answer from the kernel: if it is idle, run this cell again";
 const GONE = `<b>The kernel is gone: run this cell again</b>
 <span>After a restart, begin with the first cell.</span>`;
+const STORED = `<b>Not connected to a kernel: run this cell again</b>
+<span>It shows what the notebook has stored; its buttons do nothing.</span>`;
 
 // Words in braces with the glossary's sentence at the pointer.
 function explained(run, text) {
@@ -995,7 +1007,7 @@ class View {
     this.ask = () => this.pending ||= requestAnimationFrame(() => this.draw());
     this.listen();
     this.observe();
-    run.views.add(this.ask);
+    run.changed = this.ask;
     this.ask();
   }
 
@@ -1101,22 +1113,24 @@ class View {
     const {run} = this, busy = run.requests.length > 0 || run.status?.state === "running";
     if (run.requests.length) this.showRequests();
     if (!this.fresh) this.keepInSight();
+    if (!run.head) this.ask();
     const silent = performance.now() - run.heard > SILENCE[busy ? 0 : 1];
     if (silent && !run.gone && !document.hidden && this.element.isConnected) run.ask();
   }
 
-  // A veil over a panel whose kernel is gone.
+  // A veil over a panel that no kernel listens to: it is gone, or the page shows only what the notebook has stored.
   showGone() {
     const {run, panel} = this, shown = panel?.querySelector(":scope > .esper-gone");
-    if (!panel || Boolean(shown) === run.gone) return;
-    if (shown) shown.remove();
-    else {
-      const veil = document.createElement("div");
-      veil.className = "esper-gone";
-      veil.setAttribute("role", "alert");
-      veil.innerHTML = GONE;
-      panel.append(veil);
-    }
+    const stored = !run.head && this.element.closest(".jupyter-widgets-disconnected");
+    const why = run.gone ? GONE : stored ? STORED : "";
+    if (!panel || (shown?.why ?? "") === why) return;
+    shown?.remove();
+    if (!why) return;
+    const veil = document.createElement("div");
+    veil.className = "esper-gone";
+    veil.setAttribute("role", "alert");
+    veil.innerHTML = veil.why = why;
+    panel.append(veil);
   }
 
   // Names for screen readers. Arrow keys belong to a list or a slider that has
@@ -1143,7 +1157,7 @@ class View {
     this.panel?.removeEventListener("pointerenter", this.onenter);
     this.panel?.querySelector(":scope > .esper-gone")?.remove();
     clearInterval(this.clock);
-    this.run.views.delete(this.ask);
+    this.run.close();
     for (const observer of this.observers) observer.disconnect();
     cancelAnimationFrame(this.pending);
   }
@@ -1187,7 +1201,9 @@ class View {
     this.pending = 0;
     const {run, canvas} = this, width = this.element.clientWidth, ready = run.head && run.status;
     if (width && !ready) {
-      this.key.textContent = "waiting for the kernel …";
+      this.attach();
+      this.showGone();
+      this.key.textContent = performance.now() - run.began < LATE ? WAITING : NO_ANSWER;
       canvas.style.height = `${run.height}px`;
     }
     if (!width || !ready) return;
@@ -1198,7 +1214,7 @@ class View {
     this.updateText();
     this.keepInSight();
     const what = `Training loss of every ${run.head.axis[0]}`;
-    setOnce(canvas, "aria-label", `${what}, ${run.status.state}, lane ${run.lane}, ${run.incidents.size} incidents`);
+    setOnce(canvas, "aria-label", `${what}, ${run.status.state}, lane ${run.lane}, ${count(run.incidents.size)}`);
     if (!this.inSight) return; // the text may still be in sight, the picture is not
     this.look ||= lookOf(this.element);
     this.boxes = this.layout(width);
@@ -1232,7 +1248,7 @@ class View {
     if (boxes.slots) slots(ctx, look, run, boxes.slots, X);
     this.titles([
       [boxes.loss, `${what}, {nats}`],
-      [boxes.strip, "All {lanes}: strong colour, high loss; click one to select it"],
+      [boxes.strip, "All {lanes}: the stronger the colour, the higher the loss; click a lane to select it"],
       [boxes.slots, `{Slots} of lane ${run.lane}: stage, filled up to {alpha}`],
     ]);
   }
@@ -1298,22 +1314,16 @@ class View {
     }).join("");
     if (this.key.shown !== text) this.key.innerHTML = this.key.shown = text;
     for (const button of this.buttons) {
-      setOnce(button, "aria-pressed", String((button.dataset.recent === "1") === run.recent));
+      const recent = button.dataset.recent === "1", newest = `last 240 ${run.head.axis[1]}`;
+      setOnce(button, "aria-pressed", String(recent === run.recent));
+      if (recent && button.textContent !== newest) button.textContent = newest;
     }
   }
 }
 
-const runs = new WeakMap();
-
-function runOf(model) {
-  if (!runs.has(model)) runs.set(model, new Run(model));
-  return runs.get(model);
-}
-
 export default {
-  initialize({model}) { runOf(model); },
   render({model, el}) {
-    const view = new View(runOf(model), el);
+    const view = new View(new Run(model), el);
     return () => view.close();
   },
 };

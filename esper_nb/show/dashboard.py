@@ -22,7 +22,8 @@ from ..grow import LIVE, Stage
 from ..train import Population
 from ..record import Row, RowReader, RunFolder
 from .history import Incident
-from .live import Feed, canvas_class, live_front_end, probabilities_html, running_cell
+from .live import (
+    Feed, canvas_class, live_front_end, outside_requests, probabilities_html, running_cell)
 from .session import Request, Session, seed_disabled_reasons
 from .sources import WAITING, EnvSource, Frame, Source, operations_line, frame_losses, update_numbers
 from .theme import (
@@ -88,7 +89,8 @@ class Dashboard:
     def widget(self) -> Any: # created by the first call
         "Return the panel of widgets."
         if self.panel is None:
-            self.panel = Panel(self.session, self.ask, self.lane, self.select, self.height, self.image)
+            settings = self.session, self.ask, self.lane, self.select, self.height, self.image
+            self.panel = outside_requests(Panel, *settings)
         return self.panel.box
 
     def picture(self) -> Any: # figure
@@ -369,13 +371,13 @@ def disabled_reasons(
     "Return why each request of the bar is not possible at the moment."
     source, state = session.source, session.state
     over = "the run is over" if state == "done" else ""
-    busy = "it runs already" if state == "running" else over
-    idle = "" if state in ("running", "paused") else "nothing runs now"
+    busy = "already running" if state == "running" else over
+    idle = "" if state in ("running", "paused") else "no run in progress"
     unguarded = "no Governor watches this run: make it with one" if source.governor is None else ""
     punished = "in an environment a rollback is part of the reward: provoke a fault instead"
     return dict(
-        start=busy, step="it runs already: pause it first" if state == "running" else over,
-        pause="" if state == "running" else "nothing runs now", stop=idle, provoke=over,
+        start=busy, step="already running: pause it first" if state == "running" else over,
+        pause="" if state == "running" else "no run in progress", stop=idle, provoke=over,
         snapshot=unguarded, rollback=punished if isinstance(source, EnvSource) else unguarded,
         save="this run cannot be saved: its source has no parts" if type(source).parts is Source.parts else "")
 
@@ -424,7 +426,7 @@ class ControlBar:
     def update(self) -> None:
         "Disable buttons without effect, and show the current pace."
         session, reasons = self.session, disabled_reasons(self.session)
-        self.buttons["start"].description = "▶ Start" if session.steps == 0 else "▶ Go on"
+        self.buttons["start"].description = "▶ Start" if session.steps == 0 else "▶ Continue"
         for name, b in self.buttons.items():
             b.disabled = bool(reasons[name])
             b.tooltip = f"Not now: {reasons[name]}" if reasons[name] else self.tips[name]
@@ -477,7 +479,7 @@ def fault_buttons(
     def press(fault: str) -> Callable[[], Any]: return lambda: ask("provoke", fault=fault, lane=selector.lane.value)
     faults = [make.button(k, FAULT_TIPS.get(k, k), press(k), "esper-fault") for k in session.source.faults()]
     if not faults: return [selector.lane]
-    title = make.W.HTML('<div class="esper-title">⚡ Provoke in</div>')
+    title = make.W.HTML('<div class="esper-title">⚡ Provoke a fault in</div>')
     return [title, selector.lane, *faults, make.gap()]
 
 # %% ../../nbs/show/84_dashboard.ipynb #feb3cf20
@@ -489,7 +491,7 @@ class SeedsPanel:
         self.session = session
         self.model = model
         self.selector = selector
-        self.blueprint = make.dropdown(list(model.slot(model.names[0]).blueprints), "blueprint", "What to germinate")
+        self.blueprint = make.dropdown(list(model.slot(model.names[0]).blueprints), "blueprint", "Module to plant")
         def press(verb: str) -> Callable[[], Any]:
             def act() -> Any:
                 chosen = dict(blueprint=self.blueprint.value) if verb == "germinate" else {}
@@ -517,7 +519,7 @@ class SeedsPanel:
         blueprint = f" {slot.blueprints[s.blueprint]}" if s.blueprint is not None else ""
         age = f", {s.epochs} epoch{'s' * (s.epochs != 1)} in stage, alpha {s.alpha:.2f}" if s.stage in LIVE else ""
         move = "fossilize" if s.stage == Stage.HOLDING else "advance" if s.stage in LIVE else "germinate"
-        ready = f"{move.capitalize()}: {needs[move] or 'now'}"
+        ready = f"{move.capitalize()}: {needs[move] or 'possible now'}"
         what = "empty" if s.stage == Stage.DORMANT else s.stage.name
         ready = explain(f"Slot {name}:{blueprint} <b>{what}</b>{age}<br>{ready}")
         helps = [w.text for w in self.session.source.would_help(lane)]

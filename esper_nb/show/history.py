@@ -247,9 +247,9 @@ class History:
     ) -> None:
         "Record an injected fault, and log when it begins."
         one, many = self.source.axis
-        when = f"in the next {one}" if ahead == 1 else f"{ahead} {many} from here"
+        when = f"in the next {one}" if ahead == 1 else f"in {ahead} {many}"
         with self.lock:
-            self.note("fault", f"lane {lane}: {kind} begins {when}")
+            self.note("fault", f"lane {lane}: {kind} injected, begins {when}")
             self.faults.append(FaultMark(self._lines, self.x + ahead, lane, kind))
             self._unanswered.append(self.faults[-1])
 
@@ -319,7 +319,7 @@ class History:
             self._unrecovered.remove(incident)
             after = incident.recovered - incident.end
             unit = self.source.axis[after != 1]
-            text = f"recovered, as good as before {after} {unit} after its rollback"
+            text = f"recovered {after} {unit} after the rollback: the loss is as low as before"
             self.note("verdict", f"lane {incident.lane}: {text}")
 
     def _judge_faults(self) -> None: # logs the effect of faults without an incident
@@ -332,7 +332,7 @@ class History:
             if answered: continue
             x, loss = self.losses.rows[:, 0], self.losses.rows[:, 1 + mark.lane]
             before, now = (float(np.median(part[-20:])) if len(part) else np.nan for part in (loss[x < mark.x], loss))
-            became = f"harmless: in {wait} {many} no alarm" if now <= 2 * before else f"no alarm in {wait} {many}"
+            became = f"{'was harmless:' if now <= 2 * before else 'raised'} no alarm in {wait} {many}"
             self.note("verdict", f"lane {mark.lane}: {mark.kind} {became}, loss {now:.2g}, before {before:.2g}")
 
 # %% ../../nbs/show/80_history.ipynb #691b3d29

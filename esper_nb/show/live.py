@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['session_status', 'session_header', 'stage_entry', 'ReaderPosition', 'Packet', 'session_packet',
-           'operation_probabilities', 'probabilities_html', 'Pacer', 'Canvas', 'Feed', 'canvas_class', 'running_cell',
-           'live_front_end']
+           'operation_probabilities', 'probabilities_html', 'Pacer', 'Canvas', 'outside_requests', 'Feed',
+           'canvas_class', 'running_cell', 'live_front_end']
 
 # %% ../../nbs/show/82_live.ipynb #b81cc239
+import contextvars
 import functools
 import json
 import os
@@ -191,6 +192,18 @@ class Canvas(Protocol):
     def on_msg(self, callback: Callable[..., None]) -> Any: "Register a callback for messages from the page."
 
 # %% ../../nbs/show/82_live.ipynb #24ab0a97
+def outside_requests(
+    act: Callable[..., Any],
+    *args: Any, # of `act`
+) -> Any: # the result of `act`
+    "Call a function as if the kernel were handling no request, so that widgets do not bind themselves to its subshell."
+    kernel = getattr(sys.modules["IPython"].get_ipython(), "kernel", None) if "IPython" in sys.modules else None
+    parent = getattr(kernel, "_shell_parent", None) if getattr(kernel, "_supports_kernel_subshells", False) else None
+    def call() -> Any:
+        if parent is not None: parent.set({})
+        return act(*args)
+    return contextvars.copy_context().run(call)
+
 class Feed:
     "Update the canvas and text of a page from a session, in a thread."
     def __init__(self,
@@ -235,8 +248,11 @@ class Feed:
             if self.session.history.version == self.version and not waiting: return
             if not self.pacer.due(time.perf_counter()): return
             self.version = self.session.history.version
-            extra = None if self.show is None else self.show(self.live)
-            if self.live and self.canvas is not None: self._send(self.canvas, extra or {})
+            outside_requests(self._update)
+
+    def _update(self) -> None:
+        extra = None if self.show is None else self.show(self.live)
+        if self.live and self.canvas is not None: self._send(self.canvas, extra or {})
 
     def _send(self, canvas: Canvas, extra: dict[str, Any]) -> None:
         packet = session_packet(self.session, self.seen)

@@ -92,7 +92,7 @@ class Session:
     >>> from esper_nb import FitConfig, Session, new_population
     >>> session = Session(new_population("digits", FitConfig(lanes=2, epochs=3)))
     >>> print(session.step(2).wait())
-    2 epochs at batch 0 (epoch 0)
+    step: 2 epochs at batch 0 (epoch 0)
     >>> session.wait()
     'paused'
     >>> print(session.pause().wait())
@@ -148,7 +148,7 @@ class Session:
     @request
     def start(self) -> str:
         "Run to the end, from the current position."
-        text = f"{'start' if self.steps == 0 else 'go on'} {self.position}"
+        text = f"{'started' if self.steps == 0 else 'continued'} {self.position}"
         self._run(None)
         return text
 
@@ -156,7 +156,7 @@ class Session:
     def step(self, steps: int = 1) -> str:
         "Do some steps, then pause."
         unit = self.source.units if check_count("steps", steps) > 1 else self.source.unit
-        text = f"{steps} {unit} {self.position}"
+        text = f"step: {steps} {unit} {self.position}"
         self._run(steps)
         return text
 
@@ -170,7 +170,7 @@ class Session:
     def stop(self) -> str:
         "End the thread after the current step."
         self.state = "stopped"
-        return f"stopped {self.position}; go on picks up exactly here"
+        return f"stopped {self.position}; the run can be continued exactly from here"
 
     @request
     def set_pace(self, seconds: float) -> str: # 0: full speed
@@ -364,7 +364,7 @@ def unmet_requirements(
     "Describe the requirements that a seed does not meet to pass a gate."
     missing, left = check_gate(s, to, gates).failed_checks, s.total - s.done
     health = "is not measured yet" if s.health is None else f"is {s.health:.2f} of {gates.health:g}"
-    known = {"gradients measured": "when its gradients are measured", "not exploding": "when they explode no more",
+    known = {"gradients measured": "when its gradients are measured", "not exploding": "when they no longer explode",
              "alpha is": f"in {left} more epoch{'s' * (left != 1)}, when alpha is 1",
              "health": f"its health {health}", "seed healthy": f"its health {health}",
              "contribution measured": "when its contribution is measured"}
@@ -395,15 +395,15 @@ def seed_disabled_reasons(
 ) -> dict[str, str]: # operation -> empty: allowed now; else the reason, or when it will be allowed
     "Return why each seed operation is not allowed at the moment in a slot of a lane."
     s, rules, leaving = slot.state(lane), slot.rules, ""
-    if s.frozen: leaving = f"it is on its way out: {s.total - s.done} epochs to go"
-    grows, fossil = s.stage in LIVE, "a fossil stays for ever" if s.stage == Stage.FOSSILIZED else ""
+    if s.frozen: leaving = f"it is being removed: {s.total - s.done} epochs to go"
+    grows, fossil = s.stage in LIVE, "a fossil is permanent" if s.stage == Stage.FOSSILIZED else ""
     empty = "" if grows or fossil else "germinate first"
     left = epochs_until_empty(s, rules)
     if left: empty = f"the slot is empty in {left} more epoch{'s' * (left != 1)}"
     holds = s.stage == Stage.HOLDING
-    advance = "Fossilize ends HOLDING" if holds else leaving or fossil or empty
+    advance = "HOLDING ends with Fossilize or Prune" if holds else leaving or fossil or empty
     if not advance: advance = unmet_requirements(s, next_stage(s.stage), rules.gates)
-    fossilize = leaving or fossil or empty or "from HOLDING on"
+    fossilize = leaving or fossil or empty or "only in HOLDING"
     if holds: fossilize = unmet_requirements(s, Stage.FOSSILIZED, rules.gates)
     return dict(germinate=leaving or fossil or ("prune first" if grows else empty if s.stage in COOLING else ""),
                 advance=advance, prune="" if grows else fossil or empty and "nothing grows here", fossilize=fossilize)

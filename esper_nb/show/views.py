@@ -107,7 +107,7 @@ def status_html(
 
 # %% ../../nbs/show/83_views.ipynb #6f223616
 def _note_html(n: Note) -> str:
-    recovered = "recovered, " in n.text
+    recovered = ": recovered " in n.text
     style, sign = ("back", "✓") if recovered else (n.kind, NOTE_SYMBOLS[n.kind])
     return f'<div class="{style}"><b>{n.x}</b><i>{sign}</i><span>{html.escape(n.text)}</span></div>'
 

@@ -42,9 +42,8 @@ PAGE = """async ({script, packet}) => {
     return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
   };
   const {default: widget} = await import(URL.createObjectURL(new Blob([script], {type: "text/javascript"})));
-  widget.initialize({model});
   widget.render({model, el: document.getElementById("el")});
-  await window.deliver(packet);
+  if (packet) await window.deliver(packet);
 }"""
 
 def packet(session, seen=None):
@@ -54,11 +53,12 @@ def packet(session, seen=None):
 
 @contextlib.contextmanager
 def picture(session, tmp_path, width=1000):
-    "A page with the picture of a session."
+    "A page with the picture of a session, or without an answer from the kernel."
     with open_browser(tmp_path, (width, 600)) as browser:
         page = browser.page
         for name in ("panel.css", "canvas.css"): page.add_style_tag(path=asset_path(name))
-        page.evaluate(PAGE, dict(script=asset_path("canvas.js").read_text(encoding="utf-8"), packet=packet(session)))
+        page.evaluate(PAGE, dict(script=asset_path("canvas.js").read_text(encoding="utf-8"),
+                                 packet=None if session is None else packet(session)))
         yield page
         assert browser.errors == []
 
@@ -154,4 +154,20 @@ def test_a_panel_whose_kernel_is_gone_says_so_under_a_veil(tmp_path, notified):
         page.screenshot(path=SHOTS/"canvas-gone.png")
         page.evaluate("() => { window.dead = false; window.tell('comm_live_update') }")
         page.locator(".esper-gone").wait_for(state="detached", timeout=5000)
+    session.close()
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_panel_that_no_kernel_answers_says_what_to_do(tmp_path, stored):
+    with picture(None, tmp_path) as page:
+        assert "waiting for the kernel" in page.locator(".esper-key").inner_text()
+        if stored:                                                  # what JupyterLab marks a widget without a comm with
+            page.evaluate("document.getElementById('el').classList.add('jupyter-widgets-disconnected')")
+            page.locator(".esper-gone").wait_for(timeout=2000)
+            assert "Not connected to a kernel: run this cell again" in page.locator(".esper-gone").inner_text()
+        else: page.locator(".esper-key", has_text="run this cell again").wait_for(timeout=10_000)
+        page.screenshot(path=SHOTS/f"canvas-waiting-{stored}.png")
+        session = stepped(Frame(np.ones((1, 2))) for _ in range(3))
+        page.evaluate("p => window.deliver(p)", packet(session))
+        page.locator(".esper-gone").wait_for(state="detached", timeout=2000)
+        assert "lane 0" in page.locator(".esper-key").inner_text()
     session.close()

@@ -83,10 +83,10 @@ def use_everything(panel, shot):
     panel.root.get_by_role("combobox", name="selected lane").select_option("lane 5")
     panel.expect(panel.root).to_contain_text("in lane 5")
     panel.press("nan")
-    panel.sees("lane 5: nan begins 6 batches from here")
+    panel.sees("lane 5: nan injected, begins in 6 batches")
     panel.sees("lane 5: non-finite (loss nan"); panel.sees("rollback, back to batch"); panel.sees("lane 5: recovered")
     panel.expect(panel.status).to_contain_text("1 incident")
-    assert "lane 5, 1 incidents" in panel.canvas_says() and panel.drawn() > 50
+    assert "lane 5, 1 incident" in panel.canvas_says() and panel.drawn() > 50
     panel.show(); shot("rollback")
 
     panel.fold("limits")
@@ -104,7 +104,7 @@ def use_everything(panel, shot):
     panel.press("■ Stop"); panel.state("stopped"); panel.sees("stopped at batch")
     panel.fold("limits", False); panel.fold("grow")
     panel.press("Germinate"); panel.sees("lane 5, r0c0: germinate norm by hand at batch")
-    panel.press("▶ Go on"); panel.state("running"); panel.sees("go on at batch"); panel.epoch_beyond(at + 2)
+    panel.press("▶ Continue"); panel.state("running"); panel.sees("continued at batch"); panel.epoch_beyond(at + 2)
     panel.press("Advance"); panel.sees("advance by hand")
     panel.expect(panel.root.locator(".esper-next")).to_contain_text("more epochs")
     advance = panel.root.get_by_role("button", name="Advance", exact=True)
@@ -189,7 +189,7 @@ def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
             browser.page.evaluate(f"() => window.jupyterapp.commands.execute('apputils:change-theme', {chosen})")
             panel.expect(lane).to_have_css("color", colours[theme], timeout=20_000)
             panel.show(); browser.shot(f"lab-3-{theme}")
-        panel.press("▶ Go on"); panel.state("running")
+        panel.press("▶ Continue"); panel.state("running")
 
         browser.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
         incidents, epoch = re.search(r"(\d+) incidents", panel.canvas_says())[1], panel.epoch()
@@ -239,15 +239,15 @@ def test_ppo_over_lanes(lab, tmp_path):
         panel.press("▶ Start"); panel.state("running"); panel.epoch_beyond(9)
         for number in ("update 1", "policy loss", "KL divergence (nats)", "explained variance", "reward now"):
             panel.expect(panel.root.locator(".esper-main")).to_contain_text(number)
-        panel.press("nan"); panel.sees("lane 1: nan begins in the next step")
+        panel.press("nan"); panel.sees("lane 1: nan injected, begins in the next step")
         panel.sees("lane 1: non-finite (loss nan"); panel.sees("→ rollback")
-        assert "lane 1, 1 incidents" in panel.canvas_says() and "step" in panel.canvas_says() and panel.drawn() > 50
+        assert "lane 1, 1 incident" in panel.canvas_says() and "step" in panel.canvas_says() and panel.drawn() > 50
         back = panel.root.get_by_role("button", name="↶ Roll back lane")
         assert back.is_disabled() and "provoke a fault" in back.get_attribute("title")
         panel.press("❙❙ Pause"); panel.state("paused")
         at = panel.epoch()
         panel.press("▸❙ Step"); panel.sees(f"1 step at step {at}"); panel.epoch_beyond(at); panel.state("paused")
-        panel.press("▶ Go on"); panel.epoch_beyond(at + 8)
+        panel.press("▶ Continue"); panel.epoch_beyond(at + 8)
         panel.show(); browser.shot("lab-6-ppo")
         box = panel.root.bounding_box()
         assert box["height"] < 790 and box["width"] < 1240, box

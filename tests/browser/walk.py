@@ -135,7 +135,7 @@ def grow(panel, hand, within=LONG):
     "Plant a seed in the lane in focus and lead it as far as its gates let it, as a person would: a look, a click."
     box = panel.root.locator(".esper-grow")
     def stage(): return box.locator(".esper-next b").inner_text()
-    hand(); panel.press("Germinate"); hand(); panel.press("▶ Go on")
+    hand(); panel.press("Germinate"); hand(); panel.press("▶ Continue")
     end = time.time() + within
     advance = panel.root.get_by_role("button", name="Advance", exact=True)
     while stage() not in ("HOLDING", "FOSSILIZED") and time.time() < end:
