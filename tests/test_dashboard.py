@@ -697,6 +697,12 @@ def test_a_loop_that_hands_over_its_batches_shows_cause_and_what_was_redone(run)
     again = dashboard_module.row_incident(row, end=row["step"], batches=1)
     assert (again.cause, again.redone, again.lost) == (incident.cause, incident.redone, row["governor.lost"])
 
+def test_an_incident_does_not_name_a_limit_that_its_loss_is_below():
+    found = dict(number=1, lane=0, reason="explosion", action="rollback", x=9, end=9, back=5, limit=2.2, target=.1,
+                 rollbacks_left=3)
+    assert "(loss 0.685)" in str(Incident(**found, loss="0.685"))           # it was over before it was judged
+    assert "(loss 685, limit 2.2)" in str(Incident(**found, loss="685"))
+
 def test_changed_incidents_are_sent_again(run):
     s = run(population(2, 40))
     steps(s, 6); s.provoke("nan", 1).wait(); steps(s, 1)

@@ -1248,7 +1248,7 @@ class View {
     if (boxes.slots) slots(ctx, look, run, boxes.slots, X);
     this.titles([
       [boxes.loss, `${what}, {nats}`],
-      [boxes.strip, "All {lanes}: the stronger the colour, the higher the loss; click a lane to select it"],
+      [boxes.strip, "All {lanes}: stronger colour, higher loss; click one to select it"],
       [boxes.slots, `{Slots} of lane ${run.lane}: stage, filled up to {alpha}`],
     ]);
   }

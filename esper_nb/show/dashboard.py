@@ -417,7 +417,7 @@ class ControlBar:
         if session.pace not in paces: paces[session.pace] = f"{session.pace:g} s a {unit}"
         options = [(text, seconds) for seconds, text in paces.items()]
         pace = make.dropdown(options, "pace", "How fast the run goes at most", value=session.pace,
-                             layout=make.W.Layout(width="158px"))
+                             layout=make.W.Layout(width="142px"))
         def changed(change: dict[str, Any]) -> None:
             if change["new"] != session.pace: ask("set_pace", seconds=change["new"])
         pace.observe(changed, "value")
@@ -439,7 +439,7 @@ class LaneSelector:
         self.make = make
         self.titles: list[tuple[Any, str]] = [] # widgets that show the lane, and their text
         lanes = [(f"lane {i}", i) for i in range(session.source.lanes)]
-        width = make.W.Layout(width="104px")
+        width = make.W.Layout(width="92px")
         slots = [(f"slot {k}", k) for k in session.history.slots] or [("no slots", "no slots")]
         tip = "Lane of the picture and of the buttons"
         self.lane = make.dropdown(lanes, "selected lane", tip, value=lane, layout=width)
@@ -479,7 +479,7 @@ def fault_buttons(
     def press(fault: str) -> Callable[[], Any]: return lambda: ask("provoke", fault=fault, lane=selector.lane.value)
     faults = [make.button(k, FAULT_TIPS.get(k, k), press(k), "esper-fault") for k in session.source.faults()]
     if not faults: return [selector.lane]
-    title = make.W.HTML('<div class="esper-title">⚡ Provoke a fault in</div>')
+    title = make.W.HTML('<div class="esper-title">⚡ Provoke fault in</div>')
     return [title, selector.lane, *faults, make.gap()]
 
 # %% ../../nbs/show/84_dashboard.ipynb #feb3cf20

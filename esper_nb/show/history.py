@@ -139,7 +139,7 @@ class Incident:
     def _compared(self) -> str: # the value that the loss exceeded, for rules that have one
         above = {"explosion": ("limit", self.limit), "rise": ("usual", self.target)}
         name, value = above.get(self.reason, ("", None))
-        return "" if value is None else f", {name} {value:.3g}"
+        return "" if value is None or float(self.loss) <= value else f", {name} {value:.3g}"
 
 # %% ../../nbs/show/80_history.ipynb #a3a496aa
 def incident_from_report(
