@@ -141,6 +141,11 @@ def test_a_word_that_training_has_not_seen_is_one_of_the_seldom_ones_or_none():
     mixed = Preparation(rare, codes[:8])
     assert mixed(torch.tensor([[-2.], [2.], [0.]])).tolist() == [[0, 0, 1], [0, 0, 1], [1, 0, 0]]
 
+def test_a_word_that_training_has_alone_is_named():
+    rows = torch.tensor([[0., 1], [0, 2], [0, 3], [1, 4]], dtype=torch.float64)
+    made = Preparation([Column("won", "word", ("no", "yes")), Column("a", "number")], rows[:3])
+    assert "won: nearly always no: left out" in made.describe(rows)
+
 def test_rows_and_classes_that_cannot_be_used_are_left_out_and_said(tmp_path):
     f = frame()
     f.loc[[3, 5], "kind"] = None

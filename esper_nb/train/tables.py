@@ -236,6 +236,9 @@ class Preparation(nn.Module):
         if gaps == len(v): return "empty: left out"
         if places is None:
             if len(words) == 1: return f"always {listed(words)}: left out"
+            usual = int(v.mode().values)
+            if 2 * int((v == usual).sum()) > len(v):
+                return f"nearly always {'missing' if usual < 0 else listed([words[usual]])}: left out"
             return f"{len(words):,} different words in {len(v):,} rows, hardly one twice: left out"
         shared = [w for w, p in zip(words, places) if p < 0 or p == places[-1]]
         said = [f"{len(words)} categories ({listed(words)})"]
