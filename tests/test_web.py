@@ -32,8 +32,10 @@ def write(folder, *several):
 @contextmanager
 def served(folder, *more):
     "The address that the command prints, until it is interrupted."
+    # a shell's background process ignores SIGINT, and so would its children
     words = ["watch", str(folder.path), "--web", "--every", "0.1", *more]
-    code = ("import sys; from esper_nb.run import cli, report; report.picture_html = lambda draw, alt: ''; "
+    code = ("import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from esper_nb.run import cli, report; report.picture_html = lambda draw, alt: ''; "
             f"sys.exit(cli.main({words!r}))") # pictures take most of the time
     p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                          env=os.environ | {"PYTHONUNBUFFERED": "1"})
