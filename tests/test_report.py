@@ -160,7 +160,7 @@ def test_true_alarms_first_and_notes_folded(no_pictures, made, tmp_path):
                       ("note", "critic explains little", "1")]
     assert "3 alarms" in words_of(text) and text.index("<details>") < text.index("critic explains little")
 
-def test_a_run_that_beat_all_others_has_notes_and_no_alarms(no_pictures, made, tmp_path):
+def test_an_unbeaten_run_has_notes_and_no_alarms(no_pictures, made, tmp_path):
     copy, comparison = tmp_path/"run", Comparison.load(made[0].folder.path/"comparison.json")
     shutil.copytree(made[0].folder.path, copy)
     far = dict(kind="update", lane=None, update=1, **{"update.approx_kl": .9})
@@ -169,9 +169,10 @@ def test_a_run_that_beat_all_others_has_notes_and_no_alarms(no_pictures, made, t
     lines = [alarm("critical", "policy moved far", "update.approx_kl"),
             alarm("warning", "accuracy falls", "heldout.accuracy_pp")]
     with open(copy/"rows.jsonl", "a") as file: file.write("".join(encode_row(r) + "\n" for r in (far, *lines)))
-    for better, loud in ((0, True), (90, False)):
+    cases = (0, (), True), (90, (), False), (90, ("heuristic",), False), (90, ("wait-only",), True)
+    for better, level, loud in cases:
         plays = [p._replace(test_accuracy_pp=tuple(better + k / 100 for k, _ in enumerate(p.test_accuracy_pp)))
-                 if p.controller == "PPO" else p._replace(test_accuracy_pp=(5.,) * len(p.test_accuracy_pp))
+                 if p.controller in ("PPO", *level) else p._replace(test_accuracy_pp=(5.,) * len(p.test_accuracy_pp))
                  for p in comparison.plays]
         comparison._replace(plays=tuple(plays), price=0.).save(copy/"comparison.json")
         text = report_html(RunFolder(copy))

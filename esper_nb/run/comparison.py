@@ -148,10 +148,11 @@ class Comparison(NamedTuple):
         return paired_interval(mine[:, :lanes] - theirs[:, :lanes])
 
     @property
-    def won(self) -> bool:
-        "Whether PPO's networks beat those of every other controller except the oracle: every interval is above 0."
+    def unbeaten(self) -> bool:
+        "Whether PPO is above waiting, and no other controller except the oracle is above PPO."
         others = [k for k in self.names if k not in ("PPO", "oracle")]
-        return "PPO" in self.names and bool(others) and all(self.ahead("PPO", k).low > 0 for k in others)
+        if "PPO" not in self.names or "wait-only" not in others: return False
+        return self.ahead("PPO", "wait-only").low > 0 and all(self.ahead("PPO", k).high >= 0 for k in others)
 
     @property
     def subject(self) -> str: # the controller that the others are compared with

@@ -39,7 +39,7 @@ def watch_text(
     config = folder.config()
     check(folder.rows_path.exists(), "run", str(path), "a folder with a rows.jsonl in it: this run has not begun")
     status, reader, plays = RunStatus(config), RowReader(folder.rows_path), folder.path/"comparison.json"
-    with reading(plays): status.won = plays.exists() and Comparison.load(plays).won
+    with reading(plays): status.unbeaten = plays.exists() and Comparison.load(plays).unbeaten
     try:
         while True:
             over = (folder.path/"final.jsonl").exists() # written after all rows
@@ -69,7 +69,7 @@ class RunStatus:
         minutes = run.get("minutes") if isinstance(run, dict) else None
         self.minutes = minutes if isinstance(minutes, int | float) and 0 < minutes < 1e9 else None
         self.done, self.rollbacks, self.ended = 0, 0, False
-        self.won = False # whether the run has finished and beat all others: its alarms are not printed
+        self.unbeaten = False # whether the run has finished, and no rule was above it: its alarms are not printed
         self.mean_return: float | None = None # of the latest update
         self.heldout: dict[int, float] = {} # lane -> score of its latest epoch
         self.spent = 0. # seconds of all updates or epochs
@@ -87,7 +87,7 @@ class RunStatus:
             loss = row.get("governor.shown")
             seen = f" (loss {loss})" * (loss != "none")
             return [f"✕ {where}: {row.get('governor.reason')}{seen}, {row.get('governor.action')}"]
-        if kind == "alarm" and row.get("alarm.level") != "note" and not self.won:
+        if kind == "alarm" and row.get("alarm.level") != "note" and not self.unbeaten:
             return [f"! {row.get('alarm.level')}: {row.get('alarm.name')} ({row.get('alarm.metric')} "
                     f"{row.get('alarm.shown')})"]
         if kind == "update":

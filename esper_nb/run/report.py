@@ -90,9 +90,9 @@ class RunSummary(NamedTuple):
 
     @property
     def alarms(self) -> list[AlarmKind]: # worst first
-        "Return the alarms of the run by kind, all with level note if the controller beat all others."
-        kinds, won = alarm_kinds(self.rows), self.comparison is not None and self.comparison.won
-        return [kind._replace(level="note") for kind in kinds] if won else kinds
+        "Return the alarms of the run by kind, all with level note if the controller beat waiting and nothing beat it."
+        kinds, unbeaten = alarm_kinds(self.rows), self.comparison is not None and self.comparison.unbeaten
+        return [kind._replace(level="note") for kind in kinds] if unbeaten else kinds
 
     @property
     def tested(self) -> list[float]: # percentage points, sorted
