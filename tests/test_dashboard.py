@@ -518,10 +518,11 @@ def test_a_run_that_is_resumed_for_longer_shows_its_new_end(tmp_path):
     assert "step 7 of 16" in session_text(session)
     session.close()
 
-@pytest.mark.parametrize("reason, said", [("non-finite", "(loss 0.7)"), ("collapse", "(loss 0.7)"),
-                                          ("explosion", "(loss 0.7, limit 4.6)"), ("rise", "(loss 0.7, usual 0.03)")])
-def test_an_incident_names_no_limit_that_its_loss_was_below(reason, said):
-    incident = Incident(number=1, lane=2, reason=reason, action="rollback", x=9, end=9, back=4, loss="0.7", limit=4.6,
+@pytest.mark.parametrize("reason, loss, said", [
+    ("non-finite", "0.7", "(loss 0.7)"), ("collapse", "0.7", "(loss 0.7)"), ("explosion", "0.7", "(loss 0.7)"),
+    ("explosion", "7", "(loss 7, limit 4.6)"), ("rise", "0.7", "(loss 0.7, usual 0.03)")])
+def test_an_incident_names_no_limit_that_its_loss_was_below(reason, loss, said):
+    incident = Incident(number=1, lane=2, reason=reason, action="rollback", x=9, end=9, back=4, loss=loss, limit=4.6,
                         target=.03, rollbacks_left=3)
     assert f"{reason} {said} → rollback" in str(incident)
     assert "lane 2: state (weights) → rollback" in str(replace(incident, reason="state", loss="none", why="weights"))
