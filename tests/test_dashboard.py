@@ -722,6 +722,14 @@ def board(run):
     yield made
     made.close()
 
+def test_two_threads_that_ask_for_the_panel_get_the_same(board):
+    together, boxes = threading.Barrier(2), []
+    def get(): together.wait(); boxes.append(board.widget())
+    threads = [threading.Thread(target=get) for _ in range(2)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert boxes[0] is boxes[1] is board.panel.box
+
 def press(board, text):
     "Click the button with this text, wherever it is in the panel."
     def find(w):

@@ -8,6 +8,7 @@ __all__ = ['DASHBOARDS', 'Ask', 'FAULT_TIPS', 'SEED_TIPS', 'Dashboard', 'watch',
            'ThresholdsPanel']
 
 # %% ../../nbs/show/84_dashboard.ipynb #fe4aea4f
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class Dashboard:
         self.height = height
         self.image = image
         self.panel: Panel | None = None # created when widgets are displayed
+        self.creating = threading.RLock() # held while the panel is created
         self._lane = lane
 
     @property
@@ -88,10 +90,11 @@ class Dashboard:
 
     def widget(self) -> Any: # created by the first call
         "Return the panel of widgets."
-        if self.panel is None:
-            settings = self.session, self.ask, self.lane, self.select, self.height, self.image
-            self.panel = outside_requests(Panel, *settings)
-        return self.panel.box
+        with self.creating:
+            if self.panel is None:
+                settings = self.session, self.ask, self.lane, self.select, self.height, self.image
+                self.panel = outside_requests(Panel, *settings)
+            return self.panel.box
 
     def picture(self) -> Any: # figure
         "Return a figure of the session."
