@@ -83,9 +83,12 @@ class Run {
     this.requests = []; // buttons that no packet has answered yet
     this.heard = performance.now(); // when the newest packet came, or the page asked for a sign of life
     this.until = [0, 0]; // end of the axis for the whole run and for the newest batches
-    model.on("msg:custom", (message, buffers) => this.receive(message, buffers));
-    model.on("change:lane", () => this.changed());
-    model.on("comm_live_update", () => this.ask());
+    this.listeners = {
+      "msg:custom": (message, buffers) => this.receive(message, buffers),
+      "change:lane": () => this.changed(),
+      comm_live_update: () => this.ask(),
+    };
+    for (const [event, listener] of Object.entries(this.listeners)) model.on(event, listener);
     this.seen = () => this.answer();
     globalThis.document?.addEventListener("visibilitychange", this.seen);
     this.began = performance.now();
@@ -93,7 +96,7 @@ class Run {
   }
 
   close() {
-    this.changed = () => {};
+    for (const [event, listener] of Object.entries(this.listeners)) this.model.off(event, listener);
     globalThis.document?.removeEventListener("visibilitychange", this.seen);
     clearTimeout(this.again);
   }
