@@ -161,6 +161,54 @@ def test_hugging_face_goes_on_after_a_nan(tmp_path):
     assert report.reason == "non-finite" and "model" in report.restored
     assert trainer.state.global_step == 150 and all(p.isfinite().all() for p in model.parameters())
 
+def corrupt(net):
+    with torch.no_grad(): net[0].weight.copy_(2 * torch.randn(32, 16, generator=torch.Generator().manual_seed(2)))
+
+def check_validations(seen):
+    "Weights that were validated while old ones were in place for a comparison: the live ones, which wait."
+    waiting = [weight for comparing, weight in seen if comparing]
+    assert len(waiting) > 1 and all(torch.equal(waiting[0], w) for w in waiting)
+    assert not torch.equal(seen[0][1], seen[1][1]), "the others were trained on the way"
+
+def test_lightning_validates_the_live_weights(pl, tmp_path):
+    callback, seen = lightning_governor(None, QUICK.replace(patience=12)), []
+    class Model(pl.LightningModule):
+        def __init__(self): super().__init__(); self.net = network(0.)
+        def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=3e-4)
+        def training_step(self, batch, i):
+            if i == 90: corrupt(self.net)
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+        def validation_step(self, batch, i):
+            governor = callback.governor
+            if governor: seen.append((governor.comparing, self.net[0].weight.detach().clone()))
+    pl.seed_everything(0, verbose=False)
+    sets = [torch.utils.data.TensorDataset(*examples(n)) for n in (4800, 32)]
+    data = [torch.utils.data.DataLoader(d, batch_size=32) for d in sets]
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    with warnings.catch_warnings(action="ignore"):
+        pl.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=str(tmp_path), callbacks=[callback],
+                   val_check_interval=1, **quiet).fit(Model(), *data)
+    check_validations(seen)
+    assert [r.action for r in callback.governor.reports] == ["rollback"]
+
+def test_hugging_face_evaluates_the_live_weights(tmp_path):
+    transformers, seen = pytest.importorskip("transformers", reason="needs transformers"), []
+    class Seen(transformers.TrainerCallback):
+        def on_evaluate(self, args, state, control, model=None, **kwargs):
+            seen.append((callback.governor.comparing, model.net[0].weight.detach().clone()))
+    model = new(fault=corrupt)
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    transformers.logging.set_verbosity_error()
+    data = [dict(x=x, labels=y) for x, y in zip(*examples(32 * 60))]
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=150, per_device_train_batch_size=32,
+                                          learning_rate=3e-4, report_to=[], logging_strategy="no", use_cpu=True, seed=0,
+                                          save_strategy="no", disable_tqdm=True, eval_strategy="steps", eval_steps=1)
+    trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[Seen])
+    callback = guard_trainer(trainer, None, QUICK.replace(patience=12))
+    with warnings.catch_warnings(action="ignore"): trainer.train()
+    check_validations(seen)
+    assert [r.action for r in callback.governor.reports] == ["rollback"]
+
 @pytest.mark.slow
 def test_hugging_face_healthy_run_is_untouched(tmp_path):
     _, callback = hf_run(tmp_path, guarded := new(), gradient_accumulation_steps=2)

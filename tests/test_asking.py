@@ -88,7 +88,7 @@ class Real:
         rates = [g["lr"] for g in self.opt.param_groups]
         return copy.deepcopy((self.net.state_dict(), self.opt.state_dict()["state"], rates))
 
-    def run(self, steps=None, skip=(), until=None):
+    def run(self, steps=None, skip=(), until=None, each=lambda: None):
         "Train, but for some batches, which only random numbers and clock go through; [action] of each step."
         said = []
         for t in range(steps or self.steps):
@@ -99,6 +99,7 @@ class Real:
             with warnings.catch_warnings(action="ignore"): self.clock.step()
             self.states.append(self.state())
             if self.governor is not None: said.append([r.action for r in self.governor.watch(loss)])
+            each()
             if until and [until] in said: break
         return said
 
@@ -239,11 +240,35 @@ def test_a_run_that_ends_while_old_weights_are_in_place_ends_with_its_own():
     with Stub().governor as governor: pass # nothing to do
     stub = Stub()
     with stub.governor as governor:
-        while not (governor.rise and governor.rise.old_in_place): stub.run(1, corrupt=60)
+        while not governor.comparing: stub.run(1, corrupt=60)
         assert stub.net.weight.item() == 0
     assert stub.net.weight.item() == 1 and governor.rise is None
     stub.run(40) # a loop that goes on is guarded as before
     assert [r.action for r in governor.reports] == ["rollback"] and stub.net.weight.item() == 0
+
+
+def test_a_validation_sees_the_live_weights_and_the_comparison_does_not_notice():
+    "Old weights are in place for some batches, and train on them; the live ones wait."
+    alone = Real(moved=100)
+    said, seen = alone.run(), []
+    validated = Real(moved=100)
+    def validate():
+        governor, before = validated.governor, validated.state()
+        with governor.live_weights(): seen.append((governor.comparing, validated.state()))
+        assert equal(before, validated.state())
+    assert validated.run(each=validate) == said and equal(alone.states, validated.states)
+    waiting = [state for comparing, state in seen if comparing]
+    live = alone.states[said.index(["ask"])]
+    assert [len(waiting), *(equal(state[:2], live[:2]) for state in waiting)] == [2, True, True], "but for the schedule"
+
+
+def test_watch_inside_live_weights_is_refused():
+    stub = Stub()
+    while not stub.governor.comparing: stub.run(1, corrupt=60)
+    with stub.governor.live_weights():
+        assert stub.net.weight.item() == 1
+        with pytest.raises(RuntimeError, match="after the block"): stub.run(1)
+    assert stub.net.weight.item() == 0
 
 
 def test_inside_a_step_the_batch_of_a_question_is_left_out():

@@ -9,6 +9,7 @@ __all__ = ['bar_note', 'lightning_governor', 'guard_trainer', 'guard_accelerator
 import importlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ def _action_metrics(reports: Sequence[Report]) -> dict[str, float]: # metrics fo
     "Return the actions of a step as metrics for a framework's log: name of the action, number of the batch."
     return {f"governor_{r.action}": float(-1 if r.batch is None else r.batch) for r in reports}
 
+def _show_live(governor: Governor | None, shown: ExitStack): # `shown` is closed before the next batch
+    "Put the live weights in place for a validation, if old ones are there for a comparison."
+    shown.close()
+    if governor is not None: shown.enter_context(governor.live_weights())
+
 def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, Any]):
     "The class of `lightning_governor`, made when Lightning is there."
     base: Any = _need("lightning.pytorch", "lightning").Callback
@@ -68,12 +74,20 @@ def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, 
         governor: Governor | None = None
         loaded: dict | None = None # from a checkpoint, until the Governor exists
 
+        def __init__(self):
+            super().__init__()
+            self.shown = ExitStack() # live weights, in place for a validation and for what is saved after it
+
         def on_train_start(self, trainer, pl_module):
             schedulers = [c.scheduler for c in trainer.lr_scheduler_configs]
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             parts = [pl_module, *trainer.optimizers, *schedulers, *([] if scaler is None else [scaler])]
             self.governor = Governor(*parts, chance_loss=chance_loss, config=config, **options)
             if self.loaded is not None: self.governor.load_state_dict(self.loaded)
+
+        def on_validation_start(self, trainer, pl_module): _show_live(self.governor, self.shown)
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx): self.shown.close()
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             loss = _loss_of(outputs, trainer.callback_metrics, metric)
@@ -86,6 +100,7 @@ def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, 
             for name, at in _action_metrics(reports).items(): self.log(name, at, prog_bar=True, logger=False)
 
         def on_train_end(self, trainer, pl_module):
+            self.shown.close()
             if self.governor is not None: self.governor.close()
 
         def state_dict(self): return {} if self.governor is None else self.governor.state_dict(banks=False)
@@ -145,6 +160,10 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
         loss: Tensor | None = None # of the micro-batches of this step, so far
         resumed: Path | None = None # checkpoint that training resumes from
 
+        def __init__(self):
+            super().__init__()
+            self.shown = ExitStack() # live weights, in place for an evaluation and for what is saved after it
+
         def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
             scaler = getattr(owner().accelerator, "scaler", None)
             parts = [p for p in (model, optimizer, lr_scheduler, scaler) if p is not None]
@@ -152,7 +171,16 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
             file = self.resumed and _state_file(self.resumed, self.governor)
             if file and file.exists(): self.governor.load_state_dict(read_saved(file))
 
+        def on_step_begin(self, args, state, control, **kwargs): self.shown.close()
+
         def on_step_end(self, args, state, control, **kwargs):
+            self._watch(state, control)
+            if control.should_evaluate: _show_live(self.governor, self.shown)
+
+        def on_epoch_end(self, args, state, control, **kwargs):
+            if control.should_evaluate: _show_live(self.governor, self.shown)
+
+        def _watch(self, state, control):
             loss, self.loss = self.loss, None
             if loss is None or self.governor is None: return
             try: reports = self.governor.watch(loss)
@@ -163,6 +191,7 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
                 for say in map(bar_note, _bars_of(owner())): say(r)
 
         def on_train_end(self, args, state, control, **kwargs):
+            self.shown.close()
             if self.governor is not None: self.governor.close()
 
         def on_save(self, args, state, control, **kwargs):
@@ -272,9 +301,16 @@ def fastai_governor(
         governor: Governor | None = None # of the latest fit
         loaded: dict | None = None # a state, until the Governor exists
 
+        def __init__(self):
+            super().__init__()
+            self.shown = ExitStack() # live weights, in place for a validation and for what is saved after it
+
         def before_fit(self): self.due = not hasattr(self.learn, "lr_finder") # which ruins a run on purpose
 
+        def before_validate(self): _show_live(self.governor, self.shown)
+
         def before_train(self):
+            self.shown.close()
             if not self.due: return
             scaler = getattr(getattr(self.learn, "mixed_precision", None), "scaler", None)
             parts = [self.learn.model, *([] if scaler is None else [scaler])]
@@ -293,6 +329,7 @@ def fastai_governor(
                 for r in list(self.governor.reports)[before:] if bar else (): bar.write(f"Governor: {r}")
 
         def after_fit(self):
+            self.shown.close()
             if self.governor is not None: self.governor.close()
 
         def state_dict(self): return {} if self.governor is None else self.governor.state_dict()

@@ -292,7 +292,7 @@ class Governor:
         ways_back = [*self.saved.values(), *(() if self.kept is None else [self.kept[1]])]
         keeper.forget(min(s.batch for s in ways_back))
         with self.ranks.naming_the_failed(self.watched):
-            loss = keeper.run(step, wanted, self.watched, fetch, asked=self._old_in_place)
+            loss = keeper.run(step, wanted, self.watched, fetch, asked=self.comparing)
         with self._report_at_the_end() as new:
             try: self.watch(loss.detach() if isinstance(loss, Tensor) else loss)
             except GovernorStop as stop:
@@ -450,6 +450,44 @@ class Governor:
         self._end_rise(live=True)
         if self.files is not None: self.files.wait()
         return reports
+
+    @property
+    def comparing(self) -> bool:
+        "Whether the model holds old weights now, for a few steps of a comparison; see `live_weights`."
+        return self.rise is not None and self.rise.old_in_place
+
+    @contextmanager
+    def live_weights(self) -> Iterator[Self]:
+        """Validate the live state, even if old weights are in place for a comparison, which continues afterwards.
+
+        The live weights, moments and learning rates are in place inside the block, the old ones again behind it; random
+        streams and schedulers are left alone. If nothing is compared, which is nearly always, nothing is copied.
+
+        Raises
+        ------
+        RuntimeError
+            If `watch` is called inside: the loss would count for the wrong weights.
+
+        Examples
+        --------
+        >>> net = torch.nn.Linear(1, 1)
+        >>> governor = Governor(net, chance_loss=None)
+        >>> with governor.live_weights(): heldout_loss = net(torch.ones(8, 1)).square().mean()
+        >>> governor.comparing
+        False
+        """
+        if not self.comparing:
+            yield self
+            return
+        assert self.question is not None
+        old, rates = self.snapshot.set_aside(), self._rates()
+        self._write_live()
+        self.question = self.question._replace(shown=True)
+        try: yield self
+        finally:
+            self.question = self.question._replace(shown=False)
+            self.snapshot.bring_back(old, skip=(*self._clocks(), "governor_stats"), stay=True)
+            for group, rate in zip(self._groups(), rates): set_setting(group, "lr", rate)
 
     def __enter__(self): return self
 
@@ -694,6 +732,7 @@ class Governor:
         "Add a loss of the loaded weights, and alternate old and live weights until one is clearly better."
         t, q = self.rise, self.question
         assert t is not None and q is not None
+        if q.shown: raise RuntimeError("watch inside `live_weights`, expected after the block")
         self._count_loss()
         if not t.answer(float(on_scale(loss, self.stats.linear[0])), loss): return ()
         undone = (q.report,) if before_step else () # the gradients belong to weights that are not in place any more
@@ -800,7 +839,7 @@ class Governor:
 
     def _end_rise(self, live: bool = False): # whether to restore the live state of a comparison
         "Give up a rise under observation."
-        if live and self._old_in_place: self._bring_back_live()
+        if live and self.comparing: self._bring_back_live()
         self.rise = self.question = None
 
     def _clocks(self) -> tuple[str, ...]: # names of parts
@@ -825,11 +864,6 @@ class Governor:
         "Return the learning rates of all torch optimizers."
         return [float(group["lr"]) for group in self._groups()]
 
-    @property
-    def _old_in_place(self) -> bool:
-        "Return whether old weights are loaded for a comparison."
-        return self.rise is not None and self.rise.old_in_place
-
     def _put_old_in(self, report: Report):
         "Set the live state aside, and put the last good one in for a turn."
         assert self.rise is not None
@@ -840,16 +874,21 @@ class Governor:
         self.question = Question(live, report, rates=list(zip(before, self._rates())))
         self.rise.exchange()
 
-    def _bring_back_live(self):
-        "Restore the live state that was stored for a comparison, with its learning rates."
+    def _write_live(self):
+        "Write the live state that was stored for a comparison, with its learning rates."
         q = self.question
-        assert q is not None and self.rise is not None
+        assert q is not None
         self.snapshot.bring_back(q.live, skip=(*self._clocks(), "governor_stats"), stay=True)
         for group, (before, capped) in zip(self._groups(), q.rates):
             now = float(group["lr"])
             if before == capped: continue
             rate = before if now == capped else now * before / capped
             set_setting(group, "lr", rate)
+
+    def _bring_back_live(self):
+        "Restore the live state that was stored for a comparison."
+        assert self.rise is not None
+        self._write_live()
         self.rise.exchange()
 
     # --- what is done about an incident
@@ -1168,6 +1207,7 @@ class Question(NamedTuple):
     live: SavedState # the state in which the loss had risen
     report: Report # of the rise, before anything was done
     rates: list[tuple[float, float]] # learning rates, one a parameter group: as they were, and beside old weights
+    shown: bool = False # whether the live state is in place inside `live_weights`
 
 class Waiting(NamedTuple):
     "A loss that has not been judged yet."
