@@ -72,7 +72,7 @@ def rate_by_hand(loop, k):
 def other_setting(loop, k):
     if k == 0: loop.opt.param_groups[0].update(betas=(.9, .0), eps=1e-12, weight_decay=30.)
 
-def spoilt(fault):
+def corrupted(fault):
     def outside(loop, k): fault(loop, k, None, stream(loop.seed, 5))
     return outside
 
@@ -103,8 +103,8 @@ def no_zero_grad(loop, k, step, batch):
     finally: loop.opt.zero_grad = clear
 
 GIVEN = {"one bad batch": bad_batch, "wrong targets, 20 batches": wrong_targets, "sorted examples": sorted_examples}
-OUTSIDE = {"rate × 30": rate_by_hand, "another setting": other_setting, "exponent flip": spoilt(exponent_flip),
-           "NaN weight": spoilt(nan_weight), "garbage momentum": spoilt(garbage_momentum)}
+OUTSIDE = {"rate × 30": rate_by_hand, "another setting": other_setting, "exponent flip": corrupted(exponent_flip),
+           "NaN weight": corrupted(nan_weight), "garbage momentum": corrupted(garbage_momentum)}
 INSIDE = {"rate + 10 % a step": rising_schedule, "sign error": wrong_sign, "float16 overflow": few_bits,
           "no zero_grad": no_zero_grad}
 # causes that are right, and the batches it has to begin at, after AT

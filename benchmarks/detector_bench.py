@@ -191,14 +191,14 @@ def acts(losses, chance):
 
 
 def healthy(runs=10):
-    "{kind: {rule: alarms in ten healthy runs}}; of ours the acts, and the looks and questions that came to nothing."
+    "{kind: {rule: alarms in ten healthy runs}}; of ours the acts, and the waits and comparisons that came to nothing."
     out = {}
     for name, (chance, make) in HEALTHY.items():
         x = np.stack([make(np.random.default_rng(REPORTED + 900 + i)) for i in range(runs)], 1)
         mine = [acts(trace, chance) for trace in x.T]
         out[name] = {"acts": sum(len(r) for r, _ in mine)}
         out[name] |= {say: sum(r.action == do for _, n in mine for r in n) for say, do in dict(
-            looks="wait", asks="ask").items()}
+            looks="wait", asks="compare").items()}
         out[name] |= {rule: int(np.count_nonzero(f(x))) for rule, f in GUARDS.items() if f != governor}
     return out
 

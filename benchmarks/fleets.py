@@ -370,7 +370,7 @@ def play_stream(design: Design, seed: int, lanes: int, same: int) -> Stream: # s
     turned = torch.stack([torch.rot90(torch.arange(64).view(8, 8), k).flatten() for k in range(4)])
     units = design.host + MORE * (PHASES - 1)
     def draw(*shape): return torch.randn(shape, generator=g)
-    # plans of a lane begin with the same weights; a seed's outgoing weights are 0 at birth
+    # plans of a lane begin with the same weights; a seed's outgoing weights are 0 at germination
     w = (draw(lanes, 64, units) * (2 / 64)**.5).repeat_interleave(n, 0)
     v = (draw(lanes, units, 10) * design.host**-.5).repeat_interleave(n, 0)
     v[:, design.host:] = 0

@@ -211,7 +211,7 @@ CHANCE = {"contrastive": math.log(64), "RNN with bursts": math.log(8)}
 def run(name, seed, guarded=True, steps=STEPS):
     """{loss: its values, its weights at the end, acts, looks} of one run.
 
-    `untouched` losses come before old weights are asked for the first time, in this loss or another one of the loop.
+    `untouched` losses come before the first comparison with old weights, in this loss or another one of the loop.
     """
     torch.manual_seed(seed)
     loop, out, governors = LOOPS[name](), {}, {}
@@ -224,7 +224,7 @@ def run(name, seed, guarded=True, steps=STEPS):
             mine["losses"].append(loss.item())
             if not guarded: continue
             governors[key].watch(loss)
-            if governors[key].question is None: continue
+            if governors[key].comparison is None: continue
             for m in out.values(): m["untouched"] = min(m["untouched"], len(m["losses"]))
     for key, mine in out.items():
         net = mine.pop("parts")[0]

@@ -22,7 +22,8 @@ from .train.trainer import fit as fit, run_epoch as run_epoch
 from .train.ablation import evaluate as evaluate
 from .train.faults import Fault as Fault
 from .control.envs import GrowEnv as GrowEnv, GrowVecEnv as GrowVecEnv, EnvConfig as EnvConfig
-from .control.rules import Heuristic as Heuristic, as_controller as as_controller, BirthRule as BirthRule
+from .control.rules import (Heuristic as Heuristic, as_controller as as_controller,
+    GerminationRule as GerminationRule)
 from .control.actions import HEADS as HEADS, OPS as OPS
 from .control.forecast import Forecast as Forecast, SeedForecast as SeedForecast, play_seeds as play_seeds
 from .learn.learner import Learner as Learner, train_ppo as train_ppo

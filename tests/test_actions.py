@@ -94,8 +94,9 @@ def test_gates_for_all_lanes_equal_the_gate_of_one(seed, strict):
     g = torch.Generator().manual_seed(seed)
     def pick(*v): return v[int(torch.randint(len(v), (), generator=g))]
     stage = pick(Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
-    s = SeedState(stage=stage, blueprint=0, births=1, epochs=pick(0, 1, 9, 10, 11), health=pick(None, .69, .7, .75, 1.),
-                  exploding=pick(None, 0., .1), accuracy=pick(None, 50.5, 50.), accuracy_stage=pick(None, 50., 49.9),
+    s = SeedState(stage=stage, blueprint=0, germinations=1, epochs=pick(0, 1, 9, 10, 11),
+                  health=pick(None, .69, .7, .75, 1.), exploding=pick(None, 0., .1),
+                  accuracy=pick(None, 50.5, 50.), accuracy_stage=pick(None, 50., 49.9),
                   gradient_ratio=pick(None, .1, .05, .2), target=pick(.5, 1.), alpha=pick(.5, 1.),
                   contribution=pick(None, -1., .99, 1., 2.))
     table, rules = torch.tensor([[encode_seed(s)]]).double(), Rules(gates=Gates(strict=strict))
@@ -125,7 +126,7 @@ def test_rules_beyond_the_slots():
 def test_bound_on_seeds_counts_fossils():
     model, space = world(lanes=1, max_seeds=1)
     slot = model.slot("r0c0")
-    slot.table[0] = torch.tensor(encode_seed(SeedState(stage=Stage.FOSSILIZED, blueprint=0, births=1, alpha=1.)))
+    slot.table[0] = torch.tensor(encode_seed(SeedState(stage=Stage.FOSSILIZED, blueprint=0, germinations=1, alpha=1.)))
     done = space.apply(model, 0, space.encode(Choice("germinate", "r0c1", "norm")))
     assert not done.ok and "1 seeds is the bound" in done.message
     unbound = GrowthActions(model)

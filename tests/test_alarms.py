@@ -99,8 +99,9 @@ def test_limits_watch_what_is_written(rule):
     assert metric.kind and (metric.unit == "text") == (rule.side == "is" or rule.statistic == "waits")
 
 def test_alarms_differ_by_lane_slot_and_seed():
-    def slot(lane, name, birth, share):
-        return make_rows("slot", {"slot": dict(birth=[birth], exploding=[share])}, lanes=[lane], slot=name, epoch=0)
+    def slot(lane, name, germination, share):
+        metrics = dict(germination=[germination], exploding=[share])
+        return make_rows("slot", {"slot": metrics}, lanes=[lane], slot=name, epoch=0)
     rows = slot(0, "a", 1, .2) + slot(1, "a", 1, .2) + slot(0, "b", 1, .2)
     rows += slot(0, "a", 1, .2) + slot(0, "a", 2, .2) + slot(0, "a", 1, .9)
     found = [(a.lane, a.slot, a.level) for a in find_alarms(rows)]

@@ -190,7 +190,7 @@ def test_lists_are_sorted_by_size_then_name_and_filtered():
     assert list_blueprints("nothing*") == []
 
 
-# ---- a registry that nobody can spoil
+# ---- a registry that cannot be corrupted
 
 @pytest.mark.parametrize("name, declared, build, words", [
     ("odd", "2_000", lambda channels, lanes: None, "declared size of odd='2_000'"),
@@ -206,7 +206,7 @@ def test_a_bad_blueprint_is_refused_when_it_is_registered(name, declared, build,
     with pytest.raises(ValueError, match=words): blueprint(name, "cnn", declared)(build)
     assert list_blueprints() == before
 
-def test_a_blueprint_that_cannot_be_made_spoils_no_slot():
+def test_a_blueprint_that_cannot_be_made_breaks_no_slot():
     import warnings
     from esper_nb.grow.slots import Slot
     @blueprint("broken", "cnn", 10)

@@ -168,8 +168,8 @@ def test_a_batch_that_was_changed_in_place_is_named():
 def test_only_batches_since_the_oldest_good_state_are_kept():
     loop = Loop()
     loop.train(100)
-    keeper = loop.gov.recorder
-    assert keeper.steps[0].number >= 40 and len(keeper.steps) <= 60
+    recorder = loop.gov.recorder
+    assert recorder.steps[0].number >= 40 and len(recorder.steps) <= 60
     small = StepRecorder(nbytes=3 * sum(t.nbytes for t in batch(0)))
     for k in range(9): small.run(lambda xy: torch.tensor(1.), batch(k), k)
     assert [s.number for s in small.steps] == [6, 7, 8]
@@ -206,7 +206,7 @@ def test_batches_that_are_to_blame_are_all_that_is_lost():
     assert report.cause == "data" and report.lost == (AT, AT + 19)
     assert report.redone == report.batch + 1 - 20 - report.restored_step
 
-def test_bad_labels_that_outlast_the_first_question_are_found_by_the_second():
+def test_bad_labels_that_outlast_the_first_comparison_are_found_by_the_second():
     last = AT + CONFIG.patience + 3
     report, = end_of(lambda loop, k, xy: (xy[0], (xy[1] + 1) % 10) if AT <= k <= last else xy).gov.reports
     assert report.cause == "data" and report.lost == (AT, last) and report.batch > last
@@ -267,7 +267,7 @@ def test_a_rollback_by_hand_is_not_redone():
     assert report.redone == 0 and torch.equal(loop.net[0].weight, good)
 
 def test_callbacks_hear_of_an_incident_once_and_with_its_cause():
-    for fault in (nan, shrunk, wrong): # at once, when the loss is back, when old weights are asked
+    for fault in (nan, shrunk, wrong): # at once, when the loss is back, during a comparison
         loop, heard = Loop(), []
         loop.gov.callbacks.append(heard.append)
         loop.train(fault=fault, until_reported=False)
@@ -423,13 +423,13 @@ def test_hooks_are_gone_after_an_explanation():
     assert [hooks(x) for x in (*loop.net.modules(), loop.opt)] == before
 
 def test_recording_a_step_is_cheap():
-    keeper, given = StepRecorder([torch.optim.AdamW(nn.Linear(2, 2).parameters())]), batch(0)
+    recorder, given = StepRecorder([torch.optim.AdamW(nn.Linear(2, 2).parameters())]), batch(0)
     loss = torch.tensor(1.)
-    for k in range(100): keeper.run(lambda xy: loss, given, k)
+    for k in range(100): recorder.run(lambda xy: loss, given, k)
     best = math.inf
     for _ in range(20):
         start = time.perf_counter()
-        for k in range(100, 150): keeper.run(lambda xy: loss, given, k)
+        for k in range(100, 150): recorder.run(lambda xy: loss, given, k)
         best = min(best, (time.perf_counter() - start) / 50)
     assert best < 1e-3 # 20 µs on an idle machine
 
@@ -458,7 +458,8 @@ def ranks_train(rank, world, folder, out, kind, fault):
     except GovernorStop: pass
     found = gov.explain()
     whole = [p.full_tensor() if kind == "fsdp" else p for p in net.parameters()]
-    out[rank] = dict(said=[(r.batch, r.reason, r.action, r.cause, r.why.split(";")[0], r.asked) for r in gov.reports],
+    out[rank] = dict(said=[(r.batch, r.reason, r.action, r.cause, r.why.split(";")[0], r.old_loss)
+                           for r in gov.reports],
                      found=(found.cause, found.batches, found.recorded, found.replayed),
                      weights=torch.cat([p.detach().flatten() for p in whole]))
     dist.barrier()

@@ -11,14 +11,15 @@ from hypothesis import given, settings, strategies as st
 import esper_nb.show.dashboard as dashboard_module
 from esper_nb.core import by_lane, lane_state
 from esper_nb.grow import ModuleHostConfig
-from esper_nb.guard import Governor, GovernorConfig, loss_limits
+from esper_nb.guard import (
+    DetectorConfig, Governor, GovernorConfig, LossStats, describe_failure, judge, loss_limits)
 from esper_nb.record import encode_row, read_rows
 from esper_nb.run import watch_text
 from esper_nb.show import (
     THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident, LoopSource,
     NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots, disabled_reasons,
-    duration_text, lane_limits, live_front_end, log_html, notebook_html, operations_line, plot_session, plot_slots,
-    seed_disabled_reasons, session_packet, session_text, status_html, watch)
+    duration_text, incident_from_report, lane_limits, live_front_end, log_html, notebook_html, operations_line,
+    plot_session, plot_slots, seed_disabled_reasons, session_packet, session_text, status_html, watch)
 from esper_nb.train import FitConfig, fit, get_task, new_population, parse_fault, task_from_arrays
 
 torch.set_num_threads(1)
@@ -519,14 +520,18 @@ def test_a_run_that_is_resumed_for_longer_shows_its_new_end(tmp_path):
     session.close()
 
 @pytest.mark.parametrize("reason, loss, said", [
-    ("non-finite", "0.7", "(loss 0.7)"), ("collapse", "0.7", "(loss 0.7)"), ("explosion", "0.7", "(loss 0.7)"),
-    ("explosion", "7", "(loss 7, limit 4.6)"), ("rise", "0.7", "(loss 0.7, usual 0.03)")])
-def test_an_incident_names_no_limit_that_its_loss_was_below(reason, loss, said):
-    incident = Incident(number=1, lane=2, reason=reason, action="rollback", x=9, end=9, back=4, loss=loss, limit=4.6,
-                        target=.03, rollbacks_left=3)
-    assert f"{reason} {said} → rollback" in str(incident)
-    assert "lane 2: state (weights) → rollback" in str(replace(incident, reason="state", loss="none", why="weights"))
-    assert "lane 2: by hand → rollback" in str(replace(incident, reason="by hand", loss="none"))
+    ("non-finite", .7, "(loss 0.7)"), ("collapse", .7, "(loss 0.7)"), ("explosion", .7, "(loss 0.7)"),
+    ("explosion", 7., "(loss 7, limit 4.6)"), ("rise", .7, "(loss 0.7, mean 0.03)"), ("rise", .02, "(loss 0.02)")])
+def test_a_report_and_its_incident_name_no_limit_that_the_loss_was_below(reason, loss, said):
+    stats = LossStats()
+    stats.add(np.zeros(30, int), np.full(30, .03), DetectorConfig())
+    stats, verdict = judge(stats, .03, DetectorConfig(), chance_loss=2.3)
+    report = describe_failure(
+        stats, DetectorConfig(), replace(verdict, loss=np.array([loss])), np.array([2.3]), 0, reason)
+    incident = incident_from_report(replace(report, action="rollback"), number=1, x=9, end=9, back=4)
+    assert f"{reason} {said} -> " in str(report) and f"{reason} {said} → rollback" in str(incident)
+    assert "lane 0: state (weights) → rollback" in str(replace(incident, reason="state", loss="none", why="weights"))
+    assert "lane 0: by hand → rollback" in str(replace(incident, reason="by hand", loss="none"))
 
 
 # --- feeds: traffic and memory
@@ -697,12 +702,6 @@ def test_a_loop_that_hands_over_its_batches_shows_cause_and_what_was_redone(run)
     assert row["governor.lost"] <= 1 and row["governor.why"] == incident.why
     again = dashboard_module.row_incident(row, end=row["step"], batches=1)
     assert (again.cause, again.redone, again.lost) == (incident.cause, incident.redone, row["governor.lost"])
-
-def test_an_incident_does_not_name_a_limit_that_its_loss_is_below():
-    found = dict(number=1, lane=0, reason="explosion", action="rollback", x=9, end=9, back=5, limit=2.2, target=.1,
-                 rollbacks_left=3)
-    assert "(loss 0.685)" in str(Incident(**found, loss="0.685"))           # it was over before it was judged
-    assert "(loss 685, limit 2.2)" in str(Incident(**found, loss="685"))
 
 def test_changed_incidents_are_sent_again(run):
     s = run(population(2, 40))
@@ -976,7 +975,7 @@ def test_names_of_rollbacks_in_a_picture_are_apart(run):
     for x in (150, 160, 170, 300):
         s.history.incidents.append(Incident(
             number=x, lane=0, reason="non-finite", action="rollback", x=x, end=x + 5, back=x - 10, loss="nan",
-            limit=None, target=None, rollbacks_left=3))
+            target=None, rollbacks_left=3))
     fig = plot_session(s, 0)
     fig.draw_without_rendering()
     boxes = [t.get_window_extent() for t in fig.axes[0].texts if "lost" in t.get_text()]

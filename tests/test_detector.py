@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from esper_nb.guard import (
     RULES, DetectorConfig, Governor, GovernorConfig, LossStats, Rule, judge, label_entropy, list_thresholds, threshold)
 from esper_nb.record import governor_rows
-from esper_nb.show import plot_incidents, rules_help
+from esper_nb.show import incident_from_report, plot_incidents, row_incident, rules_help
 
 REASONS = ("healthy", *RULES)
 
@@ -253,10 +253,11 @@ def find_stall(look, c, same, last):
     same = look.ops.where(look.ok, look.ops.where(look.loss == last, same + 1, 1), same)
     return look.ok & (same >= c.stall), look.ok & False, same, look.ops.where(look.ok, look.loss, last)
 
-def test_a_rule_is_one_row_and_everybody_knows_it(monkeypatch):
+def test_a_rule_is_one_row_that_reports_plots_and_panel_use(monkeypatch):
     "One row and one field: found in full and in plain numbers, reported, recorded, drawn, and explained in the panel."
     row = Rule("stall", "the loss does not move at all", "*", find_stall, dict(same=int, last=float), counts=("same",),
-               calm=lambda c, same, last: same < c.stall / 2)
+               calm=lambda c, same, last: same < c.stall / 2,
+               compared=lambda report, stats, c: f"{int(stats.same[report.lane])} equal losses of {c.stall}")
     monkeypatch.setitem(RULES, "stall", row)
     reports = []
     for lanes in (1, 2):
@@ -264,14 +265,18 @@ def test_a_rule_is_one_row_and_everybody_knows_it(monkeypatch):
         found = [(t, r.lane, r.reason, r.action) for t in range(105) for r in gov.watch(torch.full((lanes,), .5))]
         assert found == [(99, lane, "stall", "rollback") for lane in range(lanes)]
         reports += gov.reports
+    said = "lane 0: stall (loss 0.5, 100 equal losses of 100)"
     rows = governor_rows(reports[:1], step=99)
     assert rows[0]["governor.reason"] == "stall"
+    assert str(reports[0]).startswith(f"step 100, {said} -> rollback")
+    for seen in (incident_from_report(reports[0], number=1, x=99, end=99, back=0), row_incident(rows[0], 99, 1)):
+        assert str(seen).startswith(f"{said} → rollback"), "in the panel, of a run here and of another process"
     assert "*" in [line.get_marker() for line in plot_incidents(rows).lines]
     assert "<b>stall</b>: the loss does not move at all" in rules_help()
     assert list_thresholds(StallConfig)["stall"] == (2, 1000, 1, "equal losses in a row that make a stall")
     assert "stall" not in list_thresholds(GovernorConfig)
 
-def test_every_rule_is_asked_in_plain_numbers_as_in_full():
+def test_every_rule_judges_in_plain_numbers_as_in_full():
     "What one rule finds in arrays, it finds in plain numbers: healthy losses pass, each other one is declined."
     for bad in (math.nan, math.inf, 60., CHANCE):
         s, config = learnt(), DetectorConfig(collapse_confirm=1, confirm=1)

@@ -289,13 +289,13 @@ def test_the_reward_is_the_sum_of_its_terms_and_telemetry_takes_the_step():
         assert [row["kind"] for row in rows].count("step") == int(s.active.sum())
 
 
-def test_a_birth_in_a_step_that_is_undone_is_paid_for():
+def test_a_germination_in_a_step_that_is_undone_is_paid_for():
     env = make(1, width=1, horizon=3, price=1000., faults=(Fault("nan", 0, 1),))
     env.reset(seed=0)
-    birth = env.actions.encode(Choice("germinate", "r0c0", "conv_small", style="linear_add", tempo=3, target=1.))
+    germination = env.actions.encode(Choice("germinate", "r0c0", "conv_small", style="linear_add", tempo=3, target=1.))
     env.step(env.actions.placeholder[None].numpy())
     before = env.last_result.accuracy_pp.item()
-    undone = env.step(birth[None].numpy())
+    undone = env.step(germination[None].numpy())
     assert undone[2][0] and env.last_result.rolled_back[0]
     rise = env.last_result.accuracy_pp.item() - before
     size = env.sizes[0][0, env.parts[0][1].model.slot("r0c0").blueprints.index("conv_small")] / env.host_size[0]

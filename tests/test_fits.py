@@ -69,7 +69,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("edge", [2, slow(1), slow(3), slow(4)])
 def test_a_fit_that_is_left_goes_on_exactly(whole, tmp_path, edge):
-    "Between any two epochs: before a birth and after, before a fault and after the rollback."
+    "Between any two epochs: before a germination and after, before a fault and after the rollback."
     run = begun(tmp_path)
     for result in run.epochs():
         if result.epoch + 1 == edge: break

@@ -98,7 +98,7 @@ def test_a_trial_goes_into_a_state_and_comes_back():
     for _ in range(15): a.watch(2.2)
     b.load_state_dict(a.state_dict())
     trails = [[[r.action for r in g.watch(2.2)] for _ in range(60)] for g in (a, b)]
-    assert trails[0] == trails[1] and ["ask"] in trails[0] and ["accepted"] in trails[0]
+    assert trails[0] == trails[1] and ["compare"] in trails[0] and ["accepted"] in trails[0]
     assert a.notes[-1].lost == b.notes[-1].lost
 
 def test_nan_is_never_waited_for():
@@ -187,7 +187,7 @@ def test_a_healthy_loop_is_the_loop_alone_to_the_bit(name):
     guarded, alone = run_loop(name, 77, steps=300), run_loop(name, 77, guarded=False, steps=300)
     for key, mine in guarded.items():
         assert mine["acts"] == [], (key, mine["acts"])
-        same = mine["untouched"] # a question puts old weights in, for a few losses; up to there nothing may differ
+        same = mine["untouched"] # a comparison loads old weights for a few losses; up to there nothing may differ
         assert mine["losses"][:same] == alone[key]["losses"][:same]
         if same >= len(mine["losses"]): assert torch.equal(mine["weights"], alone[key]["weights"])
 

@@ -65,7 +65,7 @@ def train(rank, world, folder, out, fault, bad_rank, form, kind, steps=120):  # 
     except GovernorStop: pass
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
     out[rank] = dict(reports=[(r.batch, r.reason, r.action, r.rank) for r in gov.reports],
-                     weights=torch.cat([p.detach().flatten() for p in whole]), asked=gov.ranks.asked,
+                     weights=torch.cat([p.detach().flatten() for p in whole]), exchanges=gov.ranks.exchanges,
                      watched=gov.watched)
     dist.barrier()
     dist.destroy_process_group()
@@ -172,7 +172,7 @@ def test_a_healthy_run_on_two_ranks_is_the_run_alone_to_the_bit(tmp_path):
     for form in ("watch", "step"):
         (tmp_path/form).mkdir()
         done = run(2, tmp_path/form, None, -1, form, "ddp", 60)
-        assert [d["reports"] for d in done] == [[], []] and done[0]["asked"] <= done[0]["watched"] + 60 // 10 + 2
+        assert [d["reports"] for d in done] == [[], []] and done[0]["exchanges"] <= done[0]["watched"] + 60 // 10 + 2
 
 def stays_away(rank, world, folder, out):
     torch.set_num_threads(1)
@@ -261,4 +261,4 @@ def test_a_rank_that_hangs_is_given_up(tmp_path):
 def test_one_process_stays_off_the_network():
     gov = Governor(network(), chance_loss=math.log(10))
     for _ in range(100): gov.watch(.9)
-    assert not gov.ranks and gov.ranks.asked == 0
+    assert not gov.ranks and gov.ranks.exchanges == 0

@@ -132,7 +132,7 @@ def test_rollback_prunes_what_lives_and_restores_fossils():
     assert run_epoch(pop).train.losses[:, 3].isfinite().all()
 
 
-def test_a_birth_that_the_governor_undid_is_told_and_tried_again():
+def test_a_germination_that_the_governor_undid_is_told_and_tried_again():
     def timetable(pop, last): # lane 1 gets a seed before epoch 1, and nobody asks again
         born = int(pop.epoch.max()) == 1
         return [None, Decision("germinate", "r0c1", "norm", settings=dict(tempo=0)) if born else None]
@@ -143,17 +143,17 @@ def test_a_birth_that_the_governor_undid_is_told_and_tried_again():
         rows.extend(population_rows(pop, results[-1]))
     for e in range(2): epoch(e)
     assert [(d.lane, d.decision.slot, d.decision.blueprint) for d in results[1].undone] == [(1, "r0c1", "norm")]
-    assert pop.model.slot("r0c1").state(1) == SeedState(births=1), "the slot is empty at once"
+    assert pop.model.slot("r0c1").state(1) == SeedState(germinations=1), "the slot is empty at once"
     epoch(2)
     again, = results[2].decided
     assert again.ok and again.decision.settings["tempo"] == 0 and results[2].undone == ()
-    assert pop.model.slot("r0c1").state(1).stage in LIVE and pop.model.slot("r0c1").state(1).births == 2
+    assert pop.model.slot("r0c1").state(1).stage in LIVE and pop.model.slot("r0c1").state(1).germinations == 2
     events = [(row["epoch"], row["seed.event"], row["seed.by"]) for row in pick_rows(rows, "seed", 1)]
     assert events[:3] == [(1, "germinate", "controller"), (1, "undone", "governor"), (2, "germinate", "controller")]
     assert [s.end for s in seed_lives(rows)] == ["undone", "alive"] and lane_scores(rows)[-1].prunes == 0
 
 
-def test_a_birth_is_not_tried_again_for_ever():
+def test_a_germination_is_not_tried_again_for_ever():
     pop = population(2, governor=GovernorConfig(lowers=0), workers=1, epochs=4)
     run_epoch(pop)
     pop.model.germinate("r0c1", "norm", [1])

@@ -203,9 +203,9 @@ def test_a_rollout_that_is_cut_off_goes_on_with_its_memory():
         def values(state): return one.policy(one.view(s.obs)[None], state, s.start[None])[1][0]
         carried, forgotten = values(one.state), values(one.policy.initial_state(one.n))
     assert torch.equal(r.last_value, carried)
-    goes_on = ~s.start
-    assert goes_on.any() and not torch.isclose(carried, forgotten)[goes_on].any()
-    at = goes_on & r.valid[-1]
+    continues = ~s.start
+    assert continues.any() and not torch.isclose(carried, forgotten)[continues].any()
+    at = continues & r.valid[-1]
     wanted = r.reward[-1] + .99 * carried - r.value[-1]
     torch.testing.assert_close(r.advantage[-1][at], wanted[at])
 

@@ -21,11 +21,11 @@ MEASURED = ("contribution", "contribution_before", "velocity", "interaction", "b
 @st.composite
 def a_seed(draw):
     stage = draw(st.sampled_from([s for s in Stage if s != Stage.UNKNOWN]))
-    if stage == Stage.DORMANT: return SeedState(births=draw(st.integers(0, 9)))
-    shares = ("accuracy", "accuracy_stage", "accuracy_born", *SHARES)
+    if stage == Stage.DORMANT: return SeedState(germinations=draw(st.integers(0, 9)))
+    shares = ("accuracy", "accuracy_stage", "accuracy_first", *SHARES)
     values = {k: draw(share) for k in shares} | {k: draw(some) for k in MEASURED}
     values |= {k: draw(positive) for k in ("gradient_norm", "gradient_ratio")}
-    return SeedState(stage=stage, blueprint=draw(st.integers(0, 1)), births=1, alpha=draw(st.floats(0, 1)),
+    return SeedState(stage=stage, blueprint=draw(st.integers(0, 1)), germinations=1, alpha=draw(st.floats(0, 1)),
                      target=draw(st.floats(0, 1)), epochs=draw(st.integers(0, 500)), age=draw(st.integers(0, 500)),
                      total=draw(st.integers(0, 50)), **values)
 
@@ -67,7 +67,7 @@ def test_finite_in_range_and_pure(lanes, seed):
 
 
 def test_every_unmeasured_quantity_is_unknown():
-    bare = SeedState(stage=Stage.TRAINING, blueprint=0, births=1)
+    bare = SeedState(stage=Stage.TRAINING, blueprint=0, germinations=1)
     obs = OBSERVER(table((bare, SeedState())), LaneHistory.start(1, 2))[0]
     for i, f in enumerate(OBSERVER.features):
         if f.unknown is None: continue
@@ -95,7 +95,7 @@ def test_a_ruined_loss_reads_as_the_worst_and_a_new_episode_as_unknown():
 
 
 def test_blueprints_are_named_alike_in_every_slot():
-    def s(b): return SeedState(stage=Stage.TRAINING, blueprint=b, births=1)
+    def s(b): return SeedState(stage=Stage.TRAINING, blueprint=b, germinations=1)
     for slot, own in (("r0c0", MODEL.slot("r0c0").blueprints), ("r0c1", MODEL.slot("r0c1").blueprints)):
         for b, name in enumerate(own):
             pair = (s(b), SeedState()) if slot == "r0c0" else (SeedState(), s(b))

@@ -26,7 +26,7 @@ def population(**settings):
 
 # ---- the short life
 
-def test_the_function_is_unchanged_at_birth_and_the_seed_learns_in_its_first_epoch():
+def test_the_function_is_unchanged_at_germination_and_the_seed_learns_in_its_first_epoch():
     pop = population()
     x = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     pop.model.eval()
@@ -57,7 +57,7 @@ def test_alpha_follows_the_batches_and_rests_between_epochs():
 
 
 @pytest.mark.parametrize("restart", [True, False])
-def test_a_birth_starts_the_schedule_of_its_lane_anew(restart):
+def test_a_germination_starts_the_schedule_of_its_lane_anew(restart):
     pop = population(restart=restart)
     for e in range(6):
         if e == 3: pop.model.germinate("r0c0", "conv_light", [2], tempo=1)
@@ -85,7 +85,7 @@ def test_a_repertoire_masks_and_nothing_else_is_ever_drawn():
     assert born[:2] == [0, 0] and sum(born) > 0
 
 
-def test_births_have_a_window():
+def test_germinations_have_a_window():
     window = SHORT.replace(earliest=1, latest=2)
     env = GrowVecEnv(**SETTINGS | dict(repertoire=window), data=DATA, seed=0)
     env.reset()

@@ -132,7 +132,7 @@ def test_rows_of_one_kind_are_enough_not_to_fail(name, run, policy):
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_values_that_were_not_measured_do_no_harm(name, run, policy):
-    blank = [{k: None if "." in k and find_metric(k).unit != "text" and not k.endswith((".birth", "reward.total"))
+    blank = [{k: None if "." in k and find_metric(k).unit != "text" and not k.endswith((".germination", "reward.total"))
               else v for k, v in r.items()} for r in run + policy]
     assert figure(PLOTS[name](blank)).axes
 
@@ -173,7 +173,7 @@ def test_every_spell_is_a_bar_at_its_place(run):
     bars = sorted((round(p.get_x(), 6), round(p.get_width(), 6)) for p in ax.patches)
     assert bars == sorted((s.start, s.end - s.start + 1) for s in stage_spans(run))
     crosses = [l for l in ax.lines if l.get_marker() == "X"]
-    cooled = {(s.lane, s.slot, s.birth) for s in stage_spans(run) if s.stage not in STAGE_STYLES}
+    cooled = {(s.lane, s.slot, s.germination) for s in stage_spans(run) if s.stage not in STAGE_STYLES}
     assert len(crosses) == len(cooled)
     assert {k[:2] for k in cooled} >= {(s.lane, s.slot) for s in seed_lives(run) if s.end == "pruned"}
 

@@ -473,14 +473,14 @@ def test_an_epoch_of_replays_in_vain_is_done_again(gpu):
 def test_what_cannot_be_recorded_is_trained_by_plain_calls_and_said_once(gpu):
     class Asking(nn.Module):
         def forward(self, x): return x * (1. if x.sum().item() else 1.)
-    def asking():
+    def comparing():
         pop = grown("alike")
         pop.model.host.blocks[0][2] = Asking()   # in place of a ReLU
         return pop
     with pytest.warns(UserWarning, match="operation not permitted when stream is capturing") as said:
-        a, _, graphs = trained(asking(), 2)
+        a, _, graphs = trained(comparing(), 2)
     assert len([w for w in said if "graph:" in str(w.message)]) == 1 and graphs.replays == 0
-    b, _, _ = trained(asking(), PLAIN)
+    b, _, _ = trained(comparing(), PLAIN)
     for k, t in a.items(): assert torch.equal(t, b[k]), k
 
 def test_fit_records_where_it_is_asked_to(gpu, monkeypatch):

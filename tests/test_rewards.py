@@ -40,7 +40,7 @@ def play(config, steps): # steps: (states after, further facts)
     return out
 
 
-def seed(stage, **kw): return SeedState(stage=stage, blueprint=0, births=1, alpha=1., **kw)
+def seed(stage, **kw): return SeedState(stage=stage, blueprint=0, germinations=1, alpha=1., **kw)
 
 
 stages = st.sampled_from([s for s in Stage if s not in (Stage.UNKNOWN, Stage.RESETTING)])

@@ -320,7 +320,8 @@ def test_progress_is_monotone_from_zero_to_one(curve, k, a, b):
 
 FIELDS = dict(
     stage=st.sampled_from(list(Stage)), blueprint=st.none() | st.integers(0, 7), blend=st.sampled_from(list(Blend)),
-    alpha=st.floats(0, 1, width=32), births=st.integers(0, 1000), reason=st.none() | st.sampled_from(list(Reason)),
+    alpha=st.floats(0, 1, width=32), germinations=st.integers(0, 1000),
+    reason=st.none() | st.sampled_from(list(Reason)),
     accuracy=st.none() | st.floats(0, 100, width=32), gradient_norm=st.none() | st.just(math.inf))
 
 @given(st.fixed_dictionaries(FIELDS).map(lambda d: SeedState(**d)))

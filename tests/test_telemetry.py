@@ -396,7 +396,7 @@ def test_states_of_seeds_agree_with_the_model(grown):
             row = last.get((slot.name, i))
             assert (row is None) == (s.stage.name == "DORMANT")
             if row is None: continue
-            assert (row["slot.stage"], row["slot.birth"]) == (s.stage.name, s.births)
+            assert (row["slot.stage"], row["slot.germination"]) == (s.stage.name, s.germinations)
             assert row["slot.alpha"] == pytest.approx(s.alpha) and row["slot.blueprint"] == slot.blueprints[s.blueprint]
 
 def test_rows_survive_a_file_and_analytics_see_the_same(grown, tmp_path):

@@ -28,4 +28,4 @@ from .rewards import (RewardState as RewardState, TERMS as TERMS, PRESETS as PRE
 from .rules import (QUICK as QUICK, QUICK_RULES as QUICK_RULES, Signals as Signals, View as View, view as view,
     GrowthRule as GrowthRule, reset_rule as reset_rule, Memoryless as Memoryless, HeuristicConfig as HeuristicConfig,
     HeuristicMemory as HeuristicMemory, Heuristic as Heuristic, WaitOnly as WaitOnly, Fixed as Fixed,
-    BirthRule as BirthRule, as_controller as as_controller, encode_decision as encode_decision)
+    GerminationRule as GerminationRule, as_controller as as_controller, encode_decision as encode_decision)

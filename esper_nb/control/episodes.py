@@ -178,10 +178,10 @@ class EpisodeSums(NamedTuple):
     ) -> "EpisodeSums":
         "Return the sums with one more step."
         gone = in_stage(before, *LIVE) & ~in_stage(after, *LIVE, Stage.FOSSILIZED)
-        born = torch.tensor([op == "germinate" for op in s.op])
+        grown = torch.tensor([op == "germinate" for op in s.op])
         return EpisodeSums(
             epochs=self.epochs + 1, reward=self.reward + s.reward, best=self.best.maximum(s.accuracy_pp),
-            germinated=self.germinated + born, pruned=self.pruned + gone.sum(-1), refused=self.refused + ~s.ok)
+            germinated=self.germinated + grown, pruned=self.pruned + gone.sum(-1), refused=self.refused + ~s.ok)
 
 # %% ../../nbs/control/47_episodes.ipynb #547fd4cd
 class EpisodeSummary(NamedTuple):

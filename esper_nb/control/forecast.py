@@ -225,7 +225,7 @@ def play_seeds(
     seeds: Sequence[tuple[str, str]], # slot and blueprint of the candidate seeds
     config: FitConfig = FitConfig(), # of every play; the seed is that of the first one
     plays: int = 4, # of all lanes, each with other weights
-    look: int = 1, # epochs before a birth
+    look: int = 1, # epochs before a germination
     data: ImageData | TextData | None = None, # None: the task's own
 ) -> tuple[np.ndarray, np.ndarray]: # (plays * n, d) looks; (plays * n, seeds) held-out pp at the end beside waiting
     """Train networks to the end, without a seed and with each candidate.
@@ -251,8 +251,8 @@ def play_seeds(
         for seed in (None, *seeds):
             pop = new_population(task, config.replace(seed=config.seed + play), data=data, rules=SHORT_LIFE)
             check(look < pop.epochs, "look", look, f"below {pop.epochs}, the epochs of a network")
-            born = {} if seed is None else {look: Decision("germinate", *seed, settings=dict(tempo=1))}
-            for result in fit(pop, controller=as_controller(Fixed(born))):
+            planted = {} if seed is None else {look: Decision("germinate", *seed, settings=dict(tempo=1))}
+            for result in fit(pop, controller=as_controller(Fixed(planted))):
                 if seed is None and result.epoch == look - 1: looks.append(lane_looks(pop, result))
             assert result.heldout is not None  # `fit` evaluates
             ends.append(result.heldout.accuracy_pp.numpy())

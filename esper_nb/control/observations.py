@@ -218,7 +218,7 @@ for _row in (
     Observation("improvement", "10 pp", _points, "accuracy since the stage began",
                 lambda v: _since(v, "accuracy_stage"), 10),
     Observation("progress", "10 pp", _points, "accuracy since the seed germinated",
-                lambda v: _since(v, "accuracy_born"), 10),
+                lambda v: _since(v, "accuracy_first"), 10),
     Observation("gradient_norm", "symlog / 7", (0., 3., -1.), "L2 before clipping; 3: not finite", _gradient_norm, 7),
     Observation("gradient_ratio", "10", _share_of, "seed to host, per parameter", "gradient_ratio", 10),
     Observation("health", "1", _share_of, "of the gradients", "health"),

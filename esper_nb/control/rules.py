@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['QUICK', 'QUICK_RULES', 'Signals', 'View', 'view', 'GrowthRule', 'reset_rule', 'Memoryless', 'HeuristicConfig',
-           'HeuristicMemory', 'Heuristic', 'WaitOnly', 'Fixed', 'BirthRule', 'as_controller', 'encode_decision']
+           'HeuristicMemory', 'Heuristic', 'WaitOnly', 'Fixed', 'GerminationRule', 'as_controller', 'encode_decision']
 
 # %% ../../nbs/control/50_rules.ipynb #f2f45e20
 import math
@@ -201,9 +201,9 @@ class Heuristic:
     def _judge(self, slot: str, s: SeedState) -> Decision: # s: in HOLDING
         c, brings = self.config, s.contribution
         if brings is None: return Decision(slot=slot, reason="contribution not measured", confidence=0.)
-        gained = None if s.accuracy is None or s.accuracy_born is None else s.accuracy - s.accuracy_born
+        gained = None if s.accuracy is None or s.accuracy_first is None else s.accuracy - s.accuracy_first
         if brings > c.ransom and gained is not None and gained < 0:
-            why = f"contributes {brings:.1f} pp, but accuracy fell by {-gained:.1f} since it was born"
+            why = f"contributes {brings:.1f} pp, but accuracy fell by {-gained:.1f} since germination"
             return Decision("prune", slot, reason=why, confidence=min(1., -gained / 5))
         why = f"contributes {brings:.1f} pp"
         if brings > c.contribution: return Decision("fossilize", slot, reason=why, confidence=min(1., brings / 10))
@@ -247,13 +247,13 @@ class Fixed(Memoryless):
         return self.table.get(v.signals.epoch, Decision(reason="nothing scheduled"))
 
 # %% ../../nbs/control/50_rules.ipynb #546bb8b6
-class BirthRule(Memoryless):
+class GerminationRule(Memoryless):
     """A function decides what germinates; seeds advance as soon as a gate allows, and all are kept.
 
     Examples
     --------
-    >>> from esper_nb import BirthRule, Decision, FitConfig, as_controller, fit, new_population
-    >>> rule = BirthRule(lambda v: Decision("germinate", next(iter(v.offers)), "norm") if v.offers else None)
+    >>> from esper_nb import Decision, FitConfig, GerminationRule, as_controller, fit, new_population
+    >>> rule = GerminationRule(lambda v: Decision("germinate", next(iter(v.offers)), "norm") if v.offers else None)
     >>> pop = new_population("digits_impaired", FitConfig(lanes=1, epochs=2, workers=1))
     >>> [d.decision.slot for r in fit(pop, controller=as_controller(rule)) for d in r.decided]
     ['r0c0', 'r0c1']
@@ -263,12 +263,12 @@ class BirthRule(Memoryless):
 
     def act(self, v: View) -> Decision:
         "Return the germination, or the next move of the first seed that has one."
-        birth = self.choose(v)
-        if birth is not None and birth.verb != "wait": return birth
+        germination = self.choose(v)
+        if germination is not None and germination.verb != "wait": return germination
         for slot, s in v.slots.items():
             if s.stage not in LIVE or s.frozen or s.mode != RampMode.HOLD: continue
             return Decision("fossilize" if s.stage == Stage.HOLDING else "advance", slot)
-        return Decision(reason="no germination" if birth is None else birth.reason)
+        return Decision(reason="no germination" if germination is None else germination.reason)
 
 # %% ../../nbs/control/50_rules.ipynb #6eff5096
 def as_controller(

@@ -81,7 +81,7 @@ def next_stage(a: Stage | int) -> Stage: # the stage that `advance` leads to
 class Gates(Config):
     "Thresholds of the gates."
     strict: bool = False
-    training_epochs: int = 10 # G2; 0: blended from birth, without gradients to be judged by
+    training_epochs: int = 10 # G2; 0: blended from germination, without gradients to be judged by
     health: float = .7 # G2, G5: of the gradients, 0 to 1
     improvement: float = .5 # G2 strict, percentage points
     gradient_ratio: float = .1 # G2 strict
@@ -142,13 +142,13 @@ class SeedState(NamedTuple):
     tempo: int = 5 # epochs that blending will take
     epochs: int = 0 # finished in this stage
     age: int = 0 # epochs since germination
-    births: int = 0 # seeds that germinated in this slot so far
+    germinations: int = 0 # seeds that germinated in this slot so far
     fresh: bool = False # weights are newer than the optimizer's state
     fresh_gate: bool = False # the same for the network of the blend gate
     reason: Reason | None = None # of the latest prune
     accuracy: float | None = None # held out, percentage points, as all below
     best: float | None = None
-    accuracy_born: float | None = None # first one measured in this seed's life
+    accuracy_first: float | None = None # first one measured in this seed's life
     accuracy_stage: float | None = None # when the stage began
     contribution: float | None = None # accuracy with the seed minus without it
     contribution_before: float | None = None # the measurement before that
@@ -180,7 +180,7 @@ class SeedState(NamedTuple):
         check(steepness >= .1, "steepness", steepness, "at least 0.1")
         new = SeedState(
             blueprint=blueprint, blend=Blend(blend), tempo=check_count("tempo", tempo, 0), goal=goal,
-            curve=Curve(curve), steepness=steepness, births=self.births + 1, fresh=True,
+            curve=Curve(curve), steepness=steepness, germinations=self.germinations + 1, fresh=True,
             fresh_gate=blend == Blend.GATE)
         return new.enter(Stage.GERMINATED)
 
@@ -276,7 +276,7 @@ class SeedState(NamedTuple):
         return self._replace(
             accuracy=accuracy,
             best=accuracy if self.best is None else max(self.best, accuracy),
-            accuracy_born=accuracy if self.accuracy_born is None else self.accuracy_born,
+            accuracy_first=accuracy if self.accuracy_first is None else self.accuracy_first,
             accuracy_stage=accuracy if self.accuracy_stage is None else self.accuracy_stage)
 
     def record_contribution(self,
@@ -337,7 +337,7 @@ class SeedState(NamedTuple):
         if to == Stage.BLENDING: return s._replace(isolated=rules.isolate_blending)
         if to in (Stage.HOLDING, Stage.FOSSILIZED):
             return s.with_ramp(Ramp(1., 1., 1., curve=s.curve, steepness=s.steepness))._replace(isolated=False)
-        if to == Stage.DORMANT: return SeedState(births=s.births)
+        if to == Stage.DORMANT: return SeedState(germinations=s.germinations)
         return s
 
     def cool_down(self, rules: Rules) -> "SeedState": # of a slot with a pruned seed
@@ -375,7 +375,7 @@ def check_gate(
 _Checks = dict[str, bool] # description of a check -> whether it passes
 
 def _before_germinated(s: SeedState, g: Gates) -> _Checks:
-    return {"a seed was born": s.births > 0, "blueprint known": s.blueprint is not None}
+    return {"a seed germinated": s.germinations > 0, "blueprint known": s.blueprint is not None}
 
 def _before_training(s: SeedState, g: Gates) -> _Checks:
     return {"stage is GERMINATED": s.stage == Stage.GERMINATED}
@@ -418,7 +418,7 @@ COLUMNS: tuple[str, ...] = SeedState._fields
 UNMEASURED = -1e9 # exact in fp32
 _casts = dict(
     stage=Stage, blueprint=int, blend=Blend, isolated=bool, frozen=bool, mode=RampMode, curve=Curve, total=int,
-    done=int, tempo=int, epochs=int, age=int, births=int, fresh=bool, fresh_gate=bool, reason=Reason)
+    done=int, tempo=int, epochs=int, age=int, germinations=int, fresh=bool, fresh_gate=bool, reason=Reason)
 
 def encode_seed(s: SeedState) -> list[float]: # one finite number per column
     "Encode a state as numbers."

@@ -220,7 +220,7 @@ class Growing(nn.Module):
         trained = [k for k in self.names if self.slot(k).trains_unserved()]
         if not trained or self.warned: return
         self.warned = True
-        warnings.warn(f"slot {trained[0]}: a seed is trained by an optimizer that does not know when seeds are born, "
+        warnings.warn(f"slot {trained[0]}: a seed is trained by an optimizer that does not know when seeds germinate, "
                       "fade and are frozen, so their weights move when they must not, and a new seed inherits the "
                       "momentum of a dead one: call serve_optimizer(model, optimizer)", stacklevel=3)
 

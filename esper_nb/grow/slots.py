@@ -97,8 +97,8 @@ class Slot(nn.Module):
         check(blueprint in self.blueprints, "blueprint", blueprint, known)
         found, which = as_lanes(lanes, self.lanes), self.blueprints.index(blueprint)
         new = {i: self._new_seed(blueprint, blend, i) for i in found} # all of them, before anything changes
-        def born(s: SeedState) -> SeedState: return s.germinate(which, blend, tempo, goal, curve, steepness)
-        self.change(found, lambda s: born(s).pass_gates(self.rules)[0])
+        def planted(s: SeedState) -> SeedState: return s.germinate(which, blend, tempo, goal, curve, steepness)
+        self.change(found, lambda s: planted(s).pass_gates(self.rules)[0])
         for i in found: put_lanes(self.banks[blueprint], [i], new[i])
         if blend == Blend.GATE: self._renew_gates(found)
 
@@ -345,7 +345,7 @@ class Slot(nn.Module):
 
     def _new_seed(self, blueprint: str, blend: Blend | int, i: int) -> nn.Module:
         "Return a new seed for lane i, tested on a probe; the slot does not change."
-        with seeded(int(self.stream[i]), "seed", self.name, blueprint, self.state(i).births):
+        with seeded(int(self.stream[i]), "seed", self.name, blueprint, self.state(i).germinations):
             new = make_blueprint(blueprint, self.family, self.channels, **self.options.get(blueprint, {}))
         if blend == Blend.MULTIPLY and hasattr(new, "zero_last"): new.zero_last()
         smoke_test(new, self.family, self.channels)
@@ -354,7 +354,7 @@ class Slot(nn.Module):
     def _renew_gates(self, lanes: Iterable[int]):
         "Initialise the blend gate's network for lanes whose seed has started to use it."
         for i in lanes:
-            with seeded(int(self.stream[i]), "gate", self.name, self.state(i).births):
+            with seeded(int(self.stream[i]), "gate", self.name, self.state(i).germinations):
                 put_lanes(self.blend_gate, [i], BlendGate(self.channels))
 
     def _trains(self, s: SeedState, part: str) -> bool: # part: a blueprint, or "gate"

@@ -1,8 +1,6 @@
 # What guard offers to other packages; written by `python scripts/notebooks.py door`
 from .adapters import (bar_note as bar_note, lightning_governor as lightning_governor, guard_trainer as guard_trainer,
     guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
-from .asking import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
-    pair_turns as pair_turns, RiseMonitor as RiseMonitor, monitor_rise as monitor_rise, fall_of as fall_of)
 from .causes import (CAUSES as CAUSES, LOW as LOW, EXPERIMENTS as EXPERIMENTS, SLOWER as SLOWER, UPHILL as UPHILL,
     REDONE as REDONE, Explanation as Explanation, RecordedStep as RecordedStep, StepRecorder as StepRecorder,
     settings_of as settings_of, keys_of as keys_of, tensors_of as tensors_of, same_stream as same_stream,
@@ -23,15 +21,18 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
     LossLimits as LossLimits, Ops as Ops, Look as Look, Rule as Rule, find_nonfinite as find_nonfinite,
     find_explosion as find_explosion, find_collapse as find_collapse, find_rise as find_rise, calm_rise as calm_rise,
-    find_gradient as find_gradient, log_of as log_of, on_scale as on_scale, off_scale as off_scale,
-    LossStats as LossStats, loss_limits as loss_limits)
-from .governor import (logger as logger, Governor as Governor, GoodFiles as GoodFiles, Question as Question,
-    Waiting as Waiting, SavedAt as SavedAt, is_clock as is_clock, unheard_of as unheard_of, Budget as Budget,
-    blames_batch as blames_batch, scale_lr as scale_lr)
+    find_gradient as find_gradient, exceeded as exceeded, name_limit as name_limit, name_mean as name_mean,
+    log_of as log_of, on_scale as on_scale, off_scale as off_scale, LossStats as LossStats,
+    loss_limits as loss_limits)
+from .governor import (logger as logger, Governor as Governor, GoodFiles as GoodFiles,
+    PendingComparison as PendingComparison, Waiting as Waiting, SavedAt as SavedAt, is_clock as is_clock,
+    is_extreme as is_extreme, Budget as Budget, blames_batch as blames_batch, scale_lr as scale_lr)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, GovernorConfig as GovernorConfig,
     as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Evidence as Evidence,
     Report as Report, describe_failure as describe_failure, GovernorStop as GovernorStop, Summary as Summary)
+from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
+    pair_turns as pair_turns, RiseMonitor as RiseMonitor, monitor_rise as monitor_rise, fall_of as fall_of)
 from .snapshots import (StateKey as StateKey, Agree as Agree, TakeResult as TakeResult,
     RestoreResult as RestoreResult, Snapshot as Snapshot, owned_by as owned_by, BackgroundCopy as BackgroundCopy,
     StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState, read_parts as read_parts)

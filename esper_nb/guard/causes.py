@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import RandomStreams
-from .asking import blames_weights
+from .rises import blames_weights
 from .ranks import Ranks
 from .reports import Evidence, Report
 from .snapshots import SavedState, Snapshot
@@ -113,7 +113,7 @@ class RecordedStep:
     before: tuple # settings of all groups of all optimizers when it began
     after: tuple = () # and when it was over
     loss: Any = math.nan
-    asked: bool = False # it did not update the weights: old weights were being compared, or it was skipped
+    no_update: bool = False # it did not change the live weights: old ones were being compared, or it was skipped
 
     def again(self, other=None): # a batch in place of its own; the loss
         "Run it once more, on the weights as they are, with the random numbers that it had."
@@ -159,14 +159,14 @@ class StepRecorder:
         batch, # anything
         number: int, # calls of `watch` before this one
         fetch: Callable[[Any], Any] | None = None, # makes the batch from what is kept
-        asked: bool = False, # old weights are loaded for a comparison
+        no_update: bool = False, # old weights are loaded for a comparison
     ): # the loss
         "Run a step and record it."
         versions = () if fetch else tuple([t._version for t in tensors_of(batch)]) # noqa: SLF001
         noted = RecordedStep(
             number=number, step=step, batch=batch, fetch=fetch, position=self.position - 1, versions=versions,
             streams=RandomStreams(self.streams).state_dict(), before=self._settings(),
-            asked=asked)
+            no_update=no_update)
         weights = self._versions()
         look = self.runs < 16 or self.runs % 64 == 0
         others = RandomStreams({"numpy", "python"} - self.streams if look else ())
@@ -204,12 +204,12 @@ class StepRecorder:
     ) -> "RecordedIncident":
         "Return what happened since the good state that is published."
         steps = [s for s in self.steps if s.number >= number]
-        older = [*self.older, *((s.number, s.loss) for s in self.steps if s.number < number and not s.asked)]
+        older = [*self.older, *((s.number, s.loss) for s in self.steps if s.number < number and not s.no_update)]
         if steps and steps[0].number > number: steps = [] # batches were let go
-        steps = [copy.copy(s) for s in steps if not s.asked] # their losses stay, though they may be trained on again
+        steps = [copy.copy(s) for s in steps if not s.no_update] # their losses stay, whatever is retrained
         return RecordedIncident(steps, snapshot, copy_published(snapshot), [(k, float(x)) for k, x in older], report)
 
-    def ask(self, count: int = 8) -> list[float]: # of the latest batches
+    def evaluate(self, count: int = 8) -> list[float]: # of the latest batches
         "Return the losses of the weights as they are, without training; the state of all else is to be put back."
         with ExitStack() as stack:
             for o in self.optimizers: stack.enter_context(idle(o))
@@ -239,7 +239,7 @@ class StepRecorder:
     def note_redone(self, losses: Sequence[float]): # of the latest steps, NaN for what was left out
         "Take the losses of steps that were trained on again in place of those that were undone."
         for s, loss in zip(list(self.steps)[-len(losses):], losses):
-            s.loss, s.asked = loss, math.isnan(loss)
+            s.loss, s.no_update = loss, math.isnan(loss)
 
     def drop(self, number: int): # calls of `watch` before it
         "Forget all steps from this one on: they were undone."
@@ -270,7 +270,7 @@ class StepRecorder:
     def _let_go(self):
         gone = self.steps.popleft()
         self.held -= _nbytes(gone)
-        if not gone.asked: self.older.append((gone.number, gone.loss))
+        if not gone.no_update: self.older.append((gone.number, gone.loss))
 
     def _versions(self) -> list[int]: # how often the first weight of every group has changed
         return [g["params"][0]._version for o in self.optimizers for g in o.param_groups] # noqa: SLF001
@@ -939,8 +939,8 @@ class Inquiry:
         self.harm, loss = (math.inf, math.inf) if ended else self._worse()
         if self.harm <= self.spread and r.incident.report is not None:
             self.harm, loss = self._worse_than_before() # good weights of long ago are easily reached
-        asked = r.incident.report is not None and r.incident.report.asked is not None
-        if asked and self.sure < self.harm < math.inf:
+        compared = r.incident.report is not None and r.incident.report.old_loss is not None
+        if compared and self.sure < self.harm < math.inf:
             self.spread = min(self.spread, self.sure) # the old weights were found better on the same batches
         well = self.harm <= self.spread
         self._file("nothing", well, loss, r.taken - before)

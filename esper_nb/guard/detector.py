@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['WINDOW_LIMIT', 'SCALES', 'ARRAYS', 'NUMBERS', 'RULES', 'Threshold', 'threshold', 'DetectorConfig', 'list_thresholds',
            'label_entropy', 'Verdict', 'judge', 'LossLimits', 'Ops', 'Look', 'Rule', 'find_nonfinite', 'find_explosion',
-           'find_collapse', 'find_rise', 'calm_rise', 'find_gradient', 'log_of', 'on_scale', 'off_scale', 'LossStats',
-           'loss_limits']
+           'find_collapse', 'find_rise', 'calm_rise', 'find_gradient', 'exceeded', 'name_limit', 'name_mean', 'log_of',
+           'on_scale', 'off_scale', 'LossStats', 'loss_limits']
 
 # %% ../../nbs/guard/11_detector.ipynb #497cb79b
 import inspect
@@ -217,6 +217,7 @@ class Rule:
     mark: str = "o" # of matplotlib, in pictures of incidents
     judge: Callable[..., tuple] | None = None # (look, config, *state) -> failed, anomaly, *state; None: judges nothing
     state: Mapping[str, type] = field(default_factory=dict) # what it remembers, in `LossStats`: name -> int or float
+    compared: Callable[..., str] | None = None # (report, stats, config) -> limit, as reports name it: "limit 4.61"
     counts: tuple[str, ...] = () # of the state, what is forgotten when a lane has been helped
     calm: Callable | None = None # (config, *state) -> no sign of failure; None: all counts are zero
     of_norm: bool = False # it judges gradient norms, and runs only if they are given
@@ -294,17 +295,29 @@ def find_gradient(look: Look, c: DetectorConfig, grad_level, grad_seen, grad_cou
     return bad & (count >= c.grad_confirm), look.on & False, level, grad_seen + fine, count
 
 # %% ../../nbs/guard/11_detector.ipynb #2b2323d8
+def exceeded(text: str, value: float | None, loss: float | None) -> str:
+    "Return a limit as text, \"limit 4.61\", or an empty text where the loss was not above it."
+    return "" if value is None or loss is None or loss <= value else text.format(value)
+
+def name_limit(report, *_) -> str: # report: of guard.reports
+    "Name the limit of single losses."
+    return exceeded("limit {:.3g}", report.limit, report.loss)
+
+def name_mean(report, *_) -> str:
+    "Name the mean of the healthy losses."
+    return exceeded("mean {:.4g}", report.mean, report.loss)
+
 RULES: dict[str, Rule] = {rule.name: rule for rule in (
     Rule("non-finite", "the loss is NaN or infinite", "X", find_nonfinite),
     Rule("explosion", "several losses in a row above all limits, or a single huge one", "^", find_explosion,
-         state=dict(count=int), counts=("count",), waits=True),
+         state=dict(count=int), compared=name_limit, counts=("count",), waits=True),
     Rule("collapse", "the loss is back where a network is that knows nothing", "v", find_collapse,
          state=dict(at_chance=int), counts=("at_chance",), waits=True),
     Rule("gradient", "gradient norms are not finite, or far above their usual size", "P", find_gradient,
          state=dict(grad_level=float, grad_seen=int, grad_count=int), counts=("grad_count",), of_norm=True),
     Rule("rise", "the loss has been above its level for too long", "D", find_rise,
-         state=dict(cusum=float, smooth=float, base=float, held=int), counts=("cusum", "held"),
-         calm=calm_rise, waits=True, cuts=True),
+         state=dict(cusum=float, smooth=float, base=float, held=int), compared=name_mean,
+         counts=("cusum", "held"), calm=calm_rise, waits=True, cuts=True),
     Rule("state", "weights or other state are not finite, or the weights all but gone", "s"),
     Rule("by hand", "a rollback that the caller asked for", "o"))}
 

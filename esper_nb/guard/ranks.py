@@ -50,7 +50,7 @@ class Ranks:
         self.timeout = timeout
         self.count = 1
         self.rank = 0
-        self.asked = 0 # exchanges so far
+        self.exchanges = 0
         if dist.is_available() and dist.is_initialized():
             self.count, self.rank = dist.get_world_size(group), dist.get_rank(group)
         on_gpu = self.count > 1 and "nccl" in dist.get_backend(group)
@@ -83,8 +83,8 @@ class Ranks:
         if not self: return np.asarray(numbers)[None]
         mine = torch.as_tensor(np.ascontiguousarray(numbers, np.float64), device=self.device)
         theirs = [torch.empty_like(mine) for _ in range(self.count)]
-        self.asked += 1
-        key = f"governor/{self.asked}"
+        self.exchanges += 1
+        key = f"governor/{self.exchanges}"
         try: self._wait(dist.all_gather(theirs, mine, group=self.group, async_op=True), key)
         except Exception as e:
             missing = _find_missing(self.rank, self.count, key)

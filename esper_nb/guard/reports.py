@@ -9,13 +9,13 @@ __all__ = ['GOVERNOR_PRESETS', 'GovernorConfig', 'as_governor_config', 'as_chanc
 # %% ../../nbs/guard/13_reports.ipynb #edf8c5e4
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any, Self
 
 import numpy as np
 from ..core import check, check_count
-from .detector import DetectorConfig, LossStats, Verdict, threshold
+from .detector import RULES, DetectorConfig, LossStats, Verdict, threshold
 
 # %% ../../nbs/guard/13_reports.ipynb #9ec54706
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Report:
     lane: int # which lane
     step: int # losses judged in this lane up to the failure, replayed ones counted once
     reason: str # name of a rule, see `RULES`
-    action: str # "skip", "lower", "rollback", "replay", "stop"; of a rise also "wait", "ask", "passed", "accepted"
+    action: str # "skip", "lower", "rollback", "replay", "stop"; of a rise also "wait", "compare", "passed", "accepted"
     loss: float | None # the loss that decided; None if it was not finite or there was none
     shown: str # the same as text: "nan" and "inf" stay visible
     norm: float | None # gradient norm, if it was watched
@@ -161,6 +161,7 @@ class Report:
     at_chance: int # losses in the collapse band in a row at the failure
     recent: tuple[float, ...] # the last healthy losses, oldest first
     anomalies: tuple[tuple[int, float | None], ...] # recent anomalies: when, loss
+    compared: str = "" # what the rule compared the loss with, as text: "limit 4.61"; see `Rule.compared`
     restored: tuple[str, ...] = () # parts that were put back
     left: tuple[str, ...] = () # parts that were left as they are
     restored_step: int | None = None # losses judged when the restored state was taken
@@ -172,7 +173,7 @@ class Report:
     rank: int | None = None # the process that the failure came from, where there are several
     kept: tuple[str, ...] = () # what a rollback left as it is although it has changed since the snapshot
     bad_state: tuple[str, ...] = () # tensors that are not finite, or what else is wrong, for reason "state"
-    asked: float | None = None # loss of the last good weights in the comparison, to be compared with `loss`
+    old_loss: float | None = None # loss of the last good weights in the comparison, to be compared with `loss`
     kept_step: int | None = None # `rollback(to=kept_step)` restores the state from before a change that was accepted
     errors: tuple[str, ...] = () # callbacks that failed
     seconds: float = 0. # from the verdict to the end of the action
@@ -183,7 +184,7 @@ class Report:
     @property
     def severity(self) -> str:
         "How bad it is: note, warning or critical."
-        if self.action in ("wait", "ask", "passed", "accepted"): return "note"
+        if self.action in ("wait", "compare", "passed", "accepted"): return "note"
         return "critical" if self.action == "stop" else "warning"
 
     @property
@@ -197,21 +198,19 @@ class Report:
         return ", ".join(self.bad_state[:2])
 
     def __str__(self):
-        limit = "" if self.limit is None else f", limit {self.limit:.3g}"
-        if self.reason in ("collapse", "gradient"): limit = "" # of explosions: neither loss was above it
-        if self.reason == "rise": limit = "" if self.mean is None else f", mean {self.mean:.4g}"
-        seen = f"loss {self.shown if self.loss is None else format(self.loss, '.4g')}{limit}"
+        compared = f", {self.compared}" if self.compared else ""
+        seen = f"loss {self.shown if self.loss is None else format(self.loss, '.4g')}{compared}"
         back = "" if self.restored_step is None else f", back at step {self.restored_step}"
         rate = f", lr × {self.lr_factor:g}" if self.lr_factor else ""
         if self.redone: rate += f", {self.redone} batches redone"
-        asked = "" if self.asked is None else f", old weights {self.asked:.4g}"
+        old = "" if self.old_loss is None else f", old weights {self.old_loss:.4g}"
         undo = "" if self.kept_step is None else f"; rollback(to={self.kept_step}) undoes it"
         rank = "" if self.rank is None else f", from rank {self.rank}"
         why = f"; {self.why}" if self.why else ""
         if self.loss is None and self.shown == "none": seen = self.wrong
-        seen = f"{seen}{asked}{rank}".removeprefix(", ")
+        seen = f"{seen}{old}{rank}".removeprefix(", ")
         found = f"step {self.step}, lane {self.lane}: {self.reason}" + f" ({seen})" * bool(seen)
-        action = "try the old weights" if self.action == "ask" else self.action
+        action = "compare with the old weights" if self.action == "compare" else self.action
         return f"{found} -> {action}{back}{rate}{undo}{why}"
 
     def to_dict(self) -> dict:
@@ -238,11 +237,11 @@ def describe_failure(
     lane: int, # which lane
     reason: str, # name of a rule
 ) -> Report: # without an action
-    "Return the report of a failure before anything is done."
+    "Return the report of a failure before anything is done; its rule's row names the limit."
     s, known = stats, stats.seen[lane] > 0
     def number(x, there=True): return _number(x, lane) if there else None
     def found(name, there=True): return None if verdict is None else number(getattr(verdict, name), there)
-    return Report(
+    report = Report(
         lane=lane, step=int(s.judged[lane]), reason=reason, action="",
         loss=found("loss"), shown="none" if verdict is None else repr(float(verdict.loss[lane])),
         norm=found("norm"), chance_loss=number(chance_loss),
@@ -253,6 +252,8 @@ def describe_failure(
         cusum=number(s.cusum, config.rise is not None), cusum_limit=config.rise,
         count=int(s.count[lane]), at_chance=int(s.at_chance[lane]), recent=tuple(s.recent(lane, 16)),
         anomalies=tuple((t, x if math.isfinite(x) else None) for t, x in s.anomalies(lane)))
+    compared = RULES[reason].compared
+    return report if compared is None else replace(report, compared=compared(report, s, config))
 
 # %% ../../nbs/guard/13_reports.ipynb #5cd7ede3
 class GovernorStop(RuntimeError):

@@ -119,8 +119,8 @@ def discounted_sums(
 ) -> Tensor: # (T, n) fp64
     "Return in each step the discounted sum of the episode's rewards so far."
     added = torch.where(counts, reward.cpu().double(), 0.).numpy()
-    total, goes_on, out = running.numpy(), ~start.numpy(), np.empty_like(added)
-    for t, r in enumerate(added): out[t] = total = total * gamma * goes_on[t] + r
+    total, continues, out = running.numpy(), ~start.numpy(), np.empty_like(added)
+    for t, r in enumerate(added): out[t] = total = total * gamma * continues[t] + r
     return torch.from_numpy(out)
 
 # %% ../../nbs/learn/63_normalizers.ipynb #606abed1

@@ -194,12 +194,13 @@ def count_episodes(
     done: Tensor, # (T, n) bool: the episode ended with it
 ) -> tuple[Tensor, Tensor, list[EpisodeEnd]]:
     "Return returns and lengths after T more steps, and the episodes that ended in them."
-    goes_on, counts = ~start.cpu().numpy(), valid.cpu().numpy()
+    continues, counts = ~start.cpu().numpy(), valid.cpu().numpy()
     gain, over = reward.cpu().numpy(), done.cpu().numpy()
     total, steps, ended = returns.numpy(), lengths.numpy(), []
     gain = np.where(counts, gain, 0.).astype(np.float64)
     for t, some in enumerate(over.any(1).tolist()):
-        total, steps = np.where(goes_on[t], total, 0.) + gain[t], np.where(goes_on[t], steps, 0) + counts[t]
+        total = np.where(continues[t], total, 0.) + gain[t]
+        steps = np.where(continues[t], steps, 0) + counts[t]
         if some: ended += [EpisodeEnd(int(i), float(total[i]), int(steps[i])) for i in np.flatnonzero(over[t])]
     return torch.from_numpy(total), torch.from_numpy(steps), ended
 

@@ -238,7 +238,7 @@ class AlarmWatch:
         rules: Sequence[AlarmRule] = ALARM_RULES, # the table
     ):
         self.rules = tuple(rules)
-        self.states: dict[tuple, _RuleState] = {} # by index of the rule, metric, lane, slot, birth
+        self.states: dict[tuple, _RuleState] = {} # by index of the rule, metric, lane, slot, germination
         self.found: dict[str, list[int]] = {} # metric -> indices of its rules
 
     def _watching(self, name: str) -> list[int]:
@@ -260,7 +260,7 @@ class AlarmWatch:
             for name, value in row.items():
                 if value is None: continue
                 for i in self._watching(name):
-                    key = i, name, row["lane"], row.get("slot"), row.get("slot.birth")
+                    key = i, name, row["lane"], row.get("slot"), row.get("slot.germination")
                     if key not in self.states: self.states[key] = _RuleState(self.rules[i])
                     rank, x = self.states[key].update(row, value)
                     if rank: out.append(_alarm(self.rules[i], name, rank, x, row))

@@ -53,7 +53,7 @@ class Rollback(NamedTuple):
     action: str # rollback, replay or stop
     shown: str # the loss that triggered it, as text
     loss: float | None # None: not finite
-    limit: float | None # that the loss exceeded
+    compared: str # what the rule compared the loss with, as text: "limit 4.61"
     restored_at: float | None # of the restored state
     lost: int | None # discarded batch steps; None on the axis "epoch"
     level: float | None = None # median loss before
@@ -95,8 +95,9 @@ def rollbacks(
         if g["governor.action"] not in _restoring or g.get(by) is None: continue
         b = Rollback(
             lane=g["lane"], at=g[by], reason=g["governor.reason"], action=g["governor.action"],
-            shown=g.get("governor.shown") or "", loss=g.get("governor.loss"), limit=g.get("governor.limit"),
-            restored_at=_restored_at(rows, g, by), lost=g.get("governor.lost") if by == "step" else None)
+            shown=g.get("governor.shown") or "", loss=g.get("governor.loss"),
+            compared=g.get("governor.compared") or "", restored_at=_restored_at(rows, g, by),
+            lost=g.get("governor.lost") if by == "step" else None)
         xs, ys, name = curves[b.lane]
         level, recovered = _recovered(xs, ys, b.at, b.resumed_at, 5 if name == "batch.loss" else 1)
         taken = [r for r in pick_rows(rows, "seed", b.lane, epoch=g.get("epoch")) if r["seed.by"] == "governor"]
@@ -151,9 +152,9 @@ class SeedLife(NamedTuple):
     "History of one seed since its germination."
     lane: int
     slot: str
-    birth: int
+    germination: int # number of the seed in its slot, from 1
     blueprint: str | None
-    born: int # epoch of germination
+    start: int # epoch of germination
     epochs: int # number of epochs in the network
     end: str # "fossilized", "pruned", "undone" (germination reverted by a rollback) or "alive"
     by: str | None # cause of the end: controller, time or governor
@@ -169,22 +170,23 @@ def seed_lives(
     --------
     >>> from esper_nb import seed_lives
     >>> place = {"lane": 0, "slot": "r0c0"}
-    >>> born = {"seed.birth": 1, "seed.blueprint": "norm", "seed.event": "germinate", "seed.by": "controller"}
-    >>> rows = [{"kind": "seed", "epoch": 0, **place, **born},
-    ...         {"kind": "slot", "epoch": 0, **place, "slot.birth": 1, "slot.stage": "TRAINING"},
-    ...         {"kind": "seed", "epoch": 1, **place, **born, "seed.event": "prune", "seed.by": "governor"}]
+    >>> seed = {"seed.germination": 1, "seed.blueprint": "norm", "seed.event": "germinate", "seed.by": "controller"}
+    >>> rows = [{"kind": "seed", "epoch": 0, **place, **seed},
+    ...         {"kind": "slot", "epoch": 0, **place, "slot.germination": 1, "slot.stage": "TRAINING"},
+    ...         {"kind": "seed", "epoch": 1, **place, **seed, "seed.event": "prune", "seed.by": "governor"}]
     >>> life, = seed_lives(rows)
-    >>> life.blueprint, life.born, life.epochs, life.end, life.by
+    >>> life.blueprint, life.start, life.epochs, life.end, life.by
     ('norm', 0, 1, 'pruned', 'governor')
     """
     lives: dict[tuple, SeedLife] = {}
     for r in rows:
         if r["kind"] not in ("seed", "slot"): continue
-        key = r["lane"], r["slot"], r[f"{r['kind']}.birth"]
-        newborn = SeedLife(
-            *key, blueprint=None, born=r["epoch"], epochs=0, end="alive", by=None, change_pp=None, contribution_pp=None)
-        lives[key] = _advance(lives.get(key, newborn), r)
-    return sorted((s for s in lives.values() if s.birth), key=lambda s: (s.born, s.lane))
+        key = r["lane"], r["slot"], r[f"{r['kind']}.germination"]
+        new = SeedLife(
+            *key, blueprint=None, start=r["epoch"], epochs=0, end="alive", by=None, change_pp=None,
+            contribution_pp=None)
+        lives[key] = _advance(lives.get(key, new), r)
+    return sorted((s for s in lives.values() if s.germination), key=lambda s: (s.start, s.lane))
 
 _grown = {"GERMINATED", "TRAINING", "BLENDING", "HOLDING", "FOSSILIZED"} # stages with a seed in the slot
 _ends = {"prune": "pruned", "fossilize": "fossilized", "undone": "undone"}
@@ -204,7 +206,7 @@ class StageSpan(NamedTuple):
     "An interval of consecutive epochs of one seed in one stage."
     lane: int
     slot: str
-    birth: int # which seed of the slot
+    germination: int # number of the seed in its slot, from 1
     stage: str
     blueprint: str | None
     start: int # first epoch
@@ -218,7 +220,7 @@ def stage_spans(
     out: list[StageSpan] = []
     for r in sorted(pick_rows(rows, "slot", lane), key=lambda r: (r["lane"], r["slot"], r["epoch"])):
         new = StageSpan(
-            lane=r["lane"], slot=r["slot"], birth=r["slot.birth"], stage=r["slot.stage"],
+            lane=r["lane"], slot=r["slot"], germination=r["slot.germination"], stage=r["slot.stage"],
             blueprint=r["slot.blueprint"], start=r["epoch"], end=r["epoch"])
         last = out[-1] if out else None
         same = last is not None and last._replace(start=new.start, end=new.end) == new

@@ -150,7 +150,8 @@ def _batch_of(report: Report, losses: Tensor) -> int | None: # losses: (batches,
 def _report_metrics(g: Report, batch: int | None, rest: int) -> dict[str, list]:
     "Return the metrics of a report; `rest` is the number of steps in the epoch after the triggering one."
     lost = None if g.restored_step is None else max(0, g.step - g.restored_step + rest - g.redone)
-    text = dict(restored=" ".join(g.restored) or None, why=g.why or None, errors=" ".join(g.errors) or None)
+    text = dict(restored=" ".join(g.restored) or None, compared=g.compared or None, why=g.why or None,
+                errors=" ".join(g.errors) or None)
     return {k: [v] for k, v in ({k: getattr(g, k) for k in _reported} | text | dict(batch=batch, lost=lost)).items()}
 
 # %% ../../nbs/record/71_training_rows.ipynb #e4c5c525
@@ -193,15 +194,15 @@ def seed_metrics(
     s: SeedState, # of one lane
 ) -> dict[str, Any]: # metrics shared by all rows about a seed
     "Return a seed's identity, age, and contribution so far."
-    born = s.accuracy_born
+    first = s.accuracy_first
     return dict(
-        blueprint=None if s.blueprint is None else slot.blueprints[s.blueprint], birth=s.births, age=s.age,
-        change_pp=None if s.accuracy is None or born is None else s.accuracy - born, contribution_pp=s.contribution)
+        blueprint=None if s.blueprint is None else slot.blueprints[s.blueprint], germination=s.germinations, age=s.age,
+        change_pp=None if s.accuracy is None or first is None else s.accuracy - first, contribution_pp=s.contribution)
 
 def _slot_metrics(slot: Slot, s: SeedState) -> dict[str, Any]:
     "Return the metrics of one slot of one lane."
     if s.stage in COOLING: # contributions belong to the removed seed
-        s = SeedState(s.stage, s.blueprint, s.blend, epochs=s.epochs, age=s.age, births=s.births)
+        s = SeedState(s.stage, s.blueprint, s.blend, epochs=s.epochs, age=s.age, germinations=s.germinations)
     return seed_metrics(slot, s) | dict(
         stage=s.stage, blend=s.blend, epochs=s.epochs, alpha=s.alpha, target=s.target, velocity_pp=s.velocity,
         interaction_pp=s.interaction, gradient_norm=s.gradient_norm, gradient_ratio=s.gradient_ratio,
@@ -390,7 +391,8 @@ class EnvRows:
                     if event is None or not active[lane] or (begun[lane] and not rolled[lane]): continue
                     last = new if new.blueprint is not None or old is None else old
                     facts = dict(
-                        event=event, by="governor" if rolled[lane] else "controller", after=new.stage, birth=new.births,
+                        event=event, by="governor" if rolled[lane] else "controller", after=new.stage,
+                        germination=new.germinations,
                         before=None if event == "germinate" or old is None else old.stage)
                     rows += seed_event_rows(slot, lane, last, facts, **keys)
         self.episodes = episodes
@@ -401,9 +403,9 @@ def _change(
     new: SeedState, # after the step
 ) -> str | None: # germinate, fossilize, prune or undone; None: no event
     "Return the event between two states of a slot."
-    born = new.births > (old.births if old is not None else 0)
-    if born: return "undone" if new.stage == Stage.DORMANT else "germinate"
-    if old is None or old.stage not in LIVE or new.births < old.births: return None # fewer births: another network
+    germinated = new.germinations > (old.germinations if old is not None else 0)
+    if germinated: return "undone" if new.stage == Stage.DORMANT else "germinate"
+    if old is None or old.stage not in LIVE or new.germinations < old.germinations: return None # another network
     if new.stage == Stage.FOSSILIZED: return "fossilize"
     if new.stage == Stage.DORMANT: return "undone" # no other event empties a slot at once
     return None if new.stage in LIVE else "prune"

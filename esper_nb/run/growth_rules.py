@@ -26,7 +26,8 @@ from ..core import check
 from ..grow import Decision
 from ..train import FamilyData, ImageData, TextData
 from ..control import (
-    QUICK, SURE, BirthRule, ColumnCut, Fixed, Forecast, GrowVecEnv, GrowthRule, Heuristic, HeuristicConfig, LookOnce,
+    QUICK, SURE, ColumnCut, Fixed, Forecast, GerminationRule, GrowVecEnv, GrowthRule, Heuristic, HeuristicConfig,
+    LookOnce,
     View, WaitOnly, best_threshold, encode_decision, look_columns)
 from ..learn import Learner, StopFlag, Update
 from .compare import Player, PolicyPlayer, RandomPlayer, RulePlayer, latest_step, open_offers, play_lanes
@@ -125,9 +126,9 @@ def growth_rule(
 def as_player(
     made: Any, # the result of `RuleRow.make`: `Made`
 ) -> Player:
-    "Convert the result of `RuleRow.make` to a player: functions become a `BirthRule`, rules a `RulePlayer`."
+    "Convert the result of `RuleRow.make` to a player: functions become a `GerminationRule`, rules a `RulePlayer`."
     if hasattr(made, "begin"): return made
-    return RulePlayer(made if hasattr(made, "signals") else BirthRule(made))
+    return RulePlayer(made if hasattr(made, "signals") else GerminationRule(made))
 
 # %% ../../nbs/run/96_growth_rules.ipynb #f0f40375
 def liked_blueprint(v: View, slot: str) -> str: # slot: one that offers a blueprint
@@ -135,7 +136,7 @@ def liked_blueprint(v: View, slot: str) -> str: # slot: one that offers a bluepr
     offered = v.offers[slot]
     return next((b for b in HeuristicConfig().blueprints if b in offered), offered[0])
 
-def _birth(v: View, slot: str, why: str) -> Decision:
+def _germination(v: View, slot: str, why: str) -> Decision:
     return Decision("germinate", slot, liked_blueprint(v, slot), why)
 
 def _measured(v: View) -> dict[str, Mapping[str, float]]: # slots that offer a blueprint, after the first epoch
@@ -150,7 +151,7 @@ def plateau_rule(v: View) -> Decision | None:
     the error stops decreasing.
     """
     if not v.offers or v.signals.plateau < 1: return None
-    return _birth(v, [*v.offers][-1], f"plateau of {v.signals.plateau} epochs")
+    return _germination(v, [*v.offers][-1], f"plateau of {v.signals.plateau} epochs")
 
 def gradient_norm_rule(v: View) -> Decision | None:
     """Grow after the first epoch, in the slot where a seed initialized at zero would have the largest gradient norm.
@@ -161,7 +162,7 @@ def gradient_norm_rule(v: View) -> Decision | None:
     of new weights that do not change the function. Only its choice of location is used, not its initialization.
     """
     found = _measured(v)
-    return _birth(v, max(found, key=lambda k: found[k]["demand"]), "largest gradient") if found else None
+    return _germination(v, max(found, key=lambda k: found[k]["demand"]), "largest gradient") if found else None
 
 def natural_expansion_rule(v: View) -> Decision | None:
     """Grow in the slot where a seed increases the squared gradient norm most, if it at least doubles.
@@ -175,7 +176,7 @@ def natural_expansion_rule(v: View) -> Decision | None:
     found = _measured(v)
     ratio = {k: 1 + (s["demand"] / max(s["host_gradient"], 1e-12))**2 for k, s in found.items()}
     best = max(ratio, key=lambda k: ratio[k], default=None)
-    return None if best is None or ratio[best] < 2 else _birth(v, best, f"score times {ratio[best]:.1f}")
+    return None if best is None or ratio[best] < 2 else _germination(v, best, f"score times {ratio[best]:.1f}")
 
 # %% ../../nbs/run/96_growth_rules.ipynb #068c8427
 def timetable(
@@ -390,8 +391,8 @@ class Lookahead:
         if not arms: return waits
         tried = [waits]
         for slot, b in arms:
-            birth = encode_decision(env, Decision("germinate", slot, b))[1]
-            tried.append(torch.stack([birth if b in offers[i].get(slot, ()) else w for i, w in enumerate(waits)]))
+            germination = encode_decision(env, Decision("germinate", slot, b))[1]
+            tried.append(torch.stack([germination if b in offers[i].get(slot, ()) else w for i, w in enumerate(waits)]))
         rewards = torch.stack([self._try(env, actions) for actions in tried])
         return torch.stack(tried)[rewards.argmax(0), torch.arange(env.num_envs)]
 

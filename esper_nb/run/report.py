@@ -121,8 +121,9 @@ class RunSummary(NamedTuple):
                     "and nothing has been tested yet.")
         seen = [s.accuracy_pp for s in lane_scores(self.rows) if s.accuracy_pp is not None]
         epochs = max((r["epoch"] for r in pick_rows(self.rows, "epoch")), default=-1) + 1
-        held = self.measure.text(median(seen)) if seen else ""
-        now = f": after {epochs} epochs {held} held out in the median of {len(seen)} lanes" if seen else ""
+        now = ""
+        if seen: now = (f": after {epochs} epochs the held-out {self.measure.name} is "
+                        f"{self.measure.text(median(seen))} (median of {len(seen)} lanes)")
         return f"The run has not come to its end{now}, and nothing has been tested yet."
 
     def facts(self) -> dict[str, Any]:
@@ -312,14 +313,14 @@ def _forecast_section(rows: list[Row]) -> str:
     "Return the HTML of each lane's best forecast, and whether that seed was planted."
     last = {(r["lane"], r["slot"], r["forecast.blueprint"]): r for r in pick_rows(rows, "forecast")}
     if not last: return ""
-    born = {(r["lane"], r["slot"], r["seed.blueprint"]) for r in pick_rows(rows, "seed")
+    grown = {(r["lane"], r["slot"], r["seed.blueprint"]) for r in pick_rows(rows, "seed")
             if r["seed.event"] == "germinate"}
     def sure(k): return last[k]["forecast.worth_pp"] - last[k]["forecast.within_pp"]
     best = {k[0]: k for k in sorted(last, key=sure)}
     lines = [(k[0], f"{k[2]} in {k[1]}", f"{r['forecast.worth_pp']:.0f} ± {r['forecast.within_pp']:.0f}",
-              r["forecast.parameters"], r["epoch"], "yes" if k in born else "no")
+              r["forecast.parameters"], r["epoch"], "yes" if k in grown else "no")
              for _, k in sorted(best.items()) for r in [last[k]]]
-    head = ["lane", "seed", "worth at the end, pp", "parameters", "foretold after epoch", "grown"]
+    head = ["lane", "seed", "gain at the end, pp", "parameters", "predicted after epoch", "grown"]
     return f"<p>The interval is to hold 80 % of such networks.</p>{table_html(head, lines)}"
 
 _lane_head = dict(

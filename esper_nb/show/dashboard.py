@@ -194,9 +194,10 @@ def row_incident(
     if lost is None: lost = row["governor.step"] - (g["restored_step"] or 0)
     back = max(0, end - -(-(lost + redone) // batches)) if g["action"] in ("rollback", "replay") else None
     return Incident(number=0, lane=row["lane"], reason=g["reason"], action=g["action"], back=back, end=end,
-                    x=row["step"] if batches == 1 else end, loss=g["shown"], limit=g["limit"], target=g["mean"],
+                    x=row["step"] if batches == 1 else end, loss=g["shown"], target=g["mean"],
                     rollbacks_left=g["rollbacks_left"], redone=redone // batches,
-                    axis="batch" if batches == 1 else "step", cause=g.get("cause"), why=g.get("why") or "")
+                    axis="batch" if batches == 1 else "step", cause=g.get("cause"), why=g.get("why") or "",
+                    compared=g.get("compared") or "")
 
 # %% ../../nbs/show/84_dashboard.ipynb #e1a7d032
 class RowsSource(Source):

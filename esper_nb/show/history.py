@@ -113,7 +113,6 @@ class Incident:
     end: int # batch at which training resumed
     back: int | None # batch of the restored snapshot; None: no rollback
     loss: str # as text, including "nan"; "none": not triggered by a loss
-    limit: float | None # that the loss was compared with
     target: float | None # mean loss before the failure
     rollbacks_left: int
     recovered: int | None = None # batch of the first loss at that mean
@@ -121,6 +120,7 @@ class Incident:
     axis: str = "batch" # unit of the axis
     cause: str | None = None # name of the cause, if it was found
     why: str = "" # the cause as a sentence
+    compared: str = "" # what the rule compared the loss with, as in the report: "limit 4.61"
 
     @property
     def lost(self) -> int: # batches
@@ -132,14 +132,9 @@ class Incident:
         if self.redone: back += f", {self.redone} trained on again"
         recovered = "" if self.recovered is None else f", recovered in {self.recovered - self.end}"
         cause = "" if self.cause is None else f", cause: {self.cause}"
-        seen = f" (loss {self.loss}{self._compared})" if self.loss != "none" else f" ({self.why})" * bool(self.why)
-        return f"lane {self.lane}: {self.reason}{seen} → {self.action}{back}{recovered}{cause}"
-
-    @property
-    def _compared(self) -> str: # the value that the loss exceeded, for rules that have one
-        above = {"explosion": ("limit", self.limit), "rise": ("usual", self.target)}
-        name, value = above.get(self.reason, ("", None))
-        return "" if value is None or float(self.loss) <= value else f", {name} {value:.3g}"
+        seen = ", ".join(filter(None, (f"loss {self.loss}", self.compared))) if self.loss != "none" else self.why
+        found = f"lane {self.lane}: {self.reason}" + f" ({seen})" * bool(seen)
+        return f"{found} → {self.action}{back}{recovered}{cause}"
 
 # %% ../../nbs/show/80_history.ipynb #a3a496aa
 def incident_from_report(
@@ -153,7 +148,7 @@ def incident_from_report(
     "Convert a Governor's report to an incident at a position in the run."
     loss = report.shown if report.loss is None else f"{report.loss:.4g}"
     return Incident(number=number, lane=report.lane, reason=report.reason, action=report.action, x=x, end=end,
-                    back=back, loss=loss, limit=report.limit, target=report.mean,
+                    back=back, loss=loss, compared=report.compared, target=report.mean,
                     rollbacks_left=report.rollbacks_left, redone=report.redone, axis=axis, cause=report.cause,
                     why=report.why or report.wrong)
 

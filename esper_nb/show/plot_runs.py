@@ -212,7 +212,7 @@ def plot_slots(
     if not spans: return draw_empty(ax, "No seed has germinated yet.")
     start, last = min(s.start for s in spans), max(s.end for s in spans)
     for s in spans: _draw_stage(ax, s, places.index((s.lane, s.slot)), last)
-    taken_out = {(s.lane, s.slot, s.birth): s.start for s in reversed(spans) if not stage_style(s.stage).letter}
+    taken_out = {(s.lane, s.slot, s.germination): s.start for s in reversed(spans) if not stage_style(s.stage).letter}
     for (i, k, _), x in taken_out.items():
         ax.plot(x, places.index((i, k)), ls="", marker="X", ms=7, color=WINE, mec=text_color(ax), mew=.6, zorder=5)
     rolled = rollbacks(rows, "epoch")

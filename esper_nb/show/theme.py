@@ -182,7 +182,7 @@ WORDS: Mapping[str, str] = {
     "snapshot": "a copy of all training state, which a rollback restores",
     "probation": "how many losses after a snapshot must be normal before it counts as good",
     "chance loss": "the loss of an untrained network, which predicts the same probability for every class",
-    "held out": "measured on a split of the data that is not used for training",
+    "held-out": "measured on a split of the data that is not used for training",
     "nats": "the unit of a cross-entropy loss: 0 is certainty, 0.69 a coin toss",
     "pp": "percentage points, 0 to 100: the unit of accuracy",
     "σ": "standard deviations of recent losses",

@@ -48,7 +48,7 @@ def status_parts(
     parts = [steps] + [f"{s['axis']} {s['x']}"] * (s["axis"] != s["unit"])
     parts += [f"{s['incidents'] or 'no'} incident{'s' * (s['incidents'] != 1)}"]
     if s["stopped"]: parts.append(f"{len(s['stopped'])} stopped")
-    if s["accuracy"] is not None: parts.append(f"{s['accuracy']:.1f} pp held out (median)")
+    if s["accuracy"] is not None: parts.append(f"held-out accuracy {s['accuracy']:.1f} pp (median)")
     left = duration_text(s["left"])
     if left and s["steps"] and s["state"] in ("running", "paused"): parts.append(f"{left} left")
     return parts

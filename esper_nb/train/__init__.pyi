@@ -51,7 +51,7 @@ from .population import (Forecaster as Forecaster, SMALL_GROUP as SMALL_GROUP, M
     lane_bytes as lane_bytes, grown_plan as grown_plan, seed_health as seed_health, traced as traced,
     latest_pass as latest_pass, site_signals as site_signals, join_results as join_results,
     spread_lanes as spread_lanes, join_ablations as join_ablations, total_gain as total_gain,
-    join_groups as join_groups, sum_and_best as sum_and_best, undone_birth as undone_birth,
+    join_groups as join_groups, sum_and_best as sum_and_best, undone_germination as undone_germination,
     kept_history as kept_history)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)

@@ -7,7 +7,7 @@ __all__ = ['Forecaster', 'SMALL_GROUP', 'MIXED_BYTES', 'SIGNALS', 'LOOKED_AT', '
            'GroupResult', 'SeedWorth', 'EpochResult', 'LaneRates', 'Spare', 'Population', 'new_governor', 'new_stepper',
            'new_population', 'owners_in_use', 'part_of', 'lane_bytes', 'grown_plan', 'seed_health', 'traced',
            'latest_pass', 'site_signals', 'join_results', 'spread_lanes', 'join_ablations', 'total_gain', 'join_groups',
-           'sum_and_best', 'undone_birth', 'kept_history']
+           'sum_and_best', 'undone_germination', 'kept_history']
 
 # %% ../../nbs/train/38_population.ipynb #56a20ba1
 import math
@@ -364,12 +364,12 @@ class Population:
             for i in lanes:
                 was = decode_seed(before[slot.name][i].tolist())
                 grown = was.stage in LIVE or was.stage == Stage.FOSSILIZED
-                young = was.age == 0 or slot.state(i).births < was.births
+                young = was.age == 0 or slot.state(i).germinations < was.germinations
                 if grown and young: undone.append((slot, i, was))
                 self._settle(slot, i, was)
         if lanes: self.model.prune_live(lanes, Reason.ROLLBACK)
-        for slot, i, was in undone: slot.change(i, lambda _: SeedState(births=was.births))
-        return tuple(undone_birth(slot, i, was) for slot, i, was in undone)
+        for slot, i, was in undone: slot.change(i, lambda _: SeedState(germinations=was.germinations))
+        return tuple(undone_germination(slot, i, was) for slot, i, was in undone)
 
     def retry_germinations(self) -> tuple[DecisionResult, ...]: # what was done, or why not
         "Repeat the germinations that the latest epoch undid, in each slot as often as the settings allow."
@@ -498,7 +498,7 @@ def new_governor(
     has memorised its training data.
     """
     @torch.no_grad()
-    def asked(net: Growing, lanes: Sequence[int]) -> Tensor: # (k, m) losses of the next batches
+    def losses_of(net: Growing, lanes: Sequence[int]) -> Tensor: # (k, m) losses of the next batches
         was = net.training
         net.train()
         batches = pop.data.epoch(pop.config.seed, lanes, pop.epoch[list(lanes)].tolist(), pop.batch_size)
@@ -510,13 +510,13 @@ def new_governor(
         net.train(was)
         return torch.stack(losses)
     @torch.no_grad()
-    def ask() -> Tensor: # (k, n) of all lanes; old weights with the seeds of today
+    def evaluate() -> Tensor: # (k, n) of all lanes; old weights with the seeds of today
         for k, table in pop.tables.items(): pop.model.slot(k).table.copy_(table)
-        return torch.cat([asked(net, lanes) for net, lanes in pop.judged_together()], 1)
+        return torch.cat([losses_of(net, lanes) for net, lanes in pop.judged_together()], 1)
     every = pop.data.num_train // pop.batch_size
     config = config.replace(sync_every=every, snapshot_every=every, probation=every if config.probation else 0)
     return Governor(model=nn.ModuleDict(dict(net=pop.model)), stepper=pop.stepper, rates=pop.rates,
-                    lanes=pop.lanes, chance_loss=pop.data.chance_loss, config=config, ask=ask)
+                    lanes=pop.lanes, chance_loss=pop.data.chance_loss, config=config, evaluate=evaluate)
 
 # %% ../../nbs/train/38_population.ipynb #a78efc73
 def new_stepper(
@@ -765,10 +765,11 @@ def sum_and_best(
     both = torch.stack([pairs.nansum(0), pairs.nan_to_num(-math.inf).amax(0)])
     return both.masked_fill(pairs.isnan().all(0), math.nan)
 
-def undone_birth(slot: Slot, lane: int, seed: SeedState) -> DecisionResult: # seed: as it was before the rollback
+def undone_germination(slot: Slot, lane: int, seed: SeedState) -> DecisionResult: # seed: as it was before the rollback
     "Return the decision that repeats the germination of a seed removed by a rollback."
     settings = {k: getattr(seed, k) for k in ("blend", "tempo", "goal", "curve", "steepness")}
-    again = Decision("germinate", slot.name, slot.blueprints[seed.blueprint or 0], "its birth was undone", 1., settings)
+    why = "the Governor undid its germination"
+    again = Decision("germinate", slot.name, slot.blueprints[seed.blueprint or 0], why, 1., settings)
     return DecisionResult(lane, again, False, "the Governor rolled the lane back")
 
 def kept_history(
@@ -776,5 +777,5 @@ def kept_history(
     was: SeedState, # as it was before the rollback
 ) -> SeedState:
     "Return the state of a seed after a rollback: its history, unless its weights are not in the snapshot."
-    same_seed = now.births == was.births and now.stage in ACTIVE
+    same_seed = now.germinations == was.germinations and now.stage in ACTIVE
     return now if was.stage == Stage.FOSSILIZED and not same_seed else was

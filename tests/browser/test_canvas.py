@@ -118,7 +118,7 @@ def test_names_are_not_written_over_each_other(tmp_path):
     for number, x in enumerate((60, 66, 80, 100, 104), 1):
         session.history.incidents.append(Incident(
             number=number, lane=0, reason="non-finite", action="rollback", x=x, end=x + 6, back=x - 10, loss="nan",
-            limit=3., target=.5, rollbacks_left=3, recovered=x + 8))
+            target=.5, rollbacks_left=3, recovered=x + 8))
         session.history.mark_fault("corrupt-batch", 0, x - 241)
     for width in (1000, 500):
         with picture(session, tmp_path/str(width), width) as page:

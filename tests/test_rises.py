@@ -1,4 +1,4 @@
-"A rise that lasts: the old weights are asked, and the run is as it was wherever they do no better."
+"A rise that lasts: the old weights are compared, and the run is as it was wherever they do no better."
 import copy
 import math
 import warnings
@@ -11,7 +11,7 @@ from torch import nn
 
 from esper_nb.control.rules import QUICK as QUICK_GROWTH, QUICK_RULES, Heuristic, as_controller
 from esper_nb.guard import Governor, GovernorConfig, LossStats, RiseMonitor, blames_weights, judge
-from esper_nb.guard.asking import monitor_rise
+from esper_nb.guard.rises import monitor_rise
 from esper_nb.train import Fault, FitConfig, disturb_at, fit, get_task, new_population, run_epoch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,19 +46,19 @@ def test_weights_that_are_to_blame_do_not_come_back():
     run = Stub()
     said = run.run(140, corrupt=100)
     report, = run.governor.reports
-    assert [x for x in said if x] == [["ask"], ["rollback"]] and report.reason == "rise" and report.rolled_back
-    assert 2.5 < report.asked < 3.5 and report.loss > 6 and run.net.weight.item() == 0
+    assert [x for x in said if x] == [["compare"], ["rollback"]] and report.reason == "rise" and report.rolled_back
+    assert 2.5 < report.old_loss < 3.5 and report.loss > 6 and run.net.weight.item() == 0
     assert said.index(["rollback"]) <= 100 + 5 + 2 * QUICK.patience + 16, "the bound of a trial"
     assert report.lost[1] < 100 + 5 + 2 * QUICK.patience and run.governor.kept is None
 
 
-def test_a_change_that_is_meant_costs_the_batches_of_the_question_and_nothing_else(caplog):
+def test_an_intended_change_costs_the_batches_of_the_comparison_and_nothing_else(caplog):
     run = Stub(harder=100)
     said = run.run(140)
     run.net.weight.data.fill_(0.)
-    assert [x for x in said if x] == [["ask"], ["accepted"]] and not run.governor.reports
+    assert [x for x in said if x] == [["compare"], ["accepted"]] and not run.governor.reports
     note = run.governor.notes[-1]
-    assert note.asked > 6 and note.lost is not None and note.lost[1] - note.lost[0] < 16
+    assert note.old_loss > 6 and note.lost is not None and note.lost[1] - note.lost[0] < 16
     warning, = [r for r in caplog.records if "accepted" in r.message]
     assert warning.levelname == "WARNING" and f"rollback(to={note.kept_step}) undoes it" in warning.message
     assert not [x for x in run.run(200) if x], "the new level is learnt"
@@ -128,24 +128,24 @@ def test_the_live_state_comes_back_to_the_bit():
     with pytest.raises(ValueError, match=f"to=3, expected a step that is kept: {step}"): one.governor.rollback(to=3)
 
 
-def test_asked_on_the_same_batches_a_meant_change_leaves_no_trace():
+def test_compared_on_the_same_batches_an_intended_change_leaves_no_trace():
     held = torch.randn(32, 16), torch.randint(10, (32,))
     alone = Real(moved=100, guarded=False)
     alone.run()
     run = Real(moved=100)
-    def ask():
+    def evaluate():
         with torch.no_grad(): return F.cross_entropy(run.net(held[0]), held[1]) * 0 + 1 # no better, and dropout draws
-    run.governor.ask = ask
+    run.governor.evaluate = evaluate
     said = run.run()
     assert [x for x in said if x] == [["accepted"]] and run.governor.notes[-1].lost is None
     assert equal(run.states, alone.states)
 
 
-def test_asked_on_the_same_batches_weights_are_found_at_once():
+def test_compared_on_the_same_batches_weights_are_found_at_once():
     run = Stub()
-    run.governor.ask = run.loss
+    run.governor.evaluate = run.loss
     assert [x for x in run.run(140, corrupt=100) if x] == [["rollback"]] and run.net.weight.item() == 0
-    assert run.governor.reports[0].asked == pytest.approx(3.)
+    assert run.governor.reports[0].old_loss == pytest.approx(3.)
 
 
 def test_a_rise_of_a_falling_loss_is_held_against_the_latest_losses():
@@ -166,14 +166,14 @@ def test_a_loss_that_falls_back_is_given_time_and_the_time_has_an_end():
         for k in range(500):
             t.add(shape(k), shape(k))
             if t.is_over(): return "passed", k
-            if t.is_due(patience): return "ask", k
-    assert trial(lambda k: 1.) == ("ask", 47)
+            if t.is_due(patience): return "compare", k
+    assert trial(lambda k: 1.) == ("compare", 47)
     assert trial(lambda k: math.exp(-k / 30))[0] == "passed" and trial(lambda k: 2 * math.exp(-k / 25))[0] == "passed"
-    assert trial(lambda k: 3 - .01 * k) == ("ask", 47), "it would take far longer to be back"
+    assert trial(lambda k: 3 - .01 * k) == ("compare", 47), "it would take far longer to be back"
     assert trial(lambda k: .3 + max(0., 2 - .03 * k))[1] <= 95
 
 
-def test_a_target_that_nobody_trains_stays_while_old_weights_are_asked():
+def test_an_untrained_target_stays_in_place_during_a_comparison():
     "The old values fit the old target best, as in every healthy run of Q-learning."
     net, target = nn.Linear(1, 1), nn.Linear(1, 1)
     gov = Governor(net, torch.optim.SGD(net.parameters(), lr=0.), target=target, chance_loss=None, config=QUICK)
@@ -197,7 +197,7 @@ def test_weights_that_did_well_when_they_were_trained_are_not_blamed_for_a_targe
         gap = 1 + target.weight.item() * (1 + net.weight.item()) # live weights are farther from the new target
         return (1.4 if t >= 100 else 1.) * gap * math.exp(.05 * noise.standard_normal())
     def step(t):
-        if t < gov.watched: return loss(t) # only asked
+        if t < gov.watched: return loss(t) # only evaluated
         if t == 100: net.weight.data.fill_(1.)
         target.weight.data.fill_(0.)
         now = loss(t)
@@ -206,7 +206,7 @@ def test_weights_that_did_well_when_they_were_trained_are_not_blamed_for_a_targe
     for t in range(140): gov.run(step, t)
     assert not gov.reports and "accepted" in [n.action for n in gov.notes] and net.weight.item() == 1.
 
-def test_a_target_is_asked_with_the_weights_where_the_loss_is_beyond_all_reason():
+def test_a_target_is_exchanged_with_the_weights_where_the_loss_is_absurd():
     "A ruined target makes the loss of every weight absurd."
     net, target = nn.Linear(1, 1), nn.Linear(1, 1)
     with torch.no_grad(): net.weight.fill_(0.), target.weight.fill_(0.)
@@ -221,11 +221,11 @@ def test_a_target_is_asked_with_the_weights_where_the_loss_is_beyond_all_reason(
     assert report.rolled_back and net.weight.item() == target.weight.item() == 0.
 
 
-def test_a_question_goes_into_a_state_and_comes_back(tmp_path):
+def test_a_comparison_goes_into_a_state_and_comes_back(tmp_path):
     for options in (dict(harder=100), {}):
         a = Stub(**options)
         corrupt = None if options else 100
-        while a.governor.question is None: a.run(1, corrupt)
+        while a.governor.comparison is None: a.run(1, corrupt)
         torch.save(a.governor.state_dict(), tmp_path/"governor.pt")
         b = Stub(**options)
         b.run(1)
@@ -258,7 +258,7 @@ def test_a_validation_sees_the_live_weights_and_the_comparison_does_not_notice()
         assert equal(before, validated.state())
     assert validated.run(each=validate) == said and equal(alone.states, validated.states)
     waiting = [state for comparing, state in seen if comparing]
-    live = alone.states[said.index(["ask"])]
+    live = alone.states[said.index(["compare"])]
     assert [len(waiting), *(equal(state[:2], live[:2]) for state in waiting)] == [2, True, True], "but for the schedule"
 
 
@@ -271,7 +271,7 @@ def test_watch_inside_live_weights_is_refused():
     assert stub.net.weight.item() == 0
 
 
-def test_inside_a_step_the_batch_of_a_question_is_left_out():
+def test_inside_a_step_the_batch_of_a_comparison_is_left_out():
     run, stepped = Stub(harder=100), []
     for t in range(140):
         with run.governor.step():
@@ -288,19 +288,19 @@ def test_every_way_to_keep_snapshots(config):
     ruined, harder = Stub(config=config), Stub(harder=100, config=config)
     assert ["rollback"] in ruined.run(160, corrupt=100) or config.replay
     assert ruined.net.weight.item() == 0
-    assert [x for x in harder.run(160) if x] == [["ask"], ["accepted"]]
+    assert [x for x in harder.run(160) if x] == [["compare"], ["accepted"]]
     harder.net.weight.data.fill_(5.)
     harder.governor.rollback(to=harder.governor.notes[-1].kept_step)
     assert harder.net.weight.item() == 0 and not harder.governor.stopped[0]
 
 
-def test_each_lane_is_asked_on_its_own():
+def test_each_lane_is_compared_on_its_own():
     "Lane 0 is ruined, lane 1 gets harder data, lane 2 both noise and peace."
     weights = torch.zeros(3, 1)
     net = nn.Module()
     net.weight = nn.Parameter(weights)
     def held_out(): return torch.where(net.weight[:, 0] != 0, 2., .5)
-    gov = Governor(net, chance_loss=None, lanes=3, config="epoch", ask=held_out)
+    gov = Governor(net, chance_loss=None, lanes=3, config="epoch", evaluate=held_out)
     rng, actions = np.random.default_rng(0), []
     for t in range(60):
         if t == 40: net.weight.data[0] = 1.
@@ -313,12 +313,12 @@ def test_each_lane_is_asked_on_its_own():
 
 # --- noticing
 
-def test_a_small_rise_that_lasts_is_asked_about_and_learnt():
+def test_a_small_rise_that_lasts_is_compared_and_learnt():
     governor, rng = Governor(nn.Linear(1, 1), chance_loss=None), np.random.default_rng(0)
     for t in range(1000):
         governor.watch(2.8 * (1.1 if t > 300 else 1.) * math.exp(.01 * rng.standard_normal()))
         assert governor.stats.cusum[0] <= 2 * governor.config.rise
-    assert not governor.reports and [n.action for n in governor.notes] == ["wait", "ask", "accepted"]
+    assert not governor.reports and [n.action for n in governor.notes] == ["wait", "compare", "accepted"]
     assert abs(governor.stats.level[0] - math.log(2.8 * 1.1)) < .02 and governor.snapshot.steps[0] > 850
 
 
@@ -345,8 +345,8 @@ def test_a_lane_that_died_of_an_explosion_is_rolled_back_though_its_loss_has_fal
     "The loss jumps to 200, and falls to that of a network that knows nothing: the old weights are a little better."
     net, noise = nn.Module(), np.random.default_rng(0)
     net.weight = nn.Parameter(torch.zeros(2, 1))
-    def ask(): return torch.where(net.weight[:, 0] != 0, 2.31, 2.2) + .05 * torch.linspace(-1, 1, 8)[:, None]
-    gov = Governor(net, chance_loss=2.303, lanes=2, config="epoch", ask=ask)
+    def evaluate(): return torch.where(net.weight[:, 0] != 0, 2.31, 2.2) + .05 * torch.linspace(-1, 1, 8)[:, None]
+    gov = Governor(net, chance_loss=2.303, lanes=2, config="epoch", evaluate=evaluate)
     gov.adjust(sync_every=20, snapshot_every=20, probation=0)
     for t in range(200):
         loss = 2.2 * np.exp(.01 * noise.standard_normal(2))
