@@ -63,6 +63,36 @@ def test_each_class_has_its_accuracy_the_weakest_first(made, page):
     for r in tests: # ten classes of about the same size
         assert abs(r["test.accuracy_pp"] - sum(r[f"test.class_pp.{k}"] for k in of_class) / 10) < 3
 
+def tables(page):
+    "Every table with columns as (section, caption, rows of texts), but that of the machine, above all sections."
+    found = []
+    for section in re.split("<h2>", page)[1:]:
+        for table in re.findall(r"<table>(?=.*?<thead>).*?</table>", section, re.DOTALL):
+            rows = [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall("<tr>.*?</tr>", table)]
+            caption = re.search("<caption>(.*?)</caption>", table)
+            found.append((section.partition("<")[0], caption and caption[1], [row for row in rows if row]))
+    return found
+
+def test_each_table_says_what_it_measured(page):
+    found = [t for t in tables(page) if t[0] != "Settings"]
+    captions = [caption for _, caption, _ in found]
+    assert len(found) > 8 and all(captions), [(section, rows) for section, caption, rows in found if not caption]
+    assert len(set(captions)) == len(captions)
+    for section, said in (("Result", "final play"), ("Learning", "of training"), ("Failures", "of training"),
+                          ("What was chosen in training", "of training"), ("Time", "of training"),
+                          ("The controller's last play", "last play"), ("Class by class", "last play")):
+        assert all(said in caption for name, caption, _ in found if name == section), section
+
+def test_the_result_stands_in_one_table(made, page):
+    c = Comparison.load(made[0].folder.path/"comparison.json")
+    results = [rows for section, _, rows in tables(page) if section == "Result"]
+    assert "<pre" not in page and len(results) == 2 # the controllers, and what each is ahead by
+    assert [row[0] for row in results[0]] == [row[0] for row in c.table()[1:]]
+    mine = next(row for row in results[0] if row[0] == "PPO")
+    lanes = next(p.test_accuracy_pp for p in c.plays if p.controller == "PPO")
+    assert mine[1:4] == [f"{x:.1f}" for x in (sum(lanes) / len(lanes), min(lanes), max(lanes))]
+    assert len(results[1]) == len(c.names) - 1 and not any(row[0] == "PPO" for row in results[1])
+
 def test_the_reports_first_sentence_explains_its_words(page):
     assert re.search(r'class="lead">[^\n]*<abbr title="percentage points[^"]*">pp</abbr>', page)
 
@@ -150,7 +180,7 @@ def test_true_alarms_first_and_notes_folded(no_pictures, made, tmp_path):
         rows += [dict(kind="epoch", lane=0, epoch=t, **{"heldout.accuracy_pp": 10. + 6 * (t % 12)})]
         if t % 12 == 11: rows += [dict(kind="episode", lane=0, epoch=t, episode=t // 12, **{"episode.total": 4.})]
     with new_file(copy/"rows.jsonl") as part: part.write_text("".join(encode_row(r) + "\n" for r in rows))
-    assert "No alarms" in words_of(report_html(RunFolder(copy)))
+    assert "no alarms" in words_of(report_html(RunFolder(copy)))
     health = [dict(update=u, lane=None, kind="update", **{"update.explained_variance": .1, "update.approx_kl": kl})
               for u, kl in enumerate((.001, .2, .001, .6, .001, .7), 1)]
     with new_file(copy/"rows.jsonl") as part: part.write_text("".join(encode_row(r) + "\n" for r in [*rows, *health]))

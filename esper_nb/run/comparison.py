@@ -147,6 +147,28 @@ class Comparison(NamedTuple):
         lanes = min(mine.shape[1], theirs.shape[1]) # a controller may have played only the first lanes
         return paired_interval(mine[:, :lanes] - theirs[:, :lanes])
 
+    def table(self) -> list[list[str]]: # lines of cells
+        "Return the results as a header and a line for each controller, best test score first."
+        test, total = self.intervals(), self.intervals("total")
+        def mean(k, of): return float(np.mean([np.mean(getattr(p, of)) for p in self.plays if p.controller == k]))
+        score = f"test {self.measure.name}, {self.measure.unit}"
+        lines = [["controller", score, "return", *(title for title, _ in _columns.values())]]
+        for k in sorted(test, key=lambda k: -test[k].mean):
+            means = [f"{mean(k, field):{form}}" for field, (_, form) in _columns.items()]
+            lines.append([k, _interval_text(test[k], ".1f"), _interval_text(total[k], ".2f"), *means])
+        return lines
+
+    def standings(self) -> list[list[str]]: # lines of cells; empty for a single controller
+        "Compare `subject` with each of the others: a header and a line for each."
+        if len(self.names) < 2: return []
+        one = self.subject
+        n = self.networks()[one].size
+        lines = [[f"{one}, {n} paired network{'s' * (n != 1)}", f"ahead by {self.measure.unit}{self.priced}"]]
+        for k in (k for k in self.names if k != one):
+            ahead = self.ahead(one, k)
+            lines.append([f"{_beside(ahead)} {k}", _interval_text(ahead, "+.1f")])
+        return lines
+
     @property
     def unbeaten(self) -> bool:
         "Whether PPO is above waiting, and no other controller except the oracle is above PPO."
@@ -301,28 +323,12 @@ def comparison_text(
     >>> print(comparison_text(c).splitlines()[0])
     digits: 2 epochs in 2 lanes, 1 seed; interquartile mean
     """
-    test, total = c.intervals(), c.intervals("total")
-    def mean(k, field): return float(np.mean([np.mean(getattr(p, field)) for p in c.plays if p.controller == k]))
-    score = f"test {c.measure.name}, {c.measure.unit}"
-    lines = [["controller", score, "return", *(title for title, _ in _columns.values())]]
-    for k in sorted(test, key=lambda k: -test[k].mean):
-        means = [f"{mean(k, field):{form}}" for field, (_, form) in _columns.items()]
-        lines.append([k, _interval_text(test[k], ".1f"), _interval_text(total[k], ".2f"), *means])
     seeds = len({p.seed for p in c.plays})
     title = f"{c.task}: {c.horizon} epochs in {c.lanes} lanes, {seeds} seed{'s' * (seeds != 1)}; interquartile mean"
     head = title + (" [95 % interval]" if seeds > 1 else "")
-    return "\n".join([head, *align_columns(lines), *(f"{k}: {v}" for k, v in c.notes.items()), *_standings(c)])
-
-def _standings(c: Comparison) -> list[str]: # empty for a single controller
-    "Compare `subject` with each of the others, one line each."
-    if len(c.names) < 2: return []
-    one = c.subject
-    n = c.networks()[one].size
-    lines = [[f"{one}, {n} paired network{'s' * (n != 1)}", f"ahead by {c.measure.unit}{c.priced}"]]
-    for k in (k for k in c.names if k != one):
-        ahead = c.ahead(one, k)
-        lines.append([f"{_beside(ahead)} {k}", _interval_text(ahead, "+.1f")])
-    return ["", *align_columns(lines)]
+    beside = c.standings()
+    notes = [f"{k}: {v}" for k, v in c.notes.items()]
+    return "\n".join([head, *align_columns(c.table()), *notes, *(["", *align_columns(beside)] if beside else [])])
 
 def align_columns(
     lines: Sequence[Sequence[str]], # cells

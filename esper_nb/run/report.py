@@ -33,7 +33,7 @@ from ..record import (
 from ..show import (
     asset_path, explain, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards,
     plot_run, plot_side_by_side, plot_slots, theme)
-from .comparison import Comparison, comparison_text
+from .comparison import Comparison
 from .follow import RunStatus, reading
 
 # %% ../../nbs/run/89_report.ipynb #484c3574
@@ -230,26 +230,42 @@ def _first_lines(run: RunSummary) -> str:
 
 # %% ../../nbs/run/89_report.ipynb #aefa6211
 def _result_section(c: Comparison) -> str:
-    "Return the HTML of the final plays: a table, each controller's range over lanes, and a figure for several seeds."
-    text = (f"<p>Every controller grew the same {c.lanes:d} networks for {c.horizon:d} epochs; the test split was read "
-            f"once, at the end ({doc_link('run/compare', 'how controllers are compared')}).</p>"
-            f"<pre>{html.escape(comparison_text(c))}</pre>")
-    sorted_pp = {p.controller: sorted(p.test_accuracy_pp) for p in c.plays}
-    head = ["controller", *(f"{which} lane, {c.measure.unit}" for which in ("lowest", "median", "highest"))]
-    lanes = table_html(head, [[k, v[0], median(v), v[-1]] for k, v in sorted_pp.items()])
-    if len({p.seed for p in c.plays}) == 1: return text + lanes
-    return text + lanes + picture_html(lambda: plot_compare(c.scores(), c.measure.label()), "controllers compared")
+    "Return the HTML of the final plays: a table of the controllers, their differences, and a figure for several seeds."
+    (name, score, *rest), *lines = c.table()
+    lanes = {k: [pp for p in c.plays if p.controller == k for pp in p.test_accuracy_pp] for k in c.names}
+    head = [name, score, "lowest lane", "highest lane", *rest]
+    lines = [[k, pp, f"{min(lanes[k]):.1f}", f"{max(lanes[k]):.1f}", *cells] for k, pp, *cells in lines]
+    seeds = len({p.seed for p in c.plays})
+    of = f", interquartile mean over {seeds} seeds [95 % interval]" if seeds > 1 else ""
+    about = (f"The final play of each controller, after training: means over its lanes{of}. The test split was read "
+             "once, at the end of the play; the return is what a lane earned in this play. Practice is what was spent "
+             "before it.")
+    found = [f"<p>Every controller grew the same {c.lanes:d} networks for {c.horizon:d} epochs "
+             f"({doc_link('run/compare', 'how controllers are compared')}).</p>",
+             table_html(head, lines, about, numbers=True),
+             *(f"<p>{html.escape(f'{k}: {v}')}</p>" for k, v in c.notes.items())]
+    if beside := c.standings():
+        about = f"Test scores of the same final plays, network by network{c.priced}: mean difference [95 % interval]."
+        found.append(table_html(beside[0], beside[1:], about, numbers=True))
+    if seeds > 1:
+        found.append(picture_html(lambda: plot_compare(c.scores(), c.measure.label()), "controllers compared"))
+    return "".join(found)
 
 # %% ../../nbs/run/89_report.ipynb #2201e941
-def _class_section(rows: Sequence[Row]) -> str: # those of the kind "test", one a lane
+def _class_section(
+    rows: Sequence[Row], # those of the kind "test", one a lane
+    where: str, # they were measured
+) -> str:
     "Return the HTML of the accuracy by class, lowest first."
     names = [k for k in (rows[0] if rows else ()) if k.startswith("test.class_pp.")]
     found = sorted(((k.removeprefix("test.class_pp."), sorted(r[k] for r in rows)) for k in names),
                    key=lambda of_class: median(of_class[1]))
     lines = [[name, values[0], median(values), values[-1]] for name, values in found]
     if not lines: return ""
-    note = f"<p>The {len(lines[:20])} weakest of {len(lines)}, on the test split:</p>" if len(lines) > 20 else ""
-    return note + table_html(["class or column", "lowest lane", "median", "highest lane"], lines[:20])
+    weakest = f"The {len(lines[:20])} weakest of {len(lines)}: " if len(lines) > 20 else ""
+    about = f"{weakest}test scores of the {len(rows)} lanes of {where}, within a class or column."
+    head = ["class or column", "lowest lane", "median", "highest lane"]
+    return table_html(head, lines[:20], about[:1].upper() + about[1:])
 
 _alarm_head = dict(level="level", name="alarm", times="times", lanes="lanes", at="updates or epochs",
                    shown="latest value", meaning="what it means", advice="what to do")
@@ -265,13 +281,15 @@ def _failure_section(run: RunSummary) -> str:
     loud, notes = ([k for k in kinds if (k.level == "note") == quiet] for quiet in (False, True))
     count = sum(k.times for k in loud)
     folded = (f"<details><summary>{len(notes)} kind{'s' * (len(notes) != 1)} of notes, which need no action</summary>"
-              f"{records_html(_alarm_head, notes)}</details>")
+              f"{records_html(_alarm_head, notes, 'Notes of training, by kind.')}</details>")
+    some = "Rollbacks" if len(back) <= 25 else f"The first 25 of {len(back)} rollbacks"
     return "".join([
-        f"<p>{count or 'No'} alarm{'s' * (count != 1)} ({doc_link('record/alarms', 'all rules')}) and {len(back)} "
-        f"rollback{'s' * (len(back) != 1)} ({doc_link('guard/governor', 'what the Governor does')}).{reverted}</p>",
-        records_html(_alarm_head, loud) if loud else "", folded if notes else "",
+        f"<p>In training: {count or 'no'} alarm{'s' * (count != 1)} ({doc_link('record/alarms', 'all rules')}) and "
+        f"{len(back)} rollback{'s' * (len(back) != 1)} ({doc_link('guard/governor', 'what the Governor does')})."
+        f"{reverted}</p>",
+        records_html(_alarm_head, loud, "Alarms of training, by kind.") if loud else "", folded if notes else "",
         picture_html(lambda: plot_incidents(rows), "rollbacks of every lane") if back else "",
-        records_html(_rollback_head, back[:25]) if back else ""])
+        records_html(_rollback_head, back[:25], f"{some} of training, in order of time.") if back else ""])
 
 # %% ../../nbs/run/89_report.ipynb #1dfbfee8
 _learning = ("env_steps", "return_mean", "entropy_mean", "approx_kl", "clipfrac", "explained_variance", "value_loss",
@@ -283,10 +301,11 @@ def _learning_section(rows: list[Row]) -> str:
     if updates:
         lines = [(LABELS[f"update.{k}"], updates[-1].get(f"update.{k}"), find_metric(f"update.{k}").meaning)
                  for k in _learning]
-        number, metrics = html.escape(str(updates[-1]["update"])), doc_link("explanations/metrics", "all metrics")
-        which = f"Update {number}, the latest ({metrics}):"
+        about = (f"Measured in update {updates[-1]['update']}, the latest of training: in episodes of the policy as it "
+                 "was then, with actions drawn at random from it.")
         return (picture_html(lambda: plot_learning(rows), "health of policy and critic")
-                + f"<p>{which}</p>" + table_html(["what", "value", "that is"], lines))
+                + table_html(["what", "value", "that is"], lines, about)
+                + f"<p>{doc_link('explanations/metrics', 'All metrics')}.</p>")
     if not pick_rows(rows, "epoch"): return ""
     return picture_html(lambda: plot_run(rows), "accuracy, loss and gradient norm of every lane")
 
@@ -295,14 +314,16 @@ def _choices_section(
     observed: Mapping[str, Any], # name of an observation -> what it is
 ) -> str:
     "Return the HTML of operations, reward terms and observations."
-    if not pick_rows(rows, "step"): return ""
+    steps = f"{len(pick_rows(rows, 'step')):,}"
+    if steps == "0": return ""
     ops = [[k.replace("_", " "), f"{share:.1%}", f"{refused:.1%}"] for k, (share, refused) in action_mix(rows).items()]
     paid = [(k.replace("_", " "), v) for k, v in reward_mix(rows).items()]
     def meaning(name: str) -> str: return str(observed.get(name) or observed.get(name.rpartition("_")[0], ""))
     seen = [(k.replace("_", " "), *v, meaning(k)) for k, v in observation_ranges(rows).items()]
-    return (table_html(["operation", "share of steps", "refused"], ops)
-            + table_html(["paid for", "mean of a step"], paid)
-            + table_html(["observed", "lowest", "mean", "highest", "what it is"], seen)
+    def about(what: str) -> str: return f"{what} the {steps} recorded steps of training, from its first to its last."
+    return (table_html(["operation", "share of steps", "refused"], ops, about("Shares of"), numbers=True)
+            + table_html(["paid for", "mean of a step"], paid, about("Means over"))
+            + table_html(["observed", "lowest", "mean", "highest", "what it is"], seen, about("What the policy saw in"))
             + f"<p>{doc_link('control/actions', 'What the operations do')}, "
               f"{doc_link('control/rewards', 'what is paid for')}.</p>")
 
@@ -321,7 +342,8 @@ def _forecast_section(rows: list[Row]) -> str:
               r["forecast.parameters"], r["epoch"], "yes" if k in grown else "no")
              for _, k in sorted(best.items()) for r in [last[k]]]
     head = ["lane", "seed", "gain at the end, pp", "parameters", "predicted after epoch", "grown"]
-    return f"<p>The interval is to hold 80 % of such networks.</p>{table_html(head, lines)}"
+    about = "The latest forecasts of training, the best of each lane; the interval is to hold 80 % of such networks."
+    return table_html(head, lines, about)
 
 _lane_head = dict(
     growth="size, of the host's", fossils="seeds kept", undone="germinations undone", rollbacks="rollbacks")
@@ -336,10 +358,12 @@ def _play_section(final: list[Row], measure: Measure) -> str:
         f"<p>The life of every slot{which} ({doc_link('grow/lifecycle', 'the stages of a seed')}):</p>",
         picture_html(lambda: plot_slots(final, lanes or None), "stages of every seed"),
         picture_html(lambda: plot_blueprints(final), "seeds of every blueprint"),
-        records_html(_blueprint_head, blueprint_stats(final)),
+        records_html(_blueprint_head, blueprint_stats(final),
+                     "Seeds of all lanes in the controller's last play; none of training."),
         picture_html(lambda: plot_rewards(final), "reward terms"),
         records_html(dict(lane="lane", accuracy_pp=f"held-out {measure.name}, {measure.unit}") | _lane_head,
-                     lane_scores(final))])
+                     lane_scores(final), "Every lane after the last epoch of the controller's last play, measured on "
+                     "held-out data; its score on the test split is another number.")])
 
 # %% ../../nbs/run/89_report.ipynb #3033a44e
 def _run_html(run: RunSummary, now: str = "") -> str:
@@ -348,7 +372,8 @@ def _run_html(run: RunSummary, now: str = "") -> str:
     with reading(run.folder.path/"comparison.json"):
         if run.comparison is not None: sections["Result"] = _result_section(run.comparison)
     with reading(run.folder.path/"final.jsonl" if run.final else run.folder.rows_path):
-        sections["Class by class"] = _class_section(pick_rows(run.final or rows, "test"))
+        where = "the controller's last play" if run.final else "the population"
+        sections["Class by class"] = _class_section(pick_rows(run.final or rows, "test"), where)
     with reading(run.folder.rows_path):
         sections["Failures"] = _failure_section(run)
         sections["Learning"] = _learning_section(rows)
@@ -358,7 +383,8 @@ def _run_html(run: RunSummary, now: str = "") -> str:
         sections["The controller's last play"] = _play_section(run.final, run.measure)
     with reading(run.folder.rows_path):
         shares = [(k.replace("_", " "), f"{v:.1%}") for k, v in phase_shares(rows).items()]
-        sections["Time"] = table_html(["phase", "share"], shares) if shares else ""
+        about = "Shares of the time of training; the final plays are not in it."
+        sections["Time"] = table_html(["phase", "share"], shares, about, numbers=True) if shares else ""
     with reading(run.folder.config_path): sections["Settings"] = settings_html(run.settings)
     with reading(run.folder.path/"final.jsonl"): [r["test.accuracy_pp"] for r in pick_rows(run.final, "test")]
     with reading(run.folder.rows_path): first = _first_lines(run)
@@ -378,7 +404,9 @@ def _side_by_side_html(several: Sequence[RunSummary]) -> str:
     return page_html("Runs side by side", ", ".join(names), first, {
         "How they went": picture_html(lambda: plot_side_by_side({k: run.rows for k, run in runs.items()}),
                                       "one curve a run"),
-        "What they came to": beside_html({k: run.scores() for k, run in runs.items()}),
+        "What they came to": beside_html({k: run.scores() for k, run in runs.items()}, about=(
+            "Test scores are of the lanes of a controller's last play, or of a population; returns are means over the "
+            "lanes of the final plays. Rollbacks, germinations undone and alarms are those of training.")),
         "What was set differently": beside_html(flat, same=False),
         "Once more": table_html(["run", "command"], again)})
 
@@ -401,9 +429,9 @@ def picture_html(
             f'<img alt="{html.escape(alt)}" src="{light}"></picture>')
 
 # %% ../../nbs/run/89_report.ipynb #ab15e1d0
-def _cell(x: Any) -> str:
+def _cell(x: Any, number: bool = False) -> str:
     "Return the HTML of one table cell: numbers are right-aligned, missing values are a dash."
-    side = ' class="n"' if isinstance(x, (int, float)) or x is None else ""
+    side = ' class="n"' if number or isinstance(x, (int, float)) or x is None else ""
     if x is None or (isinstance(x, float) and math.isnan(x)): text = "–"
     else: text = f"{x:,.4g}" if isinstance(x, float) else str(x)
     return f"<td{side}>{html.escape(text)}</td>"
@@ -411,19 +439,24 @@ def _cell(x: Any) -> str:
 def table_html(
     head: Sequence[str], # names of the columns
     lines: Sequence[Sequence], # cells
+    about: str = "", # what was measured, below the table
+    numbers: bool = False, # right-align all columns but the first, whose cells are texts
 ) -> str:
     "Return the HTML of a table."
     if not lines: return "<p>None.</p>"
-    top = "".join(f"<th>{html.escape(h)}</th>" for h in head)
-    body = "".join(f"<tr>{''.join(map(_cell, line))}</tr>\n" for line in lines)
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    side = ' class="n"' if numbers else ""
+    top = "".join(f"<th{side if i else ''}>{html.escape(h)}</th>" for i, h in enumerate(head))
+    body = "".join(f"<tr>{''.join(_cell(x, numbers and i > 0) for i, x in enumerate(line))}</tr>\n" for line in lines)
+    said = f"<caption>{html.escape(about)}</caption>\n" if about else ""
+    return f'<div class="wide"><table>{said}<thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 def records_html(
     columns: Mapping[str, str], # name of a field -> column title
     records: Sequence, # named tuples
+    about: str = "", # what was measured, below the table
 ) -> str:
     "Return the HTML of a table of records."
-    return table_html(list(columns.values()), [[getattr(r, k) for k in columns] for r in records])
+    return table_html(list(columns.values()), [[getattr(r, k) for k in columns] for r in records], about)
 
 # %% ../../nbs/run/89_report.ipynb #97c6d8ff
 DOCS = "https://esper-nb.github.io/esper_nb" # the site
@@ -448,11 +481,12 @@ def settings_html(
 def beside_html(
     columns: Mapping[str, Mapping[str, Any]], # run -> name -> value
     same: bool = True, # include lines in which all runs agree
+    about: str = "", # what was measured, below the table
 ) -> str:
     "Return the HTML of a table with one column per run."
     names = dict.fromkeys(k for values in columns.values() for k in values)
     lines = [[k, *(values.get(k) for values in columns.values())] for k in names]
-    return table_html(["", *columns], [line for line in lines if same or any(x != line[1] for x in line[2:])])
+    return table_html(["", *columns], [line for line in lines if same or any(x != line[1] for x in line[2:])], about)
 
 # %% ../../nbs/run/89_report.ipynb #1fdee61f
 _page = """<!doctype html>
