@@ -139,7 +139,15 @@ class Forecast(NamedTuple):
         level: float, # share of networks that the interval is to hold
         least: float = 0., # pp; the lower end of the interval must be above it
     ) -> int: # 0: none, else one more than the arm's number
-        "Return the arm with the highest interval, if this is above `least`."
+        """Return the arm with the highest interval, if this is above `least`.
+
+        Examples
+        --------
+        >>> x = np.linspace(0, 1, 20)[:, None]
+        >>> f = Forecast.fit(x, 10 * x, ("gradient",), ("a seed",))
+        >>> [f.surest([gradient], level=.8, least=5.) for gradient in (.2, .9)] # 0: waiting, 1: the first arm
+        [0, 1]
+        """
         worth, within = self(np.asarray(x, float)[None], level)
         return int(np.append(least, worth[0] - within[0]).argmax())
 

@@ -54,11 +54,34 @@ class Growing(nn.Module):
         return self.slot(slot).advance(lanes, force)
 
     def set_alpha(self, slot: str, target: float, lanes: Lanes = None, **settings): # steps, curve, steepness, blend
-        "Start a ramp of alpha to another value."
+        """Start a ramp of alpha to another value.
+
+        Examples
+        --------
+        >>> from esper_nb import create_model
+        >>> model = create_model("digits", ["r0c1"], num_lanes=2)
+        >>> model.germinate("r0c1", "norm", lanes=[0], tempo=1)
+        >>> for stage in ("TRAINING", "BLENDING"): gate = model.advance("r0c1", 0, force=True)
+        >>> events = model.tick() # after one epoch alpha is 1
+        >>> model.set_alpha("r0c1", .5, lanes=[0], steps=1)
+        >>> events = model.tick()
+        >>> model.slot("r0c1").state(0).alpha
+        0.5
+        """
         self.slot(slot).set_alpha(target, lanes, **settings)
 
     def prune(self, slot: str, lanes: Lanes = None, reason: Reason | int = Reason.ASKED):
-        "Remove seeds at once; fossils are refused."
+        """Remove seeds at once; fossils are refused.
+
+        Examples
+        --------
+        >>> from esper_nb import create_model
+        >>> model = create_model("digits", ["r0c1"], num_lanes=2)
+        >>> model.germinate("r0c1", "norm")
+        >>> model.prune("r0c1", lanes=[1])
+        >>> [s.stage.name for s in model.slot("r0c1").states()]
+        ['GERMINATED', 'PRUNED']
+        """
         self.slot(slot).prune(lanes, reason)
 
     def schedule_prune(self, slot: str, steps: int, lanes: Lanes = None, **settings): # curve, steepness, reason
@@ -93,7 +116,16 @@ class Growing(nn.Module):
 
     @property
     def within(self) -> float:
-        "Fraction of the current epoch that has passed, 0 to 1; set it before a batch to update alphas on a ramp."
+        """Fraction of the current epoch that has passed, 0 to 1; set it before a batch to update alphas on a ramp.
+
+        Examples
+        --------
+        >>> from esper_nb import create_model
+        >>> model = create_model("digits", ["r0c1"], num_lanes=2)
+        >>> model.within = .5 # half of the epoch's batches are done
+        >>> model.slot("r0c1").within
+        0.5
+        """
         return self.slot(self.names[0]).within
 
     @within.setter
@@ -102,7 +134,17 @@ class Growing(nn.Module):
         for k in self.names: self.slot(k).within = share
 
     def reset(self, lanes: Sequence[int], seed: int, names: Sequence[int] | None = None): # names: in the seed keys
-        "Restart some lanes with new host weights and empty slots."
+        """Restart some lanes with new host weights and empty slots.
+
+        Examples
+        --------
+        >>> from esper_nb import create_model
+        >>> model = create_model("digits", ["r0c1"], num_lanes=2)
+        >>> model.germinate("r0c1", "norm")
+        >>> model.reset([1], seed=3)
+        >>> [s.stage.name for s in model.slot("r0c1").states()]
+        ['GERMINATED', 'DORMANT']
+        """
         reset_lanes(self.host, lanes, seed, names=names)
         for k in self.names: self.slot(k).clear(lanes, seed, names)
 
@@ -164,7 +206,15 @@ class Growing(nn.Module):
         return out
 
     def changes_output(self, slot: str) -> bool:
-        "Return whether a slot changes the features of any lane, in the current mode."
+        """Return whether a slot changes the features of any lane, in the current mode.
+
+        Examples
+        --------
+        >>> from esper_nb import create_model
+        >>> model = create_model("digits", ["r0c1"], num_lanes=2)
+        >>> model.changes_output("r0c1")
+        False
+        """
         return self.slot(slot).enabled and bool(self.slot(slot).roles())
 
     def record_accuracy(self, accuracy: Numbers, lanes: Lanes = None): # held out, percentage points
@@ -198,7 +248,15 @@ class Growing(nn.Module):
         return {k: found for k, found in out.items() if found}
 
     def live_lanes(self, owner: str) -> Tensor: # (n,) bool, on the CPU
-        "Return the lanes in which an owner's parameters are in use and train."
+        """Return the lanes in which an owner's parameters are in use and train.
+
+        Examples
+        --------
+        >>> from esper_nb import create_model
+        >>> model = create_model("digits", ["r0c1"], num_lanes=2)
+        >>> model.live_lanes("host").tolist(), model.live_lanes("r0c1.norm").tolist()
+        ([True, True], [False, False])
+        """
         name, _, part = owner.rpartition(".")
         return self.slot(name).in_use(part) if name else torch.ones(self.lanes, dtype=torch.bool)
 
@@ -302,7 +360,15 @@ class GrowingModel(Growing):
         return x
 
     def branches(self, x: Tensor, names: Sequence[str]) -> list[Tensor]: # logits of each of `combinations_of(names)`
-        "Run the host once; at each of the slots every branch continues without and with its seed."
+        """Run the host once; at each of the slots every branch continues without and with its seed.
+
+        Examples
+        --------
+        >>> from esper_nb import create_model
+        >>> model = create_model("digits", ["r0c1"], num_lanes=2)
+        >>> [tuple(logits.shape) for logits in model.branches(torch.zeros(5, 2, 8, 8), ["r0c1"])] # seeds off, on
+        [(5, 20), (5, 20)]
+        """
         found = [x]
         for i in range(len(self.host.sites) + 1):
             found = [self.host.piece(i, h) for h in found]

@@ -184,7 +184,14 @@ class ModuleHostConfig(Config):
         return partial(_make, get_factory(str(self.factory)), self.kwargs)
 
     def example(self, batch: int = 2) -> Tensor: # (batch, *shape)
-        "Return a generated batch in the format of the data."
+        """Return a generated batch in the format of the data.
+
+        Examples
+        --------
+        >>> host = ModuleHostConfig("torchvision.models:resnet18", ["layer2"], shape=(3, 32, 32), classes=10)
+        >>> host.example(4).shape
+        torch.Size([4, 3, 32, 32])
+        """
         check(self.shape is not None and self.classes is not None, "host", self.factory,
               "shape=... and classes=... of its data")
         shape = (batch, *(self.shape or ()))
@@ -192,7 +199,13 @@ class ModuleHostConfig(Config):
         return torch.rand(shape, generator=torch.Generator().manual_seed(0))
 
     def fitted(self, shape: Sequence[int], classes: int) -> "ModuleHostConfig": # of the data
-        "Return these settings completed from the data."
+        """Return these settings completed from the data.
+
+        Examples
+        --------
+        >>> ModuleHostConfig("torchvision.models:resnet18", ["layer2"]).fitted((3, 32, 32), 10).classes
+        10
+        """
         return self.replace(shape=self.shape or tuple(shape), classes=self.classes or classes)
 
     @property

@@ -433,7 +433,16 @@ class Governor:
         return (incident.report,)
 
     def flush(self, before_step: bool = False) -> tuple[Report, ...]: # as in `watch`
-        "Judge the losses that were gathered so far."
+        """Judge the losses that were gathered so far.
+
+        Examples
+        --------
+        >>> governor = Governor(torch.nn.Linear(1, 1), chance_loss=None, config=GovernorConfig(sync_every=8))
+        >>> governor.watch(math.nan) # gathered, to be judged with the next seven
+        ()
+        >>> [r.reason for r in governor.flush()]
+        ['non-finite']
+        """
         return self._judge_waiting(before_step) if self.waiting else ()
 
     def close(self) -> tuple[Report, ...]: # as in `watch`
@@ -446,6 +455,8 @@ class Governor:
         >>> net = torch.nn.Linear(1, 1)
         >>> with Governor(net, chance_loss=None) as governor:
         ...     reports = governor.watch(.5)
+        >>> governor.close() # again: there is nothing left to judge
+        ()
         """
         reports = self.flush()
         self._end_rise(live=True)
@@ -544,7 +555,17 @@ class Governor:
         self.take_snapshot(lanes)
 
     def take_snapshot(self, lanes: Sequence[int] | None = None) -> TakeResult: # lanes: only these; None: all
-        "Take a snapshot now and publish it without probation: after a change of structure, or when the state is good."
+        """Take a snapshot now and publish it without probation: after a change of structure, or when the state is good.
+
+        Examples
+        --------
+        >>> governor = Governor(torch.nn.Linear(1, 1), chance_loss=None)
+        >>> for loss in [.5] * 10: reports = governor.watch(loss)
+        >>> governor.take_snapshot().lanes
+        (0,)
+        >>> governor.watch(math.nan)[0].restored_step
+        10
+        """
         taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes)
         if lanes is None or self.single: self.since, self.held = 0, False
         if taken.lanes: self._note_saved(lanes=taken.lanes)

@@ -194,7 +194,20 @@ class Report:
 
     @property
     def wrong(self) -> str:
-        "Return what is wrong with the state, for reason \"state\": the first two of `bad_state`."
+        """Return what is wrong with the state, for reason "state": the first two of `bad_state`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from esper_nb import Governor
+        >>> net = torch.nn.Linear(1, 1)
+        >>> governor = Governor(net, chance_loss=None, config="epoch")
+        >>> net.bias.data.fill_(math.nan).shape
+        torch.Size([1])
+        >>> for loss in [.5] * 5: reports = governor.watch(loss) # until the next snapshot
+        >>> reports[0].reason, reports[0].wrong
+        ('state', 'model.bias')
+        """
         return ", ".join(self.bad_state[:2])
 
     def __str__(self):
@@ -219,7 +232,16 @@ class Report:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self: # of `to_dict`
-        "Return the report of these values."
+        """Return the report of these values.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from esper_nb import Governor
+        >>> report, = Governor(torch.nn.Linear(1, 1), chance_loss=None).watch(math.nan)
+        >>> Report.from_dict(report.to_dict()) == report
+        True
+        """
         return cls(**{**values, "evidence": tuple(Evidence(**e) for e in values["evidence"])})
 
 # %% ../../nbs/guard/13_reports.ipynb #0ad2a79e

@@ -266,7 +266,16 @@ class Learner:
         return self.rollout
 
     def view(self, obs: Tensor) -> Tensor: # (..., D) raw -> (..., D)
-        "Normalise observations as the policy was trained to see them."
+        """Normalise observations as the policy was trained to see them.
+
+        Examples
+        --------
+        >>> import gymnasium as gym
+        >>> from esper_nb import Learner, PPOConfig
+        >>> learner = Learner(gym.make_vec("CartPole-v1", num_envs=2), PPOConfig(num_steps=4, num_minibatches=2))
+        >>> tuple(learner.view(torch.zeros(2, 4)).shape)
+        (2, 4)
+        """
         return self.obs_norm(obs) if self.config.norm_obs else obs
 
     def contract(self) -> dict:

@@ -215,7 +215,17 @@ class FitRun(ResumableRun):
     def drive(self,
         progress: bool = True, # draw a progress bar
     ) -> EvalResult | None: # on the test split; None: interrupted, or evaluated by an earlier process
-        "Train to the end, or stop with a checkpoint, and print the result."
+        """Train to the end, or stop with a checkpoint, and print the result.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from esper_nb import FitConfig, begin_fit, new_population
+        >>> run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), tempfile.mkdtemp())
+        >>> tuple(run.drive(progress=False).loss.shape) # prints the result, too
+        lanes 2, each 16,642 parameters...
+        (2,)
+        """
         ended: SystemExit | None = None # by a signal of another process
         try: self._train_with_bar(progress)
         except KeyboardInterrupt: pass

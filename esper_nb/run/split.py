@@ -122,11 +122,32 @@ class SplitVecEnv(gym.vector.VectorEnv):
         return joined.obs, joined.reward, joined.terminated, joined.truncated, joined.info
 
     def rows(self, **keys: Any) -> list[Row]: # `epoch=17`, `step=340`, `update=2`
-        "Return the rows of the latest step, shard by shard."
+        """Return the rows of the latest step, shard by shard.
+
+        Examples
+        --------
+        >>> from esper_nb import EnvConfig
+        >>> env = SplitVecEnv(EnvConfig(task="digits", num_envs=3, horizon=2, limit=64), shards=2)
+        >>> obs, info = env.reset(seed=0)
+        >>> step = env.step([[0] * 8] * 3)
+        >>> {row["lane"] for row in env.rows(epoch=0) if row["kind"] == "epoch"}
+        {0, 1, 2}
+        >>> env.close()
+        """
         return sum(self._each("rows", keys, changes=True), [])
 
     def action_masks(self) -> np.ndarray: # (n, sum of the heads' sizes) bool
-        "Return the masks of legal actions, like `GrowVecEnv.action_masks`."
+        """Return the masks of legal actions, like `GrowVecEnv.action_masks`.
+
+        Examples
+        --------
+        >>> from esper_nb import EnvConfig
+        >>> env = SplitVecEnv(EnvConfig(task="digits", num_envs=3, horizon=2, limit=64), shards=2)
+        >>> obs, info = env.reset(seed=0)
+        >>> env.action_masks().shape[0]
+        3
+        >>> env.close()
+        """
         return self.mask[:, :self.actions.flat].numpy().copy()
 
     def test_accuracy(self) -> Tensor: # (n,) pp

@@ -200,6 +200,8 @@ class Population:
     >>> pop = new_population("digits", FitConfig(lanes=4, epochs=3, workers=1))
     >>> pop.plan(), pop.epoch.tolist() # all four lanes in one group; nothing is trained yet
     (((0, 1, 2, 3),), [0, 0, 0, 0])
+    >>> pop.epochs, pop.batch_size
+    (3, 64)
     """
     task: Task # data, host and loss
     config: FitConfig # how it is trained
@@ -333,7 +335,16 @@ class Population:
     def evaluate(self,
         split: str = "heldout", # "train", "heldout" or "test"
     ) -> EvalResult:
-        "Evaluate every lane on a split: all in one pass, or one by one if `exact` is set."
+        """Evaluate every lane on a split: all in one pass, or one by one if `exact` is set.
+
+        Examples
+        --------
+        >>> from esper_nb import FitConfig, fit, new_population
+        >>> pop = new_population("digits", FitConfig(lanes=2, epochs=3, workers=1))
+        >>> for result in fit(pop): pass
+        >>> bool((pop.evaluate("test").accuracy_pp > 50).all())
+        True
+        """
         def judged(net, lanes):
             data = self.data.for_lanes(lanes)
             return evaluate(net, self.task, data, split, self.config.eval_batch, self.precision)
@@ -391,7 +402,15 @@ class Population:
     def would_help(self,
         lane: int,
     ) -> list[SeedWorth]: # the most sure first: by the lower end of the interval
-        "Return the forecasts for slots of a lane that are empty now."
+        """Return the forecasts for slots of a lane that are empty now.
+
+        Examples
+        --------
+        >>> from esper_nb import FitConfig, fit, new_population
+        >>> pop = new_population("digits", FitConfig(lanes=2, epochs=3, workers=1))
+        >>> pop.would_help(0) # no forecaster was given
+        []
+        """
         mine = [w for w in self.forecast if w.lane == lane]
         free = [w for w in mine if self.model.slot(w.slot).state(lane).stage == Stage.DORMANT]
         return sorted(free, key=lambda w: w.within_pp - w.worth_pp)
@@ -399,7 +418,15 @@ class Population:
     def status(self,
         lanes: int | Sequence[int] | None = None, # None: all
     ) -> Status:
-        "Return the contents of every slot, and the best forecast of each lane."
+        """Return the contents of every slot, and the best forecast of each lane.
+
+        Examples
+        --------
+        >>> from esper_nb import FitConfig, fit, new_population
+        >>> pop = new_population("digits", FitConfig(lanes=2, epochs=3, workers=1))
+        >>> pop.status().summary.split(";")[0]
+        '6 of 6 slots empty'
+        """
         found = range(self.lanes) if lanes is None else [lanes] if isinstance(lanes, int) else lanes
         best = [(i, each[0]) for i in found if (each := self.would_help(i))]
         return self.model.status(lanes)._replace(forecasts=[f"lane {i}: {w.text}" for i, w in best])
@@ -422,6 +449,16 @@ class Population:
         ------
         ValueError
             If only one of the two has a Governor.
+
+        Examples
+        --------
+        >>> from esper_nb import FitConfig, fit, new_population
+        >>> pop = new_population("digits", FitConfig(lanes=2, epochs=3, workers=1))
+        >>> for result in fit(pop, 1): pass
+        >>> other = new_population("digits", FitConfig(lanes=2, epochs=3, workers=1))
+        >>> other.load_state_dict(pop.state_dict())
+        >>> other.epoch.tolist()
+        [1, 1]
         """
         known = (self.governor is None) == (state["governor"] is None)
         check(known, "governor", self.governor, "a Governor here and in the saved state, or in neither")

@@ -170,7 +170,15 @@ class Task(Config):
         return (lane_target_loss if is_target(y) else lane_cross_entropy)(logits, y, lanes)
 
     def metric(self, logits: Tensor, y: Tensor, lanes: int = 1) -> Tensor: # (n,) percentage points
-        "Return the accuracy of each lane; for text, of the next token; of values R² in units of the training split."
+        """Return the accuracy of each lane; for text, of the next token; of values R² in units of the training split.
+
+        Examples
+        --------
+        >>> from esper_nb import get_task
+        >>> logits = torch.tensor([[2., 1., 0., 1.], [1., 3., 0., 5.]]) # two examples, two lanes of two classes
+        >>> get_task("digits").metric(logits, torch.tensor([[0, 1], [0, 1]]), lanes=2)
+        tensor([ 50., 100.])
+        """
         return accuracy_pp(logits, y, lanes)
 
     def load(self,
