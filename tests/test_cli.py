@@ -182,6 +182,8 @@ def test_lab(monkeypatch, capsys):
     monkeypatch.setattr(cli.subprocess, "call", lambda command: called.append(command) or 0)
     if cli.importlib.util.find_spec("jupyterlab") is None: pytest.skip("JupyterLab is not installed")
     assert main(["lab"]) == 0 and called[0][-1].endswith("dashboard.ipynb")
+    assert main(["lab", "--allow-root", "--port", "8899"]) == 0 # as root, JupyterLab wants to be told
+    assert called[1] == [*called[0], "--allow-root", "--port", "8899"]
     with pytest.raises(FileNotFoundError, match="repository"): lab_command("tutorials/none.ipynb")
 
 def test_mistakes(tmp_path, capsys):

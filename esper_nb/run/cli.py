@@ -221,7 +221,7 @@ def _report(args):
     from esper_nb.run import write_report
     print(write_report(args.run, args.out))
 
-def _lab(args): return subprocess.call(lab_command())
+def _lab(args): return subprocess.call(lab_command() + args.options)
 
 def _export(args):
     from esper_nb.run import export_run
@@ -326,6 +326,7 @@ def main(
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser(next((word for word in argv if not word.startswith("-")), None))
     args, unknown = parser.parse_known_args(argv)
+    if args.command == "lab": args.options, unknown = unknown, [] # they are JupyterLab's
     if unknown: parser.error(f"unknown: {' '.join(unknown)}; `esper-nb {args.command} --help` lists what it takes"
                              + ", and each setting needs a --set of its own" * any("=" in word for word in unknown))
     try:
