@@ -198,7 +198,7 @@ def healthy(runs=10):
         mine = [acts(trace, chance) for trace in x.T]
         out[name] = {"acts": sum(len(r) for r, _ in mine)}
         out[name] |= {say: sum(r.action == do for _, n in mine for r in n) for say, do in dict(
-            looks="wait", asks="compare").items()}
+            looks="wait", comparisons="compare").items()}
         out[name] |= {rule: int(np.count_nonzero(f(x))) for rule, f in GUARDS.items() if f != governor}
     return out
 
