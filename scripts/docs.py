@@ -1,6 +1,6 @@
 """Build the site in _docs: nbdev processes the notebooks, Quarto renders them; where Quarto is missing, nbconvert does.
 
-Without Quarto the pages have no search. Either way every link and picture is looked up in what was built.
+Either way the pages have a search, and every link and picture is looked up in what was built.
 """
 import ast
 import inspect
@@ -42,7 +42,7 @@ TASKS = { # section of the sidebar -> its pages, what a newcomer reads first fir
 OPERATORS = ("__call__", "__iter__", "__len__", "__getitem__", "__contains__")      # have entries, if documented
 COLAB = ("[Open in Colab](https://colab.research.google.com/github/esper-nb/esper_nb/blob/main/nbs/tutorials/{}), "
          "and run `%pip install git+https://github.com/esper-nb/esper_nb` there first.\n\n")
-NO_QUARTO = "Quarto is not on PATH: plain pages, without search. To get it: https://quarto.org/docs/get-started"
+NO_QUARTO = "Quarto is not on PATH: plain pages. To get it: https://quarto.org/docs/get-started"
 
 
 # --- the sidebar
@@ -57,13 +57,21 @@ def sections():
     return [(title, paths) for title, paths in (by_task | {"Background": prose} | packages).items() if paths]
 
 
+def version():
+    "Return which version the pages are about."
+    cfg = get_config()
+    return f"{cfg.title} {cfg.version}"
+
+
 def sidebar():
-    "Write nbs/sidebar.yml, which is JSON and so YAML too; the packages stand together under Reference."
+    """Write nbs/sidebar.yml, which is JSON and so YAML too; the packages stand together under Reference.
+    The version stands at the foot of every page."""
     parts = [dict(section=title, contents=paths) for title, paths in sections()]
     packages = [part for part in parts if part["section"] in LAYERS]
     tasks = [part for part in parts if part not in packages]
     contents = ["index.ipynb", *tasks, dict(section="Reference", contents=packages)]
-    text = json.dumps({"website": {"sidebar": {"contents": contents}}}, indent=1) + "\n"
+    website = {"sidebar": {"contents": contents}, "page-footer": {"left": version()}}
+    text = json.dumps({"website": website}, indent=1) + "\n"
     (NBS/"sidebar.yml").write_text(text, encoding="utf-8")
 
 
@@ -185,12 +193,18 @@ def hide_marks(cell):
     if cell.cell_type == "code": cell.source = re.sub(r"^# NBVAL_\w+\n", "", cell.source, flags=re.M)
 
 
+def unnest_links(cell):
+    "Keep where a link leads whose text is a name: nbdev makes a link of the name in it, and none is left outside."
+    if cell.cell_type == "markdown":
+        cell.source = re.sub(r"\[\[(`[^`\n]+`)\]\([^)\n]*\)\]\(", r"[\1](", cell.source)
+
+
 class Processors(FilterDefaults):
     "nbdev's processors of a page, with ours in the place of the one that runs the page."
     def base_procs(self):
         ours = dict(exec_show_docs=[ShowEntries], FrontmatterProc=[super().base_procs()[0], KeepPromise])
         found = [p for q in super().base_procs() for p in ours.get(q.__name__, [q])]
-        return [*found, SayPictures, HoldHTML, hide_marks]
+        return [*found, SayPictures, HoldHTML, hide_marks, unnest_links]
 
 
 @cache
@@ -231,6 +245,11 @@ def quarto():
     index.write_text(json.dumps(search_index(json.loads(index.read_text(encoding="utf-8")), DOCS)), encoding="utf-8")
 
 
+def words(html):
+    "Return the text of HTML."
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
+
+
 def search_index(found, docs):
     """Return Quarto's index of the search with every entry of the reference, and prose before it.
 
@@ -238,7 +257,6 @@ def search_index(found, docs):
     first.
     """
     heading = re.compile(r'<h([34])[^>]*data-anchor-id="([^"]+)"[^>]*>(.*?)</h\1>(.*?)(?=<h\d|</main>)', re.S)
-    def words(html): return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
     entries = []
     for page in {entry["href"].split("#")[0]: entry for entry in found}.values():
         href = page["href"].split("#")[0]
@@ -296,6 +314,14 @@ def heading_of(path):
     return [re.search(rf"^{mark} (.*)$", first, re.M)[1] for mark in "#>"]
 
 
+def plain_sections(page):
+    "Return [(name, heading, first words below)] of a plain page, for its search."
+    page = re.sub(r"<(style|script|nav|footer)\b.*?</\1>", " ", page, flags=re.S)
+    parts = re.split(r'(?=<h[1-4]\b)', page.partition("<main>")[2])[1:]
+    found = [re.match(r'<h\d(?: id="([^"]*)")?[^>]*>(.*?)</h\d>(.*)', part, re.S) for part in parts]
+    return [(m[1] or "", words(m[2]), words(m[3])[:400]) for m in found if m]
+
+
 def plain():
     "Render the site with nbconvert: JupyterLab's look, all pages beside each, the one before and the next at its foot."
     import nbformat
@@ -308,6 +334,7 @@ def plain():
             for title, paths in [("esper_nb", ["index.ipynb"]), *sections()]]
     order = [None, *(page for _, pages in menu for page in pages), None]
     around = {page[0]: (before, after) for before, page, after in zip(order, order[1:], order[2:])}
+    sections_of = {}      # page -> what its search finds
     for path in sorted(p for p in PROC.rglob("*") if p.suffix in (".ipynb", ".png", ".svg", ".gif")):
         at = path.relative_to(PROC)
         out = DOCS/(page_name(at) if path.suffix == ".ipynb" else at)
@@ -320,9 +347,12 @@ def plain():
         up, here, heading = "../" * at.as_posix().count("/"), page_name(at).as_posix(), heading_of(at)
         nb.metadata.title = heading[0]
         page, _ = exporter.from_notebook_node(nb, dict(menu=menu, up=up, here=here, heading=heading,
-                                                       around=around[here]))
-        page = page.replace(f'href="{cfg.doc_host}{cfg.doc_baseurl}/', f'href="{up}')
-        out.write_text(named_headings(page), encoding="utf-8")
+                                                       around=around[here], version=version()))
+        page = named_headings(page.replace(f'href="{cfg.doc_host}{cfg.doc_baseurl}/', f'href="{up}'))
+        out.write_text(page, encoding="utf-8")
+        sections_of[here] = [(f"{here}#{name}".rstrip("#"), heading[0], *rest) for name, *rest in plain_sections(page)]
+    found = [entry for page in order[1:-1] for entry in sections_of.get(page[0], ())]
+    (DOCS/"search.js").write_text(f"const ENTRIES = {json.dumps(found)};\n", encoding="utf-8")
 
 
 # --- what was built

@@ -134,6 +134,26 @@ def test_the_sidebar_has_every_page_once_and_begins_where_a_newcomer_does():
     assert "sidebar.yml" in quarto["metadata-files"] and quarto["project"]["output-dir"] == DOCS.name
     assert "custom_sidebar = True" in (ROOT/"settings.ini").read_text(encoding="utf-8"), "or nbdev writes another"
 
+def test_the_foot_of_every_page_names_the_version():
+    docs.sidebar()
+    foot = yaml.safe_load((NBS/"sidebar.yml").read_text(encoding="utf-8"))["website"]["page-footer"]["left"]
+    number = re.search(r"^version = (\S+)", (ROOT/"settings.ini").read_text(encoding="utf-8"), re.M)[1]
+    assert foot == docs.version() == f"esper_nb {number}"
+
+def test_quotes_and_dashes_are_typeset_as_they_are_written():
+    "Else Pandoc makes curly quotes and dashes of `'batch'` and `--out` in tables and HTML, which nobody can paste."
+    quarto = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
+    assert quarto["format"]["html"]["from"] == "markdown-smart"
+
+@pytest.mark.parametrize("asked, page", [
+    ("early stopping", "bring_your_own"), ("freeze", "bring_your_own"), ("lightning", "guard_your_trainer"),
+    ("onnx", "export_a_network"), ("rollback", "first_rollback")])
+def test_the_search_leads_to_the_page_for_what_a_newcomer_wants(asked, page):
+    "The first heading that has the words, in the order in which the search lists equal matches."
+    found = [(path, title) for _, pages in sections() for path in pages
+             for title in re.findall(r"^#+ (.*)$", shown(NBS/path), re.M) if asked in title.lower()]
+    assert found and found[0][0] == f"tutorials/{page}.ipynb"
+
 
 def test_the_search_finds_methods_and_lists_tutorials_first(tmp_path):
     (tmp_path/"guard").mkdir()
@@ -149,9 +169,13 @@ def test_the_search_finds_methods_and_lists_tutorials_first(tmp_path):
     assert (index[-1]["section"], index[-1]["text"], index[-1]["title"]) == ("Governor.watch", "Judge a <loss>.", "t")
 
 
+class Site(list):
+    "The processed cells and the HTML of each page."
+    search = "" # what the search of the pages knows
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    "Two pages of the site, built without Quarto: {module: (processed cells, HTML)}."
+    "Two pages of the site, built without Quarto."
     patch, root = pytest.MonkeyPatch(), tmp_path_factory.mktemp("site")
     pages = [next(p for p in NOTEBOOKS if p.parent.name == a and p.stem.endswith(f"_{b}"))
              for a, b in (exported_names()[name].split(".") for name in ("Governor", "plot_learning"))]
@@ -160,8 +184,10 @@ def site(tmp_path_factory):
     docs.process(pages)
     docs.plain()
     patch.undo()
-    return [(notebook(root/"proc"/p.relative_to(NBS)), (root/"docs"/docs.page_name(p.relative_to(NBS))).read_text())
-            for p in pages]
+    built = Site((notebook(root/"proc"/p.relative_to(NBS)),
+                  (root/"docs"/docs.page_name(p.relative_to(NBS))).read_text()) for p in pages)
+    built.search = (root/"docs/search.js").read_text()
+    return built
 
 
 @pytest.mark.slow
@@ -198,6 +224,15 @@ def test_entries_show_what_a_docstring_raises_and_its_examples():
     assert shown.startswith("### ") and "double" in shown
 
 
+def test_a_link_whose_text_is_a_name_leads_where_its_page_says():
+    from nbdev.doclinks import NbdevLookup
+    cell = docs.mk_cell("See [`fit`](../train/39_trainer.ipynb#early-stopping), and `fit`.", "markdown")
+    cell.source = NbdevLookup().linkify(cell.source)
+    assert cell.source.count("trainer.html#fit") == 2
+    docs.unnest_links(cell)
+    assert cell.source.startswith("See [`fit`](../train/39_trainer.ipynb#early-stopping), and [`fit`](https:")
+
+
 def test_a_tutorial_opens_in_colab():
     def begun(name):
         path = NBS/f"{name}.ipynb"
@@ -217,6 +252,17 @@ def test_every_name_that_a_page_shows_has_an_entry():
         for name in re.findall(r"show_doc\((\w+)", text):
             if name not in docs.entries(name, module): failed.append(f"{page.name}: {name}")
     assert not failed
+
+
+@pytest.mark.slow
+def test_a_plain_page_has_a_search_and_its_version(site):
+    entries = json.loads(re.search(r"const ENTRIES = (.*);$", site.search)[1])
+    found = {href: (title, heading) for href, title, heading, _ in entries}
+    assert found["guard/governor.html#governor.watch"] == ("governor", "Governor.watch")
+    assert all(text and len(text) <= 400 or heading for *_, heading, text in entries)
+    for _, page in site:
+        assert '<script src="../search.js">' in page and f'<p class="version">{docs.version()}</p>' in page
+        assert page.count('type="search"') == 1
 
 
 @pytest.mark.slow
