@@ -150,12 +150,14 @@ def test_a_folder_that_holds_runs_lists_them(made, tmp_path, capsys):
 def test_a_comparison_deletes_only_what_it_wrote_and_locks(tmp_path):
     config, mine = get_recipe("digits_impaired", TINY), tmp_path/"x.seeds"
     mine.mkdir()
-    (mine/"thesis.txt").write_text("precious")
+    for name in ("thesis.txt", "seed-0.json"): (mine/name).write_text("precious")
+    RepeatStore(mine, config.replace(sampled=True)).write("seed-0", [2]) # another comparison, which was interrupted
+    theirs = {p.name: p.read_text() for p in mine.iterdir()}
     with RepeatStore(mine, config) as store:
         store.write("seed-0", [1])
         with pytest.raises(RuntimeError, match="in use"), RepeatStore(mine, config): pass
         store.clear()
-    assert [p.name for p in mine.iterdir()] == ["thesis.txt"]
+    assert {p.name: p.read_text() for p in mine.iterdir()} == theirs and len(theirs) == 3
     with RepeatStore(tmp_path/"y.seeds", config) as store: store.clear()
     assert not (tmp_path/"y.seeds").exists()
 

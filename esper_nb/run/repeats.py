@@ -19,7 +19,7 @@ import torch
 from .. import __version__
 from ..core import check, check_count, default_workers
 from ..learn import Update
-from ..record import FolderLock, read_json, write_json
+from ..record import FolderLock, json_digest, read_json, write_json
 from .compare import Player, RulePlayer, compare_controllers
 from .comparison import Comparison, PracticeUpdate
 from .engines import Callback, check_engine, new_worker, start_ray, work_off
@@ -86,6 +86,7 @@ class RepeatStore:
         self.folder = None if folder is None else Path(folder)
         of = {k: v for k, v in config.replace(seed=0).to_dict().items() if k not in _no_matter}
         self.of = json.loads(json.dumps(dict(config=of, torch=torch.__version__, version=__version__)))
+        self.digest = json_digest(self.of)[:8]
         self.mine: set[Path] = set() # files of this comparison, written by this or an earlier process
 
     def __enter__(self) -> "RepeatStore":
@@ -101,7 +102,7 @@ class RepeatStore:
 
     def read(self, name: str) -> Any: # None: missing, or of another comparison
         "Return a stored value."
-        path = None if self.folder is None else self.folder/f"{name}.json"
+        path = self._path(name)
         if path is None or not path.exists(): return None
         try: found = read_json(path)
         except ValueError: return None # not written by this class
@@ -111,15 +112,19 @@ class RepeatStore:
 
     def write(self, name: str, value: Any) -> None: # value: of JSON types
         "Store a value under a name."
-        if self.folder is None: return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.mine.add(self.folder/f"{name}.json")
-        write_json(self.folder/f"{name}.json", dict(of=self.of, value=value))
+        path = self._path(name)
+        if path is None: return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.mine.add(path)
+        write_json(path, dict(of=self.of, value=value))
 
     def clear(self) -> None:
         "Delete this comparison's files, and no others."
         for path in self.mine: path.unlink(missing_ok=True)
         self.mine = set()
+
+    def _path(self, name: str) -> Path | None: # None: nothing is stored
+        return None if self.folder is None else self.folder/f"{name}-{self.digest}.json"
 
 # %% ../../nbs/run/97_repeats.ipynb #49ee826a
 SEARCH_PLAYS = 40 # maximum number of search plays at the end of a run
