@@ -21,28 +21,36 @@ from esper_nb.run import (
 from esper_nb.show import EnvSource, watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+KILLS, SEED = (int(os.environ.get(f"ESPER_NB_{name}", n)) for name, n in (("KILLS", 2), ("SEED", 0)))
 SETTINGS = ("env.num_envs=4", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",
             "save_every=1", "env.blueprints=[\"conv_light\"]")
 SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
-TRAIN = ("train", "digits_impaired", "--updates", 4, "--inject", "nan:3:2", *SMALL, "--quiet", "--shards", 2)
+TRAIN = ("train", "digits_impaired", "--updates", KILLS + 2, "--inject", "nan:3:2", *SMALL, "--quiet", "--shards", 2)
 TINY = {"env.num_envs": 4, "env.horizon": 4, "env.limit": 128, "ppo.num_steps": 4, "ppo.num_minibatches": 2,
         "ppo.num_updates": 1, "env.blueprints": ["conv_light"]}
 
 CHILD = """
-import json, os, signal, sys, torch
+import json, os, random, signal, sys, threading, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_workers import descendants
 from esper_nb.run.cli import main
 from esper_nb.run.split import SplitVecEnv
 torch.set_num_threads(1)
-what, at, family, step, count = sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), SplitVecEnv.step, 0
+what, at, family, step, count = sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]), SplitVecEnv.step, 0
+luck, killed, timers = random.Random(str(at)), set(), []
 def counted(self, actions):
     global count
     count += 1
-    if count == at:
+    for timer in timers: timer.join()
+    pid = 0 if count == 1 else luck.choice(self.latest).pid
+    if at and at[0] <= count and pid not in killed: # or it has just been killed, which is noticed in this step
+        at.pop(0)
         family.write_text(json.dumps(descendants(os.getpid())))
-        if what == "worker": os.kill(self.latest[1].pid, signal.SIGKILL)
+        if what == "worker":
+            killed.add(pid)
+            timers[:] = [threading.Timer(luck.random() * .1, os.kill, (pid, signal.SIGKILL))]
+            timers[0].start()
         if what == "driver": os.kill(os.getpid(), signal.SIGKILL)
         if what == "ctrl-c": os.killpg(0, signal.SIGINT)
         if what == "terminate": os.kill(os.getpid(), signal.SIGTERM)
@@ -52,11 +60,12 @@ sys.exit(main(sys.argv[5:]))
 """
 
 
-def child(tmp_path, *argv, what="", at=-1):
-    "Run the command in a session of its own; in front of its step number `at` something dies."
-    command = [sys.executable, "-c", CHILD, Path(__file__).parent, what, at, tmp_path/"family.json", *argv]
+def child(tmp_path, *argv, what="", at=()):
+    "Run the command in a session of its own; at its steps number `at` something dies, a worker a moment later."
+    command = [sys.executable, "-c", CHILD, Path(__file__).parent, what, json.dumps(at), tmp_path/"family.json", *argv]
     command = [str(c) for c in command]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, start_new_session=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300 + 150 * KILLS,
+                          start_new_session=True)
 
 
 def leaves(tree, path=""):
@@ -104,7 +113,7 @@ def test_a_run_in_shards_is_stopped_and_goes_on(here, tmp_path):
 def test_the_panel_follows_a_run_in_shards(here):
     session = watch(here).session
     assert session.wait() == "done", session.error
-    assert (session.source.lanes, session.steps) == (4, 16) # four updates of four steps
+    assert (session.source.lanes, session.steps) == (4, 4 * (KILLS + 2)) # updates of four steps
     assert [(i.lane, i.reason, i.action) for i in session.incidents][:1] == [(3, "non-finite", "rollback")]
     session.close()
     with pytest.raises(ValueError, match="watch"): EnvSource(SimpleNamespace(stream=SimpleNamespace(envs=split_env())))
@@ -173,7 +182,7 @@ def test_what_was_kept_for_other_settings_is_not_used(tmp_path):
     RepeatStore(tmp_path, config).write("seed-0", 1)
     assert RepeatStore(tmp_path, config.replace(seed=4, engine="ray", log=("tensorboard",))).read("seed-0") == 1
     assert RepeatStore(tmp_path, config.replace(shards=2)).read("seed-0") is None
-    (tmp_path/"seed-0.json").write_text("{")
+    next(tmp_path.glob("seed-0-*.json")).write_text("{")
     assert RepeatStore(tmp_path, config).read("seed-0") is None
 
 
@@ -214,7 +223,7 @@ def test_seeds_on_ray_are_kept_and_not_repeated(compared, tmp_path, monkeypatch)
 def test_a_comparison_whose_workers_are_killed_is_the_same(compared, engine, request):
     "At random moments, until ESPER_NB_KILLS have died; one comparison stands five losses."
     if engine == "ray": request.getfixturevalue("cluster")
-    kills, luck, killed = int(os.environ.get("ESPER_NB_KILLS", 2)), random.Random(0), set()
+    luck, killed = random.Random(SEED), set()
     def works(pid):
         try: words = Path(f"/proc/{pid}/cmdline").read_text()
         except OSError: return False
@@ -225,9 +234,9 @@ def test_a_comparison_whose_workers_are_killed_is_the_same(compared, engine, req
             if not there: continue
             killed.add(pid := luck.choice(there))
             os.kill(pid, signal.SIGKILL)
-    while len(killed) < kills:
+    while len(killed) < KILLS:
         over = threading.Event()
-        killer = threading.Thread(target=kill, args=(over, min(kills, len(killed) + 5)))
+        killer = threading.Thread(target=kill, args=(over, min(KILLS, len(killed) + 5)))
         killer.start()
         try: result = compare_recipe(get_recipe("digits_impaired", TINY).replace(engine=engine), (0, 1), (101,), jobs=2)
         finally:
@@ -238,10 +247,16 @@ def test_a_comparison_whose_workers_are_killed_is_the_same(compared, engine, req
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["process", pytest.param("ray", marks=needs_ray)])
-def test_a_killed_worker_changes_nothing(here, tmp_path, engine):
-    done = child(tmp_path, *TRAIN, "--engine", engine, "--out", tmp_path, what="worker", at=6)
+def test_killed_workers_change_nothing(here, tmp_path, engine):
+    """In all updates but two a worker dies at a random moment: ESPER_NB_KILLS in one run.
+
+    Rows, weights, the learner's state and the comparison at the end are those of the run in one process.
+    """
+    luck = random.Random(SEED)
+    at = [4 * update + luck.randrange(4) for update in range(1, KILLS + 1)] # of its steps; 4 in an update
+    done = child(tmp_path, *TRAIN, "--engine", engine, "--out", tmp_path, what="worker", at=at)
     assert done.returncode == 0, done.stderr
-    assert "shard 1 (lanes 2 to 3) was lost" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("was lost (") == KILLS and "Traceback" not in done.stderr, done.stderr
     assert_same_run(tmp_path/"digits_impaired", here)
     assert not still_there(json.loads((tmp_path/"family.json").read_text()))
 
@@ -253,7 +268,7 @@ def test_a_killed_worker_changes_nothing(here, tmp_path, engine):
       for case in (("driver", -9), ("ctrl-c", 130), ("terminate", 143)))])
 def test_a_driver_that_ends_leaves_nothing_and_is_resumed(here, tmp_path, what, status, engine):
     run = tmp_path/"digits_impaired"
-    done = child(tmp_path, *TRAIN, "--engine", engine, "--out", tmp_path, what=what, at=10)
+    done = child(tmp_path, *TRAIN, "--engine", engine, "--out", tmp_path, what=what, at=[10])
     assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
     family = json.loads((tmp_path/"family.json").read_text())
     assert len(family) >= (4 if engine == "ray" else 2) # workers, and Ray's own
