@@ -98,7 +98,7 @@ def table_field(t: Table) -> Field:
     rows = balanced_order(torch.tensor(t.y), t.name)[:ROWS].numpy()
     task = task_from_arrays(t.x[rows], t.y[rows], name=f"table_{t.name}")
     return Field(task, task.load, partial(replace_base, task.host), (8,), "width", "conv_small", 16,
-                 ((4, 4, 4),), (4, 6, 12), practice=2, name=t.name)
+                 ((4, 4, 4),), (4, 6, 10, 12), practice=2, name=t.name)
 
 
 def replace_base(host: CNNConfig, base: int) -> CNNConfig:
