@@ -227,7 +227,8 @@ def halve(field: Field, data: ImageData | TextData, seeds: int, known: Mapping[i
     known = known or {}
     sizes, rungs = sorted({*field.sizes, *field.wider}), (field.epochs // 4, field.epochs // 2, field.epochs)
     decided = rungs[0] if len(sizes) < 4 else rungs[1] # epochs after which one size is left
-    every = {n: grow(field, data, n, WAYS["static"], seeds, until=decided if n in known else None) for n in sizes}
+    part = {n: dict(until=decided) if n in known else {} for n in sizes}
+    every = {n: grow(field, data, n, WAYS["static"], seeds, **part[n]) for n in sizes}
     ends = {n: known.get(n, every[n].networks) for n in sizes}
     out = []
     for i in range(seeds):
