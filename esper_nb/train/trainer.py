@@ -46,7 +46,7 @@ def run_epoch(
     pop: Population, # trained in place
     split: str | None = "heldout", # what to evaluate on: "train", "heldout" or "test"; None: train only
     disturb: Disturb | None = None, # called before every batch of a group
-    active: Tensor | None = None, # (n,) bool: lanes that live through this epoch, default all; others stay bit-equal
+    active: Tensor | None = None, # (n,) bool: lanes to train in this epoch, default all; the others stay bit-equal
     clock: Callable[[str], None] = lambda phase: None, # called with its name at the end of every phase
     look: bool = True, # measure growth signals in the last batch; False: the result's `signals` are empty
 ) -> EpochResult: # also kept as `pop.last`
@@ -135,7 +135,7 @@ def fit(
 # %% ../../nbs/train/39_trainer.ipynb #83bfd612
 def sum_up(
     steps: Sequence[TrainStep], # of every batch
-    answers: int, # of one lane in a batch
+    answers: int, # targets of one lane in a batch
 ) -> TrainResult:
     "Summarise one epoch's steps; a norm that is not finite counts as a skip, not as large."
     loss, correct, norm, skipped = (torch.stack(t) for t in zip(*steps))
@@ -160,7 +160,7 @@ def train_group(
     disturb: Disturb | None = None, # called before every batch
     defer: bool = False, # do not synchronise with a GPU before the last batch
     recorded: GroupSteps | None = None, # where checks are deferred: steps that become replays
-    look: bool = True, # for places to grow
+    look: bool = True, # measure growth signals in the last batch
 ) -> GroupTraining | None: # None if stopped
     "Train some lanes for an epoch, batch by batch; measure the gradients of the last one."
     batches = pop.data.epoch(pop.config.seed, g.lanes, pop.epoch[list(g.lanes)].tolist(), pop.batch_size)
@@ -198,7 +198,7 @@ def group_epoch(
     g: Group, # trained in place
     split: str | None, # what to evaluate on; None: train only
     disturb: Disturb | None = None, # called before every batch
-    look: bool = True, # for places to grow
+    look: bool = True, # measure growth signals in the last batch
 ) -> GroupResult | None: # None if stopped
     "Train some lanes, and evaluate them on a split."
     recorded = capture_steps(pop.graphs, g, defer := may_defer(pop, g, disturb))
