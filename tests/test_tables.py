@@ -115,6 +115,22 @@ def test_wild_values_to_be_predicted_are_told_of():
 
 # ---- tables as they are
 
+def test_why_words_are_left_out_is_said_rightly():
+    f = frame(1200)
+    f["shop"] = [f"s{i % 300}" for i in range(1200)] # four times each
+    notes = task_from_arrays(f[["a", "shop"]], f.kind, "shops").notes
+    said = next(note for note in notes if note.startswith("shop: 300 different words in 1,200 rows"))
+    assert "most frequent in less than half of them: left out" in said and "twice" not in said
+
+def test_many_classes_that_are_numbers_are_told_of(tmp_path):
+    f = frame(600)
+    f["score"], f["digit"] = np.arange(600) % 20 + 70, np.arange(600) % 10
+    place = written(tmp_path/"t.csv", f)
+    said = "score: 20 classes, all numbers; target='values' predicts the number"
+    assert said in task_from_table(place, label="score").notes
+    for label, more in (("score", dict(target="values")), ("digit", {}), ("kind", {})):
+        assert not any("predicts the number" in note for note in task_from_table(place, label=label, **more).notes)
+
 def test_words_days_gaps_and_truth_become_numbers(tmp_path):
     f = frame()
     f["when"] = pandas.date_range("2024-02-25", periods=90).strftime("%d.%m.%Y")

@@ -272,6 +272,8 @@ def from_frame(
         rare = there & ~kept
         names = listed(sorted(set(answers[rare].iloc[:, 0].astype(str))), 12)
         if names: notes.append(f"{int(rare.sum())} rows of classes with fewer than three ({names}): left out")
+        if len(classes) > 10 and all(map(_reads_as_number, classes)):
+            notes.append(f"{asked[0]}: {len(classes)} classes, all numbers; target='values' predicts the number")
         there = kept
     else: y = check_targets(source, _numbers_of(source, answers[there]), asked, target)
     kinds, rows = columns_of(frame[used])
@@ -279,6 +281,11 @@ def from_frame(
     of = None if groups is None else group_numbers(frame[groups])[there]
     kept_rows = rows[torch.from_numpy(there)][:, None, None]
     return Examples(kept_rows, y, classes, tuple(kinds), of, tuple(notes))
+
+def _reads_as_number(name: str) -> bool:
+    try: float(name)
+    except ValueError: return False
+    return True
 
 def _numbers_of(source: str, answers: "pandas.DataFrame") -> Tensor: # (N, K) float64
     "Return the cells of targets, which must be numbers."

@@ -239,7 +239,9 @@ class Preparation(nn.Module):
             usual = int(v.mode().values)
             if 2 * int((v == usual).sum()) > len(v):
                 return f"nearly always {'missing' if usual < 0 else listed([words[usual]])}: left out"
-            return f"{len(words):,} different words in {len(v):,} rows, hardly one twice: left out"
+            single = 2 * int((v.unique(return_counts=True)[1] == 1).sum()) > len(v)
+            why = "hardly one twice" if single else f"the {MOST_WORDS - 1} most frequent in less than half of them"
+            return f"{len(words):,} different words in {len(v):,} rows, {why}: left out"
         shared = [w for w, p in zip(words, places) if p < 0 or p == places[-1]]
         said = [f"{len(words)} categories ({listed(words)})"]
         if shared: said.append(f"{len(shared)} seldom or unseen ones " + ("are one" if places[-1] >= 0 else "are none"))
