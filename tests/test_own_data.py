@@ -142,7 +142,7 @@ def test_a_report_of_numbers_speaks_of_r2_alone(trained, tmp_path):
     prices, traits = (trained(kind)[0] for kind in ("values", "labels"))
     page = write_report(prices).read_text(encoding="utf-8")
     first = page[page.index('class="lead"'):page.index("<h2>Failures")]
-    assert "grew networks to R² " in first and "test R², %" in first and "median lane, %" in first
+    assert "grew networks to R² " in first and "test R², %" in first and "lowest lane" in first
     assert "accuracy" not in first and "held-out R², %" in page and "held-out accuracy" not in page
     both = write_report([prices, traits], tmp_path/"both.html").read_text(encoding="utf-8")
     assert "test R², median lane, %" in both and "test accuracy, median lane, pp" in both

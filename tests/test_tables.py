@@ -131,6 +131,13 @@ def test_many_classes_that_are_numbers_are_told_of(tmp_path):
     for label, more in (("score", dict(target="values")), ("digit", {}), ("kind", {})):
         assert not any("predicts the number" in note for note in task_from_table(place, label=label, **more).notes)
 
+def test_hundreds_of_small_classes_are_refused_in_one_line(tmp_path):
+    f = frame(3000)
+    f["price"] = np.where(np.arange(3000) < 2800, np.arange(3000) // 4, np.arange(3000) + .5)
+    with pytest.raises(ValueError, match=r"200 small classes of .*the first=\{'2800.5': 1, .*target='values'") as e:
+        task_from_table(written(tmp_path/"t.csv", f), label="price")
+    assert len(str(e.value)) < 500
+
 def test_words_days_gaps_and_truth_become_numbers(tmp_path):
     f = frame()
     f["when"] = pandas.date_range("2024-02-25", periods=90).strftime("%d.%m.%Y")

@@ -58,7 +58,8 @@ def check_classes(source: str, e: Examples, least: int = 3) -> Examples: # least
     "Raise for examples that cannot be classified or split."
     check(len(e.classes) > 1, f"classes of {source}", list(e.classes), "at least two: of one nothing can be learnt")
     few = {k: int(n) for k, n in zip(e.classes, torch.bincount(e.y, minlength=len(e.classes))) if n < least}
-    check(not few, f"small classes of {source}", few, f"at least {least} examples of each; add some or leave "
+    several = f"small classes of {source}" if len(few) <= 8 else f"{len(few):,} small classes of {source}, the first"
+    check(not few, several, dict(list(few.items())[:8]), f"at least {least} examples of each; add some or leave "
           "it out, or say target='values' if these are numbers")
     return e
 
