@@ -97,6 +97,10 @@ class Session:
     'paused'
     >>> print(session.pause().wait())
     paused at batch 40 (epoch 2)
+    >>> print(session.snapshot().wait())
+    snapshot of 2 lanes at batch 40 (epoch 2)
+    >>> print(session.stop().wait())
+    stopped at batch 40 (epoch 2); the run can be continued exactly from here
     >>> session.close()
     """
     def __init__(self,
@@ -168,20 +172,7 @@ class Session:
 
     @request
     def stop(self) -> str:
-        """End the thread after the current step.
-
-        Examples
-        --------
-        >>> from esper_nb import FitConfig, Session, new_population
-        >>> session = Session(new_population("digits", FitConfig(lanes=2, epochs=3)))
-        >>> print(session.step(1).wait())
-        step: 1 epoch at batch 0 (epoch 0)
-        >>> session.wait()
-        'paused'
-        >>> print(session.stop().wait())
-        stopped at batch 20 (epoch 1); the run can be continued exactly from here
-        >>> session.close()
-        """
+        "End the thread after the current step."
         self.state = "stopped"
         return f"stopped {self.position}; the run can be continued exactly from here"
 
@@ -202,20 +193,7 @@ class Session:
 
     @request
     def snapshot(self) -> str:
-        """Take a snapshot of every lane whose state is finite.
-
-        Examples
-        --------
-        >>> from esper_nb import FitConfig, Session, new_population
-        >>> session = Session(new_population("digits", FitConfig(lanes=2, epochs=3)))
-        >>> print(session.step(1).wait())
-        step: 1 epoch at batch 0 (epoch 0)
-        >>> session.wait()
-        'paused'
-        >>> print(session.snapshot().wait())
-        snapshot of 2 lanes at batch 20 (epoch 1)
-        >>> session.close()
-        """
+        "Take a snapshot of every lane whose state is finite."
         governor = self._governor()
         taken = governor.snapshot.take(step=governor.stats.judged.tolist())
         self.history.record_state()
