@@ -326,7 +326,9 @@ def main(
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser(next((word for word in argv if not word.startswith("-")), None))
     args, unknown = parser.parse_known_args(argv)
-    if args.command == "lab": args.options, unknown = unknown, [] # they are JupyterLab's
+    if args.command == "lab": # what follows is for JupyterLab, if it is an option
+        args.options = unknown if unknown and unknown[0].startswith("-") else []
+        unknown = unknown[len(args.options):]
     if unknown: parser.error(f"unknown: {' '.join(unknown)}; `esper-nb {args.command} --help` lists what it takes"
                              + ", and each setting needs a --set of its own" * any("=" in word for word in unknown))
     try:
