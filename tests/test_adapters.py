@@ -209,6 +209,59 @@ def test_hugging_face_evaluates_the_live_weights(tmp_path):
     check_validations(seen)
     assert [r.action for r in callback.governor.reports] == ["rollback"]
 
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_lightning_leaves_the_live_weights_after_an_exception(where, pl, tmp_path):
+    "And the next fit with the same callback starts from what its caller has put there."
+    callback, live = lightning_governor(None, QUICK.replace(patience=12)), []
+    class Model(pl.LightningModule):
+        def __init__(self): super().__init__(); self.net, self.rate = network(0.), 3e-4
+        def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=self.rate)
+        def training_step(self, batch, i):
+            if i == 90: corrupt(self.net)
+            if live and where == "training" and callback.governor.comparing: raise OSError("broken")
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+        def validation_step(self, batch, i):
+            if not (callback.governor and callback.governor.comparing): return
+            live.append(self.net[0].weight.detach().clone())
+            if where == "validation": raise OSError("broken")
+    pl.seed_everything(0, verbose=False)
+    model = Model()
+    sets = [torch.utils.data.TensorDataset(*examples(n)) for n in (4800, 32)]
+    data = [torch.utils.data.DataLoader(d, batch_size=32) for d in sets]
+    def fit(**options):
+        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        with warnings.catch_warnings(action="ignore"):
+            pl.Trainer(accelerator="cpu", default_root_dir=str(tmp_path), callbacks=[callback], **quiet,
+                       **options).fit(model, *data)
+    with pytest.raises(OSError, match="broken"): fit(max_epochs=1, val_check_interval=1)
+    assert torch.equal(model.net[0].weight, live[0]) and not callback.governor.comparing
+    model.rate = 0.
+    with torch.no_grad(): model.net[0].weight.fill_(7)
+    fit(max_steps=3)
+    assert bool((model.net[0].weight == 7).all())
+
+@pytest.mark.parametrize("where", ["training", "evaluation"])
+def test_hugging_face_leaves_the_live_weights_after_an_exception(where, tmp_path):
+    transformers, live = pytest.importorskip("transformers", reason="needs transformers"), []
+    class Broken(transformers.TrainerCallback):
+        def on_evaluate(self, args, state, control, model=None, **kwargs):
+            if callback.governor.comparing: live.append(model.net[0].weight.detach().clone())
+            if live and where == "evaluation": raise OSError("broken")
+        def on_step_begin(self, args, state, control, **kwargs):
+            if live and where == "training" and callback.governor.comparing: raise OSError("broken")
+    model = new(fault=corrupt)
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    transformers.logging.set_verbosity_error()
+    data = [dict(x=x, labels=y) for x, y in zip(*examples(32 * 60))]
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=150, per_device_train_batch_size=32,
+                                          learning_rate=3e-4, report_to=[], logging_strategy="no", use_cpu=True, seed=0,
+                                          save_strategy="no", disable_tqdm=True, eval_strategy="steps", eval_steps=1)
+    trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
+    callback = guard_trainer(trainer, None, QUICK.replace(patience=12))
+    trainer.add_callback(Broken())
+    with warnings.catch_warnings(action="ignore"), pytest.raises(OSError, match="broken"): trainer.train()
+    assert torch.equal(model.net[0].weight, live[0]) and not callback.governor.comparing
+
 @pytest.mark.slow
 def test_hugging_face_healthy_run_is_untouched(tmp_path):
     _, callback = hf_run(tmp_path, guarded := new(), gradient_accumulation_steps=2)
@@ -395,12 +448,13 @@ def fastai_learner(*callbacks, at=60, fault=poison):
             if self.learn.training and self.learn.train_iter == at: fault(self.learn.model)
     return learner.Learner(loaders, network(0.), loss_func=F.cross_entropy, cbs=[Poison(), *callbacks])
 
-def test_fastai():
+def test_fastai(caplog):
     pytest.importorskip("fastai.learner", reason="needs fastai")
     callback = fastai_governor(math.log(10), QUICK)
     learn = fastai_learner(callback)
     with learn.no_logging(): learn.fit(1, 3e-3)
     assert [r.reason for r in callback.governor.reports] == ["non-finite"]
+    assert "no optimizer" not in caplog.text
     assert all(p.isfinite().all() for p in learn.model.parameters())
     first = callback.governor
     learn.validate()
@@ -439,6 +493,23 @@ def test_fastai_goes_on_from_a_state(tmp_path):
     again.load_state_dict(torch.load(tmp_path/"governor.pt"))
     with other.no_logging(): other.fit(1, 3e-3)
     assert again.governor.watched == 2 * first.governor.watched == 200
+
+def test_fastai_leaves_the_live_weights_after_an_exception_in_a_validation():
+    learner, live = pytest.importorskip("fastai.learner", reason="needs fastai"), []
+    class Broken(learner.Callback):
+        order = 80
+        def before_validate(self):
+            if not callback.governor.comparing or live: return
+            live.append(self.learn.model[0].weight.detach().clone())
+            raise OSError("broken")
+    callback = fastai_governor(None, QUICK.replace(patience=12))
+    learn = fastai_learner(callback, Broken(), at=86, fault=lambda net: live or corrupt(net))
+    with learn.no_logging(), pytest.raises(OSError, match="broken"): learn.fit(3, 3e-4)
+    first, model = callback.governor, learn.model
+    assert torch.equal(model[0].weight, live[0]) and first.comparing
+    with torch.no_grad(): model[0].weight.fill_(7)
+    with learn.no_logging(): learn.fit(1, 0.)
+    assert bool((model[0].weight == 7).all()) and callback.governor is not first
 
 @pytest.mark.slow
 def test_fastai_searches_a_rate_without_a_governor():

@@ -271,6 +271,24 @@ def test_watch_inside_live_weights_is_refused():
     assert stub.net.weight.item() == 0
 
 
+@pytest.mark.parametrize("end, weight", [("close", 1), ("accept", 1), ("rollback", 0)])
+def test_what_ends_a_comparison_inside_live_weights_holds_behind_them(end, weight):
+    stub = Stub()
+    while not stub.governor.comparing: stub.run(1, corrupt=60)
+    with stub.governor.live_weights(): getattr(stub.governor, end)()
+    assert stub.net.weight.item() == weight and not stub.governor.comparing
+    stub.run(40) # and the loop goes on
+
+
+def test_an_exception_inside_live_weights_leaves_them():
+    stub = Stub()
+    while not stub.governor.comparing: stub.run(1, corrupt=60)
+    with pytest.raises(OSError), stub.governor.live_weights(): raise OSError("broken")
+    assert stub.net.weight.item() == 1 and not stub.governor.comparing
+    stub.run(80)
+    assert [r.action for r in stub.governor.reports] == ["rollback"] and stub.net.weight.item() == 0
+
+
 def test_inside_a_step_the_batch_of_a_comparison_is_left_out():
     run, stepped = Stub(harder=100), []
     for t in range(140):

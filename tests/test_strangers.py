@@ -1,6 +1,7 @@
 "Folders that came from elsewhere: code that is not run, values that are refused or shown as text, digits that changed."
 import errno
 import json
+import os
 import random
 import re
 import shutil
@@ -173,6 +174,16 @@ def test_a_disk_without_locks_has_leases(tmp_path, monkeypatch):
     owner.write_text(f"process {gone.pid} on {files_module.socket.gethostname()}, 7") # killed here: no need to wait
     with pytest.warns(UserWarning), FolderLock(tmp_path): pass
     assert not owner.exists()
+
+@pytest.mark.parametrize("name", ["lock", "lease"])
+def test_a_file_that_only_has_the_name_of_a_lock_stays_as_it_is(name, tmp_path, monkeypatch):
+    def missing(*args): raise OSError(errno.ENOSYS, "Function not implemented")
+    if name == "lease": monkeypatch.setattr(files_module.fcntl, "flock", missing)
+    mine = tmp_path/name
+    mine.write_bytes(b"precious \xff")
+    os.utime(mine, (0, 0)) # old enough for a lease that has ended
+    with pytest.raises(RuntimeError, match=f"{name} is no lock of a run.*move it"), FolderLock(tmp_path): pass
+    assert mine.read_bytes() == b"precious \xff"
 
 def test_a_disk_that_is_full_from_the_start_ends_the_run(tmp_path, monkeypatch):
     run = begin_run(get_recipe("digits_impaired", TINY | {"ppo.num_updates": 9}), tmp_path)

@@ -9,7 +9,7 @@ __all__ = ['bar_note', 'lightning_governor', 'guard_trainer', 'guard_accelerator
 import importlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,11 @@ def _show_live(governor: Governor | None, shown: ExitStack): # `shown` is closed
     shown.close()
     if governor is not None: shown.enter_context(governor.live_weights())
 
+def _end(governor: Governor | None, shown: ExitStack): # `shown`: as in `_show_live`
+    "Judge what waits, and leave the live weights in place, however training ended."
+    shown.close()
+    if governor is not None: governor.close()
+
 def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, Any]):
     "The class of `lightning_governor`, made when Lightning is there."
     base: Any = _need("lightning.pytorch", "lightning").Callback
@@ -99,9 +104,10 @@ def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, 
                 log.log_metrics(_action_metrics(reports), step=trainer.global_step)
             for name, at in _action_metrics(reports).items(): self.log(name, at, prog_bar=True, logger=False)
 
-        def on_train_end(self, trainer, pl_module):
-            self.shown.close()
-            if self.governor is not None: self.governor.close()
+        def on_train_end(self, trainer, pl_module): _end(self.governor, self.shown)
+
+        def on_exception(self, trainer, pl_module, exception):
+            with suppress(GovernorStop): _end(self.governor, self.shown)
 
         def state_dict(self): return {} if self.governor is None else self.governor.state_dict(banks=False)
 
@@ -190,9 +196,7 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
                 state.log_history.append(dict(step=state.global_step, governor=str(r)))
                 for say in map(bar_note, _bars_of(owner())): say(r)
 
-        def on_train_end(self, args, state, control, **kwargs):
-            self.shown.close()
-            if self.governor is not None: self.governor.close()
+        def on_train_end(self, args, state, control, **kwargs): _end(self.governor, self.shown)
 
         def on_save(self, args, state, control, **kwargs):
             folder = Path(args.output_dir)/f"checkpoint-{state.global_step}"
@@ -236,7 +240,10 @@ def guard_trainer(
 
     def train_from(resume_from_checkpoint=None, *args, **kwargs):
         callback.resumed = _checkpoint_of(owner(), resume_from_checkpoint)
-        return train(resume_from_checkpoint, *args, **kwargs)
+        try: return train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException:
+            with suppress(GovernorStop): _end(callback.governor, callback.shown)
+            raise
 
     trainer.training_step, trainer.train = training_step, train_from
     trainer.add_callback(callback)
@@ -305,7 +312,9 @@ def fastai_governor(
             super().__init__()
             self.shown = ExitStack() # live weights, in place for a validation and for what is saved after it
 
-        def before_fit(self): self.due = not hasattr(self.learn, "lr_finder") # which ruins a run on purpose
+        def before_fit(self):
+            self.shown.pop_all() # of a fit that broke in a validation, for which fastai has no event
+            self.due = not hasattr(self.learn, "lr_finder") # which ruins a run on purpose
 
         def before_validate(self): _show_live(self.governor, self.shown)
 
@@ -328,9 +337,7 @@ def fastai_governor(
                 bar = getattr(getattr(self.learn, "progress", None), "mbar", None)
                 for r in list(self.governor.reports)[before:] if bar else (): bar.write(f"Governor: {r}")
 
-        def after_fit(self):
-            self.shown.close()
-            if self.governor is not None: self.governor.close()
+        def after_fit(self): _end(self.governor, self.shown) # after an exception, too
 
         def state_dict(self): return {} if self.governor is None else self.governor.state_dict()
 

@@ -473,7 +473,8 @@ class Governor:
         """Validate the live state, even if old weights are in place for a comparison, which continues afterwards.
 
         The live weights, moments and learning rates are in place inside the block, the old ones again behind it; random
-        streams and schedulers are left alone. If nothing is compared, which is nearly always, nothing is copied.
+        streams and schedulers are left alone. If nothing is compared, which is nearly always, nothing is copied. An
+        exception that leaves the block ends the comparison: the live weights stay in place.
 
         Raises
         ------
@@ -494,10 +495,13 @@ class Governor:
         assert self.comparison is not None
         old, rates = self.snapshot.set_aside(), self._rates()
         self._write_live()
-        self.comparison = self.comparison._replace(shown=True)
+        self.comparison = here = self.comparison._replace(shown=True)
         try: yield self
-        finally:
-            self.comparison = self.comparison._replace(shown=False)
+        except BaseException: # which leaves the block, as at the end of a fit that broke
+            if self.comparison is here: self._end_rise()
+            raise
+        if self.comparison is here: # not ended inside, by `close`, `accept` or `rollback`
+            self.comparison = here._replace(shown=False)
             self.snapshot.bring_back(old, skip=(*self._clocks(), "governor_stats"), stay=True)
             for group, rate in zip(self._groups(), rates): set_setting(group, "lr", rate)
 
@@ -1178,7 +1182,8 @@ class Governor:
         if not scheduled and any(hasattr(o.step, "_wrapped_by_lr_sched") for o in optimizers):
             logger.warning("Governor: a scheduler drives the optimizer, but is not among the parts, so no cut of its "
                            "rate can last; pass it: Governor(model, optimizer, scheduler, ...)")
-        if not optimizers and not hasattr(self.snapshot.objects.get("stepper"), "owners"):
+        others = any(hasattr(o, "step") and hasattr(o, "zero_grad") for o in objects) # fastai's, say
+        if not optimizers and not others and not hasattr(self.snapshot.objects.get("stepper"), "owners"):
             logger.warning("Governor: no optimizer among the parts, so a NaN in its moments would ruin every state "
                            "that is restored; pass it: Governor(model, optimizer, ...)")
 

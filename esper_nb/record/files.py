@@ -111,6 +111,7 @@ class FolderLock:
 
     def __enter__(self) -> "FolderLock":
         refuse_link(self.path)
+        _refuse_other(self.path)
         while not self.held: # the previous process may have deleted the file
             self._release()
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -146,12 +147,18 @@ class FolderLock:
         if self.lease is not None: self.lease.close()
         self._release()
 
+def _refuse_other(path: Path) -> None: # of a lock
+    "Raise `RuntimeError` if there is a file that no lock has written: its text would be lost."
+    text = path.read_bytes()[:8] if path.exists() else b""
+    if text and text != b"process ": raise RuntimeError(f"{path} is no lock of a run: move it, then try again")
+
 LEASE_SECONDS = 60 # after which a lease that was not renewed has ended
 
 class Lease:
     "Lock a folder with a file that names the owning process and is renewed while the process runs."
     def __init__(self, folder: Path): # an existing folder
         self.path, self.name = folder/"lease", f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex}"
+        _refuse_other(self.path)
         while not self._take(): self._remove_ended()
         self.over = threading.Event()
         threading.Thread(target=self._renew, daemon=True).start()
