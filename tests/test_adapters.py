@@ -523,3 +523,4 @@ def test_fastai_searches_a_rate_without_a_governor():
 if __name__ == "__main__":
     run = dict(accelerate=accelerate_on_ranks, transformers=hugging_face_on_ranks)[sys.argv[1]]
     for resume in (False, True): run(sys.argv[2], resume)
+    torch.distributed.destroy_process_group() # its threads must not outlive it

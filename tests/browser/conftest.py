@@ -109,7 +109,7 @@ class Page:
         page.set_default_timeout(60_000)
         page.on("console", lambda m: self.errors.append(f"{m.text} {m.location.get('url', '')}") if m.type == "error"
                 else None)
-        page.on("pageerror", lambda e: self.errors.append(str(e)))
+        page.on("pageerror", lambda e: self.errors.append(e.stack or str(e)))
 
     def shot(self, name):
         SHOTS.mkdir(exist_ok=True)

@@ -189,6 +189,8 @@ def test_everything_in_jupyterlab_and_after_a_reload(lab, tmp_path):
             browser.page.evaluate(f"() => window.jupyterapp.commands.execute('apputils:change-theme', {chosen})")
             panel.expect(lane).to_have_css("color", colours[theme], timeout=20_000)
             panel.show(); browser.shot(f"lab-3-{theme}")
+            # JupyterLab fails if a theme changes while it still shows the splash of the change before
+            browser.page.wait_for_selector("#jupyterlab-splash", state="detached")
         panel.press("▶ Continue"); panel.state("running")
 
         browser.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
