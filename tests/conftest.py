@@ -1,4 +1,5 @@
 "Markers, a visible reason where a test cannot run, and fixtures that several files share."
+import os
 import signal
 from collections import defaultdict
 
@@ -12,6 +13,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "real(why): even a marked test cannot run on a pretended device, and why")
     browser = "browser: drives a headless Chromium; skipped with the reason where there is none"
     config.addinivalue_line("markers", browser)
+    config.addinivalue_line("markers", "long(case): a case with this in its name takes minutes for what others show; "
+                            "it runs only with ESPER_NB_LONG in the environment")
     config.addinivalue_line("markers", "slow: a matrix, or more than a few seconds; left to `make test-all`")
 
 
@@ -31,9 +34,17 @@ def thin_matrices(items):
         for case in cases[1:-1]: case.add_marker(pytest.mark.slow)
 
 
+def leave_out_long(items):
+    "Skip the cases that `long` names."
+    skip = pytest.mark.skip(reason="minutes for what other cases show, too: ESPER_NB_LONG=1")
+    for item in items:
+        if any(mark.args[0] in item.callspec.id for mark in item.iter_markers("long")): item.add_marker(skip)
+
+
 @pytest.hookimpl(tryfirst=True)      # before `-m` looks at the marks
 def pytest_collection_modifyitems(config, items):
     thin_matrices(items)
+    if "ESPER_NB_LONG" not in os.environ: leave_out_long(items)
     files = changed_first(dict.fromkeys(item.path for item in items))
     items.sort(key=lambda item: files.index(item.path))
     marked = [item for item in items if item.get_closest_marker("cuda")]

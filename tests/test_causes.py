@@ -469,6 +469,7 @@ def ranks_train(rank, world, folder, out, kind, fault):
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize("kind, world", [("ddp", 2), ("ddp", 4), ("fsdp", 2)])
 @pytest.mark.parametrize("fault", ["nan batch", "sign"])
+@pytest.mark.long("sign-ddp-4")
 def test_ranks_compare_weights_and_explain_together_and_stay_equal(tmp_path, kind, world, fault):
     out = mp.Manager().dict()
     context = mp.get_context("fork")

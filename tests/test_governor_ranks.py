@@ -148,6 +148,7 @@ def every_fault(rank, world, folder, out):
     dist.destroy_process_group()
 
 @pytest.mark.slow
+@pytest.mark.long("4")
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_fault_on_every_rank_leaves_equal_ranks(tmp_path, world):
     done = run(world, tmp_path, target=every_fault, seconds=600)

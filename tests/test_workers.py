@@ -246,6 +246,7 @@ def test_killed_processes_change_nothing(engine, here, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.long("ray") # where a kill of actors in a whole run is shown
 def test_kills_at_random_moments_change_nothing(engine):
     "Four runs, two at a time, whose workers die in steps and in snapshots; ESPER_NB_KILLS=40 lets ten die in each."
     each = int(os.environ.get("ESPER_NB_KILLS", 8)) // 4
@@ -272,8 +273,9 @@ def test_kills_at_random_moments_change_nothing(engine):
 
 
 @pytest.mark.slow
+@pytest.mark.long("ray")
 def test_a_frozen_process_is_named_and_replaced(engine, here, caplog):
-    tolerance = FaultTolerance(every=3, patience=1., timeout=40.)
+    tolerance = FaultTolerance(every=3, patience=1., timeout=40. if engine == "ray" else 20.)
     env = SplitVecEnv(CONFIG, shards=2, engine=engine, tolerance=tolerance)
     def freeze(env, t):
         if t == 4: os.kill(pid_of(env, 1), signal.SIGSTOP)

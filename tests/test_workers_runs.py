@@ -262,6 +262,8 @@ def test_killed_workers_change_nothing(here, tmp_path, engine):
 
 
 @pytest.mark.slow
+@pytest.mark.long("ctrl-c-130-ray")
+@pytest.mark.long("terminate-143-ray")
 @pytest.mark.parametrize("what, status, engine", [
     ("driver", -9, "process"), ("ctrl-c", 130, "process"),
     *(pytest.param(*case, "ray", marks=needs_ray)
