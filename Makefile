@@ -56,9 +56,9 @@ notebooks: $(STAMP)  ## run every notebook in a kernel of its own and compare it
 	@echo "== every notebook shows what is stored"
 	@$(BIN)/python scripts/notebooks.py run $(NB)
 
-rest: $(STAMP)  ## the tests that `make unit` leaves out
+rest: $(STAMP)  ## the tests that `make unit` leaves out, three files at a time: many of them wait
 	@echo "== matrices and browsers"
-	@$(BIN)/pytest tests -n 2 --dist loadfile -m "slow or browser" --durations=10
+	@$(BIN)/pytest tests -n 3 --dist loadfile -m "slow or browser" --durations=10
 
 lab: $(STAMP)  ## JupyterLab on the notebooks
 	cd nbs && ../$(BIN)/jupyter lab
