@@ -89,7 +89,7 @@ FIELDS = {
                     "conv_light", 24, ((8, 4, 4), (8, 8, 5), (16, 16, 5))),
     "digits28": Field("digits", load_digits28, partial(picture_host, side=28, pools=3), (2, 3, 4, 6), "base",
                       "conv_light", 16, ((4, 2, 4), (8, 4, 5), (16, 8, 5)), (5,)),
-    "prose": Field("prose", partial(load_prose, limit=1000), text_host, (16, 24), "width", "mlp", 9),
+    "prose": Field("prose", partial(load_prose, limit=1000), text_host, (16, 24), "width", "mlp", 9, wider=(8, 32)),
 }
 
 
