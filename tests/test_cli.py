@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from esper_nb.control import GrowVecEnv
 from esper_nb.core import parse_settings
 from esper_nb.record import cut_rows, encode_row, read_rows
-from esper_nb.run import Comparison, cli, get_recipe, lab_command, list_recipes, main, open_run, register_recipe
+from esper_nb.run import (
+    Comparison, cli, command_words, get_recipe, lab_command, list_recipes, main, open_run, register_recipe)
 from esper_nb.train import FitConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -185,6 +186,19 @@ def test_lab(monkeypatch, capsys):
     assert main(["lab", "--allow-root", "--port", "8899"]) == 0 # as root, JupyterLab wants to be told
     assert called[1] == [*called[0], "--allow-root", "--port", "8899"]
     with pytest.raises(FileNotFoundError, match="repository"): lab_command("tutorials/none.ipynb")
+
+@pytest.mark.parametrize("words, exact", [
+    ([], False), (["--exact"], True), (["--shards", "2"], True), (["--shards", "1"], False),
+    (["--set", "shards=2"], True),
+    (["--shards", "2", "--no-exact"], False), (["--shards", "2", "--set", "env.exact=false"], False)])
+def test_in_shards_numbers_do_not_depend_on_their_number_unless_it_is_told(words, exact):
+    "And the command that repeats a run says so, too."
+    def chosen(words):
+        return cli._chosen_recipe(cli._parser("train").parse_args(["train", "digits", *words])) # noqa: SLF001
+    config = chosen(words)
+    assert config.env.exact == exact
+    again = command_words(dict(run=config.to_dict()))
+    assert chosen(again[3:]).to_dict() == config.to_dict(), again
 
 def test_mistakes(tmp_path, capsys):
     wrong = {("train", "digits", "--set", "ppo.clip_cof=1"): "did you mean 'clip_coef'",

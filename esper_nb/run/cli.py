@@ -61,12 +61,14 @@ def _chosen_recipe(args: argparse.Namespace) -> "RunConfig":
     if args.minutes is not None and "ppo.num_updates" not in s: s["ppo.num_updates"] = 10_000 # until they are over
     if args.device != "cpu": s["env.devices"] = args.device.split(",")
     if args.synthetic: s["env.synthetic"] = True
-    if args.exact: s["env.exact"] = True
+    if args.exact is not None: s["env.exact"] = args.exact
     if args.unguarded: s["env.governor"] = None
     if args.inject: s["env.faults"] = tuple(parse_fault(f) for f in args.inject)
     if getattr(args, "log", ()): s["log"] = tuple(args.log)
     s |= {k: v for k in ("engine", "shards", "comparison") if (v := getattr(args, k, None)) is not None}
     config = get_recipe(own or args.recipe, s)
+    if config.shards > 1 and "env.exact" not in s: # numbers must not depend on the number of shards
+        config = config.replace(env=config.env.replace(exact=True))
     _check_files(config.env.task, root)
     return config
 
@@ -151,9 +153,10 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> f
                       help="a file or module that registers tasks, blueprints or recipes"),
         trust=_flag("--trust", help="run code that the folder names: plugins, and factories of networks"),
         shards=_option("--shards", "--parts", type=int, help="split the lanes into this many shards, each in a "
-                       "worker of its own (default: 1); `resume` accepts another number if the run is --exact"),
-        exact=_flag("--exact", help="compute each lane alone, so that its numbers are the same to the bit with any "
-                    "neighbours, number of lanes, shards and workers (slower)"),
+                       "worker of its own (default: 1); turns --exact on, with which `resume` accepts another number"),
+        exact=_option("--exact", action=argparse.BooleanOptionalAction, help="compute each lane alone, so that its "
+                      "numbers are the same to the bit with any neighbours, number of lanes, shards and workers "
+                      "(slower; default: with --shards only)"),
         device=_option("--device", default="cpu", help="cpu, cuda, cuda:1, mps"),
         data=_option("--data", metavar="PLACE", help="without a name: a folder of pictures, a table or a text to train "
                      "on; with one: where its files are (default: data)"),
@@ -249,7 +252,7 @@ def _fit(args):
         seek_in_plugins(args.task, lambda task: task in list_tasks())
         _check_files(args.task, args.data)
     settings = parse_settings(args.set, FitConfig) | (dict(governor=None) if args.unguarded else {}) \
-        | (dict(exact=True) if args.exact else {})
+        | ({} if args.exact is None else dict(exact=args.exact))
     pop, _ = fit_run(own or args.task, FitConfig.from_dict(settings), args.device, None if own else args.data, args.out,
             args.synthetic, not args.quiet, [parse_fault(f) for f in args.inject], log=args.log)
     return pop if int(pop.epoch.max()) >= pop.epochs else None

@@ -198,8 +198,9 @@ def plan_text(
     shards = f" in {config.shards} shard{'s' * (config.shards != 1)} ({config.engine})" if config.split else ""
     task = config.env.task
     notes = "" if isinstance(task, str) or not task.notes else f"\n{task.notes_text()}"
-    several = f"\n{'numbers':>14}  to the bit those of {config.shards} shards; with --exact of any number"
-    same = several if config.shards > 1 and not config.env.exact else ""
+    exact = "any number of shards; --no-exact is faster, and then they are those of this number"
+    held = exact if config.env.exact else f"{config.shards} shards; without --no-exact those of any number"
+    same = f"\n{'numbers':>14}  to the bit those of {held}" if config.shards > 1 else ""
     return (f"{config.name}: {what} in {config.env.num_envs} lanes{shards}, "
             f"then the controller plays{' against simpler ones' if config.comparison else ''}.\n"
             f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}{notes}{same}")
@@ -226,6 +227,7 @@ def command_words(
     for k, v in changed.items():
         if learns and k == "ppo.seed": continue # set by the run's seed
         words += [options[k], option_text(v)] if k in options else ["--set", f"{k}={option_text(v)}"]
+    if learns and now["shards"] > 1 and not now["env"]["exact"]: words.append("--no-exact")
     return words
 
 # %% ../../nbs/run/91_recipes.ipynb #527439e5
