@@ -239,7 +239,7 @@ def test_killed_processes_change_nothing(engine, here, seed):
     env = SplitVecEnv(CONFIG, shards=2, engine=engine, tolerance=FaultTolerance(every=2))
     def kill(env, t):
         if t not in (2, 5, 8): return
-        subprocess.Popen(["sh", "-c", f"sleep {luck.random() * .4:.3f}; kill -9 {pid_of(env, luck.randrange(2))}"])
+        subprocess.Popen(["sh", "-c", f"sleep {luck.random() * .1:.3f}; kill -9 {pid_of(env, luck.randrange(2))}"])
     assert_same(play(env, kill=kill), here[2])
     assert env.losses >= 2
     env.close()
