@@ -1,6 +1,6 @@
 """What could be won in a family wider than `digits_family`: the best constant, one look, and oracles.
 
-    python -m benchmarks.wider_family --plays 8 --judged 6      # half an hour on one core
+    python -m benchmarks.wider_family      # half an hour on one core
 
 Any of the three blocks may be blind, alone or with others; the data ask easy or hard questions, with wrong labels or
 few examples; and a network may take a seed in every slot. An arm is a set of slots and the blueprint that they all get
@@ -91,7 +91,7 @@ def screen(practice: dict[str, np.ndarray], judged: dict[str, np.ndarray]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plays", type=int, default=8, help="of all lanes, to practise on with every arm")
-    parser.add_argument("--judged", type=int, default=6, help="of all lanes, to be judged on")
+    parser.add_argument("--judged", type=int, default=5, help="of all lanes, to be judged on")
     parser.add_argument("--out", type=Path, default=STORED)
     args = parser.parse_args()
     torch.set_num_threads(1)

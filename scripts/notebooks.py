@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# Stored text is that of one instruction set, which every machine here has: with AVX-512 sums are added up otherwise.
+# Text is stored and compared, and tests run, with one instruction set: AVX-512 adds sums up in another order.
 os.environ |= dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2")
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,5 +1,6 @@
 "The adapters against the real frameworks, where they are installed."
 import io, math, os, subprocess, sys, warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,14 @@ def check_validations(seen):
     assert len(waiting) > 1 and all(torch.equal(waiting[0], w) for w in waiting)
     assert not torch.equal(seen[0][1], seen[1][1]), "the others were trained on the way"
 
+def validated_fit(pl, tmp_path, model, callback, **trainer):
+    "Fit a Lightning module with a data set to validate on."
+    sets = [torch.utils.data.TensorDataset(*examples(n)) for n in (4800, 32)]
+    data = [torch.utils.data.DataLoader(d, batch_size=32) for d in sets]
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    options = dict(accelerator="cpu", default_root_dir=str(tmp_path), callbacks=[callback]) | quiet | trainer
+    with warnings.catch_warnings(action="ignore"): pl.Trainer(**options).fit(model, *data)
+
 def test_lightning_validates_the_live_weights(pl, tmp_path):
     callback, seen = lightning_governor(None, QUICK.replace(patience=12)), []
     class Model(pl.LightningModule):
@@ -182,14 +191,20 @@ def test_lightning_validates_the_live_weights(pl, tmp_path):
             governor = callback.governor
             if governor: seen.append((governor.comparing, self.net[0].weight.detach().clone()))
     pl.seed_everything(0, verbose=False)
-    sets = [torch.utils.data.TensorDataset(*examples(n)) for n in (4800, 32)]
-    data = [torch.utils.data.DataLoader(d, batch_size=32) for d in sets]
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    with warnings.catch_warnings(action="ignore"):
-        pl.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=str(tmp_path), callbacks=[callback],
-                   val_check_interval=1, **quiet).fit(Model(), *data)
+    validated_fit(pl, tmp_path, Model(), callback, max_epochs=1, val_check_interval=1)
     check_validations(seen)
     assert [r.action for r in callback.governor.reports] == ["rollback"]
+
+def evaluating_trainer(transformers, tmp_path, model):
+    "A Trainer that evaluates after every step, and the Governor's callback."
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    transformers.logging.set_verbosity_error()
+    data = [dict(x=x, labels=y) for x, y in zip(*examples(32 * 60))]
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=150, per_device_train_batch_size=32,
+                                          learning_rate=3e-4, report_to=[], logging_strategy="no", use_cpu=True, seed=0,
+                                          save_strategy="no", disable_tqdm=True, eval_strategy="steps", eval_steps=1)
+    trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
+    return trainer, guard_trainer(trainer, None, QUICK.replace(patience=12))
 
 def test_hugging_face_evaluates_the_live_weights(tmp_path):
     transformers, seen = pytest.importorskip("transformers", reason="needs transformers"), []
@@ -197,14 +212,8 @@ def test_hugging_face_evaluates_the_live_weights(tmp_path):
         def on_evaluate(self, args, state, control, model=None, **kwargs):
             seen.append((callback.governor.comparing, model.net[0].weight.detach().clone()))
     model = new(fault=corrupt)
-    pytest.importorskip("accelerate", reason="needs accelerate")
-    transformers.logging.set_verbosity_error()
-    data = [dict(x=x, labels=y) for x, y in zip(*examples(32 * 60))]
-    args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=150, per_device_train_batch_size=32,
-                                          learning_rate=3e-4, report_to=[], logging_strategy="no", use_cpu=True, seed=0,
-                                          save_strategy="no", disable_tqdm=True, eval_strategy="steps", eval_steps=1)
-    trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[Seen])
-    callback = guard_trainer(trainer, None, QUICK.replace(patience=12))
+    trainer, callback = evaluating_trainer(transformers, tmp_path, model)
+    trainer.add_callback(Seen())
     with warnings.catch_warnings(action="ignore"): trainer.train()
     check_validations(seen)
     assert [r.action for r in callback.governor.reports] == ["rollback"]
@@ -226,13 +235,7 @@ def test_lightning_leaves_the_live_weights_after_an_exception(where, pl, tmp_pat
             if where == "validation": raise OSError("broken")
     pl.seed_everything(0, verbose=False)
     model = Model()
-    sets = [torch.utils.data.TensorDataset(*examples(n)) for n in (4800, 32)]
-    data = [torch.utils.data.DataLoader(d, batch_size=32) for d in sets]
-    def fit(**options):
-        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-        with warnings.catch_warnings(action="ignore"):
-            pl.Trainer(accelerator="cpu", default_root_dir=str(tmp_path), callbacks=[callback], **quiet,
-                       **options).fit(model, *data)
+    fit = partial(validated_fit, pl, tmp_path, model, callback)
     with pytest.raises(OSError, match="broken"): fit(max_epochs=1, val_check_interval=1)
     assert torch.equal(model.net[0].weight, live[0]) and not callback.governor.comparing
     model.rate = 0.
@@ -250,14 +253,7 @@ def test_hugging_face_leaves_the_live_weights_after_an_exception(where, tmp_path
         def on_step_begin(self, args, state, control, **kwargs):
             if live and where == "training" and callback.governor.comparing: raise OSError("broken")
     model = new(fault=corrupt)
-    pytest.importorskip("accelerate", reason="needs accelerate")
-    transformers.logging.set_verbosity_error()
-    data = [dict(x=x, labels=y) for x, y in zip(*examples(32 * 60))]
-    args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=150, per_device_train_batch_size=32,
-                                          learning_rate=3e-4, report_to=[], logging_strategy="no", use_cpu=True, seed=0,
-                                          save_strategy="no", disable_tqdm=True, eval_strategy="steps", eval_steps=1)
-    trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
-    callback = guard_trainer(trainer, None, QUICK.replace(patience=12))
+    trainer, callback = evaluating_trainer(transformers, tmp_path, model)
     trainer.add_callback(Broken())
     with warnings.catch_warnings(action="ignore"), pytest.raises(OSError, match="broken"): trainer.train()
     assert torch.equal(model.net[0].weight, live[0]) and not callback.governor.comparing

@@ -337,7 +337,7 @@ def fastai_governor(
                 bar = getattr(getattr(self.learn, "progress", None), "mbar", None)
                 for r in list(self.governor.reports)[before:] if bar else (): bar.write(f"Governor: {r}")
 
-        def after_fit(self): _end(self.governor, self.shown) # after an exception, too
+        def after_fit(self): _end(self.governor, self.shown)
 
         def state_dict(self): return {} if self.governor is None else self.governor.state_dict()
 

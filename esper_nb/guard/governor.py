@@ -1182,8 +1182,8 @@ class Governor:
         if not scheduled and any(hasattr(o.step, "_wrapped_by_lr_sched") for o in optimizers):
             logger.warning("Governor: a scheduler drives the optimizer, but is not among the parts, so no cut of its "
                            "rate can last; pass it: Governor(model, optimizer, scheduler, ...)")
-        others = any(hasattr(o, "step") and hasattr(o, "zero_grad") for o in objects) # fastai's, say
-        if not optimizers and not others and not hasattr(self.snapshot.objects.get("stepper"), "owners"):
+        stepping = any(hasattr(o, "step") and hasattr(o, "zero_grad") for o in objects) # optimizers of torch or fastai
+        if not stepping and not hasattr(self.snapshot.objects.get("stepper"), "owners"):
             logger.warning("Governor: no optimizer among the parts, so a NaN in its moments would ruin every state "
                            "that is restored; pass it: Governor(model, optimizer, ...)")
 
