@@ -20,11 +20,10 @@ import numpy as np
 import torch
 
 from benchmarks.measure import machine
-from esper_nb.control import Fixed, LookOnce
+from esper_nb.control import Fixed
 from esper_nb.control.forecast import fit_ridge
 from esper_nb.record.files import new_file
-from esper_nb.run.compare import RulePlayer, play_lanes
-from esper_nb.run.growth_rules import kinds_of, timetable
+from esper_nb.run.growth_rules import kinds_of, net_of_room, play_arms, timetable
 from esper_nb.run.recipes import RunConfig, fair_env, get_recipe
 from esper_nb.train.families import TASK_FAMILIES, Instance
 
@@ -53,19 +52,14 @@ def list_arms() -> dict[str, Fixed]: # name -> timetable
 
 def play_all(recipe: RunConfig, seeds: range, judged: bool) -> dict[str, np.ndarray]:
     "Play the networks of all seeds with every arm; return looks, kinds, and what each arm is worth."
-    env, arms = fair_env(recipe, judged=judged), list_arms()
+    env, arms = fair_env(recipe, judged=judged), list(list_arms().values())
     rows: dict[str, list] = dict(look=[], kind=[], paid=[])
     for seed in seeds:
-        paid = []
-        for k in range(len(arms)):
-            rule = LookOnce(list(arms.values()), lambda x: k, 1)
-            played = play_lanes(env, RulePlayer(rule), seed * 1000)
-            growth = np.array(played["parameters"]) / env.host_size.numpy() - 1
-            paid.append(np.array(played["test_accuracy_pp"]) - env.config.price * growth)
-        whole = [i for i in range(env.num_envs) if i in rule.seen]
-        rows["look"] += [rule.seen[i] for i in whole]
-        rows["kind"] += [kinds_of(env)[i] for i in whole]
-        rows["paid"] += np.stack(paid, 1)[whole].tolist()
+        seen, plays = play_arms(env, arms, seed * 1000)
+        paid = np.stack([net_of_room(env, played["test_accuracy_pp"], played["parameters"]) for played in plays], 1)
+        rows["look"] += [seen[i] for i in sorted(seen)]
+        rows["kind"] += [kinds_of(env)[i] for i in sorted(seen)]
+        rows["paid"] += paid[sorted(seen)].tolist()
         print(f"{'judged' if judged else 'practice'} {seed}: best constant so far "
               f"{np.mean(rows['paid'], 0).max():.1f} pp", flush=True)
     env.close()

@@ -25,11 +25,11 @@ from .growth_rules import (Made as Made, GROWTH_RULES as GROWTH_RULES, FINALISTS
     natural_expansion_rule as natural_expansion_rule, timetable as timetable, list_schedules as list_schedules,
     kinds_of as kinds_of, ScheduleSearch as ScheduleSearch, best_schedule as best_schedule,
     OraclePlayer as OraclePlayer, search_seeds as search_seeds, first_look as first_look, shifted as shifted,
-    look_arms as look_arms, best_arms as best_arms, search_arms as search_arms, try_arms as try_arms,
-    tried_arms as tried_arms, fit_forecast as fit_forecast, ridge_rule as ridge_rule, forecast_rule as forecast_rule,
-    threshold_rule as threshold_rule, Lookahead as Lookahead, train_player as train_player,
-    constant_rule as constant_rule, oracle_rule as oracle_rule, search_constant as search_constant,
-    search_kinds as search_kinds)
+    look_arms as look_arms, best_arms as best_arms, search_arms as search_arms, play_arms as play_arms,
+    net_of_room as net_of_room, try_arms as try_arms, tried_arms as tried_arms, fit_forecast as fit_forecast,
+    ridge_rule as ridge_rule, forecast_rule as forecast_rule, threshold_rule as threshold_rule,
+    Lookahead as Lookahead, train_player as train_player, constant_rule as constant_rule, oracle_rule as oracle_rule,
+    search_constant as search_constant, search_kinds as search_kinds)
 from .plugins import (GROUP as GROUP, plugin_name as plugin_name, installed_plugins as installed_plugins,
     loaded_plugins as loaded_plugins, packed_plugins as packed_plugins, load_plugin as load_plugin,
     load_plugins as load_plugins, strange_code as strange_code, check_trust as check_trust,

@@ -6,9 +6,9 @@
 __all__ = ['Made', 'GROWTH_RULES', 'FINALISTS', 'ARMS', 'TRIED', 'Practice', 'RuleRow', 'register_rule', 'growth_rule',
            'as_player', 'liked_blueprint', 'plateau_rule', 'gradient_norm_rule', 'natural_expansion_rule', 'timetable',
            'list_schedules', 'kinds_of', 'ScheduleSearch', 'best_schedule', 'OraclePlayer', 'search_seeds',
-           'first_look', 'shifted', 'look_arms', 'best_arms', 'search_arms', 'try_arms', 'tried_arms', 'fit_forecast',
-           'ridge_rule', 'forecast_rule', 'threshold_rule', 'Lookahead', 'train_player', 'constant_rule', 'oracle_rule',
-           'search_constant', 'search_kinds']
+           'first_look', 'shifted', 'look_arms', 'best_arms', 'search_arms', 'play_arms', 'net_of_room', 'try_arms',
+           'tried_arms', 'fit_forecast', 'ridge_rule', 'forecast_rule', 'threshold_rule', 'Lookahead', 'train_player',
+           'constant_rule', 'oracle_rule', 'search_constant', 'search_kinds']
 
 # %% ../../nbs/run/96_growth_rules.ipynb #acb4c3ba
 import difflib
@@ -30,7 +30,8 @@ from ..control import (
     LookOnce,
     View, WaitOnly, best_threshold, encode_decision, look_columns)
 from ..learn import Learner, StopFlag, Update
-from .compare import Player, PolicyPlayer, RandomPlayer, RulePlayer, latest_step, open_offers, play_lanes
+from .compare import (
+    Player, PlayScores, PolicyPlayer, RandomPlayer, RulePlayer, latest_step, open_offers, play_lanes)
 from .plugins import seek_in_plugins
 from .recipes import RunConfig, fair_env
 from .runs import training_env
@@ -311,25 +312,40 @@ def search_arms(p: Practice) -> dict:
     env.close()
     return best_arms(env, found)
 
+def play_arms(
+    env: GrowVecEnv,
+    arms: Sequence[Fixed], # the result of `look_arms`, or others that begin at the decision epoch
+    seed: int, # of the environment
+) -> tuple[dict[int, list[float]], list[PlayScores]]: # lane -> its observation; one play per arm
+    "Play the same networks to the end with every arm; a lane rolled back before the decision has no observation."
+    plays = []
+    for k in range(len(arms)):
+        rule = LookOnce(arms, lambda x: k, first_look(env))
+        plays.append(play_lanes(env, RulePlayer(rule), seed))
+    return rule.seen, plays
+
+def net_of_room(
+    env: GrowVecEnv, # whose price counts
+    accuracy_pp: Sequence[float], # of every lane
+    parameters: Sequence[int],
+) -> np.ndarray: # (n,) pp
+    "Return accuracies less the price of the parameters."
+    return np.array(accuracy_pp) - env.config.price * (np.array(parameters) / env.host_size.numpy() - 1)
+
 def try_arms(p: Practice) -> dict:
     "Play new networks to the end with every arm; return their observations and the net score of each arm."
     env, names = p.env(), p.found["search_arms"]["names"]
     arms, spent = look_arms(env, names), 0
     looks, scores = [], []
     for seed in range(TRIED, TRIED + max(1, len(p.search) // 2 // len(arms))):
-        columns = []
-        for k in range(len(arms)):
-            rule = LookOnce(arms, lambda x: k, first_look(env))
-            played = play_lanes(env, RulePlayer(rule), seed * 1000)
-            growth = np.array(played["parameters"]) / env.host_size.numpy() - 1
-            columns.append(np.array(played["heldout_accuracy_pp"]) - env.config.price * growth)
-            spent += sum(played["epochs"])
-        whole = [i for i in range(env.num_envs) if i in rule.seen] # not rolled back before the decision epoch
-        looks += [rule.seen[i] for i in whole]
-        scores += np.stack(columns, 1)[whole].tolist()
+        seen, plays = play_arms(env, arms, seed * 1000)
+        looks += [seen[i] for i in sorted(seen)]
+        net = np.stack([net_of_room(env, played["heldout_accuracy_pp"], played["parameters"]) for played in plays], 1)
+        scores += net[sorted(seen)].tolist()
+        spent += sum(sum(played["epochs"]) for played in plays)
     env.close()
-    seen = [[None if x != x else x for x in look] for look in looks]
-    return dict(columns=look_columns(env.actions.slots), looks=seen, scores=scores, epochs=spent)
+    stored = [[None if x != x else x for x in look] for look in looks]
+    return dict(columns=look_columns(env.actions.slots), looks=stored, scores=scores, epochs=spent)
 
 def tried_arms(p: Practice) -> tuple[np.ndarray, np.ndarray]: # (n, d) observations, NaN: missing; (n, arms) net pp
     "Return the observations and net scores of `try_arms`."
