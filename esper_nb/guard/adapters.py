@@ -316,6 +316,16 @@ def fastai_governor(
             self.shown.pop_all() # of a fit that broke in a validation, for which fastai has no event
             self.due = not hasattr(self.learn, "lr_finder") # which ruins a run on purpose
 
+        def before_epoch(self): self.learn.all_batches = self.train_on_all # fastai has no event for an exception
+
+        def train_on_all(self): # in place of the learner's own method, for one call
+            del self.learn.all_batches
+            try: self.learn.all_batches()
+            except (core.CancelTrainException, core.CancelEpochException, core.CancelFitException): raise
+            except BaseException: # a KeyboardInterrupt, too
+                _end(self.governor, self.shown)
+                raise
+
         def before_validate(self): _show_live(self.governor, self.shown)
 
         def before_train(self):
