@@ -17,7 +17,8 @@ suffix = "_requirements"
 extras = {key.removesuffix(suffix): cfg[key].split() for key in cfg if key.endswith(suffix)}
 
 # nbdev's numbering of the development status, which counts from 0.
-statuses = ["1 - Planning", "2 - Pre-Alpha", "3 - Alpha", "4 - Beta", "5 - Production/Stable", "6 - Mature", "7 - Inactive"]
+statuses = [
+    "1 - Planning", "2 - Pre-Alpha", "3 - Alpha", "4 - Beta", "5 - Production/Stable", "6 - Mature", "7 - Inactive"]
 
 class BuildPages(build_py):
     "Build the modules, and put the page that `esper-nb lab` opens beside them, without its outputs."
