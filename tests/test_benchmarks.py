@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import faults, fleets, frontier_bench, growth, lanes
-from benchmarks.growth import GROWTH_PLANS, GrowthCase, PlainGrown, arithmetic_share, growth_text
+from benchmarks.growth import GROWTH_CASES, GROWTH_PLANS, GrowthCase, PlainGrown, arithmetic_share, growth_text
 from benchmarks.detector_bench import lightning
 from benchmarks.measure import Case, Side, fastest_epoch, find_maker, machine, machine_text, take_turns
 from benchmarks.ruined_loops import SpikeDetection
@@ -118,6 +118,7 @@ def test_the_growing_loop_does_the_lanes_work(mix):
 def test_every_plan_trains_every_lane():
     pop = growth.grown_population(GrowthCase(lanes=6, mix="mixed"))
     for chosen in GROWTH_PLANS.values(): assert sorted(i for group in chosen(pop) for i in group) == list(range(6))
+    assert [case.aim for case in GROWTH_CASES] == [2.4, 1.6, 1.5, 1.3, 1.3, 1.05]
 
 
 def test_the_limit_is_the_loop_over_the_convolutions_of_the_better_side():
