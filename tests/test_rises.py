@@ -341,6 +341,34 @@ def test_a_small_rise_that_lasts_is_compared_and_learnt():
     assert abs(governor.stats.level[0] - math.log(2.8 * 1.1)) < .02 and governor.snapshot.steps[0] > 850
 
 
+@pytest.mark.parametrize("recorded", [True, False], ids=["run", "watch"])
+def test_a_rise_too_small_for_watch_is_looked_at_where_that_costs_no_batch(recorded):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    nn.init.zeros_(net.weight)
+    opt = torch.optim.SGD(net.parameters(), lr=.002)
+    governor = Governor(net, opt, chance_loss=None)
+
+    def step(batch):
+        x, y = batch
+        loss = nn.functional.mse_loss(net(x)[:, 0], y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+
+    for k in range(420):
+        x, noise = torch.randn(4096, 4), torch.randn(4096)
+        batch = x, noise + .45 * x[:, 0] * (300 <= k < 340) # the loss rises by a fifth, for 40 batches
+        if recorded: governor.run(step, batch)
+        else: governor.watch(step(batch))
+    if recorded:
+        (report,) = governor.reports
+        assert report.action == "rollback" and report.cause == "data" and report.lost == (300, 339)
+        assert abs(net.weight[0, 0]) < .01
+    else: assert not governor.reports and not governor.notes and net.weight[0, 0] > .03
+
+
 def test_a_slow_drift_is_noticed():
     s, rng = LossStats(), np.random.default_rng(0)
     for t in range(1200):

@@ -479,6 +479,18 @@ class LossStats:
         for rule in RULES.values(): calm &= rule.is_calm(c, *(self.arrays[k] for k in rule.state))
         return calm
 
+    def is_out_of_noise(
+        self,
+        lane: int, # which lane
+        c: DetectorConfig, # thresholds
+        chance_loss: float | None, # nats
+    ) -> bool:
+        "Whether a rise, too small for rule `rise`, has lasted for 16 losses and is three spreads above the level."
+        level, smooth, linear = self.level[lane], self.smooth[lane], self.linear[lane]
+        lasts = c.rise is not None and self.cusum[lane] >= c.rise and self.held[lane] > 16
+        if not lasts or smooth < level + 3 * self.spread[lane]: return False
+        return chance_loss is None or bool(smooth >= on_scale(c.rise_floor * chance_loss, linear))
+
     def calm_down(self, lanes: Sequence[int]): # lanes whose failure was dealt with
         "Forget the counts of all rules, and keep the statistics."
         for rule in RULES.values():
