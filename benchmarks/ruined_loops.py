@@ -1,7 +1,7 @@
 """Seven real loops × ten faults under a Governor, beside other rules and beside no guard:
 
     python benchmarks/ruined_loops.py --write          # nbs/explanations/bench_ruined.json; half an hour on two cores
-    python benchmarks/ruined_loops.py --first 50004 --arms alone,governor.run --write      # three seeds more
+    python benchmarks/ruined_loops.py --first 50007 --arms alone,governor.run --write      # three seeds more
     python benchmarks/ruined_loops.py gpt vae --seeds 1 --arms alone,governor --faults "NaN weight,dead layer"
 
 Two of the guards are a Governor: `governor` watches the losses, `governor.run` is handed the step and its batches.
@@ -13,7 +13,7 @@ returns left. What counts is the score at the end, on data that are never traine
     harmless   alone, the run ends as good as a clean one (within `slack`)
     recovered  alone it does not; guarded it does
     in part    guarded it ends nearer to the clean run than alone, by half of the way
-    harmful    it ends as bad as alone
+    harmful    it does not get half of the way
     worse      it ends worse than alone
 """
 import copy
