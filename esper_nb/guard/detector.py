@@ -257,7 +257,8 @@ def find_collapse(look: Look, c: DetectorConfig, at_chance):
     return fallen & (at_chance >= c.collapse_confirm) | inside & look.found["rise"], fallen, at_chance
 
 # %% ../../nbs/guard/11_detector.ipynb #4ff4f8fb
-_HELD, _SLOW = 64, 512 # losses: how long a suspicion keeps the statistics still; how slowly the base follows the level
+_SOON, _HELD = 16, 64 # losses of suspicion: after which `is_out_of_noise`; that keep the statistics still
+_SLOW = 512 # losses: how slowly the base follows the level
 
 def find_rise(look: Look, c: DetectorConfig, cusum, smooth, base, held):
     "A loss that is persistently above its level, however little: a cumulative sum of excess z (Page, 1954)."
@@ -487,7 +488,7 @@ class LossStats:
     ) -> bool:
         "Whether a rise, too small for rule `rise`, has lasted for 16 losses and is three spreads above the level."
         level, smooth, linear = self.level[lane], self.smooth[lane], self.linear[lane]
-        lasts = c.rise is not None and self.cusum[lane] >= c.rise and self.held[lane] > 16
+        lasts = c.rise is not None and self.cusum[lane] >= c.rise and self.held[lane] > _SOON
         if not lasts or smooth < level + 3 * self.spread[lane]: return False
         return chance_loss is None or bool(smooth >= on_scale(c.rise_floor * chance_loss, linear))
 
