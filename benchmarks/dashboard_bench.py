@@ -120,12 +120,16 @@ def measure(rounds, seconds):
 W.VBox([place, said])"""
 
 
+def command_of(process):
+    "What `process` was started with; empty for one that has ended, whether or not its parent has waited for it."
+    try: return " ".join(process.cmdline())
+    except psutil.NoSuchProcess: return ""
+
 def pids_of(browser, tmp):
     "Processes of the server without the kernel, and of the browser."
-    mine = psutil.Process().children(recursive=True)
-    lab = [p for p in mine if "jupyterlab" in " ".join(p.cmdline()) and "ipykernel" not in " ".join(p.cmdline())]
-    chrome = [p for p in mine if any(w in " ".join(p.cmdline()) for w in ("chrom",))]
-    return dict(server=[p.pid for p in lab], browser=[p.pid for p in chrome])
+    commands = {p.pid: command_of(p) for p in psutil.Process().children(recursive=True)}
+    return dict(server=[pid for pid, c in commands.items() if "jupyterlab" in c and "ipykernel" not in c],
+                browser=[pid for pid, c in commands.items() if "chrom" in c])
 
 def slope(values, every):
     "Median of the last minute less that of the first, and both."
