@@ -369,6 +369,22 @@ def test_a_rise_too_small_for_watch_is_looked_at_where_that_costs_no_batch(recor
     else: assert not governor.reports and not governor.notes and net.weight[0, 0] > .03
 
 
+@pytest.mark.parametrize("chance, reason", [(None, "rise"), (.9 * 1.2, "collapse")])
+def test_a_small_rise_counts_sooner_where_a_comparison_replays_its_batches(chance, reason):
+    rng, limits = np.random.default_rng(0), GovernorConfig()
+    losses = .9 * np.exp(.02 * rng.standard_normal(400))
+    losses[300:] *= 1.2
+    found = {}
+    for replays in (True, False):
+        s = LossStats()
+        for t, loss in enumerate(losses):
+            v = s.judge(np.array([loss]), limits, chance, replays=replays)
+            if v.failed[0]: break
+        found[replays] = t - 300
+        assert v.reason() == reason
+    assert 16 < found[True] < 24 and 64 < found[False] < 72
+
+
 def test_a_slow_drift_is_noticed():
     s, rng = LossStats(), np.random.default_rng(0)
     for t in range(1200):

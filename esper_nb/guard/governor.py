@@ -712,10 +712,11 @@ class Governor:
         if self.rise is not None and active[0] and math.isfinite(loss[0]):
             if self.comparison is not None: return self._follow_comparison(float(loss[0]), fields, before_step)
             return self._follow_rise(float(loss[0]), fields)
-        self.verdict = v = self.stats.judge(loss, self.config, self.chance_loss, norm, None if active.all() else active)
+        self.verdict = v = self.stats.judge(
+            loss, self.config, self.chance_loss, norm, None if active.all() else active,
+            replays=self._patience > 0 and self._compares_recorded)
         self.since += 1
         reasons = {i: v.reason(i) for i in np.flatnonzero(v.code).tolist()}
-        if not reasons and self._notices_small_rise(): reasons = {0: "rise"}
         if not reasons: return ()
         if reasons.get(0) != "non-finite" and (done := self._rejoin_ranks(fields)): return done
         if self.single and self._begin_rise(reasons[0], float(loss[0]), before_step): return ()
@@ -729,12 +730,6 @@ class Governor:
         "Return how many losses a rise is observed before the Governor responds."
         if not self.single: return 0 # an epoch of lanes is judged at once, when it is over
         return 48 if self.config.patience is None else self.config.patience
-
-    def _notices_small_rise(self) -> bool:
-        "Return whether a rise below `rise_ratio` is worth a look: one that costs no batch, since `run` keeps them."
-        if not (self._patience and self._compares_recorded): return False
-        chance_loss = None if self.chance_loss is None else self.chance_loss.item()
-        return self.stats.is_out_of_noise(0, self.config, chance_loss)
 
     def _begin_rise(self, reason: str, loss: float, before_step: bool) -> bool: # False: it is not one to wait for
         "Start to observe a rise, unless its batch can be skipped."
