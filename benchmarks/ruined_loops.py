@@ -1,7 +1,7 @@
 """Seven real loops × ten faults under a Governor, beside other rules and beside no guard:
 
     python benchmarks/ruined_loops.py --write          # nbs/explanations/bench_ruined.json; half an hour on two cores
-    python benchmarks/ruined_loops.py --first 50007 --arms alone,governor.run --write      # three seeds more
+    python benchmarks/ruined_loops.py --first 50010 --arms alone,governor.run --write      # three seeds more
     python benchmarks/ruined_loops.py gpt vae --seeds 1 --arms alone,governor --faults "NaN weight,dead layer"
 
 Two of the guards are a Governor: `governor` watches the losses, `governor.run` is handed the step and its batches.

@@ -163,15 +163,15 @@ def test_inactive_lanes_stay_as_they_are():
     assert v.code.tolist() == [0, 0, 0] and t.judged.tolist() == [60, 60, 61] and np.array_equal(t.count, [0, 0, 0])
 
 @settings(deadline=None, max_examples=15)
-@given(st.integers(0, 10**6), st.floats(.01, .8), st.sampled_from([1., 1.2, 1.6]), st.booleans())
-def test_plain_numbers_and_arrays_give_the_same_statistics(seed, noise, rise, replays):
+@given(st.integers(0, 10**6), st.floats(.01, .8))
+def test_plain_numbers_and_arrays_give_the_same_statistics(seed, noise):
     rng = np.random.default_rng(seed); limits = DetectorConfig()
-    x = np.exp(noise * rng.standard_normal(300)); x[rng.random(300) < .02] *= 30; x[150:] *= rise
+    x = np.exp(noise * rng.standard_normal(300)); x[rng.random(300) < .02] *= 30
     a, b = LossStats(), LossStats()
     for loss in x:
-        v = a.judge(np.array([loss]), limits, np.array([CHANCE]), replays=replays)
+        v = a.judge(np.array([loss]), limits, np.array([CHANCE]))
         if b.pass_healthy(loss, limits, CHANCE): assert v.code[0] == 0
-        else: assert b.judge(np.array([loss]), limits, np.array([CHANCE]), replays=replays).code[0] == v.code[0]
+        else: assert b.judge(np.array([loss]), limits, np.array([CHANCE])).code[0] == v.code[0]
     for k in a.arrays: np.testing.assert_allclose(a.arrays[k], b.arrays[k], rtol=1e-9, atol=1e-9)
 
 

@@ -32,7 +32,8 @@ from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, GovernorConfig as Go
     as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Evidence as Evidence,
     Report as Report, describe_failure as describe_failure, GovernorStop as GovernorStop, Summary as Summary)
 from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
-    pair_turns as pair_turns, RiseMonitor as RiseMonitor, monitor_rise as monitor_rise, fall_of as fall_of)
+    pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
+    monitor_rise as monitor_rise, fall_of as fall_of)
 from .snapshots import (StateKey as StateKey, Agree as Agree, TakeResult as TakeResult,
     RestoreResult as RestoreResult, Snapshot as Snapshot, owned_by as owned_by, BackgroundCopy as BackgroundCopy,
     StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState, read_parts as read_parts)

@@ -206,7 +206,6 @@ class Look:
     linear: Any # 1: judged on the linear scale, 0: on the log scale
     chance_loss: Any # nats, or None
     norm: Any = None # gradient norm
-    replays: bool = False # a comparison with old weights costs no batch, so less of a rise is worth one
     found: dict[str, Any] = field(default_factory=dict) # what rules further down in the table have found
 
 # %% ../../nbs/guard/11_detector.ipynb #d5551c14
@@ -258,7 +257,7 @@ def find_collapse(look: Look, c: DetectorConfig, at_chance):
     return fallen & (at_chance >= c.collapse_confirm) | inside & look.found["rise"], fallen, at_chance
 
 # %% ../../nbs/guard/11_detector.ipynb #4ff4f8fb
-_SOON, _HELD = 16, 64 # losses of suspicion: after which a small rise is worth a replay; that keep the statistics still
+_HELD = 64 # losses of suspicion that keep the statistics still
 _SLOW = 512 # losses: how slowly the base follows the level
 
 def find_rise(look: Look, c: DetectorConfig, cusum, smooth, base, held):
@@ -278,7 +277,6 @@ def find_rise(look: Look, c: DetectorConfig, cusum, smooth, base, held):
     least_rise = where(look.linear, 3. * look.spread, math.log(c.rise_ratio))
     up = suspect & ((smooth >= look.level + least_rise) | (smooth >= base + 2 * least_rise))
     up = up | suspect & (held > _HELD) & (smooth >= look.level + look.spread) # small, and it lasts
-    if look.replays: up = up | suspect & (held > _SOON) & (smooth >= look.level + 3 * look.spread)
     if look.chance_loss is not None: up = up & (smooth >= on_scale(c.rise_floor * look.chance_loss, look.linear))
     return up, suspect & (held <= _HELD), cusum, smooth, base, held
 
@@ -403,7 +401,6 @@ class LossStats:
         chance_loss: float | np.ndarray | None = None, # () or (n,) nats
         norm: np.ndarray | None = None, # (n,) gradient norms
         active: np.ndarray | None = None, # (n,) bool: lanes to judge, default all
-        replays: bool = False, # whether old weights can be compared without losing a batch: small rises count, too
     ) -> Verdict:
         "Judge one loss per lane by every rule of the table, and move the statistics on."
         finite, by = np.isfinite(loss), loss_limits(self, c, chance_loss)
@@ -413,7 +410,7 @@ class LossStats:
         look = Look(
             ops=ARRAYS, loss=value, x=x, z=(x - self.level) / np.where(by.ready, self.spread, 1.), on=on, ok=ok,
             live=ok & by.ready, limits=by, mean=self.mean, level=self.level, spread=self.spread, linear=self.linear,
-            chance_loss=chance_loss, norm=norm, replays=replays)
+            chance_loss=chance_loss, norm=norm)
         code, anomaly = np.zeros(len(loss), np.int64), np.zeros(len(loss), bool)
         for number, rule in reversed([*enumerate(RULES.values(), 1)]):
             if rule.judge is None or rule.of_norm and norm is None: continue

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..core import ModulePart, check, check_count, read_saved
-from .rises import RiseMonitor, blames_weights, monitor_rise
+from .rises import BACK, RiseMonitor, blames_weights, is_clearly_above, monitor_rise
 from .causes import (
     Explanation, RecordedIncident, StepRecorder, find_cause, redo, redo_disturbed, set_setting)
 from .detector import (
@@ -38,7 +38,8 @@ from .snapshots import BackgroundCopy, SavedState, Snapshot, TakeResult
 # %% ../../nbs/guard/17_governor.ipynb #77500f84
 logger = logging.getLogger("esper_nb.governor")
 _LEVELS = dict(note=logging.INFO, warning=logging.WARNING, critical=logging.ERROR)
-_PLAIN_STATE = ("since", "held", "watched", "failed", "lr_factor", "calm_loss", "given_at", "keep_cuts")
+_PLAIN_STATE = ("since", "held", "watched", "failed", "lr_factor", "calm_loss", "given_at", "keep_cuts",
+                "looked_from")
 
 class _RejectedBatch(Exception): "Ends the block of `with governor.step()`."
 
@@ -110,6 +111,8 @@ class Governor:
         self.kept: tuple[SavedState, SavedAt] | None = None # from before the latest change that was accepted
         self.waiting: list[Waiting] = [] # losses gathered on a device
         self.latest = np.zeros((0, self.n)) # the latest of them that were judged, at most eight
+        self.late: deque[float] = deque(maxlen=BACK) # the latest losses of a single run, healthy or not
+        self.looked_from = -1 # batch of the good state after which a small rise was last observed
         self.watched = 0 # calls of `watch`
         self.inactive = np.zeros(lanes, bool) # lanes that do not take part in this `watch`
         self.inside = False # of `with step()`
@@ -634,6 +637,7 @@ class Governor:
             stats={k: t.clone() for k, t in self.stats.state_dict().items()}, budget=self.budget.state_dict(),
             config=self.config.to_dict(), snapshot=self.snapshot.state_dict() if banks else None,
             saved={k: tuple(v) for k, v in self.saved.items()}, sizes=self.sizes.tolist(),
+            late=list(self.late),
             waiting=[(w.loss.cpu(), None if w.norm is None else w.norm.cpu(), w.inactive.tolist(), w.batch)
                      for w in self.waiting])
 
@@ -656,6 +660,7 @@ class Governor:
         if state["snapshot"] is None:
             self.held = False
             self.take_snapshot()
+        self.late = deque(state["late"], BACK)
         self.rise = None if state["rise"] is None else RiseMonitor(**state["rise"])
         q, kept = state["comparison"], state["kept"]
         self.comparison = None if q is None else PendingComparison(
@@ -679,6 +684,7 @@ class Governor:
             loss = loss.item()
         guess = None if self.chance_loss is None else self.chance_loss.item()
         if not self.stats.pass_healthy(loss, self.config, guess): return False
+        self.late.append(loss)
         self.since += 1
         self.watched += 1
         return True
@@ -709,12 +715,11 @@ class Governor:
     def _judge_step(self, loss: np.ndarray, norm: np.ndarray | None, active: np.ndarray, before_step: bool,
                     fields: dict[str, Any]) -> tuple[Report, ...]: # fields of the reports
         "Judge the losses of one step, and act on what is found."
+        if self.comparison is None: self.late.append(float(loss[0]))
         if self.rise is not None and active[0] and math.isfinite(loss[0]):
             if self.comparison is not None: return self._follow_comparison(float(loss[0]), fields, before_step)
             return self._follow_rise(float(loss[0]), fields)
-        self.verdict = v = self.stats.judge(
-            loss, self.config, self.chance_loss, norm, None if active.all() else active,
-            replays=self._patience > 0 and self._compares_recorded)
+        self.verdict = v = self.stats.judge(loss, self.config, self.chance_loss, norm, None if active.all() else active)
         self.since += 1
         reasons = {i: v.reason(i) for i in np.flatnonzero(v.code).tolist()}
         if not reasons: return ()
@@ -731,11 +736,19 @@ class Governor:
         if not self.single: return 0 # an epoch of lanes is judged at once, when it is over
         return 48 if self.config.patience is None else self.config.patience
 
-    def _begin_rise(self, reason: str, loss: float, before_step: bool) -> bool: # False: it is not one to wait for
-        "Start to observe a rise, unless its batch can be skipped."
+    def _look_for_small_rise(self):
+        "Observe a rise that no rule has found, where a comparison costs no batch; once after each good state."
+        if not (self._patience and self._compares_recorded) or self.rise is not None or self.budget.stopped[0]: return
+        good = self._saved_at(0)
+        if good.batch == self.looked_from or not is_clearly_above(self.late, good.losses): return
+        self.looked_from, self.verdict = good.batch, None
+        self._begin_rise("rise", self.late[-1], before_step=False, before=good.losses)
+
+    def _begin_rise(self, reason: str, loss: float, before_step: bool, before: Sequence[float] = ()) -> bool:
+        "Start to observe a rise, unless its batch can be skipped; whether it is one to wait for."
         if not self._patience or not RULES[reason].waits: return False
         if before_step and self._choose(0, reason, self.verdict, True)[0] == "skip": return False
-        self.rise = monitor_rise(self.stats, self.config, reason)
+        self.rise = monitor_rise(self.stats, self.config, reason, before)
         self.rise.add(float(on_scale(loss, self.stats.linear[0])), loss)
         self._note("wait", reason, loss)
         return True
@@ -1003,6 +1016,7 @@ class Governor:
         if self.single:
             self.since, self.held = 0, False
             self.rise = self.comparison = None
+            self.late.clear()
         fields: dict[int, dict] = {}
         for i, step in zip(back.lanes, back.steps):
             saved = self._saved_at(i)
@@ -1062,7 +1076,7 @@ class Governor:
         "Begin a report about a rise of a single lane."
         seen = self.verdict and replace(self.verdict, loss=np.array([loss])) # None: a checkpoint held the rise
         report = describe_failure(self.stats, self.config, seen, self.chance_loss, 0, reason)
-        return replace(report, batch=self.watched - 1)
+        return replace(report, batch=self.watched - 1, loss=loss, shown=repr(loss))
 
     def _note(self, action: str, reason: str, loss: float):
         "Log a note about a rise that was only observed."
@@ -1101,6 +1115,7 @@ class Governor:
             self.snapshot.drop()
             self.held = False
             return self._respond({0: "state"}, bad_state=bad)
+        if self.since % BACK == 0: self._look_for_small_rise()
         if self.since < (c.probation if self.held else c.snapshot_every): return ()
         sizes = None if self.single else self.snapshot.lane_sizes()
         shrunken = [] if sizes is None else self._shrunken(sizes) # near chance no loss would show it
@@ -1157,7 +1172,7 @@ class Governor:
         if not self.single: self.sizes[which] = (self.snapshot.lane_sizes() if sizes is None else sizes)[which]
         kept = {v.number for v in (*self.snapshot.published, *self.snapshot.held) if v is not None}
         self.saved = {k: v for k, v in self.saved.items() if k in kept}
-        self.saved[self.snapshot.taken] = at or SavedAt(self.watched, self.lr_factor)
+        self.saved[self.snapshot.taken] = at or SavedAt(self.watched, self.lr_factor, tuple(self.late))
         self._write_file()
 
     def _saved_at(self, lane: int) -> "SavedAt":
@@ -1249,6 +1264,7 @@ class SavedAt(NamedTuple):
     "Where a run was when a snapshot was taken."
     batch: int # calls of `watch` before it
     lr_factor: float # cuts of the learning rate in force
+    losses: tuple[float, ...] = () # the latest before it, of a single run
 
 def _as_loss(loss: Any, lanes: int) -> Tensor | float:
     "Return a loss as a tensor with a number a lane, or as a number of a single lane."
