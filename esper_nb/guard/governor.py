@@ -1115,7 +1115,7 @@ class Governor:
             self.snapshot.drop()
             self.held = False
             return self._respond({0: "state"}, bad_state=bad)
-        if self.since % BACK == 0: self._look_for_small_rise()
+        if self.since % BACK == 0 and not self.waiting: self._look_for_small_rise()
         if self.since < (c.probation if self.held else c.snapshot_every): return ()
         sizes = None if self.single else self.snapshot.lane_sizes()
         shrunken = [] if sizes is None else self._shrunken(sizes) # near chance no loss would show it
