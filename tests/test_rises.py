@@ -400,6 +400,13 @@ def test_a_ruin_that_does_not_lift_a_falling_loss_above_its_level_is_undone_by_r
     assert not seen.governor.reports and seen.net.weight.item() == 1
 
 
+def test_after_a_redo_the_latest_losses_are_those_of_the_steps_that_were_redone():
+    loop, clean = Falling(), Falling()
+    while not loop.governor.reports and loop.t < 420: loop.run(1, corrupt=320)
+    clean.run(loop.t)
+    assert loop.governor.reports[0].redone and list(loop.governor.late) == list(clean.governor.late)
+
+
 def test_harder_data_are_looked_at_once_after_each_good_state_and_not_acted_on():
     loop = Falling()
     loop.run(600, harder=320)

@@ -376,6 +376,7 @@ class Governor:
         recorder.note_redone(losses)
         left_out = [s.number for s, x in zip(steps, losses) if math.isnan(x)]
         trained = np.array([x for x in losses if not math.isnan(x)])
+        self.late.extend(trained.tolist())
         self.stats.add(np.zeros(len(trained), np.int64), trained, self.config)
         self.stats.judged += len(losses)
         self.since += len(losses)
@@ -425,6 +426,7 @@ class Governor:
         if found is None: return ()
         self.rise, recorder.incident = None, incident
         recorder.note_redone(found.replayed)
+        self.late.extend(found.replayed)
         self.snapshot.drop()
         self.stats.calm_down([0])
         self.since, self.held = n, False
