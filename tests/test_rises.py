@@ -415,13 +415,15 @@ def test_harder_data_are_looked_at_once_after_each_good_state_and_not_acted_on()
     assert loop.governor.snapshot.steps[0] > 450 # a good state is taken again
 
 
-def test_losses_before_the_good_state_come_back_with_a_checkpoint():
+@pytest.mark.parametrize("banks", [True, False])
+def test_losses_before_the_good_state_come_back_with_a_checkpoint(banks):
     loop, other = Falling(), Falling()
     loop.run(310)
-    saved = loop.governor.state_dict()
+    saved = loop.governor.state_dict(banks)
     other.governor.load_state_dict(saved)
     assert list(other.governor.late) == list(loop.governor.late) and len(loop.governor.late) == 16
-    assert other.governor.saved == loop.governor.saved
+    if banks: assert other.governor.saved == loop.governor.saved
+    else: assert [at.losses for at in other.governor.saved.values()] == [tuple(loop.governor.late)] # it begins here
     assert all(len(at.losses) == 16 for at in other.governor.saved.values())
 
 

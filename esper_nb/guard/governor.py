@@ -656,13 +656,13 @@ class Governor:
             config = config.replace(copies=own.copies, background=own.background, probation=own.probation)
         self.config = config
         for k in _PLAIN_STATE: setattr(self, k, state[k])
+        self.late = deque(state["late"], BACK)
         self.reports.extend(Report.from_dict(r) for r in state["reports"])
         self.notes.extend(Report.from_dict(r) for r in state["notes"])
         self.saved, self.sizes = {k: SavedAt(*v) for k, v in state["saved"].items()}, np.array(state["sizes"])
         if state["snapshot"] is None:
             self.held = False
             self.take_snapshot()
-        self.late = deque(state["late"], BACK)
         self.rise = None if state["rise"] is None else RiseMonitor(**state["rise"])
         q, kept = state["comparison"], state["kept"]
         self.comparison = None if q is None else PendingComparison(
@@ -717,7 +717,7 @@ class Governor:
     def _judge_step(self, loss: np.ndarray, norm: np.ndarray | None, active: np.ndarray, before_step: bool,
                     fields: dict[str, Any]) -> tuple[Report, ...]: # fields of the reports
         "Judge the losses of one step, and act on what is found."
-        if self.comparison is None: self.late.append(float(loss[0]))
+        if self.single and active[0] and self.comparison is None: self.late.append(float(loss[0]))
         if self.rise is not None and active[0] and math.isfinite(loss[0]):
             if self.comparison is not None: return self._follow_comparison(float(loss[0]), fields, before_step)
             return self._follow_rise(float(loss[0]), fields)
@@ -1076,7 +1076,7 @@ class Governor:
 
     def _describe(self, reason: str, loss: float) -> Report:
         "Begin a report about a rise of a single lane."
-        seen = self.verdict and replace(self.verdict, loss=np.array([loss])) # None: a checkpoint held the rise
+        seen = self.verdict and replace(self.verdict, loss=np.array([loss])) # None: no rule, or a checkpoint
         report = describe_failure(self.stats, self.config, seen, self.chance_loss, 0, reason)
         return replace(report, batch=self.watched - 1, loss=loss, shown=repr(loss))
 

@@ -44,7 +44,7 @@ def pair_turns(
     return np.array(live)[:, None], np.array(old)[:, None]
 
 # %% ../../nbs/guard/15_rises.ipynb #5a11c0df
-BACK = 16 # losses that are looked at together
+BACK = 16 # losses that are looked at together: are they above others, is a rise over?
 
 def is_clearly_above(
     now: Sequence[float], # the latest losses
@@ -57,8 +57,6 @@ def is_clearly_above(
         return bool(np.mean(now) - np.mean(before) > 4 * error)
 
 # %% ../../nbs/guard/15_rises.ipynb #975bd5bc
-BACK = 16 # losses that are looked at together: their median decides whether a rise is over
-
 @dataclass
 class RiseMonitor:
     "A rise under observation, and the losses of the old weights, on the scale of the judgement."
