@@ -40,6 +40,10 @@ def module_of(page): return f"{page.parent.name}.{page.stem.partition('_')[2]}"
 
 def number_of(page): return page.stem.partition("_")[0]
 
+def place_of(page):
+    "Where a page stands among all: packages in their order, and the pages of each by their numbers."
+    return LAYERS.index(page.parent.name), number_of(page)
+
 def imports(tree):
     "Yield the dotted names that a tree imports; relative ones are the package's own."
     for node in ast.walk(tree):
@@ -62,16 +66,16 @@ def said(failures): return "\n".join(["", *failures])
 
 # --- pages
 
-def faults_of_a_page(page, numbers):
+def faults_of_a_page(page, places):
     "Yield what is wrong with a page of the library: its name, its imports."
-    here, package = number_of(page), page.parent.name
+    here, package = place_of(page), page.parent.name
     targets = re.findall(r"^#\|\s*default_exp\s+(\S+)", "\n".join(cells(page)), re.M)
     if targets != [module_of(page)]: yield f"exports to {targets}, not to {module_of(page)}"
     if re.search(r"^#\|[ \t]*exports?[ \t]+\w", "\n".join(cells(page)), re.M): yield "exports into another module"
     for source in cells(page):
         for name in imported_modules(source) - {module_of(page)}:
-            if name not in numbers: yield f"imports {name}, which no page defines"
-            elif numbers[name] >= here: yield f"imports {name}, page {numbers[name]}: imports point down only"
+            if name not in places: yield f"imports {name}, which no page defines"
+            elif places[name] >= here: yield f"imports {name}, page {places[name][1]}: imports point down only"
             there = name.split(".")[0]
             if not EXPORTED.search(source) or there == package: continue
             if LAYERS.index(there) > LAYERS.index(package): yield f"imports {name} from a package above its own"
@@ -88,13 +92,14 @@ def faults_of_a_notebook(path):
         if str(ROOT) in json.dumps(o): yield "stores a path of this machine"
 
 def test_pages_are_named_numbered_and_import_downwards():
-    numbers = {module_of(p): number_of(p) for p in PAGES}
-    wrong = [f"{name_of(p)}: {fault}" for p in PAGES for fault in faults_of_a_page(p, numbers)]
+    places = {module_of(p): place_of(p) for p in PAGES}
+    wrong = [f"{name_of(p)}: {fault}" for p in PAGES for fault in faults_of_a_page(p, places)]
     wrong += [f"{name_of(p)}: {fault}" for p in NOTEBOOKS for fault in faults_of_a_notebook(p)]
     pages = defaultdict(list)
-    for p in PAGES: pages[number_of(p)].append(p.name)
-    wrong += [f"number {n}: {names}" for n, names in pages.items() if len(names) > 1 or not re.fullmatch(r"\d\d", n)]
-    wrong += [f"no page makes esper_nb.{m}" for m in TREES.keys() - numbers.keys()]
+    for p in PAGES: pages[place_of(p)].append(p.name)
+    wrong += [f"number {n}: {names}" for (_, n), names in pages.items()
+              if len(names) > 1 or not re.fullmatch(r"\d\d", n)]
+    wrong += [f"no page makes esper_nb.{m}" for m in TREES.keys() - places.keys()]
     owners = defaultdict(list)
     for m, tree in TREES.items():
         for n in tree.body:
