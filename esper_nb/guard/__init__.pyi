@@ -1,12 +1,17 @@
 # What guard offers to other packages; written by `python scripts/notebooks.py door`
+from .observation import Observation as Observation, Exchange as Exchange
+from .responses import (Lanes as Lanes, is_clock as is_clock, clocks_of as clocks_of, not_exchanged as not_exchanged,
+    SingleRun as SingleRun)
+from .phases import Move as Move, TABLE as TABLE, Phase as Phase, Effect as Effect, next_phase as next_phase
 from .adapters import (bar_note as bar_note, lightning_governor as lightning_governor, guard_trainer as guard_trainer,
     guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
+from .budget import Budget as Budget, is_extreme as is_extreme, blames_batch as blames_batch
 from .causes import (CAUSES as CAUSES, LOW as LOW, EXPERIMENTS as EXPERIMENTS, SLOWER as SLOWER, UPHILL as UPHILL,
     REDONE as REDONE, Explanation as Explanation, RecordedStep as RecordedStep, StepRecorder as StepRecorder,
     settings_of as settings_of, keys_of as keys_of, tensors_of as tensors_of, same_stream as same_stream,
     RecordedIncident as RecordedIncident, copy_published as copy_published, Replay as Replay,
-    gradient_norm as gradient_norm, idle as idle, share_of_rate as share_of_rate, set_setting as set_setting,
-    Experiment as Experiment, leave_out_odd as leave_out_odd, hold_rate as hold_rate, hold_settings as hold_settings,
+    gradient_norm as gradient_norm, idle as idle, share_of_rate as share_of_rate, Experiment as Experiment,
+    leave_out_odd as leave_out_odd, hold_rate as hold_rate, hold_settings as hold_settings,
     without_autocast as without_autocast, full_precision as full_precision, drop_gradients as drop_gradients,
     updates_every_step as updates_every_step, mix_examples as mix_examples, can_mix as can_mix,
     with_tensors as with_tensors, forget_moments as forget_moments, clip_as_usual as clip_as_usual,
@@ -16,6 +21,7 @@ from .causes import (CAUSES as CAUSES, LOW as LOW, EXPERIMENTS as EXPERIMENTS, S
     level_spread as level_spread, find_onset as find_onset, find_earlier as find_earlier, find_odd as find_odd,
     find_cause as find_cause, Inquiry as Inquiry, carries_over as carries_over, same_number as same_number,
     redo as redo, redo_disturbed as redo_disturbed)
+from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
@@ -24,13 +30,16 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     find_gradient as find_gradient, exceeded as exceeded, name_limit as name_limit, name_mean as name_mean,
     log_of as log_of, on_scale as on_scale, off_scale as off_scale, LossStats as LossStats,
     loss_limits as loss_limits)
-from .governor import (logger as logger, Governor as Governor, GoodFiles as GoodFiles,
-    PendingComparison as PendingComparison, Waiting as Waiting, SavedAt as SavedAt, is_clock as is_clock,
-    is_extreme as is_extreme, Budget as Budget, blames_batch as blames_batch, scale_lr as scale_lr)
+from .governor import Moment as Moment, Governor as Governor
+from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
+    LossQueue as LossQueue)
+from .probation import FIRST as FIRST, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
-from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, GovernorConfig as GovernorConfig,
+from .repairs import RATE_CAUSES as RATE_CAUSES, Redone as Redone, Repairs as Repairs
+from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, logger as logger, GovernorConfig as GovernorConfig,
     as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Evidence as Evidence,
-    Report as Report, describe_failure as describe_failure, GovernorStop as GovernorStop, Summary as Summary)
+    Report as Report, describe_failure as describe_failure, GovernorStop as GovernorStop, IncidentLog as IncidentLog,
+    Summary as Summary)
 from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
     pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, fall_of as fall_of)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ..core import RandomStreams
 from .rises import blames_weights
+from .losses import loss_of
 from .ranks import Ranks
 from .reports import Evidence, Report
 from .snapshots import SavedState, Snapshot
@@ -119,7 +120,8 @@ class RecordedStep:
         "Run it once more, on the weights as they are, with the random numbers that it had."
         RandomStreams().load_state_dict(self.streams)
         if other is None: other = self.batch if self.fetch is None else self.fetch(self.batch)
-        loss = self.step(other)
+        loss = loss_of(self.step(other))
+        if loss is None: return math.nan
         return float(loss.detach() if isinstance(loss, Tensor) else loss)
 
     def changed(self) -> bool:
@@ -176,7 +178,8 @@ class StepRecorder:
         self.updated = weights != self._versions()
         self.seen_update |= self.updated
         noted.after = self._settings()
-        noted.loss = loss.detach() if isinstance(loss, Tensor) else loss
+        found = loss_of(loss)
+        noted.loss = found.detach() if isinstance(found, Tensor) else math.nan if found is None else found
         self.runs += 1
         if self.warm_left:
             self.warm_left -= 1
@@ -217,19 +220,19 @@ class StepRecorder:
 
     # --- what is done about a cause
 
-    def wanted(self, batch, fetch): # None: leave it out
+    def wanted(self, batch, fetch) -> tuple[bool, Any]: # whether to train on it, and on what
         "Return the batch to train on, without examples that caused an incident."
         self.position += 1
         if self.skip_left:
             self.skip_left -= 1
-            return None
-        if self.position - 1 in self.left_positions: return None
-        if fetch is None or not self.left_keys: return batch
+            return False, None
+        if self.position - 1 in self.left_positions: return False, None
+        if fetch is None or not self.left_keys: return True, batch
         keys = keys_of(batch)
         keep = [i for i, k in enumerate(keys) if k not in self.left_keys]
-        if len(keep) == len(keys): return batch
-        if not keep: return None
-        return batch[keep] if isinstance(batch, Tensor | np.ndarray) else type(batch)(batch[i] for i in keep)
+        if len(keep) == len(keys): return True, batch
+        if not keep: return False, None
+        return True, batch[keep] if isinstance(batch, Tensor | np.ndarray) else type(batch)(batch[i] for i in keep)
 
     def leave_out(self, found: Explanation, incident: "RecordedIncident"):
         "Skip the batches that caused the incident when they recur."
