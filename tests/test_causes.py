@@ -100,7 +100,7 @@ def betas(loop, k, xy):
 def test_the_cause_is_named(fault, bug, cause, batches, begin):
     loop = Loop(CONFIG.replace(explain_steps=0), bug)
     loop.train(fault=fault, steps=AT + AFTER)
-    if not loop.gov.recorder.incident: loop.gov.rollback() # as by a person who sees the loss
+    if not loop.gov.repairs.incident: loop.gov.rollback() # as by a person who sees the loss
     found = loop.gov.explain()
     assert found.cause == cause, str(found)
     assert found.batches == batches
@@ -282,7 +282,7 @@ def test_callbacks_that_fail_are_noted_beside_the_cause():
     report, = loop.gov.reports
     assert report.cause == "data" and report.errors == ("ZeroDivisionError: division by zero",)
     loop.gov.explain()
-    assert loop.gov.reports[-1].errors == report.errors and loop.gov.recorder.incident.report is loop.gov.reports[-1]
+    assert loop.gov.reports[-1].errors == report.errors and loop.gov.repairs.incident.report is loop.gov.reports[-1]
 
 def test_after_a_rollback_that_is_not_redone_its_steps_are_forgotten():
     loop = end_of(nan, config=CONFIG.replace(explain_steps=0))
@@ -325,7 +325,7 @@ def test_a_window_of_batches_is_left_out_after_a_rollback():
 def test_a_learning_rate_that_was_to_blame_comes_back_slowly():
     loop = Loop(CONFIG.replace(rewarm=4))
     loop.train(fault=rate)
-    if not loop.gov.recorder.incident: loop.gov.rollback()
+    if not loop.gov.repairs.incident: loop.gov.rollback()
     assert loop.gov.reports[-1].cause == "rate"
     loop.clock.base_lrs, loop.opt.param_groups[0]["lr"], used = [1e-2], 1e-2, []
     loop.opt.register_step_pre_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
@@ -371,7 +371,7 @@ def test_gradients_from_before_the_good_state_are_not_taken_for_interference():
     loop = Loop(CONFIG.replace(explain_steps=0))
     loop.opt.zero_grad = lambda: None
     loop.train(50)
-    assert loop.gov.saved[loop.gov.snapshot.version[0]].batch == 20
+    assert loop.gov.probation.saved[loop.gov.snapshot.version[0]].batch == 20
     assert loop.gov.explain(now=True).cause in ("healthy", "gradients")
     loop.gov.rollback()
     assert loop.gov.explain().cause == "gradients"
@@ -385,7 +385,7 @@ def test_a_rate_that_the_step_itself_raises_is_seen():
         return own(xy)
     loop.step = step
     loop.train(AT + AFTER)
-    if not loop.gov.recorder.incident: loop.gov.rollback()
+    if not loop.gov.repairs.incident: loop.gov.rollback()
     found = loop.gov.explain()
     assert found.cause == "rate" and f"{3e-3:.3g}" not in found.why.split(" to ")[1], found.why
 
@@ -409,7 +409,7 @@ def test_a_user_can_add_an_experiment(monkeypatch):
 def test_a_budget_of_steps_is_kept():
     loop = Loop(CONFIG.replace(explain_steps=0), bug="sign")
     loop.train(steps=AT + AFTER)
-    if not loop.gov.recorder.incident: loop.gov.rollback()
+    if not loop.gov.repairs.incident: loop.gov.rollback()
     found = loop.gov.explain(budget=90)
     assert found.cause == "unknown" and "the budget of 90 steps is used up; not tried: " in found.why
     assert found.steps <= 90

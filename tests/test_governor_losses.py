@@ -82,7 +82,7 @@ def test_a_rise_is_looked_at_and_its_end_is_noted():
     rng = np.random.default_rng(0)
     calm = .5 + .02 * rng.standard_normal(300)
     gov = governed([*calm[:200], *([1.4] * 20), *calm[200:]], CHANCE)
-    assert [r.action for r in gov.notes] == ["wait", "passed"] and not gov.reports and gov.rise is None
+    assert [r.action for r in gov.notes] == ["wait", "passed"] and not gov.reports and gov.observed.monitor is None
 
 def test_no_snapshot_is_published_during_a_trial():
     gov = Governor(nn.Linear(1, 1), chance_loss=CHANCE,
@@ -90,7 +90,7 @@ def test_no_snapshot_is_published_during_a_trial():
     for k in range(100): gov.watch(.5 + .01 * (k % 3))
     step = gov.snapshot.steps[0]
     for _ in range(63): gov.watch(2.2)
-    assert gov.rise is not None and gov.snapshot.steps[0] <= step + 5
+    assert gov.observed.monitor is not None and gov.snapshot.steps[0] <= step + 5
 
 def test_a_trial_goes_into_a_state_and_comes_back():
     a, b = [Governor(nn.Linear(1, 1), chance_loss=CHANCE) for _ in range(2)]
@@ -103,7 +103,7 @@ def test_a_trial_goes_into_a_state_and_comes_back():
 
 def test_nan_is_never_waited_for():
     gov = governed([.5] * 100 + [2.2] * 8 + [math.nan], CHANCE)
-    assert [r.reason for r in gov.reports] == ["non-finite"] and gov.rise is None
+    assert [r.reason for r in gov.reports] == ["non-finite"] and gov.observed.monitor is None
 
 
 # --- changes that are meant, bursts
@@ -121,7 +121,7 @@ def test_accept_learns_the_new_level_and_saves():
 
 def test_accept_ends_a_trial():
     gov = governed([.1] * 100 + [2.3] * 10, CHANCE)
-    assert gov.rise is not None
+    assert gov.observed.monitor is not None
     gov.accept()
     for _ in range(100): gov.watch(2.3)
     assert not gov.reports

@@ -226,7 +226,7 @@ def test_a_comparison_goes_into_a_state_and_comes_back(tmp_path):
     for options in (dict(harder=100), {}):
         a = Stub(**options)
         corrupt = None if options else 100
-        while a.governor.comparison is None: a.run(1, corrupt)
+        while a.governor.observed.exchange is None: a.run(1, corrupt)
         torch.save(a.governor.state_dict(), tmp_path/"governor.pt")
         b = Stub(**options)
         b.run(1)
@@ -243,7 +243,7 @@ def test_a_run_that_ends_while_old_weights_are_in_place_ends_with_its_own():
     with stub.governor as governor:
         while not governor.comparing: stub.run(1, corrupt=60)
         assert stub.net.weight.item() == 0
-    assert stub.net.weight.item() == 1 and governor.rise is None
+    assert stub.net.weight.item() == 1 and governor.observed.monitor is None
     stub.run(40) # a loop that goes on is guarded as before
     assert [r.action for r in governor.reports] == ["rollback"] and stub.net.weight.item() == 0
 
@@ -404,7 +404,7 @@ def test_after_a_redo_the_latest_losses_are_those_of_the_steps_that_were_redone(
     loop, clean = Falling(), Falling()
     while not loop.governor.reports and loop.t < 420: loop.run(1, corrupt=320)
     clean.run(loop.t)
-    assert loop.governor.reports[0].redone and list(loop.governor.late) == list(clean.governor.late)
+    assert loop.governor.reports[0].redone and list(loop.governor.losses.recent) == list(clean.governor.losses.recent)
 
 
 def test_harder_data_are_looked_at_once_after_each_good_state_and_not_acted_on():
@@ -421,10 +421,10 @@ def test_losses_before_the_good_state_come_back_with_a_checkpoint(banks):
     loop.run(310)
     saved = loop.governor.state_dict(banks)
     other.governor.load_state_dict(saved)
-    assert list(other.governor.late) == list(loop.governor.late) and len(loop.governor.late) == 16
-    if banks: assert other.governor.saved == loop.governor.saved
-    else: assert [at.losses for at in other.governor.saved.values()] == [tuple(loop.governor.late)] # it begins here
-    assert all(len(at.losses) == 16 for at in other.governor.saved.values())
+    assert list(other.governor.losses.recent) == list(loop.governor.losses.recent) and len(loop.governor.losses.recent) == 16
+    if banks: assert other.governor.probation.saved == loop.governor.probation.saved
+    else: assert [at.losses for at in other.governor.probation.saved.values()] == [tuple(loop.governor.losses.recent)] # it begins here
+    assert all(len(at.losses) == 16 for at in other.governor.probation.saved.values())
 
 
 def test_a_slow_drift_is_noticed():
@@ -515,4 +515,4 @@ def test_a_lane_whose_weights_go_while_it_knows_nothing_is_brought_back():
     assert torch.equal(losses[:, 2], clean[:, 2]) and (losses[-10:].mean(0) < 1.6).all() # 2.3 is chance
     again = new_population(task, FitConfig(lanes=3, epochs=4), data=data)
     again.load_state_dict(pop.state_dict())
-    assert np.array_equal(again.governor.sizes, pop.governor.sizes)
+    assert np.array_equal(again.governor.response.sizes, pop.governor.response.sizes)

@@ -24,7 +24,7 @@ from ..core import ModulePart, check, check_count
 from .budget import Budget, blames_batch, is_extreme
 from .causes import Explanation, StepRecorder
 from .detector import RULES, LossStats, Verdict, loss_limits, off_scale, on_scale
-from .losses import LossQueue, as_loss, loss_of
+from .losses import LossQueue, WaitingLoss, as_loss, loss_of
 from .observation import Exchange, Observation
 from .phases import Move
 from .probation import GoodFiles, Probation, SavedAt
@@ -153,9 +153,14 @@ class Governor:
         return self.rates.factor
 
     @property
-    def recorder(self) -> StepRecorder | None: # None: nothing was trained by `run`
+    def waiting(self) -> list[WaitingLoss]: # in order
+        "Return the losses that were gathered and are not judged yet."
+        return self.losses.waiting
+
+    @property
+    def recorder(self) -> StepRecorder | None: # None: lanes are not recorded
         "Return the recorded steps of `run`."
-        return None if self.repairs is None or not self.repairs.recorder.runs else self.repairs.recorder
+        return None if self.repairs is None else self.repairs.recorder
 
     @property
     def stopped(self) -> np.ndarray: # (n,) bool
@@ -353,7 +358,7 @@ class Governor:
         >>> governor.explain().cause
         'healthy'
         """
-        if self.repairs is None or self.recorder is None:
+        if self.repairs is None or not self._records:
             raise RuntimeError("no step was recorded: train with `governor.run(step, batch)`")
         incident = None if now else self.repairs.incident
         if incident is None: incident = self.repairs.open(self._saved_at(0).batch)
@@ -674,7 +679,7 @@ class Governor:
         rise = 0. if over else t.rise / 2 if self._compares_recorded else t.rise # on the same batches less is sure
         if self._blames(now, before, np.array([rise]))[0]: return (), Move.BLAMED
         if over: return (), Move.BACK
-        if self.recorder is not None and len(t.x) < 2 * self._patience: return (), Move.WAIT # bad batches may end
+        if self._records and len(t.x) < 2 * self._patience: return (), Move.WAIT # bad batches may end
         return (), Move.CLEARED
 
     def _announce(self, m: Moment) -> "Outcome":
@@ -751,6 +756,10 @@ class Governor:
 
     @property
     def _patience(self) -> int: return self.response.patience(self.config)
+
+    @property
+    def _records(self) -> bool: # whether steps are trained by `run`
+        return self.recorder is not None and self.recorder.runs > 0
 
     @property
     def _compares_recorded(self) -> bool: # batches on which the live weights were just trained
@@ -907,7 +916,7 @@ class Governor:
     def _look_into(self, reports: Sequence[Report]):
         "After a rollback: keep the incident, find its cause, and do what that suggests."
         report = next((r for r in reports if r.lost and r.action in ("rollback", "replay", "stop")), None)
-        if report is None or report.lost is None or self.repairs is None or self.recorder is None: return
+        if report is None or report.lost is None or self.repairs is None or not self._records: return
         incident = self.repairs.open(report.lost[0], report)
         self.repairs.wind_back(report, self.config.skip_window)
         if not self.config.explain_steps: return self._redo(None)
@@ -940,7 +949,7 @@ class Governor:
     def _redo_disturbed(self, reason: str, loss: float) -> tuple[Report, ...]: # empty: it was not disturbed
         "Look whether something outside of the steps has made the run worse; if so, train on them again."
         c, repairs = self.config, self.repairs
-        if repairs is None or self.recorder is None or not (c.redo and c.explain_steps): return ()
+        if repairs is None or not (self._records and c.redo and c.explain_steps): return ()
         found = repairs.redo_disturbed(repairs.open(self._saved_at(0).batch), self.watched)
         if found is None: return ()
         self.losses.remember(found.replayed)
@@ -1035,7 +1044,7 @@ class Governor:
 
     def _mend_moments(self, bad: tuple[str, ...]) -> bool: # tensors that are not finite
         "Where only moments of an optimizer are not finite, restore these alone, so that no batch is lost."
-        if not self.single or self.ranks or self.recorder is not None or not self.snapshot.mend(bad): return False
+        if not self.single or self.ranks or self._records or not self.snapshot.mend(bad): return False
         report = describe_failure(self.stats, self.config, None, self.chance_loss, 0, "state")
         self.log.file(replace(report, action="rollback", batch=self.watched - 1, bad_state=bad, restored=bad,
                               restored_step=self.snapshot.steps[0],
