@@ -1,21 +1,18 @@
 # What guard offers to other packages; written by `python scripts/notebooks.py door`
 from .adapters import (bar_note as bar_note, lightning_governor as lightning_governor, guard_trainer as guard_trainer,
     guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
-from .causes import (CAUSES as CAUSES, LOW as LOW, EXPERIMENTS as EXPERIMENTS, SLOWER as SLOWER, UPHILL as UPHILL,
-    REDONE as REDONE, Explanation as Explanation, RecordedStep as RecordedStep, StepRecorder as StepRecorder,
-    settings_of as settings_of, keys_of as keys_of, tensors_of as tensors_of, same_stream as same_stream,
-    RecordedIncident as RecordedIncident, copy_published as copy_published, Replay as Replay,
-    gradient_norm as gradient_norm, idle as idle, share_of_rate as share_of_rate, set_setting as set_setting,
-    Experiment as Experiment, leave_out_odd as leave_out_odd, hold_rate as hold_rate, hold_settings as hold_settings,
+from .causes import (EXPERIMENTS as EXPERIMENTS, SLOWER as SLOWER, UPHILL as UPHILL, REDONE as REDONE,
+    Findings as Findings, Experiment as Experiment, leave_out_odd as leave_out_odd, odd_ones as odd_ones,
+    name_batches as name_batches, mix_examples as mix_examples, can_mix as can_mix, with_tensors as with_tensors,
+    hold_rate as hold_rate, hold_settings as hold_settings, most_changed as most_changed, rate_rose as rate_rose,
+    had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near,
     without_autocast as without_autocast, full_precision as full_precision, drop_gradients as drop_gradients,
-    updates_every_step as updates_every_step, mix_examples as mix_examples, can_mix as can_mix,
-    with_tensors as with_tensors, forget_moments as forget_moments, clip_as_usual as clip_as_usual,
-    usual_norms as usual_norms, lower_rate as lower_rate, scale_rate as scale_rate, most_changed as most_changed,
-    had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near, rate_rose as rate_rose,
-    name_batches as name_batches, odd_ones as odd_ones, LayerWatch as LayerWatch, center_spread as center_spread,
-    level_spread as level_spread, find_onset as find_onset, find_earlier as find_earlier, find_odd as find_odd,
-    find_cause as find_cause, Inquiry as Inquiry, carries_over as carries_over, same_number as same_number,
-    redo as redo, redo_disturbed as redo_disturbed)
+    updates_every_step as updates_every_step, forget_moments as forget_moments, clip_as_usual as clip_as_usual,
+    lower_rate as lower_rate, scale_rate as scale_rate, center_spread as center_spread, level_spread as level_spread,
+    find_onset as find_onset, find_earlier as find_earlier, find_odd as find_odd, GoodState as GoodState, Gap as Gap,
+    Yardstick as Yardstick, odd_batches as odd_batches, odd_later as odd_later, climb as climb,
+    find_cause as find_cause, carries_over as carries_over, same_number as same_number, CaseFile as CaseFile,
+    Inquiry as Inquiry, redo as redo, redo_disturbed as redo_disturbed)
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
@@ -28,9 +25,16 @@ from .governor import (logger as logger, Governor as Governor, GoodFiles as Good
     PendingComparison as PendingComparison, Waiting as Waiting, SavedAt as SavedAt, is_clock as is_clock,
     is_extreme as is_extreme, Budget as Budget, blames_batch as blames_batch, scale_lr as scale_lr)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
-from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, GovernorConfig as GovernorConfig,
+from .recorder import (RecordedStep as RecordedStep, settings_of as settings_of, keys_of as keys_of,
+    tensors_of as tensors_of, same_stream as same_stream, idle as idle, at_share as at_share, stepping as stepping,
+    set_setting as set_setting, Omissions as Omissions, WarmUp as WarmUp, StepRecorder as StepRecorder,
+    RecordedIncident as RecordedIncident, copy_published as copy_published)
+from .replay import (LOW as LOW, Changes as Changes, Replay as Replay, gradient_norm as gradient_norm,
+    share_of_rate as share_of_rate, LayerWatch as LayerWatch)
+from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, CAUSES as CAUSES, GovernorConfig as GovernorConfig,
     as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Evidence as Evidence,
-    Report as Report, describe_failure as describe_failure, GovernorStop as GovernorStop, Summary as Summary)
+    Report as Report, describe_failure as describe_failure, Explanation as Explanation, GovernorStop as GovernorStop,
+    Summary as Summary)
 from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
     pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, fall_of as fall_of)

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from ..core import ModulePart, check, check_count, read_saved
 from .rises import BACK, RiseMonitor, blames_weights, is_clearly_above, monitor_rise
-from .causes import (
-    Explanation, RecordedIncident, StepRecorder, find_cause, redo, redo_disturbed, set_setting)
+from .causes import find_cause, redo, redo_disturbed
 from .detector import (
     RULES, LossStats, Verdict, loss_limits, off_scale, on_scale)
 from .ranks import Ranks, SameWeights
+from .recorder import RecordedIncident, StepRecorder, set_setting
 from .reports import (
-    GovernorConfig, GovernorStop, Report, Summary, as_chance_losses, as_governor_config, describe_failure)
+    Explanation, GovernorConfig, GovernorStop, Report, Summary, as_chance_losses, as_governor_config, describe_failure)
 from .snapshots import BackgroundCopy, SavedState, Snapshot, TakeResult
 
 # %% ../../nbs/guard/27_governor.ipynb #77500f84
@@ -185,7 +185,7 @@ class Governor:
     @property
     def left_keys(self) -> set: # empty before `run` has found any
         "Return the keys of examples that caused an incident, which `run` skips when they recur."
-        return set() if self.recorder is None else set(self.recorder.left_keys)
+        return set() if self.recorder is None else set(self.recorder.omissions.keys)
 
     def watch(
         self,
@@ -291,7 +291,7 @@ class Governor:
         if self.recorder is None: self.recorder = StepRecorder(self.snapshot.objects.values())
         recorder = self.recorder
         if self.evaluate is None: self.evaluate = recorder.evaluate # on the same batches, none of them lost
-        if (wanted := recorder.wanted(batch, fetch)) is None: return None
+        if (wanted := recorder.omissions.wanted(batch, fetch)) is None: return None
         ways_back = [*self.saved.values(), *(() if self.kept is None else [self.kept[1]])]
         recorder.forget(min(s.batch for s in ways_back))
         with self.ranks.naming_the_failed(self.watched):
@@ -352,13 +352,13 @@ class Governor:
         recorder, config = self.recorder, self.config
         recorder.incident = recorder.incident_from(report.lost[0], self.snapshot, report)
         steps = recorder.incident.steps
-        if report.action == "replay" and steps: recorder.position = steps[0].position
-        recorder.skip_left = 0 if report.action == "replay" else config.skip_window
+        if report.action == "replay" and steps: recorder.omissions.wind_back(steps[0].position)
+        recorder.omissions.skip(0 if report.action == "replay" else config.skip_window)
         if not config.explain_steps: return self._redo(recorder.incident, None)
         found = self.explain(budget=config.explain_steps)
         level = logging.INFO if self.ranks.rank else logging.WARNING
         logger.log(level, "Governor: batch %s: cause %s: %s", report.batch, found.cause, found.why)
-        if config.leave_out: recorder.leave_out(found, recorder.incident)
+        if config.leave_out: recorder.omissions.leave_out(found, recorder.incident.steps)
         self._redo(recorder.incident, found)
         if config.rewarm and found.cause in ("rate", "fast", "steep", "moments"): recorder.rewarm(config.rewarm)
 
