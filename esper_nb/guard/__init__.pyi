@@ -1,18 +1,19 @@
 # What guard offers to other packages; written by `python scripts/notebooks.py door`
 from .adapters import (bar_note as bar_note, lightning_governor as lightning_governor, guard_trainer as guard_trainer,
     guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
-from .causes import (EXPERIMENTS as EXPERIMENTS, SLOWER as SLOWER, UPHILL as UPHILL, REDONE as REDONE,
-    Findings as Findings, Experiment as Experiment, leave_out_odd as leave_out_odd, odd_ones as odd_ones,
-    name_batches as name_batches, mix_examples as mix_examples, can_mix as can_mix, with_tensors as with_tensors,
-    hold_rate as hold_rate, hold_settings as hold_settings, most_changed as most_changed, rate_rose as rate_rose,
-    had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near,
-    without_autocast as without_autocast, full_precision as full_precision, drop_gradients as drop_gradients,
+from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, EXPERIMENTS as EXPERIMENTS, SLOWER as SLOWER, UPHILL as UPHILL,
+    REDONE as REDONE, Findings as Findings, Experiment as Experiment, leave_out_odd as leave_out_odd,
+    odd_ones as odd_ones, name_batches as name_batches, mix_examples as mix_examples, can_mix as can_mix,
+    with_tensors as with_tensors, hold_rate as hold_rate, hold_settings as hold_settings,
+    most_changed as most_changed, rate_rose as rate_rose, had_a_spell as had_a_spell,
+    other_settings as other_settings, is_near as is_near, without_autocast as without_autocast,
+    full_precision as full_precision, few_bits as few_bits, drop_gradients as drop_gradients,
     updates_every_step as updates_every_step, forget_moments as forget_moments, clip_as_usual as clip_as_usual,
     lower_rate as lower_rate, scale_rate as scale_rate, center_spread as center_spread, level_spread as level_spread,
     find_onset as find_onset, find_earlier as find_earlier, find_odd as find_odd, GoodState as GoodState, Gap as Gap,
     Yardstick as Yardstick, odd_batches as odd_batches, odd_later as odd_later, climb as climb,
-    find_cause as find_cause, carries_over as carries_over, same_number as same_number, CaseFile as CaseFile,
-    Inquiry as Inquiry, redo as redo, redo_disturbed as redo_disturbed)
+    find_cause as find_cause, carries_over as carries_over, same_number as same_number, why_well as why_well,
+    CaseFile as CaseFile, Inquiry as Inquiry, redo as redo, redo_disturbed as redo_disturbed)
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
