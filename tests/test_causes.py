@@ -308,14 +308,14 @@ def test_blamed_indices_are_left_out_wherever_they_come_again_also_on_resume():
     state = loop.gov.state_dict()
     causes = [r.cause for r in loop.gov.reports]
     assert causes and set(causes) == {"data"} and len(causes) <= 2
-    left = loop.gov.recorder.left_keys
+    left = loop.gov.recorder.omissions.keys
     assert 7 in left
     done = len(loop.gov.reports)
     epochs(loop, 1)
     assert len(loop.gov.reports) == done
     fresh = Loop()
     fresh.gov.load_state_dict(state)
-    assert fresh.gov.recorder.left_keys == left
+    assert fresh.gov.recorder.omissions.keys == left
 
 def test_a_window_of_batches_is_left_out_after_a_rollback():
     loop = Loop(CONFIG.replace(skip_window=5))
@@ -399,8 +399,8 @@ def test_a_failure_from_before_the_good_state_is_said_to_be_older():
     assert found.cause == "before" and found.begin == AT
 
 def test_a_user_can_add_an_experiment(monkeypatch):
-    def more_noise(replay): replay.around.append(lambda: torch.random.fork_rng())
-    row = Experiment(more_noise, "loop", lambda r: "our own", lambda r: True, "an example")
+    def more_noise(replay, found): replay.changes.around.append(lambda: torch.random.fork_rng())
+    row = Experiment(more_noise, "loop", lambda r, f: "our own", lambda r, f: True, "an example")
     monkeypatch.setitem(EXPERIMENTS, "with our own change", row)
     loop = Loop(CONFIG.replace(explain_steps=0))
     loop.train(fault=betas)

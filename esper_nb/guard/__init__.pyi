@@ -6,22 +6,19 @@ from .phases import Move as Move, TABLE as TABLE, Phase as Phase, Effect as Effe
 from .adapters import (bar_note as bar_note, lightning_governor as lightning_governor, guard_trainer as guard_trainer,
     guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
 from .budget import Budget as Budget, is_extreme as is_extreme, blames_batch as blames_batch
-from .causes import (CAUSES as CAUSES, LOW as LOW, EXPERIMENTS as EXPERIMENTS, SLOWER as SLOWER, UPHILL as UPHILL,
-    REDONE as REDONE, Explanation as Explanation, RecordedStep as RecordedStep, StepRecorder as StepRecorder,
-    settings_of as settings_of, keys_of as keys_of, tensors_of as tensors_of, same_stream as same_stream,
-    RecordedIncident as RecordedIncident, copy_published as copy_published, Replay as Replay,
-    gradient_norm as gradient_norm, idle as idle, share_of_rate as share_of_rate, Experiment as Experiment,
-    leave_out_odd as leave_out_odd, hold_rate as hold_rate, hold_settings as hold_settings,
-    without_autocast as without_autocast, full_precision as full_precision, drop_gradients as drop_gradients,
-    updates_every_step as updates_every_step, mix_examples as mix_examples, can_mix as can_mix,
-    with_tensors as with_tensors, forget_moments as forget_moments, clip_as_usual as clip_as_usual,
-    usual_norms as usual_norms, lower_rate as lower_rate, scale_rate as scale_rate, most_changed as most_changed,
-    had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near, rate_rose as rate_rose,
-    name_batches as name_batches, odd_ones as odd_ones, LayerWatch as LayerWatch, center_spread as center_spread,
-    level_spread as level_spread, find_onset as find_onset, find_earlier as find_earlier, find_odd as find_odd,
-    find_cause as find_cause, Inquiry as Inquiry, carries_over as carries_over, same_number as same_number,
-    redo as redo, redo_disturbed as redo_disturbed)
-from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
+from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, EXPERIMENTS as EXPERIMENTS, SLOWER as SLOWER, UPHILL as UPHILL,
+    REDONE as REDONE, Findings as Findings, Experiment as Experiment, leave_out_odd as leave_out_odd,
+    odd_ones as odd_ones, name_batches as name_batches, mix_examples as mix_examples, can_mix as can_mix,
+    with_tensors as with_tensors, hold_rate as hold_rate, hold_settings as hold_settings,
+    most_changed as most_changed, rate_rose as rate_rose, had_a_spell as had_a_spell,
+    other_settings as other_settings, is_near as is_near, without_autocast as without_autocast,
+    full_precision as full_precision, few_bits as few_bits, drop_gradients as drop_gradients,
+    updates_every_step as updates_every_step, forget_moments as forget_moments, clip_as_usual as clip_as_usual,
+    lower_rate as lower_rate, scale_rate as scale_rate, center_spread as center_spread, level_spread as level_spread,
+    find_onset as find_onset, find_earlier as find_earlier, find_odd as find_odd, GoodState as GoodState, Gap as Gap,
+    Yardstick as Yardstick, odd_batches as odd_batches, odd_later as odd_later, climb as climb,
+    find_cause as find_cause, carries_over as carries_over, same_number as same_number, why_well as why_well,
+    CaseFile as CaseFile, Inquiry as Inquiry, redo as redo, redo_disturbed as redo_disturbed)
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
@@ -30,16 +27,40 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     find_gradient as find_gradient, exceeded as exceeded, name_limit as name_limit, name_mean as name_mean,
     log_of as log_of, on_scale as on_scale, off_scale as off_scale, LossStats as LossStats,
     loss_limits as loss_limits)
+from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, DYNAMIC as DYNAMIC, SMALL as SMALL,
+    COPIED as COPIED, STREAMS as STREAMS, RANDOM as RANDOM, LOCKS as LOCKS, CODE as CODE, FULL as FULL,
+    NO_NUMPY as NO_NUMPY, LIMIT as LIMIT, NEAR as NEAR, PIECE as PIECE, names_in as names_in,
+    is_own_file as is_own_file, is_own_module as is_own_module, is_user_code as is_user_code,
+    package_of as package_of, is_plain as is_plain, Missing as Missing, Holder as Holder, Variable as Variable,
+    Names as Names, Entries as Entries, Members as Members, alike as alike, sample_of as sample_of,
+    bytes_of as bytes_of, version_of as version_of, some_of as some_of, flat_values as flat_values,
+    bits_of as bits_of, Kept as Kept, KeptObject as KeptObject, KeptTensor as KeptTensor, KeptArray as KeptArray,
+    KeptPart as KeptPart, Unrestorable as Unrestorable, kind_of_effect as kind_of_effect, has_state as has_state,
+    attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by, Walk as Walk,
+    StepWalk as StepWalk, Given as Given, mark_of as mark_of, leaf_of as leaf_of, top_name as top_name,
+    owned_by_parts as owned_by_parts, Watched as Watched, quick_sum as quick_sum, tail_of as tail_of,
+    Footprint as Footprint, batch_digest as batch_digest, peek as peek, content_of as content_of,
+    DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt, equal_losses as equal_losses,
+    in_place as in_place, why_not as why_not, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
+    end_with as end_with, read_all as read_all, tensors_of_parts as tensors_of_parts, words_of as words_of,
+    Written as Written, StateWatch as StateWatch, Distances as Distances)
 from .governor import Moment as Moment, Governor as Governor
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue)
 from .probation import FIRST as FIRST, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
+from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
+from .recorder import (RecordedStep as RecordedStep, number_of as number_of, settings_of as settings_of,
+    keys_of as keys_of, tensors_of as tensors_of, same_stream as same_stream, idle as idle, at_share as at_share,
+    stepping as stepping, Omissions as Omissions, WarmUp as WarmUp, StepRecorder as StepRecorder,
+    RecordedIncident as RecordedIncident, copy_published as copy_published)
 from .repairs import RATE_CAUSES as RATE_CAUSES, Redone as Redone, Repairs as Repairs
-from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, logger as logger, GovernorConfig as GovernorConfig,
-    as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Evidence as Evidence,
-    Report as Report, describe_failure as describe_failure, GovernorStop as GovernorStop, IncidentLog as IncidentLog,
-    Summary as Summary)
+from .replay import (LOW as LOW, Changes as Changes, Replay as Replay, gradient_norm as gradient_norm,
+    share_of_rate as share_of_rate, LayerWatch as LayerWatch)
+from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, CAUSES as CAUSES, logger as logger,
+    GovernorConfig as GovernorConfig, as_governor_config as as_governor_config, as_chance_losses as as_chance_losses,
+    Evidence as Evidence, Report as Report, describe_failure as describe_failure, Explanation as Explanation,
+    GovernorStop as GovernorStop, IncidentLog as IncidentLog, Summary as Summary)
 from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
     pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, fall_of as fall_of)

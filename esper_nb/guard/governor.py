@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ..core import ModulePart, check, check_count
 from .budget import Budget, blames_batch, is_extreme
-from .causes import Explanation, StepRecorder
 from .detector import RULES, LossStats, Verdict, loss_limits, off_scale, on_scale
 from .losses import LossQueue, WaitingLoss, as_loss, loss_of
 from .observation import Exchange, Observation
@@ -30,9 +29,10 @@ from .phases import Move
 from .probation import GoodFiles, Probation, SavedAt
 from .ranks import Ranks, SameWeights
 from .rates import LearningRates
+from .recorder import StepRecorder
 from .repairs import Repairs
 from .reports import (
-    GovernorConfig, GovernorStop, IncidentLog, Report, Summary, as_chance_losses, as_governor_config,
+    Explanation, GovernorConfig, GovernorStop, IncidentLog, Report, Summary, as_chance_losses, as_governor_config,
     describe_failure, logger)
 from .responses import Lanes, SingleRun, clocks_of, not_exchanged
 from .rises import BACK, blames_weights, is_clearly_above, monitor_rise
@@ -114,6 +114,7 @@ class Governor:
         self.observed = Observation() # the phase of a single run, and a rise under observation
         self.probation = Probation()
         self.repairs = Repairs(self.snapshot, self.ranks) if self.single else None
+        if self.repairs is not None: self.log.followers.append(self.repairs.follow)
         self.kept: tuple[SavedState, SavedAt] | None = None # from before the latest change that was accepted
         self.verdict: Verdict | None = None # the latest that was judged in full
         self.inactive = np.zeros(lanes, bool) # lanes that do not take part in this `watch`
@@ -170,7 +171,7 @@ class Governor:
     @property
     def left_keys(self) -> set: # empty before `run` has found any
         "Return the keys of examples that caused an incident, which `run` skips when they recur."
-        return set() if self.repairs is None else set(self.repairs.recorder.left_keys)
+        return set() if self.repairs is None else set(self.repairs.recorder.omissions.keys)
 
     @property
     def comparing(self) -> bool:
@@ -312,7 +313,7 @@ class Governor:
         if self.repairs is None: raise ValueError(f"lanes={self.n}, expected None: `run` is for a single run")
         recorder = self.repairs.recorder
         if self.evaluate is None: self.evaluate = recorder.evaluate # on the same batches, none of them lost
-        kept, wanted = recorder.wanted(batch, fetch)
+        kept, wanted = recorder.omissions.wanted(batch, fetch)
         if not kept: return None
         ways_back = [*self.probation.saved.values(), *(() if self.kept is None else [self.kept[1]])]
         recorder.forget(min(s.batch for s in ways_back))
@@ -363,7 +364,7 @@ class Governor:
         incident = None if now else self.repairs.incident
         if incident is None: incident = self.repairs.open(self._saved_at(0).batch)
         found = self.repairs.find_cause(incident, budget, all_of_them)
-        if incident.report is not None: self._amend(incident.report, **_fields_of(found))
+        if incident.report is not None: self.log.amend(incident.report, **_fields_of(found))
         return found
 
     def flush(self, before_step: bool = False) -> tuple[Report, ...]: # as in `watch`
@@ -921,7 +922,7 @@ class Governor:
         self.repairs.wind_back(report, self.config.skip_window)
         if not self.config.explain_steps: return self._redo(None)
         found = self.repairs.find_cause(incident, self.config.explain_steps)
-        report = self._amend(report, **_fields_of(found))
+        report = self.log.amend(report, **_fields_of(found))
         self.log.say("batch %s: cause %s: %s", report.batch, found.cause, found.why)
         self.repairs.apply(found, self.config)
         self._redo(found)
@@ -937,7 +938,7 @@ class Governor:
             self.probation.undo_from(self.snapshot.version[0] or 0, self.watched)
             return
         self._take_in(done.losses, done.steps)
-        self._amend(report, redone=len(done.losses), lost=done.lost)
+        self.log.amend(report, redone=len(done.losses), lost=done.lost)
 
     def _take_in(self, losses: Sequence[float], steps: int): # of batches that were trained on again; with left out ones
         "Learn from losses of a redo."
@@ -960,7 +961,7 @@ class Governor:
             self._describe(reason, loss), action="rollback", restored=tuple(self.snapshot.parts),
             redone=len(found.replayed), restored_step=self.snapshot.steps[0],
             rollbacks_left=self.budget.rollbacks_left(c, 0), **_fields_of(found)))
-        repairs.amend(report)
+        repairs.file_under(report)
         return (report,)
 
     # --- reporting
@@ -974,13 +975,6 @@ class Governor:
     def _note(self, action: str, reason: str, loss: float):
         "File a note about what was only observed."
         self.log.file(replace(self._describe(reason, loss), action=action))
-
-    def _amend(self, report: Report, **fields) -> Report: # of the report
-        "Say more in a report that was filed before."
-        more = self.log.amend(report, **fields)
-        if self.repairs is not None and self.repairs.incident is not None and self.repairs.incident.report is report:
-            self.repairs.amend(more)
-        return more
 
     # --- snapshots
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .causes import (
-    Explanation, RecordedIncident, StepRecorder, find_cause, redo, redo_disturbed)
+from .causes import find_cause, redo, redo_disturbed
 from .ranks import Ranks
-from .reports import GovernorConfig, Report
+from .recorder import RecordedIncident, StepRecorder
+from .reports import Explanation, GovernorConfig, Report
 from .responses import clocks_of
 from .snapshots import Snapshot
 
@@ -44,16 +44,16 @@ class Repairs:
         if report is not None: self.incident = incident
         return incident
 
-    def amend(self, report: Report | None):
+    def follow(self, before: Report, after: Report): # of an amendment
         "Keep the latest version of the report of the latest incident."
-        if self.incident is not None: self.incident.report = report
+        if self.incident is not None and self.incident.report is before: self.incident.report = after
 
     def wind_back(self, report: Report, skip: int): # batches that are left out now
         "Follow a rollback in the data: a replay begins at the batch of the good state."
         incident = self.incident
         if report.action == "replay" and incident is not None and incident.steps:
-            self.recorder.position = incident.steps[0].position
-        self.recorder.skip_left = 0 if report.action == "replay" else skip
+            self.recorder.omissions.wind_back(incident.steps[0].position)
+        self.recorder.omissions.skip(0 if report.action == "replay" else skip)
 
     def find_cause(self, incident: RecordedIncident, budget: int | None, all_of_them: bool = False) -> Explanation:
         "Replay an incident, change one thing at a time, and return what cures it."
@@ -62,7 +62,8 @@ class Repairs:
 
     def apply(self, found: Explanation, config: GovernorConfig):
         "Leave out the batches that caused the latest incident; warm a learning rate up again."
-        if config.leave_out and self.incident is not None: self.recorder.leave_out(found, self.incident)
+        if config.leave_out and self.incident is not None:
+            self.recorder.omissions.leave_out(found, self.incident.steps)
         if config.rewarm and found.cause in RATE_CAUSES: self.recorder.rewarm(config.rewarm)
 
     def redo(self, found: Explanation | None) -> Redone | None: # None: the cause was not searched for; not done
@@ -79,6 +80,10 @@ class Repairs:
         left_out = [s.number for s, x in zip(steps, losses) if math.isnan(x)]
         return Redone(losses=tuple(x for x in losses if not math.isnan(x)), steps=len(losses),
                       lost=(left_out[0], left_out[-1]) if left_out else None)
+
+    def file_under(self, report: Report):
+        "Note the report of what was done about the latest incident."
+        if self.incident is not None: self.incident.report = report
 
     def redo_disturbed(self, incident: RecordedIncident, watched: int) -> Explanation | None: # calls of `watch`
         "Train on the steps again if something has disturbed them; None: nothing has, or it may not be asked again."
