@@ -16,9 +16,12 @@ from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, EXPERIMENTS as EXPERIMENTS,
     updates_every_step as updates_every_step, forget_moments as forget_moments, clip_as_usual as clip_as_usual,
     lower_rate as lower_rate, scale_rate as scale_rate, center_spread as center_spread, level_spread as level_spread,
     find_onset as find_onset, find_earlier as find_earlier, find_odd as find_odd, GoodState as GoodState, Gap as Gap,
-    Yardstick as Yardstick, odd_batches as odd_batches, odd_later as odd_later, climb as climb,
-    find_cause as find_cause, carries_over as carries_over, same_number as same_number, why_well as why_well,
-    CaseFile as CaseFile, Inquiry as Inquiry, redo as redo, redo_disturbed as redo_disturbed)
+    odd_batches as odd_batches, odd_later as odd_later, climb as climb, find_cause as find_cause,
+    carries_over as carries_over, same_number as same_number, why_well as why_well, CaseFile as CaseFile,
+    Inquiry as Inquiry, redo as redo, redo_disturbed as redo_disturbed)
+from .rises import (Yardstick as Yardstick, TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
+    pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
+    monitor_rise as monitor_rise, fall_of as fall_of)
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
@@ -45,6 +48,8 @@ from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, 
     end_with as end_with, read_all as read_all, tensors_of_parts as tensors_of_parts, words_of as words_of,
     Written as Written, StateWatch as StateWatch, Distances as Distances)
 from .governor import Moment as Moment, Governor as Governor
+from .health import (JUMP as JUMP, SEEN as SEEN, LONG as LONG, StateHealth as StateHealth, BufferBands as BufferBands,
+    LossCourse as LossCourse)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue)
 from .probation import FIRST as FIRST, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
@@ -61,9 +66,6 @@ from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, CAUSES as CAUSES, lo
     GovernorConfig as GovernorConfig, as_governor_config as as_governor_config, as_chance_losses as as_chance_losses,
     Evidence as Evidence, Report as Report, describe_failure as describe_failure, Explanation as Explanation,
     GovernorStop as GovernorStop, IncidentLog as IncidentLog, Summary as Summary)
-from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
-    pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
-    monitor_rise as monitor_rise, fall_of as fall_of)
 from .snapshots import (StateKey as StateKey, Agree as Agree, TakeResult as TakeResult,
     RestoreResult as RestoreResult, Snapshot as Snapshot, owned_by as owned_by, BackgroundCopy as BackgroundCopy,
     StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState, read_parts as read_parts)

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..core import ModulePart, check, check_count
 from .budget import Budget, blames_batch, is_extreme
 from .detector import RULES, LossStats, Verdict, loss_limits, off_scale, on_scale
+from .health import LossCourse, StateHealth
 from .losses import LossQueue, WaitingLoss, as_loss, loss_of
 from .observation import Exchange, Observation
 from .phases import Move
@@ -35,7 +36,7 @@ from .reports import (
     Explanation, GovernorConfig, GovernorStop, IncidentLog, Report, Summary, as_chance_losses, as_governor_config,
     describe_failure, logger)
 from .responses import Lanes, SingleRun, clocks_of, not_exchanged
-from .rises import BACK, blames_weights, is_clearly_above, monitor_rise
+from .rises import BACK, Yardstick, blames_weights, is_clearly_above, monitor_rise
 from .snapshots import BackgroundCopy, SavedState, Snapshot, TakeResult
 
 # %% ../../nbs/guard/29_governor.ipynb #77500f84
@@ -115,6 +116,8 @@ class Governor:
         self.probation = Probation()
         self.repairs = Repairs(self.snapshot, self.ranks) if self.single else None
         if self.repairs is not None: self.log.followers.append(self.repairs.follow)
+        self.health = StateHealth(self.snapshot) if self.single else None
+        self.course, self.yardstick = LossCourse(), Yardstick()
         self.kept: tuple[SavedState, SavedAt] | None = None # from before the latest change that was accepted
         self.verdict: Verdict | None = None # the latest that was judged in full
         self.inactive = np.zeros(lanes, bool) # lanes that do not take part in this `watch`
@@ -536,7 +539,7 @@ class Governor:
     def summary(self) -> Summary:
         "Return what was done so far, and which batches it has cost."
         return Summary(judged=int(self.stats.judged.max()), scale=self.stats.scale(0), reports=tuple(self.reports),
-                       notes=tuple(self.notes), lr_factor=self.lr_factor)
+                       notes=tuple(self.notes), lr_factor=self.lr_factor, remarks=tuple(self.log.remarks.values()))
 
     def state_dict(
         self,
@@ -555,14 +558,17 @@ class Governor:
             budget=self.budget.state_dict(), rates=self.rates.state_dict(), observed=self.observed.state_dict(banks),
             probation=self.probation.state_dict(), log=self.log.state_dict(), response=self.response.state_dict(),
             repairs=None if self.repairs is None else self.repairs.state_dict(),
+            health=None if self.health is None else self.health.state_dict(), course=self.course.state_dict(),
+            yardstick=self.yardstick.state_dict(),
             kept=None if kept is None else (self.snapshot.portable(kept[0]), tuple(kept[1])),
             snapshot=self.snapshot.state_dict() if banks else None)
 
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
         "Go on where another Governor was; the model and everything else are loaded on their own."
-        for name in ("stats", "budget", "losses", "rates", "probation", "log", "response"):
+        for name in ("stats", "budget", "losses", "rates", "probation", "log", "response", "course", "yardstick"):
             getattr(self, name).load_state_dict(state[name])
         if state["repairs"] and self.repairs is not None: self.repairs.load_state_dict(state["repairs"])
+        if state["health"] and self.health is not None: self.health.load_state_dict(state["health"])
         if state["snapshot"] is not None: self.snapshot.load_state_dict(state["snapshot"])
         config, own = GovernorConfig.from_dict(state["config"]), self.config
         if (config.copies, config.background) != (own.copies, own.background): # these are how this Governor was made
@@ -600,8 +606,8 @@ class Governor:
         for k, w in enumerate(taken.waiting):
             active = ~(self.budget.stopped | w.inactive | undone)
             if not active.any():
-                if self.budget.stopped.all(): self.log.say_once(
-                    "the run was stopped, so nothing is watched any more; `reset_lanes` begins anew")
+                if self.budget.stopped.all(): self.log.remark(
+                    "stop", "the run was stopped, so nothing is watched any more; `reset_lanes` begins anew")
                 continue
             fields: dict[str, Any] = dict(batch=w.batch)
             if self.ranks and taken.worst[k][0] >= 0: fields |= dict(rank=int(taken.worst[k][0]))
@@ -628,7 +634,9 @@ class Governor:
         self.probation.count()
         if not v.code[0]: return ()
         reason = v.reason(0)
+        if reason == "non-finite" and self._is_harmless(m): return ()
         if reason != "non-finite" and (done := self._rejoin_ranks(m.fields)): return done
+        if reason == "rise" and not self._is_yardstick(): return self._disregard()
         return self._advance(Move.RISE if self._waits(reason, m) else Move.FAIL, m._replace(reason=reason))
 
     def _judge_lanes(self, loss: np.ndarray, norm: np.ndarray | None, active: np.ndarray,
@@ -639,6 +647,36 @@ class Governor:
         reasons = {i: v.reason(i) for i in np.flatnonzero(v.code).tolist()}
         if reasons and self.evaluate is not None: reasons = self._compare_lanes(reasons, v)
         return self._act(reasons, v, m.before_step, **m.fields) if reasons else ()
+
+    def _is_harmless(self, m: Moment) -> bool:
+        "Whether a loss that is not finite has done no harm, and does not last; it is counted and noted."
+        assert self.health is not None
+        batch = int(m.fields["batch"])
+        row = self.health.count_lost(batch)
+        if m.before_step: # the batch can be skipped, which costs nothing where it stands alone
+            if row == 1: self.budget.skips[0] = 0
+            return False
+        if row >= self.config.lost_confirm or self.ranks.any([bool(self.health.damaged())])[0]: return False
+        lost = self.health.lost
+        if lost & (lost - 1) == 0: # the first, the second, the fourth ...
+            report = replace(self._describe("non-finite", m.loss), action="harmless", batch=batch, loss=None)
+            times = "" if lost == 1 else f"; the {lost}th of the run"
+            self.log.file(replace(report, why=f"weights, moments and buffers are finite: nothing is undone{times}"))
+        return True
+
+    def _is_yardstick(self) -> bool:
+        "Whether a rise of the loss may be blamed on the weights, in this run."
+        chance = None if self.chance_loss is None else float(self.chance_loss[0])
+        return self.yardstick.holds(self.stats, chance, self._compares_recorded)
+
+    def _disregard(self) -> tuple[Report, ...]: # none
+        "Learn the new level of a loss that says nothing about the weights, and say so once."
+        self.log.remark("yardstick", "the loss is no measure of the weights in this run: it does not fall while they are trained, "
+                        "or older weights do better; so only what is not finite, or explodes, is acted on")
+        recent = [x for x in self.losses.recent if math.isfinite(x)]
+        self.stats.forget([0])
+        self.stats.add(np.zeros(len(recent), np.int64), np.array(recent), self.config)
+        return ()
 
     # --- a rise under observation: one method for each effect of `guard.phases`
 
@@ -781,6 +819,7 @@ class Governor:
     def _look_for_small_rise(self):
         "Observe a rise that no rule has found, where a comparison costs no batch; once after each good state."
         if not (self._patience and self._compares_recorded and self.observed.calm) or self.budget.stopped[0]: return
+        if not self._is_yardstick(): return
         good, recent = self._saved_at(0), self.losses.recent
         if good.batch == self.observed.looked_from or not is_clearly_above(recent, good.losses): return
         self.observed.looks_from(good.batch)
@@ -987,7 +1026,9 @@ class Governor:
             self.snapshot.drop()
             when.end()
             return self._act({0: "state"}, bad_state=bad)
-        if when.since % BACK == 0 and not len(self.losses): self._look_for_small_rise()
+        if when.since % 8 == 0 and not len(self.losses):
+            if jumped := self._find_jumps(): return self._mend_buffers(jumped)
+            if when.since % BACK == 0: self._look_for_small_rise()
         if not when.is_due(c): return ()
         sizes = None if isinstance(self.response, SingleRun) else self.snapshot.lane_sizes()
         shrunken = [] if sizes is None else self._shrunken(sizes) # near chance no loss would show it
@@ -1004,6 +1045,7 @@ class Governor:
             self._write_file()
             if not when.is_due(c): return out
         if self.recorder is not None and self.recorder.accumulates: return out # once their step is made
+        if self.single: self._take_stock()
         taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes, hold=c.probation > 0)
         when.begin(hold=c.probation > 0 and bool(taken.lanes))
         if taken.lanes: self._note_saved(lanes=taken.lanes, sizes=None if shrunken else sizes)
@@ -1044,6 +1086,34 @@ class Governor:
                               restored_step=self.snapshot.steps[0],
                               rollbacks_left=self.budget.rollbacks_left(self.config, 0)))
         return True
+
+    def _find_jumps(self) -> tuple[str, ...]: # names, and by how much
+        "Return the buffers of a single run that have jumped; and note where its loss began."
+        if self.health is None or self.ranks or not self.observed.calm: return ()
+        self.yardstick.begin(tuple(self.losses.recent), bool(self.stats.linear[0]))
+        return self.health.find_jumps()
+
+    def _mend_buffers(self, jumped: tuple[str, ...]) -> tuple[Report, ...]: # names, and by how much
+        "Restore buffers that have jumped; if they jump again at once, theirs is a new level."
+        names = tuple(text.partition(":")[0] for text in jumped)
+        assert self.health is not None
+        if self.health.is_new_level(self.watched):
+            self.log.say("batch %d: %s again: taken for a new level of the data", self.watched - 1, jumped[0])
+            return ()
+        if self._records or not self.snapshot.mend(names): return self._act({0: "state"}, bad_state=jumped)
+        report = describe_failure(self.stats, self.config, None, self.chance_loss, 0, "state")
+        return (self.log.file(replace(
+            report, action="rollback", batch=self.watched - 1, bad_state=jumped, restored=names,
+            restored_step=self.snapshot.steps[0], rollbacks_left=self.budget.rollbacks_left(self.config, 0))),)
+
+    def _take_stock(self):
+        "While nothing is wrong: say what is strange about the loss, and ask whether it measures the weights."
+        chance = None if self.chance_loss is None else float(self.chance_loss[0])
+        if text := self.course.look(self.stats, chance): self.log.remark("course", text)
+        if not self.yardstick.is_due() or not self._compares_recorded: return
+        if self._saved_at(0).batch == self.watched: return
+        live, old = self._losses_of_both([0], self.snapshot.set_aside())
+        self.yardstick.count(live[:, 0], old[:, 0])
 
     def _note_saved(self,
         at: SavedAt | None = None, # None: now

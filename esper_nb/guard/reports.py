@@ -65,12 +65,13 @@ class GovernorConfig(DetectorConfig):
     leave_out: bool = True # skip batches that caused an incident when they recur
     redo: bool = True # after a rollback of `run`, retrain on the lost batches without those that caused it
     skip_window: int = 0 # batches that are left out after every rollback
+    lost_confirm: int = threshold(3, 1, 20, 1) # losses in a row that are not finite before a sound state is restored
     rewarm: int = 20 # steps over which a learning rate that was the cause is restored; 0: immediately
     stop_raises: bool = True # when the budget is used up raise `GovernorStop` (True) or only mark the lanes (False)
 
     def __post_init__(self):
         super().__post_init__()
-        check_count("snapshot_every", self.snapshot_every)
+        for k in ("snapshot_every", "lost_confirm"): check_count(k, getattr(self, k))
         for k in ("probation", "skips", "lowers", "rollbacks", "max_rollbacks", "cooldown", "explain_steps",
                   "skip_window", "rewarm"):
             check_count(k, getattr(self, k), 0)
@@ -88,11 +89,11 @@ GOVERNOR_PRESETS = dict(
     batch=GovernorConfig(),
     epoch=GovernorConfig(
         window=20, min_samples=5, refresh=1, confirm=2, rise=6., rise_ratio=2., rise_floor=.5, collapse_confirm=1,
-        snapshot_every=5, probation=0, cooldown=10, patience=4),
+        snapshot_every=5, probation=0, cooldown=10, patience=4, lost_confirm=1),
     classic=GovernorConfig(
         absolute=None, absolute_loss=12., huge=None, cold=None, window=20, min_samples=10, refresh=1, rise=None,
         collapse_confirm=1, collapse_z=None, snapshot_every=5, probation=0, skips=0, lowers=0, cooldown=10, patience=0,
-        scale="log"))
+        lost_confirm=1, scale="log"))
 
 def as_governor_config(
     config: GovernorConfig | str, # a config, or the name of a preset
@@ -146,7 +147,8 @@ class Report:
     lane: int # which lane
     step: int # losses judged in this lane up to the failure, replayed ones counted once
     reason: str # name of a rule, see `RULES`
-    action: str # "skip", "lower", "rollback", "replay", "stop"; of a rise also "wait", "compare", "passed", "accepted"
+    action: str # "skip", "lower", "rollback", "replay", "stop"; of a rise also "wait", "compare", "passed", "accepted";
+        # "harmless": a loss that is not finite, in a sound state
     loss: float | None # the loss that decided; None if it was not finite or there was none
     shown: str # the same as text: "nan" and "inf" stay visible
     norm: float | None # gradient norm, if it was watched
@@ -188,7 +190,7 @@ class Report:
     @property
     def severity(self) -> str:
         "How bad it is: note, warning or critical."
-        if self.action in ("wait", "compare", "passed", "accepted"): return "note"
+        if self.action in ("wait", "compare", "passed", "accepted", "harmless"): return "note"
         return "critical" if self.action == "stop" else "warning"
 
     @property
@@ -377,12 +379,12 @@ class IncidentLog:
         self.notes: deque[Report] = deque(maxlen=1000) # what was seen without acting on it, and its outcome
         self.callbacks, self.quiet = list(callbacks), quiet
         self.delayed: list[Report] | None = None # until their cause is known; None: callbacks hear of them at once
-        self.said: set[str] = set() # sentences that are said once
-        self.followers: list[Callable[[Report, Report], None]] = [] # hear of every report that is amended: before, after
+        self.remarks: dict[str, str] = {} # sentences about the whole run, by what they are about
+        self.followers: list[Callable[[Report, Report], None]] = [] # hear of amended reports: before, after
 
     def file(self, report: Report) -> Report:
         "Keep a report, log it and hand it to the callbacks; notes are only kept and logged."
-        level = _LEVELS["warning" if report.action == "accepted" else report.severity]
+        level = _LEVELS["warning" if report.action in ("accepted", "harmless") else report.severity]
         before = self.reports[-1] if self.reports else None
         if before is not None and before.rolled_back and _is_nan_again(before, report):
             report = replace(report, why="the restored weights give nan, too: look at batch, loss and code")
@@ -418,10 +420,10 @@ class IncidentLog:
         "Log a sentence that belongs to no report, where somebody reads it."
         logger.log(logging.INFO if self.quiet else logging.WARNING, f"Governor: {text}", *values)
 
-    def say_once(self, text: str, *values):
-        "Log a sentence the first time."
-        if text not in self.said: self.say(text, *values)
-        self.said.add(text)
+    def remark(self, kind: str, text: str): # what it is about
+        "Log a sentence about the whole run, the first of its kind, and keep it for the summary."
+        if kind not in self.remarks: self.say("%s", text)
+        self.remarks.setdefault(kind, text)
 
     def _call_back(self, report: Report) -> Report: # with their failures
         errors = []
@@ -432,12 +434,14 @@ class IncidentLog:
 
     def state_dict(self) -> dict:
         "Return reports and notes as plain values."
-        return dict(reports=[r.to_dict() for r in self.reports], notes=[r.to_dict() for r in self.notes])
+        return dict(reports=[r.to_dict() for r in self.reports], notes=[r.to_dict() for r in self.notes],
+                    remarks=dict(self.remarks))
 
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
         "Add the reports and notes of another log."
         self.reports.extend(Report.from_dict(r) for r in state["reports"])
         self.notes.extend(Report.from_dict(r) for r in state["notes"])
+        self.remarks |= state["remarks"]
 
 def _is_nan_again(before: Report, report: Report) -> bool:
     "Whether the very next loss after a rollback is not a number either."
@@ -453,6 +457,7 @@ class Summary:
     reports: tuple[Report, ...] # what was done
     notes: tuple[Report, ...] # rises under observation, and their outcomes
     lr_factor: float # all cuts of the learning rate that are in force
+    remarks: tuple[str, ...] = () # what was seen of the whole run
 
     @property
     def actions(self) -> dict[str, int]:
@@ -468,7 +473,7 @@ class Summary:
     def __str__(self):
         done = ", ".join(f"{k} × {v}" for k, v in self.actions.items()) or "nothing to do"
         head = f"Governor: {self.judged} losses on the {self.scale} scale; {done}; learning rate × {self.lr_factor:g}"
-        return "\n".join([head, *(f"  {r}" for r in self.reports)])
+        return "\n".join([head, *(f"  {r}" for r in (*self.reports, *self.remarks))])
 
     def _repr_html_(self):
         columns = "batch reason action shown limit restored_step lost lr_factor rollbacks_left".split()

@@ -244,16 +244,23 @@ class Snapshot:
 
     @torch.no_grad()
     def mend(self, bad: Sequence[str]) -> bool: # as of `find_bad`; False: more is affected, and nothing was changed
-        "Put back what an optimizer remembers of the parameters where it is not finite, and nothing else."
+        "Put back what an optimizer remembers of the parameters where it is not finite, or buffers, and nothing else."
         live, good = self._settled(), self.good_state()
         keys = [k for k in live.tensors if ".".join(k) in bad]
         if good is None or not keys or len(keys) < len(bad): return False
-        if not all(isinstance(self.parts[k[0]], OptimizerPart) and k[1].startswith("state") for k in keys): return False
-        heads = {(part, path.split(".")[0]) for part, path in keys}
-        mine = [k for k in live.tensors if (k[0], k[1].split(".")[0]) in heads]
+        if not all(self._is_moment(k) or self._is_buffer(k) for k in keys): return False
+        heads = {(part, path.split(".")[0]) for part, path in keys if self._is_moment((part, path))}
+        mine = [k for k in live.tensors if (k[0], k[1].split(".")[0]) in heads or k in keys]
         if not all(k in good.bank and same_layout(good.bank[k], live.tensors[k]) for k in mine): return False
         for k in mine: live.tensors[k].copy_(good.bank[k])
         return True
+
+    def _is_moment(self, key: "StateKey") -> bool:
+        return isinstance(self.parts[key[0]], OptimizerPart) and key[1].startswith("state")
+
+    def _is_buffer(self, key: "StateKey") -> bool:
+        part = self.parts[key[0]]
+        return isinstance(part, ModulePart) and key[1] in dict(part.obj.named_buffers())
 
     def find_late(self, wait: bool) -> tuple[str, ...]: # whether to wait for it; names of tensors
         "Return non-finite entries of the state under observation, if it was copied in the background."
