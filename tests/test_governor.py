@@ -121,7 +121,7 @@ def test_a_bad_batch_is_left_out_before_the_step():
 
 def test_two_governors_are_independent():
     a, b = settled(), settled()
-    a.watch(math.nan)
+    for _ in range(3): a.watch(math.nan)                           # the first two are only counted
     assert len(a.reports) == 1 and not b.reports and b.watch(.9) == ()
     state = b.state_dict()
     a.adjust(sigma=3.); assert b.config.sigma == 6 and GOVERNOR_PRESETS["batch"].sigma == 6
@@ -133,7 +133,7 @@ def test_gathering_losses_changes_only_the_delay(every):
     gov = Governor(
         nn.Linear(2, 2),
         chance_loss=CHANCE,
-        config=QUICK.replace(sync_every=every, snapshot_every=10**6, rollbacks=100, max_rollbacks=100),
+        config=QUICK.replace(sync_every=every, snapshot_every=10**6, rollbacks=100, max_rollbacks=100, lost_confirm=1),
     )
     seen = [(t, r.reason, r.count) for t, v in enumerate(x[:303]) for r in gov.watch(torch.tensor(v))]
     assert seen[0][:2] == (200 + (every - 1 - 200 % every) % every, "non-finite") and len(seen) >= 1
@@ -165,6 +165,7 @@ def test_reports_hold_no_nan_and_the_values_of_the_failure():
     assert r.limit == max(r.absolute, r.by_sigma, r.by_multiple)
     assert (r.recent == pytest.approx([0.9] * 16, rel=0.2) and [x for _, x in r.anomalies] == [7.0, 7.5, 8.0]
             and r.samples == 60 and r.seconds > 0)
+    gov.adjust(lost_confirm=1)
     out = gov.watch(float("nan"))[0]
     assert out.loss is None and out.shown == "nan" and gov.stats.count[0] == 0
     asked = gov.rollback()[0]
@@ -232,7 +233,7 @@ def test_a_deterministic_fault_under_replay_ends_too():
             assert len(loop.gov.reports) < 20
 
 def test_budget_refills_only_past_the_failure():
-    gov = settled(60, QUICK.replace(cooldown=20))
+    gov = settled(60, QUICK.replace(cooldown=20, lost_confirm=1))
     gov.watch(math.nan)
     def used(): return gov.budget.skips[0], gov.budget.lowers[0], gov.budget.rollbacks[0], gov.budget.ever[0]
     assert used() == (0, 0, 1, 1)
@@ -293,7 +294,7 @@ def test_a_state_in_probation_goes_on_as_the_run_it_was_taken_from():
     b = Governor(nets[1], chance_loss=CHANCE, config=QUICK)
     b.load_state_dict(a.state_dict())
     nets[1].load_state_dict(nets[0].state_dict())
-    for loss in [.9] * 12 + [math.nan]: reports = [gov.watch(loss) for gov in (a, b)]
+    for loss in [.9] * 12 + [math.nan] * 3: reports = [gov.watch(loss) for gov in (a, b)]
     assert [r.restored_step for r, in reports] == [70, 70]
 
 def test_lanes_are_reset_and_inactive_ones_not_judged():

@@ -47,6 +47,8 @@ from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, 
     in_place as in_place, why_not as why_not, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
     end_with as end_with, read_all as read_all, tensors_of_parts as tensors_of_parts, words_of as words_of,
     Written as Written, StateWatch as StateWatch, Distances as Distances)
+from .gate import (GateConfig as GateConfig, NormHistory as NormHistory, gradients_of as gradients_of,
+    measure_norm as measure_norm, name_nonfinite as name_nonfinite, GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import Moment as Moment, Governor as Governor
 from .health import (JUMP as JUMP, SEEN as SEEN, LONG as LONG, StateHealth as StateHealth, BufferBands as BufferBands,
     LossCourse as LossCourse)
@@ -62,7 +64,7 @@ from .recorder import (RecordedStep as RecordedStep, number_of as number_of, set
 from .repairs import RATE_CAUSES as RATE_CAUSES, Redone as Redone, Repairs as Repairs
 from .replay import (LOW as LOW, Changes as Changes, Replay as Replay, gradient_norm as gradient_norm,
     share_of_rate as share_of_rate, LayerWatch as LayerWatch)
-from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, CAUSES as CAUSES, logger as logger,
+from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, CAUSES as CAUSES, logger as logger,
     GovernorConfig as GovernorConfig, as_governor_config as as_governor_config, as_chance_losses as as_chance_losses,
     Evidence as Evidence, Report as Report, describe_failure as describe_failure, Explanation as Explanation,
     GovernorStop as GovernorStop, IncidentLog as IncidentLog, Summary as Summary)

@@ -8,6 +8,7 @@ __all__ = ['Outcome', 'Moment', 'Governor']
 # %% ../../nbs/guard/29_governor.ipynb #ef187500
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch import Tensor
 from ..core import ModulePart, check, check_count
 from .budget import Budget, blames_batch, is_extreme
 from .detector import RULES, LossStats, Verdict, loss_limits, off_scale, on_scale
+from .gate import UpdateGate
 from .health import LossCourse, StateHealth
 from .losses import LossQueue, WaitingLoss, as_loss, loss_of
 from .observation import Exchange, Observation
@@ -110,6 +112,7 @@ class Governor:
         self.losses = LossQueue(lanes, self.ranks)
         self.log = IncidentLog(callbacks, quiet=not self.single or self.ranks.rank > 0)
         self.snapshot = Snapshot(*parts, lanes=lanes, copies=self.config.copies, **named, governor_stats=self.stats)
+        self.gate = self._new_gate()
         self.rates = LearningRates(self.snapshot)
         self.response: SingleRun | Lanes = (SingleRun if self.single else Lanes)(self.snapshot, self.rates)
         self.observed = Observation() # the phase of a single run, and a rise under observation
@@ -212,7 +215,7 @@ class Governor:
         saved = GoodFiles(Path(folder), rank).read()
         snapshot = Snapshot(*parts, **named)
         try:
-            saved["rest"].pop("governor_stats")
+            for own in ("governor_stats", "update_gate"): saved["rest"].pop(own, None)
             names, step = sorted(saved["rest"]), int(saved["step"])
         except (LookupError, TypeError, AttributeError, ValueError) as e:
             raise ValueError(f"{folder} holds no good state of a Governor ({type(e).__name__}: {e})") from e
@@ -249,6 +252,8 @@ class Governor:
         off = np.zeros(self.n, bool)
         off[list(inactive)] = True
         self.inactive = off
+        if norm is not None and self.gate is not None and (before_step or self.inside):
+            self.gate.offer(norm, clipped=True) # as it was measured for clipping
         if norm is None and not inactive and self._passes(loss): return () if self.inside else self._on_step_end()
         self.losses.add(loss, norm, off)
         away = isinstance(loss, Tensor) and loss.device.type != "cpu"
@@ -367,6 +372,7 @@ class Governor:
         incident = None if now else self.repairs.incident
         if incident is None: incident = self.repairs.open(self._saved_at(0).batch)
         found = self.repairs.find_cause(incident, budget, all_of_them)
+        self._discard_updates()
         if incident.report is not None: self.log.amend(incident.report, **_fields_of(found))
         return found
 
@@ -648,6 +654,34 @@ class Governor:
         if reasons and self.evaluate is not None: reasons = self._compare_lanes(reasons, v)
         return self._act(reasons, v, m.before_step, **m.fields) if reasons else ()
 
+    def _new_gate(self) -> UpdateGate | None: # None: there is nothing to hook, or it is switched off
+        "Hook a gate into the optimizers of a single run, for as long as the Governor lives; its history is a part."
+        optimizers = [o for o in self.snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
+        if not (self.single and self.config.gate and optimizers): return None
+        models = {k: m for k, m in self.snapshot.objects.items() if isinstance(m, torch.nn.Module)}
+        names = [(f"{k}.{name}" if len(models) > 1 else name, p)
+                 for k, m in models.items() for name, p in m.named_parameters()]
+        gate = UpdateGate(*optimizers, names=names)
+        self.snapshot.add(update_gate=gate)
+        weakref.finalize(self, gate.close)
+        return gate
+
+    def _note_updates(self):
+        "Note updates that the gate has changed: the first, the second, the fourth of a kind, and so on."
+        assert self.gate is not None
+        for event in self.gate.take_events():
+            count = self.gate.counts[event.kind]
+            if count & (count - 1): continue
+            reason = "non-finite" if event.kind == "dropped" else "gradient"
+            report = describe_failure(self.stats, self.config, None, self.chance_loss, 0, reason)
+            times = "" if count == 1 else f"; the {count}th of the run"
+            self.log.file(replace(report, action=event.kind, batch=self.watched - 1, norm=event.norm,
+                                  why=f"{event}{times}"))
+
+    def _discard_updates(self):
+        "Forget what the gate has changed in a replay or in a comparison: the run has not seen it."
+        if self.gate is not None: self.gate.take_events()
+
     def _is_harmless(self, m: Moment) -> bool:
         "Whether a loss that is not finite has done no harm, and does not last; it is counted and noted."
         assert self.health is not None
@@ -656,7 +690,7 @@ class Governor:
         if m.before_step: # the batch can be skipped, which costs nothing where it stands alone
             if row == 1: self.budget.skips[0] = 0
             return False
-        if row >= self.config.lost_confirm or self.ranks.any([bool(self.health.damaged())])[0]: return False
+        if row >= min(self.config.lost_confirm, self._patience + 1) or self.ranks.any([bool(self.health.damaged())])[0]: return False
         lost = self.health.lost
         if lost & (lost - 1) == 0: # the first, the second, the fourth ...
             report = replace(self._describe("non-finite", m.loss), action="harmless", batch=batch, loss=None)
@@ -671,8 +705,8 @@ class Governor:
 
     def _disregard(self) -> tuple[Report, ...]: # none
         "Learn the new level of a loss that says nothing about the weights, and say so once."
-        self.log.remark("yardstick", "the loss is no measure of the weights in this run: it does not fall while they are trained, "
-                        "or older weights do better; so only what is not finite, or explodes, is acted on")
+        self.log.remark("yardstick", "the loss is no measure of the weights in this run: it does not fall while they "
+                        "are trained, or older weights do better; so only what is not finite, or explodes, is acted on")
         recent = [x for x in self.losses.recent if math.isfinite(x)]
         self.stats.forget([0])
         self.stats.add(np.zeros(len(recent), np.int64), np.array(recent), self.config)
@@ -858,6 +892,7 @@ class Governor:
         self.snapshot.restore(None if self.n == 1 else lanes, skip=left, stay=self.single)
         before = losses()
         self.snapshot.bring_back(live)
+        self._discard_updates()
         return now, before
 
     def _blames(self, now: np.ndarray, before: np.ndarray, rise: np.ndarray) -> np.ndarray: # (n,) bool
@@ -965,6 +1000,7 @@ class Governor:
         self.log.say("batch %s: cause %s: %s", report.batch, found.cause, found.why)
         self.repairs.apply(found, self.config)
         self._redo(found)
+        self._discard_updates()
 
     def _redo(self, found: Explanation | None): # None: the cause was not searched for
         "After a rollback, retrain on the lost batches without those that caused it, or discard them."
@@ -991,6 +1027,7 @@ class Governor:
         c, repairs = self.config, self.repairs
         if repairs is None or not (self._records and c.redo and c.explain_steps): return ()
         found = repairs.redo_disturbed(repairs.open(self._saved_at(0).batch), self.watched)
+        self._discard_updates()
         if found is None: return ()
         self.losses.remember(found.replayed)
         self.snapshot.drop()
@@ -1020,6 +1057,7 @@ class Governor:
     def _on_step_end(self) -> tuple[Report, ...]: # of a state that is no good
         "Refill the budget, publish the snapshot that has passed its probation, take the next one."
         c, when = self.config, self.probation
+        if self.gate is not None and self.gate.events: self._note_updates()
         if self.failed: self.budget.refill(self.stats.judged, c.cooldown)
         if self.rates.factor != 1.: self._return_cuts()
         if when.held and (bad := self.snapshot.find_late(wait=when.since >= c.probation)): # only now is it known
@@ -1144,7 +1182,7 @@ class Governor:
         objects = list(self.snapshot.objects.values())
         optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
         if not any(isinstance(p, ModulePart) or p.laned for p in self.snapshot.parts.values()):
-            names = [k for k in self.snapshot.objects if k not in ("streams", "governor_stats")]
+            names = [k for k in self.snapshot.objects if k not in ("streams", "governor_stats", "update_gate")]
             logger.warning("Governor: no model among the parts (%s), so no weights will be restored; pass it: "
                            "Governor(model, optimizer, ...)", ", ".join(names) or "there are none")
             return

@@ -37,7 +37,7 @@ class Exchange:
     @property
     def skip(self) -> tuple[str, ...]: # names of parts
         "Parts that are left alone whenever weights are exchanged."
-        return (*self.clocks, "governor_stats")
+        return (*self.clocks, "governor_stats", "update_gate")
 
     def put_old(
         self,

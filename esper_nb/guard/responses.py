@@ -44,7 +44,7 @@ def not_exchanged(
     absurd: bool = False, # the rise is so large that everything may be damaged
 ) -> tuple[str, ...]: # names of parts
     "Return the parts that are left alone in a comparison: clocks, statistics, networks without an optimizer."
-    left = (*clocks_of(snapshot), "governor_stats")
+    left = (*clocks_of(snapshot), *(name for name in ("governor_stats", "update_gate") if name in snapshot.parts))
     if absurd: return left
     trained = {id(p) for g in rates.groups for p in g["params"]}
     judges = [name for name, obj in snapshot.objects.items() if trained and isinstance(obj, torch.nn.Module)
