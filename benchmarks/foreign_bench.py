@@ -97,15 +97,15 @@ def healthy_run(name: str, arm: str, seed: int) -> dict:
                parts=digest(run.parts), forgotten=digest(run.forgotten()), seconds=time.process_time() - start)
     if governor is None: return row
     filed = [*governor.reports, *governor.notes]
-    causes = [r.cause for r in filed]
+    causes, broke = [r.cause for r in filed], ""
     if arm == "run":
         try: causes.append(governor.explain().cause)
-        except Exception as e: causes.append(f"{type(e).__name__}")
+        except Exception as e: broke = f"explain: {type(e).__name__}: {str(e)[:90]}"
     fine = (*NO_CAUSE, *TRUE_OF_HEALTHY.get(name, ()))
     return row | dict(
         acts=[str(r) for r in governor.reports], actions=dict(Counter(r.action for r in governor.reports)),
         notes=dict(Counter(r.action for r in governor.notes)),
-        false_causes=[c for c in causes if c not in fine], explained=causes[-1] if arm == "run" else None)
+        false_causes=[c for c in causes if c not in fine], explained=broke or causes[-1] if arm == "run" else None)
 
 def against_alone(row: dict, alone: dict) -> dict:
     "A guarded run beside the same run alone."
@@ -121,7 +121,7 @@ def healthy_line(row: dict) -> str:
                             ("ACTED", row["acts"]), ("FALSE CAUSE", row["false_causes"]), ("ENDED", row["ended"])) if off]
     seen = f"{row['loop']:23s} {row['arm']:6s} {row['seed']:5d}  {row['alone']:8.4f} → {row['score']:8.4f}"
     said = " ".join(f"{k}={v}" for k, v in (("acts", row["actions"]), ("notes", row["notes"]),
-                    ("replayed", row["replayed"]), ("false", row["false_causes"]), ("ended", row["ended"])) if v)
+                    ("replayed", row["replayed"]), ("false", row["false_causes"]), ("ended", row["ended"]), ("explained", str(row["explained"])[:60])) if v not in ("None", "healthy") and v)
     return f"{seen}  {'ok' if not bad else ', '.join(bad)}  {said}".rstrip()
 
 def healthy_table(loops: list[str], seeds: list[int], arms: list[str]) -> list[dict]:

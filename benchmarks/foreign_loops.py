@@ -93,7 +93,7 @@ def classifier(rate=2e-3, net=None):
 
 def reinforce(seed):
     "Plain REINFORCE on digits with a running baseline: name the digit, one point if it is right."
-    net, opt = classifier(3e-3)
+    net, opt = classifier(6e-3)
     baseline = .1
 
     def step(at):
@@ -166,21 +166,23 @@ def q_learning(seed):
 
 
 def mean_teacher(seed):
-    "Few labels, and a teacher of averaged weights to agree with, which is forgotten."
+    "Few labels, and a forgotten teacher of averaged weights to agree with; how much that counts grows with a counter."
     net, opt = classifier()
-    teacher = copy.deepcopy(net)
+    teacher, taken = copy.deepcopy(net), 0
 
     def step(at):
-        seen = X[at]
+        nonlocal taken
+        taken += 1
+        seen, weight = X[at], 60 * math.exp(-5 * (1 - min(1, taken / 450))**2)
         loss = F.cross_entropy(net(seen[:16]), Y[at[:16]])
-        with torch.no_grad(): aim = teacher(seen + .1 * torch.randn_like(seen)).softmax(1)
-        loss = loss + 2 * F.mse_loss(net(seen + .1 * torch.randn_like(seen)).softmax(1), aim)
+        with torch.no_grad(): aim = teacher(seen + .4 * torch.randn_like(seen)).softmax(1)
+        loss = loss + weight * F.mse_loss(net(seen + .4 * torch.randn_like(seen)).softmax(1), aim)
         descend(opt, loss)
         with torch.no_grad():
             for slow, fast in zip(teacher.parameters(), net.parameters()): slow.lerp_(fast, .02)
         return loss.detach()
 
-    return Run((net, opt), rows(), step, lambda: error(teacher), lambda: teacher)
+    return Run((net, opt), rows(), step, lambda: error(teacher), lambda: (teacher, taken))
 
 
 # --- steps that read what is not handed over
@@ -226,10 +228,10 @@ def smoothing_switched_on(seed):
 def restarts_by_counter(seed):
     "A cosine that starts again every 150 steps, from a counter of the step's own."
     net = mlp(64, 64, 10)
-    opt, taken = SGD(net.parameters(), .3, momentum=.9), dict(steps=0)
+    opt, taken = Adam(net.parameters()), dict(steps=0)
 
     def step(batch):
-        opt.param_groups[0]["lr"] = .005 + .15 * (1 + math.cos(math.pi * (taken["steps"] % 150) / 150))
+        opt.param_groups[0]["lr"] = 1e-4 + .02 * (1 + math.cos(math.pi * (taken["steps"] % 150) / 150))
         loss = F.cross_entropy(net(batch[0]), batch[1])
         descend(opt, loss)
         taken["steps"] += 1
@@ -239,7 +241,7 @@ def restarts_by_counter(seed):
 
 
 def rolling_buffer(seed):
-    "Every batch goes into a buffer of the last 40, and the step trains on a draw from it; digits come in an order."
+    "Every batch goes into a buffer of the last 40, and the step trains on a draw from it; the camera changes once."
     net, opt = classifier(1e-3)
     memory = deque(maxlen=40)
 
@@ -247,10 +249,11 @@ def rolling_buffer(seed):
         of = [torch.nonzero(Y[:TRAIN] == k)[:, 0] for k in range(10)]
         for i in range(STEPS):
             k = (i // 15) % 10
-            yield torch.cat([of[k][torch.randint(len(of[k]), (4,))], torch.randint(TRAIN, (12,))])
+            at = torch.cat([of[k][torch.randint(len(of[k]), (4,))], torch.randint(TRAIN, (12,))])
+            yield X[at] if i < 350 else .7 * X[at].flip(1), Y[at]
 
-    def step(at):
-        memory.append((X[at], Y[at]))
+    def step(batch):
+        memory.append(batch)
         some = random.sample(memory, min(4, len(memory)))
         loss = F.cross_entropy(net(torch.cat([x for x, _ in some])), torch.cat([y for _, y in some]))
         descend(opt, loss)
@@ -260,24 +263,30 @@ def rolling_buffer(seed):
 
 
 def torch_generator(seed):
-    "Pictures are moved and dimmed by a torch generator of the step's own."
+    "Pictures are moved and dimmed by a torch generator of the step's own; now and then comes a night of 25 batches."
     net, opt = classifier()
-    draw = torch.Generator().manual_seed(seed + 1)
+    draw, night = torch.Generator().manual_seed(seed + 1), 0
 
     def step(at):
+        nonlocal night
+        if torch.rand((), generator=draw) < .01: night = 25
+        night -= night > 0
         way = int(torch.randint(-1, 2, (), generator=draw))
-        x = X[at].view(-1, 8, 8).roll(way, 2).flatten(1) * (.5 + torch.rand(len(at), 1, generator=draw))
+        light = (.1 if night else .5) + torch.rand(len(at), 1, generator=draw) * (.1 if night else 1)
+        x = X[at].view(-1, 8, 8).roll(way, 2).flatten(1) * light
         loss = F.cross_entropy(net(x), Y[at])
         descend(opt, loss)
         return loss
 
-    return Run((net, opt), rows(), step, lambda: held_out(net), draw.get_state, math.log(10))
+    return Run((net, opt), rows(), step, lambda: held_out(net), lambda: (draw.get_state(), night), math.log(10))
 
 
 class Spots:
-    "Pictures with some of their pixels gone, chosen by a NumPy generator."
-    def __init__(self, seed): self.rng = np.random.default_rng(seed)
-    def __call__(self, x): return x * torch.as_tensor(self.rng.random(x.shape) > .3)
+    "Pictures with some of their pixels gone, chosen by a NumPy generator; how many changes slowly."
+    def __init__(self, seed): self.rng, self.share = np.random.default_rng(seed), .3
+    def __call__(self, x):
+        self.share = float(np.clip(self.share + self.rng.normal(0, .04), .1, .8))
+        return x * torch.as_tensor(self.rng.random(x.shape) > self.share)
 
 
 def numpy_generator(seed):
@@ -291,17 +300,18 @@ def numpy_generator(seed):
         return loss
 
     batches = ((X[at], Y[at]) for at in rows())
-    return Run((net, opt), batches, step, lambda: held_out(net), lambda: spots.rng.bit_generator.state, math.log(10))
+    return Run((net, opt), batches, step, lambda: held_out(net), lambda: (spots.rng.bit_generator.state, spots.share),
+               math.log(10))
 
 
 def numpy_buffer(seed):
-    "One NumPy array for the pictures and one for the labels, filled again for every batch."
+    "One NumPy array for the pictures and one for the labels, filled again for every batch; 40 batches are dim."
     net, opt = classifier()
     x, y = np.empty((64, 64), np.float32), np.empty(64, np.int64)
 
     def batches():
-        for at in rows():
-            x[:], y[:] = X[at].numpy(), Y[at].numpy()
+        for i, at in enumerate(rows()):
+            x[:], y[:] = X[at].numpy() * (.4 if 300 <= i < 340 else 1), Y[at].numpy()
             yield x, y
 
     def step(batch):
@@ -318,8 +328,8 @@ def tensor_buffer(seed):
     x, y = torch.empty(64, 64), torch.empty(64, dtype=torch.long)
 
     def batches():
-        for at in rows():
-            x.copy_(X[at])
+        for i, at in enumerate(rows()):
+            x.copy_(X[at] * (.4 if 300 <= i < 340 else 1))
             y.copy_(Y[at])
             yield x, y
 
@@ -341,20 +351,21 @@ class Reader(nn.Module):
         return self.say(h), state
 
 
-def counting_text(n, lanes, g=None):
-    "(lanes, n) symbols: each is the last but four one plus one; one in ten is any."
+def counting_text(n, lanes, g=None, hard=()):
+    "(lanes, n) symbols: each is the last but three one plus one; one in ten is any, and more in hard passages."
     x = [torch.randint(8, (lanes,), generator=g) for _ in range(4)]
     while len(x) < n:
-        any_, odd = torch.randint(8, (lanes,), generator=g), torch.rand(lanes, generator=g) < .1
+        share = .4 if len(x) // 100 in hard else .1
+        any_, odd = torch.randint(8, (lanes,), generator=g), torch.rand(lanes, generator=g) < share
         x.append(torch.where(odd, any_, (x[-4] + 1) % 8))
     return torch.stack(x, 1)
 
 
 def carried_state(seed):
-    "An LSTM over a long text, ten symbols a step; its state is carried from step to step."
+    "An LSTM over a long text, ten symbols a step; its state is carried from step to step; three passages are hard."
     net = Reader()
     opt, carried = Adam(net.parameters(), 5e-3), None
-    text, other = counting_text(4001, 16), counting_text(201, 32, torch.Generator().manual_seed(1))
+    text, other = counting_text(4001, 16, hard=(15, 24, 25, 33)), counting_text(201, 32, torch.Generator().manual_seed(1))
 
     def step(batch):
         nonlocal carried
@@ -372,7 +383,7 @@ def carried_state(seed):
 
 
 def accumulation(seed):
-    "Four micro-batches an update; the step counts them itself."
+    "Four micro-batches an update, counted by the step; every 200 micro-batches come 40 of another camera."
     net, opt = classifier(4e-3)
     seen = 0
 
@@ -386,8 +397,10 @@ def accumulation(seed):
             opt.zero_grad()
         return loss.detach()
 
-    batches = ((X[at], Y[at]) for at in rows(1000, 16))
-    return Run((net, opt), batches, step, lambda: held_out(net), lambda: seen, math.log(10))
+    def batches():
+        for i, at in enumerate(rows(1000, 16)): yield (.6 * X[at].flip(1) if i % 200 >= 160 else X[at]), Y[at]
+
+    return Run((net, opt), batches(), step, lambda: held_out(net), lambda: seen, math.log(10))
 
 
 def averaged_weights(seed):
