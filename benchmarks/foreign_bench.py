@@ -2,17 +2,19 @@
 
     python -m benchmarks.foreign_bench healthy                                 # every loop, seeds 0–4, three arms
     python -m benchmarks.foreign_bench healthy --loops reinforce,ring-gan --seeds 0-1 --arms none,run
-    python -m benchmarks.foreign_bench healthy --held-out                      # two loops, ten seeds kept for last
+    python -m benchmarks.foreign_bench ruined --seeds 0 --arms none,watch,run,zclip   # loops × faults, then stories
+    python -m benchmarks.foreign_bench ruined --loops table,vae --faults "NaN weight,bit flip"
+    python -m benchmarks.foreign_bench all --held-out                   # four loops and ten seeds kept for last
 
 In a healthy run nothing may happen: no act, no cause, and every bit as it is without a guard. Counted beside that are
 notes, comparisons, calls of the step that the author did not make (in steps), and what these have left behind in what
 the author did not hand over.
 """
 import argparse
+import functools
 import hashlib
 import json
 import logging
-import math
 import pickle
 import sys
 import time
@@ -27,12 +29,13 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
+from benchmarks import foreign_faults
+from benchmarks.foreign_faults import FAULT_AT, FAULTS, STORIES, TRUE, faults_of
 from benchmarks.foreign_loops import HEALTHY, HELD_OUT, HELD_OUT_SEEDS, begin
+from benchmarks.foreign_rivals import ARMS, GUARDS, OURS, Ended
+from benchmarks.loops import stream
+from benchmarks.ruined_loops import in_a_copy
 
-from esper_nb.guard.governor import Governor
-from esper_nb.guard.reports import GovernorStop
-
-ARMS = ("none", "watch", "run")
 NO_CAUSE = (None, "", "unknown", "healthy") # what may be said of a healthy run
 TRUE_OF_HEALTHY = {"ignored-labels": ("data",), "scaler-skips-batches": ("data",)} # these batches are odd, if harmless
 
@@ -74,55 +77,58 @@ class ForwardCount:
 
 # --- healthy runs
 
-def of_tuple(said):
-    "The loss of what a step returns; None if it has skipped."
-    return said[0] if isinstance(said, tuple) else said
+def said_of(guard, arm: str) -> dict:
+    "What a Governor has filed: acts, notes, causes; of another guard only its acts."
+    if arm not in OURS: return dict(acts=[str(a)[:120] for a in guard.acts], actions={}, notes={}, causes=[])
+    filed = [*guard.governor.reports, *guard.governor.notes]
+    return dict(acts=[str(r) for r in guard.governor.reports],
+                actions=dict(Counter(r.action for r in guard.governor.reports)),
+                notes=dict(Counter(r.action for r in guard.governor.notes)),
+                causes=[r.cause for r in filed if r.cause is not None])
+
+def explained(guard, **options) -> str: # a cause, or the error
+    "What `explain` answers at the end."
+    try: return guard.governor.explain(**options).cause
+    except Exception as e: return f"{type(e).__name__}: {str(e)[:90]}"
 
 def healthy_run(name: str, arm: str, seed: int) -> dict:
     "One healthy run under one arm."
-    run, governor, said, start = begin({**HEALTHY, **HELD_OUT}[name], seed), None, "", time.process_time()
-    at = -1
+    run, said, start, at = begin({**HEALTHY, **HELD_OUT}[name], seed), "", time.process_time(), -1
     with ForwardCount() as calls:
-        if arm != "none": governor = Governor(*run.parts, chance_loss=run.chance)
+        guard = GUARDS[arm](run.parts, run.step, run.chance)
         try:
-            for at, batch in enumerate(run.batches):
-                if arm == "run": governor.run(run.step, batch)
-                else:
-                    loss = of_tuple(run.step(batch))
-                    if governor is not None and loss is not None: governor.watch(loss)
-        except GovernorStop: said = f"stopped at batch {at}"
-        except Exception as e: said = f"{type(e).__name__} at batch {at}: {str(e)[:90]}"
-        if governor is not None: governor.close()
+            for at, batch in enumerate(run.batches): guard.train(batch)
+        except Ended as e: said = f"batch {at}: {e}"
+        except Exception as e: said = f"batch {at}: {type(e).__name__}: {str(e)[:90]}"
+        guard.close()
     row = dict(loop=name, arm=arm, seed=seed, ended=said, batches=at + 1, calls=calls.n, score=run.score(),
                parts=digest(run.parts), forgotten=digest(run.forgotten()), seconds=time.process_time() - start)
-    if governor is None: return row
-    filed = [*governor.reports, *governor.notes]
-    causes, broke = [r.cause for r in filed], ""
-    if arm == "run":
-        try: causes.append(governor.explain().cause)
-        except Exception as e: broke = f"explain: {type(e).__name__}: {str(e)[:90]}"
+    row |= said_of(guard, arm)
+    row["explained"] = explained(guard) if arm == "run" else None
     fine = (*NO_CAUSE, *TRUE_OF_HEALTHY.get(name, ()))
-    return row | dict(
-        acts=[str(r) for r in governor.reports], actions=dict(Counter(r.action for r in governor.reports)),
-        notes=dict(Counter(r.action for r in governor.notes)),
-        false_causes=[c for c in causes if c not in fine], explained=broke or causes[-1] if arm == "run" else None)
+    asked = [row["explained"]] if row["explained"] and ":" not in row["explained"] else []
+    return row | dict(false_causes=[c for c in (*row["causes"], *asked) if c not in fine])
 
 def against_alone(row: dict, alone: dict) -> dict:
     "A guarded run beside the same run alone."
-    if row is alone: return row
     one = alone["calls"] / alone["batches"] # calls of modules in a step
     return row | dict(equal=all(row[k] == alone[k] for k in ("parts", "score", "batches")),
                       traceless=row["forgotten"] == alone["forgotten"], alone=alone["score"],
                       replayed=round((row["calls"] - alone["calls"]) / one))
 
+def told(**said) -> str:
+    "What there is to say, as text."
+    return " ".join(f"{k}={v}" for k, v in said.items() if v and v != "healthy")
+
 def healthy_line(row: dict) -> str:
     "A guarded healthy run as a line of text."
-    bad = [k for k, off in (("NOT EQUAL", not row["equal"]), ("traces", not row["traceless"]),
-                            ("ACTED", row["acts"]), ("FALSE CAUSE", row["false_causes"]), ("ENDED", row["ended"])) if off]
-    seen = f"{row['loop']:23s} {row['arm']:6s} {row['seed']:5d}  {row['alone']:8.4f} → {row['score']:8.4f}"
-    said = " ".join(f"{k}={v}" for k, v in (("acts", row["actions"]), ("notes", row["notes"]),
-                    ("replayed", row["replayed"]), ("false", row["false_causes"]), ("ended", row["ended"]), ("explained", str(row["explained"])[:60])) if v not in ("None", "healthy") and v)
-    return f"{seen}  {'ok' if not bad else ', '.join(bad)}  {said}".rstrip()
+    bad = dict(ACTED=row["acts"], ENDED=row["ended"], traces=not row["traceless"]) | {
+        "NOT EQUAL": not row["equal"], "FALSE CAUSE": row["false_causes"]}
+    found = ", ".join(k for k, there in bad.items() if there) or "ok"
+    seen = f"{row['loop']:23s} {row['arm']:14s} {row['seed']:5d}  {row['alone']:8.4f} → {row['score']:8.4f}  {found:10s}"
+    return seen + "  " + told(
+        acts=row["actions"] or len(row["acts"]), notes=row["notes"], replayed=row["replayed"],
+        false=row["false_causes"], ended=row["ended"], explained=row["explained"])
 
 def healthy_table(loops: list[str], seeds: list[int], arms: list[str]) -> list[dict]:
     "Every loop, seed and arm, one line each as it is done."
@@ -152,6 +158,153 @@ def healthy_summary(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+# --- ruined runs
+
+@functools.cache
+def clean_scores(name: str) -> tuple[tuple[float, ...], float]: # of five seeds, and before training
+    "How clean runs of a loop or a story end."
+    def one(seed):
+        loop, steps = made(name, seed, ill=False)
+        first = float(loop.score())
+        for i in range(steps):
+            if name in STORIES: loop.between(i)
+            loop.step(loop.batch(i))
+        return float(loop.score()), first
+    found = [one(seed) for seed in range(5)]
+    return tuple(x for x, _ in found), found[0][1]
+
+def slack_of(name: str) -> float:
+    "How far from a clean run a score may be and still be as good."
+    scores, first = clean_scores(name)
+    return max(.02 * abs(first - float(np.mean(scores))), 3 * float(np.std(scores)))
+
+def verdict(clean: float, slack: float, alone: float, guarded: float) -> str:
+    "How a guarded run ended, beside a clean one and the same run alone; half a slack more is not worse."
+    def bad(x): return not np.isfinite(x) or x > clean + slack
+    worse = bad(guarded) and (not np.isfinite(guarded) or guarded > alone + slack / 2)
+    if not bad(alone): return "worse" if worse else "harmless"
+    if not bad(guarded): return "recovered"
+    if not np.isfinite(alone): return "in part" if np.isfinite(guarded) else "harmful"
+    if worse: return "worse"
+    return "in part" if guarded - clean < (alone - clean) / 2 else "harmful"
+
+def made(name: str, seed: int, ill: bool = True): # the loop, and its steps
+    "A loop or a story."
+    if name in STORIES: return STORIES[name](seed, ill), STORIES[name].steps
+    return {**foreign_faults.LOOPS, **foreign_faults.HELD_OUT}[name](seed), foreign_faults.STEPS
+
+def train(loop, guard, first: int, last: int, fault: str | None) -> str: # why it ended early
+    "Train some steps; a fault has begun at `FAULT_AT`."
+    for i in range(first, last):
+        batch = loop.batch(i)
+        if fault in FAULTS: batch = FAULTS[fault](loop, i - FAULT_AT, batch, stream(loop.seed, 3, i))
+        if isinstance(loop, foreign_faults.Story): loop.between(i)
+        try: guard.train(batch)
+        except Ended as e: return f"batch {i}: {e}"
+        except Exception as e: return f"batch {i}: {type(e).__name__}: {str(e)[:90]}"
+    return ""
+
+def ending(loop, guard, arm: str, ended: str) -> dict:
+    "How a ruined or a clean run ends."
+    guard.close()
+    row = dict(score=float(loop.score()), ended=ended, parts=digest(loop.parts())) | said_of(guard, arm)
+    row["explained"] = explained(guard, budget=300) if arm == "run" and not row["causes"] else None
+    return row
+
+def ruined_runs(name: str, arm: str, seed: int, faults: list[str | None]) -> dict[str | None, dict]:
+    "{fault: how it ends}; what comes before the faults is run once. None is a fault, too: nothing happens."
+    loop, steps = made(name, seed)
+    guard = GUARDS[arm](loop.parts(), loop.step, loop.chance)
+    ended = train(loop, guard, 0, FAULT_AT, None)
+    def go_on(fault): return ending(loop, guard, arm, ended or train(loop, guard, FAULT_AT, steps, fault))
+    return {fault: in_a_copy(lambda: go_on(fault)) for fault in faults}
+
+def story_run(name: str, arm: str, seed: int, ill: bool) -> dict:
+    "One story, as it was reported or mended."
+    loop, steps = made(name, seed, ill)
+    guard = GUARDS[arm](loop.parts(), loop.step, loop.chance)
+    return ending(loop, guard, arm, train(loop, guard, 0, steps, None))
+
+def cause_of(row: dict, harmed: bool) -> str: # "true", "false", "unknown" or "" for nothing said
+    "Whether what was said of a fault is true; one false cause among several is one too many."
+    true = TRUE.get(row["fault"]) or STORIES[row["loop"]].true
+    said = [c for c in row["causes"] if c] or [c for c in [row["explained"]] if c and ":" not in c]
+    if not said: return ""
+    if any(c not in (*true, "unknown", "healthy", "before") for c in said): return "false"
+    if any(c in true for c in said): return "true"
+    return "false" if harmed and "healthy" in said else "unknown"
+
+def judged(row: dict, clean: dict, alone: dict) -> dict:
+    "A guarded ruined run beside a clean one and one alone."
+    slack, fault = slack_of(row["loop"]), row["fault"]
+    row = row | dict(clean=clean["score"], alone=alone["score"], slack=slack,
+                     verdict=verdict(clean["score"], slack, alone["score"], row["score"]))
+    harmed = row["verdict"] != "harmless"
+    if fault is None: row |= dict(equal=row["parts"] == clean["parts"], false_causes=[
+        c for c in (*row["causes"], row["explained"]) if c and ":" not in c and c not in NO_CAUSE])
+    else: row["named"] = cause_of(row, harmed) if row["arm"] in OURS else ""
+    return row
+
+def ruined_line(row: dict) -> str:
+    "A ruined run as a line of text."
+    seen = (f"{row['loop']:18s} {row['fault'] or 'clean':24s} {row['arm']:14s} {row['seed']:5d}  {row['clean']:9.4f}"
+            f" {row['alone']:9.4f} → {row['score']:9.4f}")
+    if row["fault"] is None: found = "bit-equal" if row["equal"] and not row["acts"] else "NOT EQUAL or ACTED"
+    else: found = row["verdict"]
+    return f"{seen}  {found:9s}  " + told(
+        acts=row["actions"] or len(row["acts"]), notes=row["notes"], causes=row["causes"], named=row.get("named"),
+        explained=row["explained"], ended=row["ended"])
+
+def ruined_table(loops: list[str], seeds: list[int], arms: list[str], faults: list[str] | None) -> list[dict]:
+    "Every loop, fault or story, seed and arm; one line each as it is done."
+    rows: list[dict] = []
+    for name in loops:
+        for seed in seeds:
+            mine: list[str | None] = [None, "its own"] if name in STORIES else [None, *(
+                f for f in faults_of(name) if faults is None or f in faults)]
+            def found(arm, name=name, seed=seed, mine=mine):
+                if name in STORIES: return {f: story_run(name, arm, seed, f is not None) for f in mine}
+                return ruined_runs(name, arm, seed, mine)
+            alone = found("none")
+            for arm in arms:
+                for fault, row in (alone if arm == "none" else found(arm)).items():
+                    row = dict(loop=name, fault=fault, arm=arm, seed=seed) | row
+                    rows.append(judged(row, alone[None], alone[fault]))
+                    if arm != "none": print(ruined_line(rows[-1]), flush=True)
+    return rows
+
+VERDICTS = ("recovered", "in part", "harmful", "worse", "harmless")
+
+def ruined_summary(rows: list[dict]) -> str:
+    "How all ruined runs ended: a line an arm, then a line a fault or a story."
+    lines = []
+    arms = list(dict.fromkeys(r["arm"] for r in rows))
+    def counts(mine): return " ".join(f"{sum(r['verdict'] == v for r in mine):4d} {v}" for v in VERDICTS)
+    for arm in arms:
+        mine = [r for r in rows if r["arm"] == arm and r["fault"]]
+        clean = [r for r in rows if r["arm"] == arm and not r["fault"]]
+        named = Counter(r["named"] for r in mine if r["named"])
+        worse = sum(r["verdict"] == "worse" and r["alone"] <= r["clean"] + r["slack"] for r in mine)
+        lines.append(
+            f"{arm:14s} {counts(mine)} ({worse} worse where it was harmless alone); causes true {named['true']}, false "
+            f"{named['false']}, unknown {named['unknown']}; clean runs {len(clean)}: acted on "
+            f"{sum(bool(r['acts']) for r in clean)}, bit-equal {sum(r['equal'] for r in clean)}, false causes "
+            f"{sum(bool(r['false_causes']) for r in clean)}; ended early {sum(bool(r['ended']) for r in mine)}")
+    def kind(r): return r["loop"] if r["fault"] == "its own" else r["fault"]
+    for fault in dict.fromkeys(kind(r) for r in rows if r["fault"]):
+        cells = []
+        for arm in arms:
+            mine = [r for r in rows if r["arm"] == arm and r["fault"] and kind(r) == fault]
+            harmful = [r for r in mine if r["verdict"] != "harmless"]
+            good = sum(r["verdict"] == "recovered" for r in harmful)
+            named = Counter(r["named"] for r in mine if r["named"])
+            worse = sum(r["verdict"] == "worse" for r in mine)
+            cells.append(f"{arm} {good}/{len(harmful)}" + f" worse {worse}" * bool(worse) + "".join(
+                f" {k} {named[k]}" for k in ("true", "false") if named[k]))
+        lines.append(f"  {fault:26s} {len(mine)} runs: " + " | ".join(cells))
+    return "\n".join(lines)
+
+
 # --- command line
 
 def numbers(text: str) -> list[int]:
@@ -165,24 +318,34 @@ def numbers(text: str) -> list[int]:
 def main():
     "Read the command line, and print what was asked for."
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("what", choices=("healthy",))
-    ask.add_argument("--loops", help="names, with commas")
+    ask.add_argument("what", choices=("healthy", "ruined", "all"))
+    ask.add_argument("--loops", help="names, with commas; stories are loops, too")
+    ask.add_argument("--faults", help="names, with commas")
     ask.add_argument("--seeds", type=numbers, default=[0, 1, 2, 3, 4], help="0-4, or 0,3")
-    ask.add_argument("--arms", default=",".join(ARMS), help="none, watch, run")
+    ask.add_argument("--arms", default="none,watch,run", help=f"some of {', '.join(ARMS)}; or all")
     ask.add_argument("--held-out", action="store_true", help="the loops and seeds that nothing was developed on")
     ask.add_argument("--json", type=Path, help="where the figures go")
     args = ask.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    start = time.process_time()
-    known = HELD_OUT if args.held_out else HEALTHY
-    loops = args.loops.split(",") if args.loops else list(known)
-    unknown = [n for n in loops if n not in known]
-    if unknown: ask.error(f"--loops {','.join(unknown)}: expected some of {', '.join(known)}")
+    start, rows = time.process_time(), {}
+    healthy = list(HELD_OUT if args.held_out else HEALTHY)
+    ruined = list(foreign_faults.HELD_OUT if args.held_out else [*foreign_faults.LOOPS, *STORIES])
+    known = [*(healthy if args.what != "ruined" else []), *(ruined if args.what != "healthy" else [])]
+    loops = args.loops.split(",") if args.loops else known
+    arms = list(ARMS) if args.arms == "all" else args.arms.split(",")
+    for name, said, may in (("--loops", loops, known), ("--arms", arms, ARMS),
+                            ("--faults", args.faults.split(",") if args.faults else [], list(FAULTS))):
+        if odd := [x for x in said if x not in may]: ask.error(f"{name} {', '.join(odd)}: expected some of {may}")
     seeds = list(HELD_OUT_SEEDS) if args.held_out else args.seeds
-    rows = healthy_table(loops, seeds, args.arms.split(","))
-    print(healthy_summary(rows))
+    if args.what != "ruined":
+        rows["healthy"] = healthy_table([n for n in loops if n in healthy], seeds, arms)
+        print(healthy_summary(rows["healthy"]))
+    if args.what != "healthy":
+        faults = args.faults.split(",") if args.faults else None
+        rows["ruined"] = ruined_table([n for n in loops if n in ruined], seeds, arms, faults)
+        print(ruined_summary(rows["ruined"]))
     print(f"{time.process_time() - start:.0f} s of one core")
     if args.json: args.json.write_text(json.dumps(rows, separators=(",", ":"), ensure_ascii=False) + "\n")
 
