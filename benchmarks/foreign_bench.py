@@ -125,8 +125,8 @@ def healthy_line(row: dict) -> str:
     bad = dict(ACTED=row["acts"], ENDED=row["ended"], traces=not row["traceless"]) | {
         "NOT EQUAL": not row["equal"], "FALSE CAUSE": row["false_causes"]}
     found = ", ".join(k for k, there in bad.items() if there) or "ok"
-    seen = f"{row['loop']:23s} {row['arm']:14s} {row['seed']:5d}  {row['alone']:8.4f} → {row['score']:8.4f}  {found:10s}"
-    return seen + "  " + told(
+    seen = f"{row['loop']:23s} {row['arm']:14s} {row['seed']:5d}  {row['alone']:8.4f} → {row['score']:8.4f}"
+    return f"{seen}  {found:10s}  " + told(
         acts=row["actions"] or len(row["acts"]), notes=row["notes"], replayed=row["replayed"],
         false=row["false_causes"], ended=row["ended"], explained=row["explained"])
 
