@@ -37,7 +37,9 @@ from benchmarks.loops import stream
 from benchmarks.ruined_loops import in_a_copy
 
 NO_CAUSE = (None, "", "unknown", "healthy") # what may be said of a healthy run
-TRUE_OF_HEALTHY = {"ignored-labels": ("data",), "scaler-skips-batches": ("data",)} # these batches are odd, if harmless
+TRUE_OF_HEALTHY = dict.fromkeys( # some of their batches are odd, if harmless
+    ("ignored-labels", "nothing-selected", "skips-and-returns-nan", "scaler-skips-batches", "skips-and-returns-none",
+     "rare-hard-batches"), ("data",))
 
 
 # --- what a run ends with, to the bit
@@ -118,7 +120,7 @@ def against_alone(row: dict, alone: dict) -> dict:
 
 def told(**said) -> str:
     "What there is to say, as text."
-    return " ".join(f"{k}={v}" for k, v in said.items() if v and v != "healthy")
+    return " ".join(f"{k}={v}" for k, v in said.items() if v and v not in ("healthy", "''"))
 
 def healthy_line(row: dict) -> str:
     "A guarded healthy run as a line of text."
@@ -209,6 +211,7 @@ def ending(loop, guard, arm: str, ended: str) -> dict:
     guard.close()
     row = dict(score=float(loop.score()), ended=ended, parts=digest(loop.parts())) | said_of(guard, arm)
     row["explained"] = explained(guard, budget=300) if arm == "run" and not row["causes"] else None
+    row["after"] = guard.governor.reports[0].batch if arm in OURS and guard.governor.reports else None
     return row
 
 def ruined_runs(name: str, arm: str, seed: int, faults: list[str | None]) -> dict[str | None, dict]:
@@ -240,6 +243,8 @@ def judged(row: dict, clean: dict, alone: dict) -> dict:
     row = row | dict(clean=clean["score"], alone=alone["score"], slack=slack,
                      verdict=verdict(clean["score"], slack, alone["score"], row["score"]))
     harmed = row["verdict"] != "harmless"
+    row["seen"] = bool(row["acts"] or row["notes"] or row["ended"])
+    if row["after"] is not None and fault in FAULTS: row["after"] -= FAULT_AT
     if fault is None: row |= dict(equal=row["parts"] == clean["parts"], false_causes=[
         c for c in (*row["causes"], row["explained"]) if c and ":" not in c and c not in NO_CAUSE])
     else: row["named"] = cause_of(row, harmed) if row["arm"] in OURS else ""
@@ -253,7 +258,7 @@ def ruined_line(row: dict) -> str:
     else: found = row["verdict"]
     return f"{seen}  {found:9s}  " + told(
         acts=row["actions"] or len(row["acts"]), notes=row["notes"], causes=row["causes"], named=row.get("named"),
-        explained=row["explained"], ended=row["ended"])
+        explained=repr(row["explained"] or ""), ended=row["ended"], after=row["after"])
 
 def ruined_table(loops: list[str], seeds: list[int], arms: list[str], faults: list[str] | None) -> list[dict]:
     "Every loop, fault or story, seed and arm; one line each as it is done."
@@ -283,13 +288,17 @@ def ruined_summary(rows: list[dict]) -> str:
     for arm in arms:
         mine = [r for r in rows if r["arm"] == arm and r["fault"]]
         clean = [r for r in rows if r["arm"] == arm and not r["fault"]]
+        unseen = sum(r["verdict"] not in ("harmless", "recovered") and not r["seen"] for r in mine)
+        beyond = [r for r in mine if r["loop"] in STORIES and not STORIES[r["loop"]].mendable]
+        mine = [r for r in mine if r not in beyond]
         named = Counter(r["named"] for r in mine if r["named"])
         worse = sum(r["verdict"] == "worse" and r["alone"] <= r["clean"] + r["slack"] for r in mine)
+        def count(key, mine=clean): return sum(bool(r[key]) for r in mine)
         lines.append(
-            f"{arm:14s} {counts(mine)} ({worse} worse where it was harmless alone); causes true {named['true']}, false "
-            f"{named['false']}, unknown {named['unknown']}; clean runs {len(clean)}: acted on "
-            f"{sum(bool(r['acts']) for r in clean)}, bit-equal {sum(r['equal'] for r in clean)}, false causes "
-            f"{sum(bool(r['false_causes']) for r in clean)}; ended early {sum(bool(r['ended']) for r in mine)}")
+            f"{arm:14s} {counts(mine)} ({worse} worse where it was harmless alone); harmed without a word {unseen}; "
+            f"beyond mending {len(beyond)}, seen {count('seen', beyond)}; ended early {count('ended', mine)}\n"
+            f"{'':14s} causes true {named['true']}, false {named['false']}, unknown {named['unknown']}; clean runs "
+            f"{len(clean)}: acted on {count('acts')}, bit-equal {count('equal')}, false causes {count('false_causes')}")
     def kind(r): return r["loop"] if r["fault"] == "its own" else r["fault"]
     for fault in dict.fromkeys(kind(r) for r in rows if r["fault"]):
         cells = []

@@ -99,7 +99,8 @@ class UNet(Loop):
         class Net(nn.Module):
             def __init__(self):
                 super().__init__()
-                def block(a, b): return nn.Sequential(nn.Conv2d(a, b, 3, 1, 1), nn.BatchNorm2d(b), nn.ReLU())
+                def block(a, b):
+                    return nn.Sequential(nn.Conv2d(a, b, 3, 1, 1), nn.BatchNorm2d(b, momentum=.01), nn.ReLU())
                 self.down, self.deep, self.up = block(1, 6), block(6, 12), block(18, 6)
                 self.say = nn.Conv2d(6, 1, 1)
             def forward(self, x):
@@ -149,7 +150,7 @@ class FineTune(Pictures):
     size = 32
 
     def build(self):
-        self.net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64, momentum=.02), nn.ReLU(), nn.Linear(64, 10))
         opt, known = Adam(self.net.parameters(), 5e-3), torch.nonzero(Y[:TRAIN] < 8)[:, 0]
         for _ in range(80):
             at = known[torch.randint(len(known), (64,))]
@@ -235,7 +236,8 @@ class NormedTable(Table):
         super().build()
         self.opt = torch.optim.SGD(self.net.parameters(), .05, momentum=.9)
     def make(self):
-        return nn.Sequential(nn.BatchNorm1d(20), nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3))
+        return nn.Sequential(nn.BatchNorm1d(20, momentum=.01), nn.Linear(20, 64), nn.BatchNorm1d(64, momentum=.01),
+                             nn.ReLU(), nn.Linear(64, 3))
 
 
 class Attention(Loop):
@@ -383,6 +385,7 @@ class Story(Loop):
     "A loop that has its fault in itself, in its data, or in what its author does between two steps."
     steps = STEPS
     true: tuple[str, ...] = () # causes that may be named
+    mendable = True # by what a guard can do while the run goes on; the code itself it can't
 
     def __init__(self, seed: int, ill: bool = True):
         self.ill = ill
@@ -465,11 +468,15 @@ class RowOf1e20(Story):
     def score(self): return self.judged(lambda: F.cross_entropy(self.net(self.x[640:]), self.y[640:]))
 
 
-class HalfMoments(Table, Story):
+class HalfMoments(Pictures, Story):
     "Resumed in the middle from moments that were stored in half precision: the small squares have become 0."
-    true = ("outside", "moments")
-    def loss(self, batch): return 3e-4 * super().loss(batch)
-    chance = None
+    true, chance = ("outside", "moments"), None
+
+    def build(self):
+        self.net = mlp(64, 48, 48, 10)
+        self.opt = Adam(self.net.parameters(), 1e-2)
+
+    def loss(self, batch): return 1e-3 * super().loss(batch)
     def between(self, i):
         if self.ill and i == FAULT_AT:
             for s in self.opt.state.values(): s["exp_avg_sq"] = s["exp_avg_sq"].half().float()
@@ -515,7 +522,7 @@ class HeadLost(Pictures, Story):
 
 class FallsForEver(Story):
     "The error is divided by a batch mean that is negative for one column: the loss falls without end."
-    true = ("loop",)
+    true, mendable = ("loop",), False
 
     def build(self):
         self.x = torch.randn(2000, 6, generator=stream(self.seed, 1))
@@ -598,7 +605,7 @@ class RateInStep(Table, Story):
 
 
 class SignInStep(Pictures, Story):
-    "The step turns its loss around for 20 steps, by a counter of its own."
+    "The step turns its loss around for 40 steps, by a counter of its own."
     true = ("loop",)
 
     def build(self):
@@ -606,7 +613,7 @@ class SignInStep(Pictures, Story):
         self.opt = Adam(self.net.parameters(), 2e-3)
 
     def loss(self, batch):
-        turned = self.ill and FAULT_AT <= self.taken < FAULT_AT + 20
+        turned = self.ill and FAULT_AT <= self.taken < FAULT_AT + 40
         self.taken += 1
         return super().loss(batch) * (-1 if turned else 1)
 

@@ -8,8 +8,11 @@ wrong in any of them, so a guarded run has to end as an unguarded one does, to t
 A loop is a function of a seed that makes a `Run`.
 """
 import copy
+import functools
 import math
+import queue
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -477,6 +480,134 @@ def hard_negatives(seed):
     return Run((net, opt), rows(450, 32), step, score, lambda: (bank, labels, place))
 
 
+def history(seed):
+    "The step keeps a list of its losses and a running mean of them, as most do; forty batches are dim."
+    net, opt = classifier()
+    losses, mean = [], 0.
+
+    def step(batch):
+        nonlocal mean
+        loss = F.cross_entropy(net(batch[0]), batch[1])
+        descend(opt, loss)
+        losses.append(loss.item())
+        mean += .05 * (losses[-1] - mean)
+        return loss
+
+    batches = ((X[at] * (.3 if 300 <= i < 340 else 1), Y[at]) for i, at in enumerate(rows()))
+    return Run((net, opt), batches, step, lambda: held_out(net), lambda: (losses, mean), math.log(10))
+
+
+HEAT = dict(now=1.) # of the labels that `distilled` learns from
+
+def distilled(seed):
+    "Learns from the answers of a trained network, at a temperature that the loop sets in a dict of the module."
+    HEAT["now"] = 1.
+    (old, first), (net, opt) = classifier(5e-3), classifier()
+    for at in rows(100): descend(first, F.cross_entropy(old(X[at]), Y[at]))
+
+    def batches():
+        for i, at in enumerate(rows()):
+            HEAT["now"] = 1. + 1.5 * (i // 200)
+            yield X[at]
+
+    def step(x):
+        with torch.no_grad(): aim = (old(x) / HEAT["now"]).softmax(1)
+        loss = F.cross_entropy(net(x) / HEAT["now"], aim)
+        descend(opt, loss)
+        return loss
+
+    return Run((net, opt), batches(), step, lambda: held_out(net), lambda: dict(HEAT), math.log(10))
+
+
+class Sloppy:
+    "A trainer that is called itself, with settings in an object of its own and Python's own generator."
+    def __init__(self, seed):
+        self.net, self.opt = classifier(net=mlp(64, 64, 10))
+        self.state = dict(dice=random.Random(seed), drop=.1, steps=0)
+
+    def __call__(self, scale, batch):
+        self.state["steps"] += 1
+        if self.state["dice"].random() < .02: self.state["drop"] = self.state["dice"].choice([.1, .3, .6])
+        x = F.dropout(batch[0], self.state["drop"])
+        loss = F.cross_entropy(self.net(x), batch[1]) * scale["loss"]
+        descend(self.opt, loss)
+        return loss
+
+
+def partly_called(seed):
+    "`functools.partial` of an object with a call, and a dict of settings that the loop changes once."
+    trainer, scale = Sloppy(seed), dict(loss=1.)
+
+    def batches():
+        for i, at in enumerate(rows()):
+            if i == 400: scale["loss"] = 1.6
+            yield X[at], Y[at]
+
+    return Run((trainer.net, trainer.opt), batches(), functools.partial(trainer, scale), lambda: held_out(trainer.net),
+               lambda: (trainer.state["steps"], trainer.state["drop"], trainer.state["dice"].getstate()))
+
+
+def prefetched(seed):
+    "A thread makes the batches ahead, with a generator of its own; 50 of them come from another camera."
+    net, opt = classifier()
+    ready = queue.Queue(4)
+
+    def fill():
+        draw = torch.Generator().manual_seed(seed)
+        for i in range(STEPS):
+            at = torch.randint(TRAIN, (64,), generator=draw)
+            ready.put((X[at].flip(1) * .8 if 350 <= i < 400 else X[at], Y[at]))
+
+    def batches():
+        threading.Thread(target=fill, daemon=True).start()
+        for _ in range(STEPS): yield ready.get()
+
+    def step(batch):
+        loss = F.cross_entropy(net(batch[0]), batch[1])
+        descend(opt, loss)
+        return loss
+
+    return Run((net, opt), batches(), step, lambda: held_out(net), chance=math.log(10))
+
+
+def two_tasks(seed):
+    "Two losses by turns, of two heads and of other sizes, with one optimizer; whose turn it is, a counter says."
+    body, heads = mlp(64, 64), nn.ModuleList([nn.Linear(64, 10), nn.Linear(64, 64)])
+    opt, turn = Adam([*body.parameters(), *heads.parameters()], 2e-3), 0
+
+    def step(at):
+        nonlocal turn
+        turn = 1 - turn
+        h = body(X[at]).relu()
+        loss = F.cross_entropy(heads[0](h), Y[at]) if turn else 30 * F.mse_loss(heads[1](h), X[at])
+        descend(opt, loss)
+        return loss
+
+    whole = nn.Sequential(body, nn.ReLU(), heads[0])
+    return Run((body, heads, opt), rows(), step, lambda: held_out(whole), lambda: turn)
+
+
+def rare_hard_batches(seed):
+    "One batch of fifty comes from a hard source; the gradients are clipped, and the momentum is long."
+    net = mlp(64, 64, 10)
+    opt = SGD(net.parameters(), .1, momentum=.95)
+
+    def batches():
+        for at in rows():
+            hard = torch.rand(()) < .02
+            yield (8 * X[at].flip(1), Y[at].roll(1)) if hard else (X[at], Y[at])
+
+    def step(batch):
+        loss = F.cross_entropy(net(batch[0]), batch[1])
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.)
+        opt.step()
+        return loss
+
+    return Run((net, opt), batches(), step, lambda: held_out(net), chance=math.log(10))
+
+
 # --- losses that are odd now and then, and steps that answer oddly
 
 def ignored_labels(seed):
@@ -493,6 +624,43 @@ def ignored_labels(seed):
 
     return Run((net, opt), batches(), step, lambda: held_out(net), chance=math.log(10))
 
+
+
+def nothing_selected(seed):
+    "The loss is the mean over the pictures that are bright enough; in some batches none is, and it is 0 / 0."
+    net, opt = classifier()
+
+    def batches():
+        for at in rows(): yield X[at] * (.2 if torch.rand(()) < .03 else 1), Y[at]
+
+    def step(batch):
+        bright = batch[0].mean(1) > .15
+        loss = F.cross_entropy(net(batch[0]), batch[1], reduction="none")[bright].mean()
+        descend(opt, loss)
+        return loss
+
+    return Run((net, opt), batches(), step, lambda: held_out(net), chance=math.log(10))
+
+
+def skips_and_returns_nan(seed):
+    "The step looks whether its loss is finite, skips the update where it is not, and returns the loss as it is."
+    net, opt = classifier()
+
+    def batches():
+        for at in rows():
+            x = X[at]
+            if torch.rand(()) < .03: x[5] = math.inf
+            yield x, Y[at]
+
+    def step(batch):
+        loss = F.cross_entropy(net(batch[0]), batch[1])
+        opt.zero_grad()
+        if loss.isfinite():
+            loss.backward()
+            opt.step()
+        return loss.item()
+
+    return Run((net, opt), batches(), step, lambda: held_out(net), chance=math.log(10))
 
 
 def scaler_skips(seed):
@@ -672,8 +840,9 @@ def hard_examples(seed):
 HEALTHY: dict[str, Callable[[int], Run]] = {f.__name__.replace("_", "-"): f for f in (
     reinforce, reinforce_signed, ring_gan, q_learning, mean_teacher, penalty_switched_on, smoothing_switched_on,
     restarts_by_counter, rolling_buffer, torch_generator, numpy_generator, numpy_buffer, tensor_buffer, carried_state,
-    accumulation, averaged_weights, curriculum, hard_negatives, ignored_labels, scaler_skips, scaler_skips_batches,
-    small_last_batch, skips_and_returns_none, loss_and_accuracy, no_batch, next_of_a_loader)}
+    accumulation, averaged_weights, curriculum, hard_negatives, history, distilled, partly_called, prefetched,
+    two_tasks, rare_hard_batches, ignored_labels, nothing_selected, skips_and_returns_nan, scaler_skips,
+    scaler_skips_batches, small_last_batch, skips_and_returns_none, loss_and_accuracy, no_batch, next_of_a_loader)}
 HELD_OUT: dict[str, Callable[[int], Run]] = {f.__name__.replace("_", "-"): f for f in (actor_critic, hard_examples)}
 HELD_OUT_SEEDS = range(9100, 9110)
 

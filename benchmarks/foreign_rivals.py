@@ -4,6 +4,7 @@ A rule that only sounds an alarm gets what its users build around it at best, se
 gradients are used as their authors show it. ZClip is written here from the formula of its paper.
 """
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -152,10 +153,11 @@ class StabilityGuard(Alone):
 
 def put_in_place(step: Callable, old, new):
     "Let a step use another object, as if its author had written so: a cell of its closure or an attribute."
-    for cell in step.__closure__ or () if hasattr(step, "__closure__") else ():
+    if isinstance(step, functools.partial): return put_in_place(step.func, old, new)
+    for cell in getattr(step, "__closure__", None) or ():
         if cell.cell_contents is old: cell.cell_contents = new
-    owner = getattr(step, "__self__", None)
-    for name, value in dict(vars(owner) if owner is not None else {}).items():
+    owner = getattr(step, "__self__", step)
+    for name, value in dict(vars(owner)).items():
         if value is old: setattr(owner, name, new)
 
 
