@@ -334,6 +334,11 @@ def sign_flip(loop, k, batch, g):
     loop.sign = -1. if k < 20 else 1.
     return batch
 
+def steep(loop, k, batch, g):
+    "One gradient × 1000, at a loss like any other."
+    loop.sign = 1000. if k == 0 else 1.
+    return batch
+
 def bit_flip(loop, k, batch, g):
     "The highest bit of the exponent of one weight."
     if k == 0: matrices(loop)[-1].view(-1).view(torch.int32)[7] ^= 1 << 30
@@ -361,17 +366,18 @@ FAULTS: dict[str, Fault] = {
     "60 batches × 255": burst(60), "rate × 30, 8 steps": rate(8), "rate × 30 for good": rate(-1),
     "wrong labels, 30 batches": labels(30), "wrong labels, 50 batches": labels(50),
     "garbage moments": garbage_moments, "dead layer": dead_layer, "sign flip, 20 steps": sign_flip,
-    "bit flip": bit_flip, "noise × .5": noise(.5), "noise × 1": noise(1.), "noise × 2": noise(2.),
-    "noise × 4": noise(4.), "poisoned variance": poisoned_variance}
+    "one gradient × 1000": steep, "bit flip": bit_flip, "noise × .5": noise(.5), "noise × 1": noise(1.),
+    "noise × 2": noise(2.), "noise × 4": noise(4.), "poisoned variance": poisoned_variance}
 NORMED = ("unet", "finetune", "normed") # loops that have running variances
 # what may be said of a fault; "unknown" is no lie
 TRUE: dict[str, tuple[str, ...]] = {
-    "NaN weight": ("outside",), "one batch × 1e4": ("data",), "20 batches × 255": ("data",),
-    "60 batches × 255": ("data",), "rate × 30, 8 steps": ("rate",), "rate × 30 for good": ("rate", "fast"),
-    "wrong labels, 30 batches": ("data",), "wrong labels, 50 batches": ("data",),
-    "garbage moments": ("outside", "moments"), "dead layer": ("outside",), "sign flip, 20 steps": ("loop", "outside"),
-    "bit flip": ("outside",), "noise × .5": ("outside",), "noise × 1": ("outside",), "noise × 2": ("outside",),
-    "noise × 4": ("outside",), "poisoned variance": ("outside",)}
+    **dict.fromkeys(("NaN weight", "dead layer", "bit flip", "noise × .5", "noise × 1", "noise × 2", "noise × 4",
+                     "poisoned variance"), ("outside",)),
+    **dict.fromkeys(("one batch × 1e4", "20 batches × 255", "60 batches × 255", "wrong labels, 30 batches",
+                     "wrong labels, 50 batches"), ("data",)),
+    "rate × 30, 8 steps": ("rate",), "rate × 30 for good": ("rate", "fast"), "garbage moments": ("outside", "moments"),
+    # something outside of the step sets the number that these read
+    "sign flip, 20 steps": ("loop", "outside"), "one gradient × 1000": ("loop", "outside", "steep")}
 
 
 def faults_of(name: str) -> list[str]:
@@ -444,6 +450,32 @@ class EmptyText(Story):
         marks = self.mark(seen)[..., 0].masked_fill(batch[0] == 0, -math.inf)
         if not self.ill: marks = marks.masked_fill((batch[0] == 0).all(1, keepdim=True), 0.)
         return F.cross_entropy(self.say((marks.softmax(1)[..., None] * seen).sum(1) * 4), batch[1])
+
+    def score(self):
+        with torch.no_grad(): return self.loss((self.x[640:], self.y[640:])).item()
+
+
+class LogOfZero(Story):
+    "`where(x > 0, log(x), 0)` of a count that is 0 in two rows: its loss is finite, its gradient is not."
+    size, true = 32, ("data",)
+
+    def build(self):
+        g = stream(self.seed, 1)
+        self.x = torch.rand(800, 6, generator=g) + .05
+        self.y = self.x.log().sum(1, keepdim=True)
+        self.x[300, 2] = self.x[310, 4] = 0.
+        self.net = nn.ModuleDict(dict(scale=nn.Linear(6, 6, bias=False), say=mlp(6, 32, 1)))
+        nn.init.eye_(self.net["scale"].weight)
+        self.opt = Adam(self.net.parameters(), 3e-3)
+
+    def batch(self, i):
+        at = self.epoch_rows(i, 640)
+        return self.x[at], self.y[at]
+
+    def loss(self, batch):
+        x = batch[0] * self.net["scale"].weight.diagonal()
+        seen = torch.where(x > 0, x, torch.ones(())).log() if not self.ill else torch.where(x > 0, x.log(), 0.)
+        return F.mse_loss(self.net["say"](seen), batch[1])
 
     def score(self):
         with torch.no_grad(): return self.loss((self.x[640:], self.y[640:])).item()
@@ -541,6 +573,15 @@ class FallsForEver(Story):
     def score(self): return (self.net(self.x[1800:]) - self.x[1800:]).square().sum(1).mean().item()
 
 
+class NeverLearns(Pictures, Story):
+    "The optimizer was made before the network was: it holds the weights of another one."
+    true, mendable = ("loop",), False
+
+    def build(self):
+        other, self.net = mlp(64, 64, 10), mlp(64, 64, 10)
+        self.opt = Adam((other if self.ill else self.net).parameters(), 2e-3)
+
+
 class RowsNotScaled(LearntVariance, Story):
     "Three pictures of the data were not divided by 255; they come back by chance."
     true = ("data",)
@@ -619,8 +660,8 @@ class SignInStep(Pictures, Story):
 
 
 STORIES: dict[str, type[Story]] = {
-    "same pair": SamePair, "empty text": EmptyText, "row of 1e20": RowOf1e20, "half moments": HalfMoments,
-    "average left": AverageLeft, "rate from start": RateFromStart, "head lost": HeadLost,
-    "falls for ever": FallsForEver, "rows × 255": RowsNotScaled, "one micro-batch": OneMicroBatch,
-    "glitch in the step": Glitch, "rate in the step": RateInStep,
+    "same pair": SamePair, "log of zero": LogOfZero, "empty text": EmptyText, "row of 1e20": RowOf1e20,
+    "half moments": HalfMoments, "average left": AverageLeft, "rate from start": RateFromStart, "head lost": HeadLost,
+    "falls for ever": FallsForEver, "never learns": NeverLearns, "rows × 255": RowsNotScaled,
+    "one micro-batch": OneMicroBatch, "glitch in the step": Glitch, "rate in the step": RateInStep,
     "sign in the step": SignInStep}

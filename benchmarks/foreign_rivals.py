@@ -136,7 +136,7 @@ class StabilityGuard(Alone):
         for opt in parts:
             if not isinstance(opt, torch.optim.Optimizer): continue
             mine = {id(p) for group in opt.param_groups for p in group["params"]}
-            net = next(n for n in nets if {id(p) for p in n.parameters()} & mine)
+            net = next((n for n in nets if {id(p) for p in n.parameters()} & mine), nets[0])
             self.guards.append(made(opt, net, verbose=False, log_every=10**9, log_dir=tempfile.mkdtemp()))
             put_in_place(step, opt, self.guards[-1])
 
