@@ -88,10 +88,18 @@ def said_of(guard, arm: str) -> dict:
                 notes=dict(Counter(r.action for r in guard.governor.notes)),
                 causes=[r.cause for r in filed if r.cause is not None])
 
+def failure(e: Exception) -> str: return f"{type(e).__name__}: {str(e)[:90]}"
+
+def closed(guard) -> str: # what went wrong
+    "Training is over."
+    try: guard.close()
+    except Exception as e: return f" at the end: {failure(e)}"
+    return ""
+
 def explained(guard, **options) -> str: # a cause, or the error
     "What `explain` answers at the end."
     try: return guard.governor.explain(**options).cause
-    except Exception as e: return f"{type(e).__name__}: {str(e)[:90]}"
+    except Exception as e: return failure(e)
 
 def healthy_run(name: str, arm: str, seed: int) -> dict:
     "One healthy run under one arm."
@@ -101,8 +109,8 @@ def healthy_run(name: str, arm: str, seed: int) -> dict:
         try:
             for at, batch in enumerate(run.batches): guard.train(batch)
         except Ended as e: said = f"batch {at}: {e}"
-        except Exception as e: said = f"batch {at}: {type(e).__name__}: {str(e)[:90]}"
-        guard.close()
+        except Exception as e: said = f"batch {at}: {failure(e)}"
+        said += closed(guard)
     row = dict(loop=name, arm=arm, seed=seed, ended=said, batches=at + 1, calls=calls.n, score=run.score(),
                parts=digest(run.parts), forgotten=digest(run.forgotten()), seconds=time.process_time() - start)
     row |= said_of(guard, arm)
@@ -203,12 +211,12 @@ def train(loop, guard, first: int, last: int, fault: str | None) -> str: # why i
         if isinstance(loop, foreign_faults.Story): loop.between(i)
         try: guard.train(batch)
         except Ended as e: return f"batch {i}: {e}"
-        except Exception as e: return f"batch {i}: {type(e).__name__}: {str(e)[:90]}"
+        except Exception as e: return f"batch {i}: {failure(e)}"
     return ""
 
 def ending(loop, guard, arm: str, ended: str) -> dict:
     "How a ruined or a clean run ends."
-    guard.close()
+    ended += closed(guard)
     row = dict(score=float(loop.score()), ended=ended, parts=digest(loop.parts())) | said_of(guard, arm)
     row["explained"] = explained(guard, budget=300) if arm == "run" and not row["causes"] else None
     row["after"] = guard.governor.reports[0].batch if arm in OURS and guard.governor.reports else None
@@ -285,6 +293,9 @@ def ruined_summary(rows: list[dict]) -> str:
     lines = []
     arms = list(dict.fromkeys(r["arm"] for r in rows))
     def counts(mine): return " ".join(f"{sum(r['verdict'] == v for r in mine):4d} {v}" for v in VERDICTS)
+    def share(mine):
+        harmful = [r for r in mine if not r["alone"] <= r["clean"] + r["slack"]]
+        return f"{sum(r['verdict'] == 'recovered' for r in harmful)} of {len(harmful)} harmful ones end as clean"
     for arm in arms:
         mine = [r for r in rows if r["arm"] == arm and r["fault"]]
         clean = [r for r in rows if r["arm"] == arm and not r["fault"]]
@@ -295,7 +306,7 @@ def ruined_summary(rows: list[dict]) -> str:
         worse = sum(r["verdict"] == "worse" and r["alone"] <= r["clean"] + r["slack"] for r in mine)
         def count(key, mine=clean): return sum(bool(r[key]) for r in mine)
         lines.append(
-            f"{arm:14s} {counts(mine)} ({worse} worse where it was harmless alone); harmed without a word {unseen}; "
+            f"{arm:14s} {share(mine)}: {counts(mine)} ({worse} worse where it was harmless alone); harmed without a word {unseen}; "
             f"beyond mending {len(beyond)}, seen {count('seen', beyond)}; ended early {count('ended', mine)}\n"
             f"{'':14s} causes true {named['true']}, false {named['false']}, unknown {named['unknown']}; clean runs "
             f"{len(clean)}: acted on {count('acts')}, bit-equal {count('equal')}, false causes {count('false_causes')}")
