@@ -306,10 +306,11 @@ def ruined_summary(rows: list[dict]) -> str:
         worse = sum(r["verdict"] == "worse" and r["alone"] <= r["clean"] + r["slack"] for r in mine)
         def count(key, mine=clean): return sum(bool(r[key]) for r in mine)
         lines.append(
-            f"{arm:14s} {share(mine)}: {counts(mine)} ({worse} worse where it was harmless alone); harmed without a word {unseen}; "
-            f"beyond mending {len(beyond)}, seen {count('seen', beyond)}; ended early {count('ended', mine)}\n"
-            f"{'':14s} causes true {named['true']}, false {named['false']}, unknown {named['unknown']}; clean runs "
-            f"{len(clean)}: acted on {count('acts')}, bit-equal {count('equal')}, false causes {count('false_causes')}")
+            f"{arm:14s} {share(mine)}: {counts(mine)} ({worse} worse where it was harmless alone)\n{'':14s} harmed "
+            f"without a word {unseen}; beyond mending {len(beyond)}, seen {count('seen', beyond)}; ended early "
+            f"{count('ended', mine)}\n{'':14s} causes true {named['true']}, false {named['false']}, unknown "
+            f"{named['unknown']}; clean runs {len(clean)}: acted on {count('acts')}, bit-equal {count('equal')}, false "
+            f"causes {count('false_causes')}")
     def kind(r): return r["loop"] if r["fault"] == "its own" else r["fault"]
     for fault in dict.fromkeys(kind(r) for r in rows if r["fault"]):
         cells = []
