@@ -203,11 +203,11 @@ def made(name: str, seed: int, ill: bool = True): # the loop, and its steps
     if name in STORIES: return STORIES[name](seed, ill), STORIES[name].steps
     return {**foreign_faults.LOOPS, **foreign_faults.HELD_OUT}[name](seed), foreign_faults.STEPS
 
-def train(loop, guard, first: int, last: int, fault: str | None) -> str: # why it ended early
-    "Train some steps; a fault has begun at `FAULT_AT`."
+def train(loop, guard, first: int, last: int, fault: str | None = None, at: int = 0) -> str: # why it ended early
+    "Train some steps; a fault begins at step `at`."
     for i in range(first, last):
         batch = loop.batch(i)
-        if fault in FAULTS: batch = FAULTS[fault](loop, i - FAULT_AT, batch, stream(loop.seed, 3, i))
+        if fault in FAULTS: batch = FAULTS[fault](loop, i - at, batch, stream(loop.seed, 3, i))
         if isinstance(loop, foreign_faults.Story): loop.between(i)
         try: guard.train(batch)
         except Ended as e: return f"batch {i}: {e}"
@@ -222,19 +222,19 @@ def ending(loop, guard, arm: str, ended: str) -> dict:
     row["after"] = guard.governor.reports[0].batch if arm in OURS and guard.governor.reports else None
     return row
 
-def ruined_runs(name: str, arm: str, seed: int, faults: list[str | None]) -> dict[str | None, dict]:
+def ruined_runs(name: str, arm: str, seed: int, faults: list[str | None], at: int = FAULT_AT) -> dict:
     "{fault: how it ends}; what comes before the faults is run once. None is a fault, too: nothing happens."
     loop, steps = made(name, seed)
     guard = GUARDS[arm](loop.parts(), loop.step, loop.chance)
-    ended = train(loop, guard, 0, FAULT_AT, None)
-    def go_on(fault): return ending(loop, guard, arm, ended or train(loop, guard, FAULT_AT, steps, fault))
+    ended = train(loop, guard, 0, at)
+    def go_on(fault): return ending(loop, guard, arm, ended or train(loop, guard, at, steps, fault, at))
     return {fault: in_a_copy(lambda: go_on(fault)) for fault in faults}
 
 def story_run(name: str, arm: str, seed: int, ill: bool) -> dict:
     "One story, as it was reported or mended."
     loop, steps = made(name, seed, ill)
     guard = GUARDS[arm](loop.parts(), loop.step, loop.chance)
-    return ending(loop, guard, arm, train(loop, guard, 0, steps, None))
+    return ending(loop, guard, arm, train(loop, guard, 0, steps))
 
 def cause_of(row: dict, harmed: bool) -> str: # "true", "false", "unknown" or "" for nothing said
     "Whether what was said of a fault is true; one false cause among several is one too many."
@@ -245,14 +245,14 @@ def cause_of(row: dict, harmed: bool) -> str: # "true", "false", "unknown" or ""
     if any(c in true for c in said): return "true"
     return "false" if harmed and "healthy" in said else "unknown"
 
-def judged(row: dict, clean: dict, alone: dict) -> dict:
+def judged(row: dict, clean: dict, alone: dict, at: int) -> dict:
     "A guarded ruined run beside a clean one and one alone."
     slack, fault = slack_of(row["loop"]), row["fault"]
     row = row | dict(clean=clean["score"], alone=alone["score"], slack=slack,
                      verdict=verdict(clean["score"], slack, alone["score"], row["score"]))
     harmed = row["verdict"] != "harmless"
     row["seen"] = bool(row["acts"] or row["notes"] or row["ended"])
-    if row["after"] is not None and fault in FAULTS: row["after"] -= FAULT_AT
+    if row["after"] is not None and fault in FAULTS: row["after"] -= at
     if fault is None: row |= dict(equal=row["parts"] == clean["parts"], false_causes=[
         c for c in (*row["causes"], row["explained"]) if c and ":" not in c and c not in NO_CAUSE])
     else: row["named"] = cause_of(row, harmed) if row["arm"] in OURS else ""
@@ -268,7 +268,8 @@ def ruined_line(row: dict) -> str:
         acts=row["actions"] or len(row["acts"]), notes=row["notes"], causes=row["causes"], named=row.get("named"),
         explained=repr(row["explained"] or ""), ended=row["ended"], after=row["after"])
 
-def ruined_table(loops: list[str], seeds: list[int], arms: list[str], faults: list[str] | None) -> list[dict]:
+def ruined_table(loops: list[str], seeds: list[int], arms: list[str], faults: list[str] | None,
+                 at: int) -> list[dict]:
     "Every loop, fault or story, seed and arm; one line each as it is done."
     rows: list[dict] = []
     for name in loops:
@@ -277,12 +278,12 @@ def ruined_table(loops: list[str], seeds: list[int], arms: list[str], faults: li
                 f for f in faults_of(name) if faults is None or f in faults)]
             def found(arm, name=name, seed=seed, mine=mine):
                 if name in STORIES: return {f: story_run(name, arm, seed, f is not None) for f in mine}
-                return ruined_runs(name, arm, seed, mine)
+                return ruined_runs(name, arm, seed, mine, at)
             alone = found("none")
             for arm in arms:
                 for fault, row in (alone if arm == "none" else found(arm)).items():
                     row = dict(loop=name, fault=fault, arm=arm, seed=seed) | row
-                    rows.append(judged(row, alone[None], alone[fault]))
+                    rows.append(judged(row, alone[None], alone[fault], at))
                     if arm != "none": print(ruined_line(rows[-1]), flush=True)
     return rows
 
@@ -342,6 +343,7 @@ def main():
     ask.add_argument("what", choices=("healthy", "ruined", "all"))
     ask.add_argument("--loops", help="names, with commas; stories are loops, too")
     ask.add_argument("--faults", help="names, with commas")
+    ask.add_argument("--at", type=int, default=FAULT_AT, help="step at which faults begin; stories have their own")
     ask.add_argument("--seeds", type=numbers, default=[0, 1, 2, 3, 4], help="0-4, or 0,3")
     ask.add_argument("--arms", default="none,watch,run", help=f"some of {', '.join(ARMS)}; or all")
     ask.add_argument("--held-out", action="store_true", help="the loops and seeds that nothing was developed on")
@@ -365,7 +367,7 @@ def main():
         print(healthy_summary(rows["healthy"]))
     if args.what != "healthy":
         faults = args.faults.split(",") if args.faults else None
-        rows["ruined"] = ruined_table([n for n in loops if n in ruined], seeds, arms, faults)
+        rows["ruined"] = ruined_table([n for n in loops if n in ruined], seeds, arms, faults, args.at)
         print(ruined_summary(rows["ruined"]))
     print(f"{time.process_time() - start:.0f} s of one core")
     if args.json: args.json.write_text(json.dumps(rows, separators=(",", ":"), ensure_ascii=False) + "\n")

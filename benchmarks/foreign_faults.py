@@ -526,7 +526,7 @@ class AverageLeft(Pictures, Story):
     def between(self, i):
         with torch.no_grad():
             for a, b in zip(self.slow.parameters(), self.net.parameters()): a.lerp_(b, .01)
-        if self.ill and i and i % 120 == 0: self.net.load_state_dict(self.slow.state_dict())
+        if self.ill and i and i % 140 == 0: self.net.load_state_dict(self.slow.state_dict())
 
 
 class RateFromStart(Pictures, Story):
