@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import sys
-import threading
 import time
 import types
 from collections import deque
@@ -24,8 +23,7 @@ from tqdm import tqdm
 from esper_nb.guard import footprint as page
 from esper_nb.guard.causes import Replay, StepRecorder
 from esper_nb.guard.footprint import (
-    Distances, DryReplay, Footprint, StateWatch, batch_digest, bits_of, dry_replay, in_a_fork, names_in, owned_by_parts,
-    tensors_of_parts)
+    Distances, Footprint, StateWatch, batch_digest, bits_of, dry_replay, in_a_fork, names_in, tensors_of_parts)
 from esper_nb.guard.snapshots import Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -379,7 +377,7 @@ def environment(net, opt):
     return step
 
 def open_file(net, opt):
-    log = open(os.devnull, "w") # noqa: SIM115
+    log = open(os.devnull, "w")
     def step(xy):
         loss = update(net, opt, F.cross_entropy(net(xy[0]), xy[1]))
         log.write(f"{loss}\n")
@@ -475,3 +473,274 @@ def test_what_cannot_be_recorded_is_named(kind, said, in_place, fork):
     assert found.why.count(".") <= 1 or "`" in found.why
     assert run.marks() == then[0] and torch.equal(torch.get_rng_state(), then[1])
     for p, g in zip(run.snapshot.objects["model"].parameters(), then[2]): assert torch.equal(p.grad, g)
+
+# --- what the walk finds
+
+def found(step, *objects): return Footprint.of(step, objects).describe()
+
+def test_what_was_handed_over_and_what_is_code_is_no_state():
+    net, opt = parts()
+    assert found(plain(net, opt), net, opt) == ""
+    assert Footprint.of(plain(net, opt), [net, opt]).is_empty
+    assert "`net`" in found(plain(net, opt), opt) and "`opt`" in found(plain(net, opt), net)
+
+def test_names_of_inner_functions_and_of_methods_that_are_called_are_found():
+    def outer(x):
+        def inner(y): return y.shape[0] * counter
+        return [inner(x) for _ in range(2)]
+    assert {"shape", "counter", "range"} <= names_in(outer.__code__)
+    net, opt = parts()
+    assert found(Trainer(net, opt).step, net, opt) == (
+        "recorded with the state: `Trainer`, `self.mean`, `self.seen`")
+    assert found(lambda x: helper(x)) == "recorded with the state: `counter`"
+
+def helper(x): return x * counter
+
+def test_only_what_the_code_names_is_looked_at():
+    class Big:
+        def __init__(self): self.used, self.log, self.other = 1, open(os.devnull), [1]
+        def step(self, x): return x * self.used
+        def save(self): self.log.write("")
+    big = Big()
+    assert found(big.step) == "recorded with the state: `self.used`"
+    big.log.close()
+
+def test_a_name_that_is_made_at_run_time_may_mean_any_attribute():
+    class Tricky:
+        def __init__(self): self.a, self.b = 1, 2
+        def step(self, x): return x * getattr(self, "ab"[x])
+    assert found(Tricky().step) == "recorded with the state: `self.a`, `self.b`"
+
+def test_large_tensors_and_arrays_are_not_copied_until_they_were_seen_to_change():
+    x, y, small = torch.zeros(2**19), np.zeros(2**18), torch.zeros(3)
+    def step(i): return x[i] + y[i] + small[0]
+    fp = Footprint.of(step)
+    def copied(state): return {k.name: k.copy is not None for k in state["state"].kept}
+    first = fp.state_dict()
+    assert copied(first) == dict(x=False, y=False, small=True)
+    assert all(a is b for a, b in zip(first["state"].kept, fp.state_dict()["state"].kept)) and not fp.missing(first)
+    x[3], small[0] = 1., 1.
+    y[:] = 2.
+    assert set(fp.missing(first)) == {"x", "y"}
+    second = fp.state_dict()
+    assert all(copied(second).values())
+    x[3], small[0] = 5., 5.
+    y[:] = 7.
+    assert not fp.missing(second)
+    fp.load_state_dict(second)
+    assert x[3] == 1. and (y == 2.).all() and small[0] == 1.
+
+def test_a_state_is_equal_to_itself_and_keeps_what_later_steps_write():
+    t, items, h = dict(i=0), [1., 2.], torch.zeros(2)
+    def step(x):
+        t["i"] += 1
+        items.append(x)
+        h.add_(1)
+    fp = Footprint.of(step)
+    state = fp.state_dict()
+    assert fp.state_dict()["state"] == state["state"]
+    step(3.)
+    assert fp.state_dict()["state"] != state["state"]
+    fp.load_state_dict(state)
+    assert (t, items, h.tolist()) == (dict(i=0), [1., 2.], [0., 0.]) and fp.state_dict()["state"] == state["state"]
+
+def test_what_the_loop_writes_is_told_from_what_the_step_writes():
+    t, h, buffer, own = dict(i=0, mine=0), torch.zeros(2), deque(range(100), maxlen=100), [0]
+    def step(x):
+        own[0] += 1
+        t["mine"] += 1
+        return t["i"] + h.sum() + buffer[0]
+    fp = Footprint.of(step)
+    for k in range(3):
+        if k: t["i"] = k
+        if k == 2:
+            h.add_(1)
+            buffer.extend(["a", "b"])
+        given = fp.before_step()
+        step(None)
+        fp.after_step()
+        if k == 0: assert given is None
+    assert set(fp.by_loop) == {"t", "h", "buffer"}
+    assert [tail for _, tail in given.tails] == [("a", "b")] and [leaf.name for leaf, _ in given.kept] == ["h"]
+    t["i"] = 7
+    h.zero_()
+    buffer.clear()
+    fp.give(given)
+    assert t["i"] == 2 and h.tolist() == [1., 1.] and list(buffer) == ["a", "b"]
+
+@pytest.mark.parametrize("kind", [loop_counter, closure_counter, target_synced_by_loop, replay_buffer_of_loop])
+def test_many_steps_are_replayed_to_the_bit_from_a_state_long_ago(kind):
+    run = trained(kind, steps=30)
+    assert run.replay(fork=True).exact
+
+def test_a_penalty_that_the_loop_switches_on_is_replayed_with_its_switch():
+    net, opt = parts()
+    t = dict(i=0)
+    def step(xy):
+        penalty = sum(p.square().sum() for p in net.parameters()) * (.02 if t["i"] >= 12 else 0.)
+        return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) + penalty)
+    run = Run(step, net, opt)
+    for k in range(20):
+        t["i"] = k
+        run.train(batch(k))
+    assert run.replay().exact
+
+def test_schedules_and_counters_that_are_handed_over_too_are_replayed():
+    net, opt = parts()
+    clock, count = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 1 / (1 + k)), dict(k=0)
+    def step(xy):
+        loss = update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) * (1 + count["k"] % 2))
+        clock.step()
+        return loss
+    run = Run(step, net, opt, clock=clock, count=count)
+    for k in range(5):
+        count["k"] = k * k
+        run.train(batch(k))
+    assert run.replay().exact and not run.footprint.walk.leaves
+
+# --- batches
+
+def refilled_array(buffer, k):
+    buffer[:] = batch(k)[0].numpy()
+    return buffer
+
+BATCHES = {
+    "array": lambda b: b, "memory of an array": torch.from_numpy, "in a dict": lambda b: dict(x=b),
+    "in an object": lambda b: types.SimpleNamespace(x=[b, 1]), "a part of it": lambda b: b[:8],
+    "turned": lambda b: torch.from_numpy(b).T}
+
+@pytest.mark.parametrize("make", BATCHES.values(), ids=BATCHES)
+def test_a_buffer_that_is_filled_again_is_noticed(make):
+    buffer = np.zeros((16, 8), np.float32)
+    given = make(refilled_array(buffer, 0))
+    before = batch_digest(given)
+    assert batch_digest(given) == before
+    refilled_array(buffer, 1)
+    assert batch_digest(given) != before
+
+def test_a_buffer_that_is_filled_again_is_said_and_nothing_is_replayed():
+    net, opt = parts()
+    def step(b): return update(net, opt, F.cross_entropy(net(torch.as_tensor(b[0])), b[1]))
+    run, buffer = Run(step, net, opt), np.zeros((16, 8), np.float32)
+    for k in range(2): run.train((refilled_array(buffer, k), batch(k)[1]))
+    found = run.replay()
+    assert "batch 0 was written into" in found.why and not found.again
+
+def test_every_write_into_a_batch_of_tensors_is_noticed():
+    x, y = batch(0)
+    before = batch_digest((x, y))
+    y[3] += 0
+    assert batch_digest((x, y)) != before
+    low = torch.zeros(4, dtype=torch.bfloat16)
+    before = batch_digest([low, None, "a", 3])
+    assert batch_digest([low, None, "a", 3]) == before
+    low += 1
+    assert batch_digest([low, None, "a", 3]) != before
+
+# --- a copy of the process
+
+def test_a_fork_that_takes_too_long_ends():
+    with pytest.raises(TimeoutError, match="more than"): in_a_fork(lambda: time.sleep(60), limit=.3)
+    with pytest.raises(TimeoutError, match="died"): in_a_fork(lambda: os._exit(3))
+    with pytest.raises(ChildProcessError): os.waitpid(-1, os.WNOHANG) # none is left
+
+def test_a_fork_leaves_no_trace(capfd, caplog):
+    box = []
+    def work():
+        box.append(1)
+        print("printed")
+        logging.getLogger("of the test").warning("logged")
+        os.write(1, b"written")
+        return sum(range(10**5))
+    assert in_a_fork(work) == sum(range(10**5)) and not box
+    with pytest.raises(RuntimeError, match="a replay failed: ZeroDivisionError"): in_a_fork(lambda: 1 // 0)
+    assert capfd.readouterr() == ("", "") and not caplog.records
+    assert in_a_fork(lambda: "x" * 10**6) == "x" * 10**6 # more than a pipe holds
+
+def test_where_the_fork_hangs_the_replay_is_made_in_place(monkeypatch):
+    net, opt = parts()
+    parent = os.getpid()
+    def step(xy):
+        if os.getpid() != parent: time.sleep(60)
+        return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]))
+    monkeypatch.setattr(page, "LIMIT", .5)
+    run = Run(step, net, opt)
+    for k in range(2): run.train(batch(k))
+    found = run.replay()
+    assert found.exact and not found.forked
+
+def test_on_several_threads_the_losses_of_a_fork_are_compared_nearly():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = trained(plain).replay()
+        assert found.exact and not found.to_the_bit and found.forked
+        assert not trained(entropy).replay().exact
+    finally: torch.set_num_threads(before)
+
+# --- what is written between two steps
+
+def watched(write, steps=12, every=0, at=8):
+    net, opt = parts()
+    step = plain(net, opt)
+    watch = StateWatch(lambda: tensors_of_parts(dict(model=net, optimizer=opt)), every=every)
+    seen = []
+    for k in range(steps):
+        seen.append(watch.start_of_step())
+        step(batch(k))
+        watch.end_of_step(k)
+        if k == at: write(net, opt, watch)
+    return [s for s in seen if s is not None]
+
+@torch.no_grad()
+def in_place_write(net, opt, watch): net[0].weight.mul_(2)
+
+def by_data(net, opt, watch):
+    for p in net.parameters(): p.data.mul_(1.5)
+
+def one_bit_of_a_moment(net, opt, watch):
+    opt.state[net[3].weight]["exp_avg"].numpy().view(np.int32)[2, 3] ^= 1 << 20
+
+def other_memory(net, opt, watch):
+    for p in net.parameters(): p.data = p.data.clone()
+
+def announced(net, opt, watch):
+    by_data(net, opt, watch)
+    watch.renew()
+
+def nothing(net, opt, watch): return net[0].weight.sum(), opt.state_dict()
+
+def test_nothing_is_said_of_steps_alone_or_of_reads():
+    for write in (nothing, announced): assert watched(write, steps=40) == watched(write, every=1) == []
+
+def test_a_write_that_torch_counts_is_seen_at_once():
+    (seen,) = watched(in_place_write)
+    assert (seen.names, seen.after, seen.how) == (("model.0.weight",), 8, "versions")
+    assert str(seen) == "model.0.weight changed between batch 8 and batch 9"
+
+def test_a_write_into_all_weights_past_torch_is_seen_at_once():
+    for at in range(3, 9):
+        (seen,) = watched(by_data, at=at)
+        assert seen.how == "bits" and seen.after == at and seen.names[0].startswith("model.")
+
+def test_memory_that_is_exchanged_is_no_write():
+    assert watched(other_memory) == watched(other_memory, every=1) == []
+
+def test_a_single_bit_is_seen_when_all_of_it_is_looked_at():
+    (seen,) = watched(one_bit_of_a_moment, every=1)
+    assert (seen.names, seen.after, seen.how) == (("optimizer.2.exp_avg",), 8, "bits")
+
+def test_all_of_the_state_is_looked_at_as_often_as_wanted():
+    watch, looks = StateWatch(lambda: dict(w=torch.zeros(4)), every=16), 0
+    for k in range(1600):
+        watch.end_of_step(k)
+        looks += watch.sums is not None
+    assert 80 <= looks <= 120
+
+def test_a_regular_distance_is_found():
+    for numbers, step in {(199, 399, 599): 200, (0, 50, 150): 50, (1, 2, 3): None, (10, 20): None, (5, 17, 40): None,
+                          (100, 100, 200, 300): 100, (100, 300, 700): 200, (100, 250, 450): None}.items():
+        seen = Distances()
+        for k in numbers: seen.add(k)
+        assert seen.regular() == step, numbers
+        assert str(seen) == ("" if step is None else f"every {step} batches")
