@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
+from esper_nb.guard import Governor
 from esper_nb.guard import footprint as page
 from esper_nb.guard.causes import Replay, StepRecorder
 from esper_nb.guard.footprint import (
@@ -58,7 +59,7 @@ class Run:
         self.given, self.digests = [], []
 
     def train(self, xy):
-        self.given.append(self.footprint.before_step())
+        self.given.append(self.footprint.before_step(self.step))
         self.digests.append(batch_digest(xy))
         loss = self.recorder.run(self.step, xy, self.count)
         self.footprint.after_step()
@@ -488,13 +489,19 @@ def test_names_of_inner_functions_and_of_methods_that_are_called_are_found():
     def outer(x):
         def inner(y): return y.shape[0] * counter
         return [inner(x) for _ in range(2)]
-    assert {"shape", "counter", "range"} <= names_in(outer.__code__)
+    assert names_in(outer.__code__) == ({"counter", "range"}, {"shape"})
     net, opt = parts()
     assert found(Trainer(net, opt).step, net, opt) == (
         "recorded with the state: `Trainer`, `self.mean`, `self.seen`")
     assert found(lambda x: helper(x)) == "recorded with the state: `counter`"
 
 def helper(x): return x * counter
+
+data = iter(()) # a variable that has the name of an attribute
+
+def test_an_attribute_is_no_variable_of_that_name():
+    assert found(lambda p: p.data.mul_(counter)) == "recorded with the state: `counter`"
+    assert "`data` (an iterator)" in found(lambda p: next(data))
 
 def test_only_what_the_code_names_is_looked_at():
     class Big:
@@ -560,13 +567,78 @@ def test_what_the_loop_writes_is_told_from_what_the_step_writes():
         step(None)
         fp.after_step()
         if k == 0: assert given is None
-    assert set(fp.by_loop) == {"t", "h", "buffer"}
+    assert set(fp.by_loop) == {"t['i']", "buffer"}
     assert [tail for _, tail in given.tails] == [("a", "b")] and [leaf.name for leaf, _ in given.kept] == ["h"]
     t["i"] = 7
     h.zero_()
     buffer.clear()
     fp.give(given)
     assert t["i"] == 2 and h.tolist() == [1., 1.] and list(buffer) == ["a", "b"]
+
+def test_a_rollback_leaves_alone_what_the_loop_writes_and_restores_what_the_step_writes():
+    class Job:
+        def __init__(self): self.epoch, self.count, self.target = 0, 0, torch.zeros(2)
+        def step(self, x):
+            self.count += 1
+            return self.epoch + self.count + self.target.sum() + options.get("a", 0)
+    job, options = Job(), {}
+    def step(x): return job.step(x)
+    fp = Footprint.of(step)
+    state = fp.state_dict()
+    for k in range(3):
+        job.epoch = k
+        if k: options["a"] = k
+        job.target += 1
+        fp.before_step()
+        step(None)
+        fp.after_step()
+    assert set(fp.by_loop) == {"job.epoch", "options['a']"}
+    inputs = fp.inputs()
+    fp.load_state_dict(state)
+    assert (job.epoch, job.count, options, job.target.tolist()) == (0, 0, {}, [0., 0.])
+    fp.give(inputs)
+    assert (job.epoch, job.count, options, job.target.tolist()) == (2, 0, dict(a=2), [0., 0.])
+
+def test_a_lambda_that_is_made_anew_for_every_batch_is_the_same_step():
+    net, opt = parts()
+    noise = torch.Generator().manual_seed(1)
+    t = dict(i=0)
+    def inner(x, y, scale):
+        t["i"] += 1
+        return update(net, opt, scale * F.cross_entropy(net(x + torch.randn(16, 8, generator=noise)), y) / t["i"])
+    def made(xy, scale): return lambda _: inner(*xy, scale) # everything it trains on is in its closure
+    run = Run(made(batch(0), 1.), net, opt)
+    walk = run.footprint.walk
+    for k in range(6):
+        run.step = made(batch(k), 1. + k)
+        run.train(None)
+    assert len(run.footprint.steps) == 1 and run.footprint.walk is walk
+    assert run.replay().exact
+    run.footprint.state_dict()
+    assert "`noise`" in run.footprint.describe() and "`t`" in run.footprint.describe()
+
+def test_another_step_is_looked_at_as_well():
+    net, opt = parts()
+    run = Run(closure_counter(net, opt), net, opt)
+    other = torch_generator(net, opt)
+    for k in range(4):
+        if k == 2:
+            run.step = other
+            run.footprint.before_step(run.step)
+            run.snap()
+        run.train(batch(k))
+    assert run.replay().exact and run.footprint.describe() == "recorded with the state: `g`, `t`"
+
+def test_the_governor_itself_is_no_state():
+    class Job:
+        def __init__(self):
+            self.net, self.opt = parts()
+            self.governor, self.k = Governor(self.net, self.opt, chance_loss=None), 0
+        def step(self, x):
+            self.k += 1
+            return len(self.governor.reports) * x
+    job = Job()
+    assert found(job.step, job.net, job.opt) == "recorded with the state: `self.k`"
 
 @pytest.mark.parametrize("kind", [loop_counter, closure_counter, target_synced_by_loop, replay_buffer_of_loop])
 def test_many_steps_are_replayed_to_the_bit_from_a_state_long_ago(kind):

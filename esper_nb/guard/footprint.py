@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'FIXED', 'LIBRARIES', 'DYNAMIC', 'MISSING', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'LOCKS', 'MOST', 'FIRST',
-           'CODE', 'FULL', 'NO_NUMPY', 'LIMIT', 'NEAR', 'PIECE', 'names_in', 'is_own_file', 'is_own_module', 'is_own',
-           'package_of', 'is_plain', 'Missing', 'Holder', 'Variable', 'Names', 'Entries', 'Members', 'alike',
-           'sample_of', 'bytes_of', 'version_of', 'some_of', 'flatten', 'bits_of', 'Kept', 'Leaf', 'TensorLeaf',
-           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'kind_of_effect', 'has_state',
-           'attributes_of', 'slots_of', 'wrapped_by', 'Walk', 'StepWalk', 'StepState', 'Given', 'mark_of', 'top_name',
-           'owned_by_parts', 'Watched', 'quick_sum', 'tail_of', 'Footprint', 'batch_digest', 'tensor_digest',
-           'content_of', 'DryReplay', 'dry_replay', 'Attempt', 'equal_losses', 'in_place', 'why_not', 'can_fork',
-           'quiet', 'in_a_fork', 'end_with', 'read_all', 'tensors_of_parts', 'words_of', 'Written', 'StateWatch',
-           'Distances']
+           'CODE', 'FULL', 'LIMIT', 'NEAR', 'PIECE', 'CodeNames', 'names_in', 'is_own_file', 'is_own_module', 'is_own',
+           'package_of', 'code_of', 'is_plain', 'Missing', 'Holder', 'Variable', 'Names', 'Entries', 'Keys', 'Members',
+           'alike', 'sample_of', 'bytes_of', 'version_of', 'some_of', 'flatten', 'bits_of', 'Kept', 'Leaf',
+           'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'kind_of_effect',
+           'has_state', 'attributes_of', 'slots_of', 'wrapped_by', 'Walk', 'StepWalk', 'StepState', 'Given', 'mark_of',
+           'top_name', 'owned_by_parts', 'Watched', 'moved_part', 'quick_sum', 'tail_of', 'names_of', 'marks_of',
+           'Footprint', 'batch_digest', 'tensor_digest', 'content_of', 'DryReplay', 'dry_replay', 'Attempt',
+           'equal_losses', 'in_place', 'why_not', 'can_fork', 'quiet', 'in_a_fork', 'end_with', 'read_all',
+           'tensors_of_parts', 'words_of', 'Written', 'StateWatch', 'Distances']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
+import dis
 import functools
 import gc
 import io
@@ -53,13 +54,21 @@ LIBRARIES = tuple(str(Path(p).resolve()) + os.sep for p in (
     sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], Path(os.__file__).parent))
 DYNAMIC = frozenset({"getattr", "setattr", "vars", "__dict__", "eval", "exec", "globals"}) # any name may be meant
 
+class CodeNames(NamedTuple):
+    "What a piece of code refers to by name."
+    variables: frozenset[str] # global ones
+    attributes: frozenset[str] # of anything
+
 @functools.lru_cache(maxsize=4096)
 def names_in(
     code: types.CodeType, # of a function
-) -> frozenset[str]: # of globals and attributes
-    "Return all names that a function refers to, those of the functions inside of it included."
+) -> CodeNames:
+    "Return the names that a function refers to, those of the functions inside of it included."
     inner = [names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
+    pairs = [(i.opname, i.argval) for i in dis.get_instructions(code) if isinstance(i.argval, str)]
+    def used(kinds): return {name for op, name in pairs if op.rpartition("_")[2] in kinds}
+    return CodeNames(frozenset(used({"GLOBAL", "NAME"})).union(*[n.variables for n in inner]),
+                     frozenset(used({"ATTR", "METHOD"})).union(*[n.attributes for n in inner]))
 
 @functools.lru_cache(maxsize=4096)
 def is_own_file(
@@ -101,6 +110,14 @@ def package_of(
     while isinstance(step, functools.partial): step = step.func
     name = getattr(step, "__module__", None) or type(step).__module__
     return name.partition(".")[0]
+
+def code_of(
+    step: Callable, # of the loop
+): # equal ones: the same lines of the user
+    "Return what a step has in common with the same function made again."
+    if isinstance(step, functools.partial): return code_of(step.func)
+    if isinstance(step, types.MethodType): return getattr(step.__func__, "__code__", step.__func__), id(step.__self__)
+    return getattr(step, "__code__", id(step))
 
 def is_plain(
     value, # anything
@@ -163,6 +180,7 @@ class Variable(Holder):
         "Return its name."
         return [self.name]
 
+# %% ../../nbs/guard/21_footprint.ipynb #33ad3fa7
 class Names(Holder):
     "Attributes of an object or a class, or variables of a module: those that the step's code names."
     def __init__(self, obj, name: str, names: Iterable[str], table: dict | None = None): # None: by setattr
@@ -209,6 +227,14 @@ class Entries(Holder):
         "Return the names."
         return [f"{self.name}[{k!r}]" for k in self.obj]
 
+class Keys(Names):
+    "Some entries of a dict."
+    def __init__(self, obj: dict, name: str, names: Iterable):
+        super().__init__(obj, name, names, obj)
+    def labels(self): # list
+        "Return the names."
+        return [f"{self.name}[{k!r}]" for k in self.names]
+
 class Members(Holder):
     "A set."
     def write(self, content):
@@ -227,7 +253,7 @@ def alike(
     if len(a) != len(b): return False
     return all([x is y or (type(x) is type(y) in PLAIN and x == y) for x, y in zip(a, b)])
 
-# %% ../../nbs/guard/21_footprint.ipynb #33ad3fa7
+# %% ../../nbs/guard/21_footprint.ipynb #e465793b
 COPIED = 2**20 # bytes of a tensor or an array that is copied with every state; a larger one once it was seen to change
 
 def sample_of(
@@ -290,7 +316,7 @@ def bits_of(
         total += (2 * i + 1) * int(flat.sum(dtype=torch.int64))
     return total % 2**61
 
-# %% ../../nbs/guard/21_footprint.ipynb #e465793b
+# %% ../../nbs/guard/21_footprint.ipynb #6ad677e1
 class Kept(NamedTuple):
     "A tensor, an array or an object with state, and what it was."
     obj: Any
@@ -386,7 +412,7 @@ class ArrayLeaf(Leaf):
         "Copy the values back, in place."
         self.obj[...] = copied
 
-# %% ../../nbs/guard/21_footprint.ipynb #6ad677e1
+# %% ../../nbs/guard/21_footprint.ipynb #57999de4
 class PartLeaf(Leaf):
     "An object with state: an optimizer, a scheduler, a scaler."
     def __init__(self, obj, name: str):
@@ -445,7 +471,7 @@ def leaf_of(
 
 RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
-# %% ../../nbs/guard/21_footprint.ipynb #57999de4
+# %% ../../nbs/guard/21_footprint.ipynb #6d96c393
 class Unrestorable(NamedTuple):
     "Something that the step uses and that cannot be put back."
     name: str # as the user would write it
@@ -501,15 +527,15 @@ def wrapped_by(
     if isinstance(obj, torch.optim.lr_scheduler.LRScheduler): return []
     return [x for k in ("optimizer", "scheduler") if (x := getattr(obj, k, None)) is not None]
 
-# %% ../../nbs/guard/21_footprint.ipynb #6d96c393
+# %% ../../nbs/guard/21_footprint.ipynb #ff5dc4fa
 MOST = 20_000 # objects that are looked at
 FIRST = ("__init__", "__new__", "__post_init__", "__del__", "__repr__") # of an object that is there already
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
 
 class Walk:
     "What a step refers to, from its closure, its object and the globals it names, on through the user's own code."
-    def __init__(self, step: Callable, known: Mapping[int, Any]): # by id, what is recorded without it
-        self.home, self.known = package_of(step), known
+    def __init__(self, steps: Sequence[Callable], known: Mapping[int, Any]): # by id, what is recorded without it
+        self.home, self.known = package_of(steps[0]), known
         self.holders: dict[Any, Holder] = {} # by what they hold
         self.named: dict[int, Names] = {} # those of attributes, by object
         self.shared: dict[int, Holder] = {} # dicts and lists that are parts of the run
@@ -517,12 +543,12 @@ class Walk:
         self.leaves: dict[int, Leaf] = {} # by id
         self.unrestorable: dict[int, Unrestorable] = {}
         self.unseen: dict[int, Unrestorable] = {} # what has no attributes that are seen
-        self.names: set[str] = set() # that the code refers to
+        self.names: set[str] = set() # of attributes that the code refers to
         self.seen: dict[int, Any] = {} # also keeps them alive
         self.open: list[tuple[Any, str, dict | None]] = [] # object, its name, its attributes: which of them are named?
         self.methods: list[tuple[type, bool]] = [] # classes whose functions may be named; whether they are called
-        self.scopes: dict[int, tuple[dict, str]] = {} # global variables of own code
-        self.todo: deque[tuple[Any, str]] = deque([(step, "step")])
+        self.scopes: dict[int, tuple[dict, set[str]]] = {} # global variables of own code, and those that are named
+        self.todo: deque[tuple[Any, str]] = deque([(step, "step") for step in steps])
         self.run()
 
     def run(self):
@@ -536,12 +562,12 @@ class Walk:
 
     def follow_names(self):
         "Look at attributes and globals whose names the code uses."
-        everything = bool(self.names & DYNAMIC)
+        everything = bool(DYNAMIC & self.names.union(*[names for _, names in self.scopes.values()]))
         for obj, name, table in self.open:
             found = list(table) if table is not None else slots_of(obj)
             self.hold(obj, name, [k for k in found if everything or k in self.names], table)
-        for table, name in list(self.scopes.values()):
-            self.hold(table, name, [k for k in self.names if k in table and k[:2] != "__"], table)
+        for table, names in list(self.scopes.values()):
+            self.hold(table, "", sorted(k for k in names if k in table and k[:2] != "__"), table)
         for cls, made in self.methods:
             for k, f in list(vars(cls).items()):
                 f = f.__func__ if isinstance(f, (staticmethod, classmethod)) else f
@@ -580,7 +606,7 @@ class Walk:
         "Look at these, too."
         self.todo.extend(pairs)
 
-# %% ../../nbs/guard/21_footprint.ipynb #ff5dc4fa
+# %% ../../nbs/guard/21_footprint.ipynb #7489b521
 class StepWalk(Walk):
     "A walk that knows how to look at each kind of object."
     def look(self, obj, name: str): # what it is called
@@ -595,18 +621,17 @@ class StepWalk(Walk):
             return self.add((obj.func, name), *bound, *[(v, k) for k, v in obj.keywords.items()])
         if isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType): return self.add((obj.__self__, name))
         if isinstance(obj, types.ModuleType):
-            if is_own(obj, self.home): self.scopes[id(vars(obj))] = (vars(obj), obj.__name__)
+            if is_own(obj, self.home): self.open.append((obj, obj.__name__, vars(obj)))
             return None
         if isinstance(obj, type): return self.look_at_class(obj, True)
         if isinstance(obj, Tensor): return self.look_at_tensor(obj, name)
         if isinstance(obj, nn.Module): return self.look_at_module(obj, name)
         if isinstance(obj, np.ndarray):
-            if obj.flags.writeable: self.leaves[id(obj)] = ArrayLeaf(obj, name)
-            return None
+            return self.leaves.update({id(obj): ArrayLeaf(obj, name)} if obj.flags.writeable else {})
         if isinstance(obj, RANDOM) and not isinstance(obj, random.SystemRandom):
-            if id(obj) not in STREAMS: self.leaves[id(obj)] = StreamLeaf(obj, name)
-            return None
+            return self.leaves.update({id(obj): StreamLeaf(obj, name)} if id(obj) not in STREAMS else {})
         if isinstance(obj, (dict, list, deque, set, tuple)): return self.look_at_container(obj, name)
+        if type(obj).__module__.startswith("esper_nb.guard."): return None
         if (kind := kind_of_effect(obj, self.home)) is None: return self.look_at_object(obj, name)
         self.unrestorable[id(obj)] = Unrestorable(name, kind)
         return None
@@ -622,8 +647,9 @@ class StepWalk(Walk):
                 if own or callable(v): self.add((v, variable))
         self.add(*[(f.__wrapped__, name)] if hasattr(f, "__wrapped__") else ())
         if not own: return
-        self.names |= names_in(f.__code__)
-        self.scopes[id(f.__globals__)] = (f.__globals__, "")
+        named = names_in(f.__code__)
+        self.names |= named.attributes
+        self.scopes.setdefault(id(f.__globals__), (f.__globals__, set()))[1].update(named.variables)
         self.add(*[(v, f"{name}.{k}") for k, v in vars(f).items() if k != "__wrapped__"])
         if vars(f): self.hold(f, f.__name__, [k for k in vars(f) if k != "__wrapped__"], vars(f))
         inside = f.__code__.co_varnames[:f.__code__.co_argcount]
@@ -654,7 +680,7 @@ class StepWalk(Walk):
     def look_at_tensor(self, t: Tensor, name: str):
         "Note a tensor with its gradient."
         self.leaves[id(t)] = TensorLeaf(t, name)
-        if t.is_leaf and t.requires_grad:
+        if t.requires_grad and t.is_leaf:
             self.structure["grad", id(t)] = Names(t, name, ["grad"])
             self.add((t.grad, f"{name}.grad"))
 
@@ -687,8 +713,7 @@ class StepWalk(Walk):
                 params = [p for g in obj.param_groups for p in g["params"]]
                 self.add(*[(p, f"{name}[{i}]") for i, p in enumerate(params)])
             return None
-        if isinstance(obj, LOCKS): return None
-        table = attributes_of(obj)
+        table = None if isinstance(obj, LOCKS) else attributes_of(obj)
         if own or isinstance(obj, types.SimpleNamespace):
             self.look_at_class(type(obj), False)
             self.open.append((obj, name, table))
@@ -698,10 +723,11 @@ class StepWalk(Walk):
             if kinds: self.holders["names", id(obj)] = Names(obj, name, kinds, table)
             if len(kinds) < len(table): self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
             self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, (*RANDOM, Tensor, np.ndarray))])
-        elif not callable(obj): self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
+        elif not callable(obj) and not isinstance(obj, LOCKS):
+            self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
         return None
 
-# %% ../../nbs/guard/21_footprint.ipynb #7489b521
+# %% ../../nbs/guard/21_footprint.ipynb #24790aea
 class StepState:
     "Everything that a step was found to refer to, as it was at one moment; it does not change any more."
     def __init__(self, holders: list[tuple[Holder, tuple]], kept: list[Kept]):
@@ -750,7 +776,7 @@ def owned_by_parts(
         out.update({id(x): x for x in own})
     return out
 
-# %% ../../nbs/guard/21_footprint.ipynb #24790aea
+# %% ../../nbs/guard/21_footprint.ipynb #623e3025
 class Watched:
     "The places and objects of a walk that the loop may write into between two steps: compared at both ends."
     def __init__(self, walk: Walk):
@@ -759,7 +785,9 @@ class Watched:
 
     def look_at(self, walk: Walk):
         "Choose what is compared: what holds values, not code or parts."
-        def may_move(v): return not (isinstance(v, (*CODE, nn.Module, torch.optim.Optimizer)) or id(v) in walk.known)
+        def may_move(v):
+            if isinstance(v, (*CODE, nn.Module, torch.optim.Optimizer)) or id(v) in walk.known: return False
+            return not type(v).__module__.startswith("esper_nb.guard.")
         def alive(h):
             if not isinstance(h, Names): return h if any(map(may_move, h.values())) or not h.values() else None
             names = [k for k, v in zip(h.names, h.read()) if may_move(v)]
@@ -786,10 +814,24 @@ class Watched:
         moved: list[Leaf] = [x for x, a, b in zip(self.tensors, versions, self.versions) if a != b]
         moved += [x for x, a, b in zip(self.arrays, sums, self.sums) if a != b]
         kept = tuple((x, x.copy()) for x in (*moved, *self.streams))
-        written = [(h, old) for h, a, old in zip(self.holders, now, self.signs) if not alike(a, old)]
-        ends = [(h, tail_of(h, old)) for h, old in written]
-        whole = tuple((h, h.read()) for h, tail in ends if tail is None)
-        return Given(holders=whole, tails=tuple((h, tail) for h, tail in ends if tail is not None), kept=kept)
+        written = [(h, old, tail_of(h, old)) for h, a, old in zip(self.holders, now, self.signs) if not alike(a, old)]
+        parts = [moved_part(h, old) for h, old, tail in written if tail is None]
+        return Given(holders=tuple((h, h.read()) for h in parts), kept=kept,
+                     tails=tuple((h, tail) for h, _, tail in written if tail is not None))
+
+def moved_part(
+    holder: Holder, # now
+    old: tuple, # its sign before
+) -> Holder: # for the entries that are others now, where that can be said
+    "Return the place of what was written."
+    if isinstance(holder, Names):
+        moved = [k for k, v, then in zip(holder.names, holder.read(), old) if not alike((v,), (then,))]
+        return Names(holder.obj, holder.name, moved, holder.table)
+    if not isinstance(holder, Entries) or len(holder.obj) > SMALL or len(old) % 2: return holder
+    n = len(old) // 2
+    then = dict(zip(old[:n], old[n:]))
+    return Keys(holder.obj, holder.name, [k for k in {**then, **holder.obj} if not alike(
+        (holder.obj.get(k, MISSING),), (then.get(k, MISSING),))])
 
 def quick_sum(
     array: np.ndarray, # anything
@@ -812,7 +854,30 @@ def tail_of(
         return tuple(items[i] for i in range(n - k + 1, n))
     return None
 
-# %% ../../nbs/guard/21_footprint.ipynb #623e3025
+def names_of(
+    walk: Walk, # of a step
+    watch: Watched, # what of it may be written
+) -> list[str]:
+    "Return the variables and attributes that hold state."
+    names = [leaf.name for i, leaf in walk.leaves.items() if i not in walk.known]
+    for h in watch.holders: names += h.labels() if isinstance(h, (Variable, Names)) else [h.name]
+    return sorted({top_name(k) for k in names})
+
+def marks_of(
+    walk: Walk, # of a step
+) -> dict[str, Any]: # by name
+    "Return a fingerprint of everything that was found."
+    out: dict[str, Any] = {}
+    pairs = [(leaf.name, leaf.mark()) for i, leaf in walk.leaves.items() if i not in walk.known]
+    for h in walk.holders.values():
+        pairs += [(label, mark_of(v)) for label, v in zip(h.labels()[-SMALL:], h.values()[-SMALL:])]
+        if not isinstance(h, (Variable, Names)): pairs.append((f"len({h.name})", len(h.obj)))
+    for name, mark in pairs:
+        while name in out: name += "'"
+        out[name] = mark
+    return out
+
+# %% ../../nbs/guard/21_footprint.ipynb #286c0a71
 class Footprint:
     """What a step reads and writes beside its batch and the parts that were handed over.
 
@@ -823,15 +888,15 @@ class Footprint:
 
     def __init__(self, step: Callable, known: Mapping[int, Any]): # by id
         self.step, self.known = step, known
+        self.steps = {code_of(step): step} # the latest of each kind: a lambda is another one for every batch
         self.last: dict[int, Kept] = {} # by id, what was copied last
-        self.by_loop: dict[str, Holder | Leaf] = {} # by name, what the loop has written
-        self.walk = StepWalk(step, known)
+        self.by_loop: dict[str, Holder] = {} # by name, variables and containers that the loop writes into
+        self.walk = StepWalk([step], known)
         self.watch = Watched(self.walk)
 
     @classmethod
     def of(
-        cls,
-        step: Callable[[Any], Any], # of the loop
+        cls, step: Callable[[Any], Any], # of the loop
         objects: Iterable = (), # parts of the run, which are recorded already
     ) -> "Footprint":
         """Return what a step refers to.
@@ -850,7 +915,7 @@ class Footprint:
     @property
     def is_empty(self) -> bool:
         "Whether the step refers to nothing beside its batch and the parts."
-        return not (self.watch.holders or any(i not in self.known for i in self.walk.leaves))
+        return not names_of(self.walk, self.watch)
 
     @property
     def unrestorable(self) -> tuple[Unrestorable, ...]:
@@ -864,10 +929,7 @@ class Footprint:
 
     def describe(self) -> str:
         "Say what was found."
-        names = [leaf.name for leaf in self.walk.leaves.values()]
-        for h in self.watch.holders: names += h.labels() if isinstance(h, (Variable, Names)) else [h.name]
-        names = sorted({top_name(k) for k in names})
-        rows = [("recorded with the state", [f"`{k}`" for k in names]),
+        rows = [("recorded with the state", [f"`{k}`" for k in names_of(self.walk, self.watch)]),
                 ("written by the loop", sorted(f"`{k}`" for k in self.by_loop)),
                 ("cannot be put back", [str(u) for u in self.unrestorable]),
                 ("cannot be looked into", [str(u) for u in self.unseen])]
@@ -877,7 +939,7 @@ class Footprint:
 
     def state_dict(self) -> dict[str, StepState]:
         "Return everything the step refers to; what was not written since the last time is not copied again."
-        self.walk = StepWalk(self.step, self.known)
+        self.walk = StepWalk(list(self.steps.values()), self.known)
         self.watch.look_at(self.walk)
         holders = [(h, h.read()) for h in (*self.walk.holders.values(), *self.walk.structure.values())]
         kept = {i: leaf.keep(self.last.get(i)) for i, leaf in self.walk.leaves.items() if i not in self.known}
@@ -897,13 +959,24 @@ class Footprint:
 
     # --- around every step
 
-    def before_step(self) -> Given | None: # None: nothing
+    def before_step(
+        self, step: Callable | None = None, # that is about to run; None: the one that it was made of
+    ) -> Given | None: # None: nothing
         "Return what the loop has written since the step before."
+        if step is not None and step != self.step: self.follow(step)
         given = self.watch.changed()
         if given is not None:
-            for h, _ in (*given.holders, *given.tails): self.by_loop[h.name] = h
-            for leaf, _ in given.kept: self.by_loop[leaf.name] = leaf
+            for h, _ in (*given.holders, *given.tails):
+                self.by_loop.update({k: h for k in (h.labels() if isinstance(h, Names) else [h.name])})
         return given
+
+    def follow(self, step: Callable): # of the loop
+        "Look at another step, too; one that is made anew for every batch is looked at with the next state."
+        fresh = code_of(step) not in self.steps
+        self.step = self.steps[code_of(step)] = step
+        if not fresh: return
+        self.walk = StepWalk(list(self.steps.values()), self.known)
+        self.watch = Watched(self.walk)
 
     def after_step(self):
         "Note what the step leaves behind."
@@ -916,29 +989,26 @@ class Footprint:
         for holder, tail in given.tails: holder.obj.extend(tail)
         for leaf, value in given.kept: leaf.fill(value)
 
+    def inputs(self) -> Given: # for `give`
+        "Return the variables that the loop writes, as they are now: a rollback leaves them alone, a replay does not."
+        holders = {id(h): h for h in self.by_loop.values()}
+        return Given(holders=tuple((h, h.read()) for h in holders.values()))
+
     def marks(self) -> dict[str, Any]: # by name
         "Return a fingerprint of everything that the step refers to now, to compare a replay with the run."
-        walk, out = StepWalk(self.step, self.known), dict[str, Any]()
-        pairs = [(leaf.name, leaf.mark()) for i, leaf in walk.leaves.items() if i not in self.known]
-        for h in walk.holders.values():
-            pairs += [(label, mark_of(v)) for label, v in zip(h.labels()[-SMALL:], h.values()[-SMALL:])]
-            if not isinstance(h, (Variable, Names)): pairs.append((f"len({h.name})", len(h.obj)))
-        for name, mark in pairs:
-            while name in out: name += "'"
-            out[name] = mark
-        return out
+        return marks_of(StepWalk(list(self.steps.values()), self.known))
 
-# %% ../../nbs/guard/21_footprint.ipynb #286c0a71
+# %% ../../nbs/guard/21_footprint.ipynb #a6453425
 FULL = 2**20 # bytes of an array of a batch that are all looked at; of a larger one 4,096 elements
-NO_NUMPY = frozenset({torch.bfloat16, *[getattr(torch, k) for k in dir(torch) if k.startswith("float8")]})
 
 def batch_digest(
     batch, # tensors, arrays, numbers, texts, in lists, tuples, mappings, objects
     depth: int = 4, # of containers in it
 ) -> tuple: # equal ones: nothing was changed
-    """Return what tells whether a batch was changed in place: of a tensor its version and some elements.
+    """Return what tells whether a batch was changed in place: the versions of tensors, the content of arrays.
 
-    Torch counts the writes into a tensor, but not those through numpy into the memory of `torch.from_numpy`.
+    Torch counts the writes into a tensor, but not those of numpy into memory that the two share: of a tensor that lies
+    there some elements are looked at, too.
 
     Examples
     --------
@@ -966,12 +1036,10 @@ def batch_digest(
 def tensor_digest(
     t: Tensor, # any
 ) -> tuple: # equal ones: hardly changed
-    "Return the version of a tensor, and up to sixteen elements of one on the CPU."
+    "Return the version of a tensor, and some elements of one whose memory is not torch's own."
     version = -1 if t.is_inference() else t._version # noqa: SLF001
-    if not t.is_cpu or t.layout is not torch.strided or t.dtype in NO_NUMPY or t.is_quantized: return id(t), version
-    array = t.detach().numpy()
-    if array.flags.c_contiguous: return id(t), version, array.reshape(-1)[::max(1, array.size // 16)].tobytes()
-    return id(t), version, array[tuple([slice(None, None, max(1, n // 2)) for n in array.shape])].tobytes()
+    if not t.is_cpu or t.layout is not torch.strided or t.untyped_storage().resizable(): return id(t), version
+    return id(t), version, some_of(t)
 
 def content_of(
     array: np.ndarray, # anything
@@ -979,7 +1047,7 @@ def content_of(
     "Return a checksum of an array, of some elements of a large one."
     return bytes_of(array) if array.nbytes <= FULL else zlib.crc32(sample_of(array, 4096))
 
-# %% ../../nbs/guard/21_footprint.ipynb #a6453425
+# %% ../../nbs/guard/21_footprint.ipynb #7bd23dba
 @dataclass(frozen=True)
 class DryReplay:
     "What came out when the latest steps were repeated where they leave no trace."
@@ -1067,7 +1135,7 @@ def in_place(once: Callable[[], Attempt], aside: Callable[[], AbstractContextMan
         first = once()
         return [first, first if first.agrees(live, 0.) else once()]
 
-# %% ../../nbs/guard/21_footprint.ipynb #7bd23dba
+# %% ../../nbs/guard/21_footprint.ipynb #b791b2bf
 def why_not(
     live: Attempt, # the run
     tries: Sequence[Attempt], # two replays, one after the other
@@ -1091,7 +1159,7 @@ def why_not(
         return f"after the same steps `{written[0]}` is other than after the run: something else writes it, too"
     return f"your step reads something that is other now than it was, and that I do not have{perhaps}"
 
-# %% ../../nbs/guard/21_footprint.ipynb #b791b2bf
+# %% ../../nbs/guard/21_footprint.ipynb #fd70ebf4
 def can_fork() -> bool:
     "Whether a copy of this process can compute: on a CPU, under a system that forks, one process for itself."
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
@@ -1166,7 +1234,7 @@ def read_all(
         pieces.append(piece)
     return None
 
-# %% ../../nbs/guard/21_footprint.ipynb #fd70ebf4
+# %% ../../nbs/guard/21_footprint.ipynb #7a3e29d6
 def tensors_of_parts(
     parts: Mapping[str, Any], # by name
 ) -> dict[str, Tensor]: # by name
@@ -1194,7 +1262,7 @@ def words_of(
     if words.nbytes % 8 == 0 and words.ctypes.data % 8 == 0: words = words.view(np.int64)
     return np.array_split(words, max(1, words.nbytes // PIECE))
 
-# %% ../../nbs/guard/21_footprint.ipynb #7a3e29d6
+# %% ../../nbs/guard/21_footprint.ipynb #42674102
 PIECE = 2**16 # bytes that are looked at after every step
 
 class Written(NamedTuple):
@@ -1269,7 +1337,7 @@ class StateWatch:
         "Whether a tensor lies elsewhere than it did."
         return self.values[i].data_ptr() != self.places[i]
 
-# %% ../../nbs/guard/21_footprint.ipynb #42674102
+# %% ../../nbs/guard/21_footprint.ipynb #5e0695fb
 class Distances:
     "Whether events come at a regular distance."
     def __init__(self):
