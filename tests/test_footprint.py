@@ -707,6 +707,14 @@ def test_every_write_into_a_batch_of_tensors_is_noticed():
     before = batch_digest([low, None, "a", 3])
     assert batch_digest([low, None, "a", 3]) == before
     low += 1
+    given = (x, batch(1)[0])
+    before = batch_digest(given)
+    shared = given[1].numpy() # from here on its memory is seen, which is no change
+    assert batch_digest(given) == before
+    before = batch_digest(given)
+    shared[:] = 3
+    assert batch_digest(given) != before
+    low += 1
     assert batch_digest([low, None, "a", 3]) != before
 
 # --- a copy of the process

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'FIXED', 'LIBRARIES', 'DYNAMIC', 'MISSING', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'LOCKS', 'MOST', 'FIRST',
-           'CODE', 'FULL', 'LIMIT', 'NEAR', 'PIECE', 'CodeNames', 'names_in', 'is_own_file', 'is_own_module', 'is_own',
-           'package_of', 'code_of', 'is_plain', 'Missing', 'Holder', 'Variable', 'Names', 'Entries', 'Keys', 'Members',
-           'alike', 'sample_of', 'bytes_of', 'version_of', 'some_of', 'flatten', 'bits_of', 'Kept', 'Leaf',
+           'CODE', 'FULL', 'UNSEEN', 'LIMIT', 'NEAR', 'PIECE', 'CodeNames', 'names_in', 'is_own_file', 'is_own_module',
+           'is_own', 'package_of', 'code_of', 'is_plain', 'Missing', 'Holder', 'Variable', 'Names', 'Entries', 'Keys',
+           'Members', 'alike', 'sample_of', 'bytes_of', 'version_of', 'some_of', 'flatten', 'bits_of', 'Kept', 'Leaf',
            'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'kind_of_effect',
            'has_state', 'attributes_of', 'slots_of', 'wrapped_by', 'Walk', 'StepWalk', 'StepState', 'Given', 'mark_of',
            'top_name', 'owned_by_parts', 'Watched', 'moved_part', 'quick_sum', 'tail_of', 'names_of', 'marks_of',
-           'Footprint', 'batch_digest', 'tensor_digest', 'content_of', 'DryReplay', 'dry_replay', 'Attempt',
+           'Footprint', 'batch_digest', 'tensor_digest', 'Unseen', 'content_of', 'DryReplay', 'dry_replay', 'Attempt',
            'equal_losses', 'in_place', 'why_not', 'can_fork', 'quiet', 'in_a_fork', 'end_with', 'read_all',
            'tensors_of_parts', 'words_of', 'Written', 'StateWatch', 'Distances']
 
@@ -1038,8 +1038,15 @@ def tensor_digest(
 ) -> tuple: # equal ones: hardly changed
     "Return the version of a tensor, and some elements of one whose memory is not torch's own."
     version = -1 if t.is_inference() else t._version # noqa: SLF001
-    if not t.is_cpu or t.layout is not torch.strided or t.untyped_storage().resizable(): return id(t), version
+    if not t.is_cpu or t.layout is not torch.strided or t.untyped_storage().resizable(): return id(t), version, UNSEEN
     return id(t), version, some_of(t)
+
+class Unseen:
+    "Stands for elements that were not looked at: `x.numpy()` in a step makes memory shared that was not before."
+    def __eq__(self, other): return True
+    def __hash__(self): return 0
+
+UNSEEN = Unseen()
 
 def content_of(
     array: np.ndarray, # anything
