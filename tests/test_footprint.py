@@ -1,4 +1,5 @@
 "What a step reads beside its batch is found and replayed to the bit, or named in one right sentence."
+import csv
 import functools
 import io
 import itertools
@@ -598,6 +599,91 @@ def test_a_rollback_leaves_alone_what_the_loop_writes_and_restores_what_the_step
     assert (job.epoch, job.count, options, job.target.tolist()) == (0, 0, {}, [0., 0.])
     fp.give(inputs)
     assert (job.epoch, job.count, options, job.target.tolist()) == (2, 0, dict(a=2), [0., 0.])
+
+def test_a_look_between_two_steps_does_not_hide_what_the_loop_has_written():
+    t, h = dict(i=0), torch.zeros(2)
+    own = [0]
+    def step(x):
+        own[0] += 1
+        h.add_(1)
+        return t["i"]
+    fp = Footprint.of(step)
+    fp.before_step()
+    step(None)
+    fp.after_step()
+    good = fp.state_dict()
+    t["i"] = 5
+    h.mul_(3)
+    live = fp.state_dict() # set aside, in the middle of the loop
+    fp.load_state_dict(good)
+    fp.give(None)
+    step(None)
+    fp.load_state_dict(live)
+    assert (t["i"], own, h.tolist()) == (5, [1], [3., 3.])
+    given = fp.before_step()
+    assert [place.labels() for place, _ in given.holders] == [["t['i']"]] and len(given.kept) == 1
+    fp.load_state_dict(good)
+    assert fp.before_step() is None and t["i"] == 0
+
+def test_large_arrays_that_change_are_said_to_be_sampled():
+    rows, fixed = np.zeros((1000, 8)), np.ones((1000, 8))
+    def step(i): return rows[i] + fixed[i]
+    fp = Footprint.of(step)
+    for k in range(3):
+        fp.state_dict()
+        rows[k] = 1.
+    assert fp.sampled == {"rows"}
+
+@pytest.mark.parametrize("size", [10, 1000])
+def test_containers_in_containers_are_restored(size):
+    nested = {k: [k, dict(n=[k])] for k in range(size)}
+    def step(k):
+        nested[k].append(7)
+        nested[k][1]["n"].append(7)
+    fp = Footprint.of(step)
+    state = fp.state_dict()
+    for k in (0, size // 2, size - 1): step(k)
+    nested["new"] = 1
+    fp.load_state_dict(state)
+    assert nested == {k: [k, dict(n=[k])] for k in range(size)}
+
+def test_a_snapshot_with_a_footprint_goes_into_a_file_without_it():
+    net, opt = parts()
+    t = dict(i=0)
+    def step(xy):
+        t["i"] += 1
+        return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]))
+    run = Run(step, net, opt)
+    run.train(batch(0))
+    run.snap()
+    assert run.snapshot.difference() == {}
+    saved = run.snapshot.state_dict()
+    run.train(batch(1))
+    run.snapshot.load_state_dict(saved)
+    run.snapshot.restore()
+    assert run.snapshot.difference() == {}
+
+class Prickly:
+    "Does something when it is looked at from outside."
+    touched = 0
+    def __init__(self): self.k = 1
+    @property
+    def fileno(self):
+        Prickly.touched += 1
+        raise RuntimeError("not now")
+    @property
+    def step(self): raise RuntimeError("not now")
+    reset = optimizer = state_dict = load_state_dict = step
+    def run(self, x): return self.k * x
+
+def test_nothing_of_an_object_is_run_by_looking_at_it():
+    assert found(Prickly().run) == "recorded with the state: `self.k`" and Prickly.touched == 0
+
+def test_a_writer_of_rows_and_a_tracker_are_named(monkeypatch):
+    rows = csv.DictWriter(io.StringIO(), ["a"])
+    assert "`rows.writer` (an open file)" in found(lambda x: rows.writerow(dict(a=x)))
+    wandb = types.ModuleType("wandb")
+    assert "`wandb` (a log)" in found(lambda x: wandb.log(x))
 
 def test_a_lambda_that_is_made_anew_for_every_batch_is_the_same_step():
     net, opt = parts()
