@@ -335,11 +335,41 @@ def slots(net, opt):
         return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) * s.k)
     return step
 
-EXACT = [plain, closure_counter, loop_counter, global_counter, global_set_by_loop, nonlocal_counter, bound_method,
-         callable_object, dataclass_attribute, replay_buffer, replay_buffer_of_loop, torch_generator, numpy_generator,
-         old_numpy_generator, python_generator, generator_shared_with_loop, hidden_state, mean_teacher, teacher_by_data,
-         target_synced_by_loop, two_optimizers, running_tensor, numpy_state, by_partial, decorated, function_attribute,
-         progress_bar, logger, numpy_scheduled, class_attribute, slots]
+def loader_made_inside(net, opt):
+    loader = DataLoader(TensorDataset(*batch(0)), batch_size=4, shuffle=True)
+    def step(_):
+        x, y = next(iter(loader))
+        return update(net, opt, F.cross_entropy(net(x), y))
+    return step
+
+def old_gradients(net, opt):
+    k = [0]
+    def step(xy):
+        loss = F.cross_entropy(net(xy[0]), xy[1])
+        loss.backward()
+        k[0] += 1
+        if k[0] % 2: # a snapshot between the two steps of an update has no gradients
+            opt.step()
+            opt.zero_grad()
+        return loss.detach()
+    return step
+
+def best_so_far(net, opt):
+    best = dict(loss=np.inf, weights=None)
+    def step(xy):
+        loss = F.cross_entropy(net(xy[0]), xy[1])
+        if loss < best["loss"]:
+            best.update(loss=loss.item(), weights={k: v.clone() for k, v in net.state_dict().items()})
+        pull = sum((p - best["weights"][k]).square().sum() for k, p in net.named_parameters())
+        return update(net, opt, loss + pull)
+    return step
+
+EXACT = [plain, loader_made_inside, old_gradients, best_so_far, closure_counter, loop_counter, global_counter,
+         global_set_by_loop, nonlocal_counter, bound_method, callable_object, dataclass_attribute,
+         replay_buffer, replay_buffer_of_loop, torch_generator, numpy_generator, old_numpy_generator,
+         python_generator, generator_shared_with_loop, hidden_state, mean_teacher, teacher_by_data,
+         target_synced_by_loop, two_optimizers, running_tensor, numpy_state, by_partial, decorated,
+         function_attribute, progress_bar, logger, numpy_scheduled, class_attribute, slots]
 
 def made(kind):
     "Return step, what the loop does before a step, and the parts that are handed over."
@@ -356,6 +386,28 @@ def trained(kind, steps=2, later=0):
         if before is not None: before(k)
         run.train(batch(k))
     return run
+
+MIXED = [f for f in EXACT if f not in (hidden_state, old_gradients, numpy_scheduled)]
+
+@pytest.mark.parametrize("seed", range(12))
+def test_steps_with_several_kinds_of_state_are_replayed_to_the_bit(seed):
+    "Each step runs some of them, in turn or by lot."
+    rng = random.Random(seed)
+    net, opt = parts(seed)
+    made = [out if isinstance(out, tuple) else (out, None) for out in (f(net, opt) for f in rng.sample(MIXED, 4))]
+    lot, turn = np.random.default_rng(seed), [0]
+    def step(xy):
+        turn[0] += 1
+        which = made[turn[0] % 4][0] if seed % 2 else made[lot.integers(4)][0]
+        return which(xy) + .5 * made[0][0](xy)
+    run = Run(step, net, opt)
+    for k in range(9):
+        if k == 4: run.snap()
+        for _, before in made:
+            if before is not None: before(k)
+        run.train(batch(k))
+    found = run.replay(fork=bool(seed % 3))
+    assert found.exact and len(found.again) == 5, (found, run.footprint.describe())
 
 @pytest.mark.parametrize("kind", EXACT, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("fork", [True, False], ids=["forked", "in place"])
@@ -891,6 +943,18 @@ def test_a_write_into_all_weights_past_torch_is_seen_at_once():
 
 def test_memory_that_is_exchanged_is_no_write():
     assert watched(other_memory) == watched(other_memory, every=1) == []
+
+def test_a_write_between_two_steps_is_proved_and_is_no_part_of_the_step():
+    net, opt = parts()
+    run, watch, seen = Run(plain(net, opt), net, opt), StateWatch(lambda: tensors_of_parts(dict(model=net))), []
+    for k in range(8):
+        if k == 5: nn.init.zeros_(net[0].weight)
+        seen.append(watch.start_of_step())
+        run.train(batch(k))
+        watch.end_of_step(k)
+    found = run.replay()
+    assert not found.exact and [k for k, w in enumerate(seen) if w] == [5] and seen[5].names == ("model.0.weight",)
+    assert [a == b for a, b in zip(found.losses, found.again)].index(False) == 5
 
 def test_a_single_bit_is_seen_when_all_of_it_is_looked_at():
     (seen,) = watched(one_bit_of_a_moment, every=1)

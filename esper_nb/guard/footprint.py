@@ -1166,7 +1166,7 @@ class DryReplay:
 
     def __str__(self): return "the latest steps can be replayed exactly" if self.exact else self.why
 
-LIMIT = 60. # seconds that a forked process may take
+LIMIT = 30. # seconds that a forked process may take
 NEAR = 1e-5 # relative difference of losses that other sums may make
 
 def dry_replay(
