@@ -30,23 +30,26 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     find_gradient as find_gradient, exceeded as exceeded, name_limit as name_limit, name_mean as name_mean,
     log_of as log_of, on_scale as on_scale, off_scale as off_scale, LossStats as LossStats,
     loss_limits as loss_limits)
-from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, DYNAMIC as DYNAMIC, SMALL as SMALL,
-    COPIED as COPIED, STREAMS as STREAMS, RANDOM as RANDOM, LOCKS as LOCKS, CODE as CODE, FULL as FULL,
-    NO_NUMPY as NO_NUMPY, LIMIT as LIMIT, NEAR as NEAR, PIECE as PIECE, names_in as names_in,
-    is_own_file as is_own_file, is_own_module as is_own_module, is_user_code as is_user_code,
-    package_of as package_of, is_plain as is_plain, Missing as Missing, Holder as Holder, Variable as Variable,
-    Names as Names, Entries as Entries, Members as Members, alike as alike, sample_of as sample_of,
-    bytes_of as bytes_of, version_of as version_of, some_of as some_of, flat_values as flat_values,
-    bits_of as bits_of, Kept as Kept, KeptObject as KeptObject, KeptTensor as KeptTensor, KeptArray as KeptArray,
-    KeptPart as KeptPart, Unrestorable as Unrestorable, kind_of_effect as kind_of_effect, has_state as has_state,
-    attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by, Walk as Walk,
-    StepWalk as StepWalk, Given as Given, mark_of as mark_of, leaf_of as leaf_of, top_name as top_name,
-    owned_by_parts as owned_by_parts, Watched as Watched, quick_sum as quick_sum, tail_of as tail_of,
-    Footprint as Footprint, batch_digest as batch_digest, peek as peek, content_of as content_of,
+from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, DYNAMIC as DYNAMIC, ABSENT as ABSENT,
+    SMALL as SMALL, COPIED as COPIED, RANDOM as RANDOM, STREAMS as STREAMS, CSV as CSV, LOCKS as LOCKS,
+    LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS, CODE as CODE, FULL as FULL,
+    NOT_SEEN as NOT_SEEN, LIMIT as LIMIT, NEAR as NEAR, PIECE as PIECE, CodeNames as CodeNames, names_in as names_in,
+    is_own_file as is_own_file, is_own_module as is_own_module, is_users as is_users, package_of as package_of,
+    code_of as code_of, is_plain as is_plain, Absent as Absent, Holder as Holder, Variable as Variable,
+    Names as Names, Entries as Entries, Keys as Keys, Members as Members, alike as alike, sample_of as sample_of,
+    bytes_of as bytes_of, version_of as version_of, some_of as some_of, leaves_in as leaves_in, bits_of as bits_of,
+    Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf,
+    StreamLeaf as StreamLeaf, leaf_of as leaf_of, Unrestorable as Unrestorable, kind_of_effect as kind_of_effect,
+    has_state as has_state, attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by,
+    Walk as Walk, StepWalk as StepWalk, FootprintState as FootprintState, Given as Given, mark_of as mark_of,
+    top_name as top_name, owned_by_parts as owned_by_parts, Watched as Watched, moved_part as moved_part,
+    quick_sum as quick_sum, tail_of as tail_of, names_of as names_of, marks_of as marks_of, Footprint as Footprint,
+    batch_digest as batch_digest, tensor_digest as tensor_digest, NotSeen as NotSeen, content_of as content_of,
+    can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork, end_with as end_with, read_all as read_all,
     DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt, equal_losses as equal_losses,
-    in_place as in_place, why_not as why_not, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
-    end_with as end_with, read_all as read_all, tensors_of_parts as tensors_of_parts, words_of as words_of,
+    in_place as in_place, why_not as why_not, tensors_of_parts as tensors_of_parts, words_of as words_of,
     Written as Written, StateWatch as StateWatch, Distances as Distances)
+from .probation import FIRST as FIRST, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory, gradients_of as gradients_of,
     measure_norm as measure_norm, name_nonfinite as name_nonfinite, GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import Moment as Moment, Governor as Governor
@@ -54,7 +57,6 @@ from .health import (JUMP as JUMP, SEEN as SEEN, LONG as LONG, StateHealth as St
     LossCourse as LossCourse)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue)
-from .probation import FIRST as FIRST, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
 from .recorder import (RecordedStep as RecordedStep, number_of as number_of, settings_of as settings_of,
@@ -64,10 +66,11 @@ from .recorder import (RecordedStep as RecordedStep, number_of as number_of, set
 from .repairs import RATE_CAUSES as RATE_CAUSES, Redone as Redone, Repairs as Repairs
 from .replay import (LOW as LOW, Changes as Changes, Replay as Replay, gradient_norm as gradient_norm,
     share_of_rate as share_of_rate, LayerWatch as LayerWatch)
-from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, CAUSES as CAUSES, logger as logger,
-    GovernorConfig as GovernorConfig, as_governor_config as as_governor_config, as_chance_losses as as_chance_losses,
-    Evidence as Evidence, Report as Report, describe_failure as describe_failure, Explanation as Explanation,
-    GovernorStop as GovernorStop, IncidentLog as IncidentLog, Summary as Summary)
+from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, SAID as SAID, CAUSES as CAUSES,
+    logger as logger, GovernorConfig as GovernorConfig, as_governor_config as as_governor_config,
+    as_chance_losses as as_chance_losses, Evidence as Evidence, Report as Report,
+    describe_failure as describe_failure, Explanation as Explanation, GovernorStop as GovernorStop,
+    IncidentLog as IncidentLog, Summary as Summary)
 from .snapshots import (StateKey as StateKey, Agree as Agree, TakeResult as TakeResult,
     RestoreResult as RestoreResult, Snapshot as Snapshot, owned_by as owned_by, BackgroundCopy as BackgroundCopy,
     StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState, read_parts as read_parts)

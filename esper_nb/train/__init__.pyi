@@ -1,11 +1,4 @@
 # What train offers to other packages; written by `python scripts/notebooks.py door`
-from .tables import (MISSING as MISSING, MOST as MOST, GAPS as GAPS, UNSEEN as UNSEEN, DAYS as DAYS, FENCE as FENCE,
-    MIDDLES as MIDDLES, MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES, Table as Table, read_frame as read_frame,
-    Column as Column, columns_of as columns_of, as_numbers as as_numbers, as_days as as_days, listed as listed,
-    Preparation as Preparation)
-from .trainer import (StepState as StepState, Disturb as Disturb, Decisions as Decisions, Controller as Controller,
-    OwnerState as OwnerState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
-    train_group as train_group, may_defer as may_defer, group_epoch as group_epoch)
 from .ablation import (for_all_lanes as for_all_lanes, lane_inputs as lane_inputs, label_counts as label_counts,
     Tally as Tally, EvalResult as EvalResult, tally_result as tally_result, evaluate as evaluate,
     count_players as count_players, contributions as contributions, pair_interactions as pair_interactions,
@@ -62,6 +55,10 @@ from .population import (Forecaster as Forecaster, SMALL_GROUP as SMALL_GROUP, M
     kept_history as kept_history)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
+from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, FENCE as FENCE,
+    MIDDLES as MIDDLES, MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES, Table as Table, read_frame as read_frame,
+    Column as Column, columns_of as columns_of, as_numbers as as_numbers, as_days as as_days, listed as listed,
+    Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
     accuracy_pp as accuracy_pp, check_settings as check_settings, check_fit as check_fit, Task as Task,
@@ -69,3 +66,6 @@ from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes 
     task_from_folder as task_from_folder, task_from_table as task_from_table, task_from_arrays as task_from_arrays,
     task_from_dataset as task_from_dataset, task_from_text as task_from_text, task_words as task_words,
     task_from_path as task_from_path, create_model as create_model)
+from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
+    StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
+    train_group as train_group, may_defer as may_defer, group_epoch as group_epoch)
