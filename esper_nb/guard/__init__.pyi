@@ -15,9 +15,10 @@ from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED, ODD as OD
     had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near,
     without_autocast as without_autocast, full_precision as full_precision, few_bits as few_bits,
     drop_gradients as drop_gradients, updates_every_step as updates_every_step, forget_moments as forget_moments,
-    clip_as_usual as clip_as_usual, scale_rate as scale_rate, slower as slower, climb as climb, why_well as why_well,
-    why_cured as why_cured, CaseFile as CaseFile, Repetition as Repetition, Inquiry as Inquiry,
-    find_cause as find_cause, on_any_rank as on_any_rank, redo as redo, redo_disturbed as redo_disturbed)
+    moments_push as moments_push, clip_as_usual as clip_as_usual, scale_rate as scale_rate, slower as slower,
+    climb as climb, why_well as why_well, why_cured as why_cured, CaseFile as CaseFile, Repetition as Repetition,
+    Inquiry as Inquiry, find_cause as find_cause, on_any_rank as on_any_rank, redo as redo,
+    redo_disturbed as redo_disturbed)
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,

@@ -10,8 +10,8 @@ __all__ = ['OLD_GRADIENTS', 'RUINED', 'ODD', 'EXPERIMENTS', 'SLOWER', 'UPHILL', 
            'leave_out_odd', 'earlier_batches', 'later_batches', 'mix_examples', 'can_mix', 'are_sorted', 'with_tensors',
            'hold_rate', 'hold_settings', 'most_changed', 'rate_rose', 'had_a_spell', 'other_settings', 'is_near',
            'without_autocast', 'full_precision', 'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments',
-           'clip_as_usual', 'scale_rate', 'slower', 'climb', 'why_well', 'why_cured', 'CaseFile', 'Repetition',
-           'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
+           'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'why_well', 'why_cured', 'CaseFile',
+           'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/24_causes.ipynb #imports
 import itertools
@@ -69,6 +69,14 @@ class Findings:
         "Gradient norms from before the failure."
         return [v for v in list(self.norms.values())[:max(4, self.onset)] if math.isfinite(v)]
 
+    @property
+    def norms_rose(self) -> bool:
+        "Whether gradients became far larger from about the failure on."
+        since = self.steps[max(0, self.onset - 2)].number if self.onset < len(self.steps) else 0
+        if not self.usual_norms: return False
+        usual = statistics.median(self.usual_norms)
+        return any(not v <= 4 * usual for k, v in self.norms.items() if k >= since)
+
 def own_settings(
     step: RecordedStep,
     used: tuple | None = None, # settings of its update; None: those that it began with
@@ -110,16 +118,16 @@ def explain_parting(
     at = found.apart
     assert at is not None
     k, again = found.steps[at].number, found.again[at]
+    exact = dry is not None and dry.exact
+    replay.begin()
+    if not same_number(replay.run(at + 1)[-1], again):
+        return Parting("unknown", dry.why if dry is not None and dry.why else f"two replays differ at batch {k}: the "
+                       "step draws from a generator that is not recorded, or the device does not repeat its sums")
     if carries_over(replay, at, again): return Parting("gradients", OLD_GRADIENTS, found.steps[0].number)
     if (parting := part_by_settings(replay, found)) is not None: return parting
-    exact = dry is not None and dry.exact
     writes = [] if written is None else writes_before(found, written)
     if writes and (exact or at >= 2): return Parting("outside", wrote(writes, written or ()), writes[-1].after + 1)
     if dry is not None and not exact: return Parting("unknown", dry.why)
-    replay.begin()
-    if not same_number(replay.run(at + 1)[-1], again):
-        return Parting("unknown", f"two replays differ at batch {k}: the step draws from a generator that is not "
-                       "recorded, or the device does not repeat its sums")
     same = f"up to batch {k - 1} a replay has the same losses to the bit, from batch {k} on it does not" if at else \
         f"a replay does not have the loss of batch {k}"
     if dry is None: return Parting("unknown", f"{same}; whether the step can be repeated was not tested: it may read "
@@ -524,6 +532,19 @@ def forget_moments(replay: Replay):
     "Begin with an empty optimizer state."
     for o in replay.optimizers: o.state.clear()
 
+def moments_push(replay: Replay) -> bool:
+    "Whether the first update of the good state is far larger than it is with an empty optimizer state."
+    if not any(o.state for o in replay.optimizers): return False
+    sizes = []
+    for change in (None, forget_moments):
+        replay.begin()
+        if change: change(replay)
+        before = [p.detach().clone() for p in replay.params]
+        replay.take(0)
+        moved = [p.detach() - old for p, old in zip(replay.params, before) if p.is_floating_point()]
+        sizes.append(replay.agreed([float(nn.utils.get_total_norm(moved))])[0])
+    return not sizes[0] <= 4 * sizes[1]
+
 def clip_as_usual(replay: Replay, found: Findings):
     "Clip gradients at their usual norm."
     limit = statistics.median(found.usual_norms)
@@ -573,11 +594,11 @@ EXPERIMENTS: dict[str, Experiment] = {
     "an empty optimizer state": Experiment(
         change=lambda r, f: forget_moments(r), cause="moments",
         why=lambda r, f: "what the optimizer remembers from before does the harm",
-        fits=lambda r, f: any(o.state for o in r.optimizers), help="moments that no longer fit"),
+        fits=lambda r, f: moments_push(r), help="moments that no longer fit"),
     "clipped gradients": Experiment(
         change=clip_as_usual, cause="steep",
         why=lambda r, f: f"gradients far larger than before; clip them, at {statistics.median(f.usual_norms):.3g}, say",
-        fits=lambda r, f: bool(r.optimizers and f.usual_norms), help="rare gradients out of all proportion"),
+        fits=lambda r, f: f.norms_rose, help="rare gradients out of all proportion"),
     **{f"{name} of the learning rate": slower(name, share)
        for name, share in {"a quarter": 1 / 4, "a sixteenth": 1 / 16, "a sixty-fourth": 1 / 64}.items()},
     "examples in another order": Experiment(

@@ -7,6 +7,7 @@ __all__ = ['LOW', 'FILLS', 'is_left_alone', 'Changes', 'Replay', 'gradient_norm'
            'is_finite', 'user_line', 'find_operation']
 
 # %% ../../nbs/guard/23_replay.ipynb #23aa0003
+import inspect
 import math
 import statistics
 import traceback
@@ -330,7 +331,7 @@ def is_finite(t: Tensor) -> bool:
 def user_line() -> str: # " at file.py:26"; "": nobody's
     "Return the innermost line of the user's own code that runs now."
     ours = str(Path(__file__).parents[1]) if "__file__" in globals() else "esper_nb"
-    for frame, line in traceback.walk_stack(None):
+    for frame, line in traceback.walk_stack(inspect.currentframe()):
         file = frame.f_code.co_filename
         if file.startswith(ours) or not is_own_file(file): continue
         typed = file.startswith("<") or "ipykernel" in file
