@@ -353,7 +353,8 @@ def bad_steps(
 
 def odd_ones(found: Findings) -> str:
     "Say which batches are unlike the others."
-    why = " and ".join(dict.fromkeys(ODD.get(x, x) for x in found.odd.values()))
+    kinds = [x for x in dict.fromkeys(found.odd.values()) if x != "gradient" or "loss" not in found.odd.values()]
+    why = " and ".join(ODD.get(x, x) for x in kinds)
     return f"{name_batches(sorted(found.odd))} {'is' if len(found.odd) == 1 else 'are'} unlike the others: {why}"
 
 def name_batches(numbers: Sequence[int]) -> str:
@@ -640,12 +641,18 @@ def climb(
 def why_well(
     replay: Replay,
     found: Findings, # with what is odd
+    better: bool, # the weights would be better without what is odd
 ) -> tuple[str, str, int | None, Collection[int]]: # cause, sentence, begin, batches
-    "Say why a run that was acted on does well when it is replayed, to the bit."
+    "Say why a run does well when it is replayed, to the bit."
     report, odd, none = replay.incident.report, found.odd, tuple[int, ...]()
     if report is not None and report.reason == "state":
         return ("unknown", f"the replay does not show what was wrong with the state: {', '.join(report.bad_state)}",
                 None, none)
+    if better:
+        them = "it" if len(odd) == 1 else "them"
+        return "data", f"{odd_ones(found)}; without {them} the weights would be better", min(odd), odd
+    if odd and report is None:
+        return "healthy", f"nothing is wrong now; {odd_ones(found)}, but that did no harm that lasts", None, none
     if report is not None:
         if odd: return ("data", f"{odd_ones(found)}; the weights have recovered by themselves", min(odd), odd)
         if (at := find_earlier(replay.older)) is not None:
@@ -798,8 +805,21 @@ class Inquiry:
             proved = parting.cause in ("outside", "rate", "settings")
             why = f"{parting.why}; without that the run stays well" if proved else parting.why
             return self.case.explain(found, parting.cause, why, parting.begin)
-        if not asked: found.odd = odd_batches(r, self.good, found.onset)
-        return self.case.explain(found, *why_well(r, found))
+        end = r.look(self.yard.at)
+        if not asked or found.onset < len(r.steps): found.odd = odd_batches(r, self.good, found.onset)
+        return self.case.explain(found, *why_well(r, found, bool(found.odd) and self._better_without_odd(end)))
+
+    def _better_without_odd(self, end: list[float]) -> bool: # losses of the weights as they were at the end
+        if not self._affordable(): return False
+        before = self.replay.taken
+        gap = self._gap([leave_out_odd])
+        if gap == RUINED: return False
+        losses = self.replay.look(self.yard.at)
+        by = [a - b for a, b in zip(end, losses)]
+        sure = 3 * center_spread(by)[1] / len(by)**.5
+        better = statistics.median(by) > sure and sum(x > 0 for x in by) >= .8 * len(by)
+        self.case.file("without the odd batches", better, gap.loss, self.replay.taken - before)
+        return better
 
     def _cures(self, rows: Mapping[str, Experiment]) -> list[str]: # names of experiments, the decisive one first
         "Change one thing at a time, until that cures."
