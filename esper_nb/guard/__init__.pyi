@@ -6,19 +6,23 @@ from .phases import Move as Move, TABLE as TABLE, Phase as Phase, Effect as Effe
 from .adapters import (bar_note as bar_note, lightning_governor as lightning_governor, guard_trainer as guard_trainer,
     guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
 from .budget import Budget as Budget, is_extreme as is_extreme, blames_batch as blames_batch
-from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, EXPERIMENTS as EXPERIMENTS, SLOWER as SLOWER, UPHILL as UPHILL,
-    REDONE as REDONE, Findings as Findings, Experiment as Experiment, leave_out_odd as leave_out_odd,
-    odd_ones as odd_ones, name_batches as name_batches, mix_examples as mix_examples, can_mix as can_mix,
-    with_tensors as with_tensors, hold_rate as hold_rate, hold_settings as hold_settings,
-    most_changed as most_changed, rate_rose as rate_rose, had_a_spell as had_a_spell,
+from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED, ODD as ODD, EXPERIMENTS as EXPERIMENTS,
+    SLOWER as SLOWER, UPHILL as UPHILL, CLIMBS as CLIMBS, REDONE as REDONE, Findings as Findings,
+    own_settings as own_settings, first_apart as first_apart, same_number as same_number, Parting as Parting,
+    explain_parting as explain_parting, carries_over as carries_over, part_by_settings as part_by_settings,
+    writes_before as writes_before, wrote as wrote, center_spread as center_spread, level_spread as level_spread,
+    find_onset as find_onset, find_earlier as find_earlier, GoodState as GoodState, Gap as Gap, find_odd as find_odd,
+    odd_batches as odd_batches, odd_later as odd_later, bad_steps as bad_steps, odd_ones as odd_ones,
+    name_batches as name_batches, Experiment as Experiment, leave_out_odd as leave_out_odd,
+    earlier_batches as earlier_batches, later_batches as later_batches, mix_examples as mix_examples,
+    can_mix as can_mix, are_sorted as are_sorted, with_tensors as with_tensors, hold_rate as hold_rate,
+    hold_settings as hold_settings, most_changed as most_changed, rate_rose as rate_rose, had_a_spell as had_a_spell,
     other_settings as other_settings, is_near as is_near, without_autocast as without_autocast,
     full_precision as full_precision, few_bits as few_bits, drop_gradients as drop_gradients,
-    updates_every_step as updates_every_step, forget_moments as forget_moments, clip_as_usual as clip_as_usual,
-    lower_rate as lower_rate, scale_rate as scale_rate, center_spread as center_spread, level_spread as level_spread,
-    find_onset as find_onset, find_earlier as find_earlier, find_odd as find_odd, GoodState as GoodState, Gap as Gap,
-    odd_batches as odd_batches, odd_later as odd_later, climb as climb, find_cause as find_cause,
-    carries_over as carries_over, same_number as same_number, why_well as why_well, CaseFile as CaseFile,
-    Inquiry as Inquiry, redo as redo, redo_disturbed as redo_disturbed)
+    updates_every_step as updates_every_step, forget_moments as forget_moments, moments_push as moments_push,
+    clip_as_usual as clip_as_usual, scale_rate as scale_rate, slower as slower, climb as climb, why_well as why_well,
+    why_cured as why_cured, CaseFile as CaseFile, Repetition as Repetition, Inquiry as Inquiry,
+    find_cause as find_cause, on_any_rank as on_any_rank, redo as redo, redo_disturbed as redo_disturbed)
 from .rises import (Yardstick as Yardstick, TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
     pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, fall_of as fall_of)
@@ -62,10 +66,12 @@ from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRat
 from .recorder import (RecordedStep as RecordedStep, number_of as number_of, settings_of as settings_of,
     keys_of as keys_of, tensors_of as tensors_of, same_stream as same_stream, idle as idle, at_share as at_share,
     stepping as stepping, Omissions as Omissions, WarmUp as WarmUp, StepRecorder as StepRecorder,
-    RecordedIncident as RecordedIncident, copy_published as copy_published)
+    RecordedIncident as RecordedIncident, why_missing as why_missing, copy_published as copy_published)
 from .repairs import RATE_CAUSES as RATE_CAUSES, Redone as Redone, Repairs as Repairs
-from .replay import (LOW as LOW, Changes as Changes, Replay as Replay, gradient_norm as gradient_norm,
-    share_of_rate as share_of_rate, LayerWatch as LayerWatch)
+from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone, Changes as Changes, Replay as Replay,
+    gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch,
+    OperationWatch as OperationWatch, is_finite as is_finite, user_line as user_line,
+    find_operation as find_operation)
 from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, SAID as SAID, CAUSES as CAUSES,
     logger as logger, GovernorConfig as GovernorConfig, as_governor_config as as_governor_config,
     as_chance_losses as as_chance_losses, Evidence as Evidence, Report as Report,

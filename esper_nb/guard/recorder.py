@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RecordedStep', 'number_of', 'settings_of', 'keys_of', 'tensors_of', 'same_stream', 'idle', 'at_share', 'stepping',
-           'Omissions', 'WarmUp', 'StepRecorder', 'RecordedIncident', 'copy_published']
+           'Omissions', 'WarmUp', 'StepRecorder', 'RecordedIncident', 'why_missing', 'copy_published']
 
 # %% ../../nbs/guard/22_recorder.ipynb #22aa0003
 import copy
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core import RandomStreams
+from .footprint import batch_digest
 from .losses import loss_of
 from .rates import set_setting
 from .reports import Explanation, Report
@@ -34,13 +35,14 @@ class RecordedStep:
     batch: Any # the batch, or the input of `fetch`
     fetch: Callable[[Any], Any] | None
     position: int # of the batch in the data
-    versions: tuple[int, ...] # how often the tensors of the batch had been changed in place
+    digest: tuple # of the batch
     streams: dict[str, Any] # global random streams
     before: tuple # settings of all groups of all optimizers when it began
     after: tuple = () # and when it was over
     loss: Any = math.nan
     no_update: bool = False # it did not change the live weights: old ones were being compared, or it was skipped
     share: float = 1. # of the learning rate that was in force, while that was warmed up again
+    lr_factor: float = 1. # cuts of the learning rate by a Governor that were in force
     nbytes: int = 0 # of the batch, where it is kept itself
 
     def call(self, batch, optimizers: Iterable[torch.optim.Optimizer]): # the loss
@@ -58,7 +60,7 @@ class RecordedStep:
 
     def changed(self) -> bool:
         "Whether the batch was changed in place since."
-        return self.fetch is None and tuple(t._version for t in tensors_of(self.batch)) != self.versions # noqa: SLF001
+        return self.fetch is None and batch_digest(self.batch) != self.digest
 
 def number_of(returned) -> float: # by a step
     "Return the loss of a step as a number; NaN if the step has skipped its batch."
@@ -98,9 +100,12 @@ def same_stream(a, b) -> bool:
 
 # %% ../../nbs/guard/22_recorder.ipynb #22aa0011
 @contextmanager
-def idle(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    "Let the steps of an optimizer do nothing."
-    with stepping(optimizer, lambda closure=None, *_, **__: None if closure is None else closure()): yield
+def idle(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
+    "Let the steps of optimizers do nothing."
+    def step(closure=None, *_, **__): return None if closure is None else closure()
+    with ExitStack() as stack:
+        for o in optimizers: stack.enter_context(stepping(o, step))
+        yield
 
 @contextmanager
 def at_share(
@@ -200,10 +205,10 @@ class StepRecorder:
         self.older: deque[tuple[int, Any]] = deque(maxlen=128) # number and loss of steps that were let go
         self.streams = {"torch"} # that are noted before every step
         self.runs = self.held = 0 # steps; bytes of batches that are kept
+        self.first: int | None = None # number of the first step
         self.updated = self.seen_update = False # the latest step has changed weights; any has
         self.incident: RecordedIncident | None = None # the latest
-        self.omissions = Omissions()
-        self.warm_up = WarmUp() # of the learning rate
+        self.omissions, self.warm_up = Omissions(), WarmUp() # what is left out, how the learning rate comes back
 
     def run(
         self,
@@ -212,13 +217,15 @@ class StepRecorder:
         number: int, # calls of `watch` before this one
         fetch: Callable[[Any], Any] | None = None, # makes the batch from what is kept
         no_update: bool = False, # old weights are loaded for a comparison
+        lr_factor: float = 1., # cuts of the learning rate by a Governor that are in force
     ): # the loss
         "Run a step and record it."
         noted = RecordedStep(
             number=number, step=step, batch=batch, fetch=fetch, position=self.omissions.position - 1,
-            versions=() if fetch else tuple([t._version for t in tensors_of(batch)]), # noqa: SLF001
-            streams=RandomStreams(self.streams).state_dict(), before=self._settings(), no_update=no_update,
-            share=self.warm_up.next(), nbytes=0 if fetch else sum(t.nbytes for t in tensors_of(batch)))
+            digest=() if fetch else batch_digest(batch), streams=RandomStreams(self.streams).state_dict(),
+            before=self._settings(), no_update=no_update, share=self.warm_up.next(), lr_factor=lr_factor,
+            nbytes=0 if fetch else sum(t.nbytes for t in tensors_of(batch)))
+        if self.first is None: self.first = number
         weights = self._versions()
         look = self.runs < 16 or self.runs % 64 == 0
         others = RandomStreams({"numpy", "python"} - self.streams if look else ())
@@ -257,14 +264,14 @@ class StepRecorder:
         steps = [s for s in self.steps if s.number >= number]
         older = [*self.older, *((s.number, s.loss) for s in self.steps if s.number < number and not s.no_update)]
         if steps and steps[0].number > number: steps = [] # batches were let go
-        steps = [copy.copy(s) for s in steps if not s.no_update] # their losses stay, whatever is retrained
-        return RecordedIncident(steps, snapshot, copy_published(snapshot), [(k, float(x)) for k, x in older], report)
+        return RecordedIncident(
+            steps=[copy.copy(s) for s in steps if not s.no_update], # their losses stay, whatever is retrained
+            snapshot=snapshot, good=copy_published(snapshot), older=[(k, float(x)) for k, x in older], report=report,
+            missing="" if steps else why_missing(number, self.first, self.steps))
 
     def evaluate(self, count: int = 8) -> list[float]: # of the latest batches
         "Return the losses of the weights as they are, without training; the state of all else is to be put back."
-        with ExitStack() as stack:
-            for o in self.optimizers: stack.enter_context(idle(o))
-            return [s.again() for s in list(self.steps)[-count:]]
+        with idle(*self.optimizers): return [s.again() for s in list(self.steps)[-count:]]
 
     def note_redone(self, losses: Sequence[float]): # of the latest steps, NaN for what was left out
         "Take the losses of steps that were trained on again in place of those that were undone."
@@ -312,6 +319,18 @@ class RecordedIncident:
     good: SavedState # the state before the first of them
     older: list[tuple[int, float]] # number and loss of those before them, oldest first
     report: Report | None = None # of the Governor's response; None: requested by the caller
+    missing: str = "" # why there are no steps
+
+def why_missing(
+    number: int, # of the first step since the good state
+    first: int | None, # number of the first step that was recorded
+    steps: Sequence[RecordedStep], # that are kept
+) -> str:
+    "Say why steps since a good state are not there."
+    if first is None: return "no step was recorded: train with `governor.run(step, batch)`"
+    if not steps or steps[-1].number < number: return "no step was made since the good state"
+    if number < first: return f"the good state is older than batch {first}, the first that was recorded"
+    return "the batches since the good state take too much memory to be kept: hand over indices, with `fetch`"
 
 def copy_published(
     snapshot: Snapshot, # of a single lane

@@ -290,7 +290,7 @@ def describe_failure(
 # %% ../../nbs/guard/13_reports.ipynb #13cc0002
 CAUSES = dict(
     healthy="nothing was wrong: the same batches again give the same losses, and the weights stay good",
-    outside="something that is no part of the step changed the run: hardware, or other code",
+    outside="something that is no part of the step changed the run: other code, or hardware",
     data="batches that are unlike the others",
     rate="the learning rate rose",
     settings="a setting of the optimizer changed",
@@ -317,7 +317,9 @@ class Explanation:
     begin: int | None # batch at which the failure began
     batches: tuple[int, ...] = () # that caused it
     keys: tuple = () # keys of the batches, if `fetch` is used
+    also: tuple[str, ...] = () # further names in CAUSES, where two things were wrong at once
     layer: str | None = None # the layer that left its band first, and what of it
+    operation: str = "" # that was the first to make numbers that are not finite, and its line: "log at train.py:26"
     evidence: tuple[Evidence, ...] = () # experiments
     recorded: tuple[float, ...] = () # losses of the run, one for each batch from `first` on
     replayed: tuple[float, ...] = () # losses of the same batches again, with nothing changed

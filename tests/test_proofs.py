@@ -1,0 +1,345 @@
+"A cause is named where it is proved; what is not is unknown. No Governor here: steps are recorded and explained."
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esper_nb.guard import (
+    EXPERIMENTS, DryReplay, Findings, LossStats, Replay, Snapshot, StateWatch, StepRecorder, Written, describe_failure,
+    find_cause, find_odd, find_operation, most_changed, redo, redo_disturbed, tensors_of_parts)
+from esper_nb.guard import GovernorConfig
+
+CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0))
+EXACT = DryReplay(exact=True)
+INEXACT = DryReplay(exact=False, why="your step draws from a generator that I do not have")
+REPORT = describe_failure(LossStats(), GovernorConfig(), None, None, 0, "rise")
+
+def batch(k, size=32):
+    g = torch.Generator().manual_seed(1000 + k)
+    y = torch.randint(0, 10, (size,), generator=g)
+    return CENTERS[y] + torch.randn(size, 16, generator=g), y
+
+class Run:
+    "A classifier; `inside` may change a batch and whatever else within a step, `between` anything before it."
+    def __init__(self, net=None, lr=3e-3, inside=None, between=None, optimizer=torch.optim.AdamW, loss=F.cross_entropy):
+        torch.manual_seed(1)
+        self.net = net or nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+        self.opt = optimizer(self.net.parameters(), lr=lr)
+        self.inside, self.between, self.loss = inside, between, loss
+        self.k = self.taken = 0 # of the loop, and of the step: no replay knows them
+        self.written = []
+        self.recorder, self.snapshot = StepRecorder([self.net, self.opt]), Snapshot(self.net, self.opt)
+
+    def step(self, xy):
+        self.taken += 1
+        if self.inside: xy = self.inside(self, xy) or xy
+        loss = self.loss(self.net(xy[0]), xy[1])
+        self.opt.zero_grad()
+        loss.backward()
+        self.opt.step()
+        return loss
+
+    def incident(self, steps=60, before=100, given=lambda k, xy: xy, report=REPORT, **options):
+        "The steps from a good state on, after some healthy ones."
+        watch = StateWatch(lambda: tensors_of_parts(dict(model=self.net, optimizer=self.opt)), every=1)
+        for self.k in range(-before, steps):
+            if self.k == 0: self.snapshot.take()
+            if self.between: self.between(self)
+            if (seen := watch.start_of_step()) is not None: self.written.append(seen)
+            self.recorder.run(self.step, given(self.k, batch(self.k)), self.k, **options)
+            watch.end_of_step(self.k)
+        return self.recorder.incident_from(0, self.snapshot, report)
+
+def halved(run):
+    if run.k == 20: run.net[0].weight.data.mul_(.1)
+
+
+# --- bits before yardstick
+
+def test_outside_is_said_only_of_what_was_seen_to_be_written():
+    run = Run(between=halved)
+    incident = run.incident()
+    assert find_cause(incident).cause == "unknown"
+    assert find_cause(incident, written=[]).cause == "unknown" # watched, but whether the step repeats is not known
+    found = find_cause(incident, written=run.written)
+    assert (found.cause, found.begin) == ("outside", 20) and "model.0.weight" in found.why
+    assert find_cause(incident, dry=INEXACT, written=run.written).cause == "outside" # twenty losses were the same
+
+def test_a_write_is_proof_before_the_first_loss_only_if_steps_are_known_to_repeat():
+    run = Run(between=lambda run: run.net[0].weight.data.mul_(.1) if run.k == 0 else None)
+    incident = run.incident()
+    assert find_cause(incident, written=run.written).cause == "unknown"
+    assert find_cause(incident, dry=EXACT, written=run.written).cause == "outside"
+
+def test_writes_without_effect_are_not_blamed():
+    "Averaged weights that are updated between all steps have nothing to do with a loss that parts at batch 20."
+    run = Run(inside=lambda run, xy: (xy[0] * 30, xy[1]) if run.taken == 121 else None)
+    incident = run.incident()
+    every = [Written(("average.weight",), k, "versions") for k in range(60)]
+    assert find_cause(incident, written=every).cause == "unknown"
+    assert find_cause(incident, written=[*every[:19], Written(("model.0.weight",), 19, "bits")]).cause == "outside"
+
+def test_a_regular_distance_is_said():
+    run = Run(between=lambda run: run.net[0].weight.data.mul_(.1) if run.k in (-60, -20, 20) else None)
+    assert "every 40 batches" in find_cause(run.incident(steps=40), written=run.written).why
+
+@pytest.mark.parametrize("inside", [
+    lambda run, xy: (xy[0] * 300, xy[1].flip(0)) if run.taken == 121 else None, # the step's own augmentation, once
+    lambda run, xy: (-xy[0], xy[1]) if run.k >= 20 and run.taken == run.k + 101 else None, # a counter of the loop
+    lambda run, xy: (xy[0] + run.noise.uniform(), xy[1])], # an own generator
+    ids=["rare", "counter", "generator"])
+def test_what_a_step_reads_beside_its_batch_is_not_taken_for_hardware(inside):
+    run = Run(inside=inside)
+    run.noise = np.random.default_rng(0)
+    incident = run.incident()
+    for dry in (None, INEXACT):
+        for written in (None, run.written):
+            found = find_cause(incident, dry=dry, written=written)
+            assert found.cause == "unknown", str(found)
+    assert found.why == INEXACT.why
+    assert redo_disturbed(incident) is None and redo_disturbed(incident, dry=INEXACT, written=[]) is None
+
+def test_hardware_is_what_is_left_when_steps_repeat_and_nothing_was_written():
+    once = Run(inside=lambda run, xy: (xy[0] * 300, xy[1].flip(0)) if run.taken == 121 else None).incident()
+    found = find_cause(once, dry=EXACT, written=[])
+    assert (found.cause, found.begin) == ("outside", 20) and "hardware" in found.why
+    assert find_cause(once, dry=EXACT).cause == "unknown"
+    run = Run(inside=lambda run, xy: (xy[0] + run.noise.uniform(), xy[1]))
+    run.noise = np.random.default_rng(0)
+    assert "two replays differ" in find_cause(run.incident(), dry=EXACT, written=[]).why
+
+def fast_by_counter(run, xy):
+    run.opt.param_groups[0]["lr"] = .5 if 20 <= run.k < 28 else 3e-3
+
+def test_a_rate_that_the_step_sets_by_a_counter_is_named():
+    found = find_cause(Run(inside=fast_by_counter).incident())
+    assert (found.cause, found.begin) == ("rate", 20)
+    assert "was 0.5 at batches 20–27, where a replay has 0.003" in found.why
+
+def test_a_setting_that_the_step_sets_by_a_counter_is_named():
+    def inside(run, xy): run.opt.param_groups[0]["weight_decay"] = 100. if 20 <= run.k < 40 else 0.
+    found = find_cause(Run(inside=inside).incident(steps=45))
+    assert found.cause == "settings" and "weight_decay was 100 at batches 20–39" in found.why
+
+def test_a_disturbed_run_is_redone_on_proof_only():
+    run = Run(between=halved)
+    incident = run.incident(steps=30)
+    live = run.net[0].weight.clone()
+    assert redo_disturbed(incident) is None and torch.equal(run.net[0].weight, live)
+    found = redo_disturbed(incident, written=run.written)
+    assert (found.cause, found.begin) == ("outside", 20)
+    clean = Run()
+    clean.incident(steps=30)
+    assert torch.equal(run.net[0].weight, clean.net[0].weight)
+
+def test_a_batch_that_is_filled_again_is_not_replayed():
+    buffer = np.zeros((32, 16), np.float32)
+    def given(k, xy):
+        buffer[...] = xy[0].numpy()
+        return buffer, xy[1]
+    run = Run()
+    own = run.step
+    run.step = lambda xy: own((torch.from_numpy(xy[0].copy()), xy[1]))
+    found = find_cause(run.incident(given=given))
+    assert found.cause == "unknown" and "changed in place" in found.why and found.steps == 0
+
+def test_why_there_are_no_steps_is_said():
+    run = Run()
+    assert "no step was recorded" in find_cause(StepRecorder().incident_from(0, taken(run))).why
+    run.incident(before=0)
+    assert "older than batch 0" in find_cause(run.recorder.incident_from(-5, run.snapshot)).why
+    run.recorder.forget(30)
+    assert "too much memory" in find_cause(run.recorder.incident_from(10, run.snapshot)).why
+    assert "no step was made" in find_cause(run.recorder.incident_from(60, run.snapshot)).why
+
+def taken(run):
+    run.snapshot.take()
+    return run.snapshot
+
+
+# --- numbers that are not finite
+
+def pairs(k, xy):
+    x = xy[0].clone()
+    if k == 30: x[16] = x[0] # a distance of 0
+    return x, None
+
+def pair_loss(z, _):
+    distances = (z[:16] - z[16:]).square().sum(1)
+    return (distances.sqrt() - 1).square().mean() # the line
+
+LINE = next(i for i, line in enumerate(open(__file__, encoding="utf-8"), 1) if line.endswith("# the line\n"))
+
+def test_a_gradient_that_is_not_finite_names_batch_operation_and_line():
+    found = find_cause(Run(loss=pair_loss).incident(given=pairs, steps=40))
+    assert (found.cause, found.batches) == ("data", (30,))
+    assert "the gradient is not finite there, although the loss is" in found.why
+    assert found.operation == f"SqrtBackward0 at test_proofs.py:{LINE}" and found.why.endswith(found.operation)
+
+def test_a_state_that_is_not_finite_is_the_measure_where_it_was_the_alarm():
+    report = describe_failure(LossStats(), GovernorConfig(), None, None, 0, "state")
+    def given(k, xy):
+        x = xy[0].clone()
+        if k in (20, 30): x[3] = 1e20
+        return x, xy[1]
+    net = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+    run = Run(net)
+    incident = run.incident(given=given, report=report)
+    assert not run.net[0].running_var.isfinite().all() and math.isfinite(incident.steps[-1].loss)
+    found = find_cause(incident)
+    assert (found.cause, found.batches) == ("data", (20, 30))
+    assert "model.0.running_var" in found.why and found.operation.startswith("batch_norm at test_proofs.py:")
+    losses = redo(incident, found)
+    assert [k for k, x in enumerate(losses) if math.isnan(x)] == [20, 30]
+    assert run.net[0].running_var.isfinite().all() and run.snapshot.find_bad() == ()
+
+def test_a_state_that_somebody_else_judges_is_judged_by_them():
+    report = describe_failure(LossStats(), GovernorConfig(), None, None, 0, "state")
+    net = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+    incident = Run(net).incident(given=lambda k, xy: (xy[0] * (100 if k == 20 else 1), xy[1]), report=report)
+    def is_bad(): return ("model.0.running_var",) if float(net[0].running_var.max()) > 20 else ()
+    found = find_cause(incident, is_bad=is_bad)
+    assert (found.cause, found.batches) == ("data", (20,)), str(found)
+    assert find_cause(incident, is_bad=lambda: ()).cause == "unknown"
+
+def test_redone_steps_are_not_kept_with_a_bad_state():
+    run = Run()
+    incident = run.incident(report=None)
+    live = run.net[0].weight.clone()
+    healthy = SimpleNamespace(cause="healthy", also=(), batches=())
+    assert redo(incident, healthy, is_bad=lambda: ("model.0.weight",)) is None
+    assert torch.equal(run.net[0].weight, live) and redo(incident, healthy) is not None
+
+def test_nan_is_odd():
+    usual = [.5, .6, .55, .5, .52]
+    assert find_odd({1: .5, 2: math.nan, 3: math.inf, 4: .6}, usual) == {2, 3}
+    steps = [SimpleNamespace(number=k, before=(((("lr", x)),),), lr_factor=1., share=1.)
+             for k, x in enumerate([.1, .1, math.nan])]
+    assert most_changed(Findings(steps, [0.] * 3, 3), "lr")[0] == 2
+
+def test_an_operation_is_found_forward_and_backward():
+    x = torch.zeros(3, requires_grad=True)
+    def line(f): return f"test_proofs.py:{f.__code__.co_firstlineno}"
+    for name, f in {"log": lambda: x.log().sum(), "SqrtBackward0": lambda: x.sqrt().sum().backward(),
+                    "div": lambda: (x / x).sum()}.items():
+        said = find_operation(f)
+        if name == "log": assert said == "" # infinite, but nothing has come of it
+        else: assert said == f"{'__truediv__' if name == 'div' else name} at {line(f)}" or said.startswith(name), said
+    assert find_operation(lambda: (x.log() * x).sum()).startswith("log ")
+    assert find_operation(lambda: (x + 1).sqrt().sum().backward()) == ""
+
+def test_a_mask_is_infinite_on_purpose():
+    q = torch.randn(2, 4, 8, requires_grad=True)
+    mask = torch.full((4, 4), -math.inf).triu(1)
+    def attention(mask): return (torch.softmax(q @ q.transpose(1, 2) + mask, -1) @ q).square().mean().backward()
+    assert find_operation(lambda: attention(mask)) == ""
+    assert find_operation(lambda: attention(torch.full((4, 4), -math.inf))).startswith("softmax ")
+
+def test_a_line_of_a_notebook_is_one_of_its_cell():
+    text, names = "import torch\ndef f():\n    return torch.zeros(2) / torch.zeros(2)\n", {}
+    exec(compile(text, "/tmp/ipykernel_7/99.py", "exec"), names)
+    assert find_operation(names["f"]).endswith("at cell line 3")
+
+
+# --- what cures
+
+def turned(k, xy): return (xy[0], (xy[1] + 1) % 10) if 20 <= k < 50 else xy
+
+def test_two_things_at_once_are_both_named():
+    def between(run):
+        if run.k == 20: run.opt.param_groups[0]["lr"] *= 60
+    found = find_cause(Run(between=between).incident(given=turned))
+    assert found.cause == "data" and found.also == ("rate",), str(found)
+    assert found.batches == tuple(range(20, 50)) and "two things at once" in found.why
+
+@pytest.mark.parametrize("times", [60, 400])
+def test_a_rate_that_is_far_too_high_is_said_to_be(times):
+    "Raised before the good state, so that the rate of the good state is too high, too."
+    run = Run(lr=3e-3)
+    def between(run):
+        if run.k == 0: run.opt.param_groups[0]["lr"] = 3e-3 * times
+    run.between = between
+    found = find_cause(run.incident(steps=50))
+    assert found.cause == "fast", str(found)
+    if times == 400: assert "a sixteenth" in found.why or "a sixty-fourth" in found.why
+
+def test_what_a_governor_does_to_the_rate_is_no_cause():
+    "A Governor that gives its cut back raises the rate fourfold; that is not the run's doing."
+    run = Run(lr=3e-3)
+    steps = []
+    for k in range(8):
+        run.opt.param_groups[0]["lr"] = 3e-3 if k >= 4 else 3e-3 / 4
+        run.recorder.run(run.step, batch(k), k, lr_factor=1. if k >= 4 else .25)
+        steps = list(run.recorder.steps)
+    told = Findings(steps, [0.] * 8, 8)
+    assert most_changed(told, "lr") is None
+    for s in steps: s.lr_factor = 1.
+    assert most_changed(told, "lr") is not None
+
+def test_the_rate_of_the_good_state_is_held_but_for_what_a_governor_makes_of_it():
+    run, used = Run(lr=1e-3), []
+    run.snapshot.take()
+    for k in range(6):
+        run.opt.param_groups[0]["lr"] = (4e-3 if k >= 2 else 1e-3) / (4 if k >= 4 else 1)
+        run.recorder.run(run.step, batch(k), k, lr_factor=.25 if k >= 4 else 1.)
+    run.opt.register_step_pre_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
+    with Replay(run.recorder.incident_from(0, run.snapshot)) as replay:
+        replay.begin()
+        EXPERIMENTS["the learning rate of the good state"].change(replay, Findings(replay.steps, replay.losses, 6))
+        used.clear()
+        replay.changes.before_update.append(lambda o: used.append(o.param_groups[0]["lr"]))
+        replay.run()
+    assert used[1::2] == pytest.approx([1e-3] * 4 + [.25e-3] * 2)
+
+def test_a_warm_up_is_replayed_to_the_bit():
+    run = Run()
+    for k in range(10): run.recorder.run(run.step, batch(k), k)
+    run.snapshot.take()
+    run.recorder.rewarm(6)
+    for k in range(10, 30): run.recorder.run(run.step, batch(k), k)
+    incident = run.recorder.incident_from(10, run.snapshot)
+    assert [s.share for s in incident.steps[:7]] == pytest.approx([k / 7 for k in range(1, 8)])
+    with Replay(incident) as replay:
+        replay.begin()
+        assert replay.run() == replay.losses
+
+def sorted_batch(k, xy):
+    y = torch.full((32,), k // 4 % 10) if k >= 10 else xy[1]
+    return (CENTERS[y] + torch.randn(32, 16, generator=torch.Generator().manual_seed(k)), y) if k >= 10 else xy
+
+def test_order_is_asked_last_of_all_and_of_sorted_batches_only():
+    assert list(EXPERIMENTS)[-1] == "examples in another order" and EXPERIMENTS["examples in another order"].confirm
+    with Replay(Run().incident()) as replay:
+        assert not EXPERIMENTS["examples in another order"].fits(replay, None)
+    with Replay(Run().incident(given=sorted_batch)) as replay:
+        assert EXPERIMENTS["examples in another order"].fits(replay, None)
+
+def test_uphill_is_a_matter_of_the_step_and_not_of_its_data():
+    def inside(run, xy):
+        if run.sign and run.count["k"] >= 20: run.opt.param_groups[0]["maximize"] = True
+        run.count["k"] += 1
+    def explained(sign, given):
+        run = Run(inside=inside)
+        run.sign, run.count = sign, dict(k=-100)
+        run.snapshot.add(count=run.count)
+        return find_cause(run.incident(given=given))
+    assert explained(True, lambda k, xy: xy).cause in ("loop", "settings")
+    assert explained(False, turned).cause == "data"
+
+def test_exhausted_experiments_are_no_proof():
+    found = find_cause(Run().incident(steps=20), is_bad=lambda: ("model.0.weight",))
+    assert found.replayed == found.recorded and found.cause == "unknown", str(found)
+    assert "no change of data" in found.why and not any(e.cured for e in found.evidence)
+
+def burst(k, xy): return (xy[0] * 50, xy[1]) if 20 <= k < 32 else xy
+
+def test_a_burst_that_the_loss_has_forgotten_is_said_and_what_it_has_cost():
+    found = find_cause(Run(lr=1e-3).incident(given=burst, report=None, steps=90, before=200))
+    assert found.cause == "data" and len(set(found.batches) & set(range(20, 32))) >= 10, str(found)
+    assert set(found.batches) <= set(range(20, 32)) and "without them the weights would be better" in found.why
+    healthy = find_cause(Run(lr=1e-3).incident(report=None, steps=90, before=200))
+    assert healthy.cause == "healthy" and len(healthy.evidence) == 1
