@@ -56,7 +56,7 @@ from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, 
 from .probation import FIRST as FIRST, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory, gradients_of as gradients_of,
     measure_norm as measure_norm, name_nonfinite as name_nonfinite, GateEvent as GateEvent, UpdateGate as UpdateGate)
-from .governor import Moment as Moment, Governor as Governor
+from .governor import OWN_PARTS as OWN_PARTS, Moment as Moment, Governor as Governor
 from .health import (JUMP as JUMP, SEEN as SEEN, LONG as LONG, StateHealth as StateHealth, BufferBands as BufferBands,
     LossCourse as LossCourse)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
@@ -67,7 +67,7 @@ from .recorder import (RecordedStep as RecordedStep, number_of as number_of, set
     keys_of as keys_of, tensors_of as tensors_of, same_stream as same_stream, idle as idle, at_share as at_share,
     stepping as stepping, Omissions as Omissions, WarmUp as WarmUp, StepRecorder as StepRecorder,
     RecordedIncident as RecordedIncident, why_missing as why_missing, copy_published as copy_published)
-from .repairs import RATE_CAUSES as RATE_CAUSES, Redone as Redone, Repairs as Repairs
+from .repairs import RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, Redone as Redone, Repairs as Repairs
 from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone, Changes as Changes, Replay as Replay,
     gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch,
     OperationWatch as OperationWatch, is_finite as is_finite, user_line as user_line,

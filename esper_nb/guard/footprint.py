@@ -907,6 +907,7 @@ class Footprint:
     record what the loop itself writes in between, which is given again in a replay.
     """
     vetted = False # values that are not finite are none of its business
+    transient = True # it means nothing to another process, so no file holds it
     def __init__(self, step: Callable, known: Mapping[int, Any]): # by id
         self.step, self.known = step, known
         self.steps = {code_of(step): step} # the latest of each kind: a lambda is another one for every batch

@@ -45,6 +45,10 @@ class StateHealth:
         "Return the buffers that are far larger than they ever were."
         return self.bands.find_jumps()
 
+    def bad_now(self) -> tuple[str, ...]: # names
+        "Return what in the state is not finite, or far larger than it ever was; nothing is noted."
+        return self.damaged() or self.bands.jumped()
+
     def is_new_level(self, batch: int) -> bool: # call of `watch`
         "Note a jump; whether it is the second within fifty batches: then the bands are learnt anew."
         again, self.jumped_at = batch - self.jumped_at <= 50, batch
@@ -77,11 +81,20 @@ class BufferBands:
     def find_jumps(self) -> tuple[str, ...]: # names, and by how much
         "Look at all norms; return the buffers that have jumped, and take in the others."
         if not self.buffers: return ()
-        now = np.array([_norm(t) for t in self.buffers.values()])
+        found = self.jumped()
+        bad = {text.partition(":")[0] for text in found}
+        now = np.array([self.most[i] if k in bad else _norm(t) for i, (k, t) in enumerate(self.buffers.items())])
         self.seen += 1
-        jumped = ~(now <= JUMP * np.maximum(self.most, 1e-6)) & (self.seen > SEEN)
-        self.most = np.where(jumped, self.most, np.maximum(self.most, np.where(np.isfinite(now), now, 0)))
-        return tuple(f"{k}: {_times(x, most)}" for k, x, most, bad in zip(self.buffers, now, self.most, jumped) if bad)
+        self.most = np.maximum(self.most, np.where(np.isfinite(now), now, 0))
+        return found
+
+    @torch.no_grad()
+    def jumped(self) -> tuple[str, ...]: # names, and by how much
+        "Return the buffers that have jumped, without taking anything in."
+        if self.seen < SEEN: return ()
+        now = [_norm(t) for t in self.buffers.values()]
+        return tuple(f"{k}: {_times(x, most)}" for k, x, most in zip(self.buffers, now, self.most)
+                     if not x <= JUMP * max(most, 1e-6))
 
     def forget(self):
         "Learn all bands anew."

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core import RandomStreams
-from .footprint import batch_digest
+from .footprint import Footprint, batch_digest
 from .losses import loss_of
 from .rates import set_setting
 from .reports import Explanation, Report
@@ -44,6 +44,8 @@ class RecordedStep:
     share: float = 1. # of the learning rate that was in force, while that was warmed up again
     lr_factor: float = 1. # cuts of the learning rate by a Governor that were in force
     nbytes: int = 0 # of the batch, where it is kept itself
+    given: Any = None # what the loop wrote before it into variables that it reads
+    footprint: Footprint | None = None # of the step: gives these again
 
     def call(self, batch, optimizers: Iterable[torch.optim.Optimizer]): # the loss
         "Run it on a batch, at its share of the learning rate."
@@ -55,6 +57,7 @@ class RecordedStep:
     def again(self, other=None, optimizers: Iterable[torch.optim.Optimizer] = ()): # a batch in place of its own; loss
         "Run it once more, on the weights as they are, with the random numbers that it had."
         RandomStreams().load_state_dict(self.streams)
+        if self.footprint is not None: self.footprint.give(self.given)
         if other is None: other = self.batch if self.fetch is None else self.fetch(self.batch)
         return number_of(self.call(other, optimizers))
 
@@ -209,6 +212,7 @@ class StepRecorder:
         self.updated = self.seen_update = False # the latest step has changed weights; any has
         self.incident: RecordedIncident | None = None # the latest
         self.omissions, self.warm_up = Omissions(), WarmUp() # what is left out, how the learning rate comes back
+        self.footprint: Footprint | None = None # what the steps read beside their batches; None: nobody has looked
 
     def run(
         self,
@@ -224,13 +228,15 @@ class StepRecorder:
             number=number, step=step, batch=batch, fetch=fetch, position=self.omissions.position - 1,
             digest=() if fetch else batch_digest(batch), streams=RandomStreams(self.streams).state_dict(),
             before=self._settings(), no_update=no_update, share=self.warm_up.next(), lr_factor=lr_factor,
-            nbytes=0 if fetch else sum(t.nbytes for t in tensors_of(batch)))
+            nbytes=0 if fetch else sum(t.nbytes for t in tensors_of(batch)), footprint=self.footprint,
+            given=None if self.footprint is None else self.footprint.before_step(step))
         if self.first is None: self.first = number
         weights = self._versions()
         look = self.runs < 16 or self.runs % 64 == 0
         others = RandomStreams({"numpy", "python"} - self.streams if look else ())
         untouched = others.state_dict()
         loss = noted.call(batch if fetch is None else fetch(batch), self.optimizers)
+        if self.footprint is not None: self.footprint.after_step()
         self.streams |= {k for k, v in others.state_dict().items() if not same_stream(v, untouched[k])}
         self.updated = weights != self._versions()
         self.seen_update |= self.updated

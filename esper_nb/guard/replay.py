@@ -125,12 +125,12 @@ class Replay:
         for p in self.params: p.grad = None
 
     def run(self, until: int | None = None) -> list[float]: # stop before this step; losses, NaN for what is left out
-        "Train on the steps; a loss that is not finite ends it."
+        "Train on the steps; a loss that is not finite, where it was in the run, ends it."
         out: list[float] = []
         for i, s in enumerate(self.steps):
             if i == until: break
             out.append(self.take(i))
-            if s.number not in self.changes.without and not math.isfinite(out[-1]): break
+            if s.number not in self.changes.without and math.isfinite(self.losses[i]) > math.isfinite(out[-1]): break
         return out
 
     def look(self, at: Sequence[int]) -> list[float]: # places of steps; losses

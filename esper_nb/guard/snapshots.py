@@ -76,6 +76,7 @@ class Snapshot:
         self.published: list[StateVersion | None] = [None] * pointers
         self.held: list[StateVersion | None] = [None] * pointers # in the other bank, on probation
         self.taken = 0 # snapshots so far
+        self.writes = 0 # times that a state was put back
         self.masks: set[StateKey] = set() # buffers that were infinite from the start
         self.shards: dict[StateKey, Tensor] = {} # live tensors that are spread over processes
         self.background: BackgroundCopy | None = None # copies while the next batch is computed
@@ -253,7 +254,12 @@ class Snapshot:
         mine = [k for k in live.tensors if (k[0], k[1].split(".")[0]) in heads or k in keys]
         if not all(k in good.bank and same_layout(good.bank[k], live.tensors[k]) for k in mine): return False
         for k in mine: live.tensors[k].copy_(good.bank[k])
+        self.writes += 1
         return True
+
+    def _lasts(self, name: str) -> bool: # of a part
+        "Whether the state of a part means anything to another process."
+        return not getattr(self.objects[name], "transient", False)
 
     def _is_moment(self, key: "StateKey") -> bool:
         return isinstance(self.parts[key[0]], OptimizerPart) and key[1].startswith("state")
@@ -301,7 +307,7 @@ class Snapshot:
         self.find_late(wait=True)
         versions = {v.number: v for v in (*self.published, *self.held) if v is not None}
         def numbers(of): return [None if v is None else (v.number, v.step) for v in of]
-        def portable(rest): return {name: self.parts[name].portable(x) for name, x in rest.items()}
+        def portable(rest): return {name: self.parts[name].portable(x) for name, x in rest.items() if self._lasts(name)}
         return dict(
             banks=[{"|".join(k): t.clone() for k, t in bank.items()} for bank in self.banks[:self.copies]],
             front=list(self.front), published=numbers(self.published), held=numbers(self.held), taken=self.taken,
@@ -340,7 +346,7 @@ class Snapshot:
         "Return a state as tensors and plain values, ready for a file."
         v = state.version
         return dict(number=v.number, step=v.step,
-                    rest={name: self.parts[name].portable(x) for name, x in v.rest.items()},
+                    rest={name: self.parts[name].portable(x) for name, x in v.rest.items() if self._lasts(name)},
                     sparse={"|".join(k): t for k, t in v.sparse.items()},
                     bank={"|".join(k): t.clone() if copy else t for k, t in state.bank.items()})
 
@@ -430,6 +436,7 @@ class Snapshot:
     def _write_parts(self, state: "SavedState", lanes: Sequence[int] | None, skip: Sequence[str],
                      stay: bool) -> tuple[list[str], list[str]]: # parts; what was left although it differs
         "Write a state into its parts, in place; random streams last."
+        self.writes += 1
         names: list[str] = []
         kept: list[str] = []
         for name in sorted(self.parts, key="streams".__eq__):
