@@ -56,9 +56,11 @@ from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, 
 from .probation import FIRST as FIRST, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory, gradients_of as gradients_of,
     measure_norm as measure_norm, name_nonfinite as name_nonfinite, GateEvent as GateEvent, UpdateGate as UpdateGate)
-from .governor import OWN_PARTS as OWN_PARTS, Moment as Moment, Governor as Governor
-from .health import (JUMP as JUMP, SEEN as SEEN, LONG as LONG, StateHealth as StateHealth, BufferBands as BufferBands,
-    LossCourse as LossCourse)
+from .governor import (NO_PROOF as NO_PROOF, WEAK_CAUSES as WEAK_CAUSES, OWN_PARTS as OWN_PARTS, Moment as Moment,
+    Governor as Governor)
+from .health import (JUMP as JUMP, SEEN as SEEN, LONG as LONG, RAISED as RAISED, STEEP as STEEP,
+    StateHealth as StateHealth, BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign, Signs as Signs,
+    is_steep as is_steep)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
@@ -66,7 +68,8 @@ from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRat
 from .recorder import (RecordedStep as RecordedStep, number_of as number_of, settings_of as settings_of,
     keys_of as keys_of, tensors_of as tensors_of, same_stream as same_stream, idle as idle, at_share as at_share,
     stepping as stepping, Omissions as Omissions, WarmUp as WarmUp, StepRecorder as StepRecorder,
-    RecordedIncident as RecordedIncident, why_missing as why_missing, copy_published as copy_published)
+    RecordedIncident as RecordedIncident, why_missing as why_missing, give_inputs as give_inputs,
+    copy_published as copy_published)
 from .repairs import RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, Redone as Redone, Repairs as Repairs
 from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone, Changes as Changes, Replay as Replay,
     gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch,

@@ -133,15 +133,20 @@ class Observation:
         if not self.in_turns:
             t.add(x, loss)
             over, due = t.is_over(), t.is_due(patience) and (t.old_loss is None or len(t.x) >= 2 * patience)
-            if over and not recorded: return Move.BACK
+            if over and not recorded and (at_once or not t.is_burst()): return Move.BACK
+            t.late = over
             if over or due: return Move.TRY if at_once else Move.DUE
             return Move.LOOK if len(t.x) == 8 else Move.WAIT
         if not t.answer(x, loss): return Move.WAIT
         if self.phase is Phase.OLD: return Move.TURN
         t.old_loss = float(off_scale(np.median([x for turn in t.turns[1::2] for x in turn]), linear))
-        if t.is_over(): return Move.BACK
+        if t.is_over() and not t.late: return Move.BACK
         blamed = t.blames_weights(patience)
-        return Move.TURN if blamed is None else Move.BLAMED if blamed else Move.CLEARED
+        if blamed is None: return Move.TURN
+        if blamed: return Move.BLAMED
+        if t.late: return Move.BACK
+        far = t.reason == "explosion" and float(on_scale(t.old_loss, linear)) - t.level > t.rise / 2
+        return Move.HOLD if far and len(t.x) < 4 * patience else Move.CLEARED
 
     @property
     def losses_spent(self) -> int:

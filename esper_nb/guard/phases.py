@@ -31,7 +31,9 @@ class Move(Enum):
     DUE = "the loss has been high for long enough: compare in turns"
     TRY = "the same, where batches are recorded: compare on these"
     TURN = "the weights in place have had their turn, and the comparison is open"
+    HOLD = "both weights are far off: the data are bad, and may get better"
     BLAMED = "the old weights are clearly better"
+    PROVED = "a replay has shown why, and that the run does well without it"
     CLEARED = "the old weights are clearly not better"
     SHOW = "a validation begins"
     HIDE = "a validation is over"
@@ -49,6 +51,8 @@ class Effect(Enum):
     ANNOUNCE = "file that a comparison begins"
     PUT_OLD = "set the live state aside, and put the old weights in place"
     PUT_LIVE = "put the live state in place again"
+    PROVE = "replay the steps, and look for the cause"
+    GO_ON = "observe on, as before the comparison"
     LEARN = "take the losses of a rise that is over into the statistics"
     ACCEPT = "learn the new level, and keep the state from before it"
     RESPOND = "skip, cut the rate, restore or stop, as the budget allows"
@@ -66,7 +70,8 @@ TABLE: dict[tuple[Phase, Move], tuple[Phase, tuple[Effect, ...]]] = {
     (Phase.RISING, Move.DUE): (Phase.OLD, (Effect.REPLAY, Effect.PUT_OLD, Effect.ANNOUNCE)),
     (Phase.RISING, Move.TRY): (Phase.RISING, (Effect.REPLAY, Effect.COMPARE)),
     (Phase.RISING, Move.WRITTEN): (Phase.CALM, (Effect.FORGET,)),
-    (Phase.RISING, Move.BLAMED): (Phase.CALM, (Effect.RESPOND,)),
+    (Phase.RISING, Move.BLAMED): (Phase.RISING, (Effect.PROVE,)),
+    (Phase.RISING, Move.PROVED): (Phase.CALM, (Effect.RESPOND,)),
     (Phase.RISING, Move.CLEARED): (Phase.CALM, (Effect.ACCEPT, Effect.FORGET)),
     (Phase.RISING, Move.FAIL): (Phase.RISING, (Effect.RESPOND,)),
 
@@ -78,6 +83,7 @@ TABLE: dict[tuple[Phase, Move], tuple[Phase, tuple[Effect, ...]]] = {
 
     (Phase.LIVE, Move.WAIT): (Phase.LIVE, ()),
     (Phase.LIVE, Move.TURN): (Phase.OLD, (Effect.PUT_OLD,)),
+    (Phase.LIVE, Move.HOLD): (Phase.RISING, (Effect.GO_ON,)),
     (Phase.LIVE, Move.BACK): (Phase.CALM, (Effect.LEARN, Effect.FORGET)),
     (Phase.LIVE, Move.BLAMED): (Phase.CALM, (Effect.RESPOND,)),
     (Phase.LIVE, Move.CLEARED): (Phase.CALM, (Effect.ACCEPT, Effect.FORGET)),

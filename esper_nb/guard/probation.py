@@ -86,6 +86,7 @@ class GoodFiles:
     def __init__(self, folder: Path, rank: int = 0): # of this process
         self.folder, self.rank = folder, rank
         self.number = -1 # of the snapshot that was written last
+        self.base: int | None = None # number of the first file: an earlier process may have left some
         self.pool: ThreadPoolExecutor | None = None
         self.job: Future | None = None # what the thread does
 
@@ -115,7 +116,8 @@ class GoodFiles:
 
     def _write(self, number: int, state: dict):
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder/f"good_{self.rank}_{number}.pt"
+        if self.base is None: self.base = max([int(p.stem.rpartition("_")[2]) for p in self._paths()], default=-1) + 1
+        path = self.folder/f"good_{self.rank}_{self.base + number}.pt"
         with open(path.with_suffix(".part"), "wb") as file:
             torch.save(state, file)
             file.flush()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RecordedStep', 'number_of', 'settings_of', 'keys_of', 'tensors_of', 'same_stream', 'idle', 'at_share', 'stepping',
-           'Omissions', 'WarmUp', 'StepRecorder', 'RecordedIncident', 'why_missing', 'copy_published']
+           'Omissions', 'WarmUp', 'StepRecorder', 'RecordedIncident', 'why_missing', 'give_inputs', 'copy_published']
 
 # %% ../../nbs/guard/22_recorder.ipynb #22aa0003
 import copy
@@ -275,9 +275,23 @@ class StepRecorder:
             snapshot=snapshot, good=copy_published(snapshot), older=[(k, float(x)) for k, x in older], report=report,
             missing="" if steps else why_missing(number, self.first, self.steps))
 
-    def evaluate(self, count: int = 8) -> list[float]: # of the latest batches
+    def evaluate(
+        self,
+        count: int = 8, # of the latest batches
+        before: float = math.inf, # only of steps before this one
+        snapshot: Snapshot | None = None, # whose published state gives the inputs of the steps since then
+        since: int = 0, # number of the first step since that state
+    ) -> list[float]: # may be fewer
         "Return the losses of the weights as they are, without training; the state of all else is to be put back."
-        with idle(*self.optimizers): return [s.again() for s in list(self.steps)[-count:]]
+        steps, out = [s for s in self.steps if s.number < before], list[float]()
+        played = [s for s in steps if s.number >= since]
+        good = None if snapshot is None else snapshot.good_state()
+        with idle(*self.optimizers):
+            for s in steps[-count:]:
+                if snapshot is not None and good is not None and s.number >= since:
+                    give_inputs(snapshot, good, played[:played.index(s) + 1])
+                out.append(s.again())
+        return out
 
     def note_redone(self, losses: Sequence[float]): # of the latest steps, NaN for what was left out
         "Take the losses of steps that were trained on again in place of those that were undone."
@@ -337,6 +351,18 @@ def why_missing(
     if not steps or steps[-1].number < number: return "no step was made since the good state"
     if number < first: return f"the good state is older than batch {first}, the first that was recorded"
     return "the batches since the good state take too much memory to be kept: hand over indices, with `fetch`"
+
+def give_inputs(
+    snapshot: Snapshot, # of the live parts
+    good: SavedState, # the state before the first of the steps
+    steps: Sequence[RecordedStep], # up to the one that is looked at
+):
+    "Put what the loop writes for a step as it was when the last of some steps began, whatever state is in place."
+    footprint = steps[-1].footprint if steps else None
+    if footprint is None: return
+    others = [name for name, obj in snapshot.objects.items() if obj is not footprint]
+    snapshot.bring_back(good, skip=others)
+    for s in steps: footprint.give(s.given)
 
 def copy_published(
     snapshot: Snapshot, # of a single lane

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from .causes import find_cause, redo, redo_disturbed
 from .footprint import DryReplay, Footprint, StateWatch, Written, bits_of, dry_replay, tensors_of_parts
+from .probation import Probation, SavedAt
 from .ranks import Ranks
 from .recorder import RecordedIncident, StepRecorder
 from .replay import Replay
@@ -33,15 +34,24 @@ class Redone(NamedTuple):
 
 class Repairs:
     "The recorded steps of a single run, and what is done with them after an incident."
-    def __init__(self, snapshot: Snapshot, ranks: Ranks): # of all parts; processes that act together
-        self.snapshot, self.ranks = snapshot, ranks
+    def __init__(
+        self,
+        snapshot: Snapshot, # of all parts
+        ranks: Ranks, # processes that act together
+        probation: Probation, # where the run was when a state was taken
+    ):
+        self.snapshot, self.ranks, self.probation = snapshot, ranks, probation
         self.recorder = StepRecorder(snapshot.objects.values())
-        self.incident: RecordedIncident | None = None # the latest
         self.replayed = 0 # steps that were trained on only to see whether the run was disturbed
         self.dry: DryReplay | None = None # whether steps can be repeated; None: not tested yet
         self.watch = StateWatch(lambda: tensors_of_parts(snapshot.objects))
         self.written: deque[Written] = deque(maxlen=64) # what wrote into the state between steps, of late
         self.writes = 0 # of the snapshot, when the latest step ended
+
+    @property
+    def incident(self) -> RecordedIncident | None:
+        "Return the latest incident."
+        return self.recorder.incident
 
     @property
     def reliable(self) -> bool:
@@ -89,6 +99,16 @@ class Repairs:
         "Return a fingerprint of every tensor of the state."
         return {k: bits_of([t]) for k, t in tensors_of_parts(self.snapshot.objects).items()}
 
+    def evaluate(
+        self,
+        count: int = 8, # of the latest batches
+        before: float = math.inf, # only of steps before this one
+    ) -> list[float]: # may be fewer
+        "Return the losses of the weights as they are, on recorded batches; the state of all else is to be put back."
+        now = SavedAt(batch=0, lr_factor=1.)
+        since = self.probation.at(self.snapshot, 0, now).batch
+        return self.recorder.evaluate(count, before, self.snapshot, since)
+
     @contextmanager
     def keeping_inputs(self) -> Iterator[None]:
         "Leave what the loop itself writes, such as counters, as it is, whatever is restored meanwhile."
@@ -104,7 +124,7 @@ class Repairs:
     ) -> RecordedIncident:
         "Return what happened since the good state, and keep it as the latest incident if something was done about it."
         incident = self.recorder.incident_from(batch, self.snapshot, report)
-        if report is not None: self.incident = incident
+        if report is not None: self.recorder.incident = incident
         return incident
 
     def follow(self, before: Report, after: Report): # of an amendment
@@ -170,7 +190,7 @@ class Repairs:
         with self.keeping_inputs():
             found = redo_disturbed(incident, clocks_of(self.snapshot), self.ranks, self.dry, self._written(incident))
         if found is not None:
-            self.incident = incident
+            self.recorder.incident = incident
             self.recorder.note_redone(found.replayed)
         return found
 

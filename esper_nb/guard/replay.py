@@ -27,7 +27,7 @@ from ..core import RandomStreams
 from .footprint import is_own_file
 from .ranks import Ranks
 from .rates import set_setting
-from .recorder import RecordedIncident, idle, settings_of, tensors_of
+from .recorder import RecordedIncident, give_inputs, idle, settings_of, tensors_of
 from .snapshots import SavedState
 
 # %% ../../nbs/guard/23_replay.ipynb #23aa0017
@@ -135,7 +135,12 @@ class Replay:
 
     def look(self, at: Sequence[int]) -> list[float]: # places of steps; losses
         "Return the losses of the weights as they are, without training; changes stay in force."
-        with idle(*self.optimizers): return [self.take(i, True) for i in at]
+        out: list[float] = []
+        with idle(*self.optimizers):
+            for i in at:
+                give_inputs(self.snapshot, self.incident.good, self.steps[:i + 1])
+                out.append(self.take(i, True))
+        return out
 
     def try_alone(self, i: int) -> tuple[float, float]: # loss, gradient norm
         "Let the good state take one step of the incident, for itself."

@@ -128,7 +128,7 @@ class Evidence:
         loss = "not finite" if self.loss is None else f"{self.loss:.4g}"
         return f"{self.experiment}: {'cured' if self.cured else 'not cured'} (loss {loss})"
 
-NOTES = ("wait", "compare", "passed", "accepted", "harmless", "dropped", "scaled") # actions that undo nothing
+NOTES = ("wait", "compare", "passed", "accepted", "harmless", "dropped", "scaled", "noted") # actions that undo nothing
 SAID = ("accepted", "harmless", "dropped", "scaled") # those of which a log of warnings should tell
 
 @dataclass(frozen=True)
@@ -391,7 +391,7 @@ class IncidentLog:
     def file(self, report: Report) -> Report:
         "Keep a report, log it and hand it to the callbacks; notes are only kept and logged."
         level = _LEVELS["warning" if report.action in SAID else report.severity]
-        if report.action != "accepted" and any(r.action == report.action for r in self.notes): level = logging.INFO
+        if report.action in SAID[1:] and any(r.action == report.action for r in self.notes): level = logging.INFO
         before = self.reports[-1] if self.reports else None
         if before is not None and before.rolled_back and _is_nan_again(before, report):
             report = replace(report, why="the restored weights give nan, too: look at batch, loss and code")
@@ -427,10 +427,19 @@ class IncidentLog:
         "Log a sentence that belongs to no report, where somebody reads it."
         logger.log(logging.INFO if self.quiet else logging.WARNING, f"Governor: {text}", *values)
 
-    def remark(self, kind: str, text: str): # what it is about
+    def remark(self, kind: str, text: str) -> bool: # what it is about; whether it is new
         "Log a sentence about the whole run, the first of its kind, and keep it for the summary."
-        if kind not in self.remarks: self.say("%s", text)
+        new = kind not in self.remarks
+        if new: self.say("%s", text)
         self.remarks.setdefault(kind, text)
+        return new
+
+    def story(self) -> str: # empty if there is nothing to tell
+        "Tell what else was seen in the whole run, as the end of a sentence."
+        seen: dict[str, list[int]] = {}
+        for r in (*self.notes, *self.reports): seen.setdefault(f"{r.reason} {r.action}", []).append(r.batch or 0)
+        told = [f"{what} (batch {', '.join(map(str, at[:3]))}{' ...' * (len(at) > 3)})" for what, at in seen.items()]
+        return f"; in the whole run: {', '.join(told)}" if told else ""
 
     def _call_back(self, report: Report) -> Report: # with their failures
         errors = []

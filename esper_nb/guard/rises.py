@@ -71,6 +71,7 @@ class RiseMonitor:
     losses: list[float] = field(default_factory=list) # the same in units of the loss
     turns: list[list[float]] = field(default_factory=list) # losses of live weights, of old ones, and so on
     old_loss: float | None = None # loss of the old weights, in units of the loss; None: not evaluated
+    late: bool = False # the comparison began when the loss was back: any difference that is sure will do
 
     def add(self, x: float, loss: float): # on the scale, and as it was
         "Add one more loss of the live weights."
@@ -106,6 +107,14 @@ class RiseMonitor:
         "Whether the next loss is one of the old weights."
         return len(self.turns) > 0 and len(self.turns) % 2 == 0
 
+    def is_burst(self) -> bool:
+        "Whether so many losses were beyond all limits that they may have left damage behind."
+        return self.reason == "explosion" and len(self.x) >= 2 * BACK
+
+    def go_on(self):
+        "Observe on after a comparison that decided nothing."
+        self.turns = []
+
     def exchange(self):
         "Begin the turn of the other weights."
         self.turns = [*(self.turns or [self.x[-1:]]), []]
@@ -121,10 +130,10 @@ class RiseMonitor:
         live, old = pair_turns(self.turns)
         late = np.abs(np.diff(self.x[-17:]))
         spread = np.array([max(2**.5 * self.spread, 1.4826 * np.median(late))])
-        rise = np.array([self.rise])
+        rise = np.array([0. if self.late else self.rise])
         agree = len(live) >= FEW or bool((old < live).all()) # a deviation of few pairs is blind to one that is far off
         if agree and blames_weights(live, old, rise, spread)[0]: return True
-        cleared = blames_weights(old + rise, live, rise, spread)[0]
+        cleared = not self.late and blames_weights(old + rise, live, rise, spread)[0]
         return False if cleared or TURN * len(live) >= max(16, patience) else None
 
 def monitor_rise(
