@@ -807,7 +807,7 @@ class Governor:
         found = repairs.find_cause(incident, self.config.explain_steps, is_bad=self._what_is_bad)
         self._discard_updates()
         self.proof = found
-        weak = found.cause in WEAK_CAUSES and (self.yardstick.unfit or not self.yardstick.fit)
+        weak = found.cause in WEAK_CAUSES and (self.yardstick.unfit or self.yardstick.fit < 2)
         if found.cause not in NO_PROOF and not weak: return (), Move.PROVED
         if seen.report is not None:
             why = f"no cause is proved ({found.why}), so nothing is undone"

@@ -286,11 +286,15 @@ class StepRecorder:
         steps, out = [s for s in self.steps if s.number < before], list[float]()
         played = [s for s in steps if s.number >= since]
         good = None if snapshot is None else snapshot.good_state()
+        grads = [(p, p.grad, None if p.grad is None else p.grad.clone()) # of an accumulation under way
+                 for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        for p, _, _ in grads: p.grad = None
         with idle(*self.optimizers):
             for s in steps[-count:]:
                 if snapshot is not None and good is not None and s.number >= since:
                     give_inputs(snapshot, good, played[:played.index(s) + 1])
                 out.append(s.again())
+        for p, grad, content in grads: p.grad = grad if grad is None else grad.copy_(content)
         return out
 
     def note_redone(self, losses: Sequence[float]): # of the latest steps, NaN for what was left out
