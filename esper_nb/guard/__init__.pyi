@@ -19,12 +19,13 @@ from .causes import (CAUSES as CAUSES, LOW as LOW, EXPERIMENTS as EXPERIMENTS, S
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
-    LossLimits as LossLimits, Ops as Ops, Look as Look, Rule as Rule, find_explosion as find_explosion,
-    find_collapse as find_collapse, find_rise as find_rise, calm_rise as calm_rise, find_gradient as find_gradient,
-    exceeded as exceeded, name_limit as name_limit, name_mean as name_mean, log_of as log_of, on_scale as on_scale,
-    off_scale as off_scale, LossStats as LossStats, loss_limits as loss_limits)
-from .gate import (find_nonfinite as find_nonfinite, GateConfig as GateConfig, NormHistory as NormHistory,
-    gradients_of as gradients_of, measure_norm as measure_norm, GateEvent as GateEvent, UpdateGate as UpdateGate)
+    LossLimits as LossLimits, Ops as Ops, Look as Look, Rule as Rule, find_nonfinite as find_nonfinite,
+    find_explosion as find_explosion, find_collapse as find_collapse, find_rise as find_rise, calm_rise as calm_rise,
+    find_gradient as find_gradient, exceeded as exceeded, name_limit as name_limit, name_mean as name_mean,
+    log_of as log_of, on_scale as on_scale, off_scale as off_scale, LossStats as LossStats,
+    loss_limits as loss_limits)
+from .gate import (GateConfig as GateConfig, NormHistory as NormHistory, gradients_of as gradients_of,
+    measure_norm as measure_norm, name_nonfinite as name_nonfinite, GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import (logger as logger, Governor as Governor, GoodFiles as GoodFiles,
     PendingComparison as PendingComparison, Waiting as Waiting, SavedAt as SavedAt, is_clock as is_clock,
     is_extreme as is_extreme, Budget as Budget, blames_batch as blames_batch, scale_lr as scale_lr)
