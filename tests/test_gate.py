@@ -23,7 +23,8 @@ OPTIMIZERS = {
     "Adam": lambda p: O.Adam(p, .01), "Adam foreach": lambda p: O.Adam(p, .01, foreach=True, amsgrad=True),
     "Adam fused": lambda p: O.Adam(p, .01, fused=True), "Adam L2": lambda p: O.Adam(p, .01, weight_decay=.1),
     "AdamW": lambda p: O.AdamW(p, .01, weight_decay=.1), "AdamW fused": lambda p: O.AdamW(p, .01, fused=True),
-    "AdamW foreach": lambda p: O.AdamW(p, .01, foreach=True), "AdamW maximize": lambda p: O.AdamW(p, 1e-3, maximize=True),
+    "AdamW foreach": lambda p: O.AdamW(p, .01, foreach=True),
+    "AdamW maximize": lambda p: O.AdamW(p, 1e-3, maximize=True),
     "NAdam": lambda p: O.NAdam(p, .01), "RAdam": lambda p: O.RAdam(p, .01), "Adamax": lambda p: O.Adamax(p, .01),
     "Adadelta": lambda p: O.Adadelta(p), "Adagrad": lambda p: O.Adagrad(p, .05),
     "Adagrad fused": lambda p: O.Adagrad(p, .05, fused=True), "RMSprop": lambda p: O.RMSprop(p, .01, momentum=.9),
@@ -306,6 +307,7 @@ def test_nothing_is_scaled_in_the_warm_up_or_where_it_is_not_wanted():
     spoil(net)
     opt.step()
     assert net[0].weight.isnan().any() and not gate.take_events()
+    assert gate.counts == dict(updates=1, dropped=0, scaled=0)
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=300), st.sampled_from([16, 48]))
@@ -323,10 +325,20 @@ def test_one_huge_norm_leaves_no_trace_and_a_new_level_is_learnt():
     for _ in range(64): history.judge(1.)
     assert history.judge(1e9) == 30 and history.limit == 2
     for _ in range(400): assert history.judge(1.) == 0
-    assert history.usual == 1 and history.limit == 32
+    assert history.usual == 1 and history.limit == 10, "five times 2, the least unevenness"
     scaled = [history.judge(1000.) for _ in range(300)]
     assert scaled[0] == 10 and scaled[-1] == 0 and sum(map(bool, scaled)) < 16 * 11
     assert [history.judge(0.), history.judge(1000.)] == [0, 0]
+
+def test_an_uneven_run_keeps_a_wide_limit_and_a_calm_one_does_not():
+    def limit_of(norms):
+        history = NormHistory(GateConfig())
+        assert not any(history.judge(norm) for norm in norms)
+        return history.limit / history.usual
+    assert limit_of([1.] * 255) == 32 and limit_of([1.] * 256) == 10
+    assert limit_of([1.] * 40 + [7.] + [1.] * 400) == 32, "5 × 7 is above"
+    assert limit_of([1.] * 40 + [3.] + [1.] * 400) == 15, "the record of the run, even when it is long ago"
+    assert limit_of([1. + 3. * (i < 32) for i in range(256)]) == 20, "blocks from 4 to 1"
 
 def test_zero_gradients_say_nothing():
     history = NormHistory(GateConfig())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core import Config, check, check_count
 
-# %% ../../nbs/guard/17_gate.ipynb #b0fa527f
+# %% ../../nbs/guard/17_gate.ipynb #3095dbfe
 @dataclass(frozen=True)
 class GateConfig(Config):
     """What a gate does with an update, and from which norm on.
@@ -40,6 +40,7 @@ class GateConfig(Config):
     """
     drop: bool = True # leave out updates whose gradients are not finite
     limit: float | None = 32. # multiple of the largest recent norm above which gradients are scaled; None: never
+    calm: float = 5. # the same in units of how uneven the run has been, once that is known; the lower one counts
     strict: float = 2. # the same while an alarm is on
     hold: int = 64 # updates for which an alarm stays on after the last one that was scaled
     block: int = 16 # updates of a block; the largest norm of the last `blocks` full ones is the usual size
@@ -50,11 +51,11 @@ class GateConfig(Config):
     def __post_init__(self):
         for k in ("hold", "block", "blocks", "keep"): check_count(k, getattr(self, k))
         check_count("warmup", self.warmup, self.block)
-        check(self.strict >= 1, "strict", self.strict, "a multiple of at least 1")
+        for k in ("strict", "calm"): check(getattr(self, k) >= 1, k, getattr(self, k), "a multiple of at least 1")
         check(self.limit is None or self.limit >= self.strict, "limit", self.limit,
               "a multiple of at least strict={}, or None", self.strict)
 
-# %% ../../nbs/guard/17_gate.ipynb #c83e6996
+# %% ../../nbs/guard/17_gate.ipynb #42488585
 @dataclass
 class NormHistory:
     "The usual size of a gradient norm: the largest in some finished blocks of updates, and whether an alarm is on."
@@ -63,6 +64,7 @@ class NormHistory:
     peak: float = 0. # of the block that is not finished
     seen: int = 0 # norms so far
     alarm: int = 0 # updates for which the strict limit is in force
+    record: float = 0. # highest multiple of the usual norm in any finished block without an alarm
 
     @property
     def usual(self) -> float | None:
@@ -74,7 +76,10 @@ class NormHistory:
         "The norm above which the next gradients are scaled; infinity while there is none."
         usual, c = self.usual, self.config
         if usual is None or c.limit is None: return math.inf
-        return usual * (c.strict if self.alarm else c.limit)
+        if self.alarm: return usual * c.strict
+        if self.seen < c.block * c.blocks: return usual * c.limit
+        uneven = max(2., self.record, usual / min(self.peaks))
+        return usual * min(c.limit, c.calm * uneven)
 
     def judge(
         self,
@@ -90,14 +95,15 @@ class NormHistory:
             norm, self.alarm = min(norm, c.strict * usual), self.alarm - 1
         self.peak, self.seen = max(self.peak, norm), self.seen + 1
         if self.seen % c.block == 0:
+            if usual is not None and not self.alarm: self.record = max(self.record, self.peak / usual)
             self.peaks, self.peak = [*self.peaks, self.peak][-c.blocks:], 0.
         return halvings
 
     def state_dict(self) -> dict:
         "Plain numbers."
-        return dict(peaks=list(self.peaks), peak=self.peak, seen=self.seen, alarm=self.alarm)
+        return dict(peaks=list(self.peaks), peak=self.peak, seen=self.seen, alarm=self.alarm, record=self.record)
 
-# %% ../../nbs/guard/17_gate.ipynb #0ece0f20
+# %% ../../nbs/guard/17_gate.ipynb #60e8f21b
 def gradients_of(
     optimizer: torch.optim.Optimizer,
 ) -> list[Tensor]: # those that are there
@@ -108,7 +114,9 @@ def _is_half(t: Tensor) -> bool: return t.dtype in (torch.float16, torch.bfloat1
 
 def _total(grads: Sequence[Tensor], scale: Tensor | None) -> float:
     "Return the norm of gradients that may be sharded, divided by a scale; the only place that waits for a GPU."
-    if not grads: return 0.
+    if all(type(g) is Tensor and g.is_cpu and g.layout is torch.strided for g in grads): # half the time of what follows
+        norm = math.hypot(*(torch.linalg.vector_norm(g).item() for g in grads))
+        return norm if scale is None else norm / float(scale)
     norm = torch.nn.utils.get_total_norm(grads)
     if hasattr(norm, "full_tensor"): norm = norm.full_tensor()
     return float(norm if scale is None else norm / scale)
@@ -170,7 +178,7 @@ class _Update:
         for p, grad in self.withheld: p.grad = grad
         return False
 
-# %% ../../nbs/guard/17_gate.ipynb #19c6fa32
+# %% ../../nbs/guard/17_gate.ipynb #22a2422c
 class _SearchUpdate(_Update):
     "The same for LBFGS, which moves the weights between evaluations."
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -192,7 +200,7 @@ class _SearchUpdate(_Update):
         for p, before in self.weights: p.copy_(before)
         self.optimizer.state.clear()
         self.optimizer.state.update(self.state)
-        return not fine
+        return not fine and not self.withheld # those are counted already
 
 # %% ../../nbs/guard/17_gate.ipynb #849dd1a3
 class GateEvent(NamedTuple):
@@ -215,7 +223,7 @@ class GateEvent(NamedTuple):
         return (f"{which}update {self.update}: gradient norm {self.norm:.3g}, limit {self.limit:.3g} -> "
                 f"× {self.factor:.3g}{again}")
 
-# %% ../../nbs/guard/17_gate.ipynb #85b5d86d
+# %% ../../nbs/guard/17_gate.ipynb #d11c5c89
 class _Side:
     "What a gate knows of one optimizer."
     def __init__(self, place: int, optimizer: torch.optim.Optimizer, config: GateConfig):
@@ -371,10 +379,13 @@ class UpdateGate:
         if not math.isfinite(norm):
             found = getattr(update.optimizer, "found_inf", None)
             if found is not None and found.item(): return # its scaler skips this update
-            if not c.drop: return
+            if not c.drop:
+                side.count("")
+                return
             name = name_nonfinite(update.optimizer, self.names)
             update.withhold()
-            return self._note(side, "dropped", parameter=name)
+            self._note(side, "dropped", parameter=name)
+            return
         limit, halvings = side.history.limit, side.history.judge(norm)
         if not halvings or clipped or isinstance(update, _SearchUpdate):
             side.count("")
