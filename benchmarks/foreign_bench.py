@@ -18,6 +18,7 @@ import logging
 import pickle
 import sys
 import time
+import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -227,7 +228,11 @@ def ruined_runs(name: str, arm: str, seed: int, faults: list[str | None], at: in
     loop, steps = made(name, seed)
     guard = GUARDS[arm](loop.parts(), loop.step, loop.chance)
     ended = train(loop, guard, 0, at)
-    def go_on(fault): return ending(loop, guard, arm, ended or train(loop, guard, at, steps, fault, at))
+    def go_on(fault):
+        try: return ending(loop, guard, arm, ended or train(loop, guard, at, steps, fault, at))
+        except Exception: # which a copy can't hand on
+            traceback.print_exc()
+            raise
     return {fault: in_a_copy(lambda: go_on(fault)) for fault in faults}
 
 def story_run(name: str, arm: str, seed: int, ill: bool) -> dict:

@@ -323,7 +323,7 @@ def garbage_moments(loop, k, batch, g):
     if k == 0:
         for s in loop.opt.state.values():
             m = s[next(name for name in ("exp_avg", "momentum_buffer", "square_avg") if name in s)]
-            m.copy_(torch.randn(m.shape, generator=g).abs() * (30 * m.std() + 1e-3))
+            m.copy_(torch.randn(m.shape, generator=g).abs() * (30 * m.square().mean().sqrt() + 1e-3))
     return batch
 
 def dead_layer(loop, k, batch, g):
@@ -341,7 +341,7 @@ def steep(loop, k, batch, g):
 
 def bit_flip(loop, k, batch, g):
     "The highest bit of the exponent of one weight."
-    if k == 0: matrices(loop)[-1].view(-1).view(torch.int32)[7] ^= 1 << 30
+    if k == 0: matrices(loop)[-1].view(-1).view(torch.int32)[3] ^= 1 << 30
     return batch
 
 def noise(share):
