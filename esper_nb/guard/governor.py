@@ -981,12 +981,14 @@ class Governor:
         def losses():
             x = torch.as_tensor(evaluate(), dtype=torch.float64).detach().cpu().reshape(-1, self.n)
             return on_scale(self.ranks.gather(x.numpy()).mean(0), self.stats.linear)
-        now, t = losses(), self.observed.monitor
-        if self.single: self.snapshot.bring_back(live) # what the steps themselves have written
+        t = self.observed.monitor
         left = not_exchanged(self.snapshot, self.rates, t is not None and t.is_absurd())
-        self.snapshot.restore(None if self.n == 1 else lanes, skip=left, stay=self.single)
-        before = losses()
-        self.snapshot.bring_back(live)
+        with nullcontext() if self.recorder is None else self.recorder.without_gradients():
+            now = losses()
+            if self.single: self.snapshot.bring_back(live) # what the steps themselves have written
+            self.snapshot.restore(None if self.n == 1 else lanes, skip=left, stay=self.single)
+            before = losses()
+            self.snapshot.bring_back(live)
         self._discard_updates()
         return now, before
 

@@ -286,16 +286,21 @@ class StepRecorder:
         steps, out = [s for s in self.steps if s.number < before], list[float]()
         played = [s for s in steps if s.number >= since]
         good = None if snapshot is None else snapshot.good_state()
-        grads = [(p, p.grad, None if p.grad is None else p.grad.clone()) # of an accumulation under way
-                 for o in self.optimizers for g in o.param_groups for p in g["params"]]
-        for p, _, _ in grads: p.grad = None
         with idle(*self.optimizers):
             for s in steps[-count:]:
                 if snapshot is not None and good is not None and s.number >= since:
                     give_inputs(snapshot, good, played[:played.index(s) + 1])
                 out.append(s.again())
-        for p, grad, content in grads: p.grad = grad if grad is None else grad.copy_(content)
         return out
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        "Set the gradients of an accumulation that is under way aside, and put them back in the end."
+        params = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        grads = [(p.grad, None if p.grad is None else p.grad.clone()) for p in params]
+        for p in params: p.grad = None
+        yield
+        for p, (grad, content) in zip(params, grads): p.grad = grad if grad is None else grad.copy_(content)
 
     def note_redone(self, losses: Sequence[float]): # of the latest steps, NaN for what was left out
         "Take the losses of steps that were trained on again in place of those that were undone."
