@@ -33,10 +33,11 @@ NOT_SHOWN = re.compile(r"^#\|\s*(hide|export|exporti|default_exp|include:\s*fals
 NO_CODE = re.compile(r"^#\|\s*echo:\s*false", re.M)
 # Cells with this tag show what a training came to: figures that every processor rounds in its own way.
 TRAINED = "trained"
+NUMBER = r"(?<![\w.])[-+−]?(?:(?:\d+(?:,\d{3})*\.?\d*|\.\d+)(?:e[-+]?\d+)?|(?:nan|inf)\b)"
 FIGURES = (
-    (re.compile(r"[\u2581-\u2588](?:[\u2581-\u2588 ]*[\u2581-\u2588])?"), "▁"),                      # bars
-    (re.compile(r"(?<![\w.])[-+−]?(?:\d[\d,]*\.?\d*(?:e[-+]?\d+)?|\.\d+|(?:nan|inf)\b)", re.I), "#"),   # numbers
-    (re.compile(r"[-─━═=]{2,}"), "-"),                                                     # rules of tables
+    (re.compile(r"[\u2581-\u2588](?:[\u2581-\u2588 ]*[\u2581-\u2588])?"), "▁"),      # bars
+    (re.compile(NUMBER, re.I), "#"),
+    (re.compile(r"[-─━═=]{2,}"), "-"),                                             # rules of tables
     (re.compile(r"[ \t]+"), " "),
 )
 
