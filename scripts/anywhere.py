@@ -84,7 +84,7 @@ def main():
     parser.add_argument("what", nargs="*", help=f"settings, of {' '.join(SETTINGS)}, and paths")
     parser.add_argument("--only", action="append", choices=("unit", "pages", "rest"), help="a stage (can be repeated)")
     parser.add_argument("--logs", type=Path, help="a folder for all that was said")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     paths = [w for w in args.what if w.endswith((".ipynb", ".py"))]
     names = [w for w in args.what if w not in paths] or list(SETTINGS)
     if unknown := [n for n in names if n not in SETTINGS]:
