@@ -38,7 +38,9 @@ FIGURES = (
     (re.compile(r"[\u2581-\u2588](?:[\u2581-\u2588 ]*[\u2581-\u2588])?"), "▁"),      # bars
     (re.compile(NUMBER, re.I), "#"),
     (re.compile(r"[-─━═=]{2,}"), "-"),                                             # rules of tables
+    (re.compile(r",[ \t]*\n"), ", "),                                               # where a long row is broken
     (re.compile(r"[ \t]+"), " "),
+    (re.compile(r"(?<=[\[({]) "), ""),
 )
 
 
@@ -49,7 +51,7 @@ def find_notebooks(folder=NBS):
 
 
 def mask(text):
-    "Return text with its figures masked, and what is as wide as they are: bars, rules and blanks."
+    "Return text with its figures masked, and what depends on their width: bars, rules, blanks, breaks of rows."
     for pattern, sign in FIGURES: text = pattern.sub(sign, text)
     return "\n".join(line.strip() for line in text.split("\n"))
 
