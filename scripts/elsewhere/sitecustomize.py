@@ -28,7 +28,10 @@ def shift_seeds(torch, by):
     seed_all, new = torch.manual_seed, np.random.default_rng
     torch.Generator = Generator
     torch.manual_seed = lambda seed: seed_all((int(seed) + 1000 * int(by)) % 2**63)
-    np.random.default_rng = lambda seed=None: new(seed) if seed is None else new([int(by), *np.ravel(seed).tolist()])
+    def default_rng(seed=None):
+        numbers = isinstance(seed, int | list | tuple | np.integer | np.ndarray)
+        return new([int(by), *np.ravel(seed).tolist()] if numbers else seed)
+    np.random.default_rng = default_rng
 
 
 def round_gradients(torch, by):
