@@ -7,7 +7,7 @@ NB    ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-all sync lint types pages unit notebooks rest lab door docs readme mirror gpu \
-        pretended bench refresh clean
+        pretended anywhere bench refresh clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -53,12 +53,15 @@ unit: $(STAMP)  ## pytest over tests/ without matrices and browsers, two files a
 	@$(BIN)/pytest tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not browser" --durations=10
 
 notebooks: $(STAMP)  ## run every notebook in a kernel of its own and compare its text with what is stored (or NB=...)
-	@echo "== every notebook shows what is stored"
+	@echo "== every notebook shows what is stored, figures of trainings aside"
 	@$(BIN)/python scripts/notebooks.py run $(NB)
 
 rest: $(STAMP)  ## the tests that `make unit` leaves out, three files at a time: many of them wait
 	@echo "== matrices and browsers"
 	@$(BIN)/pytest tests -n 3 --dist loadfile -m "slow or browser" --durations=10
+
+anywhere: $(STAMP)  ## tests and notebooks as other processors would compute them (hours; or AS="oldest seeds")
+	@$(BIN)/python scripts/anywhere.py $(AS)
 
 lab: $(STAMP)  ## JupyterLab on the notebooks
 	cd nbs && ../$(BIN)/jupyter lab

@@ -25,7 +25,7 @@ from numpydoc.docscrape import NumpyDocString
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))      # when this file is run
-from scripts.notebooks import LAYERS, NBS, alt_text, find_notebooks
+from scripts.notebooks import LAYERS, NBS, TRAINED, alt_text, find_notebooks
 
 DOCS, PROC = ROOT/"_docs", ROOT/"_proc"
 TASKS = { # section of the sidebar -> its pages, what a newcomer reads first first
@@ -40,6 +40,8 @@ TASKS = { # section of the sidebar -> its pages, what a newcomer reads first fir
     "Compare": "explanations/results explanations/leaderboard explanations/fleets explanations/growing_pays "
                "explanations/frontier explanations/negative_results explanations/benchmarks explanations/numbers"}
 OPERATORS = ("__call__", "__iter__", "__len__", "__getitem__", "__contains__")      # have entries, if documented
+WHOSE = ("*What trainings come to is shown as one processor computed it. Another one rounds otherwise, and training "
+         "amplifies the last digits; what this page claims of such figures it asserts with a margin.*")
 COLAB = ("[Open in Colab](https://colab.research.google.com/github/esper-nb/esper_nb/blob/main/nbs/tutorials/{}), "
          "and run `%pip install git+https://github.com/esper-nb/esper_nb` there first.\n\n")
 NO_QUARTO = "Quarto is not on PATH: plain pages. To get it: https://quarto.org/docs/get-started"
@@ -188,6 +190,13 @@ class KeepPromise(Processor):
         if rest: self.nb.cells.insert(1, mk_cell(rest, "markdown"))
 
 
+class SayWhoseFigures(Processor):
+    "Say at the foot of a page whose processor the figures of its trainings are of."
+    def begin(self):
+        trained = any(TRAINED in c.get("metadata", {}).get("tags", ()) for c in self.nb.cells)
+        if trained: self.nb.cells.append(mk_cell(WHOSE, "markdown"))
+
+
 def hide_marks(cell):
     "Take out of code what only the comparison of outputs reads."
     if cell.cell_type == "code": cell.source = re.sub(r"^# NBVAL_\w+\n", "", cell.source, flags=re.M)
@@ -204,7 +213,7 @@ class Processors(FilterDefaults):
     def base_procs(self):
         ours = dict(exec_show_docs=[ShowEntries], FrontmatterProc=[super().base_procs()[0], KeepPromise])
         found = [p for q in super().base_procs() for p in ours.get(q.__name__, [q])]
-        return [*found, SayPictures, HoldHTML, hide_marks, unnest_links]
+        return [*found, SayPictures, HoldHTML, SayWhoseFigures, hide_marks, unnest_links]
 
 
 @cache

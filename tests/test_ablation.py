@@ -94,7 +94,7 @@ def test_the_table_holds_separate_evaluations_bit_for_bit(kind, blend, live):
 @pytest.mark.parametrize("blend", list(Blend))
 @pytest.mark.parametrize("groups", [[(i,) for i in range(7)], [(0, 3, 6), (5, 1), (2, 4)]], ids=["alone", "groups"])
 def test_other_groupings_agree_to_rounding(kind, blend, groups):
-    "Bits of a table belong to slots that the whole population hears; a group may hear fewer."
+    "Bits of a table belong to slots that the whole population hears; a group may hear fewer, and its kernels differ."
     model, data = grown(kind, 3, blend), batches(kind, 7)
     whole = measure_ablation(model, TASKS[kind], data)
     for g in groups:
@@ -103,17 +103,17 @@ def test_other_groupings_agree_to_rounding(kind, blend, groups):
                y in data]
         few = measure_ablation(part, TASKS[kind], own)
         every = measure_ablation(part, TASKS[kind], own, whole.slots)
-        torch.testing.assert_close(every.loss, whole.loss[:, lanes], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(every.loss, whole.loss[:, lanes], rtol=1e-5, atol=1e-5)
         assert torch.equal(every.heard, whole.heard[:, lanes]) and torch.equal(every.fossil, whole.fossil[:, lanes])
         for c, on in enumerate(combinations_of(few.slots)):
             want = whole.loss[sum(1 << whole.slots.index(k) for k in on), lanes]
-            torch.testing.assert_close(few.loss[c], want, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(few.loss[c], want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", list(TASKS))
 def test_one_stacked_batch_agrees_to_rounding(kind):
     model, (x, _) = grown(kind, 3, Blend.GATE), batches(kind, 7)[0]
-    torch.testing.assert_close(model.factorial(x, stacked=True)[0], model.factorial(x)[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model.factorial(x, stacked=True)[0], model.factorial(x)[0], rtol=1e-5, atol=1e-5)
 
 
 # --- nobody notices
@@ -171,7 +171,7 @@ def test_the_record_of_an_epoch_holds_separate_evaluations(kw):
     for c, on in enumerate(combinations_of(r.ablation.slots)):
         with pop.model.disable_seeds([k for k in pop.model.names if k not in on]):
             alone = evaluate(pop.model, DIGITS, DATA)
-        torch.testing.assert_close(r.ablation.loss[c], alone.loss, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(r.ablation.loss[c], alone.loss, rtol=1e-5, atol=1e-5)
         # one image on the edge of two classes
         torch.testing.assert_close(r.ablation.accuracy_pp[c], alone.accuracy_pp, rtol=0, atol=.4)
     for j, k in enumerate(r.ablation.slots):

@@ -152,7 +152,12 @@ def test_a_lane_does_not_notice_its_neighbours(mode, width):
         assert equal(weights(calm, i), weights(hit, i))
         assert [r for r in calm.summaries if r.lane == i] == [r for r in hit.summaries if r.lane == i]
     assert [r.outcome for r in hit.summaries if r.lane == 1].count("rollback") == 2
-    if width == 1: assert alike(lane_of(steps(make(1, autoreset_mode=mode, width=1), 9), 0), lane_of(there, 0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_exact_lane_does_not_notice_how_many_there_are(mode):
+    one, three = ([r for r in roll(make(n, autoreset_mode=mode, exact=True), 9) if len(r) == 5] for n in (1, 3))
+    for x, y in zip(lane_of(one, 0), lane_of(three, 0)): assert all(map(np.array_equal, x, y))
 
 
 def test_plans_agree_at_first():
@@ -164,7 +169,7 @@ def test_plans_agree_at_first():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_parts_on_several_devices(mode):
-    kw = dict(width=1, autoreset_mode=mode, faults=(Fault("nan", 2, 1), Fault("nan", 4, 1)))
+    kw = dict(exact=True, autoreset_mode=mode, faults=(Fault("nan", 2, 1), Fault("nan", 4, 1)))
     one, two = make(5, **kw), make(5, devices=("cpu", "cpu"), **kw)
     assert [(first, p.lanes) for first, p in two.parts] == [(0, 3), (3, 2)]
     for a, b in zip(roll(one, 7), roll(two, 7)): assert all(same(x, y) for x, y in zip(a, b))
@@ -199,7 +204,7 @@ def test_without_a_seed_environments_differ_and_with_one_in_the_settings_they_do
 
 def test_a_lane_is_its_seed_its_number_and_its_episode():
     "An episode reached by way of others is the one reached by resets alone."
-    a, b = make(3, autoreset_mode="Disabled", width=1), make(2, autoreset_mode="Disabled", width=1)
+    a, b = (make(n, autoreset_mode="Disabled", exact=True) for n in (3, 2))
     roll(a, 4, seed=9) # a second episode begins at the horizon
     b.reset(seed=9); b.reset()
     assert a.episode.tolist() == [1, 1, 1]

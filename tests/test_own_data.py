@@ -292,11 +292,15 @@ def test_every_lane_learns_targets_as_it_would_alone_and_twice_the_same(kind):
         for _ in range(4): run_epoch(pop)
     many, again, one = [evaluate(p.model, task, p.data, "test") for p in pops]
     assert all(torch.equal(a, b) for a, b in zip(many, again))
-    assert all(torch.allclose(a[:1], b, rtol=1e-3, atol=1e-2) for a, b in zip(many, one))
+    # other kernels: an answer on the edge of yes and no may be another one
+    edge = 1e-2 if kind == "values" else 100 / len(pops[0].data.y["test"]) + 1e-2
+    assert torch.allclose(many.loss[:1], one.loss, rtol=1e-3, atol=1e-2)
+    assert all(torch.allclose(a[:1], b, rtol=1e-3, atol=edge) for a, b in zip(many[1:], one[1:]))
     last = pops[0].last
     assert last is not None and last.heldout is not None and (last.heldout.loss < pops[0].data.chance_loss).all()
     small = evaluate(pops[0].model, task, pops[0].data, "test", batch_size=7)
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-4) for a, b in zip(many, small))
+    assert torch.allclose(many.loss, small.loss, rtol=1e-5, atol=1e-4)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=edge) for a, b in zip(many[1:], small[1:]))
 
 
 @pytest.mark.parametrize("kind", TARGET_TASKS)

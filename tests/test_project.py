@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from scripts.notebooks import GENERATED, LAYERS, LIB, ROOT
-from scripts.notebooks import cells, exported_names, find_modules, find_notebooks, out_of_step
+from scripts.notebooks import cells, exported_names, find_modules, find_notebooks, mask, out_of_step
 
 CFG = ConfigParser(delimiters=["="])
 CFG.read(ROOT/"settings.ini", encoding="utf-8")
@@ -269,16 +269,28 @@ def test_the_check_of_the_library_can_fail(tmp_path):
     assert out_of_step(tmp_path) == sorted([f"esper_nb/core/{edited.name}", "esper_nb/orphan.py",
                                             f"nbs/core/{page.name}"])
 
-def notebook_of(path, source, shown=""):
+def notebook_of(path, source, shown="", *tags):
     "Write a notebook with one cell and what it is said to have printed."
     printed = dict(output_type="stream", name="stdout", text=shown)
-    cell = dict(cell_type="code", id="a", metadata={}, execution_count=1, source=source, outputs=[printed])
+    meta = dict(tags=tags) if tags else {}
+    cell = dict(cell_type="code", id="a", metadata=meta, execution_count=1, source=source, outputs=[printed])
     kernel = dict(display_name="python3", language="python", name="python3")
     path.write_text(json.dumps(dict(cells=[cell], metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)))
     return path
 
-RUN_PAGES = { # name: source, what is stored
-    "true": ("print(1 + 1)", "2\n"), "old": ("print(1 + 1)", "3\n"), "wrong": ("assert 1 == 2, 'not so'", ""),
+@pytest.mark.parametrize("shown, again, alike", [
+    ("loss 156.1, 98.4 pp", "loss 1,060.50, 9e-05 pp", True), ("[-0.5, .25, nan]", "[12., 1e+03, 7]", True),
+    ("▁▃█ ▅", "▂▂▂", True), ("lane  conv  9.4\n----  ----  ---", "lane  conv  10.25\n----  ----  -----", True),
+    ("tensor([ 9.5, 10.0,\n        3.])", "tensor([1., 2., 3.])", True),
+    ("rise (loss 4)", "collapse (loss 4)", False), ("[1, 2]", "[1, 2, 3]", False), ("r0c1: 3", "r0c2: 3", False),
+    ("one\ntwo", "one two", False), ("", "0", False)])
+def test_figures_are_masked_and_words_are_not(shown, again, alike):
+    assert (mask(shown) == mask(again)) == alike
+
+RUN_PAGES = { # name: source, what is stored, tags
+    "true": ("print(1 + 1)", "2\n"), "old": ("print(1 + 1)", "3\n"),
+    "figure": ("print('lane 1: 98.4 pp')", "lane 1: 100 pp\n", "trained"),
+    "word": ("print('lane 1: rise')", "lane 1: collapse\n", "trained"), "wrong": ("assert 1 == 2, 'not so'", ""),
     "long": ("import time; time.sleep(999)", ""),
     "child": ("import subprocess; p = subprocess.Popen(['sleep', '99'])\nprint(p.returncode)", "None\n")}
 
@@ -293,10 +305,12 @@ for how in (compare, execute):
         [(path, *_, why)] = in_forks(how, [Path({str(tmp_path)!r})/f"{{name}}.ipynb"], limit)
         print("outcome", how.__name__, name, repr(why[-1500:]))
 """
+    shutil.copy(ROOT/"conftest.py", tmp_path)
     for name, page in RUN_PAGES.items(): notebook_of(tmp_path/f"{name}.ipynb", *page)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     output = {tuple(w[1:3]): w[3] for line in done.stdout.splitlines() if (w := line.split(" ", 3))[0] == "outcome"}
     for how in ("compare", "execute"):
-        assert output[how, "true"] == output[how, "child"] == "''", done
+        assert output[how, "true"] == output[how, "child"] == output[how, "figure"] == "''", done
         assert "not so" in output[how, "wrong"] and "it hangs" in output[how, "long"], done
-    assert "Cell outputs differ" in output["compare", "old"] and output["execute", "old"] == "''", done
+    for name in ("old", "word"):
+        assert "Cell outputs differ" in output["compare", name] and output["execute", name] == "''", done

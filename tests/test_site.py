@@ -243,6 +243,12 @@ def test_a_tutorial_opens_in_colab():
     assert f"[Open in Colab]({link})" in begun("tutorials/first_rollback")
     assert "Colab" not in begun("guard/29_governor")
 
+def test_a_page_says_whose_figures_those_of_its_trainings_are():
+    for name, said in (("tutorials/grow_by_hand", True), ("core/04_lanes", False)):
+        nb = docs.read_nb(NBS/f"{name}.ipynb")
+        docs.SayWhoseFigures(nb).begin()
+        assert ("another one rounds" in nb.cells[-1].source.lower()) == said
+
 def test_every_name_that_a_page_shows_has_an_entry():
     failed = []
     for page in sorted(NBS.glob("[a-z]*/[0-9]*.ipynb")):
