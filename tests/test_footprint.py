@@ -737,6 +737,34 @@ def test_a_writer_of_rows_and_a_tracker_are_named(monkeypatch):
     wandb = types.ModuleType("wandb")
     assert "`wandb` (a log)" in found(lambda x: wandb.log(x))
 
+class Sour:
+    "State that cannot be read, in a container that cannot be looked at."
+    def state_dict(self): raise RuntimeError("not now")
+    def load_state_dict(self, state): raise RuntimeError("not now")
+
+@pytest.mark.usefixtures("library")
+def test_what_fails_when_it_is_looked_at_is_named_and_ends_no_run(monkeypatch):
+    monkeypatch.setattr(Sour, "__module__", "hidden_library")
+    class Bitter(dict):
+        def values(self): raise RuntimeError("not now")
+    sour, bitter = Sour(), Bitter(a=[1])
+    def step(x): return sour, bitter["a"][0] * x
+    fp = Footprint.of(step)
+    fp.state_dict()
+    assert [str(u) for u in fp.unrestorable] == ["`sour` (RuntimeError when its state is read)"]
+    assert [str(u) for u in fp.unseen] == ["`bitter` (a Bitter, RuntimeError when it is looked at)"]
+
+def test_a_tensor_that_is_too_large_to_be_given_again_is_named(monkeypatch):
+    monkeypatch.setattr(page, "GIVEN", 100)
+    x, small = torch.zeros(100), torch.zeros(3)
+    fp = Footprint.of(lambda i: x[i] + small[i])
+    fp.before_step()
+    fp.after_step()
+    x += 1
+    small += 1
+    given = fp.before_step()
+    assert given.lost == ("x",) and [leaf.name for leaf, _ in given.kept] == ["small"]
+
 def test_a_lambda_that_is_made_anew_for_every_batch_is_the_same_step():
     net, opt = parts()
     noise = torch.Generator().manual_seed(1)

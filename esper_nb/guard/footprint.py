@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'FIXED', 'LIBRARIES', 'DYNAMIC', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
-           'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'FULL', 'NOT_SEEN', 'LIMIT', 'NEAR', 'PIECE',
+           'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'GIVEN', 'FULL', 'NOT_SEEN', 'LIMIT', 'NEAR', 'PIECE',
            'CodeNames', 'names_in', 'is_own_file', 'is_own_module', 'is_users', 'package_of', 'code_of', 'is_plain',
            'Absent', 'Holder', 'Variable', 'Names', 'Entries', 'Keys', 'Members', 'alike', 'sample_of', 'bytes_of',
-           'version_of', 'some_of', 'leaves_in', 'bits_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf',
-           'StreamLeaf', 'leaf_of', 'Unrestorable', 'kind_of_effect', 'has_state', 'attributes_of', 'slots_of',
-           'wrapped_by', 'Walk', 'StepWalk', 'FootprintState', 'Given', 'mark_of', 'top_name', 'owned_by_parts',
-           'Watched', 'moved_part', 'quick_sum', 'tail_of', 'names_of', 'marks_of', 'Footprint', 'batch_digest',
-           'tensor_digest', 'NotSeen', 'content_of', 'can_fork', 'quiet', 'in_a_fork', 'end_with', 'read_all',
-           'DryReplay', 'dry_replay', 'Attempt', 'equal_losses', 'in_place', 'why_not', 'tensors_of_parts', 'words_of',
-           'Written', 'StateWatch', 'Distances']
+           'version_of', 'some_of', 'bits_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf',
+           'leaf_of', 'Unrestorable', 'kind_of_effect', 'has_state', 'attributes_of', 'slots_of', 'wrapped_by', 'Walk',
+           'StepWalk', 'FootprintState', 'Given', 'mark_of', 'top_name', 'owned_by_parts', 'Watched', 'moved_part',
+           'quick_sum', 'tail_of', 'names_of', 'kept_of', 'marks_of', 'Footprint', 'batch_digest', 'tensor_digest',
+           'NotSeen', 'content_of', 'can_fork', 'quiet', 'in_a_fork', 'end_with', 'read_all', 'DryReplay', 'dry_replay',
+           'Attempt', 'equal_losses', 'in_place', 'why_not', 'tensors_of_parts', 'words_of', 'Written', 'StateWatch',
+           'Distances']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -23,6 +23,7 @@ import gc
 import io
 import logging
 import math
+import operator
 import os
 import pickle
 import random
@@ -37,7 +38,7 @@ import time
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,6 +255,7 @@ def alike(
 ) -> bool:
     "Whether a place holds the same objects, or equal plain values."
     if len(a) != len(b): return False
+    if all(map(operator.is_, a, b)): return True
     return all([x is y or (type(x) is type(y) in PLAIN and x == y) for x, y in zip(a, b)])
 
 # %% ../../nbs/guard/21_footprint.ipynb #a6453425
@@ -292,15 +294,6 @@ def some_of(
     flat = t.detach().reshape(-1) if t.is_contiguous() else t.detach().flatten()
     some = flat[::max(1, t.numel() // 64)].contiguous().cpu()
     return b"" if some.is_quantized else some.view(torch.uint8).numpy().tobytes()
-
-def leaves_in(
-    tree, # dicts, lists, tuples
-) -> Iterator:
-    "Yield what is in a tree."
-    if isinstance(tree, Mapping): tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        for v in tree: yield from leaves_in(v)
-    else: yield tree
 
 @torch.no_grad()
 def bits_of(
@@ -348,10 +341,6 @@ class AnyLeaf:
         "Give it the value of a copy."
         raise NotImplementedError
 
-    def mark(self) -> Any:
-        "Return a checksum of its value."
-        return self.token()
-
     def keep(self, last: Kept | None) -> Kept: # what was kept before
         "Return its value, copied only if it was written since."
         token = self.token()
@@ -396,9 +385,6 @@ class TensorLeaf(AnyLeaf):
         t = self.obj
         if t.shape == copied.shape: t.data.copy_(copied)
         else: t.data = copied.clone()
-    def mark(self): # int
-        "Return a checksum."
-        return bits_of([self.obj.detach()])
 
 class ArrayLeaf(AnyLeaf):
     "A numpy array."
@@ -440,10 +426,6 @@ class PartLeaf(AnyLeaf):
         "Load a state."
         rest, tensors = copied
         self.part.write(rest, lambda leaf: tensors.get(leaf.path), 1, None)
-    def mark(self): # int
-        "Return a checksum."
-        rest, tensors = self.copy()
-        return bits_of(tensors.values()), mark_of(list(leaves_in(rest)))
 
 class StreamLeaf(PartLeaf):
     "A random generator."
@@ -459,9 +441,6 @@ class StreamLeaf(PartLeaf):
         if isinstance(self.obj, random.Random): self.obj.setstate(copied)
         elif isinstance(self.obj, np.random.Generator): self.obj.bit_generator.state = copied
         else: self.obj.set_state(copied)
-    def mark(self): # tuple
-        "Return a checksum."
-        return mark_of(list(leaves_in(self.copy())))
 
 def leaf_of(
     obj, # a tensor, an array, a generator, an object with state
@@ -562,7 +541,7 @@ class Walk:
     def run(self):
         "Look until nothing new is found."
         while self.todo:
-            while self.todo and len(self.seen) < MOST_OBJECTS: self.look(*self.todo.popleft())
+            while self.todo and len(self.seen) < MOST_OBJECTS: self.try_to_look(*self.todo.popleft())
             if len(self.seen) >= MOST_OBJECTS:
                 self.unseen[0] = Unrestorable("...", f"more than {MOST_OBJECTS} objects")
                 return
@@ -601,6 +580,18 @@ class Walk:
         else: self.holders["names", id(obj)] = self.named[id(obj)] = Names(obj, name, fresh, table)
         self.add(*[(self.value(obj, k, table), f"{name}.{k}" if name else k) for k in fresh])
 
+    def try_to_look(self, obj, name: str): # what it is called
+        "Look at one object; what fails at it must not end a training run."
+        try: self.look(obj, name)
+        except Exception as e:
+            self.holders.pop(id(obj), None)
+            kind = f"a {type(obj).__name__}, {type(e).__name__} when it is looked at"
+            self.unseen[id(obj)] = Unrestorable(name, kind)
+
+    def refuse(self, obj, name: str, why: str): # what it is called, what it is
+        "Note that something cannot be put back."
+        self.unrestorable[id(obj)] = Unrestorable(name, why)
+
     def look(self, obj, name: str): # what it is called
         "Look at one object."
         raise NotImplementedError
@@ -630,20 +621,20 @@ class StepWalk(Walk):
         if isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType): return self.add((obj.__self__, name))
         if isinstance(obj, types.ModuleType):
             if is_users(obj, self.home): self.open.append((obj, obj.__name__, vars(obj)))
-            tracker = obj.__name__.partition(".")[0] in LOGGING_MODULES
-            return self.unrestorable.update({id(obj): Unrestorable(name, "a log")} if tracker else {})
+            if obj.__name__.partition(".")[0] in LOGGING_MODULES: self.refuse(obj, name, "a log")
+            return None
         if isinstance(obj, type): return self.look_at_class(obj, True)
         if isinstance(obj, Tensor): return self.look_at_tensor(obj, name)
         if isinstance(obj, nn.Module): return self.look_at_module(obj, name)
         if isinstance(obj, np.ndarray):
-            return self.leaves.update({id(obj): ArrayLeaf(obj, name)} if obj.flags.writeable else {})
+            if obj.flags.writeable and not isinstance(obj, np.memmap): self.leaves[id(obj)] = ArrayLeaf(obj, name)
+            return None
         if isinstance(obj, RANDOM) and not isinstance(obj, random.SystemRandom):
             return self.leaves.update({id(obj): StreamLeaf(obj, name)} if id(obj) not in STREAMS else {})
         if isinstance(obj, (dict, list, deque, set, tuple)): return self.look_at_container(obj, name)
         if type(obj).__module__.startswith("esper_nb.guard."): return None
         if (kind := kind_of_effect(obj, self.home)) is None: return self.look_at_object(obj, name)
-        self.unrestorable[id(obj)] = Unrestorable(name, kind)
-        return None
+        return self.refuse(obj, name, kind)
 
     def look_at_function(self, f: types.FunctionType, name: str):
         "Follow what a function is closed over, its defaults, and if it is the user's own the names in it."
@@ -785,6 +776,8 @@ def owned_by_parts(
     return out
 
 # %% ../../nbs/guard/21_footprint.ipynb #f7670f7e
+GIVEN = 2**28 # bytes of a tensor that are copied where the loop writes into it
+
 class Watched:
     "The places and objects of a walk that the loop may write into between two steps: compared at both ends."
     def __init__(self, walk: Walk):
@@ -835,10 +828,11 @@ class Watched:
         if same and not self.streams: return None
         moved: list[AnyLeaf] = [x for x, a, b in zip(self.tensors, versions, self.versions) if a != b]
         moved += [x for x, a, b in zip(self.arrays, sums, self.sums) if a != b]
-        kept = tuple((x, x.copy()) for x in (*moved, *self.streams))
+        lost = tuple(x.name for x in moved if x.nbytes() > GIVEN)
+        kept = tuple((x, x.copy()) for x in (*moved, *self.streams) if x.name not in lost)
         written = [(h, old, tail_of(h, old)) for h, a, old in zip(self.holders, now, self.signs) if not alike(a, old)]
         parts = [moved_part(h, old) for h, old, tail in written if tail is None]
-        return Given(holders=tuple((h, h.read()) for h in parts), kept=kept,
+        return Given(holders=tuple((h, h.read()) for h in parts), kept=kept, lost=lost,
                      tails=tuple((h, tail) for h, _, tail in written if tail is not None))
 
 def moved_part(
@@ -876,6 +870,7 @@ def tail_of(
         return tuple(items[i] for i in range(n - k + 1, n))
     return None
 
+# %% ../../nbs/guard/21_footprint.ipynb #1f6f9672
 def names_of(
     walk: Walk, # of a step
     watch: Watched, # what of it may be written
@@ -885,12 +880,24 @@ def names_of(
     for h in watch.holders: names += h.labels() if isinstance(h, (Variable, Names)) else [h.name]
     return sorted({top_name(k) for k in names})
 
+def kept_of(
+    walk: Walk, # of a step; is told what cannot be read
+    last: Mapping[int, Kept], # by id, what was kept before
+) -> dict[int, Kept]: # by id
+    "Return the values of everything that has one."
+    out: dict[int, Kept] = {}
+    for i, leaf in walk.leaves.items():
+        if i in walk.known: continue
+        try: out[i] = leaf.keep(last.get(i))
+        except Exception as e: walk.refuse(leaf.obj, leaf.name, f"{type(e).__name__} when its state is read")
+    return out
+
 def marks_of(
     walk: Walk, # of a step
 ) -> dict[str, Any]: # by name
     "Return a fingerprint of everything that was found."
     out: dict[str, Any] = {}
-    pairs = [(leaf.name, leaf.mark()) for i, leaf in walk.leaves.items() if i not in walk.known]
+    pairs = [(kept.name, mark_of(kept.copy, 4)) for kept in kept_of(walk, {}).values()]
     for h in walk.holders.values():
         pairs += [(label, mark_of(v)) for label, v in zip(h.labels()[-SMALL:], h.values()[-SMALL:])]
         if not isinstance(h, (Variable, Names)): pairs.append((f"len({h.name})", len(h.obj)))
@@ -899,7 +906,7 @@ def marks_of(
         out[name] = mark
     return out
 
-# %% ../../nbs/guard/21_footprint.ipynb #1f6f9672
+# %% ../../nbs/guard/21_footprint.ipynb #0f8429b1
 class Footprint:
     """What a step reads and writes beside its batch and the parts that were handed over.
 
@@ -964,7 +971,7 @@ class Footprint:
         "Return everything the step refers to; what was not written since the last time is not copied again."
         self.look()
         holders = [(h, h.read()) for h in (*self.walk.holders.values(), *self.walk.structure.values())]
-        kept = {i: leaf.keep(self.last.get(i)) for i, leaf in self.walk.leaves.items() if i not in self.known}
+        kept = kept_of(self.walk, self.last)
         large = {i: k for i, k in kept.items() if isinstance(k.obj, np.ndarray) and k.obj.nbytes > 4096}
         self.sampled |= {k.name for i, k in large.items() if i in self.last and self.last[i].token != k.token}
         self.last = kept
@@ -1021,7 +1028,7 @@ class Footprint:
         "Return a fingerprint of everything that the step refers to now, to compare a replay with the run."
         return marks_of(StepWalk(list(self.steps.values()), self.known))
 
-# %% ../../nbs/guard/21_footprint.ipynb #148a48f8
+# %% ../../nbs/guard/21_footprint.ipynb #3fab283e
 FULL = 2**20 # bytes of an array of a batch that are all looked at; of a larger one 4,096 elements
 
 def batch_digest(
@@ -1077,7 +1084,7 @@ def content_of(
     "Return a checksum of an array, of some elements of a large one."
     return bytes_of(array) if array.nbytes <= FULL else zlib.crc32(sample_of(array, 4096))
 
-# %% ../../nbs/guard/21_footprint.ipynb #76b920af
+# %% ../../nbs/guard/21_footprint.ipynb #106179cc
 def can_fork() -> bool:
     "Whether a copy of this process can compute: on a CPU, under a system that forks, one process for itself."
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
@@ -1152,7 +1159,7 @@ def read_all(
         pieces.append(piece)
     return None
 
-# %% ../../nbs/guard/21_footprint.ipynb #106179cc
+# %% ../../nbs/guard/21_footprint.ipynb #104e8a0d
 @dataclass(frozen=True)
 class DryReplay:
     "What came out when the latest steps were repeated where they leave no trace."
@@ -1240,7 +1247,7 @@ def in_place(once: Callable[[], Attempt], aside: Callable[[], AbstractContextMan
         first = once()
         return [first, first if first.agrees(live, 0.) else once()]
 
-# %% ../../nbs/guard/21_footprint.ipynb #104e8a0d
+# %% ../../nbs/guard/21_footprint.ipynb #1b9c3040
 def why_not(
     live: Attempt, # the run
     tries: Sequence[Attempt], # two replays, one after the other
@@ -1264,7 +1271,7 @@ def why_not(
         return f"after the same steps `{written[0]}` is other than after the run: something else writes it, too"
     return f"your step reads something that is other now than it was, and that I do not have{perhaps}"
 
-# %% ../../nbs/guard/21_footprint.ipynb #a0206318
+# %% ../../nbs/guard/21_footprint.ipynb #54049238
 def tensors_of_parts(
     parts: Mapping[str, Any], # by name
 ) -> dict[str, Tensor]: # by name
@@ -1292,7 +1299,7 @@ def words_of(
     if words.nbytes % 8 == 0 and words.ctypes.data % 8 == 0: words = words.view(np.int64)
     return np.array_split(words, max(1, words.nbytes // PIECE))
 
-# %% ../../nbs/guard/21_footprint.ipynb #54049238
+# %% ../../nbs/guard/21_footprint.ipynb #84291a24
 PIECE = 2**16 # bytes that are looked at after every step
 
 class Written(NamedTuple):
@@ -1367,7 +1374,7 @@ class StateWatch:
         "Whether a tensor lies elsewhere than it did."
         return self.values[i].data_ptr() != self.places[i]
 
-# %% ../../nbs/guard/21_footprint.ipynb #fc147b7e
+# %% ../../nbs/guard/21_footprint.ipynb #d9c5420b
 class Distances:
     "Whether events come at a regular distance."
     def __init__(self):
