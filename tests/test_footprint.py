@@ -1,4 +1,5 @@
 "What a step reads beside its batch is found and replayed to the bit, or named in one right sentence."
+import csv
 import functools
 import io
 import itertools
@@ -6,7 +7,6 @@ import logging
 import os
 import random
 import sys
-import threading
 import time
 import types
 from collections import deque
@@ -21,11 +21,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
+from esper_nb.guard import Governor
 from esper_nb.guard import footprint as page
 from esper_nb.guard.causes import Replay, StepRecorder
 from esper_nb.guard.footprint import (
-    Distances, DryReplay, Footprint, StateWatch, batch_digest, bits_of, dry_replay, in_a_fork, names_in, owned_by_parts,
-    tensors_of_parts)
+    Distances, Footprint, StateWatch, batch_digest, bits_of, dry_replay, in_a_fork, names_in, tensors_of_parts)
 from esper_nb.guard.snapshots import Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,7 +60,7 @@ class Run:
         self.given, self.digests = [], []
 
     def train(self, xy):
-        self.given.append(self.footprint.before_step())
+        self.given.append(self.footprint.before_step(self.step))
         self.digests.append(batch_digest(xy))
         loss = self.recorder.run(self.step, xy, self.count)
         self.footprint.after_step()
@@ -335,11 +335,41 @@ def slots(net, opt):
         return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) * s.k)
     return step
 
-EXACT = [plain, closure_counter, loop_counter, global_counter, global_set_by_loop, nonlocal_counter, bound_method,
-         callable_object, dataclass_attribute, replay_buffer, replay_buffer_of_loop, torch_generator, numpy_generator,
-         old_numpy_generator, python_generator, generator_shared_with_loop, hidden_state, mean_teacher, teacher_by_data,
-         target_synced_by_loop, two_optimizers, running_tensor, numpy_state, by_partial, decorated, function_attribute,
-         progress_bar, logger, numpy_scheduled, class_attribute, slots]
+def loader_made_inside(net, opt):
+    loader = DataLoader(TensorDataset(*batch(0)), batch_size=4, shuffle=True)
+    def step(_):
+        x, y = next(iter(loader))
+        return update(net, opt, F.cross_entropy(net(x), y))
+    return step
+
+def old_gradients(net, opt):
+    k = [0]
+    def step(xy):
+        loss = F.cross_entropy(net(xy[0]), xy[1])
+        loss.backward()
+        k[0] += 1
+        if k[0] % 2: # a snapshot between the two steps of an update has no gradients
+            opt.step()
+            opt.zero_grad()
+        return loss.detach()
+    return step
+
+def best_so_far(net, opt):
+    best = dict(loss=np.inf, weights=None)
+    def step(xy):
+        loss = F.cross_entropy(net(xy[0]), xy[1])
+        if loss < best["loss"]:
+            best.update(loss=loss.item(), weights={k: v.clone() for k, v in net.state_dict().items()})
+        pull = sum((p - best["weights"][k]).square().sum() for k, p in net.named_parameters())
+        return update(net, opt, loss + pull)
+    return step
+
+EXACT = [plain, loader_made_inside, old_gradients, best_so_far, closure_counter, loop_counter, global_counter,
+         global_set_by_loop, nonlocal_counter, bound_method, callable_object, dataclass_attribute,
+         replay_buffer, replay_buffer_of_loop, torch_generator, numpy_generator, old_numpy_generator,
+         python_generator, generator_shared_with_loop, hidden_state, mean_teacher, teacher_by_data,
+         target_synced_by_loop, two_optimizers, running_tensor, numpy_state, by_partial, decorated,
+         function_attribute, progress_bar, logger, numpy_scheduled, class_attribute, slots]
 
 def made(kind):
     "Return step, what the loop does before a step, and the parts that are handed over."
@@ -356,6 +386,28 @@ def trained(kind, steps=2, later=0):
         if before is not None: before(k)
         run.train(batch(k))
     return run
+
+MIXED = [f for f in EXACT if f not in (hidden_state, old_gradients, numpy_scheduled)]
+
+@pytest.mark.parametrize("seed", range(12))
+def test_steps_with_several_kinds_of_state_are_replayed_to_the_bit(seed):
+    "Each step runs some of them, in turn or by lot."
+    rng = random.Random(seed)
+    net, opt = parts(seed)
+    made = [out if isinstance(out, tuple) else (out, None) for out in (f(net, opt) for f in rng.sample(MIXED, 4))]
+    lot, turn = np.random.default_rng(seed), [0]
+    def step(xy):
+        turn[0] += 1
+        which = made[turn[0] % 4][0] if seed % 2 else made[lot.integers(4)][0]
+        return which(xy) + .5 * made[0][0](xy)
+    run = Run(step, net, opt)
+    for k in range(9):
+        if k == 4: run.snap()
+        for _, before in made:
+            if before is not None: before(k)
+        run.train(batch(k))
+    found = run.replay(fork=bool(seed % 3))
+    assert found.exact and len(found.again) == 5, (found, run.footprint.describe())
 
 @pytest.mark.parametrize("kind", EXACT, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("fork", [True, False], ids=["forked", "in place"])
@@ -379,7 +431,7 @@ def environment(net, opt):
     return step
 
 def open_file(net, opt):
-    log = open(os.devnull, "w") # noqa: SIM115
+    log = open(os.devnull, "w")
     def step(xy):
         loss = update(net, opt, F.cross_entropy(net(xy[0]), xy[1]))
         log.write(f"{loss}\n")
@@ -475,3 +527,478 @@ def test_what_cannot_be_recorded_is_named(kind, said, in_place, fork):
     assert found.why.count(".") <= 1 or "`" in found.why
     assert run.marks() == then[0] and torch.equal(torch.get_rng_state(), then[1])
     for p, g in zip(run.snapshot.objects["model"].parameters(), then[2]): assert torch.equal(p.grad, g)
+
+# --- what the walk finds
+
+def found(step, *objects): return Footprint.of(step, objects).describe()
+
+def test_what_was_handed_over_and_what_is_code_is_no_state():
+    net, opt = parts()
+    assert found(plain(net, opt), net, opt) == ""
+    assert Footprint.of(plain(net, opt), [net, opt]).is_empty
+    assert "`net`" in found(plain(net, opt), opt) and "`opt`" in found(plain(net, opt), net)
+
+def test_names_of_inner_functions_and_of_methods_that_are_called_are_found():
+    def outer(x):
+        def inner(y): return y.shape[0] * counter
+        return [inner(x) for _ in range(2)]
+    assert names_in(outer.__code__) == ({"counter", "range"}, {"shape"})
+    net, opt = parts()
+    assert found(Trainer(net, opt).step, net, opt) == (
+        "recorded with the state: `Trainer`, `self.mean`, `self.seen`")
+    assert found(lambda x: helper(x)) == "recorded with the state: `counter`"
+
+def helper(x): return x * counter
+
+data = iter(()) # a variable that has the name of an attribute
+
+def test_an_attribute_is_no_variable_of_that_name():
+    assert found(lambda p: p.data.mul_(counter)) == "recorded with the state: `counter`"
+    assert "`data` (an iterator)" in found(lambda p: next(data))
+
+def test_only_what_the_code_names_is_looked_at():
+    class Big:
+        def __init__(self): self.used, self.log, self.other = 1, open(os.devnull), [1]
+        def step(self, x): return x * self.used
+        def save(self): self.log.write("")
+    big = Big()
+    assert found(big.step) == "recorded with the state: `self.used`"
+    big.log.close()
+
+def test_a_name_that_is_made_at_run_time_may_mean_any_attribute():
+    class Tricky:
+        def __init__(self): self.a, self.b = 1, 2
+        def step(self, x): return x * getattr(self, "ab"[x])
+    assert found(Tricky().step) == "recorded with the state: `self.a`, `self.b`"
+
+def test_large_tensors_and_arrays_are_not_copied_until_they_were_seen_to_change():
+    x, y, small = torch.zeros(2**19), np.zeros(2**18), torch.zeros(3)
+    def step(i): return x[i] + y[i] + small[0]
+    fp = Footprint.of(step)
+    def copied(state): return {k.name: k.copy is not None for k in state["state"].kept}
+    first = fp.state_dict()
+    assert copied(first) == dict(x=False, y=False, small=True)
+    assert all(a is b for a, b in zip(first["state"].kept, fp.state_dict()["state"].kept)) and not fp.missing(first)
+    x[3], small[0] = 1., 1.
+    y[:] = 2.
+    assert set(fp.missing(first)) == {"x", "y"}
+    second = fp.state_dict()
+    assert all(copied(second).values())
+    x[3], small[0] = 5., 5.
+    y[:] = 7.
+    assert not fp.missing(second)
+    fp.load_state_dict(second)
+    assert x[3] == 1. and (y == 2.).all() and small[0] == 1.
+
+def test_a_state_is_equal_to_itself_and_keeps_what_later_steps_write():
+    t, items, h = dict(i=0), [1., 2.], torch.zeros(2)
+    def step(x):
+        t["i"] += 1
+        items.append(x)
+        h.add_(1)
+    fp = Footprint.of(step)
+    state = fp.state_dict()
+    assert fp.state_dict()["state"] == state["state"]
+    step(3.)
+    assert fp.state_dict()["state"] != state["state"]
+    fp.load_state_dict(state)
+    assert (t, items, h.tolist()) == (dict(i=0), [1., 2.], [0., 0.]) and fp.state_dict()["state"] == state["state"]
+
+def test_what_the_loop_writes_is_told_from_what_the_step_writes():
+    t, h, buffer, own = dict(i=0, mine=0), torch.zeros(2), deque(range(100), maxlen=100), [0]
+    def step(x):
+        own[0] += 1
+        t["mine"] += 1
+        return t["i"] + h.sum() + buffer[0]
+    fp = Footprint.of(step)
+    for k in range(3):
+        if k: t["i"] = k
+        if k == 2:
+            h.add_(1)
+            buffer.extend(["a", "b"])
+        given = fp.before_step()
+        step(None)
+        fp.after_step()
+        if k == 0: assert given is None
+    assert set(fp.by_loop) == {"t['i']", "buffer"}
+    assert [tail for _, tail in given.tails] == [("a", "b")] and [leaf.name for leaf, _ in given.kept] == ["h"]
+    t["i"] = 7
+    h.zero_()
+    buffer.clear()
+    fp.give(given)
+    assert t["i"] == 2 and h.tolist() == [1., 1.] and list(buffer) == ["a", "b"]
+
+def test_a_rollback_leaves_alone_what_the_loop_writes_and_restores_what_the_step_writes():
+    class Job:
+        def __init__(self): self.epoch, self.count, self.target = 0, 0, torch.zeros(2)
+        def step(self, x):
+            self.count += 1
+            return self.epoch + self.count + self.target.sum() + options.get("a", 0)
+    job, options = Job(), {}
+    def step(x): return job.step(x)
+    fp = Footprint.of(step)
+    state = fp.state_dict()
+    for k in range(3):
+        job.epoch = k
+        if k: options["a"] = k
+        job.target += 1
+        fp.before_step()
+        step(None)
+        fp.after_step()
+    assert set(fp.by_loop) == {"job.epoch", "options['a']"}
+    inputs = fp.inputs()
+    fp.load_state_dict(state)
+    assert (job.epoch, job.count, options, job.target.tolist()) == (0, 0, {}, [0., 0.])
+    fp.give(inputs)
+    assert (job.epoch, job.count, options, job.target.tolist()) == (2, 0, dict(a=2), [0., 0.])
+
+def test_a_look_between_two_steps_does_not_hide_what_the_loop_has_written():
+    t, h = dict(i=0), torch.zeros(2)
+    own = [0]
+    def step(x):
+        own[0] += 1
+        h.add_(1)
+        return t["i"]
+    fp = Footprint.of(step)
+    fp.before_step()
+    step(None)
+    fp.after_step()
+    good = fp.state_dict()
+    t["i"] = 5
+    h.mul_(3)
+    live = fp.state_dict() # set aside, in the middle of the loop
+    fp.load_state_dict(good)
+    fp.give(None)
+    step(None)
+    fp.load_state_dict(live)
+    assert (t["i"], own, h.tolist()) == (5, [1], [3., 3.])
+    given = fp.before_step()
+    assert [place.labels() for place, _ in given.holders] == [["t['i']"]] and len(given.kept) == 1
+    fp.load_state_dict(good)
+    assert fp.before_step() is None and t["i"] == 0
+
+def test_large_arrays_that_change_are_said_to_be_sampled():
+    rows, fixed = np.zeros((1000, 8)), np.ones((1000, 8))
+    def step(i): return rows[i] + fixed[i]
+    fp = Footprint.of(step)
+    for k in range(3):
+        fp.state_dict()
+        rows[k] = 1.
+    assert fp.sampled == {"rows"}
+
+@pytest.mark.parametrize("size", [10, 1000])
+def test_containers_in_containers_are_restored(size):
+    nested = {k: [k, dict(n=[k])] for k in range(size)}
+    def step(k):
+        nested[k].append(7)
+        nested[k][1]["n"].append(7)
+    fp = Footprint.of(step)
+    state = fp.state_dict()
+    for k in (0, size // 2, size - 1): step(k)
+    nested["new"] = 1
+    fp.load_state_dict(state)
+    assert nested == {k: [k, dict(n=[k])] for k in range(size)}
+
+def test_a_snapshot_with_a_footprint_goes_into_a_file_without_it():
+    net, opt = parts()
+    t = dict(i=0)
+    def step(xy):
+        t["i"] += 1
+        return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]))
+    run = Run(step, net, opt)
+    run.train(batch(0))
+    run.snap()
+    assert run.snapshot.difference() == {}
+    saved = run.snapshot.state_dict()
+    run.train(batch(1))
+    run.snapshot.load_state_dict(saved)
+    run.snapshot.restore()
+    assert run.snapshot.difference() == {}
+
+class Prickly:
+    "Does something when it is looked at from outside."
+    touched = 0
+    def __init__(self): self.k = 1
+    @property
+    def fileno(self):
+        Prickly.touched += 1
+        raise RuntimeError("not now")
+    @property
+    def step(self): raise RuntimeError("not now")
+    reset = optimizer = state_dict = load_state_dict = step
+    def run(self, x): return self.k * x
+
+def test_nothing_of_an_object_is_run_by_looking_at_it():
+    assert found(Prickly().run) == "recorded with the state: `self.k`" and Prickly.touched == 0
+
+def test_a_writer_of_rows_and_a_tracker_are_named(monkeypatch):
+    rows = csv.DictWriter(io.StringIO(), ["a"])
+    assert "`rows.writer` (an open file)" in found(lambda x: rows.writerow(dict(a=x)))
+    wandb = types.ModuleType("wandb")
+    assert "`wandb` (a log)" in found(lambda x: wandb.log(x))
+
+class Sour:
+    "State that cannot be read, in a container that cannot be looked at."
+    def state_dict(self): raise RuntimeError("not now")
+    def load_state_dict(self, state): raise RuntimeError("not now")
+
+@pytest.mark.usefixtures("library")
+def test_what_fails_when_it_is_looked_at_is_named_and_ends_no_run(monkeypatch):
+    monkeypatch.setattr(Sour, "__module__", "hidden_library")
+    class Bitter(dict):
+        def values(self): raise RuntimeError("not now")
+    sour, bitter = Sour(), Bitter(a=[1])
+    def step(x): return sour, bitter["a"][0] * x
+    fp = Footprint.of(step)
+    fp.state_dict()
+    assert [str(u) for u in fp.unrestorable] == ["`sour` (RuntimeError when its state is read)"]
+    assert [str(u) for u in fp.unseen] == ["`bitter` (a Bitter, RuntimeError when it is looked at)"]
+
+def test_a_tensor_that_is_too_large_to_be_given_again_is_named(monkeypatch):
+    monkeypatch.setattr(page, "GIVEN", 100)
+    x, small = torch.zeros(100), torch.zeros(3)
+    fp = Footprint.of(lambda i: x[i] + small[i])
+    fp.before_step()
+    fp.after_step()
+    x += 1
+    small += 1
+    given = fp.before_step()
+    assert given.lost == ("x",) and [leaf.name for leaf, _ in given.kept] == ["small"]
+
+def test_a_lambda_that_is_made_anew_for_every_batch_is_the_same_step():
+    net, opt = parts()
+    noise = torch.Generator().manual_seed(1)
+    t = dict(i=0)
+    def inner(x, y, scale):
+        t["i"] += 1
+        return update(net, opt, scale * F.cross_entropy(net(x + torch.randn(16, 8, generator=noise)), y) / t["i"])
+    def made(xy, scale): return lambda _: inner(*xy, scale) # everything it trains on is in its closure
+    run = Run(made(batch(0), 1.), net, opt)
+    walk = run.footprint.walk
+    for k in range(6):
+        run.step = made(batch(k), 1. + k)
+        run.train(None)
+    assert len(run.footprint.steps) == 1 and run.footprint.walk is walk
+    assert run.replay().exact
+    run.footprint.state_dict()
+    assert "`noise`" in run.footprint.describe() and "`t`" in run.footprint.describe()
+
+def test_another_step_is_looked_at_as_well():
+    net, opt = parts()
+    run = Run(closure_counter(net, opt), net, opt)
+    other = torch_generator(net, opt)
+    for k in range(4):
+        if k == 2:
+            run.step = other
+            run.footprint.before_step(run.step)
+            run.snap()
+        run.train(batch(k))
+    assert run.replay().exact and run.footprint.describe() == "recorded with the state: `g`, `t`"
+
+def test_the_governor_itself_is_no_state():
+    class Job:
+        def __init__(self):
+            self.net, self.opt = parts()
+            self.governor, self.k = Governor(self.net, self.opt, chance_loss=None), 0
+        def step(self, x):
+            self.k += 1
+            return len(self.governor.reports) * x
+    job = Job()
+    assert found(job.step, job.net, job.opt) == "recorded with the state: `self.k`"
+
+@pytest.mark.parametrize("kind", [loop_counter, closure_counter, target_synced_by_loop, replay_buffer_of_loop])
+def test_many_steps_are_replayed_to_the_bit_from_a_state_long_ago(kind):
+    run = trained(kind, steps=30)
+    assert run.replay(fork=True).exact
+
+def test_a_penalty_that_the_loop_switches_on_is_replayed_with_its_switch():
+    net, opt = parts()
+    t = dict(i=0)
+    def step(xy):
+        penalty = sum(p.square().sum() for p in net.parameters()) * (.02 if t["i"] >= 12 else 0.)
+        return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) + penalty)
+    run = Run(step, net, opt)
+    for k in range(20):
+        t["i"] = k
+        run.train(batch(k))
+    assert run.replay().exact
+
+def test_schedules_and_counters_that_are_handed_over_too_are_replayed():
+    net, opt = parts()
+    clock, count = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 1 / (1 + k)), dict(k=0)
+    def step(xy):
+        loss = update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) * (1 + count["k"] % 2))
+        clock.step()
+        return loss
+    run = Run(step, net, opt, clock=clock, count=count)
+    for k in range(5):
+        count["k"] = k * k
+        run.train(batch(k))
+    assert run.replay().exact and not run.footprint.walk.leaves
+
+# --- batches
+
+def refilled_array(buffer, k):
+    buffer[:] = batch(k)[0].numpy()
+    return buffer
+
+BATCHES = {
+    "array": lambda b: b, "memory of an array": torch.from_numpy, "in a dict": lambda b: dict(x=b),
+    "in an object": lambda b: types.SimpleNamespace(x=[b, 1]), "a part of it": lambda b: b[:8],
+    "turned": lambda b: torch.from_numpy(b).T}
+
+@pytest.mark.parametrize("make", BATCHES.values(), ids=BATCHES)
+def test_a_buffer_that_is_filled_again_is_noticed(make):
+    buffer = np.zeros((16, 8), np.float32)
+    given = make(refilled_array(buffer, 0))
+    before = batch_digest(given)
+    assert batch_digest(given) == before
+    refilled_array(buffer, 1)
+    assert batch_digest(given) != before
+
+def test_a_buffer_that_is_filled_again_is_said_and_nothing_is_replayed():
+    net, opt = parts()
+    def step(b): return update(net, opt, F.cross_entropy(net(torch.as_tensor(b[0])), b[1]))
+    run, buffer = Run(step, net, opt), np.zeros((16, 8), np.float32)
+    for k in range(2): run.train((refilled_array(buffer, k), batch(k)[1]))
+    found = run.replay()
+    assert "batch 0 was written into" in found.why and not found.again
+
+def test_every_write_into_a_batch_of_tensors_is_noticed():
+    x, y = batch(0)
+    before = batch_digest((x, y))
+    y[3] += 0
+    assert batch_digest((x, y)) != before
+    low = torch.zeros(4, dtype=torch.bfloat16)
+    before = batch_digest([low, None, "a", 3])
+    assert batch_digest([low, None, "a", 3]) == before
+    low += 1
+    given = (x, batch(1)[0])
+    before = batch_digest(given)
+    shared = given[1].numpy() # from here on its memory is seen, which is no change
+    assert batch_digest(given) == before
+    before = batch_digest(given)
+    shared[:] = 3
+    assert batch_digest(given) != before
+    low += 1
+    assert batch_digest([low, None, "a", 3]) != before
+
+# --- a copy of the process
+
+def test_a_fork_that_takes_too_long_ends():
+    with pytest.raises(TimeoutError, match="more than"): in_a_fork(lambda: time.sleep(60), limit=.3)
+    with pytest.raises(TimeoutError, match="died"): in_a_fork(lambda: os._exit(3))
+    with pytest.raises(ChildProcessError): os.waitpid(-1, os.WNOHANG) # none is left
+
+def test_a_fork_leaves_no_trace(capfd, caplog):
+    box = []
+    def work():
+        box.append(1)
+        print("printed")
+        logging.getLogger("of the test").warning("logged")
+        os.write(1, b"written")
+        return sum(range(10**5))
+    assert in_a_fork(work) == sum(range(10**5)) and not box
+    with pytest.raises(RuntimeError, match="a replay failed: ZeroDivisionError"): in_a_fork(lambda: 1 // 0)
+    assert capfd.readouterr() == ("", "") and not caplog.records
+    assert in_a_fork(lambda: "x" * 10**6) == "x" * 10**6 # more than a pipe holds
+
+def test_where_the_fork_hangs_the_replay_is_made_in_place(monkeypatch):
+    net, opt = parts()
+    parent = os.getpid()
+    def step(xy):
+        if os.getpid() != parent: time.sleep(60)
+        return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]))
+    monkeypatch.setattr(page, "LIMIT", .5)
+    run = Run(step, net, opt)
+    for k in range(2): run.train(batch(k))
+    found = run.replay()
+    assert found.exact and not found.forked
+
+def test_on_several_threads_the_losses_of_a_fork_are_compared_nearly():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = trained(plain).replay()
+        assert found.exact and not found.to_the_bit and found.forked
+        assert not trained(entropy).replay().exact
+    finally: torch.set_num_threads(before)
+
+# --- what is written between two steps
+
+def watched(write, steps=12, every=0, at=8):
+    net, opt = parts()
+    step = plain(net, opt)
+    watch = StateWatch(lambda: tensors_of_parts(dict(model=net, optimizer=opt)), every=every)
+    seen = []
+    for k in range(steps):
+        seen.append(watch.start_of_step())
+        step(batch(k))
+        watch.end_of_step(k)
+        if k == at: write(net, opt, watch)
+    return [s for s in seen if s is not None]
+
+@torch.no_grad()
+def in_place_write(net, opt, watch): net[0].weight.mul_(2)
+
+def by_data(net, opt, watch):
+    for p in net.parameters(): p.data.mul_(1.5)
+
+def one_bit_of_a_moment(net, opt, watch):
+    opt.state[net[3].weight]["exp_avg"].numpy().view(np.int32)[2, 3] ^= 1 << 20
+
+def other_memory(net, opt, watch):
+    for p in net.parameters(): p.data = p.data.clone()
+
+def announced(net, opt, watch):
+    by_data(net, opt, watch)
+    watch.renew()
+
+def nothing(net, opt, watch): return net[0].weight.sum(), opt.state_dict()
+
+def test_nothing_is_said_of_steps_alone_or_of_reads():
+    for write in (nothing, announced): assert watched(write, steps=40) == watched(write, every=1) == []
+
+def test_a_write_that_torch_counts_is_seen_at_once():
+    (seen,) = watched(in_place_write)
+    assert (seen.names, seen.after, seen.how) == (("model.0.weight",), 8, "versions")
+    assert str(seen) == "model.0.weight changed between batch 8 and batch 9"
+
+def test_a_write_into_all_weights_past_torch_is_seen_at_once():
+    for at in range(3, 9):
+        (seen,) = watched(by_data, at=at)
+        assert seen.how == "bits" and seen.after == at and seen.names[0].startswith("model.")
+
+def test_memory_that_is_exchanged_is_no_write():
+    assert watched(other_memory) == watched(other_memory, every=1) == []
+
+def test_a_write_between_two_steps_is_proved_and_is_no_part_of_the_step():
+    net, opt = parts()
+    run, watch, seen = Run(plain(net, opt), net, opt), StateWatch(lambda: tensors_of_parts(dict(model=net))), []
+    for k in range(8):
+        if k == 5: nn.init.zeros_(net[0].weight)
+        seen.append(watch.start_of_step())
+        run.train(batch(k))
+        watch.end_of_step(k)
+    found = run.replay()
+    assert not found.exact and [k for k, w in enumerate(seen) if w] == [5] and seen[5].names == ("model.0.weight",)
+    assert [a == b for a, b in zip(found.losses, found.again)].index(False) == 5
+
+def test_a_single_bit_is_seen_when_all_of_it_is_looked_at():
+    (seen,) = watched(one_bit_of_a_moment, every=1)
+    assert (seen.names, seen.after, seen.how) == (("optimizer.2.exp_avg",), 8, "bits")
+
+def test_all_of_the_state_is_looked_at_as_often_as_wanted():
+    watch, looks = StateWatch(lambda: dict(w=torch.zeros(4)), every=16), 0
+    for k in range(1600):
+        watch.end_of_step(k)
+        looks += watch.sums is not None
+    assert 80 <= looks <= 120
+
+def test_a_regular_distance_is_found():
+    for numbers, step in {(199, 399, 599): 200, (0, 50, 150): 50, (1, 2, 3): None, (10, 20): None, (5, 17, 40): None,
+                          (100, 100, 200, 300): 100, (100, 300, 700): 200, (100, 250, 450): None}.items():
+        seen = Distances()
+        for k in numbers: seen.add(k)
+        assert seen.regular() == step, numbers
+        assert str(seen) == ("" if step is None else f"every {step} batches")

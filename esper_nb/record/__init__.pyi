@@ -1,7 +1,4 @@
 # What record offers to other packages; written by `python scripts/notebooks.py door`
-from .rows import (flatten as flatten, Value as Value, Row as Row, ROW_KEYS as ROW_KEYS, make_rows as make_rows,
-    metric_names as metric_names, named_fields as named_fields, series as series, encode_row as encode_row,
-    decode_row as decode_row)
 from .alarms import (METRICS as METRICS, KINDS as KINDS, LABELS as LABELS, LEVELS as LEVELS, Limit as Limit,
     ALARM_RULES as ALARM_RULES, Statistic as Statistic, STATISTICS as STATISTICS, KEEP as KEEP, Metric as Metric,
     metric_table as metric_table, read_table as read_table, find_metric as find_metric, axis_label as axis_label,
@@ -22,6 +19,9 @@ from .checkpoints import (CheckpointError as CheckpointError, LoadResult as Load
 from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
     new_file as new_file, refuse_link as refuse_link, json_digest as json_digest, write_json as write_json,
     read_json as read_json, FolderLock as FolderLock, Lease as Lease)
+from .rows import (Value as Value, Row as Row, ROW_KEYS as ROW_KEYS, make_rows as make_rows,
+    metric_names as metric_names, named_fields as named_fields, flatten as flatten, series as series,
+    encode_row as encode_row, decode_row as decode_row)
 from .training_rows import (population_rows as population_rows, run_rows as run_rows, size_metrics as size_metrics,
     epoch_rows as epoch_rows, batch_rows as batch_rows, limit_rows as limit_rows, governor_rows as governor_rows,
     slot_rows as slot_rows, forecast_rows as forecast_rows, seed_metrics as seed_metrics, seed_rows as seed_rows,

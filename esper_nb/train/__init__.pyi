@@ -1,24 +1,4 @@
 # What train offers to other packages; written by `python scripts/notebooks.py door`
-from .tables import (MISSING as MISSING, MOST as MOST, GAPS as GAPS, UNSEEN as UNSEEN, DAYS as DAYS, FENCE as FENCE,
-    MIDDLES as MIDDLES, MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES, Table as Table, read_frame as read_frame,
-    Column as Column, columns_of as columns_of, as_numbers as as_numbers, as_days as as_days, listed as listed,
-    Preparation as Preparation)
-from .datasets import (is_own as is_own, ANSWERS as ANSWERS, MOST_STRATA as MOST_STRATA, PICTURES as PICTURES,
-    Split as Split, FEWEST as FEWEST, OWN as OWN, Examples as Examples, number_labels as number_labels,
-    check_classes as check_classes, refuse as refuse, check_kind as check_kind, as_targets as as_targets,
-    check_targets as check_targets, Parts as Parts, stratified_split as stratified_split,
-    target_strata as target_strata, picture_files as picture_files, read_picture as read_picture,
-    read_folder as read_folder, read_table_file as read_table_file, from_frame as from_frame,
-    group_numbers as group_numbers, as_pixels as as_pixels, from_arrays as from_arrays, from_dataset as from_dataset,
-    digest_of as digest_of, balanced_order as balanced_order, first as first, load_digits_data as load_digits_data,
-    load_cifar10 as load_cifar10, synthetic_cifar10 as synthetic_cifar10, load_prose as load_prose,
-    load_text_file as load_text_file, split_examples as split_examples, example_data as example_data,
-    wild_targets as wild_targets, own_source as own_source, source_words as source_words, read_own as read_own,
-    keep_read as keep_read, keep_arrays as keep_arrays, text_digest as text_digest, load_own as load_own,
-    load_source as load_source, host_for as host_for)
-from .trainer import (StepState as StepState, Disturb as Disturb, Decisions as Decisions, Controller as Controller,
-    OwnerState as OwnerState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
-    train_group as train_group, may_defer as may_defer, group_epoch as group_epoch)
 from .ablation import (for_all_lanes as for_all_lanes, lane_inputs as lane_inputs, label_counts as label_counts,
     Tally as Tally, EvalResult as EvalResult, tally_result as tally_result, evaluate as evaluate,
     count_players as count_players, contributions as contributions, pair_interactions as pair_interactions,
@@ -32,6 +12,19 @@ from .data import (AHEAD as AHEAD, check_images as check_images, default_peak as
     target_lanes as target_lanes, lane_target_loss as lane_target_loss, target_counts as target_counts,
     share_pp as share_pp, standardised as standardised, TargetData as TargetData, check_tokens as check_tokens,
     draw_windows as draw_windows, TextData as TextData)
+from .datasets import (ANSWERS as ANSWERS, MOST_STRATA as MOST_STRATA, PICTURES as PICTURES, Split as Split,
+    FEWEST as FEWEST, OWN as OWN, Examples as Examples, number_labels as number_labels,
+    check_classes as check_classes, refuse as refuse, check_kind as check_kind, as_targets as as_targets,
+    check_targets as check_targets, Parts as Parts, stratified_split as stratified_split,
+    target_strata as target_strata, picture_files as picture_files, read_picture as read_picture,
+    read_folder as read_folder, read_table_file as read_table_file, from_frame as from_frame,
+    group_numbers as group_numbers, as_pixels as as_pixels, from_arrays as from_arrays, from_dataset as from_dataset,
+    digest_of as digest_of, balanced_order as balanced_order, first as first, load_digits_data as load_digits_data,
+    load_cifar10 as load_cifar10, synthetic_cifar10 as synthetic_cifar10, load_prose as load_prose,
+    load_text_file as load_text_file, split_examples as split_examples, example_data as example_data,
+    wild_targets as wild_targets, own_source as own_source, is_own as is_own, source_words as source_words,
+    read_own as read_own, keep_read as keep_read, keep_arrays as keep_arrays, text_digest as text_digest,
+    load_own as load_own, load_source as load_source, host_for as host_for)
 from .families import (TASK_FAMILIES as TASK_FAMILIES, Instance as Instance, groupings as groupings, Lesson as Lesson,
     draw_classes as draw_classes, draw_lesson as draw_lesson, FamilyData as FamilyData,
     begin_lessons as begin_lessons)
@@ -62,6 +55,10 @@ from .population import (Forecaster as Forecaster, SMALL_GROUP as SMALL_GROUP, M
     kept_history as kept_history)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
+from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, FENCE as FENCE,
+    MIDDLES as MIDDLES, MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES, Table as Table, read_frame as read_frame,
+    Column as Column, columns_of as columns_of, as_numbers as as_numbers, as_days as as_days, listed as listed,
+    Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
     accuracy_pp as accuracy_pp, check_settings as check_settings, check_fit as check_fit, Task as Task,
@@ -69,3 +66,6 @@ from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes 
     task_from_folder as task_from_folder, task_from_table as task_from_table, task_from_arrays as task_from_arrays,
     task_from_dataset as task_from_dataset, task_from_text as task_from_text, task_words as task_words,
     task_from_path as task_from_path, create_model as create_model)
+from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
+    StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
+    train_group as train_group, may_defer as may_defer, group_epoch as group_epoch)
