@@ -459,12 +459,14 @@ def ranks_train(rank, world, folder, out, kind, fault):
         for part in (net[0], net[3], net): fully_shard(part)
     model = nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
     opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    gov = Governor(model, opt, chance_loss=math.log(10), config=CONFIG)
+    count = dict(k=0)
+    gov = Governor(model, opt, chance_loss=math.log(10), config=CONFIG, count=count)
     def step(xy):
         loss = F.cross_entropy(model(xy[0]), xy[1])
         opt.zero_grad()
-        (-loss if fault == "sign" and gov.watched >= AT else loss).backward()
+        (-loss if fault == "sign" and count["k"] >= AT else loss).backward()
         opt.step()
+        count["k"] += 1
         return loss
     try:
         for k in range(AT + 60):

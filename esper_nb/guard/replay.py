@@ -306,7 +306,8 @@ class OperationWatch(TorchFunctionMode):
 
     def _note(self, operation: str, on_purpose: bool, bad: list[Tensor], wrong: list[Tensor], written: list[Tensor]):
         before = next((x for t in bad if (x := self.origins.get(id(t)))), None)
-        fresh = any(t.isnan().any() for t in (*wrong, *written)) and not any(t.isnan().any() for t in bad)
+        fresh = any(_local(t).isnan().any() for t in (*wrong, *written)) and \
+            not any(_local(t).isnan().any() for t in bad)
         if before is None and (fresh or not bad): before = "" if on_purpose else operation
         for t in (*wrong, *written):
             self.origins[id(t)] = before or ""
@@ -332,7 +333,9 @@ FILLS = frozenset({"masked_fill", "masked_fill_", "where", "full", "full_like", 
 
 def is_finite(t: Tensor) -> bool:
     "Whether all numbers are."
-    return bool(_local(t).isfinite().all()) if t.layout is torch.strided else True
+    t = _local(t)
+    if t.layout is not torch.strided or t.is_meta or t.untyped_storage().size() == 0: return True # shards let go of it
+    return bool(t.isfinite().all())
 
 def user_line() -> str: # " at file.py:26"; "": nobody's
     "Return the innermost line of the user's own code that runs now."
