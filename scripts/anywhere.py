@@ -89,6 +89,7 @@ def main():
     names = [w for w in args.what if w not in paths] or list(SETTINGS)
     if unknown := [n for n in names if n not in SETTINGS]:
         parser.error(f"{' '.join(unknown)}: settings are {' '.join(SETTINGS)}")
+    if args.logs is not None: args.logs.mkdir(parents=True, exist_ok=True)
     wrong = False
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -99,15 +100,13 @@ def main():
                 if env is None:
                     print(f"{name:13} {stage:6} left out: needs a C compiler, Linux and an x86 processor", flush=True)
                     continue
-                begun = time.time()
-                done = subprocess.run(words, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
-                                      stderr=subprocess.STDOUT)
-                said, failed = counted(done.stdout)
+                begun, log = time.time(), (args.logs or Path(folder))/f"{name}_{stage}.log"
+                with open(log, "w", encoding="utf-8") as f:
+                    done = subprocess.run(words, cwd=ROOT, env=env, stdout=f, stderr=subprocess.STDOUT)
+                text = log.read_text(encoding="utf-8")
+                said, failed = counted(text)
                 print(f"{name:13} {stage:6} {said}, {(time.time() - begun) / 60:.1f} min", flush=True)
-                if done.returncode: print("\n".join(failed or done.stdout.splitlines()[-30:]), flush=True)
-                if args.logs is not None:
-                    args.logs.mkdir(parents=True, exist_ok=True)
-                    (args.logs/f"{name}_{stage}.log").write_text(done.stdout)
+                if done.returncode: print("\n".join(failed or text.splitlines()[-30:]), flush=True)
                 wrong |= done.returncode != 0
     sys.exit(wrong)
 
