@@ -8,10 +8,11 @@ __all__ = ['OLD_GRADIENTS', 'RUINED', 'ODD', 'EXPERIMENTS', 'SLOWER', 'UPHILL', 
            'writes_before', 'wrote', 'center_spread', 'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap',
            'Yardstick', 'find_odd', 'odd_batches', 'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment',
            'leave_out_odd', 'earlier_batches', 'later_batches', 'mix_examples', 'can_mix', 'are_sorted', 'with_tensors',
-           'hold_rate', 'hold_settings', 'most_changed', 'rate_rose', 'had_a_spell', 'other_settings', 'is_near',
-           'without_autocast', 'full_precision', 'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments',
-           'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'why_well', 'why_cured', 'CaseFile',
-           'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
+           'switched_inputs', 'hold_inputs', 'name_inputs', 'hold_rate', 'hold_settings', 'most_changed', 'rate_rose',
+           'had_a_spell', 'other_settings', 'is_near', 'without_autocast', 'full_precision', 'few_bits',
+           'drop_gradients', 'updates_every_step', 'forget_moments', 'moments_push', 'clip_as_usual', 'scale_rate',
+           'slower', 'climb', 'why_well', 'why_cured', 'CaseFile', 'Repetition', 'Inquiry', 'find_cause', 'on_any_rank',
+           'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/24_causes.ipynb #imports
 import itertools
@@ -437,6 +438,21 @@ def with_tensors(batch, new: list[Tensor]): # in the order of `tensors_of`; is e
     return batch
 
 # %% ../../nbs/guard/24_causes.ipynb #expsettings
+def switched_inputs(steps: Sequence[RecordedStep]) -> dict[str, int]: # number of the step by name
+    "Return what the loop set for its step, other than counters: what was written before one to three of the steps."
+    seen: dict[str, list[int]] = {}
+    for s in steps:
+        for name in s.given.names if s.given is not None else (): seen.setdefault(name, []).append(s.number)
+    return {name: at[0] for name, at in seen.items() if len(at) <= 3 < len(steps)}
+
+def hold_inputs(replay: Replay):
+    "Keep what the loop sets for its step as it was in the good state."
+    replay.changes.held = frozenset(switched_inputs(replay.steps))
+
+def name_inputs(replay: Replay) -> str:
+    "Say what the loop has set, and when."
+    return ", ".join(f"`{name}` was set before batch {at}" for name, at in switched_inputs(replay.steps).items())
+
 def hold_rate(replay: Replay):
     "Keep the learning rate of the good state, but for what a Governor makes of it."
     then = [(g, g["lr"].item() if isinstance(g["lr"], Tensor) else g["lr"]) for g in replay.groups]
@@ -578,6 +594,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         change=lambda r, f: hold_settings(r), cause="settings",
         why=lambda r, f: f"settings of the optimizer changed: {other_settings(f)}",
         fits=lambda r, f: bool(other_settings(f)), help="momentum, weight decay, ε"),
+    "the inputs of the good state": Experiment(
+        change=lambda r, f: hold_inputs(r), cause="inputs",
+        why=lambda r, f: f"{name_inputs(r)}, which the step reads: with its value from before the run stays well",
+        fits=lambda r, f: bool(switched_inputs(r.steps)), help="a sign, a weight or a switch of the loop"),
     "in float32": Experiment(
         change=lambda r, f: full_precision(r), cause="precision",
         why=lambda r, f: few_bits(f),
@@ -920,7 +940,7 @@ def on_any_rank(
     return ask
 
 # %% ../../nbs/guard/24_causes.ipynb #redo2
-REDONE = ("healthy", "outside", "data", "rate") # causes after which the same steps do well
+REDONE = ("healthy", "outside", "data", "rate", "inputs") # causes after which the same steps do well
 
 @torch.enable_grad()
 def redo(
@@ -935,6 +955,7 @@ def redo(
     with Replay(incident, ranks, clocks) as r:
         r.begin()
         if "rate" in (found.cause, *found.also): hold_rate(r)
+        if "inputs" in (found.cause, *found.also): hold_inputs(r)
         r.changes.without = set(found.batches)
         losses = r.run()
         trained = [x for s, x in zip(r.steps, losses) if s.number not in r.changes.without]

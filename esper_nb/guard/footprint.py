@@ -38,9 +38,9 @@ import time
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -745,6 +745,16 @@ class Given:
     tails: tuple[tuple[Holder, tuple], ...] = () # long list, what was appended
     kept: tuple[tuple[AnyLeaf, Any], ...] = () # tensor or array, its values; a generator, its state
     lost: tuple[str, ...] = () # what cannot be given again
+
+    @property
+    def names(self) -> set[str]:
+        "Return the variables, entries and attributes that were written; not the content of lists and tensors."
+        return {k for h, _ in self.holders for k in (h.labels() if isinstance(h, (Variable, Names)) else [h.name])}
+
+    def without(self, names: Collection[str]) -> "Given":
+        "Return the same without what was written to some names."
+        def stays(h): return not set(h.labels() if isinstance(h, (Variable, Names)) else [h.name]) & set(names)
+        return replace(self, holders=tuple((h, x) for h, x in self.holders if stays(h)))
 
 def mark_of(
     value, # anything

@@ -38,7 +38,7 @@ from .reports import (
     Explanation, GovernorConfig, GovernorStop, IncidentLog, Report, Summary, as_chance_losses, as_governor_config,
     describe_failure, logger)
 from .responses import Lanes, SingleRun, clocks_of, not_exchanged
-from .rises import BACK, Yardstick, blames_weights, is_clearly_above, monitor_rise
+from .rises import BACK, Calibration, blames_weights, is_clearly_above, monitor_rise
 from .snapshots import BackgroundCopy, SavedState, Snapshot, TakeResult
 
 # %% ../../nbs/guard/29_governor.ipynb #77500f84
@@ -124,7 +124,7 @@ class Governor:
         self.repairs = Repairs(self.snapshot, self.ranks, self.probation) if self.single else None
         if self.repairs is not None: self.log.followers.append(self.repairs.follow)
         self.health = StateHealth(self.snapshot) if self.single else None
-        self.course, self.yardstick, self.signs = LossCourse(), Yardstick(), self._new_signs()
+        self.course, self.calibration, self.signs = LossCourse(), Calibration(), self._new_signs()
         self.kept: tuple[SavedState, SavedAt] | None = None # from before the latest change that was accepted
         self.verdict: Verdict | None = None # the latest that was judged in full
         self.proof: Explanation | None = None # of the rise that is about to be acted on
@@ -341,7 +341,8 @@ class Governor:
                 self._look_into([stop.report])
                 raise GovernorStop(self.reports[-1]) from None
             if new: self._look_into(new[-1:])
-            elif self.observed.calm and self.stats.held[0] == 8: self._redo_disturbed("rise", self.losses.recent[-1])
+            elif self.observed.calm and (self.stats.held[0] == 8 or repairs.is_due(self.watched)):
+                self._redo_disturbed("rise", self.losses.recent[-1])
         return returned
 
     def explain(
@@ -573,13 +574,13 @@ class Governor:
             probation=self.probation.state_dict(), log=self.log.state_dict(), response=self.response.state_dict(),
             repairs=None if self.repairs is None else self.repairs.state_dict(),
             health=None if self.health is None else self.health.state_dict(), course=self.course.state_dict(),
-            yardstick=self.yardstick.state_dict(),
+            calibration=self.calibration.state_dict(),
             kept=None if kept is None else (self.snapshot.portable(kept[0]), tuple(kept[1])),
             snapshot=self.snapshot.state_dict() if banks else None)
 
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
         "Go on where another Governor was; the model and everything else are loaded on their own."
-        for name in ("stats", "budget", "losses", "rates", "probation", "log", "response", "course", "yardstick"):
+        for name in ("stats", "budget", "losses", "rates", "probation", "log", "response", "course", "calibration"):
             getattr(self, name).load_state_dict(state[name])
         if state["repairs"] and self.repairs is not None: self.repairs.load_state_dict(state["repairs"])
         if state["health"] and self.health is not None: self.health.load_state_dict(state["health"])
@@ -733,7 +734,7 @@ class Governor:
     def _is_yardstick(self) -> bool:
         "Whether a rise of the loss may be blamed on the weights, in this run."
         chance = None if self.chance_loss is None else float(self.chance_loss[0])
-        return self.yardstick.holds(self.stats, chance, self._compares_recorded)
+        return self.calibration.holds(self.stats, chance, self._compares_recorded)
 
     def _disregard(self) -> tuple[Report, ...]: # none
         "Learn the new level of a loss that says nothing about the weights, and say so once."
@@ -800,15 +801,17 @@ class Governor:
         return latest if len(now) < 4 else bool(self._blames(now, before, rise)[0])
 
     def _prove(self, m: Moment) -> "Outcome":
-        "Look for the cause of a rise; without proof, or where none can be had, the live weights stay."
+        """Look for the cause of a rise. Without one the live weights stay, unless it is certain that they are worse:
+        the loss has been shown to measure the weights of this run, or it is a thousand times its level."""
         seen, repairs = self.observed, self.repairs
+        assert seen.monitor is not None
         if repairs is None or not self._records or not self.config.explain_steps: return (), Move.PROVED
         incident = repairs.open(self._saved_at(0).batch)
         found = repairs.find_cause(incident, self.config.explain_steps, is_bad=self._what_is_bad)
         self._discard_updates()
         self.proof = found
-        weak = found.cause in WEAK_CAUSES and (self.yardstick.unfit or self.yardstick.fit < 2)
-        if found.cause not in NO_PROOF and not weak: return (), Move.PROVED
+        certain = seen.monitor.is_absurd() or self.calibration.fit > 1 and not self.calibration.unfit
+        if certain or found.cause not in (*NO_PROOF, *WEAK_CAUSES): return (), Move.PROVED
         if seen.report is not None:
             why = f"no cause is proved ({found.why}), so nothing is undone"
             seen.begin(seen.monitor, replace(seen.report, why=why))
@@ -1230,7 +1233,8 @@ class Governor:
 
     def _mend_moments(self, bad: tuple[str, ...]) -> bool: # tensors that are not finite
         "Where only moments of an optimizer are not finite, restore these alone, so that no batch is lost."
-        if not self.single or self.ranks or self._records or not self.snapshot.mend(bad): return False
+        if self.health is None or self.ranks or self._records: return False
+        if self.health.count_jump(self.watched) > 1 or not self.snapshot.mend(bad): return False
         report = describe_failure(self.stats, self.config, None, self.chance_loss, 0, "state")
         self.log.file(replace(report, action="rollback", batch=self.watched - 1, bad_state=bad, restored=bad,
                               restored_step=self.snapshot.steps[0],
@@ -1240,17 +1244,20 @@ class Governor:
     def _find_jumps(self) -> tuple[str, ...]: # names, and by how much
         "Return the buffers of a single run that have jumped; and note where its loss began."
         if self.health is None or self.ranks or not self.observed.calm: return ()
-        self.yardstick.begin(tuple(self.losses.recent), bool(self.stats.linear[0]))
+        self.calibration.begin(tuple(self.losses.recent), bool(self.stats.linear[0]))
         return self.health.find_jumps()
 
     def _mend_buffers(self, jumped: tuple[str, ...]) -> tuple[Report, ...]: # names, and by how much
-        "Restore buffers that have jumped; if they jump again at once, theirs is a new level."
+        "Restore buffers that have jumped; if they jump again, all of the state; then theirs is a new level."
         names = tuple(text.partition(":")[0] for text in jumped)
         assert self.health is not None
-        if self.health.is_new_level(self.watched):
+        again = self.health.count_jump(self.watched)
+        if again > 2 and not self.health.damaged():
             self.log.say("batch %d: %s again: taken for a new level of the data", self.watched - 1, jumped[0])
+            self.health.bands.forget()
             return ()
-        if self._records or not self.snapshot.mend(names): return self._act({0: "state"}, bad_state=jumped)
+        if again > 1 or self._records or not self.snapshot.mend(names):
+            return self._act({0: "state"}, bad_state=jumped)
         report = describe_failure(self.stats, self.config, None, self.chance_loss, 0, "state")
         return (self.log.file(replace(
             report, action="rollback", batch=self.watched - 1, bad_state=jumped, restored=names,
@@ -1263,10 +1270,10 @@ class Governor:
         if text and self.log.remark("course", text):
             report = self._describe("rise", self.losses.recent[-1])
             self.log.file(replace(report, action="noted", why=text))
-        if not self.yardstick.is_due() or not self._compares_recorded: return
+        if not self.calibration.is_due() or not self._compares_recorded: return
         if self._saved_at(0).batch == self.watched: return
         live, old = self._losses_of_both([0], self.snapshot.set_aside())
-        self.yardstick.count(live[:, 0], old[:, 0])
+        self.calibration.count(live[:, 0], old[:, 0])
 
     def _note_saved(self,
         at: SavedAt | None = None, # None: now

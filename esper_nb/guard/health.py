@@ -29,7 +29,7 @@ class StateHealth:
         self.lost = 0 # losses that were not finite and did no harm
         self.in_a_row = 0 # of these, the latest
         self.last = -9 # call of `watch` of the latest
-        self.jumped_at = -10**9 # call of `watch` at which buffers last jumped
+        self.jumps, self.jumped_at = 0, -10**9 # jumps of buffers in a row; call of `watch` of the latest
         self.bands = BufferBands({
             f"{name}.{path}": t for name, part in snapshot.parts.items() if isinstance(part, ModulePart)
             for path, t in part.obj.named_buffers()})
@@ -52,21 +52,21 @@ class StateHealth:
         "Return what in the state is not finite, or far larger than it ever was; nothing is noted."
         return self.damaged() or self.bands.jumped()
 
-    def is_new_level(self, batch: int) -> bool: # call of `watch`
-        "Note a jump; whether it is the second within fifty batches: then the bands are learnt anew."
-        again, self.jumped_at = batch - self.jumped_at <= 50, batch
-        if again: self.bands.forget()
-        return again
+    def count_jump(self, batch: int) -> int: # call of `watch`; jumps in a row, less than a hundred batches apart
+        "Note that buffers have jumped."
+        self.jumps = self.jumps + 1 if batch - self.jumped_at < 100 else 1
+        self.jumped_at = batch
+        return self.jumps
 
     def state_dict(self) -> dict:
         "Return counts and bands as plain values."
-        return dict(lost=self.lost, in_a_row=self.in_a_row, last=self.last, jumped_at=self.jumped_at,
-                    bands=self.bands.state_dict())
+        return dict(lost=self.lost, in_a_row=self.in_a_row, last=self.last, jumps=self.jumps,
+                    jumped_at=self.jumped_at, bands=self.bands.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
         "Go on with the counts and bands of another run."
         self.lost, self.in_a_row, self.last = state["lost"], state["in_a_row"], state["last"]
-        self.jumped_at = state["jumped_at"]
+        self.jumps, self.jumped_at = state["jumps"], state["jumped_at"]
         self.bands.load_state_dict(state["bands"])
 
 # %% ../../nbs/guard/28_health.ipynb #1897d61c

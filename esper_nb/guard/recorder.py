@@ -10,7 +10,7 @@ __all__ = ['RecordedStep', 'number_of', 'settings_of', 'keys_of', 'tensors_of', 
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -54,10 +54,16 @@ class RecordedStep:
             for o in optimizers: stack.enter_context(at_share(o, self.share))
             return self.step(batch)
 
-    def again(self, other=None, optimizers: Iterable[torch.optim.Optimizer] = ()): # a batch in place of its own; loss
-        "Run it once more, on the weights as they are, with the random numbers that it had."
+    def again(
+        self,
+        other=None, # a batch in place of its own
+        optimizers: Iterable[torch.optim.Optimizer] = (), # that take its share of the learning rate
+        held: Collection[str] = (), # inputs that stay as they are, whatever the loop wrote there
+    ) -> float: # the loss
+        "Run it once more, on the weights as they are, with the random numbers and inputs that it had."
         RandomStreams().load_state_dict(self.streams)
-        if self.footprint is not None: self.footprint.give(self.given)
+        if self.footprint is not None:
+            self.footprint.give(self.given.without(held) if held and self.given is not None else self.given)
         if other is None: other = self.batch if self.fetch is None else self.fetch(self.batch)
         return number_of(self.call(other, optimizers))
 

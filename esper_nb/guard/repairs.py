@@ -83,6 +83,10 @@ class Repairs:
         self.writes = self.snapshot.writes
         return returned
 
+    def is_due(self, number: int) -> bool: # calls of `watch`
+        "Whether something wrote into the state a few steps ago, for the first times: its effect can be seen by now."
+        return self.reliable and 0 < len(self.written) <= 8 and self.written[-1].after + 8 == number
+
     def rehearse(self) -> DryReplay:
         "Repeat the latest steps from the good state, where that leaves no trace."
         steps = list(self.recorder.steps)

@@ -44,6 +44,7 @@ class Changes:
     "What an experiment changes in a replay, besides the state that it begins with."
     without: set[int] = field(default_factory=set) # numbers of steps that are left out
     batches: dict[int, Any] = field(default_factory=dict) # other batches, by number of step
+    held: frozenset[str] = frozenset() # inputs of the step that stay as they were in the good state
     before_step: list[Callable[[], None]] = field(default_factory=list) # called then
     after_step: list[Callable[[], None]] = field(default_factory=list)
     before_update: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
@@ -162,7 +163,8 @@ class Replay:
         self.changes.call("before_step")
         with ExitStack() as stack:
             for make in self.changes.around: stack.enter_context(make())
-            loss = s.again(None if anyway else self.changes.batches.get(s.number), () if anyway else self.optimizers)
+            loss = s.again(None if anyway else self.changes.batches.get(s.number), () if anyway else self.optimizers,
+                           held=self.changes.held)
         self.changes.call("after_step")
         self.taken += 1
         return self.agreed([loss])[0]

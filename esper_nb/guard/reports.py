@@ -61,7 +61,7 @@ class GovernorConfig(DetectorConfig):
     replay: bool = False # a first rollback puts everything back, data and schedule too, and replays exactly
     patience: int | None = None # losses for which a rise is observed before the comparison; None: 48, or 0 on lanes
     cooldown: int = threshold(100, 0, 1000, 10) # losses past the place of the failure that refill the budget
-    explain_steps: int = 1000 # budget of the search for the cause after an incident of `run`; 0: only on request
+    explain_steps: int = 2000 # budget of the search for the cause after an incident of `run`; 0: only on request
     leave_out: bool = True # skip batches that caused an incident when they recur
     redo: bool = True # after a rollback of `run`, retrain on the lost batches without those that caused it
     skip_window: int = 0 # batches that are left out after every rollback
@@ -294,6 +294,7 @@ CAUSES = dict(
     data="batches that are unlike the others",
     rate="the learning rate rose",
     settings="a setting of the optimizer changed",
+    inputs="something that the loop sets for its step changed",
     precision="numbers of too few bits",
     gradients="gradients of earlier steps were still there",
     order="examples of one kind in a row",

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TURN', 'FEW', 'BACK', 'blames_weights', 'pair_turns', 'is_clearly_above', 'RiseMonitor', 'monitor_rise', 'fall_of',
-           'Yardstick']
+           'Calibration']
 
 # %% ../../nbs/guard/15_rises.ipynb #d5290574
 import math
@@ -163,7 +163,7 @@ def fall_of(x: Sequence[float]) -> tuple[float, float]: # and its standard error
     return float(-slope * k), float((rest @ rest / max(1, k - 2) / (at @ at))**.5 * k)
 
 # %% ../../nbs/guard/15_rises.ipynb #yard0001
-class Yardstick:
+class Calibration:
     "Whether a lower loss means better weights, in this run."
     def __init__(self) -> None:
         self.fit = self.unfit = 0 # times that older weights did clearly worse, clearly better, while nothing was wrong
