@@ -13,7 +13,7 @@ from esper_nb.guard import DetectorConfig, Governor, GovernorConfig, GovernorSto
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 def governed(losses, chance, **watch):
-    gov = Governor(nn.Linear(1, 1), chance_loss=chance)
+    gov = Governor(nn.Linear(1, 1), chance_loss=chance, config=GovernorConfig(proof=False, lost_confirm=1))
     for loss in losses: gov.watch(float(loss), **watch)
     return gov
 
@@ -86,7 +86,7 @@ def test_a_rise_is_looked_at_and_its_end_is_noted():
 
 def test_no_snapshot_is_published_during_a_trial():
     gov = Governor(nn.Linear(1, 1), chance_loss=CHANCE,
-                   config=GovernorConfig(snapshot_every=5, probation=5, patience=100))
+                   config=GovernorConfig(snapshot_every=5, probation=5, patience=100, proof=False))
     for k in range(100): gov.watch(.5 + .01 * (k % 3))
     step = gov.snapshot.steps[0]
     for _ in range(63): gov.watch(2.2)
@@ -138,7 +138,7 @@ def test_a_snapshot_can_be_taken_at_once():
 
 @pytest.mark.parametrize("bad", [20, 60])
 def test_a_burst_does_not_use_up_the_budget(bad):
-    "Batches with inputs that are not numbers: each ruins the weights, and all of them are one failure or two."
+    "Batches with inputs that are not numbers: each would ruin the weights, and all of them are one failure or two."
     torch.manual_seed(0)
     net = nn.Linear(4, 3); opt = torch.optim.SGD(net.parameters(), lr=.1)
     gov = Governor(net, opt, chance_loss=math.log(3))
@@ -148,7 +148,8 @@ def test_a_burst_does_not_use_up_the_budget(bad):
         loss = F.cross_entropy(net(x), y)
         opt.zero_grad(); loss.backward(); opt.step()
         gov.watch(loss)
-    assert len(gov.reports) == bad and gov.budget.ever[0] <= 1 + bad // 48 and net.weight.isfinite().all()
+    assert len(gov.reports) == max(0, bad - 47) # the gate has dropped all of these updates
+    assert gov.budget.ever[0] <= 1 + bad // 48 and net.weight.isfinite().all()
     assert not gov.stopped[0]
 
 def test_a_burst_of_bad_batches_is_left_out_batch_by_batch():

@@ -302,6 +302,11 @@ class UpdateGate:
         each = [s.counts for s in self.sides.values()]
         return {k: sum(c[k] for c in each) for k in ("updates", "dropped", "scaled")}
 
+    @property
+    def dropping(self) -> bool:
+        "Whether the latest update of some optimizer was left out."
+        return any(s.row["kind"] == "dropped" for s in self.sides.values())
+
     def take_events(self) -> list[GateEvent]:
         "Return the events since the last call; the oldest are gone if there were more than `keep`."
         out = list(self.events)

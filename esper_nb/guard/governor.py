@@ -379,6 +379,8 @@ class Governor:
         incident = None if now else self.repairs.incident
         if incident is None: incident = self.repairs.open(self._saved_at(0).batch)
         found = self.repairs.find_cause(incident, budget, all_of_them, self._what_is_bad)
+        if found.cause in WEAK_CAUSES and incident.report is None: # smaller steps always stay nearer to where they began
+            found = replace(found, cause="unknown", why=f"nothing was acted on; {found.why}")
         if found.cause == "healthy" and incident.report is None:
             found = replace(found, why=found.why + self.log.story())
         self._discard_updates()
@@ -643,7 +645,7 @@ class Governor:
             self.stats.judged += 1
             self.probation.count()
             move = seen.follow(m.loss, bool(self.stats.linear[0]), self._patience, self.evaluate is not None,
-                               self._compares_recorded)
+                               self._compares_recorded, holds=self.config.proof)
             if move is Move.DUE and not self._has_signs():
                 assert seen.monitor is not None
                 why = "nothing in weights, rates or gradients speaks against the run: the loss itself has changed"
@@ -714,7 +716,8 @@ class Governor:
         if m.before_step: # the batch can be skipped, which costs nothing where it stands alone
             if row == 1: self.budget.skips[0] = 0
             return False
-        lasts = row >= min(self.config.lost_confirm, self._patience + 1)
+        still = self.gate is not None and self.gate.dropping # the weights have not changed since they were good
+        lasts = row >= min(max(self._patience, 1) if still else self.config.lost_confirm, self._patience + 1)
         if self.ranks.any([lasts or bool(self.health.damaged())])[0]: return False
         lost = self.health.lost
         if lost & (lost - 1) == 0: # the first, the second, the fourth ...
@@ -725,7 +728,7 @@ class Governor:
 
     def _has_signs(self) -> bool:
         "Whether something beside the loss speaks against the weights, or nothing could, without an optimizer."
-        if self.signs is None or self.gate is None: return True
+        if self.signs is None or self.gate is None or not self.config.proof: return True
         good = self._saved_at(0).batch
         late = 1 + (self.watched - good) // self.gate.config.block
         peaks = [[*side.history.peaks, side.history.peak] for side in self.gate.sides.values()]
@@ -734,7 +737,7 @@ class Governor:
     def _is_yardstick(self) -> bool:
         "Whether a rise of the loss may be blamed on the weights, in this run."
         chance = None if self.chance_loss is None else float(self.chance_loss[0])
-        return self.calibration.holds(self.stats, chance, self._compares_recorded)
+        return not self.config.proof or self.calibration.holds(self.stats, chance, self._compares_recorded)
 
     def _disregard(self) -> tuple[Report, ...]: # none
         "Learn the new level of a loss that says nothing about the weights, and say so once."
@@ -805,7 +808,8 @@ class Governor:
         the loss has been shown to measure the weights of this run, or it is a thousand times its level."""
         seen, repairs = self.observed, self.repairs
         assert seen.monitor is not None
-        if repairs is None or not self._records or not self.config.explain_steps: return (), Move.PROVED
+        if repairs is None or not (self._records and self.config.explain_steps and self.config.proof):
+            return (), Move.PROVED
         incident = repairs.open(self._saved_at(0).batch)
         found = repairs.find_cause(incident, self.config.explain_steps, is_bad=self._what_is_bad)
         self._discard_updates()

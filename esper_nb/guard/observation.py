@@ -119,6 +119,7 @@ class Observation:
         patience: int, # losses before a comparison
         at_once: bool = False, # a comparison costs no batch
         recorded: bool = False, # and it uses the batches that the live weights were trained on
+        holds: bool = True, # both weights far off alike speak for bad data, which may end
     ) -> Move:
         """Take in a loss; return what it means.
 
@@ -145,7 +146,7 @@ class Observation:
         if blamed is None: return Move.TURN
         if blamed: return Move.BLAMED
         if t.late: return Move.BACK
-        far = t.reason == "explosion" and float(on_scale(t.old_loss, linear)) - t.level > t.rise / 2
+        far = holds and t.reason == "explosion" and float(on_scale(t.old_loss, linear)) - t.level > t.rise / 2
         return Move.HOLD if far and len(t.x) < 4 * patience else Move.CLEARED
 
     @property

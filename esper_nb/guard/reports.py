@@ -66,6 +66,7 @@ class GovernorConfig(DetectorConfig):
     redo: bool = True # after a rollback of `run`, retrain on the lost batches without those that caused it
     skip_window: int = 0 # batches that are left out after every rollback
     gate: bool = True # leave out updates of a single run whose gradients are not finite, scale those far out of line
+    proof: bool = True # undo nothing for a rise without a sign or a proof beside the loss; False: the loss is enough
     lost_confirm: int = threshold(3, 1, 20, 1) # losses in a row that are not finite before a sound state is restored
     rewarm: int = 20 # steps over which a learning rate that was the cause is restored; 0: immediately
     stop_raises: bool = True # when the budget is used up raise `GovernorStop` (True) or only mark the lanes (False)
@@ -94,7 +95,7 @@ GOVERNOR_PRESETS = dict(
     classic=GovernorConfig(
         absolute=None, absolute_loss=12., huge=None, cold=None, window=20, min_samples=10, refresh=1, rise=None,
         collapse_confirm=1, collapse_z=None, snapshot_every=5, probation=0, skips=0, lowers=0, cooldown=10, patience=0,
-        lost_confirm=1, gate=False, scale="log"))
+        lost_confirm=1, gate=False, proof=False, scale="log"))
 
 def as_governor_config(
     config: GovernorConfig | str, # a config, or the name of a preset
