@@ -33,7 +33,7 @@ NOT_SHOWN = re.compile(r"^#\|\s*(hide|export|exporti|default_exp|include:\s*fals
 NO_CODE = re.compile(r"^#\|\s*echo:\s*false", re.M)
 # Cells with this tag show what a training came to: figures that every processor rounds in its own way.
 TRAINED = "trained"
-NUMBER = r"(?<![\w.])[-+−]?(?:(?:\d+(?:,\d{3})*\.?\d*|\.\d+)(?:e[-+]?\d+)?|(?:nan|inf)\b)"
+NUMBER = r"(?:(?<![\w.])|(?<=\dx))[-+−]?(?:(?:\d+(?:,\d{3})*\.?\d*|\.\d+)(?:e[-+]?\d+)?|(?:nan|inf)\b)"
 FIGURES = (
     (re.compile(r"[\u2581-\u2588](?:[\u2581-\u2588 ]*[\u2581-\u2588])?"), "▁"),      # bars
     (re.compile(NUMBER, re.I), "#"),

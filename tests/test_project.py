@@ -280,7 +280,8 @@ def notebook_of(path, source, shown="", *tags):
 
 @pytest.mark.parametrize("shown, again, alike", [
     ("loss 156.1, 98.4 pp", "loss 1,060.50, 9e-05 pp", True), ("[-0.5, .25, nan]", "[12., 1e+03, 7]", True),
-    ("▁▃█ ▅", "▂▂▂", True), ("lane  conv  9.4\n----  ----  ---", "lane  conv  10.25\n----  ----  -----", True),
+    ("<Figure size 700x240>", "<Figure size 700x205>", True), ("▁▃█ ▅", "▂▂▂", True),
+    ("lane  conv  9.4\n----  ----  ---", "lane  conv  10.25\n----  ----  -----", True),
     ("tensor([ 9.5, 10.0,\n        3.])", "tensor([1., 2., 3.])", True),
     ("rise (loss 4)", "collapse (loss 4)", False), ("[1, 2]", "[1, 2, 3]", False), ("r0c1: 3", "r0c2: 3", False),
     ("one\ntwo", "one two", False), ("", "0", False)])
