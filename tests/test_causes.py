@@ -1,6 +1,5 @@
 "An incident is replayed from its good state, exactly, and the one change that cures it names the cause."
 import copy, math, random, time
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,22 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper_nb.guard import (
-    EXPERIMENTS, Experiment, Governor, GovernorConfig, GovernorStop, StateWatch, StepRecorder,
-    Written, find_cause, redo_disturbed, tensors_of_parts)
-from esper_nb.guard import governor
+    EXPERIMENTS, Experiment, Governor, GovernorConfig, GovernorStop, StepRecorder)
 
-CONFIG = GovernorConfig(snapshot_every=20, probation=20, patience=24)
+CONFIG = GovernorConfig(snapshot_every=20, probation=20, patience=24, gate=False, lost_confirm=1)
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
 AT, AFTER = 86, 24
-
-WRITTEN: list[Written] = [] # what was seen to write into the state of the latest loop between two steps
-
-@pytest.fixture(autouse=True)
-def watched(monkeypatch):
-    "Governors hand over what was seen."
-    WRITTEN.clear()
-    monkeypatch.setattr(governor, "find_cause", partial(find_cause, written=WRITTEN))
-    monkeypatch.setattr(governor, "redo_disturbed", partial(redo_disturbed, written=WRITTEN))
 
 def batch(k, rank=0):
     g = torch.Generator().manual_seed(1000 * k + rank)
@@ -42,7 +30,6 @@ class Loop:
         self.clock = torch.optim.lr_scheduler.LambdaLR(self.opt, lambda k: 1 / (1 + k / 1000))
         self.count, self.bug = dict(k=0), bug
         self.gov = Governor(self.net, self.opt, self.clock, chance_loss=math.log(10), config=config, count=self.count)
-        self.watch = StateWatch(lambda: tensors_of_parts(dict(model=self.net, optimizer=self.opt)), every=1)
 
     def step(self, xy):
         "Train on a batch; its loss."
@@ -61,9 +48,7 @@ class Loop:
         for k in range(steps):
             given = batch(k)
             if fault: given = fault(self, k, given)
-            if (seen := self.watch.start_of_step()) is not None: WRITTEN.append(seen)
             losses.append(self.gov.run(self.step, given))
-            self.watch.end_of_step(k)
             if until_reported and self.gov.reports: break
         return losses
 

@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from esper_nb.guard import Governor
 from esper_nb.guard import footprint as page
-from esper_nb.guard.causes import Replay, StepRecorder
+from esper_nb.guard.recorder import StepRecorder
+from esper_nb.guard.replay import Replay
 from esper_nb.guard.footprint import (
     Distances, Footprint, StateWatch, batch_digest, bits_of, dry_replay, in_a_fork, names_in, tensors_of_parts)
 from esper_nb.guard.snapshots import Snapshot

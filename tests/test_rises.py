@@ -422,9 +422,10 @@ def test_losses_before_the_good_state_come_back_with_a_checkpoint(banks):
     loop.run(310)
     saved = loop.governor.state_dict(banks)
     other.governor.load_state_dict(saved)
-    assert list(other.governor.losses.recent) == list(loop.governor.losses.recent) and len(loop.governor.losses.recent) == 16
+    recent = loop.governor.losses.recent
+    assert list(other.governor.losses.recent) == list(recent) and len(recent) == 16
     if banks: assert other.governor.probation.saved == loop.governor.probation.saved
-    else: assert [at.losses for at in other.governor.probation.saved.values()] == [tuple(loop.governor.losses.recent)] # it begins here
+    else: assert [at.losses for at in other.governor.probation.saved.values()] == [tuple(recent)] # it begins here
     assert all(len(at.losses) == 16 for at in other.governor.probation.saved.values())
 
 

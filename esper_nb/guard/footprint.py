@@ -1325,8 +1325,8 @@ class StateWatch:
     """Whether anything writes into tensors between two steps.
 
     Torch counts what is written into a tensor, and that is compared at every step. What goes past it is seen by
-    checksums: of a piece of the parameters and a piece of the rest at every step, so that a write into all weights is
-    seen at once, and of all of it now and then.
+    checksums: of a piece of the parameters and a piece of the rest at every step, and of all of it now and then; and
+    by two words of every tensor at every step, so that a write into all of a layer is seen at once.
     """
     def __init__(
         self,
@@ -1341,6 +1341,7 @@ class StateWatch:
         "Forget what was noted: whoever calls this has written into the state."
         self.before: list[int] | None = None # versions at the end of a step
         self.noted: list[tuple[int, int, int]] = [] # pieces that were looked at: kind, place, sum
+        self.probed: list[int] | None = None # single words of every tensor
         self.sums: list[int] | None = None # of all tensors
 
     def look_up(self):
@@ -1350,6 +1351,8 @@ class StateWatch:
         kinds = [isinstance(t, nn.Parameter) for t in self.values]
         self.pieces = [[(i, words) for i, t in enumerate(self.values) if kinds[i] == kind for words in words_of(t)]
                        for kind in (True, False)]
+        whole = {i: words for pieces in self.pieces for i, words in reversed(pieces)}
+        self.probes = [(i, words, len(words) * k // 3) for i, words in whole.items() for k in (1, 2)]
         self.places = [t.data_ptr() if t.layout is torch.strided else 0 for t in self.values]
 
     def end_of_step(self, number: int): # of the step
@@ -1360,6 +1363,7 @@ class StateWatch:
         self.before = [t._version for t in self.values] # noqa: SLF001
         at = [(kind, self.steps % len(pieces)) for kind, pieces in enumerate(self.pieces) if pieces]
         if any(self.lies_elsewhere(self.pieces[kind][k][0]) for kind, k in at): self.look_up()
+        self.probed = [words.item(k) for _, words, k in self.probes]
         self.noted = [(kind, k, int(np.add.reduce(self.pieces[kind][k][1]))) for kind, k in at]
         everything = self.every and self.steps * 2654435761 % 2**32 < 2**32 / self.every # at no regular distance
         self.sums = [bits_of([t]) for t in self.values] if everything else None
@@ -1371,6 +1375,10 @@ class StateWatch:
         if now != self.before:
             moved = [k for k, a, b in zip(self.names, now, self.before) if a != b]
             return Written(tuple(moved), self.number, "versions")
+        if self.probed is not None and (seen := [words.item(k) for _, words, k in self.probes]) != self.probed:
+            others = {i for (i, _, _), a, b in zip(self.probes, seen, self.probed) if a != b}
+            if here := tuple(self.names[i] for i in sorted(others) if not self.lies_elsewhere(i)):
+                return Written(here, self.number, "bits")
         for kind, k, total in self.noted:
             i, words = self.pieces[kind][k]
             if not self.lies_elsewhere(i) and int(np.add.reduce(words)) != total:

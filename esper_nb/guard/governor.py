@@ -379,7 +379,7 @@ class Governor:
         incident = None if now else self.repairs.incident
         if incident is None: incident = self.repairs.open(self._saved_at(0).batch)
         found = self.repairs.find_cause(incident, budget, all_of_them, self._what_is_bad)
-        if found.cause in WEAK_CAUSES and incident.report is None: # smaller steps always stay nearer to where they began
+        if found.cause in WEAK_CAUSES and incident.report is None: # smaller steps stay nearer to where they began
             found = replace(found, cause="unknown", why=f"nothing was acted on; {found.why}")
         if found.cause == "healthy" and incident.report is None:
             found = replace(found, why=found.why + self.log.story())
@@ -646,7 +646,7 @@ class Governor:
             self.probation.count()
             move = seen.follow(m.loss, bool(self.stats.linear[0]), self._patience, self.evaluate is not None,
                                self._compares_recorded, holds=self.config.proof)
-            if move is Move.DUE and not self._has_signs():
+            if move is Move.DUE and not self._has_signs(unknown=True):
                 assert seen.monitor is not None
                 why = "nothing in weights, rates or gradients speaks against the run: the loss itself has changed"
                 seen.begin(seen.monitor, replace(self._describe(seen.monitor.reason, m.loss), why=why))
@@ -658,7 +658,7 @@ class Governor:
         reason = v.reason(0)
         if reason == "non-finite" and self._is_harmless(m): return ()
         if reason != "non-finite" and (done := self._rejoin_ranks(m.fields)): return done
-        if reason == "rise" and not self._is_yardstick(): return self._disregard()
+        if reason == "rise" and not (self._is_yardstick() or self._has_signs(unknown=False)): return self._disregard()
         return self._advance(Move.RISE if self._waits(reason, m) else Move.FAIL, m._replace(reason=reason))
 
     def _judge_lanes(self, loss: np.ndarray, norm: np.ndarray | None, active: np.ndarray,
@@ -726,9 +726,9 @@ class Governor:
             self.log.file(replace(report, why=f"weights, moments and buffers are finite: nothing is undone{times}"))
         return True
 
-    def _has_signs(self) -> bool:
-        "Whether something beside the loss speaks against the weights, or nothing could, without an optimizer."
-        if self.signs is None or self.gate is None or not self.config.proof: return True
+    def _has_signs(self, unknown: bool) -> bool: # the answer where there is nothing to look at
+        "Whether something beside the loss speaks against the weights of this run."
+        if self.signs is None or self.gate is None or not self.config.proof: return unknown
         good = self._saved_at(0).batch
         late = 1 + (self.watched - good) // self.gate.config.block
         peaks = [[*side.history.peaks, side.history.peak] for side in self.gate.sides.values()]
@@ -799,8 +799,9 @@ class Governor:
         "Whether the live weights are worse than the old ones on batches from before the rise, as they were then."
         t = self.observed.monitor
         assert t is not None and self.repairs is not None
-        repairs, begun = self.repairs, self.watched - len(t.x)
-        now, before = self._losses_of_both([0], live, lambda: repairs.evaluate(8, before=begun))
+        repairs, seen = self.repairs, self.watched - len(t.x)
+        early = min(seen, self._saved_at(0).batch + 8) # a rise may have begun long before it was seen
+        now, before = self._losses_of_both([0], live, lambda: repairs.evaluate(8, before=early))
         return latest if len(now) < 4 else bool(self._blames(now, before, rise)[0])
 
     def _prove(self, m: Moment) -> "Outcome":
@@ -1248,7 +1249,7 @@ class Governor:
     def _find_jumps(self) -> tuple[str, ...]: # names, and by how much
         "Return the buffers of a single run that have jumped; and note where its loss began."
         if self.health is None or self.ranks or not self.observed.calm: return ()
-        self.calibration.begin(tuple(self.losses.recent), bool(self.stats.linear[0]))
+        self.calibration.begin(tuple(self.losses.recent))
         return self.health.find_jumps()
 
     def _mend_buffers(self, jumped: tuple[str, ...]) -> tuple[Report, ...]: # names, and by how much

@@ -168,7 +168,7 @@ class Calibration:
     def __init__(self) -> None:
         self.fit = self.unfit = 0 # times that older weights did clearly worse, clearly better, while nothing was wrong
         self.asked = 0 # snapshots so far
-        self.first: float | None = None # the first losses, on the scale of the judgement
+        self.first: float | None = None # the first losses, in units of the loss
 
     def is_due(self) -> bool:
         "Count a snapshot; say whether to ask now: at the second, fourth, eighth, and so on."
@@ -185,9 +185,9 @@ class Calibration:
         self.fit += bool(blames_weights(old[:, None], live[:, None], none, none)[0])
         self.unfit += bool(blames_weights(live[:, None], old[:, None], none, none)[0])
 
-    def begin(self, losses: Sequence[float], linear: bool): # the first of a run
+    def begin(self, losses: Sequence[float]): # the first of a run
         "Note where the loss began."
-        if self.first is None: self.first = float(np.median(on_scale(np.array(losses[:4]), linear)))
+        if self.first is None: self.first = float(np.median(losses[:4]))
 
     def holds(
         self,
@@ -202,7 +202,7 @@ class Calibration:
         if recorded and not linear: return True # not refuted, and on the same batches the difference is exact
         if chance_loss is not None and level < on_scale(.9 * chance_loss, linear): return True
         far = 3 * spread if linear else max(3 * spread, math.log(1.3))
-        return self.first is not None and level < self.first - far
+        return self.first is not None and level < float(on_scale(self.first, linear)) - far
 
     def state_dict(self) -> dict:
         "Return the counts as plain values."
