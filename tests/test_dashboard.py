@@ -779,7 +779,7 @@ def test_thresholds_say_what_they_do_and_their_default(board):
     board.widget()
     panel = board.panel.thresholds
     said = texts(panel.box)
-    for words in ("solid line", "dashed line", "dotted line", "Default 3.", "Default 6.", "27 more thresholds"):
+    for words in ("solid line", "dashed line", "dotted line", "Default 3.", "Default 6.", "28 more thresholds"):
         assert words in said, words
     panel.more.value = True
     said = texts(panel.box)

@@ -14,7 +14,7 @@ from esper_nb.train import Fault, list_faults
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
-CONFIG = GovernorConfig(snapshot_every=10, probation=10, patience=8)
+CONFIG = GovernorConfig(snapshot_every=10, probation=10, patience=8, gate=False, lost_confirm=1)
 
 def batch(step, rank):
     g = torch.Generator().manual_seed(1000 * step + rank)

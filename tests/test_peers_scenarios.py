@@ -24,10 +24,6 @@ NOT_YET: dict[str, str] = {
         "a note of the fifth loss: the first losses are protected, too",
     "spike of 3 at the fifth loss, not finite only, one rank":
         "a note of the fifth loss: the first losses are protected, too",
-    "-inf at the fifth loss, not finite only, one rank":
-        "nothing is undone: the weights are as they were, so a note at most",
-    "NaN at the fifth loss, not finite only, one rank":
-        "nothing is undone: the weights are as they were, so a note at most",
     "spike of 3 at the fifth loss, finite only, rank 0 of two":
         "a note of the fifth loss: the first losses are protected, too",
     "spike of 3 at the fifth loss, finite only, rank 1 of two":
@@ -36,31 +32,10 @@ NOT_YET: dict[str, str] = {
         "a note of the fifth loss: the first losses are protected, too",
     "spike of 3 at the fifth loss, not finite only, rank 1 of two":
         "a note of the fifth loss: the first losses are protected, too",
-    "-inf at the fifth loss, not finite only, rank 0 of two":
-        "nothing is undone: the weights are as they were, so a note at most",
-    "-inf at the fifth loss, not finite only, rank 1 of two":
-        "nothing is undone: the weights are as they were, so a note at most",
-    "NaN at the fifth loss, not finite only, rank 0 of two":
-        "nothing is undone: the weights are as they were, so a note at most",
-    "NaN at the fifth loss, not finite only, rank 1 of two":
-        "nothing is undone: the weights are as they were, so a note at most",
-    "a loss that never learns: said": "a note after some hundred losses at chance",
-    "NaN gradient after one step: not applied, told once":
-        "the update does not happen, weights and moments stay to the bit, a note counts it",
     "gradient × 1000 after five steps: harmless and told":
         "the gradient is scaled down or left out, and a note says so",
-    "NaN gradient: told": "a note at that step, although the loss is finite",
-    "NaN gradient after four steps: the weights of before":
-        "the update does not happen, weights and moments stay to the bit, a note counts it",
     "gradient × 50 after five steps: told": "scaled down, and a note says so",
     "two layers × 10 and × 100: the worse is named": "a note of a gradient names the layer that is furthest out",
-    "NaN in a layer: named, at the first step": "the note names the layer whose gradient is not finite",
-    "the only gradient is NaN: not applied, told":
-        "the update does not happen, weights and moments stay to the bit, a note counts it",
-    "NaN in one layer, × 100 in another: the NaN is named": "what is not finite is named before what is large",
-    "NaN in two layers: not applied, told":
-        "the update does not happen, weights and moments stay to the bit, a note counts it",
-    "closed, and watched on: NaN not applied": "closing ends no protection of a run that is watched on",
 }
 
 

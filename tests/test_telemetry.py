@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 from esper_nb import record
 from esper_nb.control import QUICK, QUICK_RULES, GrowVecEnv, Heuristic, as_controller, draw_actions
 from esper_nb.core import PhaseClock
-from esper_nb.guard import Governor
+from esper_nb.guard import Governor, GovernorConfig
 from esper_nb.record import (
     KINDS, METRICS, ROW_KEYS, BackgroundWriter, EnvRows, JSONLWriter, Metric, Recorder, RunFolder, TensorBoardWriter,
     blueprint_stats, decode_row, encode_row, find_metric, flatten, governor_rows, lane_scores, limit_rows, make_rows,
@@ -416,7 +416,7 @@ def test_rollback_is_told_with_its_cost_and_recovery(grown):
 
 def test_limits_and_verdicts_of_a_plain_loop():
     net = torch.nn.Linear(4, 1)
-    governor = Governor(net, chance_loss=None)
+    governor = Governor(net, chance_loss=None, config=GovernorConfig(lost_confirm=1))
     for _ in range(60): governor.watch(torch.tensor(1.))
     row, = limit_rows(governor, step=60)
     assert row["limit.value"] == pytest.approx(3.) and row["limit.judged"] == 60

@@ -17,9 +17,9 @@ from .forecast import (PENALTIES as PENALTIES, LEAST_ERROR as LEAST_ERROR, SURE 
     LookOnce as LookOnce)
 from .observations import (HISTORY as HISTORY, OBSERVATIONS as OBSERVATIONS, WIDTH as WIDTH, HEIGHT as HEIGHT,
     LaneHistory as LaneHistory, symlog as symlog, Feature as Feature, LaneView as LaneView,
-    known_column as known_column, register_observation as register_observation, feature_bounds as feature_bounds,
-    Observer as Observer, SlotLook as SlotLook, LaneLook as LaneLook, draw_lane as draw_lane,
-    slot_looks as slot_looks)
+    Observation as Observation, known_column as known_column, register_observation as register_observation,
+    feature_bounds as feature_bounds, Observer as Observer, SlotLook as SlotLook, LaneLook as LaneLook,
+    draw_lane as draw_lane, slot_looks as slot_looks)
 from .rewards import (RewardState as RewardState, TERMS as TERMS, PRESETS as PRESETS, RewardConfig as RewardConfig,
     Transition as Transition, RewardInputs as RewardInputs, reward_term as reward_term, RewardPreset as RewardPreset,
     Reward as Reward, start_rewards as start_rewards, compute_reward as compute_reward,

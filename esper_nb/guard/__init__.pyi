@@ -1,8 +1,4 @@
 # What guard offers to other packages; written by `python scripts/notebooks.py door`
-from .observation import Observation as Observation, Exchange as Exchange
-from .responses import (Lanes as Lanes, is_clock as is_clock, clocks_of as clocks_of, not_exchanged as not_exchanged,
-    SingleRun as SingleRun)
-from .phases import Move as Move, TABLE as TABLE, Phase as Phase, Effect as Effect, next_phase as next_phase
 from .adapters import (bar_note as bar_note, lightning_governor as lightning_governor, guard_trainer as guard_trainer,
     guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
 from .budget import Budget as Budget, is_extreme as is_extreme, blames_batch as blames_batch
@@ -35,13 +31,13 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     loss_limits as loss_limits)
 from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, DYNAMIC as DYNAMIC, ABSENT as ABSENT,
     SMALL as SMALL, COPIED as COPIED, RANDOM as RANDOM, STREAMS as STREAMS, CSV as CSV, LOCKS as LOCKS,
-    LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS, CODE as CODE, GIVEN as GIVEN, FULL as FULL,
-    NOT_SEEN as NOT_SEEN, LIMIT as LIMIT, NEAR as NEAR, PIECE as PIECE, CodeNames as CodeNames, names_in as names_in,
-    is_own_file as is_own_file, is_own_module as is_own_module, is_users as is_users, package_of as package_of,
-    code_of as code_of, is_plain as is_plain, Absent as Absent, Holder as Holder, Variable as Variable,
-    Names as Names, Entries as Entries, Keys as Keys, Members as Members, alike as alike, sample_of as sample_of,
-    bytes_of as bytes_of, version_of as version_of, some_of as some_of, bits_of as bits_of, Kept as Kept,
-    AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf,
+    LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS, FIRST as FIRST, CODE as CODE, GIVEN as GIVEN,
+    FULL as FULL, NOT_SEEN as NOT_SEEN, LIMIT as LIMIT, NEAR as NEAR, PIECE as PIECE, CodeNames as CodeNames,
+    names_in as names_in, is_own_file as is_own_file, is_own_module as is_own_module, is_users as is_users,
+    package_of as package_of, code_of as code_of, is_plain as is_plain, Absent as Absent, Holder as Holder,
+    Variable as Variable, Names as Names, Entries as Entries, Keys as Keys, Members as Members, alike as alike,
+    sample_of as sample_of, bytes_of as bytes_of, version_of as version_of, some_of as some_of, bits_of as bits_of,
+    Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf,
     StreamLeaf as StreamLeaf, leaf_of as leaf_of, Unrestorable as Unrestorable, kind_of_effect as kind_of_effect,
     has_state as has_state, attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by,
     Walk as Walk, StepWalk as StepWalk, FootprintState as FootprintState, Given as Given, mark_of as mark_of,
@@ -52,16 +48,19 @@ from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, 
     read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not, tensors_of_parts as tensors_of_parts,
     words_of as words_of, Written as Written, StateWatch as StateWatch, Distances as Distances)
-from .probation import FIRST as FIRST, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory, gradients_of as gradients_of,
     measure_norm as measure_norm, name_nonfinite as name_nonfinite, GateEvent as GateEvent, UpdateGate as UpdateGate)
-from .governor import (NO_PROOF as NO_PROOF, WEAK_CAUSES as WEAK_CAUSES, OWN_PARTS as OWN_PARTS, Moment as Moment,
-    Governor as Governor)
+from .governor import (NO_PROOF as NO_PROOF, WEAK_CAUSES as WEAK_CAUSES, OWN_PARTS as OWN_PARTS,
+    EffectResult as EffectResult, Moment as Moment, Governor as Governor)
 from .health import (JUMP as JUMP, SEEN as SEEN, LONG as LONG, RAISED as RAISED, STEEP as STEEP,
     StateHealth as StateHealth, BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign, Signs as Signs,
     is_steep as is_steep)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue)
+from .observation import Exchange as Exchange, RiseObservation as RiseObservation
+from .phases import (TABLE as TABLE, Phase as Phase, PhaseMove as PhaseMove, Effect as Effect,
+    next_phase as next_phase)
+from .probation import EARLY as EARLY, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
 from .recorder import (RecordedStep as RecordedStep, number_of as number_of, settings_of as settings_of,
@@ -79,6 +78,8 @@ from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, SAID
     as_chance_losses as as_chance_losses, Evidence as Evidence, Report as Report,
     describe_failure as describe_failure, Explanation as Explanation, GovernorStop as GovernorStop,
     IncidentLog as IncidentLog, Summary as Summary)
+from .responses import (is_clock as is_clock, clocks_of as clocks_of, not_exchanged as not_exchanged,
+    SingleRun as SingleRun, LaneRuns as LaneRuns)
 from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
     pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)

@@ -37,7 +37,9 @@ def bar_note(
     --------
     >>> from tqdm import tqdm
     >>> bar = tqdm(total=2, desc="train", file=__import__("io").StringIO())
-    >>> governor = Governor(torch.nn.Linear(1, 1), chance_loss=None, callbacks=[bar_note(bar)])
+    >>> net = torch.nn.Linear(1, 1)
+    >>> governor = Governor(net, chance_loss=None, callbacks=[bar_note(bar)])
+    >>> nan = net.weight.data.fill_(float("nan"))
     >>> reports = governor.watch(float("nan"))
     >>> bar.desc
     'train, Governor: non-finite -> rollback at batch 0: '

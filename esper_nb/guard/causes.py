@@ -796,7 +796,8 @@ class Inquiry:
     "The experiments on one incident, and what they add up to."
     def __init__(self, replay: Replay, budget: int | None, all_of_them: bool, is_bad: Callable[[], Sequence[str]],
                  experiments: Mapping[str, Experiment]):
-        self.replay, self.budget, self.all_of_them, self.is_bad = replay, budget, all_of_them, is_bad
+        self.replay, self.is_bad = replay, is_bad
+        self.budget, self.all_of_them = budget, all_of_them
         self.experiments = experiments
         self.case = CaseFile(replay)
         self.found = Findings(replay.steps, replay.losses, find_onset(replay.losses, replay.older))

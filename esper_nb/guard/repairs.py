@@ -58,7 +58,7 @@ class Repairs:
         "Whether a replay of recorded steps is known to be exact."
         return self.dry is not None and self.dry.exact
 
-    def look_at(self, step: Callable[[Any], Any]): # of the loop
+    def follow_step(self, step: Callable[[Any], Any]): # of the loop
         "Find what a step reads beside its batch, and record it with the state from now on."
         footprint = Footprint.of(step, self.snapshot.objects.values())
         self.recorder.footprint = footprint

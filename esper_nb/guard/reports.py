@@ -142,7 +142,7 @@ class Report:
     Examples
     --------
     >>> from esper_nb import Governor
-    >>> governor = Governor(__import__("torch").nn.Linear(1, 1), chance_loss=None)
+    >>> governor = Governor(__import__("torch").nn.Linear(1, 1), chance_loss=None, config="epoch")
     >>> report, = governor.watch(float("nan"))
     >>> print(report)
     step 1, lane 0: non-finite (loss nan) -> rollback, back at step 0
@@ -249,7 +249,7 @@ class Report:
         --------
         >>> import torch
         >>> from esper_nb import Governor
-        >>> report, = Governor(torch.nn.Linear(1, 1), chance_loss=None).watch(math.nan)
+        >>> report, = Governor(torch.nn.Linear(1, 1), chance_loss=None, config="epoch").watch(math.nan)
         >>> Report.from_dict(report.to_dict()) == report
         True
         """
@@ -363,7 +363,8 @@ class GovernorStop(RuntimeError):
     Examples
     --------
     >>> from esper_nb import Governor
-    >>> hopeless = Governor(__import__("torch").nn.Linear(1, 1), chance_loss=None, config=GovernorConfig(rollbacks=0))
+    >>> none = GovernorConfig(rollbacks=0, lost_confirm=1)
+    >>> hopeless = Governor(__import__("torch").nn.Linear(1, 1), chance_loss=None, config=none)
     >>> try: hopeless.watch(float("nan"))
     ... except GovernorStop as stop: print(stop.report.action)
     stop

@@ -1,7 +1,4 @@
 # What learn offers to other packages; written by `python scripts/notebooks.py door`
-from .rollouts import (Outcome as Outcome, gae as gae, next_values as next_values,
-    flat_observations as flat_observations, rolled_lanes as rolled_lanes, EnvStream as EnvStream,
-    EpisodeEnd as EpisodeEnd, count_episodes as count_episodes, Batch as Batch, Rollout as Rollout, play as play)
 from .distributions import (ActionHeads as ActionHeads, Heads as Heads, heads_of as heads_of, to_env as to_env,
     MaskedHeads as MaskedHeads, mix_floor as mix_floor, choose as choose, acting_noise as acting_noise)
 from .learner import (END_SIGNALS as END_SIGNALS, Update as Update, clone_state as clone_state,
@@ -14,3 +11,6 @@ from .loss import (PPOConfig as PPOConfig, PPOStats as PPOStats, read_stats as r
 from .normalizers import (Moments as Moments, ObsNormalizer as ObsNormalizer, discounted_sums as discounted_sums,
     RewardNormalizer as RewardNormalizer, ValueNormalizer as ValueNormalizer, standardize as standardize)
 from .policies import PolicyConfig as PolicyConfig, Act as Act, ActorCritic as ActorCritic, Trunk as Trunk
+from .rollouts import (gae as gae, next_values as next_values, Outcome as Outcome,
+    flat_observations as flat_observations, rolled_lanes as rolled_lanes, EnvStream as EnvStream,
+    EpisodeEnd as EpisodeEnd, count_episodes as count_episodes, Batch as Batch, Rollout as Rollout, play as play)
