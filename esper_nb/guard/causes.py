@@ -839,6 +839,7 @@ class Inquiry:
         losses = self.replay.look(self.yard.at)
         by = [a - b for a, b in zip(end, losses)]
         sure = 3 * center_spread(by)[1] / len(by)**.5
+        sure = max(sure, 3e-3 * abs(statistics.median(end))) # a thousandth is not worth a word
         better = statistics.median(by) > sure and sum(x > 0 for x in by) >= .8 * len(by)
         self.case.file("without the odd batches", better, gap.loss, self.replay.taken - before)
         return better
