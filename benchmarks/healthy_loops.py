@@ -224,7 +224,7 @@ def run(name, seed, guarded=True, steps=STEPS):
             mine["losses"].append(loss.item())
             if not guarded: continue
             governors[key].watch(loss)
-            if governors[key].comparison is None: continue
+            if governors[key].observed.exchange is None: continue
             for m in out.values(): m["untouched"] = min(m["untouched"], len(m["losses"]))
     for key, mine in out.items():
         net = mine.pop("parts")[0]

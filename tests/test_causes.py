@@ -95,7 +95,7 @@ def betas(loop, k, xy):
 
 @pytest.mark.parametrize(("fault", "bug", "cause", "batches", "begin"), [
     (bad, None, "data", (AT,), AT), (wrong, None, "data", tuple(range(AT, AT + 20)), AT),
-    (flip, None, "outside", (), AT), (nan, None, "outside", (), AT), (momentum, None, "outside", (), AT + 1),
+    (flip, None, "outside", (), AT), (nan, None, "outside", (), AT), (momentum, None, "outside", (), AT),
     (rate, None, "rate", (), None), (betas, None, "settings", (), None), (None, "sign", "loop", (), None),
     (None, "zero_grad", "gradients", (), None)], ids=lambda x: getattr(x, "__name__", str(x)))
 def test_the_cause_is_named(fault, bug, cause, batches, begin):

@@ -694,9 +694,9 @@ class Governor:
 
     def _note_updates(self):
         "Note updates that the gate has changed: the first, the second, the fourth of a kind, and so on."
-        assert self.gate is not None
+        assert self.gate is not None and self.health is not None
         for event in self.gate.take_events():
-            count = self.gate.counts[event.kind]
+            count = self.health.count_update(event.kind)
             if self.signs is not None: self.signs.add(event.kind, str(event))
             if count & (count - 1): continue
             reason = "non-finite" if event.kind == "dropped" else "gradient"

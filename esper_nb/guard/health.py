@@ -29,6 +29,7 @@ class StateHealth:
         self.lost = 0 # losses that were not finite and did no harm
         self.in_a_row = 0 # of these, the latest
         self.last = -9 # call of `watch` of the latest
+        self.updates: dict[str, int] = {} # that the gate has changed, by kind
         self.jumps, self.jumped_at = 0, -10**9 # jumps of buffers in a row; call of `watch` of the latest
         self.bands = BufferBands({
             f"{name}.{path}": t for name, part in snapshot.parts.items() if isinstance(part, ModulePart)
@@ -43,6 +44,11 @@ class StateHealth:
         self.in_a_row = self.in_a_row + 1 if batch == self.last + 1 else 1
         self.last, self.lost = batch, self.lost + 1
         return self.in_a_row
+
+    def count_update(self, kind: str) -> int: # such updates so far
+        "Count an update that the gate has changed; a rollback does not forget it."
+        self.updates[kind] = self.updates.get(kind, 0) + 1
+        return self.updates[kind]
 
     def find_jumps(self) -> tuple[str, ...]: # names, and by how much
         "Return the buffers that are far larger than they ever were."
@@ -60,13 +66,14 @@ class StateHealth:
 
     def state_dict(self) -> dict:
         "Return counts and bands as plain values."
-        return dict(lost=self.lost, in_a_row=self.in_a_row, last=self.last, jumps=self.jumps,
-                    jumped_at=self.jumped_at, bands=self.bands.state_dict())
+        return dict(lost=self.lost, in_a_row=self.in_a_row, last=self.last, updates=dict(self.updates),
+                    jumps=self.jumps, jumped_at=self.jumped_at, bands=self.bands.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
         "Go on with the counts and bands of another run."
         self.lost, self.in_a_row, self.last = state["lost"], state["in_a_row"], state["last"]
         self.jumps, self.jumped_at = state["jumps"], state["jumped_at"]
+        self.updates = dict(state["updates"])
         self.bands.load_state_dict(state["bands"])
 
 # %% ../../nbs/guard/28_health.ipynb #1897d61c

@@ -60,8 +60,8 @@ def as_loss(
     """
     if not isinstance(loss, Tensor):
         if isinstance(loss, tuple | Mapping) or loss is None:
-            raise ValueError(f"loss={type(loss).__name__}, expected the loss alone, a number or a tensor: "
-                             "watch(loss), not all that the step returned")
+            shown = "None" if loss is None else f"a {type(loss).__name__}"
+            raise ValueError(f"loss={shown}, expected a number or a tensor: the loss alone, not all of a step")
         try: values = np.asarray(loss, np.float64)
         except (TypeError, ValueError): values = None
         if values is None: raise ValueError(f"loss={loss!r}, expected a number or a tensor")
