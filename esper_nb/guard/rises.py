@@ -187,7 +187,7 @@ class Calibration:
 
     def begin(self, losses: Sequence[float]): # the first of a run
         "Note where the loss began."
-        if self.first is None: self.first = float(np.median(losses[:4]))
+        if self.first is None and len(losses) >= 4: self.first = float(np.median(losses[:4]))
 
     def holds(
         self,
