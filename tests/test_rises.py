@@ -518,3 +518,19 @@ def test_a_lane_whose_weights_go_while_it_knows_nothing_is_brought_back():
     again = new_population(task, FitConfig(lanes=3, epochs=4), data=data)
     again.load_state_dict(pop.state_dict())
     assert np.array_equal(again.governor.response.sizes, pop.governor.response.sizes)
+
+
+def test_a_step_that_skips_its_batch_is_no_step():
+    "Where it returns nothing, there is no loss to judge and nothing to replay, and the next one is told apart from it."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(x):
+        if x[0, 0] > 1: return None
+        loss = net(x).square().mean()
+        opt.zero_grad(); loss.backward(); opt.step()
+        return loss, "more"
+    said = [governor.run(step, torch.randn(8, 4)) for _ in range(120)]
+    assert 0 < said.count(None) < 60 and governor.watched == 120 - said.count(None)
+    assert governor.explain().cause == "healthy" and not governor.reports

@@ -27,7 +27,7 @@ from .reports import Explanation, Report
 from .snapshots import SavedState, Snapshot
 
 # %% ../../nbs/guard/22_recorder.ipynb #22aa0008
-@dataclass
+@dataclass(eq=False)
 class RecordedStep:
     "A recorded step: what it was given, how the run stood when it began, and the loss that it came to."
     number: int # calls of `watch` before it
@@ -249,6 +249,7 @@ class StepRecorder:
         noted.after = self._settings()
         found = loss_of(loss)
         noted.loss = found.detach() if isinstance(found, Tensor) else math.nan if found is None else found
+        noted.no_update |= found is None # it has skipped its batch
         self.runs += 1
         self._keep(noted)
         return loss
