@@ -42,8 +42,8 @@ from .rises import BACK, Calibration, blames_weights, is_clearly_above, monitor_
 from .snapshots import BackgroundCopy, SavedState, Snapshot, TakeResult
 
 # %% ../../nbs/guard/29_governor.ipynb #77500f84
-NO_PROOF = ("unknown", "loop", "step", "healthy", "before", "earlier") # causes after which nothing is undone for a rise
-WEAK_CAUSES = ("fast", "lr_too_high", "steep", "gradient_spike", "moments", "order") # what only cures by going slower
+NO_PROOF = ("unknown", "loop", "healthy", "before") # causes after which nothing is undone for a rise
+WEAK_CAUSES = ("fast", "steep", "moments", "order") # what only cures by going slower
 OWN_PARTS = ("governor_stats", "update_gate") # of a snapshot, beside the user's
 
 class _RejectedBatch(Exception): "Ends the block of `with governor.step()`."
@@ -1110,7 +1110,7 @@ class Governor:
         self.repairs.apply(found, self.config)
         self._redo(found)
         self._discard_updates()
-        if found.cause not in ("unknown", "step", "loop", *RATE_CAUSES): self._refund(report)
+        if found.cause not in ("unknown", "loop", *RATE_CAUSES): self._refund(report)
 
     def _redo(self, found: Explanation | None): # None: the cause was not searched for
         "After a rollback, retrain on the lost batches without those that caused it, or discard them."
