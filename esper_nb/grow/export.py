@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from ..core import (
     LaneAttention, LaneBatchNorm2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneModule, MaskedConv2d,
-    PerLane, Scale, by_lane, check)
+    PerLane, SafeGroupNorm, Scale, by_lane, check)
 from .blending import Blend, BlendGate, spread
 from .blueprints import (
     LaneFlexAttention, LaneMLP, Noop, NormSeed, PlainSeed, Residual, SqueezeExcite, probe, turned)
@@ -149,6 +149,10 @@ def _masked_conv(m: MaskedConv2d) -> nn.Module:
                     m.bias is not None, m.padding_mode, device="meta")
     return _with(new, weight=nn.Parameter((m.weight * m.mask).detach()), bias=m.bias)
 
+def _group_norm(m: SafeGroupNorm) -> nn.Module:
+    new = nn.GroupNorm(m.num_groups, m.num_channels, m.eps, m.affine, device="meta")
+    return _with(new, weight=m.weight, bias=m.bias)
+
 def _layer_norm(m: LaneLayerNorm) -> nn.Module:
     return _with(nn.LayerNorm(m.weight.shape, m.eps, device="meta"), weight=m.weight, bias=m.bias)
 
@@ -202,7 +206,8 @@ class _PlainSeed(Form):
     def forward(self, x): return turned(self.seed, x, self.layout)
 
 _forms: dict[type[nn.Module], Callable[..., nn.Module]] = {
-    LaneLinear: _linear, LaneBatchNorm2d: _batch_norm, MaskedConv2d: _masked_conv, LaneLayerNorm: _layer_norm,
+    LaneLinear: _linear, LaneBatchNorm2d: _batch_norm, MaskedConv2d: _masked_conv, SafeGroupNorm: _group_norm,
+    LaneLayerNorm: _layer_norm,
     LaneEmbedding: _embedding, LaneDropout: lambda m: nn.Dropout(m.p), PerLane: PerLane.ordinary,
     LaneModule: LaneModule.ordinary, PlainSeed: _PlainSeed, Residual: _Residual,
     NormSeed: _NormSeed, Scale: _Scale, LaneAttention: _Attention, LaneFlexAttention: _Attention, LaneMLP: _mlp,
