@@ -341,21 +341,18 @@ def odd_later(
 def bad_steps(
     replay: Replay,
     is_bad: Callable[[], Sequence[str]], # what is wrong with the state as it is
-    limit: int = 4, # steps
-) -> dict[int, str]: # as above; empty: more than `limit`
-    "Return the steps that make the state bad, each in a replay without those before it."
+) -> dict[int, str]: # as above
+    "Return the steps that make the state bad, each in a replay without those before it that do."
     out: dict[int, str] = {}
-    while len(out) <= limit:
-        seen: list[tuple[int, str]] = []
-        def look(seen=seen):
-            if not seen and (names := is_bad()): seen.append((replay.steps[replay.at].number, names[0]))
-        replay.begin()
-        replay.changes.without = set(out)
-        replay.changes.after_step.append(look)
-        replay.run()
-        if not seen: return out
-        out[seen[0][0]] = f"after it {seen[0][1]} is not finite"
-    return {}
+    replay.begin()
+    for i, s in enumerate(replay.steps):
+        before = replay.snapshot.set_aside()
+        replay.take(i)
+        if not (names := is_bad()): continue
+        name, _, size = names[0].partition(": ")
+        out[s.number] = f"after it {name} is {size or 'not finite'}"
+        replay.snapshot.bring_back(before, skip=replay.skip)
+    return out
 
 def odd_ones(found: Findings) -> str:
     "Say which batches are unlike the others."
@@ -855,7 +852,7 @@ class Inquiry:
         self.case.note(again.layer, again.find_operation())
         found.odd = odd_batches(r, self.good, found.onset)
         if not found.odd and self._affordable(): found.odd = odd_later(r, found.onset)
-        if found.wrong and self._affordable(5): found.odd |= bad_steps(r, self.is_bad)
+        if found.wrong and self._affordable(): found.odd |= bad_steps(r, self.is_bad)
         rows = {name: e for name, e in self.experiments.items() if e.fits(r, found)}
         return self._conclude(self._cures(rows)[:1] or self._cures_together(rows), rows)
 

@@ -25,7 +25,7 @@ from ..core import ModulePart, check, check_count
 from .budget import Budget, blames_batch, is_extreme
 from .detector import RULES, LossStats, Verdict, loss_limits, off_scale, on_scale
 from .gate import UpdateGate
-from .health import LossCourse, Signs, StateHealth, is_steep
+from .health import LASTS, LossCourse, Signs, StateHealth, is_steep
 from .losses import LossQueue, WaitingLoss, as_loss, loss_of
 from .observation import Exchange, RiseObservation
 from .phases import PhaseMove
@@ -1188,7 +1188,7 @@ class Governor:
         if when.since % 8 == 0 and not len(self.losses):
             if jumped := self._find_jumps(): return self._mend_buffers(jumped)
             if when.since % BACK == 0: self._look_for_small_rise()
-        if not when.is_due(c): return ()
+        if not when.is_due(c) or self.health is not None and self.health.waited: return ()
         sizes = None if isinstance(self.response, SingleRun) else self.snapshot.lane_sizes()
         shrunken = [] if sizes is None else self._shrunken(sizes) # near chance no loss would show it
         lost = "weights: less than a tenth is left of their norm"
@@ -1251,19 +1251,23 @@ class Governor:
         "Return the buffers of a single run that have jumped; and note where its loss began."
         if self.health is None or self.ranks or not self.observed.calm: return ()
         self.calibration.begin(tuple(self.losses.recent))
-        return self.health.find_jumps()
+        jumped = self.health.find_jumps()
+        more = bool(jumped) and self._records and self.repairs is not None and self.repairs.latest_is_bad(
+            self._saved_at(0).batch, self._what_is_bad)
+        self._discard_updates()
+        return () if self.health.waits(more) else jumped
 
     def _mend_buffers(self, jumped: tuple[str, ...]) -> tuple[Report, ...]: # names, and by how much
-        "Restore buffers that have jumped; if they jump again, all of the state; then theirs is a new level."
+        "Restore buffers that have jumped, or where steps are recorded all of the state; in the end theirs is a new level."
         names = tuple(text.partition(":")[0] for text in jumped)
         assert self.health is not None
         again = self.health.count_jump(self.watched)
-        if again > 2 and not self.health.damaged():
+        if again > (2 if self._records else LASTS) and not self.health.damaged():
             self.log.say("batch %d: %s again: taken for a new level of the data", self.watched - 1, jumped[0])
             self.health.bands.forget()
             return ()
-        if again > 1 or self._records or not self.snapshot.mend(names):
-            return self._act({0: "state"}, bad_state=jumped)
+        if self._records or not self.snapshot.mend(names): return self._act({0: "state"}, bad_state=jumped)
+        if again & (again - 1): return () # the first, the second, the fourth ... are reported
         report = describe_failure(self.stats, self.config, None, self.chance_loss, 0, "state")
         return (self.log.file(replace(
             report, action="rollback", batch=self.watched - 1, bad_state=jumped, restored=names,
