@@ -847,7 +847,7 @@ class Inquiry:
         again.run()
         self.case.file("nothing", again.is_well, again.gap.loss, r.taken - before)
         parting = None if found.apart is None else explain_parting(r, found, dry, written)
-        if again.is_well: return self._well(parting)
+        if again.is_well: return self._well(parting, written)
         if parting is not None and parting.cause == "unknown": return self.case.explain(found, *parting)
         self.case.note(again.layer, again.find_operation())
         found.odd = odd_batches(r, self.good, found.onset)
@@ -856,8 +856,18 @@ class Inquiry:
         rows = {name: e for name, e in self.experiments.items() if e.fits(r, found)}
         return self._conclude(self._cures(rows)[:1] or self._cures_together(rows), rows)
 
-    def _well(self, parting: Parting | None) -> Explanation:
+    def _bad_writes(self, written: Sequence[Written] | None) -> list[Written]:
+        "Return what wrote, between two steps, into what was found bad in the state."
+        report = self.replay.incident.report
+        if report is None or report.reason != "state" or not self.found.steps: return []
+        bad = {text.partition(":")[0] for text in report.bad_state}
+        return [w for w in written or () if w.after >= self.found.steps[0].number - 1 and bad & set(w.names)]
+
+    def _well(self, parting: Parting | None, written: Sequence[Written] | None) -> Explanation:
         r, found, asked = self.replay, self.found, self.replay.incident.report is None
+        if (writes := self._bad_writes(written)): # a loss need not depend on a buffer
+            why = f"{wrote(writes, written or ())}; without that the run stays well"
+            return self.case.explain(found, "outside", why, writes[-1].after + 1)
         if parting is not None and not (asked and (self.again.is_harmless or parting.cause == "gradients")):
             proved = parting.cause in ("outside", "rate", "settings")
             why = f"{parting.why}; without that the run stays well" if proved else parting.why

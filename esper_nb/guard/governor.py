@@ -1185,10 +1185,11 @@ class Governor:
             self.snapshot.drop()
             when.end()
             return self._act({0: "state"}, bad_state=bad)
-        if when.since % 8 == 0 and not len(self.losses):
+        due, waited = when.is_due(c), self.health is not None and self.health.waited > 0
+        if (when.since % 8 == 0 or due and not waited) and not len(self.losses):
             if jumped := self._find_jumps(): return self._mend_buffers(jumped)
             if when.since % BACK == 0: self._look_for_small_rise()
-        if not when.is_due(c) or self.health is not None and self.health.waited: return ()
+        if not due or self.health is not None and self.health.waited: return () # until no more of such batches come
         sizes = None if isinstance(self.response, SingleRun) else self.snapshot.lane_sizes()
         shrunken = [] if sizes is None else self._shrunken(sizes) # near chance no loss would show it
         lost = "weights: less than a tenth is left of their norm"
@@ -1255,18 +1256,22 @@ class Governor:
         more = bool(jumped) and self._records and self.repairs is not None and self.repairs.latest_is_bad(
             self._saved_at(0).batch, self._what_is_bad)
         self._discard_updates()
+        if jumped and self.probation.held: # it was taken among such batches
+            self.snapshot.drop()
+            self.probation.end()
         return () if self.health.waits(more) else jumped
 
     def _mend_buffers(self, jumped: tuple[str, ...]) -> tuple[Report, ...]: # names, and by how much
-        "Restore buffers that have jumped, or where steps are recorded all of the state; in the end theirs is a new level."
-        names = tuple(text.partition(":")[0] for text in jumped)
+        "Restore buffers that have jumped, where steps are recorded all of the state; in the end it is a new level."
         assert self.health is not None
+        names = tuple(self.health.bands.buffers) # what moves one of them moves others, if less
         again = self.health.count_jump(self.watched)
         if again > (2 if self._records else LASTS) and not self.health.damaged():
             self.log.say("batch %d: %s again: taken for a new level of the data", self.watched - 1, jumped[0])
             self.health.bands.forget()
             return ()
         if self._records or not self.snapshot.mend(names): return self._act({0: "state"}, bad_state=jumped)
+        self.health.waits(True) # with the next snapshot, whether it jumps once more
         if again & (again - 1): return () # the first, the second, the fourth ... are reported
         report = describe_failure(self.stats, self.config, None, self.chance_loss, 0, "state")
         return (self.log.file(replace(
