@@ -203,6 +203,7 @@ class Repairs:
         with self.keeping_inputs():
             found = redo_disturbed(incident, clocks_of(self.snapshot), self.ranks, self.dry, self._written(incident))
         if found is not None:
+            self.replayed -= n # it was not for nothing
             self.recorder.incident = incident
             self.recorder.note_redone(found.replayed)
         return found
