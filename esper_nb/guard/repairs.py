@@ -154,6 +154,15 @@ class Repairs:
         return find_cause(incident, self.ranks, budget, all_of_them, dry=self.dry, written=self._written(incident),
                           is_bad=is_bad)
 
+    def latest_is_bad(self, batch: int, is_bad: Callable[[], Sequence[str]]) -> bool: # calls of `watch` before it
+        "Whether the latest step alone makes the good state bad; the live state stays as it is."
+        incident = self.recorder.incident_from(batch, self.snapshot)
+        if not incident.steps or incident.steps[-1].changed(): return False
+        self._settle()
+        with Replay(incident, self.ranks) as replay:
+            replay.try_alone(len(incident.steps) - 1)
+            return bool(is_bad())
+
     def _written(self, incident: RecordedIncident) -> list[Written]:
         "Return what wrote into the state between steps, up to the end of an incident."
         return [w for w in self.written if incident.steps and w.after <= incident.steps[-1].number]
@@ -194,6 +203,7 @@ class Repairs:
         with self.keeping_inputs():
             found = redo_disturbed(incident, clocks_of(self.snapshot), self.ranks, self.dry, self._written(incident))
         if found is not None:
+            self.replayed -= n # it was not for nothing
             self.recorder.incident = incident
             self.recorder.note_redone(found.replayed)
         return found

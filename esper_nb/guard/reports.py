@@ -328,6 +328,11 @@ class Explanation:
     steps: int = 0 # that all of it took
     seconds: float = field(default=0., compare=False)
 
+    @property
+    def ruined(self) -> bool:
+        "Whether a replay with nothing changed came to worse weights, too: the run has done it by itself."
+        return any(e.experiment == "nothing" and not e.cured for e in self.evidence)
+
     def __str__(self):
         head = f"batches {self.first} to {self.last}: {self.cause}: {self.why}"
         return "\n".join([head, *(f"  {e}" for e in self.evidence)])

@@ -15,6 +15,7 @@ import torch
 
 from ..core import ModulePart
 from .detector import LossStats
+from .footprint import Footprint
 from .probation import SavedAt
 from .rates import LearningRates
 from .reports import GovernorConfig
@@ -43,13 +44,17 @@ def not_exchanged(
     rates: LearningRates, # of the optimizers among them
     absurd: bool = False, # the rise is so large that everything may be damaged
 ) -> tuple[str, ...]: # names of parts
-    "Return the parts that are left alone in a comparison: clocks, statistics, networks without an optimizer."
+    """Return the parts that are left alone in a comparison: clocks, statistics, and what weights are held against.
+
+    That is a network without an optimizer, and what the step keeps for itself, such as a memory or a target: old
+    weights fit those of then, whatever became of the run.
+    """
     left = (*clocks_of(snapshot), *(name for name in ("governor_stats", "update_gate") if name in snapshot.parts))
     if absurd: return left
     trained = {id(p) for g in rates.groups for p in g["params"]}
     judges = [name for name, obj in snapshot.objects.items() if trained and isinstance(obj, torch.nn.Module)
               and not any(id(p) in trained for p in obj.parameters())]
-    return (*left, *judges)
+    return (*left, *judges, *(name for name, obj in snapshot.objects.items() if isinstance(obj, Footprint)))
 
 # %% ../../nbs/guard/25_responses.ipynb #560ddfa9
 class SingleRun:
