@@ -1,7 +1,9 @@
 # What core offers to other packages; written by `python scripts/notebooks.py door`
-from .config import (check as check, check_count as check_count, printable as printable, check_type as check_type,
-    Config as Config, parse_settings as parse_settings, changed_settings as changed_settings,
-    option_text as option_text)
+from .config import (Count as Count, Whole as Whole, Positive as Positive, NonNegative as NonNegative,
+    Multiple as Multiple, PositiveOrInf as PositiveOrInf, Share as Share, PositiveShare as PositiveShare,
+    ShareBelow1 as ShareBelow1, RandomSeed as RandomSeed, check as check, check_count as check_count,
+    printable as printable, Range as Range, OneOf as OneOf, check_type as check_type, Config as Config,
+    parse_settings as parse_settings, changed_settings as changed_settings, option_text as option_text)
 from .devices import (NO_FLOAT64 as NO_FLOAT64, Precision as Precision, choose_precision as choose_precision,
     check_device as check_device, check_devices as check_devices, as_double as as_double, wait_for as wait_for,
     send as send, activation_room as activation_room, repeatable as repeatable,

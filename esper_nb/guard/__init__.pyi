@@ -73,8 +73,8 @@ from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone,
     gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch,
     OperationWatch as OperationWatch, is_finite as is_finite, user_line as user_line,
     find_operation as find_operation)
-from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, SAID as SAID, CAUSES as CAUSES,
-    logger as logger, GovernorConfig as GovernorConfig, as_governor_config as as_governor_config,
+from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, SAID as SAID,
+    CAUSES as CAUSES, logger as logger, GovernorConfig as GovernorConfig, as_governor_config as as_governor_config,
     as_chance_losses as as_chance_losses, Evidence as Evidence, Report as Report,
     describe_failure as describe_failure, Explanation as Explanation, GovernorStop as GovernorStop,
     IncidentLog as IncidentLog, Summary as Summary)
