@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.strangers_bench import TINY
+from esper_nb.core import content_digest
 from esper_nb.guard import Governor
-from esper_nb.record import RunFolder, checkpoint_digest
+from esper_nb.record import RunFolder
 from esper_nb.run import begin_fit, begin_run, export_run, get_recipe, main, open_fit, open_run, report_html, watch_text
 from esper_nb.train import FitConfig, get_task, new_population, task_from_path
 
@@ -45,7 +46,7 @@ def tensors(path, shape, end, body=b""):
 def forged(path, tree, **found):
     "Write a checkpoint whose digest fits."
     texts = [tree, "{}"]
-    about = dict(format="esper_nb checkpoint 1", tree=tree, contract="{}", sha256=checkpoint_digest(texts, found))
+    about = dict(format="esper_nb checkpoint 1", tree=tree, contract="{}", sha256=content_digest(texts, found))
     save_file(found, path, about)
 
 def linked(path, to="/dev/zero"):

@@ -60,7 +60,8 @@ from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as Wait
 from .observation import Exchange as Exchange, RiseObservation as RiseObservation
 from .phases import (TABLE as TABLE, Phase as Phase, PhaseMove as PhaseMove, Effect as Effect,
     next_phase as next_phase)
-from .probation import EARLY as EARLY, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
+from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as SavedAt, Probation as Probation,
+    GoodFiles as GoodFiles)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
 from .recorder import (RecordedStep as RecordedStep, number_of as number_of, settings_of as settings_of,
