@@ -156,16 +156,6 @@ def test_a_tracker_follows_no_link(gift, tmp_path, capsys):
     assert main(["resume", str(gift["fit"]), "--log", "tensorboard", "--quiet"]) == 1
     assert "tensorboard is a link" in capsys.readouterr().err
 
-def test_crafted_good_states_are_told_of_and_passed_over(tmp_path, caplog):
-    net = torch.nn.Linear(1, 1)
-    for n, craft in enumerate((bomb, CHECKPOINTS["pickle"], linked, piped, lambda p: p.write_bytes(b"PK\3\4"))):
-        craft(tmp_path/f"good_0_{n}.pt")
-    (tmp_path/"good_0_x.pt").write_text("")
-    refused(lambda: Governor.recover(tmp_path, net), "expected one with a good state")
-    assert caplog.text.count("cannot be read") == 3
-    torch.save(dict(rest=[], step="x"), tmp_path/"good_0_9.pt")
-    refused(lambda: Governor.recover(tmp_path, net), "holds no good state of a Governor")
-
 def test_crafted_data_are_a_line(tmp_path):
     for name, craft in (("large.png", picture), ("device.png", linked), ("pipe.png", piped)):
         folder = tmp_path/name.partition(".")[0]

@@ -491,6 +491,8 @@ def _misfits(snapshot: Snapshot, saved: Mapping[str, Any]) -> list[str]: # of `p
         elif saved["kinds"][name] != (kind := type(snapshot.objects[name]).__name__):
             out.append(f"{name} is {kind}, saved {saved['kinds'][name]}")
         elif isinstance(part, OptimizerPart): out += _optimizer_misfits(name, part, rest, here, there)
+        elif isinstance(live.rest[name], dict) and (type(rest) is not tuple or rest[0] != "dict"):
+            out.append(f"{name} has no saved values by name")
     return out
 
 def _of(name: str, tensors: Mapping["StateKey", Tensor]) -> dict[str, Tensor]: # of a part, by path
