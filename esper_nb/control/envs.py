@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium as gym
 import numpy as np
@@ -22,7 +22,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
 from ..core import (
-    Config, PhaseClock, check, check_count, check_devices, generator, tree_from_bytes, tree_to_bytes)
+    Config, Count, NonNegative, OneOf, PhaseClock, Positive, PositiveOrInf, PositiveShare, RandomSeed, Whole, check,
+    check_devices, generator, tree_from_bytes, tree_to_bytes)
 from ..guard import GovernorConfig, Report
 from ..grow import Gates, Growing, Rules, Stage
 from ..train import (
@@ -60,32 +61,32 @@ class EnvConfig(Config):
     task: str | Task = "digits"
     family: str | None = None # family from which each lane and episode draws an instance; None: all train the task
     judged: bool = False # draw evaluation instances, which never occur in training
-    num_envs: int = 16 # lanes
-    first_lane: int = 0 # number of the first one, if these are a part of a larger environment's lanes
-    horizon: int | None = None # epochs of an episode
+    num_envs: Count = 16 # lanes
+    first_lane: Whole = 0 # number of the first one, if these are a part of a larger environment's lanes
+    horizon: Count | None = None # epochs of an episode
     reward: str = "outcome" # preset of the rewards page
-    price: float = 0. # percentage points charged for as many parameters as the host has
-    gamma: float = .99 # discount of the learner
-    penalty: float = 10. # an undone step gets minus this as its reward, or less if it earned less
+    price: NonNegative = 0. # percentage points charged for as many parameters as the host has
+    gamma: PositiveShare = .99 # discount of the learner
+    penalty: NonNegative = 10. # an undone step gets minus this as its reward, or less if it earned less
     slots: tuple[str, ...] | None = None # slots in use; None: the task's
     blueprints: tuple[str, ...] | None = None # blueprints on offer; None: all of the host's family
-    max_seeds: int = 0 # live seeds and fossils of a lane; 0: no bound
+    max_seeds: Whole = 0 # live seeds and fossils of a lane; 0: no bound
     rules: Rules = Rules(gates=Gates(training_epochs=3)) # of seeds: gates fit for a horizon of a few dozen epochs
     repertoire: Repertoire = Repertoire() # the actions that the environment offers
     operations: tuple[str, ...] | None = None # numbers of the head `op`; None: the package's, and the repertoire's own
     observations: tuple[str, ...] | None = None # rows of the table of observations; None: all
-    schedule: str = "constant" # of the learning rate: "cosine" falls to 0 over the horizon
+    schedule: Annotated[str, OneOf("cosine", "constant")] = "constant" # learning rate; "cosine" falls to 0 at the end
     restart: bool = False # a germination restarts the lane's schedule; lanes then cannot share every step
-    batch_size: int | None = None
-    lr: float | None = None
-    max_norm: float | None = 1. # gradient norm limit
+    batch_size: Count | None = None
+    lr: Positive | None = None
+    max_norm: PositiveOrInf | None = 1. # gradient norm limit
     precision: str = "auto"
-    eval_batch: int = 256
-    limit: int | None = None # most training examples, for quick runs
+    eval_batch: Count = 256
+    limit: Count | None = None # most training examples, for quick runs
     root: str | None = None # folder of local data files
     synthetic: bool = False # synthetic images instead of CIFAR-10
-    workers: int | None = None # groups of lanes at a time; None: one per core
-    width: int | None = None # lanes per group; None: by the rule of the workers page
+    workers: Count | None = None # groups of lanes at a time; None: one per core
+    width: Count | None = None # lanes per group; None: by the rule of the workers page
     exact: bool = False # a lane's numbers are bitwise independent of the other lanes: each is computed alone
     graph: bool = False # on a GPU, one CUDA graph launch per batch if possible: see the graphs page
     devices: tuple[str, ...] = ("cpu",) # lanes are split between them in contiguous parts
@@ -93,18 +94,12 @@ class EnvConfig(Config):
     governor: GovernorConfig | None = GovernorConfig(lowers=0, stop_raises=False)
     # to inject: the fault's epoch counts the epochs that its lane has trained since it was seeded
     faults: tuple[Fault, ...] = ()
-    seed: int | None = None # used until `reset` gets one; None: random
-    autoreset_mode: str = "NextStep" # "NextStep", "SameStep" or "Disabled"
+    seed: RandomSeed | None = None # used until `reset` gets one; None: random
+    autoreset_mode: Annotated[str, OneOf("NextStep", "SameStep", "Disabled")] = "NextStep"
 
     def __post_init__(self):
-        self._settle()
-        self.check_types()
+        if self.governor is not None: object.__setattr__(self, "governor", self.governor.replace(stop_raises=False))
         n, devices, faulty = self.num_envs, self.devices, [f.lane for f in self.faults]
-        for k in ("num_envs", "horizon", "batch_size", "eval_batch", "limit", "workers", "width"):
-            if getattr(self, k) is not None: check_count(k, getattr(self, k))
-        check_count("first_lane", self.first_lane, least=0)
-        check_count("max_seeds", self.max_seeds, 0)
-        if self.seed is not None: check_count("seed", self.seed, 0)
         if isinstance(self.task, str): get_task(self.task)
         RewardConfig(self.reward, self.gamma, self.price, self.penalty)
         self.fit(1) # checks the settings of a population
@@ -113,15 +108,6 @@ class EnvConfig(Config):
         check_devices(devices)
         check(self.family is None or self.family in TASK_FAMILIES, "family", self.family,
               f"one of {', '.join(TASK_FAMILIES)}, or None")
-
-    def _settle(self):
-        "Normalise settings: lists to tuples, enumerations to strings, and a Governor that does not raise."
-        def settle(k, v): object.__setattr__(self, k, v)
-        for k in ("slots", "blueprints", "operations", "observations", "devices"):
-            if isinstance(getattr(self, k), list): settle(k, tuple(getattr(self, k)))
-        settle("autoreset_mode", AutoresetMode(self.autoreset_mode).value)
-        settle("faults", tuple(Fault.from_dict(dict(f)) if isinstance(f, Mapping) else f for f in self.faults))
-        if self.governor is not None: settle("governor", self.governor.replace(stop_raises=False))
 
     def named(self, actions: GrowthActions) -> "EnvConfig": # actions: of an environment with these settings
         "Return these settings with everything filled in that the spaces depend on."

@@ -1,11 +1,16 @@
 # What core offers to other packages; written by `python scripts/notebooks.py door`
-from .config import (check as check, check_count as check_count, printable as printable, check_type as check_type,
-    Config as Config, parse_settings as parse_settings, changed_settings as changed_settings,
-    option_text as option_text)
+from .config import (Count as Count, Whole as Whole, Positive as Positive, NonNegative as NonNegative,
+    Multiple as Multiple, PositiveOrInf as PositiveOrInf, Share as Share, PositiveShare as PositiveShare,
+    ShareBelow1 as ShareBelow1, RandomSeed as RandomSeed, check as check, check_count as check_count,
+    printable as printable, Range as Range, OneOf as OneOf, check_type as check_type, Config as Config,
+    parse_settings as parse_settings, changed_settings as changed_settings, option_text as option_text)
 from .devices import (NO_FLOAT64 as NO_FLOAT64, Precision as Precision, choose_precision as choose_precision,
     check_device as check_device, check_devices as check_devices, as_double as as_double, wait_for as wait_for,
     send as send, activation_room as activation_room, repeatable as repeatable,
     keep_freed_memory as keep_freed_memory, generator as generator, seeded as seeded, PhaseClock as PhaseClock)
+from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
+    new_file as new_file, flush_file as flush_file, refuse_link as refuse_link, json_digest as json_digest,
+    write_json as write_json, read_json as read_json, FolderLock as FolderLock, Lease as Lease)
 from .intervals import (middle_weights as middle_weights, interquartile_mean as interquartile_mean,
     Interval as Interval, bootstrap_interval as bootstrap_interval, finite_or_none as finite_or_none,
     Measure as Measure)
@@ -29,6 +34,7 @@ from .parts import (AnyPart as AnyPart, Leaf as Leaf, pack_tree as pack_tree, un
     ModulePart as ModulePart, OptimizerPart as OptimizerPart, StatePart as StatePart, as_stateful as as_stateful,
     as_part as as_part, RandomStreams as RandomStreams)
 from .trees import (encode_tree as encode_tree, decode_tree as decode_tree, tree_to_bytes as tree_to_bytes,
-    tree_from_bytes as tree_from_bytes, read_saved as read_saved)
+    tree_from_bytes as tree_from_bytes, content_digest as content_digest, write_tree as write_tree,
+    read_tree as read_tree, read_saved as read_saved)
 from .workers import (T as T, R as R, Plan as Plan, BUDGET as BUDGET, plan as plan,
     default_workers as default_workers, use_threads as use_threads, Workers as Workers)

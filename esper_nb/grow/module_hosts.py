@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_nb.core import (
-    Config, LaneForm, LaneModule, PerLane, Ports, check, check_count, check_device, find_form, layers_of, reset_lanes,
-    seeded)
+from ..core import (
+    Config, Count, LaneForm, LaneModule, PerLane, Ports, check, check_count, check_device, find_form, layers_of,
+    reset_lanes, seeded)
 from .blueprints import list_blueprints, out_of_place
 from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost
 from .lifecycle import Rules
@@ -157,8 +157,8 @@ class ModuleHostConfig(Config):
     """
     factory: str | Callable # its import path, or the function itself, of which the import path is kept
     slots: dict | tuple[str, ...] | list # submodules; or submodule -> layout of its output, one of LAYOUTS
-    shape: tuple[int, ...] | None = None # of an example in the data; None: as the data of the task have it
-    classes: int | None = None # outputs; None: as many as the data have
+    shape: tuple[Count, ...] | None = None # of an example in the data; None: as the data of the task have it
+    classes: Count | None = None # outputs; None: as many as the data have
     reads: str = "BCHW" # one of READS
     kwargs: dict = field(default_factory=dict) # of the factory; plain JSON
     side_by_side: bool | None = None # False: lane by lane; True: lane layers if equivalent; None: whichever is faster

@@ -60,7 +60,8 @@ from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as Wait
 from .observation import Exchange as Exchange, RiseObservation as RiseObservation
 from .phases import (TABLE as TABLE, Phase as Phase, PhaseMove as PhaseMove, Effect as Effect,
     next_phase as next_phase)
-from .probation import EARLY as EARLY, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
+from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as SavedAt, Probation as Probation,
+    GoodFiles as GoodFiles)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
 from .recorder import (RecordedStep as RecordedStep, number_of as number_of, settings_of as settings_of,
@@ -73,8 +74,8 @@ from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone,
     gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch,
     OperationWatch as OperationWatch, is_finite as is_finite, user_line as user_line,
     find_operation as find_operation)
-from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, SAID as SAID, CAUSES as CAUSES,
-    logger as logger, GovernorConfig as GovernorConfig, as_governor_config as as_governor_config,
+from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, SAID as SAID,
+    CAUSES as CAUSES, logger as logger, GovernorConfig as GovernorConfig, as_governor_config as as_governor_config,
     as_chance_losses as as_chance_losses, Evidence as Evidence, Report as Report,
     describe_failure as describe_failure, Explanation as Explanation, GovernorStop as GovernorStop,
     IncidentLog as IncidentLog, Summary as Summary)

@@ -218,17 +218,7 @@ class Governor:
         >>> Governor.recover(folder, torch.nn.Linear(1, 1))
         50
         """
-        saved = GoodFiles(Path(folder), rank).read()
-        snapshot = Snapshot(*parts, **named)
-        try:
-            for own in OWN_PARTS: saved["rest"].pop(own, None)
-            names, step = sorted(saved["rest"]), int(saved["step"])
-        except (LookupError, TypeError, AttributeError, ValueError) as e:
-            raise ValueError(f"{folder} holds no good state of a Governor ({type(e).__name__}: {e})") from e
-        there = sorted(snapshot.parts)
-        check(names == there, "parts", there, "those that the state was taken of: {}", ", ".join(names))
-        snapshot.bring_back(snapshot.revive(saved))
-        return step
+        return GoodFiles(Path(folder), rank).read_into(Snapshot(*parts, **named), without=OWN_PARTS)
 
     def watch(
         self,
@@ -417,7 +407,7 @@ class Governor:
         """
         reports = self.flush()
         self._advance(PhaseMove.END)
-        if self.files is not None: self.files.wait()
+        if self.files is not None: self.files.close()
         return reports
 
     @contextmanager

@@ -85,7 +85,7 @@ def _compare(args: argparse.Namespace) -> None:
     "Run a comparison: print its table, and write its results and plot."
     import matplotlib.pyplot as plt
     from tqdm.auto import tqdm
-    from esper_nb.record import check_output
+    from esper_nb.core import check_output
     from esper_nb.run import RepeatStore, check_faults, chosen_rules, compare_recipe, comparison_text
     from esper_nb.show import plot_compare
     config = _chosen_recipe(args)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from ..core import Interval, Measure, bootstrap_interval, check, check_type, finite_or_none
-from ..record import read_json, write_json
+from ..core import (
+    Interval, Measure, bootstrap_interval, check, check_type, finite_or_none, read_json, write_json)
+
 
 # %% ../../nbs/run/85_comparison.ipynb #ce777655
 METERS = "test_accuracy_pp", "heldout_accuracy_pp", "total", "rollbacks", "fossils", "parameters"

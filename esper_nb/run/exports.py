@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import check
+from ..core import check, check_output, new_file
 from ..grow import HostConfig, ModuleHostConfig, check_same, export_model, read_as
 from ..train import (
     MISSING, UNSEEN, Column, Examples, ImageData, Population, TargetData, TextData, evaluate, is_own,
     read_own, split_examples)
-from ..record import RunFolder, check_output, load_tensors, new_file, read_checkpoint, save_tensors
+from ..record import RunFolder, load_tensors, read_checkpoint, save_tensors
 from .compare import PolicyPlayer, compare_controllers
 from .fits import saved_population
 from .plugins import open_settings

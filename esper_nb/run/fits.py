@@ -16,15 +16,15 @@ import torch
 from tqdm.auto import tqdm
 
 from .. import __version__
-from ..core import check
+from ..core import FolderLock, check, new_file
 from ..guard import Report
 from ..grow import Blend, Curve, Decision, DecisionResult, Event, Stage
 from ..train import (
     Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, disturb_at, fit,
     get_task, new_population)
 from ..record import (
-    FolderLock, ResumableRun, RunFolder, check_contract, check_trackers, closing_table, new_file, new_run,
-    population_rows, run_origin, run_rows, save_tensors, test_rows)
+    ResumableRun, RunFolder, check_contract, check_trackers, closing_table, new_run, population_rows, run_origin,
+    run_rows, save_tensors, test_rows)
 from .plugins import loaded_plugins, open_settings
 from .recipes import command_words
 
