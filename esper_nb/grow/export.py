@@ -24,7 +24,7 @@ from .blueprints import (
 from .hosts import GPTBlock, Host
 from .lifecycle import Stage
 from .models import Growing
-from .module_hosts import AttachedModel, from_slot, to_slot
+from .module_hosts import AttachedModel, ModuleHost, PickOutput, from_slot, to_slot
 from .slots import Role, Slot, as_lanes, evaluating, find_roles
 
 # %% ../../nbs/grow/27_export.ipynb #84c02d2d
@@ -57,17 +57,22 @@ def export_model(
     """
     as_lanes(lane, model.lanes)
     def read(x): return x # what the model reads as the network reads it
+    output = None # of several, the one that the model returns
     def take(): return (copy.deepcopy(model) if model.lanes == 1 else model.lane(lane)).eval()
     one = take()
     forms = grown_forms([one.slot(k) for k in one.names], bake)
     if isinstance(one, AttachedModel):
         net = one.take_hooks_off()
-        if isinstance(net, LaneModule): net, read = net.ordinary(), getattr(net, "read", read)
+        if isinstance(net, LaneModule):
+            output = net.config.output if isinstance(net, ModuleHost) else None
+            net, read = net.ordinary(), getattr(net, "read", read)
+            PickOutput.drop(net)
         for k in sorted(forms, key=lambda k: -k.count(".")): # inner ones first
             _pair_up(net, k, _Turned(forms[k], one.layouts[k]))
     else: net = _traced(_Walk(plain_module(one.host), forms))
     check_finite(net)
-    if example: check_same("the network", lambda *x: net(*map(read, x)), take(), example)
+    def same_output(*x): return net(*map(read, x)) if output is None else net(*map(read, x))[output]
+    if example: check_same("the network", same_output, take(), example)
     return net.eval()
 
 def check_finite(net: nn.Module):

@@ -112,6 +112,11 @@ class Fault(Config):
     def __post_init__(self):
         check(self.kind in _faults, "fault", self.kind, f"one of {', '.join(_faults)}")
 
+    @property
+    def text(self) -> str: # as `parse_fault` takes it
+        "Return the fault as on the command line, such as nan:2:5."
+        return f"{self.kind}:{self.lane}:{self.epoch}"
+
     def at(self, epoch: int) -> Disturb | None:
         "Return the disturbance if the fault is due in the epoch, else None."
         if epoch != self.epoch: return None
