@@ -50,17 +50,18 @@ from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, 
     words_of as words_of, Written as Written, StateWatch as StateWatch, Distances as Distances)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory, gradients_of as gradients_of,
     measure_norm as measure_norm, name_nonfinite as name_nonfinite, GateEvent as GateEvent, UpdateGate as UpdateGate)
-from .governor import (NO_PROOF as NO_PROOF, WEAK_CAUSES as WEAK_CAUSES, OWN_PARTS as OWN_PARTS,
-    EffectResult as EffectResult, Moment as Moment, Governor as Governor)
+from .governor import OWN_PARTS as OWN_PARTS, Governor as Governor
 from .health import (JUMP as JUMP, SEEN as SEEN, LONG as LONG, RAISED as RAISED, STEEP as STEEP,
     StateHealth as StateHealth, BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign, Signs as Signs,
-    is_steep as is_steep)
+    is_steep as is_steep, UpdateWatch as UpdateWatch, StateJudge as StateJudge)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
-    LossQueue as LossQueue)
-from .observation import Exchange as Exchange, RiseObservation as RiseObservation
+    LossQueue as LossQueue, Verdicts as Verdicts)
+from .observation import (EffectResult as EffectResult, APART as APART, Exchange as Exchange,
+    RiseObservation as RiseObservation, RiseEffects as RiseEffects, RunCheckup as RunCheckup, RunJudge as RunJudge)
 from .phases import (TABLE as TABLE, Phase as Phase, PhaseMove as PhaseMove, Effect as Effect,
     next_phase as next_phase)
-from .probation import EARLY as EARLY, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles
+from .probation import (EARLY as EARLY, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles,
+    GoodStates as GoodStates)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
 from .recorder import (RecordedStep as RecordedStep, number_of as number_of, settings_of as settings_of,
@@ -68,7 +69,8 @@ from .recorder import (RecordedStep as RecordedStep, number_of as number_of, set
     stepping as stepping, Omissions as Omissions, WarmUp as WarmUp, StepRecorder as StepRecorder,
     RecordedIncident as RecordedIncident, why_missing as why_missing, give_inputs as give_inputs,
     copy_published as copy_published)
-from .repairs import RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, Redone as Redone, Repairs as Repairs
+from .repairs import (RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, NO_PROOF as NO_PROOF,
+    WEAK_CAUSES as WEAK_CAUSES, Redone as Redone, Repairs as Repairs, Recovery as Recovery)
 from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone, Changes as Changes, Replay as Replay,
     gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch,
     OperationWatch as OperationWatch, is_finite as is_finite, user_line as user_line,
@@ -79,7 +81,9 @@ from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, SAID
     describe_failure as describe_failure, Explanation as Explanation, GovernorStop as GovernorStop,
     IncidentLog as IncidentLog, Summary as Summary)
 from .responses import (is_clock as is_clock, clocks_of as clocks_of, not_exchanged as not_exchanged,
-    SingleRun as SingleRun, LaneRuns as LaneRuns)
+    patience_of as patience_of, SingleRun as SingleRun, LaneRuns as LaneRuns, GuardedRun as GuardedRun,
+    Moment as Moment, SameBatches as SameBatches, LaneCheckup as LaneCheckup, LaneJudge as LaneJudge,
+    missing_parts as missing_parts)
 from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
     pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)
