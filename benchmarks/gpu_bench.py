@@ -1,7 +1,7 @@
 """What lanes, PPO, snapshots and graphs are worth on a GPU, in one run on one machine:
 
     python -m benchmarks.gpu_bench                      # writes nbs/explanations/bench_gpu.json; needs a CUDA device
-    python -m benchmarks.gpu_bench --minutes 6          # no section begins later; the same command again goes on there
+    python -m benchmarks.gpu_bench --minutes 6          # each section in a process that ends then; again goes on there
     python -m benchmarks.gpu_bench graph snapshots      # some sections anew, beside those that the file has already
     python -m benchmarks.gpu_bench --small --out FILE   # everything in miniature: does it run? No figures to keep
 
@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-import gymnasium as gym
 import torch
 from torch import nn
 
@@ -238,6 +237,7 @@ def graph_row(case, turns, limit, seeds):
 
 def learner(size, device, core):
     "A learner whose rollout is full."
+    import gymnasium as gym     # the other sections run without it
     envs = gym.make_vec("CartPole-v1", num_envs=size.envs, vectorization_mode="sync")
     config = PPOConfig(num_steps=size.steps, num_minibatches=2)
     new = Learner(envs, config, PolicyConfig(core=core), device=device)
@@ -295,11 +295,19 @@ def revision():
     return f"{known}, changed" if known and changed else known or None
 
 
+def run_alone(section, given, seconds):
+    "Measure a section in a process of its own, which is given up after some seconds; return how that ended."
+    words = [sys.executable, "-m", "benchmarks.gpu_bench", section, "--out", str(given.out)]
+    try: done = subprocess.run([*words, *(["--small"] if given.small else [])], cwd=ROOT, timeout=seconds)
+    except subprocess.TimeoutExpired: return f"given up after {seconds:.0f} s"
+    return "failed" if done.returncode else "measured"
+
+
 def main(args=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("sections", nargs="*", help=f"some of {', '.join(SECTIONS)}; default all")
     p.add_argument("--small", action="store_true", help="in miniature: whether it runs, no figures")
-    p.add_argument("--minutes", type=float, default=float("inf"), help="no section begins later than that")
+    p.add_argument("--minutes", type=float, default=float("inf"), help="a section that takes longer is given up")
     p.add_argument("--out", type=Path, default=FILE)
     given = p.parse_args(args)
     odd = sorted(set(given.sections) - set(SECTIONS))
@@ -316,9 +324,16 @@ def main(args=None):
     left = given.sections or [name for name in SECTIONS if name not in out]
     while left and time.monotonic() - begun < 60 * given.minutes:
         name = left.pop(0)
+        if given.minutes < float("inf"):
+            done = run_alone(name, given, 60 * given.minutes - (time.monotonic() - begun))
+            print(f"{name}: {done}", flush=True)
+            continue
         out[name] = SECTIONS[name](size, limit)
         print(name, json.dumps(out[name], indent=1), flush=True)
         given.out.write_text(json.dumps(out, indent=1) + "\n")
+    if given.minutes < float("inf") and given.out.exists():
+        measured = json.loads(given.out.read_text())
+        left = [name for name in given.sections or SECTIONS if name not in measured]
     print(f"{', '.join(left)} left: the same command goes on there" if left else f"all of it is in {given.out}")
 
 

@@ -6,8 +6,10 @@ It also makes the environment known: `gymnasium.make("esper_nb:esper_nb/Grow-v0"
 import difflib
 import sys
 
-import gymnasium
 import lazy_loader
+
+try: import gymnasium
+except ModuleNotFoundError: gymnasium = None      # all but the environments works without
 
 __version__ = "0.1.0"
 _load, _, __all__ = lazy_loader.attach_stub(__name__, __file__)      # the names stand in `__init__.pyi`
@@ -26,6 +28,6 @@ def __dir__():
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 
-if "esper_nb/Grow-v0" not in gymnasium.registry:
+if gymnasium is not None and "esper_nb/Grow-v0" not in gymnasium.registry:
     gymnasium.register("esper_nb/Grow-v0", entry_point="esper_nb.control.envs:GrowEnv",
                        vector_entry_point="esper_nb.control.envs:GrowVecEnv")

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -287,14 +288,19 @@ class ForkedKernel:
 
 def compare(notebook):
     "Run a notebook in a kernel beside its stored text outputs: whether they are equal."
+    import nbval.kernel
+    from jupyter_client.manager import KernelManager
     from jupyter_client.provisioning import local_provisioner
     import pytest
     kernel = ForkedKernel()
     local_provisioner.launch_kernel = kernel.launch
-    try: return not pytest.main(["--nbval", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider", str(notebook)])
-    finally:
-        end_group(kernel.pid)
-        kernel.wait()
+    with tempfile.TemporaryDirectory() as sockets:      # in files: kernels side by side can choose the same TCP port
+        nbval.kernel.KernelManager = partial(KernelManager, transport="ipc", ip=f"{sockets}/kernel")
+        words = ["--nbval", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider", str(notebook)]
+        try: return not pytest.main(words)
+        finally:
+            end_group(kernel.pid)
+            kernel.wait()
 
 
 def work(how, notebook, log):

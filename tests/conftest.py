@@ -15,6 +15,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", browser)
     config.addinivalue_line("markers", "long(case): a case with this in its name takes minutes for what others show; "
                             "it runs only with ESPER_NB_LONG in the environment")
+    config.addinivalue_line("markers", "flaky(reruns): runs again where it failed; without pytest-rerunfailures, once")
     config.addinivalue_line("markers", "slow: a matrix, or more than a few seconds; left to `make test-all`")
 
 

@@ -2,6 +2,7 @@
 import copy
 import json
 import math
+import subprocess
 
 import gymnasium as gym
 import pytest
@@ -229,7 +230,7 @@ def counted_epoch(gpu, pop):
     taken = sum(n for (_, where), n in gpu.waits.items() if where.split(".")[0] in ("snapshots", "banks", "devices"))
     return sorted(batches)[(len(batches) - 1) // 2], gpu.num_waits - taken # the lower median: first and last do more
 
-@pytest.mark.parametrize("seeds,launches", [(False, 90), (True, 175)])
+@pytest.mark.parametrize("seeds,launches", [(False, 90), (True, 180)])     # 179 with torch 2.11
 def test_an_epoch_is_queued_without_a_wait_between_its_batches(gpu, seeds, launches):
     pop = small("cuda", 16)
     if seeds:
@@ -525,6 +526,22 @@ def test_the_benchmark_runs_in_miniature(gpu, tmp_path, monkeypatch, capsys):
     again = json.loads((tmp_path/"gpu.json").read_text())
     assert set(again) == set(found) and again["lanes"] == found["lanes"] and again["ppo"] != found["ppo"]
     with pytest.raises(SystemExit): gpu_bench.main(["--small"])   # would overwrite what is stored
+
+def test_a_section_that_takes_too_long_is_given_up(gpu, tmp_path, monkeypatch, capsys):
+    out, limits = tmp_path/"gpu.json", []
+    def measured(words, cwd, timeout):
+        limits.append(timeout)
+        if words[3] == "ppo": raise subprocess.TimeoutExpired(words, timeout)
+        have = json.loads(out.read_text()) if out.exists() else {}
+        out.write_text(json.dumps(have | {words[3]: []}))
+        return subprocess.CompletedProcess(words, 0)
+    monkeypatch.setattr(gpu_bench.subprocess, "run", measured)
+    monkeypatch.setattr(gpu_bench, "device_text", lambda: dict(device="a device", torch="of today"))
+    monkeypatch.setattr(gpu_bench, "revision", lambda: "of today")
+    gpu_bench.main(["--small", "--minutes", "2", "--out", str(out)])
+    said = capsys.readouterr().out
+    assert "ppo: given up after 120 s" in said and "ppo left" in said and "lanes: measured" in said
+    assert len(limits) == len(gpu_bench.SECTIONS) and max(limits) <= 120
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
 def test_the_benchmark_says_that_it_needs_a_device(tmp_path):

@@ -143,13 +143,14 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 @contextmanager
 def repeatable() -> Iterator[None]:
     "Use deterministic kernels inside the block, where they exist; restore the settings after it."
-    products, cudnn, workspace = torch.backends.cuda.matmul, torch.backends.cudnn, os.environ.get(_WORKSPACE)
+    cudnn, workspace = torch.backends.cudnn, os.environ.get(_WORKSPACE)
+    rounded = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
     fixed, lenient = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    before = products.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic
-    def put(product_tf32: bool, window_tf32: bool, trials: bool, deterministic: bool) -> None:
-        products.allow_tf32, cudnn.allow_tf32 = product_tf32, window_tf32
+    before = [op.fp32_precision for op in rounded], cudnn.benchmark, cudnn.deterministic
+    def put(precisions: Iterable[str], trials: bool, deterministic: bool) -> None:
+        for op, precision in zip(rounded, precisions): op.fp32_precision = precision
         cudnn.benchmark, cudnn.deterministic = trials, deterministic
-    put(product_tf32=False, window_tf32=False, trials=False, deterministic=True)
+    put(precisions=["ieee"]*3, trials=False, deterministic=True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     os.environ.setdefault(_WORKSPACE, ":4096:8")
     try: yield

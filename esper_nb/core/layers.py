@@ -92,7 +92,14 @@ def group_norm(
 ) -> nn.GroupNorm: # (B, n*channels, ...) -> the same shape
     "Create n group norms side by side."
     check_count("lanes", n)
-    return _laned(nn.GroupNorm(n * groups, n * channels, **kwargs), n)
+    norm = _laned(nn.GroupNorm(n * groups, n * channels, **kwargs), n)
+    if torch.__version__ < (2, 14): norm.register_forward_pre_hook(_ask_for_gradient)
+    return norm
+
+def _ask_for_gradient(norm, args):
+    "Until torch 2.14 the backward of a group norm on a CPU crashes if it is channels-last and needs no gradient."
+    x, = args
+    if torch.is_grad_enabled() and x.device.type == "cpu" and not x.requires_grad: return (x.detach().requires_grad_(),)
 
 # %% ../../nbs/core/03_layers.ipynb #15a44f09
 class LaneBatchNorm2d(nn.BatchNorm2d):

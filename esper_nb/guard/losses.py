@@ -114,7 +114,8 @@ class LossQueue:
     ):
         "Let a loss wait."
         def by_lanes(x):
-            return (x.detach() if isinstance(x, Tensor) else torch.as_tensor(x, dtype=torch.float64)).reshape(self.n)
+            x = x.detach().clone() if isinstance(x, Tensor) else torch.as_tensor(x, dtype=torch.float64)
+            return x.reshape(self.n)
         off = np.zeros(self.n, bool) if inactive is None else inactive
         self.waiting.append(WaitingLoss(
             loss=by_lanes(loss), norm=None if norm is None else by_lanes(norm), inactive=off, batch=self.watched))

@@ -248,7 +248,7 @@ class StepRecorder:
         self.seen_update |= self.updated
         noted.after = self._settings()
         found = loss_of(loss)
-        noted.loss = found.detach() if isinstance(found, Tensor) else math.nan if found is None else found
+        noted.loss = found.detach().clone() if isinstance(found, Tensor) else math.nan if found is None else found
         noted.no_update |= found is None # it has skipped its batch
         self.runs += 1
         self._keep(noted)
