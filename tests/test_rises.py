@@ -517,7 +517,7 @@ def test_a_lane_whose_weights_go_while_it_knows_nothing_is_brought_back():
     assert torch.equal(losses[:, 2], clean[:, 2]) and (losses[-10:].mean(0) < 1.6).all() # 2.3 is chance
     again = new_population(task, FitConfig(lanes=3, epochs=4), data=data)
     again.load_state_dict(pop.state_dict())
-    assert np.array_equal(again.governor.response.sizes, pop.governor.response.sizes)
+    assert np.array_equal(again.governor.judge.response.sizes, pop.governor.judge.response.sizes)
 
 
 def test_a_step_that_skips_its_batch_is_no_step():

@@ -18,14 +18,13 @@ import numpy as np
 from torch import Tensor
 
 from ..core import check, check_count
-from .budget import Budget, blames_batch, is_extreme
+from .budget import blames_batch, is_extreme
 from .gate import UpdateGate
-from .losses import LossQueue, Verdicts, WaitingLoss, as_loss, loss_of
+from .losses import WaitingLoss, as_loss, loss_of
 from .observation import RiseObservation, RunJudge
 from .phases import Effect, PhaseMove
-from .probation import GoodFiles, GoodStates, Probation
+from .probation import GoodFiles, Probation
 from .ranks import Ranks, SameWeights
-from .rates import LearningRates
 from .recorder import StepRecorder
 from .repairs import REHEARSED, Repairs
 from esper_nb.guard.reports import (
@@ -91,29 +90,24 @@ class Governor:
         settings = [k for k in named if k in GovernorConfig.__dataclass_fields__]
         check(not settings, ", ".join(settings), [named[k] for k in settings],
               "parts by name; settings go into config=GovernorConfig({}=...)", settings and settings[0])
-        self.single, lanes = lanes is None, 1 if lanes is None else lanes # one lane is a lane: nothing waits for it
-        self.n = check_count("lanes", lanes)
-        check(folder is None or self.single, "folder", folder, "None: lanes have good states of different steps")
+        single = lanes is None # one lane is a lane: nothing waits for it
+        self.single, self.n = single, 1 if lanes is None else check_count("lanes", lanes)
+        check(folder is None or single, "folder", folder, "None: lanes have good states of different steps")
+        self.chance_loss = as_chance_losses(chance_loss, self.n)
         self.ranks = Ranks(group, timeout)
-        self.losses, self.budget = LossQueue(lanes, self.ranks), Budget(lanes)
-        self.chance_loss = as_chance_losses(chance_loss, lanes)
-        self.verdicts = Verdicts(lanes, self.losses, self.chance_loss)
-        self.stats = self.verdicts.stats
-        self.log = IncidentLog(callbacks, quiet=not self.single or self.ranks.rank > 0)
-        self.snapshot = Snapshot(*parts, lanes=lanes, copies=self.config.copies, **named, governor_stats=self.stats)
-        self.rates = LearningRates(self.snapshot)
-        self.files = None if folder is None else GoodFiles(Path(folder), self.ranks.rank)
-        self.good = GoodStates(self.snapshot, self.losses, self.rates, self.files)
+        self.log = IncidentLog(callbacks, quiet=not single or self.ranks.rank > 0)
+        run = GuardedRun.of(parts, named, lanes=self.n, chance_loss=self.chance_loss, ranks=self.ranks, log=self.log,
+                            folder=folder, copies=self.config.copies)
+        self.snapshot, self.losses, self.budget, self.rates = run.snapshot, run.losses, run.budget, run.rates
+        self.verdicts, self.stats, self.good, self.files = run.verdicts, run.verdicts.stats, run.good, run.good.files
         self.observed = RiseObservation() # the phase, and a rise of a single run
-        run = GuardedRun(snapshot=self.snapshot, ranks=self.ranks, losses=self.losses, verdicts=self.verdicts,
-                         rates=self.rates, budget=self.budget, good=self.good, log=self.log)
         self.judge: RunJudge | LaneJudge = (
-            RunJudge(run, self.observed, evaluate, self.config.gate) if self.single else LaneJudge(run, evaluate))
-        self.inactive = np.zeros(lanes, bool) # lanes that do not take part in this `watch`
+            RunJudge(run, self.observed, evaluate, self.config.gate) if single else LaneJudge(run, evaluate))
+        self.inactive = np.zeros(self.n, bool) # lanes that do not take part in this `watch`
         self.inside = False # of `with step()`
         self.failed = False # so there may be something to refill in the budget
         if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
-        elif self.config.background and lanes == 1:
+        elif self.config.background and self.n == 1:
             self.snapshot.background = BackgroundCopy(self.snapshot.objects.values())
         self.snapshot.take(step=0)
         self.judge.checkup.note_taken(None)

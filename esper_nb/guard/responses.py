@@ -12,8 +12,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from .budget import Budget
 from .detector import RULES, LossStats, Verdict, off_scale, on_scale
 from .losses import LossQueue, Verdicts
 from .phases import Effect, PhaseMove
-from .probation import GoodStates, SavedAt
+from .probation import GoodFiles, GoodStates, SavedAt
 from .ranks import Ranks
 from .rates import LearningRates
 from .reports import GovernorConfig, IncidentLog, Report
@@ -195,6 +196,28 @@ class GuardedRun(NamedTuple):
     budget: Budget # what was used up
     good: GoodStates # to which the run can go back
     log: IncidentLog # what was seen and done
+
+    @classmethod
+    def of(
+        cls,
+        parts: Sequence[Any], # model, optimizers, ...
+        named: Mapping[str, Any] = MappingProxyType({}), # more parts, by name
+        lanes: int = 1, # n, side by side
+        chance_loss: np.ndarray | None = None, # (n,) nats
+        ranks: Ranks | None = None, # processes that act together; None: this one
+        log: IncidentLog | None = None, # None: without callbacks
+        folder: str | Path | None = None, # where good states are written, too
+        copies: int = 2, # of the state
+    ) -> Self:
+        "Begin to know a run, or lanes."
+        ranks = ranks or Ranks()
+        losses = LossQueue(lanes, ranks)
+        verdicts = Verdicts(lanes, losses, chance_loss)
+        snapshot = Snapshot(*parts, lanes=lanes, copies=copies, **named, governor_stats=verdicts.stats)
+        rates = LearningRates(snapshot)
+        files = None if folder is None else GoodFiles(Path(folder), ranks.rank)
+        return cls(snapshot=snapshot, ranks=ranks, losses=losses, verdicts=verdicts, rates=rates, budget=Budget(lanes),
+                   good=GoodStates(snapshot, losses, rates, files), log=log or IncidentLog())
 
 class Moment(NamedTuple):
     "What a move is about, and what its effects need to know."
