@@ -50,7 +50,7 @@ def test_weights_that_are_to_blame_do_not_come_back():
     assert [x for x in said if x] == [["compare"], ["rollback"]] and report.reason == "rise" and report.rolled_back
     assert 2.5 < report.old_loss < 3.5 and report.loss > 6 and run.net.weight.item() == 0
     assert said.index(["rollback"]) <= 100 + 5 + 2 * QUICK.patience + 16, "the bound of a trial"
-    assert report.lost[1] < 100 + 5 + 2 * QUICK.patience and run.governor.kept is None
+    assert report.lost[1] < 100 + 5 + 2 * QUICK.patience and run.governor.good.kept is None
 
 
 def test_an_intended_change_costs_the_batches_of_the_comparison_and_nothing_else(caplog):
@@ -136,7 +136,7 @@ def test_compared_on_the_same_batches_an_intended_change_leaves_no_trace():
     run = Real(moved=100)
     def evaluate():
         with torch.no_grad(): return F.cross_entropy(run.net(held[0]), held[1]) * 0 + 1 # no better, and dropout draws
-    run.governor.evaluate = evaluate
+    run.governor.judge.same.use_unless_given(evaluate)
     said = run.run()
     assert [x for x in said if x] == [["accepted"]] and run.governor.notes[-1].lost is None
     assert equal(run.states, alone.states)
@@ -144,7 +144,7 @@ def test_compared_on_the_same_batches_an_intended_change_leaves_no_trace():
 
 def test_compared_on_the_same_batches_weights_are_found_at_once():
     run = Stub()
-    run.governor.evaluate = run.loss
+    run.governor.judge.same.use_unless_given(run.loss)
     assert [x for x in run.run(140, corrupt=100) if x] == [["rollback"]] and run.net.weight.item() == 0
     assert run.governor.reports[0].old_loss == pytest.approx(3.)
 
@@ -234,7 +234,7 @@ def test_a_comparison_goes_into_a_state_and_comes_back(tmp_path):
         b.governor.load_state_dict(torch.load(tmp_path/"governor.pt", weights_only=True))
         b.t, b.noise = a.t, copy.deepcopy(a.noise)
         assert a.run(60) == b.run(60) and torch.equal(a.net.weight, b.net.weight)
-        assert (a.governor.kept is None) == (b.governor.kept is None)
+        assert (a.governor.good.kept is None) == (b.governor.good.kept is None)
 
 
 def test_a_run_that_ends_while_old_weights_are_in_place_ends_with_its_own():
@@ -517,7 +517,7 @@ def test_a_lane_whose_weights_go_while_it_knows_nothing_is_brought_back():
     assert torch.equal(losses[:, 2], clean[:, 2]) and (losses[-10:].mean(0) < 1.6).all() # 2.3 is chance
     again = new_population(task, FitConfig(lanes=3, epochs=4), data=data)
     again.load_state_dict(pop.state_dict())
-    assert np.array_equal(again.governor.response.sizes, pop.governor.response.sizes)
+    assert np.array_equal(again.governor.judge.response.sizes, pop.governor.judge.response.sizes)
 
 
 def test_a_step_that_skips_its_batch_is_no_step():

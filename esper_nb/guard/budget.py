@@ -45,13 +45,35 @@ class Budget:
             return "replay" if config.replay and can_replay and self.rollbacks[lane] == 0 else "rollback"
         return "stop"
 
-    def spend(self, action: str, lanes: Sequence[int]): # one of "skip", "lower", "rollback", "replay", "stop"
+    def spend(
+        self,
+        action: str, # one of "skip", "lower", "rollback", "replay", "stop"
+        lanes: Sequence[int],
+        until: int | None = None, # batch up to which NaN belongs to this incident; None: as before
+    ):
         "Count an action in some lanes."
+        if until is not None: self.same_until[lanes] = until
         if action == "skip": self.skips[lanes] += 1
         elif action == "lower": self.lowers[lanes] += 1
         else:
             self.rollbacks[lanes] += 1
             self.ever[lanes] += 1
+
+    def note_skip(self, lanes: Sequence[int], judged: np.ndarray): # (n,) losses judged
+        "Remember when a batch of some lanes was skipped."
+        self.skipped_at[lanes] = judged[lanes]
+
+    def forget_skips(self, lane: int):
+        "Take the skipped batches of a lane out of the count: each stood alone."
+        self.skips[lane] = 0
+
+    def note_failure(self, lanes: Sequence[int], judged: Sequence[int]): # losses judged, one for each of these lanes
+        "Remember when some lanes failed."
+        self.failed_at[lanes] = np.maximum(self.failed_at[lanes], judged)
+
+    def stop(self, lanes: Sequence[int]):
+        "All actions are used up in these lanes."
+        self.stopped[lanes] = True
 
     def refund(self, lane: int):
         "Take the latest rollback of a lane out of the count."
