@@ -731,8 +731,9 @@ class Governor:
     def _has_signs(self, unknown: bool) -> bool: # the answer where there is nothing to look at
         "Whether something beside the loss speaks against the weights of this run."
         if self.signs is None or self.gate is None or not self.config.proof: return unknown
-        good = self._saved_at(0).batch
-        late = 1 + (self.watched - good) // self.gate.config.block
+        good, block, t = self._saved_at(0).batch, self.gate.config.block, self.observed.monitor
+        begun = good if t is None else max(good, self.watched - len(t.x) - block) # steep before: not its sign
+        late = 1 + (self.watched - begun) // block
         peaks = [[*side.history.peaks, side.history.peak] for side in self.gate.sides.values()]
         return bool(self.signs.since(good)) or any(is_steep(p, late) for p in peaks)
 
