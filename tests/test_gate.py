@@ -294,7 +294,7 @@ def test_a_huge_gradient_is_halved_until_it_is_usual(name):
     assert same(state_of(net, opt), state_of(twin, other))
 
 def test_nothing_is_scaled_in_the_warm_up_or_where_it_is_not_wanted():
-    for config, start in ((GateConfig(), 20), (GateConfig(limit=None), 50)):
+    for config, start in ((GateConfig(), 3), (GateConfig(limit=None), 50)):
         net = network()
         opt = O.SGD(net.parameters(), 1e-9)
         gate = UpdateGate(opt, config=config)
@@ -548,7 +548,20 @@ def test_on_a_device(machine):
 
 @pytest.mark.parametrize("settings, said", [
     (dict(limit=1.), "limit=1.0, expected a multiple of at least strict=2.0"), (dict(strict=.5), "strict=0.5"),
-    (dict(warmup=8), "warmup=8, expected a whole number of at least 16"), (dict(block=0), "block=0")])
+    (dict(warmup=0), "warmup=0, expected a whole number of at least 1"), (dict(block=0), "block=0")])
 def test_settings_are_checked(settings, said):
     with pytest.raises(ValueError, match=said): GateConfig(**settings)
     with pytest.raises(ValueError, match="at least one"): UpdateGate()
+
+
+def test_a_huge_gradient_among_the_first_updates_is_scaled_and_named():
+    "From the fifth update on the largest so far is the usual one."
+    net = network()
+    opt = O.SGD(net.parameters(), 1e-9)
+    gate = UpdateGate(opt, names=net.named_parameters())
+    train(net, opt, range(5), huge=[4])
+    event, = gate.take_events()
+    assert event.kind == "scaled" and event.update == 4 and event.parameter in dict(net.named_parameters())
+    with torch.no_grad():
+        sizes = {name: p.grad.norm().item() for name, p in net.named_parameters()}
+    assert event.parameter == max(sizes, key=sizes.get)

@@ -53,7 +53,8 @@ from .health import (NEAR as NEAR, LASTS as LASTS, JUMP as JUMP, SEEN as SEEN, L
     STEEP as STEEP, StateHealth as StateHealth, BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign,
     Signs as Signs, is_steep as is_steep, UpdateWatch as UpdateWatch, StateJudge as StateJudge)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory, gradients_of as gradients_of,
-    measure_norm as measure_norm, name_nonfinite as name_nonfinite, GateEvent as GateEvent, UpdateGate as UpdateGate)
+    measure_norm as measure_norm, name_nonfinite as name_nonfinite, name_largest as name_largest,
+    GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import OWN_PARTS as OWN_PARTS, Governor as Governor
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue, Verdicts as Verdicts)

@@ -301,10 +301,13 @@ class UpdateWatch:
         self,
         good: int, # batch of the good state
         unknown: bool, # the answer where there is nothing to look at
+        rise: int | None = None, # losses that the rise under observation has lasted
     ) -> bool:
         "Return whether something beside the loss has spoken against the weights since the good state."
         if self.signs is None or self.gate is None: return unknown
-        late = 1 + (self.losses.watched - good) // self.gate.config.block
+        watched, block = self.losses.watched, self.gate.config.block
+        begun = good if rise is None else max(good, watched - rise - block) # steep before: not its sign
+        late = 1 + (watched - begun) // block
         peaks = [[*side.history.peaks, side.history.peak] for side in self.gate.sides.values()]
         return bool(self.signs.since(good)) or any(is_steep(p, late) for p in peaks)
 

@@ -568,7 +568,9 @@ class RunJudge:
 
     def _has_signs(self, config: GovernorConfig, unknown: bool) -> bool: # the answer where there is nothing to look at
         "Whether something beside the loss speaks against the weights."
-        return self.updates.have_signs(self.run.good.at().batch, unknown) if config.proof else unknown
+        if not config.proof: return unknown
+        t = self.observed.monitor
+        return self.updates.have_signs(self.run.good.at().batch, unknown, None if t is None else len(t.x))
 
     def _disregard(self, config: GovernorConfig):
         "Learn the new level of a loss that says nothing about the weights, and say so once."
