@@ -37,6 +37,7 @@ from .repairs import RATE_CAUSES, REHEARSED, Repairs
 from .reports import (
     Explanation, GovernorConfig, GovernorStop, IncidentLog, Report, Summary, as_chance_losses, as_governor_config,
     describe_failure, logger)
+from .resume import ResumeCheck, ResumeWatch
 from .responses import LaneRuns, SingleRun, clocks_of, not_exchanged
 from .rises import BACK, Calibration, blames_weights, is_clearly_above, monitor_rise
 from .snapshots import BackgroundCopy, SavedState, Snapshot, TakeResult
@@ -135,6 +136,8 @@ class Governor:
         elif self.config.background and lanes == 1:
             self.snapshot.background = BackgroundCopy(self.snapshot.objects.values())
         self.snapshot.take(step=0)
+        log = self.log
+        self.resume = ResumeWatch(self.snapshot.objects, OWN_PARTS, say=lambda text: log.say("%s", text))
         self.files = None if folder is None else GoodFiles(Path(folder), self.ranks.rank)
         self._note_saved()
         self._warn_about_parts()
@@ -244,6 +247,7 @@ class Governor:
         ()
         """
         if not isinstance(loss, float) or self.n > 1: loss = as_loss(loss, self.n)
+        if self.resume.waiting: self.resume.see(loss)
         off = np.zeros(self.n, bool)
         off[list(inactive)] = True
         self.inactive = off
@@ -544,6 +548,21 @@ class Governor:
         self.snapshot.take(step=0, lanes=None if whole else lanes)
         self._note_saved(lanes=lanes)
 
+    def check_resume(self) -> ResumeCheck:
+        """Compare the parts, as they are now, with those whose state was loaded: after a resume, before the first step.
+
+        Examples
+        --------
+        >>> net = torch.nn.Linear(1, 1)
+        >>> state = Governor(net, chance_loss=None).state_dict()
+        >>> bias = net.bias.data.fill_(7.)
+        >>> governor = Governor(net, chance_loss=None)
+        >>> governor.load_state_dict(state)
+        >>> print(governor.check_resume())
+        not what was saved: bias is 7, was ...
+        """
+        return self.resume.check()
+
     def summary(self) -> Summary:
         "Return what was done so far, and which batches it has cost."
         return Summary(judged=int(self.stats.judged.max()), scale=self.stats.scale(0), reports=tuple(self.reports),
@@ -567,7 +586,7 @@ class Governor:
             probation=self.probation.state_dict(), log=self.log.state_dict(), response=self.response.state_dict(),
             repairs=None if self.repairs is None else self.repairs.state_dict(),
             health=None if self.health is None else self.health.state_dict(), course=self.course.state_dict(),
-            calibration=self.calibration.state_dict(),
+            calibration=self.calibration.state_dict(), resume=self.resume.state_dict(tuple(self.losses.recent)),
             kept=None if kept is None else (self.snapshot.portable(kept[0]), tuple(kept[1])),
             snapshot=self.snapshot.state_dict() if banks else None)
 
@@ -584,6 +603,7 @@ class Governor:
         self.config, self.failed = config, state["failed"]
         if state["snapshot"] is None: self.take_snapshot()
         self.observed.load_state_dict(state["observed"], self.snapshot, self.rates, clocks_of(self.snapshot))
+        self.resume.load_state_dict(state["resume"])
         kept = state["kept"]
         self.kept = None if kept is None else (self.snapshot.revive(kept[0]), SavedAt(*kept[1]))
 
