@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 
 from benchmarks.strangers_bench import TINY
 from esper_nb.core import content_digest
-from esper_nb.guard import Governor
 from esper_nb.record import RunFolder
 from esper_nb.run import begin_fit, begin_run, export_run, get_recipe, main, open_fit, open_run, report_html, watch_text
 from esper_nb.train import FitConfig, get_task, new_population, task_from_path

@@ -16,7 +16,7 @@ from benchmarks.strangers_bench import (
     EVIL, MADE, RIGHT, TINY, cases, followed, forge, fuzz, make_run, mark_of, opened, watched)
 from esper_nb.core import FolderLock
 from esper_nb.record import CheckpointError, RunFolder, read_rows
-from esper_nb.record import files as files_module
+from esper_nb.core import files as files_module
 from esper_nb.run import plugins
 from esper_nb.run import (
     RepeatStore, begin_run, check_trust, get_recipe, main, open_run, report_html, simple_controllers)

@@ -87,6 +87,10 @@ from .responses import (is_clock as is_clock, clocks_of as clocks_of, not_exchan
     patience_of as patience_of, SingleRun as SingleRun, LaneRuns as LaneRuns, GuardedRun as GuardedRun,
     Moment as Moment, SameBatches as SameBatches, LaneCheckup as LaneCheckup, LaneJudge as LaneJudge,
     missing_parts as missing_parts)
+from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, PartProof as PartProof,
+    prove_parts as prove_parts, StreamState as StreamState, read_streams as read_streams, leads_to as leads_to,
+    ResumeCheck as ResumeCheck, compare_parts as compare_parts, prove_state as prove_state,
+    check_resume as check_resume, ResumeWatch as ResumeWatch)
 from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
     pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)

@@ -31,6 +31,7 @@ from esper_nb.guard.reports import (
     Explanation, GovernorConfig, GovernorStop, IncidentLog, Report, Summary, as_chance_losses, as_governor_config,
     logger)
 from .responses import GuardedRun, LaneJudge, Moment, clocks_of, missing_parts
+from .resume import ResumeCheck, ResumeWatch
 from .rises import BACK
 from .snapshots import BackgroundCopy, Snapshot, TakeResult
 
@@ -111,6 +112,8 @@ class Governor:
             self.snapshot.background = BackgroundCopy(self.snapshot.objects.values())
         self.snapshot.take(step=0)
         self.judge.checkup.note_taken(None)
+        log = self.log
+        self.resume = ResumeWatch(self.snapshot.objects, OWN_PARTS, say=lambda text: log.say("%s", text))
         for text in missing_parts(self.snapshot, self.rates): logger.warning("Governor: %s", text)
 
     @property
@@ -233,6 +236,7 @@ class Governor:
         ()
         """
         if not isinstance(loss, float) or self.n > 1: loss = as_loss(loss, self.n)
+        if self.resume.waiting: self.resume.see(loss)
         off = np.zeros(self.n, bool)
         off[list(inactive)] = True
         self.inactive = off
@@ -520,6 +524,21 @@ class Governor:
         self.snapshot.take(step=0, lanes=None if whole else lanes)
         self.judge.checkup.note_taken(lanes)
 
+    def check_resume(self) -> ResumeCheck:
+        """Compare the parts, as they are now, with those whose state was loaded: after a resume, before the first step.
+
+        Examples
+        --------
+        >>> net = torch.nn.Linear(1, 1)
+        >>> state = Governor(net, chance_loss=None).state_dict()
+        >>> bias = net.bias.data.fill_(7.)
+        >>> governor = Governor(net, chance_loss=None)
+        >>> governor.load_state_dict(state)
+        >>> print(governor.check_resume())
+        not what was saved: bias is 7, was ...
+        """
+        return self.resume.check()
+
     def summary(self) -> Summary:
         "Return what was done so far, and which batches it has cost."
         return Summary(judged=int(self.stats.judged.max()), scale=self.stats.scale(0), reports=tuple(self.reports),
@@ -540,6 +559,7 @@ class Governor:
             failed=self.failed, config=self.config.to_dict(),
             stats={k: t.clone() for k, t in self.stats.state_dict().items()},
             observed=self.observed.state_dict(banks), good=self.good.state_dict(banks),
+            resume=self.resume.state_dict(tuple(self.losses.recent)),
             snapshot=self.snapshot.state_dict() if banks else None)
 
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
@@ -554,6 +574,7 @@ class Governor:
         self.config, self.failed = config, state["failed"]
         if state["snapshot"] is None: self.take_snapshot()
         self.observed.load_state_dict(state["observed"], self.snapshot, self.rates, clocks_of(self.snapshot))
+        self.resume.load_state_dict(state["resume"])
 
     def __repr__(self):
         judged = int(self.stats.judged.max())
