@@ -188,7 +188,7 @@ def test_small_things():
     for _ in range(6): gov.rollback()
     assert not gov.stopped[0] and gov.budget.ever[0] == 0, "what is asked for costs nothing"
     for x in (80., 80., 80.): gov.watch(x)
-    assert gov.verdict.count[0] == gov.reports[-1].count > 0
+    assert gov.verdicts.latest.count[0] == gov.reports[-1].count > 0
 
 def test_nan_in_complex_weights_is_seen():
     class Net(nn.Module):
