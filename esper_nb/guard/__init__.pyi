@@ -57,7 +57,8 @@ from .health import (JUMP as JUMP, SEEN as SEEN, LONG as LONG, RAISED as RAISED,
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue, Verdicts as Verdicts)
 from .observation import (EffectResult as EffectResult, APART as APART, Exchange as Exchange,
-    RiseObservation as RiseObservation, RiseEffects as RiseEffects, RunCheckup as RunCheckup, RunJudge as RunJudge)
+    RiseObservation as RiseObservation, RunComparison as RunComparison, RiseEffects as RiseEffects,
+    RunCheckup as RunCheckup, RunJudge as RunJudge)
 from .phases import (TABLE as TABLE, Phase as Phase, PhaseMove as PhaseMove, Effect as Effect,
     next_phase as next_phase)
 from .probation import (EARLY as EARLY, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles,
