@@ -265,12 +265,13 @@ def test_a_rule_is_one_row_that_reports_plots_and_panel_use(monkeypatch):
         found = [(t, r.lane, r.reason, r.action) for t in range(105) for r in gov.watch(torch.full((lanes,), .5))]
         assert found == [(99, lane, "stall", "rollback") for lane in range(lanes)]
         reports += gov.reports
-    said = "lane 0: stall (loss 0.5, 100 equal losses of 100)"
+    said = "stall (loss 0.5, 100 equal losses of 100)"
     rows = governor_rows(reports[:1], step=99)
     assert rows[0]["governor.reason"] == "stall"
-    assert str(reports[0]).startswith(f"step 100, {said} -> rollback")
+    assert [str(r).startswith(f"{where}: {said} -> rollback") for where, r in
+            zip(("batch 99", "step 100, lane 0", "step 100, lane 1"), reports)] == [True] * 3
     for seen in (incident_from_report(reports[0], number=1, x=99, end=99, back=0), row_incident(rows[0], 99, 1)):
-        assert str(seen).startswith(f"{said} → rollback"), "in the panel, of a run here and of another process"
+        assert str(seen).startswith(f"lane 0: {said} → rollback"), "in the panel, of a run here and of another process"
     assert "*" in [line.get_marker() for line in plot_incidents(rows).lines]
     assert "<b>stall</b>: the loss does not move at all" in rules_help()
     assert list_thresholds(StallConfig)["stall"] == (2, 1000, 1, "equal losses in a row that make a stall")

@@ -170,7 +170,7 @@ def test_reports_hold_no_nan_and_the_values_of_the_failure():
     assert out.loss is None and out.shown == "nan" and gov.stats.count[0] == 0
     asked = gov.rollback()[0]
     assert (asked.reason, asked.loss, asked.limit, asked.shown) == ("by hand", None, None, "none")
-    assert ", lane 0: by hand -> rollback" in str(asked)
+    assert str(asked).startswith("batch 63: by hand -> rollback, back at batch ")
     for r in gov.reports: assert no_nan(r.to_dict()); json.dumps(r.to_dict(), allow_nan=False); str(r)
     fresh = Governor(nn.Linear(1, 1), chance_loss=None).rollback()[0]
     assert no_nan(fresh.to_dict()) and fresh.mean is None and fresh.chance_loss is None

@@ -698,7 +698,8 @@ class Governor:
         for i, step in zip(back.lanes, back.steps):
             saved = self.good.at(i)
             lost = (saved.batch, self.watched - 1) if saved.batch < self.watched else None
-            fields[i] = dict(restored=back.parts, left=back.left, kept=back.kept, restored_step=step, lost=lost)
+            fields[i] = dict(restored=back.parts, left=back.left, kept=back.kept, restored_step=step,
+                             restored_batch=saved.batch, lost=lost)
             fields[i] |= response.adjust_rates(i, action, again[i], saved, self.config, self.stats, self.watched)
         return fields
 

@@ -386,4 +386,5 @@ class StateJudge:
         report = self.run.verdicts.report(config, "state")
         return self.run.log.file(replace(
             report, action="rollback", batch=self.run.losses.watched - 1, bad_state=bad, restored=restored,
-            restored_step=self.run.snapshot.steps[0], rollbacks_left=self.run.budget.rollbacks_left(config, 0)))
+            restored_step=self.run.snapshot.steps[0], restored_batch=self.run.good.at().batch,
+            rollbacks_left=self.run.budget.rollbacks_left(config, 0)))

@@ -331,7 +331,8 @@ class RiseEffects:
     def announce(self, m: Moment, config: GovernorConfig) -> EffectResult:
         "File that old and live weights take turns from now on."
         assert self.observed.report is not None
-        report = replace(self.observed.report, action="compare", restored_step=self.run.snapshot.steps[0])
+        report = replace(self.observed.report, action="compare", restored_step=self.run.snapshot.steps[0],
+                         restored_batch=self.run.good.at().batch)
         return (self.run.log.file(report),), None
 
     def put_old(self, m: Moment, config: GovernorConfig) -> EffectResult:

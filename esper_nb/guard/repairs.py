@@ -290,7 +290,7 @@ class Recovery:
         run.good.probation.begin(hold=False, losses=len(found.replayed))
         report = run.log.file(replace(
             run.verdicts.describe(config, reason, loss), action="rollback", restored=tuple(run.snapshot.parts),
-            redone=len(found.replayed), restored_step=run.snapshot.steps[0],
+            redone=len(found.replayed), restored_step=run.snapshot.steps[0], restored_batch=run.good.at().batch,
             rollbacks_left=run.budget.rollbacks_left(config, 0), **_fields_of(found)))
         repairs.file_under(report)
         return (report,)

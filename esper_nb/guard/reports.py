@@ -143,7 +143,7 @@ class Report:
     >>> report.severity, report.rolled_back
     ('warning', True)
     """
-    lane: int # which lane
+    lane: int # which lane; 0 of a single run
     step: int # losses judged in this lane up to the failure, replayed ones counted once
     reason: str # name of a rule, see `RULES`
     action: str # "skip", "lower", "rollback", "replay", "stop"; of a rise also "wait", "compare", "passed", "accepted";
@@ -170,6 +170,7 @@ class Report:
     restored: tuple[str, ...] = () # parts that were put back
     left: tuple[str, ...] = () # parts that were left as they are
     restored_step: int | None = None # losses judged when the restored state was taken
+    restored_batch: int | None = None # calls of `watch` before it was taken
     lr_factor: float | None = None # what the learning rate was multiplied with
     rollbacks_left: int = 0 # budget before the run is stopped
     batch: int | None = None # which call of `watch` it was, from 0, whatever was rolled back since
@@ -185,6 +186,7 @@ class Report:
     cause: str | None = None # the proved cause, a name in `CAUSES`; None: not searched for
     why: str = "" # the same as a sentence
     evidence: tuple[Evidence, ...] = () # the experiments behind it
+    lanes: int = 1 # side by side; 1: a single run, whose only clock is `batch`
 
     @property
     def severity(self) -> str:
@@ -218,7 +220,10 @@ class Report:
     def __str__(self):
         compared = f", {self.compared}" if self.compared else ""
         seen = f"loss {self.shown if self.loss is None else format(self.loss, '.4g')}{compared}"
-        back = "" if self.restored_step is None else f", back at step {self.restored_step}"
+        where, back = f"step {self.step}, lane {self.lane}", ("step", self.restored_step)
+        if self.lanes == 1: # what its user counts, whatever was rolled back
+            where = f"step {self.step}" if self.batch is None else f"batch {self.batch}"
+            if self.restored_batch is not None: back = "batch", self.restored_batch
         rate = f", lr × {self.lr_factor:g}" if self.lr_factor else ""
         if self.redone: rate += f", {self.redone} batches redone"
         old = "" if self.old_loss is None else f", old weights {self.old_loss:.4g}"
@@ -227,9 +232,10 @@ class Report:
         why = f"; {self.why}" if self.why else ""
         if self.loss is None and self.shown == "none": seen = self.wrong
         seen = f"{seen}{old}{rank}".removeprefix(", ")
-        found = f"step {self.step}, lane {self.lane}: {self.reason}" + f" ({seen})" * bool(seen)
+        found = f"{where}: {self.reason}" + f" ({seen})" * bool(seen)
         action = "compare with the old weights" if self.action == "compare" else self.action
-        return f"{found} -> {action}{back}{rate}{undo}{why}"
+        put_back = "" if back[1] is None else f", back at {back[0]} {back[1]}"
+        return f"{found} -> {action}{put_back}{rate}{undo}{why}"
 
     def to_dict(self) -> dict:
         "Plain values, ready for JSON."
@@ -277,7 +283,8 @@ def describe_failure(
         mean=number(s.mean, known), sigma=number(s.sigma, known), samples=int(min(s.seen[lane], config.window)),
         scale=s.scale(lane),
         cusum=number(s.cusum, config.rise is not None), cusum_limit=config.rise,
-        count=int(s.count[lane]), at_chance=int(s.at_chance[lane]), recent=tuple(s.recent(lane, 16)),
+        count=int(s.count[lane]), at_chance=int(s.at_chance[lane]), lanes=len(s.judged),
+        recent=tuple(s.recent(lane, 16)),
         anomalies=tuple((t, x if math.isfinite(x) else None) for t, x in s.anomalies(lane)))
     compared = RULES[reason].compared
     return report if compared is None else replace(report, compared=compared(report, s, config))
@@ -484,17 +491,25 @@ class Summary:
         return {a: said.count(a) for a in dict.fromkeys(said)}
 
     @property
+    def causes(self) -> dict[str, int]:
+        "How often each cause was found; see `CAUSES`."
+        found = [r.cause for r in self.reports if r.cause is not None]
+        return {c: found.count(c) for c in dict.fromkeys(found)}
+
+    @property
     def lost(self) -> tuple[tuple[int, int], ...]:
         "First and last of the batches that have left no trace in the weights, in the order in which they were lost."
         return tuple(r.lost for r in self.reports if r.lost is not None)
 
     def __str__(self):
         done = ", ".join(f"{k} × {v}" for k, v in self.actions.items()) or "nothing to do"
-        head = f"Governor: {self.judged} losses on the {self.scale} scale; {done}; learning rate × {self.lr_factor:g}"
+        found = "".join(f", {k} × {v}" for k, v in self.causes.items()).removeprefix(", ")
+        head = (f"Governor: {self.judged} losses on the {self.scale} scale; {done}; learning rate × {self.lr_factor:g}"
+                + f"; causes: {found}" * bool(found))
         return "\n".join([head, *(f"  {r}" for r in (*self.reports, *self.remarks))])
 
     def _repr_html_(self):
-        columns = "batch reason action shown limit restored_step lost lr_factor rollbacks_left".split()
+        columns = "batch reason action cause shown limit restored_step lost lr_factor rollbacks_left".split()
         def cell(r, name):
             v = getattr(r, name)
             return "" if v is None else escape(f"{v:.4g}" if isinstance(v, float) else str(v))
