@@ -418,7 +418,8 @@ class ModuleHost(LaneModule):
     "n copies of your network; created by `module_model`."
     def __init__(self, config: ModuleHostConfig, lanes: int = 1):
         found = explore_host(config)
-        super().__init__(config.maker, found.form, lanes, Ports(READS[config.reads].axis, -1))
+        with seeded(0, "host"): # values that `reset_lanes` replaces
+            super().__init__(config.maker, found.form, lanes, Ports(READS[config.reads].axis, -1))
         self.config, inner = config, "net.template." if found.form.whole else "net."
         self.before = {k: tuple(inner + name for name in p.before) for k, p in found.places.items()}
 

@@ -300,8 +300,7 @@ class Session:
         self.error = ""
         self._steps_left = steps
         if self._thread is not None: return
-        settings = dict(target=_work, args=(weakref.ref(self), self._changed), name=f"run {self.name}", daemon=True)
-        self._thread = threading.Thread(**settings) # type: ignore[arg-type]  # by keyword
+        self._thread = threading.Thread(target=_work, args=([self],), name=f"run {self.name}", daemon=True)
         self._thread.start()
 
     def _wait_for(self) -> float | None: # seconds until the next step, 0: now; None: the thread ends
@@ -367,10 +366,12 @@ class Session:
             self._answer_requests()
 
 def _work(
-    ref: "weakref.ref[Session]", # a paused session that nobody else holds is freed
-    changed: threading.Condition, # of that session
+    handed: list[Session], # one, which is taken out: a paused session that nobody else holds is freed
 ) -> None: # the thread of a session
     "Do the steps of a session until it ends."
+    session: Session | None = handed.pop()
+    assert session is not None  # for mypy
+    ref, changed = weakref.ref(session), session._changed
     while True:
         with changed:
             session = ref()
