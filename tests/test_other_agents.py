@@ -29,9 +29,9 @@ def test_lanes_say_to_stable_baselines_what_they_say_to_gymnasium():
         action = rng.integers(0, ours.single_action_space.nvec, (3, len(ours.single_action_space.nvec)))
         obs, reward, over, cut, info = ours.step(action)
         stepped = theirs.step(action)
-        assert all(np.array_equal(a, b) for a, b in zip(stepped[:3], (obs, reward, over | cut)))
+        assert all(np.array_equal(a, b) for a, b in zip(stepped[:3], (obs, reward.astype(np.float32), over | cut)))
         for i in range(3):
-            if not stepped[2][i]: assert stepped[3][i] == {}
+            if not stepped[2][i]: assert stepped[3][i]["loss"] == info["loss"][i]
             else: assert np.array_equal(stepped[3][i]["terminal_observation"], info["final_obs"][i])
     assert theirs.env_method("action_masks", indices=[2])[0].shape == ours.action_masks()[2].shape
     assert theirs.get_attr("horizon", indices=[0, 1]) == [4, 4] and theirs.env_is_wrapped(gym.Wrapper) == [False] * 3

@@ -11,14 +11,17 @@ import ctypes
 import hashlib
 import os
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # %% ../../nbs/core/02_devices.ipynb #28bf3e92
 class Precision(NamedTuple):
@@ -186,11 +189,53 @@ def generator(
 def seeded(
     seed: int, # the run's seed
     *key: int | str, # what the stream is for
-) -> Iterator[None]:
-    "Draw torch's global CPU randomness from the stream `(seed, *key)` inside the block, and restore it after."
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.set_state(generator(seed, *key).get_state())
-        yield
+) -> Iterator[torch.Generator]: # the stream
+    "Draw from the stream `(seed, *key)` inside the block what this thread would draw from torch's global CPU generator."
+    stream = generator(seed, *key)
+    with _DrawsFrom(stream): yield stream
+
+class _DrawsFrom(TorchDispatchMode):
+    "Passes a generator to every operation on the CPU that would use the global one; a mode belongs to its thread."
+    def __init__(self, stream: torch.Generator):
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _on_cpu(args, kwargs): return func(*args, **kwargs)
+        taking, at = _with_generator(func)
+        if taking is None: return self._through_global(func, args, kwargs)
+        given = args[at] if at < len(args) else kwargs.get("generator")
+        if given is not None: return func(*args, **kwargs)
+        return taking(*args[:at], **kwargs | dict(generator=self.stream))
+
+    def _through_global(self, func, args, kwargs):
+        "Run an operation that takes no generator on a global one in the stream's state."
+        with _one_at_a_time, torch.random.fork_rng(devices=[]):
+            torch.default_generator.set_state(self.stream.get_state())
+            out = func(*args, **kwargs)
+            self.stream.set_state(torch.default_generator.get_state())
+            return out
+
+_one_at_a_time = threading.RLock()
+
+@cache
+def _with_generator(
+    func: Any, # an overload of an operation
+) -> tuple[Any, int]: # the overload that takes a generator, None: there is none; and the generator's place
+    for k in (func._overloadname, "generator", f"{func._overloadname}_generator", "low_generator_dtype"):
+        if k not in func.overloadpacket.overloads(): continue
+        found = getattr(func.overloadpacket, k)
+        names = [a.name for a in found._schema.arguments]
+        if "generator" in names and {a.name for a in func._schema.arguments} <= {*names}:
+            return found, names.index("generator")
+    return None, 0
+
+def _on_cpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    "Return whether an operation works on the CPU: by its first tensor, or by the device that it is asked for."
+    first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+    device = kwargs.get("device") if first is None else first.device
+    return device is None or torch.device(device).type == "cpu"
 
 # %% ../../nbs/core/02_devices.ipynb #895e048b
 def _now(device: torch.device | None) -> float:

@@ -10,7 +10,7 @@ __all__ = ['num_lanes', 'lane_state', 'rewiden', 'with_lanes', 'lane_index', 'in
 # %% ../../nbs/core/04_lanes.ipynb #f05a2801
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -202,7 +202,7 @@ def map_tensors(
     return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
 
 # %% ../../nbs/core/04_lanes.ipynb #5145b739
-_borrowed = Lock() # held while torch's global streams are a lane's
+_borrowed = Lock() # held while the global stream of a GPU is a lane's
 
 @contextmanager
 def drawing(
@@ -210,8 +210,8 @@ def drawing(
     seed: int, # of the lane
     *key: int | str, # which draws these are
 ) -> Iterator[None]:
-    "Draw from the stream `(seed, *key)` inside the block; restore torch's global streams after it."
-    with _borrowed, seeded(seed, *key):
+    "Draw from the stream `(seed, *key)` inside the block; restore the global stream of a GPU after it."
+    with seeded(seed, *key), _borrowed if device.type == "cuda" else nullcontext():
         if device.type != "cuda":
             yield
             return

@@ -303,18 +303,18 @@ def run_on_trial(
     start: dict[str, Tensor] = {}
     handles = []
     for k, layer in dict(layers_of(module)).items():
-        def before(_, args, k=k): start[k] = torch.get_rng_state()
+        def before(_, args, k=k): start[k] = stream.get_state()
         def after(_, args, out, k=k):
-            first, drew = _first_tensor(out), not torch.equal(start[k], torch.get_rng_state())
+            first, drew = _first_tensor(out), not torch.equal(start[k], stream.get_state())
             found[k] = LayerSeen(0 if first is None else first.ndim, drew or found[k].draws)
         handles += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
-    with seeded(0, "look"), torch.no_grad():
+    with seeded(0, "look") as stream, torch.no_grad():
         module.train()(example)
         for h in handles: h.remove()
         for k, layer in layers_of(module): layer.train(not found[k].draws)
-        state = torch.get_rng_state()
+        state = stream.get_state()
         module(example)
-        return TrialRun(found, not torch.equal(state, torch.get_rng_state()))
+        return TrialRun(found, not torch.equal(state, stream.get_state()))
 
 def layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]: # names and layers
     "Yield the layers of a module: modules without submodules, and those that are treated as one layer."

@@ -115,6 +115,7 @@ def _run_on_streams(streams: Sequence, device: torch.device, f: Callable[[T], R]
 # %% ../../nbs/core/06_workers.ipynb #9761fecb
 class Workers:
     "Runs independent groups: on threads of one core each on a CPU, on the caller's stream or several on a GPU."
+    closed = False # there are no threads at the moment
     def __init__(
         self,
         count: int | None = None, # workers; None: `default_workers`
@@ -137,13 +138,15 @@ class Workers:
     ) -> list[R]: # results in the order of `items`
         "Run `f` on every item; an error or an interrupt stops the others after their current step and is raised here."
         self.stopping.clear()
+        if self.closed and self.pool: self.pool, self.closed = _make_threads(self.count), False
         if self.pool and len(items) > 1: return _run_on_threads(self.pool, self.stopping, f, items)
         if self.streams: return _run_on_streams(self.streams, self.device, f, items)
         return [f(i) for i in items]  # a single item uses all cores inside its operations
 
     def close(self):
-        "Stop the threads when their pending work is done."
+        "Stop the threads when their pending work is done; the next `map` starts new ones."
         if self.pool: self.pool.shutdown()
+        self.closed = True
 
     def __enter__(self): return self
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core import (
     Config, Count, LaneAttention, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneBatchNorm2d, ShareBelow1,
-    Whole, by_lane, check, check_count, check_device, conv2d, lane_linear, reset_lanes, spatial_mean)
+    Whole, by_lane, check, check_count, check_device, conv2d, lane_linear, reset_lanes, seeded, spatial_mean)
 
 # %% ../../nbs/grow/24_hosts.ipynb #e80b48ca
 class Site(NamedTuple):
@@ -228,7 +228,7 @@ def new_host(
     kinds: dict[type, type[Host]] = {CNNConfig: CNNHost, GPTConfig: GPTHost}
     dev = check_device(device)
     check(type(config) in kinds, "config", config, "a CNNConfig or a GPTConfig")
-    host = kinds[type(config)](config, lanes)
+    with seeded(seed, "host"): host = kinds[type(config)](config, lanes) # values that `reset_lanes` replaces
     reset_lanes(host, range(lanes), seed)
     return host.to(dev)
 

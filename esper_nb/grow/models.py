@@ -31,6 +31,7 @@ class Growing(nn.Module):
     names: tuple[str, ...] # of the slots, in the order of depth
     walks = False # whether `branches` shares what the combinations have in common
     warned = False # of an optimizer that is not served
+    told: frozenset[str] = frozenset() # slots whose seeds do not run, of which it was told
 
     def add_slots(self, slots: Sequence[Slot]): # in the order of depth
         "Register the slots, and move them to the host's device."
@@ -109,9 +110,10 @@ class Growing(nn.Module):
     def tick(self, lanes: Lanes = None) -> list[tuple[str, int, Event]]: # (slot, lane, what happened)
         """Finish an epoch: ramps move, slots cool down, automatic gates open; the next epoch begins.
 
-        Warns if an optimizer trains seeds without following their growth.
+        Warns if an optimizer trains seeds without following their growth, and of slots with a seed that did not run.
         """
         self._ask_for_service()
+        for k, why in self.unrun().items(): self._tell_of_unrun(k, why)
         return [(k, i, e) for k in self.names for i, e in self.slot(k).tick(lanes)]
 
     @property
@@ -158,6 +160,7 @@ class Growing(nn.Module):
         states = [(slot, i, s) for slot in slots for i, s in slot.readable(found)]
         table = [slot.describe(i, s) for slot, i, s in states if s.stage != Stage.DORMANT]
         problems = [f"slot {slot.name}, lane {i}: {p}" for slot in slots for i in found for p in slot.problems(i)]
+        problems += [f"slot {k}: {why}" for k, why in self.unrun().items()]
         empty = sum(s.stage == Stage.DORMANT for *_, s in states)
         def span(t: Tensor) -> str: # the only number, or the least and the largest
             low, high = int(t.min()), int(t.max())
@@ -215,7 +218,14 @@ class Growing(nn.Module):
         >>> model.changes_output("r0c1")
         False
         """
-        return self.slot(slot).enabled and bool(self.slot(slot).roles())
+        changes = self.slot(slot).enabled and bool(self.slot(slot).roles())
+        why = self.unrun().get(slot) if changes else None
+        if why is not None: self._tell_of_unrun(slot, why)
+        return changes and why is None
+
+    def unrun(self) -> dict[str, str]: # slot -> why its seeds do not run
+        "Return the slots with a seed that the network passes by; a network that walks its slots has none."
+        return {}
 
     def record_accuracy(self, accuracy: Numbers, lanes: Lanes = None): # held out, percentage points
         "Add an epoch's accuracy to the state of every seed, with the alphas of the seeds before and after it."
@@ -272,6 +282,12 @@ class Growing(nn.Module):
     def take_fresh(self) -> dict[str, list[int]]: # owner -> lanes
         "Return the lanes initialised since the last call: reset the optimizer's state there before the next step."
         return {f"{k}.{part}": lanes for k in self.names for part, lanes in self.slot(k).take_fresh().items()}
+
+    def _tell_of_unrun(self, slot: str, why: str):
+        "Warn once of each slot whose seeds do not run."
+        if slot in self.told: return
+        self.told = self.told | {slot}
+        warnings.warn(f"slot {slot}: {why}", stacklevel=4)
 
     def _ask_for_service(self):
         "Warn once if seeds of an earlier epoch have gradients, and `take_fresh` was not called since."

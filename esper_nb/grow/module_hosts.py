@@ -14,7 +14,8 @@ import difflib
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -28,9 +29,9 @@ from ..core import (
     reset_lanes, seeded)
 from .blueprints import list_blueprints, out_of_place
 from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost
-from .lifecycle import Rules
+from .lifecycle import Event, Rules
 from .models import Growing
-from .slots import Slot, as_lanes, evaluating
+from .slots import Lanes, Slot, as_lanes, evaluating
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #129859a6
 class AttachedModel(Growing):
@@ -41,9 +42,45 @@ class AttachedModel(Growing):
         self.layouts = {s.name: layouts.get(s.name, "BCHW" if s.family == "cnn" else "BLD") for s in slots}
         self.add_slots(slots)
         self.handles: list = []
+        self.ran = _Ran() # the network
+        self.passed_by: frozenset[str] = frozenset() # slots that did not run in an epoch in which the network did
+        self.moved = 0 # writes into the network's parameters up to the last tick
         self._put_hooks_on()
 
-    def forward(self, *args, **kwargs): return self.host(*args, **kwargs)
+    def forward(self, *args, **kwargs):
+        self.ran.mark()
+        return self.host(*args, **kwargs)
+
+    def tick(self, lanes: Lanes = None) -> list[tuple[str, int, Event]]: # (slot, lane, what happened)
+        "Finish an epoch, see `Growing.tick`; a slot that ran in it is one that the network knows."
+        self.passed_by = self._passed_by()
+        events = super().tick(lanes)
+        self.moved = self._writes()
+        for ran in (self.ran, *(h.ran for h in self.hooks.values())): ran.clear()
+        return events
+
+    def unrun(self) -> dict[str, str]: # slot -> why its seeds do not run
+        "Return the slots with a seed that the network passes by: lost hooks, or a pass since the last tick without it."
+        live = [k for k in self.names if not self.hooks[k].ran.yes and self.slot(k).roles(True)]
+        kept = {h for m in self.inside.modules() for h in m._forward_hooks.values()} if live else set()
+        passed = self._passed_by()
+        why = {True: "its submodule was replaced, merged or lost its hooks, so its seed does not run: take slots off "
+                     "(detach_slots) before such a change, and attach_slots to the result",
+               False: "its seed did not run, although the network did: attach slots before the network is compiled, to "
+                      "submodules that every pass calls, and run the model that attach_slots returned"}
+        return {k: why[lost] for k in live if (lost := self.hooks[k] not in kept) or k in passed}
+
+    @property
+    def inside(self) -> nn.Module:
+        "The module with the submodules that have slots."
+        return self.host.inside if isinstance(self.host, LaneModule) else self.host
+
+    def __deepcopy__(self, memo):
+        with _without_graphs(self.host):
+            new = type(self).__new__(type(self))
+            memo[id(self)] = new
+            new.__setstate__(copy.deepcopy(vars(self), memo))
+        return new
 
     def lane(self, i: int = 0) -> Growing:
         "Return lane i as a separate one-lane model; with one lane, a copy."
@@ -75,17 +112,46 @@ class AttachedModel(Growing):
         return self.host
 
     def _put_hooks_on(self):
-        inside = self.host.inside if isinstance(self.host, LaneModule) else self.host
         loop = self.host.loop if isinstance(self.host, LaneModule) else None
-        hooks = {k: _SlotHook(self.slot(k), self.layouts[k], loop) for k in self.names}
-        self.handles = [inside.get_submodule(k).register_forward_hook(h) for k, h in hooks.items()]
+        self.hooks = {k: _SlotHook(self.slot(k), self.layouts[k], loop) for k in self.names}
+        self.handles = [self.inside.get_submodule(k).register_forward_hook(h) for k, h in self.hooks.items()]
+
+    def _writes(self) -> int: return sum(p._version for p in self.host.parameters())
+
+    def _passed_by(self) -> frozenset[str]:
+        "Return the slots that have not run since the last tick; before the network has run, those of the tick."
+        quiet = frozenset(k for k in self.names if not self.hooks[k].ran.yes)
+        if self.ran.yes: return quiet
+        trained = any(p.grad is not None for p in self.host.parameters()) and self._writes() != self.moved
+        if trained: # a pass that no hook has seen: a compiled network that was called itself
+            quiet &= {k for k in self.names if all(p.grad is None for p in self.slot(k).banks.parameters())}
+            return quiet & {k for k in self.names if any(self.slot(k).in_use(b).any() for b in self.slot(k).banks)}
+        return self.passed_by & quiet
+
+class _Ran:
+    "Whether something has run; only ever written while compiling, so that no graph depends on it."
+    yes = False
+    def clear(self): self.yes = False
+    def mark(self):
+        if not torch.compiler.is_exporting(): self.yes = True
+
+@contextmanager
+def _without_graphs(module: nn.Module) -> Iterator[None]:
+    "Hold weights that a hook computes before each pass (pruned, normalised) as plain tensors, which can be copied."
+    found = [(m, k, t) for m in module.modules() for k, t in vars(m).items()
+             if isinstance(t, Tensor) and t.grad_fn is not None]
+    for m, k, t in found: vars(m)[k] = t.detach()
+    try: yield
+    finally:
+        for m, k, t in found: vars(m)[k] = t
 
 class _SlotHook:
     "Passes a submodule's output through a slot; `loop` runs the network lane by lane, and gives the current lane."
     def __init__(self, slot: Slot, layout: str, loop: PerLane | None):
-        self.slot, self.layout, self.loop = slot, layout, loop
+        self.slot, self.layout, self.loop, self.ran = slot, layout, loop, _Ran()
 
     def __call__(self, module, args, output):
+        self.ran.mark()
         h = to_slot(output, self.layout)
         return from_slot(self.slot(h) if self.loop is None else self.slot.play_lane(h, self.loop.turn), self.layout)
 
@@ -108,7 +174,8 @@ def attach_slots(
     Raises
     ------
     ValueError
-        A name is no submodule or runs more than once, an output is no single tensor, or its layout is uncertain.
+        A name is no submodule, has a slot or runs more than once, an output is no single tensor, its layout is
+        uncertain, or the network was compiled before.
 
     Examples
     --------
@@ -123,6 +190,7 @@ def attach_slots(
     check(good, "slots", slots, "a list of submodule names, each once")
     for k in layouts: check(k in slots, "layouts", k, f"names of slots: {', '.join(slots)}")
     check(len(example) > 0, "example", example, "a batch that your network takes")
+    _check_untouched(module, slots)
     seen = find_features(module, list(slots), example)
     found = {k: choose_layout(k, s.out.shape, s.layer, layouts.get(k)) for k, s in seen.items()}
     made = []
@@ -132,6 +200,17 @@ def attach_slots(
         channels = h.shape[1] if family == "cnn" else h.shape[2]
         made.append(Slot(k, family, channels, blueprints=may_grow, rules=rules, seed=seed))
     return AttachedModel(module, made, found)
+
+def _check_untouched(module: nn.Module, slots: Iterable[str]):
+    "Raise a `ValueError` for slots where there is one, and in a network that was compiled, which would not run them."
+    known = dict(module.named_modules())
+    for k in slots:
+        path = [known[p] for i in range(k.count(".") + 2) if (p := ".".join(k.split(".")[:i])) in known]
+        compiled = [type(m).__name__ for m in path
+                    if m._compiled_call_impl is not None or hasattr(m, "_torchdynamo_orig_callable")]
+        check(not compiled, "compiled", compiled, "a network that is not compiled yet: attach its slots, then compile")
+        there = k in known and any(isinstance(h, _SlotHook) for h in known[k]._forward_hooks.values())
+        check(not there, "slot", k, "a submodule without one: go on with the model that has it, or detach_slots first")
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #7932426a
 @dataclass(frozen=True)
@@ -376,7 +455,8 @@ class ModuleHost(LaneModule):
     "n copies of your network; created by `module_model`."
     def __init__(self, config: ModuleHostConfig, lanes: int = 1):
         found = explore_host(config)
-        super().__init__(config.maker, found.form, lanes, Ports(READS[config.reads].axis, -1))
+        with seeded(0, "host"): # values that `reset_lanes` replaces
+            super().__init__(config.maker, found.form, lanes, Ports(READS[config.reads].axis, -1))
         self.config, inner = config, "net.template." if found.form.whole else "net."
         self.before = {k: tuple(inner + name for name in p.before) for k, p in found.places.items()}
 

@@ -12,6 +12,6 @@ from .normalizers import (Moments as Moments, ObsNormalizer as ObsNormalizer, di
     RewardNormalizer as RewardNormalizer, ValueNormalizer as ValueNormalizer, standardize as standardize)
 from .policies import PolicyConfig as PolicyConfig, Act as Act, ActorCritic as ActorCritic, Trunk as Trunk
 from .rollouts import (gae as gae, next_values as next_values, Outcome as Outcome,
-    flat_observations as flat_observations, rolled_lanes as rolled_lanes, masked_lanes as masked_lanes,
-    EnvStream as EnvStream, EpisodeEnd as EpisodeEnd, count_episodes as count_episodes, Batch as Batch,
-    Rollout as Rollout, play as play)
+    flat_observations as flat_observations, can_be_flat as can_be_flat, one_observation as one_observation,
+    rolled_lanes as rolled_lanes, masked_lanes as masked_lanes, EnvStream as EnvStream, EpisodeEnd as EpisodeEnd,
+    count_episodes as count_episodes, Batch as Batch, Rollout as Rollout, play as play)

@@ -80,21 +80,24 @@ class Heads:
 def heads_of(
     space: gym.Space, # a single environment's action space
 ) -> Heads:
-    "Return the heads of a `Discrete` or one-dimensional `MultiDiscrete` space; `ValueError` for others."
+    "Return the heads of a `Discrete`, `MultiDiscrete` or `MultiBinary` space; `ValueError` for others."
     if isinstance(space, gym.spaces.Discrete): return Heads((int(space.n),))
-    if isinstance(space, gym.spaces.MultiDiscrete) and space.nvec.ndim == 1: return Heads(space.nvec.tolist())
-    raise ValueError(f"action space {space} has no heads, expected Discrete or one-dimensional MultiDiscrete; "
-                     "wrap the environment to get one")
+    if isinstance(space, gym.spaces.MultiDiscrete): return Heads(space.nvec.ravel().tolist())
+    if isinstance(space, gym.spaces.MultiBinary): return Heads((2,) * math.prod(space.shape))
+    raise ValueError(f"action space {space} has no heads, expected Discrete, MultiDiscrete or MultiBinary; for "
+                     "continuous actions take Stable-Baselines3's PPO or SAC, or wrap the environment so that it offers "
+                     "choices")
 
 def to_env(
     action: Tensor, # (n, K) int64, choices counted from 0
     space: gym.Space, # a single environment's action space
-) -> np.ndarray: # (n,) for `Discrete`, (n, K) for `MultiDiscrete`
+) -> np.ndarray: # (n, *shape), shape: of the space, () for `Discrete`
     "Convert choices to the environment's actions: an array of its own, of the space's dtype."
     a = action.cpu().numpy()
     if isinstance(space, gym.spaces.Discrete): return (a[:, 0] + space.start).astype(space.dtype)
-    assert isinstance(space, gym.spaces.MultiDiscrete) # the only other space that has heads
-    return (a + space.start).astype(space.dtype)
+    assert isinstance(space, gym.spaces.MultiDiscrete | gym.spaces.MultiBinary) # the only others that have heads
+    start = space.start if isinstance(space, gym.spaces.MultiDiscrete) else 0
+    return (a.reshape(len(a), *space.shape) + start).astype(space.dtype)
 
 # %% ../../nbs/learn/60_distributions.ipynb #2d3f8c13
 class MaskedHeads:

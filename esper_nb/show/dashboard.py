@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DASHBOARDS', 'Ask', 'FAULT_TIPS', 'SEED_TIPS', 'Dashboard', 'watch', 'row_values', 'row_incident', 'RowsSource',
-           'Panel', 'disabled_reasons', 'ControlBar', 'LaneSelector', 'fault_buttons', 'SeedsPanel', 'threshold_slider',
-           'ThresholdsPanel']
+           'widgets_below', 'Panel', 'disabled_reasons', 'ControlBar', 'LaneSelector', 'fault_buttons', 'SeedsPanel',
+           'threshold_slider', 'ThresholdsPanel']
 
 # %% ../../nbs/show/84_dashboard.ipynb #fe4aea4f
 import threading
@@ -66,7 +66,7 @@ class Dashboard:
         image: bool = False, # use plain images instead of the canvas
     ):
         check(view in ("auto", "widgets", "picture", "text"), "view", view, "'auto', 'widgets', 'picture' or 'text'")
-        self.session = session if isinstance(session, Session) else Session(session)
+        self._session: Session | None = session if isinstance(session, Session) else Session(session)
         lanes = self.session.source.lanes
         check(lane is None or 0 <= lane < lanes, "lane", lane, f"0 to {lanes - 1}")
         self.view = view
@@ -75,6 +75,12 @@ class Dashboard:
         self.panel: Panel | None = None # created when widgets are displayed
         self.creating = threading.RLock() # held while the panel is created
         self._lane = lane
+
+    @property
+    def session(self) -> Session:
+        "Return the session; `RuntimeError` after a later panel has replaced this one in its cell."
+        if self._session is None: raise RuntimeError("a later panel has replaced this one in its cell, and has the run")
+        return self._session
 
     @property
     def lane(self) -> int:
@@ -107,24 +113,26 @@ class Dashboard:
         return None
 
     def close(self) -> None:
-        "Close the widgets; the session continues."
-        if self.panel is None: return
-        self.panel.feed.close()
-        self.panel.box.close()
+        "Close the panel and free its widgets and its thread; the session continues, and `widget` opens another one."
+        with self.creating: panel, self.panel = self.panel, None
+        for cell in [cell for cell, d in DASHBOARDS.items() if d is self]: del DASHBOARDS[cell]
+        if panel is not None: panel.close()
 
     def give_way(self,
         new: Session, # that replaces this one in its cell
     ) -> None:
         "Close the panel, and stop its run unless another cell shows it."
         self.close()
-        if any(d.session is self.session for d in DASHBOARDS.values()): return
-        if self.session.state not in ("running", "paused"): return
-        self.session.stop()
-        new.history.note("control", f"the run that this cell showed before was stopped {self.session.position}")
+        session, self._session = self.session, None # the notebook's history of outputs keeps this object
+        if any(d.session is session for d in DASHBOARDS.values()): return
+        if session.state not in ("running", "paused"): return
+        session.stop()
+        new.history.note("control", f"the run that this cell showed before was stopped {session.position}")
 
-    def __repr__(self) -> str: return session_text(self.session)
+    def __repr__(self) -> str: return "replaced by a later one" if self._session is None else session_text(self.session)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any: # the output of a cell
+        if self._session is None: return {"text/plain": repr(self)}
         if self.view == "widgets" or self.view == "auto" and live_front_end(): return self._show()
         text = {"text/plain": f"{self!r}\n{REOPEN_HINT}"}
         if self.view == "text" or self.view == "auto" and self.session.steps == 0: return text
@@ -300,6 +308,20 @@ class RowsSource(Source):
             incidents=tuple(row_incident(row, end, batches) for row in rows if row["kind"] == "governor"))
 
 # %% ../../nbs/show/84_dashboard.ipynb #006fafda
+def widgets_below(
+    roots: Sequence[Any], # widgets
+) -> list[Any]:
+    "Return widgets and everything that they consist of: children, layouts and styles, each once."
+    from ipywidgets import Widget
+    found, left = {}, list(roots)
+    while left:
+        w = left.pop()
+        if id(w) in found: continue
+        found[id(w)] = w
+        for v in w.trait_values().values():
+            left += [x for x in (v if isinstance(v, (list, tuple)) else [v]) if isinstance(x, Widget)]
+    return list(found.values())
+
 class Panel:
     "The widgets of a session, updated by a feed."
     def __init__(self, session: Session, ask: Ask, lane: int, picked: Callable[[int], None], height: int, image: bool):
@@ -332,6 +354,7 @@ class Panel:
         watched = make.box([self.selector.lane], "esper-bar", "HBox")
         shown = [self.bar.box, lane_bar, columns] if source.steered else [watched, middle]
         self.box = make.box([style, *shown], "esper", "VBox")
+        self.roots = [self.box, self.bar.box, lane_bar, columns, watched] # of all widgets, those that are not shown too
         self.output = NotebookOutput(session)
         self.shown = time.perf_counter() # time of the last display
         self.drawn = -99. # time of the last plain image
@@ -359,6 +382,13 @@ class Panel:
         else: self.draw_plain()
         self.output.refresh(self.selector.lane.value)
         return dict(html=changed, age=time.perf_counter() - self.shown) if live else None
+
+    def close(self) -> None:
+        "End the thread, and free the widgets."
+        self.feed.close()
+        for widget in widgets_below(self.roots):
+            widget.unobserve_all()
+            widget.close()
 
     def draw_plain(self) -> None:
         "Draw a plain image if no browser draws the canvas and the last image is old."

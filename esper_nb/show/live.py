@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -226,7 +227,7 @@ class Feed:
         self._lock = threading.RLock()
         self._end = threading.Event()
         if canvas is not None: canvas.on_msg(self.on_message)
-        self.thread = threading.Thread(target=self._work, name="feed", daemon=True)
+        self.thread = threading.Thread(target=_feed, args=(weakref.ref(self), self._end), name="feed", daemon=True)
 
     def start(self) -> None:
         "Start the thread; nothing is sent to the canvas before the browser's hello message."
@@ -261,14 +262,18 @@ class Feed:
         canvas.send(message | packet.meta | extra, packet.buffers)
         self.seen = packet.seen
 
-    def _work(self) -> None: # the thread
-        while not self._end.wait(self.pacer.interval):
-            try: self.update()
-            except Exception as e: self.error = f"{type(e).__name__}: {e}"
-
     def close(self) -> None:
         "End the thread."
         self._end.set()
+        if self.thread.is_alive() and self.thread is not threading.current_thread(): self.thread.join(5)
+
+def _feed(ref: "weakref.ref[Feed]", end: threading.Event) -> None: # the thread of a feed that somebody holds
+    feed, interval = ref(), 0.
+    while feed is not None:
+        interval, feed = feed.pacer.interval, None
+        if end.wait(interval) or (feed := ref()) is None: return
+        try: feed.update()
+        except Exception as e: feed.error = f"{type(e).__name__}: {e}"
 
 # %% ../../nbs/show/82_live.ipynb #28f791d0
 @functools.cache
@@ -278,8 +283,8 @@ def canvas_class() -> Any: # None without anywidget
     except ImportError: return None
     import traitlets
     class RunCanvas(anywidget.AnyWidget):
-        _esm = asset_path("canvas.js")
-        _css = asset_path("canvas.css")
+        _esm = asset_path("canvas.js").read_text(encoding="utf-8") # text: anywidget watches a path, and a watched
+        _css = asset_path("canvas.css").read_text(encoding="utf-8") # file holds every widget that was made from it
         lane = traitlets.Int(0).tag(sync=True) # selected
         height = traitlets.Int(452).tag(sync=True) # pixels
     return RunCanvas

@@ -8,9 +8,11 @@ __all__ = ['P', 'REQUESTS', 'Request', 'request', 'Session', 'unmet_requirements
 # %% ../../nbs/show/81_session.ipynb #404d68c0
 import functools
 import inspect
+import math
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -267,10 +269,12 @@ class Session:
         raise TimeoutError(f"still running after {timeout} s, {self.position}")
 
     def close(self) -> None:
-        "End the thread after the current step, and remove the callback from the Governor."
+        "End the thread after the current step, free the population's threads, and remove the Governor's callback."
         thread = self._thread
         self.stop()
         if thread is not None and thread is not threading.current_thread(): thread.join(60)
+        with self._changed:
+            if self._thread is None: self.source.release()
         self.history.close()
 
     def __repr__(self) -> str:
@@ -296,31 +300,32 @@ class Session:
         self.error = ""
         self._steps_left = steps
         if self._thread is not None: return
-        self._thread = threading.Thread(target=self._work, name=f"run {self.name}", daemon=True)
+        self._thread = threading.Thread(target=_work, args=([self],), name=f"run {self.name}", daemon=True)
         self._thread.start()
 
-    def _work(self) -> None: # the thread
+    def _wait_for(self) -> float | None: # seconds until the next step, 0: now; None: the thread ends
+        "Execute requests, and keep the pace."
+        self._answer_requests()
+        if self.state == "running" and self._steps_left == 0: self._enter("paused")
+        if self.state not in ("running", "paused"):
+            self.source.release()
+            self._thread = None
+            return None
+        wait = math.inf if self.state == "paused" else max(0., self._step_began + self.pace - time.perf_counter())
+        if wait == 0:
+            if self._steps_left is not None: self._steps_left -= 1
+            self._step_began = time.perf_counter()
+        return wait
+
+    def _try_step(self) -> bool: # False: it failed, and the thread ends
         try:
-            while self._wait_for_step(): self._step()
+            self._step()
+            return True
         except GovernorStop as e:
             self.history.file_reports(self.history.x)
             self._fail(str(e), str(e))
         except BaseException as e: self._fail(f"{type(e).__name__}: {e}", traceback.format_exc())
-
-    def _wait_for_step(self) -> bool: # False: the thread ends; executes requests, waits while paused, keeps the pace
-        with self._changed:
-            while True:
-                self._answer_requests()
-                if self.state == "running" and self._steps_left == 0: self._enter("paused")
-                if self.state not in ("running", "paused"):
-                    self._thread = None
-                    return False
-                wait = None if self.state == "paused" else self._step_began + self.pace - time.perf_counter()
-                if wait is not None and wait <= 0: break
-                self._changed.wait(wait)
-            if self._steps_left is not None: self._steps_left -= 1
-        self._step_began = time.perf_counter()
-        return True
+        return False
 
     def _step(self) -> None:
         self.history.before_step()
@@ -355,9 +360,28 @@ class Session:
         with self._changed:
             self.error = error
             self.history.note("error", text)
+            self.source.release()
             self._enter("failed")
             self._thread = None
             self._answer_requests()
+
+def _work(
+    handed: list[Session], # one, which is taken out: a paused session that nobody else holds is freed
+) -> None: # the thread of a session
+    "Do the steps of a session until it ends."
+    session: Session | None = handed.pop()
+    assert session is not None  # for mypy
+    ref, changed = weakref.ref(session), session._changed
+    while True:
+        with changed:
+            session = ref()
+            wait = None if session is None else session._wait_for()
+            if wait is None: return
+            if wait > 0:
+                if wait == math.inf: session = None
+                changed.wait(min(wait, 1.))
+                continue
+        if session is None or not session._try_step(): return
 
 # %% ../../nbs/show/81_session.ipynb #d526ceb8
 def unmet_requirements(

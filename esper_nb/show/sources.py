@@ -93,6 +93,9 @@ class Source:
         if self.governor is None: raise RuntimeError("no Governor watches this run: make it with one")
         return self.governor.rollback(lanes)
 
+    def release(self) -> None:
+        "Free threads that only a step needs; the next step starts them again."
+
     def parts(self) -> dict[str, Any]: # by name, for `save_checkpoint`
         "Return the parts of a checkpoint."
         raise RuntimeError("this run cannot be saved: its source has no parts")
@@ -159,6 +162,10 @@ class PopulationSource(Source):
         accuracy = None if r.heldout is None else r.heldout.accuracy_pp.numpy()
         return Frame(loss=frame_losses(r.train.losses), accuracy=accuracy, events=r.events, done=r.decided,
                      rows=rows)
+
+    def release(self) -> None:
+        "Free the population's threads."
+        self.pop.workers.close()
 
     def provoke(self, fault: str, lane: int) -> int: # batches until the fault begins
         "Inject a fault into a lane in the next epoch, after a quarter of its batches."
@@ -370,6 +377,10 @@ class EnvSource(Source):
         "Apply the injected faults to a batch."
         for f in self.due: x, y = f.at(0)(net, stepper, lanes, b, x, y)
         return (x, y) if self.previous is None else self.previous(net, stepper, lanes, b, x, y)
+
+    def release(self) -> None:
+        "Free the threads of the environment's populations."
+        for part in self.envs.parts: part.population.workers.close()
 
     def step(self) -> Frame | None: # None: all updates are done
         "Step the environment, and update the policy if the rollout is full."

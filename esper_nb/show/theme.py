@@ -228,7 +228,7 @@ class WidgetFactory:
 
     def dropdown(self, options: list[Any], name: str, tip: str, **settings: Any) -> Any: # name: for screen readers
         "Create a dropdown list."
-        settings = dict(layout=self.W.Layout(width="100%")) | settings
+        if "layout" not in settings: settings["layout"] = self.W.Layout(width="100%")
         return self.W.Dropdown(options=options, description=name, tooltip=tip, **settings)
 
     def box(self, children: list[Any], style: str, kind: str = "Box") -> Any: # kind: "Box", "HBox" or "VBox"
