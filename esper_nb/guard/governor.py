@@ -26,13 +26,15 @@ from .budget import Budget, blames_batch, is_extreme
 from .detector import RULES, LossStats, Verdict, loss_limits, off_scale, on_scale
 from .gate import UpdateGate
 from .health import LossCourse, Signs, StateHealth, is_steep
+from .loops import Batches, LoopBody, place_of_loop
 from .losses import LossQueue, WaitingLoss, as_loss, loss_of
 from .observation import Exchange, RiseObservation
 from .phases import PhaseMove
 from .probation import GoodFiles, Probation, SavedAt
 from .ranks import Ranks, SameWeights
 from .rates import LearningRates
-from .recorder import StepRecorder
+from .footprint import is_own_file
+from .recorder import Origin, StepRecorder, with_origins
 from .repairs import RATE_CAUSES, REHEARSED, Repairs
 from .reports import (
     Explanation, GovernorConfig, GovernorStop, IncidentLog, Report, Summary, as_chance_losses, as_governor_config,
@@ -131,6 +133,8 @@ class Governor:
         self.inactive = np.zeros(lanes, bool) # lanes that do not take part in this `watch`
         self.inside = False # of `with step()`
         self.failed = False # so there may be something to refill in the budget
+        self.loops: dict[tuple, LoopBody] = {} # by place, those that `batches` has handed batches to
+        self.loop: LoopBody | None = None # the one that runs
         if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
         elif self.config.background and lanes == 1:
             self.snapshot.background = BackgroundCopy(self.snapshot.objects.values())
@@ -254,6 +258,9 @@ class Governor:
         ()
         """
         if not isinstance(loss, float) or self.n > 1: loss = as_loss(loss, self.n)
+        if self.loop is not None and self.loop.open: # judged once the loop asks for its next batch
+            self.loop.take(loss)
+            return ()
         off = np.zeros(self.n, bool)
         off[list(inactive)] = True
         self.inactive = off
@@ -283,6 +290,9 @@ class Governor:
         >>> governor.reports[0].action
         'skip'
         """
+        if self.loop is not None and self.loop.open:
+            raise RuntimeError("`with governor.step()` in a loop of `governor.batches`, whose steps may run twice: "
+                               "call `governor.watch(loss)` there, without `with`")
         self._on_step_end()
         self.inside = True
         try:
@@ -295,6 +305,7 @@ class Governor:
         step: Callable[[Any], Any], # trains on a batch and returns its loss, alone, first in a tuple, or as "loss"
         batch=None, # argument of `step`, or of `fetch`; a step that draws its own batch gets None
         fetch: Callable[[Any], Any] | None = None, # makes the batch, so that only e.g. its indices are kept
+        origin: Origin | None = None, # of a batch that is given itself: only where there is no room is it made again
     ): # what `step` returns; None for a batch that is left out
         """Run one training step, watch its loss, and keep the data for an explanation.
 
@@ -327,12 +338,12 @@ class Governor:
         repairs, recorder = self.repairs, self.repairs.recorder
         if recorder.footprint is None: self._look_at(step)
         if repairs.dry is None and recorder.runs == REHEARSED: self._rehearse()
-        kept, wanted = recorder.omissions.wanted(batch, fetch)
+        kept, wanted = recorder.omissions.wanted(batch, fetch, origin)
         if not kept: return None
         ways_back = [*self.probation.saved.values(), *(() if self.kept is None else [self.kept[1]])]
         recorder.forget(min(s.batch for s in ways_back))
         with self.ranks.naming_the_failed(self.watched):
-            returned = repairs.run(step, wanted, self.watched, fetch, self.comparing, self.lr_factor)
+            returned = repairs.run(step, wanted, self.watched, fetch, self.comparing, self.lr_factor, origin)
         loss = loss_of(returned)
         if loss is None: return None
         with self.log.delay() as new:
@@ -344,6 +355,59 @@ class Governor:
             elif self.observed.calm and (self.stats.held[0] == 8 or repairs.is_due(self.watched)):
                 self._redo_disturbed("rise", self.losses.recent[-1])
         return returned
+
+    def batches(
+        self, loader, # a `DataLoader`, or anything that yields batches
+    ) -> Batches: # of the same length
+        """Hand out the batches of a loop, which is thereby trained as by `run`: a step is what it does with a batch.
+
+        The loop calls `watch` once a batch, wherever it likes; the loss is judged when it asks for the next one. Then
+        recorded batches may come again: for a comparison, for an experiment, or to be trained on once more after a
+        rollback, without those that caused it. `replaying` is true meanwhile. Variables of the loop are restored with
+        the parts, so its own counters are right afterwards. `enumerate` and bars go inside: `batches(tqdm(loader))`.
+
+        Raises
+        ------
+        ValueError
+            If the Governor has several lanes.
+        RuntimeError
+            If a loop of this Governor runs inside of another one, or a batch gets two losses.
+        GovernorStop
+            As in `watch`.
+
+        Examples
+        --------
+        >>> net = torch.nn.Linear(1, 1)
+        >>> opt = torch.optim.SGD(net.parameters(), lr=.1)
+        >>> governor = Governor(net, opt, chance_loss=None)
+        >>> for x in governor.batches([torch.ones(8, 1)] * 20):
+        ...     loss = net(x).square().mean()
+        ...     opt.zero_grad(); loss.backward(); opt.step()
+        ...     reports = governor.watch(loss)
+        >>> governor.recorder.runs
+        20
+        """
+        if self.repairs is None: raise ValueError(f"lanes={self.n}, expected None: `batches` is for a single run")
+        return Batches(loader, self._iterate)
+
+    @property
+    def replaying(self) -> bool:
+        "Return whether the step that runs now is one that was run before."
+        return self.recorder is not None and self.recorder.repeats.now
+
+    def _iterate(self, loader, frame) -> Iterator: # that begins to iterate; batches
+        "Train on the batches of a loader, by the loop that a frame is about to begin."
+        body = self.loops.setdefault(place_of_loop(frame, is_own_file), LoopBody(is_own_file))
+        def train():
+            if self.loop is not None: raise RuntimeError("a loop of `batches` inside of another one of the same "
+                "Governor: use a Governor for each, or `governor.run` in the inner one")
+            self.loop = body
+            try:
+                for batch, origin in with_origins(loader):
+                    self.run(body, batch, origin=origin)
+                    if body.leaving: return
+            finally: self.loop = None
+        return body.iterate(train)
 
     def explain(
         self,
@@ -376,6 +440,10 @@ class Governor:
         """
         if self.repairs is None or not self.repairs.recorder.runs:
             raise RuntimeError("no step was recorded: train with `governor.run(step, batch)`")
+        if not self.repairs.within_reach:
+            if self.repairs.found is not None and not now: return self.repairs.found
+            raise RuntimeError("the steps of a `for` loop can be replayed only while it runs, and no incident was "
+                               "explained then: train with `governor.run(step, batch)`")
         incident = None if now else self.repairs.incident
         if incident is None: incident = self.repairs.open(self._saved_at(0).batch)
         found = self.repairs.find_cause(incident, budget, all_of_them, self._what_is_bad)
@@ -645,7 +713,7 @@ class Governor:
         if not seen.calm and math.isfinite(m.loss):
             self.stats.judged += 1
             self.probation.count()
-            move = seen.follow(m.loss, bool(self.stats.linear[0]), self._patience, self.evaluate is not None,
+            move = seen.follow(m.loss, bool(self.stats.linear[0]), self._patience, self._can_evaluate,
                                self._compares_recorded, holds=self.config.proof)
             if move is PhaseMove.DUE and not self._has_signs(unknown=True):
                 assert seen.monitor is not None
@@ -933,7 +1001,12 @@ class Governor:
 
     @property
     def _compares_recorded(self) -> bool: # batches on which the live weights were just trained
-        return self.repairs is not None and self.evaluate == self.repairs.evaluate
+        return self.repairs is not None and self.evaluate == self.repairs.evaluate and self.repairs.within_reach
+
+    @property
+    def _can_evaluate(self) -> bool: # not once a loop is over whose body would be needed for it
+        return self.evaluate is not None and (self._compares_recorded or self.repairs is None or
+                                              self.evaluate != self.repairs.evaluate)
 
     def _waits(self, reason: str, m: Moment) -> bool:
         "Whether a failure is observed first: unless its batch can be skipped."
@@ -1103,7 +1176,7 @@ class Governor:
         if report is None or report.lost is None or self.repairs is None or not self.repairs.recorder.runs: return
         incident = self.repairs.open(report.lost[0], report)
         self.repairs.wind_back(report, self.config.skip_window)
-        if not self.config.explain_steps: return self._redo(None)
+        if not (self.config.explain_steps and self.repairs.within_reach): return self._redo(None)
         found = proof or self.repairs.find_cause(incident, self.config.explain_steps, is_bad=self._what_is_bad)
         report = self.log.amend(report, **_fields_of(found))
         self.log.say("batch %s: cause %s: %s", report.batch, found.cause, found.why)

@@ -16,7 +16,7 @@ from .causes import find_cause, redo, redo_disturbed
 from .footprint import DryReplay, Footprint, StateWatch, Written, bits_of, dry_replay, tensors_of_parts
 from .probation import Probation, SavedAt
 from .ranks import Ranks
-from .recorder import RecordedIncident, StepRecorder
+from .recorder import Origin, RecordedIncident, StepRecorder
 from .replay import Replay
 from .reports import Explanation, GovernorConfig, Report
 from .responses import clocks_of
@@ -47,6 +47,7 @@ class Repairs:
         self.watch = StateWatch(lambda: tensors_of_parts(snapshot.objects))
         self.written: deque[Written] = deque(maxlen=64) # what wrote into the state between steps, of late
         self.writes = 0 # of the snapshot, when the latest step ended
+        self.found: Explanation | None = None # the latest
 
     @property
     def incident(self) -> RecordedIncident | None:
@@ -55,8 +56,13 @@ class Repairs:
 
     @property
     def reliable(self) -> bool:
-        "Whether a replay of recorded steps is known to be exact."
-        return self.dry is not None and self.dry.exact
+        "Whether a replay of recorded steps is known to be exact, and they can be called now."
+        return self.dry is not None and self.dry.exact and self.within_reach
+
+    @property
+    def within_reach(self) -> bool:
+        "Whether all recorded steps can be called now: the body of a loop, only where its loop asks for a batch."
+        return all([getattr(s.step, "ready", True) for s in self.recorder.steps])
 
     def follow_step(self, step: Callable[[Any], Any]): # of the loop
         "Find what a step reads beside its batch, and record it with the state from now on."
@@ -74,18 +80,19 @@ class Repairs:
         fetch: Callable[[Any], Any] | None, # makes the batch
         no_update: bool, # old weights are in place for a comparison
         lr_factor: float, # cuts of the learning rate in force
+        origin: Origin | None = None, # of the batch
     ): # what the step returns
         "Run a step, record it, and watch whether anything else writes into the state."
         if self.writes != self.snapshot.writes: self.watch.renew() # by the Governor itself
         elif (found := self.watch.start_of_step()) is not None: self.written.append(found)
-        returned = self.recorder.run(step, batch, number, fetch, no_update, lr_factor)
+        returned = self.recorder.run(step, batch, number, fetch, no_update, lr_factor, origin)
         self.watch.end_of_step(number)
         self.writes = self.snapshot.writes
         return returned
 
     def is_due(self, number: int) -> bool: # calls of `watch`
         "Whether something wrote into the state a few steps ago, for the first times: its effect can be seen by now."
-        return self.reliable and 0 < len(self.written) <= 8 and self.written[-1].after + 8 == number
+        return 0 < len(self.written) <= 8 and self.written[-1].after + 8 == number and self.reliable
 
     def rehearse(self) -> DryReplay:
         "Repeat the latest steps from the good state, where that leaves no trace."
@@ -151,8 +158,10 @@ class Repairs:
     ) -> Explanation:
         "Replay an incident, change one thing at a time, and return what cures it."
         self._settle()
-        return find_cause(incident, self.ranks, budget, all_of_them, dry=self.dry, written=self._written(incident),
-                          is_bad=is_bad)
+        found = find_cause(incident, self.ranks, budget, all_of_them, dry=self.dry, written=self._written(incident),
+                           is_bad=is_bad)
+        if found.cause != "healthy": self.found = found
+        return found
 
     def _written(self, incident: RecordedIncident) -> list[Written]:
         "Return what wrote into the state between steps, up to the end of an incident."
@@ -194,6 +203,7 @@ class Repairs:
         with self.keeping_inputs():
             found = redo_disturbed(incident, clocks_of(self.snapshot), self.ranks, self.dry, self._written(incident))
         if found is not None:
+            self.found = found
             self.recorder.incident = incident
             self.recorder.note_redone(found.replayed)
         return found
