@@ -29,7 +29,7 @@ def made(seed=0):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 4))
     opt = torch.optim.AdamW(net.parameters(), 3e-3)
-    return net, opt, torch.optim.lr_scheduler.OneCycleLR(opt, 3e-3, 1000)
+    return net, opt, torch.optim.lr_scheduler.OneCycleLR(opt, 1e-2, 400)
 
 def spoil(net, k, fault):
     "What happens to a run before batch k."

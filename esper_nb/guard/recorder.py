@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Repeats', 'Origin', 'Noting', 'NotingIterator', 'with_origins', 'iter_noting', 'fetch_from', 'RecordedStep',
-           'number_of', 'settings_of', 'keys_of', 'tensors_of', 'same_content', 'same_stream', 'idle', 'at_share',
-           'stepping', 'Omissions', 'WarmUp', 'StepRecorder', 'RecordedIncident', 'why_missing', 'give_inputs',
-           'copy_published']
+           'number_of', 'settings_of', 'keys_of', 'tensors_of', 'same_content', 'same_stream', 'foreign_optimizers',
+           'idle', 'at_share', 'stepping', 'Omissions', 'WarmUp', 'StepRecorder', 'RecordedIncident', 'why_missing',
+           'give_inputs', 'copy_published']
 
 # %% ../../nbs/guard/22_recorder.ipynb #22aa0003
 import copy
@@ -184,8 +184,15 @@ def same_stream(a, b) -> bool:
     return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b))
 
 # %% ../../nbs/guard/22_recorder.ipynb #22aa0011
+def foreign_optimizers(
+    objects: Iterable, # parts of a run
+) -> list:
+    "Return the optimizers that are none of torch's, such as fastai's."
+    return [o for o in objects if not isinstance(o, torch.optim.Optimizer | torch.nn.Module)
+            and all(hasattr(o, k) for k in ("step", "zero_grad", "hypers"))]
+
 @contextmanager
-def idle(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
+def idle(*optimizers: Any) -> Iterator[None]: # optimizers
     "Let the steps of optimizers do nothing."
     def step(closure=None, *_, **__): return None if closure is None else closure()
     with ExitStack() as stack:
@@ -209,7 +216,7 @@ def at_share(
 
 @contextmanager
 def stepping(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any, # an optimizer
     step: Callable, # what it does instead
 ) -> Iterator[None]:
     "Let an optimizer step in another way."
@@ -293,7 +300,9 @@ class StepRecorder:
         nbytes: int = 2**30, # of batches that are kept; older ones are let go
         limit: int = 2000, # steps that are kept
     ):
-        self.optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
+        found = list(objects)
+        self.optimizers = [o for o in found if isinstance(o, torch.optim.Optimizer)]
+        self.foreign = foreign_optimizers(found)
         self.nbytes, self.limit = nbytes, limit
         self.steps: deque[RecordedStep] = deque()
         self.older: deque[tuple[int, Any]] = deque(maxlen=128) # number and loss of steps that were let go
@@ -382,7 +391,7 @@ class StepRecorder:
         steps, out = [s for s in self.steps if s.number < before], list[float]()
         played = [s for s in steps if s.number >= since]
         good = None if snapshot is None else snapshot.good_state()
-        with idle(*self.optimizers):
+        with idle(*self.optimizers, *self.foreign):
             for s in steps[-count:]:
                 if snapshot is not None and good is not None and s.number >= since:
                     give_inputs(snapshot, good, played[:played.index(s) + 1])
