@@ -100,7 +100,7 @@ class Repairs:
         incident = self.recorder.incident_from(steps[0].number, self.snapshot)
         replay = Replay(incident, self.ranks)
         self.dry = dry_replay(
-            begin=replay.begin, run=lambda i: incident.steps[i].again(optimizers=replay.optimizers),
+            begin=replay.begin, run=replay.take,
             losses=[float(s.loss) for s in incident.steps], marks=self._marks, aside=lambda: replay,
             footprint=self.recorder.footprint, changed=[s.number for s in incident.steps if s.changed()],
             fork=False if self.ranks else None)
