@@ -4,7 +4,8 @@ from .guard.governor import Governor as Governor
 from .guard.reports import GovernorConfig as GovernorConfig, GovernorStop as GovernorStop, Report as Report
 from .guard.detector import label_entropy as label_entropy
 from .guard.adapters import (guard_trainer as guard_trainer, lightning_governor as lightning_governor,
-    bar_note as bar_note, guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
+    bar_note as bar_note, guard_accelerator as guard_accelerator, fastai_governor as fastai_governor,
+    guard_update as guard_update, skorch_governor as skorch_governor)
 from .grow.module_hosts import (attach_slots as attach_slots, ModuleHostConfig as ModuleHostConfig,
     explore_host as explore_host)
 from .grow.models import GrowingModel as GrowingModel, Decision as Decision

@@ -42,15 +42,19 @@ def lightning_run(pl, tmp_path, callback, fault=None, at=(90,), batches=150, ckp
             )
         def training_step(self, batch, i):
             self.calls += 1
-            if fault and self.calls in at: fault(self.net)
             loss = F.cross_entropy(self.net(batch[0]), batch[1]); self.losses.append(loss.item())
             return loss
+    class Faults(pl.Callback): # outside of the step: a replay does not meet them
+        calls = 0
+        def on_train_batch_start(self, trainer, module, batch, i):
+            self.calls += 1
+            if fault and self.calls in at: fault(module.net)
     pl.seed_everything(0, verbose=False)
     model = Model()
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*examples(32 * batches)), batch_size=32)
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     options = dict(max_epochs=1, accelerator="cpu", default_root_dir=str(tmp_path)) | quiet | trainer
-    fit = pl.Trainer(callbacks=[*callbacks, *([callback] if callback else [])], **options)
+    fit = pl.Trainer(callbacks=[Faults(), *callbacks, *([callback] if callback else [])], **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit.fit(model, data, ckpt_path=ckpt)
@@ -130,13 +134,22 @@ def test_the_bar_of_lightning_says_what_was_done(pl, tmp_path, capsys):
     assert f"governor_rollback={float(callback.governor.reports[0].batch)}" in shown.out + shown.err
 
 class Small(nn.Module):
-    def __init__(self, fault=None, at=(90,)):
+    def __init__(self, fault=None, at=(90,), drawn=None): # an iterator: no step can be repeated
         super().__init__()
-        self.net, self.losses, self.fault, self.at = network(), [], fault, at
+        self.net, self.losses, self.fault, self.at, self.drawn = network(), [], fault, at, drawn
     def forward(self, x, labels):
-        if self.fault and len(self.losses) in self.at: self.fault(self.net)
+        if self.drawn: next(self.drawn)
         logits = self.net(x); loss = F.cross_entropy(logits, labels); self.losses.append(loss.item())
         return dict(loss=loss, logits=logits)
+
+def faults_of(transformers, model):
+    "Ruins a model before some steps: outside of them, so a replay does not meet that."
+    class Faults(transformers.TrainerCallback):
+        calls = -1
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.calls += 1
+            if model.fault and self.calls in model.at: model.fault(model.net)
+    return Faults()
 
 def hf_run(tmp_path, model, governor=True, steps=150, config=QUICK, resume=None, **options):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -147,6 +160,7 @@ def hf_run(tmp_path, model, governor=True, steps=150, config=QUICK, resume=None,
                                           learning_rate=3e-3, report_to=[], logging_strategy="no", use_cpu=True, seed=0,
                                           **dict(save_strategy="no", disable_tqdm=True) | options)
     trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
+    trainer.add_callback(faults_of(transformers, model))
     callback = guard_trainer(trainer, math.log(10), config) if governor else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -183,9 +197,10 @@ def validated_fit(pl, tmp_path, model, callback, **trainer):
 def test_lightning_validates_the_live_weights(pl, tmp_path):
     callback, seen = lightning_governor(None, QUICK.replace(patience=12)), []
     class Model(pl.LightningModule):
-        def __init__(self): super().__init__(); self.net = network(0.)
+        def __init__(self): super().__init__(); self.net, self.drawn = network(0.), iter(range(9999))
         def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=3e-4)
         def training_step(self, batch, i):
+            next(self.drawn) # so no step can be repeated, and the weights take turns
             if i == 90: corrupt(self.net)
             return F.cross_entropy(self.net(batch[0]), batch[1])
         def validation_step(self, batch, i):
@@ -205,6 +220,7 @@ def evaluating_trainer(transformers, tmp_path, model):
                                           learning_rate=3e-4, report_to=[], logging_strategy="no", use_cpu=True, seed=0,
                                           save_strategy="no", disable_tqdm=True, eval_strategy="steps", eval_steps=1)
     trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
+    trainer.add_callback(faults_of(transformers, model))
     return trainer, guard_trainer(trainer, None, QUICK.replace(patience=12))
 
 def test_hugging_face_evaluates_the_live_weights(tmp_path):
@@ -212,7 +228,7 @@ def test_hugging_face_evaluates_the_live_weights(tmp_path):
     class Seen(transformers.TrainerCallback):
         def on_evaluate(self, args, state, control, model=None, **kwargs):
             seen.append((callback.governor.comparing, model.net[0].weight.detach().clone()))
-    model = new(fault=corrupt)
+    model = new(fault=corrupt, drawn=iter(range(9999)))
     trainer, callback = evaluating_trainer(transformers, tmp_path, model)
     trainer.add_callback(Seen())
     with warnings.catch_warnings(action="ignore"): trainer.train()
@@ -223,16 +239,21 @@ def test_hugging_face_evaluates_the_live_weights(tmp_path):
 def test_lightning_leaves_the_live_weights_after_an_exception(where, pl, tmp_path):
     "And the next fit with the same callback starts from what its caller has put there."
     callback, live = lightning_governor(None, QUICK.replace(patience=12)), []
+    seen = tmp_path/"seen" # a list that the step reads would be restored with it
     class Model(pl.LightningModule):
-        def __init__(self): super().__init__(); self.net, self.rate = network(0.), 3e-4
+        def __init__(self):
+            super().__init__()
+            self.net, self.rate, self.drawn = network(0.), 3e-4, iter(range(9999))
         def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=self.rate)
         def training_step(self, batch, i):
+            next(self.drawn) # so no step can be repeated, and the weights take turns
             if i == 90: corrupt(self.net)
-            if live and where == "training" and callback.governor.comparing: raise OSError("broken")
+            if seen.exists() and where == "training" and callback.governor.comparing: raise OSError("broken")
             return F.cross_entropy(self.net(batch[0]), batch[1])
         def validation_step(self, batch, i):
             if not (callback.governor and callback.governor.comparing): return
             live.append(self.net[0].weight.detach().clone())
+            seen.touch()
             if where == "validation": raise OSError("broken")
     pl.seed_everything(0, verbose=False)
     model = Model()
@@ -253,7 +274,7 @@ def test_hugging_face_leaves_the_live_weights_after_an_exception(where, tmp_path
             if live and where == "evaluation": raise OSError("broken")
         def on_step_begin(self, args, state, control, **kwargs):
             if live and where == "training" and callback.governor.comparing: raise OSError("broken")
-    model = new(fault=corrupt)
+    model = new(fault=corrupt, drawn=iter(range(9999)))
     trainer, callback = evaluating_trainer(transformers, tmp_path, model)
     trainer.add_callback(Broken())
     with warnings.catch_warnings(action="ignore"), pytest.raises(OSError, match="broken"): trainer.train()

@@ -1,6 +1,8 @@
 # What guard offers to other packages; written by `python scripts/notebooks.py door`
-from .adapters import (bar_note as bar_note, lightning_governor as lightning_governor, guard_trainer as guard_trainer,
-    guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
+from .adapters import (bar_note as bar_note, StepOf as StepOf, Guard as Guard, action_metrics as action_metrics,
+    lightning_governor as lightning_governor, guard_trainer as guard_trainer, guard_accelerator as guard_accelerator,
+    fastai_governor as fastai_governor, skorch_governor as skorch_governor, GuardedUpdate as GuardedUpdate,
+    guard_update as guard_update)
 from .budget import Budget as Budget, is_extreme as is_extreme, blames_batch as blames_batch
 from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED, YARD as YARD, ODD as ODD,
     EXPERIMENTS as EXPERIMENTS, CONTROLS as CONTROLS, SLOWER as SLOWER, UPHILL as UPHILL, CLIMBS as CLIMBS,
@@ -56,6 +58,10 @@ from .gate import (GateConfig as GateConfig, NormHistory as NormHistory, gradien
     measure_norm as measure_norm, name_nonfinite as name_nonfinite, name_largest as name_largest,
     GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import OWN_PARTS as OWN_PARTS, Governor as Governor
+from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, STOPS as STOPS,
+    ABSENT_VARIABLE as ABSENT_VARIABLE, BodyNames as BodyNames, uses_of as uses_of, FrameVariables as FrameVariables,
+    write_back as write_back, LoopBody as LoopBody, body_names as body_names, Batches as Batches,
+    place_of_loop as place_of_loop)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue, Verdicts as Verdicts)
 from .observation import (EffectResult as EffectResult, APART as APART, Exchange as Exchange,
@@ -67,11 +73,13 @@ from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as Sav
     GoodFiles as GoodFiles, GoodStates as GoodStates)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
-from .recorder import (RecordedStep as RecordedStep, number_of as number_of, settings_of as settings_of,
-    keys_of as keys_of, tensors_of as tensors_of, same_stream as same_stream, idle as idle, at_share as at_share,
-    stepping as stepping, Omissions as Omissions, WarmUp as WarmUp, StepRecorder as StepRecorder,
-    RecordedIncident as RecordedIncident, why_missing as why_missing, give_inputs as give_inputs,
-    copy_published as copy_published)
+from .recorder import (Repeats as Repeats, Origin as Origin, Noting as Noting, NotingIterator as NotingIterator,
+    with_origins as with_origins, iter_noting as iter_noting, fetch_from as fetch_from, RecordedStep as RecordedStep,
+    number_of as number_of, settings_of as settings_of, keys_of as keys_of, tensors_of as tensors_of,
+    same_content as same_content, same_stream as same_stream, foreign_optimizers as foreign_optimizers, idle as idle,
+    at_share as at_share, stepping as stepping, Omissions as Omissions, WarmUp as WarmUp,
+    StepRecorder as StepRecorder, RecordedIncident as RecordedIncident, why_missing as why_missing,
+    give_inputs as give_inputs, copy_published as copy_published)
 from .repairs import (RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, NO_PROOF as NO_PROOF,
     DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, Redone as Redone, Repairs as Repairs, Recovery as Recovery)
 from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone, Changes as Changes, Replay as Replay,

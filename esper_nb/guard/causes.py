@@ -128,7 +128,8 @@ def explain_parting(
     if not same_number(replay.run(at + 1)[-1], again):
         return Parting("unknown", dry.why if dry is not None and dry.why else f"two replays differ at batch {k}: the "
                        "step draws from a generator that is not recorded, or the device does not repeat its sums")
-    if carries_over(replay, at, again): return Parting("gradients", OLD_GRADIENTS, found.steps[0].number)
+    if found.steps[0].grads and carries_over(replay, at, again):
+        return Parting("gradients", OLD_GRADIENTS, found.steps[0].number)
     if (parting := part_by_settings(replay, found)) is not None: return parting
     writes = [] if written is None else writes_before(found, written)
     if writes and (exact or at >= 2): return Parting("outside", wrote(writes, written or ()), writes[-1].after + 1)
@@ -748,7 +749,8 @@ class CaseFile:
         steps, at = self.replay.steps, found.onset
         numbers = [s.number for s in steps]
         if begin is None and at < len(numbers) and cause not in ("healthy", "unknown"): begin = numbers[at]
-        keys = tuple(s.batch for s in steps if s.number in set(batches) and s.fetch is not None)
+        keys = tuple(s.origin.keys if s.origin is not None else s.batch for s in steps
+                     if s.number in set(batches) and (s.origin is not None or s.fetch is not None))
         if cause not in ("healthy", "outside"):
             if self.operation: why = f"{why}; first not finite: {self.operation}"
             elif self.layer: why = f"{why}; first out of its band: {self.layer}"

@@ -530,6 +530,7 @@ class Walk:
         self.leaves: dict[int, AnyLeaf] = {} # by id
         self.unrestorable: dict[int, Unrestorable] = {}
         self.unseen: dict[int, Unrestorable] = {} # what has no attributes that are seen
+        self.told: set[str] = set() # kinds of effects that the user's code leaves out of a replay by itself
         self.names: set[str] = set() # of attributes that the code refers to
         self.seen: dict[int, Any] = {} # also keeps them alive
         self.open: list[tuple[Any, str, dict | None]] = [] # object, its name, its attributes: which of them are named?
@@ -590,6 +591,7 @@ class Walk:
 
     def refuse(self, obj, name: str, why: str): # what it is called, what it is
         "Note that something cannot be put back."
+        if why in self.told: return
         self.unrestorable[id(obj)] = Unrestorable(name, why)
 
     def look(self, obj, name: str): # what it is called
@@ -614,6 +616,7 @@ class StepWalk(Walk):
         self.seen[id(obj)] = obj
         if id(obj) in self.known: return self.look_at_known(obj, name)
         if isinstance(obj, types.FunctionType): return self.look_at_function(obj, name)
+        if hasattr(type(obj), "look_with"): return obj.look_with(self) # the body of a loop
         if isinstance(obj, types.MethodType): return self.add((obj.__func__, name), (obj.__self__, "self"))
         if isinstance(obj, functools.partial):
             bound = [*enumerate(obj.args), *obj.keywords.items()]

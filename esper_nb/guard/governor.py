@@ -19,13 +19,15 @@ from torch import Tensor
 
 from ..core import check, check_count
 from .budget import blames_batch, is_extreme
+from .footprint import is_own_file
 from .gate import UpdateGate
+from .loops import Batches, LoopBody, place_of_loop
 from .losses import WaitingLoss, as_loss, loss_of
 from .observation import RiseObservation, RunJudge
 from .phases import Effect, PhaseMove
 from .probation import GoodFiles, Probation
 from .ranks import Ranks, SameWeights
-from .recorder import StepRecorder
+from .recorder import Origin, StepRecorder, with_origins
 from .repairs import REHEARSED, Repairs
 from esper_nb.guard.reports import (
     Explanation, GovernorConfig, GovernorStop, IncidentLog, Report, Summary, as_chance_losses, as_governor_config,
@@ -107,6 +109,8 @@ class Governor:
         self.inactive = np.zeros(self.n, bool) # lanes that do not take part in this `watch`
         self.inside = False # of `with step()`
         self.failed = False # so there may be something to refill in the budget
+        self.loops: dict[tuple, LoopBody] = {} # by place, those that `batches` has handed batches to
+        self.loop: LoopBody | None = None # the one that runs
         if self.ranks: self.snapshot.agree = SameWeights(self.ranks)
         elif self.config.background and self.n == 1:
             self.snapshot.background = BackgroundCopy(self.snapshot.objects.values())
@@ -236,6 +240,9 @@ class Governor:
         ()
         """
         if not isinstance(loss, float) or self.n > 1: loss = as_loss(loss, self.n)
+        if self.loop is not None and self.loop.open: # judged once the loop asks for its next batch
+            self.loop.take(loss)
+            return ()
         if self.resume.waiting: self.resume.see(loss)
         off = np.zeros(self.n, bool)
         off[list(inactive)] = True
@@ -267,6 +274,9 @@ class Governor:
         >>> governor.reports[0].action
         'skip'
         """
+        if self.loop is not None and self.loop.open:
+            raise RuntimeError("`with governor.step()` in a loop of `governor.batches`, whose steps may run twice: "
+                               "call `governor.watch(loss)` there, without `with`")
         self._on_step_end()
         self.inside = True
         try:
@@ -279,6 +289,7 @@ class Governor:
         step: Callable[[Any], Any], # trains on a batch and returns its loss, alone, first in a tuple, or as "loss"
         batch=None, # argument of `step`, or of `fetch`; a step that draws its own batch gets None
         fetch: Callable[[Any], Any] | None = None, # makes the batch, so that only e.g. its indices are kept
+        origin: Origin | None = None, # of a batch that is given itself: only where there is no room is it made again
     ): # what `step` returns; None for a batch that is left out
         """Run one training step, watch its loss, and keep the data for an explanation.
 
@@ -313,11 +324,11 @@ class Governor:
         if repairs.recorder.footprint is None: self._look_at(repairs, step)
         if repairs.dry is None and repairs.recorder.runs == REHEARSED and recovery.rehearse():
             self.judge.same.use_unless_given(repairs.evaluate) # the latest batches again, none of them lost
-        kept, wanted = repairs.recorder.omissions.wanted(batch, fetch)
+        kept, wanted = repairs.recorder.omissions.wanted(batch, fetch, origin)
         if not kept: return None
         repairs.recorder.forget(self.good.oldest())
         with self.ranks.naming_the_failed(self.watched):
-            returned = repairs.run(step, wanted, self.watched, fetch, self.comparing, self.lr_factor)
+            returned = repairs.run(step, wanted, self.watched, fetch, self.comparing, self.lr_factor, origin)
         loss = loss_of(returned)
         if loss is None: return None
         with self.log.delay() as new:
@@ -329,6 +340,59 @@ class Governor:
             elif self.observed.calm and (self.stats.held[0] == 8 or repairs.is_due(self.watched)):
                 recovery.redo_disturbed("rise", self.losses.recent[-1], self.config)
         return returned
+
+    def batches(
+        self, loader, # a `DataLoader`, or anything that yields batches
+    ) -> Batches: # of the same length
+        """Hand out the batches of a loop, which is thereby trained as by `run`: a step is what it does with a batch.
+
+        The loop calls `watch` once a batch, wherever it likes; the loss is judged when it asks for the next one. Then
+        recorded batches may come again: for a comparison, for an experiment, or to be trained on once more after a
+        rollback, without those that caused it. `replaying` is true meanwhile. Variables of the loop are restored with
+        the parts, so its own counters are right afterwards. `enumerate` and bars go inside: `batches(tqdm(loader))`.
+
+        Raises
+        ------
+        ValueError
+            If the Governor has several lanes.
+        RuntimeError
+            If a loop of this Governor runs inside of another one, or a batch gets two losses.
+        GovernorStop
+            As in `watch`.
+
+        Examples
+        --------
+        >>> net = torch.nn.Linear(1, 1)
+        >>> opt = torch.optim.SGD(net.parameters(), lr=.1)
+        >>> governor = Governor(net, opt, chance_loss=None)
+        >>> for x in governor.batches([torch.ones(8, 1)] * 20):
+        ...     loss = net(x).square().mean()
+        ...     opt.zero_grad(); loss.backward(); opt.step()
+        ...     reports = governor.watch(loss)
+        >>> governor.recorder.runs
+        20
+        """
+        if self.repairs is None: raise ValueError(f"lanes={self.n}, expected None: `batches` is for a single run")
+        return Batches(loader, self._iterate)
+
+    @property
+    def replaying(self) -> bool:
+        "Return whether the step that runs now is one that was run before."
+        return self.recorder is not None and self.recorder.repeats.now
+
+    def _iterate(self, loader, frame) -> Iterator: # that begins to iterate; batches
+        "Train on the batches of a loader, by the loop that a frame is about to begin."
+        body = self.loops.setdefault(place_of_loop(frame, is_own_file), LoopBody(is_own_file))
+        def train():
+            if self.loop is not None: raise RuntimeError("a loop of `batches` inside of another one of the same "
+                "Governor: use a Governor for each, or `governor.run` in the inner one")
+            self.loop = body
+            try:
+                for batch, origin in with_origins(loader):
+                    self.run(body, batch, origin=origin)
+                    if body.leaving: return
+            finally: self.loop = None
+        return body.iterate(train)
 
     def explain(
         self,
@@ -362,6 +426,11 @@ class Governor:
         recovery = self.judge.recovery
         if recovery is None or not recovery.repairs.recorder.runs:
             raise RuntimeError("no step was recorded: train with `governor.run(step, batch)`")
+        repairs = recovery.repairs
+        if not repairs.within_reach:
+            if repairs.found is not None and not now: return repairs.found
+            raise RuntimeError("the steps of a `for` loop can be replayed only while it runs, and no incident was "
+                               "explained then: train with `governor.run(step, batch)`")
         return recovery.explain(now, all_of_them, budget)
 
     def flush(self, before_step: bool = False) -> tuple[Report, ...]: # as in `watch`

@@ -210,13 +210,13 @@ class RunComparison:
 
     @property
     def possible(self) -> bool:
-        "Whether losses can be computed without training."
-        return self.same.evaluate is not None
+        "Whether losses can be computed without training; by recorded steps, only while these can be called."
+        return self.same.evaluate is not None and (self.recorded or self.same.evaluate != self.repairs.evaluate)
 
     @property
     def recorded(self) -> bool:
         "Whether weights are compared on the batches that the live ones were just trained on."
-        return self.same.evaluate == self.repairs.evaluate
+        return self.same.evaluate == self.repairs.evaluate and self.repairs.within_reach
 
     @property
     def is_proven(self) -> bool:

@@ -17,7 +17,7 @@ from .causes import find_cause, redo, redo_disturbed
 from .footprint import DryReplay, Footprint, StateWatch, Written, bits_of, dry_replay, tensors_of_parts
 from .probation import Probation, SavedAt
 from .ranks import Ranks
-from .recorder import RecordedIncident, StepRecorder
+from .recorder import Origin, RecordedIncident, StepRecorder
 from .replay import Replay
 from .reports import Explanation, GovernorConfig, Report
 from .responses import GuardedRun, clocks_of
@@ -48,6 +48,7 @@ class Repairs:
         self.watch = StateWatch(lambda: tensors_of_parts(snapshot.objects))
         self.written: deque[Written] = deque(maxlen=64) # what wrote into the state between steps, of late
         self.writes = 0 # of the snapshot, when the latest step ended
+        self.found: Explanation | None = None # the latest
 
     @property
     def incident(self) -> RecordedIncident | None:
@@ -61,8 +62,13 @@ class Repairs:
 
     @property
     def reliable(self) -> bool:
-        "Whether a replay of recorded steps is known to be exact."
-        return self.dry is not None and self.dry.exact
+        "Whether a replay of recorded steps is known to be exact, and they can be called now."
+        return self.dry is not None and self.dry.exact and self.within_reach
+
+    @property
+    def within_reach(self) -> bool:
+        "Whether all recorded steps can be called now: the body of a loop, only where its loop asks for a batch."
+        return all([getattr(s.step, "ready", True) for s in self.recorder.steps])
 
     def follow_step(self, step: Callable[[Any], Any]): # of the loop
         "Find what a step reads beside its batch, and record it with the state from now on."
@@ -80,18 +86,19 @@ class Repairs:
         fetch: Callable[[Any], Any] | None, # makes the batch
         no_update: bool, # old weights are in place for a comparison
         lr_factor: float, # cuts of the learning rate in force
+        origin: Origin | None = None, # of the batch
     ): # what the step returns
         "Run a step, record it, and watch whether anything else writes into the state."
         if self.writes != self.snapshot.writes: self.watch.renew() # by the Governor itself
         elif (found := self.watch.start_of_step()) is not None: self.written.append(found)
-        returned = self.recorder.run(step, batch, number, fetch, no_update, lr_factor)
+        returned = self.recorder.run(step, batch, number, fetch, no_update, lr_factor, origin)
         self.watch.end_of_step(number)
         self.writes = self.snapshot.writes
         return returned
 
     def is_due(self, number: int) -> bool: # calls of `watch`
         "Whether something wrote into the state a few steps ago, for the first times: its effect can be seen by now."
-        return self.reliable and 0 < len(self.written) <= 8 and self.written[-1].after + 8 == number
+        return 0 < len(self.written) <= 8 and self.written[-1].after + 8 == number and self.reliable
 
     def rehearse(self) -> DryReplay:
         "Repeat the latest steps from the good state, where that leaves no trace."
@@ -99,7 +106,7 @@ class Repairs:
         incident = self.recorder.incident_from(steps[0].number, self.snapshot)
         replay = Replay(incident, self.ranks)
         self.dry = dry_replay(
-            begin=replay.begin, run=lambda i: incident.steps[i].again(optimizers=replay.optimizers),
+            begin=replay.begin, run=replay.take,
             losses=[float(s.loss) for s in incident.steps], marks=self._marks, aside=lambda: replay,
             footprint=self.recorder.footprint, changed=[s.number for s in incident.steps if s.changed()],
             fork=False if self.ranks else None)
@@ -157,8 +164,10 @@ class Repairs:
     ) -> Explanation:
         "Replay an incident, change one thing at a time, and return what cures it."
         self._settle()
-        return find_cause(incident, self.ranks, budget, all_of_them, dry=self.dry, written=self._written(incident),
-                          is_bad=is_bad)
+        found = find_cause(incident, self.ranks, budget, all_of_them, dry=self.dry, written=self._written(incident),
+                           is_bad=is_bad)
+        if found.cause != "healthy": self.found = found
+        return found
 
     def latest_is_bad(self, batch: int, is_bad: Callable[[], Sequence[str]]) -> bool: # calls of `watch` before it
         "Whether the latest step alone makes the good state bad; the live state stays as it is."
@@ -210,6 +219,7 @@ class Repairs:
             found = redo_disturbed(incident, clocks_of(self.snapshot), self.ranks, self.dry, self._written(incident))
         if found is not None:
             self.replayed -= n # it was not for nothing
+            self.found = found
             self.recorder.incident = incident
             self.recorder.note_redone(found.replayed)
         return found
@@ -269,7 +279,7 @@ class Recovery:
         incident = self.repairs.open(report.lost[0], report)
         self.repairs.wind_back(report, config.skip_window)
         with self.unseen():
-            if not config.explain_steps: return self._redo(None, config)
+            if not (config.explain_steps and self.repairs.within_reach): return self._redo(None, config)
             found = proof or self.repairs.find_cause(incident, config.explain_steps, is_bad=self.is_bad)
             report = self.run.log.amend(report, **_fields_of(found))
             self.run.log.say("batch %s: cause %s: %s", report.batch, found.cause, found.why)

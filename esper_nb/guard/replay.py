@@ -27,7 +27,7 @@ from ..core import RandomStreams
 from .footprint import is_own_file
 from .ranks import Ranks
 from .rates import set_setting
-from .recorder import RecordedIncident, give_inputs, idle, settings_of, tensors_of
+from .recorder import RecordedIncident, foreign_optimizers, give_inputs, idle, settings_of, tensors_of
 from .snapshots import SavedState
 
 # %% ../../nbs/guard/23_replay.ipynb #23aa0017
@@ -142,7 +142,7 @@ class Replay:
         "Return the losses of the weights as they are, without training; changes stay in force."
         out: list[float] = []
         footprint = self.steps[-1].footprint if self.steps else None
-        with idle(*self.optimizers):
+        with idle(*self.optimizers, *foreign_optimizers(self.objects.values())):
             for i in at:
                 if kept is not None and footprint is not None: footprint.load_state_dict(kept)
                 else: give_inputs(self.snapshot, self.incident.good, self.steps[:i + 1])

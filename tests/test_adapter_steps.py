@@ -1,0 +1,201 @@
+"In every framework: a healthy run is as if nobody watched; a ruined one is explained, and ends as if nothing had been."
+import logging
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from esper_nb.guard import (
+    Governor, GovernorConfig, fastai_governor, guard_accelerator, guard_trainer, guard_update, lightning_governor,
+    skorch_governor)
+
+BATCHES, AT = 120, 90
+CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
+QUIET = GovernorConfig(stop_raises=False)
+CHANCE = math.log(10)
+
+@pytest.fixture(autouse=True)
+def few_words():
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
+        yield
+    logging.getLogger("esper_nb").setLevel(logging.NOTSET)
+
+def examples():
+    g = torch.Generator().manual_seed(1)
+    y = torch.randint(0, 10, (32 * BATCHES,), generator=g)
+    return CENTERS[y] + torch.randn(len(y), 16, generator=g), y
+
+def loader(): return DataLoader(TensorDataset(*examples()), batch_size=32)
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
+
+class Fault:
+    "Comes before step AT, from outside."
+    def __init__(self, kind): self.kind, self.count = kind, -1
+    def __call__(self, net):
+        self.count += 1
+        if self.count == AT and self.kind == "nan": net[0].weight.data[0, 0] = math.nan
+        if self.count == AT and self.kind == "dead": net[0].weight.data.mul_(1e-3)
+
+def lightning(tmp_path, guarded, fault, manual=False, **trainer):
+    pl = pytest.importorskip("lightning.pytorch")
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.automatic_optimization, self.seen, self.means = network(), not manual, 0, []
+        def configure_optimizers(self):
+            opt = torch.optim.AdamW(self.parameters(), lr=3e-3)
+            return dict(optimizer=opt, lr_scheduler=dict(
+                scheduler=torch.optim.lr_scheduler.LinearLR(opt, 1., .1, 200), interval="step"))
+        def training_step(self, batch, i):
+            self.seen += 1
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("train", loss, on_step=True, on_epoch=True)
+            if manual:
+                opt = self.optimizers()
+                opt.zero_grad()
+                self.manual_backward(loss)
+                opt.step()
+            return loss
+    class Ruin(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, i): fault(module.net)
+        def on_train_epoch_end(self, trainer, module): module.means.append(float(trainer.callback_metrics["train_epoch"]))
+    callback = lightning_governor(CHANCE, QUIET) if guarded else None
+    model = Model()
+    options = dict(max_epochs=1, accelerator="cpu", default_root_dir=str(tmp_path), logger=False, enable_checkpointing=False,
+                   enable_progress_bar=False, enable_model_summary=False) | trainer
+    fit = pl.Trainer(callbacks=[Ruin(), *([callback] if callback else [])], **options)
+    fit.fit(model, loader())
+    return model.net, callback and callback.governor, (fit.global_step, model.seen, model.means)
+
+def hugging_face(tmp_path, guarded, fault, accumulate=1):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    transformers.logging.set_verbosity_error()
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+        def forward(self, x, labels):
+            logits = self.net(x)
+            return dict(loss=F.cross_entropy(logits, labels), logits=logits)
+    class Ruin(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs): fault(model.net)
+    model = Small()
+    data = [dict(x=x, labels=y) for x, y in zip(*examples())]
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=BATCHES, per_device_train_batch_size=32 // accumulate, learning_rate=3e-3,
+        gradient_accumulation_steps=accumulate, report_to=[], logging_steps=10, use_cpu=True, seed=0, save_strategy="no",
+        disable_tqdm=True)
+    trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.add_callback(Ruin())
+    guard = guard_trainer(trainer, CHANCE, QUIET) if guarded else None
+    trainer.train()
+    logged = [(x["step"], x["loss"], x["learning_rate"]) for x in trainer.state.log_history if "loss" in x]
+    return model.net, guard and guard.governor, (trainer.state.global_step, [] if fault.kind else logged)
+
+def accelerated(tmp_path, guarded, fault):
+    accelerate = pytest.importorskip("accelerate")
+    net, accelerator = network(), accelerate.Accelerator(cpu=True)
+    opt = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    clock = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 200)
+    model, opt, clock, data = accelerator.prepare(net, opt, clock, loader())
+    governor = guard_accelerator(accelerator, model, opt, clock, chance_loss=CHANCE, config=QUIET) if guarded else None
+    def ruined():
+        for batch in data:
+            fault(net)
+            yield batch
+    count = 0
+    for x, y in governor.batches(ruined()) if governor else ruined():
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.)
+        opt.step()
+        clock.step()
+        count += 1
+        if governor: governor.watch(loss)
+    return net, governor, (count, clock.get_last_lr())
+
+def fast(tmp_path, guarded, fault, wrapped=False):
+    fastai = pytest.importorskip("fastai.basics", reason="needs fastai", exc_type=ImportError)
+    class Ruin(fastai.Callback):
+        def before_batch(self):
+            if self.training and not (guarded and guard.governor and guard.governor.replaying): fault(self.model)
+    guard = fastai_governor(CHANCE, QUIET) if guarded else None
+    data = fastai.DataLoaders(fastai.DataLoader(TensorDataset(*examples()), bs=32), fastai.DataLoader(
+        TensorDataset(*[t[:64] for t in examples()]), bs=32))
+    options = dict(opt_func=fastai.partial(fastai.OptimWrapper, opt=torch.optim.AdamW)) if wrapped else {}
+    learn = fastai.Learner(data, network(), loss_func=F.cross_entropy, cbs=[Ruin(), *([guard] if guard else [])],
+                           path=tmp_path, **options)
+    torch.manual_seed(1)
+    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(1, 3e-3)
+    return learn.model, guard and guard.governor, (learn.train_iter, len(learn.recorder.lrs), learn.opt.hypers[-1]["lr"])
+
+def sk(tmp_path, guarded, fault):
+    skorch = pytest.importorskip("skorch")
+    class Ruin(skorch.callbacks.Callback):
+        def on_batch_begin(self, net, training=False, **kwargs):
+            if training: fault(net.module_)
+    guard = skorch_governor(CHANCE, QUIET) if guarded else None
+    net = skorch.NeuralNet(network(), nn.CrossEntropyLoss, optimizer=torch.optim.AdamW, lr=3e-3, max_epochs=1,
+                           batch_size=32, train_split=None, verbose=0,
+                           callbacks=[("ruin", Ruin()), *([("guard", guard)] if guard else [])])
+    torch.manual_seed(1)
+    net.fit(*[t.numpy() for t in examples()])
+    return net.module_, guard and guard.governor, (len(net.history[-1]["batches"]),)
+
+def ignite(tmp_path, guarded, fault):
+    engine = pytest.importorskip("ignite.engine")
+    net = network()
+    opt = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    def update(engine, batch):
+        net.train()
+        loss = F.cross_entropy(net(batch[0]), batch[1])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss.item()
+    guard = guard_update(update, net, opt, chance_loss=CHANCE, config=QUIET) if guarded else None
+    trainer = engine.Engine(guard or update)
+    trainer.add_event_handler(engine.Events.ITERATION_STARTED, lambda: fault(net))
+    trainer.run(loader(), max_epochs=1)
+    return net, guard and guard.governor, (trainer.state.iteration,)
+
+LOOPS = {
+    "lightning": lightning, "lightning by hand": lambda *a: lightning(*a, manual=True),
+    "lightning clipped": lambda *a: lightning(*a, gradient_clip_val=.5),
+    "lightning accumulating": lambda *a: lightning(*a, accumulate_grad_batches=2),
+    "lightning bf16": lambda *a: lightning(*a, precision="bf16-mixed"),
+    "trainer": hugging_face, "trainer accumulating": lambda *a: hugging_face(*a, accumulate=2),
+    "accelerate": accelerated, "fastai": fast, "fastai around torch": lambda *a: fast(*a, wrapped=True),
+    "skorch": sk, "ignite": ignite}
+
+def same(a, b): return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_healthy_run_is_as_if_nobody_watched(name, tmp_path):
+    alone, guarded = [LOOPS[name](tmp_path, guard, Fault(None)) for guard in (False, True)]
+    assert guarded[1].repairs.dry.exact, guarded[1].repairs.dry.why
+    assert same(alone[0], guarded[0]) and alone[2] == guarded[2]
+    assert guarded[1].watched == BATCHES and not guarded[1].reports
+
+@pytest.mark.parametrize("kind", ["nan", "dead"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_ruined_run_ends_as_if_nothing_had_happened(name, kind, tmp_path):
+    alone, guarded = [LOOPS[name](tmp_path, guard, Fault(kind if guard else None)) for guard in (False, True)]
+    governor: Governor = guarded[1]
+    assert [(r.action, r.cause) for r in governor.reports] == [("rollback", "outside")], [*map(str, governor.reports)]
+    assert governor.reports[0].redone and governor.watched == BATCHES
+    assert same(alone[0], guarded[0])
+    assert alone[2][:1] == guarded[2][:1] # global steps
+    if name not in ("accelerate",): assert governor.explain().cause == "outside"

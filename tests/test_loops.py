@@ -1,0 +1,207 @@
+"Loops whose batches come from `Governor.batches`: trained as by `run`, and as unguarded while all is well."
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from esper_nb.guard.governor import Governor
+from esper_nb.guard.recorder import with_origins
+from esper_nb.guard.reports import GovernorConfig, GovernorStop
+
+QUIET = GovernorConfig(stop_raises=False)
+
+@pytest.fixture(autouse=True)
+def few_words():
+    torch.set_num_threads(1)
+    logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("esper_nb").setLevel(logging.NOTSET)
+
+def digits(n=2048):
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(n, 16, generator=g)
+    return TensorDataset(x, (x[:, :4].sum(1) > 0).long() + 2 * (x[:, 4] > 0).long())
+
+def made(seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 4))
+    opt = torch.optim.AdamW(net.parameters(), 3e-3)
+    return net, opt, torch.optim.lr_scheduler.OneCycleLR(opt, 1e-2, 400)
+
+def spoil(net, k, fault):
+    "What happens to a run before batch k."
+    if fault == "nan" and k == 100: net[0].weight.data[0, 0] = math.nan
+    if fault == "dead" and k == 100: net[0].weight.data.mul_(1e-3)
+
+def train(make_loader, guarded, fault=None, epochs=5, every=1):
+    "A loop of a user: counters, accumulation, a schedule; returns what it has counted beside its parts."
+    net, opt, clock = made()
+    loader = make_loader()
+    governor = Governor(net, opt, clock, chance_loss=math.log(4), config=QUIET) if guarded else None
+    steps, drawn, losses = 0, [0], []
+    def spoiling(batches):
+        for batch in batches:
+            spoil(net, drawn[0], fault)
+            drawn[0] += 1
+            yield batch
+    for _ in range(epochs):
+        total = 0.
+        source = loader if fault is None else spoiling(loader)
+        for x, y in governor.batches(source) if guarded else source:
+            loss = nn.functional.cross_entropy(net(x), y)
+            (loss / every).backward()
+            steps += 1
+            if steps % every == 0:
+                opt.step()
+                opt.zero_grad()
+            clock.step()
+            total += loss.item()
+            losses.append(loss.item())
+            if guarded: governor.watch(loss)
+    return dict(net=[p.detach().clone() for p in net.parameters()], steps=steps, total=total, losses=losses,
+                rate=clock.get_last_lr(), random=torch.get_rng_state(), governor=governor, drawn=drawn[0])
+
+def equal(a, b):
+    return (all(torch.equal(x, y) for x, y in zip(a["net"], b["net"])) and torch.equal(a["random"], b["random"])
+            and all(a[k] == b[k] for k in ("steps", "total", "losses", "rate", "drawn")))
+
+class Rows(IterableDataset):
+    def __iter__(self): return iter(digits())
+
+def shuffled(): return DataLoader(digits(), 32, shuffle=True)
+def two_workers(): return DataLoader(digits(512), 32, shuffle=True, num_workers=2)
+def iterable(): return DataLoader(Rows(), 32)
+def a_list(): return [digits()[32 * k:32 * k + 32] for k in range(64)]
+
+@pytest.mark.parametrize("make", [shuffled, two_workers, iterable, a_list])
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_healthy_loop_is_as_if_nobody_watched(make, every):
+    alone, guarded = train(make, False, every=every, epochs=3), train(make, True, every=every, epochs=3)
+    assert equal(alone, guarded)
+    assert guarded["governor"].repairs.dry.exact, guarded["governor"].repairs.dry.why
+    assert not guarded["governor"].reports
+
+@pytest.mark.parametrize("fault", ["nan", "dead"])
+@pytest.mark.parametrize("make", [shuffled, iterable])
+def test_a_ruined_loop_ends_as_if_nothing_had_happened(make, fault):
+    alone, guarded = train(make, False), train(make, True, fault)
+    reports = guarded["governor"].reports
+    assert [(r.action, r.cause) for r in reports] == [("rollback", "outside")], [*map(str, reports)]
+    assert reports[0].redone
+    assert all(torch.equal(x, y) for x, y in zip(alone["net"], guarded["net"]))
+    assert alone["losses"] == guarded["losses"] and alone["steps"] == guarded["steps"]
+    assert alone["total"] == guarded["total"] and alone["rate"] == guarded["rate"]
+
+def test_batches_that_caused_it_are_left_out_and_the_counters_know():
+    def make():
+        rows = a_list() * 5
+        for k in range(220, 260): rows[k] = [rows[k][0], (rows[k][1] + 2) % 4]
+        return rows
+    out = train(make, True, epochs=1)
+    report = out["governor"].reports[0]
+    assert (report.action, report.cause) == ("rollback", "data"), str(report)
+    left = 320 - out["steps"]
+    assert left > 0 and len(out["losses"]) == out["steps"]
+    assert out["governor"].explain().cause == "data" # from the incident: the loop is over
+
+def test_replaying_is_told():
+    net, opt, _ = made()
+    governor = Governor(net, opt, chance_loss=math.log(4), config=QUIET)
+    seen = []
+    def again(): return governor.replaying
+    def source():
+        for k, batch in enumerate(a_list()):
+            spoil(net, k - 60 + 100, "nan")
+            yield batch
+    for k, (x, y) in enumerate(governor.batches(source())):
+        seen.append((k, again()))
+        loss = nn.functional.cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        governor.watch(loss)
+    assert not governor.replaying
+    first = [k for k, flag in seen if not flag]
+    assert len(first) >= 60
+
+def test_a_loop_that_is_left_ends_cleanly():
+    net, opt, _ = made()
+    governor = Governor(net, opt, chance_loss=None, config=QUIET)
+    for k, (x, y) in enumerate(governor.batches(a_list())):
+        loss = nn.functional.cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        governor.watch(loss)
+        if k == 20: break
+    assert governor.watched == 21 and governor.loop is None
+    governor.watch(loss)
+    with pytest.raises(ZeroDivisionError):
+        for _ in governor.batches(a_list()): 1 / 0
+    assert governor.watched == 22 and governor.loop is None
+    with pytest.raises(RuntimeError, match="two losses"):
+        for _ in governor.batches(a_list()):
+            governor.watch(1.)
+            governor.watch(1.)
+    with pytest.raises(RuntimeError, match="inside of another"):
+        for _ in governor.batches(a_list()):
+            for _ in governor.batches(a_list()): pass
+    with pytest.raises(RuntimeError, match="without `with`"):
+        for _ in governor.batches(a_list()):
+            with governor.step(): pass
+
+def test_the_budget_ends_a_loop():
+    net, opt, _ = made()
+    governor = Governor(net, opt, chance_loss=math.log(4), config=GovernorConfig(rollbacks=1))
+    with pytest.raises(GovernorStop):
+        for x, y in governor.batches(a_list() * 20):
+            for p in net.parameters(): p.data.fill_(math.nan)
+            governor.watch(nn.functional.cross_entropy(net(x), y))
+    assert governor.loop is None
+
+def test_a_step_that_cannot_be_repeated_is_only_watched():
+    net, opt, _ = made()
+    governor = Governor(net, opt, chance_loss=math.log(4), config=QUIET)
+    others, drawn = iter(range(1000)), []
+    for x, y in governor.batches(a_list()):
+        drawn.append(next(others))
+        loss = nn.functional.cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        governor.watch(loss)
+    assert drawn == list(range(64))
+    assert "`others` (an iterator)" in governor.repairs.dry.why
+
+def test_what_belongs_to_the_loader_stays():
+    net, _, _ = made()
+    governor = Governor(net, chance_loss=None)
+    loader = shuffled()
+    batches = governor.batches(loader)
+    assert len(batches) == 64 and batches.dataset is loader.dataset and batches.batch_size == 32
+
+@pytest.mark.parametrize("make", [shuffled, two_workers])
+def test_indices_make_the_same_batch(make):
+    for batch, origin in with_origins(make()):
+        assert all(torch.equal(a, b) for a, b in zip(batch, origin.fetch(origin.keys)))
+    assert all(origin is None for _, origin in with_origins(iterable()))
+
+def test_large_batches_are_kept_by_their_indices():
+    net, opt, _ = made()
+    loader = shuffled()
+    governor = Governor(net, opt, chance_loss=math.log(4), config=QUIET)
+    governor.recorder.nbytes = 10 * 32 * (16 * 4 + 8) # ten batches
+    for _ in range(2):
+        for k, (x, y) in enumerate(governor.batches(loader)):
+            if k == 40: net[0].weight.data.mul_(1e-3)
+            loss = nn.functional.cross_entropy(net(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            governor.watch(loss)
+    recorder = governor.recorder
+    assert recorder.held <= recorder.nbytes and len(recorder.steps) > 11
+    assert sum(s.fetch is not None for s in recorder.steps) > 5
