@@ -1266,7 +1266,16 @@ class Governor:
         if jumped and self.probation.held: # it was taken among such batches
             self.snapshot.drop()
             self.probation.end()
+        if more and self.health.waited == LASTS: return self._learn_buffers(jumped)
         return () if self.health.waits(more) else jumped
+
+    def _learn_buffers(self, jumped: tuple[str, ...]) -> tuple[str, ...]: # names, and by how much; none
+        "Take the buffers as they are for a new level."
+        assert self.health is not None
+        self.log.say("batch %d: %s again: taken for a new level of the data", self.watched - 1, jumped[0])
+        self.health.waits(False)
+        self.health.bands.forget()
+        return ()
 
     def _mend_buffers(self, jumped: tuple[str, ...]) -> tuple[Report, ...]: # names, and by how much
         "Restore buffers that have jumped, where steps are recorded all of the state; in the end it is a new level."
@@ -1274,8 +1283,7 @@ class Governor:
         names = tuple(self.health.bands.buffers) # what moves one of them moves others, if less
         again = self.health.count_jump(self.watched)
         if again > (2 if self._records else LASTS) and not self.health.damaged():
-            self.log.say("batch %d: %s again: taken for a new level of the data", self.watched - 1, jumped[0])
-            self.health.bands.forget()
+            self._learn_buffers(jumped)
             return ()
         if self._records or not self.snapshot.mend(names): return self._act({0: "state"}, bad_state=jumped)
         self.health.waits(True) # with the next snapshot, whether it jumps once more
