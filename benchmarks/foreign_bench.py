@@ -255,7 +255,7 @@ def judged(row: dict, clean: dict, alone: dict, at: int) -> dict:
     slack, fault = slack_of(row["loop"]), row["fault"]
     row = row | dict(clean=clean["score"], alone=alone["score"], slack=slack,
                      verdict=verdict(clean["score"], slack, alone["score"], row["score"]))
-    harmed = row["verdict"] != "harmless"
+    harmed = row["verdict"] not in ("harmless", "recovered") # in the end: a gate may have let nothing happen
     row["seen"] = bool(row["acts"] or row["notes"] or row["ended"])
     if row["after"] is not None and fault in FAULTS: row["after"] -= at
     if fault is None: row |= dict(equal=row["parts"] == clean["parts"], false_causes=[

@@ -377,7 +377,7 @@ TRUE: dict[str, tuple[str, ...]] = {
                      "wrong labels, 50 batches"), ("data",)),
     "rate × 30, 8 steps": ("rate",), "rate × 30 for good": ("rate", "fast"), "garbage moments": ("outside", "moments"),
     # something outside of the step sets the number that these read
-    "sign flip, 20 steps": ("loop", "outside"), "one gradient × 1000": ("loop", "outside", "steep")}
+    "sign flip, 20 steps": ("loop", "outside", "inputs"), "one gradient × 1000": ("loop", "outside", "inputs", "steep")}
 
 
 def faults_of(name: str) -> list[str]:

@@ -63,9 +63,10 @@ def test_a_burst_that_only_buffers_show_costs_a_watched_run_no_batch(count):
     assert run.governor.reports and all(r.lost is None for r in run.governor.reports)
     assert run.error < clean.error + .1
 
-def test_a_lasting_change_of_the_data_is_a_new_level_in_the_end():
-    run = Run(range(100, 400), recorded=False, steps=400)
-    assert len(run.governor.reports) <= 5 and run.net[0].running_var.mean() > 1e3
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_lasting_change_of_the_data_is_a_new_level_in_the_end(recorded):
+    run = Run(range(100, 400), recorded, steps=400)
+    assert len(run.governor.reports) <= (0 if recorded else 4) and run.net[0].running_var.mean() > 1e3
 
 def test_what_a_step_draws_for_itself_is_not_called_data():
     "From some step on nearly all inputs are dropped: the step's own dice, whatever the batch."

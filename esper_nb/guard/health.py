@@ -356,6 +356,13 @@ class StateJudge:
                 why=f"weights, moments and buffers are finite: nothing is undone{times}"))
         return True
 
+    def learn_buffers(self, jumped: Sequence[str]): # their names, and by how much
+        "Take the buffers as they are for a new level."
+        self.run.log.say("batch %d: %s again: taken for a new level of the data",
+                         self.run.losses.watched - 1, jumped[0])
+        self.health.waits(False)
+        self.health.bands.forget()
+
     def mend_buffers(
         self,
         jumped: Sequence[str], # their names, and by how much
@@ -365,9 +372,7 @@ class StateJudge:
         "Restore buffers that have jumped, where steps are recorded all of the state; in the end it is a new level."
         again = self.health.count_jump(self.run.losses.watched)
         if again > (2 if replays else LASTS) and not self.health.damaged():
-            self.run.log.say("batch %d: %s again: taken for a new level of the data",
-                             self.run.losses.watched - 1, jumped[0])
-            self.health.bands.forget()
+            self.learn_buffers(jumped)
             return ()
         names = tuple(self.health.bands.buffers) # what moves one of them moves others, if less
         if replays or not self.run.snapshot.mend(names): return None

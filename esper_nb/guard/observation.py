@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .detector import RULES, off_scale, on_scale
 from .gate import UpdateGate
-from .health import LossCourse, StateHealth, StateJudge, UpdateWatch
+from .health import LASTS, LossCourse, StateHealth, StateJudge, UpdateWatch
 from .phases import Effect, PhaseMove, Phase, next_phase
 from .rates import LearningRates
 from .repairs import DISTURBED, NO_PROOF, WEAK_CAUSES, Recovery, Repairs
@@ -418,6 +418,7 @@ class RunCheckup:
         if jumped and repairs.repeatable:
             with self.state.updates.unseen(): more = repairs.latest_is_bad(run.good.at().batch, health.bad_now)
         if jumped and run.good.probation.held: run.good.discard() # it was taken among such batches
+        if more and health.waited == LASTS: return self.state.learn_buffers(jumped)
         if health.waits(more) or not jumped: return None
         done = self.state.mend_buffers(jumped, repairs.repeatable, config)
         return ((), jumped) if done is None else (done, ())
