@@ -200,6 +200,8 @@ class ResumeCheck:
 def _some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
+def _full(part: str, path: str) -> str: return path if part == "model" else f"{part}.{path}"
+
 def _change(now: TensorProof, then: TensorProof) -> str: # "": none that counts
     "Return how a tensor differs from the saved one."
     if now.shape != then.shape: return f"is {now.shape}, was {then.shape}"
@@ -223,7 +225,7 @@ def _compare_tensors(name: str, now: PartProof, then: PartProof) -> Iterator[str
         of = [k for k in then.tensors if not head or k.partition(".")[0] == head]
         if head and not head.startswith("group"): what = f"{head} of {len(paths)} of {max(len(of), len(paths))} tensors"
         elif len(paths) == len(of) > 3: what = f"all {len(of)} tensors of {name}"
-        else: what = _some(paths if now.kind == "module" else [f"{name}.{p}" for p in paths])
+        else: what = _some([_full(name, p) for p in paths])
         yield what if how == "is another" else f"{what} {how}"
 
 def _compare_values(name: str, now: PartProof, then: PartProof) -> Iterator[str]:
@@ -234,7 +236,7 @@ def _compare_values(name: str, now: PartProof, then: PartProof) -> Iterator[str]
         if new == old or new != new and old != old: continue
         word, _, rest = path.partition(" ")
         if now.kind == "module" and word in ("frozen", "tied"):
-            text = f"{rest} is {word}" if old == "missing" else f"{rest} is not {word} any more"
+            text = f"{_full(name, rest)} is {word}{' now' if old == 'missing' else ' no more'}"
         elif path.endswith(" parameters"): text = f"{name} has its parameters in other groups, or in another order"
         elif path == "last_epoch": text = f"{name} at {new}, was {old}"
         else: text = f"{name}.{path} is {new!r:.40}, was {old!r:.40}".replace("'missing'", "missing")
@@ -318,11 +320,11 @@ class ResumeWatch:
                     streams={k: tuple(v) for k, v in streams.items()}, unused=unused, losses=list(losses))
 
     def load_state_dict(self, saved: Mapping[str, Any] | None): # of `state_dict`; None: nothing was saved
-        "Compare now; if something is not what was saved, again before the first step."
+        "Compare before the first step, and now, for a run that calls no network."
         self.saved = saved
         if saved is None: return
         self.waiting, self.found = True, self.check()
-        if self.found.right or self.hook is not None: return
+        if self.hook is not None: return
         me = weakref.ref(self)
         def look(module, args):
             watch = me()
