@@ -86,6 +86,7 @@ class PPOConfig(Config):
     norm_reward: bool = True # rewards by the deviation of their running discounted sum
     norm_value: bool = False # scale the critic by its targets' standard deviation; for unscaled rewards
     obs_keep: tuple[int, ...] = () # observation columns that norm_obs leaves alone
+    obs_window: int | None = None # observations that norm_obs remembers, older ones fade; None: all count alike
     precision: str = "fp32" # "fp32", "bf16" or "auto", for acting and learning alike
     threads: int | None = 1 # cores inside one operation of learning; more pay from about 256 units; None: as torch has
 
@@ -93,7 +94,8 @@ class PPOConfig(Config):
         self.check_types()
         for name in ("num_updates", "num_steps", "update_epochs", "num_minibatches"):
             check_count(name, getattr(self, name))
-        if self.threads is not None: check_count("threads", self.threads)
+        for name in ("threads", "obs_window"):
+            if getattr(self, name) is not None: check_count(name, getattr(self, name))
         scopes = ("minibatch", "rollout", "none")
         check(self.norm_adv in scopes, "norm_adv", self.norm_adv, "'minibatch', 'rollout' or 'none'")
         check(self.ratio in ("heads", "joint"), "ratio", self.ratio, "'heads' or 'joint'")
