@@ -26,7 +26,7 @@ def controller():
 def left_over():
     "Widgets in the registry, and threads, once what is unreachable has been freed."
     for _ in range(3): gc.collect()
-    return len(widgets._instances), threading.active_count()
+    return len(vars(widgets)["_instances"]), threading.active_count()
 
 def wait_until(true, seconds=20):
     end = time.monotonic() + seconds

@@ -14,10 +14,12 @@ class Own(nn.Module):
     def __init__(self): super().__init__(); self.w = nn.Parameter(nn.init.trunc_normal_(torch.empty(3, 4)))
 
 DRAWS = dict(
-    linear=lambda: nn.Linear(5, 3).weight, conv=lambda: nn.Conv2d(3, 4, 3).bias, lstm=lambda: nn.LSTM(3, 4).weight_hh_l0,
+    linear=lambda: nn.Linear(5, 3).weight, conv=lambda: nn.Conv2d(3, 4, 3).bias,
+    lstm=lambda: nn.LSTM(3, 4).weight_hh_l0,
     embedding=lambda: nn.Embedding(5, 4).weight, attention=lambda: nn.MultiheadAttention(8, 2).in_proj_weight,
     orthogonal=lambda: nn.init.orthogonal_(torch.empty(4, 4)), sparse=lambda: nn.init.sparse_(torch.empty(6, 4), .5),
-    truncated=lambda: Own().w, rand=lambda: torch.rand(7), randn=lambda: torch.randn(2, 9), large=lambda: torch.randn(999),
+    truncated=lambda: Own().w, rand=lambda: torch.rand(7), randn=lambda: torch.randn(2, 9),
+    large=lambda: torch.randn(999),
     randn_out=lambda: torch.randn(9, out=torch.empty(9)), double=lambda: torch.randn(5, dtype=torch.float64),
     like=lambda: torch.rand_like(torch.ones(3)), normal_like=lambda: torch.randn_like(torch.ones(3, 6)),
     int_like=lambda: torch.randint_like(torch.ones(5), 9), int_between=lambda: torch.randint_like(torch.ones(5), 2, 9),

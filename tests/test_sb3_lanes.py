@@ -2,7 +2,6 @@
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from esper_nb.control import GrowEnv, GrowVecEnv, sb3_env
@@ -128,7 +127,8 @@ def test_methods_answer_for_each_lane():
     for i, part in enumerate(ours.env_method("test")):
         assert type(part) is type(whole) and part.loss == whole.loss[i].item()
     a, b = own_counter(), dummy_counter()
-    assert a.env_method("twice", 3, plus=1, indices=[0, 2]) == b.env_method("twice", 3, plus=1, indices=[0, 2]) == [7, 9]
+    assert a.env_method("twice", 3, plus=1, indices=[0, 2]) == [7, 9]
+    assert b.env_method("twice", 3, plus=1, indices=[0, 2]) == [7, 9]
 
 
 @PAIRS
@@ -137,7 +137,8 @@ def test_pictures(own, dummy):
     ours.reset(), theirs.reset()
     assert ours.render_mode == theirs.render_mode == "rgb_array"
     frames = list(ours.get_images()), list(theirs.get_images())
-    assert [f.shape for f in frames[0]] == [f.shape for f in frames[1]] and ours.render().shape == theirs.render().shape
+    assert [f.shape for f in frames[0]] == [f.shape for f in frames[1]]
+    assert ours.render().shape == theirs.render().shape
     assert own is own_grow or same(*frames) # ours are numbered, and a single environment's lane is 0
     blind = own()
     blind.reset()
@@ -215,12 +216,13 @@ def test_a_copy_keeps_spec_and_random_streams(copied, begun):
     import pickle
     copier = copy.deepcopy if copied == "deepcopy" else lambda e: pickle.loads(pickle.dumps(e))
     own = SMALL | dict(data=tiny_data())
-    for made in (gym.make("esper_nb/Grow-v0", **own).unwrapped, gym.make_vec("esper_nb/Grow-v0", num_envs=2, **own)):
+    one, two = gym.make("esper_nb/Grow-v0", **own).unwrapped, gym.make_vec("esper_nb/Grow-v0", num_envs=2, **own)
+    for made in (one, two):
         made.action_space.seed(3)
         made.observation_space.seed(4)
         if begun: made.reset(seed=0)
         twin = copier(made)
-        assert twin.spec is not None and twin.spec.entry_point == made.spec.entry_point and twin.spec.id == "esper_nb/Grow-v0"
+        assert twin.spec.id == made.spec.id == "esper_nb/Grow-v0" and twin.spec.entry_point == made.spec.entry_point
         for _ in range(3):
             assert np.array_equal(made.action_space.sample(), twin.action_space.sample())
             assert np.array_equal(made.observation_space.sample(), twin.observation_space.sample())

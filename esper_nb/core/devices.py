@@ -190,7 +190,7 @@ def seeded(
     seed: int, # the run's seed
     *key: int | str, # what the stream is for
 ) -> Iterator[torch.Generator]: # the stream
-    "Draw from the stream `(seed, *key)` inside the block what this thread would draw from torch's global CPU generator."
+    "Draw from the stream `(seed, *key)` what this thread would draw from torch's global CPU generator."
     stream = generator(seed, *key)
     with _DrawsFrom(stream): yield stream
 
@@ -202,7 +202,8 @@ class _DrawsFrom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or not _on_cpu(args, kwargs): return func(*args, **kwargs)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if not random or not _on_cpu(args, kwargs): return func(*args, **kwargs)
         taking, at = _with_generator(func)
         if taking is None: return self._through_global(func, args, kwargs)
         given = args[at] if at < len(args) else kwargs.get("generator")
@@ -223,12 +224,13 @@ _one_at_a_time = threading.RLock()
 def _with_generator(
     func: Any, # an overload of an operation
 ) -> tuple[Any, int]: # the overload that takes a generator, None: there is none; and the generator's place
-    for k in (func._overloadname, "generator", f"{func._overloadname}_generator", "low_generator_dtype"):
+    def arguments(f: Any) -> list[str]: return [a.name for a in vars(f)["_schema"].arguments]
+    own = vars(func)["_overloadname"]
+    for k in (own, "generator", f"{own}_generator", "low_generator_dtype"):
         if k not in func.overloadpacket.overloads(): continue
         found = getattr(func.overloadpacket, k)
-        names = [a.name for a in found._schema.arguments]
-        if "generator" in names and {a.name for a in func._schema.arguments} <= {*names}:
-            return found, names.index("generator")
+        names = arguments(found)
+        if "generator" in names and {*arguments(func)} <= {*names}: return found, names.index("generator")
     return None, 0
 
 def _on_cpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -86,10 +86,10 @@ def settle_weights(
     "Make pruned, normalised and parametrised weights plain parameters with their present values."
     for name, m in list(net.named_modules()):
         if parametrize.is_parametrized(m): _settle_parametrized(m)
-        for hook in list(m._forward_pre_hooks.values()):
+        for hook in list(vars(m)["_forward_pre_hooks"].values()):
             for kind, remove in _HOOKED.items():
                 if isinstance(hook, kind): remove(m, getattr(hook, "_tensor_name", None) or getattr(hook, "name"))
-        left = [k for k, t in vars(m).items() if isinstance(t, Tensor)] if m._forward_pre_hooks else []
+        left = [k for k, t in vars(m).items() if isinstance(t, Tensor)] if vars(m)["_forward_pre_hooks"] else []
         if left: raise RuntimeError(f"{name or 'the network'}: a hook computes {', '.join(left)} before every pass; "
                                     "make it a parameter before the export, or a torch.nn.utils.parametrize")
     return net

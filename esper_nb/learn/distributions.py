@@ -85,8 +85,8 @@ def heads_of(
     if isinstance(space, gym.spaces.MultiDiscrete): return Heads(space.nvec.ravel().tolist())
     if isinstance(space, gym.spaces.MultiBinary): return Heads((2,) * math.prod(space.shape))
     raise ValueError(f"action space {space} has no heads, expected Discrete, MultiDiscrete or MultiBinary; for "
-                     "continuous actions take Stable-Baselines3's PPO or SAC, or wrap the environment so that it offers "
-                     "choices")
+                     "continuous actions take Stable-Baselines3's PPO or SAC, or wrap the environment so that it "
+                     "offers choices")
 
 def to_env(
     action: Tensor, # (n, K) int64, choices counted from 0

@@ -76,6 +76,7 @@ class PPOConfig(Config):
     norm_reward: bool = True # rewards by the deviation of their running discounted sum
     norm_value: bool = False # scale the critic by its targets' standard deviation; for unscaled rewards
     obs_keep: tuple[Whole, ...] = () # observation columns that norm_obs leaves alone
+    obs_window: Count | None = None # observations that norm_obs remembers, older ones fade; None: all count alike
     # for acting and learning alike
     precision: Annotated[str, OneOf("auto", "fp32", "bf16", note="fp16 would need its losses scaled")] = "fp32"
     threads: Count | None = 1 # cores inside one operation of learning; more pay from about 256 units; None: as torch

@@ -75,11 +75,12 @@ class ObsNormalizer:
         width: int, # D
         keep: Sequence[int] = (), # columns to leave alone
         clip: float = 10., # largest normalised size
+        window: float = math.inf, # effective number of observations to remember
     ):
         there = all(0 <= i < width for i in keep)
         check(there, "keep", tuple(keep), f"columns of an observation of width {width}, counted from 0")
         self.keep, self.clip = list(keep), clip
-        self.moments, self.pending = Moments(width), Moments(width)
+        self.moments, self.pending = Moments(width, window), Moments(width)
 
     def __call__(self, obs: Tensor) -> Tensor: # (..., D) raw -> (..., D) normalised fp32
         "Normalise by the frozen statistics; before the first commit, only clip."

@@ -7,7 +7,7 @@ __all__ = ['PolicyConfig', 'Act', 'ActorCritic', 'Trunk']
 
 # %% ../../nbs/learn/61_policies.ipynb #a00e7f1a
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -85,6 +85,8 @@ class ActorCritic(nn.Module):
     Perez et al. (2018), "FiLM: Visual Reasoning with a General Conditioning Layer", arXiv:1709.07871.
     Vinyals et al. (2019), "Grandmaster level in StarCraft II using multi-agent reinforcement learning", Nature 575.
     """
+    view: Callable[[Tensor], Tensor] | None = None # raw observations as it was trained to see them; None: as they are
+
     def __init__(
         self,
         heads: ActionHeads, # the choices

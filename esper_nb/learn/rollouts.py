@@ -386,15 +386,17 @@ class Rollout:
 # %% ../../nbs/learn/62_rollouts.ipynb #28643d00
 @torch.no_grad()
 def play(
-    policy: Any, # anything with `act(obs, mask, state, start, noise)`, `initial_state(n)` and `heads`
+    policy: Any, # anything with `act(obs, mask, state, start, noise)`, `initial_state(n)` and `heads`; or a learner
     envs: gym.vector.VectorEnv, # fresh environments
     episodes: int = 100, # how many
     seed: int = 0, # of the environments and, if not deterministic, of the choices
     deterministic: bool = True, # take the likeliest choice, or sample
-    view: Callable[[Tensor], Tensor] = lambda obs: obs, # raw observation -> as the policy sees it
+    view: Callable[[Tensor], Tensor] | None = None, # raw observation -> as the policy sees it; None: as it was trained
     device: str | torch.device = "cpu",
 ) -> list[float]: # their returns
     "Evaluate a policy on whole episodes without learning, and return their returns: the first few of every lane."
+    if not hasattr(policy, "act"): policy = policy.policy
+    view = view or getattr(policy, "view", None) or (lambda obs: obs)
     s, block, t = EnvStream(envs, device), 256, 0
     s.reset(seed)
     quota, state = -(-episodes // s.n), policy.initial_state(s.n)

@@ -158,8 +158,9 @@ class EnvState:
         kinds, here = [s["kind"] for s in state["layers"]], [type(x).__name__ for x in layers]
         check(kinds == here, "layers", kinds, f"the environments that were saved; here are {here}")
         for layer, s in zip(layers, state["layers"]): _write_layer(layer, s)
+        vars(self.envs.unwrapped)["restored"] = object() # a learner that was loaded goes on with these episodes
 
-_structure = {"env", "envs", "spec", "metadata"} # attributes that describe the construction
+_structure = {"env", "envs", "spec", "metadata", "restored"} # attributes that describe the construction
 
 def _is_data(v: Any) -> bool:
     "Return whether a value consists of plain data only."

@@ -300,11 +300,12 @@ class Session:
         self.error = ""
         self._steps_left = steps
         if self._thread is not None: return
-        self._thread = threading.Thread(target=_work, args=([self],), name=f"run {self.name}", daemon=True)
+        handed = [self], self._changed
+        self._thread = threading.Thread(target=_work, args=handed, name=f"run {self.name}", daemon=True)
         self._thread.start()
 
-    def _wait_for(self) -> float | None: # seconds until the next step, 0: now; None: the thread ends
-        "Execute requests, and keep the pace."
+    def next_wait(self) -> float | None: # seconds until the next step, 0: now; None: the thread ends
+        "Execute requests, and return how long to wait to keep the pace; called by the thread."
         self._answer_requests()
         if self.state == "running" and self._steps_left == 0: self._enter("paused")
         if self.state not in ("running", "paused"):
@@ -317,7 +318,8 @@ class Session:
             self._step_began = time.perf_counter()
         return wait
 
-    def _try_step(self) -> bool: # False: it failed, and the thread ends
+    def try_step(self) -> bool: # False: it failed, and the thread ends
+        "Do one step; called by the thread."
         try:
             self._step()
             return True
@@ -367,21 +369,22 @@ class Session:
 
 def _work(
     handed: list[Session], # one, which is taken out: a paused session that nobody else holds is freed
+    changed: threading.Condition, # of that session
 ) -> None: # the thread of a session
     "Do the steps of a session until it ends."
     session: Session | None = handed.pop()
     assert session is not None  # for mypy
-    ref, changed = weakref.ref(session), session._changed
+    ref = weakref.ref(session)
     while True:
         with changed:
             session = ref()
-            wait = None if session is None else session._wait_for()
+            wait = None if session is None else session.next_wait()
             if wait is None: return
             if wait > 0:
                 if wait == math.inf: session = None
                 changed.wait(min(wait, 1.))
                 continue
-        if session is None or not session._try_step(): return
+        if session is None or not session.try_step(): return
 
 # %% ../../nbs/show/81_session.ipynb #d526ceb8
 def unmet_requirements(
