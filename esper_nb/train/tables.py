@@ -46,13 +46,22 @@ def read_frame(
         text, encoding = _decoded(path)
         table = _read_text(text, dict(encoding=encoding))
     except pandas.errors.ParserWarning as e:
-        raise ValueError(f"{path}: rows hold more cells than the header has names") from e
+        raise ValueError(f"{path}: {_long_row(text)}") from e
     except (OSError, ValueError) as e: # pandas' own errors are of these kinds, too
         why = " ".join(str(e).removeprefix("Error tokenizing data. C error: ").split())
         raise ValueError(f"{path} cannot be read as a table: {why}") from e
     check(len(table.frame) > 0, f"rows of {path}", 0, "a header and at least one row")
     odd = (f"not in UTF-8: read as {encoding}",) if not encoding.startswith("utf") else ()
     return table._replace(notes=odd + table.notes)
+
+def _long_row(text: str) -> str:
+    "Say which row of a text has more cells than its header, and what to do."
+    lines = list(csv.reader(io.StringIO(text), delimiter=max(",;\t|", key=text.count)))
+    names = len(lines[0]) if lines else 0
+    row = next((i for i, cells in enumerate(lines, 1) if len(cells) > names), 0)
+    cells = len(lines[row - 1]) if row else 0
+    return (f"row {row} has {cells} cells, the header in row 1 {names}; the first row must name the columns: delete a "
+            "title above it, and quote cells that hold the delimiter")
 
 def _decoded(path: Path) -> tuple[str, str]: # the text, and its encoding
     "Decode a file in UTF-8, UTF-16 or the Windows encoding."

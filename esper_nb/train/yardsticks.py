@@ -61,7 +61,9 @@ def yardsticks(
 
 def _commonest(data: ImageData, y: np.ndarray, test_y: np.ndarray) -> SimpleScore:
     "Return the score of the answer that is the commonest in training."
-    if y.ndim > 1: return SimpleScore("the commonest labels", _score(np.broadcast_to(y.mean(0) > .5, test_y.shape), test_y))
+    if y.ndim > 1:
+        answers = np.broadcast_to(y.mean(0) > .5, test_y.shape)
+        return SimpleScore("the commonest labels", _score(answers, test_y))
     common = int(np.bincount(y).argmax())
     name = data.names[common] if common < len(data.names) else common
     return SimpleScore(f"always {name}", _score(np.full(len(test_y), common), test_y))
