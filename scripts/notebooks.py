@@ -184,7 +184,17 @@ def door(*changes):
     if unknown := [n for n in names if n not in where]:
         sys.exit(f"No module makes {', '.join(unknown)}: rename them (door NEW no:OLD) or take them out (door no:OLD)")
     for path, text in front_stubs(names).items(): path.write_text(text, encoding="utf-8")
+    write_names()
     print(f"esper_nb offers {len(names)} names, its packages {len(where)}")
+
+
+def write_names():
+    "Write the names that the command line lists without importing torch."
+    code = ("from esper_nb.run import registered_names\n"
+            "for kind, names in registered_names().items(): print(*(f'{kind},{name}' for name in names), sep='\\n')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode: sys.exit(f"the names of the command line cannot be collected:\n{done.stderr}")
+    (LIB/"run/names.csv").write_text(done.stdout, encoding="utf-8")
 
 
 def stale_stubs():

@@ -230,6 +230,42 @@ def test_options_of_own_data_beside_a_named_task_are_refused(command, option, tm
     assert f"{flag}={value if value.isdigit() else repr(value)}, expected none: digits brings its own data" in said
     assert not (tmp_path/"runs").exists()
 
+QUICK = ["--help", *(f"{c} --help" for c in ("train", "fit", "resume", "compare", "watch", "status", "report", "export",
+                                            "lab", "tasks", "completion")),
+         "train digit", "fit dgits", "fit digits --inject nen", "fit digits --label x", "fit --data /nowhere", "train",
+         "train digits --device cuda0", "train digits --set ppo.clip_cof=1", "fit digits --set lanse=4",
+         "resume /nowhere", "export /nowhere", "report /nowhere", "watch /nowhere", "status /nowhere",
+         "train digits --engine rya", "compare digits --rules nosuch", "compare digits --out x.png",
+         "fit digits --out /dev/null/x", "train digits --updates two"]
+
+def test_help_and_refusals_do_not_import_torch():
+    code = "\n".join([
+        "import contextlib, io, sys", "from esper_nb.run.cli import main", f"for words in {QUICK}:",
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):",
+        "        try: status = main(words.split())", "        except SystemExit as e: status = e.code",
+        "    assert (status == 0) == words.endswith('--help'), (words, status)",
+        "    assert 'torch' not in sys.modules, words"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+def test_a_script_reads_status_report_and_comparison_as_json(whole, tmp_path, capsys):
+    assert main(["status", str(whole), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["unit"], facts["done"], facts["total"], facts["ended"]) == ("update", 3, 3, True)
+    assert main(["status", str(whole)]) == 0 and capsys.readouterr().out.startswith("update 3 of 3, return ")
+    assert main(["report", str(whole), "--out", str(tmp_path/"r.html"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == dict(report=str(tmp_path/"r.html"), runs={str(whole): facts})
+    one = ["compare", "digits_impaired", "--rules", "wait-only", "--seeds", "1", *SMALL, "--json"]
+    assert main([*one, "--out", str(tmp_path/"c.json")]) == 0
+    assert Comparison.from_dict(json.loads(capsys.readouterr().out)).names == ["wait-only"]
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_a_shell_completes_commands_options_and_choices(shell, capsys):
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in ("compare", "--comparison", "--keep-default-allocator", "tensorboard"))
+
 def test_a_fit_ends_with_its_incidents(tmp_path, capsys):
     options = ["--set", "lanes=3", "--set", "epochs=3", "--inject", "nan:1:1", "--inject", "corrupt-batch:2:2"]
     assert main(["fit", "digits", *options, "--quiet", "--out", str(tmp_path)]) == 0

@@ -255,17 +255,16 @@ def test_a_fault_that_no_incident_follows_gets_a_verdict(run):
 def test_every_fault_gets_its_own_verdict_however_many_follow(run):
     class Unwatched(FrameSource):
         def provoke(self, fault, lane): return 1
-    s = run(Unwatched((Frame(np.tile([9. if 5 <= t < 8 else 1.], (20, 1))) for t in range(30)), 1))
+    undone = Incident(number=0, lane=0, reason="non-finite", action="rollback", x=182, end=182, back=160, loss="nan",
+                      target=1., rollbacks_left=3)
+    s = run(Unwatched((Frame(np.tile([9. if 5 <= t < 8 else 1.], (20, 1)), incidents=(undone,) * (t == 9))
+                       for t in range(30)), 1))
     steps(s, 5)
     assert s.provoke("drift", 0).wait().ok
     steps(s, 3)
     assert s.provoke("lobotomy", 0).wait().ok
     steps(s, 1)
     assert s.provoke("nan", 0).wait().ok
-    with s.history.lock:
-        s.history._add_incident(Incident(
-            number=0, lane=0, reason="non-finite", action="rollback", x=182, end=182, back=160, loss="nan", target=1.,
-            rollbacks_left=3))
     steps(s, 2)
     assert [n.text for n in s.notes if " no alarm " in n.text] == [
         "lane 0: drift raised no alarm in 60 batches, loss 9, before 1",
@@ -996,14 +995,14 @@ def test_a_pictures_legend_covers_no_curve_and_its_rise_is_no_limit(run):
     assert looks["rise, of the smoothed loss"].get_linestyle() == ":" != looks["limit"].get_linestyle()
 
 def test_a_restored_state_is_drawn_at_its_loss_and_hatched_is_what_was_lost(run):
-    s = run(FrameSource((Frame(np.full((20, 1), 50. if t == 5 else .2)) for t in range(10)), 1))
-    steps(s, 6)
-    def undo(**where):
-        s.history._add_incident(Incident(number=0, lane=0, reason="rise", action="rollback", loss="50", target=40.,
-                                         rollbacks_left=3, cause="outside", **where))
-    undo(x=101, end=120, back=80)
-    steps(s, 2)
-    undo(x=125, end=160, back=120, redone=39)     # a snapshot where the first rollback had discarded the batches
+    def undone(**where):
+        return Incident(number=0, lane=0, reason="rise", action="rollback", loss="50", target=40., rollbacks_left=3,
+                        cause="outside", **where)
+    # the second snapshot was taken where the first rollback had discarded the batches
+    when = {5: (undone(x=101, end=120, back=80),), 7: (undone(x=125, end=160, back=120, redone=39),)}
+    s = run(FrameSource((Frame(np.full((20, 1), 50. if t == 5 else .2), incidents=when.get(t, ()))
+                         for t in range(10)), 1))
+    steps(s, 8)
     assert [i.level for i in s.incidents] == pytest.approx([.2, .2])
     assert [(i.lost_from, i.lost) for i in s.incidents] == [(80, 40), (159, 1)]
     ax = plot_session(s, 0).axes[0]

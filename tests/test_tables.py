@@ -47,6 +47,56 @@ def test_one_wild_cell_does_not_flatten_its_column(tmp_path):
     assert len(seen.unique()) > 50 and spread(task.load()) == pytest.approx(1, abs=.1)
     assert any("a: " in note and "row 5: 1e+30" in note for note in task.notes)
 
+def messy_numbers(n=300):
+    "One column that decides the class, as spreadsheets write it, and the class."
+    r = np.random.default_rng(1)
+    a = r.normal(1000, 400, n)
+    return a, r.random(n), np.where(a > 1000, "x", "y")
+
+MESSY_NUMBERS = { # how a cell is written, and what is said
+    "odd words": (lambda v, u: "-" if u < .1 else "unknown" if u < .4 else f"{v:.2f}", "-, unknown read as missing"),
+    "dollars": (lambda v, u: f"${v:,.2f}", "read without $"),
+    "euros": (lambda v, u: f"{v:,.2f} €".translate(str.maketrans(",.", ".,")), "read without . €"),
+    "a code": (lambda v, u: "-99999" if u < .2 else f"{v:.2f}", "-99999 is far from all others and repeated: missing"),
+}
+
+@pytest.mark.parametrize("case", MESSY_NUMBERS)
+def test_numbers_as_people_write_them_are_numbers(case, tmp_path):
+    write, said = MESSY_NUMBERS[case]
+    a, u, kind = messy_numbers()
+    f = pandas.DataFrame(dict(a=[write(v, w) for v, w in zip(a, u)], kind=kind))
+    task = task_from_table(written(tmp_path/"t.csv", f))
+    assert any(note.startswith("a: number") and said in note for note in task.notes), task.notes
+    assert not any("left out" in note or "at that bound" in note for note in task.notes), task.notes
+    data = task.load()
+    x, y = data.x["train"].flatten(1), data.y["train"]
+    there = x[:, 1] < .5 if x.shape[1] > 1 else torch.ones(len(x), dtype=torch.bool)       # not missing
+    first, second = (x[there & (y == k), 0] for k in (0, 1))
+    assert max(first.min(), second.min()) >= min(first.max(), second.max()) - .02 and spread(data) > .5
+
+@pytest.mark.skipif(not ONNX, reason="onnx, onnxscript and onnxruntime are not installed: pip install esper_nb[export]")
+def test_amounts_and_codes_are_read_alike_by_the_printed_lines(tmp_path, monkeypatch):
+    a, u, kind = messy_numbers(120)
+    f = pandas.DataFrame({c: [write(v, w) for v, w in zip(a, u)] for c, (write, _) in MESSY_NUMBERS.items()})
+    task = task_from_table(written(tmp_path/"t.csv", f.assign(kind=kind)), epochs=3)
+    with contextlib.redirect_stdout(io.StringIO()):
+        _, run = fit_run(task, FitConfig(lanes=2, workers=1), out=tmp_path/"runs", progress=False)
+    left, answers = answered(run.path, f.assign(kind=kind), tmp_path, monkeypatch)
+    test = split_examples(read_table_file(tmp_path/"t.csv"))[0].test
+    with torch.no_grad(): mine = left.net(left.example).numpy()
+    np.testing.assert_allclose(answers[test.numpy()][:len(mine)], mine, rtol=1e-4, atol=1e-4)
+
+def test_a_long_tail_is_no_slip_and_slips_are():
+    r = torch.Generator().manual_seed(0)
+    usual, tail = 380 + 10 * torch.rand(300, generator=r), 150 * torch.rand(25, generator=r)
+    column = [Column("black", "number")]
+    rows = torch.cat([usual, tail]).double()[:, None]
+    assert "bound" not in Preparation(column, rows).describe(rows)[0]
+    rows = torch.cat([usual, torch.tensor([1e6, 2e6, 3e7])]).double()[:, None]
+    assert "3 beyond" in Preparation(column, rows).describe(rows)[0]
+    rows = torch.cat([usual, torch.tensor([1e6, 1e6])]).double()[:, None]      # twice is no code
+    assert "2 beyond" in Preparation(column, rows).describe(rows)[0]
+
 def test_a_task_of_arrays_keeps_copies():
     x, y = np.random.default_rng(0).normal(size=(40, 3)).astype("float32"), np.arange(40) % 2
     for values in (x, torch.tensor(x), x[:, 0].reshape(-1, 1, 1).repeat(8, 1).repeat(8, 2)):

@@ -316,7 +316,7 @@ class PickOutput:
     @staticmethod
     def drop(module: nn.Module) -> None:
         "Let a network return all its outputs again."
-        hooks = module._forward_hooks
+        hooks = vars(module)["_forward_hooks"]
         for k in [k for k, hook in hooks.items() if isinstance(hook, PickOutput)]: del hooks[k]
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #cfa78d7e

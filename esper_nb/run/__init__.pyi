@@ -1,5 +1,6 @@
 # What run offers to other packages; written by `python scripts/notebooks.py door`
-from .cli import lab_command as lab_command, main as main
+from .cli import (lab_command as lab_command, known_names as known_names, registered_names as registered_names,
+    main as main)
 from .compare import (Player as Player, latest_step as latest_step, open_offers as open_offers,
     RulePlayer as RulePlayer, RandomPlayer as RandomPlayer, PolicyPlayer as PolicyPlayer, PlayScores as PlayScores,
     play_lanes as play_lanes, compare_controllers as compare_controllers, simple_controllers as simple_controllers)
@@ -17,7 +18,8 @@ from .exports import (SUFFIXES as SUFFIXES, GrownLanes as GrownLanes, regrow as 
 from .fits import (MOST_INCIDENTS as MOST_INCIDENTS, fit_run as fit_run, begin_fit as begin_fit, open_fit as open_fit,
     saved_population as saved_population, FitRun as FitRun, incidents_text as incidents_text,
     pack_record as pack_record, unpack_record as unpack_record)
-from .follow import about_time as about_time, watch_text as watch_text, reading as reading, RunStatus as RunStatus
+from .follow import (about_time as about_time, watch_text as watch_text, run_status as run_status, reading as reading,
+    RunStatus as RunStatus)
 from .growth_rules import (Made as Made, GROWTH_RULES as GROWTH_RULES, FINALISTS as FINALISTS, ARMS as ARMS,
     TRIED as TRIED, Practice as Practice, RuleRow as RuleRow, register_rule as register_rule,
     growth_rule as growth_rule, as_player as as_player, liked_blueprint as liked_blueprint,
@@ -45,7 +47,7 @@ from .report import (DOCS as DOCS, write_report as write_report, report_html as 
     table_html as table_html, records_html as records_html, doc_link as doc_link, settings_html as settings_html,
     beside_html as beside_html, page_html as page_html, RunPage as RunPage, watch_web as watch_web)
 from .runs import (Makers as Makers, More as More, check_faults as check_faults, begin_run as begin_run,
-    open_run as open_run, training_env as training_env, Run as Run)
+    open_run as open_run, response_lines as response_lines, training_env as training_env, Run as Run)
 from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs, ShardFacts as ShardFacts,
     ShardStep as ShardStep, number_lanes as number_lanes, LaneShard as LaneShard, join_infos as join_infos,
     join_steps as join_steps, join_shards as join_shards)

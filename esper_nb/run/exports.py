@@ -134,7 +134,8 @@ def input_facts(pop: Population) -> dict[str, Any]:
     words = [c.name for c in used if c.words]
     as_words = dict(dtype=dict.fromkeys(words, "str")) # also where some rows hold only numbers, or true and false
     return facts | dict(columns=[c.name for c in used], numbers=[c.name for c in used if not c.words], words=words,
-                        days={c.name: c.format for c in used if c.kind == "day"}, read_csv=e.reading | as_words)
+                        days={c.name: c.format for c in used if c.kind == "day"},
+                        amounts={c.name: c.written for c in used if c.written}, read_csv=e.reading | as_words)
 
 def used_columns(data: ImageData, e: Examples) -> list[Column]: # data: made of these examples
     "Return the table columns that are inputs of the network, in order."
@@ -261,8 +262,11 @@ def usage(
         return [first, *made, alone]
     since = 'pandas.to_datetime(rows[k], format=form, utc=True, errors="coerce") - pandas.Timestamp("1970", tz="UTC")'
     days = f'for k, form in facts["days"].items(): rows[k] = ({since}) / pandas.Timedelta(days=1)'
+    plain = 'rows[k].astype(str).str.replace(rf"[{drop}\\s]", "", regex=True).str.replace(comma, ".")'
+    amounts = f'for k, (drop, comma) in facts["amounts"].items(): rows[k] = {plain}'
     lines = [first, f'facts = json.load(open("{path.with_suffix(".json")}"))["input"]',
-             'rows = pandas.read_csv("new.csv", **facts["read_csv"])', *([days] if facts["days"] else [])]
+             'rows = pandas.read_csv("new.csv", **facts["read_csv"])', *([days] if facts["days"] else []),
+             *([amounts] if facts["amounts"] else [])]
     def numbers(which: str) -> str:
         return f'{which} = rows[facts["{which}"]].apply(pandas.to_numeric, errors="coerce").to_numpy(float)'
     named = [] if "target" in facts else ['names = [facts["classes"][i] for i in answers.argmax(1)]']

@@ -22,7 +22,7 @@ from ..guard import NOTES, Report
 from ..grow import Blend, Curve, Decision, DecisionResult, Event, Stage
 from ..train import (
     Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, disturb_at, fit,
-    get_task, new_population)
+    get_task, new_population, telling_text, yardstick_lines, yardsticks)
 from ..record import (
     ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, new_run, population_rows,
     run_origin, run_rows, save_tensors, test_rows)
@@ -72,6 +72,7 @@ def fit_run( # noqa: PLR0913  # optional settings, passed by name
     pop = new_population(task, config, device=device, root=root, synthetic=synthetic)
     run = begin_fit(pop, out, faults, log=log, made=dict(root=root, synthetic=synthetic))
     if task.notes: print(task.notes_text())
+    if told := telling_text(task): print(f"{'warning':>14}  {told}")
     run.drive(progress)
     return pop, run.folder
 
@@ -234,6 +235,7 @@ class FitRun(ResumableRun):
         except SystemExit as e: ended = e
         if self.test is not None:
             print(closing_table(self.population, self.test, self.rates))
+            print(*self._beside_yardsticks(self.test), sep="\n")
             print(incidents_text(self.folder.rows(), self.faults, self.test, self.population.data.measure))
             print(f"{'folder':>14}  {self.folder.path}\n{'report':>14}  esper-nb report {self.folder.path}")
         elif self.finished: print(f"{self.folder.path} is finished: all {self.population.epochs} epochs are trained.")
@@ -267,6 +269,13 @@ class FitRun(ResumableRun):
     def where(self) -> str:
         "Return the current epoch as text."
         return f"epoch {int(self.population.epoch.max())}"
+
+    def _beside_yardsticks(self, test: EvalResult) -> list[str]: # lines
+        "Set the median network beside simple models on the same data."
+        data = self.population.data
+        lines = yardstick_lines(yardsticks(data), float(test.accuracy_pp.median()), float(test.loss.median()),
+                                data.chance_loss, data.measure)
+        return [f"{'' if i else 'yardsticks':>14}  {line}" for i, line in enumerate(lines)]
 
     def _epoch(self) -> EpochResult:
         "Train one epoch and record it."

@@ -54,9 +54,10 @@ from .population import (Forecaster as Forecaster, SMALL_GROUP as SMALL_GROUP, M
     sum_and_best as sum_and_best, undone_germination as undone_germination, kept_history as kept_history)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
-from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, FENCE as FENCE,
-    MIDDLES as MIDDLES, MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES, Table as Table, read_frame as read_frame,
-    Column as Column, columns_of as columns_of, as_numbers as as_numbers, as_days as as_days, listed as listed,
+from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, HALF as HALF, MANY as MANY,
+    SIGNS as SIGNS, DAYS as DAYS, FENCE as FENCE, SLIPS as SLIPS, CODED as CODED, MIDDLES as MIDDLES,
+    MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES, Table as Table, read_frame as read_frame, Column as Column,
+    columns_of as columns_of, as_numbers as as_numbers, as_days as as_days, listed as listed,
     Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
@@ -68,3 +69,6 @@ from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes 
 from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
     StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
     train_group as train_group, may_defer as may_defer, group_epoch as group_epoch)
+from .yardsticks import (ROWS as ROWS, WIDE as WIDE, TELLING as TELLING, SimpleScore as SimpleScore,
+    yardsticks as yardsticks, yardstick_lines as yardstick_lines, telling_column as telling_column,
+    telling_text as telling_text)

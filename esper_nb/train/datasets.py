@@ -583,7 +583,7 @@ def example_data(
     prepare = None
     if x.dtype != torch.uint8:
         columns = e.columns or [Column(f"channel {i}", "number") for i in range(x.shape[-1])]
-        prepare, top = Preparation(columns, x[train].flatten(0, 2).double()), 1
+        prepare, top = Preparation(columns, x[train].flatten(0, 2).double(), bool(e.columns)), 1
         said, x = [*prepare.describe(x.flatten(0, 2).double()), *said], prepare(x)
     seen = x[train].double() / top
     std = seen.std((0, 1, 2), correction=0)
