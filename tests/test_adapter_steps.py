@@ -128,6 +128,7 @@ def accelerated(tmp_path, guarded, fault):
 
 def fast(tmp_path, guarded, fault, wrapped=False):
     fastai = pytest.importorskip("fastai.basics", reason="needs fastai", exc_type=ImportError)
+    for name in ("progress", "schedule"): pytest.importorskip(f"fastai.callback.{name}", exc_type=ImportError)
     class Ruin(fastai.Callback):
         def before_batch(self):
             if self.training and not (guarded and guard.governor and guard.governor.replaying): fault(self.model)

@@ -112,8 +112,8 @@ class Replay:
         del self.live, self.kept, self.grads
 
     def here(self) -> tuple[SavedState, list]: # with its gradients
-        "Return a copy of the present state."
-        return self.snapshot.set_aside(), [(p, p.grad) for p in self.params]
+        "Return a copy of the present state; what runs next may add to gradients that wait for further steps."
+        return self.snapshot.set_aside(), [(p, None if p.grad is None else p.grad.clone()) for p in self.params]
 
     def keep(self, state: tuple[SavedState, list] | None = None): # of `here`; None: the present one
         "Continue the run from a state, once the replay ends; clocks and learning rates keep their values."

@@ -1,0 +1,212 @@
+"""The loops and faults of ruined_loops.py in frameworks: does a Governor there do what `governor.run` does?
+
+    python benchmarks/framework_loops.py vae memory                        # one seed, every framework that is installed
+    python benchmarks/framework_loops.py vae --arms run,batches,lightning --faults "NaN weight,dead layer" --seeds 2
+    python benchmarks/framework_loops.py vae memory --write                # nbs/explanations/bench_frameworks.json
+
+A run counts as in ruined_loops.py. Its cause is right if it is one that the fault can have: what is written into weights
+or moments comes from outside, a rate is a rate, targets and a huge batch are data, a sign is an input of the step.
+"""
+import importlib.util
+import json
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
+
+from benchmarks.loops import BEYOND, FAULT_AT, FAULTS, LOOPS, STEPS, stream
+from benchmarks.ruined_loops import FIRST, untrained, verdict
+
+from esper_nb.guard import (
+    Governor, GovernorConfig, fastai_governor, guard_accelerator, guard_trainer, guard_update, lightning_governor,
+    skorch_governor)
+
+QUIET = GovernorConfig(stop_raises=False)
+RIGHT = {"NaN weight": {"outside"}, "exponent flip": {"outside"}, "dead layer": {"outside"},
+         "inf second moment": {"outside"}, "garbage momentum": {"outside"}, "rate × 30, 5 steps": {"rate"},
+         "sign error, 20 steps": {"inputs", "loop"}, "wrong targets, 50 steps": {"data"}, "one batch × 1e4": {"data"}}
+
+
+class Drawn(IterableDataset):
+    "The batches of a loop; what ruins it comes with them, before a step and outside of it."
+    def __init__(self, loop, fault): self.loop, self.fault = loop, fault
+
+    def __iter__(self):
+        for i in range(STEPS):
+            batch = self.loop.batch(i)
+            if self.fault and i >= FAULT_AT:
+                batch = FAULTS[self.fault](self.loop, i - FAULT_AT, batch, stream(self.loop.seed, 3, i))
+            yield batch
+
+
+def signed(loop, batch):
+    "The loss, whose gradient has the sign that a fault has chosen."
+    loss = loop.loss(batch)
+    return loss if loop.sign == 1 else 2 * loss.detach() - loss
+
+def clip_of(loop): return 1. if type(loop).__name__ == "SmallGPT" else 0.
+def loader(loop, fault): return DataLoader(Drawn(loop, fault), batch_size=None)
+
+def given(loop): return dict(chance_loss=loop.chance, config=QUIET, count=loop.count)
+
+def alone(loop, fault):
+    for batch in Drawn(loop, fault): loop.step(batch)
+
+def run(loop, fault):
+    governor = Governor(*loop.parts(), **given(loop))
+    for batch in Drawn(loop, fault): governor.run(loop.step, batch)
+    return governor
+
+def batches(loop, fault):
+    governor = Governor(*loop.parts(), **given(loop))
+    for batch in governor.batches(Drawn(loop, fault)):
+        loss = signed(loop, batch)
+        loop.opt.zero_grad()
+        loss.backward()
+        if clip_of(loop): torch.nn.utils.clip_grad_norm_(loop.net.parameters(), clip_of(loop))
+        loop.opt.step()
+        if loop.clock is not None: loop.clock.step()
+        governor.watch(loss)
+    return governor
+
+def accelerate(loop, fault):
+    from accelerate import Accelerator
+    accelerator = Accelerator(cpu=True)
+    net, opt, data = accelerator.prepare(loop.net, loop.opt, loader(loop, fault))
+    clock = [] if loop.clock is None else [loop.clock]
+    governor = guard_accelerator(accelerator, net, opt, *clock, **given(loop))
+    for batch in governor.batches(data):
+        loss = signed(loop, batch)
+        opt.zero_grad()
+        accelerator.backward(loss)
+        if clip_of(loop): accelerator.clip_grad_norm_(loop.net.parameters(), clip_of(loop))
+        opt.step()
+        for c in clock: c.step()
+        governor.watch(loss)
+    return governor
+
+def lightning(loop, fault):
+    import lightning.pytorch as pl
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = loop.net
+        def configure_optimizers(self):
+            if loop.clock is None: return loop.opt
+            return dict(optimizer=loop.opt, lr_scheduler=dict(scheduler=loop.clock, interval="step"))
+        def training_step(self, batch, i): return signed(loop, batch)
+    callback = lightning_governor(loop.chance, QUIET, count=loop.count)
+    pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], gradient_clip_val=clip_of(loop), logger=False,
+               enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+               default_root_dir=tempfile.mkdtemp()).fit(Module(), loader(loop, fault))
+    return callback.governor
+
+def trainer(loop, fault):
+    import transformers
+    transformers.logging.set_verbosity_error()
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = loop.net
+        def forward(self, batch): return dict(loss=signed(loop, batch))
+    args = transformers.TrainingArguments(
+        output_dir=tempfile.mkdtemp(), max_steps=STEPS, per_device_train_batch_size=1, max_grad_norm=clip_of(loop),
+        report_to=[], logging_strategy="no", save_strategy="no", use_cpu=True, disable_tqdm=True)
+    clock = loop.clock or torch.optim.lr_scheduler.LambdaLR(loop.opt, lambda k: 1.)
+    data = Drawn(loop, fault)
+    made = transformers.Trainer(model=Module(), args=args, train_dataset=data, optimizers=(loop.opt, clock),
+                                data_collator=lambda rows: dict(batch=rows[0]))
+    made.remove_callback(transformers.PrinterCallback)
+    guard = guard_trainer(made, loop.chance, QUIET, count=loop.count)
+    made.train()
+    return guard.governor
+
+def fastai(loop, fault):
+    from fastai.basics import DataLoaders, Learner, OptimWrapper
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = loop.net
+        def forward(self, *batch): return signed(loop, batch)
+    callback = fastai_governor(loop.chance, QUIET, count=loop.count)
+    data = loader(loop, fault)
+    data.n_inp = len(loop.batch(0))
+    learn = Learner(DataLoaders(data, data), Module(), loss_func=lambda loss: loss, cbs=callback,
+                    opt_func=lambda params, **_: OptimWrapper(opt=loop.opt))
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, loop.opt.param_groups[0]["lr"])
+    return callback.governor
+
+def ignite(loop, fault):
+    from ignite.engine import Engine
+    def update(engine, batch):
+        loss = signed(loop, batch)
+        loop.opt.zero_grad()
+        loss.backward()
+        if clip_of(loop): torch.nn.utils.clip_grad_norm_(loop.net.parameters(), clip_of(loop))
+        loop.opt.step()
+        if loop.clock is not None: loop.clock.step()
+        return loss
+    guard = guard_update(update, *loop.parts(), **given(loop))
+    Engine(guard).run(Drawn(loop, fault), max_epochs=1, epoch_length=STEPS)
+    return guard.governor
+
+
+ARMS = dict(run=run, batches=batches, accelerate=accelerate, lightning=lightning, trainer=trainer, ignite=ignite)
+NEEDS = dict(accelerate="accelerate", lightning="lightning", trainer="transformers", ignite="ignite")
+
+
+def one(name, arm, seed, fault):
+    "Score, actions with their causes, seconds."
+    loop, start = LOOPS[name](seed), time.time()
+    governor = alone(loop, fault) if arm == "alone" else ARMS[arm](loop, fault)
+    acts = [] if governor is None else [(r.batch, r.action, r.cause) for r in governor.reports]
+    return loop.score(), acts, time.time() - start
+
+
+def main():
+    "Every loop, fault, arm and seed."
+    args = sys.argv[1:]
+    def option(name, default): return args[args.index(name) + 1].split(",") if name in args else default
+    names = [a for a in args if a in LOOPS] or ["vae", "memory"]
+    arms = option("--arms", [a for a in ARMS if a not in NEEDS or importlib.util.find_spec(NEEDS[a])])
+    faults = option("--faults", [f for f in FAULTS if f not in BEYOND])
+    torch.set_num_threads(1)
+    logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
+    for noisy in ("lightning.pytorch", "ignite"): logging.getLogger(noisy).setLevel(logging.ERROR)
+    rows = []
+    for name in names:
+        for seed in range(FIRST, FIRST + int(option("--seeds", ["1"])[0])):
+            clean = one(name, "alone", seed, None)[0]
+            slack = .02 * abs(untrained(name, seed) - clean)
+            for fault in (None, *faults):
+                bad = clean if fault is None else one(name, "alone", seed, fault)[0]
+                for arm in arms:
+                    with warnings.catch_warnings(action="ignore"): score, acts, seconds = one(name, arm, seed, fault)
+                    causes = [c for _, _, c in acts if c]
+                    rows.append(dict(loop=name, fault=fault, arm=arm, seed=seed, clean=clean, alone=bad, guarded=score,
+                                     verdict=verdict(clean, slack, bad, score), acts=acts,
+                                     right=bool(causes) and set(causes) <= RIGHT[fault] if fault else not acts))
+                    print(f"{name:9s} {fault!s:24s} {arm:10s} {rows[-1]['verdict']:9s} clean {clean:.4g} alone {bad:.4g} "
+                          f"guarded {score:.4g} {acts} {seconds:.0f} s", flush=True)
+    for arm in arms:
+        mine = [r for r in rows if r["arm"] == arm]
+        spoilt = [r for r in mine if r["fault"] and r["acts"]]
+        print(f"{arm:10s}", dict(Counter(r["verdict"] for r in mine if r["fault"])), f"causes right "
+              f"{sum(r['right'] for r in spoilt)} of {len(spoilt)}; healthy runs bit-equal: "
+              f"{sum(r['guarded'] == r['clean'] for r in mine if not r['fault'])} of "
+              f"{sum(not r['fault'] for r in mine)}")
+    if "--write" in args:
+        path = ROOT/"nbs/explanations/bench_frameworks.json"
+        path.write_text(json.dumps(rows, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__": main()
