@@ -135,6 +135,7 @@ def measure_norm(
     >>> measure_norm([torch.full((9,), 4e4, dtype=torch.float16)]) # float16 ends at 65504
     120000.0
     """
+    grads = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in grads]
     norm = _total(grads, scale)
     if not math.isfinite(norm) and any(map(_is_half, grads)):
         norm = _total([g.float() if _is_half(g) else g for g in grads], scale)

@@ -399,7 +399,8 @@ _lengthen = ("updates", "minutes", "engine", "comparison", "shards") # options o
 
 def _check_places(args: argparse.Namespace) -> None:
     "Refuse folders that hold no run, and places that cannot be written."
-    from esper_nb.record import RunFolder, check_output
+    from esper_nb.core import check_output
+    from esper_nb.record import RunFolder
     given = vars(args)
     for folder in given.get("runs") or ([args.run] if "run" in given else []): config = RunFolder(Path(folder)).config()
     for option in _lengthen if args.command == "resume" and "fit" in config else ():
