@@ -311,7 +311,7 @@ def test_a_dtype_that_was_asked_for_is_not_wrong_but_unchecked(dtype):
     schedule = torch.optim.lr_scheduler.StepLR(opt, 3)
     schedule.load_state_dict(parts[2].state_dict())
     found = check_resume(proof, net, opt, schedule)
-    tiny = [w for w in found.wrong if "exp_avg" in w and w.endswith("is 0")] # they are 0 in half precision, which is true
+    tiny = [w for w in found.wrong if "exp_avg" in w and w.endswith("is 0")] # true: half precision
     assert list(found.wrong) == tiny and (not tiny or dtype == torch.float16)
     assert any("the bits of" in u for u in found.unchecked)
     net[3].reset_parameters()
