@@ -274,7 +274,9 @@ def prove_state(
     >>> str(check_resume(proof, net))
     'all is what was saved'
     """
-    return ResumeWatch(Snapshot(*parts, **named).objects).state_dict()
+    watch = ResumeWatch(Snapshot(*parts, **named).objects)
+    watch.began = {} # nothing is known of the run until now
+    return watch.state_dict()
 
 def check_resume(
     proof: Mapping[str, Any], # of `prove_state`, from the checkpoint
@@ -308,13 +310,15 @@ class ResumeWatch:
         self.began = read_streams() # those that have not moved since then are not used by the run
         self.saved: Mapping[str, Any] | None = None
         self.found: ResumeCheck | None = None # of the latest comparison
+        self.early: dict[str, PartProof] = {} # parts, when the state was loaded
         self.waiting = False # for the first loss after a resume
         self.hook: Any = None # until the first step
 
     def state_dict(self, losses: Sequence[float] = ()) -> dict: # the latest ones
         "Return the proof of the present state, as tensors and plain values."
         streams = read_streams() if self._has_streams else {}
-        unused = [k for k, v in streams.items() if torch.equal(v.key, self.began[k].key) and v.at == self.began[k].at]
+        unused = [k for k, v in self.began.items()
+                  if k in streams and torch.equal(v.key, streams[k].key) and v.at == streams[k].at]
         return dict(parts={name: (p.kind, {k: tuple(t) for k, t in p.tensors.items()}, p.values, p.odd)
                            for name, p in prove_parts(self._parts).items()},
                     streams={k: tuple(v) for k, v in streams.items()}, unused=unused, losses=list(losses))
@@ -323,6 +327,7 @@ class ResumeWatch:
         "Compare before the first step, and now, for a run that calls no network."
         self.saved = saved
         if saved is None: return
+        self.early = prove_parts(self._parts)
         self.waiting, self.found = True, self.check()
         if self.hook is not None: return
         me = weakref.ref(self)
@@ -345,11 +350,20 @@ class ResumeWatch:
         if self.saved is None: return ResumeCheck(unchecked=("everything: no state was loaded",))
         then = {name: PartProof(kind, {k: TensorProof(*t) for k, t in tensors.items()}, values, tuple(odd))
                 for name, (kind, tensors, values, odd) in self.saved["parts"].items()}
-        found = compare_parts(prove_parts(self._parts), then)
+        parts, moved = prove_parts(self._parts), list[str]()
+        for name in self._followers & then.keys() & self.early.keys():
+            old, early = then[name], self.early[name]
+            if compare_parts({name: early}, {name: old}).right: parts[name] = early
+            grown = {k: v for k, v in parts[name].values.items() if type(v) is int and v != early.values.get(k)
+                     and type(old.values.get(k)) is int and v > old.values[k]}
+            then[name] = old._replace(values=old.values | grown)
+            moved += [f"{name}.{k}, which has moved on" for k in grown]
+        found = compare_parts(parts, then)
         now, lost = read_streams(), []
         for k, state in self.saved["streams"].items() if self._has_streams else ():
             if k not in self.saved["unused"] and not leads_to(StreamState(*state), now[k]): lost.append(k)
-        return ResumeCheck(found.wrong + ((f"random stream of {', '.join(lost)}",) if lost else ()), found.unchecked)
+        return ResumeCheck(found.wrong + ((f"random stream of {', '.join(lost)}",) if lost else ()),
+                           found.unchecked + tuple(moved))
 
     def see(self, given: Tensor | float): # () or (n,), the first loss after a resume
         "Compare the first loss with the last ones before."
@@ -369,6 +383,17 @@ class ResumeWatch:
 
     @property
     def _parts(self) -> dict[str, object]: return {k: v for k, v in self.objects.items() if k not in self.without}
+
+    @property
+    def _followers(self) -> set[str]:
+        "Return the parts that no update of the run writes: averaged weights, the place in the data."
+        optimizers = [o for o in self.objects.values() if isinstance(o, torch.optim.Optimizer)]
+        owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        clocks = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+        def leads(obj):
+            if not isinstance(obj, nn.Module): return isinstance(obj, clocks)
+            return not optimizers or any(id(p) in owned for p in obj.parameters())
+        return {k for k, obj in self._parts.items() if not leads(obj)}
 
     @property
     def _has_streams(self) -> bool: return any(isinstance(v, RandomStreams) for v in self._parts.values())

@@ -22,7 +22,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
