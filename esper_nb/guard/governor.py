@@ -337,7 +337,7 @@ class Governor:
         if self.repairs is None: raise ValueError(f"lanes={self.n}, expected None: `run` is for a single run")
         repairs, recorder = self.repairs, self.repairs.recorder
         if recorder.footprint is None: self._look_at(step)
-        if repairs.dry is None and recorder.runs == REHEARSED: self._rehearse()
+        if repairs.dry is None and len(recorder.steps) >= REHEARSED: self._rehearse()
         kept, wanted = recorder.omissions.wanted(batch, fetch, origin)
         if not kept: return None
         ways_back = [*self.probation.saved.values(), *(() if self.kept is None else [self.kept[1]])]
