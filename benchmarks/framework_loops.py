@@ -27,8 +27,7 @@ from benchmarks.loops import BEYOND, FAULT_AT, FAULTS, LOOPS, STEPS, stream
 from benchmarks.ruined_loops import FIRST, untrained, verdict
 
 from esper_nb.guard import (
-    Governor, GovernorConfig, fastai_governor, guard_accelerator, guard_trainer, guard_update, lightning_governor,
-    skorch_governor)
+    Governor, GovernorConfig, fastai_governor, guard_accelerator, guard_trainer, guard_update, lightning_governor)
 
 QUIET = GovernorConfig(stop_raises=False)
 RIGHT = {"NaN weight": {"outside"}, "exponent flip": {"outside"}, "dead layer": {"outside"},
@@ -160,8 +159,9 @@ def ignite(loop, fault):
     return guard.governor
 
 
-ARMS = dict(run=run, batches=batches, accelerate=accelerate, lightning=lightning, trainer=trainer, ignite=ignite)
-NEEDS = dict(accelerate="accelerate", lightning="lightning", trainer="transformers", ignite="ignite")
+ARMS = dict(run=run, batches=batches, accelerate=accelerate, lightning=lightning, trainer=trainer, ignite=ignite,
+            fastai=fastai)
+NEEDS = dict(accelerate="accelerate", lightning="lightning", trainer="transformers", ignite="ignite", fastai="fastai")
 
 
 def one(name, arm, seed, fault):

@@ -67,11 +67,12 @@ def lightning(tmp_path, guarded, fault, manual=False, **trainer):
             return loss
     class Ruin(pl.Callback):
         def on_train_batch_start(self, trainer, module, batch, i): fault(module.net)
-        def on_train_epoch_end(self, trainer, module): module.means.append(float(trainer.callback_metrics["train_epoch"]))
+        def on_train_epoch_end(self, trainer, module):
+            module.means.append(float(trainer.callback_metrics["train_epoch"]))
     callback = lightning_governor(CHANCE, QUIET) if guarded else None
     model = Model()
-    options = dict(max_epochs=1, accelerator="cpu", default_root_dir=str(tmp_path), logger=False, enable_checkpointing=False,
-                   enable_progress_bar=False, enable_model_summary=False) | trainer
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    options = dict(max_epochs=1, accelerator="cpu", default_root_dir=str(tmp_path)) | quiet | trainer
     fit = pl.Trainer(callbacks=[Ruin(), *([callback] if callback else [])], **options)
     fit.fit(model, loader())
     return model.net, callback and callback.governor, (fit.global_step, model.seen, model.means)
@@ -93,8 +94,8 @@ def hugging_face(tmp_path, guarded, fault, accumulate=1):
     data = [dict(x=x, labels=y) for x, y in zip(*examples())]
     args = transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=BATCHES, per_device_train_batch_size=32 // accumulate, learning_rate=3e-3,
-        gradient_accumulation_steps=accumulate, report_to=[], logging_steps=10, use_cpu=True, seed=0, save_strategy="no",
-        disable_tqdm=True)
+        gradient_accumulation_steps=accumulate, report_to=[], logging_steps=10, use_cpu=True, seed=0,
+        save_strategy="no", disable_tqdm=True)
     trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.add_callback(Ruin())
@@ -140,7 +141,8 @@ def fast(tmp_path, guarded, fault, wrapped=False):
                            path=tmp_path, **options)
     torch.manual_seed(1)
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(1, 3e-3)
-    return learn.model, guard and guard.governor, (learn.train_iter, len(learn.recorder.lrs), learn.opt.hypers[-1]["lr"])
+    seen = learn.train_iter, len(learn.recorder.lrs), learn.opt.hypers[-1]["lr"]
+    return learn.model, guard and guard.governor, seen
 
 def sk(tmp_path, guarded, fault):
     skorch = pytest.importorskip("skorch")
@@ -183,7 +185,10 @@ LOOPS = {
 
 def same(a, b): return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
 
-@pytest.mark.parametrize("name", LOOPS)
+SLOW = {name for name in LOOPS if " " in name}
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LOOPS]
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_healthy_run_is_as_if_nobody_watched(name, tmp_path):
     alone, guarded = [LOOPS[name](tmp_path, guard, Fault(None)) for guard in (False, True)]
     assert guarded[1].repairs.dry.exact, guarded[1].repairs.dry.why
@@ -191,7 +196,7 @@ def test_a_healthy_run_is_as_if_nobody_watched(name, tmp_path):
     assert guarded[1].watched == BATCHES and not guarded[1].reports
 
 @pytest.mark.parametrize("kind", ["nan", "dead"])
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_ruined_run_ends_as_if_nothing_had_happened(name, kind, tmp_path):
     alone, guarded = [LOOPS[name](tmp_path, guard, Fault(kind if guard else None)) for guard in (False, True)]
     governor: Governor = guarded[1]

@@ -298,21 +298,22 @@ def test_lightning_manual_optimization(pl, tmp_path):
     class Manual(pl.LightningModule):
         def __init__(self, how):
             super().__init__()
-            self.net, self.how, self.automatic_optimization, self.calls = network(), how, False, 0
+            self.net, self.how, self.automatic_optimization = network(), how, False
         def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=3e-3)
         def training_step(self, batch, i):
-            self.calls += 1
-            if self.calls == 90: poison(self.net)
             loss, opt = F.cross_entropy(self.net(batch[0]), batch[1]), self.optimizers()
             opt.zero_grad(); self.manual_backward(loss); opt.step()
             if self.how == "logged": self.log("loss", loss)
             return {"tensor": loss, "dict": dict(loss=loss)}.get(self.how)
+    class Fault(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, i):
+            if i == 90: poison(module.net)
     for how, seen in (("tensor", 1), ("dict", 1), ("logged", 1), ("nothing", 0)):
         callback, model = lightning_governor(math.log(10), QUICK), Manual(how)
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*examples(32 * 150)), batch_size=32)
         quiet = dict(enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, logger=False)
         root = str(tmp_path)
-        fit = pl.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=root, callbacks=[callback], **quiet)
+        fit = pl.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=root, callbacks=[Fault(), callback], **quiet)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fit.fit(model, data)

@@ -322,7 +322,7 @@ class Governor:
         if recovery is None or repairs is None:
             raise ValueError(f"lanes={self.n}, expected None: `run` is for a single run")
         if repairs.recorder.footprint is None: self._look_at(repairs, step)
-        if repairs.dry is None and repairs.recorder.runs == REHEARSED and recovery.rehearse():
+        if repairs.dry is None and len(repairs.recorder.steps) >= REHEARSED and recovery.rehearse():
             self.judge.same.use_unless_given(repairs.evaluate) # the latest batches again, none of them lost
         kept, wanted = repairs.recorder.omissions.wanted(batch, fetch, origin)
         if not kept: return None
