@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def _check_own_data(args: argparse.Namespace) -> dict[str, Any]: # settings for `task_from_path`; empty with a name
     "Refuse options of own data that do not fit what is trained on."
     name = args.task if args.command == "fit" else args.recipe
-    given = {k: v for k in ("size", "label", "target", "columns", "groups") if (v := getattr(args, k)) is not None}
+    asked = ("size", "label", "target", "columns", "groups")
+    given = {k: v for k in asked if (v := getattr(args, k, None)) is not None}
     for k, value in given.items() if name is not None else ():
         check(False, f"--{k}", value, f"none: {name} brings its own data; to train on yours, leave the name out")
     if name is not None: return {}

@@ -308,8 +308,10 @@ def _missing_code(v: np.ndarray) -> float: # v: (M,) of a column; NaN: none
         if len(rest) == 0 or rest.min() == rest.max(): continue
         a, b = np.quantile(rest, MIDDLES[0]) if len(rest) > 3 else (rest.min(), rest.max())
         if a == b: a, b = rest.min(), rest.max()
-        gap = FENCE * (b - a)
-        if code < min(a - gap, rest.min() - (b - a)) or code > max(b + gap, rest.max() + (b - a)): return float(code)
+        with np.errstate(over="ignore"):
+            width = b - a
+            low, high = min(a - FENCE * width, rest.min() - width), max(b + FENCE * width, rest.max() + width)
+        if code < low or code > high: return float(code)
     return float("nan")
 
 def _bounds(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # (M, k); lower and upper bound, median
