@@ -69,7 +69,8 @@ def is_right(hint, value):
         elif kind is str:
             if isinstance(value, str) and all(value in o.known for o in limits): return True
         elif isinstance(kind, type) and issubclass(kind, Config):
-            if isinstance(value, kind) or isinstance(value, dict) and not value: return True # its defaults
+            alone = sum(isinstance(o, type) and issubclass(o, Config) for o in options(hint)) == 1
+            if isinstance(value, kind) or alone and isinstance(value, dict) and not value: return True # its defaults
         elif origin is not None or not isinstance(kind, type): # Callable
             if callable(value): return True
         elif isinstance(value, kind): return True

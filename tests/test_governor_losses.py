@@ -52,7 +52,7 @@ def test_the_scale_follows_the_losses_or_the_setting():
     assert [scale(positive - 1, scale="log"), scale(positive, scale="linear")] == ["log", "linear"]
     gov = governed([*positive, math.nan], None)
     assert gov.reports[-1].scale == "log" and gov.summary().scale == "log"
-    with pytest.raises(ValueError, match="expected one of auto, log, linear"): DetectorConfig(scale="cubic")
+    with pytest.raises(ValueError, match="expected 'auto', 'log' or 'linear'"): DetectorConfig(scale="cubic")
 
 def test_the_scale_changes_when_a_loss_crosses_zero_and_the_smoothed_loss_with_it():
     s = LossStats()

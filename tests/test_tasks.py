@@ -243,7 +243,7 @@ bad = {
         ValueError, ["data='mnist'", "expected one of", "digits"]),
     "host is a dict": (
         lambda: get_task("digits").replace(host={}),
-        ValueError, ["host={}", "expected a CNNConfig or a GPTConfig"]),
+        ValueError, ["host={}", "expected settings of CNNConfig or settings of GPTConfig"]),
     "unknown optimizer": (
         lambda: get_task("digits").replace(optimizer="sdg"),
         ValueError, ["optimizer='sdg'", "expected 'sgd', 'adam' or 'adamw'"]),
@@ -255,7 +255,7 @@ bad = {
         ValueError, ["lr='fast'", "expected a finite number above 0"]),
     "momentum of one": (
         lambda: get_task("digits").replace(momentum=1.),
-        ValueError, ["momentum=1.0", "expected a number in [0, 1)"]),
+        ValueError, ["momentum=1.0", "expected a number from 0, below 1"]),
     "negative weight decay": (
         lambda: get_task("digits").replace(weight_decay=-1),
         ValueError, ["weight_decay=-1", "expected a finite number of at least 0"]),

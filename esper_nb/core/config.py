@@ -64,8 +64,9 @@ def _is_config(t) -> bool: return isinstance(t, type) and issubclass(t, Config)
 
 def _decode(hint, value):
     "Convert a value, as JSON or numpy has it, to the type of the hint, nested configs and tuples included."
+    kinds = [t for t in _options(hint) if _is_config(t)] # of several it is not known which one is meant
+    if len(kinds) == 1 and isinstance(value, dict): return kinds[0].from_dict(value)
     for t in _options(hint):
-        if _is_config(t) and isinstance(value, dict): return t.from_dict(value)
         if typing.get_origin(t) is tuple and isinstance(value, (list, tuple)):
             return tuple(_decode(typing.get_args(t)[0], v) for v in value)
     if isinstance(value, enum.Enum): return _decode(hint, value.value)
