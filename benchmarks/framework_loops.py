@@ -4,8 +4,9 @@
     python benchmarks/framework_loops.py vae --arms run,batches,lightning --faults "NaN weight,dead layer" --seeds 2
     python benchmarks/framework_loops.py vae memory --write                # nbs/explanations/bench_frameworks.json
 
-A run counts as in ruined_loops.py. Its cause is right if it is one that the fault can have: what is written into weights
-or moments comes from outside, a rate is a rate, targets and a huge batch are data, a sign is an input of the step.
+A run counts as in ruined_loops.py. Its cause is right if it is one that the fault can have: what is written into
+weights or moments comes from outside, a rate is a rate, targets and a huge batch are data, a sign is an input of the
+step.
 """
 import importlib.util
 import json
@@ -195,8 +196,8 @@ def main():
                     rows.append(dict(loop=name, fault=fault, arm=arm, seed=seed, clean=clean, alone=bad, guarded=score,
                                      verdict=verdict(clean, slack, bad, score), acts=acts,
                                      right=bool(causes) and set(causes) <= RIGHT[fault] if fault else not acts))
-                    print(f"{name:9s} {fault!s:24s} {arm:10s} {rows[-1]['verdict']:9s} clean {clean:.4g} alone {bad:.4g} "
-                          f"guarded {score:.4g} {acts} {seconds:.0f} s", flush=True)
+                    print(f"{name:9s} {fault!s:24s} {arm:10s} {rows[-1]['verdict']:9s} clean {clean:.4g} alone "
+                          f"{bad:.4g} guarded {score:.4g} {acts} {seconds:.0f} s", flush=True)
     for arm in arms:
         mine = [r for r in rows if r["arm"] == arm]
         spoilt = [r for r in mine if r["fault"] and r["acts"]]
