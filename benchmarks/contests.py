@@ -29,7 +29,7 @@ from esper_nb.control.rules import encode_decision
 from esper_nb.control.envs import GrowVecEnv
 from esper_nb.core.devices import generator
 from esper_nb.grow.models import Decision
-from esper_nb.record.files import new_file
+from esper_nb.core.files import new_file
 from esper_nb.run.compare import RulePlayer, play_lanes
 from esper_nb.run.comparison import Comparison
 from esper_nb.run.growth_rules import best_schedule, kinds_of, list_schedules, search_seeds

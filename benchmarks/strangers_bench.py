@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 from tqdm.auto import tqdm
 
-from esper_nb.record import RunFolder, check_contract, checkpoint_digest, encode_row, read_rows
-from esper_nb.record.files import write_json
+from esper_nb.record import RunFolder, check_contract, encode_row, read_rows
+from esper_nb.core import content_digest, write_json
 from esper_nb.run import begin_fit, begin_run, export_run, get_recipe, open_fit, open_run, report_html, watch_text
 from esper_nb.show import log_html, status_html, watch
 from esper_nb.train import FitConfig, get_task, new_population
@@ -116,7 +116,7 @@ def forge(folder, name, line, path, value, as_key):
         tree = json.loads((texts := header["__metadata__"])[line])
         put(tree, path, value, as_key)
         texts[line] = json.dumps(tree)
-        texts["sha256"] = checkpoint_digest([texts["tree"], texts["contract"]], checkpoint_tensors(folder))
+        texts["sha256"] = content_digest([texts["tree"], texts["contract"]], checkpoint_tensors(folder))
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         return (folder/name).write_bytes(len(text).to_bytes(8, "little") + text + data)

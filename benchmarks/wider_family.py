@@ -22,7 +22,7 @@ import torch
 from benchmarks.measure import machine
 from esper_nb.control import Fixed
 from esper_nb.control.forecast import fit_ridge
-from esper_nb.record.files import new_file
+from esper_nb.core.files import new_file
 from esper_nb.run.growth_rules import kinds_of, net_of_room, play_arms, timetable
 from esper_nb.run.recipes import RunConfig, fair_env, get_recipe
 from esper_nb.train.families import TASK_FAMILIES, Instance

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from esper_nb.learn import Learner, PPOConfig, PolicyConfig, train_ppo
-from esper_nb.core import decode_tree, encode_tree
+from esper_nb.core import content_digest, decode_tree, encode_tree
 from esper_nb.record import (
-    CheckpointError, EnvState, checkpoint_digest, contract_difference, load_checkpoint, read_checkpoint,
+    CheckpointError, EnvState, contract_difference, load_checkpoint, read_checkpoint,
     save_checkpoint, write_checkpoint)
 
 keys = st.one_of(st.text(max_size=5), st.integers(-5, 5))
@@ -172,7 +172,7 @@ def rewrite(good, change, sign=False):
     head = int.from_bytes(good[:8], "little")
     header = json.loads(good[8:8 + head])
     meta = change(header["__metadata__"])
-    if sign: meta["sha256"] = checkpoint_digest([meta["tree"], meta["contract"]], load(good))
+    if sign: meta["sha256"] = content_digest([meta["tree"], meta["contract"]], load(good))
     text = json.dumps(header | {"__metadata__": meta}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + good[8 + head:]

@@ -1,6 +1,7 @@
 "The command in processes of its own: stop, kill, resume, report, compare, mistakes."
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -218,6 +219,27 @@ def test_mistakes(tmp_path, capsys):
     pairs = ["lr=.9", "epochs=none", "schedule=1_000", "restart=False"]
     assert parse_settings(pairs, FitConfig) == dict(lr=.9, epochs=None, schedule="1_000", restart=False)
     assert get_recipe("digits", {"env.faults": [dict(kind="nan", lane=2, epoch=1)]}).env.faults[0].lane == 2
+
+@pytest.mark.parametrize("option", ["--label x", "--size 0", "--size 64", "--columns a,b", "--groups g",
+                                    "--target values"])
+@pytest.mark.parametrize("command", ["fit", "train"])
+def test_options_of_own_data_beside_a_named_task_are_refused(command, option, tmp_path, capsys):
+    assert main([command, "digits", *option.split(), "--out", str(tmp_path/"runs")]) == 2
+    flag, value = option.split()
+    said = capsys.readouterr().err
+    assert f"{flag}={value if value.isdigit() else repr(value)}, expected none: digits brings its own data" in said
+    assert not (tmp_path/"runs").exists()
+
+def test_a_fit_ends_with_its_incidents(tmp_path, capsys):
+    options = ["--set", "lanes=3", "--set", "epochs=3", "--inject", "nan:1:1", "--inject", "corrupt-batch:2:2"]
+    assert main(["fit", "digits", *options, "--quiet", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    incidents = said[said.index("incidents"):]
+    assert re.search(r"incidents  \d\n +lane 1, epoch 1: non-finite → rollback, back at step \d+; ends at [\d.]+ pp, "
+                     r"the other lanes at [\d.]+ to [\d.]+\n", incidents), said
+    assert "lane 2, epoch 2: " in incidents and f"esper-nb report {tmp_path/'digits'}" in incidents
+    assert main(["fit", "digits", "--inject", "nan:99", "--quiet", "--out", str(tmp_path)]) == 2
+    assert "inject='nan:99:5', expected KIND:LANE:EPOCH with a lane below 16" in capsys.readouterr().err
 
 def named(name):
     def f(): pass

@@ -246,11 +246,37 @@ def test_a_fault_that_no_incident_follows_gets_a_verdict(run):
     steps(s, 5)
     for lane in (0, 1): assert s.provoke("drift", lane).wait().ok
     steps(s, 9)
-    assert not [n for n in s.notes if n.kind == "verdict"]
+    assert not [n for n in s.notes if n.kind in ("verdict", "back")]
     steps(s, 6)
-    assert [n.text for n in s.notes if n.kind == "verdict"] == [
-        "lane 0: drift was harmless: no alarm in 200 batches, loss 1, before 1",
-        "lane 1: drift raised no alarm in 200 batches, loss 9, before 1"]
+    assert [(n.kind, n.text) for n in s.notes if n.kind in ("verdict", "back")] == [
+        ("back", "lane 0: drift was harmless: no alarm in 200 batches, loss 1, before 1"),
+        ("verdict", "lane 1: drift raised no alarm in 200 batches, loss 9, before 1")]
+
+def test_every_fault_gets_its_own_verdict_however_many_follow(run):
+    class Unwatched(FrameSource):
+        def provoke(self, fault, lane): return 1
+    s = run(Unwatched((Frame(np.tile([9. if 5 <= t < 8 else 1.], (20, 1))) for t in range(30)), 1))
+    steps(s, 5)
+    assert s.provoke("drift", 0).wait().ok
+    steps(s, 3)
+    assert s.provoke("lobotomy", 0).wait().ok
+    steps(s, 1)
+    assert s.provoke("nan", 0).wait().ok
+    with s.history.lock:
+        s.history._add_incident(Incident(
+            number=0, lane=0, reason="non-finite", action="rollback", x=182, end=182, back=160, loss="nan", target=1.,
+            rollbacks_left=3))
+    steps(s, 2)
+    assert [n.text for n in s.notes if " no alarm " in n.text] == [
+        "lane 0: drift raised no alarm in 60 batches, loss 9, before 1",
+        "lane 0: lobotomy was harmless: no alarm in 20 batches, loss 1, before 9"]
+
+def test_a_cross_stands_only_for_what_is_bad(run):
+    s = run(population(2, 40))
+    steps(s, 6); s.provoke("nan", 1).wait(); steps(s, 4)
+    crossed = [line for line in repr(Dashboard(s, view="text")).splitlines() if "✕" in line]
+    assert len(crossed) == 1 and "non-finite" in crossed[0]
+    assert any("✓ lane 1: recovered" in line for line in session_text(s).splitlines())
 
 def test_a_rollback_by_hand_restores_one_lane_and_leaves_the_others(run):
     pop = population(3, 30)
@@ -968,6 +994,25 @@ def test_a_pictures_legend_covers_no_curve_and_its_rise_is_no_limit(run):
     assert legend.y0 >= ax.get_window_extent().y1 - 1
     looks = {line.get_label(): line for line in ax.lines}
     assert looks["rise, of the smoothed loss"].get_linestyle() == ":" != looks["limit"].get_linestyle()
+
+def test_a_restored_state_is_drawn_at_its_loss_and_hatched_is_what_was_lost(run):
+    s = run(FrameSource((Frame(np.full((20, 1), 50. if t == 5 else .2)) for t in range(10)), 1))
+    steps(s, 6)
+    def undo(**where):
+        s.history._add_incident(Incident(number=0, lane=0, reason="rise", action="rollback", loss="50", target=40.,
+                                         rollbacks_left=3, cause="outside", **where))
+    undo(x=101, end=120, back=80)
+    steps(s, 2)
+    undo(x=125, end=160, back=120, redone=39)     # a snapshot where the first rollback had discarded the batches
+    assert [i.level for i in s.incidents] == pytest.approx([.2, .2])
+    assert [(i.lost_from, i.lost) for i in s.incidents] == [(80, 40), (159, 1)]
+    ax = plot_session(s, 0).axes[0]
+    diamonds = [line.get_ydata()[0] for line in ax.lines if line.get_marker() == "D"]
+    assert diamonds == pytest.approx([.2, .2])
+    assert sorted(p.get_width() for p in ax.patches) == [1, 40]
+    assert all("cause: outside" in t.get_text() for t in ax.texts if "lost" in t.get_text())
+    sent = session_packet(s).meta["incidents"]
+    assert [(i["lost_from"], round(i["level"], 6)) for i in sent] == [(80, .2), (159, .2)]
 
 def test_names_of_rollbacks_in_a_picture_are_apart(run):
     s = run(FrameSource(fake(200, 1), 1))

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CODES = {"GL03", "GL05", "GL06", "GL07", "GL08", "GL09", "SS01", "SS02", "SS03", "SS04", "SS06", "EX01"}
 FUNCTIONS = {name: f for name in esper_nb.__all__ if callable(f := getattr(esper_nb, name))}
 CALLED_FOR_YOU = { # public methods of the front door's classes that no page shows at work: who calls them
-    "Config.check_types": "every config, as it is made",
     "EnvConfig.named": "GrowVecEnv, as it begins",
     "GrowVecEnv.carry_out": "GrowVecEnv.step",
     "GrowVecEnv.close_extras": "Gymnasium's close",

@@ -188,31 +188,11 @@ def test_a_second_play_meets_a_player_like_a_new_one():
 
 # --- settings: whatever is out of range is refused by name
 
-def wrong_numbers(hint, name):
-    "Values that no number of this kind may have."
-    never = [math.nan, "many", ["many"], {}]
-    if hint is int: return [*never, 1.5, -1]
-    return [*never, -1., -math.inf]
-
-
-MAY_BE_NEGATIVE = {"seed"} # of a heuristic: any whole number
-MAY_BE_ANY_NUMBER = {"contribution", "ransom"} # percentage points, either way
-
 def plain_fields(kind):
     for name, hint in typing.get_type_hints(kind).items():
         if typing.get_origin(hint) is tuple: continue
         kinds = [k for k in (typing.get_args(hint) or (hint,)) if k in (int, float)]
-        if kinds and name not in MAY_BE_NEGATIVE: yield name, kinds[0]
-
-
-CASES = [(kind, name, hint) for kind in (PPOConfig, PolicyConfig, EnvConfig, FitConfig, HeuristicConfig)
-         for name, hint in plain_fields(kind)]
-
-@pytest.mark.parametrize("kind, name, hint", CASES, ids=[f"{k.__name__}.{n}" for k, n, _ in CASES])
-def test_every_number_is_checked_against_its_range(kind, name, hint):
-    for value in wrong_numbers(hint, name):
-        if name in MAY_BE_ANY_NUMBER and value == -1.: continue
-        with pytest.raises((ValueError, TypeError), match=name): kind(**{name: value})
+        if kinds: yield name, kinds[0]
 
 
 texts = [(PPOConfig, "norm_adv"), (PPOConfig, "ratio"), (PPOConfig, "precision"), (PolicyConfig, "core"),

@@ -13,10 +13,10 @@ from gymnasium.vector import AutoresetMode
 
 import esper_nb.run
 from esper_nb.control import EnvConfig, Heuristic, Signals, View
-from esper_nb.core import parse_settings
+from esper_nb.core import FolderLock, parse_settings
 from esper_nb.grow import SeedState, Stage
 from esper_nb.learn import PPOConfig, PolicyConfig
-from esper_nb.record import FolderLock, JSONLWriter, checkpoints, encode_row, new_run, read_checkpoint, save_checkpoint
+from esper_nb.record import JSONLWriter, checkpoints, encode_row, new_run, read_checkpoint, save_checkpoint
 from esper_nb.run import FitRun, Run, RunConfig, begin_run, get_recipe, main, open_run
 from esper_nb.train import Fault
 
@@ -97,7 +97,7 @@ def test_a_signal_that_is_ignored_stays_ignored(short):
 
 HOLDER = """
 import sys, time
-from esper_nb.record.files import FolderLock
+from esper_nb.core.files import FolderLock
 with FolderLock(sys.argv[1]): print("mine", flush=True); time.sleep(60)
 """
 

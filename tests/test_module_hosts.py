@@ -18,7 +18,7 @@ from esper_nb.grow import (
     FAMILIES, SEED_LAYOUTS, Decision, ModuleHostConfig, blueprint_size, explore_host, export_model, forget_blueprint,
     get_blueprint, list_blueprints, make_blueprint, module_model, plain_blueprint)
 from esper_nb.record import load_checkpoint, save_checkpoint
-from esper_nb.train import FitConfig, Task, create_model, fit, get_task, new_population, task_from_arrays
+from esper_nb.train import FitConfig, Task, create_model, evaluate, fit, get_task, new_population, task_from_arrays
 from esper_nb.train.tasks import host_sites
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -337,6 +337,45 @@ class Attending(nn.Module):
         self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0., batch_first=True)
         self.head = nn.Linear(8, 10)
     def forward(self, x): return self.head(self.layer(x)[:, -1])
+
+class Several(nn.Module):
+    "Returns a dictionary, as many networks of other libraries do."
+    def __init__(self, order=("logits", "features")):
+        super().__init__()
+        self.order = order
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        h = self.body(x).flatten(1)
+        found = dict(logits=self.head(h), features=h)
+        return {k: found[k] for k in self.order} if isinstance(self.order, tuple) else tuple(found.values())
+
+def several_as_tuple(): return Several(order=None)
+
+@pytest.mark.parametrize("side", [True, False], ids=["side by side", "lane by lane"])
+@pytest.mark.parametrize("factory, output", [(Several, "logits"), (several_as_tuple, 0)])
+def test_a_network_that_returns_several_tensors_trains_on_the_one_that_is_named(factory, output, side):
+    host = ModuleHostConfig(factory, slots=["body.2"], shape=(1, 8, 8), classes=10, output=output, side_by_side=side)
+    assert ModuleHostConfig.from_dict(host.to_dict()) == host and explore_host(host).form.whole is not side
+    task = get_task("digits").replace(name="several", host=host, slots=("body.2",), epochs=2)
+    pop = new_population(task, FitConfig(lanes=2, workers=1))
+    for _ in fit(pop, 2): pass
+    assert evaluate(pop.model, task, pop.data, "test").accuracy_pp.min() > 60
+    x = torch.rand(5, 1, 8, 8)
+    pop.model.eval()
+    mine = export_model(pop.model, 1, x)(x) # compares the two outputs
+    scores = pop.model.lane(1)(x)
+    torch.testing.assert_close(mine[output], scores)
+    assert len(mine) == 2 and not any(type(m).__module__.startswith("esper_nb") for m in
+                                      export_model(pop.model, 1).modules())
+    with pytest.raises(ValueError, match=f"output={output!r}"): explore_host(host.replace(output=None))
+    with pytest.raises(ValueError, match="output='typo', expected"): explore_host(host.replace(output="typo"))
+
+def test_a_controller_may_return_none_for_nothing_now():
+    pop = new_population("digits", FitConfig(lanes=2, epochs=2, workers=1))
+    def once(pop, last): return [Decision("germinate", pop.model.names[0], "norm"), None] if last is None else None
+    assert [len(r.decided) for r in fit(pop, controller=once)] == [1, 0]
 
 def test_a_slot_inside_a_layer_that_runs_alone_makes_the_whole_run_alone():
     found = explore_host(host(Attending, {"layer": "BLD"}, (1, 8, 8), "BLD"))

@@ -111,4 +111,4 @@ def test_every_good_state_goes_to_the_folder_and_none_is_overwritten_while_it_is
     governor.files.wait()
     again, adam = parts()
     assert Governor.recover(tmp_path, again, adam) == 15 and (again.weight == 4).all()
-    assert len(list(tmp_path.glob("*.pt"))) == 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2

@@ -8,8 +8,9 @@ from statistics import median
 import pytest
 import torch
 
+from esper_nb.core import new_file
 from esper_nb.grow import list_blueprints
-from esper_nb.record import RunFolder, encode_row, new_file, read_rows
+from esper_nb.record import RunFolder, encode_row, read_rows
 from esper_nb.run import (
     Comparison, RunConfig, about_time, begin_run, cli, command_words, get_recipe, report_html, search_rivals,
     watch_text, write_report)

@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks.strangers_bench import (
     EVIL, MADE, RIGHT, TINY, cases, followed, forge, fuzz, make_run, mark_of, opened, watched)
-from esper_nb.record import CheckpointError, FolderLock, RunFolder, read_rows
+from esper_nb.core import FolderLock
+from esper_nb.record import CheckpointError, RunFolder, read_rows
 from esper_nb.record import files as files_module
 from esper_nb.run import plugins
 from esper_nb.run import (

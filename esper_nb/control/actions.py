@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core import Config, check, check_count
+from ..core import Config, Count, Share, Whole, check, check_count
 from ..grow import (
     COLUMNS, COOLING, LIVE, UNMEASURED, Blend, Curve, Decision, DecisionResult, Growing, RampMode, Reason, Rules,
     Stage, apply_decision)
@@ -123,21 +123,20 @@ class Repertoire(Config):
     "The actions that an environment offers."
     operations: tuple[str, ...] = OPS # wait among them
     styles: tuple[str, ...] = tuple(STYLES)
-    tempos: tuple[int, ...] = TEMPOS # epochs
-    targets: tuple[float, ...] = TARGETS # alpha
+    tempos: tuple[Count, ...] = TEMPOS # epochs
+    targets: tuple[Share, ...] = TARGETS # alpha
     several: bool = False # a seed may germinate while another one of the lane is young or a slot cools down
-    earliest: int = 0 # no germination before this epoch, so that the policy can first observe the lane
-    latest: int | None = None # epoch after which nothing germinates: waiting is one short decision; None: no bound
+    earliest: Whole = 0 # no germination before this epoch, so that the policy can first observe the lane
+    latest: Whole | None = None # epoch after which nothing germinates: waiting is one short decision; None: no bound
 
     def __post_init__(self):
         known = dict(operations=tuple(OPERATIONS), styles=tuple(STYLES), tempos=TEMPOS, targets=TARGETS)
         for k, values in known.items():
-            object.__setattr__(self, k, tuple(getattr(self, k)))
             mine = getattr(self, k)
             good = len(mine) > 0 and set(mine) <= set(values)
             check(good, k, mine, f"some of {', '.join(map(str, values))}")
-        check_count("earliest", self.earliest, 0)
-        if self.latest is not None: check_count("latest", self.latest, self.earliest)
+        late = self.latest is None or self.latest >= self.earliest
+        check(late, "latest", self.latest, "at least earliest={}, or None", self.earliest)
         check("wait" in self.operations, "operations", self.operations, "wait among them: it is always possible")
 
     def in_season(self, epoch: Tensor) -> Tensor: # of any shape -> bool

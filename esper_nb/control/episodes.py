@@ -207,22 +207,33 @@ def lane_info(
     values: Mapping[str, Tensor], # name -> (n, ...)
     lanes: Tensor, # (n,) bool: those it holds for
 ) -> dict[str, np.ndarray]:
-    "Return entries of an info dict, each with the flags of the lanes it holds for."
+    "Return entries of an info dict, copies, each with the flags of the lanes it holds for."
     there = lanes.numpy()
-    return {k: v.numpy() for k, v in values.items()} | {f"_{k}": there.copy() for k in values}
+    return {k: v.numpy().copy() for k, v in values.items()} | {f"_{k}": there.copy() for k in values}
 
 def part_finals(
     obs: np.ndarray, # (n, D) that the episodes ended with
     info: Mapping[str, Any], # of the step
     done: np.ndarray, # (n,) bool
 ) -> tuple[dict[str, Any], dict[str, Any]]: # of lanes that continue; and final_obs, final_info of those that ended
-    "Split the info of a step in which ended lanes restart immediately."
-    def masked(flags): return {k: v & flags if k.startswith("_") else v for k, v in info.items()}
+    "Split the info of a step in which ended lanes restart immediately, each part with the entries of its lanes only."
     last = np.full(len(obs), None, dtype=object)
     for i in np.flatnonzero(done): last[i] = obs[i]
-    rest = {k: v for k, v in masked(~done).items() if k not in ("summary", "_summary")}
-    final = dict(final_obs=last, _final_obs=done.copy(), final_info=masked(done), _final_info=done.copy())
-    return rest, final
+    ended = _of_lanes(info, done)
+    final = dict(final_obs=last, _final_obs=done.copy(), final_info=ended, _final_info=done.copy())
+    return _of_lanes(info, ~done), final
+
+def _of_lanes(info: Mapping[str, Any], lanes: np.ndarray) -> dict[str, Any]: # lanes: (n,) bool
+    "Return the entries that some of these lanes have; as Gymnasium, with 0 or None in the others."
+    out: dict[str, Any] = {}
+    for k, v in info.items():
+        if k.startswith("_") or not (there := info[f"_{k}"] & lanes).any(): continue
+        if isinstance(v, Mapping): out[k] = _of_lanes(v, lanes)
+        else:
+            out[k] = v.copy()
+            out[k][~there] = None if v.dtype == object else 0
+        out[f"_{k}"] = there
+    return out
 
 def read_reset_mask(
     options: Mapping[str, Any] | None, # of `reset`

@@ -8,7 +8,6 @@ __all__ = ['RewardState', 'TERMS', 'PRESETS', 'RewardConfig', 'Transition', 'Rew
            'occupied_size']
 
 # %% ../../nbs/control/49_rewards.ipynb #19a86f02
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import Config, check
+from ..core import Config, NonNegative, Positive, PositiveShare, check
 from ..grow import LIVE, Blend, Growing, Stage
 from .actions import GrowthActions, column, in_stage
 from .episodes import EnvStep, merge_lanes
@@ -26,18 +25,13 @@ from .episodes import EnvStep, merge_lanes
 class RewardConfig(Config):
     "Preset and parameters of the reward."
     preset: str = "outcome" # one of PRESETS
-    gamma: float = .99 # discount, the learner's
-    price: float = 0. # percentage points that as many parameters as the host has must be worth
-    penalty: float = 10. # reward of an undone step is minus this, or less if the step was worth less
-    chance_loss: float = 2.302585 # nats; of the task
+    gamma: PositiveShare = .99 # discount, the learner's
+    price: NonNegative = 0. # percentage points that as many parameters as the host has must be worth
+    penalty: NonNegative = 10. # reward of an undone step is minus this, or less if the step was worth less
+    chance_loss: Positive = 2.302585 # nats; of the task
 
     def __post_init__(self):
         check(self.preset in PRESETS, "preset", self.preset, f"one of {', '.join(PRESETS)}")
-        check(0 < self.gamma <= 1, "gamma", self.gamma, "above 0, up to 1")
-        check(0 <= self.price < math.inf, "price", self.price, "a finite number of at least 0")
-        check(0 <= self.penalty < math.inf, "penalty", self.penalty,
-              "a finite number of at least 0: what a rollback costs")
-        check(self.chance_loss > 0, "chance_loss", self.chance_loss, "above 0")
 
 # %% ../../nbs/control/49_rewards.ipynb #4ce04241
 class Transition(NamedTuple):

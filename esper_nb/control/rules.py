@@ -10,11 +10,11 @@ __all__ = ['QUICK', 'QUICK_RULES', 'Signals', 'View', 'view', 'GrowthRule', 'res
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..core import Config, check, check_count
+from ..core import Config, Count, NonNegative, Positive, Range, Share, Whole, check
 from ..grow import LIVE, Decision, DecisionResult, Gates, Growing, RampMode, Rules, SeedState, Stage
 from ..train import SIGNALS, EpochResult, Population
 from .actions import GrowthActions, as_choice
@@ -101,29 +101,19 @@ class HeuristicConfig(Config):
     "Thresholds of the heuristic."
     # in rotation; those that a slot does not offer are left out
     blueprints: tuple[str, ...] = ("conv_light", "conv_heavy", "attention", "norm", "depthwise")
-    min_epoch: int = 5 # none germinates before
-    rest: int = 5 # epochs after a prune
-    plateau: int = 3 # epochs
-    stage_epochs: int = 5 # in TRAINING or BLENDING before a seed is judged
-    fall: float = 2. # pp of accuracy lost in the stage, above which a seed is pruned
+    min_epoch: Whole = 5 # none germinates before
+    rest: Whole = 5 # epochs after a prune
+    plateau: Count = 3 # epochs
+    stage_epochs: Whole = 5 # in TRAINING or BLENDING before a seed is judged
+    fall: Positive = 2. # pp of accuracy lost in the stage, above which a seed is pruned
     contribution: float = .5 # pp above which a held seed becomes a fossil
     ransom: float = .1 # pp of contribution above which a loss of accuracy means that the host depends on the seed
-    penalty: float = 2. # of a blueprint, per prune
-    decay: float = .5 # of the penalty, per epoch
-    skip: float = 3. # penalty from which on a blueprint is passed over
-    patience: int = 3 # of the latch, see `Signals`
+    penalty: NonNegative = 2. # of a blueprint, per prune
+    decay: Share = .5 # of the penalty, per epoch
+    # penalty from which on a blueprint is passed over
+    skip: Annotated[float, Range(0, infinite=True, note="math.inf passes over none")] = 3.
+    patience: Whole = 3 # of the latch, see `Signals`
     settings: dict = field(default_factory=dict) # for germinate: tempo, blend, ...
-
-    def __post_init__(self):
-        self.check_types()
-        for k in ("min_epoch", "rest", "stage_epochs", "patience"): check_count(k, getattr(self, k), 0)
-        check_count("plateau", self.plateau)
-        check(0 < self.fall < math.inf, "fall", self.fall, "a finite number of percentage points above 0")
-        for k in ("contribution", "ransom"):
-            check(math.isfinite(getattr(self, k)), k, getattr(self, k), "a finite number of percentage points")
-        check(0 <= self.penalty < math.inf, "penalty", self.penalty, "a finite number of at least 0")
-        check(self.skip >= 0, "skip", self.skip, "a number of at least 0; math.inf passes over none")
-        check(0 <= self.decay <= 1, "decay", self.decay, "a share in [0, 1] that is left after an epoch")
 
 QUICK = HeuristicConfig(min_epoch=2, plateau=1, patience=1, settings=dict(tempo=3)) # for a few dozen epochs
 QUICK_RULES = Rules(gates=Gates(training_epochs=3))

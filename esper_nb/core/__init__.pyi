@@ -1,11 +1,16 @@
 # What core offers to other packages; written by `python scripts/notebooks.py door`
-from .config import (check as check, check_count as check_count, printable as printable, check_type as check_type,
-    Config as Config, parse_settings as parse_settings, changed_settings as changed_settings,
-    option_text as option_text)
+from .config import (Count as Count, Whole as Whole, Positive as Positive, NonNegative as NonNegative,
+    Multiple as Multiple, PositiveOrInf as PositiveOrInf, Share as Share, PositiveShare as PositiveShare,
+    ShareBelow1 as ShareBelow1, RandomSeed as RandomSeed, check as check, check_count as check_count,
+    printable as printable, Range as Range, OneOf as OneOf, check_type as check_type, Config as Config,
+    parse_settings as parse_settings, changed_settings as changed_settings, option_text as option_text)
 from .devices import (NO_FLOAT64 as NO_FLOAT64, Precision as Precision, choose_precision as choose_precision,
     check_device as check_device, check_devices as check_devices, as_double as as_double, wait_for as wait_for,
     send as send, activation_room as activation_room, repeatable as repeatable,
     keep_freed_memory as keep_freed_memory, generator as generator, seeded as seeded, PhaseClock as PhaseClock)
+from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
+    new_file as new_file, flush_file as flush_file, refuse_link as refuse_link, json_digest as json_digest,
+    write_json as write_json, read_json as read_json, FolderLock as FolderLock, Lease as Lease)
 from .intervals import (middle_weights as middle_weights, interquartile_mean as interquartile_mean,
     Interval as Interval, bootstrap_interval as bootstrap_interval, finite_or_none as finite_or_none,
     Measure as Measure)
@@ -15,10 +20,10 @@ from .lanes import (num_lanes as num_lanes, lane_state as lane_state, rewiden as
     own_tensors as own_tensors, widen_module as widen_module, map_tensors as map_tensors, drawing as drawing,
     PerLane as PerLane, per_lane as per_lane)
 from .layers import (unfold as unfold, fold as fold, by_lane as by_lane, spatial_mean as spatial_mean,
-    MaskedConv2d as MaskedConv2d, conv2d as conv2d, group_norm as group_norm, LaneBatchNorm2d as LaneBatchNorm2d,
-    lane_linear as lane_linear, LaneLinear as LaneLinear, LaneEmbedding as LaneEmbedding,
-    LaneLayerNorm as LaneLayerNorm, Scale as Scale, LaneAttention as LaneAttention, lane_noise as lane_noise,
-    LaneDropout as LaneDropout)
+    MaskedConv2d as MaskedConv2d, conv2d as conv2d, SafeGroupNorm as SafeGroupNorm, group_norm as group_norm,
+    LaneBatchNorm2d as LaneBatchNorm2d, lane_linear as lane_linear, LaneLinear as LaneLinear,
+    LaneEmbedding as LaneEmbedding, LaneLayerNorm as LaneLayerNorm, Scale as Scale, LaneAttention as LaneAttention,
+    lane_noise as lane_noise, LaneDropout as LaneDropout)
 from .modules import (LARGE as LARGE, TOLERANCE as TOLERANCE, WIDER as WIDER, SAME as SAME, ATOMS as ATOMS,
     LaneModule as LaneModule, lane_module as lane_module, LaneForm as LaneForm, Ports as Ports,
     find_form as find_form, compare_with_copies as compare_with_copies, lane_form as lane_form,
@@ -29,6 +34,7 @@ from .parts import (AnyPart as AnyPart, Leaf as Leaf, pack_tree as pack_tree, un
     ModulePart as ModulePart, OptimizerPart as OptimizerPart, StatePart as StatePart, as_stateful as as_stateful,
     as_part as as_part, RandomStreams as RandomStreams)
 from .trees import (encode_tree as encode_tree, decode_tree as decode_tree, tree_to_bytes as tree_to_bytes,
-    tree_from_bytes as tree_from_bytes, read_saved as read_saved)
+    tree_from_bytes as tree_from_bytes, content_digest as content_digest, write_tree as write_tree,
+    read_tree as read_tree, read_saved as read_saved)
 from .workers import (T as T, R as R, Plan as Plan, BUDGET as BUDGET, plan as plan,
     default_workers as default_workers, use_threads as use_threads, Workers as Workers)

@@ -69,6 +69,7 @@ def portable_tree(tree): # of `pack_tree`
     if isinstance(tree, dict): return ("dict", [(k, portable_tree(v)) for k, v in tree.items()])
     if isinstance(tree, (list, tuple)): return ("items", isinstance(tree, list), [portable_tree(v) for v in tree])
     if isinstance(tree, np.ndarray): return ("array", torch.from_numpy(tree.copy()))
+    if isinstance(tree, np.generic) and type(tree.item()) in _plain: return tree.item()
     return ("as it is",)
 
 def revive_tree(
@@ -259,7 +260,8 @@ class OptimizerPart:
     def portable(self, rest):
         "Return the rest as a file can hold it."
         place = {id(p): i for i, p in enumerate(p for _, params, _ in rest["groups"] for p in params)}
-        return dict(groups=[portable_tree(packed) for *_, packed in rest["groups"]],
+        return dict(sizes=[len(params) for _, params, _ in rest["groups"]],
+                    groups=[portable_tree(packed) for *_, packed in rest["groups"]],
                     state=[(place[id(p)], portable_tree(packed)) for p, packed in rest["state"]])
 
     def revive(self, saved, live):
@@ -359,4 +361,5 @@ class RandomStreams:
             random.setstate((version, tuple(words.tolist()), gauss))
         if "numpy" in state: np.random.set_state(state["numpy"])
         if "torch" in state: torch.set_rng_state(state["torch"].cpu())
-        if "cuda" in state: torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+        gpus = torch.cuda.device_count() if "cuda" in state else 0 # those of another machine are left out
+        for i, s in enumerate(state["cuda"][:gpus] if gpus else ()): torch.cuda.set_rng_state(s.cpu(), i)

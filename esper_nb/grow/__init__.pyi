@@ -28,12 +28,12 @@ from .models import (MAX_BRANCHES as MAX_BRANCHES, DECISION_VERBS as DECISION_VE
     apply_decisions as apply_decisions)
 from .module_hosts import (HostConfig as HostConfig, READS as READS, LAYOUTS as LAYOUTS, FIRST_AXIS as FIRST_AXIS,
     LAST_AXIS as LAST_AXIS, AttachedModel as AttachedModel, attach_slots as attach_slots,
-    ModuleHostConfig as ModuleHostConfig, Place as Place, Explored as Explored, explore_host as explore_host,
-    module_model as module_model, ModuleHost as ModuleHost, host_sites as host_sites, check_slots as check_slots,
-    import_path as import_path, given_factories as given_factories, get_factory as get_factory, Reading as Reading,
-    read_as as read_as, FeatureLayout as FeatureLayout, to_slot as to_slot, from_slot as from_slot,
-    choose_layout as choose_layout, FeatureSeen as FeatureSeen, find_features as find_features,
-    draw_afresh as draw_afresh)
+    ModuleHostConfig as ModuleHostConfig, PickOutput as PickOutput, Place as Place, Explored as Explored,
+    explore_host as explore_host, module_model as module_model, ModuleHost as ModuleHost, host_sites as host_sites,
+    check_slots as check_slots, import_path as import_path, given_factories as given_factories,
+    get_factory as get_factory, Reading as Reading, read_as as read_as, FeatureLayout as FeatureLayout,
+    to_slot as to_slot, from_slot as from_slot, choose_layout as choose_layout, FeatureSeen as FeatureSeen,
+    find_features as find_features, draw_afresh as draw_afresh)
 from .slots import (Lanes as Lanes, Numbers as Numbers, Move as Move, Slot as Slot, as_lanes as as_lanes,
     evaluating as evaluating, fitting_blueprints as fitting_blueprints, empty_banks as empty_banks, Role as Role,
     find_roles as find_roles, Route as Route, Cut as Cut, lanes_inside as lanes_inside, lanes_folded as lanes_folded,

@@ -17,14 +17,14 @@ from torch import Tensor, fx, nn
 
 from ..core import (
     LaneAttention, LaneBatchNorm2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneModule, MaskedConv2d,
-    PerLane, Scale, by_lane, check)
+    PerLane, SafeGroupNorm, Scale, by_lane, check)
 from .blending import Blend, BlendGate, spread
 from .blueprints import (
     LaneFlexAttention, LaneMLP, Noop, NormSeed, PlainSeed, Residual, SqueezeExcite, probe, turned)
 from .hosts import GPTBlock, Host
 from .lifecycle import Stage
 from .models import Growing
-from .module_hosts import AttachedModel, from_slot, to_slot
+from .module_hosts import AttachedModel, ModuleHost, PickOutput, from_slot, to_slot
 from .slots import Role, Slot, as_lanes, evaluating, find_roles
 
 # %% ../../nbs/grow/27_export.ipynb #84c02d2d
@@ -57,17 +57,22 @@ def export_model(
     """
     as_lanes(lane, model.lanes)
     def read(x): return x # what the model reads as the network reads it
+    output = None # of several, the one that the model returns
     def take(): return (copy.deepcopy(model) if model.lanes == 1 else model.lane(lane)).eval()
     one = take()
     forms = grown_forms([one.slot(k) for k in one.names], bake)
     if isinstance(one, AttachedModel):
         net = one.take_hooks_off()
-        if isinstance(net, LaneModule): net, read = net.ordinary(), getattr(net, "read", read)
+        if isinstance(net, LaneModule):
+            output = net.config.output if isinstance(net, ModuleHost) else None
+            net, read = net.ordinary(), getattr(net, "read", read)
+            PickOutput.drop(net)
         for k in sorted(forms, key=lambda k: -k.count(".")): # inner ones first
             _pair_up(net, k, _Turned(forms[k], one.layouts[k]))
     else: net = _traced(_Walk(plain_module(one.host), forms))
     check_finite(net)
-    if example: check_same("the network", lambda *x: net(*map(read, x)), take(), example)
+    def same_output(*x): return net(*map(read, x)) if output is None else net(*map(read, x))[output]
+    if example: check_same("the network", same_output, take(), example)
     return net.eval()
 
 def check_finite(net: nn.Module):
@@ -149,6 +154,10 @@ def _masked_conv(m: MaskedConv2d) -> nn.Module:
                     m.bias is not None, m.padding_mode, device="meta")
     return _with(new, weight=nn.Parameter((m.weight * m.mask).detach()), bias=m.bias)
 
+def _group_norm(m: SafeGroupNorm) -> nn.Module:
+    new = nn.GroupNorm(m.num_groups, m.num_channels, m.eps, m.affine, device="meta")
+    return _with(new, weight=m.weight, bias=m.bias)
+
 def _layer_norm(m: LaneLayerNorm) -> nn.Module:
     return _with(nn.LayerNorm(m.weight.shape, m.eps, device="meta"), weight=m.weight, bias=m.bias)
 
@@ -202,7 +211,8 @@ class _PlainSeed(Form):
     def forward(self, x): return turned(self.seed, x, self.layout)
 
 _forms: dict[type[nn.Module], Callable[..., nn.Module]] = {
-    LaneLinear: _linear, LaneBatchNorm2d: _batch_norm, MaskedConv2d: _masked_conv, LaneLayerNorm: _layer_norm,
+    LaneLinear: _linear, LaneBatchNorm2d: _batch_norm, MaskedConv2d: _masked_conv, SafeGroupNorm: _group_norm,
+    LaneLayerNorm: _layer_norm,
     LaneEmbedding: _embedding, LaneDropout: lambda m: nn.Dropout(m.p), PerLane: PerLane.ordinary,
     LaneModule: LaneModule.ordinary, PlainSeed: _PlainSeed, Residual: _Residual,
     NormSeed: _NormSeed, Scale: _Scale, LaneAttention: _Attention, LaneFlexAttention: _Attention, LaneMLP: _mlp,

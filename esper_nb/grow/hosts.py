@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ..core import (
-    Config, LaneAttention, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneBatchNorm2d, by_lane, check,
-    check_count, check_device, conv2d, lane_linear, reset_lanes, spatial_mean)
+    Config, Count, LaneAttention, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneBatchNorm2d, ShareBelow1,
+    Whole, by_lane, check, check_count, check_device, conv2d, lane_linear, reset_lanes, spatial_mean)
 
 # %% ../../nbs/grow/24_hosts.ipynb #e80b48ca
 class Site(NamedTuple):
@@ -58,19 +58,18 @@ def run_again_in_backward(part: nn.Module, x: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class CNNConfig(Config):
     "A convolutional host."
-    classes: int = 10
-    in_channels: int = 3
-    size: int = 32 # side of the image, pixels
-    base: int = 32 # channels of the first block
+    classes: Count = 10
+    in_channels: Count = 3
+    size: Count = 32 # side of the image, pixels
+    base: Count = 32 # channels of the first block
     widen: bool = True # each further block has twice as many channels; False: as many
-    blocks: int = 3
-    kernel: int = 3 # side of every window, odd
-    pools: int | None = None # how many of the first blocks end in a 2x2 pool; None is all
+    blocks: Count = 3
+    kernel: Count = 3 # side of every window, odd
+    pools: Whole | None = None # how many of the first blocks end in a 2x2 pool; None is all
     masked: bool = False # windows can be narrowed to one pixel, block by block and lane by lane: see `blind`
     checkpoint: bool = False # compute what a block keeps for its backward pass again there: memory for time
 
     def __post_init__(self):
-        for name in ("classes", "in_channels", "size", "base", "blocks"): check_count(name, getattr(self, name))
         check(self.kernel % 2 == 1, "kernel", self.kernel, "an odd number, so that a picture keeps its size")
         pools = self.num_pools
         check(0 <= pools <= self.blocks, "pools", self.pools, f"0 to blocks={self.blocks}, or None for all")
@@ -129,17 +128,16 @@ class CNNHost(Host):
 @dataclass(frozen=True)
 class GPTConfig(Config):
     "A small GPT-like host."
-    vocab: int = 256
-    d: int = 384 # features per token
-    heads: int = 6
-    layers: int = 6
-    block: int = 256 # longest sequence, tokens
-    segments: int = 3 # sites; must divide `layers`
-    dropout: float = 0.
+    vocab: Count = 256
+    d: Count = 384 # features per token
+    heads: Count = 6
+    layers: Count = 6
+    block: Count = 256 # longest sequence, tokens
+    segments: Count = 3 # sites; must divide `layers`
+    dropout: ShareBelow1 = 0.
     checkpoint: bool = False # as for a CNNConfig
 
     def __post_init__(self):
-        for name in ("vocab", "d", "heads", "layers", "block", "segments"): check_count(name, getattr(self, name))
         check(self.d % self.heads == 0, "heads", self.heads, f"a divisor of d={self.d}")
         check(self.layers % self.segments == 0, "segments", self.segments, f"a divisor of layers={self.layers}")
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core import Config, check, check_count
+from ..core import Config, Count, NonNegative, OneOf, Share, Whole, check, check_count
 from .blending import Blend, Curve, Ramp, RampMode
 
 # %% ../../nbs/grow/22_lifecycle.ipynb #bb492c57
@@ -81,25 +81,21 @@ def next_stage(a: Stage | int) -> Stage: # the stage that `advance` leads to
 class Gates(Config):
     "Thresholds of the gates."
     strict: bool = False
-    training_epochs: int = 10 # G2; 0: blended from germination, without gradients to be judged by
-    health: float = .7 # G2, G5: of the gradients, 0 to 1
+    training_epochs: Whole = 10 # G2; 0: blended from germination, without gradients to be judged by
+    health: Share = .7 # G2, G5: of the gradients, 0 to 1
     improvement: float = .5 # G2 strict, percentage points
-    gradient_ratio: float = .1 # G2 strict
-    blending_epochs: int = 10 # G3 strict
+    gradient_ratio: NonNegative = .1 # G2 strict
+    blending_epochs: Whole = 10 # G3 strict
     contribution: float = 1. # G5 strict, percentage points
 
 @dataclass(frozen=True)
 class Rules(Config):
     "The rules of a slot's seeds."
     gates: Gates = dataclasses.field(default_factory=Gates)
-    auto: tuple[str, ...] = () # gates that open automatically: "G1", "G2", "G3", "G5"
-    embargo: int = 5 # epochs a slot rests after a prune
+    auto: tuple[Annotated[str, OneOf("G1", "G2", "G3", "G5", note="to germinate is always a decision")], ...] = ()
+        # gates that open automatically
+    embargo: Count = 5 # epochs a slot rests after a prune
     isolate_blending: bool = False # a seed reads detached features while it is blended
-
-    def __post_init__(self):
-        for g in self.auto:
-            check(g in ("G1", "G2", "G3", "G5"), "auto", g, "G1, G2, G3 or G5: to germinate is always a decision")
-        check_count("embargo", self.embargo)
 
 SHORT_LIFE = Rules(Gates(training_epochs=0), auto=("G1", "G2", "G3", "G5")) # blended from the start, kept once measured
 

@@ -467,9 +467,12 @@ def apply_decision(model: Growing, lane: int, d: Decision) -> DecisionResult:
 
 def apply_decisions(
     model: Growing, # n lanes
-    decisions: Sequence[Decision | Sequence[Decision] | None], # one entry per lane; None waits
+    decisions: Sequence[Decision | Sequence[Decision] | None] | None, # one entry per lane; None waits, there and here
 ) -> tuple[DecisionResult, ...]: # what was done, without the waits
     "Apply the decisions of every lane."
+    if decisions is None: return ()
+    good = isinstance(decisions, Sequence) and not isinstance(decisions, Decision)
+    check(good, "decisions", decisions, f"a list with one entry for each of {model.lanes} lanes, or None")
     check(len(decisions) == model.lanes, "decisions", len(decisions), f"one entry for each of {model.lanes} lanes")
     results = []
     for i, given in enumerate(decisions):

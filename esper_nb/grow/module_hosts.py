@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HostConfig', 'READS', 'LAYOUTS', 'FIRST_AXIS', 'LAST_AXIS', 'AttachedModel', 'attach_slots', 'ModuleHostConfig',
-           'Place', 'Explored', 'explore_host', 'module_model', 'ModuleHost', 'host_sites', 'check_slots',
+           'PickOutput', 'Place', 'Explored', 'explore_host', 'module_model', 'ModuleHost', 'host_sites', 'check_slots',
            'import_path', 'given_factories', 'get_factory', 'Reading', 'read_as', 'FeatureLayout', 'to_slot',
            'from_slot', 'choose_layout', 'FeatureSeen', 'find_features', 'draw_afresh']
 
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_nb.core import (
-    Config, LaneForm, LaneModule, PerLane, Ports, check, check_count, check_device, find_form, layers_of, reset_lanes,
-    seeded)
+from ..core import (
+    Config, Count, LaneForm, LaneModule, PerLane, Ports, check, check_count, check_device, find_form, layers_of,
+    reset_lanes, seeded)
 from .blueprints import list_blueprints, out_of_place
 from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost
 from .lifecycle import Rules
@@ -157,11 +157,12 @@ class ModuleHostConfig(Config):
     """
     factory: str | Callable # its import path, or the function itself, of which the import path is kept
     slots: dict | tuple[str, ...] | list # submodules; or submodule -> layout of its output, one of LAYOUTS
-    shape: tuple[int, ...] | None = None # of an example in the data; None: as the data of the task have it
-    classes: int | None = None # outputs; None: as many as the data have
+    shape: tuple[Count, ...] | None = None # of an example in the data; None: as the data of the task have it
+    classes: Count | None = None # outputs; None: as many as the data have
     reads: str = "BCHW" # one of READS
     kwargs: dict = field(default_factory=dict) # of the factory; plain JSON
     side_by_side: bool | None = None # False: lane by lane; True: lane layers if equivalent; None: whichever is faster
+    output: str | int | None = None # key or place of the scores, if the network returns several; None: a tensor
 
     def __post_init__(self):
         if not isinstance(self.factory, str): object.__setattr__(self, "factory", import_path(self.factory))
@@ -180,8 +181,11 @@ class ModuleHostConfig(Config):
 
     @property
     def maker(self) -> Callable[[], nn.Module]: # of one network
-        "The factory with its arguments; it sets `inplace=False` in every layer, to protect a slot's input."
-        return partial(_make, get_factory(str(self.factory)), self.kwargs)
+        """The factory with its arguments.
+
+        It sets `inplace=False` in every layer, to protect a slot's input, and lets the network return `output` alone.
+        """
+        return partial(_make, get_factory(str(self.factory)), self.kwargs, self.output)
 
     def example(self, batch: int = 2) -> Tensor: # (batch, *shape)
         """Return a generated batch in the format of the data.
@@ -220,7 +224,21 @@ class ModuleHostConfig(Config):
 
     def __hash__(self): return hash(json.dumps(self.to_dict(), sort_keys=True))
 
-def _make(factory: Callable[..., nn.Module], kwargs: Mapping) -> nn.Module: return out_of_place(factory(**kwargs))
+def _make(factory: Callable[..., nn.Module], kwargs: Mapping, output: str | int | None) -> nn.Module:
+    module = out_of_place(factory(**kwargs))
+    if output is not None: module.register_forward_hook(PickOutput(output))
+    return module
+
+class PickOutput:
+    "Forward hook that lets a network return one of its outputs."
+    def __init__(self, key: str | int): self.key = key
+    def __call__(self, module, args, output): return output[self.key]
+
+    @staticmethod
+    def drop(module: nn.Module) -> None:
+        "Let a network return all its outputs again."
+        hooks = module._forward_hooks
+        for k in [k for k, hook in hooks.items() if isinstance(hook, PickOutput)]: del hooks[k]
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #cfa78d7e
 class Place(NamedTuple):
@@ -265,11 +283,13 @@ def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Ex
     with seeded(0, "explore"): module = make()
     check(isinstance(module, nn.Module), f"what {config.factory} makes", type(module).__name__, "a module")
     x = config.example() if config.reads == "BL" else read_as(config.example(), config.reads)
+    expected = (*x.shape[:2 if config.reads == "BL" else 1], config.classes)
+    PickOutput.drop(module)
     try: y = module.eval()(x)
     except Exception as e:
         raise ValueError(f"{config.factory} does not take {tuple(x.shape)}, which is reads={config.reads!r} of "
                          f"shape={config.shape}: {e}") from e
-    expected = (*x.shape[:2 if config.reads == "BL" else 1], config.classes)
+    y = _picked(config, y, expected)
     check(y.shape == expected, f"output of {config.factory}", tuple(y.shape), f"{expected}: one number for each class")
     ended, largest = _order(module, x)
     places = _places(config.layouts, module, x, ended)
@@ -278,6 +298,23 @@ def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Ex
     if hidden and not form.whole:
         form = form._replace(whole=True, why=f"slot {hidden[0]} lies in a layer that runs lane by lane", alone={})
     return Explored(form, places, largest)
+
+def _picked(config: ModuleHostConfig, y: Any, expected: tuple) -> Tensor: # y: what the network returns
+    "Return the output that is trained; raise if it is not named or not there."
+    name = f"output of {config.factory}"
+    if isinstance(y, Tensor):
+        check(config.output is None, "output", config.output, "None: the network returns a tensor")
+        return y
+    found = dict(y) if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, (list, tuple)) else {}
+    check(bool(found), name, type(y).__name__, "a tensor, or several in a dictionary or tuple")
+    fits = [k for k, v in found.items() if isinstance(v, Tensor) and v.shape == expected] or [*found]
+    several = f"{type(y).__name__} of {', '.join(map(str, found))}"
+    check(config.output in found, name if config.output is None else "output",
+          several if config.output is None else config.output,
+          f"ModuleHostConfig(..., output={fits[0]!r}): the one with a number for each class")
+    picked = found[config.output]
+    check(isinstance(picked, Tensor), f"output {config.output!r}", type(picked).__name__, "a tensor")
+    return picked
 
 def _order(module: nn.Module, x: Tensor) -> tuple[list[str], int]: # names as they end, and the largest output
     ended, largest = [], 0

@@ -2,25 +2,26 @@
 from .adapters import (bar_note as bar_note, lightning_governor as lightning_governor, guard_trainer as guard_trainer,
     guard_accelerator as guard_accelerator, fastai_governor as fastai_governor)
 from .budget import Budget as Budget, is_extreme as is_extreme, blames_batch as blames_batch
-from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED, ODD as ODD, EXPERIMENTS as EXPERIMENTS,
-    SLOWER as SLOWER, UPHILL as UPHILL, CLIMBS as CLIMBS, REDONE as REDONE, Findings as Findings,
-    own_settings as own_settings, first_apart as first_apart, same_number as same_number, Parting as Parting,
-    explain_parting as explain_parting, carries_over as carries_over, part_by_settings as part_by_settings,
-    writes_before as writes_before, wrote as wrote, center_spread as center_spread, level_spread as level_spread,
-    find_onset as find_onset, find_earlier as find_earlier, GoodState as GoodState, Gap as Gap,
-    Yardstick as Yardstick, find_odd as find_odd, odd_batches as odd_batches, odd_later as odd_later,
-    bad_steps as bad_steps, odd_ones as odd_ones, name_batches as name_batches, Experiment as Experiment,
-    leave_out_odd as leave_out_odd, earlier_batches as earlier_batches, later_batches as later_batches,
-    mix_examples as mix_examples, can_mix as can_mix, are_sorted as are_sorted, with_tensors as with_tensors,
-    switched_inputs as switched_inputs, hold_inputs as hold_inputs, name_inputs as name_inputs,
-    hold_rate as hold_rate, hold_settings as hold_settings, most_changed as most_changed, rate_rose as rate_rose,
-    had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near,
-    without_autocast as without_autocast, full_precision as full_precision, few_bits as few_bits,
-    drop_gradients as drop_gradients, updates_every_step as updates_every_step, forget_moments as forget_moments,
-    moments_push as moments_push, clip_as_usual as clip_as_usual, scale_rate as scale_rate, slower as slower,
-    climb as climb, why_well as why_well, why_cured as why_cured, CaseFile as CaseFile, Repetition as Repetition,
-    Inquiry as Inquiry, find_cause as find_cause, on_any_rank as on_any_rank, redo as redo,
-    redo_disturbed as redo_disturbed)
+from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED, YARD as YARD, ODD as ODD,
+    EXPERIMENTS as EXPERIMENTS, CONTROLS as CONTROLS, SLOWER as SLOWER, UPHILL as UPHILL, CLIMBS as CLIMBS,
+    REDONE as REDONE, Findings as Findings, own_settings as own_settings, first_apart as first_apart,
+    same_number as same_number, Parting as Parting, explain_parting as explain_parting, carries_over as carries_over,
+    part_by_settings as part_by_settings, writes_before as writes_before, wrote as wrote,
+    center_spread as center_spread, level_spread as level_spread, find_onset as find_onset,
+    find_earlier as find_earlier, GoodState as GoodState, Gap as Gap, Yardstick as Yardstick, find_odd as find_odd,
+    odd_batches as odd_batches, odd_later as odd_later, bad_steps as bad_steps, odd_ones as odd_ones,
+    name_batches as name_batches, Experiment as Experiment, leave_out_odd as leave_out_odd,
+    exchange_odd as exchange_odd, leave_out_others as leave_out_others, earlier_batches as earlier_batches,
+    few_later_batches as few_later_batches, later_batches as later_batches, mix_examples as mix_examples,
+    can_mix as can_mix, are_sorted as are_sorted, with_tensors as with_tensors, switched_inputs as switched_inputs,
+    hold_inputs as hold_inputs, name_inputs as name_inputs, hold_rate as hold_rate, hold_settings as hold_settings,
+    most_changed as most_changed, rate_rose as rate_rose, had_a_spell as had_a_spell,
+    other_settings as other_settings, is_near as is_near, without_autocast as without_autocast,
+    full_precision as full_precision, few_bits as few_bits, drop_gradients as drop_gradients,
+    updates_every_step as updates_every_step, forget_moments as forget_moments, moments_push as moments_push,
+    clip_as_usual as clip_as_usual, scale_rate as scale_rate, slower as slower, climb as climb, why_well as why_well,
+    why_cured as why_cured, CaseFile as CaseFile, Repetition as Repetition, Inquiry as Inquiry,
+    find_cause as find_cause, on_any_rank as on_any_rank, redo as redo, redo_disturbed as redo_disturbed)
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
@@ -32,12 +33,12 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
 from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, DYNAMIC as DYNAMIC, ABSENT as ABSENT,
     SMALL as SMALL, COPIED as COPIED, RANDOM as RANDOM, STREAMS as STREAMS, CSV as CSV, LOCKS as LOCKS,
     LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS, FIRST as FIRST, CODE as CODE, GIVEN as GIVEN,
-    FULL as FULL, NOT_SEEN as NOT_SEEN, LIMIT as LIMIT, NEAR as NEAR, PIECE as PIECE, CodeNames as CodeNames,
-    names_in as names_in, is_own_file as is_own_file, is_own_module as is_own_module, is_users as is_users,
-    package_of as package_of, code_of as code_of, is_plain as is_plain, Absent as Absent, Holder as Holder,
-    Variable as Variable, Names as Names, Entries as Entries, Keys as Keys, Members as Members, alike as alike,
-    sample_of as sample_of, bytes_of as bytes_of, version_of as version_of, some_of as some_of, bits_of as bits_of,
-    Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf,
+    FULL as FULL, NOT_SEEN as NOT_SEEN, LIMIT as LIMIT, PIECE as PIECE, CodeNames as CodeNames, names_in as names_in,
+    is_own_file as is_own_file, is_own_module as is_own_module, is_users as is_users, package_of as package_of,
+    code_of as code_of, is_plain as is_plain, Absent as Absent, Holder as Holder, Variable as Variable,
+    Names as Names, Entries as Entries, Keys as Keys, Members as Members, alike as alike, sample_of as sample_of,
+    bytes_of as bytes_of, version_of as version_of, some_of as some_of, bits_of as bits_of, Kept as Kept,
+    AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf,
     StreamLeaf as StreamLeaf, leaf_of as leaf_of, Unrestorable as Unrestorable, kind_of_effect as kind_of_effect,
     has_state as has_state, attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by,
     Walk as Walk, StepWalk as StepWalk, FootprintState as FootprintState, Given as Given, mark_of as mark_of,
@@ -48,12 +49,12 @@ from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, 
     read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not, tensors_of_parts as tensors_of_parts,
     words_of as words_of, Written as Written, StateWatch as StateWatch, Distances as Distances)
+from .health import (NEAR as NEAR, LASTS as LASTS, JUMP as JUMP, SEEN as SEEN, LONG as LONG, RAISED as RAISED,
+    STEEP as STEEP, StateHealth as StateHealth, BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign,
+    Signs as Signs, is_steep as is_steep, UpdateWatch as UpdateWatch, StateJudge as StateJudge)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory, gradients_of as gradients_of,
     measure_norm as measure_norm, name_nonfinite as name_nonfinite, GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import OWN_PARTS as OWN_PARTS, Governor as Governor
-from .health import (JUMP as JUMP, SEEN as SEEN, LONG as LONG, RAISED as RAISED, STEEP as STEEP,
-    StateHealth as StateHealth, BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign, Signs as Signs,
-    is_steep as is_steep, UpdateWatch as UpdateWatch, StateJudge as StateJudge)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue, Verdicts as Verdicts)
 from .observation import (EffectResult as EffectResult, APART as APART, Exchange as Exchange,
@@ -61,8 +62,8 @@ from .observation import (EffectResult as EffectResult, APART as APART, Exchange
     RunCheckup as RunCheckup, RunJudge as RunJudge)
 from .phases import (TABLE as TABLE, Phase as Phase, PhaseMove as PhaseMove, Effect as Effect,
     next_phase as next_phase)
-from .probation import (EARLY as EARLY, SavedAt as SavedAt, Probation as Probation, GoodFiles as GoodFiles,
-    GoodStates as GoodStates)
+from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as SavedAt, Probation as Probation,
+    GoodFiles as GoodFiles, GoodStates as GoodStates)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
 from .recorder import (RecordedStep as RecordedStep, number_of as number_of, settings_of as settings_of,
@@ -71,13 +72,13 @@ from .recorder import (RecordedStep as RecordedStep, number_of as number_of, set
     RecordedIncident as RecordedIncident, why_missing as why_missing, give_inputs as give_inputs,
     copy_published as copy_published)
 from .repairs import (RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, NO_PROOF as NO_PROOF,
-    WEAK_CAUSES as WEAK_CAUSES, Redone as Redone, Repairs as Repairs, Recovery as Recovery)
+    DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, Redone as Redone, Repairs as Repairs, Recovery as Recovery)
 from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone, Changes as Changes, Replay as Replay,
     gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch,
     OperationWatch as OperationWatch, is_finite as is_finite, user_line as user_line,
     find_operation as find_operation)
-from .reports import (GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, SAID as SAID, CAUSES as CAUSES,
-    logger as logger, GovernorConfig as GovernorConfig, as_governor_config as as_governor_config,
+from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, SAID as SAID,
+    CAUSES as CAUSES, logger as logger, GovernorConfig as GovernorConfig, as_governor_config as as_governor_config,
     as_chance_losses as as_chance_losses, Evidence as Evidence, Report as Report,
     describe_failure as describe_failure, Explanation as Explanation, GovernorStop as GovernorStop,
     IncidentLog as IncidentLog, Summary as Summary)

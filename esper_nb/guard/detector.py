@@ -14,11 +14,11 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
 import numpy as np
 
-from ..core import Config, check, check_count
+from ..core import Config, Count, Multiple, NonNegative, OneOf, Positive, PositiveShare, Range, check
 
 if TYPE_CHECKING: from torch import Tensor # the limits are NumPy's: pictures of a run need no torch
 
@@ -45,37 +45,33 @@ def threshold(
 @dataclass(frozen=True)
 class DetectorConfig(Config):
     "Every threshold of `judge`; the defaults suit losses of single batches."
-    scale: str = "auto" # that losses are judged on: "log", "linear", or "auto": what the losses themselves suggest
-    absolute: float | None = threshold(2., .2, 10, .1) # limit: multiple of the chance loss, or else k·σ in log space
-    absolute_loss: float | None = threshold(None, .1, 30, .1) # the same limit in units of the loss
-    sigma: float = threshold(6., 1, 20, .5) # limit: mean + sigma × population σ
-    multiplier: float = threshold(3., 1.1, 20, .1) # limit: multiple of the mean
-    confirm: int = threshold(3, 1, 20, 1) # losses above all limits in a row that make an explosion
-    huge: float | None = threshold(20., 2, 100, 1) # multiple of the mean at which one loss is enough; None: never
-    low: float | None = 50.0 # ranges below the mean at which a loss is an anomaly too, on the linear scale; None: never
-    cold: float | None = threshold(10., 2, 50, 1) # multiple of chance loss and mean: the limit before min_samples
-    window: int = threshold(128, 10, 512, 1) # healthy losses that the statistics look back on
-    min_samples: int = threshold(20, 2, 128, 1) # healthy losses before the statistics are believed
-    refresh: int = threshold(16, 1, 64, 1) # healthy losses between two computations of the statistics
-    rise: float | None = threshold(9., 1, 60, .5) # sum of excess z (CUSUM) that makes a rise; None: it is not judged
-    slack: float = threshold(1., 0, 4, .1) # z that the sum forgives at every step
-    clip: float = threshold(4., 1, 12, .5) # largest z of one loss, so that one wild batch proves nothing
-    rise_ratio: float = threshold(1.3, 1.05, 5, .05) # smallest rise of the smoothed loss that matters
-    rise_floor: float = threshold(.05, 0, 1, .01) # smallest smoothed loss that matters, multiple of the chance loss
-    blend: float = threshold(.25, .05, 1, .05) # weight of the newest loss in the smoothed loss
-    min_spread: float = threshold(.05, .01, .5, .01) # smallest log-noise assumed, for losses with almost none
-    band: float | None = threshold(.065, .005, .5, .005) # half width of the band around the chance loss, relative
-    learnt: float = threshold(.6, .1, 1, .05) # mean below which a collapse is possible, multiple of the chance loss
-    collapse_confirm: int = threshold(3, 1, 20, 1) # losses in the band in a row that make a collapse
-    collapse_z: float | None = threshold(3., 0, 10, .5) # smallest z of a loss in the band; None: any
-    grad_multiplier: float = threshold(100., 2, 1000, 1) # gradient norm above this multiple of its usual size
-    grad_confirm: int = threshold(5, 1, 20, 1) # such norms, or non-finite ones, in a row that make a failure
+    scale: Annotated[str, OneOf(*SCALES)] = "auto" # that losses are judged on; "auto": what they suggest themselves
+    absolute: Positive | None = threshold(2., .2, 10, .1) # limit: multiple of the chance loss, else k·σ in logs
+    absolute_loss: Positive | None = threshold(None, .1, 30, .1) # the same limit in units of the loss
+    sigma: Positive = threshold(6., 1, 20, .5) # limit: mean + sigma × population σ
+    multiplier: Positive = threshold(3., 1.1, 20, .1) # limit: multiple of the mean
+    confirm: Count = threshold(3, 1, 20, 1) # losses above all limits in a row that make an explosion
+    huge: Positive | None = threshold(20., 2, 100, 1) # multiple of the mean at which one loss is enough; None: never
+    low: Positive | None = 50.0 # ranges below the mean at which a loss is an anomaly, on a linear scale; None: never
+    cold: Positive | None = threshold(10., 2, 50, 1) # multiple of chance loss and mean: the limit before min_samples
+    window: Annotated[int, Range(10, WINDOW_LIMIT)] = threshold(128, 10, 512, 1) # healthy losses behind the statistics
+    min_samples: Count = threshold(20, 2, 128, 1) # healthy losses before the statistics are believed
+    refresh: Count = threshold(16, 1, 64, 1) # healthy losses between two computations of the statistics
+    rise: Positive | None = threshold(9., 1, 60, .5) # sum of excess z (CUSUM) that makes a rise; None: it is not judged
+    slack: NonNegative = threshold(1., 0, 4, .1) # z that the sum forgives at every step
+    clip: Positive = threshold(4., 1, 12, .5) # largest z of one loss, so that one wild batch proves nothing
+    rise_ratio: Multiple = threshold(1.3, 1.05, 5, .05) # smallest rise of the smoothed loss that matters
+    rise_floor: NonNegative = threshold(.05, 0, 1, .01) # smallest smoothed loss that matters, multiple of chance loss
+    blend: PositiveShare = threshold(.25, .05, 1, .05) # weight of the newest loss in the smoothed loss
+    min_spread: Positive = threshold(.05, .01, .5, .01) # smallest log-noise assumed, for losses with almost none
+    band: Positive | None = threshold(.065, .005, .5, .005) # half width of the band around the chance loss, relative
+    learnt: Positive = threshold(.6, .1, 1, .05) # mean below which a collapse is possible, multiple of the chance loss
+    collapse_confirm: Count = threshold(3, 1, 20, 1) # losses in the band in a row that make a collapse
+    collapse_z: NonNegative | None = threshold(3., 0, 10, .5) # smallest z of a loss in the band; None: any
+    grad_multiplier: Positive = threshold(100., 2, 1000, 1) # gradient norm above this multiple of its usual size
+    grad_confirm: Count = threshold(5, 1, 20, 1) # such norms, or non-finite ones, in a row that make a failure
 
     def __post_init__(self):
-        for k in ("confirm", "window", "min_samples", "refresh", "collapse_confirm", "grad_confirm"):
-            check_count(k, getattr(self, k))
-        check(10 <= self.window <= WINDOW_LIMIT, "window", self.window, "10 to {} losses", WINDOW_LIMIT)
-        check(self.scale in SCALES, "scale", self.scale, "one of {}", ", ".join(SCALES))
         check(self.min_samples <= self.window, "min_samples", self.min_samples, "at most the window, {}", self.window)
 
 def _source_of(kind: type) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core import Config, check, check_count
+from ..core import Config, Count, Multiple, Positive, check
 
 # %% ../../nbs/guard/17_gate.ipynb #3095dbfe
 @dataclass(frozen=True)
@@ -39,19 +39,17 @@ class GateConfig(Config):
     ValueError: limit=0.5, expected a multiple of at least strict=2.0, or None
     """
     drop: bool = True # leave out updates whose gradients are not finite
-    limit: float | None = 32. # multiple of the largest recent norm above which gradients are scaled; None: never
-    calm: float = 5. # the same in units of how uneven the run has been, once that is known; the lower one counts
-    strict: float = 2. # the same while an alarm is on
-    hold: int = 64 # updates for which an alarm stays on after the last one that was scaled
-    block: int = 16 # updates of a block; the largest norm of the last `blocks` full ones is the usual size
-    blocks: int = 16
-    warmup: int = 32 # updates before any is scaled
-    keep: int = 64 # events that wait to be read
+    limit: Positive | None = 32. # multiple of the largest recent norm above which gradients are scaled; None: never
+    calm: Multiple = 5. # the same in units of how uneven the run has been, once that is known; the lower one counts
+    strict: Multiple = 2. # the same while an alarm is on
+    hold: Count = 64 # updates for which an alarm stays on after the last one that was scaled
+    block: Count = 16 # updates of a block; the largest norm of the last `blocks` full ones is the usual size
+    blocks: Count = 16
+    warmup: Count = 32 # updates before any is scaled
+    keep: Count = 64 # events that wait to be read
 
     def __post_init__(self):
-        for k in ("hold", "block", "blocks", "keep"): check_count(k, getattr(self, k))
-        check_count("warmup", self.warmup, self.block)
-        for k in ("strict", "calm"): check(getattr(self, k) >= 1, k, getattr(self, k), "a multiple of at least 1")
+        check(self.warmup >= self.block, "warmup", self.warmup, "at least block={}", self.block)
         check(self.limit is None or self.limit >= self.strict, "limit", self.limit,
               "a multiple of at least strict={}, or None", self.strict)
 

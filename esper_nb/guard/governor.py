@@ -206,17 +206,7 @@ class Governor:
         >>> Governor.recover(folder, torch.nn.Linear(1, 1))
         50
         """
-        saved = GoodFiles(Path(folder), rank).read()
-        snapshot = Snapshot(*parts, **named)
-        try:
-            for own in OWN_PARTS: saved["rest"].pop(own, None)
-            names, step = sorted(saved["rest"]), int(saved["step"])
-        except (LookupError, TypeError, AttributeError, ValueError) as e:
-            raise ValueError(f"{folder} holds no good state of a Governor ({type(e).__name__}: {e})") from e
-        there = sorted(snapshot.parts)
-        check(names == there, "parts", there, "those that the state was taken of: {}", ", ".join(names))
-        snapshot.bring_back(snapshot.revive(saved))
-        return step
+        return GoodFiles(Path(folder), rank).read_into(Snapshot(*parts, **named), without=OWN_PARTS)
 
     def watch(
         self,
@@ -399,7 +389,7 @@ class Governor:
         """
         reports = self.flush()
         self._advance(PhaseMove.END)
-        if self.files is not None: self.files.wait()
+        if self.files is not None: self.files.close()
         return reports
 
     @contextmanager
@@ -703,11 +693,12 @@ class Governor:
         if when.held and (bad := self.snapshot.find_late(wait=when.since >= c.probation)): # only now is it known
             self.good.discard()
             return self._act(Moment().of_state(bad))
-        if when.since % 8 == 0 and not len(self.losses):
+        due = when.is_due(c)
+        if (when.since % 8 == 0 or due and not checkup.waiting) and not len(self.losses):
             found = checkup.find_damage(c)
             if found is not None: return found[0] or (self._act(Moment().of_state(found[1])) if found[1] else ())
             if when.since % BACK == 0 and (m := checkup.find_small_rise(c)): self._advance(PhaseMove.RISE, m)
-        return self._renew_snapshot() if when.is_due(c) else ()
+        return self._renew_snapshot() if due and not checkup.waiting else () # until no more bad batches come
 
     def _renew_snapshot(self) -> tuple[Report, ...]: # of a state that is no good
         "Publish the snapshot on probation, if the losses since were healthy, and take another where one is due."

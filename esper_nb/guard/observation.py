@@ -20,7 +20,7 @@ from .gate import UpdateGate
 from .health import LossCourse, StateHealth, StateJudge, UpdateWatch
 from .phases import Effect, PhaseMove, Phase, next_phase
 from .rates import LearningRates
-from .repairs import NO_PROOF, WEAK_CAUSES, Recovery, Repairs
+from .repairs import DISTURBED, NO_PROOF, WEAK_CAUSES, Recovery, Repairs
 from .reports import GovernorConfig, Report
 from .responses import (
     GuardedRun, Moment, SameBatches, SingleRun, clocks_of, not_exchanged, patience_of)
@@ -242,7 +242,12 @@ class RunComparison:
         old_loss = float(off_scale(np.median(before), self.run.verdicts.linear))
         rise = 0. if t.is_over() else t.rise / 2 if self.recorded else t.rise # on the same batches less is sure
         if self.recorded:
-            if self.same.blames(before, now, np.zeros(1))[0]: return False, old_loss # learnt from the latest batches
+            chance, linear = self.run.verdicts.chance, self.run.verdicts.linear
+            learnt = self.same.blames(before, now, np.zeros(1))[0] # from the latest batches
+            if learnt and chance is not None: # what a run at chance is better at is not its task
+                learnt = bool(np.median(now) < on_scale(.95 * chance, linear))
+                if not learnt: now, before = now[:0], before[:0]
+            if learnt: return False, old_loss
             now, before = np.concatenate([(now, before), self._on_early(t)], 1) # where damage shows, too
         return bool(self.same.blames(now, before, np.array([rise]))[0]), old_loss
 
@@ -307,9 +312,11 @@ class RiseEffects:
         """Look for the cause of a rise. Without one the live weights stay, unless it is certain that they are worse:
         the loss has been shown to measure the weights of this run, or it is a thousand times its level."""
         if not (self.recovery.repairs.repeatable and config.explain_steps and config.proof): return (), PhaseMove.PROVED
-        found = self.recovery.prove(config)
+        report = self.observed.report and replace(self.observed.report, old_loss=self.rise.old_loss)
+        found = self.recovery.prove(report, config)
         certain = self.rise.is_absurd() or self.comparison.is_proven
-        if certain or found.cause not in (*NO_PROOF, *WEAK_CAUSES): return (), PhaseMove.PROVED
+        proved = found.ruined or found.cause in DISTURBED
+        if proved and (certain or found.cause not in (*NO_PROOF, *WEAK_CAUSES)): return (), PhaseMove.PROVED
         self.observed.say(f"no cause is proved ({found.why}), so nothing is undone")
         return (), PhaseMove.CLEARED
 
@@ -378,15 +385,22 @@ class RunCheckup:
         run: GuardedRun, # whose state and losses they are
         observed: RiseObservation, # its phase
         comparison: RunComparison, # of its weights
+        recovery: Recovery, # which replays steps
         state: StateJudge, # which mends what it can
     ):
-        self.run, self.observed, self.comparison, self.state = run, observed, comparison, state
+        self.run, self.observed, self.comparison = run, observed, comparison
+        self.recovery, self.state = recovery, state
         self.course = LossCourse()
 
     @property
     def updated(self) -> bool:
         "Whether the gate has changed an update since the last note."
         return self.state.updates.changed
+
+    @property
+    def waiting(self) -> bool:
+        "Whether to wait until no more of the batches come that make buffers jump."
+        return self.state.health.waited > 0
 
     def note_updates(self, config: GovernorConfig):
         "Note updates that the gate has changed."
@@ -399,14 +413,17 @@ class RunCheckup:
         "Look at the buffers, and mend those that have jumped."
         if self.run.ranks or not self.observed.calm: return None
         self.comparison.calibration.begin(tuple(self.run.losses.recent))
-        jumped = self.state.health.find_jumps()
-        if not jumped: return None
-        done = self.state.mend_buffers(jumped, self.comparison.repairs.repeatable, config)
+        health, probation = self.state.health, self.run.good.probation
+        jumped = health.find_jumps()
+        more = bool(jumped) and self.recovery.latest_is_bad()
+        if jumped and probation.held: self.run.good.discard() # it was taken among such batches
+        if health.waits(more) or not jumped: return None
+        done = self.state.mend_buffers(jumped, self.recovery.repairs.repeatable, config)
         return ((), jumped) if done is None else (done, ())
 
     def mend_moments(self, bad: tuple[str, ...], config: GovernorConfig) -> bool: # names; False: all is to be restored
         "Restore moments alone, where nothing else is damaged."
-        return self.state.mend_moments(bad, self.comparison.repairs.repeatable, config)
+        return self.state.mend_moments(bad, self.recovery.repairs.repeatable, config)
 
     def find_small_rise(self, config: GovernorConfig) -> Moment | None: # None: there is none
         "Look for a rise that no rule has found, where a comparison costs no batch; once after each good state."
@@ -469,7 +486,7 @@ class RunJudge:
         self.comparison = RunComparison(run, self.repairs, self.updates.unseen, evaluate)
         self.effects = RiseEffects(run, observed, self.comparison, self.recovery)
         self.response = SingleRun(run.snapshot, run.rates, self.repairs.keeping_inputs)
-        self.checkup = RunCheckup(run, observed, self.comparison, self.state)
+        self.checkup = RunCheckup(run, observed, self.comparison, self.recovery, self.state)
         run.log.followers.append(self.repairs.follow)
 
     @property

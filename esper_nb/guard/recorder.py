@@ -289,14 +289,23 @@ class StepRecorder:
         snapshot: Snapshot | None = None, # whose published state gives the inputs of the steps since then
         since: int = 0, # number of the first step since that state
     ) -> list[float]: # may be fewer
-        "Return the losses of the weights as they are, without training; the state of all else is to be put back."
+        """Return the losses of the weights as they are, without training; the state of all else is to be put back.
+
+        The latest steps are looked at with what the step keeps now (a memory, a target), others with that of the good
+        state, which goes on from one to the next (a carried state).
+        """
         steps, out = [s for s in self.steps if s.number < before], list[float]()
         played = [s for s in steps if s.number >= since]
         good = None if snapshot is None else snapshot.good_state()
+        now = self.footprint.state_dict() if self.footprint is not None and math.isinf(before) else None
+        begun = False # to look at steps since that state
         with idle(*self.optimizers):
             for s in steps[-count:]:
-                if snapshot is not None and good is not None and s.number >= since:
+                if now is not None and self.footprint is not None: self.footprint.load_state_dict(now)
+                elif begun and s.footprint is not None: s.footprint.give(s.given)
+                elif snapshot is not None and good is not None and s.number >= since:
                     give_inputs(snapshot, good, played[:played.index(s) + 1])
+                    begun = True
                 out.append(s.again())
         return out
 

@@ -11,7 +11,7 @@ import inspect
 import math
 import statistics
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,14 +134,25 @@ class Replay:
             if s.number not in self.changes.without and math.isfinite(self.losses[i]) > math.isfinite(out[-1]): break
         return out
 
-    def look(self, at: Sequence[int]) -> list[float]: # places of steps; losses
+    def look(
+        self,
+        at: Sequence[int], # places of steps
+        kept: Mapping[str, Any] | None = None, # what the step keeps beside the weights; None: as at the good state
+    ) -> list[float]: # losses
         "Return the losses of the weights as they are, without training; changes stay in force."
         out: list[float] = []
+        footprint = self.steps[-1].footprint if self.steps else None
         with idle(*self.optimizers):
             for i in at:
-                give_inputs(self.snapshot, self.incident.good, self.steps[:i + 1])
+                if kept is not None and footprint is not None: footprint.load_state_dict(kept)
+                else: give_inputs(self.snapshot, self.incident.good, self.steps[:i + 1])
                 out.append(self.take(i, True))
         return out
+
+    def kept_by_step(self) -> Mapping[str, Any] | None: # for `look`
+        "Return what the step keeps beside the weights, as it is now."
+        footprint = self.steps[-1].footprint if self.steps else None
+        return None if footprint is None else footprint.state_dict()
 
     def try_alone(self, i: int) -> tuple[float, float]: # loss, gradient norm
         "Let the good state take one step of the incident, for itself."

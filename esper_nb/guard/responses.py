@@ -23,6 +23,7 @@ from torch import Tensor
 from ..core import ModulePart
 from .budget import Budget
 from .detector import RULES, LossStats, Verdict, off_scale, on_scale
+from .footprint import Footprint
 from .losses import LossQueue, Verdicts
 from .phases import Effect, PhaseMove
 from .probation import GoodFiles, GoodStates, SavedAt
@@ -55,13 +56,17 @@ def not_exchanged(
     rates: LearningRates, # of the optimizers among them
     absurd: bool = False, # the rise is so large that everything may be damaged
 ) -> tuple[str, ...]: # names of parts
-    "Return the parts that are left alone in a comparison: clocks, statistics, networks without an optimizer."
+    """Return the parts that are left alone in a comparison: clocks, statistics, and what weights are held against.
+
+    That is a network without an optimizer, and what the step keeps for itself, such as a memory or a target: old
+    weights fit those of then, whatever became of the run.
+    """
     left = (*clocks_of(snapshot), *(name for name in ("governor_stats", "update_gate") if name in snapshot.parts))
     if absurd: return left
     trained = {id(p) for g in rates.groups for p in g["params"]}
     judges = [name for name, obj in snapshot.objects.items() if trained and isinstance(obj, torch.nn.Module)
               and not any(id(p) in trained for p in obj.parameters())]
-    return (*left, *judges)
+    return (*left, *judges, *(name for name, obj in snapshot.objects.items() if isinstance(obj, Footprint)))
 
 # %% ../../nbs/guard/25_responses.ipynb #560ddfa9
 def patience_of(config: GovernorConfig) -> int: # losses
@@ -281,7 +286,7 @@ class SameBatches:
 # %% ../../nbs/guard/25_responses.ipynb #d7d96f78
 class LaneCheckup:
     "What is looked at between two steps of lanes: how large their weights are."
-    updated = False # updates of lanes pass unseen
+    updated = waiting = False # updates of lanes pass unseen, and nobody waits for better batches
 
     def __init__(
         self,

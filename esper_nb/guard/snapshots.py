@@ -346,6 +346,7 @@ class Snapshot:
         "Return a state as tensors and plain values, ready for a file."
         v = state.version
         return dict(number=v.number, step=v.step,
+                    kinds={name: type(self.objects[name]).__name__ for name in v.rest if self._lasts(name)},
                     rest={name: self.parts[name].portable(x) for name, x in v.rest.items() if self._lasts(name)},
                     sparse={"|".join(k): t for k, t in v.sparse.items()},
                     bank={"|".join(k): t.clone() if copy else t for k, t in state.bank.items()})
@@ -357,6 +358,26 @@ class Snapshot:
         sparse = {_key(text): t for text, t in saved["sparse"].items()}
         return SavedState(StateVersion(saved["number"], saved["step"], rest, sparse),
                           {_key(text): t.clone() for text, t in saved["bank"].items()}, live.shards)
+
+    @torch.no_grad()
+    def bring_in(self, saved: Mapping[str, Any]): # of `portable`, from a file
+        """Put a state that was in a file into the parts: all of it, or nothing.
+
+        Raises
+        ------
+        ValueError
+            If it is not a state of these parts; they are as they were.
+        """
+        try: wrong = _misfits(self, saved)
+        except (LookupError, TypeError, AttributeError, ValueError) as e:
+            raise ValueError(f"no state of these parts ({type(e).__name__}: {e})") from e
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        if wrong: raise ValueError(f"not a state of these parts, so nothing was changed: {'; '.join(wrong[:5])}{more}")
+        before = self.set_aside()
+        try: self.bring_back(self.revive(saved))
+        except Exception as e:
+            self.bring_back(before)
+            raise ValueError(f"the state could not be loaded, and nothing was changed: {type(e).__name__}: {e}") from e
 
     def __repr__(self):
         size = f"{self.nbytes / 2**20:.1f} MiB"
@@ -452,6 +473,55 @@ class Snapshot:
                 differs += [k for k in rest["named"] if k not in there and not k.endswith("<grad>")]
             kept += [f"{name}: {what}" for what in differs]
         return names, kept
+
+# %% ../../nbs/guard/12_snapshots.ipynb #1d20ab02
+#| code-fold: true
+#| code-summary: "Whether a saved state is one of these parts"
+def _misfits(snapshot: Snapshot, saved: Mapping[str, Any]) -> list[str]: # of `portable`; empty: it fits
+    "Return what keeps a saved state from being one of these parts."
+    live = read_parts(snapshot.parts, snapshot.n)
+    mine = {name for name in snapshot.parts if snapshot._lasts(name)} # noqa: SLF001
+    if mine != set(saved["rest"]): return [f"parts {', '.join(sorted(mine))}, saved {', '.join(sorted(saved['rest']))}"]
+    now, then = live.tensors | live.sparse, {_key(k): t for k, t in {**saved["bank"], **saved["sparse"]}.items()}
+    out = []
+    for name in sorted(mine):
+        part, rest = snapshot.parts[name], saved["rest"][name]
+        here, there = _of(name, now), _of(name, then)
+        if isinstance(part, ModulePart): out += _module_misfits(name, part, rest, here, there)
+        elif saved["kinds"][name] != (kind := type(snapshot.objects[name]).__name__):
+            out.append(f"{name} is {kind}, saved {saved['kinds'][name]}")
+        elif isinstance(part, OptimizerPart): out += _optimizer_misfits(name, part, rest, here, there)
+        elif isinstance(live.rest[name], dict) and (type(rest) is not tuple or rest[0] != "dict"):
+            out.append(f"{name} has no saved values by name")
+    return out
+
+def _of(name: str, tensors: Mapping["StateKey", Tensor]) -> dict[str, Tensor]: # of a part, by path
+    return {path: t for (part, path), t in tensors.items() if part == name}
+
+def _layout(t: Tensor) -> str: return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
+
+def _differing(name: str, here: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> list[str]:
+    "Return tensors that are here and in the file, and not of one shape and dtype."
+    return [f"{name}.{k} {_layout(t)}, saved {_layout(there[k])}" for k, t in here.items()
+            if k in there and not same_layout(t, there[k])]
+
+def _module_misfits(name, part, rest, here, there) -> list[str]:
+    own = part.tensors()
+    out = [f"{name}.{k} is not in the file" for k in own if k not in there]
+    out += [f"{name}.{k} is only in the file" for k in there if k not in own and not k.startswith("<extra")]
+    out += _differing(name, {k: here[k] for k in own if k in here}, there)
+    counts = (len(list(part.obj.modules())), len(rest["training"]))
+    if not out and counts[0] != counts[1]: out.append(f"{name} has {counts[0]} modules, saved {counts[1]}")
+    return out
+
+def _optimizer_misfits(name, part, rest, here, there) -> list[str]:
+    groups = part.obj.param_groups
+    sizes = [len(g["params"]) for g in groups]
+    if sizes != list(rest["sizes"]): return [f"{name} has groups of {sizes} parameters, saved {list(rest['sizes'])}"]
+    if any(not 0 <= i < sum(sizes) for i, _ in rest["state"]): return [f"{name}: state of more than its parameters"]
+    unset = [sorted(g.keys() - {"params", *dict(s[1])}) for g, s in zip(groups, rest["groups"])]
+    out = [f"{name}.group{i} has no saved {', '.join(keys)}" for i, keys in enumerate(unset) if keys]
+    return out + _differing(name, here, there)
 
 # %% ../../nbs/guard/12_snapshots.ipynb #9df4eb4d
 def owned_by(

@@ -90,9 +90,9 @@ def to_env(
     action: Tensor, # (n, K) int64, choices counted from 0
     space: gym.Space, # a single environment's action space
 ) -> np.ndarray: # (n,) for `Discrete`, (n, K) for `MultiDiscrete`
-    "Convert choices to the environment's actions."
+    "Convert choices to the environment's actions: an array of its own, of the space's dtype."
     a = action.cpu().numpy()
-    if isinstance(space, gym.spaces.Discrete): return a[:, 0] + space.start
+    if isinstance(space, gym.spaces.Discrete): return (a[:, 0] + space.start).astype(space.dtype)
     assert isinstance(space, gym.spaces.MultiDiscrete) # the only other space that has heads
     return (a + space.start).astype(space.dtype)
 

@@ -10,29 +10,18 @@ __all__ = ['PPOConfig', 'PPOStats', 'read_stats', 'average_steps', 'ChoiceMasks'
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..core import Config, check, check_count, finite_or_none
+from ..core import (
+    Config, Count, NonNegative, OneOf, Positive, PositiveShare, RandomSeed, Range, Share, Whole, finite_or_none)
 from .distributions import MaskedHeads
 from .normalizers import standardize
 from .policies import ActorCritic
 from .rollouts import Batch
-
-# %% ../../nbs/learn/64_loss.ipynb #5448eae3
-def _check_real(
-    name: str, # of a setting
-    value: Any, # what was given for it
-    positive: bool = False, # 0 is refused, too
-) -> None:
-    "Raise a `ValueError` unless the setting is a finite number of at least 0."
-    fine = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    check(fine and (value > 0 or value == 0 and not positive), name, value,
-          "a finite number above 0" if positive else "a finite number of at least 0")
 
 # %% ../../nbs/learn/64_loss.ipynb #bba310bc
 @dataclass(frozen=True)
@@ -61,57 +50,35 @@ class PPOConfig(Config):
     Traceback (most recent call last):
     ValueError: clip_coef=-0.2, expected a finite number above 0
     """
-    seed: int = 0 # of weights, sampled actions, shuffles and environments
-    num_updates: int = 100 # length of the schedules, in updates
-    num_steps: int = 128 # T, environment steps per lane in a rollout
-    update_epochs: int = 4 # sweeps over a rollout
-    num_minibatches: int = 4 # gradient steps a sweep: over whole lanes, or over steps for a policy without memory
-    learning_rate: float = 1e-3 # of Adam, above 0
-    lr_final: float = 0. # factor of the learning rate at the end, at least 0; 1: no annealing
-    gamma: float = 0.99 # discount per step, in (0, 1]
-    gae_lambda: float = 0.95 # in [0, 1]; 0: one-step error, 1: full return
-    norm_adv: str = "minibatch" # standardise advantages per "minibatch", per "rollout", or "none"
-    clip_coef: float = 0.2 # ratios are clipped to 1 ± clip_coef
-    clip_final: float = 1. # factor at the end
+    seed: RandomSeed = 0 # of weights, sampled actions, shuffles and environments
+    num_updates: Count = 100 # length of the schedules, in updates
+    num_steps: Count = 128 # T, environment steps per lane in a rollout
+    update_epochs: Count = 4 # sweeps over a rollout
+    num_minibatches: Count = 4 # gradient steps a sweep: over lanes, or over steps for a policy without memory
+    learning_rate: Positive = 1e-3 # of Adam
+    lr_final: NonNegative = 0. # factor of the learning rate at the end; 1: no annealing
+    gamma: PositiveShare = 0.99 # discount per step
+    gae_lambda: Share = 0.95 # 0: one-step error, 1: full return
+    norm_adv: Annotated[str, OneOf("minibatch", "rollout", "none")] = "minibatch" # standardise advantages
+    clip_coef: Positive = 0.2 # ratios are clipped to 1 ± clip_coef
+    clip_final: NonNegative = 1. # factor at the end
     clip_vloss: bool = False # clip the change of the value, too
-    ratio: str = "heads" # clip each head's ratio ("heads") or their product ("joint")
-    ent_coef: float = 0.01 # weight of the normalised entropy, summed over heads
-    ent_final: float = 1. # factor at the end
-    ent_floor: float | tuple[float, ...] = 0. # normalised entropy to keep while a head is available; one number or K
-    ent_floor_coef: float = 0. # weight of the squared shortfall
-    vf_coef: float = 0.5 # weight of the value loss
-    max_grad_norm: float = 0.5 # to which the gradient of actor and critic is clipped; math.inf: not at all
-    target_kl: float | None = None # no further step in this update once the KL divergence exceeds it
+    ratio: Annotated[str, OneOf("heads", "joint")] = "heads" # clip the ratio of each head, or their product
+    ent_coef: NonNegative = 0.01 # weight of the normalised entropy, summed over heads
+    ent_final: NonNegative = 1. # factor at the end
+    ent_floor: Share | tuple[Share, ...] = 0. # normalised entropy to keep while a head is available; one or K numbers
+    ent_floor_coef: NonNegative = 0. # weight of the squared shortfall
+    vf_coef: NonNegative = 0.5 # weight of the value loss
+    # to which the gradient of actor and critic is clipped
+    max_grad_norm: Annotated[float, Range(0, above=True, infinite=True, note="math.inf turns clipping off")] = 0.5
+    target_kl: Positive | None = None # no further step in this update once the KL divergence exceeds it
     norm_obs: bool = True # observations by their running mean and deviation
     norm_reward: bool = True # rewards by the deviation of their running discounted sum
     norm_value: bool = False # scale the critic by its targets' standard deviation; for unscaled rewards
-    obs_keep: tuple[int, ...] = () # observation columns that norm_obs leaves alone
-    precision: str = "fp32" # "fp32", "bf16" or "auto", for acting and learning alike
-    threads: int | None = 1 # cores inside one operation of learning; more pay from about 256 units; None: as torch has
-
-    def __post_init__(self):
-        self.check_types()
-        for name in ("num_updates", "num_steps", "update_epochs", "num_minibatches"):
-            check_count(name, getattr(self, name))
-        if self.threads is not None: check_count("threads", self.threads)
-        scopes = ("minibatch", "rollout", "none")
-        check(self.norm_adv in scopes, "norm_adv", self.norm_adv, "'minibatch', 'rollout' or 'none'")
-        check(self.ratio in ("heads", "joint"), "ratio", self.ratio, "'heads' or 'joint'")
-        for name in ("learning_rate", "clip_coef"): _check_real(name, getattr(self, name), positive=True)
-        for name in ("lr_final", "clip_final", "ent_coef", "ent_final", "ent_floor_coef", "vf_coef"):
-            _check_real(name, getattr(self, name))
-        clips = self.max_grad_norm > 0
-        check(clips, "max_grad_norm", self.max_grad_norm, "a number above 0; math.inf turns clipping off")
-        floors = self.ent_floor if isinstance(self.ent_floor, tuple) else (self.ent_floor,)
-        shares = all(0 <= x <= 1 for x in floors)
-        check(shares, "ent_floor", self.ent_floor, "normalised entropies in [0, 1]: one, or one for each head")
-        inside = 0 < self.gamma <= 1 and 0 <= self.gae_lambda <= 1
-        check(inside, "gamma, gae_lambda", (self.gamma, self.gae_lambda), "0 < gamma <= 1 and 0 <= gae_lambda <= 1")
-        limit = self.target_kl is None or self.target_kl > 0
-        check(limit, "target_kl", self.target_kl, "a positive number, or None for no limit")
-        known = self.precision in ("auto", "fp32", "bf16")
-        check(known, "precision", self.precision, "'auto', 'fp32' or 'bf16': fp16 would need its losses scaled")
-        check(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2**63 - 1")
+    obs_keep: tuple[Whole, ...] = () # observation columns that norm_obs leaves alone
+    # for acting and learning alike
+    precision: Annotated[str, OneOf("auto", "fp32", "bf16", note="fp16 would need its losses scaled")] = "fp32"
+    threads: Count | None = 1 # cores inside one operation of learning; more pay from about 256 units; None: as torch
 
     def at(self, update: int) -> tuple[float, float, float]: # learning rate, clip_coef, ent_coef of this update
         "Return the annealed values of one update."

@@ -12,18 +12,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..core import Config, Precision, check, check_count, choose_precision, seeded, send, use_threads
+from ..core import (
+    Config, Count, OneOf, Precision, ShareBelow1, Whole, check, choose_precision, seeded, send, use_threads)
 from .distributions import ActionHeads, choose
 
 # %% ../../nbs/learn/61_policies.ipynb #8da3bb78
 _activations = dict(tanh=nn.Tanh, relu=nn.ReLU)
-
-def _are_counts(values, least): return isinstance(values, tuple) and all(type(x) is int and x >= least for x in values)
 
 @dataclass(frozen=True)
 class PolicyConfig(Config):
@@ -44,34 +43,23 @@ class PolicyConfig(Config):
     Traceback (most recent call last):
     ValueError: core='rnn', expected 'lstm', 'gru' or 'none'
     """
-    features: tuple[int, ...] = (64,) # widths of the layers before the memory; () feeds observations straight in
-    activation: str = "tanh" # "tanh" or "relu"
+    features: tuple[Count, ...] = (64,) # widths of the layers before the memory; () feeds observations straight in
+    activation: Annotated[str, OneOf("tanh", "relu")] = "tanh"
     layer_norm: bool = False # layer normalisation in every feature layer
-    core: str = "lstm" # memory: "lstm", "gru" or "none"
-    hidden: int = 64 # H, width of the memory, at least 1
-    layers: int = 1 # recurrent layers, at least 1
+    core: Annotated[str, OneOf("lstm", "gru", "none")] = "lstm" # memory
+    hidden: Count = 64 # H, width of the memory
+    layers: Count = 1 # recurrent layers
     residual: bool = False # each recurrent layer adds its normalised output to its input; needs features[-1] == hidden
-    actor: int = 0 # width of one hidden layer per head, 0: none
-    critic: tuple[int, ...] = () # widths of hidden layers of the value
+    actor: Whole = 0 # width of one hidden layer per head, 0: none
+    critic: tuple[Count, ...] = () # widths of hidden layers of the value
     separate_critic: bool = False # a separate trunk for the value
-    embed_columns: tuple[int, ...] = () # observation columns that hold a category number
-    embed_size: int = 0 # number of categories
-    embed_dim: int = 4 # numbers per embedded category
-    floor: float = 0. # least probability of a legal choice, in [0, 1)
+    embed_columns: tuple[Whole, ...] = () # observation columns that hold a category number
+    embed_size: Whole = 0 # number of categories
+    embed_dim: Count = 4 # numbers per embedded category
+    floor: ShareBelow1 = 0. # least probability of a legal choice
     autoregressive: bool = True # heads of later stages see what earlier stages chose; of no effect with one stage
 
     def __post_init__(self):
-        self.check_types()
-        check(self.core in ("lstm", "gru", "none"), "core", self.core, "'lstm', 'gru' or 'none'")
-        check(self.activation in _activations, "activation", self.activation, "'tanh' or 'relu'")
-        check(0 <= self.floor < 1, "floor", self.floor, "a probability in [0, 1)")
-        for name in ("hidden", "layers", "embed_dim"): check_count(name, getattr(self, name))
-        for name in ("actor", "embed_size"): check_count(name, getattr(self, name), 0)
-        for name in ("features", "critic"):
-            widths = getattr(self, name)
-            check(_are_counts(widths, 1), name, widths, "a tuple of widths, each at least 1; () for no layer")
-        columns = _are_counts(self.embed_columns, 0)
-        check(columns, "embed_columns", self.embed_columns, "a tuple of column numbers, counted from 0")
         known = not self.embed_columns or self.embed_size > 0
         check(known, "embed_size", self.embed_size, "the number of categories when embed_columns are given")
         fits = not self.residual or self.core == "none" or self.features[-1:] == (self.hidden,)

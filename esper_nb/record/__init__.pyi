@@ -14,11 +14,7 @@ from .checkpoints import (CheckpointError as CheckpointError, LoadResult as Load
     save_checkpoint as save_checkpoint, load_checkpoint as load_checkpoint,
     contract_difference as contract_difference, EnvState as EnvState, write_checkpoint as write_checkpoint,
     read_checkpoint as read_checkpoint, check_contract as check_contract, previous_checkpoint as previous_checkpoint,
-    checkpoint_digest as checkpoint_digest, save_tensors as save_tensors, load_tensors as load_tensors,
-    ResumableRun as ResumableRun)
-from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
-    new_file as new_file, refuse_link as refuse_link, json_digest as json_digest, write_json as write_json,
-    read_json as read_json, FolderLock as FolderLock, Lease as Lease)
+    save_tensors as save_tensors, load_tensors as load_tensors, ResumableRun as ResumableRun)
 from .rows import (Value as Value, Row as Row, ROW_KEYS as ROW_KEYS, make_rows as make_rows,
     metric_names as metric_names, named_fields as named_fields, flatten as flatten, series as series,
     encode_row as encode_row, decode_row as decode_row)

@@ -4,19 +4,18 @@
 
 # %% auto #0
 __all__ = ['CheckpointError', 'LoadResult', 'save_checkpoint', 'load_checkpoint', 'contract_difference', 'EnvState',
-           'write_checkpoint', 'read_checkpoint', 'check_contract', 'previous_checkpoint', 'checkpoint_digest',
-           'save_tensors', 'load_tensors', 'ResumableRun']
+           'write_checkpoint', 'read_checkpoint', 'check_contract', 'previous_checkpoint', 'save_tensors',
+           'load_tensors', 'ResumableRun']
 
 # %% ../../nbs/record/76_checkpoints.ipynb #c1648759
 import contextlib
 import copy
-import hashlib
 import json
 import os
 import shutil
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core import as_stateful, check, check_count, decode_tree, encode_tree
+from ..core import (
+    FolderLock, as_stateful, check, check_count, content_digest, decode_tree, encode_tree, flush_file, refuse_link)
 from ..learn import END_SIGNALS, StopFlag
-from .files import FolderLock, refuse_link
 from .rows import Row
 from .writers import JSONLWriter, Recorder, RunFolder, count_rows, cut_rows, open_trackers
 
@@ -217,7 +216,7 @@ def write_checkpoint(
     try: encoded = encode_tree(tree, tensors)
     except ValueError as e: raise CheckpointError(str(e)) from e
     texts = [json.dumps(encoded, allow_nan=False), json.dumps(contract or {}, allow_nan=False)]
-    meta = dict(format=_format, tree=texts[0], contract=texts[1], sha256=checkpoint_digest(texts, tensors))
+    meta = dict(format=_format, tree=texts[0], contract=texts[1], sha256=content_digest(texts, tensors))
     work = path.with_name(f".{path.name}.writing")
     if work.is_symlink(): work.unlink()
     shutil.rmtree(work, ignore_errors=True)
@@ -225,7 +224,7 @@ def write_checkpoint(
     try:
         save_tensors(tensors, work/"new", meta)
         os.chmod(work/"new", work.stat().st_mode & 0o666) # as the umask says
-        _flush(work/"new")
+        flush_file(work/"new")
         _publish(work/"new", path)
     finally: shutil.rmtree(work, ignore_errors=True)
     return path.stat().st_size
@@ -258,19 +257,6 @@ def previous_checkpoint(
     "Return the path of the previous checkpoint."
     return Path(path).with_name(f"{Path(path).name}.previous")
 
-def checkpoint_digest(
-    texts: Iterable[str], # tree and contract, as JSON
-    tensors: Mapping[str, Tensor], # by path
-) -> str: # 64 hexadecimal digits
-    "Return the SHA-256 of all contents of a checkpoint."
-    h = hashlib.sha256()
-    for text in texts: h.update(f"{len(text)}:{text}".encode())
-    for name in sorted(tensors):
-        t = tensors[name]
-        h.update(f"{len(name)}:{name} {t.dtype} {tuple(t.shape)} ".encode())
-        if t.numel(): h.update(t.reshape(-1).view(torch.uint8).numpy())
-    return h.hexdigest()
-
 def _read_verified(path: str | Path) -> tuple[Any, Any]: # the tree and the contract
     "Read one file; raise `CheckpointError` if its format or hash is wrong."
     with safe_open(path, framework="pt") as f:
@@ -279,18 +265,11 @@ def _read_verified(path: str | Path) -> tuple[Any, Any]: # the tree and the cont
             found = f"format {meta.get('format')!r}, expected {_format!r}"
             raise CheckpointError(f"{path}: {found}: not a checkpoint of this version")
         tensors = {k: f.get_tensor(k).clone() for k in f.keys()}
-    digest = checkpoint_digest([meta["tree"], meta["contract"]], tensors)
+    digest = content_digest([meta["tree"], meta["contract"]], tensors)
     if digest != meta["sha256"]:
         found = f"sha256 {digest[:12]}…, expected {meta['sha256'][:12]}…"
         raise CheckpointError(f"{path}: {found}: the file was damaged or changed")
     return decode_tree(json.loads(meta["tree"]), tensors), json.loads(meta["contract"])
-
-def _flush(path: Path) -> None:
-    "Wait until a file or folder is on disk."
-    if os.name == "nt" and path.is_dir(): return # Windows has no folder handles to flush
-    fd = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try: os.fsync(fd)
-    finally: os.close(fd)
 
 def _publish(temp: Path, path: Path) -> None:
     "Keep the old file as the previous one, and rename the new one to the path atomically."
@@ -302,7 +281,7 @@ def _publish(temp: Path, path: Path) -> None:
         except OSError: # no hard links here: for a moment only the previous one exists
             os.replace(path, previous_checkpoint(path))
     os.replace(temp, path)
-    _flush(path.parent)
+    flush_file(path.parent)
 
 def save_tensors(
     tensors: Mapping[str, Tensor], # by name

@@ -28,9 +28,8 @@ from queue import Empty, Full, Queue
 from types import NoneType
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from ..core import check
+from ..core import check, check_folder, new_file, refuse_link
 from .alarms import METRICS, Metric, find_metric
-from .files import check_folder, new_file, refuse_link
 from .rows import Row, Value, decode_row, encode_row, make_rows, metric_names, named_fields
 
 # %% ../../nbs/record/74_writers.ipynb #2cdeaa92

@@ -14,9 +14,9 @@ from .exports import (SUFFIXES as SUFFIXES, GrownLanes as GrownLanes, regrow as 
     raw_example as raw_example, RawInput as RawInput, input_facts as input_facts, used_columns as used_columns,
     onnx_answers as onnx_answers, write_network as write_network, Exported as Exported, usage as usage,
     export_run as export_run)
-from .fits import (fit_run as fit_run, begin_fit as begin_fit, open_fit as open_fit,
-    saved_population as saved_population, FitRun as FitRun, pack_record as pack_record,
-    unpack_record as unpack_record)
+from .fits import (MOST_INCIDENTS as MOST_INCIDENTS, fit_run as fit_run, begin_fit as begin_fit, open_fit as open_fit,
+    saved_population as saved_population, FitRun as FitRun, incidents_text as incidents_text,
+    pack_record as pack_record, unpack_record as unpack_record)
 from .follow import about_time as about_time, watch_text as watch_text, reading as reading, RunStatus as RunStatus
 from .growth_rules import (Made as Made, GROWTH_RULES as GROWTH_RULES, FINALISTS as FINALISTS, ARMS as ARMS,
     TRIED as TRIED, Practice as Practice, RuleRow as RuleRow, register_rule as register_rule,

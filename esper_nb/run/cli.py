@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 def _own_task(args: argparse.Namespace) -> "Task | None": # None: a task or recipe was named
     "Create the task of `--data`, if no name was given."
     from esper_nb.train import task_from_path
-    if (args.task if args.command == "fit" else args.recipe) is not None: return None
+    name = args.task if args.command == "fit" else args.recipe
+    given = {k: v for k in ("size", "label", "target", "columns", "groups") if (v := getattr(args, k)) is not None}
+    for k, value in given.items() if name is not None else ():
+        check(False, f"--{k}", value, f"none: {name} brings its own data; to train on yours, leave the name out")
+    if name is not None: return None
     check(args.data is not None, args.command, "", "a name, or --data with a folder of pictures, a table or a text")
     place = Path(args.data)
-    asked = ("size", "label", "target", "columns", "groups")
-    given = {k: v for k in asked if (v := getattr(args, k)) is not None}
     if not place.exists(): raise FileNotFoundError(f"--data {args.data}: no such folder or file")
     table = place.suffix.lower() in (".csv", ".tsv", ".parquet")
     for k, value in given.items():
@@ -85,7 +87,7 @@ def _compare(args: argparse.Namespace) -> None:
     "Run a comparison: print its table, and write its results and plot."
     import matplotlib.pyplot as plt
     from tqdm.auto import tqdm
-    from esper_nb.record import check_output
+    from esper_nb.core import check_output
     from esper_nb.run import RepeatStore, check_faults, chosen_rules, compare_recipe, comparison_text
     from esper_nb.show import plot_compare
     config = _chosen_recipe(args)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from ..core import Interval, Measure, bootstrap_interval, check, check_type, finite_or_none
-from ..record import read_json, write_json
+from ..core import (
+    Interval, Measure, bootstrap_interval, check, check_type, finite_or_none, read_json, write_json)
+
 
 # %% ../../nbs/run/85_comparison.ipynb #ce777655
 METERS = "test_accuracy_pp", "heldout_accuracy_pp", "total", "rollbacks", "fossils", "parameters"
@@ -165,9 +166,15 @@ class Comparison(NamedTuple):
         n = self.networks()[one].size
         lines = [[f"{one}, {n} paired network{'s' * (n != 1)}", f"ahead by {self.measure.unit}{self.priced}"]]
         for k in (k for k in self.names if k != one):
-            ahead = self.ahead(one, k)
-            lines.append([f"{_beside(ahead)} {k}", _interval_text(ahead, "+.1f")])
+            ahead, both = self.ahead(one, k), self._paired(one, k)
+            fewer = f", on {both} of them" if both < n else ""
+            lines.append([f"{_beside(ahead)} {k}{fewer}", _interval_text(ahead, "+.1f")])
         return lines
+
+    def _paired(self, one: str, other: str) -> int:
+        "Return the number of networks that two controllers both played."
+        played = {k: {p.seed: len(p.test_accuracy_pp) for p in self.plays if p.controller == k} for k in (one, other)}
+        return sum(min(lanes, played[other].get(seed, 0)) for seed, lanes in played[one].items())
 
     @property
     def unbeaten(self) -> bool:
@@ -191,11 +198,13 @@ class Comparison(NamedTuple):
         where = f" where {gets('wait-only')}" if "wait-only" in others else ""
         rest = "".join(f"{', ' if i else '; '}{gets(k)}" for i, k in enumerate(k for k in others if k != "wait-only"))
         best = next((k for k in others if k != "oracle"), "oracle") # the oracle uses privileged information
-        ahead, n = self.ahead("PPO", best), min(n, self.networks()[best].size)
+        ahead, both = self.ahead("PPO", best), self._paired("PPO", best)
+        few = f"{both} of the {n} networks, which is what both played"
+        over = few if both < n else f"{n} paired network{'s' * (n != 1)}"
         return (f"The controller grew networks to {self.measure.text(pp['PPO'])}{self.priced} on the test split"
                 f"{where}{rest}. It is {_beside(ahead)} the strongest of them, "
                 f"{_called.get(best, best)}{self._about(best)}: {_interval_text(ahead, '+.1f')} {self.measure.unit} "
-                f"over {n} paired network{'s' * (n != 1)}.")
+                f"over {over}.")
 
     def _about(self, name: str) -> str: # empty for a rule without a note that needed no search
         "Return a rule's note and the epochs that its search used, next to those of the controller's practice."

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import check
-from ..grow import HostConfig, ModuleHostConfig, check_same, export_model, read_as
+from ..core import check, check_output, new_file
+from ..grow import HostConfig, ModuleHostConfig, PickOutput, check_same, export_model, read_as
 from ..train import (
     MISSING, UNSEEN, Column, Examples, ImageData, Population, TargetData, TextData, evaluate, is_own,
     read_own, split_examples)
-from ..record import RunFolder, check_output, load_tensors, new_file, read_checkpoint, save_tensors
+from ..record import RunFolder, load_tensors, read_checkpoint, save_tensors
 from .compare import PolicyPlayer, compare_controllers
 from .fits import saved_population
 from .plugins import open_settings
@@ -291,9 +291,11 @@ def export_run(
     first, pop = next(p for p in reversed(grown.parts) if p[0] <= lane)
     x = lane_example(pop)
     net, raw, columns = export_model(pop.model, lane - first, x, bake=True).cpu(), raw_example(pop), []
-    weights = net
+    weights, host = net, pop.task.host
+    if isinstance(host, ModuleHostConfig) and host.output is not None: # a file answers with the scores alone
+        net.register_forward_hook(PickOutput(host.output))
     if not isinstance(pop.data, TextData):
-        net = RawInput(net, pop.data, pop.task.host).cpu().eval()
+        net = RawInput(net, pop.data, host).cpu().eval()
         check_same("the preprocessing", net.normalise, lambda _: x.cpu(), [raw], 1e-4)
         if raw.ndim == 2: columns = used_columns(pop.data, read_own(pop.task.data))
     write_network(weights if target.suffix == ".safetensors" else net, raw, target, columns)

@@ -11,9 +11,9 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from ..core import Config, changed_settings, check, check_count, option_text
+from ..core import Config, Count, RandomSeed, Range, changed_settings, check, option_text
 from ..grow import SHORT_LIFE, list_blueprints
 from ..train import FitConfig, ImageData, Task, TextData, get_task, is_own, list_tasks, task_words
 from ..control import SHORT, EnvConfig, GrowVecEnv
@@ -30,15 +30,17 @@ class RunConfig(Config):
     env: EnvConfig = field(default_factory=EnvConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    seed: int = 0 # of the whole run: it replaces `ppo.seed`
-    minutes: float | None = None # limit of training time, checked after each update; None: `ppo.num_updates` decides
-    save_every: int = 5 # updates between checkpoints
+    seed: RandomSeed = 0 # of the whole run: it replaces `ppo.seed`
+    # limit of training time, checked after each update; None: `ppo.num_updates` decides
+    minutes: Annotated[float, Range(0, 1e7, above=True)] | None = None
+    save_every: Count = 5 # updates between checkpoints
     sampled: bool = False # final play: sample actions as in training; False: take the most likely ones
     plugins: tuple[str, ...] = () # loaded first, in every process
     log: tuple[str, ...] = () # trackers that also receive the rows
-    comparison: float = .33 # budget of the other controllers at the end, as a share of the training steps; 0: none
+    # budget of the other controllers at the end, as a share of the training steps; 0: none
+    comparison: Annotated[float, Range(0, 100)] = .33
     engine: str = "local" # that trains lanes and plays seeds of a comparison: "local", "process" or "ray"
-    shards: int = 1 # number of shards, each in its own worker
+    shards: Count = 1 # number of shards, each in its own worker
 
     @property
     def split(self) -> bool:
@@ -50,15 +52,9 @@ class RunConfig(Config):
         discounts = (self.env.gamma, self.ppo.gamma)
         check(self.env.gamma == self.ppo.gamma, "env.gamma, ppo.gamma", discounts,
               "the same number: the reward's shaping and the learner discount alike")
-        check(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2**63 - 1")
         check(self.ppo.num_updates < 10**9, "ppo.num_updates", self.ppo.num_updates, "below a billion")
-        years = self.minutes is None or 0 < self.minutes <= 1e7 # nineteen of them
-        check(years, "minutes", self.minutes, "a number above 0 and up to 10 million, or None")
-        check(0 <= self.comparison <= 100, "comparison", self.comparison, "a share from 0 to 100")
-        check_count("save_every", self.save_every)
         check(all(k in TRACKERS for k in self.log), "log", self.log, f"some of {', '.join(TRACKERS)}")
         check(self.engine in ENGINES, "engine", self.engine, f"one of {', '.join(ENGINES)}")
-        check_count("shards", self.shards)
         most = self.env.num_envs
         check(self.shards <= most, "shards", self.shards, f"at most {most}, one for each lane")
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import __version__
-from ..core import check, check_count, default_workers
+from ..core import FolderLock, check, check_count, default_workers, json_digest, read_json, write_json
 from ..learn import Update
-from ..record import FolderLock, json_digest, read_json, write_json
+
 from .compare import Player, RulePlayer, compare_controllers
 from .comparison import Comparison, PracticeUpdate
 from .engines import Callback, check_engine, new_worker, start_ray, work_off

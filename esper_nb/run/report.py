@@ -26,10 +26,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..core import Measure, changed_settings, check, option_text
+from ..core import Measure, changed_settings, check, check_output, new_file, option_text
 from ..record import (
-    LABELS, AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, check_output, find_metric, lane_scores,
-    new_file, observation_ranges, phase_shares, pick_rows, read_rows, reward_mix, rollbacks, seed_lives)
+    LABELS, AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, find_metric, lane_scores,
+    observation_ranges, phase_shares, pick_rows, read_rows, reward_mix, rollbacks, seed_lives)
 from ..show import (
     asset_path, explain, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards,
     plot_run, plot_side_by_side, plot_slots, theme)

@@ -18,14 +18,13 @@ import torch
 from tqdm.auto import tqdm
 
 from .. import __version__
-from ..core import check
+from ..core import FolderLock, check, new_file
 from ..train import ImageData, TextData
 from ..control import HEADS, OBSERVATIONS, GrowVecEnv
 from ..learn import Learner, StopFlag, Update
 from ..record import (
-    AlarmWatch, EnvRows, EnvState, FolderLock, JSONLWriter, Recorder, ResumableRun, Row, RunFolder,
-    alarm_rows, check_contract, check_trackers, new_file, new_run, run_origin,
-    run_rows, save_tensors, test_rows, update_rows)
+    AlarmWatch, EnvRows, EnvState, JSONLWriter, Recorder, ResumableRun, Row, RunFolder, alarm_rows, check_contract,
+    check_trackers, new_run, run_origin, run_rows, save_tensors, test_rows, update_rows)
 from ..show import plot_learning
 from .compare import Player, PolicyPlayer, compare_controllers, simple_controllers
 from .comparison import Comparison, comparison_text

@@ -3,8 +3,9 @@
 // Names used throughout: `ctx` is the drawing context; `look` holds colours and font; `run` is the page's copy of the
 // session; `box` is a rectangle {x, y, w, h} of the canvas; `X` and `Y` turn a batch and a loss into pixels. An
 // incident has `x` (batch of the anomaly), `end` (batch at which training resumed), `back` (batch of the restored
-// snapshot, or null) and `recovered` (batch of the first loss as good as before, or null). A loss of Infinity was not
-// finite, NaN was not measured.
+// snapshot, or null), `level` (its loss, or null), `lost_from` (the last batch before those that were lost) and
+// `recovered` (batch of the first loss as good as before, or null). A loss of Infinity was not finite, NaN was not
+// measured.
 
 const DASH = {limit: [], absolute: [7, 4], rise: [1.5, 4]};
 const RAIL = 15; // pixels above the loss axis where losses stand that are not finite
@@ -604,8 +605,8 @@ function brokenLosses(ctx, look, run, X, y, first) {
 // ---------------------------------------------------------------- rollbacks
 
 function lostStretch(ctx, look, incident, box, X) {
-  if (incident.back === null) return;
-  const x = X(incident.back), width = X(incident.end) - x;
+  if (incident.back === null || incident.lost === 0) return;
+  const x = X(incident.lost_from), width = X(incident.end) - x;
   ctx.fillStyle = faded(look.limit, 0.07);
   ctx.fillRect(x, box.y, width, box.h);
   hatch(ctx, x, box.y, width, box.h, faded(look.limit, 0.16));
@@ -645,7 +646,8 @@ function rollback(ctx, look, run, incident, box, X, Y, places) {
   };
   const x = X(incident.x), y = height(incident.x) ?? box.y + 8, tags = [];
   if (incident.back !== null) {
-    const back = [X(incident.back), height(incident.back) ?? box.y + RAIL + 20];
+    const good = incident.level === null ? height(incident.back) : Y(incident.level);
+    const back = [X(incident.back), good ?? box.y + RAIL + 20];
     wayBack(ctx, look, [x, y], back, box.y + RAIL);
     places.take(back[0] - 6, back[1] - 15, 12, 22);
     tags.push(() => snapshotTag(ctx, look, run, incident, back, box, places));
@@ -796,7 +798,7 @@ function stripIncident(ctx, look, run, incident, box, X) {
   const height = box.h / run.head.lanes, y = box.y + incident.lane * height, x = X(incident.x);
   if (x < box.x) return;
   if (incident.back !== null) {
-    const left = Math.max(box.x, X(incident.back));
+    const left = Math.max(box.x, X(incident.lost_from));
     hatch(ctx, left, y, X(incident.end) - left, height - 1, faded(look.limit, 0.8));
   }
   const radius = Math.min(4, height / 2);

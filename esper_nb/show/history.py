@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LIMITS', 'CURVE_COLUMNS', 'DownsampledSeries', 'keep_later', 'keep_last_known', 'Note', 'FaultMark', 'Incident',
-           'incident_from_report', 'recovered_at', 'History', 'lane_limits', 'SlotState', 'slot_codes', 'decode_slots',
-           'StateLayout', 'controller_curves', 'controller_point', 'seed_lines']
+           'incident_from_report', 'restored_level', 'recovered_at', 'History', 'lane_limits', 'SlotState',
+           'slot_codes', 'decode_slots', 'StateLayout', 'controller_curves', 'controller_point', 'seed_lines']
 
 # %% ../../nbs/show/80_history.ipynb #5e93e933
 import threading
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import check, check_count
-from ..guard import Governor, Report, loss_limits
+from ..guard import NOTES, Governor, Report, loss_limits
 from ..grow import COLUMNS, Growing, Stage
 from ..control import OPERATIONS
 from ..record import Recorder, Row
@@ -91,7 +91,7 @@ class Note(NamedTuple):
     "A line of the log."
     number: int
     x: int # position on the axis: batches done
-    kind: str # "control", "verdict", "fault", "seed" or "error"
+    kind: str # "verdict": a failure; "back": it is good again; "control", "fault", "seed" or "error"
     text: str
 
 # %% ../../nbs/show/80_history.ipynb #f455935f
@@ -121,11 +121,17 @@ class Incident:
     cause: str | None = None # name of the cause, if it was found
     why: str = "" # the cause as a sentence
     compared: str = "" # what the rule compared the loss with, as in the report: "limit 4.61"
+    level: float | None = None # loss of the restored state; None: no rollback, or not known
 
     @property
     def lost(self) -> int: # batches
         "Return the number of batches that the rollback discarded."
         return 0 if self.back is None else max(0, self.end - self.back - self.redone)
+
+    @property
+    def lost_from(self) -> int: # batch
+        "Return the batch behind which everything up to `end` was discarded."
+        return self.end - self.lost
 
     def __str__(self) -> str:
         back = "" if self.back is None else f", back to {self.axis} {self.back}, {self.lost} lost"
@@ -151,6 +157,19 @@ def incident_from_report(
                     back=back, loss=loss, compared=report.compared, target=report.mean,
                     rollbacks_left=report.rollbacks_left, redone=report.redone, axis=axis, cause=report.cause,
                     why=report.why or report.wrong)
+
+def restored_level(
+    incident: Incident, # a rollback
+    earlier: Iterable[Incident], # of the same lane
+    batches: np.ndarray, # (k,) of the curve
+    losses: np.ndarray, # (k,) of the lane
+) -> float | None: # None: nothing is known of it
+    "Return the loss of the restored state: of the last batches before it that no rollback had discarded."
+    assert incident.back is not None  # only rollbacks restore
+    kept = np.isfinite(losses) & (batches <= incident.back)
+    for i in earlier:
+        if i.back is not None: kept &= (batches <= i.back) | (batches > i.end)
+    return float(np.median(losses[kept][-5:])) if kept.any() else incident.target
 
 def recovered_at(
     incident: Incident, # a rollback
@@ -226,7 +245,7 @@ class History:
         for line in seed_lines(frame): self.note("seed", line)
 
     def note(self,
-        kind: str, # "control", "verdict", "fault", "seed" or "error"
+        kind: str, # of a `Note`
         text: str,
     ) -> None:
         "Append a line to the log."
@@ -293,9 +312,13 @@ class History:
 
     def _add_incident(self, incident: Incident) -> None:
         incident.number = self._lines + 1
+        if incident.back is not None:
+            earlier = [i for i in self.incidents if i.lane == incident.lane]
+            points = self.losses.rows
+            incident.level = restored_level(incident, earlier, points[:, 0], points[:, 1 + incident.lane])
+            self._unrecovered.append(incident)
         self.incidents.append(incident)
-        if incident.back is not None: self._unrecovered.append(incident)
-        self.note("verdict", str(incident))
+        self.note("control" if incident.action in NOTES else "verdict", str(incident))
 
     def _add_causes(self) -> None: # to incidents whose cause was found since
         if self.source.governor is None: return
@@ -305,7 +328,7 @@ class History:
             if incident is None: continue
             incident.cause = report.cause
             incident.why = report.why
-            self.note("verdict", f"lane {report.lane}: the cause was {report.cause}: {report.why}")
+            self.note("control", f"lane {report.lane}: the cause was {report.cause}: {report.why}")
 
     def _mark_recoveries(self, xs: np.ndarray, loss: np.ndarray) -> None: # (k,) and (k, n) of a step
         for incident in list(self._unrecovered):
@@ -315,20 +338,29 @@ class History:
             after = incident.recovered - incident.end
             unit = self.source.axis[after != 1]
             text = f"recovered {after} {unit} after the rollback: the loss is as low as before"
-            self.note("verdict", f"lane {incident.lane}: {text}")
+            self.note("back", f"lane {incident.lane}: {text}")
 
     def _judge_faults(self) -> None: # logs the effect of faults without an incident
         one, many = self.source.axis
         wait = 200 if one == "batch" else 10
         for mark in list(self._unanswered):
-            answered = any(i.lane == mark.lane and i.x >= mark.x for i in self.incidents)
-            if not answered and self.x < mark.x + wait: continue
+            ahead = min((m.x for m in self.faults if m.lane == mark.lane and m.x > mark.x), default=mark.x + wait)
+            end = min(ahead, mark.x + wait) # from there on an incident belongs to the next fault
+            answered = any(i.lane == mark.lane and mark.x <= i.x < end for i in self.incidents)
+            if not answered and self.x < end: continue
             self._unanswered.remove(mark)
-            if answered: continue
-            x, loss = self.losses.rows[:, 0], self.losses.rows[:, 1 + mark.lane]
-            before, now = (float(np.median(part[-20:])) if len(part) else np.nan for part in (loss[x < mark.x], loss))
-            became = f"{'was harmless:' if now <= 2 * before else 'raised'} no alarm in {wait} {many}"
-            self.note("verdict", f"lane {mark.lane}: {mark.kind} {became}, loss {now:.2g}, before {before:.2g}")
+            if not answered: self._tell_effect(mark, end, f"{end - mark.x} {one if end - mark.x == 1 else many}")
+
+    def _tell_effect(self, mark: FaultMark, end: int, span: str) -> None: # end: batch up to which it is judged
+        "Log what a fault that no incident answered did to the loss."
+        x, loss = self.losses.rows[:, 0], self.losses.rows[:, 1 + mark.lane]
+        after = loss[(x >= mark.x) & (x < end)]
+        parts = loss[x < mark.x], after if len(after) else loss[x < end][-1:] # a short span may lie within a point
+        before, now = (float(np.median(part[-20:])) if len(part) else np.nan for part in parts)
+        harmless = now <= 2 * before
+        became = f"{'was harmless:' if harmless else 'raised'} no alarm in {span}"
+        text = f"lane {mark.lane}: {mark.kind} {became}, loss {now:.2g}, before {before:.2g}"
+        self.note("back" if harmless else "verdict", text)
 
 # %% ../../nbs/show/80_history.ipynb #691b3d29
 LIMITS = ("limit", "absolute", "sigma", "multiple", "rise") # columns of `lane_limits`

@@ -69,7 +69,8 @@ def stage_entry(
     style, word = stage_style(stage.name), stage.name.lower()
     return dict(colour=style.color, ink=style.ink, word=word, letter=word[0].upper())
 
-_drawn = ("number", "lane", "reason", "action", "x", "end", "back", "loss", "lost", "recovered", "cause") # fields sent
+_drawn = ("number", "lane", "reason", "action", "x", "end", "back", "loss", "level", "lost", "lost_from", "recovered",
+          "cause") # fields sent
 
 # %% ../../nbs/show/82_live.ipynb #8a002f1f
 class ReaderPosition(NamedTuple):

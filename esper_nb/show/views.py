@@ -38,7 +38,7 @@ def duration_text(
 
 # %% ../../nbs/show/83_views.ipynb #45069631
 STATE_SYMBOLS = dict(ready="○", running="▶", paused="❙❙", stopped="■", done="✓", failed="✕") # state -> symbol
-NOTE_SYMBOLS = dict(control="·", verdict="✕", fault="⚡", seed="❀", error="!") # kind of a note -> symbol
+NOTE_SYMBOLS = dict(control="·", verdict="✕", back="✓", fault="⚡", seed="❀", error="!") # kind of a note -> symbol
 
 def status_parts(
     s: dict[str, Any], # from `session_status`
@@ -107,9 +107,7 @@ def status_html(
 
 # %% ../../nbs/show/83_views.ipynb #6f223616
 def _note_html(n: Note) -> str:
-    recovered = ": recovered " in n.text
-    style, sign = ("back", "✓") if recovered else (n.kind, NOTE_SYMBOLS[n.kind])
-    return f'<div class="{style}"><b>{n.x}</b><i>{sign}</i><span>{html.escape(n.text)}</span></div>'
+    return f'<div class="{n.kind}"><b>{n.x}</b><i>{NOTE_SYMBOLS[n.kind]}</i><span>{html.escape(n.text)}</span></div>'
 
 def log_html(
     session: Session,
@@ -213,15 +211,16 @@ def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident, row: i
     # `row` of its label, from the top
     def at(batch: float) -> float: return loss[min(int(np.searchsorted(x, batch)), len(x) - 1)] if len(x) else np.nan
     assert i.back is not None  # only rollbacks are drawn
-    top, back = ax.get_ylim()[1] / 1.6, at(i.back)
+    top, back = ax.get_ylim()[1] / 1.6, at(i.back) if i.level is None else i.level
     failure = float(np.fmin(at(i.x), top)) # inside the axes, even for a non-finite loss
     if not np.isfinite(back): back = 1.
-    ax.axvspan(i.back, i.end, facecolor=RED, alpha=.12, lw=0)
+    ax.axvspan(i.lost_from, i.end, facecolor=RED, alpha=.12, lw=0)
     arrow = dict(arrowstyle="-|>", color=GREEN, ls="--", connectionstyle="arc3,rad=.35", lw=1.5)
     ax.annotate("", (i.back, back), (i.x, failure), arrowprops=arrow)
     ax.plot([i.x], [failure], "x", color=RED, ms=8, mew=2.4)
     ax.plot([i.back], [back], "D", mfc="white", mec=GREEN, ms=7, mew=1.8, zorder=6)
-    ax.annotate(f"{i.reason} → {i.action}\n{i.lost} lost", (i.end, .96), (10, -26 * row), fontsize=8, va="top",
+    said = "\n".join([f"{i.reason} → {i.action}", f"{i.lost} lost", *([f"cause: {i.cause}"] if i.cause else [])])
+    ax.annotate(said, (i.end, .96), (10, -38 * row), fontsize=8, va="top",
                 xycoords=ax.get_xaxis_transform(), textcoords="offset points", color=WINE, zorder=6,
                 bbox=dict(fc="white", alpha=.8, lw=0, pad=1))
     if i.recovered is None: return
@@ -267,7 +266,7 @@ def draw_lanes(
                       vmax=max(high, low + .1))
     for i in session.incidents:
         if i.back is not None:
-            ax.barh(i.lane, i.end - i.back, 1, i.back, facecolor="none", edgecolor=RED, hatch="////", lw=.8)
+            ax.barh(i.lane, i.lost, 1, i.lost_from, facecolor="none", edgecolor=RED, hatch="////", lw=.8)
         ax.plot(i.x, i.lane, "x", color=RED, ms=7, mew=2.2)
     ax.set(ylabel="lane", ylim=(n - .5, -.5), yticks=range(0, n, max(1, n // 3)),
            title="All lanes: the stronger, the higher the loss; ✕ an incident")

@@ -44,15 +44,14 @@ from .optim import (check_state as check_state, LaneState as LaneState, lanes_ap
     optimizer_class as optimizer_class, check_options as check_options, fill_state as fill_state,
     state_names as state_names, equal_stretches as equal_stretches, LaneViews as LaneViews)
 from .population import (Forecaster as Forecaster, SMALL_GROUP as SMALL_GROUP, MIXED_BYTES as MIXED_BYTES,
-    SIGNALS as SIGNALS, LOOKED_AT as LOOKED_AT, check_fit_config as check_fit_config, FitConfig as FitConfig,
-    TrainResult as TrainResult, GroupResult as GroupResult, SeedWorth as SeedWorth, EpochResult as EpochResult,
-    LaneRates as LaneRates, Spare as Spare, Population as Population, new_governor as new_governor,
-    new_stepper as new_stepper, new_population as new_population, owners_in_use as owners_in_use, part_of as part_of,
-    lane_bytes as lane_bytes, grown_plan as grown_plan, seed_health as seed_health, traced as traced,
-    latest_pass as latest_pass, site_signals as site_signals, join_results as join_results,
-    spread_lanes as spread_lanes, join_ablations as join_ablations, total_gain as total_gain,
-    join_groups as join_groups, sum_and_best as sum_and_best, undone_germination as undone_germination,
-    kept_history as kept_history)
+    SIGNALS as SIGNALS, LOOKED_AT as LOOKED_AT, FitConfig as FitConfig, TrainResult as TrainResult,
+    GroupResult as GroupResult, SeedWorth as SeedWorth, EpochResult as EpochResult, LaneRates as LaneRates,
+    Spare as Spare, Population as Population, new_governor as new_governor, new_stepper as new_stepper,
+    new_population as new_population, owners_in_use as owners_in_use, part_of as part_of, lane_bytes as lane_bytes,
+    grown_plan as grown_plan, seed_health as seed_health, traced as traced, latest_pass as latest_pass,
+    site_signals as site_signals, join_results as join_results, spread_lanes as spread_lanes,
+    join_ablations as join_ablations, total_gain as total_gain, join_groups as join_groups,
+    sum_and_best as sum_and_best, undone_germination as undone_germination, kept_history as kept_history)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
 from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, FENCE as FENCE,
@@ -61,11 +60,11 @@ from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as
     Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
-    accuracy_pp as accuracy_pp, check_settings as check_settings, check_fit as check_fit, Task as Task,
-    register_task as register_task, list_tasks as list_tasks, get_task as get_task,
-    task_from_folder as task_from_folder, task_from_table as task_from_table, task_from_arrays as task_from_arrays,
-    task_from_dataset as task_from_dataset, task_from_text as task_from_text, task_words as task_words,
-    task_from_path as task_from_path, create_model as create_model)
+    accuracy_pp as accuracy_pp, check_fit as check_fit, Task as Task, register_task as register_task,
+    list_tasks as list_tasks, get_task as get_task, task_from_folder as task_from_folder,
+    task_from_table as task_from_table, task_from_arrays as task_from_arrays, task_from_dataset as task_from_dataset,
+    task_from_text as task_from_text, task_words as task_words, task_from_path as task_from_path,
+    create_model as create_model)
 from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
     StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
     train_group as train_group, may_defer as may_defer, group_epoch as group_epoch)

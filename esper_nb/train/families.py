@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..core import Config, check, generator
+from ..core import Config, PositiveShare, ShareBelow1, Whole, check, generator
 from ..grow import CNNHost
 from .data import Epoch, ImageData, TargetData
 from .population import Population
@@ -24,17 +24,14 @@ from .population import Population
 @dataclass(frozen=True)
 class Instance(Config):
     "The restrictions of a lane's network and of its data."
-    blind: tuple[int, ...] = () # blocks whose windows see their own pixel only
-    groups: int = 0 # classes that the given ones are put into; 0: left as they are
-    noise: float = 0. # share of the training labels that are wrong, 0 to 1
-    share: float = 1. # of the training pictures, above 0, up to 1
+    blind: tuple[Whole, ...] = () # blocks whose windows see their own pixel only
+    groups: Whole = 0 # classes that the given ones are put into; 0: left as they are
+    noise: ShareBelow1 = 0. # share of the training labels that are wrong
+    share: PositiveShare = 1. # of the training pictures
     shuffled: bool = False # pixels in another order
 
     def __post_init__(self):
-        object.__setattr__(self, "blind", tuple(self.blind))
-        check(0 <= self.noise < 1, "noise", self.noise, "a share from 0, below 1")
-        check(0 < self.share <= 1, "share", self.share, "a share above 0, up to 1")
-        check(self.groups >= 0 and self.groups != 1, "groups", self.groups, "0, or at least 2 classes")
+        check(self.groups != 1, "groups", self.groups, "0, or at least 2 classes")
 
     def __str__(self):
         lacks = "sees" if not self.blind else f"blind {'+'.join(map(str, self.blind))}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor, nn
 
-from ..core import Config, by_lane, check, check_count, generator
+from ..core import Config, RandomSeed, Whole, by_lane, check, generator
 from .data import is_target
 from .trainer import Disturb, StepState
 
@@ -104,14 +104,18 @@ class Fault(Config):
     [(1, 'non-finite', 'rollback')]
     """
     kind: str # one of `list_faults()`
-    lane: int = 0 # which lane
-    epoch: int = 5 # in which epoch it begins
-    batch: int = 0 # before which batch of that epoch
-    seed: int = 0 # of the fault's random numbers
+    lane: Whole = 0 # which lane
+    epoch: Whole = 5 # in which epoch it begins
+    batch: Whole = 0 # before which batch of that epoch
+    seed: RandomSeed = 0 # of the fault's random numbers
 
     def __post_init__(self):
         check(self.kind in _faults, "fault", self.kind, f"one of {', '.join(_faults)}")
-        for k in ("lane", "epoch", "batch"): check_count(k, getattr(self, k), 0)
+
+    @property
+    def text(self) -> str: # as `parse_fault` takes it
+        "Return the fault as on the command line, such as nan:2:5."
+        return f"{self.kind}:{self.lane}:{self.epoch}"
 
     def at(self, epoch: int) -> Disturb | None:
         "Return the disturbance if the fault is due in the epoch, else None."

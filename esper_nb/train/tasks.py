@@ -4,22 +4,23 @@
 
 # %% auto #0
 __all__ = ['FEW_CLASSES', 'SOURCES', 'split_lanes', 'lane_cross_entropy', 'class_counts', 'correct_counts', 'accuracy_pp',
-           'check_settings', 'check_fit', 'Task', 'register_task', 'list_tasks', 'get_task', 'task_from_folder',
-           'task_from_table', 'task_from_arrays', 'task_from_dataset', 'task_from_text', 'task_words', 'task_from_path',
-           'create_model']
+           'check_fit', 'Task', 'register_task', 'list_tasks', 'get_task', 'task_from_folder', 'task_from_table',
+           'task_from_arrays', 'task_from_dataset', 'task_from_text', 'task_words', 'task_from_path', 'create_model']
 
 # %% ../../nbs/train/35_tasks.ipynb #61ee899e
-import difflib, fnmatch, math, re
+import difflib, fnmatch, re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from ..core import Config, check, check_count, check_device, printable
+from ..core import (
+    Config, Count, NonNegative, OneOf, Positive, ShareBelow1, check, check_count, check_device, printable)
 from ..grow import (
-    CNNConfig, GPTConfig, Growing, GrowingModel, HostConfig, ModuleHostConfig, Rules, check_slots, host_sites,
+    CNNConfig, GPTConfig, Growing, GrowingModel, ModuleHostConfig, Rules, check_slots, host_sites,
     module_model, new_host)
 from .data import (
     ImageData, TextData, count_answers, is_target, lane_target_loss, share_pp, target_counts)
@@ -84,22 +85,6 @@ def accuracy_pp(logits: Tensor, y: Tensor, n: int = 1) -> Tensor: # (n,) float32
 # %% ../../nbs/train/35_tasks.ipynb #7e9e8698
 SOURCES = ("digits", "cifar10", "prose", "tinystories") # sources of a task's data
 
-def _number(v) -> bool: return isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
-
-def check_settings(task): # raises a ValueError that names the setting
-    "Raise for a task that cannot be trained."
-    check(isinstance(task.name, str) and task.name != "", "name", task.name, "a non-empty str")
-    check(task.data in SOURCES or is_own(task.data), "data", task.data, f"one of {', '.join(SOURCES)}, or yours")
-    check(isinstance(task.host, HostConfig), "host", task.host,
-          "a CNNConfig or a GPTConfig, or a ModuleHostConfig of your own")
-    check_slots(task.slots, host_sites(task.host))
-    for k in ("batch_size", "epochs"): check_count(k, getattr(task, k))
-    check(task.optimizer in ("sgd", "adam", "adamw"), "optimizer", task.optimizer, "'sgd', 'adam' or 'adamw'")
-    check(_number(task.lr) and task.lr > 0, "lr", task.lr, "a finite number above 0")
-    check(_number(task.momentum) and 0 <= task.momentum < 1, "momentum", task.momentum, "a number in [0, 1)")
-    check(_number(task.weight_decay) and task.weight_decay >= 0, "weight_decay", task.weight_decay,
-          "a finite number of at least 0")
-
 # %% ../../nbs/train/35_tasks.ipynb #4380ddd7
 def check_fit(task, data: ImageData | TextData): # raises a ValueError that names what to change
     "Raise for data whose shape does not fit the host."
@@ -137,16 +122,17 @@ class Task(Config):
     data: str # one of `SOURCES`, or a text from `own_source`
     host: CNNConfig | GPTConfig | ModuleHostConfig
     slots: tuple[str, ...] # default slots
-    batch_size: int # examples per lane and batch step
-    epochs: int # horizon of a run
-    optimizer: str = "sgd" # "sgd", "adam" or "adamw"
-    lr: float = .01 # for host and seeds alike
-    momentum: float = .9 # of SGD
-    weight_decay: float = 5e-4
+    batch_size: Count # examples per lane and batch step
+    epochs: Count # horizon of a run
+    optimizer: Annotated[str, OneOf("sgd", "adam", "adamw")] = "sgd"
+    lr: Positive = .01 # for host and seeds alike
+    momentum: ShareBelow1 = .9 # of SGD
+    weight_decay: NonNegative = 5e-4
     notes: tuple[str, ...] = () # what was done with data of your own, one line each
 
     def __post_init__(self):
-        check_settings(self)
+        check(self.name != "", "name", self.name, "a name that is not empty")
+        check(self.data in SOURCES or is_own(self.data), "data", self.data, f"one of {', '.join(SOURCES)}, or yours")
         object.__setattr__(self, "slots", check_slots(self.slots, host_sites(self.host)))
 
     @property

@@ -96,7 +96,7 @@ def run_epoch(
 
 # %% ../../nbs/train/39_trainer.ipynb #aa033cbd
 Decisions = Sequence[Decision | Sequence[Decision] | None] # one entry per lane
-Controller = Callable[[Population, EpochResult | None], Decisions]
+Controller = Callable[[Population, EpochResult | None], Decisions | None] # None: nothing now
 
 def fit(
     pop: Population, # trained in place; call again to continue
