@@ -784,11 +784,11 @@ class Governor:
             self.good.discard()
             return self._act(Moment().of_state(bad))
         due = when.is_due(c)
-        if (when.since % 8 == 0 or due and not checkup.waits) and not len(self.losses):
+        if (when.since % 8 == 0 or due and not checkup.waiting) and not len(self.losses):
             found = checkup.find_damage(c)
             if found is not None: return found[0] or (self._act(Moment().of_state(found[1])) if found[1] else ())
             if when.since % BACK == 0 and (m := checkup.find_small_rise(c)): self._advance(PhaseMove.RISE, m)
-        return self._renew_snapshot() if due and not checkup.waits else () # not among batches that damage
+        return self._renew_snapshot() if due and not checkup.waiting else () # until no more bad batches come
 
     def _renew_snapshot(self) -> tuple[Report, ...]: # of a state that is no good
         "Publish the snapshot on probation, if the losses since were healthy, and take another where one is due."

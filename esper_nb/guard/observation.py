@@ -314,8 +314,8 @@ class RiseEffects:
         """Look for the cause of a rise. Without one the live weights stay, unless it is certain that they are worse:
         the loss has been shown to measure the weights of this run, or it is a thousand times its level."""
         if not (self.recovery.repairs.repeatable and config.explain_steps and config.proof): return (), PhaseMove.PROVED
-        report = self.observed.report
-        found = self.recovery.prove(report and replace(report, old_loss=self.rise.old_loss), config)
+        report = self.observed.report and replace(self.observed.report, old_loss=self.rise.old_loss)
+        found = self.recovery.prove(report, config)
         certain = self.rise.is_absurd() or self.comparison.is_proven
         proved = found.ruined or found.cause in DISTURBED
         if proved and (certain or found.cause not in (*NO_PROOF, *WEAK_CAUSES)): return (), PhaseMove.PROVED
@@ -387,9 +387,11 @@ class RunCheckup:
         run: GuardedRun, # whose state and losses they are
         observed: RiseObservation, # its phase
         comparison: RunComparison, # of its weights
+        recovery: Recovery, # which replays steps
         state: StateJudge, # which mends what it can
     ):
-        self.run, self.observed, self.comparison, self.state = run, observed, comparison, state
+        self.run, self.observed, self.comparison = run, observed, comparison
+        self.recovery, self.state = recovery, state
         self.course = LossCourse()
 
     @property
@@ -397,14 +399,14 @@ class RunCheckup:
         "Whether the gate has changed an update since the last note."
         return self.state.updates.changed
 
+    @property
+    def waiting(self) -> bool:
+        "Whether to wait until no more of the batches come that make buffers jump."
+        return self.state.health.waited > 0
+
     def note_updates(self, config: GovernorConfig):
         "Note updates that the gate has changed."
         self.state.note_updates(config)
-
-    @property
-    def waits(self) -> bool:
-        "Whether batches still come that make buffers jump: nothing is published or mended before they are over."
-        return self.state.health.waited > 0
 
     def find_damage(
         self,
@@ -413,19 +415,18 @@ class RunCheckup:
         "Look at the buffers, and mend those that have jumped."
         if self.run.ranks or not self.observed.calm: return None
         self.comparison.calibration.begin(tuple(self.run.losses.recent))
-        run, health, repairs = self.run, self.state.health, self.comparison.repairs
-        jumped, more = health.find_jumps(), False
-        if jumped and repairs.repeatable:
-            with self.state.updates.unseen(): more = repairs.latest_is_bad(run.good.at().batch, health.bad_now)
-        if jumped and run.good.probation.held: run.good.discard() # it was taken among such batches
+        health, probation = self.state.health, self.run.good.probation
+        jumped = health.find_jumps()
+        more = bool(jumped) and self.recovery.latest_is_bad()
+        if jumped and probation.held: self.run.good.discard() # it was taken among such batches
         if more and health.waited == LASTS: return self.state.learn_buffers(jumped)
         if health.waits(more) or not jumped: return None
-        done = self.state.mend_buffers(jumped, repairs.repeatable, config)
+        done = self.state.mend_buffers(jumped, self.recovery.repairs.repeatable, config)
         return ((), jumped) if done is None else (done, ())
 
     def mend_moments(self, bad: tuple[str, ...], config: GovernorConfig) -> bool: # names; False: all is to be restored
         "Restore moments alone, where nothing else is damaged."
-        return self.state.mend_moments(bad, self.comparison.repairs.repeatable, config)
+        return self.state.mend_moments(bad, self.recovery.repairs.repeatable, config)
 
     def find_small_rise(self, config: GovernorConfig) -> Moment | None: # None: there is none
         "Look for a rise that no rule has found, where a comparison costs no batch; once after each good state."
@@ -488,7 +489,7 @@ class RunJudge:
         self.comparison = RunComparison(run, self.repairs, self.updates.unseen, evaluate)
         self.effects = RiseEffects(run, observed, self.comparison, self.recovery)
         self.response = SingleRun(run.snapshot, run.rates, self.repairs.keeping_inputs)
-        self.checkup = RunCheckup(run, observed, self.comparison, self.state)
+        self.checkup = RunCheckup(run, observed, self.comparison, self.recovery, self.state)
         run.log.followers.append(self.repairs.follow)
 
     @property

@@ -259,17 +259,18 @@ class Recovery:
         if not dry.exact: self.run.log.remark("replay", f"no step is run twice: {dry.why}")
         return dry.exact
 
-    def prove(
-        self,
-        report: Report | None, # of the comparison
-        config: GovernorConfig, # how far a search may go
-    ) -> Explanation:
+    def prove(self, report: Report | None, config: GovernorConfig) -> Explanation: # of the comparison
         "Look for the cause of a rise before anything is done about it."
         incident = self.repairs.open(self.run.good.at().batch)
         incident.report = report
         with self.unseen():
             self.proof = self.repairs.find_cause(incident, config.explain_steps, is_bad=self.is_bad)
         return self.proof
+
+    def latest_is_bad(self) -> bool:
+        "Whether the latest step alone makes the good state bad, so that more such batches may come."
+        if not self.repairs.repeatable: return False
+        with self.unseen(): return self.repairs.latest_is_bad(self.run.good.at().batch, self.is_bad)
 
     def look_into(self, reports: Sequence[Report], config: GovernorConfig):
         "After a rollback: keep the incident, find its cause, and do what that suggests."

@@ -286,8 +286,7 @@ class SameBatches:
 # %% ../../nbs/guard/25_responses.ipynb #d7d96f78
 class LaneCheckup:
     "What is looked at between two steps of lanes: how large their weights are."
-    updated = False # updates of lanes pass unseen
-    waits = False # nothing is known of their buffers
+    updated = waiting = False # updates of lanes pass unseen, and nobody waits for better batches
 
     def __init__(
         self,
