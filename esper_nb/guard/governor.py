@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from ..core import check, check_count
 from .budget import blames_batch, is_extreme
@@ -62,7 +62,7 @@ class Governor:
     --------
     >>> net = torch.nn.Linear(4, 2)
     >>> opt = torch.optim.SGD(net.parameters(), lr=.1)
-    >>> governor = Governor(net, opt, chance_loss=math.log(2))
+    >>> governor = Governor(net, opt, chance_loss=.69)
     >>> for loss in [.5] * 30: reports = governor.watch(loss)
     >>> reports
     ()
@@ -82,8 +82,8 @@ class Governor:
         lanes: int | None = None, # n networks side by side, each judged alone; None: a single run
         callbacks: Sequence[Callable[[Report], None]] = (), # called once with every report, which collects their
             # failures; after an incident of `run` only once cause and retrained batches are known
-        evaluate: Callable[[], Tensor | float] | None = None, # () or (n,) losses of the parts as they are, without
-            # training, always on the same data; or (batches, n)
+        evaluate: Callable[[], torch.Tensor | float] | None = None, # () or (n,) losses of the parts as they are,
+            # without training, always on the same data; or (batches, n)
         folder: str | Path | None = None, # on a local disk: every good state is written there, for `recover`
         group=None, # process group of the ranks that act together; None: all, where there are several
         timeout: float = 300., # seconds after which a silent rank is given up
@@ -217,8 +217,8 @@ class Governor:
 
     def watch(
         self,
-        loss: Tensor | float, # () or (n,) loss of this step
-        norm: Tensor | float | None = None, # () or (n,) gradient norm, as measured for clipping (unscaled)
+        loss: torch.Tensor | float, # () or (n,) loss of this step
+        norm: torch.Tensor | float | None = None, # () or (n,) gradient norm, as measured for clipping (unscaled)
         before_step: bool = False, # the optimizer has not stepped on this batch yet, so it can still be skipped
         inactive: Sequence[int] = (), # lanes that do not take part: neither judged nor saved
     ) -> tuple[Report, ...]: # what was done, one report per lane with an incident; empty if all is well
@@ -252,7 +252,7 @@ class Governor:
         if norm is None and not inactive and self.judge.passes(loss, self.config):
             return () if self.inside else self._on_step_end()
         self.losses.add(loss, norm, off)
-        away, rejects = isinstance(loss, Tensor) and loss.device.type != "cpu", self.inside and self.single
+        away, rejects = isinstance(loss, torch.Tensor) and loss.device.type != "cpu", self.inside and self.single
         at_once = not away or before_step or self.inside
         together = 1 if self.observed.in_turns else self.config.sync_every or (1 if at_once else 8)
         if len(self.losses) < together: return ()
@@ -314,7 +314,7 @@ class Governor:
         ...     loss = net(x).square().mean()
         ...     opt.zero_grad(); loss.backward(); opt.step()
         ...     return loss
-        >>> for k in range(20): loss = governor.run(step, torch.ones(8, 1) * (k != 12 or math.inf))
+        >>> for k in range(20): loss = governor.run(step, torch.ones(8, 1) * (k != 12 or float("inf")))
         >>> [(note.action, note.batch) for note in governor.notes] # its update did not happen
         [('harmless', 12), ('dropped', 12)]
         """
@@ -332,7 +332,7 @@ class Governor:
         loss = loss_of(returned)
         if loss is None: return None
         with self.log.delay() as new:
-            try: self.watch(loss.detach() if isinstance(loss, Tensor) else loss)
+            try: self.watch(loss.detach() if isinstance(loss, torch.Tensor) else loss)
             except GovernorStop as stop:
                 recovery.look_into([stop.report], self.config)
                 raise GovernorStop(self.reports[-1]) from None
@@ -440,7 +440,7 @@ class Governor:
         --------
         >>> config = GovernorConfig(sync_every=8, lost_confirm=1)
         >>> governor = Governor(torch.nn.Linear(1, 1), chance_loss=None, config=config)
-        >>> governor.watch(math.nan) # gathered, to be judged with the next seven
+        >>> governor.watch(float("nan")) # gathered, to be judged with the next seven
         ()
         >>> [r.reason for r in governor.flush()]
         ['non-finite']
@@ -556,7 +556,7 @@ class Governor:
         >>> for loss in [.5] * 10: reports = governor.watch(loss)
         >>> governor.take_snapshot().lanes
         (0,)
-        >>> governor.watch(math.nan)[0].restored_step
+        >>> governor.watch(float("nan"))[0].restored_step
         10
         """
         taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes)

@@ -139,7 +139,7 @@ class Report:
     >>> governor = Governor(__import__("torch").nn.Linear(1, 1), chance_loss=None, config="epoch")
     >>> report, = governor.watch(float("nan"))
     >>> print(report)
-    step 1, lane 0: non-finite (loss nan) -> rollback, back at step 0
+    batch 0: non-finite (loss nan) -> rollback, back at batch 0
     >>> report.severity, report.rolled_back
     ('warning', True)
     """
