@@ -304,7 +304,7 @@ class Session:
         self._thread = threading.Thread(target=_work, args=handed, name=f"run {self.name}", daemon=True)
         self._thread.start()
 
-    def next_wait(self) -> float | None: # seconds until the next step, 0: now; None: the thread ends
+    def _next_wait(self) -> float | None: # seconds until the next step, 0: now; None: the thread ends
         "Execute requests, and return how long to wait to keep the pace; called by the thread."
         self._answer_requests()
         if self.state == "running" and self._steps_left == 0: self._enter("paused")
@@ -318,7 +318,7 @@ class Session:
             self._step_began = time.perf_counter()
         return wait
 
-    def try_step(self) -> bool: # False: it failed, and the thread ends
+    def _try_step(self) -> bool: # False: it failed, and the thread ends
         "Do one step; called by the thread."
         try:
             self._step()
@@ -378,13 +378,13 @@ def _work(
     while True:
         with changed:
             session = ref()
-            wait = None if session is None else session.next_wait()
+            wait = None if session is None else session._next_wait() # noqa: SLF001  # its own thread
             if wait is None: return
             if wait > 0:
                 if wait == math.inf: session = None
                 changed.wait(min(wait, 1.))
                 continue
-        if session is None or not session.try_step(): return
+        if session is None or not session._try_step(): return # noqa: SLF001
 
 # %% ../../nbs/show/81_session.ipynb #d526ceb8
 def unmet_requirements(
