@@ -216,8 +216,8 @@ def test_mistakes(tmp_path, capsys):
     assert "unknown: seed=2;" in (said := capsys.readouterr().err) and "a --set of its own" in said
     with pytest.raises(ValueError, match="new name"): register_recipe(named("digits"))
     assert {"digits", "digits_impaired", "cifar_baseline"} <= set(list_recipes())
-    pairs = ["lr=.9", "epochs=none", "schedule=1_000", "restart=False"]
-    assert parse_settings(pairs, FitConfig) == dict(lr=.9, epochs=None, schedule="1_000", restart=False)
+    pairs = ["lr=.9", "epochs=none", "schedule=constant", "restart=False"]
+    assert parse_settings(pairs, FitConfig) == dict(lr=.9, epochs=None, schedule="constant", restart=False)
     assert get_recipe("digits", {"env.faults": [dict(kind="nan", lane=2, epoch=1)]}).env.faults[0].lane == 2
 
 @pytest.mark.parametrize("option", ["--label x", "--size 0", "--size 64", "--columns a,b", "--groups g",

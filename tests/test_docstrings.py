@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CODES = {"GL03", "GL05", "GL06", "GL07", "GL08", "GL09", "SS01", "SS02", "SS03", "SS04", "SS06", "EX01"}
 FUNCTIONS = {name: f for name in esper_nb.__all__ if callable(f := getattr(esper_nb, name))}
 CALLED_FOR_YOU = { # public methods of the front door's classes that no page shows at work: who calls them
+    "EnvSource.release": "Session.close",
     "EnvConfig.named": "GrowVecEnv, as it begins",
     "GrowVecEnv.carry_out": "GrowVecEnv.step",
     "GrowVecEnv.close_extras": "Gymnasium's close",
@@ -41,6 +42,7 @@ CALLED_FOR_YOU = { # public methods of the front door's classes that no page sho
     "Population.slot_tables": "run_epoch",
     "Dashboard.picture": "a cell that shows the dashboard",
     "Dashboard.give_way": "the next Dashboard that the same cell shows",
+    "Fault.text": "messages",
     "FitRun.contract": "save and load",
     "FitRun.stateful": "save and load",
     "FitRun.where": "messages",
@@ -53,6 +55,9 @@ CALLED_FOR_YOU = { # public methods of the front door's classes that no page sho
     "Run.stateful": "save and load",
     "Run.summary_text": "Run.drive",
     "Run.where": "messages",
+    "Session.next_wait": "the thread of a session",
+    "Session.try_step": "the thread of a session",
+    "Source.release": "Session.close",
     "Source.would_help": "the panel",
     "SplitVecEnv.close_extras": "Gymnasium's close",
     "SplitVecEnv.save_shards": "SplitVecEnv.step"}

@@ -113,7 +113,7 @@ def test_the_command_goes_on_and_says_what_it_cannot_change(tmp_path, capsys):
     assert main(["resume", str(folder.path), "--quiet"]) == 0
     assert "all 2 epochs are trained" in capsys.readouterr().out
     assert main(["resume", str(folder.path), "--updates", "9"]) == 2
-    assert "a fit ends with the epochs that it began with" in capsys.readouterr().err
+    assert "this run is a fit, which ends with the epochs that it began with" in capsys.readouterr().err
     run = begin_fit(new_population("digits", settings), tmp_path/"b", made={})
     for _ in run.epochs(): break
     assert main(["resume", str(run.folder.path), "--quiet"]) == 0

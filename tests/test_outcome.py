@@ -95,7 +95,7 @@ def test_germinations_have_a_window():
         found.append(env.actions.allowed(env.mask, begin.expand(env.num_envs, -1)).all().item())
         env.step(np.zeros((env.num_envs, len(begin)), int))
     assert found == [False, True, True, False]
-    with pytest.raises(ValueError, match="latest=0, expected .*at least 1"): SHORT.replace(earliest=1, latest=0)
+    with pytest.raises(ValueError, match="latest=0, expected at least earliest=1"): SHORT.replace(earliest=1, latest=0)
 
 
 def test_a_family_wants_images():
@@ -104,7 +104,8 @@ def test_a_family_wants_images():
 
 
 def test_several_seeds_may_be_young_at_a_time():
-    one, many = (GrowVecEnv(**SETTINGS | dict(repertoire=SHORT.replace(several=s)), data=DATA, seed=0) for s in (0, 1))
+    one, many = (GrowVecEnv(**SETTINGS | dict(repertoire=SHORT.replace(several=s)), data=DATA, seed=0)
+                 for s in (False, True))
     for env in (one, many):
         env.reset()
         first = env.actions.encode(SHORT.nearest(Choice("germinate", "r0c0", "conv_light")))

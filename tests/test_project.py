@@ -117,6 +117,8 @@ def faults_of_a_function(f):
     args = (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)
     yield from (f"{f.name} does nothing with {a.arg}" for a in args if a.arg not in used and f.name not in HANDED_OVER)
 
+MODES = "torch.utils._python_dispatch.TorchDispatchMode" # torch's own pages on extending it know no other name
+
 def faults_of_a_module(tree, text):
     "Yield errors that are swallowed, parameters without use, missing words, private parts of torch."
     if not ast.get_docstring(tree): yield "has no docstring"
@@ -128,7 +130,7 @@ def faults_of_a_module(tree, text):
                 yield f"line {n.lineno}: any error at all is dropped"
         if isinstance(n, ast.ImportFrom): # ruff's SLF001 looks at attributes only
             yield from (f"imports {name}" for a in n.names
-                        if re.match(r"torch\b.*\._[a-z]", name := f"{n.module}.{a.name}"))
+                        if re.match(r"torch\b.*\._[a-z]", name := f"{n.module}.{a.name}") and name != MODES)
         if isinstance(n, ast.Attribute):
             name = ast.unparse(n)
             if re.fullmatch(r"torch\._[a-z]\w*", name): yield f"uses {name}"
