@@ -148,7 +148,8 @@ def _without_graphs(module: nn.Module) -> Iterator[None]:
 class _SlotHook:
     "Passes a submodule's output through a slot; `loop` runs the network lane by lane, and gives the current lane."
     def __init__(self, slot: Slot, layout: str, loop: PerLane | None):
-        self.slot, self.layout, self.loop, self.ran = slot, layout, loop, _Ran()
+        self.slot, self.layout, self.loop = slot, layout, loop
+        self.ran = _Ran()
 
     def __call__(self, module, args, output):
         self.ran.mark()

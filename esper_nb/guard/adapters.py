@@ -8,9 +8,11 @@ __all__ = ['bar_note', 'StepOf', 'Guard', 'action_metrics', 'lightning_governor'
 
 # %% ../../nbs/guard/30_adapters.ipynb #c1e4835e
 import importlib
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,7 @@ class Guard:
         self.governor = governor = Governor(*found, **named | given)
         if self.loaded is not None: governor.load_state_dict(self.loaded)
         self.step, self.loaded = step, None
-        if step is not None: step.replays = lambda: governor.replaying
+        if step is not None: step.replays = partial(getattr, governor, "replaying")
         return governor
 
     def train(self, batch): # the framework's result; None: the batch is left out
@@ -168,7 +170,8 @@ def _loss_of(outputs, metrics: Mapping[str, Any], name: str):
 class _LightningStep:
     "What Lightning does with a batch; a batch of ours is that of Lightning, its number, and how the loop stood."
     def __init__(self, trainer, module, metric: str):
-        self.trainer, self.module, self.metric, self.fit = trainer, module, metric, trainer.fit_loop
+        self.trainer, self.module, self.metric = trainer, module, metric
+        self.fit = trainer.fit_loop
         self.loop = self.fit.epoch_loop
         self.manual = not module.automatic_optimization
         self.inner = self.loop.manual_optimization if self.manual else self.loop.automatic_optimization
@@ -201,7 +204,7 @@ class _LightningStep:
         now = self._progress()
         self.progress.load_state_dict(at[3])
         fit, module = vars(self.fit), vars(self.module)
-        fit["_should_accumulate"] = lambda: at[2]
+        fit["_should_accumulate"] = partial(operator.getitem, at, 2)
         module["log"] = lambda name, value, *_, **__: self.logged.update({name: value})
         try: yield
         finally:

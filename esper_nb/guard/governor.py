@@ -101,8 +101,10 @@ class Governor:
         self.log = IncidentLog(callbacks, quiet=not single or self.ranks.rank > 0)
         run = GuardedRun.of(parts, named, lanes=self.n, chance_loss=self.chance_loss, ranks=self.ranks, log=self.log,
                             folder=folder, copies=self.config.copies)
-        self.snapshot, self.losses, self.budget, self.rates = run.snapshot, run.losses, run.budget, run.rates
-        self.verdicts, self.stats, self.good, self.files = run.verdicts, run.verdicts.stats, run.good, run.good.files
+        self.snapshot, self.losses = run.snapshot, run.losses
+        self.budget, self.rates = run.budget, run.rates
+        self.verdicts, self.stats = run.verdicts, run.verdicts.stats
+        self.good, self.files = run.good, run.good.files
         self.observed = RiseObservation() # the phase, and a rise of a single run
         self.judge: RunJudge | LaneJudge = (
             RunJudge(run, self.observed, evaluate, self.config.gate) if single else LaneJudge(run, evaluate))

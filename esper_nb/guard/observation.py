@@ -271,7 +271,8 @@ class RiseEffects:
         comparison: RunComparison, # of its weights
         recovery: Recovery, # that replays recorded steps
     ):
-        self.run, self.observed, self.comparison, self.recovery = run, observed, comparison, recovery
+        self.run, self.observed = run, observed
+        self.comparison, self.recovery = comparison, recovery
 
     @property
     def rise(self) -> RiseMonitor:
@@ -363,7 +364,8 @@ class RiseEffects:
 
     def accept(self, m: Moment, config: GovernorConfig) -> EffectResult:
         "Learn the new level, publish the live state, and keep the one from before."
-        run, seen, t, report = self.run, self.observed, self.rise, self.observed.report
+        run, seen, t = self.run, self.observed, self.rise
+        report = seen.report
         assert report is not None
         report = replace(report, old_loss=t.old_loss, **m.fields)
         if seen.exchange is not None: # in turns: these batches have trained the old weights

@@ -199,7 +199,8 @@ class GoodStates:
         rates: LearningRates, # for the cuts in force
         files: GoodFiles | None = None, # where every published state is written, too
     ):
-        self.snapshot, self.losses, self.rates, self.files = snapshot, losses, rates, files
+        self.snapshot, self.losses, self.rates = snapshot, losses, rates
+        self.files = files
         self.probation = Probation()
         self.kept: tuple[SavedState, SavedAt] | None = None # from before the latest change that was accepted
 

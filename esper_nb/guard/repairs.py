@@ -250,7 +250,8 @@ class Recovery:
         is_bad: Callable[[], Sequence[str]], # what is wrong with the state now
         unseen: Callable[[], AbstractContextManager], # in which the optimizers are not watched
     ):
-        self.run, self.repairs, self.is_bad, self.unseen = run, repairs, is_bad, unseen
+        self.run, self.repairs = run, repairs
+        self.is_bad, self.unseen = is_bad, unseen
         self.proof: Explanation | None = None # of the rise that is about to be acted on
 
     def rehearse(self) -> bool: # whether steps are replayed from now on

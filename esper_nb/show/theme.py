@@ -261,18 +261,18 @@ def is_count(
     value: float | None, # its current value
 ) -> bool:
     "Return whether a threshold is a count."
-    return not isinstance(value, float) and _type_of(name).startswith("int")
+    return not isinstance(value, float) and int in _types_of(name)
 
 def can_be_off(
     name: str, # of a threshold
 ) -> bool:
     "Return whether a threshold may be None, which turns it off."
-    return "None" in _type_of(name)
+    return type(None) in _types_of(name)
 
-def _type_of(name: str) -> str:
-    "Return the type hint of a setting, as text."
+def _types_of(name: str) -> set[type]:
+    "Return the types that a setting may have."
     hint = typing.get_type_hints(GovernorConfig)[name]
-    return getattr(hint, "__name__", str(hint))
+    return set(typing.get_args(hint)) or {hint}
 
 # %% ../../nbs/show/77_theme.ipynb #a7a8d415
 MAIN_THRESHOLDS: dict[str, str] = dict( # shown in the picture
