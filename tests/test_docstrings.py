@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CODES = {"GL03", "GL05", "GL06", "GL07", "GL08", "GL09", "SS01", "SS02", "SS03", "SS04", "SS06", "EX01"}
 FUNCTIONS = {name: f for name in esper_nb.__all__ if callable(f := getattr(esper_nb, name))}
 CALLED_FOR_YOU = { # public methods of the front door's classes that no page shows at work: who calls them
-    "EnvSource.release": "Session.close",
     "EnvConfig.named": "GrowVecEnv, as it begins",
     "GrowVecEnv.carry_out": "GrowVecEnv.step",
     "GrowVecEnv.close_extras": "Gymnasium's close",
@@ -53,11 +52,7 @@ CALLED_FOR_YOU = { # public methods of the front door's classes that no page sho
     "Run.contract": "save and load",
     "Run.record": "Run.updates",
     "Run.stateful": "save and load",
-    "Run.summary_text": "Run.drive",
     "Run.where": "messages",
-    "Session.next_wait": "the thread of a session",
-    "Session.try_step": "the thread of a session",
-    "Source.release": "Session.close",
     "Source.would_help": "the panel",
     "SplitVecEnv.close_extras": "Gymnasium's close",
     "SplitVecEnv.save_shards": "SplitVecEnv.step"}

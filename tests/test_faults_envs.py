@@ -248,10 +248,10 @@ def test_an_observation_that_is_no_number_is_the_environments_fault(norm_obs, at
 
 def test_spaces_that_are_not_served_say_what_is():
     class Continuous(Broken): action_space = gym.spaces.Box(-1, 1, (1,))
-    class Named(Broken): observation_space = gym.spaces.Dict(a=gym.spaces.Box(-1, 1, (2,)))
+    class Named(Broken): observation_space = gym.spaces.Text(3)
     with pytest.raises(ValueError, match="expected Discrete, MultiDiscrete or MultiBinary"):
         Learner(SyncVectorEnv([lambda: Continuous(9)]), PPOConfig(num_minibatches=1))
-    with pytest.raises(ValueError, match="FlattenObservation"):
+    with pytest.raises(ValueError, match="TransformObservation"):
         Learner(SyncVectorEnv([lambda: Named(9)]), PPOConfig(num_minibatches=1))
 
 

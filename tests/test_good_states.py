@@ -183,7 +183,7 @@ def test_a_newer_governor_of_the_same_process_takes_over_and_the_older_says_so(t
     new = Governor(*parts(), chance_loss=None, folder=tmp_path, config=OFTEN)
     assert "from now on a newer one writes" in caplog.text
     for _ in range(20): old.watch(.5)
-    old.files.wait()
+    for governor in (old, new): governor.files.wait()
     assert [p.name for p in GoodFiles(tmp_path)._paths()] == ["good_0_0.safetensors", "good_0_1.safetensors"] # noqa: SLF001
     new.close()
 

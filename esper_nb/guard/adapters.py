@@ -205,7 +205,8 @@ class _LightningStep:
         self.progress.load_state_dict(at[3])
         fit, module = vars(self.fit), vars(self.module)
         fit["_should_accumulate"] = partial(operator.getitem, at, 2)
-        module["log"] = lambda name, value, *_, **__: self.logged.update({name: value})
+        def log(name, value, *_, **__): self.logged[name] = value
+        module["log"] = log
         try: yield
         finally:
             del fit["_should_accumulate"], module["log"]
@@ -656,7 +657,8 @@ class GuardedUpdate:
     "The function of an Ignite engine, under a Governor; made by `guard_update`."
     def __init__(self, update: Callable[[Any, Any], Any], guard: Guard, parts: Sequence):
         self.guard, self.engine = guard, None
-        guard.stop = lambda: self.engine.terminate() # type: ignore[attr-defined]  # it is there by then
+        def stop(): self.engine.terminate() # type: ignore[attr-defined]  # it is there by then
+        guard.stop = stop
         def train(at):
             out = update(self.engine, at[0])
             return (out,), out
