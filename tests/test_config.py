@@ -110,7 +110,6 @@ def test_every_nonsense_value_is_refused_by_name(kind, name, hint):
     with pytest.raises(ValueError): kind.from_dict(least | {name: Odd()})
 
 
-@pytest.mark.xfail(strict=False, reason="known: some cases of the matrix, being looked into")
 @pytest.mark.parametrize("kind, name, hint", FIELDS, ids=NAMES)
 def test_every_number_has_a_range_and_every_default_is_in_it(kind, name, hint):
     field = next(f for f in dataclasses.fields(kind) if f.name == name)

@@ -91,6 +91,7 @@ def live(folder, size, seed, first, said):
     for k in range(1, 400):
         run.mark(at + k)
         governor.watch(.5)
+        governor.files.wait() # a busy machine writes late, and what is lost is counted in losses
         os.write(said, b"at %d\n" % (at + k))
         if how == "loss" and k == 20 * moment: os.kill(os.getpid(), signal.SIGKILL)
         if how == "time": time.sleep(.001)
@@ -112,7 +113,6 @@ def in_a_fork(f, *args):
     return [line.partition(" ")[::2] for line in said], os.waitpid(child, 0)[1]
 
 
-@pytest.mark.xfail(strict=False, reason="known: some cases of the matrix, being looked into")
 @forks
 @pytest.mark.parametrize("chain", [pytest.param(k, marks=pytest.mark.slow if k > 2 else ()) for k in range(20)])
 def test_a_hundred_crashes_in_chains_of_five_lose_no_more_than_what_was_under_way(chain, tmp_path):

@@ -63,7 +63,6 @@ def check_types(command, folder):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.xfail(strict=False, reason="known: two classes of one name in the tutorial on trainers")
 @pytest.mark.slow
 def test_mypy_finds_nothing(snippets):
     (snippets/"mypy.ini").write_text(MYPY, encoding="utf-8")
@@ -71,7 +70,6 @@ def test_mypy_finds_nothing(snippets):
     assert status == 0, said
 
 
-@pytest.mark.xfail(strict=False, reason="known: two classes of one name in the tutorial on trainers")
 @pytest.mark.slow
 def test_basedpyright_finds_nothing(snippets):
     config = dict(typeCheckingMode="basic", extraPaths=[str(ROOT)], reportMissingImports="none",
