@@ -162,12 +162,16 @@ def test_looking_begins_as_no_difference_and_is_learned():
 
 
 wrong_sizes = [dict(features=(0,)), dict(features=(64, -1)), dict(features=(2.5,)), dict(critic=(0,)),
-               dict(features=[0]), dict(features=64), dict(actor=-1), dict(embed_size=-1), dict(embed_columns=(-1,), embed_size=3),
+               dict(features=[0]), dict(features=64), dict(actor=-1), dict(embed_size=-1),
+               dict(embed_columns=(-1,), embed_size=3),
                dict(floor=float("nan"))]
 
 @pytest.mark.parametrize("wrong", wrong_sizes, ids=str)
 def test_sizes_that_make_no_network_are_refused_by_name(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*expected"): PolicyConfig(**wrong)
+
+def test_widths_may_come_as_a_list():
+    assert PolicyConfig(features=[64, 8]) == PolicyConfig(features=(64, 8))
 
 
 @pytest.mark.cuda

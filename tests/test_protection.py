@@ -112,3 +112,28 @@ def test_every_good_state_goes_to_the_folder_and_none_is_overwritten_while_it_is
     again, adam = parts()
     assert Governor.recover(tmp_path, again, adam) == 15 and (again.weight == 4).all()
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("every, ends", [(1, True), (5, True), (60, False)])
+def test_incidents_that_follow_at_once_use_up_the_budget_although_each_is_proved(every, ends):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    opt = torch.optim.SGD(net.parameters(), lr=.05)
+    config = GovernorConfig(rollbacks=1, snapshot_every=10, probation=5, cooldown=40)
+    governor = Governor(net, opt, chance_loss=None, config=config)
+    def step(x):
+        loss = (net(x) - 1).square().mean()
+        opt.zero_grad(); loss.backward(); opt.step()
+        return loss
+    batches = torch.randn(400, 16, 4, generator=torch.Generator().manual_seed(1))
+    def train():
+        for k, x in enumerate(batches):
+            if k >= 100 and k % every == 0: net.weight.data.fill_(math.nan) # by something outside of the step
+            governor.run(step, x)
+    if ends:
+        with pytest.raises(GovernorStop): train()
+        assert governor.watched < 100 + 3 * 48 # within the patience all of it is one incident
+    else:
+        train()
+        assert {r.cause for r in governor.reports} == {"outside"} and governor.budget.ever[0] == 0
+    assert net.weight.isfinite().all()

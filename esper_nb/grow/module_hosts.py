@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import (
-    Config, Count, LaneForm, LaneModule, PerLane, Ports, check, check_count, check_device, find_form, layers_of,
+    Config, Count, LaneForm, LaneModule, PerLane, Ports, Whole, check, check_count, check_device, find_form, layers_of,
     reset_lanes, seeded)
 from .blueprints import list_blueprints, out_of_place
 from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost
@@ -242,7 +242,7 @@ class ModuleHostConfig(Config):
     reads: str = "BCHW" # one of READS
     kwargs: dict = field(default_factory=dict) # of the factory; plain JSON
     side_by_side: bool | None = None # False: lane by lane; True: lane layers if equivalent; None: whichever is faster
-    output: str | int | None = None # key or place of the scores, if the network returns several; None: a tensor
+    output: str | Whole | None = None # key or place of the scores, if the network returns several; None: a tensor
 
     def __post_init__(self):
         if not isinstance(self.factory, str): object.__setattr__(self, "factory", import_path(self.factory))

@@ -413,8 +413,9 @@ class StepRecorder:
         params = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
         grads = [(p.grad, None if p.grad is None else p.grad.clone()) for p in params]
         for p in params: p.grad = None
-        yield
-        for p, (grad, content) in zip(params, grads): p.grad = grad if grad is None else grad.copy_(content)
+        try: yield
+        finally:
+            for p, (grad, content) in zip(params, grads): p.grad = grad if grad is None else grad.copy_(content)
 
     def note_redone(self, losses: Sequence[float]): # of the latest steps, NaN for what was left out
         "Take the losses of steps that were trained on again in place of those that were undone."
