@@ -27,7 +27,7 @@ $(STAMP): settings.ini setup.py
 # In the middle one network is ruined on purpose. The long job looks at networks before it grows them.
 SHORT_JOB := digits_impaired --updates 6 --comparison 1 --inject nan:3:30
 LONG_JOB  := digits_family --updates 20 --comparison 1.75
-train: $(STAMP)  ## grow networks under the Governor and compare (two minutes; ARGS=--long: a harder task, ten)
+train: $(STAMP)  ## grow networks under the Governor and compare (a minute; ARGS=--long: a harder task, ten)
 	$(BIN)/esper-nb train $(if $(findstring --long,$(ARGS)),$(LONG_JOB) $(filter-out --long,$(ARGS)),$(SHORT_JOB) $(ARGS))
 
 test: sync lint types pages unit  ## what a change can break: library in step, lint, types, changed pages, tests
