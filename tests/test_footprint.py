@@ -471,8 +471,8 @@ def entropy(net, opt):
     def step(xy): return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) * (1 + os.urandom(8)[0]))
     return step
 
-def clock(net, opt):
-    def step(xy): return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) * time.perf_counter())
+def clock(net, opt): # a part of a second: seconds since the start may have too many digits for float32
+    def step(xy): return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) * (1 + time.perf_counter() % 1))
     return step
 
 def fresh_generator(net, opt):
