@@ -82,11 +82,13 @@ class ForwardCount:
 
 def said_of(guard, arm: str) -> dict:
     "What a Governor has filed: acts, notes, causes; of another guard only its acts."
-    if arm not in OURS: return dict(acts=[str(a)[:120] for a in guard.acts], actions={}, notes={}, causes=[])
+    if arm not in OURS:
+        return dict(acts=[str(a)[:120] for a in guard.acts], actions={}, notes={}, remarks=[], causes=[])
     filed = [*guard.governor.reports, *guard.governor.notes]
     return dict(acts=[str(r) for r in guard.governor.reports],
                 actions=dict(Counter(r.action for r in guard.governor.reports)),
                 notes=dict(Counter(r.action for r in guard.governor.notes)),
+                remarks=[k for k in guard.governor.log.remarks if k in ("course", "rate")],
                 causes=[r.cause for r in filed if r.cause is not None])
 
 def failure(e: Exception) -> str: return f"{type(e).__name__}: {str(e)[:90]}"
@@ -256,7 +258,7 @@ def judged(row: dict, clean: dict, alone: dict, at: int) -> dict:
     row = row | dict(clean=clean["score"], alone=alone["score"], slack=slack,
                      verdict=verdict(clean["score"], slack, alone["score"], row["score"]))
     harmed = row["verdict"] not in ("harmless", "recovered") # in the end: a gate may have let nothing happen
-    row["seen"] = bool(row["acts"] or row["notes"] or row["ended"])
+    row["seen"] = bool(row["acts"] or row["notes"] or row["remarks"] or row["ended"])
     if row["after"] is not None and fault in FAULTS: row["after"] -= at
     if fault is None: row |= dict(equal=row["parts"] == clean["parts"], false_causes=[
         c for c in (*row["causes"], row["explained"]) if c and ":" not in c and c not in NO_CAUSE])

@@ -23,10 +23,10 @@ def batch(k, rank=0):
 
 class Loop:
     "A classifier with dropout, a scheduler, and a bug that can begin inside its step."
-    def __init__(self, config=CONFIG, bug=None, **options):
+    def __init__(self, config=CONFIG, bug=None, rate=1e-2):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
-        self.opt = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.opt = torch.optim.AdamW(self.net.parameters(), lr=rate)
         self.clock = torch.optim.lr_scheduler.LambdaLR(self.opt, lambda k: 1 / (1 + k / 1000))
         self.count, self.bug = dict(k=0), bug
         self.gov = Governor(self.net, self.opt, self.clock, chance_loss=math.log(10), config=config, count=self.count)
@@ -117,6 +117,35 @@ def test_a_healthy_run_had_nothing_wrong():
     found = loop.gov.explain()
     assert found.cause == "healthy" and found.replayed == found.recorded and not loop.gov.reports
     assert found.first == 80 and found.last == 104
+
+def test_a_rate_far_above_all_before_is_said_and_not_called_healthy():
+    def twelvefold(loop, k, xy):
+        if k == 130: loop.clock.base_lrs = [12 * lr for lr in loop.clock.base_lrs]
+        return xy
+    loop = Loop(rate=3e-4)
+    loop.train(245, twelvefold)
+    found, said = loop.gov.explain(), "the learning rate is 0.00318 from batch 131 on, and was at most 0.0003 before"
+    assert not loop.gov.reports and loop.gov.log.remarks["rate"] == said
+    assert found.cause == "unknown" and found.why.endswith(said) and found.replayed == found.recorded
+
+def test_a_step_with_effects_that_stay_is_not_run_for_a_cause(tmp_path):
+    loop, log = Loop(CONFIG.replace(lost_confirm=2)), open(tmp_path/"log", "w")
+    inner = loop.step
+    def step(xy):
+        log.write(".")
+        return inner(xy)
+    def done():
+        log.flush()
+        return len((tmp_path/"log").read_text())
+    loop.step = step
+    loop.train(AT + AFTER, fault=lambda loop, k, xy: (xy[0] * (math.nan if k == AT else 1), xy[1]))
+    with torch.no_grad(): loop.net[0].weight.fill_(math.nan)
+    loop.train(20)
+    report, steps = loop.gov.reports[-1], done()
+    found = loop.gov.explain()
+    assert report.action == "rollback" and (report.cause, report.redone) == ("unknown", 0), report
+    assert found.cause == "unknown" and "`log` (an open file)" in found.why
+    assert done() == steps == loop.gov.losses.watched
 
 def test_live_state_is_the_same_after_an_explanation():
     def noisy(loop, k, xy):

@@ -902,7 +902,8 @@ class Inquiry:
             if e.cause in SLOWER and climbs is None and self._affordable(2):
                 climbs = self._climbs()
                 if climbs and not self.all_of_them: return [CLIMBS]
-            if not self._affordable(1 + (e.confirm is not None)) or not self._try([name]): continue
+            replays = 1 + (e.confirm is not None) + len(CONTROLS) * (e.control is not None)
+            if not self._affordable(replays) or not self._try([name]): continue
             cured = [name, *cured] if vague else [*cured, name]
         return [CLIMBS] if climbs and (not cured or rows[cured[0]].cause in SLOWER) else cured
 
@@ -983,6 +984,7 @@ def find_cause(
     replay = Replay(incident, ranks)
     nothing = Findings(replay.steps, replay.losses, len(replay.steps))
     if not replay.steps: return CaseFile(replay).explain(nothing, "unknown", incident.missing)
+    if dry is not None and dry.is_refused: return CaseFile(replay).explain(nothing, "unknown", dry.why)
     if (at := next((s.number for s in replay.steps if s.changed()), None)) is not None:
         return CaseFile(replay).explain(nothing, "unknown", f"batch {at} was changed in place after its step, so "
                                         "nothing can be replayed; hand over copies, or what to fetch them by")

@@ -1185,6 +1185,11 @@ class DryReplay:
     to_the_bit: bool = True # False: losses were compared to a millionth, since the fork computes on one thread
     seconds: float = field(default=0., compare=False)
 
+    @property
+    def is_refused(self) -> bool:
+        "Whether nothing may be replayed at all: the step fails when it is run again, or has effects that stay."
+        return not self.exact and not self.again
+
     def __str__(self): return "the latest steps can be replayed exactly" if self.exact else self.why
 
 LIMIT = 30. # seconds that a forked process may take
@@ -1207,8 +1212,7 @@ def dry_replay(
         return said(exact=False, why=f"batch {changed[0]} was written into after its step (a buffer that is filled "
                     "again?): hand over a copy, or what to fetch it by")
     if footprint is not None and footprint.unrestorable:
-        return said(exact=False, why=f"your step uses {footprint.unrestorable[0]}: that cannot be put back, so no step "
-                    "is run twice")
+        return said(exact=False, why=f"your step uses {footprint.unrestorable[0]}: that cannot be put back")
     hints: Callable[[], Mapping[str, Any]] = dict if footprint is None else footprint.marks
     live = Attempt(tuple(losses), dict(marks()), dict(hints()))
     def once() -> Attempt:

@@ -451,8 +451,9 @@ class RunCheckup:
         return Moment().of_state(APART) if self.run.snapshot.is_apart() else None # checks of a snapshot
 
     def take_stock(self, config: GovernorConfig):
-        "While nothing is wrong: say what is strange about the loss, and ask whether it measures the weights."
+        "While nothing is wrong: say what is strange about the run, and ask whether the loss measures the weights."
         run, comparison = self.run, self.comparison
+        if self.state.updates.leap: run.log.remark("rate", self.state.updates.leap)
         text = self.course.look(run.verdicts.stats, run.verdicts.chance)
         if text and run.log.remark("course", text):
             report = run.verdicts.describe(config, "rise", run.losses.recent[-1])

@@ -318,8 +318,9 @@ class Recovery:
         with self.unseen(): found = self.repairs.find_cause(incident, budget, all_of_them, self.is_bad)
         if found.cause in WEAK_CAUSES and incident.report is None: # smaller steps stay nearer to where they began
             found = replace(found, cause="unknown", why=f"nothing was acted on; {found.why}")
-        if found.cause == "healthy" and incident.report is None:
-            found = replace(found, why=found.why + self.run.log.story())
+        if found.cause == "healthy" and incident.report is None and not now: # proved since the good state
+            log = self.run.log
+            found = replace(found, cause="unknown" if log.is_left_open else "healthy", why=found.why + log.story())
         if incident.report is not None: self.run.log.amend(incident.report, **_fields_of(found))
         return found
 
