@@ -15,7 +15,7 @@ from esper_nb.guard import GovernorConfig
 
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0))
 EXACT = DryReplay(exact=True)
-INEXACT = DryReplay(exact=False, why="your step draws from a generator that I do not have")
+INEXACT = DryReplay(exact=False, why="your step draws from a generator that I do not have", again=(1.,))
 REPORT = describe_failure(LossStats(), GovernorConfig(), None, None, 0, "rise")
 
 def batch(k, size=32):
