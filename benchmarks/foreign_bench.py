@@ -334,6 +334,22 @@ def ruined_summary(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+# --- what is stored
+
+KEPT = ("loop", "fault", "arm", "seed", "score", "clean", "alone", "slack", "verdict", "named", "seen", "notes",
+        "remarks", "causes", "explained", "false_causes", "equal", "traceless", "replayed", "after", "ended")
+
+def brief(row: dict) -> dict:
+    "A row without hashes and texts; of what a guard did, how often."
+    return {k: row[k] for k in KEPT if row.get(k) not in (None, "", [], {})} | dict(acts=len(row["acts"]))
+
+def store(path: Path, rows: dict[str, list[dict]]):
+    "Put tables into a file, beside others that are there."
+    there = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    there |= {name: [brief(r) for r in table] for name, table in rows.items()}
+    path.write_text(json.dumps(there, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 # --- command line
 
 def numbers(text: str) -> list[int]:
@@ -354,7 +370,7 @@ def main():
     ask.add_argument("--seeds", type=numbers, default=[0, 1, 2, 3, 4], help="0-4, or 0,3")
     ask.add_argument("--arms", default="none,watch,run", help=f"some of {', '.join(ARMS)}; or all")
     ask.add_argument("--held-out", action="store_true", help="the loops and seeds that nothing was developed on")
-    ask.add_argument("--json", type=Path, help="where the figures go")
+    ask.add_argument("--json", type=Path, help="a file to which the figures are added")
     args = ask.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
@@ -377,7 +393,7 @@ def main():
         rows["ruined"] = ruined_table([n for n in loops if n in ruined], seeds, arms, faults, args.at)
         print(ruined_summary(rows["ruined"]))
     print(f"{time.process_time() - start:.0f} s of one core")
-    if args.json: args.json.write_text(json.dumps(rows, separators=(",", ":"), ensure_ascii=False) + "\n")
+    if args.json: store(args.json, {f"{k}, held out" if args.held_out else k: v for k, v in rows.items()})
 
 
 if __name__ == "__main__": main()

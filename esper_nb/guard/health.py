@@ -210,6 +210,7 @@ class Signs:
         self.highest = max((x for rates in self.rates.values() for x in rates), default=0.) # rate so far
         self.leapt: Leap | None = None # of a rate to far above all before, which is still there
         self.known = dict.fromkeys(self.watches, 0) # writes of the Governor when the latest update ended
+        self.relieved = False # somebody else looks at the state before and after the step, and tells what was written
         self.handles = [h for o in optimizers for h in (
             o.register_step_pre_hook(self._before), o.register_step_post_hook(self._after))]
 
@@ -231,7 +232,7 @@ class Signs:
 
     def _before(self, optimizer: torch.optim.Optimizer, *_):
         watch, mine, now = self.watches[id(optimizer)], id(optimizer), self.batch()
-        if self.known[mine] != self.writes(): watch.renew()
+        if self.relieved or self.known[mine] != self.writes(): watch.renew()
         elif (found := watch.start_of_step()) is not None:
             self.seen.append(Sign(batch=now, kind="written", what=", ".join(found.names[:3])))
         rates = [float(g["lr"]) for g in optimizer.param_groups]
@@ -254,6 +255,7 @@ class Signs:
                 f"{self.highest:.3g} before")
 
     def _after(self, optimizer: torch.optim.Optimizer, *_):
+        if self.relieved: return
         self.watches[id(optimizer)].end_of_step(self.batch())
         self.known[id(optimizer)] = self.writes()
 
@@ -314,6 +316,18 @@ class UpdateWatch:
         for event in events:
             if self.signs is not None: self.signs.add(event.kind, str(event))
         return events
+
+    def note_written(self, names: str): # of tensors
+        "Take it as a sign that something has written into the state between two steps."
+        if self.signs is not None: self.signs.add("written", names)
+
+    @contextmanager
+    def relieved(self) -> Iterator[None]:
+        "Look at no weights in a step before and after which somebody else does."
+        if self.signs is not None: self.signs.relieved = True
+        try: yield
+        finally:
+            if self.signs is not None: self.signs.relieved = False
 
     def forget(self):
         "Forget what the gate has changed in a replay or in a comparison: the run has not seen it."

@@ -487,7 +487,8 @@ class RunJudge:
         self.run, self.observed = run, observed
         self.updates = UpdateWatch(run.snapshot, run.losses, gated)
         self.state = StateJudge(run, StateHealth(run.snapshot), self.updates)
-        self.repairs = Repairs(run.snapshot, run.ranks, run.good.probation)
+        self.repairs = Repairs(run.snapshot, run.ranks, run.good.probation, self.updates.note_written,
+                               self.updates.relieved)
         self.recovery = Recovery(run, self.repairs, self.state.health.bad_now, self.updates.unseen)
         self.comparison = RunComparison(run, self.repairs, self.updates.unseen, evaluate)
         self.effects = RiseEffects(run, observed, self.comparison, self.recovery)

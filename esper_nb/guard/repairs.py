@@ -9,7 +9,7 @@ __all__ = ['RATE_CAUSES', 'REHEARSED', 'NO_PROOF', 'AGAIN', 'DISTURBED', 'WEAK_C
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,8 +40,11 @@ class Repairs:
         snapshot: Snapshot, # of all parts
         ranks: Ranks, # processes that act together
         probation: Probation, # where the run was when a state was taken
+        tell: Callable[[str], None] | None = None, # whom to tell which tensors were written into between steps
+        alone: Callable[[], AbstractContextManager] = nullcontext, # in which nobody else looks at what is written
     ):
         self.snapshot, self.ranks, self.probation = snapshot, ranks, probation
+        self.tell, self.alone = tell, alone
         self.recorder = StepRecorder(snapshot.objects.values())
         self.replayed = 0 # steps that were trained on only to see whether the run was disturbed
         self.dry: DryReplay | None = None # whether steps can be repeated; None: not tested yet
@@ -90,11 +93,16 @@ class Repairs:
     ): # what the step returns
         "Run a step, record it, and watch whether anything else writes into the state."
         if self.writes != self.snapshot.writes: self.watch.renew() # by the Governor itself
-        elif (found := self.watch.start_of_step()) is not None: self.written.append(found)
-        returned = self.recorder.run(step, batch, number, fetch, no_update, lr_factor, origin)
+        elif (found := self.watch.start_of_step()) is not None: self._note_written(found)
+        with self.alone():
+            returned = self.recorder.run(step, batch, number, fetch, no_update, lr_factor, origin)
         self.watch.end_of_step(number)
         self.writes = self.snapshot.writes
         return returned
+
+    def _note_written(self, found: Written):
+        self.written.append(found)
+        if self.tell is not None: self.tell(", ".join(found.names[:3]))
 
     def is_due(self, number: int) -> bool: # calls of `watch`
         "Whether something wrote into the state a few steps ago, for the first times: its effect can be seen by now."
