@@ -258,6 +258,7 @@ def judged(row: dict, clean: dict, alone: dict, at: int) -> dict:
     row = row | dict(clean=clean["score"], alone=alone["score"], slack=slack,
                      verdict=verdict(clean["score"], slack, alone["score"], row["score"]))
     harmed = row["verdict"] not in ("harmless", "recovered") # in the end: a gate may have let nothing happen
+    row["beyond"] = row["loop"] in STORIES and not STORIES[row["loop"]].mendable # neither a gate nor a rollback can
     row["seen"] = bool(row["acts"] or row["notes"] or row["remarks"] or row["ended"])
     if row["after"] is not None and fault in FAULTS: row["after"] -= at
     if fault is None: row |= dict(equal=row["parts"] == clean["parts"], false_causes=[
@@ -308,7 +309,7 @@ def ruined_summary(rows: list[dict]) -> str:
         mine = [r for r in rows if r["arm"] == arm and r["fault"]]
         clean = [r for r in rows if r["arm"] == arm and not r["fault"]]
         unseen = sum(r["verdict"] not in ("harmless", "recovered") and not r["seen"] for r in mine)
-        beyond = [r for r in mine if r["loop"] in STORIES and not STORIES[r["loop"]].mendable]
+        beyond = [r for r in mine if r["beyond"]]
         mine = [r for r in mine if r not in beyond]
         named = Counter(r["named"] for r in mine if r["named"])
         worse = sum(r["verdict"] == "worse" and r["alone"] <= r["clean"] + r["slack"] for r in mine)
@@ -336,12 +337,13 @@ def ruined_summary(rows: list[dict]) -> str:
 
 # --- what is stored
 
-KEPT = ("loop", "fault", "arm", "seed", "score", "clean", "alone", "slack", "verdict", "named", "seen", "notes",
+KEPT = ("loop", "fault", "arm", "seed", "score", "clean", "alone", "slack", "verdict", "named", "seen", "beyond", "notes",
         "remarks", "causes", "explained", "false_causes", "equal", "traceless", "replayed", "after", "ended")
 
 def brief(row: dict) -> dict:
     "A row without hashes and texts; of what a guard did, how often."
-    return {k: row[k] for k in KEPT if row.get(k) not in (None, "", [], {})} | dict(acts=len(row["acts"]))
+    def empty(v): return v is None or v is False or v in ("", [], {})
+    return {k: row[k] for k in KEPT if k in row and not empty(row[k])} | dict(acts=len(row["acts"]))
 
 def store(path: Path, rows: dict[str, list[dict]]):
     "Put tables into a file, beside others that are there."

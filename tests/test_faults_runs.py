@@ -61,7 +61,7 @@ def test_an_interrupt_inside_an_update_is_gone_on_with_exactly(whole, tmp_path, 
     stop_at(run.learner, edge)
     assert run.drive(progress=False) is None
     resumed = open_run(run.folder.path)
-    assert resumed.learner.gradient_step > 0 or edge % 8 == 0
+    assert resumed.learner.progress.gradient_step > 0 or edge % 8 == 0
     resumed.drive(progress=False)
     assert same(resumed, whole)
 

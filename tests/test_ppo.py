@@ -538,7 +538,7 @@ def test_a_critic_that_makes_up_its_numbers_explains_nothing(cut):
     learner.compute_targets()
     r = learner.rollout
     assert explained_variance(r.value, r.returns, r.valid) > 0.5
-    assert learner.variance < 0.
+    assert learner.progress.variance < 0.
 
 
 def test_a_critic_that_foresees_is_credited():
@@ -550,7 +550,7 @@ def test_a_critic_that_foresees_is_credited():
     torch.nn.init.constant_(learner.policy.value_out.weight, 3.5) # times the lane: the mean of 6, 5, ... 1
     while learner.acts: learner.step_envs()
     learner.compute_targets()
-    assert 0.5 < learner.variance < 1.
+    assert 0.5 < learner.progress.variance < 1.
 
 
 def test_no_episode_ended_nothing_is_claimed():

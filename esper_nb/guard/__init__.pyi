@@ -5,11 +5,11 @@ from .adapters import (bar_note as bar_note, StepOf as StepOf, Guard as Guard, a
     guard_update as guard_update)
 from .budget import Budget as Budget, is_extreme as is_extreme, blames_batch as blames_batch
 from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED, YARD as YARD, ODD as ODD,
-    EXPERIMENTS as EXPERIMENTS, CONTROLS as CONTROLS, SLOWER as SLOWER, UPHILL as UPHILL, CLIMBS as CLIMBS,
-    REDONE as REDONE, Findings as Findings, own_settings as own_settings, first_apart as first_apart,
-    same_number as same_number, Parting as Parting, explain_parting as explain_parting, carries_over as carries_over,
-    part_by_settings as part_by_settings, writes_before as writes_before, wrote as wrote,
-    center_spread as center_spread, level_spread as level_spread, find_onset as find_onset,
+    EXPERIMENTS as EXPERIMENTS, CONTROLS as CONTROLS, WORTH_A_WORD as WORTH_A_WORD, SLOWER as SLOWER,
+    UPHILL as UPHILL, CLIMBS as CLIMBS, REDONE as REDONE, Findings as Findings, own_settings as own_settings,
+    first_apart as first_apart, same_number as same_number, Parting as Parting, explain_parting as explain_parting,
+    carries_over as carries_over, part_by_settings as part_by_settings, writes_before as writes_before,
+    wrote as wrote, center_spread as center_spread, level_spread as level_spread, find_onset as find_onset,
     find_earlier as find_earlier, GoodState as GoodState, Gap as Gap, Yardstick as Yardstick, find_odd as find_odd,
     odd_batches as odd_batches, odd_later as odd_later, bad_steps as bad_steps, odd_ones as odd_ones,
     name_batches as name_batches, Experiment as Experiment, leave_out_odd as leave_out_odd,
@@ -56,9 +56,9 @@ from .gate import (GateConfig as GateConfig, NormHistory as NormHistory, gradien
     GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import OWN_PARTS as OWN_PARTS, Governor as Governor
 from .health import (LASTS as LASTS, JUMP as JUMP, STILL_NEAR as STILL_NEAR, SEEN as SEEN, LONG as LONG,
-    RAISED as RAISED, STEEP as STEEP, StateHealth as StateHealth, BufferBands as BufferBands,
-    LossCourse as LossCourse, Sign as Sign, Signs as Signs, is_steep as is_steep, UpdateWatch as UpdateWatch,
-    StateJudge as StateJudge)
+    RAISED as RAISED, STEEP as STEEP, LEAP as LEAP, SETTLED as SETTLED, StateHealth as StateHealth,
+    BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign, Leap as Leap, Signs as Signs,
+    is_steep as is_steep, UpdateWatch as UpdateWatch, StateJudge as StateJudge)
 from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, STOPS as STOPS,
     ABSENT_VARIABLE as ABSENT_VARIABLE, BodyNames as BodyNames, uses_of as uses_of, FrameVariables as FrameVariables,
     write_back as write_back, LoopBody as LoopBody, body_names as body_names, Batches as Batches,
@@ -87,10 +87,10 @@ from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone,
     gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch,
     OperationWatch as OperationWatch, is_finite as is_finite, user_line as user_line,
     find_operation as find_operation)
-from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES, SAID as SAID,
-    CAUSES as CAUSES, logger as logger, GovernorConfig as GovernorConfig, as_governor_config as as_governor_config,
-    as_chance_losses as as_chance_losses, Evidence as Evidence, Report as Report,
-    describe_failure as describe_failure, Explanation as Explanation, GovernorStop as GovernorStop,
+from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES,
+    LEFT_OPEN as LEFT_OPEN, SAID as SAID, CAUSES as CAUSES, logger as logger, GovernorConfig as GovernorConfig,
+    as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Evidence as Evidence,
+    Report as Report, describe_failure as describe_failure, Explanation as Explanation, GovernorStop as GovernorStop,
     IncidentLog as IncidentLog, Summary as Summary)
 from .responses import (is_clock as is_clock, clocks_of as clocks_of, not_exchanged as not_exchanged,
     patience_of as patience_of, SingleRun as SingleRun, LaneRuns as LaneRuns, GuardedRun as GuardedRun,
