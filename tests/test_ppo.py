@@ -467,7 +467,7 @@ def test_a_refusal_after_stop_save_and_load_goes_back_just_as_far():
     before = everything_learned(one)
     class Now: requested = True
     for _ in range(8 + 3): assert one.step(Now) is None # the rollout is full; three gradient steps
-    assert one.gradient_step == 3
+    assert one.progress.gradient_step == 3
     two.load_state_dict(one.state_dict())
     corrupt(two, {2})
     u = two.step()

@@ -274,7 +274,8 @@ class Learner:
     @torch.no_grad()
     def compute_targets(self) -> None:
         "Compute advantages and returns of the full rollout, on the scale of the normalised rewards."
-        r, c, done, reward = self._full_rollout(), self.config, self.progress, None
+        r, c, done = self._full_rollout(), self.config, self.progress
+        reward: Tensor | None = None # normalised
         last = self._values(self.view(self.stream.obs), self.state, self.stream.start)
         done.ended = self.episodes.count(r)
         self.env_steps += int(r.valid.sum())
