@@ -82,7 +82,8 @@ from .recorder import (Repeats as Repeats, Origin as Origin, Noting as Noting, N
     StepRecorder as StepRecorder, RecordedIncident as RecordedIncident, why_missing as why_missing,
     give_inputs as give_inputs, copy_published as copy_published)
 from .repairs import (RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, NO_PROOF as NO_PROOF, AGAIN as AGAIN,
-    DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, Redone as Redone, Repairs as Repairs, Recovery as Recovery)
+    DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, BetweenSteps as BetweenSteps, Redone as Redone,
+    Repairs as Repairs, Recovery as Recovery)
 from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone, Changes as Changes, Replay as Replay,
     gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch,
     OperationWatch as OperationWatch, is_finite as is_finite, user_line as user_line,
