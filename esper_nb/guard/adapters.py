@@ -415,8 +415,8 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
 
 def _inner(optimizer): # as accelerate wraps it, or not
     "The optimizer of torch."
-    inside = getattr(optimizer, "optimizer", None)
-    return inside if isinstance(inside, torch.optim.Optimizer) else optimizer
+    inside = getattr(optimizer, "optimizer", None) # a scheduler has one, too
+    return inside if isinstance(optimizer, torch.optim.Optimizer) and inside is not None else optimizer
 
 # %% ../../nbs/guard/30_adapters.ipynb #7fc9b185
 def guard_trainer(
