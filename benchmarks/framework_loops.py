@@ -1,8 +1,8 @@
 """The loops and faults of ruined_loops.py in frameworks: does a Governor there do what `governor.run` does?
 
-    python benchmarks/framework_loops.py vae memory                        # one seed, every framework that is installed
+    python benchmarks/framework_loops.py --write      # nbs/explanations/bench_frameworks.json; an hour on one core
+    python benchmarks/framework_loops.py vae memory   # one seed, every framework that is installed
     python benchmarks/framework_loops.py vae --arms run,batches,lightning --faults "NaN weight,dead layer" --seeds 2
-    python benchmarks/framework_loops.py vae memory --write                # nbs/explanations/bench_frameworks.json
 
 A run counts as in ruined_loops.py. Its cause is right if it is one that the fault can have: what is written into
 weights or moments comes from outside, a rate is a rate, targets and a huge batch are data, a sign is an input of the
@@ -206,7 +206,7 @@ def main():
     "Every loop, fault, arm and seed."
     args = sys.argv[1:]
     def option(name, default): return args[args.index(name) + 1].split(",") if name in args else default
-    names = [a for a in args if a in LOOPS] or ["vae", "memory"]
+    names = [a for a in args if a in LOOPS] or list(LOOPS)
     arms = option("--arms", [a for a in ARMS if a not in NEEDS or importlib.util.find_spec(NEEDS[a])])
     faults = option("--faults", [f for f in FAULTS if f not in BEYOND])
     torch.set_num_threads(1)
@@ -236,6 +236,9 @@ def main():
               f"{sum(not r['fault'] for r in mine)}")
     if "--write" in args:
         path = ROOT/"nbs/explanations/bench_frameworks.json"
+        new = {(r["loop"], r["arm"], r["seed"]) for r in rows}
+        old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        rows = [r for r in old if (r["loop"], r["arm"], r["seed"]) not in new] + rows
         path.write_text(json.dumps(rows, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -555,8 +555,10 @@ def fastai_governor(
             if self.due:
                 scaler = getattr(getattr(self.learn, "mixed_precision", None), "scaler", None)
                 step = StepOf(self.train_on, self.learn.model, self.learn.loss_func, again=self.again)
-                self.watcher.begin(step, self.learn.model, scaler, optimizer=self.learn.opt)
-                self.due = False
+                inside = getattr(self.learn.opt, "opt", None) # of an OptimWrapper
+                opt = inside if isinstance(inside, torch.optim.Optimizer) else self.learn.opt
+                self.watcher.begin(step, self.learn.model, scaler, optimizer=opt)
+                self.due, self.trained_by = False, list(self.learn.cbs)
             if self.governor is not None and not hasattr(self.learn, "lr_finder"):
                 vars(self.learn)["one_batch"] = self.one_batch
 
@@ -566,7 +568,8 @@ def fastai_governor(
 
         def one_batch(self, number, batch): # in place of the learner's own method, while it trains
             learn = self.learn
-            before = {k: getattr(learn, k) for k in ("iter", "train_iter", "pct_train") if hasattr(learn, k)}
+            names = "iter", "n_iter", "train_iter", "pct_train", "training"
+            before = {k: getattr(learn, k) for k in names if hasattr(learn, k)}
             self.watcher.train((batch, number, before))
             bar = getattr(getattr(learn, "progress", None), "mbar", None)
             for r in self.watcher.news() if bar else (): bar.write(f"Governor: {r}")
@@ -580,15 +583,17 @@ def fastai_governor(
         @contextmanager
         def again(self, at):
             "Let the learner stand as it did then, and nobody take notes."
-            learn, names = self.learn, ("iter", "train_iter", "pct_train", "xb", "yb", "pred", "loss", "loss_grad")
+            learn, names = self.learn, (*at[2], "xb", "yb", "pred", "loss", "loss_grad")
             now = {k: getattr(learn, k) for k in names if hasattr(learn, k)}
-            quiet = [(c, c.run) for c in learn.cbs if c.name in ("recorder", "progress", "csv_logger")]
-            for c, _ in quiet: c.run = False
-            for k, v in at[2].items(): setattr(learn, k, v)
-            try: yield
-            finally:
-                for c, run in quiet: c.run = run
-                for k, v in now.items(): setattr(learn, k, v)
+            gone = [c for c in self.trained_by if not any(c is k for k in learn.cbs)] # those of a fit that has ended
+            with learn.added_cbs(gone):
+                quiet = [(c, c.run) for c in learn.cbs if c.name in ("recorder", "progress", "csv_logger")]
+                for c, _ in quiet: c.run = False
+                for k, v in at[2].items(): setattr(learn, k, v)
+                try: yield
+                finally:
+                    for c, run in quiet: c.run = run
+                    for k, v in now.items(): setattr(learn, k, v)
 
         def after_fit(self):
             self.unhang()
