@@ -90,7 +90,9 @@ class Guard:
         config: GovernorConfig | str, # thresholds and budget
         options: Mapping[str, Any], # as for `Governor`
         stop: Callable[[], Any] = lambda: None, # ends training, once the budget is used up
+        streamless: str = "", # a framework whose checkpoints hold no random streams
     ):
+        self.streamless = streamless
         self.settings = dict(options, chance_loss=chance_loss, config=config)
         self.stop = stop
         self.governor: Governor | None = None # of the latest training
@@ -109,6 +111,7 @@ class Guard:
         given["callbacks"] = (*given.get("callbacks", ()), self.told.append)
         found = [p for p in parts if p is not None]
         self.governor = governor = Governor(*found, **named | given)
+        governor.resume.streamless = self.streamless
         if self.loaded is not None: governor.load_state_dict(self.loaded)
         self.step, self.loaded = step, None
         if step is not None: step.replays = partial(getattr, governor, "replaying")
@@ -228,7 +231,7 @@ def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, 
     class GovernorCallback(base):
         def __init__(self):
             super().__init__()
-            self.guard, self.step = Guard(chance_loss, config, options), None
+            self.guard, self.step = Guard(chance_loss, config, options, streamless="Lightning"), None
 
         @property
         def governor(self) -> Governor | None: return self.guard.governor
@@ -524,7 +527,7 @@ def fastai_governor(
 
         def __init__(self):
             super().__init__()
-            self.watcher = Guard(chance_loss, config, options, stop=self.stop)
+            self.watcher = Guard(chance_loss, config, options, stop=self.stop, streamless="fastai")
             self.full = False # the budget is used up
 
         @property
