@@ -126,6 +126,10 @@ def lightning(loop, fault):
                default_root_dir=tempfile.mkdtemp()).fit(Module(), loader(loop, fault))
     return callback.governor
 
+class Still(torch.optim.lr_scheduler.LRScheduler):
+    "A schedule for a Trainer, which needs one: rates stay as they are, a fault's, too."
+    def get_lr(self): return [g["lr"] for g in self.optimizer.param_groups]
+
 def trainer(loop, fault):
     import transformers
     transformers.logging.set_verbosity_error()
@@ -137,7 +141,7 @@ def trainer(loop, fault):
     args = transformers.TrainingArguments(
         output_dir=tempfile.mkdtemp(), max_steps=STEPS, per_device_train_batch_size=1, max_grad_norm=clip_of(loop),
         report_to=[], logging_strategy="no", save_strategy="no", use_cpu=True, disable_tqdm=True)
-    clock = loop.clock or torch.optim.lr_scheduler.LambdaLR(loop.opt, lambda k: 1.)
+    clock = loop.clock or Still(loop.opt)
     data = Drawn(loop, fault, ahead=1)
     made = transformers.Trainer(model=Module(), args=args, train_dataset=data, optimizers=(loop.opt, clock),
                                 data_collator=lambda rows: dict(batch=rows[0]))
