@@ -1021,3 +1021,11 @@ def test_python_itself_is_never_put_back(tmp_path, monkeypatch):
     footprint.load_state_dict(state)
     assert own.limit == 3. and len(builtins.__dict__) > 100
     del sys.modules["own_module"]
+
+def test_what_was_installed_into_a_folder_is_not_the_users_own(tmp_path, monkeypatch):
+    for name in ("mine", "target"):
+        (tmp_path/name/"package").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path/name)
+    (tmp_path/"target"/"package-1.0.dist-info").mkdir()
+    assert page.is_own_file(str(tmp_path/"mine"/"package"/"code.py"))
+    assert not page.is_own_file(str(tmp_path/"target"/"package"/"code.py"))

@@ -7,6 +7,7 @@ __all__ = ['bar_note', 'StepOf', 'Guard', 'action_metrics', 'lightning_governor'
            'fastai_governor', 'skorch_governor', 'GuardedUpdate', 'guard_update']
 
 # %% ../../nbs/guard/30_adapters.ipynb #c1e4835e
+import copy
 import importlib
 import operator
 import weakref
@@ -344,6 +345,15 @@ class _TrainerStep:
         self.model.zero_grad()
         return (), total
 
+    @contextmanager
+    def again(self, _) -> Iterator[None]:
+        "Let counts and metrics of the Trainer be as they are: those of TRL note some in every step."
+        noted = vars(self.trainer)
+        def counts(k, v): return type(v) in (int, float) or "metrics" in k and isinstance(v, (dict, list))
+        before = {k: copy.deepcopy(v) for k, v in noted.items() if counts(k, v)}
+        try: yield
+        finally: noted.update(before)
+
     def micro_batch(self, model, *args, **kwargs) -> Tensor: # loss
         "Run a micro-batch of the loop; the first one begins the step."
         self.model = model
@@ -387,7 +397,7 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
             trainer = owner()
             def stop(): control.should_training_stop = True
             self.guard.stop = stop
-            step = StepOf(self.step.train, model, self.step.inner, trainer.compute_loss)
+            step = StepOf(self.step.train, model, self.step.inner, trainer.compute_loss, again=self.step.again)
             governor = self.guard.begin(step, model, _inner(optimizer), lr_scheduler,
                                         getattr(trainer.accelerator, "scaler", None))
             file = self.resumed and _state_file(self.resumed, governor)

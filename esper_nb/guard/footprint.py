@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['PLAIN', 'FIXED', 'LIBRARIES', 'DYNAMIC', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
            'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'GIVEN', 'FULL', 'NOT_SEEN', 'LIMIT', 'NEAR', 'PIECE',
-           'CodeNames', 'names_in', 'is_own_file', 'is_own_module', 'is_users', 'module_of', 'package_of', 'code_of',
-           'is_plain', 'Absent', 'Holder', 'Variable', 'Names', 'Entries', 'Keys', 'Members', 'alike', 'sample_of',
-           'bytes_of', 'version_of', 'some_of', 'bits_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf',
-           'StreamLeaf', 'leaf_of', 'Unrestorable', 'kind_of_effect', 'has_state', 'attributes_of', 'slots_of',
-           'wrapped_by', 'Walk', 'StepWalk', 'FootprintState', 'Given', 'mark_of', 'top_name', 'owned_by_parts',
-           'Watched', 'moved_part', 'quick_sum', 'tail_of', 'names_of', 'kept_of', 'marks_of', 'Footprint',
-           'batch_digest', 'tensor_digest', 'NotSeen', 'content_of', 'can_fork', 'quiet', 'in_a_fork', 'end_with',
-           'read_all', 'DryReplay', 'dry_replay', 'Attempt', 'equal_losses', 'in_place', 'why_not', 'tensors_of_parts',
-           'words_of', 'Written', 'StateWatch', 'Distances']
+           'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users', 'module_of',
+           'package_of', 'code_of', 'is_plain', 'Absent', 'Holder', 'Variable', 'Names', 'Entries', 'Keys', 'Members',
+           'alike', 'sample_of', 'bytes_of', 'version_of', 'some_of', 'bits_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
+           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'kind_of_effect', 'has_state',
+           'attributes_of', 'slots_of', 'wrapped_by', 'Walk', 'StepWalk', 'FootprintState', 'Given', 'mark_of',
+           'top_name', 'owned_by_parts', 'Watched', 'moved_part', 'quick_sum', 'tail_of', 'names_of', 'kept_of',
+           'marks_of', 'Footprint', 'batch_digest', 'tensor_digest', 'NotSeen', 'content_of', 'can_fork', 'quiet',
+           'in_a_fork', 'end_with', 'read_all', 'DryReplay', 'dry_replay', 'Attempt', 'equal_losses', 'in_place',
+           'why_not', 'tensors_of_parts', 'words_of', 'Written', 'StateWatch', 'Distances']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -74,6 +74,13 @@ def names_in(
     return CodeNames(frozenset(used({"GLOBAL", "NAME"})).union(*[n.variables for n in inner]),
                      frozenset(used({"ATTR", "METHOD"})).union(*[n.attributes for n in inner]))
 
+@functools.lru_cache(maxsize=256)
+def has_installed(
+    folder: str, # on Python's path
+) -> bool:
+    "Whether packages were installed into a folder: a package manager has left its notes there."
+    return any(Path(folder).glob("*.dist-info"))
+
 @functools.lru_cache(maxsize=4096)
 def is_own_file(
     filename: str, # of source text
@@ -82,7 +89,9 @@ def is_own_file(
     if filename.startswith("<frozen"): return False
     if not filename or filename.startswith("<"): return True # typed in
     at = str(Path(filename).resolve())
-    return not ({"site-packages", "dist-packages"} & set(Path(at).parts) or at.startswith(LIBRARIES))
+    if {"site-packages", "dist-packages"} & set(Path(at).parts) or at.startswith(LIBRARIES): return False
+    homes = {str(Path(p).resolve()) for p in sys.path} & set(map(str, Path(at).parents))
+    return not any(map(has_installed, homes))
 
 @functools.lru_cache(maxsize=4096)
 def is_own_module(
