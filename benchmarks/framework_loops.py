@@ -240,9 +240,10 @@ def main():
               f"{sum(not r['fault'] for r in mine)}")
     if "--write" in args:
         path = ROOT/"nbs/explanations/bench_frameworks.json"
-        new = {(r["loop"], r["arm"], r["seed"]) for r in rows}
+        def key(r): return r["loop"], r["fault"], r["arm"], r["seed"]
+        new = set(map(key, rows))
         old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        rows = [r for r in old if (r["loop"], r["arm"], r["seed"]) not in new] + rows
+        rows = [r for r in old if key(r) not in new] + rows
         path.write_text(json.dumps(rows, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
