@@ -212,7 +212,8 @@ def main():
     def option(name, default): return args[args.index(name) + 1].split(",") if name in args else default
     names = [a for a in args if a in LOOPS] or list(LOOPS)
     arms = option("--arms", [a for a in ARMS if a not in NEEDS or importlib.util.find_spec(NEEDS[a])])
-    faults = option("--faults", [f for f in FAULTS if f not in BEYOND])
+    said = ",".join(option("--faults", [f for f in FAULTS if f not in BEYOND]))
+    faults = [f for f in FAULTS if f in said] # some names have a comma
     torch.set_num_threads(1)
     logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
     logging.getLogger("ignite").setLevel(logging.ERROR)
