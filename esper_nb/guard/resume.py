@@ -363,9 +363,9 @@ class ResumeWatch:
         now, lost = read_streams(), []
         for k, state in self.saved["streams"].items() if self._has_streams else ():
             if k not in self.saved["unused"] and not leads_to(StreamState(*state), now[k]): lost.append(k)
-        said = (f"random stream of {', '.join(lost)}",) if lost else ()
-        if said and self.streamless: said, moved = (), [*moved, f"{said[0]}, which {self.streamless} does not keep"]
-        return ResumeCheck(found.wrong + said, found.unchecked + tuple(moved))
+        said = [f"random stream of {', '.join(lost)}"] if lost else []
+        if said and self.streamless: moved.append(f"{said.pop()}, which {self.streamless} does not keep")
+        return ResumeCheck((*found.wrong, *said), (*found.unchecked, *moved))
 
     def see(self, given: Tensor | float): # () or (n,), the first loss after a resume
         "Compare the first loss with the last ones before."
