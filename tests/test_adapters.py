@@ -89,6 +89,15 @@ def test_lightning_checkpoints_hold_the_governor(pl, tmp_path):
     lightning_run(pl, tmp_path, again, batches=50, ckpt=str(tmp_path / "a.ckpt"), max_epochs=2)
     assert int(again.governor.stats.judged[0]) == 100
 
+def test_a_resume_in_lightning_does_not_warn_of_streams_that_its_checkpoints_never_hold(pl, tmp_path, caplog):
+    _, fit = lightning_run(pl, tmp_path, lightning_governor(math.log(10), QUICK), batches=30)
+    fit.save_checkpoint(tmp_path/"a.ckpt")
+    again = lightning_governor(math.log(10), QUICK)
+    lightning_run(pl, tmp_path, again, batches=30, ckpt=str(tmp_path/"a.ckpt"), max_epochs=2) # dropout draws anew
+    found = again.governor.resume.found
+    assert found.right and "random stream of torch, which Lightning does not keep" in found.unchecked
+    assert not [r for r in caplog.records if "resumed, but" in r.getMessage()]
+
 def test_lightning_resumes_exactly(pl, tmp_path):
     from lightning.pytorch.callbacks import ModelCheckpoint
     keep = dict(batches=60, drop=0., max_epochs=3, enable_checkpointing=True)

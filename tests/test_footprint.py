@@ -1,6 +1,8 @@
 "What a step reads beside its batch is found and replayed to the bit, or named in one right sentence."
+import builtins
 import csv
 import functools
+import importlib
 import io
 import itertools
 import logging
@@ -1004,3 +1006,26 @@ def test_a_regular_distance_is_found():
         for k in numbers: seen.add(k)
         assert seen.regular() == step, numbers
         assert str(seen) == ("" if step is None else f"every {step} batches")
+
+def test_python_itself_is_never_put_back(tmp_path, monkeypatch):
+    (tmp_path/"own_module.py").write_text("limit, spare = 3., {}\ndef half(x): return x / 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_module")
+    kept = [vars(own), sys.modules, builtins.__dict__]
+    def step(x): return own.half(x) * getattr(own, "limit") + len(kept) # which name? so all of the module is looked at
+    footprint = Footprint(step, {})
+    state = footprint.state_dict()
+    tables = [h.obj for h, _ in state["state"].holders]
+    assert not any(t is k for t in tables for k in kept)
+    own.limit = 4.
+    footprint.load_state_dict(state)
+    assert own.limit == 3. and len(builtins.__dict__) > 100
+    del sys.modules["own_module"]
+
+def test_what_was_installed_into_a_folder_is_not_the_users_own(tmp_path, monkeypatch):
+    for name in ("mine", "target"):
+        (tmp_path/name/"package").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path/name)
+    (tmp_path/"target"/"package-1.0.dist-info").mkdir()
+    assert page.is_own_file(str(tmp_path/"mine"/"package"/"code.py"))
+    assert not page.is_own_file(str(tmp_path/"target"/"package"/"code.py"))

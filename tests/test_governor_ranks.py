@@ -1,5 +1,6 @@
 "Several processes: every rank does the same thing at the same step, and a rank that is gone is named."
 import copy, math, os, time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from benchmarks.faults import PlainState, PlainStepper
 from esper_nb.guard import Governor, GovernorConfig, GovernorStop
+from esper_nb.guard.ranks import Ranks
 from esper_nb.train import Fault, list_faults
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
@@ -263,3 +265,21 @@ def test_one_process_stays_off_the_network():
     gov = Governor(network(), chance_loss=math.log(10))
     for _ in range(100): gov.watch(.9)
     assert not gov.ranks and gov.ranks.exchanges == 0
+
+class OnGPU(nn.Module):
+    "A network whose parameters are on the second GPU of a machine without one."
+    def parameters(self, recurse=True):
+        yield from (SimpleNamespace(is_cuda=k != "cpu", device=torch.device(k)) for k in ("cpu", "cuda:1"))
+
+def test_numbers_are_exchanged_where_the_parameters_are(monkeypatch):
+    stands = dict(is_initialized=lambda: True, get_world_size=lambda group: 2, get_rank=lambda group: 1,
+                  get_backend=lambda group: backend)
+    for name, stand in stands.items(): monkeypatch.setattr(dist, name, stand)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    backend, bound = "nccl", SimpleNamespace(bound_device_id=torch.device("cuda:3"))
+    opt = torch.optim.SGD([nn.Parameter(torch.zeros(1))], .1)
+    assert Ranks(parts=[opt, OnGPU()]).device == torch.device("cuda:1")
+    assert Ranks(bound, parts=[opt, nn.Linear(1, 1)]).device == torch.device("cuda:3")
+    assert Ranks().device == torch.device("cuda:0")
+    backend = "gloo"
+    assert Ranks(parts=[OnGPU()]).device == torch.device("cpu")

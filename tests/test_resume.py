@@ -236,7 +236,10 @@ def test_what_is_lost_is_named_before_the_first_step(trainer, name, tmp_path, ca
     if trainer is transformers and name in ("random stream", "tied weights"):
         pytest.skip("it sets the streams itself, later; and it saves no tied weights of a plain module")
     torch.manual_seed(3)
-    trainer(lose, tmp_path)
+    governor = trainer(lose, tmp_path)
+    if trainer is lightning and name == "random stream": # its checkpoints hold none: no loss, but not checked either
+        assert governor.resume.found.right and re.search(words, governor.resume.found.unchecked[-1])
+        return
     said = [r.getMessage() for r in caplog.records if "resumed, but" in r.getMessage()]
     assert len(said) == 1 and re.search(words, said[0]), said
 

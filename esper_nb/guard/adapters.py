@@ -7,6 +7,7 @@ __all__ = ['bar_note', 'StepOf', 'Guard', 'action_metrics', 'lightning_governor'
            'fastai_governor', 'skorch_governor', 'GuardedUpdate', 'guard_update']
 
 # %% ../../nbs/guard/30_adapters.ipynb #c1e4835e
+import copy
 import importlib
 import operator
 import weakref
@@ -90,7 +91,9 @@ class Guard:
         config: GovernorConfig | str, # thresholds and budget
         options: Mapping[str, Any], # as for `Governor`
         stop: Callable[[], Any] = lambda: None, # ends training, once the budget is used up
+        streamless: str = "", # a framework whose checkpoints hold no random streams
     ):
+        self.streamless = streamless
         self.settings = dict(options, chance_loss=chance_loss, config=config)
         self.stop = stop
         self.governor: Governor | None = None # of the latest training
@@ -109,6 +112,7 @@ class Guard:
         given["callbacks"] = (*given.get("callbacks", ()), self.told.append)
         found = [p for p in parts if p is not None]
         self.governor = governor = Governor(*found, **named | given)
+        governor.resume.streamless = self.streamless
         if self.loaded is not None: governor.load_state_dict(self.loaded)
         self.step, self.loaded = step, None
         if step is not None: step.replays = partial(getattr, governor, "replaying")
@@ -228,7 +232,7 @@ def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, 
     class GovernorCallback(base):
         def __init__(self):
             super().__init__()
-            self.guard, self.step = Guard(chance_loss, config, options), None
+            self.guard, self.step = Guard(chance_loss, config, options, streamless="Lightning"), None
 
         @property
         def governor(self) -> Governor | None: return self.guard.governor
@@ -341,6 +345,15 @@ class _TrainerStep:
         self.model.zero_grad()
         return (), total
 
+    @contextmanager
+    def again(self, _) -> Iterator[None]:
+        "Let counts and metrics of the Trainer be as they are: those of TRL note some in every step."
+        noted = vars(self.trainer)
+        def counts(k, v): return type(v) in (int, float) or "metrics" in k and isinstance(v, (dict, list))
+        before = {k: copy.deepcopy(v) for k, v in noted.items() if counts(k, v)}
+        try: yield
+        finally: noted.update(before)
+
     def micro_batch(self, model, *args, **kwargs) -> Tensor: # loss
         "Run a micro-batch of the loop; the first one begins the step."
         self.model = model
@@ -384,7 +397,7 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
             trainer = owner()
             def stop(): control.should_training_stop = True
             self.guard.stop = stop
-            step = StepOf(self.step.train, model, self.step.inner, trainer.compute_loss)
+            step = StepOf(self.step.train, model, self.step.inner, trainer.compute_loss, again=self.step.again)
             governor = self.guard.begin(step, model, _inner(optimizer), lr_scheduler,
                                         getattr(trainer.accelerator, "scaler", None))
             file = self.resumed and _state_file(self.resumed, governor)
@@ -415,8 +428,8 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
 
 def _inner(optimizer): # as accelerate wraps it, or not
     "The optimizer of torch."
-    inside = getattr(optimizer, "optimizer", None)
-    return inside if isinstance(inside, torch.optim.Optimizer) else optimizer
+    inside = getattr(optimizer, "optimizer", None) # a scheduler has one, too
+    return inside if isinstance(optimizer, torch.optim.Optimizer) and inside is not None else optimizer
 
 # %% ../../nbs/guard/30_adapters.ipynb #7fc9b185
 def guard_trainer(
@@ -524,7 +537,7 @@ def fastai_governor(
 
         def __init__(self):
             super().__init__()
-            self.watcher = Guard(chance_loss, config, options, stop=self.stop)
+            self.watcher = Guard(chance_loss, config, options, stop=self.stop, streamless="fastai")
             self.full = False # the budget is used up
 
         @property
@@ -555,8 +568,10 @@ def fastai_governor(
             if self.due:
                 scaler = getattr(getattr(self.learn, "mixed_precision", None), "scaler", None)
                 step = StepOf(self.train_on, self.learn.model, self.learn.loss_func, again=self.again)
-                self.watcher.begin(step, self.learn.model, scaler, optimizer=self.learn.opt)
-                self.due = False
+                inside = getattr(self.learn.opt, "opt", None) # of an OptimWrapper
+                opt = inside if isinstance(inside, torch.optim.Optimizer) else self.learn.opt
+                self.watcher.begin(step, self.learn.model, scaler, optimizer=opt)
+                self.due, self.trained_by = False, list(self.learn.cbs)
             if self.governor is not None and not hasattr(self.learn, "lr_finder"):
                 vars(self.learn)["one_batch"] = self.one_batch
 
@@ -566,7 +581,8 @@ def fastai_governor(
 
         def one_batch(self, number, batch): # in place of the learner's own method, while it trains
             learn = self.learn
-            before = {k: getattr(learn, k) for k in ("iter", "train_iter", "pct_train") if hasattr(learn, k)}
+            names = "iter", "n_iter", "train_iter", "pct_train", "training"
+            before = {k: getattr(learn, k) for k in names if hasattr(learn, k)}
             self.watcher.train((batch, number, before))
             bar = getattr(getattr(learn, "progress", None), "mbar", None)
             for r in self.watcher.news() if bar else (): bar.write(f"Governor: {r}")
@@ -580,15 +596,17 @@ def fastai_governor(
         @contextmanager
         def again(self, at):
             "Let the learner stand as it did then, and nobody take notes."
-            learn, names = self.learn, ("iter", "train_iter", "pct_train", "xb", "yb", "pred", "loss", "loss_grad")
+            learn, names = self.learn, (*at[2], "xb", "yb", "pred", "loss", "loss_grad")
             now = {k: getattr(learn, k) for k in names if hasattr(learn, k)}
-            quiet = [(c, c.run) for c in learn.cbs if c.name in ("recorder", "progress", "csv_logger")]
-            for c, _ in quiet: c.run = False
-            for k, v in at[2].items(): setattr(learn, k, v)
-            try: yield
-            finally:
-                for c, run in quiet: c.run = run
-                for k, v in now.items(): setattr(learn, k, v)
+            gone = [c for c in self.trained_by if not any(c is k for k in learn.cbs)] # those of a fit that has ended
+            with learn.added_cbs(gone):
+                quiet = [(c, c.run) for c in learn.cbs if c.name in ("recorder", "progress", "csv_logger")]
+                for c, _ in quiet: c.run = False
+                for k, v in at[2].items(): setattr(learn, k, v)
+                try: yield
+                finally:
+                    for c, run in quiet: c.run = run
+                    for k, v in now.items(): setattr(learn, k, v)
 
         def after_fit(self):
             self.unhang()

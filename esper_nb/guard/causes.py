@@ -588,7 +588,7 @@ def clip_as_usual(replay: Replay, found: Findings):
     "Clip gradients at their usual norm."
     limit = statistics.median(found.usual_norms)
     def clip(o): nn.utils.clip_grad_norm_([p for g in o.param_groups for p in g["params"]], limit)
-    replay.changes.before_update.append(clip)
+    replay.changes.with_gradients.append(clip)
 
 def scale_rate(replay: Replay, factor: float):
     "Train at a share of the learning rate."

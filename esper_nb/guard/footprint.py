@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['PLAIN', 'FIXED', 'LIBRARIES', 'DYNAMIC', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
            'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'GIVEN', 'FULL', 'NOT_SEEN', 'LIMIT', 'NEAR', 'PIECE',
-           'CodeNames', 'names_in', 'is_own_file', 'is_own_module', 'is_users', 'package_of', 'code_of', 'is_plain',
-           'Absent', 'Holder', 'Variable', 'Names', 'Entries', 'Keys', 'Members', 'alike', 'sample_of', 'bytes_of',
-           'version_of', 'some_of', 'bits_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf',
-           'leaf_of', 'Unrestorable', 'kind_of_effect', 'has_state', 'attributes_of', 'slots_of', 'wrapped_by', 'Walk',
-           'StepWalk', 'FootprintState', 'Given', 'mark_of', 'top_name', 'owned_by_parts', 'Watched', 'moved_part',
-           'quick_sum', 'tail_of', 'names_of', 'kept_of', 'marks_of', 'Footprint', 'batch_digest', 'tensor_digest',
-           'NotSeen', 'content_of', 'can_fork', 'quiet', 'in_a_fork', 'end_with', 'read_all', 'DryReplay', 'dry_replay',
-           'Attempt', 'equal_losses', 'in_place', 'why_not', 'tensors_of_parts', 'words_of', 'Written', 'StateWatch',
-           'Distances']
+           'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users', 'module_of',
+           'package_of', 'code_of', 'is_plain', 'Absent', 'Holder', 'Variable', 'Names', 'Entries', 'Keys', 'Members',
+           'alike', 'sample_of', 'bytes_of', 'version_of', 'some_of', 'bits_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
+           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'kind_of_effect', 'has_state',
+           'attributes_of', 'slots_of', 'wrapped_by', 'Walk', 'StepWalk', 'FootprintState', 'Given', 'mark_of',
+           'top_name', 'owned_by_parts', 'Watched', 'moved_part', 'quick_sum', 'tail_of', 'names_of', 'kept_of',
+           'marks_of', 'Footprint', 'batch_digest', 'tensor_digest', 'NotSeen', 'content_of', 'can_fork', 'quiet',
+           'in_a_fork', 'end_with', 'read_all', 'DryReplay', 'dry_replay', 'Attempt', 'equal_losses', 'in_place',
+           'why_not', 'tensors_of_parts', 'words_of', 'Written', 'StateWatch', 'Distances']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -74,6 +74,13 @@ def names_in(
     return CodeNames(frozenset(used({"GLOBAL", "NAME"})).union(*[n.variables for n in inner]),
                      frozenset(used({"ATTR", "METHOD"})).union(*[n.attributes for n in inner]))
 
+@functools.lru_cache(maxsize=256)
+def has_installed(
+    folder: str, # on Python's path
+) -> bool:
+    "Whether packages were installed into a folder: a package manager has left its notes there."
+    return any(Path(folder).glob("*.dist-info"))
+
 @functools.lru_cache(maxsize=4096)
 def is_own_file(
     filename: str, # of source text
@@ -82,7 +89,9 @@ def is_own_file(
     if filename.startswith("<frozen"): return False
     if not filename or filename.startswith("<"): return True # typed in
     at = str(Path(filename).resolve())
-    return not ({"site-packages", "dist-packages"} & set(Path(at).parts) or at.startswith(LIBRARIES))
+    if {"site-packages", "dist-packages"} & set(Path(at).parts) or at.startswith(LIBRARIES): return False
+    homes = {str(Path(p).resolve()) for p in sys.path} & set(map(str, Path(at).parents))
+    return not any(map(has_installed, homes))
 
 @functools.lru_cache(maxsize=4096)
 def is_own_module(
@@ -106,6 +115,14 @@ def is_users(
     if name.partition(".")[0] == home: return True
     if isinstance(obj, types.FunctionType) and name not in sys.modules: return is_own_file(obj.__code__.co_filename)
     return is_own_module(name, home)
+
+def module_of(
+    table: dict, # anybody's
+) -> types.ModuleType | None: # None: it is not the variables of a module
+    "Return the module whose variables are in a dict: emptied for a moment, even by Python's own, nothing would run."
+    name = table.get("__name__")
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return module if isinstance(module, types.ModuleType) and vars(module) is table else None
 
 def package_of(
     step: Callable, # of the loop
@@ -217,8 +234,9 @@ class Entries(Holder):
     def write(self, content):
         "Refill it."
         n = len(content) // 2
+        found = dict(zip(content[:n], content[n:]))
         self.obj.clear()
-        for k, v in zip(content[:n], content[n:]): self.obj[k] = v
+        self.obj.update(found)
     def sign(self): # tuple
         "Return the entries, or how many there are and the last one."
         if len(self.obj) <= SMALL: return self.read()
@@ -553,6 +571,7 @@ class Walk:
         everything = bool(DYNAMIC & self.names.union(*[names for _, names in self.scopes.values()]))
         for obj, name, table in self.open:
             found = list(table) if table is not None else slots_of(obj)
+            if isinstance(obj, types.ModuleType): found = [k for k in found if k[:2] != "__"] # not Python's own
             self.hold(obj, name, [k for k in found if everything or k in self.names], table)
         for table, names in list(self.scopes.values()):
             self.hold(table, "", sorted(k for k in names if k in table and k[:2] != "__"), table)
@@ -634,6 +653,8 @@ class StepWalk(Walk):
             return None
         if isinstance(obj, RANDOM) and not isinstance(obj, random.SystemRandom):
             return self.leaves.update({id(obj): StreamLeaf(obj, name)} if id(obj) not in STREAMS else {})
+        if obj is sys.modules: return None
+        if isinstance(obj, dict) and (module := module_of(obj)): return self.look(module, name)
         if isinstance(obj, (dict, list, deque, set, tuple)): return self.look_at_container(obj, name)
         if type(obj).__module__.startswith("esper_nb.guard."): return None
         if (kind := kind_of_effect(obj, self.home)) is None: return self.look_at_object(obj, name)

@@ -97,7 +97,7 @@ class Governor:
         self.single, self.n = single, 1 if lanes is None else check_count("lanes", lanes)
         check(folder is None or single, "folder", folder, "None: lanes have good states of different steps")
         self.chance_loss = as_chance_losses(chance_loss, self.n)
-        self.ranks = Ranks(group, timeout)
+        self.ranks = Ranks(group, timeout, (*parts, *named.values()))
         self.log = IncidentLog(callbacks, quiet=not single or self.ranks.rank > 0)
         run = GuardedRun.of(parts, named, lanes=self.n, chance_loss=self.chance_loss, ranks=self.ranks, log=self.log,
                             folder=folder, copies=self.config.copies)

@@ -8,7 +8,7 @@ __all__ = ['Ranks', 'SameWeights']
 # %% ../../nbs/guard/09_ranks.ipynb #e6397f92
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -45,6 +45,7 @@ class Ranks:
         self,
         group=None, # a process group; None: all processes
         timeout: float = 300., # timeout of a silent rank, in seconds
+        parts: Iterable = (), # what is trained: numbers are exchanged over the device of its parameters
     ):
         self.group = group
         self.timeout = timeout
@@ -54,7 +55,7 @@ class Ranks:
         if dist.is_available() and dist.is_initialized():
             self.count, self.rank = dist.get_world_size(group), dist.get_rank(group)
         on_gpu = self.count > 1 and "nccl" in dist.get_backend(group)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = self._gpu_of(parts) if on_gpu else torch.device("cpu")
 
     def __bool__(self): return self.count > 1
 
@@ -118,6 +119,13 @@ class Ranks:
         if not self: return list(flags)
         theirs = self.gather(np.array(flags, np.float64))
         return [bool(theirs[:, i].any()) for i in range(len(flags))]
+
+    def _gpu_of(self, parts: Iterable) -> torch.device:
+        "Return where parameters are, or else the device of the group; the current one may be another."
+        modules = [p for p in parts if isinstance(p, torch.nn.Module)]
+        found = next((t.device for m in modules for t in m.parameters() if t.is_cuda), None)
+        bound = getattr(self.group or dist.group.WORLD, "bound_device_id", None)
+        return found or bound or torch.device("cuda", torch.cuda.current_device())
 
     def _wait(self, work: Any, key: str):
         start = time.monotonic()

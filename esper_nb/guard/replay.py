@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core import RandomStreams
 from .footprint import is_own_file
+from .gate import once_there_are_gradients
 from .ranks import Ranks
 from .rates import set_setting
 from .recorder import RecordedIncident, foreign_optimizers, give_inputs, idle, settings_of, tensors_of
@@ -48,6 +49,7 @@ class Changes:
     before_step: list[Callable[[], None]] = field(default_factory=list) # called then
     after_step: list[Callable[[], None]] = field(default_factory=list)
     before_update: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
+    with_gradients: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list) # once they are there
     after_update: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
     around: list[Callable[[], Any]] = field(default_factory=list) # context managers that a step runs in
 
@@ -99,7 +101,7 @@ class Replay:
         self.handles: list = []
         self.kept: tuple[SavedState, list] | None = None # to stay in at the end, with its gradients, for the live state
         for o in self.optimizers:
-            self.handles.append(o.register_step_pre_hook(lambda o, *_: self.changes.call("before_update", o)))
+            self.handles.append(o.register_step_pre_hook(self._before_update))
             self.handles.append(o.register_step_post_hook(lambda o, *_: self.changes.call("after_update", o)))
         return self
 
@@ -124,6 +126,11 @@ class Replay:
         self.changes = Changes()
         self.snapshot.bring_back(self.incident.good, skip=self.skip)
         for p in self.params: p.grad = None
+
+    def _before_update(self, o: torch.optim.Optimizer, args: tuple, kwargs: dict):
+        "A step may compute its gradients in a closure: settings are changed before it, gradients behind it."
+        self.changes.call("before_update", o)
+        return once_there_are_gradients(args, kwargs, partial(self.changes.call, "with_gradients", o), first_only=True)
 
     def run(self, until: int | None = None) -> list[float]: # stop before this step; losses, NaN for what is left out
         "Train on the steps; a loss that is not finite, where it was in the run, ends it."
@@ -158,7 +165,7 @@ class Replay:
         "Let the good state take one step of the incident, for itself."
         self.begin()
         norms: list[float] = []
-        self.changes.before_update.append(lambda o: norms.append(gradient_norm(o)))
+        self.changes.with_gradients.append(lambda o: norms.append(gradient_norm(o)))
         loss = self.take(i)
         return loss, self.agreed([math.hypot(*norms)])[0]
 
@@ -231,7 +238,7 @@ class LayerWatch:
         self.params = [(head + name, p) for head, model in names for name, p in model.named_parameters()]
         self.then: dict[str, Tensor] = {}
         replay.changes.before_step.append(self._next)
-        replay.changes.before_update.append(self._gradients)
+        replay.changes.with_gradients.append(self._gradients)
         replay.changes.after_update.append(self._updates)
 
     def remove(self):

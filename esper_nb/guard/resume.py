@@ -308,6 +308,7 @@ class ResumeWatch:
     ):
         self.objects, self.without, self.say = objects, without, say
         self.began = read_streams() # those that have not moved since then are not used by the run
+        self.streamless = "" # a framework whose checkpoints hold no random streams
         self.saved: Mapping[str, Any] | None = None
         self.found: ResumeCheck | None = None # of the latest comparison
         self.early: dict[str, PartProof] = {} # parts, when the state was loaded
@@ -362,8 +363,9 @@ class ResumeWatch:
         now, lost = read_streams(), []
         for k, state in self.saved["streams"].items() if self._has_streams else ():
             if k not in self.saved["unused"] and not leads_to(StreamState(*state), now[k]): lost.append(k)
-        return ResumeCheck(found.wrong + ((f"random stream of {', '.join(lost)}",) if lost else ()),
-                           found.unchecked + tuple(moved))
+        said = [f"random stream of {', '.join(lost)}"] if lost else []
+        if said and self.streamless: moved.append(f"{said.pop()}, which {self.streamless} does not keep")
+        return ResumeCheck((*found.wrong, *said), (*found.unchecked, *moved))
 
     def see(self, given: Tensor | float): # () or (n,), the first loss after a resume
         "Compare the first loss with the last ones before."
