@@ -11,6 +11,7 @@ const DASH = {limit: [], absolute: [7, 4], rise: [1.5, 4]};
 const RAIL = 15; // pixels above the loss axis where losses stand that are not finite
 const LEFT = 62; // pixels beside the picture, for numbers and names of lanes
 const RIGHT = 112; // for the names of limits
+const NARROW = {below: 560, left: 44, right: 76}; // a phone
 const LINE = 13; // height of a line of text
 const SLOT = 21; // height of a slot
 const GAP = 20; // between panels, for a title
@@ -71,6 +72,7 @@ class Table {
 class Run {
   constructor(model) {
     this.model = model;
+    this.words = {...WORDS, ...model.words};
     this.changed = () => {}; // asks the view to draw
     this.head = null; // what never changes: lanes, slots, stages, names
     this.status = null;
@@ -573,11 +575,11 @@ function labels(ctx, look, run, box, Y, chance) {
   const winner = ["", "absolute", "sigma", "multiplier"][highest];
   const add = (at, names, number, colour) => {
     const text = number === undefined ? names : names.map(name => `${name} ${short(number)}`.trim());
-    all.push({y: Y(at), text: fitting(ctx, look, text, RIGHT - 9), colour});
+    all.push({y: Y(at), text: fitting(ctx, look, text, box.right - 9), colour});
   };
   if (value(0) > 0) {
     add(value(0), ["limit", ""], value(0), look.limit);
-    add(value(0), [`set by ${winner}`], undefined, look.limit);
+    if (box.right === RIGHT) add(value(0), [`set by ${winner}`], undefined, look.limit);
   }
   if (value(1) > 0 && !(Math.abs(Math.log(value(1) / value(0))) <= 0.02)) {
     add(value(1), ["absolute limit", "absolute", ""], value(1), look.limit);
@@ -976,11 +978,14 @@ const FRAME = `<div class="esper-key"></div>
 <canvas role="img"></canvas><div class="esper-heads"></div><i class="esper-probe"></i>
 <div class="esper-tip" hidden></div><div class="esper-pending" role="status"></div>`;
 
-const WAITING = "waiting for the kernel …", NO_ANSWER = "no answer from the kernel: if it is idle, run this cell again";
-const GONE = `<b>The kernel is gone: run this cell again</b>
-<span>After a restart, begin with the first cell.</span>`;
-const STORED = `<b>Not connected to a kernel: run this cell again</b>
-<span>It shows what the notebook has stored; its buttons do nothing.</span>`;
+const WORDS = { // of a page in a notebook; another page gives its own
+  waiting: "waiting for the kernel …",
+  noAnswer: "no answer from the kernel: if it is idle, run this cell again",
+  gone: `<b>The kernel is gone: run this cell again</b>
+<span>After a restart, begin with the first cell.</span>`,
+  stored: `<b>Not connected to a kernel: run this cell again</b>
+<span>It shows what the notebook has stored; its buttons do nothing.</span>`,
+};
 
 // Words in braces with the glossary's sentence at the pointer.
 function explained(run, text) {
@@ -1127,7 +1132,7 @@ class View {
   showGone() {
     const {run, panel} = this, shown = panel?.querySelector(":scope > .esper-gone");
     const stored = !run.head && this.element.closest(".jupyter-widgets-disconnected");
-    const why = run.gone ? GONE : stored ? STORED : "";
+    const why = run.gone ? run.words.gone : stored ? run.words.stored : "";
     if (!panel || (shown?.why ?? "") === why) return;
     shown?.remove();
     if (!why) return;
@@ -1195,7 +1200,8 @@ class View {
     const lanes = many ? Math.max(head.lanes * 5, Math.min(head.lanes * 12, 118)) : 0;
     const charts = this.run.learns ? CHARTS + GAP : 0;
     const rest = height - slots - lanes - charts - (some ? GAP : 0) - (many ? GAP : 0) - 34;
-    const box = (y, h) => ({x: LEFT, y, w: Math.max(80, width - LEFT - RIGHT), h});
+    const {left, right} = width < NARROW.below ? NARROW : {left: LEFT, right: RIGHT};
+    const box = (y, h) => ({x: left, y, w: Math.max(80, width - left - right), h, right});
     const loss = box(16, rest), strip = many ? box(loss.y + rest + GAP, lanes) : null;
     const after = strip ? strip.y + strip.h : loss.y + rest, bottom = some ? after + GAP + slots : after;
     const learn = charts ? {x: 0, y: bottom + GAP + GAP, w: width, h: CHARTS - GAP} : null;
@@ -1208,7 +1214,7 @@ class View {
     if (width && !ready) {
       this.attach();
       this.showGone();
-      this.key.textContent = performance.now() - run.began < LATE ? WAITING : NO_ANSWER;
+      this.key.textContent = run.words[performance.now() - run.began < LATE ? "waiting" : "noAnswer"];
       canvas.style.height = `${run.height}px`;
     }
     if (!width || !ready) return;
@@ -1251,23 +1257,27 @@ class View {
     if (boxes.strip) strip(ctx, look, run, boxes.strip, X, this.heat);
     if (boxes.learn) charts(ctx, look, run, boxes.learn);
     if (boxes.slots) slots(ctx, look, run, boxes.slots, X);
-    this.titles([
+    this.titles(ctx, [
       [boxes.loss, `${what}, {nats}`],
-      [boxes.strip, "All {lanes}: stronger colour, higher loss; click one to select it"],
-      [boxes.slots, `{Slots} of lane ${run.lane}: stage, filled up to {alpha}`],
+      [boxes.strip, "All {lanes}: stronger colour, higher loss; click one to select it", "All {lanes}: click one"],
+      [boxes.slots, `{Slots} of lane ${run.lane}: stage, filled up to {alpha}`, `{Slots} of lane ${run.lane}`],
     ]);
   }
 
-  // Titles are text of the page, so that their words can be explained.
-  titles(all) {
+  // Titles are text of the page, so that their words can be explained; of several, the first that has room.
+  titles(ctx, all) {
     const shown = all.filter(([box]) => box), top = this.canvas.offsetTop;
     while (this.heads.childElementCount < shown.length) this.heads.append(document.createElement("div"));
+    ctx.font = `600 12px ${this.look.font}`;
     [...this.heads.children].forEach((title, k) => {
-      const at = shown[k] ? `top: ${top + shown[k][0].y - TITLE - 13}px; left: ${LEFT}px` : "display: none";
+      const [box, ...texts] = shown[k] ?? [null];
+      const at = box ? `top: ${top + box.y - TITLE - 13}px; left: ${box.x}px` : "display: none";
       setOnce(title, "style", at);
-      if (shown[k]?.[1] === title.text) return;
-      title.text = shown[k]?.[1];
-      title.innerHTML = explained(this.run, title.text ?? "");
+      const room = box ? box.w + box.right : 0, bare = text => text.replace(/[{}]/g, "");
+      const text = texts.find(words => ctx.measureText(bare(words)).width <= room) ?? texts.at(-1);
+      if (text === title.text) return;
+      title.text = text;
+      title.innerHTML = explained(this.run, text ?? "");
     });
   }
 

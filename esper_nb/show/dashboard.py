@@ -8,6 +8,7 @@ __all__ = ['DASHBOARDS', 'Ask', 'FAULT_TIPS', 'SEED_TIPS', 'Dashboard', 'watch',
            'threshold_slider', 'ThresholdsPanel']
 
 # %% ../../nbs/show/84_dashboard.ipynb #fe4aea4f
+import contextlib
 import threading
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from ..core import check, check_count
 from ..guard import GovernorConfig
 from ..grow import LIVE, Stage
 from ..train import Population
-from ..record import Row, RowReader, RunFolder
+from ..record import Notify, Row, RowReader, RunFolder
 from .history import Incident
 from .live import (
     Feed, canvas_class, live_front_end, outside_requests, probabilities_html, running_cell)
@@ -152,6 +153,8 @@ class Dashboard:
 # %% ../../nbs/show/84_dashboard.ipynb #ab92844a
 def watch(
     path: str | Path, # the folder of a run, in progress or finished
+    notify: Notify | None = None, # called with a title and a text after an incident and at the end, of what
+        # happens from now on
     **settings: Any, # of `Dashboard`
 ) -> Dashboard:
     """Follow a run of another process in a panel without buttons.
@@ -176,7 +179,7 @@ def watch(
     >>> watched.session.steps
     2
     """
-    session = Session(RowsSource(path))
+    session = Session(RowsSource(path), Path(path).resolve().name, notify=notify)
     session.start()
     return Dashboard(session, **settings)
 
@@ -200,6 +203,7 @@ def row_incident(
     redone = g.get("redone") or 0
     lost = g.get("lost")
     if lost is None: lost = row["governor.step"] - (g["restored_step"] or 0)
+    with contextlib.suppress(ValueError): g["shown"] = f"{float(g['shown']):.4g}"
     back = max(0, end - -(-(lost + redone) // batches)) if g["action"] in ("rollback", "replay") else None
     return Incident(number=0, lane=row["lane"], reason=g["reason"], action=g["action"], back=back, end=end,
                     x=row["step"] if batches == 1 else end, loss=g["shown"], target=g["mean"],
@@ -211,6 +215,7 @@ def row_incident(
 class RowsSource(Source):
     "A run of another process, read from the rows in its folder."
     steered = False
+    live = False # until everything is read that was written before
     def __init__(self,
         path: str | Path, # the run's folder
         every: float = .5, # seconds between two reads
@@ -248,6 +253,7 @@ class RowsSource(Source):
             if self.partial and (over or idle > 1): self._complete_step()
             elif over: return None
         if self.complete: return self._frame(self.complete.popleft())
+        self.live = True
         time.sleep(self.every)
         return WAITING
 

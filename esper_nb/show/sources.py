@@ -59,6 +59,7 @@ class Source:
     model: Growing | None = None
     chance_loss: list[float] | None = None # (n,) nats
     steered = True # whether a session controls the run, or only displays it
+    live = True # whether its steps happen now, or are read from a file that was written before
     has_faults = False # whether the library's faults can be injected
     network: str = "" # description of the trained networks
 
