@@ -700,7 +700,7 @@ function snapshotTag(ctx, look, run, incident, [x, y], box, places) {
 function incidentTag(ctx, look, run, incident, x, y, box, X, places) {
   const first = Math.min(x, incident.back === null ? x : X(incident.back)), last = Math.max(x, X(incident.end));
   const lines = [[`${incident.reason} → ${incident.action}`, true]];
-  if (incident.cause) lines.push([`cause: ${incident.cause}`]);
+  if (incident.known_cause) lines.push([`cause: ${incident.known_cause.replace("the injected fault", "provoked")}`]);
   if (incident.back !== null) lines.push([`${incident.lost} ${run.head.axis[incident.lost === 1 ? 0 : 1]} lost`]);
   const at = [3, 35, 67].map(down => box.y + down);
   const wanted = at.flatMap(top => [[last + 7, top, "left"], [first - 7, top, "right"]]);

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,7 @@ def watch(
     path: str | Path, # the folder of a run, in progress or finished
     notify: Notify | None = None, # called with a title and a text after an incident and at the end, of what
         # happens from now on
+    columns: Iterable[str] = (), # of the run's rows that are drawn as metrics, such as "heldout.loss"
     **settings: Any, # of `Dashboard`
 ) -> Dashboard:
     """Follow a run of another process in a panel without buttons.
@@ -179,7 +180,7 @@ def watch(
     >>> watched.session.steps
     2
     """
-    session = Session(RowsSource(path), Path(path).resolve().name, notify=notify)
+    session = Session(RowsSource(path), Path(path).resolve().name, notify=notify, columns=columns)
     session.start()
     return Dashboard(session, **settings)
 

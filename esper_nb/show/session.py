@@ -14,7 +14,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec
 
@@ -26,8 +26,8 @@ from ..grow import (
     COOLING, LIVE, Decision, Gates, Rules, SeedState, Slot, Stage, check_gate, next_stage)
 from ..train import Population
 from ..record import (
-    JSONLWriter, Notices, Notify, RunFolder, load_checkpoint, new_run, run_origin, save_checkpoint)
-from .history import History, Incident, Note
+    JSONLWriter, Notices, Notify, RunFolder, load_checkpoint, make_rows, new_run, run_origin, save_checkpoint)
+from .history import History, Incident, Note, metric_point
 from .sources import WAITING, PopulationSource, Source
 
 # %% ../../nbs/show/81_session.ipynb #216493eb
@@ -114,9 +114,10 @@ class Session:
         capacity: int = 1024, # maximum number of points per curve
         rows: int = 100_000, # number of newest rows kept for saving and plots; an epoch of 16 lanes has about 400
         notify: Notify | None = None, # called with a title and a text after an incident, a failure, a stop, at the end
+        columns: Iterable[str] = (), # of the rows that are drawn as metrics
     ):
         self.source = PopulationSource(source) if isinstance(source, Population) else source
-        self.history = History(self.source, capacity, rows)
+        self.history = History(self.source, capacity, rows, columns)
         self.name = name
         self.root = root
         self.pace = pace
@@ -155,6 +156,13 @@ class Session:
         "Return the run's position on its axis, and the number of steps if their unit differs."
         source, x = self.source, self.history.x
         return f"at {source.axis[0]} {x}" + ("" if source.unit == source.axis[0] else f" ({source.unit} {self.steps})")
+
+    def log(self, **values: Any) -> None: # name -> number, or (n,) one of every lane; at most 64 names
+        "Record metrics of your own at the newest batch: they are shown, drawn as a second curve, and saved as rows."
+        self.history.log(values)
+        points = {k: metric_point(k, v, self.source.lanes).tolist() for k, v in values.items()}
+        rows = {k.replace(".", "_"): p[0] if len(p) == 1 else p for k, p in points.items()}
+        self.history.recorder.add(make_rows("metric", dict(own=rows), step=self.history.x))
 
     @request
     def start(self) -> str:

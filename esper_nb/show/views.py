@@ -219,7 +219,8 @@ def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident, row: i
     ax.annotate("", (i.back, back), (i.x, failure), arrowprops=arrow)
     ax.plot([i.x], [failure], "x", color=RED, ms=8, mew=2.4)
     ax.plot([i.back], [back], "D", mfc="white", mec=GREEN, ms=7, mew=1.8, zorder=6)
-    said = "\n".join([f"{i.reason} → {i.action}", f"{i.lost} lost", *([f"cause: {i.cause}"] if i.cause else [])])
+    cause = [f"cause: {i.known_cause}"] if i.known_cause else []
+    said = "\n".join([f"{i.reason} → {i.action}", f"{i.lost} lost", *cause])
     ax.annotate(said, (i.end, .96), (10, -38 * row), fontsize=8, va="top",
                 xycoords=ax.get_xaxis_transform(), textcoords="offset points", color=WINE, zorder=6,
                 bbox=dict(fc="white", alpha=.8, lw=0, pad=1))
