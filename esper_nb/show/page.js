@@ -45,7 +45,8 @@ class Stream {
 // A list to choose the lane from, for whoever does not click into the picture.
 function laneList(model, list, lanes, names) {
   if (list.options.length !== lanes) {
-    list.replaceChildren(...Array.from({length: lanes}, (_, lane) => new Option(names?.[lane] ?? `lane ${lane}`, lane)));
+    const options = Array.from({length: lanes}, (_, lane) => new Option(names?.[lane] ?? `lane ${lane}`, lane));
+    list.replaceChildren(...options);
   }
   list.value = model.get("lane");
 }

@@ -107,7 +107,8 @@ def status_html(
 
 # %% ../../nbs/show/83_views.ipynb #6f223616
 def _note_html(n: Note) -> str:
-    return f'<div class="{n.kind}"><b>{n.x}</b><i>{NOTE_SYMBOLS[n.kind]}</i><span>{html.escape(n.text)}</span></div>'
+    go = f' data-go="{n.number}" role="button" tabindex="0" title="Show it in the picture"' * (n.kind == "verdict")
+    return f'<div class="{n.kind}"><b{go}>{n.x}</b><i>{NOTE_SYMBOLS[n.kind]}</i><span>{html.escape(n.text)}</span></div>'
 
 def log_html(
     session: Session,
