@@ -107,7 +107,8 @@ AXES = dict(batch="batches", step="steps") # unit of an axis -> its plural
 ACTIONS = dict( # of a Governor that restored nothing
     skip="the update was left out", lower="the learning rate was lowered", stop="the lane was stopped",
     wait="the Governor waits whether it stays", compare="the old weights were tried", passed="it was over by itself",
-    accepted="the old weights were no better, so it was accepted", harmless="the state is sound, so it was only counted",
+    accepted="the old weights were no better, so it was accepted",
+    harmless="the state is sound, so it was only counted",
     dropped="the update was left out", scaled="the update was scaled down", noted="it was noted")
 
 @dataclass
@@ -131,6 +132,9 @@ class Incident:
     compared: str = "" # what the rule compared the loss with, as in the report: "limit 4.61"
     level: float | None = None # loss of the restored state; None: no rollback, or not known
     provoked: str | None = None # the injected fault that it answers
+    place: str = "" # what the lane is called, if it is not "lane 3"
+
+    def __post_init__(self) -> None: self.place = self.place or f"lane {self.lane}"
 
     @property
     def lost(self) -> int: # batches
@@ -153,7 +157,8 @@ class Incident:
         def count(k: int) -> str: return f"{k} {self.axis if k == 1 else AXES[self.axis]}"
         seen = {"none": "", "nan": "the loss was not a number", "inf": "the loss was infinite"}.get(
             self.loss, f"the loss was {self.loss}" + f", {self.compared}" * bool(self.compared))
-        parts = [f"Lane {self.lane}, {self.axis} {self.x}: {self.reason}" + f", {seen}" * bool(seen)]
+        where = f"{self.place[:1].upper()}{self.place[1:]}, {self.axis} {self.x}"
+        parts = [f"{where}: {self.reason}" + f", {seen}" * bool(seen)]
         if self.back is None: parts.append(ACTIONS.get(self.action, f"the answer was {self.action}"))
         else:
             redone = f", {self.redone} trained on again" if self.redone else ""
@@ -169,7 +174,7 @@ class Incident:
         recovered = "" if self.recovered is None else f", recovered in {self.recovered - self.end}"
         cause = "" if self.cause is None else f", cause: {self.cause}"
         seen = ", ".join(filter(None, (f"loss {self.loss}", self.compared))) if self.loss != "none" else self.why
-        found = f"lane {self.lane}: {self.reason}" + f" ({seen})" * bool(seen)
+        found = f"{self.place}: {self.reason}" + f" ({seen})" * bool(seen)
         return f"{found} → {self.action}{back}{recovered}{cause}"
 
 # %% ../../nbs/show/80_history.ipynb #a3a496aa

@@ -60,6 +60,7 @@ def session_header(
     chance, governor = s.chance_loss, s.governor
     if governor is not None and governor.chance_loss is not None: chance = [float(c) for c in governor.chance_loss]
     return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance_loss=chance, network=s.network, axis=list(s.axis),
+                names=None if s.names is None else list(s.names),
                 curves=list(session.history.curve_names) if s.axis[0] == "step" else [], # a controller learns
                 stages={int(stage): stage_entry(stage) for stage in Stage}, words=WORDS)
 
@@ -114,9 +115,9 @@ def session_packet(
         buffers = [losses.tobytes(), states.tobytes(), curves.tobytes()]
         meta["metrics"] = []
         for name, metric in history.metrics.items():
-            points, whole = metric.delta_since(seen.metrics.get(name) if seen else None)
+            points, all_points = metric.delta_since(seen.metrics.get(name) if seen else None)
             if not len(points): continue
-            meta["metrics"].append(dict(name=name, width=points.shape[1], whole=whole))
+            meta["metrics"].append(dict(name=name, width=points.shape[1], whole=all_points))
             buffers.append(points.tobytes())
         meta["ends"] = [end for end in history.episode_ends if seen is None or end[0] > seen.x]
         meta["faults"] = [mark for mark in history.faults if seen is None or mark.number > seen.fault]

@@ -108,7 +108,8 @@ def status_html(
 # %% ../../nbs/show/83_views.ipynb #6f223616
 def _note_html(n: Note) -> str:
     go = f' data-go="{n.number}" role="button" tabindex="0" title="Show it in the picture"' * (n.kind == "verdict")
-    return f'<div class="{n.kind}"><b{go}>{n.x}</b><i>{NOTE_SYMBOLS[n.kind]}</i><span>{html.escape(n.text)}</span></div>'
+    sign, text = NOTE_SYMBOLS[n.kind], html.escape(n.text)
+    return f'<div class="{n.kind}"><b{go}>{n.x}</b><i>{sign}</i><span>{text}</span></div>'
 
 def log_html(
     session: Session,
