@@ -49,7 +49,8 @@ class Panel:
         self.root, self.log, self.status = (self.page.locator(s).first
                                             for s in (".esper", ".esper-log", ".esper-status"))
 
-    def press(self, name): self.root.get_by_role("button", name=name, exact=True).click()
+    def press(self, name):
+        self.root.get_by_role("button", name=re.compile(rf"^(provoke )?{re.escape(name)}$")).click()
     def sees(self, text, within=60): self.expect(self.log).to_contain_text(text, timeout=1000 * within)
     def state(self, word, within=30):
         self.expect(self.root.locator(".esper-pill")).to_contain_text(word, timeout=1000 * within)
@@ -377,7 +378,7 @@ def test_nothing_is_cut_on_narrow_pages_or_when_enlarged(lab, folder, tmp_path):
             browser.shot(f"lab-width-{width}-{scale}")
             assert found["bad"] == [] and found["w"] <= width, (width, found)
             for name in ("Germinate", "▸ 27 more thresholds", "poison-optimizer", "⤓ Save"):
-                button = panel.root.get_by_role("button", name=name, exact=True)
+                button = panel.root.get_by_role("button", name=re.compile(rf"^(provoke )?{re.escape(name)}$"))
                 button.scroll_into_view_if_needed()
                 seen = button.evaluate("""e => { const r = e.getBoundingClientRect();
                     return e.contains(document.elementFromPoint(r.x + r.width / 2, r.y + r.height / 2)) }""")
