@@ -350,7 +350,7 @@ class RunsSource(Source):
         axes = {run.axis[0]: name for run, name in zip(self.runs, self.names)}
         check(len(axes) == 1, "paths", list(map(str, paths)), "runs that count alike: {}",
               " but ".join(f"{name} counts {axis}s" for axis, name in axes.items()))
-        self.axis, self.unit, self.lanes = self.runs[0].axis, "part", len(self.runs) # a part ends where a run was measured
+        self.axis, self.unit, self.lanes = self.runs[0].axis, "part", len(self.runs)
         self.network = f"{self.lanes} runs: {', '.join(self.names)}"
         self.at = 0 # batches or steps returned
         self.read = [0] * self.lanes # batches or steps read of each

@@ -186,8 +186,8 @@ def long_run(lanes=2):
     session = stepped([Frame(np.full((4, lanes), .5), limits=limits(lanes, limit=3.)) for _ in range(60)], lanes)
     session.history.note("verdict", "lane 1: non-finite")
     session.history.incidents.append(Incident(
-        number=session.history.notes[-1].number, lane=1, reason="non-finite", action="rollback", x=140, end=146, back=130,
-        loss="nan", target=.5, rollbacks_left=3, recovered=148))
+        number=session.history.notes[-1].number, lane=1, reason="non-finite", action="rollback", x=140, end=146,
+        back=130, loss="nan", target=.5, rollbacks_left=3, recovered=148))
     return session
 
 def test_a_stretch_is_chosen_by_dragging_or_by_keys_and_left_by_a_double_click(tmp_path):
