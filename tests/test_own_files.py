@@ -85,7 +85,8 @@ def test_kinds_may_be_mixed(tmp_path):
     assert tuple(found.x.shape) == (2 * len(PICTURES), 8, 8, 3)
 
 BROKEN = {"empty": lambda content: b"", "cut": lambda content: content[:-30],
-          "text": lambda content: b"<html></html>" * 9, "changed": lambda content: content[:60] + bytes(40) + content[100:]}
+          "text": lambda content: b"<html></html>" * 9,
+          "changed": lambda content: content[:60] + bytes(40) + content[100:]}
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_one_broken_picture_among_many_is_named(how, tmp_path, capsys):
@@ -109,7 +110,8 @@ def test_pixels_without_a_meaning_on_a_screen_are_refused(tmp_path, capsys):
 
 WORDS = "the quick brown fox jumps over the lazy dog. "
 TEXTS = {"one-line": (WORDS * 120).encode(), "lines": (WORDS + "\n").encode() * 120,
-         "windows": (WORDS + "\r\n").encode() * 120, "mark": b"\xef\xbb\xbf" + (WORDS * 120).encode(), "umlauts": ("Füße, 日本, 🙂. " * 200).encode()}
+         "windows": (WORDS + "\r\n").encode() * 120,
+         "mark": b"\xef\xbb\xbf" + (WORDS * 120).encode(), "umlauts": ("Füße, 日本, 🙂. " * 200).encode()}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TEXTS)
