@@ -99,6 +99,12 @@ def apprise_notify(
         If Apprise is not installed; when the returned function is called: if a service did not take the notice.
     ValueError
         If there is no address, or Apprise does not know its kind.
+
+    Examples
+    --------
+    >>> from esper_nb import apprise_notify
+    >>> try: notify = apprise_notify("json://localhost:8000")
+    ... except RuntimeError: pass  # it needs `pip install 'esper_nb[apprise]'`
     """
     if importlib.util.find_spec("apprise") is None:
         raise RuntimeError("Apprise is not installed: pip install 'esper_nb[apprise]'")

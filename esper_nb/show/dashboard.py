@@ -208,7 +208,7 @@ def row_incident(
     redone = g.get("redone") or 0
     lost = g.get("lost")
     if lost is None: lost = row["governor.step"] - (g["restored_step"] or 0)
-    with contextlib.suppress(ValueError): g["shown"] = f"{float(g['shown']):.4g}"
+    with contextlib.suppress(ValueError, TypeError): g["shown"] = f"{float(g['shown']):.4g}"
     back = max(0, end - -(-(lost + redone) // batches)) if g["action"] in ("rollback", "replay") else None
     return Incident(number=0, lane=row["lane"], reason=g["reason"], action=g["action"], back=back, end=end,
                     x=row["step"] if batches == 1 else end, loss=g["shown"], target=g["mean"],

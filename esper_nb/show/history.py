@@ -132,9 +132,7 @@ class Incident:
     compared: str = "" # what the rule compared the loss with, as in the report: "limit 4.61"
     level: float | None = None # loss of the restored state; None: no rollback, or not known
     provoked: str | None = None # the injected fault that it answers
-    place: str = "" # what the lane is called, if it is not "lane 3"
-
-    def __post_init__(self) -> None: self.place = self.place or f"lane {self.lane}"
+    place: str = "" # what the lane is called; empty: lane 3
 
     @property
     def lost(self) -> int: # batches
@@ -157,7 +155,7 @@ class Incident:
         def count(k: int) -> str: return f"{k} {self.axis if k == 1 else AXES[self.axis]}"
         seen = {"none": "", "nan": "the loss was not a number", "inf": "the loss was infinite"}.get(
             self.loss, f"the loss was {self.loss}" + f", {self.compared}" * bool(self.compared))
-        where = f"{self.place[:1].upper()}{self.place[1:]}, {self.axis} {self.x}"
+        where = f"{self.place or f'Lane {self.lane}'}, {self.axis} {self.x}"
         parts = [f"{where}: {self.reason}" + f", {seen}" * bool(seen)]
         if self.back is None: parts.append(ACTIONS.get(self.action, f"the answer was {self.action}"))
         else:
@@ -174,7 +172,7 @@ class Incident:
         recovered = "" if self.recovered is None else f", recovered in {self.recovered - self.end}"
         cause = "" if self.cause is None else f", cause: {self.cause}"
         seen = ", ".join(filter(None, (f"loss {self.loss}", self.compared))) if self.loss != "none" else self.why
-        found = f"{self.place}: {self.reason}" + f" ({seen})" * bool(seen)
+        found = f"{self.place or f'lane {self.lane}'}: {self.reason}" + f" ({seen})" * bool(seen)
         return f"{found} → {self.action}{back}{recovered}{cause}"
 
 # %% ../../nbs/show/80_history.ipynb #a3a496aa
@@ -570,7 +568,7 @@ def logged_metrics(
         at = row["step"] if (own or by_batch) and row.get("step") is not None else x
         values = found.setdefault(at, {})
         for name in names:
-            value = row[name] if isinstance(row[name], int | float) else np.nan
+            value = float(row[name]) if isinstance(row[name], int | float) and abs(row[name]) < 1e300 else np.nan
             name = name.removeprefix("own.")
             if lane is None: values[name] = value
             else: values.setdefault(name, np.full(lanes, np.nan))[lane] = value

@@ -100,6 +100,7 @@ class Session:
     'paused'
     >>> print(session.pause().wait())
     paused at batch 40 (epoch 2)
+    >>> session.log(lr=.01)
     >>> print(session.snapshot().wait())
     snapshot of 2 lanes at batch 40 (epoch 2)
     >>> print(session.stop().wait())
