@@ -693,7 +693,7 @@ def test_a_cause_that_was_found_stands_in_the_log_and_in_the_picture(run):
     s = run(population(2, 40))
     steps(s, 6); s.provoke("nan", 1).wait(); steps(s, 1)
     before, reports = session_packet(s), s.source.governor.reports
-    assert s.incidents[0].cause is None and before.meta["incidents"][0]["known_cause"] is None
+    assert s.incidents[0].cause is None and before.meta["incidents"][0]["known_cause"] == "the injected fault nan"
     reports[-1] = replace(reports[-1], cause="data", why="without batch 6 the loss stays finite")   # as `explain` does
     steps(s, 1)
     assert str(s.incidents[0]).endswith(", cause: data")
