@@ -98,7 +98,7 @@ def status_html(
     s = session_status(session)
     state = f'<span class="esper-pill {s["state"]}">{STATE_SYMBOLS[s["state"]]} {s["state"]}</span>'
     facts = explain("".join(f"<span>{html.escape(f)}</span>" for f in status_parts(s)))
-    share = 100 * s["steps"] / s["total"] if s["total"] else 0
+    share = min(100, 100 * s["steps"] / s["total"]) if s["total"] else 0
     values = {k: "–" if v is None else f"{v:.3g}" for k, v in session.history.numbers.items()} # –: no value yet
     numbers = "".join(f"<span>{html.escape(k)} {v}</span>" for k, v in values.items())
     if numbers: numbers = f'<div class="esper-status esper-numbers">{numbers}</div>'
