@@ -35,6 +35,7 @@ from .record.writers import Recorder as Recorder, read_rows as read_rows
 from .record.analytics import (pick_rows as pick_rows, rollbacks as rollbacks, seed_lives as seed_lives,
     action_mix as action_mix, reward_mix as reward_mix)
 from .record.alarms import find_alarms as find_alarms, find_metric as find_metric
+from .record.notices import apprise_notify as apprise_notify
 from .show.plot_runs import (plot_compare as plot_compare, plot_learning as plot_learning,
     plot_rewards as plot_rewards, plot_incidents as plot_incidents, plot_lanes as plot_lanes,
     plot_slots as plot_slots)

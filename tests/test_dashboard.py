@@ -693,13 +693,13 @@ def test_a_cause_that_was_found_stands_in_the_log_and_in_the_picture(run):
     s = run(population(2, 40))
     steps(s, 6); s.provoke("nan", 1).wait(); steps(s, 1)
     before, reports = session_packet(s), s.source.governor.reports
-    assert s.incidents[0].cause is None and before.meta["incidents"][0]["cause"] is None
+    assert s.incidents[0].cause is None and before.meta["incidents"][0]["known_cause"] == "the injected fault nan"
     reports[-1] = replace(reports[-1], cause="data", why="without batch 6 the loss stays finite")   # as `explain` does
     steps(s, 1)
     assert str(s.incidents[0]).endswith(", cause: data")
     assert any(n.text == "lane 1: the cause was data: without batch 6 the loss stays finite" for n in s.notes)
     sent, = session_packet(s, before.seen).meta["incidents"]
-    assert sent["cause"] == "data"
+    assert sent["known_cause"] == "data"
 
 def test_a_loop_that_hands_over_its_batches_shows_cause_and_what_was_redone(run):
     torch.manual_seed(0)

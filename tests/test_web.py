@@ -1,4 +1,5 @@
-"A run in a browser: who gets the page, who does not, and when it changes."
+"A run in any browser: who gets the panel, who does not, and what is sent when it changes."
+import json
 import os
 import re
 import signal
@@ -16,21 +17,29 @@ from esper_nb.record import RunFolder, encode_row, make_rows
 @pytest.fixture
 def run(tmp_path):
     "A run that has begun."
-    folder = RunFolder(tmp_path/"mine")
+    folder = RunFolder(tmp_path/"<mine>")
     folder.path.mkdir()
-    folder.write_config(dict(fit=dict(lanes=2), task=dict(name="<script>digits")))
-    write(folder, make_rows("run", dict(run=dict(event="started", epochs=5))), epoch(0))
+    folder.write_config(dict(fit=dict(lanes=2), task=dict(name="digits")))
+    write(folder, make_rows("run", dict(run=dict(event="started", epochs=5, batches=2))), epoch(0))
     return folder
 
 def epoch(number):
     held = dict(heldout=dict(accuracy_pp=[20. + number, 30. + number]))
-    return make_rows("epoch", dict(seconds=30.), epoch=number) + make_rows("epoch", held, epoch=number)
+    losses = [row for batch in range(2) for row in make_rows("batch", dict(batch=dict(loss=[.5, .25])), epoch=number,
+                                                            batch=batch, step=2 * number + batch + 1)]
+    return losses + make_rows("epoch", dict(seconds=30.), epoch=number) + make_rows("epoch", held, epoch=number)
+
+def incident(number, lane=1):
+    verdict = dict(step=2 * number, reason="non-finite", action="rollback", shown="nan", limit=None, mean=.5,
+                   rollbacks_left=3, lost=2, restored_step=2 * number - 2)
+    return make_rows("governor", dict(governor={k: [v] for k, v in verdict.items()}), lanes=[lane], epoch=number,
+                     step=2 * number)
 
 def write(folder, *several):
     with folder.rows_path.open("a") as file: file.writelines(encode_row(row) + "\n" for rows in several for row in rows)
 
 @contextmanager
-def served(folder, *more):
+def served(folder, *more, end=signal.SIGINT):
     "The address that the command prints, until it is interrupted."
     # a shell's background process ignores SIGINT, and so would its children
     words = ["watch", str(folder.path), "--web", "--every", "0.1", *more]
@@ -41,9 +50,9 @@ def served(folder, *more):
                          env=os.environ | {"PYTHONUNBUFFERED": "1"})
     try:
         line = p.stdout.readline()
-        yield re.search(r"http://127\.0\.0\.1:\d+/\S*", line)[0]
+        yield re.search(r"http://\S+:\d+/\S*", line)[0]
     finally:
-        p.send_signal(signal.SIGINT)
+        p.send_signal(end)
         said = p.communicate(timeout=30)
     assert p.returncode == 0 and said == ("", ""), said
 
@@ -53,22 +62,60 @@ def get(address, **headers): # status, headers, text
             return answer.status, answer.headers, answer.read().decode()
     except urllib.error.HTTPError as e: return e.code, e.headers, e.read().decode()
 
+def place_of(address, page): # address of another page
+    place, _, query = address.partition("?")
+    return place + page + (f"?{query}" if query else "")
 
-def test_a_run_is_shown_to_who_knows_the_token_until_it_is_over(run):
+@contextmanager
+def events(address):
+    "Packets of the stream that a page reads."
+    with urllib.request.urlopen(place_of(address, "events"), timeout=60) as stream:
+        assert stream.headers["Content-Type"].startswith("text/event-stream")
+        yield (json.loads(line[6:]) for line in stream if line.startswith(b"data: "))
+
+def until(packets, words): # the first packet whose log or status holds some words
+    return next(p for p in packets if words in "".join(p["html"].values()))
+
+
+def test_a_panel_is_shown_to_who_knows_the_token(run):
     with served(run) as address:
         place, token = address.split("?token=")
         assert len(token) > 30
-        for wrong in (place, f"{place}?token=", f"{place}?token={token[:-1]}", f"{place}?token=é%00"):
-            status, _, text = get(wrong.replace("é", "%C3%A9"))
-            assert status == 403 and "epoch" not in text
+        for page in ("", "events", "report"):
+            for wrong in ("", "?token=", f"?token={token[:-1]}", "?token=%C3%A9%00"):
+                status, headers, text = get(f"{place}{page}{wrong}")
+                assert status == 403 and "epoch" not in text and headers["X-Frame-Options"] == "DENY"
         status, headers, text = get(address)
-        assert status == 200 and "epoch 1 of 5" in text and int(headers["Refresh"]) >= 2
-        assert "<script" not in text and headers["Referrer-Policy"] == "no-referrer"
-        write(run, epoch(1), make_rows("run", dict(run=dict(event="finished"))))
-        while "after 2 epochs" not in text: _, headers, text = get(address)
-        assert "Refresh" not in headers
+        assert status == 200 and "&lt;mine&gt;" in text and "<mine>" not in text and f"report?token={token}" in text
+        assert headers["Referrer-Policy"] == "no-referrer" and headers["Cache-Control"] == "no-store"
+        assert "script-src 'self';" in headers["Content-Security-Policy"] and "unsafe-eval" not in str(headers)
+        for script in ("canvas.js", "page.js"): assert get(place + script)[0] == 200
+        assert get(f"{place}panel.css")[0] == 404 and get(f"{place}../run/report.py")[0] == 404
+        assert "epoch 1 of 5" in get(place_of(address, "report"))[2]
+
+def test_several_browsers_receive_what_happens_each_from_the_beginning(run):
+    with served(run) as address, events(address) as first:
+        begun = next(first)
+        assert begun["head"]["lanes"] == 2 and begun["number"] == 1
+        write(run, epoch(1), incident(1), epoch(2))
+        assert "head" not in until(first, "lane 1: non-finite")
+        with events(address) as second:
+            late = next(second)
+            assert late["head"]["lanes"] == 2 and "lane 1: non-finite" in late["html"]["log"]
+            write(run, epoch(3), make_rows("run", dict(run=dict(event="finished"))))
+            for packets in (first, second): assert "epoch 4 of 5" in until(packets, "✓ done")["html"]["status"]
 
 def test_without_a_token_only_this_machines_names_are_answered(run):
     with served(run, "--no-token") as address:
         assert "?" not in address and get(address)[0] == 200
-        assert get(address, Host="elsewhere.example")[0] == 404
+        assert get(address, Host="elsewhere.example")[0] == 403
+        assert get(place_of(address, "events"), Host="elsewhere.example")[0] == 403
+
+def test_the_network_may_ask_where_that_was_wanted(run):
+    with served(run, "--no-token", "--address", "0.0.0.0") as address:
+        port, name = re.search(r":(\d+)/", address)[1], re.search(r"//(.+):", address)[1]
+        here = f"http://127.0.0.1:{port}/"
+        assert name != "0.0.0.0"
+        for host in (name, f"{name}.local", "192.168.1.7", "localhost"):
+            assert get(here, Host=f"{host}:{port}")[0] == 200, host
+        assert get(here, Host=f"{name}.elsewhere.example")[0] == 403

@@ -15,6 +15,7 @@ from .checkpoints import (CheckpointError as CheckpointError, LoadResult as Load
     contract_difference as contract_difference, EnvState as EnvState, write_checkpoint as write_checkpoint,
     read_checkpoint as read_checkpoint, check_contract as check_contract, previous_checkpoint as previous_checkpoint,
     save_tensors as save_tensors, load_tensors as load_tensors, ResumableRun as ResumableRun)
+from .notices import Notify as Notify, Notices as Notices, apprise_notify as apprise_notify
 from .rows import (Value as Value, Row as Row, ROW_KEYS as ROW_KEYS, make_rows as make_rows,
     metric_names as metric_names, named_fields as named_fields, flatten as flatten, series as series,
     encode_row as encode_row, decode_row as decode_row)

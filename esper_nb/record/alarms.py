@@ -105,6 +105,7 @@ KINDS: Mapping[str, str] = MappingProxyType({
     "slot": "a seed, or a cooling slot, at the end of an epoch; an empty slot has no row",
     "seed": "an event of a seed, or a refused decision",
     "forecast": "what a seed in an empty slot of a lane would be worth at the end",
+    "metric": "metrics of the user's",
     "step": "a step of the environment in a lane: action, reward",
     "episode": "an episode of a lane that ended",
     "update": "an update of the policy",

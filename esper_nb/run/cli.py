@@ -183,8 +183,10 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> f
         unguarded=_flag("--unguarded", help="run without the Governor"),
         allocator=_flag("--keep-default-allocator", help="let glibc give freed memory back at every step (slower)"),
         quiet=_flag("--quiet", help="no progress bar"),
-        every=_option("--every", type=_positive, help="seconds between two updates (default: 2; with --web 10)"),
-        web=_flag("--web", help="serve the report to a browser instead, updated while the run goes on"),
+        every=_option("--every", type=_positive, help="seconds between two updates (default: 2; with --web 1)"),
+        web=_flag("--web", help="serve the live panel to any browser instead"),
+        notify=_option("--notify", help="send a message after an incident, a stop, and at the end: an address for "
+                       "Apprise, such as ntfy://topic"),
         port=_option("--port", type=int, default=0, help="port of --web (default: a free one)"),
         address=_option("--address", default="127.0.0.1", help="address of --web (default: %(default)s, reachable "
                         "from this machine only)"),
@@ -273,10 +275,11 @@ def _export(args):
     print(export_run(args.run, args.out, args.lane, args.imports, args.trust))
 
 def _watch(args):
+    from esper_nb.record import apprise_notify
     from esper_nb.run import watch_text, watch_web
-    every = args.every or (10. if args.web else 2.)
-    if not args.web: return watch_text(args.run, every)
-    watch_web(args.run, every, args.port, args.address, "" if args.no_token else None)
+    every, notify = args.every or (1. if args.web else 2.), apprise_notify(args.notify) if args.notify else None
+    if not args.web: return watch_text(args.run, every, notify=notify)
+    watch_web(args.run, every, args.port, args.address, "" if args.no_token else None, notify=notify)
 
 def _tasks(args):
     from esper_nb.run import load_all_installed, load_plugins
@@ -315,7 +318,7 @@ _commands = dict(
     resume=_Command(_resume, "run updates minutes engine shards imports trust log comparison "
                     "quiet",
                     "continue a run of train or fit exactly where it stopped"),
-    watch=_Command(_watch, "run every web port address no_token",
+    watch=_Command(_watch, "run every web port address no_token notify",
                    "follow a run in a terminal or a browser"),
     status=_Command(_status, "run json", "print in one line how far a run is"),
     report=_Command(_report, "runs page json", "write one self-contained HTML page about a run, or about several"),

@@ -15,7 +15,7 @@ from statistics import mean, median
 from typing import Any
 
 from ..core import check, printable
-from ..record import Row, RowReader, RunFolder
+from ..record import Notices, Notify, Row, RowReader, RunFolder
 from .comparison import Comparison
 
 # %% ../../nbs/run/88_follow.ipynb #dd15faf7
@@ -33,6 +33,8 @@ def watch_text(
     path: str | Path, # the folder of a run, in progress or finished
     every: float = 2., # seconds between two reads
     say: Callable[[str], Any] = print, # called with each line
+    notify: Notify | None = None, # called with a title and a text after an incident and at the end, of what happens
+        # from now on
 ) -> None:
     "Print the progress of a run until it finishes or the user interrupts."
     folder = RunFolder(Path(path))
@@ -40,15 +42,22 @@ def watch_text(
     check(folder.rows_path.exists(), "run", str(path), "a folder with a rows.jsonl in it: this run has not begun")
     status, reader, plays = RunStatus(config), RowReader(folder.rows_path), folder.path/"comparison.json"
     with reading(plays): status.unbeaten = plays.exists() and Comparison.load(plays).unbeaten
+    notices, live, name = None if notify is None else Notices(notify), False, folder.path.resolve().name
     try:
         while True:
             over = (folder.path/"final.jsonl").exists() # written after all rows
             while rows := reader.read(2**22):
                 for row in rows:
-                    for line in status.lines(row): say(printable(line))
+                    lines = list(map(printable, status.lines(row)))
+                    for line in lines: say(line)
+                    if notices and live and lines and row["kind"] == "governor": notices.tell(name, lines[0])
             if over or status.ended: break
+            live = True
             time.sleep(every)
+        if notices and live: notices.tell(f"{name}: done", status.text())
     except KeyboardInterrupt: return
+    finally:
+        if notices: notices.close()
     say(f"✓ {status.text()}; esper-nb report {folder.path}")
 
 def run_status(

@@ -4,20 +4,13 @@
 
 # %% auto #0
 __all__ = ['DOCS', 'write_report', 'report_html', 'RunSummary', 'moment_text', 'read_run', 'best_text', 'picture_html',
-           'table_html', 'records_html', 'doc_link', 'settings_html', 'beside_html', 'page_html', 'RunPage',
-           'watch_web']
+           'table_html', 'records_html', 'doc_link', 'settings_html', 'beside_html', 'page_html', 'RunPage']
 
 # %% ../../nbs/run/89_report.ipynb #6272a56d
-import asyncio
 import base64
-import contextlib
-import hmac
 import html
-import importlib.util
 import io
 import math
-import re
-import secrets
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -546,52 +539,3 @@ class RunPage:
         self.html = report_html(self.folder, now="" if self.over else last)
         self.seen, self.due = now, begun + max(self.every, 6 * (time.monotonic() - begun))
         return self.html
-
-# %% ../../nbs/run/89_report.ipynb #2650b830
-def watch_web(
-    path: str | Path, # folder of a run, in progress or finished
-    every: float = 10., # minimum seconds between two renderings
-    port: int = 0, # 0: a free one
-    address: str = "127.0.0.1", # of the network interface
-    token: str | None = None, # required in the address; None: a random one, "": none
-    say: Callable[[str], Any] = print, # called with a line that contains the address
-) -> None:
-    "Serve the report of a run to browsers until interrupted."
-    if importlib.util.find_spec("tornado") is None: \
-        raise RuntimeError("Tornado is not installed: pip install 'esper_nb[web]'")
-    check(0 <= port < 2**16, "port", port, "a number from 0 to 65535; 0 is a free one")
-    page = RunPage(path, every)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(page, port, address, secrets.token_urlsafe(24) if token is None else token, say))
-
-async def _serve(page: RunPage, port: int, address: str, token: str, say: Callable[[str], Any]) -> None:
-    "Serve requests until cancelled."
-    import matplotlib
-    from tornado.httpserver import HTTPServer
-    from tornado.netutil import bind_sockets
-    matplotlib.use("agg") # no window
-    sockets, name = bind_sockets(port, address), f"[{address}]" if ":" in address else address
-    server = HTTPServer(_application(page, token, name))
-    server.add_sockets(sockets)
-    place = f"http://{name}:{sockets[0].getsockname()[1]}/" + (f"?token={token}" if token else "")
-    say(f"{page.folder.path} is at {place} until you press Ctrl-C")
-    try: await asyncio.Event().wait()
-    finally: server.stop()
-
-def _application(page: RunPage, token: str, name: str) -> Any: # of Tornado; name: of the host
-    "Return the Tornado application that serves the page."
-    from tornado.web import Application, HTTPError, RequestHandler
-    class Show(RequestHandler):
-        def get(self):
-            given = self.get_query_argument("token", "")
-            if not hmac.compare_digest(given.encode(), token.encode()):
-                raise HTTPError(403, reason="the address ends in the token that the command has printed")
-            try: text = page.read()
-            except (ValueError, OSError) as e: raise HTTPError(500, reason=" ".join(str(e).split())[:200]) from e
-            headers = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
-            for k, v in headers.items(): self.set_header(k, v)
-            if not page.over: self.set_header("Refresh", str(math.ceil(max(2, page.due - time.monotonic()))))
-            self.finish(text)
-    app = Application(log_function=lambda handler: None)
-    app.add_handlers(".*" if token else rf"localhost|{re.escape(name)}", [("/", Show)])
-    return app

@@ -11,6 +11,7 @@ const DASH = {limit: [], absolute: [7, 4], rise: [1.5, 4]};
 const RAIL = 15; // pixels above the loss axis where losses stand that are not finite
 const LEFT = 62; // pixels beside the picture, for numbers and names of lanes
 const RIGHT = 112; // for the names of limits
+const NARROW = {below: 560, left: 44, right: 76}; // a phone
 const LINE = 13; // height of a line of text
 const SLOT = 21; // height of a slot
 const GAP = 20; // between panels, for a title
@@ -20,6 +21,10 @@ const SILENCE = [6000, 15000]; // milliseconds without news after which a page a
 const LATE = 8000; // milliseconds without a first answer after which a page says what can be done
 const SETTLING = 3000; // milliseconds in which a panel that is new on the page is kept in sight
 const CHARTS = 96; // height of a controller's curves
+const METRIC = 84; // height of a second curve
+const ACCURACY = "held-out accuracy, pp"; // its name among the metrics
+const NEAR = 9; // pixels from a mark within which a click means it
+const DRAG = 6; // pixels from which on a press is a stretch and no click
 const FLASH = [[1.5, -8], [-4.5, 1.5], [-0.8, 1.5], [-2, 8], [4.5, -2], [0.6, -2]]; // corners, pixels from its middle
 const MOST_INCIDENTS = 200;
 const EMPTY = 1; // highest stage of a slot that holds nothing
@@ -71,6 +76,7 @@ class Table {
 class Run {
   constructor(model) {
     this.model = model;
+    this.words = {...WORDS, ...model.words};
     this.changed = () => {}; // asks the view to draw
     this.head = null; // what never changes: lanes, slots, stages, names
     this.status = null;
@@ -79,6 +85,9 @@ class Run {
     this.grown = false; // whether any slot has ever held a seed
     this.gone = false; // whether the kernel no longer listens
     this.recent = false; // whether only the newest batches are shown
+    this.window = null; // first and last batch of a stretch that the reader has chosen
+    this.told = null; // number of the incident whose story is shown
+    this.chosen = null; // name of the metric that is shown, "" for none; null: not chosen by the reader
     this.number = 0; // of the newest packet
     this.html = {}; // text around the picture
     this.requests = []; // buttons that no packet has answered yet
@@ -145,6 +154,10 @@ class Run {
     this.states.add(floats(buffers[1]), message.whole[1]);
     this.grown ||= this.holdsSeed(first);
     this.curve.add(floats(buffers[2]), message.whole[2]);
+    (message.metrics ?? []).forEach(({name, width, whole}, k) => {
+      if (!this.metrics.has(name)) this.metrics.set(name, new Table(width));
+      this.metrics.get(name).add(floats(buffers[3 + k]), whole);
+    });
     this.ends = this.ends.concat(message.ends).slice(-2000);
     this.status = message.status;
     this.age = message.age ?? this.age; // seconds since a cell left the panel on its page
@@ -161,6 +174,7 @@ class Run {
   begin(head) {
     this.head = head;
     this.incidents.clear();
+    this.metrics = new Map(); // x, and one number or one of every lane
     this.faults = [];
     this.grown = false;
     this.ends = []; // x and lane of episodes that ended
@@ -178,7 +192,31 @@ class Run {
 
   get lane() { return this.head ? Math.min(this.model.get("lane"), this.head.lanes - 1) : 0; }
   get learns() { return this.head.curves.length > 0; } // a controller is at work
-  get height() { return +this.model.get("height") + (this.head && this.learns ? CHARTS - 50 : 0); }
+  get height() {
+    const charts = this.head && this.learns ? CHARTS - 50 : 0, metric = this.head && this.metric ? METRIC + GAP : 0;
+    return +this.model.get("height") + charts + metric;
+  }
+  get overlaid() { return Boolean(this.head.names); } // several runs, one a lane
+  laneName(lane) { return this.head.names?.[lane] ?? `lane ${lane}`; }
+
+  // Names of the metrics that can be shown, and the one that is.
+  get metricNames() {
+    const measured = this.states.rows > 0 && this.head.lanes > 0 && !this.learns && this.accuracyKnown();
+    return [...this.metrics.keys(), ...(measured ? [ACCURACY] : [])];
+  }
+  get metric() { return this.chosen ?? (this.learns ? "" : this.metrics.keys().next().value ?? ""); }
+
+  accuracyKnown() {
+    const row = this.states.rows - 1, first = 1 + this.head.lanes * 5;
+    return Array.from({length: this.head.lanes}, (_, lane) => this.states.at(row, first + lane)).some(Number.isFinite);
+  }
+
+  // The points of the metric that is shown: a table, and the column of a lane in it.
+  points() {
+    if (this.metric === ACCURACY) return [this.states, lane => 1 + this.head.lanes * 5 + lane];
+    const table = this.metrics.get(this.metric);
+    return table ? [table, lane => (table.width > 2 ? 1 + lane : 1)] : null;
+  }
   get now() { return this.loss.rows ? this.loss.at(this.loss.rows - 1, 0) : 0; }
 
   lossOf(row, lane) { return this.loss.at(row, 1 + lane); }
@@ -199,17 +237,42 @@ class Run {
 
   // Batches shown; the end moves in leaps, so that most updates find the axis as it was.
   range() {
+    if (this.window) return this.window;
     const view = +this.recent, room = this.recent ? 24 : Math.max(20, 0.08 * this.now);
     if (this.now > this.until[view]) this.until[view] = Math.ceil(this.now + room);
     return [this.recent ? Math.max(0, this.until[1] - 264) : 0, Math.max(this.until[view], 40)];
   }
 
-  // Lowest and highest loss of all lanes from a row on, the same for all but the outermost hundredths, and whether any
-  // loss was not finite.
-  extremes(first) {
-    const {loss, head} = this, every = Math.max(1, Math.floor(((loss.rows - first) * head.lanes) / 4000)), some = [];
+  // Show a stretch of batches, at least a few and none before the first; without one the whole run.
+  zoom(from, until) {
+    if (from === undefined) this.told = this.window = null;
+    else {
+      const span = Math.max(8, until - from), first = Math.max(0, Math.min(from, this.now - 4));
+      this.window = [Math.round(first), Math.round(first + span)];
+    }
+    this.changed();
+  }
+
+  goTo(incident) {
+    const first = Math.min(incident.back ?? incident.x, incident.x);
+    const last = Math.max(incident.end, incident.recovered ?? incident.end), room = Math.max(12, 0.7 * (last - first));
+    this.pick(incident.lane);
+    this.told = incident.number;
+    this.zoom(first - room, last + room);
+  }
+
+  // The first row of losses that is shown, and the one behind the last.
+  shownRows() {
+    const [from, until] = this.range();
+    return [this.loss.find(from), this.loss.rows ? this.loss.find(until) + 1 : 0];
+  }
+
+  // Lowest and highest loss of all lanes between two rows, the same for all but the outermost hundredths, and whether
+  // any loss was not finite.
+  extremes(first, last) {
+    const {loss, head} = this, every = Math.max(1, Math.floor(((last - first) * head.lanes) / 4000)), some = [];
     let low = Infinity, high = -Infinity, broken = false, number = 0;
-    for (let row = first; row < loss.rows; row++) {
+    for (let row = first; row < last; row++) {
       for (let lane = 0; lane < head.lanes; lane++) {
         const value = this.lossOf(row, lane);
         if (value === Infinity) broken = true;
@@ -428,8 +491,8 @@ function lossRange(run, found, chance) {
 }
 
 function losses(ctx, look, run, box, X, layer) {
-  const {lane, head} = run, [from, until] = run.range(), first = run.loss.find(from);
-  const chance = head.chance_loss ? head.chance_loss[lane] : NaN, found = run.extremes(first);
+  const {lane, head} = run, [from, until] = run.range(), [first, last] = run.shownRows();
+  const chance = head.chance_loss ? head.chance_loss[lane] : NaN, found = run.extremes(first, last);
   const [low, high] = lossRange(run, found, chance), top = box.y + RAIL;
   const share = value => Math.log(Math.min(Math.max(value, low), high) / low) / Math.log(high / low);
   const Y = value => top + (box.h - RAIL) * (1 - share(value));
@@ -443,8 +506,9 @@ function losses(ctx, look, run, box, X, layer) {
   for (const incident of run.incidentsOf(lane)) lostStretch(ctx, look, incident, box, X);
   curves(ctx, look, run, layer, box, X, Y, first, [from, until, low, high]);
   if (found.broken) brokenLosses(ctx, look, run, X, box.y + 8, first);
-  marks(ctx, look, run, box, X, Y, from);
+  marks(ctx, look, run, box, X, Y, from, until);
   ctx.restore();
+  if (run.overlaid) runNames(ctx, look, run, box, Y, last);
   labels(ctx, look, run, box, Y, chance);
 }
 
@@ -526,10 +590,13 @@ function curves(ctx, look, run, layer, box, X, Y, first, axes) {
   const from = Math.max(first, layer.begin(key, box, dpr));
   if (from < loss.rows) {
     for (let other = 0; other < head.lanes; other++) {
-      if (other !== lane) curve(layer, run, other, X, Y, {colour: look.other, width: 1, from, newest: 0.4});
+      if (other === lane) continue;
+      const colour = run.overlaid ? runColour(look, other) : look.other;
+      curve(layer, run, other, X, Y, {colour, width: run.overlaid ? 1.4 : 1, from, newest: run.overlaid ? 0.2 : 0.4});
     }
-    curve(layer, run, lane, X, Y, {colour: faded(look.focus, 0.42), width: 1, from, newest: 1});
-    curve(layer, run, lane, X, Y, {colour: look.focus, width: 2.2, from, newest: 0.3});
+    const mine = run.overlaid ? runColour(look, lane) : look.focus;
+    curve(layer, run, lane, X, Y, {colour: faded(mine, 0.42), width: 1, from, newest: 1});
+    curve(layer, run, lane, X, Y, {colour: mine, width: 2.2, from, newest: run.overlaid ? 0.2 : 0.3});
     layer.rows = loss.rows;
   }
   layer.show(ctx);
@@ -573,11 +640,11 @@ function labels(ctx, look, run, box, Y, chance) {
   const winner = ["", "absolute", "sigma", "multiplier"][highest];
   const add = (at, names, number, colour) => {
     const text = number === undefined ? names : names.map(name => `${name} ${short(number)}`.trim());
-    all.push({y: Y(at), text: fitting(ctx, look, text, RIGHT - 9), colour});
+    all.push({y: Y(at), text: fitting(ctx, look, text, box.right - 9), colour});
   };
   if (value(0) > 0) {
     add(value(0), ["limit", ""], value(0), look.limit);
-    add(value(0), [`set by ${winner}`], undefined, look.limit);
+    if (box.right === RIGHT) add(value(0), [`set by ${winner}`], undefined, look.limit);
   }
   if (value(1) > 0 && !(Math.abs(Math.log(value(1) / value(0))) <= 0.02)) {
     add(value(1), ["absolute limit", "absolute", ""], value(1), look.limit);
@@ -588,6 +655,25 @@ function labels(ctx, look, run, box, Y, chance) {
   all.forEach((label, k) => { label.y = Math.max(label.y, k ? all[k - 1].y + LINE : box.y); });
   all.forEach((label, k) => { label.y = Math.min(label.y, box.y + box.h - (all.length - 1 - k) * LINE); });
   for (const {y, text, colour} of all) write(ctx, look, text, box.x + box.w + 7, y, colour);
+}
+
+const RUNS = ["focus", "limit", "good", "rise", "chance", "ink"]; // colours of runs laid over each other
+const runColour = (look, lane) => look[RUNS[lane % RUNS.length]];
+
+// Names of runs beside the ends of their curves, kept apart.
+function runNames(ctx, look, run, box, Y, last) {
+  const all = run.head.names.map((name, lane) => {
+    let row = last - 1;
+    while (row > 0 && !(run.lossOf(row, lane) > 0 && run.lossOf(row, lane) < Infinity)) row--;
+    return {y: Y(run.lossOf(row, lane) || 1), name, lane};
+  }).sort((a, b) => a.y - b.y);
+  all.forEach((label, k) => { label.y = Math.max(label.y, k ? all[k - 1].y + LINE : box.y + 6); });
+  all.forEach((label, k) => { label.y = Math.min(label.y, box.y + box.h - (all.length - 1 - k) * LINE); });
+  for (const {y, name, lane} of all) {
+    const cut = [name, ...Array.from({length: name.length}, (_, k) => `${name.slice(0, name.length - k - 1)}…`)];
+    const text = fitting(ctx, look, cut, box.right - 9, lane === run.lane);
+    write(ctx, look, text, box.x + box.w + 7, y, runColour(look, lane), {bold: lane === run.lane});
+  }
 }
 
 function brokenLosses(ctx, look, run, X, y, first) {
@@ -613,10 +699,10 @@ function lostStretch(ctx, look, incident, box, X) {
 }
 
 // Faults and the newest incidents of the selected lane; then their names, the newest first, where there is room.
-function marks(ctx, look, run, box, X, Y, from) {
+function marks(ctx, look, run, box, X, Y, from, until) {
   const places = new Places(box), tags = [];
-  const incidents = run.incidentsOf(run.lane).filter(i => i.end > from).slice(-8).reverse();
-  const faults = run.faults.filter(([, x, lane]) => lane === run.lane && x > from).slice(-8).reverse();
+  const incidents = run.incidentsOf(run.lane).filter(i => i.end > from && i.x <= until).slice(-8).reverse();
+  const faults = run.faults.filter(([, x, lane]) => lane === run.lane && x > from && x <= until).slice(-8).reverse();
   for (const incident of incidents) tags.push(...rollback(ctx, look, run, incident, box, X, Y, places));
   for (const [, x, , kind] of faults) tags.push(...fault(ctx, look, kind, X(x), box, places));
   for (const write of tags) write();
@@ -698,7 +784,7 @@ function snapshotTag(ctx, look, run, incident, [x, y], box, places) {
 function incidentTag(ctx, look, run, incident, x, y, box, X, places) {
   const first = Math.min(x, incident.back === null ? x : X(incident.back)), last = Math.max(x, X(incident.end));
   const lines = [[`${incident.reason} → ${incident.action}`, true]];
-  if (incident.cause) lines.push([`cause: ${incident.cause}`]);
+  if (incident.known_cause) lines.push([`cause: ${incident.known_cause.replace("the injected fault", "provoked")}`]);
   if (incident.back !== null) lines.push([`${incident.lost} ${run.head.axis[incident.lost === 1 ? 0 : 1]} lost`]);
   const at = [3, 35, 67].map(down => box.y + down);
   const wanted = at.flatMap(top => [[last + 7, top, "left"], [first - 7, top, "right"]]);
@@ -709,6 +795,16 @@ function check(ctx, look, x, y) {
   const points = [[x - 5, y], [x - 1, y + 5], [x + 7, y - 6]];
   stroke(ctx, look.back, 6, points);
   stroke(ctx, look.good, 2.6, points);
+}
+
+// Draw what may be neither left nor right of a box.
+function inside(ctx, box, above, draw) {
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(box.x, box.y - above, box.w, box.h + 2 * above);
+  ctx.clip();
+  draw();
+  ctx.restore();
 }
 
 // ---------------------------------------------------------------- all lanes
@@ -729,13 +825,13 @@ function warmth(run, lane, from, until, low, high) {
 }
 
 // One pixel for a lane and some rows, painted only when there is news.
-function heat(look, run, layer, first, columns, low, high) {
-  const {loss, head} = run, key = [first, columns, loss.rows, loss.wholes, low, high, look.dark].join();
+function heat(look, run, layer, [first, last], columns, low, high) {
+  const {loss, head} = run, key = [first, last, columns, loss.wholes, low, high, look.dark].join();
   if (layer.key === key) return layer.canvas;
   layer.key = key;
   layer.fit(columns, head.lanes);
   layer.image ??= layer.ctx.createImageData(columns, head.lanes);
-  const {data} = layer.image, rowsPerPixel = (loss.rows - first) / columns;
+  const {data} = layer.image, rowsPerPixel = (last - first) / columns;
   const channels = hex => [1, 3, 5].map(k => parseInt(hex.slice(k, k + 2), 16));
   const fine = channels(look.focus), broken = channels(look.limit);
   for (let lane = 0; lane < head.lanes; lane++) {
@@ -752,26 +848,28 @@ function heat(look, run, layer, first, columns, low, high) {
 }
 
 function strip(ctx, look, run, box, X, layer) {
-  const {loss, head} = run, first = loss.find(run.range()[0]), found = run.extremes(first);
+  const {loss, head} = run, [first, last] = run.shownRows(), found = run.extremes(first, last);
   const even = value => 10 ** (Math.round(Math.log10(value) * 8) / 8); // so that old pixels seldom change
   ctx.fillStyle = faded(look.focus, 0.04);
   ctx.fillRect(box.x, box.y, box.w, box.h);
   const [low, most] = found.usual.map(even), twice = (head.chance_loss?.[0] ?? most) * 2;
   const high = Math.max(Math.min(most, twice), low * 1.3);
-  if (first < loss.rows) {
-    const x = X(first ? loss.at(first - 1, 0) : 0), columns = Math.min(loss.rows - first, Math.floor(box.w / 4));
-    const image = heat(look, run, layer, first, columns, low, high);
+  if (first < last) {
+    const x = X(first ? loss.at(first - 1, 0) : 0), columns = Math.min(last - first, Math.floor(box.w / 4));
+    const image = heat(look, run, layer, [first, last], columns, low, high);
     ctx.save();
     ctx.imageSmoothingEnabled = false;
     ctx.beginPath();
     ctx.rect(box.x, box.y, box.w, box.h);
     ctx.clip();
-    ctx.drawImage(image, x, box.y, X(run.now) - x, box.h);
+    ctx.drawImage(image, x, box.y, X(loss.at(last - 1, 0)) - x, box.h);
     ctx.restore();
   }
   laneNames(ctx, look, run, box);
   if (run.learns) episodes(ctx, look, run, box, X);
-  for (const incident of run.incidents.values()) stripIncident(ctx, look, run, incident, box, X);
+  inside(ctx, box, 6, () => {
+    for (const incident of run.incidents.values()) stripIncident(ctx, look, run, incident, box, X);
+  });
   for (const lane of run.status.stopped) {
     const y = box.y + ((lane + 0.5) * box.h) / head.lanes;
     write(ctx, look, "■ stopped", box.x + box.w + 7, y, look.limit, {bold: true});
@@ -780,15 +878,16 @@ function strip(ctx, look, run, box, X, layer) {
 
 function laneNames(ctx, look, run, box) {
   const {head, lane: focus} = run, height = box.h / head.lanes;
+  const every = height >= 11 ? 1 : 4 * Math.ceil(LINE / (4 * height)); // a name has room in so many lanes
   for (let lane = 0; lane < head.lanes; lane++) {
     const y = box.y + lane * height, here = lane === focus;
-    ctx.clearRect(box.x, Math.round(y + height) - 1, box.w, 1);
+    if (height >= 4) ctx.clearRect(box.x, Math.round(y + height) - 1, box.w, 1);
     if (here) {
       ctx.strokeStyle = look.ink;
       ctx.lineWidth = 1.5;
       ctx.strokeRect(box.x - 1, y - 1, box.w + 2, height + 1);
     }
-    if (height < 11 && !here && (lane % 4 !== 0 || Math.abs(lane - focus) <= 1)) continue;
+    if (!here && (lane % every !== 0 || Math.abs(lane - focus) * height < LINE - 2)) continue;
     const name = here ? `▸ ${lane}` : String(lane), colour = here ? look.ink : look.muted;
     write(ctx, look, name, box.x - 6, y + height / 2, colour, {align: "right", bold: here});
   }
@@ -801,7 +900,7 @@ function stripIncident(ctx, look, run, incident, box, X) {
     const left = Math.max(box.x, X(incident.lost_from));
     hatch(ctx, left, y, X(incident.end) - left, height - 1, faded(look.limit, 0.8));
   }
-  const radius = Math.min(4, height / 2);
+  const radius = Math.max(2.5, Math.min(4, height / 2));
   clearCross(ctx, look, x, y + height / 2, [4, radius], [2, radius]);
 }
 
@@ -810,7 +909,7 @@ function episodes(ctx, look, run, box, X) {
   const height = box.h / run.head.lanes;
   ctx.fillStyle = look.ink;
   for (const [x, lane] of run.ends) {
-    if (X(x) >= box.x) ctx.fillRect(X(x) - 0.8, box.y + lane * height, 1.6, height - 1);
+    if (X(x) >= box.x && X(x) <= box.x + box.w) ctx.fillRect(X(x) - 0.8, box.y + lane * height, 1.6, height - 1);
   }
 }
 
@@ -878,9 +977,55 @@ function chart(ctx, look, run, box, titles, lines) {
   });
 }
 
+// ---------------------------------------------------------------- a metric of the reader's choice
+
+// One curve, or one of every lane; its lowest and highest number at the left, the newest at the right.
+function metricCurve(ctx, look, run, box, X) {
+  const [table, column] = run.points(), [from, until] = run.range(), {lane, head} = run;
+  const lanes = table.width > 2 ? head.lanes : 1, mine = table.width > 2 ? lane : 0;
+  let low = Infinity, high = -Infinity, newest = NaN;
+  for (let row = 0; row < table.rows; row++) {
+    if (table.at(row, 0) < from || table.at(row, 0) > until) continue;
+    for (let other = 0; other < lanes; other++) {
+      const value = table.at(row, column(other));
+      if (!Number.isFinite(value)) continue;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+      if (other === mine) newest = value;
+    }
+  }
+  ctx.fillStyle = faded(look.focus, 0.04);
+  ctx.fillRect(box.x, box.y, box.w, box.h);
+  if (!(high >= low)) return;
+  const wide = low > 0 && high / low > 50, form = value => (wide ? Math.log(value) : value); // many sizes: in log space
+  const room = form(high) - form(low) || 1, share = value => (form(value) - form(low)) / room;
+  const Y = value => box.y + 4 + (box.h - 8) * (1 - share(value));
+  for (const value of low === high ? [low] : [low, high]) {
+    stroke(ctx, look.grid, 1, [[box.x, Y(value)], [box.x + box.w, Y(value)]]);
+    write(ctx, look, short(value), box.x - 6, Y(value), look.muted, {align: "right"});
+  }
+  const points = other => {
+    const out = [];
+    for (let row = 0; row < table.rows; row++) {
+      const value = table.at(row, column(other));
+      if (Number.isFinite(value)) out.push([X(table.at(row, 0)), Y(value)]);
+    }
+    return out;
+  };
+  inside(ctx, box, 0, () => {
+    for (let other = 0; other < lanes; other++) if (other !== mine) stroke(ctx, look.other, 1, points(other));
+    stroke(ctx, look.good, 2, points(mine));
+  });
+  if (Number.isFinite(newest)) write(ctx, look, short(newest), box.x + box.w + 7, Y(newest), look.good, {bold: true});
+}
+
 // ---------------------------------------------------------------- the slots of one lane
 
 function slots(ctx, look, run, box, X) {
+  inside(ctx, {...box, x: 0, w: box.x + box.w}, 0, () => slotRows(ctx, look, run, box, X));
+}
+
+function slotRows(ctx, look, run, box, X) {
   const {states, head} = run, height = box.h / head.slots.length;
   head.slots.forEach((slot, number) => {
     const row = {x: box.x, y: box.y + number * height + 2, w: box.w, h: height - 5};
@@ -959,8 +1104,8 @@ function setOnce(element, name, value) {
 }
 
 const KEY = [ // colour, text, sign, and when it is in the picture: of the run, its limits by kind, its incidents
-  ["focus", "{lane} <b></b>", "line", () => true],
-  ["muted", "other lanes", "thin", run => run.head.lanes > 1],
+  ["focus", "{lane} <b></b>", "line", run => !run.overlaid],
+  ["muted", "other lanes", "thin", run => run.head.lanes > 1 && !run.overlaid],
   ["limit", "{limit}", "line", (run, has) => has(0) || has(1)],
   ["rise", "rise limit, of the smoothed loss", "dots", (run, has) => has(4)],
   ["chance", "{chance loss}", "band", run => run.status.band && run.head.chance_loss?.[run.lane] > 0],
@@ -972,15 +1117,26 @@ const KEY = [ // colour, text, sign, and when it is in the picture: of the run, 
 ];
 
 const FRAME = `<div class="esper-key"></div>
-<div class="esper-range"><button data-recent="0">whole run</button><button data-recent="1">last 240</button></div>
-<canvas role="img"></canvas><div class="esper-heads"></div><i class="esper-probe"></i>
+<div class="esper-range" role="group" aria-label="batches shown"><select class="esper-metric" aria-label="second curve"
+ hidden></select><button data-recent="0">whole run</button><button data-recent="1">last 240</button></div>
+<canvas role="img" tabindex="0" data-lm-suppress-shortcuts="true"
+ aria-description="Drag over a stretch to see it larger; plus, minus and the arrow keys do the same; Escape shows all.">
+</canvas><div class="esper-story" role="status" hidden></div><div class="esper-heads"></div><i class="esper-probe"></i>
 <div class="esper-tip" hidden></div><div class="esper-pending" role="status"></div>`;
 
-const WAITING = "waiting for the kernel …", NO_ANSWER = "no answer from the kernel: if it is idle, run this cell again";
-const GONE = `<b>The kernel is gone: run this cell again</b>
-<span>After a restart, begin with the first cell.</span>`;
-const STORED = `<b>Not connected to a kernel: run this cell again</b>
-<span>It shows what the notebook has stored; its buttons do nothing.</span>`;
+const WORDS = { // of a page in a notebook; another page gives its own
+  waiting: "waiting for the kernel …",
+  noAnswer: "no answer from the kernel: if it is idle, run this cell again",
+  gone: `<b>The kernel is gone: run this cell again</b>
+<span>After a restart, begin with the first cell.</span>`,
+  stored: `<b>Not connected to a kernel: run this cell again</b>
+<span>It shows what the notebook has stored; its buttons do nothing.</span>`,
+};
+
+const REGIONS = [ // parts of the panel, and their names for a screen reader
+  [".esper-bar:not(.esper-bar ~ .esper-bar)", "run"], [".esper-bar ~ .esper-bar", "lane and faults"],
+  [".esper-grow", "grow"], [".esper-limits", "thresholds"], [".esper-main", "picture and log"],
+];
 
 // Words in braces with the glossary's sentence at the pointer.
 function explained(run, text) {
@@ -1005,6 +1161,8 @@ class View {
     this.heads = element.querySelector(".esper-heads");
     this.probe = element.querySelector(".esper-probe");
     this.buttons = element.querySelectorAll(".esper-range button");
+    this.list = element.querySelector(".esper-metric");
+    this.story = element.querySelector(".esper-story");
     this.curves = new Layer();
     this.heat = new Layer();
     this.inSight = true;
@@ -1020,21 +1178,94 @@ class View {
     for (const button of this.buttons) {
       button.onclick = () => {
         this.run.recent = button.dataset.recent === "1";
-        this.ask();
+        this.run.zoom();
       };
     }
-    this.canvas.onmousemove = event => {
+    this.list.onchange = () => {
+      this.run.chosen = this.list.value;
+      this.ask();
+    };
+    const {canvas} = this;
+    canvas.onpointermove = event => {
       this.mouse = {x: event.offsetX, y: event.offsetY};
       this.ask();
     };
-    this.canvas.onmouseleave = () => {
+    canvas.onpointerleave = () => {
       this.mouse = null;
       this.ask();
     };
-    this.canvas.onclick = event => {
-      const lane = this.laneAt(event.offsetY);
-      if (lane !== null) this.run.pick(lane);
+    canvas.onpointerdown = event => {
+      if (event.button || !this.batchAt(event.offsetX)) return;
+      this.press = event.offsetX;
+      canvas.setPointerCapture(event.pointerId);
     };
+    canvas.onpointerup = event => this.release(event.offsetX, event.offsetY);
+    canvas.onpointercancel = () => { this.press = null; };
+    canvas.ondblclick = () => this.run.zoom();
+    canvas.onwheel = event => this.wheel(event);
+    canvas.onkeydown = event => this.pressKey(event);
+  }
+
+  // The batch at a place of the picture, kept inside it; null before there is a picture.
+  batchAt(x) {
+    if (!this.boxes) return null;
+    const {loss} = this.boxes, [from, until] = this.run.range();
+    return from + ((until - from) * Math.min(Math.max(x - loss.x, 0), loss.w)) / loss.w + 1e-9;
+  }
+
+  // A press that ends elsewhere has chosen a stretch; else it was a click on an incident or a lane.
+  release(x, y) {
+    const {press, run} = this;
+    this.press = null;
+    if (press === null || press === undefined) return;
+    const ends = [press, x].map(at => this.batchAt(at)).sort((a, b) => a - b);
+    if (Math.abs(x - press) > DRAG) {
+      run.zoom(...ends);
+      return;
+    }
+    const lane = this.laneAt(y), incident = this.incidentAt(x, lane ?? run.lane);
+    if (incident) run.goTo(incident);
+    else if (lane !== null) run.pick(lane);
+  }
+
+  // The incident of a lane at a place of the picture, or none.
+  incidentAt(x, lane) {
+    const {loss} = this.boxes, [from, until] = this.run.range();
+    const X = at => loss.x + (loss.w * (at - from)) / (until - from);
+    const near = this.run.incidentsOf(lane).filter(i => Math.abs(X(i.x) - x) < NEAR);
+    return near.sort((a, b) => Math.abs(X(a.x) - x) - Math.abs(X(b.x) - x))[0];
+  }
+
+  // With Control, or two fingers drawn apart: larger and smaller; sideways, or with Shift: along the run.
+  wheel(event) {
+    const {run} = this, [from, until] = run.range(), span = until - from;
+    const {deltaX, deltaY} = event, sideways = Math.abs(deltaX) > Math.abs(deltaY) ? deltaX : 0;
+    const along = sideways || (event.shiftKey ? deltaY : 0);
+    if (event.ctrlKey) this.scale(2 ** (event.deltaY / 200), this.batchAt(event.offsetX));
+    else if (along && run.window) run.zoom(from + (span * along) / 800, until + (span * along) / 800);
+    else return;
+    event.preventDefault();
+  }
+
+  scale(factor, middle) {
+    const {run} = this, [from, until] = run.range();
+    const first = middle - (middle - from) * factor, last = middle + (until - middle) * factor;
+    if (first <= 0 && last >= run.now) run.zoom();
+    else run.zoom(first, last);
+  }
+
+  pressKey(event) {
+    const {run} = this, [from, until] = run.range(), step = (until - from) / 4;
+    const acts = {
+      "+": () => this.scale(0.5, (from + until) / 2), "=": () => this.scale(0.5, (from + until) / 2),
+      "-": () => this.scale(2, (from + until) / 2), Escape: () => run.zoom(),
+      ArrowLeft: () => run.window && run.zoom(from - step, until - step),
+      ArrowRight: () => run.window && run.zoom(from + step, until + step),
+    };
+    if (!acts[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+    acts[event.key]();
+    event.preventDefault();
+    event.stopPropagation();
   }
 
   observe() {
@@ -1071,6 +1302,14 @@ class View {
       else this.request(button);
     };
     panel.addEventListener("click", this.onpress, true);
+    this.ongo = event => {
+      const number = event.target.closest?.("[data-go]")?.dataset.go, incident = this.run.incidents.get(+number);
+      if (!incident || (event.type === "keydown" && event.key !== "Enter")) return;
+      this.run.goTo(incident);
+      this.canvas.scrollIntoView({block: "nearest"});
+    };
+    panel.addEventListener("click", this.ongo);
+    panel.addEventListener("keydown", this.ongo);
     this.onenter = () => this.run.ask();
     panel.addEventListener("pointerenter", this.onenter);
   }
@@ -1127,7 +1366,7 @@ class View {
   showGone() {
     const {run, panel} = this, shown = panel?.querySelector(":scope > .esper-gone");
     const stored = !run.head && this.element.closest(".jupyter-widgets-disconnected");
-    const why = run.gone ? GONE : stored ? STORED : "";
+    const why = run.gone ? run.words.gone : stored ? run.words.stored : "";
     if (!panel || (shown?.why ?? "") === why) return;
     shown?.remove();
     if (!why) return;
@@ -1141,6 +1380,15 @@ class View {
   // Names for screen readers. Arrow keys belong to a list or a slider that has
   // the focus, and not to the notebook around it.
   name() {
+    for (const [part, name] of REGIONS) {
+      for (const e of this.panel?.querySelectorAll(part) ?? []) {
+        setOnce(e, "role", "group");
+        setOnce(e, "aria-label", name);
+      }
+    }
+    for (const e of this.panel?.querySelectorAll("button.esper-fault:not([aria-label])") ?? []) {
+      e.setAttribute("aria-label", `provoke ${e.textContent.trim()}`);
+    }
     for (const e of this.panel?.querySelectorAll("select, .noUi-handle, .widget-readout") ?? []) {
       e.dataset.lmSuppressShortcuts = "true";
     }
@@ -1159,6 +1407,7 @@ class View {
 
   close() {
     this.panel?.removeEventListener("click", this.onpress, true);
+    for (const event of ["click", "keydown"]) this.panel?.removeEventListener(event, this.ongo);
     this.panel?.removeEventListener("pointerenter", this.onenter);
     this.panel?.querySelector(":scope > .esper-gone")?.remove();
     clearInterval(this.clock);
@@ -1192,14 +1441,18 @@ class View {
   layout(width) {
     const {head, height, grown} = this.run, many = head.lanes > 1, some = head.slots.length > 0 && grown;
     const slots = some ? head.slots.length * SLOT : 0;
-    const lanes = many ? Math.max(head.lanes * 5, Math.min(head.lanes * 12, 118)) : 0;
+    const most = Math.min(head.lanes * 5, 0.3 * +this.run.model.get("height")); // the curve keeps its room
+    const lanes = many ? Math.max(most, Math.min(head.lanes * 12, 118)) : 0, metric = this.run.points() ? METRIC : 0;
     const charts = this.run.learns ? CHARTS + GAP : 0;
-    const rest = height - slots - lanes - charts - (some ? GAP : 0) - (many ? GAP : 0) - 34;
-    const box = (y, h) => ({x: LEFT, y, w: Math.max(80, width - LEFT - RIGHT), h});
-    const loss = box(16, rest), strip = many ? box(loss.y + rest + GAP, lanes) : null;
-    const after = strip ? strip.y + strip.h : loss.y + rest, bottom = some ? after + GAP + slots : after;
+    const gaps = GAP * [some, many, metric].filter(Boolean).length;
+    const rest = height - slots - lanes - metric - charts - gaps - 34;
+    const {left, right} = width < NARROW.below ? NARROW : {left: LEFT, right: RIGHT};
+    const box = (y, h) => ({x: left, y, w: Math.max(80, width - left - right), h, right});
+    const loss = box(16, rest), own = metric ? box(loss.y + rest + GAP, metric) : null;
+    const above = own ? own.y + own.h : loss.y + rest, strip = many ? box(above + GAP, lanes) : null;
+    const after = strip ? strip.y + strip.h : above, bottom = some ? after + GAP + slots : after;
     const learn = charts ? {x: 0, y: bottom + GAP + GAP, w: width, h: CHARTS - GAP} : null;
-    return {loss, strip, slots: some ? box(after + GAP, slots) : null, bottom, learn};
+    return {loss, metric: own, strip, slots: some ? box(after + GAP, slots) : null, bottom, learn};
   }
 
   draw() {
@@ -1208,7 +1461,7 @@ class View {
     if (width && !ready) {
       this.attach();
       this.showGone();
-      this.key.textContent = performance.now() - run.began < LATE ? WAITING : NO_ANSWER;
+      this.key.textContent = run.words[performance.now() - run.began < LATE ? "waiting" : "noAnswer"];
       canvas.style.height = `${run.height}px`;
     }
     if (!width || !ready) return;
@@ -1219,7 +1472,8 @@ class View {
     this.updateText();
     this.keepInSight();
     const what = `Training loss of every ${run.head.axis[0]}`;
-    setOnce(canvas, "aria-label", `${what}, ${run.status.state}, lane ${run.lane}, ${count(run.incidents.size)}`);
+    const said = [what, run.status.state, run.laneName(run.lane), count(run.incidents.size)];
+    setOnce(canvas, "aria-label", said.join(", "));
     if (!this.inSight) return; // the text may still be in sight, the picture is not
     this.look ||= lookOf(this.element);
     this.boxes = this.layout(width);
@@ -1228,7 +1482,9 @@ class View {
     this.panels(ctx, X, what);
     this.axis(ctx, X, from, until);
     this.hover(ctx, X, from, until);
+    this.stretch(ctx);
     this.legend();
+    this.tellStory();
   }
 
   clear(width) {
@@ -1248,26 +1504,33 @@ class View {
   panels(ctx, X, what) {
     const {run, look, boxes} = this;
     losses(ctx, look, run, boxes.loss, X, this.curves);
+    if (boxes.metric) metricCurve(ctx, look, run, boxes.metric, X);
     if (boxes.strip) strip(ctx, look, run, boxes.strip, X, this.heat);
     if (boxes.learn) charts(ctx, look, run, boxes.learn);
     if (boxes.slots) slots(ctx, look, run, boxes.slots, X);
-    this.titles([
+    this.titles(ctx, [
       [boxes.loss, `${what}, {nats}`],
-      [boxes.strip, "All {lanes}: stronger colour, higher loss; click one to select it"],
-      [boxes.slots, `{Slots} of lane ${run.lane}: stage, filled up to {alpha}`],
+      [boxes.metric, run.metric.replace(/[{}]/g, "")],
+      [boxes.strip, run.overlaid ? "All runs: stronger colour, higher loss; click one to select it" : "",
+        "All {lanes}: stronger colour, higher loss; click one to select it", "All {lanes}: click one"],
+      [boxes.slots, `{Slots} of lane ${run.lane}: stage, filled up to {alpha}`, `{Slots} of lane ${run.lane}`],
     ]);
   }
 
-  // Titles are text of the page, so that their words can be explained.
-  titles(all) {
+  // Titles are text of the page, so that their words can be explained; of several, the first that has room.
+  titles(ctx, all) {
     const shown = all.filter(([box]) => box), top = this.canvas.offsetTop;
     while (this.heads.childElementCount < shown.length) this.heads.append(document.createElement("div"));
+    ctx.font = `600 12px ${this.look.font}`;
     [...this.heads.children].forEach((title, k) => {
-      const at = shown[k] ? `top: ${top + shown[k][0].y - TITLE - 13}px; left: ${LEFT}px` : "display: none";
+      const [box, ...texts] = shown[k] ?? [null];
+      const at = box ? `top: ${top + box.y - TITLE - 13}px; left: ${box.x}px` : "display: none";
       setOnce(title, "style", at);
-      if (shown[k]?.[1] === title.text) return;
-      title.text = shown[k]?.[1];
-      title.innerHTML = explained(this.run, title.text ?? "");
+      const room = box ? box.w + box.right : 0, bare = text => text.replace(/[{}]/g, "");
+      const text = texts.find(words => words && ctx.measureText(bare(words)).width <= room) ?? texts.at(-1);
+      if (text === title.text) return;
+      title.text = text;
+      title.innerHTML = explained(this.run, text ?? "");
     });
   }
 
@@ -1292,13 +1555,33 @@ class View {
     this.tip.style.top = `${Math.max(0, mouse.y - 10) + this.canvas.offsetTop}px`;
   }
 
+  // What is being dragged over.
+  stretch(ctx) {
+    const {press, mouse, look, boxes: {loss, bottom}} = this;
+    if (press === null || press === undefined || !mouse || Math.abs(mouse.x - press) <= DRAG) return;
+    const kept = [press, mouse.x].map(x => Math.min(Math.max(x, loss.x), loss.x + loss.w));
+    const [left, right] = kept.sort((a, b) => a - b);
+    ctx.fillStyle = faded(look.focus, 0.14);
+    ctx.fillRect(left, loss.y, right - left, bottom - loss.y);
+    for (const x of [left, right]) stroke(ctx, look.focus, 1, [[x, loss.y], [x, bottom]]);
+  }
+
+  tellStory() {
+    const text = this.run.incidents.get(this.run.told)?.story ?? "";
+    if (this.story.textContent !== text) this.story.textContent = text;
+    if (this.story.hidden === Boolean(text)) this.story.hidden = !text;
+  }
+
   wordsAt(row, batch, lane) {
     const {run} = this, {head} = run, state = run.states.find(batch);
     const value = run.lossOf(row, lane), limit = run.limit(state, lane, 0);
-    const lines = [`${head.axis[0]} ${batch}, lane ${lane}`];
+    const lines = [`${head.axis[0]} ${batch}, ${run.laneName(lane)}`];
     if (Number.isNaN(value)) lines.push("loss not measured");
     else lines.push(`loss ${Number.isFinite(value) ? short(value) : "not finite"}`);
     if (limit > 0) lines.push(`limit ${short(limit)}`);
+    const [table, column] = run.points() ?? [];
+    const own = table?.rows ? table.at(table.find(batch), column(lane)) : NaN;
+    if (Number.isFinite(own)) lines.push(`${run.metric} ${short(own)}`);
     head.slots.forEach((slot, number) => {
       const {stage, blueprint, alpha} = run.slot(state, number, lane);
       if (stage <= EMPTY) return;
@@ -1318,9 +1601,17 @@ class View {
       return `<span style="color:${look[name]}">${sign ? `<i class="${sign}"></i>` : ""}${said}</span>`;
     }).join("");
     if (this.key.shown !== text) this.key.innerHTML = this.key.shown = text;
+    const names = run.metricNames, known = names.join("\n");
+    if (this.list.known !== known) {
+      this.list.known = known;
+      this.list.replaceChildren(new Option("no second curve", ""), ...names.map(name => new Option(name, name)));
+      this.list.hidden = !names.length;
+      this.key.classList.toggle("esper-beside", names.length > 0);
+    }
+    if (this.list.value !== run.metric) this.list.value = run.metric;
     for (const button of this.buttons) {
       const recent = button.dataset.recent === "1", newest = `last 240 ${run.head.axis[1]}`;
-      setOnce(button, "aria-pressed", String(recent === run.recent));
+      setOnce(button, "aria-pressed", String(recent === run.recent && !run.window));
       if (recent && button.textContent !== newest) button.textContent = newest;
     }
   }

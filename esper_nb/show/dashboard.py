@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['DASHBOARDS', 'Ask', 'FAULT_TIPS', 'SEED_TIPS', 'Dashboard', 'watch', 'row_values', 'row_incident', 'RowsSource',
-           'widgets_below', 'Panel', 'disabled_reasons', 'ControlBar', 'LaneSelector', 'fault_buttons', 'SeedsPanel',
-           'threshold_slider', 'ThresholdsPanel']
+           'run_names', 'RunsSource', 'widgets_below', 'Panel', 'disabled_reasons', 'ControlBar', 'LaneSelector',
+           'fault_buttons', 'SeedsPanel', 'threshold_slider', 'ThresholdsPanel']
 
 # %% ../../nbs/show/84_dashboard.ipynb #fe4aea4f
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ..core import check, check_count
 from ..guard import GovernorConfig
 from ..grow import LIVE, Stage
 from ..train import Population
-from ..record import Row, RowReader, RunFolder
+from ..record import Notify, Row, RowReader, RunFolder
 from .history import Incident
 from .live import (
     Feed, canvas_class, live_front_end, outside_requests, probabilities_html, running_cell)
@@ -151,15 +153,19 @@ class Dashboard:
 
 # %% ../../nbs/show/84_dashboard.ipynb #ab92844a
 def watch(
-    path: str | Path, # the folder of a run, in progress or finished
+    path: str | Path | Sequence[str | Path], # the folder of a run, in progress or finished; of several runs, to be laid
+        # over each other
+    notify: Notify | None = None, # called with a title and a text after an incident and at the end, of what
+        # happens from now on
+    columns: Iterable[str] = (), # of the run's rows that are drawn as metrics, such as "heldout.loss"
     **settings: Any, # of `Dashboard`
 ) -> Dashboard:
-    """Follow a run of another process in a panel without buttons.
+    """Follow a run of another process, or several in one picture, in a panel without buttons.
 
     Raises
     ------
     ValueError
-        If the folder has no rows.jsonl.
+        If a folder has no rows.jsonl, or several runs do not count alike.
 
     Examples
     --------
@@ -176,7 +182,9 @@ def watch(
     >>> watched.session.steps
     2
     """
-    session = Session(RowsSource(path))
+    source = RowsSource(path) if isinstance(path, str | Path) else RunsSource(path)
+    name = source.folder.path.resolve().name if isinstance(source, RowsSource) else ", ".join(source.names)
+    session = Session(source, name, notify=notify, columns=columns)
     session.start()
     return Dashboard(session, **settings)
 
@@ -200,6 +208,7 @@ def row_incident(
     redone = g.get("redone") or 0
     lost = g.get("lost")
     if lost is None: lost = row["governor.step"] - (g["restored_step"] or 0)
+    with contextlib.suppress(ValueError, TypeError): g["shown"] = f"{float(g['shown']):.4g}"
     back = max(0, end - -(-(lost + redone) // batches)) if g["action"] in ("rollback", "replay") else None
     return Incident(number=0, lane=row["lane"], reason=g["reason"], action=g["action"], back=back, end=end,
                     x=row["step"] if batches == 1 else end, loss=g["shown"], target=g["mean"],
@@ -211,6 +220,7 @@ def row_incident(
 class RowsSource(Source):
     "A run of another process, read from the rows in its folder."
     steered = False
+    live = False # until everything is read that was written before
     def __init__(self,
         path: str | Path, # the run's folder
         every: float = .5, # seconds between two reads
@@ -248,6 +258,7 @@ class RowsSource(Source):
             if self.partial and (over or idle > 1): self._complete_step()
             elif over: return None
         if self.complete: return self._frame(self.complete.popleft())
+        self.live = True
         time.sleep(self.every)
         return WAITING
 
@@ -306,6 +317,85 @@ class RowsSource(Source):
             numbers=update_numbers(rows),
             lines=(*seeds, *operations_line([ops.get(i, "wait") for i in range(self.lanes)])),
             incidents=tuple(row_incident(row, end, batches) for row in rows if row["kind"] == "governor"))
+
+# %% ../../nbs/show/84_dashboard.ipynb #296efe27
+def run_names(
+    paths: Sequence[Path], # of folders
+) -> list[str]: # all different
+    "Name runs by their folders, with as many parents as tell them apart."
+    parts = [path.resolve().parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names): return names
+    return [f"{name} ({k})" for k, name in enumerate(names, 1)]
+
+class RunsSource(Source):
+    """Several runs of other processes laid over each other: one lane each, the median over its lanes.
+
+    Raises
+    ------
+    ValueError
+        If there is no run, a folder has no rows.jsonl, or some runs count batches and others steps.
+    """
+    steered = False
+    live = False # until everything is read that was written before
+    def __init__(self,
+        paths: Sequence[str | Path], # folders of runs
+        every: float = .5, # seconds between two reads
+    ):
+        check(len(paths) > 0, "paths", paths, "one run or more")
+        self.runs = [RowsSource(path, 0.) for path in paths]
+        self.every = every
+        self.names: list[str] = run_names([Path(path) for path in paths])
+        axes = {run.axis[0]: name for run, name in zip(self.runs, self.names)}
+        check(len(axes) == 1, "paths", list(map(str, paths)), "runs that count alike: {}",
+              " but ".join(f"{name} counts {axis}s" for axis, name in axes.items()))
+        self.axis, self.unit, self.lanes = self.runs[0].axis, "part", len(self.runs)
+        self.network = f"{self.lanes} runs: {', '.join(self.names)}"
+        self.at = 0 # batches or steps returned
+        self.read = [0] * self.lanes # batches or steps read of each
+        self.over = [False] * self.lanes
+        self.losses: list[deque[float]] = [deque() for _ in self.runs] # read and not returned
+        self.scores: list[deque[tuple[int, float]]] = [deque() for _ in self.runs] # position, held-out accuracy
+        self.found: list[Incident] = []
+
+    def step(self) -> Frame | None: # None: all runs are over
+        "Return what all runs have reached, up to the next held-out accuracy, or `WAITING`."
+        for k in range(self.lanes):
+            while not self.over[k] and len(self.losses[k]) < 1000 and self._read(k): pass
+        ready = [len(losses) for losses, over in zip(self.losses, self.over) if not over]
+        most = min(ready) if ready else max(map(len, self.losses))
+        ends = [scores[0][0] - self.at for scores in self.scores if scores and scores[0][0] > self.at]
+        count = min([most, *ends])
+        if count > 0: return self._frame(count)
+        if not ready: return None
+        self.live = True
+        time.sleep(self.every)
+        return WAITING
+
+    def _read(self, k: int) -> bool: # whether there was a step
+        frame = self.runs[k].step()
+        self.over[k] = frame is None
+        if frame is None or frame is WAITING: return False
+        measured = [lanes[~np.isnan(lanes)] for lanes in frame.loss]
+        self.losses[k].extend(float(np.median(lanes)) if len(lanes) else np.nan for lanes in measured)
+        self.read[k] += len(measured)
+        if frame.accuracy is not None: self.scores[k].append((self.read[k], float(np.nanmedian(frame.accuracy))))
+        place = f"{self.names[k]}, lane "
+        self.found += [replace(i, lane=k, place=f"{place}{i.lane}", back=None) for i in frame.incidents]
+        return True
+
+    def _frame(self, count: int) -> Frame: # of the next batches or steps
+        self.at += count
+        loss = np.full((count, self.lanes), np.nan)
+        accuracy = np.full(self.lanes, np.nan)
+        for k, (losses, scores) in enumerate(zip(self.losses, self.scores)):
+            here = [losses.popleft() for _ in range(min(count, len(losses)))]
+            loss[:len(here), k] = here
+            while scores and scores[0][0] <= self.at: accuracy[k] = scores.popleft()[1]
+        now = tuple(i for i in self.found if i.end <= self.at)
+        self.found = [i for i in self.found if i.end > self.at]
+        return Frame(loss=loss, accuracy=accuracy if np.isfinite(accuracy).any() else None, incidents=now)
 
 # %% ../../nbs/show/84_dashboard.ipynb #006fafda
 def widgets_below(
@@ -472,7 +562,7 @@ class LaneSelector:
     def __init__(self, make: WidgetFactory, session: Session, lane: int, picked: Callable[[int], None]):
         self.make = make
         self.titles: list[tuple[Any, str]] = [] # widgets that show the lane, and their text
-        lanes = [(f"lane {i}", i) for i in range(session.source.lanes)]
+        lanes = [(session.source.lane_name(i), i) for i in range(session.source.lanes)]
         width = make.W.Layout(width="92px")
         slots = [(f"slot {k}", k) for k in session.history.slots] or [("no slots", "no slots")]
         tip = "Lane of the picture and of the buttons"

@@ -60,6 +60,7 @@ def session_header(
     chance, governor = s.chance_loss, s.governor
     if governor is not None and governor.chance_loss is not None: chance = [float(c) for c in governor.chance_loss]
     return dict(lanes=s.lanes, unit=s.unit, slots=slots, chance_loss=chance, network=s.network, axis=list(s.axis),
+                names=None if s.names is None else list(s.names),
                 curves=list(session.history.curve_names) if s.axis[0] == "step" else [], # a controller learns
                 stages={int(stage): stage_entry(stage) for stage in Stage}, words=WORDS)
 
@@ -71,7 +72,7 @@ def stage_entry(
     return dict(colour=style.color, ink=style.ink, word=word, letter=word[0].upper())
 
 _drawn = ("number", "lane", "reason", "action", "x", "end", "back", "loss", "level", "lost", "lost_from", "recovered",
-          "cause") # fields sent
+          "known_cause", "story") # fields sent
 
 # %% ../../nbs/show/82_live.ipynb #8a002f1f
 class ReaderPosition(NamedTuple):
@@ -79,6 +80,7 @@ class ReaderPosition(NamedTuple):
     losses: tuple[int, int] # number of merges, number of points
     states: tuple[int, int]
     curves: tuple[int, int]
+    metrics: dict[str, tuple[int, int]]
     incidents: tuple[tuple[int, int | None, str | None], ...] # number, recovery and cause of those sent
     x: int # batches or steps done
     fault: int # number of the newest fault
@@ -86,7 +88,7 @@ class ReaderPosition(NamedTuple):
 class Packet(NamedTuple):
     "New data of a session for a reader."
     meta: dict[str, Any] # plain values, ready for JSON
-    buffers: list[bytes] # float32 points: losses, states, curves
+    buffers: list[bytes] # float32 points: losses, states, curves, and of each of `meta["metrics"]`
     seen: ReaderPosition # pass it to the next call
 
     @property
@@ -110,13 +112,21 @@ def session_packet(
         news = [{k: getattr(i, k) for k in _drawn} for i, mark in zip(history.incidents, marks) if mark not in known]
         whole = [all_losses, all_states, all_curves]
         meta: dict[str, Any] = dict(whole=whole, status=session_status(session), incidents=news)
+        buffers = [losses.tobytes(), states.tobytes(), curves.tobytes()]
+        meta["metrics"] = []
+        for name, metric in history.metrics.items():
+            points, all_points = metric.delta_since(seen.metrics.get(name) if seen else None)
+            if not len(points): continue
+            meta["metrics"].append(dict(name=name, width=points.shape[1], whole=all_points))
+            buffers.append(points.tobytes())
         meta["ends"] = [end for end in history.episode_ends if seen is None or end[0] > seen.x]
         meta["faults"] = [mark for mark in history.faults if seen is None or mark.number > seen.fault]
         if seen is None: meta["head"] = session_header(session)
         now = ReaderPosition(losses=history.losses.position, states=history.states.position,
-                             curves=history.curves.position, incidents=marks, x=history.x,
+                             curves=history.curves.position, incidents=marks,
+                             metrics={name: metric.position for name, metric in history.metrics.items()}, x=history.x,
                              fault=history.faults[-1].number if history.faults else 0)
-        return Packet(meta, [losses.tobytes(), states.tobytes(), curves.tobytes()], now)
+        return Packet(meta, buffers, now)
 
 # %% ../../nbs/show/82_live.ipynb #cc1ae619
 @torch.no_grad()

@@ -14,7 +14,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec
 
@@ -25,8 +25,9 @@ from ..guard import Governor, GovernorStop
 from ..grow import (
     COOLING, LIVE, Decision, Gates, Rules, SeedState, Slot, Stage, check_gate, next_stage)
 from ..train import Population
-from ..record import JSONLWriter, RunFolder, load_checkpoint, new_run, run_origin, save_checkpoint
-from .history import History, Incident, Note
+from ..record import (
+    JSONLWriter, Notices, Notify, RunFolder, load_checkpoint, make_rows, new_run, run_origin, save_checkpoint)
+from .history import History, Incident, Note, metric_point
 from .sources import WAITING, PopulationSource, Source
 
 # %% ../../nbs/show/81_session.ipynb #216493eb
@@ -99,6 +100,7 @@ class Session:
     'paused'
     >>> print(session.pause().wait())
     paused at batch 40 (epoch 2)
+    >>> session.log(lr=.01)
     >>> print(session.snapshot().wait())
     snapshot of 2 lanes at batch 40 (epoch 2)
     >>> print(session.stop().wait())
@@ -112,9 +114,11 @@ class Session:
         pace: float = 0., # minimum seconds per step
         capacity: int = 1024, # maximum number of points per curve
         rows: int = 100_000, # number of newest rows kept for saving and plots; an epoch of 16 lanes has about 400
+        notify: Notify | None = None, # called with a title and a text after an incident, a failure, a stop, at the end
+        columns: Iterable[str] = (), # of the rows that are drawn as metrics
     ):
         self.source = PopulationSource(source) if isinstance(source, Population) else source
-        self.history = History(self.source, capacity, rows)
+        self.history = History(self.source, capacity, rows, columns)
         self.name = name
         self.root = root
         self.pace = pace
@@ -124,6 +128,9 @@ class Session:
         self.answered = 0 # number of answered requests
         self.folder: RunFolder | None = None # None: not saved yet
         self.origin = run_origin() # time, machine and versions
+        self.notices: Notices | None = None
+        if notify is not None: self.notices = Notices(notify, failed=lambda text: self.history.note("error", text))
+        self._told = 0 # number of the newest incident that was told
         self._changed = threading.Condition() # held while requests or the state change
         self._queue: deque[Request] = deque()
         self._thread: threading.Thread | None = None
@@ -151,6 +158,13 @@ class Session:
         source, x = self.source, self.history.x
         return f"at {source.axis[0]} {x}" + ("" if source.unit == source.axis[0] else f" ({source.unit} {self.steps})")
 
+    def log(self, **values: Any) -> None: # name -> number, or (n,) one of every lane; at most 64 names
+        "Record metrics of your own at the newest batch: they are shown, drawn as a second curve, and saved as rows."
+        self.history.log(values)
+        points = {k: metric_point(k, v, self.source.lanes).tolist() for k, v in values.items()}
+        rows = {k.replace(".", "_"): p[0] if len(p) == 1 else p for k, p in points.items()}
+        self.history.recorder.add(make_rows("metric", dict(own=rows), step=self.history.x))
+
     @request
     def start(self) -> str:
         "Run to the end, from the current position."
@@ -175,7 +189,8 @@ class Session:
     @request
     def stop(self) -> str:
         "End the thread after the current step."
-        self.state = "stopped"
+        ran, self.state = self.state in ("running", "paused"), "stopped"
+        if ran: self._tell("stopped", self.position)
         return f"stopped {self.position}; the run can be continued exactly from here"
 
     @request
@@ -275,6 +290,7 @@ class Session:
         if thread is not None and thread is not threading.current_thread(): thread.join(60)
         with self._changed:
             if self._thread is None: self.source.release()
+        if self.notices is not None: self.notices.close()
         self.history.close()
 
     def __repr__(self) -> str:
@@ -325,6 +341,7 @@ class Session:
             return True
         except GovernorStop as e:
             self.history.file_reports(self.history.x)
+            self._tell_incidents()
             self._fail(str(e), str(e))
         except BaseException as e: self._fail(f"{type(e).__name__}: {e}", traceback.format_exc())
         return False
@@ -335,11 +352,23 @@ class Session:
         if frame is None:
             self.history.note("control", f"done after {self.steps} {self.source.units}")
             self._enter("done")
+            found = len(self.incidents)
+            self._tell("done", f"{self.position}, {found or 'no'} incident{'s' * (found != 1)}")
             return
         if frame is WAITING: return
         took = time.perf_counter() - self._step_began
         self.seconds = took if self.seconds is None else .8 * self.seconds + .2 * took
         self.history.add(frame)
+        self._tell_incidents()
+
+    def _tell(self, title: str, text: str) -> None:
+        if self.notices is not None and self.source.live: self.notices.tell(f"{self.name}: {title}", text)
+
+    def _tell_incidents(self) -> None: # those since the last call
+        with self.history.lock: new = [i for i in self.incidents if i.number > self._told]
+        for incident in new:
+            self._told = incident.number
+            self._tell(f"lane {incident.lane}, {incident.action}", str(incident))
 
     def _answer_requests(self) -> None: # called between two steps
         while self._queue:
@@ -362,6 +391,7 @@ class Session:
         with self._changed:
             self.error = error
             self.history.note("error", text)
+            self._tell("failed", text)
             self.source.release()
             self._enter("failed")
             self._thread = None

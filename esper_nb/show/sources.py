@@ -59,12 +59,18 @@ class Source:
     model: Growing | None = None
     chance_loss: list[float] | None = None # (n,) nats
     steered = True # whether a session controls the run, or only displays it
+    live = True # whether its steps happen now, or are read from a file that was written before
     has_faults = False # whether the library's faults can be injected
     network: str = "" # description of the trained networks
+    names: Sequence[str] | None = None # (n,) of the lanes, if they are runs; None: lane 0, lane 1, …
 
     def step(self) -> Frame | None: # None: the run is over
         "Do one step."
         raise NotImplementedError
+
+    def lane_name(self, lane: int) -> str:
+        "Return what a lane is called."
+        return f"lane {lane}" if self.names is None else self.names[lane]
 
     @property
     def units(self) -> str:

@@ -98,7 +98,7 @@ def status_html(
     s = session_status(session)
     state = f'<span class="esper-pill {s["state"]}">{STATE_SYMBOLS[s["state"]]} {s["state"]}</span>'
     facts = explain("".join(f"<span>{html.escape(f)}</span>" for f in status_parts(s)))
-    share = 100 * s["steps"] / s["total"] if s["total"] else 0
+    share = min(100, 100 * s["steps"] / s["total"]) if s["total"] else 0
     values = {k: "–" if v is None else f"{v:.3g}" for k, v in session.history.numbers.items()} # –: no value yet
     numbers = "".join(f"<span>{html.escape(k)} {v}</span>" for k, v in values.items())
     if numbers: numbers = f'<div class="esper-status esper-numbers">{numbers}</div>'
@@ -107,7 +107,9 @@ def status_html(
 
 # %% ../../nbs/show/83_views.ipynb #6f223616
 def _note_html(n: Note) -> str:
-    return f'<div class="{n.kind}"><b>{n.x}</b><i>{NOTE_SYMBOLS[n.kind]}</i><span>{html.escape(n.text)}</span></div>'
+    go = f' data-go="{n.number}" role="button" tabindex="0" title="Show it in the picture"' * (n.kind == "verdict")
+    sign, text = NOTE_SYMBOLS[n.kind], html.escape(n.text)
+    return f'<div class="{n.kind}"><b{go}>{n.x}</b><i>{sign}</i><span>{text}</span></div>'
 
 def log_html(
     session: Session,
@@ -219,7 +221,8 @@ def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident, row: i
     ax.annotate("", (i.back, back), (i.x, failure), arrowprops=arrow)
     ax.plot([i.x], [failure], "x", color=RED, ms=8, mew=2.4)
     ax.plot([i.back], [back], "D", mfc="white", mec=GREEN, ms=7, mew=1.8, zorder=6)
-    said = "\n".join([f"{i.reason} → {i.action}", f"{i.lost} lost", *([f"cause: {i.cause}"] if i.cause else [])])
+    cause = [f"cause: {i.known_cause}"] if i.known_cause else []
+    said = "\n".join([f"{i.reason} → {i.action}", f"{i.lost} lost", *cause])
     ax.annotate(said, (i.end, .96), (10, -38 * row), fontsize=8, va="top",
                 xycoords=ax.get_xaxis_transform(), textcoords="offset points", color=WINE, zorder=6,
                 bbox=dict(fc="white", alpha=.8, lw=0, pad=1))

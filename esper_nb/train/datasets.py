@@ -202,8 +202,9 @@ def read_picture(file: Path, size: int | None = None) -> np.ndarray: # (H, W, 3)
             picture = ImageOps.exif_transpose(raw) # which also reads it to its end
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise ValueError(f"{file} cannot be read as a picture ({e}); repair it or take it away") from e
+    if picture.mode.startswith("I;16"): picture = Image.fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
     deep = picture.mode.startswith(("I", "F"))
-    check(not deep, f"pixels of {file}", picture.mode, "8 bits each; save it again that way")
+    check(not deep, f"pixels of {file}", picture.mode, "8 or 16 bits each; save it again that way")
     if "A" in picture.getbands() or "transparency" in picture.info: # invisible colours carry no information
         seen = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
@@ -681,6 +682,8 @@ def text_digest(path: str | Path, block: int) -> str: # block: window length in 
     try: content.decode("utf-8")
     except UnicodeDecodeError as e:
         raise ValueError(f"{path} is no text in UTF-8 (byte {e.start}); save it with that encoding") from e
+    check(b"\0" not in content, f"byte {content.find(0)} of {path}", 0, "a text: it looks like UTF-16, or is none; "
+          "save it in UTF-8")
     check(len(content) >= 20 * block, f"bytes of {path}", len(content), f"at least {20 * block} for windows of {block}")
     return hashlib.blake2b(content, digest_size=4).hexdigest()
 

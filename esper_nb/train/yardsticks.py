@@ -111,7 +111,7 @@ def telling_column(
     >>> telling_column(task_from_arrays(x, x[:, 0], "wages", target="values")).name
     '0'
     """
-    if not is_own(task.data): return None
+    if not is_own(task.data) or task.data.startswith("text:"): return None
     e = read_own(task.data)
     if not e.columns or len(e.y) < 50: return None
     from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor

@@ -171,3 +171,107 @@ def test_a_panel_that_no_kernel_answers_says_what_to_do(tmp_path, stored):
         page.locator(".esper-gone").wait_for(state="detached", timeout=2000)
         assert "lane 0" in page.locator(".esper-key").inner_text()
     session.close()
+
+def on_page(page):
+    "Two frames later."
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+def axis(page): # numbers below the picture
+    texts = page.evaluate("window.texts")
+    foot = max(t["top"] for t in texts if t["text"].isdigit())
+    return sorted(int(t["text"]) for t in texts if t["text"].isdigit() and abs(t["top"] - foot) < 2)
+
+def long_run(lanes=2):
+    "A session with an incident of lane 1 at batch 140."
+    session = stepped([Frame(np.full((4, lanes), .5), limits=limits(lanes, limit=3.)) for _ in range(60)], lanes)
+    session.history.note("verdict", "lane 1: non-finite")
+    session.history.incidents.append(Incident(
+        number=session.history.notes[-1].number, lane=1, reason="non-finite", action="rollback", x=140, end=146,
+        back=130, loss="nan", target=.5, rollbacks_left=3, recovered=148))
+    return session
+
+def test_a_stretch_is_chosen_by_dragging_or_by_keys_and_left_by_a_double_click(tmp_path):
+    session = long_run()
+    with picture(session, tmp_path) as page:
+        whole, box = axis(page), page.locator("canvas").bounding_box()
+        page.mouse.move(box["x"] + 300, box["y"] + 100)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 500, box["y"] + 120, steps=4)
+        page.mouse.up()
+        on_page(page)
+        near = axis(page)
+        assert whole[-1] >= 200 and 60 <= near[0] and near[-1] <= 150, (whole, near)
+        assert page.locator(".esper-range button[aria-pressed=true]").count() == 0
+        page.screenshot(path=SHOTS/"canvas-zoomed.png")
+        page.locator("canvas").focus()
+        page.keyboard.press("ArrowRight")
+        on_page(page)
+        assert axis(page)[-1] > near[-1]
+        page.locator("canvas").dblclick(position=dict(x=200, y=100))
+        on_page(page)
+        assert axis(page) == whole
+        page.keyboard.press("+")
+        on_page(page)
+        assert axis(page) != whole
+        page.keyboard.press("Escape")
+        on_page(page)
+        assert axis(page) == whole
+    session.close()
+
+def test_a_click_on_an_incident_goes_there_and_tells_what_happened(tmp_path):
+    session = long_run()
+    with picture(session, tmp_path) as page:
+        assert page.locator(".esper-story").is_hidden()
+        texts, box = page.evaluate("window.texts"), page.locator("canvas").bounding_box()
+        row = max((t for t in texts if t["text"] == "1"), key=lambda t: t["top"]) # the lowest: not that of an axis
+        x = 62 + (box["width"] - 62 - 112) * 140 / np.ceil(240 + max(20, .08 * 240))
+        page.mouse.click(box["x"] + x, box["y"] + row["top"] + 6)
+        on_page(page)
+        assert "Lane 1, batch 140: non-finite" in page.locator(".esper-story").inner_text()
+        shown = axis(page)
+        assert 100 <= shown[0] and shown[-1] <= 180, shown
+        page.locator(".esper-range button", has_text="whole run").click()
+        on_page(page)
+        assert page.locator(".esper-story").is_hidden()
+    session.close()
+
+def test_a_metric_is_a_second_curve_and_costs_the_losses_no_room(tmp_path):
+    session = long_run()
+    with picture(session, tmp_path) as page:
+        height, choices = page.locator("canvas").bounding_box()["height"], page.locator(".esper-metric")
+        assert choices.is_hidden()
+        session.log(lr=.125, kappa=[.5, .75])
+        page.evaluate("p => window.deliver(p)", packet(session))
+        assert choices.locator("option").all_inner_texts() == ["no second curve", "lr", "kappa"]
+        assert page.locator("canvas").bounding_box()["height"] > height + 60 and choices.input_value() == "lr"
+        assert "0.13" in [t["text"] for t in page.evaluate("window.texts")]
+        choices.select_option("kappa")
+        on_page(page)
+        assert {"0.5", "0.75"} <= {t["text"] for t in page.evaluate("window.texts")}
+        page.screenshot(path=SHOTS/"canvas-metric.png")
+        choices.select_option("")
+        on_page(page)
+        assert page.locator("canvas").bounding_box()["height"] == height
+    session.close()
+
+def test_sixty_lanes_leave_the_losses_their_room(tmp_path):
+    session = long_run(60)
+    with picture(session, tmp_path, 800) as page:
+        texts = page.evaluate("window.texts")
+        lanes = [t for t in texts if t["text"] in map(str, range(0, 60, 8)) and t["right"] < 60]
+        titles = page.locator(".esper-heads div").evaluate_all("all => all.map(e => e.getBoundingClientRect().top)")
+        hits = [(a["text"], b["text"]) for i, a in enumerate(lanes) for b in lanes[:i] if overlaps(a, b)]
+        assert titles[1] - titles[0] > 200 and hits == []
+    session.close()
+
+def test_a_screen_reader_hears_what_a_part_and_a_button_are(tmp_path):
+    session = stepped(Frame(np.ones((1, 2))) for _ in range(3))
+    with picture(session, tmp_path) as page:
+        page.evaluate("""() => {
+          const bar = "<div class='esper-bar'><button class='widget-button esper-fault'>nan</button></div>";
+          document.querySelector(".esper").insertAdjacentHTML("afterbegin", bar + bar) }""")
+        page.evaluate("p => window.deliver(p)", packet(session))
+        assert page.get_by_role("button", name="provoke nan", exact=True).count() == 2
+        assert page.get_by_role("group", name="lane and faults").count() == 1
+        assert page.get_by_role("img", name="lane 0").count() == 1
+    session.close()
