@@ -337,8 +337,8 @@ def ruined_summary(rows: list[dict]) -> str:
 
 # --- what is stored
 
-KEPT = ("loop", "fault", "arm", "seed", "score", "clean", "alone", "slack", "verdict", "named", "seen", "beyond", "notes",
-        "remarks", "causes", "explained", "false_causes", "equal", "traceless", "replayed", "after", "ended")
+KEPT = ("loop", "fault", "arm", "seed", "score", "clean", "alone", "slack", "verdict", "named", "seen", "beyond",
+        "notes", "remarks", "causes", "explained", "false_causes", "equal", "traceless", "replayed", "after", "ended")
 
 def brief(row: dict) -> dict:
     "A row without hashes and texts; of what a guard did, how often."
