@@ -276,9 +276,10 @@ def _export(args):
 
 def _watch(args):
     from esper_nb.record import apprise_notify
-    from esper_nb.run import watch_text, watch_web
+    from esper_nb.run import watch_text
     every, notify = args.every or (1. if args.web else 2.), apprise_notify(args.notify) if args.notify else None
     if not args.web: return watch_text(args.run, every, notify=notify)
+    from esper_nb.run import watch_web # with torch, which the text needs not
     watch_web(args.run, every, args.port, args.address, "" if args.no_token else None, notify=notify)
 
 def _tasks(args):

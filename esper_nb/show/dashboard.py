@@ -64,7 +64,7 @@ class Dashboard:
         lane: int | None = None, # initially selected; default: 0, in a picture the one with the latest incident
         view: str = "auto", # "widgets", "picture" or "text"; "auto": widgets in a live page, else a picture, or text
             # before the first step
-        height: int = 452, # of the live picture, pixels
+        height: int = 438, # of the live picture, pixels
         image: bool = False, # use plain images instead of the canvas
     ):
         check(view in ("auto", "widgets", "picture", "text"), "view", view, "'auto', 'widgets', 'picture' or 'text'")

@@ -296,7 +296,7 @@ def canvas_class() -> Any: # None without anywidget
         _esm = asset_path("canvas.js").read_text(encoding="utf-8") # text: anywidget watches a path, and a watched
         _css = asset_path("canvas.css").read_text(encoding="utf-8") # file holds every widget that was made from it
         lane = traitlets.Int(0).tag(sync=True) # selected
-        height = traitlets.Int(452).tag(sync=True) # pixels
+        height = traitlets.Int(438).tag(sync=True) # pixels
     return RunCanvas
 
 # %% ../../nbs/show/82_live.ipynb #2b970ef9
