@@ -36,6 +36,7 @@ from benchmarks.foreign_loops import HEALTHY, HELD_OUT, HELD_OUT_SEEDS, begin
 from benchmarks.foreign_rivals import ARMS, GUARDS, OURS, Ended
 from benchmarks.loops import stream
 from benchmarks.ruined_loops import in_a_copy
+from esper_nb.guard.reports import SUSPECT
 
 NO_CAUSE = (None, "", "unknown", "healthy") # what may be said of a healthy run
 TRUE_OF_HEALTHY = dict.fromkeys( # some of their batches are odd, if harmless
@@ -88,7 +89,7 @@ def said_of(guard, arm: str) -> dict:
     return dict(acts=[str(r) for r in guard.governor.reports],
                 actions=dict(Counter(r.action for r in guard.governor.reports)),
                 notes=dict(Counter(r.action for r in guard.governor.notes)),
-                remarks=[k for k in guard.governor.log.remarks if k in ("course", "rate")],
+                remarks=[k for k in guard.governor.log.remarks if k in SUSPECT],
                 causes=[r.cause for r in filed if r.cause is not None])
 
 def failure(e: Exception) -> str: return f"{type(e).__name__}: {str(e)[:90]}"

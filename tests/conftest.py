@@ -1,6 +1,8 @@
 "Markers, a visible reason where a test cannot run, and fixtures that several files share."
+import logging
 import os
 import signal
+import warnings
 from collections import defaultdict
 
 import pytest
@@ -97,6 +99,16 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def few_words():
+    "A Governor and the frameworks around it say nothing: the same with `\"few_words\"`."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
+        yield
+    logging.getLogger("esper_nb").setLevel(logging.NOTSET)
 
 
 @pytest.fixture

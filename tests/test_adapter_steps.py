@@ -1,7 +1,5 @@
 "In every framework: a healthy run is as if nobody watched; a ruined one is explained, and ends as if nothing had been."
-import logging
 import math
-import warnings
 
 import pytest
 import torch
@@ -18,14 +16,7 @@ CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
 QUIET = GovernorConfig(stop_raises=False)
 CHANCE = math.log(10)
 
-@pytest.fixture(autouse=True)
-def few_words():
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
-        yield
-    logging.getLogger("esper_nb").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("one_thread", "few_words")
 
 def examples():
     g = torch.Generator().manual_seed(1)

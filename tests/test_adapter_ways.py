@@ -1,7 +1,6 @@
 "Healthy runs in the ways people train: weights, steps, log entries and checkpoints are as if nobody watched."
 import logging
 import math
-import warnings
 
 import pytest
 import torch
@@ -15,14 +14,7 @@ SIZE, BATCHES = 16, 60 # examples a batch, batches an epoch
 CHANCE, QUICK = math.log(10), GovernorConfig(snapshot_every=10, probation=10, stop_raises=False)
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
 
-@pytest.fixture(autouse=True)
-def few_words():
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
-        yield
-    logging.getLogger("esper_nb").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("one_thread", "few_words")
 
 def examples(n=SIZE * BATCHES, seed=1):
     g = torch.Generator().manual_seed(seed)

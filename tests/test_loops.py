@@ -1,5 +1,4 @@
 "Loops whose batches come from `Governor.batches`: trained as by `run`, and as unguarded while all is well."
-import logging
 import math
 
 import pytest
@@ -13,12 +12,7 @@ from esper_nb.guard.reports import GovernorConfig, GovernorStop
 
 QUIET = GovernorConfig(stop_raises=False)
 
-@pytest.fixture(autouse=True)
-def few_words():
-    torch.set_num_threads(1)
-    logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("esper_nb").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("one_thread", "few_words")
 
 def digits(n=2048):
     g = torch.Generator().manual_seed(3)

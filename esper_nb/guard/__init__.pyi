@@ -90,10 +90,10 @@ from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone,
     OperationWatch as OperationWatch, is_finite as is_finite, user_line as user_line,
     find_operation as find_operation)
 from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES,
-    LEFT_OPEN as LEFT_OPEN, SAID as SAID, CAUSES as CAUSES, logger as logger, GovernorConfig as GovernorConfig,
-    as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Evidence as Evidence,
-    Report as Report, describe_failure as describe_failure, Explanation as Explanation, GovernorStop as GovernorStop,
-    IncidentLog as IncidentLog, Summary as Summary)
+    LEFT_OPEN as LEFT_OPEN, SUSPECT as SUSPECT, SAID as SAID, CAUSES as CAUSES, logger as logger,
+    GovernorConfig as GovernorConfig, as_governor_config as as_governor_config, as_chance_losses as as_chance_losses,
+    Evidence as Evidence, Report as Report, describe_failure as describe_failure, Explanation as Explanation,
+    GovernorStop as GovernorStop, IncidentLog as IncidentLog, Summary as Summary)
 from .responses import (is_clock as is_clock, clocks_of as clocks_of, not_exchanged as not_exchanged,
     patience_of as patience_of, SingleRun as SingleRun, LaneRuns as LaneRuns, GuardedRun as GuardedRun,
     Moment as Moment, SameBatches as SameBatches, LaneCheckup as LaneCheckup, LaneJudge as LaneJudge,
