@@ -2,6 +2,7 @@
 import copy
 import io
 import logging
+import pickle
 import re
 from types import SimpleNamespace
 
@@ -359,7 +360,7 @@ def test_it_is_said_once_and_costs_nothing_afterwards(caplog):
     state = governor.state_dict(banks=False)
     net[0].weight.data.mul_(2)
     governor.load_state_dict(state)
-    assert governor.resume.hook is not None
+    assert governor.resume.hooks
     net.eval()
     net(torch.randn(2, 4)) # a validation: what is loaded may not be all
     assert not caplog.records
@@ -368,7 +369,7 @@ def test_it_is_said_once_and_costs_nothing_afterwards(caplog):
         steps(net, opt, schedule, count=1)
         governor.watch(.5)
     assert [r.levelno for r in caplog.records] == [logging.WARNING] and "0.weight" in caplog.text
-    assert governor.resume.hook is None and not governor.resume.waiting
+    assert not governor.resume.hooks and not governor.resume.waiting
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -391,3 +392,68 @@ def test_a_loader_that_has_handed_out_a_batch_before_the_first_step_is_no_loss(f
     said = [r.getMessage() for r in caplog.records]
     if lose is None: assert not said and governor.resume.found.right
     else: assert len(said) == 1 and words in said[0]
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x): return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("how", ["outside", "in place"])
+@pytest.mark.parametrize("order", ["governor first", "governor last"])
+@pytest.mark.parametrize("lose, words", [(None, ""), ("last", r"last\.weight"), ("norm", "")])
+def test_a_compiled_network_is_compared_and_compiled_whole(how, order, lose, words, caplog):
+    net = Normed()
+    opt = torch.optim.Adam(net.parameters())
+    steps(net, opt, count=4)
+    saved = copy.deepcopy((net.state_dict(), opt.state_dict(), Governor(net, opt, chance_loss=None).state_dict(False)))
+    torch.manual_seed(3)
+    net = Normed()
+    opt = torch.optim.Adam(net.parameters())
+    governor = Governor(net, opt, chance_loss=None)
+    def load():
+        net.load_state_dict(saved[0])
+        opt.load_state_dict(saved[1])
+        if lose == "last": net.last.reset_parameters()
+        if lose == "norm": net.norm.reset_running_stats()
+    if order == "governor last": load()
+    governor.load_state_dict(saved[2])
+    if order == "governor first": load()
+    torch.compiler.reset()
+    if how == "in place": net.compile(backend="eager", fullgraph=True)
+    called = net if how == "in place" else torch.compile(net, backend="eager", fullgraph=True)
+    for _ in range(2):
+        opt.zero_grad()
+        loss = called(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        opt.step()
+        governor.watch(loss)
+    said = [r.getMessage() for r in caplog.records if "resumed, but" in r.getMessage()]
+    if lose == "norm": # a forward has moved what may have been loaded late: not sure, and not silent
+        assert not said
+        assert "model.norm.running_mean, which the first forward has moved" in governor.resume.found.unchecked
+    elif lose: assert len(said) == 1 and re.search(words, said[0])
+    else: assert not said and governor.resume.found.right
+    assert not any(vars(m)["_forward_pre_hooks"] for m in net.modules()) and not governor.resume.hooks
+
+
+def test_a_resumed_network_can_be_copied_and_saved_whole_before_its_first_step():
+    net, opt = small("adam", "none")
+    governor = Governor(net, opt, chance_loss=None)
+    governor.load_state_dict(governor.state_dict(banks=False))
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))): other(torch.randn(2, 4))
+    assert governor.resume.hooks # still waiting
+    net(torch.randn(2, 4))
+    assert not governor.resume.hooks
+
+
+def test_modules_of_others_have_no_hook():
+    "One that vanishes with its Governor while another network is compiled breaks that."
+    from torch.nn.modules import module
+    net, opt = small("adam", "none")
+    governor = Governor(net, opt, chance_loss=None)
+    governor.load_state_dict(governor.state_dict(banks=False))
+    assert governor.resume.hooks and not vars(module)["_global_forward_pre_hooks"]

@@ -14,7 +14,7 @@ import os
 import random
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..core import Leaf, RandomStreams, as_stateful, pack_tree
 from .reports import logger
@@ -298,6 +297,32 @@ def check_resume(
     return watch.check()
 
 # %% ../../nbs/guard/14_resume.ipynb #fdacd47f
+def _excuse_forward(now: PartProof, then: PartProof, early: PartProof, buffers: set[str]) -> list[str]:
+    "Let buffers that a forward has moved pass, in `now`; return those that were not what was saved before it."
+    old = then.tensors
+    moved = [k for k in buffers & now.tensors.keys() & old.keys() & early.tensors.keys()
+             if now.tensors[k].digest not in (old[k].digest, early.tensors[k].digest)]
+    now.tensors.update({k: old[k] for k in moved})
+    return sorted(k for k in moved if early.tensors[k].digest != old[k].digest)
+
+class _FirstStep:
+    "Settles a comparison at the first training forward, or, where the compiler took that, at the first update."
+    def __init__(self, watch: "ResumeWatch | None" = None): self.watch = weakref.ref(watch) if watch else lambda: None
+
+    def __call__(self, owner: nn.Module | torch.optim.Optimizer, *given):
+        if torch.compiler.is_compiling(): return
+        watch, at_update = self.watch(), isinstance(owner, torch.optim.Optimizer)
+        if watch is not None and (at_update or owner.training and torch.is_grad_enabled()): watch.settle(at_update)
+
+    def __reduce__(self): return _FirstStep, () # a copy of the network waits for nothing
+
+    def register_on(self, parts: Iterable[object]) -> list[Any]: # handles
+        "Wait at every module of the networks, since a loop may call any of them, and at the optimizers."
+        parts = list(parts)
+        modules = {id(m): m for obj in parts if isinstance(obj, nn.Module) for m in obj.modules()}.values()
+        return [*(m.register_forward_pre_hook(self) for m in modules if not isinstance(m, torch.jit.ScriptModule)),
+                *(o.register_step_pre_hook(self) for o in parts if isinstance(o, torch.optim.Optimizer))]
+
 class ResumeWatch:
     "Compares a run that goes on with what was saved, before its first step."
     def __init__(
@@ -313,7 +338,7 @@ class ResumeWatch:
         self.found: ResumeCheck | None = None # of the latest comparison
         self.early: dict[str, PartProof] = {} # parts, when the state was loaded
         self.waiting = False # for the first loss after a resume
-        self.hook: Any = None # until the first step
+        self.hooks: list[Any] = [] # until the first step
 
     def state_dict(self, losses: Sequence[float] = ()) -> dict: # the latest ones
         "Return the proof of the present state, as tensors and plain values."
@@ -330,23 +355,19 @@ class ResumeWatch:
         if saved is None: return
         self.early = prove_parts(self._parts)
         self.waiting, self.found = True, self.check()
-        if self.hook is not None: return
-        me = weakref.ref(self)
-        def look(module, args):
-            watch = me()
-            if watch is None or not (module.training and torch.is_grad_enabled()): return
-            if any(module is m for obj in watch.objects.values() if isinstance(obj, nn.Module) for m in obj.modules()):
-                watch.settle()
-        self.hook = register_module_forward_pre_hook(look)
-        weakref.finalize(self, self.hook.remove)
+        if not self.hooks: self.hooks = _FirstStep(self).register_on(self.objects.values())
 
-    def settle(self):
+    def settle(self, at_update: bool = False): # the first forward was compiled, and is over
         "Compare for the last time, and say what is wrong."
-        if self.hook is not None: self.hook.remove()
-        self.hook, self.found = None, self.check()
+        self._release()
+        self.found = self.check(at_update)
         if self.found.wrong: self.say(f"resumed, but {self.found}")
 
-    def check(self) -> ResumeCheck:
+    def _release(self):
+        for hook in self.hooks: hook.remove()
+        self.hooks = []
+
+    def check(self, at_update: bool = False) -> ResumeCheck: # after a forward, which has moved some buffers
         "Compare the present state with the saved one; without one there is nothing to compare."
         if self.saved is None: return ResumeCheck(unchecked=("everything: no state was loaded",))
         then = {name: PartProof(kind, {k: TensorProof(*t) for k, t in tensors.items()}, values, tuple(odd))
@@ -359,6 +380,9 @@ class ResumeWatch:
                      and type(old.values.get(k)) is int and v > old.values[k]}
             then[name] = old._replace(values=old.values | grown)
             moved += [f"{name}.{k}, which has moved on" for k in grown]
+        for name in parts.keys() & then.keys() & self.early.keys() if at_update else ():
+            unknown = _excuse_forward(parts[name], then[name], self.early[name], self._find_buffers(name))
+            moved += [f"{name}.{k}, which the first forward has moved" for k in unknown]
         found = compare_parts(parts, then)
         now, lost = read_streams(), []
         for k, state in self.saved["streams"].items() if self._has_streams else ():
@@ -370,9 +394,8 @@ class ResumeWatch:
     def see(self, given: Tensor | float): # () or (n,), the first loss after a resume
         "Compare the first loss with the last ones before."
         self.waiting, loss = False, float(torch.as_tensor(given).detach().float().mean())
-        if self.hook is not None: # no network was called in training: what was loaded until then is what is known
-            self.hook.remove()
-            self.hook = None
+        if self.hooks: # no network was called in training: what was loaded until then is what is known
+            self._release()
             if self.found is not None and self.found.wrong: self.say(f"resumed, but {self.found}")
         before = [x for x in (self.saved or {}).get("losses", ()) if math.isfinite(x)]
         if len(before) < 8 or self.found is None or self.found.wrong: return
@@ -385,6 +408,10 @@ class ResumeWatch:
 
     @property
     def _parts(self) -> dict[str, object]: return {k: v for k, v in self.objects.items() if k not in self.without}
+
+    def _find_buffers(self, name: str) -> set[str]: # of a part
+        part = self.objects[name]
+        return {_bare(k) for k, _ in part.named_buffers()} if isinstance(part, nn.Module) else set()
 
     @property
     def _followers(self) -> set[str]:
