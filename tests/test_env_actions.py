@@ -67,4 +67,4 @@ def test_a_refused_action_is_a_wait_and_costs_nothing_else():
     assert info["refused"][0].startswith("fossilize: slot r0c1 is DORMANT")
     names = [f.name for f, x, y in zip(a.observer.features, obs[0], rb[0][0]) if x != y]
     assert names == ["done"] and obs[0, a.observer.index("op_wait")] == 1 # seen as a wait that was not what was asked
-    assert equal(weights(a, 0), weights(b, 0)) and a.last_result.refused[0] and a.sums.refused.item() == 1
+    assert equal(weights(a, 0), weights(b, 0)) and a.last_result.refused[0] and a.lanes.sums.refused.item() == 1

@@ -210,7 +210,7 @@ def test_a_lane_is_its_seed_its_number_and_its_episode():
     a, b = (make(n, autoreset_mode="Disabled", exact=True) for n in (3, 2))
     roll(a, 4, seed=9) # a second episode begins at the horizon
     b.reset(seed=9); b.reset()
-    assert a.episode.tolist() == [1, 1, 1]
+    assert a.lanes.episode.tolist() == [1, 1, 1]
     assert equal(weights(a, 1), weights(b, 1)) and not equal(weights(a, 0), weights(a, 1))
     first = a.step(wait(3))[0][:2]
     assert np.array_equal(first, b.step(wait(2))[0])
@@ -261,9 +261,9 @@ def test_after_a_rollback_the_restored_state_goes_on_and_after_the_horizon_a_fre
     assert term.tolist() == [True, False] and governor.reports[-1].lane == 0
     assert any(equal(kept[-1], k) for k in kept[2:5]) # an epoch that was fine, not the first state
     env.reset(options={"reset_mask": term})
-    assert equal(weights(env, 0), kept[-1]) and env.episode.tolist() == [1, 0] and not env.fresh[0]
+    assert equal(weights(env, 0), kept[-1]) and env.lanes.episode.tolist() == [1, 0] and not env.lanes.fresh[0]
     env.reset(options={"reset_mask": np.array([True, False]), "fresh": True})
-    assert not equal(weights(env, 0), kept[-1]) and env.fresh[0] and governor.stats.judged[0] == 0
+    assert not equal(weights(env, 0), kept[-1]) and env.lanes.fresh[0] and governor.stats.judged[0] == 0
     assert (env.parts[0][1].stepper.owners["host"].state_dict()["steps"][0] == 0).all()
 
 
@@ -317,7 +317,7 @@ def test_fossils_are_kept_in_the_episode_after_a_rollback():
     plan[0] = Choice("germinate", "r0c0", "conv_small", style="linear_add", tempo=3, target=1.)
     for t in range(13): result = env.step(env.actions.encode(plan.get(t, Choice()))[None].numpy())
     assert result[2][0] and env.summaries[-1].fossils == 1 and column(env.table, "stage")[0, 0] == Stage.FOSSILIZED
-    assert env.history.epoch.item() == 0 and not env.fresh[0]
+    assert env.lanes.history.epoch.item() == 0 and not env.lanes.fresh[0]
 
 
 def test_only_heldout_data_are_read():

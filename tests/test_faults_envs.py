@@ -97,7 +97,7 @@ def test_a_lane_without_a_seed_goes_on():
     for env in (a, b): env.reset(seed=3)
     a.reset(seed=[None, 7])
     b.reset()
-    assert a.episode.tolist() == [1, 0] and a.seeds == [3, 7]
+    assert a.lanes.episode.tolist() == [1, 0] and a.seeds == [3, 7]
     for x, y in zip(a.parts[0][1].model.state_dict().values(), b.parts[0][1].model.state_dict().values()):
         assert x.shape == y.shape
     first = [env.step(np.zeros((2, 8), int))[0][0] for env in (a, b)]

@@ -475,7 +475,7 @@ def test_rows_of_an_environment_tell_every_seed_once():
     assert all(row["action.refused"] is None or not row["action.ok"] for row in pick_rows(rows, "step"))
     events = [row["seed.event"] for row in pick_rows(rows, "seed")]
     for kinds, counted in ((("germinate",), "germinated"), (("prune", "undone"), "pruned")):
-        counted_rows = sum(getattr(r, counted) for r in env.summaries) + int(getattr(env.sums, counted).sum())
+        counted_rows = sum(getattr(r, counted) for r in env.summaries) + int(getattr(env.lanes.sums, counted).sum())
         assert sum(map(events.count, kinds)) == counted_rows > 0
     back, = pick_rows(rows, "governor")
     by = {row["seed.by"] for row in pick_rows(rows, "seed", lane=1, epoch=back["epoch"])}

@@ -174,4 +174,4 @@ def test_actions_outside_the_space_are_errors():
     envs.reset(seed=0)
     for bad in (np.zeros((2, 8), int), np.full((3, 8), 99), np.full((3, 8), -1)):
         with pytest.raises(ValueError, match="actions"): envs.step(bad)
-    assert envs.steps == 0 and (envs.trained == 0).all()
+    assert envs.steps == 0 and (envs.lanes.trained == 0).all()

@@ -57,7 +57,7 @@ from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import OWN_PARTS as OWN_PARTS, Governor as Governor
 from .health import (LASTS as LASTS, JUMP as JUMP, STILL_NEAR as STILL_NEAR, SEEN as SEEN, LONG as LONG,
-    RAISED as RAISED, STEEP as STEEP, LEAP as LEAP, SETTLED as SETTLED, StateHealth as StateHealth,
+    RAISED as RAISED, STEEP as STEEP, LEAP as LEAP, SETTLED as SETTLED, StateHealth as StateHealth, Bands as Bands,
     BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign, Leap as Leap, Signs as Signs,
     is_steep as is_steep, UpdateWatch as UpdateWatch, StateJudge as StateJudge)
 from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, STOPS as STOPS,
@@ -71,8 +71,8 @@ from .observation import (EffectResult as EffectResult, APART as APART, Exchange
     RunCheckup as RunCheckup, RunJudge as RunJudge)
 from .phases import (TABLE as TABLE, Phase as Phase, PhaseMove as PhaseMove, Effect as Effect,
     next_phase as next_phase)
-from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as SavedAt, Probation as Probation,
-    GoodFiles as GoodFiles, GoodStates as GoodStates)
+from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as SavedAt, Rhythm as Rhythm,
+    Probation as Probation, GoodFiles as GoodFiles, GoodStates as GoodStates)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
 from .recorder import (Repeats as Repeats, Origin as Origin, Noting as Noting, NotingIterator as NotingIterator,

@@ -588,6 +588,18 @@ class Walk:
         if not all(id(x) in self.seen or is_plain(x) for x, _ in self.todo): return
         self.todo.clear()
 
+    def note_leaf(self, obj, leaf: AnyLeaf):
+        "Note something that is written down as a whole."
+        self.leaves[id(obj)] = leaf
+
+    def note_place(self, key, place: Holder):
+        "Note a place that holds something: a variable, a container, attributes."
+        self.holders[key] = place
+
+    def leave_open(self, obj, name: str, table: dict | None): # its attributes; None: it has slots
+        "Look at those of its attributes that the code names, once all code is known."
+        self.open.append((obj, name, table))
+
     def hold(self, obj, name: str, names: list[str], table: dict | None):
         "Note named places, and look at what they hold."
         old = self.named.get(id(obj))
@@ -597,7 +609,9 @@ class Walk:
         self.add(*[(v, name) for v in code])
         if not fresh: return
         if old is not None: old.names += fresh
-        else: self.holders["names", id(obj)] = self.named[id(obj)] = Names(obj, name, fresh, table)
+        else:
+            self.named[id(obj)] = Names(obj, name, fresh, table)
+            self.note_place(("names", id(obj)), self.named[id(obj)])
         self.add(*[(self.value(obj, k, table), f"{name}.{k}" if name else k) for k in fresh])
 
     def try_to_look(self, obj, name: str): # what it is called
@@ -642,17 +656,17 @@ class StepWalk(Walk):
             return self.add((obj.func, name), *[(v, f"{name}[{k!r}]") for k, v in bound])
         if isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType): return self.add((obj.__self__, name))
         if isinstance(obj, types.ModuleType):
-            if is_users(obj, self.home): self.open.append((obj, obj.__name__, vars(obj)))
+            if is_users(obj, self.home): self.leave_open(obj, obj.__name__, vars(obj))
             if obj.__name__.partition(".")[0] in LOGGING_MODULES: self.refuse(obj, name, "a log")
             return None
         if isinstance(obj, type): return self.look_at_class(obj, True)
         if isinstance(obj, Tensor): return self.look_at_tensor(obj, name)
         if isinstance(obj, nn.Module): return self.look_at_module(obj, name)
         if isinstance(obj, np.ndarray):
-            if obj.flags.writeable and not isinstance(obj, np.memmap): self.leaves[id(obj)] = ArrayLeaf(obj, name)
+            if obj.flags.writeable and not isinstance(obj, np.memmap): self.note_leaf(obj, ArrayLeaf(obj, name))
             return None
         if isinstance(obj, RANDOM) and not isinstance(obj, random.SystemRandom):
-            return self.leaves.update({id(obj): StreamLeaf(obj, name)} if id(obj) not in STREAMS else {})
+            return None if id(obj) in STREAMS else self.note_leaf(obj, StreamLeaf(obj, name))
         if obj is sys.modules: return None
         if isinstance(obj, dict) and (module := module_of(obj)): return self.look(module, name)
         if isinstance(obj, (dict, list, deque, set, tuple)): return self.look_at_container(obj, name)
@@ -665,7 +679,7 @@ class StepWalk(Walk):
         own = is_users(f, self.home)
         for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
             place = Variable(cell, variable)
-            if own and variable != "__class__": self.holders.setdefault(id(cell), place)
+            if own and variable != "__class__" and id(cell) not in self.holders: self.note_place(id(cell), place)
             for v in place.values():
                 if own or callable(v): self.add((v, variable))
         self.add(*[(f.__wrapped__, name)] if hasattr(f, "__wrapped__") else ())
@@ -698,11 +712,11 @@ class StepWalk(Walk):
         if not is_users(type(m), self.home): return
         self.look_at_class(type(m), False)
         table = vars(m)
-        if any(k[0] != "_" and k != "training" for k in table): self.open.append((m, name, table))
+        if any(k[0] != "_" and k != "training" for k in table): self.leave_open(m, name, table)
 
     def look_at_tensor(self, t: Tensor, name: str):
         "Note a tensor with its gradient."
-        self.leaves[id(t)] = TensorLeaf(t, name)
+        self.note_leaf(t, TensorLeaf(t, name))
         if t.requires_grad and t.is_leaf:
             self.structure["grad", id(t)] = Names(t, name, ["grad"])
             self.add((t.grad, f"{name}.grad"))
@@ -712,7 +726,7 @@ class StepWalk(Walk):
         if isinstance(obj, dict): place: Holder = Entries(obj, name)
         elif isinstance(obj, set): place = Members(obj, name)
         else: place = Holder(obj, name)
-        if not isinstance(obj, tuple): self.holders[id(obj)] = place
+        if not isinstance(obj, tuple): self.note_place(id(obj), place)
         first = next(iter(place.values()[:1]), None)
         if len(obj) > 4 * SMALL and (is_plain(first) or isinstance(first, (tuple, Tensor))): return # by reference
         self.add(*[x for x in zip(place.values(), place.labels()) if not is_plain(x[0])])
@@ -730,7 +744,7 @@ class StepWalk(Walk):
         own = is_users(type(obj), self.home)
         if not own and any(id(x) in self.known for x in wrapped_by(obj)): return None
         if isinstance(obj, torch.optim.Optimizer) or has_state(obj) and not own:
-            self.leaves[id(obj)] = PartLeaf(obj, name)
+            self.note_leaf(obj, PartLeaf(obj, name))
             if isinstance(obj, torch.optim.Optimizer):
                 params = [p for g in obj.param_groups for p in g["params"]]
                 self.add(*[(p, f"{name}[{i}]") for i, p in enumerate(params)])
@@ -738,11 +752,11 @@ class StepWalk(Walk):
         table = None if isinstance(obj, LOCKS) else attributes_of(obj)
         if own or isinstance(obj, types.SimpleNamespace):
             self.look_at_class(type(obj), False)
-            self.open.append((obj, name, table))
-            if table is not None and slots_of(obj): self.open.append((obj, name, None))
+            self.leave_open(obj, name, table)
+            if table is not None and slots_of(obj): self.leave_open(obj, name, None)
         elif table is not None:
             kinds = {k: v for k, v in table.items() if type(v) in PLAIN}
-            if kinds: self.holders["names", id(obj)] = Names(obj, name, kinds, table)
+            if kinds: self.note_place(("names", id(obj)), Names(obj, name, kinds, table))
             if len(kinds) < len(table): self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
             inside = (*RANDOM, Tensor, np.ndarray, io.IOBase, CSV)
             self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, inside)])

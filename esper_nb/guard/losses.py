@@ -123,7 +123,7 @@ class LossQueue:
 
     def passed(self, loss: float): # of a single run
         "Count a loss that was judged when it came."
-        self.recent.append(loss)
+        self.remember((loss,))
         self.watched += 1
 
     def take(self) -> TakenLosses:
@@ -157,7 +157,9 @@ class LossQueue:
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
         "Go on where another queue was."
         self.waiting = [WaitingLoss(loss, norm, np.array(off), batch) for loss, norm, off, batch in state["waiting"]]
-        self.watched, self.recent = state["watched"], deque(state["recent"], BACK)
+        self.watched = state["watched"]
+        self.forget()
+        self.remember(state["recent"])
 
 def _to_host(tensors: Sequence[Tensor]) -> np.ndarray: # (k, n) float64
     "Many small tensors to the host, with one wait for the device."

@@ -64,8 +64,8 @@ class Moments:
     def load_state_dict(self, state: dict) -> None: # a state of `state_dict`
         "Restore a saved state."
         check(len(state["mean"]) == self.width, "width", len(state["mean"]), f"statistics of {self.width} numbers")
-        self.count = float(state["count"])
-        self.mean, self.var = state["mean"].clone().double(), state["var"].clone().double()
+        self.reset()
+        self._pool(float(state["count"]), state["mean"].double(), state["var"].double())
 
 # %% ../../nbs/learn/63_normalizers.ipynb #edb29bba
 class ObsNormalizer:

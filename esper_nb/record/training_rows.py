@@ -380,7 +380,7 @@ class EnvRows:
     def _seed_rows(self, env: GrowVecEnv, s: EnvStep, **keys: Value) -> list[Row]:
         "Return the seed events of the step, derived from changes in the slot tables."
         rows: list[Row] = []
-        episodes, rolled, active = env.episode.tolist(), s.rolled_back.tolist(), s.active.tolist()
+        episodes, rolled, active = env.lanes.episode.tolist(), s.rolled_back.tolist(), s.active.tolist()
         begun = [bool(self.episodes) and now != was for now, was in zip(episodes, self.episodes or episodes)]
         for first, pop in env.parts:
             for slot in map(pop.model.slot, pop.model.names):

@@ -78,7 +78,7 @@ class RulePlayer:
     def act(self, env: GrowVecEnv) -> Tensor: # (n, K) int64
         "Return the action of each lane's rule; lanes whose episode has ended wait."
         if self.decisions: self._see(latest_step(env))
-        offers, growth = open_offers(env), env.history.signals.tolist()
+        offers, growth = open_offers(env), env.lanes.history.signals.tolist()
         wanted = [None if env.ended[i] else self._decide(env, i, offers[i], growth[i]) for i in range(env.num_envs)]
         chosen = [encode_decision(env, decision) for decision in wanted]
         self.decisions = [decision for decision, _ in chosen]
