@@ -698,7 +698,7 @@ class Governor:
         if m.reasons: return self._act(m)
         assert t is not None and report is not None
         fields = dict(m.fields, old_loss=t.old_loss)
-        return self._act(Moment(reasons={0: t.reason}, fields=fields), begun={0: report})
+        return self._act(Moment(reasons={0: t.reason}, fields=fields, cuts=t.cuts), begun={0: report})
 
     # --- what is done about an incident
 
@@ -711,7 +711,7 @@ class Governor:
         actions = {i: self._choose(i, m) for i in m.reasons}
         for action, free in dict.fromkeys(actions.values()):
             mine = [i for i, chosen in actions.items() if chosen == (action, free)]
-            done = self._apply(action, mine, free)
+            done = self._apply(action, mine, free, m.cuts)
             self.budget.note_failure(mine, [begun[i].step for i in mine])
             for i in mine:
                 begun[i] = replace(begun[i], **(dict(
@@ -740,7 +740,7 @@ class Governor:
         def can_lower(): return self.judge.same.evaluate is None and response.scale(1., [lane])
         return budget.choose(self.config, lane, reason, can_skip, can_lower, response.can_replay), False
 
-    def _apply(self, action: str, lanes: list[int], free: bool) -> dict[int, dict]: # fields of the report, by lane
+    def _apply(self, action: str, lanes: list[int], free: bool, cuts: int) -> dict[int, dict]: # of reports, by lane
         "Carry out one action in some lanes; a free one belongs to an incident that is already counted."
         again = {i: -1 if free else int(self.budget.rollbacks[i]) for i in lanes}
         response = self.judge.response
@@ -749,7 +749,7 @@ class Governor:
             self.verdicts.forget_anomalies(lanes)
             self.budget.note_skip(lanes, self.stats.judged)
             return response.skip(self.watched - 1)
-        if action != "lower": return self._restore(lanes, action, again)
+        if action != "lower": return self._restore(lanes, action, again, cuts)
         factor = self.config.lr_factor if response.scale(self.config.lr_factor, lanes) else None
         self.snapshot.drop(lanes)
         self.stats.calm_down(lanes)
@@ -760,6 +760,7 @@ class Governor:
         lanes: list[int],
         action: str, # "rollback", "replay" or "stop"
         again: Mapping[int, int], # by lane, rollbacks before this one in the same incident; -1: no cut is due
+        cuts: int, # of the learning rate that are due in any case
     ) -> dict[int, dict]: # fields of the report, by lane
         "Restore the last good state of lanes; from the second time on also lower their learning rate."
         response, fields = self.judge.response, dict[int, dict]()
@@ -771,7 +772,7 @@ class Governor:
             lost = (saved.batch, self.watched - 1) if saved.batch < self.watched else None
             fields[i] = dict(restored=back.parts, left=back.left, kept=back.kept, restored_step=step,
                              restored_batch=saved.batch, lost=lost)
-            fields[i] |= response.adjust_rates(i, action, again[i], saved, self.config, self.stats, self.watched)
+            fields[i] |= response.adjust_rates(i, action, again[i], saved, self.config, self.stats, self.watched, cuts)
         return fields
 
     # --- between two steps

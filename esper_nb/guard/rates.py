@@ -109,9 +109,14 @@ class LearningRates:
         self.factor *= factor
         return self.factor
 
+    def keep(self):
+        "Let cuts stay from now on: at the rate that was set the run has never got far."
+        self.keep_cuts = True
+
     def refund(self, factor: float): # all cuts that were in force before the last one
         "Undo the last cut: the cause of the incident was another."
         if self.factor != factor and self.scale(factor / self.factor): self.factor = factor
+        if self.factor == 1.: self.keep_cuts = False
 
     def cap(
         self,

@@ -107,12 +107,14 @@ class SingleRun:
         config: GovernorConfig, # by how much a rate is cut
         stats: LossStats, # for the level to which the loss must return
         watched: int, # calls of `watch` so far
+        cuts: int = 0, # that are due in any case
     ) -> dict[str, Any]: # fields of the report
         "Take rates that were raised since back to those of the good state; cut them from the second time on."
         if action == "replay": self.rates.follow(saved.lr_factor)
         else: self.rates.cap(saved.lr_factor, again)
-        if again < 1 or action == "stop": return {}
-        return dict(lr_factor=self.rates.cut(config, stats, watched))
+        if action == "stop": return {}
+        made = [self.rates.cut(config, stats, watched) for _ in range(max(cuts, again >= 1))]
+        return dict(lr_factor=made[-1]) if made else {}
 
     def skip(self, batch: int) -> dict[int, dict]: # call of `watch`; fields of the report, by lane
         "Forget this batch: its gradients, and what a loss scaler has noted about them."
@@ -159,6 +161,7 @@ class LaneRuns:
         config: GovernorConfig, # by how much a rate is cut
         stats: LossStats, # of all lanes
         watched: int, # calls of `watch` so far
+        cuts: int = 0, # none: nothing is known of lanes that asks for one at once
     ) -> dict[str, Any]: # fields of the report
         "Cut the rate of a lane from the second rollback on, once more for each before."
         if again < 1 or action == "stop": return {}
@@ -232,6 +235,7 @@ class Moment(NamedTuple):
     before_step: bool = False # the batch can still be skipped
     fields: Mapping[str, Any] = MappingProxyType({}) # of the report
     before: Sequence[float] = () # losses that the level is not above
+    cuts: int = 0 # of the learning rate that are due at once: the run would meet the same end again
 
     def of_state(
         self,

@@ -72,6 +72,7 @@ class RiseMonitor:
     turns: list[list[float]] = field(default_factory=list) # losses of live weights, of old ones, and so on
     old_loss: float | None = None # loss of the old weights, in units of the loss; None: not evaluated
     late: bool = False # the comparison began when the loss was back: any difference that is sure will do
+    cuts: int = 0 # of the learning rate that are due with a rollback
 
     def add(self, x: float, loss: float): # on the scale, and as it was
         "Add one more loss of the live weights."
