@@ -216,7 +216,8 @@ class Fall:
     def untrained(self) -> float | None: # nats, or units of the loss; None: it is not known
         "Return the loss of a network that has not learnt: chance, or what it was at the beginning."
         chance, first = self.verdicts.chance, self.calibration.first
-        return chance if chance is not None or self.verdicts.linear else first
+        if chance is not None or self.verdicts.linear: return chance
+        return first if first is not None and first > 0 else None
 
     def is_far(self, loss: float) -> bool:
         "Whether a loss is so high that weights have to be far off."
