@@ -11,7 +11,7 @@ from torch import nn
 from esper_nb.guard import (
     EXPERIMENTS, DryReplay, Findings, LossStats, Replay, Snapshot, StateWatch, StepRecorder, Written, describe_failure,
     find_cause, find_odd, find_operation, most_changed, redo, redo_disturbed, tensors_of_parts)
-from esper_nb.guard import GovernorConfig
+from esper_nb.guard import Governor, GovernorConfig
 
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0))
 EXACT = DryReplay(exact=True)
@@ -343,3 +343,28 @@ def test_a_burst_that_the_loss_has_forgotten_is_said_and_what_it_has_cost():
     assert set(found.batches) <= set(range(20, 32)) and "without them the weights would be better" in found.why
     healthy = find_cause(Run(lr=1e-3).incident(report=None, steps=90, before=200))
     assert healthy.cause == "healthy" and len(healthy.evidence) == 1
+
+
+def test_a_number_lost_while_the_task_changes_is_not_blamed_on_the_task():
+    "Other classes from batch 150 on, and at batch 170 something outside writes NaN past torch: that, and only that."
+    def train(lost):
+        torch.manual_seed(0)
+        g = torch.Generator().manual_seed(1)
+        middle = 1.5 * torch.randn(6, 8, generator=g)
+        net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 6))
+        opt = torch.optim.Adam(net.parameters(), 5e-3)
+        governor = Governor(net, opt, chance_loss=None)
+        def step(batch):
+            loss = F.cross_entropy(net(batch[0]), batch[1])
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            return loss
+        for k in range(300):
+            y = torch.randint(0, 2 if k < 150 else 6, (32,), generator=g)
+            if k == 170 and lost: net[0].weight.data.view(-1)[3] = math.nan
+            governor.run(step, (middle[y] + torch.randn(32, 8, generator=g), y))
+        return net, governor
+    (clean, calm), (net, governor) = train(lost=False), train(lost=True)
+    assert not calm.reports and [(r.reason, r.cause) for r in governor.reports] == [("non-finite", "outside")]
+    assert all(torch.equal(a, b) for a, b in zip(clean.parameters(), net.parameters()))

@@ -772,6 +772,7 @@ class Repetition:
         self.latest = range(max(0, len(replay.steps) - 8), len(replay.steps)) # places of steps
         self.kept: Mapping[str, Any] | None = None # by the step, at the end
         self.at_end = list[float]() # losses of the latest batches there; empty: not finite
+        self.is_finite = False # all losses, and the state at the end
 
     def run(self):
         "Replay, and look at every step."
@@ -789,6 +790,7 @@ class Repetition:
         ended = len(found.again) < len(r.steps) or not math.isfinite(found.again[-1])
         self.gap = RUINED if ended else self.yard.measure()
         if not ended:
+            self.is_finite = all(map(math.isfinite, found.again)) and not self.yard.is_bad()
             self.kept = r.kept_by_step()
             self.at_end = r.look(self.latest, self.kept)
         if self.gap.by <= self.spread and self.report is not None: # good weights of long ago are easily reached
@@ -804,6 +806,11 @@ class Repetition:
     def is_well(self) -> bool:
         "Whether the weights are as good as before."
         return self.gap.by <= self.spread
+
+    @property
+    def is_spared(self) -> bool:
+        "Whether the number that raised the alarm, since it was not finite, is finite here: that is what was wrong."
+        return self.report is not None and self.report.reason == "non-finite" and self.is_finite
 
     @property
     def is_harmless(self) -> bool:
@@ -848,9 +855,10 @@ class Inquiry:
         r, found, again = self.replay, self.found, self.again
         before = r.taken
         again.run()
-        self.case.file("nothing", again.is_well, again.gap.loss, r.taken - before)
+        well = again.is_well or again.is_spared and found.apart is not None
+        self.case.file("nothing", well, again.gap.loss, r.taken - before)
         parting = None if found.apart is None else explain_parting(r, found, dry, written)
-        if again.is_well: return self._well(parting, written)
+        if well: return self._well(parting, written)
         if parting is not None and parting.cause == "unknown": return self.case.explain(found, *parting)
         self.case.note(again.layer, again.find_operation())
         found.odd = odd_batches(r, self.good, found.onset)

@@ -73,6 +73,7 @@ class RiseMonitor:
     old_loss: float | None = None # loss of the old weights, in units of the loss; None: not evaluated
     late: bool = False # the comparison began when the loss was back: any difference that is sure will do
     cuts: int = 0 # of the learning rate that are due with a rollback
+    pause: int = 0 # losses of the live weights before which nothing is compared again
 
     def add(self, x: float, loss: float): # on the scale, and as it was
         "Add one more loss of the live weights."
@@ -89,7 +90,7 @@ class RiseMonitor:
     ) -> bool:
         "Return whether to compare: after `patience` losses, or twice as many if the loss is about to recover."
         k = len(self.x)
-        if k < patience or k >= 2 * patience: return k >= 2 * patience
+        if k < max(patience, self.pause) or k >= 2 * patience: return k >= max(2 * patience, self.pause)
         last = self.x[-patience:]
         fall, error = fall_of(last)
         return statistics.median(last[-max(3, patience // 4):]) - (fall - error) > self.level + self.near
@@ -113,8 +114,8 @@ class RiseMonitor:
         return self.reason == "explosion" and len(self.x) >= 2 * BACK
 
     def go_on(self):
-        "Observe on after a comparison that decided nothing."
-        self.turns = []
+        "Observe on after a comparison that decided nothing, for as long again: turns cost half of the batches."
+        self.turns, self.pause = [], 2 * len(self.x)
 
     def exchange(self):
         "Begin the turn of the other weights."
