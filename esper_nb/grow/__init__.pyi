@@ -11,9 +11,9 @@ from .blueprints import (FAMILIES as FAMILIES, SEED_LAYOUTS as SEED_LAYOUTS, Blu
     flex_causal_attention as flex_causal_attention, mlp_small as mlp_small, mlp as mlp,
     blueprint_size as blueprint_size, probe as probe, smoke_test as smoke_test, plain_blueprint as plain_blueprint,
     PlainSeed as PlainSeed, seed_ports as seed_ports, turned as turned, out_of_place as out_of_place)
-from .export import (export_model as export_model, settle_weights as settle_weights, check_finite as check_finite,
-    check_same as check_same, grown_forms as grown_forms, plain_module as plain_module, Form as Form,
-    serve_optimizer as serve_optimizer, ServedOptimizer as ServedOptimizer)
+from .export import (export_model as export_model, plain_module as plain_module, Form as Form,
+    grown_forms as grown_forms, settle_weights as settle_weights, check_finite as check_finite,
+    check_same as check_same, serve_optimizer as serve_optimizer, ServedOptimizer as ServedOptimizer)
 from .hosts import (Site as Site, Host as Host, run_again_in_backward as run_again_in_backward,
     CNNConfig as CNNConfig, CNNHost as CNNHost, GPTConfig as GPTConfig, GPTBlock as GPTBlock, GPTHost as GPTHost,
     new_host as new_host, count_parameters as count_parameters)

@@ -253,7 +253,7 @@ def _pair_up(net: nn.Module, k: str, form: Form):
     part = net.get_submodule(k)
     pair = nn.Sequential(OrderedDict(host=part, grown=_traced(form)))
     for owner in [m for m in net.modules() if m is not part]:
-        for name, child in owner.named_children():
+        for name, child in list(vars(owner)["_modules"].items()): # `named_children` shows one name of each
             if child is part: setattr(owner, name, pair)
 
 # %% ../../nbs/grow/27_export.ipynb #0466a642
