@@ -54,10 +54,10 @@ from .population import (Forecaster as Forecaster, SMALL_GROUP as SMALL_GROUP, M
     sum_and_best as sum_and_best, undone_germination as undone_germination, kept_history as kept_history)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
-from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, HALF as HALF, MANY as MANY,
-    SIGNS as SIGNS, DAYS as DAYS, FENCE as FENCE, SLIPS as SLIPS, CODED as CODED, MIDDLES as MIDDLES,
-    MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES, Table as Table, read_frame as read_frame, Column as Column,
-    columns_of as columns_of, as_numbers as as_numbers, as_days as as_days, listed as listed,
+from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, HALF as HALF,
+    MANY as MANY, SIGNS as SIGNS, MOST_LINES as MOST_LINES, FENCE as FENCE, SLIPS as SLIPS, MIDDLES as MIDDLES,
+    CODED as CODED, MOST_WORDS as MOST_WORDS, Table as Table, read_frame as read_frame, Column as Column,
+    columns_of as columns_of, as_days as as_days, as_numbers as as_numbers, listed as listed,
     Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
