@@ -62,9 +62,9 @@ from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
     accuracy_pp as accuracy_pp, check_fit as check_fit, Task as Task, register_task as register_task,
-    list_tasks as list_tasks, get_task as get_task, task_from_folder as task_from_folder,
-    task_from_table as task_from_table, task_from_arrays as task_from_arrays, task_from_dataset as task_from_dataset,
-    task_from_text as task_from_text, task_words as task_words, task_from_path as task_from_path,
+    list_tasks as list_tasks, get_task as get_task, task_from_arrays as task_from_arrays,
+    task_from_dataset as task_from_dataset, task_from_folder as task_from_folder, task_from_table as task_from_table,
+    task_from_text as task_from_text, task_from_path as task_from_path, task_words as task_words,
     create_model as create_model)
 from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
     StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
