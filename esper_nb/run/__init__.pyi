@@ -9,7 +9,7 @@ from .comparison import (METERS as METERS, PlayResult as PlayResult, PracticeUpd
     comparison_text as comparison_text, align_columns as align_columns)
 from .engines import (Callback as Callback, Make as Make, ENGINES as ENGINES, Engine as Engine,
     WorkerLost as WorkerLost, Worker as Worker, LocalWorker as LocalWorker, ProcessWorker as ProcessWorker,
-    start_ray as start_ray, core_share as core_share, RayWorker as RayWorker, check_engine as check_engine,
+    core_share as core_share, start_ray as start_ray, RayWorker as RayWorker, check_engine as check_engine,
     new_worker as new_worker, work_off as work_off, FaultTolerance as FaultTolerance, Supervisor as Supervisor)
 from .exports import (SUFFIXES as SUFFIXES, GrownLanes as GrownLanes, regrow as regrow, lane_example as lane_example,
     raw_example as raw_example, RawInput as RawInput, input_facts as input_facts, used_columns as used_columns,
