@@ -23,7 +23,7 @@ from .lifecycle import (MOVES as MOVES, UPWARD as UPWARD, ACTIVE as ACTIVE, LIVE
     Reason as Reason, SeedState as SeedState, check_gate as check_gate, encode_seed as encode_seed,
     decode_seed as decode_seed, empty_table as empty_table)
 from .models import (MAX_BRANCHES as MAX_BRANCHES, DECISION_VERBS as DECISION_VERBS, Growing as Growing,
-    combinations_of as combinations_of, GrowingModel as GrowingModel, ParameterCounts as ParameterCounts,
+    GrowingModel as GrowingModel, combinations_of as combinations_of, ParameterCounts as ParameterCounts,
     Status as Status, Decision as Decision, DecisionResult as DecisionResult, apply_decision as apply_decision,
     apply_decisions as apply_decisions)
 from .module_hosts import (HostConfig as HostConfig, READS as READS, LAYOUTS as LAYOUTS, FIRST_AXIS as FIRST_AXIS,
