@@ -901,7 +901,8 @@ def _same(a, b) -> bool:
 def _gap(a: Tensor | None, b: Tensor | None) -> float:
     "Largest |a - b|; infinite where one of them is missing or has another shape."
     if a is None or b is None or not same_layout(a, b): return float("inf")
-    a = a.detach().cpu()
+    if a.is_sparse and b.is_sparse: a, b = a.to_dense(), b.to_dense()
+    a, b = a.detach().cpu(), b.cpu()
     if a.numel() == 0 or torch.equal(a, b): return 0.
     gap = (a.double() - b.double()).abs()
     return torch.where(a.isnan() & b.isnan(), 0., gap).nan_to_num(nan=float("inf")).max().item()
@@ -918,5 +919,8 @@ def _differences(live: LiveState, n: int, pointer: int, version: StateVersion | 
         gap = _gap(t, saved)
         if gap: out[".".join(k)] = gap
     if shared and version is not None:
+        for k in live.sparse.keys() | version.sparse.keys():
+            gap = _gap(live.sparse.get(k), version.sparse.get(k))
+            if gap: out[".".join(k)] = gap
         out |= {name: float("inf") for name in live.rest if not _same(version.rest.get(name), live.rest[name])}
     return out
