@@ -660,3 +660,18 @@ def test_a_large_tensor_is_checked_piece_by_piece(dtype, where):
     assert (large["x"] == 1).all() and snap.steps == [2]
     large["x"].fill_(torch.finfo(dtype).max)
     assert snap.take(4).published
+
+def test_sparse_gradients_that_were_added_to_come_back():
+    "The next micro-batch adds to a sparse gradient in place; a state that holds gradients holds those before it."
+    words = nn.Embedding(5, 2, sparse=True)
+    words(torch.tensor([1, 1, 3])).sum().backward()
+    snap = Snapshot(words, streams=False, grads=True)
+    snap.take()
+    before = words.weight.grad.to_dense()
+    words(torch.tensor([0, 3])).sum().backward()
+    assert snap.difference().keys() == {"model.weight<grad>"}
+    snap.restore()
+    assert snap.difference() == {} and torch.equal(words.weight.grad.to_dense(), before)
+    words(torch.tensor([0])).sum().backward() # what was put back is no alias of what is kept
+    snap.restore()
+    assert torch.equal(words.weight.grad.to_dense(), before)

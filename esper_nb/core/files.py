@@ -72,6 +72,7 @@ def flush_file(
     try: os.fsync(fd)
     finally: os.close(fd)
 
+# %% ../../nbs/core/08_files.ipynb #2021460c
 def refuse_link(
     path: str | Path, # to be opened for writing
 ) -> None:
@@ -168,6 +169,7 @@ def _refuse_other(path: Path) -> None: # of a lock
     text = path.read_bytes()[:8] if path.exists() else b""
     if text and text != b"process ": raise RuntimeError(f"{path} is no lock of a run: move it, then try again")
 
+# %% ../../nbs/core/08_files.ipynb #f35a25d4
 _locks: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
 def _forget_locks() -> None:
@@ -176,6 +178,7 @@ def _forget_locks() -> None:
 
 if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forget_locks)
 
+# %% ../../nbs/core/08_files.ipynb #c19c0024
 LEASE_SECONDS = 60 # after which a lease that was not renewed has ended
 
 class Lease:

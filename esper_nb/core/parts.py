@@ -196,7 +196,7 @@ def _write_values(live, get, n, lanes):
         saved = get(Leaf(k, t.device))
         if lanes is not None:
             if saved is not None and has_lanes(t, n): _put(t.data, saved, t.device, n, lanes)
-        elif same_layout(t, saved): t.data.copy_(saved)
+        elif same_layout(t, saved) and not t.is_sparse: t.data.copy_(saved) # `data` of a sparse one is another tensor
         else: t.data = saved.to(t.device, copy=True)
 
 def _merged(read, packed, get, n, lanes):

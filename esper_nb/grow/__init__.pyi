@@ -11,9 +11,9 @@ from .blueprints import (FAMILIES as FAMILIES, SEED_LAYOUTS as SEED_LAYOUTS, Blu
     flex_causal_attention as flex_causal_attention, mlp_small as mlp_small, mlp as mlp,
     blueprint_size as blueprint_size, probe as probe, smoke_test as smoke_test, plain_blueprint as plain_blueprint,
     PlainSeed as PlainSeed, seed_ports as seed_ports, turned as turned, out_of_place as out_of_place)
-from .export import (export_model as export_model, settle_weights as settle_weights, check_finite as check_finite,
-    check_same as check_same, grown_forms as grown_forms, plain_module as plain_module, Form as Form,
-    serve_optimizer as serve_optimizer, ServedOptimizer as ServedOptimizer)
+from .export import (export_model as export_model, plain_module as plain_module, Form as Form,
+    grown_forms as grown_forms, settle_weights as settle_weights, check_finite as check_finite,
+    check_same as check_same, serve_optimizer as serve_optimizer, ServedOptimizer as ServedOptimizer)
 from .hosts import (Site as Site, Host as Host, run_again_in_backward as run_again_in_backward,
     CNNConfig as CNNConfig, CNNHost as CNNHost, GPTConfig as GPTConfig, GPTBlock as GPTBlock, GPTHost as GPTHost,
     new_host as new_host, count_parameters as count_parameters)
@@ -23,7 +23,7 @@ from .lifecycle import (MOVES as MOVES, UPWARD as UPWARD, ACTIVE as ACTIVE, LIVE
     Reason as Reason, SeedState as SeedState, check_gate as check_gate, encode_seed as encode_seed,
     decode_seed as decode_seed, empty_table as empty_table)
 from .models import (MAX_BRANCHES as MAX_BRANCHES, DECISION_VERBS as DECISION_VERBS, Growing as Growing,
-    combinations_of as combinations_of, GrowingModel as GrowingModel, ParameterCounts as ParameterCounts,
+    GrowingModel as GrowingModel, combinations_of as combinations_of, ParameterCounts as ParameterCounts,
     Status as Status, Decision as Decision, DecisionResult as DecisionResult, apply_decision as apply_decision,
     apply_decisions as apply_decisions)
 from .module_hosts import (HostConfig as HostConfig, READS as READS, LAYOUTS as LAYOUTS, FIRST_AXIS as FIRST_AXIS,

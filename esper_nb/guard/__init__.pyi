@@ -75,13 +75,13 @@ from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as Sav
     Probation as Probation, GoodFiles as GoodFiles, GoodStates as GoodStates)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
-from .recorder import (Repeats as Repeats, Origin as Origin, Noting as Noting, NotingIterator as NotingIterator,
-    with_origins as with_origins, iter_noting as iter_noting, fetch_from as fetch_from, RecordedStep as RecordedStep,
-    number_of as number_of, settings_of as settings_of, keys_of as keys_of, tensors_of as tensors_of,
-    same_content as same_content, same_stream as same_stream, foreign_optimizers as foreign_optimizers, idle as idle,
-    at_share as at_share, stepping as stepping, Omissions as Omissions, WarmUp as WarmUp,
-    StepRecorder as StepRecorder, RecordedIncident as RecordedIncident, why_missing as why_missing,
-    give_inputs as give_inputs, copy_published as copy_published)
+from .recorder import (Repeats as Repeats, Origin as Origin, RecordedStep as RecordedStep, number_of as number_of,
+    tensors_of as tensors_of, same_content as same_content, same_stream as same_stream, keys_of as keys_of,
+    with_origins as with_origins, iter_noting as iter_noting, fetch_from as fetch_from, Noting as Noting,
+    NotingIterator as NotingIterator, settings_of as settings_of, idle as idle, stepping as stepping,
+    foreign_optimizers as foreign_optimizers, at_share as at_share, Omissions as Omissions, WarmUp as WarmUp,
+    StepRecorder as StepRecorder, RecordedIncident as RecordedIncident, copy_published as copy_published,
+    why_missing as why_missing, give_inputs as give_inputs)
 from .repairs import (RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, NO_PROOF as NO_PROOF, AGAIN as AGAIN,
     DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, BetweenSteps as BetweenSteps, Redone as Redone,
     Repairs as Repairs, Recovery as Recovery)

@@ -83,6 +83,7 @@ class StepOf:
         "Show the user's code."
         walk.add(*[(c, getattr(c, "__name__", type(c).__name__)) for c in self.code])
 
+# %% ../../nbs/guard/30_adapters.ipynb #524d48fb
 class Guard:
     "A Governor in the loop of a framework."
     def __init__(
@@ -154,6 +155,7 @@ class Guard:
         "Keep a state for the next training."
         self.loaded = dict(state) or None
 
+# %% ../../nbs/guard/30_adapters.ipynb #a02a8bc3
 def action_metrics(
     reports: Sequence[Report], # of a step
 ) -> dict[str, float]: # metrics for a logger
@@ -300,22 +302,52 @@ def lightning_governor(
     """
     return _lightning_callback(chance_loss, config, metric, options)()
 
+# %% ../../nbs/guard/30_adapters.ipynb #7fc9b185
+def guard_trainer(
+    trainer, # a `transformers.Trainer`, before `train()`
+    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
+    config: GovernorConfig | str = "batch", # thresholds and budget
+    **options, # as for `Governor`: callbacks, more parts by name
+):
+    """Put a `transformers.Trainer` under a Governor; return the callback, whose Governor is `.governor`.
+
+    `training_step`, `get_batch_samples` and `train` of this trainer are wrapped. The Governor acts at the end of an
+    optimizer step: it explains an incident, and trains on its batches again. What it did is a metric in the log, a
+    sentence in `trainer.state.log_history` and a note on the bar, and its state is a file in every checkpoint.
+
+    Raises
+    ------
+    RuntimeError
+        If transformers is not installed.
+
+    Examples
+    --------
+    >>> guard = guard_trainer(trainer, chance_loss=2.3) # doctest: +SKIP
+    >>> trainer.train(); guard.governor.summary() # doctest: +SKIP
+
+    The tutorial `guard_your_trainer` runs it.
+    """
+    train, owner, step = trainer.train, weakref.ref(trainer), _TrainerStep(trainer)
+    callback, samples_of = _trainer_callback(owner, chance_loss, config, options)(step), trainer.get_batch_samples
+
+    def get_batch_samples(*args, **kwargs):
+        step.batch = found = samples_of(*args, **kwargs)
+        return found
+
+    def train_from(resume_from_checkpoint=None, *args, **kwargs):
+        callback.resumed = _checkpoint_of(owner(), resume_from_checkpoint)
+        try: return train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException:
+            with suppress(GovernorStop):
+                step.give_up()
+                callback.guard.end()
+            raise
+
+    trainer.training_step, trainer.train, trainer.get_batch_samples = step.micro_batch, train_from, get_batch_samples
+    trainer.add_callback(callback)
+    return callback
+
 # %% ../../nbs/guard/30_adapters.ipynb #7efd961d
-def _checkpoint_of(trainer, asked) -> Path | None: # as given to `train`: a path, True, or nothing
-    "The folder that a Trainer resumes from."
-    utils = _need("transformers.trainer_utils", "transformers")
-    if asked is True: asked = utils.get_last_checkpoint(trainer.args.output_dir)
-    return Path(asked) if asked else None
-
-def _state_file(folder: Path, governor: Governor) -> Path:
-    "Where the state of a rank's Governor is in a checkpoint."
-    return folder/("governor.pt" if governor.ranks.rank == 0 else f"governor_{governor.ranks.rank}.pt")
-
-def _bars_of(trainer) -> list: # at most one, and none where bars are switched off
-    "The progress bar of a Trainer."
-    bars = [getattr(c, "training_bar", None) for c in trainer.callback_handler.callbacks]
-    return [bar for bar in bars if hasattr(bar, "set_description")]
-
 class _TrainerStep:
     "What a Trainer does with the micro-batches of a step: its own loop the first time, its pieces when it runs again."
     def __init__(self, trainer):
@@ -380,6 +412,7 @@ class _TrainerStep:
         self.running = None
         self.away.close()
 
+# %% ../../nbs/guard/30_adapters.ipynb #a66cccef
 def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
     "The class of `guard_trainer`, made when transformers is there; `owner()` is the Trainer."
     base: Any = _need("transformers", "transformers").TrainerCallback
@@ -426,55 +459,20 @@ def _trainer_callback(owner, chance_loss, config, options: Mapping[str, Any]):
 
     return GovernorCallback
 
-def _inner(optimizer): # as accelerate wraps it, or not
-    "The optimizer of torch."
-    inside = getattr(optimizer, "optimizer", None) # a scheduler has one, too
-    return inside if isinstance(optimizer, torch.optim.Optimizer) and inside is not None else optimizer
+def _checkpoint_of(trainer, asked) -> Path | None: # as given to `train`: a path, True, or nothing
+    "The folder that a Trainer resumes from."
+    utils = _need("transformers.trainer_utils", "transformers")
+    if asked is True: asked = utils.get_last_checkpoint(trainer.args.output_dir)
+    return Path(asked) if asked else None
 
-# %% ../../nbs/guard/30_adapters.ipynb #7fc9b185
-def guard_trainer(
-    trainer, # a `transformers.Trainer`, before `train()`
-    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
-    config: GovernorConfig | str = "batch", # thresholds and budget
-    **options, # as for `Governor`: callbacks, more parts by name
-):
-    """Put a `transformers.Trainer` under a Governor; return the callback, whose Governor is `.governor`.
+def _state_file(folder: Path, governor: Governor) -> Path:
+    "Where the state of a rank's Governor is in a checkpoint."
+    return folder/("governor.pt" if governor.ranks.rank == 0 else f"governor_{governor.ranks.rank}.pt")
 
-    `training_step`, `get_batch_samples` and `train` of this trainer are wrapped. The Governor acts at the end of an
-    optimizer step: it explains an incident, and trains on its batches again. What it did is a metric in the log, a
-    sentence in `trainer.state.log_history` and a note on the bar, and its state is a file in every checkpoint.
-
-    Raises
-    ------
-    RuntimeError
-        If transformers is not installed.
-
-    Examples
-    --------
-    >>> guard = guard_trainer(trainer, chance_loss=2.3) # doctest: +SKIP
-    >>> trainer.train(); guard.governor.summary() # doctest: +SKIP
-
-    The tutorial `guard_your_trainer` runs it.
-    """
-    train, owner, step = trainer.train, weakref.ref(trainer), _TrainerStep(trainer)
-    callback, samples_of = _trainer_callback(owner, chance_loss, config, options)(step), trainer.get_batch_samples
-
-    def get_batch_samples(*args, **kwargs):
-        step.batch = found = samples_of(*args, **kwargs)
-        return found
-
-    def train_from(resume_from_checkpoint=None, *args, **kwargs):
-        callback.resumed = _checkpoint_of(owner(), resume_from_checkpoint)
-        try: return train(resume_from_checkpoint, *args, **kwargs)
-        except BaseException:
-            with suppress(GovernorStop):
-                step.give_up()
-                callback.guard.end()
-            raise
-
-    trainer.training_step, trainer.train, trainer.get_batch_samples = step.micro_batch, train_from, get_batch_samples
-    trainer.add_callback(callback)
-    return callback
+def _bars_of(trainer) -> list: # at most one, and none where bars are switched off
+    "The progress bar of a Trainer."
+    bars = [getattr(c, "training_bar", None) for c in trainer.callback_handler.callbacks]
+    return [bar for bar in bars if hasattr(bar, "set_description")]
 
 # %% ../../nbs/guard/30_adapters.ipynb #8969dcf1
 def guard_accelerator(
@@ -505,6 +503,11 @@ def guard_accelerator(
     governor = Governor(*map(_inner, parts), *scalers, chance_loss=chance_loss, config=config, **options)
     accelerator.register_for_checkpointing(governor)
     return governor
+
+def _inner(optimizer): # as accelerate wraps it, or not
+    "The optimizer of torch."
+    inside = getattr(optimizer, "optimizer", None) # a scheduler has one, too
+    return inside if isinstance(optimizer, torch.optim.Optimizer) and inside is not None else optimizer
 
 # %% ../../nbs/guard/30_adapters.ipynb #949a13a6
 def fastai_governor(

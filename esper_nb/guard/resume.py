@@ -65,13 +65,39 @@ class PartProof(NamedTuple):
     values: dict[str, Any] # plain values by path
     odd: tuple[str, ...] = () # paths of what is neither
 
-_PLAIN = (int, float, bool, str, type(None))
+def prove_parts(objects: Mapping[str, object]) -> dict[str, PartProof]: # by name
+    "Return the proof of every part but the random streams."
+    found = _describe(objects)
+    jobs = [(name, path, t) for name, (_, tensors, _, _) in found.items() for path, t in tensors.items()]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        proofs = list(pool.map(lambda job: prove_tensor(job[2]), jobs))
+    by_part: dict[str, dict[str, TensorProof]] = {name: {} for name in found}
+    for (name, path, _), one in zip(jobs, proofs): by_part[name][path] = one
+    return {name: PartProof(kind=kind, tensors=by_part[name], odd=tuple(odd),
+                            values={k: v for k, v in values.items() if not _NOISE.fullmatch(k)})
+            for name, (kind, _, values, odd) in found.items()}
+
+def _describe(objects: Mapping[str, object]) -> dict[str, tuple]: # name -> kind, tensors, values, odd
+    "Return the state of all parts but the random streams."
+    modules = [m for m in objects.values() if isinstance(m, nn.Module)]
+    names = {id(p): _bare(k) for m in reversed(modules) for k, p in m.named_parameters()}
+    out: dict[str, tuple] = {}
+    for name, obj in objects.items():
+        if isinstance(obj, RandomStreams): continue
+        if isinstance(obj, nn.Module): out[name] = ("module", *_module_state(obj))
+        elif isinstance(obj, torch.optim.Optimizer): out[name] = ("optimizer", *_optimizer_state(obj, names))
+        else:
+            tensors: dict[str, Tensor] = {}
+            values: dict[str, Any] = {}
+            odd: list[str] = []
+            _flat(pack_tree(as_stateful(obj).state_dict(), tensors), "", values, odd)
+            out[name] = ("state", tensors, values, odd)
+    return out
+
 _NOISE = re.compile(r"(.*\.)?(_get_lr_called_within_step|_is_initial|_step_count|verbose|_last_lr.*)") # of schedulers
 
-def _bare(name: str) -> str: # of a tensor
-    "Return a name without the wrappers of DDP, FSDP and the compiler."
-    return re.sub(r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", r"\1",
-                  re.sub(r"^(?:module\.)+", "", name))
+# %% ../../nbs/guard/14_resume.ipynb #720fed9a
+_PLAIN = (int, float, bool, str, type(None))
 
 def _flat(tree, path: str, values: dict[str, Any], odd: list[str]):
     "Collect the plain values of a packed tree by path; tensors are leaves, and left out."
@@ -84,6 +110,7 @@ def _flat(tree, path: str, values: dict[str, Any], odd: list[str]):
         values[path] = hashlib.sha256(tree.tobytes()).hexdigest()[:24]
     elif not isinstance(tree, Leaf): odd.append(path)
 
+# %% ../../nbs/guard/14_resume.ipynb #40309e35
 def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     "Return what a checkpoint holds of a network: tensors, values, and what is neither."
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -103,6 +130,12 @@ def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any],
         _flat(pack_tree(m.get_extra_state(), named, f"{_bare(k)}<extra>"), f"{_bare(k)}<extra>", values, odd)
     return named, values, odd
 
+def _bare(name: str) -> str: # of a tensor
+    "Return a name without the wrappers of DDP, FSDP and the compiler."
+    return re.sub(r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", r"\1",
+                  re.sub(r"^(?:module\.)+", "", name))
+
+# %% ../../nbs/guard/14_resume.ipynb #c99d3738
 def _optimizer_state(opt, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     "Return what a checkpoint holds of an optimizer, by the names of its parameters."
     tensors: dict[str, Tensor] = {}
@@ -118,35 +151,6 @@ def _optimizer_state(opt, names: Mapping[int, str]) -> tuple[dict[str, Tensor], 
             for k, v in opt.state.get(p, {}).items():
                 _flat(pack_tree({name: v}, tensors, k), k, values, odd)
     return tensors, values, odd
-
-def _describe(objects: Mapping[str, object]) -> dict[str, tuple]: # name -> kind, tensors, values, odd
-    "Return the state of all parts but the random streams."
-    modules = [m for m in objects.values() if isinstance(m, nn.Module)]
-    names = {id(p): _bare(k) for m in reversed(modules) for k, p in m.named_parameters()}
-    out: dict[str, tuple] = {}
-    for name, obj in objects.items():
-        if isinstance(obj, RandomStreams): continue
-        if isinstance(obj, nn.Module): out[name] = ("module", *_module_state(obj))
-        elif isinstance(obj, torch.optim.Optimizer): out[name] = ("optimizer", *_optimizer_state(obj, names))
-        else:
-            tensors: dict[str, Tensor] = {}
-            values: dict[str, Any] = {}
-            odd: list[str] = []
-            _flat(pack_tree(as_stateful(obj).state_dict(), tensors), "", values, odd)
-            out[name] = ("state", tensors, values, odd)
-    return out
-
-def prove_parts(objects: Mapping[str, object]) -> dict[str, PartProof]: # by name
-    "Return the proof of every part but the random streams."
-    found = _describe(objects)
-    jobs = [(name, path, t) for name, (_, tensors, _, _) in found.items() for path, t in tensors.items()]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        proofs = list(pool.map(lambda job: prove_tensor(job[2]), jobs))
-    by_part: dict[str, dict[str, TensorProof]] = {name: {} for name in found}
-    for (name, path, _), one in zip(jobs, proofs): by_part[name][path] = one
-    return {name: PartProof(kind=kind, tensors=by_part[name], odd=tuple(odd),
-                            values={k: v for k, v in values.items() if not _NOISE.fullmatch(k)})
-            for name, (kind, _, values, odd) in found.items()}
 
 # %% ../../nbs/guard/14_resume.ipynb #52caa7ad
 class StreamState(NamedTuple):
@@ -196,20 +200,26 @@ class ResumeCheck:
         said = f"not what was saved: {'; '.join(self.wrong)}" if self.wrong else "all is what was saved"
         return f"{said} (not checked: {'; '.join(self.unchecked)})" if self.unchecked else said
 
+def compare_parts(now: Mapping[str, PartProof], then: Mapping[str, PartProof]) -> ResumeCheck:
+    "Compare the parts of a resumed run with the saved ones."
+    wrong, unchecked = list[str](), list[str]()
+    for name, old in then.items():
+        new = now.get(name)
+        if new is None: unchecked.append(f"{name}, which is not handed over now")
+        elif new.kind != old.kind: wrong.append(f"{name} is another sort of part")
+        else:
+            wrong += [*_compare_tensors(name, new, old), *_compare_values(name, new, old)]
+            other = [k for k, t in new.tensors.items() if k in old.tensors and t.dtype != old.tensors[k].dtype]
+            if other: unchecked.append(f"the bits of {len(other)} tensors of {name}: they are "
+                                       f"{new.tensors[other[0]].dtype} now, were {old.tensors[other[0]].dtype}")
+            if new.odd: unchecked.append(_some([f"{name}.{k}".rstrip(".") for k in new.odd]))
+    unchecked += [f"{name}, of which nothing was saved" for name in now if name not in then]
+    return ResumeCheck(tuple(wrong), tuple(unchecked))
+
 def _some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
-def _full(part: str, path: str) -> str: return path if part == "model" else f"{part}.{path}"
-
-def _change(now: TensorProof, then: TensorProof) -> str: # "": none that counts
-    "Return how a tensor differs from the saved one."
-    if now.shape != then.shape: return f"is {now.shape}, was {then.shape}"
-    if now.dtype == then.dtype and now.digest == then.digest: return ""
-    if math.prod(now.shape) == 1 and now.sketch != then.sketch: return f"is {now.sketch:g}, was {then.sketch:g}"
-    if now.norm == 0 < then.norm: return "is 0"
-    if now.close_to(then): return "is rounded" if now.dtype == then.dtype else ""
-    return "is another"
-
+# %% ../../nbs/guard/14_resume.ipynb #874e69c2
 def _compare_tensors(name: str, now: PartProof, then: PartProof) -> Iterator[str]:
     "Yield what differs between the tensors of a part, one clause for each sort."
     sorts: dict[tuple[str, str], list[str]] = {}
@@ -227,6 +237,18 @@ def _compare_tensors(name: str, now: PartProof, then: PartProof) -> Iterator[str
         else: what = _some([_full(name, p) for p in paths])
         yield what if how == "is another" else f"{what} {how}"
 
+def _change(now: TensorProof, then: TensorProof) -> str: # "": none that counts
+    "Return how a tensor differs from the saved one."
+    if now.shape != then.shape: return f"is {now.shape}, was {then.shape}"
+    if now.dtype == then.dtype and now.digest == then.digest: return ""
+    if math.prod(now.shape) == 1 and now.sketch != then.sketch: return f"is {now.sketch:g}, was {then.sketch:g}"
+    if now.norm == 0 < then.norm: return "is 0"
+    if now.close_to(then): return "is rounded" if now.dtype == then.dtype else ""
+    return "is another"
+
+def _full(part: str, path: str) -> str: return path if part == "model" else f"{part}.{path}"
+
+# %% ../../nbs/guard/14_resume.ipynb #410985c4
 def _compare_values(name: str, now: PartProof, then: PartProof) -> Iterator[str]:
     "Yield what differs between the plain values of a part."
     found = []
@@ -242,22 +264,6 @@ def _compare_values(name: str, now: PartProof, then: PartProof) -> Iterator[str]
         found.append(text)
     yield from found[:3]
     if len(found) > 3: yield f"{len(found) - 3} more of {name}"
-
-def compare_parts(now: Mapping[str, PartProof], then: Mapping[str, PartProof]) -> ResumeCheck:
-    "Compare the parts of a resumed run with the saved ones."
-    wrong, unchecked = list[str](), list[str]()
-    for name, old in then.items():
-        new = now.get(name)
-        if new is None: unchecked.append(f"{name}, which is not handed over now")
-        elif new.kind != old.kind: wrong.append(f"{name} is another sort of part")
-        else:
-            wrong += [*_compare_tensors(name, new, old), *_compare_values(name, new, old)]
-            other = [k for k, t in new.tensors.items() if k in old.tensors and t.dtype != old.tensors[k].dtype]
-            if other: unchecked.append(f"the bits of {len(other)} tensors of {name}: they are "
-                                       f"{new.tensors[other[0]].dtype} now, were {old.tensors[other[0]].dtype}")
-            if new.odd: unchecked.append(_some([f"{name}.{k}".rstrip(".") for k in new.odd]))
-    unchecked += [f"{name}, of which nothing was saved" for name in now if name not in then]
-    return ResumeCheck(tuple(wrong), tuple(unchecked))
 
 # %% ../../nbs/guard/14_resume.ipynb #675fbdb9
 def prove_state(
@@ -297,32 +303,6 @@ def check_resume(
     return watch.check()
 
 # %% ../../nbs/guard/14_resume.ipynb #fdacd47f
-def _excuse_forward(now: PartProof, then: PartProof, early: PartProof, buffers: set[str]) -> list[str]:
-    "Let buffers that a forward has moved pass, in `now`; return those that were not what was saved before it."
-    old = then.tensors
-    moved = [k for k in buffers & now.tensors.keys() & old.keys() & early.tensors.keys()
-             if now.tensors[k].digest not in (old[k].digest, early.tensors[k].digest)]
-    now.tensors.update({k: old[k] for k in moved})
-    return sorted(k for k in moved if early.tensors[k].digest != old[k].digest)
-
-class _FirstStep:
-    "Settles a comparison at the first training forward, or, where the compiler took that, at the first update."
-    def __init__(self, watch: "ResumeWatch | None" = None): self.watch = weakref.ref(watch) if watch else lambda: None
-
-    def __call__(self, owner: nn.Module | torch.optim.Optimizer, *given):
-        if torch.compiler.is_compiling(): return
-        watch, at_update = self.watch(), isinstance(owner, torch.optim.Optimizer)
-        if watch is not None and (at_update or owner.training and torch.is_grad_enabled()): watch.settle(at_update)
-
-    def __reduce__(self): return _FirstStep, () # a copy of the network waits for nothing
-
-    def register_on(self, parts: Iterable[object]) -> list[Any]: # handles
-        "Wait at every module of the networks, since a loop may call any of them, and at the optimizers."
-        parts = list(parts)
-        modules = {id(m): m for obj in parts if isinstance(obj, nn.Module) for m in obj.modules()}.values()
-        return [*(m.register_forward_pre_hook(self) for m in modules if not isinstance(m, torch.jit.ScriptModule)),
-                *(o.register_step_pre_hook(self) for o in parts if isinstance(o, torch.optim.Optimizer))]
-
 class ResumeWatch:
     "Compares a run that goes on with what was saved, before its first step."
     def __init__(
@@ -426,3 +406,31 @@ class ResumeWatch:
 
     @property
     def _has_streams(self) -> bool: return any(isinstance(v, RandomStreams) for v in self._parts.values())
+
+# %% ../../nbs/guard/14_resume.ipynb #ceba961d
+class _FirstStep:
+    "Settles a comparison at the first training forward, or, where the compiler took that, at the first update."
+    def __init__(self, watch: "ResumeWatch | None" = None): self.watch = weakref.ref(watch) if watch else lambda: None
+
+    def __call__(self, owner: nn.Module | torch.optim.Optimizer, *given):
+        if torch.compiler.is_compiling(): return
+        watch, at_update = self.watch(), isinstance(owner, torch.optim.Optimizer)
+        if watch is not None and (at_update or owner.training and torch.is_grad_enabled()): watch.settle(at_update)
+
+    def __reduce__(self): return _FirstStep, () # a copy of the network waits for nothing
+
+    def register_on(self, parts: Iterable[object]) -> list[Any]: # handles
+        "Wait at every module of the networks, since a loop may call any of them, and at the optimizers."
+        parts = list(parts)
+        modules = {id(m): m for obj in parts if isinstance(obj, nn.Module) for m in obj.modules()}.values()
+        return [*(m.register_forward_pre_hook(self) for m in modules if not isinstance(m, torch.jit.ScriptModule)),
+                *(o.register_step_pre_hook(self) for o in parts if isinstance(o, torch.optim.Optimizer))]
+
+# %% ../../nbs/guard/14_resume.ipynb #5df203d4
+def _excuse_forward(now: PartProof, then: PartProof, early: PartProof, buffers: set[str]) -> list[str]:
+    "Let buffers that a forward has moved pass, in `now`; return those that were not what was saved before it."
+    old = then.tensors
+    moved = [k for k in buffers & now.tensors.keys() & old.keys() & early.tensors.keys()
+             if now.tensors[k].digest not in (old[k].digest, early.tensors[k].digest)]
+    now.tensors.update({k: old[k] for k in moved})
+    return sorted(k for k in moved if early.tensors[k].digest != old[k].digest)

@@ -626,8 +626,6 @@ def _is_finite(t: Tensor) -> bool:
     return bool(torch.linalg.vector_norm(t).isfinite()) or bool(t.isfinite().all())
 
 # %% ../../nbs/guard/12_snapshots.ipynb #a8a47abd
-#| code-fold: true
-#| code-summary: "Names of parts, the live state, and its versions"
 StateKey = tuple[str, str] # a tensor: name of its part, path in it
 _Bank = dict[StateKey, Tensor]
 Agree = Callable[[list[bool], list[float]], tuple[list[bool], bool]] # flags, numbers
@@ -678,6 +676,17 @@ def read_parts(
     laned = {k for k, t in tensors.items() if parts[k[0]].laned and has_lanes(t, n)}
     return LiveState(tensors, laned, rest, sparse, shards)
 
+def _key(text: str) -> StateKey:
+    part, path = text.split("|", 1)
+    return part, path
+
+# %% ../../nbs/guard/12_snapshots.ipynb #ee534546
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]): # target on the host, source anywhere
+    "Copy many tensors, and wait for those that come from a GPU."
+    for to, t in pairs: to.copy_(t, non_blocking=True)
+    for device in {t.device for _, t in pairs if t.is_cuda}: torch.cuda.current_stream(device).synchronize()
+
+# %% ../../nbs/guard/12_snapshots.ipynb #0a03345a
 def _shard(t) -> Tensor:
     "Return this process's part of a tensor, in the same memory."
     mine = t.to_local()
@@ -689,46 +698,7 @@ def _spread(mine: Tensor, like) -> Tensor:
     return type(like).from_local(mine.to(device), like.device_mesh, like.placements, run_check=False,
                                  shape=like.shape, stride=like.stride())
 
-def _kind(obj) -> str:
-    "Return what a part is called that came without a name."
-    kinds = ((nn.Module, "model"), (torch.optim.Optimizer, "optimizer"),
-             (torch.optim.lr_scheduler.LRScheduler, "scheduler"), (torch.amp.GradScaler, "scaler"))
-    return next((name for kind, name in kinds if isinstance(obj, kind)), type(obj).__name__.lower())
-
-def _unwrapped(obj):
-    "Return what a wrapper of a framework wraps: an optimizer in `.optimizer`, a scheduler in `.scheduler`."
-    inner = getattr(obj, "optimizer" if isinstance(obj, torch.optim.Optimizer) else "scheduler", None)
-    return inner if isinstance(inner, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler) else obj
-
-def _has_state(obj) -> bool: return hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")
-
-def _members(obj) -> list:
-    "Return what is in a list, a tuple or a dictionary."
-    if isinstance(obj, dict): return list(obj.values())
-    return list(obj) if isinstance(obj, (list, tuple)) else []
-
-def _spread_out(parts: Sequence, named: Mapping[str, object]) -> tuple[list, dict[str, object]]:
-    "Return parts and named parts, those inside of lists and dictionaries one by one."
-    flat: list = []
-    for obj in parts:
-        inside = _members(obj)
-        if not any(map(_has_state, inside)): flat.append(obj)
-        elif isinstance(obj, dict): named = {**named, **obj}
-        else: flat += inside
-    for name, obj in named.items():
-        held = [type(x).__name__ for x in _members(obj) if _has_state(x)]
-        check(not held, name, f"a {type(obj).__name__} of {', '.join(held)}", "one part a name, or parts without names")
-    return flat, dict(named)
-
-def _with_inner(parts: Sequence) -> list:
-    "Return parts, wrappers taken off, and the optimizers that live inside other optimizers."
-    out = [_unwrapped(obj) for obj in parts]
-    for obj in list(out):
-        if not isinstance(obj, torch.optim.Optimizer): continue
-        inner = [v for v in vars(obj).values() if isinstance(v, torch.optim.Optimizer)]
-        out += [v for v in inner if not any(v is o for o in out)]
-    return out
-
+# %% ../../nbs/guard/12_snapshots.ipynb #62a739ad
 def _name_parts(parts: Sequence, named: Mapping[str, object], streams: bool) -> dict[str, object]:
     "Return all objects by name: `model`, `model2`, ... by kind, then the named ones, then the random streams."
     parts, named = _spread_out(parts, named)
@@ -748,6 +718,49 @@ def _name_parts(parts: Sequence, named: Mapping[str, object], streams: bool) -> 
     check(len(objects) > 0, "parts", parts, "at least one object with state")
     return objects
 
+def _kind(obj) -> str:
+    "Return what a part is called that came without a name."
+    kinds = ((nn.Module, "model"), (torch.optim.Optimizer, "optimizer"),
+             (torch.optim.lr_scheduler.LRScheduler, "scheduler"), (torch.amp.GradScaler, "scaler"))
+    return next((name for kind, name in kinds if isinstance(obj, kind)), type(obj).__name__.lower())
+
+# %% ../../nbs/guard/12_snapshots.ipynb #76edbc40
+def _spread_out(parts: Sequence, named: Mapping[str, object]) -> tuple[list, dict[str, object]]:
+    "Return parts and named parts, those inside of lists and dictionaries one by one."
+    flat: list = []
+    for obj in parts:
+        inside = _members(obj)
+        if not any(map(_has_state, inside)): flat.append(obj)
+        elif isinstance(obj, dict): named = {**named, **obj}
+        else: flat += inside
+    for name, obj in named.items():
+        held = [type(x).__name__ for x in _members(obj) if _has_state(x)]
+        check(not held, name, f"a {type(obj).__name__} of {', '.join(held)}", "one part a name, or parts without names")
+    return flat, dict(named)
+
+def _members(obj) -> list:
+    "Return what is in a list, a tuple or a dictionary."
+    if isinstance(obj, dict): return list(obj.values())
+    return list(obj) if isinstance(obj, (list, tuple)) else []
+
+def _has_state(obj) -> bool: return hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")
+
+# %% ../../nbs/guard/12_snapshots.ipynb #234afbf3
+def _with_inner(parts: Sequence) -> list:
+    "Return parts, wrappers taken off, and the optimizers that live inside other optimizers."
+    out = [_unwrapped(obj) for obj in parts]
+    for obj in list(out):
+        if not isinstance(obj, torch.optim.Optimizer): continue
+        inner = [v for v in vars(obj).values() if isinstance(v, torch.optim.Optimizer)]
+        out += [v for v in inner if not any(v is o for o in out)]
+    return out
+
+def _unwrapped(obj):
+    "Return what a wrapper of a framework wraps: an optimizer in `.optimizer`, a scheduler in `.scheduler`."
+    inner = getattr(obj, "optimizer" if isinstance(obj, torch.optim.Optimizer) else "scheduler", None)
+    return inner if isinstance(inner, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler) else obj
+
+# %% ../../nbs/guard/12_snapshots.ipynb #97bb8a67
 def _lane_numbers(lanes: Sequence[int] | None, n: int) -> list[int]:
     "Return lane numbers in order, all of them for None."
     if lanes is None: return list(range(n))
@@ -758,15 +771,6 @@ def _step_of(step: int | Sequence[int] | None, pointer: int | None = None, n: in
     "Return the caller's step of one lane; of all together (pointer None or n) it is the latest."
     if step is None or isinstance(step, int): return step
     return int(step[pointer] if pointer is not None and n > 1 and pointer < n else max(step))
-
-def _key(text: str) -> StateKey:
-    part, path = text.split("|", 1)
-    return part, path
-
-def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]): # target on the host, source anywhere
-    "Copy many tensors, and wait for those that come from a GPU."
-    for to, t in pairs: to.copy_(t, non_blocking=True)
-    for device in {t.device for _, t in pairs if t.is_cuda}: torch.cuda.current_stream(device).synchronize()
 
 # %% ../../nbs/guard/12_snapshots.ipynb #abdb35d3
 #| code-fold: true
@@ -799,11 +803,46 @@ def _stay(part: AnyPart, rest: Any, get) -> tuple[Any, Any, list[str]]: # rest a
     state = [(p, packed) for p, packed in rest["state"] if id(p) in there]
     return dict(groups=now["groups"], state=state), look, differs
 
-# %% ../../nbs/guard/12_snapshots.ipynb #80add52b
-#| code-fold: true
-#| code-summary: "Whether all of a state is finite"
+# %% ../../nbs/guard/12_snapshots.ipynb #850b0550
+def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[StateKey],
+         known: Sequence[bool] | None = None) -> tuple[list[StateKey], list[int]]: # known: of each tensor, finite
+    "Non-finite tensors, and the lanes that own them; a shared one condemns every lane."
+    bad_sparse = [k for k, t in live.sparse.items() if not t.coalesce().values().isfinite().all()]
+    if bad_sparse: return bad_sparse, list(range(n))
+    keys = [k for k, t in live.tensors.items()
+            if _may_be_infinite(t) and k not in masks and getattr(parts[k[0]].obj, "vetted", True)]
+    sure = dict(zip(live.tensors, known)) if known else dict(zip(keys, _finite([live.tensors[k] for k in keys])))
+    bad = [k for k in keys if not sure[k]]
+    bad += [k for k in masks & live.tensors.keys() if live.tensors[k].isnan().any()]
+    lanes: set[int] = set()
+    for k in bad:
+        if k not in live.laned: return bad, list(range(n))
+        fine = torch.isfinite(by_lane(live.tensors[k], n)).flatten(1).all(1)
+        lanes |= set((~fine).nonzero().flatten().tolist())
+    return bad, sorted(lanes)
+
+def _masks(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
+    "Buffers of modules that are infinite by design."
+    found = set()
+    for k, t in live.tensors.items():
+        if not isinstance(parts[k[0]], ModulePart) or not t.is_floating_point(): continue
+        if isinstance(live.rest[k[0]]["named"].get(k[1]), nn.Parameter): continue
+        if torch.isinf(t).any() and not torch.isnan(t).any(): found.add(k)
+    return found
+
+def _finite(tensors: Sequence[Tensor]) -> list[bool]:
+    "One flag per tensor: no NaN and no infinity in it."
+    sure: dict[torch.device, bool] = {}
+    for device in {t.device for t in tensors}:
+        here = [t for t in tensors if t.device == device]
+        sure[device] = get_total_norm([_real(t) for t in here]).isfinite().item()
+    return [sure[t.device] or t.isfinite().all().item() for t in tensors]   # a norm may also overflow
+
 def _real(t: Tensor) -> Tensor: return torch.view_as_real(t) if t.is_complex() else t
 
+def _may_be_infinite(t: Tensor) -> bool: return (t.is_floating_point() or t.is_complex()) and t.numel() > 0
+
+# %% ../../nbs/guard/12_snapshots.ipynb #4bc3d7c4
 _PIECE = 2**22 # bytes that are still in a cache of the processor when they have been copied
 
 def _copy_and_check(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]: # target, source; both on the host
@@ -826,59 +865,24 @@ def _copy_and_check(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]: # tar
     for i, ok in zip(owners, sums): fine[i] &= ok
     return [ok or bool(to.isfinite().all()) for ok, (to, _) in zip(fine, pairs)]   # a sum may also overflow
 
-def _may_be_infinite(t: Tensor) -> bool: return (t.is_floating_point() or t.is_complex()) and t.numel() > 0
-
 def _pieces(to: Tensor, t: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     "Return parts of a target and of its source that fit into the cache."
     if t.nbytes <= _PIECE or not (to.is_contiguous() and t.is_contiguous()): return [(to, t)]
     count = _PIECE // t.element_size()
     return zip(to.view(-1).split(count), t.view(-1).split(count))
 
-def _finite(tensors: Sequence[Tensor]) -> list[bool]:
-    "One flag per tensor: no NaN and no infinity in it."
-    sure: dict[torch.device, bool] = {}
-    for device in {t.device for t in tensors}:
-        here = [t for t in tensors if t.device == device]
-        sure[device] = get_total_norm([_real(t) for t in here]).isfinite().item()
-    return [sure[t.device] or t.isfinite().all().item() for t in tensors]   # a norm may also overflow
-
-def _masks(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
-    "Buffers of modules that are infinite by design."
-    found = set()
-    for k, t in live.tensors.items():
-        if not isinstance(parts[k[0]], ModulePart) or not t.is_floating_point(): continue
-        if isinstance(live.rest[k[0]]["named"].get(k[1]), nn.Parameter): continue
-        if torch.isinf(t).any() and not torch.isnan(t).any(): found.add(k)
-    return found
-
-def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[StateKey],
-         known: Sequence[bool] | None = None) -> tuple[list[StateKey], list[int]]: # known: of each tensor, finite
-    "Non-finite tensors, and the lanes that own them; a shared one condemns every lane."
-    bad_sparse = [k for k, t in live.sparse.items() if not t.coalesce().values().isfinite().all()]
-    if bad_sparse: return bad_sparse, list(range(n))
-    keys = [k for k, t in live.tensors.items()
-            if _may_be_infinite(t) and k not in masks and getattr(parts[k[0]].obj, "vetted", True)]
-    sure = dict(zip(live.tensors, known)) if known else dict(zip(keys, _finite([live.tensors[k] for k in keys])))
-    bad = [k for k in keys if not sure[k]]
-    bad += [k for k in masks & live.tensors.keys() if live.tensors[k].isnan().any()]
-    lanes: set[int] = set()
-    for k in bad:
-        if k not in live.laned: return bad, list(range(n))
-        fine = torch.isfinite(by_lane(live.tensors[k], n)).flatten(1).all(1)
-        lanes |= set((~fine).nonzero().flatten().tolist())
-    return bad, sorted(lanes)
-
-def _weights(live: LiveState) -> list[tuple[StateKey, Tensor]]:
-    "Return the parameters of all modules."
-    return [(k, t) for k, t in live.tensors.items() if isinstance(
-        live.rest[k[0]].get("named", {}).get(k[1]) if isinstance(live.rest[k[0]], dict) else None, nn.Parameter)]
-
+# %% ../../nbs/guard/12_snapshots.ipynb #1ed7a820
 def _weights_of(live: LiveState) -> float:
     "Return a number that differs if a bit of a weight does: the sum of all weights, read as whole numbers."
     params = [t for _, t in _weights(live)]
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [t.contiguous().view(words[t.element_size()]).sum(dtype=torch.int64) for t in params if not t.is_complex()]
     return float(sum(int(s) * (2 * i + 1) for i, s in enumerate(sums)) % 2**52)
+
+def _weights(live: LiveState) -> list[tuple[StateKey, Tensor]]:
+    "Return the parameters of all modules."
+    return [(k, t) for k, t in live.tensors.items() if isinstance(
+        live.rest[k[0]].get("named", {}).get(k[1]) if isinstance(live.rest[k[0]], dict) else None, nn.Parameter)]
 
 # %% ../../nbs/guard/12_snapshots.ipynb #cc2aba9d
 #| code-fold: true
@@ -897,7 +901,8 @@ def _same(a, b) -> bool:
 def _gap(a: Tensor | None, b: Tensor | None) -> float:
     "Largest |a - b|; infinite where one of them is missing or has another shape."
     if a is None or b is None or not same_layout(a, b): return float("inf")
-    a = a.detach().cpu()
+    if a.is_sparse and b.is_sparse: a, b = a.to_dense(), b.to_dense()
+    a, b = a.detach().cpu(), b.cpu()
     if a.numel() == 0 or torch.equal(a, b): return 0.
     gap = (a.double() - b.double()).abs()
     return torch.where(a.isnan() & b.isnan(), 0., gap).nan_to_num(nan=float("inf")).max().item()
@@ -914,5 +919,8 @@ def _differences(live: LiveState, n: int, pointer: int, version: StateVersion | 
         gap = _gap(t, saved)
         if gap: out[".".join(k)] = gap
     if shared and version is not None:
+        for k in live.sparse.keys() | version.sparse.keys():
+            gap = _gap(live.sparse.get(k), version.sparse.get(k))
+            if gap: out[".".join(k)] = gap
         out |= {name: float("inf") for name in live.rest if not _same(version.rest.get(name), live.rest[name])}
     return out

@@ -9,7 +9,7 @@ from .comparison import (METERS as METERS, PlayResult as PlayResult, PracticeUpd
     comparison_text as comparison_text, align_columns as align_columns)
 from .engines import (Callback as Callback, Make as Make, ENGINES as ENGINES, Engine as Engine,
     WorkerLost as WorkerLost, Worker as Worker, LocalWorker as LocalWorker, ProcessWorker as ProcessWorker,
-    start_ray as start_ray, core_share as core_share, RayWorker as RayWorker, check_engine as check_engine,
+    core_share as core_share, start_ray as start_ray, RayWorker as RayWorker, check_engine as check_engine,
     new_worker as new_worker, work_off as work_off, FaultTolerance as FaultTolerance, Supervisor as Supervisor)
 from .exports import (SUFFIXES as SUFFIXES, GrownLanes as GrownLanes, regrow as regrow, lane_example as lane_example,
     raw_example as raw_example, RawInput as RawInput, input_facts as input_facts, used_columns as used_columns,
@@ -46,8 +46,8 @@ from .report import (DOCS as DOCS, write_report as write_report, report_html as 
     moment_text as moment_text, read_run as read_run, best_text as best_text, picture_html as picture_html,
     table_html as table_html, records_html as records_html, doc_link as doc_link, settings_html as settings_html,
     beside_html as beside_html, page_html as page_html, RunPage as RunPage)
-from .runs import (Makers as Makers, More as More, check_faults as check_faults, begin_run as begin_run,
-    open_run as open_run, response_lines as response_lines, training_env as training_env, Run as Run)
+from .runs import (Makers as Makers, More as More, begin_run as begin_run, check_faults as check_faults,
+    open_run as open_run, Run as Run, training_env as training_env, response_lines as response_lines)
 from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs, ShardFacts as ShardFacts,
     ShardStep as ShardStep, number_lanes as number_lanes, LaneShard as LaneShard, join_infos as join_infos,
     join_steps as join_steps, join_shards as join_shards)

@@ -68,16 +68,6 @@ def standing(
     "Classify the interval of a difference: above 0, below 0, or level if it includes 0."
     return "above" if ahead.low > 0 else "below" if ahead.high < 0 else "level"
 
-def _interval_text(i: Interval, form: str) -> str:
-    "Format a mean, with its interval if the interval exists."
-    return f"{i.mean:{form}}" + ("" if math.isnan(i.low) else f" [{i.low:{form}}, {i.high:{form}}]")
-
-def _beside(ahead: Interval) -> str: return standing(ahead).replace("level", "level with")
-
-_called = {"random-legal": "random actions", "wait-only": "waiting", "heuristic": "the heuristic",
-           "constant": "the best constant timetable", "fixed schedule": "the best fixed schedule",
-           "oracle": "the oracle", "threshold": "one threshold"}
-
 # %% ../../nbs/run/85_comparison.ipynb #24f09558
 class Comparison(NamedTuple):
     """Results of several controllers on the same seeds.
@@ -284,36 +274,6 @@ class Comparison(NamedTuple):
         "Read a comparison that `save` wrote."
         return cls.from_dict(read_json(path))
 
-def _plain(value: Any) -> Any:
-    "Return a value with lists for tuples, and None for numbers that are not finite."
-    if isinstance(value, Mapping): return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)): return [_plain(v) for v in value]
-    return finite_or_none(value) if isinstance(value, float) else value
-
-def _read_record(
-    kind: Any, # a named tuple
-    found: Any, # its fields by name, or in order
-) -> Any:
-    "Build a named tuple from values of a file, checking each value's type."
-    if isinstance(found, list): found = dict(zip(kind._fields, found))
-    hints = get_type_hints(kind)
-    check(isinstance(found, dict) and found.keys() <= hints.keys(), kind.__name__, found, "fields of it by name")
-    return kind(**{k: _read_field(k, v, hints[k]) for k, v in found.items()})
-
-def _read_field(name: str, value: Any, hint: Any) -> Any:
-    "Convert a value of a file to the type of its hint, or raise `ValueError`."
-    of = get_args(hint)
-    if get_origin(hint) is tuple:
-        check(isinstance(value, list), name, value, "a list")
-        return tuple(_read_field(name, v, of[0]) for v in value)
-    if get_origin(hint) is dict:
-        check(isinstance(value, dict), name, value, "values by name")
-        return {k: _read_field(name, v, of[1]) for k, v in value.items()}
-    if hint is float and value is None: return math.nan
-    check_type(name, value, hint)
-    if not isinstance(value, str | None): check(abs(value) < 2**63, name, value, "a number of 64 bits")
-    return value
-
 # %% ../../nbs/run/85_comparison.ipynb #86729ae2
 _columns = dict( # mean per lane -> title, form
     rollbacks=("rollbacks", ".2f"), fossils=("fossils", ".2f"), parameters=("parameters", ",.0f"),
@@ -346,3 +306,44 @@ def align_columns(
     wide = [max(map(len, column)) for column in zip(*lines)]
     return ["  ".join([line[0].ljust(wide[0]), *(v.rjust(w) for v, w in zip(line[1:], wide[1:]))]).rstrip()
             for line in lines]
+
+def _interval_text(i: Interval, form: str) -> str:
+    "Format a mean, with its interval if the interval exists."
+    return f"{i.mean:{form}}" + ("" if math.isnan(i.low) else f" [{i.low:{form}}, {i.high:{form}}]")
+
+def _beside(ahead: Interval) -> str: return standing(ahead).replace("level", "level with")
+
+_called = {"random-legal": "random actions", "wait-only": "waiting", "heuristic": "the heuristic",
+           "constant": "the best constant timetable", "fixed schedule": "the best fixed schedule",
+           "oracle": "the oracle", "threshold": "one threshold"}
+
+# %% ../../nbs/run/85_comparison.ipynb #dbe6c927
+def _plain(value: Any) -> Any:
+    "Return a value with lists for tuples, and None for numbers that are not finite."
+    if isinstance(value, Mapping): return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)): return [_plain(v) for v in value]
+    return finite_or_none(value) if isinstance(value, float) else value
+
+def _read_record(
+    kind: Any, # a named tuple
+    found: Any, # its fields by name, or in order
+) -> Any:
+    "Build a named tuple from values of a file, checking each value's type."
+    if isinstance(found, list): found = dict(zip(kind._fields, found))
+    hints = get_type_hints(kind)
+    check(isinstance(found, dict) and found.keys() <= hints.keys(), kind.__name__, found, "fields of it by name")
+    return kind(**{k: _read_field(k, v, hints[k]) for k, v in found.items()})
+
+def _read_field(name: str, value: Any, hint: Any) -> Any:
+    "Convert a value of a file to the type of its hint, or raise `ValueError`."
+    of = get_args(hint)
+    if get_origin(hint) is tuple:
+        check(isinstance(value, list), name, value, "a list")
+        return tuple(_read_field(name, v, of[0]) for v in value)
+    if get_origin(hint) is dict:
+        check(isinstance(value, dict), name, value, "values by name")
+        return {k: _read_field(name, v, of[1]) for k, v in value.items()}
+    if hint is float and value is None: return math.nan
+    check_type(name, value, hint)
+    if not isinstance(value, str | None): check(abs(value) < 2**63, name, value, "a number of 64 bits")
+    return value

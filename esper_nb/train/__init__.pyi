@@ -54,17 +54,17 @@ from .population import (Forecaster as Forecaster, SMALL_GROUP as SMALL_GROUP, M
     sum_and_best as sum_and_best, undone_germination as undone_germination, kept_history as kept_history)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
-from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, HALF as HALF, MANY as MANY,
-    SIGNS as SIGNS, DAYS as DAYS, FENCE as FENCE, SLIPS as SLIPS, CODED as CODED, MIDDLES as MIDDLES,
-    MOST_WORDS as MOST_WORDS, MOST_LINES as MOST_LINES, Table as Table, read_frame as read_frame, Column as Column,
-    columns_of as columns_of, as_numbers as as_numbers, as_days as as_days, listed as listed,
+from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, HALF as HALF,
+    MANY as MANY, SIGNS as SIGNS, MOST_LINES as MOST_LINES, FENCE as FENCE, SLIPS as SLIPS, MIDDLES as MIDDLES,
+    CODED as CODED, MOST_WORDS as MOST_WORDS, Table as Table, read_frame as read_frame, Column as Column,
+    columns_of as columns_of, as_days as as_days, as_numbers as as_numbers, listed as listed,
     Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
     accuracy_pp as accuracy_pp, check_fit as check_fit, Task as Task, register_task as register_task,
-    list_tasks as list_tasks, get_task as get_task, task_from_folder as task_from_folder,
-    task_from_table as task_from_table, task_from_arrays as task_from_arrays, task_from_dataset as task_from_dataset,
-    task_from_text as task_from_text, task_words as task_words, task_from_path as task_from_path,
+    list_tasks as list_tasks, get_task as get_task, task_from_arrays as task_from_arrays,
+    task_from_dataset as task_from_dataset, task_from_folder as task_from_folder, task_from_table as task_from_table,
+    task_from_text as task_from_text, task_from_path as task_from_path, task_words as task_words,
     create_model as create_model)
 from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
     StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,

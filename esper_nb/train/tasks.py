@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FEW_CLASSES', 'SOURCES', 'split_lanes', 'lane_cross_entropy', 'class_counts', 'correct_counts', 'accuracy_pp',
-           'check_fit', 'Task', 'register_task', 'list_tasks', 'get_task', 'task_from_folder', 'task_from_table',
-           'task_from_arrays', 'task_from_dataset', 'task_from_text', 'task_words', 'task_from_path', 'create_model']
+           'check_fit', 'Task', 'register_task', 'list_tasks', 'get_task', 'task_from_arrays', 'task_from_dataset',
+           'task_from_folder', 'task_from_table', 'task_from_text', 'task_from_path', 'task_words', 'create_model']
 
 # %% ../../nbs/train/35_tasks.ipynb #61ee899e
 import difflib, fnmatch, re
@@ -309,7 +309,59 @@ def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict
 def _example_task(name: str, source: str, settings: dict) -> Task:
     return _new_task(name, source, load_own(source), settings)
 
-# %% ../../nbs/train/35_tasks.ipynb #7d2b4b63
+# %% ../../nbs/train/35_tasks.ipynb #6cf7a3fe
+def task_from_arrays(
+    x, # (N, C) rows, a table of pandas, or (N, H, W), (N, H, W, C) or (N, C, H, W) pictures: bytes, or any floats
+    y, # (N,) labels of any kind; of other targets (N,) or (N, K) numbers
+    name: str = "arrays", # of the task; using the name again replaces the arrays
+    target: str = "classes", # "classes", "values" or "labels"
+    groups=None, # (N,) of any kind: examples of one group stay in one part
+    **settings, # of the task, such as lr=.02
+) -> Task: # exists until the process ends
+    """Create a task from arrays or tensors, which are copied, or a pandas DataFrame.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit, a number is not finite, or a class has fewer than three examples.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from esper_nb import task_from_arrays
+    >>> x = np.random.default_rng(0).normal(size=(60, 5))
+    >>> task = task_from_arrays(x, x[:, 0] > 0, name="signs")
+    >>> task.classes, task.load().shape # a row is a picture of one pixel with five channels
+    (2, (5, 1, 1))
+    """
+    return _example_task(name, keep_arrays(name, from_arrays(x, y, name, target, groups)), settings)
+
+# %% ../../nbs/train/35_tasks.ipynb #34300da0
+def task_from_dataset(
+    dataset, # `len(dataset)`, and `dataset[i]` is (picture or numbers, label), or K numbers in place of the label
+    name: str = "dataset", # of the task
+    target: str = "classes", # "classes", "values" or "labels"
+    groups=None, # (N,) of any kind: examples of one group stay in one part
+    **settings, # of the task, such as lr=.02
+) -> Task: # exists until the process ends
+    """Create a task from a map-style dataset, read into memory once.
+
+    Raises
+    ------
+    ValueError
+        If an example cannot be read, or differs in shape from the first; the message names its number.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from esper_nb import task_from_dataset
+    >>> pictures = [(torch.full((1, 8, 8), float(i)), i % 2) for i in range(20)]
+    >>> task_from_dataset(pictures, name="bright").load().shape
+    (1, 8, 8)
+    """
+    return _example_task(name, keep_arrays(name, from_dataset(dataset, name, target, groups)), settings)
+
+# %% ../../nbs/train/35_tasks.ipynb #0c7f34cb
 def task_from_folder(
     path: str | Path, # with one folder of pictures for each class
     size: int | None = None, # side in pixels to which all are cut and scaled; None: all have one size already
@@ -343,6 +395,7 @@ def task_from_folder(
     source = keep_read("folder", path, read_folder(path, size), size=size, pad=pad, flip=int(flip))
     return _example_task(settings.pop("name", Path(path).resolve().name), source, settings)
 
+# %% ../../nbs/train/35_tasks.ipynb #cada5266
 def task_from_table(
     path: str | Path, # a CSV file with a header, or a Parquet file
     label: str | Sequence[str] | None = None, # column of classes, or columns of other targets; default the last
@@ -377,56 +430,7 @@ def task_from_table(
                        columns=columns, target=kind, groups=groups)
     return _example_task(settings.pop("name", Path(path).stem), source, settings)
 
-def task_from_arrays(
-    x, # (N, C) rows, a table of pandas, or (N, H, W), (N, H, W, C) or (N, C, H, W) pictures: bytes, or any floats
-    y, # (N,) labels of any kind; of other targets (N,) or (N, K) numbers
-    name: str = "arrays", # of the task; using the name again replaces the arrays
-    target: str = "classes", # "classes", "values" or "labels"
-    groups=None, # (N,) of any kind: examples of one group stay in one part
-    **settings, # of the task, such as lr=.02
-) -> Task: # exists until the process ends
-    """Create a task from arrays or tensors, which are copied, or a pandas DataFrame.
-
-    Raises
-    ------
-    ValueError
-        If the shapes do not fit, a number is not finite, or a class has fewer than three examples.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from esper_nb import task_from_arrays
-    >>> x = np.random.default_rng(0).normal(size=(60, 5))
-    >>> task = task_from_arrays(x, x[:, 0] > 0, name="signs")
-    >>> task.classes, task.load().shape # a row is a picture of one pixel with five channels
-    (2, (5, 1, 1))
-    """
-    return _example_task(name, keep_arrays(name, from_arrays(x, y, name, target, groups)), settings)
-
-def task_from_dataset(
-    dataset, # `len(dataset)`, and `dataset[i]` is (picture or numbers, label), or K numbers in place of the label
-    name: str = "dataset", # of the task
-    target: str = "classes", # "classes", "values" or "labels"
-    groups=None, # (N,) of any kind: examples of one group stay in one part
-    **settings, # of the task, such as lr=.02
-) -> Task: # exists until the process ends
-    """Create a task from a map-style dataset, read into memory once.
-
-    Raises
-    ------
-    ValueError
-        If an example cannot be read, or differs in shape from the first; the message names its number.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from esper_nb import task_from_dataset
-    >>> pictures = [(torch.full((1, 8, 8), float(i)), i % 2) for i in range(20)]
-    >>> task_from_dataset(pictures, name="bright").load().shape
-    (1, 8, 8)
-    """
-    return _example_task(name, keep_arrays(name, from_dataset(dataset, name, target, groups)), settings)
-
+# %% ../../nbs/train/35_tasks.ipynb #57ca613d
 def task_from_text(
     path: str | Path, # a text in UTF-8
     block: int = 64, # window length in bytes
@@ -452,6 +456,13 @@ def task_from_text(
     source, name = own_source("text", path, digest=text_digest(path, block)), settings.pop("name", Path(path).stem)
     return _new_task(name, source, load_own(source, block=block), settings)
 
+# %% ../../nbs/train/35_tasks.ipynb #1ef9b76f
+def task_from_path(path: str | Path, **settings) -> Task: # what a command line is given
+    "Create a task from a folder of images (32 pixels unless `size` is given), a table or a text."
+    kind = Path(path).suffix.lower()
+    if Path(path).is_dir(): return task_from_folder(path, settings.pop("size", 32), **settings)
+    return (task_from_table if kind in (".csv", ".tsv", ".parquet") else task_from_text)(path, **settings)
+
 def task_words(task: Task) -> list[str] | None: # task: of your own data; None: no command makes it
     "Return the options of the command line that make a task."
     words = source_words(task.data)
@@ -459,12 +470,6 @@ def task_words(task: Task) -> list[str] | None: # task: of your own data; None: 
     place = Path(words[1])
     made = _example_task(place.name if place.is_dir() else place.stem, task.data, {})
     return words if made == task else None
-
-def task_from_path(path: str | Path, **settings) -> Task: # what a command line is given
-    "Create a task from a folder of images (32 pixels unless `size` is given), a table or a text."
-    kind = Path(path).suffix.lower()
-    if Path(path).is_dir(): return task_from_folder(path, settings.pop("size", 32), **settings)
-    return (task_from_table if kind in (".csv", ".tsv", ".parquet") else task_from_text)(path, **settings)
 
 # %% ../../nbs/train/35_tasks.ipynb #42855cf5
 def create_model(
