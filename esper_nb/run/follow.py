@@ -96,7 +96,7 @@ class RunStatus:
         self.unbeaten = False # whether the run has finished, and no rule was above it: its alarms are not printed
         self.mean_return: float | None = None # of the latest update
         self.heldout: dict[int, float] = {} # lane -> score of its latest epoch
-        self.levels: dict[int, tuple[int, float]] = {} # lane that has not recovered -> epoch, and loss, before it failed
+        self.levels: dict[int, tuple[int, float]] = {} # unrecovered lane -> epoch of its failure, loss before
         self.spent = 0. # seconds of all updates or epochs
         self.latest = deque[float](maxlen=10) # seconds of each of the latest
 
@@ -119,13 +119,13 @@ class RunStatus:
         return []
 
     def _incident(self, row: Row, where: str) -> list[str]:
-        action, loss, cause = (row.get(f"governor.{k}") for k in ("action", "shown", "cause"))
+        action, cause, loss = row.get("governor.action"), row.get("governor.cause"), row.get("governor.shown")
         back, mean = row.get("governor.restored_step"), row.get("governor.mean")
         restored = action in ("rollback", "replay", "stop")
         self.rollbacks += restored
         if action in ("rollback", "replay") and isinstance(mean, float) and not self.learns:
             self.levels[row["lane"]] = row.get("epoch") or 0, mean
-        with suppress(ValueError, TypeError): loss = f"{float(loss):.4g}"
+        with suppress(ValueError): loss = f"{float(str(loss)):.4g}" # "nan" and "inf" stay as they are
         seen = f" (loss {loss})" * (loss != "none")
         to = f", back at step {back}" * (restored and back is not None)
         lines = [f"{'·' if action in NOTES else '✕'} {where}: {row.get('governor.reason')}{seen}, {action}{to}"]
