@@ -54,6 +54,11 @@ def number_labels(labels: Iterable) -> tuple[Tensor, tuple[str, ...]]: # (N,) in
     number = {v: i for i, v in enumerate(names)}
     return torch.tensor([number[v] for v in given], dtype=torch.int64), tuple(map(str, names))
 
+def _reads_as_number(name: str) -> bool:
+    try: float(name)
+    except ValueError: return False
+    return True
+
 def check_classes(source: str, e: Examples, least: int = 3) -> Examples: # least: one for each split
     "Raise for examples that cannot be classified or split."
     check(len(e.classes) > 1, f"classes of {source}", list(e.classes), "at least two: of one nothing can be learnt")
@@ -288,11 +293,6 @@ def from_frame(
     kept_rows = rows[torch.from_numpy(there)][:, None, None]
     return Examples(kept_rows, y, classes, tuple(kinds), of, tuple(notes))
 
-def _reads_as_number(name: str) -> bool:
-    try: float(name)
-    except ValueError: return False
-    return True
-
 def _numbers_of(source: str, answers: "pandas.DataFrame") -> Tensor: # (N, K) float64
     "Return the cells of targets, which must be numbers."
     values = np.stack([as_numbers(answers[k]) for k in answers], 1)
@@ -312,7 +312,8 @@ def _classes_of(
     if names.dtype == "float64" and (names % 1 == 0).all(): names = names.astype("int64")
     elif names.dtype == object: names = names.astype(str)
     if names.dtype not in ("int64", "float64", "bool"): names = names.astype(str).str.strip()
-    few = "a few classes; name their column by label=, or say target='values' if these are numbers"
+    few = ("a few classes; name their column (label=, --label), or say target='values' (--target values) if these are "
+           "numbers")
     count = names.nunique()
     check(count <= max(2, len(names) // 3), f"different values of {answers.name} in {source}", count, few)
     rare = names.map(names.value_counts()).to_numpy() < 3
