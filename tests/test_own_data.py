@@ -216,7 +216,7 @@ def test_what_is_asked_for_must_fit_the_data(tmp_path, capsys):
     ("--target labels --label price,big", "", "expected 0 or 1 only; for other numbers say target='values'"),
     ("--target labels --label big,more", "1,2,3,x,1", "row 41, column big='x'"),
     ("--label big,more", "", "column of"),
-    ("--label price", "", "say target='values' if these are numbers"),
+    ("--label price", "", "say target='values'"),
 ])
 def test_bad_targets_are_refused_by_name(words, line, found, tmp_path, capsys):
     place = write_targets(tmp_path/"prices.csv")
@@ -252,7 +252,7 @@ def test_constant_targets_are_refused_by_name(tmp_path):
                              (x[:, :, None], "values", "shape of the targets of arrays"),
                              (x % 3, "labels", r"values=\[2.0\], expected 0 or 1 only"), (x, "price", "one of classes"),
                              ([[1], [1, 0]] * 20, "labels", "cannot be read as numbers"),
-                             (x[:, 0], "classes", "say target='values' if these are numbers")):
+                             (x[:, 0], "classes", "say target='values'")):
         with pytest.raises(ValueError, match=words): task_from_arrays(x, y, target=target)
 
 

@@ -7,7 +7,7 @@ from PIL import Image
 
 from esper_nb.record import read_rows
 from esper_nb.run import main
-from esper_nb.train import read_folder, read_picture
+from esper_nb.train import picture_files, read_folder, read_picture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BARS = np.zeros((8, 8, 3), np.uint8) # red left, dark blue below
@@ -107,6 +107,15 @@ def test_pixels_without_a_meaning_on_a_screen_are_refused(tmp_path, capsys):
     said = refused(place, tmp_path/"runs", capsys, "--size", "8")
     assert "dim/0.tif" in said and "8 or 16 bits each" in said
 
+def test_what_windows_leaves_beside_pictures_is_no_class_of_them(tmp_path):
+    place = folder_of("palette", tmp_path/"pictures")
+    for name in ("Thumbs.db", "desktop.ini"): (place/"dim"/name).write_bytes(b"not a picture")
+    assert len(picture_files(place)) == 12
+
+def test_too_few_pictures_are_not_taken_for_numbers(tmp_path, capsys):
+    said = refused(folder_of("palette", tmp_path/"pictures", 1), tmp_path/"runs", capsys)
+    assert "at least 3 examples of each" in said and "values" not in said
+
 
 WORDS = "the quick brown fox jumps over the lazy dog. "
 TEXTS = {"one-line": (WORDS * 120).encode(), "lines": (WORDS + "\n").encode() * 120,
@@ -128,6 +137,7 @@ NO_TEXTS = {
     "latin-1": ((WORDS * 60 + "Füße. " + WORDS * 60).encode("latin-1"), "no text in UTF-8"),
     "empty": (b"", "expected at least 1280"),
     "short": (b"to be or not to be\n", "expected at least 1280"),
+    "one-byte": (b"a" * 5000, "of one nothing can be learnt"),
     "zeros": (bytes(5000), "looks like UTF-16, or is none")}
 
 @pytest.mark.parametrize("kind", NO_TEXTS)

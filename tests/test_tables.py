@@ -206,6 +206,14 @@ def test_words_days_gaps_and_truth_become_numbers(tmp_path):
     same = task_from_table(parquet, label="kind").load()
     assert all(torch.equal(same.x[k], v) for k, v in task.load().x.items())
 
+def test_rows_without_a_label_are_not_counted_among_the_words(tmp_path):
+    f = frame()
+    f["name"], f["hair"] = [f"n{i}" for i in range(90)], np.where(np.arange(90) % 2, "auburn, grey", "black")
+    f.loc[:6, "kind"] = None
+    notes = task_from_table(written(tmp_path/"t.csv", f), label="kind").notes
+    assert "name: 83 different words in 83 rows, hardly one twice: left out" in notes
+    assert "hair: 2 categories ('auburn, grey', black)" in notes, notes
+
 def test_a_word_that_training_has_not_seen_is_one_of_the_seldom_ones_or_none():
     codes = torch.tensor([0., 0, 0, 1, 1, 1, 2, 3] * 3, dtype=torch.float64)[:, None]
     common, rare = ([Column("w", "word", words)] for words in (("a", "b", "c", "d"), ("a", "b", "c", "d")))

@@ -12,12 +12,16 @@ from contextlib import contextmanager
 import pytest
 
 from esper_nb.record import RunFolder, encode_row, make_rows
+from esper_nb.run import main
 
 
 @pytest.fixture
 def run(tmp_path):
     "A run that has begun."
-    folder = RunFolder(tmp_path/"<mine>")
+    return begin(tmp_path/"<mine>")
+
+def begin(path):
+    folder = RunFolder(path)
     folder.path.mkdir()
     folder.write_config(dict(fit=dict(lanes=2), task=dict(name="digits")))
     write(folder, make_rows("run", dict(run=dict(event="started", epochs=5, batches=2))), epoch(0))
@@ -39,10 +43,10 @@ def write(folder, *several):
     with folder.rows_path.open("a") as file: file.writelines(encode_row(row) + "\n" for rows in several for row in rows)
 
 @contextmanager
-def served(folder, *more, end=signal.SIGINT):
+def served(folder, *more, beside=(), end=signal.SIGINT): # beside: folders laid over it
     "The address that the command prints, until it is interrupted."
     # a shell's background process ignores SIGINT, and so would its children
-    words = ["watch", str(folder.path), "--web", "--every", "0.1", *more]
+    words = ["watch", *(str(f.path) for f in (folder, *beside)), "--web", "--every", "0.1", *more]
     code = ("import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
             "from esper_nb.run import cli, report; report.picture_html = lambda draw, alt: ''; "
             f"sys.exit(cli.main({words!r}))") # pictures take most of the time
@@ -119,3 +123,21 @@ def test_the_network_may_ask_where_that_was_wanted(run):
         for host in (name, f"{name}.local", "192.168.1.7", "localhost"):
             assert get(here, Host=f"{host}:{port}")[0] == 200, host
         assert get(here, Host=f"{name}.elsewhere.example")[0] == 403
+
+def test_runs_are_laid_over_each_other(run, tmp_path):
+    other = begin(tmp_path/"other")
+    with served(run, beside=[other]) as address:
+        with events(address) as packets:
+            head = next(packets)["head"]
+            assert (head["lanes"], head["names"]) == (2, ["<mine>", "other"])
+            write(other, epoch(1), incident(1), epoch(2))
+            write(run, epoch(1), epoch(2))
+            assert "other, lane 1: non-finite" in until(packets, "non-finite")["html"]["log"]
+        assert "&lt;mine&gt;, other" in get(address)[2]
+        assert "Runs side by side" in get(place_of(address, "report"))[2]
+        for folder in (run, other): write(folder, make_rows("run", dict(run=dict(event="finished"))))
+        with events(address) as packets: until(packets, "✓ done")
+
+def test_several_runs_need_a_browser(run, tmp_path, capsys):
+    assert main(["watch", str(run.path), str(run.path)]) == 2
+    assert "--web" in capsys.readouterr().err

@@ -59,6 +59,7 @@ class Rollback(NamedTuple):
     level: float | None = None # median loss before
     recovered_at: float | None = None # None: not yet, or no losses to compare with
     seeds: tuple[str, ...] = () # slots whose seed it removed
+    cause: str | None = None # name of the proved cause; None: none was proved
 
     @property
     def resumed_at(self) -> float: # in an epoch judged as a whole, its end
@@ -97,7 +98,7 @@ def rollbacks(
             lane=g["lane"], at=g[by], reason=g["governor.reason"], action=g["governor.action"],
             shown=g.get("governor.shown") or "", loss=g.get("governor.loss"),
             compared=g.get("governor.compared") or "", restored_at=_restored_at(rows, g, by),
-            lost=g.get("governor.lost") if by == "step" else None)
+            lost=g.get("governor.lost") if by == "step" else None, cause=g.get("governor.cause"))
         xs, ys, name = curves[b.lane]
         level, recovered = _recovered(xs, ys, b.at, b.resumed_at, 5 if name == "batch.loss" else 1)
         taken = [r for r in pick_rows(rows, "seed", b.lane, epoch=g.get("epoch")) if r["seed.by"] == "governor"]

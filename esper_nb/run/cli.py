@@ -149,8 +149,10 @@ _changes = "override a setting, e.g. {}"
 def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> flags, keyword arguments of argparse
     "Return the options whose help needs no import of torch."
     return dict(
-        run=_option("run", help="folder of a run; `watch` follows one that another process still writes"),
+        run=_option("run", help="folder of a run"),
         runs=_option("runs", nargs="+", metavar="run", help="folder of a run; several are compared"),
+        watched=_option("runs", nargs="+", metavar="run", help="folder of a run, in progress or finished; with --web "
+                        "several, laid over each other"),
         json=_flag("--json", help="print JSON instead of text"),
         shell=_option("shell", choices=("bash", "zsh", "tcsh"), help="whose completion is printed"),
         updates=_option("--updates", type=int, help="policy updates in total"),
@@ -278,9 +280,12 @@ def _watch(args):
     from esper_nb.record import apprise_notify
     from esper_nb.run import watch_text
     every, notify = args.every or (1. if args.web else 2.), apprise_notify(args.notify) if args.notify else None
-    if not args.web: return watch_text(args.run, every, notify=notify)
+    one = len(args.runs) == 1
+    check(one or args.web, "run", " ".join(args.runs), "one run, or --web: a browser lays several over each other")
+    if not args.web: return watch_text(args.runs[0], every, notify=notify)
     from esper_nb.run import watch_web # with torch, which the text needs not
-    watch_web(args.run, every, args.port, args.address, "" if args.no_token else None, notify=notify)
+    token = "" if args.no_token else None
+    watch_web(args.runs[0] if one else args.runs, every, args.port, args.address, token, notify=notify)
 
 def _tasks(args):
     from esper_nb.run import load_all_installed, load_plugins
@@ -319,7 +324,7 @@ _commands = dict(
     resume=_Command(_resume, "run updates minutes engine shards imports trust log comparison "
                     "quiet",
                     "continue a run of train or fit exactly where it stopped"),
-    watch=_Command(_watch, "run every web port address no_token notify",
+    watch=_Command(_watch, "watched every web port address no_token notify",
                    "follow a run in a terminal or a browser"),
     status=_Command(_status, "run json", "print in one line how far a run is"),
     report=_Command(_report, "runs page json", "write one self-contained HTML page about a run, or about several"),

@@ -9,12 +9,13 @@ __all__ = ['about_time', 'watch_text', 'run_status', 'reading', 'RunStatus']
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from ..core import check, printable
+from ..guard.reports import NOTES # without torch, as all that is imported here
 from ..record import Notices, Notify, Row, RowReader, RunFolder
 from .comparison import Comparison
 
@@ -50,7 +51,8 @@ def watch_text(
                 for row in rows:
                     lines = list(map(printable, status.lines(row)))
                     for line in lines: say(line)
-                    if notices and live and lines and row["kind"] == "governor": notices.tell(name, lines[0])
+                    if notices and live and row["kind"] == "governor" and row.get("governor.action") not in NOTES:
+                        notices.tell(name, lines[0])
             if over or status.ended: break
             live = True
             time.sleep(every)
@@ -94,6 +96,7 @@ class RunStatus:
         self.unbeaten = False # whether the run has finished, and no rule was above it: its alarms are not printed
         self.mean_return: float | None = None # of the latest update
         self.heldout: dict[int, float] = {} # lane -> score of its latest epoch
+        self.levels: dict[int, tuple[int, float]] = {} # unrecovered lane -> epoch of its failure, loss before
         self.spent = 0. # seconds of all updates or epochs
         self.latest = deque[float](maxlen=10) # seconds of each of the latest
 
@@ -104,11 +107,8 @@ class RunStatus:
         if kind == "run" and not self.learns: self.total = row.get("run.epochs") or self.total
         if kind == "epoch" and row["lane"] is not None and row.get("heldout.accuracy_pp") is not None:
             self.heldout[row["lane"]] = row["heldout.accuracy_pp"]
-        if kind == "governor":
-            self.rollbacks += row.get("governor.action") in ("rollback", "replay", "stop")
-            loss = row.get("governor.shown")
-            seen = f" (loss {loss})" * (loss != "none")
-            return [f"✕ {where}: {row.get('governor.reason')}{seen}, {row.get('governor.action')}"]
+        if kind == "governor": return self._incident(row, where)
+        if row["lane"] in self.levels and (lines := self._recovery(row, where)): return lines
         if kind == "alarm" and row.get("alarm.level") != "note" and not self.unbeaten:
             return [f"! {row.get('alarm.level')}: {row.get('alarm.name')} ({row.get('alarm.metric')} "
                     f"{row.get('alarm.shown')})"]
@@ -117,6 +117,26 @@ class RunStatus:
         if kind == "epoch" and row["lane"] is None and not self.learns and row.get("epoch") is not None:
             return self._step(row["epoch"] + 1, row.get("seconds"))
         return []
+
+    def _incident(self, row: Row, where: str) -> list[str]:
+        action, cause, loss = row.get("governor.action"), row.get("governor.cause"), row.get("governor.shown")
+        back, mean = row.get("governor.restored_step"), row.get("governor.mean")
+        restored = action in ("rollback", "replay", "stop")
+        self.rollbacks += restored
+        if action in ("rollback", "replay") and isinstance(mean, float) and not self.learns:
+            self.levels[row["lane"]] = row.get("epoch") or 0, mean
+        with suppress(ValueError): loss = f"{float(str(loss)):.4g}" # "nan" and "inf" stay as they are
+        seen = f" (loss {loss})" * (loss != "none")
+        to = f", back at step {back}" * (restored and back is not None)
+        lines = [f"{'·' if action in NOTES else '✕'} {where}: {row.get('governor.reason')}{seen}, {action}{to}"]
+        return lines + [f"· {where}: the cause was {cause}: {row.get('governor.why')}"] * (cause is not None)
+
+    def _recovery(self, row: Row, where: str) -> list[str]: # of a lane that was restored in an earlier epoch
+        epoch, mean = self.levels[row["lane"]]
+        loss = row.get("batch.loss", row.get("train.loss"))
+        if not isinstance(loss, float) or not loss <= mean or (row.get("epoch") or 0) <= epoch: return []
+        del self.levels[row["lane"]]
+        return [f"✓ {where}: recovered, the loss is as low as before"]
 
     def text(self) -> str:
         "Describe the progress of the run in one line."

@@ -505,37 +505,42 @@ def page_html(
 
 # %% ../../nbs/run/89_report.ipynb #752e4998
 class RunPage:
-    """Render the report of a live run.
+    """Render the report of a live run, or of several.
 
     Raises
     ------
     FileNotFoundError
-        If the folder holds no run.
+        If a folder holds no run.
     ValueError
-        If the run has not begun, or one of its files is damaged.
+        If a run has not begun, or one of its files is damaged.
     """
     def __init__(self,
-        path: str | Path, # folder of the run
+        path: str | Path | Sequence[str | Path], # folder of the run; of several runs, to be compared
         every: float = 10., # minimum seconds between two renderings
     ):
-        self.folder, self.every = RunFolder(Path(path)), every
-        self.folder.config()
-        begun = self.folder.rows_path.exists()
-        check(begun, "run", str(path), "a folder with a rows.jsonl in it: this run has not begun")
-        self.html, self.over = "", False # the latest report; whether the run has finished
+        paths = [path] if isinstance(path, str | Path) else path
+        self.folders, self.every = [RunFolder(Path(p)) for p in paths], every
+        for folder in self.folders:
+            folder.config()
+            begun = folder.rows_path.exists()
+            check(begun, "run", str(folder.path), "a folder with a rows.jsonl in it: this run has not begun")
+        self.html, self.over = "", False # the latest report; whether all runs have finished
         self.seen: list[tuple[int, int]] = [] # size and modification time of the files it was rendered from
         self.due = -math.inf # earliest time of the next rendering
 
     def read(self) -> str: # HTML
         "Return the page, rendered again if the files have changed and the minimum interval has passed."
-        files = [self.folder.rows_path, self.folder.config_path, self.folder.path/"final.jsonl"]
+        files = [f for run in self.folders for f in (run.rows_path, run.config_path, run.path/"final.jsonl")]
         now = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
         begun = time.monotonic()
         if now == self.seen or begun < self.due: return self.html
-        status = RunStatus(self.folder.config())
-        lines = [line for row in self.folder.rows() for line in status.lines(row)]
-        self.over = len(now) == 3 or status.ended
-        last = next((line for line in reversed(lines) if line.startswith("▶")), "")
-        self.html = report_html(self.folder, now="" if self.over else last)
+        ended, last = [], ""
+        for folder in self.folders:
+            status = RunStatus(folder.config())
+            lines = [line for row in folder.rows() for line in status.lines(row)]
+            ended.append(status.ended or (folder.path/"final.jsonl").exists())
+            last = next((line for line in reversed(lines) if line.startswith("▶")), "")
+        self.over = all(ended)
+        self.html = report_html(*self.folders, now="" if self.over else last)
         self.seen, self.due = now, begun + max(self.every, 6 * (time.monotonic() - begun))
         return self.html

@@ -17,13 +17,13 @@ import json
 import math
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core import check
 from ..record import Notify
-from ..show import ReaderPosition, RowsSource, Session, asset_path, log_html, session_packet, status_html
+from ..show import ReaderPosition, Session, asset_path, follow_runs, log_html, session_packet, status_html
 from .report import RunPage
 
 # %% ../../nbs/run/94_web.ipynb #8b378cb3
@@ -79,7 +79,8 @@ _headers = {
                                "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"}
 
 def watch_web(
-    path: str | Path, # folder of a run, in progress or finished
+    path: str | Path | Sequence[str | Path], # folder of a run, in progress or finished; of several runs, to be laid
+        # over each other
     every: float = 1., # minimum seconds between two packets to a browser
     port: int = 0, # 0: a free one
     address: str = "127.0.0.1", # of the network interface; "0.0.0.0": every one
@@ -87,23 +88,22 @@ def watch_web(
     say: Callable[[str], Any] = print, # called with a line that contains the address
     notify: Notify | None = None, # called with a title and a text after an incident, a stop, and at the end
 ) -> None:
-    """Serve the live panel of a run to browsers until interrupted.
+    """Serve the live panel of a run, or of several in one picture, to browsers until interrupted.
 
     Raises
     ------
     FileNotFoundError
-        If the folder holds no run.
+        If a folder holds no run.
     RuntimeError
         If Tornado is not installed.
     ValueError
-        If the run has not begun, or the port is out of range.
+        If a run has not begun, several do not count alike, or the port is out of range.
     """
     if importlib.util.find_spec("tornado") is None: \
         raise RuntimeError("Tornado is not installed: pip install 'esper_nb[web]'")
     check(0 <= port < 2**16, "port", port, "a number from 0 to 65535; 0 is a free one")
     report = RunPage(path, max(every, 10.))
-    session = Session(RowsSource(path), Path(path).resolve().name, notify=notify)
-    session.start()
+    session = follow_runs(path, notify)
     token = secrets.token_urlsafe(24) if token is None else token
     try:
         with contextlib.suppress(KeyboardInterrupt):
@@ -124,7 +124,8 @@ async def _serve(session: Session, report: RunPage, every: float, port: int, add
     server.add_sockets(sockets)
     name = f"[{names[0]}]" if ":" in names[0] else names[0]
     place = f"http://{name}:{sockets[0].getsockname()[1]}/" + (f"?token={token}" if token else "")
-    say(f"{report.folder.path} is at {place} until you press Ctrl-C")
+    runs = [str(folder.path) for folder in report.folders]
+    say(f"{', '.join(runs)} {'is' if len(runs) == 1 else 'are'} at {place} until you press Ctrl-C")
     try: await asyncio.Event().wait()
     finally: server.stop()
 

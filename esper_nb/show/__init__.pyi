@@ -1,10 +1,10 @@
 # What show offers to other packages; written by `python scripts/notebooks.py door`
 from .dashboard import (DASHBOARDS as DASHBOARDS, Ask as Ask, FAULT_TIPS as FAULT_TIPS, SEED_TIPS as SEED_TIPS,
-    Dashboard as Dashboard, watch as watch, row_values as row_values, row_incident as row_incident,
-    RowsSource as RowsSource, run_names as run_names, RunsSource as RunsSource, widgets_below as widgets_below,
-    Panel as Panel, disabled_reasons as disabled_reasons, ControlBar as ControlBar, LaneSelector as LaneSelector,
-    fault_buttons as fault_buttons, SeedsPanel as SeedsPanel, threshold_slider as threshold_slider,
-    ThresholdsPanel as ThresholdsPanel)
+    Dashboard as Dashboard, watch as watch, follow_runs as follow_runs, row_values as row_values,
+    row_incident as row_incident, RowsSource as RowsSource, run_names as run_names, RunsSource as RunsSource,
+    widgets_below as widgets_below, Panel as Panel, disabled_reasons as disabled_reasons, ControlBar as ControlBar,
+    LaneSelector as LaneSelector, fault_buttons as fault_buttons, SeedsPanel as SeedsPanel,
+    threshold_slider as threshold_slider, ThresholdsPanel as ThresholdsPanel)
 from .history import (AXES as AXES, ACTIONS as ACTIONS, LIMITS as LIMITS, CURVE_COLUMNS as CURVE_COLUMNS,
     MOST_METRICS as MOST_METRICS, DownsampledSeries as DownsampledSeries, keep_later as keep_later,
     keep_last_known as keep_last_known, Note as Note, FaultMark as FaultMark, Incident as Incident,
@@ -22,7 +22,7 @@ from .plot_runs import (HEALTH as HEALTH, lane_median as lane_median, plot_lanes
     plot_incidents as plot_incidents, stage_bar as stage_bar, stage_text as stage_text, plot_slots as plot_slots,
     plot_blueprints as plot_blueprints, alarm_limits as alarm_limits, plot_learning as plot_learning,
     reward_terms as reward_terms, plot_rewards as plot_rewards, plot_compare as plot_compare,
-    plot_side_by_side as plot_side_by_side, draw_controller as draw_controller)
+    plot_side_by_side as plot_side_by_side, draw_controller as draw_controller, draw_metric as draw_metric)
 from .session import (P as P, REQUESTS as REQUESTS, Request as Request, request as request, Session as Session,
     unmet_requirements as unmet_requirements, epochs_until_empty as epochs_until_empty,
     seed_disabled_reasons as seed_disabled_reasons)
@@ -42,6 +42,6 @@ from .views import (STATE_SYMBOLS as STATE_SYMBOLS, NOTE_SYMBOLS as NOTE_SYMBOLS
     status_parts as status_parts, last_line as last_line, session_text as session_text, error_html as error_html,
     status_html as status_html, log_html as log_html, plot_session as plot_session, figure_png as figure_png,
     has_learned as has_learned, measured_losses as measured_losses, discarded_batches as discarded_batches,
-    loss_bounds as loss_bounds, draw_losses as draw_losses, draw_lanes as draw_lanes, has_grown as has_grown,
-    draw_slots as draw_slots, slot_blueprints as slot_blueprints, notebook_html as notebook_html,
-    NotebookOutput as NotebookOutput)
+    loss_bounds as loss_bounds, side_by_side as side_by_side, draw_losses as draw_losses, draw_lanes as draw_lanes,
+    has_grown as has_grown, draw_slots as draw_slots, slot_blueprints as slot_blueprints,
+    notebook_html as notebook_html, NotebookOutput as NotebookOutput)

@@ -1512,7 +1512,8 @@ class View {
       [boxes.loss, `${what}, {nats}`],
       [boxes.metric, run.metric.replace(/[{}]/g, "")],
       [boxes.strip, run.overlaid ? "All runs: stronger colour, higher loss; click one to select it" : "",
-        "All {lanes}: stronger colour, higher loss; click one to select it", "All {lanes}: click one"],
+        "All {lanes}: stronger colour, higher loss; click one to select it",
+        run.overlaid ? "All runs: click one" : "All {lanes}: click one"],
       [boxes.slots, `{Slots} of lane ${run.lane}: stage, filled up to {alpha}`, `{Slots} of lane ${run.lane}`],
     ]);
   }

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HEALTH', 'lane_median', 'plot_lanes', 'plot_run', 'plot_incidents', 'stage_bar', 'stage_text', 'plot_slots',
            'plot_blueprints', 'alarm_limits', 'plot_learning', 'reward_terms', 'plot_rewards', 'plot_compare',
-           'plot_side_by_side', 'draw_controller']
+           'plot_side_by_side', 'draw_controller', 'draw_metric']
 
 # %% ../../nbs/show/78_plot_runs.ipynb #aedd4290
 import math
@@ -18,8 +18,8 @@ import numpy as np
 from ..core import bootstrap_interval, interquartile_mean
 from ..guard import RULES
 from ..record import (
-    ALARM_RULES, Rollback, Row, StageSpan, axis_label, blueprint_stats, find_metric, lane_numbers, pick_rows,
-    rollbacks, series, stage_spans)
+    ALARM_RULES, Rollback, Row, StageSpan, axis_label, blueprint_stats, find_metric, lane_numbers, metric_names,
+    pick_rows, rollbacks, series, stage_spans)
 from .theme import (
     BLUE, COLORS, GREEN, GREY, HATCHES, LILAC, MARKERS, RED, STAGE_STYLES, WINE, StageStyle, add_legend, axes_or_new,
     text_color, stage_style, new_axes, x_label, log_ticks, draw_empty, integer_ticks)
@@ -39,7 +39,7 @@ def lane_median(
 # %% ../../nbs/show/78_plot_runs.ipynb #87022fc0
 def plot_lanes(
     rows: Sequence[Row], # rows of a run
-    name: str, # a metric that has one value per lane, such as "heldout.accuracy_pp"
+    name: str, # a metric, such as "heldout.accuracy_pp" of every lane, or "own.lr" of a row of your own
     ax: Any = None, # axes to draw on; default new ones
     by: str = "epoch", # key of the horizontal axis
 ) -> Any: # axes
@@ -60,27 +60,36 @@ def plot_lanes(
     """
     find_metric(name)
     ax = axes_or_new(ax)
-    curves = [curve for lane, curve in series(rows, name, by).items() if lane is not None]
-    if not curves: return draw_empty(ax, f"No row holds {name} of a lane.")
+    found = series(rows, name, by)
+    curves = [curve for lane, curve in found.items() if lane is not None]
+    if not curves and None not in found: return draw_empty(ax, f"No row holds {name} of a lane.")
     for xs, ys in curves: ax.plot(xs, ys, color=BLUE, lw=1, alpha=.5)
-    ax.plot(*lane_median(curves), color=BLUE, marker="o", ms=3, lw=2, label=f"median of {len(curves)} lanes")
+    label = f"median of {len(curves)} lanes" if curves else None
+    ax.plot(*lane_median(curves or [found[None]]), color=BLUE, marker="o", ms=3, lw=2, label=label)
     ax.set(xlabel=x_label(by), ylabel=axis_label(name))
     integer_ticks(ax)
-    add_legend(ax, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.)
+    if curves: add_legend(ax, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.)
     return ax
 
 # %% ../../nbs/show/78_plot_runs.ipynb #12234c4a
+_wide = 50 # largest by smallest value, from where on a metric of unknown kind has a logarithmic axis
+
+def _use_log_axis(ax: Any, least: float = 1.) -> None:
+    "Use a logarithmic axis for positive values of which the largest is `least` times the smallest or more."
+    seen = [v for line in ax.lines for v in line.get_ydata() if math.isfinite(v)]
+    if not seen or min(seen) <= 0 or max(seen) < least * min(seen): return
+    ax.set_yscale("log")
+    log_ticks(ax)
+
 def plot_run(
     rows: Sequence[Row], # rows of a run made by `fit`
 ) -> Any: # figure
-    "Plot held-out accuracy, training loss and gradient norm of every lane."
-    fig, axs = new_axes(12, 3, 1, 3)
+    "Plot held-out accuracy, training loss and gradient norm of every lane, and the first metric of the user's."
+    own = [name for row in pick_rows(rows, "metric") for name in metric_names(row)][:1]
+    fig, axs = new_axes(12 + 3 * len(own), 3, 1, 3 + len(own))
     for ax, name in zip(axs, ("heldout.accuracy_pp", "train.loss", "train.grad_norm")): plot_lanes(rows, name, ax)
-    for ax in axs[1:]:
-        seen = [v for line in ax.lines for v in line.get_ydata() if math.isfinite(v)]
-        if not seen or min(seen) <= 0: continue
-        ax.set_yscale("log")
-        log_ticks(ax)
+    for ax in axs[1:3]: _use_log_axis(ax)
+    for ax, name in zip(axs[3:], own): _use_log_axis(plot_lanes(rows, name, ax, by="step"), _wide)
     return fig
 
 # %% ../../nbs/show/78_plot_runs.ipynb #cbc06451
@@ -97,8 +106,18 @@ def _draw_incident(ax: Any, b: Rollback, names: set[str]) -> None: # `names`: ex
                 label=once("recovering"))
     mark = RULES[b.reason].mark if b.reason in RULES else "o"
     ax.plot(b.at, b.lane, ls="", marker=mark, ms=9, color=WINE, mec=text_color(ax), mew=.7)
-    ax.annotate(b.reason, (max(b.resumed_at, b.recovered_at or 0), b.lane), (7, 0), textcoords="offset points",
-                va="center", fontsize=9, color=text_color(ax))
+
+def _incident_labels(found: Sequence[Rollback], last: float) -> list[tuple[float, int, str]]: # position, lane, text
+    "Return one label behind each rollback; those too close together in their lane share one behind the last of them."
+    labels: list[tuple[float, int, str]] = []
+    for b in sorted(found, key=lambda b: (b.lane, b.at)):
+        end, text = max(b.resumed_at, b.recovered_at or 0), b.reason + f" (cause: {b.cause})" * (b.cause is not None)
+        start, lane, before = labels[-1] if labels else (0., -1, "")
+        begins = b.at if b.restored_at is None else min(b.at, b.restored_at)
+        near = lane == b.lane and begins < start + (len(before) + 3) * last / 80 # 80 letters fill the axes
+        if near: labels.pop()
+        labels.append((max(start, end), lane, f"{before}, {text}") if near else (end, b.lane, text))
+    return labels
 
 # %% ../../nbs/show/78_plot_runs.ipynb #f6b5d6db
 def plot_incidents(
@@ -122,8 +141,10 @@ def plot_incidents(
     for lane in lanes: ax.axhline(lane, color=GREY, lw=.6, alpha=.4, zorder=0)
     names: set[str] = set()
     for b in found: _draw_incident(ax, b, names)
-    ax.set(xlabel=x_label("step"), ylabel="lane", yticks=lanes, ylim=(max(lanes) + .6, min(lanes) - .6),
-           xlim=(0, 1.12 * max(r.get("step") or 0 for r in rows)))
+    last = 1.12 * max(r.get("step") or 0 for r in rows)
+    for x, lane, text in _incident_labels(found, last):
+        ax.annotate(text, (x, lane), (7, 0), textcoords="offset points", va="center", fontsize=9, color=text_color(ax))
+    ax.set(xlabel=x_label("step"), ylabel="lane", yticks=lanes, ylim=(max(lanes) + .6, min(lanes) - .6), xlim=(0, last))
     add_legend(ax, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.)
     return ax
 
@@ -472,3 +493,19 @@ def draw_controller(
     for k, (name, y) in enumerate(shares.items(), 1):
         axs[2].plot(x, y, color=COLORS[k % 8], ls=("--", ":", "-.")[k % 3], lw=1.5, label=name.replace("_", " "))
     axs[2].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), borderaxespad=0., frameon=False)
+
+def draw_metric(
+    ax: Any, # axes
+    name: str,
+    x: np.ndarray, # (k,) positions
+    values: np.ndarray, # (k, 1), or (k, n) of every lane; NaN: no value
+    lane: int = 0, # drawn in front
+) -> None:
+    "Plot a metric of the user's, as the live picture does: one curve, or that of a lane before those of the others."
+    mine = lane if values.shape[1] > 1 else 0
+    for other in sorted(range(values.shape[1]), key=lambda other: other == mine):
+        known, front = np.isfinite(values[:, other]), other == mine
+        look = dict(color=GREEN, lw=1.8) if front else dict(color="0.6", lw=.7, alpha=.5)
+        ax.plot(x[known], values[known, other], **look)
+    ax.set_ylabel(name)
+    _use_log_axis(ax, _wide)

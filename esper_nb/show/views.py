@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['STATE_SYMBOLS', 'NOTE_SYMBOLS', 'REOPEN_HINT', 'WIDGET_MIME', 'HIDE_LOST_PANEL', 'duration_text', 'status_parts',
            'last_line', 'session_text', 'error_html', 'status_html', 'log_html', 'plot_session', 'figure_png',
-           'has_learned', 'measured_losses', 'discarded_batches', 'loss_bounds', 'draw_losses', 'draw_lanes',
-           'has_grown', 'draw_slots', 'slot_blueprints', 'notebook_html', 'NotebookOutput']
+           'has_learned', 'measured_losses', 'discarded_batches', 'loss_bounds', 'side_by_side', 'draw_losses',
+           'draw_lanes', 'has_grown', 'draw_slots', 'slot_blueprints', 'notebook_html', 'NotebookOutput']
 
 # %% ../../nbs/show/83_views.ipynb #ef6bbb96
 import base64
@@ -14,14 +14,16 @@ import html
 import io
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ..core import check
 from ..grow import COOLING, Stage
 from .history import LIMITS, Incident, Note, decode_slots
 from .live import session_status
-from .plot_runs import draw_controller, stage_bar, stage_text
+from .plot_runs import draw_controller, draw_metric, stage_bar, stage_text
 from .session import Session
 from .theme import BLUE, BROWN, GREEN, RED, WINE, explain, stage_style
 
@@ -124,20 +126,25 @@ def log_html(
 def plot_session(
     session: Session,
     lane: int | None = None, # selected; default: the one with the latest incident, or 0
+    metric: str | None = None, # drawn below the losses; default: the first logged, unless a controller learns; "": none
 ) -> Any: # figure
-    "Plot a session: losses, a controller's curves, all lanes, and the slots of one lane."
+    "Plot a session: losses, a metric, a controller's curves, all lanes, and the slots of one lane."
     from matplotlib.figure import Figure
     if lane is None: lane = session.incidents[-1].lane if session.incidents else 0
     n, slots = session.source.lanes, len(session.history.slots) if has_grown(session, lane) else 0
-    learned = 3 * has_learned(session)
-    heights = [3.] + [.8] * learned + [max(.6, .09 * n)] * (n > 1) + [.3 * slots] * (slots > 0)
+    learned, own = 3 * has_learned(session), session.history.metrics
+    if metric is None: metric = "" if session.source.axis[0] == "step" else next(iter(own), "")
+    check(not metric or metric in own, "metric", metric, "one that was logged: {}", ", ".join(own) or "none was")
+    heights = [3.] + [.9] * bool(metric) + [.8] * learned + [max(.6, .09 * n)] * (n > 1) + [.3 * slots] * (slots > 0)
     fig = Figure(figsize=(9, sum(heights) + 1.2), layout="constrained")
     axs = list(np.atleast_1d(fig.subplots(len(heights), 1, sharex=True, height_ratios=heights)))
     with session.history.lock:
         draw_losses(axs[0], session, lane)
         points, names = session.history.curves.rows, session.history.curve_names
-        if learned: draw_controller(axs[1:4], points[:, 0], dict(zip(names, points[:, 1:].T)))
-        if n > 1: draw_lanes(axs[1 + learned], session)
+        below = axs[1 + bool(metric):]
+        if metric: draw_metric(axs[1], metric, own[metric].rows[:, 0], own[metric].rows[:, 1:], lane)
+        if learned: draw_controller(below, points[:, 0], dict(zip(names, points[:, 1:].T)))
+        if n > 1: draw_lanes(below[learned], session)
         if slots: draw_slots(axs[-1], session, lane)
     axs[-1].set_xlabel(session.source.axis[0])
     for ax in axs: ax.title.set_fontsize(8)
@@ -209,8 +216,8 @@ def _limit_lines(ax: Any, session: Session, lane: int) -> np.ndarray: # (k,) the
     return limit
 
 # %% ../../nbs/show/83_views.ipynb #70dc8876
-def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident, row: int) -> None: # `loss` of its lane;
-    # `row` of its label, from the top
+def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident, place: float, number: str) -> None: # `loss`
+    # of its lane; `place` of its label, as a share of the width; `number`, empty: it is the only one
     def at(batch: float) -> float: return loss[min(int(np.searchsorted(x, batch)), len(x) - 1)] if len(x) else np.nan
     assert i.back is not None  # only rollbacks are drawn
     top, back = ax.get_ylim()[1] / 1.6, at(i.back) if i.level is None else i.level
@@ -220,23 +227,35 @@ def _draw_rollback(ax: Any, x: np.ndarray, loss: np.ndarray, i: Incident, row: i
     arrow = dict(arrowstyle="-|>", color=GREEN, ls="--", connectionstyle="arc3,rad=.35", lw=1.5)
     ax.annotate("", (i.back, back), (i.x, failure), arrowprops=arrow)
     ax.plot([i.x], [failure], "x", color=RED, ms=8, mew=2.4)
+    ax.annotate(number, (i.x, failure), (7, 0), fontsize=9, weight="bold", va="center", textcoords="offset points",
+                color=WINE)
     ax.plot([i.back], [back], "D", mfc="white", mec=GREEN, ms=7, mew=1.8, zorder=6)
     cause = [f"cause: {i.known_cause}"] if i.known_cause else []
-    said = "\n".join([f"{i.reason} → {i.action}", f"{i.lost} lost", *cause])
-    ax.annotate(said, (i.end, .96), (10, -38 * row), fontsize=8, va="top",
-                xycoords=ax.get_xaxis_transform(), textcoords="offset points", color=WINE, zorder=6,
-                bbox=dict(fc="white", alpha=.8, lw=0, pad=1))
+    redone = f", {i.redone} trained on again" * bool(i.redone)
+    said = "\n".join([f"{number} {i.reason} → {i.action}".strip(), f"{i.lost} lost{redone}", *cause])
+    ax.annotate(said, (place, 1), (0, 4), fontsize=8, va="bottom", xycoords="axes fraction", textcoords="offset points",
+                color=WINE)
     if i.recovered is None: return
     ax.plot([i.recovered], [at(i.recovered)], "o", color="white", ms=13, alpha=.8, zorder=5)
     ax.plot([i.recovered], [at(i.recovered)], marker="$✓$", color=GREEN, ms=10, zorder=6)
 
 # %% ../../nbs/show/83_views.ipynb #1141e7c8
+def side_by_side(
+    wanted: Sequence[float], # places, in ascending order
+    width: float, # of each; all of them fit between 0 and 1
+) -> list[float]: # left ends
+    "Place labels of one width side by side, each near the place wanted for it, between 0 and 1."
+    places: list[float] = []
+    for at in wanted: places.append(max(at, places[-1] + width) if places else at)
+    return [min(at, 1 - width * (len(places) - k)) for k, at in enumerate(places)]
+
 def draw_losses(
     ax: Any, # axes
     session: Session,
     lane: int, # selected
 ) -> None:
     "Draw the selected lane's losses with its limits, the other lanes behind, and the newest rollbacks."
+    from matplotlib.transforms import offset_copy
     x, loss = measured_losses(session)
     lost, mine = discarded_batches(session, lane, x), loss[:, lane]
     ax.set_yscale("log")
@@ -246,14 +265,15 @@ def draw_losses(
     if lost.any(): ax.plot(x, np.where(lost, mine, np.nan), color=BLUE, lw=1, ls=":", label="ruined")
     bounds = loss_bounds(loss, _limit_lines(ax, session, lane))
     if bounds: ax.set_ylim(*bounds)
-    rollbacks = [i for i in session.incidents if i.lane == lane and i.back is not None]
-    ends: list[float] = [] # of the last label in each row
-    for incident in rollbacks[-4:]:
-        row = next((k for k, end in enumerate(ends) if end <= incident.end), len(ends))
-        ends[row:row + 1] = [incident.end + .26 * x[-1]] # maximum length of a label
-        _draw_rollback(ax, x, mine, incident, row)
+    rollbacks = [i for i in session.incidents if i.lane == lane and i.back is not None][-4:]
+    places = side_by_side([i.x / x[-1] for i in rollbacks], .25)
+    for k, (incident, place) in enumerate(zip(rollbacks, places), 1):
+        _draw_rollback(ax, x, mine, incident, place, str(k) if len(rollbacks) > 1 else "")
+    if len(x): ax.set_xlim(0, x[-1])
     ax.set_ylabel("training loss (nats)")
-    ax.legend(fontsize=7, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=.2, frameon=False)
+    above = offset_copy(ax.transAxes, fig=ax.figure, y=42 if rollbacks else 0, units="points")
+    ax.legend(fontsize=7, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), bbox_transform=above, borderaxespad=.2,
+              frameon=False)
 
 # %% ../../nbs/show/83_views.ipynb #0b8cb171
 def draw_lanes(

@@ -54,13 +54,19 @@ def number_labels(labels: Iterable) -> tuple[Tensor, tuple[str, ...]]: # (N,) in
     number = {v: i for i, v in enumerate(names)}
     return torch.tensor([number[v] for v in given], dtype=torch.int64), tuple(map(str, names))
 
+def _reads_as_number(name: str) -> bool:
+    try: float(name)
+    except ValueError: return False
+    return True
+
 def check_classes(source: str, e: Examples, least: int = 3) -> Examples: # least: one for each split
     "Raise for examples that cannot be classified or split."
     check(len(e.classes) > 1, f"classes of {source}", list(e.classes), "at least two: of one nothing can be learnt")
     few = {k: int(n) for k, n in zip(e.classes, torch.bincount(e.y, minlength=len(e.classes))) if n < least}
     several = f"small classes of {source}" if len(few) <= 8 else f"{len(few):,} small classes of {source}, the first"
-    check(not few, several, dict(list(few.items())[:8]), f"at least {least} examples of each; add some or leave "
-          "it out, or say target='values' if these are numbers")
+    numbers = ", or say target='values' if these are numbers" if all(map(_reads_as_number, e.classes)) else ""
+    check(not few, several, dict(list(few.items())[:8]), f"at least {least} examples of each; add some or leave it out"
+          f"{numbers}")
     return e
 
 def refuse(complaints: Sequence[str], most: int = 5):
@@ -180,13 +186,16 @@ def target_strata(
 # %% ../../nbs/train/34_datasets.ipynb #822f1918
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
+_of_systems = ("thumbs.db", "desktop.ini") # which Windows leaves beside pictures
+
 def picture_files(path: str | Path) -> list[tuple[Path, str]]: # (file, class), sorted
     "List the pictures of a folder with one folder for each class."
     root = Path(path)
     if not root.is_dir(): raise FileNotFoundError(f"{root} is not a folder, expected one with a folder for each class")
     folders = sorted(d for d in root.iterdir() if d.is_dir() and not d.name.startswith("."))
     check(len(folders) > 1, f"folders in {root}", [d.name for d in folders], "one for each class, and at least two")
-    found = [(f, d.name) for d in folders for f in sorted(d.iterdir()) if not f.name.startswith(".")]
+    found = [(f, d.name) for d in folders for f in sorted(d.iterdir())
+             if not f.name.startswith(".") and f.name.lower() not in _of_systems]
     empty = [d for d in folders if d.name not in {k for _, k in found}]
     strange = [str(f.relative_to(root)) for f, _ in found if f.suffix.lower() not in PICTURES or not f.is_file()]
     refuse([*(f"pictures in {d}=0, expected some; put pictures there or delete the folder" for d in empty),
@@ -284,11 +293,6 @@ def from_frame(
     kept_rows = rows[torch.from_numpy(there)][:, None, None]
     return Examples(kept_rows, y, classes, tuple(kinds), of, tuple(notes))
 
-def _reads_as_number(name: str) -> bool:
-    try: float(name)
-    except ValueError: return False
-    return True
-
 def _numbers_of(source: str, answers: "pandas.DataFrame") -> Tensor: # (N, K) float64
     "Return the cells of targets, which must be numbers."
     values = np.stack([as_numbers(answers[k]) for k in answers], 1)
@@ -308,7 +312,8 @@ def _classes_of(
     if names.dtype == "float64" and (names % 1 == 0).all(): names = names.astype("int64")
     elif names.dtype == object: names = names.astype(str)
     if names.dtype not in ("int64", "float64", "bool"): names = names.astype(str).str.strip()
-    few = "a few classes; name their column by label=, or say target='values' if these are numbers"
+    few = ("a few classes; name their column (label=, --label), or say target='values' (--target values) if these are "
+           "numbers")
     count = names.nunique()
     check(count <= max(2, len(names) // 3), f"different values of {answers.name} in {source}", count, few)
     rare = names.map(names.value_counts()).to_numpy() < 3
@@ -685,6 +690,7 @@ def text_digest(path: str | Path, block: int) -> str: # block: window length in 
     check(b"\0" not in content, f"byte {content.find(0)} of {path}", 0, "a text: it looks like UTF-16, or is none; "
           "save it in UTF-8")
     check(len(content) >= 20 * block, f"bytes of {path}", len(content), f"at least {20 * block} for windows of {block}")
+    check(len(set(content)) > 1, f"different bytes of {path}", 1, "at least two: of one nothing can be learnt")
     return hashlib.blake2b(content, digest_size=4).hexdigest()
 
 def load_own(

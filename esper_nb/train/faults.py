@@ -36,8 +36,8 @@ class Strike:
         "Return the weights of the lane's output layer."
         named = [(name, p) for name, p in self.net.named_parameters() if p.ndim > 1]
         heads = [p for name, p in named if {"head", "tokens"} & set(name.split(".")[:2])]
-        if hasattr(self.net, "factory"): heads = [p for _, p in named[-1:]] # of your own network
-        check(len(heads) == 1, "network", type(self.net).__name__, "an output layer called head, or a tied token table")
+        if hasattr(self.net, "factory") or len(heads) != 1: heads = [p for _, p in named[-1:]] # of your own network
+        check(len(heads) == 1, "network", type(self.net).__name__, "a layer with a matrix of weights")
         return by_lane(heads[0].data, self.stepper.lanes)[self.place]
 
 # %% ../../nbs/train/40_faults.ipynb #227b190b

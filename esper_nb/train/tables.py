@@ -191,7 +191,8 @@ def _best_numbers(values: "pandas.Series") -> tuple[np.ndarray, tuple[str, str] 
 def listed(names: Sequence[str], most: int = 4, width: int = 60) -> str: # width: of a name, characters
     "Format names for a sentence."
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(k if len(k) <= width else f"{k[:width]}…" for k in map(str, names[:most])) + more
+    shown = [k if len(k) <= width else f"{k[:width]}…" for k in map(str, names[:most])]
+    return ", ".join(repr(k) if "," in k else k for k in shown) + more
 
 # %% ../../nbs/train/29_tables.ipynb #668c3887
 class Preparation(nn.Module):
@@ -292,7 +293,7 @@ class Preparation(nn.Module):
                 return f"nearly always {'missing' if usual < 0 else listed([words[usual]])}: left out"
             single = 2 * int((v.unique(return_counts=True)[1] == 1).sum()) > len(v)
             why = "hardly one twice" if single else f"the {MOST_WORDS - 1} most frequent in less than half of them"
-            return f"{len(words):,} different words in {len(v):,} rows, {why}: left out"
+            return f"{len(v[v != MISSING].unique()):,} different words in {len(v):,} rows, {why}: left out"
         shared = [w for w, p in zip(words, places) if p < 0 or p == places[-1]]
         said = [f"{len(words)} categories ({listed(words)})"]
         if shared: said.append(f"{len(shared)} seldom or unseen ones " + ("are one" if places[-1] >= 0 else "are none"))

@@ -5,7 +5,7 @@ import pytest
 
 from conftest import ROOT, open_browser
 sys.path.insert(0, str(ROOT/"tests"))
-from test_web import epoch, incident, run, served, write  # noqa: F401  # `run` is a fixture
+from test_web import begin, epoch, incident, run, served, write  # noqa: F401  # `run` is a fixture
 
 
 @pytest.mark.parametrize("scheme, width", [("dark", 390), ("light", 1280)])
@@ -29,6 +29,20 @@ def test_a_run_is_drawn_while_it_goes_on(run, tmp_path, scheme, width):  # noqa:
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert ground == ("rgb(17, 17, 17)" if scheme == "dark" else "rgb(255, 255, 255)")
         browser.shot(f"web-{scheme}-{width}")
+
+def test_two_runs_lie_over_each_other(run, tmp_path):  # noqa: F811
+    other = begin(tmp_path/"other")
+    for number in range(1, 7):
+        for folder in (run, other): write(folder, epoch(number)) # the picture ends where the slower run is
+    write(other, incident(6))
+    with open_browser(tmp_path, (390, 800)) as browser, served(run, beside=[other]) as address:
+        page = browser.page
+        page.goto(address)
+        page.locator(".esper-log", has_text="other, lane 1: non-finite").wait_for()
+        page.get_by_role("combobox", name="selected lane").select_option("other")
+        page.get_by_role("img", name="other").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth") and browser.errors == []
+        browser.shot("web-two-runs")
 
 def test_a_page_says_when_its_terminal_is_closed(run, tmp_path):  # noqa: F811
     with open_browser(tmp_path, (390, 800)) as browser:
