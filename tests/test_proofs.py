@@ -368,3 +368,48 @@ def test_a_number_lost_while_the_task_changes_is_not_blamed_on_the_task():
     (clean, calm), (net, governor) = train(lost=False), train(lost=True)
     assert not calm.reports and [(r.reason, r.cause) for r in governor.reports] == [("non-finite", "outside")]
     assert all(torch.equal(a, b) for a, b in zip(clean.parameters(), net.parameters()))
+
+
+@pytest.mark.parametrize("through", ["torch", "past torch"])
+def test_a_step_that_fails_on_a_ruined_state_is_answered(through, caplog):
+    "A policy of NaN makes torch's distributions raise before there is a loss."
+    def train(lost):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+        opt = torch.optim.Adam(net.parameters(), 3e-3)
+        governor = Governor(net, opt, chance_loss=None)
+        g = torch.Generator().manual_seed(1)
+        def step(x):
+            policy = torch.distributions.Categorical(logits=net(x))
+            action = policy.sample()
+            loss = -(policy.log_prob(action) * (action == (x[:, 0] > 0).long()).float()).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            return loss
+        returned = []
+        for k in range(160):
+            if k == 110 and lost:
+                if through == "torch":
+                    with torch.no_grad(): net[2].weight[1].fill_(math.nan)
+                else: net[2].weight.data.view(-1)[5] = math.nan
+            returned.append(governor.run(step, torch.randn(32, 4, generator=g)))
+        return net, governor, returned
+    (_, calm, _), (net, governor, returned) = train(lost=False), train(lost=True)
+    assert not calm.reports and [r.reason for r in governor.reports] == ["state"]
+    assert [k for k, loss in enumerate(returned) if loss is None] == [110]
+    assert "the step has failed, and the state is not finite: ValueError" in caplog.text
+    assert all(p.isfinite().all() for p in net.parameters())
+    assert governor.reports[0].cause == "outside" or through != "torch"
+
+
+def test_a_step_that_fails_on_a_sound_state_fails():
+    net = nn.Linear(2, 1)
+    governor = Governor(net, chance_loss=None)
+    def step(x):
+        if x is None: raise KeyError("no such batch")
+        return net(x).mean()
+    for _ in range(5): governor.run(step, torch.ones(3, 2))
+    with pytest.raises(KeyError, match="no such batch"): governor.run(step, None)
+    assert governor.watched == 5 and not governor.reports
+    governor.run(step, torch.ones(3, 2))

@@ -298,12 +298,15 @@ class Governor:
         The batches since the last good state are kept by reference, so a step should not change them in place. After
         an incident the cause is looked for at once, within `config.explain_steps`, and what it suggests is done:
         harmful batches are skipped when they recur, and a learning rate that was the cause is warmed up again.
-        A step that returns None has skipped its batch: there is nothing to judge.
+        A step that returns None has skipped its batch: there is nothing to judge. One that fails while the state is
+        not finite, such as a policy whose probabilities are NaN, has its batch left out, and the state is restored.
 
         Raises
         ------
         ValueError
             If the Governor has several lanes, or the step returns no loss.
+        Exception
+            Whatever the step raises while the state is finite.
         GovernorStop
             As in `watch`; the cause is looked for before.
 
@@ -329,12 +332,21 @@ class Governor:
         kept, wanted = repairs.recorder.omissions.wanted(batch, fetch, origin)
         if not kept: return None
         repairs.recorder.forget(self.good.oldest())
-        with self.ranks.naming_the_failed(self.watched):
-            returned = repairs.run(step, wanted, self.watched, fetch, self.comparing, self.lr_factor, origin)
+        bad: tuple[str, ...] = () # what in the state has made the step fail
+        try:
+            with self.ranks.naming_the_failed(self.watched):
+                returned = repairs.run(step, wanted, self.watched, fetch, self.comparing, self.lr_factor, origin)
+        except Exception as e:
+            if self.ranks or self.budget.stopped[0] or not (bad := self.snapshot.find_bad()): raise
+            logger.warning("Governor: batch %d: the step has failed, and the state is not finite: %s: %s", self.watched,
+                           type(e).__name__, str(e).partition("\n")[0])
+            returned = None
         loss = loss_of(returned)
-        if loss is None: return None
+        if loss is None and not bad: return None
         with self.log.delay() as new:
-            try: self.watch(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            try:
+                if bad: self._advance(PhaseMove.FAIL, Moment().of_state(bad))
+                else: self.watch(loss.detach() if isinstance(loss, torch.Tensor) else loss)
             except GovernorStop as stop:
                 recovery.look_into([stop.report], self.config)
                 raise GovernorStop(self.reports[-1]) from None
