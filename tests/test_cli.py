@@ -289,3 +289,19 @@ def test_cut_rows(tmp_path):
     cut_rows(path, 9); assert path.read_text() == "a\nb\nc\nd"
     cut_rows(path, 2); assert path.read_text() == "a\nb\n"
     cut_rows(path, 0); assert path.read_text() == ""
+
+
+def test_a_listing_ends_quietly_where_nobody_reads_on():
+    code = "import sys; from esper_nb.run.cli import main; sys.exit(main(['tasks']))"
+    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert writer.stdout is not None and writer.stderr is not None
+    writer.stdout.close()
+    said = writer.stderr.read().decode()
+    assert writer.wait() == 141 and not said
+
+
+def test_tasks_are_told_in_words(capsys):
+    assert main(["tasks"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "160 parameters" in rows["digits_impaired"] and "scikit-learn" in rows["digits"]
+    assert "GPT" in rows["prose"] and "Config" not in "".join(rows.values())

@@ -6,7 +6,7 @@
 __all__ = ['lab_command', 'known_names', 'registered_names', 'main']
 
 # %% ../../nbs/run/99_cli.ipynb #c00f647d
-import argparse, contextlib, csv, difflib, importlib.util, json, math, re, subprocess, sys, warnings
+import argparse, contextlib, csv, difflib, importlib.util, json, math, os, re, subprocess, sys, warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -292,7 +292,20 @@ def _tasks(args):
     from esper_nb.train import get_task, list_tasks
     load_plugins(args.imports)
     load_all_installed()
-    print("\n".join(f"{n:24} {get_task(n).data:12} {get_task(n).host}" for n in list_tasks()))
+    print(f"{'task':24} {'data':40} {'network':28} epochs")
+    for task in map(get_task, list_tasks()):
+        data = _SOURCES_IN_WORDS.get(task.data, task.data)
+        print(f"{task.name:24} {data:40} {_describe_host(task.host):28} {task.epochs}")
+
+_SOURCES_IN_WORDS = dict(digits="8 × 8 digits, of scikit-learn", cifar10="CIFAR-10, fetched once; or --synthetic",
+                         prose="English, of Python's reference manual", tinystories="TinyStories, from a file of yours")
+
+def _describe_host(config) -> str:
+    import torch
+    from esper_nb.grow import CNNConfig, CNNHost, GPTConfig, GPTHost
+    if not isinstance(config, CNNConfig | GPTConfig): return "a network of yours"
+    with torch.device("meta"): host = CNNHost(config) if isinstance(config, CNNConfig) else GPTHost(config)
+    return f"{type(host).__name__[:3]}, {sum(p.numel() for p in host.parameters()):,} parameters"
 
 def _fit(args):
     from esper_nb.run import fit_run, load_plugins, seek_in_plugins
@@ -471,6 +484,11 @@ def main(
         if args.command == "lab": return result
         return 130 if args.command in ("train", "resume", "fit") and result is None else 0
     except KeyboardInterrupt: text, status = "interrupted", 130
+    except BrokenPipeError as e:
+        text, status = str(e), 1
+        if args.command not in ("train", "resume", "fit", "compare"): # which talk to processes of their own
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()) # what is left is nobody's
+            return 141 # `head` has seen enough: what a shell says of a writer without a reader
     except (ValueError, RuntimeError, FileNotFoundError, ImportError) as e: text, status = str(e), 2
     except (OSError, MemoryError) as e: text, status = str(e) or "not enough memory", 1
     _say(text)
