@@ -47,7 +47,6 @@ CALLED_FOR_YOU = { # public methods of the front door's classes that no page sho
     "FitRun.where": "messages",
     "Learner.update_policy": "Learner.step",
     "Recorder.reports": "Recorder.close",
-    "ResumableRun.go_on": "open_run and open_fit",
     "ResumableRun.try_save": "Run.updates and FitRun.epochs",
     "Run.contract": "save and load",
     "Run.record": "Run.updates",
