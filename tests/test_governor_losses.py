@@ -200,3 +200,15 @@ def test_accept_of_one_lane_leaves_the_others_alone():
     reports = [r for k in range(20) for r in gov.watch(torch.tensor([3. + .1 * (k % 3)] * 2))]
     assert reports and {r.lane for r in reports} == {1}
     assert all(n.lane == 1 for n in gov.notes if hasattr(n, "lane"))
+
+
+def test_losses_that_waited_behind_a_failure_are_void():
+    "They are those of weights that are gone by then: one failure, one answer."
+    config = GovernorConfig(sync_every=4, lost_confirm=1)
+    net = torch.nn.Linear(1, 1)
+    governor = Governor(net, chance_loss=None, config=config)
+    for _ in range(40): governor.watch(.5)
+    net.weight.data.fill_(math.nan)
+    said = [governor.watch(loss) for loss in (.5, math.nan, math.nan, 9e9)]
+    assert [len(reports) for reports in said] == [0, 0, 0, 1] and len(governor.reports) == 1
+    assert net.weight.isfinite().all()
