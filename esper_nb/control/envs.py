@@ -308,6 +308,11 @@ class GrowVecEnv(gym.vector.VectorEnv):
         return self._obs_out(), self._mask_info()
 
     @property
+    def episode(self) -> Tensor: # (n,) int64
+        "Return the number of each lane's episode since it was seeded, from 0."
+        return self.lanes.episode
+
+    @property
     def ended(self) -> Tensor: # (n,) bool
         "Return the lanes whose episode has ended."
         return self.lanes.ended
