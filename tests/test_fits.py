@@ -139,13 +139,17 @@ def started(words, folder):
     "Start the command in a process of its own, which has imported what it needs."
     out = {"compare": folder/"x.json", "resume": None}.get(words[0], folder.parent)
     words = [word.format(folder) for word in words] + ([] if out is None else ["--out", str(out)])
-    def work():
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(1, 2)
-        sys.exit(main(words))
-    process = get_context("fork").Process(target=work)
+    server = get_context("forkserver") # a child of this process would inherit threads of torch that are not there
+    server.set_forkserver_preload(["esper_nb.run.cli", "esper_nb.run"])
+    process = server.Process(target=work, args=(words,))
     process.start()
     return process
+
+def work(words):
+    "Run a command in silence, and end with its status."
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    sys.exit(main(words))
 
 def end_of(folder):
     "Return rows without the clock and weights, or plays without it."

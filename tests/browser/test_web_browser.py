@@ -19,7 +19,7 @@ def test_a_run_is_drawn_while_it_goes_on(run, tmp_path, scheme, width):  # noqa:
         write(run, incident(6), epoch(6), epoch(7))
         page.locator(".esper-log", has_text="lane 1: non-finite").wait_for()
         page.get_by_role("combobox", name="selected lane").select_option("lane 1")
-        assert page.get_by_role("img", name="lane 1").count() == 1
+        page.get_by_role("img", name="lane 1").wait_for()
         page.locator(".esper-log [data-go]").first.click()
         page.locator(".esper-story", has_text="Lane 1, batch 12: non-finite").wait_for()
         wide = page.evaluate("""[...document.querySelectorAll("body *")].filter(
