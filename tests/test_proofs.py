@@ -380,7 +380,7 @@ def test_a_step_that_fails_on_a_ruined_state_is_answered(through, caplog):
         governor = Governor(net, opt, chance_loss=None)
         g = torch.Generator().manual_seed(1)
         def step(x):
-            policy = torch.distributions.Categorical(logits=net(x), validate_args=True) # a compiler switches the default off
+            policy = torch.distributions.Categorical(logits=net(x), validate_args=True) # a compiler ends the default
             action = policy.sample()
             loss = -(policy.log_prob(action) * (action == (x[:, 0] > 0).long()).float()).mean()
             opt.zero_grad()
