@@ -1,5 +1,6 @@
 "What a resume has lost is named before its first step, in three trainers; a right resume hears nothing."
 import copy
+import gc
 import io
 import logging
 import pickle
@@ -457,3 +458,13 @@ def test_modules_of_others_have_no_hook():
     governor = Governor(net, opt, chance_loss=None)
     governor.load_state_dict(governor.state_dict(banks=False))
     assert governor.resume.hooks and not vars(module)["_global_forward_pre_hooks"]
+
+
+def test_a_run_that_is_given_up_before_its_first_step_leaves_no_hook():
+    net, opt = small("adam", "none")
+    governor = Governor(net, opt, chance_loss=None)
+    governor.load_state_dict(governor.state_dict(banks=False))
+    assert any(vars(m)["_forward_pre_hooks"] for m in net.modules())
+    del governor
+    gc.collect()
+    assert not any(vars(m)["_forward_pre_hooks"] for m in net.modules())

@@ -232,7 +232,7 @@ class Fall:
         return (self.untrained is not None and len(t.losses) >= BACK
                 and statistics.median(t.losses[-BACK:]) >= .8 * self.untrained)
 
-    def is_over(self, t: RiseMonitor, config: GovernorConfig) -> bool:
+    def has_happened(self, t: RiseMonitor, config: GovernorConfig) -> bool:
         "Whether a run that had learnt, or whose old weights have, knows little now."
         if not self.knows_little(t) or self.verdicts.chance is None and not self.has_exploded(t): return False
         best = min(float(off_scale(t.level, self.verdicts.linear)), math.inf if t.old_loss is None else t.old_loss)
@@ -381,11 +381,12 @@ class RiseEffects:
         report = self.observed.report and replace(self.observed.report, old_loss=self.rise.old_loss)
         found = self.recovery.prove(report, config)
         t, comparison = self.rise, self.comparison
-        fallen = comparison.fall.is_over(t, config)
+        fallen = comparison.fall.has_happened(t, config)
         certain = t.is_absurd() or comparison.is_proven or fallen
         proved = found.ruined or found.cause in DISTURBED
-        if fallen and found.cause in ("fast", "steep"): self.begin_slower()
-        if proved and (certain or found.cause not in (*NO_PROOF, *WEAK_CAUSES)): return (), PhaseMove.PROVED
+        if proved and (certain or found.cause not in (*NO_PROOF, *WEAK_CAUSES)):
+            if fallen and found.cause in ("fast", "steep"): self.begin_slower()
+            return (), PhaseMove.PROVED
         self.observed.say(f"no cause is proved ({found.why}), so nothing is undone")
         return (), PhaseMove.CLEARED
 

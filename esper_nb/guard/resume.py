@@ -335,7 +335,9 @@ class ResumeWatch:
         if saved is None: return
         self.early = prove_parts(self._parts)
         self.waiting, self.found = True, self.check()
-        if not self.hooks: self.hooks = _FirstStep(self).register_on(self.objects.values())
+        if self.hooks: return
+        self.hooks = _FirstStep(self).register_on(self.objects.values())
+        weakref.finalize(self, _remove, self.hooks) # a run that is given up leaves none on its networks
 
     def settle(self, at_update: bool = False): # the first forward was compiled, and is over
         "Compare for the last time, and say what is wrong."
@@ -344,7 +346,7 @@ class ResumeWatch:
         if self.found.wrong: self.say(f"resumed, but {self.found}")
 
     def _release(self):
-        for hook in self.hooks: hook.remove()
+        _remove(self.hooks)
         self.hooks = []
 
     def check(self, at_update: bool = False) -> ResumeCheck: # after a forward, which has moved some buffers
@@ -408,6 +410,9 @@ class ResumeWatch:
     def _has_streams(self) -> bool: return any(isinstance(v, RandomStreams) for v in self._parts.values())
 
 # %% ../../nbs/guard/14_resume.ipynb #ceba961d
+def _remove(hooks: Sequence[Any]):
+    for hook in hooks: hook.remove()
+
 class _FirstStep:
     "Settles a comparison at the first training forward, or, where the compiler took that, at the first update."
     def __init__(self, watch: "ResumeWatch | None" = None): self.watch = weakref.ref(watch) if watch else lambda: None

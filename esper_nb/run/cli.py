@@ -302,10 +302,10 @@ _SOURCES_IN_WORDS = dict(digits="8 × 8 digits, of scikit-learn", cifar10="CIFAR
 
 def _describe_host(config) -> str:
     import torch
-    from esper_nb.grow import CNNConfig, CNNHost, GPTConfig, GPTHost
+    from esper_nb.grow import CNNConfig, CNNHost, GPTConfig, GPTHost, count_parameters
     if not isinstance(config, CNNConfig | GPTConfig): return "a network of yours"
     with torch.device("meta"): host = CNNHost(config) if isinstance(config, CNNConfig) else GPTHost(config)
-    return f"{type(host).__name__[:3]}, {sum(p.numel() for p in host.parameters()):,} parameters"
+    return f"{type(host).__name__[:3]}, {count_parameters(host):,} parameters"
 
 def _fit(args):
     from esper_nb.run import fit_run, load_plugins, seek_in_plugins
