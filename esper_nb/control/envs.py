@@ -90,7 +90,7 @@ class EnvConfig(Config):
     workers: Count | None = None # groups of lanes at a time; None: one per core
     width: Count | None = None # lanes per group; None: by the rule of the workers page
     exact: bool = False # a lane's numbers are bitwise independent of the other lanes: each is computed alone
-    graph: bool = False # on a GPU, one CUDA graph launch per batch if possible: see the graphs page
+    graph: bool | None = None # one CUDA graph launch per batch if possible; None: on a GPU. See the graphs page
     devices: tuple[str, ...] = ("cpu",) # lanes are split between them in contiguous parts
     # None: no Governor, and no episode ends early
     governor: GovernorConfig | None = GovernorConfig(lowers=0, stop_raises=False)

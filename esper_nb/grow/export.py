@@ -19,7 +19,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..core import (
-    LaneAttention, LaneBatchNorm2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneModule, MaskedConv2d,
+    LaneAttention, LaneBatchNorm2d, LaneConv2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneModule,
+    MaskedConv2d,
     PerLane, SafeGroupNorm, Scale, by_lane, check)
 from .blending import Blend, BlendGate, spread
 from .blueprints import (
@@ -111,10 +112,11 @@ def _batch_norm(m: LaneBatchNorm2d) -> nn.Module:
     return _with(new, weight=m.weight, bias=m.bias, running_mean=m.running_mean, running_var=m.running_var,
                  num_batches_tracked=count)
 
-def _masked_conv(m: MaskedConv2d) -> nn.Module:
+def _conv(m: LaneConv2d) -> nn.Module:
     new = nn.Conv2d(m.in_channels, m.out_channels, m.kernel_size, m.stride, m.padding, m.dilation, m.groups,
                     m.bias is not None, m.padding_mode, device="meta")
-    return _with(new, weight=nn.Parameter((m.weight * m.mask).detach()), bias=m.bias)
+    weight = nn.Parameter((m.weight * m.mask).detach()) if isinstance(m, MaskedConv2d) else m.weight
+    return _with(new, weight=weight, bias=m.bias)
 
 def _group_norm(m: SafeGroupNorm) -> nn.Module:
     new = nn.GroupNorm(m.num_groups, m.num_channels, m.eps, m.affine, device="meta")
@@ -175,8 +177,8 @@ def _mlp(m: LaneMLP) -> nn.Module:
     return nn.Sequential(OrderedDict(up=plain_module(m.up), gelu=nn.GELU(), down=plain_module(m.down)))
 
 _forms: dict[type[nn.Module], Callable[..., nn.Module]] = {
-    LaneLinear: _linear, LaneBatchNorm2d: _batch_norm, MaskedConv2d: _masked_conv, SafeGroupNorm: _group_norm,
-    LaneLayerNorm: _layer_norm,
+    LaneLinear: _linear, LaneBatchNorm2d: _batch_norm, LaneConv2d: _conv, MaskedConv2d: _conv,
+    SafeGroupNorm: _group_norm, LaneLayerNorm: _layer_norm,
     LaneEmbedding: _embedding, LaneDropout: lambda m: nn.Dropout(m.p), PerLane: PerLane.ordinary,
     LaneModule: LaneModule.ordinary, PlainSeed: _PlainSeed, Residual: _Residual,
     NormSeed: _NormSeed, Scale: _Scale, LaneAttention: _Attention, LaneFlexAttention: _Attention, LaneMLP: _mlp,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import by_lane, check, generator, lane_state, num_lanes, put_lanes, seeded, with_lanes
+from ..core import by_lane, check, generator, lane_state, num_lanes, put_lanes, seeded, send, with_lanes
 from .blending import Blend, BlendGate, Curve, RampMode, combine, spread, straight_through
 from .blueprints import get_blueprint, list_blueprints, make_blueprint, probe, smoke_test
 from esper_nb.grow.lifecycle import (
@@ -213,7 +213,10 @@ class Slot(nn.Module):
         kind = {i: r.kind for r in find_roles(self.states(), self.blueprints) for i in r.lanes}
         return [kind.get(i) for i in range(self.lanes)]
 
-    def route(self, training: bool | None = None) -> "Route": # in which mode; None: the present one
+    def route(self,
+        training: bool | None = None, # in which mode; None: the present one
+        into: "Route | None" = None, # an earlier route: its tensors are used again where only alphas have moved
+    ) -> "Route":
         "Return the route of the current table and time; cached until one of them or the mode changes."
         if training is None: training = self.training
         key = training, self.rows().tobytes() # bytes are cheaper than any column
@@ -222,6 +225,7 @@ class Slot(nn.Module):
             route = Route(find_roles(states, self.blueprints, training, self.within), self.lanes)
             still = all(s.mode == RampMode.HOLD for s in states) # then the time does not matter
             self._route.update(key=key, route=route, within=None if still else self.within)
+        if into is not None and into.take(self._route["route"].roles): self._route["route"] = into
         return self._route["route"]
 
     def part(self, name: str) -> nn.Module: # a blueprint, or "gate"
@@ -504,6 +508,19 @@ class Route:
         rest = sorted(set(self.everyone).difference(*(r.lanes for r in self.roles)))
         return Cut([r.lanes for r in self.roles] + ([rest] if rest else []))
 
+    @torch.no_grad()
+    def take(self, roles: Sequence[Role]) -> bool: # False: not only the alphas are others
+        "Write other alphas into the tensors of this route: a recorded pass reads them there."
+        if [r._replace(alphas=()) for r in roles] != [r._replace(alphas=()) for r in self.roles]: return False
+        for (k, device, dtype), t in self._alphas.items():
+            new = roles[k].alphas
+            if new == self.roles[k].alphas: continue
+            wide = torch.tensor(new).to(dtype).repeat_interleave(t.numel() // len(new))
+            t.copy_(send(wide.view(t.shape), device))
+        self.roles = tuple(roles)
+        self._single.clear()
+        return True
+
     def single(self, i: int) -> "Route | None": # None: the lane has no role
         "Return the route of a single lane."
         if i not in self._single:
@@ -514,14 +531,14 @@ class Route:
     def alphas(self, k: int, h: Tensor) -> Tensor: # h: features of the role's lanes; the result broadcasts against them
         "Return the alphas of role `k`, spread over the channels."
         key, alphas = (k, h.device, h.dtype), self.roles[k].alphas
-        def make(): return spread(torch.tensor(alphas, device=h.device), h, len(alphas))
+        def make(): return spread(send(torch.tensor(alphas), h.device), h, len(alphas))
         return _kept(self._alphas, key, make)
 
     def places(self, k: int, part: str, held: tuple[int, ...],
                device: torch.device) -> tuple[tuple[int, ...], Tensor]: # as numbers, and as a tensor of them
         "Return the positions of the lanes of role `k` in a bank with weights for the lanes `held`."
         at = tuple(held.index(i) for i in self.roles[k].lanes)
-        return at, _kept(self._places, (k, part, device), lambda: torch.tensor(at, device=device))
+        return at, _kept(self._places, (k, part, device), lambda: send(torch.tensor(at), device))
 
 def _kept(made: dict[tuple, Tensor], key: tuple, make: Callable[[], Tensor]) -> Tensor:
     "Return a tensor that is created once and valid in every later pass, with gradients or traced."

@@ -1,4 +1,7 @@
 # What guard offers to other packages; written by `python scripts/notebooks.py door`
+from .rises import (FEW as FEW, TURN as TURN, BACK as BACK, blames_weights as blames_weights,
+    pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
+    monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)
 from .adapters import (bar_note as bar_note, StepOf as StepOf, Guard as Guard, action_metrics as action_metrics,
     lightning_governor as lightning_governor, guard_trainer as guard_trainer, guard_accelerator as guard_accelerator,
     fastai_governor as fastai_governor, skorch_governor as skorch_governor, GuardedUpdate as GuardedUpdate,
@@ -102,9 +105,6 @@ from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, P
     prove_parts as prove_parts, StreamState as StreamState, read_streams as read_streams, leads_to as leads_to,
     ResumeCheck as ResumeCheck, compare_parts as compare_parts, prove_state as prove_state,
     check_resume as check_resume, ResumeWatch as ResumeWatch)
-from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
-    pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
-    monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)
 from .snapshots import (StateKey as StateKey, Agree as Agree, TakeResult as TakeResult,
     RestoreResult as RestoreResult, Snapshot as Snapshot, owned_by as owned_by, BackgroundCopy as BackgroundCopy,
     StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState, read_parts as read_parts)

@@ -347,13 +347,18 @@ class Governor:
             try:
                 if bad: self._advance(PhaseMove.FAIL, Moment().of_state(bad))
                 else: self.watch(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+                if not new and self._asks_to_redo(repairs): self.flush() # losses on a device belong to what is redone
             except GovernorStop as stop:
                 recovery.look_into([stop.report], self.config)
                 raise GovernorStop(self.reports[-1]) from None
             if new: recovery.look_into(new[-1:], self.config)
-            elif self.observed.calm and (self.stats.held[0] == 8 or repairs.is_due(self.watched)):
+            elif self._asks_to_redo(repairs):
                 recovery.redo_disturbed("rise", self.losses.recent[-1], self.config)
         return returned
+
+    def _asks_to_redo(self, repairs: Repairs) -> bool:
+        "Whether the latest steps are to be trained on again, in case that something disturbed them."
+        return self.observed.calm and bool(self.stats.held[0] == 8 or repairs.is_due(self.watched))
 
     def batches(
         self, loader, # a `DataLoader`, or anything that yields batches

@@ -16,9 +16,9 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from greenlet import GreenletExit, getcurrent, greenlet
+if TYPE_CHECKING: from greenlet import greenlet
 
 # %% ../../nbs/guard/08_loops.ipynb #0adcf9af
 GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
@@ -105,6 +105,15 @@ def write_back(
     ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 # %% ../../nbs/guard/08_loops.ipynb #9a12e8c5
+@functools.cache
+def _greenlets():
+    "Return the library that switches between a loop and what hands out its batches; a Governor alone needs none."
+    try: import greenlet
+    except ImportError:
+        raise ImportError("`governor.batches` needs greenlet: `pip install greenlet`, or train with "
+                          "`governor.run(step, batch)`") from None
+    return greenlet
+
 class LoopBody:
     "The body of a `for` loop, to be called with a batch."
     def __init__(
@@ -121,7 +130,7 @@ class LoopBody:
         self.__module__ = "__main__" # of the user's code
 
     def __call__(self, batch): # the loss that was named; None: none was
-        if self.leaving and self.work is getcurrent(): raise GreenletExit
+        if self.leaving and self._is_at_work: raise _greenlets().GreenletExit
         if not self.ready:
             raise RuntimeError("the body of a `for` loop can be run only while the loop asks for its next batch: call "
                                "this in the loop, or train with `governor.run(step, batch)`")
@@ -131,14 +140,17 @@ class LoopBody:
     @property
     def ready(self) -> bool:
         "Whether it can be called: by the work that hands out its batches."
-        return not self.leaving and self.work is getcurrent()
+        return not self.leaving and self._is_at_work
+
+    @property
+    def _is_at_work(self) -> bool: return self.work is not None and self.work is _greenlets().getcurrent()
 
     def iterate(
         self, work: Callable[[], Any], # calls this body as often as it likes
     ) -> Iterator: # batches
         "Yield the batches that the body is called with, until the work is done."
         if self.work is not None: raise RuntimeError("this loop runs already: its batches are handed out one by one")
-        self.work, self.leaving = greenlet(work), False
+        self.work, self.leaving = _greenlets().greenlet(work), False
         process, answer = os.getpid(), tuple[Any, ...]()
         try:
             while True:
@@ -194,7 +206,7 @@ class LoopBody:
             if work is not None and not work.dead:
                 was_open, self.open = self.open, False
                 if was_open and self.loss is not None: work.switch(self.loss)
-                if not work.dead: work.throw(GreenletExit)
+                if not work.dead: work.throw(_greenlets().GreenletExit)
         finally:
             self.work, self.open = None, False
             for table in self.tables: table.frame = None

@@ -35,10 +35,11 @@ from .gradients import (flat_lanes as flat_lanes, lane_grads as lane_grads, tens
     measured as measured, health_score as health_score, GradientHealth as GradientHealth,
     gradient_health as gradient_health, norm_ratio as norm_ratio, GrowthSignals as GrowthSignals,
     growth_signals as growth_signals)
-from .graphs import (TrainStep as TrainStep, Group as Group, pack_step as pack_step, Moving as Moving,
+from .graphs import (WAITS as WAITS, TrainStep as TrainStep, Group as Group, pack_step as pack_step, Moving as Moving,
     move_sgd as move_sgd, move_adam as move_adam, Resident as Resident, unfit_rule as unfit_rule,
-    unfit_net as unfit_net, unfit_group as unfit_group, topology as topology, Recorded as Recorded, Graphs as Graphs,
-    GroupSteps as GroupSteps, capture_steps as capture_steps)
+    unfit_net as unfit_net, unfit_group as unfit_group, topology as topology, Recorded as Recorded,
+    noting_waits as noting_waits, end_recording as end_recording, Graphs as Graphs, GroupSteps as GroupSteps,
+    capture_steps as capture_steps)
 from .optim import (check_state as check_state, LaneState as LaneState, lanes_apart as lanes_apart,
     copy_lanes as copy_lanes, LaneOptimizer as LaneOptimizer, check_owners as check_owners,
     optimizer_class as optimizer_class, check_options as check_options, fill_state as fill_state,
@@ -68,7 +69,8 @@ from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes 
     create_model as create_model)
 from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
     StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
-    train_group as train_group, may_defer as may_defer, group_epoch as group_epoch)
+    train_group as train_group, may_defer as may_defer, group_epoch as group_epoch, odd_lanes as odd_lanes,
+    train_apart as train_apart)
 from .yardsticks import (ROWS as ROWS, WIDE as WIDE, TELLING as TELLING, SimpleScore as SimpleScore,
     yardsticks as yardsticks, yardstick_lines as yardstick_lines, telling_column as telling_column,
     telling_text as telling_text)

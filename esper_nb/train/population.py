@@ -11,6 +11,7 @@ __all__ = ['Forecaster', 'SMALL_GROUP', 'MIXED_BYTES', 'SIGNALS', 'LOOKED_AT', '
 
 # %% ../../nbs/train/38_population.ipynb #56a20ba1
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ class FitConfig(Config):
     eval_batch: Count = 256 # images per evaluation batch
     governor: GovernorConfig | None = GovernorConfig(lowers=0) # thresholds and budget; None: no Governor
     retries: Whole = 1 # number of times that `fit` retries a germination that a rollback reverted, per slot and lane
-    graph: bool = False # on a GPU, one CUDA graph launch per batch if possible: see the graphs page
+    graph: bool | None = None # one CUDA graph launch per batch if possible; None: on a GPU. See the graphs page
 
     def __post_init__(self):
         choose_precision(self.precision)
@@ -237,7 +238,10 @@ class Population:
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize) * max(map(len, plan))
         return 1 if self.workers.device.type == "cpu" and size <= SMALL_GROUP else None
 
-    def check_out(self, plan: Plan) -> list[Group]: # with separate networks and optimizers
+    def check_out(self,
+        plan: Plan, # lanes of each group
+        beside: Sequence[Group] = (), # that are checked out already
+    ) -> list[Group]: # with separate networks and optimizers
         "Set the epoch's learning rates, clear the state of seeds that are new, and copy out every group of the plan."
         fresh = self.model.take_fresh()
         for k, new in fresh.items(): self.stepper.owners[k].reset_lanes(new)
@@ -245,11 +249,11 @@ class Population:
         for opt in self.stepper.owners.values(): opt.set_lr(rates)
         self._accept_restarts(sorted({i for new in fresh.values() for i in new}))
         used, active, out = owners_in_use(self.model), self.model.active(), []
-        taken: dict[int, int] = {} # groups of each width so far
+        taken = Counter(len(g.lanes) for g in beside) # groups of each width so far
         for lanes in plan:
             width = len(lanes)
-            key = width, taken.get(width, 0)
-            taken[width] = key[1] + 1
+            key = width, taken[width]
+            taken[width] += 1
             if key not in self.spare: self.spare[key] = Spare(with_lanes(self.model, width))
             out.append(self._copy_group(lanes, self.spare[key], used, active))
         return out
@@ -589,11 +593,12 @@ def new_population( # noqa: PLR0913  # task, settings, data, device and blueprin
     check(size <= data.num_train, "batch_size", size, f"at most {data.num_train}, the number of training examples")
     model = create_model(task, list(task.slots) if slots is None else slots, dev, n, config.seed, blueprints, rules)
     precision = choose_precision(config.precision, dev)
+    wanted = dev.type == "cuda" if config.graph is None else config.graph
     pop = Population(
         task=task, config=config, data=data, model=model, precision=precision,
         stepper=new_stepper(model, task, config, precision.scaled),
         epoch=torch.zeros(n, dtype=torch.int64), workers=Workers(config.workers, dev), rates=LaneRates(n),
-        graphs=Graphs() if config.graph else None)
+        graphs=Graphs(tell=bool(config.graph)) if wanted else None)
     if config.governor is not None: pop.governor = new_governor(pop, config.governor)
     return pop
 

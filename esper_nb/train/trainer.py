@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Disturb', 'Decisions', 'Controller', 'OwnerState', 'StepState', 'run_epoch', 'fit', 'sum_up', 'GroupTraining',
-           'train_group', 'may_defer', 'group_epoch']
+           'train_group', 'may_defer', 'group_epoch', 'odd_lanes', 'train_apart']
 
 # %% ../../nbs/train/39_trainer.ipynb #ef4c9ccb
 import time
@@ -77,6 +77,8 @@ def run_epoch(
         clock("check out")
         found = pop.workers.map(lambda g: group_epoch(pop, g, split, disturb, look), groups)
         results = [r for r in found if r is not None]   # a stopped group raises before this line
+        if pop.workers.device.type == "cuda": groups, results = train_apart(
+            pop, groups, results, lambda g: group_epoch(pop, g, split, disturb, look))
         clock("train and evaluate")
         pop.give_back(groups, active)
         clock("give back")
@@ -216,3 +218,30 @@ def group_epoch(
     heldout, ablation, contribution = judge_lanes(g.net, pop.task, data, split, size, pop.precision)
     return GroupResult(train=train, heldout=heldout, ablation=ablation, contribution=contribution, health=health,
                        signals=signals)
+
+# %% ../../nbs/train/39_trainer.ipynb #c1a90a02
+def odd_lanes(
+    g: Group, # trained for an epoch
+    train: TrainResult, # of its m lanes
+) -> list[int]: # numbers of lanes
+    "Return the lanes of a group with a loss or a gradient that was not finite."
+    odd = ~train.losses.isfinite().all(0)
+    if not g.stepper.scaler.enabled: odd |= train.skipped > 0 # a loss scale is found by skipping
+    return [i for i, bad in zip(g.lanes, odd.tolist()) if bad]
+
+def train_apart(
+    pop: Population, # untouched so far
+    groups: Sequence[Group], # trained
+    results: Sequence[GroupResult], # theirs
+    train: Callable[[Group], GroupResult | None], # for an epoch
+) -> tuple[list[Group], list[GroupResult]]: # what takes their places
+    "Train groups again in which a lane was not finite: such lanes each for itself."
+    done, plan = [], list[tuple[int, ...]]()
+    for g, r in zip(groups, results):
+        odd = odd_lanes(g, r.train) if len(g.lanes) > 1 else []
+        if not odd: done.append((g, r))
+        else: plan += [lanes for lanes in (tuple(set(g.lanes).difference(odd)), *((i,) for i in odd)) if lanes]
+    if not plan: return list(groups), list(results)
+    again = pop.check_out(tuple(plan), beside=[g for g, _ in done])
+    found = [r for r in pop.workers.map(train, again) if r is not None]
+    return [g for g, _ in done] + again, [r for _, r in done] + found

@@ -146,7 +146,12 @@ def _of_cuda(m):
         m.random[:] = [s.clone() for s in states]
     def seed(number, places): set_states([torch.Generator().manual_seed(number + 7919 * k).get_state()
                                           if k in places else s for k, s in enumerate(m.random)])
-    def set_mode(mode): m.sync_debug = {0: "default", 1: "warn", 2: "error"}.get(mode, mode)
+    modes = "default", "warn", "error"
+    def set_mode(mode): m.sync_debug = modes[mode] if isinstance(mode, int) else mode
+    class Generator:
+        "Of a device, as far as a recording touches it."
+        def clone_state(self): return self
+        def graphsafe_set_state(self, state): m.stuck = False
     return dict(
         _lazy_init=lambda: None, is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: m.devices,
         _is_in_bad_fork=lambda: False, current_device=lambda: m.place_of(None), set_device=m.set_device,
@@ -156,6 +161,7 @@ def _of_cuda(m):
         get_device_name=lambda d=None: "pretended", mem_get_info=lambda d=None: m.memory,
         memory_allocated=lambda d=None: 0, max_memory_allocated=lambda d=None: 0,
         reset_peak_memory_stats=lambda d=None: None, memory_reserved=lambda d=None: 0, set_sync_debug_mode=set_mode,
+        get_sync_debug_mode=lambda: modes.index(m.sync_debug), default_generators=(Generator(),) * m.devices,
         is_current_stream_capturing=lambda: m.current_stream().is_capturing(), CUDAGraph=CUDAGraph, graph=graph,
         graph_pool_handle=lambda: (0, 0), empty_cache=lambda: None, manual_seed=lambda s: seed(s, [m.place_of(None)]),
         manual_seed_all=lambda s: seed(s, range(m.devices)), get_rng_state_all=lambda: [s.clone() for s in m.random],

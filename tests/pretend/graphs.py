@@ -59,6 +59,7 @@ class CUDAGraph:
         for g, state in zip(self.generators, self.states): g.set_state(state)
         self.saved = {}
         if self.broken is None and self.unjoined: self.broken = f"{self.unjoined[0]} was never joined"
+        if self.broken is not None: m.stuck = True
         if self.broken is not None: raise RuntimeError(f"operation failed due to a previous error: {self.broken}")
         self.ready = True
 

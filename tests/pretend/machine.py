@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 import threading
+import warnings
 import weakref
 from typing import NamedTuple
 
@@ -82,6 +83,7 @@ class PretendedCuda:
         self.waits, self.launches, self.draws = (collections.Counter() for _ in range(3))
         self.races, self.late, self.orders = collections.Counter(), [], []
         self.streams, self.host, self.sync_debug = [], {}, "default"
+        self.stuck = False # a recording has failed, and the generators are inside of it still
         self.pinned = set() # addresses of pinned memory
         self._sides = {} # streams for captures
         self.flying, self.copies = collections.Counter(), 0 # copies to the host under way: by address, and all
@@ -174,8 +176,9 @@ class PretendedCuda:
         "The host waits for the device."
         here = self.where()
         if self.graph is not None: self.graph.refuse(what)
-        if self.sync_debug == "error" and not asked:
-            raise RuntimeError(f"called a synchronizing CUDA operation: {what} at {here}")
+        told = f"called a synchronizing CUDA operation: {what} at {here}"
+        if self.sync_debug == "error" and not asked: raise RuntimeError(told)
+        if self.sync_debug == "warn" and not asked: warnings.warn(told, stacklevel=2)
         self.waits[what, here] += 1
 
     def note_order(self, after, before): self.orders.append((after.name, before.name))
@@ -313,6 +316,7 @@ class PretendedCuda:
         "The result on the CPU, of what is drawn from the stream of random numbers of the device."
         name, generator = _known(func).name, kwargs.get("generator")
         self.draws[name, self.where()] += 1
+        if self.stuck: raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
         if generator is not None:
             if not of_device(generator):
                 raise RuntimeError(f"Expected a 'cuda' device type for generator but found 'cpu' ({func})")
