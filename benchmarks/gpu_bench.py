@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_bench                      # writes nbs/explanations/bench_gpu.json; needs a CUDA device
     python -m benchmarks.gpu_bench --minutes 6          # each section in a process that ends then; again goes on there
-    python -m benchmarks.gpu_bench graph snapshots      # some sections anew, beside those that the file has already
+    python -m benchmarks.gpu_bench scale snapshots      # some sections anew, beside those that the file has already
     python -m benchmarks.gpu_bench --small --out FILE   # everything in miniature: does it run? No figures to keep
 
 Both sides of a comparison are measured in turns, after both have been warmed up; a figure is the median of the turns,
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.growth import GrowthCase
 from benchmarks.lanes import OnePerCore
@@ -41,6 +42,7 @@ class Size(NamedTuple):
     "How much is measured."
     cases: tuple[Case, ...]
     grown: tuple[GrowthCase, ...]
+    alone: tuple[Case, ...] # whose networks are counted up
     lanes: tuple[int, ...] # networks side by side, one number after the other
     turns: int # of both sides, after the warm-up
     envs: int # of PPO
@@ -50,10 +52,14 @@ class Size(NamedTuple):
 
 CASES = Case(), Case(lanes=64), Case(precision="bf16"), Case("cifar_baseline", 128, precision="bf16")
 GROWN = tuple(GrowthCase(t, b, mix=m) for t, b in (("digits", 64), ("cifar_baseline", 128)) for m in ("agree", "mixed"))
-FULL = Size(cases=CASES, grown=GROWN, lanes=tuple(4**k for k in range(7)), turns=7, envs=64, steps=128,
-            numbers=(10**6, 10**8, 10**9))
+ALONE = Case(precision="bf16"), Case("cifar_baseline", 128, precision="bf16"), Case()
+FULL = Size(cases=CASES, grown=GROWN, alone=ALONE, lanes=(1, 16, 64, 256, 1024), turns=7, envs=64,
+            steps=128, numbers=(10**6, 10**8, 10**9))
 SMALL = Size(cases=(Case(batch_size=32, lanes=2, images=64),), grown=(GrowthCase(batch_size=32, lanes=2, mix="mixed"),),
-             lanes=(1, 2), turns=2, envs=2, steps=4, numbers=(1000,))
+             alone=(Case(batch_size=32, images=64),), lanes=(1, 2), turns=2, envs=2, steps=4, numbers=(1000,))
+
+
+LAYOUTS = "channels_last", "contiguous_format"
 
 
 def wait(): torch.cuda.synchronize()
@@ -135,7 +141,7 @@ def lanes(size, limit):
     rows = []
     for case in size.cases:
         pop, epoch = population(case, limit), iter(range(10**6))
-        loops = {k: loop_side(case.to_dict(), limit=limit, layout=k) for k in ("channels_last", "contiguous_format")}
+        loops = {k: loop_side(case.to_dict(), limit=limit, layout=k) for k in LAYOUTS}
         with ExitStack() as stack:
             sides = dict(lanes=lambda p=pop: run_epoch(p, split=None))
             sides |= {f"loop, {k}": lambda f=f: f(next(epoch)) for k, f in loops.items()}
@@ -154,7 +160,7 @@ def correct(size, limit):
         for seeds in (False, True):
             here, there, again = (population(case, limit, seeds, d) for d in ("cpu", "cuda", "cuda"))
             alone = population(case, limit, seeds)
-            again.graphs, alone.fixed_plan = Graphs(1), tuple((i,) for i in range(case.lanes))
+            there.graphs, again.graphs, alone.fixed_plan = None, Graphs(1), tuple((i,) for i in range(case.lanes))
             on_cpu, *others = (run_epoch(p, split=None).train.losses for p in (here, there, again, alone))
             gaps = {k: (t - on_cpu).abs().max().item() for k, t in zip(("device", "graph", "alone"), others)}
             rows.append(dict(case=case.name, seeds=seeds, loss=on_cpu.max().item(), gaps=gaps,
@@ -179,7 +185,7 @@ def growth(size, limit):
     rows = []
     for case in size.grown:
         pop, graphed, epoch = grown(case, limit), grown(case, limit), iter(range(10**6))
-        graphed.graphs = Graphs()
+        pop.graphs, graphed.graphs = None, Graphs()
         loop = loop_over({i: pop.model.lane(i) for i in range(case.lanes)}, case, pop)
         sides = dict(lanes=lambda p=pop: run_epoch(p, split=None), graph=lambda p=graphed: run_epoch(p, split=None),
                      loop=lambda f=loop: f(next(epoch)))
@@ -188,49 +194,81 @@ def growth(size, limit):
     return rows
 
 
-# --- how many networks a device takes
+# --- how many networks a device takes, with graphs and without, against one network as a graph of its own
 
 def scale(size, limit):
-    "Images a second and memory of a lane, by the number of lanes; where memory ends, the row says so."
+    "Images a second, memory and busy share by the number of lanes; where memory ends, the row says so."
     rows = []
-    for precision in ("fp32", "bf16"):
+    for case in size.alone:
+        alone = {k: loop_side(case.replace(lanes=1).to_dict(), limit=limit, layout=k) for k in LAYOUTS}
+        sides = {k: lambda f=f: f(0) for k, f in alone.items()}
+        loops = in_turns(sides | dict(graph=graphed_loop(case, limit)), size.turns)
+        rows.append(dict(case=case.name, precision=case.precision, networks=1, alone=loops))
         for n in size.lanes:
-            case = Case(lanes=n, precision=precision)
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            try:
-                pop = population(case, limit)
-                seconds = in_turns(dict(lanes=lambda p=pop: run_epoch(p, split=None)), size.turns, warm=1)
-            except torch.cuda.OutOfMemoryError as e:
-                rows.append(dict(precision=precision, networks=n, stopped=str(e).splitlines()[0]))
-                break
-            images = n * case.batch_size * (pop.data.num_train // case.batch_size)
-            rows.append(dict(precision=precision, networks=n, seconds=seconds, images_per_s=images / seconds["lanes"],
-                             bytes_per_lane=(torch.cuda.max_memory_allocated() - before) / n))
-            del pop
+            for graphs in (False, True):
+                try: rows.append(scale_row(case.replace(lanes=n), size.turns, limit, graphs, loops))
+                except torch.cuda.OutOfMemoryError as e:
+                    rows.append(dict(case=case.name, networks=n, graphs=graphs, stopped=str(e).splitlines()[0]))
     return rows
 
 
-# --- a graph, against plain calls
+def scale_row(case, turns, limit, graphs, loops):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    pop = population(case, limit)
+    pop.graphs = Graphs() if graphs else None
+    seconds = in_turns(dict(lanes=lambda: run_epoch(pop, split=None, look=False)), turns)["lanes"]
+    images = case.lanes * case.batch_size * (pop.data.num_train // case.batch_size)
+    return dict(case=case.name, precision=case.precision, networks=case.lanes, graphs=graphs, seconds=seconds,
+                images_per_s=images / seconds, times={k: case.lanes * t / seconds for k, t in loops.items()},
+                bytes_per_lane=(torch.cuda.max_memory_allocated() - before) / case.lanes,
+                busy=busy(lambda: run_epoch(pop, split=None, look=False), seconds),
+                replays=pop.graphs.replays if graphs else 0, why_not=sorted(pop.graphs.said) if graphs else [])
 
-def graph(size, limit):
-    "Seconds of an epoch with graphs and without, and how many of its batches were replays."
-    rows = []
-    for case in size.cases:
-        for seeds in (False, True):
-            about = dict(case=case.name, networks=case.lanes, seeds=seeds)
-            rows.append(about | graph_row(case, size.turns, limit, seeds))
-    return rows
+
+def busy(f, seconds):
+    "The share of some seconds in which kernels run; None where the device keeps no account of them."
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as p:
+            f()
+            wait()
+    except AssertionError: return None
+    return sum(e.self_device_time_total for e in p.key_averages()) * 1e-6 / seconds
 
 
-def graph_row(case, turns, limit, seeds):
-    one, two = population(case, limit, seeds), population(case, limit, seeds)
-    one.graphs = graphs = Graphs()
-    sides = dict(graph=lambda: run_epoch(one, split=None), plain=lambda: run_epoch(two, split=None))
-    seconds = in_turns(sides, turns, warm=3)
-    before, last = graphs.replays, run_epoch(one, split=None)
-    return dict(seconds=seconds, batches=len(last.train.losses), replays=graphs.replays - before,
-                why_not=sorted(graphs.said))
+def graphed_loop(case, limit):
+    "An epoch of one ordinary network whose step is a CUDA graph, as PyTorch's documentation makes it."
+    pop = population(case.replace(lanes=1), limit)
+    net = pop.model.lane(0).host.train()
+    opt = torch.optim.SGD(net.parameters(), **pop.task.optimizer_options)
+    def step(x, y):
+        with pop.precision.autocast("cuda"): logits = net(x)
+        loss = nn.functional.cross_entropy(logits.float(), y)
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1., foreach=True)
+        opt.step()
+        return loss.detach()
+    batches, side = pop.data.epoch(0, [0], 0, case.batch_size), torch.cuda.Stream()
+    x, y = (t.clone() for t in batches[0])
+    y = y[:, 0].clone()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3): step(x, y)
+    torch.cuda.current_stream().wait_stream(side)
+    whole = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(whole, stream=side): loss = step(x, y)
+    def epoch():
+        losses, order = [], pop.data.epoch(0, [0], 0, case.batch_size)
+        for b in range(len(order)):
+            u, v = order[b]
+            x.copy_(u)
+            y.copy_(v[:, 0])
+            whole.replay()
+            losses.append(loss.clone())
+        return torch.stack(losses).cpu()
+    epoch.keeps = net, opt # the graph reads their memory
+    return epoch
 
 
 # --- PPO
@@ -277,7 +315,7 @@ def snapshots(size, limit):
     return rows
 
 
-SECTIONS = dict(correct=correct, lanes=lanes, growth=growth, graph=graph, ppo=ppo, snapshots=snapshots, scale=scale)
+SECTIONS = dict(correct=correct, scale=scale, growth=growth, snapshots=snapshots, ppo=ppo, lanes=lanes)
 
 
 def device_text():

@@ -563,19 +563,22 @@ def test_the_benchmark_runs_in_miniature(gpu, tmp_path, monkeypatch, capsys):
     gpu_bench.main(["--small", "--out", str(tmp_path/"gpu.json")])
     found = json.loads((tmp_path/"gpu.json").read_text())
     assert found["machine"]["device"] == "pretended" and set(gpu_bench.SECTIONS) < set(found)
-    timed = [row["seconds"] for name in gpu_bench.SECTIONS if name != "correct" for row in found[name]]
+    timed = [row["seconds"] for name in gpu_bench.SECTIONS if name not in ("correct", "scale") for row in found[name]]
     assert all(s > 0 for row in timed for s in row.values())
     loops = {"loop, channels_last", "loop, contiguous_format"}
     assert set(found["lanes"][0]["seconds"]) == {"lanes", "processes"} | loops
     assert all(gap < 1e-3 for row in found["correct"] for gap in row["gaps"].values())
-    assert [row["networks"] for row in found["scale"]] == [1, 2, 1, 2] and found["growth"][0]["replays"] > 0
-    assert [row["replays"] for row in found["graph"]] == [row["batches"] - 1 for row in found["graph"]]
+    alone, *rows = found["scale"]
+    assert set(alone["alone"]) == {"channels_last", "contiguous_format", "graph"} and found["growth"][0]["replays"] > 0
+    assert [(r["networks"], r["graphs"]) for r in rows] == [(1, False), (1, True), (2, False), (2, True)]
+    assert all(r["images_per_s"] > 0 and set(r["times"]) == set(alone["alone"]) for r in rows)
+    assert all((r["replays"] > 0) == r["graphs"] for r in rows)
     gpu_bench.main(["--small", "snapshots", "--out", str(tmp_path/"gpu.json")])
     assert json.loads((tmp_path/"gpu.json").read_text())["lanes"] == found["lanes"]
     cut = {k: v for k, v in found.items() if k not in ("ppo", "scale")}   # cut off there
     (tmp_path/"gpu.json").write_text(json.dumps(cut))
     gpu_bench.main(["--small", "--minutes", "0", "--out", str(tmp_path/"gpu.json")])
-    assert "ppo, scale left" in capsys.readouterr().out
+    assert "scale, ppo left" in capsys.readouterr().out
     gpu_bench.main(["--small", "--out", str(tmp_path/"gpu.json")])
     again = json.loads((tmp_path/"gpu.json").read_text())
     assert set(again) == set(found) and again["lanes"] == found["lanes"] and again["ppo"] != found["ppo"]
