@@ -44,6 +44,7 @@ def test_a_compiled_network_is_refused_and_compiling_later_is_right():
     with pytest.raises(ValueError, match="attach its slots, then compile"): grown(inner)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="dynamo of torch 2.11 meets named tuples that are not filled")
 @pytest.mark.parametrize("inside", [False, True])
 def test_compiled_after_the_slots_they_run_and_are_not_compiled_again(inside):
     counts = []

@@ -19,9 +19,9 @@ from .lanes import (num_lanes as num_lanes, lane_state as lane_state, rewiden as
     take_lanes as take_lanes, lane as lane, reset_lanes as reset_lanes, repeated as repeated,
     own_tensors as own_tensors, widen_module as widen_module, map_tensors as map_tensors, drawing as drawing,
     PerLane as PerLane, per_lane as per_lane)
-from .layers import (unfold as unfold, fold as fold, by_lane as by_lane, spatial_mean as spatial_mean,
-    LaneConv2d as LaneConv2d, with_zeros as with_zeros, MaskedConv2d as MaskedConv2d, conv2d as conv2d,
-    SafeGroupNorm as SafeGroupNorm, group_norm as group_norm, LaneBatchNorm2d as LaneBatchNorm2d,
+from .layers import (FEW_CHANNELS as FEW_CHANNELS, unfold as unfold, fold as fold, by_lane as by_lane,
+    spatial_mean as spatial_mean, LaneConv2d as LaneConv2d, with_zeros as with_zeros, MaskedConv2d as MaskedConv2d,
+    conv2d as conv2d, SafeGroupNorm as SafeGroupNorm, group_norm as group_norm, LaneBatchNorm2d as LaneBatchNorm2d,
     lane_linear as lane_linear, LaneLinear as LaneLinear, LaneEmbedding as LaneEmbedding,
     LaneLayerNorm as LaneLayerNorm, Scale as Scale, LaneAttention as LaneAttention, lane_noise as lane_noise,
     LaneDropout as LaneDropout)

@@ -1,7 +1,4 @@
 # What guard offers to other packages; written by `python scripts/notebooks.py door`
-from .rises import (FEW as FEW, TURN as TURN, BACK as BACK, blames_weights as blames_weights,
-    pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
-    monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)
 from .adapters import (bar_note as bar_note, StepOf as StepOf, Guard as Guard, action_metrics as action_metrics,
     lightning_governor as lightning_governor, guard_trainer as guard_trainer, guard_accelerator as guard_accelerator,
     fastai_governor as fastai_governor, skorch_governor as skorch_governor, GuardedUpdate as GuardedUpdate,
@@ -43,17 +40,18 @@ from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, 
     is_users as is_users, module_of as module_of, package_of as package_of, code_of as code_of, is_plain as is_plain,
     Absent as Absent, Holder as Holder, Variable as Variable, Names as Names, Entries as Entries, Keys as Keys,
     Members as Members, alike as alike, sample_of as sample_of, bytes_of as bytes_of, version_of as version_of,
-    some_of as some_of, bits_of as bits_of, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf,
-    PartLeaf as PartLeaf, StreamLeaf as StreamLeaf, leaf_of as leaf_of, Unrestorable as Unrestorable,
-    kind_of_effect as kind_of_effect, has_state as has_state, attributes_of as attributes_of, slots_of as slots_of,
-    wrapped_by as wrapped_by, Walk as Walk, StepWalk as StepWalk, FootprintState as FootprintState, Given as Given,
-    mark_of as mark_of, top_name as top_name, owned_by_parts as owned_by_parts, Watched as Watched,
-    moved_part as moved_part, quick_sum as quick_sum, tail_of as tail_of, names_of as names_of, kept_of as kept_of,
-    marks_of as marks_of, Footprint as Footprint, batch_digest as batch_digest, tensor_digest as tensor_digest,
-    NotSeen as NotSeen, content_of as content_of, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
-    end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
-    equal_losses as equal_losses, in_place as in_place, why_not as why_not, tensors_of_parts as tensors_of_parts,
-    words_of as words_of, Written as Written, StateWatch as StateWatch, Distances as Distances)
+    some_of as some_of, bits_of as bits_of, Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf,
+    ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf, StreamLeaf as StreamLeaf, leaf_of as leaf_of,
+    Unrestorable as Unrestorable, kind_of_effect as kind_of_effect, has_state as has_state,
+    attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by, Walk as Walk,
+    StepWalk as StepWalk, FootprintState as FootprintState, Given as Given, mark_of as mark_of, top_name as top_name,
+    owned_by_parts as owned_by_parts, Watched as Watched, moved_part as moved_part, quick_sum as quick_sum,
+    tail_of as tail_of, names_of as names_of, kept_of as kept_of, marks_of as marks_of, Footprint as Footprint,
+    batch_digest as batch_digest, tensor_digest as tensor_digest, NotSeen as NotSeen, content_of as content_of,
+    can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork, end_with as end_with, read_all as read_all,
+    DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt, equal_losses as equal_losses,
+    in_place as in_place, why_not as why_not, tensors_of_parts as tensors_of_parts, words_of as words_of,
+    Written as Written, StateWatch as StateWatch, Distances as Distances)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
@@ -104,6 +102,9 @@ from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, P
     prove_parts as prove_parts, StreamState as StreamState, read_streams as read_streams, leads_to as leads_to,
     ResumeCheck as ResumeCheck, compare_parts as compare_parts, prove_state as prove_state,
     check_resume as check_resume, ResumeWatch as ResumeWatch)
+from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
+    pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
+    monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)
 from .snapshots import (StateKey as StateKey, Agree as Agree, TakeResult as TakeResult,
     RestoreResult as RestoreResult, Snapshot as Snapshot, owned_by as owned_by, BackgroundCopy as BackgroundCopy,
     StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState, read_parts as read_parts)

@@ -1,9 +1,4 @@
 # What train offers to other packages; written by `python scripts/notebooks.py door`
-from .graphs import (Kept as Kept, WAITS as WAITS, TrainStep as TrainStep, Group as Group, pack_step as pack_step,
-    Moving as Moving, move_sgd as move_sgd, move_adam as move_adam, Resident as Resident, unfit_rule as unfit_rule,
-    unfit_net as unfit_net, unfit_group as unfit_group, topology as topology, Recorded as Recorded,
-    noting_waits as noting_waits, end_recording as end_recording, Graphs as Graphs, GroupSteps as GroupSteps,
-    capture_steps as capture_steps)
 from .ablation import (for_all_lanes as for_all_lanes, lane_inputs as lane_inputs, label_counts as label_counts,
     Tally as Tally, EvalResult as EvalResult, tally_result as tally_result, evaluate as evaluate,
     count_players as count_players, contributions as contributions, pair_interactions as pair_interactions,
@@ -40,6 +35,11 @@ from .gradients import (flat_lanes as flat_lanes, lane_grads as lane_grads, tens
     measured as measured, health_score as health_score, GradientHealth as GradientHealth,
     gradient_health as gradient_health, norm_ratio as norm_ratio, GrowthSignals as GrowthSignals,
     growth_signals as growth_signals)
+from .graphs import (WAITS as WAITS, TrainStep as TrainStep, Group as Group, pack_step as pack_step, Moving as Moving,
+    move_sgd as move_sgd, move_adam as move_adam, Resident as Resident, unfit_rule as unfit_rule,
+    unfit_net as unfit_net, unfit_group as unfit_group, topology as topology, Recorded as Recorded,
+    noting_waits as noting_waits, end_recording as end_recording, Graphs as Graphs, GraphMemory as GraphMemory,
+    GroupSteps as GroupSteps, capture_steps as capture_steps)
 from .optim import (check_state as check_state, LaneState as LaneState, lanes_apart as lanes_apart,
     copy_lanes as copy_lanes, LaneOptimizer as LaneOptimizer, check_owners as check_owners,
     optimizer_class as optimizer_class, check_options as check_options, fill_state as fill_state,

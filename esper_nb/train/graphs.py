@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WAITS', 'TrainStep', 'Group', 'pack_step', 'Moving', 'move_sgd', 'move_adam', 'Resident', 'unfit_rule', 'unfit_net',
-           'unfit_group', 'topology', 'Recorded', 'noting_waits', 'end_recording', 'Graphs', 'Kept', 'GroupSteps',
-           'capture_steps']
+           'unfit_group', 'topology', 'Recorded', 'noting_waits', 'end_recording', 'Graphs', 'GraphMemory',
+           'GroupSteps', 'capture_steps']
 
 # %% ../../nbs/train/37_graphs.ipynb #5e828320
 import threading, warnings
@@ -328,7 +328,7 @@ class Graphs:
         self.live = set()
 
 # %% ../../nbs/train/37_graphs.ipynb #b449450a
-class Kept(NamedTuple):
+class GraphMemory(NamedTuple):
     "What a graph of a group's step reads: networks, optimizers, alphas and indices."
     group: Group
     routes: tuple[Route, ...] # of each slot
@@ -361,9 +361,9 @@ class GroupSteps:
         net, shapes = self.g.net, tuple((tuple(t.shape), t.stride(), t.dtype) for t in (x, y))
         key = self.key, shapes
         held = self.graphs.kept(key) # alphas and indices that the graph reads
-        before = held.routes if isinstance(held, Kept) else self.routes
+        before = held.routes if isinstance(held, GraphMemory) else self.routes
         self.routes = routes = tuple(net.slot(k).route(into=r) for k, r in zip(net.names, before))
-        return TrainStep(*self.graphs.run(key, packed, (x, y), Kept(self.g, routes)))
+        return TrainStep(*self.graphs.run(key, packed, (x, y), GraphMemory(self.g, routes)))
 
     def settle(self, steps: list[TrainStep]): # of the epoch; the last one, which was looked at, is packed in place
         "Add the steps taken to the ages that the host keeps, and pack the last step like all others."
