@@ -564,7 +564,28 @@ def in_background(net, opt, **kw):
     snap = Snapshot(net, opt, streams=False, **kw)
     snap.take(step=0)
     snap.background = BackgroundCopy(snap.objects.values(), least=0)
+    snap.background.hold_step() # a step comes by
     return snap
+
+def test_steps_that_do_not_come_by_are_not_copied_beside():
+    "A CUDA graph that holds its optimizer calls no hook when it is replayed, and counts no change."
+    net, opt, step = small_run()
+    snap = in_background(net, opt)
+    snap.take(step=1, hold=True)
+    snap.find_late(wait=True)
+    snap.confirm()
+    before = everything(net, opt)
+    snap.take(step=2, hold=True)
+    assert snap.background.job is None, "nothing came by: it is copied at once"
+    for p in net.parameters(): p.data.add_(1.) # what a replay does
+    assert snap.find_late(wait=True) == ()
+    snap.confirm()
+    snap.restore()
+    assert same(everything(net, opt), before)
+    step()
+    snap.take(step=3, hold=True)
+    assert snap.background.job is not None, "and beside the next step again"
+    snap.find_late(wait=True)
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_snapshot_in_the_background_is_the_state_at_its_beginning(seed):

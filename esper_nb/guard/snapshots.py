@@ -553,6 +553,7 @@ class BackgroundCopy:
         self.events: dict[torch.device, Any] = {} # behind the copies on GPU streams
         self.versions: list[tuple[Tensor, int]] = [] # how often each tensor was changed when the copy began
         self.torn = False # a tensor was changed while it was copied
+        self.seen = False # a step came by since the latest copy; those of a CUDA graph do not
         self.waited = 0. # seconds for which steps were held back
         me = weakref.ref(self)
         def hold(*_):
@@ -563,7 +564,7 @@ class BackgroundCopy:
     def rest_of(self, live: "LiveState") -> "LiveState": # without what may wait
         "Return the checks due now, and queue the others."
         owned = owned_by(self.optimizers)
-        if sum(t.nbytes for t in owned) < self.least: owned = []
+        if sum(t.nbytes for t in owned) < self.least or not self.seen: owned = []
         mine = {t.data_ptr() for t in owned}
         self.names = {t.data_ptr(): ".".join(k) for k, t in live.tensors.items() if t.data_ptr() in mine}
         return live._replace(tensors={k: t for k, t in live.tensors.items() if t.data_ptr() not in mine})
@@ -575,6 +576,7 @@ class BackgroundCopy:
         for to, t in pairs:
             if t.data_ptr() not in self.names: to.copy_(t)
         if not quiet: return
+        self.seen = False
         self.versions, self.torn = [(t, t._version) for _, t in quiet], False # noqa: SLF001
         self.events = {d: self._queue(d, quiet) for d in {t.device for _, t in quiet} if d.type == "cuda"}
         self.copied.clear()
@@ -582,6 +584,7 @@ class BackgroundCopy:
 
     def hold_step(self):
         "Let the step that is about to be made wait for the copy."
+        self.seen = True
         self._check_torn()
         if self.copied.is_set(): return
         start = time.perf_counter()
