@@ -700,6 +700,17 @@ def test_a_cause_that_was_found_stands_in_the_log_and_in_the_picture(run):
     sent, = session_packet(s, before.seen).meta["incidents"]
     assert sent["known_cause"] == "data"
 
+def test_a_loop_that_has_raised_does_not_seem_to_be_done_when_it_is_started_again(run):
+    net = torch.nn.Linear(2, 1)
+    governor = Governor(net, torch.optim.SGD(net.parameters(), lr=.1), chance_loss=None)
+    def loop(disturb):
+        yield torch.tensor(1.)
+        raise KeyError("mine")
+    s = run(LoopSource(loop, governor, net, total=9))
+    for said in ("KeyError: 'mine'", "RuntimeError: the loop ended with KeyError: 'mine', and a generator that has"):
+        s.start()
+        assert s.wait() == "failed" and said in s.error
+
 def test_a_loop_that_hands_over_its_batches_shows_cause_and_what_was_redone(run):
     torch.manual_seed(0)
     net = torch.nn.Linear(8, 3)

@@ -268,6 +268,7 @@ class LoopSource(Source):
         self.accuracy = accuracy
         self.every = every
         self.at = 0 # batches done
+        self.broken = "" # what the loop has raised
         self.fault: Fault | None = None
         self.network = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
 
@@ -288,7 +289,13 @@ class LoopSource(Source):
         if self.total is not None and self.at >= self.total: return None
         watched = self.watcher.watched
         try: loss = next(self.losses)
-        except StopIteration: return None
+        except StopIteration:
+            if self.broken: raise RuntimeError(f"the loop ended with {self.broken}, and a generator that has raised "
+                                               "does not go on: make a new LoopSource") from None
+            return None
+        except Exception as e:
+            self.broken = f"{type(e).__name__}: {e}"
+            raise
         if loss is not None and self.watcher.watched == watched: self.watcher.watch(loss)
         reports = tuple(self.reports)
         self.reports.clear()
