@@ -1,4 +1,5 @@
 "Loops whose batches come from `Governor.batches`: trained as by `run`, and as unguarded while all is well."
+import copy
 import math
 
 import pytest
@@ -145,6 +146,34 @@ def test_a_loop_that_is_left_ends_cleanly():
     with pytest.raises(RuntimeError, match="without `with`"):
         for _ in governor.batches(a_list()):
             with governor.step(): pass
+
+def test_a_checkpoint_of_the_body_has_the_loss_of_its_batch():
+    "It is judged when the loop asks for its next batch; a run that goes on from the checkpoint has not lost it."
+    def whole(stop=None, saved=None, batches=slice(None)):
+        net, opt, schedule = made()
+        governor = Governor(net, opt, schedule, chance_loss=None, config=QUIET)
+        if saved is not None:
+            for part, state in zip((net, opt, schedule), saved[:3]): part.load_state_dict(state)
+            governor.load_state_dict(saved[3])
+            torch.set_rng_state(saved[4])
+        for x, y in governor.batches(a_list()[batches]):
+            loss = nn.functional.cross_entropy(net(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            schedule.step()
+            governor.watch(loss)
+            if stop is not None and governor.watched == stop and not governor.replaying:
+                return [copy.deepcopy(p.state_dict()) for p in (net, opt, schedule, governor)] + [torch.get_rng_state()]
+        governor.close()
+        return net, governor
+    net, governor = whole()
+    saved = whole(stop=20)
+    again, resumed = whole(saved=saved, batches=slice(21, None))
+    assert saved[3]["losses"]["watched"] == 21 and resumed.watched == governor.watched == 64
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), again.parameters()))
+    assert list(resumed.losses.recent) == list(governor.losses.recent)
+    assert torch.equal(resumed.stats.state_dict()["ring"], governor.stats.state_dict()["ring"])
 
 def test_the_budget_ends_a_loop():
     net, opt, _ = made()

@@ -251,7 +251,7 @@ class Governor:
         self.inactive = off
         if norm is not None and self.gate is not None and (before_step or self.inside):
             self.gate.offer(norm, clipped=True) # as it was measured for clipping
-        if norm is None and not inactive and self.judge.passes(loss, self.config):
+        if norm is None and not inactive and not len(self.losses) and self.judge.passes(loss, self.config):
             return () if self.inside else self._on_step_end()
         self.losses.add(loss, norm, off)
         away, rejects = isinstance(loss, torch.Tensor) and loss.device.type != "cpu", self.inside and self.single
@@ -642,8 +642,11 @@ class Governor:
         loaded, which the checkpoint beside it holds anyway. A comparison under way is left out: the weights of the
         checkpoint, old or live, stay.
         """
+        parts = {name: part.state_dict() for name, part in self._saved.items()}
+        if self.loop is not None and self.loop.open and self.loop.loss is not None: # its batch is trained on already
+            parts["losses"] = self.losses.state_after(self.loop.loss)
         return dict(
-            {name: part.state_dict() for name, part in self._saved.items()},
+            parts,
             failed=self.failed, config=self.config.to_dict(),
             stats={k: t.clone() for k, t in self.stats.state_dict().items()},
             observed=self.observed.state_dict(banks), good=self.good.state_dict(banks),

@@ -154,6 +154,15 @@ class LossQueue:
                    for w in self.waiting]
         return dict(waiting=waiting, watched=self.watched, recent=list(self.recent))
 
+    def state_after(
+        self, loss: Tensor | float, # that is about to be added
+    ) -> dict:
+        "Return the state with one more loss that waits."
+        then = LossQueue(self.n, self.ranks)
+        then.waiting, then.watched, then.recent = list(self.waiting), self.watched, self.recent
+        then.add(loss)
+        return then.state_dict()
+
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
         "Go on where another queue was."
         self.waiting = [WaitingLoss(loss, norm, np.array(off), batch) for loss, norm, off, batch in state["waiting"]]
