@@ -107,16 +107,18 @@ def lane_epochs(
     return [(check_count("lane", l, 0), check_count("epoch", e, 0)) for l, e in zip(lanes, epochs)]
 
 def whole_batches(
-    draws: Tensor, # (k, N, n) k numbers for each example and lane
+    draws: Tensor, # (n, k, N) k numbers for each lane and example
     batch_size: int, # B
     device: torch.device, # where they are needed
 ) -> Tensor: # (k, batches, B, n)
     "Split draws into whole batches; discard the remainder."
-    size = draws.shape[1]
+    size = draws.shape[2]
     check(check_count("batch_size", batch_size) <= size, "batch_size", batch_size,
           f"at most {size}, the number of training examples; use a smaller batch or more data")
     count = size // batch_size
-    return send(draws[:, :count * batch_size].unflatten(1, (count, batch_size)), device)
+    there = send(draws[..., :count * batch_size], device) # lanes come last there: a GPU turns them sooner than the host
+    turned = there.movedim(0, -1).clone(memory_format=torch.contiguous_format)
+    return turned.unflatten(1, (count, batch_size))
 
 # %% ../../nbs/train/33_data.ipynb #0dbca937
 def draw_images(
@@ -260,7 +262,7 @@ class ImageData(Splits):
     ) -> Epoch: # x (B, n*C, H, W) float32 channels_last, y (B, n) int64
         "Return shuffled and augmented training batches for n lanes."
         def own(lane, e): return draw_images(self.seed_key(seed, lane), e, self.num_train, self.pad, self.flip)
-        draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)], -1)
+        draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)])
         address = torch.int32 if self.x["train"].numel() < 2**31 else torch.int64
         order, dy, dx, mirror = whole_batches(draws.to(address), batch_size, self.device)
         size = batch_size * order.shape[-1] * self.shape[0] * self.shape[1] * self.shape[2]
@@ -498,7 +500,7 @@ class TextData(Splits):
         "Return shuffled training windows for n lanes."
         tokens = len(self.tokens["train"])
         def own(lane, e): return draw_windows(self.seed_key(seed, lane), e, self.num_train, self.block, tokens)
-        draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)], -1)
+        draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)])
         order, start = whole_batches(draws, batch_size, self.device)
         return Epoch(dict(order=order, start=start), self.reader(start))
 
