@@ -519,6 +519,21 @@ def test_alphas_move_within_an_epoch_of_replays(gpu):
     for k, t in a.items(): assert torch.equal(t, b[k]), k
 
 
+# --- exact lanes
+
+def test_exact_lanes_use_kernels_that_repeat(gpu):
+    "On an H200 fp32 convolutions add in any order by default: a lane alone is not the same to the bit."
+    seen = []
+    def look(net, stepper, lanes, b, x, y):
+        seen.append(torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic)
+        return x, y
+    few, many = (run_epoch(small("cuda", n, exact=True), None, disturb=look).train.losses for n in (2, 4))
+    assert seen and all(seen) and torch.equal(few, many[:, :2])
+    assert not torch.are_deterministic_algorithms_enabled()
+    seen.clear()
+    run_epoch(small("cuda", 2), None, disturb=look)
+    assert not any(seen)
+
 # --- lanes that are not finite
 
 @pytest.mark.parametrize("how", ["a weight", "a disturbance"])

@@ -13,16 +13,17 @@ __all__ = ['Forecaster', 'SMALL_GROUP', 'MIXED_BYTES', 'SIGNALS', 'LOOKED_AT', '
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..core import (
+from esper_nb.core import (
     BUDGET, Config, Count, OneOf, Plan, Positive, PositiveOrInf, Precision, RandomSeed, Whole, Workers,
-    activation_room, check, check_device, choose_precision, plan, put_lanes, take_lanes, use_threads, with_lanes)
+    activation_room, check, check_device, choose_precision, plan, put_lanes, repeatable, take_lanes, use_threads,
+    with_lanes)
 from ..guard import Governor, GovernorConfig, Report
 from ..grow import (
     ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, Decision, DecisionResult, Event, Growing, ModuleHostConfig, Reason,
@@ -237,6 +238,10 @@ class Population:
         if self.config.exact and self.workers.device.type == "cpu": return 1 # independent of this machine
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize) * max(map(len, plan))
         return 1 if self.workers.device.type == "cpu" and size <= SMALL_GROUP else None
+
+    def exactly(self) -> AbstractContextManager:
+        "Return the context of an epoch: with `exact`, kernels of a GPU that add in the same order every time."
+        return repeatable() if self.config.exact and self.workers.device.type == "cuda" else nullcontext()
 
     def check_out(self,
         plan: Plan, # lanes of each group

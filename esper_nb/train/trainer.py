@@ -72,7 +72,7 @@ def run_epoch(
     start, plan, number = time.perf_counter(), pop.plan(), int(pop.epoch.max())
     lanes = None if active is None else active.nonzero().flatten().tolist()
     inactive = () if active is None else (~active).nonzero().flatten().tolist()
-    with use_threads(pop.threads(plan)):
+    with use_threads(pop.threads(plan)), pop.exactly():
         groups = pop.check_out(plan)
         clock("check out")
         found = pop.workers.map(lambda g: group_epoch(pop, g, split, disturb, look), groups)
