@@ -521,3 +521,14 @@ def test_ranks_compare_weights_and_explain_together_and_stay_equal(tmp_path, kin
     else:
         assert first["said"][0][2] == "rollback" and first["said"][0][5] is not None, "old weights were not compared"
         assert first["said"][0][3] == "loop"
+
+@pytest.mark.parametrize("seconds", [0., 60.])
+def test_a_search_that_takes_long_says_what_it_does(monkeypatch, caplog, seconds):
+    "A run whose steps take seconds stands still for minutes then, and nobody knows why."
+    monkeypatch.setattr("esper_nb.guard.causes.SLOW_REPLAY", seconds)
+    loop = Loop()
+    def spoil(loop, k, given): return (given[0] * (math.nan if k == AT else 1.), given[1])
+    with caplog.at_level("WARNING", logger="esper_nb"): loop.train(fault=spoil)
+    said = [r.getMessage() for r in caplog.records if "looking for the cause" in r.getMessage()]
+    assert len(said) == (0 if seconds else 1)
+    if said: assert "2,000 steps at most" in said[0] and "explain_steps" in said[0]

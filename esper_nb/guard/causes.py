@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'EXPERIMENTS', 'CONTROLS', 'WORTH_A_WORD', 'SLOWER', 'UPHILL', 'CLIMBS',
-           'REDONE', 'Findings', 'own_settings', 'first_apart', 'same_number', 'Parting', 'explain_parting',
-           'carries_over', 'part_by_settings', 'writes_before', 'wrote', 'center_spread', 'level_spread', 'find_onset',
-           'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd', 'odd_batches', 'odd_later', 'bad_steps',
-           'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd', 'exchange_odd', 'leave_out_others',
-           'earlier_batches', 'few_later_batches', 'later_batches', 'mix_examples', 'can_mix', 'are_sorted',
-           'with_tensors', 'switched_inputs', 'hold_inputs', 'name_inputs', 'hold_rate', 'hold_settings',
+           'SLOW_REPLAY', 'REDONE', 'Findings', 'own_settings', 'first_apart', 'same_number', 'Parting',
+           'explain_parting', 'carries_over', 'part_by_settings', 'writes_before', 'wrote', 'center_spread',
+           'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd', 'odd_batches',
+           'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd', 'exchange_odd',
+           'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'mix_examples', 'can_mix',
+           'are_sorted', 'with_tensors', 'switched_inputs', 'hold_inputs', 'name_inputs', 'hold_rate', 'hold_settings',
            'most_changed', 'rate_rose', 'had_a_spell', 'other_settings', 'is_near', 'without_autocast',
            'full_precision', 'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments', 'moments_push',
            'clip_as_usual', 'scale_rate', 'slower', 'climb', 'why_well', 'why_cured', 'CaseFile', 'Repetition',
@@ -37,7 +37,7 @@ from .ranks import Ranks
 from .rates import set_setting
 from .recorder import RecordedIncident, RecordedStep, settings_of, tensors_of
 from .replay import LOW, Changes, LayerWatch, Replay, find_operation, share_of_rate
-from .reports import Evidence, Explanation
+from .reports import Evidence, Explanation, logger
 
 # %% ../../nbs/guard/24_causes.ipynb #bitsfound
 @dataclass
@@ -837,6 +837,8 @@ class Repetition:
         return find_operation(lambda: r.take(min(lost)))
 
 # %% ../../nbs/guard/24_causes.ipynb #findinq
+SLOW_REPLAY = 5. # seconds of a replay from which on it is told what is being done
+
 class Inquiry:
     "The experiments on one incident, and what they add up to."
     def __init__(self, replay: Replay, budget: int | None, all_of_them: bool, is_bad: Callable[[], Sequence[str]],
@@ -853,8 +855,9 @@ class Inquiry:
     def run(self, dry: DryReplay | None, written: Sequence[Written] | None) -> Explanation:
         "Ask for the bits first, then for what cures."
         r, found, again = self.replay, self.found, self.again
-        before = r.taken
+        before, begun = r.taken, time.perf_counter()
         again.run()
+        self._tell(time.perf_counter() - begun, r.taken - before)
         well = again.is_well or again.is_spared and found.apart is not None
         self.case.file("nothing", well, again.gap.loss, r.taken - before)
         parting = None if found.apart is None else explain_parting(r, found, dry, written)
@@ -866,6 +869,13 @@ class Inquiry:
         if found.wrong and self._affordable(): found.odd |= bad_steps(r, self.is_bad)
         rows = {name: e for name, e in self.experiments.items() if e.fits(r, found)}
         return self._conclude(self._cures(rows)[:1] or self._cures_together(rows), rows)
+
+    def _tell(self, seconds: float, steps: int): # of the first replay
+        "Say why nothing seems to happen, where that takes long."
+        if seconds < SLOW_REPLAY: return
+        most = "as many steps as it needs" if self.budget is None else f"{self.budget:,} steps at most"
+        logger.warning("Governor: looking for the cause: a replay of %d batches took %.0f s; %s (`explain_steps`)",
+                       steps, seconds, most)
 
     def _bad_writes(self, written: Sequence[Written] | None) -> list[Written]:
         "Return what wrote, between two steps, into what was found bad in the state."
