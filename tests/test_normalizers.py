@@ -43,6 +43,25 @@ def test_a_bad_batch_is_refused_whole(bad):
     assert m.count == before["count"] and torch.equal(m.mean, before["mean"]) and torch.equal(m.var, before["var"])
 
 
+@pytest.mark.parametrize("given", [[1e160, 2e160], [1.3e154, 1.3e154]])
+def test_numbers_whose_squares_overflow_are_refused_whole(given):
+    "Statistics that have met one would be infinite for ever, and say nothing."
+    m = Moments(1); m.update(torch.randn(5, 1))
+    before = m.state_dict()
+    with pytest.raises(ValueError, match="squares are finite"):
+        m.update(torch.tensor(given, dtype=torch.float64)[:, None])
+    assert m.count == before["count"] and torch.equal(m.mean, before["mean"]) and torch.equal(m.var, before["var"])
+
+
+@pytest.mark.parametrize("var", [-1., math.nan, math.inf])
+def test_statistics_that_cannot_be_are_not_loaded(var):
+    "A file in which a mean stood for a variance made every action NaN, and only in some buildings."
+    m = ObsNormalizer(1); m.observe(torch.randn(9, 1)); m.commit()
+    state = m.state_dict()
+    state["moments"]["var"] = torch.tensor([var], dtype=torch.float64)
+    with pytest.raises(ValueError, match="variances of 0 or more"): ObsNormalizer(1).load_state_dict(state)
+
+
 def test_every_state_comes_back():
     obs, rew, val = ObsNormalizer(3), RewardNormalizer(2, 0.9), ValueNormalizer()
     obs.observe(torch.randn(9, 3)); obs.commit(); obs.observe(torch.randn(4, 3))

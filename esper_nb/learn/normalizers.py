@@ -38,8 +38,8 @@ class Moments:
         mean, var = x.mean(0), x.var(0, correction=0)
         if not np.isfinite(var.numpy()).all():
             wrong = int((~torch.isfinite(x)).sum())
-            raise ValueError(f"{wrong} of {x.numel()} values are not finite, expected numbers: "
-                             "statistics would be ruined for ever")
+            found = f"{wrong} of {x.numel()} values are not finite" if wrong else f"values reach {x.abs().max():.3g}"
+            raise ValueError(f"{found}, expected numbers whose squares are finite: statistics would be ruined for ever")
         self._pool(float(len(x)), mean, var)
 
     def merge(self, other: "Moments") -> None: # statistics of other data
@@ -53,7 +53,11 @@ class Moments:
         else: # in NumPy: a few numbers, where calling PyTorch takes longer than the work
             total, before, spread = old + count, self.mean.numpy(), self.var.numpy()
             delta = mean.numpy() - before
-            pooled = (old * spread + count * var.numpy() + delta ** 2 * (old * count / total)) / total
+            with np.errstate(over="ignore"):
+                pooled = (old * spread + count * var.numpy() + delta ** 2 * (old * count / total)) / total
+            if not np.isfinite(pooled).all():
+                raise ValueError(f"values {abs(delta).max():.3g} apart, expected numbers whose squares are finite: "
+                                 "statistics would be ruined for ever")
             self.count, self.mean = total, torch.from_numpy(before + delta * (count / total))
             self.var = torch.from_numpy(pooled)
 
@@ -64,6 +68,9 @@ class Moments:
     def load_state_dict(self, state: dict) -> None: # a state of `state_dict`
         "Restore a saved state."
         check(len(state["mean"]) == self.width, "width", len(state["mean"]), f"statistics of {self.width} numbers")
+        sound = state["mean"].isfinite().all() and state["var"].isfinite().all() and (state["var"] >= 0).all()
+        check(bool(sound), "statistics", (state["mean"].tolist(), state["var"].tolist()),
+              "finite means, and variances of 0 or more: what they normalise would be NaN")
         self.reset()
         self._pool(float(state["count"]), state["mean"].double(), state["var"].double())
 
