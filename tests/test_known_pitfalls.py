@@ -6,7 +6,9 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from esper_nb.control import GrowVecEnv
-from esper_nb.learn import ActorCritic, EnvStream, Heads, Learner, PolicyConfig, PPOConfig, play, standardize, train_ppo
+from esper_nb.grow import attach_slots
+from esper_nb.learn import (
+    ActorCritic, EnvStream, Heads, Learner, MaskedHeads, PolicyConfig, PPOConfig, play, standardize, train_ppo)
 from tests.test_vector_conformance import SMALL, tiny_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,3 +124,61 @@ def test_what_does_not_count_does_not_shift_the_advantages():
     assert torch.equal(a[valid], b[valid])
     torch.testing.assert_close(a[valid].mean(), torch.tensor(0.), atol=1e-6, rtol=0)
     torch.testing.assert_close(a[valid].std(), torch.tensor(1.), atol=1e-3, rtol=0)
+
+
+class Three(gym.Env):
+    "Three steps of reward 1."
+    observation_space, action_space = gym.spaces.Box(-9, 9, (1,)), gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+    def step(self, action):
+        self.t += 1
+        return np.full(1, self.t, np.float32), 1., self.t == 3, False, {}
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_later_episodes_are_as_long_as_the_first_in_every_mode(mode):
+    "Statistics that assume another mode of resetting count the later episodes one step short."
+    config = PPOConfig(num_steps=25, num_minibatches=1, num_updates=3)
+    envs = SyncVectorEnv([Three] * 2, autoreset_mode=mode)
+    updates = list(train_ppo(Learner(envs, config, PolicyConfig(core="none"))))
+    assert {r for u in updates for r in u.returns} == {3.} and {n for u in updates for n in u.lengths} == {3}
+    waits = mode == AutoresetMode.NEXT_STEP # a reset takes a step then, which counts for nothing
+    assert updates[-1].env_steps == (114 if waits else 150)
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_choices_that_cannot_be_have_no_part_in_the_entropy_or_its_gradient(dtype):
+    "0 times the logarithm of 0 is taken for 0, and its gradient, too: repaired afterwards it would still be NaN."
+    largest = torch.finfo(dtype).max
+    for row in ([0., 0., 0.], [largest, -largest, 0.], [0., 0., largest], [-largest] * 3):
+        logits = torch.tensor([[row]], dtype=dtype, requires_grad=True)
+        heads = MaskedHeads(logits, torch.tensor([[[True, False, True]]]))
+        total = heads.entropy().sum() + heads.log_prob(torch.tensor([[0]])).clamp(min=-50).sum()
+        gradient, = torch.autograd.grad(total, logits)
+        assert 0 <= heads.entropy() <= .6932 and gradient.isfinite().all() and gradient[0, 0, 1] == 0
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_attached_is_as_the_network_is(dtype):
+    "In evaluation or in training, in its precision; what was frozen stays frozen, and no statistics move."
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
+                              torch.nn.Flatten(), torch.nn.Linear(8 * 64, 4)).to(dtype)
+    net[0].requires_grad_(False)
+    x = torch.randn(2, 3, 8, 8, dtype=dtype)
+    net.eval()
+    before, state = net(x), {k: t.clone() for k, t in net.state_dict().items()}
+    model = attach_slots(net, ["2"], x, blueprints=["norm", "conv_light", "attention"])
+    for kind in ("conv_light", "norm", "attention"):
+        model.germinate("2", kind)
+        model.advance("2", force=True)
+        assert torch.equal(model(x), before) and not any(m.training for m in model.modules())
+        model.prune("2")
+        model.slot("2").clear([0], seed=0)
+    assert all(torch.equal(t, state[k]) for k, t in net.state_dict().items())
+    assert not any(p.requires_grad for p in net[0].parameters())
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    model.germinate("2", "conv_light")
+    model.train()
+    model(x).sum().backward()
+    assert all(m.training for m in model.modules())

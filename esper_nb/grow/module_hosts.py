@@ -45,6 +45,8 @@ class AttachedModel(Growing):
         self.ran = _Ran() # the network
         self.passed_by: frozenset[str] = frozenset() # slots that did not run in an epoch in which the network did
         self.moved = 0 # writes into the network's parameters up to the last tick
+        self.training = host.training
+        self.slots.train(host.training)
         self._put_hooks_on()
 
     def forward(self, *args, **kwargs):
@@ -200,6 +202,7 @@ def attach_slots(
         may_grow = slots[k] if isinstance(slots, Mapping) else blueprints
         channels = h.shape[1] if family == "cnn" else h.shape[2]
         made.append(Slot(k, family, channels, blueprints=may_grow, rules=rules, seed=seed))
+        for part in (made[-1].banks, made[-1].blend_gate): part.to(h.dtype) # a network in double or in half precision
     return AttachedModel(module, made, found)
 
 def _check_untouched(module: nn.Module, slots: Iterable[str]):
