@@ -175,6 +175,19 @@ def test_a_checkpoint_of_the_body_has_the_loss_of_its_batch():
     assert list(resumed.losses.recent) == list(governor.losses.recent)
     assert torch.equal(resumed.stats.state_dict()["ring"], governor.stats.state_dict()["ring"])
 
+def test_a_loop_that_has_ended_well_can_be_asked_and_answers_what_it_knows():
+    net, opt, _ = made()
+    governor = Governor(net, opt, chance_loss=None, config=QUIET)
+    for x, y in governor.batches(a_list()):
+        loss = nn.functional.cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        governor.watch(loss)
+    found = governor.explain()
+    assert found.cause == "unknown" and "nothing was acted on" in found.why and "inside of the loop" in found.why
+    assert found.last == 63 and governor.watched == 64
+
 def test_the_budget_ends_a_loop():
     net, opt, _ = made()
     governor = Governor(net, opt, chance_loss=math.log(4), config=GovernorConfig(rollbacks=1))

@@ -447,9 +447,7 @@ class Governor:
             raise RuntimeError("no step was recorded: train with `governor.run(step, batch)`")
         repairs = recovery.repairs
         if not repairs.within_reach:
-            if repairs.found is not None and not now: return repairs.found
-            raise RuntimeError("the steps of a `for` loop can be replayed only while it runs, and no incident was "
-                               "explained then: train with `governor.run(step, batch)`")
+            return repairs.found if repairs.found is not None and not now else recovery.out_of_reach()
         return recovery.explain(now, all_of_them, budget)
 
     def flush(self, before_step: bool = False) -> tuple[Report, ...]: # as in `watch`

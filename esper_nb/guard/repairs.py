@@ -355,6 +355,14 @@ class Recovery:
         if incident.report is not None: self.run.log.amend(incident.report, **_fields_of(found))
         return found
 
+    def out_of_reach(self) -> Explanation:
+        "Say what is known of a loop that has ended without a search for a cause."
+        said = "nothing was acted on" if not self.run.log.reports else "no cause was looked for"
+        last = max(0, self.run.losses.watched - 1)
+        return Explanation(cause="unknown", first=min(self.run.good.at().batch, last), last=last, begin=None, why=(
+            f"{said} while the loop ran, and the steps of a `for` loop can be replayed only then; explain it inside of "
+            "the loop, or train with `governor.run(step, batch)`" + self.run.log.story()))
+
     def _redo(self, found: Explanation | None, config: GovernorConfig): # None: the cause was not searched for
         "After a rollback, retrain on the lost batches without those that caused it, or discard them."
         assert self.repairs.incident is not None and self.repairs.incident.report is not None
