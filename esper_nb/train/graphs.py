@@ -312,7 +312,7 @@ class Graphs:
 
     def _rehearse(self, key: Hashable, f: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
         "Return the result of `f`, and note whether it can be recorded at all."
-        with noting_waits() as waits: out = f(*inputs)
+        with _one_at_a_time, noting_waits() as waits: out = f(*inputs) # what is told goes to the whole process
         if waits:
             self.made[key] = None
             self.say(f"the host waits for the device at {waits[0]}")
