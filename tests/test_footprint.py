@@ -10,8 +10,10 @@ import math
 import os
 import random
 import sys
+import threading
 import time
 import types
+import warnings
 from collections import deque
 from dataclasses import dataclass
 
@@ -889,10 +891,28 @@ def test_every_write_into_a_batch_of_tensors_is_noticed():
 
 # --- a copy of the process
 
-def test_a_fork_that_takes_too_long_ends():
+def test_a_fork_that_takes_too_long_ends(monkeypatch):
+    made, fork = [], os.fork
+    def noted():
+        made.append(fork())
+        return made[-1]
+    monkeypatch.setattr(os, "fork", noted)
     with pytest.raises(TimeoutError, match="more than"): in_a_fork(lambda: time.sleep(60), limit=.3)
     with pytest.raises(TimeoutError, match="died"): in_a_fork(lambda: os._exit(3))
-    with pytest.raises(ChildProcessError): os.waitpid(-1, os.WNOHANG) # none is left
+    assert len(made) == 2
+    for pid in made:
+        with pytest.raises(ChildProcessError): os.waitpid(pid, os.WNOHANG) # none is left
+
+def test_a_fork_beside_other_threads_warns_of_nothing():
+    "From Python 3.12 on forking beside threads is told; where warnings are errors, the copy would be nobody's."
+    stop = threading.Event()
+    beside = threading.Thread(target=stop.wait)
+    beside.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert in_a_fork(lambda: 3) == 3
+    stop.set()
+    beside.join()
 
 def test_a_fork_leaves_no_trace(capfd, caplog):
     box = []

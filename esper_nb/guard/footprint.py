@@ -36,6 +36,7 @@ import sysconfig
 import threading
 import time
 import types
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -1162,7 +1163,9 @@ def in_a_fork(
     GNU OpenMP does not survive a fork, so the copy computes on one thread, as the workers of a DataLoader do.
     """
     read, write = os.pipe()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning) # of Python 3.12: a copy may wait for a lock; it has a limit
+        pid = os.fork()
     if pid == 0: # pragma: no cover
         os.close(read)
         end_with(work, write)
