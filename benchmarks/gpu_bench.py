@@ -96,6 +96,17 @@ def loop_side(case, part=(0, 1), limit=None, layout="channels_last"):
     return loop_over(nets, case, pop, getattr(torch, layout))
 
 
+def plain_step(net, opt, precision, x, y):
+    "A step of ordinary training; its loss."
+    with precision.autocast("cuda"): logits = net(x)
+    loss = nn.functional.cross_entropy(logits.float(), y)
+    opt.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.)
+    opt.step()
+    return loss.detach()
+
+
 def loop_over(nets, case, pop, layout=torch.channels_last):
     "Plain training of some networks by their lanes; a function that runs epoch e."
     data, precision, options = pop.data, pop.precision, pop.task.optimizer_options
@@ -105,13 +116,7 @@ def loop_over(nets, case, pop, layout=torch.channels_last):
         batches, losses = data.epoch(0, [i], e, case.batch_size), []
         for b in range(len(batches)):
             x, y = batches[b]
-            with precision.autocast("cuda"): logits = nets[i](x)
-            loss = nn.functional.cross_entropy(logits.float(), y[:, 0])
-            opts[i].zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(nets[i].parameters(), 1.)
-            opts[i].step()
-            losses.append(loss.detach())
+            losses.append(plain_step(nets[i], opts[i], precision, x, y[:, 0]))
         return torch.stack(losses).mean().item()
     return lambda e: [train(i, e) for i in nets]
 
@@ -241,14 +246,7 @@ def graphed_loop(case, limit):
     pop = population(case.replace(lanes=1), limit)
     net = pop.model.lane(0).host.train()
     opt = torch.optim.SGD(net.parameters(), **pop.task.optimizer_options)
-    def step(x, y):
-        with pop.precision.autocast("cuda"): logits = net(x)
-        loss = nn.functional.cross_entropy(logits.float(), y)
-        opt.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1., foreach=True)
-        opt.step()
-        return loss.detach()
+    def step(x, y): return plain_step(net, opt, pop.precision, x, y)
     batches, side = pop.data.epoch(0, [0], 0, case.batch_size), torch.cuda.Stream()
     x, y = (t.clone() for t in batches[0])
     y = y[:, 0].clone()

@@ -20,8 +20,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ..core import (
     LaneAttention, LaneBatchNorm2d, LaneConv2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneModule,
-    MaskedConv2d,
-    PerLane, SafeGroupNorm, Scale, by_lane, check)
+    MaskedConv2d, PerLane, SafeGroupNorm, Scale, by_lane, check)
 from .blending import Blend, BlendGate, spread
 from .blueprints import (
     LaneFlexAttention, LaneMLP, Noop, NormSeed, PlainSeed, Residual, SqueezeExcite, probe, turned)

@@ -512,11 +512,9 @@ class Route:
     def take(self, roles: Sequence[Role]) -> bool: # False: not only the alphas are others
         "Write other alphas into the tensors of this route: a recorded pass reads them there."
         if [r._replace(alphas=()) for r in roles] != [r._replace(alphas=()) for r in self.roles]: return False
-        for (k, device, dtype), t in self._alphas.items():
+        for (k, device, _), t in self._alphas.items():
             new = roles[k].alphas
-            if new == self.roles[k].alphas: continue
-            wide = torch.tensor(new).to(dtype).repeat_interleave(t.numel() // len(new))
-            t.copy_(send(wide.view(t.shape), device))
+            if new != self.roles[k].alphas: t.copy_(send(spread(torch.tensor(new), t, len(new)), device))
         self.roles = tuple(roles)
         self._single.clear()
         return True

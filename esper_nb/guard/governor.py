@@ -347,7 +347,7 @@ class Governor:
             try:
                 if bad: self._advance(PhaseMove.FAIL, Moment().of_state(bad))
                 else: self.watch(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-                if not new and self._asks_to_redo(repairs): self.flush() # losses on a device belong to what is redone
+                if not new and len(self.losses) and self._asks_to_redo(repairs): self.flush() # of these steps
             except GovernorStop as stop:
                 recovery.look_into([stop.report], self.config)
                 raise GovernorStop(self.reports[-1]) from None

@@ -72,13 +72,13 @@ def run_epoch(
     start, plan, number = time.perf_counter(), pop.plan(), int(pop.epoch.max())
     lanes = None if active is None else active.nonzero().flatten().tolist()
     inactive = () if active is None else (~active).nonzero().flatten().tolist()
+    def work(g: Group) -> GroupResult | None: return group_epoch(pop, g, split, disturb, look)
     with use_threads(pop.threads(plan)), pop.exactly():
         groups = pop.check_out(plan)
         clock("check out")
-        found = pop.workers.map(lambda g: group_epoch(pop, g, split, disturb, look), groups)
+        found = pop.workers.map(work, groups)
         results = [r for r in found if r is not None]   # a stopped group raises before this line
-        if pop.workers.device.type == "cuda": groups, results = train_apart(
-            pop, groups, results, lambda g: group_epoch(pop, g, split, disturb, look))
+        if pop.workers.device.type == "cuda": groups, results = train_apart(pop, groups, results, work)
         clock("train and evaluate")
         pop.give_back(groups, active)
         clock("give back")
@@ -240,7 +240,9 @@ def train_apart(
     for g, r in zip(groups, results):
         odd = odd_lanes(g, r.train) if len(g.lanes) > 1 else []
         if not odd: done.append((g, r))
-        else: plan += [lanes for lanes in (tuple(set(g.lanes).difference(odd)), *((i,) for i in odd)) if lanes]
+        else:
+            rest = tuple(i for i in g.lanes if i not in odd)
+            plan += [*([rest] if rest else []), *((i,) for i in odd)]
     if not plan: return list(groups), list(results)
     again = pop.check_out(tuple(plan), beside=[g for g, _ in done])
     found = [r for r in pop.workers.map(train, again) if r is not None]
