@@ -6,19 +6,17 @@
 __all__ = ['OWN_PARTS', 'Governor']
 
 # %% ../../nbs/guard/29_governor.ipynb #ef187500
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
 import torch
 
 from ..core import check, check_count
-from .budget import blames_batch, is_extreme
 from .footprint import is_own_file
 from .gate import UpdateGate
 from .loops import Batches, LoopBody, place_of_loop
@@ -32,7 +30,7 @@ from .repairs import REHEARSED, Repairs
 from esper_nb.guard.reports import (
     Explanation, GovernorConfig, GovernorStop, IncidentLog, Report, Summary, as_chance_losses, as_governor_config,
     logger)
-from .responses import GuardedRun, LaneJudge, Moment, clocks_of, missing_parts
+from .responses import GuardedRun, IncidentResponse, LaneJudge, Moment, clocks_of, missing_parts
 from .resume import ResumeCheck, ResumeWatch
 from .rises import BACK
 from .snapshots import BackgroundCopy, Snapshot, TakeResult
@@ -108,6 +106,7 @@ class Governor:
         self.observed = RiseObservation() # the phase, and a rise of a single run
         self.judge: RunJudge | LaneJudge = (
             RunJudge(run, self.observed, evaluate, self.config.gate) if single else LaneJudge(run, evaluate))
+        self.incidents = IncidentResponse(run, self.judge.response, self.judge.same, restored=self._note_restored)
         self.inactive = np.zeros(self.n, bool) # lanes that do not take part in this `watch`
         self.inside = False # of `with step()`
         self.failed = False # so there may be something to refill in the budget
@@ -691,7 +690,8 @@ class Governor:
             norm = None if taken.norms is None else taken.norms[k]
             m = Moment(loss=float(taken.losses[k][0]), before_step=can_skip, fields=fields)
             move, m = self.judge.judge(taken.losses[k], norm, active, m, self.config)
-            if move is PhaseMove.RISE and can_skip and self._choose(0, m)[0] == "skip": move = PhaseMove.FAIL
+            if move is PhaseMove.RISE and can_skip and self.incidents.choose(0, m, self.config)[0] == "skip":
+                move = PhaseMove.FAIL
             reports = () if move is None else self._advance(move, m)
             undone[[r.lane for r in reports]] = True
             out += reports
@@ -718,80 +718,19 @@ class Governor:
         fields = dict(m.fields, old_loss=t.old_loss)
         return self._act(Moment(reasons={0: t.reason}, fields=fields, cuts=t.cuts), begun={0: report})
 
-    # --- what is done about an incident
-
-    def _act(self, m: Moment, begun: Mapping[int, Report] | None = None) -> tuple[Report, ...]: # begun before, by lane
-        "Choose an action for each lane whose rule has spoken, apply it and report it."
-        start = time.perf_counter()
+    def _act(self, m: Moment, begun: Mapping[int, Report] = MappingProxyType({})) -> tuple[Report, ...]: # by lane
+        "Respond to an incident; a run whose budget is used up ends."
         self.failed = True
-        begun = dict(begun or {i: self.verdicts.report(self.config, reason, i, m.verdict)
-                               for i, reason in m.reasons.items()})
-        actions = {i: self._choose(i, m) for i in m.reasons}
-        for action, free in dict.fromkeys(actions.values()):
-            mine = [i for i, chosen in actions.items() if chosen == (action, free)]
-            done = self._apply(action, mine, free, m.cuts)
-            self.budget.note_failure(mine, [begun[i].step for i in mine])
-            for i in mine:
-                begun[i] = replace(begun[i], **(dict(
-                    action=action, batch=self.watched - 1 if self.watched else None,
-                    rollbacks_left=self.budget.rollbacks_left(self.config, i)) | dict(m.fields) | done.get(i, {})))
-        out = tuple(self.log.file(replace(r, seconds=time.perf_counter() - start)) for r in begun.values())
-        ended = [r.lane for r in out if r.action == "stop"]
-        self.budget.stop(ended)
-        over = (self.budget.stopped | self.inactive).all()
-        if ended and over and self.single: self._advance(PhaseMove.EXHAUSTED)
-        if ended and over and self.config.stop_raises: raise GovernorStop(out[-1])
+        out = self.incidents.respond(m, self.config, begun)
+        if any(r.action == "stop" for r in out) and (self.budget.stopped | self.inactive).all():
+            if self.single: self._advance(PhaseMove.EXHAUSTED)
+            if self.config.stop_raises: raise GovernorStop(out[-1])
         return out
 
-    def _choose(self, lane: int, m: Moment) -> tuple[str, bool]:
-        "Return the action for a lane, and whether it is free: while one incident lasts, NaN costs nothing more."
-        reason, response, budget = m.reasons[lane], self.judge.response, self.budget
-        if reason == "by hand": return ("replay" if self.config.replay and response.can_replay else "rollback"), True
-        patient = response.patience(self.config) > 0
-        same = patient and reason == "non-finite" and self.watched <= budget.same_until[lane]
-        since_skip = 9 if patient else self.stats.judged[lane] - budget.skipped_at[lane]
-        can_skip = m.before_step and m.verdict is not None and blames_batch(self.config, m.verdict, lane, since_skip)
-        if can_skip and m.verdict and patient and reason == "explosion":
-            can_skip = is_extreme(self.stats, float(m.verdict.loss[lane]))
-        if can_skip: can_skip = not self.ranks.any([bool(self.snapshot.find_bad())])[0] # or the state is bad
-        if same: return ("skip" if can_skip else "rollback"), True
-        def can_lower(): return self.judge.same.evaluate is None and response.scale(1., [lane])
-        return budget.choose(self.config, lane, reason, can_skip, can_lower, response.can_replay), False
-
-    def _apply(self, action: str, lanes: list[int], free: bool, cuts: int) -> dict[int, dict]: # of reports, by lane
-        "Carry out one action in some lanes; a free one belongs to an incident that is already counted."
-        again = {i: -1 if free else int(self.budget.rollbacks[i]) for i in lanes}
-        response = self.judge.response
-        if not free: self.budget.spend(action, lanes, until=self.watched + response.patience(self.config))
-        if action == "skip":
-            self.verdicts.forget_anomalies(lanes)
-            self.budget.note_skip(lanes, self.stats.judged)
-            return response.skip(self.watched - 1)
-        if action != "lower": return self._restore(lanes, action, again, cuts)
-        factor = self.config.lr_factor if response.scale(self.config.lr_factor, lanes) else None
-        self.snapshot.drop(lanes)
-        self.stats.calm_down(lanes)
-        return {i: dict(lr_factor=factor) for i in lanes}
-
-    def _restore(
-        self,
-        lanes: list[int],
-        action: str, # "rollback", "replay" or "stop"
-        again: Mapping[int, int], # by lane, rollbacks before this one in the same incident; -1: no cut is due
-        cuts: int, # of the learning rate that are due in any case
-    ) -> dict[int, dict]: # fields of the report, by lane
-        "Restore the last good state of lanes; from the second time on also lower their learning rate."
-        response, fields = self.judge.response, dict[int, dict]()
-        back = response.restore(lanes, action)
+    def _note_restored(self):
+        "A good state is in place: what was observed is over."
         self.judge.restored()
         self._advance(PhaseMove.RESTORED)
-        for i, step in zip(back.lanes, back.steps):
-            saved = self.good.at(i)
-            lost = (saved.batch, self.watched - 1) if saved.batch < self.watched else None
-            fields[i] = dict(restored=back.parts, left=back.left, kept=back.kept, restored_step=step,
-                             restored_batch=saved.batch, lost=lost)
-            fields[i] |= response.adjust_rates(i, action, again[i], saved, self.config, self.stats, self.watched, cuts)
-        return fields
 
     # --- between two steps
 

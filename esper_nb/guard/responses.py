@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['is_clock', 'clocks_of', 'not_exchanged', 'patience_of', 'SingleRun', 'LaneRuns', 'GuardedRun', 'Moment',
-           'SameBatches', 'LaneCheckup', 'LaneJudge', 'missing_parts']
+           'SameBatches', 'IncidentResponse', 'LaneCheckup', 'LaneJudge', 'missing_parts']
 
 # %% ../../nbs/guard/25_responses.ipynb #409b35e3
 import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..core import ModulePart
-from .budget import Budget
+from .budget import Budget, blames_batch, is_extreme
 from .detector import RULES, LossStats, Verdict, off_scale, on_scale
 from .footprint import Footprint
 from .losses import LossQueue, Verdicts
@@ -286,6 +287,104 @@ class SameBatches:
     def blames(self, now: np.ndarray, before: np.ndarray, rise: np.ndarray) -> np.ndarray: # (k, n), (n,); (n,) bool
         "Return whether old weights did better on the same batches; for one batch the noise is that of the losses."
         return blames_weights(now, before, rise, self.run.verdicts.stats.spread * (len(now) == 1))
+
+# %% ../../nbs/guard/25_responses.ipynb #inc10002
+class IncidentResponse:
+    "What is done about an incident: in each lane the least intrusive action that can help, applied and reported."
+    def __init__(
+        self,
+        run: GuardedRun, # whose incidents they are
+        response: SingleRun | LaneRuns, # how it is brought back
+        same: SameBatches, # lanes that can be compared are not slowed down on suspicion
+        restored: Callable[[], Any], # called when a good state is in place, before its learning rates are adjusted
+    ):
+        self.run, self.response, self.same, self.restored = run, response, same, restored
+
+    def respond(
+        self,
+        m: Moment, # the rules that have spoken, by lane
+        config: GovernorConfig, # thresholds and budget
+        begun: Mapping[int, Report] = MappingProxyType({}), # reports that were begun before, by lane
+    ) -> tuple[Report, ...]: # one for each lane
+        "Choose an action for each lane, apply it and report it; a lane that is stopped takes no part from now on."
+        start, run = time.perf_counter(), self.run
+        watched, budget = run.losses.watched, run.budget
+        found = dict(begun) or {i: run.verdicts.report(config, reason, i, m.verdict) for i, reason in m.reasons.items()}
+        actions = {i: self.choose(i, m, config) for i in m.reasons}
+        for action, free in dict.fromkeys(actions.values()):
+            mine = [i for i, chosen in actions.items() if chosen == (action, free)]
+            done = self._apply(action, mine, free, m.cuts, config)
+            budget.note_failure(mine, [found[i].step for i in mine])
+            for i in mine:
+                found[i] = replace(found[i], **(dict(
+                    action=action, batch=watched - 1 if watched else None,
+                    rollbacks_left=budget.rollbacks_left(config, i)) | dict(m.fields) | done.get(i, {})))
+        out = tuple(run.log.file(replace(r, seconds=time.perf_counter() - start)) for r in found.values())
+        budget.stop([r.lane for r in out if r.action == "stop"])
+        return out
+
+    def choose(
+        self,
+        lane: int, # which one
+        m: Moment, # the rule that has spoken there
+        config: GovernorConfig, # thresholds and budget
+    ) -> tuple[str, bool]: # the action, and whether it is free
+        "Return what can help at the least price: while one incident lasts, NaN costs nothing more."
+        reason, response, budget = m.reasons[lane], self.response, self.run.budget
+        if reason == "by hand": return ("replay" if config.replay and response.can_replay else "rollback"), True
+        patient, stats = response.patience(config) > 0, self.run.verdicts.stats
+        same = patient and reason == "non-finite" and self.run.losses.watched <= budget.same_until[lane]
+        since_skip = 9 if patient else stats.judged[lane] - budget.skipped_at[lane]
+        can_skip = m.before_step and m.verdict is not None and blames_batch(config, m.verdict, lane, since_skip)
+        if can_skip and m.verdict and patient and reason == "explosion":
+            can_skip = is_extreme(stats, float(m.verdict.loss[lane]))
+        if can_skip: can_skip = not self.run.ranks.any([bool(self.run.snapshot.find_bad())])[0] # or the state is bad
+        if same: return ("skip" if can_skip else "rollback"), True
+        def can_lower(): return self.same.evaluate is None and response.scale(1., [lane])
+        return budget.choose(config, lane, reason, can_skip, can_lower, response.can_replay), False
+
+    def _apply(
+        self,
+        action: str, # "skip", "lower", "rollback", "replay" or "stop"
+        lanes: list[int], # in which ones
+        free: bool, # it belongs to an incident that is already counted
+        cuts: int, # of the learning rate that are due in any case
+        config: GovernorConfig, # by how much a rate is cut
+    ) -> dict[int, dict]: # fields of the report, by lane
+        "Carry out one action, and count it."
+        run, response, stats = self.run, self.response, self.run.verdicts.stats
+        again = {i: -1 if free else int(run.budget.rollbacks[i]) for i in lanes}
+        if not free: run.budget.spend(action, lanes, until=run.losses.watched + response.patience(config))
+        if action == "skip":
+            run.verdicts.forget_anomalies(lanes)
+            run.budget.note_skip(lanes, stats.judged)
+            return response.skip(run.losses.watched - 1)
+        if action != "lower": return self._restore(action, lanes, again, cuts, config)
+        factor = config.lr_factor if response.scale(config.lr_factor, lanes) else None
+        run.snapshot.drop(lanes)
+        stats.calm_down(lanes)
+        return {i: dict(lr_factor=factor) for i in lanes}
+
+    def _restore(
+        self,
+        action: str, # "rollback", "replay" or "stop"
+        lanes: list[int], # which ones
+        again: Mapping[int, int], # by lane, rollbacks before this one in the same incident; -1: no cut is due
+        cuts: int, # of the learning rate that are due in any case
+        config: GovernorConfig, # by how much a rate is cut
+    ) -> dict[int, dict]: # fields of the report, by lane
+        "Put the last good state of lanes in place; from the second time on also lower their learning rate."
+        response, watched, fields = self.response, self.run.losses.watched, dict[int, dict]()
+        back = response.restore(lanes, action)
+        self.restored()
+        for i, step in zip(back.lanes, back.steps):
+            saved = self.run.good.at(i)
+            lost = (saved.batch, watched - 1) if saved.batch < watched else None
+            fields[i] = dict(restored=back.parts, left=back.left, kept=back.kept, restored_step=step,
+                             restored_batch=saved.batch, lost=lost)
+            fields[i] |= response.adjust_rates(
+                i, action, again[i], saved, config, self.run.verdicts.stats, watched, cuts)
+        return fields
 
 # %% ../../nbs/guard/25_responses.ipynb #d7d96f78
 class LaneCheckup:
