@@ -2,6 +2,8 @@
 import copy
 import math
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from torch import nn
 
 from esper_nb.control.rules import QUICK_RULES
 from esper_nb.grow import Decision
-from esper_nb.guard import Governor, GovernorConfig, LossStats, RiseMonitor, blames_weights, judge
+from esper_nb.guard import (
+    Evidence, Explanation, Governor, GovernorConfig, GuardedRun, LossStats, Moment, PhaseMove, RiseEffects, RiseMonitor,
+    RiseObservation, RunComparison, StepRecorder, blames_weights, judge)
 from esper_nb.guard.rises import monitor_rise
 from esper_nb.train import Fault, FitConfig, disturb_at, fit, get_task, new_population, run_epoch
 
@@ -534,3 +538,77 @@ def test_a_step_that_skips_its_batch_is_no_step():
     said = [governor.run(step, torch.randn(8, 4)) for _ in range(120)]
     assert 0 < said.count(None) < 60 and governor.watched == 120 - said.count(None)
     assert governor.explain().cause == "healthy" and not governor.reports
+
+
+def adversary(seed):
+    "Features that tell six classes, and shall not tell two domains: (parts, step, batches); the loss is meant to rise."
+    g = torch.Generator().manual_seed(0)
+    centers = torch.randn(6, 16, generator=g) * 1.2
+    torch.manual_seed(seed)
+    features, classes, domains = nn.Sequential(nn.Linear(16, 32), nn.ReLU()), nn.Linear(32, 6), nn.Linear(32, 2)
+    net, done = nn.ModuleList([features, classes, domains]), [0]
+    opt = torch.optim.Adam(net.parameters(), lr=2e-3)
+
+    def step(batch):
+        x, y = batch
+        done[0] += 1
+        turned = 2 / (1 + math.exp(-done[0] / 60)) - 1
+        h = features(torch.cat([x, x * .5 + 1]))
+        told = domains(h + (1 + turned) * (h.detach() - h)) # the gradient comes back with another sign
+        loss = F.cross_entropy(classes(h[:32]), y) + F.cross_entropy(told, torch.arange(2).repeat_interleave(32))
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+
+    def batches(n):
+        for _ in range(n):
+            y = torch.randint(0, 6, (32,), generator=g)
+            yield centers[y] + torch.randn(32, 16, generator=g), y
+    return (net, opt), step, list(batches(450))
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4])
+def test_where_the_loss_is_meant_to_rise_that_it_rises_less_with_smaller_steps_proves_nothing(seed):
+    (net, _), step, batches = adversary(seed)
+    losses = [step(b).item() for b in batches]
+    (guarded, opt), step, batches = adversary(seed)
+    governor = Governor(guarded, opt, chance_loss=None)
+    for b in batches: governor.run(step, b)
+    assert max(losses[150:]) > 2 * min(losses[100:200]) # it does rise
+    assert not governor.reports
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), guarded.parameters()))
+
+
+@pytest.mark.parametrize("cause, signs, fit, fallen, acts", [
+    ("data", False, 0, False, True), ("rate", False, 0, False, True),            # proved, whatever else is known
+    ("fast", False, 2, False, False), ("steep", False, 2, False, False),          # smaller steps, and no sign
+    ("fast", True, 1, False, True), ("fast", True, 0, False, False),              # a sign, and a loss that measures
+    ("fast", False, 0, True, True), ("unknown", False, 0, True, True),            # nothing is left to lose
+    ("unknown", True, 2, False, True), ("unknown", False, 2, False, False), ("loop", True, 1, False, False)])
+def test_what_a_rise_is_acted_on_for(cause, signs, fit, fallen, acts):
+    net = nn.Linear(1, 1)
+    run, seen = GuardedRun.of([net]), RiseObservation()
+    seen.begin(RiseMonitor(level=0., near=.1, spread=.1, x=[1.] * 20, losses=[2.7] * 20))
+    found = Explanation(cause=cause, why="", first=0, last=9, begin=None,
+                        evidence=(Evidence("nothing", cured=False, loss=2., steps=9),))
+    recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True), prove=lambda report, config: found)
+    comparison = SimpleNamespace(fall=SimpleNamespace(has_happened=lambda t, config: fallen),
+                                 calibration=SimpleNamespace(fit=fit), is_proven=fit > 1)
+    updates = SimpleNamespace(have_signs=lambda good, unknown, rise: signs)
+    move = RiseEffects(run, seen, comparison, recovery, updates).prove(Moment(), GovernorConfig())[1]
+    assert (move is PhaseMove.PROVED) == acts
+
+
+@pytest.mark.parametrize("live, blamed", [(1.8, True), (.9, False)])
+def test_weights_that_know_nothing_are_worse_than_old_ones_that_know_a_little(live, blamed):
+    "Of a rise from .1 to 1.8 old weights at 1.1 explain less than half, but the first loss was 1.8."
+    net = nn.Linear(1, 1)
+    def evaluate(count=8, before=math.inf): raise AssertionError("the losses are given")
+    run = GuardedRun.of([net])
+    repairs = SimpleNamespace(recorder=StepRecorder([net]), within_reach=True, evaluate=evaluate)
+    comparison = RunComparison(run, repairs, nullcontext, evaluate)
+    comparison.calibration.begin([1.8] * 4)
+    comparison.same.losses = lambda *_, **__: (np.log([[live]] * 8), np.log([[1.1]] * 8))
+    t = RiseMonitor(level=math.log(.1), near=.1, spread=.1, x=[math.log(live)] * 20, losses=[live] * 20)
+    assert comparison.blames_live(t)[0] == blamed

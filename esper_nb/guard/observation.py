@@ -292,6 +292,7 @@ class RunComparison:
             now[-k:] = np.minimum(now[-k:], np.array(t.x[-k:])[:, None])
         old_loss = float(off_scale(np.median(before), self.run.verdicts.linear))
         rise = 0. if t.is_over() else t.rise / 2 if self.recorded else t.rise # on the same batches less is sure
+        if self.recorded and self.fall.knows_little(t): rise = 0. # any weights that know more are better
         if self.recorded:
             better = self.same.blames(before, now, np.zeros(1))[0]
             if better and self._has_learnt(now): return False, old_loss # from the latest batches
@@ -321,15 +322,23 @@ class RiseEffects:
         observed: RiseObservation, # its phase, and what is known of the rise
         comparison: RunComparison, # of its weights
         recovery: Recovery, # that replays recorded steps
+        updates: UpdateWatch, # for signs beside the loss
     ):
         self.run, self.observed = run, observed
-        self.comparison, self.recovery = comparison, recovery
+        self.comparison, self.recovery, self.updates = comparison, recovery, updates
 
     @property
     def rise(self) -> RiseMonitor:
         "Return the rise under observation."
         assert self.observed.monitor is not None
         return self.observed.monitor
+
+    def have_signs(self, config: GovernorConfig, unknown: bool) -> bool: # the answer where there is nothing to look at
+        "Return whether something beside the loss speaks against the weights, on any rank."
+        if not config.proof: return unknown
+        t = self.observed.monitor
+        mine = self.updates.have_signs(self.run.good.at().batch, unknown, None if t is None else len(t.x))
+        return self.run.ranks.any([mine])[0]
 
     def note(self, action: str, reason: str, loss: float, config: GovernorConfig, why: str = ""):
         "File what was only seen."
@@ -375,16 +384,20 @@ class RiseEffects:
         self.run.rates.keep()
 
     def prove(self, m: Moment, config: GovernorConfig) -> EffectResult:
-        """Look for the cause of a rise. Without one the live weights stay, unless it is certain that they are worse:
-        the loss has been shown to measure the weights of this run, or it is a thousand times its level."""
+        """Look for the cause of a rise. Without one the live weights stay, unless it is certain that they are worse: a
+        network that had learnt knows nothing any more, the loss is a thousand times its level, or it has been shown to
+        measure the weights of this run, and something beside it speaks against them. The same sign is asked for where
+        the cure is a smaller step: that stays near the old weights whatever the loss says."""
         if not (self.recovery.repairs.repeatable and config.explain_steps and config.proof): return (), PhaseMove.PROVED
         report = self.observed.report and replace(self.observed.report, old_loss=self.rise.old_loss)
         found = self.recovery.prove(report, config)
         t, comparison = self.rise, self.comparison
         fallen = comparison.fall.has_happened(t, config)
-        certain = t.is_absurd() or comparison.is_proven or fallen
+        signs = self.have_signs(config, unknown=True)
+        certain = t.is_absurd() or fallen or comparison.is_proven and signs
+        slower = signs and comparison.calibration.fit > 0 and found.cause in WEAK_CAUSES
         proved = found.ruined or found.cause in DISTURBED
-        if proved and (certain or found.cause not in (*NO_PROOF, *WEAK_CAUSES)):
+        if proved and (certain or slower or found.cause not in (*NO_PROOF, *WEAK_CAUSES)):
             if fallen and found.cause in ("fast", "steep"): self.begin_slower()
             return (), PhaseMove.PROVED
         self.observed.say(f"no cause is proved ({found.why}), so nothing is undone")
@@ -558,7 +571,7 @@ class RunJudge:
                                self.updates.relieved)
         self.recovery = Recovery(run, self.repairs, self.state.health.bad_now, self.updates.unseen)
         self.comparison = RunComparison(run, self.repairs, self.updates.unseen, evaluate)
-        self.effects = RiseEffects(run, observed, self.comparison, self.recovery)
+        self.effects = RiseEffects(run, observed, self.comparison, self.recovery, self.updates)
         self.response = SingleRun(run.snapshot, run.rates, self.repairs.keeping_inputs)
         self.checkup = RunCheckup(run, observed, self.comparison, self.recovery, self.state)
         run.log.followers.append(self.repairs.follow)
@@ -613,7 +626,8 @@ class RunJudge:
         m = m._replace(reasons={0: reason}, verdict=verdict)
         if reason == "non-finite" and self.state.is_harmless(m, patience, config): return None, m
         if reason != "non-finite" and run.snapshot.is_apart(): return PhaseMove.FAIL, m.of_state(APART)
-        if reason == "rise" and not (self.comparison.is_yardstick(config) or self._has_signs(config, unknown=False)):
+        blamed = reason != "rise" or self.comparison.is_yardstick(config)
+        if not (blamed or self.effects.have_signs(config, unknown=False)):
             self._disregard(config)
             return None, m
         return (PhaseMove.RISE if patience and RULES[reason].waits else PhaseMove.FAIL), m
@@ -638,17 +652,11 @@ class RunJudge:
         if move is PhaseMove.CLEARED and lost:
             effects.give_up()
             return PhaseMove.BLAMED
-        if move is not PhaseMove.DUE or lost or self._has_signs(config, unknown=True): return move
+        if move is not PhaseMove.DUE or lost or effects.have_signs(config, unknown=True): return move
         why = "nothing in weights, rates or gradients speaks against the run: the loss itself has changed"
         report = run.verdicts.describe(config, effects.rise.reason, m.loss)
         seen.begin(effects.rise, replace(report, why=why))
         return PhaseMove.BACK if effects.rise.late else PhaseMove.CLEARED
-
-    def _has_signs(self, config: GovernorConfig, unknown: bool) -> bool: # the answer where there is nothing to look at
-        "Whether something beside the loss speaks against the weights."
-        if not config.proof: return unknown
-        t = self.observed.monitor
-        return self.updates.have_signs(self.run.good.at().batch, unknown, None if t is None else len(t.x))
 
     def _disregard(self, config: GovernorConfig):
         "Learn the new level of a loss that says nothing about the weights, and say so once."
