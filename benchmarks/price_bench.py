@@ -1,11 +1,14 @@
-"""What a Governor costs, from ten thousand to 120 million parameters, beside a plain copy of the same bytes:
+"""What a Governor costs, from ten thousand to 120 million parameters, beside a plain copy of the same bytes; and which
+share of a training step the gate, `watch`, `run` and its fingerprints take:
 
     python -m benchmarks.price_bench                  # writes nbs/explanations/bench_price.json; quiet machine, 6 GB
-    python -m benchmarks.price_bench --device cuda    # the same for a GPU, into bench_price_cuda.json
-    python -m benchmarks.price_bench --sizes 10000 1000000
+    python -m benchmarks.price_bench steps            # only the shares of a step, four minutes
+    python -m benchmarks.price_bench copies --device cuda    # only the copies, on a GPU, into bench_price_cuda.json
+    python -m benchmarks.price_bench copies --sizes 10000 1000000
 
 Everything is measured in one process, in turns: a plain copy, a snapshot, a restore, a step, and again. A figure is the
-median of the turns. The network is a stack of linear layers under AdamW, so the state is three numbers a parameter.
+median of the turns. The network is a stack of linear layers under AdamW, so the state is three numbers a parameter. The
+shares of a step are of the processor time of the training thread, snapshots included, on one thread.
 """
 import argparse
 import json
@@ -20,6 +23,8 @@ from torch import nn
 
 from benchmarks.measure import machine
 from esper_nb.core.devices import keep_freed_memory
+from esper_nb.guard.footprint import StateWatch, tensors_of_parts
+from esper_nb.guard.gate import UpdateGate
 from esper_nb.guard.snapshots import BackgroundCopy
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
@@ -136,9 +141,108 @@ def shown(result):
     return "\n".join(f"| {' | '.join(r)} |" for r in rows)
 
 
+# --- which share of a step
+
+class SmallGPT(nn.Module):
+    "A decoder of 0.8 million parameters that learns to predict the next of 64 tokens."
+    def __init__(self, tokens=64, width=128, layers=4):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(tokens, width), nn.Embedding(64, width)
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0., batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, tokens)
+        self.mask = nn.Transformer.generate_square_subsequent_mask(64)
+
+    def forward(self, x):
+        h = self.embed(x) + self.place.weight
+        return self.head(self.blocks(h, mask=self.mask, is_causal=True)).flatten(0, 1)
+
+
+def mlp(*sizes): return nn.Sequential(*[m for a, b in zip(sizes, sizes[1:]) for m in (nn.Linear(a, b), nn.ReLU())][:-1])
+
+LEARNERS = { # name: (network, inputs of a batch, classes, steps in a turn)
+    "MLP, 26 thousand parameters, batches of 64": (lambda: mlp(64, 128, 128, 10), (64, 64), 10, 200),
+    "MLP, 3.6 million, batches of 64": (lambda: mlp(*[600] * 11), (64, 600), 600, 50),
+    "GPT, 0.8 million, 16 texts of 64 tokens": (SmallGPT, None, 64, 50),
+}
+SHARES = ("alone", "gate", "watch", "fingerprints", "run")
+
+
+class Learner:
+    "A training loop that is guarded in one of several ways."
+    def __init__(self, name, way):
+        make, shape, classes, _ = LEARNERS[name]
+        torch.manual_seed(0)
+        self.net = make()
+        self.opt = torch.optim.AdamW(self.net.parameters(), lr=1e-4)
+        draw = torch.Generator().manual_seed(1)
+        def batch():
+            if shape is None: return (tokens := torch.randint(0, 64, (16, 64), generator=draw)), tokens.flatten()
+            return torch.randn(shape, generator=draw), torch.randint(0, classes, shape[:1], generator=draw)
+        self.batches, self.taken = [batch() for _ in range(16)], 0
+        self.governor = Governor(self.net, self.opt, chance_loss=math.log(classes)) if way in ("watch", "run") else None
+        if way == "gate": self.gate = UpdateGate(self.opt)
+        self.state = StateWatch(lambda: tensors_of_parts(dict(model=self.net, optimizer=self.opt)))
+        self.step = getattr(self, f"{way}_step", self.train)
+
+    def train(self, batch):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.opt.zero_grad()
+        loss.backward()
+        self.opt.step()
+        return loss.detach()
+
+    def watch_step(self, batch): self.governor.watch(self.train(batch))
+
+    def run_step(self, batch): self.governor.run(self.train, batch)
+
+    def fingerprints_step(self, batch):
+        self.state.start_of_step()
+        self.train(batch)
+        self.state.end_of_step(self.taken)
+
+    def seconds(self, steps):
+        "Of the processor, for one step, on average."
+        start = time.thread_time()
+        for _ in range(steps):
+            self.step(self.batches[self.taken % 16])
+            self.taken += 1
+        return (time.thread_time() - start) / steps
+
+
+def step_shares(rounds=15):
+    "{network: {way: (lowest, median, highest) per cent of a step}}, and what is paid once."
+    out = {}
+    for name, (*_, steps) in LEARNERS.items():
+        learners = {way: Learner(name, way) for way in SHARES}
+        for learner in learners.values(): learner.seconds(120) # the first snapshots, and the dry replay
+        found = {way: [] for way in SHARES}
+        for k in range(rounds):
+            order = SHARES[k % len(SHARES):] + SHARES[:k % len(SHARES)]
+            now = {way: learners[way].seconds(steps) for way in order}
+            for way in SHARES: found[way].append(now[way] / now["alone"] - 1 if way != "alone" else now[way])
+        run = learners["run"].governor
+        assert run.repairs.dry.exact and not run.reports, (run.repairs.dry, run.reports)
+        out[name] = dict(step=statistics.median(found["alone"]), dry=run.repairs.dry.seconds) | {
+            way: [round(100 * x, 2) for x in statistics.quantiles(found[way], n=4)] for way in SHARES[1:]}
+        print(name, out[name], flush=True)
+    return out
+
+
+def shares_shown(shares):
+    "The shares as a table in Markdown: medians, and in brackets the middle half of the rounds."
+    def share(x): return f"{x[1]:.1f} ({x[0]:.1f} to {x[2]:.1f})"
+    ways = ("gate", "`watch`", "fingerprints", "`run`")
+    rows = [("network", "step, ms", *(f"{way}, %" for way in ways), "dry replay, ms"), ("---", *["--:"] * 6),
+            *((name, f"{1e3 * r['step']:.3g}", *(share(r[w]) for w in SHARES[1:]), f"{1e3 * r['dry']:.0f}")
+              for name, r in shares.items())]
+    return "\n".join(f"| {' | '.join(r)} |" for r in rows)
+
+
 def main():
-    "Measure every size, print the table, store the figures."
+    "Measure what was asked for, print the tables, store the figures."
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("copies", "steps", "all"), default="all")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--turns", type=int, default=15)
@@ -149,14 +253,22 @@ def main():
     keep_freed_memory()
     torch.set_num_threads(asked.threads)
     device = torch.device(asked.device)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    rows = [price(n, device, asked.turns) | dict(watch=watching(min(n, 10**6), device, 1000)) for n in asked.sizes]
-    result = dict(machine=machine(), gpu=gpu, threads=asked.threads, every=GovernorConfig().snapshot_every, rows=rows)
-    result["table"] = shown(result)
     name = "bench_price.json" if device.type == "cpu" else f"bench_price_{device.type}.json"
     out = asked.out or FOLDER/name
-    out.write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
-    print(result["table"])
+    result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    if asked.what in ("copies", "all"):
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        rows = [price(n, device, asked.turns) | dict(watch=watching(min(n, 10**6), device, 1000)) for n in asked.sizes]
+        result |= dict(machine=machine(), gpu=gpu, threads=asked.threads, rows=rows)
+        result["every"] = GovernorConfig().snapshot_every
+        result["table"] = shown(result)
+        print(result["table"])
+    if asked.what in ("steps", "all") and device.type == "cpu":
+        torch.set_num_threads(1)
+        shares = step_shares()
+        result |= dict(steps=dict(machine=machine(), shares=shares, table=shares_shown(shares)))
+        print(result["steps"]["table"])
+    out.write_text(json.dumps(result, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__": main()

@@ -1,4 +1,5 @@
 "A cause is named where it is proved; what is not is unknown. No Governor here: steps are recorded and explained."
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -206,6 +207,17 @@ def test_a_state_that_somebody_else_judges_is_judged_by_them():
     assert (found.cause, found.batches) == ("data", (20,)), str(found)
     assert find_cause(incident, is_bad=lambda: ()).cause == "unknown"
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_state_that_the_steps_did_not_ruin_is_not_blamed_on_them_although_their_loss_rises(seen):
+    "The loss gets worse by itself, as that of an adversary does, and smaller steps would help: that is another matter."
+    report = describe_failure(LossStats(), GovernorConfig(), None, None, 0, "state")
+    report = dataclasses.replace(report, bad_state=("model.0.weight",))
+    def harder(k, xy): return xy[0], (xy[1] + (k > 30)) % 10
+    incident = Run(lr=.03).incident(given=harder, report=report) # after which somebody writes NaN
+    written = [Written(("model.0.weight",), incident.steps[-1].number, "versions")] if seen else []
+    found = find_cause(incident, written=written, dry=EXACT)
+    assert found.cause == ("outside" if seen else "unknown")
+
 def test_redone_steps_are_not_kept_with_a_bad_state():
     run = Run()
     incident = run.incident(report=None)
@@ -400,6 +412,7 @@ def test_a_step_that_fails_on_a_ruined_state_is_answered(through, caplog):
     assert [k for k, loss in enumerate(returned) if loss is None] == [110]
     assert "the step has failed, and the state is not finite: ValueError" in caplog.text
     assert all(p.isfinite().all() for p in net.parameters())
+    assert governor.reports[0].cause in ("outside", "unknown")
     assert governor.reports[0].cause == "outside" or through != "torch"
 
 

@@ -3,6 +3,7 @@ import copy
 import math
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +15,8 @@ from torch import nn
 from esper_nb.control.rules import QUICK_RULES
 from esper_nb.grow import Decision
 from esper_nb.guard import (
-    Evidence, Explanation, Governor, GovernorConfig, GuardedRun, LossStats, Moment, PhaseMove, RiseEffects, RiseMonitor,
-    RiseObservation, RunComparison, StepRecorder, blames_weights, judge)
+    Evidence, Explanation, Governor, GovernorConfig, GuardedRun, LossStats, Moment, PhaseMove, Recovery, RiseEffects,
+    RiseMonitor, RiseObservation, RunComparison, StepRecorder, blames_weights, judge)
 from esper_nb.guard.rises import monitor_rise
 from esper_nb.train import Fault, FitConfig, disturb_at, fit, get_task, new_population, run_epoch
 
@@ -592,12 +593,39 @@ def test_what_a_rise_is_acted_on_for(cause, signs, fit, fallen, acts):
     seen.begin(RiseMonitor(level=0., near=.1, spread=.1, x=[1.] * 20, losses=[2.7] * 20))
     found = Explanation(cause=cause, why="", first=0, last=9, begin=None,
                         evidence=(Evidence("nothing", cured=False, loss=2., steps=9),))
-    recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True), prove=lambda report, config: found)
+    recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True), prove=lambda report, config: found,
+                               drop_proof=lambda: None)
     comparison = SimpleNamespace(fall=SimpleNamespace(has_happened=lambda t, config: fallen),
                                  calibration=SimpleNamespace(fit=fit), is_proven=fit > 1)
     updates = SimpleNamespace(have_signs=lambda good, unknown, rise: signs)
     move = RiseEffects(run, seen, comparison, recovery, updates).prove(Moment(), GovernorConfig())[1]
     assert (move is PhaseMove.PROVED) == acts
+
+
+def test_what_was_found_out_about_a_rise_that_stays_is_not_said_of_the_next_incident():
+    net = nn.Linear(1, 1)
+    run, seen, asked = GuardedRun.of([net]), RiseObservation(), []
+    run.good.take([0])
+    seen.begin(RiseMonitor(level=0., near=.1, spread=.1, x=[1.] * 20, losses=[2.7] * 20))
+    def explained(*_, **__):
+        asked.append(Explanation(cause="fast" if not asked else "outside", why="", first=0, last=9, begin=None,
+                                 evidence=(Evidence("nothing", cured=False, loss=2., steps=9),)))
+        return asked[-1]
+    def nothing(*_, **__): return None
+    repairs = SimpleNamespace(
+        repeatable=True, within_reach=True, recorder=SimpleNamespace(runs=9), find_cause=explained, apply=nothing,
+        open=lambda *_: SimpleNamespace(report=None), wind_back=nothing)
+    repairs.redo = nothing
+    recovery = Recovery(run, repairs, tuple, nullcontext)
+    comparison = SimpleNamespace(fall=SimpleNamespace(has_happened=lambda t, config: False),
+                                 calibration=SimpleNamespace(fit=0), is_proven=False)
+    updates = SimpleNamespace(have_signs=lambda good, unknown, rise: False)
+    config = GovernorConfig()
+    assert RiseEffects(run, seen, comparison, recovery, updates).prove(Moment(), config)[1] is PhaseMove.CLEARED
+    report = replace(run.log.file(run.verdicts.report(config, "non-finite")), action="rollback", lost=(0, 9))
+    repairs.incident = SimpleNamespace(report=report)
+    recovery.look_into([run.log.file(report)], config)
+    assert [e.cause for e in asked] == ["fast", "outside"] and run.log.reports[-1].cause == "outside"
 
 
 @pytest.mark.parametrize("live, blamed", [(1.8, True), (.9, False)])

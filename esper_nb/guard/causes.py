@@ -809,8 +809,8 @@ class Repetition:
 
     @property
     def is_spared(self) -> bool:
-        "Whether the number that raised the alarm, since it was not finite, is finite here: that is what was wrong."
-        return self.report is not None and self.report.reason == "non-finite" and self.is_finite
+        "Whether what raised the alarm, a loss that is not finite or the state, is as it should be here."
+        return self.report is not None and self.report.reason in ("non-finite", "state") and self.is_finite
 
     @property
     def is_harmless(self) -> bool:
@@ -858,7 +858,8 @@ class Inquiry:
         before, begun = r.taken, time.perf_counter()
         again.run()
         self._tell(time.perf_counter() - begun, r.taken - before)
-        well = again.is_well or again.is_spared and found.apart is not None
+        seen = found.apart is not None or again.report is not None and again.report.reason == "state"
+        well = again.is_well or again.is_spared and seen
         self.case.file("nothing", well, again.gap.loss, r.taken - before)
         parting = None if found.apart is None else explain_parting(r, found, dry, written)
         if well: return self._well(parting, written)

@@ -401,6 +401,7 @@ class RiseEffects:
             if fallen and found.cause in ("fast", "steep"): self.begin_slower()
             return (), PhaseMove.PROVED
         self.observed.say(f"no cause is proved ({found.why}), so nothing is undone")
+        self.recovery.drop_proof()
         return (), PhaseMove.CLEARED
 
     def go_on(self, m: Moment, config: GovernorConfig) -> EffectResult:

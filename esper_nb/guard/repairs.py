@@ -303,6 +303,10 @@ class Recovery:
             self.proof = self.repairs.find_cause(incident, config.explain_steps, is_bad=self.is_bad)
         return self.proof
 
+    def drop_proof(self):
+        "Nothing was done about the rise: what comes next needs a proof of its own."
+        self.proof = None
+
     def latest_is_bad(self) -> bool:
         "Whether the latest step alone makes the good state bad, so that more such batches may come."
         if not self.repairs.repeatable: return False
