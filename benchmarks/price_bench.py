@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.measure import machine
 from esper_nb.core.devices import keep_freed_memory
-from esper_nb.guard.footprint import StateWatch, tensors_of_parts
+from esper_nb.guard.writes import StateWatch, tensors_of_parts
 from esper_nb.guard.gate import UpdateGate
 from esper_nb.guard.snapshots import BackgroundCopy
 from esper_nb.guard.governor import Governor

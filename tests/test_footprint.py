@@ -30,8 +30,9 @@ from esper_nb.guard import Governor
 from esper_nb.guard import footprint as page
 from esper_nb.guard.recorder import StepRecorder
 from esper_nb.guard.replay import Replay
-from esper_nb.guard.footprint import (
-    Distances, Footprint, StateWatch, batch_digest, bits_of, dry_replay, in_a_fork, names_in, tensors_of_parts)
+from esper_nb.guard.dry_replay import dry_replay, in_a_fork
+from esper_nb.guard.footprint import Footprint, batch_digest, bits_of, names_in
+from esper_nb.guard.writes import Distances, StateWatch, tensors_of_parts
 from esper_nb.guard.snapshots import Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -33,26 +33,25 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     find_gradient as find_gradient, exceeded as exceeded, name_limit as name_limit, name_mean as name_mean,
     log_of as log_of, on_scale as on_scale, off_scale as off_scale, LossStats as LossStats,
     loss_limits as loss_limits)
+from .dry_replay import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
+    end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
+    equal_losses as equal_losses, in_place as in_place, why_not as why_not)
 from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, DYNAMIC as DYNAMIC, ABSENT as ABSENT,
     SMALL as SMALL, COPIED as COPIED, RANDOM as RANDOM, STREAMS as STREAMS, CSV as CSV, LOCKS as LOCKS,
     LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS, FIRST as FIRST, CODE as CODE, GIVEN as GIVEN,
-    FULL as FULL, NOT_SEEN as NOT_SEEN, LIMIT as LIMIT, NEAR as NEAR, PIECE as PIECE, CodeNames as CodeNames,
-    names_in as names_in, has_installed as has_installed, is_own_file as is_own_file, is_own_module as is_own_module,
-    is_users as is_users, module_of as module_of, package_of as package_of, code_of as code_of, is_plain as is_plain,
-    Absent as Absent, Holder as Holder, Variable as Variable, Names as Names, Entries as Entries, Keys as Keys,
-    Members as Members, alike as alike, sample_of as sample_of, bytes_of as bytes_of, version_of as version_of,
-    some_of as some_of, bits_of as bits_of, Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf,
-    ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf, StreamLeaf as StreamLeaf, leaf_of as leaf_of,
-    Unrestorable as Unrestorable, kind_of_effect as kind_of_effect, has_state as has_state,
-    attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by, Walk as Walk,
-    StepWalk as StepWalk, FootprintState as FootprintState, Given as Given, mark_of as mark_of, top_name as top_name,
-    owned_by_parts as owned_by_parts, Watched as Watched, moved_part as moved_part, quick_sum as quick_sum,
-    tail_of as tail_of, names_of as names_of, kept_of as kept_of, marks_of as marks_of, Footprint as Footprint,
-    batch_digest as batch_digest, tensor_digest as tensor_digest, NotSeen as NotSeen, content_of as content_of,
-    can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork, end_with as end_with, read_all as read_all,
-    DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt, equal_losses as equal_losses,
-    in_place as in_place, why_not as why_not, tensors_of_parts as tensors_of_parts, words_of as words_of,
-    Written as Written, StateWatch as StateWatch, Distances as Distances)
+    FULL as FULL, NOT_SEEN as NOT_SEEN, CodeNames as CodeNames, names_in as names_in, has_installed as has_installed,
+    is_own_file as is_own_file, is_own_module as is_own_module, is_users as is_users, module_of as module_of,
+    package_of as package_of, code_of as code_of, is_plain as is_plain, Absent as Absent, Holder as Holder,
+    Variable as Variable, Names as Names, Entries as Entries, Keys as Keys, Members as Members, alike as alike,
+    sample_of as sample_of, bytes_of as bytes_of, version_of as version_of, some_of as some_of, bits_of as bits_of,
+    Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf,
+    StreamLeaf as StreamLeaf, leaf_of as leaf_of, Unrestorable as Unrestorable, kind_of_effect as kind_of_effect,
+    has_state as has_state, attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by,
+    Walk as Walk, StepWalk as StepWalk, FootprintState as FootprintState, Given as Given, mark_of as mark_of,
+    top_name as top_name, owned_by_parts as owned_by_parts, Watched as Watched, moved_part as moved_part,
+    quick_sum as quick_sum, tail_of as tail_of, names_of as names_of, kept_of as kept_of, marks_of as marks_of,
+    Footprint as Footprint, batch_digest as batch_digest, tensor_digest as tensor_digest, NotSeen as NotSeen,
+    content_of as content_of)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
@@ -109,3 +108,5 @@ from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as bl
 from .snapshots import (StateKey as StateKey, Agree as Agree, TakeResult as TakeResult,
     RestoreResult as RestoreResult, Snapshot as Snapshot, owned_by as owned_by, BackgroundCopy as BackgroundCopy,
     StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState, read_parts as read_parts)
+from .writes import (PIECE as PIECE, tensors_of_parts as tensors_of_parts, words_of as words_of, Written as Written,
+    StateWatch as StateWatch, Distances as Distances)
