@@ -27,13 +27,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from esper_nb.guard import Governor
-from esper_nb.guard import footprint as page
-from esper_nb.guard.recorder import StepRecorder
-from esper_nb.guard.replay import Replay
-from esper_nb.guard.dry_replay import dry_replay, in_a_fork
+from esper_nb.guard import footprint as page, rehearsal
 from esper_nb.guard.footprint import Footprint, batch_digest, bits_of, names_in
-from esper_nb.guard.writes import Distances, StateWatch, tensors_of_parts
+from esper_nb.guard.recorder import StepRecorder
+from esper_nb.guard.rehearsal import dry_replay, in_a_fork
+from esper_nb.guard.replay import Replay
 from esper_nb.guard.snapshots import Snapshot
+from esper_nb.guard.writes import Distances, StateWatch, tensors_of_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -934,7 +934,7 @@ def test_where_the_fork_hangs_the_replay_is_made_in_place(monkeypatch):
     def step(xy):
         if os.getpid() != parent: time.sleep(60)
         return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]))
-    monkeypatch.setattr(page, "LIMIT", .5)
+    monkeypatch.setattr(rehearsal, "LIMIT", .5)
     run = Run(step, net, opt)
     for k in range(2): run.train(batch(k))
     found = run.replay()

@@ -33,9 +33,6 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     find_gradient as find_gradient, exceeded as exceeded, name_limit as name_limit, name_mean as name_mean,
     log_of as log_of, on_scale as on_scale, off_scale as off_scale, LossStats as LossStats,
     loss_limits as loss_limits)
-from .dry_replay import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
-    end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
-    equal_losses as equal_losses, in_place as in_place, why_not as why_not)
 from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, DYNAMIC as DYNAMIC, ABSENT as ABSENT,
     SMALL as SMALL, COPIED as COPIED, RANDOM as RANDOM, STREAMS as STREAMS, CSV as CSV, LOCKS as LOCKS,
     LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS, FIRST as FIRST, CODE as CODE, GIVEN as GIVEN,
@@ -82,6 +79,9 @@ from .recorder import (Repeats as Repeats, Origin as Origin, RecordedStep as Rec
     foreign_optimizers as foreign_optimizers, at_share as at_share, Omissions as Omissions, WarmUp as WarmUp,
     StepRecorder as StepRecorder, RecordedIncident as RecordedIncident, copy_published as copy_published,
     why_missing as why_missing, give_inputs as give_inputs)
+from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
+    end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
+    equal_losses as equal_losses, in_place as in_place, why_not as why_not)
 from .repairs import (RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, NO_PROOF as NO_PROOF, AGAIN as AGAIN,
     DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, BetweenSteps as BetweenSteps, Redone as Redone,
     Repairs as Repairs, Recovery as Recovery)

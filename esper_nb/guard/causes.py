@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .dry_replay import DryReplay
+from .rehearsal import DryReplay
 from .writes import Distances, Written
 from .rises import blames_weights
 from .ranks import Ranks

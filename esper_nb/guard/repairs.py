@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .causes import find_cause, redo, redo_disturbed
-from .dry_replay import DryReplay, dry_replay
+from .rehearsal import DryReplay, dry_replay
 from .footprint import Footprint, bits_of
 from .writes import StateWatch, Written, tensors_of_parts
 from .probation import Probation, SavedAt
