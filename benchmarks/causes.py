@@ -109,9 +109,9 @@ INSIDE = {"rate + 10 % a step": rising_schedule, "sign error": wrong_sign, "floa
           "no zero_grad": no_zero_grad}
 # causes that are right, and the batches it has to begin at, after AT
 WANTED = {"one bad batch": ("data",), "wrong targets, 20 batches": ("data",), "sorted examples": ("order", "data"),
-          "rate × 30": ("rate",), "another setting": ("settings",), "exponent flip": ("outside",),
-          "NaN weight": ("outside",), "garbage momentum": ("outside",), "rate + 10 % a step": ("rate",),
-          "sign error": ("loop",), "float16 overflow": ("precision",), "no zero_grad": ("gradients",)}
+          "rate × 30": ("rate",), "another setting": ("settings",), "exponent flip": ("external",),
+          "NaN weight": ("external",), "garbage momentum": ("external",), "rate + 10 % a step": ("rate",),
+          "sign error": ("step",), "float16 overflow": ("precision",), "no zero_grad": ("gradients",)}
 BATCHES = {"one bad batch": [AT], "wrong targets, 20 batches": list(range(AT, AT + 20))}
 BEGIN = {"exponent flip": (AT, AT), "NaN weight": (AT, AT), "garbage momentum": (AT, AT + 1)}
 KINDS = [*GIVEN, *OUTSIDE, *INSIDE]

@@ -249,7 +249,7 @@ def cause_of(row: dict, harmed: bool) -> str: # "true", "false", "unknown" or ""
     true = TRUE.get(row["fault"]) or STORIES[row["loop"]].true
     said = [c for c in row["causes"] if c] or [c for c in [row["explained"]] if c and ":" not in c]
     if not said: return ""
-    if any(c not in (*true, "unknown", "healthy", "before") for c in said): return "false"
+    if any(c not in (*true, "unknown", "healthy", "earlier") for c in said): return "false"
     if any(c in true for c in said): return "true"
     return "false" if harmed and "healthy" in said else "unknown"
 

@@ -372,12 +372,14 @@ NORMED = ("unet", "finetune", "normed") # loops that have running variances
 # what may be said of a fault; "unknown" is no lie
 TRUE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("NaN weight", "dead layer", "bit flip", "noise × .5", "noise × 1", "noise × 2", "noise × 4",
-                     "poisoned variance"), ("outside",)),
+                     "poisoned variance"), ("external",)),
     **dict.fromkeys(("one batch × 1e4", "20 batches × 255", "60 batches × 255", "wrong labels, 30 batches",
                      "wrong labels, 50 batches"), ("data",)),
-    "rate × 30, 8 steps": ("rate",), "rate × 30 for good": ("rate", "fast"), "garbage moments": ("outside", "moments"),
+    "rate × 30, 8 steps": ("rate",), "rate × 30 for good": ("rate", "lr_too_high"),
+    "garbage moments": ("external", "moments"),
     # something outside of the step sets the number that these read
-    "sign flip, 20 steps": ("loop", "outside", "inputs"), "one gradient × 1000": ("loop", "outside", "inputs", "steep")}
+    "sign flip, 20 steps": ("step", "external", "inputs"),
+    "one gradient × 1000": ("step", "external", "inputs", "gradient_spike")}
 
 
 def faults_of(name: str) -> list[str]:
@@ -502,7 +504,7 @@ class RowOf1e20(Story):
 
 class HalfMoments(Pictures, Story):
     "Resumed in the middle from moments that were stored in half precision: the small squares have become 0."
-    true, chance = ("outside", "moments"), None
+    true, chance = ("external", "moments"), None
 
     def build(self):
         self.net = mlp(64, 48, 48, 10)
@@ -516,7 +518,7 @@ class HalfMoments(Pictures, Story):
 
 class AverageLeft(Pictures, Story):
     "After every validation the slow averaged weights stay in the network."
-    true = ("outside",)
+    true = ("external",)
 
     def build(self):
         self.net = mlp(64, 64, 10)
@@ -531,7 +533,7 @@ class AverageLeft(Pictures, Story):
 
 class RateFromStart(Pictures, Story):
     "Resumed with a schedule that begins anew, ten times as high as where it was."
-    true = ("rate", "fast")
+    true = ("rate", "lr_too_high")
 
     def build(self):
         self.net = mlp(64, 64, 10)
@@ -544,7 +546,7 @@ class RateFromStart(Pictures, Story):
 
 class HeadLost(Pictures, Story):
     "Resumed in the middle without the last layer, which is as it was made; its moments are there."
-    true = ("outside",)
+    true = ("external",)
     def build(self):
         self.net = mlp(64, 64, 10)
         self.opt = Adam(self.net.parameters(), 1e-3)
@@ -554,7 +556,7 @@ class HeadLost(Pictures, Story):
 
 class FallsForEver(Story):
     "The error is divided by a batch mean that is negative for one column: the loss falls without end."
-    true, mendable = ("loop",), False
+    true, mendable = ("step",), False
 
     def build(self):
         self.x = torch.randn(2000, 6, generator=stream(self.seed, 1))
@@ -575,7 +577,7 @@ class FallsForEver(Story):
 
 class NeverLearns(Pictures, Story):
     "The optimizer was made before the network was: it holds the weights of another one."
-    true, mendable = ("loop",), False
+    true, mendable = ("step",), False
 
     def build(self):
         other, self.net = mlp(64, 64, 10), mlp(64, 64, 10)
@@ -618,7 +620,7 @@ class OneMicroBatch(Pictures, Story):
 
 class Glitch(Table, Story):
     "The step's own augmentation goes wrong once, by a counter: one batch × 300 with its labels in reverse."
-    true = ("data", "loop")
+    true = ("data", "step")
 
     def build(self):
         super().build()
@@ -647,7 +649,7 @@ class RateInStep(Table, Story):
 
 class SignInStep(Pictures, Story):
     "The step turns its loss around for 40 steps, by a counter of its own."
-    true = ("loop",)
+    true = ("step",)
 
     def build(self):
         self.net, self.taken = mlp(64, 64, 10), 0

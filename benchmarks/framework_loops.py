@@ -32,9 +32,9 @@ from esper_nb.guard import (
     Governor, GovernorConfig, fastai_governor, guard_accelerator, guard_trainer, guard_update, lightning_governor)
 
 QUIET = GovernorConfig(stop_raises=False)
-RIGHT = {"NaN weight": {"outside"}, "exponent flip": {"outside"}, "dead layer": {"outside"},
-         "inf second moment": {"outside"}, "garbage momentum": {"outside"}, "rate × 30, 5 steps": {"rate"},
-         "sign error, 20 steps": {"inputs", "loop"}, "wrong targets, 50 steps": {"data"}, "one batch × 1e4": {"data"}}
+RIGHT = {"NaN weight": {"external"}, "exponent flip": {"external"}, "dead layer": {"external"},
+         "inf second moment": {"external"}, "garbage momentum": {"external"}, "rate × 30, 5 steps": {"rate"},
+         "sign error, 20 steps": {"inputs", "step"}, "wrong targets, 50 steps": {"data"}, "one batch × 1e4": {"data"}}
 
 
 IN_DATA = {"wrong targets, 50 steps", "one batch × 1e4"} # faults that are part of a batch

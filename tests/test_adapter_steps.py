@@ -223,8 +223,8 @@ def test_a_healthy_run_is_as_if_nobody_watched(name, tmp_path):
 def test_a_ruined_run_ends_as_if_nothing_had_happened(name, kind, tmp_path):
     alone, guarded = [LOOPS[name](tmp_path, guard, Fault(kind if guard else None)) for guard in (False, True)]
     governor: Governor = guarded[1]
-    assert [(r.action, r.cause) for r in governor.reports] == [("rollback", "outside")], [*map(str, governor.reports)]
+    assert [(r.action, r.cause) for r in governor.reports] == [("rollback", "external")], [*map(str, governor.reports)]
     assert governor.reports[0].redone and governor.watched == BATCHES
     assert same(alone[0], guarded[0])
     assert alone[2][:1] == guarded[2][:1] # global steps
-    if name not in ("accelerate",): assert governor.explain().cause == "outside"
+    if name not in ("accelerate",): assert governor.explain().cause == "external"

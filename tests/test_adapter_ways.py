@@ -213,7 +213,7 @@ def test_a_run_that_goes_on_after_a_rollback_ends_as_a_healthy_one(trainer, tmp_
     for f in (whole, ruined): f.mkdir()
     healthy = run(whole, "resume", False)
     first = run(ruined, "resume", True, fault=Fault(50))
-    assert [(r.action, r.cause) for r in first[1].reports] == [("rollback", "outside")]
+    assert [(r.action, r.cause) for r in first[1].reports] == [("rollback", "external")]
     again = run(ruined, "resume", True, resume=BATCHES)
     assert same(healthy[0], again[0]) and healthy[2][0] == again[2][0]
     assert again[1].resume.found.right and again[1].watched == 2 * BATCHES

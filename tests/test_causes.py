@@ -95,8 +95,8 @@ def betas(loop, k, xy):
 
 @pytest.mark.parametrize(("fault", "bug", "cause", "batches", "begin"), [
     (bad, None, "data", (AT,), AT), (wrong, None, "data", tuple(range(AT, AT + 20)), AT),
-    (flip, None, "outside", (), AT), (nan, None, "outside", (), AT), (momentum, None, "outside", (), AT),
-    (rate, None, "rate", (), None), (betas, None, "settings", (), None), (None, "sign", "loop", (), None),
+    (flip, None, "external", (), AT), (nan, None, "external", (), AT), (momentum, None, "external", (), AT),
+    (rate, None, "rate", (), None), (betas, None, "settings", (), None), (None, "sign", "step", (), None),
     (None, "zero_grad", "gradients", (), None)], ids=lambda x: getattr(x, "__name__", str(x)))
 def test_the_cause_is_named(fault, bug, cause, batches, begin):
     loop = Loop(CONFIG.replace(explain_steps=0), bug)
@@ -109,7 +109,7 @@ def test_the_cause_is_named(fault, bug, cause, batches, begin):
     report = loop.gov.reports[-1]
     assert (report.cause, report.why, report.evidence) == (found.cause, found.why, found.evidence)
     assert found.evidence[0].experiment == "nothing"
-    assert sum(e.cured for e in found.evidence) == (cause != "loop")
+    assert sum(e.cured for e in found.evidence) == (cause != "step")
 
 def test_a_healthy_run_had_nothing_wrong():
     loop = Loop()
@@ -226,8 +226,8 @@ def test_a_run_that_was_disturbed_ends_as_the_one_that_was_not_to_the_bit():
     for fault in (nan, flip, shrunk):
         loop = end_of(fault)
         report, = loop.gov.reports
-        assert report.cause == "outside" and report.redone > 0 and report.lost is None, fault
-        assert loop.gov.explain().cause == "outside" # asked again: what was redone is not what happened
+        assert report.cause == "external" and report.redone > 0 and report.lost is None, fault
+        assert loop.gov.explain().cause == "external" # asked again: what was redone is not what happened
         assert same(loop.state()[:4], clean.state()[:4]), fault
     assert end_of(shrunk, config=CONFIG.replace(redo=False)).gov.recorder is not None
 
@@ -379,7 +379,7 @@ def test_a_replayed_run_leaves_the_blamed_batch_out():
 def test_a_stop_says_its_cause():
     loop = Loop(CONFIG.replace(rollbacks=0))
     with pytest.raises(GovernorStop) as stop: loop.train(fault=nan)
-    assert stop.value.report.cause == "outside"
+    assert stop.value.report.cause == "external"
 
 @pytest.mark.parametrize("steps", [100, 101, 102, 103])
 def test_a_run_that_accumulates_gradients_is_replayed_to_the_bit(steps):
@@ -426,11 +426,11 @@ def test_a_failure_from_before_the_good_state_is_said_to_be_older():
     loop.train(20)
     loop.gov.rollback()
     found = loop.gov.explain()
-    assert found.cause == "before" and found.begin == AT
+    assert found.cause == "earlier" and found.begin == AT
 
 def test_a_user_can_add_an_experiment(monkeypatch):
     def more_noise(replay, found): replay.changes.around.append(lambda: torch.random.fork_rng())
-    row = Experiment(more_noise, "loop", lambda r, f: "our own", lambda r, f: True, "an example")
+    row = Experiment(more_noise, "step", lambda r, f: "our own", lambda r, f: True, "an example")
     monkeypatch.setitem(EXPERIMENTS, "with our own change", row)
     loop = Loop(CONFIG.replace(explain_steps=0))
     loop.train(fault=betas)
@@ -520,7 +520,7 @@ def test_ranks_compare_weights_and_explain_together_and_stay_equal(tmp_path, kin
     if fault == "nan batch": assert first["said"][0][3] == first["found"][0] == "data" and first["found"][1] == (AT,)
     else:
         assert first["said"][0][2] == "rollback" and first["said"][0][5] is not None, "old weights were not compared"
-        assert first["said"][0][3] == "loop"
+        assert first["said"][0][3] == "step"
 
 @pytest.mark.parametrize("seconds", [0., 60.])
 def test_a_search_that_takes_long_says_what_it_does(monkeypatch, caplog, seconds):

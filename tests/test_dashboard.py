@@ -729,11 +729,11 @@ def test_a_loop_that_hands_over_its_batches_shows_cause_and_what_was_redone(run)
     s.provoke("nan", 0).wait()
     steps(s, 10)
     incident, = s.incidents
-    assert incident.cause == "outside" and incident.redone > 0 and incident.lost <= 1
+    assert incident.cause == "external" and incident.redone > 0 and incident.lost <= 1
     assert "trained on again" in str(incident)
     assert [n.text for n in s.notes if n.kind == "verdict"][0] == str(replace(incident, recovered=None))
     row, = [r for r in s.history.recorder.rows if r["kind"] == "governor"]
-    assert (row["governor.cause"], row["governor.redone"]) == ("outside", incident.redone)
+    assert (row["governor.cause"], row["governor.redone"]) == ("external", incident.redone)
     assert row["governor.lost"] <= 1 and row["governor.why"] == incident.why
     again = dashboard_module.row_incident(row, end=row["step"], batches=1)
     assert (again.cause, again.redone, again.lost) == (incident.cause, incident.redone, row["governor.lost"])
@@ -1007,7 +1007,7 @@ def test_a_pictures_legend_covers_no_curve_and_its_rise_is_no_limit(run):
 def test_a_restored_state_is_drawn_at_its_loss_and_hatched_is_what_was_lost(run):
     def undone(**where):
         return Incident(number=0, lane=0, reason="rise", action="rollback", loss="50", target=40., rollbacks_left=3,
-                        cause="outside", **where)
+                        cause="external", **where)
     # the second snapshot was taken where the first rollback had discarded the batches
     when = {5: (undone(x=101, end=120, back=80),), 7: (undone(x=125, end=160, back=120, redone=39),)}
     s = run(FrameSource((Frame(np.full((20, 1), 50. if t == 5 else .2), incidents=when.get(t, ()))

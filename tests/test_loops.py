@@ -84,7 +84,7 @@ def test_a_healthy_loop_is_as_if_nobody_watched(make, every):
 def test_a_ruined_loop_ends_as_if_nothing_had_happened(make, fault):
     alone, guarded = train(make, False), train(make, True, fault)
     reports = guarded["governor"].reports
-    assert [(r.action, r.cause) for r in reports] == [("rollback", "outside")], [*map(str, reports)]
+    assert [(r.action, r.cause) for r in reports] == [("rollback", "external")], [*map(str, reports)]
     assert reports[0].redone
     assert all(torch.equal(x, y) for x, y in zip(alone["net"], guarded["net"]))
     assert alone["losses"] == guarded["losses"] and alone["steps"] == guarded["steps"]

@@ -67,14 +67,14 @@ def test_outside_is_said_only_of_what_was_seen_to_be_written():
     assert find_cause(incident).cause == "unknown"
     assert find_cause(incident, written=[]).cause == "unknown" # watched, but whether the step repeats is not known
     found = find_cause(incident, written=run.written)
-    assert (found.cause, found.begin) == ("outside", 20) and "model.0.weight" in found.why
-    assert find_cause(incident, dry=INEXACT, written=run.written).cause == "outside" # twenty losses were the same
+    assert (found.cause, found.begin) == ("external", 20) and "model.0.weight" in found.why
+    assert find_cause(incident, dry=INEXACT, written=run.written).cause == "external" # twenty losses were the same
 
 def test_a_write_is_proof_before_the_first_loss_only_if_steps_are_known_to_repeat():
     run = Run(between=lambda run: run.net[0].weight.data.mul_(.1) if run.k == 0 else None)
     incident = run.incident()
     assert find_cause(incident, written=run.written).cause == "unknown"
-    assert find_cause(incident, dry=EXACT, written=run.written).cause == "outside"
+    assert find_cause(incident, dry=EXACT, written=run.written).cause == "external"
 
 def test_writes_without_effect_are_not_blamed():
     "Averaged weights that are updated between all steps have nothing to do with a loss that parts at batch 20."
@@ -82,7 +82,7 @@ def test_writes_without_effect_are_not_blamed():
     incident = run.incident()
     every = [Written(("average.weight",), k, "versions") for k in range(60)]
     assert find_cause(incident, written=every).cause == "unknown"
-    assert find_cause(incident, written=[*every[:19], Written(("model.0.weight",), 19, "bits")]).cause == "outside"
+    assert find_cause(incident, written=[*every[:19], Written(("model.0.weight",), 19, "bits")]).cause == "external"
 
 def test_a_regular_distance_is_said():
     run = Run(between=lambda run: run.net[0].weight.data.mul_(.1) if run.k in (-60, -20, 20) else None)
@@ -107,7 +107,7 @@ def test_what_a_step_reads_beside_its_batch_is_not_taken_for_hardware(inside):
 def test_hardware_is_what_is_left_when_steps_repeat_and_nothing_was_written():
     once = Run(inside=lambda run, xy: (xy[0] * 300, xy[1].flip(0)) if run.taken == 121 else None).incident()
     found = find_cause(once, dry=EXACT, written=[])
-    assert (found.cause, found.begin) == ("outside", 20) and "hardware" in found.why
+    assert (found.cause, found.begin) == ("external", 20) and "hardware" in found.why
     assert find_cause(once, dry=EXACT).cause == "unknown"
     run = Run(inside=lambda run, xy: (xy[0] + run.noise.uniform(), xy[1]))
     run.noise = np.random.default_rng(0)
@@ -132,7 +132,7 @@ def test_a_disturbed_run_is_redone_on_proof_only():
     live = run.net[0].weight.clone()
     assert redo_disturbed(incident) is None and torch.equal(run.net[0].weight, live)
     found = redo_disturbed(incident, written=run.written)
-    assert (found.cause, found.begin) == ("outside", 20)
+    assert (found.cause, found.begin) == ("external", 20)
     clean = Run()
     clean.incident(steps=30)
     assert torch.equal(run.net[0].weight, clean.net[0].weight)
@@ -216,7 +216,7 @@ def test_a_state_that_the_steps_did_not_ruin_is_not_blamed_on_them_although_thei
     incident = Run(lr=.03).incident(given=harder, report=report) # after which somebody writes NaN
     written = [Written(("model.0.weight",), incident.steps[-1].number, "versions")] if seen else []
     found = find_cause(incident, written=written, dry=EXACT)
-    assert found.cause == ("outside" if seen else "unknown")
+    assert found.cause == ("external" if seen else "unknown")
 
 def test_redone_steps_are_not_kept_with_a_bad_state():
     run = Run()
@@ -276,7 +276,7 @@ def test_a_rate_that_is_far_too_high_is_said_to_be(times):
         if run.k == 0: run.opt.param_groups[0]["lr"] = 3e-3 * times
     run.between = between
     found = find_cause(run.incident(steps=50))
-    assert found.cause == "fast", str(found)
+    assert found.cause == "lr_too_high", str(found)
     if times == 400: assert "a sixteenth" in found.why or "a sixty-fourth" in found.why
 
 def test_what_a_governor_does_to_the_rate_is_no_cause():
@@ -339,7 +339,7 @@ def test_uphill_is_a_matter_of_the_step_and_not_of_its_data():
         run.sign, run.count = sign, dict(k=-100)
         run.snapshot.add(count=run.count)
         return find_cause(run.incident(given=given))
-    assert explained(True, lambda k, xy: xy).cause in ("loop", "settings")
+    assert explained(True, lambda k, xy: xy).cause in ("step", "settings")
     assert explained(False, turned).cause == "data"
 
 def test_exhausted_experiments_are_no_proof():
@@ -378,7 +378,7 @@ def test_a_number_lost_while_the_task_changes_is_not_blamed_on_the_task():
             governor.run(step, (middle[y] + torch.randn(32, 8, generator=g), y))
         return net, governor
     (clean, calm), (net, governor) = train(lost=False), train(lost=True)
-    assert not calm.reports and [(r.reason, r.cause) for r in governor.reports] == [("non-finite", "outside")]
+    assert not calm.reports and [(r.reason, r.cause) for r in governor.reports] == [("non-finite", "external")]
     assert all(torch.equal(a, b) for a, b in zip(clean.parameters(), net.parameters()))
 
 
@@ -412,8 +412,8 @@ def test_a_step_that_fails_on_a_ruined_state_is_answered(through, caplog):
     assert [k for k, loss in enumerate(returned) if loss is None] == [110]
     assert "the step has failed, and the state is not finite: ValueError" in caplog.text
     assert all(p.isfinite().all() for p in net.parameters())
-    assert governor.reports[0].cause in ("outside", "unknown")
-    assert governor.reports[0].cause == "outside" or through != "torch"
+    assert governor.reports[0].cause in ("external", "unknown")
+    assert governor.reports[0].cause == "external" or through != "torch"
 
 
 def test_a_step_that_fails_on_a_sound_state_fails():

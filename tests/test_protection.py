@@ -135,5 +135,5 @@ def test_incidents_that_follow_at_once_use_up_the_budget_although_each_is_proved
         assert governor.watched < 100 + 3 * 48 # within the patience all of it is one incident
     else:
         train()
-        assert {r.cause for r in governor.reports} == {"outside"} and governor.budget.ever[0] == 0
+        assert {r.cause for r in governor.reports} == {"external"} and governor.budget.ever[0] == 0
     assert net.weight.isfinite().all()

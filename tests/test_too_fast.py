@@ -53,7 +53,7 @@ def test_a_run_that_dies_of_its_first_rate_begins_again_more_slowly(way):
     for right, governor, rate in ended:
         if not governor.reports or right < 90: continue
         assert rate <= .075 and governor.lr_factor <= .25 # the cut stays, although the loss is low again
-        assert {r.cause for r in governor.reports} <= {None, "fast", "steep", "moments"}
+        assert {r.cause for r in governor.reports} <= {None, "lr_too_high", "gradient_spike", "moments"}
 
 
 @pytest.mark.parametrize("way", ["watch", "run"])

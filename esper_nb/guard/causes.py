@@ -133,7 +133,7 @@ def explain_parting(
         return Parting("gradients", OLD_GRADIENTS, found.steps[0].number)
     if (parting := part_by_settings(replay, found)) is not None: return parting
     writes = [] if written is None else writes_before(found, written)
-    if writes and (exact or at >= 2): return Parting("outside", wrote(writes, written or ()), writes[-1].after + 1)
+    if writes and (exact or at >= 2): return Parting("external", wrote(writes, written or ()), writes[-1].after + 1)
     if dry is not None and not exact: return Parting("unknown", dry.why)
     same = f"up to batch {k - 1} a replay has the same losses to the bit, from batch {k} on it does not" if at else \
         f"a replay does not have the loss of batch {k}"
@@ -141,7 +141,7 @@ def explain_parting(
                                    "something that is not recorded")
     if written is None: return Parting("unknown", f"{same}; nobody has watched what writes into the state between two "
                                        "steps")
-    return Parting("outside", f"{same}, although the step repeats exactly and nothing was seen to write into the "
+    return Parting("external", f"{same}, although the step repeats exactly and nothing was seen to write into the "
                    "state: hardware, or something that writes past torch", k)
 
 def carries_over(
@@ -604,7 +604,7 @@ def slower(
 ) -> Experiment:
     "Return the experiment that takes smaller steps."
     return Experiment(
-        change=lambda r, f: scale_rate(r, share), cause="fast",
+        change=lambda r, f: scale_rate(r, share), cause="lr_too_high",
         why=lambda r, f: f"the learning rate is too high here: at {name} of it the run stays well",
         fits=lambda r, f: bool(r.optimizers), help="a rate beyond what the loss bears")
 
@@ -642,7 +642,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         why=lambda r, f: "what the optimizer remembers from before does the harm",
         fits=lambda r, f: moments_push(r), help="moments that no longer fit"),
     "clipped gradients": Experiment(
-        change=clip_as_usual, cause="steep",
+        change=clip_as_usual, cause="gradient_spike",
         why=lambda r, f: f"gradients far larger than before; clip them, at {statistics.median(f.usual_norms):.3g}, say",
         fits=lambda r, f: f.norms_rose, help="rare gradients out of all proportion"),
     **{f"{name} of the learning rate": slower(name, share)
@@ -656,7 +656,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 # %% ../../nbs/guard/26_causes.ipynb #uphill
 CONTROLS = (1, 2) # seeds
 WORTH_A_WORD = .05 # of the loss, by which a run that is well would be better without some batches
-SLOWER = ("moments", "steep", "fast") # causes that are proved by smaller steps
+SLOWER = ("moments", "gradient_spike", "lr_too_high") # causes that are proved by smaller steps
 UPHILL = ("each step makes the loss worse, however small it is: the sign of the loss or of an update is wrong, or the "
           "step trains on something else than the loss that it returns")
 CLIMBS = "a hundredth of the learning rate" # an experiment
@@ -704,7 +704,7 @@ def why_well(
         if odd: return ("data", f"{odd_ones(found)}; the weights have recovered by themselves", min(odd), odd)
         if (at := find_earlier(replay.older)) is not None:
             k = replay.incident.older[at][0]
-            return ("before", f"nothing was wrong from batch {replay.steps[0].number} on; the loss of batch {k} was "
+            return ("earlier", f"nothing was wrong from batch {replay.steps[0].number} on; the loss of batch {k} was "
                     f"{replay.older[at]:.4g}, and no state from before that is kept", k, none)
     return ("healthy", "nothing was wrong: the weights at the end are as good as those at the beginning", None, none)
 
@@ -753,7 +753,7 @@ class CaseFile:
         if begin is None and at < len(numbers) and cause not in ("healthy", "unknown"): begin = numbers[at]
         keys = tuple(s.origin.keys if s.origin is not None else s.batch for s in steps
                      if s.number in set(batches) and (s.origin is not None or s.fetch is not None))
-        if cause not in ("healthy", "outside"):
+        if cause not in ("healthy", "external"):
             if self.operation: why = f"{why}; first not finite: {self.operation}"
             elif self.layer: why = f"{why}; first out of its band: {self.layer}"
         return Explanation(
@@ -890,9 +890,9 @@ class Inquiry:
         r, found, asked = self.replay, self.found, self.replay.incident.report is None
         if (writes := self._bad_writes(written)): # a loss need not depend on a buffer
             why = f"{wrote(writes, written or ())}; without that the run stays well"
-            return self.case.explain(found, "outside", why, writes[-1].after + 1)
+            return self.case.explain(found, "external", why, writes[-1].after + 1)
         if parting is not None and not (asked and (self.again.is_harmless or parting.cause == "gradients")):
-            proved = parting.cause in ("outside", "rate", "settings")
+            proved = parting.cause in ("external", "rate", "settings")
             why = f"{parting.why}; without that the run stays well" if proved else parting.why
             return self.case.explain(found, parting.cause, why, parting.begin)
         end = r.look(self.yard.at)
@@ -920,7 +920,7 @@ class Inquiry:
         climbs: bool | None = None # None: not tested
         for name, e in rows.items():
             first = rows[cured[0]].cause if cured else ""
-            vague = e.cause == "order" and first in ("fast", "data") and not self.found.odd
+            vague = e.cause == "order" and first in ("lr_too_high", "data") and not self.found.odd
             if cured and not self.all_of_them and not vague: continue # what less learning cures, an order may cure, too
             if e.cause in SLOWER and climbs is None and self._affordable(2):
                 climbs = self._climbs()
@@ -933,7 +933,7 @@ class Inquiry:
     def _cures_together(self, rows: Mapping[str, Experiment]) -> list[str]:
         "Change two things at once."
         special = [k for k, e in rows.items() if e.cause in ("data", "settings", "precision", "gradients", "rate")]
-        slower = [k for k, e in rows.items() if e.cause == "fast"][:1]
+        slower = [k for k, e in rows.items() if e.cause == "lr_too_high"][:1]
         return next((list(pair) for pair in itertools.combinations([*special, *slower], 2)
                      if self._affordable() and self._try(list(pair))), [])
 
@@ -973,7 +973,8 @@ class Inquiry:
 
     def _is_cured(self, gap: Gap, rows: Sequence[Experiment]) -> bool:
         harm, spread = self.again.gap.by, self.again.spread
-        stands_still = any(e.cause == "fast" for e in rows) and gap.worse >= .8 # too slow to do much harm is no cure
+        slower = any(e.cause == "lr_too_high" for e in rows)
+        stands_still = slower and gap.worse >= .8 # too slow to do much harm is no cure
         if not gap.by <= max(spread, min(.15 * harm, 6 * spread)) or stands_still: return False
         return not (any(e.cause in SLOWER for e in rows) and self.again.has_learnt_more()) # less of a new task
 
@@ -984,7 +985,7 @@ class Inquiry:
 
     def _conclude(self, cured: list[str], rows: Mapping[str, Experiment]) -> Explanation:
         found, said = self.found, self.case.explain
-        if cured == [CLIMBS]: return said(found, "loop", UPHILL)
+        if cured == [CLIMBS]: return said(found, "step", UPHILL)
         if cured: return said(found, **why_cured([rows[k] for k in cured], self.replay, found))
         left = ", ".join(k for k in rows if k not in {x.experiment for x in self.case.evidence})
         if left: return said(found, "unknown", f"the budget of {self.budget} steps is used up; not tried: {left}")
@@ -1027,7 +1028,7 @@ def on_any_rank(
     return ask
 
 # %% ../../nbs/guard/26_causes.ipynb #redo2
-REDONE = ("healthy", "outside", "data", "rate", "inputs") # causes after which the same steps do well
+REDONE = ("healthy", "external", "data", "rate", "inputs") # causes after which the same steps do well
 
 @torch.enable_grad()
 def redo(
@@ -1084,7 +1085,7 @@ def redo_disturbed(
             if first_apart(r.losses, r.run()) is not None: return None # it was not the rate alone
             parting = Parting("rate", f"{rate_rose(found)}, and was put back", r.steps[at].number)
         else: parting = explain_parting(r, found, dry, written)
-        if parting.cause not in ("outside", "rate", "settings"): return None
+        if parting.cause not in ("external", "rate", "settings"): return None
         r.keep(mine)
     return Explanation(
         cause=parting.cause, why=f"{parting.why}; without that the run does better", first=r.steps[0].number,

@@ -398,7 +398,7 @@ class RiseEffects:
         slower = signs and comparison.calibration.fit > 0 and found.cause in WEAK_CAUSES
         proved = found.ruined or found.cause in DISTURBED
         if proved and (certain or slower or found.cause not in (*NO_PROOF, *WEAK_CAUSES)):
-            if fallen and found.cause in ("fast", "steep"): self.begin_slower()
+            if fallen and found.cause in ("lr_too_high", "gradient_spike"): self.begin_slower()
             return (), PhaseMove.PROVED
         self.observed.say(f"no cause is proved ({found.why}), so nothing is undone")
         self.recovery.drop_proof()

@@ -60,7 +60,7 @@ class BetweenSteps:
         return 0 < len(self.written) <= 8 and self.written[-1].after == number
 
 # %% ../../nbs/guard/28_repairs.ipynb #redone01
-RATE_CAUSES = ("rate", "fast", "steep", "moments") # where a smaller step is part of the cure
+RATE_CAUSES = ("rate", "lr_too_high", "gradient_spike", "moments") # where a smaller step is part of the cure
 REHEARSED = 2 # steps that are repeated dry
 
 class Redone(NamedTuple):
@@ -272,10 +272,10 @@ class Repairs:
         self.recorder.load_state_dict(state)
 
 # %% ../../nbs/guard/28_repairs.ipynb #d3fda739
-NO_PROOF = ("unknown", "loop", "healthy", "before") # causes after which nothing is undone for a rise
+NO_PROOF = ("unknown", "step", "healthy", "earlier") # causes after which nothing is undone for a rise
 AGAIN = 8 # losses within which the next incident shows that the one before is not over: it costs its rollback
-DISTURBED = ("outside", "rate", "settings") # causes without which a replay does well
-WEAK_CAUSES = ("fast", "steep", "moments", "order") # what only cures by going slower
+DISTURBED = ("external", "rate", "settings") # causes without which a replay does well
+WEAK_CAUSES = ("lr_too_high", "gradient_spike", "moments", "order") # what only cures by going slower
 
 class Recovery:
     "What follows once a single run was brought back: its cause, the batches again, and what the incident has cost."
@@ -328,7 +328,7 @@ class Recovery:
             self.run.log.say("batch %s: cause %s: %s", report.batch, found.cause, found.why)
             self.repairs.apply(found, config)
             self._redo(found, config)
-        if found.cause not in ("unknown", "loop", "healthy", *RATE_CAUSES): self._refund(report)
+        if found.cause not in ("unknown", "step", "healthy", *RATE_CAUSES): self._refund(report)
 
     def redo_disturbed(self, reason: str, loss: float, config: GovernorConfig) -> tuple[Report, ...]: # empty: no
         "Look whether something outside of the steps has disturbed the run; if so, train on them again."

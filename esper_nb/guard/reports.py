@@ -294,7 +294,7 @@ def describe_failure(
 # %% ../../nbs/guard/13_reports.ipynb #13cc0002
 CAUSES = dict(
     healthy="nothing was wrong: the same batches again give the same losses, and the weights stay good",
-    outside="something that is no part of the step changed the run: other code, or hardware",
+    external="something that is no part of the step changed the run: other code, or hardware",
     data="batches that are unlike the others",
     rate="the learning rate rose",
     settings="a setting of the optimizer changed",
@@ -303,10 +303,10 @@ CAUSES = dict(
     gradients="gradients of earlier steps were still there",
     order="examples of one kind in a row",
     moments="what the optimizer remembers",
-    steep="gradients far larger than before",
-    fast="a learning rate that is too high here",
-    loop="neither data nor step size nor precision: the step itself, as it is written",
-    before="the failure is older than the state that was kept",
+    gradient_spike="gradients far larger than before",
+    lr_too_high="a learning rate that is too high here",
+    step="neither data nor step size nor precision: the step itself, as it is written",
+    earlier="the failure is older than the state that was kept",
     unknown="not found out")
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ def blames_weights(
     spread: np.ndarray, # (n,) lower bound of the standard deviation of a difference; 0: unknown
 ) -> np.ndarray: # (n,) bool
     "Return the lanes whose old weights are so much better that the live ones are the cause of the rise."
+    if not len(live): return np.zeros(live.shape[1], bool) # nothing to compare them on
     with np.errstate(invalid="ignore"):
         gain = live - old
         middle = np.median(gain, 0)
