@@ -41,7 +41,7 @@ sync: $(STAMP)  ## library in step with the notebooks, notebooks clean, README i
 
 lint: $(STAMP)  ## ruff over pages, package, tests and scripts
 	@echo "== lint"
-	@$(BIN)/ruff check --quiet nbs esper_nb tests scripts benchmarks
+	@$(BIN)/ruff check --quiet nbs esper_nb tests scripts benchmarks research
 
 types: $(STAMP)  ## static types
 	@echo "== types"

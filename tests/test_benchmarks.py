@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import faults, fleets, frontier_bench, growth, lanes
+from benchmarks import faults, growth, lanes
 from benchmarks.growth import GROWTH_CASES, GROWTH_PLANS, GrowthCase, PlainGrown, arithmetic_share, growth_text
 from benchmarks.detector_bench import lightning
 from benchmarks.measure import Case, Side, fastest_epoch, find_maker, machine, machine_text, take_turns
 from benchmarks.ruined_loops import SpikeDetection
-from esper_nb.control.forecast import Forecast
 from esper_nb.train import Fault, get_task, list_faults
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
@@ -141,69 +140,6 @@ def test_a_table_says_what_was_missed():
 def test_a_case_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(ValueError, match="digits, batch 64, agree"):
         growth.run_growth_bench(False, tmp_path/"x.json", only="imagenet")
-
-
-# --- growing against the alternatives
-
-@pytest.fixture
-def few_tables():
-    "Two tables to judge and two to practise on, for a short run."
-    fields = frontier_bench.table_fields(fleets.list_tables(None), judged=2)
-    short = [f._replace(epochs=3, practice=2, sizes=(2, 4), wider=(8,)) for f in fields]
-    return [f._replace(others=tuple(o._replace(epochs=3) for o in f.others)) for f in short]
-
-
-def test_the_largest_tables_are_judged_and_the_others_are_there_to_practise(few_tables):
-    assert [f.name for f in few_tables] == ["digits", "breast_cancer"]
-    assert all([o.name for o in f.others] == ["wine", "iris"] for f in few_tables)
-    rare = fleets.Table("rare", "rare", np.zeros((5000, 2)), np.arange(5000) % 2, rare=True)
-    assert len(frontier_bench.table_fields([rare])) == 0
-    large = frontier_bench.table_field(rare._replace(x=np.random.default_rng(0).normal(size=(5000, 2)))).load()
-    assert sum(map(len, large.y.values())) == frontier_bench.ROWS and .6 < large.num_train / frontier_bench.ROWS < .8
-    assert few_tables[1].host(4).base == 4 and few_tables[1].host(4).in_channels == 30
-
-
-def test_a_forecast_grows_where_it_is_sure_and_only_there(few_tables, monkeypatch):
-    field, ways = few_tables[1], frontier_bench.WAYS
-    data = field.load()
-    def play(way): return frontier_bench.grow.__wrapped__(field, data, 2, ways[way], 2)
-    def sure_of(pp): # whatever it sees
-        x = np.random.default_rng(0).normal(size=(20, 14))
-        forecast = Forecast.fit(x, np.full((20, 1), pp) + 1e-3 * x[:, :1], [""] * 14, [""])
-        monkeypatch.setattr(frontier_bench, "practise", lambda field, size: (forecast, {}))
-        return play("grown at a third, by forecast")
-    def plain(grown): return [{k: v for k, v in n.items() if k != "seconds"} for n in grown.networks]
-    assert plain(sure_of(10.)) == plain(play("grown at a third"))
-    assert plain(sure_of(-10.)) == plain(play("static"))
-
-
-def test_a_forecast_practises_on_other_tables(few_tables):
-    forecast, spent = frontier_bench.practise(few_tables[0], 2)
-    assert spent["networks"] == 2 * 2 * 2 and spent["flops"] > 0 # tables, networks, with seeds and without
-    assert len(forecast.errors[0]) == 4 and forecast.arms == ("seeds everywhere",)
-
-
-def test_a_search_pays_for_all_that_it_trains(few_tables):
-    field = few_tables[1]
-    data = field.load()
-    every = {n: frontier_bench.grow(field, data, n, frontier_bench.WAYS["static"], 2).networks for n in (2, 4, 8)}
-    field = field._replace(epochs=4)
-    whole = {n: frontier_bench.grow(field, data, n, frontier_bench.WAYS["static"], 2).networks for n in (2, 4, 8)}
-    assert frontier_bench.grow(field, data, 4, frontier_bench.WAYS["static, wider"], 2).networks is whole[4] # not again
-    searched = frontier_bench.halve(field, data, 2)
-    for i, found in enumerate(searched):
-        first, own = sum(whole[n][i]["flops"] for n in whole) / 4, whole[found["chosen"]][i]
-        assert found["flops"] == pytest.approx(first + own["flops"] * 3 / 4)
-        assert {k: found[k] for k in ("test_pp", "parameters")} == {k: own[k] for k in ("test_pp", "parameters")}
-    curve = frontier_bench.grow(field, data, 4, frontier_bench.WAYS["static"], 2).curve
-    frontier_bench.grow.cache_clear()
-    assert frontier_bench.halve(field, data, 2, known=whole) == searched
-    part = frontier_bench.grow(field, data, 4, frontier_bench.WAYS["static"], 2, until=1).curve
-    assert len(part) == 1 and torch.equal(part, curve[:1])
-    both = frontier_bench.averaged([every[2], every[4]])
-    assert both[1]["parts_pp"] == [round(every[n][1]["test_pp"], 3) for n in (2, 4)]
-    assert both[1]["test_pp"] == pytest.approx(np.mean([every[n][1]["test_pp"] for n in (2, 4)]))
-    assert frontier_bench.averaged([every[2]]) is every[2]
 
 
 # --- faults

@@ -235,7 +235,7 @@ def test_wheel_and_sdist_hold_the_package_and_what_settings_say(tmp_path):
         sdist = {name.partition("/")[2] for name in archive.getnames()}
     assert package | {"settings.ini", "setup.py", "pyproject.toml", "README.md", "LICENSE"} <= sdist
     assert DASHBOARD in sdist and "nbs/__init__.py" not in sdist
-    assert not [n for n in sdist if n.startswith(("tests", "scripts", "benchmarks", "conftest"))]
+    assert not [n for n in sdist if n.startswith(("tests", "scripts", "benchmarks", "research", "conftest"))]
 
 def test_version_is_the_one_in_settings():
     import esper_nb

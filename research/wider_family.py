@@ -1,6 +1,6 @@
 """What could be won in a family wider than `digits_family`: the best constant, one look, and oracles.
 
-    python -m benchmarks.wider_family      # half an hour on one core
+    python -m research.wider_family      # half an hour on one core
 
 Any of the three blocks may be blind, alone or with others; the data ask easy or hard questions, with wrong labels or
 few examples; and a network may take a seed in every slot. An arm is a set of slots and the blueprint that they all get

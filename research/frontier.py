@@ -1,10 +1,10 @@
 """Where growing pays: test accuracy against parameters, training FLOPs and seconds.
 
-    python -m benchmarks.frontier_bench                    # every data set, ten seeds: half an hour on one core
-    python -m benchmarks.frontier_bench digits --seeds 3   # one of them, quickly
-    python -m benchmarks.frontier_bench digits28 --ways "static, wider" # one way; those stored before stay
-    python -m benchmarks.frontier_bench digits digits28 prose --ways "successive halving" # the size searched for
-    python -m benchmarks.frontier_bench tables --keel /tmp/keel # ten real tables; benchmarks/fleets.py says whence
+    python -m research.frontier                    # every data set, ten seeds: half an hour on one core
+    python -m research.frontier digits --seeds 3   # one of them, quickly
+    python -m research.frontier digits28 --ways "static, wider" # one way; those stored before stay
+    python -m research.frontier digits digits28 prose --ways "successive halving" # the size searched for
+    python -m research.frontier tables --keel /tmp/keel # ten real tables; research/fleets.py says whence
 
 Writes nbs/explanations/frontier.json; nbs/explanations/frontier.ipynb draws it. All ways see the same examples in the
 same order for as many epochs. A seed that the Governor undoes is tried again before the next epoch, as `fit` does it;
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.fleets import Table, list_tables
+from research.fleets import Table, list_tables
 from esper_nb.control.forecast import SURE, Forecast, lane_looks
 from esper_nb.core.devices import generator
 from esper_nb.grow.hosts import CNNConfig, GPTConfig

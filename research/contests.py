@@ -1,7 +1,7 @@
 """A learned controller against rules that had no more practice than it, on the networks that it was judged on.
 
-    python -m benchmarks.contests                 # both contests: ten minutes on one core
-    python -m benchmarks.contests digits_family   # one of them
+    python -m research.contests                 # both contests: ten minutes on one core
+    python -m research.contests digits_family   # one of them
 
 Writes nbs/explanations/contests.json, play by play: interrupted, it goes on behind the last play that is there.
 nbs/explanations/results.ipynb and look_first.ipynb show it. PPO's plays are those that `esper-nb compare` stored.

