@@ -63,6 +63,25 @@ def test_a_burst_that_only_buffers_show_costs_a_watched_run_no_batch(count):
     assert run.governor.reports and all(r.lost is None for r in run.governor.reports)
     assert run.error < clean.error + .1
 
+def test_buffers_that_are_lost_again_at_once_are_not_mended_without_the_weight_that_makes_them_so():
+    "A flipped exponent: batch norm hides it from the loss, and its own statistics overflow at every step."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    opt = torch.optim.SGD(net.parameters(), .05)
+    governor = Governor(net, opt, chance_loss=math.log(10))
+    for k in range(300):
+        if k == 150: net[0].weight.data[3, 5] = 1e30
+        x, y = batch(k)
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        governor.watch(loss.detach())
+    buffers, everything = governor.reports
+    assert "model" in everything.restored and set(buffers.restored) <= {f"model.{k}" for k, _ in net.named_buffers()}
+    assert net[0].weight.abs().max() < 10 and net[1].running_var.isfinite().all()
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_lasting_change_of_the_data_is_a_new_level_in_the_end(recorded):
     run = Run(range(100, 400), recorded, steps=400)

@@ -421,7 +421,8 @@ class StateJudge:
             self.learn_buffers(jumped)
             return ()
         names = tuple(self.health.bands.buffers) # what moves one of them moves others, if less
-        if replays or not self.run.snapshot.mend(names): return None
+        weights = again == 2 and bool(self.health.damaged()) # are the cause, since it is back at once
+        if replays or weights or not self.run.snapshot.mend(names): return None
         self.health.waits(True) # with the next snapshot, whether it jumps once more
         if again & (again - 1): return () # the first, the second, the fourth ... are reported
         return (self._file_mended(tuple(jumped), names, config),)
