@@ -1,5 +1,6 @@
 "Data for many lanes against plain references, over shapes, splits and sources."
 import hashlib, math, pickle, threading
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torchvision.transforms import functional as TF
 from esper_nb.train.data import Epoch, ImageData, TextData
 from esper_nb.train.datasets import (
     balanced_order, load_cifar10, load_digits_data, load_prose, load_text_file, synthetic_cifar10)
+from esper_nb.train.yardsticks import yardsticks
 
 
 def make(n=24, h=6, w=5, c=3, classes=4, dtype="uint8", **kw):
@@ -374,3 +376,24 @@ def test_cuda_gives_the_same_batches(source):
         assert u.device.type == "cuda" and torch.equal(x, u.cpu()) and torch.equal(y, v.cpu())
     for (x, y), (u, v) in zip(data.evaluate("heldout", 4), there.evaluate("heldout", 4)):
         assert torch.equal(x, u.cpu()) and torch.equal(y, v.cpu())
+
+
+@pytest.mark.parametrize("tokens", [7, 300])
+def test_counts_of_tokens_in_a_row_are_those_of_a_dictionary(tokens):
+    "The longest context that was seen decides, up to three tokens; of equally common tokens the smallest is taken."
+    g = torch.Generator().manual_seed(tokens)
+    train = (torch.randint(0, tokens, (900,), generator=g) * torch.randint(0, 2, (900,), generator=g))
+    test = torch.cat([train[100:300], torch.randint(0, tokens, (200,), generator=g)])
+    data = TextData(train, train, test, vocab=[str(k) for k in range(tokens)], block=5)
+    after = defaultdict(Counter)
+    for i, token in enumerate(train.tolist()):
+        for k in range(4):
+            if i >= k: after[tuple(train[i - k:i].tolist())][token] += 1
+    def answer(context):
+        while context not in after: context = context[1:]
+        return min(after[context], key=lambda t: (-after[context][t], t))
+    right = [answer(tuple(row[max(0, t - 2):t + 1])) == y for xs, ys in data.evaluate("test", 64)
+             for row, targets in zip(xs.tolist(), ys.tolist()) for t, y in enumerate(targets)]
+    common, counted = sorted(yardsticks(data), key=lambda s: s.name, reverse=True)
+    assert common.name.startswith("always ") and counted.name == "4-gram counts"
+    assert counted.score == pytest.approx(100 * sum(right) / len(right))

@@ -71,6 +71,6 @@ from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as 
     StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
     train_group as train_group, may_defer as may_defer, group_epoch as group_epoch, odd_lanes as odd_lanes,
     train_apart as train_apart)
-from .yardsticks import (ROWS as ROWS, WIDE as WIDE, TELLING as TELLING, SimpleScore as SimpleScore,
-    yardsticks as yardsticks, yardstick_lines as yardstick_lines, telling_column as telling_column,
-    telling_text as telling_text)
+from .yardsticks import (ROWS as ROWS, WIDE as WIDE, TOKENS as TOKENS, GRAM as GRAM, TELLING as TELLING,
+    SimpleScore as SimpleScore, yardsticks as yardsticks, yardstick_lines as yardstick_lines,
+    telling_column as telling_column, telling_text as telling_text)
