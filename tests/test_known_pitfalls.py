@@ -6,9 +6,12 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from esper_nb.control import GrowVecEnv
-from esper_nb.grow import attach_slots
+from esper_nb.core.layers import LaneBatchNorm2d, LaneConv2d
+from esper_nb.grow import attach_slots, export_model
+from esper_nb.guard import Governor
 from esper_nb.learn import (
-    ActorCritic, EnvStream, Heads, Learner, MaskedHeads, PolicyConfig, PPOConfig, play, standardize, train_ppo)
+    ActorCritic, EnvStream, Heads, Learner, MaskedHeads, PolicyConfig, PPOConfig, gae, next_values, play, standardize,
+    train_ppo)
 from tests.test_vector_conformance import SMALL, tiny_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -182,3 +185,134 @@ def test_what_is_attached_is_as_the_network_is(dtype):
     model.train()
     model(x).sum().backward()
     assert all(m.training for m in model.modules())
+
+
+class Limited(gym.Env):
+    "Ends at its third step, by itself and by its limit at once."
+    observation_space, action_space = gym.spaces.Box(-9, 9, (1,)), gym.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+    def step(self, action):
+        self.t += 1
+        return np.full(1, self.t, np.float32), 2., self.t == 3, self.t == 3, {}
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_an_end_that_is_also_a_time_limit_is_an_end(mode):
+    "Nothing comes after it, so nothing may be added to its last reward (reported as DexForce/EmbodiChain#612)."
+    stream = EnvStream(SyncVectorEnv([Limited] * 2, autoreset_mode=mode))
+    stream.reset(0)
+    for _ in range(3): out = stream.step(torch.zeros(2, 1, dtype=torch.int64))
+    assert out.terminated.all() and not out.truncated.any()
+    nothing = torch.full((1, 2), 9.)
+    assert not next_values(nothing, nothing[0], out.terminated[None], out.truncated[None], nothing).any()
+
+
+def test_of_one_step_errors_each_is_a_reward_and_the_next_value():
+    "The reward of the last step counts with λ = 0 as well, and so does the value behind a time limit (ray#59958)."
+    T, n, gamma = 6, 3, .9
+    r, v, last, final = (torch.randn(*s, generator=torch.Generator().manual_seed(k)).double()
+                         for k, s in enumerate([(T, n), (T, n), (n,), (T, n)]))
+    terminated, truncated = torch.zeros(2, T, n, dtype=torch.bool)
+    terminated[2, 0] = terminated[-1, 2] = truncated[3, 1] = truncated[-1, 1] = True
+    after = next_values(v, last, terminated, truncated, final)
+    target = gae(r, v, after, terminated | truncated, gamma, 0.) + v
+    for t in range(T):
+        for i in range(n):
+            following = final[t, i] if truncated[t, i] else last[i] if t == T - 1 else v[t + 1, i]
+            torch.testing.assert_close(target[t, i], r[t, i] + (0 if terminated[t, i] else gamma * following))
+
+
+def test_rewards_with_an_axis_of_one_are_refused():
+    "Of shape (n, 1) they would be broadcast against n values, to n * n errors (near Gymnasium#1445)."
+    class Column(gym.vector.VectorWrapper):
+        def step(self, actions):
+            obs, reward, *out = self.env.step(actions)
+            return obs, reward[:, None], *out
+    stream = EnvStream(Column(SyncVectorEnv([Recall] * 2)))
+    stream.reset(0)
+    action = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"shape of the rewards=\(2, 1\)"): stream.step(action)
+
+
+def tied():
+    "A language model whose last layer has the weights of its first one."
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(12, 8), torch.nn.Linear(8, 8), torch.nn.ReLU(),
+                              torch.nn.Linear(8, 12, bias=False))
+    net[3].weight = net[0].weight
+    return net, torch.randint(0, 12, (4, 6))
+
+
+def test_an_attach_that_fails_halfway_leaves_the_network_as_it_was():
+    "What was changed before the error would stay in use, unseen (reported as peft#3689)."
+    net, x = tied()
+    before, hooks = net(x), [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()] # noqa: SLF001
+    with pytest.raises(ValueError, match="no_such_layer"): attach_slots(net, ["2", "no_such_layer"], x)
+    assert torch.equal(net(x), before)
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()] # noqa: SLF001
+    assert torch.equal(attach_slots(net, ["2"], x)(x), before)
+
+
+def test_weights_that_are_tied_stay_tied_in_training_and_in_what_is_exported(tmp_path):
+    "Where a copy of one of them is written, the other one trains on alone (reported as peft#2018)."
+    net, x = tied()
+    model = attach_slots(net, ["2"], x)
+    model.germinate("2", "norm")
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    governor = Governor(model, opt, chance_loss=None)
+    for k in range(30):
+        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(1).flatten())
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        if k == 20: net[0].weight.data[0, 0] = float("nan")
+        governor.watch(loss.detach())
+    governor.rollback()
+    assert governor.reports and net[3].weight is net[0].weight and net[0].weight.isfinite().all()
+    exported = export_model(model)
+    assert torch.equal(exported(x), model.eval()(x))
+    assert len({id(p) for p in exported.parameters() if p.shape == (12, 8)}) == 1
+    assert sum(getattr(m, "weight", torch.ones(1)).shape == (12, 8) for m in exported.modules()) == 2
+
+
+def test_a_group_without_parameters_is_saved_and_restored():
+    "An empty group has settings and no state; it was lost on the way (reported as pytorch#143828)."
+    def made():
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 2)
+        return net, torch.optim.AdamW([dict(params=[], lr=.5), dict(params=net.parameters(), lr=.01)])
+    net, opt = made()
+    governor = Governor(net, opt, chance_loss=None)
+    for k in range(130):
+        loss = net(torch.ones(4, 3)).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        if k == 125: net.weight.data[0, 0] = float("nan")
+        governor.watch(loss.detach())
+    assert governor.reports and net.weight.isfinite().all()
+    other, fresh = made()
+    other.load_state_dict(net.state_dict())
+    fresh.load_state_dict(opt.state_dict())
+    resumed = Governor(other, fresh, chance_loss=None)
+    resumed.load_state_dict(governor.state_dict())
+    assert [g["lr"] for g in fresh.param_groups] == [.5, .01]
+    assert resumed.check_resume().right
+    for g in (governor, resumed): g.rollback()
+    assert torch.equal(net.weight, other.weight)
+
+
+@pytest.mark.parametrize("make", [lambda: LaneBatchNorm2d(4, n=2), lambda: LaneConv2d(8, 8, 3, groups=2)])
+def test_gradients_do_not_depend_on_the_order_of_the_memory(make):
+    "A norm whose weight's gradient was wrong for channels_last went unnoticed for long (reported as pytorch#140913)."
+    def gradients(order):
+        torch.manual_seed(0)
+        layer, x = make().double(), torch.randn(5, 8, 6, 6).double()
+        x = x.contiguous(memory_format=order).requires_grad_()
+        layer(x).pow(3).sum().backward()
+        return [x.grad, *(p.grad for p in layer.parameters())]
+    both = map(gradients, (torch.contiguous_format, torch.channels_last))
+    for a, b in zip(*both): torch.testing.assert_close(a, b)
