@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['bar_note', 'StepOf', 'as_it_stood', 'set_attributes', 'Guard', 'action_metrics', 'lightning_governor',
-           'guard_trainer', 'guard_accelerator', 'fastai_governor', 'skorch_governor', 'GuardedUpdate', 'guard_update']
+           'guard_trainer', 'guard_accelerator', 'FastaiGroup', 'FastaiMoments', 'FastaiOptimizer', 'fastai_governor',
+           'skorch_governor', 'GuardedUpdate', 'guard_update']
 
 # %% ../../nbs/guard/30_adapters.ipynb #c1e4835e
 import copy
@@ -12,7 +13,8 @@ import importlib
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -447,7 +449,7 @@ class _TrainerStep:
         if losses: t._tr_loss.fill_(sum(losses) / len(losses) * (t.state.global_step - since)) # noqa: SLF001
         for s in steps if losses else ():
             for k, found in self.noted.get((s.batch[2]["state"]["global_step"], float(s.loss)), {}).items():
-                metrics[k] = found if k == "num_tokens" else [*metrics.get(k, ()), *found] # a sum, of which there is one
+                metrics[k] = found if k == "num_tokens" else [*metrics.get(k, ()), *found] # a sum: there is one
 
     def look_with(self, walk): # over what a step refers to
         "Show what TRL's trainers keep: samples that serve several steps, a reference that follows the model."
@@ -600,6 +602,76 @@ def _inner(optimizer): # as accelerate wraps it, or not
     inside = getattr(optimizer, "optimizer", None) # a scheduler has one, too
     return inside if isinstance(optimizer, torch.optim.Optimizer) and inside is not None else optimizer
 
+# %% ../../nbs/guard/30_adapters.ipynb #adaptfa1
+class FastaiGroup(MutableMapping):
+    "A parameter group of an optimizer of fastai's, as torch has them: parameters, and live hyperparameters."
+    def __init__(self, opt, i: int): # an optimizer of fastai's; which of its groups
+        self.opt, self.i, self.params = opt, i, list(opt.param_lists[i])
+
+    def __getitem__(self, k): return self.params if k == "params" else self.opt.hypers[self.i][k]
+    def __iter__(self): return iter(("params", *self.opt.hypers[self.i]))
+    def __len__(self): return 1 + len(self.opt.hypers[self.i])
+    def __delitem__(self, k): del self.opt.hypers[self.i][k]
+    def __setitem__(self, k, v):
+        if k != "params": self.opt.hypers[self.i][k] = v
+
+    def clear(self):
+        "Take the hyperparameters out; the parameters stay."
+        self.opt.hypers[self.i].clear()
+
+class FastaiMoments(defaultdict):
+    "The state of an optimizer of fastai's; without it, what fastai keeps in a reset is still there."
+    def clear(self):
+        "Forget moments, but not which parameters have no weight decay."
+        for p, s in self.items(): self[p] = {k: s[k] for k in ("force_train", "do_wd") if k in s}
+
+class FastaiOptimizer(torch.optim.Optimizer):
+    """An optimizer of fastai's as one of torch's, for experiments with its rates, moments and gradients.
+
+    Examples
+    --------
+    >>> opt = FastaiOptimizer(fastai.optimizer.Adam(net.parameters(), lr=.1)) # doctest: +SKIP
+    >>> opt.param_groups[0]["lr"] = .05 # that of fastai, too # doctest: +SKIP
+    """
+    def __init__(self, opt): # an optimizer of fastai's
+        self.fastai = opt
+        super().__init__([dict(params=list(ps)) for ps in opt.param_lists], {})
+        self.param_groups: Any = [FastaiGroup(opt, i) for i in range(len(opt.param_lists))]
+
+    @property
+    def state(self): # by parameter; fastai puts another dict there when it loads one
+        "Return fastai's own state."
+        if not isinstance(self.fastai.state, FastaiMoments):
+            self.fastai.state = FastaiMoments(dict, self.fastai.state)
+        return self.fastai.state
+
+    @state.setter
+    def state(self, value): pass # torch begins with an empty one
+
+    def step(self, closure=None):
+        "Let fastai make its step."
+        return type(self.fastai).step(self.fastai, closure)
+
+    def zero_grad(self, set_to_none: bool = True):
+        "Let fastai zero the gradients."
+        self.fastai.zero_grad()
+
+    def state_dict(self): # as fastai writes it
+        "Return the state that fastai saves."
+        return self.fastai.state_dict()
+
+    def load_state_dict(self, state_dict): # of fastai's
+        "Load what fastai has saved."
+        self.fastai.load_state_dict(state_dict)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        "Let fastai's step be this one, with its hooks."
+        def step(*args, **kwargs): return self.step(*args, **kwargs) # as it is then: an experiment may replace it
+        vars(self.fastai)["step"] = step
+        try: yield
+        finally: del vars(self.fastai)["step"]
+
 # %% ../../nbs/guard/30_adapters.ipynb #949a13a6
 def fastai_governor(
     chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
@@ -663,8 +735,9 @@ def fastai_governor(
                 scaler = getattr(getattr(self.learn, "mixed_precision", None), "scaler", None)
                 step = StepOf(self.train_on, self.learn.model, self.learn.loss_func, again=self.again)
                 inside = getattr(self.learn.opt, "opt", None) # of an OptimWrapper
-                opt = inside if isinstance(inside, torch.optim.Optimizer) else self.learn.opt
-                self.watcher.begin(step, self.learn.model, scaler, optimizer=opt)
+                wrapped = isinstance(inside, torch.optim.Optimizer)
+                self.opt = inside if wrapped else FastaiOptimizer(self.learn.opt)
+                self.watcher.begin(step, self.learn.model, scaler, optimizer=self.opt)
                 self.due, self.trained_by = False, list(self.learn.cbs)
             if self.governor is not None and not hasattr(self.learn, "lr_finder"):
                 vars(self.learn)["one_batch"] = self.one_batch
@@ -685,7 +758,8 @@ def fastai_governor(
 
         def train_on(self, at):
             batch, number, _ = at
-            type(self.learn).one_batch(self.learn, number, batch)
+            with self.opt.in_place() if isinstance(self.opt, FastaiOptimizer) else nullcontext():
+                type(self.learn).one_batch(self.learn, number, batch)
             return (), self.learn.loss.detach()
 
         @contextmanager
