@@ -736,8 +736,8 @@ def fastai_governor(
                 step = StepOf(self.train_on, self.learn.model, self.learn.loss_func, again=self.again)
                 inside = getattr(self.learn.opt, "opt", None) # of an OptimWrapper
                 wrapped = isinstance(inside, torch.optim.Optimizer)
-                self.opt = inside if wrapped else FastaiOptimizer(self.learn.opt)
-                self.watcher.begin(step, self.learn.model, scaler, optimizer=self.opt)
+                self.updates = inside if wrapped else FastaiOptimizer(self.learn.opt)
+                self.watcher.begin(step, self.learn.model, scaler, optimizer=self.updates)
                 self.due, self.trained_by = False, list(self.learn.cbs)
             if self.governor is not None and not hasattr(self.learn, "lr_finder"):
                 vars(self.learn)["one_batch"] = self.one_batch
@@ -758,7 +758,7 @@ def fastai_governor(
 
         def train_on(self, at):
             batch, number, _ = at
-            with self.opt.in_place() if isinstance(self.opt, FastaiOptimizer) else nullcontext():
+            with self.updates.in_place() if isinstance(self.updates, FastaiOptimizer) else nullcontext():
                 type(self.learn).one_batch(self.learn, number, batch)
             return (), self.learn.loss.detach()
 

@@ -113,6 +113,10 @@ class Replay:
         for p, grad in self.grads if self.kept is None else self.kept[1]: p.grad = grad
         del self.live, self.kept, self.grads
 
+    def has_old_gradients(self) -> bool:
+        "Whether there were gradients when the replay began; a loop that zeroes them behind its update has left none."
+        return any(bool(g.any()) for _, g in self.grads if g is not None)
+
     def here(self) -> tuple[SavedState, list]: # with its gradients
         "Return a copy of the present state; what runs next may add to gradients that wait for further steps."
         return self.snapshot.set_aside(), [(p, None if p.grad is None else p.grad.clone()) for p in self.params]
