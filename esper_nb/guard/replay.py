@@ -113,9 +113,9 @@ class Replay:
         for p, grad in self.grads if self.kept is None else self.kept[1]: p.grad = grad
         del self.live, self.kept, self.grads
 
-    def has_old_gradients(self) -> bool:
-        "Whether there were gradients when the replay began; a loop that zeroes them behind its update has left none."
-        return any(bool(g.any()) for _, g in self.grads if g is not None)
+    def had_gradients(self, i: int) -> bool: # place of the step
+        "Whether gradients of earlier steps were there when a step began; a loop may set them to zero, as fastai does."
+        return self.agreed([float(any(map(bool, self.steps[i].grads)))])[0] > 0
 
     def here(self) -> tuple[SavedState, list]: # with its gradients
         "Return a copy of the present state; what runs next may add to gradients that wait for further steps."
