@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from esper_nb.guard import GovernorConfig, fastai_governor
-from esper_nb.guard.adapters import FastaiOptimizer
+from esper_nb.guard.adapters import _FastaiOptimizer
 
 BATCHES, AT = 160, 100
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
@@ -87,7 +87,7 @@ def test_a_learner_leaves_its_optimizer_as_it_was(fastai, tmp_path):
 def test_experiments_change_fastais_own_settings(fastai):
     net = nn.Linear(2, 2)
     opt = fastai.Adam(list(net.parameters()), lr=.1)
-    ours = FastaiOptimizer(opt)
+    ours = _FastaiOptimizer(opt)
     ours.param_groups[0]["lr"] = .05
     assert opt.hypers[0]["lr"] == .05 and ours.param_groups[0]["params"] == list(net.parameters())
     net(torch.ones(1, 2)).sum().backward()
