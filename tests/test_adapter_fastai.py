@@ -70,6 +70,7 @@ def test_what_comes_from_outside_is_undone_to_the_bit(fastai, name, fault):
     assert governor.repairs.dry.exact, governor.repairs.dry.why
     assert [r.cause for r in governor.reports] == ["outside"] * bool(fault), [*map(str, governor.reports)]
     assert same(alone.model, guarded.model) and alone.opt.hypers[0]["lr"] == guarded.opt.hypers[0]["lr"]
+    assert float(guarded.recorder.smooth_loss.value) == pytest.approx(float(alone.recorder.smooth_loss.value), rel=1e-4)
     if "torch" in name: return # its moments were compared where it is used without fastai
     for a, b in zip(alone.opt.state_dict()["state"], guarded.opt.state_dict()["state"]):
         assert a.keys() == b.keys() and all(torch.equal(v, b[k]) if isinstance(v, torch.Tensor) else v == b[k]

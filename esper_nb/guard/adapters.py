@@ -740,17 +740,28 @@ def fastai_governor(
         def unhang(self): vars(self.learn).pop("one_batch", None)
 
         def one_batch(self, number, batch): # in place of the learner's own method, while it trains
-            self.watcher.train((batch, number, self.counts()))
-            bar = getattr(getattr(self.learn, "progress", None), "mbar", None)
-            for r in self.watcher.news() if bar else (): bar.write(f"Governor: {r}")
+            smooth = getattr(getattr(self.learn, "recorder", None), "smooth_loss", None)
+            self.watcher.train((batch, number, self.counts(), smooth and (smooth.count, smooth.val)))
+            bar, news = getattr(getattr(self.learn, "progress", None), "mbar", None), self.watcher.news()
+            if smooth and any(r.restored for r in news): self.settle_loss(smooth)
+            for r in news if bar else (): bar.write(f"Governor: {r}")
             if self.full: raise core.CancelFitException()
+
+        def settle_loss(self, smooth): # fastai's mean, in which a NaN would stay for good
+            incident = self.governor.repairs.incident
+            if incident is None or not incident.steps: return
+            smooth.count, smooth.val = incident.steps[0].batch[3]
+            for s in self.governor.recorder.steps: # as they were trained on in the end
+                if s.number < incident.steps[0].number or s.no_update: continue
+                smooth.count, loss = smooth.count + 1, torch.full_like(smooth.val, float(s.loss))
+                smooth.val = torch.lerp(loss, smooth.val, smooth.beta)
 
         def counts(self, *more): # how far the learner has come; more attributes
             names = ("iter", "n_iter", "train_iter", "pct_train", "training", *more)
             return {k: getattr(self.learn, k) for k in names if hasattr(self.learn, k)}
 
         def train_on(self, at):
-            batch, number, _ = at
+            batch, number, *_ = at
             with self.updates.in_place() if isinstance(self.updates, _FastaiOptimizer) else nullcontext():
                 type(self.learn).one_batch(self.learn, number, batch)
             return (), self.learn.loss.detach()
