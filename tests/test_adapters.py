@@ -465,7 +465,7 @@ def test_two_processes_act_together_and_resume_exactly(tmp_path, what):
         assert str(whole[r]["losses"][60:]) == str(again[r]["losses"]), "to the bit (as text, where NaN is NaN)"
     assert torch.equal(whole[0]["weights"], again[0]["weights"])
 
-def fastai_learner(*callbacks, at=60, fault=poison):
+def fastai_learner(*callbacks, at=60, fault=poison, drawn=None): # an iterator: no step can be repeated
     learner = pytest.importorskip("fastai.learner", reason="needs fastai")
     data = pytest.importorskip("fastai.data.core", reason="needs fastai")
     torch.manual_seed(0)
@@ -474,7 +474,10 @@ def fastai_learner(*callbacks, at=60, fault=poison):
     class Poison(learner.Callback):
         def before_batch(self):
             if self.learn.training and self.learn.train_iter == at: fault(self.learn.model)
-    return learner.Learner(loaders, network(0.), loss_func=F.cross_entropy, cbs=[Poison(), *callbacks])
+    def loss(*args):
+        if drawn: next(drawn)
+        return F.cross_entropy(*args)
+    return learner.Learner(loaders, network(0.), loss_func=loss, cbs=[Poison(), *callbacks])
 
 def test_fastai(caplog):
     pytest.importorskip("fastai.learner", reason="needs fastai")
@@ -504,7 +507,7 @@ def test_fastai_stops_at_the_end_of_the_budget():
     calls = []
     def again(net): calls.append(1); poison(net)
     callback = fastai_governor(math.log(10), QUICK.replace(rollbacks=0, skips=0))
-    learn = fastai_learner(callback, fault=again)
+    learn = fastai_learner(callback, fault=again, drawn=iter(range(9999)))
     with learn.no_logging(): learn.fit(3, 3e-3)
     assert callback.governor.reports[-1].action == "stop" and len(calls) == 1
     assert all(p.isfinite().all() for p in learn.model.parameters())
@@ -537,7 +540,7 @@ def test_fastai_leaves_the_live_weights_after_an_exception(where):
         def before_validate(self):
             if where == "validation": self.break_once()
     callback = fastai_governor(None, QUICK.replace(patience=12))
-    learn = fastai_learner(callback, Broken(), at=86, fault=lambda net: live or corrupt(net))
+    learn = fastai_learner(callback, Broken(), at=86, fault=lambda net: live or corrupt(net), drawn=iter(range(9999)))
     with learn.no_logging(), pytest.raises(KeyboardInterrupt): learn.fit(3, 3e-4)
     first, model = callback.governor, learn.model
     assert torch.equal(model[0].weight, live[0]) and first.comparing == (where == "validation")

@@ -532,3 +532,20 @@ def test_a_search_that_takes_long_says_what_it_does(monkeypatch, caplog, seconds
     said = [r.getMessage() for r in caplog.records if "looking for the cause" in r.getMessage()]
     assert len(said) == (0 if seconds else 1)
     if said: assert "2,000 steps at most" in said[0] and "explain_steps" in said[0]
+
+def test_gradients_that_a_loop_has_set_to_zero_are_no_old_gradients():
+    "As fastai does: `zero_grad(set_to_none=False)` behind the update."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+    opt = torch.optim.SGD(net.parameters(), lr=.02, momentum=.9)
+    gov = Governor(net, opt, chance_loss=math.log(10), config=CONFIG.replace(patience=0))
+    def step(xy):
+        loss = F.cross_entropy(net(xy[0]), xy[1])
+        loss.backward()
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+        return loss
+    for k in range(150):
+        if k == AT: net[0].weight.data.mul_(-30)
+        gov.run(step, batch(k))
+    assert {r.cause for r in gov.reports} == {"external"}, [*map(str, gov.reports)]

@@ -1,8 +1,8 @@
 # What guard offers to other packages; written by `python scripts/notebooks.py door`
-from .adapters import (bar_note as bar_note, StepOf as StepOf, Guard as Guard, action_metrics as action_metrics,
-    lightning_governor as lightning_governor, guard_trainer as guard_trainer, guard_accelerator as guard_accelerator,
-    fastai_governor as fastai_governor, skorch_governor as skorch_governor, GuardedUpdate as GuardedUpdate,
-    guard_update as guard_update)
+from .adapters import (bar_note as bar_note, StepOf as StepOf, as_it_stood as as_it_stood, Guard as Guard,
+    action_metrics as action_metrics, lightning_governor as lightning_governor, guard_trainer as guard_trainer,
+    guard_accelerator as guard_accelerator, fastai_governor as fastai_governor, skorch_governor as skorch_governor,
+    GuardedUpdate as GuardedUpdate, guard_update as guard_update)
 from .budget import Budget as Budget, is_extreme as is_extreme, blames_batch as blames_batch
 from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED, YARD as YARD, ODD as ODD,
     EXPERIMENTS as EXPERIMENTS, CONTROLS as CONTROLS, WORTH_A_WORD as WORTH_A_WORD, SLOWER as SLOWER,

@@ -129,7 +129,7 @@ def explain_parting(
     if not same_number(replay.run(at + 1)[-1], again):
         return Parting("unknown", dry.why if dry is not None and dry.why else f"two replays differ at batch {k}: the "
                        "step draws from a generator that is not recorded, or the device does not repeat its sums")
-    if found.steps[0].grads and carries_over(replay, at, again):
+    if replay.had_gradients(0) and carries_over(replay, at, again):
         return Parting("gradients", OLD_GRADIENTS, found.steps[0].number)
     if (parting := part_by_settings(replay, found)) is not None: return parting
     writes = [] if written is None else writes_before(found, written)

@@ -39,6 +39,11 @@ class Origin(NamedTuple):
     keys: Any # indices of its examples
     fetch: Callable[[Any], Any] # makes it again
 
+def _local_any(t: Tensor) -> Tensor: # () bool
+    "Whether something in a tensor is not zero."
+    t = t.to_local() if hasattr(t, "to_local") else t
+    return t.any() if t.layout is torch.strided else torch.ones((), dtype=torch.bool)
+
 @dataclass(eq=False)
 class RecordedStep:
     "A recorded step: what it was given, how the run stood when it began, and the loss that it came to."
@@ -60,7 +65,7 @@ class RecordedStep:
     footprint: Footprint | None = None # of the step: gives these again
     origin: Origin | None = None # of a batch that is kept itself for as long as there is room
     repeats: Repeats = field(default_factory=Repeats) # of all steps of a run
-    grads: bool = True # gradients of earlier steps were there when it began
+    grads: Sequence = (True,) # of every parameter group: whether gradients of earlier steps were there when it began
 
     def call(self, batch, optimizers: Iterable[torch.optim.Optimizer]): # the loss
         "Run it on a batch, at its share of the learning rate."
@@ -467,8 +472,10 @@ class StepRecorder:
     def _versions(self) -> list[int]: # how often the first weight of every group has changed
         return [g["params"][0]._version for o in self.optimizers for g in o.param_groups] # noqa: SLF001
 
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None for o in self.optimizers for g in o.param_groups for p in g["params"])
+    def _has_gradients(self) -> list[Tensor]: # () bool, by its last parameter with one; not waited for
+        found = [next((p.grad for p in reversed(g["params"]) if p.grad is not None), None)
+                 for o in self.optimizers for g in o.param_groups]
+        return [_local_any(grad.detach()) for grad in found if grad is not None]
 
     def _settings(self) -> tuple:
         now = settings_of(self.optimizers)

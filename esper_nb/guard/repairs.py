@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .causes import find_cause, redo, redo_disturbed
 from .rehearsal import DryReplay, dry_replay
 from .footprint import Footprint, bits_of
@@ -138,17 +140,28 @@ class Repairs:
         "Repeat the latest steps from the good state, where that leaves no trace."
         steps = list(self.recorder.steps)
         incident = self.recorder.incident_from(steps[0].number, self.snapshot)
-        replay = Replay(incident, self.ranks)
+        replay, footprint = Replay(incident, self.ranks), self.recorder.footprint
+        refuses = self._was_changed(incident) or footprint is not None and bool(footprint.unrestorable)
+        if self.ranks.any([refuses])[0] and not refuses:
+            self.dry = DryReplay(exact=False, why="your step cannot be repeated on another rank")
+            return self.dry
         self.dry = dry_replay(
             begin=replay.begin, run=replay.take,
-            losses=[float(s.loss) for s in incident.steps], marks=self._marks, aside=lambda: replay,
+            losses=replay.losses, marks=self._marks, aside=lambda: replay,
             footprint=self.recorder.footprint, changed=[s.number for s in incident.steps if s.changed()],
             fork=False if self.ranks else None)
         return self.dry
 
-    def _marks(self) -> dict[str, int]: # by name of the tensor
-        "Return a fingerprint of every tensor of the state."
-        return {k: bits_of([t]) for k, t in tensors_of_parts(self.snapshot.objects).items()}
+    def _marks(self) -> dict[str, int]: # by name
+        "Return a fingerprint of every tensor of the state; of several ranks, of all of them."
+        found = {k: bits_of([t]) for k, t in tensors_of_parts(self.snapshot.objects).items()}
+        if not self.ranks: return found
+        theirs = self.ranks.gather(np.array([x % 2**52 for x in found.values()], np.float64))
+        return {k: hash(tuple(theirs[:, i])) for i, k in enumerate(found)}
+
+    def _was_changed(self, incident: RecordedIncident) -> bool:
+        "Whether a batch of this rank was changed in place since its step."
+        return any(s.changed() for s in incident.steps)
 
     def evaluate(
         self,
@@ -206,7 +219,7 @@ class Repairs:
     def latest_is_bad(self, batch: int, is_bad: Callable[[], Sequence[str]]) -> bool: # calls of `watch` before it
         "Whether the latest step alone makes the good state bad; the live state stays as it is."
         incident = self.recorder.incident_from(batch, self.snapshot)
-        if not incident.steps or incident.steps[-1].changed(): return False
+        if not incident.steps or self.ranks.any([incident.steps[-1].changed()])[0]: return False
         self._settle()
         with Replay(incident, self.ranks) as replay:
             replay.try_alone(len(incident.steps) - 1)
@@ -247,7 +260,7 @@ class Repairs:
         "Train on the steps again if something has disturbed them; None: nothing has, or it may not be asked again."
         n = len(incident.steps)
         if not n or not self.reliable or self.replayed + n > 200 + .1 * watched: return None
-        if any(s.changed() for s in incident.steps): return None
+        if self.ranks.any([self._was_changed(incident)])[0]: return None
         self._settle()
         self.replayed += n
         with self.keeping_inputs():

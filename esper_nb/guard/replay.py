@@ -113,6 +113,10 @@ class Replay:
         for p, grad in self.grads if self.kept is None else self.kept[1]: p.grad = grad
         del self.live, self.kept, self.grads
 
+    def had_gradients(self, i: int) -> bool: # place of the step
+        "Whether gradients of earlier steps were there when a step began; a loop may set them to zero, as fastai does."
+        return self.agreed([float(any(map(bool, self.steps[i].grads)))])[0] > 0
+
     def here(self) -> tuple[SavedState, list]: # with its gradients
         "Return a copy of the present state; what runs next may add to gradients that wait for further steps."
         return self.snapshot.set_aside(), [(p, None if p.grad is None else p.grad.clone()) for p in self.params]
