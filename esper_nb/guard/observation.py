@@ -292,13 +292,15 @@ class RunComparison:
             now[-k:] = np.minimum(now[-k:], np.array(t.x[-k:])[:, None])
         old_loss = float(off_scale(np.median(before), self.run.verdicts.linear))
         rise = 0. if t.is_over() else t.rise / 2 if self.recorded else t.rise # on the same batches less is sure
-        if self.recorded and self.fall.knows_little(t): rise = 0. # any weights that know more are better
         if self.recorded:
             better = self.same.blames(before, now, np.zeros(1))[0]
             if better and self._has_learnt(now): return False, old_loss # from the latest batches
             if better: now, before = now[:0], before[:0]
             now, before = np.concatenate([(now, before), self._on_early(t)], 1) # where damage shows, too
-        return bool(self.same.blames(now, before, np.array([rise]))[0]), old_loss
+        blamed = bool(self.same.blames(now, before, np.array([rise]))[0])
+        if not blamed and self.recorded and self.fall.knows_little(t): # any weights that know more are better
+            t.doubtful = blamed = bool(self.same.blames(now, before, np.zeros(1))[0])
+        return blamed, old_loss
 
     def _has_learnt(self, losses: np.ndarray) -> bool: # (k, 1)
         "Whether losses are below chance: what a run at chance is better at is not its task."
@@ -397,7 +399,8 @@ class RiseEffects:
         certain = t.is_absurd() or fallen or comparison.is_proven and signs
         slower = signs and comparison.calibration.fit > 0 and found.cause in WEAK_CAUSES
         proved = found.ruined or found.cause in DISTURBED
-        if proved and (certain or slower or found.cause not in (*NO_PROOF, *WEAK_CAUSES)):
+        weak = found.cause in (*NO_PROOF, *WEAK_CAUSES)
+        if proved and (not weak or not t.doubtful and (certain or slower)):
             if fallen and found.cause in ("lr_too_high", "gradient_spike"): self.begin_slower()
             return (), PhaseMove.PROVED
         self.observed.say(f"no cause is proved ({found.why}), so nothing is undone")

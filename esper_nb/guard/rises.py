@@ -74,6 +74,7 @@ class RiseMonitor:
     old_loss: float | None = None # loss of the old weights, in units of the loss; None: not evaluated
     late: bool = False # the comparison began when the loss was back: any difference that is sure will do
     cuts: int = 0 # of the learning rate that are due with a rollback
+    doubtful: bool = False # old weights are better, but by less than the rise: only a strong proof counts
     pause: int = 0 # losses of the live weights before which nothing is compared again
 
     def add(self, x: float, loss: float): # on the scale, and as it was
