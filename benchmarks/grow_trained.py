@@ -9,8 +9,9 @@ networks lie in runs/grow_trained. nbs/explanations/growing_what_is_trained.ipyn
 side, as lanes.
 
 A network of residual blocks is trained with a learning rate that falls to 0. It is too small if it is saturated:
-training it for as long again brings less than .5 % of its held-out loss. The networks that are not reported tell. Then
-it goes on, for 5, 15 or 50 % of the operations of that first training:
+training it for as long again brings less than .5 % of its held-out loss. The networks that are not reported tell, and
+also what the larger network reaches in as many steps from new weights, which is the room that there is. Then it goes
+on, for 5, 15 or 50 % of the operations of that first training:
 
     on        it is trained on
     new       a network of twice as many blocks, from new weights
@@ -573,6 +574,9 @@ def search(task: Task, book: Book) -> Searched:
     book.once(f"{task.name}/search/before", lambda: measured(build(task, "on", start), TRIED, data, FIRST))
     book.once(f"{task.name}/search/again", lambda: go_on(
         task, "on", start, data, AGAIN, [out[f"on/{BUDGETS[-1]}"]] * TRIED, again=True))
+    as_long = step_flops(task, "new") / step_flops(task, "on")
+    book.once(f"{task.name}/search/room", lambda: go_on(
+        task, "new", start, data, as_long, [out["first"]] * TRIED, again=True))
     return Searched(out, start, data)
 
 
