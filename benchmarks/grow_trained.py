@@ -293,7 +293,7 @@ def load_source(_seeds: Sequence[int] = (), most: int = 2_000_000) -> Data:
     return Data(alike(parts), {}, window=16)
 
 
-def table_task(table, width: int = 4, blocks: int = 2, steps: int = 1200) -> Task:
+def table_task(table, width: int = 4, blocks: int = 2, steps: int = 600) -> Task:
     "A table as a task; each seed cuts it in its own way."
     def load(seeds: Sequence[int]) -> Data:
         splits = [split_rows(table, s) for s in seeds]
@@ -309,7 +309,7 @@ def list_tasks(family: str, keel: Path | None = None) -> list[Task]: # keel: fol
     "The tasks of a family."
     one = dict(
         digits8=Task("digits8", "digits8", "pictures", (1, 8, 8), 10, load_digits8, 4, 2, 4000, 32),
-        digits28=Task("digits28", "digits28", "pictures", (1, 28, 28), 10, load_digits28, 4, 2, 2000, 32),
+        digits28=Task("digits28", "digits28", "pictures", (1, 28, 28), 10, load_digits28, 4, 2, 1000, 32),
         source=Task("source", "source", "text", (16,), 96, load_source, 8, 2, 2000, 8))
     if family in one: return [one[family]]
     check(family == "tables", "family", family, f"one of {', '.join(one)}, tables")
@@ -317,7 +317,7 @@ def list_tasks(family: str, keel: Path | None = None) -> list[Task]: # keel: fol
     return [table_task(t) for t in tables[:10]]
 
 
-FAMILIES = ("digits8", "source", "digits28", "tables")
+FAMILIES = ("digits8", "digits28", "tables", "source")
 
 
 # --- training -----------------------------------------------------------------------------------------------------
