@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import fleets, grow_trained as g
 
-pytestmark = [pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 SOME = tuple(w for w in g.WAYS if HAS_PEFT or w != "lora")
 iris = next(t for t in fleets.list_tables(None) if t.name == "iris")
@@ -76,7 +76,6 @@ def test_lanes_are_the_networks_alone_and_two_runs_are_one(tiny):
     np.testing.assert_allclose(one["test_loss"][0], every[0]["test_loss"][2], atol=1e-4) # other sums, other rounding
 
 
-@pytest.mark.slow
 def test_a_book_is_written_once_and_read_again(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     task = g.tables_task(fleets.list_tables(None)[:2], steps=40)
