@@ -38,8 +38,8 @@ TASKS = { # section of the sidebar -> its pages, what a newcomer reads first fir
                           "tutorials/laptop_to_cluster explanations/many_machines tutorials/train_sb3 "
                           "tutorials/tune_with_optuna",
     "Compare": "explanations/results explanations/leaderboard explanations/fleets explanations/growing_pays "
-               "explanations/frontier explanations/negative_results explanations/benchmarks explanations/on_a_gpu "
-               "explanations/numbers"}
+               "explanations/growing_what_is_trained explanations/frontier explanations/negative_results "
+               "explanations/benchmarks explanations/on_a_gpu explanations/numbers"}
 OPERATORS = ("__call__", "__iter__", "__len__", "__getitem__", "__contains__")      # have entries, if documented
 WHOSE = ("*What trainings come to is shown as one processor computed it. Another one rounds otherwise, and training "
          "amplifies the last digits; what this page claims of such figures it asserts with a margin.*")
