@@ -233,8 +233,8 @@ def governed(noise, floor, sign, chance):
                 age = int(mine.age)
                 mine.age.add_(age > 0)
                 guard.watch(float(losses[FAULT_AT + age - 1, lane] if age else x[t, lane]) + sign)
-                if guard.reports or guard.kept is not None: break
-            found[name].append((not early and bool(guard.reports), guard.kept is not None, t - FAULT_AT))
+                if guard.reports or guard.good.kept is not None: break
+            found[name].append((not early and bool(guard.reports), guard.good.kept is not None, t - FAULT_AT))
     def sums(runs):
         delays = [delay for acted, _, delay in runs if acted]
         return [len(delays), float(np.median(delays)) if delays else None, sum(accepted for _, accepted, _ in runs)]
