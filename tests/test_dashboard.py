@@ -1019,7 +1019,7 @@ def test_a_restored_state_is_drawn_at_its_loss_and_hatched_is_what_was_lost(run)
     diamonds = [line.get_ydata()[0] for line in ax.lines if line.get_marker() == "D"]
     assert diamonds == pytest.approx([.2, .2])
     assert sorted(p.get_width() for p in ax.patches) == [1, 40]
-    assert all("cause: outside" in t.get_text() for t in ax.texts if "lost" in t.get_text())
+    assert all("cause: external" in t.get_text() for t in ax.texts if "lost" in t.get_text())
     sent = session_packet(s).meta["incidents"]
     assert [(i["lost_from"], round(i["level"], 6)) for i in sent] == [(80, .2), (159, .2)]
 

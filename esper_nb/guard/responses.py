@@ -298,7 +298,8 @@ class IncidentResponse:
         same: SameBatches, # lanes that can be compared are not slowed down on suspicion
         restored: Callable[[], Any], # called when a good state is in place, before its learning rates are adjusted
     ):
-        self.run, self.response, self.same, self.restored = run, response, same, restored
+        self.run, self.response = run, response
+        self.same, self.restored = same, restored
 
     def respond(
         self,
