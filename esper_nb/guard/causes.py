@@ -31,14 +31,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .rehearsal import DryReplay
-from .writes import Distances, Written
-from .rises import blames_weights
 from .ranks import Ranks
 from .rates import set_setting
 from .recorder import RecordedIncident, RecordedStep, settings_of, tensors_of
+from .rehearsal import DryReplay
 from .replay import LOW, Changes, LayerWatch, Replay, find_operation, share_of_rate
 from .reports import Evidence, Explanation, logger
+from .rises import blames_weights
+from .writes import Distances, Written
 
 # %% ../../nbs/guard/26_causes.ipynb #bitsfound
 @dataclass

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ..core import ModulePart
 from .detector import LossStats, off_scale
-from .writes import StateWatch
 from .gate import GateEvent, UpdateGate
 from .losses import LossQueue
 from .reports import GovernorConfig, Report
 from .responses import GuardedRun, Moment
 from .snapshots import Snapshot, owned_by
+from .writes import StateWatch
 
 # %% ../../nbs/guard/29_health.ipynb #2e874615
 LASTS = 12 # looks at a buffer that jumps again and again, after which that is its new level

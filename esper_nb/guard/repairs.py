@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .causes import find_cause, redo, redo_disturbed
-from .rehearsal import DryReplay, dry_replay
 from .footprint import Footprint, bits_of
-from .writes import StateWatch, Written, tensors_of_parts
 from .probation import Probation, SavedAt
 from .ranks import Ranks
 from .recorder import Origin, RecordedIncident, StepRecorder
+from .rehearsal import DryReplay, dry_replay
 from .replay import Replay
 from .reports import Explanation, GovernorConfig, Report
 from .responses import GuardedRun, clocks_of
 from .snapshots import Snapshot
+from .writes import StateWatch, Written, tensors_of_parts
 
 # %% ../../nbs/guard/28_repairs.ipynb #between1
 class BetweenSteps:
