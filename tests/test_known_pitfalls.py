@@ -10,8 +10,8 @@ from esper_nb.core.layers import LaneBatchNorm2d, LaneConv2d
 from esper_nb.grow import attach_slots, export_model
 from esper_nb.guard import Governor
 from esper_nb.learn import (
-    ActorCritic, EnvStream, Heads, Learner, MaskedHeads, PolicyConfig, PPOConfig, gae, next_values, play, standardize,
-    train_ppo)
+    ActorCritic, EnvStream, Heads, Learner, MaskedHeads, PolicyConfig, PPOConfig, Rollout, gae, next_values, play,
+    standardize, train_ppo)
 from tests.test_vector_conformance import SMALL, tiny_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -316,3 +316,50 @@ def test_gradients_do_not_depend_on_the_order_of_the_memory(make):
         return [x.grad, *(p.grad for p in layer.parameters())]
     both = map(gradients, (torch.contiguous_format, torch.channels_last))
     for a, b in zip(*both): torch.testing.assert_close(a, b)
+
+
+def test_the_last_step_of_a_rollout_has_an_advantage_of_its_own():
+    "It was 0 for every lane, so one step in a rollout taught nothing but entropy (reported as PufferLib#363)."
+    rollout = Rollout(3, 2, 1, Heads((2,)))
+    step = dict(reward=torch.tensor([1., 2.]), value=torch.tensor([.5, .25]), valid=torch.tensor([True, True]))
+    for _ in range(3): rollout.add(**step)
+    rollout.finish(torch.tensor([3., 4.]), gamma=.5, gae_lambda=.9)
+    assert rollout.advantage[-1].tolist() == [1 + .5 * 3 - .5, 2 + .5 * 4 - .25]
+
+
+def test_lanes_of_a_minibatch_keep_their_memories_apart():
+    "Sequences of several lanes laid end to end handed their memory on (reported as stable-baselines3-contrib#284)."
+    policy = ActorCritic(Heads((2,)), 1, PolicyConfig(hidden=8, features=(8,)))
+    rollout, g = Rollout(5, 4, 1, policy.heads), torch.Generator().manual_seed(0)
+    rollout.clear(torch.randn(policy.states, 4, 8, generator=g))
+    for t in range(5): rollout.add(obs=torch.randn(4, 1, generator=g), start=torch.rand(4, generator=g) < .3)
+    def values(lanes):
+        b = rollout.batch(torch.tensor(lanes))
+        return policy(b.obs, b.state, b.start)[1]
+    alone = torch.cat([values([i]) for i in range(4)], 1)
+    torch.testing.assert_close(values([2, 0, 3]), alone[:, [2, 0, 3]])
+    rollout.obs[:, 0] += 9 # another lane's observations
+    torch.testing.assert_close(values([0, 1, 2, 3])[:, 1:], alone[:, 1:])
+
+
+def test_what_follows_a_time_limit_is_valued_with_the_memory_of_its_episode():
+    "The memory begins anew with the first observation, not with the end (reported as Mava#1006)."
+    policy = ActorCritic(Heads((2,)), 1, PolicyConfig(hidden=8, features=(8,)))
+    obs, nobody = torch.randn(4, 1, 1, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 1) > 0
+    first = nobody.clone()
+    first[3] = True # after a step that ended
+    state = policy.initial_state(1)
+    whole, fresh = policy(obs, state, nobody)[1], policy(obs, state, first)[1]
+    assert torch.equal(whole[:3], fresh[:3]) and not torch.equal(whole[3], fresh[3])
+    torch.testing.assert_close(fresh[3:], policy(obs[3:], policy.initial_state(1), nobody[3:])[1])
+
+
+def test_a_sweep_of_minibatches_has_everything_once():
+    "Each lane, or each step, comes once in a sweep, also where the parts are uneven (reported as ReaLHF#66)."
+    for heads, hidden, total in ((Heads((2,)), 8, 5), (Heads((2,)), 0, 35)):
+        rollout = Rollout(7, 5, 1, heads)
+        if hidden: rollout.clear(torch.zeros(2, 5, hidden))
+        rollout.value.copy_(torch.arange(35.).view(7, 5))
+        parts = list(rollout.minibatches(3, torch.Generator().manual_seed(1)))
+        assert sorted(v for b in parts for v in b.value.flatten().tolist()) == list(range(35))
+        assert len(parts) == 3 and max(b.value.shape[1] for b in parts) <= -(-total // 3)
