@@ -2,7 +2,7 @@
 share of a training step the gate, `watch`, `run` and its fingerprints take:
 
     python -m benchmarks.price_bench                  # writes nbs/explanations/bench_price.json; quiet machine, 6 GB
-    python -m benchmarks.price_bench steps            # only the shares of a step, four minutes
+    python -m benchmarks.price_bench steps            # only the shares of a step, eight minutes
     python -m benchmarks.price_bench copies --device cuda    # only the copies, on a GPU, into bench_price_cuda.json
     python -m benchmarks.price_bench copies --sizes 10000 1000000
 
@@ -21,13 +21,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.gate_bench import mlp
 from benchmarks.measure import machine
 from esper_nb.core.devices import keep_freed_memory
-from esper_nb.guard.writes import StateWatch, tensors_of_parts
 from esper_nb.guard.gate import UpdateGate
 from esper_nb.guard.snapshots import BackgroundCopy
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
+from esper_nb.guard.writes import StateWatch, tensors_of_parts
 
 FOLDER = Path(__file__).resolve().parents[1]/"nbs/explanations"
 SIZES = (10_000, 100_000, 1_000_000, 11_000_000, 120_000_000)
@@ -144,7 +145,7 @@ def shown(result):
 # --- which share of a step
 
 class SmallGPT(nn.Module):
-    "A decoder of 0.8 million parameters that learns to predict the next of 64 tokens."
+    "A decoder of 0.8 million parameters over 64 tokens; it is only timed, so it learns to repeat them."
     def __init__(self, tokens=64, width=128, layers=4):
         super().__init__()
         self.embed, self.place = nn.Embedding(tokens, width), nn.Embedding(64, width)
@@ -157,8 +158,6 @@ class SmallGPT(nn.Module):
         h = self.embed(x) + self.place.weight
         return self.head(self.blocks(h, mask=self.mask, is_causal=True)).flatten(0, 1)
 
-
-def mlp(*sizes): return nn.Sequential(*[m for a, b in zip(sizes, sizes[1:]) for m in (nn.Linear(a, b), nn.ReLU())][:-1])
 
 LEARNERS = { # name: (network, inputs of a batch, classes, steps in a turn)
     "MLP, 26 thousand parameters, batches of 64": (lambda: mlp(64, 128, 128, 10), (64, 64), 10, 200),
@@ -211,7 +210,7 @@ class Learner:
 
 
 def step_shares(rounds=15):
-    "{network: {way: (lowest, median, highest) per cent of a step}}, and what is paid once."
+    "{network: {way: quartiles over the rounds, per cent of a step}}, and what is paid once."
     out = {}
     for name, (*_, steps) in LEARNERS.items():
         learners = {way: Learner(name, way) for way in SHARES}
