@@ -204,21 +204,38 @@ def test_in_shards_numbers_do_not_depend_on_their_number_unless_it_is_told(words
 def test_mistakes(tmp_path, capsys):
     wrong = {("train", "digits", "--set", "ppo.clip_cof=1"): "did you mean 'clip_coef'",
              ("train", "digits", "--set", "lanes=2"): "did you mean 'env.num_envs'",
-             ("train", "cifar_basline"): "'cifar_baseline' perhaps",
-             ("compare", "digits", "--seeds", "0"): "at least 1"}
+             ("train", "cifar_basline"): "'cifar_baseline' perhaps"}
     for argv, words in wrong.items():
         assert main([*argv, "--out", str(tmp_path/"runs")]) == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path/"runs").exists()
     assert main(["train"]) == 2
     assert main(["export", str(tmp_path/"none")]) == 2 and "no folder of a run" in capsys.readouterr().err
-    with pytest.raises(SystemExit): main(["train", "digits", "--set", "minutes=1", "seed=2"])
-    assert "unknown: seed=2;" in (said := capsys.readouterr().err) and "a --set of its own" in said
+    refused = {"train digits --set minutes=1 seed=2": ("unknown: seed=2;", "a --set of its own"),
+               "compare digits --seeds 0": ("--seeds: 0", "at least 1"),
+               "train digits --comparison nan": ("--comparison: nan", "from 0 to 100"),
+               "fit digits --epoch 3": ("unknown: --epoch 3", "(--epochs perhaps)"),
+               "fit digits --epochs": ("--epochs: expected a value",),
+               "train digits --gamma .9": ("env.gamma or ppo.gamma", "--set env.gamma=.9"),
+               "tasks digits": ("unknown: digits;",), "--verison": ("--version perhaps",), "-x fit": ("unknown: -x",)}
+    for line, words in refused.items():
+        with pytest.raises(SystemExit) as told: main(line.split())
+        said = capsys.readouterr().err
+        assert told.value.code == 2 and all(word in said for word in words), said
     with pytest.raises(ValueError, match="new name"): register_recipe(named("digits"))
     assert {"digits", "digits_impaired", "cifar_baseline"} <= set(list_recipes())
     pairs = ["lr=.9", "epochs=none", "schedule=constant", "restart=False"]
     assert parse_settings(pairs, FitConfig) == dict(lr=.9, epochs=None, schedule="constant", restart=False)
     assert get_recipe("digits", {"env.faults": [dict(kind="nan", lane=2, epoch=1)]}).env.faults[0].lane == 2
+
+@pytest.mark.parametrize("line, settings", [
+    ("fit digits --epochs 3 --batch-size=32 --governor none", ["epochs=3", "batch_size=32", "governor=none"]),
+    ("fit digits --lr .1 --set lanes=4", ["lanes=4", "lr=.1"]),
+    ("train digits --lanes 4 --epochs 6 --learning-rate 1e-3",
+     ["env.num_envs=4", "env.horizon=6", "ppo.learning_rate=1e-3"])])
+def test_a_setting_is_an_option_where_its_name_tells_which(line, settings):
+    args, words = cli._parser(line.split()[0]).parse_known_args(line.split()) # noqa: SLF001
+    assert cli._take_settings(args, words) == [] and args.set == settings # noqa: SLF001
 
 @pytest.mark.parametrize("option", ["--label x", "--size 0", "--size 64", "--columns a,b", "--groups g",
                                     "--target values"])

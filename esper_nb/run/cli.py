@@ -136,15 +136,30 @@ def lab_command(
     return [sys.executable, "-m", "jupyter", "lab", str(found)]
 
 # %% ../../nbs/run/99_cli.ipynb #749b61ca
+def _number(text: str) -> float:
+    "Parse a number; what is none becomes not-a-number, which is in no range."
+    try: return float(text)
+    except ValueError: return math.nan
+
 def _positive(text: str) -> float:
     "Parse a finite number above 0."
-    if 0 < float(text) < math.inf: return float(text)
+    if 0 < _number(text) < math.inf: return float(text)
     raise argparse.ArgumentTypeError(f"{text}, expected a finite number above 0")
+
+def _whole(text: str) -> int:
+    "Parse a whole number of at least 1."
+    if text.isdecimal() and int(text) > 0: return int(text)
+    raise argparse.ArgumentTypeError(f"{text}, expected a whole number of at least 1")
+
+def _share(text: str) -> float:
+    "Parse a share of the training, which may be several times as long."
+    if 0 <= _number(text) <= 100: return float(text)
+    raise argparse.ArgumentTypeError(f"{text}, expected a number from 0 to 100")
 
 def _option(*written: str, **how: Any): return written, how
 def _many(*written: str, **how: Any): return written, dict(how, action="append", default=[])
 def _flag(*written: str, **how: Any): return written, dict(how, action="store_true")
-_changes = "override a setting, e.g. {}"
+_changes = "override a setting, e.g. {}; --{} is short for it"
 
 def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> flags, keyword arguments of argparse
     "Return the options whose help needs no import of torch."
@@ -155,19 +170,20 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> f
                         "several, laid over each other"),
         json=_flag("--json", help="print JSON instead of text"),
         shell=_option("shell", choices=("bash", "zsh", "tcsh"), help="whose completion is printed"),
-        updates=_option("--updates", type=int, help="policy updates in total"),
+        updates=_option("--updates", type=_whole, help="policy updates in total"),
         minutes=_option("--minutes", type=_positive, help="stop training after the update in which this time is up"),
         seed=_option("--seed", type=int, help="random seed; the first one of a comparison"),
-        seeds=_option("--seeds", type=int, default=3, help="seeds, each of which trains a controller (default: 3)"),
-        jobs=_option("--jobs", type=int, help="seeds to run in parallel, each in a process with its share of the cores "
-                     "(default: 1, or an engine's cores)"),
-        comparison=_option("--comparison", type=float, metavar="SHARE", help="budget of the comparison with simpler "
+        seeds=_option("--seeds", type=_whole, default=3, help="seeds, each of which trains a controller (default: 3)"),
+        jobs=_option("--jobs", type=_whole, help="seeds to run in parallel, each in a process with its share of the "
+                     "cores (default: 1, or an engine's cores)"),
+        comparison=_option("--comparison", type=_share, metavar="SHARE", help="budget of the comparison with simpler "
                            "controllers at the end, as a share of the training steps (default: 0.33; 0: none)"),
-        set=_many("--set", metavar="NAME=VALUE", help=_changes.format("env.num_envs=4 or ppo.learning_rate=0.001")),
+        set=_many("--set", metavar="NAME=VALUE", help=_changes.format("env.num_envs=4 or ppo.learning_rate=0.001",
+                                                                            "learning-rate 0.001")),
         imports=_many("--import", dest="imports", metavar="PLUGIN",
                       help="a file or module that registers tasks, blueprints or recipes"),
         trust=_flag("--trust", help="run code that the folder names: plugins, and factories of networks"),
-        shards=_option("--shards", "--parts", type=int, help="split the lanes into this many shards, each in a "
+        shards=_option("--shards", "--parts", type=_whole, help="split the lanes into this many shards, each in a "
                        "worker of its own (default: 1); turns --exact on, with which `resume` accepts another number"),
         exact=_option("--exact", action=argparse.BooleanOptionalAction, help="compute each lane alone, so that its "
                       "numbers are the same to the bit with any neighbours, number of lanes, shards and workers "
@@ -210,7 +226,7 @@ def _listing_options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
                       f"prefix: {listed('rule')} (default: the first five, and of a family the oracle "
                       "and the threshold)"),
         set_fit=_many("--set", metavar="NAME=VALUE",
-                      help=_changes.format(f"lanes=4: {listed('fit')}")),
+                      help=_changes.format("lanes=4", "lanes 4") + f": {listed('fit')}"),
         log=_many("--log", choices=known["tracker"], help="also send the rows to a tracker"),
         engine=_option("--engine", metavar="ENGINE", help=f"where lanes are trained, or seeds run: "
                        f"{listed('engine')} (default: that of the recipe or run)"),
@@ -406,9 +422,8 @@ def _check_names(args: argparse.Namespace) -> None:
               "kind, kind:lane or kind:lane:epoch, for example nan:2:5")
         check(kind in known["fault"], "fault", kind, f"one of {', '.join(known['fault'])}")
     for device in (given.get("device") or "cpu").split(","):
-        good = re.fullmatch(r"[a-z]+(:\d+)?", device) is not None
+        good = re.fullmatch(r"(cpu|cuda|mps)(:\d+)?", device) is not None
         check(good, "device", device, "cpu, cuda, cuda:1 or mps: this is not a device")
-    if (seeds := given.get("seeds")) is not None: check(seeds >= 1, "--seeds", seeds, "at least 1")
     if (engine := given.get("engine")) is not None and not plugins:
         check(engine in known["engine"], "engine", engine, f"one of {', '.join(known['engine'])}")
     for pair in given.get("set", ()): _check_setting_name(pair, known["fit" if args.command == "fit" else "run"])
@@ -463,18 +478,50 @@ def _check_setting_name(pair: str, names: tuple[str, ...]) -> None: # names: wit
 
 _known_as = dict(lanes="num_envs", epochs="horizon", updates="num_updates", lr="learning_rate") # elsewhere -> here
 
+def _take_settings(args: argparse.Namespace, unknown: list[str]) -> list[str]: # words that argparse does not know
+    "Move settings written as options, `--lr 0.05`, to those of `--set`, and return the other words."
+    if "set" not in args: return unknown
+    known, left, words = known_names()["fit" if args.command == "fit" else "run"], [], list(unknown)
+    while words:
+        word = words.pop(0)
+        option, sep, value = word.partition("=")
+        name = option[2:].replace("-", "_")
+        meant = [n for n in known if name in (n, n.rpartition(".")[2])] or \
+            [n for n in known if _known_as.get(name) == n.rpartition(".")[2]]
+        if not word.startswith("--") or not meant: left.append(word)
+        elif not sep and not words: raise ValueError(f"{option}: expected a value")
+        elif len(meant) > 1:
+            raise ValueError(f"{option} may be {' or '.join(meant)}: write --set {meant[0]}={value or words[0]}")
+        else: args.set.append(f"{meant[0]}={value if sep else words.pop(0)}")
+    return left
+
+def _unknown(args: argparse.Namespace, words: list[str]) -> str:
+    "Return what is said of words that no command takes, with the option that is meant perhaps."
+    rows = _options() | _listing_options()
+    names = [flag for option in _commands[args.command].options.split() for flag in rows[option][0]]
+    if "set" in args: names += [f"--{n}" for n in known_names()["fit" if args.command == "fit" else "run"]]
+    near = difflib.get_close_matches(words[0].partition("=")[0], names, 1) if words[0].startswith("-") else []
+    return (f"unknown: {' '.join(words)}" + "".join(f" ({name} perhaps)" for name in near)
+            + f"; `esper-nb {args.command} --help` lists what it takes"
+            + ", and each setting needs a --set of its own" * any("=" in word for word in words))
+
 def main(
     argv: list[str] | None = None, # arguments; None: those of the process
 ) -> int: # 0 success, 1 machine error, 2 usage error, 130 interrupted
     "Run the `esper-nb` command, and return its exit status."
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser(next((word for word in argv if not word.startswith("-")), None))
+    own = ("-h", "--help", "--version")
+    if argv and argv[0].startswith("-") and argv[0] not in own:
+        near = difflib.get_close_matches(argv[0], own, 1)
+        parser.error(f"unknown: {argv[0]}{f' ({near[0]} perhaps)' if near else '; a command comes first'}")
     args, unknown = parser.parse_known_args(argv)
     if args.command == "lab": # what follows is for JupyterLab, if it is an option
         args.options = unknown if unknown and unknown[0].startswith("-") else []
         unknown = unknown[len(args.options):]
-    if unknown: parser.error(f"unknown: {' '.join(unknown)}; `esper-nb {args.command} --help` lists what it takes"
-                             + ", and each setting needs a --set of its own" * any("=" in word for word in unknown))
+    try: unknown = _take_settings(args, unknown)
+    except ValueError as e: parser.error(str(e))
+    if unknown: parser.error(_unknown(args, unknown))
     try:
         with _warnings_as_lines():
             for name in ("out", "data"): check(getattr(args, name, None) != "", f"--{name}", "", "a name")
