@@ -417,7 +417,7 @@ def _places(layouts: Mapping[str, str], module: nn.Module, x: Tensor, ended: Seq
     out: dict[str, Place] = {}
     since = 0
     for k, s in find_features(module, list(layouts), [x]).items():
-        layout = choose_layout(k, s.out.shape, s.layer, layouts[k] or ("BD" if s.out.ndim == 2 else None))
+        layout = choose_layout(k, s.out.shape, s.layer, layouts[k] or ("BD" if s.out.ndim == 2 else None), "slots")
         h = to_slot(s.out, layout)
         here = ended.index(k) + 1
         before = tuple(name for name in ended[since:here] if name in weighty)
@@ -574,9 +574,10 @@ def choose_layout(
     shape: Sequence[int], # of its output
     layer: nn.Module | None, # the last one with a width that ran before
     declared: str | None = None, # the layout, if it was declared
+    setting: str = "layouts", # where it is declared
 ) -> str: # one of `LAYOUTS`
     "Return the layout of features; raise if it is ambiguous."
-    expected = f"layouts={{{name!r}: ...}} with one of {', '.join(LAYOUTS)}"
+    expected = f"{setting}={{{name!r}: ...}} with one of {', '.join(LAYOUTS)}"
     usual = {4: "BCHW", 3: "BLD"}.get(len(shape), "")
     if declared is not None:
         good = declared in LAYOUTS and len(declared) == len(shape)

@@ -12,7 +12,7 @@ import difflib, fnmatch, re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor
@@ -86,13 +86,16 @@ def accuracy_pp(logits: Tensor, y: Tensor, n: int = 1) -> Tensor: # (n,) float32
 SOURCES = ("digits", "cifar10", "prose", "tinystories") # sources of a task's data
 
 # %% ../../nbs/train/35_tasks.ipynb #4380ddd7
+def _input_shape(host: CNNConfig | GPTConfig | ModuleHostConfig) -> tuple[int, ...] | None: # None: as the data have it
+    "Return the shape of one example that a host takes."
+    if isinstance(host, ModuleHostConfig): return host.shape
+    return (host.in_channels, host.size, host.size) if isinstance(host, CNNConfig) else (host.block,)
+
 def check_fit(task, data: ImageData | TextData): # raises a ValueError that names what to change
     "Raise for data whose shape does not fit the host."
-    h = task.host
     check(data.classes == task.classes, "classes of the host", task.classes,
           f"{data.classes}, as many as the data have")
-    if isinstance(h, ModuleHostConfig): shape = h.shape
-    else: shape = (h.in_channels, h.size, h.size) if isinstance(h, CNNConfig) else (h.block,)
+    shape = _input_shape(task.host)
     check(shape == data.shape, "input shape of the host", shape, f"{data.shape}, the shape of the data")
     check(task.batch_size <= data.num_train, "batch_size", task.batch_size,
           f"at most {data.num_train}, the number of training examples; raise limit or lower batch_size")
@@ -134,6 +137,21 @@ class Task(Config):
         check(self.name != "", "name", self.name, "a name that is not empty")
         check(self.data in SOURCES or is_own(self.data), "data", self.data, f"one of {', '.join(SOURCES)}, or yours")
         object.__setattr__(self, "slots", check_slots(self.slots, host_sites(self.host)))
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some settings replaced; a network of yours is completed for the same data.
+
+        Examples
+        --------
+        >>> from esper_nb import ModuleHostConfig, get_task
+        >>> host = ModuleHostConfig("torchvision.models:squeezenet1_1", ["features.3"], kwargs={"num_classes": 10})
+        >>> get_task("cifar_baseline").replace(name="mine", host=host, slots=("features.3",)).host.shape
+        (3, 32, 32)
+        """
+        host, shape = changes.get("host"), _input_shape(self.host)
+        if isinstance(host, ModuleHostConfig) and shape is not None and "data" not in changes:
+            changes["host"] = host.fitted(shape, self.classes)
+        return super().replace(**changes)
 
     @property
     def classes(self) -> int:
