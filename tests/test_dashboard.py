@@ -1,5 +1,5 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
-import json, re, sys, threading, time, tracemalloc
+import importlib, json, re, sys, threading, time, tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -980,6 +980,21 @@ def test_without_a_page_a_cell_leaves_text_and_then_a_picture(run, monkeypatch):
     assert "application/vnd.jupyter.widget-view+json" in d._repr_mimebundle_()
     assert set(Dashboard(s, view="text")._repr_mimebundle_()) == {"text/plain"}
     d.close()
+
+def test_in_colab_the_panel_names_the_widget_manager_that_can_draw_it(run, monkeypatch):
+    "Colab's own manager has no `canvas`: another one is asked for, and its address goes with the output of the cell."
+    url, asked = "https://ssl.gstatic.com/manager", []
+    output = SimpleNamespace(enable_custom_widget_manager=lambda: asked.append(1),
+                             _widgets=SimpleNamespace(_installed_url=url))
+    for name, module in {"google.colab": SimpleNamespace(output=output), "google.colab.output": output}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    importlib.import_module("anywidget._util").enable_custom_widget_manager_once.cache_clear()
+    board = Dashboard(run(FrameSource(fake(9), 2)))
+    data, where = board._repr_mimebundle_()
+    name = "application/vnd.jupyter.widget-view+json"
+    assert asked and data[name]["model_id"] == board.panel.box.model_id
+    assert where == {name: {"colab": {"custom_widget_manager": {"url": url}}}}
+    board.close()
 
 def test_a_ruined_loss_does_not_stretch_the_axis_and_empty_slots_take_no_room(run):
     s = run(FrameSource(iter([Frame(np.ones((1, 2)))] * 200 + [Frame(np.array([[1e-30, 1e30]]))]), 2, 201))

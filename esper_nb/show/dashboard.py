@@ -149,7 +149,11 @@ class Dashboard:
             DASHBOARDS[cell] = self
             self.panel.output.publish(self.lane)
         if before is not None and before.session is not self.session: before.give_way(self.session)
-        return {"text/plain": REOPEN_HINT, WIDGET_MIME: box._repr_mimebundle_()[WIDGET_MIME]}
+        bundle = box._repr_mimebundle_()
+        shown, where = bundle if isinstance(bundle, tuple) else (bundle, {})
+        if self.panel.canvas is not None: where = self.panel.canvas._repr_mimebundle_()[1] | where # Colab's manager
+        data = {"text/plain": REOPEN_HINT, WIDGET_MIME: shown[WIDGET_MIME]}
+        return (data, where) if where else data
 
 # %% ../../nbs/show/84_dashboard.ipynb #ab92844a
 def watch(
