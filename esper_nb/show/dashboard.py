@@ -140,7 +140,7 @@ class Dashboard:
         if self.view == "text" or self.view == "auto" and self.session.steps == 0: return text
         return text | {"image/png": figure_png(self.picture())}
 
-    def _show(self) -> dict[str, Any]: # the panel; stops the run that this cell showed before
+    def _show(self) -> Any: # the panel, a MIME bundle; stops the run that this cell showed before
         box, cell = self.widget(), running_cell()
         assert self.panel is not None  # created by `widget`
         self.panel.shown = time.perf_counter()
