@@ -72,7 +72,7 @@ lab: $(STAMP)  ## JupyterLab on the notebooks
 door: $(STAMP)  ## the front door's table of names, after names have moved
 	$(BIN)/python scripts/notebooks.py door
 
-mirror: $(STAMP)  ## how the code reads, in numbers, beside fastcore and Stable-Baselines3
+mirror: $(STAMP)  ## how the code reads, in numbers, beside libraries that read well (those of them that are installed)
 	@$(BIN)/python scripts/mirror.py
 	@$(BIN)/python scripts/mirror.py --beside
 

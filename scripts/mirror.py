@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
 HIDDEN = re.compile(r"^#\|\s*(hide|default_exp)\b", re.M)
 WIDTH = 120      # columns of a line
-ANCHORS = ("fastcore", "gymnasium", "stable_baselines3")
+ANCHORS = ("fastcore", "fastai", "skorch", "gymnasium", "stable_baselines3")
 
 
 def code_lines(source):
@@ -131,7 +131,8 @@ def print_pages(packages):
     print(f"{len(numbers)} pages, {lines} exported lines; for each of them {words:.1f} words of prose and {demo:.2f} "
           f"lines that use it")
     library = Library(ROOT/"esper_nb")
-    for what, found in dict(writers=library.writers(), lone_bases=library.lone_bases()).items():
+    for what, found in dict(writers=library.writers(), lone_bases=library.lone_bases(),
+                            shared=library.shared()).items():
         print(f"{what.replace('_', ' ')}: {', '.join(found) or 'none'}")
 
 
@@ -183,6 +184,25 @@ class Library:
         lone = {b: min(c) for b, c in children.items() if b in self.names and len(c) == 1 and b not in made}
         return [f"{base} < {child}" for base, child in sorted(lone.items())]
 
+    def shared(self):
+        "Return 'Class.attribute' of what three or more methods write, `__init__` aside."
+        found = []
+        for c in self.classes:
+            methods = defaultdict(set)
+            for f in (n for n in c.body if isinstance(n, ast.FunctionDef) and n.name != "__init__" and n.args.args):
+                for node in ast.walk(f):
+                    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store): node = node.value
+                    elif not isinstance(getattr(node, "ctx", None), ast.Store): continue
+                    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == f.args.args[0].arg:
+                        methods[node.attr].add(f.name)
+            found += [f"{c.name}.{name}" for name, of in methods.items() if len(of) >= 3]
+        return sorted(found)
+
+    def largest_cell(self):
+        "Return the lines of the largest cell that nbdev has exported; None: the library has no such cells."
+        cells = [cell for source in self.sources.values() for cell in re.split(r"^# %% .*$", source, flags=re.M)[1:]]
+        return max((len(code_lines(cell)) for cell in cells), default=None)
+
     def imports(self, path):
         "Return the modules of its own library that a module imports from, inside functions too."
         return {(n.level, n.module) for n in ast.walk(self.trees[path]) if isinstance(n, ast.ImportFrom)
@@ -202,6 +222,8 @@ class Library:
             "syntax nodes of a statement, mean": statistics.fmean(sizes),
             "syntax nodes of a statement, ninth decile": ninth(sizes),
             "lines of a class, median": statistics.median(c.end_lineno - c.lineno + 1 for c in self.classes),
+            "lines of the largest exported cell": self.largest_cell(),
+            "attributes that three methods write": len(self.shared()),
             "functions that write into an own object": len(self.writers()),
             "bases with one child, never instantiated": len(self.lone_bases()),
             "own imports of a module, mean": statistics.fmean(imports),
@@ -226,7 +248,8 @@ def print_beside():
     print(f"{'':44}" + "".join(f"{name:>20}" for name in numbers))
     for what in numbers["esper_nb"]:
         values = [n[what] for n in numbers.values()]
-        print(f"{what:44}" + "".join(f"{v:>20.1f}" if isinstance(v, float) else f"{v:>20}" for v in values))
+        shown = ["" if v is None else f"{v:.1f}" if isinstance(v, float) else str(v) for v in values]
+        print(f"{what:44}" + "".join(f"{v:>20}" for v in shown))
     for what, n in tool_counts().items(): print(f"{what:44}{n:>20}")
 
 

@@ -37,6 +37,18 @@ def library(tmp_path):
                                      "def fill(x: dict): x.n = 1\nmade = E()\n")
     (tmp_path/"own/b.py").write_text("class C: pass\nclass D(C): pass\n")
     (tmp_path/"own/deep/e.py").write_text("class E: pass\nclass F(E): pass\n")
+    (tmp_path/"own/deep/w.py").write_text("""# %% page.ipynb #1
+class W:
+    def __init__(self): self.a = self.c = 0
+    def f(self): self.a = self.b[2] = 1
+    def g(self): self.a, self.c = 1, self.d
+    def h(self):
+        self.a += 1
+        self.b[0] = self.c = 1
+    def i(self): self.b = {}
+# %% page.ipynb #2
+made = W()
+""")
     (tmp_path/"own/_modidx.py").write_text("class G: pass\nclass H(G): pass\n")
     return Library(tmp_path/"own")
 
@@ -44,8 +56,10 @@ def library(tmp_path):
 def test_scattered_code_is_counted(library):
     assert library.writers() == ["a.py:write"]
     assert library.lone_bases() == ["C < D"]      # an E is made somewhere
+    assert library.shared() == ["W.a", "W.b"]       # what `__init__` writes, and what two methods write, does not count
     n = library.numbers()
-    assert (n["modules"], n["own imports of a module, ninth decile"]) == (3, 2)
+    assert (n["lines of the largest exported cell"], n["attributes that three methods write"]) == (8, 2)
+    assert (n["modules"], n["own imports of a module, ninth decile"]) == (4, 2)
 
 
 @pytest.mark.slow
@@ -54,5 +68,5 @@ def test_the_tables_are_printed():
         done = subprocess.run([sys.executable, "scripts/mirror.py", option], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     head, *lines = done.stdout.splitlines()
-    assert head.split()[:2] == ["esper_nb", "fastcore"] and len(lines) == 13
+    assert head.split()[:2] == ["esper_nb", "fastcore"] and len(lines) == 15
     assert ast.literal_eval(lines[0].split()[-1]) > 1000
