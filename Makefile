@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 NB    ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all sync lint types pages unit notebooks rest lab door docs readme mirror gpu \
+.PHONY: help install train test test-all sync lint types pages unit notebooks rest coverage lab door docs readme mirror gpu \
         pretended anywhere bench refresh clean
 
 help:  ## this list
@@ -65,6 +65,9 @@ rest: $(STAMP)  ## the tests that `make unit` leaves out, three files at a time:
 
 anywhere: $(STAMP)  ## tests and notebooks as other processors would compute them (hours; or AS="oldest seeds")
 	@$(BIN)/python scripts/anywhere.py $(AS)
+
+coverage: $(STAMP)  ## what the tests run of the Governor's package, lines and branches (half an hour; those of ranks aside)
+	$(BIN)/pytest tests -n 2 --dist loadfile -m "not browser" --cov=esper_nb/guard --cov-branch --cov-report=term-missing:skip-covered
 
 lab: $(STAMP)  ## JupyterLab on the notebooks
 	cd nbs && ../$(BIN)/jupyter lab
