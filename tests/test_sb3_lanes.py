@@ -56,6 +56,7 @@ def same(a, b):
     if isinstance(a, dict): return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k != "lane")
     if isinstance(a, list | tuple): return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, str | bool) or a is None: return a == b
+    if isinstance(a, np.ndarray) and a.dtype == object: return same(a.tolist(), b.tolist())
     return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
 
 
