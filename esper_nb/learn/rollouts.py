@@ -165,8 +165,9 @@ class EnvStream:
         "Step every lane; afterwards `obs`, `mask`, `start` and `valid` are those of the next step."
         obs, reward, term, trunc, info = self.envs.step(to_env(action, self.actions))
         term, trunc, reward = np.array(term, bool), np.array(trunc, bool), np.array(reward, np.float32) # copies
-        for name, found in (("rewards", reward), ("terminations", term), ("truncations", trunc)):
-            check(found.shape == (self.n,), f"shape of the {name}", found.shape, f"({self.n},), one for each lane")
+        if not reward.shape == term.shape == trunc.shape == (self.n,):
+            for name, found in (("rewards", reward), ("terminations", term), ("truncations", trunc)):
+                check(found.shape == (self.n,), f"shape of the {name}", found.shape, f"({self.n},), one for each lane")
         done, hit = term | trunc, rolled_lanes(info, self.n)
         has_final, final, fresh = np.zeros(self.n, bool), None, np.ones(self.n, bool)
         if self.mode != AutoresetMode.NEXT_STEP and done.any():
@@ -188,6 +189,7 @@ class EnvStream:
 
     def _read_mask(self, info, lanes):
         "Read the masks of `lanes`, (n,) bool, where the next action counts; without a mask, everything is allowed."
+        if self.mask is None and "action_mask" not in info: return # as in most environments: no time is lost here
         lanes = lanes & self.valid.cpu().numpy()
         found = lanes & masked_lanes(info, self.n)
         if not lanes.any() or self.mask is None and not found.any(): return
