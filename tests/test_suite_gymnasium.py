@@ -83,6 +83,7 @@ def test_checks_find_nothing(check, render_mode):
 
 # ---- many at once
 
+@SLOW
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shared", [True, False])
 def test_processes_say_what_lanes_say(mode, shared):

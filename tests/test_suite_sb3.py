@@ -151,8 +151,6 @@ def count(say):
     "A callback that says something at each step."
     return calls.ConvertCallback(lambda local, _: say(len(local["infos"])))
 CALLBACKS = dict(
-    evaluate=lambda make, to: calls.EvalCallback(VecMonitor(make()), n_eval_episodes=4, eval_freq=4, log_path=str(to),
-                                                 best_model_save_path=str(to), verbose=0),
     saves=lambda make, to: calls.CheckpointCallback(6, str(to), save_vecnormalize=True),
     episodes=lambda make, to: calls.StopTrainingOnMaxEpisodes(2),
     reward=lambda make, to: calls.EvalCallback(VecMonitor(make()), eval_freq=4, verbose=0,
@@ -161,6 +159,8 @@ CALLBACKS = dict(
         VecMonitor(make()), eval_freq=2, verbose=0,
         callback_after_eval=calls.StopTrainingOnNoModelImprovement(1, min_evals=1)),
     every=lambda make, to: calls.EveryNTimesteps(6, calls.CheckpointCallback(1, str(to))),
+    evaluate=lambda make, to: calls.EvalCallback(VecMonitor(make()), n_eval_episodes=4, eval_freq=4, log_path=str(to),
+                                                 best_model_save_path=str(to), verbose=0),
     log=lambda make, to: calls.LogEveryNTimesteps(6), bar=lambda make, to: calls.ProgressBarCallback(),
     listed=lambda make, to: calls.CallbackList([calls.StopTrainingOnMaxEpisodes(2), count(lambda n: n == N)]))
 
@@ -189,6 +189,7 @@ def test_evaluation_is_the_same(pair, deterministic):
     assert same(*both(pair, told))
 
 
+@pytest.mark.slow
 def test_masks_reach_the_agent_that_reads_them(tmp_path):
     def told(make):
         agent = ALGORITHMS["masks"](VecMonitor(make()))
