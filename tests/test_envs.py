@@ -380,3 +380,12 @@ def test_stable_baselines_train_on_it_unmodified(kind):
     agent = algorithm("MlpPolicy", env, n_steps=8, batch_size=8, n_epochs=1, seed=0)
     agent.learn(16)
     assert agent.num_timesteps == 16 and [e["l"] for e in agent.ep_info_buffer] == [3] * 5
+
+
+def test_what_cannot_be_is_said_in_a_line():
+    for seed in (3., dict(a=1), {1, 2, 3}):
+        with pytest.raises(ValueError, match="seed=.*expected a whole number, a list of 3"): make(3).reset(seed=seed)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ValueError, match="torch's default dtype=torch.float64, expected torch.float32"): make(1)
+    finally: torch.set_default_dtype(torch.float32)

@@ -1,4 +1,6 @@
 "What has gone wrong in many reinforcement learning loops, each in a few lines, with the right value."
+import warnings
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from esper_nb.guard import Governor
 from esper_nb.learn import (
     ActorCritic, EnvStream, Heads, Learner, MaskedHeads, PolicyConfig, PPOConfig, Rollout, gae, next_values, play,
     standardize, train_ppo)
+from esper_nb.learn.rollouts import flat_observations
 from tests.test_vector_conformance import SMALL, tiny_data
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -358,3 +361,118 @@ def test_a_sweep_of_minibatches_has_everything_once():
         parts = list(rollout.minibatches(3, torch.Generator().manual_seed(1)))
         assert sorted(v for b in parts for v in b.value.flatten().tolist()) == list(range(35))
         assert len(parts) == 3 and max(b.value.shape[1] for b in parts) <= -(-total // 3)
+
+
+# ---- what is read of environments, and who else uses them
+
+class Numbered(Three):
+    "Its observation is one number of a space, the same in each step."
+    def __init__(self, space, number): self.observation_space, self.number = space, number
+    def reset(self, **kw): return self.number, super().reset(**kw)[1]
+    def step(self, action): return self.number, *super().step(action)[1:]
+
+FIVE, PAIR = gym.spaces.Discrete(4, start=1), gym.spaces.MultiDiscrete([3, 3], start=[0, 2])
+@pytest.mark.parametrize("space, number", [
+    (FIVE, 0), (FIVE, 5), (PAIR, np.array([-1, 2])), (PAIR, np.array([0, 5])), (PAIR, np.array([0, 1]))])
+def test_a_number_outside_its_space_is_named_with_its_lanes(space, number):
+    "One below the first was read as the last one (near stable-baselines3#1797)."
+    inside = [lambda: Numbered(space, space.sample())] * 2
+    stream = EnvStream(SyncVectorEnv([*inside, lambda: Numbered(space, number), *inside]))
+    with pytest.raises(ValueError, match=r"observations of lanes=\[2\], expected numbers of "): stream.reset(0)
+    nested = gym.spaces.Dict(a=space)
+    with pytest.raises(ValueError, match=r"lanes=\[1\]"):
+        flat_observations(dict(a=np.stack([space.sample(), number])), nested)
+
+
+class Ruined(Three):
+    "Its third observation, the last one, is not a number in one lane."
+    def __init__(self, lane): self.lane = lane
+    def step(self, action):
+        obs, reward, over, _, info = super().step(action)
+        return obs * (np.nan if over and self.lane == 3 else 1), reward, False, over, info
+
+def test_a_last_observation_that_is_no_number_is_named_with_its_lane():
+    envs = SyncVectorEnv([lambda i=i: Ruined(i) for i in range(5)], autoreset_mode=AutoresetMode.SAME_STEP)
+    stream, action = EnvStream(envs), torch.zeros(5, 1, dtype=torch.int64)
+    stream.reset(0)
+    for _ in range(2): stream.step(action)
+    with pytest.raises(ValueError, match=r"observations of lanes=\[3\], expected finite numbers"): stream.step(action)
+
+
+class Garbage(gym.vector.VectorWrapper):
+    "The reward of a step that only resets is whatever was in memory."
+    def reset(self, **kw):
+        self.over = np.zeros(self.num_envs, bool)
+        return self.env.reset(**kw)
+    def step(self, actions):
+        obs, reward, over, cut, info = self.env.step(actions)
+        reward, self.over = np.where(self.over, np.nan, reward), over | cut
+        return obs, reward, over, cut, info
+
+def test_the_reward_of_a_step_that_only_resets_is_not_read():
+    "It counts neither for learning nor in the statistics of rewards (near Gymnasium#1668)."
+    def trained(wrap, mode=AutoresetMode.NEXT_STEP):
+        learner = Learner(wrap(SyncVectorEnv([Three] * 2, autoreset_mode=mode)),
+                          PPOConfig(num_steps=12, num_minibatches=1, num_updates=3), PolicyConfig(core="none"))
+        return list(train_ppo(learner)), learner
+    (plain, first), (garbage, second) = trained(lambda envs: envs), trained(Garbage)
+    assert plain == garbage and all(u.stopped == "" for u in plain)
+    assert all(torch.equal(a, b) for a, b in zip(first.policy.parameters(), second.policy.parameters()))
+    for mode in AutoresetMode: # each fourth step only resets, in one of them
+        count = 54 if mode == AutoresetMode.NEXT_STEP else 72
+        assert trained(lambda envs: envs, mode)[1].reward_norm.moments.count == count
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("steps", [3, 8, 11])
+def test_playing_on_the_environments_of_training_does_not_mix_two_episodes(mode, steps):
+    "Training went on from an observation of an episode that was gone (near stable-baselines3#1731)."
+    config = PPOConfig(num_steps=8, num_minibatches=1, num_updates=4, norm_obs=False)
+    envs = SyncVectorEnv([Recall] * 2, autoreset_mode=mode)
+    learner = Learner(envs, config, PolicyConfig(hidden=8, features=(8,)))
+    for _ in range(steps): learner.step()
+    t = learner.rollout.t
+    play(learner, envs, 3)
+    with pytest.raises(RuntimeError, match="another stream has reset"):
+        learner.stream.step(torch.zeros(2, 1, dtype=torch.int64))
+    with pytest.warns(UserWarning, match="were reset by another stream"): learner.step_envs()
+    now = learner.rollout
+    assert now.start[t].all() and (now.obs[t] != 0).all() # cues
+    if t: assert (now.done | ~now.valid)[t - 1].all()
+    with warnings.catch_warnings(action="error"):
+        for u in train_ppo(learner):
+            assert u.first_gap < 1e-6 and max(u.lengths, default=0) <= 4
+    other = Learner(SyncVectorEnv([Recall] * 2, autoreset_mode=mode), config, PolicyConfig(hidden=8, features=(8,)))
+    with warnings.catch_warnings(action="error"): # on environments of their own nothing happens
+        for u in train_ppo(other): play(other, SyncVectorEnv([Recall] * 2), 3)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_a_learner_learns_whatever_its_caller_uses(context, core):
+    "A loop under `inference_mode` broke in its first gradient, or in its second update (near pytorch/rl#530)."
+    def trained(step):
+        learner = Learner(SyncVectorEnv([Recall] * 2), PPOConfig(num_steps=8, num_minibatches=1, num_updates=4),
+                          PolicyConfig(core=core, hidden=8, features=(8,)))
+        return [u for _ in range(32) if (u := step(learner)) is not None], learner.policy.state_dict()
+    def inside(learner):
+        with context(): return learner.step()
+    (plain, weights), (found, same) = trained(Learner.step), trained(inside)
+    assert plain == found and len(plain) == 4 and all(torch.equal(same[k], v) for k, v in weights.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_the_default_dtype_of_torch_changes_nothing(dtype, core):
+    "Weights of one precision met observations of another (near stable-baselines3#675)."
+    def trained():
+        made = [lambda: Numbered(FIVE, 2)] * 2 if core == "none" else [Recall] * 2
+        learner = Learner(SyncVectorEnv(made, autoreset_mode="SameStep"),
+                          PPOConfig(num_steps=8, num_minibatches=1, num_updates=3),
+                          PolicyConfig(core=core, hidden=8, features=(8,), layer_norm=True))
+        return list(train_ppo(learner)), play(learner, SyncVectorEnv(made), 3), learner.policy.state_dict()
+    plain = trained()
+    torch.set_default_dtype(dtype)
+    try: found = trained()
+    finally: torch.set_default_dtype(torch.float32)
+    assert plain[:2] == found[:2] and all(torch.equal(found[2][k], v) for k, v in plain[2].items())

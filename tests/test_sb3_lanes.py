@@ -56,6 +56,7 @@ def same(a, b):
     if isinstance(a, dict): return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k != "lane")
     if isinstance(a, list | tuple): return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, str | bool) or a is None: return a == b
+    if isinstance(a, np.ndarray) and a.dtype == object: return same(a.tolist(), b.tolist())
     return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
 
 
@@ -228,3 +229,28 @@ def test_a_copy_keeps_spec_and_random_streams(copied, begun):
             assert np.array_equal(made.observation_space.sample(), twin.observation_space.sample())
         assert made.np_random.random() == twin.np_random.random() or not begun
         if begun: assert same(made.step(made.action_space.sample())[:4], twin.step(twin.action_space.sample())[:4])
+
+
+def test_lanes_in_processes_are_asked_there():
+    "What an environment in another process has, its adapter said that it has not; a wrong name ends no process."
+    from gymnasium.vector import AsyncVectorEnv
+    far = sb3_env(AsyncVectorEnv(counters("rgb_array"), autoreset_mode="SameStep"), monitor=False)
+    near = dummy_counter()
+    try:
+        assert same(far.reset(), near.reset()) and same(far.reset_infos, near.reset_infos)
+        assert far.render_mode == "rgb_array" and len(list(far.get_images())) == N
+        assert far.get_attr("lane") == near.get_attr("lane") and far.get_attr("lane", indices=[2, 0]) == [2, 0]
+        assert far.env_method("twice", 3, plus=1) == near.env_method("twice", 3, plus=1)
+        assert far.has_attr("twice") and not far.has_attr("nothing")
+        with pytest.raises(ValueError, match=r"lanes in which to call 'twice'=\[1\], expected all 3"):
+            far.env_method("twice", 3, indices=[1])
+        for ask in (far.get_attr, far.env_method):
+            with pytest.raises(AttributeError, match="nothing"): ask("nothing")
+        for envs in (far, near):
+            envs.set_attr("episode", 7, indices=[0])
+            envs.set_attr("note", 1)
+            envs.set_attr("note", 2, indices=1)
+        assert far.get_attr("episode") == near.get_attr("episode") == [7, 0, 0]
+        assert far.get_attr("note") == near.get_attr("note") == [1, 2, 1]
+        assert all(same(x, y) for x, y in zip(far.step(np.ones(N, int)), near.step(np.ones(N, int))))
+    finally: far.close()

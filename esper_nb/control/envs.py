@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from torch import Tensor
 
 from ..core import (
@@ -605,6 +605,7 @@ def _sb3_class() -> Any:
         def __init__(self, envs: VectorEnv):
             self.envs = envs
             self.single = list(getattr(envs.unwrapped, "envs", ())) # one environment a lane, where there are such
+            self.far = envs.unwrapped if isinstance(envs.unwrapped, AsyncVectorEnv) else None # or one a process
             self.own: list[dict[str, Any]] = [{} for _ in range(envs.num_envs)] # attributes that lanes were given
             super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
 
@@ -634,20 +635,41 @@ def _sb3_class() -> Any:
             lanes = self._get_indices(indices)
             if self.single:
                 return [self.single[i].get_wrapper_attr(method_name)(*method_args, **method_kwargs) for i in lanes]
-            said = getattr(self.envs, method_name)(*method_args, **method_kwargs)
+            if self.far is None: said = getattr(self.envs, method_name)(*method_args, **method_kwargs)
+            else: said = self._ask(method_name, lanes, *method_args, **method_kwargs)
             return [lane_entry(said, i, self.num_envs) for i in lanes]
+
+        def _ask(self, name, lanes, *args, **kwargs):
+            "Call a method in every process, or read an attribute; an unknown one would end the processes."
+            if not self.has_attr(name):
+                raise AttributeError(f"an environment in another process has no attribute {name!r}")
+            check(len(set(lanes)) == self.num_envs, f"lanes in which to call {name!r}", list(lanes),
+                  f"all {self.num_envs}: processes are called together")
+            return self.far.call(name, *args, **kwargs)
+
+        def has_attr(self, attr_name):
+            if self.far is None: return super().has_attr(attr_name)
+            return all(self.far.call("has_wrapper_attr", attr_name))
 
         def get_attr(self, attr_name, indices=None):
             def of(i):
                 if attr_name in self.own[i]: return self.own[i][attr_name]
                 if self.single: return self.single[i].get_wrapper_attr(attr_name)
-                return getattr(self.envs, attr_name)
-            return [of(i) for i in self._get_indices(indices)]
+                return getattr(self.envs, attr_name) if found is None else found[i]
+            lanes = list(self._get_indices(indices))
+            own = all(attr_name in self.own[i] for i in lanes)
+            found = None if self.far is None or own else self._ask(attr_name, range(self.num_envs))
+            return [of(i) for i in lanes]
 
         def set_attr(self, attr_name, value, indices=None):
             lanes = list(self._get_indices(indices))
             if self.single:
                 for i in lanes: setattr(self.single[i], attr_name, value)
+            elif self.far is not None and self.has_attr(attr_name):
+                old = self.far.get_attr(attr_name)
+                self.far.set_attr(attr_name, [value if i in lanes else old[i] for i in range(self.num_envs)])
+            elif self.far is not None and len(set(lanes)) == self.num_envs:
+                self.far.set_attr(attr_name, [value] * self.num_envs)
             elif hasattr(self.envs, attr_name):
                 check(len(set(lanes)) == self.num_envs, f"lanes whose {attr_name!r} to set", lanes,
                       f"all {self.num_envs}: they share it")
@@ -673,6 +695,8 @@ def lane_seeds(
 ) -> list[int | None]:
     "Return a seed for every lane, or None for a lane that continues."
     if seed is None or isinstance(seed, int | np.integer): return [None if seed is None else int(seed)] * lanes
+    several = isinstance(seed, Sequence | np.ndarray)
+    check(several, "seed", seed, f"a whole number, a list of {lanes}: one for each lane, or None")
     given = list(seed)
     check(len(given) == lanes, "seed", given, f"one number, or a list of {lanes}: one for each lane")
     fine = all(k is None or isinstance(k, int | np.integer) and k >= 0 for k in given)

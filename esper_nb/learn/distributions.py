@@ -200,5 +200,5 @@ def acting_noise(
     "Draw the noise of a rollout's choices, from one random stream a lane."
     def draw(lane):
         gen = generator(seed, "act", update, lane)
-        return torch.empty(num_steps, heads.count, heads.widest).exponential_(generator=gen)
+        return torch.empty(num_steps, heads.count, heads.widest, dtype=torch.float32).exponential_(generator=gen)
     return torch.stack([draw(i) for i in range(lanes)], 1)

@@ -204,7 +204,7 @@ class Learner:
         floors = config.ent_floor if isinstance(config.ent_floor, tuple) else (config.ent_floor,) * self.heads.count
         check(len(floors) == self.heads.count, "ent_floor", config.ent_floor,
               f"one number, or one for each of {self.heads.count} heads")
-        self.floors = torch.tensor(floors, device=device)
+        self.floors = torch.tensor(floors, dtype=torch.float32, device=device)
         self.update = self.env_steps = 0 # finished updates; steps of all lanes that counted
         self.failed = 0 # updates in a row without a gradient step
         self.progress = UpdateProgress() # of this update
@@ -218,6 +218,10 @@ class Learner:
         stop: StopRequest | None = None, # checked between gradient steps; None: never stop inside an update
     ) -> Update | None: # None: the update is not complete yet
         "Act once in every lane; when the rollout is full, learn from it to the end of the update."
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled(): return self._step(stop)
+        with torch.inference_mode(False), torch.enable_grad(): return self._step(stop) # whatever the caller uses
+
+    def _step(self, stop: StopRequest | None) -> Update | None:
         begun = time.perf_counter()
         try:
             if self.acts:
@@ -236,7 +240,11 @@ class Learner:
     def step_envs(self) -> None:
         "Act in every lane once and store the transitions."
         rollout, s, c = self.rollout or self.reset(), self.stream, self.config
-        if self.waits_for is not None: self._begin_again(rollout)
+        if self.waits_for is not None: self._begin_if_not_restored(rollout)
+        if s.displaced:
+            warnings.warn("these environments were reset by another stream, such as that of play(), so the episodes of "
+                          "training begin anew: play on environments of their own", stacklevel=5)
+            self._begin_again(rollout)
         noise = self.progress.noise
         if noise is None:
             noise = acting_noise(c.seed, self.update, c.num_steps, self.n, self.heads).to(self.device)
@@ -308,7 +316,7 @@ class Learner:
         "Take one gradient step on one minibatch: loss, backward, clip, step."
         c = self.config
         lr, *now = c.at(self.update)
-        clip, entropy = send(torch.tensor(now), self.device)
+        clip, entropy = send(torch.tensor(now, dtype=torch.float32), self.device)
         stats = minibatch_loss(self.policy, batch, Coefficients(clip, entropy, self.floors), c)
         for w in self.weights: w.grad = None
         stats.loss.backward()
@@ -381,13 +389,17 @@ class Learner:
         self.progress = UpdateProgress.of(progress, state["rollout"].get("variance"))
         r.load_state_dict(state["rollout"])
 
-    def _begin_again(self, rollout: Rollout) -> None:
-        "Begin all episodes anew unless the environments were restored: what was under way counts as truncated."
+    def _begin_if_not_restored(self, rollout: Rollout) -> None:
+        "Begin all episodes anew, with a warning, unless the environments were restored."
         marked, self.waits_for = self.waits_for, None
         if (vars(self.stream.envs.unwrapped).get("restored"),) != marked: return
         warnings.warn("the environments were not restored with the learner, so their episodes begin anew, and memory "
                       "with them: save EnvState(envs) in the same checkpoint, or give the environment a state_dict and "
-                      "a load_state_dict", stacklevel=3)
+                      "a load_state_dict", stacklevel=6)
+        self._begin_again(rollout)
+
+    def _begin_again(self, rollout: Rollout) -> None:
+        "Begin all episodes anew: what was under way counts as truncated."
         if rollout.t:
             value, last = self._values(self.view(self.stream.obs), self.state, self.stream.start), rollout.t - 1
             cut = rollout.valid[last] & ~rollout.terminated[last] & rollout.final_value[last].isnan()

@@ -66,6 +66,8 @@ class PolicyConfig(Config):
         check(fits, "features", self.features, f"a last width equal to hidden={self.hidden} when residual=True")
 
 # %% ../../nbs/learn/61_policies.ipynb #73fb167a
+_F32 = torch.float32 # of all weights, whatever torch's default is
+
 class Act(NamedTuple):
     "Decision of a policy for n lanes."
     action: Tensor # (n, K) int64
@@ -107,7 +109,7 @@ class ActorCritic(nn.Module):
         self.register_buffer("_rest", torch.tensor(rest), persistent=False)
         width = len(rest) + c.embed_dim * len(c.embed_columns)
         with seeded(seed, "policy"):
-            self.embed = nn.Embedding(c.embed_size, c.embed_dim) if c.embed_columns else None
+            self.embed = nn.Embedding(c.embed_size, c.embed_dim, dtype=_F32) if c.embed_columns else None
             self.trunks = nn.ModuleList(Trunk(width, c) for _ in range(1 + c.separate_critic))
             self._make_actor(self.trunks[0].width)
             self.value_features = _mlp(self.trunks[-1].width, c.critic, c)
@@ -118,7 +120,7 @@ class ActorCritic(nn.Module):
 
     def initial_state(self, n: int) -> Tensor: # lanes -> (S, n, H)
         "Return an empty memory."
-        return torch.zeros(self.states, n, self.config.hidden, device=self.logits_bias.device)
+        return torch.zeros(self.states, n, self.config.hidden, dtype=_F32, device=self.logits_bias.device)
 
     @torch.no_grad()
     @use_threads(1)
@@ -188,11 +190,11 @@ class ActorCritic(nn.Module):
     def _make_actor(self, width):
         K, A, h = self.heads.count, self.heads.widest, self.config.actor
         self.actor_hidden = nn.ModuleList(_mlp(width, (h,), self.config) for _ in range(K)) if h else None
-        weight = torch.zeros(K, A, h or width)
+        weight = torch.zeros(K, A, h or width, dtype=_F32)
         for k, size in enumerate(self.heads.sizes): nn.init.orthogonal_(weight[k, :size], 0.01)
-        self.logits_weight, self.logits_bias = nn.Parameter(weight), nn.Parameter(torch.zeros(K, A))
+        self.logits_weight, self.logits_bias = nn.Parameter(weight), nn.Parameter(torch.zeros(K, A, dtype=_F32))
         later = len(self.heads.stages) - 1 if self.config.autoregressive else 0
-        self.modulation = nn.Parameter(torch.zeros(later, 2 * width, K * A)) if later else None
+        self.modulation = nn.Parameter(torch.zeros(later, 2 * width, K * A, dtype=_F32)) if later else None
 
     def _read_rows(self, obs: Tensor) -> tuple[Tensor, Tensor]: # (m, D) -> actor's features (m, width), values (m,)
         "Run trunks and critic of a policy without memory, to which steps are rows of one matrix."
@@ -229,7 +231,7 @@ class Trunk(nn.Module):
         self.per_layer = dict(lstm=2, gru=1, none=0)[c.core]
         layers = c.layers if self.per_layer else 0
         self.cores = nn.ModuleList(_recurrent(width if i == 0 else c.hidden, c) for i in range(layers))
-        self.norms = nn.ModuleList(nn.LayerNorm(c.hidden) for _ in range(layers)) if c.residual else None
+        self.norms = nn.ModuleList(nn.LayerNorm(c.hidden, dtype=_F32) for _ in range(layers)) if c.residual else None
         self.states, self.width = self.per_layer * layers, c.hidden if layers else width # S, output width
 
     def forward(
@@ -263,7 +265,7 @@ class Trunk(nn.Module):
 # %% ../../nbs/learn/61_policies.ipynb #06ca1075
 def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
     "Return a layer with orthogonal weights of this gain and zero bias."
-    layer = nn.Linear(inputs, outputs)
+    layer = nn.Linear(inputs, outputs, dtype=_F32)
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -279,13 +281,13 @@ def _mlp(inputs: int, widths: Sequence[int], c: PolicyConfig) -> nn.Sequential:
     layers: list[nn.Module] = []
     for a, b in pairwise((inputs, *widths)):
         layers.append(_linear(a, b, math.sqrt(2)))
-        if c.layer_norm: layers.append(nn.LayerNorm(b))
+        if c.layer_norm: layers.append(nn.LayerNorm(b, dtype=_F32))
         layers.append(_activations[c.activation]())
     return _Layers(*layers)
 
 def _recurrent(inputs: int, c: PolicyConfig) -> nn.Module:
     "Return one recurrent layer with its initial weights."
-    core = (nn.LSTM if c.core == "lstm" else nn.GRU)(inputs, c.hidden)
+    core = (nn.LSTM if c.core == "lstm" else nn.GRU)(inputs, c.hidden, dtype=_F32)
     for p in core.parameters():
         if p.dim() > 1: nn.init.orthogonal_(p, 1.)
         else: nn.init.zeros_(p)

@@ -7,7 +7,8 @@ __all__ = ['gae', 'next_values', 'Outcome', 'flat_observations', 'can_be_flat', 
            'EnvStream', 'EpisodeEnd', 'count_episodes', 'Batch', 'Rollout', 'play']
 
 # %% ../../nbs/learn/62_rollouts.ipynb #1c5b0e12
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -65,25 +66,35 @@ class Outcome(NamedTuple):
     has_final: Tensor # (n,) bool
     rolled_back: Tensor # (n,) bool: the Governor restored the lane; the reward is a penalty of fixed scale
 
+def _unit_vectors(chosen: np.ndarray, size: int, space: gym.Space, lanes: Sequence[int] | None) -> Tensor:
+    "Return (n, size) rows of the unit matrix; a number outside would silently be counted from the end."
+    outside = (chosen < 0) | (chosen >= size)
+    if outside.any(): _blame(outside, lanes, f"numbers of {space}")
+    return torch.eye(size, dtype=torch.float32)[torch.as_tensor(chosen)]
+
+def _blame(wrong: np.ndarray, lanes: Sequence[int] | None, expected: str) -> None: # (n,) bool: some
+    "Raise a `ValueError` that names the lanes of wrong observations."
+    found = [i if lanes is None else lanes[i] for i in np.flatnonzero(wrong).tolist()]
+    check(False, "observations of lanes", found, f"{expected}; the environment, not the policy, is at fault")
+
 def flat_observations(
     obs: Any, # n observations as the environment returned them
     space: gym.Space, # of one environment
+    lanes: Sequence[int] | None = None, # their numbers, for messages; None: 0 to n - 1
 ) -> Tensor: # (n, D) fp32
     "Flatten the observations of n lanes; every number of a `Discrete` or `MultiDiscrete` space becomes a unit vector."
     if isinstance(space, gym.spaces.Dict):
-        return torch.cat([flat_observations(obs[k], part) for k, part in space.spaces.items()], 1)
+        return torch.cat([flat_observations(obs[k], part, lanes) for k, part in space.spaces.items()], 1)
     if isinstance(space, gym.spaces.Tuple):
-        return torch.cat([flat_observations(x, part) for x, part in zip(obs, space.spaces)], 1)
+        return torch.cat([flat_observations(x, part, lanes) for x, part in zip(obs, space.spaces)], 1)
     if isinstance(space, gym.spaces.Discrete):
-        return torch.eye(int(space.n))[torch.as_tensor(np.asarray(obs, np.int64) - space.start)]
+        return _unit_vectors(np.asarray(obs, np.int64) - space.start, int(space.n), space, lanes)
     if isinstance(space, gym.spaces.MultiDiscrete):
         chosen = (np.asarray(obs, np.int64) - space.start).reshape(len(obs), -1)
         sizes = space.nvec.ravel().tolist()
-        return torch.cat([torch.eye(k)[torch.as_tensor(column)] for k, column in zip(sizes, chosen.T)], 1)
+        return torch.cat([_unit_vectors(column, k, space, lanes) for k, column in zip(sizes, chosen.T)], 1)
     x = np.array(obs, np.float32).reshape(len(obs), -1) # a copy: the environment may write into its own again
-    if not np.isfinite(x).all():
-        bad = np.flatnonzero(~np.isfinite(x).all(-1)).tolist()
-        check(False, "observations of lanes", bad, "finite numbers; the environment, not the policy, is at fault")
+    if not np.isfinite(x).all(): _blame(np.asarray(~np.isfinite(x).all(-1)), lanes, "finite numbers")
     return torch.as_tensor(x)
 
 def can_be_flat(space: gym.Space) -> bool:
@@ -128,6 +139,8 @@ def masked_lanes(
     return flags & np.array([mask is not None for mask in given])
 
 # %% ../../nbs/learn/62_rollouts.ipynb #9911e5a3
+_streams = itertools.count(1) # numbers of the streams of this process
+
 class EnvStream:
     "Run a gymnasium vector environment in any autoreset mode as a stream of transitions."
     obs: Tensor # (n, D) fp32, raw
@@ -150,23 +163,42 @@ class EnvStream:
               "gymnasium.wrappers.vector.TransformObservation to get one")
         self.width = gym.spaces.flatdim(self.space) # D
         self.actions = envs.single_action_space
+        self.base, self.number = envs.unwrapped, next(_streams) # who reset them last is kept in the environments
 
     def reset(self, seed: int | None = None) -> None: # seed of the environments
         "Reset the environments: an episode begins in every lane."
         obs, info = self.envs.reset(seed=seed)
+        vars(self.base)["streamed"] = self.number
         self.obs, self.mask = self._to(flat_observations(obs, self.space)), None
         self.start, self.valid = self._flags(True), self._flags(True)
         self._read_mask(info, np.ones(self.n, bool))
+
+    @property
+    def displaced(self) -> bool:
+        "Whether another stream, such as that of `play`, has reset these environments since this one did."
+        return vars(self.base).get("streamed", self.number) != self.number
 
     def step(
         self,
         action: Tensor, # (n, K) int64, choices counted from 0
     ) -> Outcome:
-        "Step every lane; afterwards `obs`, `mask`, `start` and `valid` are those of the next step."
+        """Step every lane; afterwards `obs`, `mask`, `start` and `valid` are those of the next step.
+
+        Raises
+        ------
+        RuntimeError
+            If another stream has reset the environments in between.
+        ValueError
+            If what the environments return is not of their spaces, or not one for each lane.
+        """
+        if self.displaced: raise RuntimeError("another stream has reset these environments, so `obs` is of an episode "
+                                              "that is gone: reset() this one, and play on environments of their own")
         obs, reward, term, trunc, info = self.envs.step(to_env(action, self.actions))
         term, trunc, reward = np.array(term, bool), np.array(trunc, bool), np.array(reward, np.float32) # copies
-        for name, found in (("rewards", reward), ("terminations", term), ("truncations", trunc)):
-            check(found.shape == (self.n,), f"shape of the {name}", found.shape, f"({self.n},), one for each lane")
+        if not reward.shape == term.shape == trunc.shape == (self.n,):
+            for name, found in (("rewards", reward), ("terminations", term), ("truncations", trunc)):
+                check(found.shape == (self.n,), f"shape of the {name}", found.shape, f"({self.n},), one for each lane")
+        if self.mode == AutoresetMode.NEXT_STEP: reward[~self.valid.cpu().numpy()] = 0. # whatever stands there
         done, hit = term | trunc, rolled_lanes(info, self.n)
         has_final, final, fresh = np.zeros(self.n, bool), None, np.ones(self.n, bool)
         if self.mode != AutoresetMode.NEXT_STEP and done.any():
@@ -188,6 +220,7 @@ class EnvStream:
 
     def _read_mask(self, info, lanes):
         "Read the masks of `lanes`, (n,) bool, where the next action counts; without a mask, everything is allowed."
+        if self.mask is None and "action_mask" not in info: return # as in most environments: no time is lost here
         lanes = lanes & self.valid.cpu().numpy()
         found = lanes & masked_lanes(info, self.n)
         if not lanes.any() or self.mask is None and not found.any(): return
@@ -214,9 +247,9 @@ class EnvStream:
                   "a key 'final_obs': an environment that resets in the same step must give it")
             lost = [int(i) for i in np.flatnonzero(lanes) if info["final_obs"][i] is None]
             check(not lost, "info['final_obs'] of lanes that were truncated", lost, "a final observation in each")
-            out = torch.zeros(self.n, self.width)
+            out = torch.zeros(self.n, self.width, dtype=torch.float32)
             for i in np.flatnonzero(lanes).tolist():
-                out[i] = flat_observations(one_observation(info["final_obs"][i], self.space), self.space)[0]
+                out[i] = flat_observations(one_observation(info["final_obs"][i], self.space), self.space, [i])[0]
             return self._to(out)
         return self._to(flat_observations(obs, self.space))
 
@@ -283,7 +316,7 @@ class Rollout:
         self.start, self.valid = torch.zeros(T, n, dtype=torch.bool), flags() # `start` on the host, for `Trunk`
         self.final_value = new().fill_(torch.nan)
         self.advantage, self.returns = new(), new()
-        self.state = torch.zeros(0, n, 1, device=device) # (S, n, H) memory before the first step
+        self.state = torch.zeros(0, n, 1, dtype=torch.float32, device=device) # (S, n, H) memory before the first step
         self.last_value: Tensor | None = None # (n,) of what follows the last step; None: no targets yet
 
     @property

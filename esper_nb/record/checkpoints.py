@@ -152,6 +152,7 @@ class EnvState:
         state: dict[str, Any], # a state of `state_dict`
     ) -> None:
         "Restore the state in an environment that was constructed in the same way."
+        vars(self.envs.unwrapped).pop("streamed", None) # whoever has this state may go on from it
         if self.own is not None: return self.own.load_state_dict(state["own"])
         layers = _layers(self.envs)
         kinds, here = [s["kind"] for s in state["layers"]], [type(x).__name__ for x in layers]
@@ -159,7 +160,7 @@ class EnvState:
         for layer, s in zip(layers, state["layers"]): _write_layer(layer, s)
         vars(self.envs.unwrapped)["restored"] = object() # a learner that was loaded goes on with these episodes
 
-_structure = {"env", "envs", "spec", "metadata", "restored"} # attributes that describe the construction
+_structure = {"env", "envs", "spec", "metadata", "restored", "streamed"} # attributes that describe the construction
 
 def _is_data(v: Any) -> bool:
     "Return whether a value consists of plain data only."

@@ -594,7 +594,9 @@ def new_population( # noqa: PLR0913  # task, settings, data, device and blueprin
     """
     dev, task, n = check_device(device), task if isinstance(task, Task) else get_task(task), config.lanes
     data = task.load(dev, root, synthetic=synthetic) if data is None else data
-    size = config.batch_size or task.batch_size
+    size, default = config.batch_size or task.batch_size, torch.get_default_dtype()
+    check(default == torch.float32, "torch's default dtype", default,
+          "torch.float32, in which these networks are made: call torch.set_default_dtype(torch.float32) first")
     check(size <= data.num_train, "batch_size", size, f"at most {data.num_train}, the number of training examples")
     model = create_model(task, list(task.slots) if slots is None else slots, dev, n, config.seed, blueprints, rules)
     precision = choose_precision(config.precision, dev)
