@@ -284,11 +284,12 @@ def test_a_hundred_snapshots_add_no_memory():
     import tracemalloc
     run = Run("adam"); run.step(); snap = run.snapshot()
     for _ in range(3): run.step(); snap.take()
-    before, ids = snap.nbytes, {id(t) for bank in snap.banks for t in bank.values()}
+    def held(): return {id(t) for bank in snap.banks.memory for t in bank.values()}
+    before, ids = snap.nbytes, held()
     tracemalloc.start(); base = tracemalloc.get_traced_memory()[0]
     for _ in range(100): snap.take()
     grown = tracemalloc.get_traced_memory()[0] - base; tracemalloc.stop()
-    assert snap.nbytes == before and {id(t) for bank in snap.banks for t in bank.values()} == ids and grown < 300_000
+    assert snap.nbytes == before and held() == ids and grown < 300_000
     size = sum(t.nbytes for t in whole_state(run).values())
     assert snap.nbytes == 2 * size
 
@@ -449,7 +450,7 @@ def test_cuda_rollback_is_exact(kind):
     run = Run(kind, "cuda")
     for _ in range(5): run.step()
     snap = run.snapshot(); snap.take()
-    assert all(t.is_pinned() for k, t in snap.banks[1 - (1 - snap.front[0])].items() if k[0] == "model")
+    assert all(t.is_pinned() for k, t in snap.banks.memory[snap.banks.front[0]].items() if k[0] == "model")
     before = whole_state(run)
     expected = [run.step() for _ in range(20)]
     for _ in range(2):

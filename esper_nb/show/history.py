@@ -364,7 +364,7 @@ class History:
         self.states.add(point[None])
         if source.governor is None: return
         snapshot = source.governor.snapshot
-        live = [v.number for v in snapshot.held[:n] if v is not None] + list(snapshot.version[:n])
+        live = [v.number for v in snapshot.banks.held[:n] if v is not None] + list(snapshot.version[:n])
         self._snapshots = {v: self._snapshots.get(v, self.x) for v in live}
 
     def close(self) -> None:
