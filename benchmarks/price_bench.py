@@ -117,7 +117,7 @@ def price(params, device, turns):
     out["background"] += max(0., out.pop("late") - out["step"])
     two, few = snap.nbytes, GovernorConfig(copies=1, probation=0)
     target.clear()
-    for bank in snap.banks: bank.clear()      # room for the next
+    for bank in snap.banks.memory: bank.clear()      # room for the next
     one = Governor(net, opt, chance_loss=None, config=few).snapshot
     one.take()
     return dict(params=sum(p.numel() for p in net.parameters()), state=size, two=two, one=one.nbytes, **out)

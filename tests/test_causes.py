@@ -58,7 +58,7 @@ class Loop:
         return copy.deepcopy([self.net.state_dict(), self.opt.state_dict(), self.clock.state_dict(), self.count,
                               torch.get_rng_state(), numbers[1], numbers[2], random.getstate(), self.net.training,
                               [p.grad for p in self.net.parameters()], self.gov.snapshot.version,
-                              {k: t.clone() for bank in self.gov.snapshot.banks for k, t in bank.items()}])
+                              {k: t.clone() for bank in self.gov.snapshot.banks.memory for k, t in bank.items()}])
 
 def same(a, b):
     if isinstance(a, torch.Tensor): return torch.equal(a, b)

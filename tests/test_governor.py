@@ -476,7 +476,7 @@ def test_a_run_with_snapshots_in_the_background_is_the_same_run(kind):
     weights, acts, gov = corrupted_run(QUICK, kind=kind)
     other, same, late = corrupted_run(QUICK.replace(background=True), kind=kind)
     assert late.snapshot.background is not None and acts and same == acts and torch.equal(weights, other)
-    assert late.snapshot.taken == gov.snapshot.taken
+    assert late.snapshot.banks.taken == gov.snapshot.banks.taken
 
 def test_a_state_found_bad_in_the_background_is_rolled_back():
     "The weight that becomes NaN is never used, so no loss shows it."

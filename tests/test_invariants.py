@@ -167,7 +167,7 @@ def test_a_reset_fills_what_is_there():
     env.reset(seed=0)
     pop = env.parts[0][1]
     def places(): return {k: t.data_ptr() for k, t in (lane_state(pop.model) | pop.stepper.state_dict()).items()}
-    def banks(): return sorted(t.data_ptr() for bank in pop.governor.snapshot.banks for t in bank.values())
+    def banks(): return sorted(t.data_ptr() for bank in pop.governor.snapshot.banks.memory for t in bank.values())
     before, held, workers = places(), banks(), pop.workers
     for _ in range(3): env.step(np.zeros((3, 8), int)); env.reset(options={"reset_mask": np.ones(3, bool)})
     assert places() == before and banks() == held and env.parts[0][1] is pop and pop.workers is workers

@@ -47,7 +47,7 @@ def test_alpha_follows_the_batches_and_rests_between_epochs():
     pop, seen = population(), []
     pop.model.germinate("r0c0", "conv_light", tempo=2)
     def look(net, stepper, lanes, b, x, y):
-        seen.append(pop.spare[next(iter(pop.spare))].net.slot("r0c0").roles()[0].alphas[0])
+        seen.append(pop.copies.spare[next(iter(pop.copies.spare))].net.slot("r0c0").roles()[0].alphas[0])
         return x, y
     for _ in range(2): run_epoch(pop, disturb=look)
     n = len(seen) // 2

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from esper_nb.core import RandomStreams, by_lane, LaneLinear, pack_tree, unpack_tree
-from esper_nb.guard import Snapshot
+from esper_nb.guard import LiveState, Snapshot, StateBanks
 from esper_nb.train import LaneOptimizer, LaneScaler, Stepper
 
 
@@ -284,11 +284,12 @@ def test_a_hundred_snapshots_add_no_memory():
     import tracemalloc
     run = Run("adam"); run.step(); snap = run.snapshot()
     for _ in range(3): run.step(); snap.take()
-    before, ids = snap.nbytes, {id(t) for bank in snap.banks for t in bank.values()}
+    def held(): return {id(t) for bank in snap.banks.memory for t in bank.values()}
+    before, ids = snap.nbytes, held()
     tracemalloc.start(); base = tracemalloc.get_traced_memory()[0]
     for _ in range(100): snap.take()
     grown = tracemalloc.get_traced_memory()[0] - base; tracemalloc.stop()
-    assert snap.nbytes == before and {id(t) for bank in snap.banks for t in bank.values()} == ids and grown < 300_000
+    assert snap.nbytes == before and held() == ids and grown < 300_000
     size = sum(t.nbytes for t in whole_state(run).values())
     assert snap.nbytes == 2 * size
 
@@ -449,7 +450,7 @@ def test_cuda_rollback_is_exact(kind):
     run = Run(kind, "cuda")
     for _ in range(5): run.step()
     snap = run.snapshot(); snap.take()
-    assert all(t.is_pinned() for k, t in snap.banks[1 - (1 - snap.front[0])].items() if k[0] == "model")
+    assert all(t.is_pinned() for k, t in snap.banks.memory[snap.banks.front[0]].items() if k[0] == "model")
     before = whole_state(run)
     expected = [run.step() for _ in range(20)]
     for _ in range(2):
@@ -696,3 +697,48 @@ def test_sparse_gradients_that_were_added_to_come_back():
     words(torch.tensor([0])).sum().backward() # what was put back is no alias of what is kept
     snap.restore()
     assert torch.equal(words.weight.grad.to_dense(), before)
+
+
+# --- the banks beside a plain model of them: what is published is never lost, whatever happens in which lane
+
+KEY = "model", "weights"
+
+def live_state(weights): return LiveState({KEY: weights}, {KEY} if len(weights) > 1 else set(), {}, {}, {})
+
+
+@given(n=st.sampled_from([1, 3]), events=st.lists(st.tuples(
+    st.sampled_from(["write", "interrupt", "confirm", "drop", "file"]), st.sets(st.integers(0, 2), min_size=1)),
+    max_size=25))
+@settings(max_examples=60, deadline=None)
+def test_banks_publish_what_was_confirmed_and_lose_nothing(n, events):
+    weights, banks = torch.zeros(n, 2), StateBanks(n)
+    banks.write(live_state(weights), range(n), step=0)
+    banks.confirm()
+    published, held = [0.] * n, [None] * n
+    for t, (event, lanes) in enumerate(events, 1):
+        mine = sorted({i % n for i in lanes})
+        weights.fill_(t)
+        if event == "write":
+            banks.write(live_state(weights), mine, whole=len(mine) == n, step=t)
+            for i in mine: held[i] = float(t)
+        elif event == "interrupt":
+            def half(pairs):
+                for to, _ in pairs[:1]: to.fill_(-1)
+                raise KeyboardInterrupt
+            with pytest.raises(KeyboardInterrupt):
+                banks.write(live_state(weights), mine, whole=len(mine) == n, copy=half)
+            for i in mine: held[i] = None
+        elif event == "confirm":
+            assert banks.confirm(mine) == tuple(i for i in mine if held[i] is not None)
+            for i in mine: published[i], held[i] = (published[i] if held[i] is None else held[i]), None
+        elif event == "drop":
+            banks.drop(mine)
+            for i in mine: held[i] = None
+        else:
+            saved, banks = banks.state_dict(), StateBanks(n)
+            numbers = {v[0] for v in (*saved["published"], *saved["held"]) if v is not None}
+            banks.load_state_dict(saved, dict.fromkeys(numbers, {}), live_state(weights))
+        found = [banks.good_state(i).bank[KEY][i].tolist() for i in range(n)]
+        assert found == [[x, x] for x in published], (t, event)
+        assert [v and v.step for v in banks.held[:n]] == held
+        assert {v.step for v in banks.published[:n]} == set(published)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['HEADS', 'STYLES', 'TEMPOS', 'TARGETS', 'SPEEDS', 'CURVES', 'PLACEHOLDERS', 'MIN_PRUNE_AGE', 'OPERATIONS', 'OPS',
            'SHORT', 'Choice', 'Operation', 'register_operation', 'Repertoire', 'read_slots', 'column', 'in_stage',
-           'choice_of', 'open_gates', 'SlotView', 'GrowthActions', 'read_actions', 'draw_actions', 'as_choice']
+           'choice_of', 'open_gates', 'SlotView', 'not_offered', 'why_not_now', 'GrowthActions', 'read_actions',
+           'draw_actions', 'as_choice']
 
 # %% ../../nbs/control/46_actions.ipynb #01fff72b
 import math
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..core import Config, Count, Share, Whole, check, check_count
 from ..grow import (
     COLUMNS, COOLING, LIVE, UNMEASURED, Blend, Curve, Decision, DecisionResult, Growing, RampMode, Reason, Rules,
-    Stage, apply_decision)
+    SeedState, Stage, apply_decision)
 
 # %% ../../nbs/control/46_actions.ipynb #d17640bc
 HEADS = ("slot", "blueprint", "style", "tempo", "target", "speed", "curve", "op")
@@ -277,6 +278,38 @@ class SlotView:
         by_hand = {s: _per_slot([name not in r.auto for r in self.rules]) > 0 for s, name in _automatic.items()}
         return torch.stack([self.in_stage(s) & self.gates[s] & by_hand[s] for s in _automatic]).any(0)
 
+# %% ../../nbs/control/46_actions.ipynb #86f2e4af
+def not_offered(c: Choice, r: Repertoire) -> str: # empty: all of it is on offer
+    "Return which word of an action is not in the repertoire, and what is."
+    for head, offered in dict(op=r.operations, style=r.styles, tempo=r.tempos, target=r.targets).items():
+        mine = getattr(c, head)
+        if mine is None or mine in offered: continue
+        return f"{c.op}: {head} {mine} is not on offer here, but {', '.join(map(str, offered))}"
+    return ""
+
+def why_not_now(
+    c: Choice, # with a slot, and not legal there now
+    states: Mapping[str, SeedState], # slot -> its seed
+    grows: Sequence[str], # blueprints that may grow in the action's slot
+    r: Repertoire,
+    max_seeds: int = 0, # of a lane; 0: no bound
+) -> str:
+    "Return what stands in the way of an action."
+    s = states[c.slot or ""]
+    here = f"{c.op}: slot {c.slot} is {s.stage.name}"
+    busy = [f"{k} is {x.stage.name}" for k, x in states.items()
+            if x.stage in COOLING or x.stage in (Stage.GERMINATED, Stage.TRAINING)]
+    if c.blueprint is not None and s.stage != Stage.DORMANT: return f"{here}, not empty"
+    if c.op == "germinate":
+        if busy: return f"germinate: one immature seed at a time, and {busy[0]}"
+        if c.blueprint not in grows: return f"germinate: {c.blueprint} does not grow in {c.slot}"
+        season = f", or the epoch is not in {r.earliest}..{'' if r.latest is None else r.latest}"
+        return f"germinate: {max_seeds} seeds is the bound, fossils included{season}"
+    if c.op == "prune" and s.stage in LIVE and s.age < MIN_PRUNE_AGE:
+        return f"prune: the seed is {s.age} epochs old, {MIN_PRUNE_AGE} are due to it"
+    if s.frozen or s.mode != RampMode.HOLD: return f"{here}, alpha moves to {s.target:g}"
+    return here + ", or its gate is closed"
+
 # %% ../../nbs/control/46_actions.ipynb #a90dcf56
 def _padded(x: Tensor, width: int) -> Tensor: # (..., A) with False behind
     return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
@@ -441,26 +474,11 @@ class GrowthActions:
 
     def refusal(self, model: Growing, lane: int, c: Choice) -> str: # c: not legal there now
         "Return why an action is refused."
-        r = self.repertoire
-        for head, offered in dict(op=r.operations, style=r.styles, tempo=r.tempos, target=r.targets).items():
-            mine = getattr(c, head)
-            if mine is None or mine in offered: continue
-            return f"{c.op}: {head} {mine} is not on offer here, but {', '.join(map(str, offered))}"
+        missing = not_offered(c, self.repertoire)
+        if missing: return missing
         if c.slot is None: return f"{c.op}: not now"
-        slot = model.slot(c.slot)
-        s, here = slot.state(lane), f"{c.op}: slot {c.slot} is {slot.state(lane).stage.name}"
-        others = [(k, model.slot(k).state(lane).stage) for k in self.slots]
-        busy = [f"{k} is {x.name}" for k, x in others if x in COOLING or x in (Stage.GERMINATED, Stage.TRAINING)]
-        if c.blueprint is not None and s.stage != Stage.DORMANT: return f"{here}, not empty"
-        if c.op == "germinate":
-            if busy: return f"germinate: one immature seed at a time, and {busy[0]}"
-            if c.blueprint not in slot.blueprints: return f"germinate: {c.blueprint} does not grow in {c.slot}"
-            season = f", or the epoch is not in {r.earliest}..{'' if r.latest is None else r.latest}"
-            return f"germinate: {self.max_seeds} seeds is the bound, fossils included{season}"
-        if c.op == "prune" and s.stage in LIVE and s.age < MIN_PRUNE_AGE:
-            return f"prune: the seed is {s.age} epochs old, {MIN_PRUNE_AGE} are due to it"
-        if s.frozen or s.mode != RampMode.HOLD: return f"{here}, alpha moves to {s.target:g}"
-        return here + ", or its gate is closed"
+        states = {k: model.slot(k).state(lane) for k in self.slots}
+        return why_not_now(c, states, model.slot(c.slot).blueprints, self.repertoire, self.max_seeds)
 
 # %% ../../nbs/control/46_actions.ipynb #ad2a4ec9
 def read_actions(

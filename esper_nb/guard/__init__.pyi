@@ -106,7 +106,8 @@ from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as bl
     pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)
 from .snapshots import (StateKey as StateKey, Agree as Agree, TakeResult as TakeResult,
-    RestoreResult as RestoreResult, Snapshot as Snapshot, owned_by as owned_by, BackgroundCopy as BackgroundCopy,
-    StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState, read_parts as read_parts)
+    RestoreResult as RestoreResult, StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState,
+    read_parts as read_parts, StateBanks as StateBanks, Snapshot as Snapshot, owned_by as owned_by,
+    BackgroundCopy as BackgroundCopy)
 from .writes import (PIECE as PIECE, tensors_of_parts as tensors_of_parts, words_of as words_of, Written as Written,
     StateWatch as StateWatch, Distances as Distances)

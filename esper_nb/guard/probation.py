@@ -77,8 +77,8 @@ class Probation:
 
     def note(self, snapshot: Snapshot, at: SavedAt):
         "Remember where the latest snapshot was taken, and forget those that are gone."
-        kept = {v.number for v in (*snapshot.published, *snapshot.held) if v is not None}
-        self.saved = {k: v for k, v in self.saved.items() if k in kept} | {snapshot.taken: at}
+        kept = snapshot.banks.versions()
+        self.saved = {k: v for k, v in self.saved.items() if k in kept} | {snapshot.banks.taken: at}
 
     def at(self, snapshot: Snapshot, lane: int, now: SavedAt) -> SavedAt: # where it is unknown
         "Return where the run was when the good state of a lane was taken."
@@ -304,4 +304,4 @@ class GoodStates:
         good = self.snapshot.good_state()
         if self.files is None or good is None or good.version.number == self.files.number: return
         self.files.write(good.version.number, self.snapshot.portable(good, copy=False)) # ends the one before it first
-        if self.snapshot.copies == 1: self.files.wait() # the next snapshot has no other memory
+        if self.snapshot.banks.copies == 1: self.files.wait() # the next snapshot has no other memory

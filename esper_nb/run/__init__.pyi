@@ -47,7 +47,9 @@ from .report import (DOCS as DOCS, write_report as write_report, report_html as 
     table_html as table_html, records_html as records_html, doc_link as doc_link, settings_html as settings_html,
     beside_html as beside_html, page_html as page_html, RunPage as RunPage)
 from .runs import (Makers as Makers, More as More, begin_run as begin_run, check_faults as check_faults,
-    open_run as open_run, Run as Run, training_env as training_env, response_lines as response_lines)
+    open_run as open_run, incident_text as incident_text, learnt_text as learnt_text, bar_text as bar_text,
+    response_lines as response_lines, FinalPlan as FinalPlan, plan_plays as plan_plays, Run as Run,
+    training_env as training_env)
 from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs, ShardFacts as ShardFacts,
     ShardStep as ShardStep, number_lanes as number_lanes, LaneShard as LaneShard, join_infos as join_infos,
     join_steps as join_steps, join_shards as join_shards)

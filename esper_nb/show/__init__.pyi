@@ -9,10 +9,10 @@ from .history import (AXES as AXES, ACTIONS as ACTIONS, LIMITS as LIMITS, CURVE_
     MOST_METRICS as MOST_METRICS, DownsampledSeries as DownsampledSeries, keep_later as keep_later,
     keep_last_known as keep_last_known, Note as Note, FaultMark as FaultMark, Incident as Incident,
     incident_from_report as incident_from_report, restored_level as restored_level, recovered_at as recovered_at,
-    provoked_by as provoked_by, History as History, lane_limits as lane_limits, SlotState as SlotState,
-    slot_codes as slot_codes, decode_slots as decode_slots, StateLayout as StateLayout,
-    controller_curves as controller_curves, controller_point as controller_point, seed_lines as seed_lines,
-    metric_point as metric_point, logged_metrics as logged_metrics)
+    provoked_by as provoked_by, ReportPlaces as ReportPlaces, FaultLog as FaultLog, History as History,
+    lane_limits as lane_limits, SlotState as SlotState, slot_codes as slot_codes, decode_slots as decode_slots,
+    StateLayout as StateLayout, controller_curves as controller_curves, controller_point as controller_point,
+    seed_lines as seed_lines, metric_point as metric_point, logged_metrics as logged_metrics)
 from .live import (session_status as session_status, session_header as session_header, stage_entry as stage_entry,
     ReaderPosition as ReaderPosition, Packet as Packet, session_packet as session_packet,
     operation_probabilities as operation_probabilities, probabilities_html as probabilities_html, Pacer as Pacer,
@@ -23,8 +23,8 @@ from .plot_runs import (HEALTH as HEALTH, lane_median as lane_median, plot_lanes
     plot_blueprints as plot_blueprints, alarm_limits as alarm_limits, plot_learning as plot_learning,
     reward_terms as reward_terms, plot_rewards as plot_rewards, plot_compare as plot_compare,
     plot_side_by_side as plot_side_by_side, draw_controller as draw_controller, draw_metric as draw_metric)
-from .session import (P as P, REQUESTS as REQUESTS, Request as Request, request as request, Session as Session,
-    unmet_requirements as unmet_requirements, epochs_until_empty as epochs_until_empty,
+from .session import (P as P, REQUESTS as REQUESTS, Request as Request, request as request, StepClock as StepClock,
+    Session as Session, unmet_requirements as unmet_requirements, epochs_until_empty as epochs_until_empty,
     seed_disabled_reasons as seed_disabled_reasons)
 from .sources import (WAITING as WAITING, Frame as Frame, frame_losses as frame_losses, Source as Source,
     FrameSource as FrameSource, PopulationSource as PopulationSource, LoopSource as LoopSource,

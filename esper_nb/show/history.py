@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['AXES', 'ACTIONS', 'LIMITS', 'CURVE_COLUMNS', 'MOST_METRICS', 'DownsampledSeries', 'keep_later', 'keep_last_known',
            'Note', 'FaultMark', 'Incident', 'incident_from_report', 'restored_level', 'recovered_at', 'provoked_by',
-           'History', 'lane_limits', 'SlotState', 'slot_codes', 'decode_slots', 'StateLayout', 'controller_curves',
-           'controller_point', 'seed_lines', 'metric_point', 'logged_metrics']
+           'ReportPlaces', 'FaultLog', 'History', 'lane_limits', 'SlotState', 'slot_codes', 'decode_slots',
+           'StateLayout', 'controller_curves', 'controller_point', 'seed_lines', 'metric_point', 'logged_metrics']
 
 # %% ../../nbs/show/80_history.ipynb #5e93e933
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -224,6 +224,78 @@ def provoked_by(
     near = [f for f in faults if f.lane == incident.lane and f.x <= incident.end and incident.x - f.x < span]
     return near[-1].kind if near else None
 
+# %% ../../nbs/show/80_history.ipynb #ae1732c2
+class ReportPlaces:
+    "Queues the Governor's reports, and finds where on the axis of a run they belong."
+    def __init__(self) -> None:
+        self.queue: list[tuple[Report, Any]] = [] # with the version of the restored state
+        self.snapshots: dict[Any, int] = {} # version -> batch at which it was first seen
+        self.judged: np.ndarray | None = None # (n,) losses judged by the Governor before the step
+
+    def see_snapshots(self,
+        versions: Iterable[Any], # that exist now
+        x: int, # batches done
+    ) -> None:
+        "Note when each snapshot was first there, and forget those that are gone."
+        self.snapshots = {v: self.snapshots.get(v, x) for v in versions}
+
+    def take(self,
+        first: int, # batches done before the step
+        batches: int = 0, # in the step; 0: the reports came between two steps
+    ) -> list[tuple[Report, int, int | None]]: # with the batch of the failure, and that of the restored snapshot
+        "Return the queued reports with their places, and empty the queue."
+        reports, self.queue, out = self.queue, [], []
+        for report, version in reports:
+            x = first
+            if batches and self.judged is not None:
+                x += min(max(report.step - int(self.judged[report.lane]), 1), batches)
+            back = self.snapshots.get(version) if report.restored else None
+            if back is None and report.restored_step: # the snapshot was taken within this step
+                back = first if self.judged is None else first + report.restored_step - int(self.judged[report.lane])
+            out.append((report, x, back))
+        return out
+
+# %% ../../nbs/show/80_history.ipynb #dd2263f4
+class FaultLog:
+    "Injected faults, and what those did that no incident answered."
+    def __init__(self, axis: tuple[str, str] = ("batch", "batches")):
+        self.axis = axis
+        self.marks: deque[FaultMark] = deque(maxlen=200)
+        self.open: list[FaultMark] = [] # without an incident so far
+
+    def add(self, mark: FaultMark) -> None:
+        "Note a fault that was injected."
+        self.marks.append(mark)
+        self.open.append(mark)
+
+    def settle(self,
+        x: int, # batches done
+        incidents: Sequence[Incident], # so far
+        points: np.ndarray, # (k, 1 + n) batch, and loss of every lane
+    ) -> list[tuple[str, str]]: # kind and text of a note
+        "Say of every fault that could have been answered by now, and was not, what it did to the loss."
+        out, (one, many) = [], self.axis
+        wait = 200 if one == "batch" else 10
+        for mark in list(self.open):
+            ahead = min((m.x for m in self.marks if m.lane == mark.lane and m.x > mark.x), default=mark.x + wait)
+            end = min(ahead, mark.x + wait) # from there on an incident belongs to the next fault
+            answered = any(i.lane == mark.lane and mark.x <= i.x < end for i in incidents)
+            if not answered and x < end: continue
+            self.open.remove(mark)
+            span = f"{end - mark.x} {one if end - mark.x == 1 else many}"
+            if not answered: out.append(_effect(mark, end, points[:, 0], points[:, 1 + mark.lane], span))
+        return out
+
+def _effect(mark: FaultMark, end: int, x: np.ndarray, loss: np.ndarray, span: str) -> tuple[str, str]: # kind, text
+    "Compare the loss up to a batch with that before the fault."
+    after = loss[(x >= mark.x) & (x < end)]
+    parts = loss[x < mark.x], after if len(after) else loss[x < end][-1:] # a short span may lie within a point
+    before, now = (float(np.median(part[-20:])) if len(part) else np.nan for part in parts)
+    harmless = now <= 2 * before
+    became = f"{'was harmless:' if harmless else 'raised'} no alarm in {span}"
+    text = f"lane {mark.lane}: {mark.kind} {became}, loss {now:.2g}, before {before:.2g}"
+    return "back" if harmless else "verdict", text
+
 # %% ../../nbs/show/80_history.ipynb #f81c1b08
 class History:
     "Record curves, incidents, log and newest rows of a run step by step, in bounded memory."
@@ -248,7 +320,7 @@ class History:
         self.episode_ends: deque[tuple[int, int]] = deque(maxlen=2000) # x, lane
         self.notes: deque[Note] = deque(maxlen=200)
         self.incidents: deque[Incident] = deque(maxlen=200)
-        self.faults: deque[FaultMark] = deque(maxlen=200)
+        self.fault_log = FaultLog(source.axis)
         self.numbers: dict[str, float | None] = {} # newest value of further metrics by name, the median over lanes
         self.metrics: dict[str, DownsampledSeries] = {} # their curves: x, and one number, or one of every lane
         self.accuracy = np.full(source.lanes, np.nan) # (n,) newest held-out accuracy, percentage points
@@ -256,19 +328,21 @@ class History:
         self.lock = threading.RLock() # held while a step is recorded; hold it for a consistent read
         self._by_batch = source.axis[0] == "batch" # so that rows with a step have their place
         self._lines = 0 # number of log lines
-        self._reports: list[tuple[Report, Any]] = [] # queued, with the version of the restored state
+        self._places = ReportPlaces()
         self._unrecovered: list[Incident] = []
-        self._unanswered: list[FaultMark] = [] # faults without an incident so far
         self._unexplained: dict[tuple[int, int], Incident] = {} # by lane and step of the report
-        self._snapshots: dict[Any, int] = {} # version -> batch at which it was taken
-        self._judged: np.ndarray | None = None # (n,) losses judged by the Governor before the step
         if source.governor is not None: source.governor.callbacks.append(self._on_report)
         self.record_state()
+
+    @property
+    def faults(self) -> deque[FaultMark]:
+        "Return the newest 200 injected faults."
+        return self.fault_log.marks
 
     def before_step(self) -> None:
         "Record the Governor's loss counts, to locate the reports of the next step."
         governor = self.source.governor
-        self._judged = None if governor is None else governor.stats.judged.copy()
+        self._places.judged = None if governor is None else governor.stats.judged.copy()
 
     def add(self, frame: Frame) -> None: # a step of the source
         "Record the losses, reports, metrics and rows of one step."
@@ -289,7 +363,7 @@ class History:
             self._mark_recoveries(xs, frame.loss)
             self.file_reports(first, batches)
             for incident in frame.incidents: self._add_incident(incident)
-            self._judge_faults()
+            for kind, text in self.fault_log.settle(self.x, self.incidents, self.losses.rows): self.note(kind, text)
             self.record_state(frame.limits)
         if frame.rows: self.recorder.add(frame.rows)
         for line in seed_lines(frame): self.note("seed", line)
@@ -331,22 +405,14 @@ class History:
         when = f"in the next {one}" if ahead == 1 else f"in {ahead} {many}"
         with self.lock:
             self.note("fault", f"lane {lane}: {kind} injected, begins {when}")
-            self.faults.append(FaultMark(self._lines, self.x + ahead, lane, kind))
-            self._unanswered.append(self.faults[-1])
+            self.fault_log.add(FaultMark(self._lines, self.x + ahead, lane, kind))
 
     def file_reports(self,
         first: int, # batches done before the step
         batches: int = 0, # in the step; 0: the reports came between two steps
     ) -> None:
         "Convert the Governor's reports since the last call to incidents."
-        reports, self._reports = self._reports, []
-        for report, version in reports:
-            x = first
-            if batches and self._judged is not None:
-                x += min(max(report.step - int(self._judged[report.lane]), 1), batches)
-            back = self._snapshots.get(version) if report.restored else None
-            if back is None and report.restored_step: # the snapshot was taken within this step
-                back = first if self._judged is None else first + report.restored_step - int(self._judged[report.lane])
+        for report, x, back in self._places.take(first, batches):
             number, axis = self._lines + 1, self.source.axis[0]
             incident = incident_from_report(report, number, x, first + batches, back, axis)
             self._add_incident(incident)
@@ -364,8 +430,8 @@ class History:
         self.states.add(point[None])
         if source.governor is None: return
         snapshot = source.governor.snapshot
-        live = [v.number for v in snapshot.held[:n] if v is not None] + list(snapshot.version[:n])
-        self._snapshots = {v: self._snapshots.get(v, self.x) for v in live}
+        live = [v.number for v in snapshot.banks.held[:n] if v is not None] + list(snapshot.version[:n])
+        self._places.see_snapshots(live, self.x)
 
     def close(self) -> None:
         "Remove the callback from the Governor."
@@ -375,7 +441,7 @@ class History:
     def _on_report(self, report: Report) -> None: # the Governor's callback
         governor = self.source.governor
         assert governor is not None  # it is the caller
-        with self.lock: self._reports.append((report, governor.snapshot.version[report.lane]))
+        with self.lock: self._places.queue.append((report, governor.snapshot.version[report.lane]))
 
     def _add_incident(self, incident: Incident) -> None:
         incident.number = self._lines + 1
@@ -407,28 +473,6 @@ class History:
             unit = self.source.axis[after != 1]
             text = f"recovered {after} {unit} after the rollback: the loss is as low as before"
             self.note("back", f"lane {incident.lane}: {text}")
-
-    def _judge_faults(self) -> None: # logs the effect of faults without an incident
-        one, many = self.source.axis
-        wait = 200 if one == "batch" else 10
-        for mark in list(self._unanswered):
-            ahead = min((m.x for m in self.faults if m.lane == mark.lane and m.x > mark.x), default=mark.x + wait)
-            end = min(ahead, mark.x + wait) # from there on an incident belongs to the next fault
-            answered = any(i.lane == mark.lane and mark.x <= i.x < end for i in self.incidents)
-            if not answered and self.x < end: continue
-            self._unanswered.remove(mark)
-            if not answered: self._tell_effect(mark, end, f"{end - mark.x} {one if end - mark.x == 1 else many}")
-
-    def _tell_effect(self, mark: FaultMark, end: int, span: str) -> None: # end: batch up to which it is judged
-        "Log what a fault that no incident answered did to the loss."
-        x, loss = self.losses.rows[:, 0], self.losses.rows[:, 1 + mark.lane]
-        after = loss[(x >= mark.x) & (x < end)]
-        parts = loss[x < mark.x], after if len(after) else loss[x < end][-1:] # a short span may lie within a point
-        before, now = (float(np.median(part[-20:])) if len(part) else np.nan for part in parts)
-        harmless = now <= 2 * before
-        became = f"{'was harmless:' if harmless else 'raised'} no alarm in {span}"
-        text = f"lane {mark.lane}: {mark.kind} {became}, loss {now:.2g}, before {before:.2g}"
-        self.note("back" if harmless else "verdict", text)
 
 # %% ../../nbs/show/80_history.ipynb #691b3d29
 LIMITS = ("limit", "absolute", "sigma", "multiple", "rise") # columns of `lane_limits`

@@ -44,15 +44,17 @@ from .optim import (check_state as check_state, LaneState as LaneState, lanes_ap
     copy_lanes as copy_lanes, LaneOptimizer as LaneOptimizer, check_owners as check_owners,
     optimizer_class as optimizer_class, check_options as check_options, fill_state as fill_state,
     state_names as state_names, equal_stretches as equal_stretches, LaneViews as LaneViews)
-from .population import (Forecaster as Forecaster, SMALL_GROUP as SMALL_GROUP, MIXED_BYTES as MIXED_BYTES,
+from .population import (Forecaster as Forecaster, MIXED_BYTES as MIXED_BYTES, SMALL_GROUP as SMALL_GROUP,
     SIGNALS as SIGNALS, LOOKED_AT as LOOKED_AT, FitConfig as FitConfig, TrainResult as TrainResult,
-    GroupResult as GroupResult, SeedWorth as SeedWorth, EpochResult as EpochResult, LaneRates as LaneRates,
-    Spare as Spare, Population as Population, new_governor as new_governor, new_stepper as new_stepper,
-    new_population as new_population, owners_in_use as owners_in_use, part_of as part_of, lane_bytes as lane_bytes,
-    grown_plan as grown_plan, seed_health as seed_health, traced as traced, latest_pass as latest_pass,
-    site_signals as site_signals, join_results as join_results, spread_lanes as spread_lanes,
-    join_ablations as join_ablations, total_gain as total_gain, join_groups as join_groups,
-    sum_and_best as sum_and_best, undone_germination as undone_germination, kept_history as kept_history)
+    GroupResult as GroupResult, SeedWorth as SeedWorth, EpochResult as EpochResult,
+    latest_forecasts as latest_forecasts, forecasts_now as forecasts_now, lane_bytes as lane_bytes,
+    grown_plan as grown_plan, owners_in_use as owners_in_use, part_of as part_of, Spare as Spare,
+    GroupCopies as GroupCopies, undone_germination as undone_germination, kept_history as kept_history,
+    RolledBackSeeds as RolledBackSeeds, LaneRates as LaneRates, Population as Population,
+    new_governor as new_governor, new_stepper as new_stepper, new_population as new_population,
+    seed_health as seed_health, traced as traced, latest_pass as latest_pass, site_signals as site_signals,
+    join_results as join_results, spread_lanes as spread_lanes, join_ablations as join_ablations,
+    total_gain as total_gain, join_groups as join_groups, sum_and_best as sum_and_best)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
 from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, HALF as HALF,
