@@ -190,8 +190,9 @@ def door(*changes):
 
 def write_names():
     "Write the names that the command line lists without importing torch."
-    code = ("from esper_nb.run import registered_names\n"
-            "for kind, names in registered_names().items(): print(*(f'{kind},{name}' for name in names), sep='\\n')")
+    code = ("import csv, sys\nfrom esper_nb.run import registered_names\n"
+            "rows = ((kind, name) for kind, names in registered_names().items() for name in names)\n"
+            "csv.writer(sys.stdout, lineterminator='\\n').writerows(rows)")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     if done.returncode: sys.exit(f"the names of the command line cannot be collected:\n{done.stderr}")
     (LIB/"run/names.csv").write_text(done.stdout, encoding="utf-8")

@@ -253,7 +253,9 @@ QUICK = ["--help", *(f"{c} --help" for c in ("train", "fit", "resume", "compare"
          "train digits --device cuda0", "train digits --set ppo.clip_cof=1", "fit digits --set lanse=4",
          "resume /nowhere", "export /nowhere", "report /nowhere", "watch /nowhere", "status /nowhere",
          "train digits --engine rya", "compare digits --rules nosuch", "compare digits --out x.png",
-         "fit digits --out /dev/null/x", "train digits --updates two"]
+         "fit digits --out /dev/null/x", "train digits --updates two",
+         "fit digits --lr -1", "fit digits --schedule sine", "train digits --set ppo.gamma=2", "train digits --lanes 0",
+         "train digits --updates 0", "train digits --device tpu", "fit digits --epoch 3"]
 
 def test_help_and_refusals_do_not_import_torch():
     code = "\n".join([

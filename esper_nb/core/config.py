@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Count', 'Whole', 'Positive', 'NonNegative', 'Multiple', 'PositiveOrInf', 'Share', 'PositiveShare', 'ShareBelow1',
-           'RandomSeed', 'check', 'check_count', 'printable', 'Range', 'OneOf', 'check_type', 'Config',
-           'parse_settings', 'changed_settings', 'option_text']
+           'RandomSeed', 'check', 'check_count', 'printable', 'Range', 'OneOf', 'check_type', 'Config', 'find_hint',
+           'read_setting', 'parse_settings', 'hint_to_json', 'hint_from_json', 'changed_settings', 'option_text']
 
 # %% ../../nbs/core/00_config.ipynb #cd079288
 import dataclasses
@@ -257,15 +257,25 @@ def _read_text(hint, text: str) -> typing.Any: # of the hint's type, or the text
     if listed is None or isinstance(found, list): return _decode(hint, found)
     return tuple(_read_text(listed, part.strip()) for part in text.split(",")) if text else text
 
-def _find_hint(cls, path: str):
+def find_hint(cls, path: str):
     "Return the type hint of the setting with a dotted name; None if it does not exist."
     name, _, rest = path.partition(".")
     hint = _hints(cls).get(name)
     if not rest: return hint
     inner = next(filter(_is_config, _options(hint)), None)
-    return None if inner is None else _find_hint(inner, rest)
+    return None if inner is None else find_hint(inner, rest)
 
 # %% ../../nbs/core/00_config.ipynb #d42e4a21
+def read_setting(
+    name: str, # of the setting
+    text: str, # its value
+    hint: typing.Any, # its type hint
+) -> typing.Any:
+    "Read one setting from text; raise a `ValueError` for an invalid value."
+    value = _read_text(hint, text)
+    check_type(name, value, hint)
+    return value
+
 def parse_settings(
     pairs: typing.Sequence[str], # "name=value" each, names with dots for settings inside settings
     kind: type[Config], # whose settings they are
@@ -275,13 +285,38 @@ def parse_settings(
     for pair in pairs:
         name, sep, text = pair.partition("=")
         if not (sep and name): raise ValueError(f"{pair!r}, expected name=value, for example lr=0.05")
-        hint = _find_hint(kind, name)
-        out[name] = _read_json(text) if hint is None else _read_text(hint, text)
-        if hint is not None: check_type(name, out[name], hint)
+        hint = find_hint(kind, name)
+        out[name] = _read_json(text) if hint is None else read_setting(name, text, hint)
     for name in out:
         inside = next((k for k in out if k.startswith(f"{name}.")), None)
         check(inside is None, name, out[name], "one of the two: {} is a part of it", inside)
     return out
+
+# %% ../../nbs/core/00_config.ipynb #hintjson
+_plain = {t.__name__: t for t in (int, float, bool, str, types.NoneType)}
+
+def hint_to_json(
+    hint: typing.Any, # type hint of a setting
+) -> list[list] | None: # its alternatives, each a type with its limits; None: not only numbers, words and truth values
+    "Write a type hint down as plain lists."
+    out = []
+    for alternative in _options(hint):
+        kind, limits = _split(alternative)
+        if kind not in _plain.values(): return None
+        words = [["one of", x.note, *x.known] if isinstance(x, OneOf) else ["range", *dataclasses.astuple(x)]
+                 for x in limits]
+        out.append([kind.__name__, *words])
+    return out
+
+def hint_from_json(
+    alternatives: list[list], # of `hint_to_json`
+) -> typing.Any: # an equal type hint
+    "Read a type hint from plain lists."
+    def limit(what: str, *args): return OneOf(*args[1:], note=args[0]) if what == "one of" else Range(*args)
+    found = [typing.Annotated[(_plain[kind], *(limit(*x) for x in limits))] if limits else _plain[kind]
+             for kind, *limits in alternatives]
+    return typing.Union[tuple(found)]
+
 
 # %% ../../nbs/core/00_config.ipynb #9c5f62c8
 def changed_settings(

@@ -7,14 +7,15 @@ __all__ = ['lab_command', 'known_names', 'registered_names', 'main']
 
 # %% ../../nbs/run/99_cli.ipynb #c00f647d
 import argparse, contextlib, csv, difflib, importlib.util, json, math, os, re, subprocess, sys, warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import __version__
-from ..core import check, parse_settings, printable
+from ..core import (
+    check, find_hint, hint_from_json, hint_to_json, parse_settings, printable, read_setting)
 
 if TYPE_CHECKING:
     from esper_nb.train import Task
@@ -250,9 +251,13 @@ def registered_names() -> dict[str, tuple[str, ...]]: # kind -> names
     from esper_nb.train import ANSWERS, FitConfig, list_faults, list_tasks
     run = {k: v for k, v in RunConfig("").to_dict().items() if k != "name"}
     deep = [f"{k}.{inner}" if inner else k for k, v in run.items() for inner in (v if isinstance(v, dict) else [""])]
+    def types(kind: type, names: Iterable[str]) -> list[str]:
+        found = ((name, hint_to_json(find_hint(kind, name))) for name in names)
+        return [f"{name} {json.dumps(hint)}" for name, hint in found if hint is not None]
     return {k: tuple(v) for k, v in dict(
         recipe=list_recipes(), task=list_tasks(), rule=GROWTH_RULES, engine=ENGINES, tracker=TRACKERS, answer=ANSWERS,
-        fault=list_faults(), fit=FitConfig.__dataclass_fields__, run=deep).items()}
+        fault=list_faults(), fit=FitConfig.__dataclass_fields__, run=deep,
+        fit_type=types(FitConfig, FitConfig.__dataclass_fields__), run_type=types(RunConfig, deep)).items()}
 
 # %% ../../nbs/run/99_cli.ipynb #9076e858
 def _train(args):
@@ -426,7 +431,12 @@ def _check_names(args: argparse.Namespace) -> None:
         check(good, "device", device, "cpu, cuda, cuda:1 or mps: this is not a device")
     if (engine := given.get("engine")) is not None and not plugins:
         check(engine in known["engine"], "engine", engine, f"one of {', '.join(known['engine'])}")
-    for pair in given.get("set", ()): _check_setting_name(pair, known["fit" if args.command == "fit" else "run"])
+    settings = "fit" if args.command == "fit" else "run"
+    hints = dict(text.split(" ", 1) for text in known.get(f"{settings}_type", ()))
+    for pair in given.get("set", ()):
+        _check_setting_name(pair, known[settings])
+        name, _, value = pair.partition("=")
+        if name in hints: read_setting(name, value, hint_from_json(json.loads(hints[name])))
     for rule in _names(given["rules"]) if given.get("rules") and not plugins else ():
         found = any(name.startswith(rule) for name in known["rule"])
         near = difflib.get_close_matches(rule, known["rule"], 1, 0)[0]
