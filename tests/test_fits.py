@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from esper_nb.grow import Decision
 from esper_nb.record import RunFolder, encode_row, read_checkpoint
 from esper_nb.run import Comparison, begin_fit, fit_run, main, open_fit
+from esper_nb.show import plot_run
 from esper_nb.train import Fault, FitConfig, get_task, new_population
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -198,3 +199,16 @@ def test_kills_at_any_moment_change_nothing(tmp_path, what):
         ours, weights = end_of(at)
         assert ours == expected[0] and all(torch.equal(weights[k], t) for k, t in expected[1].items())
     print(f"{done} kills of {what} in {runs} runs, when {seen} bytes or files were written: all ends equal")
+
+def test_metrics_of_ones_own_are_rows_that_a_report_draws(tmp_path):
+    run = begin_fit(new_population("digits", SMALL.replace(epochs=2)), tmp_path)
+    with pytest.raises(RuntimeError, match="in a loop over"): run.log(gap=1.)
+    for result in run.epochs():
+        run.log(gap=result.heldout.loss, lr=.5)
+        with pytest.raises(ValueError, match="one of each of the 2 lanes"): run.log(gap=[1., 2., 3.])
+    rows = [r for r in run.folder.rows() if r["kind"] == "metric"]
+    assert [(r["step"], r["lane"]) for r in rows] == [(20, None), (20, 0), (20, 1), (40, None), (40, 0), (40, 1)]
+    heldout = {(r["epoch"], r["lane"]): r["heldout.loss"] for r in run.folder.rows() if "heldout.loss" in r}
+    assert all(r["own.gap"] == pytest.approx(heldout[r["epoch"], r["lane"]]) for r in rows if r["lane"] is not None)
+    names = [ax.get_ylabel() for ax in plot_run(run.folder.rows()).axes]
+    assert names[3:] == ["own lr", "own gap"]

@@ -45,7 +45,7 @@ class RestoreResult:
     steps: tuple[int | None, ...] # for each of them the step of its snapshot
     parts: tuple[str, ...] # names of the parts that were restored
     left: tuple[str, ...] # parts, or shared state, left as they are
-    kept: tuple[str, ...] # what stayed as it is although it has changed since, as `part: what`
+    kept: tuple[str, ...] # modes, frozen flags and members of groups that stayed although they have changed since
     seconds: float
 
 # %% ../../nbs/guard/12_snapshots.ipynb #a8a47abd

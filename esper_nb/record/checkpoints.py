@@ -311,7 +311,7 @@ class ResumableRun:
         folder: RunFolder, # for all files of the run
         log: Sequence[str] = (), # trackers that also receive the rows
     ):
-        self.folder, self.log = folder, log
+        self.folder, self.trackers = folder, log
         self.recorders: list[Recorder] = [] # inside `working`: of the file of rows, and of the trackers
         self.lock: FolderLock | None = None # inside `working`
         self.torn = False # whether a step has begun but is not recorded
@@ -344,7 +344,7 @@ class ResumableRun:
         refuse_link(path)
         with FolderLock(self.folder.path) as self.lock:
             self._check_rows()
-            with (Recorder(open_trackers(self.log, self.folder.path), keep=1) as trackers,
+            with (Recorder(open_trackers(self.trackers, self.folder.path), keep=1) as trackers,
                   Recorder([JSONLWriter(path)], keep=1, queue_size=0) as file): # the queue is unlimited
                 self.recorders = [file, trackers]
                 if not self.written: self.record(first())

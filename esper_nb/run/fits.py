@@ -24,8 +24,9 @@ from ..train import (
     Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, disturb_at, fit,
     get_task, new_population, telling_text, yardstick_lines, yardsticks)
 from ..record import (
-    ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, new_run, population_rows,
+    ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, make_rows, new_run, population_rows,
     run_origin, run_rows, save_tensors, test_rows)
+from ..show import metric_point
 from .plugins import loaded_plugins, open_settings
 from .recipes import command_words
 
@@ -214,6 +215,33 @@ class FitRun(ResumableRun):
                 if self._trained_s >= _spared * self._saving_s: self._save_in_passing()
                 yield result
             if self.over and not self.finished: self._finish()
+
+    def log(self, **values: Any) -> None: # name -> number, or (n,) one of every lane
+        """Record metrics of your own after an epoch: rows of the run, a plot of its report, a curve of its panel.
+
+        Raises
+        ------
+        ValueError
+            If a value is neither a number nor one of every lane.
+        RuntimeError
+            Outside of a loop over `epochs`.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from esper_nb import FitConfig, begin_fit, new_population
+        >>> run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=2, workers=1)), tempfile.mkdtemp())
+        >>> for result in run.epochs(): run.log(gap=result.heldout.loss - result.train.losses.mean(0))
+        >>> [row["own.gap"] < 5 for row in run.folder.rows() if row["kind"] == "metric"]
+        [True, True, True, True]
+        """
+        pop = self.population
+        if not self.recorders: raise RuntimeError("log: the run does not train now; call it in a loop over `epochs`")
+        points = {k.replace(".", "_"): metric_point(k, v, pop.lanes).tolist() for k, v in values.items()}
+        own = {k: p[0] if len(p) == 1 else p for k, p in points.items()}
+        epochs = int(pop.epoch.max())
+        step = epochs * (pop.data.num_train // pop.batch_size)
+        self.record(make_rows("metric", dict(own=own), epoch=epochs - 1, step=step))
 
     def drive(self,
         progress: bool = True, # draw a progress bar

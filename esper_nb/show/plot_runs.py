@@ -62,7 +62,7 @@ def plot_lanes(
     ax = axes_or_new(ax)
     found = series(rows, name, by)
     curves = [curve for lane, curve in found.items() if lane is not None]
-    if not curves and None not in found: return draw_empty(ax, f"No row holds {name} of a lane.")
+    if not curves and None not in found: return draw_empty(ax, f"No row has {name} together with {by!r}.")
     for xs, ys in curves: ax.plot(xs, ys, color=BLUE, lw=1, alpha=.5)
     label = f"median of {len(curves)} lanes" if curves else None
     ax.plot(*lane_median(curves or [found[None]]), color=BLUE, marker="o", ms=3, lw=2, label=label)
@@ -84,8 +84,8 @@ def _use_log_axis(ax: Any, least: float = 1.) -> None:
 def plot_run(
     rows: Sequence[Row], # rows of a run made by `fit`
 ) -> Any: # figure
-    "Plot held-out accuracy, training loss and gradient norm of every lane, and the first metric of the user's."
-    own = [name for row in pick_rows(rows, "metric") for name in metric_names(row)][:1]
+    "Plot held-out accuracy, training loss and gradient norm of every lane, and the first three metrics of the user's."
+    own = list(dict.fromkeys(name for row in pick_rows(rows, "metric") for name in metric_names(row)))[:3]
     fig, axs = new_axes(12 + 3 * len(own), 3, 1, 3 + len(own))
     for ax, name in zip(axs, ("heldout.accuracy_pp", "train.loss", "train.grad_norm")): plot_lanes(rows, name, ax)
     for ax in axs[1:3]: _use_log_axis(ax)
