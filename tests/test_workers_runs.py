@@ -134,7 +134,7 @@ def test_a_run_in_shards_says_so(here, tmp_path, capsys):
 
 @pytest.mark.parametrize("wrong, words", [(["--engine", "rai"], "engine='rai', expected one of local, process, ray"),
                                           (["--shards", "17"], "shards=17, expected at most 16, one for each lane"),
-                                          (["--parts", "0"], "shards=0")])
+                                          (["--set", "shards=0"], "shards=0, expected a whole number")])
 def test_mistakes_are_told_before_anything_is_made(wrong, words, tmp_path, capsys, monkeypatch):
     def never(*args): raise AssertionError("something was made")
     monkeypatch.setattr("esper_nb.run.runs.Run", never)
