@@ -14,8 +14,8 @@ from esper_nb.control import QUICK, QUICK_RULES, Heuristic, as_controller
 from esper_nb.record import (
     decode_row, encode_row, find_metric, make_rows, population_rows, run_rows, seed_lives, stage_spans)
 from esper_nb.show import (
-    COLORS, HATCHES, MARKERS, STAGE_STYLES, THEMES, plot_blueprints, plot_compare, plot_incidents, plot_lanes,
-    plot_learning, plot_rewards, plot_run, plot_runs as runs_page, plot_slots, theme)
+    COLORS, HATCHES, MARKERS, STAGE_STYLES, THEMES, plot_blueprints, plot_compare, plot_controller, plot_incidents,
+    plot_lanes, plot_learning, plot_rewards, plot_run, plot_runs as runs_page, plot_slots, theme)
 from esper_nb.train import Fault, FitConfig, disturb_at, fit, new_population
 
 
@@ -52,6 +52,7 @@ SCORES = {"heuristic": np.linspace(30, 50, 16), "wait only": [18.] * 16, "ppo": 
 PLOTS = {f.__name__: (lambda rows, f=f: f(rows))
          for f in (plot_incidents, plot_slots, plot_blueprints, plot_rewards, plot_run, plot_learning)}
 PLOTS["plot_lanes"] = lambda rows: plot_lanes(rows, "heldout.accuracy_pp")
+PLOTS["plot_controller"] = lambda rows: plot_controller(rows, dict(PPO=60., waiting=18.) if rows else None)
 PLOTS["plot_compare"] = lambda rows: plot_compare(SCORES if rows else {})
 
 @pytest.fixture(autouse=True)
@@ -136,7 +137,7 @@ def test_values_that_were_not_measured_do_no_harm(name, run, policy):
               else v for k, v in r.items()} for r in run + policy]
     assert figure(PLOTS[name](blank)).axes
 
-@pytest.mark.parametrize("name", sorted(PLOTS.keys() - {"plot_run", "plot_learning"}))
+@pytest.mark.parametrize("name", sorted(PLOTS.keys() - {"plot_run", "plot_learning", "plot_controller"}))
 def test_axes_of_the_caller_are_used_and_keep_their_colours(name, run):
     args = dict(plot_lanes=(run, "train.loss"), plot_compare=(SCORES,)).get(name, (run,))
     draw = getattr(runs_page, name, None) or getattr(runs_page, name)

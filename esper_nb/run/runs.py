@@ -28,7 +28,7 @@ from ..learn import Learner, StopFlag, Update
 from ..record import (
     AlarmWatch, EnvRows, EnvState, JSONLWriter, Recorder, ResumableRun, Row, RunFolder, alarm_rows, check_contract,
     check_trackers, new_run, run_origin, run_rows, save_tensors, test_rows, update_rows)
-from ..show import plot_learning
+from ..show import plot_controller
 from .compare import Player, PolicyPlayer, compare_controllers, simple_controllers
 from .comparison import Comparison, comparison_text
 from .follow import about_time
@@ -297,7 +297,8 @@ class Run(ResumableRun):
             result.save(path/"comparison.json")
             with new_file(path/"controller.safetensors") as part:
                 save_tensors(self.learner.policy.state_dict(), part)
-            fig = plot_learning(self.folder.rows())
+            scores = {k: x for k, (x, *_) in result.intervals().items()} if len(result.names) > 1 else None
+            fig = plot_controller(self.folder.rows(), scores, result.measure.label())
             with new_file(path/"run.png") as part: fig.savefig(part, dpi=110)
         plt.close(fig)
         return result

@@ -22,7 +22,8 @@ from .plot_runs import (HEALTH as HEALTH, lane_median as lane_median, plot_lanes
     plot_incidents as plot_incidents, stage_bar as stage_bar, stage_text as stage_text, plot_slots as plot_slots,
     plot_blueprints as plot_blueprints, alarm_limits as alarm_limits, plot_learning as plot_learning,
     reward_terms as reward_terms, plot_rewards as plot_rewards, plot_compare as plot_compare,
-    plot_side_by_side as plot_side_by_side, draw_controller as draw_controller, draw_metric as draw_metric)
+    plot_controller as plot_controller, plot_side_by_side as plot_side_by_side, draw_controller as draw_controller,
+    draw_metric as draw_metric)
 from .session import (P as P, REQUESTS as REQUESTS, Request as Request, request as request, StepClock as StepClock,
     Session as Session, unmet_requirements as unmet_requirements, epochs_until_empty as epochs_until_empty,
     seed_disabled_reasons as seed_disabled_reasons)

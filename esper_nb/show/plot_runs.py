@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HEALTH', 'lane_median', 'plot_lanes', 'plot_run', 'plot_incidents', 'stage_bar', 'stage_text', 'plot_slots',
            'plot_blueprints', 'alarm_limits', 'plot_learning', 'reward_terms', 'plot_rewards', 'plot_compare',
-           'plot_side_by_side', 'draw_controller', 'draw_metric']
+           'plot_controller', 'plot_side_by_side', 'draw_controller', 'draw_metric']
 
 # %% ../../nbs/show/78_plot_runs.ipynb #aedd4290
 import math
@@ -312,7 +312,7 @@ def _health_curve(ax: Any, rows: Sequence[Row], name: str, xs: Sequence[float], 
     if name == "update.return_mean":
         low, high = (series(rows, f"update.return_{end}", "update")[None][1] for end in ("low", "high"))
         spread = [(x, a, b) for x, a, b in zip(xs, low, high) if not math.isnan(a)]
-        ax.fill_between(*zip(*spread), color=BLUE, alpha=.2, lw=0)
+        if spread: ax.fill_between(*zip(*spread), color=BLUE, alpha=.2, lw=0)
     if name == "update.entropy_mean":
         seen = {k for r in rows for k, v in r.items() if v is not None}
         heads = sorted(k for k in seen if k.startswith("update.head_entropy."))
@@ -454,6 +454,54 @@ def plot_compare(
            ylim=(len(order) - .45, -.5))
     ax.tick_params(axis="y", length=0)
     return ax
+
+# %% ../../nbs/show/78_plot_runs.ipynb #ctrlplot
+def _draw_episodes(ax: Any, rows: Sequence[Row]) -> None:
+    "Draw the held-out accuracy of every lane, begun anew with every episode, and the rollbacks."
+    ends = {(r["lane"], r["epoch"]) for r in pick_rows(rows, "episode")}
+    found, name = rollbacks(rows, "epoch"), "heldout.accuracy_pp"
+    curves = series(pick_rows(rows, "epoch"), name)
+    for lane, (xs, ys) in curves.items():
+        ruined = any(b.lane == lane for b in found)
+        look = dict(color=BLUE, lw=1.8, zorder=3) if ruined else dict(color=GREY, lw=.7, alpha=.5)
+        points = [p for x, y in zip(xs, ys) for p in ([(x, y), (x, math.nan)] if (lane, x) in ends else [(x, y)])]
+        ax.plot(*zip(*points), **look)
+    for b in found:
+        if b.lane not in curves: continue
+        x, y = min(zip(*curves[b.lane]), key=lambda point: abs(point[0] - b.at))
+        ax.plot(x, y, ls="", marker="X", ms=9, color=WINE, mec=text_color(ax), mew=.7, zorder=4)
+        ax.annotate(f"lane {b.lane}: {b.reason} → {b.action}", (x, 1), (0, 2), xycoords=("data", "axes fraction"),
+                    textcoords="offset points", ha="center", fontsize=9, color=text_color(ax))
+        ax.axvline(x, color=WINE, lw=.8, ls=":")
+    ax.set(xlabel=x_label("epoch"), ylabel=axis_label(name))
+
+def plot_controller(
+    rows: Sequence[Row], # rows of a run that trained a controller
+    scores: Mapping[str, float] | None = None, # of its comparison: controller -> score
+    label: str = "test accuracy (pp)", # of the scores, with unit
+) -> Any: # figure
+    "Plot the accuracy that every episode came to, with rollbacks; the returns; and the comparison, if there is one."
+    fig, axs = new_axes(9, 5 + (1 + .4 * len(scores) if scores else 0), 2 + bool(scores), 1)
+    updates = pick_rows(rows, "update")
+    if not updates:
+        for i, ax in enumerate(axs): ax.set_visible(i == 0)
+        draw_empty(axs[0], "The policy has not been updated yet.")
+        return fig
+    _draw_episodes(axs[0], rows)
+    xs, ys = series(updates, "update.return_mean", "update").get(None, ([], []))
+    if any(map(math.isfinite, ys)): _health_curve(axs[1], updates, "update.return_mean", xs, ys)
+    for x, y in zip(xs, ys):
+        if any(r.get("update.rollbacks") for r in updates if r["update"] == x):
+            axs[1].plot(x, y, ls="", marker="X", ms=9, color=WINE, mec=text_color(axs[1]), mew=.7)
+    axs[1].set(xlabel="update", ylabel="return of an episode")
+    integer_ticks(axs[1])
+    if scores:
+        names = sorted(scores, key=scores.__getitem__)
+        bars = axs[2].barh(names, [scores[k] for k in names], color=[BLUE if k == "PPO" else GREY for k in names])
+        axs[2].bar_label(bars, fmt="{:.1f}", padding=3, color=text_color(axs[2]))
+        axs[2].set(xlabel=label)
+    return fig
+
 
 # %% ../../nbs/show/78_plot_runs.ipynb #ebb9ff11
 def plot_side_by_side(
