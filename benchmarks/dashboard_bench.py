@@ -27,8 +27,9 @@ session = Session(new_population('digits', FitConfig(lanes=16, epochs=100_000)),
 board = Dashboard(session, lane=3)
 def kept(history):
     series = {k: getattr(history, k).count for k in ('losses', 'states', 'curves')}
-    lists = {k: len(getattr(history, k)) for k in ('notes', 'incidents', '_reports', '_unrecovered', '_snapshots')}
-    return series | lists | dict(rows=len(history.recorder.rows))
+    lists = {k: len(getattr(history, k)) for k in ('notes', 'incidents', '_unrecovered', '_unexplained')}
+    places = dict(reports=len(history._places.queue), snapshots=len(history._places.snapshots))
+    return series | lists | places | dict(rows=len(history.recorder.rows))
 def report():
     board.widget()
     s, f = session, board.panel.feed
