@@ -7,8 +7,8 @@ from dashboard_bench import cost, costs, grow, slope
 
 SECONDS = int(os.environ.get("WATCH_SECONDS", 20))
 # what a session keeps at most
-MOST = dict(losses=1024, states=512, curves=1024, notes=200, incidents=200, rows=2000, _unrecovered=200, _snapshots=200,
-            _reports=0)
+MOST = dict(losses=1024, states=512, curves=1024, notes=200, incidents=200, rows=2000, _unrecovered=200,
+            _unexplained=50, snapshots=200, reports=0)
 
 
 def test_nothing_grows_while_a_page_watches():
