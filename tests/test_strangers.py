@@ -198,7 +198,7 @@ def test_a_disk_that_is_full_from_the_start_ends_the_run(tmp_path, monkeypatch):
 # ---- budget, and quick commands
 
 def test_the_comparison_keeps_to_its_budget(tmp_path, monkeypatch):
-    monkeypatch.setattr("esper_nb.run.runs.plot_learning", lambda rows: plt.figure())
+    monkeypatch.setattr("esper_nb.run.runs.plot_controller", lambda *given: plt.figure())
     for share, names in ((0, ["PPO"]), (.5, ["PPO", "wait-only"]), (9, ["PPO", *simple_controllers()])):
         run = begin_run(get_recipe("digits_impaired", TINY | {"comparison": float(share)}), tmp_path)
         for _ in run.updates(): pass
