@@ -24,9 +24,9 @@ from ..train import (
     Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, disturb_at, fit,
     get_task, new_population, telling_text, yardstick_lines, yardsticks)
 from ..record import (
-    ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, make_rows, new_run, population_rows,
+    ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, new_run, population_rows,
     run_origin, run_rows, save_tensors, test_rows)
-from ..show import metric_point
+from ..show import own_rows
 from .plugins import loaded_plugins, open_settings
 from .recipes import command_words
 
@@ -237,11 +237,9 @@ class FitRun(ResumableRun):
         """
         pop = self.population
         if not self.recorders: raise RuntimeError("log: the run does not train now; call it in a loop over `epochs`")
-        points = {k.replace(".", "_"): metric_point(k, v, pop.lanes).tolist() for k, v in values.items()}
-        own = {k: p[0] if len(p) == 1 else p for k, p in points.items()}
         epochs = int(pop.epoch.max())
         step = epochs * (pop.data.num_train // pop.batch_size)
-        self.record(make_rows("metric", dict(own=own), epoch=epochs - 1, step=step))
+        self.record(own_rows(values, pop.lanes, epoch=epochs - 1, step=step))
 
     def drive(self,
         progress: bool = True, # draw a progress bar

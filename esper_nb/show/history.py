@@ -6,7 +6,8 @@
 __all__ = ['AXES', 'ACTIONS', 'LIMITS', 'CURVE_COLUMNS', 'MOST_METRICS', 'DownsampledSeries', 'keep_later', 'keep_last_known',
            'Note', 'FaultMark', 'Incident', 'incident_from_report', 'restored_level', 'recovered_at', 'provoked_by',
            'ReportPlaces', 'FaultLog', 'History', 'lane_limits', 'SlotState', 'slot_codes', 'decode_slots',
-           'StateLayout', 'controller_curves', 'controller_point', 'seed_lines', 'metric_point', 'logged_metrics']
+           'StateLayout', 'controller_curves', 'controller_point', 'seed_lines', 'metric_point', 'own_rows',
+           'logged_metrics']
 
 # %% ../../nbs/show/80_history.ipynb #5e93e933
 import threading
@@ -21,7 +22,7 @@ from ..core import check, check_count
 from ..guard import NOTES, Governor, Report, loss_limits
 from ..grow import COLUMNS, Growing, Stage
 from ..control import OPERATIONS
-from ..record import Recorder, Row, metric_names
+from ..record import Recorder, Row, make_rows, metric_names
 from .sources import Frame, Source
 
 # %% ../../nbs/show/80_history.ipynb #e9de7458
@@ -595,6 +596,15 @@ def metric_point(
     except (TypeError, ValueError): point = np.zeros((0, 0))
     check(point.shape in ((1,), (lanes,)), name, value, f"a number, or one of each of the {lanes} lanes")
     return point
+
+def own_rows(
+    values: Mapping[str, Any], # name -> number, or (n,) one of every lane
+    lanes: int, # n
+    **keys: Any, # when: `step=200`
+) -> list[Row]:
+    "Return the rows of metrics of the user's."
+    points = {k.replace(".", "_"): metric_point(k, v, lanes).tolist() for k, v in values.items()}
+    return make_rows("metric", dict(own={k: p[0] if len(p) == 1 else p for k, p in points.items()}), **keys)
 
 def logged_metrics(
     rows: Iterable[Row], # of a step

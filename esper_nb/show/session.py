@@ -27,8 +27,8 @@ from ..grow import (
     COOLING, LIVE, Decision, Gates, Rules, SeedState, Slot, Stage, check_gate, next_stage)
 from ..train import Population
 from ..record import (
-    JSONLWriter, Notices, Notify, RunFolder, load_checkpoint, make_rows, new_run, run_origin, save_checkpoint)
-from .history import History, Incident, Note, metric_point
+    JSONLWriter, Notices, Notify, RunFolder, load_checkpoint, new_run, run_origin, save_checkpoint)
+from .history import History, Incident, Note, own_rows
 from .sources import WAITING, PopulationSource, Source
 
 # %% ../../nbs/show/81_session.ipynb #216493eb
@@ -198,9 +198,7 @@ class Session:
     def log(self, **values: Any) -> None: # name -> number, or (n,) one of every lane; at most 64 names
         "Record metrics of your own at the newest batch: they are shown, drawn as a second curve, and saved as rows."
         self.history.log(values)
-        points = {k: metric_point(k, v, self.source.lanes).tolist() for k, v in values.items()}
-        rows = {k.replace(".", "_"): p[0] if len(p) == 1 else p for k, p in points.items()}
-        self.history.recorder.add(make_rows("metric", dict(own=rows), step=self.history.x))
+        self.history.recorder.add(own_rows(values, self.source.lanes, step=self.history.x))
 
     @request
     def start(self) -> str:
