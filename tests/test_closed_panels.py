@@ -45,8 +45,11 @@ def opened(what=population, show=True, image=False):
     return thing, session, board
 
 
-@pytest.mark.parametrize("what", [population, controller])
-@pytest.mark.parametrize("show, image", [(False, False), (True, False), (True, True)])
+OPENED = [pytest.param(population, True, True), *(pytest.param(what, show, image, marks=pytest.mark.slow)
+    for what, show, image in ((population, False, False), (population, True, False), (controller, False, False),
+                              (controller, True, False), (controller, True, True)))]
+
+@pytest.mark.parametrize("what, show, image", OPENED)
 def test_a_closed_panel_and_session_are_freed(what, show, image):
     opened(what, show, image)[2].close() # first use: what stays for good
     before = left_over()
@@ -65,6 +68,7 @@ def test_a_closed_panel_and_session_are_freed(what, show, image):
     assert wait_until(lambda: left_over()[1] <= before[1])
 
 
+@pytest.mark.slow
 def test_fifty_openings_leave_nothing():
     opened()[2].close()
     before = left_over()

@@ -75,6 +75,7 @@ def test_numbers_as_people_write_them_are_numbers(case, tmp_path):
     assert max(first.min(), second.min()) >= min(first.max(), second.max()) - .02 and spread(data) > .5
 
 @pytest.mark.skipif(not ONNX, reason="onnx, onnxscript and onnxruntime are not installed: pip install esper_nb[export]")
+@pytest.mark.slow
 def test_amounts_and_codes_are_read_alike_by_the_printed_lines(tmp_path, monkeypatch):
     a, u, kind = messy_numbers(120)
     f = pandas.DataFrame({c: [write(v, w) for v, w in zip(a, u)] for c, (write, _) in MESSY_NUMBERS.items()})
@@ -377,7 +378,8 @@ def test_the_printed_lines_say_of_raw_rows_what_the_network_says(target, tmp_pat
     again = answered(run.path, f, tmp_path, monkeypatch)[1]
     assert np.isfinite(again).all()
 
-@pytest.mark.parametrize("suffix", [pytest.param("onnx", marks=pytest.mark.skipif(not ONNX, reason="onnx")), "pt2"])
+@pytest.mark.parametrize("suffix", [
+    pytest.param("onnx", marks=[pytest.mark.skipif(not ONNX, reason="onnx"), pytest.mark.slow]), "pt2"])
 def test_rows_whose_words_look_like_numbers_are_answered_as_among_all(suffix, tmp_path, monkeypatch):
     f = frame().assign(flag=["true", "false", "maybe"] * 30, code=["1", "02", "x"] * 30)
     task = task_from_table(written(tmp_path/"t.csv", f), label="kind", columns=["flag", "a", "code"], epochs=3)

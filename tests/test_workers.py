@@ -238,7 +238,8 @@ def pid_of(env, number):
     return ray.get(worker.actor.__ray_call__.remote(lambda self: os.getpid()))
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_killed_processes_change_nothing(engine, here, seed):
     "In the midst of a step or a snapshot."
     luck = random.Random(seed)
