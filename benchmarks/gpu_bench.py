@@ -227,8 +227,23 @@ def scale_row(case, turns, limit, graphs, loops):
     return dict(case=case.name, precision=case.precision, networks=case.lanes, graphs=graphs, seconds=seconds,
                 images_per_s=images / seconds, times={k: case.lanes * t / seconds for k, t in loops.items()},
                 bytes_per_lane=(torch.cuda.max_memory_allocated() - before) / case.lanes,
-                busy=busy(lambda: run_epoch(pop, split=None, look=False), seconds),
+                busy=busy(lambda: run_epoch(pop, split=None, look=False), seconds), phases=phases(pop),
                 replays=pop.graphs.replays if graphs else 0, why_not=sorted(pop.graphs.said) if graphs else [])
+
+
+def phases(pop):
+    "Seconds of each phase of an epoch, every one until the device is done: where an idle device waits for the host."
+    found, begun = {}, [time.perf_counter()]
+    def note(name):
+        wait()
+        now = time.perf_counter()
+        found[name], begun[0] = now - begun[0], now
+    wait()
+    batches = pop.data.epoch(pop.config.seed, range(pop.lanes), pop.epoch.tolist(), pop.batch_size)
+    note("orders of the data, drawn once more")
+    del batches
+    run_epoch(pop, split=None, look=False, clock=note)
+    return found
 
 
 def busy(f, seconds):

@@ -127,14 +127,15 @@ def draw_images(
     count: int, # N, images in the split
     pad: int, # border in pixels
     flip: bool, # whether half of the images are mirrored
-) -> Tensor: # (4, N) int64: order, top and left edge of the window, mirrored or not
+    dtype: torch.dtype = torch.int64, # of the numbers, which it does not change; int32 is half as large
+) -> Tensor: # (4, N): order, top and left edge of the window, mirrored or not
     "Draw order, windows and mirroring of one lane for an epoch of images."
     seed, lane = seed_key
-    g = generator(seed, "data", lane, epoch)
-    order = torch.randperm(count, generator=g)
-    corner = torch.randint(0, 2 * pad + 1, (2, count), generator=g)
-    mirror = torch.randint(0, 1 + bool(flip), (count,), generator=g)
-    return torch.stack([order, *corner, mirror])
+    g, drawn = generator(seed, "data", lane, epoch), torch.empty(4, count, dtype=dtype)
+    torch.randperm(count, generator=g, dtype=dtype, out=drawn[0])
+    torch.randint(0, 2 * pad + 1, (2, count), generator=g, dtype=dtype, out=drawn[1:3])
+    torch.randint(0, 1 + bool(flip), (count,), generator=g, dtype=dtype, out=drawn[3])
+    return drawn
 
 # %% ../../nbs/train/33_data.ipynb #d2fa7414
 def window_index(
@@ -261,10 +262,11 @@ class ImageData(Splits):
         batch_size: int, # images per lane and batch
     ) -> Epoch: # x (B, n*C, H, W) float32 channels_last, y (B, n) int64
         "Return shuffled and augmented training batches for n lanes."
-        def own(lane, e): return draw_images(self.seed_key(seed, lane), e, self.num_train, self.pad, self.flip)
-        draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)])
         address = torch.int32 if self.x["train"].numel() < 2**31 else torch.int64
-        order, dy, dx, mirror = whole_batches(draws.to(address), batch_size, self.device)
+        def own(lane, e):
+            return draw_images(self.seed_key(seed, lane), e, self.num_train, self.pad, self.flip, dtype=address)
+        draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)])
+        order, dy, dx, mirror = whole_batches(draws, batch_size, self.device)
         size = batch_size * order.shape[-1] * self.shape[0] * self.shape[1] * self.shape[2]
         reader = self.reader(order, (dy, dx), mirror)
         return Epoch(dict(order=order, dy=dy, dx=dx, mirror=mirror), reader, max(1, AHEAD // size))
