@@ -1,5 +1,5 @@
 "The adapters against the real frameworks, where they are installed."
-import io, math, os, subprocess, sys, warnings
+import io, math, os, subprocess, sys, time, warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -560,4 +560,5 @@ def test_fastai_searches_a_rate_without_a_governor():
 if __name__ == "__main__":
     run = dict(accelerate=accelerate_on_ranks, transformers=hugging_face_on_ranks)[sys.argv[1]]
     for resume in (False, True): run(sys.argv[2], resume)
+    time.sleep(.5) # a thread of gloo still holds what the Trainer has gathered last, and dies if Python ends first
     torch.distributed.destroy_process_group() # its threads must not outlive it
