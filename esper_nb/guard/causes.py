@@ -11,9 +11,9 @@ __all__ = ['OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'EXPERIMENTS', 'CONTROLS', 
            'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'mix_examples', 'can_mix',
            'are_sorted', 'with_tensors', 'switched_inputs', 'hold_inputs', 'name_inputs', 'hold_rate', 'hold_settings',
            'most_changed', 'rate_rose', 'had_a_spell', 'other_settings', 'is_near', 'without_autocast',
-           'full_precision', 'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments', 'moments_push',
-           'clip_as_usual', 'scale_rate', 'slower', 'climb', 'why_well', 'why_cured', 'CaseFile', 'Repetition',
-           'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
+           'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments',
+           'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'why_well', 'why_cured', 'CaseFile',
+           'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/26_causes.ipynb #imports
 import itertools
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from .ranks import Ranks
 from .rates import set_setting
 from .recorder import RecordedIncident, RecordedStep, settings_of, tensors_of
-from .rehearsal import DryReplay
+from .rehearsal import DryReplay, can_fork, in_a_fork
 from .replay import LOW, Changes, LayerWatch, Replay, find_operation, share_of_rate
 from .reports import Evidence, Explanation, logger
 from .rises import blames_weights
@@ -554,6 +554,19 @@ def full_precision(replay: Replay):
     for m in replay.models:
         if any(p.dtype in LOW for p in m.parameters()): m.float()
 
+def bears_float32(replay: Replay) -> bool:
+    "Whether the step can be run with weights in float32; one that ends the loop where it fails is tried in a fork."
+    own = any(p.dtype in LOW for m in replay.models for p in m.parameters())
+    if not own or not hasattr(replay.steps[0].step, "ready"): return True
+    def once():
+        replay.begin()
+        full_precision(replay)
+        return replay.take(0)
+    if not can_fork(): return False
+    try: in_a_fork(once)
+    except (RuntimeError, TimeoutError): return False
+    return True
+
 def few_bits(found: Findings) -> str:
     "Say which numbers have too few."
     return f"{', '.join(sorted(str(d)[6:] for d in found.low))} has too few bits here: in float32 the run stays well"
@@ -624,7 +637,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "in float32": Experiment(
         change=lambda r, f: full_precision(r), cause="precision",
         why=lambda r, f: few_bits(f),
-        fits=lambda r, f: bool(f.low), help="overflow and rounding under autocast"),
+        fits=lambda r, f: bool(f.low) and bears_float32(r), help="overflow and rounding under autocast"),
     "without old gradients": Experiment(
         change=lambda r, f: drop_gradients(r), cause="gradients", why=lambda r, f: OLD_GRADIENTS,
         fits=updates_every_step, help="a missing zero_grad"),
@@ -965,8 +978,14 @@ class Inquiry:
     def _gap(self, changes: Sequence[Callable[[Replay, Findings], None]]) -> Gap:
         r = self.replay
         r.begin()
-        for change in changes: change(r, self.found)
-        losses = r.run()
+        try:
+            for change in changes: change(r, self.found)
+            losses = r.run()
+        except Exception as e: # a step need not bear what an experiment changes
+            if r.ranks: raise
+            logger.info("Governor: looking for the cause: the step fails in an experiment: %s: %s", type(e).__name__,
+                        str(e).partition("\n")[0])
+            return RUINED
         trained = [x for s, x in zip(r.steps, losses) if s.number not in r.changes.without]
         if len(losses) < len(r.steps) or not trained or not math.isfinite(trained[-1]): return RUINED
         return self.yard.measure()
