@@ -492,3 +492,21 @@ def test_tensors_that_are_exchanged_in_a_module_are_seen_unless_they_are_equal()
     net[1].running_mean = net[1].running_mean + 1
     found = watch.start_of_step()
     assert (found.names, found.how) == (("model.1.running_mean",), "exchanged")
+
+def test_what_a_replay_does_is_no_sign_of_the_run():
+    "A step that clips its weights writes between two updates; seen only in a replay, that would speak against the run."
+    torch.manual_seed(0)
+    net = nn.Linear(16, 10)
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    governor = Governor(net, opt, chance_loss=math.log(10))
+    def step(xy):
+        loss = F.cross_entropy(net(xy[0]), xy[1])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        net.weight.data.clamp_(-.1, .1)
+        return loss
+    for k in range(60): governor.run(step, batch(k))
+    governor.explain(all_of_them=True)
+    for k in range(60, 64): governor.run(step, batch(k))
+    assert governor.judge.updates.signs.since(0) == []
