@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from esper_nb.guard import (
     EXPERIMENTS, DryReplay, Findings, LossStats, Replay, Snapshot, StateWatch, StepRecorder, Written, describe_failure,
-    find_cause, find_odd, find_operation, most_changed, redo, redo_disturbed, tables_of, tensors_of_parts)
+    find_cause, find_odd, find_operation, is_in_cycles, most_changed, redo, redo_disturbed, tables_of, tensors_of_parts)
 from esper_nb.guard import Governor, GovernorConfig
 
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0))
@@ -510,3 +510,21 @@ def test_what_a_replay_does_is_no_sign_of_the_run():
     governor.explain(all_of_them=True)
     for k in range(60, 64): governor.run(step, batch(k))
     assert governor.judge.updates.signs.since(0) == []
+
+@pytest.mark.parametrize("rate, blamed", [
+    (lambda k: 1.2 - 1.19 * abs(k % 50 - 25) / 25, False), # a cycle: so high again and again, while all was well
+    (lambda k: 100. if k >= 120 else 1.2 - 1.19 * abs(k % 50 - 25) / 25, True), # a fault in one
+    (lambda k: .01 + 1.19 * math.exp(-max(0, k - 10) / 30) * min(1, k / 10) if k < 120 else 1.2, True), # resumed high
+    (lambda k: .01 if k < 120 else 1.2, True)], ids=["cycle", "fault", "peak", "jump"])
+def test_a_rate_that_was_as_high_before_again_and_again_is_not_to_blame(rate, blamed):
+    net = nn.Linear(1, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    recorder, snapshot = StepRecorder([net, opt]), Snapshot(net, opt)
+    snapshot.take()
+    for k in range(150):
+        opt.param_groups[0]["lr"] = rate(k)
+        recorder.run(lambda x: .5, torch.ones(1), k)
+    replay = Replay(recorder.incident_from(100, snapshot))
+    assert is_in_cycles(replay) is not blamed
+    for name in ("the learning rate of the good state", "a quarter of the learning rate"):
+        assert EXPERIMENTS[name].fits(replay, Findings(replay.steps, replay.losses, 0)) is blamed

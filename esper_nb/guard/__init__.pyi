@@ -18,7 +18,7 @@ from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED, YARD as Y
     mix_examples as mix_examples, can_mix as can_mix, are_sorted as are_sorted, with_tensors as with_tensors,
     switched_inputs as switched_inputs, hold_inputs as hold_inputs, name_inputs as name_inputs,
     hold_rate as hold_rate, hold_settings as hold_settings, most_changed as most_changed, rate_rose as rate_rose,
-    had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near,
+    is_in_cycles as is_in_cycles, had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near,
     without_autocast as without_autocast, full_precision as full_precision, bears_float32 as bears_float32,
     few_bits as few_bits, drop_gradients as drop_gradients, updates_every_step as updates_every_step,
     forget_moments as forget_moments, moments_push as moments_push, clip_as_usual as clip_as_usual,
@@ -77,9 +77,9 @@ from .recorder import (Repeats as Repeats, Origin as Origin, HasModes as HasMode
     same_stream as same_stream, keys_of as keys_of, with_origins as with_origins, iter_noting as iter_noting,
     fetch_from as fetch_from, Noting as Noting, NotingIterator as NotingIterator, settings_of as settings_of,
     idle as idle, still_schedules as still_schedules, stepping as stepping, foreign_optimizers as foreign_optimizers,
-    at_share as at_share, Omissions as Omissions, WarmUp as WarmUp, StepRecorder as StepRecorder,
-    RecordedIncident as RecordedIncident, copy_published as copy_published, why_missing as why_missing,
-    give_inputs as give_inputs)
+    at_share as at_share, Omissions as Omissions, WarmUp as WarmUp, RatePeaks as RatePeaks,
+    StepRecorder as StepRecorder, RecordedIncident as RecordedIncident, copy_published as copy_published,
+    why_missing as why_missing, give_inputs as give_inputs)
 from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
     end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Repeats', 'Origin', 'HasModes', 'RunModes', 'RecordedStep', 'number_of', 'tensors_of', 'same_content', 'same_stream',
            'keys_of', 'with_origins', 'iter_noting', 'fetch_from', 'Noting', 'NotingIterator', 'settings_of', 'idle',
-           'still_schedules', 'stepping', 'foreign_optimizers', 'at_share', 'Omissions', 'WarmUp', 'StepRecorder',
-           'RecordedIncident', 'copy_published', 'why_missing', 'give_inputs']
+           'still_schedules', 'stepping', 'foreign_optimizers', 'at_share', 'Omissions', 'WarmUp', 'RatePeaks',
+           'StepRecorder', 'RecordedIncident', 'copy_published', 'why_missing', 'give_inputs']
 
 # %% ../../nbs/guard/24_recorder.ipynb #22aa0003
 import copy
@@ -344,6 +344,24 @@ class WarmUp:
         return share
 
 # %% ../../nbs/guard/24_recorder.ipynb #22aa0020
+class RatePeaks:
+    "How high the learning rate has risen, each time from below half of that: in cycles it does so again and again."
+    def __init__(self) -> None:
+        self.peaks: deque[tuple[int, float]] = deque(maxlen=64) # number of the step that was down again, rate
+        self.low, self.high = math.inf, 0. # since the latest of them, and since it rises
+
+    def add(self, number: int, rate: float): # of a step
+        "Note the rate of a step."
+        self.low = min(self.low, rate)
+        if rate > 2 * self.low: self.high = max(self.high, rate)
+        if rate < self.high / 2:
+            self.peaks.append((number, self.high))
+            self.low, self.high = rate, 0.
+
+    def before(self, number: int) -> list[float]: # of a step
+        "Return the rates of peaks that were over before it."
+        return [rate for at, rate in self.peaks if at <= number]
+
 class StepRecorder:
     "The latest steps of a run: batches by reference, or by what they are fetched by, random streams, settings."
     def __init__(
@@ -365,6 +383,7 @@ class StepRecorder:
         self.updated = self.seen_update = False # the latest step has changed weights; any has
         self.incident: RecordedIncident | None = None # the latest
         self.omissions, self.warm_up = Omissions(), WarmUp() # what is left out, how the learning rate comes back
+        self.peaks = RatePeaks()
         self.footprint: Footprint | None = None # what the steps read beside their batches; None: nobody has looked
         self.repeats = Repeats()
         self.light = True # batches that can be had again are equal when they are
@@ -401,6 +420,8 @@ class StepRecorder:
         found = loss_of(loss)
         noted.loss = found.detach().clone() if isinstance(found, Tensor) else math.nan if found is None else found
         noted.no_update |= found is None # it has skipped its batch
+        rates = [dict(group).get("lr") for group in noted.before]
+        self.peaks.add(number, max((x / lr_factor for x in rates if isinstance(x, float | int)), default=0.))
         self.runs += 1
         self._keep(noted)
         return loss
@@ -431,6 +452,7 @@ class StepRecorder:
         return RecordedIncident(
             steps=[copy.copy(s) for s in steps if not s.no_update], # their losses stay, whatever is retrained
             snapshot=snapshot, good=copy_published(snapshot), older=[(k, float(x)) for k, x in older], report=report,
+            peaks=self.peaks.before(number),
             missing="" if steps else why_missing(number, self.first, self.steps))
 
     def evaluate(
@@ -543,6 +565,7 @@ class RecordedIncident:
     older: list[tuple[int, float]] # number and loss of those before them, oldest first
     report: Report | None = None # of the Governor's response; None: requested by the caller
     missing: str = "" # why there are no steps
+    peaks: Sequence[float] = () # of the learning rate before them, each from below half of it
 
 def copy_published(
     snapshot: Snapshot, # of a single lane
