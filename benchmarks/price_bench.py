@@ -28,7 +28,7 @@ from esper_nb.guard.gate import UpdateGate
 from esper_nb.guard.snapshots import BackgroundCopy
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
-from esper_nb.guard.writes import StateWatch, tensors_of_parts
+from esper_nb.guard.writes import StateWatch, tables_of, tensors_of_parts
 
 FOLDER = Path(__file__).resolve().parents[1]/"nbs/explanations"
 SIZES = (10_000, 100_000, 1_000_000, 11_000_000, 120_000_000)
@@ -181,7 +181,8 @@ class Learner:
         self.batches, self.taken = [batch() for _ in range(16)], 0
         self.governor = Governor(self.net, self.opt, chance_loss=math.log(classes)) if way in ("watch", "run") else None
         if way == "gate": self.gate = UpdateGate(self.opt)
-        self.state = StateWatch(lambda: tensors_of_parts(dict(model=self.net, optimizer=self.opt)))
+        parts = dict(model=self.net, optimizer=self.opt)
+        self.state = StateWatch(lambda: tensors_of_parts(parts), lambda: tables_of(parts))
         self.step = getattr(self, f"{way}_step", self.train)
 
     def train(self, batch):

@@ -549,3 +549,37 @@ def test_gradients_that_a_loop_has_set_to_zero_are_no_old_gradients():
         if k == AT: net[0].weight.data.mul_(-30)
         gov.run(step, batch(k))
     assert {r.cause for r in gov.reports} == {"external"}, [*map(str, gov.reports)]
+
+def test_schedules_that_refuse_another_step_end_neither_a_run_nor_an_explanation():
+    loop = Loop()
+    loop.clock = torch.optim.lr_scheduler.OneCycleLR(loop.opt, 1e-2, total_steps=120)
+    loop.gov = Governor(loop.net, loop.opt, loop.clock, chance_loss=math.log(10), config=CONFIG, count=loop.count)
+    def noise(loop, k, given):
+        if k == 100: torch.nn.init.normal_(loop.net[0].weight, std=3.)
+        return given
+    loop.train(120, noise, until_reported=False)
+    assert [r.cause for r in loop.gov.reports] == ["external"]
+    assert loop.gov.explain(now=True).cause in ("healthy", "unknown")
+
+@pytest.mark.parametrize("by", ["run", "batches"])
+def test_a_step_that_bears_no_other_precision_goes_on(by):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10)).bfloat16()
+    opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    gov = Governor(net, opt, chance_loss=math.log(10), config=CONFIG)
+    def step(xy):
+        loss = F.cross_entropy(net(xy[0].bfloat16()), xy[1])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+    def given():
+        for k in range(150):
+            if k == AT: opt.param_groups[0]["lr"] = 1.
+            yield batch(k)
+    if by == "run":
+        for xy in given(): gov.run(step, xy)
+    else:
+        for xy in gov.batches(given()): gov.watch(step(xy))
+    assert "in float32" in [e.experiment for e in gov.reports[0].evidence] or by == "batches"
+    assert gov.reports[0].cause == "rate"

@@ -1050,3 +1050,28 @@ def test_what_was_installed_into_a_folder_is_not_the_users_own(tmp_path, monkeyp
     (tmp_path/"target"/"package-1.0.dist-info").mkdir()
     assert page.is_own_file(str(tmp_path/"mine"/"package"/"code.py"))
     assert not page.is_own_file(str(tmp_path/"target"/"package"/"code.py"))
+
+def test_tensors_without_values_are_no_state():
+    net, opt = parts()
+    shape = nn.Linear(8, 4, device="meta") # of networks that are called by their parameters, say
+    governor = Governor(net, opt, chance_loss=None)
+    def step(x):
+        assert shape.weight.shape == (4, 8)
+        return update(net, opt, net(x[0]).square().mean())
+    for k in range(30): governor.run(step, batch(k))
+    assert governor.repairs.reliable
+
+def test_what_a_metric_has_counted_is_put_back_after_a_look():
+    metrics = pytest.importorskip("torchmetrics")
+    def counted(guarded):
+        net, opt = parts()
+        mean = metrics.MeanMetric()
+        governor = Governor(net, opt, chance_loss=None)
+        def step(x):
+            loss = net(x[0]).square().mean()
+            mean.update(loss.detach())
+            update(net, opt, loss)
+            return loss
+        for k in range(120): governor.run(step, batch(k)) if guarded else step(batch(k))
+        return mean.compute().item(), mean.update_count
+    assert counted(True) == counted(False)

@@ -1,5 +1,7 @@
 "Healthy losses of every kind are left alone, and ruin is seen on each of them, at any scale and sign."
 import math
+from collections import namedtuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -212,3 +214,13 @@ def test_losses_that_waited_behind_a_failure_are_void():
     said = [governor.watch(loss) for loss in (.5, math.nan, math.nan, 9e9)]
     assert [len(reports) for reports in said] == [0, 0, 0, 1] and len(governor.reports) == 1
     assert net.weight.isfinite().all()
+
+@pytest.mark.parametrize("made", [
+    lambda loss: SimpleNamespace(logits=torch.ones(3), loss=loss), namedtuple("Out", "logits loss", defaults=[None])],
+    ids=["object", "named tuple"])
+def test_a_step_may_return_an_object_with_its_loss(made):
+    governor = Governor(nn.Linear(1, 1), chance_loss=None)
+    def step(x): return made(loss=torch.tensor(x)) if made.__name__ == "<lambda>" else made(torch.ones(3), x)
+    for k in range(30): governor.run(step, .5)
+    assert governor.recorder.steps[-1].loss == .5
+    with pytest.raises(ValueError, match="of type object"): governor.run(lambda x: object(), .5)

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from esper_nb.guard import (
     EXPERIMENTS, DryReplay, Findings, LossStats, Replay, Snapshot, StateWatch, StepRecorder, Written, describe_failure,
-    find_cause, find_odd, find_operation, most_changed, redo, redo_disturbed, tensors_of_parts)
+    find_cause, find_odd, find_operation, is_in_cycles, most_changed, redo, redo_disturbed, tables_of, tensors_of_parts)
 from esper_nb.guard import Governor, GovernorConfig
 
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0))
@@ -426,3 +427,104 @@ def test_a_step_that_fails_on_a_sound_state_fails():
     with pytest.raises(KeyError, match="no such batch"): governor.run(step, None)
     assert governor.watched == 5 and not governor.reports
     governor.run(step, torch.ones(3, 2))
+
+# --- what a loop does between its steps
+
+def looped(between, steps=300, rate=.05):
+    "A classifier by `run`, whose loop does something of its own after every step; and the same run alone."
+    def one(guarded):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+        opt = torch.optim.SGD(net.parameters(), lr=rate, momentum=.9)
+        governor = Governor(net, opt, chance_loss=math.log(10))
+        def step(xy):
+            loss = F.cross_entropy(net(xy[0]), xy[1])
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            return loss
+        for k in range(steps):
+            governor.run(step, batch(k)) if guarded else step(batch(k))
+            between(net, opt, k)
+        return [t.clone() for t in net.state_dict().values()], governor
+    return *one(True), one(False)[0]
+
+def pruned(net, opt, k):
+    "By torch's own tool, more and more: modules get other tensors, and hooks."
+    if k % 50 == 49:
+        for m in (net[0], net[2]): prune.l1_unstructured(m, "weight", amount=.45)
+
+@torch.no_grad()
+def masked(net, opt, k):
+    "By hand, after every step: ever more of the weights are zero."
+    for p in (net[0].weight, net[2].weight):
+        p.mul_(p.abs() >= p.abs().flatten().kthvalue(1 + int(p.numel() * max(0., k - 40) / 290)).values)
+
+def frozen(net, opt, k):
+    "A layer is frozen and thawed."
+    if k % 70 == 69: net[0].requires_grad_(k % 140 > 100)
+
+@pytest.mark.parametrize("between", [pruned, masked, frozen])
+def test_what_the_loop_does_between_all_its_steps_is_no_disturbance(between):
+    guarded, governor, alone = looped(between)
+    assert not governor.reports and all(map(torch.equal, guarded, alone))
+    assert governor.explain().cause in ("healthy", "unknown")
+
+def test_a_replay_follows_the_modes_that_the_loop_switches():
+    def between(net, opt, k):
+        if k == 270: net[0].requires_grad_(False)
+    _, governor, _ = looped(between)
+    found = governor.explain()
+    assert found.recorded == found.replayed and len(found.recorded) > 30
+
+def test_writes_all_the_time_are_said_and_are_no_proof():
+    _, governor, _ = looped(masked)
+    assert not governor.repairs.reliable
+    assert "something writes into model.0.weight" in governor.explain().why
+
+def test_tensors_that_are_exchanged_in_a_module_are_seen_unless_they_are_equal():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    watch = StateWatch(lambda: tensors_of_parts(dict(model=net)), lambda: tables_of(dict(model=net)))
+    watch.end_of_step(0)
+    net[1].running_mean = net[1].running_mean.clone()
+    assert watch.start_of_step() is None
+    watch.end_of_step(1)
+    net[1].running_mean = net[1].running_mean + 1
+    found = watch.start_of_step()
+    assert (found.names, found.how) == (("model.1.running_mean",), "exchanged")
+
+def test_what_a_replay_does_is_no_sign_of_the_run():
+    "A step that clips its weights writes between two updates; seen only in a replay, that would speak against the run."
+    torch.manual_seed(0)
+    net = nn.Linear(16, 10)
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    governor = Governor(net, opt, chance_loss=math.log(10))
+    def step(xy):
+        loss = F.cross_entropy(net(xy[0]), xy[1])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        net.weight.data.clamp_(-.1, .1)
+        return loss
+    for k in range(60): governor.run(step, batch(k))
+    governor.explain(all_of_them=True)
+    for k in range(60, 64): governor.run(step, batch(k))
+    assert governor.judge.updates.signs.since(0) == []
+
+@pytest.mark.parametrize("rate, blamed", [
+    (lambda k: 1.2 - 1.19 * abs(k % 50 - 25) / 25, False), # a cycle: so high again and again, while all was well
+    (lambda k: 100. if k >= 120 else 1.2 - 1.19 * abs(k % 50 - 25) / 25, True), # a fault in one
+    (lambda k: .01 + 1.19 * math.exp(-max(0, k - 10) / 30) * min(1, k / 10) if k < 120 else 1.2, True), # resumed high
+    (lambda k: .01 if k < 120 else 1.2, True)], ids=["cycle", "fault", "peak", "jump"])
+def test_a_rate_that_was_as_high_before_again_and_again_is_not_to_blame(rate, blamed):
+    net = nn.Linear(1, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    recorder, snapshot = StepRecorder([net, opt]), Snapshot(net, opt)
+    snapshot.take()
+    for k in range(150):
+        opt.param_groups[0]["lr"] = rate(k)
+        recorder.run(lambda x: .5, torch.ones(1), k)
+    replay = Replay(recorder.incident_from(100, snapshot))
+    assert is_in_cycles(replay) is not blamed
+    for name in ("the learning rate of the good state", "a quarter of the learning rate"):
+        assert EXPERIMENTS[name].fits(replay, Findings(replay.steps, replay.losses, 0)) is blamed

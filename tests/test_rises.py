@@ -636,7 +636,7 @@ def test_weights_that_know_nothing_are_worse_than_old_ones_that_know_a_little(li
     net = nn.Linear(1, 1)
     def evaluate(count=8, before=math.inf): raise AssertionError("the losses are given")
     run = GuardedRun.of([net])
-    repairs = SimpleNamespace(recorder=StepRecorder([net]), within_reach=True, evaluate=evaluate)
+    repairs = SimpleNamespace(recorder=StepRecorder([net]), reliable=True, evaluate=evaluate)
     comparison = RunComparison(run, repairs, nullcontext, evaluate)
     comparison.calibration.begin([1.8] * 4)
     comparison.same.losses = lambda *_, **__: (np.log([[live]] * 8), np.log([[1.1]] * 8))

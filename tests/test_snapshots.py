@@ -9,7 +9,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from esper_nb.core import RandomStreams, by_lane, LaneLinear, pack_tree, unpack_tree
-from esper_nb.guard import LiveState, Snapshot, StateBanks
+from esper_nb.guard import Governor, LiveState, Snapshot, StateBanks
+from esper_nb.guard.recorder import at_share
+from esper_nb.guard.replay import share_of_rate
 from esper_nb.train import LaneOptimizer, LaneScaler, Stepper
 
 
@@ -742,3 +744,62 @@ def test_banks_publish_what_was_confirmed_and_lose_nothing(n, events):
         assert found == [[x, x] for x in published], (t, event)
         assert [v and v.step for v in banks.held[:n]] == held
         assert {v.step for v in banks.published[:n]} == set(published)
+
+class SlowWeights(torch.optim.Optimizer):
+    "Goes half way from slow weights to those of another optimizer, every five steps: it remembers the slow ones."
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+        for p in (p for g in self.param_groups for p in g["params"]): self.state[p]["slow"] = p.detach().clone()
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.optimizer.step()
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            for p in group["params"] if group["taken"] % 5 == 0 else ():
+                p.copy_(self.state[p]["slow"].lerp_(p, .5))
+
+SlowWeights.__module__ = torch.optim.SGD.__module__ # as of a library
+
+@pytest.mark.parametrize("guarded", ["run", "batches"])
+def test_an_optimizer_around_another_keeps_what_it_remembers_itself(guarded):
+    "Weights are compared while nothing is wrong: whatever a step writes has to be put back."
+    def trained(guarded=""):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        opt = SlowWeights(torch.optim.Adam(net.parameters(), 1e-2))
+        governor = Governor(net, opt, chance_loss=None)
+        def step(x):
+            loss = (net(x) - x.sin().sum(1, keepdim=True)).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            return loss
+        data = [torch.randn(8, 4) for _ in range(170)]
+        if guarded == "batches":
+            for x in governor.batches(data): governor.watch(step(x))
+        else:
+            for x in data: governor.run(step, x) if guarded else step(x)
+        assert not governor.reports
+        return [*net.parameters(), *(own["slow"] for own in opt.state.values())]
+    assert all(map(torch.equal, trained(guarded), trained()))
+
+def test_a_cut_of_the_rate_counts_once_where_optimizers_share_their_groups():
+    net = nn.Linear(1, 1)
+    outer = SlowWeights(torch.optim.SGD(net.parameters(), .1))
+    governor = Governor(net, outer, chance_loss=None)
+    assert len(governor.snapshot.objects) > 3 and outer.param_groups[0] is outer.optimizer.param_groups[0]
+    assert governor.judge.response.rates.scale(.5) and outer.param_groups[0]["lr"] == .05
+    seen = []
+    outer.optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["lr"]))
+    lowered = set()
+    with at_share(outer, .5, lowered), at_share(outer.optimizer, .5, lowered): outer.step()
+    lower, back = share_of_rate(lambda: .5)
+    for o in (outer, outer.optimizer): lower(o)
+    seen.append(outer.param_groups[0]["lr"])
+    for o in (outer.optimizer, outer): back(o)
+    assert seen == [.025, .025] and outer.param_groups[0]["lr"] == .05
+
+def test_lazy_modules_are_named():
+    with pytest.raises(ValueError, match=r"0\.weight.*not made yet.*run a batch"):
+        Snapshot(nn.Sequential(nn.LazyLinear(3)))

@@ -18,13 +18,13 @@ from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED, YARD as Y
     mix_examples as mix_examples, can_mix as can_mix, are_sorted as are_sorted, with_tensors as with_tensors,
     switched_inputs as switched_inputs, hold_inputs as hold_inputs, name_inputs as name_inputs,
     hold_rate as hold_rate, hold_settings as hold_settings, most_changed as most_changed, rate_rose as rate_rose,
-    had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near,
-    without_autocast as without_autocast, full_precision as full_precision, few_bits as few_bits,
-    drop_gradients as drop_gradients, updates_every_step as updates_every_step, forget_moments as forget_moments,
-    moments_push as moments_push, clip_as_usual as clip_as_usual, scale_rate as scale_rate, slower as slower,
-    climb as climb, why_well as why_well, why_cured as why_cured, CaseFile as CaseFile, Repetition as Repetition,
-    Inquiry as Inquiry, find_cause as find_cause, on_any_rank as on_any_rank, redo as redo,
-    redo_disturbed as redo_disturbed)
+    is_in_cycles as is_in_cycles, had_a_spell as had_a_spell, other_settings as other_settings, is_near as is_near,
+    without_autocast as without_autocast, full_precision as full_precision, bears_float32 as bears_float32,
+    few_bits as few_bits, drop_gradients as drop_gradients, updates_every_step as updates_every_step,
+    forget_moments as forget_moments, moments_push as moments_push, clip_as_usual as clip_as_usual,
+    scale_rate as scale_rate, slower as slower, climb as climb, why_well as why_well, why_cured as why_cured,
+    CaseFile as CaseFile, Repetition as Repetition, Inquiry as Inquiry, find_cause as find_cause,
+    on_any_rank as on_any_rank, redo as redo, redo_disturbed as redo_disturbed)
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
@@ -35,20 +35,20 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     loss_limits as loss_limits)
 from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, DYNAMIC as DYNAMIC, ABSENT as ABSENT,
     SMALL as SMALL, COPIED as COPIED, RANDOM as RANDOM, STREAMS as STREAMS, CSV as CSV, LOCKS as LOCKS,
-    LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS, FIRST as FIRST, CODE as CODE, GIVEN as GIVEN,
-    FULL as FULL, NOT_SEEN as NOT_SEEN, CodeNames as CodeNames, names_in as names_in, has_installed as has_installed,
-    is_own_file as is_own_file, is_own_module as is_own_module, is_users as is_users, module_of as module_of,
-    package_of as package_of, code_of as code_of, is_plain as is_plain, Absent as Absent, Holder as Holder,
-    Variable as Variable, Names as Names, Entries as Entries, Keys as Keys, Members as Members, alike as alike,
-    sample_of as sample_of, bytes_of as bytes_of, version_of as version_of, some_of as some_of, bits_of as bits_of,
-    Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf,
-    StreamLeaf as StreamLeaf, leaf_of as leaf_of, Unrestorable as Unrestorable, kind_of_effect as kind_of_effect,
-    has_state as has_state, attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by,
-    Walk as Walk, StepWalk as StepWalk, FootprintState as FootprintState, Given as Given, mark_of as mark_of,
-    top_name as top_name, owned_by_parts as owned_by_parts, Watched as Watched, moved_part as moved_part,
-    quick_sum as quick_sum, tail_of as tail_of, names_of as names_of, kept_of as kept_of, marks_of as marks_of,
-    Footprint as Footprint, batch_digest as batch_digest, tensor_digest as tensor_digest, NotSeen as NotSeen,
-    content_of as content_of)
+    LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS, FIRST as FIRST, CODE as CODE,
+    MODULE_TABLES as MODULE_TABLES, GIVEN as GIVEN, FULL as FULL, NOT_SEEN as NOT_SEEN, CodeNames as CodeNames,
+    names_in as names_in, has_installed as has_installed, is_own_file as is_own_file, is_own_module as is_own_module,
+    is_users as is_users, module_of as module_of, package_of as package_of, code_of as code_of, is_plain as is_plain,
+    Absent as Absent, Holder as Holder, Variable as Variable, Names as Names, Entries as Entries, Keys as Keys,
+    Members as Members, alike as alike, sample_of as sample_of, bytes_of as bytes_of, version_of as version_of,
+    some_of as some_of, bits_of as bits_of, Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf,
+    ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf, StreamLeaf as StreamLeaf, leaf_of as leaf_of,
+    Unrestorable as Unrestorable, kind_of_effect as kind_of_effect, has_state as has_state,
+    attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by, Walk as Walk,
+    StepWalk as StepWalk, FootprintState as FootprintState, Given as Given, mark_of as mark_of, top_name as top_name,
+    owned_by_parts as owned_by_parts, Watched as Watched, moved_part as moved_part, quick_sum as quick_sum,
+    tail_of as tail_of, names_of as names_of, kept_of as kept_of, marks_of as marks_of, Footprint as Footprint,
+    batch_digest as batch_digest, tensor_digest as tensor_digest, NotSeen as NotSeen, content_of as content_of)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
@@ -72,19 +72,20 @@ from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as Sav
     Probation as Probation, GoodFiles as GoodFiles, GoodStates as GoodStates)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
-from .recorder import (Repeats as Repeats, Origin as Origin, RecordedStep as RecordedStep, number_of as number_of,
-    tensors_of as tensors_of, same_content as same_content, same_stream as same_stream, keys_of as keys_of,
-    with_origins as with_origins, iter_noting as iter_noting, fetch_from as fetch_from, Noting as Noting,
-    NotingIterator as NotingIterator, settings_of as settings_of, idle as idle, stepping as stepping,
-    foreign_optimizers as foreign_optimizers, at_share as at_share, Omissions as Omissions, WarmUp as WarmUp,
+from .recorder import (Repeats as Repeats, Origin as Origin, HasModes as HasModes, RunModes as RunModes,
+    RecordedStep as RecordedStep, number_of as number_of, tensors_of as tensors_of, same_content as same_content,
+    same_stream as same_stream, keys_of as keys_of, with_origins as with_origins, iter_noting as iter_noting,
+    fetch_from as fetch_from, Noting as Noting, NotingIterator as NotingIterator, settings_of as settings_of,
+    idle as idle, still_schedules as still_schedules, stepping as stepping, foreign_optimizers as foreign_optimizers,
+    at_share as at_share, Omissions as Omissions, WarmUp as WarmUp, RatePeaks as RatePeaks,
     StepRecorder as StepRecorder, RecordedIncident as RecordedIncident, copy_published as copy_published,
     why_missing as why_missing, give_inputs as give_inputs)
 from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
     end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not)
-from .repairs import (RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, NO_PROOF as NO_PROOF, AGAIN as AGAIN,
-    DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, BetweenSteps as BetweenSteps, Redone as Redone,
-    Repairs as Repairs, Recovery as Recovery)
+from .repairs import (HABIT as HABIT, RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, NO_PROOF as NO_PROOF,
+    AGAIN as AGAIN, DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, BetweenSteps as BetweenSteps,
+    Redone as Redone, Repairs as Repairs, Recovery as Recovery)
 from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone, Changes as Changes, Replay as Replay,
     gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch,
     OperationWatch as OperationWatch, is_finite as is_finite, user_line as user_line,
@@ -109,5 +110,6 @@ from .snapshots import (StateKey as StateKey, Agree as Agree, TakeResult as Take
     RestoreResult as RestoreResult, StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState,
     read_parts as read_parts, StateBanks as StateBanks, Snapshot as Snapshot, owned_by as owned_by,
     BackgroundCopy as BackgroundCopy)
-from .writes import (PIECE as PIECE, tensors_of_parts as tensors_of_parts, words_of as words_of, Written as Written,
-    StateWatch as StateWatch, Distances as Distances)
+from .writes import (TensorTable as TensorTable, PIECE as PIECE, tensors_of_parts as tensors_of_parts,
+    tables_of as tables_of, is_other as is_other, words_of as words_of, Written as Written, StateWatch as StateWatch,
+    Distances as Distances)

@@ -10,10 +10,10 @@ __all__ = ['OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'EXPERIMENTS', 'CONTROLS', 
            'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd', 'exchange_odd',
            'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'mix_examples', 'can_mix',
            'are_sorted', 'with_tensors', 'switched_inputs', 'hold_inputs', 'name_inputs', 'hold_rate', 'hold_settings',
-           'most_changed', 'rate_rose', 'had_a_spell', 'other_settings', 'is_near', 'without_autocast',
-           'full_precision', 'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments', 'moments_push',
-           'clip_as_usual', 'scale_rate', 'slower', 'climb', 'why_well', 'why_cured', 'CaseFile', 'Repetition',
-           'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
+           'most_changed', 'rate_rose', 'is_in_cycles', 'had_a_spell', 'other_settings', 'is_near', 'without_autocast',
+           'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments',
+           'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'why_well', 'why_cured', 'CaseFile',
+           'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/26_causes.ipynb #imports
 import itertools
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from .ranks import Ranks
 from .rates import set_setting
 from .recorder import RecordedIncident, RecordedStep, settings_of, tensors_of
-from .rehearsal import DryReplay
+from .rehearsal import DryReplay, can_fork, in_a_fork
 from .replay import LOW, Changes, LayerWatch, Replay, find_operation, share_of_rate
 from .reports import Evidence, Explanation, logger
 from .rises import blames_weights
@@ -510,6 +510,12 @@ def rate_rose(found: Findings) -> str:
     at, before, after = most_changed(found, "lr") or (0, 0., 0.)
     return f"the learning rate rose from {before:.3g} to {after:.3g}, most of all at batch {at}"
 
+def is_in_cycles(replay: Replay) -> bool:
+    "Whether the learning rate had been as high before, again and again, while all was well: so it is not to blame."
+    now = max((x for s in replay.steps for g in own_settings(s) if isinstance(x := dict(g).get("lr"), float | int)),
+              default=math.inf)
+    return sum(now <= 1.2 * peak for peak in replay.incident.peaks) >= 2
+
 def had_a_spell(replay: Replay) -> bool:
     "Return whether the learning rate jumped up and soon jumped back."
     rates = [[dict(g).get("lr") for g in own_settings(s)] for s in replay.steps]
@@ -553,6 +559,19 @@ def full_precision(replay: Replay):
     replay.changes.around.append(without_autocast)
     for m in replay.models:
         if any(p.dtype in LOW for p in m.parameters()): m.float()
+
+def bears_float32(replay: Replay) -> bool:
+    "Whether the step can be run with weights in float32; one that ends the loop where it fails is tried in a fork."
+    own = any(p.dtype in LOW for m in replay.models for p in m.parameters())
+    if not own or not hasattr(replay.steps[0].step, "ready"): return True
+    def once():
+        replay.begin()
+        full_precision(replay)
+        return replay.take(0)
+    if not can_fork(): return False
+    try: in_a_fork(once)
+    except (RuntimeError, TimeoutError): return False
+    return True
 
 def few_bits(found: Findings) -> str:
     "Say which numbers have too few."
@@ -606,7 +625,7 @@ def slower(
     return Experiment(
         change=lambda r, f: scale_rate(r, share), cause="lr_too_high",
         why=lambda r, f: f"the learning rate is too high here: at {name} of it the run stays well",
-        fits=lambda r, f: bool(r.optimizers), help="a rate beyond what the loss bears")
+        fits=lambda r, f: bool(r.optimizers) and not is_in_cycles(r), help="a rate beyond what the loss bears")
 
 EXPERIMENTS: dict[str, Experiment] = {
     "without the odd batches": Experiment(
@@ -624,13 +643,13 @@ EXPERIMENTS: dict[str, Experiment] = {
     "in float32": Experiment(
         change=lambda r, f: full_precision(r), cause="precision",
         why=lambda r, f: few_bits(f),
-        fits=lambda r, f: bool(f.low), help="overflow and rounding under autocast"),
+        fits=lambda r, f: bool(f.low) and bears_float32(r), help="overflow and rounding under autocast"),
     "without old gradients": Experiment(
         change=lambda r, f: drop_gradients(r), cause="gradients", why=lambda r, f: OLD_GRADIENTS,
         fits=updates_every_step, help="a missing zero_grad"),
     "the learning rate of the good state": Experiment(
         change=lambda r, f: hold_rate(r), cause="rate", why=lambda r, f: rate_rose(f),
-        fits=lambda r, f: most_changed(f, "lr") is not None,
+        fits=lambda r, f: most_changed(f, "lr") is not None and not is_in_cycles(r),
         help="a rate that was raised, by hand or by its schedule"),
     "earlier batches": Experiment(
         change=earlier_batches, cause="data", why=lambda r, f: later_batches(f),
@@ -965,8 +984,14 @@ class Inquiry:
     def _gap(self, changes: Sequence[Callable[[Replay, Findings], None]]) -> Gap:
         r = self.replay
         r.begin()
-        for change in changes: change(r, self.found)
-        losses = r.run()
+        try:
+            for change in changes: change(r, self.found)
+            losses = r.run()
+        except Exception as e: # a step need not bear what an experiment changes
+            if r.ranks: raise
+            logger.info("Governor: looking for the cause: the step fails in an experiment: %s: %s", type(e).__name__,
+                        str(e).partition("\n")[0])
+            return RUINED
         trained = [x for s, x in zip(r.steps, losses) if s.number not in r.changes.without]
         if len(losses) < len(r.steps) or not trained or not math.isfinite(trained[-1]): return RUINED
         return self.yard.measure()
@@ -1065,7 +1090,7 @@ def redo_disturbed(
     with Replay(incident, ranks, clocks) as r:
         found = Findings(r.steps, r.losses, len(r.steps))
         r.begin()
-        spell = had_a_spell(r)
+        spell = had_a_spell(r) and not is_in_cycles(r)
         if spell: hold_rate(r)
         def note(): found.after[r.at] = settings_of(r.optimizers)
         r.changes.after_step.append(note)

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'FIXED', 'LIBRARIES', 'DYNAMIC', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
-           'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'GIVEN', 'FULL', 'NOT_SEEN', 'CodeNames', 'names_in',
-           'has_installed', 'is_own_file', 'is_own_module', 'is_users', 'module_of', 'package_of', 'code_of',
-           'is_plain', 'Absent', 'Holder', 'Variable', 'Names', 'Entries', 'Keys', 'Members', 'alike', 'sample_of',
-           'bytes_of', 'version_of', 'some_of', 'bits_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf',
-           'StreamLeaf', 'leaf_of', 'Unrestorable', 'kind_of_effect', 'has_state', 'attributes_of', 'slots_of',
-           'wrapped_by', 'Walk', 'StepWalk', 'FootprintState', 'Given', 'mark_of', 'top_name', 'owned_by_parts',
-           'Watched', 'moved_part', 'quick_sum', 'tail_of', 'names_of', 'kept_of', 'marks_of', 'Footprint',
-           'batch_digest', 'tensor_digest', 'NotSeen', 'content_of']
+           'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL', 'NOT_SEEN',
+           'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users', 'module_of',
+           'package_of', 'code_of', 'is_plain', 'Absent', 'Holder', 'Variable', 'Names', 'Entries', 'Keys', 'Members',
+           'alike', 'sample_of', 'bytes_of', 'version_of', 'some_of', 'bits_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
+           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'kind_of_effect', 'has_state',
+           'attributes_of', 'slots_of', 'wrapped_by', 'Walk', 'StepWalk', 'FootprintState', 'Given', 'mark_of',
+           'top_name', 'owned_by_parts', 'Watched', 'moved_part', 'quick_sum', 'tail_of', 'names_of', 'kept_of',
+           'marks_of', 'Footprint', 'batch_digest', 'tensor_digest', 'NotSeen', 'content_of']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -632,6 +632,8 @@ class Walk:
         self.todo.extend(pairs)
 
 # %% ../../nbs/guard/21_footprint.ipynb #af8fd97c
+MODULE_TABLES = frozenset(vars(nn.Module())) # what every module has
+
 class StepWalk(Walk):
     "A walk that knows how to look at each kind of object."
     def look(self, obj, name: str): # what it is called
@@ -698,15 +700,27 @@ class StepWalk(Walk):
         elif isinstance(obj, list): self.shared[id(obj)] = Holder(obj, name)
 
     def look_inside_module(self, m: nn.Module, name: str):
-        "Look at the attributes that the user's own module has beside parameters and buffers."
+        "Look at the attributes that a module has beside parameters and buffers, such as the counts of a metric."
         self.seen[id(m)] = m
-        if not is_users(type(m), self.home): return
+        if not is_users(type(m), self.home): return self.look_inside_library_module(m, name)
         self.look_at_class(type(m), False)
         table = vars(m)
         if any(k[0] != "_" and k != "training" for k in table): self.leave_open(m, name, table)
 
+    def look_inside_library_module(self, m: nn.Module, name: str):
+        "Note the plain values, tensors and lists of a library's module; those of torch's own are settings."
+        if type(m).__module__.partition(".")[0] == "torch": return
+        table = {k: v for k, v in vars(m).items() if k not in MODULE_TABLES}
+        kept = {k: v for k, v in table.items() if type(v) in PLAIN or isinstance(v, (Tensor, list, deque))}
+        if kept: self.structure["inside", id(m)] = Names(m, name, kept, vars(m))
+        for k, v in kept.items():
+            if isinstance(v, (list, deque)): self.structure[id(v)] = Holder(v, f"{name}.{k}")
+        inside = (*RANDOM, Tensor, np.ndarray)
+        self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, inside)])
+
     def look_at_tensor(self, t: Tensor, name: str):
-        "Note a tensor with its gradient."
+        "Note a tensor with its gradient; one on the meta device has no values."
+        if t.is_meta: return
         self.note_leaf(t, TensorLeaf(t, name))
         if t.requires_grad and t.is_leaf:
             self.structure["grad", id(t)] = Names(t, name, ["grad"])

@@ -230,6 +230,15 @@ class Signs:
         kinds = {s.kind for s in self.seen if s.batch < batch}
         return [s for s in self.seen if s.batch >= batch and s.kind not in kinds]
 
+    def noted(self) -> tuple: # for `go_on_from`
+        "Return what was noted so far."
+        return list(self.seen), dict(self.rates), self.highest, self.leapt
+
+    def go_on_from(self, then: tuple): # of `noted`
+        "Forget what was noted since."
+        seen, self.rates, self.highest, self.leapt = then
+        self.seen = deque(seen, maxlen=self.seen.maxlen)
+
     def close(self):
         "Take the hooks off the optimizers."
         for h in self.handles: h.remove()
@@ -328,10 +337,11 @@ class UpdateWatch:
     @contextmanager
     def relieved(self) -> Iterator[None]:
         "Look at no weights in a step before and after which somebody else does."
+        before = self.signs is not None and self.signs.relieved
         if self.signs is not None: self.signs.relieved = True
         try: yield
         finally:
-            if self.signs is not None: self.signs.relieved = False
+            if self.signs is not None: self.signs.relieved = before
 
     def forget(self):
         "Forget what the gate has changed in a replay or in a comparison: the run has not seen it."
@@ -339,8 +349,12 @@ class UpdateWatch:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        "Forget what happens inside."
-        yield
+        "Forget what happens inside: neither a step that is repeated nor its learning rate is a sign of the run."
+        then = None if self.signs is None else self.signs.noted()
+        try:
+            with self.relieved(): yield
+        finally:
+            if self.signs is not None and then is not None: self.signs.go_on_from(then)
         self.forget()
 
     def have_signs(

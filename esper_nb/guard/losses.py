@@ -6,6 +6,7 @@
 __all__ = ['loss_of', 'as_loss', 'WaitingLoss', 'TakenLosses', 'LossQueue', 'Verdicts']
 
 # %% ../../nbs/guard/16_losses.ipynb #6475ff9a
+import reprlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from .rises import BACK
 def loss_of(
     returned: Any, # by a training step
 ) -> Any: # its loss; None: the step has skipped its batch
-    """Return the loss among what a step returned: the first entry of a tuple, the entry "loss" of a mapping.
+    """Return the loss among what a step returned: what is named "loss" in a mapping or an object, the first of a tuple.
 
     Raises
     ------
@@ -40,6 +41,7 @@ def loss_of(
         if "loss" not in returned: raise ValueError(f"the step returned {sorted(map(str, returned))}, expected a loss, "
                                                     "alone, first in a tuple, or named \"loss\"")
         return returned["loss"]
+    if not isinstance(returned, Tensor | np.ndarray | np.generic) and hasattr(returned, "loss"): return returned.loss
     if isinstance(returned, tuple):
         if not returned: raise ValueError("the step returned (), expected a loss, alone or first")
         return loss_of(returned[0])
@@ -67,7 +69,8 @@ def as_loss(
             raise ValueError(f"loss={shown}, expected a number or a tensor: the loss alone, not all of a step")
         try: values = np.asarray(loss, np.float64)
         except (TypeError, ValueError): values = None
-        if values is None: raise ValueError(f"loss={loss!r}, expected a number or a tensor")
+        if values is None:
+            raise ValueError(f"loss={reprlib.repr(loss)} of type {type(loss).__name__}, expected a number or a tensor")
         if lanes == 1 and values.size == 1: return float(values.reshape(()))
         loss = torch.as_tensor(values)
     if loss.numel() != lanes: raise ValueError(f"loss={tuple(loss.shape)}, expected {lanes} numbers, one per lane")

@@ -266,7 +266,7 @@ class RunComparison:
     @property
     def recorded(self) -> bool:
         "Whether weights are compared on the batches that the live ones were just trained on."
-        return self.same.evaluate == self.repairs.evaluate and self.repairs.within_reach
+        return self.same.evaluate == self.repairs.evaluate and self.repairs.reliable
 
     @property
     def is_proven(self) -> bool:

@@ -92,8 +92,14 @@ class LearningRates:
         for group, rate in zip(self.groups, rates): set_setting(group, "lr", rate)
 
     def scale(self, factor: float, lanes: Sequence[int] | None = None) -> bool: # of some lanes; whether there was one
-        "Multiply the rates in every part."
-        return any([scale_lr(p.obj, factor, lanes) for p in self.snapshot.parts.values()])
+        "Multiply the rates in every part; an optimizer around another one shares its groups, which count once."
+        scaled, done = False, set[int]()
+        for part in self.snapshot.parts.values():
+            groups = {id(g) for g in getattr(part.obj, "param_groups", ())}
+            if groups and groups <= done: continue
+            scaled |= scale_lr(part.obj, factor, lanes)
+            done |= groups
+        return scaled
 
     def cut(
         self,

@@ -181,6 +181,7 @@ class Replay:
         "Take one step, and return its loss."
         s, self.at = self.steps[i], i
         if not anyway: self._follow_settings(i)
+        if s.modes is not None: s.modes.put()
         if s.number in self.changes.without and not anyway: return math.nan
         self.changes.call("before_step")
         with ExitStack() as stack:
@@ -215,7 +216,9 @@ def share_of_rate(
     "Return hooks that let an optimizer step at a share of its learning rate."
     kept: dict[int, list] = {}
     def lower(o, *_):
-        kept[id(o)] = [(g, g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"]) for g in o.param_groups]
+        now = {id(g) for lowered in kept.values() for g, _ in lowered} # by an optimizer around this one
+        kept[id(o)] = [(g, g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"]) for g in o.param_groups
+                       if id(g) not in now]
         for g, lr in kept[id(o)]: set_setting(g, "lr", lr * share())
     def back(o, *_):
         for g, lr in kept.pop(id(o)): set_setting(g, "lr", lr)

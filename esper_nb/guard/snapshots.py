@@ -785,6 +785,8 @@ def _name_parts(parts: Sequence, named: Mapping[str, object], streams: bool) -> 
         tensors = (*obj.named_parameters(), *obj.named_buffers()) if isinstance(obj, nn.Module) else ()
         away = [k for k, t in tensors if t.is_meta]
         check(not away, name, f"{away[:1]} on the meta device", "weights that exist: use to_empty(), and load them")
+        lazy = [k for k, t in tensors if nn.parameter.is_lazy(t)]
+        check(not lazy, name, f"{lazy[:1]} not made yet", "weights that exist: run a batch through lazy modules first")
     if streams: objects.setdefault("streams", RandomStreams())
     check(len(objects) > 0, "parts", parts, "at least one object with state")
     return objects
@@ -827,9 +829,15 @@ def _with_inner(parts: Sequence) -> list:
     return out
 
 def _unwrapped(obj):
-    "Return what a wrapper of a framework wraps: an optimizer in `.optimizer`, a scheduler in `.scheduler`."
-    inner = getattr(obj, "optimizer" if isinstance(obj, torch.optim.Optimizer) else "scheduler", None)
-    return inner if isinstance(inner, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler) else obj
+    """Return what a wrapper of a framework wraps: an optimizer in `.optimizer`, a scheduler in `.scheduler`.
+
+    An optimizer that remembers something beside the one that it wraps, as Lookahead does, is no such wrapper.
+    """
+    outer = isinstance(obj, torch.optim.Optimizer)
+    inner = getattr(obj, "optimizer" if outer else "scheduler", None)
+    if not isinstance(inner, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler): return obj
+    own = getattr(obj, "state", None) if outer else None
+    return obj if own is not None and own is not getattr(inner, "state", None) else inner
 
 # %% ../../nbs/guard/12_snapshots.ipynb #97bb8a67
 def _lane_numbers(lanes: Sequence[int] | None, n: int) -> list[int]:
