@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -409,6 +410,28 @@ def test_a_layer_that_is_called_with_several_arguments_is_exported_with_its_seed
 def test_a_pair_that_its_owner_cannot_use_is_refused_in_a_line(slot, words):
     pop, _ = fitted(of_digits(Words, slot))
     with pytest.raises(RuntimeError, match=f"slot {slot}: Transformer.*{words}"): export_model(pop.model, 1, bake=True)
+
+def test_factories_without_a_name_of_their_own_are_not_mixed_up():
+    def closure(width):
+        def net(): return mlp(width)
+        return net
+    for first, second in ((lambda: mlp(4), lambda: mlp(8)), (partial(mlp, 4), partial(mlp, 8)),
+                          (closure(4), closure(8))):
+        a, b = (ModuleHostConfig(f, ["1"], (64, 1, 1), 10, reads="BC") for f in (first, second))
+        assert [explore_host(h).places["1"].channels for h in (a, b)] == [4, 8] and a != b
+        assert ModuleHostConfig(first, ["1"], (64, 1, 1), 10, reads="BC") == a
+    with pytest.raises(ValueError, match="factory='Small', expected the class or a function"):
+        ModuleHostConfig(Small(), ["act"])
+    with pytest.raises(ValueError, match="makes='NoneType', expected a module"):
+        explore_host(ModuleHostConfig(lambda: None, ["act"], (1, 8, 8), 10))
+
+def test_a_blueprint_without_weights_and_a_decision_that_is_none_are_refused_in_a_line():
+    for name, make in dict(still=lambda c: nn.Conv2d(c, c, 1).requires_grad_(False), bare=lambda c: nn.ReLU()).items():
+        with pytest.raises(ValueError, match=f"parameters of {name} that train=0"): plain_blueprint(name, "BCHW")(make)
+    pop = new_population("digits", FitConfig(lanes=2))
+    for wrong in ("germinate", [("germinate", "r0c0", "norm")]):
+        with pytest.raises(ValueError, match="decision of lane 0=.*expected a Decision"):
+            list(fit(pop, 1, controller=lambda pop, last, wrong=wrong: [wrong, None]))
 
 def test_a_network_that_is_all_frozen_is_refused_before_anything_is_made():
     with pytest.raises(ValueError, match="that train=0, expected some.*attach_slots"):

@@ -12,6 +12,7 @@ __all__ = ['HostConfig', 'READS', 'LAYOUTS', 'FIRST_AXIS', 'LAST_AXIS', 'Attache
 import copy
 import difflib
 import importlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -321,6 +322,7 @@ class ModuleHostConfig(Config):
 def _make(factory: Callable[..., nn.Module], kwargs: Mapping, output: str | int | None,
           config: ModuleHostConfig) -> nn.Module:
     module = out_of_place(factory(**kwargs))
+    check(isinstance(module, nn.Module), f"what {config.factory} makes", type(module).__name__, "a module")
     if any(map(is_lazy, [*module.parameters(), *module.buffers()])): # layers that learn their widths from a first pass
         with torch.no_grad(): module.eval()(config.read())
         module.train()
@@ -381,7 +383,6 @@ def explore_host(
 def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Explored: # factory: of that name, now
     make = config.maker
     with seeded(0, "explore"): module = make()
-    check(isinstance(module, nn.Module), f"what {config.factory} makes", type(module).__name__, "a module")
     free = any(p.requires_grad for p in module.parameters())
     check(free, f"parameters of {config.factory} that train", 0, "some, such as those of its last layer; to train the "
           "seeds of a network that is all frozen, take attach_slots and a loop of your own")
@@ -532,7 +533,13 @@ _given: dict[str, Callable[..., nn.Module]] = {} # functions that were passed as
 
 def import_path(factory: Callable[..., nn.Module]) -> str: # "package.module:function"
     "Return the import path of a function, and register it in this process."
+    check(not isinstance(factory, nn.Module), "factory", type(factory).__name__, "the class or a function that makes "
+          "such a network, not one that is made: every lane is a network of its own")
     name = f"{factory.__module__}:{getattr(factory, '__qualname__', type(factory).__name__)}"
+    if "<" in name or not hasattr(factory, "__qualname__"): # others have that name, too: lambdas, partials, closures
+        kept = [k for k, known in _given.items() if known is factory]
+        if kept: return kept[0]
+        name += next(end for i in itertools.count(1) if name + (end := f"#{i}" * (i > 1)) not in _given)
     _given[name] = factory
     return name
 
