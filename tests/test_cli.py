@@ -230,12 +230,17 @@ def test_mistakes(tmp_path, capsys):
 
 @pytest.mark.parametrize("line, settings", [
     ("fit digits --epochs 3 --batch-size=32 --governor none", ["epochs=3", "batch_size=32", "governor=none"]),
-    ("fit digits --lr .1 --set lanes=4", ["lanes=4", "lr=.1"]),
+    ("fit digits --lr .1 --set lanes=4", ["lr=.1", "lanes=4"]),
+    ("fit --data rows.csv --lanes 2", ["lanes=2"]), ("fit --epochs 3 --lr -1 digits", ["epochs=3", "lr=-1"]),
+    ("train --data rows.csv --updates 6 --lanes 4 --horizon=3", ["env.num_envs=4", "env.horizon=3"]),
     ("train digits --lanes 4 --epochs 6 --learning-rate 1e-3",
      ["env.num_envs=4", "env.horizon=6", "ppo.learning_rate=1e-3"])])
 def test_a_setting_is_an_option_where_its_name_tells_which(line, settings):
-    args, words = cli._parser(line.split()[0]).parse_known_args(line.split()) # noqa: SLF001
-    assert cli._take_settings(args, words) == [] and args.set == settings # noqa: SLF001
+    words = cli._with_settings(line.split()) # noqa: SLF001
+    args, unknown = cli._parser(words[0]).parse_known_args(words) # noqa: SLF001
+    assert args.set == settings and not unknown
+    name = args.recipe if args.command == "train" else args.task
+    assert name == ("digits" if "digits" in line else None) and args.data == (None if name else "rows.csv")
 
 @pytest.mark.parametrize("option", ["--label x", "--size 0", "--size 64", "--columns a,b", "--groups g",
                                     "--target values"])

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from esper_nb.control import GrowVecEnv
-from esper_nb.core import by_lane, find_form, lane, lane_form, lane_module, reset_lanes, run_on_trial, seeded
+from esper_nb.core import by_lane, find_form, lane, lane_form, lane_module, per_lane, reset_lanes, run_on_trial, seeded
 from esper_nb.grow import (
     FAMILIES, SEED_LAYOUTS, Decision, ModuleHostConfig, blueprint_size, explore_host, export_model, forget_blueprint,
     get_blueprint, list_blueprints, make_blueprint, module_model, plain_blueprint)
@@ -281,6 +282,160 @@ def test_a_frozen_weight_stays_frozen():
         m[0].requires_grad_(False)
         return m
     assert [p.requires_grad for p in lane_module(net, torch.rand(3, 4), 2).parameters()] == [False, False, True, True]
+
+
+# ---- networks as strangers write them
+
+class Small(nn.Module):
+    "One convolution, something in the middle, a head."
+    def __init__(self, middle=None):
+        super().__init__()
+        self.up, self.middle, self.act = nn.Conv2d(1, 6, 3, 2, 1), middle or nn.Identity(), nn.ReLU()
+        self.head = nn.Linear(96, 10)
+    def forward(self, x): return self.head(self.act(self.middle(self.up(x))).flatten(1))
+
+class Averaging(Small):
+    "Assigns its buffer in place of writing into it."
+    def __init__(self, grows=False):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.grows = grows
+    def forward(self, x):
+        h = self.up(x)
+        if self.training: self.mean = .5 * self.mean + .5 * h.detach().mean((0, 2, 3))
+        h = h - self.mean.view(1, -1, 1, 1)
+        if self.grows: self.mean = self.mean.repeat(2)
+        return self.head(self.act(h).flatten(1))
+
+class Deciding(Small):
+    "Its own forward depends on numbers, which a batch of generated data need not show."
+    def forward(self, x): return super().forward(x / x.abs().max() if x.abs().max() > 50 else x)
+
+class ScaledIf(nn.Module):
+    def forward(self, x): return x / x.abs().max() if x.abs().max() > 50 else x
+
+class Cast(Small):
+    "All in another precision."
+    def __init__(self, dtype):
+        super().__init__()
+        self.to(getattr(torch, dtype))
+    def forward(self, x): return super().forward(x.to(self.head.weight.dtype)).float()
+
+class Words(nn.Module):
+    "Torch's own encoder, whose layers are called with several arguments."
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 10)
+    def forward(self, x): return self.head(self.encoder(x.squeeze(1)).mean(1))
+
+def frozen_front():
+    net = Small()
+    net.up.requires_grad_(False)
+    return net
+
+STRANGERS = {
+    "weight norm": lambda: Small(nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 6, 1))),
+    "spectral norm": lambda: Small(nn.utils.parametrizations.spectral_norm(nn.Conv2d(6, 6, 1))),
+    "a hook's weight": lambda: Small(nn.utils.spectral_norm(nn.Conv2d(6, 6, 1))),
+    "lazy": lambda: Small(nn.Sequential(nn.LazyConv2d(6, 1), nn.LazyBatchNorm2d())),
+    "frozen front": frozen_front, "bfloat16": lambda: Cast("bfloat16"), "double": lambda: Cast("float64")}
+
+def of_digits(factory, slot="act", **settings):
+    host = ModuleHostConfig(factory, [slot], **settings)
+    return get_task("digits").replace(name="own", host=host, slots=(slot,), batch_size=256)
+
+def fitted(task, lanes=3):
+    "Train four epochs, with a seed in the middle lane that is blended in during the last one."
+    pop = new_population(task, FitConfig(lanes=lanes))
+    slot = task.slots[0]
+    blueprint = next(b for b in pop.model.slot(slot).blueprints if b != "norm")
+    def controller(pop, last):
+        epoch = int(pop.epoch.max())
+        how = {1: Decision("germinate", slot, blueprint), 2: Decision("advance", slot),
+               3: Decision("advance", slot, settings=dict(force=True))}.get(epoch)
+        return [how if i == 1 else None for i in range(lanes)]
+    return pop, list(fit(pop, 4, controller=controller))
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_networks_as_strangers_write_them_train_and_are_exported(name):
+    task = of_digits(STRANGERS[name])
+    pop, records = fitted(task)
+    losses = [float(r.train.loss.mean()) for r in records]
+    assert losses[-1] < losses[0] and pop.epoch.tolist() == [4] * 3
+    x, _ = next(iter(pop.data.evaluate("test", 20)))
+    with torch.no_grad(): told = pop.model.eval()(x.repeat(1, 3, 1, 1)).view(20, 3, -1)
+    for i in range(3):
+        with torch.no_grad(): torch.testing.assert_close(export_model(pop.model, i, bake=True)(x), told[:, i],
+                                                         atol=1e-5, rtol=1e-4)
+
+def test_a_buffer_that_is_assigned_is_kept_lane_by_lane_as_side_by_side():
+    ends = []
+    for side in (False, None):
+        pop, _ = fitted(of_digits(Averaging, side_by_side=side))
+        net = pop.model.host
+        assert net.form.whole is (side is False)
+        found = next(t for k, t in net.named_buffers() if k.endswith("mean")).view(3, 6)
+        assert bool((found.abs().sum(1) > .01).all())
+        ends.append(found)
+    torch.testing.assert_close(*ends, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"shape of mean after a pass=\(12,\), expected \(6,\)"):
+        per_lane(lambda: Averaging(grows=True), 2)(torch.rand(2, 2, 8, 8))
+
+def test_a_forward_that_depends_on_numbers_runs_lane_by_lane():
+    x, wild = torch.rand(3, 1, 8, 8), torch.rand(3, 1, 8, 8)
+    wild[0] = 1000
+    both = torch.cat([x, wild], 1)
+    for make in (Deciding, lambda: Small(ScaledIf())):
+        net = lane_module(make, x, 2)
+        apart = torch.cat([net.ordinary(i)(one) for i, one in enumerate((x, wild))], 1)
+        torch.testing.assert_close(net(both), apart)
+    form = find_form(Deciding, x)
+    assert form.whole and "numbers that differ" in form.why
+    assert list(find_form(lambda: Small(ScaledIf()), x).alone) == ["middle"]
+    assert not find_form(Small, x).whole
+
+def test_a_layer_that_is_called_with_several_arguments_is_exported_with_its_seed():
+    task = of_digits(Words, "encoder.layers.1")
+    pop, _ = fitted(task)
+    x, _ = next(iter(pop.data.evaluate("test", 20)))
+    net = export_model(pop.model, 1, bake=True)
+    with torch.no_grad(): told = pop.model.eval()(x.repeat(1, 3, 1, 1)).view(20, 3, -1)[:, 1]
+    for one in (net, copy.deepcopy(net)):
+        with torch.no_grad(): torch.testing.assert_close(one(x), told, atol=1e-5, rtol=1e-4)
+    assert not any(type(m).__module__.startswith("esper_nb") for m in net.modules())
+
+@pytest.mark.parametrize("slot, words", [("encoder.layers.0", "reads attributes of its first layer"),
+                                         ("encoder.layers.1.norm2", "uses the weights of its parts itself")])
+def test_a_pair_that_its_owner_cannot_use_is_refused_in_a_line(slot, words):
+    pop, _ = fitted(of_digits(Words, slot))
+    with pytest.raises(RuntimeError, match=f"slot {slot}: Transformer.*{words}"): export_model(pop.model, 1, bake=True)
+
+def test_factories_without_a_name_of_their_own_are_not_mixed_up():
+    def closure(width):
+        def net(): return mlp(width)
+        return net
+    for first, second in ((lambda: mlp(4), lambda: mlp(8)), (partial(mlp, 4), partial(mlp, 8)),
+                          (closure(4), closure(8))):
+        a, b = (ModuleHostConfig(f, ["1"], (64, 1, 1), 10, reads="BC") for f in (first, second))
+        assert [explore_host(h).places["1"].channels for h in (a, b)] == [4, 8] and a != b
+        assert ModuleHostConfig(first, ["1"], (64, 1, 1), 10, reads="BC") == a
+    with pytest.raises(ValueError, match="factory='Small', expected the class or a function"):
+        ModuleHostConfig(Small(), ["act"])
+    with pytest.raises(ValueError, match="makes='NoneType', expected a module"):
+        explore_host(ModuleHostConfig(lambda: None, ["act"], (1, 8, 8), 10))
+
+def test_a_blueprint_without_weights_and_a_decision_that_is_none_are_refused_in_a_line():
+    for name, make in dict(still=lambda c: nn.Conv2d(c, c, 1).requires_grad_(False), bare=lambda c: nn.ReLU()).items():
+        with pytest.raises(ValueError, match=f"parameters of {name} that train=0"): plain_blueprint(name, "BCHW")(make)
+    pop = new_population("digits", FitConfig(lanes=2))
+    for wrong in ("germinate", [("germinate", "r0c0", "norm")]):
+        with pytest.raises(ValueError, match="decision of lane 0=.*expected a Decision"):
+            list(fit(pop, 1, controller=lambda pop, last, wrong=wrong: [wrong, None]))
+
+def test_a_network_that_is_all_frozen_is_refused_before_anything_is_made():
+    with pytest.raises(ValueError, match="that train=0, expected some.*attach_slots"):
+        new_population(of_digits(lambda: Small().requires_grad_(False)), FitConfig(lanes=2))
 
 
 # ---- training, environments, settings

@@ -7,7 +7,7 @@ from PIL import Image
 
 from esper_nb.record import read_rows
 from esper_nb.run import main
-from esper_nb.train import picture_files, read_folder, read_picture
+from esper_nb.train import picture_files, read_folder, read_picture, task_from_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BARS = np.zeros((8, 8, 3), np.uint8) # red left, dark blue below
@@ -110,7 +110,13 @@ def test_pixels_without_a_meaning_on_a_screen_are_refused(tmp_path, capsys):
 def test_what_windows_leaves_beside_pictures_is_no_class_of_them(tmp_path):
     place = folder_of("palette", tmp_path/"pictures")
     for name in ("Thumbs.db", "desktop.ini"): (place/"dim"/name).write_bytes(b"not a picture")
+    (place/"__MACOSX").mkdir() # and what a Mac leaves in an archive
     assert len(picture_files(place)) == 12
+
+@pytest.mark.parametrize("size", [0, "8", (8, 8)])
+def test_a_size_is_a_whole_number(size, tmp_path):
+    with pytest.raises(ValueError, match="size=.*expected a whole number of at least 1"):
+        task_from_folder(folder_of("palette", tmp_path/"pictures"), size)
 
 def test_too_few_pictures_are_not_taken_for_numbers(tmp_path, capsys):
     said = refused(folder_of("palette", tmp_path/"pictures", 1), tmp_path/"runs", capsys)

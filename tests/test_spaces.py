@@ -122,3 +122,38 @@ def test_other_observations_are_refused_in_a_line():
         envs.metadata, envs.num_envs = dict(autoreset_mode=AutoresetMode.SAME_STEP), 1
         envs.single_observation_space, envs.single_action_space = space, spaces.Discrete(2)
         with pytest.raises(ValueError, match="observation space=.*a Dict or Tuple of these"): EnvStream(envs)
+
+
+class Masked(Echo):
+    "Gives the mask `said` with every step."
+    def __init__(self, acted, said): super().__init__(spaces.Box(-1, 1, (2,)), acted); self.said = said
+    def reset(self, **options): return super().reset(**options)[0], dict(action_mask=self.said)
+    def step(self, action): return *super().step(action)[:4], dict(action_mask=self.said)
+
+def trained(make):
+    settings = PPOConfig(num_steps=8, num_updates=1, num_minibatches=1)
+    return list(train_ppo(Learner(SyncVectorEnv([make] * 2), settings, PolicyConfig(core="none"))))
+
+def test_a_mask_is_one_array_for_each_head_as_gymnasium_samples():
+    acted, said = spaces.MultiDiscrete([2, 3]), (np.array([0, 1], np.int8), np.array([1, 0, 0], np.int8))
+    acted.sample(mask=said)
+    stream = EnvStream(SyncVectorEnv([lambda: Masked(acted, said)] * 2))
+    stream.reset(0)
+    assert stream.mask.tolist() == [[False, True, True, False, False]] * 2
+    assert trained(lambda: Masked(acted, said))
+
+@pytest.mark.parametrize("said, words", [
+    (np.ones(4, np.int8), "action_mask=4, expected 3 entries per lane"),
+    (np.ones(2, np.int8), "action_mask=2, expected 3 entries per lane"),
+    (np.array([0., 0., -np.inf]), r"below 0 or NaN in lanes=\[0, 1\].*no mask"),
+    (np.array([1., 1., np.nan]), "below 0 or NaN")])
+def test_masks_of_another_kind_are_refused_in_a_line(said, words):
+    with pytest.raises(ValueError, match=words): trained(lambda: Masked(spaces.Discrete(3), said))
+
+def test_what_is_no_vector_environment_or_shows_nothing_is_refused_in_a_line():
+    for envs in (Echo(spaces.Box(-1, 1, (2,)), spaces.Discrete(2)), "CartPole-v1"):
+        with pytest.raises(ValueError, match=r"expected a vector environment, such as gymnasium.make_vec"):
+            Learner(envs)
+    for nothing in (spaces.Box(-1, 1, (0,)), spaces.Dict({})):
+        with pytest.raises(ValueError, match="at least one number; where there is nothing to see"):
+            Learner(SyncVectorEnv([lambda space=nothing: Echo(space, spaces.Discrete(2))] * 2))

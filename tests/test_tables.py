@@ -15,7 +15,7 @@ from esper_nb.grow import check_same
 from esper_nb.run import export_run, fit_run
 from esper_nb.run.cli import main
 from esper_nb.train import (
-    Column, FitConfig, Preparation, from_arrays, new_population, read_picture, read_table_file, run_epoch,
+    Column, FitConfig, Preparation, columns_of, from_arrays, new_population, read_picture, read_table_file, run_epoch,
     split_examples, task_from_arrays, task_from_path, task_from_table)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -442,3 +442,80 @@ def test_a_messy_table_trains_untouched_and_leaves_as_onnx(name, tmp_path, monke
     with torch.no_grad(): mine = left.net(left.example).numpy()
     near = np.abs(answers[None] - mine[:, None]).max(-1).min(1) # each test row's answer is that of some raw row
     assert near.max() <= 1e-4 * np.abs(mine).max()
+
+
+# ---- what strangers hand over
+
+def test_a_price_of_a_thousand_is_no_gap_and_neither_is_what_is_below_zero():
+    v = np.random.default_rng(0).integers(-1500, 1500, 200)
+    for how in ("{:,}", "({:,})", "\u2212{:,}", "-{:,}"):
+        cells = [(how if x < 0 else "{:,}").format(abs(x)) for x in v] if how != "{:,}" else [f"{x:,}" for x in v]
+        (column,), rows = columns_of(pandas.DataFrame(dict(a=cells)))
+        assert column.kind == "number" and rows[:, 0].tolist() == v.tolist(), how
+
+@pytest.mark.skipif(not ONNX, reason="onnx, onnxscript and onnxruntime are not installed: pip install esper_nb[export]")
+def test_other_amounts_are_read_alike_by_the_printed_lines(tmp_path, monkeypatch):
+    a, _, kind = messy_numbers(120)
+    how = dict(swiss=lambda v: f"{v:,.2f}".replace(",", "\u2019"), french=lambda v: f"{v:,.2f}".replace(",", "\u202f"),
+               books=lambda v: f"({1100 - v:.1f})" if v < 1100 else f"{v - 1100:.1f}",
+               minus=lambda v: f"\u2212{abs(v):.1f}")
+    f = pandas.DataFrame({k: [write(v) for v in a] for k, write in how.items()}).assign(kind=kind)
+    task = task_from_table(written(tmp_path/"t.csv", f), epochs=3)
+    assert task.load().shape[0] == 4 and all("missing" not in note for note in task.notes)
+    with contextlib.redirect_stdout(io.StringIO()):
+        _, run = fit_run(task, FitConfig(lanes=2, workers=1), out=tmp_path/"runs", progress=False)
+    left, answers = answered(run.path, f, tmp_path, monkeypatch)
+    test = split_examples(read_table_file(tmp_path/"t.csv"))[0].test
+    with torch.no_grad(): mine = left.net(left.example).numpy()
+    np.testing.assert_allclose(answers[test.numpy()][:len(mine)], mine, rtol=1e-4, atol=1e-4)
+
+HANDED = { # content, settings, and what is said of an error; None: it is right
+    "title": (b"My table,,\na,b,kind\n" + GOOD.encode(), {}, "delete a title above it"),
+    "comment": (b"# mine\n# or not\na,b,kind\n" + GOOD.encode(), {}, "delete lines above it"),
+    "spaces": (b"a b kind\n" + GOOD.replace(",", " ").encode(), {}, "columns to learn from=0, expected at least one"),
+    "delimiters at the end": (b"a,b,kind,\n" + GOOD.replace("\n", ",\n").encode(), {}, None),
+    "commas in a name": (b"a, in m, or s, of b;b;kind\n" + GOOD.replace(",", ";").encode(), {}, None),
+    "accents": ("a,b,cafe\u0301\n".encode() + GOOD.encode(), dict(label="caf\u00e9"), None),
+    "values in thousands": (b"kind,b,y\n" + "".join(f'{"xy"[i % 2]},{i},"{i * 777:,}"\n' for i in range(60)).encode(),
+                            dict(target="values"), None),
+    "one column": (b"a,b,kind\n" + GOOD.encode(), dict(columns="a"), None)}
+
+@pytest.mark.parametrize("case", HANDED)
+def test_files_as_strangers_hand_them_over(case, tmp_path):
+    content, settings, said = HANDED[case]
+    (tmp_path/"t.csv").write_bytes(content)
+    if said is not None:
+        with pytest.raises(ValueError, match=said): task_from_table(tmp_path/"t.csv", **settings)
+    else: assert task_from_table(tmp_path/"t.csv", **settings).load().num_train == 42
+
+def test_columns_that_were_an_index_are_columns_and_missing_durations_are_missing(tmp_path):
+    pytest.importorskip("pyarrow")
+    f = pandas.read_csv(io.StringIO("a,b,kind\n" + GOOD))
+    f["took"] = pandas.to_timedelta([None if i == 3 else i % 7 for i in range(60)], unit="h")
+    f.set_index("a").to_parquet(tmp_path/"t.parquet")
+    notes = task_from_table(tmp_path/"t.parquet", label="kind").notes
+    assert any(note.startswith("a") for note in notes) and any("took: number; 1 missing" in note for note in notes)
+    with pytest.raises(ValueError, match="goes into task_from_arrays"): task_from_table(f)
+    with pytest.raises(ValueError, match="column z=.*real numbers"): columns_of(f.assign(z=1j))
+
+def test_arrays_as_strangers_hand_them_over():
+    x = np.random.default_rng(0).normal(size=(60, 3))
+    y, hidden = (x[:, 0] > 0).astype(int), np.arange(60) % 9 == 0
+    like = task_from_arrays(x, y, "handed").load()
+    for given in (x.astype(object), x.astype(">f8"), x[::-1][::-1], np.ma.array(x, mask=False), x.astype(str)):
+        found = task_from_arrays(given, y[:, None], "handed").load()
+        assert torch.equal(found.x["train"], like.x["train"]) and torch.equal(found.y["train"], like.y["train"])
+    shuffled = pandas.Series(y)[np.random.default_rng(1).permutation(60)]
+    for a, b, settings, said in (
+            (np.ma.array(x, mask=x > 1), y, {}, "NaN or infinite"), (x * 1j, y, {}, "expected real numbers"),
+            (dict(a=x), y, {}, "a table of pandas"), (torch.tensor(x).to_sparse(), y, {}, "to_dense"),
+            ([[1, 2], [3]] * 30, y, {}, "give rows of one length"), (np.full((60, 2), "w"), y, {}, "table of pandas"),
+            (x, np.ma.array(y, mask=hidden), {}, "labels of t that are missing"),
+            (x, [None, *y[1:]], {}, r"missing .*=\[0\]"), (x, np.where(hidden, np.nan, y), {}, "missing"),
+            (x, np.eye(2)[y], {}, r"y.argmax\(1\)"), (x, [[v] for v in y], {}, "target='labels'"),
+            (x, np.ma.array(x[:, 0], mask=hidden), dict(target="values"), "NaN or infinite"),
+            (x, x[:, 0] * 1j, dict(target="values"), "real numbers"),
+            (x, y, dict(groups="patient"), "groups='patient'"),
+            (x, np.where(hidden & (y > 0), 1e15, x[:, 0]), dict(target="values"), "predict the logarithm"),
+            (pandas.DataFrame(x), shuffled, {}, r"y.loc\[x.index\]")):
+        with pytest.raises(ValueError, match=said): task_from_arrays(a, b, "t", **settings)

@@ -292,10 +292,22 @@ class PerLane(nn.Module):
         "Run the module with the tensors of lane i."
         self.turn = i
         args, kwargs = map_tensors(lambda cut: cut[0][i], inputs, kind=_Pieces)
-        if not self.draws: return torch.func.functional_call(self.template, state, args, kwargs)
-        device = next(iter(state.values()), self.stream).device
-        with drawing(device, int(self.stream[i]), "draw", int(self.count[i])):
-            return torch.func.functional_call(self.template, state, args, kwargs)
+        left = dict(state) # what the module leaves there
+        if not self.draws: out = torch.func.functional_call(self.template, left, args, kwargs)
+        else:
+            device = next(iter(state.values()), self.stream).device
+            with drawing(device, int(self.stream[i]), "draw", int(self.count[i])):
+                out = torch.func.functional_call(self.template, left, args, kwargs)
+        self._keep_assigned(state, left)
+        return out
+
+    def _keep_assigned(self, state: dict[str, Tensor], left: dict[str, Tensor]) -> None:
+        "Write buffers that the module has replaced, `self.mean = new`, into those of the lane."
+        for k, t in left.items():
+            if t is state[k]: continue
+            same = t.shape == state[k].shape
+            check(same, f"shape of {k} after a pass", tuple(t.shape), f"{tuple(state[k].shape)}, as at the beginning")
+            with torch.no_grad(): state[k].copy_(t)
 
 # %% ../../nbs/core/04_lanes.ipynb #9ede5c05
 def per_lane(

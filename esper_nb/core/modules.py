@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .config import check_count
 from .lanes import PerLane, lane_state, own_tensors, repeated, rewiden
@@ -134,6 +135,7 @@ def find_form(
         whole = LaneForm(whole=True, alone={}, axis=1, last=last, draws=draws, why=why, seen={})
         large = side is None and sum(p.numel() for p in factory().parameters()) > LARGE
         if trial.draws: return whole._replace(draws=("",), why="it draws random numbers in a forward of its own")
+        if trial.reads: return whole._replace(why="its own forward depends on numbers that differ from lane to lane")
         if large or side is False:
             return whole._replace(why=f"it has more than {LARGE:,} parameters" if large else "as was asked for")
         for form in _candidates(trial, factory(), last):
@@ -163,7 +165,8 @@ def _candidates(trial: "TrialRun", module: nn.Module, last: bool) -> Iterator[La
         for let_be in (True, False):
             none = {k: type(m).__name__ for k, m in layers_of(module)
                     if lane_form(copy.copy(m), 1, base._replace(axis=axis).axis_of(k, m)) is None
-                    and not (let_be and not any(True for _ in own_tensors(m)) and k not in draws)}
+                    and not (let_be and not any(True for _ in own_tensors(m)) and k not in draws
+                             and not trial.layers[k].reads)}
             form = base._replace(axis=axis, alone={k: f"{v} has no lane form" for k, v in none.items()})
             if form not in tried and "" not in none: yield form
             tried.append(form)
@@ -288,33 +291,47 @@ class LayerSeen(NamedTuple):
     "What a trial run recorded of one layer."
     axes: int # of its first output; 0: it did not run
     draws: bool # takes random numbers
+    reads: bool # reads numbers out of tensors, as `if x.mean() > 0:` does
 
 class TrialRun(NamedTuple):
     "What a trial run recorded of a module."
     layers: dict[str, LayerSeen]
     draws: bool # the module itself takes random numbers, between its layers
+    reads: bool # the module itself reads numbers out of tensors
+
+class _Reads(TorchDispatchMode):
+    "Counts the numbers that are read out of tensors."
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default # noqa: SLF001  # its name in torch
+        return func(*args, **(kwargs or {}))
 
 def run_on_trial(
     module: nn.Module, # a plain one; it is consumed
     example: Tensor, # a batch that it takes
 ) -> TrialRun:
     "Run a module once in training mode, and a second time without the layers that draw random numbers."
-    found = {k: LayerSeen(0, False) for k, _ in layers_of(module)}
-    start: dict[str, Tensor] = {}
-    handles = []
+    found = {k: LayerSeen(0, draws=False, reads=False) for k, _ in layers_of(module)}
+    start: dict[str, tuple[Tensor, int]] = {}
+    handles, reads, inside = [], _Reads(), 0
     for k, layer in dict(layers_of(module)).items():
-        def before(_, args, k=k): start[k] = stream.get_state()
+        def before(_, args, k=k): start[k] = stream.get_state(), reads.count
         def after(_, args, out, k=k):
-            first, drew = _first_tensor(out), not torch.equal(start[k], stream.get_state())
-            found[k] = LayerSeen(0 if first is None else first.ndim, drew or found[k].draws)
+            nonlocal inside
+            first, (state, count) = _first_tensor(out), start[k]
+            read, drew = reads.count - count, not torch.equal(state, stream.get_state())
+            inside += read
+            found[k] = LayerSeen(0 if first is None else first.ndim, draws=drew or found[k].draws,
+                                 reads=read > 0 or found[k].reads)
         handles += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
     with seeded(0, "look") as stream, torch.no_grad():
-        module.train()(example)
+        with reads: module.train()(example)
         for h in handles: h.remove()
         for k, layer in layers_of(module): layer.train(not found[k].draws)
         state = stream.get_state()
         module(example)
-        return TrialRun(found, not torch.equal(state, stream.get_state()))
+        return TrialRun(found, draws=not torch.equal(state, stream.get_state()), reads=reads.count > inside)
 
 def layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]: # names and layers
     "Yield the layers of a module: modules without submodules, and those that are treated as one layer."

@@ -483,6 +483,8 @@ def _trial(name: str, factory: Callable[..., nn.Module], layout: str) -> int: # 
         got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         check(got == (2 * len(x), *x.shape[1:]), f"what comes out of {name}", got, "the shape that went in")
         check(bool(y.isfinite().all()), f"what comes out of {name}", "not finite", "finite numbers between -1 and 1")
+        free = any(p.requires_grad for p in module.parameters())
+        check(free, f"parameters of {name} that train", 0, "some: a seed is trained before it is blended in")
         with seeded(0, "trial"): _form(factory, width, (), layout)
     except Exception as e:
         raise ValueError(f"blueprint {name} cannot be registered for {layout} ({type(e).__name__}: {e})") from e

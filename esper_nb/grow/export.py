@@ -19,15 +19,15 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..core import (
-    LaneAttention, LaneBatchNorm2d, LaneConv2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneModule,
-    MaskedConv2d, PerLane, SafeGroupNorm, Scale, by_lane, check)
+    ATOMS, LaneAttention, LaneBatchNorm2d, LaneConv2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear,
+    LaneModule, MaskedConv2d, PerLane, SafeGroupNorm, Scale, by_lane, check)
 from .blending import Blend, BlendGate, spread
 from .blueprints import (
     LaneFlexAttention, LaneMLP, Noop, NormSeed, PlainSeed, Residual, SqueezeExcite, probe, turned)
 from .hosts import GPTBlock, Host
 from .lifecycle import Stage
 from .models import Growing
-from .module_hosts import AttachedModel, ModuleHost, PickOutput, from_slot, to_slot
+from .module_hosts import AttachedModel, Call, ModuleHost, PickOutput, from_slot, to_slot
 from .slots import Role, Slot, as_lanes, evaluating, find_roles
 
 # %% ../../nbs/grow/27_export.ipynb #84c02d2d
@@ -67,13 +67,14 @@ def export_model(
     one = take()
     forms = grown_forms([one.slot(k) for k in one.names], bake)
     if isinstance(one, AttachedModel):
-        net = settle_weights(one.take_hooks_off())
+        net = one.take_hooks_off()
         if isinstance(net, LaneModule):
             output = net.config.output if isinstance(net, ModuleHost) else None
             net, read = net.ordinary(), getattr(net, "read", read)
             PickOutput.drop(net)
+        net = settle_weights(net) # not before: a lane is found by the names that its weights have in the factory
         for k in sorted(forms, key=lambda k: -k.count(".")): # inner ones first
-            _pair_up(net, k, _Turned(forms[k], one.layouts[k]))
+            _pair_up(net, k, _Turned(forms[k], one.layouts[k]), one.calls.get(k, Call(1, ())))
     else: net = _traced(_Walk(plain_module(one.host), forms))
     check_finite(net)
     def same_output(*x): return net(*map(read, x)) if output is None else net(*map(read, x))[output]
@@ -249,13 +250,39 @@ class _Turned(Form):
 
     def forward(self, x): return from_slot(self.form(to_slot(x, self.layout)), self.layout)
 
-def _pair_up(net: nn.Module, k: str, form: Form):
+def _pair_up(net: nn.Module, k: str, form: Form, call: Call = Call(1, ())):
     "Replace a submodule by a pair, in every place where the network holds it."
     part = net.get_submodule(k)
-    pair = nn.Sequential(OrderedDict(host=part, grown=_traced(form)))
+    _check_owner(net, k)
+    both = OrderedDict(host=part, grown=_traced(form))
+    pair = nn.Sequential(both) if call == Call(1, ()) else _pair_with_arguments(both, call)
     for owner in [m for m in net.modules() if m is not part]:
         for name, child in list(vars(owner)["_modules"].items()): # `named_children` shows one name of each
             if child is part: setattr(owner, name, pair)
+
+def _check_owner(net: nn.Module, k: str):
+    "Raise for a submodule whose owner reads attributes that a pair does not have."
+    path = k.split(".")
+    owner = net.get_submodule(".".join(path[:-1]))
+    if isinstance(owner, ATOMS) and not isinstance(owner, nn.Transformer):
+        raise RuntimeError(f"slot {k}: {type(owner).__name__} uses the weights of its parts itself, and would pass by "
+                           "what has grown there; put the slot behind the whole layer")
+    stack = net.get_submodule(".".join(path[:-2])) if path[-2:] == ["layers", "0"] else None
+    if isinstance(stack, (nn.TransformerEncoder, nn.TransformerDecoder)):
+        raise RuntimeError(f"slot {k}: {type(stack).__name__} reads attributes of its first layer, which a pair does "
+                           "not have; put the slot behind another layer")
+
+def _pair_with_arguments(both: Mapping[str, nn.Module], call: Call) -> fx.GraphModule:
+    "Return a pair whose first part is called with several arguments."
+    graph, seen = fx.Graph(), 0
+    def argument(name: str) -> fx.Node:
+        nonlocal seen
+        seen += 1
+        return graph.placeholder(name) if seen == 1 else graph.placeholder(name, default_value=None)
+    args = tuple(argument(f"x{i}") for i in range(call.positions))
+    h = graph.call_module("host", args, {k: argument(k) for k in call.names})
+    graph.output(graph.call_module("grown", (h,)))
+    return fx.GraphModule(dict(both), graph, "Pair")
 
 # %% ../../nbs/grow/27_export.ipynb #0466a642
 class _Tracer(fx.Tracer):

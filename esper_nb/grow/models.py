@@ -495,5 +495,8 @@ def apply_decisions(
     results = []
     for i, given in enumerate(decisions):
         several = [given] if isinstance(given, Decision) else given or ()
+        wrong = [d for d in several if not isinstance(d, Decision)] if not isinstance(several, str) else [several]
+        check(not wrong, f"decision of lane {i}", given, "a Decision, such as Decision('germinate', slot, blueprint), "
+              "several in a list, or None")
         results += [apply_decision(model, i, d) for d in several if d.verb != "wait"]
     return tuple(results)

@@ -6,12 +6,13 @@
 __all__ = ['HostConfig', 'READS', 'LAYOUTS', 'FIRST_AXIS', 'LAST_AXIS', 'AttachedModel', 'attach_slots', 'ModuleHostConfig',
            'PickOutput', 'Place', 'Explored', 'explore_host', 'module_model', 'ModuleHost', 'host_sites', 'check_slots',
            'import_path', 'given_factories', 'get_factory', 'Reading', 'read_as', 'FeatureLayout', 'to_slot',
-           'from_slot', 'choose_layout', 'FeatureSeen', 'find_features', 'draw_afresh']
+           'from_slot', 'choose_layout', 'Call', 'FeatureSeen', 'find_features', 'draw_afresh']
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #c143ca17
 import copy
 import difflib
 import importlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..core import (
     Config, Count, LaneForm, LaneModule, PerLane, Ports, Whole, check, check_count, check_device, find_form, layers_of,
@@ -36,8 +38,10 @@ from .slots import Lanes, Slot, as_lanes, evaluating
 # %% ../../nbs/grow/26_module_hosts.ipynb #129859a6
 class AttachedModel(Growing):
     "Your own network with slots after some submodules; created by `attach_slots` and `module_model`."
-    def __init__(self, host: nn.Module, slots: Sequence[Slot], layouts: Mapping[str, str] = MappingProxyType({})):
+    def __init__(self, host: nn.Module, slots: Sequence[Slot], layouts: Mapping[str, str] = MappingProxyType({}),
+                 calls: "Mapping[str, Call]" = MappingProxyType({})): # slot -> how its submodule is called
         super().__init__()
+        self.calls = dict(calls)
         self.host, self.lanes = host, getattr(host, "lanes", 1)
         self.layouts = {s.name: layouts.get(s.name, "BCHW" if s.family == "cnn" else "BLD") for s in slots}
         self.add_slots(slots)
@@ -201,9 +205,13 @@ def attach_slots(
         h, family = to_slot(seen[k].out, layout), LAYOUTS[layout].family
         may_grow = slots[k] if isinstance(slots, Mapping) else blueprints
         channels = h.shape[1] if family == "cnn" else h.shape[2]
-        made.append(Slot(k, family, channels, blueprints=may_grow, rules=rules, seed=seed))
-        for part in (made[-1].banks, made[-1].blend_gate): part.to(h.dtype) # a network in double or in half precision
-    return AttachedModel(module, made, found)
+        made.append(_of_type(Slot(k, family, channels, blueprints=may_grow, rules=rules, seed=seed), h.dtype))
+    return AttachedModel(module, made, found, {k: s.call for k, s in seen.items()})
+
+def _of_type(slot: Slot, dtype: torch.dtype) -> Slot: # the same
+    "Convert the weights of a slot to the type of the features: of a network in double or in half precision."
+    for part in (slot.banks, slot.blend_gate): part.to(dtype)
+    return slot
 
 def _check_untouched(module: nn.Module, slots: Iterable[str]):
     "Raise a `ValueError` for slots where there is one, and in a network that was compiled, which would not run them."
@@ -268,7 +276,7 @@ class ModuleHostConfig(Config):
 
         It sets `inplace=False` in every layer, to protect a slot's input, and lets the network return `output` alone.
         """
-        return partial(_make, get_factory(str(self.factory)), self.kwargs, self.output)
+        return partial(_make, get_factory(str(self.factory)), self.kwargs, self.output, self)
 
     def example(self, batch: int = 2) -> Tensor: # (batch, *shape)
         """Return a generated batch in the format of the data.
@@ -284,6 +292,10 @@ class ModuleHostConfig(Config):
         shape = (batch, *(self.shape or ()))
         if self.reads == "BL": return torch.arange(shape[0] * shape[1]).view(shape) % (self.classes or 1)
         return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+
+    def read(self) -> Tensor: # (2, *shape) as `reads` has it
+        "Return a generated batch as the network reads it."
+        return self.example() if self.reads == "BL" else read_as(self.example(), self.reads)
 
     def fitted(self, shape: Sequence[int], classes: int) -> "ModuleHostConfig": # of the data
         """Return these settings completed from the data.
@@ -307,8 +319,13 @@ class ModuleHostConfig(Config):
 
     def __hash__(self): return hash(json.dumps(self.to_dict(), sort_keys=True))
 
-def _make(factory: Callable[..., nn.Module], kwargs: Mapping, output: str | int | None) -> nn.Module:
+def _make(factory: Callable[..., nn.Module], kwargs: Mapping, output: str | int | None,
+          config: ModuleHostConfig) -> nn.Module:
     module = out_of_place(factory(**kwargs))
+    check(isinstance(module, nn.Module), f"what {config.factory} makes", type(module).__name__, "a module")
+    if any(map(is_lazy, [*module.parameters(), *module.buffers()])): # layers that learn their widths from a first pass
+        with torch.no_grad(): module.eval()(config.read())
+        module.train()
     if output is not None: module.register_forward_hook(PickOutput(output))
     return module
 
@@ -335,6 +352,8 @@ class Explored(NamedTuple):
     form: LaneForm
     places: dict[str, Place] # by name, in the order in which they run
     activation: int # numbers in the largest output of a layer, for one example
+    calls: "dict[str, Call]" # slot -> how its submodule is called
+    types: dict[str, torch.dtype] # slot -> of its features
 
 def explore_host(
     config: ModuleHostConfig, # with its shape and classes
@@ -364,8 +383,10 @@ def explore_host(
 def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Explored: # factory: of that name, now
     make = config.maker
     with seeded(0, "explore"): module = make()
-    check(isinstance(module, nn.Module), f"what {config.factory} makes", type(module).__name__, "a module")
-    x = config.example() if config.reads == "BL" else read_as(config.example(), config.reads)
+    free = any(p.requires_grad for p in module.parameters())
+    check(free, f"parameters of {config.factory} that train", 0, "some, such as those of its last layer; to train the "
+          "seeds of a network that is all frozen, take attach_slots and a loop of your own")
+    x = config.read()
     expected = (*x.shape[:2 if config.reads == "BL" else 1], config.classes)
     PickOutput.drop(module)
     try: y = module.eval()(x)
@@ -375,12 +396,14 @@ def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Ex
     y = _picked(config, y, expected)
     check(y.shape == expected, f"output of {config.factory}", tuple(y.shape), f"{expected}: one number for each class")
     ended, largest = _order(module, x)
-    places = _places(config.layouts, module, x, ended)
+    seen = find_features(module, list(config.layouts), [x])
+    places = _places(config.layouts, module, seen, ended)
     form = find_form(make, x, READS[config.reads].axis, -1, config.side_by_side)
     hidden = [k for k in places for name in form.alone if k.startswith(f"{name}.")]
     if hidden and not form.whole:
         form = form._replace(whole=True, why=f"slot {hidden[0]} lies in a layer that runs lane by lane", alone={})
-    return Explored(form, places, largest)
+    calls, types = {k: s.call for k, s in seen.items()}, {k: s.out.dtype for k, s in seen.items()}
+    return Explored(form, places, largest, calls, types)
 
 def _picked(config: ModuleHostConfig, y: Any, expected: tuple) -> Tensor: # y: what the network returns
     "Return the output that is trained; raise if it is not named or not there."
@@ -412,11 +435,12 @@ def _order(module: nn.Module, x: Tensor) -> tuple[list[str], int]: # names as th
     for h in handles: h.remove()
     return ended, max(largest, x[0].numel())
 
-def _places(layouts: Mapping[str, str], module: nn.Module, x: Tensor, ended: Sequence[str]) -> dict[str, Place]:
+def _places(layouts: Mapping[str, str], module: nn.Module, seen: "Mapping[str, FeatureSeen]",
+            ended: Sequence[str]) -> dict[str, Place]:
     weighty = {k for k, m in layers_of(module) if any(True for _ in m.parameters())}
     out: dict[str, Place] = {}
     since = 0
-    for k, s in find_features(module, list(layouts), [x]).items():
+    for k, s in seen.items():
         layout = choose_layout(k, s.out.shape, s.layer, layouts[k] or ("BD" if s.out.ndim == 2 else None), "slots")
         h = to_slot(s.out, layout)
         here = ended.index(k) + 1
@@ -436,7 +460,8 @@ def module_model(
     rules: Rules = Rules(), # gates and cool-down of the seeds
 ) -> AttachedModel: # on `device`
     "Create your network in n lanes, with empty slots."
-    dev, places = check_device(device), explore_host(config).places
+    dev, found = check_device(device), explore_host(config)
+    places = found.places
     chosen = list(places) if slots is None else list(slots)
     for k in chosen: check(k in places, "slot", k, f"one of {', '.join(places)}")
     host = ModuleHost(config, lanes)
@@ -445,8 +470,9 @@ def module_model(
     for k in (k for k in places if k in chosen):
         family = LAYOUTS[places[k].layout].family
         may_grow = _of_family(family, blueprints)
-        made.append(Slot(k, family, places[k].channels, lanes, may_grow, rules=rules, seed=seed))
-    return AttachedModel(host.to(dev), made, {k: p.layout for k, p in places.items()})
+        made.append(_of_type(Slot(k, family, places[k].channels, lanes, may_grow, rules=rules, seed=seed),
+                             found.types[k]))
+    return AttachedModel(host.to(dev), made, {k: p.layout for k, p in places.items()}, found.calls)
 
 def _of_family(family: str, blueprints: Iterable[str] | None) -> list[str] | None:
     if blueprints is None: return None
@@ -507,7 +533,13 @@ _given: dict[str, Callable[..., nn.Module]] = {} # functions that were passed as
 
 def import_path(factory: Callable[..., nn.Module]) -> str: # "package.module:function"
     "Return the import path of a function, and register it in this process."
+    check(not isinstance(factory, nn.Module), "factory", type(factory).__name__, "the class or a function that makes "
+          "such a network, not one that is made: every lane is a network of its own")
     name = f"{factory.__module__}:{getattr(factory, '__qualname__', type(factory).__name__)}"
+    if "<" in name or not hasattr(factory, "__qualname__"): # others have that name, too: lambdas, partials, closures
+        kept = [k for k, known in _given.items() if known is factory]
+        if kept: return kept[0]
+        name += next(end for i in itertools.count(1) if name + (end := f"#{i}" * (i > 1)) not in _given)
     _given[name] = factory
     return name
 
@@ -598,10 +630,16 @@ def _width(layer: nn.Module | None) -> int | None:
     return layer.normalized_shape[-1] if isinstance(layer, nn.LayerNorm) else None
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #fd04b60b
+class Call(NamedTuple):
+    "What a submodule is called with."
+    positions: int # arguments by position
+    names: tuple[str, ...] # of the others
+
 class FeatureSeen(NamedTuple):
     "The output of a submodule in a forward pass."
     out: Tensor
     layer: nn.Module | None # the last one with a width that ran before
+    call: Call
 
 def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Tensor]) -> dict[str, FeatureSeen]:
     "Return the outputs of some submodules for an example batch, in the order in which they run."
@@ -614,17 +652,17 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
     ran: list[nn.Module] = []
 
     def noting(k):
-        def hook(_, args, out):
+        def hook(_, args, kwargs, out):
             check(isinstance(out, Tensor), f"output of {k}", type(out).__name__, "one tensor")
             check(k not in seen, "slot", k, "a submodule that runs once in a forward pass")
-            seen[k] = FeatureSeen(out, ran[-1] if ran else None)
+            seen[k] = FeatureSeen(out, ran[-1] if ran else None, Call(len(args), tuple(kwargs)))
         return hook
 
     def passing(layer, args, out): ran.append(layer)
 
     layers = [m for m in module.modules() if type(m).__module__.startswith("torch.nn") and _width(m) is not None]
     handles = [m.register_forward_hook(passing) for m in layers]
-    handles += [module.get_submodule(k).register_forward_hook(noting(k)) for k in names]
+    handles += [module.get_submodule(k).register_forward_hook(noting(k), with_kwargs=True) for k in names]
     try:
         with evaluating(module): module(*example)
     finally:

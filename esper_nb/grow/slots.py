@@ -591,7 +591,8 @@ class Slot(nn.Module):
         return self._narrowed[key](x, at, index, self.training)
 
     def _hand_on(self, h: Tensor, out: Tensor) -> Tensor:
-        if self.trace is not None and out.requires_grad:
+        if self.trace is not None and torch.is_grad_enabled():
+            if not out.requires_grad: out = out.detach().requires_grad_().clone() # all in front of it is frozen
             out.retain_grad()
             self.trace.append((h.detach(), out))
         return torch.cat([h, out]) if self.branch else out

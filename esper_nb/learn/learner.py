@@ -187,9 +187,9 @@ class Learner:
         heads: ActionHeads | None = None, # how choices depend on each other; None: from the action space
         device: str | torch.device = "cpu", # of the policy and the rollout; observations stay on the host until used
     ):
-        self.config, self.n, self.device = config, envs.num_envs, check_device(device)
-        self.stream = EnvStream(envs)
-        self.heads = heads or heads_of(envs.single_action_space)
+        self.config, self.device, self.stream = config, check_device(device), EnvStream(envs)
+        self.n, self.heads = envs.num_envs, heads or heads_of(envs.single_action_space)
+        self.of_space = heads is None # then a mask has an entry for each choice, and no more
         precision = choose_precision(config.precision, device)
         self.policy = ActorCritic(self.heads, self.stream.width, policy, config.seed, precision).to(device)
         fits = not self.policy.states or config.num_minibatches <= self.n
@@ -416,7 +416,9 @@ class Learner:
         "Return the width of the environment's masks; `ValueError` if the heads need more."
         mask, least = self.stream.mask, self.heads.flat
         width = 0 if mask is None else mask.shape[1]
-        check(width == 0 or width >= least, "action_mask", width, f"at least {least} entries per lane, one per choice")
+        good = width == least if self.of_space else width >= least
+        check(width == 0 or good, "action_mask", width, f"{'' if self.of_space else 'at least '}{least} entries per "
+              "lane, one per choice")
         return width
 
     def _check_gap(self, gap: float) -> None: # largest |ratio - 1| before the first gradient step of an update

@@ -138,6 +138,13 @@ def masked_lanes(
     if isinstance(given, np.ndarray) and given.dtype != object: return flags
     return flags & np.array([mask is not None for mask in given])
 
+def _flat_mask(
+    mask: Any, # of one lane: numbers or bools, or one array for each head as in `MultiDiscrete.sample`
+) -> np.ndarray: # (M,)
+    "Return a mask as one row."
+    parts = isinstance(mask, (tuple, list)) and any(np.ndim(part) > 0 for part in mask)
+    return np.concatenate([np.ravel(part) for part in mask]) if parts else np.ravel(mask)
+
 # %% ../../nbs/learn/62_rollouts.ipynb #9911e5a3
 _streams = itertools.count(1) # numbers of the streams of this process
 
@@ -153,6 +160,9 @@ class EnvStream:
         envs: gym.vector.VectorEnv, # n lanes
         device: str | torch.device = "cpu", # where observations and masks go
     ):
+        good = isinstance(envs, gym.vector.VectorEnv) or hasattr(envs, "num_envs")
+        check(good, "envs", type(envs).__name__, "a vector environment, such as "
+              "gymnasium.make_vec('CartPole-v1', num_envs=8) or gymnasium.vector.SyncVectorEnv([make] * 8)")
         mode = envs.metadata.get("autoreset_mode")
         check(mode is not None, "envs.metadata['autoreset_mode']", mode,
               "a gymnasium.vector.AutoresetMode: set it in the environment's metadata")
@@ -162,6 +172,8 @@ class EnvStream:
               "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these; wrap the environment in "
               "gymnasium.wrappers.vector.TransformObservation to get one")
         self.width = gym.spaces.flatdim(self.space) # D
+        check(self.width > 0, "observation space", self.space, "at least one number; where there is nothing to see, "
+              "give a constant, such as Box(0, 1, (1,))")
         self.actions = envs.single_action_space
         self.base, self.number = envs.unwrapped, next(_streams) # who reset them last is kept in the environments
 
@@ -225,12 +237,17 @@ class EnvStream:
         found = lanes & masked_lanes(info, self.n)
         if not lanes.any() or self.mask is None and not found.any(): return
         given = info["action_mask"] if found.any() else ()
-        rows = [np.ravel(given[i]) for i in np.flatnonzero(found)]
+        rows = [_flat_mask(given[i]) for i in np.flatnonzero(found)]
         widths = {len(row) for row in rows} | ({self.mask.shape[1]} if self.mask is not None else set())
         check(len(widths) == 1, "widths of action masks", sorted(widths), "the same in all lanes and steps")
         mask = np.ones((self.n, widths.pop()), bool)
         if self.mask is not None: mask[~lanes] = self.mask.cpu().numpy()[~lanes]
-        if rows: mask[found] = np.stack(rows).astype(bool)
+        if rows:
+            said = np.stack(rows)
+            odd = np.flatnonzero(found)[~(said >= 0).all(1)].tolist() # negative ones, and NaN
+            check(not odd, "action_mask with numbers below 0 or NaN in lanes", odd, "1 for each choice that is "
+                  "allowed and 0 for each that is not; what is added to logits is no mask")
+            mask[found] = said.astype(bool)
         self.mask = self._to(mask)
 
     def _advance(self, obs, done, hit):

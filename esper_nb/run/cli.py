@@ -488,27 +488,34 @@ def _check_setting_name(pair: str, names: tuple[str, ...]) -> None: # names: wit
 
 _known_as = dict(lanes="num_envs", epochs="horizon", updates="num_updates", lr="learning_rate") # elsewhere -> here
 
-def _take_settings(args: argparse.Namespace, unknown: list[str]) -> list[str]: # words that argparse does not know
-    "Move settings written as options, `--lr 0.05`, to those of `--set`, and return the other words."
-    if "set" not in args: return unknown
-    known, left, words = known_names()["fit" if args.command == "fit" else "run"], [], list(unknown)
+def _flags(command: str) -> list[str]:
+    "Return the options of a command as they are written."
+    rows = _options() | _listing_options()
+    return [flag for option in _commands[command].options.split() for flag in rows[option][0]]
+
+def _with_settings(argv: list[str]) -> list[str]: # arguments, the command first; for argparse
+    """Write settings that are given as options, `--lr 0.05`, as `--set lr=0.05`.
+
+    It is done before argparse sees them, which would take the value of an option that it does not know for a name.
+    """
+    if not argv or argv[0] not in _commands or "--set" not in (flags := _flags(argv[0])): return argv
+    known, out, words = known_names()["fit" if argv[0] == "fit" else "run"], [argv[0]], list(argv[1:])
     while words:
         word = words.pop(0)
         option, sep, value = word.partition("=")
         name = option[2:].replace("-", "_")
         meant = [n for n in known if name in (n, n.rpartition(".")[2])] or \
             [n for n in known if _known_as.get(name) == n.rpartition(".")[2]]
-        if not word.startswith("--") or not meant: left.append(word)
-        elif not sep and not words: raise ValueError(f"{option}: expected a value")
+        if not word.startswith("--") or not meant or any(flag.startswith(option) for flag in flags): out.append(word)
+        elif not sep and (not words or words[0].startswith("--")): raise ValueError(f"{option}: expected a value")
         elif len(meant) > 1:
             raise ValueError(f"{option} may be {' or '.join(meant)}: write --set {meant[0]}={value or words[0]}")
-        else: args.set.append(f"{meant[0]}={value if sep else words.pop(0)}")
-    return left
+        else: out += ["--set", f"{meant[0]}={value if sep else words.pop(0)}"]
+    return out
 
 def _unknown(args: argparse.Namespace, words: list[str]) -> str:
     "Return what is said of words that no command takes, with the option that is meant perhaps."
-    rows = _options() | _listing_options()
-    names = [flag for option in _commands[args.command].options.split() for flag in rows[option][0]]
+    names = _flags(args.command)
     if "set" in args: names += [f"--{n}" for n in known_names()["fit" if args.command == "fit" else "run"]]
     near = difflib.get_close_matches(words[0].partition("=")[0], names, 1) if words[0].startswith("-") else []
     return (f"unknown: {' '.join(words)}" + "".join(f" ({name} perhaps)" for name in near)
@@ -525,12 +532,12 @@ def main(
     if argv and argv[0].startswith("-") and argv[0] not in own:
         near = difflib.get_close_matches(argv[0], own, 1)
         parser.error(f"unknown: {argv[0]}{f' ({near[0]} perhaps)' if near else '; a command comes first'}")
+    try: argv = _with_settings(argv)
+    except ValueError as e: parser.error(str(e))
     args, unknown = parser.parse_known_args(argv)
     if args.command == "lab": # what follows is for JupyterLab, if it is an option
         args.options = unknown if unknown and unknown[0].startswith("-") else []
         unknown = unknown[len(args.options):]
-    try: unknown = _take_settings(args, unknown)
-    except ValueError as e: parser.error(str(e))
     if unknown: parser.error(_unknown(args, unknown))
     try:
         with _warnings_as_lines():

@@ -263,7 +263,8 @@ def usage(
     since = 'pandas.to_datetime(rows[k], format=form, utc=True, errors="coerce") - pandas.Timestamp("1970", tz="UTC")'
     days = f'for k, form in facts["days"].items(): rows[k] = ({since}) / pandas.Timedelta(days=1)'
     plain = 'rows[k].astype(str).str.replace(rf"[{drop}\\s]", "", regex=True).str.replace(comma, ".")'
-    amounts = f'for k, (drop, comma) in facts["amounts"].items(): rows[k] = {plain}'
+    signs = '.str.replace("\\u2212", "-").str.replace(r"^\\((.*)\\)$", r"-\\1", regex=True)'
+    amounts = f'for k, (drop, comma) in facts["amounts"].items(): rows[k] = {plain}{signs}'
     lines = [first, f'facts = json.load(open("{path.with_suffix(".json")}"))["input"]',
              'rows = pandas.read_csv("new.csv", **facts["read_csv"])', *([days] if facts["days"] else []),
              *([amounts] if facts["amounts"] else [])]

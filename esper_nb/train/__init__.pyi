@@ -13,18 +13,18 @@ from .data import (AHEAD as AHEAD, check_images as check_images, default_peak as
     share_pp as share_pp, standardised as standardised, TargetData as TargetData, check_tokens as check_tokens,
     draw_windows as draw_windows, TextData as TextData)
 from .datasets import (ANSWERS as ANSWERS, MOST_STRATA as MOST_STRATA, PICTURES as PICTURES, Split as Split,
-    FEWEST as FEWEST, OWN as OWN, Examples as Examples, number_labels as number_labels,
-    check_classes as check_classes, refuse as refuse, check_kind as check_kind, as_targets as as_targets,
-    check_targets as check_targets, Parts as Parts, stratified_split as stratified_split,
-    target_strata as target_strata, picture_files as picture_files, read_picture as read_picture,
-    read_folder as read_folder, read_table_file as read_table_file, from_frame as from_frame,
-    group_numbers as group_numbers, as_pixels as as_pixels, from_arrays as from_arrays, from_dataset as from_dataset,
-    digest_of as digest_of, balanced_order as balanced_order, first as first, load_digits_data as load_digits_data,
-    load_cifar10 as load_cifar10, synthetic_cifar10 as synthetic_cifar10, load_prose as load_prose,
-    load_text_file as load_text_file, split_examples as split_examples, example_data as example_data,
-    wild_targets as wild_targets, own_source as own_source, is_own as is_own, source_words as source_words,
-    read_own as read_own, keep_read as keep_read, keep_arrays as keep_arrays, text_digest as text_digest,
-    load_own as load_own, load_source as load_source, host_for as host_for)
+    FEWEST as FEWEST, OWN as OWN, Examples as Examples, number_labels as number_labels, one_each as one_each,
+    given_labels as given_labels, check_classes as check_classes, refuse as refuse, dense_numbers as dense_numbers,
+    check_kind as check_kind, as_targets as as_targets, check_targets as check_targets, Parts as Parts,
+    stratified_split as stratified_split, target_strata as target_strata, picture_files as picture_files,
+    read_picture as read_picture, read_folder as read_folder, read_table_file as read_table_file,
+    from_frame as from_frame, group_numbers as group_numbers, as_pixels as as_pixels, from_arrays as from_arrays,
+    from_dataset as from_dataset, digest_of as digest_of, balanced_order as balanced_order, first as first,
+    load_digits_data as load_digits_data, load_cifar10 as load_cifar10, synthetic_cifar10 as synthetic_cifar10,
+    load_prose as load_prose, load_text_file as load_text_file, split_examples as split_examples,
+    example_data as example_data, wild_targets as wild_targets, own_source as own_source, is_own as is_own,
+    source_words as source_words, read_own as read_own, keep_read as keep_read, keep_arrays as keep_arrays,
+    text_digest as text_digest, load_own as load_own, load_source as load_source, host_for as host_for)
 from .families import (TASK_FAMILIES as TASK_FAMILIES, Instance as Instance, groupings as groupings, Lesson as Lesson,
     draw_classes as draw_classes, draw_lesson as draw_lesson, FamilyData as FamilyData,
     begin_lessons as begin_lessons)
@@ -58,10 +58,10 @@ from .population import (Forecaster as Forecaster, MIXED_BYTES as MIXED_BYTES, S
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
 from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, HALF as HALF,
-    MANY as MANY, SIGNS as SIGNS, MOST_LINES as MOST_LINES, FENCE as FENCE, SLIPS as SLIPS, MIDDLES as MIDDLES,
-    CODED as CODED, MOST_WORDS as MOST_WORDS, Table as Table, read_frame as read_frame, Column as Column,
-    columns_of as columns_of, as_days as as_days, as_numbers as as_numbers, listed as listed,
-    Preparation as Preparation)
+    MANY as MANY, SIGNS as SIGNS, QUOTES as QUOTES, SPACES as SPACES, MOST_LINES as MOST_LINES, FENCE as FENCE,
+    SLIPS as SLIPS, MIDDLES as MIDDLES, CODED as CODED, MOST_WORDS as MOST_WORDS, Table as Table,
+    read_frame as read_frame, Column as Column, columns_of as columns_of, as_days as as_days,
+    as_numbers as as_numbers, best_numbers as best_numbers, listed as listed, Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
     accuracy_pp as accuracy_pp, check_fit as check_fit, Task as Task, register_task as register_task,

@@ -748,7 +748,7 @@ def seed_health(g: Group) -> dict[str, Tensor]: # slot -> (5, m): `GradientHealt
         one = found[4 * j:4 * j + 4]
         ratio = norm_ratio(one[0], host[at], size(step.owners[k]), size(step.owners["host"]))
         table = out.setdefault(k.rpartition(".")[0], torch.full((5, n), math.nan))
-        table[:, at] = torch.where(g.active[k][at], torch.stack([*one, ratio]), table[:, at])
+        table[:, at] = torch.where(g.active[k][at], torch.stack([*one, ratio]).to(table), table[:, at])
     return out
 
 # %% ../../nbs/train/38_population.ipynb #a8556692

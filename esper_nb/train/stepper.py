@@ -217,7 +217,7 @@ class Stepper(LaneState):
         table = torch.stack([norms.masked_fill(~on, math.nan), skipped.to(norms), on.to(norms)])
         if len(names) == len(self.owners) and not self.at: table = table.view(3, len(order), self.lanes)
         else:   # an owner without gradients was neither measured nor skipped
-            empty = torch.tensor([math.nan, 0., 0.])[:, None, None].repeat(1, len(order), self.lanes)
+            empty = torch.tensor([math.nan, 0., 0.]).to(table)[:, None, None].repeat(1, len(order), self.lanes)
             table = empty.index_put((torch.arange(3)[:, None], places.owner, places.lane), table)
         return order, table[0], table[1].bool(), table[2].bool()
 
