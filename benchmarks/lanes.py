@@ -2,14 +2,17 @@
 
     python -m benchmarks.lanes                       # some minutes on a quiet machine
     python -m benchmarks.lanes --quick --out x.json  # only to see that it works
+    python -m benchmarks.lanes --only counts         # how many networks: images for a second of the processor, memory
 
 Writes nbs/explanations/bench_lanes.json, which results.ipynb and benchmarks.ipynb beside it draw.
 """
 
 import json
+import multiprocessing
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +144,50 @@ def compare_case(
         ratio=loops[fastest] / lanes["lanes"], over_fp32=fp32 and fp32 / lanes["lanes"],
         all={f"{kind}, {setting_text(t, k)}": seconds for (kind, t, k), seconds in best.items()})
 
+# --- one network, or hundreds of them
+
+COUNTS = (1, 4, 16, 64, 256)
+
+def count_row(
+    lanes: int, # networks side by side
+    least: float = 3., # seconds of the processor that are measured
+) -> dict:
+    "Images of the digits for a second of the processor, as lanes and in a loop of one network; memory of the process."
+    case = Case(lanes=lanes)
+    train, images = lane_loop(case), case.load()[1].num_train // case.batch_size * case.batch_size
+    def pace(run: Callable[[int], object], networks: int) -> float: # images a second of the processor
+        run(0)
+        epochs, begun = 0, time.process_time()
+        while time.process_time() - begun < least: run(epochs := epochs + 1)
+        return epochs * images * networks / (time.process_time() - begun)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    mine = pace(train, lanes)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    torch.set_num_threads(1) # of which the loop makes the most
+    loop = pace(plain_loop(Case(lanes=1)), 1)
+    return dict(networks=lanes, images_per_cpu_s=mine, loop_images_per_cpu_s=loop, peak_kb=peak, before_kb=before)
+
+def in_a_process(f: Callable[..., dict], *args) -> dict:
+    "Call a function in a process of its own, that its peak of memory is its own."
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool: return pool.submit(f, *args).result()
+
+def measure_counts(counts: Sequence[int] = COUNTS, least: float = 3.) -> list[dict]:
+    "A row for each number of networks."
+    rows = [in_a_process(count_row, n, least) for n in counts]
+    for r in rows:
+        more = r["networks"] - rows[0]["networks"]
+        r["kb_per_lane"] = (r["peak_kb"] - rows[0]["peak_kb"]) / more if more else None
+        print(count_text(r), flush=True)
+    return rows
+
+def count_text(r: Mapping) -> str:
+    "A row of `measure_counts` in words."
+    memory = "" if r["kb_per_lane"] is None else f", {r['kb_per_lane'] / 1024:.2f} MB for each further one"
+    return (f"{r['networks']:4} networks: {r['images_per_cpu_s']:7,.0f} images for a second of the processor, a loop "
+            f"{r['loop_images_per_cpu_s']:7,.0f}{memory}")
+
+# --- everything
+
 def table_text(result: Mapping) -> str:
     "The figures of `run_lane_bench` as lines of text."
     lines = [f"{'one epoch of 16 networks':36} {'loop s':>8} {'lanes s':>8} {'ratio':>6}   the loop's best setting"]
@@ -152,17 +199,24 @@ def table_text(result: Mapping) -> str:
 def run_lane_bench(
     quick: bool, # the small task only, fewer rounds
     out: Path, # where the figures go
+    only: str = "", # "counts": the others stay as they are in the file
 ) -> dict:
     "Measure every case, print the table and store it as JSON with machine and versions."
-    rows: list[dict] = []
-    result = dict(machine=machine(), rows=rows)
-    passes, rounds = (1, 2) if quick else (2, 3)
-    for case in LANE_CASES:
-        if quick and not case.quick: continue
-        rows.append(compare_case(case, passes, rounds))
-        print(table_text(dict(result, rows=rows[-1:])).splitlines()[1], flush=True)
-        out.write_text(json.dumps(result | dict(table=table_text(result)), indent=1) + "\n")
-    print(table_text(result))
+    result = json.loads(out.read_text()) if only and out.exists() else {}
+    if only != "counts":
+        rows: list[dict] = []
+        result |= dict(machine=machine(), rows=rows)
+        passes, rounds = (1, 2) if quick else (2, 3)
+        for case in LANE_CASES:
+            if quick and not case.quick: continue
+            rows.append(compare_case(case, passes, rounds))
+            print(table_text(dict(result, rows=rows[-1:])).splitlines()[1], flush=True)
+            out.write_text(json.dumps(result | dict(table=table_text(result)), indent=1) + "\n")
+        result["table"] = table_text(result)
+        print(result["table"])
+    result["counts"] = dict(machine=machine(), rows=measure_counts(*(((1, 4), .2) if quick else ())))
+    out.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
-if __name__ == "__main__": run_from_command(run_lane_bench, __doc__, "bench_lanes.json")
+if __name__ == "__main__":
+    run_from_command(run_lane_bench, __doc__, "bench_lanes.json", only="counts: how many networks, and nothing else")
