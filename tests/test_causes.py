@@ -1,5 +1,5 @@
 "An incident is replayed from its good state, exactly, and the one change that cures it names the cause."
-import copy, math, random, time
+import copy, math, random, threading, time
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper_nb.guard import (
-    EXPERIMENTS, Experiment, Governor, GovernorConfig, GovernorStop, StepRecorder)
+    EXPERIMENTS, Experiment, Governor, GovernorConfig, GovernorStop, StepRecorder, idle)
 
 CONFIG = GovernorConfig(snapshot_every=20, probation=20, patience=24, gate=False, lost_confirm=1)
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
@@ -560,6 +560,55 @@ def test_schedules_that_refuse_another_step_end_neither_a_run_nor_an_explanation
     loop.train(120, noise, until_reported=False)
     assert [r.cause for r in loop.gov.reports] == ["external"]
     assert loop.gov.explain(now=True).cause in ("healthy", "unknown")
+
+def test_schedules_of_other_threads_go_on_meanwhile():
+    mine, other = (torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.), 1)
+                   for _ in range(2))
+    def steps():
+        for _ in range(2): other.step()
+    with idle():
+        mine.step()
+        thread = threading.Thread(target=steps)
+        thread.start()
+        thread.join()
+    assert (mine.last_epoch, other.last_epoch) == (0, 2)
+    mine.step()
+    assert mine.last_epoch == 1
+
+class Averaging(torch.optim.SGD):
+    "As schedule-free optimizers do: for an evaluation other weights are put in place, and a flag says so."
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        for g in self.param_groups: g["train_mode"] = True
+
+    def switch(self, train):
+        for g in self.param_groups:
+            if g["train_mode"] == train: continue
+            for p in g["params"]: p.data.mul_(2. if train else .5)
+            g["train_mode"] = train
+
+@pytest.mark.parametrize("every", [30, 50])
+def test_an_optimizer_that_the_loop_switches_for_an_evaluation_is_not_hardware(every):
+    def trained(guarded):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+        opt = Averaging(net.parameters(), lr=.1)
+        gov = Governor(net, opt, chance_loss=math.log(10)) if guarded else None
+        def step(xy):
+            opt.switch(train=True)
+            loss = F.cross_entropy(net(xy[0]), xy[1])
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            return loss
+        for k in range(180):
+            if gov is None: step(batch(k))
+            else: gov.run(step, batch(k))
+            if k % every == every - 1: opt.switch(train=False)
+        return torch.cat([p.detach().flatten() for p in net.parameters()]), gov
+    (alone, _), (guarded, gov) = trained(False), trained(True)
+    assert not gov.reports, [*map(str, gov.reports)]
+    assert torch.equal(alone, guarded)
 
 @pytest.mark.parametrize("by", ["run", "batches"])
 def test_a_step_that_bears_no_other_precision_goes_on(by):

@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'EXPERIMENTS', 'CONTROLS', 'WORTH_A_WORD', 'SLOWER', 'UPHILL', 'CLIMBS',
            'SLOW_REPLAY', 'REDONE', 'Findings', 'own_settings', 'first_apart', 'same_number', 'Parting',
-           'explain_parting', 'carries_over', 'part_by_settings', 'writes_before', 'wrote', 'center_spread',
-           'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd', 'odd_batches',
-           'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd', 'exchange_odd',
-           'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'mix_examples', 'can_mix',
-           'are_sorted', 'with_tensors', 'switched_inputs', 'hold_inputs', 'name_inputs', 'hold_rate', 'hold_settings',
-           'most_changed', 'rate_rose', 'is_in_cycles', 'had_a_spell', 'other_settings', 'is_near', 'without_autocast',
-           'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments',
-           'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'why_well', 'why_cured', 'CaseFile',
-           'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
+           'explain_parting', 'carries_over', 'part_by_settings', 'switched_flag', 'writes_before', 'wrote',
+           'center_spread', 'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd',
+           'odd_batches', 'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd',
+           'exchange_odd', 'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'mix_examples',
+           'can_mix', 'are_sorted', 'with_tensors', 'switched_inputs', 'hold_inputs', 'name_inputs', 'hold_rate',
+           'hold_settings', 'most_changed', 'rate_rose', 'is_in_cycles', 'had_a_spell', 'other_settings', 'is_near',
+           'without_autocast', 'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'updates_every_step',
+           'forget_moments', 'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'why_well', 'why_cured',
+           'CaseFile', 'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/26_causes.ipynb #imports
 import itertools
@@ -132,6 +132,9 @@ def explain_parting(
     if replay.had_gradients(0) and carries_over(replay, at, again):
         return Parting("gradients", OLD_GRADIENTS, found.steps[0].number)
     if (parting := part_by_settings(replay, found)) is not None: return parting
+    if (flag := switched_flag(replay, found)):
+        return Parting("unknown", f"the loop switches `{flag}` of an optimizer before batch {k}, and what else it does "
+                       "with that is not repeated: let the step do it")
     writes = [] if written is None else writes_before(found, written)
     if writes and (exact or at >= 2): return Parting("external", wrote(writes, written or ()), writes[-1].after + 1)
     if dry is not None and not exact: return Parting("unknown", dry.why)
@@ -173,6 +176,14 @@ def part_by_settings(replay: Replay, found: Findings) -> Parting | None: # None:
     def text(v): return f"{v:.3g}" if isinstance(v, float) else str(v)
     return Parting("rate" if name == "lr" else "settings", f"{said} was {text(run)} at {name_batches(numbers)}, where "
                    f"a replay has {text(again)}: the step sets it by something that is not recorded", numbers[0])
+
+def switched_flag(replay: Replay, found: Findings) -> str: # "": none
+    "Return what the loop has switched in an optimizer, right before the replay parts: weights may go with it."
+    at = found.apart or 0
+    if not at: replay.begin()
+    then = found.steps[at - 1].after if at else settings_of(replay.optimizers)
+    return next((name for was, now in zip(then, found.steps[at].before) for name, v in now
+                 if isinstance(v, bool) and isinstance(dict(was).get(name), bool) and dict(was)[name] != v), "")
 
 def writes_before(found: Findings, written: Sequence[Written]) -> list[Written]:
     "Return what wrote into the state right before the replay parts, and not at other times without effect."

@@ -353,6 +353,7 @@ class Governor:
             if new: recovery.look_into(new[-1:], self.config)
             elif self._asks_to_redo(repairs):
                 recovery.redo_disturbed("rise", self.losses.recent[-1], self.config)
+        repairs.between.note_again()
         return returned
 
     def _asks_to_redo(self, repairs: Repairs) -> bool:

@@ -11,6 +11,7 @@ __all__ = ['Repeats', 'Origin', 'HasModes', 'RunModes', 'RecordedStep', 'number_
 # %% ../../nbs/guard/24_recorder.ipynb #22aa0003
 import copy
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -229,16 +230,23 @@ def idle(*optimizers: Any) -> Iterator[None]: # optimizers
         for o in optimizers: stack.enter_context(stepping(o, step))
         yield
 
+_still = threading.RLock() # held while steps of schedulers are exchanged
+
 @contextmanager
 def still_schedules() -> Iterator[None]:
-    "Let no scheduler of torch take a step, whoever holds it."
+    "Let no scheduler of torch take a step in this thread, whoever holds it."
+    here = threading.get_ident()
+    def standing(step):
+        def take(*args, **options): return None if threading.get_ident() == here else step(*args, **options)
+        return take
     kinds = [torch.optim.lr_scheduler.LRScheduler]
     for kind in kinds: kinds += [k for k in kind.__subclasses__() if k not in kinds]
-    own: list[tuple[Any, Any]] = [(kind, vars(kind)["step"]) for kind in kinds if "step" in vars(kind)]
-    for kind, _ in own: kind.step = lambda *_, **__: None
-    try: yield
-    finally:
-        for kind, step in own: kind.step = step
+    with _still:
+        own: list[tuple[Any, Any]] = [(kind, vars(kind)["step"]) for kind in kinds if "step" in vars(kind)]
+        for kind, step in own: kind.step = standing(step)
+        try: yield
+        finally:
+            for kind, step in own: kind.step = step
 
 @contextmanager
 def stepping(

@@ -59,6 +59,12 @@ class BetweenSteps:
         self.watch.end_of_step(number)
         self.writes = self.snapshot.writes
 
+    def note_again(self):
+        "Note the state anew where the Governor itself has written since the step: what the loop writes is seen then."
+        if self.writes == self.snapshot.writes or self.watch.before is None: return
+        self.watch.end_of_step(self.watch.number)
+        self.writes = self.snapshot.writes
+
     def _note(self, found: Written):
         if found.how == "exchanged": return self.exchanged.append(found)
         self.written.append(found)
