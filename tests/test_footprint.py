@@ -33,7 +33,7 @@ from esper_nb.guard.recorder import StepRecorder
 from esper_nb.guard.rehearsal import dry_replay, in_a_fork
 from esper_nb.guard.replay import Replay
 from esper_nb.guard.snapshots import Snapshot
-from esper_nb.guard.writes import Distances, StateWatch, tensors_of_parts
+from esper_nb.guard.writes import PIECE, PIECES, Distances, StateWatch, tensors_of_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -1075,3 +1075,22 @@ def test_what_a_metric_has_counted_is_put_back_after_a_look():
         for k in range(120): governor.run(step, batch(k)) if guarded else step(batch(k))
         return mean.compute().item(), mean.update_count
     assert counted(True) == counted(False)
+
+def test_a_write_into_any_number_of_a_small_network_is_seen_at_once():
+    "Past torch: by `.data`, which counts nothing; wherever it is and after whatever step."
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    watch, k = StateWatch(lambda: tensors_of_parts(dict(model=net)), every=0), 0
+    for name, p in net.named_parameters():
+        for at in range(p.numel()):
+            watch.end_of_step(k)
+            p.data.view(-1)[at] += 1
+            found, k = watch.start_of_step(), k + 1
+            assert found is not None and found.names == (f"model.{name}",)
+
+def test_many_tensors_are_looked_at_in_turns():
+    net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(20)], nn.Linear(400, 400))
+    watch = StateWatch(lambda: tensors_of_parts(dict(model=net)), every=0)
+    watch.end_of_step(0)
+    assert all(0 < len(turn) <= PIECES for turn in watch.turns)
+    assert all(len(turn) == 1 or sum(words.nbytes for _, words in turn) <= PIECE for turn in watch.turns)
+    assert sorted({i for turn in watch.turns for i, _ in turn}) == list(range(42))

@@ -56,13 +56,14 @@ class BetweenSteps:
         if self.writes != self.snapshot.writes: self.watch.renew()
         elif (found := self.watch.start_of_step()) is not None: self._note(found)
         with self.alone(): yield
-        self.watch.end_of_step(number)
-        self.writes = self.snapshot.writes
+        self._note_state(number)
 
     def note_again(self):
         "Note the state anew where the Governor itself has written since the step: what the loop writes is seen then."
-        if self.writes == self.snapshot.writes or self.watch.before is None: return
-        self.watch.end_of_step(self.watch.number)
+        if self.writes != self.snapshot.writes and self.watch.before is not None: self._note_state(self.watch.number)
+
+    def _note_state(self, number: int): # of the step that has ended
+        self.watch.end_of_step(number)
         self.writes = self.snapshot.writes
 
     def _note(self, found: Written):
