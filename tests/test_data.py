@@ -378,6 +378,22 @@ def test_cuda_gives_the_same_batches(source):
         assert torch.equal(x, u.cpu()) and torch.equal(y, v.cpu())
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("source", [lambda: make(pad=2, flip=True)[0], letters])
+def test_cuda_draws_ahead_are_those_of_the_epoch(source):
+    "Other lanes, an epoch again, different epochs, another seed, other streams: never what was drawn for others."
+    data = source()
+    there = pickle.loads(pickle.dumps(data)).to("cuda")
+    for seed, lanes, epoch in ((0, (0, 1), 0), (0, (0, 1), 1), (0, (0, 1), 1), (0, (1, 2), 2), (0, (0,), 2),
+                               (0, (1, 2), 3), (0, (1, 2), [4, 7]), (0, (1, 2), [5, 8]),
+                               (1, (1, 2), [6, 9]), (0, (1, 2), [7, 10])):
+        for (x, y), (u, v) in zip(data.epoch(seed, lanes, epoch, 4), there.epoch(seed, lanes, epoch, 4), strict=True):
+            assert torch.equal(x, u.cpu()) and torch.equal(y, v.cpu())
+    data.seed_key = there.seed_key = lambda seed, lane: (seed + 5, lane)
+    x, u = data.epoch(0, (1, 2), [8, 11], 4)[0][0], there.epoch(0, (1, 2), [8, 11], 4)[0][0]
+    assert torch.equal(x, u.cpu())
+
+
 @pytest.mark.parametrize("tokens", [7, 300])
 def test_counts_of_tokens_in_a_row_are_those_of_a_dictionary(tokens):
     "The longest context that was seen decides, up to three tokens; of equally common tokens the smallest is taken."

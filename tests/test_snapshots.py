@@ -462,6 +462,39 @@ def test_cuda_rollback_is_exact(kind):
         assert [run.step() for _ in range(20)] == expected
 
 @pytest.mark.cuda
+def test_cuda_buffers_share_pinned_blocks(monkeypatch):
+    monkeypatch.setattr("esper_nb.guard.snapshots.PINNED", 4096)
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+            self.narrow = nn.Parameter(torch.randn(7, dtype=torch.bfloat16))
+            self.large = nn.Parameter(torch.randn(3000))
+            self.register_buffer("scalar", torch.tensor(2., dtype=torch.float64))
+            self.register_buffer("empty", torch.empty(0, 3))
+            self.register_buffer("flags", torch.tensor([True, False]))
+            self.register_buffer("turned", torch.randn(6, 4).t())
+            self.register_buffer("window", torch.randn(9, 9)[1:4, ::2])
+    net = Net().cuda()
+    opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)
+    snap = Snapshot(net, opt)
+    snap.take()
+    for _ in range(3):
+        for p in net.parameters(): p.grad = torch.randn_like(p)
+        opt.step()
+        snap.take()
+    then = [t.detach().clone() for t in net.state_dict().values()]
+    bank = snap.banks.memory[snap.banks.front[0]]
+    blocks = {t.untyped_storage().data_ptr() for k, t in bank.items() if k[0] == "model" and t.numel()}
+    assert len(blocks) == 3 # the small ones before the large one, that one, and those after it
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in bank.values() if t.numel() and t.is_contiguous())
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+    with torch.no_grad():
+        for t in net.state_dict().values(): t.zero_()
+    snap.restore()
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(net.state_dict().values(), then))
+
+@pytest.mark.cuda
 def test_cuda_rollback_with_work_in_flight_on_two_streams(machine):
     width, times = (64, 5) if machine else (1024, 50)   # enough to be still at work
     net = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]).cuda()

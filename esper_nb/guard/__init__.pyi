@@ -106,10 +106,10 @@ from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, P
 from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
     pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)
-from .snapshots import (StateKey as StateKey, Agree as Agree, TakeResult as TakeResult,
+from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, TakeResult as TakeResult,
     RestoreResult as RestoreResult, StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState,
-    read_parts as read_parts, StateBanks as StateBanks, Snapshot as Snapshot, owned_by as owned_by,
-    BackgroundCopy as BackgroundCopy)
-from .writes import (TensorTable as TensorTable, PIECE as PIECE, tensors_of_parts as tensors_of_parts,
-    tables_of as tables_of, is_other as is_other, words_of as words_of, Written as Written, StateWatch as StateWatch,
-    Distances as Distances)
+    read_parts as read_parts, StateBanks as StateBanks, pinned_buffers as pinned_buffers, Snapshot as Snapshot,
+    owned_by as owned_by, BackgroundCopy as BackgroundCopy)
+from .writes import (TensorTable as TensorTable, PIECE as PIECE, PIECES as PIECES, PieceOf as PieceOf,
+    tensors_of_parts as tensors_of_parts, tables_of as tables_of, is_other as is_other, words_of as words_of,
+    in_turns as in_turns, Written as Written, StateWatch as StateWatch, Distances as Distances)

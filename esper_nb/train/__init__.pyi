@@ -6,12 +6,12 @@ from .ablation import (for_all_lanes as for_all_lanes, lane_inputs as lane_input
     measure_ablation as measure_ablation, evaluate_combinations as evaluate_combinations, judge_lanes as judge_lanes)
 from .data import (AHEAD as AHEAD, check_images as check_images, default_peak as default_peak,
     check_labels as check_labels, check_alike as check_alike, Epoch as Epoch, lane_epochs as lane_epochs,
-    whole_batches as whole_batches, draw_images as draw_images, window_index as window_index,
-    label_frequencies as label_frequencies, own_seed_key as own_seed_key, Splits as Splits,
-    check_scale as check_scale, ImageData as ImageData, is_target as is_target, count_answers as count_answers,
-    target_lanes as target_lanes, lane_target_loss as lane_target_loss, target_counts as target_counts,
-    share_pp as share_pp, standardised as standardised, TargetData as TargetData, check_tokens as check_tokens,
-    draw_windows as draw_windows, TextData as TextData)
+    whole_batches as whole_batches, draw_images as draw_images, DrawsAhead as DrawsAhead,
+    window_index as window_index, label_frequencies as label_frequencies, own_seed_key as own_seed_key,
+    Splits as Splits, check_scale as check_scale, ImageData as ImageData, is_target as is_target,
+    count_answers as count_answers, target_lanes as target_lanes, lane_target_loss as lane_target_loss,
+    target_counts as target_counts, share_pp as share_pp, standardised as standardised, TargetData as TargetData,
+    check_tokens as check_tokens, draw_windows as draw_windows, TextData as TextData)
 from .datasets import (ANSWERS as ANSWERS, MOST_STRATA as MOST_STRATA, PICTURES as PICTURES, Split as Split,
     FEWEST as FEWEST, OWN as OWN, Examples as Examples, number_labels as number_labels, one_each as one_each,
     given_labels as given_labels, check_classes as check_classes, refuse as refuse, dense_numbers as dense_numbers,

@@ -4,14 +4,17 @@
 
 # %% auto #0
 __all__ = ['AHEAD', 'check_images', 'default_peak', 'check_labels', 'check_alike', 'Epoch', 'lane_epochs', 'whole_batches',
-           'draw_images', 'window_index', 'label_frequencies', 'own_seed_key', 'Splits', 'check_scale', 'ImageData',
-           'is_target', 'count_answers', 'target_lanes', 'lane_target_loss', 'target_counts', 'share_pp',
+           'draw_images', 'DrawsAhead', 'window_index', 'label_frequencies', 'own_seed_key', 'Splits', 'check_scale',
+           'ImageData', 'is_target', 'count_answers', 'target_lanes', 'lane_target_loss', 'target_counts', 'share_pp',
            'standardised', 'TargetData', 'check_tokens', 'draw_windows', 'TextData']
 
 # %% ../../nbs/train/33_data.ipynb #826dac73
 import copy
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -137,6 +140,41 @@ def draw_images(
     torch.randint(0, 1 + bool(flip), (count,), generator=g, dtype=dtype, out=drawn[3])
     return drawn
 
+# %% ../../nbs/train/33_data.ipynb #ahead002
+class DrawsAhead:
+    "Draws of many streams for an epoch, made by a thread while the epoch before is trained on."
+    room = 2**28 # bytes; more is not drawn ahead
+
+    def __init__(self):
+        self.coming: dict[tuple, tuple[list, Future]] = {} # by streams: whose draws they are
+        self.lock = threading.Lock()
+
+    def __reduce__(self): return DrawsAhead, () # threads stay where they are
+
+    def take(
+        self,
+        draw: Callable[[Any, int], Tensor], # of a stream and an epoch; it depends on nothing else
+        wanted: Sequence[tuple[Any, int]], # streams and their epochs
+    ) -> Tensor: # (n, ...)
+        "Return the draws of an epoch, and begin with those of the next one."
+        streams, pairs = tuple(key for key, _ in wanted), list(wanted)
+        with self.lock: known, coming = self.coming.pop(streams, ([], None))
+        drawn = coming.result() if coming is not None and known == pairs else self._stack(draw, pairs)
+        if drawn.nbytes > self.room: return drawn
+        after = [(key, epoch + 1) for key, epoch in pairs]
+        with self.lock:
+            mine = set(streams)
+            self.coming = {k: v for k, v in self.coming.items() if mine.isdisjoint(k)}
+            self.coming[streams] = (after, _drawing(os.getpid()).submit(self._stack, draw, after))
+        return drawn
+
+    @staticmethod
+    def _stack(draw: Callable[[Any, int], Tensor], pairs: Sequence[tuple[Any, int]]) -> Tensor:
+        return torch.stack([draw(key, epoch) for key, epoch in pairs])
+
+@cache
+def _drawing(process: int) -> ThreadPoolExecutor: return ThreadPoolExecutor(1, "draws") # a fork has no threads
+
 # %% ../../nbs/train/33_data.ipynb #d2fa7414
 def window_index(
     start: Tensor, # (B, n) pixel address of each window's first column
@@ -189,6 +227,20 @@ class Splits:
     def for_lanes(self, lanes: Sequence[int]) -> Self: # lane numbers
         "Return the data of some lanes: here the same for all."
         return self
+
+    @cached_property
+    def ahead(self) -> DrawsAhead: return DrawsAhead()
+
+    def draws_of(
+        self,
+        draw: Callable[[tuple[int, int], int], Tensor], # of a seed key and an epoch
+        seed: int, # the run's seed
+        wanted: Sequence[tuple[int, int]], # lanes and their epochs
+    ) -> Tensor: # (n, ...)
+        "Return what is drawn for an epoch of some lanes, ahead of time where a GPU is at work meanwhile."
+        pairs = [(self.seed_key(seed, lane), e) for lane, e in wanted]
+        if self.device.type == "cuda": return self.ahead.take(draw, pairs)
+        return torch.stack([draw(key, e) for key, e in pairs])
 
     def counter(self, count: Callable[..., Tensor], split: str) -> Callable[..., Tensor]: # `class_counts`, ...
         "Return the metric of a split; here the same for every split."
@@ -263,9 +315,8 @@ class ImageData(Splits):
     ) -> Epoch: # x (B, n*C, H, W) float32 channels_last, y (B, n) int64
         "Return shuffled and augmented training batches for n lanes."
         address = torch.int32 if self.x["train"].numel() < 2**31 else torch.int64
-        def own(lane, e):
-            return draw_images(self.seed_key(seed, lane), e, self.num_train, self.pad, self.flip, dtype=address)
-        draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)])
+        def draw(key, e): return draw_images(key, e, self.num_train, self.pad, self.flip, dtype=address)
+        draws = self.draws_of(draw, seed, lane_epochs(lanes, epoch))
         order, dy, dx, mirror = whole_batches(draws, batch_size, self.device)
         size = batch_size * order.shape[-1] * self.shape[0] * self.shape[1] * self.shape[2]
         reader = self.reader(order, (dy, dx), mirror)
@@ -501,8 +552,8 @@ class TextData(Splits):
     ) -> Epoch: # x (B, L, n), y (B, L, n) int64
         "Return shuffled training windows for n lanes."
         tokens = len(self.tokens["train"])
-        def own(lane, e): return draw_windows(self.seed_key(seed, lane), e, self.num_train, self.block, tokens)
-        draws = torch.stack([own(lane, e) for lane, e in lane_epochs(lanes, epoch)])
+        def draw(key, e): return draw_windows(key, e, self.num_train, self.block, tokens)
+        draws = self.draws_of(draw, seed, lane_epochs(lanes, epoch))
         order, start = whole_batches(draws, batch_size, self.device)
         return Epoch(dict(order=order, start=start), self.reader(start))
 

@@ -41,6 +41,11 @@ class Known(NamedTuple):
     waits: bool # whether the host must know the result before it can go on
     draws: bool # whether it takes random numbers
 
+def _span(t):
+    "First and last byte of a tensor."
+    size = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride())) if t.numel() else 0
+    return t.data_ptr(), t.data_ptr() + size * t.element_size() - 1
+
 @functools.cache
 def _known(func):
     schema = func._schema # noqa: SLF001
@@ -86,7 +91,7 @@ class PretendedCuda:
         self.stuck = False # a recording has failed, and the generators are inside of it still
         self.pinned = set() # addresses of pinned memory
         self._sides = {} # streams for captures
-        self.flying, self.copies = collections.Counter(), 0 # copies to the host under way: by address, and all
+        self.flying, self.copies = collections.Counter(), 0 # copies to the host under way: by storage and span, and all
         self.pieces, self._local, self._lock = {}, threading.local(), threading.RLock()
         self.defaults = [Stream(self, k, f"default stream {k}") for k in range(devices)]
         self.random = [torch.Generator().manual_seed(1000 + k).get_state() for k in range(devices)]
@@ -209,13 +214,13 @@ class PretendedCuda:
     def _send(self, stream, now, target, values):
         "A copy to pinned memory that arrives when somebody waits for it; till then there is rubbish, and a guard."
         key = target.untyped_storage().data_ptr()
-        self.flying[key] += 1
+        self.flying[key, *_span(target)] += 1
         self.copies += 1
         rubbish = torch.nan if target.is_floating_point() or target.is_complex() else 77
         target.fill_(rubbish) # in the middle of a dispatch: not seen by the machine
         def happen():
             target.copy_(values)
-            self.flying[key] -= 1
+            self.flying -= collections.Counter([(key, *_span(target))]) # what is left is above zero
             self.copies -= 1
         stream.copies.append((now, happen))
 
@@ -230,7 +235,8 @@ class PretendedCuda:
     def _check_landed(self, func, tensors):
         for t in tensors:
             if isinstance(t, torch.Tensor) and not isinstance(t, DeviceTensor) and t.layout == torch.strided:
-                if self.flying[t.untyped_storage().data_ptr()]:
+                key, (first, last) = t.untyped_storage().data_ptr(), _span(t)
+                if any(k == key and a <= last and first <= b for k, a, b in self.flying):
                     self.race(f"{func} on the host reads a copy that is still under way")
 
     # --- one operation
