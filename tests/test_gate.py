@@ -1,5 +1,6 @@
 "The gate before an update: what is dropped has left no bit behind, and what is healthy is not touched."
 import copy
+import gc
 import math
 import warnings
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from esper_nb.guard import Governor, GovernorConfig
 from esper_nb.guard.gate import GateConfig, NormHistory, UpdateGate, name_nonfinite, measure_norm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -565,3 +567,33 @@ def test_a_huge_gradient_among_the_first_updates_is_scaled_and_named():
     with torch.no_grad():
         sizes = {name: p.grad.norm().item() for name, p in net.named_parameters()}
     assert event.parameter == max(sizes, key=sizes.get)
+
+def test_a_governor_that_is_collected_during_a_step_does_not_end_it():
+    "As in a notebook whose cell was run again: the collector ends the old Governor whenever it likes."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    def steps(governor, count):
+        for _ in range(count):
+            loss = net(torch.randn(8, 4)).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            governor.watch(loss)
+    config = GovernorConfig(background=True)
+    def given_up(): steps(Governor(net, opt, chance_loss=None, config=config), 3)
+    def collect(*_): gc.collect()
+    governor = Governor(net, opt, chance_loss=None)
+    handles = [register(f) for register in (opt.register_step_pre_hook, opt.register_step_post_hook)
+               for f in (collect, lambda *_: None)]
+    before = [len(h.hooks_dict_ref()) for h in handles]
+    gc.disable()
+    try:
+        for _ in range(3):
+            given_up()
+            steps(governor, 2)
+    finally: gc.enable()
+    Governor(net, opt, chance_loss=None)
+    gc.collect()
+    after = [len(h.hooks_dict_ref()) for h in handles]
+    assert all(b <= a + 4 for a, b in zip(before, after)) # of the latest one at most

@@ -13,6 +13,7 @@ from .devices import (NO_FLOAT64 as NO_FLOAT64, Precision as Precision, choose_p
 from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
     new_file as new_file, flush_file as flush_file, refuse_link as refuse_link, json_digest as json_digest,
     write_json as write_json, read_json as read_json, FolderLock as FolderLock, Lease as Lease)
+from .hooks import quiet_hooks as quiet_hooks, sweep_hooks as sweep_hooks
 from .intervals import (middle_weights as middle_weights, interquartile_mean as interquartile_mean,
     Interval as Interval, bootstrap_interval as bootstrap_interval, finite_or_none as finite_or_none,
     Measure as Measure)

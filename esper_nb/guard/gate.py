@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core import Config, Count, Multiple, Positive, check
+from ..core import Config, Count, Multiple, Positive, check, sweep_hooks
 
 # %% ../../nbs/guard/17_gate.ipynb #3095dbfe
 @dataclass(frozen=True)
@@ -333,6 +333,7 @@ class UpdateGate:
         before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
         self.handles = [h for o in optimizers for h in (o.register_step_pre_hook(before),
                                                         o.register_step_post_hook(after))]
+        sweep_hooks(self.handles)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core import ModulePart
+from ..core import ModulePart, quiet_hooks, sweep_hooks
 from .detector import LossStats, off_scale
 from .gate import GateEvent, UpdateGate
 from .losses import LossQueue
@@ -217,6 +217,7 @@ class Signs:
         self.relieved = False # somebody else looks at the state before and after the step, and tells what was written
         self.handles = [h for o in optimizers for h in (
             o.register_step_pre_hook(self._before), o.register_step_post_hook(self._after))]
+        sweep_hooks(self.handles)
 
     def add(self, kind: str, what: str):
         "Note a sign that somebody else has seen: an update that the gate has scaled down."
@@ -306,7 +307,7 @@ class UpdateWatch:
         if optimizers:
             self.signs = Signs(optimizers, batch=lambda: losses.watched, writes=lambda: snapshot.writes)
         for hooked in (self.gate, self.signs): # for as long as this object lives
-            if hooked is not None: weakref.finalize(self, hooked.close)
+            if hooked is not None: weakref.finalize(self, quiet_hooks, hooked.handles)
 
     @property
     def changed(self) -> bool:

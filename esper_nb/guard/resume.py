@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import Leaf, RandomStreams, as_stateful, pack_tree
+from ..core import Leaf, RandomStreams, as_stateful, pack_tree, quiet_hooks, sweep_hooks
 from .reports import logger
 from .snapshots import Snapshot
 
@@ -318,7 +318,7 @@ class ResumeWatch:
         self.found: ResumeCheck | None = None # of the latest comparison
         self.early: dict[str, PartProof] = {} # parts, when the state was loaded
         self.waiting = False # for the first loss after a resume
-        self.hooks: list[Any] = [] # until the first step
+        self.hooks: dict[type, list[Any]] = {} # until the first step; handles, by kind of their owner
 
     def state_dict(self, losses: Sequence[float] = ()) -> dict: # the latest ones
         "Return the proof of the present state, as tensors and plain values."
@@ -347,7 +347,7 @@ class ResumeWatch:
 
     def _release(self):
         _remove(self.hooks)
-        self.hooks = []
+        self.hooks = {}
 
     def check(self, at_update: bool = False) -> ResumeCheck: # after a forward, which has moved some buffers
         "Compare the present state with the saved one; without one there is nothing to compare."
@@ -410,8 +410,9 @@ class ResumeWatch:
     def _has_streams(self) -> bool: return any(isinstance(v, RandomStreams) for v in self._parts.values())
 
 # %% ../../nbs/guard/14_resume.ipynb #ceba961d
-def _remove(hooks: Sequence[Any]):
-    for hook in hooks: hook.remove()
+def _remove(hooks: Mapping[type, Sequence[Any]]): # as of `register_on`
+    for hook in hooks.get(nn.Module, ()): hook.remove()
+    quiet_hooks(hooks.get(torch.optim.Optimizer, ())) # it may be walking through them
 
 class _FirstStep:
     "Settles a comparison at the first training forward, or, where the compiler took that, at the first update."
@@ -424,12 +425,14 @@ class _FirstStep:
 
     def __reduce__(self): return _FirstStep, () # a copy of the network waits for nothing
 
-    def register_on(self, parts: Iterable[object]) -> list[Any]: # handles
+    def register_on(self, parts: Iterable[object]) -> dict[type, list[Any]]: # handles, by kind of their owner
         "Wait at every module of the networks, since a loop may call any of them, and at the optimizers."
         parts = list(parts)
         modules = {id(m): m for obj in parts if isinstance(obj, nn.Module) for m in obj.modules()}.values()
-        return [*(m.register_forward_pre_hook(self) for m in modules if not isinstance(m, torch.jit.ScriptModule)),
-                *(o.register_step_pre_hook(self) for o in parts if isinstance(o, torch.optim.Optimizer))]
+        at_forward = [m.register_forward_pre_hook(self) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        at_update = [o.register_step_pre_hook(self) for o in parts if isinstance(o, torch.optim.Optimizer)]
+        sweep_hooks(at_update)
+        return {nn.Module: at_forward, torch.optim.Optimizer: at_update}
 
 # %% ../../nbs/guard/14_resume.ipynb #5df203d4
 def _excuse_forward(now: PartProof, then: PartProof, early: PartProof, buffers: set[str]) -> list[str]:

@@ -24,7 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from ..core import (
     AnyPart, Leaf, ModulePart, OptimizerPart, RandomStreams, as_part, by_lane, check, check_count, has_lanes,
-    lane_runs, same_layout, wait_for)
+    lane_runs, quiet_hooks, same_layout, sweep_hooks, wait_for)
 
 # %% ../../nbs/guard/12_snapshots.ipynb #87328e7e
 @dataclass(frozen=True)
@@ -720,7 +720,9 @@ class BackgroundCopy:
         def hold(*_):
             writer = me()
             if writer is not None: writer.hold_step()
-        for opt in self.optimizers: opt.register_step_pre_hook(hold)
+        handles = [opt.register_step_pre_hook(hold) for opt in self.optimizers]
+        sweep_hooks(handles)
+        weakref.finalize(self, quiet_hooks, handles)
 
     def rest_of(self, live: LiveState) -> LiveState: # without what may wait
         "Return the checks due now, and queue the others."

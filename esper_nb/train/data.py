@@ -229,7 +229,9 @@ class Splits:
         return self
 
     @cached_property
-    def ahead(self) -> DrawsAhead: return DrawsAhead()
+    def ahead(self) -> DrawsAhead:
+        "Draws of the next epoch, on a GPU."
+        return DrawsAhead()
 
     def draws_of(
         self,
