@@ -199,17 +199,21 @@ class StateBanks:
     def pairs(self, live: LiveState, lanes: Sequence[int], whole: bool) -> list[tuple[Tensor, Tensor]]:
         "Return buffer and live tensor of every copy to make: each lane's part goes to the bank it does not point to."
         self._pin_together(live)
+        mine = [[i for i in lanes if self.front[i] != number] if live.laned else [] for number in range(2)]
+        runs = [lane_runs(some) if len(some) < self.n else [] for some in mine]
         out = []
         for k, t in live.tensors.items():
             if k not in live.laned:
                 if whole: out.append((self._buffer(self.memory[1 - self.front[-1]], k, t), t))
                 continue
             for number, bank in enumerate(self.memory):
-                mine = [i for i in lanes if self.front[i] != number]
-                if not mine: continue
-                buffer = self._buffer(bank, k, t, len(mine) == self.n)
-                if len(mine) == self.n: out.append((buffer, t))
-                else: out += [(by_lane(buffer, self.n)[s], by_lane(t, self.n)[s]) for s in lane_runs(mine)]
+                if not mine[number]: continue
+                buffer = self._buffer(bank, k, t, len(mine[number]) == self.n)
+                if len(mine[number]) == self.n:
+                    out.append((buffer, t))
+                    continue
+                to, of = by_lane(buffer, self.n), by_lane(t, self.n)
+                out += [(to[s], of[s]) for s in runs[number]]
         return out
 
     def write_to(self, memory: _Bank): # an empty one, or one that is no longer needed
