@@ -28,7 +28,9 @@ from .footprint import is_own_file
 from .gate import once_there_are_gradients
 from .ranks import Ranks
 from .rates import set_setting
-from .recorder import RecordedIncident, foreign_optimizers, give_inputs, idle, settings_of, tensors_of
+from esper_nb.guard.recorder import (
+    GroupRates, RecordedIncident, foreign_optimizers, give_inputs, idle, lower_rates, put_rates_back, settings_of,
+    tensors_of)
 from .snapshots import SavedState
 
 # %% ../../nbs/guard/25_replay.ipynb #23aa0017
@@ -214,14 +216,9 @@ def share_of_rate(
     share: Callable[[], float], # evaluated before every step
 ) -> tuple[Callable, Callable]: # to call with an optimizer before its step, and after it
     "Return hooks that let an optimizer step at a share of its learning rate."
-    kept: dict[int, list] = {}
-    def lower(o, *_):
-        now = {id(g) for lowered in kept.values() for g, _ in lowered} # by an optimizer around this one
-        kept[id(o)] = [(g, g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"]) for g in o.param_groups
-                       if id(g) not in now]
-        for g, lr in kept[id(o)]: set_setting(g, "lr", lr * share())
-    def back(o, *_):
-        for g, lr in kept.pop(id(o)): set_setting(g, "lr", lr)
+    kept, lowered = dict[int, GroupRates](), set[int]() # by an optimizer around this one
+    def lower(o, *_): kept[id(o)] = lower_rates(o, share(), lowered)
+    def back(o, *_): put_rates_back(kept.pop(id(o)), lowered)
     return lower, back
 
 # %% ../../nbs/guard/25_replay.ipynb #23aa0014
