@@ -8,6 +8,7 @@
 Both sides of a comparison are measured in turns, after both have been warmed up; a figure is the median of the turns,
 and every time ends when the device has done its work. The pictures of CIFAR-10 are made up. A section that the file has
 of this device, this torch and this code is not measured again, unless it is named; those of others are dropped.
+Rows of a section that was given up are under "unfinished".
 """
 import argparse
 import json
@@ -143,7 +144,6 @@ def each_in_a_process(case, limit):
 
 def lanes(size, limit):
     "Seconds of an epoch of all networks of a case."
-    rows = []
     for case in size.cases:
         pop, epoch = population(case, limit), iter(range(10**6))
         loops = {k: loop_side(case.to_dict(), limit=limit, layout=k) for k in LAYOUTS}
@@ -151,15 +151,13 @@ def lanes(size, limit):
             sides = dict(lanes=lambda p=pop: run_epoch(p, split=None))
             sides |= {f"loop, {k}": lambda f=f: f(next(epoch)) for k, f in loops.items()}
             if case.lanes <= 16: sides["processes"] = stack.enter_context(each_in_a_process(case, limit)).epoch
-            rows.append(dict(case=case.name, networks=case.lanes, seconds=in_turns(sides, size.turns)))
-    return rows
+            yield dict(case=case.name, networks=case.lanes, seconds=in_turns(sides, size.turns))
 
 
 # --- first of all: are the numbers right
 
 def correct(size, limit):
     "The largest gaps between an epoch's losses on the device, in fp32, and the same on the CPU, alone, and as a graph."
-    rows = []
     for case in size.cases[:1]:
         case = case.replace(lanes=4)
         for seeds in (False, True):
@@ -168,9 +166,7 @@ def correct(size, limit):
             there.graphs, again.graphs, alone.fixed_plan = None, Graphs(1), tuple((i,) for i in range(case.lanes))
             on_cpu, *others = (run_epoch(p, split=None).train.losses for p in (here, there, again, alone))
             gaps = {k: (t - on_cpu).abs().max().item() for k, t in zip(("device", "graph", "alone"), others)}
-            rows.append(dict(case=case.name, seeds=seeds, loss=on_cpu.max().item(), gaps=gaps,
-                             replays=again.graphs.replays))
-    return rows
+            yield dict(case=case.name, seeds=seeds, loss=on_cpu.max().item(), gaps=gaps, replays=again.graphs.replays)
 
 
 # --- networks that grow: three live seeds in each, the same ones or each its own
@@ -187,34 +183,30 @@ def grown(case, limit):
 
 def growth(size, limit):
     "Seconds of an epoch: as lanes, as lanes with graphs, and as single networks one after the other."
-    rows = []
     for case in size.grown:
         pop, graphed, epoch = grown(case, limit), grown(case, limit), iter(range(10**6))
         pop.graphs, graphed.graphs = None, Graphs()
         loop = loop_over({i: pop.model.lane(i) for i in range(case.lanes)}, case, pop)
         sides = dict(lanes=lambda p=pop: run_epoch(p, split=None), graph=lambda p=graphed: run_epoch(p, split=None),
                      loop=lambda f=loop: f(next(epoch)))
-        rows.append(dict(case=case.name, networks=case.lanes, seconds=in_turns(sides, size.turns),
-                         replays=graphed.graphs.replays, why_not=sorted(graphed.graphs.said)))
-    return rows
+        yield dict(case=case.name, networks=case.lanes, seconds=in_turns(sides, size.turns),
+                   replays=graphed.graphs.replays, why_not=sorted(graphed.graphs.said))
 
 
 # --- how many networks a device takes, with graphs and without, against one network as a graph of its own
 
 def scale(size, limit):
     "Images a second, memory and busy share by the number of lanes; where memory ends, the row says so."
-    rows = []
     for case in size.alone:
         alone = {k: loop_side(case.replace(lanes=1).to_dict(), limit=limit, layout=k) for k in LAYOUTS}
         sides = {k: lambda f=f: f(0) for k, f in alone.items()}
         loops = in_turns(sides | dict(graph=graphed_loop(case, limit)), size.turns)
-        rows.append(dict(case=case.name, precision=case.precision, networks=1, alone=loops))
+        yield dict(case=case.name, precision=case.precision, networks=1, alone=loops)
         for n in size.lanes:
             for graphs in (False, True):
-                try: rows.append(scale_row(case.replace(lanes=n), size.turns, limit, graphs, loops))
+                try: yield scale_row(case.replace(lanes=n), size.turns, limit, graphs, loops)
                 except torch.cuda.OutOfMemoryError as e:
-                    rows.append(dict(case=case.name, networks=n, graphs=graphs, stopped=str(e).splitlines()[0]))
-    return rows
+                    yield dict(case=case.name, networks=n, graphs=graphs, stopped=str(e).splitlines()[0])
 
 
 def scale_row(case, turns, limit, graphs, loops):
@@ -300,32 +292,28 @@ def learner(size, device, core):
 
 def ppo(size, limit):
     "Seconds of one pass over a rollout, on the device and on the CPU."
-    rows = []
     for core in ("lstm", "none"):
         sides = {}
         for device in ("cuda", "cpu"):
             one = learner(size, device, core)
             batches = list(one.remaining_minibatches())
             sides[device] = lambda one=one, batches=batches: [one.learn(b) for b in batches]
-        rows.append(dict(core=core, envs=size.envs, steps=size.steps, seconds=in_turns(sides, size.turns)))
-    return rows
+        yield dict(core=core, envs=size.envs, steps=size.steps, seconds=in_turns(sides, size.turns))
 
 
 # --- snapshots
 
 def snapshots(size, limit):
     "Seconds and GB/s of a snapshot and of a restore, beside a plain copy to pinned memory."
-    rows = []
     for numbers in size.numbers:
         net = nn.Module()
         net.weight = nn.Parameter(torch.ones(numbers, device="cuda"), requires_grad=False)
         snap, pinned = Snapshot(net, streams=False), torch.empty(numbers, pin_memory=True)
         def copy(t=pinned, w=net.weight): t.copy_(w, non_blocking=True)
         seconds = in_turns(dict(take=snap.take, restore=snap.restore, copy=copy), size.turns)
-        rows.append(dict(megabytes=numbers * 4e-6, seconds=seconds,
-                         gb_per_s={k: numbers * 4e-9 / s for k, s in seconds.items()}))
+        yield dict(megabytes=numbers * 4e-6, seconds=seconds,
+                   gb_per_s={k: numbers * 4e-9 / s for k, s in seconds.items()})
         del snap, pinned, net
-    return rows
 
 
 SECTIONS = dict(correct=correct, scale=scale, growth=growth, snapshots=snapshots, ppo=ppo, lanes=lanes)
@@ -379,8 +367,13 @@ def main(args=None):
             done = run_alone(name, given, 60 * given.minutes - (time.monotonic() - begun))
             print(f"{name}: {done}", flush=True)
             continue
-        out[name] = SECTIONS[name](size, limit)
-        print(name, json.dumps(out[name], indent=1), flush=True)
+        rows = out.setdefault("unfinished", {})[name] = []
+        for row in SECTIONS[name](size, limit):
+            rows.append(row)
+            print(name, json.dumps(row), flush=True)
+            given.out.write_text(json.dumps(out, indent=1) + "\n") # a section that is given up has its rows so far
+        out[name] = out["unfinished"].pop(name)
+        if not out["unfinished"]: del out["unfinished"]
         given.out.write_text(json.dumps(out, indent=1) + "\n")
     if given.minutes < float("inf") and given.out.exists():
         measured = json.loads(given.out.read_text())

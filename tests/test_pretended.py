@@ -599,6 +599,20 @@ def test_the_benchmark_runs_in_miniature(gpu, tmp_path, monkeypatch, capsys):
     assert set(again) == set(found) and again["lanes"] == found["lanes"] and again["ppo"] != found["ppo"]
     with pytest.raises(SystemExit): gpu_bench.main(["--small"])   # would overwrite what is stored
 
+def test_rows_of_a_section_are_written_as_they_come(gpu, tmp_path, monkeypatch):
+    out = tmp_path/"gpu.json"
+    def broken(size, limit):
+        yield dict(megabytes=1)
+        raise RuntimeError("no memory")
+    monkeypatch.setitem(gpu_bench.SECTIONS, "snapshots", broken)
+    with pytest.raises(RuntimeError, match="no memory"): gpu_bench.main(["--small", "snapshots", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["unfinished"] == dict(snapshots=[dict(megabytes=1)]) and "snapshots" not in found
+    monkeypatch.setitem(gpu_bench.SECTIONS, "snapshots", lambda *_: iter([dict(megabytes=2), dict(megabytes=3)]))
+    gpu_bench.main(["--small", "snapshots", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["snapshots"] == [dict(megabytes=2), dict(megabytes=3)] and "unfinished" not in found
+
 def test_a_section_that_takes_too_long_is_given_up(gpu, tmp_path, monkeypatch, capsys):
     out, limits = tmp_path/"gpu.json", []
     def measured(words, cwd, timeout):
