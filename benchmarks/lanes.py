@@ -160,12 +160,11 @@ def count_row(
         epochs, begun = 0, time.process_time()
         while time.process_time() - begun < least: run(epochs := epochs + 1)
         return epochs * images * networks / (time.process_time() - begun)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     mine = pace(train, lanes)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     torch.set_num_threads(1) # of which the loop makes the most
     loop = pace(plain_loop(Case(lanes=1)), 1)
-    return dict(networks=lanes, images_per_cpu_s=mine, loop_images_per_cpu_s=loop, peak_kb=peak, before_kb=before)
+    return dict(networks=lanes, images_per_cpu_s=mine, loop_images_per_cpu_s=loop, peak_kb=peak)
 
 def in_a_process(f: Callable[..., dict], *args) -> dict:
     "Call a function in a process of its own, that its peak of memory is its own."

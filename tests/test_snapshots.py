@@ -493,6 +493,12 @@ def test_cuda_buffers_share_pinned_blocks(monkeypatch):
         for t in net.state_dict().values(): t.zero_()
     snap.restore()
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(net.state_dict().values(), then))
+    aside, saved = snap.set_aside(), dict(bank)
+    snap.load_state_dict(snap.state_dict()) # as a run that goes on does
+    for other in (aside.bank, snap.banks.memory[snap.banks.front[0]]):
+        mine = {k: t for k, t in other.items() if k[0] == "model" and t.numel()}
+        assert all(torch.equal(t, saved[k]) and t.is_pinned() for k, t in mine.items())
+        assert len({t.untyped_storage().data_ptr() for t in mine.values()} - blocks) == 3
 
 @pytest.mark.cuda
 def test_cuda_rollback_with_work_in_flight_on_two_streams(machine):

@@ -252,10 +252,11 @@ class StateBanks:
         few = self.copies < len(state["banks"])
         for bank, saved in zip(self.memory, [state["banks"][state["front"][-1]]] if few else state["banks"]):
             bank.clear()
-            for k, t in _by_key(saved).items():
-                now = live.tensors.get(k)
-                pinned = now is not None and now.is_cuda
-                bank[k] = torch.empty_like(t, device="cpu", pin_memory=pinned).copy_(t)
+            tensors, there = _by_key(saved), {k for k, t in live.tensors.items() if t.is_cuda}
+            bank |= pinned_buffers({k: t for k, t in tensors.items() if k in there})
+            for k, t in tensors.items():
+                if k not in bank: bank[k] = torch.empty_like(t, device="cpu", pin_memory=k in there)
+                bank[k].copy_(t)
         sparse = {i: _by_key(of) for i, of in state["sparse"].items()}
         def versions(saved):
             return [None if v is None else StateVersion(v[0], v[1], rest[v[0]], sparse[v[0]]) for v in saved]
@@ -279,7 +280,7 @@ class StateBanks:
 PINNED = 2**28 # bytes that are pinned at once
 
 def pinned_buffers(
-    tensors: Mapping[StateKey, Tensor], # on a GPU
+    tensors: Mapping[StateKey, Tensor], # wherever they are
 ) -> _Bank:
     """Return pinned host memory for many tensors, laid out like them, in blocks that they share.
 
@@ -407,7 +408,8 @@ class Snapshot:
     def set_aside(self) -> SavedState:
         "Return a copy of the live state, good or not: for a look at another state, after which `bring_back` undoes it."
         live = self._settled()
-        bank = {k: _new_buffer(t).copy_(t) for k, t in live.tensors.items()}
+        pinned = pinned_buffers({k: t for k, t in live.tensors.items() if t.is_cuda})
+        bank = {k: (pinned[k] if k in pinned else _new_buffer(t)).copy_(t) for k, t in live.tensors.items()}
         for device in {t.device for t in live.tensors.values() if t.is_cuda}: torch.cuda.synchronize(device)
         return SavedState(StateVersion(0, None, live.rest, live.sparse), bank, live.shards)
 

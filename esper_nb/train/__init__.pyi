@@ -6,7 +6,7 @@ from .ablation import (for_all_lanes as for_all_lanes, lane_inputs as lane_input
     measure_ablation as measure_ablation, evaluate_combinations as evaluate_combinations, judge_lanes as judge_lanes)
 from .data import (AHEAD as AHEAD, check_images as check_images, default_peak as default_peak,
     check_labels as check_labels, check_alike as check_alike, Epoch as Epoch, lane_epochs as lane_epochs,
-    whole_batches as whole_batches, draw_images as draw_images, DrawsAhead as DrawsAhead,
+    whole_batches as whole_batches, draw_images as draw_images, stack_draws as stack_draws, DrawsAhead as DrawsAhead,
     window_index as window_index, label_frequencies as label_frequencies, own_seed_key as own_seed_key,
     Splits as Splits, check_scale as check_scale, ImageData as ImageData, is_target as is_target,
     count_answers as count_answers, target_lanes as target_lanes, lane_target_loss as lane_target_loss,

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['AHEAD', 'check_images', 'default_peak', 'check_labels', 'check_alike', 'Epoch', 'lane_epochs', 'whole_batches',
-           'draw_images', 'DrawsAhead', 'window_index', 'label_frequencies', 'own_seed_key', 'Splits', 'check_scale',
-           'ImageData', 'is_target', 'count_answers', 'target_lanes', 'lane_target_loss', 'target_counts', 'share_pp',
-           'standardised', 'TargetData', 'check_tokens', 'draw_windows', 'TextData']
+           'draw_images', 'stack_draws', 'DrawsAhead', 'window_index', 'label_frequencies', 'own_seed_key', 'Splits',
+           'check_scale', 'ImageData', 'is_target', 'count_answers', 'target_lanes', 'lane_target_loss',
+           'target_counts', 'share_pp', 'standardised', 'TargetData', 'check_tokens', 'draw_windows', 'TextData']
 
 # %% ../../nbs/train/33_data.ipynb #826dac73
 import copy
@@ -141,6 +141,13 @@ def draw_images(
     return drawn
 
 # %% ../../nbs/train/33_data.ipynb #ahead002
+def stack_draws(
+    draw: Callable[[Any, int], Tensor], # of a stream and an epoch
+    wanted: Iterable[tuple[Any, int]], # streams and their epochs
+) -> Tensor: # (n, ...)
+    "Draw for all of them, one after the other."
+    return torch.stack([draw(key, epoch) for key, epoch in wanted])
+
 class DrawsAhead:
     "Draws of many streams for an epoch, made by a thread while the epoch before is trained on."
     room = 2**28 # bytes; more is not drawn ahead
@@ -159,18 +166,14 @@ class DrawsAhead:
         "Return the draws of an epoch, and begin with those of the next one."
         streams, pairs = tuple(key for key, _ in wanted), list(wanted)
         with self.lock: known, coming = self.coming.pop(streams, ([], None))
-        drawn = coming.result() if coming is not None and known == pairs else self._stack(draw, pairs)
+        drawn = coming.result() if coming is not None and known == pairs else stack_draws(draw, pairs)
         if drawn.nbytes > self.room: return drawn
         after = [(key, epoch + 1) for key, epoch in pairs]
         with self.lock:
             mine = set(streams)
             self.coming = {k: v for k, v in self.coming.items() if mine.isdisjoint(k)}
-            self.coming[streams] = (after, _drawing(os.getpid()).submit(self._stack, draw, after))
+            self.coming[streams] = (after, _drawing(os.getpid()).submit(stack_draws, draw, after))
         return drawn
-
-    @staticmethod
-    def _stack(draw: Callable[[Any, int], Tensor], pairs: Sequence[tuple[Any, int]]) -> Tensor:
-        return torch.stack([draw(key, epoch) for key, epoch in pairs])
 
 @cache
 def _drawing(process: int) -> ThreadPoolExecutor: return ThreadPoolExecutor(1, "draws") # a fork has no threads
@@ -241,8 +244,7 @@ class Splits:
     ) -> Tensor: # (n, ...)
         "Return what is drawn for an epoch of some lanes, ahead of time where a GPU is at work meanwhile."
         pairs = [(self.seed_key(seed, lane), e) for lane, e in wanted]
-        if self.device.type == "cuda": return self.ahead.take(draw, pairs)
-        return torch.stack([draw(key, e) for key, e in pairs])
+        return self.ahead.take(draw, pairs) if self.device.type == "cuda" else stack_draws(draw, pairs)
 
     def counter(self, count: Callable[..., Tensor], split: str) -> Callable[..., Tensor]: # `class_counts`, ...
         "Return the metric of a split; here the same for every split."
