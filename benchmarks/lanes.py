@@ -80,29 +80,32 @@ class OnePerCore(Side):
 
     def __exit__(self, *error): self.stack.close()
 
-def lane_loop(case: Case) -> Callable[[int], list[float]]: # runs epoch e: mean training loss of each network
+def lane_loop(
+    case: Case,
+    fused: bool = False, # normalise, rectify and pool in one pass
+) -> Callable[[int], list[float]]: # runs epoch e: mean training loss of each network
     "The same networks as lanes, by the default plan; without a Governor, since the loop has none."
     task, data = case.load()
-    settings = FitConfig(lanes=case.lanes, epochs=1000, batch_size=case.batch_size, governor=None)
+    settings = FitConfig(lanes=case.lanes, epochs=1000, batch_size=case.batch_size, governor=None, fused=fused)
     pop = new_population(task, settings.replace(precision=case.precision), data=data)
     return lambda e: run_epoch(pop, split=None, look=False).train.loss.tolist() # nothing grows: nobody asks where
 
 LOOPS = ("loop", "processes") # one process, and one per core
 
 def lane_side(
-    kind: str, # "loop", "processes", "lanes" or "fp32 lanes"
+    kind: str, # "loop", "processes", "lanes", "fused lanes" or "fp32 lanes"
     case: dict, # as plain values
     part: Sequence[int] = (0, 1), # of the networks, in one of several processes
 ) -> Callable[[int], object]: # runs epoch e
     "What the process of one side runs."
     wanted = Case.from_dict(case)
     if kind in LOOPS: return plain_loop(wanted, part)
-    return lane_loop(wanted.replace(precision="fp32") if kind == "fp32 lanes" else wanted)
+    return lane_loop(wanted.replace(precision="fp32") if kind == "fp32 lanes" else wanted, kind == "fused lanes")
 
 def lane_settings(case: Case) -> list[tuple[str, int, bool]]: # (kind, threads, keep freed memory)
     "What is compared, in turns."
     cores = int(machine()["cores"])
-    lanes = [("lanes", cores, True)] + [("fp32 lanes", cores, True)] * (case.precision != "fp32")
+    lanes = [(kind, cores, True) for kind in ("lanes", "fused lanes" if case.precision == "fp32" else "fp32 lanes")]
     ways = [("loop", threads) for threads in sorted({1, cores})] + [("processes", 1)] * (cores > 1)
     loops = [(*way, keep) for way in ways for keep in (False, True)]
     return [setting for loop in loops for setting in (loop, *lanes)]
@@ -138,10 +141,11 @@ def compare_case(
     loops = {s: seconds for s, seconds in best.items() if s[0] in LOOPS}
     fastest = min(loops, key=lambda s: loops[s])
     lanes = {s[0]: seconds for s, seconds in best.items() if s[0] not in LOOPS}
-    fp32 = lanes.get("fp32 lanes")
+    fp32, fused = lanes.get("fp32 lanes"), lanes.get("fused lanes")
     return dict(
         case=case.name, loop_s=loops[fastest], loop_setting=way_text(*fastest), lanes_s=lanes["lanes"],
         ratio=loops[fastest] / lanes["lanes"], over_fp32=fp32 and fp32 / lanes["lanes"],
+        fused_s=fused, fused_ratio=fused and loops[fastest] / fused,
         all={f"{kind}, {setting_text(t, k)}": seconds for (kind, t, k), seconds in best.items()})
 
 # --- one network, or hundreds of them
@@ -189,9 +193,11 @@ def count_text(r: Mapping) -> str:
 
 def table_text(result: Mapping) -> str:
     "The figures of `run_lane_bench` as lines of text."
-    lines = [f"{'one epoch of 16 networks':36} {'loop s':>8} {'lanes s':>8} {'ratio':>6}   the loop's best setting"]
+    heads = f"{'one epoch of 16 networks':36} {'loop s':>8} {'lanes s':>8} {'ratio':>6} {'fused':>7}"
+    lines = [f"{heads}   the loop's best setting"]
     for r in result["rows"]:
-        figures = f"{r['loop_s']:8.3f} {r['lanes_s']:8.3f} {r['ratio']:5.2f}x"
+        fused = f"{r['fused_ratio']:5.2f}x" if r["fused_ratio"] else "" # where the features are in fp32
+        figures = f"{r['loop_s']:8.3f} {r['lanes_s']:8.3f} {r['ratio']:5.2f}x {fused:>7}"
         lines.append(f"{r['case']:36} {figures}   {r['loop_setting']}")
     return "\n".join([*lines, machine_text(result["machine"])])
 

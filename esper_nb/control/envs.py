@@ -91,6 +91,7 @@ class EnvConfig(Config):
     width: Count | None = None # lanes per group; None: by the rule of the workers page
     exact: bool = False # a lane's numbers are bitwise independent of the other lanes: each is computed alone
     graph: bool | None = None # one CUDA graph launch per batch if possible; None: on a GPU. See the graphs page
+    fused: bool = False # on a CPU, a convolutional host normalises, rectifies and pools in one pass; needs Numba
     devices: tuple[str, ...] = ("cpu",) # lanes are split between them in contiguous parts
     # None: no Governor, and no episode ends early
     governor: GovernorConfig | None = GovernorConfig(lowers=0, stop_raises=False)
@@ -121,7 +122,7 @@ class EnvConfig(Config):
     def fit(self, lanes: int) -> FitConfig: # of one part
         "Return the settings of a population with this number of lanes."
         names = ("batch_size", "lr", "schedule", "restart", "max_norm", "precision", "eval_batch", "workers", "width",
-                 "exact", "governor", "graph")
+                 "exact", "governor", "graph", "fused")
         return FitConfig(lanes=lanes, epochs=self.horizon, **{k: getattr(self, k) for k in names})
 
     def new_parts(self,
@@ -295,7 +296,8 @@ _GYM_STATE = ("spec", "observation_space", "action_space", "single_observation_s
               "_np_random", "_np_random_seed") # what Gymnasium keeps in an environment, random streams included
 _SETTINGS = ("task", "family", "judged", "num_envs", "first_lane", "horizon", "reward", "price", "gamma", "penalty",
              "slots", "blueprints", "max_seeds", "rules", "repertoire", "operations", "observations", "schedule",
-             "restart", "batch_size", "lr", "precision", "exact", "devices") # that a saved state must agree with
+             "restart", "batch_size", "lr", "precision", "exact", "fused",
+             "devices") # that a saved state must agree with
 
 class GrowVecEnv(gym.vector.VectorEnv):
     """Train n networks side by side as a Gymnasium vector environment.

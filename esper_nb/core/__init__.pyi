@@ -13,6 +13,10 @@ from .devices import (NO_FLOAT64 as NO_FLOAT64, Precision as Precision, choose_p
 from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
     new_file as new_file, flush_file as flush_file, refuse_link as refuse_link, json_digest as json_digest,
     write_json as write_json, read_json as read_json, FolderLock as FolderLock, Lease as Lease)
+from .fused import (BLOCK as BLOCK, rows_of as rows_of, windows_of as windows_of, measure as measure, scale as scale,
+    rectify as rectify, rectify_back as rectify_back, pool_windows as pool_windows, pool_back as pool_back,
+    Kernels as Kernels, compiled as compiled, has_numba as has_numba, Scaling as Scaling, can_fuse as can_fuse,
+    norm_relu as norm_relu)
 from .hooks import quiet_hooks as quiet_hooks, sweep_hooks as sweep_hooks
 from .intervals import (middle_weights as middle_weights, interquartile_mean as interquartile_mean,
     Interval as Interval, bootstrap_interval as bootstrap_interval, finite_or_none as finite_or_none,

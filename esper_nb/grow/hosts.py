@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ..core import (
+from esper_nb.core import (
     Config, Count, LaneAttention, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear, LaneBatchNorm2d, ShareBelow1,
-    Whole, by_lane, check, check_count, check_device, conv2d, lane_linear, reset_lanes, seeded, spatial_mean)
+    Whole, by_lane, check, check_count, check_device, conv2d, has_numba, lane_linear, norm_relu, reset_lanes, seeded,
+    spatial_mean)
 
 # %% ../../nbs/grow/24_hosts.ipynb #e80b48ca
 class Site(NamedTuple):
@@ -39,9 +40,13 @@ class Host(nn.Module):
         "Run piece i, which ends at site i, or at the logits after the last site."
         raise NotImplementedError
 
+    def stretch(self, first: int, last: int, h: Tensor) -> Tensor: # numbers of pieces; as for `piece`
+        "Run pieces `first` to `last`, with nothing at the sites between them."
+        for i in range(first, last + 1): h = self.piece(i, h)
+        return h
+
     def forward(self, x: Tensor) -> Tensor: # the whole way, input to logits
-        for i in range(len(self.sites) + 1): x = self.piece(i, x)
-        return x
+        return self.stretch(0, len(self.sites), x)
 
 def run_again_in_backward(part: nn.Module, x: Tensor) -> Tensor:
     "Run a part with activation checkpointing: in training it stores only its inputs, and recomputes in backward."
@@ -68,8 +73,10 @@ class CNNConfig(Config):
     pools: Whole | None = None # how many of the first blocks end in a 2x2 pool; None is all
     masked: bool = False # windows can be narrowed to one pixel, block by block and lane by lane: see `blind`
     checkpoint: bool = False # compute what a block keeps for its backward pass again there: memory for time
+    fused: bool = False # on a CPU, normalise, rectify and pool in one pass: see the page "fused"; needs Numba
 
     def __post_init__(self):
+        check(not self.fused or has_numba(), "fused", True, "False, or Numba: pip install 'esper_nb[fused]'")
         check(self.kernel % 2 == 1, "kernel", self.kernel, "an odd number, so that a picture keeps its size")
         pools = self.num_pools
         check(0 <= pools <= self.blocks, "pools", self.pools, f"0 to blocks={self.blocks}, or None for all")
@@ -123,6 +130,17 @@ class CNNHost(Host):
         kind, k = self.steps[i]
         if kind == "pool": return self.pool(h)
         return run_again_in_backward(self.blocks[k], h) if self.config.checkpoint else self.blocks[k](h)
+
+    def stretch(self, first: int, last: int, h: Tensor) -> Tensor: # as for any host
+        if not self.config.fused or self.config.checkpoint: return super().stretch(first, last, h)
+        i = first
+        while i <= last:
+            kind, k = self.steps[i] if i < len(self.steps) else ("head", 0)
+            pooled = kind == "block" and self.steps[i:last + 1][1:2] == [("pool", k)] # and no site is between them
+            if kind == "block": h = norm_relu(self.blocks[k][0](h), self.blocks[k][1], pool=pooled)
+            else: h = self.piece(i, h)
+            i += 1 + pooled
+        return h
 
 # %% ../../nbs/grow/24_hosts.ipynb #e13a9841
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ __all__ = ['MAX_BRANCHES', 'DECISION_VERBS', 'Growing', 'GrowingModel', 'combina
 # %% ../../nbs/grow/25_models.ipynb #f59bbfd0
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -366,10 +366,11 @@ class GrowingModel(Growing):
             for s in host.sites if s.name in may_grow])
 
     def forward(self, x: Tensor) -> Tensor: # the host's input; logits
-        for i in range(len(self.host.sites) + 1):
-            x = self.host.piece(i, x)
-            if i < len(self.host.sites) and (name := self.host.sites[i].name) in self.names: x = self.slots[name](x)
-        return x
+        first = 0
+        for last, slot in self._stops():
+            x = slot(self.host.stretch(first, last, x))
+            first = last + 1
+        return self.host.stretch(first, len(self.host.sites), x)
 
     def branches(self, x: Tensor, names: Sequence[str]) -> list[Tensor]: # logits of each of `combinations_of(names)`
         """Run the host once; at each of the slots every branch continues without and with its seed.
@@ -381,13 +382,19 @@ class GrowingModel(Growing):
         >>> [tuple(logits.shape) for logits in model.branches(torch.zeros(5, 2, 8, 8), ["r0c1"])] # seeds off, on
         [(5, 20), (5, 20)]
         """
-        found = [x]
-        for i in range(len(self.host.sites) + 1):
-            found = [self.host.piece(i, h) for h in found]
-            if i == len(self.host.sites) or (name := self.host.sites[i].name) not in self.names: continue
-            through = [self.slots[name](h) for h in found]
-            found = found + through if name in names else through
-        return found
+        found, first = [x], 0
+        for last, slot in self._stops(names):
+            found = [self.host.stretch(first, last, h) for h in found]
+            through = [slot(h) for h in found]
+            found = found + through if slot.name in names else through
+            first = last + 1
+        return [self.host.stretch(first, len(self.host.sites), h) for h in found]
+
+    def _stops(self, names: Sequence[str] = ()) -> Iterator[tuple[int, Slot]]: # number of the piece in front of it
+        "Yield the slots that do something, and those of `names`."
+        for i, site in enumerate(self.host.sites):
+            if site.name in self.names and (site.name in names or not self.slots[site.name].idle):
+                yield i, self.slots[site.name]
 
 # %% ../../nbs/grow/25_models.ipynb #6df16f48
 def combinations_of(names: Sequence[str]) -> list[tuple[str, ...]]: # 2^k, the first one empty, the last one all of them

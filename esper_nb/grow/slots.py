@@ -366,6 +366,11 @@ class Slot(nn.Module):
         played = [self._play(route, k, pieces[k]) for k in range(len(route.roles))]
         return self._hand_on(h, route.cut.join([*played, *pieces[len(played):]]))
 
+    @property
+    def idle(self) -> bool:
+        "Return whether `forward` returns the features of all lanes as they come, and nobody looks at them."
+        return self.trace is None and not self.branch and not (self.enabled and self.route().roles)
+
     def play_lane(self, h: Tensor, i: int) -> Tensor: # h: features of lane i only
         "Run `forward` for one lane, for networks that run lane by lane."
         route = self.route().single(i) if self.enabled else None

@@ -74,6 +74,7 @@ class FitConfig(Config):
     governor: GovernorConfig | None = GovernorConfig(lowers=0) # thresholds and budget; None: no Governor
     retries: Whole = 1 # number of times that `fit` retries a germination that a rollback reverted, per slot and lane
     graph: bool | None = None # one CUDA graph launch per batch if possible; None: on a GPU. See the graphs page
+    fused: bool = False # on a CPU, a convolutional host normalises, rectifies and pools in one pass; needs Numba
 
     def __post_init__(self):
         choose_precision(self.precision)
@@ -686,6 +687,13 @@ def new_stepper(
     return Stepper(owners, LaneScaler(model.lanes, enabled=scaled), config.max_norm)
 
 # %% ../../nbs/train/38_population.ipynb #007bbde8
+def _with_fused_host(task: Task, dev: torch.device) -> Task:
+    "Return a task whose host normalises, rectifies and pools in one pass."
+    check(dev.type == "cpu", "fused", True, "False on {}: these kernels are for a CPU", dev)
+    check(isinstance(task.host, CNNConfig), "fused", True, "False: the host of {} is no built-in convolutional one",
+          task.name)
+    return task.replace(host=task.host.replace(fused=True))
+
 def new_population( # noqa: PLR0913  # task, settings, data, device and blueprints
     task: Task | str, # a task, or the name of one
     config: FitConfig = FitConfig(), # lanes, epochs, schedule, precision, Governor
@@ -719,7 +727,8 @@ def new_population( # noqa: PLR0913  # task, settings, data, device and blueprin
     check(default == torch.float32, "torch's default dtype", default,
           "torch.float32, in which these networks are made: call torch.set_default_dtype(torch.float32) first")
     check(size <= data.num_train, "batch_size", size, f"at most {data.num_train}, the number of training examples")
-    model = create_model(task, list(task.slots) if slots is None else slots, dev, n, config.seed, blueprints, rules)
+    made = _with_fused_host(task, dev) if config.fused else task
+    model = create_model(made, list(task.slots) if slots is None else slots, dev, n, config.seed, blueprints, rules)
     precision = choose_precision(config.precision, dev)
     wanted = dev.type == "cuda" if config.graph is None else config.graph
     pop = Population(
