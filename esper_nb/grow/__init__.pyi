@@ -14,9 +14,10 @@ from .blueprints import (FAMILIES as FAMILIES, SEED_LAYOUTS as SEED_LAYOUTS, Blu
 from .export import (export_model as export_model, plain_module as plain_module, Form as Form,
     grown_forms as grown_forms, settle_weights as settle_weights, check_finite as check_finite,
     check_same as check_same, serve_optimizer as serve_optimizer, ServedOptimizer as ServedOptimizer)
-from .hosts import (Site as Site, Host as Host, run_again_in_backward as run_again_in_backward,
-    CNNConfig as CNNConfig, CNNHost as CNNHost, GPTConfig as GPTConfig, GPTBlock as GPTBlock, GPTHost as GPTHost,
-    new_host as new_host, count_parameters as count_parameters)
+from .hosts import (WORTHWHILE as WORTHWHILE, Site as Site, Host as Host,
+    run_again_in_backward as run_again_in_backward, CNNConfig as CNNConfig, CNNHost as CNNHost,
+    GPTConfig as GPTConfig, GPTBlock as GPTBlock, GPTHost as GPTHost, new_host as new_host,
+    count_parameters as count_parameters)
 from .lifecycle import (MOVES as MOVES, UPWARD as UPWARD, ACTIVE as ACTIVE, LIVE as LIVE, COOLING as COOLING,
     SHORT_LIFE as SHORT_LIFE, COLUMNS as COLUMNS, UNMEASURED as UNMEASURED, Stage as Stage, check_move as check_move,
     next_stage as next_stage, Gates as Gates, Rules as Rules, GateResult as GateResult, Event as Event,
