@@ -3,6 +3,7 @@
     python -m benchmarks.lanes                       # some minutes on a quiet machine
     python -m benchmarks.lanes --quick --out x.json  # only to see that it works
     python -m benchmarks.lanes --only counts         # how many networks: images for a second of the processor, memory
+    python -m benchmarks.lanes --only fused          # blocks in one pass: six minutes; needs Numba
 
 Writes nbs/explanations/bench_lanes.json, which results.ipynb and benchmarks.ipynb beside it draw.
 """
@@ -105,7 +106,7 @@ def lane_side(
 def lane_settings(case: Case) -> list[tuple[str, int, bool]]: # (kind, threads, keep freed memory)
     "What is compared, in turns."
     cores = int(machine()["cores"])
-    lanes = [(kind, cores, True) for kind in ("lanes", "fused lanes" if case.precision == "fp32" else "fp32 lanes")]
+    lanes = [("lanes", cores, True)] + [("fp32 lanes", cores, True)] * (case.precision != "fp32")
     ways = [("loop", threads) for threads in sorted({1, cores})] + [("processes", 1)] * (cores > 1)
     loops = [(*way, keep) for way in ways for keep in (False, True)]
     return [setting for loop in loops for setting in (loop, *lanes)]
@@ -141,11 +142,10 @@ def compare_case(
     loops = {s: seconds for s, seconds in best.items() if s[0] in LOOPS}
     fastest = min(loops, key=lambda s: loops[s])
     lanes = {s[0]: seconds for s, seconds in best.items() if s[0] not in LOOPS}
-    fp32, fused = lanes.get("fp32 lanes"), lanes.get("fused lanes")
+    fp32 = lanes.get("fp32 lanes")
     return dict(
         case=case.name, loop_s=loops[fastest], loop_setting=way_text(*fastest), lanes_s=lanes["lanes"],
         ratio=loops[fastest] / lanes["lanes"], over_fp32=fp32 and fp32 / lanes["lanes"],
-        fused_s=fused, fused_ratio=fused and loops[fastest] / fused,
         all={f"{kind}, {setting_text(t, k)}": seconds for (kind, t, k), seconds in best.items()})
 
 # --- one network, or hundreds of them
@@ -189,26 +189,51 @@ def count_text(r: Mapping) -> str:
     return (f"{r['networks']:4} networks: {r['images_per_cpu_s']:7,.0f} images for a second of the processor, a loop "
             f"{r['loop_images_per_cpu_s']:7,.0f}{memory}")
 
+# --- blocks in one pass
+
+FUSED = (("processes", 1, False), ("processes", 1, True), ("lanes", None, True), ("fused lanes", None, True))
+
+def fused_row(
+    case: Case, # in fp32
+    passes: int, # over all ways
+    rounds: int, # timed epochs of a process, at least
+    least: float = 1., # seconds that a process warms up
+) -> dict:
+    "One process per core, lanes, and lanes whose blocks are one pass, in turns: seconds of an epoch."
+    best: dict[str, float] = {}
+    for _ in range(passes):
+        for kind, threads, keep in FUSED:
+            settings = dict(kind=kind, case=case.to_dict())
+            side = open_side("benchmarks.lanes:lane_side", settings, threads or int(machine()["cores"]), keep)
+            with side: best[kind] = min(best.get(kind, float("inf")), fastest_epoch(side, rounds, least))
+    loop, lanes, fused = (best[kind] for kind in ("processes", "lanes", "fused lanes"))
+    row = dict(case=case.name, processes_s=loop, lanes_s=lanes, fused_s=fused, lanes=loop / lanes, fused=loop / fused)
+    print(fused_text(row), flush=True)
+    return row
+
+def fused_text(r: Mapping) -> str:
+    "A row of `fused_row` in words."
+    return (f"{r['case']:38} one process per core {r['processes_s']:6.3f} s; lanes {r['lanes_s']:6.3f} s, "
+            f"{r['lanes']:.2f}x; blocks in one pass {r['fused_s']:6.3f} s, {r['fused']:.2f}x")
+
 # --- everything
 
 def table_text(result: Mapping) -> str:
     "The figures of `run_lane_bench` as lines of text."
-    heads = f"{'one epoch of 16 networks':36} {'loop s':>8} {'lanes s':>8} {'ratio':>6} {'fused':>7}"
-    lines = [f"{heads}   the loop's best setting"]
+    lines = [f"{'one epoch of 16 networks':36} {'loop s':>8} {'lanes s':>8} {'ratio':>6}   the loop's best setting"]
     for r in result["rows"]:
-        fused = f"{r['fused_ratio']:5.2f}x" if r["fused_ratio"] else "" # where the features are in fp32
-        figures = f"{r['loop_s']:8.3f} {r['lanes_s']:8.3f} {r['ratio']:5.2f}x {fused:>7}"
+        figures = f"{r['loop_s']:8.3f} {r['lanes_s']:8.3f} {r['ratio']:5.2f}x"
         lines.append(f"{r['case']:36} {figures}   {r['loop_setting']}")
     return "\n".join([*lines, machine_text(result["machine"])])
 
 def run_lane_bench(
     quick: bool, # the small task only, fewer rounds
     out: Path, # where the figures go
-    only: str = "", # "counts": the others stay as they are in the file
+    only: str = "", # "counts" or "fused": the others stay as they are in the file
 ) -> dict:
     "Measure every case, print the table and store it as JSON with machine and versions."
     result = json.loads(out.read_text()) if only and out.exists() else {}
-    if only != "counts":
+    if not only:
         rows: list[dict] = []
         result |= dict(machine=machine(), rows=rows)
         passes, rounds = (1, 2) if quick else (2, 3)
@@ -219,9 +244,15 @@ def run_lane_bench(
             out.write_text(json.dumps(result | dict(table=table_text(result)), indent=1) + "\n")
         result["table"] = table_text(result)
         print(result["table"])
-    result["counts"] = dict(machine=machine(), rows=measure_counts(*(((1, 4), .2) if quick else ())))
+    if only != "fused":
+        result["counts"] = dict(machine=machine(), rows=measure_counts(*(((1, 4), .2) if quick else ())))
+    if only != "counts":
+        passes, rounds = (1, 2) if quick else (3, 3)
+        cases = [case for case in LANE_CASES if case.precision == "fp32" and (case.quick or not quick)]
+        result["fused"] = dict(machine=machine(), rows=[fused_row(case, passes, rounds) for case in cases])
     out.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 if __name__ == "__main__":
-    run_from_command(run_lane_bench, __doc__, "bench_lanes.json", only="counts: how many networks, and nothing else")
+    run_from_command(run_lane_bench, __doc__, "bench_lanes.json",
+                     only="counts: how many networks, fused: blocks in one pass, and nothing else")

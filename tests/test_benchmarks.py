@@ -78,6 +78,14 @@ def test_a_tiny_case_goes_through_all_of_it(monkeypatch):
     assert tiny["loop_s"] == min(seconds for name, seconds in tiny["all"].items() if name.split(",")[0] in lanes.LOOPS)
 
 
+@pytest.mark.slow
+def test_blocks_in_one_pass_are_measured_beside_the_others(monkeypatch):
+    pytest.importorskip("numba")
+    monkeypatch.setattr(lanes, "FUSED", lanes.FUSED[1:])
+    row = lanes.fused_row(Case(lanes=2, batch_size=256), passes=1, rounds=1, least=.01)
+    assert row["fused"] == row["processes_s"] / row["fused_s"] and row["lanes"] > 0
+
+
 # --- rivals
 
 def test_every_benchmark_starts_by_the_command_that_is_told():
