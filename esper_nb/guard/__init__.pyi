@@ -88,10 +88,9 @@ from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quie
 from .repairs import (HABIT as HABIT, RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, NO_PROOF as NO_PROOF,
     AGAIN as AGAIN, DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, BetweenSteps as BetweenSteps,
     Redone as Redone, Repairs as Repairs, Recovery as Recovery)
-from .replay import (LOW as LOW, FILLS as FILLS, is_left_alone as is_left_alone, Changes as Changes, Replay as Replay,
-    gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch,
-    OperationWatch as OperationWatch, is_finite as is_finite, user_line as user_line,
-    find_operation as find_operation)
+from .replay import (LOW as LOW, FILLS as FILLS, Changes as Changes, is_left_alone as is_left_alone, Replay as Replay,
+    gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch, is_finite as is_finite,
+    OperationWatch as OperationWatch, user_line as user_line, find_operation as find_operation)
 from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES,
     LEFT_OPEN as LEFT_OPEN, SUSPECT as SUSPECT, SAID as SAID, CAUSES as CAUSES, logger as logger,
     GovernorConfig as GovernorConfig, as_governor_config as as_governor_config, as_chance_losses as as_chance_losses,
