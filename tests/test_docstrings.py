@@ -31,7 +31,6 @@ CALLED_FOR_YOU = { # public methods of the front door's classes that no page sho
     "ModuleHostConfig.block": "tasks of tokens",
     "ModuleHostConfig.layouts": "explore_host",
     "ModuleHostConfig.maker": "explore_host",
-    "Population.copy_again": "run_epoch, where a check fails at the end of an epoch",
     "Population.foretell": "run_epoch, with a forecaster",
     "Population.judged_together": "Population.evaluate",
     "Population.keep_result": "fit and run_epoch",

@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'EXPERIMENTS', 'CONTROLS', 'WORTH_A_WORD', 'SLOWER', 'UPHILL', 'CLIMBS',
-           'SLOW_REPLAY', 'REDONE', 'Findings', 'own_settings', 'first_apart', 'same_number', 'Parting',
-           'explain_parting', 'carries_over', 'part_by_settings', 'switched_flag', 'writes_before', 'wrote',
-           'center_spread', 'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd',
-           'odd_batches', 'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd',
-           'exchange_odd', 'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'mix_examples',
-           'can_mix', 'are_sorted', 'with_tensors', 'switched_inputs', 'hold_inputs', 'name_inputs', 'hold_rate',
-           'hold_settings', 'most_changed', 'rate_rose', 'is_in_cycles', 'had_a_spell', 'other_settings', 'is_near',
-           'without_autocast', 'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'updates_every_step',
-           'forget_moments', 'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'why_well', 'why_cured',
-           'CaseFile', 'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
+           'SLOW_REPLAY', 'REDONE', 'first_apart', 'same_number', 'own_settings', 'Findings', 'carries_over', 'Parting',
+           'part_by_settings', 'switched_flag', 'writes_before', 'wrote', 'explain_parting', 'center_spread',
+           'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd', 'odd_batches',
+           'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd', 'exchange_odd',
+           'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'are_sorted', 'can_mix',
+           'mix_examples', 'with_tensors', 'switched_inputs', 'hold_inputs', 'name_inputs', 'hold_rate', 'most_changed',
+           'rate_rose', 'is_in_cycles', 'had_a_spell', 'hold_settings', 'other_settings', 'is_near', 'without_autocast',
+           'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments',
+           'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'CaseFile', 'why_well', 'why_cured',
+           'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/26_causes.ipynb #imports
 import itertools
@@ -41,6 +41,29 @@ from .rises import blames_weights
 from .writes import Distances, Written
 
 # %% ../../nbs/guard/26_causes.ipynb #bitsfound
+def first_apart(
+    recorded: Sequence[float], # losses
+    again: Sequence[float], # of as many steps, or of fewer
+) -> int | None: # place; None: there is none
+    "Return where two sequences are not the same to the bit."
+    return next((i for i, (a, b) in enumerate(zip(recorded, again)) if not same_number(a, b)), None)
+
+def same_number(a: float, b: float) -> bool:
+    "Whether two losses are the same to the bit, NaN included."
+    return a == b or math.isnan(a) and math.isnan(b)
+
+# %% ../../nbs/guard/26_causes.ipynb #d96f8ff2
+def own_settings(
+    step: RecordedStep,
+    used: tuple | None = None, # settings of its update; None: those that it began with
+) -> tuple:
+    "Return the settings of a step without what a Governor has made of its learning rate."
+    by = step.lr_factor if used is None else step.lr_factor * step.share
+    if by == 1.: return step.before if used is None else used
+    return tuple([tuple([(k, v / by if k == "lr" and v is not None else v) for k, v in group])
+                  for group in (step.before if used is None else used)])
+
+# %% ../../nbs/guard/26_causes.ipynb #1fc9a951
 @dataclass
 class Findings:
     "What is known of an incident before anything is changed."
@@ -83,34 +106,70 @@ class Findings:
         usual = statistics.median(self.usual_norms)
         return any(not v <= 4 * usual for k, v in self.norms.items() if k >= since)
 
-def own_settings(
-    step: RecordedStep,
-    used: tuple | None = None, # settings of its update; None: those that it began with
-) -> tuple:
-    "Return the settings of a step without what a Governor has made of its learning rate."
-    by = step.lr_factor if used is None else step.lr_factor * step.share
-    if by == 1.: return step.before if used is None else used
-    return tuple([tuple([(k, v / by if k == "lr" and v is not None else v) for k, v in group])
-                  for group in (step.before if used is None else used)])
-
-def first_apart(
-    recorded: Sequence[float], # losses
-    again: Sequence[float], # of as many steps, or of fewer
-) -> int | None: # place; None: there is none
-    "Return where two sequences are not the same to the bit."
-    return next((i for i, (a, b) in enumerate(zip(recorded, again)) if not same_number(a, b)), None)
-
-def same_number(a: float, b: float) -> bool:
-    "Whether two losses are the same to the bit, NaN included."
-    return a == b or math.isnan(a) and math.isnan(b)
-
 # %% ../../nbs/guard/26_causes.ipynb #bitswhy
+def carries_over(
+    replay: Replay,
+    apart: int, # place of the first loss that is not as it was in the run
+    again: float, # that loss in the replay
+) -> bool:
+    "Whether steps add to gradients from before the good state, which does not have them: no replay is exact then."
+    replay.begin()
+    for p in replay.params:
+        if p.requires_grad: p.grad = torch.ones_like(p)
+    return not same_number(replay.run(apart + 1)[-1], again)
+
+# %% ../../nbs/guard/26_causes.ipynb #7276e86c
 class Parting(NamedTuple):
     "Why a replay parts from the run."
     cause: str # a name in CAUSES; "unknown": nothing is proved
     why: str # a sentence
     begin: int | None = None # batch
 
+def part_by_settings(replay: Replay, found: Findings) -> Parting | None: # None: no proof of that
+    "Whether a replay with the settings of the run at every update is the run, although one without is not."
+    then = {i: s.after for i, s in enumerate(found.steps) if i in found.after and found.after[i] != s.after}
+    if not then or min(then) > (found.apart or 0): return None
+    def set_as_in_run(_):
+        for g, settings in zip(replay.groups, then.get(replay.at, ())):
+            for name, v in settings:
+                if v is not None and name in g: set_setting(g, name, v)
+    replay.begin()
+    replay.changes.before_update.append(set_as_in_run)
+    if first_apart(replay.losses, replay.run()) is not None: return None
+    first, numbers = min(then), [found.steps[i].number for i in then]
+    pairs = [(dict(a), dict(b)) for a, b in zip(then[first], found.after[first])]
+    name, run, again = next((k, a[k], b.get(k)) for a, b in pairs for k in a if a[k] != b.get(k))
+    said = {"lr": "the learning rate"}.get(name, name)
+    def text(v): return f"{v:.3g}" if isinstance(v, float) else str(v)
+    return Parting("rate" if name == "lr" else "settings", f"{said} was {text(run)} at {name_batches(numbers)}, where "
+                   f"a replay has {text(again)}: the step sets it by something that is not recorded", numbers[0])
+
+# %% ../../nbs/guard/26_causes.ipynb #c2119a05
+def switched_flag(replay: Replay, found: Findings) -> str: # "": none
+    "Return what the loop has switched in an optimizer, right before the replay parts: weights may go with it."
+    at = found.apart or 0
+    if not at: replay.begin()
+    then = found.steps[at - 1].after if at else settings_of(replay.optimizers)
+    return next((name for was, now in zip(then, found.steps[at].before) for name, v in now
+                 if isinstance(v, bool) and isinstance(dict(was).get(name), bool) and dict(was)[name] != v), "")
+
+# %% ../../nbs/guard/26_causes.ipynb #b67876bc
+def writes_before(found: Findings, written: Sequence[Written]) -> list[Written]:
+    "Return what wrote into the state right before the replay parts, and not at other times without effect."
+    first, k = found.steps[0].number, found.steps[found.apart or 0].number
+    mine = [w for w in written if first - 1 <= w.after < k]
+    harmless = {name for w in mine if w.after < k - 2 for name in w.names}
+    return [w for w in mine if w.after >= k - 2 and not harmless.issuperset(w.names)]
+
+def wrote(writes: Sequence[Written], written: Sequence[Written]) -> str:
+    "Say what wrote into the state, and whether it does so at a regular distance."
+    last, rhythm = writes[-1], Distances()
+    for w in written:
+        if set(w.names) & set(last.names): rhythm.add(w.after)
+    often = f"; that happens {rhythm}, after your validation?" if rhythm.regular() else ""
+    return f"something outside of the step wrote into the state: {last}{often}"
+
+# %% ../../nbs/guard/26_causes.ipynb #001d5b91
 OLD_GRADIENTS = ("gradients of earlier steps are still there when a step begins: zero_grad() is missing, or "
                  "accumulation has no end")
 
@@ -147,59 +206,6 @@ def explain_parting(
     return Parting("external", f"{same}, although the step repeats exactly and nothing was seen to write into the "
                    "state: hardware, or something that writes past torch", k)
 
-def carries_over(
-    replay: Replay,
-    apart: int, # place of the first loss that is not as it was in the run
-    again: float, # that loss in the replay
-) -> bool:
-    "Whether steps add to gradients from before the good state, which does not have them: no replay is exact then."
-    replay.begin()
-    for p in replay.params:
-        if p.requires_grad: p.grad = torch.ones_like(p)
-    return not same_number(replay.run(apart + 1)[-1], again)
-
-def part_by_settings(replay: Replay, found: Findings) -> Parting | None: # None: no proof of that
-    "Whether a replay with the settings of the run at every update is the run, although one without is not."
-    then = {i: s.after for i, s in enumerate(found.steps) if i in found.after and found.after[i] != s.after}
-    if not then or min(then) > (found.apart or 0): return None
-    def set_as_in_run(_):
-        for g, settings in zip(replay.groups, then.get(replay.at, ())):
-            for name, v in settings:
-                if v is not None and name in g: set_setting(g, name, v)
-    replay.begin()
-    replay.changes.before_update.append(set_as_in_run)
-    if first_apart(replay.losses, replay.run()) is not None: return None
-    first, numbers = min(then), [found.steps[i].number for i in then]
-    pairs = [(dict(a), dict(b)) for a, b in zip(then[first], found.after[first])]
-    name, run, again = next((k, a[k], b.get(k)) for a, b in pairs for k in a if a[k] != b.get(k))
-    said = {"lr": "the learning rate"}.get(name, name)
-    def text(v): return f"{v:.3g}" if isinstance(v, float) else str(v)
-    return Parting("rate" if name == "lr" else "settings", f"{said} was {text(run)} at {name_batches(numbers)}, where "
-                   f"a replay has {text(again)}: the step sets it by something that is not recorded", numbers[0])
-
-def switched_flag(replay: Replay, found: Findings) -> str: # "": none
-    "Return what the loop has switched in an optimizer, right before the replay parts: weights may go with it."
-    at = found.apart or 0
-    if not at: replay.begin()
-    then = found.steps[at - 1].after if at else settings_of(replay.optimizers)
-    return next((name for was, now in zip(then, found.steps[at].before) for name, v in now
-                 if isinstance(v, bool) and isinstance(dict(was).get(name), bool) and dict(was)[name] != v), "")
-
-def writes_before(found: Findings, written: Sequence[Written]) -> list[Written]:
-    "Return what wrote into the state right before the replay parts, and not at other times without effect."
-    first, k = found.steps[0].number, found.steps[found.apart or 0].number
-    mine = [w for w in written if first - 1 <= w.after < k]
-    harmless = {name for w in mine if w.after < k - 2 for name in w.names}
-    return [w for w in mine if w.after >= k - 2 and not harmless.issuperset(w.names)]
-
-def wrote(writes: Sequence[Written], written: Sequence[Written]) -> str:
-    "Say what wrote into the state, and whether it does so at a regular distance."
-    last, rhythm = writes[-1], Distances()
-    for w in written:
-        if set(w.names) & set(last.names): rhythm.add(w.after)
-    often = f"; that happens {rhythm}, after your validation?" if rhythm.regular() else ""
-    return f"something outside of the step wrote into the state: {last}{often}"
-
 # %% ../../nbs/guard/26_causes.ipynb #measure2
 def center_spread(
     losses: Sequence[float], # that are finite
@@ -217,6 +223,7 @@ def level_spread(
     steps = [abs(b - a) for a, b in zip(losses, losses[1:])] or [0.]
     return mid, max(1.4826 * statistics.median(steps) / math.sqrt(2), 1e-3 * abs(mid), 1e-12)
 
+# %% ../../nbs/guard/26_causes.ipynb #553db897
 def find_onset(
     losses: Sequence[float], # of a run, from a good state on
     older: Sequence[float], # before them
@@ -253,6 +260,7 @@ class GoodState:
             number = self.replay.steps[i].number
             if number not in self.losses: self.losses[number], self.norms[number] = self.replay.try_alone(i)
 
+# %% ../../nbs/guard/26_causes.ipynb #bb41bd22
 class Gap(NamedTuple):
     "By how much some weights are worse than good ones on the same batches."
     by: float # median; infinite: not finite, or the state is bad
@@ -317,6 +325,7 @@ def find_odd(
     half = mid + (statistics.median(losses[k] for k in odd) - mid) / 2 # nearer to these than to the others
     return odd | {k for k, x in losses.items() if not x <= max(half, mid + 3 * spread)}
 
+# %% ../../nbs/guard/26_causes.ipynb #c1b12d2f
 ODD = dict(loss="even the good weights have a bad loss there", infinite="the gradient is not finite there, although "
            "the loss is", gradient="even the good weights have a far larger gradient there") # in what a batch is odd
 
@@ -351,6 +360,7 @@ def odd_later(
     odd = find_odd(dict(zip([s.number for s in replay.steps[at:]], replay.look(range(at, n)))), calm)
     return dict.fromkeys(odd, "loss") if len(odd) < .8 * (n - onset) else {} # or it is not the data, but these weights
 
+# %% ../../nbs/guard/26_causes.ipynb #ba30d609
 def bad_steps(
     replay: Replay,
     is_bad: Callable[[], Sequence[str]], # what is wrong with the state as it is
@@ -367,6 +377,7 @@ def bad_steps(
         replay.snapshot.bring_back(before, skip=replay.skip)
     return out
 
+# %% ../../nbs/guard/26_causes.ipynb #ab7875d7
 def odd_ones(found: Findings) -> str:
     "Say which batches are unlike the others."
     kinds = [x for x in dict.fromkeys(found.odd.values()) if x != "gradient" or "loss" not in found.odd.values()]
@@ -411,6 +422,7 @@ def leave_out_others(replay: Replay, found: Findings, seed: int):
     others = [s.number for s in replay.steps if s.number not in found.odd]
     replay.changes.without = set(random.Random(seed).sample(others, min(len(others), len(found.odd))))
 
+# %% ../../nbs/guard/26_causes.ipynb #04d0e88a
 def earlier_batches(replay: Replay, found: Findings, backwards: bool = False):
     "Train on the batches from before the failure in place of those after it, but not on those of the yardstick."
     early = [s.batch if s.fetch is None else s.fetch(s.batch) for s in found.steps[YARD:found.onset]]
@@ -428,23 +440,7 @@ def later_batches(found: Findings) -> str:
     return (f"a batch between {first} and {last} is unlike those before: with earlier batches in their place the run "
             "stays well")
 
-def mix_examples(replay: Replay, seed: int = 1):
-    "Put the examples of all batches into another order."
-    steps = [s for s in replay.steps if s.fetch is None]
-    rows = [tensors_of(s.batch) for s in steps]
-    sizes = [len(r[0]) for r in rows]
-    order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(seed))
-    mixed = [torch.cat(column)[order.to(column[0].device)].split(sizes) for column in zip(*rows)]
-    for s, row in zip(steps, zip(*mixed)): replay.changes.batches[s.number] = with_tensors(s.batch, list(row))
-
-def can_mix(replay: Replay) -> bool:
-    "Whether all batches have the same tensors, with one row for an example."
-    rows = [tensors_of(s.batch) for s in replay.steps if s.fetch is None]
-    if len(rows) < 2 or len(rows) < len(replay.steps) or not rows[0]: return False
-    def form(row): return [(t.dtype, t.shape[1:]) for t in row]
-    if any(t.dim() == 0 for row in rows for t in row): return False
-    return all(form(r) == form(rows[0]) and len({len(t) for t in r}) == 1 for r in rows)
-
+# %% ../../nbs/guard/26_causes.ipynb #3d7f1ba8
 @torch.no_grad()
 def are_sorted(
     batches: Iterable[Sequence[Tensor]], # tensors of each, with one row for an example
@@ -460,6 +456,24 @@ def are_sorted(
         known = ratio[(means.var(0) > 0) & ratio.isfinite()]
         if len(known) and float(known.mean()) > 3: return True
     return False
+
+# %% ../../nbs/guard/26_causes.ipynb #aa02385d
+def can_mix(replay: Replay) -> bool:
+    "Whether all batches have the same tensors, with one row for an example."
+    rows = [tensors_of(s.batch) for s in replay.steps if s.fetch is None]
+    if len(rows) < 2 or len(rows) < len(replay.steps) or not rows[0]: return False
+    def form(row): return [(t.dtype, t.shape[1:]) for t in row]
+    if any(t.dim() == 0 for row in rows for t in row): return False
+    return all(form(r) == form(rows[0]) and len({len(t) for t in r}) == 1 for r in rows)
+
+def mix_examples(replay: Replay, seed: int = 1):
+    "Put the examples of all batches into another order."
+    steps = [s for s in replay.steps if s.fetch is None]
+    rows = [tensors_of(s.batch) for s in steps]
+    sizes = [len(r[0]) for r in rows]
+    order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(seed))
+    mixed = [torch.cat(column)[order.to(column[0].device)].split(sizes) for column in zip(*rows)]
+    for s, row in zip(steps, zip(*mixed)): replay.changes.batches[s.number] = with_tensors(s.batch, list(row))
 
 def with_tensors(batch, new: list[Tensor]): # in the order of `tensors_of`; is emptied
     "Return a batch with other tensors."
@@ -486,6 +500,7 @@ def name_inputs(replay: Replay) -> str:
     "Say what the loop has set, and when."
     return ", ".join(f"`{name}` was set before batch {at}" for name, at in switched_inputs(replay.steps).items())
 
+# %% ../../nbs/guard/26_causes.ipynb #09dc8131
 def hold_rate(replay: Replay):
     "Keep the learning rate of the good state, but for what a Governor makes of it."
     then = [(g, g["lr"].item() if isinstance(g["lr"], Tensor) else g["lr"]) for g in replay.groups]
@@ -493,14 +508,6 @@ def hold_rate(replay: Replay):
     def hold(_):
         by = replay.steps[replay.at].lr_factor / first
         for g, lr in then: set_setting(g, "lr", lr * by)
-    replay.changes.before_update.append(hold)
-
-def hold_settings(replay: Replay):
-    "Keep all other settings of the optimizer as they were in the good state."
-    then = [(g, {k: v for k, v in g.items() if k not in ("params", "lr") and not isinstance(v, Tensor)})
-            for g in replay.groups]
-    def hold(_):
-        for g, settings in then: g.update(settings)
     replay.changes.before_update.append(hold)
 
 def most_changed(found: Findings, name: str) -> tuple[int, float, float] | None: # batch, before, after
@@ -535,6 +542,15 @@ def had_a_spell(replay: Replay) -> bool:
         ratios = [b / a for a, b in zip(row, row[1:])]
         if ratios and max(ratios) > 3 and min(ratios) < 1 / 3: return True
     return False
+
+# %% ../../nbs/guard/26_causes.ipynb #13346ae0
+def hold_settings(replay: Replay):
+    "Keep all other settings of the optimizer as they were in the good state."
+    then = [(g, {k: v for k, v in g.items() if k not in ("params", "lr") and not isinstance(v, Tensor)})
+            for g in replay.groups]
+    def hold(_):
+        for g, settings in then: g.update(settings)
+    replay.changes.before_update.append(hold)
 
 def other_settings(found: Findings) -> str:
     "Return as text the settings other than the learning rate that changed abruptly."
@@ -588,6 +604,7 @@ def few_bits(found: Findings) -> str:
     "Say which numbers have too few."
     return f"{', '.join(sorted(str(d)[6:] for d in found.low))} has too few bits here: in float32 the run stays well"
 
+# %% ../../nbs/guard/26_causes.ipynb #16e5b353
 def drop_gradients(replay: Replay):
     "Drop all gradients before each step."
     def drop():
@@ -598,6 +615,7 @@ def updates_every_step(replay: Replay, found: Findings) -> bool:
     "Whether no step leaves its gradients to the next on purpose."
     return all(s.number in found.used for s in replay.steps[:len(found.again) - 1])
 
+# %% ../../nbs/guard/26_causes.ipynb #1c2e7e15
 def forget_moments(replay: Replay):
     "Begin with an empty optimizer state."
     for o in replay.optimizers: o.state.clear()
@@ -615,6 +633,7 @@ def moments_push(replay: Replay) -> bool:
         sizes.append(replay.agreed([float(nn.utils.get_total_norm(moved))])[0])
     return not sizes[0] <= 4 * sizes[1]
 
+# %% ../../nbs/guard/26_causes.ipynb #583d9d3d
 def clip_as_usual(replay: Replay, found: Findings):
     "Clip gradients at their usual norm."
     limit = statistics.median(found.usual_norms)
@@ -715,42 +734,6 @@ def climb(
     return statistics.median(seen[1])
 
 # %% ../../nbs/guard/26_causes.ipynb #findcase
-def why_well(
-    replay: Replay,
-    found: Findings, # with what is odd
-    better: bool, # the weights would be better without what is odd
-) -> tuple[str, str, int | None, Collection[int]]: # cause, sentence, begin, batches
-    "Say why a run does well when it is replayed, to the bit."
-    report, odd, none = replay.incident.report, found.odd, tuple[int, ...]()
-    if report is not None and report.reason == "state":
-        return ("unknown", f"the replay does not show what was wrong with the state: {', '.join(report.bad_state)}",
-                None, none)
-    if better:
-        them = "it" if len(odd) == 1 else "them"
-        return "data", f"{odd_ones(found)}; without {them} the weights would be better", min(odd), odd
-    if odd and report is None:
-        return "healthy", f"nothing is wrong now; {odd_ones(found)}, but that did no harm that lasts", None, none
-    if report is not None:
-        if odd: return ("data", f"{odd_ones(found)}; the weights have recovered by themselves", min(odd), odd)
-        if (at := find_earlier(replay.older)) is not None:
-            k = replay.incident.older[at][0]
-            return ("earlier", f"nothing was wrong from batch {replay.steps[0].number} on; the loss of batch {k} was "
-                    f"{replay.older[at]:.4g}, and no state from before that is kept", k, none)
-    return ("healthy", "nothing was wrong: the weights at the end are as good as those at the beginning", None, none)
-
-def why_cured(
-    rows: Sequence[Experiment], # that have cured, all of them together
-    replay: Replay,
-    found: Findings,
-) -> dict[str, Any]: # of `CaseFile.explain`
-    "Say what was cured."
-    batches = {k for e in rows for k in e.batches(found)}
-    why = "; ".join(e.why(replay, found) for e in rows)
-    if len(rows) > 1: why = f"two things at once: {why}"
-    elif found.odd and batches: why += f", and without {'it' if len(batches) == 1 else 'them'} the run stays well"
-    return dict(cause=rows[0].cause, why=why, begin=min(batches, default=None), batches=batches,
-                also=[e.cause for e in rows[1:]])
-
 class CaseFile:
     "The evidence about an incident, and the explanation that is made of it."
     def __init__(self, replay: Replay):
@@ -792,6 +775,43 @@ class CaseFile:
             operation=self.operation, evidence=tuple(self.evidence),
             recorded=tuple(self.replay.losses), replayed=tuple(found.again), steps=self.replay.taken,
             seconds=time.perf_counter() - self.start)
+
+# %% ../../nbs/guard/26_causes.ipynb #7bbd83e4
+def why_well(
+    replay: Replay,
+    found: Findings, # with what is odd
+    better: bool, # the weights would be better without what is odd
+) -> tuple[str, str, int | None, Collection[int]]: # cause, sentence, begin, batches
+    "Say why a run does well when it is replayed, to the bit."
+    report, odd, none = replay.incident.report, found.odd, tuple[int, ...]()
+    if report is not None and report.reason == "state":
+        return ("unknown", f"the replay does not show what was wrong with the state: {', '.join(report.bad_state)}",
+                None, none)
+    if better:
+        them = "it" if len(odd) == 1 else "them"
+        return "data", f"{odd_ones(found)}; without {them} the weights would be better", min(odd), odd
+    if odd and report is None:
+        return "healthy", f"nothing is wrong now; {odd_ones(found)}, but that did no harm that lasts", None, none
+    if report is not None:
+        if odd: return ("data", f"{odd_ones(found)}; the weights have recovered by themselves", min(odd), odd)
+        if (at := find_earlier(replay.older)) is not None:
+            k = replay.incident.older[at][0]
+            return ("earlier", f"nothing was wrong from batch {replay.steps[0].number} on; the loss of batch {k} was "
+                    f"{replay.older[at]:.4g}, and no state from before that is kept", k, none)
+    return ("healthy", "nothing was wrong: the weights at the end are as good as those at the beginning", None, none)
+
+def why_cured(
+    rows: Sequence[Experiment], # that have cured, all of them together
+    replay: Replay,
+    found: Findings,
+) -> dict[str, Any]: # of `CaseFile.explain`
+    "Say what was cured."
+    batches = {k for e in rows for k in e.batches(found)}
+    why = "; ".join(e.why(replay, found) for e in rows)
+    if len(rows) > 1: why = f"two things at once: {why}"
+    elif found.odd and batches: why += f", and without {'it' if len(batches) == 1 else 'them'} the run stays well"
+    return dict(cause=rows[0].cause, why=why, begin=min(batches, default=None), batches=batches,
+                also=[e.cause for e in rows[1:]])
 
 # %% ../../nbs/guard/26_causes.ipynb #findagain
 class Repetition:
@@ -1088,6 +1108,7 @@ def redo(
         r.keep()
     return losses
 
+# %% ../../nbs/guard/26_causes.ipynb #6502f8f4
 @torch.enable_grad()
 def redo_disturbed(
     incident: RecordedIncident,

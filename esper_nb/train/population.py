@@ -106,6 +106,7 @@ class GroupResult(NamedTuple):
     health: dict[str, Tensor] # slot -> (5, m), from `seed_health`
     signals: dict[str, Tensor] # slot -> (4, m), from `site_signals`
 
+# %% ../../nbs/train/38_population.ipynb #526e9a02
 class SeedWorth(NamedTuple):
     """Forecast of a seed's contribution at the end of the run, and its parameter count.
 
@@ -128,6 +129,7 @@ class SeedWorth(NamedTuple):
         return (f"{self.blueprint} in {self.slot}: worth {self.worth_pp:.0f} ± {self.within_pp:.0f} pp at the end, "
                 f"for {self.parameters:,} parameters")
 
+# %% ../../nbs/train/38_population.ipynb #ffae0077
 class EpochResult(NamedTuple):
     "One epoch of a population."
     epoch: int # number of the epoch, from 0
@@ -147,6 +149,7 @@ class EpochResult(NamedTuple):
 
 Forecaster = Callable[["Population", EpochResult], Sequence[SeedWorth]] # returns forecasts after an epoch
 
+# %% ../../nbs/train/38_population.ipynb #908e42aa
 def latest_forecasts(known: Sequence[SeedWorth], new: Sequence[SeedWorth]) -> tuple[SeedWorth, ...]:
     "Return the latest forecasts of every lane; new ones take the place of all earlier ones of their lane."
     updated = {w.lane for w in new}
@@ -320,6 +323,7 @@ def kept_history(
     same_seed = now.germinations == was.germinations and now.stage in ACTIVE
     return now if was.stage == Stage.FOSSILIZED and not same_seed else was
 
+# %% ../../nbs/train/38_population.ipynb #8acdbad5
 class RolledBackSeeds:
     "Seeds of lanes that were rolled back: they keep their history, and what was undone is tried again."
     def __init__(self, model: Growing):
@@ -781,6 +785,7 @@ def latest_pass(slot: Slot) -> tuple[Tensor, Tensor]: # features of all lanes, a
     read, wrote = (torch.cat([t[:LOOKED_AT] for t in part], axis) for part in ([h for h, _ in both], grads))
     return read, wrote * (len(grads[0]) / len(wrote)) # the loss is the mean over the batch
 
+# %% ../../nbs/train/38_population.ipynb #3e7cbe42
 def site_signals(g: Group) -> dict[str, Tensor]: # slot -> (4, m), rows as in SIGNALS
     "Return the growth signals of a traced group's latest batch, gradients unscaled and not yet clipped."
     n, scaler = len(g.lanes), g.stepper.scaler
