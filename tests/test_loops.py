@@ -1,6 +1,7 @@
 "Loops whose batches come from `Governor.batches`: trained as by `run`, and as unguarded while all is well."
 import copy
 import math
+import sys
 
 import pytest
 import torch
@@ -240,3 +241,39 @@ def test_large_batches_are_kept_by_their_indices():
     recorder = governor.recorder
     assert recorder.held <= recorder.nbytes and len(recorder.steps) > 11
     assert sum(s.fetch is not None for s in recorder.steps) > 5
+
+def test_a_loop_in_a_generator_of_the_user_is_a_loop():
+    "Its variables are recorded, too: those of the generator and those of the loop around it."
+    def counted(batches, told):
+        n = 0
+        for batch in batches:
+            n += 1
+            told[0] = n
+            yield batch
+    def run(guarded, ruined):
+        net, opt, _ = made()
+        governor, told, seen = Governor(net, opt, chance_loss=math.log(4), config=QUIET), [0], 0
+        def source():
+            for k, batch in enumerate(a_list()):
+                if ruined: spoil(net, k - 40 + 100, "nan")
+                yield batch
+        for x, y in counted(governor.batches(source()) if guarded else source(), told):
+            loss = nn.functional.cross_entropy(net(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            seen += 1
+            if guarded: governor.watch(loss)
+        assert [r.cause for r in governor.reports] == ["external"] * ruined, [*map(str, governor.reports)]
+        return [p.detach().clone() for p in net.parameters()], told[0], seen
+    alone = run(False, False)
+    for ruined in (False, True):
+        weights, *counts = run(True, ruined)
+        assert all(map(torch.equal, weights, alone[0])) and tuple(counts) == alone[1:] == (64, 64), (ruined, counts)
+
+def test_without_greenlet_it_is_said_what_to_do(monkeypatch):
+    from esper_nb.guard import loops
+    loops._greenlets.cache_clear()  # noqa: SLF001
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    with pytest.raises(ImportError, match="pip install greenlet.*governor.run"):
+        for _ in Governor(nn.Linear(1, 1), chance_loss=None).batches([1]): pass
