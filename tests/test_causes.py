@@ -1,5 +1,5 @@
 "An incident is replayed from its good state, exactly, and the one change that cures it names the cause."
-import copy, math, random, threading, time
+import copy, math, os, random, threading, time
 from types import SimpleNamespace
 
 import numpy as np
@@ -442,12 +442,13 @@ def in_order(k, x, y): return CENTERS[z := torch.full((32,), (k - AT) // 8 % 10)
 @pytest.mark.parametrize("name, cause, said", [
     ("the inputs of the good state", "inputs", f"`way.sign` was set before batch {AT}"),
     ("in float32", "precision", "float16 has too few bits here"),
-    ("examples in another order", "order", "mixed, the same ones do no harm")])
+    ("examples in another order", "order", "mixed, the same ones do no harm")], ids=["inputs", "precision", "order"])
 def test_an_experiment_alone_cures_what_it_is_for(monkeypatch, name, cause, said):
     for other in EXPERIMENTS.keys() - {name}: monkeypatch.delitem(EXPERIMENTS, other)
     loop = Loop(CONFIG.replace(explain_steps=0, snapshot_every=40), rate=3e-2 if cause == "order" else 1e-2)
     way = SimpleNamespace(sign=1.)
-    def step(xy):
+    def step(given):
+        xy = given["x"], given["of"][0]
         with torch.autocast("cpu", torch.float16, enabled=cause == "precision"): out = loop.net(xy[0])
         if cause == "precision": out = 3 * F.layer_norm(out.float(), (10,)) # as good after an overflow
         loss = F.cross_entropy(out, xy[1])
@@ -460,8 +461,11 @@ def test_an_experiment_alone_cures_what_it_is_for(monkeypatch, name, cause, said
         if k == AT and cause == "inputs": way.sign = -1.
         if k == AT and cause == "precision": x = x * 1e6
         if k >= AT and cause == "order": x, y = in_order(k, x, y)
-        loop.gov.run(step, (x, y))
+        loop.gov.run(step, dict(x=x, of=(y, "labels")))
         if loop.gov.reports: break
+    if cause == "order": # what only cures by going slower is no proof
+        found = loop.gov.explain(now=True)
+        assert found.cause == "unknown" and found.why.startswith("nothing was acted on; the order"), str(found)
     if not loop.gov.reports: loop.gov.rollback()
     found = loop.gov.explain()
     assert (found.cause, [e.cured for e in found.evidence]) == (cause, [False, True]) and said in found.why, str(found)
@@ -498,6 +502,18 @@ def test_an_explanation_is_drawn_and_shown_whatever_it_knows():
     for x in governor.batches([torch.ones(1, 1)] * 3): governor.watch(net(x).sum())
     found = governor.explain() # the loop is over: nothing can be replayed
     assert found.cause == "unknown" and found.plot().get_title()
+
+def test_a_step_that_fails_when_it_is_run_again_ends_no_explanation(monkeypatch):
+    loop = Loop()
+    def step(xy):
+        if "GONE" in os.environ: raise OSError("the disk is gone")
+        return loop.step(xy)
+    for k in range(30): loop.gov.run(step, batch(k))
+    monkeypatch.setenv("GONE", "1")
+    before = loop.state()
+    found = loop.gov.explain()
+    assert found.cause == "unknown" and "fails when it is run again: OSError: the disk is gone" in found.why
+    assert same(loop.state(), before)
 
 def test_a_budget_of_steps_is_kept():
     loop = Loop(CONFIG.replace(explain_steps=0), bug="sign")

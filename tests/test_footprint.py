@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import os
+import queue
 import random
 import sys
 import threading
@@ -776,6 +777,17 @@ def test_what_nobody_can_look_into_is_named(monkeypatch):
     def step(x): return rows[x]
     monkeypatch.setattr(page, "MOST_OBJECTS", 100)
     assert "more than 100 objects" in found(step)
+
+class Board:
+    "A log of experiments."
+    def add_scalar(self, name, value): pass
+
+@pytest.mark.parametrize("thing, kind", [
+    (threading.Thread(), "a process"), (Board(), "a log"), (queue.SimpleQueue(), "a queue"),
+    (random.SystemRandom(), "random numbers of the operating system")], ids=lambda x: x if isinstance(x, str) else "")
+def test_what_cannot_be_done_twice_is_named(thing, kind):
+    def step(x): return thing, x
+    assert found(step).endswith(f"cannot be put back: `thing` ({kind})")
 
 class Prickly:
     "Does something when it is looked at from outside."
