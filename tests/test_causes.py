@@ -470,17 +470,16 @@ def test_an_experiment_alone_cures_what_it_is_for(monkeypatch, name, cause, said
     found = loop.gov.explain()
     assert (found.cause, [e.cured for e in found.evidence]) == (cause, [False, True]) and said in found.why, str(found)
 
-FORMS = dict(dict=lambda k: dict(index=k), list=lambda k: [[k, "left"]], array=lambda k: [np.array([k, 1])],
-             slice=lambda k: slice(k, k + 1))
+FORMS = dict( # a key, and the batch that it is of
+    dict=(lambda k: dict(index=k), lambda key: key["index"]), list=(lambda k: [[k, "left"]], lambda key: key[0][0]),
+    array=(lambda k: [np.array([k, 1])], lambda key: int(key[0][0])),
+    slice=(lambda k: slice(k, k + 1), lambda key: key.start))
 
 @pytest.mark.parametrize("form", FORMS)
 def test_keys_that_no_set_can_hold_end_no_run(form):
     "They are known again where they are lists, dicts or arrays; others only by their place in the data."
-    loop, key = Loop(), FORMS[form]
-    def index(key):
-        while not isinstance(key, int): key = key["index"] if form == "dict" else key.start if form == "slice" else key[0]
-        return key
-    def fetch(key): return none(loop, k := index(key if form != "array" else key[0].tolist()), batch(k))
+    loop, (key, index) = Loop(), FORMS[form]
+    def fetch(key): return none(loop, index(key), batch(index(key)))
     for k in range(AT + 4): loop.gov.run(loop.step, key(k), fetch)
     report, = loop.gov.reports
     assert (report.cause, report.lost) == ("data", (AT, AT)), str(report)
@@ -494,7 +493,8 @@ def test_an_explanation_is_drawn_and_shown_whatever_it_knows():
     loop.train(fault=none)
     found = loop.gov.explain()
     run, again, lost = found.plot().get_lines()[:3]
-    assert list(run.get_xdata()) == [*range(found.first, found.last + 1)] and len(again.get_xdata()) == len(found.replayed)
+    assert list(run.get_xdata()) == [*range(found.first, found.last + 1)]
+    assert len(again.get_xdata()) == len(found.replayed)
     assert list(lost.get_xdata()) == [AT], "where the loss was not finite"
     assert "<td>not finite</td>" in found._repr_html_() and "nothing: not cured (loss not finite)" in str(found)
     net = nn.Linear(1, 1)

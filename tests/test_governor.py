@@ -399,6 +399,17 @@ def everything(loop, i):
         for t in [*loop.net.parameters(), *loop.stepper.state_dict().values()]
     ]
 
+def test_a_rise_of_one_lane_cuts_its_rate_first_and_is_rolled_back_next():
+    net = LaneLinear(2, 2, n=2)
+    opt = LaneOptimizer(net.named_parameters(), 2, "sgd", .4)
+    gov = Governor(net, Stepper({"host": opt}), chance_loss=None, lanes=2)
+    noise, done = .01 * np.random.default_rng(0).standard_normal((300, 2)), []
+    for k, losses in enumerate(.5 + noise):
+        losses[0] *= 1 + .02 * max(0, k - 150)
+        done += [(r.lane, r.reason, r.action, r.lr_factor, opt.lr.tolist()) for r in gov.watch(torch.tensor(losses))]
+    rates = [pytest.approx([.2, .4]), pytest.approx([.4, .4])] # a rollback also puts the rate of then in place
+    assert done[:2] == [(0, "rise", "lower", .5, rates[0]), (0, done[1][1], "rollback", None, rates[1])], done
+
 def test_other_lanes_are_bit_equal_to_an_untouched_run():
     hurt, free = LaneLoop(), LaneLoop()
     def nan(loop): by_lane(loop.net[0].weight.data, 4)[2] = math.nan
