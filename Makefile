@@ -66,7 +66,7 @@ rest: $(STAMP)  ## the tests that `make unit` leaves out, three files at a time:
 anywhere: $(STAMP)  ## tests and notebooks as other processors would compute them (hours; or AS="oldest seeds")
 	@$(BIN)/python scripts/anywhere.py $(AS)
 
-coverage: $(STAMP)  ## what the tests run of the Governor's package, lines and branches (half an hour; those of ranks aside)
+coverage: $(STAMP)  ## what the tests run of the Governor's package, lines and branches (half an hour)
 	$(BIN)/pytest tests -n 2 --dist loadfile -m "not browser" --cov=esper_nb/guard --cov-branch --cov-report=term-missing:skip-covered
 
 lab: $(STAMP)  ## JupyterLab on the notebooks

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper_nb.guard import (
-    Governor, GovernorConfig, bar_note, fastai_governor, guard_accelerator, guard_trainer, lightning_governor)
+    Governor, GovernorConfig, bar_note, fastai_governor, guard_accelerator, guard_trainer, lightning_governor,
+    skorch_governor)
 
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
 QUICK = GovernorConfig(snapshot_every=20, probation=20, patience=0)
@@ -23,6 +24,14 @@ def examples(n):
 def network(drop=.1): return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(drop), nn.Linear(32, 10))
 
 def poison(net): net[0].weight.data[0] = math.nan
+
+@pytest.mark.parametrize("module, package, adapter", [
+    ("lightning.pytorch", "lightning", lightning_governor), ("fastai.callback.core", "fastai", fastai_governor),
+    ("skorch.callbacks", "skorch", skorch_governor)], ids=lambda x: x if isinstance(x, str) else "")
+def test_a_framework_that_is_missing_is_named_with_what_installs_it(monkeypatch, module, package, adapter):
+    monkeypatch.setitem(sys.modules, module, None)
+    said = f"{module} is not installed; install it with `pip install {package}`"
+    with pytest.raises(RuntimeError, match=said): adapter(chance_loss=None)
 
 @pytest.fixture
 def pl():

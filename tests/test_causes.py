@@ -1,5 +1,6 @@
 "An incident is replayed from its good state, exactly, and the one change that cures it names the cause."
-import copy, math, random, threading, time
+import copy, math, os, random, threading, time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -435,6 +436,84 @@ def test_a_user_can_add_an_experiment(monkeypatch):
     loop = Loop(CONFIG.replace(explain_steps=0))
     loop.train(fault=betas)
     assert loop.gov.explain(all_of_them=True).evidence[-1].experiment == "with our own change"
+
+def in_order(k, x, y): return CENTERS[z := torch.full((32,), (k - AT) // 8 % 10)] + x - CENTERS[y], z
+
+@pytest.mark.parametrize("name, cause, said", [
+    ("the inputs of the good state", "inputs", f"`way.sign` was set before batch {AT}"),
+    ("in float32", "precision", "float16 has too few bits here"),
+    ("examples in another order", "order", "mixed, the same ones do no harm")], ids=["inputs", "precision", "order"])
+def test_an_experiment_alone_cures_what_it_is_for(monkeypatch, name, cause, said):
+    monkeypatch.setattr("esper_nb.guard.causes.EXPERIMENTS", {name: EXPERIMENTS[name]})
+    loop = Loop(CONFIG.replace(explain_steps=0, snapshot_every=40), rate=3e-2 if cause == "order" else 1e-2)
+    way = SimpleNamespace(sign=1.)
+    def step(given):
+        xy = given["x"], given["of"][0]
+        with torch.autocast("cpu", torch.float16, enabled=cause == "precision"): out = loop.net(xy[0])
+        if cause == "precision": out = 3 * F.layer_norm(out.float(), (10,)) # as good after an overflow
+        loss = F.cross_entropy(out, xy[1])
+        loop.opt.zero_grad()
+        (loss * way.sign).backward()
+        loop.opt.step()
+        return loss.detach()
+    for k in range(AT + AFTER):
+        x, y = batch(k)
+        if k == AT and cause == "inputs": way.sign = -1.
+        if k == AT and cause == "precision": x = x * 1e6
+        if k >= AT and cause == "order": x, y = in_order(k, x, y)
+        loop.gov.run(step, dict(x=x, of=(y, "labels")))
+        if loop.gov.reports: break
+    if cause == "order": # what only cures by going slower is no proof
+        found = loop.gov.explain(now=True)
+        assert found.cause == "unknown" and found.why.startswith("nothing was acted on; the order"), str(found)
+    if not loop.gov.reports: loop.gov.rollback()
+    found = loop.gov.explain()
+    assert (found.cause, [e.cured for e in found.evidence]) == (cause, [False, True]) and said in found.why, str(found)
+
+FORMS = dict( # a key, and the batch that it is of
+    dict=(lambda k: dict(index=k), lambda key: key["index"]), list=(lambda k: [[k, "left"]], lambda key: key[0][0]),
+    array=(lambda k: [np.array([k, 1])], lambda key: int(key[0][0])),
+    slice=(lambda k: slice(k, k + 1), lambda key: key.start))
+
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_that_no_set_can_hold_end_no_run(form):
+    "They are known again where they are lists, dicts or arrays; others only by their place in the data."
+    loop, (key, index) = Loop(), FORMS[form]
+    def fetch(key): return none(loop, index(key), batch(index(key)))
+    for k in range(AT + 4): loop.gov.run(loop.step, key(k), fetch)
+    report, = loop.gov.reports
+    assert (report.cause, report.lost) == ("data", (AT, AT)), str(report)
+    again = loop.gov.run(loop.step, key(AT), fetch)
+    assert (again is None) == bool(loop.gov.left_keys) == (form != "slice"), loop.gov.left_keys
+    assert loop.gov.run(loop.step, key(AT + 1), fetch) is not None, "another batch than the harmful one was left out"
+
+def test_an_explanation_is_drawn_and_shown_whatever_it_knows():
+    pytest.importorskip("matplotlib").use("agg")
+    loop = Loop(CONFIG.replace(explain_steps=0))
+    loop.train(fault=none)
+    found = loop.gov.explain()
+    run, again, lost = found.plot().get_lines()[:3]
+    assert list(run.get_xdata()) == [*range(found.first, found.last + 1)]
+    assert len(again.get_xdata()) == len(found.replayed)
+    assert list(lost.get_xdata()) == [AT], "where the loss was not finite"
+    assert "<td>not finite</td>" in found._repr_html_() and "nothing: not cured (loss not finite)" in str(found)
+    net = nn.Linear(1, 1)
+    governor = Governor(net, chance_loss=None)
+    for x in governor.batches([torch.ones(1, 1)] * 3): governor.watch(net(x).sum())
+    found = governor.explain() # the loop is over: nothing can be replayed
+    assert found.cause == "unknown" and found.plot().get_title()
+
+def test_a_step_that_fails_when_it_is_run_again_ends_no_explanation(monkeypatch):
+    loop = Loop()
+    def step(xy):
+        if "GONE" in os.environ: raise OSError("the disk is gone")
+        return loop.step(xy)
+    for k in range(30): loop.gov.run(step, batch(k))
+    monkeypatch.setenv("GONE", "1")
+    before = loop.state()
+    found = loop.gov.explain()
+    assert found.cause == "unknown" and "fails when it is run again: OSError: the disk is gone" in found.why
+    assert same(loop.state(), before)
 
 def test_a_budget_of_steps_is_kept():
     loop = Loop(CONFIG.replace(explain_steps=0), bug="sign")

@@ -8,12 +8,14 @@ import itertools
 import logging
 import math
 import os
+import queue
 import random
 import sys
 import threading
 import time
 import types
 import warnings
+import zlib
 from collections import deque
 from dataclasses import dataclass
 
@@ -721,6 +723,70 @@ def test_a_snapshot_with_a_footprint_goes_into_a_file_without_it():
     run.snapshot.load_state_dict(saved)
     run.snapshot.restore()
     assert run.snapshot.difference() == dict(step=math.inf) # of which the file knows nothing
+
+@pytest.mark.parametrize("dtype", [object, [("name", object), ("n", float)]], ids=["objects", "rows"])
+def test_an_array_that_holds_objects_is_told_by_what_it_refers_to(dtype):
+    net, opt = parts()
+    table, governor = np.zeros(100, dtype), Governor(net, opt, chance_loss=None)
+    def entry(n): return (str(n), float(n)) if table.dtype.names else n
+    def step(xy):
+        table[0] = entry(1 + governor.watched % 3)
+        return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]))
+    before = batch_digest(table)
+    assert batch_digest(table) == before
+    for k in range(8): governor.run(step, batch(k))
+    assert batch_digest(table) != before, "a write into it was not seen"
+    footprint = Footprint.of(step)
+    state = footprint.state_dict()
+    table[:] = entry(9)
+    footprint.load_state_dict(state)
+    assert table[0] == np.array([entry(2)], dtype)[0] and table[5] == np.zeros(1, dtype)[0]
+
+def test_whatever_a_step_makes_of_its_variables_is_put_back():
+    few, many, x = {1, 2}, set(range(1000)), torch.zeros(2)
+    def step(k):
+        few.add(k)
+        many.add(-k)
+        x.data = torch.ones(3)
+        return late
+    footprint = Footprint.of(step)
+    state = footprint.state_dict()
+    late = 3
+    assert step(7) == 3
+    footprint.load_state_dict(state)
+    assert few == {1, 2} and many == set(range(1000)) and torch.equal(x, torch.zeros(2))
+    with pytest.raises(NameError): step(8)
+
+def test_an_entry_that_the_loop_takes_out_again_is_given_and_taken_out_in_a_replay():
+    net, opt = parts()
+    more = dict(on=1.)
+    def step(xy): return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) * (1 + more.get("on", 0)))
+    run = Run(step, net, opt)
+    for k in range(6):
+        if k % 2: more["on"] = float(k)
+        else: more.pop("on", None)
+        run.train(batch(k))
+    found = run.replay(fork=False)
+    assert found.exact and found.again == found.losses, (found, run.footprint.describe())
+
+def test_what_nobody_can_look_into_is_named(monkeypatch):
+    packer, rows = zlib.compressobj(), [[k] for k in range(200)]
+    def step(x): return packer.compress(x)
+    assert "cannot be looked into: `packer` (a Compress)" in found(step)
+    def step(x): return rows[x]
+    monkeypatch.setattr(page, "MOST_OBJECTS", 100)
+    assert "more than 100 objects" in found(step)
+
+class Board:
+    "A log of experiments."
+    def add_scalar(self, name, value): pass
+
+@pytest.mark.parametrize("thing, kind", [
+    (threading.Thread(), "a process"), (Board(), "a log"), (queue.SimpleQueue(), "a queue"),
+    (random.SystemRandom(), "random numbers of the operating system")], ids=lambda x: x if isinstance(x, str) else "")
+def test_what_cannot_be_done_twice_is_named(thing, kind):
+    def step(x): return thing, x
+    assert found(step).endswith(f"cannot be put back: `thing` ({kind})")
 
 class Prickly:
     "Does something when it is looked at from outside."

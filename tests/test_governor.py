@@ -119,6 +119,52 @@ def test_a_bad_batch_is_left_out_before_the_step():
         if t in (70, 80): assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
     assert [(r.reason, r.action) for r in gov.reports] == [("explosion", "skip"), ("non-finite", "skip")]
 
+@pytest.mark.parametrize("level, loss, action", [
+    (.5, 1e3, "wait"), (.5, 1e9, "skip"), (-.5, 30., "wait"), (-.5, 1e9, "skip")])
+def test_where_rises_are_observed_only_a_loss_out_of_all_proportion_is_skipped(level, loss, action):
+    gov = Governor(nn.Linear(1, 1), chance_loss=None)
+    for x in level + .01 * np.random.default_rng(0).standard_normal(150):
+        with gov.step(): gov.watch(float(x))
+    trained = []
+    with gov.step():
+        gov.watch(loss)
+        trained.append(loss)
+    said, = (*gov.reports, *gov.notes)
+    assert said.action == action and len(trained) == (action != "skip"), str(said)
+
+def normalized(at, watch):
+    "Train a network with a BatchNorm, whose inputs are far away in some batches: its weights do not care."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    def step(x):
+        loss = net(x).square().mean()
+        opt.zero_grad(); loss.backward(); opt.step()
+        return loss
+    gov = Governor(net, opt, chance_loss=None) if watch else None
+    for k in range(240):
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(k)) + 1e4 * (k in at)
+        if watch == "run": gov.run(step, x)
+        else:
+            loss = step(x)
+            if watch: gov.watch(loss)
+    return net, gov
+
+@pytest.mark.parametrize("at, watch, times", [([100], "watch", 1), (range(100, 240), "watch", 4),
+                                              (range(100, 240), "run", 0)], ids=["once", "from now on", "known"])
+def test_buffers_that_jump_are_restored_alone_until_that_is_their_level(caplog, at, watch, times):
+    alone, (net, gov) = normalized(at, "")[0], normalized(at, watch)
+    assert all(map(torch.equal, net.parameters(), alone.parameters())), "weights stay where they are"
+    assert [r.restored for r in gov.reports] == [("model.1.running_mean", "model.1.running_var")] * times
+    assert all("times its largest norm so far" in r.wrong and r.lost is None for r in gov.reports)
+    stays = len(at) > 1
+    assert (float(net[1].running_mean.abs().max()) > 1e3) == stays == ("new level of the data" in caplog.text)
+
+def test_a_loss_without_a_bound_is_said():
+    gov = Governor(nn.Linear(1, 1), chance_loss=None)
+    for k in range(300): gov.watch(-1.08**k)
+    assert not gov.reports and "the loss falls without end" in str(gov.summary())
+
 def test_two_governors_are_independent():
     a, b = settled(), settled()
     a.watch(math.nan)
@@ -153,6 +199,9 @@ def test_arguments():
     with pytest.raises(ValueError, match="one per lane"): alone.watch(torch.ones(3))
     with pytest.raises(ValueError, match="lr_factor"): GovernorConfig(lr_factor=2.)
     with pytest.raises(ValueError, match="did you mean 'sigma'"): alone.adjust(sigmo=3)
+    lanes = Governor(nn.Linear(1, 2), chance_loss=None, lanes=2)
+    with pytest.raises(ValueError, match="lanes=2, expected None"): lanes.batches([])
+    assert lanes.left_keys == set()
 
 
 # --- reports
@@ -349,6 +398,17 @@ def everything(loop, i):
         by_lane(t.detach() if t.ndim else t.view(1), loop.n)[i]
         for t in [*loop.net.parameters(), *loop.stepper.state_dict().values()]
     ]
+
+def test_a_rise_of_one_lane_cuts_its_rate_first_and_is_rolled_back_next():
+    net = LaneLinear(2, 2, n=2)
+    opt = LaneOptimizer(net.named_parameters(), 2, "sgd", .4)
+    gov = Governor(net, Stepper({"host": opt}), chance_loss=None, lanes=2)
+    noise, done = .01 * np.random.default_rng(0).standard_normal((300, 2)), []
+    for k, losses in enumerate(.5 + noise):
+        losses[0] *= 1 + .02 * max(0, k - 150)
+        done += [(r.lane, r.reason, r.action, r.lr_factor, opt.lr.tolist()) for r in gov.watch(torch.tensor(losses))]
+    rates = [pytest.approx([.2, .4]), pytest.approx([.4, .4])] # a rollback also puts the rate of then in place
+    assert done[:2] == [(0, "rise", "lower", .5, rates[0]), (0, done[1][1], "rollback", None, rates[1])], done
 
 def test_other_lanes_are_bit_equal_to_an_untouched_run():
     hurt, free = LaneLoop(), LaneLoop()

@@ -224,3 +224,18 @@ def test_a_step_may_return_an_object_with_its_loss(made):
     for k in range(30): governor.run(step, .5)
     assert governor.recorder.steps[-1].loss == .5
     with pytest.raises(ValueError, match="of type object"): governor.run(lambda x: object(), .5)
+
+@pytest.mark.parametrize("loss, said", [
+    (None, "loss=None, expected a number"), ((torch.tensor(1.), 2), "loss=a tuple, expected a number"),
+    (dict(loss=1.), "loss=a dict, expected a number"), (["a"], "of type list"), ([1., 2.], "expected 1 numbers"),
+    (torch.tensor(1j), "complex, expected real"), (torch.ones((), device="meta"), "on the meta device")], ids=str)
+def test_what_is_no_loss_is_named_and_counts_as_none(loss, said):
+    governor = Governor(nn.Linear(1, 1), chance_loss=None)
+    with pytest.raises(ValueError, match=said): governor.watch(loss)
+    assert governor.watched == 0
+
+@pytest.mark.parametrize("returned, said", [((), r"returned \(\), expected a loss"), (
+    dict(logits=1., total=2.), r"returned \['logits', 'total'\], expected a loss")], ids=["nothing", "no loss"])
+def test_a_step_without_a_loss_says_what_it_returned(returned, said):
+    governor = Governor(nn.Linear(1, 1), chance_loss=None)
+    with pytest.raises(ValueError, match=said): governor.run(lambda x: returned)

@@ -1,11 +1,12 @@
 "Loops whose batches come from `Governor.batches`: trained as by `run`, and as unguarded while all is well."
 import copy
 import math
+import sys
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.recorder import with_origins
@@ -69,6 +70,8 @@ class Rows(IterableDataset):
 def shuffled(): return DataLoader(digits(), 32, shuffle=True)
 def two_workers(): return DataLoader(digits(512), 32, shuffle=True, num_workers=2)
 def iterable(): return DataLoader(Rows(), 32)
+def a_subset(): return DataLoader(Subset(digits(), range(512)), 32, shuffle=True) # makes a batch at once
+def one_by_one(): return DataLoader(digits(64), batch_size=None)
 def a_list(): return [digits()[32 * k:32 * k + 32] for k in range(64)]
 
 @pytest.mark.parametrize("make", [shuffled, two_workers, iterable, a_list])
@@ -218,7 +221,7 @@ def test_what_belongs_to_the_loader_stays():
     batches = governor.batches(loader)
     assert len(batches) == 64 and batches.dataset is loader.dataset and batches.batch_size == 32
 
-@pytest.mark.parametrize("make", [shuffled, two_workers])
+@pytest.mark.parametrize("make", [shuffled, two_workers, a_subset, one_by_one])
 def test_indices_make_the_same_batch(make):
     for batch, origin in with_origins(make()):
         assert all(torch.equal(a, b) for a, b in zip(batch, origin.fetch(origin.keys)))
@@ -240,3 +243,111 @@ def test_large_batches_are_kept_by_their_indices():
     recorder = governor.recorder
     assert recorder.held <= recorder.nbytes and len(recorder.steps) > 11
     assert sum(s.fetch is not None for s in recorder.steps) > 5
+
+def test_a_loop_in_a_generator_of_the_user_is_a_loop():
+    "Its variables are recorded, too: those of the generator and those of the loop around it."
+    def counted(batches, told):
+        n = 0
+        for batch in batches:
+            n += 1
+            told[0] = n
+            yield batch
+    def run(guarded, ruined):
+        net, opt, _ = made()
+        governor, told, seen = Governor(net, opt, chance_loss=math.log(4), config=QUIET), [0], 0
+        def source():
+            for k, batch in enumerate(a_list()):
+                if ruined: spoil(net, k - 40 + 100, "nan")
+                yield batch
+        for x, y in counted(governor.batches(source()) if guarded else source(), told):
+            loss = nn.functional.cross_entropy(net(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            seen += 1
+            if guarded: governor.watch(loss)
+        assert [r.cause for r in governor.reports] == ["external"] * ruined, [*map(str, governor.reports)]
+        return [p.detach().clone() for p in net.parameters()], told[0], seen
+    alone = run(False, False)
+    for ruined in (False, True):
+        weights, *counts = run(True, ruined)
+        assert all(map(torch.equal, weights, alone[0])) and tuple(counts) == alone[1:] == (64, 64), (ruined, counts)
+
+def test_without_greenlet_it_is_said_what_to_do(monkeypatch):
+    from esper_nb.guard import loops
+    loops._greenlets.cache_clear()  # noqa: SLF001
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    with pytest.raises(ImportError, match="pip install greenlet.*governor.run"):
+        for _ in Governor(nn.Linear(1, 1), chance_loss=None).batches([1]): pass
+
+def test_examples_that_caused_an_incident_are_left_out_of_later_batches():
+    data, (net, opt, _) = digits(512), made()
+    data.tensors[0][7] = math.nan
+    governor = Governor(net, opt, chance_loss=math.log(4), config=QUIET.replace(gate=False, lost_confirm=1))
+    for epoch in range(3):
+        sizes = []
+        for x, y in governor.batches(DataLoader(data, 32, shuffle=True)):
+            loss = nn.functional.cross_entropy(net(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            if not governor.replaying: sizes.append(len(x))
+            governor.watch(loss)
+    assert [r.cause for r in governor.reports] == ["data"], [*map(str, governor.reports)]
+    assert 7 in governor.left_keys and len(governor.left_keys) == 32 and sum(sizes) == 480 and len(sizes) > 10, sizes
+
+SCRIPT = """
+n = 0
+for x, y in governor.batches(source()):
+    n += 1
+    loss = cross_entropy(net(x), y)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    governor.watch(loss)
+"""
+
+def test_a_loop_of_a_script_is_a_loop_of_a_function():
+    "Its variables are those of the module, as in a notebook."
+    ends = []
+    for ruined in (False, True):
+        net, opt, _ = made()
+        governor = Governor(net, opt, chance_loss=math.log(4), config=QUIET)
+        def source():
+            for k, batch in enumerate(a_list()):
+                if ruined: spoil(net, k - 40 + 100, "nan")
+                yield batch
+        names = dict(__name__="__main__", governor=governor, source=source, net=net, opt=opt,
+                     cross_entropy=nn.functional.cross_entropy)
+        exec(compile(SCRIPT, "<typed in>", "exec"), names)
+        assert [r.cause for r in governor.reports] == ["external"] * ruined and names["n"] == 64
+        ends.append([p.detach().clone() for p in net.parameters()])
+    assert all(map(torch.equal, *ends))
+
+def test_a_file_is_no_obstacle_where_the_loop_asks_whether_it_runs_again(tmp_path):
+    def dry(asks):
+        net, opt, _ = made()
+        governor = Governor(net, opt, chance_loss=math.log(4), config=QUIET)
+        with (tmp_path/"log").open("w", encoding="utf-8") as log:
+            for x, y in governor.batches(a_list()[:8]) if asks else ():
+                loss = nn.functional.cross_entropy(net(x), y)
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                governor.watch(loss)
+                if not governor.replaying: log.write("a line")
+            for x, y in () if asks else governor.batches(a_list()[:8]):
+                loss = nn.functional.cross_entropy(net(x), y)
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                governor.watch(loss)
+                log.write("a line")
+        return governor.repairs.dry
+    assert dry(asks=True).exact and "`log` (an open file)" in dry(asks=False).why
+
+def test_one_loop_runs_once_at_a_time():
+    governor = Governor(nn.Linear(1, 1), chance_loss=None)
+    first, second = [iter(governor.batches([1, 2])) for _ in range(2)]
+    assert next(first) == 1
+    with pytest.raises(RuntimeError, match="this loop runs already"): next(second)

@@ -342,6 +342,29 @@ def test_what_cannot_be_checked_is_listed_and_not_wrong():
     assert "more, of which nothing was saved" in found.unchecked
 
 
+@pytest.mark.parametrize("then, now, said", [
+    (dict(at=np.arange(3)), dict(at=np.arange(3) + 1), "cursor.at is "), (dict(at=3), nn.Linear(1, 1), "another sort"),
+    (dict(at=np.int64(3)), dict(at=np.int64(4)), "cursor.at is 4, was 3"),
+    (dict(at=np.arange(3)), dict(at=np.arange(3)), "all is what was saved"),
+    (dict(at={1, 2}), dict(at={1, 2}), "not checked: cursor.at")], ids=str)
+def test_parts_of_every_sort_are_compared(then, now, said):
+    assert said in str(check_resume(prove_state(cursor=then, streams=False), cursor=now, streams=False))
+
+def test_what_a_module_saves_beside_its_tensors_is_compared():
+    class Counting(nn.Linear):
+        seen = 0
+        def get_extra_state(self): return dict(seen=self.seen)
+        def set_extra_state(self, state): self.seen = state["seen"]
+    net = Counting(1, 1)
+    proof = prove_state(net)
+    assert check_resume(proof, net).right
+    net.seen = 7
+    assert "seen is 7, was 0" in str(check_resume(proof, net))
+
+def test_without_a_loaded_state_nothing_is_said_to_be_right():
+    found = Governor(nn.Linear(1, 1), chance_loss=None).check_resume()
+    assert found.unchecked == ("everything: no state was loaded",), found
+
 def test_a_first_loss_far_above_the_last_ones_is_said_although_the_parts_are_right(caplog):
     net, opt, _ = small("adam", "step")
     governor = Governor(net, opt, chance_loss=None)

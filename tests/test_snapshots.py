@@ -423,6 +423,12 @@ def test_a_bad_lane_is_refused_alone():
     assert taken.refused == (1,) and taken.lanes == (0, 2, 3) and taken.bad == ("model.2.bias",)
     assert snap.restore().steps == (1, 0, 1, 1) and all(p.isfinite().all() for p in run.net.parameters())
 
+def test_a_lane_that_alone_gets_another_shape_is_refused_and_the_fix_is_named():
+    run = LaneRun(); snap = run.snapshot(); snap.take(step=0); snap.take(step=1)
+    weight = run.net[2].weight
+    weight.data = torch.cat([weight.data, weight.data], -1)
+    with pytest.raises(ValueError, match=r"shape of model\.2\.weight.*take all lanes twice first"): snap.take(lanes=[1])
+
 def test_new_state_of_a_restored_lane_starts_at_zero():
     net = LaneLinear(3, 2, n=N); opt = torch.optim.SGD(net.parameters(), lr=.1, momentum=.9)
     snap = Snapshot(net, opt, lanes=N); snap.take()
@@ -838,6 +844,21 @@ def test_a_cut_of_the_rate_counts_once_where_optimizers_share_their_groups():
     seen.append(outer.param_groups[0]["lr"])
     for o in (outer.optimizer, outer): back(o)
     assert seen == [.025, .025] and outer.param_groups[0]["lr"] == .05
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_state_that_is_not_finite_replaces_none(copies):
+    net, opt, step = small_run()
+    snap = Snapshot(net, opt, copies=copies)
+    assert not snap.mend(["model.0.weight"]), "there is nothing yet to mend it from"
+    step()
+    snap.take(step=1)
+    before = everything(net, opt)
+    with torch.no_grad(): next(net.parameters()).view(-1)[0] = float("nan")
+    assert snap.replace_by_live(step=2) is None
+    snap.restore()
+    assert snap.steps == [1] and same(everything(net, opt), before)
+    old = snap.replace_by_live(step=3)
+    assert old.version.step == 1 and snap.steps == [3]
 
 def test_lazy_modules_are_named():
     with pytest.raises(ValueError, match=r"0\.weight.*not made yet.*run a batch"):

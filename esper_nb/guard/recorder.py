@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GroupRates', 'HasModes', 'RunModes', 'Repeats', 'Origin', 'number_of', 'RecordedStep', 'RatePeaks', 'StepRecorder',
            'RecordedIncident', 'copy_published', 'why_missing', 'give_inputs', 'tensors_of', 'same_content',
-           'same_stream', 'keys_of', 'with_origins', 'iter_noting', 'fetch_from', 'Noting', 'NotingIterator',
+           'same_stream', 'keys_of', 'as_key', 'with_origins', 'iter_noting', 'fetch_from', 'Noting', 'NotingIterator',
            'settings_of', 'stepping', 'idle', 'still_schedules', 'foreign_optimizers', 'lower_rates', 'put_rates_back',
            'at_share', 'Omissions', 'WarmUp']
 
@@ -14,7 +14,7 @@ import copy
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -426,6 +426,17 @@ def keys_of(
     if isinstance(batch, Tensor | np.ndarray): return batch.tolist() if batch.ndim else [batch.item()]
     return list(batch) if isinstance(batch, list | tuple) else [batch]
 
+def as_key(
+    key, # an index, a name, a list or a dict of these
+) -> Hashable: # equal ones for equal keys; None: no set can hold it
+    "Return a key as a set can hold it."
+    if isinstance(key, Tensor | np.ndarray): key = key.tolist()
+    if isinstance(key, Mapping): key = tuple(key.items())
+    if isinstance(key, list | tuple): return tuple(map(as_key, key))
+    try: hash(key)
+    except TypeError: return None
+    return key
+
 # %% ../../nbs/guard/24_recorder.ipynb #3e3a651f
 def with_origins(
     loader, # a `DataLoader`, or anything that yields batches
@@ -601,7 +612,7 @@ class Omissions:
     def _others(self, batch) -> tuple[bool, Any]: # as above
         "Return what is left of the keys of a batch."
         keys = keys_of(batch)
-        keep = [i for i, k in enumerate(keys) if k not in self.keys]
+        keep = [i for i, k in enumerate(keys) if as_key(k) not in self.keys]
         if len(keep) == len(keys): return True, batch
         if not keep: return False, None
         return True, batch[keep] if isinstance(batch, Tensor | np.ndarray) else type(batch)(batch[i] for i in keep)
@@ -613,7 +624,8 @@ class Omissions:
     ):
         "Skip the batches that caused an incident when they recur."
         self.positions.update(s.position for s in steps if s.number in found.batches)
-        for batch in found.keys: self.keys.update(keys_of(batch))
+        for batch in found.keys: self.keys.update(map(as_key, keys_of(batch)))
+        self.keys.discard(None)
 
     def wind_back(self, position: int): # of the next batch in the data
         "Go back with the data."

@@ -344,7 +344,7 @@ class Explanation:
         "Draw the losses of the run, the same batches again, and where the failure began."
         import matplotlib.pyplot as plt
         if ax is None: ax = plt.figure(figsize=(7, 3)).add_subplot()
-        at = np.arange(self.first, self.last + 1)
+        at = self.first + np.arange(len(self.recorded)) # none: nothing was replayed
         ax.plot(at, self.recorded, "k.-", lw=.8, ms=3, label="the run")
         ax.plot(at[:len(self.replayed)], self.replayed, "C0-", lw=1.2, alpha=.7, label="again, nothing changed")
         highest = max((x for x in self.recorded if math.isfinite(x)), default=1.)
