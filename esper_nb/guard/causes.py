@@ -931,7 +931,7 @@ class Inquiry:
 
     def _better_without_odd(self, end: list[float]) -> bool: # losses of the weights as they were at the end
         if not self._affordable(1 + len(CONTROLS)): return False
-        least = WORTH_A_WORD * abs(statistics.fmean(end))
+        least = max(WORTH_A_WORD * abs(statistics.fmean(end)), self.yard.spread / 2) # near zero any loss is a share
         return self._gains(end, leave_out_odd, "without the odd batches", least) and not any(
             self._gains(end, partial(leave_out_others, seed=seed), f"control {seed}", least) for seed in CONTROLS)
 
