@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from esper_nb.guard import causes
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.recorder import with_origins
 from esper_nb.guard.reports import GovernorConfig, GovernorStop
@@ -240,3 +241,29 @@ def test_large_batches_are_kept_by_their_indices():
     recorder = governor.recorder
     assert recorder.held <= recorder.nbytes and len(recorder.steps) > 11
     assert sum(s.fetch is not None for s in recorder.steps) > 5
+
+@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("ill", [True, False])
+def test_a_body_that_bears_no_batch_out_of_turn_is_not_ended_by_one(ill, forks, monkeypatch):
+    monkeypatch.setattr(causes, "can_fork", lambda: forks)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    governor = Governor(net, opt, chance_loss=math.log(10), config=QUIET.replace(snapshot_every=20, probation=20,
+                                                                                 patience=24))
+    centers, k = torch.randn(10, 16), 0
+    def drawn():
+        for i in range(200):
+            y = torch.randint(10, (32 if i < (100 if ill else 78) else 24,))
+            yield centers[y] + torch.randn(len(y), 16), (y + 1) % 10 if ill and 105 <= i < 125 else y
+    for x, y in governor.batches(drawn()):
+        if len(x) != (32 if k < (100 if ill else 78) else 24): raise ValueError(f"batch {k} of {len(x)} examples")
+        loss = nn.functional.cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        k += 1
+        governor.watch(loss)
+    assert k == 200 and not governor.reports
+    if not ill: return
+    assert governor.repairs.found.cause == "unknown" and "fails when it is run again" in governor.repairs.found.why
