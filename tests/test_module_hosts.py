@@ -7,11 +7,12 @@ import textwrap
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_nb.control import GrowVecEnv
@@ -396,6 +397,13 @@ def test_a_forward_that_depends_on_numbers_runs_lane_by_lane():
     assert list(find_form(lambda: Small(ScaledIf()), x).alone) == ["middle"]
     assert not find_form(Small, x).whole
 
+@pytest.mark.parametrize("read", [float, int, bool, Tensor.item, Tensor.tolist, Tensor.numpy, np.asarray])
+def test_a_number_is_read_in_whatever_way(read):
+    class Reading(Small):
+        def forward(self, x): return super().forward(x / 2 if read(x.detach().amax()) > 50 else x)
+    form = find_form(Reading, torch.rand(3, 1, 8, 8))
+    assert form.whole and "numbers that differ" in form.why
+
 def test_a_layer_that_is_called_with_several_arguments_is_exported_with_its_seed():
     task = of_digits(Words, "encoder.layers.1")
     pop, _ = fitted(task)
@@ -535,6 +543,13 @@ class Attending(nn.Module):
         self.head = nn.Linear(8, 10)
     def forward(self, x): return self.head(self.layer(x)[:, -1])
 
+class Translating(Attending):
+    "Torch's whole transformer, which calls its parts one by one."
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Transformer(8, 2, 2, 1, 16, 0., batch_first=True)
+    def forward(self, x): return self.head(self.layer(x, x)[:, -1])
+
 class Several(nn.Module):
     "Returns a dictionary, as many networks of other libraries do."
     def __init__(self, order=("logits", "features")):
@@ -577,7 +592,7 @@ def test_a_controller_may_return_none_for_nothing_now():
 def test_a_slot_inside_a_layer_that_runs_alone_makes_the_whole_run_alone():
     found = explore_host(host(Attending, {"layer": "BLD"}, (1, 8, 8), "BLD"))
     assert not found.form.whole and list(found.form.alone) == ["layer"]
-    found = explore_host(host(Attending, {"layer.norm1": "BLD"}, (1, 8, 8), "BLD"))
+    found = explore_host(host(Translating, {"layer.encoder.layers.1": "BLD"}, (1, 8, 8), "BLD"))
     assert found.form.whole and "lies in a layer" in found.form.why
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .config import check, check_count
@@ -323,6 +324,16 @@ class _Reads(TorchDispatchMode):
         self.count += func is torch.ops.aten._local_scalar_dense.default # noqa: SLF001  # its name in torch
         return func(*args, **(kwargs or {}))
 
+class _Lists(TorchFunctionMode):
+    "Counts what is read without an operation of torch: lists and arrays of numbers."
+    def __init__(self, reads: _Reads):
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.reads.count += func in (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+        return func(*args, **(kwargs or {}))
+
 def run_on_trial(
     module: nn.Module, # a plain one; it is consumed
     example: Tensor, # a batch that it takes
@@ -344,7 +355,7 @@ def run_on_trial(
     with seeded(0, "look") as stream, torch.no_grad():
         module.train()
         numbers = _numbers_of(module)
-        with reads: module(example)
+        with reads, _Lists(reads): module(example)
         counts = tuple([k for k, x in _numbers_of(module).items() if numbers.get(k, x) != x])
         for h in handles: h.remove()
         for k, layer in layers_of(module): layer.train(not found[k].draws)
