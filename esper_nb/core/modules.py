@@ -120,8 +120,9 @@ def check_lanes(form: LaneForm):
     check(not (form.whole and form.again), "layers that backward computes again", list(form.again), "none where lanes "
           "run one after another ({}): there they would find the weights of all lanes; switch off checkpointing, or "
           "take lanes=1", form.why)
-    if form.counts: warnings.warn(f"{', '.join(form.counts)}: a pass changes this Python number, which all lanes share; "
-                                  "make it a buffer (`register_buffer`), which each lane has of its own", stacklevel=4)
+    if not form.counts: return
+    warnings.warn(f"{', '.join(form.counts)}: a pass changes this Python number, which all lanes share; make it a "
+                  "buffer (`register_buffer`), which each lane has of its own", stacklevel=4)
 
 class Ports(NamedTuple):
     "The axes into which the lanes are folded."
@@ -361,10 +362,11 @@ def run_on_trial(
         for k, layer in layers_of(module): layer.train(not found[k].draws)
         state = stream.get_state()
         module(example)
-        return TrialRun(found, draws=not torch.equal(state, stream.get_state()), reads=reads.count > inside, counts=counts)
+        drew = not torch.equal(state, stream.get_state())
+        return TrialRun(found, draws=drew, reads=reads.count > inside, counts=counts)
 
-def _numbers_of(module: nn.Module) -> dict[str, float]: # by the name of their attribute
-    return {f"{path}.{k}" if path else k: v for path, m in module.named_modules() for k, v in vars(m).items()
+def _numbers_of(module: nn.Module) -> dict[str, str]: # by the name of their attribute; as text, NaN is itself
+    return {f"{path}.{k}" if path else k: repr(v) for path, m in module.named_modules() for k, v in vars(m).items()
             if isinstance(v, int | float) and k != "training"}
 
 @torch.enable_grad()

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..core import (
-    ATOMS, Config, Count, LaneForm, LaneModule, PerLane, Ports, Whole, check, check_count, check_device, find_form, layers_of,
-    reset_lanes, seeded)
+    ATOMS, Config, Count, LaneForm, LaneModule, PerLane, Ports, Whole, check, check_count, check_device, find_form,
+    layers_of, reset_lanes, seeded)
 from .blueprints import list_blueprints, out_of_place
 from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost
 from .lifecycle import Event, Rules

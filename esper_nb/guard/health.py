@@ -415,7 +415,8 @@ class StateJudge:
         vain = self.restores_in_vain and self.run.losses.watched <= self.run.budget.same_until[0]
         if self.run.ranks.any([lasts and not vain or bool(self.health.damaged())])[0]: return False
         lost = self.health.lost
-        if lost & (lost - 1) == 0 or vain and self.run.good.probation.since == 1: # the first, the second, the fourth ...
+        at_once = vain and self.run.good.probation.since == 1
+        if at_once or lost & (lost - 1) == 0: # the first, the second, the fourth ...
             report = self.run.verdicts.describe(config, "non-finite", m.loss)
             times = "" if lost == 1 else f"; the {lost}th of the run"
             self.run.log.file(replace(
