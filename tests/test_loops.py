@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
+from esper_nb.guard import causes
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.recorder import with_origins
 from esper_nb.guard.reports import GovernorConfig, GovernorStop
@@ -351,3 +352,30 @@ def test_one_loop_runs_once_at_a_time():
     first, second = [iter(governor.batches([1, 2])) for _ in range(2)]
     assert next(first) == 1
     with pytest.raises(RuntimeError, match="this loop runs already"): next(second)
+
+
+@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("ill", [True, False])
+def test_a_body_that_bears_no_batch_out_of_turn_is_not_ended_by_one(ill, forks, monkeypatch):
+    monkeypatch.setattr(causes, "can_fork", lambda: forks)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    governor = Governor(net, opt, chance_loss=math.log(10), config=QUIET.replace(snapshot_every=20, probation=20,
+                                                                                 patience=24))
+    centers, k = torch.randn(10, 16), 0
+    def drawn():
+        for i in range(200):
+            y = torch.randint(10, (32 if i < (100 if ill else 78) else 24,))
+            yield centers[y] + torch.randn(len(y), 16), (y + 1) % 10 if ill and 105 <= i < 125 else y
+    for x, y in governor.batches(drawn()):
+        if len(x) != (32 if k < (100 if ill else 78) else 24): raise ValueError(f"batch {k} of {len(x)} examples")
+        loss = nn.functional.cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        k += 1
+        governor.watch(loss)
+    assert k == 200 and not governor.reports
+    if not ill: return
+    assert governor.repairs.found.cause == "unknown" and "fails when it is run again" in governor.repairs.found.why

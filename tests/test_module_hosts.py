@@ -7,17 +7,19 @@ import textwrap
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper_nb.control import GrowVecEnv
 from esper_nb.core import by_lane, find_form, lane, lane_form, lane_module, per_lane, reset_lanes, run_on_trial, seeded
 from esper_nb.grow import (
-    FAMILIES, SEED_LAYOUTS, Decision, ModuleHostConfig, blueprint_size, explore_host, export_model, forget_blueprint,
-    get_blueprint, list_blueprints, make_blueprint, module_model, plain_blueprint)
+    FAMILIES, SEED_LAYOUTS, Decision, ModuleHostConfig, attach_slots, blueprint_size, explore_host, export_model,
+    forget_blueprint, get_blueprint, list_blueprints, make_blueprint, module_model, plain_blueprint)
 from esper_nb.record import load_checkpoint, save_checkpoint
 from esper_nb.train import FitConfig, Task, create_model, evaluate, fit, get_task, new_population, task_from_arrays
 from esper_nb.train.tasks import host_sites
@@ -395,6 +397,13 @@ def test_a_forward_that_depends_on_numbers_runs_lane_by_lane():
     assert list(find_form(lambda: Small(ScaledIf()), x).alone) == ["middle"]
     assert not find_form(Small, x).whole
 
+@pytest.mark.parametrize("read", [float, int, bool, Tensor.item, Tensor.tolist, Tensor.numpy, np.asarray])
+def test_a_number_is_read_in_whatever_way(read):
+    class Reading(Small):
+        def forward(self, x): return super().forward(x / 2 if read(x.detach().amax()) > 50 else x)
+    form = find_form(Reading, torch.rand(3, 1, 8, 8))
+    assert form.whole and "numbers that differ" in form.why
+
 def test_a_layer_that_is_called_with_several_arguments_is_exported_with_its_seed():
     task = of_digits(Words, "encoder.layers.1")
     pop, _ = fitted(task)
@@ -407,9 +416,50 @@ def test_a_layer_that_is_called_with_several_arguments_is_exported_with_its_seed
 
 @pytest.mark.parametrize("slot, words", [("encoder.layers.0", "reads attributes of its first layer"),
                                          ("encoder.layers.1.norm2", "uses the weights of its parts itself")])
-def test_a_pair_that_its_owner_cannot_use_is_refused_in_a_line(slot, words):
-    pop, _ = fitted(of_digits(Words, slot))
-    with pytest.raises(RuntimeError, match=f"slot {slot}: Transformer.*{words}"): export_model(pop.model, 1, bake=True)
+def test_a_slot_that_its_owner_cannot_use_is_refused_before_training(slot, words):
+    with pytest.raises(ValueError, match=f"slot='{slot}', expected .*: Transformer.*{words}"):
+        new_population(of_digits(Words, slot), FitConfig(lanes=1))
+    with pytest.raises(ValueError, match=words): attach_slots(Words(), [slot], torch.rand(2, 1, 8, 8))
+
+class OwnLanes(Small):
+    "A network whose authors, too, have something that they call lanes."
+    def __init__(self, lanes=4):
+        super().__init__()
+        self.lanes = lanes
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+def of_modules(): return OwnLanes(nn.ModuleList([nn.Conv2d(6, 6, 1)]))
+
+@pytest.mark.parametrize("factory", [OwnLanes, of_modules])
+def test_a_network_with_lanes_of_its_own_runs_lane_by_lane(factory):
+    x = torch.rand(3, 1, 8, 8)
+    assert attach_slots(factory(), ["act"], x).lanes == 1
+    config = ModuleHostConfig(factory, ["act"], (1, 8, 8), 10)
+    assert "a `lanes` of its own" in explore_host(config).form.why
+    with pytest.warns(UserWarning, match="calls: a pass changes this Python number, which all lanes share"):
+        model = module_model(config, lanes=2)
+    model(x.repeat(1, 2, 1, 1)).sum().backward()
+    assert model.lanes == 2 and model.lane(1)(x).shape == (3, 10)
+
+class Checkpointed(Small):
+    def __init__(self, reentrant=False):
+        super().__init__()
+        self.reentrant = reentrant
+    def forward(self, x): return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_is_for_lanes_side_by_side(reentrant):
+    x = torch.rand(3, 2, 8, 8).requires_grad_()
+    config = ModuleHostConfig(Checkpointed, ["act"], (1, 8, 8), 10, kwargs=dict(reentrant=reentrant))
+    module_model(config, lanes=2)(x).sum().backward()
+    apart = config.replace(side_by_side=False)
+    module_model(apart)(x[:, :1]).sum().backward()
+    with pytest.raises(ValueError, match="layers that backward computes again=.*switch off checkpointing"):
+        module_model(apart, lanes=2)
 
 def test_factories_without_a_name_of_their_own_are_not_mixed_up():
     def closure(width):
@@ -493,6 +543,13 @@ class Attending(nn.Module):
         self.head = nn.Linear(8, 10)
     def forward(self, x): return self.head(self.layer(x)[:, -1])
 
+class Translating(Attending):
+    "Torch's whole transformer, which calls its parts one by one."
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Transformer(8, 2, 2, 1, 16, 0., batch_first=True)
+    def forward(self, x): return self.head(self.layer(x, x)[:, -1])
+
 class Several(nn.Module):
     "Returns a dictionary, as many networks of other libraries do."
     def __init__(self, order=("logits", "features")):
@@ -535,7 +592,7 @@ def test_a_controller_may_return_none_for_nothing_now():
 def test_a_slot_inside_a_layer_that_runs_alone_makes_the_whole_run_alone():
     found = explore_host(host(Attending, {"layer": "BLD"}, (1, 8, 8), "BLD"))
     assert not found.form.whole and list(found.form.alone) == ["layer"]
-    found = explore_host(host(Attending, {"layer.norm1": "BLD"}, (1, 8, 8), "BLD"))
+    found = explore_host(host(Translating, {"layer.encoder.layers.1": "BLD"}, (1, 8, 8), "BLD"))
     assert found.form.whole and "lies in a layer" in found.form.why
 
 

@@ -3,6 +3,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import ClipReward, TimeLimit
 
 from esper_nb.control import GrowEnv, GrowVecEnv, sb3_env
 from tests.test_vector_conformance import SMALL, tiny_data
@@ -236,6 +237,8 @@ def test_lanes_in_processes_are_asked_there():
     from gymnasium.vector import AsyncVectorEnv
     far = sb3_env(AsyncVectorEnv(counters("rgb_array"), autoreset_mode="SameStep"), monitor=False)
     near = dummy_counter()
+    wrapped = sb3_env(AsyncVectorEnv([lambda: TimeLimit(Monitor(counters()[0]()), 9), *counters()[1:]],
+                                     autoreset_mode="SameStep"), monitor=False)
     try:
         assert same(far.reset(), near.reset()) and same(far.reset_infos, near.reset_infos)
         assert far.render_mode == "rgb_array" and len(list(far.get_images())) == N
@@ -253,4 +256,7 @@ def test_lanes_in_processes_are_asked_there():
         assert far.get_attr("episode") == near.get_attr("episode") == [7, 0, 0]
         assert far.get_attr("note") == near.get_attr("note") == [1, 2, 1]
         assert all(same(x, y) for x, y in zip(far.step(np.ones(N, int)), near.step(np.ones(N, int))))
-    finally: far.close()
+        assert far.env_is_wrapped(Monitor) == near.env_is_wrapped(Monitor)
+        for kind in (Monitor, TimeLimit, gym.Wrapper): assert wrapped.env_is_wrapped(kind)[0]
+        assert not wrapped.env_is_wrapped(ClipReward)[0] and not wrapped.env_is_wrapped(TimeLimit, 1)[0]
+    finally: far.close(), wrapped.close()

@@ -7,8 +7,9 @@ from .actions import (HEADS as HEADS, STYLES as STYLES, TEMPOS as TEMPOS, TARGET
     why_not_now as why_not_now, GrowthActions as GrowthActions, read_actions as read_actions,
     draw_actions as draw_actions, as_choice as as_choice)
 from .envs import (Data as Data, EnvConfig as EnvConfig, GrowVecEnv as GrowVecEnv, DeviceParts as DeviceParts,
-    LaneStates as LaneStates, lane_entry as lane_entry, sb3_env as sb3_env, lane_seeds as lane_seeds,
-    first_seeds as first_seeds, copied_env as copied_env, one_lane_info as one_lane_info, GrowEnv as GrowEnv)
+    LaneStates as LaneStates, lane_entry as lane_entry, class_names as class_names, sb3_env as sb3_env,
+    lane_seeds as lane_seeds, first_seeds as first_seeds, copied_env as copied_env, one_lane_info as one_lane_info,
+    GrowEnv as GrowEnv)
 from .episodes import (clone_all as clone_all, DevicePart as DevicePart, EnvStep as EnvStep,
     merge_lanes as merge_lanes, EpisodeSums as EpisodeSums, EpisodeSummary as EpisodeSummary, lane_info as lane_info,
     part_finals as part_finals, read_reset_mask as read_reset_mask)

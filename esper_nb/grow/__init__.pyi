@@ -34,7 +34,8 @@ from .module_hosts import (HostConfig as HostConfig, READS as READS, LAYOUTS as 
     check_slots as check_slots, import_path as import_path, given_factories as given_factories,
     get_factory as get_factory, Reading as Reading, read_as as read_as, FeatureLayout as FeatureLayout,
     to_slot as to_slot, from_slot as from_slot, choose_layout as choose_layout, Call as Call,
-    FeatureSeen as FeatureSeen, find_features as find_features, draw_afresh as draw_afresh)
+    FeatureSeen as FeatureSeen, find_features as find_features, check_owner as check_owner,
+    draw_afresh as draw_afresh)
 from .slots import (Lanes as Lanes, SeedChanges as SeedChanges, Numbers as Numbers, Move as Move, Role as Role,
     find_roles as find_roles, Route as Route, lanes_inside as lanes_inside, lanes_folded as lanes_folded,
     merge_runs as merge_runs, Cut as Cut, LanesOf as LanesOf, Scratch as Scratch, as_lanes as as_lanes,

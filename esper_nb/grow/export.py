@@ -19,7 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..core import (
-    ATOMS, LaneAttention, LaneBatchNorm2d, LaneConv2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear,
+    LaneAttention, LaneBatchNorm2d, LaneConv2d, LaneDropout, LaneEmbedding, LaneLayerNorm, LaneLinear,
     LaneModule, MaskedConv2d, PerLane, SafeGroupNorm, Scale, by_lane, check)
 from .blending import Blend, BlendGate, spread
 from .blueprints import (
@@ -253,24 +253,11 @@ class _Turned(Form):
 def _pair_up(net: nn.Module, k: str, form: Form, call: Call = Call(1, ())):
     "Replace a submodule by a pair, in every place where the network holds it."
     part = net.get_submodule(k)
-    _check_owner(net, k)
     both = OrderedDict(host=part, grown=_traced(form))
     pair = nn.Sequential(both) if call == Call(1, ()) else _pair_with_arguments(both, call)
     for owner in [m for m in net.modules() if m is not part]:
         for name, child in list(vars(owner)["_modules"].items()): # `named_children` shows one name of each
             if child is part: setattr(owner, name, pair)
-
-def _check_owner(net: nn.Module, k: str):
-    "Raise for a submodule whose owner reads attributes that a pair does not have."
-    path = k.split(".")
-    owner = net.get_submodule(".".join(path[:-1]))
-    if isinstance(owner, ATOMS) and not isinstance(owner, nn.Transformer):
-        raise RuntimeError(f"slot {k}: {type(owner).__name__} uses the weights of its parts itself, and would pass by "
-                           "what has grown there; put the slot behind the whole layer")
-    stack = net.get_submodule(".".join(path[:-2])) if path[-2:] == ["layers", "0"] else None
-    if isinstance(stack, (nn.TransformerEncoder, nn.TransformerDecoder)):
-        raise RuntimeError(f"slot {k}: {type(stack).__name__} reads attributes of its first layer, which a pair does "
-                           "not have; put the slot behind another layer")
 
 def _pair_with_arguments(both: Mapping[str, nn.Module], call: Call) -> fx.GraphModule:
     "Return a pair whose first part is called with several arguments."

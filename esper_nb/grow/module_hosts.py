@@ -6,7 +6,7 @@
 __all__ = ['HostConfig', 'READS', 'LAYOUTS', 'FIRST_AXIS', 'LAST_AXIS', 'AttachedModel', 'attach_slots', 'ModuleHostConfig',
            'PickOutput', 'Place', 'Explored', 'explore_host', 'module_model', 'ModuleHost', 'host_sites', 'check_slots',
            'import_path', 'given_factories', 'get_factory', 'Reading', 'read_as', 'FeatureLayout', 'to_slot',
-           'from_slot', 'choose_layout', 'Call', 'FeatureSeen', 'find_features', 'draw_afresh']
+           'from_slot', 'choose_layout', 'Call', 'FeatureSeen', 'find_features', 'check_owner', 'draw_afresh']
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #c143ca17
 import copy
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..core import (
-    Config, Count, LaneForm, LaneModule, PerLane, Ports, Whole, check, check_count, check_device, find_form, layers_of,
-    reset_lanes, seeded)
+    ATOMS, Config, Count, LaneForm, LaneModule, PerLane, Ports, Whole, check, check_count, check_device, find_form,
+    layers_of, reset_lanes, seeded)
 from .blueprints import list_blueprints, out_of_place
 from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost
 from .lifecycle import Event, Rules
@@ -42,7 +42,7 @@ class AttachedModel(Growing):
                  calls: "Mapping[str, Call]" = MappingProxyType({})): # slot -> how its submodule is called
         super().__init__()
         self.calls = dict(calls)
-        self.host, self.lanes = host, getattr(host, "lanes", 1)
+        self.host, self.lanes = host, host.lanes if isinstance(host, LaneModule) else 1
         self.layouts = {s.name: layouts.get(s.name, "BCHW" if s.family == "cnn" else "BLD") for s in slots}
         self.add_slots(slots)
         self.handles: list = []
@@ -648,6 +648,7 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
         near = difflib.get_close_matches(k, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else f", such as {', '.join(known[:3])}"
         check(k in known, "slot", k, "the name of a submodule" + hint)
+        check_owner(module, k)
     seen: dict[str, FeatureSeen] = {}
     ran: list[nn.Module] = []
 
@@ -669,6 +670,18 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
         for h in handles: h.remove()
     for k in names: check(k in seen, "slot", k, "a submodule that the forward pass runs")
     return seen
+
+def check_owner(module: nn.Module, name: str): # of a submodule
+    "Raise a `ValueError` for a slot whose owner reads weights or attributes of that submodule itself."
+    path = name.split(".")
+    owner = module.get_submodule(".".join(path[:-1]))
+    inside = isinstance(owner, ATOMS) and not isinstance(owner, nn.Transformer)
+    check(not inside, "slot", name, "a whole layer, or a place behind it: {} uses the weights of its parts itself, and "
+          "passes by what grows there", type(owner).__name__)
+    stack = module.get_submodule(".".join(path[:-2])) if path[-2:] == ["layers", "0"] else None
+    first = isinstance(stack, (nn.TransformerEncoder, nn.TransformerDecoder))
+    check(not first, "slot", name, "a place behind another layer: {} reads attributes of its first layer, which its "
+          "export with a seed does not have", type(stack).__name__)
 
 def draw_afresh(module: nn.Module):
     "Initialise all modules of a network; if one cannot, change nothing and name it in the error."

@@ -9,11 +9,12 @@ __all__ = ['OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'EXPERIMENTS', 'CONTROLS', 
            'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd', 'odd_batches',
            'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd', 'exchange_odd',
            'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'are_sorted', 'can_mix',
-           'mix_examples', 'with_tensors', 'switched_inputs', 'hold_inputs', 'name_inputs', 'hold_rate', 'most_changed',
-           'rate_rose', 'is_in_cycles', 'had_a_spell', 'hold_settings', 'other_settings', 'is_near', 'without_autocast',
-           'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments',
-           'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'CaseFile', 'why_well', 'why_cured',
-           'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
+           'have_one_form', 'out_of_turn', 'mix_examples', 'with_tensors', 'switched_inputs', 'hold_inputs',
+           'name_inputs', 'hold_rate', 'most_changed', 'rate_rose', 'is_in_cycles', 'had_a_spell', 'hold_settings',
+           'other_settings', 'is_near', 'without_autocast', 'full_precision', 'bears_float32', 'few_bits',
+           'drop_gradients', 'updates_every_step', 'forget_moments', 'moments_push', 'clip_as_usual', 'scale_rate',
+           'slower', 'climb', 'CaseFile', 'why_well', 'why_cured', 'Repetition', 'Inquiry', 'find_cause', 'on_any_rank',
+           'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/26_causes.ipynb #imports
 import itertools
@@ -466,6 +467,25 @@ def can_mix(replay: Replay) -> bool:
     if any(t.dim() == 0 for row in rows for t in row): return False
     return all(form(r) == form(rows[0]) and len({len(t) for t in r}) == 1 for r in rows)
 
+def have_one_form(steps: Sequence[RecordedStep]) -> bool:
+    "Whether all batches have tensors of the same shapes and types, so that a step bears one in place of another."
+    batches = [s.batch if s.fetch is None else s.fetch(s.batch) for s in steps]
+    return len({tuple([(t.dtype, t.shape) for t in tensors_of(b)]) for b in batches}) < 2
+
+def out_of_turn(
+    steps: Sequence[RecordedStep], # that run where others did
+    work: Callable[[], Any], # that runs them
+    limit: float = 60., # seconds
+    trusting: bool = False, # batches of one form are taken for each other
+) -> Any: # what the work returns
+    "Run steps on batches that they may not bear: the body of a loop, which its own error would end, in a copy of it."
+    alike = (trusting or not can_fork()) and have_one_form(steps)
+    if alike or not any(hasattr(s.step, "ready") for s in steps): return work()
+    why = "the body of a loop, on a batch that comes out of turn"
+    if not can_fork(): raise RuntimeError(f"{why} may fail, and would end the loop: there are batches of several forms")
+    try: return in_a_fork(work, limit)
+    except TimeoutError: raise RuntimeError(why) from None
+
 def mix_examples(replay: Replay, seed: int = 1):
     "Put the examples of all batches into another order."
     steps = [s for s in replay.steps if s.fetch is None]
@@ -839,10 +859,10 @@ class Repetition:
         r.changes = Changes()
         found.norms, found.used, found.low = watch.norms, watch.used, watch.low
         ended = len(found.again) < len(r.steps) or not math.isfinite(found.again[-1])
+        if not ended: self.kept = r.kept_by_step() # before anything else is looked at
         self.gap = RUINED if ended else self.yard.measure()
         if not ended:
             self.is_finite = all(map(math.isfinite, found.again)) and not self.yard.is_bad()
-            self.kept = r.kept_by_step()
             self.at_end = r.look(self.latest, self.kept)
         if self.gap.by <= self.spread and self.report is not None: # good weights of long ago are easily reached
             self.yard.raise_by_later(found.onset)
@@ -902,13 +922,15 @@ class Inquiry:
         self.good = GoodState(replay)
         self.yard = Yardstick(replay, self.good, self.found.onset, is_bad)
         self.again = Repetition(replay, self.yard, self.found)
+        self.seconds = 0. # of the replay with nothing changed
 
     def run(self, dry: DryReplay | None, written: Sequence[Written] | None) -> Explanation:
         "Ask for the bits first, then for what cures."
         r, found, again = self.replay, self.found, self.again
         before, begun = r.taken, time.perf_counter()
         again.run()
-        self._tell(time.perf_counter() - begun, r.taken - before)
+        self.seconds = time.perf_counter() - begun
+        self._tell(r.taken - before)
         seen = found.apart is not None or again.report is not None and again.report.reason == "state"
         well = again.is_well or again.is_spared and seen
         self.case.file("nothing", well, again.gap.loss, r.taken - before)
@@ -916,18 +938,18 @@ class Inquiry:
         if well: return self._well(parting, written)
         if parting is not None and parting.cause == "unknown": return self.case.explain(found, *parting)
         self.case.note(again.layer, again.find_operation())
-        found.odd = odd_batches(r, self.good, found.onset)
-        if not found.odd and self._affordable(): found.odd = odd_later(r, found.onset)
-        if found.wrong and self._affordable(): found.odd |= bad_steps(r, self.is_bad)
+        found.odd = self._apart(partial(odd_batches, r, self.good, found.onset))
+        if not found.odd and self._affordable(): found.odd = self._apart(partial(odd_later, r, found.onset))
+        if found.wrong and self._affordable(): found.odd |= self._apart(partial(bad_steps, r, self.is_bad))
         rows = {name: e for name, e in self.experiments.items() if e.fits(r, found)}
         return self._conclude(self._cures(rows)[:1] or self._cures_together(rows), rows)
 
-    def _tell(self, seconds: float, steps: int): # of the first replay
+    def _tell(self, steps: int): # of the first replay
         "Say why nothing seems to happen, where that takes long."
-        if seconds < SLOW_REPLAY: return
+        if self.seconds < SLOW_REPLAY: return
         most = "as many steps as it needs" if self.budget is None else f"{self.budget:,} steps at most"
         logger.warning("Governor: looking for the cause: a replay of %d batches took %.0f s; %s (`explain_steps`)",
-                       steps, seconds, most)
+                       steps, self.seconds, most)
 
     def _bad_writes(self, written: Sequence[Written] | None) -> list[Written]:
         "Return what wrote, between two steps, into what was found bad in the state."
@@ -946,12 +968,13 @@ class Inquiry:
             why = f"{parting.why}; without that the run stays well" if proved else parting.why
             return self.case.explain(found, parting.cause, why, parting.begin)
         end = r.look(self.yard.at)
-        if not asked or found.onset < len(r.steps): found.odd = odd_batches(r, self.good, found.onset)
+        if not asked or found.onset < len(r.steps):
+            found.odd = self._apart(partial(odd_batches, r, self.good, found.onset))
         return self.case.explain(found, *why_well(r, found, bool(found.odd) and self._better_without_odd(end)))
 
     def _better_without_odd(self, end: list[float]) -> bool: # losses of the weights as they were at the end
         if not self._affordable(1 + len(CONTROLS)): return False
-        least = WORTH_A_WORD * abs(statistics.fmean(end))
+        least = max(WORTH_A_WORD * abs(statistics.fmean(end)), self.yard.spread / 2) # near zero any loss is a share
         return self._gains(end, leave_out_odd, "without the odd batches", least) and not any(
             self._gains(end, partial(leave_out_others, seed=seed), f"control {seed}", least) for seed in CONTROLS)
 
@@ -1015,17 +1038,28 @@ class Inquiry:
     def _gap(self, changes: Sequence[Callable[[Replay, Findings], None]]) -> Gap:
         r = self.replay
         r.begin()
-        try:
-            for change in changes: change(r, self.found)
+        def train() -> Gap:
             losses = r.run()
+            trained = [x for s, x in zip(r.steps, losses) if s.number not in r.changes.without]
+            if len(losses) < len(r.steps) or not trained or not math.isfinite(trained[-1]): return RUINED
+            return self.yard.measure()
+        def change_and_train() -> Gap:
+            for change in changes: change(r, self.found)
+            return self._apart(train) if r.changes.batches or r.changes.without else train()
+        return self._bear(change_and_train, RUINED)
+
+    def _bear(self, work: Callable[[], Any], failed) -> Any: # what the work returns; `failed` where it raises
+        try: return work()
         except Exception as e: # a step need not bear what an experiment changes
-            if r.ranks: raise
+            if self.replay.ranks: raise
             logger.info("Governor: looking for the cause: the step fails in an experiment: %s: %s", type(e).__name__,
                         str(e).partition("\n")[0])
-            return RUINED
-        trained = [x for s, x in zip(r.steps, losses) if s.number not in r.changes.without]
-        if len(losses) < len(r.steps) or not trained or not math.isfinite(trained[-1]): return RUINED
-        return self.yard.measure()
+            return failed
+
+    def _apart(self, work: Callable[[], Any]) -> Any: # what it returns
+        r = self.replay
+        result, r.taken = out_of_turn(r.steps, lambda: (work(), r.taken), limit=max(60., 20 * self.seconds))
+        return result
 
     def _is_cured(self, gap: Gap, rows: Sequence[Experiment]) -> bool:
         harm, spread = self.again.gap.by, self.again.spread
@@ -1035,7 +1069,8 @@ class Inquiry:
         return not (any(e.cause in SLOWER for e in rows) and self.again.has_learnt_more()) # less of a new task
 
     def _climbs(self) -> bool:
-        before, loss = self.replay.taken, climb(self.replay, self.yard, self.found)
+        before = self.replay.taken
+        loss = self._bear(partial(self._apart, partial(climb, self.replay, self.yard, self.found)), None)
         if loss is not None: self.case.file(CLIMBS, False, loss, self.replay.taken - before)
         return loss is not None
 

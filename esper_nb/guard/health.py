@@ -398,6 +398,11 @@ class StateJudge:
             self.run.log.file(replace(report, action=event.kind, batch=self.run.losses.watched - 1, norm=event.norm,
                                       why=f"{event}{times}"))
 
+    @property
+    def restores_in_vain(self) -> bool:
+        "Whether no loss since the latest rollback of this incident was finite: another one would change nothing."
+        return bool(self.run.budget.rollbacks[0] > 0) and self.health.in_a_row > self.run.good.probation.since
+
     def is_harmless(self, m: Moment, patience: int, config: GovernorConfig) -> bool:
         "Whether a loss that is not finite has done no harm, and does not last; it is counted and noted."
         batch = int(m.fields["batch"])
@@ -407,9 +412,11 @@ class StateJudge:
             return False
         still = self.updates.dropping # the weights have not changed since they were good
         lasts = row >= min(max(patience, 1) if still else config.lost_confirm, patience + 1)
-        if self.run.ranks.any([lasts or bool(self.health.damaged())])[0]: return False
+        vain = self.restores_in_vain and self.run.losses.watched <= self.run.budget.same_until[0]
+        if self.run.ranks.any([lasts and not vain or bool(self.health.damaged())])[0]: return False
         lost = self.health.lost
-        if lost & (lost - 1) == 0: # the first, the second, the fourth ...
+        at_once = vain and self.run.good.probation.since == 1
+        if at_once or lost & (lost - 1) == 0: # the first, the second, the fourth ...
             report = self.run.verdicts.describe(config, "non-finite", m.loss)
             times = "" if lost == 1 else f"; the {lost}th of the run"
             self.run.log.file(replace(

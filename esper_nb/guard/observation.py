@@ -24,7 +24,7 @@ from .losses import Verdicts
 from .phases import Effect, PhaseMove, Phase, next_phase
 from .rates import LearningRates
 from .repairs import DISTURBED, NO_PROOF, WEAK_CAUSES, Recovery, Repairs
-from .reports import GovernorConfig, Report
+from .reports import NAN_AGAIN, GovernorConfig, Report
 from .responses import (
     GuardedRun, Moment, SameBatches, SingleRun, clocks_of, not_exchanged, patience_of)
 from .rises import BACK, Calibration, RiseMonitor, is_clearly_above, monitor_rise
@@ -629,6 +629,7 @@ class RunJudge:
         reason, patience = verdict.reason(0), patience_of(config)
         m = m._replace(reasons={0: reason}, verdict=verdict)
         if reason == "non-finite" and self.state.is_harmless(m, patience, config): return None, m
+        if reason == "non-finite" and self.state.restores_in_vain: m = m._replace(fields={**m.fields, "why": NAN_AGAIN})
         if reason != "non-finite" and run.snapshot.is_apart(): return PhaseMove.FAIL, m.of_state(APART)
         blamed = reason != "rise" or self.comparison.is_yardstick(config)
         if not (blamed or self.effects.have_signs(config, unknown=False)):

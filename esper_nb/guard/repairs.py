@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .causes import find_cause, redo, redo_disturbed
+from .causes import find_cause, out_of_turn, redo, redo_disturbed
 from .footprint import Footprint, bits_of
 from .probation import Probation, SavedAt
 from .ranks import Ranks
@@ -216,8 +216,10 @@ class Repairs:
         before: float = math.inf, # only of steps before this one
     ) -> list[float]: # may be fewer
         "Return the losses of the weights as they are, on recorded batches; the state of all else is to be put back."
-        return self._try(lambda _: list[float](), lambda: self.recorder.evaluate(
-            count, before, self.snapshot, self._good_batch()))
+        latest = list(self.recorder.steps)
+        mine = [*[s for s in latest if s.number < before][-count:], *latest[-1:]]
+        def compute(): return self.recorder.evaluate(count, before, self.snapshot, self._good_batch())
+        return self._try(lambda _: list[float](), lambda: out_of_turn(mine, compute, trusting=True))
 
     @contextmanager
     def keeping_inputs(self) -> Iterator[None]:
@@ -273,8 +275,10 @@ class Repairs:
         self._settle()
         def alone() -> bool:
             with Replay(incident, self.ranks) as replay:
-                replay.try_alone(len(incident.steps) - 1)
-                return bool(is_bad())
+                def look() -> bool:
+                    replay.try_alone(len(incident.steps) - 1)
+                    return bool(is_bad())
+                return out_of_turn(incident.steps, look, trusting=True)
         return self._try(lambda _: False, alone)
 
     def _written(self, incident: RecordedIncident) -> list[Written] | None: # None: of several ranks, each sees its own

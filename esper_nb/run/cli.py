@@ -22,9 +22,16 @@ if TYPE_CHECKING:
     from esper_nb.run import RunConfig
 
 # %% ../../nbs/run/99_cli.ipynb #470d6cb9
+def _kind(command: str) -> str: # "fit" or "run"
+    "Return whose settings a command takes: those of a fit, or of a controller's run."
+    return "fit" if command == "fit" else "run"
+
+def _chosen_name(args: argparse.Namespace) -> str | None: # of a task or a recipe; None: own data
+    return args.task if _kind(args.command) == "fit" else args.recipe
+
 def _check_own_data(args: argparse.Namespace) -> dict[str, Any]: # settings for `task_from_path`; empty with a name
     "Refuse options of own data that do not fit what is trained on."
-    name = args.task if args.command == "fit" else args.recipe
+    name = _chosen_name(args)
     asked = ("size", "label", "target", "columns", "groups")
     given = {k: v for k in asked if (v := getattr(args, k, None)) is not None}
     for k, value in given.items() if name is not None else ():
@@ -45,7 +52,7 @@ def _check_own_data(args: argparse.Namespace) -> dict[str, Any]: # settings for 
 def _own_task(args: argparse.Namespace) -> "Task | None": # None: a task or recipe was named
     "Create the task of `--data`, if no name was given."
     given = _check_own_data(args)
-    if (args.task if args.command == "fit" else args.recipe) is not None: return None
+    if _chosen_name(args) is not None: return None
     from esper_nb.train import task_from_path
     return task_from_path(Path(args.data), **given)
 
@@ -431,7 +438,7 @@ def _check_names(args: argparse.Namespace) -> None:
         check(good, "device", device, "cpu, cuda, cuda:1 or mps: this is not a device")
     if (engine := given.get("engine")) is not None and not plugins:
         check(engine in known["engine"], "engine", engine, f"one of {', '.join(known['engine'])}")
-    settings = "fit" if args.command == "fit" else "run"
+    settings = _kind(args.command)
     hints = dict(text.split(" ", 1) for text in known.get(f"{settings}_type", ()))
     for pair in given.get("set", ()):
         _check_setting_name(pair, known[settings])
@@ -499,7 +506,7 @@ def _with_settings(argv: list[str]) -> list[str]: # arguments, the command first
     It is done before argparse sees them, which would take the value of an option that it does not know for a name.
     """
     if not argv or argv[0] not in _commands or "--set" not in (flags := _flags(argv[0])): return argv
-    known, out, words = known_names()["fit" if argv[0] == "fit" else "run"], [argv[0]], list(argv[1:])
+    known, out, words = known_names()[_kind(argv[0])], [argv[0]], list(argv[1:])
     while words:
         word = words.pop(0)
         option, sep, value = word.partition("=")
@@ -516,7 +523,7 @@ def _with_settings(argv: list[str]) -> list[str]: # arguments, the command first
 def _unknown(args: argparse.Namespace, words: list[str]) -> str:
     "Return what is said of words that no command takes, with the option that is meant perhaps."
     names = _flags(args.command)
-    if "set" in args: names += [f"--{n}" for n in known_names()["fit" if args.command == "fit" else "run"]]
+    if "set" in args: names += [f"--{n}" for n in known_names()[_kind(args.command)]]
     near = difflib.get_close_matches(words[0].partition("=")[0], names, 1) if words[0].startswith("-") else []
     return (f"unknown: {' '.join(words)}" + "".join(f" ({name} perhaps)" for name in near)
             + f"; `esper-nb {args.command} --help` lists what it takes"
