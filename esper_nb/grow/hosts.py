@@ -139,13 +139,14 @@ class CNNHost(Host):
         while i <= last:
             kind, k = self.steps[i] if i < len(self.steps) else ("head", 0)
             pooled = kind == "block" and self.steps[i:last + 1][1:2] == [("pool", k)] # and no site is between them
-            if kind == "block": h = self._fused(*self.blocks[k], h, pooled)
+            if kind == "block": h = self._fused(self.blocks[k], h, pooled)
             else: h = self.piece(i, h)
             i += 1 + pooled
         return h
 
-    def _fused(self, window, norm, relu, h, pooled):
+    def _fused(self, block, h, pooled):
         "A block in one pass, where that pays."
+        window, norm, relu = block
         h = window(h)
         return norm_relu(h, norm, pool=pooled) if pooled or h.numel() >= WORTHWHILE else relu(norm(h))
 
