@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AnyPart', 'Leaf', 'pack_tree', 'unpack_tree', 'portable_tree', 'revive_tree', 'has_lanes', 'same_layout',
-           'ModulePart', 'OptimizerPart', 'StatePart', 'as_stateful', 'as_part', 'RandomStreams']
+           'ModulePart', 'OptimizerPart', 'StatePart', 'weights_in', 'as_stateful', 'as_part', 'RandomStreams']
 
 # %% ../../nbs/core/09_parts.ipynb #852aacb4
 import copy
@@ -330,8 +330,25 @@ class _Pair:
         self.state_dict = read
         self.load_state_dict = write
 
+def weights_in(
+    tree, # dicts, lists and tuples of anything
+    path: str = "", # of this tree
+) -> dict[str, Tensor]: # by path
+    "Return the weights among the tensors of a tree: those that ask for a gradient, and were not computed."
+    if isinstance(tree, Tensor): return {path: tree} if tree.requires_grad and tree.is_leaf else {}
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    found = [weights_in(v, f"{path}.{k}" if path else str(k)) for k, v in inner]
+    return {k: t for part in found for k, t in part.items()}
+
+@torch.no_grad()
 def _refill(container, new):
-    "Replace the contents of a dict or list in place."
+    "Replace the contents of a dict or list in place; a weight in it stays the tensor that an optimizer has."
+    weights, found = weights_in(container), dict[str, Tensor]()
+    for w in weights.values(): w.grad = None
+    def put(leaf):
+        w, v = weights.get(leaf.path), found[leaf.path]
+        return v if w is None else _put(w, v, w.device, 1, None)
+    new = unpack_tree(pack_tree(new, found), put)
     container.clear()
     container.update(new) if isinstance(container, dict) else container.extend(new)
 

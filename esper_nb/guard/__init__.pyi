@@ -44,11 +44,12 @@ from .footprint import (PLAIN as PLAIN, FIXED as FIXED, LIBRARIES as LIBRARIES, 
     some_of as some_of, bits_of as bits_of, Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf,
     ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf, StreamLeaf as StreamLeaf, leaf_of as leaf_of,
     Unrestorable as Unrestorable, kind_of_effect as kind_of_effect, has_state as has_state,
-    attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by, Walk as Walk,
-    StepWalk as StepWalk, FootprintState as FootprintState, Given as Given, mark_of as mark_of, top_name as top_name,
-    owned_by_parts as owned_by_parts, Watched as Watched, moved_part as moved_part, quick_sum as quick_sum,
-    tail_of as tail_of, names_of as names_of, kept_of as kept_of, marks_of as marks_of, Footprint as Footprint,
-    batch_digest as batch_digest, tensor_digest as tensor_digest, NotSeen as NotSeen, content_of as content_of)
+    attributes_of as attributes_of, slots_of as slots_of, wrapped_by as wrapped_by, place_of as place_of,
+    Walk as Walk, StepWalk as StepWalk, FootprintState as FootprintState, Given as Given, mark_of as mark_of,
+    top_name as top_name, owned_by_parts as owned_by_parts, Watched as Watched, moved_part as moved_part,
+    quick_sum as quick_sum, tail_of as tail_of, names_of as names_of, kept_of as kept_of, marks_of as marks_of,
+    Footprint as Footprint, batch_digest as batch_digest, tensor_digest as tensor_digest, NotSeen as NotSeen,
+    content_of as content_of)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)

@@ -537,7 +537,8 @@ class RunCheckup:
     def take_stock(self, config: GovernorConfig):
         "While nothing is wrong: say what is strange about the run, and ask whether the loss measures the weights."
         run, comparison = self.run, self.comparison
-        if self.state.updates.leap: run.log.remark("rate", self.state.updates.leap)
+        for about, seen in (("rate", self.state.updates.leap), ("optimizer", self.state.updates.unused)):
+            if seen: run.log.remark(about, seen)
         text = self.course.look(run.verdicts.stats, run.verdicts.chance)
         if text and run.log.remark("course", text):
             report = run.verdicts.describe(config, "rise", run.losses.recent[-1])

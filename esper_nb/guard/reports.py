@@ -405,7 +405,9 @@ class IncidentLog:
         if report.action in SAID[1:] and any(r.action == report.action for r in self.notes): level = logging.INFO
         before = self.reports[-1] if self.reports else None
         if before is not None and before.rolled_back and _is_nan_again(before, report):
-            report = replace(report, why="the restored weights give nan, too: look at batch, loss and code")
+            report = replace(report, why=(
+                "the restored weights give nan, too: look at batch, loss and code, and hand over what else the step "
+                "keeps, such as averaged weights"))
             if before.why and report.action != "stop": level = logging.DEBUG # it was said
         logger.log(min(level, logging.INFO) if self.quiet else level, "Governor: %s", report)
         if report.severity == "note":
