@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['AnyPart', 'Leaf', 'pack_tree', 'unpack_tree', 'portable_tree', 'revive_tree', 'has_lanes', 'same_layout',
-           'ModulePart', 'OptimizerPart', 'StatePart', 'as_stateful', 'as_part', 'RandomStreams']
+           'ModulePart', 'OptimizerPart', 'StatePart', 'weights_in', 'as_stateful', 'as_part', 'RandomStreams']
 
 # %% ../../nbs/core/09_parts.ipynb #852aacb4
 import copy
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -131,13 +131,41 @@ def _tables(module: nn.Module) -> list[dict]:
     "Return a module's dicts of submodules, parameters and buffers."
     return [vars(module)[k] for k in ("_modules", "_parameters", "_buffers")]
 
+def _is_same(live, saved):
+    "Return whether a table holds the same objects under the same names."
+    return live.keys() == saved.keys() and all(live[k] is v for k, v in saved.items())
+
+class _Build(NamedTuple):
+    "What a module is made of: its tables, its class, and what sets its weights before each call."
+    tables: list[dict]
+    kind: type # `parametrize` gives a module another class
+    hooks: dict # called before it, by which `prune` and the older `weight_norm` set the weight
+    made: dict[str, Tensor] # that they have set, in place of parameters
+
+    @classmethod
+    def of(cls, m: nn.Module):
+        "Look at a module."
+        hooks = dict(vars(m)["_forward_pre_hooks"])
+        return cls([dict(t) for t in _tables(m)], type(m), hooks, _made(m) if hooks else {})
+
+    def put_back(self, m: nn.Module):
+        "Make the module as it was, unless it is."
+        changed = [(live, saved) for live, saved in zip(_tables(m), self.tables) if not _is_same(live, saved)]
+        if not changed: return
+        live = vars(m)["_forward_pre_hooks"]
+        for k in _made(m) if live else (): delattr(m, k) # or it would hide a parameter of that name
+        for now, saved in (*changed, (live, self.hooks)):
+            now.clear()
+            now.update(saved)
+        if type(m) is not self.kind: m.__class__ = self.kind
+        vars(m).update(self.made)
+
+def _made(m): return {k: t.detach() for k, t in vars(m).items() if isinstance(t, Tensor)}
+
 def _rebuild(tree, frozen):
-    "Restore the submodules, parameters, buffers and flags of all modules."
-    for m, tables, training in tree:
-        for live, saved in zip(_tables(m), tables):
-            if live.keys() == saved.keys() and all(live[k] is v for k, v in saved.items()): continue
-            live.clear()
-            live.update(saved)
+    "Restore the structure and the flags of all modules."
+    for m, build, training in tree:
+        build.put_back(m)
         m.training = training
     for p, flag in frozen: p.requires_grad_(flag)
 
@@ -161,7 +189,7 @@ class ModulePart:
         "Return the rest of the state; its tensors go to `out`."
         named = self.tensors()
         out.update({k: t.detach() for k, t in named.items()})
-        tree = [(m, [dict(t) for t in _tables(m)], m.training) for m in self.obj.modules()]
+        tree = [(m, _Build.of(m), m.training) for m in self.obj.modules()]
         beside = [m for m, *_ in tree if type(m).get_extra_state is not nn.Module.get_extra_state]
         extra = [(m, pack_tree(m.get_extra_state(), out, f"<extra{i}>")) for i, m in enumerate(beside)]
         frozen = [(p, p.requires_grad) for p in named.values() if isinstance(p, nn.Parameter)]
@@ -302,8 +330,25 @@ class _Pair:
         self.state_dict = read
         self.load_state_dict = write
 
+def weights_in(
+    tree, # dicts, lists and tuples of anything
+    path: str = "", # of this tree
+) -> dict[str, Tensor]: # by path
+    "Return the weights among the tensors of a tree: those that ask for a gradient, and were not computed."
+    if isinstance(tree, Tensor): return {path: tree} if tree.requires_grad and tree.is_leaf else {}
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    found = [weights_in(v, f"{path}.{k}" if path else str(k)) for k, v in inner]
+    return {k: t for part in found for k, t in part.items()}
+
+@torch.no_grad()
 def _refill(container, new):
-    "Replace the contents of a dict or list in place."
+    "Replace the contents of a dict or list in place; a weight in it stays the tensor that an optimizer has."
+    weights, found = weights_in(container), dict[str, Tensor]()
+    for w in weights.values(): w.grad = None
+    def put(leaf):
+        w, v = weights.get(leaf.path), found[leaf.path]
+        return v if w is None else _put(w, v, w.device, 1, None)
+    new = unpack_tree(pack_tree(new, found), put)
     container.clear()
     container.update(new) if isinstance(container, dict) else container.extend(new)
 

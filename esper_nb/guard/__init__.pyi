@@ -46,8 +46,8 @@ from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLA
     sample_of as sample_of, bytes_of as bytes_of, Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf,
     ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf, StreamLeaf as StreamLeaf, leaf_of as leaf_of,
     has_state as has_state, attributes_of as attributes_of, slots_of as slots_of, Unrestorable as Unrestorable,
-    kind_of_effect as kind_of_effect, wrapped_by as wrapped_by, Walk as Walk, StepWalk as StepWalk,
-    owned_by_parts as owned_by_parts, mark_of as mark_of, top_name as top_name, Given as Given,
+    kind_of_effect as kind_of_effect, wrapped_by as wrapped_by, place_of as place_of, Walk as Walk,
+    StepWalk as StepWalk, owned_by_parts as owned_by_parts, mark_of as mark_of, top_name as top_name, Given as Given,
     moved_part as moved_part, tail_of as tail_of, quick_sum as quick_sum, Watched as Watched, names_of as names_of,
     kept_of as kept_of, marks_of as marks_of, FootprintState as FootprintState, Footprint as Footprint,
     NotSeen as NotSeen, content_of as content_of, tensor_digest as tensor_digest, batch_digest as batch_digest)

@@ -523,11 +523,12 @@ def name_inputs(replay: Replay) -> str:
 # %% ../../nbs/guard/26_causes.ipynb #09dc8131
 def hold_rate(replay: Replay):
     "Keep the learning rate of the good state, but for what a Governor makes of it."
-    then = [(g, g["lr"].item() if isinstance(g["lr"], Tensor) else g["lr"]) for g in replay.groups]
+    then = [(o, [float(g["lr"]) for g in o.param_groups]) for o in replay.optimizers]
     first = replay.steps[0].lr_factor
     def hold(_):
         by = replay.steps[replay.at].lr_factor / first
-        for g, lr in then: set_setting(g, "lr", lr * by)
+        for o, rates in then: # whose groups are others, once a step has loaded its state
+            for g, lr in zip(o.param_groups, rates): set_setting(g, "lr", lr * by)
     replay.changes.before_update.append(hold)
 
 def most_changed(found: Findings, name: str) -> tuple[int, float, float] | None: # batch, before, after
@@ -566,10 +567,11 @@ def had_a_spell(replay: Replay) -> bool:
 # %% ../../nbs/guard/26_causes.ipynb #13346ae0
 def hold_settings(replay: Replay):
     "Keep all other settings of the optimizer as they were in the good state."
-    then = [(g, {k: v for k, v in g.items() if k not in ("params", "lr") and not isinstance(v, Tensor)})
-            for g in replay.groups]
+    def of(g): return {k: v for k, v in g.items() if k not in ("params", "lr") and not isinstance(v, Tensor)}
+    then = [(o, list(map(of, o.param_groups))) for o in replay.optimizers]
     def hold(_):
-        for g, settings in then: g.update(settings)
+        for o, settings in then:
+            for g, held in zip(o.param_groups, settings): g.update(held)
     replay.changes.before_update.append(hold)
 
 def other_settings(found: Findings) -> str:

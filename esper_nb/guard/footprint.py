@@ -9,9 +9,9 @@ __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED'
            'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names', 'Keys', 'Entries',
            'Members', 'version_of', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
            'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable',
-           'kind_of_effect', 'wrapped_by', 'Walk', 'StepWalk', 'owned_by_parts', 'mark_of', 'top_name', 'Given',
-           'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState',
-           'Footprint', 'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
+           'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'StepWalk', 'owned_by_parts', 'mark_of', 'top_name',
+           'Given', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of',
+           'FootprintState', 'Footprint', 'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import as_part
+from ..core import as_part, weights_in
 
 # %% ../../nbs/guard/21_footprint.ipynb #57999de4
 DYNAMIC = frozenset({"getattr", "setattr", "vars", "__dict__", "eval", "exec", "globals"}) # any name may be meant
@@ -541,10 +541,18 @@ MOST_OBJECTS = 20_000 # objects that are looked at
 FIRST = ("__init__", "__new__", "__post_init__", "__del__", "__repr__") # of an object that is there already
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
 
+def place_of(
+    t: Tensor, # any
+) -> tuple | None: # equal ones: the same memory; None: it is not known
+    "Return where the values of a tensor lie, and in what order."
+    plain = type(t) in (Tensor, nn.Parameter, nn.Buffer) and t.layout is torch.strided and t.numel() > 0
+    return (t.data_ptr(), t.shape, t.stride()) if plain else None
+
 class Walk:
     "What a step refers to, from its closure, its object and the globals it names, on through the user's own code."
     def __init__(self, steps: Sequence[Callable], known: Mapping[int, Any]): # by id, what is recorded without it
         self.home, self.known = package_of(steps[0]), known
+        self.places = {place_of(t) for t in known.values() if isinstance(t, Tensor)} - {None}
         self.holders: dict[Any, Holder] = {} # by what they hold
         self.named: dict[int, Names] = {} # those of attributes, by object
         self.shared: dict[int, Holder] = {} # dicts and lists that are parts of the run
@@ -732,9 +740,9 @@ class StepWalk(Walk):
         self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, inside)])
 
     def look_at_tensor(self, t: Tensor, name: str):
-        "Note a tensor with its gradient; one on the meta device has no values."
+        "Note a tensor with its gradient, unless it has no values (meta), or those of a part."
         if t.is_meta: return
-        self.note_leaf(t, TensorLeaf(t, name))
+        if place_of(t) not in self.places: self.note_leaf(t, TensorLeaf(t, name))
         if t.requires_grad and t.is_leaf:
             self.structure["grad", id(t)] = Names(t, name, ["grad"])
             self.add((t.grad, f"{name}.grad"))
@@ -786,11 +794,12 @@ class StepWalk(Walk):
 def owned_by_parts(
     objects: Iterable, # parts of a run
 ) -> dict[int, Any]: # by id
-    "Return the parts, and what is recorded with them: modules, parameters, buffers."
+    "Return the parts, and what is recorded with them: modules, parameters, buffers, weights in a dict or a list."
     out: dict[int, Any] = {}
     for obj in objects:
         own = [obj]
         if isinstance(obj, nn.Module): own += [*obj.modules(), *obj.parameters(), *obj.buffers()]
+        elif isinstance(obj, (dict, list)): own += weights_in(obj).values()
         out.update({id(x): x for x in own})
     return out
 

@@ -214,6 +214,7 @@ class Signs:
         self.highest = max((x for rates in self.rates.values() for x in rates), default=0.) # rate so far
         self.leapt: Leap | None = None # of a rate to far above all before, which is still there
         self.known = dict.fromkeys(self.watches, 0) # writes of the Governor when the latest update ended
+        self.latest: int | None = None # call of `watch` at the latest update
         self.relieved = False # somebody else looks at the state before and after the step, and tells what was written
         self.handles = [h for o in optimizers for h in (
             o.register_step_pre_hook(self._before), o.register_step_post_hook(self._after))]
@@ -246,6 +247,7 @@ class Signs:
 
     def _before(self, optimizer: torch.optim.Optimizer, *_):
         watch, mine, now = self.watches[id(optimizer)], id(optimizer), self.batch()
+        self.latest = now
         if self.relieved or self.known[mine] != self.writes(): watch.renew()
         elif (found := watch.start_of_step()) is not None:
             self.seen.append(Sign(batch=now, kind="written", what=", ".join(found.names[:3])))
@@ -267,6 +269,13 @@ class Signs:
         if self.leapt is None or self.batch() < self.leapt.batch + SETTLED: return ""
         return (f"the learning rate is {self.leapt.rate:.3g} from batch {self.leapt.batch} on, and was at most "
                 f"{self.highest:.3g} before")
+
+    @property
+    def unused(self) -> str: # empty: they are
+        "A sentence about optimizers that step no more, so that nothing of the updates is seen."
+        if self.latest is None or self.batch() <= self.latest + SETTLED: return ""
+        return (f"no optimizer among the parts has stepped since batch {self.latest}: if another one trains the "
+                "weights now, make a Governor with that one")
 
     def _after(self, optimizer: torch.optim.Optimizer, *_):
         if self.relieved: return
@@ -320,6 +329,11 @@ class UpdateWatch:
         return "" if self.signs is None else self.signs.leap
 
     @property
+    def unused(self) -> str: # empty: they are
+        "A sentence about optimizers that step no more; see `Signs`."
+        return "" if self.signs is None else self.signs.unused
+
+    @property
     def dropping(self) -> bool:
         "Whether the latest update of some optimizer was left out, so that the weights are what they were."
         return self.gate is not None and self.gate.dropping
@@ -365,7 +379,7 @@ class UpdateWatch:
         rise: int | None = None, # losses that the rise under observation has lasted
     ) -> bool:
         "Return whether something beside the loss has spoken against the weights since the good state."
-        if self.signs is None or self.gate is None: return unknown
+        if self.signs is None or self.gate is None or self.unused: return unknown
         watched, block = self.losses.watched, self.gate.config.block
         begun = good if rise is None else max(good, watched - rise - block) # steep before: not its sign
         late = 1 + (watched - begun) // block

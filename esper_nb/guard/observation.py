@@ -281,7 +281,7 @@ class RunComparison:
     def calibrate(self):
         "While nothing is wrong: ask whether older weights do worse."
         live, old = self.same.losses(None)
-        if not self.fall.is_far(float(off_scale(np.median(live), self.run.verdicts.linear))):
+        if len(live) and not self.fall.is_far(float(off_scale(np.median(live), self.run.verdicts.linear))):
             self.calibration.count(live[:, 0], old[:, 0])
 
     def blames_live(self, t: RiseMonitor) -> tuple[bool, float]: # whether; the loss of the old weights, in its units
@@ -289,8 +289,8 @@ class RunComparison:
         now, before = self.same.losses(None, t.is_absurd())
         if self.recorded:
             k = min(len(now), len(t.x)) # of the same batches, before a target moved, say
-            now[-k:] = np.minimum(now[-k:], np.array(t.x[-k:])[:, None])
-        old_loss = float(off_scale(np.median(before), self.run.verdicts.linear))
+            if k: now[-k:] = np.minimum(now[-k:], np.array(t.x[-k:])[:, None])
+        old_loss = float(off_scale(np.median(before), self.run.verdicts.linear)) if len(before) else math.nan
         rise = 0. if t.is_over() else t.rise / 2 if self.recorded else t.rise # on the same batches less is sure
         if self.recorded:
             better = self.same.blames(before, now, np.zeros(1))[0]
@@ -537,7 +537,8 @@ class RunCheckup:
     def take_stock(self, config: GovernorConfig):
         "While nothing is wrong: say what is strange about the run, and ask whether the loss measures the weights."
         run, comparison = self.run, self.comparison
-        if self.state.updates.leap: run.log.remark("rate", self.state.updates.leap)
+        for about, seen in (("rate", self.state.updates.leap), ("optimizer", self.state.updates.unused)):
+            if seen: run.log.remark(about, seen)
         text = self.course.look(run.verdicts.stats, run.verdicts.chance)
         if text and run.log.remark("course", text):
             report = run.verdicts.describe(config, "rise", run.losses.recent[-1])

@@ -117,6 +117,7 @@ class Repairs:
         self.dry: DryReplay | None = None # whether steps can be repeated; None: not tested yet
         self.between = BetweenSteps(snapshot, tell, alone)
         self.found: Explanation | None = None # the latest
+        self.altered = -1 # number of the latest step that was trained on again in another way than it was recorded
 
     @property
     def incident(self) -> RecordedIncident | None:
@@ -260,10 +261,14 @@ class Repairs:
         "Replay an incident, change one thing at a time, and return what cures it."
         self._settle()
         first, last = (incident.steps[0].number, incident.steps[-1].number) if incident.steps else (0, 0)
+        dry = self.known_since(first)
+        if dry is not None and dry.exact and incident.steps and first <= self.altered:
+            dry = replace(dry, exact=False, why=f"batches up to {self.altered} were trained on again in another way, "
+                          "which a replay does not repeat")
         def failed(why: str) -> Explanation:
             return Explanation(cause="unknown", why=f"no replay: {why}", first=first, last=last, begin=None)
         found = self._try(failed, lambda: find_cause(
-            incident, self.ranks, budget, all_of_them, dry=self.known_since(first), written=self._written(incident),
+            incident, self.ranks, budget, all_of_them, dry=dry, written=self._written(incident),
             is_bad=is_bad))
         if found.cause != "healthy": self.found = found
         return found
@@ -307,6 +312,7 @@ class Repairs:
             self.recorder.drop(report.lost[0] if report is not None and report.lost else 0)
             return None
         self.recorder.note_redone(losses)
+        if found is not None and {"rate", "inputs"} & {found.cause, *found.also}: self.altered = steps[-1].number
         left_out = [s.number for s, x in zip(steps, losses) if math.isnan(x)]
         return Redone(losses=tuple(x for x in losses if not math.isnan(x)), steps=len(losses),
                       lost=(left_out[0], left_out[-1]) if left_out else None)
@@ -409,6 +415,7 @@ class Recovery:
             report = self.run.log.amend(report, **_fields_of(found))
             self.run.log.say("batch %s: cause %s: %s", report.batch, found.cause, found.why)
             self.repairs.apply(found, config)
+            if found.cause == "rate": self.run.rates.cap(self.run.good.at().lr_factor, again=1) # by a schedule, too
             self._redo(found, config)
         if found.cause not in ("unknown", "step", "healthy", *RATE_CAUSES): self._refund(report)
 

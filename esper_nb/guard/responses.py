@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core import ModulePart
+from ..core import ModulePart, weights_in
 from .budget import Budget, blames_batch, is_extreme
 from .detector import RULES, LossStats, Verdict, off_scale, on_scale
-from .footprint import Footprint
+from .footprint import Footprint, place_of
 from .losses import LossQueue, Verdicts
 from .phases import Effect, PhaseMove
 from .probation import GoodFiles, GoodStates, SavedAt
@@ -64,9 +64,10 @@ def not_exchanged(
     """
     left = (*clocks_of(snapshot), *(name for name in ("governor_stats", "update_gate") if name in snapshot.parts))
     if absurd: return left
-    trained = {id(p) for g in rates.groups for p in g["params"]}
+    def at(p): return place_of(p) or id(p) # a module may hold the same memory as another tensor
+    trained = {at(p) for g in rates.groups for p in g["params"]}
     judges = [name for name, obj in snapshot.objects.items() if trained and isinstance(obj, torch.nn.Module)
-              and not any(id(p) in trained for p in obj.parameters())]
+              and not any(at(p) in trained for p in obj.parameters())]
     return (*left, *judges, *(name for name, obj in snapshot.objects.items() if isinstance(obj, Footprint)))
 
 # %% ../../nbs/guard/27_responses.ipynb #560ddfa9
@@ -282,6 +283,7 @@ class SameBatches:
             snapshot.restore(None if lanes is None or n == 1 else lanes, skip=left, stay=lanes is None)
             before = measure()
             snapshot.bring_back(live)
+        if len(now) != len(before): return now[:0], before[:0] # a step fails on one of them: nothing is known
         return now, before
 
     def blames(self, now: np.ndarray, before: np.ndarray, rise: np.ndarray) -> np.ndarray: # (k, n), (n,); (n,) bool
@@ -516,7 +518,8 @@ def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sent
     "Return hints about parts that seem to be missing."
     objects = list(snapshot.objects.values())
     optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
-    if not any(isinstance(p, ModulePart) or p.laned for p in snapshot.parts.values()):
+    bare = [k for k, obj in snapshot.objects.items() if isinstance(obj, (dict, list)) and weights_in(obj)]
+    if not bare and not any(isinstance(p, ModulePart) or p.laned for p in snapshot.parts.values()):
         own = ("streams", "governor_stats", "update_gate")
         names = ", ".join(k for k in snapshot.objects if k not in own) or "there are none"
         return [f"no model among the parts ({names}), so no weights will be restored; pass it: "

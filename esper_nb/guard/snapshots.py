@@ -860,13 +860,18 @@ def _has_state(obj) -> bool: return hasattr(obj, "state_dict") and hasattr(obj, 
 
 # %% ../../nbs/guard/12_snapshots.ipynb #234afbf3
 def _with_inner(parts: Sequence) -> list:
-    "Return parts, wrappers taken off, and the optimizers that live inside other optimizers."
+    "Return parts, wrappers taken off, and the optimizers that live inside other optimizers, or in place of them."
     out = [_unwrapped(obj) for obj in parts]
-    for obj in list(out):
-        if not isinstance(obj, torch.optim.Optimizer): continue
-        inner = [v for v in vars(obj).values() if isinstance(v, torch.optim.Optimizer)]
+    for obj in filter(_is_optimizer, list(out)):
+        held = [v for x in getattr(obj, "__dict__", {}).values() for v in (x, *_members(x))]
+        inner = [v for v in held if isinstance(v, torch.optim.Optimizer)]
+        if inner and not _has_state(obj): out = [o for o in out if o is not obj]
         out += [v for v in inner if not any(v is o for o in out)]
     return out
+
+def _is_optimizer(obj) -> bool: # also one of one's own, around one of torch's
+    if isinstance(obj, torch.optim.Optimizer): return True
+    return not isinstance(obj, nn.Module | type) and all(callable(getattr(obj, k, None)) for k in ("step", "zero_grad"))
 
 def _unwrapped(obj):
     """Return what a wrapper of a framework wraps: an optimizer in `.optimizer`, a scheduler in `.scheduler`.

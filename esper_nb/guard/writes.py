@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..core import weights_in
 from .footprint import bits_of
 
 # %% ../../nbs/guard/23_writes.ipynb #54049238
 def tensors_of_parts(
     parts: Mapping[str, Any], # by name
 ) -> dict[str, Tensor]: # by name
-    "Return parameters and buffers of modules, and what optimizers remember."
+    "Return parameters and buffers of modules, weights in dicts and lists, and what optimizers remember."
     out: dict[str, Tensor] = {}
     for name, obj in parts.items():
         if isinstance(obj, nn.Module):
@@ -31,6 +32,7 @@ def tensors_of_parts(
             params = [p for g in obj.param_groups for p in g["params"]]
             out |= {f"{name}.{i}.{k}": v for i, p in enumerate(params)
                     for k, v in obj.state.get(p, {}).items() if isinstance(v, Tensor)}
+        elif isinstance(obj, (dict, list)): out |= weights_in(obj, name)
     return out
 
 TensorTable = dict[str, Tensor | None]
