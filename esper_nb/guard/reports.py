@@ -382,8 +382,8 @@ class GovernorStop(RuntimeError):
         self.report = report
 
 # %% ../../nbs/guard/13_reports.ipynb #10c0ffef
-NAN_AGAIN = ("the restored weights give nan, too: look at batch, loss and code, and hand over what else the step keeps, "
-             "such as averaged weights")
+NAN_AGAIN = ("the restored weights give nan, too: look at batch, loss and code, and hand over what else the step "
+             "keeps, such as averaged weights")
 logger = logging.getLogger("esper_nb.governor")
 _LEVELS = dict(note=logging.INFO, warning=logging.WARNING, critical=logging.ERROR)
 
