@@ -3,7 +3,7 @@
     python -m benchmarks.lanes                       # some minutes on a quiet machine
     python -m benchmarks.lanes --quick --out x.json  # only to see that it works
     python -m benchmarks.lanes --only counts         # how many networks: images for a second of the processor, memory
-    python -m benchmarks.lanes --only fused          # blocks in one pass: six minutes; needs Numba
+    python -m benchmarks.lanes --only fused          # blocks in one pass: twenty minutes; needs Numba
 
 Writes nbs/explanations/bench_lanes.json, which results.ipynb and benchmarks.ipynb beside it draw.
 """
@@ -249,7 +249,10 @@ def run_lane_bench(
     if only != "counts":
         passes, rounds = (1, 2) if quick else (3, 3)
         cases = [case for case in LANE_CASES if case.precision == "fp32" and (case.quick or not quick)]
-        result["fused"] = dict(machine=machine(), rows=[fused_row(case, passes, rounds) for case in cases])
+        result["fused"] = dict(machine=machine(), rows=[])
+        for case in cases:
+            result["fused"]["rows"].append(fused_row(case, passes, rounds))
+            out.write_text(json.dumps(result, indent=1) + "\n")
     out.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
