@@ -79,40 +79,44 @@ def measure(x, stats, fresh): # (rows, W*C) float32; (2, C) float64 and float32,
         fresh[1, c] = var * count / (count - 1)
 
 # %% ../../nbs/core/12_fused.ipynb #fus0000d
-def scale(stats, weight, bias, eps, by): # (2, C) float64; (C,) float32; by: (4, C) float64, written
-    "What a batch norm does to a channel: rows a and b of a x + b, the mean, and one over the standard deviation."
+def scale(stats, weight, bias, eps, line): # (2, C) float64, of `measure`; (C,) float32; line: (2, C) float64, written
+    "A batch norm is a x + b: find a and b of every channel, and turn variances into 1 / standard deviation."
     for c in range(len(weight)):
-        inverse = 1 / np.sqrt(stats[1, c] + eps)
-        by[0, c] = weight[c] * inverse
-        by[1, c] = bias[c] - stats[0, c] * weight[c] * inverse
-        by[2, c] = stats[0, c]
-        by[3, c] = inverse
+        stats[1, c] = 1 / np.sqrt(stats[1, c] + eps)
+        line[0, c] = weight[c] * stats[1, c]
+        line[1, c] = bias[c] - stats[0, c] * line[0, c]
 
-def rectify(x, by, y): # (rows, W*C) float32, (4, C) of `scale`; (rows, W*C), written
+def rectify(x, line, y): # (rows, W*C) float32, (2, C) of `scale`; (rows, W*C), written
     "y = ReLU(a x + b); what is not a number stays so."
     rows, width = x.shape
     a = np.zeros(width, np.float32)
     b = np.zeros(width, np.float32)
     for k in range(width):
-        a[k] = by[0, k % by.shape[1]]
-        b[k] = by[1, k % by.shape[1]]
+        a[k] = line[0, k % line.shape[1]]
+        b[k] = line[1, k % line.shape[1]]
     for r in range(rows):
         for k in range(width):
             v = a[k] * x[r, k] + b[k]
             y[r, k] = np.float32(0) if v <= 0 else v
 
-def rectify_back(x, by, share, dy, dx, grads): # (rows, W*C) and (2, C), both written
+def rectify_back(x, line, stats, share, dy, dx, grads): # (rows, W*C) and (2, C), both written
     """Gradients of the features, and of weight and bias.
 
     `share` is one over the numbers of a channel; 0 where the statistics are constants, on which x has no influence.
     """
     rows, width = x.shape
-    channels = by.shape[1]
-    table = np.zeros((7, width), np.float32)
+    channels = line.shape[1]
+    a = np.zeros(width, np.float32)
+    b = np.zeros(width, np.float32)
+    near = np.zeros(width, np.float32)
+    one = np.zeros(width, np.float32)
+    two = np.zeros(width, np.float32)
+    e = np.zeros(width, np.float32)
+    f = np.zeros(width, np.float32)
     for k in range(width):
-        for j in range(3):
-            table[j, k] = by[j, k % channels]
-    a, b, near, one, two, e, f = table[0], table[1], table[2], table[3], table[4], table[5], table[6]
+        a[k] = line[0, k % channels]
+        b[k] = line[1, k % channels]
+        near[k] = stats[0, k % channels]
     total = np.zeros((2, width))
     for first in range(0, rows, BLOCK):
         for k in range(width):
@@ -132,13 +136,13 @@ def rectify_back(x, by, share, dy, dx, grads): # (rows, W*C) and (2, C), both wr
         for k in range(c, width, channels):
             s += total[0, k]
             q += total[1, k]
-        q += s * (near[c] - by[2, c]) # about the mean itself
-        grads[0, c] = q * by[3, c]
+        q += s * (near[c] - stats[0, c]) # about the mean itself
+        grads[0, c] = q * stats[1, c]
         grads[1, c] = s
-        slope = -by[0, c] * by[3, c] * by[3, c] * q * share
+        slope = -line[0, c] * stats[1, c]**2 * q * share
         for k in range(c, width, channels):
             e[k] = slope
-            f[k] = -by[0, c] * s * share - slope * by[2, c]
+            f[k] = -line[0, c] * s * share - slope * stats[0, c]
     for r in range(rows):
         for k in range(width): # two loops of few arrays each: a compiler can tell that they do not overlap
             dx[r, k] = np.float32(0) if a[k] * x[r, k] + b[k] <= 0 else dy[r, k]
@@ -146,11 +150,11 @@ def rectify_back(x, by, share, dy, dx, grads): # (rows, W*C) and (2, C), both wr
             dx[r, k] = a[k] * dx[r, k] + e[k] * x[r, k] + f[k]
 
 # %% ../../nbs/core/12_fused.ipynb #fus0000f
-def pool_windows(x, by, y, which): # (rows, 2, w, 2, C), (4, C); (rows, w, C) float32 and uint8, both written
+def pool_windows(x, line, y, which): # (rows, 2, w, 2, C), (2, C); (rows, w, C) float32 and uint8, both written
     "The largest of ReLU(a x + b) in every window, and its place: 0 to 3, or 4 where nothing is above zero."
     rows, wide, channels = y.shape
-    a = by[0].astype(np.float32)
-    b = by[1].astype(np.float32)
+    a = line[0].astype(np.float32)
+    b = line[1].astype(np.float32)
     for r in range(rows):
         for k in range(wide):
             for c in range(channels):
@@ -174,14 +178,15 @@ def pool_windows(x, by, y, which): # (rows, 2, w, 2, C), (4, C); (rows, w, C) fl
                 y[r, k, c] = m
                 which[r, k, c] = w
 
-def pool_back(x, by, share, dy, which, dx, grads): # share: as above
+def pool_back(x, line, stats, share, dy, which, dx, grads): # share: as above
     "Gradients of the features (rows, 2, w, 2, C), and (2, C) of weight and bias, both written."
     rows, wide, channels = dy.shape
-    table = np.zeros((6, channels), np.float32)
-    for c in range(channels):
-        table[0, c] = by[0, c]
-        table[1, c] = by[2, c]
-    a, near, one, two, e, f = table[0], table[1], table[2], table[3], table[4], table[5]
+    a = line[0].astype(np.float32)
+    near = stats[0].astype(np.float32)
+    one = np.zeros(channels, np.float32)
+    two = np.zeros(channels, np.float32)
+    e = np.zeros(channels, np.float32)
+    f = np.zeros(channels, np.float32)
     total = np.zeros((2, channels))
     for r in range(rows):
         for c in range(channels):
@@ -205,12 +210,12 @@ def pool_back(x, by, share, dy, which, dx, grads): # share: as above
             total[1, c] += two[c]
     for c in range(channels):
         s = total[0, c]
-        q = total[1, c] + s * (near[c] - by[2, c]) # about the mean itself
-        grads[0, c] = q * by[3, c]
+        q = total[1, c] + s * (near[c] - stats[0, c]) # about the mean itself
+        grads[0, c] = q * stats[1, c]
         grads[1, c] = s
-        slope = -by[0, c] * by[3, c] * by[3, c] * q * share
+        slope = -line[0, c] * stats[1, c]**2 * q * share
         e[c] = slope
-        f[c] = -by[0, c] * s * share - slope * by[2, c]
+        f[c] = -line[0, c] * s * share - slope * stats[0, c]
     for r in range(rows):
         for h in range(2):
             left = np.uint8(2 * h)
@@ -250,7 +255,8 @@ def has_numba() -> bool:
 # %% ../../nbs/core/12_fused.ipynb #fus00015
 class Scaling(NamedTuple):
     "What a batch norm does to every channel."
-    by: np.ndarray # (4, C) float64: as of `scale`
+    line: np.ndarray # (2, C) float64: a and b of a x + b
+    stats: np.ndarray # (2, C) float64: mean, and 1 / standard deviation
     share: float # one over how many numbers the statistics were computed of; 0: they are constants
 
     @classmethod
@@ -268,9 +274,9 @@ class Scaling(NamedTuple):
         else: stats[:] = means.numpy(), variances.numpy()
         if norm.affine: weight, bias = norm.weight.detach().numpy(), norm.bias.detach().numpy()
         else: weight, bias = np.ones(channels, np.float32), np.zeros(channels, np.float32)
-        by = np.empty((4, channels))
-        run.scale(stats, weight, bias, norm.eps, by)
-        return cls(by, share)
+        line = np.empty((2, channels))
+        run.scale(stats, weight, bias, norm.eps, line)
+        return cls(line, stats, share)
 
 class _NormRelu(torch.autograd.Function):
     @staticmethod
@@ -280,22 +286,22 @@ class _NormRelu(torch.autograd.Function):
         ctx.scaling, ctx.which = scaling, None
         if not pool:
             y = torch.empty_like(x)
-            compiled().rectify(rows_of(x), scaling.by, rows_of(y))
+            compiled().rectify(rows_of(x), scaling.line, rows_of(y))
             return y
         y = torch.empty((b, c, high // 2, wide // 2), memory_format=torch.channels_last)
         ctx.which = np.empty((b * high // 2, wide // 2, c), np.uint8)
-        compiled().pool_windows(windows_of(x), scaling.by, rows_of(y).reshape(ctx.which.shape), ctx.which)
+        compiled().pool_windows(windows_of(x), scaling.line, rows_of(y).reshape(ctx.which.shape), ctx.which)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upper):
         x, = ctx.saved_tensors
-        (by, share), which = ctx.scaling, ctx.which
+        which = ctx.which
         dx, grads = torch.empty_like(x), np.empty((2, x.shape[1]), np.float32)
         dy = rows_of(upper.contiguous(memory_format=torch.channels_last))
-        if which is None: compiled().rectify_back(rows_of(x), by, share, dy, rows_of(dx), grads)
-        else: compiled().pool_back(windows_of(x), by, share, dy.reshape(which.shape), which, windows_of(dx), grads)
+        if which is None: compiled().rectify_back(rows_of(x), *ctx.scaling, dy, rows_of(dx), grads)
+        else: compiled().pool_back(windows_of(x), *ctx.scaling, dy.reshape(which.shape), which, windows_of(dx), grads)
         found = (dx, *torch.from_numpy(grads))
         return *(g if k else None for g, k in zip(found, ctx.needs_input_grad)), None, None
 
