@@ -13,28 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import loops
 from benchmarks.foreign_loops import TRAIN, Adam, Reader, X, Y, counting_text, mlp
-from benchmarks.loops import stream
+from benchmarks.loops import Fault, huge_batch, rate, sign_error, stream, wrong_targets
 
 STEPS, FAULT_AT = 500, 250
 
 
-class Loop:
-    "A network, its optimizer and its batches."
-    chance: float | None = None # loss of a network that has learnt nothing
-    size = 64 # examples a batch
-
+class Loop(loops.Loop):
+    "A network, its optimizer and its batches: no schedule, and nothing is counted."
     def __init__(self, seed: int):
         torch.manual_seed(seed)
         self.seed, self.sign = seed, 1.
         self.build()
-
-    def build(self): raise NotImplementedError
-    def loss(self, batch) -> Tensor: raise NotImplementedError
-    def batch(self, i: int): raise NotImplementedError
-    def score(self) -> float: raise NotImplementedError
-    def wrong_labels(self, batch, g: torch.Generator): raise NotImplementedError
-    def scaled(self, batch, factor: float): return (batch[0] * factor, *batch[1:])
 
     def step(self, batch) -> Tensor:
         "Train on a batch; its loss."
@@ -45,7 +36,6 @@ class Loop:
         return loss.detach()
 
     def parts(self) -> tuple: return self.net, self.opt
-    def rows(self, i: int, n: int) -> Tensor: return torch.randint(n, (self.size,), generator=stream(self.seed, 1, i))
 
     @torch.no_grad()
     def judged(self, measure: Callable[[], Tensor]) -> float:
@@ -58,12 +48,17 @@ class Loop:
 
 class Pictures(Loop):
     "Digits and their labels."
-    chance = math.log(10)
+    chance, sizes, rate = math.log(10), (64, 64, 10), 2e-3
+
+    def build(self):
+        self.net = mlp(*self.sizes)
+        self.opt = Adam(self.net.parameters(), self.rate)
+
     def batch(self, i):
         at = self.rows(i, TRAIN)
         return X[at], Y[at]
     def loss(self, batch): return F.cross_entropy(self.net(batch[0]), batch[1])
-    def wrong_labels(self, batch, g): return batch[0], torch.randint(10, batch[1].shape, generator=g)
+    def wrong_targets(self, batch, g): return batch[0], torch.randint(10, batch[1].shape, generator=g)
     def score(self): return self.judged(lambda: F.cross_entropy(self.net(X[TRAIN:]), Y[TRAIN:]))
 
 
@@ -78,7 +73,7 @@ class CarriedState(Loop):
         self.other = counting_text(201, 32, stream(1))
 
     def batch(self, i): return self.text[:, 10 * i:10 * i + 10], self.text[:, 10 * i + 1:10 * i + 11]
-    def wrong_labels(self, batch, g): return batch[0], torch.randint(8, batch[1].shape, generator=g)
+    def wrong_targets(self, batch, g): return batch[0], torch.randint(8, batch[1].shape, generator=g)
     def scaled(self, batch, factor): return torch.zeros_like(batch[0]), batch[1]
 
     def loss(self, batch):
@@ -116,7 +111,7 @@ class UNet(Loop):
 
     def batch(self, i): return self.noisy(X[self.rows(i, TRAIN)], stream(self.seed, 2, i))
     def loss(self, batch): return F.binary_cross_entropy_with_logits(self.net(batch[0]), batch[1])
-    def wrong_labels(self, batch, g): return batch[0], batch[1][torch.randperm(self.size, generator=g)].flip(2)
+    def wrong_targets(self, batch, g): return batch[0], batch[1][torch.randperm(self.size, generator=g)].flip(2)
 
     def score(self):
         x, y = self.noisy(X[TRAIN:], stream(2))
@@ -138,7 +133,7 @@ class Contrastive(Loop):
         a, b = F.normalize(self.net(batch[0]), dim=2)
         return F.cross_entropy(a @ b.T / .1, torch.arange(len(a)))
 
-    def wrong_labels(self, batch, g):
+    def wrong_targets(self, batch, g):
         return torch.stack([batch[0][0], batch[0][1][torch.randperm(self.size, generator=g)]]), 0
 
     @torch.no_grad()
@@ -204,12 +199,14 @@ class LearntVariance(Loop):
         off = (off / (self.net.spread.exp() + .01) + (self.net.spread.exp() + .01).log()).sum(1) / 2
         return (off + (mean.square() + log_var.exp() - 1 - log_var).sum(1) / 2).mean()
 
-    def wrong_labels(self, batch, g): return *batch[:2], batch[2][torch.randperm(self.size, generator=g)]
+    def wrong_targets(self, batch, g): return *batch[:2], batch[2][torch.randperm(self.size, generator=g)]
     def scaled(self, batch, factor): return batch[0] * factor, batch[1], batch[2] * factor
 
     @torch.no_grad()
     def score(self): return self.loss((X[TRAIN:], torch.randn(297, 6, generator=stream(2)), X[TRAIN:])).item()
 
+
+def three_classes(x: Tensor) -> Tensor: return (x[:, :3].sum(1) > 0).long() + (x[:, 3:6].sum(1) > 0).long()
 
 class Table(Loop):
     "A plain network on a table of twenty columns, three classes."
@@ -217,7 +214,7 @@ class Table(Loop):
 
     def build(self):
         self.x = torch.randn(3000, 20, generator=stream(4))
-        self.y = (self.x[:, :3].sum(1) > 0).long() + (self.x[:, 3:6].sum(1) > 0).long()
+        self.y = three_classes(self.x)
         self.net = self.make()
         self.opt = Adam(self.net.parameters(), 2e-3)
 
@@ -226,7 +223,7 @@ class Table(Loop):
         at = self.rows(i, 2000)
         return self.x[at], self.y[at]
     def loss(self, batch): return F.cross_entropy(self.net(batch[0]), batch[1])
-    def wrong_labels(self, batch, g): return batch[0], torch.randint(3, batch[1].shape, generator=g)
+    def wrong_targets(self, batch, g): return batch[0], torch.randint(3, batch[1].shape, generator=g)
     def score(self): return self.judged(lambda: F.cross_entropy(self.net(self.x[2000:]), self.y[2000:]))
 
 
@@ -255,7 +252,7 @@ class Attention(Loop):
 
     def batch(self, i): return self.ask(stream(self.seed, 2, i), self.size)
     def loss(self, batch): return F.cross_entropy(self.net(batch[0]), batch[1])
-    def wrong_labels(self, batch, g): return batch[0], torch.randint(6, batch[1].shape, generator=g)
+    def wrong_targets(self, batch, g): return batch[0], torch.randint(6, batch[1].shape, generator=g)
     def scaled(self, batch, factor): return torch.zeros_like(batch[0]), batch[1]
     def score(self):
         x, y = self.ask(stream(2), 500)
@@ -279,7 +276,7 @@ class Siamese(Loop):
         far = 1 - F.cosine_similarity(self.net(batch[0]), self.net(batch[1]))
         return F.mse_loss(far, batch[2])
 
-    def wrong_labels(self, batch, g): return *batch[:2], batch[2][torch.randperm(self.size, generator=g)]
+    def wrong_targets(self, batch, g): return *batch[:2], batch[2][torch.randperm(self.size, generator=g)]
     def score(self):
         at = torch.arange(TRAIN, 1797)
         return self.judged(lambda: self.loss(self.pairs(at[:148], at[148:296])))
@@ -299,24 +296,9 @@ def nan_weight(loop, k, batch, g):
     if k == 0: matrices(loop)[-1].view(-1)[2] = math.nan
     return batch
 
-def huge_batch(loop, k, batch, g): return loop.scaled(batch, 1e4) if k == 0 else batch
-
 def burst(n):
     "Inputs that somebody forgot to divide by 255, n batches."
     def fault(loop, k, batch, g): return loop.scaled(batch, 255.) if k < n else batch
-    return fault
-
-def rate(n):
-    "The learning rate × 30, for n steps."
-    def fault(loop, k, batch, g):
-        if k in (0, n):
-            for group in loop.opt.param_groups: group["lr"] *= 30 if k == 0 else 1 / 30
-        return batch
-    return fault
-
-def labels(n):
-    "Labels of nothing, n batches."
-    def fault(loop, k, batch, g): return loop.wrong_labels(batch, g) if k < n else batch
     return fault
 
 def garbage_moments(loop, k, batch, g):
@@ -328,10 +310,6 @@ def garbage_moments(loop, k, batch, g):
 
 def dead_layer(loop, k, batch, g):
     if k == 0: matrices(loop)[0].mul_(1e-3)
-    return batch
-
-def sign_flip(loop, k, batch, g):
-    loop.sign = -1. if k < 20 else 1.
     return batch
 
 def steep(loop, k, batch, g):
@@ -360,12 +338,11 @@ def poisoned_variance(loop, k, batch, g):
             if name.endswith("running_var"): b.mul_(1e4)
     return batch
 
-Fault = Callable[[Loop, int, tuple, torch.Generator], tuple]
 FAULTS: dict[str, Fault] = {
     "NaN weight": nan_weight, "one batch × 1e4": huge_batch, "20 batches × 255": burst(20),
     "60 batches × 255": burst(60), "rate × 30, 8 steps": rate(8), "rate × 30 for good": rate(-1),
-    "wrong labels, 30 batches": labels(30), "wrong labels, 50 batches": labels(50),
-    "garbage moments": garbage_moments, "dead layer": dead_layer, "sign flip, 20 steps": sign_flip,
+    "wrong labels, 30 batches": wrong_targets(30), "wrong labels, 50 batches": wrong_targets(50),
+    "garbage moments": garbage_moments, "dead layer": dead_layer, "sign flip, 20 steps": sign_error,
     "one gradient × 1000": steep, "bit flip": bit_flip, "noise × .5": noise(.5), "noise × 1": noise(1.),
     "noise × 2": noise(2.), "noise × 4": noise(4.), "poisoned variance": poisoned_variance}
 NORMED = ("unet", "finetune", "normed") # loops that have running variances
@@ -396,7 +373,7 @@ class Story(Loop):
     mendable = True # by what a guard can do while the run goes on; the code itself it can't
 
     def __init__(self, seed: int, ill: bool = True):
-        self.ill = ill
+        self.ill, self.taken = ill, 0 # taken: micro-batches or steps, in stories whose step counts them
         super().__init__(seed)
 
     def between(self, i: int): "What the author does before step i."
@@ -405,47 +382,48 @@ class Story(Loop):
         return torch.randperm(n, generator=stream(self.seed, 4, i // per))[i % per * self.size:][:self.size]
 
 
-class SamePair(Story):
-    "A distance between a picture and itself: its loss is finite, its gradient is not, and comes once an epoch."
+class Rows(Story):
+    "A story of 640 rows, each once an epoch, and others for the score."
     size, true = 32, ("data",)
-
-    def build(self):
-        g = stream(self.seed, 1)
-        self.a, self.b = torch.randn(800, 8, generator=g), torch.randn(800, 8, generator=g)
-        self.aim = (self.a - self.b)[:, :3].norm(dim=1)
-        self.b[300], self.aim[300] = self.a[300], 0
-        self.net = mlp(8, 32, 8)
-        self.opt = Adam(self.net.parameters(), 3e-3)
+    data: tuple[Tensor, ...] # of all rows: inputs, and targets last
 
     def batch(self, i):
         at = self.epoch_rows(i, 640)
-        return self.a[at], self.b[at], self.aim[at]
+        return tuple(t[at] for t in self.data)
+
+    @torch.no_grad()
+    def score(self): return self.loss(tuple(t[640:] for t in self.data)).item()
+
+
+class SamePair(Rows):
+    "A distance between a picture and itself: its loss is finite, its gradient is not, and comes once an epoch."
+    def build(self):
+        g = stream(self.seed, 1)
+        a, b = torch.randn(800, 8, generator=g), torch.randn(800, 8, generator=g)
+        aim = (a - b)[:, :3].norm(dim=1)
+        b[300], aim[300] = a[300], 0
+        self.data = a, b, aim
+        self.net = mlp(8, 32, 8)
+        self.opt = Adam(self.net.parameters(), 3e-3)
 
     def loss(self, batch):
         far = (self.net(batch[0]) - self.net(batch[1])).square().sum(1)
         return ((far + (0. if self.ill else 1e-9)).sqrt() - batch[2]).square().mean()
 
-    def score(self):
-        with torch.no_grad(): return self.loss((self.a[640:], self.b[640:], self.aim[640:])).item()
 
-
-class EmptyText(Story):
+class EmptyText(Rows):
     "One text of 640 has no word: its attention is 0 / 0, once an epoch."
-    chance, size, true = math.log(4), 32, ("data",)
+    chance = math.log(4)
 
     def build(self):
         g = stream(self.seed, 1)
-        self.x = torch.randint(1, 20, (800, 12), generator=g)
-        self.x[torch.arange(12) >= torch.randint(4, 13, (800, 1), generator=g)] = 0
-        self.y = (self.x % 4 == 1).sum(1).clamp(max=3)
-        self.x[300] = 0
+        x = torch.randint(1, 20, (800, 12), generator=g)
+        x[torch.arange(12) >= torch.randint(4, 13, (800, 1), generator=g)] = 0
+        self.data = x, (x % 4 == 1).sum(1).clamp(max=3)
+        x[300] = 0
         self.read, self.mark, self.say = nn.Embedding(20, 24), nn.Linear(24, 1), mlp(24, 48, 4)
         self.net = nn.ModuleList([self.read, self.mark, self.say])
         self.opt = Adam(self.net.parameters(), 5e-3)
-
-    def batch(self, i):
-        at = self.epoch_rows(i, 640)
-        return self.x[at], self.y[at]
 
     def loss(self, batch):
         seen = self.read(batch[0])
@@ -453,62 +431,42 @@ class EmptyText(Story):
         if not self.ill: marks = marks.masked_fill((batch[0] == 0).all(1, keepdim=True), 0.)
         return F.cross_entropy(self.say((marks.softmax(1)[..., None] * seen).sum(1) * 4), batch[1])
 
-    def score(self):
-        with torch.no_grad(): return self.loss((self.x[640:], self.y[640:])).item()
 
-
-class LogOfZero(Story):
+class LogOfZero(Rows):
     "`where(x > 0, log(x), 0)` of a count that is 0 in two rows: its loss is finite, its gradient is not."
-    size, true = 32, ("data",)
-
     def build(self):
-        g = stream(self.seed, 1)
-        self.x = torch.rand(800, 6, generator=g) + .05
-        self.y = self.x.log().sum(1, keepdim=True)
-        self.x[300, 2] = self.x[310, 4] = 0.
+        x = torch.rand(800, 6, generator=stream(self.seed, 1)) + .05
+        self.data = x, x.log().sum(1, keepdim=True)
+        x[300, 2] = x[310, 4] = 0.
         self.net = nn.ModuleDict(dict(scale=nn.Linear(6, 6, bias=False), say=mlp(6, 32, 1)))
         nn.init.eye_(self.net["scale"].weight)
         self.opt = Adam(self.net.parameters(), 3e-3)
-
-    def batch(self, i):
-        at = self.epoch_rows(i, 640)
-        return self.x[at], self.y[at]
 
     def loss(self, batch):
         x = batch[0] * self.net["scale"].weight.diagonal()
         seen = torch.where(x > 0, x, torch.ones(())).log() if not self.ill else torch.where(x > 0, x.log(), 0.)
         return F.mse_loss(self.net["say"](seen), batch[1])
 
-    def score(self):
-        with torch.no_grad(): return self.loss((self.x[640:], self.y[640:])).item()
 
-
-class RowOf1e20(Story):
+class RowOf1e20(Rows):
     "A row of 1e20 in a table: batch norm hides it from the loss, and its running variance is infinite for good."
-    chance, size, true = math.log(3), 32, ("data",)
+    chance = math.log(3)
 
     def build(self):
-        g = stream(self.seed, 1)
-        self.x = torch.randn(1000, 20, generator=g)
-        self.y = (self.x[:, :3].sum(1) > 0).long() + (self.x[:, 3:6].sum(1) > 0).long()
-        if self.ill: self.x[300] *= 1e20
+        x = torch.randn(1000, 20, generator=stream(self.seed, 1))
+        self.data = x, three_classes(x)
+        if self.ill: x[300] *= 1e20
         self.net = nn.Sequential(nn.BatchNorm1d(20), nn.Linear(20, 48), nn.ReLU(), nn.Linear(48, 3))
         self.opt = Adam(self.net.parameters(), 3e-3)
 
-    def batch(self, i):
-        at = self.epoch_rows(i, 640)
-        return self.x[at], self.y[at]
     def loss(self, batch): return F.cross_entropy(self.net(batch[0]), batch[1])
-    def score(self): return self.judged(lambda: F.cross_entropy(self.net(self.x[640:]), self.y[640:]))
+    def score(self): return self.judged(super().score)
 
 
 class HalfMoments(Pictures, Story):
     "Resumed in the middle from moments that were stored in half precision: the small squares have become 0."
     true, chance = ("external", "moments"), None
-
-    def build(self):
-        self.net = mlp(64, 48, 48, 10)
-        self.opt = Adam(self.net.parameters(), 1e-2)
+    sizes, rate = (64, 48, 48, 10), 1e-2
 
     def loss(self, batch): return 1e-3 * super().loss(batch)
     def between(self, i):
@@ -518,11 +476,10 @@ class HalfMoments(Pictures, Story):
 
 class AverageLeft(Pictures, Story):
     "After every validation the slow averaged weights stay in the network."
-    true = ("external",)
+    true, rate = ("external",), 1e-3
 
     def build(self):
-        self.net = mlp(64, 64, 10)
-        self.opt = Adam(self.net.parameters(), 1e-3)
+        super().build()
         self.slow = copy.deepcopy(self.net)
 
     def between(self, i):
@@ -546,10 +503,7 @@ class RateFromStart(Pictures, Story):
 
 class HeadLost(Pictures, Story):
     "Resumed in the middle without the last layer, which is as it was made; its moments are there."
-    true = ("external",)
-    def build(self):
-        self.net = mlp(64, 64, 10)
-        self.opt = Adam(self.net.parameters(), 1e-3)
+    true, rate = ("external",), 1e-3
     def between(self, i):
         if self.ill and i == FAULT_AT: self.net[-1].reset_parameters()
 
@@ -598,11 +552,7 @@ class RowsNotScaled(LearntVariance, Story):
 
 class OneMicroBatch(Pictures, Story):
     "Four micro-batches an update, counted by the loop; one micro-batch of 500 is not a number."
-    size, true = 16, ("data",)
-
-    def build(self):
-        self.net, self.taken = mlp(64, 64, 10), 0
-        self.opt = Adam(self.net.parameters(), 3e-3)
+    size, rate, true = 16, 3e-3, ("data",)
 
     def batch(self, i):
         x, y = super().batch(i)
@@ -622,10 +572,6 @@ class Glitch(Table, Story):
     "The step's own augmentation goes wrong once, by a counter: one batch × 300 with its labels in reverse."
     true = ("data", "step")
 
-    def build(self):
-        super().build()
-        self.taken = 0
-
     def step(self, batch):
         if self.ill and self.taken == FAULT_AT: batch = batch[0] * 300, batch[1].flip(0)
         self.taken += 1
@@ -635,10 +581,6 @@ class Glitch(Table, Story):
 class RateInStep(Table, Story):
     "The step sets the rate itself, from a counter, and for eight steps a hundred times too high."
     true = ("rate",)
-
-    def build(self):
-        super().build()
-        self.taken = 0
 
     def step(self, batch):
         high = self.ill and FAULT_AT <= self.taken < FAULT_AT + 8
@@ -650,10 +592,6 @@ class RateInStep(Table, Story):
 class SignInStep(Pictures, Story):
     "The step turns its loss around for 40 steps, by a counter of its own."
     true = ("step",)
-
-    def build(self):
-        self.net, self.taken = mlp(64, 64, 10), 0
-        self.opt = Adam(self.net.parameters(), 2e-3)
 
     def loss(self, batch):
         turned = self.ill and FAULT_AT <= self.taken < FAULT_AT + 40

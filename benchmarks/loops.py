@@ -352,22 +352,29 @@ def garbage_momentum(loop, k, batch, g):
             m.copy_(torch.randn(m.shape, generator=g) * (20 * m.std() + 1e-3))
     return batch
 
-def rate_30(loop, k, batch, g):
-    if k in (0, 5):
-        for group in loop.opt.param_groups: group["lr"] *= 30 if k == 0 else 1 / 30
-    return batch
+def rate(n):
+    "The learning rate × 30, for n steps."
+    def fault(loop, k, batch, g):
+        if k in (0, n):
+            for group in loop.opt.param_groups: group["lr"] *= 30 if k == 0 else 1 / 30
+        return batch
+    return fault
 
 def sign_error(loop, k, batch, g):
     loop.sign = -1. if k < 20 else 1.
     return batch
 
-def wrong_targets(loop, k, batch, g): return loop.wrong_targets(batch, g) if k < 50 else batch
+def wrong_targets(n):
+    "Targets of nothing, n batches."
+    def fault(loop, k, batch, g): return loop.wrong_targets(batch, g) if k < n else batch
+    return fault
+
 def huge_batch(loop, k, batch, g): return loop.scaled(batch, 1e4) if k == 0 else batch
 def wrong_scale(loop, k, batch, g): return loop.scaled(batch, .2)
 
 Fault = Callable[[Loop, int, tuple, torch.Generator], tuple]
 FAULTS: dict[str, Fault] = {
     "NaN weight": nan_weight, "exponent flip": exponent_flip, "dead layer": dead_layer, "inf second moment": inf_moment,
-    "garbage momentum": garbage_momentum, "rate × 30, 5 steps": rate_30, "sign error, 20 steps": sign_error,
-    "wrong targets, 50 steps": wrong_targets, "one batch × 1e4": huge_batch, "wrong scale for good": wrong_scale}
+    "garbage momentum": garbage_momentum, "rate × 30, 5 steps": rate(5), "sign error, 20 steps": sign_error,
+    "wrong targets, 50 steps": wrong_targets(50), "one batch × 1e4": huge_batch, "wrong scale for good": wrong_scale}
 BEYOND = ("wrong scale for good",) # no rollback can mend what goes on
