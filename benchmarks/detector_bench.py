@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import math
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -90,18 +91,19 @@ def governor(x):
     return out
 
 
-def lightning(x, window=10, rtol=2.):
-    "`SpikeDetection`: not finite; or worse than the last loss and 2 × the mean of ten above it, kept out of the mean."
-    n = x.shape[1]
-    ring, seen, last, out = np.zeros((window, n)), np.zeros(n, int), np.zeros(n), np.zeros(x.shape, bool)
-    for t, losses in enumerate(x):
-        mean = ring.sum(0) / np.clip(seen, 1, window)
-        with np.errstate(invalid="ignore"): far = np.abs(losses - mean) >= rtol * mean
-        out[t] = (~np.isfinite(losses) | (losses > last) & far) & (t > 0)
-        i = np.flatnonzero(~out[t])
-        ring[seen[i] % window, i], last[i] = losses[i], losses[i]
-        seen[i] += 1
-    return out
+class SpikeDetection:
+    "Lightning's rule: not finite; or worse than the last loss and 2 × the mean of ten above it, kept out of the mean."
+    def __init__(self, window=10, rtol=2.): self.recent, self.rtol, self.last = deque(maxlen=window), rtol, math.nan
+
+    def __call__(self, loss):
+        mean = sum(self.recent) / max(1, len(self.recent))
+        spike = not math.isfinite(loss) or loss > self.last and abs(loss - mean) >= self.rtol * mean
+        if spike and not math.isnan(self.last): return True
+        self.recent.append(loss)
+        self.last = loss
+        return False
+
+def lightning(x): return np.array([list(map(SpikeDetection(), losses)) for losses in x.T.tolist()]).T
 
 
 def llm_foundry(x, window=100, patience=4, multiplier=2., cap=10.):

@@ -101,28 +101,36 @@ class ZClip(Alone):
         for opt in parts:
             if isinstance(opt, torch.optim.Optimizer): opt.register_step_pre_hook(Clip(self.acts))
 
+class ZClipRule:
+    "ZClip: running mean and variance of the norm (.97), clipped above z = 2.5 to mean + 2.5²/z · σ, 25 to warm up."
+    def __init__(self): self.first, self.mean, self.variance, self.z = [], 0., 0., None
+
+    def __call__(self, norm): # the norm to clip to
+        if len(self.first) < 25:
+            self.first.append(norm)
+            self.mean = sum(self.first) / len(self.first)
+            self.variance = sum((x - self.mean)**2 for x in self.first) / len(self.first)
+            return norm
+        sigma = math.sqrt(self.variance) + 1e-12
+        self.z = (norm - self.mean) / sigma
+        kept = self.mean + 2.5**2 / self.z * sigma if self.z > 2.5 else norm
+        self.mean = .97 * self.mean + .03 * kept
+        self.variance = .97 * self.variance + .03 * (kept - self.mean)**2
+        return kept
+
 class Clip:
     "ZClip before the updates of one optimizer."
-    def __init__(self, acts): self.acts, self.first, self.mean, self.var, self.seen = acts, [], 0., 0., 0
+    def __init__(self, acts): self.acts, self.rule, self.seen = acts, ZClipRule(), 0
 
     def __call__(self, opt, args, options):
         grads = [p.grad for group in opt.param_groups for p in group["params"] if p.grad is not None]
         if not grads: return
-        norm = now = nn.utils.get_total_norm(grads).item()
+        norm = nn.utils.get_total_norm(grads).item()
+        kept = self.rule(norm)
         self.seen += 1
-        if len(self.first) < 25:
-            self.first.append(norm)
-            self.mean = sum(self.first) / len(self.first)
-            self.var = sum((x - self.mean)**2 for x in self.first) / len(self.first)
-            return
-        spread = math.sqrt(self.var) + 1e-12
-        z = (norm - self.mean) / spread
-        if z > 2.5:
-            now = self.mean + 2.5**2 / z * spread
-            for g in grads: g.mul_(now / (norm + 1e-12))
-            self.acts.append(self.seen)
-        self.mean = .97 * self.mean + .03 * now
-        self.var = .97 * self.var + .03 * (now - self.mean)**2
+        if not kept < norm: return # NaN is not clipped
+        for g in grads: g.mul_(kept / (norm + 1e-12))
+        self.acts.append(self.seen)
 
 
 class StabilityGuard(Alone):

@@ -12,7 +12,6 @@ turns.
 import argparse
 import json
 import math
-import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks import healthy_loops, loops
+from benchmarks.foreign_rivals import ZClipRule
 from benchmarks.measure import machine
 from esper_nb.guard.gate import GateConfig, NormHistory, UpdateGate, gradients_of
 
@@ -165,24 +165,6 @@ def healthy_runs():
 
 # --- rules of others, from their formulas
 
-class ZClip:
-    "ZClip: running mean and variance of the norm (.97), clipped above z = 2.5 to mean + 2.5²/z · σ, 25 to warm up."
-    def __init__(self): self.first, self.mean, self.variance, self.z = [], None, 0., 0.
-
-    def __call__(self, norm): # the norm to clip to
-        if self.mean is None:
-            self.first.append(norm)
-            if len(self.first) < 25: return norm
-            self.mean, self.variance = statistics.fmean(self.first), statistics.pvariance(self.first)
-            return norm
-        sigma = math.sqrt(self.variance) + 1e-12
-        self.z = (norm - self.mean) / sigma
-        kept = self.mean + 2.5**2 / self.z * sigma if self.z > 2.5 else norm
-        self.mean = .97 * self.mean + .03 * kept
-        self.variance = .97 * self.variance + .03 * (kept - self.mean)**2
-        return kept
-
-
 class Measured:
     "The highest value, over the runs of a loop, of what each rule compares with its threshold."
     def __init__(self): self.largest, self.zclipped, self.updates, self.sides = defaultdict(float), 0, 0, {}
@@ -190,7 +172,7 @@ class Measured:
     def begin(self): self.sides = {}
 
     def __call__(self, optimizer, *_):
-        if id(optimizer) not in self.sides: self.sides[id(optimizer)] = NormHistory(GateConfig()), ZClip(), [0, []]
+        if id(optimizer) not in self.sides: self.sides[id(optimizer)] = NormHistory(GateConfig()), ZClipRule(), [0, []]
         history, zclip, running = self.sides[id(optimizer)]
         each = torch.stack([g.norm() for g in gradients_of(optimizer)]).numpy().astype(np.float64)
         norm = float(np.sqrt((each**2).sum()))
@@ -198,7 +180,7 @@ class Measured:
         history.judge(norm)
         self.zclipped += zclip(norm) < norm
         self.updates += 1
-        if zclip.mean is not None: self.add("ZClip", zclip.z)
+        if zclip.z is not None: self.add("ZClip", zclip.z)
         if len(running[1]) == len(each):
             if running[0] > 32: self.add("AdaGC", float((each / np.maximum(running[1], 1e-12)).max()))
             running[1] = .98 * running[1] + .02 * each
@@ -229,7 +211,7 @@ def healthy(first=0, seeds=5, names=None):
 
 def zclipping(loop):
     "ZClip as a hook."
-    rule = ZClip()
+    rule = ZClipRule()
     def before(optimizer, *_):
         norm = float(nn.utils.get_total_norm(gradients_of(optimizer)))
         kept = rule(norm)

@@ -24,7 +24,7 @@ import os
 import pickle
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -34,7 +34,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
-from benchmarks.detector_bench import llm_foundry
+from benchmarks.detector_bench import SpikeDetection, llm_foundry
 from benchmarks.loops import BEYOND, FAULT_AT, FAULTS, LOOPS, STEPS, stream
 
 from esper_nb.guard.governor import Governor
@@ -42,19 +42,6 @@ from esper_nb.guard.reports import GovernorConfig
 
 FIRST, SEEDS = 50_000, 3 # seeds that no threshold was chosen on
 ARMS = ("alone", "governor", "governor.run", "Lightning", "llm-foundry")
-
-
-class SpikeDetection:
-    "`detector_bench.lightning`, a loss at a time."
-    def __init__(self, window=10, rtol=2.): self.recent, self.rtol, self.last = deque(maxlen=window), rtol, math.nan
-
-    def __call__(self, loss):
-        mean = sum(self.recent) / max(1, len(self.recent))
-        spike = not math.isfinite(loss) or loss > self.last and abs(loss - mean) >= self.rtol * mean
-        if spike and not math.isnan(self.last): return True
-        self.recent.append(loss)
-        self.last = loss
-        return False
 
 
 class KillLossSpike:
