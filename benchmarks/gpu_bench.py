@@ -25,7 +25,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.growth import GrowthCase
-from benchmarks.lanes import OnePerCore
+from benchmarks.lanes import OnePerCore, loop_over, plain_step
 from benchmarks.measure import ROOT, STORED, Case, machine
 from esper_nb.guard.snapshots import Snapshot
 from esper_nb.learn.learner import Learner
@@ -95,31 +95,6 @@ def loop_side(case, part=(0, 1), limit=None, layout="channels_last"):
     pop = population(case, limit)
     nets = {i: pop.model.lane(i).host for i in range(part[0], case.lanes, part[1])}
     return loop_over(nets, case, pop, getattr(torch, layout))
-
-
-def plain_step(net, opt, precision, x, y):
-    "A step of ordinary training; its loss."
-    with precision.autocast("cuda"): logits = net(x)
-    loss = nn.functional.cross_entropy(logits.float(), y)
-    opt.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(net.parameters(), 1.)
-    opt.step()
-    return loss.detach()
-
-
-def loop_over(nets, case, pop, layout=torch.channels_last):
-    "Plain training of some networks by their lanes; a function that runs epoch e."
-    data, precision, options = pop.data, pop.precision, pop.task.optimizer_options
-    for net in nets.values(): net.train().to(memory_format=layout)
-    opts = {i: torch.optim.SGD(net.parameters(), **options) for i, net in nets.items()}
-    def train(i, e):
-        batches, losses = data.epoch(0, [i], e, case.batch_size), []
-        for b in range(len(batches)):
-            x, y = batches[b]
-            losses.append(plain_step(nets[i], opts[i], precision, x, y[:, 0]))
-        return torch.stack(losses).mean().item()
-    return lambda e: [train(i, e) for i in nets]
 
 
 def population(case, limit, seeds=False, device="cuda"):

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.measure import Case, Side, fastest_epoch, machine, machine_text, run_from_command, setting_text
-from esper_nb.core.devices import choose_precision
-from esper_nb.train.population import FitConfig, new_population
+from esper_nb.core.devices import Precision
+from esper_nb.train.population import FitConfig, Population, new_population
 from esper_nb.train.trainer import run_epoch
 
 LANE_CASES = (
@@ -40,25 +40,36 @@ def plain_loop(
 ) -> Callable[[int], list[float]]: # runs epoch e: mean training loss of each network
     "Ordinary networks, one after the other, in plain PyTorch."
     task, data = case.load()
-    precision = choose_precision(case.precision)
-    model = new_population(task, FitConfig(lanes=case.lanes, governor=None), data=data).model
-    mine = range(part[0], case.lanes, part[1])
-    nets = {i: model.lane(i).host.train().to(memory_format=torch.channels_last) for i in mine}
-    opts = {i: torch.optim.SGD(net.parameters(), **task.optimizer_options) for i, net in nets.items()}
+    config = FitConfig(lanes=case.lanes, precision=case.precision, governor=None)
+    pop = new_population(task, config, data=data)
+    return loop_over({i: pop.model.lane(i).host for i in range(part[0], case.lanes, part[1])}, case, pop)
+
+def plain_step(net: nn.Module, opt: torch.optim.Optimizer, precision: Precision, x: Tensor, y: Tensor) -> Tensor:
+    "A step of ordinary training; its loss."
+    with precision.autocast(x.device): logits = net(x)
+    loss = nn.functional.cross_entropy(logits.float(), y)
+    opt.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.)
+    opt.step()
+    return loss.detach()
+
+def loop_over(
+    nets: Mapping[int, nn.Module], # by their lanes
+    case: Case,
+    pop: Population, # of the same networks: data, precision, options of the optimizer
+    layout: torch.memory_format = torch.channels_last,
+) -> Callable[[int], list[float]]: # runs epoch e: mean training loss of each network
+    "Plain training of some networks."
+    for net in nets.values(): net.train().to(memory_format=layout)
+    opts = {i: torch.optim.SGD(net.parameters(), **pop.task.optimizer_options) for i, net in nets.items()}
     def train(i: int, e: int) -> float:
-        net, opt, losses = nets[i], opts[i], []
-        batches = data.epoch(0, [i], e, case.batch_size)
+        batches, losses = pop.data.epoch(0, [i], e, case.batch_size), []
         for b in range(len(batches)):
             x, y = batches[b]
-            with precision.autocast(): logits = net(x)
-            loss = nn.functional.cross_entropy(logits.float(), y[:, 0])
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.)
-            opt.step()
-            losses.append(loss.detach())
+            losses.append(plain_step(nets[i], opts[i], pop.precision, x, y[:, 0]))
         return torch.stack(losses).mean().item()
-    return lambda e: [train(i, e) for i in mine]
+    return lambda e: [train(i, e) for i in nets]
 
 @dataclass
 class OnePerCore(Side):
