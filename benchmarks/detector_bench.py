@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.healthy_losses import HEALTHY
-from esper_nb.guard.detector import RULES, DetectorConfig, LossStats, judge
+from esper_nb.guard.detector import DetectorConfig, LossStats, judge
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
 
@@ -169,14 +169,6 @@ def false_alarms(rule):
     return [1e4 * np.count_nonzero(rule(x)) / x.size for x in traces]
 
 
-def reasons(name):
-    "{reason: lanes that gave it first} of ours."
-    codes = governor(broken(name))[FAULT_AT:]
-    first = codes[(codes > 0).argmax(0), np.arange(SEEDS)]
-    names = ("healthy", *RULES)
-    return {names[c]: int(k) for c, k in zip(*np.unique(first, return_counts=True))}
-
-
 def noticed(rule, stored, world):
     "[runs that a rule would have stopped within 100 steps of a fault, or before it] of the runs alone."
     t = stored["traces"][world]
@@ -250,13 +242,11 @@ def main():
     real = json.loads((FOLDER/"bench_faults.json").read_text(encoding="utf-8"))
     hard = ("×8, stays", "×3, stays", "collapse from 1.3 to chance", "drift, +1 % per step")
     result = dict(
-        seeds=SEEDS, guarded=GUARDED, fault_at=FAULT_AT, noises=NOISES, levels=LEVELS, floors=FLOORS,
-        examples={name: [round(v, 4) if math.isfinite(v) else None for v in broken(name)[1100:1300, 0].tolist()]
-                  for name in FAULTS},
+        seeds=SEEDS, guarded=GUARDED, noises=NOISES, levels=LEVELS, floors=FLOORS,
         caught={name: {rule: caught(f(broken(name))) for rule, f in GUARDS.items()} for name in FAULTS},
         false_alarms={rule: false_alarms(f) for rule, f in GUARDS.items()},
         noisy={name: [caught(governor(broken(name, noise))) for noise in LEVELS] for name in hard},
-        reasons={name: reasons(name) for name in FAULTS}, healthy=healthy(),
+        healthy=healthy(),
         governed={mode: [[governed(noise, floor, *how) for noise in LEVELS] for floor in FLOORS]
                   for mode, how in MODES.items()},
         real={rule: {w: noticed(f, real, w) for w in real["traces"]} for rule, f in GUARDS.items() if f != governor})
