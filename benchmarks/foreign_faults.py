@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import loops
-from benchmarks.foreign_loops import TRAIN, Adam, Reader, X, Y, counting_text, mlp
-from benchmarks.loops import Fault, huge_batch, rate, sign_error, stream, wrong_targets
+from benchmarks.foreign_loops import TRAIN, Adam, Reader, X, Y, counting_text
+from benchmarks.loops import Fault, descend, huge_batch, mlp, rate, sign_error, stream, wrong_targets
 
 STEPS, FAULT_AT = 500, 250
 
@@ -149,9 +149,7 @@ class FineTune(Pictures):
         opt, known = Adam(self.net.parameters(), 5e-3), torch.nonzero(Y[:TRAIN] < 8)[:, 0]
         for _ in range(80):
             at = known[torch.randint(len(known), (64,))]
-            opt.zero_grad()
-            F.cross_entropy(self.net(X[at]), Y[at]).backward()
-            opt.step()
+            descend(opt, F.cross_entropy(self.net(X[at]), Y[at]))
         self.opt = torch.optim.AdamW(self.net.parameters(), 1e-3)
         self.average = torch.optim.swa_utils.AveragedModel(
             self.net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(.98), use_buffers=True)

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from benchmarks.loops import descend, mlp
+
 Adam, SGD = torch.optim.Adam, torch.optim.SGD
 STEPS = 600
 TRAIN = 1500 # pictures that are trained on; the others are for the score
@@ -47,17 +49,6 @@ def load_pictures() -> tuple[Tensor, Tensor]:
 
 X, Y = load_pictures()
 
-
-def mlp(*sizes: int) -> nn.Sequential:
-    "Linear layers with ReLU between them."
-    layers = [m for a, b in zip(sizes, sizes[1:]) for m in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
-
-def descend(opt, loss):
-    "One step of an optimizer."
-    opt.zero_grad()
-    loss.backward()
-    opt.step()
 
 def rows(n=STEPS, size=64):
     "Indices of pictures, from the global stream."

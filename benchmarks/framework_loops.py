@@ -64,7 +64,6 @@ def counted(loop):
         if hasattr(loop, "old") and loop.count["taken"] % 20 == 0: loop.old.load_state_dict(loop.net.state_dict())
     loop.opt.register_step_post_hook(after)
 
-def clip_of(loop): return 1. if type(loop).__name__ == "SmallGPT" else 0.
 def loader(loop, fault): return DataLoader(Drawn(loop, fault, ahead=1), batch_size=None)
 
 def given(loop): return dict(chance_loss=loop.chance, config=QUIET, count=loop.count)
@@ -87,7 +86,7 @@ def batches(loop, fault):
         loss = signed(loop, batch)
         loop.opt.zero_grad()
         loss.backward()
-        if clip_of(loop): torch.nn.utils.clip_grad_norm_(loop.net.parameters(), clip_of(loop))
+        if loop.clip: torch.nn.utils.clip_grad_norm_(loop.net.parameters(), loop.clip)
         loop.opt.step()
         if loop.clock is not None: loop.clock.step()
         governor.watch(loss)
@@ -103,7 +102,7 @@ def accelerate(loop, fault):
         loss = signed(loop, batch)
         opt.zero_grad()
         accelerator.backward(loss)
-        if clip_of(loop): accelerator.clip_grad_norm_(loop.net.parameters(), clip_of(loop))
+        if loop.clip: accelerator.clip_grad_norm_(loop.net.parameters(), loop.clip)
         opt.step()
         for c in clock: c.step()
         governor.watch(loss)
@@ -121,7 +120,7 @@ def lightning(loop, fault):
             return dict(optimizer=loop.opt, lr_scheduler=dict(scheduler=loop.clock, interval="step"))
         def training_step(self, batch, i): return signed(loop, batch)
     callback = lightning_governor(loop.chance, QUIET, **beside(loop))
-    pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], gradient_clip_val=clip_of(loop), logger=False,
+    pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], gradient_clip_val=loop.clip, logger=False,
                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
                default_root_dir=tempfile.mkdtemp()).fit(Module(), loader(loop, fault))
     return callback.governor
@@ -139,7 +138,7 @@ def trainer(loop, fault):
             self.net = loop.net
         def forward(self, batch): return dict(loss=signed(loop, batch))
     args = transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(), max_steps=STEPS, per_device_train_batch_size=1, max_grad_norm=clip_of(loop),
+        output_dir=tempfile.mkdtemp(), max_steps=STEPS, per_device_train_batch_size=1, max_grad_norm=loop.clip,
         report_to=[], logging_strategy="no", save_strategy="no", use_cpu=True, disable_tqdm=True)
     clock = loop.clock or Still(loop.opt)
     data = Drawn(loop, fault, ahead=1)
@@ -165,7 +164,7 @@ def fastai(loop, fault):
         def forward(self, *batch): return signed(loop, batch)
     class Usual(Callback):
         def before_step(self):
-            if clip_of(loop): torch.nn.utils.clip_grad_norm_(loop.net.parameters(), clip_of(loop))
+            if loop.clip: torch.nn.utils.clip_grad_norm_(loop.net.parameters(), loop.clip)
         def after_step(self):
             if loop.clock is not None: loop.clock.step()
     clock = {} if loop.clock is None else dict(clock=loop.clock)
@@ -183,7 +182,7 @@ def ignite(loop, fault):
         loss = signed(loop, batch)
         loop.opt.zero_grad()
         loss.backward()
-        if clip_of(loop): torch.nn.utils.clip_grad_norm_(loop.net.parameters(), clip_of(loop))
+        if loop.clip: torch.nn.utils.clip_grad_norm_(loop.net.parameters(), loop.clip)
         loop.opt.step()
         if loop.clock is not None: loop.clock.step()
         return loss

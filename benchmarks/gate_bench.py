@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks import healthy_loops, loops
 from benchmarks.foreign_rivals import ZClipRule
+from benchmarks.loops import descend, mlp
 from benchmarks.measure import machine
 from esper_nb.guard.gate import GateConfig, NormHistory, UpdateGate, gradients_of
 
@@ -36,9 +37,6 @@ Adam, SGD = torch.optim.Adam, torch.optim.SGD
 
 # --- healthy forms that the two other files have not: each takes its steps, nothing is wrong in any
 
-def mlp(*sizes, between=nn.ReLU):
-    return nn.Sequential(*[m for a, b in zip(sizes, sizes[1:]) for m in (nn.Linear(a, b), between())][:-1])
-
 def draw(size=64, most=1400):
     rows = torch.randint(most, (size,))
     return X[rows], Y[rows]
@@ -49,7 +47,7 @@ def classify(net, opt, loss=plain, size=64, most=1400, steps=STEPS, clock=None):
     "Train on digits, with a loss that may change with the step."
     for t in range(steps):
         x, y = draw(size, most)
-        healthy_loops.descend(opt, loss(t, net(x), y))
+        descend(opt, loss(t, net(x), y))
         if clock is not None: clock.step()
 
 def reinforce():
@@ -60,7 +58,7 @@ def reinforce():
         choice = torch.distributions.Categorical(logits=net(x))
         a = choice.sample()
         reward = (a == y).float()
-        healthy_loops.descend(opt, -(choice.log_prob(a) * (reward - base)).mean())
+        descend(opt, -(choice.log_prob(a) * (reward - base)).mean())
         base = .95 * base + .05 * reward.mean().item()
 
 def penalty():
@@ -115,7 +113,7 @@ def adding():
         x, rows = torch.rand(32, 40, 2), torch.arange(32)
         x[..., 1] = 0
         for half in (0, 20): x[rows, half + torch.randint(20, (32,)), 1] = 1
-        healthy_loops.descend(opt, F.mse_loss(head(read(x)[0][:, -1])[:, 0], (x[..., 0] * x[..., 1]).sum(1)))
+        descend(opt, F.mse_loss(head(read(x)[0][:, -1])[:, 0], (x[..., 0] * x[..., 1]).sum(1)))
 
 def experts():
     gate, each = nn.Linear(64, 8), nn.ModuleList(mlp(64, 32, 10) for _ in range(8))
@@ -125,7 +123,7 @@ def experts():
         weight, which = gate(x).softmax(1).max(1)
         out = torch.zeros(len(x), 10)
         for k in which.unique(): out[which == k] = weight[which == k, None] * each[int(k)](x[which == k])
-        healthy_loops.descend(opt, F.cross_entropy(out, y))
+        descend(opt, F.cross_entropy(out, y))
 
 def counts():
     "Poisson counts, most of them small."
@@ -134,7 +132,7 @@ def counts():
     for _ in range(1000):
         x = torch.randn(64, 8)
         y = torch.poisson((x @ w).clamp(max=6).exp())
-        healthy_loops.descend(opt, F.poisson_nll_loss(net(x)[:, 0].clamp(max=8), y))
+        descend(opt, F.poisson_nll_loss(net(x)[:, 0].clamp(max=8), y))
 
 def heavy_tails():
     "Squared error of noise without a variance."
@@ -142,7 +140,7 @@ def heavy_tails():
     opt = Adam(net.parameters(), 1e-3)
     for _ in range(1000):
         x = torch.randn(32, 4)
-        healthy_loops.descend(opt, F.mse_loss(net(x)[:, 0], x.sum(1) + noise.sample((32,))))
+        descend(opt, F.mse_loss(net(x)[:, 0], x.sum(1) + noise.sample((32,))))
 
 FORMS = {f.__name__.replace("_", " "): f for f in (
     reinforce, penalty, smoothing, ignored, ignored_in_part, pairs, by_heart, deep_with_warm_up, unfrozen, adding,
@@ -249,7 +247,7 @@ def pair_run(seed, arm):
     def distance(rows): return (Pairs.net(a[rows]) - Pairs.net(b[rows])).square().sum(1).sqrt()
     for t in range(400):
         if t % 20 == 0: order = torch.randperm(640)
-        healthy_loops.descend(Pairs.opt, (distance(order[t % 20 * 32:][:32]) - 1).square().mean())
+        descend(Pairs.opt, (distance(order[t % 20 * 32:][:32]) - 1).square().mean())
     with torch.no_grad(): off = (distance(torch.arange(640)) - 1).square().mean().item()
     return off, gate.counts if isinstance(gate, UpdateGate) else None
 

@@ -6,6 +6,7 @@
 Nothing goes wrong in any of them, so whatever a guard does is an error. The seeds are none that a threshold was chosen
 on. A loop is a generator: it trains a step, yields its losses by name, and goes on if nobody has to act.
 """
+import functools
 import json
 import logging
 import math
@@ -23,7 +24,9 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
+from benchmarks import loops
 from benchmarks.detector_bench import GUARDS, governor
+from benchmarks.loops import descend
 
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
@@ -32,23 +35,13 @@ FIRST, SEEDS, STEPS = 30_000, 10, 800
 Adam = torch.optim.Adam
 
 
-def mlp(*sizes, end=()):
-    "Linear layers with GELU between them."
-    layers = [m for a, b in zip(sizes, sizes[1:]) for m in (nn.Linear(a, b), nn.GELU())]
-    return nn.Sequential(*layers[:-1], *end)
+mlp = functools.partial(loops.mlp, between=nn.GELU)
 
 
 def digits(batch):
     "Batches of 8×8 pictures of digits in [−1, 1], without end."
     x = torch.as_tensor(load_digits().images, dtype=torch.float32)[:, None] / 8 - 1
     while True: yield x[torch.randint(len(x), (batch,))]
-
-
-def descend(opt, loss):
-    "One step of an optimizer."
-    opt.zero_grad()
-    loss.backward()
-    opt.step()
 
 
 # --- the loops: each yields {name: (loss, parts that it trains)}
@@ -146,7 +139,7 @@ def gaussian_nll():
 
 def vae():
     "Digits through eight numbers; the loss is a bound of minus the log-likelihood, with a known variance."
-    coder, decoder = mlp(64, 128, 16), mlp(8, 128, 64, end=(nn.Tanh(),))
+    coder, decoder = mlp(64, 128, 16), nn.Sequential(*mlp(8, 128, 64), nn.Tanh())
     both = nn.ModuleList([coder, decoder])
     opt = Adam(both.parameters(), 1e-3)
     for x in digits(64):

@@ -29,10 +29,24 @@ def pictures() -> tuple[Tensor, Tensor]:
     return torch.as_tensor(found.images, dtype=torch.float32)[order, None] / 8 - 1, torch.as_tensor(found.target)[order]
 
 
+def mlp(*sizes: int, between: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    "Linear layers with something between them."
+    layers = [m for a, b in zip(sizes, sizes[1:]) for m in (nn.Linear(a, b), between())]
+    return nn.Sequential(*layers[:-1])
+
+
+def descend(opt, loss):
+    "One step of an optimizer."
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+
+
 class Loop:
     "Model, optimizer, schedule and batches of one run."
     chance: float | None = None # loss of a network that has learnt nothing
     size = 64 # examples a batch
+    clip = 0. # norm of the gradients, at most; 0: any
 
     def __init__(self, seed: int):
         torch.manual_seed(seed)
@@ -53,6 +67,7 @@ class Loop:
         loss = self.loss(batch)
         self.opt.zero_grad()
         (self.sign * loss).backward()
+        if self.clip: nn.utils.clip_grad_norm_(self.net.parameters(), self.clip)
         self.opt.step()
         if self.clock is not None: self.clock.step()
         self.count["taken"] += 1
@@ -103,7 +118,7 @@ class ConvNet(Loop):
 
 class SmallGPT(Loop):
     "A two-layer transformer on a made-up language, AdamW with warm-up and a cosine, gradients clipped."
-    chance, size, letters, length = math.log(24), 16, 24, 48
+    chance, size, clip, letters, length = math.log(24), 16, 1., 24, 48
 
     def build(self):
         class Block(nn.Module):
@@ -145,16 +160,6 @@ class SmallGPT(Loop):
     def wrong_targets(self, batch, g): return batch[0], torch.randint(self.letters, batch[1].shape, generator=g)
     def scaled(self, batch, factor): return batch[0].flip(1) * 0, batch[1]
 
-    def step(self, batch):
-        loss = self.loss(batch)
-        self.opt.zero_grad()
-        (self.sign * loss).backward()
-        nn.utils.clip_grad_norm_(self.net.parameters(), 1.)
-        self.opt.step()
-        if self.clock is not None: self.clock.step()
-        self.count["taken"] += 1
-        return loss.detach()
-
     @torch.no_grad()
     def score(self): return self.loss(self.text(stream(12), 64)).item()
 
@@ -162,8 +167,7 @@ class SmallGPT(Loop):
 class VAE(Loop):
     "Digits through eight numbers; the loss is minus a bound of the log-likelihood, and signed."
     def build(self):
-        self.coder = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 16))
-        self.decoder = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 64))
+        self.coder, self.decoder = mlp(64, 128, 16), mlp(8, 128, 64)
         self.net = nn.ModuleList([self.coder, self.decoder])
         self.opt = torch.optim.Adam(self.net.parameters(), 1e-3)
         self.x, _ = pictures()
@@ -191,7 +195,7 @@ class VAE(Loop):
 class Triplet(Loop):
     "Digits of one class nearer than those of others, by a margin; many losses are close to zero."
     def build(self):
-        self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 16))
+        self.net = mlp(64, 128, 16)
         self.opt = torch.optim.SGD(self.net.parameters(), .05, momentum=.9)
         self.x, self.y = pictures()
         self.where = [torch.nonzero(self.y[:1400] == k)[:, 0] for k in range(10)]
@@ -221,7 +225,7 @@ class Diffusion(Loop):
     size = 128
 
     def build(self):
-        self.net = nn.Sequential(nn.Linear(4, 96), nn.SiLU(), nn.Linear(96, 96), nn.SiLU(), nn.Linear(96, 2))
+        self.net = mlp(4, 96, 96, 2, between=nn.SiLU)
         self.opt = torch.optim.AdamW(self.net.parameters(), 2e-3)
 
     def points(self, g, n):
@@ -274,8 +278,7 @@ class Memory(Loop):
 class QLearning(Loop):
     "Deep Q-learning of CartPole from stored play, with a target network; its loss grows as it learns."
     def build(self):
-        def made(): return nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-        self.net, self.old = made(), made()
+        self.net, self.old = mlp(4, 64, 64, 2), mlp(4, 64, 64, 2)
         self.old.load_state_dict(self.net.state_dict())
         self.opt = torch.optim.Adam(self.net.parameters(), 1e-3)
         rng, env, rows = np.random.default_rng(5), gym.make("CartPole-v1"), []

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.gate_bench import mlp
+from benchmarks.loops import mlp
 from benchmarks.measure import machine
 from esper_nb.core.devices import keep_freed_memory
 from esper_nb.guard.gate import UpdateGate
