@@ -6,7 +6,7 @@
 __all__ = ['lab_command', 'known_names', 'registered_names', 'main']
 
 # %% ../../nbs/run/99_cli.ipynb #c00f647d
-import argparse, contextlib, csv, difflib, importlib.util, json, math, os, re, subprocess, sys, warnings
+import argparse, contextlib, csv, difflib, importlib.util, json, os, re, subprocess, sys, warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import __version__
 from ..core import (
-    check, find_hint, hint_from_json, hint_to_json, parse_settings, printable, read_setting)
+    Range, check, find_hint, hint_from_json, hint_to_json, parse_settings, printable, read_setting)
 
 if TYPE_CHECKING:
     from esper_nb.train import Task
@@ -144,25 +144,17 @@ def lab_command(
     return [sys.executable, "-m", "jupyter", "lab", str(found)]
 
 # %% ../../nbs/run/99_cli.ipynb #749b61ca
-def _number(text: str) -> float:
-    "Parse a number; what is none becomes not-a-number, which is in no range."
-    try: return float(text)
-    except ValueError: return math.nan
+def _number(kind: type, bounds: Range) -> Callable[[str], Any]: # kind: int or float; for the `type` of an option
+    "Return a parser of numbers within bounds."
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if bounds.holds(kind(text)): return kind(text)
+        raise argparse.ArgumentTypeError(f"{text}, expected {bounds.words(kind)}")
+    return parse
 
-def _positive(text: str) -> float:
-    "Parse a finite number above 0."
-    if 0 < _number(text) < math.inf: return float(text)
-    raise argparse.ArgumentTypeError(f"{text}, expected a finite number above 0")
-
-def _whole(text: str) -> int:
-    "Parse a whole number of at least 1."
-    if text.isdecimal() and int(text) > 0: return int(text)
-    raise argparse.ArgumentTypeError(f"{text}, expected a whole number of at least 1")
-
-def _share(text: str) -> float:
-    "Parse a share of the training, which may be several times as long."
-    if 0 <= _number(text) <= 100: return float(text)
-    raise argparse.ArgumentTypeError(f"{text}, expected a number from 0 to 100")
+_whole = _number(int, Range(1))
+_positive = _number(float, Range(0, above=True))
+_share = _number(float, Range(0, 100)) # of the training: the comparison may take several times as long
 
 def _option(*written: str, **how: Any): return written, how
 def _many(*written: str, **how: Any): return written, dict(how, action="append", default=[])
