@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from ..core import (
-    check, check_count, check_device, choose_precision, finite_or_none, generator, send, use_threads)
+    check, check_count, check_device, choose_precision, finite_or_none, generator, map_tensors, send, use_threads)
 from .distributions import ActionHeads, acting_noise, heads_of
 from .loss import (
     Coefficients, PPOConfig, average_steps, collect_returns, explained_variance,
@@ -63,9 +63,7 @@ class Update:
 # %% ../../nbs/learn/65_learner.ipynb #af7981b0
 def clone_state(state: Any) -> Any: # of `state_dict`
     "Return a state with copies of its tensors; `deepcopy` takes ten times as long."
-    if isinstance(state, Tensor): return state.clone()
-    if isinstance(state, dict): return {k: clone_state(v) for k, v in state.items()}
-    return type(state)(map(clone_state, state)) if isinstance(state, (list, tuple)) else state
+    return map_tensors(lambda found: found[0].clone(), state)
 
 def gap_limit(
     dtype: torch.dtype, # of the policy's matrix products

@@ -53,5 +53,4 @@ from .runs import (Makers as Makers, More as More, begin_run as begin_run, check
 from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs, ShardFacts as ShardFacts,
     ShardStep as ShardStep, number_lanes as number_lanes, LaneShard as LaneShard, join_infos as join_infos,
     join_steps as join_steps, join_shards as join_shards)
-from .web import (PageReader as PageReader, plain_json as plain_json, watch_web as watch_web,
-    known_host as known_host)
+from .web import PageReader as PageReader, watch_web as watch_web, known_host as known_host

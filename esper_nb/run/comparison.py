@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 import numpy as np
 
 from ..core import (
-    Interval, Measure, bootstrap_interval, check, check_type, finite_or_none, read_json, write_json)
+    Interval, Measure, bootstrap_interval, check, check_type, plain_json, read_json, write_json)
 
 
 # %% ../../nbs/run/85_comparison.ipynb #ce777655
@@ -238,7 +238,7 @@ class Comparison(NamedTuple):
 
     def to_dict(self) -> dict:
         "Return the comparison as JSON values, with None for numbers that are not finite."
-        return _plain(self._asdict() | dict(plays=[p._asdict() for p in self.plays]))
+        return plain_json(self._asdict() | dict(plays=[p._asdict() for p in self.plays]))
 
     @classmethod
     def from_dict(cls, d: Mapping) -> "Comparison":
@@ -318,12 +318,6 @@ _called = {"random-legal": "random actions", "wait-only": "waiting", "heuristic"
            "oracle": "the oracle", "threshold": "one threshold"}
 
 # %% ../../nbs/run/85_comparison.ipynb #dbe6c927
-def _plain(value: Any) -> Any:
-    "Return a value with lists for tuples, and None for numbers that are not finite."
-    if isinstance(value, Mapping): return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)): return [_plain(v) for v in value]
-    return finite_or_none(value) if isinstance(value, float) else value
-
 def _read_record(
     kind: Any, # a named tuple
     found: Any, # its fields by name, or in order
