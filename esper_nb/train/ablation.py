@@ -34,10 +34,9 @@ def lane_inputs(
     x: Tensor, # of a batch that data give for evaluation: the same for all lanes, or for all of them
     y: Tensor, # its labels; those of images are (B, n) where each lane has its own; targets are (B, 1, K)
     n: int, # lanes
-) -> tuple[Tensor, bool]: # inputs of n lanes, and whether each has its own inputs and labels
-    "Return a batch in the format of n lanes."
-    own = y.ndim == x.ndim - 2
-    return (x if own else for_all_lanes(x, n)), own
+) -> Tensor: # inputs of n lanes
+    "Return the inputs of a batch in the format of n lanes."
+    return x if y.ndim == x.ndim - 2 else for_all_lanes(x, n)
 
 def label_counts(
     y: Tensor, # (B,), (B, L) of text, (B, 1, K) targets, or (B, n) if each lane has its own labels
@@ -52,10 +51,14 @@ def label_counts(
 # %% ../../nbs/train/36_ablation.ipynb #6629ef21
 class Tally:
     "Sums of losses and correct predictions of every lane over batches."
-    def __init__(self, count: Callable[..., Tensor]): # `correct_counts` or `class_counts`
-        self.count, self.seen = count, 0 # answers of one lane
+    def __init__(self,
+        count: Callable[..., Tensor], # `correct_counts` or `class_counts`
+        classes: int = 0, # whose answers are counted; 0: not class by class
+    ):
+        self.count, self.classes, self.seen = count, classes, 0 # seen: answers of one lane
         self.loss: Tensor | float = 0. # (n,) float64 sum, nats
         self.right: Tensor | int = 0 # (n,) or (n, classes) right answers
+        self.of_class: Tensor | int = 0 # (classes,) or (n, classes) answers to be given
 
     def add(self,
         task: Task, # for the loss
@@ -68,6 +71,7 @@ class Tally:
         self.loss = self.loss + as_double(task.loss(logits, y, n)) * answers
         self.right = self.right + self.count(logits, y, n)
         self.seen += answers
+        if self.classes: self.of_class = self.of_class + label_counts(y, self.classes, y.ndim == logits.ndim)
 
     @property
     def mean_loss(self) -> Tensor: # (n,) nats, on the CPU
@@ -88,12 +92,11 @@ class EvalResult(NamedTuple):
     class_pp: Tensor # (n, classes) accuracy in each class or column; NaN where the split has none of it
 
 def tally_result(
-    tally: Tally, # of `class_counts`
-    of_class: Tensor, # (classes,) answers to be given in each class, or (n, classes)
+    tally: Tally, # of `class_counts`, class by class
 ) -> EvalResult:
     "Return the result of a pass from its counts."
-    in_class = (100 * torch.as_tensor(tally.right).cpu() / of_class.cpu()).clamp(min=0).float()
-    return EvalResult(tally.mean_loss, tally.accuracy_pp, in_class)
+    right, of_class = (torch.as_tensor(v).cpu() for v in (tally.right, tally.of_class))
+    return EvalResult(tally.mean_loss, tally.accuracy_pp, (100 * right / of_class).clamp(min=0).float())
 
 # %% ../../nbs/train/36_ablation.ipynb #905e29f8
 @torch.no_grad()
@@ -121,15 +124,13 @@ def evaluate(
     ((4,), (4, 10))
     """
     n, was_training = net.lanes if isinstance(net, Growing) else num_lanes(net), net.training
-    tally, of_class = Tally(data.counter(class_counts, split)), torch.zeros((), dtype=torch.int64, device=data.device)
+    tally = Tally(data.counter(class_counts, split), data.classes)
     net.eval()
     for x, y in data.evaluate(split, batch_size):
-        x, own = lane_inputs(x, y, n)
-        with precision.autocast(x.device): logits = net(x)
+        with precision.autocast(x.device): logits = net(lane_inputs(x, y, n))
         tally.add(task, logits, y, n)
-        of_class = of_class + label_counts(y, data.classes, own)
     net.train(was_training)
-    return tally_result(tally, of_class)
+    return tally_result(tally)
 
 # %% ../../nbs/train/36_ablation.ipynb #298818c3
 def count_players(
@@ -242,16 +243,12 @@ def measure_ablation(
     missing = [k for k in slots or () if k not in model.names]
     check(not missing, "slots", missing, f"slots of the model: {', '.join(model.names)}")
     names, n = tuple(k for k in model.names if k in (heard_slots(model) if slots is None else slots)), model.lanes
-    loss = right = torch.zeros(2**len(names), n, dtype=torch.float64)
-    seen = answers = 0
+    parts = [Tally(correct_counts) for _ in range(2**len(names))]
     for x, y in batches:
-        logits, _ = model.factorial(x, names)
-        loss = loss + torch.stack([task.loss(z, y, n) for z in logits]).cpu().double() * len(y)
-        right = right + torch.stack([correct_counts(z, y, n) for z in logits]).cpu()
-        seen, answers = seen + len(y), answers + count_answers(logits[-1], y, n)
-    check(seen > 0, "batches", seen, "at least one example")
-    heard, fossil = seed_tables(model, names)
-    return Ablation(names, share_pp(right, answers), (loss / seen).float(), heard, fossil)
+        for part, logits in zip(parts, model.factorial(x, names)[0]): part.add(task, logits, y, n)
+    check(parts[0].seen > 0, "batches", parts[0].seen, "at least one example")
+    accuracy, loss = torch.stack([p.accuracy_pp for p in parts]), torch.stack([p.mean_loss for p in parts])
+    return Ablation(names, accuracy, loss, *seed_tables(model, names))
 
 # %% ../../nbs/train/36_ablation.ipynb #dd94b83e
 @torch.no_grad()
@@ -266,19 +263,16 @@ def evaluate_combinations(
 ) -> tuple[EvalResult, Ablation]:
     "Evaluate a split with everything on, and with every on/off combination of some slots, in one pass."
     n, was_training = net.lanes, net.training
-    whole = Tally(data.counter(class_counts, split))
+    whole = Tally(data.counter(class_counts, split), data.classes)
     parts = [Tally(data.counter(correct_counts, split)) for _ in range(2**len(slots))]
-    of_class = torch.zeros((), dtype=torch.int64, device=data.device)
     net.eval()
     for x, y in data.evaluate(split, batch_size):
-        x, own = lane_inputs(x, y, n)
-        with precision.autocast(x.device): logits, _ = net.factorial(x, slots)
+        with precision.autocast(x.device): logits, _ = net.factorial(lane_inputs(x, y, n), slots)
         whole.add(task, logits[-1], y, n)
         for part, z in zip(parts, logits): part.add(task, z, y, n)
-        of_class = of_class + label_counts(y, data.classes, own)
     net.train(was_training)
     accuracy, loss = torch.stack([p.accuracy_pp for p in parts]), torch.stack([p.mean_loss for p in parts])
-    return tally_result(whole, of_class), Ablation(slots, accuracy, loss, *seed_tables(net, slots))
+    return tally_result(whole), Ablation(slots, accuracy, loss, *seed_tables(net, slots))
 
 # %% ../../nbs/train/36_ablation.ipynb #834876c8
 def judge_lanes(
