@@ -184,3 +184,23 @@ def test_a_rate_that_was_the_cause_is_taken_back(way):
     report, = governor.reports
     assert report.cause == "rate" and report.redone and opt.param_groups[0]["lr"] <= .02
     assert (net.weight - AIM.T).abs().max() < .3
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_rate_raised_for_good_is_told_with_the_batch_of_that(beside):
+    "Old weights are compared at rates of then, and another optimizer keeps its own: neither takes the raise back."
+    torch.manual_seed(0)
+    net, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), .02) for m in (net, other)[:1 + beside]]
+    governor = Governor(net, other, *optimizers, chance_loss=None)
+    g = torch.Generator().manual_seed(1)
+    for i, (x, y) in batches(450):
+        if i == 150: optimizers[0].param_groups[0]["lr"] *= 9
+        if i >= 150: y = y + 3 * torch.randn(32, 1, generator=g)
+        loss = F.mse_loss(net(x), y) + F.mse_loss(other(x), y)
+        for opt in optimizers: opt.zero_grad()
+        loss.backward()
+        for opt in optimizers: opt.step()
+        governor.watch(loss.item())
+    assert [n.action for n in governor.notes].count("accepted") == 1
+    assert governor.log.remarks["rate"] == "the learning rate is 0.18 from batch 150 on, and was at most 0.02 before"

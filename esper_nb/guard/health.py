@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LASTS', 'JUMP', 'STILL_NEAR', 'SEEN', 'LONG', 'RAISED', 'STEEP', 'LEAP', 'SETTLED', 'StateHealth', 'Bands',
-           'BufferBands', 'LossCourse', 'Sign', 'Leap', 'Signs', 'is_steep', 'UpdateWatch', 'StateJudge']
+           'BufferBands', 'LossCourse', 'Sign', 'Leap', 'RateCourse', 'Signs', 'is_steep', 'UpdateWatch', 'StateJudge']
 
 # %% ../../nbs/guard/29_health.ipynb #983cef0e
 import math
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from ..core import ModulePart, quiet_hooks, sweep_hooks
 from .detector import LossStats, off_scale
 from .gate import GateEvent, UpdateGate
 from .losses import LossQueue
-from .reports import GovernorConfig, Report
+from .reports import GovernorConfig, Report, ordinal
 from .responses import GuardedRun, Moment
 from .snapshots import Snapshot, owned_by
 from .writes import StateWatch
@@ -199,6 +199,27 @@ class Leap(NamedTuple):
     batch: int # call of `watch`
     rate: float # from then on
 
+class RateCourse(NamedTuple):
+    "The learning rates of one optimizer: at its latest update, and how high they were before."
+    rates: tuple[float, ...] # of its groups
+    highest: float # so far, without a leap that is still there
+    leap: Leap | None = None # to a rate far above all before, which is still there
+
+    def followed_by(self, rates: tuple[float, ...], batch: int) -> Self: # calls of `watch`
+        "Return the course with the rates of the next update."
+        rate, limit = max(rates, default=0.), LEAP * self.highest
+        if self.leap is not None: # or it was taken back
+            return self._replace(rates=rates, leap=self.leap if rate > limit else None)
+        if batch > SETTLED and rate > limit > 0: return self._replace(rates=rates, leap=Leap(batch=batch, rate=rate))
+        return self._replace(rates=rates, highest=max(self.highest, rate))
+
+    def raised_to(self, rates: tuple[float, ...]) -> str: # "": none was
+        "Say which rate is far above that of the update before."
+        return next((f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates, rates) if b > RAISED * a > 0), "")
+
+def _rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    return tuple(float(g["lr"]) for g in optimizer.param_groups)
+
 class Signs:
     "What happens to the weights of a single run between and in its updates."
     def __init__(
@@ -206,13 +227,12 @@ class Signs:
         optimizers: Sequence[torch.optim.Optimizer],
         batch: Callable[[], int], # calls of `watch` so far
         writes: Callable[[], int], # times that the Governor itself has put a state back
+        aside: Callable[[], bool] = bool, # whether old weights are in place, with the Governor's own rates
     ):
-        self.batch, self.writes = batch, writes
+        self.batch, self.writes, self.aside = batch, writes, aside
         self.seen: deque[Sign] = deque(maxlen=256)
         self.watches = {id(o): StateWatch(partial(_owned, o)) for o in optimizers}
-        self.rates = {id(o): [float(g["lr"]) for g in o.param_groups] for o in optimizers}
-        self.highest = max((x for rates in self.rates.values() for x in rates), default=0.) # rate so far
-        self.leapt: Leap | None = None # of a rate to far above all before, which is still there
+        self.courses = {id(o): RateCourse(_rates_of(o), max(_rates_of(o), default=0.)) for o in optimizers}
         self.known = dict.fromkeys(self.watches, 0) # writes of the Governor when the latest update ended
         self.latest: int | None = None # call of `watch` at the latest update
         self.relieved = False # somebody else looks at the state before and after the step, and tells what was written
@@ -234,11 +254,11 @@ class Signs:
 
     def noted(self) -> tuple: # for `go_on_from`
         "Return what was noted so far."
-        return list(self.seen), dict(self.rates), self.highest, self.leapt
+        return list(self.seen), dict(self.courses)
 
     def go_on_from(self, then: tuple): # of `noted`
         "Forget what was noted since."
-        seen, self.rates, self.highest, self.leapt = then
+        seen, self.courses = then
         self.seen = deque(seen, maxlen=self.seen.maxlen)
 
     def close(self):
@@ -251,24 +271,17 @@ class Signs:
         if self.relieved or self.known[mine] != self.writes(): watch.renew()
         elif (found := watch.start_of_step()) is not None:
             self.seen.append(Sign(batch=now, kind="written", what=", ".join(found.names[:3])))
-        rates = [float(g["lr"]) for g in optimizer.param_groups]
-        raised = [f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates[mine], rates) if b > RAISED * a > 0]
-        if raised: self.seen.append(Sign(batch=now, kind="rate", what=raised[0]))
-        self.rates[mine] = rates
-        self._note_highest(max(rates, default=0.), now)
-
-    def _note_highest(self, rate: float, batch: int):
-        if self.leapt is not None:
-            if rate <= LEAP * self.highest: self.leapt = None # it was taken back
-        elif batch > SETTLED and rate > LEAP * self.highest > 0: self.leapt = Leap(batch=batch, rate=rate)
-        else: self.highest = max(self.highest, rate)
+        if self.aside(): return
+        course, rates = self.courses[mine], _rates_of(optimizer)
+        if raised := course.raised_to(rates): self.seen.append(Sign(batch=now, kind="rate", what=raised))
+        self.courses[mine] = course.followed_by(rates, now)
 
     @property
     def leap(self) -> str: # empty: there was none
         "A sentence about a learning rate that has risen at once, far above all before, and has stayed there."
-        if self.leapt is None or self.batch() < self.leapt.batch + SETTLED: return ""
-        return (f"the learning rate is {self.leapt.rate:.3g} from batch {self.leapt.batch} on, and was at most "
-                f"{self.highest:.3g} before")
+        since = self.batch() - SETTLED
+        return next((f"the learning rate is {c.leap.rate:.3g} from batch {c.leap.batch} on, and was at most "
+                     f"{c.highest:.3g} before" for c in self.courses.values() if c.leap and c.leap.batch <= since), "")
 
     @property
     def unused(self) -> str: # empty: they are
@@ -307,6 +320,7 @@ class UpdateWatch:
         snapshot: Snapshot, # of all parts; the history of the gate becomes one
         losses: LossQueue, # for the place in the run
         gated: bool = True, # False: nothing is changed, there are only signs
+        aside: Callable[[], bool] = bool, # whether old weights are in place, for a comparison
     ):
         optimizers = [o for o in snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
         self.losses = losses
@@ -314,7 +328,7 @@ class UpdateWatch:
         self.signs: Signs | None = None
         if self.gate is not None: snapshot.add(update_gate=self.gate)
         if optimizers:
-            self.signs = Signs(optimizers, batch=lambda: losses.watched, writes=lambda: snapshot.writes)
+            self.signs = Signs(optimizers, batch=lambda: losses.watched, writes=lambda: snapshot.writes, aside=aside)
         for hooked in (self.gate, self.signs): # for as long as this object lives
             if hooked is not None: weakref.finalize(self, quiet_hooks, hooked.handles)
 
@@ -408,7 +422,7 @@ class StateJudge:
             count = self.health.count_update(event.kind)
             if count & (count - 1): continue
             report = self.run.verdicts.report(config, "non-finite" if event.kind == "dropped" else "gradient")
-            times = "" if count == 1 else f"; the {count}th of the run"
+            times = "" if count == 1 else f"; the {ordinal(count)} of the run"
             self.run.log.file(replace(report, action=event.kind, batch=self.run.losses.watched - 1, norm=event.norm,
                                       why=f"{event}{times}"))
 
@@ -432,7 +446,7 @@ class StateJudge:
         at_once = vain and self.run.good.probation.since == 1
         if at_once or lost & (lost - 1) == 0: # the first, the second, the fourth ...
             report = self.run.verdicts.describe(config, "non-finite", m.loss)
-            times = "" if lost == 1 else f"; the {lost}th of the run"
+            times = "" if lost == 1 else f"; the {ordinal(lost)} of the run"
             self.run.log.file(replace(
                 report, action="harmless", batch=batch, loss=None,
                 why=f"weights, moments and buffers are finite: nothing is undone{times}"))

@@ -570,7 +570,7 @@ class RunJudge:
         gated: bool = True, # whether updates may be changed
     ):
         self.run, self.observed = run, observed
-        self.updates = UpdateWatch(run.snapshot, run.losses, gated)
+        self.updates = UpdateWatch(run.snapshot, run.losses, gated, aside=lambda: observed.old_in_place)
         self.state = StateJudge(run, StateHealth(run.snapshot), self.updates)
         self.repairs = Repairs(run.snapshot, run.ranks, run.good.probation, self.updates.note_written,
                                self.updates.relieved)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Between', 'GOVERNOR_PRESETS', 'NOTES', 'LEFT_OPEN', 'SUSPECT', 'SAID', 'CAUSES', 'NAN_AGAIN', 'logger',
-           'GovernorConfig', 'as_governor_config', 'as_chance_losses', 'Evidence', 'Report', 'describe_failure',
-           'Explanation', 'GovernorStop', 'IncidentLog', 'Summary']
+           'GovernorConfig', 'as_governor_config', 'as_chance_losses', 'Evidence', 'Report', 'ordinal',
+           'describe_failure', 'Explanation', 'GovernorStop', 'IncidentLog', 'Summary']
 
 # %% ../../nbs/guard/13_reports.ipynb #edf8c5e4
 import logging
@@ -258,6 +258,19 @@ class Report:
         return cls(**{**values, "evidence": tuple(Evidence(**e) for e in values["evidence"])})
 
 # %% ../../nbs/guard/13_reports.ipynb #0ad2a79e
+def ordinal(
+    n: int, # at least 1
+) -> str:
+    """Return a number as it counts: in notes of what was seen how often.
+
+    Examples
+    --------
+    >>> *map(ordinal, (1, 2, 3, 4, 11, 12, 22, 101, 113)),
+    ('1st', '2nd', '3rd', '4th', '11th', '12th', '22nd', '101st', '113th')
+    """
+    last = 0 if n // 10 % 10 == 1 else n % 10
+    return f"{n}" + {1: "st", 2: "nd", 3: "rd"}.get(last, "th")
+
 def _number(x, lane: int) -> float | None:
     "Return a lane's entry as a Python float, or None if it has none."
     if x is None: return None
