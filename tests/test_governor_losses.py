@@ -241,7 +241,7 @@ def test_a_step_without_a_loss_says_what_it_returned(returned, said):
     with pytest.raises(ValueError, match=said): governor.run(lambda x: returned)
 
 
-def test_what_restored_weights_do_not_mend_is_not_restored_again_and_again():
+def test_a_model_that_is_not_handed_over_is_named_and_nothing_else_is_restored():
     net = nn.Linear(4, 1)
     opt = torch.optim.SGD(net.parameters(), lr=.1)
     gov = Governor(opt, chance_loss=None, config=GovernorConfig(stop_raises=False)) # the model is not handed over
@@ -252,6 +252,5 @@ def test_what_restored_weights_do_not_mend_is_not_restored_again_and_again():
         loss.backward()
         opt.step()
         gov.watch(loss)
-    assert [r.action for r in gov.reports] == ["rollback"] * 4 + ["stop"]
-    assert all("restored weights give nan" in r.why for r in list(gov.reports)[1:])
-    assert any("restored weights give nan" in r.why for r in gov.notes)
+    assert [r.action for r in gov.reports] == ["stop"]
+    assert "net.weight has NaN in it" in gov.reports[0].why

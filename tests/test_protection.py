@@ -137,3 +137,51 @@ def test_incidents_that_follow_at_once_use_up_the_budget_although_each_is_proved
         train()
         assert {r.cause for r in governor.reports} == {"external"} and governor.budget.ever[0] == 0
     assert net.weight.isfinite().all()
+
+
+class Distilled:
+    "A student, and what its step reads beside it."
+    def __init__(self, size=2):
+        torch.manual_seed(0)
+        self.net, self.teacher, self.idle = nn.Linear(2, size), nn.Linear(2, size), nn.Linear(2, 2)
+        self.opt = torch.optim.Adam(self.net.parameters())
+        self.queue, self.total = torch.zeros(3), torch.zeros(())
+        self.governor = Governor(self.net, self.opt, chance_loss=None)
+
+    def step(self, x):
+        loss = (self.net(x) - self.teacher(x).detach() - self.queue.sum()).square().mean()
+        self.opt.zero_grad(); loss.backward(); self.opt.step()
+        self.total += loss.detach()
+        self.idle.weight.data += 0
+        return loss
+
+    def train(self, way, n):
+        for x in torch.randn(n, 4, 2):
+            if way == "run": self.governor.run(self.step, x)
+            else: self.governor.watch(self.step(x))
+
+@pytest.mark.parametrize("way, ruined, size, rollbacks", [
+    ("watch", "teacher", 2, 0), ("watch", "queue", 2, 1), ("run", "teacher", 2**18, 0)])
+def test_what_no_rollback_puts_back_is_named_and_costs_none(way, ruined, size, rollbacks, caplog):
+    "Neither the sum of losses nor a network that the step does not call is the cause."
+    loop = Distilled(size)
+    loop.train(way, 30)
+    loop.idle.weight.data.fill_(math.nan)
+    bad = loop.queue if ruined == "queue" else loop.teacher.weight.data
+    bad[0] = math.nan
+    loop.train(way, 60)
+    named = [text for text in caplog.messages if "no rollback puts it back" in text]
+    assert len(named) == 1 and f"self.{ruined}" in named[0] and "total" not in named[0] and "idle" not in named[0]
+    assert [r.action for r in loop.governor.reports] == ["rollback"] * rollbacks
+    with pytest.raises(GovernorStop, match="no rollback puts it back"): loop.train(way, 190)
+    assert loop.net.weight.isfinite().all()
+
+
+def test_nan_beside_the_run_that_is_not_its_cause_stops_no_rollback():
+    "A good state is put back first, and that helps: the weights were ruined, not what the loss does not read."
+    loop = Distilled()
+    loop.train("watch", 60)
+    loop.idle.weight.data.fill_(math.nan)
+    loop.net.weight.data.fill_(3e38)
+    loop.train("watch", 120)
+    assert [r.action for r in loop.governor.reports] == ["rollback"] and loop.governor.losses.recent[-1] < 10

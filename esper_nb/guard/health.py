@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LASTS', 'JUMP', 'STILL_NEAR', 'SEEN', 'LONG', 'RAISED', 'STEEP', 'LEAP', 'SETTLED', 'StateHealth', 'Bands',
-           'BufferBands', 'LossCourse', 'Sign', 'Leap', 'RateCourse', 'Signs', 'is_steep', 'UpdateWatch', 'StateJudge']
+           'BufferBands', 'LossCourse', 'Sign', 'Leap', 'RateCourse', 'Signs', 'is_steep', 'UpdateWatch', 'Beside',
+           'StateJudge']
 
 # %% ../../nbs/guard/29_health.ipynb #983cef0e
 import math
@@ -18,13 +19,14 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import ModulePart, quiet_hooks, sweep_hooks
 from .detector import LossStats, off_scale
+from .footprint import Footprint, Ruined, ruined_around, top_name
 from .gate import GateEvent, UpdateGate
 from .losses import LossQueue
-from .reports import GovernorConfig, Report, ordinal
+from .reports import NAN_AGAIN, GovernorConfig, Report, logger, ordinal
 from .responses import GuardedRun, Moment
 from .snapshots import Snapshot, owned_by
 from .writes import StateWatch
@@ -405,6 +407,69 @@ def _names(snapshot: Snapshot) -> list[tuple[str, Tensor]]: # of all parameters
     return [(f"{k}.{name}" if len(models) > 1 else name, p)
             for k, m in models.items() for name, p in m.named_parameters()]
 
+# %% ../../nbs/guard/29_health.ipynb #7b0de502
+def _end(patience: int, config: GovernorConfig) -> int: # losses
+    return max(patience, 1) * (config.rollbacks + 1) # that all rollbacks of the budget would take
+
+def _note_call(called: set[str], name: str, *_): called.add(name)
+
+class Beside:
+    "What the step reads beside the parts of a single run, and is ruined, so that no rollback helps."
+    def __init__(
+        self,
+        snapshot: Snapshot, # of all parts
+        footprint: Callable[[], Footprint | None] = lambda: None, # of the step; None: its loop only reports losses
+    ):
+        self.snapshot, self.footprint = snapshot, footprint
+        self.found = "" # a sentence about what is ruined in the present incident
+        self.suspects: dict[str, nn.Module] = {} # layers with NaN, by the name of the weight
+        self.called: set[str] = set() # of these, those that a step has called since
+        self.handles: list[Any] = []
+        sweep_hooks(self.handles)
+
+    def look(
+        self,
+        row: int, # losses in a row that are not finite
+        in_vain: bool, # a good state was put back, and has given one at once
+    ) -> str: # the sentence; empty: a rollback may help
+        "Look at the second loss in a row, and once a rollback was in vain; believe a network that was called since."
+        footprint = self.footprint()
+        if row == 1 or footprint is not None: self.found = ""
+        if self.found or row < 2: return self.found
+        if footprint is not None: return self._say(self._uncopied(footprint)) # a later state may have a copy
+        found = self._around() if row == 2 or in_vain else Ruined()
+        names = [k for k in self.suspects if k in self.called] or list(found.others if in_vain else ())
+        if row == 2: self._suspect(found)
+        else: self._suspect(Ruined())
+        return self._say(names)
+
+    def _around(self) -> Ruined:
+        try: return ruined_around(self.snapshot.objects.values())
+        except Exception as e: # what fails at a look must not end the run
+            logger.info("Governor: nobody could look at the loop: %s: %s", type(e).__name__, e)
+            return Ruined()
+
+    def _uncopied(self, footprint: Footprint) -> Sequence[str]:
+        good = self.snapshot.good_state()
+        rest = {} if good is None else good.version.rest
+        return next((footprint.ruined(rest[k]) for k, obj in self.snapshot.objects.items()
+                     if obj is footprint and k in rest), ())
+
+    def _suspect(self, found: Ruined):
+        for h in self.handles: h.remove()
+        self.handles.clear()
+        self.called.clear()
+        self.suspects = dict(found.layers)
+        for name, layer in found.layers:
+            self.handles.append(layer.register_forward_pre_hook(partial(_note_call, self.called, name)))
+
+    def _say(self, names: Sequence[str]) -> str:
+        if not names: return ""
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self.found = (f"{names[0]}{more} has NaN in it, and no rollback puts it back, since it was not handed over: "
+                      f"put good values there, and write Governor(model, optimizer, {top_name(names[0])}, ...)")
+        return self.found
+
 # %% ../../nbs/guard/29_health.ipynb #2a4d21b3
 class StateJudge:
     "What is noted of the state of a single run, and what of it is mended, whatever the loss says."
@@ -413,8 +478,9 @@ class StateJudge:
         run: GuardedRun, # whose state it is
         health: StateHealth, # what is wrong with it
         updates: UpdateWatch, # what happens to it
+        beside: Beside | None = None, # what the step reads that is no part; None: nobody looks
     ):
-        self.run, self.health, self.updates = run, health, updates
+        self.run, self.health, self.updates, self.beside = run, health, updates, beside
 
     def note_updates(self, config: GovernorConfig):
         "Note updates that the gate has changed: the first, the second, the fourth of a kind, and so on."
@@ -435,13 +501,15 @@ class StateJudge:
         "Whether a loss that is not finite has done no harm, and does not last; it is counted and noted."
         batch = int(m.fields["batch"])
         row = self.health.count_lost(batch)
+        hopeless = self._is_hopeless(row, config)
         if m.before_step: # the batch can be skipped, which costs nothing where it stands alone
             if row == 1: self.run.budget.forget_skips(0)
             return False
         still = self.updates.dropping # the weights have not changed since they were good
         lasts = row >= min(max(patience, 1) if still else config.lost_confirm, patience + 1)
         vain = self.restores_in_vain and self.run.losses.watched <= self.run.budget.same_until[0]
-        if self.run.ranks.any([lasts and not vain or bool(self.health.damaged())])[0]: return False
+        acts = row >= _end(patience, config) if hopeless else lasts and not vain
+        if self.run.ranks.any([acts or bool(self.health.damaged())])[0]: return False
         lost = self.health.lost
         at_once = vain and self.run.good.probation.since == 1
         if at_once or lost & (lost - 1) == 0: # the first, the second, the fourth ...
@@ -450,6 +518,26 @@ class StateJudge:
             self.run.log.file(replace(
                 report, action="harmless", batch=batch, loss=None,
                 why=f"weights, moments and buffers are finite: nothing is undone{times}"))
+        return True
+
+    def in_vain(self, m: Moment, patience: int, config: GovernorConfig) -> Moment:
+        "Return what is known of a loss that is not finite, and the only action that is left where no rollback helps."
+        if self.beside is None or not self.beside.found:
+            return m._replace(fields={**m.fields, "why": NAN_AGAIN}) if self.restores_in_vain else m
+        if self.health.damaged(): return m
+        ends = self.health.in_a_row >= _end(patience, config)
+        only = "skip" if m.before_step and not ends else "stop"
+        return m._replace(fields={**m.fields, "why": self.beside.found}, only=only)
+
+    def _is_hopeless(self, row: int, config: GovernorConfig) -> bool: # losses in a row that are not finite
+        "Whether something is ruined that no rollback puts back, and that the step reads; that is said once."
+        if self.beside is None: return False
+        before, found = self.beside.found, self.beside.look(row, self.restores_in_vain)
+        if not self.run.ranks.any([bool(found)])[0]: return False
+        if not found: self.beside.found = found = "another rank has found NaN in what no rollback puts back"
+        if not before and self.run.log.remark(found, found):
+            report = self.run.verdicts.report(config, "non-finite")
+            self.run.log.file(replace(report, action="noted", batch=self.run.losses.watched - 1, why=found))
         return True
 
     def learn_buffers(self, jumped: Sequence[str]): # their names, and by how much

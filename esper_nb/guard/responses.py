@@ -238,6 +238,7 @@ class Moment(NamedTuple):
     fields: Mapping[str, Any] = MappingProxyType({}) # of the report
     before: Sequence[float] = () # losses that the level is not above
     cuts: int = 0 # of the learning rate that are due at once: the run would meet the same end again
+    only: str = "" # the action, where no other can help; empty: to be chosen
 
     def of_state(
         self,
@@ -334,6 +335,7 @@ class IncidentResponse:
     ) -> tuple[str, bool]: # the action, and whether it is free
         "Return what can help at the least price: while one incident lasts, NaN costs nothing more."
         reason, response, budget = m.reasons[lane], self.response, self.run.budget
+        if m.only: return m.only, m.only == "skip"
         if reason == "by hand": return ("replay" if config.replay and response.can_replay else "rollback"), True
         patient, stats = response.patience(config) > 0, self.run.verdicts.stats
         same = patient and reason == "non-finite" and self.run.losses.watched <= budget.same_until[lane]
