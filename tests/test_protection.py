@@ -27,6 +27,8 @@ def test_parts_in_a_list_or_dictionary_are_guarded_one_by_one(pack):
 
 @pytest.mark.parametrize("make, says", [
     (lambda n, o: Governor(n, nets=[n], chance_loss=None), "nets='a list of Linear', expected one part a name"),
+    (lambda n, o: Governor(n, o, pointer=3, chance_loss=None), r"pointer=3, .* keep it as dict\(pointer=3\)"),
+    (lambda n, o: Governor(n, o, queue=n.weight * 2, chance_loss=None), "queue=a tensor that was computed"),
     (lambda n, o: Governor(n, o, n, chance_loss=None), "model2='Linear', expected a part once; it is `model`, too"),
     (lambda n, o: Governor(n, o, config={}, chance_loss=None), "config={}, expected one of batch, epoch, classic"),
     (lambda n, o: Governor(n, o, snapshot_every=5, chance_loss=None), r"config=GovernorConfig\(snapshot_every=...\)"),
@@ -185,3 +187,25 @@ def test_nan_beside_the_run_that_is_not_its_cause_stops_no_rollback():
     loop.net.weight.data.fill_(3e38)
     loop.train("watch", 120)
     assert [r.action for r in loop.governor.reports] == ["rollback"] and loop.governor.losses.recent[-1] < 10
+
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+@pytest.mark.parametrize("hand", [lambda q: dict(queue=q), lambda q: dict(memory=dict(negatives=q, size=3))])
+def test_a_queue_that_the_step_writes_into_goes_back_where_the_loop_has_it(way, hand):
+    torch.manual_seed(0)
+    net, opt = parts()
+    queue = torch.randn(2, 16)
+    governor = Governor(net, opt, chance_loss=None, config=GovernorConfig(snapshot_every=10, probation=5), **hand(queue))
+    def step(batch):
+        i, x = batch
+        key = net(x)
+        loss = (key @ queue).square().mean()
+        opt.zero_grad(); loss.backward(); opt.step()
+        queue[:, i % 16] = key[0].detach()
+        return loss
+    for batch in enumerate(torch.randn(60, 4, 2)):
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+        if batch[0] == 50: queue[0, 0] = net.weight.data[0, 0] = math.nan
+    assert [r.action for r in governor.reports] == ["rollback"]
+    assert queue.isfinite().all() and net.weight.isfinite().all() and governor.losses.recent[-1] < 10

@@ -520,7 +520,7 @@ def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sent
     "Return hints about parts that seem to be missing."
     objects = list(snapshot.objects.values())
     optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
-    bare = [k for k, obj in snapshot.objects.items() if isinstance(obj, (dict, list)) and weights_in(obj)]
+    bare = [k for k, obj in snapshot.objects.items() if isinstance(obj, (dict, list, Tensor)) and weights_in(obj)]
     if not bare and not any(isinstance(p, ModulePart) or p.laned for p in snapshot.parts.values()):
         own = ("streams", "governor_stats", "update_gate")
         names = ", ".join(k for k in snapshot.objects if k not in own) or "there are none"

@@ -321,12 +321,12 @@ class Snapshot:
         streams: bool = True, # also keep the global random streams, as part `streams`
         grads: bool = False, # also keep gradients, for snapshots between the micro-batches of one step
         copies: int = 2, # of the state; 1: half the memory, nothing on probation, and gone if a copy is interrupted
-        **named, # further parts by name: any object with state, a dict, a list, a generator, a pair of functions
+        **named, # further parts by name: anything with state, a tensor, dict, list, generator, pair of functions
     ):
         self.n = check_count("lanes", lanes)
         self.grads = grads
         self.objects = _name_parts(parts, named, streams) # as they were given
-        self.parts = {name: as_part(obj, lanes, grads) for name, obj in self.objects.items()}
+        self.parts = {name: as_part(obj, lanes, grads, name) for name, obj in self.objects.items()}
         self.banks = StateBanks(lanes, copies)
         self.writes = 0 # times that a state was put back
         self.masks: set[StateKey] = set() # buffers that were infinite from the start
@@ -456,7 +456,7 @@ class Snapshot:
         "Keep more parts from the next `take` on; a restore to an earlier state leaves them alone."
         check(not named.keys() & self.parts.keys(), "name", sorted(named), "names not in use: {} are", list(self.parts))
         self.objects |= named
-        self.parts |= {name: as_part(obj, self.n, self.grads) for name, obj in named.items()}
+        self.parts |= {name: as_part(obj, self.n, self.grads, name) for name, obj in named.items()}
 
     @property
     def nbytes(self) -> int:
@@ -821,8 +821,10 @@ def _name_parts(parts: Sequence, named: Mapping[str, object], streams: bool) -> 
     objects |= {name: _unwrapped(obj) for name, obj in named.items()}
     for name, obj in objects.items():
         first = next(other for other, x in objects.items() if x is obj)
-        check(first == name or not _has_state(obj), name, type(obj).__name__, f"a part once; it is `{first}`, too")
+        alone = first == name or not (_has_state(obj) or isinstance(obj, Tensor))
+        check(alone, name, type(obj).__name__, f"a part once; it is `{first}`, too")
         tensors = (*obj.named_parameters(), *obj.named_buffers()) if isinstance(obj, nn.Module) else ()
+        if isinstance(obj, Tensor): tensors = ((name, obj),)
         away = [k for k, t in tensors if t.is_meta]
         check(not away, name, f"{away[:1]} on the meta device", "weights that exist: use to_empty(), and load them")
         lazy = [k for k, t in tensors if nn.parameter.is_lazy(t)]
