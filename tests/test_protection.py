@@ -195,7 +195,8 @@ def test_a_queue_that_the_step_writes_into_goes_back_where_the_loop_has_it(way, 
     torch.manual_seed(0)
     net, opt = parts()
     queue = torch.randn(2, 16)
-    governor = Governor(net, opt, chance_loss=None, config=GovernorConfig(snapshot_every=10, probation=5), **hand(queue))
+    often = GovernorConfig(snapshot_every=10, probation=5)
+    governor = Governor(net, opt, chance_loss=None, config=often, **hand(queue))
     def step(batch):
         i, x = batch
         key = net(x)
