@@ -254,3 +254,21 @@ def test_a_model_that_is_not_handed_over_is_named_and_nothing_else_is_restored()
         gov.watch(loss)
     assert [r.action for r in gov.reports] == ["stop"]
     assert "net.weight has NaN in it" in gov.reports[0].why
+
+
+@pytest.mark.parametrize("swings", [False, True])
+def test_a_healthy_run_whose_loss_changes_or_says_nothing_logs_no_warning(swings, caplog):
+    "As where two networks play against each other: a rise that is accepted, a loss that does not fall."
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+    gov = Governor(net, opt, chance_loss=None)
+    rng = np.random.default_rng(0)
+    for i in range(400):
+        opt.zero_grad()
+        net(torch.randn(8, 2)).square().mean().backward()
+        opt.step()
+        level = 1 + i / 200 if swings else (2 * math.exp(-i / 50) + 1) * (1 + (i > 250))
+        gov.watch(level * math.exp(.05 * rng.standard_normal()))
+    assert "yardstick" in gov.log.remarks if swings else "accepted" in [n.action for n in gov.notes]
+    assert not gov.reports and not [r for r in caplog.records if r.levelname == "WARNING"]
