@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 
 from .lanes import lane_runs
 from .layers import by_lane
@@ -151,6 +152,18 @@ class _Build(NamedTuple):
         hooks = dict(vars(m)["_forward_pre_hooks"])
         return cls([dict(t) for t in _tables(m)], type(m), hooks, _made(m) if hooks else {})
 
+    def is_of(self, m: nn.Module) -> bool:
+        "Whether the module is still made of the same."
+        return all(map(_is_same, _tables(m), self.tables))
+
+    def lives_on(self, m: nn.Module) -> bool:
+        "Whether the module has all of it, and beside it only names and buffers that are new: pruning, or a mask."
+        inner, params, buffers = _tables(m)
+        then = [{id(t) for t in table.values() if t is not None} for table in self.tables]
+        now = [{id(t) for t in table.values() if t is not None} for table in (params, buffers)]
+        same = type(m) is self.kind and _is_same(inner, self.tables[0])
+        return same and now[0] == then[1] and now[1] >= then[2]
+
     def put_back(self, m: nn.Module):
         "Make the module as it was, unless it is."
         changed = [(live, saved) for live, saved in zip(_tables(m), self.tables) if not _is_same(live, saved)]
@@ -207,6 +220,15 @@ class ModulePart:
             if lanes is None: p.grad = rest["named"].get(f"{k}<grad>") if p.grad is not None else None
             elif p.grad is not None and has_lanes(p, n):
                 for s in lane_runs(lanes): by_lane(p.grad, n)[s].zero_()
+        for m in self.obj.modules():
+            for hook in vars(m)["_forward_pre_hooks"].values():
+                if isinstance(hook, BasePruningMethod): hook(m, ()) # it makes the weight anew
+
+    def changed(self, rest) -> list[tuple[str, bool]]: # of `read`; name, whether what was there is there still
+        "Return the modules that are made of something else than then; see `_Build.lives_on`."
+        names = {m: name for name, m in self.obj.named_modules()}
+        return [(names.get(m, type(m).__name__), build.lives_on(m))
+                for m, build, _ in rest["tree"] if not build.is_of(m)]
 
     def portable(self, rest):
         "Return the rest as a file can hold it."

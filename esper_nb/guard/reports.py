@@ -182,6 +182,7 @@ class Report:
     redone: int = 0 # batches that were retrained right after a rollback, so they are not lost
     rank: int | None = None # the process that the failure came from, where there are several
     kept: tuple[str, ...] = () # what a rollback left as it is although it has changed since the snapshot
+    undone: str = "" # what a rollback has undone beside the batches: a change of structure, a mask; a sentence
     bad_state: tuple[str, ...] = () # tensors that are not finite, or what else is wrong, for reason "state"
     old_loss: float | None = None # loss of the last good weights in the comparison, to be compared with `loss`
     kept_step: int | None = None # `rollback(to=kept_step)` restores the state from before a change that was accepted
@@ -233,7 +234,7 @@ class Report:
         old = "" if self.old_loss is None else f", old weights {self.old_loss:.4g}"
         undo = "" if self.kept_step is None else f"; rollback(to={self.kept_step}) undoes it"
         rank = "" if self.rank is None else f", from rank {self.rank}"
-        why = f"; {self.why}" if self.why else ""
+        why = "".join(f"; {text}" for text in (self.undone, self.why) if text)
         if self.loss is None and self.shown == "none": seen = self.wrong
         seen = f"{seen}{old}{rank}".removeprefix(", ")
         found = f"{where}: {self.reason}" + f" ({seen})" * bool(seen)

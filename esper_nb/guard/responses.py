@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_clock', 'clocks_of', 'not_exchanged', 'patience_of', 'SingleRun', 'LaneRuns', 'GuardedRun', 'Moment',
-           'SameBatches', 'IncidentResponse', 'LaneCheckup', 'LaneJudge', 'missing_parts']
+           'SameBatches', 'undone_with', 'IncidentResponse', 'LaneCheckup', 'LaneJudge', 'missing_parts']
 
 # %% ../../nbs/guard/27_responses.ipynb #409b35e3
 import math
@@ -292,6 +292,22 @@ class SameBatches:
         return blames_weights(now, before, rise, self.run.verdicts.stats.spread * (len(now) == 1))
 
 # %% ../../nbs/guard/27_responses.ipynb #inc10002
+def undone_with(
+    back: RestoreResult,
+    masked: Sequence[str] = (), # weights that were masked since the good state
+) -> str: # empty: nothing
+    "Say what else a rollback has undone: a change of structure, or a mask."
+    said = []
+    if any(k.endswith(": masks") for k in back.kept):
+        said.append("the good state is from before the pruning, whose masks stay in force")
+    if back.rebuilt:
+        said.append(f"the good state is from before the structure of {back.rebuilt[0]} changed, and that is undone: "
+                    "change it again, and call `governor.take_snapshot()` right after it")
+    if masked:
+        said.append(f"{masked[0]} had zeros that the good state does not have: if you prune by hand, apply the mask "
+                    "again")
+    return "; ".join(said)
+
 class IncidentResponse:
     "What is done about an incident: in each lane the least intrusive action that can help, applied and reported."
     def __init__(
@@ -380,13 +396,15 @@ class IncidentResponse:
     ) -> dict[int, dict]: # fields of the report, by lane
         "Put the last good state of lanes in place; from the second time on also lower their learning rate."
         response, watched, fields = self.response, self.run.losses.watched, dict[int, dict]()
+        masked = self.run.snapshot.masked_since() if response.can_replay else ()
         back = response.restore(lanes, action)
+        undone = undone_with(back, masked)
         self.restored()
         for i, step in zip(back.lanes, back.steps):
             saved = self.run.good.at(i)
             lost = (saved.batch, watched - 1) if saved.batch < watched else None
             fields[i] = dict(restored=back.parts, left=back.left, kept=back.kept, restored_step=step,
-                             restored_batch=saved.batch, lost=lost)
+                             restored_batch=saved.batch, lost=lost, undone=undone)
             fields[i] |= response.adjust_rates(
                 i, action, again[i], saved, config, self.run.verdicts.stats, watched, cuts)
         return fields

@@ -45,8 +45,9 @@ class RestoreResult:
     steps: tuple[int | None, ...] # for each of them the step of its snapshot
     parts: tuple[str, ...] # names of the parts that were restored
     left: tuple[str, ...] # parts, or shared state, left as they are
-    kept: tuple[str, ...] # modes, frozen flags and members of groups that stayed although they have changed since
+    kept: tuple[str, ...] # modes, frozen flags, groups and masks that stayed although they have changed since
     seconds: float
+    rebuilt: tuple[str, ...] = () # modules that were made of something else, and are as they were then
 
 # %% ../../nbs/guard/12_snapshots.ipynb #a8a47abd
 StateKey = tuple[str, str] # a tensor: name of its part, path in it
@@ -386,6 +387,7 @@ class Snapshot:
         self.drop(lanes)
         names: list[str] = []
         kept: list[str] = []
+        rebuilt = self._rebuilt(skip, stay) if self.n == 1 or lanes is None else []
         with self._quiet():
             for mine, u in _together(wanted, self.n, self.banks.front, self.version):
                 state = self.good_state(u)
@@ -396,7 +398,7 @@ class Snapshot:
         return RestoreResult(
             lanes=tuple(wanted), steps=tuple(self.steps[min(i, len(self.steps) - 1)] for i in wanted),
             parts=tuple(dict.fromkeys(names)), left=tuple(p for p in self.parts if p not in names),
-            kept=tuple(dict.fromkeys(kept)), seconds=time.perf_counter() - start)
+            kept=tuple(dict.fromkeys(kept)), seconds=time.perf_counter() - start, rebuilt=tuple(rebuilt))
 
     def good_state(
         self,
@@ -501,6 +503,16 @@ class Snapshot:
             self.background = None
         return bad
 
+    @torch.no_grad()
+    def masked_since(self) -> tuple[str, ...]: # names
+        "Return the weights of which a part is exactly zero that was not when the published state was taken: a mask."
+        good, found = self.good_state(), list[str]()
+        for k, t in _weights(read_parts(self.parts, self.n)):
+            if good is None or k not in good.bank or not same_layout(t, good.bank[k]) or t.numel() < 16: continue
+            now = float((t == 0).float().mean())
+            if .05 < now < 1 and float((good.bank[k] == 0).float().mean()) < now / 2: found.append(".".join(k))
+        return tuple(found)
+
     def is_apart(self) -> bool:
         "Return whether processes that started with equal weights have diverged; every process must call it."
         return self.agree is not None and self.agree([], [_weights_of(read_parts(self.parts, self.n))])[1]
@@ -587,6 +599,13 @@ class Snapshot:
     def __repr__(self):
         size = f"{self.nbytes / 2**20:.1f} MiB"
         return f"Snapshot({', '.join(self.parts)}; {size}, steps {self.steps[:self.n]})"
+
+    def _rebuilt(self, skip: Sequence[str], stay: bool) -> list[str]: # names
+        "Return the modules that a restoration makes of something else than they are now."
+        good = self.good_state()
+        return [f"{name}.{k}".rstrip(".") for name, part in self.parts.items()
+                if good is not None and isinstance(part, ModulePart) and name in good.version.rest and name not in skip
+                for k, lives in part.changed(good.version.rest[name]) if not (stay and lives)]
 
     def _lasting(self) -> dict[str, AnyPart]:
         "Return the parts whose state means anything to another process, by name."
@@ -907,12 +926,15 @@ def _together(lanes: Sequence[int], n: int, front: Sequence[int],
     return [(mine, mine[0]) for mine in groups.values() if mine]
 
 def _stay(part: AnyPart, rest: Any, get) -> tuple[Any, Any, list[str]]: # rest and lookup to write, what differs
-    "Return a saved state with the modes, flags, groups and settings of now."
+    "Return a saved state with the modes, flags, masks, groups and settings of now."
     if isinstance(part, ModulePart):
         tree, frozen = rest["tree"], rest["frozen"]
         modes, flags = [m.training for m, _, _ in tree], [p.requires_grad for p, _ in frozen]
         differs = ["mode"] * (modes != [x[-1] for x in tree]) + ["requires_grad"] * (flags != [x[-1] for x in frozen])
-        tree = [(m, tables, mode) for (m, tables, _), mode in zip(tree, modes)]
+        masked = [not build.is_of(m) and build.lives_on(m) for m, build, _ in tree]
+        differs += ["masks"] * any(masked)
+        tree = [(m, type(build).of(m) if now else build, mode)
+                for (m, build, _), now, mode in zip(tree, masked, modes)]
         return rest | dict(tree=tree, frozen=[(p, flag) for (p, _), flag in zip(frozen, flags)]), get, differs
     if not isinstance(part, OptimizerPart): return rest, get, []
     found: dict[str, Tensor] = {}
