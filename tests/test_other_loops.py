@@ -18,26 +18,38 @@ def descend(opt, loss):
     return loss.item()
 
 
-@pytest.mark.parametrize("change", [
-    lambda m: prune.l1_unstructured(m, "weight", amount=.5), weight_norm, nn.utils.weight_norm])
+def prune_by_hand(m):
+    m.register_buffer("kept", (m.weight.abs() > m.weight.abs().median()).float())
+    m.weight.data *= m.kept
+
+@pytest.mark.parametrize("change, says", [
+    (lambda m: prune.l1_unstructured(m, "weight", amount=.5), "before the pruning, whose masks stay in force"),
+    (prune_by_hand, "had zeros that the good state does not have"),
+    (weight_norm, "the structure of model changed, and that is undone"),
+    (nn.utils.weight_norm, "the structure of model changed, and that is undone")])
 @pytest.mark.parametrize("way", ["watch", "run"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_a_layer_pruned_since_the_good_state_is_whole_again(change, way):
-    "Its weight was made of a mask before each call, which is gone with the parameters of now."
+def test_a_layer_changed_since_the_good_state_keeps_its_mask_or_is_whole_again(change, says, way):
+    "Where its weight is made of other parameters, these are gone with those of now; a mask may stay; and it is said."
     torch.manual_seed(0)
-    net = nn.Linear(4, 2)
+    net = nn.Linear(4, 8)
     opt = torch.optim.SGD(net.parameters(), lr=.01)
     governor = Governor(net, opt, chance_loss=None, config=OFTEN)
     kind, x = type(net), torch.randn(8, 4)
-    def step(x): return descend(opt, net(x).square().mean())
+    def step(x):
+        loss = descend(opt, net(x).square().mean())
+        if hasattr(net, "kept"): net.weight.data *= net.kept
+        return loss
     for i in range(40):
         if i == 29: change(net)
         if i == 30: next(iter(net.parameters())).data.view(-1)[0] = torch.nan
         if way == "run": governor.run(step, x)
         else: governor.watch(step(x))
-    assert [r.action for r in governor.reports] == ["rollback"] and governor.reports[0].restored_batch <= 20
-    assert type(net) is kind and set(dict(net.named_parameters())) == {"weight", "bias"}
-    assert net.weight is dict(net.named_parameters())["weight"] and net.weight.isfinite().all()
+    report, = governor.reports
+    assert report.action == "rollback" and report.restored_batch <= 20 and says in report.undone
+    assert type(net) is kind and net.weight.isfinite().all()
+    if prune.is_pruned(net): assert (net.weight == 0).sum() == 16 == (net.weight_mask == 0).sum()
+    else: assert net.weight is dict(net.named_parameters())["weight"] and hasattr(net, "kept") == ("zeros" in says)
 
 
 def test_a_step_that_fails_with_older_weights_leaves_them_uncompared():
@@ -184,3 +196,23 @@ def test_a_rate_that_was_the_cause_is_taken_back(way):
     report, = governor.reports
     assert report.cause == "rate" and report.redone and opt.param_groups[0]["lr"] <= .02
     assert (net.weight - AIM.T).abs().max() < .3
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_rate_raised_for_good_is_told_with_the_batch_of_that(beside):
+    "Old weights are compared at rates of then, and another optimizer keeps its own: neither takes the raise back."
+    torch.manual_seed(0)
+    net, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), .02) for m in (net, other)[:1 + beside]]
+    governor = Governor(net, other, *optimizers, chance_loss=None)
+    g = torch.Generator().manual_seed(1)
+    for i, (x, y) in batches(450):
+        if i == 150: optimizers[0].param_groups[0]["lr"] *= 9
+        if i >= 150: y = y + 3 * torch.randn(32, 1, generator=g)
+        loss = F.mse_loss(net(x), y) + F.mse_loss(other(x), y)
+        for opt in optimizers: opt.zero_grad()
+        loss.backward()
+        for opt in optimizers: opt.step()
+        governor.watch(loss.item())
+    assert [n.action for n in governor.notes].count("accepted") == 1
+    assert governor.log.remarks["rate"] == "the learning rate is 0.18 from batch 150 on, and was at most 0.02 before"

@@ -27,6 +27,8 @@ def test_parts_in_a_list_or_dictionary_are_guarded_one_by_one(pack):
 
 @pytest.mark.parametrize("make, says", [
     (lambda n, o: Governor(n, nets=[n], chance_loss=None), "nets='a list of Linear', expected one part a name"),
+    (lambda n, o: Governor(n, o, pointer=3, chance_loss=None), r"pointer=3, .* keep it as dict\(pointer=3\)"),
+    (lambda n, o: Governor(n, o, queue=n.weight * 2, chance_loss=None), "queue=a tensor that was computed"),
     (lambda n, o: Governor(n, o, n, chance_loss=None), "model2='Linear', expected a part once; it is `model`, too"),
     (lambda n, o: Governor(n, o, config={}, chance_loss=None), "config={}, expected one of batch, epoch, classic"),
     (lambda n, o: Governor(n, o, snapshot_every=5, chance_loss=None), r"config=GovernorConfig\(snapshot_every=...\)"),
@@ -137,3 +139,74 @@ def test_incidents_that_follow_at_once_use_up_the_budget_although_each_is_proved
         train()
         assert {r.cause for r in governor.reports} == {"external"} and governor.budget.ever[0] == 0
     assert net.weight.isfinite().all()
+
+
+class Distilled:
+    "A student, and what its step reads beside it."
+    def __init__(self, size=2):
+        torch.manual_seed(0)
+        self.net, self.teacher, self.idle = nn.Linear(2, size), nn.Linear(2, size), nn.Linear(2, 2)
+        self.opt = torch.optim.Adam(self.net.parameters())
+        self.queue, self.total = torch.zeros(3), torch.zeros(())
+        self.governor = Governor(self.net, self.opt, chance_loss=None)
+
+    def step(self, x):
+        loss = (self.net(x) - self.teacher(x).detach() - self.queue.sum()).square().mean()
+        self.opt.zero_grad(); loss.backward(); self.opt.step()
+        self.total += loss.detach()
+        self.idle.weight.data += 0
+        return loss
+
+    def train(self, way, n):
+        for x in torch.randn(n, 4, 2):
+            if way == "run": self.governor.run(self.step, x)
+            else: self.governor.watch(self.step(x))
+
+@pytest.mark.parametrize("way, ruined, size, rollbacks", [
+    ("watch", "teacher", 2, 0), ("watch", "queue", 2, 1), ("run", "teacher", 2**18, 0)])
+def test_what_no_rollback_puts_back_is_named_and_costs_none(way, ruined, size, rollbacks, caplog):
+    "Neither the sum of losses nor a network that the step does not call is the cause."
+    loop = Distilled(size)
+    loop.train(way, 30)
+    loop.idle.weight.data.fill_(math.nan)
+    bad = loop.queue if ruined == "queue" else loop.teacher.weight.data
+    bad[0] = math.nan
+    loop.train(way, 60)
+    named = [text for text in caplog.messages if "no rollback puts it back" in text]
+    assert len(named) == 1 and f"self.{ruined}" in named[0] and "total" not in named[0] and "idle" not in named[0]
+    assert [r.action for r in loop.governor.reports] == ["rollback"] * rollbacks
+    with pytest.raises(GovernorStop, match="no rollback puts it back"): loop.train(way, 190)
+    assert loop.net.weight.isfinite().all()
+
+
+def test_nan_beside_the_run_that_is_not_its_cause_stops_no_rollback():
+    "A good state is put back first, and that helps: the weights were ruined, not what the loss does not read."
+    loop = Distilled()
+    loop.train("watch", 60)
+    loop.idle.weight.data.fill_(math.nan)
+    loop.net.weight.data.fill_(3e38)
+    loop.train("watch", 120)
+    assert [r.action for r in loop.governor.reports] == ["rollback"] and loop.governor.losses.recent[-1] < 10
+
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+@pytest.mark.parametrize("hand", [lambda q: dict(queue=q), lambda q: dict(memory=dict(negatives=q, size=3))])
+def test_a_queue_that_the_step_writes_into_goes_back_where_the_loop_has_it(way, hand):
+    torch.manual_seed(0)
+    net, opt = parts()
+    queue = torch.randn(2, 16)
+    often = GovernorConfig(snapshot_every=10, probation=5)
+    governor = Governor(net, opt, chance_loss=None, config=often, **hand(queue))
+    def step(batch):
+        i, x = batch
+        key = net(x)
+        loss = (key @ queue).square().mean()
+        opt.zero_grad(); loss.backward(); opt.step()
+        queue[:, i % 16] = key[0].detach()
+        return loss
+    for batch in enumerate(torch.randn(60, 4, 2)):
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+        if batch[0] == 50: queue[0, 0] = net.weight.data[0, 0] = math.nan
+    assert [r.action for r in governor.reports] == ["rollback"]
+    assert queue.isfinite().all() and net.weight.isfinite().all() and governor.losses.recent[-1] < 10

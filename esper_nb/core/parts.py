@@ -4,11 +4,14 @@
 
 # %% auto #0
 __all__ = ['AnyPart', 'Leaf', 'pack_tree', 'unpack_tree', 'portable_tree', 'revive_tree', 'has_lanes', 'same_layout',
-           'ModulePart', 'OptimizerPart', 'StatePart', 'weights_in', 'as_stateful', 'as_part', 'RandomStreams']
+           'ModulePart', 'OptimizerPart', 'StatePart', 'tensors_in', 'weights_in', 'as_stateful', 'as_part',
+           'RandomStreams']
 
 # %% ../../nbs/core/09_parts.ipynb #852aacb4
 import copy
 import random
+import reprlib
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 
 from .lanes import lane_runs
 from .layers import by_lane
@@ -148,6 +152,18 @@ class _Build(NamedTuple):
         hooks = dict(vars(m)["_forward_pre_hooks"])
         return cls([dict(t) for t in _tables(m)], type(m), hooks, _made(m) if hooks else {})
 
+    def is_of(self, m: nn.Module) -> bool:
+        "Whether the module is still made of the same."
+        return all(map(_is_same, _tables(m), self.tables))
+
+    def lives_on(self, m: nn.Module) -> bool:
+        "Whether the module has all of it, and beside it only names and buffers that are new: pruning, or a mask."
+        inner, params, buffers = _tables(m)
+        then = [{id(t) for t in table.values() if t is not None} for table in self.tables]
+        now = [{id(t) for t in table.values() if t is not None} for table in (params, buffers)]
+        same = type(m) is self.kind and _is_same(inner, self.tables[0])
+        return same and now[0] == then[1] and now[1] >= then[2]
+
     def put_back(self, m: nn.Module):
         "Make the module as it was, unless it is."
         changed = [(live, saved) for live, saved in zip(_tables(m), self.tables) if not _is_same(live, saved)]
@@ -204,6 +220,15 @@ class ModulePart:
             if lanes is None: p.grad = rest["named"].get(f"{k}<grad>") if p.grad is not None else None
             elif p.grad is not None and has_lanes(p, n):
                 for s in lane_runs(lanes): by_lane(p.grad, n)[s].zero_()
+        for m in self.obj.modules():
+            for hook in vars(m)["_forward_pre_hooks"].values():
+                if isinstance(hook, BasePruningMethod): hook(m, ()) # it makes the weight anew
+
+    def changed(self, rest) -> list[tuple[str, bool]]: # of `read`; name, whether what was there is there still
+        "Return the modules that are made of something else than then; see `_Build.lives_on`."
+        names = {m: name for name, m in self.obj.named_modules()}
+        return [(names.get(m, type(m).__name__), build.lives_on(m))
+                for m, build, _ in rest["tree"] if not build.is_of(m)]
 
     def portable(self, rest):
         "Return the rest as a file can hold it."
@@ -330,33 +355,80 @@ class _Pair:
         self.state_dict = read
         self.load_state_dict = write
 
+def tensors_in(
+    tree, # dicts, lists and tuples of anything
+    path: str = "", # of this tree
+) -> dict[str, Tensor]: # by path
+    "Return the tensors of a tree."
+    if isinstance(tree, Tensor): return {path: tree}
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    found = [tensors_in(v, f"{path}.{k}" if path else str(k)) for k, v in inner]
+    return {k: t for part in found for k, t in part.items()}
+
 def weights_in(
     tree, # dicts, lists and tuples of anything
     path: str = "", # of this tree
 ) -> dict[str, Tensor]: # by path
     "Return the weights among the tensors of a tree: those that ask for a gradient, and were not computed."
-    if isinstance(tree, Tensor): return {path: tree} if tree.requires_grad and tree.is_leaf else {}
-    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    found = [weights_in(v, f"{path}.{k}" if path else str(k)) for k, v in inner]
-    return {k: t for part in found for k, t in part.items()}
+    return {k: t for k, t in tensors_in(tree, path).items() if t.requires_grad and t.is_leaf}
 
-@torch.no_grad()
-def _refill(container, new):
-    "Replace the contents of a dict or list in place; a weight in it stays the tensor that an optimizer has."
-    weights, found = weights_in(container), dict[str, Tensor]()
-    for w in weights.values(): w.grad = None
-    def put(leaf):
-        w, v = weights.get(leaf.path), found[leaf.path]
-        return v if w is None else _put(w, v, w.device, 1, None)
-    new = unpack_tree(pack_tree(new, found), put)
-    container.clear()
-    container.update(new) if isinstance(container, dict) else container.extend(new)
+class _Container:
+    "A dict or a list; what it held when it was handed over may have other names in the loop, so that stays."
+    def __init__(self, obj):
+        self.obj, self.first = obj, {k: weakref.ref(t) for k, t in tensors_in(obj).items()}
+
+    def state_dict(self): return self.obj
+
+    @torch.no_grad()
+    def load_state_dict(self, new):
+        "Replace the contents in place; a weight stays the tensor that an optimizer has."
+        weights, found = weights_in(self.obj), dict[str, Tensor]()
+        same = {k: t for k, t in tensors_in(self.obj).items() if k in self.first and self.first[k]() is t}
+        for w in weights.values(): w.grad = None
+        def put(leaf):
+            old, v = (same | weights).get(leaf.path), found[leaf.path]
+            return v if old is None else _put(old, v, old.device, 1, None)
+        new = unpack_tree(pack_tree(new, found), put)
+        self.obj.clear()
+        self.obj.update(new) if isinstance(self.obj, dict) else self.obj.extend(new)
+
+class _Memory:
+    "A tensor or an array that a loop writes into: its values go back into the same memory."
+    def __init__(self, obj): self.obj = obj
+    def state_dict(self): return dict(values=self.obj)
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        "Write the values; of a weight the gradient is discarded, as in a module."
+        obj, values = self.obj, state["values"]
+        if isinstance(obj, Tensor): obj.grad = None
+        if isinstance(obj, np.ndarray): obj[...] = values
+        elif same_layout(obj, values): obj.data.copy_(values)
+        else: obj.data = values.to(obj.device, copy=True)
 
 def as_stateful(
-    obj, # with `state_dict` and `load_state_dict`; a dict, a list, a random generator, a pair of functions
+    obj, # with `state_dict` and `load_state_dict`; a tensor, array, dict, list, generator, pair of functions
+    name: str = "part", # what its user calls it
 ): # an object with `state_dict` and `load_state_dict`; `obj` itself if it has them
-    "Wrap anything that has state, so that it has `state_dict` and `load_state_dict`."
-    if isinstance(obj, (dict, list)): return _Pair(lambda: obj, lambda new: _refill(obj, new))
+    """Wrap anything that has state, so that it has `state_dict` and `load_state_dict`.
+
+    Raises
+    ------
+    ValueError
+        If it has none that could be put back, as a number: that would be another one, and not the variable's.
+
+    Examples
+    --------
+    >>> queue = torch.zeros(2)
+    >>> as_stateful(queue).load_state_dict(dict(values=torch.ones(2)))
+    >>> queue
+    tensor([1., 1.])
+    """
+    if isinstance(obj, (dict, list)): return _Container(obj)
+    if isinstance(obj, Tensor) and obj.grad_fn is not None:
+        raise ValueError(f"{name}=a tensor that was computed ({type(obj.grad_fn).__name__}), expected one that the "
+                         "loop writes into: hand over detach() of it, and write into that")
+    if isinstance(obj, (Tensor, np.ndarray)): return _Memory(obj)
     if isinstance(obj, tuple) and len(obj) == 2 and all(map(callable, obj)): return _Pair(*obj)
     if isinstance(obj, torch.Generator): return _Pair(obj.get_state, obj.set_state)
     if isinstance(obj, random.Random): return _Pair(obj.getstate, obj.setstate)
@@ -364,8 +436,9 @@ def as_stateful(
         bits = obj.bit_generator
         return _Pair(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"): return obj
-    raise ValueError(f"part={obj!r}, expected an object with state_dict and load_state_dict, a random generator, "
-                     "a dict or list, or a pair of functions (read, write)")
+    fix = f"; keep it as dict({name}={obj!r}), and hand that over" if isinstance(obj, (int, float)) else ""
+    raise ValueError(f"{name}={reprlib.repr(obj)}, expected an object with state_dict and load_state_dict, a tensor, "
+                     f"an array, a dict or list, a random generator, or a pair of functions (read, write){fix}")
 
 # %% ../../nbs/core/09_parts.ipynb #e8316a39
 AnyPart = ModulePart | OptimizerPart | StatePart
@@ -374,13 +447,14 @@ def as_part(
     obj, # anything that `as_stateful` takes
     n: int, # lanes
     grads: bool = False, # keep gradients of modules, too
+    name: str = "part", # what its user calls it
 ) -> AnyPart:
     "Make the part that fits an object."
     laned = n > 1 and (isinstance(obj, (nn.Module, torch.optim.Optimizer)) or getattr(obj, "lanes", None) == n)
     if isinstance(obj, nn.Module): return ModulePart(obj, laned, grads)
     if isinstance(obj, torch.optim.Optimizer) and type(obj).state_dict is torch.optim.Optimizer.state_dict:
         return OptimizerPart(obj, laned)
-    return StatePart(as_stateful(obj), laned)
+    return StatePart(as_stateful(obj, name), laned)
 
 # %% ../../nbs/core/09_parts.ipynb #df76a392
 class RandomStreams:

@@ -9,9 +9,10 @@ __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED'
            'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names', 'Keys', 'Entries',
            'Members', 'version_of', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
            'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable',
-           'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'StepWalk', 'owned_by_parts', 'mark_of', 'top_name',
-           'Given', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of',
-           'FootprintState', 'Footprint', 'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
+           'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'StepWalk', 'owned_by_parts', 'has_nan', 'mark_of',
+           'top_name', 'Given', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of',
+           'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'NotSeen', 'content_of',
+           'tensor_digest', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -33,6 +34,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import as_part, weights_in
+from .loops import LoopBody
 
 # %% ../../nbs/guard/21_footprint.ipynb #57999de4
 DYNAMIC = frozenset({"getattr", "setattr", "vars", "__dict__", "eval", "exec", "globals"}) # any name may be meant
@@ -804,6 +807,13 @@ def owned_by_parts(
     return out
 
 # %% ../../nbs/guard/21_footprint.ipynb #299c9a7f
+def has_nan(
+    value, # anything
+) -> bool:
+    "Whether something is a tensor with NaN in it."
+    if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided: return False
+    return (value.is_floating_point() or value.is_complex()) and bool(value.detach().isnan().any())
+
 def mark_of(
     value, # anything
     depth: int = 2, # of containers in it
@@ -1067,6 +1077,10 @@ class Footprint:
         uncopied = [k for k in state["state"].kept if k.copy is None]
         return tuple(k.name for k in uncopied if leaf_of(k.obj, k.name).token() != k.token)
 
+    def ruined(self, state: Mapping[str, FootprintState]) -> tuple[str, ...]: # of `state_dict`; names
+        "Return the tensors with NaN of which a state has no copy, so that it does not put them back."
+        return tuple(k.name for k in state["state"].kept if k.copy is None and has_nan(k.obj))
+
     def before_step(
         self, step: Callable | None = None, # that is about to run; None: the one that it was made of
     ) -> Given | None: # None: nothing
@@ -1106,6 +1120,46 @@ class Footprint:
     def marks(self) -> dict[str, Any]: # by name
         "Return a fingerprint of everything that the step refers to now, to compare a replay with the run."
         return marks_of(StepWalk(list(self.steps.values()), self.known))
+
+# %% ../../nbs/guard/21_footprint.ipynb #5e7a1c02
+class Ruined(NamedTuple):
+    "What a loop refers to beside the parts, with NaN in it."
+    layers: tuple[tuple[str, nn.Module], ...] = () # name of a weight, and the module that it belongs to
+    others: tuple[str, ...] = () # names of tensors that are no weights
+
+def ruined_in(
+    walk: Walk, # of a step
+) -> Ruined:
+    "Return what was found that has NaN in it, and is recorded nowhere else."
+    owners = {id(p): m for net in walk.seen.values() if isinstance(net, nn.Module) for m in net.modules()
+              for p in m.parameters(recurse=False)}
+    bad = [x for i, x in walk.leaves.items() if i not in walk.known and not x.name.endswith(".grad") and has_nan(x.obj)]
+    return Ruined(layers=tuple((x.name, owners[id(x.obj)]) for x in bad if id(x.obj) in owners),
+                  others=tuple(x.name for x in bad if id(x.obj) not in owners))
+
+def callers() -> list[FrameType]: # nearest first
+    "Return the user's frames that a call came from, up to the first that stands in a `for` loop."
+    frame: FrameType | None = sys._getframe(1) # noqa: SLF001
+    found: list[FrameType] = []
+    while frame is not None:
+        ours = (frame.f_globals.get("__name__") or "").startswith("esper_nb.")
+        if not ours and is_own_file(frame.f_code.co_filename):
+            found.append(frame)
+            if LoopBody.around([frame]).places[0][1] >= 0: break
+        frame = frame.f_back
+    return found
+
+def ruined_around(
+    objects: Iterable = (), # parts of the run
+) -> Ruined:
+    "Return what the loop that this call comes from refers to beside the parts, with NaN in it."
+    frames = callers()
+    body = LoopBody.around(frames)
+    try: found = ruined_in(StepWalk([body], owned_by_parts(objects)))
+    finally:
+        for table in body.tables: table.frame = None
+    fleeting = {k for f, (_, at) in zip(frames, body.places) if at < 0 for k in f.f_locals} # as a loss, or a batch
+    return found._replace(others=tuple(k for k in found.others if k not in fleeting))
 
 # %% ../../nbs/guard/21_footprint.ipynb #3fab283e
 FULL = 2**20 # bytes of an array of a batch that are all looked at; of a larger one 4,096 elements

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LASTS', 'JUMP', 'STILL_NEAR', 'SEEN', 'LONG', 'RAISED', 'STEEP', 'LEAP', 'SETTLED', 'StateHealth', 'Bands',
-           'BufferBands', 'LossCourse', 'Sign', 'Leap', 'Signs', 'is_steep', 'UpdateWatch', 'StateJudge']
+           'BufferBands', 'LossCourse', 'Sign', 'Leap', 'RateCourse', 'Signs', 'is_steep', 'UpdateWatch', 'Beside',
+           'StateJudge']
 
 # %% ../../nbs/guard/29_health.ipynb #983cef0e
 import math
@@ -14,17 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import ModulePart, quiet_hooks, sweep_hooks
 from .detector import LossStats, off_scale
+from .footprint import Footprint, Ruined, ruined_around, top_name
 from .gate import GateEvent, UpdateGate
 from .losses import LossQueue
-from .reports import GovernorConfig, Report
+from .reports import NAN_AGAIN, GovernorConfig, Report, logger, ordinal
 from .responses import GuardedRun, Moment
 from .snapshots import Snapshot, owned_by
 from .writes import StateWatch
@@ -199,6 +201,27 @@ class Leap(NamedTuple):
     batch: int # call of `watch`
     rate: float # from then on
 
+class RateCourse(NamedTuple):
+    "The learning rates of one optimizer: at its latest update, and how high they were before."
+    rates: tuple[float, ...] # of its groups
+    highest: float # so far, without a leap that is still there
+    leap: Leap | None = None # to a rate far above all before, which is still there
+
+    def followed_by(self, rates: tuple[float, ...], batch: int) -> Self: # calls of `watch`
+        "Return the course with the rates of the next update."
+        rate, limit = max(rates, default=0.), LEAP * self.highest
+        if self.leap is not None: # or it was taken back
+            return self._replace(rates=rates, leap=self.leap if rate > limit else None)
+        if batch > SETTLED and rate > limit > 0: return self._replace(rates=rates, leap=Leap(batch=batch, rate=rate))
+        return self._replace(rates=rates, highest=max(self.highest, rate))
+
+    def raised_to(self, rates: tuple[float, ...]) -> str: # "": none was
+        "Say which rate is far above that of the update before."
+        return next((f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates, rates) if b > RAISED * a > 0), "")
+
+def _rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    return tuple(float(g["lr"]) for g in optimizer.param_groups)
+
 class Signs:
     "What happens to the weights of a single run between and in its updates."
     def __init__(
@@ -206,13 +229,12 @@ class Signs:
         optimizers: Sequence[torch.optim.Optimizer],
         batch: Callable[[], int], # calls of `watch` so far
         writes: Callable[[], int], # times that the Governor itself has put a state back
+        aside: Callable[[], bool] = bool, # whether old weights are in place, with the Governor's own rates
     ):
-        self.batch, self.writes = batch, writes
+        self.batch, self.writes, self.aside = batch, writes, aside
         self.seen: deque[Sign] = deque(maxlen=256)
         self.watches = {id(o): StateWatch(partial(_owned, o)) for o in optimizers}
-        self.rates = {id(o): [float(g["lr"]) for g in o.param_groups] for o in optimizers}
-        self.highest = max((x for rates in self.rates.values() for x in rates), default=0.) # rate so far
-        self.leapt: Leap | None = None # of a rate to far above all before, which is still there
+        self.courses = {id(o): RateCourse(_rates_of(o), max(_rates_of(o), default=0.)) for o in optimizers}
         self.known = dict.fromkeys(self.watches, 0) # writes of the Governor when the latest update ended
         self.latest: int | None = None # call of `watch` at the latest update
         self.relieved = False # somebody else looks at the state before and after the step, and tells what was written
@@ -234,11 +256,11 @@ class Signs:
 
     def noted(self) -> tuple: # for `go_on_from`
         "Return what was noted so far."
-        return list(self.seen), dict(self.rates), self.highest, self.leapt
+        return list(self.seen), dict(self.courses)
 
     def go_on_from(self, then: tuple): # of `noted`
         "Forget what was noted since."
-        seen, self.rates, self.highest, self.leapt = then
+        seen, self.courses = then
         self.seen = deque(seen, maxlen=self.seen.maxlen)
 
     def close(self):
@@ -251,24 +273,17 @@ class Signs:
         if self.relieved or self.known[mine] != self.writes(): watch.renew()
         elif (found := watch.start_of_step()) is not None:
             self.seen.append(Sign(batch=now, kind="written", what=", ".join(found.names[:3])))
-        rates = [float(g["lr"]) for g in optimizer.param_groups]
-        raised = [f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates[mine], rates) if b > RAISED * a > 0]
-        if raised: self.seen.append(Sign(batch=now, kind="rate", what=raised[0]))
-        self.rates[mine] = rates
-        self._note_highest(max(rates, default=0.), now)
-
-    def _note_highest(self, rate: float, batch: int):
-        if self.leapt is not None:
-            if rate <= LEAP * self.highest: self.leapt = None # it was taken back
-        elif batch > SETTLED and rate > LEAP * self.highest > 0: self.leapt = Leap(batch=batch, rate=rate)
-        else: self.highest = max(self.highest, rate)
+        if self.aside(): return
+        course, rates = self.courses[mine], _rates_of(optimizer)
+        if raised := course.raised_to(rates): self.seen.append(Sign(batch=now, kind="rate", what=raised))
+        self.courses[mine] = course.followed_by(rates, now)
 
     @property
     def leap(self) -> str: # empty: there was none
         "A sentence about a learning rate that has risen at once, far above all before, and has stayed there."
-        if self.leapt is None or self.batch() < self.leapt.batch + SETTLED: return ""
-        return (f"the learning rate is {self.leapt.rate:.3g} from batch {self.leapt.batch} on, and was at most "
-                f"{self.highest:.3g} before")
+        since = self.batch() - SETTLED
+        return next((f"the learning rate is {c.leap.rate:.3g} from batch {c.leap.batch} on, and was at most "
+                     f"{c.highest:.3g} before" for c in self.courses.values() if c.leap and c.leap.batch <= since), "")
 
     @property
     def unused(self) -> str: # empty: they are
@@ -307,6 +322,7 @@ class UpdateWatch:
         snapshot: Snapshot, # of all parts; the history of the gate becomes one
         losses: LossQueue, # for the place in the run
         gated: bool = True, # False: nothing is changed, there are only signs
+        aside: Callable[[], bool] = bool, # whether old weights are in place, for a comparison
     ):
         optimizers = [o for o in snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
         self.losses = losses
@@ -314,7 +330,7 @@ class UpdateWatch:
         self.signs: Signs | None = None
         if self.gate is not None: snapshot.add(update_gate=self.gate)
         if optimizers:
-            self.signs = Signs(optimizers, batch=lambda: losses.watched, writes=lambda: snapshot.writes)
+            self.signs = Signs(optimizers, batch=lambda: losses.watched, writes=lambda: snapshot.writes, aside=aside)
         for hooked in (self.gate, self.signs): # for as long as this object lives
             if hooked is not None: weakref.finalize(self, quiet_hooks, hooked.handles)
 
@@ -391,6 +407,69 @@ def _names(snapshot: Snapshot) -> list[tuple[str, Tensor]]: # of all parameters
     return [(f"{k}.{name}" if len(models) > 1 else name, p)
             for k, m in models.items() for name, p in m.named_parameters()]
 
+# %% ../../nbs/guard/29_health.ipynb #7b0de502
+def _end(patience: int, config: GovernorConfig) -> int: # losses
+    return max(patience, 1) * (config.rollbacks + 1) # that all rollbacks of the budget would take
+
+def _note_call(called: set[str], name: str, *_): called.add(name)
+
+class Beside:
+    "What the step reads beside the parts of a single run, and is ruined, so that no rollback helps."
+    def __init__(
+        self,
+        snapshot: Snapshot, # of all parts
+        footprint: Callable[[], Footprint | None] = lambda: None, # of the step; None: its loop only reports losses
+    ):
+        self.snapshot, self.footprint = snapshot, footprint
+        self.found = "" # a sentence about what is ruined in the present incident
+        self.suspects: dict[str, nn.Module] = {} # layers with NaN, by the name of the weight
+        self.called: set[str] = set() # of these, those that a step has called since
+        self.handles: list[Any] = []
+        sweep_hooks(self.handles)
+
+    def look(
+        self,
+        row: int, # losses in a row that are not finite
+        in_vain: bool, # a good state was put back, and has given one at once
+    ) -> str: # the sentence; empty: a rollback may help
+        "Look at the second loss in a row, and once a rollback was in vain; believe a network that was called since."
+        footprint = self.footprint()
+        if row == 1 or footprint is not None: self.found = ""
+        if self.found or row < 2: return self.found
+        if footprint is not None: return self._say(self._uncopied(footprint)) # a later state may have a copy
+        found = self._around() if row == 2 or in_vain else Ruined()
+        names = [k for k in self.suspects if k in self.called] or list(found.others if in_vain else ())
+        if row == 2: self._suspect(found)
+        else: self._suspect(Ruined())
+        return self._say(names)
+
+    def _around(self) -> Ruined:
+        try: return ruined_around(self.snapshot.objects.values())
+        except Exception as e: # what fails at a look must not end the run
+            logger.info("Governor: nobody could look at the loop: %s: %s", type(e).__name__, e)
+            return Ruined()
+
+    def _uncopied(self, footprint: Footprint) -> Sequence[str]:
+        good = self.snapshot.good_state()
+        rest = {} if good is None else good.version.rest
+        return next((footprint.ruined(rest[k]) for k, obj in self.snapshot.objects.items()
+                     if obj is footprint and k in rest), ())
+
+    def _suspect(self, found: Ruined):
+        for h in self.handles: h.remove()
+        self.handles.clear()
+        self.called.clear()
+        self.suspects = dict(found.layers)
+        for name, layer in found.layers:
+            self.handles.append(layer.register_forward_pre_hook(partial(_note_call, self.called, name)))
+
+    def _say(self, names: Sequence[str]) -> str:
+        if not names: return ""
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self.found = (f"{names[0]}{more} has NaN in it, and no rollback puts it back, since it was not handed over: "
+                      f"put good values there, and write Governor(model, optimizer, {top_name(names[0])}, ...)")
+        return self.found
+
 # %% ../../nbs/guard/29_health.ipynb #2a4d21b3
 class StateJudge:
     "What is noted of the state of a single run, and what of it is mended, whatever the loss says."
@@ -399,8 +478,9 @@ class StateJudge:
         run: GuardedRun, # whose state it is
         health: StateHealth, # what is wrong with it
         updates: UpdateWatch, # what happens to it
+        beside: Beside | None = None, # what the step reads that is no part; None: nobody looks
     ):
-        self.run, self.health, self.updates = run, health, updates
+        self.run, self.health, self.updates, self.beside = run, health, updates, beside
 
     def note_updates(self, config: GovernorConfig):
         "Note updates that the gate has changed: the first, the second, the fourth of a kind, and so on."
@@ -408,7 +488,7 @@ class StateJudge:
             count = self.health.count_update(event.kind)
             if count & (count - 1): continue
             report = self.run.verdicts.report(config, "non-finite" if event.kind == "dropped" else "gradient")
-            times = "" if count == 1 else f"; the {count}th of the run"
+            times = "" if count == 1 else f"; the {ordinal(count)} of the run"
             self.run.log.file(replace(report, action=event.kind, batch=self.run.losses.watched - 1, norm=event.norm,
                                       why=f"{event}{times}"))
 
@@ -421,21 +501,43 @@ class StateJudge:
         "Whether a loss that is not finite has done no harm, and does not last; it is counted and noted."
         batch = int(m.fields["batch"])
         row = self.health.count_lost(batch)
+        hopeless = self._is_hopeless(row, config)
         if m.before_step: # the batch can be skipped, which costs nothing where it stands alone
             if row == 1: self.run.budget.forget_skips(0)
             return False
         still = self.updates.dropping # the weights have not changed since they were good
         lasts = row >= min(max(patience, 1) if still else config.lost_confirm, patience + 1)
         vain = self.restores_in_vain and self.run.losses.watched <= self.run.budget.same_until[0]
-        if self.run.ranks.any([lasts and not vain or bool(self.health.damaged())])[0]: return False
+        acts = row >= _end(patience, config) if hopeless else lasts and not vain
+        if self.run.ranks.any([acts or bool(self.health.damaged())])[0]: return False
         lost = self.health.lost
         at_once = vain and self.run.good.probation.since == 1
         if at_once or lost & (lost - 1) == 0: # the first, the second, the fourth ...
             report = self.run.verdicts.describe(config, "non-finite", m.loss)
-            times = "" if lost == 1 else f"; the {lost}th of the run"
+            times = "" if lost == 1 else f"; the {ordinal(lost)} of the run"
             self.run.log.file(replace(
                 report, action="harmless", batch=batch, loss=None,
                 why=f"weights, moments and buffers are finite: nothing is undone{times}"))
+        return True
+
+    def in_vain(self, m: Moment, patience: int, config: GovernorConfig) -> Moment:
+        "Return what is known of a loss that is not finite, and the only action that is left where no rollback helps."
+        if self.beside is None or not self.beside.found:
+            return m._replace(fields={**m.fields, "why": NAN_AGAIN}) if self.restores_in_vain else m
+        if self.health.damaged(): return m
+        ends = self.health.in_a_row >= _end(patience, config)
+        only = "skip" if m.before_step and not ends else "stop"
+        return m._replace(fields={**m.fields, "why": self.beside.found}, only=only)
+
+    def _is_hopeless(self, row: int, config: GovernorConfig) -> bool: # losses in a row that are not finite
+        "Whether something is ruined that no rollback puts back, and that the step reads; that is said once."
+        if self.beside is None: return False
+        before, found = self.beside.found, self.beside.look(row, self.restores_in_vain)
+        if not self.run.ranks.any([bool(found)])[0]: return False
+        if not found: self.beside.found = found = "another rank has found NaN in what no rollback puts back"
+        if not before and self.run.log.remark(found, found):
+            report = self.run.verdicts.report(config, "non-finite")
+            self.run.log.file(replace(report, action="noted", batch=self.run.losses.watched - 1, why=found))
         return True
 
     def learn_buffers(self, jumped: Sequence[str]): # their names, and by how much

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GENERATORS', 'LOADS', 'STORES', 'STOPS', 'ABSENT_VARIABLE', 'BodyNames', 'uses_of', 'FrameVariables', 'write_back',
-           'LoopBody', 'body_names', 'Batches', 'place_of_loop']
+           'LoopBody', 'body_names', 'loop_around', 'Batches', 'place_of_loop']
 
 # %% ../../nbs/guard/08_loops.ipynb #e89dde96
 import dis
@@ -14,9 +14,9 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING: from greenlet import greenlet
 
@@ -129,6 +129,19 @@ class LoopBody:
         self.places: tuple[tuple[types.CodeType, int], ...] = () # of these frames: code, and where it stands
         self.__module__ = "__main__" # of the user's code
 
+    @classmethod
+    def around(
+        cls,
+        frames: Sequence[FrameType], # that stand in the loop, nearest first
+    ) -> Self:
+        "Return the body of a loop that runs, only to be looked at: nobody can call it."
+        body = cls()
+        body.places = tuple([(f.f_code, loop_around(f.f_code, f.f_lasti)) for f in frames])
+        body.tables = [FrameVariables(f.f_code) for f in frames]
+        for table, f in zip(body.tables, frames): table.frame = f
+        if frames: body.__module__ = frames[-1].f_globals.get("__name__", "__main__")
+        return body
+
     def __call__(self, batch): # the loss that was named; None: none was
         if self.leaving and self._is_at_work: raise _greenlets().GreenletExit
         if not self.ready:
@@ -218,6 +231,14 @@ def body_names(
 ) -> BodyNames:
     "Return what a loop body refers to."
     return BodyNames(code, at)
+
+def loop_around(
+    code: types.CodeType, # of a function or a script
+    at: int, # offset of an instruction
+) -> int: # offset of the instruction that asks for the next batch; -1: it stands in no `for` loop
+    "Return the innermost `for` loop that an instruction stands in."
+    heads = [i for i in dis.get_instructions(code) if i.opname == "FOR_ITER"]
+    return max((i.offset for i in heads if i.offset < at < i.argval), default=-1)
 
 class Batches:
     "What a loop iterates over; everything else is that of its loader: length, sampler, state."

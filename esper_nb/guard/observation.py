@@ -19,12 +19,12 @@ from torch import Tensor
 
 from .detector import RULES, off_scale, on_scale
 from .gate import UpdateGate
-from .health import LASTS, LossCourse, StateHealth, StateJudge, UpdateWatch
+from .health import LASTS, Beside, LossCourse, StateHealth, StateJudge, UpdateWatch
 from .losses import Verdicts
 from .phases import Effect, PhaseMove, Phase, next_phase
 from .rates import LearningRates
 from .repairs import DISTURBED, NO_PROOF, WEAK_CAUSES, Recovery, Repairs
-from .reports import NAN_AGAIN, GovernorConfig, Report
+from .reports import GovernorConfig, Report
 from .responses import (
     GuardedRun, Moment, SameBatches, SingleRun, clocks_of, not_exchanged, patience_of)
 from .rises import BACK, Calibration, RiseMonitor, is_clearly_above, monitor_rise
@@ -570,10 +570,12 @@ class RunJudge:
         gated: bool = True, # whether updates may be changed
     ):
         self.run, self.observed = run, observed
-        self.updates = UpdateWatch(run.snapshot, run.losses, gated)
-        self.state = StateJudge(run, StateHealth(run.snapshot), self.updates)
+        self.updates = UpdateWatch(run.snapshot, run.losses, gated, aside=lambda: observed.old_in_place)
         self.repairs = Repairs(run.snapshot, run.ranks, run.good.probation, self.updates.note_written,
                                self.updates.relieved)
+        recorder = self.repairs.recorder
+        self.state = StateJudge(run, StateHealth(run.snapshot), self.updates,
+                                Beside(run.snapshot, lambda: recorder.footprint))
         self.recovery = Recovery(run, self.repairs, self.state.health.bad_now, self.updates.unseen)
         self.comparison = RunComparison(run, self.repairs, self.updates.unseen, evaluate)
         self.effects = RiseEffects(run, observed, self.comparison, self.recovery, self.updates)
@@ -629,8 +631,9 @@ class RunJudge:
         if not verdict.code[0]: return None, m
         reason, patience = verdict.reason(0), patience_of(config)
         m = m._replace(reasons={0: reason}, verdict=verdict)
-        if reason == "non-finite" and self.state.is_harmless(m, patience, config): return None, m
-        if reason == "non-finite" and self.state.restores_in_vain: m = m._replace(fields={**m.fields, "why": NAN_AGAIN})
+        if reason == "non-finite":
+            if self.state.is_harmless(m, patience, config): return None, m
+            m = self.state.in_vain(m, patience, config)
         if reason != "non-finite" and run.snapshot.is_apart(): return PhaseMove.FAIL, m.of_state(APART)
         blamed = reason != "rise" or self.comparison.is_yardstick(config)
         if not (blamed or self.effects.have_signs(config, unknown=False)):

@@ -412,7 +412,9 @@ class Recovery:
         with self.unseen():
             if not (config.explain_steps and self.repairs.within_reach): return self._redo(None, config)
             found = proof or self.repairs.find_cause(incident, config.explain_steps, is_bad=self.is_bad)
-            report = self.run.log.amend(report, **_fields_of(found))
+            known = report.why if found.cause == "unknown" else "" # such as what no rollback puts back
+            why = "; ".join(filter(None, (known, found.why)))
+            report = self.run.log.amend(report, **_fields_of(found) | dict(why=why))
             self.run.log.say("batch %s: cause %s: %s", report.batch, found.cause, found.why)
             self.repairs.apply(found, config)
             if found.cause == "rate": self.run.rates.cap(self.run.good.at().lr_factor, again=1) # by a schedule, too

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_clock', 'clocks_of', 'not_exchanged', 'patience_of', 'SingleRun', 'LaneRuns', 'GuardedRun', 'Moment',
-           'SameBatches', 'IncidentResponse', 'LaneCheckup', 'LaneJudge', 'missing_parts']
+           'SameBatches', 'undone_with', 'IncidentResponse', 'LaneCheckup', 'LaneJudge', 'missing_parts']
 
 # %% ../../nbs/guard/27_responses.ipynb #409b35e3
 import math
@@ -238,6 +238,7 @@ class Moment(NamedTuple):
     fields: Mapping[str, Any] = MappingProxyType({}) # of the report
     before: Sequence[float] = () # losses that the level is not above
     cuts: int = 0 # of the learning rate that are due at once: the run would meet the same end again
+    only: str = "" # the action, where no other can help; empty: to be chosen
 
     def of_state(
         self,
@@ -291,6 +292,22 @@ class SameBatches:
         return blames_weights(now, before, rise, self.run.verdicts.stats.spread * (len(now) == 1))
 
 # %% ../../nbs/guard/27_responses.ipynb #inc10002
+def undone_with(
+    back: RestoreResult,
+    masked: Sequence[str] = (), # weights that were masked since the good state
+) -> str: # empty: nothing
+    "Say what else a rollback has undone: a change of structure, or a mask."
+    said = []
+    if any(k.endswith(": masks") for k in back.kept):
+        said.append("the good state is from before the pruning, whose masks stay in force")
+    if back.rebuilt:
+        said.append(f"the good state is from before the structure of {back.rebuilt[0]} changed, and that is undone: "
+                    "change it again, and call `governor.take_snapshot()` right after it")
+    if masked:
+        said.append(f"{masked[0]} had zeros that the good state does not have: if you prune by hand, apply the mask "
+                    "again")
+    return "; ".join(said)
+
 class IncidentResponse:
     "What is done about an incident: in each lane the least intrusive action that can help, applied and reported."
     def __init__(
@@ -334,6 +351,7 @@ class IncidentResponse:
     ) -> tuple[str, bool]: # the action, and whether it is free
         "Return what can help at the least price: while one incident lasts, NaN costs nothing more."
         reason, response, budget = m.reasons[lane], self.response, self.run.budget
+        if m.only: return m.only, m.only == "skip"
         if reason == "by hand": return ("replay" if config.replay and response.can_replay else "rollback"), True
         patient, stats = response.patience(config) > 0, self.run.verdicts.stats
         same = patient and reason == "non-finite" and self.run.losses.watched <= budget.same_until[lane]
@@ -378,13 +396,15 @@ class IncidentResponse:
     ) -> dict[int, dict]: # fields of the report, by lane
         "Put the last good state of lanes in place; from the second time on also lower their learning rate."
         response, watched, fields = self.response, self.run.losses.watched, dict[int, dict]()
+        masked = self.run.snapshot.masked_since() if response.can_replay else ()
         back = response.restore(lanes, action)
+        undone = undone_with(back, masked)
         self.restored()
         for i, step in zip(back.lanes, back.steps):
             saved = self.run.good.at(i)
             lost = (saved.batch, watched - 1) if saved.batch < watched else None
             fields[i] = dict(restored=back.parts, left=back.left, kept=back.kept, restored_step=step,
-                             restored_batch=saved.batch, lost=lost)
+                             restored_batch=saved.batch, lost=lost, undone=undone)
             fields[i] |= response.adjust_rates(
                 i, action, again[i], saved, config, self.run.verdicts.stats, watched, cuts)
         return fields
@@ -518,7 +538,7 @@ def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sent
     "Return hints about parts that seem to be missing."
     objects = list(snapshot.objects.values())
     optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
-    bare = [k for k, obj in snapshot.objects.items() if isinstance(obj, (dict, list)) and weights_in(obj)]
+    bare = [k for k, obj in snapshot.objects.items() if isinstance(obj, (dict, list, Tensor)) and weights_in(obj)]
     if not bare and not any(isinstance(p, ModulePart) or p.laned for p in snapshot.parts.values()):
         own = ("streams", "governor_stats", "update_gate")
         names = ", ".join(k for k in snapshot.objects if k not in own) or "there are none"

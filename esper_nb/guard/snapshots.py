@@ -45,8 +45,9 @@ class RestoreResult:
     steps: tuple[int | None, ...] # for each of them the step of its snapshot
     parts: tuple[str, ...] # names of the parts that were restored
     left: tuple[str, ...] # parts, or shared state, left as they are
-    kept: tuple[str, ...] # modes, frozen flags and members of groups that stayed although they have changed since
+    kept: tuple[str, ...] # modes, frozen flags, groups and masks that stayed although they have changed since
     seconds: float
+    rebuilt: tuple[str, ...] = () # modules that were made of something else, and are as they were then
 
 # %% ../../nbs/guard/12_snapshots.ipynb #a8a47abd
 StateKey = tuple[str, str] # a tensor: name of its part, path in it
@@ -321,12 +322,12 @@ class Snapshot:
         streams: bool = True, # also keep the global random streams, as part `streams`
         grads: bool = False, # also keep gradients, for snapshots between the micro-batches of one step
         copies: int = 2, # of the state; 1: half the memory, nothing on probation, and gone if a copy is interrupted
-        **named, # further parts by name: any object with state, a dict, a list, a generator, a pair of functions
+        **named, # further parts by name: anything with state, a tensor, dict, list, generator, pair of functions
     ):
         self.n = check_count("lanes", lanes)
         self.grads = grads
         self.objects = _name_parts(parts, named, streams) # as they were given
-        self.parts = {name: as_part(obj, lanes, grads) for name, obj in self.objects.items()}
+        self.parts = {name: as_part(obj, lanes, grads, name) for name, obj in self.objects.items()}
         self.banks = StateBanks(lanes, copies)
         self.writes = 0 # times that a state was put back
         self.masks: set[StateKey] = set() # buffers that were infinite from the start
@@ -386,6 +387,7 @@ class Snapshot:
         self.drop(lanes)
         names: list[str] = []
         kept: list[str] = []
+        rebuilt = self._rebuilt(skip, stay) if self.n == 1 or lanes is None else []
         with self._quiet():
             for mine, u in _together(wanted, self.n, self.banks.front, self.version):
                 state = self.good_state(u)
@@ -396,7 +398,7 @@ class Snapshot:
         return RestoreResult(
             lanes=tuple(wanted), steps=tuple(self.steps[min(i, len(self.steps) - 1)] for i in wanted),
             parts=tuple(dict.fromkeys(names)), left=tuple(p for p in self.parts if p not in names),
-            kept=tuple(dict.fromkeys(kept)), seconds=time.perf_counter() - start)
+            kept=tuple(dict.fromkeys(kept)), seconds=time.perf_counter() - start, rebuilt=tuple(rebuilt))
 
     def good_state(
         self,
@@ -456,7 +458,7 @@ class Snapshot:
         "Keep more parts from the next `take` on; a restore to an earlier state leaves them alone."
         check(not named.keys() & self.parts.keys(), "name", sorted(named), "names not in use: {} are", list(self.parts))
         self.objects |= named
-        self.parts |= {name: as_part(obj, self.n, self.grads) for name, obj in named.items()}
+        self.parts |= {name: as_part(obj, self.n, self.grads, name) for name, obj in named.items()}
 
     @property
     def nbytes(self) -> int:
@@ -500,6 +502,16 @@ class Snapshot:
             self.drop()
             self.background = None
         return bad
+
+    @torch.no_grad()
+    def masked_since(self) -> tuple[str, ...]: # names
+        "Return the weights of which a part is exactly zero that was not when the published state was taken: a mask."
+        good, found = self.good_state(), list[str]()
+        for k, t in _weights(read_parts(self.parts, self.n)):
+            if good is None or k not in good.bank or not same_layout(t, good.bank[k]) or t.numel() < 16: continue
+            now = float((t == 0).float().mean())
+            if .05 < now < 1 and float((good.bank[k] == 0).float().mean()) < now / 2: found.append(".".join(k))
+        return tuple(found)
 
     def is_apart(self) -> bool:
         "Return whether processes that started with equal weights have diverged; every process must call it."
@@ -587,6 +599,13 @@ class Snapshot:
     def __repr__(self):
         size = f"{self.nbytes / 2**20:.1f} MiB"
         return f"Snapshot({', '.join(self.parts)}; {size}, steps {self.steps[:self.n]})"
+
+    def _rebuilt(self, skip: Sequence[str], stay: bool) -> list[str]: # names
+        "Return the modules that a restoration makes of something else than they are now."
+        good = self.good_state()
+        return [f"{name}.{k}".rstrip(".") for name, part in self.parts.items()
+                if good is not None and isinstance(part, ModulePart) and name in good.version.rest and name not in skip
+                for k, lives in part.changed(good.version.rest[name]) if not (stay and lives)]
 
     def _lasting(self) -> dict[str, AnyPart]:
         "Return the parts whose state means anything to another process, by name."
@@ -821,8 +840,10 @@ def _name_parts(parts: Sequence, named: Mapping[str, object], streams: bool) -> 
     objects |= {name: _unwrapped(obj) for name, obj in named.items()}
     for name, obj in objects.items():
         first = next(other for other, x in objects.items() if x is obj)
-        check(first == name or not _has_state(obj), name, type(obj).__name__, f"a part once; it is `{first}`, too")
+        alone = first == name or not (_has_state(obj) or isinstance(obj, Tensor))
+        check(alone, name, type(obj).__name__, f"a part once; it is `{first}`, too")
         tensors = (*obj.named_parameters(), *obj.named_buffers()) if isinstance(obj, nn.Module) else ()
+        if isinstance(obj, Tensor): tensors = ((name, obj),)
         away = [k for k, t in tensors if t.is_meta]
         check(not away, name, f"{away[:1]} on the meta device", "weights that exist: use to_empty(), and load them")
         lazy = [k for k, t in tensors if nn.parameter.is_lazy(t)]
@@ -905,12 +926,15 @@ def _together(lanes: Sequence[int], n: int, front: Sequence[int],
     return [(mine, mine[0]) for mine in groups.values() if mine]
 
 def _stay(part: AnyPart, rest: Any, get) -> tuple[Any, Any, list[str]]: # rest and lookup to write, what differs
-    "Return a saved state with the modes, flags, groups and settings of now."
+    "Return a saved state with the modes, flags, masks, groups and settings of now."
     if isinstance(part, ModulePart):
         tree, frozen = rest["tree"], rest["frozen"]
         modes, flags = [m.training for m, _, _ in tree], [p.requires_grad for p, _ in frozen]
         differs = ["mode"] * (modes != [x[-1] for x in tree]) + ["requires_grad"] * (flags != [x[-1] for x in frozen])
-        tree = [(m, tables, mode) for (m, tables, _), mode in zip(tree, modes)]
+        masked = [not build.is_of(m) and build.lives_on(m) for m, build, _ in tree]
+        differs += ["masks"] * any(masked)
+        tree = [(m, type(build).of(m) if now else build, mode)
+                for (m, build, _), now, mode in zip(tree, masked, modes)]
         return rest | dict(tree=tree, frozen=[(p, flag) for (p, _), flag in zip(frozen, flags)]), get, differs
     if not isinstance(part, OptimizerPart): return rest, get, []
     found: dict[str, Tensor] = {}

@@ -33,6 +33,7 @@ def tensors_of_parts(
             out |= {f"{name}.{i}.{k}": v for i, p in enumerate(params)
                     for k, v in obj.state.get(p, {}).items() if isinstance(v, Tensor)}
         elif isinstance(obj, (dict, list)): out |= weights_in(obj, name)
+        elif isinstance(obj, Tensor): out[name] = obj
     return out
 
 TensorTable = dict[str, Tensor | None]
