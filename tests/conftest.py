@@ -1,4 +1,5 @@
 "Markers, a visible reason where a test cannot run, and fixtures that several files share."
+import gc
 import logging
 import os
 import signal
@@ -89,6 +90,13 @@ def pytest_terminal_summary(terminalreporter):
     if counts["pretended"]:
         from pretend import limits
         terminalreporter.write_line(f"A pretended device has {limits}.")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_what_is_new():
+    "What a file finds, torch above all, is not looked through again whenever its tests collect garbage."
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -283,25 +283,29 @@ def test_a_result_that_finds_no_room_leaves_the_old_one(short, monkeypatch):
 
 # --- links in a folder that came from elsewhere
 
-WRITTEN = ("rows.jsonl", "final.jsonl", "comparison.json", "controller.safetensors", "run.png", "report.html",
-           "config.json", "checkpoint.safetensors", "checkpoint.safetensors.previous", "lock", ".config.json.writing",
-           ".checkpoint.safetensors.writing", ".report.html.writing", ".run.png.writing")
+REPLACED = ("final.jsonl", "comparison.json", "controller.safetensors", "run.png", "report.html", "config.json",
+            "checkpoint.safetensors", "checkpoint.safetensors.previous")
+BEFORE = (".config.json.writing", ".checkpoint.safetensors.writing", ".report.html.writing", ".run.png.writing")
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_nothing_is_written_through_a_link(short, tmp_path, name):
-    outside, path = tmp_path/"outside", short.folder.path/name
-    if name.endswith(".writing"):
-        outside.mkdir()
-        (outside/"precious").write_text("mine")
-    elif path.exists(): path.replace(outside)
-    else: outside.write_text("mine")
-    def content(): return {p: p.read_bytes() for p in [outside, *outside.glob("*")] if p.is_file()}
+@pytest.mark.parametrize("names", [["rows.jsonl"], ["lock"], BEFORE, REPLACED], ids=" ".join)
+def test_nothing_is_written_through_a_link(short, tmp_path, names):
+    outside = tmp_path/"outside"
+    outside.mkdir()
+    for name in names:
+        path, target = short.folder.path/name, outside/name
+        if name in BEFORE:
+            target.mkdir()
+            (target/"precious").write_text("mine")
+        elif path.exists(): path.replace(target)
+        else: target.write_text("mine")
+        path.symlink_to(target)
+    def content(): return {p: p.read_bytes() for p in outside.rglob("*") if p.is_file()}
     before = content()
-    path.symlink_to(outside)
     refused = main(["resume", str(short.folder.path), "--updates", "2", "--quiet"])
     main(["report", str(short.folder.path)])
-    assert content() == before
-    assert refused == (1 if name in ("rows.jsonl", "lock") else 0), "only what is opened where it is has to be refused"
+    assert content() == before and len(before) == len(names)
+    in_place = names in (["rows.jsonl"], ["lock"])
+    assert refused == (1 if in_place else 0), "only what is opened where it is has to be refused"
 
 
 # --- small ones

@@ -129,8 +129,8 @@ SIZES = [word for s in ("env.num_envs=4", "env.horizon=4", "env.limit=128", "ppo
                         "env.blueprints=[\"conv_light\"]") for word in ("--set", s)]
 RESUME = ["resume", "{}", "--quiet"]
 COMMANDS = { # what is killed, what goes on with it, and the file that grows while it works
-    "fit": (["fit", "digits", "--set", "lanes=3", "--set", "epochs=12", "--set", "workers=1", "--inject", "nan:0:3",
-             "--inject", "lobotomy:1:6", "--inject", "explode:2:9", "--quiet"], RESUME, "rows.jsonl"),
+    "fit": (["fit", "digits", "--set", "lanes=3", "--set", "epochs=8", "--set", "workers=1", "--inject", "nan:0:2",
+             "--inject", "lobotomy:1:4", "--inject", "explode:2:6", "--quiet"], RESUME, "rows.jsonl"),
     "train": (["train", "digits_family", *SIZES, "--set", "save_every=1", "--updates", "8", "--inject", "nan:1:5",
                "--comparison", "0", "--quiet"], RESUME, "rows.jsonl"),
     "compare": (["compare", "digits_impaired", *SIZES, "--updates", "1", "--rules", "wait,random", "--seeds", "6"],

@@ -167,16 +167,19 @@ def test_a_second_process_is_refused_and_may_read(tmp_path):
 import torch
 from esper_nb import Governor
 net = torch.nn.Linear(7, 3); opt = torch.optim.Adam(net.parameters(), lr=.01)
-print(Governor.recover({str(tmp_path)!r}, net, opt))
-try: Governor(net, opt, chance_loss=None, folder={str(tmp_path)!r})
-except RuntimeError as e: print(e)
+for _ in range(2):
+    print(Governor.recover({str(tmp_path)!r}, net, opt), flush=True)
+    try: Governor(net, opt, chance_loss=None, folder={str(tmp_path)!r}).close()
+    except RuntimeError as e: print(e, flush=True)
+    input()
 """
-    def other(): return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-    said = other()
-    assert said.startswith("0\n") and f"is in use by process {os.getpid()}" in said
-    assert len(GoodFiles(tmp_path)._paths()) == 1 # noqa: SLF001
-    governor.close()
-    assert other() == "0\n"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout.readline() == "0\n"
+        assert f"is in use by process {os.getpid()}" in other.stdout.readline()
+        assert len(GoodFiles(tmp_path)._paths()) == 1 # noqa: SLF001
+        governor.close()
+        assert other.communicate("\n\n")[0] == "0\n"
 
 
 def test_a_newer_governor_of_the_same_process_takes_over_and_the_older_says_so(tmp_path, caplog):

@@ -485,20 +485,20 @@ def test_cuda_a_weight_that_was_overwritten_is_one_incident_although_losses_wait
     "What waits on the device belongs to the steps that are redone: judged afterwards, it would be a second incident."
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).cuda()
-    centers, kinds = torch.randn(10, 64), torch.randint(10, (260, 64))
-    data = [(x.cuda(), y.cuda()) for x, y in zip(centers[kinds] + torch.randn(260, 64, 64), kinds)]
+    centers, kinds = torch.randn(10, 64), torch.randint(10, (90, 64))
+    data = [(x.cuda(), y.cuda()) for x, y in zip(centers[kinds] + torch.randn(90, 64, 64), kinds)]
     opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    governor = Governor(net, opt, chance_loss=CHANCE)
+    governor = Governor(net, opt, chance_loss=CHANCE, config=GovernorConfig(snapshot_every=20, probation=20))
     def step(batch):
         loss = F.cross_entropy(net(batch[0]), batch[1])
         opt.zero_grad(); loss.backward(); opt.step()
         return loss
     for t, batch in enumerate(data):
-        if t == 200:
+        if t == 60:
             with torch.no_grad(): net[2].weight[0, 0] = math.nan
         governor.run(step, batch)
     governor.close()
-    assert [(r.batch, r.cause) for r in governor.reports] == [(200, "external")]
+    assert [(r.batch, r.cause) for r in governor.reports] == [(60, "external")]
     assert all(p.isfinite().all() for p in net.parameters())
 
 def test_restored_step_is_the_lane_s_own():

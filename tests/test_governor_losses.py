@@ -24,11 +24,10 @@ QUICK = list(HEALTHY)[::5] # of the kinds; the others are slow
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in HEALTHY])
 def test_healthy_losses_are_left_alone(kind):
     chance, make = HEALTHY[kind]
-    for seed in range(3): # ten fresh seeds of each kind are in the benchmark
-        for before_step in (False, True):
-            gov = governed(make(np.random.default_rng(910_000 + seed)), chance, before_step=before_step)
-            assert not gov.reports, (kind, seed, str(gov.summary()))
-            assert gov.lr_factor == 1.
+    for seed, before_step in enumerate((False, True, False)): # ten fresh seeds of each kind are in the benchmark
+        gov = governed(make(np.random.default_rng(910_000 + seed)), chance, before_step=before_step)
+        assert not gov.reports, (kind, seed, str(gov.summary()))
+        assert gov.lr_factor == 1.
 
 @pytest.mark.parametrize("scale", [1e-6, 1., 1e6])
 def test_a_signed_ruin_is_seen_in_both_directions(scale):

@@ -194,7 +194,8 @@ def test_a_loop_that_has_ended_well_can_be_asked_and_answers_what_it_knows():
 
 def test_the_budget_ends_a_loop():
     net, opt, _ = made()
-    governor = Governor(net, opt, chance_loss=math.log(4), config=GovernorConfig(rollbacks=1))
+    config = GovernorConfig(rollbacks=1, patience=4) # each batch until then is explained
+    governor = Governor(net, opt, chance_loss=math.log(4), config=config)
     with pytest.raises(GovernorStop):
         for x, y in governor.batches(a_list() * 20):
             for p in net.parameters(): p.data.fill_(math.nan)

@@ -239,10 +239,9 @@ def pid_of(env, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_killed_processes_change_nothing(engine, here, seed):
+def test_killed_processes_change_nothing(engine, here):
     "In the midst of a step or a snapshot."
-    luck = random.Random(seed)
+    luck = random.Random(0)
     env = SplitVecEnv(CONFIG, shards=2, engine=engine, tolerance=FaultTolerance(every=2))
     def kill(env, t):
         if t not in (2, 5, 8): return
@@ -255,8 +254,8 @@ def test_killed_processes_change_nothing(engine, here, seed):
 @pytest.mark.slow
 @pytest.mark.long("ray") # where a kill of actors in a whole run is shown
 def test_kills_at_random_moments_change_nothing(engine):
-    "Four runs, two at a time, whose workers die in steps and in snapshots; ESPER_NB_KILLS=40 lets ten die in each."
-    each = int(os.environ.get("ESPER_NB_KILLS", 8)) // 4
+    "Two runs at a time, whose workers die in steps and in snapshots; ESPER_NB_KILLS=40 lets twenty die in each."
+    each = int(os.environ.get("ESPER_NB_KILLS", 8)) // 2
     def run(seed, engine="local", kills=0):
         luck, killed, timers = random.Random(seed), set(), []
         tolerance = FaultTolerance(every=2, attempts=20)
@@ -273,8 +272,8 @@ def test_kills_at_random_moments_change_nothing(engine):
         env.close()
         return seen, killed
     def shared(make, notify, workers): return new_worker(engine, make, 4, notify) # two runs share the cores
-    with ThreadPoolExecutor(2) as pool: ended = list(pool.map(lambda seed: run(seed, shared, each), range(4)))
-    assert sum(len(killed) for _, killed in ended) == 4 * each > 0
+    with ThreadPoolExecutor(2) as pool: ended = list(pool.map(lambda seed: run(seed, shared, each), range(2)))
+    assert sum(len(killed) for _, killed in ended) == 2 * each > 0
     reference, _ = run(0)
     for seen, _ in ended: assert_same(seen, reference)
 

@@ -734,6 +734,7 @@ class BackgroundCopy:
         self.job: Any = None # what the thread does
         self.copied = threading.Event()
         self.copied.set()
+        self.copied_here = threading.Event() # what lies in host memory, as Adam's counts of steps do on a GPU, too
         self.names: dict[int, str] = {} # of the tensors to copy, by address
         self.sides: dict[torch.device, Any] = {} # streams
         self.events: dict[torch.device, Any] = {} # behind the copies on GPU streams
@@ -768,6 +769,7 @@ class BackgroundCopy:
         self.versions, self.torn = [(t, t._version) for _, t in quiet], False # noqa: SLF001
         self.events = {d: self._queue(d, quiet) for d in {t.device for _, t in quiet} if d.type == "cuda"}
         self.copied.clear()
+        self.copied_here.clear()
         self.job = self.pool.submit(self._copy, quiet, [self.names[t.data_ptr()] for _, t in quiet])
 
     def hold_step(self):
@@ -777,7 +779,7 @@ class BackgroundCopy:
         if self.copied.is_set(): return
         start = time.perf_counter()
         for device, event in self.events.items(): torch.cuda.current_stream(device).wait_event(event)
-        if not self.events: self.copied.wait()
+        self.copied_here.wait()
         self.waited += time.perf_counter() - start
 
     def found(self, wait: bool) -> tuple[tuple[str, ...], bool]: # names of tensors that are not finite; it is torn
@@ -807,8 +809,11 @@ class BackgroundCopy:
         try:
             for to, t in pairs:
                 if t.device.type == "cpu": to.copy_(t)
+            self.copied_here.set()
             for event in list(self.events.values()): event.synchronize()
-        finally: self.copied.set()
+        finally:
+            self.copied_here.set()
+            self.copied.set()
         return tuple(name for name, (to, _) in zip(names, pairs) if not _is_finite(to))
 
 def _is_finite(t: Tensor) -> bool:
