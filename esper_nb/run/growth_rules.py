@@ -14,6 +14,7 @@ __all__ = ['Made', 'GROWTH_RULES', 'FINALISTS', 'ARMS', 'TRIED', 'Practice', 'Ru
 import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -307,10 +308,9 @@ def best_arms(env: GrowVecEnv, found: ScheduleSearch) -> dict:
 
 def search_arms(p: Practice) -> dict:
     "Search timetables with half of the budget; return the best ones that begin at the earliest allowed epoch."
-    env = p.env()
-    found = best_schedule(env, p.search[:max(1, len(p.search) // 2)])
-    env.close()
-    return best_arms(env, found)
+    with closing(p.env()) as env:
+        found = best_schedule(env, p.search[:max(1, len(p.search) // 2)])
+        return best_arms(env, found)
 
 def play_arms(
     env: GrowVecEnv,
@@ -359,9 +359,7 @@ def fit_forecast(p: Practice) -> Forecast:
     return Forecast.fit(x, gains, p.found["try_arms"]["columns"], p.found["search_arms"]["names"])
 
 def _looking(p: Practice, choose: Callable[[Sequence[float]], int], note: str) -> RulePlayer:
-    env = p.env()
-    arms, at = look_arms(env, p.found["search_arms"]["names"]), first_look(env)
-    env.close()
+    with closing(p.env()) as env: arms, at = look_arms(env, p.found["search_arms"]["names"]), first_look(env)
     spent = p.found["search_arms"]["epochs"] + p.found["try_arms"]["epochs"]
     return RulePlayer(LookOnce(arms, choose, at), practice_epochs=spent, note=note)
 
@@ -451,30 +449,24 @@ def constant_rule(p: Practice) -> RulePlayer:
     ----------
     Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", AISTATS 2016.
     """
-    found, env = p.found["search_constant"], p.env()
-    rule = list_schedules(env)[found["name"]]
-    env.close()
+    found = p.found["search_constant"]
+    with closing(p.env()) as env: rule = list_schedules(env)[found["name"]]
     return RulePlayer(rule, practice_epochs=found["epochs"], note=found["name"])
 
 def oracle_rule(p: Practice) -> OraclePlayer:
     "Follow in every network the best timetable for its kind, which no controller can observe."
-    found, env = p.found["search_kinds"], p.env()
-    table = list_schedules(env)
-    env.close()
+    found = p.found["search_kinds"]
+    with closing(p.env()) as env: table = list_schedules(env)
     return OraclePlayer(table, {int(kind): name for kind, name in found["kinds"]}, found["epochs"])
 
 def search_constant(p: Practice) -> dict:
     "Search the timetable with the best mean return over all networks."
-    env = p.env()
-    found = best_schedule(env, p.search)
-    env.close()
+    with closing(p.env()) as env: found = best_schedule(env, p.search)
     return dict(name=found.name, epochs=found.epochs)
 
 def search_kinds(p: Practice) -> dict:
     "Search the best timetable for each kind of network."
-    env = p.env()
-    found = best_schedule(env, p.search, halve=False)
-    env.close()
+    with closing(p.env()) as env: found = best_schedule(env, p.search, halve=False)
     return dict(kinds=list(found.by_kind.items()), epochs=found.epochs)
 
 _looks = (search_arms, try_arms)

@@ -138,15 +138,14 @@ def search_rivals(
     Where every lane is another instance and the budget allows, its best arms are tried in half as many plays, and the
     best threshold that chooses between them plays, too.
     """
-    env = fair_env(run.config, run.data, judged=False)
-    within = steps // env.horizon - 1 # plays, beside the one that is compared
-    plays = min(SEARCH_PLAYS, max(1, run.learner.update), within)
-    if plays < 1: return {}
-    table = list_schedules(env)
-    first = sorted(table, key=lambda name: " in " in name) # a short search tries timetables of all slots first
-    found = best_schedule(env, search_seeds(plays), {name: table[name] for name in first})
-    arms = best_arms(env, found)
-    env.close()
+    with contextlib.closing(fair_env(run.config, run.data, judged=False)) as env:
+        within = steps // env.horizon - 1 # plays, beside the one that is compared
+        plays = min(SEARCH_PLAYS, max(1, run.learner.update), within)
+        if plays < 1: return {}
+        table = list_schedules(env)
+        first = sorted(table, key=lambda name: " in " in name) # a short search tries timetables of all slots first
+        found = best_schedule(env, search_seeds(plays), {name: table[name] for name in first})
+        arms = best_arms(env, found)
     def constant(seed: int) -> Player: return RulePlayer(found.schedule, practice_epochs=found.epochs, note=found.name)
     tries = min(plays // 2, within - plays - 1)
     if run.config.env.family is None or tries < 1 + ARMS: return {"constant": constant}
