@@ -489,7 +489,8 @@ class StateJudge:
         updates: UpdateWatch, # what happens to it
         beside: Beside | None = None, # what the step reads that is no part; None: nobody looks
     ):
-        self.run, self.health, self.updates, self.beside = run, health, updates, beside
+        self.run, self.health, self.updates = run, health, updates
+        self.beside = beside
 
     def note_updates(self, config: GovernorConfig):
         "Note updates that the gate has changed: the first, the second, the fourth of a kind, and so on."
