@@ -216,3 +216,41 @@ def test_a_rate_raised_for_good_is_told_with_the_batch_of_that(beside):
         governor.watch(loss.item())
     assert [n.action for n in governor.notes].count("accepted") == 1
     assert governor.log.remarks["rate"] == "the learning rate is 0.18 from batch 150 on, and was at most 0.02 before"
+    compared = [n.batch for n in governor.notes if n.action == "compare"]
+    assert len(set(compared)) == len(compared) # one that goes on later is another one
+
+
+def test_an_optimizer_that_steps_seldom_is_still_the_one_that_trains(caplog):
+    "After many small batches: it was taken for one that had been replaced."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), .05)
+    governor = Governor(net, opt, chance_loss=None)
+    for i, (x, y) in batches(700):
+        loss = F.mse_loss(net(x), y)
+        (loss / 128).backward()
+        if i % 128 == 127:
+            opt.step()
+            opt.zero_grad()
+        governor.watch(loss.item())
+    assert not governor.log.remarks and not governor.reports
+
+
+class OwnNorm(nn.Module):
+    "A norm whose statistics are other tensors after each batch."
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("size", torch.ones(4))
+    def forward(self, x):
+        self.size = .9 * self.size + .1 * x.std(0).detach()
+        return x / x.std(0)
+
+
+def test_buffers_that_are_exchanged_at_every_batch_are_looked_at():
+    torch.manual_seed(0)
+    net = nn.Sequential(OwnNorm(), nn.Linear(4, 1))
+    opt = torch.optim.SGD(net.parameters(), .05)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    for i, (x, y) in batches(200):
+        governor.watch(descend(opt, F.mse_loss(net(x * (1e4 if i == 150 else 1)), y)))
+    assert [r.restored for r in governor.reports] == [("model.0.size",)] and net[0].size.max() < 10

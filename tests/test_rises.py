@@ -642,3 +642,16 @@ def test_weights_that_know_nothing_are_worse_than_old_ones_that_know_a_little(li
     comparison.same.losses = lambda *_, **__: (np.log([[live]] * 8), np.log([[1.1]] * 8))
     t = RiseMonitor(level=math.log(.1), near=.1, spread=.1, x=[math.log(live)] * 20, losses=[live] * 20)
     assert comparison.blames_live(t)[0] == blamed
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_comparison_ends_as_soon_as_the_old_weights_are_surely_worse(late):
+    "Each of their turns costs the live ones two batches: a run that has learnt a new task lost two dozen."
+    t = RiseMonitor(level=0., near=.1, spread=.1, x=[1. - late] * 60, late=late)
+    t.exchange()
+    rng, said = np.random.default_rng(0), None
+    while said is None:
+        x = (3. if t.old_in_place else 1. - late) + .1 * rng.standard_normal()
+        if t.answer(x, x): said = None if t.old_in_place else t.blames_weights(48)
+        if said is None and len(t.turns[-1]) == 2: t.exchange()
+    assert said is False and sum(map(len, t.turns[1::2])) <= 4

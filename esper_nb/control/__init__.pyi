@@ -8,6 +8,7 @@ from .actions import (HEADS as HEADS, STYLES as STYLES, TEMPOS as TEMPOS, TARGET
     draw_actions as draw_actions, as_choice as as_choice)
 from .envs import (Data as Data, EnvConfig as EnvConfig, GrowVecEnv as GrowVecEnv, DeviceParts as DeviceParts,
     LaneStates as LaneStates, lane_entry as lane_entry, class_names as class_names, sb3_env as sb3_env,
+    SharedHome as SharedHome, SingleHome as SingleHome, FarHome as FarHome, homes_of as homes_of,
     lane_seeds as lane_seeds, first_seeds as first_seeds, copied_env as copied_env, one_lane_info as one_lane_info,
     GrowEnv as GrowEnv)
 from .episodes import (clone_all as clone_all, DevicePart as DevicePart, EnvStep as EnvStep,

@@ -47,22 +47,24 @@ from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLA
     ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf, StreamLeaf as StreamLeaf, leaf_of as leaf_of,
     has_state as has_state, attributes_of as attributes_of, slots_of as slots_of, Unrestorable as Unrestorable,
     kind_of_effect as kind_of_effect, wrapped_by as wrapped_by, place_of as place_of, Walk as Walk,
-    StepWalk as StepWalk, owned_by_parts as owned_by_parts, mark_of as mark_of, top_name as top_name, Given as Given,
-    moved_part as moved_part, tail_of as tail_of, quick_sum as quick_sum, Watched as Watched, names_of as names_of,
-    kept_of as kept_of, marks_of as marks_of, FootprintState as FootprintState, Footprint as Footprint,
-    NotSeen as NotSeen, content_of as content_of, tensor_digest as tensor_digest, batch_digest as batch_digest)
+    StepWalk as StepWalk, owned_by_parts as owned_by_parts, has_nan as has_nan, mark_of as mark_of,
+    top_name as top_name, Given as Given, moved_part as moved_part, tail_of as tail_of, quick_sum as quick_sum,
+    Watched as Watched, names_of as names_of, kept_of as kept_of, marks_of as marks_of,
+    FootprintState as FootprintState, Footprint as Footprint, Ruined as Ruined, ruined_in as ruined_in,
+    callers as callers, ruined_around as ruined_around, NotSeen as NotSeen, content_of as content_of,
+    tensor_digest as tensor_digest, batch_digest as batch_digest)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import OWN_PARTS as OWN_PARTS, Governor as Governor
 from .health import (LASTS as LASTS, JUMP as JUMP, STILL_NEAR as STILL_NEAR, SEEN as SEEN, LONG as LONG,
     RAISED as RAISED, STEEP as STEEP, LEAP as LEAP, SETTLED as SETTLED, StateHealth as StateHealth, Bands as Bands,
-    BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign, Leap as Leap, Signs as Signs,
-    is_steep as is_steep, UpdateWatch as UpdateWatch, StateJudge as StateJudge)
+    BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign, Leap as Leap, RateCourse as RateCourse,
+    Signs as Signs, is_steep as is_steep, UpdateWatch as UpdateWatch, Beside as Beside, StateJudge as StateJudge)
 from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, STOPS as STOPS,
     ABSENT_VARIABLE as ABSENT_VARIABLE, BodyNames as BodyNames, uses_of as uses_of, FrameVariables as FrameVariables,
-    write_back as write_back, LoopBody as LoopBody, body_names as body_names, Batches as Batches,
-    place_of_loop as place_of_loop)
+    write_back as write_back, LoopBody as LoopBody, body_names as body_names, loop_around as loop_around,
+    Batches as Batches, place_of_loop as place_of_loop)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue, Verdicts as Verdicts)
 from .observation import (BREAKS as BREAKS, FALLEN as FALLEN, EffectResult as EffectResult, APART as APART,
@@ -93,15 +95,15 @@ from .replay import (LOW as LOW, FILLS as FILLS, Changes as Changes, is_left_alo
     gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch, is_finite as is_finite,
     OperationWatch as OperationWatch, user_line as user_line, find_operation as find_operation)
 from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES,
-    LEFT_OPEN as LEFT_OPEN, SUSPECT as SUSPECT, SAID as SAID, CAUSES as CAUSES, NAN_AGAIN as NAN_AGAIN,
-    logger as logger, GovernorConfig as GovernorConfig, as_governor_config as as_governor_config,
-    as_chance_losses as as_chance_losses, Evidence as Evidence, Report as Report,
-    describe_failure as describe_failure, Explanation as Explanation, GovernorStop as GovernorStop,
-    IncidentLog as IncidentLog, Summary as Summary)
+    LEFT_OPEN as LEFT_OPEN, SUSPECT as SUSPECT, SAID as SAID, AFAR as AFAR, ASIDE as ASIDE, CAUSES as CAUSES,
+    NAN_AGAIN as NAN_AGAIN, logger as logger, GovernorConfig as GovernorConfig,
+    as_governor_config as as_governor_config, as_chance_losses as as_chance_losses, Evidence as Evidence,
+    Report as Report, ordinal as ordinal, describe_failure as describe_failure, Explanation as Explanation,
+    GovernorStop as GovernorStop, IncidentLog as IncidentLog, Summary as Summary)
 from .responses import (is_clock as is_clock, clocks_of as clocks_of, not_exchanged as not_exchanged,
     patience_of as patience_of, SingleRun as SingleRun, LaneRuns as LaneRuns, GuardedRun as GuardedRun,
-    Moment as Moment, SameBatches as SameBatches, IncidentResponse as IncidentResponse, LaneCheckup as LaneCheckup,
-    LaneJudge as LaneJudge, missing_parts as missing_parts)
+    Moment as Moment, SameBatches as SameBatches, undone_with as undone_with, IncidentResponse as IncidentResponse,
+    LaneCheckup as LaneCheckup, LaneJudge as LaneJudge, missing_parts as missing_parts)
 from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, PartProof as PartProof,
     prove_parts as prove_parts, StreamState as StreamState, read_streams as read_streams, leads_to as leads_to,
     ResumeCheck as ResumeCheck, compare_parts as compare_parts, prove_state as prove_state,

@@ -596,8 +596,9 @@ def without_autocast() -> Iterator[None]:
     kind: Any = torch.autocast
     enter = kind.__enter__
     def plain(self):
-        vars(self)["_enabled"] = False
-        return enter(self)
+        own, vars(self)["_enabled"] = self._enabled, False
+        try: return enter(self)
+        finally: vars(self)["_enabled"] = own # a loop may enter the same one at every step
     kind.__enter__ = plain
     try:
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False): yield

@@ -44,9 +44,7 @@ class StateHealth:
         self.updates: dict[str, int] = {} # that the gate has changed, by kind
         self.jumps, self.jumped_at = 0, -10**9 # jumps of buffers in a row; call of `watch` of the latest
         self.waited = 0 # looks at buffers that have jumped, while more such batches came
-        self.bands = BufferBands({
-            f"{name}.{path}": t for name, part in snapshot.parts.items() if isinstance(part, ModulePart)
-            for path, t in part.obj.named_buffers()})
+        self.bands = BufferBands(self._buffers())
 
     def damaged(self) -> tuple[str, ...]: # names of tensors
         "Return what in the state is not finite."
@@ -65,10 +63,12 @@ class StateHealth:
 
     def find_jumps(self) -> tuple[str, ...]: # names, and by how much
         "Return the buffers that are far larger than they ever were."
+        self.bands.follow(self._buffers())
         return self.bands.find_jumps()
 
     def bad_now(self) -> tuple[str, ...]: # names
         "Return what in the state is not finite, or far larger than it ever was; nothing is noted."
+        self.bands.follow(self._buffers())
         return self.damaged() or self.bands.jumped()
 
     def count_jump(self, batch: int) -> int: # call of `watch`; jumps in a row, less than a hundred batches apart
@@ -81,6 +81,10 @@ class StateHealth:
         "Whether to wait until such batches are over, so that one answer serves for all of them."
         self.waited = self.waited + 1 if comes_again and self.waited < LASTS else 0
         return self.waited > 0
+
+    def _buffers(self) -> dict[str, Tensor]: # by name
+        return {f"{name}.{path}": t for name, part in self.snapshot.parts.items() if isinstance(part, ModulePart)
+                for path, t in part.obj.named_buffers()}
 
     def state_dict(self) -> dict:
         "Return counts and bands as plain values."
@@ -110,6 +114,10 @@ class BufferBands:
     def __init__(self, buffers: Mapping[str, Tensor]): # by name; those that are not finite are left out
         self.buffers = {k: t for k, t in buffers.items() if t.is_floating_point() and t.numel() and _norm(t) < math.inf}
         self.bands = Bands(np.zeros(len(self.buffers)))
+
+    def follow(self, now: Mapping[str, Tensor]): # all of them, by name
+        "Look at these tensors from now on: a module may write into a buffer, or put another one in its place."
+        self.buffers = {k: now.get(k, t) for k, t in self.buffers.items()}
 
     @torch.no_grad()
     def find_jumps(self) -> tuple[str, ...]: # names, and by how much
@@ -237,6 +245,7 @@ class Signs:
         self.courses = {id(o): RateCourse(_rates_of(o), max(_rates_of(o), default=0.)) for o in optimizers}
         self.known = dict.fromkeys(self.watches, 0) # writes of the Governor when the latest update ended
         self.latest: int | None = None # call of `watch` at the latest update
+        self.gap = 0 # most calls between two updates, as where gradients are accumulated
         self.relieved = False # somebody else looks at the state before and after the step, and tells what was written
         self.handles = [h for o in optimizers for h in (
             o.register_step_pre_hook(self._before), o.register_step_post_hook(self._after))]
@@ -269,7 +278,7 @@ class Signs:
 
     def _before(self, optimizer: torch.optim.Optimizer, *_):
         watch, mine, now = self.watches[id(optimizer)], id(optimizer), self.batch()
-        self.latest = now
+        self.gap, self.latest = max(self.gap, now - (self.latest or 0)), now
         if self.relieved or self.known[mine] != self.writes(): watch.renew()
         elif (found := watch.start_of_step()) is not None:
             self.seen.append(Sign(batch=now, kind="written", what=", ".join(found.names[:3])))
@@ -288,7 +297,7 @@ class Signs:
     @property
     def unused(self) -> str: # empty: they are
         "A sentence about optimizers that step no more, so that nothing of the updates is seen."
-        if self.latest is None or self.batch() <= self.latest + SETTLED: return ""
+        if self.latest is None or self.batch() <= self.latest + max(SETTLED, 2 * self.gap): return ""
         return (f"no optimizer among the parts has stepped since batch {self.latest}: if another one trains the "
                 "weights now, make a Governor with that one")
 
@@ -480,7 +489,8 @@ class StateJudge:
         updates: UpdateWatch, # what happens to it
         beside: Beside | None = None, # what the step reads that is no part; None: nobody looks
     ):
-        self.run, self.health, self.updates, self.beside = run, health, updates, beside
+        self.run, self.health, self.updates = run, health, updates
+        self.beside = beside
 
     def note_updates(self, config: GovernorConfig):
         "Note updates that the gate has changed: the first, the second, the fourth of a kind, and so on."

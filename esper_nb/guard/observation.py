@@ -410,6 +410,7 @@ class RiseEffects:
     def go_on(self, m: Moment, config: GovernorConfig) -> EffectResult:
         "Observe on: old and live weights were far off alike, so the data are bad."
         self.rise.go_on()
+        self.observed.begin(self.rise) # the next comparison has a report of its own
         self.observed.exchange_by(None)
         return (), None
 

@@ -137,7 +137,8 @@ class RiseMonitor:
         rise = np.array([0. if self.late else self.rise])
         agree = len(live) >= FEW or bool((old < live).all()) # a deviation of few pairs is blind to one that is far off
         if agree and blames_weights(live, old, rise, spread)[0]: return True
-        cleared = not self.late and blames_weights(old + rise, live, rise, spread)[0]
+        sure = not self.late or len(live) >= FEW or bool((live < old).all())
+        cleared = sure and blames_weights(old + rise, live, rise, spread)[0]
         return False if cleared or TURN * len(live) >= max(16, patience) else None
 
 def monitor_rise(
