@@ -1,5 +1,6 @@
 "The session, the feed and the dashboard without a browser: controls, exactness, bounded memory and traffic."
 import importlib, json, re, sys, threading, time, tracemalloc
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,11 +11,13 @@ from hypothesis import given, settings, strategies as st
 
 import esper_nb.show.dashboard as dashboard_module
 from esper_nb.core import by_lane, lane_state
-from esper_nb.grow import ModuleHostConfig
+from esper_nb.control import GrowVecEnv
+from esper_nb.grow import Decision, ModuleHostConfig, apply_decision
 from esper_nb.guard import (
     DetectorConfig, Governor, GovernorConfig, LossStats, describe_failure, judge, loss_limits)
+from esper_nb.learn import Learner, PolicyConfig, PPOConfig, train_ppo
 from esper_nb.record import encode_row, read_rows
-from esper_nb.run import watch_text
+from esper_nb.run import begin_run, get_recipe, watch_text
 from esper_nb.show import (
     THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident, LoopSource,
     NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots, disabled_reasons,
@@ -239,9 +242,11 @@ def test_late_in_a_run_every_fault_is_answered_or_told_harmless(run):
     assert {faults[lane] for lane in answered} >= {"nan", "explode", "lobotomy"}, answered
     assert all(i.recovered is not None for i in s.incidents)
 
+class Unwatched(FrameSource):
+    "Lanes whose faults nobody answers."
+    def provoke(self, fault, lane): return 1
+
 def test_a_fault_that_no_incident_follows_gets_a_verdict(run):
-    class Unwatched(FrameSource):
-        def provoke(self, fault, lane): return 1
     s = run(Unwatched((Frame(np.tile([1., 1. if t < 5 else 9.], (20, 1))) for t in range(30)), 2))
     steps(s, 5)
     for lane in (0, 1): assert s.provoke("drift", lane).wait().ok
@@ -253,8 +258,6 @@ def test_a_fault_that_no_incident_follows_gets_a_verdict(run):
         ("verdict", "lane 1: drift raised no alarm in 200 batches, loss 9, before 1")]
 
 def test_every_fault_gets_its_own_verdict_however_many_follow(run):
-    class Unwatched(FrameSource):
-        def provoke(self, fault, lane): return 1
     undone = Incident(number=0, lane=0, reason="non-finite", action="rollback", x=182, end=182, back=160, loss="nan",
                       target=1., rollbacks_left=3)
     s = run(Unwatched((Frame(np.tile([9. if 5 <= t < 8 else 1.], (20, 1)), incidents=(undone,) * (t == 9))
@@ -400,18 +403,14 @@ def test_a_guarded_loop_steps_batch_by_batch(run, fault):
     s.start()
     assert s.wait() == "done" and s.steps == 200
 
+def learner(horizon, num_steps):
+    envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=horizon, gamma=.99, limit=320, workers=1,
+                      blueprints=("norm", "conv_light"))
+    config = PPOConfig(num_steps=num_steps, num_updates=2, gamma=.99, num_minibatches=1)
+    return Learner(envs, config, PolicyConfig(hidden=16), heads=envs.actions)
+
 def test_ppo_over_lanes_runs_in_a_session(run):
-    from esper_nb.control.envs import GrowVecEnv
-    from esper_nb.learn.policies import PolicyConfig
-    from esper_nb.learn.learner import Learner
-    from esper_nb.learn.loss import PPOConfig
-    from esper_nb.learn.learner import train_ppo
-    def learner():
-        envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=5, gamma=.99, limit=320, workers=1,
-                          blueprints=("norm", "conv_light"))
-        return Learner(envs, PPOConfig(num_steps=4, num_updates=2, gamma=.99, num_minibatches=1),
-                       PolicyConfig(hidden=16), heads=envs.actions)
-    a, b = learner(), learner()
+    a, b = (learner(horizon=5, num_steps=4) for _ in range(2))
     records = [u for u in train_ppo(a)]
     s = run(EnvSource(b))
     steps(s, 3); s.stop().wait(); s.start()
@@ -422,14 +421,7 @@ def test_ppo_over_lanes_runs_in_a_session(run):
     assert s.rollback(0).wait().ok is False and "punished" in s.notes[-1].text
 
 def test_a_fault_in_a_controllers_lane_is_an_incident(run):
-    from esper_nb.control.envs import GrowVecEnv
-    from esper_nb.learn.policies import PolicyConfig
-    from esper_nb.learn.learner import Learner
-    from esper_nb.learn.loss import PPOConfig
-    envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=30, gamma=.99, limit=320, workers=1,
-                      blueprints=("norm", "conv_light"))
-    s = run(EnvSource(Learner(envs, PPOConfig(num_steps=8, num_updates=2, gamma=.99, num_minibatches=1),
-                              PolicyConfig(hidden=16), heads=envs.actions)))
+    s = run(EnvSource(learner(horizon=30, num_steps=8)))
     steps(s, 5)
     s.provoke("nan", 1).wait()
     steps(s, 3)
@@ -482,8 +474,6 @@ def test_a_folder_that_is_written_is_followed_and_tells_what_the_run_told(run, t
 
 @pytest.mark.slow
 def test_a_controllers_run_is_followed_with_its_curves(run, tmp_path):
-    from esper_nb import get_recipe
-    from esper_nb.run.runs import begin_run
     settings = {"env.num_envs": 3, "env.horizon": 5, "env.limit": 320, "ppo.num_updates": 2, "ppo.num_steps": 8,
                 "ppo.num_minibatches": 1, "env.faults": (parse_fault("nan:1:2"),)}
     r = begin_run(get_recipe("digits_impaired", settings), tmp_path)
@@ -877,8 +867,6 @@ def test_a_fault_is_marked_where_it_begins(run):
 
 @pytest.mark.slow
 def test_a_grow_button_is_on_exactly_when_the_move_would_be_done(run):
-    from copy import deepcopy
-    from esper_nb.grow.models import Decision, apply_decision
     pop = population(2, 60)
     s, seen = run(pop), set()
     slot = pop.model.slot("r0c0")

@@ -179,29 +179,31 @@ def test_a_loss_that_falls_back_is_given_time_and_the_time_has_an_end():
     assert trial(lambda k: .3 + max(0., 2 - .03 * k))[1] <= 95
 
 
+def targeted():
+    "A weight of 0 and a target of 0 with their Governor, and noise for a loss."
+    net, target = nn.Linear(1, 1), nn.Linear(1, 1)
+    with torch.no_grad(): net.weight.fill_(0.), target.weight.fill_(0.)
+    opt, noise = torch.optim.SGD(net.parameters(), lr=0.), np.random.default_rng(0)
+    governor = Governor(net, opt, target=target, chance_loss=None, config=QUICK)
+    return net, target, governor, lambda: math.exp(.05 * noise.standard_normal())
+
 def test_an_untrained_target_stays_in_place_during_a_comparison():
     "The old values fit the old target best, as in every healthy run of Q-learning."
-    net, target = nn.Linear(1, 1), nn.Linear(1, 1)
-    gov = Governor(net, torch.optim.SGD(net.parameters(), lr=0.), target=target, chance_loss=None, config=QUICK)
-    noise = np.random.default_rng(0)
+    net, target, gov, noise = targeted()
     def step(t):
         if t == 100:
             for m in (net, target): m.weight.data.fill_(3.)
         with torch.no_grad():
             gap = 1 + 5 * (net.weight - target.weight).abs().item() + 4 * (target.weight.item() == 3)
-        return gap * math.exp(.05 * noise.standard_normal())
-    with torch.no_grad(): net.weight.fill_(0.), target.weight.fill_(0.)
+        return gap * noise()
     for t in range(130): gov.run(step, t)
     assert not gov.reports and "accepted" in [n.action for n in gov.notes] and net.weight.item() == 3.
 
 def test_weights_that_did_well_when_they_were_trained_are_not_blamed_for_a_target_that_has_just_moved():
-    net, target = nn.Linear(1, 1), nn.Linear(1, 1)
-    with torch.no_grad(): net.weight.fill_(0.), target.weight.fill_(0.)
-    gov = Governor(net, torch.optim.SGD(net.parameters(), lr=0.), target=target, chance_loss=None, config=QUICK)
-    noise = np.random.default_rng(0)
+    net, target, gov, noise = targeted()
     def loss(t):
         gap = 1 + target.weight.item() * (1 + net.weight.item()) # live weights are farther from the new target
-        return (1.4 if t >= 100 else 1.) * gap * math.exp(.05 * noise.standard_normal())
+        return (1.4 if t >= 100 else 1.) * gap * noise()
     def step(t):
         if t < gov.watched: return loss(t) # only evaluated
         if t == 100: net.weight.data.fill_(1.)
@@ -214,15 +216,11 @@ def test_weights_that_did_well_when_they_were_trained_are_not_blamed_for_a_targe
 
 def test_a_target_is_exchanged_with_the_weights_where_the_loss_is_absurd():
     "A ruined target makes the loss of every weight absurd."
-    net, target = nn.Linear(1, 1), nn.Linear(1, 1)
-    with torch.no_grad(): net.weight.fill_(0.), target.weight.fill_(0.)
-    gov = Governor(net, torch.optim.SGD(net.parameters(), lr=0.), target=target, chance_loss=None, config=QUICK)
-    noise = np.random.default_rng(0)
+    net, target, gov, noise = targeted()
     for t in range(140):
         if t == 100:
             for m in (net, target): m.weight.data.fill_(1e4)
-        loss = 1 + net.weight.item() + target.weight.item()
-        gov.watch(loss * math.exp(.05 * noise.standard_normal()))
+        gov.watch((1 + net.weight.item() + target.weight.item()) * noise())
     report, = gov.reports
     assert report.rolled_back and net.weight.item() == target.weight.item() == 0.
 
@@ -268,9 +266,14 @@ def test_a_validation_sees_the_live_weights_and_the_comparison_does_not_notice()
     assert [len(waiting), *(equal(state[:2], live[:2]) for state in waiting)] == [2, True, True], "but for the schedule"
 
 
-def test_watch_inside_live_weights_is_refused():
+def compared():
+    "A run in which old weights are in place of ruined ones."
     stub = Stub()
     while not stub.governor.comparing: stub.run(1, corrupt=60)
+    return stub
+
+def test_watch_inside_live_weights_is_refused():
+    stub = compared()
     with stub.governor.live_weights():
         assert stub.net.weight.item() == 1
         with pytest.raises(RuntimeError, match="after the block"): stub.run(1)
@@ -279,16 +282,14 @@ def test_watch_inside_live_weights_is_refused():
 
 @pytest.mark.parametrize("end, weight", [("close", 1), ("accept", 1), ("rollback", 0)])
 def test_what_ends_a_comparison_inside_live_weights_holds_behind_them(end, weight):
-    stub = Stub()
-    while not stub.governor.comparing: stub.run(1, corrupt=60)
+    stub = compared()
     with stub.governor.live_weights(): getattr(stub.governor, end)()
     assert stub.net.weight.item() == weight and not stub.governor.comparing
     stub.run(40) # and the loop goes on
 
 
 def test_an_exception_inside_live_weights_leaves_them():
-    stub = Stub()
-    while not stub.governor.comparing: stub.run(1, corrupt=60)
+    stub = compared()
     with pytest.raises(OSError), stub.governor.live_weights(): raise OSError("broken")
     assert stub.net.weight.item() == 1 and not stub.governor.comparing
     stub.run(80)

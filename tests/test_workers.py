@@ -239,19 +239,6 @@ def pid_of(env, number):
 
 
 @pytest.mark.slow
-def test_killed_processes_change_nothing(engine, here):
-    "In the midst of a step or a snapshot."
-    luck = random.Random(0)
-    env = SplitVecEnv(CONFIG, shards=2, engine=engine, tolerance=FaultTolerance(every=2))
-    def kill(env, t):
-        if t not in (2, 5, 8): return
-        subprocess.Popen(["sh", "-c", f"sleep {luck.random() * .1:.3f}; kill -9 {pid_of(env, luck.randrange(2))}"])
-    assert_same(play(env, kill=kill), here[2])
-    assert env.losses >= 2
-    env.close()
-
-
-@pytest.mark.slow
 @pytest.mark.long("ray") # where a kill of actors in a whole run is shown
 def test_kills_at_random_moments_change_nothing(engine):
     "Two runs at a time, whose workers die in steps and in snapshots; ESPER_NB_KILLS=40 lets twenty die in each."
@@ -305,18 +292,16 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine, number", [
-    ("process", signal.SIGINT), ("process", signal.SIGKILL),
-    pytest.param("ray", signal.SIGINT, marks=[needs_ray, pytest.mark.slow])])
-def test_no_process_is_left_behind(engine, number):
-    "tests/test_workers_runs.py has the other ends."
+@pytest.mark.parametrize("engine", ELSEWHERE)
+def test_no_process_is_left_behind(engine):
+    "By Ctrl-C; tests/test_workers_runs.py has the other ends."
     begun = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM), engine], text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         assert begun.stdout.readline() == "ready\n"
         family = descendants(begun.pid)
         assert len(family) >= (4 if engine == "ray" else 2) # two workers, and Ray's own
-        begun.send_signal(number)
+        begun.send_signal(signal.SIGINT)
         begun.wait(30)
         assert not still_there(family, 180) # Ray's agents notice after a minute that a killed driver is gone
     finally: begun.kill()
