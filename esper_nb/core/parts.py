@@ -283,6 +283,7 @@ class OptimizerPart:
         self.obj.param_groups[:] = [g for g, *_ in rest["groups"]]
         old = dict(self.obj.state)
         self.obj.state.clear()
+        self.obj.state.update({k: v for k, v in old.items() if not isinstance(k, Tensor)}) # of no parameter
         for p, packed in rest["state"]: self.obj.state[p] = _fill(old.get(p, {}), packed, get)
 
     def portable(self, rest):

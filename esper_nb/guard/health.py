@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core import ModulePart, quiet_hooks, sweep_hooks
+from ..core import ModulePart, hook_steps, quiet_hooks
 from .detector import LossStats, off_scale
 from .gate import GateEvent, UpdateGate
 from .losses import LossQueue
+from .rates import rates_of
 from .reports import GovernorConfig, Report
 from .responses import GuardedRun, Moment
 from .snapshots import Snapshot, owned_by
@@ -210,15 +211,13 @@ class Signs:
         self.batch, self.writes = batch, writes
         self.seen: deque[Sign] = deque(maxlen=256)
         self.watches = {id(o): StateWatch(partial(_owned, o)) for o in optimizers}
-        self.rates = {id(o): [float(g["lr"]) for g in o.param_groups] for o in optimizers}
+        self.rates = {id(o): rates_of(o) for o in optimizers}
         self.highest = max((x for rates in self.rates.values() for x in rates), default=0.) # rate so far
         self.leapt: Leap | None = None # of a rate to far above all before, which is still there
         self.known = dict.fromkeys(self.watches, 0) # writes of the Governor when the latest update ended
         self.latest: int | None = None # call of `watch` at the latest update
         self.relieved = False # somebody else looks at the state before and after the step, and tells what was written
-        self.handles = [h for o in optimizers for h in (
-            o.register_step_pre_hook(self._before), o.register_step_post_hook(self._after))]
-        sweep_hooks(self.handles)
+        self.handles = hook_steps(optimizers, self._before, self._after)
 
     def add(self, kind: str, what: str):
         "Note a sign that somebody else has seen: an update that the gate has scaled down."
@@ -251,7 +250,7 @@ class Signs:
         if self.relieved or self.known[mine] != self.writes(): watch.renew()
         elif (found := watch.start_of_step()) is not None:
             self.seen.append(Sign(batch=now, kind="written", what=", ".join(found.names[:3])))
-        rates = [float(g["lr"]) for g in optimizer.param_groups]
+        rates = rates_of(optimizer)
         raised = [f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates[mine], rates) if b > RAISED * a > 0]
         if raised: self.seen.append(Sign(batch=now, kind="rate", what=raised[0]))
         self.rates[mine] = rates
