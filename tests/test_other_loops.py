@@ -325,3 +325,18 @@ def test_an_optimizer_without_a_rate_or_without_hooks_is_guarded(make, way):
         else: governor.watch(step(batch))
     governor.close()
     assert [r.action for r in governor.reports] == ["rollback"] and net.weight.abs().max() < 10
+
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_group_may_be_empty(way):
+    "As the one without weight decay is when adapters are trained, which have no biases."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1, bias=False)
+    opt = torch.optim.SGD([dict(params=list(net.parameters())), dict(params=[])], lr=.01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+    for i, batch in batches(60):
+        if i == 40: net.weight.data[0] = torch.nan
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+    assert [r.action for r in governor.reports] == ["rollback"] and net.weight.isfinite().all()

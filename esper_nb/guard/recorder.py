@@ -335,7 +335,7 @@ class StepRecorder:
     def _weigh(self, by: int): self.held += by # bytes
 
     def _versions(self) -> list[int]: # how often the first weight of every group has changed
-        return [g["params"][0]._version for o in self.optimizers for g in o.param_groups] # noqa: SLF001
+        return [p._version for o in self.optimizers for g in o.param_groups for p in g["params"][:1]] # noqa: SLF001
 
     def _has_gradients(self) -> list[Tensor]: # () bool, by its last parameter with one; not waited for
         found = [next((p.grad for p in reversed(g["params"]) if p.grad is not None), None)
