@@ -340,3 +340,23 @@ def test_a_group_may_be_empty(way):
         if way == "run": governor.run(step, batch)
         else: governor.watch(step(batch))
     assert [r.action for r in governor.reports] == ["rollback"] and net.weight.isfinite().all()
+
+
+class OfKeras:
+    "An optimizer of Keras on torch: no state_dict, variables around parameters."
+    def __init__(self, moment): self.variables, self.built = [type("Variable", (), dict(value=moment))()], True
+    def apply_gradients(self): pass
+
+@pytest.mark.parametrize("of", [lambda moment: [moment], OfKeras])
+def test_parameters_without_a_gradient_are_restored_where_they_are(of, caplog):
+    "As the moments of a Keras optimizer: a copy in the list was restored, and the moments stayed NaN."
+    moment = nn.Parameter(torch.ones(2), requires_grad=False)
+    moments, net = of(moment), nn.Linear(4, 1)
+    governor = Governor(net, moments=moments, chance_loss=None)
+    assert ("no optimizer" in caplog.text) == isinstance(moments, list)
+    moment.data.fill_(torch.nan)
+    governor.rollback()
+    assert moment.tolist() == [1, 1]
+    if isinstance(moments, list): return
+    moments.built = False
+    with pytest.raises(ValueError, match="call `optimizer.build"): Governor(net, moments, chance_loss=None)

@@ -335,7 +335,8 @@ def weights_in(
     tree, # dicts, lists and tuples of anything
     path: str = "", # of this tree
 ) -> dict[str, Tensor]: # by path
-    "Return the weights among the tensors of a tree: those that ask for a gradient, and were not computed."
+    "Return the weights among the tensors of a tree: parameters, and what asks for a gradient and was not computed."
+    if isinstance(tree, nn.Parameter): return {path: tree}
     if isinstance(tree, Tensor): return {path: tree} if tree.requires_grad and tree.is_leaf else {}
     inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
     found = [weights_in(v, f"{path}.{k}" if path else str(k)) for k, v in inner]
@@ -365,6 +366,11 @@ def as_stateful(
         bits = obj.bit_generator
         return _Pair(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"): return obj
+    held = [getattr(v, "value", None) for v in getattr(obj, "variables", None) or ()] # of an optimizer of Keras
+    if held and all(isinstance(v, nn.Parameter) for v in held):
+        if getattr(obj, "built", True): return as_stateful(held)
+        raise ValueError(f"part={obj!r}, expected one that has its variables; call "
+                         "`optimizer.build(model.trainable_variables)` first")
     raise ValueError(f"part={obj!r}, expected an object with state_dict and load_state_dict, a random generator, "
                      "a dict or list, or a pair of functions (read, write)")
 
