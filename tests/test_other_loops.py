@@ -360,3 +360,18 @@ def test_parameters_without_a_gradient_are_restored_where_they_are(of, caplog):
     if isinstance(moments, list): return
     moments.built = False
     with pytest.raises(ValueError, match="call `optimizer.build"): Governor(net, moments, chance_loss=None)
+
+
+def test_a_write_that_shows_some_steps_later_is_named():
+    "As into a row of an embedding that no batch reads for a while: nothing was said to have written."
+    torch.manual_seed(0)
+    table = nn.Embedding(8, 1)
+    opt = torch.optim.SGD(table.parameters(), lr=.1)
+    governor = Governor(table, opt, chance_loss=None, config=OFTEN)
+    def step(x): return descend(opt, (table(x) - 1).square().mean())
+    for i in range(60):
+        if i == 40:
+            with torch.no_grad(): table.weight[7] = torch.nan
+        governor.run(step, torch.tensor([7 if i % 10 == 6 else i % 5] * 4))
+    report, = governor.reports
+    assert report.cause == "external" and "model.weight changed between batch 39 and batch 40" in report.why

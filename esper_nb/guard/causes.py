@@ -204,6 +204,9 @@ def explain_parting(
                                    "something that is not recorded")
     if written is None: return Parting("unknown", f"{same}; nobody has watched what writes into the state between two "
                                        "steps")
+    if earlier := [w for w in written if found.steps[0].number - 1 <= w.after < k]:
+        return Parting("external", f"{same}, although the step repeats exactly: {earlier[-1]}, perhaps where no batch "
+                       f"has looked before batch {k}", earlier[-1].after + 1)
     return Parting("external", f"{same}, although the step repeats exactly and nothing was seen to write into the "
                    "state: hardware, or something that writes past torch", k)
 
