@@ -1,5 +1,5 @@
 "The adapters against the real frameworks, where they are installed."
-import io, math, os, subprocess, sys, time, warnings
+import io, math, os, pickle, subprocess, sys, time, types, warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import nn
 
 from esper_nb.guard import (
     Governor, GovernorConfig, bar_note, fastai_governor, guard_accelerator, guard_trainer, lightning_governor,
-    skorch_governor)
+    guard_update, skorch_governor)
 
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
 QUICK = GovernorConfig(snapshot_every=20, probation=20, patience=0)
@@ -566,3 +566,32 @@ if __name__ == "__main__":
     for resume in (False, True): run(sys.argv[2], resume)
     time.sleep(.5) # a thread of gloo still holds what the Trainer has gathered last, and dies if Python ends first
     torch.distributed.destroy_process_group() # its threads must not outlive it
+
+
+def test_a_skorch_callback_is_cloned_pickled_and_finds_schedules(monkeypatch):
+    "A clone was an error, so no search over settings was possible; a schedule in a callback was asked for in vain."
+    for name in ("skorch", "skorch.callbacks"): monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["skorch.callbacks"].Callback = type("Callback", (), {})
+    guard = skorch_governor(2.3, "epoch")
+    net = types.SimpleNamespace(module_=network(), train_step=None, train_step_single=None, get_loss=None)
+    net.optimizer_ = torch.optim.SGD(net.module_.parameters(), lr=.1)
+    schedule = torch.optim.lr_scheduler.StepLR(net.optimizer_, 1)
+    net.callbacks_ = [("rate", types.SimpleNamespace(lr_scheduler_=schedule)), ("guard", guard)]
+    guard.on_train_begin(net)
+    guard.on_epoch_begin(net)
+    assert guard.governor.snapshot.objects["scheduler"] is schedule
+    for clone in (type(guard)(**{k: v for k, v in vars(guard).items() if not k.endswith("_")}), # as scikit-learn does
+                  pickle.loads(pickle.dumps(guard))):
+        assert (clone.chance_loss, clone.config, clone.governor) == (2.3, "epoch", None)
+
+
+def test_an_update_of_ignite_may_return_more_than_the_loss(monkeypatch):
+    engines = types.ModuleType("ignite.engine")
+    engines.Events = types.SimpleNamespace(COMPLETED=1, TERMINATE=2, EXCEPTION_RAISED=3)
+    monkeypatch.setitem(sys.modules, "ignite.engine", engines)
+    state = types.SimpleNamespace(iteration=1, metrics={})
+    engine = types.SimpleNamespace(add_event_handler=lambda *_: None, state=state)
+    out = [dict(pred=torch.zeros(3), loss=.5)]
+    update = guard_update(lambda engine, batch: out, network(), chance_loss=None,
+                          output_transform=lambda out: out[0]["loss"])
+    assert update(engine, None) is out and update.governor.watched == 1

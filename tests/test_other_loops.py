@@ -1,4 +1,7 @@
 "Loops as tutorials have them, of kinds that no benchmark has: tiny, each with what went wrong there."
+import copy
+import multiprocessing
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -254,3 +257,191 @@ def test_buffers_that_are_exchanged_at_every_batch_are_looked_at():
     for i, (x, y) in batches(200):
         governor.watch(descend(opt, F.mse_loss(net(x * (1e4 if i == 150 else 1)), y)))
     assert [r.restored for r in governor.reports] == [("model.0.size",)] and net[0].size.max() < 10
+
+
+class Largest(torch.optim.SGD):
+    "Divides by the largest rate so far, which it keeps in its group, as schedule-free optimizers and Prodigy do."
+    def step(self, closure=None):
+        for g in self.param_groups:
+            g["count"], g["largest"] = g.get("count", 0) + 1, max(g.get("largest", 0.), g["lr"])
+            rate, g["lr"] = g["lr"], g["lr"] * .05 / g["largest"]**.5
+            super().step(closure)
+            g["lr"] = rate
+
+def test_what_an_optimizer_keeps_in_its_groups_goes_back_with_the_weights():
+    "It stayed as the ruined steps had left it: a rate that was put back had left a mark for good."
+    def train(guarded):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        opt = Largest(net.parameters(), lr=1.)
+        governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+        def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+        for i, batch in batches(110):
+            if guarded and i in (80, 83): opt.param_groups[0]["lr"] = 1e4 if i == 80 else 1.
+            if guarded: governor.run(step, batch)
+            else: step(batch)
+        return governor, net.weight, opt.param_groups[0]
+    (_, clean, then), (governor, weight, group) = train(False), train(True)
+    assert governor.reports[0].cause == "rate"
+    assert (group["largest"], group["count"]) == (then["largest"], then["count"]) == (1, 110)
+    assert torch.equal(weight, clean)
+
+
+class Needy(torch.optim.SGD):
+    "Counts in its group and needs every gradient, as Muon does."
+    def step(self, closure=None):
+        for g in self.param_groups:
+            g["count"] = g.get("count", 0) + 1
+            for p in g["params"]: self.state[p]["sum"] = self.state[p].get("sum", 0.) + p.grad.abs()
+        super().step(closure)
+
+Needy.__module__ = "muon"
+
+class Nesting(Needy):
+    "Looks ahead: it steps with an optimizer of torch's."
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+        self.inner = torch.optim.SGD(params, lr=.1, momentum=.9)
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.inner.step()
+
+@pytest.mark.parametrize("kind", [Needy, Nesting])
+def test_a_dropped_update_leaves_no_trace_in_an_optimizer_of_others(kind):
+    "Muon died of gradients that were taken away, and a count in a group went on."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = kind(list(net.parameters()), lr=.01, momentum=.9)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    def read(): return copy.deepcopy([p.tolist() for p in net.parameters()] + [o.state_dict() for o in (
+        opt, *([opt.inner] if kind is Nesting else []))])
+    for i, (x, y) in batches(40):
+        before = read()
+        governor.watch(descend(opt, F.mse_loss(net(x * (torch.nan if i == 30 else 1)), y)))
+        if i == 30: assert str(read()) == str(before) and net.weight.grad.isnan().all()
+    assert governor.gate.counts["dropped"] == 1
+
+
+class Buffer:
+    "A replay buffer of a library that cannot read its state once it has loaded one."
+    def __init__(self): self.cursor, self.rows, self.spoilt = multiprocessing.Value("i", 0), torch.zeros(64, 5), False
+    def __len__(self): return self.cursor.value
+    def extend(self, x, y):
+        at = torch.arange(self.cursor.value, self.cursor.value + len(x)) % 64
+        self.rows[at] = torch.cat([x, y], 1)
+        self.cursor.value += len(x)
+    def state_dict(self):
+        if self.spoilt and self.cursor.value > 64: raise KeyError("the keys collide")
+        return dict(rows=self.rows.clone(), cursor=self.cursor.value)
+    def load_state_dict(self, state):
+        self.rows.copy_(state["rows"])
+        self.cursor.value, self.spoilt = state["cursor"], True
+
+Buffer.__module__ = "torch.buffers"
+
+def test_what_can_be_put_back_no_more_is_not_run_twice():
+    "Else the buffer of a healthy run is filled by steps that nobody has made."
+    def train(guarded):
+        torch.manual_seed(0)
+        net, buffer = nn.Linear(4, 1), Buffer()
+        opt = torch.optim.SGD(net.parameters(), lr=.01)
+        governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+        def step(batch):
+            buffer.extend(*batch)
+            rows = buffer.rows[torch.randint(0, min(len(buffer), 64), (16,))]
+            return descend(opt, F.mse_loss(net(rows[:, :4]), rows[:, 4:]))
+        for _, batch in batches(90):
+            if guarded: governor.run(step, batch)
+            else: step(batch)
+        return net.weight, len(buffer)
+    assert train(True)[1] == 90 * 32 and torch.equal(train(True)[0], train(False)[0])
+
+
+class NoRate(torch.optim.SGD):
+    "Finds its own rate, as Adafactor with `lr=None`."
+    def step(self, closure=None):
+        for g in self.param_groups: g["lr"] = .01
+        super().step(closure)
+        for g in self.param_groups: g["lr"] = None
+
+class Clipping(torch.optim.Optimizer):
+    "An optimizer around another one that never calls `Optimizer.__init__`, as that of Opacus."
+    def __init__(self, inner): self.inner = inner
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+    def zero_grad(self, set_to_none=True): self.inner.zero_grad(set_to_none)
+    def step(self, closure=None): self.inner.step(closure)
+    def state_dict(self): return self.inner.state_dict()
+    def load_state_dict(self, state_dict): self.inner.load_state_dict(state_dict)
+
+def without_rate(params):
+    opt = NoRate(params, lr=.01)
+    opt.param_groups[0]["lr"] = None
+    return opt
+
+@pytest.mark.parametrize("make", [without_rate, lambda params: Clipping(torch.optim.SGD(params, lr=.01))])
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_an_optimizer_without_a_rate_or_without_hooks_is_guarded(make, way):
+    "Both were errors of the Governor before the first step."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = make(net.parameters())
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+    for i, batch in batches(120):
+        if i == 80: net.weight.data[0] = torch.nan
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+    governor.close()
+    assert [r.action for r in governor.reports] == ["rollback"] and net.weight.abs().max() < 10
+
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_group_may_be_empty(way):
+    "As the one without weight decay is when adapters are trained, which have no biases."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1, bias=False)
+    opt = torch.optim.SGD([dict(params=list(net.parameters())), dict(params=[])], lr=.01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+    for i, batch in batches(60):
+        if i == 40: net.weight.data[0] = torch.nan
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+    assert [r.action for r in governor.reports] == ["rollback"] and net.weight.isfinite().all()
+
+
+class OfKeras:
+    "An optimizer of Keras on torch: no state_dict, variables around parameters."
+    def __init__(self, moment): self.variables, self.built = [type("Variable", (), dict(value=moment))()], True
+    def apply_gradients(self): pass
+
+@pytest.mark.parametrize("of", [lambda moment: [moment], OfKeras])
+def test_parameters_without_a_gradient_are_restored_where_they_are(of, caplog):
+    "As the moments of a Keras optimizer: a copy in the list was restored, and the moments stayed NaN."
+    moment = nn.Parameter(torch.ones(2), requires_grad=False)
+    moments, net = of(moment), nn.Linear(4, 1)
+    governor = Governor(net, moments=moments, chance_loss=None)
+    assert ("no optimizer" in caplog.text) == isinstance(moments, list)
+    moment.data.fill_(torch.nan)
+    governor.rollback()
+    assert moment.tolist() == [1, 1]
+    if isinstance(moments, list): return
+    moments.built = False
+    with pytest.raises(ValueError, match="call `optimizer.build"): Governor(net, moments, chance_loss=None)
+
+
+def test_a_write_that_shows_some_steps_later_is_named():
+    "As into a row of an embedding that no batch reads for a while: nothing was said to have written."
+    torch.manual_seed(0)
+    table = nn.Embedding(8, 1)
+    opt = torch.optim.SGD(table.parameters(), lr=.1)
+    governor = Governor(table, opt, chance_loss=None, config=OFTEN)
+    def step(x): return descend(opt, (table(x) - 1).square().mean())
+    for i in range(60):
+        if i == 40:
+            with torch.no_grad(): table.weight[7] = torch.nan
+        governor.run(step, torch.tensor([7 if i % 10 == 6 else i % 5] * 4))
+    report, = governor.reports
+    assert report.cause == "external" and "model.weight changed between batch 39 and batch 40" in report.why

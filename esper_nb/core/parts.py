@@ -308,6 +308,7 @@ class OptimizerPart:
         self.obj.param_groups[:] = [g for g, *_ in rest["groups"]]
         old = dict(self.obj.state)
         self.obj.state.clear()
+        self.obj.state.update({k: v for k, v in old.items() if not isinstance(k, Tensor)}) # of no parameter
         for p, packed in rest["state"]: self.obj.state[p] = _fill(old.get(p, {}), packed, get)
 
     def portable(self, rest):
@@ -369,8 +370,9 @@ def weights_in(
     tree, # dicts, lists and tuples of anything
     path: str = "", # of this tree
 ) -> dict[str, Tensor]: # by path
-    "Return the weights among the tensors of a tree: those that ask for a gradient, and were not computed."
-    return {k: t for k, t in tensors_in(tree, path).items() if t.requires_grad and t.is_leaf}
+    "Return the weights among the tensors of a tree: parameters, and what asks for a gradient and was not computed."
+    return {k: t for k, t in tensors_in(tree, path).items()
+            if isinstance(t, nn.Parameter) or t.requires_grad and t.is_leaf}
 
 class _Container:
     "A dict or a list; what it held when it was handed over may have other names in the loop, so that stays."
@@ -436,6 +438,11 @@ def as_stateful(
         bits = obj.bit_generator
         return _Pair(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"): return obj
+    held = [getattr(v, "value", None) for v in getattr(obj, "variables", None) or ()] # of an optimizer of Keras
+    if held and all(isinstance(v, nn.Parameter) for v in held):
+        if getattr(obj, "built", True): return as_stateful(held, name)
+        raise ValueError(f"{name}={obj!r}, expected one that has its variables; call "
+                         "`optimizer.build(model.trainable_variables)` first")
     fix = f"; keep it as dict({name}={obj!r}), and hand that over" if isinstance(obj, (int, float)) else ""
     raise ValueError(f"{name}={reprlib.repr(obj)}, expected an object with state_dict and load_state_dict, a tensor, "
                      f"an array, a dict or list, a random generator, or a pair of functions (read, write){fix}")

@@ -75,7 +75,8 @@ from .phases import (TABLE as TABLE, Phase as Phase, PhaseMove as PhaseMove, Eff
 from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as SavedAt, Rhythm as Rhythm,
     Probation as Probation, GoodFiles as GoodFiles, GoodStates as GoodStates)
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
-from .rates import set_setting as set_setting, scale_lr as scale_lr, LearningRates as LearningRates
+from .rates import (set_setting as set_setting, has_rate as has_rate, rates_of as rates_of, scale_lr as scale_lr,
+    LearningRates as LearningRates)
 from .recorder import (GroupRates as GroupRates, HasModes as HasModes, RunModes as RunModes, Repeats as Repeats,
     Origin as Origin, number_of as number_of, RecordedStep as RecordedStep, RatePeaks as RatePeaks,
     StepRecorder as StepRecorder, RecordedIncident as RecordedIncident, copy_published as copy_published,
@@ -91,9 +92,10 @@ from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quie
 from .repairs import (HABIT as HABIT, RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, NO_PROOF as NO_PROOF,
     AGAIN as AGAIN, DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, BetweenSteps as BetweenSteps,
     Redone as Redone, Repairs as Repairs, Recovery as Recovery)
-from .replay import (LOW as LOW, FILLS as FILLS, Changes as Changes, is_left_alone as is_left_alone, Replay as Replay,
-    gradient_norm as gradient_norm, share_of_rate as share_of_rate, LayerWatch as LayerWatch, is_finite as is_finite,
-    OperationWatch as OperationWatch, user_line as user_line, find_operation as find_operation)
+from .replay import (LOW as LOW, FILLS as FILLS, Changes as Changes, is_left_alone as is_left_alone,
+    NotRestorable as NotRestorable, Replay as Replay, gradient_norm as gradient_norm, share_of_rate as share_of_rate,
+    LayerWatch as LayerWatch, is_finite as is_finite, OperationWatch as OperationWatch, user_line as user_line,
+    find_operation as find_operation)
 from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES,
     LEFT_OPEN as LEFT_OPEN, SUSPECT as SUSPECT, SAID as SAID, AFAR as AFAR, ASIDE as ASIDE, CAUSES as CAUSES,
     NAN_AGAIN as NAN_AGAIN, logger as logger, GovernorConfig as GovernorConfig,
@@ -114,7 +116,8 @@ from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as bl
 from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, TakeResult as TakeResult,
     RestoreResult as RestoreResult, StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState,
     read_parts as read_parts, StateBanks as StateBanks, pinned_buffers as pinned_buffers, Snapshot as Snapshot,
-    owned_by as owned_by, BackgroundCopy as BackgroundCopy)
+    owned_by as owned_by, BackgroundCopy as BackgroundCopy, OwnSettings as OwnSettings,
+    own_settings_of as own_settings_of)
 from .writes import (TensorTable as TensorTable, PIECE as PIECE, PIECES as PIECES, PieceOf as PieceOf,
     tensors_of_parts as tensors_of_parts, tables_of as tables_of, is_other as is_other, words_of as words_of,
     in_turns as in_turns, Written as Written, StateWatch as StateWatch, Distances as Distances)

@@ -812,25 +812,38 @@ def skorch_governor(
     base: Any = _need("skorch.callbacks", "skorch").Callback
 
     class GovernorCallback(base):
-        def __init__(self): self.guard = Guard(chance_loss, config, options, stop=self.stop)
+        def __init__(self, chance_loss, config, options): # as scikit-learn clones it, and sets its parameters
+            self.chance_loss, self.config, self.options = chance_loss, config, options
+            self.guard_ = Guard(chance_loss, config, options, stop=self.stop)
+
+        def __reduce__(self): return partial(skorch_governor, self.chance_loss, self.config, **self.options), ()
 
         @property
-        def governor(self) -> Governor | None: return self.guard.governor
+        def guard(self) -> Guard: return self.guard_
 
-        def stop(self): self.full = True
+        @property
+        def governor(self) -> Governor | None: return self.guard_.governor
+
+        def stop(self): self.full_ = True
 
         def on_train_begin(self, net, X=None, y=None, **kwargs):
-            self.full, inner, last = False, net.train_step, [None]
+            self.guard_.settings |= dict(self.options, chance_loss=self.chance_loss, config=self.config)
+            self.full_, inner, last = False, net.train_step, [None]
             def train(at):
                 out = inner(at[0], **at[1])
                 return out, out["loss"]
             def train_step(batch, **kwargs):
                 last[0] = self.guard.train((batch, kwargs)) or last[0] # left out: it counts as the one before
-                if self.full: raise KeyboardInterrupt # skorch's way to end a fit
+                if self.full_: raise KeyboardInterrupt # skorch's way to end a fit
                 return last[0]
-            self.guard.begin(StepOf(train, net.module_, net.train_step_single, net.get_loss), net.module_,
-                             net.optimizer_)
+            step = StepOf(train, net.module_, net.train_step_single, net.get_loss)
+            self.begin_ = partial(self.guard.begin, step, net.module_, net.optimizer_)
             vars(net)["train_step"] = train_step
+
+        def on_epoch_begin(self, net, **kwargs): # only now have all callbacks begun, and made their schedules
+            begin, self.begin_ = self.begin_, None
+            schedules = [getattr(c, "lr_scheduler_", None) for _, c in net.callbacks_]
+            if begin is not None: begin(*[s for s in schedules if hasattr(s, "state_dict")])
 
         def on_batch_end(self, net, batch=None, training=False, **kwargs):
             for name, at in action_metrics(self.guard.news()).items(): net.history.record(name, at)
@@ -839,18 +852,19 @@ def skorch_governor(
             vars(net).pop("train_step", None)
             self.guard.end()
 
-    return GovernorCallback()
+    return GovernorCallback(chance_loss, config, options)
 
 # %% ../../nbs/guard/32_adapters.ipynb #2dce5512
 class GuardedUpdate:
     "The function of an Ignite engine, under a Governor; made by `guard_update`."
-    def __init__(self, update: Callable[[Any, Any], Any], guard: Guard, parts: Sequence):
+    def __init__(self, update: Callable[[Any, Any], Any], guard: Guard, parts: Sequence,
+                 loss: Callable[[Any], Any] | None = None):
         self.guard, self.engine = guard, None
         def stop(): self.engine.terminate() # type: ignore[attr-defined]  # it is there by then
         guard.stop = stop
         def train(at):
             out = update(self.engine, at[0])
-            return (out,), out
+            return (out,), out if loss is None else loss(out)
         guard.begin(StepOf(train, update, again=self.again), *parts)
 
     @property
@@ -894,6 +908,7 @@ def guard_update(
     *parts, # model, optimizers, schedulers, scalers
     chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
+    output_transform: Callable[[Any], Any] | None = None, # finds the loss in what `update` returns, if it is not that
     **options, # as for `Governor`: callbacks, more parts by name
 ) -> GuardedUpdate: # to be given to `Engine`
     """Put the function that an Ignite engine calls with every batch under a Governor, which is `.governor`.
@@ -910,4 +925,4 @@ def guard_update(
 
     The tutorial `guard_your_trainer` runs it.
     """
-    return GuardedUpdate(update, Guard(chance_loss, config, options), parts)
+    return GuardedUpdate(update, Guard(chance_loss, config, options), parts, output_transform)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from .ranks import Ranks
-from .rates import set_setting
+from .rates import has_rate, set_setting
 from .recorder import RecordedIncident, RecordedStep, settings_of, tensors_of
 from .rehearsal import DryReplay, can_fork, in_a_fork
 from .replay import LOW, Changes, LayerWatch, Replay, find_operation, share_of_rate
@@ -204,6 +204,9 @@ def explain_parting(
                                    "something that is not recorded")
     if written is None: return Parting("unknown", f"{same}; nobody has watched what writes into the state between two "
                                        "steps")
+    if earlier := [w for w in written if found.steps[0].number - 1 <= w.after < k]:
+        return Parting("external", f"{same}, although the step repeats exactly: {earlier[-1]}, perhaps where no batch "
+                       f"has looked before batch {k}", earlier[-1].after + 1)
     return Parting("external", f"{same}, although the step repeats exactly and nothing was seen to write into the "
                    "state: hardware, or something that writes past torch", k)
 
@@ -523,12 +526,13 @@ def name_inputs(replay: Replay) -> str:
 # %% ../../nbs/guard/26_causes.ipynb #09dc8131
 def hold_rate(replay: Replay):
     "Keep the learning rate of the good state, but for what a Governor makes of it."
-    then = [(o, [float(g["lr"]) for g in o.param_groups]) for o in replay.optimizers]
+    then = [(o, [float(g["lr"]) if has_rate(g) else None for g in o.param_groups]) for o in replay.optimizers]
     first = replay.steps[0].lr_factor
     def hold(_):
         by = replay.steps[replay.at].lr_factor / first
         for o, rates in then: # whose groups are others, once a step has loaded its state
-            for g, lr in zip(o.param_groups, rates): set_setting(g, "lr", lr * by)
+            for g, lr in zip(o.param_groups, rates):
+                if lr is not None: set_setting(g, "lr", lr * by)
     replay.changes.before_update.append(hold)
 
 def most_changed(found: Findings, name: str) -> tuple[int, float, float] | None: # batch, before, after
@@ -567,20 +571,24 @@ def had_a_spell(replay: Replay) -> bool:
 # %% ../../nbs/guard/26_causes.ipynb #13346ae0
 def hold_settings(replay: Replay):
     "Keep all other settings of the optimizer as they were in the good state."
-    def of(g): return {k: v for k, v in g.items() if k not in ("params", "lr") and not isinstance(v, Tensor)}
-    then = [(o, list(map(of, o.param_groups))) for o in replay.optimizers]
+    def of(g, own): return {k: v for k, v in g.items() if k not in {"params", "lr", *own} and not isinstance(v, Tensor)}
+    then = [(o, [of(g, replay.snapshot.own_settings(o)) for g in o.param_groups]) for o in replay.optimizers]
     def hold(_):
         for o, settings in then:
             for g, held in zip(o.param_groups, settings): g.update(held)
     replay.changes.before_update.append(hold)
 
-def other_settings(found: Findings) -> str:
+def other_settings(
+    found: Findings,
+    own: Sequence[Collection[str]] = (), # of every group: settings that the optimizer itself writes
+) -> str:
     "Return as text the settings other than the learning rate that changed abruptly."
+    own = own or [()] * len(found.settings[0][1]) if found.settings else ()
     said: dict[str, str] = {}
     for (_, last), (number, now) in zip(found.settings, found.settings[1:]):
-        for a, b in zip(last, now):
+        for a, b, mine in zip(last, now, own):
             said |= {k: f"{k} from {v} to {dict(b)[k]} at batch {number}" for k, v in a
-                     if k not in ("lr", *said) and k in dict(b) and not is_near(v, dict(b)[k])}
+                     if k not in ("lr", *said, *mine) and k in dict(b) and not is_near(v, dict(b)[k])}
     return ", ".join(said.values())
 
 def is_near(a, b) -> bool:
@@ -687,8 +695,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         control=leave_out_others),
     "the other settings of the good state": Experiment(
         change=lambda r, f: hold_settings(r), cause="settings",
-        why=lambda r, f: f"settings of the optimizer changed: {other_settings(f)}",
-        fits=lambda r, f: bool(other_settings(f)), help="momentum, weight decay, ε"),
+        why=lambda r, f: f"settings of the optimizer changed: {other_settings(f, r.own_settings())}",
+        fits=lambda r, f: bool(other_settings(f, r.own_settings())), help="momentum, weight decay, ε"),
     "the inputs of the good state": Experiment(
         change=lambda r, f: hold_inputs(r), cause="inputs",
         why=lambda r, f: f"{name_inputs(r)}, which the step reads: with its value from before the run stays well",

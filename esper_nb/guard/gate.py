@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core import Config, Count, Multiple, Positive, check, sweep_hooks
+from ..core import Config, Count, Multiple, OptimizerPart, Positive, check, hook_steps
 
 # %% ../../nbs/guard/17_gate.ipynb #3095dbfe
 @dataclass(frozen=True)
@@ -199,20 +199,47 @@ def _name_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], i: int,
     return names.get(id(group["params"][j])) or (given[j] if given else f"parameter {j} of group {i}")
 
 # %% ../../nbs/guard/17_gate.ipynb #ece6806f
+def _copy_of(t: Tensor) -> Tensor: return t.detach().to("cpu", copy=True) # in the host's memory
+
+def _nested(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    "Return an optimizer, and those that it steps with."
+    yield optimizer
+    for v in vars(optimizer).values():
+        if isinstance(v, torch.optim.Optimizer): yield from _nested(v)
+
+class _StateOf:
+    "A copy of all that the step of an optimizer writes: weights, moments, what is in its groups."
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.weights = [(p, _copy_of(p)) for g in optimizer.param_groups for p in g["params"]]
+        self.parts = []
+        for o in _nested(optimizer):
+            part, found = OptimizerPart(o, laned=False), dict[str, Tensor]()
+            self.parts.append((part, part.read(found), {k: _copy_of(t) for k, t in found.items()}))
+
+    @torch.no_grad()
+    def put_back(self):
+        "Undo what was written since, in place."
+        for p, before in self.weights: p.copy_(before)
+        for part, rest, tensors in self.parts: part.write(rest, lambda leaf, t=tensors: t[leaf.path], 1, None)
+
 class _Update:
     "One update of an optimizer, from the hook before it to the one behind it."
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self.withheld: list[tuple[Tensor, Tensor]] = [] # parameters and their gradients
+        self.own: _StateOf | None = None # before a step that is undone
 
     def withhold(self):
-        "Let the optimizer find no gradients."
-        self.withheld = [(p, p.grad) for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
-        for p, _ in self.withheld: p.grad = None
+        "Let an optimizer of torch's find no gradients, any other one zeros: what it does with them is undone."
+        o = self.optimizer
+        self.withheld = [(p, p.grad) for g in o.param_groups for p in g["params"] if p.grad is not None]
+        self.own = None if type(o).__module__.partition(".")[0] in ("torch", "esper_nb") else _StateOf(o)
+        for p, grad in self.withheld: p.grad = None if self.own is None else torch.zeros_like(grad)
 
     def end(self) -> bool: # whether the update itself has to be undone, and was
         "Put the gradients back."
         for p, grad in self.withheld: p.grad = grad
+        if self.own is not None: self.own.put_back()
         return False
 
 # %% ../../nbs/guard/17_gate.ipynb #22a2422c
@@ -331,9 +358,7 @@ class UpdateGate:
         self.sides = {id(o): _Side(i, o, self.config) for i, o in enumerate(optimizers)}
         self.open: dict[int, _Update] = {} # by id of the optimizer
         before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
-        self.handles = [h for o in optimizers for h in (o.register_step_pre_hook(before),
-                                                        o.register_step_post_hook(after))]
-        sweep_hooks(self.handles)
+        self.handles = hook_steps(optimizers, before, after)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -399,6 +424,7 @@ class UpdateGate:
     @torch.no_grad()
     def _judge(self, update: _Update):
         side, c = self.sides[id(update.optimizer)], self.config
+        if any(u.withheld for u in self.open.values()): return # of an optimizer around this one
         grads = gradients_of(update.optimizer)
         if not grads and self.group is None: return
         if grads and grads[0].is_cuda and torch.cuda.is_current_stream_capturing(): return

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import ModulePart, quiet_hooks, sweep_hooks
+from ..core import ModulePart, hook_steps, quiet_hooks, sweep_hooks
 from .detector import LossStats, off_scale
 from .footprint import Footprint, Ruined, ruined_around, top_name
 from .gate import GateEvent, UpdateGate
 from .losses import LossQueue
+from .rates import rates_of
 from .reports import NAN_AGAIN, GovernorConfig, Report, logger, ordinal
 from .responses import GuardedRun, Moment
 from .snapshots import Snapshot, owned_by
@@ -211,11 +212,11 @@ class Leap(NamedTuple):
 
 class RateCourse(NamedTuple):
     "The learning rates of one optimizer: at its latest update, and how high they were before."
-    rates: tuple[float, ...] # of its groups
+    rates: list[float] # of its groups
     highest: float # so far, without a leap that is still there
     leap: Leap | None = None # to a rate far above all before, which is still there
 
-    def followed_by(self, rates: tuple[float, ...], batch: int) -> Self: # calls of `watch`
+    def followed_by(self, rates: list[float], batch: int) -> Self: # calls of `watch`
         "Return the course with the rates of the next update."
         rate, limit = max(rates, default=0.), LEAP * self.highest
         if self.leap is not None: # or it was taken back
@@ -223,12 +224,9 @@ class RateCourse(NamedTuple):
         if batch > SETTLED and rate > limit > 0: return self._replace(rates=rates, leap=Leap(batch=batch, rate=rate))
         return self._replace(rates=rates, highest=max(self.highest, rate))
 
-    def raised_to(self, rates: tuple[float, ...]) -> str: # "": none was
+    def raised_to(self, rates: list[float]) -> str: # "": none was
         "Say which rate is far above that of the update before."
         return next((f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates, rates) if b > RAISED * a > 0), "")
-
-def _rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    return tuple(float(g["lr"]) for g in optimizer.param_groups)
 
 class Signs:
     "What happens to the weights of a single run between and in its updates."
@@ -242,14 +240,12 @@ class Signs:
         self.batch, self.writes, self.aside = batch, writes, aside
         self.seen: deque[Sign] = deque(maxlen=256)
         self.watches = {id(o): StateWatch(partial(_owned, o)) for o in optimizers}
-        self.courses = {id(o): RateCourse(_rates_of(o), max(_rates_of(o), default=0.)) for o in optimizers}
+        self.courses = {id(o): RateCourse(rates_of(o), max(rates_of(o), default=0.)) for o in optimizers}
         self.known = dict.fromkeys(self.watches, 0) # writes of the Governor when the latest update ended
         self.latest: int | None = None # call of `watch` at the latest update
         self.gap = 0 # most calls between two updates, as where gradients are accumulated
         self.relieved = False # somebody else looks at the state before and after the step, and tells what was written
-        self.handles = [h for o in optimizers for h in (
-            o.register_step_pre_hook(self._before), o.register_step_post_hook(self._after))]
-        sweep_hooks(self.handles)
+        self.handles = hook_steps(optimizers, self._before, self._after)
 
     def add(self, kind: str, what: str):
         "Note a sign that somebody else has seen: an update that the gate has scaled down."
@@ -283,7 +279,7 @@ class Signs:
         elif (found := watch.start_of_step()) is not None:
             self.seen.append(Sign(batch=now, kind="written", what=", ".join(found.names[:3])))
         if self.aside(): return
-        course, rates = self.courses[mine], _rates_of(optimizer)
+        course, rates = self.courses[mine], rates_of(optimizer)
         if raised := course.raised_to(rates): self.seen.append(Sign(batch=now, kind="rate", what=raised))
         self.courses[mine] = course.followed_by(rates, now)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..core import RandomStreams
 from .footprint import Footprint, batch_digest
 from .losses import loss_of
-from .rates import set_setting
+from .rates import has_rate, set_setting
 from .reports import Explanation, Report
 from .snapshots import SavedState, Snapshot
 
@@ -268,6 +268,7 @@ class StepRecorder:
         played = [s for s in steps if s.number >= since]
         good = None if snapshot is None else snapshot.good_state()
         now = self.footprint.state_dict() if self.footprint is not None and math.isinf(before) else None
+        if self.footprint is not None and self.footprint.unrestorable: return [] # found just now
         begun = False # to look at steps since that state
         with idle(*self.optimizers, *self.foreign):
             for s in steps[-count:]:
@@ -334,7 +335,7 @@ class StepRecorder:
     def _weigh(self, by: int): self.held += by # bytes
 
     def _versions(self) -> list[int]: # how often the first weight of every group has changed
-        return [g["params"][0]._version for o in self.optimizers for g in o.param_groups] # noqa: SLF001
+        return [p._version for o in self.optimizers for g in o.param_groups for p in g["params"][:1]] # noqa: SLF001
 
     def _has_gradients(self) -> list[Tensor]: # () bool, by its last parameter with one; not waited for
         found = [next((p.grad for p in reversed(g["params"]) if p.grad is not None), None)
@@ -557,7 +558,7 @@ def lower_rates(
 ) -> GroupRates: # as they were
     "Let the groups of an optimizer have a share of their learning rate."
     rates = [(g, g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"]) for g in optimizer.param_groups
-             if id(g) not in lowered]
+             if id(g) not in lowered and has_rate(g)]
     lowered.update(id(g) for g, _ in rates)
     for g, lr in rates: set_setting(g, "lr", lr * share)
     return rates

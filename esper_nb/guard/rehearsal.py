@@ -123,6 +123,11 @@ class DryReplay:
 
     def __str__(self): return "the latest steps can be replayed exactly" if self.exact else self.why
 
+_USES = "your step uses "
+
+def _cannot_be_put_back(footprint: Footprint) -> str: # some of what it has seen
+    return f"{_USES}{footprint.unrestorable[0]}: that cannot be put back"
+
 LIMIT = 30. # seconds that a forked process may take
 NEAR = 1e-5 # relative difference of losses that other sums may make
 
@@ -143,14 +148,16 @@ def dry_replay(
         return said(exact=False, why=f"batch {changed[0]} was written into after its step (a buffer that is filled "
                     "again?): hand over a copy, or what to fetch it by")
     if footprint is not None and footprint.unrestorable:
-        return said(exact=False, why=f"your step uses {footprint.unrestorable[0]}: that cannot be put back")
+        return said(exact=False, why=_cannot_be_put_back(footprint))
     hints: Callable[[], Mapping[str, Any]] = dict if footprint is None else footprint.marks
     live = Attempt(tuple(losses), dict(marks()), dict(hints()))
     def once() -> Attempt:
         try:
             begin()
             again = tuple([float(run(i)) for i in range(len(losses))])
+            if footprint is not None: footprint.state_dict() # what was put back once must bear it again
         except Exception as e: return Attempt(error=f"{type(e).__name__}: {e}"[:200])
+        if footprint is not None and footprint.unrestorable: return Attempt(error=_cannot_be_put_back(footprint))
         return Attempt(again, dict(marks()), dict(hints()))
     forked = can_fork() if fork is None else fork
     try: tries = in_a_fork(lambda: [once(), once()], LIMIT) if forked else in_place(once, aside, live)
@@ -207,6 +214,7 @@ def why_not(
     first, second = tries
     unseen = footprint.unseen if footprint is not None else ()
     perhaps = f" (perhaps in {unseen[0]})" if unseen else ""
+    if first.error.startswith(_USES): return first.error
     if first.error: return f"your step fails when it is run again: {first.error}"
     if other is not None and not other.agrees(first, near):
         return ("the same step from the same state comes to another result each time: it draws from the clock or from "

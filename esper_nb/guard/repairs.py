@@ -22,7 +22,7 @@ from .probation import Probation, SavedAt
 from .ranks import Ranks
 from .recorder import Origin, RecordedIncident, StepRecorder
 from .rehearsal import DryReplay, dry_replay
-from .replay import Replay
+from .replay import NotRestorable, Replay
 from .reports import Explanation, GovernorConfig, Report, logger
 from .responses import GuardedRun, clocks_of
 from .snapshots import Snapshot
@@ -133,6 +133,7 @@ class Repairs:
     def reliable(self) -> bool:
         "Whether a replay of recorded steps is known to be exact, and they can be called now."
         known = self.known_since(self._good_batch()) if self.between.seen else self.dry
+        if self.recorder.footprint is not None and self.recorder.footprint.unrestorable: return False # by now
         return known is not None and known.exact and self.within_reach
 
     def known_since(
@@ -344,6 +345,7 @@ class Repairs:
         except Exception as e:
             if self.ranks: raise # on one of several
             why = f"your step fails when it is run again: {type(e).__name__}: {str(e).partition(chr(10))[0]}"[:300]
+            if isinstance(e, NotRestorable): why = str(e)
             logger.info("Governor: %s", why)
             return failed(why)
 

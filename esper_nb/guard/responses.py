@@ -548,7 +548,8 @@ def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sent
     if not rates.scheduled and any(hasattr(o.step, "_wrapped_by_lr_sched") for o in optimizers):
         found.append("a scheduler drives the optimizer, but is not among the parts, so no cut of its rate can last; "
                      "pass it: Governor(model, optimizer, scheduler, ...)")
-    stepping = any(hasattr(o, "step") and hasattr(o, "zero_grad") for o in objects) # optimizers of torch or fastai
+    def steps(o): return hasattr(o, "step") and hasattr(o, "zero_grad") or hasattr(o, "apply_gradients") # Keras
+    stepping = any(map(steps, objects)) # optimizers of torch, fastai or Keras
     if not stepping and not hasattr(snapshot.objects.get("stepper"), "owners"):
         found.append("no optimizer among the parts, so a NaN in its moments would ruin every state that is restored; "
                      "pass it: Governor(model, optimizer, ...)")

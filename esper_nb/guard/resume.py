@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import Leaf, RandomStreams, as_stateful, pack_tree, quiet_hooks, sweep_hooks
+from ..core import Leaf, RandomStreams, as_stateful, hook_steps, pack_tree, quiet_hooks
 from .reports import logger
 from .snapshots import Snapshot
 
@@ -430,8 +430,7 @@ class _FirstStep:
         parts = list(parts)
         modules = {id(m): m for obj in parts if isinstance(obj, nn.Module) for m in obj.modules()}.values()
         at_forward = [m.register_forward_pre_hook(self) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-        at_update = [o.register_step_pre_hook(self) for o in parts if isinstance(o, torch.optim.Optimizer)]
-        sweep_hooks(at_update)
+        at_update = hook_steps([o for o in parts if isinstance(o, torch.optim.Optimizer)], self)
         return {nn.Module: at_forward, torch.optim.Optimizer: at_update}
 
 # %% ../../nbs/guard/14_resume.ipynb #5df203d4

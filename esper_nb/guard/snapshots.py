@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['StateKey', 'Agree', 'PINNED', 'TakeResult', 'RestoreResult', 'StateVersion', 'SavedState', 'LiveState', 'read_parts',
-           'StateBanks', 'pinned_buffers', 'Snapshot', 'owned_by', 'BackgroundCopy']
+           'StateBanks', 'pinned_buffers', 'Snapshot', 'owned_by', 'BackgroundCopy', 'OwnSettings', 'own_settings_of']
 
 # %% ../../nbs/guard/12_snapshots.ipynb #1ee11488
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from ..core import (
     AnyPart, Leaf, ModulePart, OptimizerPart, RandomStreams, as_part, by_lane, check, check_count, has_lanes,
-    lane_runs, quiet_hooks, same_layout, sweep_hooks, wait_for)
+    hook_steps, lane_runs, quiet_hooks, same_layout, wait_for)
 
 # %% ../../nbs/guard/12_snapshots.ipynb #87328e7e
 @dataclass(frozen=True)
@@ -331,6 +331,7 @@ class Snapshot:
         self.banks = StateBanks(lanes, copies)
         self.writes = 0 # times that a state was put back
         self.masks: set[StateKey] = set() # buffers that were infinite from the start
+        self.own = own_settings_of(self.objects.values()) # by id of the optimizer
         self.background: BackgroundCopy | None = None # copies while the next batch is computed
         self.agree: Agree | None = None # for several processes: what is true on any, and whether numbers differ
 
@@ -458,6 +459,7 @@ class Snapshot:
         "Keep more parts from the next `take` on; a restore to an earlier state leaves them alone."
         check(not named.keys() & self.parts.keys(), "name", sorted(named), "names not in use: {} are", list(self.parts))
         self.objects |= named
+        self.own |= own_settings_of(named.values())
         self.parts |= {name: as_part(obj, self.n, self.grads, name) for name, obj in named.items()}
 
     @property
@@ -530,13 +532,26 @@ class Snapshot:
             out |= {k: max(gap, out.get(k, 0.)) for k, gap in found.items()}
         return out
 
+    def own_settings(self, optimizer) -> Collection[str]: # one of the parts; empty for any other
+        "Return the names of settings that the optimizer itself writes in its steps; see `OwnSettings`."
+        return self.own[id(optimizer)].names if id(optimizer) in self.own else ()
+
+    @contextmanager
+    def off_the_run(self) -> Iterator[None]:
+        "Let steps of optimizers in the block be none of the run: experiments write settings, too."
+        for own in self.own.values(): own.away = True
+        try: yield
+        finally:
+            for own in self.own.values(): own.away = False
+
     def learning_rates(self) -> Iterator[tuple[dict[str, Any], Any]]: # live parameter group, its rate in the snapshot
-        "Return every parameter group of torch optimizers with the learning rate that it was published with."
+        "Return the parameter groups of torch optimizers that have a learning rate, with the one that was published."
         good = self.good_state(0)
         for name, part in self.parts.items():
             if good is None or not isinstance(part, OptimizerPart) or name not in good.version.rest: continue
             for group, (_, _, settings) in zip(part.obj.param_groups, good.version.rest[name]["groups"]):
-                then = settings.get("lr", group["lr"])
+                then = settings.get("lr")
+                if then is None or group.get("lr") is None: continue
                 yield group, float(good.bank[name, then.path]) if isinstance(then, Leaf) else then
 
     def state_dict(self) -> dict: # as much memory as the banks
@@ -640,7 +655,7 @@ class Snapshot:
             if name in skip or name not in state.version.rest or lanes is not None and not part.laned: continue
             rest: Any = state.version.rest[name]
             get, differs = partial(state.tensor, name), list[str]()
-            if stay: rest, get, differs = _stay(part, rest, get)
+            if stay: rest, get, differs = _stay(part, rest, get, self.own_settings(part.obj))
             part.write(rest, get, self.n, lanes)
             names.append(name)
             if lanes is not None and isinstance(part, ModulePart): # of a lane alone a tensor cannot be made again
@@ -746,8 +761,7 @@ class BackgroundCopy:
         def hold(*_):
             writer = me()
             if writer is not None: writer.hold_step()
-        handles = [opt.register_step_pre_hook(hold) for opt in self.optimizers]
-        sweep_hooks(handles)
+        handles = hook_steps(self.optimizers, hold)
         weakref.finalize(self, quiet_hooks, handles)
 
     def rest_of(self, live: LiveState) -> LiveState: # without what may wait
@@ -930,8 +944,8 @@ def _together(lanes: Sequence[int], n: int, front: Sequence[int],
     for i in lanes: groups[front[i], version[i]].append(i)
     return [(mine, mine[0]) for mine in groups.values() if mine]
 
-def _stay(part: AnyPart, rest: Any, get) -> tuple[Any, Any, list[str]]: # rest and lookup to write, what differs
-    "Return a saved state with the modes, flags, masks, groups and settings of now."
+def _stay(part: AnyPart, rest: Any, get, own: Collection[str]) -> tuple[Any, Any, list[str]]: # own: as in `OwnSettings`
+    "Return a saved state with the modes, flags, masks, groups and settings of now, a lookup, and what differs."
     if isinstance(part, ModulePart):
         tree, frozen = rest["tree"], rest["frozen"]
         modes, flags = [m.training for m, _, _ in tree], [p.requires_grad for p, _ in frozen]
@@ -945,11 +959,41 @@ def _stay(part: AnyPart, rest: Any, get) -> tuple[Any, Any, list[str]]: # rest a
     found: dict[str, Tensor] = {}
     now: Any = part.read(found)
     there = {id(p) for _, params, _ in now["groups"] for p in params}
-    def look(leaf): return found[leaf.path] if leaf.path.startswith("group") else get(leaf)
+    def is_set(path): return path.startswith("group") and path.split(".")[1] not in own
+    def look(leaf): return found[leaf.path] if is_set(leaf.path) else get(leaf)
     def members(groups): return [[id(p) for p in params] for _, params, _ in groups]
     differs = ["groups"] if members(now["groups"]) != members(rest["groups"]) else []
+    if differs: own = ()
     state = [(p, packed) for p, packed in rest["state"] if id(p) in there]
-    return dict(groups=now["groups"], state=state), look, differs
+    groups = [(g, params, packed | {k: v for k, v in then.items() if k in own})
+              for (g, params, packed), (_, _, then) in zip(now["groups"], rest["groups"])]
+    return dict(groups=now["groups"] if differs else groups, state=state), look, differs
+
+# %% ../../nbs/guard/12_snapshots.ipynb #ownset02
+_RATES_OF_GROUPS = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "swa_lr"}) # as somebody sets them
+
+class OwnSettings:
+    "The settings of its groups that an optimizer writes in its own steps, such as the `d` of Prodigy."
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.names: set[str] = set()
+        self.away = False # what happens now is no step of the run
+        self.before: list[tuple[Any, dict]] = [] # groups, and their settings when a step began
+        me = weakref.ref(self)
+        def begin(o, *_):
+            if (own := me()) is not None: own.before = [] if own.away else [(g, dict(g)) for g in o.param_groups]
+        def end(*_):
+            if (own := me()) is not None: own.note()
+        weakref.finalize(self, quiet_hooks, hook_steps([optimizer], begin, end))
+
+    def note(self):
+        "Note what the step has written that is over now."
+        for group, then in self.before:
+            self.names |= {k for k, v in group.items() if v is not then.get(k) and k not in _RATES_OF_GROUPS
+                           and not (type(v) in (int, float, bool, str, tuple) and v == then.get(k))}
+        self.before = []
+def own_settings_of(objects: Iterable) -> dict[int, OwnSettings]: # by id
+    "Return what notes the own settings of the optimizers among some objects."
+    return {id(o): OwnSettings(o) for o in objects if isinstance(o, torch.optim.Optimizer)}
 
 # %% ../../nbs/guard/12_snapshots.ipynb #850b0550
 def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[StateKey],
