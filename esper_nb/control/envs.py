@@ -701,7 +701,7 @@ class SingleHome(SharedHome):
     @property
     def single(self) -> list: # live: a lane may be exchanged
         "Return these environments."
-        return list(self.envs.unwrapped.envs) # type: ignore[attr-defined]  # `homes_of` has looked
+        return list(self.envs.unwrapped.envs) # type: ignore[attr-defined]  # homes_of has looked
 
     def call(self, name, lanes, *args, **kwargs): # list
         "Call the method of each."
