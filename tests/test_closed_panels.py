@@ -109,6 +109,13 @@ def test_a_run_goes_on_after_its_threads_were_freed():
     pop.workers.close()
 
 
+def test_a_session_that_never_ran_frees_the_threads_of_its_population():
+    pop = population()
+    threads = threading.active_count()
+    Session(pop).close()
+    assert wait_until(lambda: threading.active_count() < threads, 5)
+
+
 def test_a_forgotten_session_is_freed():
     before = left_over()
     thing, session, board = opened(show=False)
