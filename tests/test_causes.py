@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.foreign_bench import story_run
 from esper_nb.guard import (
-    EXPERIMENTS, Experiment, Governor, GovernorConfig, GovernorStop, StepRecorder, idle)
+    EXPERIMENTS, Experiment, Governor, GovernorConfig, GovernorStop, Repairs, StepRecorder, idle)
 
 CONFIG = GovernorConfig(snapshot_every=20, probation=20, patience=24, gate=False, lost_confirm=1)
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
@@ -717,3 +717,22 @@ def test_hard_batches_of_a_run_that_is_well_are_no_cause():
     "Without five of fifty its loss of .014 would be .011: more than a twentieth, but less than batches differ anyway."
     row = story_run("rate from start", "run", 0, ill=False)
     assert row["explained"] in ("healthy", "unknown") and not row["acts"]
+
+
+def test_a_step_that_ruins_the_weights_every_time_is_not_looked_into_every_time(monkeypatch):
+    searches, find = [], Repairs.find_cause
+    monkeypatch.setattr(Repairs, "find_cause", lambda self, *a, **k: searches.append(a) or find(self, *a, **k))
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    opt = torch.optim.SGD(net.parameters(), .1)
+    def step(x):
+        for p in net.parameters(): p.data.fill_(math.nan)
+        loss = net(x).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+    governor = Governor(net, opt, chance_loss=None, config=GovernorConfig(rollbacks=1))
+    with pytest.raises(GovernorStop, match="the run ruins itself again"):
+        for x in torch.randn(99, 8, 4): governor.run(step, x)
+    assert len(governor.reports) > 4 * len(searches) and {r.cause for r in governor.reports} == {"unknown"}

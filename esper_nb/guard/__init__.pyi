@@ -89,9 +89,9 @@ from .recorder import (GroupRates as GroupRates, HasModes as HasModes, RunModes 
 from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
     end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not)
-from .repairs import (HABIT as HABIT, RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, NO_PROOF as NO_PROOF,
-    AGAIN as AGAIN, DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, BetweenSteps as BetweenSteps,
-    Redone as Redone, Repairs as Repairs, Recovery as Recovery)
+from .repairs import (HABIT as HABIT, RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, AGAIN as AGAIN,
+    NO_PROOF as NO_PROOF, DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, BetweenSteps as BetweenSteps,
+    Redone as Redone, Repairs as Repairs, Unsolved as Unsolved, Recovery as Recovery)
 from .replay import (LOW as LOW, FILLS as FILLS, Changes as Changes, is_left_alone as is_left_alone,
     NotRestorable as NotRestorable, Replay as Replay, gradient_norm as gradient_norm, share_of_rate as share_of_rate,
     LayerWatch as LayerWatch, is_finite as is_finite, OperationWatch as OperationWatch, user_line as user_line,
