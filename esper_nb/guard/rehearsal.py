@@ -155,7 +155,9 @@ def dry_replay(
         try:
             begin()
             again = tuple([float(run(i)) for i in range(len(losses))])
-            if footprint is not None: footprint.state_dict() # what was put back once must bear it again
+            if footprint is not None: # what was put back must bear it again, also now that it is filled
+                footprint.load_state_dict(footprint.state_dict())
+                footprint.state_dict()
         except Exception as e: return Attempt(error=f"{type(e).__name__}: {e}"[:200])
         if footprint is not None and footprint.unrestorable: return Attempt(error=_cannot_be_put_back(footprint))
         return Attempt(again, dict(marks()), dict(hints()))
