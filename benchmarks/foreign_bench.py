@@ -34,7 +34,7 @@ from benchmarks import foreign_faults
 from benchmarks.foreign_faults import FAULT_AT, FAULTS, STORIES, TRUE, faults_of
 from benchmarks.foreign_loops import HEALTHY, HELD_OUT, HELD_OUT_SEEDS, begin
 from benchmarks.foreign_rivals import ARMS, GUARDS, OURS, Ended
-from benchmarks.loops import stream
+from benchmarks.loops import split_names, stream
 from benchmarks.ruined_loops import in_a_copy
 from esper_nb.guard.reports import SUSPECT
 
@@ -384,15 +384,15 @@ def main():
     known = [*(healthy if args.what != "ruined" else []), *(ruined if args.what != "healthy" else [])]
     loops = args.loops.split(",") if args.loops else known
     arms = list(ARMS) if args.arms == "all" else args.arms.split(",")
+    faults = split_names(args.faults, FAULTS) if args.faults else None
     for name, said, may in (("--loops", loops, known), ("--arms", arms, ARMS),
-                            ("--faults", args.faults.split(",") if args.faults else [], list(FAULTS))):
+                            ("--faults", faults or [], list(FAULTS))):
         if odd := [x for x in said if x not in may]: ask.error(f"{name} {', '.join(odd)}: expected some of {may}")
     seeds = list(HELD_OUT_SEEDS) if args.held_out else args.seeds
     if args.what != "ruined":
         rows["healthy"] = healthy_table([n for n in loops if n in healthy], seeds, arms)
         print(healthy_summary(rows["healthy"]))
     if args.what != "healthy":
-        faults = args.faults.split(",") if args.faults else None
         rows["ruined"] = ruined_table([n for n in loops if n in ruined], seeds, arms, faults, args.at)
         print(ruined_summary(rows["ruined"]))
     print(f"{time.process_time() - start:.0f} s of one core")

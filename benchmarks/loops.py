@@ -42,6 +42,16 @@ def descend(opt, loss):
     opt.step()
 
 
+def split_names(text: str, known) -> list[str]:
+    "Names with commas between them, of which some have commas themselves; what is not known stays as it is."
+    pieces, out = text.split(","), []
+    while pieces:
+        k = next((k for k in range(len(pieces), 0, -1) if ",".join(pieces[:k]) in known), 1)
+        out.append(",".join(pieces[:k]))
+        del pieces[:k]
+    return out
+
+
 class Loop:
     "Model, optimizer, schedule and batches of one run."
     chance: float | None = None # loss of a network that has learnt nothing

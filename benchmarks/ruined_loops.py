@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
 from benchmarks.detector_bench import SpikeDetection, llm_foundry
-from benchmarks.loops import BEYOND, FAULT_AT, FAULTS, LOOPS, STEPS, stream
+from benchmarks.loops import BEYOND, FAULT_AT, FAULTS, LOOPS, STEPS, split_names, stream
 
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorConfig
@@ -139,8 +139,7 @@ def main():
     seeds = int(args[args.index("--seeds") + 1]) if "--seeds" in args else SEEDS
     first = int(args[args.index("--first") + 1]) if "--first" in args else FIRST
     arms = args[args.index("--arms") + 1].split(",") if "--arms" in args else list(ARMS)
-    said = args[args.index("--faults") + 1] if "--faults" in args else ",".join(FAULTS)
-    faults = [f for f in FAULTS if f in said] # some names have a comma
+    faults = split_names(args[args.index("--faults") + 1], FAULTS) if "--faults" in args else list(FAULTS)
     start, rows = time.time(), []
     with ProcessPoolExecutor(2) as pool:
         jobs = {}

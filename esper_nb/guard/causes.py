@@ -583,10 +583,9 @@ def other_settings(
     own: Sequence[Collection[str]] = (), # of every group: settings that the optimizer itself writes
 ) -> str:
     "Return as text the settings other than the learning rate that changed abruptly."
-    own = own or [()] * len(found.settings[0][1]) if found.settings else ()
     said: dict[str, str] = {}
     for (_, last), (number, now) in zip(found.settings, found.settings[1:]):
-        for a, b, mine in zip(last, now, own):
+        for a, b, mine in itertools.zip_longest(last, now, own, fillvalue=()):
             said |= {k: f"{k} from {v} to {dict(b)[k]} at batch {number}" for k, v in a
                      if k not in ("lr", *said, *mine) and k in dict(b) and not is_near(v, dict(b)[k])}
     return ", ".join(said.values())

@@ -1044,6 +1044,11 @@ class Footprint:
         return tuple(self.walk.unrestorable.values())
 
     @property
+    def why_not(self) -> str: # empty: all of it can be
+        "Say what cannot be put back, so that no step may be run twice."
+        return f"your step uses {self.unrestorable[0]}: that cannot be put back" if self.unrestorable else ""
+
+    @property
     def unseen(self) -> tuple[Unrestorable, ...]:
         "Objects into which nobody can look: they may hold state or not."
         return tuple(self.walk.unseen.values())

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import ModulePart, hook_steps, quiet_hooks, sweep_hooks
+from ..core import ModulePart, hook_steps, quiet_hooks
 from .detector import LossStats, off_scale
 from .footprint import Footprint, Ruined, ruined_around, top_name
 from .gate import GateEvent, UpdateGate
@@ -430,7 +430,6 @@ class Beside:
         self.suspects: dict[str, nn.Module] = {} # layers with NaN, by the name of the weight
         self.called: set[str] = set() # of these, those that a step has called since
         self.handles: list[Any] = []
-        sweep_hooks(self.handles)
 
     def look(
         self,

@@ -123,11 +123,6 @@ class DryReplay:
 
     def __str__(self): return "the latest steps can be replayed exactly" if self.exact else self.why
 
-_USES = "your step uses "
-
-def _cannot_be_put_back(footprint: Footprint) -> str: # some of what it has seen
-    return f"{_USES}{footprint.unrestorable[0]}: that cannot be put back"
-
 LIMIT = 30. # seconds that a forked process may take
 NEAR = 1e-5 # relative difference of losses that other sums may make
 
@@ -147,8 +142,7 @@ def dry_replay(
     if changed:
         return said(exact=False, why=f"batch {changed[0]} was written into after its step (a buffer that is filled "
                     "again?): hand over a copy, or what to fetch it by")
-    if footprint is not None and footprint.unrestorable:
-        return said(exact=False, why=_cannot_be_put_back(footprint))
+    if footprint is not None and footprint.unrestorable: return said(exact=False, why=footprint.why_not)
     hints: Callable[[], Mapping[str, Any]] = dict if footprint is None else footprint.marks
     live = Attempt(tuple(losses), dict(marks()), dict(hints()))
     def once() -> Attempt:
@@ -158,8 +152,9 @@ def dry_replay(
             if footprint is not None: # what was put back must bear it again, also now that it is filled
                 footprint.load_state_dict(footprint.state_dict())
                 footprint.state_dict()
-        except Exception as e: return Attempt(error=f"{type(e).__name__}: {e}"[:200])
-        if footprint is not None and footprint.unrestorable: return Attempt(error=_cannot_be_put_back(footprint))
+        except Exception as e:
+            return Attempt(error="your step fails when it is run again: " + f"{type(e).__name__}: {e}"[:200])
+        if footprint is not None and footprint.unrestorable: return Attempt(error=footprint.why_not)
         return Attempt(again, dict(marks()), dict(hints()))
     forked = can_fork() if fork is None else fork
     try: tries = in_a_fork(lambda: [once(), once()], LIMIT) if forked else in_place(once, aside, live)
@@ -177,7 +172,7 @@ class Attempt:
     losses: tuple[float, ...] = ()
     marks: dict[str, Any] = field(default_factory=dict) # of what has to be equal
     hints: dict[str, Any] = field(default_factory=dict) # of what the step refers to
-    error: str = "" # of the step
+    error: str = "" # a sentence: the step has failed, or uses what cannot be put back
 
     def agrees(self, other: "Attempt", near: float) -> bool: # relative difference of losses that is let pass
         "Whether another one came to the same."
@@ -216,8 +211,7 @@ def why_not(
     first, second = tries
     unseen = footprint.unseen if footprint is not None else ()
     perhaps = f" (perhaps in {unseen[0]})" if unseen else ""
-    if first.error.startswith(_USES): return first.error
-    if first.error: return f"your step fails when it is run again: {first.error}"
+    if first.error: return first.error
     if other is not None and not other.agrees(first, near):
         return ("the same step from the same state comes to another result each time: it draws from the clock or from "
                 "the operating system, or the device does not repeat sums")

@@ -105,8 +105,7 @@ class Replay:
     def __enter__(self):
         self.live = self.snapshot.set_aside()
         for s in self.steps[-1:]: # a look at all that it uses was part of that
-            if s.footprint is not None and (lost := s.footprint.unrestorable):
-                raise NotRestorable(f"your step uses {lost[0]}: that cannot be put back")
+            if s.footprint is not None and s.footprint.unrestorable: raise NotRestorable(s.footprint.why_not)
         self.grads = [(p, p.grad) for p in self.params]
         for p, _ in self.grads: p.grad = None
         self.away = ExitStack()

@@ -991,6 +991,7 @@ class OwnSettings:
             self.names |= {k for k, v in group.items() if v is not then.get(k) and k not in _RATES_OF_GROUPS
                            and not (type(v) in (int, float, bool, str, tuple) and v == then.get(k))}
         self.before = []
+
 def own_settings_of(objects: Iterable) -> dict[int, OwnSettings]: # by id
     "Return what notes the own settings of the optimizers among some objects."
     return {id(o): OwnSettings(o) for o in objects if isinstance(o, torch.optim.Optimizer)}
