@@ -19,7 +19,7 @@ from .fused import (BLOCK as BLOCK, rows_of as rows_of, windows_of as windows_of
     Kernels as Kernels, compiled as compiled, has_numba as has_numba, Scaling as Scaling, can_fuse as can_fuse,
     norm_relu as norm_relu)
 from .hooks import (quiet_hooks as quiet_hooks, sweep_hooks as sweep_hooks, is_inside_step as is_inside_step,
-    hook_steps as hook_steps)
+    writes_only_state as writes_only_state, hook_steps as hook_steps)
 from .intervals import (middle_weights as middle_weights, interquartile_mean as interquartile_mean,
     Interval as Interval, bootstrap_interval as bootstrap_interval, finite_or_none as finite_or_none,
     Measure as Measure)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core import Config, Count, Multiple, OptimizerPart, Positive, check, hook_steps
+from ..core import Config, Count, Multiple, OptimizerPart, Positive, check, hook_steps, writes_only_state
 
 # %% ../../nbs/guard/17_gate.ipynb #3095dbfe
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class _Update:
         "Let an optimizer of torch's find no gradients, any other one zeros: what it does with them is undone."
         o = self.optimizer
         self.withheld = [(p, p.grad) for g in o.param_groups for p in g["params"] if p.grad is not None]
-        self.own = None if type(o).__module__.partition(".")[0] in ("torch", "esper_nb") else _StateOf(o)
+        self.own = None if writes_only_state(o) else _StateOf(o)
         for p, grad in self.withheld: p.grad = None if self.own is None else torch.zeros_like(grad)
 
     def end(self) -> bool: # whether the update itself has to be undone, and was

@@ -24,7 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from ..core import (
     AnyPart, Leaf, ModulePart, OptimizerPart, RandomStreams, as_part, by_lane, check, check_count, has_lanes,
-    hook_steps, lane_runs, quiet_hooks, same_layout, wait_for)
+    hook_steps, lane_runs, quiet_hooks, same_layout, wait_for, writes_only_state)
 
 # %% ../../nbs/guard/12_snapshots.ipynb #87328e7e
 @dataclass(frozen=True)
@@ -994,7 +994,7 @@ class OwnSettings:
 
 def own_settings_of(objects: Iterable) -> dict[int, OwnSettings]: # by id
     "Return what notes the own settings of the optimizers among some objects."
-    return {id(o): OwnSettings(o) for o in objects if isinstance(o, torch.optim.Optimizer)}
+    return {id(o): OwnSettings(o) for o in objects if isinstance(o, torch.optim.Optimizer) and not writes_only_state(o)}
 
 # %% ../../nbs/guard/12_snapshots.ipynb #850b0550
 def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[StateKey],
