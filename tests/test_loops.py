@@ -380,3 +380,83 @@ def test_a_body_that_bears_no_batch_out_of_turn_is_not_ended_by_one(ill, forks, 
     assert k == 200 and not governor.reports
     if not ill: return
     assert governor.repairs.found.cause == "unknown" and "fails when it is run again" in governor.repairs.found.why
+
+
+class InTheBody:
+    "A loop that does something once in its body that a replay does not do, and counts its batches there."
+    def __init__(self, guarded, do=None, at=150, batches=300, **settings):
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.opt = torch.optim.AdamW(self.net.parameters(), 3e-3)
+        self.governor = Governor(self.net, self.opt, chance_loss=math.log(4), config=QUIET.replace(
+            snapshot_every=20, probation=20, **settings)) if guarded else None
+        rows = (a_list() * 5)[:batches]
+        k = 0
+        for x, y in self.governor.batches(rows) if guarded else rows:
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            self.opt.zero_grad()
+            loss.backward()
+            self.opt.step()
+            if guarded: self.governor.watch(loss)
+            if not guarded or not self.governor.replaying:
+                k += 1
+                if k == at and do is not None: do(self)
+        self.counted = k
+
+    def same_as(self, other):
+        return all(torch.equal(a, b) for a, b in zip(self.net.parameters(), other.net.parameters()))
+
+@torch.no_grad()
+def enlarge(run): run.net[0].weight.mul_(100)
+
+@torch.no_grad()
+def make_nan(run): run.net[0].weight[0, 0] = math.nan # whose update the gate does not let happen
+
+@pytest.mark.parametrize("do, tail", [(enlarge, "call `governor.accept()` there"), (make_nan, "the run stays well")])
+def test_what_the_body_writes_under_a_condition_is_named(do, tail):
+    run = InTheBody(True, do)
+    report, = run.governor.reports
+    assert (report.cause, run.counted) == ("external", 300), str(report)
+    assert "batch 149 the loop wrote into model.0.weight, and does not" in report.why and tail in report.why
+    assert run.same_as(InTheBody(False)) # what was undone was trained on again, without that
+
+def test_what_the_body_writes_past_torch_is_not_blamed_on_hardware_alone():
+    report = InTheBody(True, lambda run: run.net[0].weight.data.mul_(100)).governor.reports[0]
+    assert report.cause == "external" and "through `.data`" in report.why, str(report)
+
+def reset_and_accept(run):
+    run.net[-1].reset_parameters()
+    if run.governor is not None: run.governor.accept()
+
+def test_an_intended_change_in_the_body_is_accepted_when_its_step_is_over():
+    run = InTheBody(True, reset_and_accept)
+    assert not run.governor.reports, run.governor.reports[0]
+    assert run.same_as(InTheBody(False, reset_and_accept))
+    assert run.governor.explain().first >= 150 # no replay goes behind the change
+
+def test_replays_of_a_body_ask_for_nothing():
+    def ask(run):
+        assert not run.governor.take_snapshot().published # not yet
+        run.governor.rollback()
+    run = InTheBody(True, ask)
+    report, = run.governor.reports
+    assert (report.reason, report.restored_step, report.redone) == ("by hand", 150, 0), str(report)
+    torch.manual_seed(0)
+    net = nn.Linear(16, 4)
+    opt = torch.optim.SGD(net.parameters(), .1)
+    governor = Governor(net, opt, chance_loss=math.log(4), config=QUIET)
+    def step(batch):
+        governor.accept() # in every replay, too
+        if len(batch[0]) == 31: raise KeyError
+        loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+    rows = a_list()
+    for batch in rows[:8]: governor.run(step, batch)
+    with pytest.raises(KeyError): governor.run(step, [rows[0][0][:31], rows[0][1][:31]])
+    assert governor.snapshot.steps == [8]
+    governor.explain()
+    governor.run(step, rows[8])
+    assert governor.snapshot.steps == [9] and not governor.requests

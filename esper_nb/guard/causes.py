@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'EXPERIMENTS', 'CONTROLS', 'WORTH_A_WORD', 'SLOWER', 'UPHILL', 'CLIMBS',
            'SLOW_REPLAY', 'REDONE', 'first_apart', 'same_number', 'own_settings', 'Findings', 'carries_over', 'Parting',
-           'part_by_settings', 'switched_flag', 'writes_before', 'wrote', 'explain_parting', 'center_spread',
-           'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd', 'odd_batches',
-           'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd', 'exchange_odd',
-           'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'are_sorted', 'can_mix',
-           'have_one_form', 'out_of_turn', 'mix_examples', 'with_tensors', 'switched_inputs', 'hold_inputs',
-           'name_inputs', 'hold_rate', 'most_changed', 'rate_rose', 'is_in_cycles', 'had_a_spell', 'hold_settings',
-           'other_settings', 'is_near', 'without_autocast', 'full_precision', 'bears_float32', 'few_bits',
-           'drop_gradients', 'updates_every_step', 'forget_moments', 'moments_push', 'clip_as_usual', 'scale_rate',
-           'slower', 'climb', 'CaseFile', 'why_well', 'why_cured', 'Repetition', 'Inquiry', 'find_cause', 'on_any_rank',
-           'redo', 'redo_disturbed']
+           'part_by_settings', 'switched_flag', 'writes_before', 'wrote', 'WritesOfReplay', 'written_inside',
+           'explain_parting', 'center_spread', 'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap',
+           'Yardstick', 'find_odd', 'odd_batches', 'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment',
+           'leave_out_odd', 'exchange_odd', 'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches',
+           'are_sorted', 'can_mix', 'have_one_form', 'out_of_turn', 'mix_examples', 'with_tensors', 'switched_inputs',
+           'hold_inputs', 'name_inputs', 'hold_rate', 'most_changed', 'rate_rose', 'is_in_cycles', 'had_a_spell',
+           'hold_settings', 'other_settings', 'is_near', 'without_autocast', 'full_precision', 'bears_float32',
+           'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments', 'moments_push', 'clip_as_usual',
+           'scale_rate', 'slower', 'climb', 'CaseFile', 'why_well', 'why_cured', 'Repetition', 'Inquiry', 'find_cause',
+           'on_any_rank', 'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/26_causes.ipynb #imports
 import itertools
@@ -39,7 +39,7 @@ from .rehearsal import DryReplay, can_fork, in_a_fork
 from .replay import LOW, Changes, LayerWatch, Replay, find_operation, share_of_rate
 from .reports import Evidence, Explanation, logger
 from .rises import blames_weights
-from .writes import Distances, Written
+from .writes import Distances, StateWatch, WriteCounts, Written, tensors_of_parts
 
 # %% ../../nbs/guard/26_causes.ipynb #bitsfound
 def first_apart(
@@ -125,6 +125,16 @@ class Parting(NamedTuple):
     cause: str # a name in CAUSES; "unknown": nothing is proved
     why: str # a sentence
     begin: int | None = None # batch
+    written: bool = False # torch has counted what was written, so it may be code of the loop that means it
+
+    def outcome(
+        self,
+        what: str, # of the run without that
+        reason: str = "", # why the incident was opened
+    ) -> str: # a clause
+        "Say what becomes of the run without that, and how to keep it: nobody means what is not finite."
+        meant = self.written and reason not in ("non-finite", "state")
+        return f"; without that the run {what}" + ("; if you mean it, call `governor.accept()` there" if meant else "")
 
 def part_by_settings(replay: Replay, found: Findings) -> Parting | None: # None: no proof of that
     "Whether a replay with the settings of the run at every update is the run, although one without is not."
@@ -171,6 +181,37 @@ def wrote(writes: Sequence[Written], written: Sequence[Written]) -> str:
     return f"something outside of the step wrote into the state: {last}{often}"
 
 # %% ../../nbs/guard/26_causes.ipynb #001d5b91
+class WritesOfReplay:
+    "How often every step of a replay writes into every tensor of the state outside of updates, while it runs."
+    def __init__(self, replay: Replay):
+        self.replay = replay
+        self.counts: dict[int, WriteCounts] = {} # by place of the step
+        self.watch = StateWatch(lambda: tensors_of_parts(replay.objects), every=0)
+        self.watch.look_up()
+        replay.changes.before_step.append(self._begin)
+        replay.changes.before_update.append(lambda _: self.watch.begin_update())
+        replay.changes.after_update.append(lambda _: self.watch.end_update())
+        replay.changes.after_step.append(self._count)
+
+    def _begin(self): self.watch.start_of_step()
+
+    def _count(self):
+        self.watch.end_of_step(self.replay.at)
+        if self.watch.counts is not None: self.counts[self.replay.at] = self.watch.counts
+
+def written_inside(found: Findings, again: Mapping[int, WriteCounts]) -> Parting | None: # None: no proof of that
+    "Whether a step of the run wrote into a tensor more often than its replay does, outside of updates."
+    at = found.apart or 0
+    for i in range(max(at - 1, 0), at + 1):
+        mine = found.steps[i].writes
+        more = mine.above(again[i]) if mine is not None and i in again else []
+        if not more: continue
+        said = f"{', '.join(more[:3])} and {len(more) - 3} more" if len(more) > 3 else ", ".join(more)
+        k = found.steps[i].number
+        return Parting("external", f"at batch {k} the loop wrote into {said}, and does not do so in a replay of that "
+                       "batch: a callback, or code under a condition", k, written=True)
+    return None
+
 OLD_GRADIENTS = ("gradients of earlier steps are still there when a step begins: zero_grad() is missing, or "
                  "accumulation has no end")
 
@@ -186,6 +227,7 @@ def explain_parting(
     k, again = found.steps[at].number, found.again[at]
     exact = dry is not None and dry.exact
     replay.begin()
+    writes_again = WritesOfReplay(replay)
     if not same_number(replay.run(at + 1)[-1], again):
         return Parting("unknown", dry.why if dry is not None and dry.why else f"two replays differ at batch {k}: the "
                        "step draws from a generator that is not recorded, or the device does not repeat its sums")
@@ -196,7 +238,8 @@ def explain_parting(
         return Parting("unknown", f"the loop switches `{flag}` of an optimizer before batch {k}, and what else it does "
                        "with that is not repeated: let the step do it")
     writes = [] if written is None else writes_before(found, written)
-    if writes and (exact or at >= 2): return Parting("external", wrote(writes, written or ()), writes[-1].after + 1)
+    if writes and (exact or at >= 2): return Parting("external", wrote(writes, written or ()), writes[-1].after + 1,
+                                                   written=writes[-1].how == "versions")
     if dry is not None and not exact: return Parting("unknown", dry.why)
     same = f"up to batch {k - 1} a replay has the same losses to the bit, from batch {k} on it does not" if at else \
         f"a replay does not have the loss of batch {k}"
@@ -204,11 +247,13 @@ def explain_parting(
                                    "something that is not recorded")
     if written is None: return Parting("unknown", f"{same}; nobody has watched what writes into the state between two "
                                        "steps")
+    if (inside := written_inside(found, writes_again.counts)) is not None: return inside
     if earlier := [w for w in written if found.steps[0].number - 1 <= w.after < k]:
         return Parting("external", f"{same}, although the step repeats exactly: {earlier[-1]}, perhaps where no batch "
                        f"has looked before batch {k}", earlier[-1].after + 1)
-    return Parting("external", f"{same}, although the step repeats exactly and nothing was seen to write into the "
-                   "state: hardware, or something that writes past torch", k)
+    return Parting("external", f"{same}, although the step repeats exactly and torch has counted no other "
+                   "write: hardware, or code that writes through `.data` or numpy, in a callback or under a condition",
+                   k)
 
 # %% ../../nbs/guard/26_causes.ipynb #measure2
 def center_spread(
@@ -946,7 +991,7 @@ class Inquiry:
         self.case.file("nothing", well, again.gap.loss, r.taken - before)
         parting = None if found.apart is None else explain_parting(r, found, dry, written)
         if well: return self._well(parting, written)
-        if parting is not None and parting.cause == "unknown": return self.case.explain(found, *parting)
+        if parting is not None and parting.cause == "unknown": return self.case.explain(found, *parting[:3])
         self.case.note(again.layer, again.find_operation())
         found.odd = self._apart(partial(odd_batches, r, self.good, found.onset))
         if not found.odd and self._affordable(): found.odd = self._apart(partial(odd_later, r, found.onset))
@@ -975,7 +1020,8 @@ class Inquiry:
             return self.case.explain(found, "external", why, writes[-1].after + 1)
         if parting is not None and not (asked and (self.again.is_harmless or parting.cause == "gradients")):
             proved = parting.cause in ("external", "rate", "settings")
-            why = f"{parting.why}; without that the run stays well" if proved else parting.why
+            reason = "" if r.incident.report is None else r.incident.report.reason
+            why = parting.why + (parting.outcome("stays well", reason) if proved else "")
             return self.case.explain(found, parting.cause, why, parting.begin)
         end = r.look(self.yard.at)
         if not asked or found.onset < len(r.steps):
@@ -1190,6 +1236,6 @@ def redo_disturbed(
         if parting.cause not in ("external", "rate", "settings"): return None
         r.keep(mine)
     return Explanation(
-        cause=parting.cause, why=f"{parting.why}; without that the run does better", first=r.steps[0].number,
+        cause=parting.cause, why=parting.why + parting.outcome("does better"), first=r.steps[0].number,
         last=r.steps[-1].number, begin=parting.begin, recorded=tuple(r.losses), replayed=tuple(found.again),
         steps=r.taken, seconds=time.perf_counter() - start)

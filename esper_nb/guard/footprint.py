@@ -1009,6 +1009,7 @@ class Footprint:
         self.steps = {code_of(step): step} # the latest of each kind: a lambda is another one for every batch
         self.last: dict[int, Kept] = {} # by id, what was copied last
         self.by_loop: dict[str, Holder] = {} # by name, variables and containers that the loop writes into
+        self.counters: set[str] = set() # names of what a replay leaves as it is, unlike the run
         self.sampled: set[str] = set() # large arrays that change: a write into them between two steps may go unseen
         self.look()
         self.watch = Watched(self.walk)
@@ -1119,8 +1120,17 @@ class Footprint:
         for leaf, value in given.kept: leaf.fill(value)
 
     def inputs(self) -> Given: # for `give`
-        "Return the variables that the loop writes, as they are now: a rollback leaves them alone, a replay does not."
-        return Given(holders=tuple((h, h.read()) for h in {id(h): h for h in self.by_loop.values()}.values()))
+        """Return the variables that the loop writes, as they are now: a rollback leaves them alone, a replay does not.
+
+        Whole numbers that only a replay leaves alone belong to them: they count what the run has done, but not again.
+        """
+        found = {id(h): h for h in self.by_loop.values()}
+        for h in self.walk.holders.values():
+            if not isinstance(h, Names) or not self.counters.intersection(h.labels()): continue
+            rows = zip(h.names, h.labels(), h.read())
+            names = [k for k, label, value in rows if label in self.counters and type(value) is int]
+            if names: found[id(h)] = Names(h.obj, h.name, names, h.table)
+        return Given(holders=tuple((h, h.read()) for h in found.values()))
 
     def marks(self) -> dict[str, Any]: # by name
         "Return a fingerprint of everything that the step refers to now, to compare a replay with the run."

@@ -29,6 +29,7 @@ from .losses import loss_of
 from .rates import has_rate, set_setting
 from .reports import Explanation, Report
 from .snapshots import SavedState, Snapshot
+from .writes import WriteCounts
 
 # %% ../../nbs/guard/24_recorder.ipynb #22aa0008
 class HasModes(NamedTuple):
@@ -98,6 +99,7 @@ class RecordedStep:
     repeats: Repeats = field(default_factory=Repeats) # of all steps of a run
     grads: Sequence = (True,) # of every parameter group: whether gradients of earlier steps were there when it began
     modes: "RunModes | None" = None # of modules and parameters when it began
+    writes: WriteCounts | None = None # what it wrote into; None: nobody has counted
 
     def call(self, batch, optimizers: Iterable[torch.optim.Optimizer]): # the loss
         "Run it on a batch, at its share of the learning rate."

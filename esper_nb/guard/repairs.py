@@ -8,6 +8,7 @@ __all__ = ['HABIT', 'RATE_CAUSES', 'REHEARSED', 'AGAIN', 'NO_PROOF', 'DISTURBED'
 
 # %% ../../nbs/guard/28_repairs.ipynb #d7bfd466
 import math
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +16,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from ..core import hook_steps, quiet_hooks
 from .causes import find_cause, out_of_turn, redo, redo_disturbed
 from .footprint import Footprint, bits_of
 from .probation import Probation, SavedAt
@@ -26,7 +29,7 @@ from .replay import NotRestorable, Replay
 from .reports import Explanation, GovernorConfig, Report, logger
 from .responses import GuardedRun, clocks_of
 from .snapshots import Snapshot
-from .writes import StateWatch, Written, tables_of, tensors_of_parts
+from .writes import StateWatch, WriteCounts, Written, tables_of, tensors_of_parts
 
 # %% ../../nbs/guard/28_repairs.ipynb #between1
 HABIT = 16 # times that something wrote into a tensor between two steps, from which on it is part of the loop
@@ -49,14 +52,25 @@ class BetweenSteps:
         self.written: deque[Written] = deque(maxlen=1024) # of late
         self.exchanged: deque[Written] = deque(maxlen=64) # modules that were given other tensors: that was meant
         self.writes = 0 # of the snapshot, when the latest step ended
+        self.counts: WriteCounts | None = None # of the latest step; None: not known
+        self.inside = False # a step runs
+        watch, optimizers = self.watch, [o for o in snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
+        def begin(*_): watch.begin_update()
+        def end(*_): watch.end_update()
+        weakref.finalize(self, quiet_hooks, hook_steps(optimizers, begin, end))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]: # calls of `watch` before it
         "Look at the state before and after a step; what the Governor itself has written is no news."
         if self.writes != self.snapshot.writes: self.watch.renew()
-        elif (found := self.watch.start_of_step()) is not None: self._note(found)
-        with self.alone(): yield
+        if (found := self.watch.start_of_step()) is not None: self._note(found)
+        then, self.inside = self.snapshot.writes, True
+        try:
+            with self.alone(): yield
+        finally: self.inside = False
+        mine = then == self.snapshot.writes # none by the Governor
         self._note_state(number)
+        self.counts = self.watch.counts if mine else None
 
     def note_again(self):
         "Note the state anew where the Governor itself has written since the step: what the loop writes is seen then."
@@ -176,7 +190,9 @@ class Repairs:
     ): # what the step returns
         "Run a step, record it, and watch whether anything else writes into the state."
         with self.between.step(number):
-            return self.recorder.run(step, batch, number, fetch, no_update, lr_factor, origin)
+            loss = self.recorder.run(step, batch, number, fetch, no_update, lr_factor, origin)
+        for s in list(self.recorder.steps)[-1:]: s.writes = self.between.counts if s.number == number else None
+        return loss
 
     def is_due(self, number: int) -> bool: # calls of `watch`
         "Whether something wrote into the state a few steps ago, for the first times: its effect can be seen by now."
@@ -198,6 +214,7 @@ class Repairs:
             footprint=self.recorder.footprint, changed=[s.number for s in incident.steps if s.changed()],
             fork=False if self.ranks else None)
         names = sorted({k for w in self.between.written if w.after >= steps[0].number for k in w.names})
+        if footprint is not None: footprint.counters |= set(self.dry.differs)
         if not self.dry.exact and self.dry.again and names: self.dry = replace(self.dry, why=_between(names))
         return self.dry
 
