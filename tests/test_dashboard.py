@@ -403,6 +403,20 @@ def test_a_guarded_loop_steps_batch_by_batch(run, fault):
     s.start()
     assert s.wait() == "done" and s.steps == 200
 
+def test_what_the_governor_only_notes_is_a_line_of_the_log_once(run):
+    s = run(loop_source(total=300))
+    steps(s, 120)
+    s.provoke("explode", 0).wait()
+    steps(s, 60)
+    s.provoke("nan", 0).wait()
+    steps(s, 10)
+    lines = [n.text for n in s.notes if n.kind == "control"]
+    waits, = [t for t in lines if "→ wait" in t]
+    assert waits.startswith("lane 0: explosion (loss ") and waits.endswith(": 48 losses, then old weights are compared")
+    dropped, = [t for t in lines if t.endswith(" → dropped")]
+    assert dropped.startswith("lane 0: update 1") and "not finite" in dropped
+    assert len([n for n in s.notes if n.kind == "verdict"]) == 2
+
 def learner(horizon, num_steps):
     envs = GrowVecEnv(task="digits_impaired", num_envs=3, horizon=horizon, gamma=.99, limit=320, workers=1,
                       blueprints=("norm", "conv_light"))

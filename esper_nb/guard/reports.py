@@ -412,6 +412,7 @@ class IncidentLog:
     ):
         self.reports: deque[Report] = deque(maxlen=1000) # the latest
         self.notes: deque[Report] = deque(maxlen=1000) # what was seen without acting on it, and its outcome
+        self.noted = 0 # notes so far
         self.callbacks, self.quiet = list(callbacks), quiet
         self.delayed: list[Report] | None = None # until their cause is known; None: callbacks hear of them at once
         self.remarks: dict[str, str] = {} # sentences about the whole run, by what they are about
@@ -429,6 +430,7 @@ class IncidentLog:
         logger.log(min(level, logging.INFO) if self.quiet else level, "Governor: %s", report)
         if report.severity == "note":
             self.notes.append(report)
+            self.noted += 1
             return report
         self.reports.append(report)
         if self.delayed is None: return self._call_back(report)

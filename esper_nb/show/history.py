@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import check, check_count
-from ..guard import NOTES, Governor, Report, loss_limits
+from ..guard import NOTES, Governor, Report, loss_limits, patience_of
 from ..grow import COLUMNS, Growing, Stage
 from ..control import OPERATIONS
 from ..record import Recorder, Row, make_rows, metric_names
@@ -332,6 +332,7 @@ class History:
         self._places = ReportPlaces()
         self._unrecovered: list[Incident] = []
         self._unexplained: dict[tuple[int, int], Incident] = {} # by lane and step of the report
+        self._noted = 0 if source.governor is None else source.governor.log.noted # its notes that are in the log
         if source.governor is not None: source.governor.callbacks.append(self._on_report)
         self.record_state()
 
@@ -362,6 +363,7 @@ class History:
                 self.log(values, x)
             self.episode_ends.extend((self.x, row["lane"]) for row in frame.rows if row["kind"] == "episode")
             self._mark_recoveries(xs, frame.loss)
+            self._log_notes()
             self.file_reports(first, batches)
             for incident in frame.incidents: self._add_incident(incident)
             for kind, text in self.fault_log.settle(self.x, self.incidents, self.losses.rows): self.note(kind, text)
@@ -454,6 +456,18 @@ class History:
             self._unrecovered.append(incident)
         self.incidents.append(incident)
         self.note("control" if incident.action in NOTES else "verdict", str(incident))
+
+    def _log_notes(self) -> None: # what the Governor has seen since and not acted on
+        governor = self.source.governor
+        if governor is None: return
+        new, self._noted = governor.log.noted - self._noted, governor.log.noted
+        for report in list(governor.notes)[-new:] if new else ():
+            text = str(incident_from_report(report, 0, self.x, self.x, None, self.source.axis[0]))
+            if report.action in ("dropped", "scaled"): # a gate says it all
+                text = f"lane {report.lane}: {report.why}".replace("->", "→")
+            wait = patience_of(governor.config)
+            if report.action == "wait": text += f": {wait} losses, then old weights are compared"
+            self.note("control", text)
 
     def _add_causes(self) -> None: # to incidents whose cause was found since
         if self.source.governor is None: return
