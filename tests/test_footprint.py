@@ -91,7 +91,7 @@ class Run:
         def run(i):
             self.footprint.give(self.given[i])
             return incident.steps[i].again()
-        changed = [s.number for s, then in zip(steps, self.digests) if batch_digest(s.batch) != then]
+        changed = [f"batch {s.number}" for s, then in zip(steps, self.digests) if batch_digest(s.batch) != then]
         return dry_replay(begin=replay.begin, run=run, losses=[float(s.loss) for s in steps], marks=self.marks,
                           aside=lambda: replay, footprint=self.footprint, changed=changed, fork=fork)
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['AnyPart', 'Leaf', 'pack_tree', 'unpack_tree', 'portable_tree', 'revive_tree', 'has_lanes', 'same_layout',
-           'ModulePart', 'OptimizerPart', 'StatePart', 'tensors_in', 'weights_in', 'as_stateful', 'as_part',
-           'RandomStreams']
+           'ModulePart', 'OptimizerPart', 'forget_noted', 'StatePart', 'tensors_in', 'weights_in', 'as_stateful',
+           'as_part', 'RandomStreams']
 
 # %% ../../nbs/core/09_parts.ipynb #852aacb4
 import copy
@@ -326,6 +326,10 @@ class OptimizerPart:
                     state=[(params[i], revive_tree(s, now.get(id(params[i])))) for i, s in saved["state"]])
 
 # %% ../../nbs/core/09_parts.ipynb #2c3825ff
+def forget_noted(scaler: torch.amp.GradScaler):
+    "Let a loss scaler forget what it has noted about the gradients of a step; one that is not enabled notes nothing."
+    vars(scaler).get("_per_optimizer_states", {}).clear()
+
 class StatePart:
     "Anything with `state_dict` and `load_state_dict`."
     def __init__(self, obj, laned: bool):
@@ -339,7 +343,7 @@ class StatePart:
     def write(self, rest, get: _Get, n: int, lanes: Sequence[int] | None):
         "Load the saved state into the object, for all lanes or for some."
         self.obj.load_state_dict(_merged(self.obj.state_dict, rest, get, n, lanes))
-        if isinstance(self.obj, torch.amp.GradScaler): vars(self.obj)["_per_optimizer_states"].clear()
+        if isinstance(self.obj, torch.amp.GradScaler): forget_noted(self.obj)
 
     def portable(self, rest):
         "Return the rest as a file can hold it."

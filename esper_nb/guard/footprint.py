@@ -10,9 +10,9 @@ __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED'
            'Members', 'version_of', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
            'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable',
            'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'StepWalk', 'owned_by_parts', 'has_nan', 'mark_of',
-           'top_name', 'Given', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of',
-           'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'NotSeen', 'content_of',
-           'tensor_digest', 'batch_digest']
+           'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum',
+           'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in',
+           'callers', 'ruined_around', 'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -31,7 +31,7 @@ import threading
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -838,6 +838,8 @@ class Given:
     "What the loop has written since the step before: inputs of a step beside its batch."
     holders: tuple[tuple[Holder, Any], ...] = () # place, what it holds
     tails: tuple[tuple[Holder, tuple], ...] = () # long list, what was appended
+    copies: tuple[tuple[AnyLeaf, Any], ...] = () # tensor or array in one of these, its values; it may be written later
+    large: tuple[tuple[AnyLeaf, Any], ...] = () # one that is too large to be copied, its token
     kept: tuple[tuple[AnyLeaf, Any], ...] = () # tensor or array, its values; a generator, its state
     lost: tuple[str, ...] = () # what cannot be given again
 
@@ -850,6 +852,40 @@ class Given:
         "Return the same without what was written to some names."
         def stays(h): return not set(h.labels() if isinstance(h, (Variable, Names)) else [h.name]) & set(names)
         return replace(self, holders=tuple((h, x) for h, x in self.holders if stays(h)))
+
+    def overwritten(self) -> str: # empty: nothing is
+        "Return the name of a tensor or an array without a copy that the loop has changed in place since."
+        return next((x.name for x, token in self.large if x.token() != token), "")
+
+def clone_of(
+    copied: Tensor | np.ndarray, # of a leaf
+) -> Tensor | np.ndarray:
+    "Return a copy that may be written into."
+    return copied.copy() if isinstance(copied, np.ndarray) else copied.clone()
+
+def arrays_in(
+    content: Iterable, # of a place
+    label: str, # of that
+) -> Iterator[AnyLeaf]:
+    "Yield the plain tensors and arrays that are held themselves, or in tuples."
+    for v in flat(content):
+        if type(v) is np.ndarray and v.flags.writeable and not v.dtype.hasobject: yield ArrayLeaf(v, label)
+        elif type(v) is Tensor and not (v.requires_grad or v.is_meta or v.is_inference()): yield TensorLeaf(v, label)
+
+def flat(
+    content: Iterable, # of a place
+) -> Iterator:
+    "Yield what is held itself, or in tuples."
+    for v in content:
+        if type(v) is tuple: yield from flat(v)
+        else: yield v
+
+def exchanged(
+    content: tuple, # of a place
+    stand_ins: Mapping[int, Any], # by id of what they stand for
+) -> tuple:
+    "Return the same with others in place of some objects."
+    return tuple([exchanged(v, stand_ins) if type(v) is tuple else stand_ins.get(id(v), v) for v in content])
 
 # %% ../../nbs/guard/21_footprint.ipynb #f7670f7e
 def moved_part(
@@ -893,6 +929,7 @@ GIVEN = 2**28 # bytes of a tensor that are copied where the loop writes into it
 class Watched:
     "The places and objects of a walk that the loop may write into between two steps: compared at both ends."
     def __init__(self, walk: Walk):
+        self.latest: tuple[Sequence[AnyLeaf], Collection[int]] = (), () # for `follow`
         self.look_at(walk)
         self.begin()
 
@@ -915,6 +952,10 @@ class Watched:
     def begin(self):
         "Note how everything is, at the end of a step."
         self.signs = [h.sign() for h in self.holders]
+        self.note_arrays()
+
+    def note_arrays(self):
+        "Note how tensors and arrays are."
         self.versions = [x.obj._version for x in self.tensors] # noqa: SLF001
         self.sums = [quick_sum(x.obj) for x in self.arrays]
 
@@ -936,16 +977,37 @@ class Watched:
         now = [h.sign() for h in self.holders]
         versions = [x.obj._version for x in self.tensors] # noqa: SLF001
         sums = [quick_sum(x.obj) for x in self.arrays]
+        self.latest = (), ()
         same = all(map(alike, now, self.signs)) and versions == self.versions and sums == self.sums
         if same and not self.streams: return None
         moved: list[AnyLeaf] = [x for x, a, b in zip(self.tensors, versions, self.versions) if a != b]
         moved += [x for x, a, b in zip(self.arrays, sums, self.sums) if a != b]
         lost = tuple(x.name for x in moved if x.nbytes() > GIVEN)
-        kept = tuple((x, x.copy()) for x in (*moved, *self.streams) if x.name not in lost)
         written = [(h, old, tail_of(h, old)) for h, a, old in zip(self.holders, now, self.signs) if not alike(a, old)]
-        parts = [moved_part(h, old) for h, old, tail in written if tail is None]
-        return Given(holders=tuple((h, h.read()) for h in parts), kept=kept, lost=lost,
-                     tails=tuple((h, tail) for h, _, tail in written if tail is not None))
+        parts = [(moved_part(h, old), old) for h, old, tail in written if tail is None]
+        held = {id(x.obj): x for h, old in parts for x in arrays_in(h.read(), h.labels()[0] if h.labels() else h.name)
+                if all(x.obj is not v for v in old) and id(x.obj) not in self.walk.known}
+        gone = {id(v) for _, old in parts for v in flat(old)} - {id(v) for s in now for v in flat(s)}
+        kept = tuple((x, x.copy()) for x in (*moved, *self.streams) if x.name not in lost and id(x.obj) not in gone)
+        copied = [x for x in held.values() if x.nbytes() <= COPIED]
+        self.latest = copied, gone
+        self.follow(*self.latest)
+        return Given(holders=tuple((h, h.read()) for h, _ in parts), kept=kept, lost=lost,
+                     tails=tuple((h, tail) for h, _, tail in written if tail is not None),
+                     copies=tuple((x, x.copy()) for x in copied),
+                     large=tuple((x, x.token()) for x in held.values() if x.nbytes() > COPIED))
+
+    def follow(
+        self,
+        leaves: Sequence[AnyLeaf], # that the loop has put there: it may write into them
+        gone: Collection[int], # ids of what no place holds any more: its memory may be used for others
+    ):
+        "Look at other tensors and arrays, until the next state."
+        fresh = {id(x.obj) for x in leaves}
+        def stay(known): return [x for x in known if id(x.obj) not in gone and id(x.obj) not in fresh]
+        self.tensors = [*stay(self.tensors), *[x for x in leaves if isinstance(x, TensorLeaf)]]
+        self.arrays = [*stay(self.arrays), *[x for x in leaves if isinstance(x, ArrayLeaf)]]
+        self.note_arrays()
 
 # %% ../../nbs/guard/21_footprint.ipynb #1f6f9672
 def names_of(
@@ -1011,6 +1073,7 @@ class Footprint:
         self.by_loop: dict[str, Holder] = {} # by name, variables and containers that the loop writes into
         self.counters: set[str] = set() # names of what a replay leaves as it is, unlike the run
         self.sampled: set[str] = set() # large arrays that change: a write into them between two steps may go unseen
+        self.stand_ins: dict[int, Any] = {} # in a replay, for what the loop has let go of or written, by id of that
         self.look()
         self.watch = Watched(self.walk)
 
@@ -1074,9 +1137,24 @@ class Footprint:
 
     def load_state_dict(self, state: Mapping[str, FootprintState]): # of `state_dict`
         "Put everything back; `missing` tells before what could not be."
-        for holder, content in state["state"].holders: holder.write(content)
-        for kept in state["state"].kept: leaf_of(kept.obj, kept.name).put(kept)
+        self.stand_ins = self.replaced(state["state"])
+        for holder, content in state["state"].holders: holder.write(exchanged(content, self.stand_ins))
+        for kept in state["state"].kept:
+            if id(kept.obj) not in self.stand_ins: leaf_of(kept.obj, kept.name).put(kept)
         self.watch.resume(state["state"].baseline)
+
+    def replaced(self, state: FootprintState) -> dict[int, Any]: # by id
+        """Return copies of what no place holds any more and was written since: the loop may use its memory for others.
+
+        A slice of a buffer that is filled again and again, for example: old values written into it would be read
+        from the buffer as new ones.
+        """
+        now = {id(v) for h, _ in state.holders for v in flat(h.read())}
+        then = {id(v) for _, content in state.holders for v in flat(content)}
+        gone = [k for k in state.kept if k.copy is not None and id(k.obj) in then - now
+                and type(k.obj) in (Tensor, np.ndarray) and not getattr(k.obj, "requires_grad", False)]
+        return {id(k.obj): clone_of(k.copy) for k in gone
+                if mark_of(k.obj) != mark_of(k.copy)}
 
     def missing(self, state: Mapping[str, FootprintState]) -> tuple[str, ...]: # of `state_dict`; names
         "Return what was too large to be copied and was written since."
@@ -1109,15 +1187,19 @@ class Footprint:
 
     def after_step(self):
         "Note what the step leaves behind."
-        if self.watch.walk is not self.walk: self.watch.look_at(self.walk)
+        if self.watch.walk is not self.walk: # it was made before the loop wrote something
+            self.watch.look_at(self.walk)
+            self.watch.follow(*self.watch.latest)
         self.watch.begin()
 
     def give(self, given: Given | None): # of `before_step`
         "Write again what the loop had written."
         if given is None: return
-        for holder, content in given.holders: holder.write(content)
+        for leaf, value in given.copies:
+            self.stand_ins[id(leaf.obj)] = clone_of(value)
+        for holder, content in given.holders: holder.write(exchanged(content, self.stand_ins))
         for holder, tail in given.tails: holder.obj.extend(tail)
-        for leaf, value in given.kept: leaf.fill(value)
+        for leaf, value in given.kept: leaf_of(self.stand_ins.get(id(leaf.obj), leaf.obj), leaf.name).fill(value)
 
     def inputs(self) -> Given: # for `give`
         """Return the variables that the loop writes, as they are now: a rollback leaves them alone, a replay does not.

@@ -124,9 +124,11 @@ class RecordedStep:
         try: return number_of(self.call(other, optimizers))
         finally: self.repeats.now = False
 
-    def changed(self) -> bool:
-        "Whether the batch was changed in place since."
-        return self.fetch is None and batch_digest(self.batch) != self.digest
+    def changed(self) -> str: # what of it, to be read by the user; empty: nothing
+        "Say whether the batch, or what the loop gave the step beside it, was changed in place since."
+        if self.fetch is None and batch_digest(self.batch) != self.digest: return f"batch {self.number}"
+        name = "" if self.given is None else self.given.overwritten()
+        return f"`{name}` of batch {self.number}" if name else ""
 
     def lighten(self) -> bool: # False: it has to be kept itself
         "Keep where the batch comes from in place of the batch, if it comes out equal."

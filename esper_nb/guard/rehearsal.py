@@ -133,14 +133,14 @@ def dry_replay(
     marks: Callable[[], Mapping[str, Any]] = dict, # fingerprints of the weights and all else that counts, by name
     aside: Callable[[], AbstractContextManager] = nullcontext, # where no process is forked: puts all back at its end
     footprint: Footprint | None = None, # of the step
-    changed: Sequence[int] = (), # numbers of steps whose batch was changed in place since
+    changed: Sequence[str] = (), # what the steps read that was changed in place since
     fork: bool | None = None, # None: where it can be done
 ) -> DryReplay:
     "Repeat the latest steps where they leave no trace; equal to the bit, or one sentence about what is missing."
     start = time.perf_counter()
     def said(**fields): return DryReplay(losses=tuple(losses), seconds=time.perf_counter() - start, **fields)
     if changed:
-        return said(exact=False, why=f"batch {changed[0]} was written into after its step (a buffer that is filled "
+        return said(exact=False, why=f"{changed[0]} was written into after its step (a buffer that is filled "
                     "again?): hand over a copy, or what to fetch it by")
     if footprint is not None and footprint.unrestorable: return said(exact=False, why=footprint.why_not)
     hints: Callable[[], Mapping[str, Any]] = dict if footprint is None else footprint.marks

@@ -211,7 +211,7 @@ class Repairs:
         self.dry = dry_replay(
             begin=replay.begin, run=replay.take,
             losses=replay.losses, marks=self._marks, aside=lambda: replay,
-            footprint=self.recorder.footprint, changed=[s.number for s in incident.steps if s.changed()],
+            footprint=self.recorder.footprint, changed=[what for s in incident.steps if (what := s.changed())],
             fork=False if self.ranks else None)
         names = sorted({k for w in self.between.written if w.after >= steps[0].number for k in w.names})
         if footprint is not None: footprint.counters |= set(self.dry.differs)
@@ -294,7 +294,7 @@ class Repairs:
     def latest_is_bad(self, batch: int, is_bad: Callable[[], Sequence[str]]) -> bool: # calls of `watch` before it
         "Whether the latest step alone makes the good state bad; the live state stays as it is."
         incident = self.recorder.incident_from(batch, self.snapshot)
-        if not incident.steps or self.ranks.any([incident.steps[-1].changed()])[0]: return False
+        if not incident.steps or self.ranks.any([bool(incident.steps[-1].changed())])[0]: return False
         self._settle()
         def alone() -> bool:
             with Replay(incident, self.ranks) as replay:

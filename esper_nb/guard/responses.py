@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core import ModulePart, weights_in
+from ..core import ModulePart, forget_noted, weights_in
 from .budget import Budget, blames_batch, is_extreme
 from .detector import RULES, LossStats, Verdict, off_scale, on_scale
 from .footprint import Footprint, place_of
@@ -121,7 +121,7 @@ class SingleRun:
     def skip(self, batch: int) -> dict[int, dict]: # call of `watch`; fields of the report, by lane
         "Forget this batch: its gradients, and what a loss scaler has noted about them."
         for part in self.snapshot.parts.values():
-            if isinstance(part.obj, torch.amp.GradScaler): vars(part.obj)["_per_optimizer_states"].clear()
+            if isinstance(part.obj, torch.amp.GradScaler): forget_noted(part.obj)
             if isinstance(part, ModulePart):
                 for p in part.obj.parameters(): p.grad = None
         return {0: dict(lost=(batch, batch))}
