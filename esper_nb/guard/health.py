@@ -354,6 +354,13 @@ class UpdateWatch:
         "A sentence about optimizers that step no more; see `Signs`."
         return "" if self.signs is None else self.signs.unused
 
+    def was_written(
+        self,
+        since: int, # batch of the good state
+    ) -> bool:
+        "Whether something has written into the weights between two updates since then, and not before."
+        return self.signs is not None and any(s.kind == "written" for s in self.signs.since(since))
+
     @property
     def dropping(self) -> bool:
         "Whether the latest update of some optimizer was left out, so that the weights are what they were."
@@ -564,22 +571,26 @@ class StateJudge:
             self.learn_buffers(jumped)
             return ()
         names = tuple(self.health.bands.buffers) # what moves one of them moves others, if less
-        weights = again == 2 and bool(self.health.damaged()) # are the cause, since it is back at once
+        blamed = self.health.damaged() or self.updates.was_written(since=self.run.good.at().batch)
+        weights = again == 2 and bool(blamed) # are the cause, since it is back at once
         if replays or weights or not self.run.snapshot.mend(names): return None
         self.health.waits(True) # with the next snapshot, whether it jumps once more
         if again & (again - 1): return () # the first, the second, the fourth ... are reported
-        return (self._file_mended(tuple(jumped), names, config),)
+        return (self._file_mended("buffers", tuple(jumped), names, config),)
 
     def mend_moments(self, bad: tuple[str, ...], replays: bool, config: GovernorConfig) -> bool: # tensors, not finite
         "Where only moments of an optimizer are not finite, restore these alone, so that no batch is lost."
         if self.run.ranks or replays: return False
         if self.health.count_jump(self.run.losses.watched) > 1 or not self.run.snapshot.mend(bad): return False
-        self._file_mended(bad, bad, config)
+        self._file_mended("moments", bad, bad, config)
         return True
 
-    def _file_mended(self, bad: tuple[str, ...], restored: tuple[str, ...], config: GovernorConfig) -> Report:
+    def _file_mended(
+        self, kind: str, bad: tuple[str, ...], restored: tuple[str, ...], config: GovernorConfig,
+    ) -> Report:
         report = self.run.verdicts.report(config, "state")
         return self.run.log.file(replace(
             report, action="rollback", batch=self.run.losses.watched - 1, bad_state=bad, restored=restored,
+            why=f"{kind} alone were put back, and no batch is lost",
             restored_step=self.run.snapshot.steps[0], restored_batch=self.run.good.at().batch,
             rollbacks_left=self.run.budget.rollbacks_left(config, 0)))
