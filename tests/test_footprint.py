@@ -599,6 +599,43 @@ def test_large_tensors_and_arrays_are_not_copied_until_they_were_seen_to_change(
     fp.load_state_dict(second)
     assert x[3] == 1. and (y == 2.).all() and small[0] == 1.
 
+def sparse_as(layout):
+    "A graph of twelve nodes with loops, in one of torch's sparse layouts."
+    graph = (torch.rand(12, 12, generator=torch.Generator().manual_seed(0)) < .2).float() + torch.eye(12)
+    return graph.to_sparse(layout=layout)
+
+SPARSE = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", SPARSE)
+@pytest.mark.parametrize("as_batch", [False, True])
+def test_a_graph_of_any_layout_is_recorded_and_replayed(layout, as_batch):
+    torch.manual_seed(0)
+    graph, x, y = sparse_as(layout), torch.randn(12, 4), torch.randint(0, 3, (12,))
+    net = nn.Linear(4, 3)
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    governor = Governor(net, opt, chance_loss=math.log(3))
+    def step(batch):
+        loss = F.cross_entropy((batch if as_batch else graph) @ net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        return loss
+    for t in range(40):
+        if t == 30: net.weight.data[0, 0] = math.nan
+        governor.run(step, graph if as_batch else None)
+    assert [(r.reason, r.cause) for r in governor.reports] == [("non-finite", "external")]
+    assert not governor.summary().remarks
+
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_sparse_tensor_is_put_back(layout):
+    graph = sparse_as(layout)
+    def step(x): return graph @ x
+    found = Footprint.of(step)
+    state, before = found.state_dict(), graph.to_dense()
+    page.dense_parts(graph)[-1].mul_(2)
+    assert found.state_dict() != state
+    found.load_state_dict(state)
+    assert torch.equal(graph.to_dense(), before)
+
 def test_a_state_is_equal_to_itself_and_keeps_what_later_steps_write():
     t, items, h = dict(i=0), [1., 2.], torch.zeros(2)
     def step(x):
@@ -814,6 +851,12 @@ class Sour:
     "State that cannot be read, in a container that cannot be looked at."
     def state_dict(self): raise RuntimeError("not now")
     def load_state_dict(self, state): raise RuntimeError("not now")
+
+def test_a_module_that_logs_is_named_as_it_is_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", wandb := types.ModuleType("wandb"))
+    monkeypatch.setitem(globals(), "tracker", wandb)
+    def step(x): tracker.log(x) # type: ignore[name-defined]  # noqa: F821  # a global, as in a script
+    assert Footprint.of(step).why_not == "your step uses `wandb` (a log): that cannot be put back"
 
 @pytest.mark.usefixtures("library")
 def test_what_fails_when_it_is_looked_at_is_named_and_ends_no_run(monkeypatch):
