@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
-           'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL', 'NOT_SEEN',
-           'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users', 'package_of',
-           'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names', 'Keys', 'Entries',
-           'Members', 'version_of', 'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept',
-           'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of',
-           'slots_of', 'Unrestorable', 'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'StepWalk', 'owned_by_parts',
-           'has_nan', 'mark_of', 'top_name', 'Given', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of',
-           'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around',
-           'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
+           'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL',
+           'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
+           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names', 'Keys',
+           'Entries', 'Members', 'version_of', 'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of',
+           'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state',
+           'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'StepWalk',
+           'owned_by_parts', 'has_nan', 'mark_of', 'top_name', 'Given', 'moved_part', 'tail_of', 'quick_sum', 'Watched',
+           'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers',
+           'ruined_around', 'plays_around', 'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -527,6 +527,7 @@ STREAMS = {id(getattr(f, "__self__")) for f in (random.random, np.random.random)
 CSV = type(csv.writer(io.StringIO()))
 LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.local, threading.Condition, threading.Semaphore)
 
+ENVIRONMENT = "an environment"
 LOGGING_MODULES = frozenset({"wandb", "mlflow", "neptune", "comet_ml", "clearml", "aim", "trackio"}) # of experiments
 
 def kind_of_effect(
@@ -542,7 +543,7 @@ def kind_of_effect(
     if isinstance(obj, threading.Thread | subprocess.Popen) or has("start", "terminate", "join"): return "a process"
     if any(map(has, ("add_scalar", "log_metric", "log_artifact"))): return "a log"
     if has("step", "reset") and (has("action_space") or "action_space" in (attributes_of(obj) or ())):
-        return "an environment"
+        return ENVIRONMENT
     if has("__next__"):
         by_hand = isinstance(getattr(kind, "__next__"), types.FunctionType) and is_users(kind, home)
         return None if by_hand else "an iterator"
@@ -659,6 +660,11 @@ class Walk:
         "Note that something cannot be put back."
         if why in self.told: return
         self.unrestorable[id(obj)] = Unrestorable(name, why)
+
+    @property
+    def plays(self) -> bool:
+        "Whether an environment was found: what it answers depends on what the weights do."
+        return any([u.kind == ENVIRONMENT for u in self.unrestorable.values()])
 
     def look(self, obj, name: str): # what it is called
         "Look at one object."
@@ -1183,6 +1189,15 @@ def ruined_around(
         for table in body.tables: table.frame = None
     fleeting = {k for f, (_, at) in zip(frames, body.places) if at < 0 for k in f.f_locals} # as a loss, or a batch
     return found._replace(others=tuple(k for k in found.others if k not in fleeting))
+
+def plays_around(
+    objects: Iterable = (), # parts of the run
+) -> bool:
+    "Return whether the loop that this call comes from refers to an environment."
+    body = LoopBody.around(callers())
+    try: return StepWalk([body], owned_by_parts(objects)).plays
+    finally:
+        for table in body.tables: table.frame = None
 
 # %% ../../nbs/guard/21_footprint.ipynb #3fab283e
 FULL = 2**20 # bytes of an array of a batch that are all looked at; of a larger one 4,096 elements
