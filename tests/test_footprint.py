@@ -980,6 +980,12 @@ def test_a_buffer_that_is_filled_again_is_said_and_nothing_is_replayed():
     found = run.replay()
     assert "batch 0 was written into" in found.why and not found.again
 
+def test_a_step_that_writes_into_its_own_batch_is_not_said_to_come_before_that():
+    net, opt = parts()
+    run = Run(lambda b: update(net, opt, F.cross_entropy(net(b[0].div_(2)), b[1])), net, opt)
+    run.train(batch(0))
+    assert "batch 0 was written into, in its step or later" in run.replay().why
+
 def test_every_write_into_a_batch_of_tensors_is_noticed():
     x, y = batch(0)
     before = batch_digest((x, y))
