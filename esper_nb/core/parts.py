@@ -339,7 +339,8 @@ class StatePart:
     def write(self, rest, get: _Get, n: int, lanes: Sequence[int] | None):
         "Load the saved state into the object, for all lanes or for some."
         self.obj.load_state_dict(_merged(self.obj.state_dict, rest, get, n, lanes))
-        if isinstance(self.obj, torch.amp.GradScaler): vars(self.obj)["_per_optimizer_states"].clear()
+        if isinstance(self.obj, torch.amp.GradScaler): # one that is switched off notes nothing
+            vars(self.obj).get("_per_optimizer_states", {}).clear()
 
     def portable(self, rest):
         "Return the rest as a file can hold it."

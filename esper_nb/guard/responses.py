@@ -121,7 +121,8 @@ class SingleRun:
     def skip(self, batch: int) -> dict[int, dict]: # call of `watch`; fields of the report, by lane
         "Forget this batch: its gradients, and what a loss scaler has noted about them."
         for part in self.snapshot.parts.values():
-            if isinstance(part.obj, torch.amp.GradScaler): vars(part.obj)["_per_optimizer_states"].clear()
+            if isinstance(part.obj, torch.amp.GradScaler): # one that is switched off notes nothing
+                vars(part.obj).get("_per_optimizer_states", {}).clear()
             if isinstance(part, ModulePart):
                 for p in part.obj.parameters(): p.grad = None
         return {0: dict(lost=(batch, batch))}
