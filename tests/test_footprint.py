@@ -599,6 +599,22 @@ def test_large_tensors_and_arrays_are_not_copied_until_they_were_seen_to_change(
     fp.load_state_dict(second)
     assert x[3] == 1. and (y == 2.).all() and small[0] == 1.
 
+def test_a_rollback_past_the_end_of_an_epoch_leaves_its_closed_bar_closed():
+    torch.manual_seed(0)
+    net, done = nn.Linear(2, 1), 0
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None)
+    for _ in range(4):
+        with tqdm(total=20, file=io.StringIO(), mininterval=0) as bar:
+            for x in governor.batches([torch.randn(8, 2) for _ in range(20)]):
+                if done == 64 and not governor.replaying: net.weight.data[0, 0] = math.nan
+                loss = (net(x) - 1).square().mean()
+                opt.zero_grad(); loss.backward(); opt.step()
+                governor.watch(loss)
+                bar.update()
+                done += 1
+    assert done == 80 and [r.action for r in governor.reports] == ["rollback"]
+
 def sparse_as(layout):
     "A graph of twelve nodes with loops, in one of torch's sparse layouts."
     graph = (torch.rand(12, 12, generator=torch.Generator().manual_seed(0)) < .2).float() + torch.eye(12)

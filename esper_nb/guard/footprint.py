@@ -6,8 +6,8 @@
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
            'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL',
            'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
-           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names', 'Keys',
-           'Entries', 'Members', 'version_of', 'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of',
+           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names', 'Inside',
+           'Keys', 'Entries', 'Members', 'version_of', 'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of',
            'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state',
            'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'StepWalk',
            'owned_by_parts', 'has_nan', 'mark_of', 'top_name', 'Given', 'moved_part', 'tail_of', 'quick_sum', 'Watched',
@@ -235,6 +235,16 @@ class Names(Holder):
     def labels(self): # list
         "Return the names."
         return [f"{self.name}.{k}" if self.name else k for k in self.names]
+
+class Inside(Names):
+    "Plain attributes of a library's object, written only while it can be called as before: a closed bar stays closed."
+    def __init__(self, obj, name: str, names: Iterable[str], table: dict):
+        super().__init__(obj, name, names, table)
+        self.called = {k: v for k, v in table.items() if callable(v)}
+    def write(self, content):
+        "Set those that are others now, unless some other code does the work of the object since."
+        now = vars(self.obj) if self.table is None else self.table
+        if all([now.get(k) is v for k, v in self.called.items()]): super().write(content)
 
 class Keys(Names):
     "Some entries of a dict."
@@ -809,7 +819,7 @@ class StepWalk(Walk):
             if table is not None and slots_of(obj): self.leave_open(obj, name, None)
         elif table is not None:
             kinds = {k: v for k, v in table.items() if type(v) in PLAIN}
-            if kinds: self.note_place(("names", id(obj)), Names(obj, name, kinds, table))
+            if kinds: self.note_place(("names", id(obj)), Inside(obj, name, kinds, table))
             if len(kinds) < len(table): self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
             inside = (*RANDOM, Tensor, np.ndarray, io.IOBase, CSV)
             self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, inside)])
