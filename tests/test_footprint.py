@@ -599,6 +599,59 @@ def test_large_tensors_and_arrays_are_not_copied_until_they_were_seen_to_change(
     fp.load_state_dict(second)
     assert x[3] == 1. and (y == 2.).all() and small[0] == 1.
 
+def test_a_rollback_past_the_end_of_an_epoch_leaves_its_closed_bar_closed():
+    torch.manual_seed(0)
+    net, done = nn.Linear(2, 1), 0
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None)
+    for _ in range(4):
+        with tqdm(total=20, file=io.StringIO(), mininterval=0) as bar:
+            for x in governor.batches([torch.randn(8, 2) for _ in range(20)]):
+                if done == 64 and not governor.replaying: net.weight.data[0, 0] = math.nan
+                loss = (net(x) - 1).square().mean()
+                opt.zero_grad(); loss.backward(); opt.step()
+                governor.watch(loss)
+                bar.update()
+                done += 1
+    assert done == 80 and [r.action for r in governor.reports] == ["rollback"]
+
+def sparse_as(layout):
+    "A graph of twelve nodes with loops, in one of torch's sparse layouts."
+    graph = (torch.rand(12, 12, generator=torch.Generator().manual_seed(0)) < .2).float() + torch.eye(12)
+    return graph.to_sparse(layout=layout)
+
+SPARSE = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", SPARSE)
+@pytest.mark.parametrize("as_batch", [False, True])
+def test_a_graph_of_any_layout_is_recorded_and_replayed(layout, as_batch):
+    torch.manual_seed(0)
+    graph, x, y = sparse_as(layout), torch.randn(12, 4), torch.randint(0, 3, (12,))
+    net = nn.Linear(4, 3)
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    governor = Governor(net, opt, chance_loss=math.log(3))
+    def step(batch):
+        loss = F.cross_entropy((batch if as_batch else graph) @ net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        return loss
+    for t in range(40):
+        if t == 30: net.weight.data[0, 0] = math.nan
+        governor.run(step, graph if as_batch else None)
+    assert [(r.reason, r.cause) for r in governor.reports] == [("non-finite", "external")]
+    assert not governor.summary().remarks
+
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_sparse_tensor_is_put_back(layout):
+    graph = sparse_as(layout)
+    def step(x): return graph @ x
+    found = Footprint.of(step)
+    state, before = found.state_dict(), graph.to_dense()
+    page.dense_parts(graph)[-1].mul_(2)
+    assert found.state_dict() != state
+    found.load_state_dict(state)
+    assert torch.equal(graph.to_dense(), before)
+
 def test_a_state_is_equal_to_itself_and_keeps_what_later_steps_write():
     t, items, h = dict(i=0), [1., 2.], torch.zeros(2)
     def step(x):
@@ -815,6 +868,12 @@ class Sour:
     def state_dict(self): raise RuntimeError("not now")
     def load_state_dict(self, state): raise RuntimeError("not now")
 
+def test_a_module_that_logs_is_named_as_it_is_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", wandb := types.ModuleType("wandb"))
+    monkeypatch.setitem(globals(), "tracker", wandb)
+    def step(x): tracker.log(x) # type: ignore[name-defined]  # noqa: F821  # a global, as in a script
+    assert Footprint.of(step).why_not == "your step uses `wandb` (a log): that cannot be put back"
+
 @pytest.mark.usefixtures("library")
 def test_what_fails_when_it_is_looked_at_is_named_and_ends_no_run(monkeypatch):
     monkeypatch.setattr(Sour, "__module__", "hidden_library")
@@ -936,6 +995,12 @@ def test_a_buffer_that_is_filled_again_is_said_and_nothing_is_replayed():
     for k in range(2): run.train((refilled_array(buffer, k), batch(k)[1]))
     found = run.replay()
     assert "batch 0 was written into" in found.why and not found.again
+
+def test_a_step_that_writes_into_its_own_batch_is_not_said_to_come_before_that():
+    net, opt = parts()
+    run = Run(lambda b: update(net, opt, F.cross_entropy(net(b[0].div_(2)), b[1])), net, opt)
+    run.train(batch(0))
+    assert "batch 0 was written into, in its step or later" in run.replay().why
 
 def test_every_write_into_a_batch_of_tensors_is_noticed():
     x, y = batch(0)

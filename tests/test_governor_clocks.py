@@ -257,3 +257,26 @@ def test_a_summary_names_the_batches_that_left_no_trace():
     assert s.lost[0] == (42, 42) and last == 150 and 125 <= first <= 140
     assert s.actions == {"skip": 1, "rollback": 1} and "rollback" in str(s) and "<table>" in s._repr_html_()
     assert copy.copy(s).judged == gov.stats.judged[0]
+
+@pytest.mark.parametrize("way", ["watch", "run", "step"])
+def test_a_scaler_that_is_switched_off_is_put_back_like_any_part(way):
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=False) # as with `--amp` left out
+    governor = Governor(net, opt, scaler, chance_loss=None)
+    def step(x):
+        loss = (net(x) - 1).square().mean()
+        if way == "step": governor.watch(loss)
+        opt.zero_grad(); scaler.scale(loss).backward(); scaler.unscale_(opt); scaler.step(opt); scaler.update()
+        return loss
+    for t in range(40):
+        x = torch.randn(8, 2)
+        if t == 30 and way == "step": x[0] = math.nan # is skipped
+        if t == 30 and way != "step": net.weight.data[0, 0] = math.nan
+        if way == "run": governor.run(step, x)
+        elif way == "watch": governor.watch(step(x))
+        else:
+            with governor.step(): step(x)
+    assert [r.action for r in governor.reports] == ["skip" if way == "step" else "rollback"]
+    assert net.weight.isfinite().all() and governor.watched == 40

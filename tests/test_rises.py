@@ -600,7 +600,7 @@ def test_what_a_rise_is_acted_on_for(cause, signs, fit, fallen, acts):
                                drop_proof=lambda: None)
     comparison = SimpleNamespace(fall=SimpleNamespace(has_happened=lambda t, config: fallen),
                                  calibration=SimpleNamespace(fit=fit), is_proven=fit > 1)
-    updates = SimpleNamespace(have_signs=lambda good, unknown, rise: signs)
+    updates = SimpleNamespace(have_signs=lambda good, unknown, rise, plays: signs)
     move = RiseEffects(run, seen, comparison, recovery, updates).prove(Moment(), GovernorConfig())[1]
     assert (move is PhaseMove.PROVED) == acts
 
@@ -622,7 +622,7 @@ def test_what_was_found_out_about_a_rise_that_stays_is_not_said_of_the_next_inci
     recovery = Recovery(run, repairs, tuple, nullcontext)
     comparison = SimpleNamespace(fall=SimpleNamespace(has_happened=lambda t, config: False),
                                  calibration=SimpleNamespace(fit=0), is_proven=False)
-    updates = SimpleNamespace(have_signs=lambda good, unknown, rise: False)
+    updates = SimpleNamespace(have_signs=lambda good, unknown, rise, plays: False)
     config = GovernorConfig()
     assert RiseEffects(run, seen, comparison, recovery, updates).prove(Moment(), config)[1] is PhaseMove.CLEARED
     report = replace(run.log.file(run.verdicts.report(config, "non-finite")), action="rollback", lost=(0, 9))
@@ -630,6 +630,43 @@ def test_what_was_found_out_about_a_rise_that_stays_is_not_said_of_the_next_inci
     recovery.look_into([run.log.file(report)], config)
     assert [e.cause for e in asked] == ["lr_too_high", "external"] and run.log.reports[-1].cause == "external"
 
+
+class Table:
+    "Rounds that a game lasts; better weights play longer ones."
+    def step(self, weight): return 20. if weight > 1 else 1.
+
+class Game(Table):
+    "An environment."
+    action_space = 2
+    def reset(self): return 0.
+
+def train_in(world, way):
+    "The loss is a sum over the rounds of a game, and falls but for that."
+    torch.manual_seed(0)
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    opt = torch.optim.SGD(net.parameters(), lr=.0043)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(_):
+        rounds = world.step(net.weight.item())
+        loss = rounds * ((net.weight - 2).square().sum() + .5 + .1 * torch.randn(()))
+        opt.zero_grad(); loss.backward(); opt.step()
+        return loss
+    for t in range(150):
+        if way == "run": governor.run(step, t)
+        else:
+            loss = step(t)
+            if way == "watch": governor.watch(loss)
+    return net.weight.item(), governor
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_policy_whose_games_become_longer_is_left_alone(way):
+    weight, governor = train_in(Game(), way)
+    assert weight == train_in(Game(), "alone")[0] and not governor.reports
+    assert [n.action for n in governor.notes] == ["wait", "accepted"] and "a longer game" in governor.notes[-1].why
+
+def test_where_no_environment_answers_a_rise_with_steep_gradients_is_undone():
+    assert train_in(Table(), "watch")[1].reports
 
 @pytest.mark.parametrize("live, blamed", [(1.8, True), (.9, False)])
 def test_weights_that_know_nothing_are_worse_than_old_ones_that_know_a_little(live, blamed):

@@ -1175,7 +1175,7 @@ def find_cause(
     if not replay.steps: return CaseFile(replay).explain(nothing, "unknown", incident.missing)
     if dry is not None and dry.is_refused: return CaseFile(replay).explain(nothing, "unknown", dry.why)
     if (what := next((x for s in replay.steps if (x := s.changed())), "")):
-        return CaseFile(replay).explain(nothing, "unknown", f"{what} was changed in place after its step, so "
+        return CaseFile(replay).explain(nothing, "unknown", f"{what} was changed in place, in its step or later, so "
                                         "nothing can be replayed; hand over copies, or what to fetch them by")
     rows = EXPERIMENTS if experiments is None else experiments
     with replay: return Inquiry(replay, budget, all_of_them, on_any_rank(is_bad or incident.snapshot.find_bad, ranks),

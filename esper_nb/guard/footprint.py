@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
-           'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL', 'NOT_SEEN',
-           'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users', 'package_of',
-           'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names', 'Keys', 'Entries',
-           'Members', 'version_of', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
-           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable',
-           'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'StepWalk', 'owned_by_parts', 'has_nan', 'mark_of',
-           'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum',
-           'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in',
-           'callers', 'ruined_around', 'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
+           'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL',
+           'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
+           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names', 'Inside',
+           'Keys', 'Entries', 'Members', 'version_of', 'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of',
+           'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state',
+           'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'StepWalk',
+           'owned_by_parts', 'has_nan', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged',
+           'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState',
+           'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen', 'content_of',
+           'tensor_digest', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -236,6 +237,16 @@ class Names(Holder):
         "Return the names."
         return [f"{self.name}.{k}" if self.name else k for k in self.names]
 
+class Inside(Names):
+    "Plain attributes of a library's object, written only while it can be called as before: a closed bar stays closed."
+    def __init__(self, obj, name: str, names: Iterable[str], table: dict):
+        super().__init__(obj, name, names, table)
+        self.called = {k: v for k, v in table.items() if callable(v)}
+    def write(self, content):
+        "Set those that are others now, unless some other code does the work of the object since."
+        now = vars(self.obj) if self.table is None else self.table
+        if all([now.get(k) is v for k, v in self.called.items()]): super().write(content)
+
 class Keys(Names):
     "Some entries of a dict."
     def __init__(self, obj: dict, name: str, names: Iterable):
@@ -285,6 +296,23 @@ def version_of(
     "Return how often a tensor was changed in place; -1 where torch does not count it."
     return -1 if t.is_inference() else t._version # noqa: SLF001
 
+def dense_parts(
+    t: Tensor, # any
+) -> tuple[Tensor, ...]:
+    "Return the tensors in memory that a tensor consists of: of a sparse one its indices and values."
+    t = t.detach()
+    if t.layout is torch.sparse_coo: return t._indices(), t._values() # noqa: SLF001
+    if t.layout in (torch.sparse_csr, torch.sparse_bsr): return t.crow_indices(), t.col_indices(), t.values()
+    if t.layout in (torch.sparse_csc, torch.sparse_bsc): return t.ccol_indices(), t.row_indices(), t.values()
+    return (t,)
+
+def same_values(
+    a: Tensor, # any
+    b: Tensor, # of the same layout
+) -> bool:
+    "Whether two tensors hold equal numbers; torch compares no sparse ones."
+    return all(map(torch.equal, dense_parts(a), dense_parts(b)))
+
 @torch.no_grad()
 def some_of(
     t: Tensor, # any
@@ -302,9 +330,8 @@ def bits_of(
     "Return a number that differs if a bit of a tensor does: the sum of all, read as whole numbers."
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = 0
-    for i, t in enumerate(tensors):
-        t = t.detach()
-        if t.layout is not torch.strided or t.is_quantized: t = t.to_dense() if t.is_sparse else t.dequantize()
+    for i, t in enumerate(t for whole in tensors for t in dense_parts(whole)):
+        if t.layout is not torch.strided or t.is_quantized: t = t.dequantize()
         if hasattr(t, "to_local"): t = t.to_local()
         if t.is_complex(): t = torch.view_as_real(t)
         if t.dtype == torch.bool: t = t.to(torch.uint8)
@@ -385,13 +412,13 @@ class TensorLeaf(AnyLeaf):
         return version_of(t), t.data_ptr() if t.layout is torch.strided else 0, t.shape, some_of(t)
     def nbytes(self): # int
         "Return its size."
-        return self.obj.numel() * self.obj.element_size()
+        return sum([t.nbytes for t in dense_parts(self.obj)])
     def keep(self, last): # Kept
         "Compare a small one wholly: a bit of it may have changed through `.data`."
         if self.nbytes() > COPIED: return super().keep(last)
         t = self.obj
         token = version_of(t), t.shape
-        if last is not None and last.token == token and torch.equal(t, last.copy): return last
+        if last is not None and last.token == token and same_values(t, last.copy): return last
         return Kept(t, self.name, token, self.copy())
     def put(self, kept): # bool
         "Copy a small one back in any case."
@@ -405,8 +432,10 @@ class TensorLeaf(AnyLeaf):
     def fill(self, copied):
         "Copy the values back, in place."
         t = self.obj
-        if t.shape == copied.shape: t.data.copy_(copied)
-        else: t.data = copied.clone()
+        parts = list(zip(dense_parts(t.data), dense_parts(copied)))
+        if t.shape != copied.shape or any(a.shape != b.shape for a, b in parts): t.data = copied.clone()
+        else:
+            for a, b in parts: a.copy_(b)
 
 class ArrayLeaf(AnyLeaf):
     "A numpy array."
@@ -509,6 +538,7 @@ STREAMS = {id(getattr(f, "__self__")) for f in (random.random, np.random.random)
 CSV = type(csv.writer(io.StringIO()))
 LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.local, threading.Condition, threading.Semaphore)
 
+ENVIRONMENT = "an environment"
 LOGGING_MODULES = frozenset({"wandb", "mlflow", "neptune", "comet_ml", "clearml", "aim", "trackio"}) # of experiments
 
 def kind_of_effect(
@@ -524,7 +554,7 @@ def kind_of_effect(
     if isinstance(obj, threading.Thread | subprocess.Popen) or has("start", "terminate", "join"): return "a process"
     if any(map(has, ("add_scalar", "log_metric", "log_artifact"))): return "a log"
     if has("step", "reset") and (has("action_space") or "action_space" in (attributes_of(obj) or ())):
-        return "an environment"
+        return ENVIRONMENT
     if has("__next__"):
         by_hand = isinstance(getattr(kind, "__next__"), types.FunctionType) and is_users(kind, home)
         return None if by_hand else "an iterator"
@@ -642,6 +672,11 @@ class Walk:
         if why in self.told: return
         self.unrestorable[id(obj)] = Unrestorable(name, why)
 
+    @property
+    def plays(self) -> bool:
+        "Whether an environment was found: what it answers depends on what the weights do."
+        return any([u.kind == ENVIRONMENT for u in self.unrestorable.values()])
+
     def look(self, obj, name: str): # what it is called
         "Look at one object."
         raise NotImplementedError
@@ -674,7 +709,7 @@ class StepWalk(Walk):
         if isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType): return self.add((obj.__self__, name))
         if isinstance(obj, types.ModuleType):
             if is_users(obj, self.home): self.leave_open(obj, obj.__name__, vars(obj))
-            if obj.__name__.partition(".")[0] in LOGGING_MODULES: self.refuse(obj, name, "a log")
+            if obj.__name__.partition(".")[0] in LOGGING_MODULES: self.refuse(obj, obj.__name__, "a log")
             return None
         if isinstance(obj, type): return self.look_at_class(obj, True)
         if isinstance(obj, Tensor): return self.look_at_tensor(obj, name)
@@ -785,7 +820,7 @@ class StepWalk(Walk):
             if table is not None and slots_of(obj): self.leave_open(obj, name, None)
         elif table is not None:
             kinds = {k: v for k, v in table.items() if type(v) in PLAIN}
-            if kinds: self.note_place(("names", id(obj)), Names(obj, name, kinds, table))
+            if kinds: self.note_place(("names", id(obj)), Inside(obj, name, kinds, table))
             if len(kinds) < len(table): self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
             inside = (*RANDOM, Tensor, np.ndarray, io.IOBase, CSV)
             self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, inside)])
@@ -1257,6 +1292,15 @@ def ruined_around(
         for table in body.tables: table.frame = None
     fleeting = {k for f, (_, at) in zip(frames, body.places) if at < 0 for k in f.f_locals} # as a loss, or a batch
     return found._replace(others=tuple(k for k in found.others if k not in fleeting))
+
+def plays_around(
+    objects: Iterable = (), # parts of the run
+) -> bool:
+    "Return whether the loop that this call comes from refers to an environment."
+    body = LoopBody.around(callers())
+    try: return StepWalk([body], owned_by_parts(objects)).plays
+    finally:
+        for table in body.tables: table.frame = None
 
 # %% ../../nbs/guard/21_footprint.ipynb #3fab283e
 FULL = 2**20 # bytes of an array of a batch that are all looked at; of a larger one 4,096 elements

@@ -378,6 +378,7 @@ class Governor:
         recorded batches may come again: for a comparison, for an experiment, or to be trained on once more after a
         rollback, without those that caused it. `replaying` is true meanwhile. Variables of the loop are restored with
         the parts, so its own counters are right afterwards. `enumerate` and bars go inside: `batches(tqdm(loader))`.
+        What the body of the loop raises ends the loop: where NaN makes a loss or a distribution raise, use `run`.
 
         Raises
         ------

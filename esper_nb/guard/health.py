@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..core import ModulePart, hook_steps, quiet_hooks
 from .detector import LossStats, off_scale
-from .footprint import Footprint, Ruined, ruined_around, top_name
+from .footprint import Footprint, Ruined, plays_around, ruined_around, top_name
 from .gate import GateEvent, UpdateGate
 from .losses import LossQueue
 from .rates import rates_of
@@ -405,6 +405,7 @@ class UpdateWatch:
         good: int, # batch of the good state
         unknown: bool, # the answer where there is nothing to look at
         rise: int | None = None, # losses that the rise under observation has lasted
+        plays: Callable[[], bool] = bool, # whether the loop does: longer games raise loss and gradients alike
     ) -> bool:
         "Return whether something beside the loss has spoken against the weights since the good state."
         if self.signs is None or self.gate is None or self.unused: return unknown
@@ -412,7 +413,9 @@ class UpdateWatch:
         begun = good if rise is None else max(good, watched - rise - block) # steep before: not its sign
         late = 1 + (watched - begun) // block
         peaks = [[*side.history.peaks, side.history.peak] for side in self.gate.sides.values()]
-        return bool(self.signs.since(good)) or any(is_steep(p, late) for p in peaks)
+        new = self.signs.since(good)
+        if any(s.kind != "scaled" for s in new): return True
+        return (bool(new) or any(is_steep(p, late) for p in peaks)) and not plays()
 
 def _names(snapshot: Snapshot) -> list[tuple[str, Tensor]]: # of all parameters
     models = {k: m for k, m in snapshot.objects.items() if isinstance(m, torch.nn.Module)}
@@ -434,6 +437,7 @@ class Beside:
     ):
         self.snapshot, self.footprint = snapshot, footprint
         self.found = "" # a sentence about what is ruined in the present incident
+        self.played: bool | None = None # whether the loop around the calls refers to an environment; None: not asked
         self.suspects: dict[str, nn.Module] = {} # layers with NaN, by the name of the weight
         self.called: set[str] = set() # of these, those that a step has called since
         self.handles: list[Any] = []
@@ -453,6 +457,17 @@ class Beside:
         if row == 2: self._suspect(found)
         else: self._suspect(Ruined())
         return self._say(names)
+
+    def plays(self) -> bool:
+        "Whether the step, or the loop that reports its loss, uses an environment."
+        footprint = self.footprint()
+        if footprint is not None: return footprint.walk.plays
+        if self.played is None:
+            try: self.played = plays_around(self.snapshot.objects.values())
+            except Exception as e: # what fails at a look must not end the run
+                logger.info("Governor: nobody could look at the loop: %s: %s", type(e).__name__, e)
+                self.played = False
+        return self.played
 
     def _around(self) -> Ruined:
         try: return ruined_around(self.snapshot.objects.values())

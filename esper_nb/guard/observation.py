@@ -325,9 +325,11 @@ class RiseEffects:
         comparison: RunComparison, # of its weights
         recovery: Recovery, # that replays recorded steps
         updates: UpdateWatch, # for signs beside the loss
+        plays: Callable[[], bool] = bool, # whether the loop uses an environment
     ):
         self.run, self.observed = run, observed
         self.comparison, self.recovery, self.updates = comparison, recovery, updates
+        self.plays = plays
 
     @property
     def rise(self) -> RiseMonitor:
@@ -339,7 +341,8 @@ class RiseEffects:
         "Return whether something beside the loss speaks against the weights, on any rank."
         if not config.proof: return unknown
         t = self.observed.monitor
-        mine = self.updates.have_signs(self.run.good.at().batch, unknown, None if t is None else len(t.x))
+        lasted = None if t is None else len(t.x)
+        mine = self.updates.have_signs(self.run.good.at().batch, unknown, lasted, self.plays)
         return self.run.ranks.any([mine])[0]
 
     def note(self, action: str, reason: str, loss: float, config: GovernorConfig, why: str = ""):
@@ -575,11 +578,11 @@ class RunJudge:
         self.repairs = Repairs(run.snapshot, run.ranks, run.good.probation, self.updates.note_written,
                                self.updates.relieved)
         recorder = self.repairs.recorder
-        self.state = StateJudge(run, StateHealth(run.snapshot), self.updates,
-                                Beside(run.snapshot, lambda: recorder.footprint))
+        beside = Beside(run.snapshot, lambda: recorder.footprint)
+        self.state = StateJudge(run, StateHealth(run.snapshot), self.updates, beside)
         self.recovery = Recovery(run, self.repairs, self.state.health.bad_now, self.updates.unseen)
         self.comparison = RunComparison(run, self.repairs, self.updates.unseen, evaluate)
-        self.effects = RiseEffects(run, observed, self.comparison, self.recovery, self.updates)
+        self.effects = RiseEffects(run, observed, self.comparison, self.recovery, self.updates, beside.plays)
         self.response = SingleRun(run.snapshot, run.rates, self.repairs.keeping_inputs)
         self.checkup = RunCheckup(run, observed, self.comparison, self.recovery, self.state)
         run.log.followers.append(self.repairs.follow)
@@ -664,6 +667,7 @@ class RunJudge:
             return PhaseMove.BLAMED
         if move is not PhaseMove.DUE or lost or effects.have_signs(config, unknown=True): return move
         why = "nothing in weights, rates or gradients speaks against the run: the loss itself has changed"
+        if effects.plays(): why = "nothing in weights or rates speaks against the run: a longer game raises the loss"
         report = run.verdicts.describe(config, effects.rise.reason, m.loss)
         seen.begin(effects.rise, replace(report, why=why))
         return PhaseMove.BACK if effects.rise.late else PhaseMove.CLEARED

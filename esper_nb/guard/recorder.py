@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import RandomStreams
-from .footprint import Footprint, batch_digest
+from .footprint import Footprint, batch_digest, dense_parts, same_values
 from .losses import loss_of
 from .rates import has_rate, set_setting
 from .reports import Explanation, Report
@@ -204,9 +204,9 @@ class StepRecorder:
             number=number, step=step, batch=batch, fetch=fetch, position=self.omissions.position - 1,
             digest=() if fetch else batch_digest(batch), streams=RandomStreams(self.streams).state_dict(),
             before=self._settings(), no_update=no_update, share=self.warm_up.next(), lr_factor=lr_factor,
-            nbytes=0 if fetch else sum(t.nbytes for t in tensors_of(batch)), footprint=self.footprint,
-            origin=origin, repeats=self.repeats, grads=self._has_gradients(), modes=self._modes(),
-            given=None if self.footprint is None else self.footprint.before_step(step))
+            nbytes=0 if fetch else sum(p.nbytes for t in tensors_of(batch) for p in dense_parts(t)),
+            footprint=self.footprint, origin=origin, repeats=self.repeats, grads=self._has_gradients(),
+            modes=self._modes(), given=None if self.footprint is None else self.footprint.before_step(step))
         if self.first is None: self.first = number
         weights = self._versions()
         look = self.runs < 16 or self.runs % 64 == 0
@@ -416,8 +416,8 @@ def tensors_of(
 def same_content(a, b) -> bool:
     "Whether two batches are equal to the bit."
     x, y = tensors_of(a), tensors_of(b)
-    return len(x) == len(y) and all(s.dtype == t.dtype and s.shape == t.shape and torch.equal(s.cpu(), t.cpu())
-                                    for s, t in zip(x, y))
+    return len(x) == len(y) and all(s.dtype == t.dtype and s.shape == t.shape and s.layout == t.layout
+                                    and same_values(s.cpu(), t.cpu()) for s, t in zip(x, y))
 
 # %% ../../nbs/guard/24_recorder.ipynb #e366616b
 def same_stream(a, b) -> bool:

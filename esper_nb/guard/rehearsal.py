@@ -140,8 +140,8 @@ def dry_replay(
     start = time.perf_counter()
     def said(**fields): return DryReplay(losses=tuple(losses), seconds=time.perf_counter() - start, **fields)
     if changed:
-        return said(exact=False, why=f"{changed[0]} was written into after its step (a buffer that is filled "
-                    "again?): hand over a copy, or what to fetch it by")
+        return said(exact=False, why=f"{changed[0]} was written into, in its step or later (`x.div_(...)`, a buffer "
+                    "that is filled again?): hand over a copy, or what to fetch it by")
     if footprint is not None and footprint.unrestorable: return said(exact=False, why=footprint.why_not)
     hints: Callable[[], Mapping[str, Any]] = dict if footprint is None else footprint.marks
     live = Attempt(tuple(losses), dict(marks()), dict(hints()))
