@@ -460,3 +460,25 @@ def test_replays_of_a_body_ask_for_nothing():
     governor.explain()
     governor.run(step, rows[8])
     assert governor.snapshot.steps == [9] and not governor.requests
+
+def test_what_is_not_finite_between_two_steps_is_put_back_before_a_step_that_would_not_bear_it():
+    def train(fault):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 1))
+        opt = torch.optim.Adam(net.parameters(), 1e-2)
+        governor = Governor(net, opt, chance_loss=math.log(2), config=QUIET)
+        def source():
+            for k, (x, y) in enumerate(a_list()):
+                if fault and k == 48: net[0].weight.data[0, 0] = math.nan
+                yield x, (y % 2).float()[:, None]
+        for x, y in governor.batches(source()):
+            loss = nn.functional.binary_cross_entropy(net(x).sigmoid(), y) # raises where it gets NaN
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            governor.watch(loss)
+        return governor, net
+    governor, net = train(True)
+    report, = governor.reports
+    assert (report.reason, report.cause, report.lost) == ("state", "external", None), str(report)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), train(False)[1].parameters()))

@@ -526,3 +526,18 @@ def test_what_is_too_large_to_be_kept_twice_and_was_written_over_is_named():
         governor.run(step, k)
     report, = governor.reports
     assert (report.action, report.cause) == ("rollback", "unknown") and "`x` of batch" in report.why
+
+
+def test_a_weight_that_makes_buffers_jump_is_put_back_where_something_was_seen_to_write_into_it():
+    "Only the buffers were put back, four times, and then taken for a new level of the data."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    opt = torch.optim.SGD(net.parameters(), .05, momentum=.9)
+    governor = Governor(net, opt, chance_loss=.69)
+    for k in range(220):
+        if k == 160: net[0].weight.data.mul_(300) # which batch norm hides from the loss
+        x = torch.randn(64, 4) + 1
+        governor.watch(descend(opt, F.cross_entropy(net(x), (x.sum(1) > 4).long())))
+    first, second = governor.reports
+    assert "buffers alone were put back" in str(first) and "model.1.running_mean" in first.restored
+    assert "model" in second.restored and net[0].weight.norm() < 10

@@ -335,6 +335,10 @@ class Governor:
 
     def _train_on(self, recovery: Recovery, repairs: Repairs, step, batch, fetch, origin): # as in `run`
         if repairs.recorder.footprint is None: self._look_at(repairs, step)
+        if not self.ranks and repairs.between.look() and (ruined := self.snapshot.find_bad()):
+            with self._explaining(recovery): # before it is handed to a step, which may not bear it
+                self.flush()
+                self._advance(PhaseMove.FAIL, Moment().of_state(ruined))
         if repairs.dry is None and len(repairs.recorder.steps) >= REHEARSED and recovery.rehearse():
             self.judge.same.use_unless_given(repairs.evaluate) # the latest batches again, none of them lost
         kept, wanted = repairs.recorder.omissions.wanted(batch, fetch, origin)
@@ -351,19 +355,24 @@ class Governor:
             returned = None
         loss = loss_of(returned)
         if loss is None and not bad: return None
+        with self._explaining(recovery) as new:
+            if bad: self._advance(PhaseMove.FAIL, Moment().of_state(bad))
+            else: self.watch(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            if not new and len(self.losses) and self._asks_to_redo(repairs): self.flush() # of these steps
+            if not new and self._asks_to_redo(repairs):
+                recovery.redo_disturbed("rise", self.losses.recent[-1], self.config)
+        repairs.between.note_again()
+        return returned
+
+    @contextmanager
+    def _explaining(self, recovery: Recovery) -> Iterator[list[Report]]: # that are filed meanwhile
+        "Look for the cause of an incident in the block, and redo its batches, before anybody hears of it."
         with self.log.delay() as new:
-            try:
-                if bad: self._advance(PhaseMove.FAIL, Moment().of_state(bad))
-                else: self.watch(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-                if not new and len(self.losses) and self._asks_to_redo(repairs): self.flush() # of these steps
+            try: yield new
             except GovernorStop as stop:
                 recovery.look_into([stop.report], self.config)
                 raise GovernorStop(self.reports[-1]) from None
             if new: recovery.look_into(new[-1:], self.config)
-            elif self._asks_to_redo(repairs):
-                recovery.redo_disturbed("rise", self.losses.recent[-1], self.config)
-        repairs.between.note_again()
-        return returned
 
     def _asks_to_redo(self, repairs: Repairs) -> bool:
         "Whether the latest steps are to be trained on again, in case that something disturbed them."

@@ -53,7 +53,7 @@ class BetweenSteps:
         self.exchanged: deque[Written] = deque(maxlen=64) # modules that were given other tensors: that was meant
         self.writes = 0 # of the snapshot, when the latest step ended
         self.counts: WriteCounts | None = None # of the latest step; None: not known
-        self.inside = False # a step runs
+        self.inside = self.looked = False # a step runs; it has been looked at what was written before it
         watch, optimizers = self.watch, [o for o in snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
         def begin(*_): watch.begin_update()
         def end(*_): watch.end_update()
@@ -62,8 +62,7 @@ class BetweenSteps:
     @contextmanager
     def step(self, number: int) -> Iterator[None]: # calls of `watch` before it
         "Look at the state before and after a step; what the Governor itself has written is no news."
-        if self.writes != self.snapshot.writes: self.watch.renew()
-        if (found := self.watch.start_of_step()) is not None: self._note(found)
+        self.look()
         then, self.inside = self.snapshot.writes, True
         try:
             with self.alone(): yield
@@ -72,11 +71,22 @@ class BetweenSteps:
         self._note_state(number)
         self.counts = self.watch.counts if mine else None
 
+    def look(self) -> tuple[str, ...]: # names; none: nothing, or it is a habit of the loop
+        "Return what was written since the latest step; to be asked before a step, else it asks itself."
+        if self.looked: return ()
+        self.looked = True
+        if self.writes != self.snapshot.writes: self.watch.renew()
+        found = self.watch.start_of_step()
+        if found is None: return ()
+        self._note(found)
+        return () if self.habits(found.after).issuperset(found.names) else found.names
+
     def note_again(self):
         "Note the state anew where the Governor itself has written since the step: what the loop writes is seen then."
         if self.writes != self.snapshot.writes and self.watch.before is not None: self._note_state(self.watch.number)
 
     def _note_state(self, number: int): # of the step that has ended
+        self.looked = False
         self.watch.end_of_step(number)
         self.writes = self.snapshot.writes
 

@@ -249,7 +249,8 @@ class LayerWatch:
                  for k, m in replay.objects.items() if isinstance(m, nn.Module)]
         for head, model in names:
             for name, m in model.named_modules():
-                if not list(m.children()): self.handles.append(m.register_forward_hook(self._activation(head + name)))
+                label = head + name or type(m).__name__ # of a model that is one layer
+                if not list(m.children()): self.handles.append(m.register_forward_hook(self._activation(label)))
         self.params = [(head + name, p) for head, model in names for name, p in model.named_parameters()]
         self.then: dict[str, Tensor] = {}
         replay.changes.before_step.append(self._next)
