@@ -984,6 +984,7 @@ class Inquiry:
         self.replay, self.is_bad = replay, is_bad
         self.budget, self.all_of_them = budget, all_of_them
         self.experiments = experiments
+        self.slower = any(e.cause in SLOWER for e in experiments.values()) # or nobody would act on such a cure
         self.case = CaseFile(replay)
         self.found = Findings(replay.steps, replay.losses, find_onset(replay.losses, replay.older))
         self.good = GoodState(replay)
@@ -1012,7 +1013,8 @@ class Inquiry:
         if not found.odd and self._affordable(): found.odd = self._apart(partial(odd_later, r, found.onset))
         if found.wrong and self._affordable(): found.odd |= self._apart(partial(bad_steps, r, self.is_bad))
         rows = {name: e for name, e in self.experiments.items() if e.fits(r, found)}
-        return self._conclude(self._cures(rows)[:1] or self._cures_together(rows), rows)
+        cured = self._cures(rows)[:1]
+        return self._conclude(cured or (self._cures_together(rows) if self.slower else []), rows)
 
     def _tell(self, steps: int): # of the first replay
         "Say why nothing seems to happen, where that takes long."
@@ -1154,7 +1156,10 @@ class Inquiry:
         if cured: return said(found, **why_cured([rows[k] for k in cured], self.replay, found))
         left = ", ".join(k for k in rows if k not in {x.experiment for x in self.case.evidence})
         if left: return said(found, "unknown", f"the budget of {self.budget} steps is used up; not tried: {left}")
-        return said(found, "unknown", "the run ruins itself again, and no change of data, order, learning rate, "
+        again = "the run ruins itself again, and no change"
+        if not self.slower: return said(found, "unknown", f"{again} of data, settings or gradients cures it; smaller steps "
+                                        "were not tried: `explain()` tries them")
+        return said(found, "unknown", f"{again} of data, order, learning rate, "
                     "precision or gradients cures it: look at the step itself")
 
 # %% ../../nbs/guard/26_causes.ipynb #findrun

@@ -394,16 +394,16 @@ class RiseEffects:
         measure the weights of this run, and something beside it speaks against them. The same sign is asked for where
         the cure is a smaller step: that stays near the old weights whatever the loss says."""
         if not (self.recovery.repairs.repeatable and config.explain_steps and config.proof): return (), PhaseMove.PROVED
-        report = self.observed.report and replace(self.observed.report, old_loss=self.rise.old_loss)
-        found = self.recovery.prove(report, config)
         t, comparison = self.rise, self.comparison
         fallen = comparison.fall.has_happened(t, config)
         signs = self.have_signs(config, unknown=True)
-        certain = t.is_absurd() or fallen or comparison.is_proven and signs
-        slower = signs and comparison.calibration.fit > 0 and found.cause in WEAK_CAUSES
+        certain = not t.doubtful and (t.is_absurd() or fallen or comparison.is_proven and signs)
+        slower = not t.doubtful and signs and comparison.calibration.fit > 0 # may cure, too
+        report = self.observed.report and replace(self.observed.report, old_loss=t.old_loss)
+        found = self.recovery.prove(report, config, slower=certain or slower)
         proved = found.ruined or found.cause in DISTURBED
         weak = found.cause in (*NO_PROOF, *WEAK_CAUSES)
-        if proved and (not weak or not t.doubtful and (certain or slower)):
+        if proved and (not weak or certain or slower and found.cause in WEAK_CAUSES):
             if fallen and found.cause in ("lr_too_high", "gradient_spike"): self.begin_slower()
             return (), PhaseMove.PROVED
         self.observed.say(f"no cause is proved ({found.why}), so nothing is undone")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..core import hook_steps, quiet_hooks
-from .causes import find_cause, out_of_turn, redo, redo_disturbed
+from .causes import EXPERIMENTS, Experiment, find_cause, out_of_turn, redo, redo_disturbed
 from .footprint import Footprint, bits_of
 from .probation import Probation, SavedAt
 from .ranks import Ranks
@@ -285,6 +285,7 @@ class Repairs:
         budget: int | None, # steps that it may take; None: as many as it needs
         all_of_them: bool = False, # continue after the first experiment that helps
         is_bad: Callable[[], Sequence[str]] | None = None, # what is wrong with the state
+        experiments: Mapping[str, Experiment] = EXPERIMENTS, # that are made
     ) -> Explanation:
         "Replay an incident, change one thing at a time, and return what cures it."
         self._settle()
@@ -297,7 +298,7 @@ class Repairs:
             return Explanation(cause="unknown", why=f"no replay: {why}", first=first, last=last, begin=None)
         found = self._try(failed, lambda: find_cause(
             incident, self.ranks, budget, all_of_them, dry=dry, written=self._written(incident),
-            is_bad=is_bad))
+            experiments=experiments, is_bad=is_bad))
         if found.cause != "healthy": self.found = found
         return found
 
@@ -439,12 +440,18 @@ class Recovery:
         if not dry.exact: self.run.log.remark("replay", f"no step is run twice: {dry.why}")
         return dry.exact
 
-    def prove(self, report: Report | None, config: GovernorConfig) -> Explanation: # of the comparison
+    def prove(
+        self,
+        report: Report | None, # of the comparison
+        config: GovernorConfig, # for the steps that it may take
+        slower: bool = True, # a cure by smaller steps would be believed; False: it is not looked for
+    ) -> Explanation:
         "Look for the cause of a rise before anything is done about it."
         incident = self.repairs.open(self.run.good.at().batch)
         incident.report = report
         with self.unseen():
-            self.proof = self.repairs.find_cause(incident, config.explain_steps, is_bad=self.is_bad)
+            wanted = {name: e for name, e in EXPERIMENTS.items() if slower or e.cause not in WEAK_CAUSES}
+            self.proof = self.repairs.find_cause(incident, config.explain_steps, is_bad=self.is_bad, experiments=wanted)
         return self.proof
 
     def drop_proof(self):
