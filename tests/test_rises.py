@@ -15,8 +15,8 @@ from torch import nn
 from esper_nb.control.rules import QUICK_RULES
 from esper_nb.grow import Decision
 from esper_nb.guard import (
-    Evidence, Explanation, Governor, GovernorConfig, GuardedRun, LossStats, Moment, PhaseMove, Recovery, RiseEffects,
-    RiseMonitor, RiseObservation, RunComparison, StepRecorder, blames_weights, judge)
+    WEAK_CAUSES, Evidence, Explanation, Governor, GovernorConfig, GuardedRun, LossStats, Moment, PhaseMove, Recovery,
+    RiseEffects, RiseMonitor, RiseObservation, RunComparison, StepRecorder, blames_weights, judge)
 from esper_nb.guard.rises import monitor_rise
 from esper_nb.train import Fault, FitConfig, disturb_at, fit, get_task, new_population, run_epoch
 
@@ -596,7 +596,10 @@ def test_what_a_rise_is_acted_on_for(cause, signs, fit, fallen, acts):
     seen.begin(RiseMonitor(level=0., near=.1, spread=.1, x=[1.] * 20, losses=[2.7] * 20))
     found = Explanation(cause=cause, why="", first=0, last=9, begin=None,
                         evidence=(Evidence("nothing", cured=False, loss=2., steps=9),))
-    recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True), prove=lambda report, config: found,
+    def prove(report, config, slower):
+        assert slower or not acts or cause not in WEAK_CAUSES # else it would not have been looked for
+        return found
+    recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True), prove=prove,
                                drop_proof=lambda: None)
     comparison = SimpleNamespace(fall=SimpleNamespace(has_happened=lambda t, config: fallen),
                                  calibration=SimpleNamespace(fit=fit), is_proven=fit > 1)

@@ -1157,8 +1157,8 @@ class Inquiry:
         left = ", ".join(k for k in rows if k not in {x.experiment for x in self.case.evidence})
         if left: return said(found, "unknown", f"the budget of {self.budget} steps is used up; not tried: {left}")
         again = "the run ruins itself again, and no change"
-        if not self.slower: return said(found, "unknown", f"{again} of data, settings or gradients cures it; smaller steps "
-                                        "were not tried: `explain()` tries them")
+        if not self.slower: return said(found, "unknown", f"{again} of data, settings or gradients cures it; smaller "
+                                        "steps were not tried: `explain()` tries them")
         return said(found, "unknown", f"{again} of data, order, learning rate, "
                     "precision or gradients cures it: look at the step itself")
 

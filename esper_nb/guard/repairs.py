@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from ..core import hook_steps, quiet_hooks
-from .causes import EXPERIMENTS, Experiment, find_cause, out_of_turn, redo, redo_disturbed
+from .causes import (
+    EXPERIMENTS, Experiment, find_cause, out_of_turn, redo, redo_disturbed, wrote)
 from .footprint import Footprint, bits_of
 from .probation import Probation, SavedAt
 from .ranks import Ranks
@@ -285,7 +286,7 @@ class Repairs:
         budget: int | None, # steps that it may take; None: as many as it needs
         all_of_them: bool = False, # continue after the first experiment that helps
         is_bad: Callable[[], Sequence[str]] | None = None, # what is wrong with the state
-        experiments: Mapping[str, Experiment] = EXPERIMENTS, # that are made
+        experiments: Mapping[str, Experiment] | None = None, # that are made; None: all
     ) -> Explanation:
         "Replay an incident, change one thing at a time, and return what cures it."
         self._settle()
@@ -466,6 +467,8 @@ class Recovery:
     def look_into(self, reports: Sequence[Report], config: GovernorConfig):
         "After a rollback: keep the incident, find its cause, and do what that suggests."
         run, proof, self.proof = self.run, self.proof, None
+        for r in reports:
+            if r.rolled_back and r.reason == "state" and not r.lost: self._blame_write(r)
         report = next((r for r in reports if r.lost and r.action in ("rollback", "replay", "stop")), None)
         if report is None or report.lost is None or not self.repairs.recorder.runs: return
         incident = self.repairs.open(report.lost[0], report)
@@ -535,6 +538,16 @@ class Recovery:
         run.verdicts.count(done.steps)
         run.good.probation.count(done.steps)
         run.log.amend(report, redone=len(done.losses), lost=done.lost)
+
+    def _blame_write(self, report: Report): # of a rollback that has cost no batch
+        "What was seen to write into the state, right behind the good one, is the cause of what is wrong with it."
+        run, written = self.run, self.repairs.between.written
+        bad = {text.partition(":")[0] for text in report.bad_state}
+        if not written or not bad & set(written[-1].names): return
+        why = wrote(written, written)
+        if report.lr_factor is not None: run.rates.refund(run.good.at().lr_factor)
+        run.log.amend(report, cause="external", why=why, lr_factor=None)
+        run.budget.refund(0)
 
     def _refund(self, report: Report):
         "Take back what an incident has cost whose cause is proved, and is not the learning rate."
