@@ -1,6 +1,7 @@
 "Loops as tutorials have them, of kinds that no benchmark has: tiny, each with what went wrong there."
 import copy
 import multiprocessing
+import os
 
 import pytest
 import torch
@@ -526,3 +527,28 @@ def test_what_is_too_large_to_be_kept_twice_and_was_written_over_is_named():
         governor.run(step, k)
     report, = governor.reports
     assert (report.action, report.cause) == ("rollback", "unknown") and "`x` of batch" in report.why
+
+@pytest.mark.parametrize("outside", ["target", "weights"])
+def test_what_a_loop_does_to_its_target_is_no_sign_against_the_weights(outside):
+    "A target is copied between steps, and the loss rises since the data are noisier: old weights would lose batches."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    target = copy.deepcopy(net)
+    opt = torch.optim.SGD(net.parameters(), lr=.02)
+    governor = Governor(net, target, opt, chance_loss=None)
+    g = torch.Generator().manual_seed(1)
+    with open(os.devnull, "w") as log: # a step that writes into a file is not run twice
+        def step(batch):
+            x, y = batch
+            loss = (net(x) - y - 0 * target(x).detach()).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            log.write(f"{loss.item()}\n")
+            return loss
+        for k in range(120):
+            x = torch.randn(16, 4, generator=g)
+            governor.run(step, (x, x.sum(1, keepdim=True) + (.5 if k < 52 else 4) * torch.randn(16, 1, generator=g)))
+            if k % 25 == 24: (target if outside == "target" else net).load_state_dict(net.state_dict())
+    actions = [n.action for n in governor.notes]
+    assert "wait" in actions and ("compare" in actions) == (outside == "weights")
