@@ -1225,3 +1225,37 @@ def test_many_tensors_are_looked_at_in_turns():
     assert all(0 < len(turn) <= PIECES for turn in watch.turns)
     assert all(len(turn) == 1 or sum(words.nbytes for _, words in turn) <= PIECE for turn in watch.turns)
     assert sorted({i for turn in watch.turns for i, _ in turn}) == list(range(42))
+
+class BesideState(torch.optim.Optimizer):
+    "Keeps statistics of layers and an optimizer of its own, none of them in its state, as second-order ones do."
+    def __init__(self, net):
+        super().__init__(net.parameters(), {})
+        self.sizes, self.steps = {}, 0
+        self.inner = torch.optim.SGD(net.parameters(), lr=.05, momentum=.9)
+        for m in net.children(): m.register_forward_pre_hook(self.note)
+
+    def note(self, module, args):
+        if self.steps == 0: self.sizes[module] = args[0].detach().square().mean(0)
+        self.sizes[module].lerp_(args[0].detach().square().mean(0), .1)
+
+    def step(self, closure=None):
+        for module, size in self.sizes.items(): module.weight.grad.div_(size.sqrt() + .1)
+        self.inner.step()
+        self.steps += 1
+
+def test_what_an_optimizer_keeps_beside_its_state_is_restored():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    opt = BesideState(net)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(x):
+        loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+    for k in range(80):
+        if k == 60: net[0].weight.data[0, 0] = torch.nan
+        governor.run(step, torch.randn(16, 4))
+    assert [(r.reason, r.cause) for r in governor.reports] == [("non-finite", "external")]
+    assert all(size.isfinite().all() for size in opt.sizes.values()) and opt.steps == 80

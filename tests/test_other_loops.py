@@ -1,6 +1,7 @@
 "Loops as tutorials have them, of kinds that no benchmark has: tiny, each with what went wrong there."
 import copy
 import multiprocessing
+import os
 
 import pytest
 import torch
@@ -541,3 +542,57 @@ def test_a_weight_that_makes_buffers_jump_is_put_back_where_something_was_seen_t
     first, second = governor.reports
     assert "buffers alone were put back" in str(first) and "model.1.running_mean" in first.restored
     assert "model" in second.restored and net[0].weight.norm() < 10
+
+
+@pytest.mark.parametrize("outside", ["target", "weights"])
+def test_what_a_loop_does_to_its_target_is_no_sign_against_the_weights(outside):
+    "A target is copied between steps, and the loss rises since the data are noisier: old weights would lose batches."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    target = copy.deepcopy(net)
+    opt = torch.optim.SGD(net.parameters(), lr=.02)
+    governor = Governor(net, target, opt, chance_loss=None)
+    g = torch.Generator().manual_seed(1)
+    with open(os.devnull, "w") as log: # a step that writes into a file is not run twice
+        def step(batch):
+            x, y = batch
+            loss = (net(x) - y - 0 * target(x).detach()).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            log.write(f"{loss.item()}\n")
+            return loss
+        for k in range(120):
+            x = torch.randn(16, 4, generator=g)
+            governor.run(step, (x, x.sum(1, keepdim=True) + (.5 if k < 52 else 4) * torch.randn(16, 1, generator=g)))
+            if k % 25 == 24: (target if outside == "target" else net).load_state_dict(net.state_dict())
+    actions = [n.action for n in governor.notes]
+    assert "wait" in actions and ("compare" in actions) == (outside == "weights")
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_a_loop_drops_between_two_epochs_are_not_there_in_a_replay(to_none):
+    "They were: a loop that accumulates over three batches of seven was said to be disturbed by hardware."
+    def train(fault):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        opt = torch.optim.SGD(net.parameters(), lr=.05, momentum=.9)
+        governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+        made = torch.Generator().manual_seed(1)
+        for epoch in range(9):
+            opt.zero_grad(set_to_none=to_none)
+            rows = [torch.randn(8, 4, generator=made) for _ in range(7)]
+            for k, x in governor.batches(list(enumerate(rows))):
+                if fault and epoch == 7 and k == 1 and not governor.replaying:
+                    with torch.no_grad(): net.weight[0, 0] = torch.nan
+                loss = F.mse_loss(net(x), x @ AIM)
+                loss.backward()
+                if k % 3 == 2:
+                    opt.step()
+                    opt.zero_grad()
+                governor.watch(loss)
+        return net.weight.detach(), governor
+    weight, governor = train(True)
+    report, = governor.reports
+    assert report.cause == "external" and "the loop wrote into model.weight" in report.why, str(report)
+    assert torch.equal(weight, train(False)[0])

@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
-           'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL',
-           'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
-           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names', 'Inside',
-           'Keys', 'Entries', 'Members', 'version_of', 'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of',
-           'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state',
-           'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'StepWalk',
-           'owned_by_parts', 'has_nan', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged',
-           'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState',
-           'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen', 'content_of',
-           'tensor_digest', 'batch_digest']
+           'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'OPTIMIZER_TABLES',
+           'GIVEN', 'FULL', 'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module',
+           'is_users', 'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable',
+           'Names', 'Inside', 'Keys', 'Entries', 'Members', 'version_of', 'dense_parts', 'same_values', 'some_of',
+           'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf',
+           'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect', 'wrapped_by',
+           'place_of', 'Walk', 'StepWalk', 'owned_by_parts', 'has_nan', 'mark_of', 'top_name', 'Given', 'clone_of',
+           'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of',
+           'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around',
+           'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -692,6 +692,7 @@ class Walk:
 
 # %% ../../nbs/guard/21_footprint.ipynb #af8fd97c
 MODULE_TABLES = frozenset(vars(nn.Module())) # what every module has
+OPTIMIZER_TABLES = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) # what every optimizer has
 
 class StepWalk(Walk):
     "A walk that knows how to look at each kind of object."
@@ -752,9 +753,10 @@ class StepWalk(Walk):
             if is_users(c, self.home) and (c, made) not in self.methods: self.methods.append((c, made))
 
     def look_at_known(self, obj, name: str):
-        "Look for what a handed-over module keeps beside its state, and for what the loop writes into a dict."
+        "Look for what a handed-over part keeps beside its state, and for what the loop writes into a dict."
         if isinstance(obj, nn.Module):
             for m in obj.modules(): self.look_inside_module(m, name)
+        elif isinstance(obj, torch.optim.Optimizer): self.look_inside_optimizer(obj, name)
         elif isinstance(obj, dict): self.shared[id(obj)] = Entries(obj, name)
         elif isinstance(obj, list): self.shared[id(obj)] = Holder(obj, name)
 
@@ -776,6 +778,12 @@ class StepWalk(Walk):
             if isinstance(v, (list, deque)): self.structure[id(v)] = Holder(v, f"{name}.{k}")
         inside = (*RANDOM, Tensor, np.ndarray)
         self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, inside)])
+
+    def look_inside_optimizer(self, optimizer: torch.optim.Optimizer, name: str):
+        "Note what an optimizer keeps beside state and groups: statistics of layers, a counter, one that it wraps."
+        inside = (*PLAIN, *RANDOM, Tensor, np.ndarray, dict, list, deque, torch.optim.Optimizer)
+        kept = [k for k, v in vars(optimizer).items() if k not in OPTIMIZER_TABLES and isinstance(v, inside)]
+        self.hold(optimizer, name, kept, vars(optimizer))
 
     def look_at_tensor(self, t: Tensor, name: str):
         "Note a tensor with its gradient, unless it has no values (meta), or those of a part."
@@ -812,6 +820,7 @@ class StepWalk(Walk):
             if isinstance(obj, torch.optim.Optimizer):
                 params = [p for g in obj.param_groups for p in g["params"]]
                 self.add(*[(p, f"{name}[{i}]") for i, p in enumerate(params)])
+                self.look_inside_optimizer(obj, name)
             return None
         table = None if isinstance(obj, LOCKS) else attributes_of(obj)
         if own or isinstance(obj, types.SimpleNamespace):

@@ -29,8 +29,8 @@ from .rehearsal import DryReplay, dry_replay
 from .replay import NotRestorable, Replay
 from .reports import Explanation, GovernorConfig, Report, logger
 from .responses import GuardedRun, clocks_of
-from .snapshots import Snapshot
-from .writes import StateWatch, WriteCounts, Written, tables_of, tensors_of_parts
+from .snapshots import Snapshot, owned_by
+from .writes import StateWatch, WriteCounts, Written, tables_of, tensors_of_parts, untrained_in
 
 # %% ../../nbs/guard/28_repairs.ipynb #between1
 HABIT = 16 # times that something wrote into a tensor between two steps, from which on it is part of the loop
@@ -55,10 +55,11 @@ class BetweenSteps:
         self.writes = 0 # of the snapshot, when the latest step ended
         self.counts: WriteCounts | None = None # of the latest step; None: not known
         self.inside = self.looked = False # a step runs; it has been looked at what was written before it
-        watch, optimizers = self.watch, [o for o in snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
+        self.optimizers = [o for o in snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
+        watch = self.watch
         def begin(*_): watch.begin_update()
         def end(*_): watch.end_update()
-        weakref.finalize(self, quiet_hooks, hook_steps(optimizers, begin, end))
+        weakref.finalize(self, quiet_hooks, hook_steps(self.optimizers, begin, end))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]: # calls of `watch` before it
@@ -94,7 +95,10 @@ class BetweenSteps:
     def _note(self, found: Written):
         if found.how == "exchanged": return self.exchanged.append(found)
         self.written.append(found)
-        if self.tell is not None: self.tell(", ".join(found.names[:3]))
+        # what a loop does to a target or to averaged weights says nothing about the weights that it trains
+        judges = untrained_in(self.snapshot.objects, owned_by(self.optimizers))
+        names = [name for name in found.names if not name.startswith(tuple(f"{judge}." for judge in judges))]
+        if self.tell is not None and names: self.tell(", ".join(names[:3]))
 
     def until(self, number: int) -> list[Written]: # of a step
         "Return what was written before the end of a step."

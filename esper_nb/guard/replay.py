@@ -28,9 +28,9 @@ from .footprint import is_own_file
 from .gate import once_there_are_gradients
 from .ranks import Ranks
 from .rates import set_setting
-from esper_nb.guard.recorder import (
-    GroupRates, RecordedIncident, foreign_optimizers, give_inputs, idle, lower_rates, put_rates_back, settings_of,
-    tensors_of)
+from .recorder import (
+    GroupRates, RecordedIncident, RecordedStep, foreign_optimizers, give_inputs, idle, lower_rates, put_rates_back,
+    settings_of, tensors_of)
 from .snapshots import SavedState
 
 # %% ../../nbs/guard/25_replay.ipynb #23aa0017
@@ -195,6 +195,7 @@ class Replay:
         if not anyway: self._follow_settings(i)
         if s.modes is not None: s.modes.put()
         if s.number in self.changes.without and not anyway: return math.nan
+        self._follow_gradients(s)
         self.changes.call("before_step")
         with ExitStack() as stack:
             for make in self.changes.around: stack.enter_context(make())
@@ -209,6 +210,12 @@ class Replay:
         for g, own, then in zip(self.groups, self.own_settings(), self.steps[i].before):
             for name, v in then:
                 if v is not None and name in g and name not in own: set_setting(g, name, v)
+
+    def _follow_gradients(self, step: RecordedStep):
+        "Let go of gradients that the loop has dropped before a step, as between two epochs of an accumulation."
+        if any(map(bool, step.grads)): return
+        for p in self.params:
+            if p.grad is not None: p.grad = torch.zeros_like(p.grad) if step.grads else None
 
     def agreed(self, losses: list[float]) -> list[float]: # as many on every rank
         "Return the means over ranks."

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..core import ModulePart, forget_noted, weights_in
 from .budget import Budget, blames_batch, is_extreme
 from .detector import RULES, LossStats, Verdict, off_scale, on_scale
-from .footprint import Footprint, place_of
+from .footprint import Footprint
 from .losses import LossQueue, Verdicts
 from .phases import Effect, PhaseMove
 from .probation import GoodFiles, GoodStates, SavedAt
@@ -33,6 +33,7 @@ from .rates import LearningRates
 from .reports import GovernorConfig, IncidentLog, Report
 from .rises import blames_weights
 from .snapshots import RestoreResult, Snapshot
+from .writes import untrained_in
 
 # %% ../../nbs/guard/27_responses.ipynb #46cb98c3
 def is_clock(name: str, obj) -> bool:
@@ -64,10 +65,7 @@ def not_exchanged(
     """
     left = (*clocks_of(snapshot), *(name for name in ("governor_stats", "update_gate") if name in snapshot.parts))
     if absurd: return left
-    def at(p): return place_of(p) or id(p) # a module may hold the same memory as another tensor
-    trained = {at(p) for g in rates.groups for p in g["params"]}
-    judges = [name for name, obj in snapshot.objects.items() if trained and isinstance(obj, torch.nn.Module)
-              and not any(at(p) in trained for p in obj.parameters())]
+    judges = untrained_in(snapshot.objects, [p for g in rates.groups for p in g["params"]])
     return (*left, *judges, *(name for name, obj in snapshot.objects.items() if isinstance(obj, Footprint)))
 
 # %% ../../nbs/guard/27_responses.ipynb #560ddfa9
