@@ -335,7 +335,8 @@ class Governor:
 
     def _train_on(self, recovery: Recovery, repairs: Repairs, step, batch, fetch, origin): # as in `run`
         if repairs.recorder.footprint is None: self._look_at(repairs, step)
-        if not self.ranks and repairs.between.look() and (ruined := self.snapshot.find_bad()):
+        watches = not (self.ranks or self.budget.stopped[0])
+        if watches and repairs.between.look() and (ruined := self.snapshot.find_bad()):
             with self._explaining(recovery): # before it is handed to a step, which may not bear it
                 self.flush()
                 self._advance(PhaseMove.FAIL, Moment().of_state(ruined))
@@ -387,7 +388,8 @@ class Governor:
         recorded batches may come again: for a comparison, for an experiment, or to be trained on once more after a
         rollback, without those that caused it. `replaying` is true meanwhile. Variables of the loop are restored with
         the parts, so its own counters are right afterwards. `enumerate` and bars go inside: `batches(tqdm(loader))`.
-        What the body of the loop raises ends the loop: where NaN makes a loss or a distribution raise, use `run`.
+        What the body of the loop raises ends the loop: where NaN in a batch makes a loss or a distribution raise, use
+        `run`. A state that something has made NaN is put back before the next step.
 
         Raises
         ------
