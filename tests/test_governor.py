@@ -498,7 +498,7 @@ def test_cuda_a_weight_that_was_overwritten_is_one_incident_although_losses_wait
             with torch.no_grad(): net[2].weight[0, 0] = math.nan
         governor.run(step, batch)
     governor.close()
-    assert [(r.batch, r.cause) for r in governor.reports] == [(63, "external")] # before the next step
+    assert [(r.batch, r.cause) for r in governor.reports] == [(64, "external")]
     assert all(p.isfinite().all() for p in net.parameters())
 
 def test_restored_step_is_the_lane_s_own():

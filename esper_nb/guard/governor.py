@@ -335,9 +335,9 @@ class Governor:
 
     def _train_on(self, recovery: Recovery, repairs: Repairs, step, batch, fetch, origin): # as in `run`
         if repairs.recorder.footprint is None: self._look_at(repairs, step)
-        watches = not (self.ranks or self.budget.stopped[0])
-        if watches and repairs.between.look() and (ruined := self.snapshot.find_bad()):
-            with self._explaining(recovery): # before it is handed to a step, which may not bear it
+        asks = self.loop is not None and not (self.ranks or self.budget.stopped[0])
+        if asks and repairs.between.look() and (ruined := self.snapshot.find_bad()):
+            with self._explaining(recovery): # what the body of a loop raises cannot be caught, unlike what `run` calls
                 self.flush()
                 self._advance(PhaseMove.FAIL, Moment().of_state(ruined))
         if repairs.dry is None and len(repairs.recorder.steps) >= REHEARSED and recovery.rehearse():
