@@ -596,8 +596,9 @@ def test_what_a_rise_is_acted_on_for(cause, signs, fit, fallen, acts):
     seen.begin(RiseMonitor(level=0., near=.1, spread=.1, x=[1.] * 20, losses=[2.7] * 20))
     found = Explanation(cause=cause, why="", first=0, last=9, begin=None,
                         evidence=(Evidence("nothing", cured=False, loss=2., steps=9),))
-    def prove(report, config, slower):
+    def prove(report, config, slower, certain):
         assert slower or not acts or cause not in WEAK_CAUSES # else it would not have been looked for
+        assert certain or not acts or found.ruined # nor anything, after many searches in vain
         return found
     recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True), prove=prove,
                                drop_proof=lambda: None)
@@ -632,6 +633,23 @@ def test_what_was_found_out_about_a_rise_that_stays_is_not_said_of_the_next_inci
     repairs.incident = SimpleNamespace(report=report)
     recovery.look_into([run.log.file(report)], config)
     assert [e.cause for e in asked] == ["lr_too_high", "external"] and run.log.reports[-1].cause == "external"
+
+
+def test_a_run_that_rises_again_and_again_pays_a_share_of_its_steps_for_searches_in_vain():
+    (net, opt), step, batches = adversary(1)
+    governor = Governor(net, opt, chance_loss=None)
+    for b in batches[:200]: governor.run(step, b)
+    recovery, config, asked = governor.judge.recovery, governor.config, []
+    weights = [p.clone() for p in net.parameters()]
+    for _ in range(20):
+        asked.append(recovery.prove(None, config, certain=False))
+        recovery.drop_proof()
+    spared = [e for e in asked if not e.steps]
+    assert 0 < len(spared) < 20 and recovery.in_vain == sum(e.steps for e in asked)
+    assert all(e.cause == "unknown" and "explain()" in e.why for e in spared)
+    assert recovery.in_vain - asked[0].steps <= 500 + .5 * 200
+    assert recovery.prove(None, config).steps # where it is certain that the weights are worse
+    assert all(torch.equal(p, w) for p, w in zip(net.parameters(), weights))
 
 
 class Table:

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['Count', 'Whole', 'Positive', 'NonNegative', 'Multiple', 'PositiveOrInf', 'Share', 'PositiveShare', 'ShareBelow1',
-           'RandomSeed', 'check', 'check_count', 'printable', 'Range', 'OneOf', 'check_type', 'Config', 'find_hint',
-           'read_setting', 'parse_settings', 'hint_to_json', 'hint_from_json', 'changed_settings', 'option_text']
+           'RandomSeed', 'check', 'check_count', 'printable', 'listed', 'Range', 'OneOf', 'check_type', 'Config',
+           'find_hint', 'read_setting', 'parse_settings', 'hint_to_json', 'hint_from_json', 'changed_settings',
+           'option_text']
 
 # %% ../../nbs/core/00_config.ipynb #cd079288
 import dataclasses
@@ -17,6 +18,7 @@ import math
 import sys
 import types
 import typing
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Annotated
 
@@ -46,6 +48,13 @@ def printable(
 ) -> str:
     "Escape unprintable characters, such as the control codes of a terminal."
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+# %% ../../nbs/core/00_config.ipynb #d5a069f4
+def listed(names: Sequence[str], most: int = 4, width: int = 60) -> str: # width: of a name, characters
+    "Format names for a sentence."
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    shown = [k if len(k) <= width else f"{k[:width]}…" for k in map(str, names[:most])]
+    return ", ".join(repr(k) if "," in k else k for k in shown) + more
 
 # %% ../../nbs/core/00_config.ipynb #0070f5fc
 def _refuse(cls, unknown: str) -> ValueError: # to be raised

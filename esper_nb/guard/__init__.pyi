@@ -23,7 +23,7 @@ from .causes import (SPARED as SPARED, OLD_GRADIENTS as OLD_GRADIENTS, RUINED as
     is_in_cycles as is_in_cycles, had_a_spell as had_a_spell, hold_settings as hold_settings,
     other_settings as other_settings, is_near as is_near, without_autocast as without_autocast,
     full_precision as full_precision, bears_float32 as bears_float32, few_bits as few_bits,
-    drop_gradients as drop_gradients, updates_every_step as updates_every_step, forget_moments as forget_moments,
+    drop_gradients as drop_gradients, uses_old_gradients as uses_old_gradients, forget_moments as forget_moments,
     moments_push as moments_push, clip_as_usual as clip_as_usual, scale_rate as scale_rate, slower as slower,
     climb as climb, CaseFile as CaseFile, why_well as why_well, why_cured as why_cured, Repetition as Repetition,
     Inquiry as Inquiry, find_cause as find_cause, on_any_rank as on_any_rank, redo as redo,
@@ -93,8 +93,8 @@ from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quie
     end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not)
 from .repairs import (HABIT as HABIT, RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, AGAIN as AGAIN,
-    NO_PROOF as NO_PROOF, DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, BetweenSteps as BetweenSteps,
-    Redone as Redone, Repairs as Repairs, Unsolved as Unsolved, Recovery as Recovery)
+    NO_PROOF as NO_PROOF, DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, IN_VAIN as IN_VAIN,
+    BetweenSteps as BetweenSteps, Redone as Redone, Repairs as Repairs, Unsolved as Unsolved, Recovery as Recovery)
 from .replay import (LOW as LOW, FILLS as FILLS, Changes as Changes, is_left_alone as is_left_alone,
     NotRestorable as NotRestorable, Replay as Replay, gradient_norm as gradient_norm, share_of_rate as share_of_rate,
     LayerWatch as LayerWatch, is_finite as is_finite, OperationWatch as OperationWatch, user_line as user_line,

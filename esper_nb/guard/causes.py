@@ -12,7 +12,7 @@ __all__ = ['SPARED', 'OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'EXPERIMENTS', 'C
            'later_batches', 'are_sorted', 'can_mix', 'have_one_form', 'out_of_turn', 'mix_examples', 'with_tensors',
            'switched_inputs', 'hold_inputs', 'name_inputs', 'hold_rate', 'most_changed', 'rate_rose', 'is_in_cycles',
            'had_a_spell', 'hold_settings', 'other_settings', 'is_near', 'without_autocast', 'full_precision',
-           'bears_float32', 'few_bits', 'drop_gradients', 'updates_every_step', 'forget_moments', 'moments_push',
+           'bears_float32', 'few_bits', 'drop_gradients', 'uses_old_gradients', 'forget_moments', 'moments_push',
            'clip_as_usual', 'scale_rate', 'slower', 'climb', 'CaseFile', 'why_well', 'why_cured', 'Repetition',
            'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
 
@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..core import listed
 from .ranks import Ranks
 from .rates import has_rate, set_setting
 from .recorder import RecordedIncident, RecordedStep, settings_of, tensors_of
@@ -76,6 +77,7 @@ class Findings:
     wrong: dict[int, str] = field(default_factory=dict) # what was wrong with its state after a step, by place
     norms: Mapping[int, float] = field(default_factory=dict) # gradient norms of it, by number of step
     used: Mapping[int, tuple] = field(default_factory=dict) # settings that its updates were made with
+    added: Collection[int] = () # steps, by number, whose gradients may have been added to older ones
     low: Collection[torch.dtype] = () # types of few bits that it has computed with
     odd: dict[int, str] = field(default_factory=dict) # steps whose batches are unlike the others: in what
 
@@ -206,10 +208,9 @@ def written_inside(found: Findings, again: Mapping[int, WriteCounts]) -> Parting
         mine = found.steps[i].writes
         more = mine.above(again[i]) if mine is not None and i in again else []
         if not more: continue
-        said = f"{', '.join(more[:3])} and {len(more) - 3} more" if len(more) > 3 else ", ".join(more)
         k = found.steps[i].number
-        return Parting("external", f"at batch {k} the loop wrote into {said}, and does not do so in a replay of that "
-                       "batch: a callback, or code under a condition", k, written=True)
+        return Parting("external", f"at batch {k} the loop wrote into {listed(more, 3)}, and does not do so in a "
+                       "replay of that batch: a callback, or code under a condition", k, written=True)
     return None
 
 SPARED = .1 # of the rise at most is left where something spares the run nearly all of it
@@ -698,9 +699,10 @@ def drop_gradients(replay: Replay):
         for p in replay.params: p.grad = None
     replay.changes.before_step.append(drop)
 
-def updates_every_step(replay: Replay, found: Findings) -> bool:
-    "Whether no step leaves its gradients to the next on purpose."
-    return all(s.number in found.used for s in replay.steps[:len(found.again) - 1])
+def uses_old_gradients(replay: Replay, found: Findings) -> bool:
+    "Whether gradients of a step may reach the update of a later one, and none are left to the next on purpose."
+    every = all(s.number in found.used for s in replay.steps[:len(found.again) - 1])
+    return every and replay.agreed([float(len(found.added))])[0] > 0
 
 # %% ../../nbs/guard/26_causes.ipynb #1c2e7e15
 def forget_moments(replay: Replay):
@@ -763,7 +765,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         fits=lambda r, f: bool(f.low) and bears_float32(r), help="overflow and rounding under autocast"),
     "without old gradients": Experiment(
         change=lambda r, f: drop_gradients(r), cause="gradients", why=lambda r, f: OLD_GRADIENTS,
-        fits=updates_every_step, help="a missing zero_grad"),
+        fits=uses_old_gradients, help="a missing zero_grad"),
     "the learning rate of the good state": Experiment(
         change=lambda r, f: hold_rate(r), cause="rate", why=lambda r, f: rate_rose(f),
         fits=lambda r, f: most_changed(f, "lr") is not None and not is_in_cycles(r),
@@ -925,6 +927,7 @@ class Repetition:
         finally: watch.remove()
         r.changes = Changes()
         found.norms, found.used, found.low = watch.norms, watch.used, watch.low
+        found.added = watch.added
         ended = len(found.again) < len(r.steps) or not math.isfinite(found.again[-1])
         if not ended: self.kept = r.kept_by_step() # before anything else is looked at
         self.gap = RUINED if ended else self.yard.measure()

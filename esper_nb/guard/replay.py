@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
 
 from ..core import RandomStreams, hook_steps
 from .footprint import is_own_file
@@ -249,6 +250,7 @@ class LayerWatch:
         self.rows: dict[tuple[str, str], dict[int, float]] = {} # layer and what, by place of the step
         self.norms: dict[int, float] = {} # gradient norms, by number of step
         self.used: dict[int, tuple] = {} # settings that updates were made with, by number of step
+        self.added = set[int]() # numbers of steps whose gradients were, or may have been, added to older ones
         self.low: set[torch.dtype] = set() # types of few bits that layers have computed with
         self.at = -1
         self.handles: list = []
@@ -260,6 +262,7 @@ class LayerWatch:
                 if not list(m.children()): self.handles.append(m.register_forward_hook(self._activation(label)))
         self.params = [(head + name, p) for head, model in names for name, p in model.named_parameters()]
         self.then: dict[str, Tensor] = {}
+        self.older: dict[int, TensorWeakRef] = {} # gradients that were there when the step began, by parameter
         replay.changes.before_step.append(self._next)
         replay.changes.with_gradients.append(self._gradients)
         replay.changes.after_update.append(self._updates)
@@ -268,7 +271,15 @@ class LayerWatch:
         "Take the hooks off."
         for h in self.handles: h.remove()
 
-    def _next(self): self.at += 1
+    def _next(self):
+        self.at += 1
+        self.older = {id(p): TensorWeakRef(p.grad) for p in self.replay.params if p.grad is not None}
+
+    def _is_added(self, p: Tensor) -> bool:
+        "Whether a gradient is still the one of before: most steps let go of it first. One set to zero may be."
+        older, now = self.older.get(id(p)), p.grad
+        if older is None or now is None: return False
+        return older() is now or now.requires_grad or now.layout is not torch.strided # those are made anew by a sum
 
     def _note(self, layer: str, what: str, value: float):
         self.rows.setdefault((layer, what), {})[self.at] = value
@@ -292,6 +303,7 @@ class LayerWatch:
             self.then[name] = _local(p).clone()
         number = self.replay.steps[min(self.at, len(self.replay.steps) - 1)].number
         self.used[number] = settings_of(self.replay.optimizers)
+        if any(self._is_added(p) for g in o.param_groups for p in g["params"]): self.added.add(number)
         self.norms[number] = math.hypot(self.norms.get(number, 0.), math.sqrt(total))
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import Leaf, RandomStreams, as_stateful, hook_steps, pack_tree, quiet_hooks
+from ..core import Leaf, RandomStreams, as_stateful, hook_steps, listed, pack_tree, quiet_hooks
 from .reports import logger
 from .snapshots import Snapshot
 
@@ -212,12 +212,9 @@ def compare_parts(now: Mapping[str, PartProof], then: Mapping[str, PartProof]) -
             other = [k for k, t in new.tensors.items() if k in old.tensors and t.dtype != old.tensors[k].dtype]
             if other: unchecked.append(f"the bits of {len(other)} tensors of {name}: they are "
                                        f"{new.tensors[other[0]].dtype} now, were {old.tensors[other[0]].dtype}")
-            if new.odd: unchecked.append(_some([f"{name}.{k}".rstrip(".") for k in new.odd]))
+            if new.odd: unchecked.append(listed([f"{name}.{k}".rstrip(".") for k in new.odd], 3))
     unchecked += [f"{name}, of which nothing was saved" for name in now if name not in then]
     return ResumeCheck(tuple(wrong), tuple(unchecked))
-
-def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 # %% ../../nbs/guard/14_resume.ipynb #874e69c2
 def _compare_tensors(name: str, now: PartProof, then: PartProof) -> Iterator[str]:
@@ -234,7 +231,7 @@ def _compare_tensors(name: str, now: PartProof, then: PartProof) -> Iterator[str
         of = [k for k in then.tensors if not head or k.partition(".")[0] == head]
         if head and not head.startswith("group"): what = f"{head} of {len(paths)} of {max(len(of), len(paths))} tensors"
         elif len(paths) == len(of) > 3: what = f"all {len(of)} tensors of {name}"
-        else: what = _some([_full(name, p) for p in paths])
+        else: what = listed([_full(name, p) for p in paths], 3)
         yield what if how == "is another" else f"{what} {how}"
 
 def _change(now: TensorProof, then: TensorProof) -> str: # "": none that counts

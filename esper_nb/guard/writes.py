@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import weights_in
+from ..core import listed, weights_in
 from .footprint import bits_of, place_of
 
 # %% ../../nbs/guard/23_writes.ipynb #54049238
@@ -102,8 +102,7 @@ class Written(NamedTuple):
     how: str # "versions": torch counted it; "bits": past torch, by `.data`, numpy, another process, or hardware;
         # "exchanged": a module has other tensors
     def __str__(self):
-        more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
-        return f"{', '.join(self.names[:3])}{more} changed between batch {self.after} and batch {self.after + 1}"
+        return f"{listed(self.names, 3)} changed between batch {self.after} and batch {self.after + 1}"
 
 class WriteCounts(NamedTuple):
     "How often torch has counted a write into each tensor while a step ran, not in updates of its optimizers."

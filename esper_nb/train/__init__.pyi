@@ -61,7 +61,7 @@ from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as
     MANY as MANY, SIGNS as SIGNS, QUOTES as QUOTES, SPACES as SPACES, MOST_LINES as MOST_LINES, FENCE as FENCE,
     SLIPS as SLIPS, MIDDLES as MIDDLES, CODED as CODED, MOST_WORDS as MOST_WORDS, Table as Table,
     read_frame as read_frame, Column as Column, columns_of as columns_of, as_days as as_days,
-    as_numbers as as_numbers, best_numbers as best_numbers, listed as listed, Preparation as Preparation)
+    as_numbers as as_numbers, best_numbers as best_numbers, Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
     accuracy_pp as accuracy_pp, check_fit as check_fit, Task as Task, register_task as register_task,

@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core import check, check_count, check_device, generator
+from ..core import check, check_count, check_device, generator, listed
 from ..grow import CNNConfig
 from .data import ImageData, TargetData, TextData, standardised
-from .tables import Column, Preparation, best_numbers, columns_of, listed, read_frame
+from .tables import Column, Preparation, best_numbers, columns_of, read_frame
 
 if TYPE_CHECKING: import pandas
 

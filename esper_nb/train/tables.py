@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GAPS', 'MISSING', 'UNSEEN', 'MOST', 'DAYS', 'HALF', 'MANY', 'SIGNS', 'QUOTES', 'SPACES', 'MOST_LINES', 'FENCE',
            'SLIPS', 'MIDDLES', 'CODED', 'MOST_WORDS', 'Table', 'read_frame', 'Column', 'columns_of', 'as_days',
-           'as_numbers', 'best_numbers', 'listed', 'Preparation']
+           'as_numbers', 'best_numbers', 'Preparation']
 
 # %% ../../nbs/train/29_tables.ipynb #5db5d8c6
 import csv
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import check
+from ..core import check, listed
 
 if TYPE_CHECKING: import pandas
 
@@ -214,13 +214,6 @@ def best_numbers(values: "pandas.Series") -> tuple[np.ndarray, tuple[str, str] |
             used = {c for c in "".join(values.dropna().astype(str)) if c in SIGNS + thousands and not c.isspace()}
             best, found, how = amounts, count, ("".join(sorted(used)), decimal)
     return best, how
-
-# %% ../../nbs/train/29_tables.ipynb #d5a069f4
-def listed(names: Sequence[str], most: int = 4, width: int = 60) -> str: # width: of a name, characters
-    "Format names for a sentence."
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    shown = [k if len(k) <= width else f"{k[:width]}…" for k in map(str, names[:most])]
-    return ", ".join(repr(k) if "," in k else k for k in shown) + more
 
 # %% ../../nbs/train/29_tables.ipynb #668c3887
 class Preparation(nn.Module):
