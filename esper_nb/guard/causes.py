@@ -264,6 +264,9 @@ def explain_parting(
     if earlier := [w for w in written if found.steps[0].number - 1 <= w.after < k]:
         return Parting("external", f"{same}, although the step repeats exactly: {earlier[-1]}, perhaps where no batch "
                        f"has looked before batch {k}", earlier[-1].after + 1)
+    if lost := [name for s in found.steps[:at + 1] if s.given is not None for name in s.given.lost]:
+        return Parting("unknown", f"{same}; the loop has written into `{lost[0]}`, which is too large to be kept: let "
+                       "your step write it, or hand a copy of what it reads to it, in its batch")
     return Parting("external", f"{same}, although the step repeats exactly and torch has counted no other "
                    "write: hardware, or code that writes through `.data` or numpy, in a callback or under a condition",
                    k)
