@@ -113,6 +113,28 @@ def test_the_cause_is_named(fault, bug, cause, batches, begin):
     assert found.evidence[0].experiment == "nothing"
     assert sum(e.cured for e in found.evidence) == (cause != "step")
 
+@pytest.mark.usefixtures("one_thread")
+def test_a_step_that_does_harm_once_is_not_said_to_climb_at_every_step(monkeypatch):
+    monkeypatch.setattr("esper_nb.guard.causes.EXPERIMENTS", {
+        name: EXPERIMENTS[name] for name in ("without old gradients", "a quarter of the learning rate")})
+    torch.manual_seed(0)
+    x, count = torch.randn(64, 8), dict(k=0)
+    y = (x @ torch.randn(8, 4)).argmax(1)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 4))
+    opt = torch.optim.Adam(net.parameters(), lr=1e-2)
+    gov = Governor(net, opt, chance_loss=math.log(4), config=CONFIG.replace(explain_steps=0))
+    def step(_):
+        if count["k"] == 40: net[3].weight.data.mul_(300)
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        count["k"] += 1
+        return loss
+    for k in range(66): gov.run(step, k)
+    found = gov.explain()
+    assert found.cause == "unknown" and found.replayed == found.recorded, str(found)
+
 def test_a_healthy_run_had_nothing_wrong():
     loop = Loop()
     loop.train(105)

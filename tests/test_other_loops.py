@@ -612,3 +612,37 @@ def test_gradients_that_a_loop_drops_between_two_epochs_are_not_there_in_a_repla
     report, = governor.reports
     assert report.cause == "external" and "the loop wrote into model.weight" in report.why, str(report)
     assert torch.equal(weight, train(False)[0])
+
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+def test_a_step_may_write_into_a_view_without_a_graph(way):
+    "Torch refuses to tell what made such a view: it ended the loop when the cause of a NaN was looked for."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    def step(batch):
+        with torch.no_grad():
+            if batch[0].max() > 50: net.weight.view(-1)[0] = torch.nan
+            net.bias.view(-1).clamp_(-9, 9)
+        return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+    feed = ((100 * x if i == 40 else x, y) for i, (x, y) in batches(60))
+    for batch in governor.batches(feed) if way == "batches" else feed:
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+    report, = governor.reports
+    assert (report.action, report.cause) == ("rollback", "data") and net.weight.isfinite().all(), report
+
+
+@pytest.mark.parametrize("around", [enumerate, lambda b: zip(b, range(999)), lambda b: enumerate(x for x in b)])
+def test_what_counts_around_the_batches_is_named_and_counts_every_batch_once(around, caplog):
+    "The count ran ahead by each step that was run again, and a loop that ends at a number ended early."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    for pair in around(governor.batches([batch for _, batch in batches(60)])):
+        k, (x, y) = sorted(pair, key=lambda part: not isinstance(part, int))
+        governor.watch(descend(opt, F.mse_loss(net(x), y)))
+    assert k == 59 and governor.recorder.runs == 60
+    assert f"`governor.batches({type(around([])).__name__}(loader))`" in caplog.text

@@ -807,23 +807,24 @@ def climb(
     yard: Yardstick,
     found: Findings,
 ) -> float | None: # loss that they come to; None: they do not
-    "Whether even tiny steps on good batches make their loss worse, from where the failure begins."
+    "Whether even tiny steps on good batches make their loss worse, again and again, from where the failure begins."
     onset = found.onset
     if not 1 <= onset < len(replay.steps) - 4 or not replay.optimizers: return None
     good = [replay.steps[i] for i in yard.at if i < onset]
     if not good: return None
     seen = list[list[float]]()
-    for until in (onset, None):
+    for until in (onset, (onset + len(replay.steps)) // 2, None): # twice worse: what happens once is worse once
         replay.begin()
         scale_rate(replay, .01)
         mine = [s.batch if s.fetch is None else s.fetch(s.batch) for s in good]
         replay.changes.batches = dict(zip(found.late, itertools.cycle(mine)))
         replay.run(until)
         seen.append(replay.look(yard.at))
-    by = [b - a for a, b in zip(*seen)]
-    if not all(map(math.isfinite, by)) or not statistics.median(by) > 0 or sum(x > 0 for x in by) < .8 * len(by):
-        return None
-    return statistics.median(seen[1])
+    for before, after in itertools.pairwise(seen):
+        by = [b - a for a, b in zip(before, after)]
+        if not all(map(math.isfinite, by)) or not statistics.median(by) > 0 or sum(x > 0 for x in by) < .8 * len(by):
+            return None
+    return statistics.median(seen[-1])
 
 # %% ../../nbs/guard/26_causes.ipynb #findcase
 class CaseFile:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOW', 'FILLS', 'Changes', 'is_left_alone', 'NotRestorable', 'Replay', 'gradient_norm', 'share_of_rate', 'LayerWatch',
-           'is_finite', 'OperationWatch', 'user_line', 'find_operation']
+           'is_finite', 'node_of', 'OperationWatch', 'user_line', 'find_operation']
 
 # %% ../../nbs/guard/25_replay.ipynb #23aa0003
 import inspect
@@ -344,6 +344,11 @@ def is_finite(t: Tensor) -> bool:
     if t.layout is not torch.strided or t.is_meta or t.untyped_storage().size() == 0: return True # shards let go of it
     return bool(t.isfinite().all())
 
+def node_of(t: Tensor): # None: a leaf, or a view that was made without a graph and written
+    "Return the operation of the graph that made a tensor."
+    try: return t.grad_fn
+    except RuntimeError: return None
+
 # %% ../../nbs/guard/25_replay.ipynb #dac2178e
 class OperationWatch(TorchFunctionMode):
     "Looks for the operation that is the first to make numbers that are not finite, while code runs inside of it."
@@ -366,7 +371,7 @@ class OperationWatch(TorchFunctionMode):
         wrong = [t for t in made if not is_finite(t)]
         written = [t for t in given if all(t is not b for b in bad) and not is_finite(t)]
         if wrong or written: self._note(f"{name}{where}", name in FILLS or not given, bad, wrong, written)
-        for t in made: self._hook(t.grad_fn, where)
+        for t in made: self._hook(node_of(t), where)
         return out
 
     def _note(self, operation: str, on_purpose: bool, bad: list[Tensor], wrong: list[Tensor], written: list[Tensor]):
@@ -377,7 +382,7 @@ class OperationWatch(TorchFunctionMode):
         for t in (*wrong, *written):
             self.origins[id(t)] = before or ""
             self.kept.append(t)
-        lasting = any(not t.requires_grad or t.is_leaf for t in written)
+        lasting = any(not t.requires_grad or node_of(t) is None for t in written)
         if before and (fresh or lasting): self.first = before
 
     def _hook(self, node, where: str):
