@@ -46,6 +46,7 @@ def _be(work, args, said):
     for stream, name in ((1, "out"), (2, "err")):
         path = Path(said, name) if said else os.devnull
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), stream)
+    sys.stdout.reconfigure(line_buffering=True)
     sys.exit(work(*args))
 
 
