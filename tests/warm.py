@@ -32,9 +32,11 @@ def run(work, *args, timeout=600):
     with tempfile.TemporaryDirectory() as said:
         process = begin(work, *args, said=said)
         process.join(timeout)
+        late = process.exitcode is None
         process.kill()
         process.join()
         out, err = (Path(said, name).read_text(encoding="utf-8") for name in ("out", "err"))
+        assert not late, f"not done in {timeout} seconds: {out}{err}"
         return SimpleNamespace(returncode=process.exitcode, stdout=out, stderr=err)
 
 
