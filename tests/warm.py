@@ -8,9 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 # Lazy packages are named by their modules, or every fork would import torch itself.
-NEEDED = ["pytest", "torch._dynamo", "torchvision", "matplotlib.pyplot", "sklearn.datasets", "sklearn.linear_model",
-          "gymnasium", "esper_nb.run.cli", "esper_nb.run.compare", "esper_nb.run.fits", "esper_nb.run.runs",
-          "esper_nb.run.repeats", "esper_nb.run.report", "esper_nb.run.split"]
+NEEDED = ["pytest", "torch._dynamo", "matplotlib.pyplot", "sklearn.datasets", "sklearn.linear_model", "gymnasium",
+          "esper_nb.run.cli", "esper_nb.run.compare", "esper_nb.run.fits", "esper_nb.run.runs", "esper_nb.run.repeats",
+          "esper_nb.run.report", "esper_nb.run.split"]
 
 
 def context(method="forkserver"):
