@@ -45,9 +45,9 @@ def leave_out_long(items):
         if any(mark.args[0] in item.callspec.id for mark in item.iter_markers("long")): item.add_marker(skip)
 
 
-# Those that take minutes: begun last, one of them would run alone at the end.
-LONGEST = ["test_cluster", "test_workers_runs", "test_dashboard_browser", "test_workers", "test_exact", "test_fits",
-           "test_strangers", "test_plugins", "test_snippets", "test_causes", "test_pretended", "test_proofs"]
+# Those that take minutes: begun last, one of them would run alone at the end. Some of them wait, the next ones compute.
+LONGEST = ["test_cluster", "test_exact", "test_workers_runs", "test_strangers", "test_dashboard_browser", "test_fits",
+           "test_workers", "test_plugins", "test_snippets", "test_causes", "test_pretended", "test_proofs"]
 
 
 def longest_first(paths):

@@ -15,7 +15,8 @@ NEEDED = ["pytest", "torch._dynamo", "matplotlib.pyplot", "sklearn.datasets", "s
 
 def context(method="forkserver"):
     "The server's forks, whatever start method is asked for: for `multiprocessing.get_context`."
-    found = get_context("forkserver") # a fork of this process would have threads of torch that are not there
+    # a fork of this process would have threads of torch that are not there; Windows has no forks at all
+    found = get_context("spawn" if os.name == "nt" else "forkserver")
     found.set_forkserver_preload(NEEDED)
     return found
 
@@ -43,8 +44,8 @@ def run(work, *args, timeout=600):
 def _be(work, args, said):
     import torch
     torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler) # whoever began the tests in the background ignores both
+    if hasattr(signal, "SIGHUP"): signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for stream, name in ((1, "out"), (2, "err")):
         path = Path(said, name) if said else os.devnull
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), stream)
