@@ -51,9 +51,12 @@ pages: $(STAMP)  ## run the notebooks that have changed to their ends (or NB="nb
 	@echo "== notebooks that have changed run"
 	@$(BIN)/python scripts/notebooks.py quick $(NB)
 
+# In the order of tests/conftest.py; threads that wait for work sleep, since other files need their cores.
+BY_FILES = OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest tests --dist loadfile --no-loadscope-reorder --durations=10
+
 unit: $(STAMP)  ## pytest over tests/ without matrices and browsers, two files at a time, those of what has changed first
 	@echo "== tests"
-	@$(BIN)/pytest tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not browser" --durations=10
+	@$(BY_FILES) -n 2 -m "not slow and not browser"
 
 notebooks: $(STAMP)  ## run every notebook in a kernel of its own and compare its text with what is stored (or NB=...)
 	@echo "== every notebook shows what is stored, figures of trainings aside"
@@ -61,7 +64,7 @@ notebooks: $(STAMP)  ## run every notebook in a kernel of its own and compare it
 
 rest: $(STAMP)  ## the tests that `make unit` leaves out, three files at a time: many of them wait
 	@echo "== matrices and browsers"
-	@$(BIN)/pytest tests -n 3 --dist loadfile -m "slow or browser" --durations=10
+	@$(BY_FILES) -n 3 -m "slow or browser"
 
 anywhere: $(STAMP)  ## tests and notebooks as other processors would compute them (hours; or AS="oldest seeds")
 	@$(BIN)/python scripts/anywhere.py $(AS)

@@ -10,6 +10,7 @@ refresh  run notebooks in a kernel and store their outputs
 """
 import ast
 import base64
+import gc
 import importlib
 import json
 import multiprocessing
@@ -307,7 +308,8 @@ def compare(notebook):
     local_provisioner.launch_kernel = kernel.launch
     with tempfile.TemporaryDirectory() as sockets:      # in files: kernels side by side can choose the same TCP port
         nbval.kernel.KernelManager = partial(KernelManager, transport="ipc", ip=f"{sockets}/kernel")
-        words = ["--nbval", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider", str(notebook)]
+        words = ["--nbval", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+        words += ["-p", "no:hypothesispytest", str(notebook)]      # it would be imported at the end
         try: return not pytest.main(words)
         finally:
             end_group(kernel.pid)
@@ -342,6 +344,8 @@ def in_forks(how, notebooks, minutes, side_by_side=2):
     """
     os.environ |= dict(OMP_NUM_THREADS="1", MPLBACKEND="module://matplotlib_inline.backend_inline")      # a core each
     for name in WARM: importlib.import_module(name)
+    gc.collect()
+    gc.freeze()      # forks do not look through what all of them have
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))      # forks end with this process
     waiting, running = iter(notebooks), []
     try:

@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+import warm
 from hypothesis import given, settings, strategies as st
 
 from esper_nb.learn import Learner, PPOConfig, PolicyConfig, train_ppo
@@ -279,13 +280,11 @@ json.dump(rows, open(path + ".json", "w"))
 def test_resume_in_a_new_process_is_exact(core, mode, more, tmp_path, monkeypatch):
     def run(path, updates, resume=0, more=0, new_process=False):
         argv = [str(path), str(updates), str(resume), str(more), core, mode]
-        env = os.environ | dict(OMP_NUM_THREADS="1")
-        if new_process: subprocess.run([sys.executable, "-c", RUN, *argv], check=True, env=env)
-        else:
-            monkeypatch.setattr(sys, "argv", ["run", *argv])
-            threads = torch.get_num_threads()
-            exec(RUN, {})
-            torch.set_num_threads(threads)
+        monkeypatch.setattr(sys, "argv", ["run", *argv]) # which a new process gets, too
+        threads = torch.get_num_threads()
+        if new_process: assert warm.run(exec, RUN, {}).returncode == 0
+        else: exec(RUN, {})
+        torch.set_num_threads(threads)
         return json.loads(Path(f"{path}.json").read_text())
     whole = run(tmp_path / "whole", 8)
     parts = run(tmp_path / "parts", 4, more=more) + run(tmp_path / "parts", 4, resume=1, new_process=True)

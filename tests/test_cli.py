@@ -1,6 +1,7 @@
 "The command in processes of its own: stop, kill, resume, report, compare, mistakes."
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file
 
 from esper_nb.control import GrowVecEnv
@@ -24,26 +26,18 @@ SETTINGS = ("env.num_envs=4", "env.horizon=8", "env.limit=256", "ppo.num_steps=8
             "save_every=1", "env.workers=1", 'env.blueprints=["conv_light"]')
 SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
 
-CHILD = """
-import os, signal, sys, torch
-signal.signal(signal.SIGHUP, signal.SIG_DFL) # whoever started the tests with nohup ignores it
-torch.set_num_threads(1)
-from esper_nb.run.cli import main
-from esper_nb.control.envs import GrowVecEnv
-at, number, count, step = int(sys.argv[1]), int(sys.argv[2]), 0, GrowVecEnv.step
-def counted(self, actions):
-    global count
-    count += 1
-    if count == at: os.kill(os.getpid(), number)
-    return step(self, actions)
-GrowVecEnv.step = counted
-sys.exit(main(sys.argv[3:]))
-"""
+def signalled(argv, at, number):
+    "Run the command; in front of its step number `at` it sends itself a signal."
+    count, step = 0, GrowVecEnv.step
+    def counted(self, actions):
+        nonlocal count
+        count += 1
+        if count == at: os.kill(os.getpid(), number)
+        return step(self, actions)
+    GrowVecEnv.step = counted
+    return main([*map(str, argv)])
 
-def child(*argv, at=-1, number=2):
-    "Run the command in a new process; in front of its step number `at` it sends itself a signal."
-    command = [sys.executable, "-c", CHILD, str(at), str(number), *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+def child(*argv, at=-1, number=2): return warm.run(signalled, argv, at, number)
 
 def timeless(path):
     "Rows without the clock, as text: there NaN is equal to itself."

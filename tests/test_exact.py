@@ -20,10 +20,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import warm
 from test_workers import cluster, needs_ray # noqa: F401 (a fixture)
 
 from esper_nb.control import EnvConfig, GrowVecEnv
 from esper_nb.record import EnvRows, encode_row
+from esper_nb.run import engines
 from esper_nb.run import SplitVecEnv, begin_run, get_recipe, open_run
 from esper_nb.train import Fault, FitConfig, fit, get_task, new_population
 
@@ -135,7 +137,8 @@ PARTS = CONFIG.replace(num_envs=4, faults=(*OWN, *OTHERS))
 @pytest.mark.parametrize("engine, shards, resumed", [
     ("local", 1, 2), slow("local", 2, 4), slow("local", 4, None), slow("process", 1, 2), slow("process", 2, None),
     *(pytest.param("ray", *case, marks=[needs_ray, pytest.mark.slow]) for case in ((1, 3), (2, None)))])
-def test_shards_and_a_resume_in_others_change_nothing(alone, engine, shards, resumed, request):
+def test_shards_and_a_resume_in_others_change_nothing(alone, engine, shards, resumed, request, monkeypatch):
+    monkeypatch.setattr(engines, "get_context", warm.context)
     if engine == "ray": request.getfixturevalue("cluster")
     def made(n): return SplitVecEnv(PARTS, n, engine) # one after the other: there may be two cores
     assert same(shown(made(shards), SEEDS[1], resumed and STEPS // 2, partial(made, resumed)), alone)
@@ -149,7 +152,7 @@ def test_a_run_goes_on_in_other_shards_with_the_same_numbers(tmp_path):
     "Rows, the learner's weights and those of all lanes."
     recipe = get_recipe("digits_impaired", {
         "env.num_envs": 4, "env.horizon": 4, "env.limit": 128, "env.exact": True, "ppo.num_steps": 4,
-        "ppo.num_minibatches": 1, "ppo.num_updates": 3})
+        "ppo.num_minibatches": 1, "ppo.num_updates": 2})
     def end(run):
         for _ in run.updates(): pass
         rows = [encode_row({k: v for k, v in r.items() if not k.endswith("seconds")}) for r in run.folder.rows()]

@@ -2,13 +2,12 @@
 import os
 import random
 import signal
-import sys
 import time
 from functools import cache, partial
-from multiprocessing import get_context
 
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file
 
 from esper_nb.grow import Decision
@@ -137,20 +136,10 @@ COMMANDS = { # what is killed, what goes on with it, and the file that grows whi
                 None, "x.seeds")}
 
 def started(words, folder):
-    "Start the command in a process of its own, which has imported what it needs."
+    "Start the command in a process of its own."
     out = {"compare": folder/"x.json", "resume": None}.get(words[0], folder.parent)
     words = [word.format(folder) for word in words] + ([] if out is None else ["--out", str(out)])
-    server = get_context("forkserver") # a child of this process would inherit threads of torch that are not there
-    server.set_forkserver_preload(["esper_nb.run.cli", "esper_nb.run"])
-    process = server.Process(target=work, args=(words,))
-    process.start()
-    return process
-
-def work(words):
-    "Run a command in silence, and end with its status."
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(1, 2)
-    sys.exit(main(words))
+    return warm.begin(warm.command, words)
 
 def end_of(folder):
     "Return rows without the clock and weights, or plays without it."

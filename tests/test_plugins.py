@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from esper_nb.record import read_rows
 from esper_nb.run import load_plugin, main, plugins, seek_in_plugins
@@ -35,11 +36,8 @@ def {name}_recipe():
 
 
 def command(*argv, path=()):
-    "The command in a fresh process, with some folders on Python's path."
-    code = ("import sys, torch; torch.set_num_threads(1)\n"
-            "from esper_nb.run.cli import main; sys.exit(main(sys.argv[1:]))")
-    env = os.environ | dict(PYTHONPATH=os.pathsep.join([*map(str, path), str(ROOT)]))
-    return subprocess.run([sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True, env=env)
+    "The command in a process that knows no plugin yet, with some folders on Python's path."
+    return warm.run(warm.command, argv, path)
 
 
 def saved_plugins(run): return json.loads((run/"config.json").read_text())["run"]["plugins"]
@@ -72,8 +70,11 @@ def test_a_file_is_remembered_by_its_run_and_may_move(tmp_path):
 def test_the_processes_of_a_comparison_know_it(tmp_path):
     plugin = tmp_path/"mine.py"
     plugin.write_text(PLUGIN.format(name="mine"))
-    done = command("compare", "mine_recipe", "--import", plugin, "--updates", 1, *SMALL, "--seeds", 2, "--jobs", 2,
-                   "--set", "env.blueprints=mine_seed", "--out", tmp_path/"c.json")
+    code = "import sys; from esper_nb.run.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ["compare", "mine_recipe", "--import", plugin, "--updates", 1, *SMALL, "--seeds", 2, "--jobs", 2,
+             "--set", "env.blueprints=mine_seed", "--out", tmp_path/"c.json"]
+    env = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert {p["seed"] for p in json.loads((tmp_path/"c.json").read_text())["plays"]} == {0, 1}
 

@@ -3,16 +3,18 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+import tempfile
+import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import warm
 
 from esper_nb.record import RunFolder, encode_row, make_rows
-from esper_nb.run import main
+from esper_nb.run import main, report
 
 
 @pytest.fixture
@@ -45,20 +47,23 @@ def write(folder, *several):
 @contextmanager
 def served(folder, *more, beside=(), end=signal.SIGINT): # beside: folders laid over it
     "The address that the command prints, until it is interrupted."
-    # a shell's background process ignores SIGINT, and so would its children
     words = ["watch", *(str(f.path) for f in (folder, *beside)), "--web", "--every", "0.1", *more]
-    code = ("import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-            "from esper_nb.run import cli, report; report.picture_html = lambda draw, alt: ''; "
-            f"sys.exit(cli.main({words!r}))") # pictures take most of the time
-    p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                         env=os.environ | {"PYTHONUNBUFFERED": "1"})
-    try:
-        line = p.stdout.readline()
-        yield re.search(r"http://\S+:\d+/\S*", line)[0]
-    finally:
-        p.send_signal(end)
-        said = p.communicate(timeout=30)
-    assert p.returncode == 0 and said == ("", ""), said
+    with tempfile.TemporaryDirectory() as said:
+        p = warm.begin(watch, words, said=said)
+        out, err = Path(said, "out"), Path(said, "err")
+        try:
+            while p.is_alive() and not (out.exists() and "\n" in out.read_text()): time.sleep(.02)
+            yield re.search(r"http://\S+:\d+/\S*", out.read_text().split("\n")[0])[0]
+        finally:
+            os.kill(p.pid, end)
+            p.join(30)
+        after = out.read_text().split("\n")[1:], err.read_text()
+        assert p.exitcode == 0 and after == ([""], ""), after
+
+def watch(words):
+    "Run the command without pictures, which take most of the time."
+    report.picture_html = lambda draw, alt: ""
+    return main(words)
 
 def get(address, **headers): # status, headers, text
     try:

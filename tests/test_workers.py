@@ -14,10 +14,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import warm
 
 from esper_nb.control import EnvConfig, draw_actions
 from esper_nb.core import generator
 from esper_nb.record import encode_row
+from esper_nb.run import engines
 from esper_nb.run import FaultTolerance, LocalWorker, SplitVecEnv, WorkerLost, new_worker, start_ray
 from esper_nb.train import Fault
 
@@ -26,7 +28,7 @@ os.environ.setdefault("RAY_worker_niceness", "0") # with 15, its own, other prog
 try: import ray
 except ImportError: ray = None
 needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: pip install 'esper_nb[ray]'")
-CONFIG = EnvConfig(task="digits", num_envs=8, horizon=4, limit=256, workers=1, faults=(Fault("nan", lane=5, epoch=2),),
+CONFIG = EnvConfig(task="digits", num_envs=8, horizon=4, limit=128, workers=1, faults=(Fault("nan", lane=5, epoch=2),),
                    blueprints=("norm", "conv_light"))
 
 
@@ -130,6 +132,8 @@ def test_two_shards_and_four_get_the_same_rewards(one_thread):
     assert torch.equal(found[0][3], found[1][3])
 
 
+@pytest.mark.long("4")
+@pytest.mark.long("5")
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 6))])
 def test_workers_that_fail_at_random_change_nothing(here, seed, caplog):
     luck = random.Random(seed)
@@ -187,8 +191,10 @@ ELSEWHERE = ["process", pytest.param("ray", marks=[needs_ray, pytest.mark.slow])
 
 
 @pytest.fixture(params=ELSEWHERE)
-def engine(request):
+def engine(request, monkeypatch):
+    "Processes are forks of a server, which begin sooner; where nobody asks for this fixture they are the engine's own."
     if request.param == "ray": request.getfixturevalue("cluster")
+    monkeypatch.setattr(engines, "get_context", warm.context)
     return request.param
 
 
@@ -292,7 +298,7 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ELSEWHERE)
+@pytest.mark.parametrize("engine", ELSEWHERE) # not the fixture
 def test_no_process_is_left_behind(engine):
     "By Ctrl-C; tests/test_workers_runs.py has the other ends."
     begun = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM), engine], text=True,

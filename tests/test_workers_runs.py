@@ -3,7 +3,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import warm
 from test_cli import timeless
 from test_workers import cluster, descendants, needs_ray, still_there # noqa: F401 (a fixture)
 
@@ -30,43 +30,32 @@ TRAIN = ("train", "digits_impaired", "--updates", KILLS + 2, "--inject", "nan:3:
 TINY = {"env.num_envs": 4, "env.horizon": 4, "env.limit": 128, "ppo.num_steps": 4, "ppo.num_minibatches": 2,
         "ppo.num_updates": 1, "env.blueprints": ["conv_light"]}
 
-CHILD = """
-import json, os, random, signal, sys, threading, torch
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_workers import descendants
-from esper_nb.run.cli import main
-from esper_nb.run.split import SplitVecEnv
-torch.set_num_threads(1)
-what, at, family, step, count = sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]), SplitVecEnv.step, 0
-luck, killed, timers = random.Random(str(at)), set(), []
-def counted(self, actions):
-    global count
-    count += 1
-    for timer in timers: timer.join()
-    pid = 0 if count == 1 else luck.choice(self.latest).pid
-    if at and at[0] <= count and pid not in killed: # or it has just been killed, which is noticed in this step
-        at.pop(0)
-        family.write_text(json.dumps(descendants(os.getpid())))
-        if what == "worker":
-            killed.add(pid)
-            timers[:] = [threading.Timer(luck.random() * .1, os.kill, (pid, signal.SIGKILL))]
-            timers[0].start()
-        if what == "driver": os.kill(os.getpid(), signal.SIGKILL)
-        if what == "ctrl-c": os.killpg(0, signal.SIGINT)
-        if what == "terminate": os.kill(os.getpid(), signal.SIGTERM)
-    return step(self, actions)
-SplitVecEnv.step = counted
-sys.exit(main(sys.argv[5:]))
-"""
+def struck(argv, what, at, family):
+    "Run the command in a session of its own; at its steps number `at` something dies, a worker a moment later."
+    os.setsid()
+    luck, killed, timers, step, count = random.Random(str(at)), set(), [], SplitVecEnv.step, 0
+    def counted(self, actions):
+        nonlocal count
+        count += 1
+        for timer in timers: timer.join()
+        pid = 0 if count == 1 else luck.choice(self.latest).pid
+        if at and at[0] <= count and pid not in killed: # or it has just been killed, which is noticed in this step
+            at.pop(0)
+            family.write_text(json.dumps(descendants(os.getpid())))
+            if what == "worker":
+                killed.add(pid)
+                timers[:] = [threading.Timer(luck.random() * .1, os.kill, (pid, signal.SIGKILL))]
+                timers[0].start()
+            if what == "driver": os.kill(os.getpid(), signal.SIGKILL)
+            if what == "ctrl-c": os.killpg(0, signal.SIGINT)
+            if what == "terminate": os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, actions)
+    SplitVecEnv.step = counted
+    return main([*map(str, argv)])
 
 
 def child(tmp_path, *argv, what="", at=()):
-    "Run the command in a session of its own; at its steps number `at` something dies, a worker a moment later."
-    command = [sys.executable, "-c", CHILD, Path(__file__).parent, what, json.dumps(at), tmp_path/"family.json", *argv]
-    command = [str(c) for c in command]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300 + 150 * KILLS,
-                          start_new_session=True)
+    return warm.run(struck, argv, what, list(at), tmp_path/"family.json", timeout=300 + 150 * KILLS)
 
 
 def leaves(tree, path=""):
