@@ -39,23 +39,23 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
 from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLAIN, FIXED as FIXED, ABSENT as ABSENT,
     SMALL as SMALL, COPIED as COPIED, RANDOM as RANDOM, STREAMS as STREAMS, CSV as CSV, LOCKS as LOCKS,
     ENVIRONMENT as ENVIRONMENT, LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS, FIRST as FIRST,
-    CODE as CODE, MODULE_TABLES as MODULE_TABLES, OPTIMIZER_TABLES as OPTIMIZER_TABLES, GIVEN as GIVEN, FULL as FULL,
-    NOT_SEEN as NOT_SEEN, CodeNames as CodeNames, names_in as names_in, has_installed as has_installed,
-    is_own_file as is_own_file, is_own_module as is_own_module, is_users as is_users, package_of as package_of,
-    code_of as code_of, module_of as module_of, is_plain as is_plain, Absent as Absent, Holder as Holder,
-    alike as alike, Variable as Variable, Names as Names, Inside as Inside, Keys as Keys, Entries as Entries,
-    Members as Members, version_of as version_of, dense_parts as dense_parts, same_values as same_values,
-    some_of as some_of, bits_of as bits_of, sample_of as sample_of, bytes_of as bytes_of, Kept as Kept,
-    AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf,
-    StreamLeaf as StreamLeaf, leaf_of as leaf_of, has_state as has_state, attributes_of as attributes_of,
-    slots_of as slots_of, Unrestorable as Unrestorable, kind_of_effect as kind_of_effect, wrapped_by as wrapped_by,
-    place_of as place_of, Walk as Walk, StepWalk as StepWalk, owned_by_parts as owned_by_parts, has_nan as has_nan,
-    mark_of as mark_of, top_name as top_name, Given as Given, clone_of as clone_of, arrays_in as arrays_in,
-    flat as flat, exchanged as exchanged, moved_part as moved_part, tail_of as tail_of, quick_sum as quick_sum,
-    Watched as Watched, names_of as names_of, kept_of as kept_of, marks_of as marks_of,
-    FootprintState as FootprintState, Footprint as Footprint, Ruined as Ruined, ruined_in as ruined_in,
-    callers as callers, ruined_around as ruined_around, plays_around as plays_around, NotSeen as NotSeen,
-    content_of as content_of, tensor_digest as tensor_digest, batch_digest as batch_digest)
+    CODE as CODE, MODULE_TABLES as MODULE_TABLES, GIVEN as GIVEN, FULL as FULL, NOT_SEEN as NOT_SEEN,
+    CodeNames as CodeNames, names_in as names_in, has_installed as has_installed, is_own_file as is_own_file,
+    is_own_module as is_own_module, is_users as is_users, package_of as package_of, code_of as code_of,
+    module_of as module_of, is_plain as is_plain, Absent as Absent, Holder as Holder, alike as alike,
+    Variable as Variable, Names as Names, Inside as Inside, Keys as Keys, Entries as Entries, Members as Members,
+    version_of as version_of, dense_parts as dense_parts, same_values as same_values, some_of as some_of,
+    bits_of as bits_of, sample_of as sample_of, bytes_of as bytes_of, Kept as Kept, AnyLeaf as AnyLeaf,
+    TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf, StreamLeaf as StreamLeaf,
+    leaf_of as leaf_of, has_state as has_state, attributes_of as attributes_of, slots_of as slots_of,
+    Unrestorable as Unrestorable, kind_of_effect as kind_of_effect, wrapped_by as wrapped_by, place_of as place_of,
+    Walk as Walk, tables_of_optimizers as tables_of_optimizers, StepWalk as StepWalk,
+    owned_by_parts as owned_by_parts, has_nan as has_nan, mark_of as mark_of, top_name as top_name, Given as Given,
+    clone_of as clone_of, arrays_in as arrays_in, flat as flat, exchanged as exchanged, moved_part as moved_part,
+    tail_of as tail_of, quick_sum as quick_sum, Watched as Watched, names_of as names_of, kept_of as kept_of,
+    marks_of as marks_of, FootprintState as FootprintState, Footprint as Footprint, Ruined as Ruined,
+    ruined_in as ruined_in, callers as callers, ruined_around as ruined_around, plays_around as plays_around,
+    NotSeen as NotSeen, content_of as content_of, tensor_digest as tensor_digest, batch_digest as batch_digest)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
@@ -65,9 +65,10 @@ from .health import (LASTS as LASTS, JUMP as JUMP, STILL_NEAR as STILL_NEAR, SEE
     BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign, Leap as Leap, RateCourse as RateCourse,
     Signs as Signs, is_steep as is_steep, UpdateWatch as UpdateWatch, Beside as Beside, StateJudge as StateJudge)
 from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, STOPS as STOPS,
-    ABSENT_VARIABLE as ABSENT_VARIABLE, BodyNames as BodyNames, uses_of as uses_of, FrameVariables as FrameVariables,
-    write_back as write_back, LoopBody as LoopBody, body_names as body_names, loop_around as loop_around,
-    Batches as Batches, place_of_loop as place_of_loop)
+    ABSENT_VARIABLE as ABSENT_VARIABLE, COUNTERS as COUNTERS, BodyNames as BodyNames, uses_of as uses_of,
+    FrameVariables as FrameVariables, write_back as write_back, LoopBody as LoopBody,
+    counter_around as counter_around, body_names as body_names, loop_around as loop_around, Batches as Batches,
+    place_of_loop as place_of_loop)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue, Verdicts as Verdicts)
 from .observation import (BREAKS as BREAKS, FALLEN as FALLEN, EffectResult as EffectResult, APART as APART,
@@ -97,8 +98,8 @@ from .repairs import (HABIT as HABIT, RATE_CAUSES as RATE_CAUSES, REHEARSED as R
     BetweenSteps as BetweenSteps, Redone as Redone, Repairs as Repairs, Unsolved as Unsolved, Recovery as Recovery)
 from .replay import (LOW as LOW, FILLS as FILLS, Changes as Changes, is_left_alone as is_left_alone,
     NotRestorable as NotRestorable, Replay as Replay, gradient_norm as gradient_norm, share_of_rate as share_of_rate,
-    LayerWatch as LayerWatch, is_finite as is_finite, OperationWatch as OperationWatch, user_line as user_line,
-    find_operation as find_operation)
+    LayerWatch as LayerWatch, is_finite as is_finite, node_of as node_of, OperationWatch as OperationWatch,
+    user_line as user_line, find_operation as find_operation)
 from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES,
     LEFT_OPEN as LEFT_OPEN, SUSPECT as SUSPECT, SAID as SAID, AFAR as AFAR, ASIDE as ASIDE, CAUSES as CAUSES,
     NAN_AGAIN as NAN_AGAIN, logger as logger, GovernorConfig as GovernorConfig,

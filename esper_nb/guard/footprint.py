@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
-           'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'OPTIMIZER_TABLES',
-           'GIVEN', 'FULL', 'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module',
-           'is_users', 'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable',
-           'Names', 'Inside', 'Keys', 'Entries', 'Members', 'version_of', 'dense_parts', 'same_values', 'some_of',
-           'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf',
-           'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect', 'wrapped_by',
-           'place_of', 'Walk', 'StepWalk', 'owned_by_parts', 'has_nan', 'mark_of', 'top_name', 'Given', 'clone_of',
+           'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL',
+           'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
+           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names', 'Inside',
+           'Keys', 'Entries', 'Members', 'version_of', 'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of',
+           'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state',
+           'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect', 'wrapped_by', 'place_of', 'Walk',
+           'tables_of_optimizers', 'StepWalk', 'owned_by_parts', 'has_nan', 'mark_of', 'top_name', 'Given', 'clone_of',
            'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of',
            'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around',
            'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
@@ -692,7 +692,11 @@ class Walk:
 
 # %% ../../nbs/guard/21_footprint.ipynb #af8fd97c
 MODULE_TABLES = frozenset(vars(nn.Module())) # what every module has
-OPTIMIZER_TABLES = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) # what every optimizer has
+
+@functools.cache
+def tables_of_optimizers() -> frozenset[str]: # the first optimizer of a process takes half a second, so not sooner
+    "Return the attributes that every optimizer has."
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 class StepWalk(Walk):
     "A walk that knows how to look at each kind of object."
@@ -782,7 +786,7 @@ class StepWalk(Walk):
     def look_inside_optimizer(self, optimizer: torch.optim.Optimizer, name: str):
         "Note what an optimizer keeps beside state and groups: statistics of layers, a counter, one that it wraps."
         inside = (*PLAIN, *RANDOM, Tensor, np.ndarray, dict, list, deque, torch.optim.Optimizer)
-        kept = [k for k, v in vars(optimizer).items() if k not in OPTIMIZER_TABLES and isinstance(v, inside)]
+        kept = [k for k, v in vars(optimizer).items() if k not in tables_of_optimizers() and isinstance(v, inside)]
         self.hold(optimizer, name, kept, vars(optimizer))
 
     def look_at_tensor(self, t: Tensor, name: str):
