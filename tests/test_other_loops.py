@@ -2,6 +2,7 @@
 import copy
 import multiprocessing
 import os
+import resource
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from esper_nb.guard import Governor, GovernorConfig, footprint
+from esper_nb.guard.rehearsal import in_a_fork
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFTEN = GovernorConfig(snapshot_every=10, probation=10)
@@ -646,3 +648,29 @@ def test_what_counts_around_the_batches_is_named_and_counts_every_batch_once(aro
         governor.watch(descend(opt, F.mse_loss(net(x), y)))
     assert k == 59 and governor.recorder.runs == 60
     assert f"`governor.batches({type(around([])).__name__}(loader))`" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+def test_recorded_batches_of_workers_hold_no_file_descriptors(way):
+    "Each tensor of a worker holds one: recorded steps came to the limit of 1,024, and that ended a healthy loop."
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(batch): return descend(opt, F.mse_loss(net(batch["x"]), batch["of"][0]))
+    given = (dict(x=x.share_memory_(), of=(y.share_memory_(), "labels")) for _, (x, y) in batches(40))
+    before = len(os.listdir("/proc/self/fd"))
+    for batch in governor.batches(given) if way == "batches" else given:
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+    assert len(os.listdir("/proc/self/fd")) < before + 20
+    assert governor.repairs.dry.exact, governor.repairs.dry
+
+def test_a_fork_answers_however_many_files_are_open():
+    "`select` bears no file descriptor beyond 1023: the rehearsal ended the loop."
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096) if hard != resource.RLIM_INFINITY else 4096, hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try: assert in_a_fork(lambda: "well") == "well"
+    finally:
+        for number in opened: os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -11,7 +11,6 @@ import gc
 import logging
 import os
 import pickle
-import select
 import signal
 import sys
 import threading
@@ -20,6 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def read_all(
     "Read a pipe to its end."
     pieces: list[bytes] = []
     while (left := until - time.monotonic()) > 0:
-        if not select.select([pipe], [], [], left)[0]: continue
+        if not wait([pipe], left): continue # `select` bears no number beyond 1023
         piece = os.read(pipe, 2**16)
         if not piece: return b"".join(pieces)
         pieces.append(piece)

@@ -30,6 +30,7 @@ from .phases import Effect, PhaseMove
 from .probation import GoodFiles, GoodStates, SavedAt
 from .ranks import Ranks
 from .rates import LearningRates
+from .recorder import tensors_of
 from .reports import GovernorConfig, IncidentLog, Report
 from .rises import blames_weights
 from .snapshots import RestoreResult, Snapshot
@@ -536,7 +537,8 @@ def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sent
     "Return hints about parts that seem to be missing."
     objects = list(snapshot.objects.values())
     optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
-    bare = [k for k, obj in snapshot.objects.items() if isinstance(obj, (dict, list, Tensor)) and weights_in(obj)]
+    bare = [k for k, obj in snapshot.objects.items() if isinstance(obj, (dict, list, Tensor))
+            and (weights_in(obj) or not optimizers and tensors_of(obj))] # of torch.func, they ask for no gradient
     if not bare and not any(isinstance(p, ModulePart) or p.laned for p in snapshot.parts.values()):
         own = ("streams", "governor_stats", "update_gate")
         names = ", ".join(k for k in snapshot.objects if k not in own) or "there are none"
