@@ -17,7 +17,7 @@ from esper_nb.run import main
 pytestmark = [pytest.mark.slow, needs_ray, pytest.mark.usefixtures("one_thread"),
               pytest.mark.flaky(reruns=1)] # Ray gives its own processes seconds to start, busy machine or not
 KILLS = int(os.environ.get("ESPER_NB_KILLS", 1)) # nodes that die in one run
-TRAIN = ("train", "digits_impaired", "--updates", 4 + 6 * KILLS, *SMALL, "--quiet", "--shards", 2,
+TRAIN = ("train", "digits_impaired", "--updates", 4 + 12 * KILLS, *SMALL, "--quiet", "--shards", 2,
          "--no-exact")
 WORDS = "was lost (", "waiting for a core: 1 of 2 workers"
 

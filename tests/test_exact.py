@@ -152,7 +152,7 @@ def test_a_run_goes_on_in_other_shards_with_the_same_numbers(tmp_path):
     "Rows, the learner's weights and those of all lanes."
     recipe = get_recipe("digits_impaired", {
         "env.num_envs": 4, "env.horizon": 4, "env.limit": 128, "env.exact": True, "ppo.num_steps": 4,
-        "ppo.num_minibatches": 1, "ppo.num_updates": 2})
+        "ppo.num_minibatches": 1, "ppo.num_updates": 3})
     def end(run):
         for _ in run.updates(): pass
         rows = [encode_row({k: v for k, v in r.items() if not k.endswith("seconds")}) for r in run.folder.rows()]
