@@ -120,6 +120,15 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def own_log_level():
+    "What one test, or a benchmark that it calls, keeps quiet is said again in the next one."
+    log = logging.getLogger("esper_nb")
+    before = log.level
+    yield
+    log.setLevel(before)
+
+
 @pytest.fixture
 def few_words():
     "A Governor and the frameworks around it say nothing: the same with `\"few_words\"`."

@@ -1,5 +1,4 @@
 "A cure names a cause only where changes of the same kind do not cure as well, and what nobody proved is not undone."
-import logging
 import math
 import random
 
@@ -112,8 +111,8 @@ def test_what_a_step_draws_for_itself_is_not_called_data():
 @pytest.mark.slow
 @pytest.mark.parametrize(("loop", "seed"), [
     ("rolling-buffer", 1), ("rolling-buffer", 3), ("q-learning", 3), ("ring-gan", 4), ("partly-called", 2)])
+@pytest.mark.usefixtures("few_words")
 def test_a_healthy_loop_whose_loss_has_a_moving_aim_is_left_alone(loop, seed):
-    logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
     alone = foreign_bench.healthy_run(loop, "none", seed)
     row = foreign_bench.against_alone(foreign_bench.healthy_run(loop, "run", seed), alone)
     assert not row["acts"] and not row["false_causes"] and row["equal"]
