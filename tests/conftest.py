@@ -123,10 +123,8 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def own_log_level():
     "What one test, or a benchmark that it calls, keeps quiet is said again in the next one."
-    log = logging.getLogger("esper_nb")
-    before = log.level
     yield
-    log.setLevel(before)
+    logging.getLogger("esper_nb").setLevel(logging.NOTSET)
 
 
 @pytest.fixture
@@ -136,7 +134,6 @@ def few_words():
         warnings.simplefilter("ignore")
         logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
         yield
-    logging.getLogger("esper_nb").setLevel(logging.NOTSET)
 
 
 @pytest.fixture

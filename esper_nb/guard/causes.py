@@ -209,8 +209,8 @@ def written_inside(found: Findings, again: Mapping[int, WriteCounts]) -> Parting
         more = mine.above(again[i]) if mine is not None and i in again else []
         if not more: continue
         k = found.steps[i].number
-        return Parting("external", f"at batch {k} the loop wrote into {listed(more, 3)}, and does not do so in a "
-                       "replay of that batch: a callback, or code under a condition", k, written=True)
+        return Parting("external", f"at batch {k} the loop wrote into {listed(more, 3, 999)}, and does not do so in "
+                       "a replay of that batch: a callback, or code under a condition", k, written=True)
     return None
 
 SPARED = .1 # of the rise at most is left where something spares the run nearly all of it
@@ -1078,7 +1078,7 @@ class Inquiry:
             first = rows[cured[0]].cause if cured else ""
             vague = e.cause == "order" and first in ("lr_too_high", "data") and not self.found.odd
             if cured and not self.all_of_them and not vague: continue # what less learning cures, an order may cure, too
-            if e.cause in SLOWER and climbs is None and self._affordable(2):
+            if e.cause in SLOWER and climbs is None and self._affordable(3):
                 climbs = self._climbs()
                 if climbs and not self.all_of_them: return [CLIMBS]
             replays = 1 + (e.confirm is not None) + len(CONTROLS) * (e.control is not None)

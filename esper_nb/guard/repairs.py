@@ -36,8 +36,8 @@ from .writes import StateWatch, WriteCounts, Written, tables_of, tensors_of_part
 HABIT = 16 # times that something wrote into a tensor between two steps, from which on it is part of the loop
 
 def _between(names: Sequence[str]) -> str: # of tensors
-    return (f"something writes into {listed(names, 3)} between your steps, which a replay leaves out: let your step do "
-            "that")
+    return (f"something writes into {listed(names, 3, 999)} between your steps, which a replay leaves out: let your "
+            "step do that")
 
 class BetweenSteps:
     "What writes into the state of a run between two of its recorded steps."

@@ -212,7 +212,7 @@ def compare_parts(now: Mapping[str, PartProof], then: Mapping[str, PartProof]) -
             other = [k for k, t in new.tensors.items() if k in old.tensors and t.dtype != old.tensors[k].dtype]
             if other: unchecked.append(f"the bits of {len(other)} tensors of {name}: they are "
                                        f"{new.tensors[other[0]].dtype} now, were {old.tensors[other[0]].dtype}")
-            if new.odd: unchecked.append(listed([f"{name}.{k}".rstrip(".") for k in new.odd], 3))
+            if new.odd: unchecked.append(listed([f"{name}.{k}".rstrip(".") for k in new.odd], 3, 999))
     unchecked += [f"{name}, of which nothing was saved" for name in now if name not in then]
     return ResumeCheck(tuple(wrong), tuple(unchecked))
 
@@ -231,7 +231,7 @@ def _compare_tensors(name: str, now: PartProof, then: PartProof) -> Iterator[str
         of = [k for k in then.tensors if not head or k.partition(".")[0] == head]
         if head and not head.startswith("group"): what = f"{head} of {len(paths)} of {max(len(of), len(paths))} tensors"
         elif len(paths) == len(of) > 3: what = f"all {len(of)} tensors of {name}"
-        else: what = listed([_full(name, p) for p in paths], 3)
+        else: what = listed([_full(name, p) for p in paths], 3, 999)
         yield what if how == "is another" else f"{what} {how}"
 
 def _change(now: TensorProof, then: TensorProof) -> str: # "": none that counts

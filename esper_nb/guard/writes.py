@@ -102,7 +102,7 @@ class Written(NamedTuple):
     how: str # "versions": torch counted it; "bits": past torch, by `.data`, numpy, another process, or hardware;
         # "exchanged": a module has other tensors
     def __str__(self):
-        return f"{listed(self.names, 3)} changed between batch {self.after} and batch {self.after + 1}"
+        return f"{listed(self.names, 3, 999)} changed between batch {self.after} and batch {self.after + 1}"
 
 class WriteCounts(NamedTuple):
     "How often torch has counted a write into each tensor while a step ran, not in updates of its optimizers."
