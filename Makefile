@@ -15,12 +15,15 @@ help:  ## this list
 install: $(STAMP)  ## environment in .venv with everything for use, notebooks and tests
 
 # Again only when the metadata changes. Some systems ship Python without `ensurepip`: then pip comes from outside.
+# uv downloads in parallel and shows how far it is; it does not read pip's settings, so where it fails, pip installs.
 $(STAMP): settings.ini setup.py
 	@test -n "$(PYTHON)" || { echo "esper_nb needs Python 3.11 or newer: none found as python3. Try make install PYTHON=/path/to/python3.12"; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv 2>/dev/null || { \
 	  $(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=23'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=23' uv
+	@index=$$($(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'$$/\1/p" | head -n 1); \
+	  $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode $${index:+--default-index "$$index"} -e '.[dev]' || \
+	  $(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	@touch $@
 	@echo "Installed in .venv. Next: make train, make test, make lab"
 
