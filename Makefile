@@ -21,8 +21,9 @@ $(STAMP): settings.ini setup.py
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv 2>/dev/null || { \
 	  $(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=23' uv
-	@index=$$($(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'$$/\1/p" | head -n 1); \
-	  $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode $${index:+--default-index "$$index"} -e '.[dev]' || \
+	@urls() { $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]$$1='\(.*\)'$$/\1/p" | grep -o 'https*://[^ \\]*' | sed "s/^/$$2 /"; }; \
+	  $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --index-strategy unsafe-best-match \
+	    $$(urls index-url --default-index) $$(urls extra-index-url --index) -e '.[dev]' || \
 	  $(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	@touch $@
 	@echo "Installed in .venv. Next: make train, make test, make lab"
