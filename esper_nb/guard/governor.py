@@ -90,9 +90,9 @@ class Governor:
         **named, # more parts by name; `cursor` is the position in the data
     ):
         self.config = as_governor_config(config)
-        settings = [k for k in named if k in GovernorConfig.__dataclass_fields__]
-        check(not settings, ", ".join(settings), [named[k] for k in settings],
-              "parts by name; settings go into config=GovernorConfig({}=...)", settings and settings[0])
+        for k, v in named.items():
+            check(k not in GovernorConfig.__dataclass_fields__, k, v,
+                  "a part that keeps state; this is a setting: pass config=GovernorConfig({}={!r})", k, v)
         single = lanes is None # one lane is a lane: nothing waits for it
         self.single, self.n = single, 1 if lanes is None else check_count("lanes", lanes)
         check(folder is None or single, "folder", folder, "None: lanes have good states of different steps")
@@ -306,7 +306,7 @@ class Governor:
         Raises
         ------
         ValueError
-            If the Governor has several lanes, or the step returns no loss.
+            If the Governor has several lanes, `step` is no function, or what it returns is no loss.
         Exception
             Whatever the step raises while the state is finite.
         GovernorStop
@@ -328,6 +328,7 @@ class Governor:
         recovery, repairs = self.judge.recovery, self.judge.repairs
         if recovery is None or repairs is None:
             raise ValueError(f"lanes={self.n}, expected None: `run` is for a single run")
+        check(callable(step), "step", step, "a function that trains on a batch and returns its loss: run(step, batch)")
         self.requests.clear() # of a step that has raised something
         returned = self._train_on(recovery, repairs, step, batch, fetch, origin)
         while self.requests: self.requests.pop(0)()
@@ -700,8 +701,8 @@ class Governor:
         self.resume.load_state_dict(state["resume"])
 
     def __repr__(self):
-        judged = int(self.stats.judged.max())
-        return f"Governor({self.n} lanes, {judged} losses judged, {len(self.reports)} reports; {self.snapshot!r})"
+        lanes, judged = "" if self.single else f"{self.n} lanes, ", int(self.stats.judged.max())
+        return f"Governor({lanes}{judged} losses judged, {len(self.reports)} reports; {self.snapshot!r})"
 
     @property
     def _saved(self) -> dict[str, Any]:
