@@ -109,7 +109,8 @@ def as_chance_losses(
     nats = np.asarray(chance_loss)
     check(nats.dtype.kind in "iuf" and bool((nats > 0).all()), "chance_loss", chance_loss,
           "the loss of an untrained network, in nats and above 0 (see `label_entropy`), or None")
-    check(nats.size in (1, lanes) and nats.ndim < 2, "chance_loss", chance_loss, "one number for all lanes, or {}", lanes)
+    fits = nats.size in (1, lanes) and nats.ndim < 2
+    check(fits, "chance_loss", chance_loss, "one number for all lanes, or {}", lanes)
     return np.broadcast_to(nats.astype(np.float64), lanes).copy()
 
 # %% ../../nbs/guard/13_reports.ipynb #bb073306
