@@ -1,5 +1,5 @@
 "The Governor: any loop, exact replays, a budget that ends, reports without NaN."
-import json, math
+import json, math, re
 
 import numpy as np
 import pytest
@@ -190,11 +190,20 @@ def test_presets_round_trip(preset):
     assert GovernorConfig.from_dict(json.loads(json.dumps(c.to_dict(), allow_nan=False))) == c
     Governor(nn.Linear(1, 1), chance_loss=1., config=preset).watch(1.)
 
-def test_arguments():
+def test_arguments(): # a message has the value, what was expected, and the fix
     with pytest.raises(TypeError, match="chance"): Governor(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="batch, epoch, classic"):
         Governor(nn.Linear(1, 1), chance_loss=None, config="batches")
-    with pytest.raises(ValueError, match="positive"): Governor(nn.Linear(1, 1), chance_loss=-1.)
+    for wrong in (-1., math.nan, "2.3", [.5, -.5]):
+        with pytest.raises(ValueError, match="untrained network, in nats and above 0"):
+            Governor(nn.Linear(1, 1), chance_loss=wrong, lanes=2 if isinstance(wrong, list) else None)
+    with pytest.raises(ValueError, match="one number for all lanes, or 2"):
+        Governor(nn.Linear(1, 1), chance_loss=[.5] * 3, lanes=2)
+    with pytest.raises(ValueError, match="config=GovernorConfig.patience=3"):
+        Governor(nn.Linear(1, 1), chance_loss=None, patience=3)
+    with pytest.raises(ValueError, match="no setting 'patence', did you mean 'patience'"): GovernorConfig(patence=3)
+    with pytest.raises(ValueError, match="a function that trains"):
+        Governor(nn.Linear(1, 1), chance_loss=None).run(torch.tensor(.5), 0)
     alone = Governor(nn.Linear(1, 1), chance_loss=None)
     with pytest.raises(ValueError, match="one per lane"): alone.watch(torch.ones(3))
     with pytest.raises(ValueError, match="lr_factor"): GovernorConfig(lr_factor=2.)
@@ -593,3 +602,16 @@ def test_corrupted_moments_are_restored_and_no_batch_is_lost():
     report, = gov.reports
     assert (report.reason, report.lost, report.restored) == ("state", None, ("optimizer.state0.exp_avg_sq",))
     assert opt.state[net.weight]["exp_avg_sq"].isfinite().all() and gov.snapshot.steps[0] >= 40
+
+@pytest.mark.parametrize("loops, fix", [(False, "let the step return it"), (True, "governor.watch.loss.")])
+def test_a_run_without_losses_is_told_so_once(loops, fix, caplog):
+    gov = Governor(net := nn.Linear(1, 1), torch.optim.SGD(net.parameters(), lr=.1), chance_loss=None)
+    data = [torch.ones(4, 1)] * 40
+    with caplog.at_level("WARNING", "esper_nb.governor"):
+        if loops:
+            for x in gov.batches(data): net(x)
+        else:
+            for x in data: gov.run(lambda x: None, x)
+    told = [r.getMessage() for r in caplog.records if "no loss in" in r.getMessage()]
+    assert len(told) == 1 and re.search(fix, told[0]), told
+    assert gov.watched == 0

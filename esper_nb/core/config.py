@@ -61,8 +61,8 @@ def _refuse(cls, unknown: str) -> ValueError: # to be raised
     "Return the error for an unknown setting, with the nearest known name."
     known = [f.name for f in dataclasses.fields(cls)]
     near = difflib.get_close_matches(unknown, known, 1)
-    hint = f", did you mean {near[0]!r}?" if near else "."
-    return ValueError(f"{cls.__name__} has no setting {unknown!r}{hint} Known: {', '.join(known)}")
+    hint = f", did you mean {near[0]!r}?" if near else f". Known: {', '.join(known)}"
+    return ValueError(f"{cls.__name__} has no setting {unknown!r}{hint}")
 
 def _options(hint) -> tuple:
     "Return the alternatives of a type hint, with `None` as its type."
@@ -158,7 +158,7 @@ ShareBelow1 = Annotated[float, Range(0, 1, below=True)]
 RandomSeed = Annotated[int, Range(0, 2**63 - 1)]
 
 # %% ../../nbs/core/00_config.ipynb #3f0a1c55
-_words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", types.NoneType: "none",
+_words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", types.NoneType: "None",
           dict: "settings by name", list: "a list"}
 
 def _split(hint) -> tuple[typing.Any, tuple]: # the type itself; its ranges
@@ -211,6 +211,12 @@ class Config:
     Every value is checked against the type hint of its field, range included, before the `__post_init__` of a subclass
     runs. Lists become tuples, and dicts settings, where the hint says so.
     """
+    def __new__(cls, *values, **settings):
+        "Refuse an unknown setting, with the name that was meant."
+        for k in settings:
+            if k not in {f.name for f in dataclasses.fields(cls)}: raise _refuse(cls, k)
+        return super().__new__(cls)
+
     def __init_subclass__(cls, **options):
         "Let the check of types come before a subclass's own."
         super().__init_subclass__(**options)
@@ -231,8 +237,6 @@ class Config:
 
     def replace(self, **changes) -> typing.Self: # settings by name
         "Return a copy with some settings changed; an unknown name is an error."
-        for k in changes:
-            if k not in {f.name for f in dataclasses.fields(self)}: raise _refuse(type(self), k)
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict:
@@ -242,8 +246,6 @@ class Config:
     @classmethod
     def from_dict(cls, d: dict) -> typing.Self: # settings by name; the others keep their defaults
         "Make settings from what `to_dict` returned, nested configs included."
-        for k in d:
-            if k not in {f.name for f in dataclasses.fields(cls)}: raise _refuse(cls, k)
         return cls(**d)
 
 # %% ../../nbs/core/00_config.ipynb #05c28734

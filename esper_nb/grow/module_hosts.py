@@ -646,7 +646,8 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
     known = [k for k, _ in module.named_modules() if k]
     for k in names:
         near = difflib.get_close_matches(k, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f", such as {', '.join(known[:3])}"
+        hint = f"; did you mean {near[0]!r}?" if near else f", such as {', '.join(known[:3])}" if known else (
+            f", and {type(module).__name__} has none: hand over the network that it is a part of")
         check(k in known, "slot", k, "the name of a submodule" + hint)
         check_owner(module, k)
     seen: dict[str, FeatureSeen] = {}

@@ -59,7 +59,7 @@ from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLA
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
-from .governor import OWN_PARTS as OWN_PARTS, NOT_TAKEN as NOT_TAKEN, Governor as Governor
+from .governor import OWN_PARTS as OWN_PARTS, UNHEARD as UNHEARD, NOT_TAKEN as NOT_TAKEN, Governor as Governor
 from .health import (LASTS as LASTS, JUMP as JUMP, STILL_NEAR as STILL_NEAR, SEEN as SEEN, LONG as LONG,
     RAISED as RAISED, STEEP as STEEP, LEAP as LEAP, SETTLED as SETTLED, StateHealth as StateHealth, Bands as Bands,
     BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign, Leap as Leap, RateCourse as RateCourse,
@@ -110,7 +110,8 @@ from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, 
 from .responses import (is_clock as is_clock, clocks_of as clocks_of, not_exchanged as not_exchanged,
     patience_of as patience_of, SingleRun as SingleRun, LaneRuns as LaneRuns, GuardedRun as GuardedRun,
     Moment as Moment, SameBatches as SameBatches, undone_with as undone_with, IncidentResponse as IncidentResponse,
-    LaneCheckup as LaneCheckup, LaneJudge as LaneJudge, missing_parts as missing_parts)
+    LaneCheckup as LaneCheckup, LaneJudge as LaneJudge, missing_parts as missing_parts,
+    trains_others as trains_others)
 from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, PartProof as PartProof,
     prove_parts as prove_parts, StreamState as StreamState, read_streams as read_streams, leads_to as leads_to,
     ResumeCheck as ResumeCheck, compare_parts as compare_parts, prove_state as prove_state,

@@ -106,9 +106,12 @@ def as_chance_losses(
 ) -> np.ndarray | None: # (n,) float64
     "Return the chance loss of every lane, or None without one."
     if chance_loss is None: return None
-    nats = np.broadcast_to(np.asarray(chance_loss, np.float64), lanes).copy()
-    check(bool((nats > 0).all()), "chance_loss", chance_loss, "positive nats, or None")
-    return nats
+    nats = np.asarray(chance_loss)
+    check(nats.dtype.kind in "iuf" and bool((nats > 0).all()), "chance_loss", chance_loss,
+          "the loss of an untrained network, in nats and above 0 (see `label_entropy`), or None")
+    fits = nats.size in (1, lanes) and nats.ndim < 2
+    check(fits, "chance_loss", chance_loss, "one number for all lanes, or {}", lanes)
+    return np.broadcast_to(nats.astype(np.float64), lanes).copy()
 
 # %% ../../nbs/guard/13_reports.ipynb #bb073306
 @dataclass(frozen=True)

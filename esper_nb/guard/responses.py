@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['is_clock', 'clocks_of', 'not_exchanged', 'patience_of', 'SingleRun', 'LaneRuns', 'GuardedRun', 'Moment',
-           'SameBatches', 'undone_with', 'IncidentResponse', 'LaneCheckup', 'LaneJudge', 'missing_parts']
+           'SameBatches', 'undone_with', 'IncidentResponse', 'LaneCheckup', 'LaneJudge', 'missing_parts',
+           'trains_others']
 
 # %% ../../nbs/guard/27_responses.ipynb #409b35e3
 import math
@@ -533,6 +534,8 @@ class LaneJudge:
         return {i: reason for i, reason in reasons.items() if i not in accepted}
 
 # %% ../../nbs/guard/27_responses.ipynb #02ac88bd
+_ADDED = ("streams", "governor_stats", "update_gate") # parts that a Governor adds by itself
+
 def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sentences
     "Return hints about parts that seem to be missing."
     objects = list(snapshot.objects.values())
@@ -540,8 +543,7 @@ def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sent
     bare = [k for k, obj in snapshot.objects.items() if isinstance(obj, (dict, list, Tensor))
             and (weights_in(obj) or not optimizers and tensors_of(obj))] # of torch.func, they ask for no gradient
     if not bare and not any(isinstance(p, ModulePart) or p.laned for p in snapshot.parts.values()):
-        own = ("streams", "governor_stats", "update_gate")
-        names = ", ".join(k for k in snapshot.objects if k not in own) or "there are none"
+        names = ", ".join(k for k in snapshot.objects if k not in _ADDED) or "there are none"
         return [f"no model among the parts ({names}), so no weights will be restored; pass it: "
                 "Governor(model, optimizer, ...)"]
     found = []
@@ -553,4 +555,15 @@ def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sent
     if not stepping and not hasattr(snapshot.objects.get("stepper"), "owners"):
         found.append("no optimizer among the parts, so a NaN in its moments would ruin every state that is restored; "
                      "pass it: Governor(model, optimizer, ...)")
+    found += [f"`{name}` trains weights that are in no part, so they would not be restored: pass their network, or "
+              "make the optimizer anew for the one that is passed" for name in trains_others(snapshot.objects)]
     return found
+
+def trains_others(objects: Mapping[str, Any]) -> list[str]: # parts by name; names
+    "Return optimizers all of whose weights are in no model, such as those of a model that was made again since."
+    parts = {k: o for k, o in objects.items() if k not in _ADDED}
+    known = torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+    if not all(isinstance(o, known) for o in parts.values()): return [] # where else weights are is not known
+    mine = {id(p) for o in parts.values() if isinstance(o, torch.nn.Module) for p in o.parameters()}
+    def weights(o): return [id(p) for group in o.param_groups for p in group["params"]]
+    return [k for k, o in parts.items() if isinstance(o, torch.optim.Optimizer) and mine.isdisjoint(weights(o))]

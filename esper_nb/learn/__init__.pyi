@@ -3,8 +3,8 @@ from .distributions import (ActionHeads as ActionHeads, Heads as Heads, heads_of
     MaskedHeads as MaskedHeads, mix_floor as mix_floor, choose as choose, acting_noise as acting_noise)
 from .learner import (END_SIGNALS as END_SIGNALS, Update as Update, clone_state as clone_state,
     gap_limit as gap_limit, StopRequest as StopRequest, UpdateProgress as UpdateProgress,
-    RunningEpisodes as RunningEpisodes, Learner as Learner, BestPolicy as BestPolicy, train_ppo as train_ppo,
-    StopFlag as StopFlag, exit_on_signal as exit_on_signal)
+    RunningEpisodes as RunningEpisodes, Learner as Learner, BestPolicy as BestPolicy, StopFlag as StopFlag,
+    exit_on_signal as exit_on_signal, train_ppo as train_ppo)
 from .loss import (PPOConfig as PPOConfig, PPOStats as PPOStats, read_stats as read_stats,
     average_steps as average_steps, ChoiceMasks as ChoiceMasks, Coefficients as Coefficients, ppo_loss as ppo_loss,
     minibatch_loss as minibatch_loss, explained_variance as explained_variance, Collected as Collected,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['END_SIGNALS', 'Update', 'clone_state', 'gap_limit', 'StopRequest', 'UpdateProgress', 'RunningEpisodes', 'Learner',
-           'BestPolicy', 'train_ppo', 'StopFlag', 'exit_on_signal']
+           'BestPolicy', 'StopFlag', 'exit_on_signal', 'train_ppo']
 
 # %% ../../nbs/learn/65_learner.ipynb #9eee3326
 import math
@@ -525,45 +525,6 @@ class BestPolicy:
         self.update, self.state = state["update"], clone_state(state.get("state"))
         self.returns = {int(k): v for k, v in state["returns"].items()}
 
-def train_ppo(
-    learner: Learner, # trained in place, from its current state
-    updates: int | None = None, # how many; None: up to `config.num_updates`
-    best: BestPolicy | None = None, # looks at the learner after each update, and keeps the best policy
-) -> Iterator[Update]: # one item an update
-    """Train a learner, and yield an `Update` after each PPO update.
-
-    A keyboard interrupt ends the generator between two steps, without a traceback; another `train_ppo` on the same
-    learner continues exactly there.
-
-    Raises
-    ------
-    ValueError
-        If `updates` leads beyond `config.num_updates` while `lr_final` is 0: the learning rate would be 0.
-    RuntimeError
-        After three updates in a row without a gradient step, see `Learner`.
-
-    Examples
-    --------
-    >>> import gymnasium as gym
-    >>> from esper_nb import Learner, PPOConfig, train_ppo
-    >>> settings = PPOConfig(num_updates=2, num_steps=4, num_minibatches=2)
-    >>> learner = Learner(gym.make_vec("CartPole-v1", num_envs=2), settings)
-    >>> [(u.update, u.env_steps) for u in train_ppo(learner)]
-    [(1, 8), (2, 16)]
-    """
-    c = learner.config
-    last = c.num_updates if updates is None else learner.update + check_count("updates", updates)
-    check(last <= c.num_updates or c.lr_final > 0, "updates", updates,
-          f"at most {c.num_updates - learner.update}: after num_updates={c.num_updates} the learning rate is 0; "
-          "make num_updates larger, or set lr_final above 0 to go on at that share of the learning rate")
-    while learner.update < last:
-        update = None
-        with StopFlag() as stop:
-            while update is None and not stop.requested: update = learner.step(stop)
-        if update is not None and best is not None: best.look(learner)
-        if update is not None: yield update
-        if stop.requested: return
-
 # %% ../../nbs/learn/65_learner.ipynb #54a4239a
 END_SIGNALS = tuple(getattr(signal, k) for k in ("SIGTERM", "SIGHUP") if hasattr(signal, k)) # of schedulers, terminals
 
@@ -609,3 +570,43 @@ def exit_on_signal() -> Iterator[None]:
     try: yield
     finally:
         for n in mine: signal.signal(n, signal.SIG_DFL)
+
+# %% ../../nbs/learn/65_learner.ipynb #trainppo
+def train_ppo(
+    learner: Learner, # trained in place, from its current state
+    updates: int | None = None, # how many; None: up to `config.num_updates`
+    best: BestPolicy | None = None, # looks at the learner after each update, and keeps the best policy
+) -> Iterator[Update]: # one item an update
+    """Train a learner, and yield an `Update` after each PPO update.
+
+    A keyboard interrupt ends the generator between two steps, without a traceback; another `train_ppo` on the same
+    learner continues exactly there.
+
+    Raises
+    ------
+    ValueError
+        If `updates` leads beyond `config.num_updates` while `lr_final` is 0: the learning rate would be 0.
+    RuntimeError
+        After three updates in a row without a gradient step, see `Learner`.
+
+    Examples
+    --------
+    >>> import gymnasium as gym
+    >>> from esper_nb import Learner, PPOConfig, train_ppo
+    >>> settings = PPOConfig(num_updates=2, num_steps=4, num_minibatches=2)
+    >>> learner = Learner(gym.make_vec("CartPole-v1", num_envs=2), settings)
+    >>> [(u.update, u.env_steps) for u in train_ppo(learner)]
+    [(1, 8), (2, 16)]
+    """
+    c = learner.config
+    last = c.num_updates if updates is None else learner.update + check_count("updates", updates)
+    check(last <= c.num_updates or c.lr_final > 0, "updates", updates,
+          f"at most {c.num_updates - learner.update}: after num_updates={c.num_updates} the learning rate is 0; "
+          "make num_updates larger, or set lr_final above 0 to go on at that share of the learning rate")
+    while learner.update < last:
+        update = None
+        with StopFlag() as stop:
+            while update is None and not stop.requested: update = learner.step(stop)
+        if update is not None and best is not None: best.look(learner)
+        if update is not None: yield update
+        if stop.requested: return

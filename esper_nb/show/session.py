@@ -147,6 +147,8 @@ class Session:
         notify: Notify | None = None, # called with a title and a text after an incident, a failure, a stop, at the end
         columns: Iterable[str] = (), # of the rows that are drawn as metrics
     ):
+        check(isinstance(source, (Population, Source)), "source", source,
+              "a population, such as new_population('digits'), or a LoopSource around your own loop")
         self.source = PopulationSource(source) if isinstance(source, Population) else source
         self.history = History(self.source, capacity, rows, columns)
         self.name = name

@@ -725,6 +725,7 @@ def new_population( # noqa: PLR0913  # task, settings, data, device and blueprin
     >>> [record.epoch for record in fit(pop)]
     [0]
     """
+    check(isinstance(config, Config), "config", config, "settings, such as FitConfig(lanes=4)")
     dev, task, n = check_device(device), task if isinstance(task, Task) else get_task(task), config.lanes
     data = task.load(dev, root, synthetic=synthetic) if data is None else data
     size, default = config.batch_size or task.batch_size, torch.get_default_dtype()

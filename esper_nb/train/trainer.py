@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core import use_threads
+from ..core import check, use_threads
 from ..grow import Decision, apply_decisions
 from .ablation import judge_lanes
 from .data import share_pp
@@ -126,6 +126,9 @@ def fit(
     >>> pop.epoch.tolist()
     [1, 1]
     """
+    check(isinstance(pop, Population), "pop", pop, "a population, such as new_population('digits')")
+    check(controller is None or callable(controller), "controller", controller,
+          "a function of a population and its last result, such as as_controller(Heuristic())")
     left = pop.epochs - int(pop.epoch.max()) if epochs is None else epochs
     for _ in range(left):
         decided = pop.retry_germinations()
