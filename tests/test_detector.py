@@ -228,6 +228,10 @@ def test_label_entropy():
     assert math.isclose(label_entropy(torch.arange(7).repeat(3)), math.log(7))
     assert math.isclose(label_entropy(torch.tensor([3, 3, 3])), 0., abs_tol=1e-12)
     assert math.isclose(label_entropy(torch.tensor([0, 1, -100, -1])), math.log(2))
+    for same in ([0, 1], np.array([0, 1]), torch.tensor([0., 1.]), torch.tensor([False, True])):
+        assert math.isclose(label_entropy(same), math.log(2))
+    for wrong in (torch.tensor([.5, 1.]), torch.tensor([-1, -1]), []):
+        with pytest.raises(ValueError, match="expected numbers of classes: whole"): label_entropy(wrong)
 
 def test_a_first_loss_near_zero_says_nothing_about_the_size_of_signed_losses():
     "−0.02, then 0.4: no explosion, since one loss of either sign is no scale to judge by."

@@ -205,7 +205,7 @@ def test_arguments(): # a message has the value, what was expected, and the fix
     with pytest.raises(ValueError, match="a function that trains"):
         Governor(nn.Linear(1, 1), chance_loss=None).run(torch.tensor(.5), 0)
     alone = Governor(nn.Linear(1, 1), chance_loss=None)
-    with pytest.raises(ValueError, match="one per lane"): alone.watch(torch.ones(3))
+    with pytest.raises(ValueError, match="one number"): alone.watch(torch.ones(3))
     with pytest.raises(ValueError, match="lr_factor"): GovernorConfig(lr_factor=2.)
     with pytest.raises(ValueError, match="did you mean 'sigma'"): alone.adjust(sigmo=3)
     lanes = Governor(nn.Linear(1, 2), chance_loss=None, lanes=2)

@@ -226,7 +226,8 @@ def test_a_step_may_return_an_object_with_its_loss(made):
 
 @pytest.mark.parametrize("loss, said", [
     (None, "loss=None, expected a number"), ((torch.tensor(1.), 2), "loss=a tuple, expected a number"),
-    (dict(loss=1.), "loss=a dict, expected a number"), (["a"], "of type list"), ([1., 2.], "expected 1 numbers"),
+    (dict(loss=1.), "loss=a dict, expected a number"), ("0.5", "loss=a str, expected a number"),
+    (["a"], "of type list"), ([1., 2.], "expected one number, such as loss.mean"),
     (torch.tensor(1j), "complex, expected real"), (torch.ones((), device="meta"), "on the meta device")], ids=str)
 def test_what_is_no_loss_is_named_and_counts_as_none(loss, said):
     governor = Governor(nn.Linear(1, 1), chance_loss=None)

@@ -38,7 +38,7 @@ def test_parts_in_a_list_or_dictionary_are_guarded_one_by_one(pack):
     (lambda n, o: Governor(n, o, chance_loss=None).watch({"loss": 1.}), "expected a number or a tensor"),
     (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.tensor(1j)), "complex, expected real numbers"),
     (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.tensor(1., device="meta")), "meta device"),
-    (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.ones(3)), "expected 1 numbers, one per lane"),
+    (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.ones(3)), "expected one number, such as loss.mean"),
     (lambda n, o: Governor(n, o, chance_loss=None, lanes=2, folder="x"), "folder='x', expected None: lanes have")])
 def test_what_is_passed_wrongly_is_named(make, says):
     with pytest.raises(ValueError, match=says): make(*parts())

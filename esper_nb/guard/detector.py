@@ -90,11 +90,16 @@ def list_thresholds(
 
 # %% ../../nbs/guard/11_detector.ipynb #d0b89cce
 def label_entropy(
-    labels: "Tensor", # any shape, labels or tokens of the training set; negative ones are ignored
+    labels: "Tensor", # any shape, labels or tokens of the training set: whole numbers; negative ones are ignored
 ) -> float: # nats
     """Return the chance loss of a classifier or language model: that of a guess from the frequencies of the labels.
 
     It is the Shannon entropy of the label frequencies: ln k for k equally frequent classes, less for uneven ones.
+
+    Raises
+    ------
+    ValueError
+        If the labels are no whole numbers, or none of them is 0 or above.
 
     References
     ----------
@@ -109,7 +114,15 @@ def label_entropy(
     0.5004
     """
     import torch
-    p = torch.bincount(labels[labels >= 0].flatten()).cpu().double()
+    known = torch.as_tensor(labels)
+    kind = str(known.dtype).removeprefix("torch.")
+    counts = known.dtype == torch.bool or known.is_floating_point() and torch.equal(known, known.round())
+    if counts: known = known.long() # as binary cross-entropy takes them
+    whole = not (known.is_floating_point() or known.is_complex())
+    known = known[known >= 0].flatten() if whole else known[:0]
+    check(known.numel() > 0, "labels", f"{tuple(torch.as_tensor(labels).shape)} of {kind}",
+          "numbers of classes: whole, 0 and above, at least one")
+    p = torch.bincount(known).cpu().double()
     p = p[p > 0] / p.sum()
     return -(p * p.log()).sum().item()
 

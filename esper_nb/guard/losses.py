@@ -64,7 +64,7 @@ def as_loss(
     0.5
     """
     if not isinstance(loss, Tensor):
-        if isinstance(loss, tuple | Mapping) or loss is None:
+        if isinstance(loss, tuple | Mapping | str | bytes) or loss is None:
             shown = "None" if loss is None else f"a {type(loss).__name__}"
             raise ValueError(f"loss={shown}, expected a number or a tensor: the loss alone, not all of a step")
         try: values = np.asarray(loss, np.float64)
@@ -73,7 +73,9 @@ def as_loss(
             raise ValueError(f"loss={reprlib.repr(loss)} of type {type(loss).__name__}, expected a number or a tensor")
         if lanes == 1 and values.size == 1: return float(values.reshape(()))
         loss = torch.as_tensor(values)
-    if loss.numel() != lanes: raise ValueError(f"loss={tuple(loss.shape)}, expected {lanes} numbers, one per lane")
+    if loss.numel() != lanes:
+        expected = "one number, such as loss.mean()" if lanes == 1 else f"{lanes} numbers, one per lane"
+        raise ValueError(f"loss={tuple(loss.shape)}, expected {expected}")
     if loss.is_complex() or loss.is_meta:
         kind = "complex" if loss.is_complex() else "on the meta device"
         raise ValueError(f"loss={tuple(loss.shape)} {kind}, expected real numbers")
