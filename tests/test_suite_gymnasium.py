@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import wrappers as one_w
-from gymnasium.utils import env_checker, passive_env_checker as passive, performance
+from gymnasium.utils import env_checker, passive_env_checker as passive
 from gymnasium.utils.env_match import check_environments_match
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import vector as many_w
@@ -297,17 +297,3 @@ def twin_of(env): return pickle.loads(pickle.dumps(env))
 def test_environments_match(other):
     env = single(render_mode="rgb_array")
     check_environments_match(env, other(copy.deepcopy(env)), num_steps=5, seed=2)
-
-
-TOOLS = dict(
-    step=lambda: performance.benchmark_step(single(), target_duration=.2, seed=0),
-    many=lambda: performance.benchmark_vector_step(ours(), target_duration=.2, seed=0),
-    init=lambda: performance.benchmark_init(single, target_duration=.2, seed=0),
-    render=lambda: performance.benchmark_render(begun(single(render_mode="rgb_array")), target_duration=.2))
-
-def begun(env):
-    env.reset(seed=0)
-    return env
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_tools_of_pace_run(tool): assert TOOLS[tool]() > 0
