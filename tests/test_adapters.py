@@ -69,29 +69,12 @@ def lightning_run(pl, tmp_path, callback, fault=None, at=(90,), batches=150, ckp
         fit.fit(model, data, ckpt_path=ckpt)
     return model, fit
 
-def test_lightning_goes_on_after_a_nan(pl, tmp_path):
-    callback = lightning_governor(math.log(10), QUICK)
-    model, _ = lightning_run(pl, tmp_path, callback, poison)
-    report, = callback.governor.reports
-    assert report.reason == "non-finite" and {"model", "optimizer"} <= {*report.restored} and "scheduler" in report.left
-    assert all(p.isfinite().all() for p in model.parameters()) and len(model.losses) == 150
-    assert sum(model.losses[-20:]) < 1.2 * sum(model.losses[60:80])
-
 @pytest.mark.slow
 def test_lightning_stops_at_the_end_of_the_budget(pl, tmp_path):
     callback = lightning_governor(math.log(10), QUICK.replace(rollbacks=1))
     model, fit = lightning_run(pl, tmp_path, callback, poison, at=range(90, 1000))
     assert (fit.should_stop and model.calls < 100 and callback.governor.reports[-1].action == "stop"
             and all(p.isfinite().all() for p in model.parameters()))
-
-@pytest.mark.slow
-def test_lightning_checkpoints_hold_the_governor(pl, tmp_path):
-    callback = lightning_governor(math.log(10), QUICK)
-    _, fit = lightning_run(pl, tmp_path, callback, batches=50)
-    fit.save_checkpoint(tmp_path / "a.ckpt")
-    again = lightning_governor(math.log(10), QUICK)
-    lightning_run(pl, tmp_path, again, batches=50, ckpt=str(tmp_path / "a.ckpt"), max_epochs=2)
-    assert int(again.governor.stats.judged[0]) == 100
 
 def test_a_resume_in_lightning_does_not_warn_of_streams_that_its_checkpoints_never_hold(pl, tmp_path, caplog):
     _, fit = lightning_run(pl, tmp_path, lightning_governor(math.log(10), QUICK), batches=30)
@@ -183,12 +166,6 @@ def hf_run(tmp_path, model, governor=True, steps=150, config=QUICK, resume=None,
 def new(**kw):
     torch.manual_seed(0)
     return Small(**kw)
-
-def test_hugging_face_goes_on_after_a_nan(tmp_path):
-    trainer, callback = hf_run(tmp_path, model := new(fault=poison))
-    report, = callback.governor.reports
-    assert report.reason == "non-finite" and "model" in report.restored
-    assert trainer.state.global_step == 150 and all(p.isfinite().all() for p in model.parameters())
 
 def corrupt(net):
     with torch.no_grad(): net[0].weight.copy_(2 * torch.randn(32, 16, generator=torch.Generator().manual_seed(2)))
@@ -332,23 +309,6 @@ def test_lightning_manual_optimization(pl, tmp_path):
             fit.fit(model, data)
         assert len(callback.governor.reports) == seen, how
         if seen: assert all(p.isfinite().all() for p in model.parameters())
-
-@pytest.mark.slow
-def test_lightning_ranks_act_together(pl, tmp_path):
-    from lightning.pytorch.callbacks import Callback
-    class Poison(Callback):
-        def on_train_batch_start(self, trainer, module, batch, i):
-            if i == 40 and trainer.global_rank == 1: poison(module.net)
-    class Told(Callback):
-        def on_train_end(self, trainer, module):
-            said = [(r.batch, r.reason, r.action) for r in callback.governor.reports]
-            weights = torch.cat([p.detach().flatten() for p in module.net.parameters()])
-            torch.save((said, weights), tmp_path/f"rank{trainer.global_rank}.pt")
-    callback = lightning_governor(math.log(10), QUICK)
-    said = [callback, Poison(), Told()]
-    lightning_run(pl, tmp_path, None, batches=160, devices=2, strategy="ddp_fork", callbacks=said)
-    (a, u), (b, v) = (torch.load(tmp_path/f"rank{r}.pt") for r in range(2))
-    assert a == b and a[0] == (40, "non-finite", "rollback") and torch.equal(u, v)
 
 def test_hugging_face_resumes_exactly(tmp_path):
     whole, first = hf_run(tmp_path/"a", alone := new(), steps=120)

@@ -221,15 +221,6 @@ def test_the_place_of_a_second_rollback_counts_from_its_own_snapshot(run):
     for _, back, x, end in backs: assert end - back <= 3 * (s.history.x // s.steps) and back < x <= end
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", PopulationSource(population(1)).faults())
-def test_every_fault_can_be_provoked(run, fault):
-    s = run(population(2, 30))
-    steps(s, 8)
-    assert s.provoke(fault, 1).wait().ok
-    steps(s, 4)
-    assert s.state == "paused" and all(i.lane == 1 for i in s.incidents) and any(n.kind == "fault" for n in s.notes)
-
-@pytest.mark.slow
 def test_late_in_a_run_every_fault_is_answered_or_told_harmless(run):
     faults = PopulationSource(population(1)).faults()
     s = run(population(len(faults), 180))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core import RandomStreams, by_lane, LaneLinear, pack_tree, unpack_tree
+from esper_nb.core import by_lane, LaneLinear, pack_tree, unpack_tree
 from esper_nb.guard import Governor, LiveState, Snapshot, StateBanks, snapshots as page
 from esper_nb.guard.recorder import at_share
 from esper_nb.guard.replay import share_of_rate
@@ -274,15 +274,6 @@ def test_a_snapshot_that_fails_half_way_leaves_the_previous_one(where, monkeypat
     now = whole_state(run)
     assert all(torch.equal(good[k], now[k]) for k in good if not k.startswith(("streams", "order", "cursor")))
 
-def test_probation():
-    run = Run("sgd"); snap = run.snapshot(); snap.take(step=0)
-    run.step(); assert not snap.take(step=1, hold=True).published
-    run.step()
-    assert snap.confirm() == (0,) and snap.confirm() == ()
-    assert snap.restore().steps == (1,)
-    run.step(); snap.take(step=2, hold=True)
-    assert snap.restore().steps == (1,) and snap.confirm() == (), "a restore forgets what was on probation"
-
 def test_a_hundred_snapshots_add_no_memory():
     run = Run("adam"); run.step(); snap = run.snapshot()
     for _ in range(3): run.step(); snap.take()
@@ -319,13 +310,6 @@ def test_trees_come_back_as_they_were(tree):
     assert same(tree, back) or len(found) < str(tree).count(
         "tensor("
     )  # two keys may print alike: then a path is shared
-
-def test_streams_cover_all_libraries():
-    s = RandomStreams()
-    state = s.state_dict()
-    def draw(): return random.gauss(0, 1), np.random.normal(), torch.randn(2).tolist()
-    first = draw(); s.load_state_dict(state)
-    assert draw() == first
 
 
 # --- lanes
@@ -384,37 +368,6 @@ def test_what_a_lane_cannot_get_back_alone_is_named():
     del net.seen
     assert snap.restore(lanes=[1]).kept == ("model: seen",)
     assert snap.restore().kept == () and net.seen.shape == (N,)
-
-@settings(deadline=None, max_examples=12)
-@given(st.lists(st.tuples(st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]),
-                          st.sets(st.integers(0, N - 1), min_size=1)), max_size=25))
-def test_any_order_of_operations_keeps_each_lane_s_own_version(ops):
-    run = LaneRun(); snap = run.snapshot(); snap.take(step=0)
-    good, held = [run.lane(i) for i in range(N)], [None] * N
-    for op, lanes in ops:
-        lanes = sorted(lanes)
-        if op == "step": run.step()
-        if op == "take":
-            snap.take(lanes=lanes)
-            for i in lanes: good[i], held[i] = run.lane(i), None
-        if op == "hold":
-            snap.take(lanes=lanes, hold=True)
-            for i in lanes: held[i] = run.lane(i)
-        if op == "confirm":
-            snap.confirm(lanes)
-            for i in lanes: good[i], held[i] = (good[i] if held[i] is None else held[i]), None
-        if op == "drop":
-            snap.drop(lanes)
-            for i in lanes: held[i] = None
-        if op == "restore":
-            others = {i: run.lane(i) for i in range(N) if i not in lanes}
-            snap.restore(lanes)
-            assert all(equal(run.lane(i), good[i]) for i in lanes) and all(
-                equal(run.lane(i), v) for i, v in others.items()
-            )
-            for i in lanes: held[i] = None
-    snap.restore()
-    assert all(equal(run.lane(i), good[i]) for i in range(N))
 
 def test_a_bad_lane_is_refused_alone():
     run = LaneRun(); snap = run.snapshot(); snap.take(step=0)
