@@ -14,9 +14,8 @@ import torch
 
 from benchmarks import faults, growth, lanes
 from benchmarks.growth import GROWTH_CASES, GROWTH_PLANS, GrowthCase, PlainGrown, arithmetic_share, growth_text
-from benchmarks.detector_bench import lightning
+from benchmarks.detector_bench import SpikeDetection, lightning
 from benchmarks.measure import Case, Side, fastest_epoch, find_maker, machine, machine_text, take_turns
-from benchmarks.ruined_loops import SpikeDetection
 from esper_nb.train import Fault, get_task, list_faults
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
