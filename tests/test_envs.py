@@ -1,8 +1,5 @@
 "Training runs as an environment: episodes, rollbacks, seed keys, exactness, and agents from elsewhere."
-import hashlib
 import json
-import subprocess
-import sys
 import warnings
 
 import gymnasium as gym
@@ -168,26 +165,6 @@ def test_parts_on_several_devices(mode):
     assert [(first, p.lanes) for first, p in two.parts] == [(0, 3), (3, 2)]
     for a, b in zip(roll(one, 7), roll(two, 7)): assert all(same(x, y) for x, y in zip(a, b))
     assert list(one.summaries) == list(two.summaries) and torch.equal(one.test_accuracy(), two.test_accuracy())
-
-
-SCRIPT = """
-import sys, hashlib; sys.path.insert(0, 'tests')
-import torch; torch.set_num_threads(1)
-from test_envs import digest
-print(digest(int(sys.argv[1])))
-"""
-
-def digest(workers):
-    h = hashlib.sha256()
-    for r in roll(make(4, workers=workers, width=2, faults=(Fault("nan", 1, 2),)), 7):
-        h.update(b"".join(np.ascontiguousarray(x).tobytes() for x in r[:-1]))
-    return h.hexdigest()
-
-
-@pytest.mark.slow
-def test_the_same_seed_in_two_processes_with_other_workers():
-    other = subprocess.run([sys.executable, "-c", SCRIPT, "2"], capture_output=True, text=True, check=True)
-    assert other.stdout.split()[-1] == digest(1)
 
 
 def test_without_a_seed_environments_differ_and_with_one_in_the_settings_they_do_not():

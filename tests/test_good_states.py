@@ -433,9 +433,6 @@ def test_a_folder_of_a_stranger_is_one_clear_error_and_runs_nothing(name, tmp_pa
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 300_000 # kilobytes
 
 
-def test_there_are_forty_hostile_folders(): assert len(HOSTILE) >= 40
-
-
 def test_what_torch_saved_cannot_fill_the_memory_with_strides(tmp_path):
     tensors = [torch.zeros(1).as_strided((60_000, 25_000), (0, 0)), torch.zeros(100).expand(10**6, 100)]
     same = torch.zeros(3000)

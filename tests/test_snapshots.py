@@ -586,7 +586,7 @@ def test_steps_that_do_not_come_by_are_not_copied_beside():
     assert snap.background.job is not None, "and beside the next step again"
     snap.find_late(wait=True)
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_snapshot_in_the_background_is_the_state_at_its_beginning(seed):
     net, opt, step = small_run(seed)
     snap = in_background(net, opt)
@@ -668,8 +668,8 @@ def test_cuda_background_is_the_state_at_its_beginning(machine, monkeypatch):
         assert same(everything(net, opt), before) and snap.steps == [t]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
-@pytest.mark.parametrize("where", [0, -1])
+@pytest.mark.parametrize("dtype, where", [(torch.float32, 0), (torch.float32, -1), (torch.bfloat16, -1),
+                                          (torch.complex64, 0)])
 def test_a_large_tensor_is_checked_piece_by_piece(dtype, where):
     "A NaN in the first or the last piece is refused and harms no good state; numbers whose sum overflows are not."
     large = dict(x=torch.ones(2_500_000, dtype=dtype), few=torch.ones(3), count=torch.tensor(1))

@@ -60,17 +60,6 @@ def test_one_lane_is_the_ordinary_loss():
     assert abs(float(lane_cross_entropy(logits, y[:, 0])[0] - F.cross_entropy(logits, y[:, 0]))) <= 1e-6
 
 
-def test_a_poisoned_lane_stays_alone():
-    logits, y = problem(8, (), 4, 5, 0)
-    bad = logits.clone(); bad.unflatten(1, (4, 5))[:, 2] = float("nan")
-    a, b = logits.clone().requires_grad_(), bad.requires_grad_()
-    la, lb = lane_cross_entropy(a, y, 4), lane_cross_entropy(b, y, 4)
-    la.sum().backward(); lb.sum().backward()
-    keep = [0, 1, 3]
-    assert torch.equal(la[keep], lb[keep]) and lb[2].isnan()
-    assert torch.equal(a.grad.unflatten(1, (4, 5))[:, keep], b.grad.unflatten(1, (4, 5))[:, keep])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loss_is_fp32_under_autocast(dtype):
     logits, y = problem(8, (), 4, 5, 0)
