@@ -91,8 +91,8 @@ def assert_same_state(a, b):
     assert a.keys() == b.keys()
     for k in a: assert torch.equal(a[k], b[k]), k
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("warm", [0, 7], ids=["before the first step", "after seven steps"])
+@pytest.mark.parametrize("kind, warm", [*((kind, 7) for kind in KINDS), *(
+    (kind, 0) for kind in ("adam", "lbfgs", "onecycle", "fp16", "two"))]) # steps before the snapshot
 def test_fifty_steps_after_a_rollback_are_bit_equal(kind, warm):
     clean, run = Run(kind), Run(kind)
     for _ in range(warm): clean.step()
