@@ -1,9 +1,11 @@
 """What guards a run in the benchmark of strangers: nothing, a Governor in two forms, and what others use.
 
-A rule that only sounds an alarm gets what its users build around it at best, see `ruined_loops.AtAlarm`. Guards of
-gradients are used as their authors show it. ZClip is written here from the formula of its paper.
+A rule that only sounds an alarm gets what its users build around it at best: a checkpoint of all there is, every 50
+steps while no alarm sounds, and a return to the latest one, batches going on, as long as it has five returns left.
+Guards of gradients are used as their authors show it. ZClip is written here from the formula of its paper.
 """
 import contextlib
+import copy
 import functools
 import importlib
 import importlib.util
@@ -14,10 +16,11 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.ruined_loops import AtAlarm, KillLossSpike, SpikeDetection
+from benchmarks.detector_bench import SpikeDetection, llm_foundry
 
 from esper_nb.guard.governor import Governor
 from esper_nb.guard.reports import GovernorStop
@@ -62,22 +65,38 @@ class Steps(Watch):
     def one(self, batch): self.governor.run(self.step, batch)
 
 
-class HasParts:
-    "Parts as `AtAlarm` asks for them."
-    def __init__(self, parts): self.all = parts
-    def parts(self): return self.all
-
-
 class Rule(Alone):
-    "A rule over losses, and a checkpoint every 50 steps."
+    "A rule over losses, with checkpoints around it."
     rule: Callable[[], Callable[[float], bool]]
     def __init__(self, parts, step, chance):
         super().__init__(parts, step, chance)
-        self.guard = AtAlarm(HasParts(parts), self.rule())
-        self.acts = self.guard.acts
+        self.sounds, self.seen, self.left = self.rule(), 0, 5
+        self.saved = self.copy()
+
+    def copy(self): return [copy.deepcopy(p.state_dict()) for p in self.parts]
+
     def train(self, batch):
         loss = of_tuple(self.step(batch))
-        if loss is not None: self.guard.watch(loss)
+        if loss is None: return
+        self.seen += 1
+        alarm = self.sounds(float(loss))
+        if alarm and self.left:
+            self.left -= 1
+            self.acts.append(self.seen)
+            for part, state in zip(self.parts, copy.deepcopy(self.saved)): part.load_state_dict(state)
+        elif not alarm and self.seen % 50 == 0: self.saved = self.copy()
+
+class KillLossSpike:
+    "`detector_bench.llm_foundry`, a loss at a time."
+    def __init__(self): self.losses = []
+
+    def __call__(self, loss):
+        self.losses.append(loss)
+        # it looks back over five losses: asking it every fifth time finds all
+        if math.isfinite(loss) and len(self.losses) % 5: return False
+        alarm = bool(llm_foundry(np.array(self.losses[-400:])[:, None])[-5:].any())
+        if alarm: self.losses = self.losses[:-5]
+        return alarm
 
 class Lightning(Rule):
     "Lightning's `SpikeDetection`."

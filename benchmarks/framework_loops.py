@@ -1,10 +1,10 @@
-"""The loops and faults of ruined_loops.py in frameworks: does a Governor there do what `governor.run` does?
+"""The loops and faults of loops.py in frameworks: does a Governor there do what `governor.run` does?
 
     python benchmarks/framework_loops.py --write      # nbs/explanations/bench_frameworks.json; an hour on one core
     python benchmarks/framework_loops.py vae memory   # one seed, every framework that is installed
     python benchmarks/framework_loops.py vae --arms run,batches,lightning --faults "NaN weight,dead layer" --seeds 2
 
-A run counts as in ruined_loops.py. Its cause is right if it is one that the fault can have: what is written into
+A run counts as in foreign_bench.py. Its cause is right if it is one that the fault can have: what is written into
 weights or moments comes from outside, a rate is a rate, targets and a huge batch are data, a sign is an input of the
 step.
 """
@@ -25,12 +25,13 @@ from torch.utils.data import DataLoader, IterableDataset
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 
+from benchmarks.foreign_bench import verdict
 from benchmarks.loops import BEYOND, FAULT_AT, FAULTS, LOOPS, STEPS, stream
-from benchmarks.ruined_loops import FIRST, untrained, verdict
 
 from esper_nb.guard import (
     Governor, GovernorConfig, fastai_governor, guard_accelerator, guard_trainer, guard_update, lightning_governor)
 
+FIRST = 50_000 # a seed that no threshold was chosen on
 QUIET = GovernorConfig(stop_raises=False)
 RIGHT = {"NaN weight": {"external"}, "exponent flip": {"external"}, "dead layer": {"external"},
          "inf second moment": {"external"}, "garbage momentum": {"external"}, "rate × 30, 5 steps": {"rate"},
@@ -220,7 +221,7 @@ def main():
     for name in names:
         for seed in range(FIRST, FIRST + int(option("--seeds", ["1"])[0])):
             clean = one(name, "alone", seed, None)[0]
-            slack = .02 * abs(untrained(name, seed) - clean)
+            slack = .02 * abs(LOOPS[name](seed).score() - clean)
             for fault in (None, *faults):
                 bad = clean if fault is None else one(name, "alone", seed, fault)[0]
                 for arm in arms:

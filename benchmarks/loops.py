@@ -1,4 +1,4 @@
-"""Seven small training loops and ten ways to ruin them: what ruined_loops.py trains.
+"""Seven small training loops and ten ways to ruin them: what framework_loops.py trains.
 
 A loop draws batch number `i` from its own stream, so that any batch can be had again; `step(batch)` trains on it and
 gives the loss, `score()` is what counts at the end (lower is better), measured on data that are never trained on.

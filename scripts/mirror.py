@@ -3,7 +3,7 @@
           one line a page: size, width, cells, prose, demonstrations; then how the library holds together
 --beside  the library's modules beside those of libraries that read well, counted alike
 
-Nothing here is a limit. `tests/test_mirror.py` holds the two things that are: `tricks`, and how far code is scattered.
+Nothing here is a limit, but for `tricks`, to which `tests/test_project.py` holds every page.
 """
 import ast
 import importlib.util

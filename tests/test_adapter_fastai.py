@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from ten_classes import CHANCE, examples, same
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -12,7 +13,6 @@ from esper_nb.guard import GovernorConfig, fastai_governor
 from esper_nb.guard.adapters import _FastaiOptimizer
 
 BATCHES, AT = 160, 100
-CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
 QUICK = GovernorConfig(stop_raises=False, snapshot_every=20, probation=20)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_words")
@@ -21,11 +21,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "few_words")
 def fastai():
     for name in ("progress", "schedule"): pytest.importorskip(f"fastai.callback.{name}", exc_type=ImportError)
     return pytest.importorskip("fastai.basics", reason="needs fastai", exc_type=ImportError)
-
-def examples():
-    g = torch.Generator().manual_seed(1)
-    y = torch.randint(0, 10, (32 * BATCHES,), generator=g)
-    return CENTERS[y] + torch.randn(len(y), 16, generator=g), y
 
 OPTIMIZERS = {
     "SGD": lambda f: partial(f.SGD, mom=.9),
@@ -45,16 +40,14 @@ def fit(fastai, name, guarded, fault, rate=None):
             if fault == "rate" and self.seen == AT: self.learn.opt.set_hyper("lr", 300 * rate)
             if fault == "weights" and self.seen == AT: self.learn.model[0].weight.data.mul_(-30)
             if fault == "nan" and self.seen == AT: self.learn.model[0].weight.data[0, 0] = math.nan
-    guard = fastai_governor(math.log(10), QUICK) if guarded else None
-    data = fastai.DataLoaders(fastai.DataLoader(TensorDataset(*examples()), bs=32), fastai.DataLoader(
-        TensorDataset(*[t[:64] for t in examples()]), bs=32))
+    guard = fastai_governor(CHANCE, QUICK) if guarded else None
+    data = fastai.DataLoaders(fastai.DataLoader(TensorDataset(*examples(32 * BATCHES)), bs=32), fastai.DataLoader(
+        TensorDataset(*[t[:64] for t in examples(32 * BATCHES)]), bs=32))
     learn = fastai.Learner(data, net, loss_func=F.cross_entropy, cbs=[Ruin(), *([guard] if guard else [])],
                            opt_func=OPTIMIZERS[name](fastai))
     torch.manual_seed(1)
     with learn.no_bar(), learn.no_logging(): learn.fit(1, rate)
     return learn, guard and guard.governor
-
-def same(a, b): return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)

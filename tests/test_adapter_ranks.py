@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ten_classes import CHANCE, examples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,14 +19,7 @@ from esper_nb.guard import GovernorConfig, guard_accelerator, guard_trainer, lig
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(),
                                                    reason="needs gloo")]
 STEPS, AT, SIZE = 90, 63, 16
-CHANCE = math.log(10)
 QUICK = GovernorConfig(snapshot_every=20, probation=20, stop_raises=False)
-CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
-
-def examples(world):
-    g = torch.Generator().manual_seed(1)
-    y = torch.randint(0, 10, (SIZE * STEPS * world,), generator=g)
-    return CENTERS[y] + torch.randn(len(y), 16, generator=g), y
 
 class Net(nn.Module):
     def __init__(self):
@@ -70,7 +64,7 @@ def lightning(folder, kind, sharded=False):
     strategy = ModelParallelStrategy(world, 1) if sharded else "ddp"
     pl.Trainer(max_steps=STEPS, accelerator="cpu", devices=world, strategy=strategy, callbacks=[Ruin(), guard],
                logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-               default_root_dir=folder).fit(module, DataLoader(TensorDataset(*examples(world)), SIZE))
+               default_root_dir=folder).fit(module, DataLoader(TensorDataset(*examples(SIZE * STEPS * world)), SIZE))
     return module.model, guard.governor
 
 def transformers(folder, kind):
@@ -82,7 +76,7 @@ def transformers(folder, kind):
     args = hf.TrainingArguments(output_dir=folder, max_steps=STEPS, per_device_train_batch_size=SIZE, report_to=[],
                                 learning_rate=3e-3, use_cpu=True, ddp_backend="gloo", seed=0, disable_tqdm=True,
                                 save_strategy="no", logging_strategy="no")
-    rows = [dict(x=x, labels=y) for x, y in zip(*examples(int(os.environ["WORLD_SIZE"])))]
+    rows = [dict(x=x, labels=y) for x, y in zip(*examples(SIZE * STEPS * int(os.environ["WORLD_SIZE"])))]
     trainer = hf.Trainer(model=model, args=args, train_dataset=rows)
     trainer.add_callback(Ruin())
     guard = guard_trainer(trainer, CHANCE, QUICK)
@@ -94,7 +88,7 @@ def accelerate(folder, kind, sharded=False):
     accelerator, net, fault = Accelerator(cpu=True), Net(), Fault(kind)
     if sharded: split(net)
     opt = torch.optim.AdamW(net.parameters(), 3e-3)
-    data = DataLoader(TensorDataset(*examples(accelerator.num_processes)), SIZE)
+    data = DataLoader(TensorDataset(*examples(SIZE * STEPS * accelerator.num_processes)), SIZE)
     model = net if sharded else accelerator.prepare(net)
     opt, data = accelerator.prepare(opt, data)
     governor = guard_accelerator(accelerator, model, opt, chance_loss=CHANCE, config=QUICK)

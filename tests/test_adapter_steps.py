@@ -5,8 +5,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import ten_classes
 import torch
 import torch.nn.functional as F
+from ten_classes import CHANCE, examples, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,21 +17,14 @@ from esper_nb.guard import (
     skorch_governor)
 
 BATCHES, AT = 120, 90
-CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
 QUIET = GovernorConfig(stop_raises=False)
-CHANCE = math.log(10)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_words")
 
-def examples():
-    g = torch.Generator().manual_seed(1)
-    y = torch.randint(0, 10, (32 * BATCHES,), generator=g)
-    return CENTERS[y] + torch.randn(len(y), 16, generator=g), y
-
-def loader(): return DataLoader(TensorDataset(*examples()), batch_size=32)
+def loader(): return DataLoader(TensorDataset(*examples(32 * BATCHES)), batch_size=32)
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
+    return ten_classes.network()
 
 class Fault:
     "Comes before step AT, from outside."
@@ -85,7 +80,7 @@ def hugging_face(tmp_path, guarded, fault, accumulate=1):
     class Ruin(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs): fault(model.net)
     model = Small()
-    data = [dict(x=x, labels=y) for x, y in zip(*examples())]
+    data = [dict(x=x, labels=y) for x, y in zip(*examples(32 * BATCHES))]
     args = transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=BATCHES, per_device_train_batch_size=32 // accumulate, learning_rate=3e-3,
         gradient_accumulation_steps=accumulate, report_to=[], logging_steps=10, use_cpu=True, seed=0,
@@ -159,8 +154,8 @@ def fast(tmp_path, guarded, fault, wrapped=False):
         def before_batch(self):
             if self.training and not (guarded and guard.governor and guard.governor.replaying): fault(self.model)
     guard = fastai_governor(CHANCE, QUIET) if guarded else None
-    data = fastai.DataLoaders(fastai.DataLoader(TensorDataset(*examples()), bs=32), fastai.DataLoader(
-        TensorDataset(*[t[:64] for t in examples()]), bs=32))
+    data = fastai.DataLoaders(fastai.DataLoader(TensorDataset(*examples(32 * BATCHES)), bs=32), fastai.DataLoader(
+        TensorDataset(*[t[:64] for t in examples(32 * BATCHES)]), bs=32))
     options = dict(opt_func=fastai.partial(fastai.OptimWrapper, opt=torch.optim.AdamW)) if wrapped else {}
     learn = fastai.Learner(data, network(), loss_func=F.cross_entropy, cbs=[Ruin(), *([guard] if guard else [])],
                            path=tmp_path, **options)
@@ -179,7 +174,7 @@ def sk(tmp_path, guarded, fault):
                            batch_size=32, train_split=None, verbose=0,
                            callbacks=[("ruin", Ruin()), *([("guard", guard)] if guard else [])])
     torch.manual_seed(1)
-    net.fit(*[t.numpy() for t in examples()])
+    net.fit(*[t.numpy() for t in examples(32 * BATCHES)])
     return net.module_, guard and guard.governor, (len(net.history[-1]["batches"]),)
 
 def ignite(tmp_path, guarded, fault):
@@ -207,8 +202,6 @@ LOOPS = {
     "trainer": hugging_face, "trainer accumulating": lambda *a: hugging_face(*a, accumulate=2),
     "trl": trl, "accelerate": accelerated, "fastai": fast, "fastai around torch": lambda *a: fast(*a, wrapped=True),
     "skorch": sk, "ignite": ignite}
-
-def same(a, b): return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
 
 @cache
 def alone(name):

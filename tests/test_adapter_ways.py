@@ -5,21 +5,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from ten_classes import CHANCE, examples, network, same
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from esper_nb.guard import GovernorConfig, fastai_governor, guard_accelerator, guard_trainer, lightning_governor
 
 SIZE, BATCHES = 16, 60 # examples a batch, batches an epoch
-CHANCE, QUICK = math.log(10), GovernorConfig(snapshot_every=10, probation=10, stop_raises=False)
-CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
+QUICK = GovernorConfig(snapshot_every=10, probation=10, stop_raises=False)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_words")
-
-def examples(n=SIZE * BATCHES, seed=1):
-    g = torch.Generator().manual_seed(seed)
-    y = torch.randint(0, 10, (n,), generator=g)
-    return CENTERS[y] + torch.randn(n, 16, generator=g), y
 
 class Rows(torch.utils.data.Dataset):
     "Examples as a Trainer wants them."
@@ -47,7 +42,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         drop = 0. if "resume" in way else .1 # Lightning and fastai keep no random streams
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(drop), nn.Linear(32, 10))
+        self.net = network(drop)
     def forward(self, x, labels):
         logits = self.net(x)
         return dict(loss=F.cross_entropy(logits, labels), logits=logits)
@@ -93,7 +88,7 @@ def lightning(folder, way, guarded, fault=None, resume=None, until=2 * BATCHES):
         log_every_n_steps=5, accumulate_grad_batches=2 if "accumulating" in way else 1,
         precision="bf16-mixed" if "bf16" in way else "32-true", enable_progress_bar=False, enable_model_summary=False)
     check = DataLoader(TensorDataset(*examples(64, 2)), 32)
-    trainer.fit(module, loader_of(way, TensorDataset(*examples())), check,
+    trainer.fit(module, loader_of(way, TensorDataset(*examples(SIZE * BATCHES))), check,
                 ckpt_path=str(folder/f"step={resume}.ckpt") if resume else None)
     return module.model, guard and guard[0].governor, (trainer.global_step, log.rows)
 
@@ -110,7 +105,7 @@ def transformers(folder, way, guarded, fault=None, resume=None, until=2 * BATCHE
         logging_steps=5, save_steps=30, use_cpu=True, seed=0, disable_tqdm=True, dataloader_num_workers=workers_of(way),
         gradient_accumulation_steps=accumulate, bf16="bf16" in way, eval_strategy="steps" if stops else "no",
         eval_steps=30, load_best_model_at_end=stops, metric_for_best_model="eval_loss")
-    trainer = hf.Trainer(model=model, args=args, train_dataset=data_of(way, Rows(*examples())),
+    trainer = hf.Trainer(model=model, args=args, train_dataset=data_of(way, Rows(*examples(SIZE * BATCHES))),
                          eval_dataset=Rows(*examples(64, 2)))
     trainer.remove_callback(hf.PrinterCallback)
     trainer.add_callback(Ruin())
@@ -130,7 +125,7 @@ def accelerated(folder, way, guarded, fault=None, resume=None, until=2 * BATCHES
         gradient_accumulation_steps=2 if "accumulating" in way else 1)
     net = Net(way)
     opt = torch.optim.AdamW(net.parameters(), 3e-3)
-    model, opt, data = accelerator.prepare(net, opt, loader_of(way, TensorDataset(*examples())))
+    model, opt, data = accelerator.prepare(net, opt, loader_of(way, TensorDataset(*examples(SIZE * BATCHES))))
     governor = guard_accelerator(accelerator, model, opt, chance_loss=CHANCE, config=QUICK) if guarded else None
     step, losses = 0, []
     if resume:
@@ -163,7 +158,7 @@ def fast(folder, way, guarded, fault=None, resume=None, until=2 * BATCHES):
     if {"resume", "iterable", "accumulating", "bf16", "stateful"} & set(way.replace(",", "").split()):
         pytest.skip("fastai has its own words for this, or none")
     guard = fastai_governor(CHANCE, QUICK) if guarded else None
-    rows, check = TensorDataset(*examples()), TensorDataset(*examples(64, 2))
+    rows, check = TensorDataset(*examples(SIZE * BATCHES)), TensorDataset(*examples(64, 2))
     data = fastai.DataLoaders(*[fastai.DataLoader(d, bs=SIZE, num_workers=workers_of(way)) for d in (rows, check)])
     class Flat(nn.Module):
         def __init__(self):
@@ -180,7 +175,6 @@ TRAINERS = dict(lightning=lightning, transformers=transformers, accelerate=accel
 WAYS = ("two workers", "iterable", "iterable, two workers", "early stopping", "accumulating", "bf16", "stateful",
         "stateful, two workers")
 
-def same(a, b): return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
 def names(folder): return sorted(p.name for p in folder.iterdir())
 
 def both(trainer, tmp_path, way, **options):

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from ten_classes import same
 
 from esper_nb.guard import GovernorConfig, guard_trainer
 
@@ -96,8 +97,6 @@ def train(made, guarded, fault):
 def pair(trl, tmp_path, way, kind):
     "The same run alone and well, and guarded with a fault."
     return [train(WAYS[way](trl, tmp_path), g, Fault(kind if g else None)) for g in (False, True)]
-
-def same(a, b): return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
 
 WAYS = {
     "dpo": dpo,

@@ -14,9 +14,8 @@ import torch
 
 from benchmarks import faults, growth, lanes
 from benchmarks.growth import GROWTH_CASES, GROWTH_PLANS, GrowthCase, PlainGrown, arithmetic_share, growth_text
-from benchmarks.detector_bench import lightning
+from benchmarks.detector_bench import SpikeDetection, lightning
 from benchmarks.measure import Case, Side, fastest_epoch, find_maker, machine, machine_text, take_turns
-from benchmarks.ruined_loops import SpikeDetection
 from esper_nb.train import Fault, get_task, list_faults
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
@@ -90,8 +89,8 @@ def test_blocks_in_one_pass_are_measured_beside_the_others(monkeypatch):
 
 def test_every_benchmark_starts_by_the_command_that_is_told():
     root = Path(__file__).parents[1]
-    names = [p.stem for p in (root/"benchmarks").glob("*.py")]
-    imports = "import importlib, sys; [importlib.import_module(f'benchmarks.{name}') for name in sys.argv[1:]]"
+    names = [f"{folder}.{p.stem}" for folder in ("benchmarks", "research") for p in (root/folder).glob("*.py")]
+    imports = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     subprocess.run([sys.executable, "-c", imports, *names], cwd=root, check=True)
 
 def test_a_rule_that_sees_one_loss_at_a_time_says_what_it_says_of_all():

@@ -1,8 +1,5 @@
 "Training runs as an environment: episodes, rollbacks, seed keys, exactness, and agents from elsewhere."
-import hashlib
 import json
-import subprocess
-import sys
 import warnings
 
 import gymnasium as gym
@@ -96,15 +93,6 @@ def test_episode_statistics_of_gymnasium(mode):
     np.testing.assert_allclose([s[1:] for s in seen], [r[1:] for r in ours], rtol=1e-6, atol=1e-6)
 
 
-def test_episode_statistics_of_one():
-    plain = gym.make("esper_nb/Grow-v0", task=TASK, data=tiny_data(), horizon=3, workers=1)
-    env = gym.wrappers.RecordEpisodeStatistics(plain)
-    env.reset(seed=0)
-    for _ in range(3): _, _, terminated, _, info = env.step(env.action_space.sample())
-    assert terminated and info["episode"]["l"] == 3 == info["summary"]["epochs"]
-    assert info["episode"]["r"] == pytest.approx(info["summary"]["reward"], abs=1e-6)
-
-
 def test_settings_survive_json_and_misspelt_ones_are_refused():
     c = EnvConfig(task=TASK, faults=(Fault("nan", 1, 2),), devices=("cpu", "cpu"), slots=("r0c0",),
                   autoreset_mode=AutoresetMode.DISABLED)
@@ -177,26 +165,6 @@ def test_parts_on_several_devices(mode):
     assert [(first, p.lanes) for first, p in two.parts] == [(0, 3), (3, 2)]
     for a, b in zip(roll(one, 7), roll(two, 7)): assert all(same(x, y) for x, y in zip(a, b))
     assert list(one.summaries) == list(two.summaries) and torch.equal(one.test_accuracy(), two.test_accuracy())
-
-
-SCRIPT = """
-import sys, hashlib; sys.path.insert(0, 'tests')
-import torch; torch.set_num_threads(1)
-from test_envs import digest
-print(digest(int(sys.argv[1])))
-"""
-
-def digest(workers):
-    h = hashlib.sha256()
-    for r in roll(make(4, workers=workers, width=2, faults=(Fault("nan", 1, 2),)), 7):
-        h.update(b"".join(np.ascontiguousarray(x).tobytes() for x in r[:-1]))
-    return h.hexdigest()
-
-
-@pytest.mark.slow
-def test_the_same_seed_in_two_processes_with_other_workers():
-    other = subprocess.run([sys.executable, "-c", SCRIPT, "2"], capture_output=True, text=True, check=True)
-    assert other.stdout.split()[-1] == digest(1)
 
 
 def test_without_a_seed_environments_differ_and_with_one_in_the_settings_they_do_not():
@@ -277,12 +245,6 @@ def test_a_lane_that_cannot_be_saved_begins_afresh():
     assert [r.fresh for r in mine] == [True] + [False] * 4 + [True] + [False] * 2
     assert [r.rollbacks for r in mine] == [1, 2, 3, 4, 5, 1, 2, 3]
     assert [r.outcome for r in env.summaries if r.lane == 1] == ["horizon"] * 2
-
-
-def test_the_horizon_ends_an_episode():
-    env = make(2)
-    for _, reward, term, trunc, _ in roll(env, 4)[1:]: last = term, trunc, reward
-    assert last[0].all() and not last[1].any()
 
 
 def test_the_reward_is_the_sum_of_its_terms_and_telemetry_takes_the_step():
@@ -370,16 +332,6 @@ def test_rules_play():
         ends = {r.lane: (r.epochs, r.outcome) for r in env.summaries}
         assert ends == {0: (10, "horizon"), 1: (4, "rollback"), 2: (10, "horizon")}
     assert [r.germinated for r in env.summaries] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("kind", ["PPO", "MaskablePPO"])
-def test_stable_baselines_train_on_it_unmodified(kind):
-    sb3, contrib = pytest.importorskip("stable_baselines3"), pytest.importorskip("sb3_contrib")
-    env = GrowEnv(task=TASK, data=tiny_data(), horizon=3, workers=1, blueprints=("norm",))
-    algorithm = sb3.PPO if kind == "PPO" else contrib.MaskablePPO
-    agent = algorithm("MlpPolicy", env, n_steps=8, batch_size=8, n_epochs=1, seed=0)
-    agent.learn(16)
-    assert agent.num_timesteps == 16 and [e["l"] for e in agent.ep_info_buffer] == [3] * 5
 
 
 def test_what_cannot_be_is_said_in_a_line():

@@ -2,14 +2,11 @@
 
     what may change                             observation  reward  losses  reports  weights
     neighbours act and are ruined otherwise          =          =       =       =        =
-    1, 2, 3, 5, 16 lanes                             =          =       =       =        =
+    1, 2, 16 lanes                                   =          =       =       =        =
     1, 2 workers                                     =          =       =       =        =
-    1, 2, 4 shards                                   =          =       =       =        =
-    resumed in another number of shards              =          =       =       =        =
-    1, 2 processes                                   =          =       =       =        =
-    resumed in another number of processes           =          =       =       =        =
-    1, 2, 3 actors of Ray                            =          =       =       =        =
-    resumed in another number of actors              =          =       =       =        =
+    1, 2, 4 shards, and resumed in more              =          =       =       =        =
+    1, 2 processes, and resumed in more              =          =       =       =        =
+    1, 3 actors of Ray, and resumed in more          =          =       =       =        =
     1, 2 workers in each of 2 shards                 =          =       =       =        =
 
 They hold for a network with masks and for a GPT, too, and in bf16. The quick run has a cell of each kind in this
@@ -110,7 +107,7 @@ def test_neighbours_that_act_and_are_ruined_otherwise_change_nothing(alone):
     assert same(shown(GrowVecEnv(CONFIG.replace(faults=(*OWN, *OTHERS))), SEEDS[1]), alone)
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lanes", [1, 3, 5, 16])
+@pytest.mark.parametrize("lanes", [1, 16])
 def test_the_number_of_lanes_changes_nothing(alone, lanes):
     faults = (*OWN, *OTHERS) if lanes > 1 else OWN
     assert same(shown(GrowVecEnv(CONFIG.replace(num_envs=lanes, faults=faults)), SEEDS[1] + lanes), alone)
@@ -135,8 +132,8 @@ def test_other_networks_and_numbers_of_another_precision_have_no_neighbours_eith
 PARTS = CONFIG.replace(num_envs=4, faults=(*OWN, *OTHERS))
 
 @pytest.mark.parametrize("engine, shards, resumed", [
-    ("local", 1, 2), slow("local", 2, 4), slow("local", 4, None), slow("process", 1, 2), slow("process", 2, None),
-    *(pytest.param("ray", *case, marks=[needs_ray, pytest.mark.slow]) for case in ((1, 3), (2, None)))])
+    ("local", 1, 2), slow("local", 2, 4), slow("process", 1, 2),
+    pytest.param("ray", 1, 3, marks=[needs_ray, pytest.mark.slow])])
 def test_shards_and_a_resume_in_others_change_nothing(alone, engine, shards, resumed, request, monkeypatch):
     monkeypatch.setattr(engines, "get_context", warm.context)
     if engine == "ray": request.getfixturevalue("cluster")
@@ -167,7 +164,7 @@ def test_a_run_goes_on_in_other_shards_with_the_same_numbers(tmp_path):
 
 # --- fits
 
-@pytest.mark.parametrize("lanes", [2, slow(1), slow(5), slow(16)])
+@pytest.mark.parametrize("lanes", [2, slow(16)])
 def test_a_fit_of_any_number_of_lanes_and_workers_is_the_same(lanes):
     few = get_task("digits").load("cpu", None, 128)
     def trained(lanes, workers):

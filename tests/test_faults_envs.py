@@ -1,22 +1,16 @@
 "Environment, controllers, PPO: faults that were found by trying them, each with what was wrong."
 import copy
-import io
 import math
-import pickle
-import typing
 
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium.vector import SyncVectorEnv
-from hypothesis import given, settings, strategies as st
 from test_vector_conformance import TASK, tiny_data
 
-from esper_nb.control import (
-    QUICK, QUICK_RULES, EnvConfig, GrowEnv, GrowVecEnv, Heuristic, HeuristicConfig, as_controller, draw_actions)
-from esper_nb.core import Config, generator
-from esper_nb.learn import Learner, PPOConfig, PolicyConfig
+from esper_nb.control import QUICK, QUICK_RULES, EnvConfig, GrowEnv, GrowVecEnv, Heuristic, as_controller, draw_actions
+from esper_nb.core import generator
+from esper_nb.learn import Learner, PPOConfig
 from esper_nb.run import RulePlayer
 from esper_nb.train import FitConfig, fit, new_population
 
@@ -49,36 +43,6 @@ def test_a_render_mode_is_no_setting(mode):
     with pytest.raises(ValueError, match="render_mode='human', expected 'rgb_array'"): GrowEnv(render_mode="human")
 
 
-def test_gymnasium_films_one_network(tmp_path):
-    pytest.importorskip("moviepy", reason="films need moviepy")
-    env = gym.wrappers.RecordVideo(single(render_mode="rgb_array"), str(tmp_path), episode_trigger=lambda k: True,
-                                   disable_logger=True)
-    env.reset(seed=0)
-    for _ in range(3): env.step(np.zeros(8, int))
-    env.close()
-    assert [p.suffix for p in tmp_path.iterdir() if p.suffix == ".mp4"] == [".mp4"]
-    assert next(tmp_path.glob("*.mp4")).stat().st_size > 1000
-
-
-def test_gymnasium_films_many_networks(tmp_path):
-    pytest.importorskip("moviepy", reason="films need moviepy")
-    env = gym.wrappers.vector.RecordVideo(vector(4, render_mode="rgb_array"), str(tmp_path), video_length=3,
-                                          step_trigger=lambda t: t == 0)
-    env.reset(seed=0)
-    for _ in range(4): env.step(np.zeros((4, 8), int))
-    env.close()
-    assert next(tmp_path.glob("*.mp4")).stat().st_size > 1000
-
-
-def test_gymnasium_collects_frames():
-    env = gym.wrappers.RenderCollection(single(render_mode="rgb_array"))
-    env.reset(seed=0)
-    for _ in range(3): env.step(np.zeros(8, int))
-    frames = env.render()
-    assert len(frames) == 4 and {(f.shape, f.dtype.name) for f in frames} == {((128, 320, 3), "uint8")}
-    assert all((a != b).any() for a, b in zip(frames, frames[1:])) # the epoch is in the picture
-
-
 # --- seeds, copies, masks, actions
 
 def test_a_list_of_seeds_is_a_seed_for_each_lane():
@@ -109,26 +73,17 @@ def test_wrong_lists_of_seeds_are_refused(bad):
     with pytest.raises(ValueError, match="seed=.*expected"): vector(2).reset(seed=bad)
 
 
-def through_file(env): return pickle.loads(pickle.dumps(env))
-
 @pytest.mark.parametrize("make", [vector, single], ids=["vector", "single"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, through_file], ids=["deepcopy", "copy", "pickle"])
-def test_a_copy_goes_on_alike_and_alone(make, copied):
+def test_a_shallow_copy_goes_on_alike_and_alone(make):
     env = make()
     env.reset(seed=0)
     def step(e): return e.step(draw(getattr(e, "vector", e), 1) if make is vector else draw(e.vector, 1)[0])
     step(env)
-    twin, third = copied(env), copied(env)
+    twin, third = copy.copy(env), copy.copy(env)
     a, b = step(env), step(twin)
     assert np.array_equal(a[0], b[0]) and np.array_equal(a[1], b[1])
     assert np.array_equal(step(third)[0], a[0]) # what the others did does not reach it
     assert twin.actions is getattr(twin, "vector", twin).actions
-
-
-def test_a_copy_of_one_that_never_began_has_not_begun():
-    env = copy.deepcopy(vector(render_mode="rgb_array"))
-    assert env.render_mode == "rgb_array" and not env.seeds
-    assert gym.make("esper_nb/Grow-v0", data=tiny_data(), **SMALL).spec is not None
 
 
 def test_what_needs_a_reset_says_so():
@@ -188,21 +143,6 @@ def test_a_second_play_meets_a_player_like_a_new_one():
 
 # --- settings: whatever is out of range is refused by name
 
-def plain_fields(kind):
-    for name, hint in typing.get_type_hints(kind).items():
-        if typing.get_origin(hint) is tuple: continue
-        kinds = [k for k in (typing.get_args(hint) or (hint,)) if k in (int, float)]
-        if kinds: yield name, kinds[0]
-
-
-texts = [(PPOConfig, "norm_adv"), (PPOConfig, "ratio"), (PPOConfig, "precision"), (PolicyConfig, "core"),
-         (PolicyConfig, "activation"), (EnvConfig, "reward"), (EnvConfig, "schedule"), (EnvConfig, "autoreset_mode"),
-         (EnvConfig, "precision"), (FitConfig, "schedule"), (FitConfig, "precision"), (EnvConfig, "family")]
-
-@pytest.mark.parametrize("kind, name", texts, ids=[f"{k.__name__}.{n}" for k, n in texts])
-def test_every_word_is_checked_against_its_list(kind, name):
-    with pytest.raises(ValueError, match=f"{name}|nonsense"): kind(**{name: "nonsense"})
-
 
 @pytest.mark.parametrize("make, words", [
     (lambda: EnvConfig(task="digit"), "'digits'"), (lambda: EnvConfig(seed=-1), "seed=-1"),
@@ -210,16 +150,6 @@ def test_every_word_is_checked_against_its_list(kind, name):
     (lambda: FitConfig(seed=-1), "seed=-1"), (lambda: FitConfig(seed=2**70), "seed=")])
 def test_what_would_be_refused_later_is_refused_when_it_is_set(make, words):
     with pytest.raises(ValueError, match=words): make()
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.sampled_from([PPOConfig, PolicyConfig, FitConfig, HeuristicConfig]), st.data())
-def test_what_is_accepted_survives_a_journey_through_text(kind, data):
-    name, hint = data.draw(st.sampled_from(list(plain_fields(kind))))
-    value = data.draw(st.floats(allow_nan=False, allow_infinity=False) if hint is float else st.integers(-5, 10**6))
-    try: made = kind(**{name: value})
-    except ValueError as e: assert name in str(e)
-    else: assert isinstance(made, Config) and kind.from_dict(made.to_dict()) == made
 
 
 # --- learning
@@ -253,13 +183,3 @@ def test_spaces_that_are_not_served_say_what_is():
         Learner(SyncVectorEnv([lambda: Continuous(9)]), PPOConfig(num_minibatches=1))
     with pytest.raises(ValueError, match="TransformObservation"):
         Learner(SyncVectorEnv([lambda: Named(9)]), PPOConfig(num_minibatches=1))
-
-
-# --- saved
-
-def test_saving_an_environment_needs_no_file_of_ours():
-    env = vector()
-    env.reset(seed=0)
-    buffer = io.BytesIO()
-    torch.save(env.state_dict(), buffer)
-    assert buffer.tell() > 0

@@ -13,9 +13,8 @@ from gymnasium.vector import AutoresetMode
 
 import esper_nb.run
 from esper_nb.control import EnvConfig, Heuristic, Signals, View
-from esper_nb.core import FolderLock, parse_settings
+from esper_nb.core import parse_settings
 from esper_nb.grow import SeedState, Stage
-from esper_nb.learn import PPOConfig, PolicyConfig
 from esper_nb.record import JSONLWriter, checkpoints, encode_row, new_run, read_checkpoint, save_checkpoint
 from esper_nb.run import FitRun, Run, RunConfig, begin_run, get_recipe, main, open_run
 from esper_nb.train import Fault
@@ -130,15 +129,6 @@ def test_a_lock_ends_with_its_process(short, holder):
 def test_a_folder_that_another_process_has_gone_on_with_is_opened_anew(short):
     list(open_run(short.folder.path).updates())
     with pytest.raises(ValueError, match="open it again"): next(short.updates())
-
-def test_one_of_many_gets_the_lock(tmp_path):
-    taken = []
-    for _ in range(20):
-        with FolderLock(tmp_path):
-            for _ in range(3):
-                with pytest.raises(RuntimeError): FolderLock(tmp_path).__enter__()
-            taken.append(1)
-    assert len(taken) == 20 and not list(tmp_path.iterdir())
 
 
 # --- rows and disks
@@ -367,15 +357,6 @@ def test_a_fault_that_can_never_come_is_refused(tmp_path, capsys):
     assert main(argv) == 2
     assert "an epoch below 4" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
-of_a_type = [(PPOConfig, dict(clip_vloss="no")), (PPOConfig, dict(seed="abc")), (PPOConfig, dict(obs_keep=["a"])),
-             (PPOConfig, dict(norm_obs=1)), (PolicyConfig, dict(features=[64.])),
-             (PolicyConfig, dict(layer_norm="yes")),
-             (PolicyConfig, dict(separate_critic=None)), (PolicyConfig, dict(floor="x"))]
-
-@pytest.mark.parametrize("kind, wrong", of_a_type, ids=lambda x: str(getattr(x, "__name__", x)))
-def test_a_setting_of_another_type_is_refused_where_it_comes_from_a_file(kind, wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*expected"): kind.from_dict(wrong)
-
 
 def test_enumerations_and_lists_are_taken_for_what_they_stand_for():
     settings = dict(autoreset_mode=AutoresetMode.SAME_STEP, faults=[Fault("nan"), dict(kind="nan", lane=1)], lr=1)
@@ -492,16 +473,6 @@ def seen(stage, epoch, **kw):
     "A lane with one slot."
     seed = SeedState(stage, 0 if stage != Stage.DORMANT else None, **kw)
     return View(0, {"r0c0": seed}, {"r0c0": ("norm", "conv_light")}, Signals(epoch=epoch, plateau=4, latched=True))
-
-def test_a_heuristic_plays_a_second_episode_like_a_new_one():
-    episode = [seen(Stage.DORMANT, 0), seen(Stage.HOLDING, 9, contribution=0.), seen(Stage.DORMANT, 12),
-               seen(Stage.DORMANT, 14)]
-    one, new, other = Heuristic(), Heuristic(), Heuristic()
-    expected = [new.act(v) for v in episode]
-    assert [one.act(v) for v in episode] == [one.act(v) for v in episode] == expected
-    other.act(episode[1])
-    other.reset()
-    assert [other.act(v) for v in episode] == expected and other.memory == new.memory
 
 def test_asking_a_heuristic_again_changes_nothing():
     once, thrice = Heuristic(), Heuristic()

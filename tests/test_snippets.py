@@ -80,15 +80,6 @@ def test_basedpyright_finds_nothing(snippets):
     assert status == 0, said
 
 
-@pytest.mark.slow
-def test_the_checks_can_fail(tmp_path):
-    (tmp_path/"mypy.ini").write_text(MYPY, encoding="utf-8")
-    wrong = "from esper_nb import Governor, Governer\ngovernor = Governor()\ngovernor.wach(1.)\n"
-    (tmp_path/"wrong.py").write_text(wrong, encoding="utf-8")
-    status, said = check_types([TOOLS/"mypy", "--cache-dir", ROOT/".mypy_cache/snippets", "."], tmp_path)
-    assert status == 1 and '"Governer"' in said and '"wach"' in said
-
-
 VERBS = {
     "Governor": (["nn.Linear(2, 2)"], ["watch", "step", "rollback"]),
     "Session": (["new_population('digits')"], ["start", "step", "pause", "rollback", "provoke", "save"])}

@@ -221,9 +221,3 @@ assert main(["report", sys.argv[1], "--out", sys.argv[2]]) == main(["watch", sys
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code, str(made), str(tmp_path/"r.html")], check=True)
-
-@pytest.mark.parametrize("argv", [["train", "digits", "--seed", "-1"], ["train", "digits", "--minutes", "1e308"],
-                                  ["train", "digits", "--updates", "9" * 20], ["train", "digits", "--out", ""],
-                                  ["train", "digits", "--data", "/none"], ["fit", "digits", "--data", "/none"]])
-def test_a_mistake_is_a_line(argv, capsys):
-    assert main(argv) == 2 and len(capsys.readouterr().err.splitlines()) == 1

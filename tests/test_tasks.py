@@ -60,17 +60,6 @@ def test_one_lane_is_the_ordinary_loss():
     assert abs(float(lane_cross_entropy(logits, y[:, 0])[0] - F.cross_entropy(logits, y[:, 0]))) <= 1e-6
 
 
-def test_a_poisoned_lane_stays_alone():
-    logits, y = problem(8, (), 4, 5, 0)
-    bad = logits.clone(); bad.unflatten(1, (4, 5))[:, 2] = float("nan")
-    a, b = logits.clone().requires_grad_(), bad.requires_grad_()
-    la, lb = lane_cross_entropy(a, y, 4), lane_cross_entropy(b, y, 4)
-    la.sum().backward(); lb.sum().backward()
-    keep = [0, 1, 3]
-    assert torch.equal(la[keep], lb[keep]) and lb[2].isnan()
-    assert torch.equal(a.grad.unflatten(1, (4, 5))[:, keep], b.grad.unflatten(1, (4, 5))[:, keep])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loss_is_fp32_under_autocast(dtype):
     logits, y = problem(8, (), 4, 5, 0)
@@ -160,15 +149,9 @@ bad = {
     "unknown task": (
         lambda: create_model("digitz", ["r0c0"]),
         ValueError, ["task='digitz'", "expected 'digits' perhaps", "cifar_baseline"]),
-    "task is a number": (
-        lambda: create_model(3, ["r0c0"]),
-        ValueError, ["task=3", "expected", "digits"]),
     "no slots": (
         lambda: create_model("digits", []),
         ValueError, ["slots=[]", "expected a list with at least one name", "'r0c1'"]),
-    "slots is None": (
-        lambda: create_model("digits", None),
-        ValueError, ["slots=None", "expected a list with at least one name", "'r0c1'"]),
     "slots is a bare string": (
         lambda: create_model("digits", "r0c1"),
         ValueError, ["slots='r0c1'", "expected a list", "write ['r0c1']"]),
@@ -181,42 +164,15 @@ bad = {
     "malformed slot": (
         lambda: create_model("digits", ["mid"]),
         ValueError, ["slot='mid'", "expected r<row>c<column>", "such as 'r0c1'"]),
-    "slot with a tail": (
-        lambda: create_model("digits", ["r0c0\n"]),
-        ValueError, ["slot='r0c0\\n'", "expected r<row>c<column>", "such as"]),
-    "slot is a number": (
-        lambda: create_model("digits", [1]),
-        ValueError, ["slot=1", "expected r<row>c<column>", "such as"]),
     "cuda:77": (
         lambda: create_model(**ok, device="cuda:77"),
         RuntimeError, ["'cuda:77'", "available" if not torch.cuda.is_available() else "out of range", "use"]),
-    "cuda0": (
-        lambda: create_model(**ok, device="cuda0"),
-        ValueError, ["'cuda0'", "expected one of cpu, cuda", "'cuda:0'"]),
-    "meta": (
-        lambda: create_model(**ok, device="meta"),
-        ValueError, ["'meta'", "expected one of cpu, cuda", "'cuda:0'"]),
-    "device is a number": (
-        lambda: create_model(**ok, device=3),
-        ValueError, ["device=3", "expected a str", "torch.device"]),
     "no lanes": (
         lambda: create_model(**ok, num_lanes=0),
         ValueError, ["num_lanes=0", "expected a whole number", "at least 1"]),
-    "negative lanes": (
-        lambda: create_model(**ok, num_lanes=-2),
-        ValueError, ["num_lanes=-2", "expected a whole number", "at least 1"]),
-    "half a lane": (
-        lambda: create_model(**ok, num_lanes=1.5),
-        ValueError, ["num_lanes=1.5", "expected a whole number", "at least 1"]),
-    "negative batch": (
-        lambda: get_task("digits").replace(batch_size=-4),
-        ValueError, ["batch_size=-4", "expected a whole number", "at least 1"]),
     "batch larger than the data": (
         lambda: get_task("digits").load(limit=8),
         ValueError, ["batch_size=64", "expected at most 8", "raise limit or lower batch_size"]),
-    "no limit left": (
-        lambda: get_task("digits").load(limit=0),
-        ValueError, ["limit=0", "expected a whole number", "at least 1"]),
     "NaN data": (
         lambda: ImageData(nan, label, nan, label, nan, label, classes=3),
         ValueError, ["non-finite values in train_x=384", "expected 0", "repair"]),
@@ -229,39 +185,12 @@ bad = {
     "made-up digits": (
         lambda: get_task("digits").load(synthetic=True),
         ValueError, ["synthetic=True", "expected False", "only cifar10"]),
-    "unknown setting": (
-        lambda: get_task("digits").replace(batchsize=4),
-        ValueError, ["'batchsize'", "did you mean 'batch_size'", "Known"]),
-    "unknown key in a dict": (
-        lambda: Task.from_dict(task_dict | dict(lrr=1)),
-        ValueError, ["'lrr'", "did you mean 'lr'", "Known"]),
     "unknown key in the host": (
         lambda: Task.from_dict(task_dict | dict(host=host_dict | dict(blok=1))),
         ValueError, ["'blok'", "did you mean", "Known"]),
     "unknown data": (
         lambda: get_task("digits").replace(data="mnist"),
         ValueError, ["data='mnist'", "expected one of", "digits"]),
-    "host is a dict": (
-        lambda: get_task("digits").replace(host={}),
-        ValueError, ["host={}", "expected settings of CNNConfig or settings of GPTConfig"]),
-    "unknown optimizer": (
-        lambda: get_task("digits").replace(optimizer="sdg"),
-        ValueError, ["optimizer='sdg'", "expected 'sgd', 'adam' or 'adamw'"]),
-    "learning rate of zero": (
-        lambda: get_task("digits").replace(lr=0),
-        ValueError, ["lr=0", "expected a finite number above 0"]),
-    "learning rate is a word": (
-        lambda: get_task("digits").replace(lr="fast"),
-        ValueError, ["lr='fast'", "expected a finite number above 0"]),
-    "momentum of one": (
-        lambda: get_task("digits").replace(momentum=1.),
-        ValueError, ["momentum=1.0", "expected a number from 0, below 1"]),
-    "negative weight decay": (
-        lambda: get_task("digits").replace(weight_decay=-1),
-        ValueError, ["weight_decay=-1", "expected a finite number of at least 0"]),
-    "NaN learning rate": (
-        lambda: get_task("digits").replace(lr=float("nan")),
-        ValueError, ["lr=nan", "expected a finite number above 0"]),
     "slots of another host": (
         lambda: get_task("digits").replace(slots=("r0c8",)),
         ValueError, ["slots=['r0c8']", "expected sites of this host", "r0c0"]),

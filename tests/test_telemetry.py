@@ -20,10 +20,10 @@ from esper_nb.control import QUICK, QUICK_RULES, GrowVecEnv, Heuristic, as_contr
 from esper_nb.core import PhaseClock
 from esper_nb.guard import Governor, GovernorConfig
 from esper_nb.record import (
-    KINDS, METRICS, ROW_KEYS, BackgroundWriter, EnvRows, JSONLWriter, Metric, Recorder, RunFolder, TensorBoardWriter,
-    blueprint_stats, decode_row, encode_row, find_metric, flatten, governor_rows, lane_scores, limit_rows, make_rows,
-    metric_names, metric_table, new_run, pick_rows, population_rows, read_rows, rollbacks, run_rows,
-    seed_lives, series, stage_spans)
+    KINDS, METRICS, ROW_KEYS, EnvRows, JSONLWriter, Metric, Recorder, RunFolder, TensorBoardWriter, blueprint_stats,
+    decode_row, encode_row, find_metric, flatten, governor_rows, lane_scores, limit_rows, make_rows, metric_names,
+    metric_table, new_run, pick_rows, population_rows, read_rows, rollbacks, run_rows, seed_lives, series,
+    stage_spans)
 from esper_nb.train import EvalResult, Fault, FitConfig, disturb_at, fit, new_population
 
 values = st.one_of(st.none(), st.booleans(), st.integers(-2**63 + 1, 2**63 - 1),
@@ -241,14 +241,6 @@ def test_leaving_a_with_block_closes(tmp_path):
     assert read_rows(tmp_path/"rows.jsonl") == rec.rows
     with pytest.raises(RuntimeError, match="closed"): rec.log("epoch", {"lr": 1.})
 
-def test_background_writer_keeps_order_and_ends_its_thread():
-    gate = Gate()
-    gate.open.set()
-    behind = BackgroundWriter(gate)
-    for i in range(500): behind.put([{"i": i}])
-    assert behind.flush() and [r["i"] for r in gate.rows] == list(range(500))
-    assert behind.close().dropped == 0 and not behind.alive and not behind.flush(.01)
-
 def test_two_runs_in_parallel_threads_stay_apart(tmp_path):
     def one(seed):
         run = new_run(tmp_path, "digits", {"seed": seed})
@@ -443,15 +435,6 @@ def test_add_keeps_all_rows_or_none():
     good, bad = {"kind": "epoch", "lane": 0, "lr": .1}, {"kind": "epoch", "lane": 0, "rl": .1}
     with pytest.raises(ValueError, match="'rl'"): rec.add([good, bad])
     assert rec.rows == []
-
-def test_drops_are_counted_while_the_run_goes_on():
-    gate = Gate()
-    rec = Recorder([gate], queue_size=2)
-    for epoch in range(50): rec.log("epoch", {"lr": [.1, .2]}, epoch=epoch)
-    report, = rec.reports
-    assert report.offered == 100 and report.dropped >= 94 and len(rec.rows) == 100
-    gate.open.set()
-    with pytest.warns(RuntimeWarning, match="too slow"): rec.close()
 
 # --- the rows of environments
 

@@ -5,9 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,17 +119,6 @@ def test_a_fault_stays_with_its_lane(here):
         assert governed and all('"lane": 5' in row or '"lane":5' in row for row in governed)
 
 
-def test_two_shards_and_four_get_the_same_rewards(one_thread):
-    "With `exact`: kernels of other widths round otherwise."
-    found = []
-    for shards in (2, 4):
-        env = SplitVecEnv(CONFIG.replace(exact=True), shards=shards)
-        found.append(play(env, steps=6))
-        env.close()
-    for a, b in zip(found[0][0][1::4], found[1][0][1::4], strict=True): np.testing.assert_array_equal(a, b)
-    assert torch.equal(found[0][3], found[1][3])
-
-
 @pytest.mark.long("4")
 @pytest.mark.long("5")
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 6))])
@@ -161,11 +148,6 @@ def test_a_shard_that_never_comes_back_ends_the_run():
     Gone.made = 3
     said = r"shard 0 \(lanes 0 to 3\) was lost 3 times while it was restored: out of memory"
     with pytest.raises(WorkerLost, match=said): env.reset(seed=0)
-
-
-@pytest.mark.skipif(ray is not None, reason="Ray is installed")
-def test_without_ray_the_error_says_what_to_install():
-    with pytest.raises(ImportError, match=r"pip install 'esper_nb\[ray\]'"): SplitVecEnv(CONFIG, engine="ray")
 
 
 def test_ray_is_started_again_where_a_busy_machine_was_too_slow(monkeypatch, caplog):
@@ -211,15 +193,6 @@ def test_a_call_elsewhere_is_answered_and_an_error_there_is_an_error_here(engine
     worker.close()
 
 
-@pytest.mark.slow
-def test_any_number_of_workers_find_room(engine):
-    n = 6 if engine == "ray" else 2
-    workers = [new_worker(engine, Adder, n) for _ in range(n)]
-    for w in workers: w.start("pid")
-    assert len({w.finish(300) for w in workers}) == n
-    for w in workers: w.close()
-
-
 def test_a_process_that_ends_is_a_lost_worker():
     worker = new_worker("process", Adder)
     worker.start("pid")
@@ -229,46 +202,11 @@ def test_a_process_that_ends_is_a_lost_worker():
     worker.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shards", [2, 4])
-def test_processes_give_the_bits_of_one(engine, here, shards):
-    env = SplitVecEnv(CONFIG, shards=shards, engine=engine)
-    assert_same(play(env), here[shards])
-    env.close()
-
-
 def pid_of(env, number):
     "The process of a shard."
     worker = env.shards[number].worker
     if hasattr(worker, "process"): return worker.process.pid
     return ray.get(worker.actor.__ray_call__.remote(lambda self: os.getpid()))
-
-
-@pytest.mark.slow
-@pytest.mark.long("ray") # where a kill of actors in a whole run is shown
-def test_kills_at_random_moments_change_nothing(engine):
-    "Two runs at a time, whose workers die in steps and in snapshots; ESPER_NB_KILLS=40 lets twenty die in each."
-    each = int(os.environ.get("ESPER_NB_KILLS", 8)) // 2
-    def run(seed, engine="local", kills=0):
-        luck, killed, timers = random.Random(seed), set(), []
-        tolerance = FaultTolerance(every=2, attempts=20)
-        config = CONFIG.replace(num_envs=4, limit=128, faults=())
-        env = SplitVecEnv(config, shards=2, engine=engine, tolerance=tolerance)
-        def kill(env, t):
-            pid = env.latest[luck.randrange(2)].pid if t else 0
-            if pid in {0, *killed} or len(killed) == kills: return
-            killed.add(pid)
-            timers.append(threading.Timer(luck.random() * .1, os.kill, (pid, signal.SIGKILL)))
-            timers[-1].start()
-        seen = play(env, steps=max(10, 4 * each), kill=kill if kills else None)
-        for timer in timers: timer.join()
-        env.close()
-        return seen, killed
-    def shared(make, notify, workers): return new_worker(engine, make, 4, notify) # two runs share the cores
-    with ThreadPoolExecutor(2) as pool: ended = list(pool.map(lambda seed: run(seed, shared, each), range(2)))
-    assert sum(len(killed) for _, killed in ended) == 2 * each > 0
-    reference, _ = run(0)
-    for seen, _ in ended: assert_same(seen, reference)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 import warm
 from test_cli import timeless
-from test_workers import cluster, descendants, needs_ray, still_there # noqa: F401 (a fixture)
+from test_workers import descendants, needs_ray, still_there
 
 from esper_nb.record import read_checkpoint
 from esper_nb.run import (
@@ -193,17 +193,6 @@ def test_a_worker_that_is_lost_costs_the_seed_it_was_at(compared):
     def idle(tell): return SimpleNamespace(play=lambda task: None, close=lambda: None)
     with pytest.raises(WorkerLost, match="gone"):
         list(work_off([1], lambda: Gone(idle), "play", 1, losses=1))
-
-
-@needs_ray
-@pytest.mark.slow
-def test_seeds_on_ray_are_kept_and_not_repeated(compared, tmp_path, monkeypatch):
-    import ray
-    config = get_recipe("digits_impaired", TINY).replace(engine="ray")
-    try: result, messages = interrupted(config, monkeypatch, tmp_path)
-    finally: ray.shutdown()
-    assert plays(result) == plays(compared)
-    assert sum("kept from before" in text for text in messages) == 1
 
 
 # ---- real processes

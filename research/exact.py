@@ -1,6 +1,6 @@
 """What it costs to compute every lane alone, `exact=True`, beside groups of lanes:
 
-    python -m benchmarks.exact          # writes nbs/explanations/bench_exact.json; three minutes
+    python -m research.exact            # writes nbs/explanations/bench_exact.json; three minutes
 
 Three environments play the same actions in turns, in one process: as usual, with `exact`, and with `exact` in a shard,
 where each lane is an environment of its own. A figure is the least CPU time of a step in which all lanes only train.
