@@ -125,6 +125,22 @@ def test_replaying_is_told(tmp_path):
     flags = told.read_text(encoding="utf-8")
     assert flags.count("0") == 64 and flags.count("1") > 60, flags # every batch once; the incident was replayed
 
+def test_behind_the_loop_its_variables_are_those_of_its_last_batch():
+    "The first epoch is as long as what is run twice at its end: the loss that is printed there was that of a replay."
+    net, opt, _ = made()
+    governor, losses = Governor(net, opt, chance_loss=math.log(4), config=QUIET), []
+    for epoch in range(4):
+        for i, (x, y) in governor.batches(enumerate(DataLoader(digits(50 * 32), 32))):
+            loss = nn.functional.cross_entropy(net(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            governor.watch(loss)
+            if not governor.replaying: losses.append(loss.item())
+        assert (i, loss.item(), len(losses)) == (49, losses[-1], 50 * epoch + 50)
+    assert not governor.reports
+
+
 def test_a_loop_that_is_left_ends_cleanly():
     net, opt, _ = made()
     governor = Governor(net, opt, chance_loss=None, config=QUIET)

@@ -674,3 +674,65 @@ def test_a_fork_answers_however_many_files_are_open():
     finally:
         for number in opened: os.close(number)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def loads_of(kind, net, opt, k, kept): # what a loop does before a batch
+    "Go back to a checkpoint now and then, begin anew with the first weights, or share them with a server."
+    if kind == "trials" and k % 60 == 0:
+        net.load_state_dict(kept["first"])
+        opt.state.clear()
+    if kind == "checkpoint" and k % 40 == 25: kept["best"] = copy.deepcopy((net.state_dict(), opt.state_dict()))
+    if kind == "checkpoint" and k % 40 == 0 < k:
+        net.load_state_dict(kept["best"][0])
+        opt.load_state_dict(kept["best"][1])
+    if kind == "part" and k % 60 == 0: net[0].load_state_dict({n: kept["first"][f"0.{n}"] for n in ("weight", "bias")})
+    if kind == "clients" and k % 10 == 0: # of two, in turn
+        kept[k // 10 % 2] = copy.deepcopy(net.state_dict())
+        net.load_state_dict(kept.get(1 - k // 10 % 2, kept["first"]))
+
+@pytest.mark.parametrize("kind", ["trials", "checkpoint", "part", "clients"])
+@pytest.mark.parametrize("way", ["watch", "run", "batches"])
+def test_a_state_that_the_loop_loads_is_meant(kind, way):
+    "It was taken for a fault, as if something had written into the weights, and every load was undone."
+    def train(guarded, ruined=None):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+        opt = torch.optim.SGD(net.parameters(), .05, momentum=.9)
+        governor = Governor(net, opt, chance_loss=None) if guarded else None
+        kept = dict(first=copy.deepcopy(net.state_dict()))
+        def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+        def drawn():
+            for k, batch in batches(240):
+                loads_of(kind, net, opt, k, kept)
+                if k == ruined: net[0].weight.data[0, 0] = torch.nan
+                yield batch
+        for batch in governor.batches(drawn()) if guarded and way == "batches" else drawn():
+            if guarded and way == "run": governor.run(step, batch)
+            elif guarded: governor.watch(step(batch))
+            else: step(batch)
+        return [*net.state_dict().values(), *[v["momentum_buffer"] for v in opt.state.values()]], governor
+    plain, (state, governor) = train(False)[0], train(True)
+    assert not governor.reports and all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
+    _, governor = train(True, ruined=184)
+    report, = governor.reports
+    assert report.action == "rollback" and report.restored_batch > (160 if kind == "checkpoint" else 180) # the latest load
+
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_state_that_each_step_loads_is_part_of_it(way):
+    "As in Reptile, or where a loop validates with averaged weights and puts its own back: no level is taken for good."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), .02)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(batch):
+        before = copy.deepcopy(net.state_dict())
+        loss = descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+        net.load_state_dict({k: torch.lerp(before[k], v, .5) for k, v in net.state_dict().items()})
+        return loss
+    taken = set()
+    for _, batch in batches(120):
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+        taken.add(int(governor.snapshot.steps[0]))
+    assert len(taken) <= 4 and not governor.reports
