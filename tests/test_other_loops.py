@@ -715,7 +715,8 @@ def test_a_state_that_the_loop_loads_is_meant(kind, way):
     assert not governor.reports and all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
     _, governor = train(True, ruined=184)
     report, = governor.reports
-    assert report.action == "rollback" and report.restored_batch > (160 if kind == "checkpoint" else 180) # the latest load
+    latest = 160 if kind == "checkpoint" else 180 # load
+    assert report.action == "rollback" and report.restored_batch > latest
 
 
 @pytest.mark.parametrize("way", ["watch", "run"])
@@ -736,3 +737,34 @@ def test_a_state_that_each_step_loads_is_part_of_it(way):
         else: governor.watch(step(batch))
         taken.add(int(governor.snapshot.steps[0]))
     assert len(taken) <= 4 and not governor.reports
+
+
+@pytest.mark.parametrize("listed", [False, True]) # layers in a list that registers none; else a head beside the network
+@pytest.mark.parametrize("way", ["watch", "run", "batches"])
+def test_what_an_optimizer_trains_is_guarded_even_if_its_network_was_not_handed_over(listed, way):
+    "Its weights were not restored by `watch`, and a replay trained them once more."
+    def train(guarded, spoilt=None):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 16), nn.Linear(16, 1)]
+        given = nn.Module() if listed else layers[0]
+        given.layers = layers if listed else []
+        opt = torch.optim.Adam([p for layer in layers for p in layer.parameters()], .01)
+        governor = Governor(given, opt, chance_loss=None, config=OFTEN) if guarded else None
+        def step(batch): return descend(opt, F.mse_loss(layers[1](layers[0](batch[0]).relu()), batch[1]))
+        def drawn():
+            for k, batch in batches(160):
+                if k == spoilt: layers[1].weight.data[0, 0] = torch.nan
+                yield batch
+        for batch in governor.batches(drawn()) if guarded and way == "batches" else drawn():
+            if guarded and way == "run": governor.run(step, batch)
+            elif guarded: governor.watch(step(batch))
+            else: step(batch)
+        return [p for layer in layers for p in layer.parameters()], governor
+    plain, (state, governor) = train(False)[0], train(True)
+    assert not governor.reports and all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
+    state, governor = train(True, spoilt=100)
+    report, = governor.reports
+    assert report.action == "rollback" and report.batch <= 100 and all(p.isfinite().all() for p in state)
+    if way != "watch":
+        assert report.cause == "external" and "other_weights." in report.why
+        assert all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))

@@ -1076,7 +1076,8 @@ def names_of(
 ) -> list[str]:
     "Return the variables and attributes that hold state."
     names = [leaf.name for i, leaf in walk.leaves.items() if i not in walk.known]
-    for h in watch.holders: names += h.labels() if isinstance(h, (Variable, Names)) else [h.name]
+    for h in watch.holders:
+        if not isinstance(h, PartNames): names += h.labels() if isinstance(h, (Variable, Names)) else [h.name]
     return sorted({top_name(k) for k in names})
 
 def kept_of(

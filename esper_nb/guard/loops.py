@@ -230,7 +230,7 @@ class LoopBody:
         if found: self.__module__ = found[-1].f_globals.get("__name__", "__main__")
 
     def _read_results(self) -> list[tuple[FrameVariables, dict[str, Any]]]:
-        "Return what the latest batch has left in variables that the body only writes: who goes on behind it reads them."
+        "Return what the latest batch has left in variables that the body only writes: code behind the loop reads them."
         found = []
         for (code, at), table in zip(self.places, self.tables):
             names, have = body_names(code, at), dict(table.frame.f_locals) if table.frame is not None else {}
