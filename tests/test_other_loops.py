@@ -719,6 +719,31 @@ def test_a_state_that_the_loop_loads_is_meant(kind, way):
     assert report.action == "rollback" and report.restored_batch > latest
 
 
+def test_a_rise_is_over_once_another_state_is_loaded():
+    "Old and new weights were compared in turns all the same: that took batches from the next trial."
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(1280, 16, generator=g)
+    y = (x @ torch.randn(16, 5, generator=g)).argmax(1)
+    def train(guarded):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 5))
+        opt = torch.optim.SGD(net.parameters(), .01, momentum=.9)
+        governor = Governor(net, opt, chance_loss=1.6) if guarded else None
+        first = copy.deepcopy(net.state_dict())
+        for trial, lr in enumerate((.003, .01, .03)):
+            net.load_state_dict(first)
+            opt.state.clear()
+            opt.param_groups[0]["lr"] = lr
+            for k in range(80):
+                if (trial, k) == (1, 40): [p.data.mul_(100) for p in net.parameters() if p.ndim == 2]
+                loss = descend(opt, F.cross_entropy(net(x[16 * k:16 * k + 16]), y[16 * k:16 * k + 16]))
+                if governor: governor.watch(loss)
+        return list(net.parameters()), governor
+    plain, (state, governor) = train(False)[0], train(True)
+    assert [n for n in governor.notes if n.action == "wait"] and not governor.reports
+    assert all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
+
+
 @pytest.mark.parametrize("way", ["watch", "run"])
 def test_a_state_that_each_step_loads_is_part_of_it(way):
     "As in Reptile, or where a loop validates with averaged weights and puts its own back: no level is taken for good."

@@ -799,7 +799,9 @@ class Governor:
         self.loads.clear()
         if not changed: return
         self.loaded = self.watched
-        if since >= AGAIN and not (self.comparing or self.snapshot.find_bad()): self.take_snapshot()
+        if since < AGAIN or self.comparing or self.snapshot.find_bad(): return
+        self._advance(PhaseMove.END) # a rise of other weights
+        self.take_snapshot()
 
     def _renew_snapshot(self) -> tuple[Report, ...]: # of a state that is no good
         "Publish the snapshot on probation, if the losses since were healthy, and take another where one is due."
