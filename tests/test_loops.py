@@ -125,6 +125,22 @@ def test_replaying_is_told(tmp_path):
     flags = told.read_text(encoding="utf-8")
     assert flags.count("0") == 64 and flags.count("1") > 60, flags # every batch once; the incident was replayed
 
+def test_behind_the_loop_its_variables_are_those_of_its_last_batch():
+    "The first epoch is as long as what is run twice at its end: the loss that is printed there was that of a replay."
+    net, opt, _ = made()
+    governor, losses = Governor(net, opt, chance_loss=math.log(4), config=QUIET), []
+    for epoch in range(4):
+        for i, (x, y) in governor.batches(enumerate(DataLoader(digits(50 * 32), 32))):
+            loss = nn.functional.cross_entropy(net(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            governor.watch(loss)
+            if not governor.replaying: losses.append(loss.item())
+        assert (i, loss.item(), len(losses)) == (49, losses[-1], 50 * epoch + 50)
+    assert not governor.reports
+
+
 def test_a_loop_that_is_left_ends_cleanly():
     net, opt, _ = made()
     governor = Governor(net, opt, chance_loss=None, config=QUIET)
@@ -482,3 +498,38 @@ def test_what_is_not_finite_between_two_steps_is_put_back_before_a_step_that_wou
     report, = governor.reports
     assert (report.reason, report.cause, report.lost) == ("state", "external", None), str(report)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), train(False)[1].parameters()))
+
+
+def fit(net, opt, xs, aim, governor, spoilt=None):
+    "The loop of a user, to be called for one network after another."
+    def drawn():
+        for k, x in enumerate(xs):
+            if k == spoilt: net.weight.data[0, 0] = math.nan
+            yield x
+    for x in governor.batches(drawn()) if governor else drawn():
+        loss = (net(x) - aim(x)).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        if governor: governor.watch(loss)
+
+@pytest.mark.parametrize("widths", [(4, 6), (4, 4)])
+def test_a_loop_that_is_called_for_another_network_is_trained_on_with_that(widths):
+    "As layer by layer: a replay trained the one of before, and a rollback left the loop with it."
+    def train(guarded, spoilt=None):
+        torch.manual_seed(0)
+        nets = [nn.Linear(w, 1) for w in widths]
+        opts = [torch.optim.SGD(net.parameters(), .01) for net in nets]
+        aims = [lambda x: x.sum(1, keepdim=True), lambda x: x.diff(dim=1).sum(1, keepdim=True)]
+        governor = Governor(*nets, *opts, chance_loss=None, config=QUIET) if guarded else None
+        for epoch in range(2):
+            for i, (net, opt, w, aim) in enumerate(zip(nets, opts, widths, aims)):
+                fit(net, opt, torch.randn(60, 8, w), aim, governor, spoilt if (epoch, i) == (1, 0) else None)
+        return [p for net in nets for p in net.parameters()], governor
+    plain, (state, governor) = train(False)[0], train(True)
+    assert not governor.reports and governor.repairs.dry.exact
+    assert all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
+    state, governor = train(True, spoilt=20)
+    report, = governor.reports
+    assert report.cause == "external" and report.redone and not report.lost
+    assert all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))

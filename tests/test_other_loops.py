@@ -674,3 +674,122 @@ def test_a_fork_answers_however_many_files_are_open():
     finally:
         for number in opened: os.close(number)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def loads_of(kind, net, opt, k, kept): # what a loop does before a batch
+    "Go back to a checkpoint now and then, begin anew with the first weights, or share them with a server."
+    if kind == "trials" and k % 60 == 0:
+        net.load_state_dict(kept["first"])
+        opt.state.clear()
+    if kind == "checkpoint" and k % 40 == 25: kept["best"] = copy.deepcopy((net.state_dict(), opt.state_dict()))
+    if kind == "checkpoint" and k % 40 == 0 < k:
+        net.load_state_dict(kept["best"][0])
+        opt.load_state_dict(kept["best"][1])
+    if kind == "part" and k % 60 == 0: net[0].load_state_dict({n: kept["first"][f"0.{n}"] for n in ("weight", "bias")})
+    if kind == "clients" and k % 10 == 0: # of two, in turn
+        kept[k // 10 % 2] = copy.deepcopy(net.state_dict())
+        net.load_state_dict(kept.get(1 - k // 10 % 2, kept["first"]))
+
+@pytest.mark.parametrize("kind", ["trials", "checkpoint", "part", "clients"])
+@pytest.mark.parametrize("way", ["watch", "run", "batches"])
+def test_a_state_that_the_loop_loads_is_meant(kind, way):
+    "It was taken for a fault, as if something had written into the weights, and every load was undone."
+    def train(guarded, ruined=None):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+        opt = torch.optim.SGD(net.parameters(), .05, momentum=.9)
+        governor = Governor(net, opt, chance_loss=None) if guarded else None
+        kept = dict(first=copy.deepcopy(net.state_dict()))
+        def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+        def drawn():
+            for k, batch in batches(240):
+                loads_of(kind, net, opt, k, kept)
+                if k == ruined: net[0].weight.data[0, 0] = torch.nan
+                yield batch
+        for batch in governor.batches(drawn()) if guarded and way == "batches" else drawn():
+            if guarded and way == "run": governor.run(step, batch)
+            elif guarded: governor.watch(step(batch))
+            else: step(batch)
+        return [*net.state_dict().values(), *[v["momentum_buffer"] for v in opt.state.values()]], governor
+    plain, (state, governor) = train(False)[0], train(True)
+    assert not governor.reports and all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
+    _, governor = train(True, ruined=184)
+    report, = governor.reports
+    latest = 160 if kind == "checkpoint" else 180 # load
+    assert report.action == "rollback" and report.restored_batch > latest
+
+
+def test_a_rise_is_over_once_another_state_is_loaded():
+    "Old and new weights were compared in turns all the same: that took batches from the next trial."
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(1280, 16, generator=g)
+    y = (x @ torch.randn(16, 5, generator=g)).argmax(1)
+    def train(guarded):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 5))
+        opt = torch.optim.SGD(net.parameters(), .01, momentum=.9)
+        governor = Governor(net, opt, chance_loss=1.6) if guarded else None
+        first = copy.deepcopy(net.state_dict())
+        for trial, lr in enumerate((.003, .01, .03)):
+            net.load_state_dict(first)
+            opt.state.clear()
+            opt.param_groups[0]["lr"] = lr
+            for k in range(80):
+                if (trial, k) == (1, 40): [p.data.mul_(100) for p in net.parameters() if p.ndim == 2]
+                loss = descend(opt, F.cross_entropy(net(x[16 * k:16 * k + 16]), y[16 * k:16 * k + 16]))
+                if governor: governor.watch(loss)
+        return list(net.parameters()), governor
+    plain, (state, governor) = train(False)[0], train(True)
+    assert [n for n in governor.notes if n.action == "wait"] and not governor.reports
+    assert all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
+
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_state_that_each_step_loads_is_part_of_it(way):
+    "As in Reptile, or where a loop validates with averaged weights and puts its own back: no level is taken for good."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), .02)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(batch):
+        before = copy.deepcopy(net.state_dict())
+        loss = descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+        net.load_state_dict({k: torch.lerp(before[k], v, .5) for k, v in net.state_dict().items()})
+        return loss
+    taken = set()
+    for _, batch in batches(120):
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+        taken.add(int(governor.snapshot.steps[0]))
+    assert len(taken) <= 4 and not governor.reports
+
+
+@pytest.mark.parametrize("listed", [False, True]) # layers in a list that registers none; else a head beside the network
+@pytest.mark.parametrize("way", ["watch", "run", "batches"])
+def test_what_an_optimizer_trains_is_guarded_even_if_its_network_was_not_handed_over(listed, way):
+    "Its weights were not restored by `watch`, and a replay trained them once more."
+    def train(guarded, spoilt=None):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 16), nn.Linear(16, 1)]
+        given = nn.Module() if listed else layers[0]
+        given.layers = layers if listed else []
+        opt = torch.optim.Adam([p for layer in layers for p in layer.parameters()], .01)
+        governor = Governor(given, opt, chance_loss=None, config=OFTEN) if guarded else None
+        def step(batch): return descend(opt, F.mse_loss(layers[1](layers[0](batch[0]).relu()), batch[1]))
+        def drawn():
+            for k, batch in batches(160):
+                if k == spoilt: layers[1].weight.data[0, 0] = torch.nan
+                yield batch
+        for batch in governor.batches(drawn()) if guarded and way == "batches" else drawn():
+            if guarded and way == "run": governor.run(step, batch)
+            elif guarded: governor.watch(step(batch))
+            else: step(batch)
+        return [p for layer in layers for p in layer.parameters()], governor
+    plain, (state, governor) = train(False)[0], train(True)
+    assert not governor.reports and all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
+    state, governor = train(True, spoilt=100)
+    report, = governor.reports
+    assert report.action == "rollback" and report.batch <= 100 and all(p.isfinite().all() for p in state)
+    if way != "watch":
+        assert report.cause == "external" and "other_weights." in report.why
+        assert all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))

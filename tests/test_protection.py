@@ -45,9 +45,9 @@ def test_what_is_passed_wrongly_is_named(make, says):
 
 
 @pytest.mark.parametrize("make, says", [
-    (lambda n, o: Governor(o, chance_loss=None), "no model among the parts (optimizer)"),
+    (lambda n, o: Governor(o, chance_loss=None), "no model among the parts (optimizer), so only the weights that"),
     (lambda n, o: Governor(chance_loss=2.3), "no model among the parts (there are none)"),
-    (lambda n, o: Governor(nn.Linear(2, 2), o, chance_loss=None), "`optimizer` trains weights that are in no part"),
+    (lambda n, o: Governor(nn.Linear(2, 2), o, chance_loss=None), "`optimizer` trains no weight of what was passed"),
     (lambda n, o: Governor(n, chance_loss=None), "no optimizer among the parts, so a NaN in its moments"),
     (lambda n, o: Governor(weights=dict(n.state_dict()), chance_loss=None), "no optimizer among the parts")])
 def test_what_is_missing_is_a_warning_at_once(make, says, caplog):

@@ -6,14 +6,14 @@
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
            'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL',
            'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
-           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names', 'Inside',
-           'Keys', 'Entries', 'Members', 'version_of', 'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of',
-           'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state',
-           'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect', 'wrapped_by', 'place_of', 'Walk',
-           'tables_of_optimizers', 'StepWalk', 'owned_by_parts', 'has_nan', 'mark_of', 'top_name', 'Given', 'clone_of',
-           'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of',
-           'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around',
-           'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
+           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names',
+           'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'version_of', 'dense_parts', 'same_values', 'some_of',
+           'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf',
+           'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect', 'wrapped_by',
+           'place_of', 'Walk', 'tables_of_optimizers', 'StepWalk', 'owned_by_parts', 'has_nan', 'mark_of', 'top_name',
+           'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum', 'Watched',
+           'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers',
+           'ruined_around', 'plays_around', 'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import as_part, weights_in
-from .loops import LoopBody
+from .loops import FrameVariables, LoopBody
 
 # %% ../../nbs/guard/21_footprint.ipynb #57999de4
 DYNAMIC = frozenset({"getattr", "setattr", "vars", "__dict__", "eval", "exec", "globals"}) # any name may be meant
@@ -236,6 +236,9 @@ class Names(Holder):
     def labels(self): # list
         "Return the names."
         return [f"{self.name}.{k}" if self.name else k for k in self.names]
+
+class FixedNames(Names):
+    "Variables that name networks, optimizers, functions: a function around the loop may be called for others."
 
 class Inside(Names):
     "Plain attributes of a library's object, written only while it can be called as before: a closed bar stays closed."
@@ -648,7 +651,8 @@ class Walk:
     def hold(self, obj, name: str, names: list[str], table: dict | None):
         "Note named places, and look at what they hold."
         old = self.named.get(id(obj))
-        def kept(v): return not (isinstance(v, CODE) or v is ABSENT)
+        local = isinstance(table, FrameVariables) # even a function may be another one when the loop is called again
+        def kept(v): return v is not ABSENT and (local or not isinstance(v, CODE))
         fresh = [k for k in names if (old is None or k not in old.names) and kept(self.value(obj, k, table))]
         code = [v for k in names if isinstance(v := self.value(obj, k, table), CODE) and id(v) not in self.seen]
         self.add(*[(v, name) for v in code])
@@ -657,7 +661,8 @@ class Walk:
         else:
             self.named[id(obj)] = Names(obj, name, fresh, table)
             self.note_place(("names", id(obj)), self.named[id(obj)])
-        self.add(*[(self.value(obj, k, table), f"{name}.{k}" if name else k) for k in fresh])
+        found = [(self.value(obj, k, table), f"{name}.{k}" if name else k) for k in fresh]
+        self.add(*[(v, label) for v, label in found if not isinstance(v, CODE)])
 
     def try_to_look(self, obj, name: str): # what it is called
         "Look at one object; what fails at it must not end a training run."
@@ -894,11 +899,14 @@ class Given:
     @property
     def names(self) -> set[str]:
         "Return the variables, entries and attributes that were written; not the content of lists and tensors."
-        return {k for h, _ in self.holders for k in (h.labels() if isinstance(h, (Variable, Names)) else [h.name])}
+        return {k for h, _ in self.holders if not isinstance(h, FixedNames)
+                for k in (h.labels() if isinstance(h, (Variable, Names)) else [h.name])}
 
     def without(self, names: Collection[str]) -> "Given":
         "Return the same without what was written to some names."
-        def stays(h): return not set(h.labels() if isinstance(h, (Variable, Names)) else [h.name]) & set(names)
+        def stays(h):
+            if isinstance(h, FixedNames): return True
+            return not set(h.labels() if isinstance(h, (Variable, Names)) else [h.name]) & set(names)
         return replace(self, holders=tuple((h, x) for h, x in self.holders if stays(h)))
 
     def overwritten(self) -> str: # empty: nothing is
@@ -943,7 +951,8 @@ def moved_part(
     "Return the place of what was written."
     if isinstance(holder, Names):
         moved = [k for k, v, then in zip(holder.names, holder.read(), old) if not alike((v,), (then,))]
-        return Names(holder.obj, holder.name, moved, holder.table)
+        kind = FixedNames if isinstance(holder, FixedNames) else Names
+        return kind(holder.obj, holder.name, moved, holder.table)
     if not isinstance(holder, Entries) or len(holder.obj) > SMALL or len(old) % 2: return holder
     n = len(old) // 2
     then = dict(zip(old[:n], old[n:]))
@@ -988,10 +997,13 @@ class Watched:
             if isinstance(v, (*CODE, nn.Module, torch.optim.Optimizer)) or id(v) in walk.known: return False
             return not type(v).__module__.startswith("esper_nb.guard.")
         def alive(h):
-            if not isinstance(h, Names): return h if any(map(may_move, h.values())) or not h.values() else None
-            names = [k for k, v in zip(h.names, h.read()) if may_move(v)]
-            return Names(h.obj, h.name, names, h.table) if names else None
-        self.holders = [x for h in (*walk.holders.values(), *walk.shared.values()) if (x := alive(h)) is not None]
+            if not isinstance(h, Names): return [h] if any(map(may_move, h.values())) or not h.values() else []
+            rows = list(zip(h.names, h.read()))
+            found = [Names(h.obj, h.name, [k for k, v in rows if may_move(v)], h.table)]
+            if type(h) is Names and h.table is not None: # variables
+                found.append(FixedNames(h.obj, h.name, [k for k, v in rows if not may_move(v)], h.table))
+            return [x for x in found if x.names]
+        self.holders = [x for h in (*walk.holders.values(), *walk.shared.values()) for x in alive(h)]
         leaves = [x for i, x in walk.leaves.items() if i not in walk.known and not x.name.endswith(".grad")]
         self.tensors = [x for x in leaves if isinstance(x, TensorLeaf) and not x.obj.is_inference()]
         self.arrays = [x for x in leaves if isinstance(x, ArrayLeaf)]
@@ -1064,7 +1076,8 @@ def names_of(
 ) -> list[str]:
     "Return the variables and attributes that hold state."
     names = [leaf.name for i, leaf in walk.leaves.items() if i not in walk.known]
-    for h in watch.holders: names += h.labels() if isinstance(h, (Variable, Names)) else [h.name]
+    for h in watch.holders:
+        if not isinstance(h, FixedNames): names += h.labels() if isinstance(h, (Variable, Names)) else [h.name]
     return sorted({top_name(k) for k in names})
 
 def kept_of(

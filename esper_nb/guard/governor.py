@@ -27,14 +27,15 @@ from .phases import Effect, PhaseMove
 from .probation import GoodFiles, Probation
 from .ranks import Ranks, SameWeights
 from .recorder import Origin, StepRecorder, with_origins
-from .repairs import REHEARSED, Recovery, Repairs
+from .repairs import AGAIN, REHEARSED, Recovery, Repairs
 from esper_nb.guard.reports import (
     Explanation, GovernorConfig, GovernorStop, IncidentLog, Report, Summary, as_chance_losses, as_governor_config,
     logger)
 from .responses import GuardedRun, IncidentResponse, LaneJudge, Moment, clocks_of, missing_parts
 from .resume import ResumeCheck, ResumeWatch
 from .rises import BACK
-from .snapshots import BackgroundCopy, Snapshot, TakeResult
+from .snapshots import BackgroundCopy, Snapshot, TakeResult, owned_by
+from .writes import LoadWatch
 
 # %% ../../nbs/guard/31_governor.ipynb #77500f84
 OWN_PARTS = ("governor_stats", "update_gate") # of a snapshot, beside the user's
@@ -123,6 +124,10 @@ class Governor:
         self.judge.checkup.note_taken(None)
         log = self.log
         self.resume = ResumeWatch(self.snapshot.objects, OWN_PARTS, say=lambda text: log.say("%s", text))
+        alone = single and not self.ranks # of several, one may load and send what it has to the others
+        optimizers = [o for o in self.snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
+        self.loads = LoadWatch(self.snapshot.objects if alone else {}, owned_by(optimizers))
+        self.loaded = -AGAIN # losses watched when the latest load was seen
         for text in missing_parts(self.snapshot, self.rates): logger.warning("Governor: %s", text)
 
     @property
@@ -248,7 +253,9 @@ class Governor:
         if self.loop is not None and self.loop.open: # judged once the loop asks for its next batch
             self.loop.take(loss)
             return ()
-        if self.resume.waiting: self.resume.see(loss)
+        if self.resume.waiting:
+            self.resume.see(loss)
+            self.loads.clear()
         off = np.zeros(self.n, bool)
         off[list(inactive)] = True
         self.inactive = off
@@ -444,7 +451,7 @@ class Governor:
                     self.run(body, batch, origin=origin)
                     if body.leaving: return
             finally: self.loop = None
-        return body.iterate(train)
+        return body.iterate(train, is_again=partial(getattr, self, "replaying"))
 
     def explain(
         self,
@@ -778,6 +785,7 @@ class Governor:
     def _on_step_end(self) -> tuple[Report, ...]: # of a state that is no good
         "Refill the budget, publish the snapshot that has passed its probation, take the next one."
         c, when, checkup = self.config, self.probation, self.judge.checkup
+        if self.loads.before is not None: self._follow_load()
         if checkup.updated: checkup.note_updates(c)
         if self.failed: self.budget.refill(self.stats.judged, c.cooldown)
         if self.rates.factor != 1.: self._return_cuts()
@@ -790,6 +798,16 @@ class Governor:
             if found is not None: return found[0] or (self._act(Moment().of_state(found[1])) if found[1] else ())
             if when.since % BACK == 0 and (m := checkup.find_small_rise(c)): self._advance(PhaseMove.RISE, m)
         return self._renew_snapshot() if due and not checkup.waiting else () # until no more bad batches come
+
+    def _follow_load(self):
+        "Let no later rollback go behind a state that the loop has loaded into its networks, unless each step does so."
+        changed, since = self.loads.changed, self.watched - self.loaded
+        self.loads.clear()
+        if not changed: return
+        self.loaded = self.watched
+        if since < AGAIN or self.comparing or self.snapshot.find_bad(): return
+        self._advance(PhaseMove.END) # a rise of other weights
+        self.take_snapshot()
 
     def _renew_snapshot(self) -> tuple[Report, ...]: # of a state that is no good
         "Publish the snapshot on probation, if the losses since were healthy, and take another where one is due."

@@ -45,6 +45,8 @@ class BodyNames:
         self.attributes = {i.argval for i in self.body if isinstance(i.argval, str)
                            and i.opname.rpartition("_")[2] in ("ATTR", "METHOD")}
         self.inputs = self._inputs() if self.is_loop else {k for i in self.body for _, k in uses_of(i)}
+        written = {k for i in self.body for kind, k in uses_of(i) if kind == STORES and "GLOBAL" not in i.opname}
+        self.outputs = written - self.inputs
 
     def _inputs(self) -> set[str]:
         "Return the variables that some path through the body reads before it writes them."
@@ -123,6 +125,7 @@ class LoopBody:
         is_own: Callable[[str], bool] = bool, # whether a file is the user's; others may have generators on the way
     ):
         self.is_own = is_own
+        self.results: list[tuple[FrameVariables, dict[str, Any]]] = [] # of its latest batch, while others come again
         self.work: greenlet | None = None # what calls the body; None: the loop does not run
         self.open = False # the loop has a batch, and has not asked for the next one
         self.loss: Any = None # that it has named for this batch
@@ -165,7 +168,9 @@ class LoopBody:
     def _is_at_work(self) -> bool: return self.work is not None and self.work is _greenlets().getcurrent()
 
     def iterate(
-        self, work: Callable[[], Any], # calls this body as often as it likes
+        self,
+        work: Callable[[], Any], # calls this body as often as it likes
+        is_again: Callable[[], Any] = bool, # whether the batch that is wanted now was trained on before
     ) -> Iterator: # batches
         "Yield the batches that the body is called with, until the work is done."
         if self.work is not None: raise RuntimeError("this loop runs already: its batches are handed out one by one")
@@ -175,6 +180,8 @@ class LoopBody:
             while True:
                 self._find(sys._getframe(1)) # noqa: SLF001
                 batch = self.work.switch(*answer)
+                if not self.work.dead and is_again(): self.results = self.results or self._read_results()
+                else: self._put_results()
                 if self.work.dead: return
                 self.loss, self.open = None, True
                 yield batch
@@ -222,6 +229,20 @@ class LoopBody:
         for table, f in zip(self.tables, found): table.frame = f
         if found: self.__module__ = found[-1].f_globals.get("__name__", "__main__")
 
+    def _read_results(self) -> list[tuple[FrameVariables, dict[str, Any]]]:
+        "Return what the latest batch has left in variables that the body only writes: code behind the loop reads them."
+        found = []
+        for (code, at), table in zip(self.places, self.tables):
+            names, have = body_names(code, at), dict(table.frame.f_locals) if table.frame is not None else {}
+            found.append((table, {k: have[k] for k in names.outputs & have.keys() if names.is_loop}))
+        return found
+
+    def _put_results(self):
+        "Give these variables what the latest batch has left there, if others have come again since."
+        for table, values in self.results:
+            for name, value in values.items(): table[name] = value
+        self.results = []
+
     def _leave(self):
         "End the work: the loss of the last batch is still taken in, and nothing is trained again."
         work, self.leaving = self.work, True
@@ -231,7 +252,7 @@ class LoopBody:
                 if was_open and self.loss is not None: work.switch(self.loss)
                 if not work.dead: work.throw(_greenlets().GreenletExit)
         finally:
-            self.work, self.open, self.generators = None, False, []
+            self.work, self.open, self.generators, self.results = None, False, [], []
             for table in self.tables: table.frame = None
 
 COUNTERS = (enumerate, zip, itertools.zip_longest, itertools.islice, itertools.accumulate, itertools.pairwise)

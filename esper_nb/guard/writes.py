@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['TensorTable', 'PIECE', 'PIECES', 'PieceOf', 'tensors_of_parts', 'tables_of', 'is_other', 'untrained_in', 'words_of',
-           'in_turns', 'Written', 'WriteCounts', 'StateWatch', 'Distances']
+           'in_turns', 'Written', 'WriteCounts', 'StateWatch', 'LoadWatch', 'Distances']
 
 # %% ../../nbs/guard/23_writes.ipynb #wri00003
 import math
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -226,6 +227,53 @@ class StateWatch:
     def lies_elsewhere(self, i: int) -> bool: # of the tensors
         "Whether a tensor lies elsewhere than it did."
         return self.values[i].data_ptr() != self.places[i]
+
+# %% ../../nbs/guard/23_writes.ipynb #c4a8116e
+class LoadWatch:
+    "Whether another state is loaded into the networks that are trained."
+    def __init__(
+        self,
+        parts: Mapping[str, Any], # by name
+        trained: Iterable[Tensor] = (), # by the optimizers
+    ):
+        others = untrained_in(parts, trained)
+        self.networks = {k: m for k, m in parts.items() if isinstance(m, nn.Module) and k not in others}
+        self.outermost: nn.Module | None = None # module that is being loaded
+        self.before: int | None = None # bits of the networks before the first load since `clear`; None: there was none
+        self.changed = False # a state was loaded since then, and is another one
+        begin, end = _AtLoad(self, "begin"), _AtLoad(self, "end")
+        for m in {id(m): m for network in self.networks.values() for m in network.modules()}.values():
+            if isinstance(m, torch.jit.ScriptModule): continue
+            for handle in (m.register_load_state_dict_pre_hook(begin), m.register_load_state_dict_post_hook(end)):
+                weakref.finalize(self, handle.remove)
+
+    def begin(self, module: nn.Module):
+        "Note how the networks are, before a module is loaded."
+        if self.outermost is None: self.outermost = module
+        if self.before is None: self.before = self._bits()
+
+    def end(self, module: nn.Module):
+        "Compare, once the outermost module is loaded."
+        if module is not self.outermost: return
+        self.outermost, self.changed = None, self._bits() != self.before
+
+    def clear(self):
+        "Forget what was loaded until now."
+        self.before, self.changed = None, False
+
+    def _bits(self) -> int: return bits_of(tensors_of_parts(self.networks).values())
+
+class _AtLoad:
+    "Tells a watch of a module that is loaded."
+    def __init__(self, watch: LoadWatch | None = None, what: str = ""):
+        self.watch = weakref.ref(watch) if watch is not None else lambda: None
+        self.what = what
+
+    def __call__(self, module: nn.Module, *given):
+        watch = self.watch()
+        if watch is not None: getattr(watch, self.what)(module)
+
+    def __reduce__(self): return _AtLoad, () # a copy of the network has no watch
 
 # %% ../../nbs/guard/23_writes.ipynb #d9c5420b
 class Distances:
