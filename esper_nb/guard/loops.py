@@ -252,7 +252,8 @@ class LoopBody:
                 if was_open and self.loss is not None: work.switch(self.loss)
                 if not work.dead: work.throw(_greenlets().GreenletExit)
         finally:
-            self.work, self.open, self.generators, self.results = None, False, [], []
+            self.work, self.open = None, False
+            self.generators, self.results = [], []
             for table in self.tables: table.frame = None
 
 COUNTERS = (enumerate, zip, itertools.zip_longest, itertools.islice, itertools.accumulate, itertools.pairwise)
