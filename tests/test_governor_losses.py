@@ -241,19 +241,21 @@ def test_a_step_without_a_loss_says_what_it_returned(returned, said):
     with pytest.raises(ValueError, match=said): governor.run(lambda x: returned)
 
 
-def test_a_model_that_is_not_handed_over_is_named_and_nothing_else_is_restored():
-    net = nn.Linear(4, 1)
-    opt = torch.optim.SGD(net.parameters(), lr=.1)
-    gov = Governor(opt, chance_loss=None, config=GovernorConfig(stop_raises=False)) # the model is not handed over
+@pytest.mark.parametrize("where, does", [(1, ["rollback"]), (0, ["stop"])])
+def test_of_a_model_that_is_not_handed_over_what_is_trained_is_restored_and_the_rest_is_named(where, does):
+    net = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1))
+    opt = torch.optim.SGD(net[1].parameters(), lr=.1)
+    gov = Governor(opt, chance_loss=None, config=GovernorConfig(stop_raises=False))
     for i in range(450):
-        if i == 100: net.weight.data.fill_(math.nan)
+        if i == 100: net[where].weight.data.fill_(math.nan)
         loss = net(torch.randn(8, 4)).square().mean()
         opt.zero_grad()
         loss.backward()
         opt.step()
         gov.watch(loss)
-    assert [r.action for r in gov.reports] == ["stop"]
-    assert "net.weight has NaN in it" in gov.reports[0].why
+    assert [r.action for r in gov.reports] == does
+    assert net[1].weight.isfinite().all() # no update of a loss that is NaN has happened
+    if where == 0: assert "net.0.weight has NaN in it" in gov.reports[0].why
 
 
 @pytest.mark.parametrize("swings", [False, True])
