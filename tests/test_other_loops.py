@@ -713,6 +713,7 @@ def test_a_state_that_the_loop_loads_is_meant(kind, way):
         return [*net.state_dict().values(), *[v["momentum_buffer"] for v in opt.state.values()]], governor
     plain, (state, governor) = train(False)[0], train(True)
     assert not governor.reports and all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
+    assert "another state was loaded into the network before batch" in str(governor.summary())
     _, governor = train(True, ruined=184)
     report, = governor.reports
     latest = 160 if kind == "checkpoint" else 180 # load

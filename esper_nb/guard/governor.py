@@ -806,6 +806,8 @@ class Governor:
         if not changed: return
         self.loaded = self.watched
         if since < AGAIN or self.comparing or self.snapshot.find_bad(): return
+        self.log.remark("load", f"another state was loaded into the network before batch {self.watched - 1}: that was "
+                        "meant, and no rollback leads behind it")
         self._advance(PhaseMove.END) # a rise of other weights
         self.take_snapshot()
 

@@ -131,7 +131,7 @@ LEFT_OPEN = ("accepted", "passed", "scaled", "noted") # of these, after which no
 SUSPECT = ("course", "rate") # kinds of remarks of which the same holds
 SAID = ("harmless", "dropped", "scaled") # those of which a log of warnings should tell once
 AFAR = ("explosion", "collapse") # rules after which it should tell of a level that is accepted, as if batches were lost
-ASIDE = ("yardstick",) # kinds of remarks of which it need not tell: a healthy run may be so, as a GAN
+ASIDE = ("yardstick", "load") # kinds of remarks of which it need not tell: a healthy run may be so, as a GAN
 
 @dataclass(frozen=True)
 class Report:
