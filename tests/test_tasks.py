@@ -187,7 +187,7 @@ bad = {
         ValueError, ["synthetic=True", "expected False", "only cifar10"]),
     "unknown key in the host": (
         lambda: Task.from_dict(task_dict | dict(host=host_dict | dict(blok=1))),
-        ValueError, ["'blok'", "did you mean", "Known"]),
+        ValueError, ["'blok'", "did you mean 'blocks'"]),
     "unknown data": (
         lambda: get_task("digits").replace(data="mnist"),
         ValueError, ["data='mnist'", "expected one of", "digits"]),

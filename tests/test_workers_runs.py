@@ -12,7 +12,7 @@ import pytest
 import torch
 import warm
 from test_cli import timeless
-from test_workers import descendants, needs_ray, still_there
+from test_workers import cluster, descendants, needs_ray, still_there # noqa: F401 (a fixture)
 
 from esper_nb.record import read_checkpoint
 from esper_nb.run import (
