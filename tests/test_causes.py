@@ -506,7 +506,9 @@ def test_an_explanation_is_drawn_and_shown_whatever_it_knows():
     governor = Governor(net, chance_loss=None)
     for x in governor.batches([torch.ones(1, 1)] * 3): governor.watch(net(x).sum())
     found = governor.explain() # the loop is over: nothing can be replayed
-    assert found.cause == "unknown" and found.plot().get_title()
+    picture = found.plot()
+    assert found.cause == "unknown" and picture.get_title()
+    assert not found.recorded and picture.get_legend() is None and not len(picture.get_xticks()) # only the reason
 
 def test_a_step_that_fails_when_it_is_run_again_ends_no_explanation(monkeypatch):
     loop = Loop()

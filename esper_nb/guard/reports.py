@@ -365,7 +365,8 @@ class Explanation:
         if ax is None: ax = plt.figure(figsize=(7, 3)).add_subplot()
         at = self.first + np.arange(len(self.recorded)) # none: nothing was replayed
         ax.plot(at, self.recorded, "k.-", lw=.8, ms=3, label="the run")
-        ax.plot(at[:len(self.replayed)], self.replayed, "C0-", lw=1.2, alpha=.7, label="again, nothing changed")
+        again = dict(lw=1.2, alpha=.7, label="again, nothing changed")
+        if self.replayed: ax.plot(at[:len(self.replayed)], self.replayed, "C0-", **again)
         highest = max((x for x in self.recorded if math.isfinite(x)), default=1.)
         lost = [k for k, x in zip(at, self.recorded) if not math.isfinite(x)]
         if lost: ax.plot(lost, [highest] * len(lost), "C3x", label="the run: not finite")
@@ -373,7 +374,8 @@ class Explanation:
         if self.begin is not None: ax.axvline(self.begin, color="C3", ls=":", lw=1)
         ax.set(xlabel="batch", ylabel="loss", title=textwrap.fill(self.why.split(";")[0], 90))
         ax.title.set_fontsize(9)
-        ax.legend(fontsize=8)
+        if self.recorded: ax.legend(fontsize=8)
+        else: ax.set(xticks=(), yticks=()) # there is only the reason
         return ax
 
     def _repr_html_(self):
