@@ -114,13 +114,11 @@ def label_entropy(
     0.5004
     """
     import torch
-    known = torch.as_tensor(labels)
-    kind = str(known.dtype).removeprefix("torch.")
-    counts = known.dtype == torch.bool or known.is_floating_point() and torch.equal(known, known.round())
-    if counts: known = known.long() # as binary cross-entropy takes them
-    whole = not (known.is_floating_point() or known.is_complex())
-    known = known[known >= 0].flatten() if whole else known[:0]
-    check(known.numel() > 0, "labels", f"{tuple(torch.as_tensor(labels).shape)} of {kind}",
+    given = torch.as_tensor(labels)
+    whole = not (given.is_complex() or given.is_floating_point() and not torch.equal(given, given.round()))
+    known = given.long().flatten() if whole else torch.zeros(0, dtype=torch.long) # cross-entropy of two takes floats
+    known = known[known >= 0]
+    check(known.numel() > 0, "labels", f"{tuple(given.shape)} of {str(given.dtype).removeprefix('torch.')}",
           "numbers of classes: whole, 0 and above, at least one")
     p = torch.bincount(known).cpu().double()
     p = p[p > 0] / p.sum()

@@ -184,6 +184,10 @@ class Holder:
         "Return the name of every value of `read`."
         return [f"{self.name}[{i}]" for i in range(len(self.obj))]
 
+    def told(self) -> list[str]:
+        "Return the names under which a reader is told of it."
+        return [self.name]
+
 def alike(
     a: tuple, # of `sign`
     b: tuple,
@@ -236,9 +240,15 @@ class Names(Holder):
     def labels(self): # list
         "Return the names."
         return [f"{self.name}.{k}" if self.name else k for k in self.names]
+    def told(self): # list
+        "Return the names."
+        return self.labels()
 
 class FixedNames(Names):
     "Variables that name networks, optimizers, functions: a function around the loop may be called for others."
+    def told(self): # list
+        "Nobody is told of them."
+        return []
 
 class Inside(Names):
     "Plain attributes of a library's object, written only while it can be called as before: a closed bar stays closed."
@@ -899,15 +909,11 @@ class Given:
     @property
     def names(self) -> set[str]:
         "Return the variables, entries and attributes that were written; not the content of lists and tensors."
-        return {k for h, _ in self.holders if not isinstance(h, FixedNames)
-                for k in (h.labels() if isinstance(h, (Variable, Names)) else [h.name])}
+        return {k for h, _ in self.holders for k in h.told()}
 
     def without(self, names: Collection[str]) -> "Given":
         "Return the same without what was written to some names."
-        def stays(h):
-            if isinstance(h, FixedNames): return True
-            return not set(h.labels() if isinstance(h, (Variable, Names)) else [h.name]) & set(names)
-        return replace(self, holders=tuple((h, x) for h, x in self.holders if stays(h)))
+        return replace(self, holders=tuple((h, x) for h, x in self.holders if not set(h.told()) & set(names)))
 
     def overwritten(self) -> str: # empty: nothing is
         "Return the name of a tensor or an array without a copy that the loop has changed in place since."
@@ -1076,8 +1082,7 @@ def names_of(
 ) -> list[str]:
     "Return the variables and attributes that hold state."
     names = [leaf.name for i, leaf in walk.leaves.items() if i not in walk.known]
-    for h in watch.holders:
-        if not isinstance(h, FixedNames): names += h.labels() if isinstance(h, (Variable, Names)) else [h.name]
+    for h in watch.holders: names += h.told()
     return sorted({top_name(k) for k in names})
 
 def kept_of(

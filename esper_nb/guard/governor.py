@@ -451,7 +451,7 @@ class Governor:
                     self.run(body, batch, origin=origin)
                     if body.leaving: return
             finally: self.loop = None
-        return body.iterate(train, is_again=partial(getattr, self, "replaying"))
+        return body.iterate(train, is_again=lambda: self.replaying)
 
     def explain(
         self,
