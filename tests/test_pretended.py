@@ -109,6 +109,19 @@ def test_memory_that_another_stream_may_still_use_must_not_be_freed():
         torch.cuda.synchronize()
         del y
 
+def test_a_piece_of_memory_lies_where_nothing_else_does_while_it_lives(gpu):
+    here = [torch.ones(4, device="cuda") for _ in range(50)]
+    dying = {x.memory for x in here} # as in a thread that is interrupted between a tensor's numbers and its memory
+    del here
+    with torch.cuda.stream(torch.cuda.Stream()): fresh = [torch.ones(4, device="cuda") for _ in range(500)]
+    assert not dying & {t.memory for t in fresh}
+
+def test_memory_is_pinned_while_it_lives(gpu):
+    pinned = [torch.ones(4).pin_memory() for _ in range(50)]
+    assert all(t.is_pinned() for t in pinned)
+    del pinned
+    assert not any(t.is_pinned() for t in [torch.ones(4) for _ in range(500)])
+
 
 # --- the main job
 

@@ -14,6 +14,7 @@ import weakref
 from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .api import in_place, of_device
@@ -89,7 +90,7 @@ class PretendedCuda:
         self.races, self.late, self.orders = collections.Counter(), [], []
         self.streams, self.host, self.sync_debug = [], {}, "default"
         self.stuck = False # a recording has failed, and the generators are inside of it still
-        self.pinned = set() # addresses of pinned memory
+        self.pinned = {} # storages of pinned memory, held weakly, by address
         self._sides = {} # streams for captures
         self.flying, self.copies = collections.Counter(), 0 # copies to the host under way: by storage and span, and all
         self.pieces, self._local, self._lock = {}, threading.local(), threading.RLock()
@@ -204,11 +205,15 @@ class PretendedCuda:
         try: yield
         finally: self._local.aside = before
 
-    def is_pinned(self, t): return not isinstance(t, DeviceTensor) and t.untyped_storage().data_ptr() in self.pinned
+    def is_pinned(self, t):
+        if isinstance(t, DeviceTensor): return False
+        held = self.pinned.get(t.untyped_storage().data_ptr())
+        return held is not None and not held.expired()
 
     def pin(self, t):
         if self.graph is not None: self.graph.refuse("an allocation of pinned memory")
-        self.pinned.add(t.untyped_storage().data_ptr())
+        storage = t.untyped_storage()
+        self.pinned[storage.data_ptr()] = StorageWeakRef(storage)
         return t
 
     def _send(self, stream, now, target, values):
@@ -341,7 +346,7 @@ class PretendedCuda:
         piece = None if held is None else held()
         if piece is None:
             piece = Memory(stream, what)
-            piece.numbers_at = key
+            piece.numbers_at, piece.storage = key, numbers.untyped_storage() # while it lives, nothing else lies there
             self.pieces[key] = _weak(piece, self.pieces, key)
         return piece
 

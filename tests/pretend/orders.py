@@ -92,7 +92,7 @@ class Memory:
     def __init__(self, stream, what):
         self.machine, self.home, self.what = stream.machine, stream, what
         self.write, self.reads, self.kept = None, {}, set()
-        self.number, self.numbers_at = next(_numbers), None
+        self.number, self.numbers_at, self.storage = next(_numbers), None, None
         weakref.finalize(self, _freed, stream, self.reads, self.kept, what)
 
     def touch(self, stream, now, writes, what):
