@@ -475,6 +475,35 @@ def test_an_experiment_alone_cures_what_it_is_for(monkeypatch, name, cause, said
     found = loop.gov.explain()
     assert (found.cause, [e.cured for e in found.evidence]) == (cause, [False, True]) and said in found.why, str(found)
 
+def counting(harm=None, at=AT, penalty_from=10**6):
+    "Train by a step that counts itself; return the loop and what counts."
+    loop, own = Loop(CONFIG), SimpleNamespace(calls=0)
+    def step(xy):
+        own.calls += 1
+        out = loop.net(xy[0])
+        loss = F.cross_entropy(out, xy[1]) + 5 * (own.calls > penalty_from) * out.softmax(1).amax(1).mean()
+        loop.opt.zero_grad()
+        loss.backward()
+        loop.opt.step()
+        if own.calls == at and harm is not None:
+            with torch.no_grad(): harm(loop.net[0].weight)
+        return loss.detach()
+    for k in range(AT + AFTER): loop.gov.run(step, batch(k))
+    return loop, own
+
+@pytest.mark.parametrize("harm", [lambda w: w[0].fill_(math.nan), lambda w: w.mul_(-100)], ids=["nan", "factor"])
+def test_harm_that_a_step_does_at_its_own_count_is_named_and_trained_past(harm):
+    healthy, ruined = counting(), counting(harm)
+    assert not healthy[0].gov.reports and [r.cause for r in ruined[0].gov.reports] == ["counter"]
+    assert f"`own.calls` was about {AT}" in ruined[0].gov.reports[0].why.replace(str(AT + 1), str(AT))
+    assert healthy[1].calls == ruined[1].calls == AT + AFTER
+    for a, b in zip(healthy[0].net.parameters(), ruined[0].net.parameters()): assert torch.equal(a, b)
+
+def test_a_loss_that_is_another_one_from_some_count_on_is_no_accident_at_that_count():
+    loop, _ = counting(penalty_from=AT)
+    found = loop.gov.explain(now=True)
+    assert not loop.gov.reports and found.cause != "counter", str(found)
+
 FORMS = dict( # a key, and the batch that it is of
     dict=(lambda k: dict(index=k), lambda key: key["index"]), list=(lambda k: [[k, "left"]], lambda key: key[0][0]),
     array=(lambda k: [np.array([k, 1])], lambda key: int(key[0][0])),

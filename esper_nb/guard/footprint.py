@@ -6,14 +6,14 @@
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
            'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL',
            'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
-           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names',
-           'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'version_of', 'dense_parts', 'same_values', 'some_of',
-           'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf',
-           'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect', 'wrapped_by',
-           'place_of', 'Walk', 'tables_of_optimizers', 'StepWalk', 'owned_by_parts', 'has_nan', 'mark_of', 'top_name',
-           'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum', 'Watched',
-           'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers',
-           'ruined_around', 'plays_around', 'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
+           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'moved_in', 'alike', 'Variable',
+           'Names', 'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'version_of', 'dense_parts', 'same_values',
+           'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf',
+           'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect',
+           'wrapped_by', 'place_of', 'Walk', 'tables_of_optimizers', 'StepWalk', 'owned_by_parts', 'has_nan', 'mark_of',
+           'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum',
+           'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in',
+           'callers', 'ruined_around', 'plays_around', 'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -187,6 +187,16 @@ class Holder:
     def told(self) -> list[str]:
         "Return the names under which a reader is told of it."
         return [self.name]
+
+def moved_in(
+    holder: Holder,
+    content: tuple, # of its `read`
+    by: Mapping[str, int], # by name of the value
+) -> tuple: # to write
+    "Return what a place holds, with something added to its whole numbers."
+    labels = holder.labels()
+    names = [""] * (len(content) - len(labels)) + labels # a dict returns its keys first
+    return tuple([v + by.get(k, 0) if type(v) is int else v for k, v in zip(names, content)])
 
 def alike(
     a: tuple, # of `sign`
@@ -915,6 +925,10 @@ class Given:
         "Return the same without what was written to some names."
         return replace(self, holders=tuple((h, x) for h, x in self.holders if not set(h.told()) & set(names)))
 
+    def moved(self, by: Mapping[str, int]) -> "Given": # by name
+        "Return the same with other whole numbers in some places."
+        return replace(self, holders=tuple((h, moved_in(h, x, by)) for h, x in self.holders))
+
     def overwritten(self) -> str: # empty: nothing is
         "Return the name of a tensor or an array without a copy that the loop has changed in place since."
         return next((x.name for x, token in self.large if x.token() != token), "")
@@ -1279,6 +1293,16 @@ class Footprint:
             names = [k for k, label, value in rows if label in self.counters and type(value) is int]
             if names: found[id(h)] = Names(h.obj, h.name, names, h.table)
         return Given(holders=tuple((h, h.read()) for h in found.values()))
+
+    def whole_numbers(self) -> dict[str, int]: # by name
+        "Return the whole numbers among all that the step refers to: one of them may count its calls."
+        return {label: v for h in self.walk.holders.values() for label, v in zip(h.labels(), h.values())
+                if type(v) is int}
+
+    def move(self, by: Mapping[str, int]): # by name
+        "Add to some of these."
+        for h in self.walk.holders.values():
+            if not by.keys().isdisjoint(h.labels()): h.write(moved_in(h, h.read(), by))
 
     def marks(self) -> dict[str, Any]: # by name
         "Return a fingerprint of everything that the step refers to now, to compare a replay with the run."

@@ -114,11 +114,13 @@ class RecordedStep:
         other=None, # a batch in place of its own
         optimizers: Iterable[torch.optim.Optimizer] = (), # that take its share of the learning rate
         held: Collection[str] = (), # inputs that stay as they are, whatever the loop wrote there
+        moved: Mapping[str, int] | None = None, # what is added to whole numbers that the loop wrote, by name
     ) -> float: # the loss
         "Run it once more, on the weights as they are, with the random numbers and inputs that it had."
         RandomStreams().load_state_dict(self.streams)
-        if self.footprint is not None:
-            self.footprint.give(self.given.without(held) if held and self.given is not None else self.given)
+        if self.footprint is not None and self.given is not None:
+            given = self.given.without(held) if held else self.given
+            self.footprint.give(given.moved(moved) if moved else given)
         if other is None: other = self.batch if self.fetch is None else self.fetch(self.batch)
         self.repeats.now = True
         try: return number_of(self.call(other, optimizers))

@@ -345,7 +345,8 @@ class Repairs:
             self.recorder.drop(report.lost[0] if report is not None and report.lost else 0)
             return None
         self.recorder.note_redone(losses)
-        if found is not None and {"rate", "inputs"} & {found.cause, *found.also}: self.altered = steps[-1].number
+        otherwise = found is not None and {"rate", "inputs", "counter"} & {found.cause, *found.also}
+        if otherwise: self.altered = steps[-1].number
         left_out = [s.number for s, x in zip(steps, losses) if math.isnan(x)]
         return Redone(losses=tuple(x for x in losses if not math.isnan(x)), steps=len(losses),
                       lost=(left_out[0], left_out[-1]) if left_out else None)
@@ -419,7 +420,7 @@ class Unsolved:
         self.found = found if found.cause in ("unknown", "step") else None
 
 # %% ../../nbs/guard/28_repairs.ipynb #d3fda739
-NO_PROOF = ("unknown", "step", "healthy", "earlier") # causes after which nothing is undone for a rise
+NO_PROOF = ("unknown", "step", "healthy", "earlier", "counter") # causes after which nothing is undone for a rise
 DISTURBED = ("external", "rate", "settings") # causes without which a replay does well
 WEAK_CAUSES = ("lr_too_high", "gradient_spike", "moments", "order") # what only cures by going slower
 IN_VAIN = (500, .5) # steps that searches may take after which nothing is undone, and as many more per step of the run

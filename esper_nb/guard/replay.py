@@ -41,6 +41,7 @@ class Changes:
     without: set[int] = field(default_factory=set) # numbers of steps that are left out
     batches: dict[int, Any] = field(default_factory=dict) # other batches, by number of step
     held: frozenset[str] = frozenset() # inputs of the step that stay as they were in the good state
+    moved: Mapping[str, int] = field(default_factory=dict) # what is added to whole numbers of the loop, by name
     before_step: list[Callable[[], None]] = field(default_factory=list) # called then
     after_step: list[Callable[[], None]] = field(default_factory=list)
     before_update: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
@@ -178,6 +179,17 @@ class Replay:
         footprint = self.steps[-1].footprint if self.steps else None
         return None if footprint is None else footprint.state_dict()
 
+    def whole_numbers(self) -> dict[str, int]: # by name
+        "Return the whole numbers that the step refers to, as they are now."
+        footprint = self.steps[-1].footprint if self.steps else None
+        return {} if footprint is None else footprint.whole_numbers()
+
+    def move(self, by: Mapping[str, int]): # by name
+        "Add to some of these, now and in every step: what counts on goes on from there."
+        footprint = self.steps[-1].footprint if self.steps else None
+        if footprint is not None: footprint.move(by)
+        self.changes.moved = by
+
     def try_alone(self, i: int) -> tuple[float, float]: # loss, gradient norm
         "Let the good state take one step of the incident, for itself."
         self.begin()
@@ -201,7 +213,7 @@ class Replay:
         with ExitStack() as stack:
             for make in self.changes.around: stack.enter_context(make())
             loss = s.again(None if anyway else self.changes.batches.get(s.number), () if anyway else self.optimizers,
-                           held=self.changes.held)
+                           held=self.changes.held, moved=self.changes.moved)
         self.changes.call("after_step")
         self.taken += 1
         return self.agreed([loss])[0]

@@ -318,6 +318,7 @@ CAUSES = dict(
     rate="the learning rate rose",
     settings="a setting of the optimizer changed",
     inputs="something that the loop sets for its step changed",
+    counter="what the step does once a count has reached some value, and only there",
     precision="numbers of too few bits",
     gradients="gradients of earlier steps were still there",
     order="examples of one kind in a row",
@@ -342,6 +343,7 @@ class Explanation:
     batches: tuple[int, ...] = () # that caused it
     keys: tuple = () # keys of the batches, if `fetch` is used
     also: tuple[str, ...] = () # further names in CAUSES, where two things were wrong at once
+    counts: tuple[tuple[str, int], ...] = () # for cause "counter": names of counts, and what was added
     layer: str | None = None # the layer that left its band first, and what of it
     operation: str = "" # that was the first to make numbers that are not finite, and its line: "log at train.py:26"
     evidence: tuple[Evidence, ...] = () # experiments
