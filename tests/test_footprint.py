@@ -871,7 +871,7 @@ def test_a_module_that_logs_is_named_as_it_is_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb := types.ModuleType("wandb"))
     monkeypatch.setitem(globals(), "tracker", wandb)
     def step(x): tracker.log(x) # type: ignore[name-defined]  # noqa: F821  # a global, as in a script
-    assert Footprint.of(step).why_not == "your step uses `wandb` (a log): that cannot be put back"
+    assert Footprint.of(step).why_not == "your step uses `wandb` (a log), which cannot be put back"
 
 @pytest.mark.usefixtures("library")
 def test_what_fails_when_it_is_looked_at_is_named_and_ends_no_run(monkeypatch):

@@ -1190,7 +1190,7 @@ class Footprint:
     @property
     def why_not(self) -> str: # empty: all of it can be
         "Say what cannot be put back, so that no step may be run twice."
-        return f"your step uses {self.unrestorable[0]}: that cannot be put back" if self.unrestorable else ""
+        return f"your step uses {self.unrestorable[0]}, which cannot be put back" if self.unrestorable else ""
 
     @property
     def unseen(self) -> tuple[Unrestorable, ...]:

@@ -125,8 +125,7 @@ class Governor:
         log = self.log
         self.resume = ResumeWatch(self.snapshot.objects, OWN_PARTS, say=lambda text: log.say("%s", text))
         alone = single and not self.ranks # of several, one may load and send what it has to the others
-        optimizers = [o for o in self.snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
-        self.loads = LoadWatch(self.snapshot.objects if alone else {}, owned_by(optimizers))
+        self.loads = LoadWatch(self.snapshot.objects if alone else {}, owned_by(self.snapshot.optimizers))
         self.loaded = -AGAIN # losses watched when the latest load was seen
         for text in missing_parts(self.snapshot, self.rates): logger.warning("Governor: %s", text)
 

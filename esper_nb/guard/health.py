@@ -329,7 +329,7 @@ class UpdateWatch:
         gated: bool = True, # False: nothing is changed, there are only signs
         aside: Callable[[], bool] = bool, # whether old weights are in place, for a comparison
     ):
-        optimizers = [o for o in snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
+        optimizers = snapshot.optimizers
         self.losses = losses
         self.gate = UpdateGate(*optimizers, names=_names(snapshot)) if gated and optimizers else None
         self.signs: Signs | None = None

@@ -86,8 +86,7 @@ class LearningRates:
     @property
     def groups(self) -> list[dict[str, Any]]:
         "Parameter groups of all torch optimizers that have a learning rate."
-        optimizers = [o for o in self.snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
-        return [group for o in optimizers for group in o.param_groups if has_rate(group)]
+        return [group for o in self.snapshot.optimizers for group in o.param_groups if has_rate(group)]
 
     @property
     def scheduled(self) -> bool:

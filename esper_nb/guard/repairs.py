@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ..core import hook_steps, listed, quiet_hooks
 from .causes import (
@@ -54,7 +53,7 @@ class BetweenSteps:
         self.writes = 0 # of the snapshot, when the latest step ended
         self.counts: WriteCounts | None = None # of the latest step; None: not known
         self.inside = self.looked = False # a step runs; it has been looked at what was written before it
-        self.optimizers = [o for o in snapshot.objects.values() if isinstance(o, torch.optim.Optimizer)]
+        self.optimizers = snapshot.optimizers
         watch = self.watch
         def begin(*_): watch.begin_update()
         def end(*_): watch.end_update()

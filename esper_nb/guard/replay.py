@@ -81,7 +81,7 @@ class Replay:
         self.objects, self.snapshot = incident.snapshot.objects, incident.snapshot
         self.skip = tuple(k for k, obj in self.objects.items() if is_left_alone(k, obj))
         self.models = [m for m in self.objects.values() if isinstance(m, nn.Module)]
-        self.optimizers = [o for o in self.objects.values() if isinstance(o, torch.optim.Optimizer)]
+        self.optimizers = self.snapshot.optimizers
         self.steps = incident.steps
         self.taken = 0 # steps of all replays
         self.at = 0 # place of the step that runs, or ran last

@@ -532,6 +532,11 @@ class Snapshot:
             out |= {k: max(gap, out.get(k, 0.)) for k, gap in found.items()}
         return out
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        "The optimizers of torch among the parts."
+        return [o for o in self.objects.values() if isinstance(o, torch.optim.Optimizer)]
+
     def own_settings(self, optimizer) -> Collection[str]: # one of the parts; empty for any other
         "Return the names of settings that the optimizer itself writes in its steps; see `OwnSettings`."
         return self.own[id(optimizer)].names if id(optimizer) in self.own else ()

@@ -265,7 +265,7 @@ class Session:
         return f"rolled back {'all lanes' if lane is None else f'lane {lane}'} {self.position}"
 
     @request
-    def provoke(self, fault: str, lane: int) -> str: # a name of `source.faults()`
+    def provoke(self, fault: str, lane: int = 0) -> str: # a name of `source.faults()`
         "Inject a fault into a lane."
         self.history.mark_fault(fault, lane, self.source.provoke(fault, self._lane(lane)))
         return ""
