@@ -792,10 +792,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         change=lambda r, f: hold_inputs(r), cause="inputs",
         why=lambda r, f: f"{name_inputs(r)}, which the step reads: with its value from before the run stays well",
         fits=lambda r, f: bool(switched_inputs(r.steps)), help="a sign, a weight or a switch of the loop"),
-    "lower counts": Experiment(
-        change=lambda r, f: r.move(lower_counts(f)), confirm=lambda r, f: r.move(lower_counts(f, up=True)),
-        cause="counter", why=name_counts,
-        fits=lambda r, f: r.agreed([float(bool(f.counts))])[0] == 1., help="what a step does once, by its own count"),
     "in float32": Experiment(
         change=lambda r, f: full_precision(r), cause="precision",
         why=lambda r, f: few_bits(f),
@@ -807,6 +803,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         change=lambda r, f: hold_rate(r), cause="rate", why=lambda r, f: rate_rose(f),
         fits=lambda r, f: most_changed(f, "lr") is not None and not is_in_cycles(r),
         help="a rate that was raised, by hand or by its schedule"),
+    "lower counts": Experiment(
+        change=lambda r, f: r.move(lower_counts(f)), confirm=lambda r, f: r.move(lower_counts(f, up=True)),
+        cause="counter", why=name_counts,
+        fits=lambda r, f: r.agreed([float(bool(f.counts))])[0] == 1., help="what a step does once, by its own count"),
     "earlier batches": Experiment(
         change=earlier_batches, cause="data", why=lambda r, f: later_batches(f),
         fits=lambda r, f: not f.odd and 2 * YARD <= f.onset < len(f.steps), help="other data",
