@@ -6,14 +6,15 @@
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
            'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL',
            'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
-           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'moved_in', 'alike', 'Variable',
-           'Names', 'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'version_of', 'dense_parts', 'same_values',
-           'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf', 'PartLeaf',
-           'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable', 'kind_of_effect',
-           'wrapped_by', 'place_of', 'Walk', 'tables_of_optimizers', 'StepWalk', 'owned_by_parts', 'has_nan', 'mark_of',
-           'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum',
-           'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in',
-           'callers', 'ruined_around', 'plays_around', 'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
+           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names',
+           'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'labelled', 'whole_numbers_in', 'moved_in',
+           'version_of', 'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf',
+           'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of',
+           'Unrestorable', 'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'tables_of_optimizers', 'StepWalk',
+           'owned_by_parts', 'has_nan', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged',
+           'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState',
+           'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen', 'content_of',
+           'tensor_digest', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -188,16 +189,6 @@ class Holder:
         "Return the names under which a reader is told of it."
         return [self.name]
 
-def moved_in(
-    holder: Holder,
-    content: tuple, # of its `read`
-    by: Mapping[str, int], # by name of the value
-) -> tuple: # to write
-    "Return what a place holds, with something added to its whole numbers."
-    labels = holder.labels()
-    names = [""] * (len(content) - len(labels)) + labels # a dict returns its keys first
-    return tuple([v + by.get(k, 0) if type(v) is int else v for k, v in zip(names, content)])
-
 def alike(
     a: tuple, # of `sign`
     b: tuple,
@@ -311,6 +302,34 @@ class Members(Holder):
     def sign(self): # tuple
         "Return the members, or how many there are."
         return self.read() if len(self.obj) <= SMALL else (len(self.obj),)
+
+# %% ../../nbs/guard/21_footprint.ipynb #c0un7d02
+def labelled(
+    holder: Holder,
+    content: tuple, # of its `read`
+) -> tuple[list[str], tuple]: # names, values; both empty where nothing has a name of its own, or it is long
+    "Return the variables, attributes and entries that a place holds."
+    if isinstance(holder, (Variable, Names)): return holder.labels(), content
+    n = len(content) // 2 # keys come first
+    if not isinstance(holder, Entries) or n > SMALL: return [], ()
+    return [f"{holder.name}[{k!r}]" for k in content[:n]], content[n:]
+
+def whole_numbers_in(
+    holder: Holder,
+    content: tuple, # of its `read`
+) -> dict[str, int]: # by name
+    "Return the whole numbers among them: one may count the calls of a step."
+    return {label: v for label, v in zip(*labelled(holder, content)) if type(v) is int}
+
+def moved_in(
+    holder: Holder,
+    content: tuple, # of its `read`
+    by: Mapping[str, int], # by name
+) -> tuple: # to write
+    "Return the same with something added to whole numbers."
+    labels, values = labelled(holder, content)
+    moved = tuple([v + by.get(k, 0) if type(v) is int else v for k, v in zip(labels, values)])
+    return content[:len(content) - len(moved)] + moved
 
 # %% ../../nbs/guard/21_footprint.ipynb #a6453425
 def version_of(
@@ -1296,13 +1315,13 @@ class Footprint:
 
     def whole_numbers(self) -> dict[str, int]: # by name
         "Return the whole numbers among all that the step refers to: one of them may count its calls."
-        return {label: v for h in self.walk.holders.values() for label, v in zip(h.labels(), h.values())
-                if type(v) is int}
+        return {label: v for h in self.walk.holders.values() for label, v in whole_numbers_in(h, h.read()).items()}
 
     def move(self, by: Mapping[str, int]): # by name
         "Add to some of these."
         for h in self.walk.holders.values():
-            if not by.keys().isdisjoint(h.labels()): h.write(moved_in(h, h.read(), by))
+            content = h.read()
+            if not by.keys().isdisjoint(whole_numbers_in(h, content)): h.write(moved_in(h, content, by))
 
     def marks(self) -> dict[str, Any]: # by name
         "Return a fingerprint of everything that the step refers to now, to compare a replay with the run."
