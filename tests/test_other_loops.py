@@ -848,16 +848,20 @@ def test_where_nan_lies_in_no_part_the_advice_can_be_followed():
     assert said and all("train with `governor.run`" in text and "Governor(" not in text for text in said)
 
 
-def test_another_optimizer_is_told_of_while_the_loss_is_high_too(caplog):
-    "That was said of a calm run alone, and its rate was why the loss had risen."
+@pytest.mark.parametrize("searched", [False, True]) # the old one steps in a replay, which is no step of the run
+def test_another_optimizer_is_told_of_while_the_loss_is_high_too(searched, caplog):
+    "That was said of a calm run alone; and steps of a search counted, so that the place was wrong."
     torch.manual_seed(0)
     net = nn.Linear(4, 1)
-    opt = torch.optim.SGD(net.parameters(), .01)
+    opt = old = torch.optim.SGD(net.parameters(), .01)
     governor = Governor(net, opt, chance_loss=None, config=GovernorConfig(stop_raises=False))
+    def step(x): return descend(opt, F.mse_loss(net(x), x @ AIM))
     for k in range(350):
         if k == 150: opt = torch.optim.SGD(net.parameters(), .9)
         x = torch.randn(16, 4)
-        governor.watch(descend(opt, F.mse_loss(net(x), x @ AIM)))
+        if searched and k == 230:
+            with governor.judge.updates.unseen(): old.step()
+        governor.watch(step(x))
     assert any("no optimizer among the parts has stepped since batch 149" in r.getMessage() for r in caplog.records)
 
 

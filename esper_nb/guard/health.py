@@ -263,11 +263,11 @@ class Signs:
 
     def noted(self) -> tuple: # for `go_on_from`
         "Return what was noted so far."
-        return list(self.seen), dict(self.courses)
+        return list(self.seen), dict(self.courses), self.latest, self.gap
 
     def go_on_from(self, then: tuple): # of `noted`
         "Forget what was noted since."
-        seen, self.courses = then
+        seen, self.courses, self.latest, self.gap = then
         self.seen = deque(seen, maxlen=self.seen.maxlen)
 
     def close(self):
