@@ -794,3 +794,92 @@ def test_what_an_optimizer_trains_is_guarded_even_if_its_network_was_not_handed_
     if way != "watch":
         assert report.cause == "external" and "other_weights." in report.why
         assert all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
+
+
+def test_a_log_of_warnings_says_how_many_updates_did_not_happen(caplog):
+    "It told of the first one alone, and the summary counted one in a row of 1, 2, 4, 8: \"dropped × 7\" of 90."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), .01)
+    governor = Governor(net, opt, chance_loss=None)
+    for k in range(180):
+        x = torch.randn(16, 4)
+        aim = (x @ AIM).masked_fill(torch.arange(16)[:, None] == (0 if k % 2 else 16), torch.nan)
+        governor.watch(descend(opt, (net(x) - aim).square()[~aim.isnan()].mean())) # its gradient is 0 × NaN
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert sum("32 of 64 updates so far did not happen" in text for text in said) == 1
+    assert governor.summary().actions["dropped"] == 90 and "dropped × 90" in str(governor.summary())
+
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_buffer_that_the_step_ruins_again_and_again_costs_a_run_no_more_than_a_while(way):
+    "All of the state was put back each time, at half the rate, and the run was stopped: the loss had not even risen."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    net.register_buffer("sizes", torch.ones(3))
+    opt = torch.optim.SGD(net.parameters(), .02)
+    governor = Governor(net, opt, chance_loss=None, config=GovernorConfig(explain_steps=0))
+    def step(x):
+        net.sizes[x[0, 0].item() > 2.6] = torch.nan # in one batch of about two hundred
+        net.sizes.mul_(1.)
+        return descend(opt, F.mse_loss(net(x), x @ AIM))
+    for k in range(500):
+        x = torch.randn(16, 4).clamp(-2, 2)
+        if k % 70 == 69: x[0, 0] = 3.
+        governor.run(step, x) if way == "run" else governor.watch(step(x))
+    assert not governor.stopped[0] and governor.lr_factor == 1. and F.mse_loss(net.weight, AIM.T) < 1e-4
+    assert sum("buffers alone were put back" in r.why for r in governor.reports) > 0
+
+
+def test_where_nan_lies_in_no_part_the_advice_can_be_followed():
+    "It said to hand over an object that no Governor takes."
+    class Carried:
+        def __init__(self): self.h = torch.zeros(16, 1)
+    torch.manual_seed(0)
+    carried, net = Carried(), nn.Linear(5, 1)
+    opt = torch.optim.SGD(net.parameters(), .01)
+    governor = Governor(net, opt, chance_loss=None, config=GovernorConfig(stop_raises=False))
+    for k in range(160):
+        x = torch.randn(16, 4)
+        if k == 60: x[3, 2] = torch.nan
+        carried.h = .5 * carried.h + net(torch.cat([x, carried.h], 1)).detach()
+        governor.watch(descend(opt, F.mse_loss(net(torch.cat([x, carried.h], 1)), x @ AIM)))
+    said = [r.why for r in (*governor.reports, *governor.notes) if "carried.h" in r.why]
+    assert said and all("train with `governor.run`" in text and "Governor(" not in text for text in said)
+
+
+@pytest.mark.parametrize("searched", [False, True]) # the old one steps in a replay, which is no step of the run
+def test_another_optimizer_is_told_of_while_the_loss_is_high_too(searched, caplog):
+    "That was said of a calm run alone; and steps of a search counted, so that the place was wrong."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = old = torch.optim.SGD(net.parameters(), .01)
+    governor = Governor(net, opt, chance_loss=None, config=GovernorConfig(stop_raises=False))
+    def step(x): return descend(opt, F.mse_loss(net(x), x @ AIM))
+    for k in range(350):
+        if k == 150: opt = torch.optim.SGD(net.parameters(), .9)
+        x = torch.randn(16, 4)
+        if searched and k == 230:
+            with governor.judge.updates.unseen(): old.step()
+        governor.watch(step(x))
+    assert any("no optimizer among the parts has stepped since batch 149" in r.getMessage() for r in caplog.records)
+
+
+def test_statistics_that_make_a_step_fail_are_put_back_as_weights_are(caplog):
+    "The exception ended the run, although the same NaN is put back where the step does not look at it."
+    torch.manual_seed(0)
+    net, seen = nn.Linear(4, 2), dict(mean=torch.zeros(4))
+    opt = torch.optim.SGD(net.parameters(), .01)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(x):
+        seen["mean"] = .9 * seen["mean"] + .1 * x.mean(0)
+        chosen = torch.distributions.Categorical(logits=net(x - seen["mean"]))
+        return descend(opt, -chosen.log_prob((x.sum(1) > 0).long()).mean())
+    for k in range(160):
+        x = torch.randn(16, 4)
+        if k == 130: x[2, 1] = torch.nan
+        governor.run(step, x)
+    report, = governor.reports
+    assert report.rolled_back and "the step has failed" in caplog.text and seen["mean"].isfinite().all()
+    def wrong(x): raise KeyError("a mistake")
+    with pytest.raises(KeyError, match="a mistake"): governor.run(wrong, x)

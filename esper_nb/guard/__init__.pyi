@@ -51,20 +51,22 @@ from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLA
     StreamLeaf as StreamLeaf, leaf_of as leaf_of, has_state as has_state, attributes_of as attributes_of,
     slots_of as slots_of, Unrestorable as Unrestorable, kind_of_effect as kind_of_effect, wrapped_by as wrapped_by,
     place_of as place_of, Walk as Walk, tables_of_optimizers as tables_of_optimizers, StepWalk as StepWalk,
-    owned_by_parts as owned_by_parts, has_nan as has_nan, mark_of as mark_of, top_name as top_name, Given as Given,
-    clone_of as clone_of, arrays_in as arrays_in, flat as flat, exchanged as exchanged, moved_part as moved_part,
-    tail_of as tail_of, quick_sum as quick_sum, Watched as Watched, names_of as names_of, kept_of as kept_of,
-    marks_of as marks_of, FootprintState as FootprintState, Footprint as Footprint, Ruined as Ruined,
-    ruined_in as ruined_in, callers as callers, ruined_around as ruined_around, plays_around as plays_around,
-    NotSeen as NotSeen, content_of as content_of, tensor_digest as tensor_digest, batch_digest as batch_digest)
+    owned_by_parts as owned_by_parts, has_nan as has_nan, is_nan_in as is_nan_in, mark_of as mark_of,
+    top_name as top_name, Given as Given, clone_of as clone_of, arrays_in as arrays_in, flat as flat,
+    exchanged as exchanged, moved_part as moved_part, tail_of as tail_of, quick_sum as quick_sum, Watched as Watched,
+    names_of as names_of, kept_of as kept_of, marks_of as marks_of, FootprintState as FootprintState,
+    Footprint as Footprint, Ruined as Ruined, ruined_in as ruined_in, callers as callers,
+    ruined_around as ruined_around, plays_around as plays_around, NotSeen as NotSeen, content_of as content_of,
+    tensor_digest as tensor_digest, batch_digest as batch_digest)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import OWN_PARTS as OWN_PARTS, UNHEARD as UNHEARD, NOT_TAKEN as NOT_TAKEN, Governor as Governor
-from .health import (LASTS as LASTS, JUMP as JUMP, STILL_NEAR as STILL_NEAR, SEEN as SEEN, LONG as LONG,
-    RAISED as RAISED, STEEP as STEEP, LEAP as LEAP, SETTLED as SETTLED, StateHealth as StateHealth, Bands as Bands,
-    BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign, Leap as Leap, RateCourse as RateCourse,
-    Signs as Signs, is_steep as is_steep, UpdateWatch as UpdateWatch, Beside as Beside, StateJudge as StateJudge)
+from .health import (LASTS as LASTS, OFTEN as OFTEN, SHARE as SHARE, JUMP as JUMP, STILL_NEAR as STILL_NEAR,
+    SEEN as SEEN, LONG as LONG, RAISED as RAISED, STEEP as STEEP, LEAP as LEAP, SETTLED as SETTLED,
+    StateHealth as StateHealth, Bands as Bands, BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign,
+    Leap as Leap, RateCourse as RateCourse, Signs as Signs, is_steep as is_steep, UpdateWatch as UpdateWatch,
+    Beside as Beside, StateJudge as StateJudge)
 from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, STOPS as STOPS,
     ABSENT_VARIABLE as ABSENT_VARIABLE, COUNTERS as COUNTERS, BodyNames as BodyNames, uses_of as uses_of,
     FrameVariables as FrameVariables, write_back as write_back, LoopBody as LoopBody,

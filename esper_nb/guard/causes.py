@@ -245,7 +245,8 @@ def explain_parting(
     writes_again = WritesOfReplay(replay)
     if not same_number(replay.run(at + 1)[-1], again):
         return Parting("unknown", dry.why if dry is not None and dry.why else f"two replays differ at batch {k}: the "
-                       "step draws from a generator that is not recorded, or the device does not repeat its sums")
+                       "step draws from a generator that is not recorded, keeps something that the good state does not "
+                       "have, such as an optimizer that was made since, or the device does not repeat its sums")
     if replay.had_gradients(0) and carries_over(replay, at, again):
         return Parting("gradients", OLD_GRADIENTS, found.steps[0].number)
     if (parting := part_by_settings(replay, found)) is not None: return parting

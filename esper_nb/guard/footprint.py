@@ -11,10 +11,10 @@ __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED'
            'version_of', 'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf',
            'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of',
            'Unrestorable', 'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'tables_of_optimizers', 'StepWalk',
-           'owned_by_parts', 'has_nan', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged',
-           'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState',
-           'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen', 'content_of',
-           'tensor_digest', 'batch_digest']
+           'owned_by_parts', 'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat',
+           'exchanged', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of',
+           'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen',
+           'content_of', 'tensor_digest', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -906,6 +906,13 @@ def has_nan(
     if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided: return False
     return (value.is_floating_point() or value.is_complex()) and bool(value.detach().isnan().any())
 
+def is_nan_in(
+    value, # anything
+) -> bool:
+    "Whether something is a tensor or an array with NaN in it."
+    if isinstance(value, np.ndarray): return value.dtype.kind in "fc" and bool(np.isnan(value).any())
+    return has_nan(value)
+
 def mark_of(
     value, # anything
     depth: int = 2, # of containers in it
@@ -1264,6 +1271,13 @@ class Footprint:
         "Return the tensors with NaN of which a state has no copy, so that it does not put them back."
         return tuple(k.name for k in state["state"].kept if k.copy is None and has_nan(k.obj))
 
+    def ruined_since(self, state: Mapping[str, FootprintState]) -> tuple[str, ...]: # of `state_dict`; names
+        "Return the tensors and arrays with NaN of which a state has copies without any, so that it puts them back."
+        self.look()
+        then = {k.name: k.copy for k in state["state"].kept}
+        return tuple(x.name for x in self.walk.leaves.values()
+                     if then.get(x.name) is not None and is_nan_in(x.obj) and not is_nan_in(then[x.name]))
+
     def before_step(
         self, step: Callable | None = None, # that is about to run; None: the one that it was made of
     ) -> Given | None: # None: nothing
@@ -1332,16 +1346,19 @@ class Ruined(NamedTuple):
     "What a loop refers to beside the parts, with NaN in it."
     layers: tuple[tuple[str, nn.Module], ...] = () # name of a weight, and the module that it belongs to
     others: tuple[str, ...] = () # names of tensors that are no weights
+    loose: tuple[str, ...] = () # of these, the ones that belong to no module
 
 def ruined_in(
     walk: Walk, # of a step
 ) -> Ruined:
     "Return what was found that has NaN in it, and is recorded nowhere else."
-    owners = {id(p): m for net in walk.seen.values() if isinstance(net, nn.Module) for m in net.modules()
-              for p in m.parameters(recurse=False)}
+    modules = [m for net in walk.seen.values() if isinstance(net, nn.Module) for m in net.modules()]
+    owners = {id(p): m for m in modules for p in m.parameters(recurse=False)}
+    buffers = {id(b) for m in modules for b in m.buffers(recurse=False)}
     bad = [x for i, x in walk.leaves.items() if i not in walk.known and not x.name.endswith(".grad") and has_nan(x.obj)]
     return Ruined(layers=tuple((x.name, owners[id(x.obj)]) for x in bad if id(x.obj) in owners),
-                  others=tuple(x.name for x in bad if id(x.obj) not in owners))
+                  others=tuple(x.name for x in bad if id(x.obj) not in owners),
+                  loose=tuple(x.name for x in bad if id(x.obj) not in owners and id(x.obj) not in buffers))
 
 def callers() -> list[FrameType]: # nearest first
     "Return the user's frames that a call came from, up to the first that stands in a `for` loop."

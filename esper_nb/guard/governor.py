@@ -308,7 +308,8 @@ class Governor:
         an incident the cause is looked for at once, within `config.explain_steps`, and what it suggests is done:
         harmful batches are skipped when they recur, and a learning rate that was the cause is warmed up again.
         A step that returns None has skipped its batch: there is nothing to judge. One that fails while the state is
-        not finite, such as a policy whose probabilities are NaN, has its batch left out, and the state is restored.
+        not finite, such as a policy whose probabilities are NaN, has its batch left out, and the state is restored;
+        statistics and other arrays that the step reads, and that were finite in the good state, belong to it.
 
         Raises
         ------
@@ -358,7 +359,8 @@ class Governor:
             with self.ranks.naming_the_failed(self.watched):
                 returned = repairs.run(step, wanted, self.watched, fetch, self.comparing, self.lr_factor, origin)
         except Exception as e:
-            if self.ranks or self.budget.stopped[0] or not (bad := self.snapshot.find_bad()): raise
+            if self.ranks or self.budget.stopped[0]: raise
+            if not (bad := self.snapshot.find_bad() or repairs.ruined_beside()): raise
             logger.warning("Governor: batch %d: the step has failed, and the state is not finite: %s: %s", self.watched,
                            type(e).__name__, str(e).partition("\n")[0])
             returned = None
@@ -674,7 +676,8 @@ class Governor:
     def summary(self) -> Summary:
         "Return what was done so far, and which batches it has cost."
         return Summary(judged=int(self.stats.judged.max()), scale=self.stats.scale(0), reports=tuple(self.reports),
-                       notes=tuple(self.notes), lr_factor=self.lr_factor, remarks=tuple(self.log.remarks.values()))
+                       notes=tuple(self.notes), lr_factor=self.lr_factor, remarks=tuple(self.log.remarks.values()),
+                       counts=self.judge.checkup.counts)
 
     def state_dict(
         self,

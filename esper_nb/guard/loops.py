@@ -262,6 +262,7 @@ def counter_around(
     frames: Sequence[FrameType], # of generators
 ) -> str: # its name; empty: there is none
     "Return what draws from one of these generators and cannot be put back: it counts, or draws elsewhere, too."
+    if not frames: return "" # of a loop that is only looked at: all objects of the process need not be
     for o in gc.get_objects():
         if type(o) not in COUNTERS: continue
         inner = [g for x in gc.get_referents(o) for g in (x if isinstance(x, tuple) else (x,))]

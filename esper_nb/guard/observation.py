@@ -494,6 +494,11 @@ class RunCheckup:
         "Whether to wait until no more of the batches come that make buffers jump."
         return self.state.health.waited > 0
 
+    @property
+    def counts(self) -> dict[str, int]: # by action
+        "How often what is not noted every time has happened."
+        return dict(self.state.health.counts)
+
     def note_updates(self, config: GovernorConfig):
         "Note updates that the gate has changed."
         self.state.note_updates(config)
@@ -531,6 +536,7 @@ class RunCheckup:
     def wait_for_calm(self, config: GovernorConfig) -> Moment | None: # None: nothing is wrong
         "Take no snapshot of a run whose loss is above its level, and say so once it has lasted."
         since, verdicts = self.run.good.probation.since, self.run.verdicts
+        self.remark_unused()
         if since == 10 * config.snapshot_every:
             self.run.log.say("no snapshot for %d losses, since the loss is above its level (%.4g); a rollback would "
                              "go that far back; `accept()` if all is well", since,
@@ -538,11 +544,15 @@ class RunCheckup:
         if since % config.snapshot_every: return None
         return Moment().of_state(APART) if self.run.snapshot.is_apart() else None # checks of a snapshot
 
+    def remark_unused(self):
+        "Say that another optimizer trains the weights: a rollback leaves its moments and its rate as they are."
+        if self.state.updates.unused: self.run.log.remark("optimizer", self.state.updates.unused)
+
     def take_stock(self, config: GovernorConfig):
         "While nothing is wrong: say what is strange about the run, and ask whether the loss measures the weights."
         run, comparison = self.run, self.comparison
-        for about, seen in (("rate", self.state.updates.leap), ("optimizer", self.state.updates.unused)):
-            if seen: run.log.remark(about, seen)
+        if self.state.updates.leap: run.log.remark("rate", self.state.updates.leap)
+        self.remark_unused()
         text = self.course.look(run.verdicts.stats, run.verdicts.chance)
         if text and run.log.remark("course", text):
             report = run.verdicts.describe(config, "rise", run.losses.recent[-1])
@@ -653,6 +663,7 @@ class RunJudge:
         "Begin the calendar anew after a rollback; the latest losses belong to weights that are gone."
         self.run.good.probation.begin(hold=False)
         self.run.losses.forget()
+        self.checkup.remark_unused()
 
     def _follow(self, m: Moment, config: GovernorConfig) -> PhaseMove:
         "Take a loss into the rise under observation; without a sign beside the loss no turns begin."

@@ -151,6 +151,13 @@ class Repairs:
         "Return the latest incident."
         return self.recorder.incident
 
+    def ruined_beside(self) -> tuple[str, ...]: # names
+        "Return what the step refers to beside the parts, has NaN in it, and is put back with the good state."
+        footprint, good = self.recorder.footprint, self.snapshot.good_state()
+        if footprint is None or good is None: return ()
+        return next((footprint.ruined_since(good.version.rest[k]) for k, obj in self.snapshot.objects.items()
+                     if obj is footprint and k in good.version.rest), ())
+
     @property
     def repeatable(self) -> bool:
         "Whether steps are trained by `run`, and can be repeated."

@@ -508,6 +508,7 @@ class IncidentLog:
 def _is_nan_again(before: Report, report: Report) -> bool:
     "Whether the very next loss after a rollback is not a number either."
     if (report.reason, before.reason) != ("non-finite", "non-finite") or report.lane != before.lane: return False
+    if report.action == "noted": return False # which says why
     return report.batch == (before.batch or 0) + 1
 
 # %% ../../nbs/guard/13_reports.ipynb #e8ab1473
@@ -520,12 +521,13 @@ class Summary:
     notes: tuple[Report, ...] # rises under observation, and their outcomes
     lr_factor: float # all cuts of the learning rate that are in force
     remarks: tuple[str, ...] = () # what was seen of the whole run
+    counts: Mapping[str, int] = field(default_factory=dict, repr=False) # by action, where not every one was noted
 
     @property
     def actions(self) -> dict[str, int]:
         "How often each action was taken, notes included."
         said = [r.action for r in (*self.reports, *self.notes)]
-        return {a: said.count(a) for a in dict.fromkeys(said)}
+        return {a: max(said.count(a), self.counts.get(a, 0)) for a in dict.fromkeys(said)}
 
     @property
     def causes(self) -> dict[str, int]:

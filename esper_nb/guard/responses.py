@@ -432,6 +432,7 @@ class IncidentResponse:
 class LaneCheckup:
     "What is looked at between two steps of lanes: how large their weights are."
     updated = waiting = False # updates of lanes pass unseen, and nobody waits for better batches
+    counts: Mapping[str, int] = MappingProxyType({}) # every report of a lane is kept
 
     def __init__(
         self,
