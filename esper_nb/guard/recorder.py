@@ -100,6 +100,7 @@ class RecordedStep:
     grads: Sequence = (True,) # of every parameter group: whether gradients of earlier steps were there when it began
     modes: "RunModes | None" = None # of modules and parameters when it began
     writes: WriteCounts | None = None # what it wrote into; None: nobody has counted
+    copies: Mapping[str, str] = field(default_factory=dict) # tensors that the loop copied before it: source, by name
 
     def call(self, batch, optimizers: Iterable[torch.optim.Optimizer]): # the loss
         "Run it on a batch, at its share of the learning rate."
