@@ -342,6 +342,28 @@ def test_a_loop_of_a_script_is_a_loop_of_a_function():
         ends.append([p.detach().clone() for p in net.parameters()])
     assert all(map(torch.equal, *ends))
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_validation_before_the_loss_that_only_the_run_has_is_named_and_behind_it_does_no_harm(before):
+    "It draws random numbers; a hook of the Governor's own, for states that are loaded, was said to be the reason."
+    net, opt, _ = made()
+    class Own(nn.Sequential): # code of the user, whose attributes may have any name
+        def forward(self, x): return getattr(self, "0")(x)
+    model = Own(net)
+    governor = Governor(model, opt, chance_loss=math.log(4), config=QUIET)
+    def validate():
+        if not governor.replaying: model(torch.randn(8, 16))
+    for x, y in governor.batches(a_list()[:8]):
+        if before: validate()
+        loss = nn.functional.cross_entropy(model(x + .1 * torch.randn_like(x)), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        governor.watch(loss)
+        if not before: validate()
+    dry = governor.repairs.dry
+    assert not any("hook" in str(what) for what in governor.recorder.footprint.unseen)
+    assert dry.exact != before and ("draws other random numbers" in dry.why) == before
+
 def test_a_file_is_no_obstacle_where_the_loop_asks_whether_it_runs_again(tmp_path):
     def dry(asks):
         net, opt, _ = made()

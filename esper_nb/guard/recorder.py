@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import RandomStreams
-from .footprint import Footprint, batch_digest, dense_parts, same_values
+from .footprint import Footprint, batch_digest, bits_of, dense_parts, same_values
 from .losses import loss_of
 from .rates import has_rate, set_setting
 from .reports import Explanation, Report
@@ -100,6 +100,7 @@ class RecordedStep:
     grads: Sequence = (True,) # of every parameter group: whether gradients of earlier steps were there when it began
     modes: "RunModes | None" = None # of modules and parameters when it began
     writes: WriteCounts | None = None # what it wrote into; None: nobody has counted
+    ended: int | None = None # bits of torch's random stream when it was over; None: it was not looked
     copies: Mapping[str, str] = field(default_factory=dict) # tensors that the loop copied before it: source, by name
 
     def call(self, batch, optimizers: Iterable[torch.optim.Optimizer]): # the loss
@@ -228,6 +229,7 @@ class StepRecorder:
         self.updated = weights != self._versions()
         self.seen_update |= self.updated
         noted.after = self._settings()
+        noted.ended = bits_of([torch.get_rng_state()]) if look else None
         found = loss_of(loss)
         noted.loss = found.detach().clone() if isinstance(found, Tensor) else math.nan if found is None else found
         noted.no_update |= found is None # it has skipped its batch

@@ -237,6 +237,7 @@ class Repairs:
             begin=replay.begin, run=replay.follow,
             losses=replay.losses, marks=self._marks, aside=lambda: replay,
             footprint=self.recorder.footprint, changed=[what for s in incident.steps if (what := s.changed())],
+            ended=[s.ended for s in incident.steps],
             fork=False if self.ranks else None)
         names = sorted({k for w in self.between.written if w.after >= steps[0].number for k in w.names})
         if footprint is not None: footprint.counters |= set(self.dry.differs)
