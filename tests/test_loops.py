@@ -347,6 +347,9 @@ def test_a_validation_before_the_loss_that_only_the_run_has_is_named_and_behind_
     "It draws random numbers; a hook of the Governor's own, for states that are loaded, was said to be the reason."
     net, opt, _ = made()
     class Own(nn.Sequential): # code of the user, whose attributes may have any name
+        def __init__(self, *layers):
+            super().__init__(*layers)
+            self.depth = len(layers)
         def forward(self, x): return getattr(self, "0")(x)
     model = Own(net)
     governor = Governor(model, opt, chance_loss=math.log(4), config=QUIET)
