@@ -167,6 +167,32 @@ def test_a_loop_that_is_left_ends_cleanly():
         for _ in governor.batches(a_list()):
             with governor.step(): pass
 
+@pytest.mark.parametrize("fault", ["", "nan", "flipped"])
+@pytest.mark.parametrize("length", [21, 60])
+def test_a_batch_that_has_left_its_loop_is_not_run_again_in_the_next(fault, length):
+    "It left that one, too: the rest of an epoch was missing, in silence."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    governor = Governor(net, opt, chance_loss=math.log(2))
+    drawn, sign = [], {"now": 1}
+    def feed(epoch):
+        for _ in range(80):
+            sign["now"] = -1 if fault == "flipped" and 110 < len(drawn) < 150 else 1
+            if fault == "nan" and len(drawn) == 110: net.weight.data[0, 0] = math.nan
+            drawn.append(epoch)
+            yield torch.randn(8, 4)
+    for epoch in range(240 // length):
+        for i, x in governor.batches(enumerate(feed(epoch))):
+            loss = sign["now"] * nn.functional.cross_entropy(net(x), (x.sum(1) > 0).long())
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            governor.watch(loss)
+            if i == length - 1: break
+    assert [drawn.count(k) for k in range(240 // length)] == [length] * (240 // length)
+    assert net.weight.isfinite().all() and len(governor.reports) >= (fault == "nan")
+
 def test_a_checkpoint_of_the_body_has_the_loss_of_its_batch():
     "It is judged when the loop asks for its next batch; a run that goes on from the checkpoint has not lost it."
     def whole(stop=None, saved=None, batches=slice(None)):

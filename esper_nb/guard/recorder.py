@@ -100,6 +100,7 @@ class RecordedStep:
     grads: Sequence = (True,) # of every parameter group: whether gradients of earlier steps were there when it began
     modes: "RunModes | None" = None # of modules and parameters when it began
     writes: WriteCounts | None = None # what it wrote into; None: nobody has counted
+    leaves: bool = False # it has left its loop, as by `break`: run again, it would leave the loop that runs then
     ended: int | None = None # bits of torch's random stream when it was over; None: it was not looked
     copies: Mapping[str, str] = field(default_factory=dict) # tensors that the loop copied before it: source, by name
 
@@ -228,7 +229,7 @@ class StepRecorder:
         self.streams |= {k for k, v in others.state_dict().items() if not same_stream(v, untouched[k])}
         self.updated = weights != self._versions()
         self.seen_update |= self.updated
-        noted.after = self._settings()
+        noted.after, noted.leaves = self._settings(), getattr(step, "leaving", False)
         noted.ended = bits_of([torch.get_rng_state()]) if look else None
         found = loss_of(loss)
         noted.loss = found.detach().clone() if isinstance(found, Tensor) else math.nan if found is None else found
@@ -262,11 +263,15 @@ class StepRecorder:
         steps = [s for s in self.steps if s.number >= number]
         older = [*self.older, *((s.number, s.loss) for s in self.steps if s.number < number and not s.no_update)]
         if steps and steps[0].number > number: steps = [] # batches were let go
+        missing = "" if steps else why_missing(number, self.first, self.steps)
+        if left := next((s.number for s in steps if s.leaves), None):
+            missing = f"batch {left} has left its loop, as by `break`, and would leave this one if it were run again"
+            steps = []
         return RecordedIncident(
             steps=[copy.copy(s) for s in steps if not s.no_update], # their losses stay, whatever is retrained
             snapshot=snapshot, good=copy_published(snapshot), older=[(k, float(x)) for k, x in older], report=report,
             peaks=self.peaks.before(number),
-            missing="" if steps else why_missing(number, self.first, self.steps))
+            missing=missing)
 
     def evaluate(
         self,
@@ -280,7 +285,7 @@ class StepRecorder:
         The latest steps are looked at with what the step keeps now (a memory, a target), others with that of the good
         state, which goes on from one to the next (a carried state).
         """
-        steps, out = [s for s in self.steps if s.number < before], list[float]()
+        steps, out = [s for s in self.steps if s.number < before and not s.leaves], list[float]()
         played = [s for s in steps if s.number >= since]
         good = None if snapshot is None else snapshot.good_state()
         now = self.footprint.state_dict() if self.footprint is not None and math.isinf(before) else None

@@ -190,8 +190,8 @@ class Repairs:
 
     @property
     def within_reach(self) -> bool:
-        "Whether all recorded steps can be called now: the body of a loop, only where its loop asks for a batch."
-        return all([getattr(s.step, "ready", True) for s in self.recorder.steps])
+        "Whether all recorded steps can be called now: the body of a loop, where its loop asks for a batch, and stays."
+        return all([getattr(s.step, "ready", True) and not s.leaves for s in self.recorder.steps])
 
     def follow_step(self, step: Callable[[Any], Any]): # of the loop
         "Find what a step reads beside its batch, and record it with the state from now on."
