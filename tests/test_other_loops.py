@@ -619,6 +619,16 @@ def test_what_a_loop_copies_into_a_target_between_steps_is_no_disturbance_and_is
     assert [(r.reason, r.cause, r.lost) for r in governor.reports] == [("non-finite", "external", None)] * fault
 
 
+def test_a_tensor_of_its_own_with_an_optimizer_of_its_own_belongs_to_no_network_that_was_forgotten(caplog):
+    "As the temperature of a soft actor-critic: it is restored with the others."
+    net, log_alpha = nn.Linear(4, 2), torch.zeros(1, requires_grad=True)
+    Governor(net, torch.optim.SGD(net.parameters(), lr=.1), torch.optim.SGD([log_alpha], lr=.1), chance_loss=None)
+    assert not caplog.text
+    other = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=.1)
+    Governor(net, torch.optim.SGD(net.parameters(), lr=.1), other, chance_loss=None)
+    assert "trains no weight of what was passed" in caplog.text
+
+
 @pytest.mark.parametrize("way", ["watch", "run"])
 def test_averaged_weights_take_over_the_statistics_of_a_batch_norm_late(way):
     "Those of the average are as at the beginning until then: a mean of zero, a variance of one."
