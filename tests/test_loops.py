@@ -168,6 +168,32 @@ def test_a_loop_that_is_left_ends_cleanly():
         for _ in governor.batches(a_list()):
             with governor.step(): pass
 
+@pytest.mark.parametrize("fault", ["", "nan", "flipped"])
+@pytest.mark.parametrize("length", [21, 60])
+def test_a_batch_that_has_left_its_loop_is_not_run_again_in_the_next(fault, length):
+    "It left that one, too: the rest of an epoch was missing, in silence."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    governor = Governor(net, opt, chance_loss=math.log(2))
+    drawn, sign = [], {"now": 1}
+    def feed(epoch):
+        for _ in range(80):
+            sign["now"] = -1 if fault == "flipped" and 110 < len(drawn) < 150 else 1
+            if fault == "nan" and len(drawn) == 110: net.weight.data[0, 0] = math.nan
+            drawn.append(epoch)
+            yield torch.randn(8, 4)
+    for epoch in range(240 // length):
+        for i, x in governor.batches(enumerate(feed(epoch))):
+            loss = sign["now"] * nn.functional.cross_entropy(net(x), (x.sum(1) > 0).long())
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            governor.watch(loss)
+            if i == length - 1: break
+    assert [drawn.count(k) for k in range(240 // length)] == [length] * (240 // length)
+    assert net.weight.isfinite().all() and len(governor.reports) >= (fault == "nan")
+
 def test_a_checkpoint_of_the_body_has_the_loss_of_its_batch():
     "It is judged when the loop asks for its next batch; a run that goes on from the checkpoint has not lost it."
     def whole(stop=None, saved=None, batches=slice(None)):
@@ -342,6 +368,31 @@ def test_a_loop_of_a_script_is_a_loop_of_a_function():
         assert [r.cause for r in governor.reports] == ["external"] * ruined and names["n"] == 64
         ends.append([p.detach().clone() for p in net.parameters()])
     assert all(map(torch.equal, *ends))
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_validation_before_the_loss_that_only_the_run_has_is_named_and_behind_it_does_no_harm(before):
+    "It draws random numbers; a hook of the Governor's own, for states that are loaded, was said to be the reason."
+    net, opt, _ = made()
+    class Own(nn.Sequential): # code of the user, whose attributes may have any name
+        def __init__(self, *layers):
+            super().__init__(*layers)
+            self.depth = len(layers)
+        def forward(self, x): return getattr(self, "0")(x)
+    model = Own(net)
+    governor = Governor(model, opt, chance_loss=math.log(4), config=QUIET)
+    def validate():
+        if not governor.replaying: model(torch.randn(8, 16))
+    for x, y in governor.batches(a_list()[:8]):
+        if before: validate()
+        loss = nn.functional.cross_entropy(model(x + .1 * torch.randn_like(x)), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        governor.watch(loss)
+        if not before: validate()
+    dry = governor.repairs.dry
+    assert not any("hook" in str(what) for what in governor.recorder.footprint.unseen)
+    assert dry.exact != before and ("draws other random numbers" in dry.why) == before
 
 def test_a_file_is_no_obstacle_where_the_loop_asks_whether_it_runs_again(tmp_path):
     def dry(asks):

@@ -588,6 +588,64 @@ def test_what_a_loop_does_to_its_target_is_no_sign_against_the_weights(outside):
     assert "wait" in actions and ("compare" in actions) == (outside == "weights")
 
 
+def bootstrapped(fault, guarded, copied):
+    "Return a value network, trained towards a target that is copied every 25 steps between them, and its Governor."
+    torch.manual_seed(0)
+    nets = nn.ModuleDict(dict(now=nn.Linear(4, 1), old=nn.Linear(4, 1)))
+    net, target = nets["now"], nets["old"]
+    opt = torch.optim.SGD(net.parameters(), lr=.05)
+    parts = (nets, opt) if copied == "inside" else (net, target, opt)
+    governor = Governor(*parts, chance_loss=None) if guarded else None
+    g = torch.Generator().manual_seed(1)
+    def step(x): return descend(opt, (net(x) - x.sum(1, keepdim=True) - .9 * target(x).detach()).square().mean())
+    for k in range(150):
+        x = torch.randn(16, 4, generator=g)
+        if fault and k == 110: net.weight.data[0, 0] = torch.nan
+        if governor is None: step(x)
+        else: governor.run(step, x)
+        if k % 25 != 24: continue
+        if copied == "loaded": target.load_state_dict(net.state_dict())
+        else:
+            for old, now in zip(target.parameters(), net.parameters()): old.data.copy_(now.data)
+    return nets.state_dict(), governor
+
+@pytest.mark.parametrize("copied", ["loaded", "past torch", "inside"])
+@pytest.mark.parametrize("fault", [False, True])
+def test_what_a_loop_copies_into_a_target_between_steps_is_no_disturbance_and_is_copied_in_a_replay(copied, fault):
+    "Each copy raises the loss; the run was brought back to before it as often as it came."
+    clean, _ = bootstrapped(False, False, copied)
+    state, governor = bootstrapped(fault, True, copied)
+    assert all(torch.equal(t, state[k]) for k, t in clean.items())
+    assert [(r.reason, r.cause, r.lost) for r in governor.reports] == [("non-finite", "external", None)] * fault
+
+
+def test_a_tensor_of_its_own_with_an_optimizer_of_its_own_belongs_to_no_network_that_was_forgotten(caplog):
+    "As the temperature of a soft actor-critic: it is restored with the others."
+    net, log_alpha = nn.Linear(4, 2), torch.zeros(1, requires_grad=True)
+    Governor(net, torch.optim.SGD(net.parameters(), lr=.1), torch.optim.SGD([log_alpha], lr=.1), chance_loss=None)
+    assert not caplog.text
+    other = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=.1)
+    Governor(net, torch.optim.SGD(net.parameters(), lr=.1), other, chance_loss=None)
+    assert "trains no weight of what was passed" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_averaged_weights_take_over_the_statistics_of_a_batch_norm_late(way):
+    "Those of the average are as at the beginning until then: a mean of zero, a variance of one."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, averaged, chance_loss=.69)
+    def step(x): return descend(opt, F.cross_entropy(net(x), (x.sum(1) > 160).long()))
+    for k in range(200):
+        x = 40 + 30 * torch.randn(32, 4)
+        if way == "run": governor.run(step, x)
+        else: governor.watch(step(x))
+        if k % 50 == 49 and k > 100: averaged.update_parameters(net)
+    assert not governor.reports and torch.equal(averaged.module[0].running_var, net[0].running_var)
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradients_that_a_loop_drops_between_two_epochs_are_not_there_in_a_replay(to_none):
     "They were: a loop that accumulates over three batches of seven was said to be disturbed by hardware."

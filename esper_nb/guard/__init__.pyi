@@ -63,7 +63,7 @@ from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import OWN_PARTS as OWN_PARTS, UNHEARD as UNHEARD, NOT_TAKEN as NOT_TAKEN, Governor as Governor
 from .health import (LASTS as LASTS, OFTEN as OFTEN, SHARE as SHARE, JUMP as JUMP, STILL_NEAR as STILL_NEAR,
-    SEEN as SEEN, LONG as LONG, RAISED as RAISED, STEEP as STEEP, LEAP as LEAP, SETTLED as SETTLED,
+    SEEN as SEEN, LIKE as LIKE, LONG as LONG, RAISED as RAISED, STEEP as STEEP, LEAP as LEAP, SETTLED as SETTLED,
     StateHealth as StateHealth, Bands as Bands, BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign,
     Leap as Leap, RateCourse as RateCourse, Signs as Signs, is_steep as is_steep, UpdateWatch as UpdateWatch,
     Beside as Beside, StateJudge as StateJudge)
@@ -131,4 +131,4 @@ from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, 
 from .writes import (TensorTable as TensorTable, PIECE as PIECE, PIECES as PIECES, PieceOf as PieceOf,
     tensors_of_parts as tensors_of_parts, tables_of as tables_of, is_other as is_other, untrained_in as untrained_in,
     words_of as words_of, in_turns as in_turns, Written as Written, WriteCounts as WriteCounts,
-    StateWatch as StateWatch, LoadWatch as LoadWatch, Distances as Distances)
+    StateWatch as StateWatch, LoadWatch as LoadWatch, copies_of as copies_of, Distances as Distances)

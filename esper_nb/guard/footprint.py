@@ -772,6 +772,7 @@ class StepWalk(Walk):
         if isinstance(obj, dict) and (module := module_of(obj)): return self.look(module, name)
         if isinstance(obj, (dict, list, deque, set, tuple)): return self.look_at_container(obj, name)
         if type(obj).__module__.startswith("esper_nb.guard."): return None
+        if type(obj).__name__ == "_WrappedHook": return self.add((obj.hook, name)) # as torch keeps those of loads
         if (kind := kind_of_effect(obj, self.home)) is None: return self.look_at_object(obj, name)
         return self.refuse(obj, name, kind)
 

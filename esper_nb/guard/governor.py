@@ -349,7 +349,8 @@ class Governor:
             with self._explaining(recovery): # what the body of a loop raises cannot be caught, unlike what `run` calls
                 self.flush()
                 self._advance(PhaseMove.FAIL, Moment().of_state(ruined))
-        if repairs.dry is None and len(repairs.recorder.steps) >= REHEARSED and recovery.rehearse():
+        due = repairs.dry is None and len(repairs.recorder.steps) >= REHEARSED and repairs.within_reach
+        if due and recovery.rehearse():
             self.judge.same.use_unless_given(repairs.evaluate) # the latest batches again, none of them lost
         kept, wanted = repairs.recorder.omissions.wanted(batch, fetch, origin)
         if not kept: return None

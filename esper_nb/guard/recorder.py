@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import RandomStreams
-from .footprint import Footprint, batch_digest, dense_parts, same_values
+from .footprint import Footprint, batch_digest, bits_of, dense_parts, same_values
 from .losses import loss_of
 from .rates import has_rate, set_setting
 from .reports import Explanation, Report
@@ -100,6 +100,9 @@ class RecordedStep:
     grads: Sequence = (True,) # of every parameter group: whether gradients of earlier steps were there when it began
     modes: "RunModes | None" = None # of modules and parameters when it began
     writes: WriteCounts | None = None # what it wrote into; None: nobody has counted
+    leaves: bool = False # it has left its loop, as by `break`: run again, it would leave the loop that runs then
+    ended: int | None = None # bits of torch's random stream when it was over; None: it was not looked
+    copies: Mapping[str, str] = field(default_factory=dict) # tensors that the loop copied before it: source, by name
 
     def call(self, batch, optimizers: Iterable[torch.optim.Optimizer]): # the loss
         "Run it on a batch, at its share of the learning rate."
@@ -228,7 +231,8 @@ class StepRecorder:
         self.streams |= {k for k, v in others.state_dict().items() if not same_stream(v, untouched[k])}
         self.updated = weights != self._versions()
         self.seen_update |= self.updated
-        noted.after = self._settings()
+        noted.after, noted.leaves = self._settings(), getattr(step, "leaving", False)
+        noted.ended = bits_of([torch.get_rng_state()]) if look else None
         found = loss_of(loss)
         noted.loss = found.detach().clone() if isinstance(found, Tensor) else math.nan if found is None else found
         noted.no_update |= found is None # it has skipped its batch
@@ -261,11 +265,15 @@ class StepRecorder:
         steps = [s for s in self.steps if s.number >= number]
         older = [*self.older, *((s.number, s.loss) for s in self.steps if s.number < number and not s.no_update)]
         if steps and steps[0].number > number: steps = [] # batches were let go
+        missing = "" if steps else why_missing(number, self.first, self.steps)
+        if left := next((s.number for s in steps if s.leaves), None):
+            missing = f"batch {left} has left its loop, as by `break`, and would leave this one if it were run again"
+            steps = []
         return RecordedIncident(
             steps=[copy.copy(s) for s in steps if not s.no_update], # their losses stay, whatever is retrained
             snapshot=snapshot, good=copy_published(snapshot), older=[(k, float(x)) for k, x in older], report=report,
             peaks=self.peaks.before(number),
-            missing="" if steps else why_missing(number, self.first, self.steps))
+            missing=missing)
 
     def evaluate(
         self,
@@ -279,7 +287,7 @@ class StepRecorder:
         The latest steps are looked at with what the step keeps now (a memory, a target), others with that of the good
         state, which goes on from one to the next (a carried state).
         """
-        steps, out = [s for s in self.steps if s.number < before], list[float]()
+        steps, out = [s for s in self.steps if s.number < before and not s.leaves], list[float]()
         played = [s for s in steps if s.number >= since]
         good = None if snapshot is None else snapshot.good_state()
         now = self.footprint.state_dict() if self.footprint is not None and math.isinf(before) else None

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .footprint import ABSENT, Footprint
+from .footprint import ABSENT, Footprint, bits_of
 
 # %% ../../nbs/guard/22_rehearsal.ipynb #106179cc
 def can_fork() -> bool:
@@ -126,7 +126,7 @@ class DryReplay:
 LIMIT = 30. # seconds that a forked process may take
 NEAR = 1e-5 # relative difference of losses that other sums may make
 
-def dry_replay(
+def dry_replay( # noqa: PLR0913  # what the run is known by; most of it is optional
     begin: Callable[[], Any], # puts the state before the first of the steps into place, to the bit
     run: Callable[[int], float], # runs recorded step i and returns its loss
     losses: Sequence[float], # that the steps had
@@ -134,6 +134,7 @@ def dry_replay(
     aside: Callable[[], AbstractContextManager] = nullcontext, # where no process is forked: puts all back at its end
     footprint: Footprint | None = None, # of the step
     changed: Sequence[str] = (), # what the steps read that was changed in place since
+    ended: Sequence[int | None] = (), # bits of torch's random stream when each was over; None: not known
     fork: bool | None = None, # None: where it can be done
 ) -> DryReplay:
     "Repeat the latest steps where they leave no trace; equal to the bit, or one sentence about what is missing."
@@ -144,18 +145,19 @@ def dry_replay(
                     "that is filled again?): hand over a copy, or what to fetch it by")
     if footprint is not None and footprint.unrestorable: return said(exact=False, why=footprint.why_not)
     hints: Callable[[], Mapping[str, Any]] = dict if footprint is None else footprint.marks
-    live = Attempt(tuple(losses), dict(marks()), dict(hints()))
+    live = Attempt(tuple(losses), dict(marks()), dict(hints()), streams=tuple(ended))
     def once() -> Attempt:
         try:
             begin()
-            again = tuple([float(run(i)) for i in range(len(losses))])
+            steps = [(float(run(i)), bits_of([torch.get_rng_state()])) for i in range(len(losses))]
+            again, streams = tuple([loss for loss, _ in steps]), tuple([bits for _, bits in steps])
             if footprint is not None: # what was put back must bear it again, also now that it is filled
                 footprint.load_state_dict(footprint.state_dict())
                 footprint.state_dict()
         except Exception as e:
             return Attempt(error="your step fails when it is run again: " + f"{type(e).__name__}: {e}"[:200])
         if footprint is not None and footprint.unrestorable: return Attempt(error=footprint.why_not)
-        return Attempt(again, dict(marks()), dict(hints()))
+        return Attempt(again, dict(marks()), dict(hints()), streams=streams)
     forked = can_fork() if fork is None else fork
     try: tries = in_a_fork(lambda: [once(), once()], LIMIT) if forked else in_place(once, aside, live)
     except TimeoutError: tries, forked = in_place(once, aside, live), False
@@ -173,6 +175,7 @@ class Attempt:
     marks: dict[str, Any] = field(default_factory=dict) # of what has to be equal
     hints: dict[str, Any] = field(default_factory=dict) # of what the step refers to
     error: str = "" # a sentence: the step has failed, or uses what cannot be put back
+    streams: tuple[int | None, ...] = () # bits of torch's random stream after every step; None: not known
 
     def agrees(self, other: "Attempt", near: float) -> bool: # relative difference of losses that is let pass
         "Whether another one came to the same."
@@ -221,4 +224,9 @@ def why_not(
     written = first.differs(live, near)
     if equal_losses(first.losses, live.losses, near) and written:
         return f"after the same steps `{written[0]}` is other than after the run: something else writes it, too"
+    parted = [a != b for mine, loss, a, b in zip(live.losses, first.losses, live.streams, first.streams)
+              if a is not None and not equal_losses([mine], [loss], near)]
+    if parted and parted[0]:
+        return ("your step draws other random numbers when it is run again: what only the run draws before its loss, "
+                "as a validation under `if not governor.replaying`, shifts them; do that behind the step")
     return f"your step reads something that is other now than it was, and that I do not have{perhaps}"

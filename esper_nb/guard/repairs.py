@@ -29,7 +29,8 @@ from .replay import NotRestorable, Replay
 from .reports import Explanation, GovernorConfig, Report, logger
 from .responses import GuardedRun, clocks_of
 from .snapshots import Snapshot, owned_by
-from .writes import StateWatch, WriteCounts, Written, tables_of, tensors_of_parts, untrained_in
+from .writes import (
+    StateWatch, WriteCounts, Written, copies_of, tables_of, tensors_of_parts, untrained_in)
 
 # %% ../../nbs/guard/28_repairs.ipynb #between1
 HABIT = 16 # times that something wrote into a tensor between two steps, from which on it is part of the loop
@@ -52,6 +53,7 @@ class BetweenSteps:
         self.exchanged: deque[Written] = deque(maxlen=64) # modules that were given other tensors: that was meant
         self.writes = 0 # of the snapshot, when the latest step ended
         self.counts: WriteCounts | None = None # of the latest step; None: not known
+        self.copies: dict[str, str] = {} # that the loop made of trained weights before the next step: source, by name
         self.inside = self.looked = False # a step runs; it has been looked at what was written before it
         self.optimizers = snapshot.optimizers
         watch = self.watch
@@ -74,12 +76,16 @@ class BetweenSteps:
     def look(self) -> tuple[str, ...]: # names; none: nothing, or it is a habit of the loop
         "Return what was written since the latest step; to be asked before a step, else it asks itself."
         if self.looked: return ()
-        self.looked = True
+        self.looked, self.copies = True, {}
         if self.writes != self.snapshot.writes: self.watch.renew()
         found = self.watch.start_of_step()
         if found is None: return ()
-        self._note(found)
-        return () if self.habits(found.after).issuperset(found.names) else found.names
+        if self.habits(found.after).issuperset(found.names): self._note(found)
+        elif found.how != "exchanged" and (copies := self._copies(found.names)): self.copies = copies
+        else:
+            self._note(found)
+            return found.names
+        return ()
 
     def note_again(self):
         "Note the state anew where the Governor itself has written since the step: what the loop writes is seen then."
@@ -97,6 +103,9 @@ class BetweenSteps:
         judges = untrained_in(self.snapshot.objects, owned_by(self.optimizers))
         names = [name for name in found.names if not name.startswith(tuple(f"{judge}." for judge in judges))]
         if self.tell is not None and names: self.tell(", ".join(names[:3]))
+
+    def _copies(self, names: Sequence[str]) -> dict[str, str]: # source, by name; empty: something else was written
+        return copies_of(names, tensors_of_parts(self.snapshot.objects), owned_by(self.optimizers))
 
     def until(self, number: int) -> list[Written]: # of a step
         "Return what was written before the end of a step."
@@ -187,8 +196,8 @@ class Repairs:
 
     @property
     def within_reach(self) -> bool:
-        "Whether all recorded steps can be called now: the body of a loop, only where its loop asks for a batch."
-        return all([getattr(s.step, "ready", True) for s in self.recorder.steps])
+        "Whether all recorded steps can be called now: the body of a loop, where its loop asks for a batch, and stays."
+        return all([getattr(s.step, "ready", True) and not s.leaves for s in self.recorder.steps])
 
     def follow_step(self, step: Callable[[Any], Any]): # of the loop
         "Find what a step reads beside its batch, and record it with the state from now on."
@@ -211,7 +220,9 @@ class Repairs:
         "Run a step, record it, and watch whether anything else writes into the state."
         with self.between.step(number):
             loss = self.recorder.run(step, batch, number, fetch, no_update, lr_factor, origin)
-        for s in list(self.recorder.steps)[-1:]: s.writes = self.between.counts if s.number == number else None
+        for s in list(self.recorder.steps)[-1:]:
+            s.writes = self.between.counts if s.number == number else None
+            s.copies = self.between.copies if s.number == number else {}
         return loss
 
     def is_due(self, number: int) -> bool: # calls of `watch`
@@ -229,9 +240,10 @@ class Repairs:
             self.dry = DryReplay(exact=False, why="your step cannot be repeated on another rank")
             return self.dry
         self.dry = dry_replay(
-            begin=replay.begin, run=replay.take,
+            begin=replay.begin, run=replay.follow,
             losses=replay.losses, marks=self._marks, aside=lambda: replay,
             footprint=self.recorder.footprint, changed=[what for s in incident.steps if (what := s.changed())],
+            ended=[s.ended for s in incident.steps],
             fork=False if self.ranks else None)
         names = sorted({k for w in self.between.written if w.after >= steps[0].number for k in w.names})
         if footprint is not None: footprint.counters |= set(self.dry.differs)

@@ -33,6 +33,7 @@ from .recorder import (
     GroupRates, RecordedIncident, RecordedStep, foreign_optimizers, give_inputs, idle, lower_rates, put_rates_back,
     settings_of, tensors_of)
 from .snapshots import SavedState
+from .writes import tensors_of_parts
 
 # %% ../../nbs/guard/25_replay.ipynb #23aa0017
 @dataclass
@@ -155,9 +156,17 @@ class Replay:
         out: list[float] = []
         for i, s in enumerate(self.steps):
             if i == until: break
-            out.append(self.take(i))
+            out.append(self.follow(i))
             if s.number not in self.changes.without and math.isfinite(self.losses[i]) > math.isfinite(out[-1]): break
         return out
+
+    def follow(self, i: int) -> float: # place of the step
+        "Take one step after all steps before it: what the loop has copied in between, as into a target, is copied."
+        if copies := self.steps[i].copies:
+            tensors = tensors_of_parts(self.objects)
+            with torch.no_grad():
+                for name, source in copies.items(): tensors[name].copy_(tensors[source])
+        return self.take(i)
 
     def look(
         self,

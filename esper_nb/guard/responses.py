@@ -586,5 +586,7 @@ def trains_others(objects: Mapping[str, Any]) -> list[str]: # parts by name; nam
     known = torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
     if not all(isinstance(o, known) for o in parts.values()): return [] # where else weights are is not known
     mine = {id(p) for o in parts.values() if isinstance(o, torch.nn.Module) for p in o.parameters()}
-    def weights(o): return [id(p) for group in o.param_groups for p in group["params"]]
-    return [k for k, o in parts.items() if isinstance(o, torch.optim.Optimizer) and mine.isdisjoint(weights(o))]
+    def weights(o): return [p for group in o.param_groups for p in group["params"]]
+    def of_network(o): return any(isinstance(p, torch.nn.Parameter) for p in weights(o)) # no plain tensor, as log alpha
+    return [k for k, o in parts.items() if isinstance(o, torch.optim.Optimizer) and of_network(o)
+            and mine.isdisjoint(map(id, weights(o)))]

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['TensorTable', 'PIECE', 'PIECES', 'PieceOf', 'tensors_of_parts', 'tables_of', 'is_other', 'untrained_in', 'words_of',
-           'in_turns', 'Written', 'WriteCounts', 'StateWatch', 'LoadWatch', 'Distances']
+           'in_turns', 'Written', 'WriteCounts', 'StateWatch', 'LoadWatch', 'copies_of', 'Distances']
 
 # %% ../../nbs/guard/23_writes.ipynb #wri00003
+import itertools
 import math
 import operator
 import weakref
@@ -274,6 +275,45 @@ class _AtLoad:
         if watch is not None: getattr(watch, self.what)(module)
 
     def __reduce__(self): return _AtLoad, () # a copy of the network has no watch
+
+# %% ../../nbs/guard/23_writes.ipynb #copies02
+def copies_of(
+    written: Sequence[str], # names of tensors
+    tensors: Mapping[str, Tensor], # all of them, by name
+    trained: Iterable[Tensor], # by the optimizers
+) -> dict[str, str]: # name of the tensor that it equals, by name; empty: something else was written, too
+    """Return what was copied from where, if all that was written is a copy of trained weights, or goes with one.
+
+    What lies beside a copy and agrees as well is returned, too: a write past torch is seen in some tensors only.
+    """
+    def at(p): return place_of(p) or id(p) # a module may hold the same memory as another tensor
+    places = {at(p) for p in trained}
+    mine = {name for name, t in tensors.items() if at(t) in places}
+    if not mine or not mine.isdisjoint(written): return {}
+    heads: dict[str, str] = {} # where the names of copies begin to be alike: beginning of the source's name
+    for name in written:
+        if any(name.startswith(f"{head}.") for head in heads): continue
+        others = sorted(((_tail(name, k), k) for k in tensors.keys() - set(written)), key=_length, reverse=True)
+        found = next(((tail, k) for tail, k in others if tail and _agree(tensors[name], tensors[k])), None)
+        if found is None: return {}
+        tail, source = found
+        heads[name.removesuffix(tail)] = source.removesuffix(tail)
+    pairs = {k: source + k[len(head):] for head, source in heads.items() for k in tensors if k.startswith(f"{head}.")}
+    copies = {k: v for k, v in pairs.items() if k not in mine and v in tensors and _agree(tensors[k], tensors[v])}
+    return copies if mine.intersection(copies.values()) and copies.keys() >= set(written) else {}
+
+def _tail(a: str, b: str) -> str:
+    "Return in what two names end alike, from a dot on."
+    pairs = zip(reversed(a.split(".")[1:]), reversed(b.split(".")[1:]))
+    alike = [f".{x}" for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return "".join(reversed(alike))
+
+def _length(found: tuple[str, str]) -> tuple[int, str]: return len(found[0]), found[1]
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    "Whether tensors are equal to the bit, as far as that can be asked."
+    plain = all(type(t) in (Tensor, nn.Parameter, nn.Buffer) and t.layout is torch.strided for t in (a, b))
+    return plain and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and torch.equal(a, b)
 
 # %% ../../nbs/guard/23_writes.ipynb #d9c5420b
 class Distances:
