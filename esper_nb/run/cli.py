@@ -417,6 +417,7 @@ def _check_names(args: argparse.Namespace) -> None:
         names = sorted({name for kind in kinds for name in known[kind]})
         name = given.get(option)
         if name is None or name in names or plugins: continue
+        check(not Path(name).exists(), option, name, "a name; data of your own are --data {}", name)
         near = difflib.get_close_matches(name, names, 1, 0)[0]
         check(False, option, name, f"{near!r} perhaps, or another of {', '.join(names)}")
     if "data" in given: _check_own_data(args)

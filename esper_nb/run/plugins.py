@@ -159,7 +159,7 @@ def open_settings(
         load_plugins(found.get("plugins", ()))
         return build(found)
     except (LookupError, ValueError, TypeError, AttributeError) as e:
-        raise ValueError(f"{folder.config_path} does not describe a {kind}: {e}") from e
+        raise ValueError(f"{folder.config_path} describes a {kind} that cannot be opened here: {e}") from e
 
 _kinds = dict(run="`begin_run` or `esper-nb train`, which `open_run` goes on with",
               fit="`begin_fit` or `esper-nb fit`, which `open_fit` goes on with")

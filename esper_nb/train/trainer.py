@@ -20,8 +20,9 @@ from ..grow import Decision, apply_decisions
 from .ablation import judge_lanes
 from .data import share_pp
 from .graphs import Group, GroupSteps, TrainStep, capture_steps
-from .population import (
-    EpochResult, GroupResult, Population, TrainResult, join_groups, seed_health, site_signals, spread_lanes, traced)
+from esper_nb.train.population import (
+    EpochResult, GroupResult, Population, TrainResult, check_population, join_groups, seed_health, site_signals,
+    spread_lanes, traced)
 
 # %% ../../nbs/train/39_trainer.ipynb #03504431
 class OwnerState(Protocol):
@@ -68,6 +69,7 @@ def run_epoch(
     >>> result.epoch, tuple(result.train.losses.shape), pop.epoch.tolist() # 20 batches of two lanes
     (0, (20, 2), [1, 1])
     """
+    check_population(pop)
     if pop.graphs is not None: pop.graphs.sweep()
     start, plan, number = time.perf_counter(), pop.plan(), int(pop.epoch.max())
     lanes = None if active is None else active.nonzero().flatten().tolist()
@@ -126,7 +128,8 @@ def fit(
     >>> pop.epoch.tolist()
     [1, 1]
     """
-    check(isinstance(pop, Population), "pop", pop, "a population, such as new_population('digits')")
+    check_population(pop)
+    check(epochs is None or hasattr(epochs, "__index__"), "epochs", epochs, "a whole number, or None")
     check(controller is None or callable(controller), "controller", controller,
           "a function of a population and its last result, such as as_controller(Heuristic())")
     left = pop.epochs - int(pop.epoch.max()) if epochs is None else epochs
