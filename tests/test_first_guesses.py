@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from esper_nb import (
     FitConfig, Governor, GrowEnv, GrowVecEnv, Heuristic, Learner, LoopSource, PolicyPlayer, PPOConfig, Session,
     as_controller, begin_fit, begin_run, compare_controllers, evaluate, explore_host, export_model, fit, new_population,
-    run_epoch, task_from_arrays, task_from_dataset, task_from_folder)
+    read_rows, run_epoch, task_from_arrays, task_from_dataset, task_from_folder)
 from esper_nb.core import Range
 from esper_nb.run import main
 
@@ -141,3 +141,27 @@ def test_data_in_place_of_a_name_are_told_their_option(tmp_path, capsys, monkeyp
     (tmp_path/"rows.csv").write_text("a,b\n1,2\n")
     assert main(["fit", "rows.csv"]) == 2
     assert "data of your own are --data rows.csv" in capsys.readouterr().err
+
+
+def test_two_threads_do_not_train_one_population():
+    pop = new_population("digits", FitConfig(lanes=2, epochs=3, workers=1))
+    seen = []
+    def look(*batch):
+        if not seen:
+            with pytest.raises(RuntimeError, match="another thread is training this population") as e: run_epoch(pop)
+            seen.append(e)
+            session = Session(pop)
+            session.step(1).wait()
+            session.wait()
+            seen.extend([session.state, session.error])
+            session.close()
+        return batch[-2:]
+    run_epoch(pop, disturb=look)
+    assert seen[1] == "failed" and "pause or stop it first" in seen[2]
+    assert pop.epoch.tolist() == [1, 1] and [r.epoch for r in fit(pop)] == [1, 2] # and goes on afterwards
+
+
+def test_rows_are_read_from_the_folder_of_a_run(tmp_path):
+    run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), tmp_path)
+    assert len(list(run.epochs())) == 1
+    assert read_rows(tmp_path/"digits") == read_rows(tmp_path/"digits"/"rows.jsonl") != []

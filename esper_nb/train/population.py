@@ -12,6 +12,7 @@ __all__ = ['Forecaster', 'MIXED_BYTES', 'SMALL_GROUP', 'SIGNALS', 'LOOKED_AT', '
 
 # %% ../../nbs/train/38_population.ipynb #56a20ba1
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -419,6 +420,7 @@ class Population:
     graphs: Graphs | None = field(default=None, repr=False) # recorded steps; None: none are wanted
     forecaster: Forecaster | None = field(default=None, repr=False) # None: no forecasts
     forecast: tuple[SeedWorth, ...] = field(default=(), repr=False) # its latest forecasts, by lane
+    busy: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False) # of an epoch
     copies: GroupCopies = field(init=False, repr=False) # of groups of lanes, in which they are trained
     rolled_back: RolledBackSeeds = field(init=False, repr=False) # what became of the seeds of failed lanes
 
@@ -462,6 +464,12 @@ class Population:
         if self.config.exact and self.workers.device.type == "cpu": return 1 # independent of this machine
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize) * max(map(len, plan))
         return 1 if self.workers.device.type == "cpu" and size <= SMALL_GROUP else None
+
+    def alone(self) -> AbstractContextManager:
+        "Return the context of an epoch that no other thread shares; raise `RuntimeError` if one is training."
+        if not self.busy.locked(): return self.busy
+        raise RuntimeError("another thread is training this population, such as that of a Session: pause or stop it "
+                           "first, or make a population of your own with new_population")
 
     def exactly(self) -> AbstractContextManager:
         "Return the context of an epoch: with `exact`, kernels of a GPU that add in the same order every time."

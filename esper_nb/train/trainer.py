@@ -60,6 +60,8 @@ def run_epoch(
     ------
     GovernorStop
         If every lane has used up its rollbacks, and the Governor's settings ask for an error then.
+    RuntimeError
+        If another thread is training this population, such as that of a `Session`.
 
     Examples
     --------
@@ -75,7 +77,7 @@ def run_epoch(
     lanes = None if active is None else active.nonzero().flatten().tolist()
     inactive = () if active is None else (~active).nonzero().flatten().tolist()
     def work(g: Group) -> GroupResult | None: return group_epoch(pop, g, split, disturb, look)
-    with use_threads(pop.threads(plan)), pop.exactly():
+    with pop.alone(), use_threads(pop.threads(plan)), pop.exactly():
         groups = pop.check_out(plan)
         clock("check out")
         found = pop.workers.map(work, groups)
