@@ -403,6 +403,8 @@ class Population:
     (((0, 1, 2, 3),), [0, 0, 0, 0])
     >>> pop.epochs, pop.batch_size
     (3, 64)
+    >>> with pop.alone(): pop.busy.locked() # in an epoch, for which another thread would be refused
+    True
     """
     task: Task # data, host and loss
     config: FitConfig # how it is trained
