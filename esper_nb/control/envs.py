@@ -181,6 +181,8 @@ class GrowVecEnv(gym.vector.VectorEnv):
         **settings, # of `EnvConfig`
     ):
         check(render_mode in (None, "rgb_array"), "render_mode", render_mode, "'rgb_array', or None")
+        check(config is None or isinstance(config, Config) and hasattr(config, "num_envs"), "config", config,
+              "settings, such as EnvConfig(task='digits'), or a setting by its name: GrowVecEnv(task='digits')")
         c = EnvConfig.from_dict(settings) if config is None else config.replace(**settings)
         self.made_of, self.render_mode, self.disturb = (data, disturb, render_mode), render_mode, disturb
         task = c.task if isinstance(c.task, Task) else get_task(c.task)

@@ -274,7 +274,7 @@ def as_controller(
     >>> [d.decision.verb for d in result.decided] # a heuristic waits until the host stands still
     []
     """
-    check(hasattr(rule, "signals") and hasattr(rule, "act"), "rule", rule,
+    check(hasattr(rule, "signals") and hasattr(rule, "act") and not isinstance(rule, type), "rule", rule,
           "an object with signals() and act(view), such as Heuristic()")
     signals: dict[int, Signals] = {}
     def controller(pop: Population, last: EpochResult | None) -> list[Decision | Sequence[Decision]]:

@@ -32,7 +32,9 @@ def check(
 ):
     "Raise a `ValueError` that names the value and the expectation unless `ok`."
     if ok: return
-    raise ValueError(f"{name}={value!r}, expected {expected.format(*parts) if parts else expected}")
+    said = repr(value)
+    if len(said) > 400: said = f"{said[:200]} … ({type(value).__name__}, {len(said):,} characters)"
+    raise ValueError(f"{name}={said}, expected {expected.format(*parts) if parts else expected}")
 
 def check_count(
     name: str, # what is being checked
@@ -106,6 +108,11 @@ class Range:
     below: bool = False # `high` itself is left out
     infinite: bool = False # `math.inf` is allowed, too
     note: str = "" # put behind the expectation in messages
+
+    def __repr__(self): # as signatures show it: what differs from a range of all numbers
+        set_to = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        changed = [f"{f.name}={set_to[f.name]!r}" for f in dataclasses.fields(self) if set_to[f.name] != f.default]
+        return f"Range({', '.join(changed)})"
 
     def holds(self, value: float) -> bool:
         "Return whether a number lies in the range; not-a-number does not."

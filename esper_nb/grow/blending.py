@@ -107,6 +107,10 @@ class Blend(IntEnum):
     MULTIPLY = 1
     GATE = 2
 
+    @classmethod
+    def _missing_(cls, value):
+        raise ValueError(f"blend={value!r}, expected one of {', '.join(f'Blend.{b.name}' for b in cls)}")
+
 def combine(
     blend: Blend | int,
     h: Tensor, # the slot's input

@@ -59,6 +59,7 @@ def export_model(
     >>> net(torch.zeros(5, 1, 8, 8)).shape
     torch.Size([5, 10])
     """
+    check(isinstance(model, Growing), "model", type(model).__name__, "a growing model, such as population.model")
     as_lanes(lane, model.lanes)
     for k, why in model.unrun().items(): raise RuntimeError(f"slot {k}: {why}")
     def read(x): return x # what the model reads as the network reads it

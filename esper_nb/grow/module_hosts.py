@@ -377,6 +377,8 @@ def explore_host(
     >>> found.places["layer3"].layout, found.places["layer3"].channels, found.form.whole
     ('BCHW', 256, True)
     """
+    check(isinstance(config, ModuleHostConfig), "config", config,
+          "settings, such as ModuleHostConfig(Net, slots=['body'], shape=(1, 8, 8), classes=10)")
     return _explored(config, get_factory(str(config.factory)))
 
 @lru_cache(32)
@@ -655,7 +657,8 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
 
     def noting(k):
         def hook(_, args, kwargs, out):
-            check(isinstance(out, Tensor), f"output of {k}", type(out).__name__, "one tensor")
+            check(isinstance(out, Tensor), f"output of {k}", type(out).__name__, "one tensor; name a layer behind it "
+                  "that returns one, such as the linear layer that follows an LSTM")
             check(k not in seen, "slot", k, "a submodule that runs once in a forward pass")
             seen[k] = FeatureSeen(out, ran[-1] if ran else None, Call(len(args), tuple(kwargs)))
         return hook

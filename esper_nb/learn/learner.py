@@ -211,6 +211,10 @@ class Learner:
         self.rollout: Rollout | None = None # None: the environments have not been reset
         self.waits_for: tuple[Any] | None = None # what marked the environments when this learner was loaded
 
+    def __repr__(self):
+        done = f"{self.update} of {self.config.num_updates} updates"
+        return f"Learner({done}, {self.env_steps:,} steps in {self.n} lanes)"
+
     def step(
         self,
         stop: StopRequest | None = None, # checked between gradient steps; None: never stop inside an update

@@ -318,6 +318,8 @@ class ResumableRun:
         self.failed: int | None = 0 # number of failed checkpoints; None: one has been written
         self.written = 0 # rows in the file
 
+    def __repr__(self): return f"{type(self).__name__}({str(self.folder.path)!r}, {self.where()})"
+
     def stateful(self) -> dict[str, Any]:
         "Return the parts of a checkpoint by name, for `save_checkpoint`, without the number of rows."
         raise NotImplementedError

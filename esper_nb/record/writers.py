@@ -198,7 +198,7 @@ def _cut_torn_line(file: BinaryIO) -> None:
     file.truncate(0)
 
 def read_rows(
-    path: str | Path, # of a file from `JSONLWriter`, finished or not
+    path: str | Path, # of a file from `JSONLWriter`, finished or not, or the folder of a run
 ) -> list[Row]:
     """Read all rows of a file, except an incomplete last line.
 
@@ -218,7 +218,7 @@ def read_rows(
     ...     read_rows(f"{folder}/rows.jsonl") == rows
     True
     """
-    return RowReader(path).read()
+    return RowReader(Path(path, "rows.jsonl") if Path(path).is_dir() else path).read()
 
 class RowReader:
     "Read a file of rows incrementally while another process appends to it."

@@ -417,6 +417,7 @@ def _check_names(args: argparse.Namespace) -> None:
         names = sorted({name for kind in kinds for name in known[kind]})
         name = given.get(option)
         if name is None or name in names or plugins: continue
+        check(not Path(name).exists(), option, name, "a name; data of your own are --data {}", name)
         near = difflib.get_close_matches(name, names, 1, 0)[0]
         check(False, option, name, f"{near!r} perhaps, or another of {', '.join(names)}")
     if "data" in given: _check_own_data(args)
@@ -521,11 +522,16 @@ def _unknown(args: argparse.Namespace, words: list[str]) -> str:
             + f"; `esper-nb {args.command} --help` lists what it takes"
             + ", and each setting needs a --set of its own" * any("=" in word for word in words))
 
+def _find_own_files() -> None:
+    "Find modules in the folder that the command is started from, behind all others: a script does, a command does not."
+    if "" not in sys.path and not sys.flags.safe_path: sys.path.append("")
+
 def main(
     argv: list[str] | None = None, # arguments; None: those of the process
 ) -> int: # 0 success, 1 machine error, 2 usage error, 130 interrupted
     "Run the `esper-nb` command, and return its exit status."
     argv = sys.argv[1:] if argv is None else argv
+    _find_own_files()
     parser = _parser(next((word for word in argv if not word.startswith("-")), None))
     own = ("-h", "--help", "--version")
     if argv and argv[0].startswith("-") and argv[0] not in own:

@@ -149,6 +149,8 @@ class PolicyPlayer:
         self.seed, self.t = seed, 0
         self.practice_epochs = learner.env_steps if practice_epochs is None else practice_epochs
 
+    def __repr__(self): return f"PolicyPlayer({self.learner!r}, sampled={self.sampled})"
+
     def begin(self, env: GrowVecEnv) -> None:
         "Reset the recurrent state, and draw the sampling noise of a play."
         p, n = self.learner.policy, env.num_envs
@@ -252,6 +254,10 @@ def compare_controllers(
     >>> len(c.plays), c.horizon
     (6, 2)
     """
+    check(isinstance(controllers, Mapping) and all(map(callable, controllers.values())), "controllers",
+          {k: type(v).__name__ for k, v in controllers.items()} if isinstance(controllers, Mapping) else controllers,
+          "functions of a seed by name, such as {'PPO': lambda seed: PolicyPlayer(learner, seed=seed)}")
+    check(isinstance(seeds, Iterable), "seeds", seeds, "several, such as range(3)")
     if not isinstance(env, GrowVecEnv): env = GrowVecEnv(env if isinstance(env, EnvConfig) else EnvConfig(task=env))
     plays, notes, measure = [], {}, env.parts[0][1].data.measure
     for seed in seeds:

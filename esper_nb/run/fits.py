@@ -21,8 +21,8 @@ from ..core import FolderLock, Measure, check, new_file
 from ..guard import NOTES, Report
 from ..grow import Blend, Curve, Decision, DecisionResult, Event, Stage
 from ..train import (
-    Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, disturb_at, fit,
-    get_task, new_population, telling_text, yardstick_lines, yardsticks)
+    Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, check_population,
+    disturb_at, fit, get_task, new_population, telling_text, yardstick_lines, yardsticks)
 from ..record import (
     ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, new_run, population_rows,
     run_origin, run_rows, save_tensors, test_rows)
@@ -103,6 +103,7 @@ def begin_fit(
     >>> [result.epoch for result in run.epochs()], run.over
     ([0, 1], True)
     """
+    check_population(pop)
     _check_faults(faults, pop.lanes, pop.epochs)
     check_trackers(log)
     described: dict[str, Any] = dict(task=pop.task.to_dict(), fit=pop.config.to_dict(), device=str(pop.workers.device))

@@ -49,6 +49,12 @@ def packed_plugins() -> tuple[dict[str, str | None], list[ModuleType]]: # name -
     return sources, [sys.modules[k] for k in tops]
 
 # %% ../../nbs/run/86_plugins.ipynb #a74d4cef
+def _would_find(name: str, path: str) -> bool: # path: of a file
+    "Whether `import name` would find this file, or nothing at all: the name is then this file's, which is loaded once."
+    if name in sys.modules or not name.isidentifier(): return False
+    found = importlib.util.find_spec(name)
+    return found is None or found.origin is not None and Path(found.origin).resolve() == Path(path).resolve()
+
 def _import_file(path: str, source: str | None) -> ModuleType: # source: None reads it from the path
     "Import a plugin file as a module."
     if source is None and not Path(path).is_file():
@@ -56,10 +62,12 @@ def _import_file(path: str, source: str | None) -> ModuleType: # source: None re
     digest = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
     spec = importlib.util.spec_from_file_location(f"esper_nb_plugin_{Path(path).stem}_{digest}", path)
     assert spec is not None and spec.loader is not None # a name that ends in .py
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    own = dict.fromkeys([spec.name, *([Path(path).stem] if _would_find(Path(path).stem, path) else [])], module)
+    sys.modules.update(own)
     try: spec.loader.exec_module(module) if source is None else exec(compile(source, path, "exec"), vars(module))
     except BaseException:
-        del sys.modules[spec.name]
+        for k in own: del sys.modules[k]
         raise
     return module
 
@@ -111,9 +119,11 @@ def strange_code(settings: Any) -> list[str]: # settings: of a run's folder, nes
 def _is_of_plugin(factory: str) -> bool: # factory: "package.module:function"
     "Whether a loaded plugin defines this factory itself, rather than importing it, such as `os.system`."
     where, _, name = factory.partition(":")
-    part = {getattr(part, "__name__", k): part for k, part in _loaded.items()}.get(where)
-    found = vars(part).get(name) if isinstance(part, ModuleType) else None
-    return str(getattr(found, "__module__", None)).partition(".")[0] == where.partition(".")[0]
+    named = sys.modules.get(where)
+    parts = [part for k, part in _loaded.items() if where == getattr(part, "__name__", k) or part is named]
+    if not parts or not isinstance(parts[0], ModuleType): return False
+    home = getattr(vars(parts[0]).get(name), "__module__", None)
+    return str(home).partition(".")[0] == parts[0].__name__.partition(".")[0]
 
 def check_trust(
     settings: Any, # of a run's folder, nested
@@ -149,7 +159,7 @@ def open_settings(
         load_plugins(found.get("plugins", ()))
         return build(found)
     except (LookupError, ValueError, TypeError, AttributeError) as e:
-        raise ValueError(f"{folder.config_path} does not describe a {kind}: {e}") from e
+        raise ValueError(f"{folder.config_path} describes a {kind} that cannot be opened here: {e}") from e
 
 _kinds = dict(run="`begin_run` or `esper-nb train`, which `open_run` goes on with",
               fit="`begin_fit` or `esper-nb fit`, which `open_fit` goes on with")

@@ -60,6 +60,7 @@ def begin_run(
     >>> [update.update for update in run.updates()], run.over
     ([1], True)
     """
+    check(isinstance(config, RunConfig), "config", config, "settings, such as get_recipe('digits_impaired')")
     check_faults(config)
     check_trackers(config.log)
     load_plugins(config.plugins)

@@ -62,6 +62,7 @@ class Request:
         self.answered.set()
 
     def __str__(self) -> str: return self.message if self.ok is not None else f"{self.what}: waits for the step's end"
+    def __repr__(self) -> str: return f"Request({self})"
 
 # %% ../../nbs/show/81_session.ipynb #01d41748
 P = ParamSpec("P")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core import check
 from ..guard import Governor, Report
 from ..grow import Decision, DecisionResult, Event, Growing, apply_decision
 from ..train import Controller, Fault, Population, SeedWorth, disturb_at, fit, list_faults
@@ -257,6 +258,10 @@ class LoopSource(Source):
         accuracy: Callable[[], float] | None = None, # returns held-out accuracy in percentage points
         every: int = 50, # batches between two calls of `accuracy`
     ):
+        given = callable(loop) and not isinstance(loop, torch.nn.Module)
+        check(given, "loop", type(loop).__name__, "a function of `disturb` that yields the loss of every batch")
+        check(isinstance(governor, Governor), "governor", type(governor).__name__, "a Governor of the same model")
+        check(isinstance(model, torch.nn.Module), "model", type(model).__name__, "the network that the loop trains")
         self.net = model
         self.losses = loop(self.disturb)
         self.watcher = self.governor = governor

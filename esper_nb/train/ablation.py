@@ -123,6 +123,7 @@ def evaluate(
     >>> tuple(result.accuracy_pp.shape), tuple(result.class_pp.shape)
     ((4,), (4, 10))
     """
+    check(isinstance(task, Task), "task", task, "a Task, such as pop.task of a population")
     n, was_training = net.lanes if isinstance(net, Growing) else num_lanes(net), net.training
     tally = Tally(data.counter(class_counts, split), data.classes)
     net.eval()

@@ -59,8 +59,10 @@ def one_each(values, source: str): # the same, with one axis
     check(not isinstance(values, (str, dict)), source, values if isinstance(values, str) else type(values).__name__,
           "one for each example; of a table of pandas one column, such as frame['kind']")
     shape = tuple(getattr(values, "shape", (0,)))
-    check(len(shape) == 1 or len(shape) == 2 and shape[1] == 1, f"shape of {source}", shape, "(N,), one for each "
-          "example; of one-hot rows take y.argmax(1), for several labels each say target='labels'")
+    more = "; of one-hot rows take y.argmax(1), for several labels each say target='labels'" if len(shape) == 2 else (
+        "; for an answer at every pixel, attach_slots grows a network in a loop of your own" if len(shape) > 2 else "")
+    check(len(shape) == 1 or len(shape) == 2 and shape[1] == 1, f"shape of {source}", shape,
+          f"(N,), one for each example{more}")
     if len(shape) == 1: return values
     return values.iloc[:, 0] if hasattr(values, "iloc") else values.reshape(-1)
 
@@ -244,6 +246,10 @@ def picture_files(path: str | Path) -> list[tuple[Path, str]]: # (file, class), 
     check(len(folders) > 1, f"folders in {root}", [d.name for d in folders], "one for each class, and at least two")
     found = [(f, d.name) for d in folders for f in sorted(d.iterdir())
              if not f.name.startswith(".") and f.name.lower() not in _of_systems]
+    deeper = [d for d in folders if any(f.is_dir() for f, k in found if k == d.name)]
+    check(not deeper, f"folders in {root} that hold folders", [d.name for d in deeper[:3]],
+          "pictures in the folder of each class; if {} holds the classes, name that one, else move its folders away",
+          *deeper[:1])
     empty = [d for d in folders if d.name not in {k for _, k in found}]
     strange = [str(f.relative_to(root)) for f, _ in found if f.suffix.lower() not in PICTURES or not f.is_file()]
     refuse([*(f"pictures in {d}=0, expected some; put pictures there or delete the folder" for d in empty),
@@ -440,10 +446,16 @@ def from_dataset(
 ) -> Examples:
     "Return the examples of a map-style dataset, each read once."
     check(hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"), source, type(dataset).__name__,
-          "a dataset with a length and items by number; list(...) makes one of an iterable")
+          "a dataset with a length and items by number; of a DataLoader take its .dataset, and list(...) makes one of "
+          "other iterables")
     xs, ys = [], []
     for i in range(len(dataset)):
-        try: x, y = dataset[i]
+        try:
+            item = dataset[i]
+            if isinstance(item, dict):
+                raise TypeError(f"it is a dictionary of {listed([*item])}, expected a pair of example and label: "
+                                "[(d['x'], d['y']) for d in dataset] makes them")
+            x, y = item
         except Exception as e: raise ValueError(f"{source}[{i}] cannot be read ({type(e).__name__}: {e})") from e
         xs.append(x if isinstance(x, Tensor) else torch.from_numpy(dense_numbers(x, f"{source}[{i}]").copy()))
         check(xs[-1].shape == xs[0].shape, f"shape of {source}[{i}]", tuple(xs[-1].shape),
@@ -801,6 +813,7 @@ def load_source(
 def host_for(shape: Sequence[int], classes: int) -> CNNConfig: # shape: (C, H, W)
     "Return a small host for images of a size, or, for one pixel, a multilayer perceptron."
     channels, height, width = shape
-    check(height == width, "pictures", (height, width), "squares; pad or cut them")
+    check(height == width, "pictures", (height, width), "squares; pad or cut them, or, if these are signals or "
+          "sequences, give a network that reads them: host=ModuleHostConfig(Net, slots=..., reads='BCL')")
     if height == 1: return CNNConfig(classes, channels, 1, base=32, widen=False, blocks=3, kernel=1, pools=0)
     return CNNConfig(classes, channels, height, base=8, blocks=3, pools=min(3, max(0, height.bit_length() - 2)))

@@ -6,12 +6,13 @@
 __all__ = ['Forecaster', 'MIXED_BYTES', 'SMALL_GROUP', 'SIGNALS', 'LOOKED_AT', 'FitConfig', 'TrainResult', 'GroupResult',
            'SeedWorth', 'EpochResult', 'latest_forecasts', 'forecasts_now', 'lane_bytes', 'grown_plan', 'owners_in_use',
            'part_of', 'Spare', 'GroupCopies', 'undone_germination', 'kept_history', 'RolledBackSeeds', 'LaneRates',
-           'Population', 'new_governor', 'new_stepper', 'new_population', 'seed_health', 'traced', 'latest_pass',
-           'site_signals', 'join_results', 'spread_lanes', 'join_ablations', 'total_gain', 'join_groups',
+           'Population', 'new_governor', 'new_stepper', 'check_population', 'new_population', 'seed_health', 'traced',
+           'latest_pass', 'site_signals', 'join_results', 'spread_lanes', 'join_ablations', 'total_gain', 'join_groups',
            'sum_and_best']
 
 # %% ../../nbs/train/38_population.ipynb #56a20ba1
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,10 +22,10 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from esper_nb.core import (
+from ..core import (
     BUDGET, Config, Count, OneOf, Plan, Positive, PositiveOrInf, Precision, RandomSeed, Whole, Workers,
-    activation_room, check, check_device, choose_precision, plan, put_lanes, repeatable, take_lanes, use_threads,
-    with_lanes)
+    activation_room, check, check_device, choose_precision, listed, plan, put_lanes, repeatable, take_lanes,
+    use_threads, with_lanes)
 from ..guard import Governor, GovernorConfig, Report
 from ..grow import (
     ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, Decision, DecisionResult, Event, Growing, ModuleHostConfig, Reason,
@@ -402,6 +403,8 @@ class Population:
     (((0, 1, 2, 3),), [0, 0, 0, 0])
     >>> pop.epochs, pop.batch_size
     (3, 64)
+    >>> with pop.alone(): pop.busy.locked() # in an epoch, for which another thread would be refused
+    True
     """
     task: Task # data, host and loss
     config: FitConfig # how it is trained
@@ -419,11 +422,22 @@ class Population:
     graphs: Graphs | None = field(default=None, repr=False) # recorded steps; None: none are wanted
     forecaster: Forecaster | None = field(default=None, repr=False) # None: no forecasts
     forecast: tuple[SeedWorth, ...] = field(default=(), repr=False) # its latest forecasts, by lane
+    busy: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False) # of an epoch
     copies: GroupCopies = field(init=False, repr=False) # of groups of lanes, in which they are trained
     rolled_back: RolledBackSeeds = field(init=False, repr=False) # what became of the seeds of failed lanes
 
     def __post_init__(self):
         self.copies, self.rolled_back = GroupCopies(self.model, self.stepper), RolledBackSeeds(self.model)
+
+    def __repr__(self):
+        trained = self.epoch.unique().tolist() # more than one number only if lanes were left out of an epoch
+        done = f"{trained[0]}" if len(trained) == 1 else f"{trained[0]} to {trained[-1]}"
+        return (f"Population({self.lanes} lanes on {self.task.name}, {done} of {self.epochs} epochs, "
+                f"slots {listed(self.model.names)}; {self.data!r})")
+
+    def __reduce__(self):
+        raise TypeError("a population holds threads and cannot be copied or pickled: begin_fit(pop, folder) saves it "
+                        "as it trains, pop.model.state_dict() the networks, and copy.deepcopy(pop.model) copies them")
 
     @property
     def lanes(self) -> int:
@@ -452,6 +466,12 @@ class Population:
         if self.config.exact and self.workers.device.type == "cpu": return 1 # independent of this machine
         size = lane_bytes(self.task, self.batch_size, self.precision.dtype.itemsize) * max(map(len, plan))
         return 1 if self.workers.device.type == "cpu" and size <= SMALL_GROUP else None
+
+    def alone(self) -> AbstractContextManager:
+        "Return the context of an epoch that no other thread shares; raise `RuntimeError` if one is training."
+        if not self.busy.locked(): return self.busy
+        raise RuntimeError("another thread is training this population, such as that of a Session: pause or stop it "
+                           "first, or make a population of your own with new_population")
 
     def exactly(self) -> AbstractContextManager:
         "Return the context of an epoch: with `exact`, kernels of a GPU that add in the same order every time."
@@ -697,6 +717,13 @@ def _with_fused_host(task: Task, dev: torch.device) -> Task:
     check(isinstance(task.host, CNNConfig), "fused", True, "False: the host of {} is no built-in convolutional one",
           task.name)
     return task.replace(host=task.host.replace(fused=True))
+
+def check_population(
+    pop: object, # what should be one
+) -> None:
+    "Raise `ValueError` for what is no population, and say how to make one."
+    check(isinstance(pop, Population), "pop", pop,
+          "a population, such as new_population('digits') or new_population(task)")
 
 def new_population( # noqa: PLR0913  # task, settings, data, device and blueprints
     task: Task | str, # a task, or the name of one

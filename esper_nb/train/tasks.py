@@ -267,8 +267,10 @@ def get_task(
     >>> get_task("digits").batch_size
     64
     """
-    near = difflib.get_close_matches(str(name), _tasks, 1, 0)
-    check(isinstance(name, str) and name in _tasks, "task", name,
+    check(isinstance(name, str), "task", name, "the name of a task, or a Task: task_from_arrays(x, y) makes one of "
+          "your data, and its .replace(host=ModuleHostConfig(...)) takes a network of your own")
+    near = difflib.get_close_matches(name, _tasks, 1, 0)
+    check(name in _tasks, "task", name,
           f"{near[0]!r} perhaps, or another of {', '.join(list_tasks())}")
     return _tasks[name]
 

@@ -20,8 +20,9 @@ from ..grow import Decision, apply_decisions
 from .ablation import judge_lanes
 from .data import share_pp
 from .graphs import Group, GroupSteps, TrainStep, capture_steps
-from .population import (
-    EpochResult, GroupResult, Population, TrainResult, join_groups, seed_health, site_signals, spread_lanes, traced)
+from esper_nb.train.population import (
+    EpochResult, GroupResult, Population, TrainResult, check_population, join_groups, seed_health, site_signals,
+    spread_lanes, traced)
 
 # %% ../../nbs/train/39_trainer.ipynb #03504431
 class OwnerState(Protocol):
@@ -59,6 +60,8 @@ def run_epoch(
     ------
     GovernorStop
         If every lane has used up its rollbacks, and the Governor's settings ask for an error then.
+    RuntimeError
+        If another thread is training this population, such as that of a `Session`.
 
     Examples
     --------
@@ -68,12 +71,13 @@ def run_epoch(
     >>> result.epoch, tuple(result.train.losses.shape), pop.epoch.tolist() # 20 batches of two lanes
     (0, (20, 2), [1, 1])
     """
+    check_population(pop)
     if pop.graphs is not None: pop.graphs.sweep()
     start, plan, number = time.perf_counter(), pop.plan(), int(pop.epoch.max())
     lanes = None if active is None else active.nonzero().flatten().tolist()
     inactive = () if active is None else (~active).nonzero().flatten().tolist()
     def work(g: Group) -> GroupResult | None: return group_epoch(pop, g, split, disturb, look)
-    with use_threads(pop.threads(plan)), pop.exactly():
+    with pop.alone(), use_threads(pop.threads(plan)), pop.exactly():
         groups = pop.check_out(plan)
         clock("check out")
         found = pop.workers.map(work, groups)
@@ -126,7 +130,8 @@ def fit(
     >>> pop.epoch.tolist()
     [1, 1]
     """
-    check(isinstance(pop, Population), "pop", pop, "a population, such as new_population('digits')")
+    check_population(pop)
+    check(epochs is None or hasattr(epochs, "__index__"), "epochs", epochs, "a whole number, or None")
     check(controller is None or callable(controller), "controller", controller,
           "a function of a population and its last result, such as as_controller(Heuristic())")
     left = pop.epochs - int(pop.epoch.max()) if epochs is None else epochs
