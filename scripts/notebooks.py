@@ -66,7 +66,7 @@ def cells(notebook, kind="code"):
 
 def find_modules(lib=LIB):
     "Every module that a notebook makes."
-    return sorted(p for p in Path(lib).rglob("*.py") if p.name not in ("__init__.py", "_modidx.py"))
+    return sorted(p for p in Path(lib).rglob("*.py") if p.name not in ("__init__.py", "__main__.py", "_modidx.py"))
 
 
 def _tool(name, cwd):

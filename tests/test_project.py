@@ -25,7 +25,7 @@ CFG = CFG["DEFAULT"]
 NOTEBOOKS = find_notebooks()
 PAGES = [p for p in NOTEBOOKS if p.parent.name in LAYERS]
 TREES = {m.relative_to(LIB).with_suffix("").as_posix().replace("/", "."): ast.parse(m.read_text(encoding="utf-8"))
-         for m in find_modules() if m.name != "__main__.py"}
+         for m in find_modules()}
 WHERE = exported_names()
 ALONE = ("guard", "learn")      # these need nothing but core
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)

@@ -231,7 +231,7 @@ def test_redone_steps_are_not_kept_with_a_bad_state():
     run = Run()
     incident = run.incident(report=None)
     live = run.net[0].weight.clone()
-    healthy = SimpleNamespace(cause="healthy", also=(), batches=())
+    healthy = SimpleNamespace(cause="healthy", also=(), batches=(), counts=())
     assert redo(incident, healthy, is_bad=lambda: ("model.0.weight",)) is None
     assert torch.equal(run.net[0].weight, live) and redo(incident, healthy) is not None
 

@@ -62,11 +62,11 @@ from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import OWN_PARTS as OWN_PARTS, UNHEARD as UNHEARD, NOT_TAKEN as NOT_TAKEN, Governor as Governor
-from .health import (LASTS as LASTS, OFTEN as OFTEN, SHARE as SHARE, JUMP as JUMP, STILL_NEAR as STILL_NEAR,
-    SEEN as SEEN, LIKE as LIKE, LONG as LONG, RAISED as RAISED, STEEP as STEEP, LEAP as LEAP, SETTLED as SETTLED,
-    StateHealth as StateHealth, Bands as Bands, BufferBands as BufferBands, LossCourse as LossCourse, Sign as Sign,
-    Leap as Leap, RateCourse as RateCourse, Signs as Signs, is_steep as is_steep, UpdateWatch as UpdateWatch,
-    Beside as Beside, StateJudge as StateJudge)
+from .health import (LASTS as LASTS, GROWN as GROWN, OFTEN as OFTEN, SHARE as SHARE, JUMP as JUMP,
+    STILL_NEAR as STILL_NEAR, SEEN as SEEN, LIKE as LIKE, LONG as LONG, RAISED as RAISED, STEEP as STEEP,
+    LEAP as LEAP, SETTLED as SETTLED, StateHealth as StateHealth, Bands as Bands, BufferBands as BufferBands,
+    LossCourse as LossCourse, Sign as Sign, Leap as Leap, RateCourse as RateCourse, Signs as Signs,
+    is_steep as is_steep, UpdateWatch as UpdateWatch, Beside as Beside, StateJudge as StateJudge)
 from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, STOPS as STOPS,
     ABSENT_VARIABLE as ABSENT_VARIABLE, COUNTERS as COUNTERS, BodyNames as BodyNames, uses_of as uses_of,
     FrameVariables as FrameVariables, write_back as write_back, LoopBody as LoopBody,

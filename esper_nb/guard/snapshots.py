@@ -515,6 +515,16 @@ class Snapshot:
             if .05 < now < 1 and float((good.bank[k] == 0).float().mean()) < now / 2: found.append(".".join(k))
         return tuple(found)
 
+    @torch.no_grad()
+    def growth(self) -> float: # 1: as large; infinite: not finite
+        "Return how much larger the weights are, as one vector, than those of the published state."
+        good = self.good_state()
+        pairs = [] if good is None else [(t, good.bank[k]) for k, t in _weights(read_parts(self.parts, self.n))
+                                         if k in good.bank]
+        if not pairs: return 1.
+        now, then = (float(get_total_norm([t.double() for t in column])) for column in zip(*pairs))
+        return now / then if then and np.isfinite(now) else np.inf
+
     def is_apart(self) -> bool:
         "Return whether processes that started with equal weights have diverged; every process must call it."
         return self.agree is not None and self.agree([], [_weights_of(read_parts(self.parts, self.n))])[1]
