@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from esper_nb.guard import Governor, GovernorConfig, footprint
 from esper_nb.guard.rehearsal import in_a_fork
+from esper_nb.guard.writes import trained_by, untrained_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFTEN = GovernorConfig(snapshot_every=10, probation=10)
@@ -560,6 +561,36 @@ def test_a_weight_that_makes_buffers_jump_is_put_back_with_them():
     report, = governor.reports
     assert report.reason == "state" and "model" in report.restored and net[0].weight.norm() < 10
 
+
+def test_weights_of_a_class_of_their_own_count_as_trained():
+    "Those of sharded and quantized networks lie nowhere that could be compared: a write into them was a target's."
+    class Wrapped(torch.Tensor): pass
+    net = nn.Linear(2, 2)
+    net.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Wrapped))
+    opt = torch.optim.SGD([net.weight], .1)
+    assert untrained_in(dict(model=net, target=nn.Linear(2, 2)), trained_by([opt])) == ["target"]
+
+@pytest.mark.parametrize("share", [.5, .1])
+def test_a_target_that_follows_now_and_then_between_steps_is_not_taken_back(share):
+    "It moves a part of the way, by code of the loop that a replay does not have; the loss rises for a while."
+    def train(guarded):
+        torch.manual_seed(0)
+        net, target = nn.Linear(4, 1), nn.Linear(4, 1)
+        opt = torch.optim.SGD(net.parameters(), lr=.05)
+        governor = Governor(net, target, opt, chance_loss=None) if guarded else None
+        def step(x):
+            with torch.no_grad(): aim = x @ AIM + .9 * target(x)
+            return descend(opt, F.mse_loss(net(x), aim))
+        for k in range(300):
+            x = torch.randn(32, 4)
+            if governor is None: step(x)
+            else: governor.run(step, x)
+            if k % 25 == 24:
+                for p, q in zip(target.parameters(), net.parameters()):
+                    p.data.copy_(share * q.data + (1 - share) * p.data)
+        return net, governor
+    alone, (guarded, governor) = train(False)[0], train(True)
+    assert not governor.reports and torch.equal(alone.weight, guarded.weight)
 
 def test_old_buffers_are_not_given_to_weights_that_have_grown_since():
     "A learning rate far too high lets weights and variances grow together; each fits the other."

@@ -129,6 +129,7 @@ from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, 
     owned_by as owned_by, BackgroundCopy as BackgroundCopy, OwnSettings as OwnSettings,
     own_settings_of as own_settings_of)
 from .writes import (TensorTable as TensorTable, PIECE as PIECE, PIECES as PIECES, PieceOf as PieceOf,
-    tensors_of_parts as tensors_of_parts, tables_of as tables_of, is_other as is_other, untrained_in as untrained_in,
-    words_of as words_of, in_turns as in_turns, Written as Written, WriteCounts as WriteCounts,
-    StateWatch as StateWatch, LoadWatch as LoadWatch, copies_of as copies_of, Distances as Distances)
+    tensors_of_parts as tensors_of_parts, tables_of as tables_of, is_other as is_other, trained_by as trained_by,
+    untrained_in as untrained_in, words_of as words_of, in_turns as in_turns, Written as Written,
+    WriteCounts as WriteCounts, StateWatch as StateWatch, LoadWatch as LoadWatch, copies_of as copies_of,
+    Distances as Distances)

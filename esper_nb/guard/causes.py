@@ -41,7 +41,8 @@ from .rehearsal import DryReplay, can_fork, in_a_fork
 from .replay import LOW, Changes, LayerWatch, Replay, find_operation, share_of_rate
 from .reports import Evidence, Explanation, logger
 from .rises import blames_weights
-from .writes import Distances, StateWatch, WriteCounts, Written, tensors_of_parts
+from .writes import (
+    Distances, StateWatch, WriteCounts, Written, tensors_of_parts, trained_by, untrained_in)
 
 # %% ../../nbs/guard/26_causes.ipynb #bitsfound
 def first_apart(
@@ -254,6 +255,10 @@ def explain_parting(
         return Parting("unknown", f"the loop switches `{flag}` of an optimizer before batch {k}, and what else it does "
                        "with that is not repeated: let the step do it")
     writes = [] if written is None else writes_before(found, written)
+    judges = untrained_in(replay.objects, trained_by(replay.optimizers))
+    if writes and all(name.startswith(tuple(f"{judge}." for judge in judges)) for w in writes for name in w.names):
+        return Parting("unknown", f"the loop writes into {listed(writes[-1].names, 3, 999)} between your steps, which "
+                       "no optimizer trains: a target or an average. A replay leaves it out: let your step do it")
     if writes and (exact or at >= 2): return Parting("external", wrote(writes, written or ()), writes[-1].after + 1,
                                                    written=writes[-1].how == "versions")
     if dry is not None and not exact: return Parting("unknown", dry.why)

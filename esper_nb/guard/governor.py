@@ -34,8 +34,8 @@ from esper_nb.guard.reports import (
 from .responses import GuardedRun, IncidentResponse, LaneJudge, Moment, clocks_of, missing_parts
 from .resume import ResumeCheck, ResumeWatch
 from .rises import BACK
-from .snapshots import BackgroundCopy, Snapshot, TakeResult, owned_by
-from .writes import LoadWatch
+from .snapshots import BackgroundCopy, Snapshot, TakeResult
+from .writes import LoadWatch, trained_by
 
 # %% ../../nbs/guard/31_governor.ipynb #77500f84
 OWN_PARTS = ("governor_stats", "update_gate") # of a snapshot, beside the user's
@@ -125,7 +125,7 @@ class Governor:
         log = self.log
         self.resume = ResumeWatch(self.snapshot.objects, OWN_PARTS, say=lambda text: log.say("%s", text))
         alone = single and not self.ranks # of several, one may load and send what it has to the others
-        self.loads = LoadWatch(self.snapshot.objects if alone else {}, owned_by(self.snapshot.optimizers))
+        self.loads = LoadWatch(self.snapshot.objects if alone else {}, trained_by(self.snapshot.optimizers))
         self.loaded = -AGAIN # losses watched when the latest load was seen
         for text in missing_parts(self.snapshot, self.rates): logger.warning("Governor: %s", text)
 

@@ -28,9 +28,9 @@ from .rehearsal import DryReplay, dry_replay
 from .replay import NotRestorable, Replay
 from .reports import Explanation, GovernorConfig, Report, logger
 from .responses import GuardedRun, clocks_of
-from .snapshots import Snapshot, owned_by
+from .snapshots import Snapshot
 from .writes import (
-    StateWatch, WriteCounts, Written, copies_of, tables_of, tensors_of_parts, untrained_in)
+    StateWatch, WriteCounts, Written, copies_of, tables_of, tensors_of_parts, trained_by, untrained_in)
 
 # %% ../../nbs/guard/28_repairs.ipynb #between1
 HABIT = 16 # times that something wrote into a tensor between two steps, from which on it is part of the loop
@@ -100,12 +100,12 @@ class BetweenSteps:
         if found.how == "exchanged": return self.exchanged.append(found)
         self.written.append(found)
         # what a loop does to a target or to averaged weights says nothing about the weights that it trains
-        judges = untrained_in(self.snapshot.objects, owned_by(self.optimizers))
+        judges = untrained_in(self.snapshot.objects, trained_by(self.optimizers))
         names = [name for name in found.names if not name.startswith(tuple(f"{judge}." for judge in judges))]
         if self.tell is not None and names: self.tell(", ".join(names[:3]))
 
     def _copies(self, names: Sequence[str]) -> dict[str, str]: # source, by name; empty: something else was written
-        return copies_of(names, tensors_of_parts(self.snapshot.objects), owned_by(self.optimizers))
+        return copies_of(names, tensors_of_parts(self.snapshot.objects), trained_by(self.optimizers))
 
     def until(self, number: int) -> list[Written]: # of a step
         "Return what was written before the end of a step."
