@@ -266,7 +266,8 @@ class StepRecorder:
         older = [*self.older, *((s.number, s.loss) for s in self.steps if s.number < number and not s.no_update)]
         if steps and steps[0].number > number: steps = [] # batches were let go
         missing = "" if steps else why_missing(number, self.first, self.steps)
-        if left := next((s.number for s in steps if s.leaves), None):
+        left = next((s.number for s in steps if s.leaves), None)
+        if left is not None:
             missing = f"batch {left} has left its loop, as by `break`, and would leave this one if it were run again"
             steps = []
         return RecordedIncident(
