@@ -364,7 +364,7 @@ class Explanation:
     def plot(self, ax=None): # matplotlib axes; None: new ones
         "Draw the losses of the run, the same batches again, and where the failure began."
         import matplotlib.pyplot as plt
-        if ax is None: ax = plt.figure(figsize=(7, 3)).add_subplot()
+        if ax is None: ax = plt.figure(figsize=(7, 3 if self.recorded else .4)).add_subplot()
         at = self.first + np.arange(len(self.recorded)) # none: nothing was replayed
         ax.plot(at, self.recorded, "k.-", lw=.8, ms=3, label="the run")
         again = dict(lw=1.2, alpha=.7, label="again, nothing changed")
@@ -377,7 +377,7 @@ class Explanation:
         ax.set(xlabel="batch", ylabel="loss", title=textwrap.fill(self.why.split(";")[0], 90))
         ax.title.set_fontsize(9)
         if self.recorded: ax.legend(fontsize=8)
-        else: ax.set(xticks=(), yticks=()) # there is only the reason
+        else: ax.set_axis_off() # there is only the reason
         return ax
 
     def _repr_html_(self):
