@@ -978,7 +978,7 @@ def test_statistics_that_make_a_step_fail_are_put_back_as_weights_are(caplog):
     governor = Governor(net, opt, chance_loss=None)
     def step(x):
         seen["mean"] = .9 * seen["mean"] + .1 * x.mean(0)
-        chosen = torch.distributions.Categorical(logits=net(x - seen["mean"]))
+        chosen = torch.distributions.Categorical(logits=net(x - seen["mean"]), validate_args=True)
         return descend(opt, -chosen.log_prob((x.sum(1) > 0).long()).mean())
     for k in range(160):
         x = torch.randn(16, 4)
