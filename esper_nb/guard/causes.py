@@ -41,8 +41,8 @@ from .rehearsal import DryReplay, can_fork, in_a_fork
 from .replay import LOW, Changes, LayerWatch, Replay, find_operation, share_of_rate
 from .reports import Evidence, Explanation, logger
 from .rises import blames_weights
-from .writes import (
-    Distances, StateWatch, WriteCounts, Written, tensors_of_parts, trained_by, untrained_in)
+from .snapshots import trained_by
+from .writes import Distances, StateWatch, WriteCounts, Written, tensors_of_parts, untrained_in
 
 # %% ../../nbs/guard/26_causes.ipynb #bitsfound
 def first_apart(
@@ -88,6 +88,11 @@ class Findings:
     def apart(self) -> int | None: # place; None: there is none
         "The first step whose loss in the replay is not, to the bit, what it was in the run."
         return first_apart(self.losses, self.again)
+
+    @property
+    def shown(self) -> int: # place
+        "The step at which the failure shows, in a loss or in the state."
+        return min([self.onset, len(self.again) - 1, *self.wrong])
 
     @property
     def late(self) -> list[int]: # numbers
@@ -608,14 +613,13 @@ def counts_in(
 
 def lower_counts(found: Findings, up: bool = False) -> dict[str, int]: # by name
     "Return what to add to all counts, so that what happened shortly before the failure is over before, or never comes."
-    at = min([found.onset, len(found.again) - 1, *found.wrong])
-    by = at + 1 if up else at - len(found.steps) - BEFORE
+    by = found.shown + 1 if up else found.shown - len(found.steps) - BEFORE
     return {name: by * (row[1] - row[0]) for name, row in found.counts.items()}
 
 def name_counts(replay: Replay, found: Findings) -> str:
     "Say where they stood when the failure showed."
-    at, report = min([found.onset, len(found.again) - 1, *found.wrong]), replay.incident.report
-    stood = listed([f"`{name}` was about {row[at]}" for name, row in found.counts.items()], 3)
+    report = replay.incident.report
+    stood = listed([f"`{name}` was about {row[found.shown]}" for name, row in found.counts.items()], 3)
     meant = report is not None and report.reason not in ("non-finite", "state")
     return (f"the step did something at one value of its own count: {stood}; with lower numbers, or higher ones, the "
             "run stays well" + ("; if you mean it, call `governor.accept()` there" if meant else ""))

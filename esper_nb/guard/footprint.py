@@ -7,10 +7,10 @@ __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED'
            'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL',
            'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
            'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names',
-           'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'labelled', 'whole_numbers_in', 'moved_in',
-           'version_of', 'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf',
-           'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of',
-           'Unrestorable', 'kind_of_effect', 'wrapped_by', 'place_of', 'Walk', 'tables_of_optimizers', 'StepWalk',
+           'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of',
+           'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
+           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable',
+           'kind_of_effect', 'wrapped_by', 'place_of', 'memory_of', 'Walk', 'tables_of_optimizers', 'StepWalk',
            'owned_by_parts', 'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat',
            'exchanged', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of',
            'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen',
@@ -189,6 +189,10 @@ class Holder:
         "Return the names under which a reader is told of it."
         return [self.name]
 
+    def named(self, content: tuple) -> tuple[list[str], tuple]: # content: of `read`; names, values
+        "Return the variables, attributes or entries that it held then: nothing in a list has a name of its own."
+        return [], ()
+
 def alike(
     a: tuple, # of `sign`
     b: tuple,
@@ -216,6 +220,9 @@ class Variable(Holder):
     def labels(self): # list
         "Return its name."
         return [self.name]
+    def named(self, content): # names, values
+        "Return its name and its value, if it had one."
+        return self.labels(), content
 
 # %% ../../nbs/guard/21_footprint.ipynb #24790aea
 class Names(Holder):
@@ -244,6 +251,9 @@ class Names(Holder):
     def told(self): # list
         "Return the names."
         return self.labels()
+    def named(self, content): # names, values
+        "Return names and values."
+        return self.labels(), content
 
 class FixedNames(Names):
     "Variables that name networks, optimizers, functions: a function around the loop may be called for others."
@@ -292,6 +302,10 @@ class Entries(Holder):
     def labels(self): # list
         "Return the names."
         return [f"{self.name}[{k!r}]" for k in self.obj]
+    def named(self, content): # names, values
+        "Return names and values, unless there are many."
+        n = len(content) // 2
+        return ([f"{self.name}[{k!r}]" for k in content[:n]], content[n:]) if n <= SMALL else ([], ())
 
 class Members(Holder):
     "A set."
@@ -304,22 +318,12 @@ class Members(Holder):
         return self.read() if len(self.obj) <= SMALL else (len(self.obj),)
 
 # %% ../../nbs/guard/21_footprint.ipynb #c0un7d02
-def labelled(
-    holder: Holder,
-    content: tuple, # of its `read`
-) -> tuple[list[str], tuple]: # names, values; both empty where nothing has a name of its own, or it is long
-    "Return the variables, attributes and entries that a place holds."
-    if isinstance(holder, (Variable, Names)): return holder.labels(), content
-    n = len(content) // 2 # keys come first
-    if not isinstance(holder, Entries) or n > SMALL: return [], ()
-    return [f"{holder.name}[{k!r}]" for k in content[:n]], content[n:]
-
 def whole_numbers_in(
     holder: Holder,
     content: tuple, # of its `read`
 ) -> dict[str, int]: # by name
-    "Return the whole numbers among them: one may count the calls of a step."
-    return {label: v for label, v in zip(*labelled(holder, content)) if type(v) is int}
+    "Return the whole numbers that a place holds under names of their own: one may count the calls of a step."
+    return {label: v for label, v in zip(*holder.named(content)) if type(v) is int}
 
 def moved_in(
     holder: Holder,
@@ -327,7 +331,7 @@ def moved_in(
     by: Mapping[str, int], # by name
 ) -> tuple: # to write
     "Return the same with something added to whole numbers."
-    labels, values = labelled(holder, content)
+    labels, values = holder.named(content)
     moved = tuple([v + by.get(k, 0) if type(v) is int else v for k, v in zip(labels, values)])
     return content[:len(content) - len(moved)] + moved
 
@@ -622,6 +626,12 @@ def place_of(
     "Return where the values of a tensor lie, and in what order."
     plain = type(t) in (Tensor, nn.Parameter, nn.Buffer) and t.layout is torch.strided and t.numel() > 0
     return (t.data_ptr(), t.shape, t.stride()) if plain else None
+
+def memory_of(
+    t: Tensor, # any
+) -> tuple | int: # equal ones: the same memory
+    "Return where the values of a tensor lie, or, where that is not known, which tensor it is."
+    return place_of(t) or id(t)
 
 class Walk:
     "What a step refers to, from its closure, its object and the globals it names, on through the user's own code."

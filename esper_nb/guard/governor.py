@@ -34,8 +34,8 @@ from esper_nb.guard.reports import (
 from .responses import GuardedRun, IncidentResponse, LaneJudge, Moment, clocks_of, missing_parts
 from .resume import ResumeCheck, ResumeWatch
 from .rises import BACK
-from .snapshots import BackgroundCopy, Snapshot, TakeResult
-from .writes import LoadWatch, trained_by
+from .snapshots import BackgroundCopy, Snapshot, TakeResult, trained_by
+from .writes import LoadWatch
 
 # %% ../../nbs/guard/31_governor.ipynb #77500f84
 OWN_PARTS = ("governor_stats", "update_gate") # of a snapshot, beside the user's

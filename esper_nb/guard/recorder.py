@@ -28,7 +28,7 @@ from .footprint import Footprint, batch_digest, bits_of, dense_parts, same_value
 from .losses import loss_of
 from .rates import has_rate, set_setting
 from .reports import Explanation, Report
-from .snapshots import SavedState, Snapshot
+from .snapshots import SavedState, Snapshot, trained_by
 from .writes import WriteCounts
 
 # %% ../../nbs/guard/24_recorder.ipynb #22aa0008
@@ -307,7 +307,7 @@ class StepRecorder:
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         "Set the gradients of an accumulation that is under way aside, and put them back in the end."
-        params = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        params = trained_by(self.optimizers)
         grads = [(p.grad, None if p.grad is None else p.grad.clone()) for p in params]
         for p in params: p.grad = None
         try: yield

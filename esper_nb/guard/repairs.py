@@ -28,9 +28,9 @@ from .rehearsal import DryReplay, dry_replay
 from .replay import NotRestorable, Replay
 from .reports import Explanation, GovernorConfig, Report, logger
 from .responses import GuardedRun, clocks_of
-from .snapshots import Snapshot
+from .snapshots import Snapshot, trained_by
 from .writes import (
-    StateWatch, WriteCounts, Written, copies_of, tables_of, tensors_of_parts, trained_by, untrained_in)
+    StateWatch, WriteCounts, Written, copies_of, tables_of, tensors_of_parts, untrained_in)
 
 # %% ../../nbs/guard/28_repairs.ipynb #between1
 HABIT = 16 # times that something wrote into a tensor between two steps, from which on it is part of the loop

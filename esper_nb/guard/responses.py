@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..core import ModulePart, forget_noted, tensors_in, weights_in
 from .budget import Budget, blames_batch, is_extreme
 from .detector import RULES, LossStats, Verdict, off_scale, on_scale
-from .footprint import Footprint, place_of
+from .footprint import Footprint, memory_of
 from .losses import LossQueue, Verdicts
 from .phases import Effect, PhaseMove
 from .probation import GoodFiles, GoodStates, SavedAt
@@ -34,7 +34,7 @@ from .rates import LearningRates
 from .recorder import tensors_of
 from .reports import GovernorConfig, IncidentLog, Report
 from .rises import blames_weights
-from .snapshots import RestoreResult, Snapshot
+from .snapshots import RestoreResult, Snapshot, trained_by
 from .writes import untrained_in
 
 # %% ../../nbs/guard/27_responses.ipynb #46cb98c3
@@ -203,10 +203,9 @@ def stray_weights(
 ) -> list[Tensor]:
     "Return what the optimizers train and none of the parts holds: a head, or layers in a list that registers none."
     held = [t for obj in objects.values() if not isinstance(obj, torch.optim.Optimizer) for t in held_by(obj)]
-    places = {place_of(t) or id(t) for t in held}
-    found = [p for o in objects.values() if isinstance(o, torch.optim.Optimizer)
-             for group in o.param_groups for p in group["params"] if isinstance(p, Tensor)]
-    return list({id(p): p for p in found if (place_of(p) or id(p)) not in places}.values())
+    places = {memory_of(t) for t in held}
+    trained = trained_by([o for o in objects.values() if isinstance(o, torch.optim.Optimizer)])
+    return list({id(p): p for p in trained if isinstance(p, Tensor) and memory_of(p) not in places}.values())
 
 def held_by(obj) -> list[Tensor]: # a part
     "Return the tensors that a part restores, as far as it shows them."
@@ -559,7 +558,7 @@ _ADDED = ("streams", "governor_stats", "update_gate", STRAYS) # parts that a Gov
 def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sentences
     "Return hints about parts that seem to be missing."
     objects = list(snapshot.objects.values())
-    optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
+    optimizers = snapshot.optimizers
     bare = [k for k, obj in snapshot.objects.items() if isinstance(obj, (dict, list, Tensor)) and k != STRAYS
             and (weights_in(obj) or not optimizers and tensors_of(obj))] # of torch.func, they ask for no gradient
     if not bare and not any(isinstance(p, ModulePart) or p.laned for p in snapshot.parts.values()):
@@ -586,7 +585,6 @@ def trains_others(objects: Mapping[str, Any]) -> list[str]: # parts by name; nam
     known = torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
     if not all(isinstance(o, known) for o in parts.values()): return [] # where else weights are is not known
     mine = {id(p) for o in parts.values() if isinstance(o, torch.nn.Module) for p in o.parameters()}
-    def weights(o): return [p for group in o.param_groups for p in group["params"]]
-    def of_network(o): return any(isinstance(p, torch.nn.Parameter) for p in weights(o)) # no plain tensor, as log alpha
+    def of_network(o): return any(isinstance(p, torch.nn.Parameter) for p in trained_by([o])) # no tensor as log alpha
     return [k for k, o in parts.items() if isinstance(o, torch.optim.Optimizer) and of_network(o)
-            and mine.isdisjoint(map(id, weights(o)))]
+            and mine.isdisjoint(map(id, trained_by([o])))]

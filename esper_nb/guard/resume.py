@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..core import Leaf, RandomStreams, as_stateful, hook_steps, listed, pack_tree, quiet_hooks
 from .reports import logger
-from .snapshots import Snapshot
+from .snapshots import Snapshot, trained_by
 
 # %% ../../nbs/guard/14_resume.ipynb #66f450a7
 class TensorProof(NamedTuple):
@@ -396,7 +396,7 @@ class ResumeWatch:
     def _followers(self) -> set[str]:
         "Return the parts that no update of the run writes: averaged weights, the place in the data."
         optimizers = [o for o in self.objects.values() if isinstance(o, torch.optim.Optimizer)]
-        owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        owned = {id(p) for p in trained_by(optimizers)}
         clocks = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
         def leads(obj):
             if not isinstance(obj, nn.Module): return isinstance(obj, clocks)

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['StateKey', 'Agree', 'PINNED', 'TakeResult', 'RestoreResult', 'StateVersion', 'SavedState', 'LiveState', 'read_parts',
-           'StateBanks', 'pinned_buffers', 'Snapshot', 'owned_by', 'BackgroundCopy', 'OwnSettings', 'own_settings_of']
+           'StateBanks', 'pinned_buffers', 'Snapshot', 'trained_by', 'owned_by', 'BackgroundCopy', 'OwnSettings',
+           'own_settings_of']
 
 # %% ../../nbs/guard/12_snapshots.ipynb #1ee11488
 import threading
@@ -740,13 +741,19 @@ def _revived(saved: Mapping[str, Any], parts: Mapping[str, AnyPart], live: LiveS
 
 
 # %% ../../nbs/guard/12_snapshots.ipynb #9df4eb4d
+def trained_by(
+    optimizers: Iterable[torch.optim.Optimizer],
+) -> list[Tensor]: # the tensors themselves: those of other libraries lie nowhere that could be compared
+    "Return the parameters of some optimizers."
+    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
+
 def owned_by(
     optimizers: Iterable[torch.optim.Optimizer],
 ) -> list[Tensor]:
     "What changes in the steps of some optimizers, and nowhere else: parameters, and tensors of their state."
     out = []
     for opt in optimizers:
-        out += [p.detach() for group in opt.param_groups for p in group["params"]]
+        out += [p.detach() for p in trained_by([opt])]
         out += [v for state in opt.state.values() for v in state.values() if isinstance(v, Tensor)]
     return [t for t in out if t.numel() and not t.is_sparse and not hasattr(t, "to_local")]
 
