@@ -66,11 +66,10 @@ class Run:
         self.snapshot.add(step=self.footprint)
         self.snapshot.take(0)
         self.recorder = StepRecorder(self.snapshot.objects.values())
-        self.given, self.digests = [], []
+        self.given = []
 
     def train(self, xy):
         self.given.append(self.footprint.before_step(self.step))
-        self.digests.append(batch_digest(xy))
         loss = self.recorder.run(self.step, xy, self.count)
         self.footprint.after_step()
         self.count += 1
@@ -79,7 +78,7 @@ class Run:
     def snap(self):
         assert self.snapshot.take(self.count).published
         self.recorder.forget(self.count)
-        self.given, self.digests = [], []
+        self.given = []
 
     def marks(self):
         return {k: bits_of([t]) for k, t in tensors_of_parts(self.snapshot.objects).items()}
@@ -91,9 +90,9 @@ class Run:
         def run(i):
             self.footprint.give(self.given[i])
             return incident.steps[i].again()
-        changed = [f"batch {s.number}" for s, then in zip(steps, self.digests) if batch_digest(s.batch) != then]
         return dry_replay(begin=replay.begin, run=run, losses=[float(s.loss) for s in steps], marks=self.marks,
-                          aside=lambda: replay, footprint=self.footprint, changed=changed, fork=fork)
+                          aside=lambda: replay, footprint=self.footprint, fork=fork,
+                          changed=[what for s in steps if (what := s.changed())])
 
 # --- kinds of steps: each returns its step, and what the loop does before every step
 
@@ -957,19 +956,44 @@ def test_a_buffer_that_is_filled_again_is_noticed(make):
     refilled_array(buffer, 1)
     assert batch_digest(given) != before
 
-def test_a_buffer_that_is_filled_again_is_said_and_nothing_is_replayed():
+def test_a_buffer_that_is_filled_again_is_replayed_as_it_was():
     net, opt = parts()
     def step(b): return update(net, opt, F.cross_entropy(net(torch.as_tensor(b[0])), b[1]))
     run, buffer = Run(step, net, opt), np.zeros((16, 8), np.float32)
-    for k in range(2): run.train((refilled_array(buffer, k), batch(k)[1]))
+    for k in range(9): run.train((refilled_array(buffer, k), batch(k)[1]))
     found = run.replay()
-    assert "batch 0 was written into" in found.why and not found.again
+    assert found.exact and found.to_the_bit, found
 
-def test_a_step_that_writes_into_its_own_batch_is_not_said_to_come_before_that():
+@pytest.mark.parametrize("often", [1, 2], ids=["every batch", "every other batch"])
+@pytest.mark.parametrize("make", [tuple, dict, lambda b: types.SimpleNamespace(**b)], ids=["tuple", "dict", "object"])
+def test_a_step_that_writes_into_its_own_batch_is_replayed_as_often_as_one_likes(make, often):
     net, opt = parts()
-    run = Run(lambda b: update(net, opt, F.cross_entropy(net(b[0].div_(2)), b[1])), net, opt)
-    run.train(batch(0))
+    def step(b):
+        x, y = b if isinstance(b, tuple) else (b if isinstance(b, dict) else vars(b)).values()
+        if int(y[0]) % often == 0: x.mul_(.7).add_(x.flip(0).mul(.3))
+        return update(net, opt, F.cross_entropy(net(x), y))
+    run = Run(step, net, opt)
+    for k in range(9):
+        x, y = batch(k)
+        run.train((x, y) if make is tuple else make(dict(x=x, y=y)))
+    for _ in range(2):
+        found = run.replay(fork=False)
+        assert found.exact and found.to_the_bit, found
+
+def test_what_cannot_be_copied_is_said_to_be_overwritten_and_nothing_is_replayed():
+    class Box:
+        def __init__(self, x): self.x = x
+        def __deepcopy__(self, memo): raise TypeError("one box only")
+    net, opt = parts()
+    run = Run(lambda b: update(net, opt, F.cross_entropy(net(b[0].x.div_(2)), b[1])), net, opt)
+    for k in range(3): run.train((Box(batch(k)[0]), batch(k)[1]))
     assert "batch 0 was written into, in its step or later" in run.replay().why
+
+def test_batches_that_stay_as_they_are_are_kept_by_reference():
+    net, opt = parts()
+    run, given = Run(plain(net, opt), net, opt), [batch(k) for k in range(6)]
+    for xy in given: run.train(xy)
+    assert all(s.batch is xy for s, xy in zip(list(run.recorder.steps)[3:], given[3:])) and not run.recorder.copying
 
 def test_every_write_into_a_batch_of_tensors_is_noticed():
     x, y = batch(0)

@@ -146,15 +146,26 @@ def test_a_disturbed_run_is_redone_on_proof_only():
     clean.incident(steps=30)
     assert torch.equal(run.net[0].weight, clean.net[0].weight)
 
-def test_a_batch_that_is_filled_again_is_not_replayed():
+@pytest.mark.parametrize("way", ["filled again", "written into by its step"])
+def test_batches_that_are_changed_in_place_are_replayed_as_they_were(way):
     buffer = np.zeros((32, 16), np.float32)
     def given(k, xy):
         buffer[...] = xy[0].numpy()
         return buffer, xy[1]
-    run = Run()
+    run = Run(between=halved)
     own = run.step
-    run.step = lambda xy: own((torch.from_numpy(xy[0].copy()), xy[1]))
-    found = find_cause(run.incident(given=given))
+    def from_buffer(xy): return own((torch.from_numpy(xy[0].copy()), xy[1]))
+    def in_place(xy): return own((xy[0].mul_(.5).add_(xy[0].flip(0)), xy[1]))
+    run.step = from_buffer if way == "filled again" else in_place
+    incident = run.incident(given=given) if way == "filled again" else run.incident()
+    found = find_cause(incident, written=run.written)
+    assert (found.cause, found.begin) == ("external", 20), found.why
+
+def test_an_overwritten_batch_without_a_copy_is_said_and_not_replayed():
+    run = Run()
+    incident = run.incident()
+    incident.steps[5].batch[0].add_(1)
+    found = find_cause(incident)
     assert found.cause == "unknown" and "changed in place" in found.why and found.steps == 0
 
 def test_why_there_are_no_steps_is_said():
