@@ -84,16 +84,16 @@ from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as Sav
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import (set_setting as set_setting, has_rate as has_rate, rates_of as rates_of, scale_lr as scale_lr,
     LearningRates as LearningRates)
-from .recorder import (GroupRates as GroupRates, HasModes as HasModes, RunModes as RunModes, Repeats as Repeats,
-    Origin as Origin, number_of as number_of, RecordedStep as RecordedStep, RatePeaks as RatePeaks,
-    out_of_shared_memory as out_of_shared_memory, StepRecorder as StepRecorder, RecordedIncident as RecordedIncident,
-    copy_published as copy_published, why_missing as why_missing, give_inputs as give_inputs,
-    tensors_of as tensors_of, same_content as same_content, same_stream as same_stream, keys_of as keys_of,
-    as_key as as_key, with_origins as with_origins, iter_noting as iter_noting, fetch_from as fetch_from,
-    Noting as Noting, NotingIterator as NotingIterator, settings_of as settings_of, stepping as stepping,
-    idle as idle, still_schedules as still_schedules, foreign_optimizers as foreign_optimizers,
-    lower_rates as lower_rates, put_rates_back as put_rates_back, at_share as at_share, Omissions as Omissions,
-    WarmUp as WarmUp)
+from .recorder import (COPIED_FIRST as COPIED_FIRST, GroupRates as GroupRates, HasModes as HasModes,
+    RunModes as RunModes, Repeats as Repeats, Origin as Origin, number_of as number_of, RecordedStep as RecordedStep,
+    RatePeaks as RatePeaks, out_of_shared_memory as out_of_shared_memory, own_copy as own_copy, is_data as is_data,
+    StepRecorder as StepRecorder, RecordedIncident as RecordedIncident, copy_published as copy_published,
+    why_missing as why_missing, give_inputs as give_inputs, tensors_of as tensors_of, same_content as same_content,
+    same_stream as same_stream, keys_of as keys_of, as_key as as_key, with_origins as with_origins,
+    iter_noting as iter_noting, fetch_from as fetch_from, Noting as Noting, NotingIterator as NotingIterator,
+    settings_of as settings_of, stepping as stepping, idle as idle, still_schedules as still_schedules,
+    foreign_optimizers as foreign_optimizers, lower_rates as lower_rates, put_rates_back as put_rates_back,
+    at_share as at_share, Omissions as Omissions, WarmUp as WarmUp)
 from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
     end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not)
