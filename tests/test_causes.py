@@ -760,3 +760,16 @@ def test_a_step_that_ruins_the_weights_every_time_is_not_looked_into_every_time(
     with pytest.raises(GovernorStop, match="the run ruins itself again"):
         for x in torch.randn(99, 8, 4): governor.run(step, x)
     assert len(governor.reports) > 4 * len(searches) and {r.cause for r in governor.reports} == {"unknown"}
+
+# --- what was seen and left
+
+@pytest.mark.parametrize("often, cause", [(1, "unknown"), (40, "healthy")])
+def test_a_write_from_outside_that_was_left_is_told_unless_the_loop_always_does_it(often, cause):
+    def fault(loop, k, given):
+        if 40 <= k < 40 + often: loop.net[0].bias.data[:1] += 1e-6
+        return given
+    loop = Loop()
+    loop.train(150, fault=fault)
+    found = loop.gov.explain()
+    assert found.cause == cause and not loop.gov.reports
+    assert ("model.0.bias changed between batch 39 and batch 40, and nothing was undone" in found.why) == (often == 1)

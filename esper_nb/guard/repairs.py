@@ -50,6 +50,7 @@ class BetweenSteps:
         self.snapshot, self.tell, self.alone = snapshot, tell, alone
         self.watch = StateWatch(lambda: tensors_of_parts(snapshot.objects), lambda: tables_of(snapshot.objects))
         self.written: deque[Written] = deque(maxlen=1024) # of late
+        self.suspect: deque[Written] = deque(maxlen=HABIT) # those of them that concern what is trained
         self.exchanged: deque[Written] = deque(maxlen=64) # modules that were given other tensors: that was meant
         self.writes = 0 # of the snapshot, when the latest step ended
         self.counts: WriteCounts | None = None # of the latest step; None: not known
@@ -102,6 +103,7 @@ class BetweenSteps:
         # what a loop does to a target or to averaged weights says nothing about the weights that it trains
         judges = untrained_in(self.snapshot.objects, trained_by(self.optimizers))
         names = [name for name in found.names if not name.startswith(tuple(f"{judge}." for judge in judges))]
+        if names: self.suspect.append(found._replace(names=tuple(names)))
         if self.tell is not None and names: self.tell(", ".join(names[:3]))
 
     def _copies(self, names: Sequence[str]) -> dict[str, str]: # source, by name; empty: something else was written
@@ -115,6 +117,10 @@ class BetweenSteps:
     def seen(self) -> bool:
         "Whether there was anything."
         return bool(self.written or self.exchanged)
+
+    def left_alone(self, since: int) -> Written | None: # the first one since a step; None: none, or it is a habit
+        "Return what has written into what is trained, if that was seldom."
+        return None if len(self.suspect) == HABIT else next((w for w in self.suspect if w.after >= since), None)
 
     def habits(self, number: int) -> set[str]: # of the first step since a good state
         "Return the tensors that were written into again and again before, while all was well."
@@ -552,7 +558,10 @@ class Recovery:
             found = replace(found, cause="unknown", why=f"nothing was acted on; {found.why}")
         if found.cause == "healthy" and incident.report is None and not now: # proved since the good state
             log = self.run.log
-            found = replace(found, cause="unknown" if log.is_left_open else "healthy", why=found.why + log.story())
+            left = self.repairs.between.left_alone(since=max((r.batch or 0 for r in log.reports), default=0))
+            told = f"; something outside of the step wrote into the state: {left}, and nothing was undone" if left else ""
+            is_open = log.is_left_open or left is not None
+            found = replace(found, cause="unknown" if is_open else "healthy", why=found.why + told + log.story())
         if incident.report is not None: self.run.log.amend(incident.report, **_fields_of(found))
         return found
 
