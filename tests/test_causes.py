@@ -772,4 +772,4 @@ def test_a_write_from_outside_that_was_left_is_told_unless_the_loop_always_does_
     loop.train(150, fault=fault)
     found = loop.gov.explain()
     assert found.cause == cause and not loop.gov.reports
-    assert ("model.0.bias changed between batch 39 and batch 40, and nothing was undone" in found.why) == (often == 1)
+    assert ("model.0.bias changed between batch 39 and batch 40; nothing was undone" in found.why) == (often == 1)

@@ -560,7 +560,7 @@ class Recovery:
             log = self.run.log
             left = self.repairs.between.left_alone(since=max((r.batch or 0 for r in log.reports), default=0))
             told = log.story()
-            if left: told = f"; something outside of the step wrote into the state: {left}, and nothing was undone{told}"
+            if left: told = f"; something outside of the step wrote into the state: {left}; nothing was undone{told}"
             found = replace(found, cause="unknown" if log.is_left_open or left else "healthy", why=found.why + told)
         if incident.report is not None: self.run.log.amend(incident.report, **_fields_of(found))
         return found
