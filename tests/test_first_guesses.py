@@ -165,3 +165,10 @@ def test_rows_are_read_from_the_folder_of_a_run(tmp_path):
     run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), tmp_path)
     assert len(list(run.epochs())) == 1
     assert read_rows(tmp_path/"digits") == read_rows(tmp_path/"digits"/"rows.jsonl") != []
+
+
+def test_a_governor_needs_no_more_than_what_it_guards():
+    net = torch.nn.Linear(4, 2)
+    governor = Governor(net, torch.optim.SGD(net.parameters(), lr=.1))
+    assert governor.chance_loss is None
+    assert governor.watch(net(torch.ones(1, 4)).square().mean()) == ()

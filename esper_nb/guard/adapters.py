@@ -305,7 +305,7 @@ def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, 
 
 # %% ../../nbs/guard/32_adapters.ipynb #87b11fd5
 def lightning_governor(
-    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
+    chance_loss: float | Sequence[float] | None = None, # nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     metric: str = "loss", # under which a manual training step logs its loss, if it returns none
     **options, # as for `Governor`: callbacks, more parts by name
@@ -333,7 +333,7 @@ def lightning_governor(
 # %% ../../nbs/guard/32_adapters.ipynb #7fc9b185
 def guard_trainer(
     trainer, # a `transformers.Trainer`, before `train()`
-    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
+    chance_loss: float | Sequence[float] | None = None, # nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ):
@@ -570,7 +570,7 @@ def _bars_of(trainer) -> list: # at most one, and none where bars are switched o
 def guard_accelerator(
     accelerator, # an `accelerate.Accelerator`
     *parts, # what `accelerator.prepare` returned: model, optimizers, schedulers
-    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
+    chance_loss: float | Sequence[float] | None = None, # nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ) -> Governor:
@@ -667,7 +667,7 @@ class _FastaiOptimizer(torch.optim.Optimizer):
 
 # %% ../../nbs/guard/32_adapters.ipynb #949a13a6
 def fastai_governor(
-    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
+    chance_loss: float | Sequence[float] | None = None, # nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ):
@@ -791,7 +791,7 @@ def fastai_governor(
 
 # %% ../../nbs/guard/32_adapters.ipynb #eb711bb9
 def skorch_governor(
-    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
+    chance_loss: float | Sequence[float] | None = None, # nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     **options, # as for `Governor`: callbacks, more parts by name
 ):
@@ -906,7 +906,7 @@ class GuardedUpdate:
 def guard_update(
     update: Callable[[Any, Any], Any], # of an engine and a batch; returns the loss, as a step of `run` does
     *parts, # model, optimizers, schedulers, scalers
-    chance_loss: float | Sequence[float] | None, # nats; None: no absolute limit, no collapse
+    chance_loss: float | Sequence[float] | None = None, # nats; None: no absolute limit, no collapse
     config: GovernorConfig | str = "batch", # thresholds and budget
     output_transform: Callable[[Any], Any] | None = None, # finds the loss in what `update` returns, if it is not that
     **options, # as for `Governor`: callbacks, more parts by name

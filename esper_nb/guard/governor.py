@@ -79,7 +79,7 @@ class Governor:
     def __init__(
         self,
         *parts, # model, optimizers, schedulers, scalers: everything with `state_dict`; tensors that the step writes
-        chance_loss: float | Sequence[float] | None, # nats, see `label_entropy`; None: no collapse is judged
+        chance_loss: float | Sequence[float] | None = None, # nats, see `label_entropy`; None: no collapse is judged
         config: GovernorConfig | str = "batch", # thresholds and budget, or a preset: "batch", "epoch", "classic"
         lanes: int | None = None, # n networks side by side, each judged alone; None: a single run
         callbacks: Sequence[Callable[[Report], None]] = (), # called once with every report, which collects their
