@@ -172,3 +172,26 @@ def test_a_governor_needs_no_more_than_what_it_guards():
     governor = Governor(net, torch.optim.SGD(net.parameters(), lr=.1))
     assert governor.chance_loss is None
     assert governor.watch(net(torch.ones(1, 4)).square().mean()) == ()
+
+
+WRONG_PARTS = {
+    "a loss": (lambda net, opt: (net, opt, 2.3), "chance_loss=2.3"),
+    "parameters": (lambda net, opt: (net.parameters(),), "hand over the model, not model.parameters()"),
+    "classes": (lambda net, opt: (type(net), type(opt)), "this is a class: hand over an object of it"),
+    "a loader": (lambda net, opt: (net, opt, DataLoader([1, 2])), "leave out what stays as it is")}
+
+
+@pytest.mark.parametrize("give, said", WRONG_PARTS.values(), ids=WRONG_PARTS)
+def test_what_is_no_part_of_a_run_is_refused_with_what_to_hand_over(give, said):
+    net = torch.nn.Linear(4, 2)
+    parts = give(net, torch.optim.SGD(net.parameters(), lr=.1))
+    with pytest.raises(ValueError, match=re.escape(said)): Governor(*parts)
+
+
+def test_a_governor_says_what_it_takes_batches_from_and_that_no_step_has_returned_a_loss():
+    net = torch.nn.Linear(4, 2)
+    governor = Governor(net, torch.optim.SGD(net.parameters(), lr=.1))
+    for wrong in (None, 10):
+        with pytest.raises(ValueError, match=f"loader={wrong}, expected what yields batches"): governor.batches(wrong)
+    for _ in range(3): governor.run(lambda x: None, torch.ones(1, 4))
+    assert "each has returned no loss" in governor.explain().why

@@ -12,7 +12,7 @@ import copy
 import random
 import reprlib
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -441,15 +441,22 @@ def as_stateful(
     if isinstance(obj, np.random.Generator):
         bits = obj.bit_generator
         return _Pair(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    if hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"): return obj
+    if hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict") and not isinstance(obj, type): return obj
     held = [getattr(v, "value", None) for v in getattr(obj, "variables", None) or ()] # of an optimizer of Keras
     if held and all(isinstance(v, nn.Parameter) for v in held):
         if getattr(obj, "built", True): return as_stateful(held, name)
         raise ValueError(f"{name}={obj!r}, expected one that has its variables; call "
                          "`optimizer.build(model.trainable_variables)` first")
-    fix = f"; keep it as dict({name}={obj!r}), and hand that over" if isinstance(obj, (int, float)) else ""
     raise ValueError(f"{name}={reprlib.repr(obj)}, expected an object with state_dict and load_state_dict, a tensor, "
-                     f"an array, a dict or list, a random generator, or a pair of functions (read, write){fix}")
+                     "an array, a dict or list, a random generator, or a pair of functions (read, write); "
+                     f"{_instead(obj, name)}")
+
+def _instead(obj, name: str) -> str: # of the object
+    "Say what to hand over instead of an object without state, as the end of a sentence."
+    if isinstance(obj, type): return "this is a class: hand over an object of it"
+    if isinstance(obj, (int, float)): return f"keep it as dict({name}={obj!r}), and hand that over"
+    if isinstance(obj, Iterator): return "it can be read once only: hand over the model, not model.parameters()"
+    return "leave out what stays as it is from step to step"
 
 # %% ../../nbs/core/09_parts.ipynb #e8316a39
 AnyPart = ModulePart | OptimizerPart | StatePart

@@ -92,6 +92,9 @@ class Governor:
         **named, # more parts by name; `cursor` is the position in the data
     ):
         self.config = as_governor_config(config)
+        for number in [p for p in parts if isinstance(p, float | int)]:
+            raise ValueError(f"{number!r} among the parts, expected what keeps state; the loss of an untrained network "
+                             f"is an option: chance_loss={number!r}")
         for k, v in named.items():
             check(k not in GovernorConfig.__dataclass_fields__, k, v,
                   "a part that keeps state; this is a setting: pass config=GovernorConfig({}={!r})", k, v)
@@ -428,6 +431,8 @@ class Governor:
         20
         """
         if self.repairs is None: raise ValueError(f"lanes={self.n}, expected None: `batches` is for a single run")
+        check(hasattr(loader, "__iter__") or hasattr(loader, "__getitem__"), "loader", loader,
+              "what yields batches: a DataLoader, a list, a generator")
         return Batches(loader, self._iterate)
 
     def _puts_off(self, request: Callable[[], Any]) -> bool:

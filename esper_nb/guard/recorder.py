@@ -298,8 +298,10 @@ class StepRecorder:
         if left is not None:
             missing = f"batch {left} has left its loop, as by `break`, and would leave this one if it were run again"
             steps = []
+        trained = [copy.copy(s) for s in steps if not s.no_update] # their losses stay, whatever is retrained
+        if steps and not trained: missing = "no step since the good state has trained: each has returned no loss"
         return RecordedIncident(
-            steps=[copy.copy(s) for s in steps if not s.no_update], # their losses stay, whatever is retrained
+            steps=trained,
             snapshot=snapshot, good=copy_published(snapshot), older=[(k, float(x)) for k, x in older], report=report,
             peaks=self.peaks.before(number),
             missing=missing)
