@@ -1,7 +1,6 @@
 "Tasks: losses against plain references, presets, and every kind of bad input."
 import json
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
