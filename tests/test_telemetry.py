@@ -28,7 +28,8 @@ from esper_nb.train import EvalResult, Fault, FitConfig, disturb_at, fit, new_po
 
 values = st.one_of(st.none(), st.booleans(), st.integers(-2**63 + 1, 2**63 - 1),
                    st.floats(allow_nan=True, allow_infinity=True), st.text())
-names = st.text().filter(lambda k: k not in ("nonfinite", "digest", "kind", "lane", *ROW_KEYS, *METRICS)) # whose types are known
+# the types of known metrics are checked
+names = st.text().filter(lambda k: k not in ("nonfinite", "digest", "kind", "lane", *ROW_KEYS, *METRICS))
 rows = st.builds(lambda lane, row: dict(kind="test", lane=lane) | row, st.none() | st.integers(0, 99),
                  st.dictionaries(names, values))
 
