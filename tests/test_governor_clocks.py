@@ -216,25 +216,6 @@ def test_sparse_momentum_is_kept():
     step([5, 6, 7]); other.rollback()
     assert torch.equal(opt.state[net.weight]["momentum_buffer"].to_dense(), buffer)
 
-class Twice(torch.optim.Optimizer):
-    "An optimizer around another, as sharpness-aware minimization is."
-    def __init__(self, params, base, **options):
-        super().__init__(params, dict(rho=.05) | options)
-        self.base_optimizer = base(self.param_groups, **options)
-        self.param_groups = self.base_optimizer.param_groups
-    def step(self, closure=None): self.base_optimizer.step()
-
-def test_an_optimizer_inside_another_is_put_back():
-    net = nn.Linear(2, 2); opt = Twice(net.parameters(), torch.optim.SGD, lr=.1, momentum=.9)
-    gov = Governor(net, opt, chance_loss=None)
-    def step():
-        for p in net.parameters(): p.grad = torch.ones_like(p)
-        opt.step()
-    step(); gov.take_snapshot()
-    inner = opt.base_optimizer.state[net.weight]["momentum_buffer"].clone()
-    step(); gov.rollback()
-    assert torch.equal(opt.base_optimizer.state[net.weight]["momentum_buffer"], inner)
-
 
 # --- it says what it did
 

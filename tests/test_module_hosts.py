@@ -21,7 +21,7 @@ from esper_nb.grow import (
     FAMILIES, SEED_LAYOUTS, Decision, ModuleHostConfig, attach_slots, blueprint_size, explore_host, export_model,
     forget_blueprint, get_blueprint, list_blueprints, make_blueprint, module_model, plain_blueprint)
 from esper_nb.record import load_checkpoint, save_checkpoint
-from esper_nb.train import FitConfig, Task, create_model, evaluate, fit, get_task, new_population, task_from_arrays
+from esper_nb.train import FitConfig, create_model, evaluate, fit, get_task, new_population, task_from_arrays
 from esper_nb.train.tasks import host_sites
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -523,18 +523,6 @@ def test_an_environment_takes_it():
     assert torch.as_tensor(reward).isfinite().all() and env.parts[0][1].model.names == ("mid",)
     state = env.state_dict()
     assert json.loads(json.dumps(state["config"]["task"]))["host"]["factory"].endswith(":Recurrent")
-
-def test_settings_are_plain_json_and_checked():
-    config = TABLE["MLP"][0]()
-    task = own_task("GRU")
-    assert Task.from_dict(json.loads(json.dumps(task.to_dict()))) == task
-    for wrong, said in ((dict(slots=[]), "names of submodules"), (dict(reads="XY"), "one of BCHW"),
-                        (dict(kwargs=dict(f=mlp)), "plain JSON"), (dict(shape=(3, 4)), "(C, 1, 1)")):
-        with pytest.raises(ValueError, match=said.replace("(", r"\(").replace(")", r"\)")): config.replace(**wrong)
-    with pytest.raises(ValueError, match="did you mean"): explore_host(TABLE["GRU"][0]().replace(slots={"midd": ""}))
-    with pytest.raises(ValueError, match="such as 'my_nets:make_net'"): explore_host(config.replace(factory="nowhere"))
-    with pytest.raises(ValueError, match="one number for each class"): explore_host(config.replace(classes=3))
-    with pytest.raises(ValueError, match="sites of this host"): create_model(task, ["r0c1"])
 
 class Attending(nn.Module):
     def __init__(self):
