@@ -195,13 +195,6 @@ def test_in_shards_numbers_do_not_depend_on_their_number_unless_it_is_told(words
     assert chosen(again[3:]).to_dict() == config.to_dict(), again
 
 def test_mistakes(tmp_path, capsys):
-    wrong = {("train", "digits", "--set", "ppo.clip_cof=1"): "did you mean 'clip_coef'",
-             ("train", "digits", "--set", "lanes=2"): "did you mean 'env.num_envs'",
-             ("train", "cifar_basline"): "'cifar_baseline' perhaps"}
-    for argv, words in wrong.items():
-        assert main([*argv, "--out", str(tmp_path/"runs")]) == 2
-        assert words in capsys.readouterr().err
-    assert not (tmp_path/"runs").exists()
     assert main(["train"]) == 2
     assert main(["export", str(tmp_path/"none")]) == 2 and "no folder of a run" in capsys.readouterr().err
     refused = {"train digits --set minutes=1 seed=2": ("unknown: seed=2;", "a --set of its own"),

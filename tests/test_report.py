@@ -12,8 +12,8 @@ from esper_nb.core import new_file
 from esper_nb.grow import list_blueprints
 from esper_nb.record import RunFolder, encode_row, read_rows
 from esper_nb.run import (
-    Comparison, RunConfig, about_time, begin_run, cli, command_words, get_recipe, report_html, search_rivals,
-    watch_text, write_report)
+    Comparison, about_time, begin_run, cli, command_words, get_recipe, report_html, search_rivals, watch_text,
+    write_report)
 from esper_nb.train import FitConfig, get_task, task_from_table
 
 ROOT = Path(__file__).parents[1]
@@ -140,11 +140,6 @@ def test_a_report_offers_a_comparison_that_the_command_line_takes(page, made, mo
     words = shlex.split(html.unescape(offered))
     assert "--comparison" in made[0].folder.config()["command"] and "--comparison" not in words
     assert cli.main(words[1:]) == 2 and "digits_impaired is compared" in capsys.readouterr().err
-
-def test_a_population_has_a_command_too_and_a_recipe_of_ones_own_has_none(chosen):
-    words = command_words({"task": {"name": "digits"}, "fit": FitConfig(lanes=4, epochs=2).to_dict()})
-    assert chosen(words) == FitConfig(lanes=4, epochs=2)
-    assert command_words({"run": RunConfig("of my own").to_dict()}) is None and command_words({}) is None
 
 @pytest.mark.parametrize("options", [dict(label=["so, big", "odd"], target="labels"), dict(label="kind"),
                                      dict(label="kind", columns=["a", "so, big"], groups="who")], ids=str)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from esper_nb.grow import check_same
 from esper_nb.run import export_run, fit_run
 from esper_nb.run.cli import main
 from esper_nb.train import (
@@ -267,12 +266,6 @@ def test_the_command_line_names_columns_and_groups_as_python_does(tmp_path, caps
     (tmp_path/"words.txt").write_text("to be or not to be " * 200)
     assert main(["fit", "--data", str(tmp_path/"words.txt"), "--groups", "a"]) == 2
     assert "it is for a table" in capsys.readouterr().err
-
-def test_outputs_in_a_dictionary_are_compared():
-    def said(x): return dict(a=x, more=[x + 1, (2 * x,)])
-    check_same("it", said, said, [torch.ones(3)])
-    with pytest.raises(RuntimeError, match="off by"):
-        check_same("it", said, lambda x: dict(a=x, more=[x + 2, (2 * x,)]), [torch.ones(3)])
 
 
 # ---- hostile tables: a clear line, or a right answer
