@@ -123,16 +123,6 @@ def test_requests_take_effect_at_an_edge_and_say_which(run):
     gate.set()
     assert r.wait().effect == 1 and s.wait() == "paused" and s.steps == 1
 
-def test_a_request_that_nobody_answers_times_out(run):
-    gate, entered = threading.Event(), threading.Event()
-    def hangs():
-        entered.set(); gate.wait(20)
-        yield from fake(1)
-    s = run(FrameSource(hangs(), 2))
-    s.start(); entered.wait(10)
-    with pytest.raises(TimeoutError, match="no answer within"): s.pause().wait(.05)
-    gate.set()
-
 def test_wrong_requests_are_refused_and_change_nothing(run):
     pop = population(2)
     s, before = run(pop), None

@@ -874,14 +874,6 @@ def test_a_buffer_that_is_filled_again_is_noticed(make):
     refilled_array(buffer, 1)
     assert batch_digest(given) != before
 
-def test_a_buffer_that_is_filled_again_is_said_and_nothing_is_replayed():
-    net, opt = parts()
-    def step(b): return update(net, opt, F.cross_entropy(net(torch.as_tensor(b[0])), b[1]))
-    run, buffer = Run(step, net, opt), np.zeros((16, 8), np.float32)
-    for k in range(2): run.train((refilled_array(buffer, k), batch(k)[1]))
-    found = run.replay()
-    assert "batch 0 was written into" in found.why and not found.again
-
 def test_a_step_that_writes_into_its_own_batch_is_not_said_to_come_before_that():
     net, opt = parts()
     run = Run(lambda b: update(net, opt, F.cross_entropy(net(b[0].div_(2)), b[1])), net, opt)

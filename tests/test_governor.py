@@ -550,9 +550,7 @@ def test_how_snapshots_are_kept_belongs_to_the_governor_not_to_the_state():
         for _ in range(50): gov.watch(.9)
 
 @pytest.mark.parametrize("wrong,says", [
-    (dict(copies=1), "probation=50, expected 0 for one copy"),
     (dict(copies=3), "copies=3, expected a whole number from 1 to 2"),
-    (dict(background=True, probation=0), "probation=0, expected above 0"),
     (dict(background=True, copies=1), "probation=50, expected above 0")])
 def test_settings_of_snapshots_that_do_not_fit(wrong, says):
     with pytest.raises(ValueError, match=says): GovernorConfig(**wrong)

@@ -138,16 +138,6 @@ def test_what_was_decided_since_the_snapshot_stays_and_is_named():
     for p in net.parameters(): p.grad = torch.ones_like(p)
     opt.step()
 
-def test_a_hint_where_the_scheduler_was_not_passed(caplog):
-    net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=1.); sched = S.StepLR(opt, 3)
-    with caplog.at_level(logging.INFO, "esper_nb.governor"):
-        Governor(net, opt, chance_loss=None)
-        assert "a scheduler drives the optimizer" in caplog.text
-        caplog.clear(); Governor(net, opt, sched, chance_loss=None)
-        assert "scheduler" not in caplog.text
-        Governor(net, chance_loss=None)
-        assert "no optimizer among the parts" in caplog.text
-
 def fp16_loop(skip_at, zero_at_end, form):
     "Unscale, clip, watch, and leave a batch out where the Governor says so."
     torch.manual_seed(0)

@@ -45,12 +45,6 @@ def test_a_loss_that_is_never_a_number_is_told_with_every_act(caplog):
     assert [r.action for r in governor.reports] == ["rollback"] * 4 + ["stop"] # and not one at every batch
 
 
-def test_who_goes_on_after_the_stop_is_told_once(caplog):
-    governor = Governor(*parts(), chance_loss=None, config=GovernorConfig(rollbacks=0, stop_raises=False))
-    for _ in range(20): governor.watch(math.nan)
-    assert len(governor.reports) == 1 and caplog.text.count("nothing is watched any more") == 1
-
-
 def test_a_run_that_cannot_be_saved_for_long_says_so(caplog):
     governor = Governor(*parts(), chance_loss=None, config=GovernorConfig(snapshot_every=10, probation=0))
     for t in range(300): governor.watch(1.02**max(0, t - 60) if t < 250 else 1.02**190)

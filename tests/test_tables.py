@@ -105,13 +105,6 @@ def test_a_task_of_arrays_keeps_copies():
         values[:] = 7
         assert torch.equal(task.load().x["train"], before)
 
-def test_two_columns_of_one_name_are_two_columns(tmp_path):
-    place = tmp_path/"t.csv"
-    place.write_text("a,a,kind\n" + "".join(f"{i % 7},{i * i % 11},{'xy'[i % 2]}\n" for i in range(40)))
-    e = read_table_file(place)
-    assert [c.name for c in e.columns] == ["a", "a.1"] and e.x[:3, 0, 0].tolist() == [[0, 0], [1, 1], [2, 4]]
-    assert any("several columns are called a" in note for note in e.notes)
-
 def parts_of(groups, parts): return [set(groups[p].tolist()) for p in parts]
 
 def test_equal_rows_are_in_one_part_and_it_is_said(tmp_path):
