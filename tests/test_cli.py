@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from esper_nb.control import GrowVecEnv
 from esper_nb.core import parse_settings
-from esper_nb.record import cut_rows, encode_row, read_rows
+from esper_nb.record import encode_row, read_rows
 from esper_nb.run import (
     Comparison, cli, command_words, get_recipe, lab_command, list_recipes, main, open_run, register_recipe)
 from esper_nb.train import FitConfig
@@ -291,14 +291,6 @@ def named(name):
     def f(): pass
     f.__name__ = name
     return f
-
-def test_cut_rows(tmp_path):
-    path = tmp_path/"rows.jsonl"
-    cut_rows(path, 3)
-    path.write_text("a\nb\nc\nd")
-    cut_rows(path, 9); assert path.read_text() == "a\nb\nc\nd"
-    cut_rows(path, 2); assert path.read_text() == "a\nb\n"
-    cut_rows(path, 0); assert path.read_text() == ""
 
 
 def test_a_listing_ends_quietly_where_nobody_reads_on():
