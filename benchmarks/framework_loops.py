@@ -29,7 +29,7 @@ from benchmarks.foreign_bench import verdict
 from benchmarks.loops import BEYOND, FAULT_AT, FAULTS, LOOPS, STEPS, stream
 
 from esper_nb.guard import (
-    Governor, GovernorConfig, fastai_governor, guard_accelerator, guard_trainer, guard_update, lightning_governor)
+    Governor, GovernorConfig, fastai_governor, guard_accelerator, guard_trainer, lightning_governor)
 
 FIRST = 50_000 # a seed that no threshold was chosen on
 QUIET = GovernorConfig(stop_raises=False)
@@ -177,24 +177,9 @@ def fastai(loop, fault):
     with learn.no_bar(), learn.no_logging(): learn.fit(1, rate)
     return callback.governor
 
-def ignite(loop, fault):
-    from ignite.engine import Engine
-    def update(engine, batch):
-        loss = signed(loop, batch)
-        loop.opt.zero_grad()
-        loss.backward()
-        if loop.clip: torch.nn.utils.clip_grad_norm_(loop.net.parameters(), loop.clip)
-        loop.opt.step()
-        if loop.clock is not None: loop.clock.step()
-        return loss
-    guard = guard_update(update, *loop.parts(), **given(loop))
-    Engine(guard).run(Drawn(loop, fault), max_epochs=1, epoch_length=STEPS)
-    return guard.governor
 
-
-ARMS = dict(run=run, batches=batches, accelerate=accelerate, lightning=lightning, trainer=trainer, ignite=ignite,
-            fastai=fastai)
-NEEDS = dict(accelerate="accelerate", lightning="lightning", trainer="transformers", ignite="ignite", fastai="fastai")
+ARMS = dict(run=run, batches=batches, accelerate=accelerate, lightning=lightning, trainer=trainer, fastai=fastai)
+NEEDS = dict(accelerate="accelerate", lightning="lightning", trainer="transformers", fastai="fastai")
 
 
 def one(name, arm, seed, fault):
@@ -216,7 +201,6 @@ def main():
     faults = [f for f in FAULTS if f in said] # some names have a comma
     torch.set_num_threads(1)
     logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
-    logging.getLogger("ignite").setLevel(logging.ERROR)
     rows = []
     for name in names:
         for seed in range(FIRST, FIRST + int(option("--seeds", ["1"])[0])):

@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.growth import GrowthCase
-from benchmarks.lanes import OnePerCore, loop_over, plain_step
+from benchmarks.lanes import loop_over, plain_step
 from benchmarks.measure import ROOT, STORED, Case, machine
 from esper_nb.guard.snapshots import Snapshot
 from esper_nb.learn.learner import Learner
@@ -41,7 +40,6 @@ ENOUGH = 20. # seconds of turns, from the third one on
 
 class Size(NamedTuple):
     "How much is measured."
-    cases: tuple[Case, ...]
     grown: tuple[GrowthCase, ...]
     alone: tuple[Case, ...] # whose networks are counted up
     lanes: tuple[int, ...] # networks side by side, one number after the other
@@ -51,12 +49,11 @@ class Size(NamedTuple):
     numbers: tuple[int, ...] # fp32 numbers in a snapshot
 
 
-CASES = Case(), Case(lanes=64), Case(precision="bf16"), Case("cifar_baseline", 128, precision="bf16")
 GROWN = tuple(GrowthCase(t, b, mix=m) for t, b in (("digits", 64), ("cifar_baseline", 128)) for m in ("agree", "mixed"))
 ALONE = Case(precision="bf16"), Case("cifar_baseline", 128, precision="bf16"), Case()
-FULL = Size(cases=CASES, grown=GROWN, alone=ALONE, lanes=(1, 16, 64, 256, 1024), turns=7, envs=64,
+FULL = Size(grown=GROWN, alone=ALONE, lanes=(1, 16, 64, 256, 1024), turns=7, envs=64,
             steps=128, numbers=(10**6, 10**8, 10**9))
-SMALL = Size(cases=(Case(batch_size=32, lanes=2, images=64),), grown=(GrowthCase(batch_size=32, lanes=2, mix="mixed"),),
+SMALL = Size(grown=(GrowthCase(batch_size=32, lanes=2, mix="mixed"),),
              alone=(Case(batch_size=32, images=64),), lanes=(1, 2), turns=2, envs=2, steps=4, numbers=(1000,))
 
 
@@ -87,61 +84,20 @@ def loaded(case, limit):
     return task, data.to("cuda")
 
 
-# --- lanes, against a loop and against one process for each network
+# --- a loop, and the same networks as lanes
 
-def loop_side(case, part=(0, 1), limit=None, layout="channels_last"):
-    "Ordinary networks on the device, one after the other; what `benchmarks.measure` runs in a process, too."
-    case = Case.from_dict(case)
+def plain_loop(case, limit, layout):
+    "Ordinary networks on the device, one after the other."
     pop = population(case, limit)
-    nets = {i: pop.model.lane(i).host for i in range(part[0], case.lanes, part[1])}
-    return loop_over(nets, case, pop, getattr(torch, layout))
+    return loop_over({i: pop.model.lane(i).host for i in range(case.lanes)}, case, pop, getattr(torch, layout))
 
 
-def population(case, limit, seeds=False, device="cuda"):
-    "The networks of a case as lanes; with seeds: of two kinds in the first slot, trained and not yet heard."
+def population(case, limit):
+    "The networks of a case as lanes."
     task, data = loaded(case, limit)
     config = FitConfig(lanes=case.lanes, epochs=10**6, batch_size=case.batch_size, governor=None)
     config = config.replace(precision=case.precision)
-    pop = new_population(task, config, data=data.to(device), device=device)
-    if not seeds: return pop
-    slot = pop.model.names[0]
-    kinds = [b for b in ("conv_light", "norm") if b in pop.model.slot(slot).blueprints]
-    for i in range(case.lanes): pop.model.germinate(slot, kinds[i % len(kinds)], [i])
-    pop.model.advance(slot, force=True)
-    return pop
-
-
-def each_in_a_process(case, limit):
-    "One process for each network, all of them on the device at once."
-    settings = dict(case=case.to_dict(), limit=limit)
-    return OnePerCore("benchmarks.gpu_bench:loop_side", settings, threads=1, keep=True, parts=case.lanes)
-
-
-def lanes(size, limit):
-    "Seconds of an epoch of all networks of a case."
-    for case in size.cases:
-        pop, epoch = population(case, limit), iter(range(10**6))
-        loops = {k: loop_side(case.to_dict(), limit=limit, layout=k) for k in LAYOUTS}
-        with ExitStack() as stack:
-            sides = dict(lanes=lambda p=pop: run_epoch(p, split=None))
-            sides |= {f"loop, {k}": lambda f=f: f(next(epoch)) for k, f in loops.items()}
-            if case.lanes <= 16: sides["processes"] = stack.enter_context(each_in_a_process(case, limit)).epoch
-            yield dict(case=case.name, networks=case.lanes, seconds=in_turns(sides, size.turns))
-
-
-# --- first of all: are the numbers right
-
-def correct(size, limit):
-    "The largest gaps between an epoch's losses on the device, in fp32, and the same on the CPU, alone, and as a graph."
-    for case in size.cases[:1]:
-        case = case.replace(lanes=4)
-        for seeds in (False, True):
-            here, there, again = (population(case, limit, seeds, d) for d in ("cpu", "cuda", "cuda"))
-            alone = population(case, limit, seeds)
-            there.graphs, again.graphs, alone.fixed_plan = None, Graphs(1), tuple((i,) for i in range(case.lanes))
-            on_cpu, *others = (run_epoch(p, split=None).train.losses for p in (here, there, again, alone))
-            gaps = {k: (t - on_cpu).abs().max().item() for k, t in zip(("device", "graph", "alone"), others)}
-            yield dict(case=case.name, seeds=seeds, loss=on_cpu.max().item(), gaps=gaps, replays=again.graphs.replays)
+    return new_population(task, config, data=data, device="cuda")
 
 
 # --- networks that grow: three live seeds in each, the same ones or each its own
@@ -173,7 +129,7 @@ def growth(size, limit):
 def scale(size, limit):
     "Images a second, memory and busy share by the number of lanes; where memory ends, the row says so."
     for case in size.alone:
-        alone = {k: loop_side(case.replace(lanes=1).to_dict(), limit=limit, layout=k) for k in LAYOUTS}
+        alone = {k: plain_loop(case.replace(lanes=1), limit, k) for k in LAYOUTS}
         sides = {k: lambda f=f: f(0) for k, f in alone.items()}
         loops = in_turns(sides | dict(graph=graphed_loop(case, limit)), size.turns)
         yield dict(case=case.name, precision=case.precision, networks=1, alone=loops)
@@ -289,7 +245,7 @@ def snapshots(size, limit):
         del snap, pinned, net
 
 
-SECTIONS = dict(correct=correct, scale=scale, growth=growth, snapshots=snapshots, ppo=ppo, lanes=lanes)
+SECTIONS = dict(scale=scale, growth=growth, snapshots=snapshots, ppo=ppo)
 
 
 def device_text():

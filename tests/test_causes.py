@@ -551,14 +551,6 @@ def test_a_step_that_fails_when_it_is_run_again_ends_no_explanation(monkeypatch)
     assert found.cause == "unknown" and "fails when it is run again: OSError: the disk is gone" in found.why
     assert same(loop.state(), before)
 
-def test_a_budget_of_steps_is_kept():
-    loop = Loop(CONFIG.replace(explain_steps=0), bug="sign")
-    loop.train(steps=AT + AFTER)
-    if not loop.gov.repairs.incident: loop.gov.rollback()
-    found = loop.gov.explain(budget=90)
-    assert found.cause == "unknown" and "the budget of 90 steps is used up; not tried: " in found.why
-    assert found.steps <= 90
-
 def test_hooks_are_gone_after_an_explanation():
     loop = Loop()
     loop.train(60)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from esper_nb.control import GrowVecEnv
 from esper_nb.core import parse_settings
-from esper_nb.record import cut_rows, encode_row, read_rows
+from esper_nb.record import encode_row, read_rows
 from esper_nb.run import (
     Comparison, cli, command_words, get_recipe, lab_command, list_recipes, main, open_run, register_recipe)
 from esper_nb.train import FitConfig
@@ -195,13 +195,6 @@ def test_in_shards_numbers_do_not_depend_on_their_number_unless_it_is_told(words
     assert chosen(again[3:]).to_dict() == config.to_dict(), again
 
 def test_mistakes(tmp_path, capsys):
-    wrong = {("train", "digits", "--set", "ppo.clip_cof=1"): "did you mean 'clip_coef'",
-             ("train", "digits", "--set", "lanes=2"): "did you mean 'env.num_envs'",
-             ("train", "cifar_basline"): "'cifar_baseline' perhaps"}
-    for argv, words in wrong.items():
-        assert main([*argv, "--out", str(tmp_path/"runs")]) == 2
-        assert words in capsys.readouterr().err
-    assert not (tmp_path/"runs").exists()
     assert main(["train"]) == 2
     assert main(["export", str(tmp_path/"none")]) == 2 and "no folder of a run" in capsys.readouterr().err
     refused = {"train digits --set minutes=1 seed=2": ("unknown: seed=2;", "a --set of its own"),
@@ -298,14 +291,6 @@ def named(name):
     def f(): pass
     f.__name__ = name
     return f
-
-def test_cut_rows(tmp_path):
-    path = tmp_path/"rows.jsonl"
-    cut_rows(path, 3)
-    path.write_text("a\nb\nc\nd")
-    cut_rows(path, 9); assert path.read_text() == "a\nb\nc\nd"
-    cut_rows(path, 2); assert path.read_text() == "a\nb\n"
-    cut_rows(path, 0); assert path.read_text() == ""
 
 
 def test_a_listing_ends_quietly_where_nobody_reads_on():

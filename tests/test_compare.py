@@ -12,8 +12,8 @@ from esper_nb.control import QUICK, Choice, Fixed, GrowVecEnv, Heuristic, WaitOn
 from esper_nb.core import bootstrap_interval, interquartile_mean
 from esper_nb.learn import Learner, PPOConfig, play, train_ppo
 from esper_nb.run import (
-    Comparison, PolicyPlayer, RandomPlayer, RulePlayer, best_schedule, compare_controllers,
-    comparison_text, list_schedules, play_lanes, growth_rules, simple_controllers, timetable)
+    PolicyPlayer, RandomPlayer, RulePlayer, best_schedule, compare_controllers, comparison_text, list_schedules,
+    play_lanes, growth_rules, simple_controllers, timetable)
 from esper_nb.train import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,24 +52,6 @@ def test_more_runs_narrow_it():
     found = [bootstrap_interval(g.normal(size=n)) for n in (8, 80, 800)]
     width = [i.high - i.low for i in found]
     assert width[0] > width[1] > width[2]
-
-
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("start", [0, 4])
-def test_a_timetable_has_one_operation_an_epoch(k, start):
-    t = timetable({f"r0c{i}": "conv_light" for i in range(k)}, start).table
-    assert len(t) == 5 * k and min(t) == start
-    for slot in (f"r0c{i}" for i in range(k)):
-        verbs = [d.verb for e, d in sorted(t.items()) if d.slot == slot]
-        assert verbs == ["germinate", "advance", "advance", "advance", "fossilize"]
-
-
-@pytest.mark.slow
-def test_the_gates_agree_to_a_timetable():
-    env = make(num_envs=3, horizon=19, limit=512)
-    p = play_lanes(env, RulePlayer(timetable(dict.fromkeys(env.actions.slots, "conv_heavy"))), 1)
-    assert p["ops"]["germinate"] == 9 and p["ops"]["advance"] >= 20, p
-    assert p["refused"] <= 4 and sum(p["fossils"]) >= 6, p # a gate may say no to a seed that does harm
 
 
 def make(**kw): return GrowVecEnv(**(dict(task="digits_impaired", num_envs=4, horizon=6, limit=256, workers=1,
@@ -170,25 +152,3 @@ def test_a_search_spends_all_its_plays_and_its_finalists_meet_the_same_networks(
     assert len({seed for seed, _ in square}) == 1 and all(len(set(lane)) == 4 for lane in zip(*(n for _, n in square)))
     whole = best_schedule(SimpleNamespace(num_envs=16), range(20), worth, halve=False)
     assert whole.epochs == found.epochs and len({k for _, names in met[20:] for k in names}) == 57
-
-
-def test_nothing_is_better_whose_interval_holds_0(env):
-    two = {k: RulePlayer(WaitOnly(), note=note) for k, note in (("PPO", ""), ("same", "to wait"))}
-    c = compare_controllers(env, {"PPO": lambda seed: two["PPO"], "same": lambda seed: two["same"]}, [0])
-    assert c.ahead("PPO", "same") == (0, 0, 0) and c.notes == dict(same="to wait")
-    assert "It is level with the strongest of them, same (to wait): +0.0 [+0.0, +0.0] pp over 4" in c.conclusion()
-    assert "level with same" in comparison_text(c) and " above" not in comparison_text(c) + c.conclusion()
-    p = c.plays[0]
-    better = c._replace(plays=(p._replace(test_accuracy_pp=tuple(x + 2 for x in p.test_accuracy_pp)), c.plays[1]))
-    assert "It is above the strongest of them" in better.conclusion()
-    dear = better._replace(price=36., plays=(better.plays[0]._replace(parameters=tuple(2 * x for x in p.parameters)),
-                                             c.plays[1]))
-    assert "It is below the strongest of them" in dear.conclusion() and "net of parameter cost" in dear.conclusion()
-
-
-def test_json(env, tmp_path):
-    c = compare_controllers(env, {"wait-only": lambda seed: RulePlayer(WaitOnly())}, [3])
-    c.save(tmp_path/"c.json")
-    assert Comparison.load(tmp_path/"c.json") == c
-    assert "1 seed;" in comparison_text(c) and "[" not in comparison_text(c)
-    with pytest.raises(ValueError, match="test_accuracy_pp"): c.scores("accuracy")

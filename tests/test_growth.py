@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from esper_nb.core import by_lane, lane_state, take_lanes, use_threads
-from esper_nb.grow import COOLING, LIVE, Blend, Decision, Gates, Reason, Rules, SeedState, Stage, apply_decisions
+from esper_nb.grow import COOLING, LIVE, Blend, Decision, Gates, Reason, Rules, SeedState, Stage
 from esper_nb.guard import GovernorConfig
 from esper_nb.record import lane_scores, pick_rows, population_rows, seed_lives
 from esper_nb.train import (
@@ -158,17 +158,6 @@ def test_a_germination_that_the_governor_undid_is_told_and_tried_again():
     assert [s.end for s in seed_lives(rows)] == ["undone", "alive"] and lane_scores(rows)[-1].prunes == 0
 
 
-def test_a_germination_is_not_tried_again_for_ever():
-    pop = population(2, governor=GovernorConfig(lowers=0), workers=1, epochs=4)
-    run_epoch(pop)
-    pop.model.germinate("r0c1", "norm", [1])
-    undone, tried = [], []
-    for e in range(1, 4):
-        r = next(fit(pop, 1, Fault("nan", 1, e).at(e)))
-        undone.append(len(r.undone)); tried.append(len(r.decided))
-    assert (undone, tried) == ([1, 1, 0], [0, 1, 0])
-
-
 def test_a_grown_population_goes_on_exactly_after_saving():
     a = grown(workers=1)
     for _ in range(2): run_epoch(a)
@@ -235,21 +224,6 @@ def test_an_interrupted_epoch_has_not_happened():
     other = grown(workers=1)
     a, b = run_epoch(pop), run_epoch(other)                                      # the borrowed networks are clean again
     assert torch.equal(a.train.losses, b.train.losses)
-
-
-def test_decisions_are_done_or_refused_with_a_reason():
-    pop = population(lanes=3)
-    seed = Decision("germinate", "r0c0", "norm")
-    d = [seed, [seed, Decision("advance", "r0c0")], Decision("prune", "r0c0")]
-    results = apply_decisions(pop.model, d)
-    assert [(x.lane, x.ok) for x in results] == [(0, True), (1, True), (1, True), (2, False)]
-    assert "nothing to prune" in results[-1].message
-    with pytest.raises(ValueError, match="verb='grow'"): apply_decisions(pop.model, [Decision("grow")] * 3)
-    with pytest.raises(ValueError, match="slot"): apply_decisions(pop.model, [Decision("prune", "r7c7")] * 3)
-    late = apply_decisions(pop.model, [Decision("advance", "r0c0"), None, None])
-    assert not late[0].ok or pop.model.slot("r0c0").state(0).stage == Stage.TRAINING
-    records = list(fit(pop, 1, controller=lambda p, last: [None, Decision("advance", "r0c0"), None]))
-    assert records[0].decided[0].lane == 1 and not records[0].decided[0].ok and "G2" in records[0].decided[0].message
 
 
 @pytest.mark.parametrize("size", [0, 2**22])

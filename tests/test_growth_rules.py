@@ -1,12 +1,11 @@
 "Growth rules as rows of one table: what a row takes, and what a comparison makes of it."
 import numpy as np
 import pytest
-import torch
 
-from esper_nb.control import Forecast, GrowVecEnv, encode_decision
+from esper_nb.control import GrowVecEnv
 from esper_nb.run import (
-    GROWTH_RULES, Comparison, Lookahead, Practice, as_player, begin_run, compare_recipe, get_recipe,
-    growth_rule, main, open_offers, play_lanes, register_rule, report_html)
+    GROWTH_RULES, Comparison, Practice, as_player, begin_run, compare_recipe, get_recipe, growth_rule, main,
+    open_offers, play_lanes, register_rule, report_html)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"env.num_envs": 2, "env.horizon": 3, "env.limit": 128, "env.workers": 1, "ppo.num_steps": 3,
@@ -52,19 +51,6 @@ def test_a_rule_that_does_not_exist_is_one_line_with_the_nearest_one(tmp_path, c
     with pytest.raises(ValueError, match="without a comma"): register_rule(GROWTH_RULES["ridge"]._replace(name="a,b"))
 
 
-def test_a_trial_is_taken_back_to_the_bit_and_is_counted():
-    class Nothing(Lookahead):
-        def act(self, env):
-            asked = super().act(env)
-            assert asked.shape == (2, env.actions.count)
-            return torch.stack([encode_decision(env, None)[1]] * env.num_envs)
-    env = GrowVecEnv(get_recipe("digits_impaired", TINY).env.replace(autoreset_mode="NextStep"))
-    idle, plain = Nothing(), as_player(GROWTH_RULES["wait-only"].make(Practice(get_recipe("digits_impaired", TINY))))
-    a, b = play_lanes(env, idle, 7), play_lanes(env, plain, 7)
-    assert {k: v for k, v in a.items() if k != "seconds"} == {k: v for k, v in b.items() if k != "seconds"}
-    assert idle.practice_epochs == 2 * 3 * (1 + 3 * 2) # waiting, and two blueprints in each of three slots
-
-
 def test_what_may_be_born_is_what_the_mask_allows():
     config = get_recipe("digits_family", {"env.num_envs": 2, "env.horizon": 4, "env.workers": 1}).env
     env = GrowVecEnv(config.replace(autoreset_mode="NextStep"))
@@ -84,18 +70,6 @@ def test_rules_that_look_choose_by_the_scores_of_their_practice():
         assert player.practice_epochs == 12 and [player.rule(0).choose([x, np.nan]) for x in (.05, .95)] == [0, 1], name
     cautious = GROWTH_RULES["forecast"].make(p).rule(0).choose
     assert [GROWTH_RULES["ridge"].make(p).rule(0).choose([.55, .0]), cautious([.55, .0])] == [1, 0] # it is not sure
-
-
-def test_a_forecast_holds_what_it_says():
-    g = np.random.default_rng(0)
-    def networks(n):
-        x = g.normal(size=(n, 6))
-        return x, (x[:, :1] * [4., -1.] + 2 * g.normal(size=(n, 2)))
-    f, (x, came) = Forecast.fit(*networks(400), tuple("abcdef"), ("one", "two")), networks(4000)
-    for level in (.5, .8, .95):
-        worth, within = f(x, level)
-        assert abs((np.abs(worth - came) <= within).mean(0) - level).max() < .06
-    assert Forecast.from_dict(f._asdict()) == f
 
 
 @pytest.mark.slow

@@ -12,12 +12,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from test_vector_conformance import TASK, tiny_data
 from torch import nn
 
-from esper_nb.control import EnvConfig, GrowVecEnv
-from esper_nb.core import Workers, by_lane, check_device, lane_state
+from esper_nb.control import GrowVecEnv
+from esper_nb.core import Workers, by_lane, lane_state
 from esper_nb.guard import Governor, GovernorConfig, Snapshot
 from esper_nb.learn import Learner, PPOConfig, PolicyConfig
 from esper_nb.record import limit_rows, run_rows
-from esper_nb.train import FitConfig, create_model, evaluate, fit, get_task, new_population, run_epoch
+from esper_nb.train import FitConfig, evaluate, fit, new_population, run_epoch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,22 +142,6 @@ def test_what_was_evaluated_can_be_trained_on():
     with torch.inference_mode(): env.reset(seed=0); env.step(np.zeros((2, 8), int))
     env.step(np.zeros((2, 8), int))
     assert not any(t.is_inference() for t in lane_state(env.parts[0][1].model).values())
-
-
-def test_lengths_of_nothing_are_refused():
-    for make in (lambda k: FitConfig(epochs=k), lambda k: FitConfig(lanes=k), lambda k: FitConfig(batch_size=k),
-                 lambda k: PPOConfig(num_updates=k), lambda k: PPOConfig(num_steps=k),
-                 lambda k: EnvConfig(horizon=k), lambda k: EnvConfig(num_envs=k), lambda k: TASK.replace(epochs=k),
-                 lambda k: GovernorConfig(snapshot_every=k)):
-        for k in (0, -1):
-            with pytest.raises(ValueError, match=f"={k}"): make(k)
-
-
-def test_a_device_may_be_a_name_or_a_torch_device():
-    task = get_task("digits")
-    for device in ("cpu", torch.device("cpu")):
-        assert check_device(device) == torch.device("cpu")
-        assert next(create_model(task, task.slots, device).parameters()).device == torch.device("cpu")
 
 
 # --- environments and the learner

@@ -1,5 +1,4 @@
 "Growing models: lanes against separate models, exactness, checkpoints, factorial evaluation, owners, and random lives."
-import copy
 import math
 
 import pytest
@@ -14,7 +13,7 @@ from esper_nb.grow import (
     COOLING, LIVE, MOVES, Blend, CNNConfig, Curve, GPTConfig, Gates, GrowingModel, RampMode, Rules, Stage, attach_slots,
     export_model, list_blueprints, new_host, serve_optimizer)
 from esper_nb.guard import Snapshot
-from esper_nb.train import LaneOptimizer, Stepper, check_owners
+from esper_nb.train import LaneOptimizer, Stepper
 
 torch.set_num_threads(1)
 CONFIGS = dict(cnn=CNNConfig(in_channels=1, size=8, base=8, blocks=2, classes=4),
@@ -308,62 +307,7 @@ def test_status_says_what_is_wrong(damage, words):
     assert len(problems) >= 1 and "slot r0c0, lane 1" in problems[0] and any(words in p for p in problems)
 
 
-# ---- your own modules
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layers = [nn.TransformerEncoderLayer(24, 2, 48, dropout=.1, batch_first=True) for _ in range(2)]
-        self.embed, self.layers, self.head = nn.Embedding(16, 24), nn.ModuleList(layers), nn.Linear(24, 16)
-
-    def forward(self, x):
-        h = self.embed(x)
-        for l in self.layers: h = l(h)
-        return self.head(h)
-
-@torch.no_grad() # torch's encoder layers take another path without gradients
-def test_slots_attach_to_your_own_network():
-    torch.manual_seed(0)
-    net, x = Encoder(), torch.randint(16, (4, 8))
-    keys, weights = list(net.state_dict()), {k: v.clone() for k, v in net.state_dict().items()}
-    stream = torch.get_rng_state()
-    mine = attach_slots(net, {"layers.1": ["lora"], "layers.0": ["mlp_small", "norm"]}, x)
-    assert mine.names == ("layers.0", "layers.1") and list(net.state_dict()) == keys and net.training
-    assert torch.equal(torch.get_rng_state(), stream)
-    net.load_state_dict(weights)
-    mine.eval(); plain = net(x)
-    put_in(mine, "layers.0", 0, "mlp_small", "blending"); put_in(mine, "layers.1", 0, "lora", "fossil"); shake(mine)
-    full = mine(x); assert not torch.equal(full, plain)
-    with mine.disable_seeds(): assert torch.equal(mine(x), plain)
-    z, on = mine.factorial(x, stacked=False)
-    assert torch.equal(z[0], plain) and torch.equal(z[3], full) and on[3] == mine.names
-    torch.testing.assert_close(mine.factorial(x)[0], z)
-    check_owners(mine, mine.owners())
-    other = attach_slots(Encoder(), {"layers.1": ["lora"], "layers.0": ["mlp_small", "norm"]}, x)
-    other.load_state_dict(mine.state_dict()); assert torch.equal(other.eval()(x), full)
-    twin = copy.deepcopy(mine)
-    twin.slot("layers.0").banks["mlp_small"].body.up.weight.data.zero_()
-    assert torch.equal(mine(x), full), "a copy's hooks run the copy's slots"
-    assert not torch.equal(twin(x), full)
-    assert torch.equal(mine.detach_slots(drop=True)(x), plain)
-
-
-@pytest.mark.parametrize("call,words", [
-    (lambda: attach_slots(Encoder(), ["layers.3"], torch.zeros(1, 2, dtype=torch.long)), "did you mean"),
-    (lambda: attach_slots(Encoder(), "layers.1", torch.zeros(1, 2, dtype=torch.long)), "list of submodule names"),
-    (lambda: attach_slots(Encoder(), ["layers.1"]), "a batch"),
-    (lambda: attach_slots(Encoder(), ["layers.1", "layers"], torch.zeros(1, 2, dtype=torch.long)),
-     "forward pass runs"),
-    (lambda: new("cnn", slots=["r9c9"]), "one of r0c0"),
-    (lambda: new("cnn", slots="r0c0"), "a list of sites"),
-    (lambda: new("cnn", blueprints=["lora"]), "for cnn"),
-    (lambda: new("cnn").germinate("r0c0", "conv_lite"), "was made for"),
-    (lambda: new("cnn").germinate("r0c0", "norm", 1), "from 0 to 0"),
-    (lambda: new("cnn").advance("r0c0"), "germinate fills"),
-])
-def test_refusals(call, words):
-    with pytest.raises(ValueError, match=words): call()
-
+# ---- new lanes
 
 def test_resetting_a_lane_is_a_fresh_lane():
     a, b = mixed("cnn", seed=3), new("cnn", 6, seed=3)

@@ -207,30 +207,6 @@ def test_owners_without_parameters_and_scalars():
     assert one.steps.tolist() == [[1]]
 
 
-@pytest.mark.parametrize("cls, options", [
-    (torch.optim.SGD, dict(momentum=.9, dampening=.1)), (torch.optim.SGD, dict(fused=True)),
-    (torch.optim.Adam, dict(fused=True)), (torch.optim.Adam, dict(capturable=True)),
-    (torch.optim.Adafactor, {}), (torch.optim.NAdam, {}), (torch.optim.ASGD, {}), (torch.optim.Rprop, {})])
-def test_optimizers_that_mix_lanes_are_refused(cls, options):
-    with pytest.raises(ValueError, match="cannot run lane by lane"): LaneOptimizer(params_of(2), 2, cls, **options)
-
-
-def test_errors_say_what_is_wrong():
-    params = params_of(2); opt = LaneOptimizer(params, 2, "adam")
-    own = opt.state_dict()
-    def load(state): return lambda: opt.load_state_dict(state)
-    cases = [
-        (load({k: t for k, t in own.items() if k != "exp_avg.bias"}), "missing exp_avg.bias"),
-        (load(own | dict(momentum=torch.zeros(2))), "unknown momentum"),
-        (load(own | dict(lr=torch.zeros(3))), r"lr: shape \(3,\), expected \(2,\)"),
-        (lambda: opt.put_lanes([0, 1], opt.take_lanes([0], params_of(1))), "2 lanes to overwrite, but 1 lanes given"),
-        (lambda: opt.step([True]), "take names 1 lanes"),
-        (lambda: opt.set_lr(math.nan), "finite"),
-        (lambda: LaneOptimizer(params, 2, "sgd", betas=(.9, .9)), "unexpected")]
-    for call, words in cases:
-        with pytest.raises(ValueError, match=words): call()
-
-
 # ---------------------------------------------------------------- the scale
 
 @settings(deadline=None, max_examples=15)
@@ -248,21 +224,6 @@ def test_scale_follows_grad_scaler(overflows, interval, growth, start):
             s.scale(torch.zeros(())); ps[i].grad = torch.tensor([math.inf if bad[i] else 0.])
             s.step(opts[i]); s.update()
             assert ours.scale[i] == s.get_scale() and ours.growth[i] == s.state_dict()["_growth_tracker"]
-
-
-def test_scale_lanes_and_bounds():
-    s = LaneScaler(3, init_scale=8.)
-    s.update(torch.tensor([True, False, False]), seen=torch.tensor([True, True, False]))
-    assert s.scale.tolist() == [4, 8, 8] and s.growth.tolist() == [0, 1, 0]
-    out = s.take_lanes([1, 0])
-    assert out.scale.tolist() == [8, 4] and out.growth.tolist() == [1, 0]
-    out.update(torch.tensor([True, True])); s.put_lanes([1, 0], out)
-    assert s.scale.tolist() == [2, 4, 8]
-    s.reset_lanes([0]); assert s.scale.tolist() == [8, 4, 8]
-    for _ in range(400): s.update(torch.tensor([True, True, True]))
-    assert (s.scale > 0).all() and s.scale.reciprocal().isfinite().all()
-    off = LaneScaler(2, enabled=False); off.update(torch.tensor([True, True]))
-    assert off.scale.tolist() == [1, 1]
 
 
 # ---------------------------------------------------------------- the step

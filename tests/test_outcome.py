@@ -159,13 +159,6 @@ def test_a_circle_of_accuracy_pays_nothing(way, gamma):
     assert total == pytest.approx(.1 * way[0], abs=1e-6)
 
 
-def test_the_horizon_is_an_end():
-    env = GrowVecEnv(**SETTINGS, data=DATA, seed=0)
-    env.reset()
-    for t in range(4): *_, terminated, truncated, _ = env.step(np.zeros((4, 8), int))
-    assert terminated.all() and not truncated.any()
-
-
 # ---- families
 
 def family_env(**settings):

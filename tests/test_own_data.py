@@ -239,21 +239,15 @@ def test_a_table_may_say_true_and_false(tmp_path):
     assert torch.equal(plain.y, same.y) and torch.equal(plain.x, same.x)
 
 
-def test_constant_targets_are_refused_by_name(tmp_path):
+def test_targets_of_another_kind_are_refused_by_name(tmp_path):
     place = tmp_path/"flat.csv"
-    place.write_text("a,b,rain\n" + "".join(f"{i},7,{int(i == 3)}\n" for i in range(20)))
-    for label, target, words in (("b", "values", "target b of .*flat.csv=7.0, expected numbers that differ"),
-                                 ("rain", "labels", "target rain of .*rarer of 0 and 1=1, expected at least 3"),
-                                 (["b", "rain"], "classes", "columns of classes=2, expected one")):
-        with pytest.raises(ValueError, match=words): task_from_path(place, label=label, target=target)
+    place.write_text("a,b,rain\n" + "1,7,0\n2,7,1\n" * 10)
+    with pytest.raises(ValueError, match="columns of classes=2, expected one"):
+        task_from_path(place, label=["b", "rain"])
     x = np.arange(40.)[:, None]
-    for y, target, words in ((x[:30, 0], "values", "arrays: labels=30, expected 40"),
-                             (np.where(x == 3, np.nan, x), "values", r"target 0 of arrays: examples with NaN.*=\[3\]"),
-                             (x[:, :, None], "values", "shape of the targets of arrays"),
-                             (x % 3, "labels", r"values=\[2.0\], expected 0 or 1 only"), (x, "price", "one of classes"),
-                             ([[1], [1, 0]] * 20, "labels", "cannot be read as numbers"),
-                             (x[:, 0], "classes", "say target='values'")):
-        with pytest.raises(ValueError, match=words): task_from_arrays(x, y, target=target)
+    with pytest.raises(ValueError, match="shape of the targets of arrays"):
+        task_from_arrays(x, x[:, :, None], target="values")
+    with pytest.raises(ValueError, match="say target='values'"): task_from_arrays(x, x[:, 0])
 
 
 @pytest.mark.parametrize("kind", ["values", "labels"])

@@ -138,17 +138,6 @@ def test_what_is_drawn_has_those_probabilities():
     torch.testing.assert_close(logp, again, atol=1e-6, rtol=0)
 
 
-def test_a_head_sees_earlier_stages_only():
-    heads = Heads((2, 3, 4), stages=((1,), (2, 0)))
-    policy, every, y = seeing(heads), all_actions(heads), torch.randn(16)
-    logits = policy.logits(y.expand(len(every), 16), every)
-    assert (logits[:, 1] == logits[0, 1]).all(), "the first stage sees nothing"
-    for other in range(3):
-        rows = every[:, 1] == other
-        assert (logits[rows][:, [0, 2]] == logits[rows][0, [0, 2]]).all(), "heads of one stage do not see each other"
-    assert not torch.equal(logits[every[:, 1] == 0][0, 0], logits[every[:, 1] == 1][0, 0])
-
-
 def test_looking_begins_as_no_difference_and_is_learned():
     one, two = (ActorCritic(Plot(), 5, PolicyConfig(hidden=16, autoregressive=flag)) for flag in (False, True))
     shared = dict(one.named_parameters())
@@ -160,15 +149,6 @@ def test_looking_begins_as_no_difference_and_is_learned():
     assert two.modulation.grad.abs().sum() > 0
     assert ActorCritic(Heads((3, 2)), 5, PolicyConfig()).modulation is None, "with one stage there is nothing to see"
 
-
-wrong_sizes = [dict(features=(0,)), dict(features=(64, -1)), dict(features=(2.5,)), dict(critic=(0,)),
-               dict(features=[0]), dict(features=64), dict(actor=-1), dict(embed_size=-1),
-               dict(embed_columns=(-1,), embed_size=3),
-               dict(floor=float("nan"))]
-
-@pytest.mark.parametrize("wrong", wrong_sizes, ids=str)
-def test_sizes_that_make_no_network_are_refused_by_name(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*expected"): PolicyConfig(**wrong)
 
 def test_widths_may_come_as_a_list():
     assert PolicyConfig(features=[64, 8]) == PolicyConfig(features=(64, 8))

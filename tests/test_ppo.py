@@ -1,7 +1,6 @@
 "The learner as a whole: exactness, guards, every option, worlds that need a feature."
 import dataclasses
 import math
-import signal
 
 import gymnasium as gym
 import numpy as np
@@ -12,7 +11,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from esper_nb.core import use_threads
 from esper_nb.learn import (
     ActorCritic, Batch, ChoiceMasks, Coefficients, Heads, Learner, MaskedHeads, PPOConfig, PolicyConfig,
-    StopFlag, collect_returns, explained_variance, play, ppo_loss, standardize, train_ppo)
+    collect_returns, explained_variance, play, ppo_loss, standardize, train_ppo)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -284,20 +283,6 @@ def test_a_step_acts_once_and_learns_when_the_rollout_is_full():
     assert [u for u in found if u is not None] == list(train_ppo(straight, 2))
 
 
-def test_stop_and_go_on_is_exact_at_every_edge(stop_at):
-    config = PPOConfig(num_steps=6, num_updates=2, num_minibatches=2, update_epochs=2, norm_obs=True)
-    def make(): return Learner(cartpole(2), config, small)
-    straight = make()
-    expected = list(train_ppo(straight))
-    for edge in range(1, 20, 3): # tests/test_checkpoints.py saves and loads at others
-        learner = make()
-        stop_at(learner, edge)
-        got = list(train_ppo(learner))
-        assert learner.update < 2 or edge >= 20
-        got += list(train_ppo(learner))
-        assert got == expected and torch.equal(weights(straight), weights(learner)), edge
-
-
 @pytest.mark.parametrize("threads, used", [(1, 1), (2, 2), (None, 3)])
 def test_learning_uses_as_many_cores_as_it_is_told_and_acting_one(threads, used, monkeypatch):
     seen = dict(act=set(), learn=set())
@@ -315,15 +300,6 @@ def test_learning_uses_as_many_cores_as_it_is_told_and_acting_one(threads, used,
         list(train_ppo(learner))
         assert torch.get_num_threads() == 3
     assert seen == dict(learn={used}, act={1, used})  # the policy acts, and is evaluated again to learn
-
-
-def test_a_second_signal_interrupts_at_once():
-    before = signal.getsignal(signal.SIGINT)      # of a process in the background: ignored
-    with StopFlag() as stop:
-        signal.raise_signal(signal.SIGINT)
-        assert stop.requested
-        with pytest.raises(KeyboardInterrupt): signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.slow
@@ -386,17 +362,6 @@ def test_records_of_a_run_hold_no_unmeasured_zeros():
     assert dataclasses.asdict(u)["stopped"] == ""
 
 
-def test_dict_of_wrong_settings():
-    for wrong in (dict(norm_adv="batch"), dict(ratio="all"), dict(num_steps=0), dict(gamma=1.5), dict(target_kl=-1.),
-                  dict(learning_rate=0.), dict(max_grad_norm=0.), dict(clip_coef=0.), dict(clip_coef="0.2"),
-                  dict(lr_final=-.5), dict(ent_floor=1.5), dict(ent_floor=(.5, math.nan)), dict(ent_floor_coef=-1.)):
-        with pytest.raises(ValueError, match=next(iter(wrong))): PPOConfig(**wrong)
-    with pytest.raises(ValueError, match="one for each of 1 heads"):
-        Learner(cartpole(), PPOConfig(ent_floor=(0.1, 0.2)))
-    with pytest.raises(ValueError, match="did you mean 'clip_coef'"): PPOConfig.from_dict(dict(clip_coeff=0.1))
-    assert PPOConfig.from_dict(PPOConfig(ent_floor=(0.1, 0.2)).to_dict()) == PPOConfig(ent_floor=(0.1, 0.2))
-
-
 @pytest.mark.cuda
 def test_a_run_on_cuda(machine):
     config = PPOConfig(num_steps=12 if machine else 40, num_minibatches=2, norm_obs=True, norm_reward=True,
@@ -410,18 +375,6 @@ def test_a_run_on_cuda(machine):
 
 def test_settings_at_the_edge_are_taken():
     PPOConfig(max_grad_norm=math.inf, clip_final=0., lr_final=1, ent_coef=0, vf_coef=0, ent_floor=(0, 1), clip_coef=1)
-
-
-def test_updates_at_a_learning_rate_of_zero_are_refused():
-    config = PPOConfig(num_steps=4, num_updates=2, num_minibatches=1)
-    learner = Learner(cartpole(1), config, small)
-    with pytest.raises(ValueError, match="updates=3, expected at most 2.*num_updates.*lr_final"):
-        next(train_ppo(learner, 3))
-    assert learner.update == 0, "refused before anything was done"
-    assert len(list(train_ppo(learner, 2))) == 2 and list(train_ppo(learner)) == []
-    with pytest.raises(ValueError, match="at most 0"): next(train_ppo(learner, 1))
-    kept = Learner(cartpole(1), config.replace(lr_final=0.1), small)
-    assert [u.learning_rate for u in train_ppo(kept, 4)][2:] == pytest.approx([1e-4, 1e-4])
 
 
 def corrupt(learner, at):

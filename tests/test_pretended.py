@@ -577,39 +577,27 @@ def test_a_kernel_that_hands_a_nan_on_does_not_reach_the_neighbours(gpu, monkeyp
 
 # --- the benchmark of a GPU
 
-class InHere:
-    "In place of processes, which would not see the pretended device."
-    def __init__(self, make, settings, threads, keep, parts):
-        self.sides = [gpu_bench.loop_side(**settings, part=(k, parts)) for k in range(parts)]
-    def __enter__(self): return self
-    def __exit__(self, *error): pass
-    def epoch(self): return [f(0) for f in self.sides]
-
 @pytest.mark.slow
-def test_the_benchmark_runs_in_miniature(gpu, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_bench, "OnePerCore", InHere)
+def test_the_benchmark_runs_in_miniature(gpu, tmp_path, capsys):
     gpu_bench.main(["--small", "--out", str(tmp_path/"gpu.json")])
     found = json.loads((tmp_path/"gpu.json").read_text())
     assert found["machine"]["device"] == "pretended" and set(gpu_bench.SECTIONS) < set(found)
-    timed = [row["seconds"] for name in gpu_bench.SECTIONS if name not in ("correct", "scale") for row in found[name]]
+    timed = [row["seconds"] for name in gpu_bench.SECTIONS if name != "scale" for row in found[name]]
     assert all(s > 0 for row in timed for s in row.values())
-    loops = {"loop, channels_last", "loop, contiguous_format"}
-    assert set(found["lanes"][0]["seconds"]) == {"lanes", "processes"} | loops
-    assert all(gap < 1e-3 for row in found["correct"] for gap in row["gaps"].values())
     alone, *rows = found["scale"]
     assert set(alone["alone"]) == {"channels_last", "contiguous_format", "graph"} and found["growth"][0]["replays"] > 0
     assert [(r["networks"], r["graphs"]) for r in rows] == [(1, False), (1, True), (2, False), (2, True)]
     assert all(r["images_per_s"] > 0 and set(r["times"]) == set(alone["alone"]) for r in rows)
     assert all((r["replays"] > 0) == r["graphs"] for r in rows)
     gpu_bench.main(["--small", "snapshots", "--out", str(tmp_path/"gpu.json")])
-    assert json.loads((tmp_path/"gpu.json").read_text())["lanes"] == found["lanes"]
+    assert json.loads((tmp_path/"gpu.json").read_text())["growth"] == found["growth"]
     cut = {k: v for k, v in found.items() if k not in ("ppo", "scale")}   # cut off there
     (tmp_path/"gpu.json").write_text(json.dumps(cut))
     gpu_bench.main(["--small", "--minutes", "0", "--out", str(tmp_path/"gpu.json")])
     assert "scale, ppo left" in capsys.readouterr().out
     gpu_bench.main(["--small", "--out", str(tmp_path/"gpu.json")])
     again = json.loads((tmp_path/"gpu.json").read_text())
-    assert set(again) == set(found) and again["lanes"] == found["lanes"] and again["ppo"] != found["ppo"]
+    assert set(again) == set(found) and again["growth"] == found["growth"] and again["ppo"] != found["ppo"]
     with pytest.raises(SystemExit): gpu_bench.main(["--small"])   # would overwrite what is stored
 
 def test_rows_of_a_section_are_written_as_they_come(gpu, tmp_path, monkeypatch):
@@ -639,7 +627,7 @@ def test_a_section_that_takes_too_long_is_given_up(gpu, tmp_path, monkeypatch, c
     monkeypatch.setattr(gpu_bench, "revision", lambda: "of today")
     gpu_bench.main(["--small", "--minutes", "2", "--out", str(out)])
     said = capsys.readouterr().out
-    assert "ppo: given up after 120 s" in said and "ppo left" in said and "lanes: measured" in said
+    assert "ppo: given up after 120 s" in said and "ppo left" in said and "growth: measured" in said
     assert len(limits) == len(gpu_bench.SECTIONS) and max(limits) <= 120
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")

@@ -93,10 +93,6 @@ def test_a_write_is_the_cause_of_nearly_all_of_a_rise_although_the_data_get_hard
     found = find_cause(run.incident(given=harder), dry=EXACT, written=run.written)
     assert ("is spared nearly all of it" in found.why) == (found.cause == cause) == (cause == "external"), str(found)
 
-def test_a_regular_distance_is_said():
-    run = Run(between=lambda run: run.net[0].weight.data.mul_(.1) if run.k in (-60, -20, 20) else None)
-    assert "every 40 batches" in find_cause(run.incident(steps=40), written=run.written).why
-
 @pytest.mark.parametrize("inside", [
     lambda run, xy: (xy[0] * 300, xy[1].flip(0)) if run.taken == 121 else None, # the step's own augmentation, once
     lambda run, xy: (-xy[0], xy[1]) if run.k >= 20 and run.taken == run.k + 101 else None, # a counter of the loop
@@ -121,14 +117,6 @@ def test_hardware_is_what_is_left_when_steps_repeat_and_nothing_was_written():
     run = Run(inside=lambda run, xy: (xy[0] + run.noise.uniform(), xy[1]))
     run.noise = np.random.default_rng(0)
     assert "two replays differ" in find_cause(run.incident(), dry=EXACT, written=[]).why
-
-def fast_by_counter(run, xy):
-    run.opt.param_groups[0]["lr"] = .5 if 20 <= run.k < 28 else 3e-3
-
-def test_a_rate_that_the_step_sets_by_a_counter_is_named():
-    found = find_cause(Run(inside=fast_by_counter).incident())
-    assert (found.cause, found.begin) == ("rate", 20)
-    assert "was 0.5 at batches 20–27, where a replay has 0.003" in found.why
 
 def test_a_setting_that_the_step_sets_by_a_counter_is_named():
     def inside(run, xy): run.opt.param_groups[0]["weight_decay"] = 100. if 20 <= run.k < 40 else 0.
@@ -167,19 +155,6 @@ def test_an_overwritten_batch_without_a_copy_is_said_and_not_replayed():
     incident.steps[5].batch[0].add_(1)
     found = find_cause(incident)
     assert found.cause == "unknown" and "changed in place" in found.why and found.steps == 0
-
-def test_why_there_are_no_steps_is_said():
-    run = Run()
-    assert "no step was recorded" in find_cause(StepRecorder().incident_from(0, taken(run))).why
-    run.incident(before=0)
-    assert "older than batch 0" in find_cause(run.recorder.incident_from(-5, run.snapshot)).why
-    run.recorder.forget(30)
-    assert "too much memory" in find_cause(run.recorder.incident_from(10, run.snapshot)).why
-    assert "no step was made" in find_cause(run.recorder.incident_from(60, run.snapshot)).why
-
-def taken(run):
-    run.snapshot.take()
-    return run.snapshot
 
 
 # --- numbers that are not finite
@@ -264,13 +239,6 @@ def test_an_operation_is_found_forward_and_backward():
     assert find_operation(lambda: (x.log() * x).sum()).startswith("log ")
     assert find_operation(lambda: (x + 1).sqrt().sum().backward()) == ""
 
-def test_a_mask_is_infinite_on_purpose():
-    q = torch.randn(2, 4, 8, requires_grad=True)
-    mask = torch.full((4, 4), -math.inf).triu(1)
-    def attention(mask): return (torch.softmax(q @ q.transpose(1, 2) + mask, -1) @ q).square().mean().backward()
-    assert find_operation(lambda: attention(mask)) == ""
-    assert find_operation(lambda: attention(torch.full((4, 4), -math.inf))).startswith("softmax ")
-
 def test_a_line_of_a_notebook_is_one_of_its_cell():
     text, names = "import torch\ndef f():\n    return torch.zeros(2) / torch.zeros(2)\n", {}
     exec(compile(text, "/tmp/ipykernel_7/99.py", "exec"), names)
@@ -349,18 +317,6 @@ def test_order_is_asked_last_of_all_and_of_sorted_batches_only():
         assert not EXPERIMENTS["examples in another order"].fits(replay, None)
     with Replay(Run().incident(given=sorted_batch)) as replay:
         assert EXPERIMENTS["examples in another order"].fits(replay, None)
-
-def test_uphill_is_a_matter_of_the_step_and_not_of_its_data():
-    def inside(run, xy):
-        if run.sign and run.count["k"] >= 20: run.opt.param_groups[0]["maximize"] = True
-        run.count["k"] += 1
-    def explained(sign, given):
-        run = Run(inside=inside)
-        run.sign, run.count = sign, dict(k=-100)
-        run.snapshot.add(count=run.count)
-        return find_cause(run.incident(given=given))
-    assert explained(True, lambda k, xy: xy).cause in ("step", "settings")
-    assert explained(False, turned).cause == "data"
 
 def test_exhausted_experiments_are_no_proof():
     found = find_cause(Run().incident(steps=20), is_bad=lambda: ("model.0.weight",))

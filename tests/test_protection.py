@@ -26,25 +26,6 @@ def test_parts_in_a_list_or_dictionary_are_guarded_one_by_one(pack):
 
 
 @pytest.mark.parametrize("make, says", [
-    (lambda n, o: Governor(n, nets=[n], chance_loss=None), "nets='a list of Linear', expected one part a name"),
-    (lambda n, o: Governor(n, o, pointer=3, chance_loss=None), r"pointer=3, .* keep it as dict\(pointer=3\)"),
-    (lambda n, o: Governor(n, o, queue=n.weight * 2, chance_loss=None), "queue=a tensor that was computed"),
-    (lambda n, o: Governor(n, o, n, chance_loss=None), "model2='Linear', expected a part once; it is `model`, too"),
-    (lambda n, o: Governor(n, o, config={}, chance_loss=None), "config={}, expected one of batch, epoch, classic"),
-    (lambda n, o: Governor(n, o, snapshot_every=5, chance_loss=None),
-     r"snapshot_every=5, .* config=GovernorConfig\(snapshot_every=5\)"),
-    (lambda n, o: Governor(nn.Linear(2, 2, device="meta"), chance_loss=None), "on the meta device"),
-    (lambda n, o: Governor(n, o, chance_loss=None).watch(None), "loss=None, expected a number or a tensor"),
-    (lambda n, o: Governor(n, o, chance_loss=None).watch({"loss": 1.}), "expected a number or a tensor"),
-    (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.tensor(1j)), "complex, expected real numbers"),
-    (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.tensor(1., device="meta")), "meta device"),
-    (lambda n, o: Governor(n, o, chance_loss=None).watch(torch.ones(3)), "expected one number, such as loss.mean"),
-    (lambda n, o: Governor(n, o, chance_loss=None, lanes=2, folder="x"), "folder='x', expected None: lanes have")])
-def test_what_is_passed_wrongly_is_named(make, says):
-    with pytest.raises(ValueError, match=says): make(*parts())
-
-
-@pytest.mark.parametrize("make, says", [
     (lambda n, o: Governor(o, chance_loss=None), "no model among the parts (optimizer), so only the weights that"),
     (lambda n, o: Governor(chance_loss=2.3), "no model among the parts (there are none)"),
     (lambda n, o: Governor(nn.Linear(2, 2), o, chance_loss=None), "`optimizer` trains no weight of what was passed"),
@@ -62,12 +43,6 @@ def test_a_loss_that_is_never_a_number_is_told_with_every_act(caplog):
     warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 7 and "harmless" in warnings[0].message and "nan, too" in warnings[2].message
     assert [r.action for r in governor.reports] == ["rollback"] * 4 + ["stop"] # and not one at every batch
-
-
-def test_who_goes_on_after_the_stop_is_told_once(caplog):
-    governor = Governor(*parts(), chance_loss=None, config=GovernorConfig(rollbacks=0, stop_raises=False))
-    for _ in range(20): governor.watch(math.nan)
-    assert len(governor.reports) == 1 and caplog.text.count("nothing is watched any more") == 1
 
 
 def test_a_run_that_cannot_be_saved_for_long_says_so(caplog):

@@ -12,8 +12,7 @@ from esper_nb.core import new_file
 from esper_nb.grow import list_blueprints
 from esper_nb.record import RunFolder, encode_row, read_rows
 from esper_nb.run import (
-    Comparison, RunConfig, about_time, begin_run, cli, command_words, get_recipe, report_html, search_rivals,
-    watch_text, write_report)
+    Comparison, begin_run, cli, command_words, get_recipe, report_html, search_rivals, watch_text, write_report)
 from esper_nb.train import FitConfig, get_task, task_from_table
 
 ROOT = Path(__file__).parents[1]
@@ -140,11 +139,6 @@ def test_a_report_offers_a_comparison_that_the_command_line_takes(page, made, mo
     words = shlex.split(html.unescape(offered))
     assert "--comparison" in made[0].folder.config()["command"] and "--comparison" not in words
     assert cli.main(words[1:]) == 2 and "digits_impaired is compared" in capsys.readouterr().err
-
-def test_a_population_has_a_command_too_and_a_recipe_of_ones_own_has_none(chosen):
-    words = command_words({"task": {"name": "digits"}, "fit": FitConfig(lanes=4, epochs=2).to_dict()})
-    assert chosen(words) == FitConfig(lanes=4, epochs=2)
-    assert command_words({"run": RunConfig("of my own").to_dict()}) is None and command_words({}) is None
 
 @pytest.mark.parametrize("options", [dict(label=["so, big", "odd"], target="labels"), dict(label="kind"),
                                      dict(label="kind", columns=["a", "so, big"], groups="who")], ids=str)
@@ -283,11 +277,6 @@ def test_the_order_of_runs_changes_no_sentence_and_equal_names_get_their_places(
     shutil.copytree(two[0].path, tmp_path/two[0].path.name)
     assert str(tmp_path) in lead(two[0], RunFolder(tmp_path/two[0].path.name))
 
-def test_a_run_that_was_not_tested_can_be_compared(no_pictures, two, tmp_path):
-    begun = begin_run(get_recipe("digits_impaired", TINY), tmp_path)
-    text = words_of(report_html(two[0], begun.folder))
-    assert "Of 2 runs, 1 has come to its test" in text and "has not come to its end" in text
-
 
 # --- what a training says
 
@@ -310,8 +299,3 @@ def test_a_training_limited_by_time_says_so(no_plays, tmp_path):
     run = begin_run(get_recipe("digits_impaired", TINY | {"minutes": 1e-4, "ppo.num_updates": 50}), tmp_path)
     run.drive(progress=False, say=said.append)
     assert "0.0001 min of training in 4 lanes" in said[0]
-
-@pytest.mark.parametrize("seconds, said", [(0, "about 10 seconds"), (44, "about 40 seconds"), (80, "about 1.5 minutes"),
-                                           (60 * 11, "about 10 minutes"), (7000, "about 2 hours")])
-def test_durations_are_said_as_roughly_as_they_are_known(seconds, said):
-    assert about_time(seconds) == said

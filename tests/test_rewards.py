@@ -125,9 +125,7 @@ def test_real_lives_of_many_lanes_as_of_one():
     assert len(torch.stack(seen).unique()) == len(OPS)
 
 
-def test_presets_name_terms_and_bad_settings_are_refused():
-    assert {t for p in PRESETS.values() for t in p.weights} == set(TERMS) and all(f.__doc__ for f in TERMS.values())
-    with pytest.raises(ValueError, match="preset='shape', expected one of outcome"): RewardConfig("shape")
+def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="gamma"): RewardConfig(gamma=0)
     with pytest.raises(ValueError, match="penalty"): RewardConfig(penalty=-1.)
     with pytest.raises(ValueError, match="a new name"): reward_term(TERMS["price"])

@@ -6,7 +6,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.learn import ActorCritic, EnvStream, Heads, PolicyConfig, Rollout, acting_noise, play
+from esper_nb.learn import ActorCritic, EnvStream, Heads, PolicyConfig, Rollout
 
 
 def random_rollout(T, n, seed, share=0.15):
@@ -174,35 +174,3 @@ def test_minibatches_cover_everything_once(T, n, count, memory, seed):
     assert len(parts) == count
     assert sorted(torch.cat([b.value.flatten() for b in parts]).tolist()) == list(range(T * n))
     if memory: assert all((b.value[1:] - b.value[:-1] == n).all() for b in parts), "lanes stay whole and in order"
-
-
-def test_noise_of_a_lane_does_not_depend_on_the_others():
-    heads = Heads((3, 4))
-    assert torch.equal(acting_noise(1, 2, 6, 3, heads), acting_noise(1, 2, 6, 9, heads)[:, :3])
-    assert not torch.equal(acting_noise(1, 2, 6, 3, heads), acting_noise(1, 3, 6, 3, heads))
-
-
-def test_other_spaces():
-    class Cell(gym.Env):
-        observation_space, action_space = gym.spaces.Discrete(5, start=1), gym.spaces.Discrete(2)
-        def reset(self, seed=None, options=None): return 3, {}
-        def step(self, action): return 5, 0., False, False, {}
-    stream = EnvStream(SyncVectorEnv([Cell] * 2)); stream.reset(0)
-    assert stream.obs.tolist() == [[0, 0, 1, 0, 0]] * 2
-    with pytest.raises(ValueError, match="observation space=.*TransformObservation"):
-        class Word(Cell): observation_space = gym.spaces.Text(2)
-        EnvStream(SyncVectorEnv([Word]))
-
-
-def test_a_full_rollout_refuses_more():
-    roll, _ = random_rollout(3, 1, 0)
-    with pytest.raises(RuntimeError, match="clear"): roll.add(value=torch.zeros(1))
-
-
-def test_play_counts_whole_episodes_of_every_lane():
-    envs = gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point")
-    policy = ActorCritic(Heads((2,)), 4, PolicyConfig(core="none"))
-    returns = play(policy, envs, 7, deterministic=False)
-    assert len(returns) == 7 and all(5 <= r <= 500 for r in returns)
-    again = gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point")
-    assert returns == play(policy, again, 7, deterministic=False)

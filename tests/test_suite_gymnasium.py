@@ -9,7 +9,6 @@ import pytest
 import torch
 from gymnasium import wrappers as one_w
 from gymnasium.utils import env_checker, passive_env_checker as passive
-from gymnasium.utils.env_match import check_environments_match
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import vector as many_w
 
@@ -290,12 +289,3 @@ def test_copies_go_on_alike(kind, copier):
         assert np.array_equal(action, twin.action_space.sample())
         a, b = env.step(action), twin.step(action)
         assert same([without_times(x) for x in a], [without_times(x) for x in b])
-
-
-def twin_of(env): return pickle.loads(pickle.dumps(env))
-@pytest.mark.parametrize("other", [
-    lambda e: single(render_mode="rgb_array"), twin_of, copy.deepcopy, one_w.OrderEnforcing,
-    lambda e: made("rgb_array")], ids=["new", "pickle", "copy", "order", "made"])
-def test_environments_match(other):
-    env = single(render_mode="rgb_array")
-    check_environments_match(env, other(copy.deepcopy(env)), num_steps=5, seed=2)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from esper_nb.grow import check_same
 from esper_nb.run import export_run, fit_run
 from esper_nb.run.cli import main
 from esper_nb.train import (
@@ -105,13 +104,6 @@ def test_a_task_of_arrays_keeps_copies():
         before = task.load().x["train"].clone()
         values[:] = 7
         assert torch.equal(task.load().x["train"], before)
-
-def test_two_columns_of_one_name_are_two_columns(tmp_path):
-    place = tmp_path/"t.csv"
-    place.write_text("a,a,kind\n" + "".join(f"{i % 7},{i * i % 11},{'xy'[i % 2]}\n" for i in range(40)))
-    e = read_table_file(place)
-    assert [c.name for c in e.columns] == ["a", "a.1"] and e.x[:3, 0, 0].tolist() == [[0, 0], [1, 1], [2, 4]]
-    assert any("several columns are called a" in note for note in e.notes)
 
 def parts_of(groups, parts): return [set(groups[p].tolist()) for p in parts]
 
@@ -267,12 +259,6 @@ def test_the_command_line_names_columns_and_groups_as_python_does(tmp_path, caps
     (tmp_path/"words.txt").write_text("to be or not to be " * 200)
     assert main(["fit", "--data", str(tmp_path/"words.txt"), "--groups", "a"]) == 2
     assert "it is for a table" in capsys.readouterr().err
-
-def test_outputs_in_a_dictionary_are_compared():
-    def said(x): return dict(a=x, more=[x + 1, (2 * x,)])
-    check_same("it", said, said, [torch.ones(3)])
-    with pytest.raises(RuntimeError, match="off by"):
-        check_same("it", said, lambda x: dict(a=x, more=[x + 2, (2 * x,)]), [torch.ones(3)])
 
 
 # ---- hostile tables: a clear line, or a right answer

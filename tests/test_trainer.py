@@ -10,7 +10,7 @@ from esper_nb.core import Workers, by_lane, lane, lane_state, plan, repeatable, 
 from esper_nb.grow import GPTConfig
 from esper_nb.guard import GovernorConfig
 from esper_nb.train import (
-    LOOKED_AT, Fault, FitConfig, Graphs, Population, evaluate, fit, get_task, list_faults, new_population, run_epoch,
+    LOOKED_AT, Fault, FitConfig, Graphs, Population, fit, get_task, list_faults, new_population, run_epoch,
     site_signals, traced)
 
 # A small learning rate: at 0.02 one ReLU that rounding tips over grows to 2e-3 within 17 steps,
@@ -118,20 +118,6 @@ def test_same_seed_is_the_same_run_in_two_processes(capsys):
     there = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout
     exec(SCRIPT, {})
     assert json.loads(there) == json.loads(capsys.readouterr().out)
-
-
-def test_lane_three_of_sixteen_is_lane_three_of_four():
-    few, many = (run_epoch(population("digits", lanes=n)) for n in (4, 16))
-    torch.testing.assert_close(few.train.losses, many.train.losses[:, :4], rtol=1e-5, atol=1e-5)
-
-
-def test_evaluation_changes_nothing():
-    pop = population("digits")
-    before = {k: t.clone() for k, t in lane_state(pop.model).items()}
-    state, mode = torch.get_rng_state(), pop.model.train().training
-    evaluate(pop.model, pop.task, pop.data, "test")
-    assert pop.model.training is mode and torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(t, before[k]) for k, t in lane_state(pop.model).items())
 
 
 def test_learning_rates_by_lane():

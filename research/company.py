@@ -1,7 +1,7 @@
 """How the main job fares on a busy machine: an epoch and an update of `train digits_impaired` beside busy processes.
 
-    python -m benchmarks.company_bench              # some minutes; nothing else may run meanwhile
-    python -m benchmarks.company_bench --rounds 1   # quickly
+    python -m research.company              # some minutes; nothing else may run meanwhile
+    python -m research.company --rounds 1   # quickly
 
 Writes nbs/explanations/bench_company.json; nbs/core/06_workers.ipynb shows it. A busy process is one that counts. Turns
 go round: alone, beside one, beside two, and again. Where the scheduler is fair, a job of two threads on two cores keeps
