@@ -34,7 +34,7 @@ if str(ROOT) not in sys.path: sys.path.insert(0, str(ROOT))
 from benchmarks import foreign_faults
 from benchmarks.foreign_faults import FAULT_AT, FAULTS, STORIES, TRUE, faults_of
 from benchmarks.foreign_loops import HEALTHY, HELD_OUT, HELD_OUT_SEEDS, begin
-from benchmarks.foreign_rivals import ARMS, GUARDS, OURS, Ended
+from benchmarks.foreign_rivals import ARMS, GUARDS, OURS, Ended, Watch
 from benchmarks.loops import split_names, stream
 from esper_nb.guard.reports import SUSPECT
 
@@ -386,8 +386,10 @@ def main():
     ask.add_argument("--seeds", type=numbers, default=[0, 1, 2, 3, 4], help="0-4, or 0,3")
     ask.add_argument("--arms", default="none,watch,run", help=f"some of {', '.join(ARMS)}; or all")
     ask.add_argument("--held-out", action="store_true", help="the loops and seeds that nothing was developed on")
+    ask.add_argument("--no-chance", action="store_true", help="the Governor is not told the loss of guessing")
     ask.add_argument("--json", type=Path, help="a file to which the figures are added")
     args = ask.parse_args()
+    Watch.knows_chance = not args.no_chance
     torch.set_num_threads(1)
     logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")

@@ -44,9 +44,10 @@ class Alone:
 
 class Watch(Alone):
     "A Governor that sees the losses, with the settings that it has from the start."
+    knows_chance = True # it is told the loss of guessing
     def __init__(self, parts, step, chance):
         super().__init__(parts, step, chance)
-        self.governor = Governor(*parts, chance_loss=chance)
+        self.governor = Governor(*parts, chance_loss=chance if self.knows_chance else None)
         self.acts = self.governor.reports
 
     def train(self, batch):
