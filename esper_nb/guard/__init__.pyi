@@ -46,11 +46,11 @@ from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLA
     Variable as Variable, Names as Names, FixedNames as FixedNames, Inside as Inside, Keys as Keys,
     Entries as Entries, Members as Members, whole_numbers_in as whole_numbers_in, moved_in as moved_in,
     version_of as version_of, dense_parts as dense_parts, same_values as same_values, some_of as some_of,
-    bits_of as bits_of, sample_of as sample_of, bytes_of as bytes_of, Kept as Kept, AnyLeaf as AnyLeaf,
-    TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf, StreamLeaf as StreamLeaf,
-    leaf_of as leaf_of, has_state as has_state, attributes_of as attributes_of, slots_of as slots_of,
-    Unrestorable as Unrestorable, kind_of_effect as kind_of_effect, wrapped_by as wrapped_by, place_of as place_of,
-    memory_of as memory_of, Walk as Walk, tables_of_optimizers as tables_of_optimizers, StepWalk as StepWalk,
+    bits_of as bits_of, sample_of as sample_of, Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf,
+    ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf, StreamLeaf as StreamLeaf, leaf_of as leaf_of,
+    has_state as has_state, attributes_of as attributes_of, slots_of as slots_of, Unrestorable as Unrestorable,
+    kind_of_effect as kind_of_effect, wrapped_by as wrapped_by, place_of as place_of, memory_of as memory_of,
+    Walk as Walk, tables_of_optimizers as tables_of_optimizers, StepWalk as StepWalk,
     owned_by_parts as owned_by_parts, has_nan as has_nan, is_nan_in as is_nan_in, mark_of as mark_of,
     top_name as top_name, Given as Given, clone_of as clone_of, arrays_in as arrays_in, flat as flat,
     exchanged as exchanged, moved_part as moved_part, tail_of as tail_of, quick_sum as quick_sum, Watched as Watched,
@@ -58,6 +58,17 @@ from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLA
     Footprint as Footprint, Ruined as Ruined, ruined_in as ruined_in, callers as callers,
     ruined_around as ruined_around, plays_around as plays_around, NotSeen as NotSeen, content_of as content_of,
     tensor_digest as tensor_digest, batch_digest as batch_digest)
+from .recorder import (bytes_of as bytes_of, COPIED_FIRST as COPIED_FIRST, GroupRates as GroupRates,
+    HasModes as HasModes, RunModes as RunModes, Repeats as Repeats, Origin as Origin, number_of as number_of,
+    RecordedStep as RecordedStep, RatePeaks as RatePeaks, out_of_shared_memory as out_of_shared_memory,
+    own_copy as own_copy, is_cloned as is_cloned, is_data as is_data, StepRecorder as StepRecorder,
+    RecordedIncident as RecordedIncident, copy_published as copy_published, why_missing as why_missing,
+    give_inputs as give_inputs, tensors_of as tensors_of, same_content as same_content, same_stream as same_stream,
+    keys_of as keys_of, as_key as as_key, with_origins as with_origins, iter_noting as iter_noting,
+    fetch_from as fetch_from, Noting as Noting, NotingIterator as NotingIterator, settings_of as settings_of,
+    stepping as stepping, idle as idle, still_schedules as still_schedules, foreign_optimizers as foreign_optimizers,
+    lower_rates as lower_rates, put_rates_back as put_rates_back, at_share as at_share, Omissions as Omissions,
+    WarmUp as WarmUp)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
@@ -84,16 +95,6 @@ from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as Sav
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import (set_setting as set_setting, has_rate as has_rate, rates_of as rates_of, scale_lr as scale_lr,
     LearningRates as LearningRates)
-from .recorder import (COPIED_FIRST as COPIED_FIRST, GroupRates as GroupRates, HasModes as HasModes,
-    RunModes as RunModes, Repeats as Repeats, Origin as Origin, number_of as number_of, RecordedStep as RecordedStep,
-    RatePeaks as RatePeaks, out_of_shared_memory as out_of_shared_memory, own_copy as own_copy, is_data as is_data,
-    StepRecorder as StepRecorder, RecordedIncident as RecordedIncident, copy_published as copy_published,
-    why_missing as why_missing, give_inputs as give_inputs, tensors_of as tensors_of, same_content as same_content,
-    same_stream as same_stream, keys_of as keys_of, as_key as as_key, with_origins as with_origins,
-    iter_noting as iter_noting, fetch_from as fetch_from, Noting as Noting, NotingIterator as NotingIterator,
-    settings_of as settings_of, stepping as stepping, idle as idle, still_schedules as still_schedules,
-    foreign_optimizers as foreign_optimizers, lower_rates as lower_rates, put_rates_back as put_rates_back,
-    at_share as at_share, Omissions as Omissions, WarmUp as WarmUp)
 from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
     end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not)

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['COPIED_FIRST', 'GroupRates', 'HasModes', 'RunModes', 'Repeats', 'Origin', 'number_of', 'RecordedStep', 'RatePeaks',
-           'out_of_shared_memory', 'own_copy', 'is_data', 'StepRecorder', 'RecordedIncident', 'copy_published',
-           'why_missing', 'give_inputs', 'tensors_of', 'same_content', 'same_stream', 'keys_of', 'as_key',
-           'with_origins', 'iter_noting', 'fetch_from', 'Noting', 'NotingIterator', 'settings_of', 'stepping', 'idle',
-           'still_schedules', 'foreign_optimizers', 'lower_rates', 'put_rates_back', 'at_share', 'Omissions', 'WarmUp']
+           'out_of_shared_memory', 'own_copy', 'is_cloned', 'is_data', 'StepRecorder', 'RecordedIncident',
+           'copy_published', 'why_missing', 'give_inputs', 'tensors_of', 'bytes_of', 'same_content', 'same_stream',
+           'keys_of', 'as_key', 'with_origins', 'iter_noting', 'fetch_from', 'Noting', 'NotingIterator', 'settings_of',
+           'stepping', 'idle', 'still_schedules', 'foreign_optimizers', 'lower_rates', 'put_rates_back', 'at_share',
+           'Omissions', 'WarmUp']
 
 # %% ../../nbs/guard/24_recorder.ipynb #22aa0003
 import copy
@@ -184,19 +185,23 @@ def out_of_shared_memory(batch):
 def own_copy(batch): # itself if something in it cannot be copied
     "Return a copy of a batch; a step may write into it."
     own: dict[int, Any] = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_of(batch)}
-    try: return copy.deepcopy(batch, own)
+    try: return batch.clone() if is_cloned(batch) else copy.deepcopy(batch, own)
     except Exception: return batch
+
+def is_cloned(batch) -> bool:
+    "Whether a batch is an object that copies itself, such as a graph or a dict of tensors."
+    return callable(getattr(type(batch), "clone", None)) and not isinstance(batch, Tensor | nn.Module)
 
 def is_data(
     batch,
     depth: int = 4, # of containers in it
 ) -> bool:
     "Whether a batch is nothing but tensors, arrays, numbers and texts, in lists, tuples, mappings and objects."
-    if isinstance(batch, Tensor | np.ndarray) or type(batch) in PLAIN: return True
+    if isinstance(batch, Tensor | np.ndarray) or type(batch) in PLAIN or is_cloned(batch): return True
     if depth == 0 or isinstance(batch, (*CODE, nn.Module)): return False
     found = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else None
     inside = (attributes_of(batch) or {}).values() if found is None else found
-    return len(inside) > 0 and all(is_data(v, depth - 1) for v in inside)
+    return 0 < len(inside) <= 512 and all(is_data(v, depth - 1) for v in inside) # more are a memory, and no batch
 
 COPIED_FIRST = 3 # first batches of which copies are kept: more than are rehearsed
 
@@ -244,7 +249,7 @@ class StepRecorder:
             number=number, step=step, batch=kept, fetch=fetch, position=self.omissions.position - 1,
             digest=() if fetch else batch_digest(kept), streams=RandomStreams(self.streams).state_dict(),
             before=self._settings(), no_update=no_update, share=self.warm_up.next(), lr_factor=lr_factor,
-            nbytes=0 if fetch else sum(p.nbytes for t in tensors_of(batch) for p in dense_parts(t)),
+            nbytes=0 if fetch else bytes_of(batch),
             footprint=self.footprint, origin=origin, repeats=self.repeats, grads=self._has_gradients(),
             modes=self._modes(), given=None if self.footprint is None else self.footprint.before_step(step),
             owned=fetch is None and kept is not batch)
@@ -363,9 +368,9 @@ class StepRecorder:
 
     def _kept(self, batch): # the batch, or a copy
         "Return what is kept of a batch: copies of the first ones, since nobody knows yet whether they will change."
-        if self.copying: return own_copy(batch)
-        if self.runs >= COPIED_FIRST or not is_data(batch): return out_of_shared_memory(batch)
-        self.tried.append((batch, batch_digest(batch)))
+        tries = self.runs < COPIED_FIRST and is_data(batch)
+        if not (tries or self.copying) or bytes_of(batch) > self.nbytes // 8: return out_of_shared_memory(batch)
+        if not self.copying: self.tried.append((batch, batch_digest(batch)))
         return own_copy(batch)
 
     def _look_for_writes(self):
@@ -476,6 +481,10 @@ def tensors_of(
     if isinstance(batch, Mapping): return [t for v in batch.values() for t in tensors_of(v)]
     if isinstance(batch, (list, tuple)): return [t for v in batch for t in tensors_of(v)]
     return []
+
+def bytes_of(batch) -> int:
+    "Return how much memory the tensors of a batch take."
+    return sum(p.nbytes for t in tensors_of(batch) for p in dense_parts(t))
 
 def same_content(a, b) -> bool:
     "Whether two batches are equal to the bit."
