@@ -1,5 +1,6 @@
 "What a newcomer tries first works, or the error names the next step."
 import copy
+import inspect
 import pickle
 import re
 import subprocess
@@ -8,14 +9,17 @@ import sys
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from esper_nb import (
-    FitConfig, Governor, GrowEnv, GrowVecEnv, Heuristic, Learner, LoopSource, PolicyPlayer, PPOConfig, Session,
-    as_controller, begin_fit, begin_run, compare_controllers, evaluate, explore_host, export_model, fit, new_population,
-    read_rows, run_epoch, task_from_arrays, task_from_dataset, task_from_folder)
+    EnvConfig, FitConfig, Governor, GrowEnv, GrowVecEnv, Heuristic, Learner, LoopSource, ModuleHostConfig, PolicyPlayer,
+    PPOConfig, Session, as_controller, attach_slots, begin_fit, begin_run, compare_controllers, create_model, evaluate,
+    explore_host, export_model, fit, get_recipe, new_population, read_rows, run_epoch, task_from_arrays,
+    task_from_dataset, task_from_folder, task_from_table)
 from esper_nb.core import Range
-from esper_nb.run import main
+from esper_nb.record import RunFolder
+from esper_nb.run import growth_rule, main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MY_NETS = """
@@ -165,3 +169,116 @@ def test_rows_are_read_from_the_folder_of_a_run(tmp_path):
     run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), tmp_path)
     assert len(list(run.epochs())) == 1
     assert read_rows(tmp_path/"digits") == read_rows(tmp_path/"digits"/"rows.jsonl") != []
+
+
+@pytest.mark.parametrize("given, near", [("digit", "'digits'"), ("Digits", "'digits'"), ("cifar", "'cifar_baseline'")])
+def test_a_near_name_is_suggested(given, near):
+    for ask in (new_population, get_recipe):
+        with pytest.raises(ValueError, match=f"expected {near} perhaps, or another of cifar_baseline"): ask(given)
+
+
+@pytest.mark.parametrize("ask", [new_population, get_recipe, growth_rule])
+def test_a_name_unlike_all_others_has_no_suggestion(ask):
+    with pytest.raises(ValueError, match="'mine2', expected one of "): ask("mine2")
+
+
+def test_a_column_unlike_all_others_has_no_suggestion(tmp_path):
+    (tmp_path/"rows.csv").write_text("width,kind" + "".join(f"\n{i},{'ab'[i % 2]}" for i in range(20)))
+    with pytest.raises(ValueError, match="'target', expected one of width, kind"):
+        task_from_table(tmp_path/"rows.csv", label="target")
+
+
+def pictures(folder, count=24, side=16):
+    "Write pictures of two classes."
+    for i in range(count):
+        (folder/"ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((side, side), 5 * i, "uint8")).save(folder/"ab"[i % 2]/f"{i}.png")
+    return folder
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_allocated(tmp_path, capsys, monkeypatch):
+    folder = str(pictures(tmp_path/"pics"))
+    said = r"24 pictures of 1,000,000 × 1,000,000 pixels need at least 864 TB, and .* are free on cpu; take a smaller"
+    assert main(["train", "--data", folder, "--size", "1000000", "--out", str(tmp_path)]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    for words in (["fit", "digits", "--lanes", "1000000000"], ["train", "digits", "--num-envs", "1000000000"]):
+        assert main([*words, "--out", str(tmp_path)]) == 2
+        assert "lanes=1000000000, expected what fits into memory: networks of" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="need at least .* TB"): create_model("digits", ["r0c0"], num_lanes=10**9)
+    assert [p.name for p in tmp_path.iterdir()] == ["pics"]
+    monkeypatch.setattr("esper_nb.core.devices._host_bytes", lambda: 50_000) # 24 · 16² · 36 bytes are more
+    with pytest.raises(ValueError, match="side of the first picture=16, .* 221 kB, and 50 kB are free"):
+        task_from_folder(folder)
+    with pytest.raises(ValueError, match="examples=24, .* 67.6 kB, and 50 kB are free"):
+        task_from_arrays(np.zeros((24, 16, 16), "uint8"), np.arange(24) % 2)
+    with pytest.raises(ValueError, match="batch_size=64, .* activations of one lane need at least"):
+        new_population("digits", FitConfig(lanes=2, epochs=1, workers=1))
+
+
+class Classifier(torch.nn.Module):
+    "Words, the mean of their features, three classes."
+    def __init__(self):
+        super().__init__()
+        self.words, self.body, self.out = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, tokens): return self.out(self.body(self.words(tokens)).mean(1))
+
+
+def test_a_classifier_of_tokens_is_told_where_it_can_grow():
+    tokens, labels = torch.randint(0, 50, (60, 12), generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+    for reads in ("BL", "BC", "BCHW"):
+        host = ModuleHostConfig(Classifier, slots=["body"], reads=reads)
+        with pytest.raises(ValueError, match=r"grows in a loop of yours.* attach_slots\(net, \[...\], tokens\)"):
+            new_population(task_from_arrays(tokens, labels, host=host), FitConfig(lanes=2, epochs=1, workers=1))
+    grown = attach_slots(Classifier(), ["body"], tokens[:4]) # which is true
+    grown.germinate("body", "norm")
+    assert grown(tokens).shape == (60, 3)
+    assert "see attach_slots" in task_from_arrays(tokens, labels).notes_text() # in place of silence
+    assert "attach_slots" not in task_from_arrays(tokens.float(), labels).notes_text()
+    assert "attach_slots" not in task_from_arrays(tokens % 4, labels).notes_text()
+
+
+def test_a_wrong_setting_is_named_as_it_was_given():
+    for make in (EnvConfig, GrowEnv, GrowVecEnv):
+        with pytest.raises(ValueError, match="reward='profit', expected one of outcome"): make(reward="profit")
+    x = np.arange(60.).reshape(20, 3)
+    for name in ("learning_rate", "lanes", "limit"):
+        with pytest.raises(ValueError, match=f"setting='{name}', expected one of name, host, .* such as lanes or seed"):
+            task_from_arrays(x, np.arange(20) % 2, **{name: 3})
+        with pytest.raises(ValueError, match=f"setting='{name}'"): task_from_folder("nowhere", **{name: 3})
+
+
+def test_help_names_what_is_given_by_name():
+    import esper_nb
+    for name in esper_nb.__all__:
+        made = getattr(esper_nb, name)
+        try: parameters = inspect.signature(made).parameters.values()
+        except (TypeError, ValueError): continue
+        for p in parameters:
+            if p.kind == p.VAR_KEYWORD: assert f"`{p.name}`" in (inspect.getdoc(made) or ""), f"{name}: {p.name}"
+
+
+def test_data_that_were_moved_are_found_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pictures(tmp_path/"pics")
+    small = ["--size", "8", "--quiet", "--out", "runs"]
+    learns = ["--num-envs", "2", "--horizon", "2", "--num-steps", "2", "--num-minibatches", "1", "--updates", "1"]
+    assert main(["fit", "--data", "pics", "--lanes", "2", "--epochs", "1", *small]) == 0
+    assert main(["train", "--data", "pics", "--comparison", "0", *learns, *small]) == 0
+    fitted, learnt = "runs/pics", "runs/pics-2"
+    (tmp_path/"pics").rename(tmp_path/"my pictures")
+    pictures(tmp_path/"others", 26)
+    exported = ["--out", "net.safetensors"]
+    for words in (["resume", fitted], ["resume", learnt, "--updates", "2"], ["export", fitted], ["export", learnt]):
+        assert main(words) == 2
+        assert "say where they are now: --data PLACE (in Python: data=PLACE)" in capsys.readouterr().err
+        assert main([*words, "--data", "others"]) == 2
+        assert "the data have changed" in capsys.readouterr().err
+    assert main(["export", fitted, "--data", "my pictures", *exported]) == 0
+    assert main(["resume", fitted, "--data", "my pictures"]) == 0
+    assert main(["resume", learnt, "--data", "my pictures", "--updates", "2", "--quiet"]) == 0
+    for words in (["resume", fitted], ["export", learnt, *exported]): assert main(words) == 0 # the folder knows it now
+    assert "/my pictures?" in RunFolder(tmp_path/learnt).config()["run"]["env"]["task"]["data"]
+    assert main(["fit", "digits", "--lanes", "2", "--epochs", "1", *small[2:]]) == 0
+    assert main(["resume", "runs/digits", "--data", "others"]) == 2
+    assert "none: digits brings its own data" in capsys.readouterr().err

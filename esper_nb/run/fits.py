@@ -22,7 +22,7 @@ from ..guard import NOTES, Report
 from ..grow import Blend, Curve, Decision, DecisionResult, Event, Stage
 from ..train import (
     Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, check_population,
-    disturb_at, fit, get_task, new_population, telling_text, yardstick_lines, yardsticks)
+    disturb_at, fit, get_task, is_own, new_population, task_at, telling_text, yardstick_lines, yardsticks)
 from ..record import (
     ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, new_run, population_rows,
     run_origin, run_rows, save_tensors, test_rows)
@@ -121,13 +121,14 @@ def open_fit(
     log: Sequence[str] | None = None, # trackers; None: the original ones
     plugins: Sequence[str] | None = None, # replace those in the settings, if not None
     trust: bool = False, # allow the folder to run its plugins and factories
+    data: str | Path | None = None, # where its data are now, if they were moved: a folder or file
 ) -> "FitRun":
     """Open the fit in a folder and load its checkpoint; training continues with the same numbers as without a stop.
 
     Raises
     ------
     FileNotFoundError
-        If the folder holds no run.
+        If the folder holds no run, or the data are not where they were.
     ValueError
         If the folder holds no fit, names code that this process has not loaded, or does not match the population.
     RuntimeError
@@ -151,23 +152,34 @@ def open_fit(
         if pop is not None: return pop, faults, named
         check(saved["made"] is not None, "pop", pop,
               "one like that which it began with, and which was made in Python: open_fit(path, pop)")
-        return saved_population(saved, folder), faults, named
+        return saved_population(saved, folder, data), faults, named
+    check(pop is None or data is None, "data", data, "None: the population that is given has its own")
     made, faults, named = open_settings(folder, "fit", begun, plugins, trust)
     with FolderLock(folder.path):
         run = FitRun(made, folder, faults, controller, named)
         run.go_on()
+        if data is not None: _note_place(folder, made, data)
     return run
+
+def _note_place(folder: RunFolder, pop: Population, data: str | Path) -> None: # data: as for `open_fit`
+    "Write where the data are now into the settings of a fit."
+    saved = folder.config()
+    root = saved["made"] if is_own(pop.task.data) else saved["made"] | dict(root=str(data))
+    now = saved | dict(task=pop.task.to_dict(), made=root)
+    folder.write_config(now | dict(command=command_words(now)))
 
 def saved_population(
     saved: Mapping[str, Any], # settings of a fit's folder
     folder: RunFolder,
+    data: str | Path | None = None, # where its data are now, if they were moved
 ) -> Population: # untrained
     "Rebuild the population of a fit from its settings, with the original number of workers."
     task, config = Task.from_dict(saved["task"]), FitConfig.from_dict(saved["fit"]).replace(workers=saved["workers"])
     check_contract(folder.path/"checkpoint.safetensors", dict(task=task.to_dict(), fit=config.to_dict()))
     made = saved["made"] or {}
-    return new_population(task, config, device=saved["device"], root=made.get("root"),
-                          synthetic=bool(made.get("synthetic")))
+    synthetic = bool(made.get("synthetic"))
+    task, root = task_at(task, made.get("root"), data, synthetic)
+    return new_population(task, config, device=saved["device"], root=root, synthetic=synthetic)
 
 # %% ../../nbs/run/92_fits.ipynb #2a853420
 _spared = 20 # seconds of training per second of checkpoint writing

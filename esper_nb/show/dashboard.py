@@ -166,6 +166,8 @@ def watch(
 ) -> Dashboard:
     """Follow a run of another process, or several in one picture, in a panel without buttons.
 
+    `settings` are those of a `Dashboard`, by name.
+
     Raises
     ------
     ValueError
