@@ -13,13 +13,13 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from esper_nb import (
-    EnvConfig, FitConfig, Governor, GrowEnv, GrowVecEnv, Heuristic, Learner, LoopSource, ModuleHostConfig, PolicyPlayer,
-    PPOConfig, Session, as_controller, attach_slots, begin_fit, begin_run, compare_controllers, create_model, evaluate,
-    explore_host, export_model, fit, get_recipe, new_population, read_rows, run_epoch, task_from_arrays,
-    task_from_dataset, task_from_folder, task_from_table)
+    Dashboard, EnvConfig, FitConfig, Governor, GrowEnv, GrowVecEnv, Heuristic, Learner, LoopSource, ModuleHostConfig,
+    PPOConfig, PolicyPlayer, Session, as_controller, attach_slots, begin_fit, begin_run, compare_controllers,
+    create_model, evaluate, explore_host, export_model, fit, get_recipe, new_population, open_fit, read_rows,
+    run_epoch, task_from_arrays, task_from_dataset, task_from_folder, task_from_table, watch, write_report)
 from esper_nb.core import Range
 from esper_nb.record import RunFolder
-from esper_nb.run import growth_rule, main
+from esper_nb.run import RandomPlayer, growth_rule, main, run_status
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MY_NETS = """
@@ -110,6 +110,23 @@ def test_a_loop_in_a_wrong_place_is_refused_before_it_begins():
     assert LoopSource(loop, governor, net).governor is governor
 
 
+def test_a_loop_that_cannot_be_one_is_refused_with_what_it_lacks():
+    net = torch.nn.Linear(2, 1)
+    governor = Governor(net, torch.optim.SGD(net.parameters(), lr=.1), chance_loss=None)
+    def without_argument(): yield torch.zeros(())
+    def without_yield(disturb): pass
+    for loop, said in ((without_argument, "one argument, disturb"), (without_yield, "yield the loss of every batch")):
+        with pytest.raises(ValueError, match=said): LoopSource(loop, governor, net)
+    for source in (governor, "runs/digits"):
+        with pytest.raises(ValueError, match=r"LoopSource\(loop, governor, net, optimizer\); .* watch\(folder\)"):
+            Dashboard(source)
+    session = Session(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)))
+    session.log({"acc, %": 97.}, gap=1)
+    assert session.history.numbers == {"acc, %": 97., "gap": 1.}
+    assert "seconds='fast', expected a number" in session.set_pace("fast").wait().message
+    session.close()
+
+
 def test_a_long_value_does_not_hide_what_is_expected():
     with pytest.raises(ValueError, match="expected a population") as e: Session(torch.nn.Sequential(*[Net()] * 99))
     assert len(str(e.value)) < 600 and "(Sequential, " in str(e.value)
@@ -125,7 +142,10 @@ def test_what_a_cell_shows_fits_in_a_line(tmp_path):
     pop = new_population("digits", FitConfig(lanes=2, epochs=3, workers=1))
     assert repr(pop).startswith("Population(2 lanes on digits, 0 of 3 epochs, slots r0c0, r0c1, r0c2; ImageData(")
     assert repr(begin_fit(pop, tmp_path)) == f"FitRun({str(tmp_path/'digits')!r}, epoch 0)"
+    assert repr(run_status(tmp_path/"digits")) == "RunStatus(epoch 0, 0 rollbacks)"
     env = GrowVecEnv(task="digits", num_envs=2, horizon=2, limit=64)
+    played = repr(compare_controllers(env, {"A": lambda seed: RandomPlayer(seed)}, [0]))
+    assert re.fullmatch(r"Comparison\(digits: A \d+\.\d pp; 2 lanes, 2 epochs, 1 seed\)", played), played
     learner = Learner(env, PPOConfig(num_steps=2, num_minibatches=1, num_updates=3), heads=env.actions)
     assert repr(PolicyPlayer(learner)) == "PolicyPlayer(Learner(0 of 3 updates, 0 steps in 2 lanes), sampled=True)"
     assert repr(Range(1)) == "Range(low=1)" and repr(Range(0, 1, above=True)) == "Range(low=0, high=1, above=True)"
@@ -166,9 +186,17 @@ def test_two_threads_do_not_train_one_population():
 
 
 def test_rows_are_read_from_the_folder_of_a_run(tmp_path):
-    run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), tmp_path)
-    assert len(list(run.epochs())) == 1
+    run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), tmp_path, made={})
+    assert len([run.log({"acc, %": 97.}, gap=1) for _ in run.epochs()]) == 1
     assert read_rows(tmp_path/"digits") == read_rows(tmp_path/"digits"/"rows.jsonl") != []
+    for given in (run, run.folder): # in place of its path
+        assert read_rows(given) == read_rows(tmp_path/"digits") and run_status(given).done == 1
+        assert write_report(given) == tmp_path/"digits"/"report.html"
+        assert repr(open_fit(given)) == repr(run)
+        watched = watch(given).session
+        assert watched.wait(30) == "done" and set(watched.history.metrics) >= {"acc, %", "gap"}
+        watched.close()
+    with pytest.raises(ValueError, match="what this process trains is shown by Dashboard"): watch(run.population)
 
 
 @pytest.mark.parametrize("given, near", [("digit", "'digits'"), ("Digits", "'digits'"), ("cifar", "'cifar_baseline'")])

@@ -322,6 +322,8 @@ class ResumableRun:
 
     def __repr__(self): return f"{type(self).__name__}({str(self.folder.path)!r}, {self.where()})"
 
+    def __fspath__(self) -> str: return str(self.folder.path) # `watch(run)`, `write_report(run)`
+
     def stateful(self) -> dict[str, Any]:
         "Return the parts of a checkpoint by name, for `save_checkpoint`, without the number of rows."
         raise NotImplementedError

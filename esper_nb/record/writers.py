@@ -282,8 +282,10 @@ def cut_rows(
 
 # %% ../../nbs/record/74_writers.ipynb #3fd50247
 class RunFolder(NamedTuple):
-    "The folder of one run, with its settings and rows."
+    "The folder of one run, with its settings and rows; whatever takes the path of a run takes it, too."
     path: Path
+
+    def __fspath__(self) -> str: return str(self.path)
 
     @property
     def config_path(self) -> Path:

@@ -11,6 +11,7 @@ import contextlib, sys, time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -229,7 +230,10 @@ class FitRun(ResumableRun):
                 yield result
             if self.over and not self.finished: self._finish()
 
-    def log(self, **values: Any) -> None: # name -> number, or (n,) one of every lane
+    def log(self,
+        metrics: Mapping[str, Any] = MappingProxyType({}), /, # for names that are no identifiers: {"acc, %": 97.}
+        **values: Any, # name -> number, or (n,) one of every lane
+    ) -> None:
         """Record metrics of your own after an epoch: rows of the run, a plot of its report, a curve of its panel.
 
         Raises
@@ -252,7 +256,7 @@ class FitRun(ResumableRun):
         if not self.recorders: raise RuntimeError("log: the run does not train now; call it in a loop over `epochs`")
         epochs = int(pop.epoch.max())
         step = epochs * (pop.data.num_train // pop.batch_size)
-        self.record(own_rows(values, pop.lanes, epoch=epochs - 1, step=step))
+        self.record(own_rows({**metrics, **values}, pop.lanes, epoch=epochs - 1, step=step))
 
     def drive(self,
         progress: bool = True, # draw a progress bar

@@ -138,6 +138,8 @@ class RunStatus:
         del self.levels[row["lane"]]
         return [f"✓ {where}: recovered, the loss is as low as before"]
 
+    def __repr__(self) -> str: return f"RunStatus({self.text()}{', ended' * self.ended})"
+
     def text(self) -> str:
         "Describe the progress of the run in one line."
         unit = "update" if self.learns else "epoch"

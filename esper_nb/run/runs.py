@@ -126,10 +126,9 @@ def _with_data_at(
     place: str | Path | None, # where the data are now; None: where they were
 ) -> RunConfig:
     "Find the data of a run that is opened again."
-    env = config.env
-    named = isinstance(env.task, str)
-    task, root = task_at(get_task(env.task) if named else env.task, env.root, place, env.synthetic)
-    return config.replace(env=env.replace(task=env.task if named else task, root=root))
+    env, named = config.env, config.env.task
+    task, root = task_at(get_task(named) if isinstance(named, str) else named, env.root, place, env.synthetic)
+    return config.replace(env=env.replace(task=named if isinstance(named, str) else task, root=root))
 
 _may_change = ("run.ppo.num_updates", "run.env.root", "run.minutes", "run.save_every", "run.sampled",
                "learner.config.num_updates")
