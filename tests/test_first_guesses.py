@@ -3,6 +3,7 @@ import copy
 import inspect
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 
@@ -310,3 +311,40 @@ def test_data_that_were_moved_are_found_again(tmp_path, capsys, monkeypatch):
     assert main(["fit", "digits", "--lanes", "2", "--epochs", "1", *small[2:]]) == 0
     assert main(["resume", "runs/digits", "--data", "others"]) == 2
     assert "none: digits brings its own data" in capsys.readouterr().err
+
+
+def test_printed_commands_can_be_pasted_whatever_the_folder_is_called(tmp_path, capsys):
+    out = tmp_path/"my runs"
+    words = ["fit", "digits", "--lanes", "2", "--epochs", "1", "--quiet", "--out", str(out)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    command = next(line for line in printed.splitlines() if line.strip().startswith("report"))
+    assert shlex.split(command)[1:] == ["esper-nb", "report", str(out/"digits")]
+    assert main(shlex.split(command)[2:]) == 0 and (out/"digits/report.html").exists()
+
+
+def test_a_file_of_a_run_is_told_from_its_folder(tmp_path):
+    run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), tmp_path)
+    for ask in (run_status, open_fit, write_report):
+        with pytest.raises(FileNotFoundError, match="config.json is a file, expected the folder of a run: .*digits"):
+            ask(run.folder.config_path)
+
+
+@pytest.mark.parametrize("name, said", [
+    ("a.npy", "task_from_arrays"), ("a.PT", "task_from_arrays"), ("a.zip", "unpack it"), ("a.xlsx", "sheet as CSV"),
+    ("a.json", "a column for each key"), ("a.png", "a folder of pictures for each class")])
+def test_files_of_other_kinds_are_told_where_they_belong(tmp_path, capsys, name, said):
+    (tmp_path/name).write_bytes(b"\x00" * 99)
+    assert main(["fit", "--data", str(tmp_path/name), "--out", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_home_folder_is_meant_by_its_sign(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    pictures(tmp_path/"pics")
+    assert task_from_folder("~/pics").load().num_train == 16
+    words = ["--size", "8", "--epochs", "1", "--lanes", "2", "--quiet"]
+    assert main(["fit", "--data=~/pics", "--out=~/my runs", *words]) == 0 # a shell leaves both signs as they are
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["my runs", "pics"]

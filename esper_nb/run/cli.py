@@ -38,7 +38,7 @@ def _check_own_data(args: argparse.Namespace) -> dict[str, Any]: # settings for 
         check(False, f"--{k}", value, f"none: {name} brings its own data; to train on yours, leave the name out")
     if name is not None: return {}
     check(args.data is not None, args.command, "", "a name, or --data with a folder of pictures, a table or a text")
-    place = Path(args.data)
+    place = Path(args.data).expanduser()
     if not place.exists(): raise FileNotFoundError(f"--data {args.data}: no such folder or file")
     table = place.suffix.lower() in (".csv", ".tsv", ".parquet")
     for k, value in given.items():
@@ -457,7 +457,7 @@ def _check_places(args: argparse.Namespace) -> None:
     out = given.get("out")
     if args.command == "compare" and out: check_output(out, [".json"])
     if args.command == "export" and out: check_output(out, [".onnx", ".pt2", ".safetensors"])
-    if args.command in ("train", "fit") and out: _check_writable(Path(out))
+    if args.command in ("train", "fit") and out: _check_writable(Path(out).expanduser())
 
 def _check_writable(folder: Path) -> None:
     "Raise `OSError` unless the folder is there or can be made; nothing is left behind."

@@ -11,6 +11,7 @@ import contextlib, sys, time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
@@ -280,12 +281,12 @@ class FitRun(ResumableRun):
             print(closing_table(self.population, self.test, self.rates))
             print(*self._beside_yardsticks(self.test), sep="\n")
             print(incidents_text(self.folder.rows(), self.faults, self.test, self.population.data.measure))
-            print(f"{'folder':>14}  {self.folder.path}\n{'report':>14}  esper-nb report {self.folder.path}")
+            print(f"{'folder':>14}  {self.folder.path}\n{'report':>14}  esper-nb report {quote(str(self.folder.path))}")
         elif self.finished: print(f"{self.folder.path} is finished: all {self.population.epochs} epochs are trained.")
         else:
             with contextlib.suppress(OSError): # a terminal that was closed
                 print(f"Stopped after {len(self.rates)} of {self.population.epochs} epochs; "
-                      f"`esper-nb resume {self.folder.path}` goes on from the checkpoint.", file=sys.stderr)
+                      f"`esper-nb resume {quote(str(self.folder.path))}` goes on from the checkpoint.", file=sys.stderr)
         if ended is not None: raise ended
         return self.test
 

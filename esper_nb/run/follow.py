@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from statistics import mean, median
 from typing import Any
 
@@ -60,7 +61,7 @@ def watch_text(
     except KeyboardInterrupt: return
     finally:
         if notices: notices.close()
-    say(f"✓ {status.text()}; esper-nb report {folder.path}")
+    say(f"✓ {status.text()}; esper-nb report {quote(str(folder.path))}")
 
 def run_status(
     path: str | Path, # the folder of a run, in progress or finished

@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, TypeVar
 
 from ..core import Config, Count, RandomSeed, Range, changed_settings, check, one_of, option_text
@@ -198,7 +199,7 @@ def plan_text(
     same = f"\n{'numbers':>14}  to the bit those of {held}" if config.shards > 1 else ""
     return (f"{config.name}: {what} in {config.env.num_envs} lanes{shards}, "
             f"then the controller plays{' against simpler ones' if config.comparison else ''}.\n"
-            f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}{notes}{same}")
+            f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {quote(str(path))}{notes}{same}")
 
 def command_words(
     config: Mapping[str, Any], # of a run's folder

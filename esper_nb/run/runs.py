@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -332,7 +333,7 @@ class Run(ResumableRun):
                 return result
         except KeyboardInterrupt: pass
         except SystemExit as e: ended = e
-        number, resume = self.learner.update + 1, f"`esper-nb resume {self.folder.path}`"
+        number, resume = self.learner.update + 1, f"`esper-nb resume {quote(str(self.folder.path))}`"
         with contextlib.suppress(OSError): # a terminal that was closed
             print(f"Stopped in update {number}; {resume} goes on from the checkpoint.", file=sys.stderr)
         if ended is not None: raise ended
@@ -376,7 +377,7 @@ class Run(ResumableRun):
                  ("incidents", incident_text(self.folder.rows())),
                  ("folder", str(self.folder.path)),
                  ("picture", str(self.folder.path/"run.png")),
-                 ("report", f"esper-nb report {self.folder.path}")]
+                 ("report", f"esper-nb report {quote(str(self.folder.path))}")]
         said = [result.verdict(), result.conclusion()] if len(result.names) > 1 else []
         return "\n".join([*filter(None, said), *(f"{k:>14}  {v}" for k, v in lines)])
 

@@ -27,8 +27,8 @@ from ..grow import (
 from .data import (
     ImageData, TextData, count_answers, is_target, lane_target_loss, share_pp, target_counts)
 from .datasets import (
-    files_of, from_arrays, from_dataset, host_for, is_own, keep_arrays, keep_read, load_own, load_source, moved_source,
-    own_source, read_folder, read_table_file, source_words, text_digest)
+    PICTURES, files_of, from_arrays, from_dataset, host_for, is_own, keep_arrays, keep_read, load_own, load_source,
+    moved_source, own_source, read_folder, read_table_file, source_words, text_digest)
 
 # %% ../../nbs/train/35_tasks.ipynb #9bef2c95
 def split_lanes(
@@ -437,6 +437,7 @@ def task_from_folder(
     (1, 8, 8)
     """
     _check_settings(settings)
+    path = Path(path).expanduser()
     source = keep_read("folder", path, read_folder(path, size), size=size, pad=pad, flip=int(flip))
     return _example_task(settings.pop("name", Path(path).resolve().name), source, settings)
 
@@ -474,7 +475,7 @@ def task_from_table(
     (12, ('width: number',))
     """
     _check_settings(settings)
-    kind = None if target == "classes" else target
+    path, kind = Path(path).expanduser(), None if target == "classes" else target
     source = keep_read("table", path, read_table_file(path, label, columns, target, groups), label=label,
                        columns=columns, target=kind, groups=groups)
     return _example_task(settings.pop("name", Path(path).stem), source, settings)
@@ -506,14 +507,26 @@ def task_from_text(
     256
     """
     _check_settings(settings)
+    path = Path(path).expanduser()
     source, name = own_source("text", path, digest=text_digest(path, block)), settings.pop("name", Path(path).stem)
     return _new_task(name, source, load_own(source, block=block), settings)
 
 # %% ../../nbs/train/35_tasks.ipynb #1ef9b76f
+_OTHER_FILES = (
+    dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".h5", ".hdf5", ".pkl", ".pickle", ".mat"),
+                  "arrays are given in Python, task_from_arrays(x, y)")
+    | dict.fromkeys((".zip", ".gz", ".tar", ".tgz", ".7z"), "unpack it, and name what was in it")
+    | dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV")
+    | dict.fromkeys((".json", ".jsonl"), "save it as CSV, with a column for each key")
+    | dict.fromkeys(PICTURES, "name the folder that holds a folder of pictures for each class")) # suffix -> what to do
+
 def task_from_path(path: str | Path, **settings) -> Task: # what a command line is given
     "Create a task from a folder of images (32 pixels unless `size` is given), a table or a text."
-    kind = Path(path).suffix.lower()
-    if Path(path).is_dir(): return task_from_folder(path, settings.pop("size", 32), **settings)
+    path = Path(path).expanduser()
+    kind = path.suffix.lower()
+    check(path.is_dir() or kind not in _OTHER_FILES, "data", str(path), "a folder of pictures, a table or a text: {}",
+          _OTHER_FILES.get(kind))
+    if path.is_dir(): return task_from_folder(path, settings.pop("size", 32), **settings)
     return (task_from_table if kind in (".csv", ".tsv", ".parquet") else task_from_text)(path, **settings)
 
 def task_at(
