@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from esper_nb import (
     Dashboard, EnvConfig, FitConfig, Governor, GrowEnv, GrowVecEnv, Heuristic, Learner, LoopSource, ModuleHostConfig,
     PPOConfig, PolicyPlayer, Session, as_controller, attach_slots, begin_fit, begin_run, compare_controllers,
-    create_model, evaluate, explore_host, export_model, fit, get_recipe, new_population, open_fit, read_rows,
+    create_model, evaluate, explore_host, export_model, fit, fit_run, get_recipe, new_population, open_fit, read_rows,
     run_epoch, task_from_arrays, task_from_dataset, task_from_folder, task_from_table, watch, write_report)
 from esper_nb.core import Range
 from esper_nb.record import RunFolder
@@ -92,11 +93,22 @@ def test_a_wrong_object_is_told_what_belongs_there(tmp_path):
         (lambda: pop.model.germinate("r0c0", "norm", blend="multiply"), "expected one of Blend.ADD, Blend.MULTIPLY"),
         (lambda: task_from_arrays(x, np.zeros((9, 16, 16))), "at every pixel, attach_slots grows a network in a loop"),
         (lambda: task_from_arrays(x[:, :, :4], y), "host=ModuleHostConfig(Net, slots=..., reads='BCL')"),
+        (lambda: task_from_arrays(x, None), "labels of arrays=None, expected one for each example"),
+        (lambda: task_from_arrays(x, y, host=Net), "for one of your own ModuleHostConfig(Net, slots=[...])"),
+        (lambda: task_from_table(pd.DataFrame(dict(a=y, kind=y)), "kind"), "frame.drop(columns='kind'), frame['kind']"),
+        (lambda: task_from_dataset((x, y)), "of examples and labels task_from_arrays(x, y)"),
+        (lambda: fit_run("digits", 4), "config=4, expected settings, such as FitConfig(lanes=4)"),
+        (lambda: fit_run(x, y), "expected the name of a task, or a Task: task_from_arrays"),
         (lambda: task_from_dataset([{"x": 1., "y": 2}]), "dictionary of x, y, expected a pair"),
         (lambda: task_from_dataset(DataLoader(list(zip(x, y)))), "of a DataLoader take its .dataset"))
     for attempt, said in wrong:
         with pytest.raises(ValueError, match=re.escape(said)): attempt()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_column_of_a_table_is_enough():
+    frame = pd.DataFrame(dict(a=np.arange(30.), kind=["yes", "no"] * 15))
+    assert task_from_arrays(frame["a"], frame["kind"]).load().shape == (1, 1, 1)
 
 
 def test_a_loop_in_a_wrong_place_is_refused_before_it_begins():

@@ -70,7 +70,8 @@ def fit_run( # noqa: PLR0913  # optional settings, passed by name
     ('digits', [1, 1])
     """
     check_trackers(log)
-    task = get_task(task) if isinstance(task, str) else task
+    task = get_task(task) if not isinstance(task, Task) else task
+    check(isinstance(config, FitConfig), "config", config, "settings, such as FitConfig(lanes=4)")
     _check_faults(faults, config.lanes, config.epochs or task.epochs)
     pop = new_population(task, config, device=device, root=root, synthetic=synthetic)
     run = begin_fit(pop, out, faults, log=log, made=dict(root=root, synthetic=synthetic))

@@ -56,6 +56,7 @@ def number_labels(labels: Iterable) -> tuple[Tensor, tuple[str, ...]]: # (N,) in
 
 def one_each(values, source: str): # the same, with one axis
     "Check that there is one value for each example, and take the only column of a table."
+    check(values is not None, source, None, "one for each example")
     check(not isinstance(values, (str, dict)), source, values if isinstance(values, str) else type(values).__name__,
           "one for each example; of a table of pandas one column, such as frame['kind']")
     shape = tuple(getattr(values, "shape", (0,)))
@@ -434,6 +435,7 @@ def from_arrays(
 ) -> Examples: # copies: what becomes of the arrays later does not matter
     "Return arrays as examples."
     check_kind(target)
+    if hasattr(x, "iloc") and hasattr(x, "to_frame"): x = x.to_frame() # one column of pandas
     if hasattr(x, "iloc"):
         columns, cells = columns_of(x)
         pixels = cells[:, None, None]
@@ -466,6 +468,8 @@ def from_dataset(
     check(hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"), source, type(dataset).__name__,
           "a dataset with a length and items by number; of a DataLoader take its .dataset, and list(...) makes one of "
           "other iterables")
+    arrays = isinstance(dataset, tuple) and len(dataset) == 2 and all(hasattr(part, "shape") for part in dataset)
+    check(not arrays, source, "two arrays", "a pair for each example; of examples and labels task_from_arrays(x, y)")
     xs, ys = [], []
     for i in range(len(dataset)):
         try:

@@ -316,6 +316,9 @@ _TEXT_HOST = GPTConfig(vocab=256, d=64, heads=2, layers=3)
 def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict) -> Task:
     "Return a task with defaults for small data, and the given settings."
     text, host = isinstance(data, TextData), settings.get("host")
+    known = host is None or isinstance(host, CNNConfig | GPTConfig | ModuleHostConfig)
+    check(known, "host", host, "settings of a network: for one of your own ModuleHostConfig(Net, slots=[...]), where "
+          "Net is the class, or a function that makes one")
     examples, classes = data.num_train, data.classes
     tokens = isinstance(host, ModuleHostConfig) and host.reads == "BL" and not text
     check(not tokens, "reads", "BL", f"a network that reads numbers: sequences of tokens with one label each are not "
@@ -475,6 +478,8 @@ def task_from_table(
     (12, ('width: number',))
     """
     _check_settings(settings)
+    check(not hasattr(path, "iloc"), "path", "a table of pandas", "a file; of a table in memory "
+          "task_from_arrays(frame.drop(columns='kind'), frame['kind'])")
     path, kind = Path(path).expanduser(), None if target == "classes" else target
     source = keep_read("table", path, read_table_file(path, label, columns, target, groups), label=label,
                        columns=columns, target=kind, groups=groups)
