@@ -137,6 +137,8 @@ class Session:
     snapshot of 2 lanes at batch 40 (epoch 2)
     >>> print(session.stop().wait())
     stopped at batch 40 (epoch 2); the run can be continued exactly from here
+    >>> session.over # why not, if it cannot
+    ''
     >>> session.close()
     """
     def __init__(self,
