@@ -36,8 +36,8 @@ from .layers import (FEW_CHANNELS as FEW_CHANNELS, unfold as unfold, fold as fol
     LaneLayerNorm as LaneLayerNorm, Scale as Scale, LaneAttention as LaneAttention, lane_noise as lane_noise,
     LaneDropout as LaneDropout)
 from .modules import (LARGE as LARGE, TOLERANCE as TOLERANCE, WIDER as WIDER, SAME as SAME, ATOMS as ATOMS,
-    LaneModule as LaneModule, lane_module as lane_module, LaneForm as LaneForm, Ports as Ports,
-    find_form as find_form, compare_with_copies as compare_with_copies, lane_form as lane_form,
+    LaneModule as LaneModule, lane_module as lane_module, LaneForm as LaneForm, check_lanes as check_lanes,
+    Ports as Ports, find_form as find_form, compare_with_copies as compare_with_copies, lane_form as lane_form,
     LayerSeen as LayerSeen, TrialRun as TrialRun, run_on_trial as run_on_trial, computed_again as computed_again,
     layers_of as layers_of, exchange_layers as exchange_layers, write_lane as write_lane)
 from .parts import (AnyPart as AnyPart, Leaf as Leaf, pack_tree as pack_tree, unpack_tree as unpack_tree,

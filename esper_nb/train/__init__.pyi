@@ -1,11 +1,4 @@
 # What train offers to other packages; written by `python scripts/notebooks.py door`
-from .tasks import (check_lanes as check_lanes, FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES,
-    LABELLED_TOKENS as LABELLED_TOKENS, split_lanes as split_lanes, lane_cross_entropy as lane_cross_entropy,
-    class_counts as class_counts, correct_counts as correct_counts, accuracy_pp as accuracy_pp,
-    check_fit as check_fit, Task as Task, register_task as register_task, list_tasks as list_tasks,
-    get_task as get_task, task_from_arrays as task_from_arrays, task_from_dataset as task_from_dataset,
-    task_from_folder as task_from_folder, task_from_table as task_from_table, task_from_text as task_from_text,
-    task_from_path as task_from_path, task_at as task_at, task_words as task_words, create_model as create_model)
 from .ablation import (for_all_lanes as for_all_lanes, lane_inputs as lane_inputs, label_counts as label_counts,
     Tally as Tally, EvalResult as EvalResult, tally_result as tally_result, evaluate as evaluate,
     count_players as count_players, contributions as contributions, pair_interactions as pair_interactions,
@@ -72,6 +65,14 @@ from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as
     SLIPS as SLIPS, MIDDLES as MIDDLES, CODED as CODED, MOST_WORDS as MOST_WORDS, Table as Table,
     read_frame as read_frame, Column as Column, columns_of as columns_of, as_days as as_days,
     as_numbers as as_numbers, best_numbers as best_numbers, Preparation as Preparation)
+from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, LABELLED_TOKENS as LABELLED_TOKENS,
+    split_lanes as split_lanes, lane_cross_entropy as lane_cross_entropy, class_counts as class_counts,
+    correct_counts as correct_counts, accuracy_pp as accuracy_pp, check_fit as check_fit, Task as Task,
+    register_task as register_task, list_tasks as list_tasks, get_task as get_task,
+    task_from_arrays as task_from_arrays, task_from_dataset as task_from_dataset,
+    task_from_folder as task_from_folder, task_from_table as task_from_table, task_from_text as task_from_text,
+    task_from_path as task_from_path, task_at as task_at, task_words as task_words,
+    check_lane_memory as check_lane_memory, create_model as create_model)
 from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
     StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
     train_group as train_group, may_defer as may_defer, group_epoch as group_epoch, odd_lanes as odd_lanes,

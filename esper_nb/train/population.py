@@ -36,7 +36,7 @@ from .gradients import gradient_health, growth_signals, norm_ratio
 from .graphs import Graphs, Group
 from .optim import LaneOptimizer, check_owners, copy_lanes
 from .stepper import LaneScaler, Stepper
-from .tasks import Task, check_lanes, create_model, get_task
+from .tasks import Task, check_lane_memory, create_model, get_task
 
 # %% ../../nbs/train/38_population.ipynb #fee68363
 @dataclass(frozen=True)
@@ -762,7 +762,7 @@ def new_population( # noqa: PLR0913  # task, settings, data, device and blueprin
           "torch.float32, in which these networks are made: call torch.set_default_dtype(torch.float32) first")
     check(size <= data.num_train, "batch_size", size, f"at most {data.num_train}, the number of training examples")
     chosen, made = list(task.slots) if slots is None else slots, _with_fused_host(task, dev) if config.fused else task
-    check_lanes(made, check_slots(chosen, host_sites(task.host)), n, dev, blueprints, _TRAINED_COPIES)
+    check_lane_memory(made, check_slots(chosen, host_sites(task.host)), n, dev, blueprints, _TRAINED_COPIES)
     check_memory("batch_size", size, 2 * lane_bytes(task, size, 2), "activations of one lane",
                  "take a smaller batch, or smaller examples", dev)
     model = create_model(made, chosen, dev, n, config.seed, blueprints, rules)

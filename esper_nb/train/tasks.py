@@ -6,7 +6,7 @@
 __all__ = ['FEW_CLASSES', 'SOURCES', 'LABELLED_TOKENS', 'split_lanes', 'lane_cross_entropy', 'class_counts', 'correct_counts',
            'accuracy_pp', 'check_fit', 'Task', 'register_task', 'list_tasks', 'get_task', 'task_from_arrays',
            'task_from_dataset', 'task_from_folder', 'task_from_table', 'task_from_text', 'task_from_path', 'task_at',
-           'task_words', 'check_lanes', 'create_model']
+           'task_words', 'check_lane_memory', 'create_model']
 
 # %% ../../nbs/train/35_tasks.ipynb #61ee899e
 import fnmatch, re
@@ -565,7 +565,7 @@ def task_words(task: Task) -> list[str] | None: # task: of your own data; None: 
 # %% ../../nbs/train/35_tasks.ipynb #42855cf5
 _FEW_LANES = 32 # up to here networks are not measured before they are made
 
-def check_lanes(
+def check_lane_memory(
     task: Task,
     slots: Sequence[str], # names of the host's sites
     lanes: int, # networks side by side
@@ -608,7 +608,7 @@ def create_model(
     dev = check_device(device)
     task = task if isinstance(task, Task) else get_task(task)
     chosen = check_slots(slots, host_sites(task.host))
-    check_lanes(task, chosen, check_count("num_lanes", num_lanes), dev, blueprints)
+    check_lane_memory(task, chosen, check_count("num_lanes", num_lanes), dev, blueprints)
     if isinstance(task.host, ModuleHostConfig):
         return module_model(task.host, chosen, num_lanes, seed, dev, blueprints, rules)
     host = new_host(task.host, num_lanes, seed, dev)
