@@ -121,7 +121,6 @@ def open_run(
             folder.write_config(folder.config() | {k: now[k] for k in ("run", "command")})
     return run
 
-# %% ../../nbs/run/95_runs.ipynb #b257f899
 def _with_data_at(
     config: RunConfig,
     place: str | Path | None, # where the data are now; None: where they were
@@ -131,6 +130,7 @@ def _with_data_at(
     task, root = task_at(get_task(named) if isinstance(named, str) else named, env.root, place, env.synthetic)
     return config.replace(env=env.replace(task=named if isinstance(named, str) else task, root=root))
 
+# %% ../../nbs/run/95_runs.ipynb #b257f899
 _may_change = ("run.ppo.num_updates", "run.env.root", "run.minutes", "run.save_every", "run.sampled",
                "learner.config.num_updates")
 _beside = ("plugins", "log", "engine", "shards", "comparison") # settings that do not affect the results of training
