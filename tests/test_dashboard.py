@@ -20,9 +20,9 @@ from esper_nb.record import encode_row, read_rows
 from esper_nb.run import begin_run, get_recipe, watch_text
 from esper_nb.show import (
     THRESHOLDS, ControlBar, Dashboard, DownsampledSeries, EnvSource, Feed, Frame, FrameSource, Incident, LoopSource,
-    NotebookOutput, Pacer, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots, disabled_reasons,
-    incident_from_report, lane_limits, live_front_end, log_html, notebook_html, operations_line, plot_session,
-    plot_slots, seed_disabled_reasons, session_packet, session_text, status_html, watch)
+    NotebookOutput, Pacer, Panel, PopulationSource, RowsSource, Session, WidgetFactory, decode_slots, disabled_reasons,
+    incident_from_report, lane_limits, live_front_end, log_html, notebook_html, operations_line,
+    plot_session, plot_slots, seed_disabled_reasons, session_packet, session_text, status_html, watch)
 from esper_nb.train import FitConfig, fit, get_task, new_population, parse_fault, task_from_arrays
 
 torch.set_num_threads(1)
@@ -1023,3 +1023,25 @@ def test_the_panel_takes_a_network_of_ones_own(run):
     assert "<img" in html and "own_network" in html and packet.size < 60_000
     assert len(plot_session(s, 1).axes) >= 2
     board.close()
+
+
+def test_what_cannot_go_on_offers_no_button_that_would_be_refused(run):
+    net = torch.nn.Linear(2, 1)
+    governor = Governor(net, torch.optim.SGD(net.parameters(), lr=.1), chance_loss=None)
+    def endless(disturb):
+        while True: yield torch.tensor(1.)
+    def broken(disturb):
+        yield torch.tensor(1.)
+        raise KeyError("mine")
+    for loop, total, state, why in ((endless, 3, "done", "the run is over"), (broken, 9, "failed", "a new LoopSource")):
+        s = run(LoopSource(loop, governor, net, total=total))
+        panel = Panel(s, s.ask, 0, lambda lane: None, 438, False)
+        buttons = [panel.bar.buttons[name] for name in ("start", "step")] + list(panel.faults.buttons.values())
+        assert not any(b.disabled for b in buttons)
+        s.start()
+        assert s.wait() == state
+        panel.update(False)
+        assert all(b.disabled and why in b.tooltip for b in buttons)
+        refused = s.provoke("nan").wait()
+        assert not refused.ok and why in refused.message and not s.history.faults
+        panel.close()

@@ -1,21 +1,27 @@
 "What a newcomer tries first works, or the error names the next step."
 import copy
+import inspect
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from esper_nb import (
-    FitConfig, Governor, GrowEnv, GrowVecEnv, Heuristic, Learner, LoopSource, PolicyPlayer, PPOConfig, Session,
-    as_controller, begin_fit, begin_run, compare_controllers, evaluate, explore_host, export_model, fit, new_population,
-    read_rows, run_epoch, task_from_arrays, task_from_dataset, task_from_folder)
+    Dashboard, EnvConfig, FitConfig, Governor, GrowEnv, GrowVecEnv, Heuristic, Learner, LoopSource, ModuleHostConfig,
+    PPOConfig, PolicyPlayer, Session, as_controller, attach_slots, begin_fit, begin_run, compare_controllers,
+    create_model, evaluate, explore_host, export_model, fit, fit_run, get_recipe, new_population, open_fit, read_rows,
+    run_epoch, task_from_arrays, task_from_dataset, task_from_folder, task_from_table, watch, write_report)
 from esper_nb.core import Range
-from esper_nb.run import main
+from esper_nb.record import RunFolder
+from esper_nb.run import RandomPlayer, growth_rule, main, run_status
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MY_NETS = """
@@ -87,11 +93,22 @@ def test_a_wrong_object_is_told_what_belongs_there(tmp_path):
         (lambda: pop.model.germinate("r0c0", "norm", blend="multiply"), "expected one of Blend.ADD, Blend.MULTIPLY"),
         (lambda: task_from_arrays(x, np.zeros((9, 16, 16))), "at every pixel, attach_slots grows a network in a loop"),
         (lambda: task_from_arrays(x[:, :, :4], y), "host=ModuleHostConfig(Net, slots=..., reads='BCL')"),
+        (lambda: task_from_arrays(x, None), "labels of arrays=None, expected one for each example"),
+        (lambda: task_from_arrays(x, y, host=Net), "for one of your own ModuleHostConfig(Net, slots=[...])"),
+        (lambda: task_from_table(pd.DataFrame(dict(a=y, kind=y)), "kind"), "frame.drop(columns='kind'), frame['kind']"),
+        (lambda: task_from_dataset((x, y)), "of examples and labels task_from_arrays(x, y)"),
+        (lambda: fit_run("digits", 4), "config=4, expected settings, such as FitConfig(lanes=4)"),
+        (lambda: fit_run(x, y), "expected the name of a task, or a Task: task_from_arrays"),
         (lambda: task_from_dataset([{"x": 1., "y": 2}]), "dictionary of x, y, expected a pair"),
         (lambda: task_from_dataset(DataLoader(list(zip(x, y)))), "of a DataLoader take its .dataset"))
     for attempt, said in wrong:
         with pytest.raises(ValueError, match=re.escape(said)): attempt()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_column_of_a_table_is_enough():
+    frame = pd.DataFrame(dict(a=np.arange(30.), kind=["yes", "no"] * 15))
+    assert task_from_arrays(frame["a"], frame["kind"]).load().shape == (1, 1, 1)
 
 
 def test_a_loop_in_a_wrong_place_is_refused_before_it_begins():
@@ -104,6 +121,23 @@ def test_a_loop_in_a_wrong_place_is_refused_before_it_begins():
     with pytest.raises(ValueError, match="governor='SGD', expected a Governor"): LoopSource(loop, optimizer, net)
     with pytest.raises(ValueError, match="model='SGD', expected the network"): LoopSource(loop, governor, optimizer)
     assert LoopSource(loop, governor, net).governor is governor
+
+
+def test_a_loop_that_cannot_be_one_is_refused_with_what_it_lacks():
+    net = torch.nn.Linear(2, 1)
+    governor = Governor(net, torch.optim.SGD(net.parameters(), lr=.1), chance_loss=None)
+    def without_argument(): yield torch.zeros(())
+    def without_yield(disturb): pass
+    for loop, said in ((without_argument, "one argument, disturb"), (without_yield, "yield the loss of every batch")):
+        with pytest.raises(ValueError, match=said): LoopSource(loop, governor, net)
+    for source in (governor, "runs/digits"):
+        with pytest.raises(ValueError, match=r"LoopSource\(loop, governor, net, optimizer\); .* watch\(folder\)"):
+            Dashboard(source)
+    session = Session(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)))
+    session.log({"acc, %": 97.}, gap=1)
+    assert session.history.numbers == {"acc, %": 97., "gap": 1.}
+    assert "seconds='fast', expected a number" in session.set_pace("fast").wait().message
+    session.close()
 
 
 def test_a_long_value_does_not_hide_what_is_expected():
@@ -121,7 +155,10 @@ def test_what_a_cell_shows_fits_in_a_line(tmp_path):
     pop = new_population("digits", FitConfig(lanes=2, epochs=3, workers=1))
     assert repr(pop).startswith("Population(2 lanes on digits, 0 of 3 epochs, slots r0c0, r0c1, r0c2; ImageData(")
     assert repr(begin_fit(pop, tmp_path)) == f"FitRun({str(tmp_path/'digits')!r}, epoch 0)"
+    assert repr(run_status(tmp_path/"digits")) == "RunStatus(epoch 0, 0 rollbacks)"
     env = GrowVecEnv(task="digits", num_envs=2, horizon=2, limit=64)
+    played = repr(compare_controllers(env, {"A": lambda seed: RandomPlayer(seed)}, [0]))
+    assert re.fullmatch(r"Comparison\(digits: A \d+\.\d pp; 2 lanes, 2 epochs, 1 seed\)", played), played
     learner = Learner(env, PPOConfig(num_steps=2, num_minibatches=1, num_updates=3), heads=env.actions)
     assert repr(PolicyPlayer(learner)) == "PolicyPlayer(Learner(0 of 3 updates, 0 steps in 2 lanes), sampled=True)"
     assert repr(Range(1)) == "Range(low=1)" and repr(Range(0, 1, above=True)) == "Range(low=0, high=1, above=True)"
@@ -162,9 +199,167 @@ def test_two_threads_do_not_train_one_population():
 
 
 def test_rows_are_read_from_the_folder_of_a_run(tmp_path):
-    run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), tmp_path)
-    assert len(list(run.epochs())) == 1
+    run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), tmp_path, made={})
+    assert len([run.log({"acc, %": 97.}, gap=1) for _ in run.epochs()]) == 1
     assert read_rows(tmp_path/"digits") == read_rows(tmp_path/"digits"/"rows.jsonl") != []
+    for given in (run, run.folder): # in place of its path
+        assert read_rows(given) == read_rows(tmp_path/"digits") and run_status(given).done == 1
+        assert write_report(given) == tmp_path/"digits"/"report.html"
+        assert repr(open_fit(given)) == repr(run)
+        watched = watch(given).session
+        assert watched.wait(30) == "done" and set(watched.history.metrics) >= {"acc, %", "gap"}
+        watched.close()
+    with pytest.raises(ValueError, match="what this process trains is shown by Dashboard"): watch(run.population)
+
+
+@pytest.mark.parametrize("given, near", [("digit", "'digits'"), ("Digits", "'digits'"), ("cifar", "'cifar_baseline'")])
+def test_a_near_name_is_suggested(given, near):
+    for ask in (new_population, get_recipe):
+        with pytest.raises(ValueError, match=f"expected {near} perhaps, or another of cifar_baseline"): ask(given)
+
+
+@pytest.mark.parametrize("ask", [new_population, get_recipe, growth_rule])
+def test_a_name_unlike_all_others_has_no_suggestion(ask):
+    with pytest.raises(ValueError, match="'mine2', expected one of "): ask("mine2")
+
+
+def test_a_column_unlike_all_others_has_no_suggestion(tmp_path):
+    (tmp_path/"rows.csv").write_text("width,kind" + "".join(f"\n{i},{'ab'[i % 2]}" for i in range(20)))
+    with pytest.raises(ValueError, match="'target', expected one of width, kind"):
+        task_from_table(tmp_path/"rows.csv", label="target")
+
+
+def pictures(folder, count=24, side=16):
+    "Write pictures of two classes."
+    for i in range(count):
+        (folder/"ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((side, side), 5 * i, "uint8")).save(folder/"ab"[i % 2]/f"{i}.png")
+    return folder
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_allocated(tmp_path, capsys, monkeypatch):
+    folder = str(pictures(tmp_path/"pics"))
+    said = r"24 pictures of 1,000,000 × 1,000,000 pixels need at least 864 TB, and .* are free on cpu; take a smaller"
+    assert main(["train", "--data", folder, "--size", "1000000", "--out", str(tmp_path)]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    for words in (["fit", "digits", "--lanes", "1000000000"], ["train", "digits", "--num-envs", "1000000000"]):
+        assert main([*words, "--out", str(tmp_path)]) == 2
+        assert "lanes=1000000000, expected what fits into memory: networks of" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="need at least .* TB"): create_model("digits", ["r0c0"], num_lanes=10**9)
+    assert [p.name for p in tmp_path.iterdir()] == ["pics"]
+    monkeypatch.setattr("esper_nb.core.devices._host_bytes", lambda: 50_000) # 24 · 16² · 36 bytes are more
+    with pytest.raises(ValueError, match="side of the first picture=16, .* 221 kB, and 50 kB are free"):
+        task_from_folder(folder)
+    with pytest.raises(ValueError, match="examples=24, .* 67.6 kB, and 50 kB are free"):
+        task_from_arrays(np.zeros((24, 16, 16), "uint8"), np.arange(24) % 2)
+    with pytest.raises(ValueError, match="batch_size=64, .* activations of one lane need at least"):
+        new_population("digits", FitConfig(lanes=2, epochs=1, workers=1))
+
+
+class Classifier(torch.nn.Module):
+    "Words, the mean of their features, three classes."
+    def __init__(self):
+        super().__init__()
+        self.words, self.body, self.out = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, tokens): return self.out(self.body(self.words(tokens)).mean(1))
+
+
+def test_a_classifier_of_tokens_is_told_where_it_can_grow():
+    tokens, labels = torch.randint(0, 50, (60, 12), generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+    for reads in ("BL", "BC", "BCHW"):
+        host = ModuleHostConfig(Classifier, slots=["body"], reads=reads)
+        with pytest.raises(ValueError, match=r"grows in a loop of yours.* attach_slots\(net, \[...\], tokens\)"):
+            new_population(task_from_arrays(tokens, labels, host=host), FitConfig(lanes=2, epochs=1, workers=1))
+    grown = attach_slots(Classifier(), ["body"], tokens[:4]) # which is true
+    grown.germinate("body", "norm")
+    assert grown(tokens).shape == (60, 3)
+    assert "see attach_slots" in task_from_arrays(tokens, labels).notes_text() # in place of silence
+    assert "attach_slots" not in task_from_arrays(tokens.float(), labels).notes_text()
+    assert "attach_slots" not in task_from_arrays(tokens % 4, labels).notes_text()
+
+
+def test_a_wrong_setting_is_named_as_it_was_given():
+    for make in (EnvConfig, GrowEnv, GrowVecEnv):
+        with pytest.raises(ValueError, match="reward='profit', expected one of outcome"): make(reward="profit")
+    x = np.arange(60.).reshape(20, 3)
+    for name in ("learning_rate", "lanes", "limit"):
+        with pytest.raises(ValueError, match=f"setting='{name}', expected one of name, host, .* such as lanes or seed"):
+            task_from_arrays(x, np.arange(20) % 2, **{name: 3})
+        with pytest.raises(ValueError, match=f"setting='{name}'"): task_from_folder("nowhere", **{name: 3})
+
+
+def test_help_names_what_is_given_by_name():
+    import esper_nb
+    for name in esper_nb.__all__:
+        made = getattr(esper_nb, name)
+        try: parameters = inspect.signature(made).parameters.values()
+        except (TypeError, ValueError): continue
+        for p in parameters:
+            if p.kind == p.VAR_KEYWORD: assert f"`{p.name}`" in (inspect.getdoc(made) or ""), f"{name}: {p.name}"
+
+
+def test_data_that_were_moved_are_found_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pictures(tmp_path/"pics")
+    small = ["--size", "8", "--quiet", "--out", "runs"]
+    learns = ["--num-envs", "2", "--horizon", "2", "--num-steps", "2", "--num-minibatches", "1", "--updates", "1"]
+    assert main(["fit", "--data", "pics", "--lanes", "2", "--epochs", "1", *small]) == 0
+    assert main(["train", "--data", "pics", "--comparison", "0", *learns, *small]) == 0
+    fitted, learnt = "runs/pics", "runs/pics-2"
+    (tmp_path/"pics").rename(tmp_path/"my pictures")
+    pictures(tmp_path/"others", 26)
+    exported = ["--out", "net.safetensors"]
+    for words in (["resume", fitted], ["resume", learnt, "--updates", "2"], ["export", fitted], ["export", learnt]):
+        assert main(words) == 2
+        assert "say where they are now: --data PLACE (in Python: data=PLACE)" in capsys.readouterr().err
+        assert main([*words, "--data", "others"]) == 2
+        assert "the data have changed" in capsys.readouterr().err
+    assert main(["export", fitted, "--data", "my pictures", *exported]) == 0
+    assert main(["resume", fitted, "--data", "my pictures"]) == 0
+    assert main(["resume", learnt, "--data", "my pictures", "--updates", "2", "--quiet"]) == 0
+    for words in (["resume", fitted], ["export", learnt, *exported]): assert main(words) == 0 # the folder knows it now
+    assert "/my pictures?" in RunFolder(tmp_path/learnt).config()["run"]["env"]["task"]["data"]
+    assert main(["fit", "digits", "--lanes", "2", "--epochs", "1", *small[2:]]) == 0
+    assert main(["resume", "runs/digits", "--data", "others"]) == 2
+    assert "none: digits brings its own data" in capsys.readouterr().err
+
+
+def test_printed_commands_can_be_pasted_whatever_the_folder_is_called(tmp_path, capsys):
+    out = tmp_path/"my runs"
+    words = ["fit", "digits", "--lanes", "2", "--epochs", "1", "--quiet", "--out", str(out)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    command = next(line for line in printed.splitlines() if line.strip().startswith("report"))
+    assert shlex.split(command)[1:] == ["esper-nb", "report", str(out/"digits")]
+    assert main(shlex.split(command)[2:]) == 0 and (out/"digits/report.html").exists()
+
+
+def test_a_file_of_a_run_is_told_from_its_folder(tmp_path):
+    run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), tmp_path)
+    for ask in (run_status, open_fit, write_report):
+        with pytest.raises(FileNotFoundError, match="config.json is a file, expected the folder of a run: .*digits"):
+            ask(run.folder.config_path)
+
+
+@pytest.mark.parametrize("name, said", [
+    ("a.npy", "task_from_arrays"), ("a.PT", "task_from_arrays"), ("a.zip", "unpack it"), ("a.xlsx", "sheet as CSV"),
+    ("a.json", "a column for each key"), ("a.png", "a folder of pictures for each class")])
+def test_files_of_other_kinds_are_told_where_they_belong(tmp_path, capsys, name, said):
+    (tmp_path/name).write_bytes(b"\x00" * 99)
+    assert main(["fit", "--data", str(tmp_path/name), "--out", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_home_folder_is_meant_by_its_sign(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    pictures(tmp_path/"pics")
+    assert task_from_folder("~/pics").load().num_train == 16
+    words = ["--size", "8", "--epochs", "1", "--lanes", "2", "--quiet"]
+    assert main(["fit", "--data=~/pics", "--out=~/my runs", *words]) == 0 # a shell leaves both signs as they are
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["my runs", "pics"]
 
 
 def test_a_governor_needs_no_more_than_what_it_guards():

@@ -197,7 +197,7 @@ def test_data_that_changed_or_went_away_are_an_error(no_plays, tmp_path, capsys)
     task_from_path(write_pictures(tmp_path/"others"), size=8) # what was read is kept no longer
     assert main(["resume", str(run), "--updates", "3"]) == 2
     error = capsys.readouterr().err
-    assert "is not a folder" in error and "Traceback" not in error
+    assert "is not there, which holds the data of the run" in error and "Traceback" not in error
 
 
 def test_what_is_asked_for_must_fit_the_data(tmp_path, capsys):

@@ -31,7 +31,7 @@ from ..guard import GovernorConfig, Report
 from ..grow import Gates, Growing, Rules, Stage
 from ..train import (
     TASK_FAMILIES, Disturb, EvalResult, FamilyData, Fault, FitConfig, ImageData, Task, TextData, get_task,
-    new_population)
+    new_population, same_source)
 from .actions import GrowthActions, Repertoire, choice_of, in_stage, read_actions, read_slots
 from esper_nb.control.episodes import (
     DevicePart, EnvStep, EpisodeSummary, EpisodeSums, clone_all, lane_info, merge_lanes, part_finals,
@@ -39,7 +39,7 @@ from esper_nb.control.episodes import (
 from .observations import (
     OBSERVATIONS, LaneHistory, LaneLook, Observer, draw_lane, feature_bounds, slot_looks)
 from .rewards import (
-    RewardConfig, RewardState, Transition, compute_reward, occupied_size, seed_sizes, start_rewards)
+    PRESETS, RewardConfig, RewardState, Transition, compute_reward, occupied_size, seed_sizes, start_rewards)
 
 # %% ../../nbs/control/53_envs.ipynb #e38c99c8
 Data = ImageData | TextData
@@ -105,6 +105,7 @@ class EnvConfig(Config):
         if self.governor is not None: object.__setattr__(self, "governor", self.governor.replace(stop_raises=False))
         n, devices, faulty = self.num_envs, self.devices, [f.lane for f in self.faults]
         if isinstance(self.task, str): get_task(self.task)
+        check(self.reward in PRESETS, "reward", self.reward, f"one of {', '.join(PRESETS)}")
         RewardConfig(self.reward, self.gamma, self.price, self.penalty)
         self.fit(1) # checks the settings of a population
         check(0 < len(devices) <= n, "devices", devices, f"at least one, and no more than the {n} lanes")
@@ -158,6 +159,8 @@ class GrowVecEnv(gym.vector.VectorEnv):
     A step carries one operation out in each lane, trains each for an epoch under the Governor, and returns what a
     Gymnasium vector environment returns. `obs`, `mask` and `table` describe the current state; `last_result`
     is the `EnvStep` of the latest step, `reports` are its Governor reports, `summaries` the finished episodes.
+
+    `settings` are those of an `EnvConfig`, by name: `task`, `num_envs`, `horizon`, `reward`, `slots` and so on.
 
     Raises
     ------
@@ -395,7 +398,11 @@ class GrowVecEnv(gym.vector.VectorEnv):
             If a setting that numbers depend on differs; the message shows both values of each.
         """
         here = self.config.to_dict()
-        wrong = {k: (v, here[k]) for k, v in state["config"].items() if v != here[k]}
+        saved = dict(state["config"])
+        tasks = saved["task"], here["task"]
+        if all(isinstance(t, dict) for t in tasks) and same_source(*(t["data"] for t in tasks)): # its data may be moved
+            saved["task"] = tasks[0] | dict(data=tasks[1]["data"])
+        wrong = {k: (v, here[k]) for k, v in saved.items() if v != here[k]}
         check(not wrong, "settings (saved, here)", wrong, "the same in both; make the environment with the saved ones")
         for part, s in zip(self.parts, state["parts"]): part.load_state_dict(s)
         self.seeds, self.steps = list(state["seeds"]), state["steps"]
@@ -876,6 +883,8 @@ def one_lane_info(
 # %% ../../nbs/control/53_envs.ipynb #18f85b05
 class GrowEnv(gym.Env):
     """One network in training as a Gymnasium environment: one lane of a `GrowVecEnv`, bitwise equal to it.
+
+    `settings` are those of an `EnvConfig`, by name: `task`, `horizon`, `reward`, `slots`, `limit` and so on.
 
     Raises
     ------

@@ -2,14 +2,15 @@
 from .config import (Count as Count, Whole as Whole, Positive as Positive, NonNegative as NonNegative,
     Multiple as Multiple, PositiveOrInf as PositiveOrInf, Share as Share, PositiveShare as PositiveShare,
     ShareBelow1 as ShareBelow1, RandomSeed as RandomSeed, check as check, check_count as check_count,
-    printable as printable, listed as listed, Range as Range, OneOf as OneOf, check_type as check_type,
-    Config as Config, find_hint as find_hint, read_setting as read_setting, parse_settings as parse_settings,
-    hint_to_json as hint_to_json, hint_from_json as hint_from_json, changed_settings as changed_settings,
-    option_text as option_text)
+    printable as printable, listed as listed, one_of as one_of, Range as Range, OneOf as OneOf,
+    check_type as check_type, Config as Config, find_hint as find_hint, read_setting as read_setting,
+    parse_settings as parse_settings, hint_to_json as hint_to_json, hint_from_json as hint_from_json,
+    changed_settings as changed_settings, option_text as option_text)
 from .devices import (NO_FLOAT64 as NO_FLOAT64, Precision as Precision, choose_precision as choose_precision,
     check_device as check_device, check_devices as check_devices, as_double as as_double, wait_for as wait_for,
-    send as send, activation_room as activation_room, repeatable as repeatable,
-    keep_freed_memory as keep_freed_memory, generator as generator, seeded as seeded, PhaseClock as PhaseClock)
+    send as send, activation_room as activation_room, free_bytes as free_bytes, bytes_text as bytes_text,
+    check_memory as check_memory, repeatable as repeatable, keep_freed_memory as keep_freed_memory,
+    generator as generator, seeded as seeded, PhaseClock as PhaseClock)
 from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
     new_file as new_file, flush_file as flush_file, refuse_link as refuse_link, plain_json as plain_json,
     json_digest as json_digest, write_json as write_json, read_json as read_json, FolderLock as FolderLock,

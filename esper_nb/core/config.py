@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Count', 'Whole', 'Positive', 'NonNegative', 'Multiple', 'PositiveOrInf', 'Share', 'PositiveShare', 'ShareBelow1',
-           'RandomSeed', 'check', 'check_count', 'printable', 'listed', 'Range', 'OneOf', 'check_type', 'Config',
-           'find_hint', 'read_setting', 'parse_settings', 'hint_to_json', 'hint_from_json', 'changed_settings',
-           'option_text']
+           'RandomSeed', 'check', 'check_count', 'printable', 'listed', 'one_of', 'Range', 'OneOf', 'check_type',
+           'Config', 'find_hint', 'read_setting', 'parse_settings', 'hint_to_json', 'hint_from_json',
+           'changed_settings', 'option_text']
 
 # %% ../../nbs/core/00_config.ipynb #cd079288
 import dataclasses
@@ -18,7 +18,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Annotated
 
@@ -57,6 +57,20 @@ def listed(names: Sequence[str], most: int = 4, width: int = 60) -> str: # width
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     shown = [k if len(k) <= width else f"{k[:width]}…" for k in map(str, names[:most])]
     return ", ".join(repr(k) if "," in k else k for k in shown) + more
+
+def one_of(
+    name: object, # that is not known
+    known: Iterable[str], # names that are
+    shown: str | None = None, # those that are listed; None: all
+) -> str: # the expectation of a message
+    "Say which names are known, the one first that is probably meant: it begins or is spelt alike."
+    names = [*known]
+    by_lower = {k.lower(): k for k in reversed(names)}
+    asked = str(name).lower()
+    begins = [k for k in names if len(asked) > 1 and k.lower().startswith(asked)]
+    near = begins or [by_lower[k] for k in difflib.get_close_matches(asked, by_lower, 1)]
+    listing = ", ".join(names) if shown is None else shown
+    return f"{near[0]!r} perhaps, or another of {listing}" if near else f"one of {listing}"
 
 # %% ../../nbs/core/00_config.ipynb #0070f5fc
 def _refuse(cls, unknown: str) -> ValueError: # to be raised

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['NO_FLOAT64', 'Precision', 'choose_precision', 'check_device', 'check_devices', 'as_double', 'wait_for', 'send',
-           'activation_room', 'repeatable', 'keep_freed_memory', 'generator', 'seeded', 'PhaseClock']
+           'activation_room', 'free_bytes', 'bytes_text', 'check_memory', 'repeatable', 'keep_freed_memory',
+           'generator', 'seeded', 'PhaseClock']
 
 # %% ../../nbs/core/02_devices.ipynb #cdd16d98
 import ctypes
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -139,6 +141,52 @@ def activation_room(
     dev = torch.device(device)
     if dev.type == "cuda": return torch.cuda.mem_get_info(dev)[1] // 128
     return torch.mps.recommended_max_memory() // 128 if dev.type == "mps" else None
+
+# %% ../../nbs/core/02_devices.ipynb #c94d2f07
+def _host_bytes(files: Path = Path("/")) -> int | None: # files: where those of the system begin; None: not known
+    "Return the memory that is free on this machine, with its swap space, within the limit of its container."
+    try: table = dict(line.split(":") for line in (files/"proc/meminfo").read_text().splitlines())
+    except (OSError, ValueError):
+        try: return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError, OSError): return None
+    free = sum(1024 * int(table[k].split()[0]) for k in ("MemAvailable", "SwapFree") if k in table)
+    group = files/"sys/fs/cgroup"
+    try:
+        limit = int((group/"memory.max").read_text())
+        stat = dict(line.split() for line in (group/"memory.stat").read_text().splitlines())
+        return min(free, limit - int((group/"memory.current").read_text()) + int(stat["inactive_file"]))
+    except (OSError, ValueError, KeyError): return free # no container, or one without a limit
+
+def free_bytes(
+    device: str | torch.device = "cpu", # whose memory
+) -> int | None: # None: not known
+    "Return the memory that a device has left for this process."
+    dev = torch.device(device)
+    if dev.type == "cuda":
+        kept = torch.cuda.memory_reserved(dev) - torch.cuda.memory_allocated(dev)
+        return torch.cuda.mem_get_info(dev)[0] + kept
+    if dev.type == "mps": return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    return _host_bytes()
+
+def bytes_text(count: float) -> str: # count: of bytes
+    "Return a size of memory as text."
+    power = min(6, max(0, (len(str(int(count))) - 1) // 3))
+    return f"{count / 1000**power:,.3g} {('bytes', 'kB', 'MB', 'GB', 'TB', 'PB', 'EB')[power]}" if power < 6 else \
+        f"{count / 1000**6:,.0f} EB"
+
+def check_memory(
+    name: str, # of the setting that decides how much is needed
+    value: object, # of the setting
+    needed: float, # bytes, the least
+    what: str, # needs them, in the plural
+    fix: str, # what to do
+    device: str | torch.device = "cpu", # where they are needed
+) -> None:
+    "Raise `ValueError` for what cannot fit into memory, before any of it is allocated."
+    free = free_bytes(device)
+    if free is None or needed <= free: return
+    raise ValueError(f"{name}={value!r}, expected what fits into memory: {what} need at least {bytes_text(needed)}, "
+                     f"and {bytes_text(free)} are free on {device}; {fix}")
 
 # %% ../../nbs/core/02_devices.ipynb #56fc5851
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

@@ -381,6 +381,13 @@ def explore_host(
           "settings, such as ModuleHostConfig(Net, slots=['body'], shape=(1, 8, 8), classes=10)")
     return _explored(config, get_factory(str(config.factory)))
 
+def _token_hint(module: nn.Module, config: ModuleHostConfig, error: Exception) -> str:
+    "Say what to do with a network that looks tokens up and is given numbers."
+    looks_up = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in module.modules())
+    if config.reads == "BL" or not looks_up or "indices" not in str(error): return ""
+    return ("; it looks tokens up: a classifier of tokens grows in a loop of yours, attach_slots(net, [...], tokens), "
+            "and Governor(net, optimizer, ...) guards it")
+
 @lru_cache(32)
 def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Explored: # factory: of that name, now
     make = config.maker
@@ -394,7 +401,7 @@ def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Ex
     try: y = module.eval()(x)
     except Exception as e:
         raise ValueError(f"{config.factory} does not take {tuple(x.shape)}, which is reads={config.reads!r} of "
-                         f"shape={config.shape}: {e}") from e
+                         f"shape={config.shape}: {e}{_token_hint(module, config, e)}") from e
     y = _picked(config, y, expected)
     check(y.shape == expected, f"output of {config.factory}", tuple(y.shape), f"{expected}: one number for each class")
     ended, largest = _order(module, x)

@@ -316,6 +316,8 @@ def lightning_governor(
     what was done, and the cause, into the trainer's loggers and bar, stops the trainer when the budget is used up, and
     keeps the Governor in Lightning's checkpoints.
 
+    `options` are those of a `Governor`: `callbacks`, `lanes`, `evaluate`, `folder`, and more parts by name.
+
     Raises
     ------
     RuntimeError
@@ -342,6 +344,8 @@ def guard_trainer(
     `training_step`, `get_batch_samples` and `train` of this trainer are wrapped. The Governor acts at the end of an
     optimizer step: it explains an incident, and trains on its batches again. What it did is a metric in the log, a
     sentence in `trainer.state.log_history` and a note on the bar, and its state is a file in every checkpoint.
+
+    `options` are those of a `Governor`: `callbacks`, `lanes`, `evaluate`, `folder`, and more parts by name.
 
     Raises
     ------
@@ -576,6 +580,8 @@ def guard_accelerator(
 ) -> Governor:
     """Return a Governor for a loop of accelerate; `accelerator.save_state` and `load_state` keep it.
 
+    `options` are those of a `Governor`: `callbacks`, `lanes`, `evaluate`, `folder`, and more parts by name.
+
     Raises
     ------
     ValueError
@@ -675,6 +681,8 @@ def fastai_governor(
 
     Every fit gets a Governor of its own; validation keeps that of the last fit, and the search for a learning rate is
     left alone.
+
+    `options` are those of a `Governor`: `callbacks`, `lanes`, `evaluate`, `folder`, and more parts by name.
 
     Raises
     ------
@@ -797,6 +805,8 @@ def skorch_governor(
 ):
     """Return a skorch callback that guards every fit of a net; its Governor is `.governor`.
 
+    `options` are those of a `Governor`: `callbacks`, `lanes`, `evaluate`, `folder`, and more parts by name.
+
     Raises
     ------
     RuntimeError
@@ -912,6 +922,8 @@ def guard_update(
     **options, # as for `Governor`: callbacks, more parts by name
 ) -> GuardedUpdate: # to be given to `Engine`
     """Put the function that an Ignite engine calls with every batch under a Governor, which is `.governor`.
+
+    `options` are those of a `Governor`: `callbacks`, `lanes`, `evaluate`, `folder`, and more parts by name.
 
     Raises
     ------

@@ -53,6 +53,9 @@ class Governor:
     the last good state is loaded for a few losses, and stays only if it does better. With several processes all of
     them judge the same numbers and act together; with lanes each lane is judged and restored on its own.
 
+    `parts` and `named` are what the run consists of: networks, optimizers, schedulers, generators, anything with
+    `state_dict`; those that are `named` are called by that name in messages, and `cursor` is the position in the data.
+
     Raises
     ------
     ValueError

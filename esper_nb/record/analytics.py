@@ -30,6 +30,8 @@ def pick_rows(
 ) -> list[Row]:
     """Return the rows of one kind, and of one lane, slot or epoch if given.
 
+    `keys` are further columns that must be equal: `slot="r0c0"`, `epoch=3`.
+
     Examples
     --------
     >>> from esper_nb import pick_rows

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..core import (
     FolderLock, as_stateful, check, check_count, content_digest, decode_tree, encode_tree, flush_file, refuse_link)
+from ..train import same_source
 from ..learn import END_SIGNALS, StopFlag
 from .rows import Row
 from .writers import JSONLWriter, Recorder, RunFolder, count_rows, cut_rows, open_trackers
@@ -105,7 +106,8 @@ def contract_difference(
     "Return the differences between two contracts, one line each."
     saved, here = (list(x) if isinstance(x, tuple) else x for x in (saved, here))
     if not (isinstance(saved, dict) and isinstance(here, dict)):
-        return [] if saved == here else [f"{path or 'contract'}: saved {saved!r}, here {here!r}"]
+        same = saved == here or same_source(saved, here) # data may be moved
+        return [] if same else [f"{path or 'contract'}: saved {saved!r}, here {here!r}"]
     lines = []
     for k in [*saved, *(k for k in here if k not in saved)]:
         pair = saved.get(k, "(nothing)"), here.get(k, "(nothing)")
@@ -319,6 +321,8 @@ class ResumableRun:
         self.written = 0 # rows in the file
 
     def __repr__(self): return f"{type(self).__name__}({str(self.folder.path)!r}, {self.where()})"
+
+    def __fspath__(self) -> str: return str(self.folder.path) # `watch(run)`, `write_report(run)`
 
     def stateful(self) -> dict[str, Any]:
         "Return the parts of a checkpoint by name, for `save_checkpoint`, without the number of rows."

@@ -427,6 +427,8 @@ def update_rows(
     Returns and lengths are averaged over episodes; head entropies are stored under the names of the heads. Values that
     the update did not measure are None.
 
+    `keys` say when: `epoch=3`, `step=200`; the number of the update is its own.
+
     Examples
     --------
     >>> import gymnasium as gym

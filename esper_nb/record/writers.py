@@ -282,8 +282,10 @@ def cut_rows(
 
 # %% ../../nbs/record/74_writers.ipynb #3fd50247
 class RunFolder(NamedTuple):
-    "The folder of one run, with its settings and rows."
+    "The folder of one run, with its settings and rows; whatever takes the path of a run takes it, too."
     path: Path
+
+    def __fspath__(self) -> str: return str(self.path)
 
     @property
     def config_path(self) -> Path:
@@ -299,6 +301,8 @@ class RunFolder(NamedTuple):
         "Read the settings; raise `FileNotFoundError` or `ValueError` if they are missing or invalid."
         for path in self.path.iterdir() if self.path.is_dir() else ():
             check(not path.exists() or path.is_file() or path.is_dir(), "file", str(path), "a plain one, not a device")
+        if self.path.is_file():
+            raise FileNotFoundError(f"{self.path} is a file, expected the folder of a run: {self.path.parent} perhaps")
         if not self.config_path.exists():
             found = [p.parent for k in ("*", "*/*") for p in self.path.glob(f"{k}/config.json")]
             inside = sorted(p.relative_to(self.path).as_posix() for p in found)
@@ -336,7 +340,7 @@ def new_run(
         raise ValueError(f"{name!r} is no name for a folder: use one word, and `root` for the folder above it")
     settings = {} if config is None else config
     _config_text(settings)
-    run = RunFolder(_claim_folder(Path(root), name))
+    run = RunFolder(_claim_folder(Path(root).expanduser(), name))
     try: run.write_config(settings)
     except OSError: # a full disk: remove the incomplete run
         shutil.rmtree(run.path, ignore_errors=True)

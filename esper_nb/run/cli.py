@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import __version__
 from ..core import (
-    Range, check, find_hint, hint_from_json, hint_to_json, parse_settings, printable, read_setting)
+    Range, check, find_hint, hint_from_json, hint_to_json, one_of, parse_settings, printable, read_setting)
 
 if TYPE_CHECKING:
     from esper_nb.train import Task
@@ -38,7 +38,7 @@ def _check_own_data(args: argparse.Namespace) -> dict[str, Any]: # settings for 
         check(False, f"--{k}", value, f"none: {name} brings its own data; to train on yours, leave the name out")
     if name is not None: return {}
     check(args.data is not None, args.command, "", "a name, or --data with a folder of pictures, a table or a text")
-    place = Path(args.data)
+    place = Path(args.data).expanduser()
     if not place.exists(): raise FileNotFoundError(f"--data {args.data}: no such folder or file")
     table = place.suffix.lower() in (".csv", ".tsv", ".parquet")
     for k, value in given.items():
@@ -191,6 +191,7 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> f
         device=_option("--device", default="cpu", help="cpu, cuda, cuda:1, mps"),
         data=_option("--data", metavar="PLACE", help="without a name: a folder of pictures, a table or a text to train "
                      "on; with one: where its files are (default: data)"),
+        place=_option("--data", dest="place", metavar="PLACE", help="where the run's data are now, if they were moved"),
         label=_option("--label", metavar="COLUMN", help="table: the column to predict (default: the last)"),
         columns=_option("--columns", metavar="COLUMNS", help="table: columns to learn from, comma-separated (default: "
                         "all others)"),
@@ -268,8 +269,9 @@ def _resume(args):
     from esper_nb.run import search_rivals, open_fit, open_run
     given = _longer(args)
     if "fit" not in RunFolder(Path(args.run)).config():
-        return open_run(args.run, given, trust=args.trust).drive(not args.quiet, more=search_rivals)
-    run = open_fit(args.run, log=given.get("log"), plugins=given.get("plugins"), trust=args.trust)
+        return open_run(args.run, given, args.place, args.trust).drive(not args.quiet, more=search_rivals)
+    run = open_fit(args.run, log=given.get("log"), plugins=given.get("plugins"), trust=args.trust,
+                   data=args.place)
     run.drive(not args.quiet)
     return run if run.finished else None
 
@@ -294,7 +296,7 @@ def _lab(args): return subprocess.call(lab_command() + args.options)
 
 def _export(args):
     from esper_nb.run import export_run
-    print(export_run(args.run, args.out, args.lane, args.imports, args.trust))
+    print(export_run(args.run, args.out, args.lane, args.imports, args.trust, args.place))
 
 def _watch(args):
     from esper_nb.record import apprise_notify
@@ -354,14 +356,14 @@ _learns = f"recipe updates minutes seed set engine {_trains}"
 
 _commands = dict(
     train=_Command(_train, f"{_learns} shards log comparison folder quiet", "train a controller that grows networks"),
-    resume=_Command(_resume, "run updates minutes engine shards imports trust log comparison "
+    resume=_Command(_resume, "run updates minutes engine shards imports trust place log comparison "
                     "quiet",
                     "continue a run of train or fit exactly where it stopped"),
     watch=_Command(_watch, "watched every web port address no_token notify",
                    "follow a run in a terminal or a browser"),
     status=_Command(_status, "run json", "print in one line how far a run is"),
     report=_Command(_report, "runs page json", "write one self-contained HTML page about a run, or about several"),
-    export=_Command(_export, "run lane network imports trust",
+    export=_Command(_export, "run lane network imports trust place",
                     "write one network of a run as ONNX or for torch"),
     compare=_Command(_compare, f"{_learns} rules seeds jobs figures json", "a recipe's controller against other growth "
                      "rules: the heuristic, random actions, waiting, the best constant timetable, or those of --rules"),
@@ -418,8 +420,7 @@ def _check_names(args: argparse.Namespace) -> None:
         name = given.get(option)
         if name is None or name in names or plugins: continue
         check(not Path(name).exists(), option, name, "a name; data of your own are --data {}", name)
-        near = difflib.get_close_matches(name, names, 1, 0)[0]
-        check(False, option, name, f"{near!r} perhaps, or another of {', '.join(names)}")
+        check(False, option, name, one_of(name, names))
     if "data" in given: _check_own_data(args)
     for text in given.get("inject", ()):
         kind, *rest = text.split(":")
@@ -439,8 +440,7 @@ def _check_names(args: argparse.Namespace) -> None:
         if name in hints: read_setting(name, value, hint_from_json(json.loads(hints[name])))
     for rule in _names(given["rules"]) if given.get("rules") and not plugins else ():
         found = any(name.startswith(rule) for name in known["rule"])
-        near = difflib.get_close_matches(rule, known["rule"], 1, 0)[0]
-        check(found, "rule", rule, f"{near!r} perhaps, or another of {', '.join(known['rule'])}")
+        check(found, "rule", rule, one_of(rule, known["rule"]))
     _check_places(args)
 
 _lengthen = ("updates", "minutes", "engine", "comparison", "shards") # options of `resume` for a controller's run
@@ -457,7 +457,7 @@ def _check_places(args: argparse.Namespace) -> None:
     out = given.get("out")
     if args.command == "compare" and out: check_output(out, [".json"])
     if args.command == "export" and out: check_output(out, [".onnx", ".pt2", ".safetensors"])
-    if args.command in ("train", "fit") and out: _check_writable(Path(out))
+    if args.command in ("train", "fit") and out: _check_writable(Path(out).expanduser())
 
 def _check_writable(folder: Path) -> None:
     "Raise `OSError` unless the folder is there or can be made; nothing is left behind."
@@ -487,6 +487,8 @@ def _check_setting_name(pair: str, names: tuple[str, ...]) -> None: # names: wit
     raise ValueError(f"there is no setting {name!r}{hint} Known: {', '.join(inside or names)}")
 
 _known_as = dict(lanes="num_envs", epochs="horizon", updates="num_updates", lr="learning_rate") # elsewhere -> here
+
+def _written(option: str) -> str: return "--data" if option == "place" else f"--{option}"
 
 def _flags(command: str) -> list[str]:
     "Return the options of a command as they are written."
@@ -546,7 +548,7 @@ def main(
     if unknown: parser.error(_unknown(args, unknown))
     try:
         with _warnings_as_lines():
-            for name in ("out", "data"): check(getattr(args, name, None) != "", f"--{name}", "", "a name")
+            for name in ("out", "data", "place"): check(getattr(args, name, None) != "", _written(name), "", "a name")
             _check_names(args)
             if args.command in _without_torch: result = _commands[args.command].run(args) # without torch
             else: result = _train_with_signals(args)

@@ -265,6 +265,13 @@ class Comparison(NamedTuple):
             plays=tuple(p for c in ordered for p in c.plays), learned=tuple(u for c in ordered for u in c.learned),
             notes={k: v for c in all_of for k, v in c.notes.items()})
 
+    def __repr__(self) -> str:
+        "Return one line; `comparison_text` makes a table."
+        scores = ", ".join(f"{k} {np.mean(v):.1f}" for k, v in self.scores().items())
+        seeds = len({p.seed for p in self.plays})
+        return (f"Comparison({self.task}: {scores} {self.measure.unit}; {self.lanes} lanes, {self.horizon} epochs, "
+                f"{seeds} seed{'s' * (seeds != 1)})")
+
     def save(self, path: str | Path) -> None:
         "Write the comparison as JSON, with a checksum."
         write_json(path, self.to_dict())

@@ -36,22 +36,26 @@ class GrownLanes(NamedTuple):
     heldout_accuracy_pp: list[float]
     test_accuracy_pp: list[float]
 
-def _played_again(path: Path, plugins: Sequence[str], trust: bool) -> GrownLanes: # of `esper-nb train`
+def _played_again(
+    path: Path, plugins: Sequence[str], trust: bool, data: str | Path | None, # as for `regrow`
+) -> GrownLanes: # of `esper-nb train`
     "Repeat the run's final play, and return the networks that the controller grows."
-    run = open_run(path, dict(plugins=tuple(plugins)) if plugins else None, trust=trust)
+    run = open_run(path, dict(plugins=tuple(plugins)) if plugins else None, data, trust)
     env = fair_env(run.config, run.data)
     play, = compare_controllers(env, {"PPO": lambda seed: PolicyPlayer(run.learner, run.config.sampled, seed)},
                                 [run.config.seed]).plays
     env.close()
     return GrownLanes(list(env.parts), list(play.heldout_accuracy_pp), list(play.test_accuracy_pp))
 
-def _read_again(path: Path, plugins: Sequence[str], trust: bool) -> GrownLanes: # of `esper-nb fit`
+def _read_again(
+    path: Path, plugins: Sequence[str], trust: bool, data: str | Path | None, # as for `regrow`
+) -> GrownLanes: # of `esper-nb fit`
     "Rebuild the trained population from its stored weights."
     weights, checkpoint = path/"weights.safetensors", path/"checkpoint.safetensors"
     if not weights.exists() and not checkpoint.exists():
         raise FileNotFoundError(f"{checkpoint} is not there: the run was stopped in its first epoch")
     folder = RunFolder(path)
-    pop = open_settings(folder, "fit", lambda saved: saved_population(saved, folder), plugins or None, trust)
+    pop = open_settings(folder, "fit", lambda saved: saved_population(saved, folder, data), plugins or None, trust)
     with reading(weights if weights.exists() else checkpoint): # or stopped before its last epoch
         pop.model.load_state_dict(
             load_tensors(weights) if weights.exists() else read_checkpoint(checkpoint)[0]["population"]["model"])
@@ -63,10 +67,11 @@ def regrow(
     path: str | Path, # folder of a run
     plugins: Sequence[str] = (), # replace those in the folder's settings
     trust: bool = False, # allow the folder to run its plugins and factories
+    data: str | Path | None = None, # where its data are now, if they were moved
 ) -> GrownLanes:
     "Rebuild the networks of a run."
     again = _read_again if "fit" in RunFolder(Path(path)).config() else _played_again
-    return again(Path(path), plugins, trust)
+    return again(Path(path), plugins, trust, data)
 
 # %% ../../nbs/run/98_exports.ipynb #3f27359e
 def lane_example(
@@ -284,12 +289,13 @@ def export_run(
     lane: int | None = None, # None: the best on the held-out split
     plugins: Sequence[str] = (), # replace those in the folder's settings
     trust: bool = False, # allow the folder to run its plugins and factories
+    data: str | Path | None = None, # where its data are now, if they were moved
 ) -> Exported:
     "Export one network of a run, including its preprocessing, with a JSON file that describes inputs and outputs."
     RunFolder(Path(path)).config() # raises early if the folder holds no run
     target = check_output(Path(path)/"network.onnx" if out is None else out, SUFFIXES)
     if target.suffix == ".onnx": _need_onnx()
-    grown = regrow(path, plugins, trust)
+    grown = regrow(path, plugins, trust, data)
     scores, count = torch.tensor(grown.heldout_accuracy_pp), len(grown.heldout_accuracy_pp)
     lane = int(scores.nan_to_num(-1).argmax()) if lane is None else lane
     check(0 <= lane < count, "lane", lane, f"a lane below {count}")

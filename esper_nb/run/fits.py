@@ -11,6 +11,8 @@ import contextlib, sys, time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
+from shlex import quote
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from ..guard import NOTES, Report
 from ..grow import Blend, Curve, Decision, DecisionResult, Event, Stage
 from ..train import (
     Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, check_population,
-    disturb_at, fit, get_task, new_population, telling_text, yardstick_lines, yardsticks)
+    disturb_at, fit, get_task, is_own, new_population, task_at, telling_text, yardstick_lines, yardsticks)
 from ..record import (
     ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, new_run, population_rows,
     run_origin, run_rows, save_tensors, test_rows)
@@ -68,7 +70,8 @@ def fit_run( # noqa: PLR0913  # optional settings, passed by name
     ('digits', [1, 1])
     """
     check_trackers(log)
-    task = get_task(task) if isinstance(task, str) else task
+    task = get_task(task) if not isinstance(task, Task) else task
+    check(isinstance(config, FitConfig), "config", config, "settings, such as FitConfig(lanes=4)")
     _check_faults(faults, config.lanes, config.epochs or task.epochs)
     pop = new_population(task, config, device=device, root=root, synthetic=synthetic)
     run = begin_fit(pop, out, faults, log=log, made=dict(root=root, synthetic=synthetic))
@@ -121,13 +124,14 @@ def open_fit(
     log: Sequence[str] | None = None, # trackers; None: the original ones
     plugins: Sequence[str] | None = None, # replace those in the settings, if not None
     trust: bool = False, # allow the folder to run its plugins and factories
+    data: str | Path | None = None, # where its data are now, if they were moved: a folder or file
 ) -> "FitRun":
     """Open the fit in a folder and load its checkpoint; training continues with the same numbers as without a stop.
 
     Raises
     ------
     FileNotFoundError
-        If the folder holds no run.
+        If the folder holds no run, or the data are not where they were.
     ValueError
         If the folder holds no fit, names code that this process has not loaded, or does not match the population.
     RuntimeError
@@ -151,23 +155,34 @@ def open_fit(
         if pop is not None: return pop, faults, named
         check(saved["made"] is not None, "pop", pop,
               "one like that which it began with, and which was made in Python: open_fit(path, pop)")
-        return saved_population(saved, folder), faults, named
+        return saved_population(saved, folder, data), faults, named
+    check(pop is None or data is None, "data", data, "None: the population that is given has its own")
     made, faults, named = open_settings(folder, "fit", begun, plugins, trust)
     with FolderLock(folder.path):
         run = FitRun(made, folder, faults, controller, named)
         run.go_on()
+        if data is not None: _note_place(folder, made, data)
     return run
+
+def _note_place(folder: RunFolder, pop: Population, data: str | Path) -> None: # data: as for `open_fit`
+    "Write where the data are now into the settings of a fit."
+    saved = folder.config()
+    root = saved["made"] if is_own(pop.task.data) else saved["made"] | dict(root=str(data))
+    now = saved | dict(task=pop.task.to_dict(), made=root)
+    folder.write_config(now | dict(command=command_words(now)))
 
 def saved_population(
     saved: Mapping[str, Any], # settings of a fit's folder
     folder: RunFolder,
+    data: str | Path | None = None, # where its data are now, if they were moved
 ) -> Population: # untrained
     "Rebuild the population of a fit from its settings, with the original number of workers."
     task, config = Task.from_dict(saved["task"]), FitConfig.from_dict(saved["fit"]).replace(workers=saved["workers"])
     check_contract(folder.path/"checkpoint.safetensors", dict(task=task.to_dict(), fit=config.to_dict()))
     made = saved["made"] or {}
-    return new_population(task, config, device=saved["device"], root=made.get("root"),
-                          synthetic=bool(made.get("synthetic")))
+    synthetic = bool(made.get("synthetic"))
+    task, root = task_at(task, made.get("root"), data, synthetic)
+    return new_population(task, config, device=saved["device"], root=root, synthetic=synthetic)
 
 # %% ../../nbs/run/92_fits.ipynb #2a853420
 _spared = 20 # seconds of training per second of checkpoint writing
@@ -217,7 +232,10 @@ class FitRun(ResumableRun):
                 yield result
             if self.over and not self.finished: self._finish()
 
-    def log(self, **values: Any) -> None: # name -> number, or (n,) one of every lane
+    def log(self,
+        metrics: Mapping[str, Any] = MappingProxyType({}), /, # for names that are no identifiers: {"acc, %": 97.}
+        **values: Any, # name -> number, or (n,) one of every lane
+    ) -> None:
         """Record metrics of your own after an epoch: rows of the run, a plot of its report, a curve of its panel.
 
         Raises
@@ -240,7 +258,7 @@ class FitRun(ResumableRun):
         if not self.recorders: raise RuntimeError("log: the run does not train now; call it in a loop over `epochs`")
         epochs = int(pop.epoch.max())
         step = epochs * (pop.data.num_train // pop.batch_size)
-        self.record(own_rows(values, pop.lanes, epoch=epochs - 1, step=step))
+        self.record(own_rows({**metrics, **values}, pop.lanes, epoch=epochs - 1, step=step))
 
     def drive(self,
         progress: bool = True, # draw a progress bar
@@ -264,12 +282,12 @@ class FitRun(ResumableRun):
             print(closing_table(self.population, self.test, self.rates))
             print(*self._beside_yardsticks(self.test), sep="\n")
             print(incidents_text(self.folder.rows(), self.faults, self.test, self.population.data.measure))
-            print(f"{'folder':>14}  {self.folder.path}\n{'report':>14}  esper-nb report {self.folder.path}")
+            print(f"{'folder':>14}  {self.folder.path}\n{'report':>14}  esper-nb report {quote(str(self.folder.path))}")
         elif self.finished: print(f"{self.folder.path} is finished: all {self.population.epochs} epochs are trained.")
         else:
             with contextlib.suppress(OSError): # a terminal that was closed
                 print(f"Stopped after {len(self.rates)} of {self.population.epochs} epochs; "
-                      f"`esper-nb resume {self.folder.path}` goes on from the checkpoint.", file=sys.stderr)
+                      f"`esper-nb resume {quote(str(self.folder.path))}` goes on from the checkpoint.", file=sys.stderr)
         if ended is not None: raise ended
         return self.test
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from statistics import mean, median
 from typing import Any
 
@@ -60,7 +61,7 @@ def watch_text(
     except KeyboardInterrupt: return
     finally:
         if notices: notices.close()
-    say(f"✓ {status.text()}; esper-nb report {folder.path}")
+    say(f"✓ {status.text()}; esper-nb report {quote(str(folder.path))}")
 
 def run_status(
     path: str | Path, # the folder of a run, in progress or finished
@@ -137,6 +138,8 @@ class RunStatus:
         if not isinstance(loss, float) or not loss <= mean or (row.get("epoch") or 0) <= epoch: return []
         del self.levels[row["lane"]]
         return [f"✓ {where}: recovered, the loss is as low as before"]
+
+    def __repr__(self) -> str: return f"RunStatus({self.text()}{', ended' * self.ended})"
 
     def text(self) -> str:
         "Describe the progress of the run in one line."

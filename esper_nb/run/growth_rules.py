@@ -11,7 +11,6 @@ __all__ = ['Made', 'GROWTH_RULES', 'FINALISTS', 'ARMS', 'TRIED', 'Practice', 'Ru
            'constant_rule', 'oracle_rule', 'search_constant', 'search_kinds']
 
 # %% ../../nbs/run/96_growth_rules.ipynb #acb4c3ba
-import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core import check
+from ..core import check, one_of
 from ..grow import Decision
 from ..train import FamilyData, ImageData, TextData
 from ..control import (
@@ -121,8 +120,7 @@ def growth_rule(
     if name in GROWTH_RULES: return GROWTH_RULES[name]
     like = named()
     if len(like) == 1: return GROWTH_RULES[like[0]]
-    near = like or difflib.get_close_matches(name, GROWTH_RULES, 1, 0)
-    check(False, "rule", name, f"{near[0]!r} perhaps, or another of {', '.join(GROWTH_RULES)}")
+    check(False, "rule", name, one_of(name, GROWTH_RULES))
     raise AssertionError
 
 def as_player(

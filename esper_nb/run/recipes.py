@@ -11,9 +11,10 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, TypeVar
 
-from ..core import Config, Count, RandomSeed, Range, changed_settings, check, option_text
+from ..core import Config, Count, RandomSeed, Range, changed_settings, check, one_of, option_text
 from ..grow import SHORT_LIFE, list_blueprints
 from ..train import FitConfig, ImageData, Task, TextData, get_task, is_own, list_tasks, task_words
 from ..control import SHORT, EnvConfig, GrowVecEnv
@@ -152,8 +153,7 @@ def _named_recipe(name: str) -> RunConfig: # of a recipe, or of a task
     def known(name: str) -> bool: return name in _recipes or name in list_tasks()
     seek_in_plugins(str(name), known)
     names = sorted({*_recipes, *list_tasks()})
-    near = difflib.get_close_matches(str(name), names, 1, 0)
-    check(known(name), "recipe", name, f"{near[0]!r} perhaps, or another of {', '.join(names)}")
+    check(known(name), "recipe", name, one_of(name, names))
     if name in _recipes: return _recipes[name]()
     return RunConfig(name, _hosts(name, 16), _ppo(get_task(name).epochs, 50))
 
@@ -199,7 +199,7 @@ def plan_text(
     same = f"\n{'numbers':>14}  to the bit those of {held}" if config.shards > 1 else ""
     return (f"{config.name}: {what} in {config.env.num_envs} lanes{shards}, "
             f"then the controller plays{' against simpler ones' if config.comparison else ''}.\n"
-            f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {path}{notes}{same}")
+            f"{'folder':>14}  {path}\n{'watch':>14}  esper-nb watch {quote(str(path))}{notes}{same}")
 
 def command_words(
     config: Mapping[str, Any], # of a run's folder

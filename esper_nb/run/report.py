@@ -15,6 +15,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from os import PathLike
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ def write_report(
     >>> write_report(run.folder.path).name
     'report.html'
     """
-    paths = [Path(path)] if isinstance(path, str | Path) else [Path(p) for p in path]
+    paths = [Path(path)] if isinstance(path, str | PathLike) else [Path(p) for p in path]
     place = paths[0] if len(paths) == 1 else paths[0].resolve().parent
     target = place/"report.html" if out is None else check_output(out, [".html", ".htm"])
     page = report_html(*map(RunFolder, paths))
@@ -518,7 +519,7 @@ class RunPage:
         path: str | Path | Sequence[str | Path], # folder of the run; of several runs, to be compared
         every: float = 10., # minimum seconds between two renderings
     ):
-        paths = [path] if isinstance(path, str | Path) else path
+        paths = [path] if isinstance(path, str | PathLike) else path
         self.folders, self.every = [RunFolder(Path(p)) for p in paths], every
         for folder in self.folders:
             folder.config()

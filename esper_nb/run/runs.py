@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from tqdm.auto import tqdm
 from .. import __version__
 from ..core import FolderLock, check, new_file
 from ..guard import NOTES
-from ..train import ImageData, TextData
+from ..train import ImageData, TextData, get_task, task_at
 from ..control import HEADS, OBSERVATIONS, GrowVecEnv
 from ..learn import Learner, StopFlag, Update
 from ..record import (
@@ -78,7 +79,7 @@ def check_faults(config: RunConfig) -> None:
 def open_run(
     path: str | Path, # folder of the run
     settings: dict[str, Any] | None = None, # to train longer: {"ppo.num_updates": 100}, {"minutes": 5.}
-    data: ImageData | TextData | None = None, # None: the task's own, loaded now
+    data: ImageData | TextData | str | Path | None = None, # None: the task's own; a place: where they are now
     trust: bool = False, # allow the folder to run its plugins and factories
 ) -> "Run":
     """Open the run in a folder and load its checkpoint; training continues bit-identically to an uninterrupted run.
@@ -86,7 +87,7 @@ def open_run(
     Raises
     ------
     FileNotFoundError
-        If the folder holds no run.
+        If the folder holds no run, or the data are not where they were.
     ValueError
         If the folder holds no run of a controller, names code that this process has not loaded, or a changed setting
         affects the results.
@@ -107,20 +108,31 @@ def open_run(
     folder = RunFolder(Path(path))
     given = settings or {}
     saved = open_settings(folder, "run", RunConfig.from_dict, given.get("plugins"), trust)
-    config = change_settings(saved, given)
+    config, moved = change_settings(saved, given), isinstance(data, str | Path)
     check_trackers(config.log)
+    if data is None or isinstance(data, str | Path): config, data = _with_data_at(config, data), None
     with FolderLock(folder.path):
         named = _with_names(config, _saved_names(folder))
         check_contract(folder.path/"checkpoint.safetensors", dict(run=_run_contract(named)), _may_change)
         run = Run(named, folder, data)
         run.go_on()
-        if given: # keeps the recorded version of torch
+        if given or moved: # keeps the recorded version of torch
             now = _described(config)
             folder.write_config(folder.config() | {k: now[k] for k in ("run", "command")})
     return run
 
+def _with_data_at(
+    config: RunConfig,
+    place: str | Path | None, # where the data are now; None: where they were
+) -> RunConfig:
+    "Find the data of a run that is opened again."
+    env, named = config.env, config.env.task
+    task, root = task_at(get_task(named) if isinstance(named, str) else named, env.root, place, env.synthetic)
+    return config.replace(env=env.replace(task=named if isinstance(named, str) else task, root=root))
+
 # %% ../../nbs/run/95_runs.ipynb #b257f899
-_may_change = ("run.ppo.num_updates", "run.minutes", "run.save_every", "run.sampled", "learner.config.num_updates")
+_may_change = ("run.ppo.num_updates", "run.env.root", "run.minutes", "run.save_every", "run.sampled",
+               "learner.config.num_updates")
 _beside = ("plugins", "log", "engine", "shards", "comparison") # settings that do not affect the results of training
 
 def _run_contract(config: RunConfig) -> dict[str, Any]:
@@ -321,7 +333,7 @@ class Run(ResumableRun):
                 return result
         except KeyboardInterrupt: pass
         except SystemExit as e: ended = e
-        number, resume = self.learner.update + 1, f"`esper-nb resume {self.folder.path}`"
+        number, resume = self.learner.update + 1, f"`esper-nb resume {quote(str(self.folder.path))}`"
         with contextlib.suppress(OSError): # a terminal that was closed
             print(f"Stopped in update {number}; {resume} goes on from the checkpoint.", file=sys.stderr)
         if ended is not None: raise ended
@@ -365,7 +377,7 @@ class Run(ResumableRun):
                  ("incidents", incident_text(self.folder.rows())),
                  ("folder", str(self.folder.path)),
                  ("picture", str(self.folder.path/"run.png")),
-                 ("report", f"esper-nb report {self.folder.path}")]
+                 ("report", f"esper-nb report {quote(str(self.folder.path))}")]
         said = [result.verdict(), result.conclusion()] if len(result.names) > 1 else []
         return "\n".join([*filter(None, said), *(f"{k:>14}  {v}" for k, v in lines)])
 

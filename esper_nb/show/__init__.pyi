@@ -3,7 +3,7 @@ from .dashboard import (DASHBOARDS as DASHBOARDS, Ask as Ask, FAULT_TIPS as FAUL
     Dashboard as Dashboard, watch as watch, follow_runs as follow_runs, row_values as row_values,
     row_incident as row_incident, RowsSource as RowsSource, run_names as run_names, RunsSource as RunsSource,
     widgets_below as widgets_below, Panel as Panel, disabled_reasons as disabled_reasons, ControlBar as ControlBar,
-    LaneSelector as LaneSelector, fault_buttons as fault_buttons, SeedsPanel as SeedsPanel,
+    LaneSelector as LaneSelector, FaultButtons as FaultButtons, SeedsPanel as SeedsPanel,
     threshold_slider as threshold_slider, ThresholdsPanel as ThresholdsPanel)
 from .history import (AXES as AXES, ACTIONS as ACTIONS, LIMITS as LIMITS, CURVE_COLUMNS as CURVE_COLUMNS,
     MOST_METRICS as MOST_METRICS, DownsampledSeries as DownsampledSeries, keep_later as keep_later,

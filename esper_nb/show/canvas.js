@@ -1138,6 +1138,14 @@ const REGIONS = [ // parts of the panel, and their names for a screen reader
   [".esper-grow", "grow"], [".esper-limits", "thresholds"], [".esper-main", "picture and log"],
 ];
 
+// As much of a text as fits.
+function shortened(text, fits) {
+  if (fits(text)) return text;
+  let kept = text.length;
+  while (kept > 1 && !fits(`${text.slice(0, kept)}…`)) kept--;
+  return `${text.slice(0, kept)}…`;
+}
+
 // Words in braces with the glossary's sentence at the pointer.
 function explained(run, text) {
   const quoted = words => words.replaceAll("&", "&amp;").replaceAll('"', "&quot;");
@@ -1509,7 +1517,7 @@ class View {
     if (boxes.learn) charts(ctx, look, run, boxes.learn);
     if (boxes.slots) slots(ctx, look, run, boxes.slots, X);
     this.titles(ctx, [
-      [boxes.loss, `${what}, {nats}`],
+      [boxes.loss, `${what}, {nats}`, `Loss of every ${run.head.axis[0]}, {nats}`, "Loss, {nats}"],
       [boxes.metric, run.metric.replace(/[{}]/g, "")],
       [boxes.strip, run.overlaid ? "All runs: stronger colour, higher loss; click one to select it" : "",
         "All {lanes}: stronger colour, higher loss; click one to select it",
@@ -1528,7 +1536,8 @@ class View {
       const at = box ? `top: ${top + box.y - TITLE - 13}px; left: ${box.x}px` : "display: none";
       setOnce(title, "style", at);
       const room = box ? box.w + box.right : 0, bare = text => text.replace(/[{}]/g, "");
-      const text = texts.find(words => words && ctx.measureText(bare(words)).width <= room) ?? texts.at(-1);
+      const fits = words => ctx.measureText(bare(words)).width <= room;
+      const text = texts.find(words => words && fits(words)) ?? shortened(bare(texts.at(-1) ?? ""), fits);
       if (text === title.text) return;
       title.text = text;
       title.innerHTML = explained(this.run, text ?? "");

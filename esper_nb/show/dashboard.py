@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DASHBOARDS', 'Ask', 'FAULT_TIPS', 'SEED_TIPS', 'Dashboard', 'watch', 'follow_runs', 'row_values', 'row_incident',
            'RowsSource', 'run_names', 'RunsSource', 'widgets_below', 'Panel', 'disabled_reasons', 'ControlBar',
-           'LaneSelector', 'fault_buttons', 'SeedsPanel', 'threshold_slider', 'ThresholdsPanel']
+           'LaneSelector', 'FaultButtons', 'SeedsPanel', 'threshold_slider', 'ThresholdsPanel']
 
 # %% ../../nbs/show/84_dashboard.ipynb #fe4aea4f
 import contextlib
@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,8 @@ def watch(
 ) -> Dashboard:
     """Follow a run of another process, or several in one picture, in a panel without buttons.
 
+    `settings` are those of a `Dashboard`, by name.
+
     Raises
     ------
     ValueError
@@ -194,7 +197,9 @@ def follow_runs(
     columns: Iterable[str] = (), # of the run's rows that are drawn as metrics
 ) -> Session: # started
     "Follow a run of another process, or several as lanes of one session."
-    source = RowsSource(path) if isinstance(path, str | Path) else RunsSource(path)
+    check(not isinstance(path, Population | Session), "path", path,
+          "the folder of a run; what this process trains is shown by Dashboard(...)")
+    source = RowsSource(path) if isinstance(path, str | PathLike) else RunsSource(path)
     name = source.folder.path.resolve().name if isinstance(source, RowsSource) else ", ".join(source.names)
     session = Session(source, name, notify=notify, columns=columns)
     session.start()
@@ -445,7 +450,8 @@ class Panel:
         self.plain = W.Image(format="png", layout=W.Layout(width="100%", display="none"))
         if self.canvas is not None: self.canvas.observe(lambda change: picked(change["new"]), "lane")
         undo = [self.bar.buttons["rollback"]] if "rollback" in self.bar.buttons else []
-        lane_bar = make.box([*fault_buttons(make, session, ask, self.selector), *undo], "esper-bar", "HBox")
+        self.faults = FaultButtons(make, session, ask, self.selector)
+        lane_bar = make.box([*self.faults.widgets, *undo], "esper-bar", "HBox")
         side = [p.box for p in (self.seeds, self.thresholds) if p is not None]
         picture = [*([] if self.canvas is None else [self.canvas]), self.plain]
         text = self.words
@@ -470,6 +476,7 @@ class Panel:
     ) -> dict[str, Any] | None: # changed text, to be added to the canvas's packet
         "Update everything except the canvas."
         self.bar.update()
+        self.faults.update()
         governor = self.session.source.governor
         if self.thresholds is not None and governor is not None: self.thresholds.follow(governor.config)
         words = dict(status=status_html(self.session), log=log_html(self.session))
@@ -506,7 +513,7 @@ def disabled_reasons(
 ) -> dict[str, str]: # request -> empty: possible now; else the reason
     "Return why each request of the bar is not possible at the moment."
     source, state = session.source, session.state
-    over = "the run is over" if state == "done" else ""
+    over = session.over
     busy = "already running" if state == "running" else over
     idle = "" if state in ("running", "paused") else "no run in progress"
     unguarded = "no Governor watches this run: make it with one" if source.governor is None else ""
@@ -605,18 +612,23 @@ SEED_TIPS = dict(germinate="Plant a seed of this blueprint", advance="Advance to
                  prune="Remove the seed", fossilize="Make the seed permanent, if its gate allows it")
 
 # %% ../../nbs/show/84_dashboard.ipynb #934e8091
-def fault_buttons(
-    make: WidgetFactory,
-    session: Session,
-    ask: Ask,
-    selector: LaneSelector,
-) -> list[Any]: # widgets
-    "Create the lane selector, and a button for every fault."
-    def press(fault: str) -> Callable[[], Any]: return lambda: ask("provoke", fault=fault, lane=selector.lane.value)
-    faults = [make.button(k, FAULT_TIPS.get(k, k), press(k), "esper-fault") for k in session.source.faults()]
-    if not faults: return [selector.lane]
-    title = make.W.HTML('<div class="esper-title">⚡ Provoke fault in</div>')
-    return [title, selector.lane, *faults, make.gap()]
+class FaultButtons:
+    "The lane selector, and a button for every fault."
+    def __init__(self, make: WidgetFactory, session: Session, ask: Ask, selector: LaneSelector):
+        self.session = session
+        def press(fault: str) -> Callable[[], Any]: return lambda: ask("provoke", fault=fault, lane=selector.lane.value)
+        self.buttons = {k: make.button(k, FAULT_TIPS.get(k, k), press(k), "esper-fault")
+                        for k in session.source.faults()}
+        title = make.W.HTML('<div class="esper-title">⚡ Provoke fault in</div>')
+        faults = [title, selector.lane, *self.buttons.values(), make.gap()]
+        self.widgets: list[Any] = faults if self.buttons else [selector.lane]
+
+    def update(self) -> None:
+        "Disable the buttons while no batch is to come."
+        reason = disabled_reasons(self.session)["provoke"]
+        for fault, b in self.buttons.items():
+            b.disabled = bool(reason)
+            b.tooltip = f"Not now: {reason}" if reason else FAULT_TIPS.get(fault, fault)
 
 # %% ../../nbs/show/84_dashboard.ipynb #feb3cf20
 class SeedsPanel:

@@ -15,8 +15,9 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -136,6 +137,8 @@ class Session:
     snapshot of 2 lanes at batch 40 (epoch 2)
     >>> print(session.stop().wait())
     stopped at batch 40 (epoch 2); the run can be continued exactly from here
+    >>> session.over # why not, if it cannot
+    ''
     >>> session.close()
     """
     def __init__(self,
@@ -149,7 +152,8 @@ class Session:
         columns: Iterable[str] = (), # of the rows that are drawn as metrics
     ):
         check(isinstance(source, (Population, Source)), "source", source,
-              "a population, such as new_population('digits'), or a LoopSource around your own loop")
+              "a population, such as new_population('digits'), or a LoopSource around your own loop: "
+              "LoopSource(loop, governor, net, optimizer); a run in a folder is shown by watch(folder)")
         self.source = PopulationSource(source) if isinstance(source, Population) else source
         self.history = History(self.source, capacity, rows, columns)
         self.name = name
@@ -198,8 +202,12 @@ class Session:
         source, x = self.source, self.history.x
         return f"at {source.axis[0]} {x}" + ("" if source.unit == source.axis[0] else f" ({source.unit} {self.steps})")
 
-    def log(self, **values: Any) -> None: # name -> number, or (n,) one of every lane; at most 64 names
+    def log(self,
+        metrics: Mapping[str, Any] = MappingProxyType({}), /, # for names that are no identifiers: {"acc, %": 97.}
+        **values: Any, # name -> number, or (n,) one of every lane; at most 64 names
+    ) -> None:
         "Record metrics of your own at the newest batch: they are shown, drawn as a second curve, and saved as rows."
+        values = {**metrics, **values}
         self.history.log(values)
         self.history.recorder.add(own_rows(values, self.source.lanes, step=self.history.x))
 
@@ -234,7 +242,7 @@ class Session:
     @request
     def set_pace(self, seconds: float) -> str: # 0: full speed
         "Set the minimum duration of a step."
-        check(seconds >= 0, "seconds", seconds, "0 or more")
+        check(isinstance(seconds, int | float) and seconds >= 0, "seconds", seconds, "a number, 0 or more")
         self.clock.pace = seconds
         return f"at least {seconds:g} s per {self.source.unit}" if seconds else "full speed"
 
@@ -268,6 +276,7 @@ class Session:
     @request
     def provoke(self, fault: str, lane: int = 0) -> str: # a name of `source.faults()`
         "Inject a fault into a lane."
+        if self.over: raise RuntimeError(self.over)
         self.history.mark_fault(fault, lane, self.source.provoke(fault, self._lane(lane)))
         return ""
 
@@ -334,6 +343,11 @@ class Session:
     def __repr__(self) -> str:
         total = self.source.total or "?"
         return f"Session({self.state}, {self.steps} of {total} {self.source.units}, {len(self.incidents)} incidents)"
+
+    @property
+    def over(self) -> str: # empty: it is not
+        "Return why the run has no further step."
+        return "the run is over" if self.state == "done" else self.source.broken
 
     def _lane(self, lane: int) -> int: # checked
         check(isinstance(lane, int) and 0 <= lane < self.source.lanes, "lane", lane, f"0 to {self.source.lanes - 1}")

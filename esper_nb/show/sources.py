@@ -7,6 +7,7 @@ __all__ = ['WAITING', 'Frame', 'frame_losses', 'Source', 'FrameSource', 'Populat
            'operations_line', 'EnvSource']
 
 # %% ../../nbs/show/79_sources.ipynb #cb680042
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -63,6 +64,7 @@ class Source:
     live = True # whether its steps happen now, or are read from a file that was written before
     has_faults = False # whether the library's faults can be injected
     network: str = "" # description of the trained networks
+    broken: str = "" # why it cannot go on; empty: it can
     names: Sequence[str] | None = None # (n,) of the lanes, if they are runs; None: lane 0, lane 1, …
 
     def step(self) -> Frame | None: # None: the run is over
@@ -263,7 +265,11 @@ class LoopSource(Source):
         check(isinstance(governor, Governor), "governor", type(governor).__name__, "a Governor of the same model")
         check(isinstance(model, torch.nn.Module), "model", type(model).__name__, "the network that the loop trains")
         self.net = model
+        try: inspect.signature(loop).bind(self.disturb)
+        except TypeError as e: check(False, "loop", loop, "a function of one argument, disturb(x, y) -> (x, y): {}", e)
         self.losses = loop(self.disturb)
+        check(hasattr(self.losses, "__next__"), "what the loop returns", self.losses, "a generator: yield the loss of "
+              "every batch")
         self.watcher = self.governor = governor
         self.reports: deque[Report] = deque(maxlen=100) # not in a frame so far
         governor.callbacks.append(self.reports.append)
@@ -273,7 +279,6 @@ class LoopSource(Source):
         self.accuracy = accuracy
         self.every = every
         self.at = 0 # batches done
-        self.broken = "" # what the loop has raised
         self.fault: Fault | None = None
         self.network = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
 
@@ -295,11 +300,11 @@ class LoopSource(Source):
         watched = self.watcher.watched
         try: loss = next(self.losses)
         except StopIteration:
-            if self.broken: raise RuntimeError(f"the loop ended with {self.broken}, and a generator that has raised "
-                                               "does not go on: make a new LoopSource") from None
+            if self.broken: raise RuntimeError(self.broken) from None
             return None
         except Exception as e:
-            self.broken = f"{type(e).__name__}: {e}"
+            self.broken = (f"the loop ended with {type(e).__name__}: {e}, and a generator that has raised does not go "
+                           "on: make a new LoopSource")
             raise
         if loss is not None and self.watcher.watched == watched: self.watcher.watch(loss)
         reports = tuple(self.reports)

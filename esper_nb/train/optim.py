@@ -80,6 +80,8 @@ class LaneOptimizer(LaneState):
     the torch optimizer steps them all; otherwise it runs on views of consecutive lanes that agree. The results are
     bitwise equal.
 
+    `options` are those of the torch class: `momentum`, `weight_decay`, `betas` and so on.
+
     Raises
     ------
     ValueError

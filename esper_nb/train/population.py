@@ -24,19 +24,19 @@ from torch import Tensor, nn
 
 from ..core import (
     BUDGET, Config, Count, OneOf, Plan, Positive, PositiveOrInf, Precision, RandomSeed, Whole, Workers,
-    activation_room, check, check_device, choose_precision, listed, plan, put_lanes, repeatable, take_lanes,
-    use_threads, with_lanes)
+    activation_room, check, check_device, check_memory, choose_precision, listed, plan, put_lanes, repeatable,
+    take_lanes, use_threads, with_lanes)
 from ..guard import Governor, GovernorConfig, Report
 from ..grow import (
     ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, Decision, DecisionResult, Event, Growing, ModuleHostConfig, Reason,
-    Rules, SeedState, Slot, Stage, Status, apply_decision, decode_seed, explore_host)
+    Rules, SeedState, Slot, Stage, Status, apply_decision, check_slots, decode_seed, explore_host, host_sites)
 from .ablation import Ablation, EvalResult, evaluate, seed_tables
 from .data import ImageData, TextData
 from .gradients import gradient_health, growth_signals, norm_ratio
 from .graphs import Graphs, Group
 from .optim import LaneOptimizer, check_owners, copy_lanes
 from .stepper import LaneScaler, Stepper
-from .tasks import Task, create_model, get_task
+from .tasks import Task, check_lane_memory, create_model, get_task
 
 # %% ../../nbs/train/38_population.ipynb #fee68363
 @dataclass(frozen=True)
@@ -725,6 +725,8 @@ def check_population(
     check(isinstance(pop, Population), "pop", pop,
           "a population, such as new_population('digits') or new_population(task)")
 
+_TRAINED_COPIES = 3 # of a network's numbers at least: weights, gradients and an optimizer's state
+
 def new_population( # noqa: PLR0913  # task, settings, data, device and blueprints
     task: Task | str, # a task, or the name of one
     config: FitConfig = FitConfig(), # lanes, epochs, schedule, precision, Governor
@@ -759,8 +761,11 @@ def new_population( # noqa: PLR0913  # task, settings, data, device and blueprin
     check(default == torch.float32, "torch's default dtype", default,
           "torch.float32, in which these networks are made: call torch.set_default_dtype(torch.float32) first")
     check(size <= data.num_train, "batch_size", size, f"at most {data.num_train}, the number of training examples")
-    made = _with_fused_host(task, dev) if config.fused else task
-    model = create_model(made, list(task.slots) if slots is None else slots, dev, n, config.seed, blueprints, rules)
+    chosen, made = list(task.slots) if slots is None else slots, _with_fused_host(task, dev) if config.fused else task
+    check_lane_memory(made, check_slots(chosen, host_sites(task.host)), n, dev, blueprints, _TRAINED_COPIES)
+    check_memory("batch_size", size, 2 * lane_bytes(task, size, 2), "activations of one lane",
+                 "take a smaller batch, or smaller examples", dev)
+    model = create_model(made, chosen, dev, n, config.seed, blueprints, rules)
     precision = choose_precision(config.precision, dev)
     wanted = dev.type == "cuda" if config.graph is None else config.graph
     pop = Population(
