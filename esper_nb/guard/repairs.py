@@ -149,6 +149,7 @@ class Repairs:
     ):
         self.snapshot, self.ranks, self.probation = snapshot, ranks, probation
         self.recorder = StepRecorder(snapshot.objects.values())
+        self.recorder.copying = True # until the rehearsal
         self.replayed = 0 # steps that were trained on only to see whether the run was disturbed
         self.dry: DryReplay | None = None # whether steps can be repeated; None: not tested yet
         self.between = BetweenSteps(snapshot, tell, alone)
@@ -233,6 +234,7 @@ class Repairs:
     def rehearse(self) -> DryReplay:
         "Repeat the latest steps from the good state, where that leaves no trace."
         steps = list(self.recorder.steps)
+        self.recorder.settle_copies()
         incident = self.recorder.incident_from(steps[0].number, self.snapshot)
         replay, footprint = Replay(incident, self.ranks), self.recorder.footprint
         refuses = self._was_changed(incident) or footprint is not None and bool(footprint.unrestorable)
