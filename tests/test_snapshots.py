@@ -822,6 +822,7 @@ class Wrapper(torch.optim.Optimizer):
     "Steps another optimizer, and does not call `super().__init__`, as several wrappers do not."
     def __init__(self, inner): self.inner, self.param_groups, self.state = inner, inner.param_groups, {}
     def step(self, closure=None): return self.inner.step(closure)
+    def state_dict(self): return dict(inner=self.inner.state_dict(), own=super().state_dict())
 
 def test_of_a_wrapper_without_a_state_it_is_said_what_to_hand_over():
     net = nn.Linear(2, 2)
