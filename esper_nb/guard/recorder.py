@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['UNCOPIED', 'MANY', 'GroupRates', 'HasModes', 'RunModes', 'Repeats', 'Origin', 'number_of', 'RecordedStep',
-           'RatePeaks', 'out_of_shared_memory', 'copied_batch', 'StepRecorder', 'RecordedIncident', 'copy_published',
-           'why_missing', 'give_inputs', 'tensors_of', 'same_content', 'same_stream', 'keys_of', 'as_key',
-           'with_origins', 'iter_noting', 'fetch_from', 'Noting', 'NotingIterator', 'settings_of', 'stepping', 'idle',
-           'still_schedules', 'foreign_optimizers', 'lower_rates', 'put_rates_back', 'at_share', 'Omissions', 'WarmUp']
+           'RatePeaks', 'out_of_shared_memory', 'size_of', 'copied_batch', 'StepRecorder', 'RecordedIncident',
+           'copy_published', 'why_missing', 'give_inputs', 'tensors_of', 'same_content', 'same_stream', 'keys_of',
+           'as_key', 'with_origins', 'iter_noting', 'fetch_from', 'Noting', 'NotingIterator', 'settings_of', 'stepping',
+           'idle', 'still_schedules', 'foreign_optimizers', 'lower_rates', 'put_rates_back', 'at_share', 'Omissions',
+           'WarmUp']
 
 # %% ../../nbs/guard/24_recorder.ipynb #22aa0003
 import copy
@@ -178,6 +179,9 @@ def out_of_shared_memory(batch):
     try: return copy.deepcopy(batch, own)
     except Exception: return batch # something in it cannot be copied
 
+def size_of(batch) -> int: # bytes of its tensors
+    return sum(p.nbytes for t in tensors_of(batch) for p in dense_parts(t))
+
 def copied_batch(
     batch, # anything
     most: float = math.inf, # bytes
@@ -192,9 +196,10 @@ def copied_batch(
     >>> batch.pop("y"), own
     ([1, 2], {'x': tensor([0., 0.]), 'y': [1, 2]})
     """
+    if size_of(batch) > most: return None
     try: own = _copied(batch)
     except Exception: return None # a copy that somebody else has written may fail
-    return None if own is UNCOPIED or sum(t.nbytes for t in tensors_of(own)) > most else own
+    return None if own is UNCOPIED else own
 
 UNCOPIED = object() # instead of a copy
 
@@ -264,7 +269,7 @@ class StepRecorder:
             number=number, step=step, batch=kept, fetch=fetch, position=self.omissions.position - 1,
             digest=() if fetch else batch_digest(kept), streams=RandomStreams(self.streams).state_dict(),
             before=self._settings(), no_update=no_update, share=self.warm_up.next(), lr_factor=lr_factor,
-            nbytes=0 if fetch else sum(p.nbytes for t in tensors_of(batch) for p in dense_parts(t)),
+            nbytes=0 if fetch else size_of(batch),
             footprint=self.footprint, origin=origin, repeats=self.repeats, grads=self._has_gradients(),
             modes=self._modes(), given=None if self.footprint is None else self.footprint.before_step(step),
             apart=own is not None)
