@@ -229,9 +229,9 @@ def is_rounding(loss: float, other: float) -> bool:
 def writes_where_far(found: Findings, written: Sequence[Written]) -> list[Written]:
     "Return what wrote into the state after a replay has parted by rounding, right before it is far from the run."
     at = found.apart or 0
-    far = next((i for i in range(at, len(found.again)) if not math.isclose(found.losses[i], found.again[i], rel_tol=.1)),
-               len(found.again))
-    first, last = (found.steps[min(i, len(found.steps) - 1)].number for i in (at, far))
+    pairs = list(zip(found.losses, found.again))
+    far = next((i for i in range(at, len(pairs)) if not math.isclose(*pairs[i], rel_tol=.1)), len(pairs) - 1)
+    first, last = found.steps[at].number, found.steps[far].number
     return [w for w in written if max(first, last - 2) <= w.after < last]
 
 SPARED = .1 # of the rise at most is left where something spares the run nearly all of it

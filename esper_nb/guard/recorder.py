@@ -179,7 +179,8 @@ def out_of_shared_memory(batch):
     try: return copy.deepcopy(batch, own)
     except Exception: return batch # something in it cannot be copied
 
-def size_of(batch) -> int: # bytes of its tensors
+def size_of(batch) -> int: # bytes
+    "Return how large the tensors of a batch are."
     return sum(p.nbytes for t in tensors_of(batch) for p in dense_parts(t))
 
 def copied_batch(
