@@ -765,3 +765,23 @@ def test_a_write_from_outside_that_was_left_is_told_unless_the_loop_always_does_
     found = loop.gov.explain()
     assert found.cause == cause and not loop.gov.reports
     assert ("model.0.bias changed between batch 39 and batch 40; nothing was undone" in found.why) == (often == 1)
+
+@pytest.mark.parametrize("ruin, cause", [("scale", "external"), ("loss", "unknown")])
+def test_a_write_of_a_rounding_is_not_what_ruins_a_run(ruin, cause):
+    "As of averages that are put in for a validation and taken out again: the next write is, or it is not known what."
+    loop = Loop()
+    own = loop.step
+    def step(xy):
+        loss = own(xy)
+        return loss * 50 if loop.count["k"] > 40 and ruin == "loss" and not loop.gov.replaying else loss
+    loop.step = step
+    def fault(loop, k, xy):
+        with torch.no_grad():
+            weight = loop.net[3].weight
+            if k == 30: weight.copy_(torch.nextafter(weight, torch.tensor(9.)))
+            if k == 40 and ruin == "scale": weight.mul_(20)
+        return xy
+    loop.train(60, fault, until_reported=False)
+    found = loop.gov.explain()
+    assert found.cause == cause
+    assert ("batch 39 and batch 40" if ruin == "scale" else "by rounding at first") in found.why

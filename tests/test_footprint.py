@@ -561,6 +561,22 @@ def test_an_attribute_is_no_variable_of_that_name():
     assert found(lambda p: p.data.mul_(counter)) == "recorded with the state: `counter`"
     assert "`data` (an iterator)" in found(lambda p: next(data))
 
+def chained(*nets): return itertools.chain(*[net.parameters() for net in nets])
+def generated(*nets): yield from chained(*nets)
+
+@pytest.mark.parametrize("make", [generated, pytest.param(chained, marks=pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="a chain does not tell any more whether it has an end"))])
+def test_an_iterator_that_is_used_up_needs_no_putting_back(make):
+    "Parameters of two critics that an optimizer was made from, and that a step goes through, once more, in vain."
+    nets = nn.Linear(2, 1), nn.Linear(2, 1)
+    params = make(*nets)
+    def step(x):
+        for p in params: p.requires_grad_(False)
+        return nets[0](x)
+    assert "`params` (an iterator)" in found(step, *nets)
+    torch.optim.SGD(params, .1)
+    assert "cannot" not in found(step, *nets)
+
 def test_a_rollback_past_the_end_of_an_epoch_leaves_its_closed_bar_closed():
     torch.manual_seed(0)
     net, done = nn.Linear(2, 1), 0

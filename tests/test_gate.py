@@ -569,3 +569,31 @@ def test_a_governor_that_is_collected_during_a_step_does_not_end_it():
     gc.collect()
     after = [len(h.hooks_dict_ref()) for h in handles]
     assert all(b <= a + 4 for a, b in zip(before, after)) # of the latest one at most
+
+
+# --- second order
+
+class Curved(torch.optim.Optimizer):
+    "Differentiates the gradients once more, as AdaHessian does."
+    def __init__(self, params): super().__init__(params, dict(lr=.05))
+    def step(self, closure=None):
+        params = [p for g in self.param_groups for p in g["params"]]
+        if not all(p.grad.grad_fn for p in params): raise RuntimeError("create_graph=True is missing")
+        curves = torch.autograd.grad([p.grad.sum() for p in params], params)
+        for p, h in zip(params, curves, strict=True):
+            self.state[p]["curve"] = h.abs() + self.state[p].get("curve", 0.)
+            p.data -= .05 * p.grad.detach() / (1 + self.state[p]["curve"])
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_an_update_of_second_order_is_dropped_without_an_error():
+    net = network()
+    opt = Curved(net.parameters())
+    gate = UpdateGate(opt)
+    for i, bad in enumerate([False, True, False]):
+        x, y = batch(i)
+        opt.zero_grad()
+        F.cross_entropy(net(x * math.nan if bad else x), y).backward(create_graph=True)
+        before = state_of(net, opt)
+        opt.step()
+        assert same(state_of(net, opt), before) == bad
+    assert gate.counts == dict(updates=3, dropped=1, scaled=0)

@@ -3,6 +3,8 @@ import copy
 import multiprocessing
 import os
 import resource
+from collections import UserDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from esper_nb.guard import Governor, GovernorConfig, footprint
+from esper_nb.guard.recorder import StepRecorder, is_data, own_copy
 from esper_nb.guard.rehearsal import in_a_fork
 from esper_nb.guard.snapshots import trained_by
 from esper_nb.guard.writes import untrained_in
@@ -962,3 +965,61 @@ def test_statistics_that_make_a_step_fail_are_put_back_as_weights_are(caplog):
     assert report.rolled_back and "the step has failed" in caplog.text and seen["mean"].isfinite().all()
     def wrong(x): raise KeyError("a mistake")
     with pytest.raises(KeyError, match="a mistake"): governor.run(wrong, x)
+
+
+def mix_in_place(batch): batch["x"].mul_(.7).add_(batch["x"].flip(0), alpha=.3)
+def pop_labels(batch): batch.pop("y")
+def note_errors(batch): batch["error"] = batch["x"].square().mean(1)
+
+@pytest.mark.parametrize("write", [mix_in_place, pop_labels, note_errors])
+@pytest.mark.parametrize("kind", [dict, UserDict])
+@pytest.mark.parametrize("way", ["run", "batches"])
+def test_a_step_that_writes_into_its_batch_is_replayed_on_a_copy(write, kind, way):
+    def train(guarded):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        opt = torch.optim.Adam(net.parameters(), .01)
+        governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+        def step(batch):
+            x, y = batch["x"], batch["y"]
+            write(batch)
+            return descend(opt, (net(x)[:, 0] - y).square().mean())
+        def data():
+            for i in range(40):
+                if i == 29 and guarded: net.weight.data[0, 0] = torch.nan
+                yield kind(x=torch.randn(8, 4), y=torch.randn(8))
+        if way == "run" or not guarded:
+            for batch in data(): governor.run(step, batch) if guarded else step(batch)
+        else:
+            for batch in governor.batches(data()): governor.watch(step(batch))
+        return governor.reports, net.weight
+    (report,), weight = train(True)
+    assert report.cause == "external" and report.redone > 0
+    assert torch.equal(weight, train(False)[1])
+
+def test_only_batches_that_are_written_into_are_copied():
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), .1)
+    for write, copied in ((lambda x: None, False), (lambda x: x.mul_(2), True)):
+        governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+        def step(x):
+            loss = net(x).square().mean()
+            write(x)
+            return descend(opt, loss.detach() + net(x).square().mean())
+        for x in torch.randn(6, 8, 4).unbind(): governor.run(step, x)
+        assert governor.recorder.steps[-1].owned == copied
+
+class Graph(SimpleNamespace):
+    "Copies itself, as the batches of graphs do."
+    def clone(self): return Graph(x=self.x.clone(), layout=self.layout)
+
+def test_a_memory_is_no_batch_to_copy():
+    for batch in ([torch.zeros(1)] * 600, nn.Linear(2, 2), SimpleNamespace(net=nn.Linear(2, 2)), iter(range(3))):
+        assert not is_data(batch)
+    recorder = StepRecorder(nbytes=80)
+    for k, x in enumerate((torch.zeros(9), torch.zeros(2))): recorder.run(lambda x: x.sum(), x, number=k)
+    assert recorder.steps[-1].owned and recorder.steps[-1].batch is not x # the first is too large
+    graph = Graph(x=torch.zeros(2), layout=object())
+    own = own_copy(graph)
+    graph.x += 1
+    assert is_data(graph) and own.x.equal(torch.zeros(2)) and own.layout is graph.layout

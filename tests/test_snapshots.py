@@ -816,3 +816,15 @@ def test_a_state_that_is_not_finite_replaces_none(copies):
 def test_lazy_modules_are_named():
     with pytest.raises(ValueError, match=r"0\.weight.*not made yet.*run a batch"):
         Snapshot(nn.Sequential(nn.LazyLinear(3)))
+
+
+class Wrapper(torch.optim.Optimizer):
+    "Steps another optimizer, and does not call `super().__init__`, as several wrappers do not."
+    def __init__(self, inner): self.inner, self.param_groups, self.state = inner, inner.param_groups, {}
+    def step(self, closure=None): return self.inner.step(closure)
+    def state_dict(self): return dict(inner=self.inner.state_dict(), own=super().state_dict())
+
+def test_of_a_wrapper_without_a_state_it_is_said_what_to_hand_over():
+    net = nn.Linear(2, 2)
+    with pytest.raises(AttributeError) as caught: Snapshot(net, Wrapper(torch.optim.SGD(net.parameters(), .1))).take(0)
+    assert "a Wrapper whose state_dict() fails" in caught.value.__notes__[0]

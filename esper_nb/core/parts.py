@@ -338,7 +338,11 @@ class StatePart:
 
     def read(self, out: dict[str, Tensor]): # takes the live tensors by path
         "Return the rest of the state; its tensors go to `out`."
-        return pack_tree(self.obj.state_dict(), out)
+        try: state = self.obj.state_dict()
+        except Exception as e:
+            e.add_note(f"a {type(self.obj).__name__} whose state_dict() fails was handed over: hand over what it wraps")
+            raise
+        return pack_tree(state, out)
 
     def write(self, rest, get: _Get, n: int, lanes: Sequence[int] | None):
         "Load the saved state into the object, for all lanes or for some."

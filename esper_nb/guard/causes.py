@@ -6,16 +6,16 @@
 __all__ = ['SPARED', 'OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'BEFORE', 'EXPERIMENTS', 'CONTROLS', 'WORTH_A_WORD', 'SLOWER',
            'UPHILL', 'CLIMBS', 'SLOW_REPLAY', 'REDONE', 'first_apart', 'same_number', 'own_settings', 'Findings',
            'carries_over', 'Parting', 'part_by_settings', 'switched_flag', 'writes_before', 'wrote', 'WritesOfReplay',
-           'written_inside', 'spares_most', 'explain_parting', 'center_spread', 'level_spread', 'find_onset',
-           'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd', 'odd_batches', 'odd_later', 'bad_steps',
-           'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd', 'exchange_odd', 'leave_out_others',
-           'earlier_batches', 'few_later_batches', 'later_batches', 'are_sorted', 'can_mix', 'have_one_form',
-           'out_of_turn', 'mix_examples', 'with_tensors', 'switched_inputs', 'hold_inputs', 'name_inputs', 'counts_in',
-           'lower_counts', 'name_counts', 'hold_rate', 'most_changed', 'rate_rose', 'is_in_cycles', 'had_a_spell',
-           'hold_settings', 'other_settings', 'is_near', 'without_autocast', 'full_precision', 'bears_float32',
-           'few_bits', 'drop_gradients', 'uses_old_gradients', 'forget_moments', 'moments_push', 'clip_as_usual',
-           'scale_rate', 'slower', 'climb', 'CaseFile', 'why_well', 'why_cured', 'Repetition', 'Inquiry', 'find_cause',
-           'on_any_rank', 'redo', 'redo_disturbed']
+           'written_inside', 'is_rounding', 'writes_where_far', 'spares_most', 'explain_parting', 'center_spread',
+           'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd', 'odd_batches',
+           'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd', 'exchange_odd',
+           'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'are_sorted', 'can_mix',
+           'have_one_form', 'out_of_turn', 'mix_examples', 'with_tensors', 'switched_inputs', 'hold_inputs',
+           'name_inputs', 'counts_in', 'lower_counts', 'name_counts', 'hold_rate', 'most_changed', 'rate_rose',
+           'is_in_cycles', 'had_a_spell', 'hold_settings', 'other_settings', 'is_near', 'without_autocast',
+           'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'uses_old_gradients', 'forget_moments',
+           'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'CaseFile', 'why_well', 'why_cured',
+           'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/26_causes.ipynb #imports
 import itertools
@@ -37,7 +37,7 @@ from ..core import listed
 from .ranks import Ranks
 from .rates import has_rate, set_setting
 from .recorder import RecordedIncident, RecordedStep, settings_of, tensors_of
-from .rehearsal import DryReplay, can_fork, in_a_fork
+from .rehearsal import NEAR, DryReplay, can_fork, in_a_fork
 from .replay import LOW, Changes, LayerWatch, Replay, find_operation, share_of_rate
 from .reports import Evidence, Explanation, logger
 from .rises import blames_weights
@@ -136,6 +136,7 @@ class Parting(NamedTuple):
     why: str # a sentence
     begin: int | None = None # batch
     written: bool = False # torch has counted what was written, so it may be code of the loop that means it
+    slight: bool = False # at first by rounding alone: a replay is the run but for that
 
     def outcome(
         self,
@@ -221,6 +222,18 @@ def written_inside(found: Findings, again: Mapping[int, WriteCounts]) -> Parting
                        "a replay of that batch: a callback, or code under a condition", k, written=True)
     return None
 
+def is_rounding(loss: float, other: float) -> bool:
+    "Whether two losses differ by no more than sums in another order do, as after averages are put in and taken out."
+    return math.isfinite(loss) and math.isfinite(other) and abs(loss - other) <= NEAR * max(abs(loss), abs(other))
+
+def writes_where_far(found: Findings, written: Sequence[Written]) -> list[Written]:
+    "Return what wrote into the state after a replay has parted by rounding, right before it is far from the run."
+    at = found.apart or 0
+    pairs = list(zip(found.losses, found.again))
+    far = next((i for i in range(at, len(pairs)) if not math.isclose(*pairs[i], rel_tol=.1)), len(pairs) - 1)
+    first, last = found.steps[at].number, found.steps[far].number
+    return [w for w in written if max(first, last - 2) <= w.after < last]
+
 SPARED = .1 # of the rise at most is left where something spares the run nearly all of it
 
 def spares_most(replay: Replay, found: Findings) -> bool:
@@ -264,6 +277,12 @@ def explain_parting(
     if writes and all(name.startswith(tuple(f"{judge}." for judge in judges)) for w in writes for name in w.names):
         return Parting("unknown", f"the loop writes into {listed(writes[-1].names, 3, 999)} between your steps, which "
                        "no optimizer trains: a target or an average. A replay leaves it out: let your step do it")
+    before = [w for w in written or () if found.steps[0].number - 1 <= w.after < k]
+    if before and is_rounding(found.losses[at], again):
+        if (later := writes_where_far(found, written or ())):
+            return Parting("external", wrote(later, written or ()), later[-1].after + 1, later[-1].how == "versions")
+        return Parting("unknown", f"a replay parts from the run at batch {k}, by rounding at first, since "
+                       f"{before[-1]}: what a write of that size does to a run is chance", slight=True)
     if writes and (exact or at >= 2): return Parting("external", wrote(writes, written or ()), writes[-1].after + 1,
                                                    written=writes[-1].how == "versions")
     if dry is not None and not exact: return Parting("unknown", dry.why)
@@ -274,9 +293,8 @@ def explain_parting(
     if written is None: return Parting("unknown", f"{same}; nobody has watched what writes into the state between two "
                                        "steps")
     if (inside := written_inside(found, writes_again.counts)) is not None: return inside
-    if earlier := [w for w in written if found.steps[0].number - 1 <= w.after < k]:
-        return Parting("external", f"{same}, although the step repeats exactly: {earlier[-1]}, perhaps where no batch "
-                       f"has looked before batch {k}", earlier[-1].after + 1)
+    if before: return Parting("external", f"{same}, although the step repeats exactly: {before[-1]}, perhaps where no "
+                              f"batch has looked before batch {k}", before[-1].after + 1)
     if lost := [name for s in found.steps[:at + 1] if s.given is not None for name in s.given.lost]:
         return Parting("unknown", f"{same}; the loop has written into `{lost[0]}`, which is too large to be kept: let "
                        "your step write it, or hand a copy of what it reads to it, in its batch")
@@ -1061,7 +1079,8 @@ class Inquiry:
         if parting is not None and parting.cause == "external" and spares_most(r, found): # whatever else moves the loss
             why = parting.why + parting.outcome("is spared nearly all of it", self._reason())
             return self.case.explain(found, "external", why, parting.begin)
-        if parting is not None and parting.cause == "unknown": return self.case.explain(found, *parting[:3])
+        if parting is not None and parting.cause == "unknown" and not parting.slight:
+            return self.case.explain(found, *parting[:3])
         self.case.note(again.layer, again.find_operation())
         found.odd = self._apart(partial(odd_batches, r, self.good, found.onset))
         if not found.odd and self._affordable(): found.odd = self._apart(partial(odd_later, r, found.onset))

@@ -10,17 +10,18 @@ __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED'
            'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of',
            'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
            'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable',
-           'kind_of_effect', 'wrapped_by', 'place_of', 'memory_of', 'Walk', 'tables_of_optimizers', 'StepWalk',
-           'owned_by_parts', 'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat',
-           'exchanged', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of',
-           'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen',
-           'content_of', 'tensor_digest', 'batch_digest']
+           'is_used_up', 'kind_of_effect', 'wrapped_by', 'place_of', 'memory_of', 'Walk', 'tables_of_optimizers',
+           'StepWalk', 'owned_by_parts', 'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of',
+           'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of',
+           'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around',
+           'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
 import dis
 import functools
 import io
+import itertools
 import logging
 import operator
 import os
@@ -31,6 +32,7 @@ import sys
 import sysconfig
 import threading
 import types
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -587,6 +589,16 @@ LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.local, threa
 ENVIRONMENT = "an environment"
 LOGGING_MODULES = frozenset({"wandb", "mlflow", "neptune", "comet_ml", "clearml", "aim", "trackio"}) # of experiments
 
+def is_used_up(
+    obj, # anything
+) -> bool:
+    "Whether it is known that an iterator yields nothing more, as parameters that an optimizer was made from."
+    if isinstance(obj, types.GeneratorType): return obj.gi_frame is None
+    if type(obj) is not itertools.chain or not hasattr(itertools.chain, "__setstate__"): return False # from 3.14 on
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return len(obj.__reduce__()) == 2 # its class and arguments, and no state
+
 def kind_of_effect(
     obj, # anything
     home: str, # package of the step
@@ -783,6 +795,7 @@ class StepWalk(Walk):
         if isinstance(obj, (dict, list, deque, set, tuple)): return self.look_at_container(obj, name)
         if type(obj).__module__.startswith("esper_nb.guard."): return None
         if type(obj).__name__ == "_WrappedHook": return self.add((obj.hook, name)) # as torch keeps those of loads
+        if is_used_up(obj): return None # and stays so
         if (kind := kind_of_effect(obj, self.home)) is None: return self.look_at_object(obj, name)
         return self.refuse(obj, name, kind)
 

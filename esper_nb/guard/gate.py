@@ -207,6 +207,10 @@ def _nested(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]
     for v in vars(optimizer).values():
         if isinstance(v, torch.optim.Optimizer): yield from _nested(v)
 
+@torch.enable_grad()
+def _zeros_of(grad: Tensor) -> Tensor: # one that can be differentiated, where that can: for steps of second order
+    return torch.zeros_like(grad) if grad.grad_fn is None else grad.nan_to_num(0, 0, 0) * 0
+
 class _StateOf:
     "A copy of all that the step of an optimizer writes: weights, moments, what is in its groups."
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -234,7 +238,7 @@ class _Update:
         o = self.optimizer
         self.withheld = [(p, p.grad) for g in o.param_groups for p in g["params"] if p.grad is not None]
         self.own = None if writes_only_state(o) else _StateOf(o)
-        for p, grad in self.withheld: p.grad = None if self.own is None else torch.zeros_like(grad)
+        for p, grad in self.withheld: p.grad = None if self.own is None else _zeros_of(grad)
 
     def end(self) -> bool: # whether the update itself has to be undone, and was
         "Put the gradients back."
