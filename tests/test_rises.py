@@ -205,19 +205,25 @@ def test_a_target_is_exchanged_with_the_weights_where_the_loss_is_absurd():
     assert report.rolled_back and net.weight.item() == target.weight.item() == 0.
 
 
-def test_a_comparison_goes_into_a_state_and_comes_back(tmp_path):
-    for options in (dict(harder=100), {}):
+@pytest.mark.parametrize("first", ["governor", "network"])
+def test_a_checkpoint_in_a_comparison_has_the_live_weights_and_the_rise_is_observed_anew(first, tmp_path):
+    for options, said in ((dict(harder=100), ["compare", "accepted"]), ({}, ["compare", "rollback"])):
         a = Stub(**options)
         corrupt = None if options else 100
-        while a.governor.observed.exchange is None: a.run(1, corrupt)
-        torch.save(a.governor.state_dict(), tmp_path/"governor.pt")
-        b = Stub(**options)
+        while not a.governor.comparing: a.run(1, corrupt)
+        old, live = a.net.weight.item(), 0. if options else 1.
+        saved = dict(governor=a.governor.state_dict()) if first == "governor" else {}
+        saved |= dict(network=a.net.state_dict()) | (saved or dict(governor=a.governor.state_dict()))
+        torch.save(saved, tmp_path/"run.pt")
+        b, saved = Stub(**options), torch.load(tmp_path/"run.pt", weights_only=True)
         b.run(1)
-        b.net.load_state_dict(a.net.state_dict())
-        b.governor.load_state_dict(torch.load(tmp_path/"governor.pt", weights_only=True))
+        b.net.load_state_dict(saved["network"])
+        b.governor.load_state_dict(saved["governor"])
         b.t, b.noise = a.t, copy.deepcopy(a.noise)
-        assert a.run(60) == b.run(60) and torch.equal(a.net.weight, b.net.weight)
-        assert (a.governor.good.kept is None) == (b.governor.good.kept is None)
+        assert b.net.weight.item() == live and not b.governor.comparing
+        assert [x for x in b.run(90) if x] == [[action] for action in said]
+        a.run(60)
+        assert a.net.weight.item() == b.net.weight.item() == 0 == old
 
 
 def test_a_run_that_ends_while_old_weights_are_in_place_ends_with_its_own():
@@ -244,6 +250,52 @@ def test_a_validation_sees_the_live_weights_and_the_comparison_does_not_notice()
     waiting = [state for comparing, state in seen if comparing]
     live = alone.states[said.index(["compare"])]
     assert [len(waiting), *(equal(state[:2], live[:2]) for state in waiting)] == [2, True, True], "but for the schedule"
+
+
+class Looked(Stub):
+    "Its network is called in each step, as a loop does."
+    def loss(self):
+        self.net(torch.ones(1, 1))
+        return super().loss()
+
+def evaluated(stub):
+    stub.net.eval()
+    stub.net(torch.ones(1, 1))
+    stub.net.train()
+
+def called(stub):
+    with torch.no_grad(): stub.net(torch.ones(1, 1))
+
+def saved(stub): stub.net.state_dict()
+
+@pytest.mark.parametrize("look", [evaluated, called, saved])
+def test_a_loop_that_looks_at_its_network_in_a_comparison_sees_the_live_weights_and_changes_nothing(look):
+    alone, stub = Looked(), Looked()
+    said, looked = alone.run(160, corrupt=100), []
+    for _ in range(160):
+        looked += stub.run(1, corrupt=100)
+        if stub.governor.comparing and stub.governor.observed.losses_spent:
+            look(stub)
+            assert stub.net.weight.item() == 1
+    assert looked == said and stub.net.weight.item() == alone.net.weight.item() == 0
+    assert not stub.governor.looks.hooks
+
+
+@pytest.mark.parametrize("look", [evaluated, called, saved])
+def test_a_loop_that_ends_in_a_comparison_keeps_its_own_weights(look):
+    stub = Looked()
+    while not (stub.governor.comparing and stub.governor.observed.losses_spent): stub.run(1, corrupt=100)
+    look(stub)
+    assert stub.net.weight.item() == 1 and copy.deepcopy(stub.net).weight.item() == 1
+
+
+def test_a_network_that_is_called_without_gradients_in_each_step_is_compared_as_ever():
+    class Agent(Looked):
+        def loss(self):
+            with torch.no_grad(): self.net(torch.ones(1, 1))
+            return super().loss()
+    alone, agent = Looked(), Agent()
+    assert alone.run(160, corrupt=100) == agent.run(160, corrupt=100)
 
 
 def compared():

@@ -87,8 +87,8 @@ from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, 
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue, Verdicts as Verdicts)
 from .observation import (BREAKS as BREAKS, FALLEN as FALLEN, EffectResult as EffectResult, APART as APART,
-    Exchange as Exchange, RiseObservation as RiseObservation, Fall as Fall, RunComparison as RunComparison,
-    RiseEffects as RiseEffects, RunCheckup as RunCheckup, RunJudge as RunJudge)
+    Exchange as Exchange, LiveLooks as LiveLooks, RiseObservation as RiseObservation, Fall as Fall,
+    RunComparison as RunComparison, RiseEffects as RiseEffects, RunCheckup as RunCheckup, RunJudge as RunJudge)
 from .phases import (TABLE as TABLE, Phase as Phase, PhaseMove as PhaseMove, Effect as Effect,
     next_phase as next_phase)
 from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as SavedAt, Rhythm as Rhythm,
@@ -133,4 +133,5 @@ from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, 
 from .writes import (TensorTable as TensorTable, PIECE as PIECE, PIECES as PIECES, PieceOf as PieceOf,
     tensors_of_parts as tensors_of_parts, tables_of as tables_of, is_other as is_other, untrained_in as untrained_in,
     words_of as words_of, in_turns as in_turns, Written as Written, WriteCounts as WriteCounts,
-    StateWatch as StateWatch, LoadWatch as LoadWatch, copies_of as copies_of, Distances as Distances)
+    StateWatch as StateWatch, LoadWatch as LoadWatch, HookOf as HookOf, copies_of as copies_of,
+    Distances as Distances)

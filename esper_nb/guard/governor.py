@@ -22,8 +22,8 @@ from .footprint import is_own_file
 from .gate import UpdateGate
 from .loops import Batches, LoopBody, place_of_loop
 from .losses import WaitingLoss, as_loss, loss_of
-from .observation import RiseObservation, RunJudge
-from .phases import Effect, PhaseMove
+from .observation import LiveLooks, RiseObservation, RunJudge
+from .phases import Effect, Phase, PhaseMove
 from .probation import GoodFiles, Probation
 from .ranks import Ranks, SameWeights
 from .recorder import Origin, StepRecorder, with_origins
@@ -133,6 +133,7 @@ class Governor:
         alone = single and not self.ranks # of several, one may load and send what it has to the others
         self.loads = LoadWatch(self.snapshot.objects if alone else {}, trained_by(self.snapshot.optimizers))
         self.loaded = -AGAIN # losses watched when the latest load was seen
+        self.looks = LiveLooks(list(self.loads.networks.values()), self._put_live)
         for text in missing_parts(self.snapshot, self.rates): logger.warning("Governor: %s", text)
 
     @property
@@ -255,6 +256,7 @@ class Governor:
         ()
         """
         if not isinstance(loss, float) or self.n > 1: loss = as_loss(loss, self.n)
+        if self.looks.hooks: self.looks.next_loss()
         if self.loop is not None and self.loop.open: # judged once the loop asks for its next batch
             self.loop.take(loss)
             return ()
@@ -553,20 +555,25 @@ class Governor:
         >>> governor.comparing
         False
         """
+        old, exchange, hide = self.observed.phase is Phase.OLD, self.observed.exchange, self._put_live()
+        try: yield self
+        except BaseException: # which leaves the block, as at the end of a fit that broke
+            if old and self.observed.exchange is exchange: self._advance(PhaseMove.END)
+            raise
+        hide()
+
+    def _put_live(self) -> Callable[[], None]: # puts back what was in place before
+        "Put the live weights in place, if old ones are."
         exchange = self.observed.exchange
-        if not self.comparing or exchange is None:
-            yield self
-            return
+        if self.observed.phase is not Phase.OLD or exchange is None: return lambda: None # or they are there already
         old, rates = self.snapshot.set_aside(), self.rates.now()
         exchange.put_live()
         self._advance(PhaseMove.SHOW)
-        try: yield self
-        except BaseException: # which leaves the block, as at the end of a fit that broke
-            if self.observed.exchange is exchange: self._advance(PhaseMove.END)
-            raise
-        if self.observed.exchange is exchange: # not ended inside, by `close`, `accept` or `rollback`
+        def hide():
+            if self.observed.exchange is not exchange: return # ended by `close`, `accept` or `rollback`
             self._advance(PhaseMove.HIDE)
             exchange.put_back(old, rates)
+        return hide
 
     def __enter__(self): return self
 
@@ -695,9 +702,10 @@ class Governor:
         """Return statistics, budget, snapshots, reports, config and waiting losses, as tensors and plain values.
 
         Without the banks a state is some kilobytes: a run that is loaded from it takes its first snapshot from what was
-        loaded, which the checkpoint beside it holds anyway. A comparison under way is left out: the weights of the
-        checkpoint, old or live, stay.
+        loaded, which the checkpoint beside it holds anyway. A comparison in turns is left out, and the live weights are
+        in place until the network trains again, so that the checkpoint has these.
         """
+        if self.looks.hooks: self.looks.show_live()
         parts = {name: part.state_dict() for name, part in self._saved.items()}
         if self.loop is not None and self.loop.open and self.loop.loss is not None: # its batch is trained on already
             parts["losses"] = self.losses.state_after(self.loop.loss)
@@ -721,6 +729,7 @@ class Governor:
         self.config, self.failed = config, state["failed"]
         if state["snapshot"] is None: self.take_snapshot()
         self.observed.load_state_dict(state["observed"], self.snapshot, self.rates, clocks_of(self.snapshot))
+        self.looks.follow(self.comparing)
         self.resume.load_state_dict(state["resume"])
 
     def __repr__(self):
@@ -767,6 +776,7 @@ class Governor:
                     self.judge.carry_out(effect, m, self.config))
                 out += reports
                 if following is not None: break
+        self.looks.follow(self.comparing)
         return out
 
     def _respond(self, m: Moment) -> tuple[Report, ...]:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TensorTable', 'PIECE', 'PIECES', 'PieceOf', 'tensors_of_parts', 'tables_of', 'is_other', 'untrained_in', 'words_of',
-           'in_turns', 'Written', 'WriteCounts', 'StateWatch', 'LoadWatch', 'copies_of', 'Distances']
+           'in_turns', 'Written', 'WriteCounts', 'StateWatch', 'LoadWatch', 'HookOf', 'copies_of', 'Distances']
 
 # %% ../../nbs/guard/23_writes.ipynb #wri00003
 import itertools
@@ -241,7 +241,7 @@ class LoadWatch:
         self.outermost: nn.Module | None = None # module that is being loaded
         self.before: int | None = None # bits of the networks before the first load since `clear`; None: there was none
         self.changed = False # a state was loaded since then, and is another one
-        begin, end = _AtLoad(self, "begin"), _AtLoad(self, "end")
+        begin, end = HookOf(self, "begin"), HookOf(self, "end")
         for m in {id(m): m for network in self.networks.values() for m in network.modules()}.values():
             if isinstance(m, torch.jit.ScriptModule): continue
             for handle in (m.register_load_state_dict_pre_hook(begin), m.register_load_state_dict_post_hook(end)):
@@ -263,9 +263,9 @@ class LoadWatch:
 
     def _bits(self) -> int: return bits_of(tensors_of_parts(self.networks).values())
 
-class _AtLoad:
-    "Tells a watch of a module that is loaded."
-    def __init__(self, watch: LoadWatch | None = None, what: str = ""):
+class HookOf:
+    "Tells a watch, as long as there is one, what is done with a module."
+    def __init__(self, watch: Any = None, what: str = ""): # anything, its method
         self.watch = weakref.ref(watch) if watch is not None else lambda: None
         self.what = what
 
@@ -273,7 +273,7 @@ class _AtLoad:
         watch = self.watch()
         if watch is not None: getattr(watch, self.what)(module)
 
-    def __reduce__(self): return _AtLoad, () # a copy of the network has no watch
+    def __reduce__(self): return HookOf, () # a copy of the network has no watch
 
 # %% ../../nbs/guard/23_writes.ipynb #copies02
 def copies_of(
