@@ -481,7 +481,7 @@ def test_columns_that_were_an_index_are_columns_and_missing_durations_are_missin
     f.set_index("a").to_parquet(tmp_path/"t.parquet")
     notes = task_from_table(tmp_path/"t.parquet", label="kind").notes
     assert any(note.startswith("a") for note in notes) and any("took: number; 1 missing" in note for note in notes)
-    with pytest.raises(ValueError, match="goes into task_from_arrays"): task_from_table(f)
+    with pytest.raises(ValueError, match="of a table in memory task_from_arrays"): task_from_table(f)
     with pytest.raises(ValueError, match="column z=.*real numbers"): columns_of(f.assign(z=1j))
 
 def test_arrays_as_strangers_hand_them_over():

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COPIED_FIRST', 'GroupRates', 'HasModes', 'RunModes', 'Repeats', 'Origin', 'number_of', 'RecordedStep', 'RatePeaks',
            'out_of_shared_memory', 'own_copy', 'is_cloned', 'is_data', 'StepRecorder', 'RecordedIncident',
-           'copy_published', 'why_missing', 'give_inputs', 'tensors_of', 'bytes_of', 'same_content', 'same_stream',
+           'copy_published', 'why_missing', 'give_inputs', 'tensors_of', 'size_of', 'same_content', 'same_stream',
            'keys_of', 'as_key', 'with_origins', 'iter_noting', 'fetch_from', 'Noting', 'NotingIterator', 'settings_of',
            'stepping', 'idle', 'still_schedules', 'foreign_optimizers', 'lower_rates', 'put_rates_back', 'at_share',
            'Omissions', 'WarmUp']
@@ -249,7 +249,7 @@ class StepRecorder:
             number=number, step=step, batch=kept, fetch=fetch, position=self.omissions.position - 1,
             digest=() if fetch else batch_digest(kept), streams=RandomStreams(self.streams).state_dict(),
             before=self._settings(), no_update=no_update, share=self.warm_up.next(), lr_factor=lr_factor,
-            nbytes=0 if fetch else bytes_of(batch),
+            nbytes=0 if fetch else size_of(batch),
             footprint=self.footprint, origin=origin, repeats=self.repeats, grads=self._has_gradients(),
             modes=self._modes(), given=None if self.footprint is None else self.footprint.before_step(step),
             owned=fetch is None and kept is not batch)
@@ -369,7 +369,7 @@ class StepRecorder:
     def _kept(self, batch): # the batch, or a copy
         "Return what is kept of a batch: copies of the first ones, since nobody knows yet whether they will change."
         tries = self.runs < COPIED_FIRST and is_data(batch)
-        if not (tries or self.copying) or bytes_of(batch) > self.nbytes // 8: return out_of_shared_memory(batch)
+        if not (tries or self.copying) or size_of(batch) > self.nbytes // 8: return out_of_shared_memory(batch)
         if not self.copying: self.tried.append((batch, batch_digest(batch)))
         return own_copy(batch)
 
@@ -482,7 +482,7 @@ def tensors_of(
     if isinstance(batch, (list, tuple)): return [t for v in batch for t in tensors_of(v)]
     return []
 
-def bytes_of(batch) -> int:
+def size_of(batch) -> int:
     "Return how much memory the tensors of a batch take."
     return sum(p.nbytes for t in tensors_of(batch) for p in dense_parts(t))
 
