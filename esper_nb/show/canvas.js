@@ -637,14 +637,15 @@ function curve(layer, run, lane, X, Y, {colour, width, from, newest}) {
 function labels(ctx, look, run, box, Y, chance) {
   const value = kind => run.limit(run.states.rows - 1, run.lane, kind), all = [];
   const highest = [1, 2, 3].reduce((a, b) => ((value(b) || 0) > (value(a) || 0) ? b : a));
-  const winner = ["", "absolute", "sigma", "multiplier"][highest];
+  const known = value(0) <= 1.02 * value(highest); // else it is that of a run that has just begun
+  const winner = known ? `set by ${["", "absolute", "sigma", "multiplier"][highest]}` : "few losses yet";
   const add = (at, names, number, colour) => {
     const text = number === undefined ? names : names.map(name => `${name} ${short(number)}`.trim());
     all.push({y: Y(at), text: fitting(ctx, look, text, box.right - 9), colour});
   };
   if (value(0) > 0) {
     add(value(0), ["limit", ""], value(0), look.limit);
-    if (box.right === RIGHT) add(value(0), [`set by ${winner}`], undefined, look.limit);
+    if (box.right === RIGHT) add(value(0), [winner], undefined, look.limit);
   }
   if (value(1) > 0 && !(Math.abs(Math.log(value(1) / value(0))) <= 0.02)) {
     add(value(1), ["absolute limit", "absolute", ""], value(1), look.limit);
