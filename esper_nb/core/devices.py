@@ -171,8 +171,8 @@ def free_bytes(
 def bytes_text(count: float) -> str: # count: of bytes
     "Return a size of memory as text."
     power = min(6, max(0, (len(str(int(count))) - 1) // 3))
-    return f"{count / 1000**power:,.3g} {('bytes', 'kB', 'MB', 'GB', 'TB', 'PB', 'EB')[power]}" if power < 6 else \
-        f"{count / 1000**6:,.0f} EB"
+    digits, unit = ",.3g" if power < 6 else ",.0f", ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")[power]
+    return f"{count / 1000**power:{digits}} {unit}"
 
 def check_memory(
     name: str, # of the setting that decides how much is needed

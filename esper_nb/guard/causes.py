@@ -224,7 +224,7 @@ def written_inside(found: Findings, again: Mapping[int, WriteCounts]) -> Parting
 
 def is_rounding(loss: float, other: float) -> bool:
     "Whether two losses differ by no more than sums in another order do, as after averages are put in and taken out."
-    return math.isfinite(loss) and math.isfinite(other) and abs(loss - other) <= NEAR * max(abs(loss), abs(other))
+    return math.isfinite(loss) and math.isclose(loss, other, rel_tol=NEAR)
 
 def writes_where_far(found: Findings, written: Sequence[Written]) -> list[Written]:
     "Return what wrote into the state after a replay has parted by rounding, right before it is far from the run."

@@ -95,9 +95,9 @@ class Governor:
         **named, # more parts by name; `cursor` is the position in the data
     ):
         self.config = as_governor_config(config)
-        for number in [p for p in parts if isinstance(p, float | int)]:
-            raise ValueError(f"{number!r} among the parts, expected what keeps state; the loss of an untrained network "
-                             f"is an option: chance_loss={number!r}")
+        for p in parts:
+            check(not isinstance(p, float | int), "part", p, "what keeps state; the loss of an untrained network is an "
+                  "option: chance_loss={!r}", p)
         for k, v in named.items():
             check(k not in GovernorConfig.__dataclass_fields__, k, v,
                   "a part that keeps state; this is a setting: pass config=GovernorConfig({}={!r})", k, v)

@@ -98,7 +98,7 @@ class LiveLooks:
             for net in self.networks:
                 if not net.training or isinstance(net, torch.jit.ScriptModule): continue
                 self.hooks += [net.register_forward_pre_hook(HookOf(self, "called")),
-                               net.register_state_dict_pre_hook(HookOf(self, "saved"))]
+                               net.register_state_dict_pre_hook(HookOf(self, "show_live"))]
         elif not old_in_place and self.hooks:
             for hook in self.hooks: hook.remove()
             self.hooks = []
@@ -110,11 +110,7 @@ class LiveLooks:
         elif net.training and self.losses == 0: self.usual = True
         elif not (net.training and self.usual): self.show_live()
 
-    def saved(self, net: nn.Module):
-        "Show the live weights to who asks for a state."
-        self.show_live()
-
-    def show_live(self):
+    def show_live(self, net: nn.Module | None = None): # that is asked for its state
         "Put the live weights in place from now on."
         if self.shown is None: self.shown = self.show()
 
@@ -233,7 +229,7 @@ class RiseObservation:
             phase=self.phase.name if whole else "CALM",
             monitor=asdict(self.monitor) if self.monitor is not None and whole else None,
             report=None if self.report is None or not whole else self.report.to_dict(),
-            exchange=None if q is None or not banks or not whole else (q.snapshot.portable(q.live), list(q.pairs)),
+            exchange=None if q is None or not (banks and whole) else (q.snapshot.portable(q.live), list(q.pairs)),
             looked_from=self.looked_from)
 
     def load_state_dict(
