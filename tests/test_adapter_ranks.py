@@ -2,7 +2,6 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from ten_classes import CHANCE, examples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchrun import leave, start_ranks
 
 from esper_nb.guard import GovernorConfig, guard_accelerator, guard_trainer, lightning_governor
 
@@ -110,11 +110,7 @@ WAYS = {"lightning": lightning, "transformers": transformers, "accelerate": acce
 
 def on_ranks(tmp_path, way, kind, world):
     "What every rank did, started by torchrun."
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", __file__]
-    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(
-        [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    done = subprocess.run([*command, way, kind, str(tmp_path)], env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    start_ranks(__file__, world, way, kind, str(tmp_path))
     return [(json.loads((tmp_path/f"{r}.json").read_text()), torch.load(tmp_path/f"{r}.pt")) for r in range(world)]
 
 CASES = [(way, kind, world) for way in WAYS for kind, world in (("none", 2), ("nan", 2), ("weights", 2), ("nan", 4))
@@ -152,5 +148,4 @@ if __name__ == "__main__":
         reports=said, watched=governor.watched, notes=[(n.batch, n.action) for n in governor.notes],
         why=[r.why for r in governor.reports])))
     torch.save(whole, Path(out, f"{rank}.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()

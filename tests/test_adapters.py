@@ -1,5 +1,5 @@
 "The adapters against the real frameworks, where they are installed."
-import io, math, os, pickle, subprocess, sys, time, types, warnings
+import io, math, os, pickle, sys, types, warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from ten_classes import CHANCE, examples, network
 from torch import nn
+from torchrun import leave, start_ranks
 
 from esper_nb.guard import (
     Governor, GovernorConfig, bar_note, fastai_governor, guard_accelerator, guard_trainer, lightning_governor,
@@ -400,10 +401,7 @@ def hugging_face_on_ranks(folder, resume):
 def on_two_ranks(tmp_path, what):
     "What both ranks did, in a whole run and in one that is resumed at the middle."
     for name in ("again", "whole"): (tmp_path/name).mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, what]
-    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).resolve().parents[1]))
-    done = subprocess.run([*command, str(tmp_path)], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    start_ranks(__file__, 2, what, str(tmp_path), seconds=300)
     return [[torch.load(tmp_path/f"{name}/rank{r}.pt") for r in range(2)] for name in ("whole", "again")]
 
 @pytest.mark.slow
@@ -517,8 +515,7 @@ def test_fastai_searches_a_rate_without_a_governor():
 if __name__ == "__main__":
     run = dict(accelerate=accelerate_on_ranks, transformers=hugging_face_on_ranks)[sys.argv[1]]
     for resume in (False, True): run(sys.argv[2], resume)
-    time.sleep(.5) # a thread of gloo still holds what the Trainer has gathered last, and dies if Python ends first
-    torch.distributed.destroy_process_group() # its threads must not outlive it
+    leave()
 
 
 def test_a_skorch_callback_is_cloned_pickled_and_finds_schedules(monkeypatch):
