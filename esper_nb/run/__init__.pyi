@@ -18,8 +18,8 @@ from .exports import (SUFFIXES as SUFFIXES, GrownLanes as GrownLanes, regrow as 
 from .fits import (MOST_INCIDENTS as MOST_INCIDENTS, fit_run as fit_run, begin_fit as begin_fit, open_fit as open_fit,
     saved_population as saved_population, FitRun as FitRun, incidents_text as incidents_text,
     pack_record as pack_record, unpack_record as unpack_record)
-from .follow import (about_time as about_time, watch_text as watch_text, run_status as run_status, reading as reading,
-    RunStatus as RunStatus)
+from .follow import (about_time as about_time, RunStatus as RunStatus, run_status as run_status, reading as reading,
+    watch_text as watch_text)
 from .growth_rules import (Made as Made, GROWTH_RULES as GROWTH_RULES, FINALISTS as FINALISTS, ARMS as ARMS,
     TRIED as TRIED, Practice as Practice, RuleRow as RuleRow, register_rule as register_rule,
     growth_rule as growth_rule, as_player as as_player, liked_blueprint as liked_blueprint,
