@@ -46,7 +46,7 @@ class Run:
         return F.cross_entropy(self.net(x), y).item()
 
 
-@pytest.mark.parametrize("count", [1, 20, 60])
+@pytest.mark.parametrize("count", [1, 20, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_burst_that_only_buffers_show_is_answered_once_and_named(count):
     "Batch norm hides it from every training loss; a network in evaluation mode would be ruined."
     odd = range(150, 150 + count)
@@ -86,6 +86,7 @@ def test_a_lasting_change_of_the_data_is_a_new_level_in_the_end(recorded):
     run = Run(range(100, 400), recorded, steps=400)
     assert len(run.governor.reports) <= (0 if recorded else 4) and run.net[0].running_var.mean() > 1e3
 
+@pytest.mark.slow
 def test_what_a_step_draws_for_itself_is_not_called_data():
     "From some step on nearly all inputs are dropped: the step's own dice, whatever the batch."
     torch.manual_seed(0)

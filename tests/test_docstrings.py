@@ -118,6 +118,7 @@ def test_every_public_method_is_seen_at_work_in_an_example_or_on_a_page():
     assert len(found) > 150 and missing == set(CALLED_FOR_YOU), missing ^ set(CALLED_FOR_YOU)
 
 
+@pytest.mark.slow
 def test_every_example_gives_what_it_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runner, said = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE), []

@@ -45,7 +45,7 @@ def command(folder, *words):
     return subprocess.run(asked, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("plugin", ["my_nets.py", "my_nets"])
+@pytest.mark.parametrize("plugin", [pytest.param("my_nets.py", marks=pytest.mark.slow), "my_nets"])
 def test_a_plugin_names_its_own_function(tmp_path, plugin):
     (tmp_path/"my_nets.py").write_text(MY_NETS)
     done = command(tmp_path, "tasks", "--import", plugin)
@@ -299,6 +299,7 @@ def test_help_names_what_is_given_by_name():
             if p.kind == p.VAR_KEYWORD: assert f"`{p.name}`" in (inspect.getdoc(made) or ""), f"{name}: {p.name}"
 
 
+@pytest.mark.slow
 def test_data_that_were_moved_are_found_again(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pictures(tmp_path/"pics")

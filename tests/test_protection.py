@@ -141,7 +141,8 @@ class Distilled:
             else: self.governor.watch(self.step(x))
 
 @pytest.mark.parametrize("way, ruined, size, rollbacks", [
-    ("watch", "teacher", 2, 0), ("watch", "queue", 2, 1), ("run", "teacher", 2**18, 0)])
+    ("watch", "teacher", 2, 0), ("watch", "queue", 2, 1),
+    pytest.param("run", "teacher", 2**18, 0, marks=pytest.mark.slow)])
 def test_what_no_rollback_puts_back_is_named_and_costs_none(way, ruined, size, rollbacks, caplog):
     "Neither the sum of losses nor a network that the step does not call is the cause."
     loop = Distilled(size)

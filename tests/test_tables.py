@@ -341,6 +341,7 @@ def answered(folder, rows, tmp_path, monkeypatch, out=None):
     return left, np.asarray(found["answers"].detach() if hasattr(found["answers"], "detach") else found["answers"])
 
 @pytest.mark.skipif(not ONNX, reason="onnx, onnxscript and onnxruntime are not installed: pip install esper_nb[export]")
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["classes", "values"])
 def test_the_printed_lines_say_of_raw_rows_what_the_network_says(target, tmp_path, monkeypatch):
     f = frame()
@@ -440,6 +441,7 @@ def test_a_price_of_a_thousand_is_no_gap_and_neither_is_what_is_below_zero():
         assert column.kind == "number" and rows[:, 0].tolist() == v.tolist(), how
 
 @pytest.mark.skipif(not ONNX, reason="onnx, onnxscript and onnxruntime are not installed: pip install esper_nb[export]")
+@pytest.mark.slow
 def test_other_amounts_are_read_alike_by_the_printed_lines(tmp_path, monkeypatch):
     a, _, kind = messy_numbers(120)
     how = dict(swiss=lambda v: f"{v:,.2f}".replace(",", "\u2019"), french=lambda v: f"{v:,.2f}".replace(",", "\u202f"),

@@ -45,7 +45,7 @@ def train(way, seed, rate=.3, steps=400):
     return right, governor, opt.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("way", ["watch", "run"])
+@pytest.mark.parametrize("way", ["watch", pytest.param("run", marks=pytest.mark.slow)])
 def test_a_run_that_dies_of_its_first_rate_begins_again_more_slowly(way):
     "Chaotic runs differ with the last bit, so three are asked; no two of them may stay dead."
     alone = [train("alone", seed)[0] for seed in range(3)]
