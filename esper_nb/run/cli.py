@@ -386,31 +386,44 @@ def _parser(chosen: str | None, whole: bool = False) -> argparse.ArgumentParser:
         for written, how in map(options.__getitem__, command.options.split()): of_command.add_argument(*written, **how)
     return p
 
-# %% ../../nbs/run/99_cli.ipynb #df32d1c3
-def _say(text: object) -> None:
-    "Print one line to stderr, ignoring a closed terminal."
-    lines = [printable(line.strip()) for line in str(text).splitlines()]
-    with contextlib.suppress(OSError): print("esper-nb:", *lines, file=sys.stderr)
+# %% ../../nbs/run/99_cli.ipynb #a9d4f3e1
+_known_as = dict(lanes="num_envs", epochs="horizon", updates="num_updates", lr="learning_rate") # elsewhere -> here
 
-@contextlib.contextmanager
-def _warnings_as_lines() -> Iterator[None]:
-    "Print each warning as one line."
-    def show(message, *where, **more): _say(message)
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
+def _flags(command: str) -> list[str]:
+    "Return the options of a command as they are written."
+    rows = _options() | _listing_options()
+    return [flag for option in _commands[command].options.split() for flag in rows[option][0]]
 
-# %% ../../nbs/run/99_cli.ipynb #57280c3c
-_without_torch = ("watch", "status", "report", "lab", "completion")
+def _with_settings(argv: list[str]) -> list[str]: # arguments, the command first; for argparse
+    """Write settings that are given as options, `--lr 0.05`, as `--set lr=0.05`.
 
-def _train_with_signals(args: argparse.Namespace) -> Any:
-    "Run a command that needs torch, converting signals to an orderly exit."
-    from esper_nb.core import keep_freed_memory
-    from esper_nb.learn import exit_on_signal
-    trains = args.command in ("train", "resume", "compare", "fit")
-    if trains and not getattr(args, "keep_default_allocator", False): keep_freed_memory()
-    with exit_on_signal(): return _commands[args.command].run(args)
+    It is done before argparse sees them, which would take the value of an option that it does not know for a name.
+    """
+    if not argv or argv[0] not in _commands or "--set" not in (flags := _flags(argv[0])): return argv
+    known, out, words = known_names()[_kind(argv[0])], [argv[0]], list(argv[1:])
+    while words:
+        word = words.pop(0)
+        option, sep, value = word.partition("=")
+        name = option[2:].replace("-", "_")
+        meant = [n for n in known if name in (n, n.rpartition(".")[2])] or \
+            [n for n in known if _known_as.get(name) == n.rpartition(".")[2]]
+        if not word.startswith("--") or not meant or any(flag.startswith(option) for flag in flags): out.append(word)
+        elif not sep and (not words or words[0].startswith("--")): raise ValueError(f"{option}: expected a value")
+        elif len(meant) > 1:
+            raise ValueError(f"{option} may be {' or '.join(meant)}: write --set {meant[0]}={value or words[0]}")
+        else: out += ["--set", f"{meant[0]}={value if sep else words.pop(0)}"]
+    return out
 
+def _unknown(args: argparse.Namespace, words: list[str]) -> str:
+    "Return what is said of words that no command takes, with the option that is meant perhaps."
+    names = _flags(args.command)
+    if "set" in args: names += [f"--{n}" for n in known_names()[_kind(args.command)]]
+    near = difflib.get_close_matches(words[0].partition("=")[0], names, 1) if words[0].startswith("-") else []
+    return (f"unknown: {' '.join(words)}" + "".join(f" ({name} perhaps)" for name in near)
+            + f"; `esper-nb {args.command} --help` lists what it takes"
+            + ", and each setting needs a --set of its own" * any("=" in word for word in words))
+
+# %% ../../nbs/run/99_cli.ipynb #d5a7b9c6
 def _check_names(args: argparse.Namespace) -> None:
     "Refuse what can be refused without torch: unknown names, and folders that hold no run."
     known, given = known_names(), vars(args)
@@ -486,43 +499,32 @@ def _check_setting_name(pair: str, names: tuple[str, ...]) -> None: # names: wit
     hint = f", did you mean {near[0]!r}?" if near else "."
     raise ValueError(f"there is no setting {name!r}{hint} Known: {', '.join(inside or names)}")
 
-_known_as = dict(lanes="num_envs", epochs="horizon", updates="num_updates", lr="learning_rate") # elsewhere -> here
+# %% ../../nbs/run/99_cli.ipynb #df32d1c3
+def _say(text: object) -> None:
+    "Print one line to stderr, ignoring a closed terminal."
+    lines = [printable(line.strip()) for line in str(text).splitlines()]
+    with contextlib.suppress(OSError): print("esper-nb:", *lines, file=sys.stderr)
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    "Print each warning as one line."
+    def show(message, *where, **more): _say(message)
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+# %% ../../nbs/run/99_cli.ipynb #57280c3c
+_without_torch = ("watch", "status", "report", "lab", "completion")
+
+def _train_with_signals(args: argparse.Namespace) -> Any:
+    "Run a command that needs torch, converting signals to an orderly exit."
+    from esper_nb.core import keep_freed_memory
+    from esper_nb.learn import exit_on_signal
+    trains = args.command in ("train", "resume", "compare", "fit")
+    if trains and not getattr(args, "keep_default_allocator", False): keep_freed_memory()
+    with exit_on_signal(): return _commands[args.command].run(args)
 
 def _written(option: str) -> str: return "--data" if option == "place" else f"--{option}"
-
-def _flags(command: str) -> list[str]:
-    "Return the options of a command as they are written."
-    rows = _options() | _listing_options()
-    return [flag for option in _commands[command].options.split() for flag in rows[option][0]]
-
-def _with_settings(argv: list[str]) -> list[str]: # arguments, the command first; for argparse
-    """Write settings that are given as options, `--lr 0.05`, as `--set lr=0.05`.
-
-    It is done before argparse sees them, which would take the value of an option that it does not know for a name.
-    """
-    if not argv or argv[0] not in _commands or "--set" not in (flags := _flags(argv[0])): return argv
-    known, out, words = known_names()[_kind(argv[0])], [argv[0]], list(argv[1:])
-    while words:
-        word = words.pop(0)
-        option, sep, value = word.partition("=")
-        name = option[2:].replace("-", "_")
-        meant = [n for n in known if name in (n, n.rpartition(".")[2])] or \
-            [n for n in known if _known_as.get(name) == n.rpartition(".")[2]]
-        if not word.startswith("--") or not meant or any(flag.startswith(option) for flag in flags): out.append(word)
-        elif not sep and (not words or words[0].startswith("--")): raise ValueError(f"{option}: expected a value")
-        elif len(meant) > 1:
-            raise ValueError(f"{option} may be {' or '.join(meant)}: write --set {meant[0]}={value or words[0]}")
-        else: out += ["--set", f"{meant[0]}={value if sep else words.pop(0)}"]
-    return out
-
-def _unknown(args: argparse.Namespace, words: list[str]) -> str:
-    "Return what is said of words that no command takes, with the option that is meant perhaps."
-    names = _flags(args.command)
-    if "set" in args: names += [f"--{n}" for n in known_names()[_kind(args.command)]]
-    near = difflib.get_close_matches(words[0].partition("=")[0], names, 1) if words[0].startswith("-") else []
-    return (f"unknown: {' '.join(words)}" + "".join(f" ({name} perhaps)" for name in near)
-            + f"; `esper-nb {args.command} --help` lists what it takes"
-            + ", and each setting needs a --set of its own" * any("=" in word for word in words))
 
 def _find_own_files() -> None:
     "Find modules in the folder that the command is started from, behind all others: a script does, a command does not."
