@@ -131,9 +131,11 @@ class Governor:
         log = self.log
         self.resume = ResumeWatch(self.snapshot.objects, OWN_PARTS, say=lambda text: log.say("%s", text))
         alone = single and not self.ranks # of several, one may load and send what it has to the others
-        self.loads = LoadWatch(self.snapshot.objects if alone else {}, trained_by(self.snapshot.optimizers))
+        self.loads = LoadWatch(self.snapshot.objects if alone else {}, trained_by(self.snapshot.optimizers),
+                               batch=lambda: self.losses.watched)
         self.loaded = -AGAIN # losses watched when the latest load was seen
-        self.looks = LiveLooks(list(self.loads.networks.values()), self._put_live)
+        self.looks = LiveLooks(list(self.loads.networks.values()), self._put_live, self.snapshot.optimizers,
+                               copied_before=lambda: self.loads.copied_before)
         for text in missing_parts(self.snapshot, self.rates): logger.warning("Governor: %s", text)
 
     @property
