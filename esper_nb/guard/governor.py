@@ -854,7 +854,7 @@ class Governor:
         if self.recorder is not None and self.recorder.accumulates: return out # once their step is made
         checkup.take_stock(c)
         taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes, hold=c.probation > 0)
-        when.begin(hold=c.probation > 0 and bool(taken.lanes))
+        when.begin(hold=c.probation > 0 and bool(taken.lanes), config=c)
         if taken.lanes: checkup.note_taken(taken.lanes, None if shrunken else sizes)
         if taken.refused and not checkup.mend_moments(taken.bad, c):
             out += self._act(Moment().of_state(taken.bad, taken.refused))
