@@ -1023,3 +1023,42 @@ def test_a_memory_is_no_batch_to_copy():
     own = own_copy(graph)
     graph.x += 1
     assert is_data(graph) and own.x.equal(torch.zeros(2)) and own.layout is graph.layout
+
+
+class Summing(torch.optim.SGD):
+    "As opacus does it: sums lie beside the gradients, and its loader says which batch ends a step."
+    def __init__(self, params):
+        super().__init__(params, lr=.05, momentum=.9)
+        self.waits = []
+        for p in self.param_groups[0]["params"]: p.summed = None
+
+    def step(self):
+        for p in self.param_groups[0]["params"]: p.summed = p.grad.clone() if p.summed is None else p.summed + p.grad
+        if self.waits.pop(0): return
+        for p in self.param_groups[0]["params"]: p.grad, p.summed = p.summed, None
+        super().step()
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+@pytest.mark.parametrize("at", [120, 121, 122])
+def test_sums_that_an_optimizer_keeps_at_its_parameters_go_back_with_it(way, at):
+    "Two replays differed, so no batch was redone, and the flags of the loader were those of other batches."
+    def train(fault):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        opt = Summing(net.parameters())
+        governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+        made = torch.Generator().manual_seed(1)
+        def feed():
+            for k in range(160):
+                opt.waits.append(k % 3 < 2)
+                yield k, torch.randn(8, 4, generator=made)
+        def step(x): return descend(opt, F.mse_loss(net(x), x @ AIM))
+        for k, x in governor.batches(feed()) if way == "batches" else feed():
+            if fault and k == at and not governor.replaying:
+                with torch.no_grad(): net.weight[0, 0] = torch.nan
+            if way == "run": governor.run(step, x)
+            else: governor.watch(step(x))
+        return net.weight.detach(), governor
+    weight, governor = train(True)
+    report, = governor.reports
+    assert report.cause == "external" and torch.equal(weight, train(False)[0]), str(report)
