@@ -186,6 +186,21 @@ def test_an_optimizer_that_was_replaced_is_no_witness(caplog):
     assert (net.weight - AIM.T).abs().max() < .3
 
 
+def test_moments_of_an_optimizer_that_was_made_on_the_way_do_not_ruin_what_was_put_back(caplog):
+    "Each rollback was in vain: a step with NaN in the moments came next, again and again, to the end of the run."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = torch.optim.Adam(net.parameters(), .05)
+    governor = Governor(net, opt, chance_loss=None)
+    for i, (x, y) in batches(240):
+        if i == 60: opt = torch.optim.Adam(net.parameters(), 1e-3)
+        if i == 180: net.weight.data.fill_(torch.nan)
+        governor.watch(descend(opt, F.mse_loss(net(x), y)))
+        if i == 105: assert "there is another one for the same weights (Adam)" in caplog.text
+    assert [r.action for r in governor.reports] == ["rollback"] and net.weight.isfinite().all()
+    assert "its moments were not finite" in caplog.text
+
+
 @pytest.mark.parametrize("way", ["schedule", "load"])
 def test_a_rate_that_was_the_cause_is_taken_back(way):
     "From a schedule that multiplies it, and where a step has loaded the optimizer's state since."

@@ -852,7 +852,7 @@ class StepWalk(Walk):
         self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, inside)])
 
     def look_inside_optimizer(self, optimizer: torch.optim.Optimizer, name: str):
-        "Note what an optimizer keeps beside state and groups: statistics, a counter, one that it wraps, sums of opacus."
+        "Note what an optimizer keeps beside state and groups: statistics, a counter, one that it wraps, sums."
         inside = (*PLAIN, *RANDOM, Tensor, np.ndarray, dict, list, deque, torch.optim.Optimizer)
         kept = [k for k, v in vars(optimizer).items() if k not in tables_of_optimizers() and isinstance(v, inside)]
         self.hold(optimizer, name, kept, vars(optimizer))

@@ -745,6 +745,8 @@ class RunJudge:
         self.run.good.probation.begin(hold=False)
         self.run.losses.forget()
         self.checkup.remark_unused()
+        text = "" if self.run.ranks else self.updates.forget_ruined()
+        if text: self.run.log.remark("moments", text)
 
     def _follow(self, m: Moment, config: GovernorConfig) -> PhaseMove:
         "Take a loss into the rise under observation; without a sign beside the loss no turns begin."
