@@ -62,7 +62,8 @@ from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLA
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
-from .governor import OWN_PARTS as OWN_PARTS, UNHEARD as UNHEARD, NOT_TAKEN as NOT_TAKEN, Governor as Governor
+from .governor import (OWN_PARTS as OWN_PARTS, UNHEARD as UNHEARD, LEFT as LEFT, NOT_TAKEN as NOT_TAKEN,
+    Governor as Governor)
 from .health import (LASTS as LASTS, GROWN as GROWN, OFTEN as OFTEN, SHARE as SHARE, JUMP as JUMP,
     STILL_NEAR as STILL_NEAR, SEEN as SEEN, LIKE as LIKE, LONG as LONG, RAISED as RAISED, STEEP as STEEP,
     LEAP as LEAP, SETTLED as SETTLED, StateHealth as StateHealth, Bands as Bands, BufferBands as BufferBands,
