@@ -2,6 +2,7 @@
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,6 +86,31 @@ def test_a_run_that_accumulates_has_good_states_at_the_ends_of_its_steps(accumul
         else: governor.watch(step(batch))
     at = governor.good.at().batch
     assert at % accumulate == 0 and 240 - at < 2 * (50 + accumulate)
+
+
+class ByHand(nn.Linear):
+    "It keeps a mean for its evaluations, of a kind that no snapshot has."
+    def __init__(self, kind):
+        super().__init__(2, 2)
+        self.kind, self.mean, self.kept = kind, kind(0.), None
+    def forward(self, x):
+        if self.training: self.mean, self.kept = self.kind(.9 * self.mean + .1 * x.mean().item()), x
+        return super().forward(x)
+
+@pytest.mark.parametrize("kind", [float, np.float64, np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("bad", [math.nan, 1.])
+def test_statistics_kept_by_hand_that_turn_nan_are_told_of(kind, bad, caplog):
+    net = ByHand(kind)
+    opt = torch.optim.SGD(net.parameters(), .01)
+    governor = Governor(net, opt, chance_loss=None)
+    for k in range(300):
+        x = torch.randn(8, 2)
+        if k == 120: x[0, 0] = bad
+        loss = net(x).square().mean()
+        opt.zero_grad(); loss.backward(); opt.step()
+        governor.watch(loss)
+    said = [r.getMessage() for r in caplog.records if "model.mean has NaN in it" in r.getMessage()]
+    assert len(said) == (bad != 1.) and not governor.reports
 
 
 def test_a_state_without_banks_is_small_and_remembers_what_was_done():

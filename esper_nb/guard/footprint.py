@@ -935,7 +935,8 @@ def has_nan(
 def is_nan_in(
     value, # anything
 ) -> bool:
-    "Whether something is a tensor or an array with NaN in it."
+    "Whether something is a tensor or an array with NaN in it, or NaN itself."
+    if isinstance(value, float): return value != value
     if isinstance(value, np.ndarray): return value.dtype.kind in "fc" and bool(np.isnan(value).any())
     return has_nan(value)
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LASTS', 'GROWN', 'OFTEN', 'SHARE', 'JUMP', 'STILL_NEAR', 'SEEN', 'LIKE', 'LONG', 'RAISED', 'STEEP', 'LEAP', 'FEW',
-           'SETTLED', 'StateHealth', 'Bands', 'BufferBands', 'LossCourse', 'Sign', 'Leap', 'RateCourse', 'Signs',
-           'other_optimizers', 'forget_ruined', 'is_steep', 'UpdateWatch', 'Beside', 'StateJudge']
+           'SETTLED', 'StateHealth', 'Bands', 'BufferBands', 'PlainState', 'LossCourse', 'Sign', 'Leap', 'RateCourse',
+           'Signs', 'other_optimizers', 'forget_ruined', 'is_steep', 'UpdateWatch', 'Beside', 'StateJudge']
 
 # %% ../../nbs/guard/29_health.ipynb #983cef0e
 import gc
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..core import ModulePart, hook_steps, quiet_hooks
 from .detector import LossStats, off_scale
-from .footprint import Footprint, Ruined, plays_around, ruined_around, top_name
+from .footprint import Footprint, Ruined, is_nan_in, plays_around, ruined_around, top_name
 from .gate import GateEvent, UpdateGate
 from .losses import LossQueue
 from .rates import rates_of
@@ -50,6 +50,7 @@ class StateHealth:
         self.jumps, self.jumped_at = 0, -10**9 # jumps of buffers in a row; call of `watch` of the latest
         self.waited = 0 # looks at buffers that have jumped, while more such batches came
         self.bands = BufferBands(self._buffers())
+        self.plain = PlainState({k: m for k, m in snapshot.objects.items() if isinstance(m, nn.Module)})
 
     def damaged(self) -> tuple[str, ...]: # names of tensors
         "Return what in the state is not finite."
@@ -170,6 +171,30 @@ def _norm(t: Tensor) -> float: return float(torch.linalg.vector_norm(t.detach().
 
 def _times(now: float, most: float) -> str:
     return f"{now / max(most, 1e-6):.3g} times its largest norm so far" if math.isfinite(now) else "not finite"
+
+# %% ../../nbs/guard/29_health.ipynb #plain002
+class PlainState:
+    "What networks keep in plain attributes, such as statistics in arrays: no snapshot has it, so NaN in it stays."
+    def __init__(self, models: Mapping[str, nn.Module]): # by name
+        self.models = models
+        self.fine: set[str] = set() # names of those that had no NaN in them once
+        self.ruined: set[str] = set() # names of those that had at the latest look
+        self.find_nan()
+
+    def find_nan(self) -> list[str]: # names
+        "Return what has NaN in it for the second look in a row, and had none before."
+        found = {name: is_nan_in(value) for name, value in self._values()}
+        lasting = [name for name, is_nan in found.items() if is_nan and name in self.fine & self.ruined]
+        self.ruined = {name for name, is_nan in found.items() if is_nan}
+        self.fine |= found.keys() - self.ruined
+        return lasting
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for head, model in self.models.items():
+            for path, m in model.named_modules(prefix=head):
+                if type(m).__module__.startswith("torch."): continue # settings
+                kept = {k: v for k, v in vars(m).items() if isinstance(v, float | np.ndarray | Tensor)}
+                yield from ((f"{path}.{k}", v) for k, v in kept.items() if getattr(v, "grad_fn", None) is None)
 
 # %% ../../nbs/guard/29_health.ipynb #d664d56c
 LONG = 400 # losses after which a network should have learnt something

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..core import listed
 from .detector import RULES, off_scale, on_scale
 from .gate import UpdateGate
 from .health import LASTS, Beside, LossCourse, StateHealth, StateJudge, UpdateWatch
@@ -634,6 +635,9 @@ class RunCheckup:
         run, comparison = self.run, self.comparison
         if self.state.updates.leap: run.log.remark("rate", self.state.updates.leap)
         self.remark_unused()
+        if nan := self.state.health.plain.find_nan():
+            run.log.remark("plain", f"{listed(nan, 3, 999)} has NaN in it for a while, and no rollback puts that back, "
+                           "since it is neither parameter nor buffer: put good values there, and use `register_buffer`")
         text = self.course.look(run.verdicts.stats, run.verdicts.chance)
         if text and run.log.remark("course", text):
             report = run.verdicts.describe(config, "rise", run.losses.recent[-1])
