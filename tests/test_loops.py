@@ -194,6 +194,28 @@ def test_a_batch_that_has_left_its_loop_is_not_run_again_in_the_next(fault, leng
     assert [drawn.count(k) for k in range(240 // length)] == [length] * (240 // length)
     assert net.weight.isfinite().all() and len(governor.reports) >= (fault == "nan")
 
+@pytest.mark.parametrize("ends", ["break", "batches"])
+def test_a_loop_that_is_left_by_break_again_and_again_is_told_what_that_costs(ends):
+    "No step was repeated, and nobody said so: neither in health nor beside the rollback."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    governor = Governor(net, opt, chance_loss=math.log(2))
+    for _ in range(20):
+        rows = torch.randn(20, 8, 4)
+        for i, x in governor.batches([*enumerate(rows if ends == "break" else rows[:10])]):
+            if governor.watched == 150 and not governor.replaying: net.weight.data[0, 0] = math.nan
+            loss = nn.functional.cross_entropy(net(x), (x.sum(1) > 0).long())
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            governor.watch(loss)
+            if ends == "break" and i == 9: break
+    report, = governor.reports
+    said = [text for text in governor.summary().remarks if "`break`" in text]
+    if ends == "break": assert len(said) == 1 and "has left its loop, as by `break`" in report.why
+    else: assert not said and report.cause == "external" and report.redone
+
 def test_a_checkpoint_of_the_body_has_the_loss_of_its_batch():
     "It is judged when the loop asks for its next batch; a run that goes on from the checkpoint has not lost it."
     def whole(stop=None, saved=None, batches=slice(None)):

@@ -2,6 +2,7 @@
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,6 +53,64 @@ def test_a_run_that_cannot_be_saved_for_long_says_so(caplog):
     governor = Governor(*parts(), chance_loss=None, config=GovernorConfig(snapshot_every=10, probation=0, patience=400))
     for t in range(300): governor.watch(2. if t < 20 else 1. if t < 60 else 3.)
     assert "no snapshot for 100 losses" in caplog.text
+
+
+@pytest.mark.parametrize("together", [3, 8, 16])
+def test_losses_that_are_judged_together_have_good_states_like_others(together):
+    governor = Governor(*parts(), chance_loss=None, config=GovernorConfig(sync_every=together))
+    for _ in range(200): governor.watch(.5)
+    assert 200 - governor.good.at().batch < 2 * (50 + together), "at the twentieth loss nothing could be taken"
+
+
+def test_an_unrest_at_the_twentieth_loss_puts_the_first_good_state_off_and_no_more():
+    governor = Governor(*parts(), chance_loss=None)
+    for t in range(80): governor.watch(30. if 18 <= t < 24 else .5)
+    assert governor.good.at().batch > 24 and not governor.reports
+
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+@pytest.mark.parametrize("accumulate", [3, 16])
+def test_a_run_that_accumulates_has_good_states_at_the_ends_of_its_steps(accumulate, way):
+    net, opt = parts()
+    governor, data = Governor(net, opt, chance_loss=None), [*enumerate(torch.randn(240, 8, 2).unbind())]
+    def step(batch):
+        k, x = batch
+        loss = net(x).square().mean()
+        (loss / accumulate).backward()
+        if (k + 1) % accumulate == 0:
+            opt.step()
+            opt.zero_grad()
+        return loss.detach()
+    for batch in governor.batches(data) if way == "batches" else data:
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+    at = governor.good.at().batch
+    assert at % accumulate == 0 and 240 - at < 2 * (50 + accumulate)
+
+
+class ByHand(nn.Linear):
+    "It keeps a mean for its evaluations, of a kind that no snapshot has."
+    def __init__(self, kind):
+        super().__init__(2, 2)
+        self.kind, self.mean, self.kept = kind, kind(0.), None
+    def forward(self, x):
+        if self.training: self.mean, self.kept = self.kind(.9 * self.mean + .1 * x.mean().item()), x
+        return super().forward(x)
+
+@pytest.mark.parametrize("kind", [float, np.float64, np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("bad", [math.nan, 1.])
+def test_statistics_kept_by_hand_that_turn_nan_are_told_of(kind, bad, caplog):
+    net = ByHand(kind)
+    opt = torch.optim.SGD(net.parameters(), .01)
+    governor = Governor(net, opt, chance_loss=None)
+    for k in range(300):
+        x = torch.randn(8, 2)
+        if k == 120: x[0, 0] = bad
+        loss = net(x).square().mean()
+        opt.zero_grad(); loss.backward(); opt.step()
+        governor.watch(loss)
+    said = [r.getMessage() for r in caplog.records if "model.mean has NaN in it" in r.getMessage()]
+    assert len(said) == (bad != 1.) and not governor.reports
 
 
 def test_a_state_without_banks_is_small_and_remembers_what_was_done():

@@ -1,6 +1,8 @@
 "A rise that lasts: the old weights are compared, and the run is as it was wherever they do no better."
 import copy
+import io
 import math
+import pickle
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
@@ -267,8 +269,14 @@ def called(stub):
     with torch.no_grad(): stub.net(torch.ones(1, 1))
 
 def saved(stub): stub.net.state_dict()
+def copied(stub): assert copy.deepcopy(stub.net).weight.item() == 1
+def pickled(stub): assert pickle.loads(pickle.dumps(dict(model=stub.net)))["model"].weight.item() == 1
+def written(stub): torch.save(stub.net, io.BytesIO())
+def saved_with_moments(stub): stub.opt.state_dict()
 
-@pytest.mark.parametrize("look", [evaluated, called, saved])
+LOOKS = [evaluated, called, saved, copied, pickled, written, saved_with_moments]
+
+@pytest.mark.parametrize("look", LOOKS)
 def test_a_loop_that_looks_at_its_network_in_a_comparison_sees_the_live_weights_and_changes_nothing(look):
     alone, stub = Looked(), Looked()
     said, looked = alone.run(160, corrupt=100), []
@@ -281,7 +289,7 @@ def test_a_loop_that_looks_at_its_network_in_a_comparison_sees_the_live_weights_
     assert not stub.governor.looks.hooks
 
 
-@pytest.mark.parametrize("look", [evaluated, called, saved])
+@pytest.mark.parametrize("look", LOOKS)
 def test_a_loop_that_ends_in_a_comparison_keeps_its_own_weights(look):
     stub = Looked()
     while not (stub.governor.comparing and stub.governor.observed.losses_spent): stub.run(1, corrupt=100)
@@ -296,6 +304,29 @@ def test_a_network_that_is_called_without_gradients_in_each_step_is_compared_as_
             return super().loss()
     alone, agent = Looked(), Agent()
     assert alone.run(160, corrupt=100) == agent.run(160, corrupt=100)
+
+
+def test_a_network_that_is_copied_in_each_step_is_compared_as_ever():
+    class Meta(Stub):
+        "It trains a copy of its network, and takes its loss."
+        def loss(self): return 7. if copy.deepcopy(self.net).weight.item() else 3.
+    alone, meta = Stub(), Meta()
+    assert alone.run(160, corrupt=100) == meta.run(160, corrupt=100) and meta.net.weight.item() == 0
+
+
+def test_a_part_that_holds_the_state_of_a_network_is_exchanged_with_it():
+    class Checkpoint:
+        "As a framework keeps it: the state of this part is that of the network."
+        def __init__(self, net): self.net = net
+        def state_dict(self): return dict(net=self.net.state_dict())
+        def load_state_dict(self, state): self.net.load_state_dict(state["net"])
+    stub = Looked()
+    stub.governor = Governor(stub.net, stub.opt, Checkpoint(stub.net), chance_loss=None, config=QUICK)
+    while not (stub.governor.comparing and stub.governor.observed.losses_spent): stub.run(1, corrupt=100)
+    saved(stub)
+    assert stub.net.weight.item() == 1
+    stub.run(60)
+    assert stub.net.weight.item() == 0 and [r.action for r in stub.governor.reports] == ["rollback"]
 
 
 def compared():

@@ -852,10 +852,12 @@ class StepWalk(Walk):
         self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, inside)])
 
     def look_inside_optimizer(self, optimizer: torch.optim.Optimizer, name: str):
-        "Note what an optimizer keeps beside state and groups: statistics of layers, a counter, one that it wraps."
+        "Note what an optimizer keeps beside state and groups: statistics, a counter, one that it wraps, sums."
         inside = (*PLAIN, *RANDOM, Tensor, np.ndarray, dict, list, deque, torch.optim.Optimizer)
         kept = [k for k, v in vars(optimizer).items() if k not in tables_of_optimizers() and isinstance(v, inside)]
         self.hold(optimizer, name, kept, vars(optimizer))
+        for p in (p for g in optimizer.param_groups for p in g["params"]):
+            self.hold(p, name, [k for k, v in vars(p).items() if v is None or isinstance(v, (Tensor, list))], vars(p))
 
     def look_at_tensor(self, t: Tensor, name: str):
         "Note a tensor with its gradient, unless it has no values (meta), or those of a part."
@@ -933,7 +935,8 @@ def has_nan(
 def is_nan_in(
     value, # anything
 ) -> bool:
-    "Whether something is a tensor or an array with NaN in it."
+    "Whether something is a tensor or an array with NaN in it, or NaN itself."
+    if isinstance(value, float): return value != value
     if isinstance(value, np.ndarray): return value.dtype.kind in "fc" and bool(np.isnan(value).any())
     return has_nan(value)
 

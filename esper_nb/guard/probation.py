@@ -34,7 +34,7 @@ class Rhythm(NamedTuple):
     "Where a run is between two snapshots."
     since: int = 0 # losses since the latest snapshot of the regular rhythm
     held: bool = False # whether the latest snapshot is on probation
-    first: int = 0 # of the early snapshot: 0 not taken, 1 on probation, 2 done
+    first: int = 0 # of the early snapshot: 0 not taken, -1 done, or the losses at which its probation ends
 
 class Probation:
     "When the latest snapshot was taken, whether it is on probation, and where the run was then."
@@ -57,11 +57,16 @@ class Probation:
         since, held, first = self.rhythm
         self.rhythm = Rhythm(since + losses, held, first)
 
-    def begin(self, hold: bool, losses: int = 0): # that have passed since
-        "A snapshot was taken, or restored; whether it is on probation."
-        since, _, first = self.rhythm
-        early = first == 0 and since == EARLY and hold
-        self.rhythm = Rhythm(since=since if early else losses, held=hold, first=1 if early else 2)
+    def begin(
+        self,
+        hold: bool, # whether the snapshot is on probation
+        losses: int = 0, # that have passed since
+        config: GovernorConfig | None = None, # whose rhythm it is of; None: of none
+    ):
+        "A snapshot was taken, or restored."
+        since = self.since
+        early = hold and config is not None and self._waits_for_early(config)
+        self.rhythm = Rhythm(since=since, held=hold, first=since + EARLY) if early else Rhythm(losses, hold, first=-1)
 
     def end(self):
         "The snapshot on probation is published, or gone."
@@ -70,10 +75,12 @@ class Probation:
     def is_due(self, config: GovernorConfig) -> bool: # whose rhythm it is
         "Whether something is due: the end of a probation, or the next snapshot."
         since, held, first = self.rhythm
-        if held and first == 1: return since >= 2 * EARLY
-        early = first == 0 and 2 * EARLY < min(config.probation, config.snapshot_every)
-        if early and not held: return since == EARLY
+        if held and first > 0: return since >= first
+        if self._waits_for_early(config): return since >= EARLY
         return since >= (config.probation if held else config.snapshot_every)
+
+    def _waits_for_early(self, config: GovernorConfig) -> bool: # it may be late: losses are judged together, or rise
+        return self.rhythm.first == 0 and 2 * EARLY < min(config.probation, config.snapshot_every)
 
     def note(self, snapshot: Snapshot, at: SavedAt):
         "Remember where the latest snapshot was taken, and forget those that are gone."

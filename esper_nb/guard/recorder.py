@@ -280,6 +280,11 @@ class StepRecorder:
         "Whether gradients of the latest step wait for those of further steps: a state is no good without them."
         return self.seen_update and not self.updated
 
+    @property
+    def leaves_often(self) -> bool:
+        "Whether more than one of the steps that are kept has left its loop."
+        return sum(s.leaves for s in self.steps) > 1
+
     def forget(self, number: int): # calls of `watch` before it
         "Let go of all steps before this one."
         while self.steps and self.steps[0].number < number: self._let_go()

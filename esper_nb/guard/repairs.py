@@ -518,7 +518,9 @@ class Recovery:
         incident = self.repairs.open(report.lost[0], report)
         self.repairs.wind_back(report, config.skip_window)
         with self.unseen():
-            if not (config.explain_steps and self.repairs.within_reach): return self._redo(None, config)
+            if not (config.explain_steps and self.repairs.within_reach):
+                if incident.missing and not report.why: run.log.amend(report, why=incident.missing)
+                return self._redo(None, config)
             found = proof or self.unsolved.answer(report.reason, run.losses.watched)
             if found is None: found = self.repairs.find_cause(incident, config.explain_steps, is_bad=self.is_bad)
             self.unsolved.note(found)

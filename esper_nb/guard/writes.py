@@ -11,6 +11,7 @@ import itertools
 import math
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -235,13 +236,15 @@ class LoadWatch:
         self,
         parts: Mapping[str, Any], # by name
         trained: Iterable[Tensor] = (), # by the optimizers
+        batch: Callable[[], int] = int, # calls of `watch` so far
     ):
         others = untrained_in(parts, trained)
+        self.batch, self.copies = batch, deque[int](maxlen=2) # calls of `watch` before the latest copies
         self.networks = {k: m for k, m in parts.items() if isinstance(m, nn.Module) and k not in others}
         self.outermost: nn.Module | None = None # module that is being loaded
         self.before: int | None = None # bits of the networks before the first load since `clear`; None: there was none
         self.changed = False # a state was loaded since then, and is another one
-        begin, end = HookOf(self, "begin"), HookOf(self, "end")
+        begin, end = HookOf(self, "begin", copied="note_copy"), HookOf(self, "end")
         for m in {id(m): m for network in self.networks.values() for m in network.modules()}.values():
             if isinstance(m, torch.jit.ScriptModule): continue
             for handle in (m.register_load_state_dict_pre_hook(begin), m.register_load_state_dict_post_hook(end)):
@@ -257,6 +260,15 @@ class LoadWatch:
         if module is not self.outermost: return
         self.outermost, self.changed = None, self._bits() != self.before
 
+    def note_copy(self):
+        "Note that a network is copied or pickled."
+        if self.batch() not in self.copies: self.copies.append(self.batch())
+
+    @property
+    def copied_before(self) -> bool:
+        "Whether a network was copied in the step before this one."
+        return self.batch() - 1 in self.copies
+
     def clear(self):
         "Forget what was loaded until now."
         self.before, self.changed = None, False
@@ -265,15 +277,18 @@ class LoadWatch:
 
 class HookOf:
     "Tells a watch, as long as there is one, what is done with a module."
-    def __init__(self, watch: Any = None, what: str = ""): # anything, its method
+    def __init__(self, watch: Any = None, what: str = "", copied: str = ""): # anything, its methods
         self.watch = weakref.ref(watch) if watch is not None else lambda: None
-        self.what = what
+        self.what, self.copied = what, copied
 
     def __call__(self, module: nn.Module, *given):
         watch = self.watch()
         if watch is not None: getattr(watch, self.what)(module)
 
-    def __reduce__(self): return HookOf, () # a copy of the network has no watch
+    def __reduce__(self): # a copy of the network has no watch
+        watch = self.watch()
+        if watch is not None and self.copied: getattr(watch, self.copied)()
+        return HookOf, ()
 
 # %% ../../nbs/guard/23_writes.ipynb #copies02
 def copies_of(
