@@ -1,9 +1,10 @@
 # What train offers to other packages; written by `python scripts/notebooks.py door`
 from .ablation import (for_all_lanes as for_all_lanes, lane_inputs as lane_inputs, label_counts as label_counts,
-    Tally as Tally, EvalResult as EvalResult, tally_result as tally_result, evaluate as evaluate,
-    count_players as count_players, contributions as contributions, pair_interactions as pair_interactions,
-    shapley as shapley, Ablation as Ablation, heard_slots as heard_slots, seed_tables as seed_tables,
-    measure_ablation as measure_ablation, evaluate_combinations as evaluate_combinations, judge_lanes as judge_lanes)
+    Tally as Tally, EvalResult as EvalResult, lane_span as lane_span, tally_result as tally_result,
+    evaluate as evaluate, count_players as count_players, contributions as contributions,
+    pair_interactions as pair_interactions, shapley as shapley, Ablation as Ablation, heard_slots as heard_slots,
+    seed_tables as seed_tables, measure_ablation as measure_ablation, evaluate_combinations as evaluate_combinations,
+    judge_lanes as judge_lanes)
 from .data import (AHEAD as AHEAD, check_images as check_images, default_peak as default_peak,
     check_labels as check_labels, check_alike as check_alike, Epoch as Epoch, lane_epochs as lane_epochs,
     whole_batches as whole_batches, draw_images as draw_images, stack_draws as stack_draws, DrawsAhead as DrawsAhead,

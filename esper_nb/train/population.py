@@ -30,7 +30,7 @@ from ..guard import Governor, GovernorConfig, Report
 from ..grow import (
     ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, Decision, DecisionResult, Event, Growing, ModuleHostConfig, Reason,
     Rules, SeedState, Slot, Stage, Status, apply_decision, check_slots, decode_seed, explore_host, host_sites)
-from .ablation import Ablation, EvalResult, evaluate, seed_tables
+from .ablation import Ablation, EvalResult, evaluate, lane_span, seed_tables
 from .data import ImageData, TextData
 from .gradients import gradient_health, growth_signals, norm_ratio
 from .graphs import Graphs, Group
@@ -98,6 +98,11 @@ class TrainResult(NamedTuple):
     skipped: Tensor # (n,) int64, updates left out
     losses: Tensor # (batches, n) loss of every batch
 
+    def __repr__(self):
+        return (f"TrainResult(loss={lane_span(self.loss, 3)}, accuracy_pp={lane_span(self.accuracy_pp)}, "
+                f"grad_norm={lane_span(self.grad_norm, 2)}, skipped={int(self.skipped.sum())} in all, "
+                f"losses={tuple(self.losses.shape)})")
+
 class GroupResult(NamedTuple):
     "One epoch of a group, for its m lanes."
     train: TrainResult
@@ -147,6 +152,12 @@ class EpochResult(NamedTuple):
     signals: Mapping[str, Tensor] = {} # slot -> (4, n), rows as in SIGNALS: what a seed would find there
     undone: tuple[DecisionResult, ...] = () # germinations that a rollback reverted: their slots are empty again
     forecast: tuple[SeedWorth, ...] = () # forecast gains, for the lanes that the forecaster ran on after this epoch
+
+    def __repr__(self):
+        said = [f"{len(found)} in {name}" for name in ("reports", "decided", "events", "undone", "forecast")
+                if (found := getattr(self, name))]
+        head = [f"epoch={self.epoch}", f"seconds={self.seconds:.2f}", f"images_per_s={self.images_per_s:,.0f}", *said]
+        return f"EpochResult({', '.join(head)},\n  train={self.train},\n  heldout={self.heldout})"
 
 Forecaster = Callable[["Population", EpochResult], Sequence[SeedWorth]] # returns forecasts after an epoch
 
