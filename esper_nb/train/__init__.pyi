@@ -55,10 +55,10 @@ from .population import (Forecaster as Forecaster, MIXED_BYTES as MIXED_BYTES, S
     GroupCopies as GroupCopies, undone_germination as undone_germination, kept_history as kept_history,
     RolledBackSeeds as RolledBackSeeds, LaneRates as LaneRates, Population as Population,
     new_governor as new_governor, new_stepper as new_stepper, check_population as check_population,
-    new_population as new_population, seed_health as seed_health, traced as traced, latest_pass as latest_pass,
-    site_signals as site_signals, join_results as join_results, spread_lanes as spread_lanes,
-    join_ablations as join_ablations, total_gain as total_gain, join_groups as join_groups,
-    sum_and_best as sum_and_best)
+    check_trained_memory as check_trained_memory, new_population as new_population, seed_health as seed_health,
+    traced as traced, latest_pass as latest_pass, site_signals as site_signals, join_results as join_results,
+    spread_lanes as spread_lanes, join_ablations as join_ablations, total_gain as total_gain,
+    join_groups as join_groups, sum_and_best as sum_and_best)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
 from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, HALF as HALF,
