@@ -307,3 +307,24 @@ def test_tasks_are_told_in_words(capsys):
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "160 parameters" in rows["digits_impaired"] and "scikit-learn" in rows["digits"]
     assert "GPT" in rows["prose"] and "Config" not in "".join(rows.values())
+
+
+def test_signs_that_a_terminal_lacks_are_question_marks():
+    done = subprocess.run([sys.executable, "-m", "esper_nb", "tasks"], capture_output=True, encoding="ascii",
+                          env=os.environ | dict(PYTHONIOENCODING="ascii"))
+    assert done.returncode == 0 and "8 ? 8 digits" in done.stdout and not done.stderr
+
+
+def test_a_run_without_a_terminal_goes_on_to_its_end(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        for name in ("stdout", "stderr"): patch.setattr(sys, name, None)
+        status = main(["fit", "digits", "--lanes", "1", "--epochs", "1", "--set", "workers=1", "--out", str(tmp_path)])
+        sys.stdout.close(), sys.stderr.close()
+    assert status == 0 and (tmp_path/"digits"/"weights.safetensors").exists()
+
+
+def test_docstrings_may_be_stripped(tmp_path):
+    code = f"from esper_nb.run.cli import main; raise SystemExit(main(['status', {str(tmp_path)!r}]))"
+    for code in (code, "from esper_nb import GrowVecEnv, train_ppo, compare_controllers, Dashboard, fit_run"):
+        done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
+        assert "Traceback" not in done.stderr, done.stderr

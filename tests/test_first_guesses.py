@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 
 from esper_nb import (
     Dashboard, EnvConfig, FitConfig, Governor, GrowEnv, GrowVecEnv, Heuristic, Learner, LoopSource, ModuleHostConfig,
-    PPOConfig, PolicyPlayer, Session, as_controller, attach_slots, begin_fit, begin_run, compare_controllers,
-    create_model, evaluate, explore_host, export_model, fit, fit_run, get_recipe, new_population, open_fit, read_rows,
-    run_epoch, task_from_arrays, task_from_dataset, task_from_folder, task_from_table, watch, write_report)
+    PPOConfig, PolicyPlayer, Session, SplitVecEnv, as_controller, attach_slots, begin_fit, begin_run,
+    compare_controllers, create_model, evaluate, explore_host, export_model, fit, fit_run, get_recipe, new_population,
+    open_fit, read_rows, run_epoch, task_from_arrays, task_from_dataset, task_from_folder, task_from_table, watch,
+    write_report)
 from esper_nb.core import Range
 from esper_nb.record import RunFolder
 from esper_nb.run import RandomPlayer, growth_rule, main, run_status
@@ -254,6 +255,14 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_allocated(tmp_pat
         task_from_arrays(np.zeros((24, 16, 16), "uint8"), np.arange(24) % 2)
     with pytest.raises(ValueError, match="batch_size=64, .* activations of one lane need at least"):
         new_population("digits", FitConfig(lanes=2, epochs=1, workers=1))
+
+
+def test_lanes_that_fit_shard_by_shard_but_not_all_together_are_refused(monkeypatch):
+    config = EnvConfig("digits_impaired", num_envs=80, horizon=2, limit=64)
+    monkeypatch.setattr("esper_nb.core.devices._host_bytes", lambda: 4_000_000) # 63 kB a lane
+    with pytest.raises(ValueError, match="lanes=80, .* need at least 5.03 MB, and 4 MB are free"):
+        SplitVecEnv(config, shards=2)
+    SplitVecEnv(config.replace(num_envs=40), shards=2).close()
 
 
 class Classifier(torch.nn.Module):

@@ -1,6 +1,7 @@
 "Growth in training: lanes are separate networks at every stage, a bad seed stays alone, rollbacks respect fossils."
 import copy
 import math
+import signal
 
 import pytest
 import torch
@@ -224,6 +225,19 @@ def test_an_interrupted_epoch_has_not_happened():
     other = grown(workers=1)
     a, b = run_epoch(pop), run_epoch(other)                                      # the borrowed networks are clean again
     assert torch.equal(a.train.losses, b.train.losses)
+
+
+@pytest.mark.parametrize("phase", ["give back", "note", "govern"])
+def test_an_interrupt_while_an_epoch_is_put_back_is_raised_when_it_is_over(phase):
+    pop, other = grown(governor=GovernorConfig()), grown(governor=GovernorConfig())
+    def press(name):
+        if name == phase: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt): run_epoch(pop, clock=press)
+    whole = run_epoch(other)
+    assert torch.equal(pop.last.train.losses, whole.train.losses) and pop.epoch.tolist() == other.epoch.tolist()
+    assert torch.equal(run_epoch(pop).train.losses, run_epoch(other).train.losses)
+    assert all(torch.equal(t, state(other)[k]) for k, t in state(pop).items())
+    for slot in pop.model.names: assert pop.model.slot(slot).states() == other.model.slot(slot).states()
 
 
 @pytest.mark.parametrize("size", [0, 2**22])

@@ -1,5 +1,5 @@
 "Snapshots: exact, never aliased, never lost, for every kind of state and every mixture of lanes."
-import copy, random, threading, time, tracemalloc
+import copy, random, signal, threading, time, tracemalloc
 
 import numpy as np
 import pytest
@@ -273,6 +273,32 @@ def test_a_snapshot_that_fails_half_way_leaves_the_previous_one(where, monkeypat
     assert snap.restore().steps == (1,)
     now = whole_state(run)
     assert all(torch.equal(good[k], now[k]) for k in good if not k.startswith(("streams", "order", "cursor")))
+
+class Button:
+    "A part during whose restoration somebody presses stop."
+    presses = 0
+    def state_dict(self): return dict(t=torch.ones(3))
+    def load_state_dict(self, state):
+        for _ in range(self.presses): signal.raise_signal(signal.SIGINT)
+
+def test_an_interrupt_leaves_no_half_of_a_good_state():
+    run, button = Run("adam"), Button()
+    run.step()
+    snap = Snapshot(button, run.net, *run.opts); snap.take(step=1)
+    good = whole_state(run)
+    run.step()
+    aside = snap.set_aside()
+    later = whole_state(run)
+    button.presses = 1
+    with pytest.raises(KeyboardInterrupt): snap.restore()
+    now = whole_state(run)
+    assert all(torch.equal(good[k], now[k]) for k in good if not k.startswith(("streams", "order", "cursor")))
+    with pytest.raises(KeyboardInterrupt): snap.bring_back(aside)
+    now = whole_state(run)
+    assert all(torch.equal(later[k], now[k]) for k in later if not k.startswith(("streams", "order", "cursor")))
+    button.presses = 2 # who presses twice does not wait
+    with pytest.raises(KeyboardInterrupt): snap.restore()
+    assert any(not torch.equal(good[k], t) for k, t in whole_state(run).items() if not k.startswith("streams"))
 
 def test_a_hundred_snapshots_add_no_memory():
     run = Run("adam"); run.step(); snap = run.snapshot()

@@ -10,7 +10,7 @@ from esper_nb.core import Workers, by_lane, lane, lane_state, plan, repeatable, 
 from esper_nb.grow import GPTConfig
 from esper_nb.guard import GovernorConfig
 from esper_nb.train import (
-    LOOKED_AT, Fault, FitConfig, Graphs, Population, fit, get_task, list_faults, new_population, run_epoch,
+    LOOKED_AT, EvalResult, Fault, FitConfig, Graphs, Population, fit, get_task, list_faults, new_population, run_epoch,
     site_signals, traced)
 
 # A small learning rate: at 0.02 one ReLU that rounding tips over grows to 2e-3 within 17 steps,
@@ -246,3 +246,20 @@ def test_looking_for_places_to_grow_changes_no_number():
     (looked, found), (blind, nothing) = train(True), train(False)
     assert all(torch.equal(a, b) for a, b in zip(looked, blind) if isinstance(a, torch.Tensor))
     assert found and not nothing
+
+
+@pytest.mark.parametrize("lanes", [1, 16])
+def test_a_result_that_ends_a_cell_is_a_few_lines_however_many_lanes(lanes):
+    pop = new_population("digits", FitConfig(lanes=lanes, epochs=2, workers=1))
+    result = next(fit(pop))
+    text = repr(result)
+    assert text.count("\n") == 2 and len(text) < 700 and repr(result.heldout) in text
+    assert f"{result.heldout.accuracy_pp.median():.1f}" in text
+    assert "heldout=None" in repr(run_epoch(pop, split=None))
+
+
+def test_a_result_says_how_many_lanes_have_no_number():
+    loss = torch.tensor([1., 2., 3., 4., torch.nan])
+    text = repr(EvalResult(loss, loss, torch.zeros(5, 2)))
+    assert "median 2.000, 1.000 to 4.000, 1 NaN" in text
+    assert "5 NaN" in repr(EvalResult(loss * torch.nan, loss, torch.zeros(5, 2)))

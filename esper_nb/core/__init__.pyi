@@ -49,4 +49,5 @@ from .trees import (encode_tree as encode_tree, decode_tree as decode_tree, tree
     tree_from_bytes as tree_from_bytes, content_digest as content_digest, write_tree as write_tree,
     read_tree as read_tree, read_saved as read_saved)
 from .workers import (T as T, R as R, Plan as Plan, BUDGET as BUDGET, plan as plan,
-    default_workers as default_workers, use_threads as use_threads, Workers as Workers)
+    default_workers as default_workers, use_threads as use_threads, Workers as Workers,
+    hold_interrupts as hold_interrupts)

@@ -136,6 +136,7 @@ class FolderLock:
         except OSError: return False
 
     def __enter__(self) -> "FolderLock":
+        check_folder(self.folder)
         refuse_link(self.path)
         _refuse_other(self.path)
         while not self.held: # the previous process may have deleted the file

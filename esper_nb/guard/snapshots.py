@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 
 from ..core import (
     AnyPart, Leaf, ModulePart, OptimizerPart, RandomStreams, as_part, by_lane, check, check_count, has_lanes,
-    hook_steps, lane_runs, quiet_hooks, same_layout, wait_for, writes_only_state)
+    hold_interrupts, hook_steps, lane_runs, quiet_hooks, same_layout, wait_for, writes_only_state)
 
 # %% ../../nbs/guard/12_snapshots.ipynb #87328e7e
 @dataclass(frozen=True)
@@ -650,15 +650,16 @@ class Snapshot:
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        "While nothing else reads or writes the live state: no stream of a device, no gathered shard."
+        "While nothing else reads or writes the live state: no stream of a device, no gathered shard, no interrupt."
         devices = {t.device for t in self._settled().tensors.values()}
         if torch.cuda.is_initialized(): torch.cuda.synchronize() # streams may be writing what is about to be written
         for part in self.parts.values():
             for m in part.obj.modules() if isinstance(part, ModulePart) else ():
                 if hasattr(m, "reshard") and hasattr(m, "unshard"): m.reshard() # gathered for a forward pass
-        yield
-        if torch.cuda.is_initialized(): torch.cuda.synchronize()
-        wait_for(devices)
+        with hold_interrupts(): # half of a state would be none
+            yield
+            if torch.cuda.is_initialized(): torch.cuda.synchronize()
+            wait_for(devices)
 
     def _write_parts(self, state: SavedState, lanes: Sequence[int] | None, skip: Sequence[str],
                      stay: bool) -> tuple[list[str], list[str]]: # parts; what was left although it differs

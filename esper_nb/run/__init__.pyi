@@ -50,7 +50,8 @@ from .runs import (Makers as Makers, More as More, begin_run as begin_run, check
     open_run as open_run, incident_text as incident_text, learnt_text as learnt_text, bar_text as bar_text,
     response_lines as response_lines, FinalPlan as FinalPlan, plan_plays as plan_plays, Run as Run,
     training_env as training_env)
-from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs, ShardFacts as ShardFacts,
-    ShardStep as ShardStep, number_lanes as number_lanes, LaneShard as LaneShard, join_infos as join_infos,
-    join_steps as join_steps, join_shards as join_shards)
+from .split import (SplitVecEnv as SplitVecEnv, shard_configs as shard_configs,
+    check_whole_memory as check_whole_memory, ShardFacts as ShardFacts, ShardStep as ShardStep,
+    number_lanes as number_lanes, LaneShard as LaneShard, join_infos as join_infos, join_steps as join_steps,
+    join_shards as join_shards)
 from .web import PageReader as PageReader, watch_web as watch_web, known_host as known_host

@@ -6,7 +6,7 @@
 __all__ = ['lab_command', 'known_names', 'registered_names', 'main']
 
 # %% ../../nbs/run/99_cli.ipynb #c00f647d
-import argparse, contextlib, csv, difflib, importlib.util, json, os, re, subprocess, sys, warnings
+import argparse, contextlib, csv, difflib, importlib.util, io, json, os, re, subprocess, sys, warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -526,6 +526,14 @@ def _train_with_signals(args: argparse.Namespace) -> Any:
 
 def _written(option: str) -> str: return "--data" if option == "place" else f"--{option}"
 
+def _let_all_be_written() -> None:
+    "Write a sign that a terminal's encoding lacks as a question mark, and what has no terminal at all to nowhere."
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None: setattr(sys, name, open(os.devnull, "w", encoding="utf-8")) # closed: of a service, say
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
+
 def _find_own_files() -> None:
     "Find modules in the folder that the command is started from, behind all others: a script does, a command does not."
     if "" not in sys.path and not sys.flags.safe_path: sys.path.append("")
@@ -535,6 +543,7 @@ def main(
 ) -> int: # 0 success, 1 machine error, 2 usage error, 130 interrupted
     "Run the `esper-nb` command, and return its exit status."
     argv = sys.argv[1:] if argv is None else argv
+    _let_all_be_written()
     _find_own_files()
     parser = _parser(next((word for word in argv if not word.startswith("-")), None))
     own = ("-h", "--help", "--version")

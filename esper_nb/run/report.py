@@ -11,6 +11,7 @@ import base64
 import html
 import io
 import math
+import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,8 @@ def write_report(
     """
     paths = [Path(path)] if isinstance(path, str | PathLike) else [Path(p) for p in path]
     place = paths[0] if len(paths) == 1 else paths[0].resolve().parent
+    if out is None and place.is_dir() and not os.access(place, os.W_OK):
+        raise PermissionError(f"{place} is read-only: give the page another place, --out PAGE.html or out='PAGE.html'")
     target = place/"report.html" if out is None else check_output(out, [".html", ".htm"])
     page = report_html(*map(RunFolder, paths))
     with new_file(target if out is None else target.resolve()) as part: part.write_text(page, encoding="utf-8")

@@ -1,9 +1,10 @@
 # What train offers to other packages; written by `python scripts/notebooks.py door`
 from .ablation import (for_all_lanes as for_all_lanes, lane_inputs as lane_inputs, label_counts as label_counts,
-    Tally as Tally, EvalResult as EvalResult, tally_result as tally_result, evaluate as evaluate,
-    count_players as count_players, contributions as contributions, pair_interactions as pair_interactions,
-    shapley as shapley, Ablation as Ablation, heard_slots as heard_slots, seed_tables as seed_tables,
-    measure_ablation as measure_ablation, evaluate_combinations as evaluate_combinations, judge_lanes as judge_lanes)
+    Tally as Tally, EvalResult as EvalResult, lane_span as lane_span, tally_result as tally_result,
+    evaluate as evaluate, count_players as count_players, contributions as contributions,
+    pair_interactions as pair_interactions, shapley as shapley, Ablation as Ablation, heard_slots as heard_slots,
+    seed_tables as seed_tables, measure_ablation as measure_ablation, evaluate_combinations as evaluate_combinations,
+    judge_lanes as judge_lanes)
 from .data import (AHEAD as AHEAD, check_images as check_images, default_peak as default_peak,
     check_labels as check_labels, check_alike as check_alike, Epoch as Epoch, lane_epochs as lane_epochs,
     whole_batches as whole_batches, draw_images as draw_images, stack_draws as stack_draws, DrawsAhead as DrawsAhead,
@@ -54,10 +55,10 @@ from .population import (Forecaster as Forecaster, MIXED_BYTES as MIXED_BYTES, S
     GroupCopies as GroupCopies, undone_germination as undone_germination, kept_history as kept_history,
     RolledBackSeeds as RolledBackSeeds, LaneRates as LaneRates, Population as Population,
     new_governor as new_governor, new_stepper as new_stepper, check_population as check_population,
-    new_population as new_population, seed_health as seed_health, traced as traced, latest_pass as latest_pass,
-    site_signals as site_signals, join_results as join_results, spread_lanes as spread_lanes,
-    join_ablations as join_ablations, total_gain as total_gain, join_groups as join_groups,
-    sum_and_best as sum_and_best)
+    check_trained_memory as check_trained_memory, new_population as new_population, seed_health as seed_health,
+    traced as traced, latest_pass as latest_pass, site_signals as site_signals, join_results as join_results,
+    spread_lanes as spread_lanes, join_ablations as join_ablations, total_gain as total_gain,
+    join_groups as join_groups, sum_and_best as sum_and_best)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
 from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, HALF as HALF,

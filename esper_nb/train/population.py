@@ -6,9 +6,9 @@
 __all__ = ['Forecaster', 'MIXED_BYTES', 'SMALL_GROUP', 'SIGNALS', 'LOOKED_AT', 'FitConfig', 'TrainResult', 'GroupResult',
            'SeedWorth', 'EpochResult', 'latest_forecasts', 'forecasts_now', 'lane_bytes', 'grown_plan', 'owners_in_use',
            'part_of', 'Spare', 'GroupCopies', 'undone_germination', 'kept_history', 'RolledBackSeeds', 'LaneRates',
-           'Population', 'new_governor', 'new_stepper', 'check_population', 'new_population', 'seed_health', 'traced',
-           'latest_pass', 'site_signals', 'join_results', 'spread_lanes', 'join_ablations', 'total_gain', 'join_groups',
-           'sum_and_best']
+           'Population', 'new_governor', 'new_stepper', 'check_population', 'check_trained_memory', 'new_population',
+           'seed_health', 'traced', 'latest_pass', 'site_signals', 'join_results', 'spread_lanes', 'join_ablations',
+           'total_gain', 'join_groups', 'sum_and_best']
 
 # %% ../../nbs/train/38_population.ipynb #56a20ba1
 import math
@@ -30,7 +30,7 @@ from ..guard import Governor, GovernorConfig, Report
 from ..grow import (
     ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, Decision, DecisionResult, Event, Growing, ModuleHostConfig, Reason,
     Rules, SeedState, Slot, Stage, Status, apply_decision, check_slots, decode_seed, explore_host, host_sites)
-from .ablation import Ablation, EvalResult, evaluate, seed_tables
+from .ablation import Ablation, EvalResult, evaluate, lane_span, seed_tables
 from .data import ImageData, TextData
 from .gradients import gradient_health, growth_signals, norm_ratio
 from .graphs import Graphs, Group
@@ -98,6 +98,11 @@ class TrainResult(NamedTuple):
     skipped: Tensor # (n,) int64, updates left out
     losses: Tensor # (batches, n) loss of every batch
 
+    def __repr__(self):
+        return (f"TrainResult(loss={lane_span(self.loss, 3)}, accuracy_pp={lane_span(self.accuracy_pp)}, "
+                f"grad_norm={lane_span(self.grad_norm, 2)}, skipped={int(self.skipped.sum())} in all, "
+                f"losses={tuple(self.losses.shape)})")
+
 class GroupResult(NamedTuple):
     "One epoch of a group, for its m lanes."
     train: TrainResult
@@ -147,6 +152,12 @@ class EpochResult(NamedTuple):
     signals: Mapping[str, Tensor] = {} # slot -> (4, n), rows as in SIGNALS: what a seed would find there
     undone: tuple[DecisionResult, ...] = () # germinations that a rollback reverted: their slots are empty again
     forecast: tuple[SeedWorth, ...] = () # forecast gains, for the lanes that the forecaster ran on after this epoch
+
+    def __repr__(self):
+        said = [f"{len(found)} in {name}" for name in ("reports", "decided", "events", "undone", "forecast")
+                if (found := getattr(self, name))]
+        head = [f"epoch={self.epoch}", f"seconds={self.seconds:.2f}", f"images_per_s={self.images_per_s:,.0f}", *said]
+        return f"EpochResult({', '.join(head)},\n  train={self.train},\n  heldout={self.heldout})"
 
 Forecaster = Callable[["Population", EpochResult], Sequence[SeedWorth]] # returns forecasts after an epoch
 
@@ -727,6 +738,17 @@ def check_population(
 
 _TRAINED_COPIES = 3 # of a network's numbers at least: weights, gradients and an optimizer's state
 
+def check_trained_memory(
+    task: Task,
+    lanes: int, # on this device, of all populations together
+    slots: Sequence[str] | None = None, # None: the task's own
+    blueprints: Sequence[str] | None = None, # what may grow; None: all of the host's family
+    device: str | torch.device = "cpu", # where they are trained
+) -> None:
+    "Raise `ValueError` for more networks than can be trained on a device, before one is made."
+    chosen = check_slots(list(task.slots) if slots is None else slots, host_sites(task.host))
+    check_lane_memory(task, chosen, lanes, device, blueprints, _TRAINED_COPIES)
+
 def new_population( # noqa: PLR0913  # task, settings, data, device and blueprints
     task: Task | str, # a task, or the name of one
     config: FitConfig = FitConfig(), # lanes, epochs, schedule, precision, Governor
@@ -762,7 +784,7 @@ def new_population( # noqa: PLR0913  # task, settings, data, device and blueprin
           "torch.float32, in which these networks are made: call torch.set_default_dtype(torch.float32) first")
     check(size <= data.num_train, "batch_size", size, f"at most {data.num_train}, the number of training examples")
     chosen, made = list(task.slots) if slots is None else slots, _with_fused_host(task, dev) if config.fused else task
-    check_lane_memory(made, check_slots(chosen, host_sites(task.host)), n, dev, blueprints, _TRAINED_COPIES)
+    check_trained_memory(made, n, chosen, blueprints, dev)
     check_memory("batch_size", size, 2 * lane_bytes(task, size, 2), "activations of one lane",
                  "take a smaller batch, or smaller examples", dev)
     model = create_model(made, chosen, dev, n, config.seed, blueprints, rules)

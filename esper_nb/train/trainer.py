@@ -9,13 +9,13 @@ __all__ = ['Disturb', 'Decisions', 'Controller', 'OwnerState', 'StepState', 'run
 # %% ../../nbs/train/39_trainer.ipynb #ef4c9ccb
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..core import check, use_threads
+from ..core import check, hold_interrupts, use_threads
 from ..grow import Decision, apply_decisions
 from .ablation import judge_lanes
 from .data import share_pp
@@ -51,7 +51,7 @@ def run_epoch(
     clock: Callable[[str], None] = lambda phase: None, # called with its name at the end of every phase
     look: bool = True, # measure growth signals in the last batch; False: the result's `signals` are empty
 ) -> EpochResult: # also kept as `pop.last`
-    """Train every lane for an epoch and evaluate it; an interrupt leaves the population unchanged.
+    """Train every lane for an epoch and evaluate it; an interrupt leaves the population unchanged, or ends the epoch.
 
     The groups of the plan are copied out, trained and evaluated on the workers, and copied back. Then the seeds record
     the measurements, the Governor judges the losses of every lane, and the seeds' ages increase by one epoch.
@@ -77,28 +77,30 @@ def run_epoch(
     lanes = None if active is None else active.nonzero().flatten().tolist()
     inactive = () if active is None else (~active).nonzero().flatten().tolist()
     def work(g: Group) -> GroupResult | None: return group_epoch(pop, g, split, disturb, look)
-    with pop.alone(), use_threads(pop.threads(plan)), pop.exactly():
-        groups = pop.check_out(plan)
-        clock("check out")
-        found = pop.workers.map(work, groups)
-        results = [r for r in found if r is not None]   # a stopped group raises before this line
-        if pop.workers.device.type == "cuda": groups, results = train_apart(pop, groups, results, work)
-        clock("train and evaluate")
-        pop.give_back(groups, active)
-        clock("give back")
-        train, heldout, ablation, gain = join_groups(pop.model, groups, results)
-        pop.note_measurements(groups, results, heldout, lanes)
-        clock("note")
-        seconds, lr = time.perf_counter() - start, pop.stepper.owners["host"].lr.clone()
-        reports, undone = pop.govern(train.losses, inactive)
-        clock("govern")
-        events = tuple(pop.model.tick(lanes))
-        clock("tick")
-    signals = spread_lanes([g.lanes for g in groups], [r.signals for r in results], pop.lanes)
-    images_per_s = len(train.losses) * pop.batch_size * pop.lanes / seconds
-    return pop.keep_result(pop.foretell(EpochResult(
-        epoch=number, train=train, heldout=heldout, lr=lr, seconds=seconds, images_per_s=images_per_s,
-        reports=reports, ablation=ablation, events=events, gain=gain, signals=signals, undone=undone)))
+    with ExitStack() as whole:
+        with pop.alone(), use_threads(pop.threads(plan)), pop.exactly():
+            groups = pop.check_out(plan)
+            clock("check out")
+            found = pop.workers.map(work, groups)
+            results = [r for r in found if r is not None]   # a stopped group raises before this line
+            if pop.workers.device.type == "cuda": groups, results = train_apart(pop, groups, results, work)
+            clock("train and evaluate")
+            whole.enter_context(hold_interrupts()) # from here on the epoch has happened, all of it
+            pop.give_back(groups, active)
+            clock("give back")
+            train, heldout, ablation, gain = join_groups(pop.model, groups, results)
+            pop.note_measurements(groups, results, heldout, lanes)
+            clock("note")
+            seconds, lr = time.perf_counter() - start, pop.stepper.owners["host"].lr.clone()
+            reports, undone = pop.govern(train.losses, inactive)
+            clock("govern")
+            events = tuple(pop.model.tick(lanes))
+            clock("tick")
+        signals = spread_lanes([g.lanes for g in groups], [r.signals for r in results], pop.lanes)
+        images_per_s = len(train.losses) * pop.batch_size * pop.lanes / seconds
+        return pop.keep_result(pop.foretell(EpochResult(
+            epoch=number, train=train, heldout=heldout, lr=lr, seconds=seconds, images_per_s=images_per_s,
+            reports=reports, ablation=ablation, events=events, gain=gain, signals=signals, undone=undone)))
 
 # %% ../../nbs/train/39_trainer.ipynb #aa033cbd
 Decisions = Sequence[Decision | Sequence[Decision] | None] # one entry per lane
