@@ -131,6 +131,43 @@ def test_several_optimizers_as_one_are_parts_each():
     assert [governor.snapshot.objects[k] for k in ("optimizer", "optimizer2")] == list(several.optimizers)
 
 
+class LateOptim:
+    "Makes an optimizer for a parameter when it meets it, as Pyro's do; it has no state of its own, and is called."
+    def __init__(self, make): self.make, self.optim_objs = make, {}
+    def __call__(self, params):
+        for p in params:
+            made = self.optim_objs.setdefault(p, None) or self.make([p])
+            self.optim_objs[p] = made
+            getattr(made, "optimizer", made).step()
+            p.grad = None
+
+def scheduled(params): return torch.optim.lr_scheduler.ExponentialLR(torch.optim.Adam(params, .01), 1.)
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, scheduled])
+def test_optimizers_that_are_made_in_the_first_step_are_parts_after_it(make):
+    "A Governor of such an optimizer was an error that named no way out, and without it a raised rate had no cause."
+    torch.manual_seed(0)
+    net, optim = nn.Linear(4, 1), LateOptim(make)
+    with pytest.raises(ValueError, match="hand it over after that step"): Governor(net, optim, chance_loss=None)
+    def step(x):
+        loss = net(x).square().mean()
+        loss.backward()
+        optim(list(net.parameters()))
+        return loss.item()
+    step(torch.ones(8, 4))
+    governor = Governor(net, optim, chance_loss=None, config=OFTEN)
+    mine = [getattr(o, "optimizer", o) for o in optim.optim_objs.values()]
+    assert [governor.snapshot.objects[k] for k in ("optimizer", "optimizer2")] == mine
+    for k, x in enumerate(torch.randn(60, 8, 4)):
+        if k == 40: net.weight.data[0, 0] = torch.nan
+        governor.run(step, x)
+    report, = governor.reports
+    assert report.cause == "external" and report.redone > 0
+    assert all(t.isfinite().all() for o in mine for held in o.state.values() for t in held.values())
+    with pytest.raises(ValueError, match="expected an object with state_dict"): # of which the network is the rest
+        Governor(SimpleNamespace(net=net, opt=mine[0]), chance_loss=None)
+
+
 AIM = torch.tensor([[1.], [-2.], [3.], [.5]])
 
 def batches(n, seed=0):
