@@ -1156,3 +1156,27 @@ def test_a_network_is_recorded_although_only_the_object_of_a_library_runs_it(way
     else:
         for x in governor.batches(given): governor.watch(engine.train(x))
     assert governor.repairs.dry.again, governor.repairs.dry
+
+
+def test_a_loop_goes_on_behind_a_batch_that_makes_its_step_raise():
+    "As the documentation of `batches` advises for NaN in a batch: the error is the loop's, and the run stays the same."
+    def train(guarded, ruined=False):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3)
+        opt = torch.optim.Adam(net.parameters(), .01)
+        governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+        def step(x):
+            chosen = torch.distributions.Categorical(logits=net(x), validate_args=True)
+            return descend(opt, -chosen.log_prob((x.sum(1) > 0).long()).mean())
+        raised = 0
+        for k in range(40):
+            x = torch.randn(16, 4)
+            if k == 24: x[0] = torch.nan
+            if k == 30 and ruined: net.weight.data[0, 0] = torch.nan
+            try: governor.run(step, x) if guarded else step(x)
+            except ValueError: raised += 1
+        assert raised == 1
+        return net.weight, governor.reports
+    assert torch.equal(train(False)[0], train(True)[0])
+    weight, (report,) = train(True, ruined=True)
+    assert report.cause == "external" and report.redone > 0 and weight.isfinite().all()
